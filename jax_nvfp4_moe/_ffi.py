@@ -1,0 +1,77 @@
+"""Load the compiled extensions, check their ABI, register their targets, say what is missing."""
+
+import functools
+import importlib
+import logging
+import types
+
+import jax
+import jaxlib
+
+_LOG = logging.getLogger("jax_nvfp4_moe")
+
+# Extension module -> the platform its targets are registered for, and how to get it.
+EXTENSIONS = {
+    "_nvfp4_cpu": ("cpu", "reinstall the package with a C++17 compiler at hand"),
+    "_nvfp4_cuda": (
+        "CUDA",
+        "reinstall it with `pip install . -C cmake.define.NVFP4_CUDA=ON` and nvcc >= 12.9",
+    ),
+}
+
+
+@functools.cache
+def load(extension: str) -> types.ModuleType | None:
+    """Import `extension` and register its FFI targets, once; None where that cannot be.
+
+    `why_unavailable` tells the reason.
+    """
+    return None if why_unavailable(extension) else _module(extension)
+
+
+@functools.cache
+def why_unavailable(extension: str) -> str | None:
+    """Say why `extension` cannot be used, in words for a user; None once it is registered.
+
+    A handler built against newer FFI headers than the running jaxlib breaks the whole backend when
+    it is registered, so the versions are compared first.
+    """
+    platform, remedy = EXTENSIONS[extension]
+    try:
+        module = _module(extension)
+    except ImportError as error:
+        return f"the extension {extension} is not usable here ({error}): {remedy}"
+    built, running = tuple(module.ffi_api_version()), _running_ffi_api_version()
+    if built[0] != running[0] or built > running:
+        return (
+            f"the extension {extension} was built for XLA FFI {built[0]}.{built[1]} and jaxlib "
+            f"{jaxlib.__version__} speaks {running[0]}.{running[1]}: {remedy}, or upgrade jax"
+        )
+    for name, capsule in module.registrations().items():
+        jax.ffi.register_ffi_target(name, capsule, platform=platform)
+    _LOG.debug("registered the FFI targets of %s", extension)
+    return None
+
+
+def missing(extensions=tuple(EXTENSIONS)) -> tuple[tuple[str, str], ...]:
+    """Return pairs (extension, reason) of those that cannot be used in this process."""
+    reasons = ((name, why_unavailable(name)) for name in extensions)
+    return tuple((name, reason) for name, reason in reasons if reason)
+
+
+@functools.cache
+def _module(extension):
+    return importlib.import_module(f"jax_nvfp4_moe.{extension}")
+
+
+@functools.cache
+def _running_ffi_api_version():
+    """Read the FFI version of the running jaxlib from the header that it ships."""
+    header = f"{jax.ffi.include_dir()}/xla/ffi/api/c_api.h"
+    found = {}
+    with open(header, encoding="utf-8") as lines:
+        for line in lines:
+            words = line.split()
+            if len(words) == 3 and words[:1] == ["#define"] and words[2].isdigit():
+                found[words[1]] = int(words[2])
+    return found["XLA_FFI_API_MAJOR"], found["XLA_FFI_API_MINOR"]

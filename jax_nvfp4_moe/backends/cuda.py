@@ -1,0 +1,107 @@
+"""The CUDA kernels: records and lowerings. The kernels are in ``ffi/cuda``."""
+
+from jax_nvfp4_moe.backends.custom_call import lower_grouped_gemm, lower_moe, lower_quantize
+from jax_nvfp4_moe.layouts import CANONICAL
+from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Scheme
+
+_EXTENSION = "_nvfp4_cuda"
+
+
+# The workspace is cut in C++ (ffi/cuda/workspace.cuh, moe.cu, grouped_gemm.cu); a test compares.
+_SECTION_BYTES = 256
+_TILE_ROWS = 64
+_CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so many slots
+
+
+def _sections(*sizes: int) -> int:
+    """Return the bytes of arrays that each start at a multiple of 256."""
+    return sum(-(-size // _SECTION_BYTES) * _SECTION_BYTES for size in sizes)
+
+
+def _row_tables(rows: int, num_experts: int) -> int:
+    """Return the bytes of the starts of experts, the tiles and their number."""
+    tiles = rows // _TILE_ROWS + min(rows, num_experts)
+    return _sections(4 * (num_experts + 1), 12 * tiles, 4)
+
+
+def _quantized_rows(rows: int, k: int) -> int:
+    """Return the bytes of codes, block scales and a float32 scale for each row."""
+    return _sections(rows * (k // 2), rows * (k // 16), 4 * rows)
+
+
+def moe_workspace_bytes(
+    tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
+) -> int:
+    """Return the bytes of scratch memory that one call of the expert layer needs.
+
+    It holds one chunk of tokens: their order by expert, activations ``[slots, i]`` of `dtype`,
+    outputs ``[slots, h]`` in float32, and room for quantized rows.
+    """
+    slots = min(tokens, _CHUNK_SLOTS // max(top_k, 1)) * top_k
+    activated, down = slots * intermediate * dtype.itemsize, 4 * slots * hidden
+    return (
+        _row_tables(slots, num_experts)
+        + _sections(4 * slots, activated, down)
+        + _quantized_rows(slots, max(hidden, intermediate))
+    )
+
+
+def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
+    """Return the bytes of scratch memory that one grouped product needs."""
+    return _row_tables(rows, num_experts) + _quantized_rows(rows, k)
+
+
+def _record(suffix, devices, status):
+    """Return the record of the kernels whose names end in `suffix`."""
+    return Backend(
+        name=f"moe_{suffix}",
+        can=Capability(
+            ops=frozenset({"moe_mlp", "grouped_gemm"}),
+            devices=devices,
+            platform="cuda",
+            extension=_EXTENSION,
+        ),
+        layout=CANONICAL,
+        lower={
+            "moe_mlp": lower_moe(f"moe_{suffix}", moe_workspace_bytes),
+            "grouped_gemm": lower_grouped_gemm(
+                f"grouped_gemm_{suffix}", grouped_gemm_workspace_bytes
+            ),
+        },
+        status=status,
+    )
+
+
+_PLAIN = "plain grouped kernel (CUDA cores)"
+
+MOE_W4A4_SM120 = _record(
+    "w4a4_sm120", (Device(W4A4_SCHEMES, (12, 0), (13, 0)),), f"{_PLAIN}: compiled, not executed"
+)
+MOE_W4A4_SM100 = _record(
+    "w4a4_sm100", (Device(W4A4_SCHEMES, (10, 0), (11, 0)),), f"{_PLAIN}: compiled, not executed"
+)
+MOE_W4A16_SM90 = _record(
+    "w4a16_sm90", (Device(frozenset(Scheme), (9, 0), (10, 0)),), f"{_PLAIN}: executed"
+)
+# sm_80 code is also the weight-only path of Blackwell.
+MOE_W4A16_SM80 = _record(
+    "w4a16_sm80",
+    (
+        Device(frozenset(Scheme), (8, 0), (9, 0)),
+        Device(frozenset({Scheme.W4A16}), (10, 0), (13, 0)),
+    ),
+    f"{_PLAIN}: executed on Hopper",
+)
+
+QUANTIZE_CUDA = Backend(
+    name="quantize_cuda",
+    can=Capability(
+        ops=frozenset({"quantize_nvfp4"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+    ),
+    layout=CANONICAL,
+    lower={"quantize_nvfp4": lower_quantize("quantize_cuda")},
+    status="executed",
+)

@@ -1,0 +1,136 @@
+"""Emit one XLA FFI call for an op: the operand order that every kernel of this package shares."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_nvfp4_moe.scheme import Scheme
+from jax_nvfp4_moe.tensor import NVFP4Tensor
+
+# What a kernel is told to do with activations before each product.
+ACTIVATION_SCALE = {
+    Scheme.W4A16: "none",
+    Scheme.W4A4: "static",
+    Scheme.W4A4_UNIT_SCALE: "static",
+    Scheme.W4A4_TOKEN_SCALE: "token",
+}
+
+
+def _input_scale(scale, num_experts, scheme):
+    """Return the operand ``[e]``, or ``[0]`` where the kernel reads none."""
+    if scheme is Scheme.W4A4_UNIT_SCALE:
+        return jnp.ones(num_experts, jnp.float32)
+    if scheme is not Scheme.W4A4:
+        return jnp.zeros(0, jnp.float32)
+    if scale is None:
+        raise ValueError("input_scale: w4a4 needs one per expert, got None")
+    return jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (num_experts,))
+
+
+def _global_scale(weight: NVFP4Tensor, parts: int):
+    """Return the operand ``[e, parts]``."""
+    scale = weight.global_scale.astype(jnp.float32)
+    scale = scale[:, None] if scale.ndim == 1 else scale
+    return jnp.broadcast_to(scale, (scale.shape[0], max(parts, scale.shape[1])))
+
+
+def _bias(bias):
+    """Return the operand ``[e, n]``, or ``[0, 0]`` where there is none."""
+    return jnp.zeros((0, 0), jnp.float32) if bias is None else bias.astype(jnp.float32)
+
+
+def _call(target, y, workspace, operands, attributes):
+    outputs = (y, jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+    call = jax.ffi.ffi_call(target, outputs, vmap_method="sequential")
+    return call(*operands, **attributes)[0]
+
+
+def lower_moe(target, workspace_bytes):
+    """Return the lowering of `moe_mlp` to the FFI target ``nvfp4_<target>``.
+
+    Args:
+      target: the stem of the kernel.
+      workspace_bytes: ``(tokens, top_k, num_experts, hidden, intermediate, gated, dtype) -> int``,
+        the size of the scratch result; the handler checks it.
+    """
+
+    def lower(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
+        (t, h), (e, top_k) = x.shape, (params.num_experts, expert_ids.shape[1])
+        size = workspace_bytes(
+            t, top_k, e, h, params.intermediate, gated=params.gated, dtype=x.dtype
+        )
+        operands = (
+            x,
+            params.gate_up.packed,
+            params.gate_up.block_scale,
+            _global_scale(params.gate_up, 2 if params.gated else 1),
+            _input_scale(params.gate_up_input_scale, e, scheme),
+            _bias(params.gate_up_bias),
+            params.down.packed,
+            params.down.block_scale,
+            _global_scale(params.down, 1),
+            _input_scale(params.down_input_scale, e, scheme),
+            _bias(params.down_bias),
+            expert_ids,
+            expert_weights,
+        )
+        attributes = {
+            "activation": call.name,
+            "alpha": np.float32(call.alpha),
+            "beta": np.float32(call.beta),
+            "limit": np.float32(call.limit),
+            "activation_scale": ACTIVATION_SCALE[scheme],
+            "weight_on_input": bool(weight_on_input),
+        }
+        return _call(
+            f"nvfp4_{target}", jax.ShapeDtypeStruct((t, h), x.dtype), size, operands, attributes
+        )
+
+    return lower
+
+
+def lower_grouped_gemm(target, workspace_bytes):
+    """Return the lowering of `grouped_gemm` to the FFI target ``nvfp4_<target>``.
+
+    Args:
+      target: the stem of the kernel.
+      workspace_bytes: ``(rows, num_experts, n, k, dtype) -> int``.
+    """
+
+    def lower(x, weight, group_sizes, *, input_scale, bias, scheme):
+        (m, k), (e, n, _) = x.shape, weight.shape
+        operands = (
+            x,
+            weight.packed,
+            weight.block_scale,
+            _global_scale(weight, 1),
+            _input_scale(input_scale, e, scheme),
+            _bias(bias),
+            group_sizes,
+        )
+        size = workspace_bytes(m, e, n, k, dtype=x.dtype)
+        attributes = {"activation_scale": ACTIVATION_SCALE[scheme]}
+        return _call(
+            f"nvfp4_{target}", jax.ShapeDtypeStruct((m, n), x.dtype), size, operands, attributes
+        )
+
+    return lower
+
+
+def lower_quantize(target):
+    """Return the lowering of `quantize_nvfp4` to the FFI target ``nvfp4_<target>``.
+
+    It returns packed uint8 and block_scale float8_e4m3fn, swizzled ones padded to whole tiles.
+    """
+
+    def lower(x, global_scale, scale_layout):
+        m, k = x.shape
+        scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
+        outputs = (
+            jax.ShapeDtypeStruct((m, k // 2), jnp.uint8),
+            jax.ShapeDtypeStruct(scales, jnp.float8_e4m3fn),
+        )
+        call = jax.ffi.ffi_call(f"nvfp4_{target}", outputs, vmap_method="sequential")
+        return call(x, global_scale, scale_layout=scale_layout)
+
+    return lower

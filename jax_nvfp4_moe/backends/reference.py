@@ -1,0 +1,148 @@
+"""The meaning of every op in float32 jnp; runs on any device, one expert at a time.
+
+Nothing here is fast. Memory stays bounded: no more than one expert is dequantized at once, and its
+tokens go through in pieces of a fixed number of rows.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_nvfp4_moe.activations import ActivationCall, activate
+from jax_nvfp4_moe.formats import SCALE_RANGE, amax, divide, fake_quantize, quantize
+from jax_nvfp4_moe.layouts import CANONICAL, find_layout, to_layout
+from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
+from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor
+
+_PIECE = 128  # rows of one expert that go through at once
+
+
+def round_activations(x, input_scale, scheme: Scheme):
+    """Round rows ``x [m, k]`` to NVFP4 and back as `scheme` says; float32.
+
+    Args:
+      x: float32 rows.
+      input_scale: float32 scalar or ``[m]``; read by w4a4 alone.
+      scheme: w4a16 leaves `x` alone, w4a4 uses `input_scale`, w4a4_unit_scale 1 and
+        w4a4_token_scale ``amax / 2688`` of each row.
+    """
+    if scheme is Scheme.W4A16:
+        return x
+    if scheme is Scheme.W4A4_UNIT_SCALE:
+        scale = jnp.ones((), jnp.float32)
+    elif scheme is Scheme.W4A4_TOKEN_SCALE:
+        scale = divide(amax(x, -1), jnp.float32(SCALE_RANGE))
+    else:
+        scale = jnp.asarray(input_scale, jnp.float32)
+    return fake_quantize(x[:, None, :], jnp.broadcast_to(scale, x.shape[:1]))[:, 0, :]
+
+
+def _multiply(x, weight: NVFP4Tensor, expert):
+    """Return ``x @ dequantize(weight[expert]).T`` in float32."""
+    one = jax.tree.map(lambda leaf: leaf[expert], weight)
+    return jnp.matmul(x, one.dequantize(jnp.float32).T, precision=lax.Precision.HIGHEST)
+
+
+def _pick(array, expert):
+    """Return ``array[expert]`` in float32, or zero where there is no array."""
+    return jnp.float32(0) if array is None else array[expert].astype(jnp.float32)
+
+
+def _bias(array, expert):
+    """Return the bias of one expert as a row ``[1, n]``, or zero where there is none."""
+    return 0.0 if array is None else array[expert][None].astype(jnp.float32)
+
+
+def _expert_mlp(x, params: MoEParams, expert, scheme, call: ActivationCall, dtype):
+    """Run rows ``x [m, h]`` of one expert through both products; float32 ``[m, h]``."""
+    x = round_activations(x, _pick(params.gate_up_input_scale, expert), scheme)
+    u = _multiply(x, params.gate_up, expert) + _bias(params.gate_up_bias, expert)
+    a = activate(call, u).astype(dtype).astype(jnp.float32)
+    a = round_activations(a, _pick(params.down_input_scale, expert), scheme)
+    return _multiply(a, params.down, expert) + _bias(params.down_bias, expert)
+
+
+def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
+    """Run the experts of each token; see `ops.moe_mlp` for the meaning."""
+    (t, h), top_k = x.shape, expert_ids.shape[1]
+    params = params.to_layout(CANONICAL)
+    e = params.num_experts
+    flat = jnp.where((expert_ids >= 0) & (expert_ids < e), expert_ids, e).reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    ends = jnp.searchsorted(flat[order], jnp.arange(e), side="right").astype(jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    slots = jnp.concatenate([order.astype(jnp.int32), jnp.zeros(_PIECE, jnp.int32)])
+    weights = expert_weights.reshape(-1).astype(jnp.float32)
+
+    def run_piece(expert, start, y):
+        here = lax.dynamic_slice(slots, (start,), (_PIECE,))
+        alive = start + jnp.arange(_PIECE) < ends[expert]
+        rows, weight = x[here // top_k], weights[here]
+        if weight_on_input:
+            rows = (rows.astype(jnp.float32) * weight[:, None]).astype(x.dtype)
+            weight = jnp.ones_like(weight)
+        d = _expert_mlp(rows.astype(jnp.float32), params, expert, scheme, call, x.dtype)
+        # Rows past the end are other experts': select, so that their NaN cannot leak.
+        d = jnp.where(alive[:, None], d * weight[:, None], 0.0)
+        return y.at[jnp.where(alive, here // top_k, t)].add(d, mode="drop")
+
+    def run_expert(expert, y):
+        def body(state):
+            start, y = state
+            return start + _PIECE, run_piece(expert, start, y)
+
+        return lax.while_loop(lambda s: s[0] < ends[expert], body, (starts[expert], y))[1]
+
+    y = jnp.zeros((t, h), jnp.float32)
+    if t == 0 or top_k == 0:
+        return y.astype(x.dtype)
+    return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
+
+
+def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):
+    """Multiply each row by the weight of its group; see `ops.grouped_gemm` for the meaning."""
+    m = x.shape[0]
+    weight = weight.to_layout(CANONICAL)
+    e, n, _ = weight.shape
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), m)
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
+    row = jnp.arange(_PIECE)
+    padded = jnp.concatenate([x, jnp.zeros((_PIECE, x.shape[1]), x.dtype)])
+
+    def run_piece(expert, start, y):
+        rows = lax.dynamic_slice_in_dim(padded, start, _PIECE).astype(jnp.float32)
+        rows = round_activations(rows, _pick(input_scale, expert), scheme)
+        d = _multiply(rows, weight, expert) + _bias(bias, expert)
+        return y.at[jnp.where(start + row < ends[expert], start + row, m)].set(d, mode="drop")
+
+    def run_expert(expert, y):
+        def body(state):
+            start, y = state
+            return start + _PIECE, run_piece(expert, start, y)
+
+        return lax.while_loop(lambda s: s[0] < ends[expert], body, (starts[expert], y))[1]
+
+    y = jnp.zeros((m, n), jnp.float32)
+    return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
+
+
+def quantize_nvfp4(x, global_scale, scale_layout):
+    """Quantize rows ``[m, k]``; `formats.quantize` is the meaning."""
+    packed, block_scale, _ = quantize(x, global_scale)
+    if scale_layout == "linear":
+        return packed, block_scale
+    return to_layout(packed, block_scale, find_layout(scale_layout))
+
+
+REFERENCE = Backend(
+    name="reference",
+    can=Capability(
+        ops=frozenset({"moe_mlp", "grouped_gemm", "quantize_nvfp4"}),
+        devices=(Device(frozenset({*Scheme, None})),),
+        max_experts=1 << 30,
+        max_top_k=1 << 30,
+    ),
+    layout=CANONICAL,
+    lower={"moe_mlp": moe_mlp, "grouped_gemm": grouped_gemm, "quantize_nvfp4": quantize_nvfp4},
+    status="executed",
+)

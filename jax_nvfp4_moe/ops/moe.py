@@ -1,0 +1,133 @@
+"""moe_mlp: a whole expert layer as one op."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_nvfp4_moe.activations import find_activation
+from jax_nvfp4_moe.backends.choice import log_conversion, log_scheme, pick
+from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
+from jax_nvfp4_moe.tensor import MoEParams, check_moe_params
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_activations(name, x):
+    """Check that `x` has a dtype that kernels take.
+
+    Raises:
+      ValueError: it has not; names the argument.
+    """
+    if x.dtype.name not in DTYPES:
+        raise ValueError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {x.dtype.name}")
+
+
+def declared_scheme(params) -> Scheme:
+    """Return what parameters without a checkpoint stand for: w4a4 where they have input scales."""
+    return Scheme.W4A4 if params.has_input_scales else Scheme.W4A16
+
+
+def resolve_scheme(declared, asked, target) -> Scheme:
+    """Choose the scheme and say so once in the log."""
+    scheme, why = choose_scheme(declared, asked, target)
+    log_scheme(Scheme(declared), scheme, why)
+    return scheme
+
+
+def moe_mlp(
+    x: Float[Array, "t h"],
+    params: MoEParams,
+    expert_ids: Int[Array, "t k"],
+    expert_weights: Float[Array, "t k"],
+    *,
+    scheme: Scheme | str | None = None,
+    target: Target | None = None,
+    backend: str | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+) -> Float[Array, "t h"]:
+    """Run each token through its experts and add up their weighted outputs.
+
+    With ``W1 = dequantize(params.gate_up)``, ``W2 = dequantize(params.down)`` and ``act`` of
+    `activations`::
+
+      y[t] = sum_j expert_weights[t, j] * (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]),
+      e = expert_ids[t, j]
+
+    The result of ``act`` is rounded to the dtype of `x`; sums are float32. Under the w4a4 schemes
+    the inputs of both products are first rounded to NVFP4.
+
+    Args:
+      x: tokens ``[t, h]``, bfloat16, float16 or float32; t may be 0.
+      params: the experts; canonical, or as `prepare` returns them. Another layout than the
+        backend's is converted inside the trace.
+      expert_ids: ``[t, k]`` integers. An id of -1 or out of range contributes nothing.
+      expert_weights: ``[t, k]``, taken as float32.
+      scheme: None, "checkpoint" or a `Scheme`; parameters count as w4a4 where they have input
+        scales.
+      target: the device to lower for; the current one where None.
+      backend: name of a record, or None to choose.
+      activation: name of a row of `activations.ACTIVATIONS`.
+      alpha, beta, limit: parameters of the activation, its row's where None.
+      weight_on_input: multiply the expert's input by its weight instead of its output (Llama-4).
+
+    Returns:
+      ``[t, h]`` in the dtype of `x`.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or the scheme or the activation is unknown.
+      NoBackendError: no backend can run this; says why, one by one.
+
+    Reference:
+      `backends.reference.moe_mlp` defines the result, up to the order of summation.
+    """
+    call = find_activation(activation, alpha, beta, limit)
+    check_moe_params(params)
+    _check(x, params, expert_ids, expert_weights, call)
+    target = target or Target.current()
+    problem = Problem(
+        op="moe_mlp",
+        scheme=resolve_scheme(declared_scheme(params), scheme, target),
+        target=target,
+        dtype=x.dtype.name,
+        num_experts=params.num_experts,
+        top_k=expert_ids.shape[1],
+        hidden=params.hidden,
+        intermediate=params.intermediate,
+        activation=call.name,
+    )
+    chosen = pick(problem, backend)
+    if params.layout != chosen.layout:
+        log_conversion("moe_mlp", params.layout, chosen.layout)
+    return chosen.lower["moe_mlp"](
+        x,
+        params.to_layout(chosen.layout),
+        expert_ids.astype(jnp.int32),
+        expert_weights.astype(jnp.float32),
+        scheme=problem.scheme,
+        call=call,
+        weight_on_input=weight_on_input,
+    )
+
+
+def _check(x, params, expert_ids, expert_weights, call):
+    check_activations("x", x)
+    if x.ndim != 2 or x.shape[1] != params.hidden:
+        raise ValueError(f"x: expected shape [t, {params.hidden}], got {x.shape}")
+    if expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
+        raise ValueError(f"expert_ids: expected shape [{x.shape[0]}, k], got {expert_ids.shape}")
+    if not jnp.issubdtype(expert_ids.dtype, jnp.integer):
+        raise ValueError(f"expert_ids: expected integers, got {expert_ids.dtype.name}")
+    if expert_weights.shape != expert_ids.shape:
+        raise ValueError(
+            f"expert_weights: expected shape {expert_ids.shape}, that of expert_ids; "
+            f"got {expert_weights.shape}"
+        )
+    if call.row.gated != params.gated:
+        kind = "a gated" if params.gated else "a non-gated"
+        raise ValueError(
+            f"activation: expected {kind} one, since gate_up is {params.gate_up.shape} and down "
+            f"{params.down.shape}; got {call.name!r}"
+        )

@@ -1,0 +1,55 @@
+"""prepare: weights into the layout of the kernel that will read them, once, at load."""
+
+import functools
+
+import jax
+
+from jax_nvfp4_moe.backends.choice import pick
+from jax_nvfp4_moe.ops.moe import declared_scheme, resolve_scheme
+from jax_nvfp4_moe.scheme import Problem, Scheme, Target
+from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor, check_moe_params
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _convert(weights, layout):
+    return weights.to_layout(layout)
+
+
+def prepare(
+    params: MoEParams,
+    *,
+    scheme: Scheme | str | None = None,
+    target: Target | None = None,
+    backend: str | None = None,
+) -> MoEParams:
+    """Return `params` in the layout that the chosen backend reads.
+
+    Values do not change: ``prepare(p).gate_up.dequantize() == p.gate_up.dequantize()``.
+
+    Args:
+      params: the experts of one layer, in any layout.
+      scheme, target, backend: as for `ops.moe_mlp`.
+
+    Raises:
+      ValueError: shapes disagree, or the scheme is unknown.
+      NoBackendError: no backend can run this; says why, one by one.
+    """
+    check_moe_params(params)
+    target = target or Target.current()
+    problem = Problem(
+        op="moe_mlp",
+        scheme=resolve_scheme(declared_scheme(params), scheme, target),
+        target=target,
+        num_experts=params.num_experts,
+        hidden=params.hidden,
+        intermediate=params.intermediate,
+    )
+    return _convert(params, pick(problem, backend).layout)
+
+
+def prepare_linear(
+    weight: NVFP4Tensor, *, scheme: Scheme, target: Target, backend: str | None = None
+) -> NVFP4Tensor:
+    """Return a matrix ``[n, k]`` in the layout that the backend of `linear` reads."""
+    problem = Problem("grouped_gemm", scheme, target, hidden=weight.shape[-1])
+    return _convert(weight, pick(problem, backend).layout)

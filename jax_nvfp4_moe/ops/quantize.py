@@ -1,0 +1,57 @@
+"""quantize_nvfp4: activations to NVFP4 on the device."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_nvfp4_moe.backends.choice import pick
+from jax_nvfp4_moe.formats import check_blocks, global_scale_of
+from jax_nvfp4_moe.layouts import CANONICAL
+from jax_nvfp4_moe.ops.moe import check_activations
+from jax_nvfp4_moe.scheme import Problem, Target
+from jax_nvfp4_moe.tensor import NVFP4Tensor
+
+# Value of `scale_layout` -> layout tag of the result.
+_LAYOUTS = {"linear": CANONICAL, "swizzle_128x4": "swizzle_128x4"}
+
+
+def quantize_nvfp4(
+    x: Float[Array, "m k"],
+    *,
+    global_scale: Float[Array, ""] | None = None,
+    scale_layout: str = "linear",
+    target: Target | None = None,
+    backend: str | None = None,
+) -> NVFP4Tensor:
+    """Quantize rows to NVFP4 on the device, to the bit as `formats.quantize` does.
+
+    ``s8 = e4m3(min(amax16 / (6 g), 448))``, ``codes = e2m1(x / (s8 g))``, float32, ties to even.
+
+    Args:
+      x: ``[m, k]``, bfloat16, float16 or float32; k a multiple of 16.
+      global_scale: g, float32 scalar; ``amax(|x|) / 2688`` where None. Not checked: positive and
+        finite.
+      scale_layout: "linear" ``[m, k/16]``, or "swizzle_128x4", the tiles that Blackwell's matrix
+        units read, padded with zeros.
+      target: the device to lower for; the current one where None.
+      backend: name of a record, or None to choose.
+
+    Raises:
+      ValueError: a shape, dtype or layout is wrong.
+      NoBackendError: no backend can run this; says why, one by one.
+
+    Reference:
+      `formats.quantize`.
+    """
+    check_activations("x", x)
+    check_blocks("x", x.shape)
+    if x.ndim != 2:
+        raise ValueError(f"x: expected shape [m, k], got {x.shape}")
+    if scale_layout not in _LAYOUTS:
+        raise ValueError(f"scale_layout: expected one of {list(_LAYOUTS)}, got {scale_layout!r}")
+    scale = global_scale_of(x) if global_scale is None else jnp.asarray(global_scale, jnp.float32)
+    if scale.shape != ():
+        raise ValueError(f"global_scale: expected one number, got shape {scale.shape}")
+    target = target or Target.current()
+    chosen = pick(Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1]), backend)
+    packed, block_scale = chosen.lower["quantize_nvfp4"](x, scale, scale_layout)
+    return NVFP4Tensor(packed, block_scale, scale, layout=_LAYOUTS[scale_layout])

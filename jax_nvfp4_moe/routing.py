@@ -1,0 +1,134 @@
+"""Routers: from router logits to the experts of each token and their weights; float32 jnp.
+
+| family | `Router` |
+|---|---|
+| Qwen3-MoE, Mixtral (softmax, top-k, renormalise) | ``Router(top_k)`` |
+| softmax, top-k, weights as they are | ``Router(top_k, renormalize=False)`` |
+| gpt-oss (top-k of the logits, softmax over those) | ``Router(top_k, select="logits")`` |
+| DeepSeek-V3, GLM, Kimi-K2, Nemotron-3, MiniMax | ``Router(top_k, score="sigmoid", ...)`` |
+| DeepSeek-V4 | ``Router(top_k, score="sqrt_softplus")`` |
+| Llama-4 (top-1, sigmoid, weight on input) | ``Router(1, score="sigmoid", select="logits", ...)`` |
+
+A correction bias moves the choice of experts but not their weights.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+_SCORES = {
+    "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+    "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+_SELECT = ("scores", "logits")
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How a layer turns logits into experts; static, so it may be a field of any module.
+
+    Attributes:
+      top_k: experts per token.
+      score: "softmax", "sigmoid" or "sqrt_softplus".
+      renormalize: whether the chosen weights are divided by their sum.
+      select: "scores" chooses by score (plus correction bias) over all experts; "logits" chooses
+        by logit and scores only the chosen ones.
+      num_groups, groups_kept: experts stand in equal groups; only those of the `groups_kept` best
+        groups are eligible. A group counts as its two best (biased) scores together.
+      scaling: the weights are multiplied by it at the end (routed_scaling_factor).
+      weight_on_input: whether the weight multiplies the expert's input instead of its output.
+
+    Raises:
+      ValueError: a field is out of range; names it.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    renormalize: bool = True
+    select: str = "scores"
+    num_groups: int = 1
+    groups_kept: int = 1
+    scaling: float = 1.0
+    weight_on_input: bool = False
+
+    def __post_init__(self):
+        """Check the fields against their ranges."""
+        if self.score not in _SCORES:
+            raise ValueError(f"score: expected one of {sorted(_SCORES)}, got {self.score!r}")
+        if self.select not in _SELECT:
+            raise ValueError(f"select: expected one of {_SELECT}, got {self.select!r}")
+        if self.top_k < 1:
+            raise ValueError(f"top_k: expected at least 1, got {self.top_k}")
+        if not 1 <= self.groups_kept <= self.num_groups:
+            raise ValueError(
+                f"groups_kept: expected 1 to num_groups={self.num_groups}, got {self.groups_kept}"
+            )
+
+
+# DeepSeek divides by (sum + 1e-20), so that tokens whose scores all underflow stay finite.
+_TINY = 1e-20
+
+
+def route(
+    router: Router, logits: Float[Array, "t e"], bias: Float[Array, " e"] | None = None
+) -> tuple[Int32[Array, "t top_k"], Float[Array, "t top_k"]]:
+    """Choose `top_k` experts for each token, best first, and their weights.
+
+    ``weights = scaling * s[ids] / sum(s[ids])`` with ``s = score(logits)`` and ``ids`` the largest
+    ``s + bias`` among the eligible groups; see `Router` for the other forms. Ties go to the lower
+    expert id.
+
+    Args:
+      router: how to route.
+      logits: ``[t, e]``; computed in float32.
+      bias: score correction ``[e]`` (e_score_correction_bias), or None.
+
+    Returns:
+      expert_ids int32 ``[t, top_k]`` and expert_weights float32 ``[t, top_k]``.
+
+    Raises:
+      ValueError: there are fewer experts than `top_k`, or they do not fill the groups.
+
+    Source: the routers of the models named in the table of this module, as their reference
+    implementations compute them.
+    """
+    logits = logits.astype(jnp.float32)
+    _check_experts(router, logits.shape[-1])
+    if router.select == "logits":
+        best, ids = lax.top_k(logits, router.top_k)
+        weights = _SCORES[router.score](best)
+        return ids, weights * router.scaling
+    scores = _SCORES[router.score](logits)
+    choice = scores if bias is None else scores + bias.astype(jnp.float32)[None, :]
+    if router.groups_kept < router.num_groups:
+        choice = _drop_groups(router, choice)
+    ids = lax.top_k(choice, router.top_k)[1]
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if router.renormalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
+    return ids, weights * router.scaling
+
+
+def _drop_groups(router, choice):
+    """Put the experts of all but the best groups out of reach."""
+    t, e = choice.shape
+    size = e // router.num_groups
+    grouped = choice.reshape(t, router.num_groups, size)
+    group_score = lax.top_k(grouped, min(2, size))[0].sum(axis=-1)
+    kept = lax.top_k(group_score, router.groups_kept)[1]
+    keep = jax.nn.one_hot(kept, router.num_groups, dtype=jnp.bool_).any(axis=-2)
+    return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(t, e)
+
+
+def _check_experts(router, num_experts):
+    if num_experts % router.num_groups:
+        raise ValueError(
+            f"num_groups: expected a divisor of {num_experts} experts, got {router.num_groups}"
+        )
+    eligible = num_experts // router.num_groups * router.groups_kept
+    if router.top_k > eligible:
+        raise ValueError(f"top_k: expected at most {eligible} eligible experts, got {router.top_k}")

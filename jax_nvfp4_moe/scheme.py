@@ -1,0 +1,312 @@
+"""The two decisions: which numbers (scheme) and which kernel (backend). Pure, static facts only.
+
+The scheme changes the numbers, the backend must not. `choose_scheme` decides the first from the
+checkpoint, the user and the device:
+
+| checkpoint | asked | device | scheme |
+|---|---|---|---|
+| weights only | nothing | any | w4a16; input scales in the file are ignored with a note |
+| w4a4 | nothing | FP4 tensor cores (10.x, 12.x) | w4a4 |
+| w4a4 | nothing | any other | w4a16: at least as accurate there, and faster |
+| any | checkpoint | any | what the file says, module by module |
+| w4a4 | w4a16 or w4a4 | any | as asked |
+| weights only | w4a16 | any | w4a16 |
+| weights only | w4a4 | any | error: no input scales |
+| any | w4a4_unit_scale | any | activations rounded to FP4 with global scales of 1 |
+| any | w4a4_token_scale | any | activations rounded to FP4 with one global scale per token |
+
+`choose_backend` decides the second: the first record of an ordered tuple that accepts the problem.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+ComputeCapability = tuple[int, int]
+
+
+class Scheme(enum.StrEnum):
+    """How activations enter the products; weights are NVFP4 in all of them."""
+
+    W4A16 = "w4a16"  # bfloat16, float16 or float32 activations, as they are
+    W4A4 = "w4a4"  # rounded to NVFP4 with the calibrated input scales
+    W4A4_UNIT_SCALE = "w4a4_unit_scale"  # rounded to NVFP4 with global scales of 1
+    W4A4_TOKEN_SCALE = "w4a4_token_scale"  # rounded to NVFP4, each row with amax / 2688
+
+
+CHECKPOINT = "checkpoint"  # asks for what the file declares
+W4A4_SCHEMES = frozenset(Scheme) - {Scheme.W4A16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The device that a program is lowered for.
+
+    Attributes:
+      platform: "cpu" or "cuda".
+      compute_capability: of a CUDA device, such as ``(9, 0)``; None elsewhere.
+
+    Raises:
+      ValueError: the platform is unknown, or a CUDA target has no compute capability.
+    """
+
+    platform: str
+    compute_capability: ComputeCapability | None = None
+
+    def __post_init__(self):
+        """Check the platform and that it goes with the compute capability."""
+        if self.platform not in ("cpu", "cuda"):
+            raise ValueError(f"platform: expected 'cpu' or 'cuda', got {self.platform!r}")
+        if (self.platform == "cuda") != (self.compute_capability is not None):
+            raise ValueError(
+                "compute_capability: expected a pair such as (9, 0) with platform 'cuda' and None "
+                f"with 'cpu'; got {self.compute_capability} with {self.platform!r}"
+            )
+
+    @classmethod
+    def current(cls) -> "Target":
+        """Return the target of JAX's default device; the only place that looks at a device.
+
+        Raises:
+          ValueError: the default device is neither a CPU nor an NVIDIA GPU.
+        """
+        asked = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        device = asked or jax.devices()[0]
+        platform = device if isinstance(device, str) else device.platform
+        if platform == "cpu":
+            return cls("cpu")
+        if platform not in ("gpu", "cuda"):
+            raise ValueError(f"target: expected a CPU or an NVIDIA GPU, got platform {platform!r}")
+        gpu = jax.devices(platform)[0] if isinstance(device, str) else device
+        major, minor = str(gpu.compute_capability).split(".")
+        return cls("cuda", (int(major), int(minor)))
+
+    @property
+    def has_fp4_tensor_cores(self) -> bool:
+        """Whether the device multiplies FP4 by FP4 natively (10.x and 12.x)."""
+        return self.compute_capability is not None and self.compute_capability[0] in (10, 12)
+
+    def __str__(self) -> str:
+        """Return "cpu" or "cuda 9.0"."""
+        if self.compute_capability is None:
+            return self.platform
+        return f"{self.platform} {self.compute_capability[0]}.{self.compute_capability[1]}"
+
+
+def choose_scheme(
+    declared: Scheme | str, asked: Scheme | str | None, target: Target
+) -> tuple[Scheme, str]:
+    """Choose the scheme of one module; the table of this module's docstring.
+
+    Args:
+      declared: what the checkpoint says of the module, "w4a16" or "w4a4".
+      asked: None, "checkpoint" or a scheme.
+      target: the device.
+
+    Returns:
+      The scheme and, in words for a user, why.
+
+    Raises:
+      ValueError: `asked` is no scheme, or is "w4a4" where the checkpoint has no input scales.
+    """
+    declared = Scheme(declared)
+    if asked == CHECKPOINT:
+        return declared, f"the checkpoint declares {declared}"
+    if asked is not None:
+        return _as_asked(declared, asked)
+    if declared is Scheme.W4A16:
+        return Scheme.W4A16, "the checkpoint quantizes weights only"
+    if target.has_fp4_tensor_cores:
+        return Scheme.W4A4, f"the checkpoint declares w4a4 and {target} has FP4 tensor cores"
+    return Scheme.W4A16, (
+        f"{target} has no FP4 tensor cores, so weight-only is at least as accurate and faster; "
+        "ask for scheme='w4a4' or 'checkpoint' to round activations to FP4"
+    )
+
+
+def _as_asked(declared, asked):
+    if asked not in list(Scheme):
+        raise ValueError(
+            f"scheme: expected None, {CHECKPOINT!r} or one of {[str(s) for s in Scheme]}; "
+            f"got {asked!r}"
+        )
+    if asked == Scheme.W4A4 and declared is Scheme.W4A16:
+        raise ValueError(
+            "scheme: w4a4 needs input scales and this checkpoint quantizes weights only. Calibrate "
+            "them with `jax-nvfp4-moe quantize`, or ask for w4a4_unit_scale or w4a4_token_scale, "
+            "which need none"
+        )
+    return Scheme(asked), f"asked for {asked}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static facts of one op: all that a choice of backend may depend on.
+
+    Attributes:
+      op: "moe_mlp", "grouped_gemm", "linear" or "quantize_nvfp4".
+      scheme: the numbers; None for quantize_nvfp4.
+      target: the device.
+      dtype: name of the activations' dtype.
+      num_experts, top_k, hidden, intermediate: the layer's sizes; a product has hidden = k and
+        intermediate = n.
+      activation: name of the activation, or None.
+      unavailable: pairs (extension, reason) of compiled modules that this process lacks. Empty
+        for a target other than the current device: lowering asks for none.
+    """
+
+    op: str
+    scheme: Scheme | None
+    target: Target
+    dtype: str = "bfloat16"
+    num_experts: int = 1
+    top_k: int = 1
+    hidden: int = 16
+    intermediate: int = 16
+    activation: str | None = None
+    unavailable: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Compute capabilities ``[low, high)`` on which a backend implements `schemes`."""
+
+    schemes: frozenset[Scheme | None]
+    low: ComputeCapability = (0, 0)
+    high: ComputeCapability = (1000, 0)
+
+    def __contains__(self, problem: Problem) -> bool:
+        """Whether the scheme and the device of `problem` are both inside."""
+        return problem.scheme in self.schemes and self.reaches(problem)
+
+    def reaches(self, problem: Problem) -> bool:
+        """Whether the device of `problem` is inside."""
+        return self.low <= (problem.target.compute_capability or (0, 0)) < self.high
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """What a backend accepts. A field left at its default accepts everything.
+
+    Attributes:
+      ops: the ops that it implements.
+      devices: where it implements which schemes.
+      platform: "cpu", "cuda" or None for both.
+      extension: the compiled module that holds it, or None.
+      dtypes: of the activations.
+      max_experts, max_top_k: largest sizes.
+    """
+
+    ops: frozenset[str]
+    devices: tuple[Device, ...]
+    platform: str | None = None
+    extension: str | None = None
+    dtypes: frozenset[str] = frozenset({"bfloat16", "float16", "float32"})
+    max_experts: int = 512
+    max_top_k: int = 32
+
+    def reason_against(self, p: Problem) -> str | None:
+        """Say why this backend cannot run `p`, in words for a user; None if it can."""
+        missing = dict(p.unavailable).get(self.extension or "")
+        reached = [d for d in self.devices if d.reaches(p)]
+        checks = (
+            (p.op in self.ops, f"does not implement {p.op}"),
+            (self.platform in (None, p.target.platform), f"needs {self.platform}, got {p.target}"),
+            (bool(reached), f"needs {self._ranges()}, got {p.target}"),
+            (any(p in d for d in reached), f"does not implement {p.scheme} on {p.target}"),
+            (p.dtype in self.dtypes, f"needs {' or '.join(sorted(self.dtypes))}, got {p.dtype}"),
+            (p.num_experts <= self.max_experts, f"needs at most {self.max_experts} experts"),
+            (p.top_k <= self.max_top_k, f"needs top_k of at most {self.max_top_k}, got {p.top_k}"),
+            (missing is None, f"{missing}"),
+        )
+        return next((why for ok, why in checks if not ok), None)
+
+    def _ranges(self):
+        spans = (f"[{d.low[0]}.{d.low[1]}, {d.high[0]}.{d.high[1]})" for d in self.devices)
+        return "compute capability in " + " or ".join(spans)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One way to compute ops: a record in the ordered tuple ``backends.BACKENDS``.
+
+    Attributes:
+      name: the stem that its kernel file, FFI target and tests share.
+      can: what it accepts.
+      layout: name of the layout that it reads weights in.
+      lower: op -> function that emits the computation.
+      status: what has been shown of it, for tables.
+    """
+
+    name: str
+    can: Capability
+    layout: str
+    lower: Mapping[str, Callable]
+    status: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What `explain` returns: a scheme, a backend and every reason; prints as a table.
+
+    Attributes:
+      scheme: the chosen scheme.
+      backend: name of the chosen backend.
+      reasons: name of each backend passed over -> why not.
+      why: why this scheme.
+      problem: what was asked.
+      modules: of a model, pairs (module path, its choice); empty for one problem.
+    """
+
+    scheme: Scheme | None
+    backend: str
+    reasons: Mapping[str, str]
+    why: str = ""
+    problem: Problem | None = None
+    modules: tuple[tuple[str, "Choice"], ...] = ()
+
+    def __str__(self) -> str:
+        """Return the table."""
+        target = f" on {self.problem.target}" if self.problem else ""
+        lines = [f"scheme   {self.scheme}{f': {self.why}' if self.why else ''}"]
+        lines.append(f"backend  {self.backend}{target}")
+        lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        lines += [f"  {path}: {c.scheme}, {c.backend}" for path, c in self.modules]
+        return "\n".join(lines)
+
+
+class NoBackendError(ValueError):
+    """No backend can run a problem; the message carries every backend's reason."""
+
+
+def reasons_against(problem: Problem, backends: Sequence[Backend]) -> dict[str, str | None]:
+    """Return backend name -> why it cannot run `problem`, None where it can, in order."""
+    return {backend.name: backend.can.reason_against(problem) for backend in backends}
+
+
+def choose_backend(
+    problem: Problem, backends: Sequence[Backend], name: str | None = None
+) -> Backend:
+    """Choose the first of `backends`, in order of preference, that accepts `problem`.
+
+    Args:
+      problem: the static facts.
+      backends: the records to walk.
+      name: the one record to consider, or None for all.
+
+    Raises:
+      NoBackendError: none accepts it; the message lists each with its reason.
+      ValueError: there is no backend called `name`.
+    """
+    if name is not None and name not in {backend.name for backend in backends}:
+        raise ValueError(f"backend: expected one of {[b.name for b in backends]}, got {name!r}")
+    reasons = reasons_against(problem, backends)
+    for backend in backends:
+        if reasons[backend.name] is None and name in (None, backend.name):
+            return backend
+    wanted = f"backend {name!r}" if name else "no backend"
+    verb = "cannot run" if name else "can run"
+    lines = "\n".join(f"  {other}: {why or 'could run it'}" for other, why in reasons.items())
+    raise NoBackendError(f"{wanted} {verb} {problem}:\n{lines}")

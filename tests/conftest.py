@@ -1,0 +1,48 @@
+"""Strict promotion everywhere, and markers that skip unless the machine must have the device."""
+
+import importlib.util
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _compute_capability():
+    gpus = [d for d in jax.devices() if d.platform in ("gpu", "cuda")]
+    return tuple(map(int, gpus[0].compute_capability.split("."))) if gpus else None
+
+
+def _why_absent(marker):
+    """Say why this machine lacks what `marker` needs; None where it has it."""
+    capability = _compute_capability()
+    has = {
+        "gpu": capability is not None,
+        "hopper": capability is not None and capability[0] == 9,
+        "blackwell": capability is not None and capability[0] in (10, 12),
+        "cuda_build": importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda") is not None,
+        "deviceless": importlib.util.find_spec("jax_cuda13_plugin") is not None,
+    }
+    return None if has[marker] else f"this machine has no {marker}"
+
+
+MARKERS = ("gpu", "hopper", "blackwell", "cuda_build", "deviceless")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--must-run",
+        action="append",
+        default=[],
+        choices=MARKERS,
+        help="fail instead of skipping where the machine lacks this",
+    )
+
+
+def pytest_runtest_setup(item):
+    for marker in MARKERS:
+        if item.get_closest_marker(marker) and (why := _why_absent(marker)):
+            if marker in item.config.getoption("--must-run"):
+                pytest.fail(f"{why}, and --must-run {marker} was given")
+            pytest.skip(why)

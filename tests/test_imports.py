@@ -1,0 +1,81 @@
+"""Imports point one way: the rows below are the architecture. Modules stay short."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jax_nvfp4_moe
+
+PACKAGE = pathlib.Path(jax_nvfp4_moe.__file__).parent
+# A unit (a module or a subpackage) may import only units in rows above its own.
+ROWS = (
+    {"formats", "routing", "activations", "_ffi"},
+    {"layouts"},
+    {"tensor"},
+    {"scheme"},
+    {"backends"},
+    {"ops", "checkpoint"},
+    {"parallel"},
+    {"nn"},
+    {"models", "testing"},
+    {"generate", "evaluate", "quantize_model", "tokenizer"},
+    {"cli"},
+    {"__main__"},
+)
+ROW = {unit: row for row, units in enumerate(ROWS) for unit in units}
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_units(source):
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax_nvfp4_moe"):
+            parts = node.module.split(".")
+            names = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+            yield from names
+
+
+def violations(unit, source):
+    return [o for o in set(imported_units(source)) - {unit} if ROW[o] >= ROW[unit]]
+
+
+def test_every_unit_has_a_row():
+    units = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    assert units - {"__init__"} <= ROW.keys()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_up_the_table(path):
+    unit = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if unit != "__init__":
+        assert violations(unit, path.read_text()) == []
+
+
+def test_an_import_that_points_down_is_caught():
+    assert violations("formats", "from jax_nvfp4_moe.nn import NVFP4MoE") == ["nn"]
+    assert violations("formats", "from jax_nvfp4_moe import nn") == ["nn"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_modules_are_short(path):
+    assert len(path.read_text().splitlines()) <= 500
+
+
+def test_the_run_time_reads_no_environment_variable():
+    offenders = [
+        p.name for p in SOURCES if "os.environ" in p.read_text() or "getenv" in p.read_text()
+    ]
+    assert offenders == []
+
+
+def test_import_leaves_heavy_packages_alone():
+    """The command line's and the tokenizer's packages load when they are used."""
+    code = (
+        "import sys, jax, flax.nnx; before = set(sys.modules); import jax_nvfp4_moe; "
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
+        "print(sorted(new & {'tokenizers', 'jinja2', 'typer', 'rich', 'orbax', 'matplotlib'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,263 @@
+"""The public ops on the reference: meaning, edge cases, errors. Kernels have files of their own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.activations import ACTIVATIONS, find_activation
+from jax_nvfp4_moe.formats import fake_quantize
+from jax_nvfp4_moe.testing import (
+    assert_as_accurate_as,
+    moe_mlp_float64,
+    moe_mlp_xla,
+    random_moe_params,
+    random_routing,
+)
+
+E, H, I, K = 5, 64, 48, 3  # noqa: E741  the letters of the shapes
+
+
+def layer(tokens=9, gated=True, dtype=jnp.float32, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = random_moe_params(keys[0], num_experts=E, hidden=H, intermediate=I, gated=gated)
+    x = jax.random.normal(keys[1], (tokens, H), dtype)
+    return x, params, *random_routing(keys[2], tokens, E, K)
+
+
+def run(x, params, ids, weights, **options):
+    options = {"scheme": "w4a16", "backend": "reference", **options}
+    return jax.jit(lambda *a: nvfp4.ops.moe_mlp(*a, **options))(x, params, ids, weights)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_moe_mlp_is_its_equation(activation, dtype):
+    call = find_activation(activation)
+    x, params, ids, weights = layer(gated=call.row.gated, dtype=jnp.dtype(dtype))
+    truth = moe_mlp_float64(x, params, ids, weights, call)
+    yardstick = moe_mlp_xla(x, params, ids, weights, call, jnp.dtype(dtype))
+    assert_as_accurate_as(run(x, params, ids, weights, activation=activation), yardstick, truth)
+
+
+def test_the_bound_catches_swapped_experts():
+    call = find_activation("silu")
+    x, params, ids, weights = layer(dtype=jnp.bfloat16)
+    truth = moe_mlp_float64(x, params, ids, weights, call)
+    yardstick = moe_mlp_xla(x, params, ids, weights, call)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(run(x, params, (ids + 1) % E, weights), yardstick, truth)
+    down = dataclasses.replace(params.down, global_scale=params.down.global_scale * 1.02)
+    wrong = dataclasses.replace(params, down=down)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(run(x, wrong, ids, weights), yardstick, truth)
+
+
+def rounding(params, scheme):
+    """The rounding of activations that `scheme` asks for, in numpy."""
+
+    def rounded(rows, expert, product):
+        rows = rows.astype(np.float32)
+        scale = (params.gate_up_input_scale, params.down_input_scale)[product][expert]
+        if scheme == "w4a4_unit_scale":
+            scale = np.float32(1)
+        if scheme == "w4a4_token_scale":
+            scale = np.abs(rows).max(-1) / np.float32(2688)
+        scales = np.broadcast_to(scale, rows.shape[:1])
+        out = [fake_quantize(r[None], s) for r, s in zip(rows, scales, strict=True)]
+        return np.concatenate(out).astype(np.float64)
+
+    return rounded
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
+def test_w4a4_rounds_the_inputs_of_both_products(scheme):
+    """In float32 no value of this case falls on the other side of a rounding, so they agree."""
+    call = find_activation("silu")
+    x, params, ids, weights = layer()
+    actual = run(x, params, ids, weights, scheme=scheme)
+    truth = moe_mlp_float64(x, params, ids, weights, call, rounded=rounding(params, scheme))
+    plain = moe_mlp_float64(x, params, ids, weights, call)
+    yardstick = truth + 2.0**-22 * np.abs(plain).max()
+    assert_as_accurate_as(actual, yardstick, truth)
+    assert np.abs(truth - plain).max() > 0.01 * np.abs(plain).max()
+
+
+def test_weight_on_input():
+    call = find_activation("silu")
+    x, params, _, _ = layer()
+    ids, weights = jnp.asarray([[1]] * 9, jnp.int32), jnp.linspace(0.1, 0.9, 9)[:, None]
+    actual = run(x, params, ids, weights, weight_on_input=True)
+    scaled = np.asarray(x) * np.asarray(weights)
+    truth = moe_mlp_float64(scaled, params, ids, np.ones((9, 1)), call)
+    yardstick = moe_mlp_xla(scaled, params, ids, jnp.ones((9, 1)), call, jnp.float32)
+    assert_as_accurate_as(actual, yardstick, truth)
+
+
+def test_ids_out_of_range_contribute_nothing():
+    x, params, ids, weights = layer()
+    bad = jnp.asarray([-1, E, 2**31 - 1, -(2**31)], jnp.int32)
+    some = ids.at[jnp.arange(9), jnp.arange(9) % K].set(bad[jnp.arange(9) % 4])
+    without = weights.at[jnp.arange(9), jnp.arange(9) % K].set(0.0)
+    np.testing.assert_array_equal(run(x, params, some, weights), run(x, params, ids, without))
+    assert not np.asarray(run(x, params, jnp.full_like(ids, -1), weights)).any()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 300])
+def test_token_counts(tokens):
+    call = find_activation("silu")
+    x, params, ids, weights = layer(tokens, dtype=jnp.bfloat16)
+    ids = ids if tokens < 300 else jnp.full_like(ids, 2)  # one expert takes all
+    actual = run(x, params, ids, weights)
+    assert actual.shape == (tokens, H)
+    yardstick = moe_mlp_xla(x, params, ids, weights, call)
+    assert_as_accurate_as(actual, yardstick, moe_mlp_float64(x, params, ids, weights, call))
+
+
+def test_a_token_with_nan_or_inf_keeps_it_to_itself():
+    x, params, ids, weights = layer()
+    bad = x.at[2, 5].set(jnp.nan).at[4, 7].set(jnp.inf)
+    for scheme in ("w4a16", "w4a4"):
+        y = np.asarray(run(bad, params, ids, weights, scheme=scheme))
+        clean = np.asarray(run(x, params, ids, weights, scheme=scheme))
+        keep = [t for t in range(9) if t not in (2, 4)]
+        np.testing.assert_array_equal(y[keep], clean[keep])
+        assert not np.isfinite(y[2]).any()
+
+
+def test_biases_are_added():
+    call = find_activation("silu")
+    x, params, ids, weights = layer()
+    bias = (
+        jax.random.normal(jax.random.key(9), (E, 2 * I)),
+        jax.random.normal(jax.random.key(8), (E, H)),
+    )
+    params = dataclasses.replace(params, gate_up_bias=bias[0], down_bias=bias[1])
+    truth = moe_mlp_float64(x, params, ids, weights, call)
+    yardstick = moe_mlp_xla(x, params, ids, weights, call, jnp.float32)
+    assert_as_accurate_as(run(x, params, ids, weights), yardstick, truth)
+
+
+def test_memory_stays_under_one_layer():
+    """The reference dequantizes one expert at a time, never a copy of all of them."""
+    e, h, i = 64, 256, 256
+    params = random_moe_params(jax.random.key(0), num_experts=e, hidden=h, intermediate=i)
+    x, (ids, weights) = jnp.zeros((4, h)), random_routing(jax.random.key(1), 4, e, 2)
+    op = jax.jit(lambda *a: nvfp4.ops.moe_mlp(*a, scheme="w4a16", backend="reference"))
+    memory = op.lower(x, params, ids, weights).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 3 * e * h * i * 4 / 4
+
+
+def test_prepare_changes_bytes_not_values():
+    _, params, _, _ = layer()
+    ready = nvfp4.prepare(params)
+    np.testing.assert_array_equal(ready.gate_up.dequantize(), params.gate_up.dequantize())
+    np.testing.assert_array_equal(ready.down.dequantize(), params.down.dequantize())
+    cuda = nvfp4.Target("cuda", (9, 0))
+    assert nvfp4.prepare(params, target=cuda).layout == "canonical"
+    assert nvfp4.prepare(params, backend="reference").layout == "canonical"
+
+
+MESSAGES = [
+    ({"x": jnp.zeros((9, 32))}, r"x: expected shape \[t, 64\], got \(9, 32\)"),
+    (
+        {"x": jnp.zeros((9, H), jnp.int8)},
+        "x: expected dtype bfloat16 or float16 or float32, got int8",
+    ),
+    ({"ids": jnp.zeros((8, K), jnp.int32)}, r"expert_ids: expected shape \[9, k\]"),
+    ({"ids": jnp.zeros((9, K))}, "expert_ids: expected integers, got float32"),
+    ({"weights": jnp.zeros((9, K + 1))}, r"expert_weights: expected shape \(9, 3\)"),
+    ({"activation": "relu2"}, "activation: expected a gated one.*got 'relu2'"),
+    ({"activation": "mish"}, "activation: expected one of"),
+    ({"scheme": "w8a8"}, "scheme: expected None"),
+    ({"backend": "cutlass"}, "backend: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MESSAGES)
+def test_bad_arguments_are_named(change, message):
+    x, params, ids, weights = layer()
+    good = {"x": x, "params": params, "ids": ids, "weights": weights, "scheme": "w4a16"}
+    arguments = {**good, **change}
+    positional = [arguments.pop(name) for name in ("x", "params", "ids", "weights")]
+    with pytest.raises(ValueError, match=message):
+        nvfp4.ops.moe_mlp(*positional, **arguments)
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 0], [12, 0, 0], [5, 7, 300], [-2, 4, 4]])
+def test_grouped_gemm_is_its_equation(sizes):
+    weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (3, 32, H)))
+    x = jax.random.normal(jax.random.key(1), (12, H), jnp.bfloat16)
+    y = nvfp4.ops.grouped_gemm(x, weight, jnp.asarray(sizes, jnp.int32), backend="reference")
+    truth, start = np.zeros((12, 32)), 0
+    values = np.asarray(weight.dequantize(), np.float64)
+    for expert, size in enumerate(np.maximum(sizes, 0)):
+        rows = slice(start, min(12, start + size))
+        truth[rows] = np.asarray(x, np.float64)[rows] @ values[expert].T
+        start += size
+    yardstick = truth.astype(np.float32).astype(ml_dtypes.bfloat16)
+    assert_as_accurate_as(y, yardstick, truth)
+    with pytest.raises(AssertionError):
+        assert_as_accurate_as(y + jnp.bfloat16(0.5), yardstick, truth)
+
+
+def test_linear_takes_leading_axes_bias_and_input_scale():
+    weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (24, H)))
+    x = jax.random.normal(jax.random.key(1), (2, 3, H))
+    bias = jnp.arange(24, dtype=jnp.float32)
+    y = nvfp4.ops.linear(x, weight, bias=bias, backend="reference")
+    want = np.asarray(x, np.float64) @ np.asarray(weight.dequantize(), np.float64).T + np.arange(24)
+    assert y.shape == (2, 3, 24)
+    yardstick = jnp.matmul(x, weight.dequantize().T, precision="highest") + jnp.broadcast_to(
+        bias, y.shape
+    )
+    assert_as_accurate_as(y, yardstick, want)
+    scale = jnp.float32(4 / 2688)
+    y = nvfp4.ops.linear(x, weight, input_scale=scale, scheme="w4a4", backend="reference")
+    rounded = np.asarray(fake_quantize(x, scale), np.float64)
+    want = rounded @ np.asarray(weight.dequantize(), np.float64).T
+    yardstick = jnp.matmul(
+        jnp.asarray(rounded, jnp.float32), weight.dequantize().T, precision="highest"
+    )
+    assert_as_accurate_as(y, yardstick, want)
+
+
+def test_grouped_gemm_and_linear_name_bad_arguments():
+    weight = nvfp4.quantize(jnp.ones((3, 32, H)))
+    with pytest.raises(ValueError, match=r"group_sizes: expected integers of shape \(3,\)"):
+        nvfp4.ops.grouped_gemm(jnp.ones((4, H)), weight, jnp.ones(2, jnp.int32))
+    with pytest.raises(ValueError, match=r"x: expected shape \[m, 64\], got \(4, 32\)"):
+        nvfp4.ops.grouped_gemm(jnp.ones((4, 32)), weight, jnp.ones(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"weight: expected shape \[n, k\], got \(3, 32, 64\)"):
+        nvfp4.ops.linear(jnp.ones((4, H)), weight)
+
+
+def test_quantize_nvfp4_is_formats_quantize():
+    x = jax.random.normal(jax.random.key(0), (130, 80), jnp.bfloat16)
+    got = nvfp4.ops.quantize_nvfp4(x, backend="reference")
+    want = nvfp4.quantize(x)
+    np.testing.assert_array_equal(got.packed, want.packed)
+    np.testing.assert_array_equal(got.global_scale, want.global_scale)
+    tiles = nvfp4.ops.quantize_nvfp4(x, scale_layout="swizzle_128x4", backend="reference")
+    assert tiles.block_scale.shape == (256, 8)
+    np.testing.assert_array_equal(tiles.to_layout("canonical").dequantize(), want.dequantize())
+    with pytest.raises(ValueError, match="scale_layout: expected one of"):
+        nvfp4.ops.quantize_nvfp4(x, scale_layout="tiled")
+    with pytest.raises(ValueError, match="multiple of 16"):
+        nvfp4.ops.quantize_nvfp4(x[:, :40])
+
+
+def test_ops_vmap():
+    x, params, ids, weights = layer()
+
+    def op(x, i, w):
+        return nvfp4.ops.moe_mlp(x, params, i, w, scheme="w4a16", backend="reference")
+
+    stacked = jax.vmap(op)(
+        jnp.stack([x, 2 * x]), jnp.stack([ids, ids]), jnp.stack([weights, weights])
+    )
+    np.testing.assert_array_equal(stacked[0], op(x, ids, weights))

@@ -1,0 +1,199 @@
+"""The two decisions, as tables: no device is needed for any of this."""
+
+import dataclasses
+import functools
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.backends import BACKENDS
+from jax_nvfp4_moe.backends.choice import log_scheme
+from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_backend, choose_scheme
+from jax_nvfp4_moe.testing import random_moe_params
+
+CPU = Target("cpu")
+
+
+def cuda(major, minor):
+    return Target("cuda", (major, minor))
+
+
+SCHEMES = [  # declared, asked, target -> scheme: the table of scheme.py
+    ("w4a16", None, CPU, "w4a16"),
+    ("w4a16", None, cuda(9, 0), "w4a16"),
+    ("w4a16", None, cuda(10, 0), "w4a16"),
+    ("w4a16", None, cuda(12, 0), "w4a16"),
+    ("w4a4", None, cuda(10, 0), "w4a4"),
+    ("w4a4", None, cuda(10, 3), "w4a4"),
+    ("w4a4", None, cuda(12, 0), "w4a4"),
+    ("w4a4", None, cuda(12, 1), "w4a4"),
+    ("w4a4", None, cuda(8, 0), "w4a16"),
+    ("w4a4", None, cuda(8, 9), "w4a16"),
+    ("w4a4", None, cuda(9, 0), "w4a16"),
+    ("w4a4", None, cuda(11, 0), "w4a16"),
+    ("w4a4", None, CPU, "w4a16"),
+    ("w4a4", "checkpoint", CPU, "w4a4"),
+    ("w4a4", "checkpoint", cuda(9, 0), "w4a4"),
+    ("w4a16", "checkpoint", cuda(10, 0), "w4a16"),
+    ("w4a4", "w4a16", cuda(10, 0), "w4a16"),
+    ("w4a4", "w4a4", cuda(8, 0), "w4a4"),
+    ("w4a16", "w4a16", cuda(12, 0), "w4a16"),
+    ("w4a16", "w4a4_unit_scale", cuda(12, 0), "w4a4_unit_scale"),
+    ("w4a4", "w4a4_unit_scale", CPU, "w4a4_unit_scale"),
+    ("w4a16", "w4a4_token_scale", cuda(9, 0), "w4a4_token_scale"),
+]
+
+
+@pytest.mark.parametrize(("declared", "asked", "target", "want"), SCHEMES, ids=str)
+def test_choose_scheme(declared, asked, target, want):
+    scheme, why = choose_scheme(declared, asked, target)
+    assert scheme == want
+    assert why
+
+
+@pytest.mark.parametrize("target", [CPU, cuda(9, 0), cuda(10, 0)], ids=str)
+def test_weights_only_cannot_be_w4a4(target):
+    with pytest.raises(ValueError, match=r"no|weights only") as caught:
+        choose_scheme("w4a16", "w4a4", target)
+    for word in ("quantize", "w4a4_unit_scale", "w4a4_token_scale"):
+        assert word in str(caught.value)
+
+
+def test_an_unknown_scheme_is_named():
+    with pytest.raises(ValueError, match=r"scheme: expected None, 'checkpoint' or one of .*'w4a8'"):
+        choose_scheme("w4a4", "w4a8", CPU)
+
+
+def test_strings_are_schemes():
+    assert Scheme("w4a16") is Scheme.W4A16
+    assert Scheme.W4A4 == "w4a4"
+
+
+BACKEND_OF = [  # scheme, target -> backend
+    ("w4a16", CPU, "moe_w4a16_cpu"),
+    ("w4a4", CPU, "moe_w4a16_cpu"),
+    ("w4a4_token_scale", CPU, "moe_w4a16_cpu"),
+    ("w4a16", cuda(8, 0), "moe_w4a16_sm80"),
+    ("w4a16", cuda(8, 9), "moe_w4a16_sm80"),
+    ("w4a4", cuda(8, 6), "moe_w4a16_sm80"),
+    ("w4a16", cuda(9, 0), "moe_w4a16_sm90"),
+    ("w4a4", cuda(9, 0), "moe_w4a16_sm90"),
+    ("w4a16", cuda(10, 0), "moe_w4a16_sm80"),
+    ("w4a16", cuda(11, 0), "moe_w4a16_sm80"),
+    ("w4a16", cuda(12, 1), "moe_w4a16_sm80"),
+    ("w4a4", cuda(10, 0), "moe_w4a4_sm100"),
+    ("w4a4", cuda(10, 3), "moe_w4a4_sm100"),
+    ("w4a4_unit_scale", cuda(10, 0), "moe_w4a4_sm100"),
+    ("w4a4", cuda(12, 0), "moe_w4a4_sm120"),
+    ("w4a4", cuda(12, 1), "moe_w4a4_sm120"),
+    ("w4a4_token_scale", cuda(12, 0), "moe_w4a4_sm120"),
+    ("w4a4", cuda(11, 0), "reference"),
+    ("w4a16", cuda(7, 5), "reference"),
+]
+
+
+@pytest.mark.parametrize("op", ["moe_mlp", "grouped_gemm"])
+@pytest.mark.parametrize(("scheme", "target", "want"), BACKEND_OF, ids=str)
+def test_choose_backend(scheme, target, want, op):
+    problem = Problem(op, Scheme(scheme), target, num_experts=512, top_k=32)
+    assert choose_backend(problem, BACKENDS).name == want
+
+
+@pytest.mark.parametrize("target", [CPU, *(cuda(*c) for c in [(8, 0), (9, 0), (10, 0), (12, 1)])])
+def test_quantizers_are_found(target):
+    want = "quantize_cpu" if target == CPU else "quantize_cuda"
+    assert choose_backend(Problem("quantize_nvfp4", None, target), BACKENDS).name == want
+
+
+def test_the_error_carries_every_reason():
+    problem = Problem("moe_mlp", Scheme.W4A4, cuda(9, 0))
+    with pytest.raises(nvfp4.NoBackendError) as caught:
+        choose_backend(problem, BACKENDS, "moe_w4a4_sm100")
+    text = str(caught.value)
+    assert "moe_w4a4_sm100: needs compute capability in [10.0, 11.0), got cuda 9.0" in text
+    assert "moe_w4a16_sm90: could run it" in text
+    assert "moe_w4a16_cpu: needs cpu, got cuda 9.0" in text
+    assert all(backend.name in text for backend in BACKENDS)
+
+
+def test_an_extension_that_is_missing_is_a_reason_and_the_reference_still_runs():
+    reason = "the extension _nvfp4_cpu is not usable here: reinstall"
+    problem = Problem("moe_mlp", Scheme.W4A16, CPU, unavailable=(("_nvfp4_cpu", reason),))
+    assert choose_backend(problem, BACKENDS).name == "reference"
+    with pytest.raises(nvfp4.NoBackendError, match="_nvfp4_cpu is not usable here"):
+        choose_backend(problem, BACKENDS, "moe_w4a16_cpu")
+
+
+def test_an_unknown_backend_is_named():
+    with pytest.raises(ValueError, match=r"backend: expected one of .*'reference'.*got 'marlin'"):
+        choose_backend(Problem("moe_mlp", Scheme.W4A16, CPU), BACKENDS, "marlin")
+
+
+def test_sizes_over_a_kernels_limit_go_to_the_reference():
+    many = Problem("moe_mlp", Scheme.W4A16, cuda(9, 0), num_experts=1024)
+    assert choose_backend(many, BACKENDS).name == "reference"
+    assert choose_backend(dataclasses.replace(many, num_experts=8, top_k=33), BACKENDS).name == (
+        "reference"
+    )
+
+
+def test_targets_check_themselves():
+    with pytest.raises(ValueError, match="platform: expected 'cpu' or 'cuda', got 'tpu'"):
+        Target("tpu")
+    with pytest.raises(ValueError, match=r"compute_capability: expected a pair such as \(9, 0\)"):
+        Target("cuda")
+    assert str(cuda(9, 0)) == "cuda 9.0"
+
+
+LOWERED = [(s, t, b) for s, t, b in BACKEND_OF if t.platform == "cuda" and b != "reference"]
+
+
+@pytest.mark.parametrize(("scheme", "target", "backend"), LOWERED, ids=str)
+def test_any_gpu_lowers_without_one(scheme, target, backend):
+    """The program for each architecture calls that architecture's kernel and nothing else."""
+    params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
+    x, ids = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((8, 2), jnp.int32)
+    op = functools.partial(nvfp4.ops.moe_mlp, scheme=scheme, target=target)
+    traced = jax.jit(op).trace(x, params, ids, jnp.ones((8, 2)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"custom_call @(\S+?)\(", text) == [f"nvfp4_{backend}"]
+    assert "tensor<4x64x32xui8>" in text  # gate_up's packed bytes go in as they are
+    product = functools.partial(nvfp4.ops.linear, scheme=scheme, target=target)
+    weight = nvfp4.quantize(jnp.ones((32, 64)))
+    traced = jax.jit(product).trace(x, weight, input_scale=jnp.float32(0.1))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    stem = backend.removeprefix("moe_")
+    assert re.findall(r"custom_call @(\S+?)\(", text) == [f"nvfp4_grouped_gemm_{stem}"]
+
+
+def test_explain_prints_the_choice_for_each_device():
+    for target, backend in [(CPU, "moe_w4a16_cpu"), (cuda(8, 9), "moe_w4a16_sm80")]:
+        choice = nvfp4.explain(Problem("moe_mlp", Scheme.W4A16, target))
+        text = str(choice)
+        if target != CPU:  # the CPU's extension may be missing in this process
+            assert choice.backend == backend
+        assert "scheme   w4a16" in text
+        assert "not moe_w4a4_sm100: needs c" in text
+        able = {b.name for b in BACKENDS} - choice.reasons.keys()
+        assert able - {"reference"} <= {choice.backend}
+
+
+def test_explain_refuses_what_it_cannot_explain():
+    with pytest.raises(ValueError, match=r"subject: expected a Problem, .*got int"):
+        nvfp4.explain(3)
+
+
+def test_a_choice_is_said_once(caplog):
+    log_scheme.cache_clear()
+    params = random_moe_params(jax.random.key(0), num_experts=2, hidden=16, intermediate=16)
+    x, ids = jnp.zeros((1, 16)), jnp.zeros((1, 1), jnp.int32)
+    with caplog.at_level(logging.INFO, logger="jax_nvfp4_moe"):
+        for _ in range(2):
+            nvfp4.ops.moe_mlp(x, params, ids, jnp.ones((1, 1)), target=CPU, backend="reference")
+    said = [r.message for r in caplog.records if r.message.startswith("scheme w4a16")]
+    assert len(said) == 1
+    assert "no FP4 tensor cores" in said[0]

@@ -1,0 +1,160 @@
+"""NVFP4Tensor and MoEParams: shapes, bytes, exact values, errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.tensor import check_moe_params
+from jax_nvfp4_moe.testing import random_moe_params
+
+
+@pytest.fixture(scope="module")
+def tensor():
+    return nvfp4.quantize(jax.random.normal(jax.random.key(0), (3, 24, 64)))
+
+
+def test_shape_bytes_and_codes(tensor):
+    assert tensor.shape == (3, 24, 64)
+    assert tensor.nbytes == 3 * 24 * 32 + 3 * 24 * 4 + 3 * 4
+    assert tensor.codes.dtype == jnp.float4_e2m1fn
+    assert tensor.codes.shape == tensor.shape
+    values = np.asarray(tensor.codes.astype(jnp.float32)).reshape(3, 24, 4, 16)
+    scale = np.asarray(tensor.block_scale).astype(np.float32)
+    scale = scale * np.asarray(tensor.global_scale)[:, None, None]
+    np.testing.assert_array_equal(
+        (values * scale[..., None]).reshape(3, 24, 64), tensor.dequantize()
+    )
+
+
+def test_each_matrix_has_the_global_scale_of_its_amax(tensor):
+    x = np.asarray(jax.random.normal(jax.random.key(0), (3, 24, 64)))
+    np.testing.assert_array_equal(tensor.global_scale, np.abs(x).max((1, 2)) / np.float32(2688))
+
+
+def test_halves_have_their_own_global_scale(tensor):
+    two = dataclasses.replace(tensor, global_scale=jnp.asarray([[1.0, 2.0]] * 3, jnp.float32))
+    one = dataclasses.replace(tensor, global_scale=jnp.ones(3, jnp.float32))
+    values, want = np.asarray(two.dequantize()), np.asarray(one.dequantize())
+    np.testing.assert_array_equal(values[:, :12], want[:, :12])
+    np.testing.assert_array_equal(values[:, 12:], 2 * want[:, 12:])
+
+
+def test_a_divisor_divides(tensor):
+    """compressed-tensors stores 1 / global_scale; its values are quotients, not products."""
+    divisor = np.float32([3.0, 7.1, 12345.6])
+    divided = dataclasses.replace(
+        tensor, global_scale=jnp.asarray(1 / divisor), global_divisor=jnp.asarray(divisor)
+    )
+    s8 = np.asarray(tensor.block_scale).astype(np.float32)
+    codes = np.asarray(tensor.codes).astype(np.float32).reshape(3, 24, 4, 16)
+    want = (codes * (s8 / divisor[:, None, None])[..., None]).reshape(3, 24, 64)
+    np.testing.assert_array_equal(jax.jit(lambda t: t.dequantize())(divided), want)
+    product = dataclasses.replace(divided, global_divisor=None)
+    assert (np.asarray(product.dequantize()) != want).any()
+
+
+def test_bfloat16_values_are_rounded_once(tensor):
+    want = np.asarray(tensor.dequantize()).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(tensor.dequantize(jnp.bfloat16)), want)
+
+
+@pytest.mark.parametrize("n", [16, 24])
+def test_another_layout_keeps_shape_and_values(n):
+    tensor = nvfp4.quantize(jax.random.normal(jax.random.key(1), (2, n, 32)))
+    there = tensor.to_layout("cpu_16x16")
+    assert there.shape == tensor.shape
+    np.testing.assert_array_equal(there.dequantize(), tensor.dequantize())
+    back = there.to_layout("canonical")
+    np.testing.assert_array_equal(back.packed, tensor.packed)
+    assert (back.layout, back.rows) == ("canonical", None)
+
+
+def test_negative_and_zero_block_scales_are_kept():
+    raw = np.zeros((16, 2), np.uint8)
+    raw[0] = [0x80 | 0x38, 0]  # -1 and 0
+    scales = jnp.asarray(raw).view(jnp.float8_e4m3fn)
+    tensor = nvfp4.NVFP4Tensor.from_packed(jnp.full((16, 16), 0x22, jnp.uint8), scales, 2.0)
+    there = tensor.to_layout("cpu_16x16").to_layout("canonical")
+    np.testing.assert_array_equal(np.asarray(there.block_scale).view(np.uint8), raw)
+    assert np.asarray(there.dequantize())[0, [0, 16]].tolist() == [-2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"packed": jnp.zeros((4, 16), jnp.int8)}, "packed: expected dtype uint8, got int8"),
+        ({"packed": jnp.zeros((4, 12), jnp.uint8)}, "multiple of 16"),
+        (
+            {"block_scale": jnp.zeros((4, 1), jnp.float8_e4m3fn)},
+            r"block_scale: expected shape \(4, 2\)",
+        ),
+        (
+            {"block_scale": jnp.zeros((4, 2), jnp.float32)},
+            "block_scale: expected dtype float8_e4m3fn",
+        ),
+        (
+            {"global_scale": jnp.zeros(3, jnp.float32)},
+            r"global_scale: expected shape \(\).*got \(3,\)",
+        ),
+    ],
+)
+def test_from_packed_names_what_is_wrong(change, message):
+    good = {
+        "packed": jnp.zeros((4, 16), jnp.uint8),
+        "block_scale": jnp.zeros((4, 2), jnp.float8_e4m3fn),
+        "global_scale": jnp.float32(1),
+    }
+    nvfp4.NVFP4Tensor.from_packed(**good)
+    with pytest.raises(ValueError, match=message):
+        nvfp4.NVFP4Tensor.from_packed(**{**good, **change})
+
+
+def test_pytrees_pass_through_jit_scan_and_take(tensor):
+    same = jax.jit(lambda t: t)(tensor)
+    assert same.layout == tensor.layout
+    stacked = jax.lax.scan(lambda _, t: (None, t.dequantize()), None, tensor)[1]
+    np.testing.assert_array_equal(stacked, tensor.dequantize())
+    np.testing.assert_array_equal(
+        jax.tree.map(lambda leaf: leaf[1], tensor).dequantize(), tensor.dequantize()[1]
+    )
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_moe_params(jax.random.key(0), num_experts=2, hidden=32, intermediate=16)
+
+
+def test_params_know_their_sizes(params):
+    assert (params.num_experts, params.hidden, params.intermediate, params.gated) == (
+        2,
+        32,
+        16,
+        True,
+    )
+    assert params.gate_up.global_scale.shape == (2, 2)
+    assert params.has_input_scales
+    plain = random_moe_params(
+        jax.random.key(0), num_experts=2, hidden=32, intermediate=16, gated=False
+    )
+    assert plain.gate_up.shape == (2, 16, 32)
+    assert not plain.gated
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: {"gate_up": p.down}, "gate_up: expected"),
+        (lambda p: {"down": p.down.to_layout("cpu_16x16")}, "down: expected layout 'canonical'"),
+        (lambda p: {"down_bias": jnp.zeros((2, 16))}, r"down_bias: expected shape \(2, 32\)"),
+        (lambda p: {"gate_up_input_scale": jnp.ones(3)}, r"gate_up_input_scale: .*\(2,\).*\(3,\)"),
+    ],
+)
+def test_params_that_disagree_are_named(params, change, message):
+    check_moe_params(params)
+    with pytest.raises(ValueError, match=message):
+        check_moe_params(dataclasses.replace(params, **change(params)))
