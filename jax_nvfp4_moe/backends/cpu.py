@@ -1,5 +1,7 @@
 """The CPU kernels: records and lowerings. The kernels are in ``ffi/cpu``."""
 
+import jax.numpy as jnp
+
 from jax_nvfp4_moe.backends.custom_call import lower_grouped_gemm, lower_moe, lower_quantize
 from jax_nvfp4_moe.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
@@ -7,16 +9,41 @@ from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
 _EXTENSION = "_nvfp4_cpu"
 
 
+# A call works on as many tokens at a time as fit into this.
+_ROUND_BYTES = 256 * 2**20
+
+
 def moe_workspace_bytes(
     tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one call of the expert layer needs."""
-    return 256 + 4 * tokens * top_k * (hidden + (3 if gated else 2) * intermediate)
+    """Return the bytes of scratch memory that one call of the expert layer wants.
+
+    A slot (a token's visit to one expert) takes its two prepared rows and a float32 row of `down`;
+    the handler works in rounds of as many tokens as fit, at least one.
+    """
+    del gated  # the activation's output has `intermediate` columns either way
+    row = 4 * max(hidden, intermediate)
+    slot = _prepared_row(hidden, dtype) + _prepared_row(intermediate, dtype) + row + 16
+    fits = max(1, _ROUND_BYTES // (slot * max(top_k, 1)))
+    return _fixed_bytes(num_experts) + slot * (min(tokens, fits) * top_k + 16)
 
 
 def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
-    """Return the bytes of scratch memory that one grouped product needs."""
-    return 256 + 4 * rows * k
+    """Return the bytes of scratch memory that one grouped product wants; `n` does not matter."""
+    del n
+    row = _prepared_row(k, dtype) + 16
+    return _fixed_bytes(num_experts) + row * (min(rows, max(1, _ROUND_BYTES // row)) + 16)
+
+
+def _prepared_row(k, dtype):
+    """Bytes of a row as any of the instruction sets wants it (``ffi/cpu/kernels.h``), at most."""
+    bytes_per_value = 6 if jnp.dtype(dtype) == jnp.float32 else 4
+    return -(-k // 32) * 32 * bytes_per_value + 64
+
+
+def _fixed_bytes(num_experts):
+    """Offsets and row blocks of the experts, and the alignment of every piece."""
+    return 32 * num_experts + 2048
 
 
 MOE_W4A16_CPU = Backend(

@@ -34,7 +34,9 @@ def round_activations(x, input_scale, scheme: Scheme):
         scale = divide(amax(x, -1), jnp.float32(SCALE_RANGE))
     else:
         scale = jnp.asarray(input_scale, jnp.float32)
-    return fake_quantize(x[:, None, :], jnp.broadcast_to(scale, x.shape[:1]))[:, 0, :]
+    rounded = fake_quantize(x[:, None, :], jnp.broadcast_to(scale, x.shape[:1]))[:, 0, :]
+    # An infinity would saturate to an ordinary number, and hide what went wrong in its token.
+    return jnp.where(jnp.isfinite(x), rounded, jnp.nan)
 
 
 def _multiply(x, weight: NVFP4Tensor, expert):

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.activations import find_activation
 from jax_nvfp4_moe.backends.choice import log_conversion, log_scheme, pick
-from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
+from jax_nvfp4_moe.scheme import CHECKPOINT, Problem, Scheme, Target, choose_scheme
 from jax_nvfp4_moe.tensor import MoEParams, check_moe_params
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -27,9 +27,10 @@ def declared_scheme(params) -> Scheme:
 
 
 def resolve_scheme(declared, asked, target) -> Scheme:
-    """Choose the scheme and say so once in the log."""
+    """Choose the scheme; where the caller left it open, say the choice once in the log."""
     scheme, why = choose_scheme(declared, asked, target)
-    log_scheme(Scheme(declared), scheme, why)
+    if asked is None:
+        log_scheme(Scheme(declared), scheme, why)
     return scheme
 
 

@@ -1,0 +1,30 @@
+"""Read and write checkpoints: safetensors files in the forms of NVFP4's quantization tools."""
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.folder import read_config, read_size
+from jax_nvfp4_moe.checkpoint.resolve import (
+    Checkpoint,
+    DenseExperts,
+    ExpertWeights,
+    LinearWeights,
+    LoadOptions,
+    Weights,
+    check,
+    load,
+    open_checkpoint,
+)
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "DenseExperts",
+    "ExpertWeights",
+    "LinearWeights",
+    "LoadOptions",
+    "Weights",
+    "check",
+    "load",
+    "open_checkpoint",
+    "read_config",
+    "read_size",
+]

@@ -1,0 +1,146 @@
+"""Reach the files of a checkpoint folder without leaving it, and read its JSON.
+
+A checkpoint is untrusted: names in it decide which files are opened, so each name is resolved and
+must end in the folder. Nothing from the folder is executed.
+"""
+
+import json
+import pathlib
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+
+JSON_BYTES = 100_000_000  # the cap that the safetensors format puts on its header
+CONFIG = "config.json"
+
+
+def locate(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """Return the path of the regular file `name` of `folder`.
+
+    Symbolic links may point inside the folder and, in the cache of `huggingface_hub`, where every
+    file of ``snapshots/REVISION`` is a link, to ``blobs`` of the same repository.
+
+    Raises:
+      CheckpointError: `name` leaves the folder, does not exist or is no regular file.
+    """
+    try:
+        path = (folder / name).resolve()
+        if not any(path.is_relative_to(root) for root in _roots(folder)):
+            raise CheckpointError([f"{quoted(name)} lies outside the checkpoint's folder"])
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise CheckpointError([f"{quoted(name)} is missing"]) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise CheckpointError([f"{quoted(name)} cannot be reached: {error}"]) from None
+    except CheckpointError:
+        raise
+    except ValueError as error:  # a null byte in the name
+        raise CheckpointError([f"{quoted(name)} is not a file name: {error}"]) from None
+    if not stat.S_ISREG(mode):
+        raise CheckpointError([f"{quoted(name)} is not a regular file"])
+    return path
+
+
+def exists(folder: pathlib.Path, name: str) -> bool:
+    """Whether `folder` has an entry called `name`, a broken link included."""
+    path = folder / name
+    return path.exists() or path.is_symlink()
+
+
+def read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    """Read the JSON object in the file `name` of `folder`.
+
+    Raises:
+      CheckpointError: the file is missing, leaves the folder, is over 100 MB or is not one JSON
+        object with distinct keys.
+    """
+    path = locate(folder, name)
+    size = path.stat().st_size
+    if size > JSON_BYTES:
+        raise CheckpointError([f"{quoted(name)}: {size} bytes, at most {JSON_BYTES} are read"])
+    try:
+        return parse_object(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError([f"{quoted(name)}: {error}"]) from None
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Parse bytes that must be one JSON object with distinct keys at every level.
+
+    Raises:
+      ValueError: they are not; says what and, for a repeated key, which.
+    """
+    repeated: dict[str, None] = {}
+    try:
+        parsed = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=lambda pairs: _distinct(pairs, repeated)
+        )
+    except RecursionError:
+        raise ValueError("not JSON: nested too deeply") from None
+    except ValueError as error:  # UnicodeDecodeError, JSONDecodeError, integers too long to parse
+        raise ValueError(f"not JSON: {error}") from None
+    if repeated:
+        raise ValueError(f"repeated keys: {', '.join(map(quoted, repeated))}")
+    if not isinstance(parsed, dict):
+        raise ValueError(f"expected a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def _distinct(pairs, repeated):
+    """Return the object of `pairs`; keys that occur again go to `repeated`."""
+    parsed: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in parsed:
+            repeated[key] = None
+        parsed[key] = value
+    return parsed
+
+
+def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
+    """Read ``config.json`` of a checkpoint folder.
+
+    Raises:
+      CheckpointError: `folder` is no folder, or the file is missing or not a JSON object.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError([f"{str(folder)!r} is not a folder; expected a checkpoint's folder"])
+    try:
+        return read_json(folder, CONFIG)
+    except CheckpointError as error:
+        raise CheckpointError(error.problems, str(folder)) from None
+
+
+def read_size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """Return the positive integer that `config` holds under the first of `names` present.
+
+    Args:
+      config: a parsed ``config.json`` or a part of it.
+      names: spellings of one size, such as "num_experts" and "num_local_experts".
+      default: returned where none of them is present or all are null.
+
+    Raises:
+      CheckpointError: the value is no integer over 0, or there is none and no default.
+    """
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or not 0 < value < 2**31:
+            raise CheckpointError(
+                [f"{CONFIG}: {name}: expected a positive integer, got {quoted(value)}"]
+            )
+        return value
+    if default is None:
+        raise CheckpointError([f"{CONFIG}: {' or '.join(names)}: missing"])
+    return default
+
+
+def _roots(folder):
+    folder = folder.resolve()
+    roots = [folder]
+    if folder.parent.name == "snapshots":
+        roots.append(folder.parent.parent / "blobs")
+    return roots

@@ -1,0 +1,157 @@
+"""What the checkpoint forms have in common: tensor names as a record, schemes by module name."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.formats import BLOCK
+from jax_nvfp4_moe.scheme import Scheme
+
+# Runtimes run these projections as one, and exclusion lists may name that one.
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+# Exporters disagree on where the language model of a multimodal model sits.
+_RESPELLED = (
+    ("language_model.model.", "model.language_model."),
+    ("model.language_model.", "language_model.model."),
+    ("model.language_model.", "model."),
+    ("language_model.", ""),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """How a checkpoint form stores one quantized linear, ``MODULE.NAME`` for each name.
+
+    Attributes:
+      packed: uint8 ``[n, k/2]``, low nibble = even k.
+      block_scale: float8_e4m3fn ``[n, k/16]``; multiplies.
+      weight_global: float32 scalar of the weights.
+      input_global: float32 scalar of the activations.
+      divides: the two scalars are the reciprocals of the scales.
+    """
+
+    packed: str
+    block_scale: str
+    weight_global: str
+    input_global: str
+    divides: bool
+
+    def to_scale(self, stored: np.ndarray) -> Any:
+        """Return the float32 factors that multiply: `stored`, or its rounded reciprocals."""
+        if not self.divides:
+            return stored
+        with np.errstate(divide="ignore", over="ignore"):  # callers look for infinities
+            return np.asarray(np.float32(1) / stored)
+
+
+class Rules(Protocol):
+    """Which modules a quantization config quantizes, and how.
+
+    Attributes:
+      source: where it was read, for messages.
+      summary: the algorithm as written, such as "NVFP4".
+    """
+
+    source: str
+    summary: str
+
+    def declared(self, module: str) -> Scheme | None:
+        """Return the scheme of `module`, None if it is not quantized.
+
+        Raises:
+          CheckpointError: it is quantized in a way that is not supported.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A checkpoint form: how to recognize, parse and read it.
+
+    Attributes:
+      name: for messages.
+      quant_method: of ``quantization_config``, whole or before an underscore.
+      names: its tensors.
+      parse: the section and where it was read -> `Rules`, None where it quantizes nothing;
+        CheckpointError if it makes no sense.
+    """
+
+    name: str
+    quant_method: str
+    names: TensorNames
+    parse: Callable[[Mapping[str, Any], str], Rules | None]
+
+    def claims(self, quant_method: Any) -> bool:
+        """Whether `quant_method`, from a file, means this form."""
+        return isinstance(quant_method, str) and (
+            quant_method == self.quant_method or quant_method.startswith(self.quant_method + "_")
+        )
+
+
+def spellings(module: str) -> list[str]:
+    """Return the names by which a config may mean `module`, its own first."""
+    names = [module]
+    parent, dot, leaf = module.rpartition(".")
+    if leaf in _FUSED:
+        names.append(parent + dot + _FUSED[leaf])
+    if leaf == "lm_head" and parent:
+        names.append(leaf)
+    for old, new in _RESPELLED:
+        names += [new + name.removeprefix(old) for name in names if name.startswith(old)]
+    return list(dict.fromkeys(names))
+
+
+def parents(module: str) -> list[str]:
+    """Return the modules that contain `module`, innermost first: a.b.c -> a.b, a."""
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def check_group_size(value: Any, source: str) -> None:
+    """Check that `value`, an integer or its decimal text, is the block of NVFP4.
+
+    Raises:
+      CheckpointError: it is not.
+    """
+    if (type(value) is int and value == BLOCK) or value == str(BLOCK):
+        return
+    raise CheckpointError(
+        [f"{source}: group_size: NVFP4 has blocks of {BLOCK} elements, got {quoted(value)}"]
+    )
+
+
+def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]:
+    """Return the list of strings at `key`, empty where it is missing or null.
+
+    Raises:
+      CheckpointError: it is something else.
+    """
+    value = section.get(key)
+    if value is None:
+        return ()
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise CheckpointError([f"{source}: {key}: expected a list of names, got {quoted(value)}"])
+
+
+def object_in(section: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    """Return the object at `key`, empty where it is missing or null.
+
+    Raises:
+      CheckpointError: it is something else.
+    """
+    value = section.get(key)
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return value
+    raise CheckpointError([f"{source}: {key}: expected an object, got {quoted(value)}"])

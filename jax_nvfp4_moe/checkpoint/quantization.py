@@ -1,0 +1,123 @@
+"""Which modules of a checkpoint are quantized, and how: every place that says so, read at once."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, read_json
+from jax_nvfp4_moe.checkpoint.forms import Form, Rules, TensorNames
+from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
+from jax_nvfp4_moe.scheme import Scheme
+
+FORMS = (MODELOPT, COMPRESSED_TENSORS)
+_SECTIONS = ("quantization_config", "compression_config")  # the second: old llm-compressor
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantConfig:
+    """What a checkpoint declares about its modules.
+
+    Attributes:
+      form: None where nothing is quantized.
+      rules: one for each place that declares; they must agree on every module that is loaded.
+    """
+
+    form: Form | None = None
+    rules: tuple[Rules, ...] = ()
+    _known: dict[str, Scheme | None] = dataclasses.field(default_factory=dict, compare=False)
+
+    @property
+    def names(self) -> TensorNames:
+        """Names of the tensors of a quantized linear; ModelOpt's where nothing is quantized."""
+        return (self.form or MODELOPT).names
+
+    def declared(self, module: str) -> Scheme | None:
+        """Return the scheme of `module`, such as "model.layers.0.self_attn.q_proj"; None = dense.
+
+        Raises:
+          CheckpointError: two places disagree about it, or it is quantized to a format that is
+            not supported.
+        """
+        if module not in self._known:
+            self._known[module] = self._agreed(module)
+        return self._known[module]
+
+    def _agreed(self, module):
+        said = {rules.source: rules.declared(module) for rules in self.rules}
+        if len(set(said.values())) > 1:
+            each = "; ".join(
+                f"{source} says {scheme or 'dense'}" for source, scheme in said.items()
+            )
+            raise CheckpointError([f"{quoted(module)}: {each}"])
+        return next(iter(said.values()), None)
+
+
+def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> QuantConfig:
+    """Read the quantization config of a checkpoint.
+
+    Args:
+      folder: may hold ``hf_quant_config.json``.
+      config: the parsed ``config.json``, which may have ``quantization_config``.
+
+    Raises:
+      CheckpointError: an algorithm is unknown or not supported, or the two disagree.
+    """
+    problems: list[str] = []
+    found: list[tuple[Form, Rules | None]] = []
+    for read in (_from_file, _from_config):
+        try:
+            found += read(pathlib.Path(folder), config)
+        except CheckpointError as error:
+            problems += error.problems
+    if not problems and len({_verdict(form, rules) for form, rules in found}) > 1:
+        problems.append(
+            "the quantization configs disagree: "
+            + "; ".join(_describe(form, rules) for form, rules in found)
+        )
+    if problems:
+        raise CheckpointError(problems, str(folder))
+    rules = tuple(rules for _, rules in found if rules is not None)
+    return QuantConfig(found[0][0], rules) if rules else QuantConfig()
+
+
+def _from_file(folder, _):
+    if exists(folder, QUANT_FILE):
+        yield MODELOPT, parse_file(read_json(folder, QUANT_FILE))
+
+
+def _from_config(_, config):
+    holders = [("", config), ("text_config: ", config.get("text_config"))]
+    for place, holder in holders:
+        for key in _SECTIONS:
+            section = holder.get(key) if isinstance(holder, dict) else None
+            if section is not None:
+                yield _parse_section(section, f"{CONFIG}: {place}{key}")
+                return
+
+
+def _parse_section(section, source):
+    if not isinstance(section, dict):
+        raise CheckpointError([f"{source}: expected an object, got {quoted(section)}"])
+    method = section.get("quant_method")
+    for form in FORMS:
+        if form.claims(method):
+            return form, form.parse(section, source)
+    supported = ", ".join(form.quant_method for form in FORMS)
+    raise CheckpointError(
+        [f"{source}: unknown quant_method {quoted(method)}; supported: {supported}"]
+    )
+
+
+def _verdict(form, rules):
+    return None if rules is None else (form.name, rules.summary)
+
+
+def _describe(form, rules):
+    return (
+        f"{form.name} without an algorithm"
+        if rules is None
+        else (f"{rules.source} says {form.name} {rules.summary}")
+    )

@@ -1,0 +1,445 @@
+"""Give a model its weights: a first pass checks all headers, a second reads layer by layer.
+
+A model is built by a function that asks a `Weights` for what it needs, by name and shape. `load`
+runs that function twice: first with placeholders, so that every missing, misshapen or surplus
+tensor is known before the first byte is read, then with the arrays.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.experts import ExpertSizes, plan_dense_experts, plan_experts
+from jax_nvfp4_moe.checkpoint.folder import read_config
+from jax_nvfp4_moe.checkpoint.plan import Buffer, InputScales, LinearPlan, Matrices, Planner
+from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
+from jax_nvfp4_moe.checkpoint.reading import Reader
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
+from jax_nvfp4_moe.scheme import Scheme
+from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor
+
+log = logging.getLogger("jax_nvfp4_moe")
+
+T = TypeVar("T")
+Place = Callable[[str, Any, Scheme | None], Any]
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Tensors that real checkpoints carry and inference of the language model does not need.
+_KNOWN_EXTRAS = tuple(
+    (re.compile(pattern), what)
+    for pattern, what in (
+        (r"(^|\.)mtp\.", "multi-token prediction"),
+        (
+            r"(^|\.)(visual|vision_tower|vision_model|vision_embed_tokens|vision_embedder)\.",
+            "vision tower",
+        ),
+        (
+            r"(^|\.)(multi_modal_projector|embed_vision|audio_tower|embed_audio)\.",
+            "vision or audio",
+        ),
+        (r"(^|\.)rotary_emb\.inv_freq$", "rotary frequencies, which are computed"),
+        (r"[._](k|v|q|kv|attn|prob)_scale$|\.(k|v|kv)_proj\.output_scale$", "KV-cache scales"),
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint folder; a context manager.
+
+    Attributes:
+      folder: where it is.
+      config: the parsed ``config.json``; its values are not checked.
+      tensors: with headers checked.
+      quant: what is quantized, and how.
+    """
+
+    folder: pathlib.Path
+    config: dict[str, Any]
+    tensors: Tensors
+    quant: QuantConfig
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.tensors.close()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LinearWeights:
+    """One linear layer ``y = W x + bias``.
+
+    Attributes:
+      weight: `NVFP4Tensor` ``[n, k]`` with a scalar global scale, or a dense array ``[n, k]``.
+      bias: ``[n]`` or None.
+      input_scale: float32 scalar where the file declares W4A4, else None.
+      declared: the scheme in the file; None where the weight is dense.
+    """
+
+    weight: Any
+    bias: Any = None
+    input_scale: Any = None
+    declared: Scheme | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseExperts:
+    """The experts of one layer of an unquantized checkpoint; shapes as in `MoEParams`."""
+
+    gate_up: Any
+    down: Any
+    gate_up_bias: Any = None
+    down_bias: Any = None
+
+
+class ExpertWeights(NamedTuple):
+    """The experts of one layer, and the scheme that the file declares for them."""
+
+    params: MoEParams
+    declared: Scheme | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """How to load.
+
+    Attributes:
+      dtype: of dense float arrays, None for that in the file.
+      place: name, value, declared scheme -> the value on its device. A value is an array, a
+        `LinearWeights` or a `MoEParams` of numpy arrays; called once it is read, before the next
+        is. `jax.device_put` where it is None.
+      input_scales: "required" takes them from modules that declare W4A4 and fails where there are
+        none; "optional" gives None there; "ignored" reads none.
+      only: prefix such as "model.layers.3.mlp" of all that is asked for; tensors elsewhere are no
+        surplus.
+      num_layers: tensors of later layers are no surplus; by the config where it is None.
+      progress: whether to draw a bar on standard error; None draws one on a terminal.
+    """
+
+    dtype: Any = None
+    place: Place | None = None
+    input_scales: InputScales = "required"
+    only: str | None = None
+    num_layers: int | None = None
+    progress: bool | None = None
+
+
+def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
+    """Open a checkpoint folder: config, quantization config and the headers of all its files.
+
+    Raises:
+      CheckpointError: lists everything that is wrong with any of them.
+    """
+    folder = pathlib.Path(folder)
+    config = read_config(folder)
+    problems: list[str] = []
+    quant = tensors = None
+    try:
+        quant = read_quant_config(folder, config)
+    except CheckpointError as error:
+        problems += error.problems
+    try:
+        tensors = open_tensors(folder)
+    except CheckpointError as error:
+        problems += error.problems
+    if quant is None or tensors is None:
+        if tensors is not None:
+            tensors.close()
+        raise CheckpointError(problems, str(folder))
+    return Checkpoint(folder, config, tensors, quant)
+
+
+class Weights:
+    """What a model asks for its weights; see `load`.
+
+    In the first pass the methods return `jax.ShapeDtypeStruct` in place of arrays and remember
+    what is wrong; in the second, arrays where `LoadOptions.place` put them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: LoadOptions, reader: Reader | None):
+        self.config = checkpoint.config
+        self._where = str(checkpoint.folder)
+        self._options = options
+        self._reader = reader
+        self._planner = Planner(checkpoint.tensors, checkpoint.quant, options.input_scales)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this is the second pass, whose arrays have values."""
+        return self._reader is not None
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor called `name`."""
+        return name in self._planner.tensors
+
+    def has_under(self, prefix: str) -> bool:
+        """Whether the checkpoint has a tensor whose name begins with `prefix`."""
+        return next(self._planner.tensors.under(prefix), None) is not None
+
+    def declared(self, module: str) -> Scheme | None:
+        """Return the scheme that the file declares for `module`, None for dense."""
+        return self._planner.declared(module)
+
+    def ignore(self, prefix: str, reason: str) -> None:
+        """Say that tensors whose names begin with `prefix` are knowingly left out, and why."""
+        self._planner.ignore(list(self._planner.tensors.under(prefix)), reason)
+
+    def array(
+        self, name: str, shape: tuple[int, ...], *, dtype: Any = None, optional: bool = False
+    ) -> Any:
+        """Return the dense tensor `name`.
+
+        Args:
+          name: whole name, such as "model.norm.weight".
+          shape: that it must have.
+          dtype: of the result, `LoadOptions.dtype` where it is None. An integer dtype expects
+            integers in the file, any other floats.
+          optional: whether it may be missing; the result is None then.
+        """
+        if optional and name not in self._planner.tensors:
+            return None
+        buffer = self._planner.array(name, tuple(shape), dtype or self._options.dtype)
+        return self._placed(name, self._array(buffer), None)
+
+    def linear(
+        self, prefix: str, n: int, k: int, *, bias: bool | None = False, dtype: Any = None
+    ) -> LinearWeights:
+        """Return the linear `prefix`, quantized or dense as the file has it.
+
+        Args:
+          prefix: module, such as "model.layers.0.self_attn.q_proj".
+          n: outputs.
+          k: inputs; a multiple of 16 where it is quantized.
+          bias: whether it has one; None: if the file does.
+          dtype: of dense arrays, `LoadOptions.dtype` where it is None.
+        """
+        plan = self._planner.linear(prefix, n, k, bias, dtype or self._options.dtype)
+        value = self._linear(plan)
+        return self._placed(prefix, value, plan.declared)
+
+    def experts(
+        self,
+        prefix: str,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        gated: bool = True,
+        bias: bool = False,
+    ) -> ExpertWeights:
+        """Return the experts below `prefix` as canonical `MoEParams`, or as placed.
+
+        Args:
+          prefix: module, such as "model.layers.0.mlp.experts".
+          num_experts: e.
+          hidden: h, a multiple of 16.
+          intermediate: i, a multiple of 16.
+          gated: whether there are gate rows.
+          bias: whether both products have a bias.
+
+        Names and layouts are those of `experts.PER_EXPERT` and the fused forms. Rows stay in the
+        order of the file: fused rows that interleave gate and up still do.
+        """
+        sizes = ExpertSizes(num_experts, hidden, intermediate, gated, bias)
+        plan = plan_experts(self._planner, prefix, sizes)
+        params = MoEParams(
+            gate_up=self._weight(plan.gate_up),
+            down=self._weight(plan.down),
+            gate_up_input_scale=self._input_scale(plan.gate_up),
+            down_input_scale=self._input_scale(plan.down),
+            gate_up_bias=self._optional(plan.gate_up.bias),
+            down_bias=self._optional(plan.down.bias),
+        )
+        return ExpertWeights(self._placed(prefix, params, plan.declared), plan.declared)
+
+    def dense_experts(
+        self,
+        prefix: str,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        gated: bool = True,
+        bias: bool = False,
+        dtype: Any = None,
+    ) -> DenseExperts:
+        """Return experts that are not quantized, as a quantizer needs them; else as `experts`."""
+        sizes = ExpertSizes(num_experts, hidden, intermediate, gated, bias)
+        plan = plan_dense_experts(self._planner, prefix, sizes, dtype or self._options.dtype)
+        experts = DenseExperts(
+            self._array(plan.gate_up),
+            self._array(plan.down),
+            self._optional(plan.gate_up_bias),
+            self._optional(plan.down_bias),
+        )
+        return self._placed(prefix, experts, None)
+
+    def _linear(self, plan: LinearPlan) -> LinearWeights:
+        bias = self._optional(plan.bias)
+        if plan.matrices is None:
+            assert plan.dense is not None
+            return LinearWeights(self._array(plan.dense), bias)
+        scale = self._input_scale(plan.matrices)
+        if isinstance(scale, jax.ShapeDtypeStruct):
+            scale = jax.ShapeDtypeStruct((), scale.dtype)
+        elif scale is not None:
+            scale = scale.reshape(())
+        return LinearWeights(self._weight(plan.matrices), bias, scale, plan.declared)
+
+    def _array(self, buffer: Buffer) -> Any:
+        if self._reader is None:
+            return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
+        return self._reader.array(buffer)
+
+    def _optional(self, buffer: Buffer | None) -> Any:
+        return None if buffer is None else self._array(buffer)
+
+    def _weight(self, matrices: Matrices) -> NVFP4Tensor:
+        if self._reader is not None:
+            return self._reader.weight(matrices)
+        scale = self._array(matrices.weight_global)
+        return NVFP4Tensor(
+            self._array(matrices.packed),
+            self._array(matrices.block_scale),
+            scale,
+            scale if self._planner.names.divides else None,
+        )
+
+    def _input_scale(self, matrices: Matrices) -> Any:
+        if matrices.input_global is None:
+            return None
+        if self._reader is not None:
+            return self._reader.input_scale(matrices, self._options.input_scales == "required")
+        return jax.ShapeDtypeStruct(matrices.input_global.shape[:1], matrices.input_global.dtype)
+
+    def _placed(self, name, value, declared):
+        if self._reader is None:
+            return value
+        self._reader.raise_problems(self._where)
+        if self._options.place is None:
+            return jax.device_put(value)
+        return self._options.place(name, value, declared)
+
+
+def load(
+    checkpoint: Checkpoint, build: Callable[[Weights], T], options: LoadOptions | None = None
+) -> T:
+    """Build a model from a checkpoint.
+
+    Args:
+      checkpoint: open.
+      build: asks for its weights; called twice, with the same questions both times. Placeholders
+        of the first call have a shape and a dtype, and no values.
+      options: how to load.
+
+    Returns:
+      What the second call of `build` returns.
+
+    Raises:
+      CheckpointError: the first pass found tensors missing, misshapen or surplus, all of which
+        are listed, or the second met a scale that is NaN or infinite.
+    """
+    options = options or LoadOptions()
+    nbytes = check(checkpoint, build, options)
+    with _progress(options.progress, nbytes) as advance:
+        reader = Reader(checkpoint.tensors, checkpoint.quant.names, advance)
+        return build(Weights(checkpoint, options, reader))
+
+
+def check(
+    checkpoint: Checkpoint, build: Callable[[Weights], Any], options: LoadOptions | None = None
+) -> int:
+    """Run the first pass of `load` alone: read no tensor, raise all problems.
+
+    Returns:
+      Bytes that the second pass would read.
+
+    Raises:
+      CheckpointError: as `load`.
+    """
+    options = options or LoadOptions()
+    weights = Weights(checkpoint, options, None)
+    planner = weights._planner
+    failure = None
+    try:
+        build(weights)
+    except CheckpointError as error:
+        planner.problems += error.problems
+    except Exception as error:
+        # A placeholder of a tensor that is wrong may break the model's own code.
+        if not planner.problems:
+            raise
+        failure = error
+    else:
+        planner.problems += _surplus(planner, checkpoint.config, options)
+    if planner.problems:
+        raise CheckpointError(planner.problems, str(checkpoint.folder)) from failure
+    for fact, count in planner.notes.items():
+        log.info("%s: %s (%d)", checkpoint.folder, fact, count)
+    return planner.nbytes
+
+
+def _surplus(planner, config, options) -> Iterator[str]:
+    """Say which tensors nobody asked for, though they lie in a module that is loaded."""
+    num_layers = options.num_layers or _num_layers(config)
+    scope = f"{options.only}." if options.only else ""
+    loaded = {name.split(".")[0] for name in planner.taken}
+    for name in planner.tensors.under(scope):
+        if name in planner.taken:
+            continue
+        extra = _known_extra(name, num_layers)
+        if extra is None and name.split(".")[0] not in loaded:
+            extra = "modules that are not loaded"
+        if extra is not None:
+            planner.note(f"tensors left out: {extra}")
+            continue
+        info = planner.tensors.info(name)
+        yield f"{quoted(name)} ({quoted(info.file)}): {info} is not part of the model"
+
+
+def _known_extra(name, num_layers) -> str | None:
+    layer = _LAYER.search(name)
+    if layer and num_layers is not None and int(layer[1]) >= num_layers:
+        return f"layers after the {num_layers} of the config"
+    return next((what for pattern, what in _KNOWN_EXTRAS if pattern.search(name)), None)
+
+
+def _num_layers(config) -> int | None:
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        value = part.get("num_hidden_layers")
+        if type(value) is int and value > 0:
+            return value
+    return None
+
+
+@contextlib.contextmanager
+def _progress(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]:
+    """Draw a bar of bytes on standard error; give the function that advances it."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield lambda nbytes: None
+        return
+    import rich.console  # on demand: it takes longer to import than this package
+    import rich.progress
+
+    with rich.progress.Progress(
+        rich.progress.TextColumn("loading"),
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(binary_units=True),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TimeRemainingColumn(),
+        console=rich.console.Console(stderr=True),
+    ) as bar:
+        task = bar.add_task("loading", total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)

@@ -1,0 +1,264 @@
+"""Quantization configs: each form, what they exclude, and what is refused."""
+
+import json
+import pathlib
+
+import pytest
+
+from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.folder import read_config
+from jax_nvfp4_moe.checkpoint.forms import spellings
+from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, declaration
+from jax_nvfp4_moe.checkpoint.quantization import read_quant_config
+
+GIVEN = pathlib.Path(__file__).parent / "checkpoints"
+GATE = "model.layers.0.mlp.gate"
+EXPERT = "model.layers.0.mlp.experts.3.gate_proj"
+
+
+def modelopt_file(algorithm="NVFP4", exclude=(), version="0.47.0", **fields):
+    section = {"quant_algo": algorithm, "exclude_modules": list(exclude), **fields}
+    return {"producer": {"name": "modelopt", "version": version}, "quantization": section}
+
+
+def modelopt_section(algorithm="NVFP4", ignore=(), **fields):
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": list(ignore), **fields}
+
+
+def nvfp4(**fields):
+    return {"type": "float", "num_bits": 4, "group_size": 16, **fields}
+
+
+def tensors_section(inputs=None, ignore=(), targets=("Linear",), **fields):
+    group = {"targets": list(targets), "weights": nvfp4(), "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        **fields,
+    }
+
+
+def read(folder, section=None, file=None):
+    if file is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(file))
+    config = {} if section is None else {"quantization_config": section}
+    return read_quant_config(folder, config)
+
+
+def refused(folder, section=None, file=None):
+    with pytest.raises(CheckpointError) as caught:
+        read(folder, section, file)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [p.name for p in sorted(GIVEN.glob("*w4a*"))])
+def test_real_configs(name):
+    quant = read_quant_config(GIVEN / name, read_config(GIVEN / name))
+    layer = "model.layers.1.mlp"
+    assert quant.form is (COMPRESSED_TENSORS if "-ct-" in name else MODELOPT)
+    assert quant.declared(f"{layer}.gate") is None
+    assert quant.declared("lm_head") is None
+    assert quant.declared(f"{layer}.experts.3.gate_proj") == name.rpartition("-")[2]
+
+
+def test_modelopt_in_either_file(tmp_path):
+    for arguments in (
+        {"file": modelopt_file(exclude=[GATE], group_size="16")},
+        {"section": modelopt_section(ignore=[GATE])},
+    ):
+        folder = tmp_path / next(iter(arguments))
+        folder.mkdir()
+        quant = read(folder, **arguments)
+        assert quant.declared(EXPERT) == "w4a4"
+        assert quant.declared(GATE) is None
+
+
+def test_a_section_of_the_text_config(tmp_path):
+    config = {"text_config": {"quantization_config": modelopt_section("W4A16_NVFP4")}}
+    assert read_quant_config(tmp_path, config).declared(EXPERT) == "w4a16"
+
+
+def test_unquantized_checkpoints(tmp_path):
+    assert read(tmp_path).declared(EXPERT) is None
+    assert read(tmp_path, file=modelopt_file(None)).declared(EXPERT) is None
+
+
+def test_the_two_files_must_agree(tmp_path):
+    message = refused(tmp_path, modelopt_section("W4A16_NVFP4"), modelopt_file("NVFP4"))
+    assert "hf_quant_config.json: quantization says ModelOpt NVFP4" in message
+    assert "config.json: quantization_config says ModelOpt W4A16_NVFP4" in message
+    assert "disagree" in refused(tmp_path, tensors_section(), modelopt_file())
+    assert "disagree" in refused(tmp_path, modelopt_section(), modelopt_file(None))
+    quant = read(tmp_path, modelopt_section(ignore=["lm_head"]), modelopt_file())
+    assert quant.declared(EXPERT) == "w4a4"
+    with pytest.raises(CheckpointError, match=r"'lm_head'.* says w4a4; .* says dense"):
+        quant.declared("lm_head")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "excluded", "kept"),
+    [
+        (GATE, [GATE], ["model.layers.0.mlp.gate_proj", "model.layers.10.mlp.gate"]),
+        ("model.layers.1", ["model.layers.1.mlp.gate"], ["model.layers.10.mlp.gate"]),
+        ("model.layers.1.*", ["model.layers.1.mlp.gate"], ["model.layers.10.mlp.gate", "lm_head"]),
+        ("*.self_attn*", ["model.layers.0.self_attn.q_proj"], [EXPERT]),
+        ("model.layers.[02].mlp.gate", [GATE], ["model.layers.1.mlp.gate"]),
+        ("a.qkv_proj", ["a.q_proj", "a.k_proj", "a.v_proj"], ["a.o_proj"]),
+        ("a.gate_up_proj", ["a.gate_proj", "a.up_proj"], ["a.down_proj"]),
+        ("lm_head", ["lm_head", "language_model.lm_head"], ["model.lm_head_norm"]),
+        ("model.language_model.a", ["language_model.model.a", "model.language_model.a"], ["b"]),
+        ("unrelated", ["model.visual.blocks.0.attn"], ["model.visualize"]),
+    ],
+)
+def test_modelopt_exclusions(tmp_path, pattern, excluded, kept):
+    quant = read(tmp_path, file=modelopt_file(exclude=[pattern]))
+    assert [m for m in excluded if quant.declared(m) is not None] == []
+    assert [m for m in kept if quant.declared(m) is None] == []
+
+
+def test_old_exporters_name_parts(tmp_path):
+    module = "model.layers.7.block_sparse_moe.gate"
+    for version, scheme in (("0.37.1", None), ("0.39.0", "w4a4"), ("1.2", "w4a4")):
+        file = modelopt_file(exclude=["block_sparse_moe.gate"], version=version)
+        quant = read(tmp_path, file=file)
+        assert quant.declared(module) == scheme
+        assert quant.declared(module + "_proj") == "w4a4"
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4_AWQ", "FP8_PB_WO", "W8A8", "", 7])
+def test_unknown_algorithms_are_named(tmp_path, algorithm):
+    message = refused(tmp_path, file=modelopt_file(algorithm))
+    assert "hf_quant_config.json: quantization" in message
+    assert repr(algorithm) in message
+    assert "supported: NVFP4, W4A16_NVFP4, MIXED_PRECISION" in message
+
+
+def test_lower_case_algorithms_are_accepted(tmp_path):
+    assert read(tmp_path, file=modelopt_file("w4a16_nvfp4")).declared(EXPERT) == "w4a16"
+
+
+@pytest.mark.parametrize("size", [32, "32", 16.0, True, [16]])
+def test_other_group_sizes_are_refused(tmp_path, size):
+    message = refused(tmp_path, file=modelopt_file(group_size=size))
+    assert "group_size: NVFP4 has blocks of 16 elements" in message
+    groups = {"group_0": {"weights": nvfp4(group_size=size)}}
+    assert "group_0" in refused(tmp_path, modelopt_section(config_groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"quant_method": "gptq"}, "unknown quant_method 'gptq'; supported: modelopt, compressed"),
+        ({}, "unknown quant_method None"),
+        ([], "quantization_config: expected an object"),
+        ({"quant_method": "modelopt"}, "quant_algo: missing"),
+        (modelopt_section(ignore={}) | {"ignore": "x"}, "ignore: expected a list of names"),
+        (modelopt_section(ignore=[1]), "ignore: expected a list of names"),
+        (modelopt_section("MIXED_PRECISION"), "needs quantized_layers"),
+        (tensors_section(config_groups={}), "expected at least one group"),
+        (tensors_section(config_groups={"a": 1}), "a: expected an object, got 1"),
+        (tensors_section(format="pack-quantized"), "format 'pack-quantized' is not supported"),
+        (tensors_section(nvfp4(num_bits=8)), "input_activations: expected type 'float' of 4 bits"),
+        (tensors_section(nvfp4(group_size=32)), "blocks of 16 elements, got 32"),
+        (tensors_section(ignore=["re:("]), "is no regular expression"),
+        (tensors_section(ignore=["re:(a+)+$"]), "repeats too much to be safe"),
+        (tensors_section(ignore=["re:.*a.*b.*c.*d.*"]), "repeats too much to be safe"),
+    ],
+)
+def test_sections_that_make_no_sense(tmp_path, section, expected):
+    message = refused(tmp_path, section)
+    assert expected in message
+    assert "config.json: quantization_config" in message
+
+
+def test_problems_of_both_files_come_together(tmp_path):
+    message = refused(tmp_path, {"quant_method": "gptq"}, modelopt_file("FP8"))
+    assert "gptq" in message
+    assert "FP8" in message
+
+
+def test_compressed_tensors_schemes(tmp_path):
+    assert read(tmp_path, tensors_section()).declared(EXPERT) == "w4a16"
+    local = nvfp4(dynamic="local", strategy="tensor_group")
+    assert read(tmp_path, tensors_section(local)).declared(EXPERT) == "w4a4"
+    old = {"compression_config": tensors_section(local)}
+    assert read_quant_config(tmp_path, old).declared(EXPERT) == "w4a4"
+
+
+def test_compressed_tensors_names_and_patterns(tmp_path):
+    ignore = ["lm_head", r"re:.*\.mlp\.gate$", "re:.*q_proj.*|.*k_proj.*|.*v_proj.*", "re:visual"]
+    quant = read(tmp_path, tensors_section(ignore=ignore))
+    for module in ("lm_head", GATE, "a.k_proj", "visual.blocks.0"):
+        assert quant.declared(module) is None
+    for module in (EXPERT, "model.layers.0.mlp.gate_proj", "a.o_proj", "model.visual"):
+        assert quant.declared(module) == "w4a16"
+
+
+def test_compressed_tensors_groups(tmp_path):
+    eight = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+    groups = {
+        "all": {"targets": ["Linear"], "weights": nvfp4(), "format": "nvfp4-pack-quantized"},
+        "experts": {
+            "targets": [r"re:.*\.experts\..*"],
+            "weights": nvfp4(),
+            "input_activations": nvfp4(),
+            "format": "nvfp4-pack-quantized",
+        },
+        "eight": {"targets": ["a.o_proj"], "weights": eight, "format": "float-quantized"},
+    }
+    quant = read(tmp_path, tensors_section(format="mixed-precision", config_groups=groups))
+    assert quant.declared(EXPERT) == "w4a4"
+    assert quant.declared("a.q_proj") == "w4a16"
+    with pytest.raises(CheckpointError, match="'eight': format 'float-quantized'"):
+        quant.declared("a.o_proj")
+    only = tensors_section(targets=["a.o_proj"])
+    assert read(tmp_path, only).declared("a.q_proj") is None
+
+
+def test_modelopt_mixed_precision(tmp_path):
+    layers = {
+        "model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.1.mlp.experts.0.gate_proj": {"quant_algo": "W4A16_NVFP4"},
+        "model.layers.1.mlp.experts.1.gate_proj": {"quant_algo": "W4A16_NVFP4"},
+        "a.qkv_proj": {"quant_algo": "NVFP4"},
+        "a.o_proj": {"quant_algo": "FP8"},
+        "b": {"quant_algo": "NVFP4", "group_size": 32},
+        "c": 7,
+        "d.experts.0.up_proj": {"quant_algo": "NVFP4"},
+        "d.experts.1.up_proj": {"quant_algo": "W4A16_NVFP4"},
+    }
+    quant = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
+    assert quant.declared(EXPERT) == "w4a4"
+    assert quant.declared("model.layers.1.mlp.experts.gate_up_proj") == "w4a16"
+    assert quant.declared("a.k_proj") == "w4a4"
+    assert quant.declared("lm_head") is None
+    for module, expected in (
+        ("a.o_proj", "'a.o_proj': quant_algo 'FP8' is not supported; supported: NVFP4, W4A16"),
+        ("b", "blocks of 16 elements, got 32"),
+        ("c", "expected an object, got 7"),
+        ("d.experts.down_proj", "algorithms differ inside 'd.experts'"),
+    ):
+        with pytest.raises(CheckpointError, match=expected):
+            quant.declared(module)
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+def test_our_own_declaration_is_understood(tmp_path, algorithm):
+    file, section = declaration(algorithm, ["lm_head"], "1.0")
+    quant = read(tmp_path, section, file)
+    assert quant.declared(EXPERT) == {"NVFP4": "w4a4", "W4A16_NVFP4": "w4a16"}[algorithm]
+    assert quant.declared("lm_head") is None
+
+
+def test_spellings_of_a_module():
+    assert spellings("language_model.model.layers.0.q_proj") == [
+        "language_model.model.layers.0.q_proj",
+        "language_model.model.layers.0.qkv_proj",
+        "model.language_model.layers.0.q_proj",
+        "model.language_model.layers.0.qkv_proj",
+        "model.layers.0.q_proj",
+        "model.layers.0.qkv_proj",
+    ]

@@ -1,0 +1,337 @@
+"""safetensors files: what is read is what was written, and bad files get one complete error."""
+
+import json
+import math
+import os
+import pathlib
+import tempfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.export import LazyTensor, write_checkpoint, write_safetensors
+from jax_nvfp4_moe.checkpoint.folder import read_config, read_size
+from jax_nvfp4_moe.checkpoint.safetensors import INDEX, STORED_TYPES, open_tensors
+
+DTYPES = (
+    *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu),
+    *(ml_dtypes.bfloat16, np.float16, np.float32, np.float64, np.bool_),
+    *(np.uint8, np.int8, np.int16, np.int32, np.int64),
+)
+
+
+def pack_file(header, data=b""):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def problems_of(folder):
+    with pytest.raises(CheckpointError) as caught:
+        open_tensors(folder)
+    return caught.value.problems
+
+
+def write_raw(folder, raw, name="model.safetensors"):
+    (folder / name).write_bytes(raw)
+    return folder
+
+
+def random_array(rng, dtype, shape):
+    raw = rng.integers(0, 2 if dtype is np.bool_ else 256, (*shape, np.dtype(dtype).itemsize))
+    return raw.astype(np.uint8).view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+def test_round_trip_of_every_dtype(tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    arrays = {f"{i}": random_array(rng, dtype, s) for i, s in enumerate([(), (1,), (3, 5), (0, 4)])}
+    arrays["odd"] = random_array(rng, np.uint8, (3,))  # leaves what follows unaligned
+    write_safetensors(tmp_path / "model.safetensors", arrays, {"by": "test"})
+    with open_tensors(tmp_path) as tensors:
+        assert tensors.names() == sorted(arrays)
+        for name, array in arrays.items():
+            read, out = tensors.read(name), np.empty_like(array)
+            tensors.read_into(name, out)
+            assert read.dtype == array.dtype
+            assert read.shape == array.shape
+            assert read.tobytes() == out.tobytes() == array.tobytes()
+
+
+def test_four_bit_elements_are_read_as_bytes(tmp_path):
+    header = {"a": entry("F4", [2, 4], [0, 4]), "b": entry("F4", [2, 3], [4, 7])}
+    with open_tensors(write_raw(tmp_path, pack_file(header, bytes(range(7))))) as tensors:
+        assert tensors.read("a").tolist() == [[0, 1], [2, 3]]
+        assert tensors.read("b").tolist() == [4, 5, 6]
+
+
+def test_views_outlive_the_file(tmp_path):
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.arange(5)})
+    with open_tensors(tmp_path) as tensors:
+        view = tensors.read("a")
+    assert view.tolist() == [0, 1, 2, 3, 4]
+    assert not view.flags.writeable
+
+
+def test_reading_a_file_that_shrank_is_an_error(tmp_path):
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.arange(5000)})
+    with open_tensors(tmp_path) as tensors:
+        os.truncate(tmp_path / "model.safetensors", 100)
+        with pytest.raises(CheckpointError, match=r"model.safetensors' shrank"):
+            tensors.read_into("a", np.empty(5000, np.int64))
+
+
+def test_lazy_tensors_are_made_one_at_a_time_and_checked(tmp_path):
+    made = []
+
+    def make(name):
+        made.append(name)
+        return np.full(3, len(made), np.int32)
+
+    lazy = {n: LazyTensor((3,), np.dtype(np.int32), lambda n=n: make(n)) for n in "ba"}
+    write_checkpoint(tmp_path, lazy, {"x": 1}, shard_bytes=12)
+    assert made == ["b", "a"]
+    with open_tensors(tmp_path) as tensors:
+        assert {n: tensors.info(n).file for n in "ab"} == {
+            "b": "model-00001-of-00002.safetensors",
+            "a": "model-00002-of-00002.safetensors",
+        }
+        assert tensors.read("a").tolist() == [2, 2, 2]
+    wrong = LazyTensor((4,), np.dtype(np.int32), lambda: np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match=r"a: expected int32 \(4,\), got int32 \(3,\)"):
+        write_safetensors(tmp_path / "w", {"a": wrong})
+    assert not (tmp_path / "w").exists()
+    with pytest.raises(ValueError, match="has no dtype complex128"):
+        write_safetensors(tmp_path / "w", {"a": np.zeros(3, np.complex128)})
+
+
+BAD_FILES = {
+    "empty": (b"", "truncated: 0 bytes"),
+    "short": (b"1234567", "truncated: 7 bytes"),
+    "header past the end": ((100).to_bytes(8, "little") + b"{}", "header of 100 bytes in a file"),
+    "header over the cap": ((1 << 62).to_bytes(8, "little") + b"{}", "at most 100000000"),
+    "not JSON": (pack_file(b"{nope"), "not JSON"),
+    "not UTF-8": (pack_file(b'{"\xff": 1}'), "not JSON"),
+    "nested": (pack_file(b"[" * 100_000), "nested too deeply"),
+    "long integer": (pack_file(b'{"a": ' + b"9" * 5000 + b"}"), "not JSON"),
+    "an array": (pack_file([1, 2]), "expected a JSON object, got list"),
+    "repeated name": (pack_file(b'{"a": 1, "a": 2}'), "repeated keys: 'a'"),
+    "repeated field": (pack_file(b'{"a": {"dtype": "U8", "dtype": "I8"}}'), "repeated keys: 'd"),
+    "metadata": (pack_file({"__metadata__": {"a": 1}}), "__metadata__: expected an object"),
+    "entry is no object": (pack_file({"a": 7}), "'a': expected an object of dtype"),
+    "entry lacks a field": (pack_file({"a": {"dtype": "U8"}}), r"got \['dtype'\]"),
+    "unknown dtype": (pack_file({"a": entry("F7")}, bytes(8)), "unknown dtype 'F7'; known: F4"),
+    "dtype is a list": (pack_file({"a": entry(["F32"])}, bytes(8)), "unknown dtype"),
+    "negative size": (pack_file({"a": entry(shape=[-2])}, bytes(8)), r"got \[-2\]"),
+    "boolean size": (pack_file({"a": entry(shape=[True, 2])}, bytes(8)), r"got \[True, 2\]"),
+    "fractional size": (pack_file({"a": entry(shape=[2.0])}, bytes(8)), r"got \[2.0\]"),
+    "shape is a string": (pack_file({"a": entry(shape="2")}, bytes(8)), "shape: expected"),
+    "too many axes": (pack_file({"a": entry(shape=[1] * 33)}, bytes(8)), "up to 32 sizes"),
+    "huge product": (pack_file({"a": entry(shape=[2**62] * 8)}, bytes(8)), "does not fill 8"),
+    "product wraps to 8": (pack_file({"a": entry("U8", [2**32 + 1] * 2)}, bytes(1)), "truncated"),
+    "size does not match": (pack_file({"a": entry(shape=[3])}, bytes(8)), "does not fill 8 bytes"),
+    "half a byte": (pack_file({"a": entry("F4", [3], [0, 1])}, bytes(1)), "does not fill 1 bytes"),
+    "negative offset": (pack_file({"a": entry(offsets=[-8, 0])}, bytes(8)), "expected .begin, end"),
+    "reversed offsets": (pack_file({"a": entry(offsets=[8, 0])}, bytes(8)), "expected .begin, end"),
+    "three offsets": (pack_file({"a": entry(offsets=[0, 8, 8])}, bytes(8)), "expected .begin"),
+    "boolean offset": (pack_file({"a": entry(offsets=[False, 8])}, bytes(8)), "expected .begin"),
+    "past the end": (pack_file({"a": entry()}, bytes(7)), "truncated: ends at byte"),
+    "bytes left over": (pack_file({"a": entry()}, bytes(9)), "1 bytes after the last tensor"),
+    "hole": (pack_file({"a": entry(offsets=[1, 9])}, bytes(9)), "leaves a hole after the header"),
+    "overlap": (
+        pack_file({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)),
+        "'b' overlaps 'a'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files(tmp_path, case):
+    raw, expected = BAD_FILES[case]
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        open_tensors(write_raw(tmp_path, raw))
+    assert "'model.safetensors'" in str(caught.value)
+
+
+def test_all_problems_come_at_once(tmp_path):
+    header = {"good": entry(), "bad dtype": entry("F7"), "bad shape": entry(shape=[5])}
+    write_raw(tmp_path, pack_file(header, bytes(8)), "1.safetensors")
+    write_raw(tmp_path, b"x", "2.safetensors")
+    weight_map = {"good": "1.safetensors", "lost": "1.safetensors", "b": "2.safetensors"}
+    weight_map |= {"c": "3.safetensors", "d": "../4.safetensors", "e": 5}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    found = "\n".join(problems_of(tmp_path))
+    for expected in (
+        "'1.safetensors': 'bad dtype': unknown dtype 'F7'",
+        "'1.safetensors': 'bad shape': F32 [5] does not fill 8 bytes",
+        "'2.safetensors': truncated: 1 bytes",
+        "'3.safetensors' is missing",
+        "'../4.safetensors' lies outside the checkpoint's folder",
+        "'e': expected a file, got 5",
+        "'lost' is not in '1.safetensors'",
+    ):
+        assert expected in found
+    assert len(problems_of(tmp_path)) == 7
+
+
+def test_an_index_may_not_leave_the_folder(tmp_path):
+    folder, outside = tmp_path / "inside", tmp_path / "outside.safetensors"
+    folder.mkdir()
+    write_safetensors(outside, {"a": np.zeros(2, np.float32)})
+    (folder / "link.safetensors").symlink_to(outside)
+    (folder / "loop.safetensors").symlink_to("loop.safetensors")
+    (folder / "folder.safetensors").mkdir()
+    os.mkfifo(folder / "pipe.safetensors")
+    files = (str(outside), "../outside.safetensors", "x/../../outside.safetensors")
+    files += ("link.safetensors", "loop.safetensors", "folder.safetensors", "pipe.safetensors")
+    files += ("null\0.safetensors", "/dev/zero", ".", "")
+    for file in files:
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
+        assert len(problems_of(folder)) == 1, file
+
+
+def test_links_inside_the_folder_and_of_the_hub_cache_are_followed(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    write_safetensors(blobs / "123", {"a": np.zeros(2, np.float32)})
+    (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    with open_tensors(snapshot) as tensors:
+        assert tensors.names() == ["a"]
+
+
+def test_a_tensor_in_two_files_and_one_not_where_the_index_says(tmp_path):
+    write_safetensors(tmp_path / "1.safetensors", {"a": np.zeros(2), "b": np.zeros(2)})
+    write_safetensors(tmp_path / "2.safetensors", {"a": np.zeros(2)})
+    weight_map = {"a": "1.safetensors", "b": "2.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert problems_of(tmp_path) == (
+        "'a' is in '1.safetensors' and '2.safetensors'",
+        f"'{INDEX}': 'b' is not in '2.safetensors'",
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"weight_map": []}', "{}", '{"a":1,"a":1}'])
+def test_bad_indices(tmp_path, text):
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.zeros(2)})
+    (tmp_path / INDEX).write_text(text)
+    assert INDEX in problems_of(tmp_path)[0]
+
+
+def test_a_folder_without_tensors(tmp_path):
+    assert problems_of(tmp_path) == ("'model.safetensors' is missing",)
+
+
+def test_names_from_files_stay_printable(tmp_path):
+    name = "a\n\ud800\x1b[31m" + "x" * 1000
+    (problem,) = problems_of(write_raw(tmp_path, pack_file({name: 1})))
+    assert problem.isprintable()
+    assert problem.isascii()
+    assert len(problem) < 400
+
+
+def test_config_files(tmp_path):
+    with pytest.raises(CheckpointError, match=r"'config\.json' is missing"):
+        read_config(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        read_config(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"'config\.json': expected a JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": 3, "b": null, "c": 0, "d": true, "e": "4"}')
+    config = read_config(tmp_path)
+    assert read_size(config, "b", "a") == 3
+    assert read_size(config, "b", default=7) == 7
+    for name in ("c", "d", "e"):
+        with pytest.raises(CheckpointError, match=f"config.json: {name}: expected a positive"):
+            read_size(config, name)
+    with pytest.raises(CheckpointError, match=r"config.json: x or y: missing"):
+        read_size(config, "x", "y")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=10,
+)
+SIZES = st.lists(st.integers(-2, 2**65) | st.integers(0, 9) | st.booleans() | JSON, max_size=4)
+ENTRIES = st.fixed_dictionaries(
+    {"dtype": st.sampled_from(sorted(STORED_TYPES)) | JSON, "shape": SIZES | JSON},
+    optional={"data_offsets": SIZES | JSON, "more": JSON},
+)
+HEADERS = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRIES | JSON, max_size=4)
+
+
+def open_or_refuse(raw):
+    """Open `raw` as a file: it must be refused, or all its tensors lie in it and can be read."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_raw(pathlib.Path(folder), raw)
+        try:
+            tensors = open_tensors(path)
+        except CheckpointError:
+            return
+        with tensors:
+            infos = [tensors.info(name) for name in tensors.names()]
+            assert sum(info.nbytes for info in infos) == len(raw) - min(
+                [info.start for info in infos], default=len(raw)
+            )
+            for info in infos:
+                if math.prod(max(size, 1) for size in info.shape) < 2**40:
+                    assert tensors.read(info.name).nbytes == info.nbytes
+
+
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+
+
+@FUZZ
+@given(st.binary(max_size=64))
+def test_random_bytes_never_crash(raw):
+    open_or_refuse(raw)
+
+
+@FUZZ
+@given(HEADERS, st.binary(max_size=16))
+def test_random_headers_never_crash(header, data):
+    open_or_refuse(pack_file(header, data))
+
+
+@FUZZ
+@given(st.data())
+def test_mutated_files_never_crash(data):
+    header = {"a": entry("U8", [2, 4], [0, 8]), "b": entry("F8_E4M3", [3], [8, 11])}
+    raw = bytearray(pack_file(header, bytes(range(11))))
+    for _ in range(data.draw(st.integers(0, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    del raw[data.draw(st.integers(0, len(raw)) | st.just(len(raw))) :]
+    open_or_refuse(bytes(raw))
+
+
+@FUZZ
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=6).filter(
+            lambda name: name != "__metadata__"
+        ),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),
+        max_size=5,
+    )
+)
+@example({})
+def test_what_was_written_is_accepted(specs):
+    rng = np.random.default_rng(0)
+    arrays = {name: random_array(rng, dtype, shape) for name, (dtype, shape) in specs.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        write_safetensors(f"{folder}/model.safetensors", arrays)
+        with open_tensors(folder) as tensors:
+            assert {n: tensors.read(n).tobytes() for n in tensors.names()} == {
+                n: array.tobytes() for n, array in arrays.items()
+            }
