@@ -20,6 +20,7 @@ class Activation:
     Attributes:
       gated: whether the first product yields gate and up.
       function: ``(gate, alpha) -> value`` in float32, before the multiplication by up.
+      parametrised: whether a caller may set alpha and beta.
       interleaved: whether its rows alternate gate, up, gate, up instead of standing in halves.
       alpha, beta, limit: what they are where the caller names none; ``(up + beta)`` is multiplied.
     """
@@ -27,6 +28,7 @@ class Activation:
     gated: bool
     function: Callable
     interleaved: bool = False
+    parametrised: bool = False
     alpha: float = 1.0
     beta: float = 0.0
     limit: float = math.inf
@@ -52,8 +54,10 @@ ACTIVATIONS = {
     "silu": Activation(True, _silu),
     "gelu": Activation(True, _gelu),
     "gelu_tanh": Activation(True, _gelu_tanh),
-    "swigluoai": Activation(True, _silu, interleaved=True, alpha=1.702, beta=1.0, limit=7.0),
-    "swigluoai_uninterleave": Activation(True, _silu, alpha=1.702, beta=1.0, limit=7.0),
+    "swigluoai": Activation(True, _silu, True, parametrised=True, alpha=1.702, beta=1.0, limit=7.0),
+    "swigluoai_uninterleave": Activation(
+        True, _silu, parametrised=True, alpha=1.702, beta=1.0, limit=7.0
+    ),
     "relu2": Activation(False, _relu2),
     "silu_no_mul": Activation(False, _silu),
     "gelu_no_mul": Activation(False, _gelu),
@@ -85,8 +89,8 @@ def find_activation(
     """Return the activation called `name`, with the table's parameters where None is given.
 
     Raises:
-      ValueError: the name is unknown (the message lists those that are), or `limit` is not
-        positive.
+      ValueError: the name is unknown (the message lists those that are), it takes no `alpha` and
+        `beta`, or `limit` is not positive.
     """
     name = ALIASES.get(name, name)
     if name not in ACTIVATIONS:
@@ -94,6 +98,9 @@ def find_activation(
             f"activation: expected one of {sorted([*ACTIVATIONS, *ALIASES])}, got {name!r}"
         )
     row = ACTIVATIONS[name]
+    if not row.parametrised and (alpha is not None or beta is not None):
+        takes = sorted(other for other, its in ACTIVATIONS.items() if its.parametrised)
+        raise ValueError(f"alpha, beta: expected None but with one of {takes}, got {name!r}")
     call = ActivationCall(
         name,
         row.alpha if alpha is None else float(alpha),

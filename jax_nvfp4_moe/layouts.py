@@ -11,8 +11,6 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.formats import pack, unpack
-
 CANONICAL = "canonical"
 
 
@@ -57,23 +55,41 @@ def _permute(array, tiles, order, shape):
 # bfloat16 pairs (k, k + 1) of 16 rows, in the order that dot-product instructions take.
 
 
+# Four bytes of a row, eight codes, become the two words of a row: all even codes, then all odd
+# ones. That is a permutation of the nibbles of 32 bits, by two exchanges that undo themselves.
+
+
+def _exchange(words, shift, mask):
+    """Exchange the bits of `mask` with those `shift` places above them."""
+    moved = (words ^ (words >> jnp.uint32(shift))) & jnp.uint32(mask)
+    return words ^ moved ^ (moved << jnp.uint32(shift))
+
+
 def _apply_cpu(packed, scales):
     n, half_k = _up(packed.shape[-2], 16), packed.shape[-1]
-    codes = unpack(_pad(packed, n, half_k))
-    tiles = (n // 16, 16, half_k // 8, 2, 4, 2)  # group, row, block, z, j, p
-    codes = _permute(codes, tiles, (0, 2, 3, 1, 5, 4), (n, 2 * half_k))
+    words = _as_words(_pad(packed, n, half_k))
+    words = _exchange(_exchange(words, 4, 0x00F000F0), 8, 0x0000FF00)
+    words = _permute(words, (n // 16, 16, half_k // 4), (0, 2, 1), (n, half_k // 4))
     blocks = scales.shape[-1]
     scales = _permute(_pad(scales, n, blocks), (n // 16, 16, blocks), (0, 2, 1), (n, blocks))
-    return pack(codes), scales
+    return _as_bytes(words), scales
 
 
 def _undo_cpu(packed, scales, rows):
     n, half_k = packed.shape[-2:]
-    tiles = (n // 16, half_k // 8, 2, 16, 2, 4)  # group, block, z, row, p, j
-    codes = _permute(unpack(packed), tiles, (0, 3, 1, 2, 5, 4), (n, 2 * half_k))
+    words = _permute(_as_words(packed), (n // 16, half_k // 4, 16), (0, 2, 1), (n, half_k // 4))
+    words = _exchange(_exchange(words, 8, 0x0000FF00), 4, 0x00F000F0)
     blocks = scales.shape[-1]
     scales = _permute(scales, (n // 16, blocks, 16), (0, 2, 1), (n, blocks))
-    return pack(codes)[..., :rows, :], scales[..., :rows, :]
+    return _as_bytes(words)[..., :rows, :], scales[..., :rows, :]
+
+
+def _as_words(packed):
+    return lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 4), jnp.uint32)
+
+
+def _as_bytes(words):
+    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
 
 
 # swizzle_128x4: codes as they are, scales in tiles of 128 rows x 4 blocks.

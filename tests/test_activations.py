@@ -100,3 +100,5 @@ def test_aliases_and_errors():
         find_activation("mish")
     with pytest.raises(ValueError, match="limit: expected a positive number, got 0"):
         find_activation("silu", limit=0)
+    with pytest.raises(ValueError, match=r"alpha, beta: .*'swigluoai'.*got 'silu'"):
+        find_activation("silu", alpha=1.5)

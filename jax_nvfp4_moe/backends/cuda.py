@@ -72,7 +72,7 @@ def _record(suffix, devices, status):
     )
 
 
-_PLAIN = "plain grouped kernel (CUDA cores)"
+_PLAIN = "plain grouped kernel"
 
 MOE_W4A4_SM120 = _record(
     "w4a4_sm120", (Device(W4A4_SCHEMES, (12, 0), (13, 0)),), f"{_PLAIN}: compiled, not executed"

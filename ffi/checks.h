@@ -1,0 +1,306 @@
+// What a binding says about a wrong operand: the only error text of the extension modules.
+//
+//   packed [e, n, k/2]: expected [3, 128, 32], got [3, 128, 16]
+//
+// The Python ops check first and speak of parameters; these are the second net, for callers of
+// the FFI targets themselves.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <string_view>
+
+#include "shapes.h"
+#include "xla/ffi/api/ffi.h"
+
+#define NVFP4_RETURN_IF_ERROR(expression)                        \
+  do {                                                           \
+    ::xla::ffi::Error nvfp4_error = (expression);                \
+    if (nvfp4_error.failure()) return nvfp4_error;               \
+  } while (false)
+
+namespace nvfp4 {
+
+namespace ffi = ::xla::ffi;
+
+template <typename Dims>
+std::string DimsText(const Dims& dims) {
+  std::string text = "[";
+  for (int64_t dim : dims) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  return text + "]";
+}
+
+inline std::string TypeText(ffi::DataType type) {
+  switch (type) {
+    case ffi::BF16: return "bfloat16";
+    case ffi::F16: return "float16";
+    case ffi::F32: return "float32";
+    case ffi::F8E4M3FN: return "float8_e4m3fn";
+    case ffi::U8: return "uint8";
+    case ffi::S32: return "int32";
+    default: return "type " + std::to_string(static_cast<int>(type));
+  }
+}
+
+inline ffi::Error Expected(std::string_view what, const std::string& expected,
+                           const std::string& got) {
+  return ffi::Error::InvalidArgument(std::string(what) + ": expected " + expected + ", got " +
+                                     got);
+}
+
+// `what` names the operand and its letters: "packed [e, n, k/2]".
+inline ffi::Error ExpectDims(std::string_view what, ffi::Span<const int64_t> got,
+                             std::initializer_list<int64_t> expected) {
+  bool same = got.size() == expected.size();
+  for (size_t d = 0; same && d < expected.size(); ++d) same = got[d] == expected.begin()[d];
+  return same ? ffi::Error::Success() : Expected(what, DimsText(expected), DimsText(got));
+}
+
+inline ffi::Error ExpectRank(std::string_view what, ffi::Span<const int64_t> got, size_t rank) {
+  if (got.size() == rank) return ffi::Error::Success();
+  return Expected(what, std::to_string(rank) + " dimensions", DimsText(got));
+}
+
+inline ffi::Error ExpectType(std::string_view what, ffi::DataType got, ffi::DataType expected) {
+  return got == expected ? ffi::Error::Success()
+                         : Expected(what, TypeText(expected), TypeText(got));
+}
+
+inline ffi::Error ExpectMultipleOf(std::string_view what, int64_t got, int64_t factor) {
+  if (got > 0 && got % factor == 0) return ffi::Error::Success();
+  return Expected(what, "a positive multiple of " + std::to_string(factor), std::to_string(got));
+}
+
+inline ffi::Error ExpectAtLeast(std::string_view what, int64_t got, int64_t least) {
+  if (got >= least) return ffi::Error::Success();
+  return Expected(what, "at least " + std::to_string(least), std::to_string(got));
+}
+
+// An operand that may be left out: `expected` dims, or all of them zero.
+inline ffi::Error ExpectDimsOrEmpty(std::string_view what, ffi::Span<const int64_t> got,
+                                    std::initializer_list<int64_t> expected) {
+  bool empty = got.size() == expected.size();
+  for (int64_t dim : got) empty = empty && dim == 0;
+  return empty ? ffi::Error::Success() : ExpectDims(what, got, expected);
+}
+
+// One of a table's names; `table` is an array of records with a member `name`.
+template <typename Record, size_t kSize>
+ffi::Error ExpectName(std::string_view what, std::string_view got, const Record (&table)[kSize],
+                      const Record** record) {
+  std::string names;
+  for (const Record& row : table) {
+    if (row.name == got) {
+      *record = &row;
+      return ffi::Error::Success();
+    }
+    names += (names.empty() ? "" : ", ") + std::string(row.name);
+  }
+  return Expected(what, "one of " + names, std::string(got));
+}
+
+// Activations: bfloat16, float16 or float32.
+inline ffi::Error ExpectActivationType(std::string_view what, ffi::DataType got, DataType* type) {
+  switch (got) {
+    case ffi::BF16: *type = DataType::kBF16; break;
+    case ffi::F16: *type = DataType::kF16; break;
+    case ffi::F32: *type = DataType::kF32; break;
+    default: return Expected(what, "bfloat16, float16 or float32", TypeText(got));
+  }
+  return ffi::Error::Success();
+}
+
+// The operands of an expert layer that every backend takes, in the order of the FFI call.
+struct MoEOperands {
+  ffi::AnyBuffer x;
+  ffi::AnyBuffer gate_up_packed;
+  ffi::AnyBuffer gate_up_block_scale;
+  ffi::AnyBuffer gate_up_global_scale;
+  ffi::AnyBuffer gate_up_input_scale;
+  ffi::AnyBuffer gate_up_bias;
+  ffi::AnyBuffer down_packed;
+  ffi::AnyBuffer down_block_scale;
+  ffi::AnyBuffer down_global_scale;
+  ffi::AnyBuffer down_input_scale;
+  ffi::AnyBuffer down_bias;
+  ffi::AnyBuffer expert_ids;
+  ffi::AnyBuffer expert_weights;
+  ffi::AnyBuffer y;
+};
+
+struct MoEOptions {
+  DataType type;
+  ActivationParameters activation;
+  ActivationScale activation_scale;
+};
+
+inline ffi::Error CheckMoETypes(const MoEOperands& o, DataType* type) {
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x [t, h]", o.x.element_type(), type));
+  NVFP4_RETURN_IF_ERROR(ExpectType("gate_up_packed", o.gate_up_packed.element_type(), ffi::U8));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectType("gate_up_block_scale", o.gate_up_block_scale.element_type(), ffi::F8E4M3FN));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectType("gate_up_global_scale", o.gate_up_global_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectType("gate_up_input_scale", o.gate_up_input_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("gate_up_bias", o.gate_up_bias.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("down_packed", o.down_packed.element_type(), ffi::U8));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectType("down_block_scale", o.down_block_scale.element_type(), ffi::F8E4M3FN));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectType("down_global_scale", o.down_global_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectType("down_input_scale", o.down_input_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("down_bias", o.down_bias.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("expert_ids", o.expert_ids.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("expert_weights", o.expert_weights.element_type(), ffi::F32));
+  return ExpectType("y", o.y.element_type(), o.x.element_type());
+}
+
+// Fills `shape` from x, expert_ids and gate_up_packed, then holds every operand against it.
+inline ffi::Error CheckMoEDims(const MoEOperands& o, const MoEOptions& options, MoEShape* shape) {
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [t, h]", o.x.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("expert_ids [t, k]", o.expert_ids.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("gate_up_packed [e, n1, h/2]", o.gate_up_packed.dimensions(), 3));
+  const int64_t t = o.x.dimensions()[0], h = o.x.dimensions()[1];
+  const int64_t top_k = o.expert_ids.dimensions()[1];
+  const int64_t e = o.gate_up_packed.dimensions()[0], n1 = o.gate_up_packed.dimensions()[1];
+  const int64_t parts = options.activation.gated ? 2 : 1, i = n1 / parts;
+  const bool has_input_scale = options.activation_scale == ActivationScale::kStatic;
+  *shape = {t, top_k, e, h, i, n1};
+
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("h (x)", h, 16));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf(parts == 2 ? "n1 (gate_up_packed, gate and up rows)"
+                                                    : "n1 (gate_up_packed)",
+                                         n1, 16 * parts));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("gate_up_packed [e, n1, h/2]", o.gate_up_packed.dimensions(),
+                                   {e, n1, h / 2}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("gate_up_block_scale [e, n1, h/16]",
+                                   o.gate_up_block_scale.dimensions(), {e, n1, h / 16}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("gate_up_global_scale [e, parts]",
+                                   o.gate_up_global_scale.dimensions(), {e, parts}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDimsOrEmpty("gate_up_bias [e, n1]", o.gate_up_bias.dimensions(), {e, n1}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("down_packed [e, h, i/2]", o.down_packed.dimensions(), {e, h, i / 2}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("down_block_scale [e, h, i/16]", o.down_block_scale.dimensions(), {e, h, i / 16}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("down_global_scale [e, 1]", o.down_global_scale.dimensions(), {e, 1}));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("down_bias [e, h]", o.down_bias.dimensions(), {e, h}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("expert_ids [t, k]", o.expert_ids.dimensions(), {t, top_k}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("expert_weights [t, k]", o.expert_weights.dimensions(), {t, top_k}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [t, h]", o.y.dimensions(), {t, h}));
+  if (has_input_scale) {
+    NVFP4_RETURN_IF_ERROR(
+        ExpectDims("gate_up_input_scale [e]", o.gate_up_input_scale.dimensions(), {e}));
+    return ExpectDims("down_input_scale [e]", o.down_input_scale.dimensions(), {e});
+  }
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDimsOrEmpty("gate_up_input_scale [e]", o.gate_up_input_scale.dimensions(), {e}));
+  return ExpectDimsOrEmpty("down_input_scale [e]", o.down_input_scale.dimensions(), {e});
+}
+
+// Everything about a MoE call that does not depend on the backend.
+inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activation, float alpha,
+                           float beta, float limit, std::string_view activation_scale,
+                           MoEShape* shape, MoEOptions* options) {
+  const ActivationRecord* record = nullptr;
+  const ActivationScaleRecord* scale = nullptr;
+  NVFP4_RETURN_IF_ERROR(ExpectName("activation", activation, kActivations, &record));
+  NVFP4_RETURN_IF_ERROR(ExpectName("activation_scale", activation_scale, kActivationScales, &scale));
+  options->activation = {record->kind, record->gated, record->interleaved, alpha, beta, limit};
+  options->activation_scale = scale->kind;
+  NVFP4_RETURN_IF_ERROR(CheckMoETypes(operands, &options->type));
+  return CheckMoEDims(operands, *options, shape);
+}
+
+// The operands of a grouped product, in the order of the FFI call.
+struct GroupedGemmOperands {
+  ffi::AnyBuffer x;
+  ffi::AnyBuffer packed;
+  ffi::AnyBuffer block_scale;
+  ffi::AnyBuffer global_scale;
+  ffi::AnyBuffer input_scale;
+  ffi::AnyBuffer bias;
+  ffi::AnyBuffer group_sizes;
+  ffi::AnyBuffer y;
+};
+
+inline ffi::Error CheckGroupedGemmTypes(const GroupedGemmOperands& o, DataType* type) {
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x [m, k]", o.x.element_type(), type));
+  NVFP4_RETURN_IF_ERROR(ExpectType("packed", o.packed.element_type(), ffi::U8));
+  NVFP4_RETURN_IF_ERROR(ExpectType("block_scale", o.block_scale.element_type(), ffi::F8E4M3FN));
+  NVFP4_RETURN_IF_ERROR(ExpectType("global_scale", o.global_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("input_scale", o.input_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("bias", o.bias.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("group_sizes", o.group_sizes.element_type(), ffi::S32));
+  return ExpectType("y", o.y.element_type(), o.x.element_type());
+}
+
+// Fills `shape` from x, packed, global_scale and y, then holds every operand against it.
+inline ffi::Error CheckGroupedGemmDims(const GroupedGemmOperands& o, ActivationScale scale,
+                                       GroupedGemmShape* shape) {
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [m, k]", o.x.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("packed [e, n, k/2]", o.packed.dimensions(), 3));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("global_scale [e, parts]", o.global_scale.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("y [m, n]", o.y.dimensions(), 2));
+  const int64_t m = o.x.dimensions()[0], k = o.x.dimensions()[1], n = o.y.dimensions()[1];
+  const int64_t e = o.packed.dimensions()[0], n_pad = o.packed.dimensions()[1];
+  const int64_t parts = o.global_scale.dimensions()[1];
+  *shape = {m, n, n_pad, k, e, parts};
+
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", k, 16));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("n of packed [e, n, k/2], that of y [m, n]", n_pad, n));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("packed [e, n, k/2]", o.packed.dimensions(), {e, n_pad, k / 2}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("block_scale [e, n, k/16]", o.block_scale.dimensions(), {e, n_pad, k / 16}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("global_scale [e, parts], parts 1 or 2",
+                                   o.global_scale.dimensions(), {e, parts == 2 ? 2 : 1}));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("bias [e, n]", o.bias.dimensions(), {e, n}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("group_sizes [e]", o.group_sizes.dimensions(), {e}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [m, n]", o.y.dimensions(), {m, n}));
+  return scale == ActivationScale::kStatic
+             ? ExpectDims("input_scale [e]", o.input_scale.dimensions(), {e})
+             : ExpectDimsOrEmpty("input_scale [e]", o.input_scale.dimensions(), {e});
+}
+
+// Everything about a grouped product that does not depend on the backend.
+inline ffi::Error CheckGroupedGemm(const GroupedGemmOperands& operands,
+                                   std::string_view activation_scale, GroupedGemmShape* shape,
+                                   DataType* type, ActivationScale* scale) {
+  const ActivationScaleRecord* record = nullptr;
+  NVFP4_RETURN_IF_ERROR(
+      ExpectName("activation_scale", activation_scale, kActivationScales, &record));
+  *scale = record->kind;
+  NVFP4_RETURN_IF_ERROR(CheckGroupedGemmTypes(operands, type));
+  return CheckGroupedGemmDims(operands, *scale, shape);
+}
+
+// The operands of the quantizer; scales are padded to whole tiles where they are swizzled.
+inline ffi::Error CheckQuantize(ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
+                                ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
+                                std::string_view scale_layout, DataType* type, bool* swizzled) {
+  *swizzled = scale_layout == "swizzle_128x4";
+  if (!*swizzled && scale_layout != "linear") {
+    return Expected("scale_layout", "one of linear, swizzle_128x4", std::string(scale_layout));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x [m, k]", x.element_type(), type));
+  NVFP4_RETURN_IF_ERROR(ExpectType("global_scale", global_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("packed", packed.element_type(), ffi::U8));
+  NVFP4_RETURN_IF_ERROR(ExpectType("block_scale", block_scale.element_type(), ffi::F8E4M3FN));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [m, k]", x.dimensions(), 2));
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1];
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", k, 16));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("global_scale []", global_scale.dimensions(), {}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("packed [m, k/2]", packed.dimensions(), {m, k / 2}));
+  if (*swizzled) {
+    return ExpectDims("block_scale [m up to 128, k/16 up to 4]", block_scale.dimensions(),
+                      {(m + 127) / 128 * 128, (k + 63) / 64 * 4});
+  }
+  return ExpectDims("block_scale [m, k/16]", block_scale.dimensions(), {m, k / 16});
+}
+
+}  // namespace nvfp4

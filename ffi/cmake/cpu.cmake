@@ -1,0 +1,11 @@
+# The CPU module: one source a form, each with its own instruction set, chosen at run time.
+file(GLOB nvfp4_cpu_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cpu/*.cc")
+nanobind_add_module(_nvfp4_cpu NB_STATIC STABLE_ABI cpu_bindings.cc ${nvfp4_cpu_sources})
+target_include_directories(_nvfp4_cpu PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
+target_include_directories(_nvfp4_cpu SYSTEM PRIVATE "${xla_include}")
+target_compile_options(_nvfp4_cpu PRIVATE -O3 -Wall -Wextra)
+if(NVFP4_SANITIZE)
+  target_compile_options(_nvfp4_cpu PRIVATE -fsanitize=address,undefined -fno-omit-frame-pointer)
+  target_link_options(_nvfp4_cpu PRIVATE -fsanitize=address,undefined)
+endif()
+install(TARGETS _nvfp4_cpu LIBRARY DESTINATION jax_nvfp4_moe)

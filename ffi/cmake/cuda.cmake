@@ -1,0 +1,103 @@
+# The CUDA module, as NVFP4_CUDA says:
+#   AUTO  where nvcc >= 12.9 (the first with sm_100f) and an NVIDIA driver are found
+#   ON    with that nvcc alone; an error where there is none
+#   OFF   never
+# nvcc: CMAKE_CUDA_COMPILER, CUDA_HOME, PATH, /usr/local/cuda, or the PyPI wheels nvidia-cuda-nvcc,
+# nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime and nvidia-cuda-cccl of one version 13.x.
+# find_package(CUDAToolkit) is not used: it does not know the wheels' layout.
+
+set(NVFP4_CUDA_ARCHITECTURES "80-real;86-real;89-real;90a-real;100f-real;120f-real;80-virtual"
+    CACHE STRING "Architectures of the CUDA kernels")
+
+# nvcc and its version; empty where there is none.
+function(nvfp4_find_nvcc path_out version_out)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c
+            "import importlib.util as u; s = u.find_spec('nvidia'); print(*(s.submodule_search_locations if s else []), sep=';')"
+    OUTPUT_VARIABLE wheels OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  list(TRANSFORM wheels APPEND "/cu13/bin" OUTPUT_VARIABLE wheel_bins)
+  find_program(NVFP4_NVCC nvcc
+    HINTS "${CMAKE_CUDA_COMPILER}" ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin
+    PATHS /usr/local/cuda/bin ${wheel_bins})
+  if(CMAKE_CUDA_COMPILER)
+    set(nvcc "${CMAKE_CUDA_COMPILER}")
+  elseif(NVFP4_NVCC)
+    set(nvcc "${NVFP4_NVCC}")
+  else()
+    set(${path_out} "" PARENT_SCOPE)
+    set(${version_out} "" PARENT_SCOPE)
+    return()
+  endif()
+  execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE text COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" _ "${text}")
+  set(${path_out} "${nvcc}" PARENT_SCOPE)
+  set(${version_out} "${CMAKE_MATCH_1}" PARENT_SCOPE)
+endfunction()
+
+function(nvfp4_find_driver found_out)
+  find_program(NVFP4_NVIDIA_SMI nvidia-smi)
+  if(NVFP4_NVIDIA_SMI OR EXISTS "/proc/driver/nvidia/version")
+    set(${found_out} ON PARENT_SCOPE)
+  else()
+    set(${found_out} OFF PARENT_SCOPE)
+  endif()
+endfunction()
+
+set(nvfp4_build_cuda OFF)
+if(NVFP4_CUDA STREQUAL "AUTO" OR NVFP4_CUDA STREQUAL "ON")
+  nvfp4_find_nvcc(nvfp4_nvcc nvfp4_nvcc_version)
+  nvfp4_find_driver(nvfp4_driver)
+  if(nvfp4_nvcc STREQUAL "")
+    set(nvfp4_why "no nvcc found")
+  elseif(nvfp4_nvcc_version VERSION_LESS 12.9)
+    set(nvfp4_why "${nvfp4_nvcc} is ${nvfp4_nvcc_version}, 12.9 or newer is needed")
+  elseif(NVFP4_CUDA STREQUAL "AUTO" AND NOT nvfp4_driver)
+    set(nvfp4_why "no NVIDIA driver found (NVFP4_CUDA=ON builds without one)")
+  else()
+    set(nvfp4_build_cuda ON)
+  endif()
+elseif(NOT NVFP4_CUDA STREQUAL "OFF")
+  message(FATAL_ERROR "NVFP4_CUDA: expected AUTO, ON or OFF, got ${NVFP4_CUDA}")
+else()
+  set(nvfp4_why "NVFP4_CUDA is OFF")
+endif()
+
+if(NOT nvfp4_build_cuda)
+  if(NVFP4_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "NVFP4_CUDA=ON: ${nvfp4_why}")
+  endif()
+  message(STATUS "CUDA kernels: not built, ${nvfp4_why}")
+  return()
+endif()
+message(STATUS "CUDA kernels: ${nvfp4_nvcc} ${nvfp4_nvcc_version}, ${NVFP4_CUDA_ARCHITECTURES}")
+
+set(CMAKE_CUDA_COMPILER "${nvfp4_nvcc}")
+set(CMAKE_CUDA_ARCHITECTURES "${NVFP4_CUDA_ARCHITECTURES}")
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+# nvcc's profile names lib64, the wheels have lib.
+file(REAL_PATH "${nvfp4_nvcc}" nvfp4_cuda_root)
+cmake_path(GET nvfp4_cuda_root PARENT_PATH nvfp4_cuda_root)
+cmake_path(GET nvfp4_cuda_root PARENT_PATH nvfp4_cuda_root)
+if(IS_DIRECTORY "${nvfp4_cuda_root}/lib" AND NOT IS_DIRECTORY "${nvfp4_cuda_root}/lib64")
+  string(APPEND CMAKE_CUDA_FLAGS " -L${nvfp4_cuda_root}/lib")
+  link_directories("${nvfp4_cuda_root}/lib")
+endif()
+enable_language(CUDA)
+
+file(GLOB nvfp4_cuda_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu")
+add_library(nvfp4_cuda_kernels STATIC ${nvfp4_cuda_sources})
+target_include_directories(nvfp4_cuda_kernels PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
+set_target_properties(nvfp4_cuda_kernels PROPERTIES CUDA_VISIBILITY_PRESET hidden)
+# No --use_fast_math anywhere: the quantizer is exact only with IEEE division and subnormals.
+target_compile_options(nvfp4_cuda_kernels PRIVATE
+  $<$<COMPILE_LANGUAGE:CUDA>:-O3 -prec-div=true -ftz=false -Xcompiler=-Wall,-Wextra>)
+
+nanobind_add_module(_nvfp4_cuda NB_STATIC STABLE_ABI cuda_bindings.cc)
+target_include_directories(_nvfp4_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
+target_include_directories(_nvfp4_cuda SYSTEM PRIVATE
+  "${xla_include}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_compile_options(_nvfp4_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
+target_link_libraries(_nvfp4_cuda PRIVATE nvfp4_cuda_kernels)
+install(TARGETS _nvfp4_cuda LIBRARY DESTINATION jax_nvfp4_moe)

@@ -1,0 +1,43 @@
+// The expert activations in float32; the names and the clamps are those of shapes.h.
+//
+// Comparisons, not fminf and fmaxf: those drop a NaN, and a NaN must reach the output.
+#pragma once
+
+#include <cmath>
+
+#include "nvfp4.h"
+#include "shapes.h"
+
+namespace nvfp4 {
+
+NVFP4_HOST_DEVICE float Sigmoid(float z) { return 1.0f / (1.0f + expf(-z)); }
+
+NVFP4_HOST_DEVICE float AtMost(float value, float limit) { return value > limit ? limit : value; }
+NVFP4_HOST_DEVICE float AtLeast(float value, float limit) { return value < limit ? limit : value; }
+
+// act(gate) without the factor `up`.
+NVFP4_HOST_DEVICE float ActivateGate(const ActivationParameters& p, float gate) {
+  const float g = AtMost(gate, p.limit);
+  switch (p.kind) {
+    case Activation::kSilu:
+      return g * Sigmoid(g);
+    case Activation::kSwigluOai:
+      return g * Sigmoid(p.alpha * g);
+    // erfc keeps the relative accuracy of the negative tail, 1 + erf does not.
+    case Activation::kGelu:
+      return 0.5f * g * erfcf(-0.70710678118654752f * g);
+    // (1 + tanh z) / 2 = sigmoid(2 z)
+    case Activation::kGeluTanh:
+      return g * Sigmoid(1.5957691216057308f * (g + 0.044715f * g * g * g));
+    case Activation::kRelu2:
+      return g < 0.0f ? 0.0f : g * g;
+  }
+  return g;
+}
+
+NVFP4_HOST_DEVICE float ActivateGated(const ActivationParameters& p, float gate, float up) {
+  const float u = AtLeast(AtMost(up, p.limit), -p.limit);
+  return ActivateGate(p, gate) * (p.kind == Activation::kSwigluOai ? u + p.beta : u);
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,82 @@
+// What cuda_bindings.cc may ask of the CUDA files: plain pointers in, an error code out.
+//
+// Every function only launches kernels on `stream`: no allocation, no copy to the host, no
+// synchronisation, so all of them can be captured in a CUDA graph. Pointers are device pointers,
+// row-major, aligned to 16 bytes. Nothing here depends on values that live on the device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "shapes.h"
+
+namespace nvfp4 {
+
+// More experts than any known model; routing.cu keeps 16 counters of each in shared memory.
+constexpr int64_t kMaxExperts = 1024;
+constexpr int64_t kMaxTopK = 32;
+// Rows and tiles are counted, and k and n indexed, in 32 bits; n is also cut into 65535 tiles.
+constexpr int64_t kMaxRows = 1 << 30;
+constexpr int64_t kMaxExtent = 1 << 22;
+
+// Packed weights of all experts, layout "canonical".
+struct ExpertWeights {
+  const uint8_t* packed;       // [e, rows, k/2]
+  const uint8_t* block_scale;  // [e, rows, k/16] E4M3
+  const float* global_scale;   // [e, parts]
+  const float* input_scale;    // [e], read where activations are quantized under kStatic
+  const float* bias;           // [e, rows] or null
+};
+
+struct MoEBuffers {
+  const void* x;  // [t, h]
+  ExpertWeights gate_up;
+  ExpertWeights down;
+  const int32_t* expert_ids;    // [t, top_k], any value
+  const float* expert_weights;  // [t, top_k]
+  void* y;                      // [t, h]
+  void* workspace;              // MoEWorkspaceBytes
+};
+
+struct MoECall {
+  MoEShape shape;
+  DataType type;  // of x and y
+  ActivationParameters activation;
+  ActivationScale activation_scale;
+  bool weight_on_input;
+};
+
+// Same formula as backends/cuda.py; a test compares the two.
+int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
+cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
+
+struct GroupedGemmBuffers {
+  const void* x;  // [m, k], rows sorted by expert
+  ExpertWeights weight;
+  const int32_t* group_sizes;  // [e], any value: negative is 0, the sum is clipped to m
+  void* y;                     // [m, n], rows past the sum become zeros
+  void* workspace;             // GroupedGemmWorkspaceBytes
+};
+
+struct GroupedGemmCall {
+  GroupedGemmShape shape;
+  DataType type;  // of x and y
+  ActivationScale activation_scale;
+};
+
+int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape);
+cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
+                              const GroupedGemmBuffers& buffers);
+
+struct QuantizeBuffers {
+  const void* x;              // [m, k]
+  const float* global_scale;  // []
+  uint8_t* packed;            // [m, k/2]
+  uint8_t* block_scale;       // [m, k/16], or padded and swizzled
+};
+
+cudaError_t LaunchQuantize(cudaStream_t stream, int64_t m, int64_t k, DataType type,
+                           bool swizzle_128x4, const QuantizeBuffers& buffers);
+
+}  // namespace nvfp4

@@ -1,0 +1,227 @@
+// The module _nvfp4_cuda: FFI handlers of the CUDA kernels. Decode, check, launch.
+//
+// In this version the four expert-layer targets run one plain kernel sequence, built for every
+// architecture, and so do the four grouped-product targets: each keeps its name, operands and
+// meaning when a kernel for its own architecture takes its place in `registrations`.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+
+#include "checks.h"
+#include "cuda/launch.h"
+#include "shapes.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace nb = nanobind;
+
+namespace nvfp4 {
+namespace {
+
+ffi::Error FromCuda(cudaError_t status, std::string_view what) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+ffi::Error ExpectAtMost(std::string_view what, int64_t got, int64_t most) {
+  if (got <= most) return ffi::Error::Success();
+  return Expected(what, "at most " + std::to_string(most), std::to_string(got));
+}
+
+ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
+  NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
+  return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
+}
+
+template <typename T>
+const T* Data(ffi::AnyBuffer buffer) {
+  return static_cast<const T*>(buffer.untyped_data());
+}
+
+// Null for an operand that was left out.
+const float* DataOrNull(ffi::AnyBuffer buffer) {
+  return buffer.element_count() == 0 ? nullptr : Data<float>(buffer);
+}
+
+ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
+                        ffi::AnyBuffer global_scale, ffi::AnyBuffer input_scale,
+                        ffi::AnyBuffer bias) {
+  return {Data<uint8_t>(packed), Data<uint8_t>(block_scale), Data<float>(global_scale),
+          DataOrNull(input_scale), DataOrNull(bias)};
+}
+
+ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_packed,
+               ffi::AnyBuffer gate_up_block_scale, ffi::AnyBuffer gate_up_global_scale,
+               ffi::AnyBuffer gate_up_input_scale, ffi::AnyBuffer gate_up_bias,
+               ffi::AnyBuffer down_packed, ffi::AnyBuffer down_block_scale,
+               ffi::AnyBuffer down_global_scale, ffi::AnyBuffer down_input_scale,
+               ffi::AnyBuffer down_bias, ffi::AnyBuffer expert_ids, ffi::AnyBuffer expert_weights,
+               ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
+               std::string_view activation, float alpha, float beta, float limit,
+               std::string_view activation_scale, bool weight_on_input) {
+  const MoEOperands operands = {x,
+                                gate_up_packed,
+                                gate_up_block_scale,
+                                gate_up_global_scale,
+                                gate_up_input_scale,
+                                gate_up_bias,
+                                down_packed,
+                                down_block_scale,
+                                down_global_scale,
+                                down_input_scale,
+                                down_bias,
+                                expert_ids,
+                                expert_weights,
+                                *y};
+  MoEShape shape;
+  MoEOptions options;
+  NVFP4_RETURN_IF_ERROR(
+      CheckMoE(operands, activation, alpha, beta, limit, activation_scale, &shape, &options));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (gate_up_packed)", shape.e, kMaxExperts));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, MoEWorkspaceBytes(shape, options.type)));
+  const MoECall call = {shape, options.type, options.activation, options.activation_scale,
+                        weight_on_input};
+  const MoEBuffers buffers = {
+      x.untyped_data(),
+      WeightsOf(gate_up_packed, gate_up_block_scale, gate_up_global_scale, gate_up_input_scale,
+                gate_up_bias),
+      WeightsOf(down_packed, down_block_scale, down_global_scale, down_input_scale, down_bias),
+      Data<int32_t>(expert_ids),
+      Data<float>(expert_weights),
+      y->untyped_data(),
+      workspace->untyped_data()};
+  return FromCuda(LaunchMoE(stream, call, buffers), "nvfp4_moe");
+}
+
+ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer packed,
+                       ffi::AnyBuffer block_scale, ffi::AnyBuffer global_scale,
+                       ffi::AnyBuffer input_scale, ffi::AnyBuffer bias, ffi::AnyBuffer group_sizes,
+                       ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
+                       std::string_view activation_scale) {
+  GroupedGemmCall call;
+  NVFP4_RETURN_IF_ERROR(
+      CheckGroupedGemm({x, packed, block_scale, global_scale, input_scale, bias, group_sizes, *y},
+                       activation_scale, &call.shape, &call.type, &call.activation_scale));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (packed)", call.shape.e, kMaxExperts));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.shape.m, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (packed)", call.shape.n_pad, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.shape.k, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmWorkspaceBytes(call.shape)));
+  const GroupedGemmBuffers buffers = {
+      x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
+      Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
+  return FromCuda(LaunchGroupedGemm(stream, call, buffers), "nvfp4_grouped_gemm");
+}
+
+ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
+                    ffi::Result<ffi::AnyBuffer> packed, ffi::Result<ffi::AnyBuffer> block_scale,
+                    std::string_view scale_layout) {
+  DataType type;
+  bool swizzled;
+  NVFP4_RETURN_IF_ERROR(
+      CheckQuantize(x, global_scale, *packed, *block_scale, scale_layout, &type, &swizzled));
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1];
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", m, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", k, kMaxExtent));
+  const QuantizeBuffers buffers = {x.untyped_data(), Data<float>(global_scale),
+                                   static_cast<uint8_t*>(packed->untyped_data()),
+                                   static_cast<uint8_t*>(block_scale->untyped_data())};
+  return FromCuda(LaunchQuantize(stream, m, k, type, swizzled, buffers), "nvfp4_quantize_cuda");
+}
+
+// kCmdBufferCompatible: the handlers only launch kernels, so a CUDA graph may hold them.
+XLA_FFI_DEFINE_HANDLER(kMoE, MoE,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x                     [t, h]
+                           .Arg<ffi::AnyBuffer>()  // gate_up_packed        [e, n1, h/2]
+                           .Arg<ffi::AnyBuffer>()  // gate_up_block_scale   [e, n1, h/16]
+                           .Arg<ffi::AnyBuffer>()  // gate_up_global_scale  [e, parts]
+                           .Arg<ffi::AnyBuffer>()  // gate_up_input_scale   [e] or [0]
+                           .Arg<ffi::AnyBuffer>()  // gate_up_bias          [e, n1] or [0, 0]
+                           .Arg<ffi::AnyBuffer>()  // down_packed           [e, h, i/2]
+                           .Arg<ffi::AnyBuffer>()  // down_block_scale      [e, h, i/16]
+                           .Arg<ffi::AnyBuffer>()  // down_global_scale     [e, 1]
+                           .Arg<ffi::AnyBuffer>()  // down_input_scale      [e] or [0]
+                           .Arg<ffi::AnyBuffer>()  // down_bias             [e, h] or [0, 0]
+                           .Arg<ffi::AnyBuffer>()  // expert_ids            [t, k]
+                           .Arg<ffi::AnyBuffer>()  // expert_weights        [t, k]
+                           .Ret<ffi::AnyBuffer>()  // y                     [t, h]
+                           .Ret<ffi::AnyBuffer>()  // workspace             [bytes]
+                           .Attr<std::string_view>("activation")
+                           .Attr<float>("alpha")
+                           .Attr<float>("beta")
+                           .Attr<float>("limit")
+                           .Attr<std::string_view>("activation_scale")
+                           .Attr<bool>("weight_on_input"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kGroupedGemm, GroupedGemm,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x             [m, k]
+                           .Arg<ffi::AnyBuffer>()  // packed        [e, n, k/2]
+                           .Arg<ffi::AnyBuffer>()  // block_scale   [e, n, k/16]
+                           .Arg<ffi::AnyBuffer>()  // global_scale  [e, parts]
+                           .Arg<ffi::AnyBuffer>()  // input_scale   [e] or [0]
+                           .Arg<ffi::AnyBuffer>()  // bias          [e, n] or [0, 0]
+                           .Arg<ffi::AnyBuffer>()  // group_sizes   [e]
+                           .Ret<ffi::AnyBuffer>()  // y             [m, n]
+                           .Ret<ffi::AnyBuffer>()  // workspace     [bytes]
+                           .Attr<std::string_view>("activation_scale"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x             [m, k]
+                           .Arg<ffi::AnyBuffer>()  // global_scale  []
+                           .Ret<ffi::AnyBuffer>()  // packed        [m, k/2]
+                           .Ret<ffi::AnyBuffer>()  // block_scale   [m, k/16], or padded
+                           .Attr<std::string_view>("scale_layout"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+template <typename Handler>
+nb::capsule Capsule(Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+nb::dict Registrations() {
+  nb::dict targets;
+  for (const char* suffix : {"w4a16_sm80", "w4a16_sm90", "w4a4_sm100", "w4a4_sm120"}) {
+    targets[(std::string("nvfp4_moe_") + suffix).c_str()] = Capsule(kMoE);
+    targets[(std::string("nvfp4_grouped_gemm_") + suffix).c_str()] = Capsule(kGroupedGemm);
+  }
+  targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
+  return targets;
+}
+
+}  // namespace
+}  // namespace nvfp4
+
+NB_MODULE(_nvfp4_cuda, m) {
+  m.def("registrations", &nvfp4::Registrations, "FFI target name -> handler.");
+  m.def(
+      "ffi_api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
+      "Version of the FFI headers that the handlers were built with.");
+  // For the test that compares them with backends/cuda.py.
+  m.def(
+      "moe_workspace_bytes",
+      [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i, int item_bytes) {
+        const auto type = item_bytes == 4 ? nvfp4::DataType::kF32 : nvfp4::DataType::kBF16;
+        return nvfp4::MoEWorkspaceBytes({t, top_k, e, h, i, 2 * i}, type);
+      },
+      "Bytes of workspace that an expert layer checks for.");
+  m.def(
+      "grouped_gemm_workspace_bytes",
+      [](int64_t m, int64_t e, int64_t n, int64_t k) {
+        return nvfp4::GroupedGemmWorkspaceBytes({m, n, n, k, e, 1});
+      },
+      "Bytes of workspace that a grouped product checks for.");
+}

@@ -1,0 +1,84 @@
+"""Call the CUDA extension's FFI targets, operand by operand, on arrays of `float64_layer`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from float64_layer import Layer, Options
+
+from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.backends.cuda import grouped_gemm_workspace_bytes, moe_workspace_bytes
+
+MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90", "w4a4_sm100", "w4a4_sm120")
+
+
+def register():
+    """Register the targets, or raise with the reason why that cannot be."""
+    if reason := _ffi.why_unavailable("_nvfp4_cuda"):
+        raise RuntimeError(reason)
+
+
+def moe(x, layer: Layer, expert_ids, expert_weights, options: Options, suffix="w4a16_sm90"):
+    """Run an expert layer; [t, h] in the dtype of x."""
+    (t, h), top_k = x.shape, expert_ids.shape[1]
+    e, i = layer.down_packed.shape[0], layer.down_packed.shape[2] * 2
+    workspace = moe_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
+    outputs = (
+        jax.ShapeDtypeStruct((t, h), x.dtype),
+        jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+    )
+    return jax.ffi.ffi_call(f"nvfp4_moe_{suffix}", outputs)(
+        x,
+        *layer,
+        expert_ids,
+        expert_weights,
+        activation=options.activation,
+        alpha=np.float32(options.alpha),
+        beta=np.float32(options.beta),
+        limit=np.float32(options.limit),
+        activation_scale=options.activation_scale,
+        weight_on_input=options.weight_on_input,
+    )[0]
+
+
+def grouped_gemm(
+    x, packed, block_scale, global_scale, input_scale, bias, sizes, mode, suffix="w4a16_sm90"
+):
+    """Multiply rows sorted by group; [m, n] in the dtype of x."""
+    (m, k), (e, n, _) = x.shape, packed.shape
+    workspace = grouped_gemm_workspace_bytes(m, e, n, k, dtype=x.dtype)
+    outputs = (
+        jax.ShapeDtypeStruct((m, n), x.dtype),
+        jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+    )
+    operands = (x, packed, block_scale, global_scale, input_scale, bias, sizes)
+    return jax.ffi.ffi_call(f"nvfp4_grouped_gemm_{suffix}", outputs)(
+        *operands, activation_scale=mode
+    )[0]
+
+
+def quantize(x, global_scale, scale_layout="linear"):
+    """Quantize rows; packed uint8 and block_scale e4m3, swizzled ones padded."""
+    m, k = x.shape
+    scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
+    outputs = (
+        jax.ShapeDtypeStruct((m, k // 2), jnp.uint8),
+        jax.ShapeDtypeStruct(scales, jnp.float8_e4m3fn),
+    )
+    call = jax.ffi.ffi_call("nvfp4_quantize_cuda", outputs)
+    return call(x, global_scale, scale_layout=scale_layout)
+
+
+def graphs_hold_custom_call(dump) -> bool:
+    """Whether XLA put a custom call into a command buffer, a CUDA graph.
+
+    Reads the thunk sequence that XLA writes into the folder `dump` under ``--xla_dump_to``: the
+    commands of a command buffer are indented below its line.
+    """
+    inside = False
+    for path in dump.glob("*thunk_sequence*"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if not line.startswith(" "):
+                inside = "kCommandBuffer" in line
+            elif inside and "kCustomCall" in line:
+                return True
+    return False

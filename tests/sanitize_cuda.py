@@ -1,0 +1,94 @@
+"""Call every kernel of the CUDA extension once on awkward sizes; for compute-sanitizer.
+
+    bash tests/run_compute_sanitizer.sh
+
+The sizes fill no tile, leave experts empty, route out of range, and cross the end of a chunk of
+tokens. The outputs must be finite: garbage that was read would not be, workspaces are not cleared.
+"""
+
+import cuda_calls
+import float64_layer
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from float64_layer import Options
+
+DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
+
+# tokens, top_k, experts, hidden, intermediate, lowest and highest expert id
+LAYERS = (
+    (1, 2, 4, 80, 48, 0, 4),
+    (70, 3, 5, 80, 48, -2, 7),
+    (67, 1, 3, 16, 16, 1, 2),
+    (3, 32, 512, 32, 16, 0, 512),
+)
+OPTIONS = (
+    Options(),
+    Options(activation="swigluoai", limit=7.0, activation_scale="static"),
+    Options(activation="relu2", activation_scale="token", weight_on_input=True),
+)
+
+
+def check(name, y):
+    """Wait for `y`; raise where it is not finite."""
+    if not np.isfinite(np.asarray(y, np.float32)).all():
+        raise RuntimeError(f"{name}: an output is not finite")
+    print(name, flush=True)
+
+
+def run_layer(case, dtype, options):
+    """Run one expert layer."""
+    t, k, e, h, i, low, high = case
+    rng = np.random.default_rng(0)
+    layer = float64_layer.random_layer(rng, e, h, i, gated=options.gated, bias=True)
+    x = rng.normal(0, 1, (t, h)).astype(dtype)
+    ids = rng.integers(low, high, (t, k)).astype(np.int32)
+    weights = rng.uniform(0.1, 1, (t, k)).astype(np.float32)
+    operands = jax.tree.map(jnp.asarray, (x, layer, ids, weights))
+    check(f"layer {case} {np.dtype(dtype)} {options}", cuda_calls.moe(*operands, options))
+
+
+def run_product(dtype, mode):
+    """Run one grouped product with an empty group, a negative size and padding rows."""
+    rng = np.random.default_rng(1)
+    packed, block_scale = float64_layer.random_weight(rng, 4, 200, 80)
+    operands = (
+        rng.normal(0, 1, (150, 80)).astype(dtype),
+        packed,
+        block_scale,
+        rng.uniform(0.5, 1, (4, 2)).astype(np.float32),
+        np.full(4, 1 / 400, np.float32),
+        rng.normal(0, 1, (4, 200)).astype(np.float32),
+        np.array([70, 0, -3, 33], np.int32),
+    )
+    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode)
+    check(f"product {np.dtype(dtype)} {mode}", y)
+
+
+def run_quantizer(dtype, scale_layout):
+    """Quantize rows that fill no tile of scales."""
+    x = np.random.default_rng(2).normal(0, 1, (130, 80)).astype(dtype)
+    packed, block_scale = cuda_calls.quantize(jnp.asarray(x), jnp.float32(1 / 400), scale_layout)
+    check(f"quantizer {np.dtype(dtype)} {scale_layout} codes", packed)
+    check(f"quantizer {np.dtype(dtype)} {scale_layout} scales", block_scale)
+
+
+def main():
+    """Run everything once."""
+    cuda_calls.register()
+    for dtype in DTYPES:
+        for options in OPTIONS:
+            run_layer(LAYERS[1], dtype, options)
+        run_product(dtype, "none")
+        run_product(dtype, "static")
+        run_quantizer(dtype, "linear")
+        run_quantizer(dtype, "swizzle_128x4")
+    for case in LAYERS:
+        run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
+    # 1040 tokens of 32 experts are one chunk of 32768 slots and a short one.
+    run_layer((1040, 32, 40, 16, 16, -1, 41), ml_dtypes.bfloat16, Options())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,470 @@
+"""The CUDA kernels against float64 on their own operands, and what must hold to the bit.
+
+Everything calls the FFI targets directly. Truth and yardstick are in `float64_layer`: the
+yardstick is the same layer in plain XLA, products in the activations' dtype; for float32 a plain
+float32 loop over k.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import cuda_calls
+import float64_layer
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from float64_layer import E4M3, Options
+
+from jax_nvfp4_moe.backends.cuda import grouped_gemm_workspace_bytes, moe_workspace_bytes
+from jax_nvfp4_moe.testing import assert_as_accurate_as
+
+HERE = pathlib.Path(__file__).parent
+BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
+DTYPES = {"bf16": BF16, "f16": F16, "f32": F32}
+MODES = ("none", "static", "token")
+ACTIVATIONS = (
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "swigluoai",
+    "swigluoai_uninterleave",
+    "relu2",
+    "silu_no_mul",
+    "gelu_no_mul",
+    "gelu_tanh_no_mul",
+)
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _targets(request):
+    if any(item.get_closest_marker("gpu") for item in request.session.items):
+        cuda_calls.register()
+
+
+def uniform(t, k, e):
+    return lambda rng: rng.integers(0, e, (t, k))
+
+
+# tokens, top_k, experts, hidden, intermediate, expert_ids
+CASES = {
+    "one_token": (1, 2, 4, 64, 48, uniform(1, 2, 4)),
+    "fills_no_tile": (5, 3, 7, 80, 48, uniform(5, 3, 7)),
+    "fills_tiles": (128, 2, 2, 256, 128, uniform(128, 2, 2)),
+    "several_tiles": (150, 2, 3, 144, 208, uniform(150, 2, 3)),
+    "one_takes_all": (150, 1, 5, 64, 32, lambda rng: np.full((150, 1), 3)),
+    "smallest": (3, 1, 1, 16, 16, lambda rng: np.zeros((3, 1))),
+    "out_of_range": (40, 4, 6, 64, 32, lambda rng: rng.integers(-3, 9, (40, 4))),
+    "extreme_ids": (
+        3,
+        2,
+        4,
+        32,
+        32,
+        lambda rng: np.array([[2**31 - 1, 1], [-(2**31), 4], [-1, 3]]),
+    ),
+    "none_routed": (9, 2, 4, 32, 32, lambda rng: np.full((9, 2), -1)),
+    "same_expert_twice": (10, 4, 3, 48, 16, lambda rng: np.full((10, 4), 1)),
+    "many_experts": (9, 32, 512, 32, 16, uniform(9, 32, 512)),
+    "slots_in_one_warp_segment": (70, 8, 16, 32, 16, uniform(70, 8, 16)),
+}
+
+
+@dataclasses.dataclass
+class Call:
+    """One expert layer with its tokens, in numpy."""
+
+    x: np.ndarray
+    layer: float64_layer.Layer
+    ids: np.ndarray
+    weights: np.ndarray
+    options: Options
+
+    def run(self, suffix="w4a16_sm90"):
+        call = jax.jit(lambda *operands: cuda_calls.moe(*operands, self.options, suffix))
+        operands = (self.x, self.layer, self.ids, self.weights)
+        return call(*jax.tree.map(jnp.asarray, operands))
+
+    def truth(self):
+        return float64_layer.moe(self.x, self.layer, self.ids, self.weights, self.options)
+
+    def yardstick(self):
+        product = float64_layer.sequential_float32 if self.x.dtype == F32 else xla(self.x.dtype)
+        operands = (self.x, self.layer, self.ids, self.weights, self.options)
+        return float64_layer.moe(*operands, matmul=product).astype(self.x.dtype)
+
+
+def xla(dtype):
+    """Return x @ w.T by plain XLA in `dtype`."""
+
+    def product(x, w):
+        return np.asarray(jnp.matmul(jnp.asarray(x.astype(dtype)), jnp.asarray(w.astype(dtype)).T))
+
+    return product
+
+
+def make(case, dtype, options, seed=0, bias=False):
+    t, k, e, h, i, draw_ids = CASES[case] if isinstance(case, str) else case
+    rng = np.random.default_rng(seed)
+    layer = float64_layer.random_layer(rng, e, h, i, gated=options.gated, bias=bias)
+    x = rng.normal(0, 1, (t, h)).astype(dtype)
+    weights = rng.uniform(0.1, 1, (t, k)).astype(np.float32)
+    return Call(x, layer, draw_ids(rng).astype(np.int32), weights, options)
+
+
+def assert_accurate(call, suffix="w4a16_sm90"):
+    actual = call.run(suffix)
+    assert actual.dtype == call.x.dtype
+    assert_as_accurate_as(actual, call.yardstick(), call.truth())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+@dtypes
+@modes
+def test_layer_matches_float64(case, dtype, mode):
+    assert_accurate(make(case, dtype, Options(activation_scale=mode)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("limit", [np.inf, 0.5])
+@dtypes
+def test_activation_matches_float64(activation, limit, dtype):
+    options = Options(activation=activation, alpha=1.25, beta=0.75, limit=limit)
+    assert_accurate(make("fills_no_tile", dtype, options, bias=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
+@dtypes
+@modes
+def test_weight_on_input_matches_float64(activation, dtype, mode):
+    options = Options(activation=activation, activation_scale=mode, weight_on_input=True)
+    assert_accurate(make("out_of_range", dtype, options, bias=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suffix", cuda_calls.MOE_TARGETS)
+@modes
+def test_every_layer_target_matches_float64(suffix, mode):
+    assert_accurate(make("several_tiles", BF16, Options(activation_scale=mode)), suffix)
+
+
+@pytest.mark.gpu
+@dtypes
+def test_bound_catches_one_wrong_scale(dtype):
+    call = make("fills_no_tile", dtype, Options())
+    wrong = call.layer.gate_up_global_scale.copy()
+    wrong[:, 1] = wrong[:, 0]  # the up half under the gate's scale
+    actual = dataclasses.replace(call, layer=call.layer._replace(gate_up_global_scale=wrong)).run()
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(actual, call.yardstick(), call.truth())
+
+
+@pytest.mark.gpu
+@dtypes
+def test_bound_catches_one_wrong_block_scale(dtype):
+    call = make("fills_no_tile", dtype, Options())
+    wrong = call.layer.down_block_scale.copy()
+    expert = call.ids[0, 0]
+    wrong[expert] = np.roll(wrong[expert], 1, axis=-1)
+    actual = dataclasses.replace(call, layer=call.layer._replace(down_block_scale=wrong)).run()
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(actual, call.yardstick(), call.truth())
+
+
+@pytest.mark.gpu
+@modes
+def test_no_tokens(mode):
+    case = (0, 2, 4, 64, 48, uniform(0, 2, 4))
+    assert make(case, BF16, Options(activation_scale=mode)).run().shape == (0, 64)
+
+
+@pytest.mark.gpu
+@dtypes
+@modes
+def test_same_bits_twice_and_alone(dtype, mode):
+    """A token's output depends on nothing but the token, to the bit."""
+    call = make("several_tiles", dtype, Options(activation_scale=mode), bias=True)
+    first, second = call.run(), call.run()
+    assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
+    rows = slice(77, 80)
+    alone = dataclasses.replace(
+        call, x=call.x[rows], ids=call.ids[rows], weights=call.weights[rows]
+    ).run()
+    assert np.asarray(alone).tobytes() == np.asarray(first)[rows].tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@dtypes
+@modes
+def test_non_finite_token_stays_alone(activation, value, dtype, mode):
+    call = make("several_tiles", dtype, Options(activation=activation, activation_scale=mode))
+    clean = np.asarray(call.run(), np.float64)
+    x = call.x.copy()
+    x[70, 33] = value
+    actual = np.asarray(dataclasses.replace(call, x=x).run(), np.float64)
+    assert not np.isfinite(actual[70]).any()
+    others = np.arange(len(x)) != 70
+    np.testing.assert_array_equal(actual[others], clean[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [2, 3])
+@modes
+def test_many_tokens_equal_few(mode, top_k):
+    """65536 tokens go through in chunks; each token's output is that of a short call."""
+    case = (65536, top_k, 8, 64, 32, uniform(65536, top_k, 8))
+    call = make(case, BF16, Options(activation_scale=mode))
+    actual = np.asarray(call.run())
+    for first in (0, 10922, 16384 - 8, 65536 - 16):
+        rows = slice(first, first + 16)
+        few = dataclasses.replace(
+            call, x=call.x[rows], ids=call.ids[rows], weights=call.weights[rows]
+        )
+        assert np.asarray(few.run()).tobytes() == actual[rows].tobytes()
+
+
+@pytest.mark.gpu
+def test_graph_replay_follows_the_routing(tmp_path):
+    """One compiled program inside a CUDA graph, called with changing routing."""
+    environment = dict(
+        os.environ,
+        XLA_FLAGS="--xla_gpu_enable_command_buffer=CUSTOM_CALL "
+        f"--xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}",
+        PYTHONPATH=os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+    )
+    process = subprocess.run(
+        [sys.executable, HERE / "replay_cuda_graph.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    calls = json.loads(process.stdout.splitlines()[-1])
+    assert calls["different_outputs"] == calls["calls"]
+    assert calls["wrong"] == 0
+    assert cuda_calls.graphs_hold_custom_call(tmp_path)
+
+
+# Grouped products: m, n, k, group sizes.
+PRODUCTS = {
+    "one_row": (1, 32, 64, [1]),
+    "linear": (130, 200, 96, [130]),
+    "empty_groups": (48, 128, 128, [0, 32, 0, 0, 16, 0]),
+    "padding_rows": (100, 48, 80, [7, 0, 60]),
+    "negative_size": (40, 48, 80, [-5, 20, -(2**31), 20]),
+    "sizes_over_m": (40, 48, 80, [30, 2**31 - 1, 2**31 - 1]),
+    "all_padding": (70, 24, 16, [0, 0]),
+    "full_tiles": (192, 256, 64, [64, 128]),
+}
+
+
+def make_product(case, dtype, parts=1, bias=False):
+    m, n, k, sizes = PRODUCTS[case]
+    rng, e = np.random.default_rng(1), len(sizes)
+    packed, block_scale = float64_layer.random_weight(rng, e, n, k)
+    return (
+        rng.normal(0, 1, (m, k)).astype(dtype),
+        packed,
+        block_scale,
+        rng.uniform(0.5, 1, (e, parts)).astype(np.float32),
+        rng.uniform(0.5, 1, e).astype(np.float32) / np.float32(400),
+        rng.normal(0, 1, (e, n)).astype(np.float32) if bias else np.zeros((0, 0), np.float32),
+        np.array(sizes, np.int32),
+    )
+
+
+def run_product(operands, mode, suffix="w4a16_sm90"):
+    call = jax.jit(lambda *operands: cuda_calls.grouped_gemm(*operands, mode, suffix))
+    return call(*map(jnp.asarray, operands))
+
+
+def assert_product_accurate(operands, mode, suffix="w4a16_sm90"):
+    x = operands[0]
+    product = float64_layer.sequential_float32 if x.dtype == F32 else xla(x.dtype)
+    yardstick = float64_layer.grouped_gemm(*operands, mode, matmul=product).astype(x.dtype)
+    truth = float64_layer.grouped_gemm(*operands, mode)
+    assert_as_accurate_as(run_product(operands, mode, suffix), yardstick, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PRODUCTS)
+@dtypes
+@modes
+def test_product_matches_float64(case, dtype, mode):
+    assert_product_accurate(make_product(case, dtype), mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suffix", cuda_calls.MOE_TARGETS)
+@pytest.mark.parametrize("parts", [1, 2])
+@dtypes
+def test_every_product_target_matches_float64(suffix, parts, dtype):
+    assert_product_accurate(make_product("padding_rows", dtype, parts, bias=True), "none", suffix)
+
+
+@pytest.mark.gpu
+@dtypes
+def test_rows_past_the_groups_are_zero(dtype):
+    operands = make_product("padding_rows", dtype, bias=True)
+    assert not np.asarray(run_product(operands, "none"), np.float32)[67:].any()
+
+
+@pytest.mark.gpu
+def test_no_rows():
+    operands = make_product("one_row", BF16)
+    operands = (operands[0][:0], *operands[1:])
+    assert run_product(operands, "none").shape == (0, 32)
+
+
+# The quantizer, byte by byte.
+
+
+def finite(dtype):
+    """Return every finite value of a 16-bit dtype, once."""
+    values = np.arange(65536, dtype=np.uint16).view(dtype)
+    return values[np.isfinite(values.astype(np.float32))]
+
+
+def beside_six(values):
+    """Return rows that start with 6, so that the first block scale is 1 under global scale 1."""
+    rows = values.reshape(-1, 15) if values.size % 15 == 0 else np.resize(values, (-1, 15))
+    return np.concatenate([np.full((len(rows), 1), 6, values.dtype), rows], axis=1)
+
+
+def awkward(dtype):
+    """Return rows of ties, zeros of both signs, subnormals, NaN and infinities."""
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0], np.float32)
+    ties = np.concatenate([ties, -ties])
+    rows = [ties, np.roll(ties, 5) * 4, ties * np.float32(2.0**-9), ties * np.float32(448 / 5)]
+    rows += [np.zeros(16), -np.zeros(16), np.full(16, 1e-7), np.full(16, 6e4)]
+    tiny = np.float32(ml_dtypes.finfo(dtype).smallest_subnormal)
+    rows += [np.arange(16) * tiny, np.full(16, -tiny)]
+    for value in (np.nan, np.inf, -np.inf):
+        rows += [np.where(np.arange(16) == 3, value, ties), np.full(16, value)]
+    with np.errstate(over="ignore"):
+        return np.stack(rows).astype(np.float32).astype(dtype)
+
+
+def differing_bytes(x, g, scale_layout="linear"):
+    g = np.float32(g)
+    call = jax.jit(lambda x, g: cuda_calls.quantize(x, g, scale_layout))
+    packed, block_scale = call(jnp.asarray(x), jnp.asarray(g))
+    want_packed, want_scale = float64_layer.quantize(x, g)
+    want_scale = want_scale.view(np.uint8)
+    if scale_layout == "swizzle_128x4":
+        want_scale = float64_layer.swizzle_128x4(want_scale.view(E4M3))
+    got_scale = np.asarray(block_scale).view(np.uint8)
+    assert got_scale.shape == want_scale.shape
+    return int((np.asarray(packed) != want_packed).sum() + (got_scale != want_scale).sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("g", [1.0, 1 / 2688, 3.7e-5, 1e30])
+def test_quantizer_on_every_finite_value(dtype, g):
+    values = np.random.default_rng(2).permutation(finite(dtype))
+    assert differing_bytes(np.resize(values, (len(values) // 16 + 1, 16)), g) == 0
+
+
+@pytest.mark.gpu
+def test_quantizer_on_every_finite_bf16_under_scale_one():
+    values = finite(BF16)
+    values = values[np.abs(values.astype(np.float32)) <= 6]
+    assert differing_bytes(beside_six(np.resize(values, -(-values.size // 15) * 15)), 1.0) == 0
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("g", [1.0, 0.3, 1 / 2688, 0.0])
+def test_quantizer_on_awkward_values(dtype, g):
+    assert differing_bytes(awkward(dtype), g) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@dtypes
+def test_quantizer_on_random_values(dtype):
+    rng = np.random.default_rng(3)
+    x = rng.normal(0, 1, (9766, 1024)) * np.exp2(rng.uniform(-12, 8, (9766, 1)))
+    assert differing_bytes(x.astype(dtype), 0.0173) == 0
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("shape", [(1, 16), (128, 64), (129, 80), (300, 336), (0, 64)])
+def test_swizzled_scales(dtype, shape):
+    x = np.random.default_rng(4).normal(0, 1, shape).astype(dtype)
+    assert differing_bytes(x, 1 / 2688, "swizzle_128x4") == 0
+
+
+@pytest.mark.gpu
+def test_quantizer_bound_catches_round_half_up():
+    values = awkward(F32)[:4]
+    with np.errstate(all="ignore"):
+        packed, _ = float64_layer.quantize(np.nextafter(values, np.inf), np.float32(1))
+    assert (packed != float64_layer.quantize(values, np.float32(1))[0]).any()
+    assert differing_bytes(values, 1.0) == 0
+
+
+# What a target says of wrong operands.
+
+OPERANDS = (
+    "x",
+    *float64_layer.Layer._fields,
+    "expert_ids",
+    "expert_weights",
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize("what", ["shape", "dtype"])
+def test_wrong_operand_is_named(name, what):
+    call = make("fills_no_tile", BF16, Options(activation_scale="static"), bias=True)
+    operands = [call.x, *call.layer, call.ids, call.weights]
+    index = OPERANDS.index(name)
+    if what == "shape":
+        operands[index] = np.repeat(operands[index], 2, axis=-1)
+        # The hidden size is read from x, the layer's other sizes from gate_up_packed.
+        named = {"x": "gate_up_packed", "expert_ids": "expert_weights|workspace"}.get(name, name)
+    else:
+        operands[index] = operands[index].view(np.int8)
+        named = name
+    arrays = [jnp.asarray(operand) for operand in operands]
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError), match=rf"({named}).*expected .*got"
+    ):
+        cuda_calls.moe(
+            arrays[0], float64_layer.Layer(*arrays[1:11]), arrays[11], arrays[12], call.options
+        ).block_until_ready()
+
+
+@pytest.mark.cuda_build
+@pytest.mark.parametrize("shape", [(0, 2, 4, 64, 48), (1, 8, 128, 2048, 768), (9, 32, 512, 32, 16)])
+@pytest.mark.parametrize("tokens", [0, 1, 1023, 1024, 1025, 65536])
+def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
+    from jax_nvfp4_moe import _nvfp4_cuda
+
+    _, top_k, e, h, i = shape
+    for dtype in (np.dtype(np.float16), np.dtype(np.float32)):
+        ours = moe_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
+        assert ours == _nvfp4_cuda.moe_workspace_bytes(tokens, top_k, e, h, i, dtype.itemsize)
+        ours = grouped_gemm_workspace_bytes(tokens, e, i, h, dtype=dtype)
+        assert ours == _nvfp4_cuda.grouped_gemm_workspace_bytes(tokens, e, i, h)

@@ -1,0 +1,110 @@
+"""The machine code inside the CUDA extension: every architecture is there, and none is empty.
+
+A wrong architecture suffix compiles without a word and leaves empty kernels, so the cubins
+themselves are looked at. Needs cuobjdump, from the CUDA toolkit or from the PyPI package
+nvidia-cuda-cuobjdump with nvidia-cuda-nvdisasm; missing ones fail the tests.
+"""
+
+import collections
+import importlib.util
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+pytestmark = pytest.mark.cuda_build
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
+PTX = {"sm_80"}
+# A disassembly drops the suffix of a family; the test of the list does not.
+SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
+TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of ExpertGemmTensor and ExpertGemmFloat
+
+
+def cuobjdump():
+    """Return the path of cuobjdump."""
+    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
+    if found:
+        return found
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations if spec else ():
+        for path in pathlib.Path(root).glob("*/bin/cuobjdump"):
+            return str(path)
+    raise FileNotFoundError("cuobjdump: install the CUDA toolkit or pip's nvidia-cuda-cuobjdump")
+
+
+@pytest.fixture(scope="module")
+def extension():
+    return importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda").origin
+
+
+def run(*arguments):
+    return subprocess.run(
+        [cuobjdump(), *arguments], capture_output=True, text=True, check=True, timeout=300
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def code(extension):
+    """Return architecture -> kernel -> counts of instructions."""
+    counts = {}
+    arch = kernel = None
+    for line in run("--dump-sass", extension).splitlines():
+        if found := re.match(r"\s*code for (\w+)", line):
+            arch = counts.setdefault(SASS_NAMES.get(found[1], found[1]), {})
+        elif found := re.match(r"\s*Function : (\S+)", line):
+            kernel = arch.setdefault(found[1], collections.Counter())
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)", line):
+            kernel[found[1]] += 1
+    return counts
+
+
+def kernels(code, arch, name):
+    return {k: c for k, c in code[arch].items() if name in k}
+
+
+def listed(extension, kind):
+    """Return the architectures of the code of `kind`, with their suffixes."""
+    return set(re.findall(rf"Fatbin {kind} code:\n=+\narch = (\w+)", run(extension)))
+
+
+def test_cubins_are_those_of_the_list(extension):
+    assert listed(extension, "elf") == set(ARCHITECTURES)
+    assert listed(extension, "ptx") == PTX
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_products_use_their_units(code, arch):
+    """64 of k a step, 2x2 fragments of 16x16: 4 * 4 * 2 MMAs a warp; 32 of k times 4x8 FFMAs."""
+    tensor = kernels(code, arch, "ExpertGemmTensor")
+    assert len(tensor) == TENSOR_KERNELS
+    for name, count in tensor.items():
+        assert count["HMMA"] >= 32, name
+        assert count["LDSM"] >= 16, name
+    single = kernels(code, arch, "ExpertGemmFloat")
+    assert len(single) == FLOAT_KERNELS
+    for name, count in single.items():
+        assert count["FFMA"] + 2 * count["FFMA2"] >= 8 * 32, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_kernel_is_empty_or_traps(code, arch):
+    assert code[arch]
+    for name, count in code[arch].items():
+        assert count["BPT"] == 0, f"{name} traps"
+        assert count["STG"] >= 1, f"{name} stores nothing"
+        assert count.total() >= 24, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_are_the_same_everywhere(code, arch):
+    assert set(code[arch]) == set(code["sm_90a"])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_products_keep_their_registers(code, arch):
+    """Spills go to local memory."""
+    for name, count in code[arch].items():
+        assert count["LDL"] + count["STL"] == 0, name
