@@ -13,10 +13,10 @@
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
-#define NVFP4_RETURN_IF_ERROR(expression)                        \
-  do {                                                           \
-    ::xla::ffi::Error nvfp4_error = (expression);                \
-    if (nvfp4_error.failure()) return nvfp4_error;               \
+#define NVFP4_RETURN_IF_ERROR(expression)          \
+  do {                                             \
+    ::xla::ffi::Error nvfp4_error = (expression);  \
+    if (nvfp4_error.failure()) return nvfp4_error; \
   } while (false)
 
 namespace nvfp4 {
@@ -32,20 +32,26 @@ std::string DimsText(const Dims& dims) {
 
 inline std::string TypeText(ffi::DataType type) {
   switch (type) {
-    case ffi::BF16: return "bfloat16";
-    case ffi::F16: return "float16";
-    case ffi::F32: return "float32";
-    case ffi::F8E4M3FN: return "float8_e4m3fn";
-    case ffi::U8: return "uint8";
-    case ffi::S32: return "int32";
-    default: return "type " + std::to_string(static_cast<int>(type));
+    case ffi::BF16:
+      return "bfloat16";
+    case ffi::F16:
+      return "float16";
+    case ffi::F32:
+      return "float32";
+    case ffi::F8E4M3FN:
+      return "float8_e4m3fn";
+    case ffi::U8:
+      return "uint8";
+    case ffi::S32:
+      return "int32";
+    default:
+      return "type " + std::to_string(static_cast<int>(type));
   }
 }
 
 inline ffi::Error Expected(std::string_view what, const std::string& expected,
                            const std::string& got) {
-  return ffi::Error::InvalidArgument(std::string(what) + ": expected " + expected + ", got " +
-                                     got);
+  return ffi::Error::InvalidArgument(std::string(what) + ": expected " + expected + ", got " + got);
 }
 
 // `what` names the operand and its letters: "packed [e, n, k/2]".
@@ -102,10 +108,17 @@ ffi::Error ExpectName(std::string_view what, std::string_view got, const Record 
 // Activations: bfloat16, float16 or float32.
 inline ffi::Error ExpectActivationType(std::string_view what, ffi::DataType got, DataType* type) {
   switch (got) {
-    case ffi::BF16: *type = DataType::kBF16; break;
-    case ffi::F16: *type = DataType::kF16; break;
-    case ffi::F32: *type = DataType::kF32; break;
-    default: return Expected(what, "bfloat16, float16 or float32", TypeText(got));
+    case ffi::BF16:
+      *type = DataType::kBF16;
+      break;
+    case ffi::F16:
+      *type = DataType::kF16;
+      break;
+    case ffi::F32:
+      *type = DataType::kF32;
+      break;
+    default:
+      return Expected(what, "bfloat16, float16 or float32", TypeText(got));
   }
   return ffi::Error::Success();
 }
@@ -161,7 +174,8 @@ inline ffi::Error CheckMoETypes(const MoEOperands& o, DataType* type) {
 inline ffi::Error CheckMoEDims(const MoEOperands& o, const MoEOptions& options, MoEShape* shape) {
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [t, h]", o.x.dimensions(), 2));
   NVFP4_RETURN_IF_ERROR(ExpectRank("expert_ids [t, k]", o.expert_ids.dimensions(), 2));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("gate_up_packed [e, n1, h/2]", o.gate_up_packed.dimensions(), 3));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectRank("gate_up_packed [e, n1, h/2]", o.gate_up_packed.dimensions(), 3));
   const int64_t t = o.x.dimensions()[0], h = o.x.dimensions()[1];
   const int64_t top_k = o.expert_ids.dimensions()[1];
   const int64_t e = o.gate_up_packed.dimensions()[0], n1 = o.gate_up_packed.dimensions()[1];
@@ -170,11 +184,11 @@ inline ffi::Error CheckMoEDims(const MoEOperands& o, const MoEOptions& options, 
   *shape = {t, top_k, e, h, i, n1};
 
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("h (x)", h, 16));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf(parts == 2 ? "n1 (gate_up_packed, gate and up rows)"
-                                                    : "n1 (gate_up_packed)",
-                                         n1, 16 * parts));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("gate_up_packed [e, n1, h/2]", o.gate_up_packed.dimensions(),
-                                   {e, n1, h / 2}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectMultipleOf(parts == 2 ? "n1 (gate_up_packed, gate and up rows)" : "n1 (gate_up_packed)",
+                       n1, 16 * parts));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("gate_up_packed [e, n1, h/2]", o.gate_up_packed.dimensions(), {e, n1, h / 2}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("gate_up_block_scale [e, n1, h/16]",
                                    o.gate_up_block_scale.dimensions(), {e, n1, h / 16}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("gate_up_global_scale [e, parts]",
@@ -188,8 +202,7 @@ inline ffi::Error CheckMoEDims(const MoEOperands& o, const MoEOptions& options, 
   NVFP4_RETURN_IF_ERROR(
       ExpectDims("down_global_scale [e, 1]", o.down_global_scale.dimensions(), {e, 1}));
   NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("down_bias [e, h]", o.down_bias.dimensions(), {e, h}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("expert_ids [t, k]", o.expert_ids.dimensions(), {t, top_k}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("expert_ids [t, k]", o.expert_ids.dimensions(), {t, top_k}));
   NVFP4_RETURN_IF_ERROR(
       ExpectDims("expert_weights [t, k]", o.expert_weights.dimensions(), {t, top_k}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("y [t, h]", o.y.dimensions(), {t, h}));
@@ -210,7 +223,8 @@ inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activat
   const ActivationRecord* record = nullptr;
   const ActivationScaleRecord* scale = nullptr;
   NVFP4_RETURN_IF_ERROR(ExpectName("activation", activation, kActivations, &record));
-  NVFP4_RETURN_IF_ERROR(ExpectName("activation_scale", activation_scale, kActivationScales, &scale));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectName("activation_scale", activation_scale, kActivationScales, &scale));
   options->activation = {record->kind, record->gated, record->interleaved, alpha, beta, limit};
   options->activation_scale = scale->kind;
   NVFP4_RETURN_IF_ERROR(CheckMoETypes(operands, &options->type));

@@ -21,10 +21,10 @@
 
 namespace nvfp4 {
 
-constexpr int kBlock = 16;           // values that share one block scale
-constexpr float kE2M1Max = 6.0f;     // largest code
-constexpr float kE4M3Max = 448.0f;   // largest block scale
-constexpr float kValueMax = 2688.0f; // kE2M1Max * kE4M3Max: global_scale = amax / kValueMax
+constexpr int kBlock = 16;            // values that share one block scale
+constexpr float kE2M1Max = 6.0f;      // largest code
+constexpr float kE4M3Max = 448.0f;    // largest block scale
+constexpr float kValueMax = 2688.0f;  // kE2M1Max * kE4M3Max: global_scale = amax / kValueMax
 constexpr uint8_t kE4M3Nan = 0x7f;
 
 NVFP4_HOST_DEVICE uint32_t FloatBits(float value) {

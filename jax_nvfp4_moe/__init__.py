@@ -1,7 +1,15 @@
 """NVFP4 mixture-of-experts inference for JAX and Flax."""
 
 from jax_nvfp4_moe import ops as ops
+from jax_nvfp4_moe import testing as testing
 from jax_nvfp4_moe.backends.choice import explain as explain
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError as CheckpointError
+from jax_nvfp4_moe.evaluate import evaluate as evaluate
+from jax_nvfp4_moe.generate import generate as generate
+from jax_nvfp4_moe.models.loading import load_model as load_model
+from jax_nvfp4_moe.models.loading import load_moe as load_moe
+from jax_nvfp4_moe.nn import NVFP4Linear as NVFP4Linear
+from jax_nvfp4_moe.nn import NVFP4MoE as NVFP4MoE
 from jax_nvfp4_moe.ops.prepare import prepare as prepare
 from jax_nvfp4_moe.scheme import Choice as Choice
 from jax_nvfp4_moe.scheme import NoBackendError as NoBackendError

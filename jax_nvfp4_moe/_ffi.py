@@ -6,7 +6,7 @@ import logging
 import types
 
 import jax
-import jaxlib
+import jaxlib.version
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
@@ -45,7 +45,7 @@ def why_unavailable(extension: str) -> str | None:
     if built[0] != running[0] or built > running:
         return (
             f"the extension {extension} was built for XLA FFI {built[0]}.{built[1]} and jaxlib "
-            f"{jaxlib.__version__} speaks {running[0]}.{running[1]}: {remedy}, or upgrade jax"
+            f"{jaxlib.version.__version__} speaks {running[0]}.{running[1]}: {remedy}, or upgrade jax"
         )
     for name, capsule in module.registrations().items():
         jax.ffi.register_ffi_target(name, capsule, platform=platform)

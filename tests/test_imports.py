@@ -20,8 +20,8 @@ ROWS = (
     {"ops", "checkpoint"},
     {"parallel"},
     {"nn"},
-    {"models", "testing"},
-    {"generate", "evaluate", "quantize_model", "tokenizer"},
+    {"models", "saving", "testing"},
+    {"generate", "evaluate", "inspection", "quantize_model", "tokenizer"},
     {"cli"},
     {"__main__"},
 )

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.activations import find_activation
 from jax_nvfp4_moe.backends.choice import log_conversion, log_scheme, pick
-from jax_nvfp4_moe.scheme import CHECKPOINT, Problem, Scheme, Target, choose_scheme
+from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
 from jax_nvfp4_moe.tensor import MoEParams, check_moe_params
 
 DTYPES = ("bfloat16", "float16", "float32")

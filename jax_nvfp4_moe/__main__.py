@@ -1,0 +1,5 @@
+"""``python -m jax_nvfp4_moe``: the command line."""
+
+from jax_nvfp4_moe.cli import main
+
+main()

@@ -1,0 +1,129 @@
+"""What is in a checkpoint, and which scheme and backend each layer gets: from headers alone."""
+
+import math
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+from flax import nnx
+
+from jax_nvfp4_moe.backends import BACKENDS
+from jax_nvfp4_moe.backends.choice import explain
+from jax_nvfp4_moe.checkpoint.resolve import open_checkpoint
+from jax_nvfp4_moe.models.loading import abstract_model
+from jax_nvfp4_moe.nn import DenseLinear, NVFP4Linear, NVFP4MoE
+from jax_nvfp4_moe.scheme import Target
+
+TARGETS = (
+    Target("cpu"),
+    *(Target("cuda", capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))),
+)
+
+
+def inspect(path: str | pathlib.Path, *, scheme: str | None = None, dtype="bfloat16") -> str:
+    """Describe a checkpoint as text: layers, formats, bytes, and the choices for each device.
+
+    Args:
+      path: folder of the checkpoint; no weight is read.
+      scheme, dtype: as for `load_model`.
+
+    Raises:
+      CheckpointError: as `load_model`.
+      ValueError: `scheme` does not go with the checkpoint.
+    """
+    model = abstract_model(path, scheme=scheme, dtype=dtype)
+    kinds = _kinds(model)
+    parts = [*_header(path), "", *table(_rows(model, kinds)), "", *_choices(kinds)]
+    return "\n".join(parts)
+
+
+def _header(path) -> Iterator[str]:
+    with open_checkpoint(path) as checkpoint:
+        names = checkpoint.tensors.names()
+        size = sum(checkpoint.tensors.info(name).nbytes for name in names)
+        yield f"{path}"
+        yield f"architecture  {', '.join(checkpoint.config['architectures'])}"
+        yield f"tensors       {len(names)}, {mebibytes(size)}"
+        said = [f"{rules.summary} ({rules.source})" for rules in checkpoint.quant.rules]
+        yield f"quantization  {'; '.join(said) or 'none'}"
+
+
+def _kinds(model) -> dict[tuple[str, str], list[nnx.Module]]:
+    """Return the modules that hold weights by path, layer numbers left out, and description."""
+    kinds: dict[tuple[str, str], list[nnx.Module]] = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, (NVFP4MoE, NVFP4Linear, DenseLinear)):
+            name = re.sub(r"\.\d+(?=\.|$)", ".*", ".".join(map(str, path)))
+            kinds.setdefault((name, _describe(module)), []).append(module)
+    return kinds
+
+
+def _describe(module) -> str:
+    if isinstance(module, NVFP4MoE):
+        params = module.params.get_value()
+        experts, h, i = params.num_experts, params.hidden, params.intermediate
+        return f"{experts} experts {h} > {i}, top {module.router.top_k}; NVFP4 {module.declared}"
+    weight = module.weight.get_value()
+    n, k = weight.shape
+    kind = f"NVFP4 {module.declared}" if isinstance(module, NVFP4Linear) else weight.dtype.name
+    return f"{k} > {n}; {kind}"
+
+
+def _bytes(module) -> int:
+    """Return the bytes of a module's own weights; those of modules inside it have their own row."""
+    own = module.params if isinstance(module, NVFP4MoE) else module.weight
+    return _tree_bytes(own.get_value())
+
+
+def _tree_bytes(tree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _rows(model, kinds) -> Iterator[tuple[str, ...]]:
+    yield "module", "count", "weights; format", "bytes of all"
+    total = 0
+    for (name, description), modules in kinds.items():
+        size = sum(map(_bytes, modules))
+        total += size
+        yield name, str(len(modules)), description, mebibytes(size)
+    whole = _tree_bytes(nnx.state(model))
+    yield "embedding, routers, norms", "", model.dtype.name, mebibytes(whole - total)
+    yield "all, as loaded", "", "", mebibytes(whole)
+
+
+def _choices(kinds) -> Iterator[str]:
+    """Say for each device what the kinds of layers get and why; equal answers once."""
+    for target in TARGETS:
+        answers: dict[str, list[str]] = {}
+        for (name, _), modules in kinds.items():
+            if isinstance(modules[0], DenseLinear):
+                continue
+            choice = explain(modules[0], target=target)
+            assert choice.problem is not None
+            lines = [f"    scheme  {choice.scheme}: {choice.why}", f"    backend {choice.backend}"]
+            lines += [
+                f"      not {other.name}: {choice.reasons[other.name]}"
+                for other in BACKENDS
+                if choice.problem.op in other.can.ops and other.name in choice.reasons
+            ]
+            answers.setdefault("\n".join(lines), []).append(name)
+        yield f"{target}"
+        for answer, names in answers.items():
+            yield f"  {', '.join(dict.fromkeys(names))}"
+            yield answer
+
+
+def mebibytes(size: float) -> str:
+    """Return a size in bytes as text."""
+    return f"{size / 2**20:.2f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
+
+
+def table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return `rows` as lines of aligned columns."""
+    rows = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,191 @@
+"""Read a model's sizes from ``config.json``: every value checked, all problems in one error."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, read_size
+from jax_nvfp4_moe.formats import BLOCK
+
+ROPE_TYPES = ("default", "yarn")
+_KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}
+
+
+class Fields:
+    """Checked look-ups in a parsed ``config.json``; problems add up until `finish`.
+
+    A look-up that fails returns a value of the right type, so that reading can go on.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._config = config
+        self.problems: list[str] = []
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """Return the positive integer under the first of `names` that is present."""
+        try:
+            return read_size(self._config, *names, default=default)
+        except CheckpointError as error:
+            self.problems += error.problems
+            return BLOCK
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return the finite number `name`."""
+        return float(self._typed(name, default, float, 1.0) or 0.0)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return the boolean `name`."""
+        return self._typed(name, default, bool, default)
+
+    def indices(self, name: str) -> tuple[int, ...]:
+        """Return the list of integers `name`, empty where it is missing."""
+        value = self._config.get(name) or []
+        if isinstance(value, list) and all(type(item) is int for item in value):
+            return tuple(value)
+        self.problems.append(f"{CONFIG}: {name}: expected a list of integers, got {quoted(value)}")
+        return ()
+
+    def count(self, name: str, default: int = 0) -> int:
+        """Return the integer `name` of 0 or more."""
+        value = self._config.get(name)
+        value = default if value is None else value
+        if type(value) is int and value >= 0:
+            return value
+        self.problems.append(f"{CONFIG}: {name}: expected 0 or more, got {quoted(value)}")
+        return default
+
+    def only(self, name: str, allowed: Sequence[Any], default: Any) -> Any:
+        """Return the value of `name`, which must be one of `allowed`."""
+        value = self._config.get(name)
+        value = default if value is None else value
+        if value in allowed:
+            return value
+        names = ", ".join(map(quoted, allowed))
+        self.problems.append(
+            f"{CONFIG}: {name}: {quoted(value)} is not supported; supported: {names}"
+        )
+        return default
+
+    def present(self, name: str) -> bool:
+        """Whether `name` is there and not null."""
+        return self._config.get(name) is not None
+
+    def require(self, holds: bool, problem: str) -> None:
+        """Add a problem where `holds` is false."""
+        if not holds:
+            self.problems.append(f"{CONFIG}: {problem}")
+
+    def relate(self, holds: bool, problem: str) -> None:
+        """Add a problem where values do not go together; only sound values are compared."""
+        self.require(holds or bool(self.problems), problem)
+
+    def finish(self) -> None:
+        """Raise all problems as one `CheckpointError`, if there are any."""
+        if self.problems:
+            raise CheckpointError(self.problems)
+
+    def _typed(self, name, default, kind, fallback):
+        value = self._config.get(name)
+        value = default if value is None else value
+        wanted = (int, float) if kind is float else (bool,)
+        if type(value) in wanted and math.isfinite(value):
+            return value
+        found = "nothing" if value is None else quoted(value)
+        self.problems.append(f"{CONFIG}: {name}: expected {_KINDS[kind]}, got {found}")
+        return fallback
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one model; static.
+
+    Attributes:
+      frequencies: radians per position of each pair of channels, float32.
+      scale: multiplies cosines and sines.
+      attention_scale: multiplies the attention's logits (DeepSeek's ``mscale_all_dim``).
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+    attention_scale: float = 1.0
+
+
+def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: int) -> Rope:
+    """Read the rotary embedding: ``rope_parameters``, or older ``rope_theta`` and ``rope_scaling``.
+
+    Args:
+      fields: takes the problems.
+      config: the parsed ``config.json``.
+      width: channels that are rotated.
+      positions: max_position_embeddings.
+
+    Source: YaRN, arXiv:2309.00071; `modeling_rope_utils` of transformers for the details.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        fields.require(False, f"rope_parameters: expected an object, got {quoted(given)}")
+        given = {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        fields.require(
+            False,
+            f"rope_type: {quoted(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}",
+        )
+        kind = "default"
+    rope = Fields({"rope_theta": config.get("rope_theta"), **given})
+    theta = rope.number("rope_theta", 10000.0)
+    rope.require(theta > 0, f"rope_theta: expected a positive number, got {theta}")
+    rope.require(
+        rope.number("partial_rotary_factor", 1.0) == 1.0,
+        "partial_rotary_factor: only 1 is supported",
+    )
+    fields.problems += rope.problems
+    if rope.problems:
+        return Rope((1.0,) * (width // 2))
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    frequencies = np.float32(1) / np.float32(theta) ** exponents
+    if kind == "default":
+        return Rope(tuple(frequencies.tolist()))
+    return _yarn(fields, Fields(given), frequencies, theta, positions)
+
+
+def _yarn(fields, given, frequencies, theta, positions):
+    """Slow down the low frequencies by `factor`, keep the high ones, blend between."""
+    factor = given.number("factor")
+    original = given.size("original_max_position_embeddings", default=positions)
+    turns = (given.number("beta_fast", 32.0), given.number("beta_slow", 1.0))
+    mscale = given.number("mscale", 0.0)
+    mscale_all = given.number("mscale_all_dim", 0.0)
+    truncate = given.flag("truncate", True)
+    given.require(factor >= 1, f"rope factor: expected at least 1, got {factor}")
+    given.require(min(turns) > 0, f"beta_fast and beta_slow: expected over 0, got {turns}")
+    default = _mscale(factor, 1.0)
+    if mscale and mscale_all:
+        default = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+    scale = given.number("attention_factor", default)
+    fields.problems += given.problems
+    if given.problems:
+        return Rope(tuple(frequencies.tolist()))
+    width = 2 * len(frequencies)
+
+    def channel(turns):
+        """Return the channel that turns so many times within the original length."""
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(turns[0]), channel(turns[1])
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high = high + 0.001 if low == high else high
+    ramp = np.clip((np.arange(width // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    blended = frequencies / np.float32(factor) * ramp + frequencies * (1 - ramp)
+    attention = _mscale(factor, mscale_all) ** 2 if mscale_all else 1.0
+    return Rope(tuple(blended.astype(np.float32).tolist()), scale, attention)
+
+
+def _mscale(factor, mscale):
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,314 @@
+"""What the decoder models share: norm, rotary embedding, attention, cache, loop of layers."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
+from jax_nvfp4_moe.models.config import Rope
+from jax_nvfp4_moe.nn import (
+    DenseLinear,
+    ModuleProblem,
+    NVFP4Linear,
+    dense,
+    find_problems,
+    precision_for,
+)
+from jax_nvfp4_moe.scheme import Target
+
+_QUERIES = 512  # attended at once, which bounds the memory of the scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the modules of one model are made: what the caller of `load_model` asked for."""
+
+    target: Target
+    scheme: str | None = None
+    backend: str | None = None
+    dtype: Any = jnp.bfloat16
+
+    def module_arguments(self) -> dict[str, Any]:
+        """Return the arguments that all NVFP4 modules take."""
+        return dataclasses.asdict(self) | {"target": self.target}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One row of the table of architectures.
+
+    Attributes:
+      read_config: parsed ``config.json`` -> a frozen dataclass; CheckpointError says what is wrong.
+      build_model: config, weights, settings -> `Decoder`.
+      build_moe: config, layer, weights, settings -> `NVFP4MoE`.
+      moe_prefix: layer -> the module whose tensors `build_moe` asks for.
+    """
+
+    read_config: Callable
+    build_model: Callable
+    build_moe: Callable
+    moe_prefix: Callable[[int], str]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of past tokens.
+
+    Attributes:
+      layers: for each layer, name -> array ``[b, max_length, ...]``.
+      lengths: int32 ``[b]``, valid entries of each row. Entries past it may hold anything.
+    """
+
+    layers: tuple[Mapping[str, jax.Array], ...]
+    lengths: jax.Array
+
+
+class RMSNorm(nnx.Module):
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, float32 inside."""
+
+    def __init__(self, weight: Float[Array, " h"], eps: float):
+        """Make a norm of `weight` ``[h]``."""
+        self.weight = nnx.Param(weight)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
+        """Normalize; the result has the dtype of `x`."""
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normal = (wide * lax.rsqrt(mean + self.eps)).astype(x.dtype)
+        return normal * jnp.expand_dims(self.weight.get_value(), range(x.ndim - 1))
+
+
+class GatedMLP(nnx.Module):
+    """``down(silu(gate(x)) * up(x))``: dense layers and shared experts."""
+
+    def __init__(self, weights, prefix: str, hidden: int, intermediate: int, settings: Settings):
+        """Ask `weights` for the three linears below `prefix`."""
+        self.gate = linear(weights, f"{prefix}.gate_proj", intermediate, hidden, settings)
+        self.up = linear(weights, f"{prefix}.up_proj", intermediate, hidden, settings)
+        self.down = linear(weights, f"{prefix}.down_proj", hidden, intermediate, settings)
+
+    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
+        """Run the three products; the activation is float32."""
+        gate, up = self.gate(x).astype(jnp.float32), self.up(x).astype(jnp.float32)
+        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and feed-forward, each on normalized input and added to the residual stream."""
+
+    def __init__(self, attention_norm: RMSNorm, attention, mlp_norm: RMSNorm, mlp):
+        """Make a layer of its four parts."""
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+
+    def __call__(self, x, positions, entries):
+        """Run the layer on ``x [b, t, h]``; returns the result and the updated cache entries."""
+        with jax.named_scope("attention"):
+            y, entries = self.attention(self.attention_norm(x), positions, entries)
+        x = x + y
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)), entries
+
+
+class Decoder(nnx.Module):
+    """A causal language model: embedding, layers, norm, and logits over the vocabulary.
+
+    Attributes:
+      config: static; has vocab_size, hidden, num_layers, max_positions and eps.
+      dtype: static; of activations, dense weights and cache.
+      layers: of `DecoderLayer`.
+    """
+
+    def __init__(
+        self,
+        config,
+        embedding: Float[Array, "v h"],
+        layers: Sequence[DecoderLayer],
+        norm: RMSNorm,
+        head: Callable | None,
+        settings: Settings,
+    ):
+        """Make a model; `head` None shares the embedding (tied)."""
+        self.config = config
+        self.dtype = jnp.dtype(settings.dtype)
+        self.embedding = nnx.Param(embedding)
+        self.layers = nnx.List(list(layers))
+        self.norm = norm
+        self.head = head
+
+    def init_cache(self, batch: int, max_length: int) -> Cache:
+        """Return an empty cache for `batch` rows of up to `max_length` tokens.
+
+        Raises:
+          ValueError: a size is not positive.
+        """
+        if batch < 1 or max_length < 1:
+            raise ValueError(f"cache: expected positive sizes, got {batch} rows of {max_length}")
+        layers = tuple(
+            {
+                name: jnp.zeros((batch, max_length, *shape), self.dtype)
+                for name, shape in layer.attention.cache_shapes().items()
+            }
+            for layer in self.layers
+        )
+        return Cache(layers, jnp.zeros(batch, jnp.int32))
+
+    def __call__(
+        self,
+        input_ids: Int32[Array, "b t"],
+        cache: Cache | None = None,
+        *,
+        logits_at: Int32[Array, " b"] | None = None,
+    ):
+        """Return float32 logits ``[b, t, vocab]``, and the extended cache where one is given.
+
+        Args:
+          input_ids: not checked: ids lie in the vocabulary.
+          cache: each row's t tokens follow its ``lengths`` valid entries, and lengths grow by t.
+            Not checked: that they fit; tokens past max_length are dropped.
+          logits_at: an index into t for each row: logits of that position alone, ``[b, 1, vocab]``.
+
+        Raises:
+          ValueError: a shape or dtype is wrong.
+        """
+        _check_call(input_ids, cache)
+        b, t = input_ids.shape
+        start = jnp.zeros(b, jnp.int32) if cache is None else cache.lengths
+        positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
+        x = self.embedding.get_value()[input_ids]
+        entries = []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x, entry = layer(x, positions, None if cache is None else cache.layers[index])
+            entries.append(entry)
+        if logits_at is not None:
+            x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1)
+        logits = self._logits(self.norm(x))
+        return logits if cache is None else (logits, Cache(tuple(entries), start + t))
+
+    def _logits(self, x):
+        with jax.named_scope("head"):
+            if self.head is None:
+                return dense(x, self.embedding.get_value())
+            if isinstance(self.head, DenseLinear) and self.head.bias is None:
+                return dense(x, self.head.weight.get_value())
+            return self.head(x).astype(jnp.float32)
+
+    def nvfp4_problems(self):
+        """Return what each NVFP4 module asks of a backend, for `explain`."""
+        found: list[ModuleProblem] = list(find_problems(self))
+        return found
+
+
+def _check_call(input_ids, cache):
+    if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"input_ids: expected integers [b, t], got {input_ids.dtype.name} {input_ids.shape}"
+        )
+    if cache is None:
+        return
+    rows, length = jax.tree.leaves(cache.layers)[0].shape[:2]
+    if input_ids.shape[0] != rows or input_ids.shape[1] > length:
+        raise ValueError(
+            f"input_ids: expected [{rows}, t] with t of at most {length}, as the cache has; "
+            f"got {input_ids.shape}"
+        )
+
+
+def linear(weights, prefix: str, n: int, k: int, settings: Settings, bias: bool | None = False):
+    """Make the linear `prefix` ``[n, k]``, quantized or dense as the file has it."""
+    found: LinearWeights = weights.linear(prefix, n, k, bias=bias)
+    if found.declared is None:
+        return DenseLinear(found.weight, found.bias, dtype=settings.dtype)
+    return NVFP4Linear(
+        k,
+        n,
+        weight=found.weight,
+        bias=found.bias,
+        input_scale=found.input_scale,
+        declared=found.declared,
+        **settings.module_arguments(),
+    )
+
+
+def norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
+    """Make the norm `prefix` of `width` channels."""
+    return RMSNorm(weights.array(f"{prefix}.weight", (width,)), eps)
+
+
+def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rope):
+    """Rotate channel pairs ``(i, i + d/2)`` by ``position * frequency_i``, in float32."""
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(
+        rope.frequencies, jnp.float32
+    ).reshape(1, 1, -1)
+    cos, sin = (f(angles)[:, :, None, :] * rope.scale for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
+
+
+def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t ..."]):
+    """Write `new` into the cache `entries` at `positions`; those past the end are dropped.
+
+    Returns:
+      The arrays to attend to, all entries or without a cache just `new`, and the entries.
+    """
+    if entries is None:
+        return new, None
+    row = jnp.arange(positions.shape[0])[:, None]
+    written = {
+        name: entries[name].at[row, positions].set(value, mode="drop", unique_indices=True)
+        for name, value in new.items()
+    }
+    return written, written
+
+
+def attend(
+    q: Float[Array, "b t n d"],
+    k: Float[Array, "b s m d"],
+    v: Float[Array, "b s m dv"],
+    positions: Int32[Array, "b t"],
+    scale: float,
+) -> Float[Array, "b t n dv"]:
+    """Attend causally: the query at position p sees keys 0 to p; softmax in float32.
+
+    ``y = softmax(scale * q @ k.T) @ v`` for each head, n / m query heads to a key head.
+    """
+    b, t = positions.shape
+    if t <= _QUERIES:
+        return _attend(q, k, v, positions, scale)
+    padded = -(-t // _QUERIES) * _QUERIES
+
+    def split(x):
+        x = jnp.pad(x, [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, -1, _QUERIES, *x.shape[2:]), 1, 0)
+
+    y = lax.map(
+        lambda piece: _attend(piece[0], k, v, piece[1], scale), (split(q), split(positions))
+    )
+    return jnp.moveaxis(y, 0, 1).reshape(b, padded, *y.shape[3:])[:, :t]
+
+
+def _attend(q, k, v, positions, scale):
+    (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
+    precision = precision_for(q.dtype)
+    grouped = q.reshape(b, t, m, n // m, d)
+    scores = jnp.einsum(
+        "btmgd,bsmd->bmgts", grouped, k, precision=precision, preferred_element_type=jnp.float32
+    )
+    visible: Bool[Array, "b t s"] = jnp.arange(s)[None, None, :] <= positions[:, :, None]
+    scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    y = jnp.einsum(
+        "bmgts,bsmd->btmgd", weights, v, precision=precision, preferred_element_type=jnp.float32
+    )
+    return y.reshape(b, t, n, v.shape[-1]).astype(q.dtype)

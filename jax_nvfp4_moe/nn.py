@@ -1,0 +1,399 @@
+"""Flax NNX modules with NVFP4 weights: `NVFP4MoE`, `NVFP4Linear`, and a dense linear beside them.
+
+A module settles three things when it is made, and keeps them as static attributes: its scheme
+(what the numbers are), its target (which device) and its dtype. Its weights are put into the
+layout of the backend that will read them, so a call converts nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int, Int32
+
+from jax_nvfp4_moe.activations import find_activation
+from jax_nvfp4_moe.backends.choice import log_scheme
+from jax_nvfp4_moe.ops.grouped_gemm import linear
+from jax_nvfp4_moe.ops.moe import DTYPES, moe_mlp
+from jax_nvfp4_moe.ops.prepare import prepare, prepare_linear
+from jax_nvfp4_moe.routing import Router, route
+from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
+from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor, quantize
+
+# What `explain` asks a module for: path, problem, declared scheme, asked scheme, asked backend.
+ModuleProblem = tuple[str, Problem, Scheme, str | None, str | None]
+
+
+class NVFP4Param(nnx.Variable):
+    """Frozen quantized state: an `NVFP4Tensor`, `MoEParams` or a scale.
+
+    Its own class and no `nnx.Param`, so that optimizers, `nnx.grad` and LoRA pass it by.
+    """
+
+
+class RouterCorrection(nnx.Variable):
+    """A bias that moves the choice of experts alone; set by load balancing, not by gradients."""
+
+
+def precision_for(dtype) -> lax.Precision:
+    """Return the precision of dense products: full in float32, the device's default below."""
+    return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else lax.Precision.DEFAULT
+
+
+def find_problems(module: nnx.Module) -> Iterator[ModuleProblem]:
+    """Return what each NVFP4 module inside `module` asks of a backend, with its path."""
+    for path, part in nnx.iter_modules(module):
+        if isinstance(part, (NVFP4Linear, NVFP4MoE)):
+            yield (".".join(map(str, path)), *part.own_problem())
+
+
+class _Settled(nnx.Module):
+    """What an NVFP4 module settles at construction."""
+
+    def _settle(self, declared, scheme, target, backend, dtype):
+        self.dtype = jnp.dtype(dtype)
+        if self.dtype.name not in DTYPES:
+            raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {self.dtype.name}")
+        self.declared = Scheme(declared)
+        self.asked = None if scheme is None else str(scheme)
+        self.target = target or Target.current()
+        self.backend = backend
+        self.scheme, why = choose_scheme(self.declared, scheme, self.target)
+        log_scheme(self.declared, self.scheme, why)
+
+    def _op_arguments(self):
+        return {"scheme": self.scheme, "target": self.target, "backend": self.backend}
+
+    def nvfp4_problems(self) -> Iterator[ModuleProblem]:
+        """Return what this module and those inside it ask of a backend, for `explain`."""
+        return find_problems(self)
+
+
+class NVFP4Linear(_Settled):
+    """A linear with an NVFP4 matrix: ``y = x @ dequantize(weight).T + bias``.
+
+    Attributes:
+      weight: `NVFP4Param` of an `NVFP4Tensor` ``[n, k]``, in the layout of its backend.
+      bias: `nnx.Param` ``[n]``, or None.
+      input_scale: `NVFP4Param` of the activations' float32 global scale, or None.
+      scheme, target, dtype: static; see the constructor.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        weight: NVFP4Tensor | None = None,
+        bias: Float[Array, " n"] | None = None,
+        input_scale: Float[Array, ""] | None = None,
+        declared: Scheme | str = Scheme.W4A16,
+        scheme: Scheme | str | None = None,
+        target: Target | None = None,
+        backend: str | None = None,
+        dtype=jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ):
+        """Make a linear of ``k = in_features`` and ``n = out_features``.
+
+        Args:
+          in_features, out_features: k, a multiple of 16, and n.
+          use_bias: whether to make a bias of zeros where none is given.
+          weight: ``[n, k]``; random where it is None and `rngs` is given, else zeros.
+          bias: ``[n]``.
+          input_scale: needed by scheme w4a4.
+          declared: what the checkpoint says of this module: "w4a16" or "w4a4".
+          scheme: as for `ops.linear`.
+          target: the device to run on; the current one where None.
+          backend: name of a record, or None to choose.
+          dtype: of the result; inputs are cast to it.
+          rngs: where random weights come from (stream "params").
+
+        Raises:
+          ValueError: a shape disagrees, or the scheme is unknown or lacks input scales.
+          NoBackendError: no backend fits.
+        """
+        self._settle(declared, scheme, target, backend, dtype)
+        shape = (out_features, in_features)
+        if weight is None:
+            weight = _fresh(shape, rngs)
+        _check_shape("weight", weight.shape, shape)
+        self.weight = NVFP4Param(
+            prepare_linear(weight, scheme=self.scheme, target=self.target, backend=backend)
+        )
+        if bias is None and use_bias:
+            bias = jnp.zeros(out_features, self.dtype)
+        self.bias = None if bias is None else nnx.Param(bias)
+        self.input_scale = _optional(input_scale)
+
+    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
+        """Multiply; `x` is cast to the module's dtype, which the result has."""
+        return linear(
+            x.astype(self.dtype),
+            self.weight.get_value(),
+            input_scale=_value(self.input_scale),
+            bias=_value(self.bias),
+            **self._op_arguments(),
+        )
+
+    def own_problem(self) -> tuple[Problem, Scheme, str | None, str | None]:
+        """Return what the product asks of a backend."""
+        n, k = self.weight.get_value().shape
+        problem = Problem(
+            "grouped_gemm", self.scheme, self.target, self.dtype.name, hidden=k, intermediate=n
+        )
+        return problem, self.declared, self.asked, self.backend
+
+
+class NVFP4MoE(_Settled):
+    """A mixture-of-experts block with NVFP4 experts.
+
+    ``y = latent_out(experts(latent_in(x), *route(x))) + shared_gate * shared_experts(x)``, each
+    part but the router and the experts optional.
+
+    Attributes:
+      params: `NVFP4Param` of `MoEParams`, in the layout of its backend.
+      router_weight: `nnx.Param` ``[e, h]``; router logits are float32.
+      router_bias: `RouterCorrection` ``[e]``, or None.
+      router: static `routing.Router`.
+      activation: static `activations.ActivationCall`.
+      scheme, target, dtype: static; see the constructor.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        top_k: int | None = None,
+        router: Router | None = None,
+        activation: str = "silu",
+        alpha: float | None = None,
+        beta: float | None = None,
+        limit: float | None = None,
+        params: MoEParams | None = None,
+        router_weight: Float[Array, "e h"] | None = None,
+        router_bias: Float[Array, " e"] | None = None,
+        shared_experts: Callable | None = None,
+        shared_gate: Callable | None = None,
+        latent: int | None = None,
+        latent_in: Callable | None = None,
+        latent_out: Callable | None = None,
+        declared: Scheme | str = Scheme.W4A16,
+        scheme: Scheme | str | None = None,
+        target: Target | None = None,
+        backend: str | None = None,
+        dtype=jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ):
+        """Make a block of `num_experts` experts `intermediate` wide, on tokens `hidden` wide.
+
+        Args:
+          num_experts, hidden, intermediate: sizes; the last two multiples of 16.
+          top_k: experts per token; short for ``router=Router(top_k)``.
+          router: how tokens choose; one of `top_k` and `router` is needed.
+          activation, alpha, beta, limit: as for `ops.moe_mlp`.
+          params: the experts; random where None and `rngs` is given, else zeros.
+          router_weight: ``[e, h]``; made as `params` is where None.
+          router_bias: correction of the choice ``[e]`` (e_score_correction_bias), or None.
+          shared_experts: called with `x [..., h]`, added to the routed experts.
+          shared_gate: called with `x`; its sigmoid ``[..., 1]`` multiplies the shared experts.
+          latent: width that the routed experts see where it is not `hidden`.
+          latent_in, latent_out: ``[..., h] -> [..., latent]`` and back; needed with `latent`.
+          declared: what the checkpoint says of the experts: "w4a16" or "w4a4".
+          scheme, target, backend: as for `ops.moe_mlp`.
+          dtype: of the result; inputs are cast to it.
+          rngs: where random weights come from (stream "params").
+
+        Raises:
+          ValueError: sizes disagree, or an argument is unknown.
+          NoBackendError: no backend fits.
+        """
+        self._settle(declared, scheme, target, backend, dtype)
+        self.router = _one_router(top_k, router)
+        self.activation = find_activation(activation, alpha, beta, limit)
+        if (latent is None) != (latent_in is None) or (latent is None) != (latent_out is None):
+            raise ValueError("latent: expected latent, latent_in and latent_out together or none")
+        width = hidden if latent is None else latent
+        if params is None:
+            params = _fresh_experts(
+                num_experts, width, intermediate, self.activation.row.gated, rngs
+            )
+        sizes = (params.num_experts, params.hidden, params.intermediate)
+        _check_shape("params", sizes, (num_experts, width, intermediate))
+        params = prepare(params, **self._op_arguments())
+        self.params = NVFP4Param(params)
+        if router_weight is None:
+            router_weight = _random((num_experts, hidden), rngs).astype(self.dtype)
+        _check_shape("router_weight", router_weight.shape, (num_experts, hidden))
+        self.router_weight = nnx.Param(router_weight)
+        if router_bias is not None:
+            _check_shape("router_bias", router_bias.shape, (num_experts,))
+        self.router_bias = None if router_bias is None else RouterCorrection(router_bias)
+        self.shared_experts, self.shared_gate = shared_experts, shared_gate
+        self.latent_in, self.latent_out = latent_in, latent_out
+
+    def route(
+        self, x: Float[Array, "... h"]
+    ) -> tuple[Int32[Array, "... k"], Float[Array, "... k"]]:
+        """Choose the experts of each token, best first, and their float32 weights.
+
+        Logits are ``x @ router_weight.T`` in float32; see `routing.route` for what follows.
+        """
+        with jax.named_scope("router"):
+            rows = x.reshape(-1, x.shape[-1]).astype(self.dtype).astype(jnp.float32)
+            weight = self.router_weight.get_value().astype(jnp.float32)
+            logits = jnp.matmul(rows, weight.T, precision=lax.Precision.HIGHEST)
+            ids, weights = route(self.router, logits, _value(self.router_bias))
+            lead = (*x.shape[:-1], self.router.top_k)
+            return ids.reshape(lead), weights.reshape(lead)
+
+    def experts(
+        self,
+        x: Float[Array, "... h"],
+        expert_ids: Int[Array, "... k"],
+        expert_weights: Float[Array, "... k"],
+    ) -> Float[Array, "... h"]:
+        """Run the routed experts alone; `ops.moe_mlp` with this block's weights.
+
+        Args:
+          x: tokens, as wide as the experts: ``latent`` where there is one.
+          expert_ids: an id of -1 or out of range contributes nothing.
+          expert_weights: of the same shape.
+        """
+        call = self.activation
+        with jax.named_scope("experts"):
+            y = moe_mlp(
+                x.reshape(-1, x.shape[-1]).astype(self.dtype),
+                self.params.get_value(),
+                expert_ids.reshape(-1, expert_ids.shape[-1]),
+                expert_weights.reshape(-1, expert_weights.shape[-1]),
+                activation=call.name,
+                alpha=call.alpha if call.row.parametrised else None,
+                beta=call.beta if call.row.parametrised else None,
+                limit=call.limit,
+                weight_on_input=self.router.weight_on_input,
+                **self._op_arguments(),
+            )
+            return y.reshape(x.shape)
+
+    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
+        """Run the whole block; `x` is cast to the module's dtype, which the result has."""
+        x = x.astype(self.dtype)
+        chosen = self.route(x)
+        if self.latent_in is None or self.latent_out is None:
+            y = self.experts(x, *chosen)
+        else:
+            y = self.latent_out(self.experts(self.latent_in(x), *chosen)).astype(self.dtype)
+        if self.shared_experts is None:
+            return y
+        with jax.named_scope("shared_experts"):
+            shared = self.shared_experts(x)
+            if self.shared_gate is not None:
+                shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
+        return y + shared.astype(self.dtype)
+
+    def own_problem(self) -> tuple[Problem, Scheme, str | None, str | None]:
+        """Return what the routed experts ask of a backend."""
+        params = self.params.get_value()
+        problem = Problem(
+            "moe_mlp",
+            self.scheme,
+            self.target,
+            self.dtype.name,
+            params.num_experts,
+            self.router.top_k,
+            params.hidden,
+            params.intermediate,
+            self.activation.name,
+        )
+        return problem, self.declared, self.asked, self.backend
+
+
+class DenseLinear(nnx.Module):
+    """A linear that is not quantized: ``y = x @ weight.T + bias``, float32 sums.
+
+    Attributes:
+      weight: `nnx.Param` ``[n, k]`` in the module's dtype.
+      bias: `nnx.Param` ``[n]``, or None.
+    """
+
+    def __init__(
+        self,
+        weight: Float[Array, "n k"],
+        bias: Float[Array, " n"] | None = None,
+        *,
+        dtype=jnp.bfloat16,
+    ):
+        """Make a linear of `weight` ``[n, k]`` and `bias` ``[n]``, both cast to `dtype`."""
+        self.dtype = jnp.dtype(dtype)
+        self.weight = nnx.Param(jnp.asarray(weight, self.dtype))
+        self.bias = None if bias is None else nnx.Param(jnp.asarray(bias, self.dtype))
+
+    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
+        """Multiply; `x` is cast to the module's dtype, which the result has."""
+        y = dense(x.astype(self.dtype), self.weight.get_value())
+        if self.bias is not None:
+            bias = self.bias.get_value().astype(jnp.float32)
+            y = y + jnp.expand_dims(bias, range(y.ndim - 1))
+        return y.astype(self.dtype)
+
+
+def dense(x: Float[Array, "... k"], weight: Float[Array, "n k"]) -> Float[Array, "... n"]:
+    """Return ``x @ weight.T`` of one dtype, summed and returned in float32."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(
+        x,
+        weight,
+        contract,
+        precision=precision_for(weight.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _value(variable):
+    return None if variable is None else variable.get_value()
+
+
+def _optional(value):
+    return None if value is None else NVFP4Param(jnp.asarray(value, jnp.float32))
+
+
+def _check_shape(name, shape, expected):
+    if tuple(shape) != tuple(expected):
+        raise ValueError(f"{name}: expected sizes {tuple(expected)}, got {tuple(shape)}")
+
+
+def _one_router(top_k, router):
+    if (top_k is None) == (router is None):
+        raise ValueError(f"router: expected one of top_k and router, got {top_k} and {router}")
+    return Router(top_k) if router is None else router
+
+
+def _random(shape, rngs):
+    """Return float32 normal values of variance ``1 / k``, or zeros without `rngs`."""
+    if rngs is None:
+        return jnp.zeros(shape, jnp.float32)
+    return jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[-1])
+
+
+def _fresh(shape, rngs):
+    return quantize(_random(shape, rngs))
+
+
+def _fresh_experts(num_experts, hidden, intermediate, gated, rngs):
+    """Return random experts, gate and up with a global scale each, as exporters make them."""
+    halves = 2 if gated else 1
+    apart = _fresh((num_experts, halves, intermediate, hidden), rngs)
+    rows = halves * intermediate
+    gate_up = NVFP4Tensor(
+        apart.packed.reshape(num_experts, rows, hidden // 2),
+        apart.block_scale.reshape(num_experts, rows, hidden // 16),
+        apart.global_scale if gated else apart.global_scale[:, 0],
+    )
+    return MoEParams(gate_up, _fresh((num_experts, hidden, intermediate), rngs))

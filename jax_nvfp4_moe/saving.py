@@ -1,0 +1,135 @@
+"""Save modules with their weights as they are, in a kernel's layout, and restore them: with Orbax.
+
+A folder holds ``arrays``, written by Orbax's `StandardCheckpointer`, and ``layouts.json``, which
+says in which layout, and which version of it, each NVFP4 weight stands. A module that expects
+another is refused, since the same bytes would mean other numbers.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.folder import read_json
+from jax_nvfp4_moe.layouts import find_layout
+from jax_nvfp4_moe.tensor import NVFP4Tensor
+
+ARRAYS = "arrays"
+LAYOUTS = "layouts.json"
+_VERSION = 1
+
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+def save_prepared(folder: str | pathlib.Path, module: nnx.Module) -> None:
+    """Save all variables of `module`.
+
+    Args:
+      folder: must not exist, or be empty.
+      module: of this package, or any with modules of it inside.
+
+    Raises:
+      ValueError: `folder` is not empty.
+      ImportError: orbax-checkpoint is not installed.
+    """
+    import orbax.checkpoint  # on demand: heavy, and needed nowhere else
+
+    folder = pathlib.Path(folder).resolve()
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"folder: expected an empty or a new one, got {folder}")
+    arrays = {name: leaf for _, leaves in _leaves(module) for name, leaf in leaves}
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / ARRAYS, arrays)
+    # Last: a folder without it was not finished.
+    (folder / LAYOUTS).write_text(json.dumps(_description(module), indent=1), encoding="utf-8")
+
+
+def restore_prepared(folder: str | pathlib.Path, like: Module) -> Module:
+    """Restore what `save_prepared` wrote.
+
+    Args:
+      folder: where it is.
+      like: a module of the same structure, or ``nnx.eval_shape(lambda: ...)`` of one, which takes
+        no memory. Made for the same backend, so that it expects the same layouts.
+
+    Returns:
+      A module like `like` with the saved values.
+
+    Raises:
+      CheckpointError: the folder is incomplete, or names, shapes, dtypes, layouts or their
+        versions differ; lists all.
+      ImportError: orbax-checkpoint is not installed.
+    """
+    import orbax.checkpoint
+
+    folder = pathlib.Path(folder).resolve()
+    _check(read_json(folder, LAYOUTS), _description(like), folder)
+    variables = _leaves(like)
+    abstract = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for _, leaves in variables
+        for name, leaf in leaves
+    }
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        arrays = checkpointer.restore(folder / ARRAYS, abstract)
+    graph, state = nnx.split(like)
+    restored = []
+    for (path, variable), (_, leaves) in zip(nnx.to_flat_state(state), variables, strict=True):
+        structure = jax.tree.structure(variable.get_value())
+        value = jax.tree.unflatten(structure, [arrays[name] for name, _ in leaves])
+        restored.append((path, variable.replace(value)))
+    return nnx.merge(graph, nnx.from_flat_state(restored))
+
+
+def _leaves(module) -> list[tuple[str, list[tuple[str, Any]]]]:
+    """Return for each variable its path, and name -> array of all that it holds."""
+    found = []
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        name = "/".join(map(str, path))
+        leaves = jax.tree.leaves_with_path(variable.get_value())
+        found.append((name, [(name + jax.tree_util.keystr(keys), leaf) for keys, leaf in leaves]))
+    return found
+
+
+def _description(module) -> dict[str, Any]:
+    """Return what must agree between the saved and the restored module; plain JSON."""
+    arrays = {
+        name: [leaf.dtype.name, *leaf.shape]
+        for _, leaves in _leaves(module)
+        for name, leaf in leaves
+    }
+    layouts = {
+        name: [tensor.layout, find_layout(tensor.layout).version, tensor.rows]
+        for name, tensor in _tensors(module)
+    }
+    return {"version": _VERSION, "layouts": layouts, "arrays": arrays}
+
+
+def _tensors(module) -> Iterator[tuple[str, NVFP4Tensor]]:
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        values = jax.tree.leaves_with_path(
+            variable.get_value(), is_leaf=lambda value: isinstance(value, NVFP4Tensor)
+        )
+        for keys, value in values:
+            if isinstance(value, NVFP4Tensor):
+                yield "/".join(map(str, path)) + jax.tree_util.keystr(keys), value
+
+
+def _check(saved, expected, folder):
+    problems = []
+    if saved.get("version") != _VERSION:
+        problems.append(f"{LAYOUTS}: expected version {_VERSION}, got {saved.get('version')!r}")
+    for kind, what in (("layouts", "layout, version and rows"), ("arrays", "dtype and shape")):
+        here, there = expected[kind], saved.get(kind)
+        there = there if isinstance(there, dict) else {}
+        for name in sorted({*here, *there}):
+            if here.get(name) != there.get(name):
+                problems.append(
+                    f"{name}: {what}: expected {here.get(name)}, saved {there.get(name)}"
+                )
+    if problems:
+        raise CheckpointError(problems, str(folder))

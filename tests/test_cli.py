@@ -1,0 +1,149 @@
+"""The command line: results alone on standard output, one message and status 2 for an error."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config, reference_facts
+
+from jax_nvfp4_moe import cli
+from jax_nvfp4_moe.inspection import TARGETS
+
+GREEDY = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]["w4a16_greedy"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command line in this process; returns status, standard output, standard error."""
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return stopped.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+def test_generate_streams_the_prompt_and_its_continuation(run):
+    exact = ("--temperature", 0, "--dtype", "float32", "--scheme", "w4a16")
+    new = ("--max-new-tokens", 48)
+    status, out, err = run("generate", EXAMPLE, "--prompt", GREEDY["prompt"], *new, *exact)
+    assert status == 0
+    assert out == GREEDY["text"] + "\n"
+    assert "tokens/s" in err
+
+
+def test_generate_without_arguments_runs_the_example(run):
+    status, out, _ = run("generate", "--max-new-tokens", 3)
+    assert status == 0
+    assert out.startswith(cli.PROMPT)
+    assert len(out) > len(cli.PROMPT) + 1
+
+
+def test_a_seed_decides_a_sample(run):
+    options = ("--max-new-tokens", 12, "--temperature", 1.2, "--top-p", 0.9)
+    texts = [run("generate", *options, "--seed", seed)[1] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_chat_prints_the_answer_alone(run, tmp_path):
+    folder = copy_with_config(EXAMPLE, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("# {{ messages[0].content }}\nimport")
+    status, out, _ = run("generate", folder, "--chat", "--prompt", "A test.", "--max-new-tokens", 4)
+    assert status == 0
+    assert out.strip()
+    assert "A test." not in out
+
+
+def test_eval_prints_one_json_object(run):
+    status, out, err = run(
+        "eval", EXAMPLE, "--text", EXAMPLE_REFERENCE / "heldout.txt", "--window", 64,
+        "--skip-tokens", 4096, "--max-windows", 3,
+    )  # fmt: skip
+    assert status == 0
+    (line,) = out.splitlines()
+    result = json.loads(line)
+    assert 0 < result["mean_cross_entropy"] < 5
+    assert (result["windows"], result["window"], result["skip_tokens"]) == (3, 64, 4096)
+    assert "tokens/s" in err
+
+
+def test_inspect_reads_headers_alone(run, tmp_path):
+    """A copy whose tensors are all zeros inspects the same: NaN scales would fail a load."""
+    source = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
+    folder = copy_with_config(source, tmp_path / "m")
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    header = 8 + int.from_bytes(raw[:8], "little")
+    raw[header:] = b"\xff" * (len(raw) - header)
+    (folder / "model.safetensors").write_bytes(raw)
+    status, out, err = run("inspect", folder)
+    assert status == 0
+    assert err == ""
+    assert "16 experts 256 > 96, top 4; NVFP4 w4a4" in out
+    assert "layers.*.mlp.shared_experts.down" in out
+    for target in TARGETS:
+        assert f"\n{target}\n" in out
+    blackwell = out[out.index("cuda 10.0\n") : out.index("cuda 12.0\n")]
+    assert "scheme  w4a4: the checkpoint declares w4a4 and cuda 10.0 has FP4 tensor" in blackwell
+    assert "backend moe_w4a4_sm100" in blackwell
+    hopper = out[out.index("cuda 9.0\n") : out.index("cuda 10.0\n")]
+    assert "scheme  w4a16" in hopper
+    assert "backend moe_w4a16_sm90" in hopper
+    assert "not moe_w4a4_sm100: needs compute capability in [10.0, 11.0)" in hopper
+    assert run("eval", folder, "--text", folder / "config.json")[0] == 2
+
+
+def test_bench_prints_a_table(run):
+    sizes = ("--experts", 4, "--hidden", 64, "--intermediate", 32, "--top-k", 2)
+    status, out, _ = run("bench", *sizes, "--tokens", "1,3", "--backend", "reference")
+    assert status == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows] == ["tokens", "1", "3"]
+    assert all(float(row[1]) > 0 for row in rows[1:])
+    assert rows[1][-1] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "/nowhere"], "'/nowhere' is not a folder"),
+        (["eval", EXAMPLE, "--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
+        (["generate", "/nowhere"], "'tokenizer.json' is missing"),
+        (["generate", EXAMPLE, "--scheme", "w8a8"], "scheme: expected"),
+        (["generate", EXAMPLE, "--dtype", "int8"], "dtype: expected"),
+        (["generate", EXAMPLE, "--backend", "moe_w4a16_sm90"], "backend 'moe_w4a16_sm90' cannot"),
+        (["generate", EXAMPLE, "--prompt", ""], "at least one token"),
+        (["generate", EXAMPLE, "--top-p", "2"], "top_p: expected"),
+        (["generate", EXAMPLE, "--chat"], "no chat template"),
+        (["bench", "--tokens", "1,x"], "tokens: expected positive numbers"),
+        (["quantize"], "No such command"),
+        (["eval", EXAMPLE], "Missing option"),
+    ],
+)
+def test_errors_are_one_message_and_status_2(run, arguments, message):
+    status, out, err = run(*arguments)
+    assert status == 2
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_out_of_memory_names_the_tensor_and_its_size(run, monkeypatch):
+    def full(value):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr("jax_nvfp4_moe.models.loading.jax.device_put", full)
+    status, _, err = run("generate", EXAMPLE, "--dtype", "float32")
+    assert status == 2
+    assert "out of memory on cpu: 4.0 MiB for model.embed_tokens.weight" in err
+
+
+def test_a_process_of_its_own():
+    command = [sys.executable, "-m", "jax_nvfp4_moe", "inspect", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: '/nowhere' is not a folder; expected a checkpoint's folder\n"

@@ -1,0 +1,116 @@
+"""The public names and their arguments: other code calls them as they are here."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jax_nvfp4_moe as nvfp4
+
+SIGNATURES = {
+    "load_model": "path, *, scheme=None, dtype=bfloat16, backend=None, mesh=None",
+    "load_moe": "path, layer, *, scheme=None, dtype=bfloat16, backend=None",
+    "generate": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
+    "top_p=1.0, stop_ids=(), key=None",
+    "quantize": "x, global_scale=None",
+    "prepare": "params, *, scheme=None, target=None, backend=None",
+    "ops.grouped_gemm": "x, weight, group_sizes, *, input_scale=None, scheme=None, target=None, "
+    "backend=None",
+    "ops.linear": "x, weight, *, input_scale=None, bias=None, scheme=None, target=None, "
+    "backend=None",
+    "ops.quantize_nvfp4": "x, *, global_scale=None, scale_layout='linear', target=None, "
+    "backend=None",
+    "testing.random_moe_params": "key, *, num_experts, hidden, intermediate, gated=True",
+    "NVFP4Tensor.from_packed": "packed, block_scale, global_scale",
+    "Target": "platform, compute_capability=None",
+}
+
+
+def find(name):
+    value = nvfp4
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def spelled(parameter):
+    if parameter.default is parameter.empty:
+        return parameter.name
+    default = parameter.default
+    return f"{parameter.name}={'bfloat16' if default is jnp.bfloat16 else repr(default)}"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    parameters = inspect.signature(find(name)).parameters.values()
+    words = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        words.append(spelled(parameter))
+    assert ", ".join(words) == SIGNATURES[name]
+
+
+def test_the_op_of_the_experts():
+    parameters = inspect.signature(nvfp4.ops.moe_mlp).parameters
+    words = list(parameters)
+    assert words[:4] == ["x", "params", "expert_ids", "expert_weights"]
+    assert words[4:8] == ["scheme", "target", "backend", "activation"]
+    assert parameters["activation"].default == "silu"
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[4:])
+
+
+def test_errors_are_value_errors():
+    assert issubclass(nvfp4.CheckpointError, ValueError)
+    assert issubclass(nvfp4.NoBackendError, ValueError)
+
+
+def test_schemes_are_strings():
+    assert [str(s) for s in nvfp4.Scheme] == [
+        "w4a16",
+        "w4a4",
+        "w4a4_unit_scale",
+        "w4a4_token_scale",
+    ]
+
+
+def test_attributes_of_the_weights():
+    params = nvfp4.testing.random_moe_params(
+        jax.random.key(0), num_experts=2, hidden=32, intermediate=16
+    )
+    assert isinstance(params, nvfp4.MoEParams)
+    tensor = params.gate_up
+    assert isinstance(tensor, nvfp4.NVFP4Tensor)
+    assert (
+        tensor.shape == tensor.codes.shape == tensor.dequantize(jnp.bfloat16).shape == (2, 32, 32)
+    )
+    assert (tensor.packed.shape, tensor.packed.dtype) == ((2, 32, 16), jnp.uint8)
+    assert (tensor.block_scale.shape, tensor.block_scale.dtype) == ((2, 32, 2), jnp.float8_e4m3fn)
+    assert tensor.codes.dtype == jnp.float4_e2m1fn
+    assert tensor.global_scale.dtype == jnp.float32
+    assert tensor.layout == "canonical"
+    assert tensor.nbytes == 2 * (32 * 16 + 32 * 2) + tensor.global_scale.nbytes
+    for name in ("down_input_scale", "gate_up_input_scale"):
+        assert getattr(params, name).shape == (2,)
+    assert params.gate_up_bias is params.down_bias is None
+
+
+def test_what_explain_returns():
+    problem = nvfp4.Problem(
+        "moe_mlp", nvfp4.Scheme.W4A16, nvfp4.Target(platform="cuda", compute_capability=(9, 0))
+    )
+    choice = nvfp4.explain(problem)
+    assert isinstance(choice, nvfp4.Choice)
+    assert (choice.scheme, choice.backend) == ("w4a16", "moe_w4a16_sm90")
+    assert "moe_w4a4_sm100" in choice.reasons
+    assert isinstance(nvfp4.Target.current(), nvfp4.Target)
+
+
+def test_modules_are_flax_modules():
+    for module in (nvfp4.NVFP4MoE, nvfp4.NVFP4Linear):
+        assert issubclass(module, nnx.Module)
+        assert inspect.signature(module.__init__).parameters["rngs"].default is None
+    for method in ("route", "experts", "__call__"):
+        assert callable(getattr(nvfp4.NVFP4MoE, method))

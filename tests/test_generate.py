@@ -1,0 +1,204 @@
+"""Generation: the tool's own greedy text, rows as if alone, one compilation for all calls."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
+
+from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe.generate import Sampling, _choose, stream
+from jax_nvfp4_moe.models.decoder import Decoder
+from jax_nvfp4_moe.tokenizer import load_tokenizer
+
+GREEDY = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]["w4a16_greedy"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(EXAMPLE)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(EXAMPLE, scheme="w4a16", dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer):
+    return tokenizer.encode(GREEDY["prompt"])[None]
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Shapes of input_ids that the model was traced with."""
+    seen, original = [], Decoder.__call__
+
+    def counted(self, input_ids, *rest, **named):
+        seen.append(input_ids.shape)
+        return original(self, input_ids, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "__call__", counted)
+    jax.clear_caches()
+    return seen
+
+
+def test_the_greedy_text_of_the_tool(model, tokenizer, prompt):
+    expected = GREEDY["token_ids"]
+    new = len(expected) - prompt.shape[1]
+    tokens = np.asarray(generate(model, prompt, max_new_tokens=new))
+    assert tokens.shape == (1, new)
+    assert tokens.dtype == np.int32
+    assert [*prompt[0], *tokens[0]] == expected
+    assert GREEDY["prompt"] + tokenizer.decode(tokens[0]) == GREEDY["text"]
+
+
+def test_generation_without_a_cache_says_the_same(model, prompt):
+    tokens = np.asarray(generate(model, prompt, max_new_tokens=6))
+    logits = model(jnp.asarray(np.concatenate([prompt, tokens], axis=1)))
+    likeliest = jnp.argmax(logits, axis=-1)[:, prompt.shape[1] - 1 : -1]
+    np.testing.assert_array_equal(tokens, likeliest)
+
+
+def test_no_compilation_for_a_token_or_a_call(traces, model, prompt):
+    generate(model, prompt, max_new_tokens=20)
+    assert traces == [(1, 32), (1, 1)]
+    generate(model, prompt[:, 3:], max_new_tokens=48)
+    generate(model, prompt, max_new_tokens=5, stop_ids=())
+    assert len(list(stream(model, prompt, max_new_tokens=7))) == 7
+    key = jax.random.key(0)
+    generate(model, prompt, max_new_tokens=5, temperature=0.5, key=key)
+    assert len(traces) == 4  # sampling is another program
+    generate(model, prompt, max_new_tokens=9, temperature=0.7, key=jax.random.key(1))
+    assert len(traces) == 4
+
+
+def test_unequal_prompts_come_out_as_if_alone(model, prompt):
+    t = prompt.shape[1]
+    lengths = np.array([t, 5, 1])
+    batch = np.full((3, t), 7, np.int32)
+    for row, length in enumerate(lengths):
+        batch[row, :length] = prompt[0, :length]
+    together = generate(model, batch, max_new_tokens=12, lengths=lengths)
+    for row, length in enumerate(lengths):
+        alone = generate(model, prompt[:, :length], max_new_tokens=12)
+        np.testing.assert_array_equal(together[row], alone[0])
+
+
+def test_what_stands_behind_a_prompt_is_not_read(model, prompt):
+    padded = np.concatenate([prompt, np.full((1, 9), 1 << 30, np.int32)], axis=1)
+    lengths = [prompt.shape[1]]
+    np.testing.assert_array_equal(
+        generate(model, padded, max_new_tokens=4, lengths=lengths),
+        generate(model, prompt, max_new_tokens=4),
+    )
+
+
+def test_a_stop_id_ends_its_row_and_repeats(model, prompt):
+    both = np.concatenate([prompt, prompt[:, ::-1]])
+    free = np.asarray(generate(model, both, max_new_tokens=10))
+    stop = int(free[0, 3])
+    tokens = np.asarray(generate(model, both, max_new_tokens=10, stop_ids=[stop]))
+    first = list(free[0]).index(stop)
+    np.testing.assert_array_equal(tokens[0, : first + 1], free[0, : first + 1])
+    assert (tokens[0, first:] == stop).all()
+    until = list(free[1]).index(stop) if stop in free[1] else 9
+    np.testing.assert_array_equal(tokens[1, : until + 1], free[1, : until + 1])
+    alone = list(stream(model, prompt, max_new_tokens=10, stop_ids=[stop]))
+    assert len(alone) == first + 1
+    ended = generate(model, prompt, max_new_tokens=10, stop_ids=[int(free[0, 0])])
+    assert (np.asarray(ended) == free[0, 0]).all()
+
+
+def test_a_stream_gives_the_same_tokens(model, prompt):
+    arguments = {"max_new_tokens": 9, "temperature": 0.9, "top_k": 20, "key": jax.random.key(3)}
+    streamed = np.stack(list(stream(model, prompt, **arguments)), axis=1)
+    np.testing.assert_array_equal(streamed, generate(model, prompt, **arguments))
+
+
+def test_a_key_decides_the_sample(model, prompt):
+    def sample(seed):
+        key = jax.random.key(seed)
+        return np.asarray(generate(model, prompt, max_new_tokens=16, temperature=1.0, key=key))
+
+    np.testing.assert_array_equal(sample(1), sample(1))
+    assert (sample(1) != sample(2)).any()
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+def test_narrow_sampling_is_greedy(model, prompt, narrow):
+    arguments = {"temperature": 1.0, "key": jax.random.key(0)} | narrow
+    np.testing.assert_array_equal(
+        generate(model, prompt, max_new_tokens=6, **arguments),
+        generate(model, prompt, max_new_tokens=6),
+    )
+
+
+def draws(count, **options):
+    """Draw many tokens from chances 0.5, 0.25, 0.15, 0.1."""
+    chances = jnp.array([0.15, 0.5, 0.1, 0.25])
+    options = {"temperature": 1.0, "top_p": 1.0, "top_k": None} | options
+    sampling = Sampling(
+        jnp.float32(options["temperature"]),
+        jnp.float32(options["top_p"]),
+        jnp.zeros(0, jnp.int32),
+        jax.random.key(0),
+        greedy=False,
+        top_k=options["top_k"],
+        nucleus=options["top_p"] < 1,
+    )
+    logits = jnp.broadcast_to(jnp.log(chances), (count, 4))
+    return np.bincount(np.asarray(_choose(sampling, logits, jax.random.key(5))), minlength=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.15, 0.5, 0.1, 0.25]),
+        ({"top_k": 2}, [0, 2 / 3, 0, 1 / 3]),
+        ({"top_p": 0.74}, [0, 2 / 3, 0, 1 / 3]),
+        ({"top_p": 0.76}, [1 / 6, 5 / 9, 0, 5 / 18]),
+        ({"top_k": 9}, [0.15, 0.5, 0.1, 0.25]),
+        ({"temperature": 0.5}, [0.0652, 0.7246, 0.0290, 0.1812]),
+    ],
+)
+def test_tokens_come_by_their_chances(options, expected):
+    count = 20_000
+    # Six standard deviations of a binomial.
+    bound = 6 * np.sqrt(np.maximum(np.multiply(expected, np.subtract(1, expected)), 1e-9) / count)
+    share = draws(count, **options) / count
+    assert (np.abs(share - expected) <= bound + 1e-4).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1"),
+        ({"max_new_tokens": 2048}, "14 prompt and 2048 new tokens exceed the model's 2048"),
+        ({"lengths": [0]}, "lengths: expected 1 numbers from 1 to 14"),
+        ({"lengths": [15]}, "lengths: expected"),
+        ({"lengths": [3, 3]}, "lengths: expected"),
+        ({"temperature": -1.0}, "temperature: expected 0 or more"),
+        ({"temperature": 1.0}, "key: expected a jax.random.key"),
+        ({"top_k": 0}, "top_k: expected at least 1"),
+        ({"top_p": 0.0}, r"top_p: expected a number in \(0, 1\]"),
+        ({"top_p": 1.5}, "top_p"),
+    ],
+)
+def test_arguments_out_of_range(model, prompt, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompt, **({"max_new_tokens": 4} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.zeros((1, 0), np.int32), "at least one token"),
+        (np.zeros(4, np.int32), r"expected integers \[b, t\]"),
+        (np.zeros((1, 4)), "expected integers"),
+        (np.full((1, 4), 4096), "expected ids from 0 to 4095"),
+    ],
+)
+def test_prompts_that_are_none(model, ids, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, ids, max_new_tokens=1)

@@ -1,0 +1,327 @@
+"""Whole models and single blocks against what the tools that wrote the checkpoints computed."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from given import (
+    CHECKPOINTS,
+    EXAMPLE,
+    RUNS,
+    copy_with_config,
+    reference_facts,
+    reference_tensors,
+)
+
+from jax_nvfp4_moe import CheckpointError, Scheme, Target, explain, load_model, load_moe
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors
+from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
+from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.decoder import attend
+from jax_nvfp4_moe.models.loading import abstract_model
+from jax_nvfp4_moe.nn import NVFP4Param
+
+QWEN = CHECKPOINTS / "qwen3moe-modelopt-w4a16"
+DEEPSEEK = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
+EXACT = {"dtype": jnp.float32, "backend": "reference"}
+run = jax.jit(lambda model, ids: model(ids))
+step = jax.jit(lambda model, ids, cache: model(ids, cache))
+
+
+def relative(actual, expected):
+    actual = np.asarray(actual, np.float64).reshape(expected.shape)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+def layers_of(tensors):
+    return sorted({int(name.split(".")[1]) for name in tensors if name.endswith("moe.input")})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_block_is_exact(name):
+    """1e-5 is the bound of the checkpoints' own README; unrounded activations are off by 0.17."""
+    folder, reference, prefix, scheme = RUNS[name]
+    tensors = reference_tensors(reference or folder, prefix)
+    for layer in layers_of(tensors):
+        given = {n.split(".moe.")[1]: v for n, v in tensors.items() if f"s.{layer}.moe." in n}
+        moe = load_moe(folder, layer, scheme=scheme, **EXACT)
+        ids, weights = moe.route(jnp.asarray(given["input"]))
+        flat = given["topk_indices"].reshape(-1, given["topk_indices"].shape[-1])
+        order = np.argsort(np.asarray(ids).reshape(flat.shape), axis=-1)
+        there = np.argsort(flat, axis=-1)
+        np.testing.assert_array_equal(
+            np.take_along_axis(np.asarray(ids).reshape(flat.shape), order, -1),
+            np.take_along_axis(flat, there, -1),
+        )
+        assert (
+            relative(
+                np.take_along_axis(np.asarray(weights).reshape(flat.shape), order, -1),
+                np.take_along_axis(given["topk_weights"].reshape(flat.shape), there, -1),
+            )
+            < 1e-5
+        )
+        x = jnp.asarray(given["experts_input"])
+        shape = (*x.shape[:-1], flat.shape[-1])
+        routed = moe.experts(
+            x,
+            jnp.asarray(given["topk_indices"], jnp.int32).reshape(shape),
+            jnp.asarray(given["topk_weights"]).reshape(shape),
+        )
+        assert relative(routed, given["experts_output"]) < 1e-5
+        assert relative(moe(jnp.asarray(given["input"])), given["output"]) < 1e-5
+
+
+def test_the_bound_of_blocks_catches_unrounded_activations():
+    folder = CHECKPOINTS / "qwen3moe-modelopt-w4a4"
+    tensors = reference_tensors(folder)
+    moe = load_moe(folder, 0, scheme="w4a16", **EXACT)
+    y = moe(jnp.asarray(tensors["layers.0.moe.input"]))
+    assert relative(y, tensors["layers.0.moe.output"]) > 1e-2
+
+
+def noise(folder):
+    """How far the tool's own logits move when its embeddings move by a relative 1e-6."""
+    return reference_facts(folder)["sensitivity_to_1e6_noise"]["max_abs_logit_change"]
+
+
+def typical_error(logits, expected):
+    """Worst logit of the median token: under w4a4 one flipped rounding may carry a token away."""
+    return np.median(np.abs(np.asarray(logits, np.float64) - expected).max(axis=-1))
+
+
+@pytest.mark.parametrize("folder", [QWEN, DEEPSEEK], ids=["qwen3", "deepseek"])
+def test_logits_with_and_without_cache(folder):
+    """Both within twice the tool's own response to noise in the last bits of float32."""
+    tensors, bound = reference_tensors(folder), 2 * noise(folder)
+    model = load_model(folder, scheme="checkpoint", **EXACT)
+    ids = jnp.asarray(tensors["input_ids"], jnp.int32)
+    logits = run(model, ids)
+    assert logits.dtype == jnp.float32
+    assert typical_error(logits, tensors["logits"]) <= bound
+
+    cache, pieces = model.init_cache(ids.shape[0], 24), []
+    for piece in (ids[:, :12], *jnp.split(ids[:, 12:], 12, axis=1)):
+        logits, cache = step(model, piece, cache)
+        pieces.append(logits)
+    np.testing.assert_array_equal(cache.lengths, [24, 24])
+    assert typical_error(jnp.concatenate(pieces, axis=1), tensors["logits"]) <= bound
+
+
+def test_the_bound_of_logits_catches_a_wrong_rotation(tmp_path):
+    folder = copy_with_config(DEEPSEEK, tmp_path / "m", rope_interleave=False)
+    tensors = reference_tensors(DEEPSEEK)
+    model = load_model(folder, scheme="checkpoint", **EXACT)
+    logits = run(model, jnp.asarray(tensors["input_ids"], jnp.int32))
+    assert typical_error(logits, tensors["logits"]) > 100 * noise(DEEPSEEK)
+
+
+@pytest.mark.parametrize("folder", [QWEN, DEEPSEEK], ids=["qwen3", "deepseek"])
+def test_rows_of_different_lengths_share_a_cache(folder):
+    """Stale entries behind a row's length are overwritten before any query sees them."""
+    tensors, bound = reference_tensors(folder), 2 * noise(folder)
+    model = load_model(folder, scheme="checkpoint", **EXACT)
+    ids = jnp.asarray(tensors["input_ids"], jnp.int32)
+    _, cache = step(model, ids[:, :12], model.init_cache(2, 24))
+    cache = dataclasses.replace(cache, lengths=jnp.array([12, 7], jnp.int32))
+    pieces = []
+    for offset in range(5):
+        column = jnp.stack([ids[0, 12 + offset], ids[1, 7 + offset]])[:, None]
+        logits, cache = step(model, column, cache)
+        pieces.append(logits)
+    rows = np.concatenate(pieces, axis=1)
+    expected = np.stack([tensors["logits"][0, 12:17], tensors["logits"][1, 7:12]])
+    assert typical_error(rows, expected) <= bound
+
+
+def test_logits_at_one_position():
+    model = load_model(QWEN, scheme="checkpoint", **EXACT)
+    ids = jnp.asarray(reference_tensors(QWEN)["input_ids"], jnp.int32)
+    at = jnp.array([5, 23], jnp.int32)
+    one = jax.jit(lambda m, i, p: m(i, logits_at=p))(model, ids, at)
+    assert one.shape == (2, 1, 512)
+    every = run(model, ids)
+    spread = np.abs(np.asarray(one[:, 0] - every[jnp.arange(2), at])).max()
+    assert spread <= 2 * noise(QWEN)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_logits_are_float32_in_any_dtype(dtype):
+    model = load_model(EXAMPLE, dtype=dtype)
+    logits = run(model, jnp.arange(6, dtype=jnp.int32).reshape(2, 3))
+    assert logits.shape == (2, 3, 4096)
+    assert logits.dtype == jnp.float32
+    assert bool(jnp.isfinite(logits).all())
+    assert model.init_cache(1, 4).layers[0]["k"].dtype == dtype
+
+
+def test_long_attention_is_cut_into_pieces():
+    """600 queries go in two pieces; the same as all at once, here in float64."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (1, 600, 4, 8))
+    k, v = (jax.random.normal(key, (1, 600, 2, 8)) for key in keys[1:])
+    y = attend(q, k, v, jnp.arange(600, dtype=jnp.int32)[None], 0.3)
+    q64, k64, v64 = (np.asarray(x, np.float64)[0] for x in (q, k, v))
+    expected = np.zeros((600, 4, 8))
+    for head in range(4):
+        scores = 0.3 * q64[:, head] @ k64[:, head // 2].T
+        weights = np.where(np.tri(600, dtype=bool), np.exp(scores), 0)
+        expected[:, head] = weights / weights.sum(-1, keepdims=True) @ v64[:, head // 2]
+    # Sums of 600 float32 terms, each of at most max|v|.
+    assert np.abs(y[0] - expected).max() < 600 * 2.0**-24 * np.abs(v64).max()
+
+
+def test_frozen_weights_are_no_params():
+    model = load_model(EXAMPLE)
+    params = nnx.state(model, nnx.Param)
+    assert not any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(params))
+    quantized = jax.tree.leaves(nnx.state(model, NVFP4Param))
+    assert sum(leaf.dtype == jnp.uint8 for leaf in quantized) == 5 * (4 + 2)
+
+
+def test_load_moe_reads_its_own_layer_alone(monkeypatch):
+    read = set()
+    for method in ("read", "read_into"):
+        original = getattr(Tensors, method)
+
+        def recorded(self, name, *rest, original=original):
+            read.add(name)
+            return original(self, name, *rest)
+
+        monkeypatch.setattr(Tensors, method, recorded)
+    load_moe(DEEPSEEK, 2, **EXACT)
+    assert read
+    assert all(name.startswith("model.layers.2.mlp.") for name in read)
+
+
+@pytest.mark.parametrize(("folder", "layer"), [(DEEPSEEK, 0), (DEEPSEEK, 3), (QWEN, -1)])
+def test_load_moe_names_a_layer_without_experts(folder, layer):
+    with pytest.raises(ValueError, match=f"layer: expected .* got {layer}"):
+        load_moe(folder, layer)
+
+
+def test_a_relabelled_checkpoint_is_weight_only(tmp_path):
+    config = json.loads((EXAMPLE / "config.json").read_text())
+    section = config["quantization_config"] | {"quant_algo": "W4A16_NVFP4"}
+    folder = copy_with_config(EXAMPLE, tmp_path / "m", quantization_config=section)
+    (folder / "hf_quant_config.json").unlink()
+    moe = load_moe(folder, 1, scheme="checkpoint")
+    assert moe.scheme is Scheme.W4A16
+    assert not moe.params.get_value().has_input_scales
+    with pytest.raises(ValueError, match="w4a4 needs input scales"):
+        load_moe(folder, 1, scheme="w4a4")
+
+
+def test_explain_a_model_for_other_devices():
+    model = abstract_model(EXAMPLE)
+    on_blackwell = explain(model, target=Target("cuda", (10, 0)))
+    assert on_blackwell.scheme is Scheme.W4A4
+    assert on_blackwell.backend == "moe_w4a4_sm100"
+    assert len(on_blackwell.modules) == 5 * 5
+    on_hopper = explain(model, target=Target("cuda", (9, 0)))
+    assert (on_hopper.scheme, on_hopper.backend) == (Scheme.W4A16, "moe_w4a16_sm90")
+
+
+def test_arguments_that_no_model_takes():
+    with pytest.raises(ValueError, match="mesh"):
+        load_model(EXAMPLE, mesh=object())
+    with pytest.raises(ValueError, match=r"scheme: expected .* got 'w8a8'"):
+        load_model(EXAMPLE, scheme="w8a8")
+    with pytest.raises(ValueError, match=r"dtype: expected .* got 'int8'"):
+        load_model(EXAMPLE, dtype="int8")
+    with pytest.raises(ValueError, match=r"backend: expected one of .* got 'nothing'"):
+        load_model(EXAMPLE, backend="nothing")
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        (QWEN, {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen3MoeForCausalLM"),
+        (QWEN, {"architectures": None}, "architectures: None is not supported"),
+        (QWEN, {"sliding_window": 128, "use_sliding_window": True}, "sliding_window"),
+        (QWEN, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear'.*yarn"),
+        (QWEN, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta: expected a finite number"),
+        (QWEN, {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        (QWEN, {"num_experts_per_tok": 17}, "num_experts_per_tok: 17 of 16 experts"),
+        (QWEN, {"mlp_only_layers": "1"}, "mlp_only_layers: expected a list of integers"),
+        (QWEN, {"norm_topk_prob": 1}, "norm_topk_prob: expected true or false"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
+        (DEEPSEEK, {"topk_method": "greedy"}, "topk_method: 'greedy' is not supported"),
+        (DEEPSEEK, {"n_group": 5}, "do not fit 2 of 5 groups of 16"),
+        (DEEPSEEK, {"first_k_dense_replace": -1}, "first_k_dense_replace: expected 0 or more"),
+    ],
+)
+def test_configs_that_no_model_fits(tmp_path, source, changes, message):
+    folder = copy_with_config(source, tmp_path / "m", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder)
+
+
+def test_all_problems_of_a_config_at_once(tmp_path):
+    folder = copy_with_config(QWEN, tmp_path / "m", hidden_size=0, vocab_size=None, head_dim="64")
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder)
+    assert len(caught.value.problems) == 3
+
+
+def test_spellings_of_one_config():
+    config = json.loads((QWEN / "config.json").read_text())
+    older = {n: v for n, v in config.items() if n not in ("num_local_experts", "rope_parameters")}
+    older |= {"num_experts": 16, "rope_theta": 10000.0, "rope_scaling": None}
+    assert qwen3_moe.read_config(older) == qwen3_moe.read_config(config)
+    assert qwen3_moe.read_config(config | {"sliding_window": 4096}).num_layers == 2
+
+
+def test_dense_layers_of_qwen():
+    config = json.loads((QWEN / "config.json").read_text())
+    read = qwen3_moe.read_config(config | {"num_hidden_layers": 6, "decoder_sparse_step": 2})
+    assert read.dense_layers == {0, 2, 4}
+    read = qwen3_moe.read_config(config | {"mlp_only_layers": [1]})
+    assert read.dense_layers == {1}
+
+
+def test_kimi_k2_is_a_deepseek_with_one_group():
+    config = json.loads((DEEPSEEK / "config.json").read_text())
+    config |= {"n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    router = deepseek_v3.read_config(config).router
+    assert (router.num_groups, router.groups_kept, router.score) == (1, 1, "sigmoid")
+
+
+def test_yarn_of_deepseek_v3():
+    """Of 32 pairs the first 11 keep their frequency and those from the 23rd on take a fortieth."""
+    scaling = {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    }
+    fields = Fields({})
+    rope = read_rope(fields, {"rope_theta": 10000, "rope_scaling": scaling}, 64, 163840)
+    fields.finish()
+    plain = read_rope(fields, {"rope_theta": 10000}, 64, 163840)
+    ratio = np.array(plain.frequencies) / np.array(rope.frequencies)
+    eps = 4 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(ratio[:11], 1, rtol=eps)
+    np.testing.assert_allclose(ratio[23:], 40, rtol=eps)
+    assert (np.diff(ratio[10:24]) > 0).all()
+    assert rope.scale == 1.0
+    assert rope.attention_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    without = read_rope(fields, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64, 4096)
+    assert without.scale == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_calls_with_wrong_shapes():
+    model = load_model(QWEN)
+    with pytest.raises(ValueError, match=r"input_ids: expected integers \[b, t\]"):
+        model(jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"input_ids: expected \[2, t\] with t of at most 8"):
+        model(jnp.zeros((2, 9), jnp.int32), model.init_cache(2, 8))
+    with pytest.raises(ValueError, match="cache: expected positive sizes"):
+        model.init_cache(0, 8)

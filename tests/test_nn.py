@@ -1,0 +1,253 @@
+"""The Flax modules: what they compute, what they settle, and how they live in other models."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_nvfp4_moe import NVFP4Linear, NVFP4MoE, Scheme, Target, explain, quantize
+from jax_nvfp4_moe.activations import find_activation
+from jax_nvfp4_moe.backends import BACKENDS
+from jax_nvfp4_moe.nn import DenseLinear, NVFP4Param, RouterCorrection
+from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.testing import (
+    assert_as_accurate_as,
+    moe_mlp_float64,
+    moe_mlp_xla,
+    random_moe_params,
+)
+
+SIZES = {"num_experts": 8, "hidden": 64, "intermediate": 32}
+HOPPER = Target("cuda", (9, 0))
+
+
+def make(**changes):
+    return NVFP4MoE(**{**SIZES, "top_k": 2, "rngs": nnx.Rngs(0)} | changes)
+
+
+def tokens(*shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(1), (*shape, 64), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_block_routes_runs_and_adds(dtype):
+    """Against float64 on the same weights and routing, with plain XLA in the dtype as yardstick."""
+    params = random_moe_params(jax.random.key(0), **SIZES)
+    moe = make(params=params, dtype=dtype)
+    x = tokens(5, dtype=dtype)
+    ids, weights = moe.route(x)
+    y = jax.jit(lambda moe, x: moe(x))(moe, x)
+    assert y.dtype == dtype
+    call = find_activation("silu")
+    truth = moe_mlp_float64(x, params, ids, weights, call)
+    yardstick = moe_mlp_xla(x, params, ids, weights, call, dtype)
+    assert_as_accurate_as(y, yardstick, truth)
+    rolled = moe.experts(x, (ids + 1) % 8, weights)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(rolled, yardstick, truth)
+
+
+def test_leading_axes_and_dtypes_of_the_input():
+    moe = make()
+    x = tokens(2, 3)
+    y, flat = moe(x), moe(x.reshape(6, 64))
+    assert y.shape == (2, 3, 64)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y.reshape(6, 64), flat)
+    ids, weights = moe.route(x)
+    assert ids.shape == weights.shape == (2, 3, 2)
+    assert (ids.dtype, weights.dtype) == (jnp.int32, jnp.float32)
+    np.testing.assert_array_equal(moe.experts(x, ids, weights), y)
+    assert moe(x[:0]).shape == (0, 3, 64)
+
+
+def test_experts_that_are_elsewhere_add_nothing():
+    moe = make()
+    x = tokens(4)
+    ids, weights = moe.route(x)
+    nothing = moe.experts(x, jnp.full_like(ids, -1), weights)
+    np.testing.assert_array_equal(nothing, jnp.zeros_like(nothing))
+
+
+def test_router_logits_are_float32():
+    """In bfloat16 these two logits would tie, and the lower expert id would win."""
+    weight = jnp.zeros((8, 64), jnp.float32).at[3, 0].set(1.0).at[5, 0].set(1.0 + 2.0**-12)
+    moe = make(top_k=1, router_weight=weight)
+    x = jnp.zeros((1, 64)).at[0, 0].set(1.0)
+    assert int(moe.route(x)[0][0, 0]) == 5
+
+
+def test_a_correction_moves_the_choice_and_not_the_weights():
+    router = Router(1, score="sigmoid", renormalize=False)
+    bias = jnp.zeros(8).at[6].set(100.0)
+    moe = make(top_k=None, router=router, router_bias=bias)
+    ids, weights = moe.route(tokens(4))
+    assert (np.asarray(ids) == 6).all()
+    assert (np.asarray(weights) < 1).all()
+    assert isinstance(moe.router_bias, RouterCorrection)
+
+
+def test_shared_experts_and_their_gate():
+    shared = NVFP4Linear(64, 64, rngs=nnx.Rngs(1), dtype=jnp.float32)
+    gate = DenseLinear(jnp.ones((1, 64)) / 64, dtype=jnp.float32)
+    alone = make(dtype=jnp.float32)
+    x = tokens(3)
+    both = make(dtype=jnp.float32, shared_experts=shared)
+    np.testing.assert_array_equal(both(x), alone(x) + shared(x))
+    gated = make(dtype=jnp.float32, shared_experts=shared, shared_gate=gate)
+    np.testing.assert_array_equal(gated(x), alone(x) + jax.nn.sigmoid(gate(x)) * shared(x))
+
+
+def test_latent_projections_narrow_the_experts_alone():
+    enter = NVFP4Linear(64, 32, rngs=nnx.Rngs(1))
+    leave = NVFP4Linear(32, 64, rngs=nnx.Rngs(2))
+    shared = NVFP4Linear(64, 64, rngs=nnx.Rngs(3))
+    moe = make(latent=32, latent_in=enter, latent_out=leave, shared_experts=shared)
+    assert moe.params.get_value().hidden == 32
+    x = tokens(3, dtype=jnp.bfloat16)
+    routed = leave(moe.experts(enter(x), *moe.route(x)))
+    np.testing.assert_array_equal(moe(x), routed + shared(x))
+    with pytest.raises(ValueError, match="latent, latent_in and latent_out together"):
+        make(latent=32)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swigluoai", "gelu_pytorch_tanh"])
+def test_activations_with_and_without_a_gate(activation):
+    moe = make(activation=activation)
+    rows = 32 if activation == "relu2" else 64
+    assert moe.params.get_value().gate_up.shape == (8, rows, 64)
+    assert bool(jnp.isfinite(moe(tokens(3))).all())
+
+
+def test_parameters_of_an_activation():
+    """An alpha of 0 halves the gate: half of what the up rows give is left."""
+    params = random_moe_params(jax.random.key(0), **SIZES)
+    call = find_activation("swigluoai_uninterleave", 0.0, 2.0, 0.5)
+    moe = make(
+        params=params, activation=call.name, alpha=0.0, beta=2.0, limit=0.5, dtype=jnp.float32
+    )
+    x = tokens(5)
+    ids, weights = moe.route(x)
+    truth = moe_mlp_float64(x, params, ids, weights, call)
+    yardstick = moe_mlp_xla(x, params, ids, weights, call, jnp.float32)
+    assert_as_accurate_as(moe(x), yardstick, truth)
+
+
+def test_a_linear_with_a_bias():
+    weight = quantize(jax.random.normal(jax.random.key(0), (48, 64)))
+    bias = jnp.arange(48, dtype=jnp.float32)
+    module = NVFP4Linear(64, 48, weight=weight, bias=bias, dtype=jnp.float32)
+    x = tokens(2, 3)
+    truth = np.asarray(x, np.float64) @ np.asarray(weight.dequantize(), np.float64).T
+    yardstick = jnp.einsum("btk,nk->btn", x, weight.dequantize()) + bias.reshape(1, 1, -1)
+    assert_as_accurate_as(module(x), yardstick, truth + np.arange(48))
+    assert NVFP4Linear(64, 48, use_bias=True).bias[...].shape == (48,)
+
+
+def test_a_dense_linear_sums_in_float32():
+    """A sum of 256 ones and a thousandth, which bfloat16 sums would lose."""
+    x = jnp.ones((1, 512), jnp.bfloat16)
+    weight = jnp.full((1, 512), 2.0**-7).at[0, 0].set(1.0)
+    y = DenseLinear(weight, jnp.array([-4.0]))(x)
+    assert float(y[0, 0]) == pytest.approx(1 + 511 / 128 - 4, rel=2.0**-8)
+
+
+def test_the_scheme_is_settled_at_construction():
+    params = random_moe_params(jax.random.key(0), **SIZES)
+    given = {"params": params, "declared": "w4a4"}
+    assert make(**given, target=Target("cpu")).scheme is Scheme.W4A16
+    assert make(**given, target=Target("cpu"), scheme="checkpoint").scheme is Scheme.W4A4
+    assert make(**given, target=Target("cuda", (10, 0))).scheme is Scheme.W4A4
+    with pytest.raises(ValueError, match="w4a4 needs input scales"):
+        make(scheme="w4a4")
+
+
+def test_explain_names_every_module_inside():
+    shared = NVFP4Linear(64, 64, rngs=nnx.Rngs(1), target=HOPPER)
+    choice = explain(make(target=HOPPER, shared_experts=shared))
+    assert choice.backend == "moe_w4a16_sm90"
+    assert [path for path, _ in choice.modules] == ["shared_experts", ""]
+    problem = choice.problem
+    assert (problem.num_experts, problem.top_k, problem.hidden) == (8, 2, 64)
+    assert "moe_w4a4_sm100" in str(choice)
+
+
+def test_weights_stand_in_the_layout_of_their_kernel():
+    for module in (make(backend="reference"), make()):
+        (record,) = (b for b in BACKENDS if b.name == explain(module).backend)
+        assert module.params.get_value().layout == record.layout
+
+
+def test_no_optimizer_sees_the_frozen_weights():
+    moe = make(router_bias=jnp.zeros(8))
+    assert list(nnx.to_pure_dict(nnx.state(moe, nnx.Param))) == ["router_weight"]
+    assert isinstance(moe.params, NVFP4Param)
+    gradient = nnx.grad(lambda moe: moe.route(tokens(3))[1].sum())(moe)
+    assert [path for path, _ in nnx.to_flat_state(gradient)] == [("router_weight",)]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_in_a_linen_model(jit):
+    linen = nnx.bridge.to_linen(NVFP4MoE, *SIZES.values(), top_k=2)
+    x = tokens(2, 3)
+    variables = linen.init(jax.random.key(0), x)
+    apply = jax.jit(linen.apply) if jit else linen.apply
+    y = apply(variables, x)
+    assert y.shape == x.shape
+    assert float(jnp.abs(y).max()) > 0
+    linear = nnx.bridge.to_linen(NVFP4Linear, 64, 32, use_bias=True)
+    assert linear.apply(linear.init(jax.random.key(0), x), x).shape == (2, 3, 32)
+
+
+def test_given_weights_in_a_linen_model():
+    params = random_moe_params(jax.random.key(3), **SIZES)
+    linen = nnx.bridge.to_linen(NVFP4MoE, *SIZES.values(), top_k=2, params=params)
+    x = tokens(3)
+    variables = linen.init(jax.random.key(0), x)
+    expected = make(params=params, router_weight=variables["params"]["router_weight"])(x)
+    np.testing.assert_array_equal(linen.apply(variables, x), expected)
+
+
+def test_without_weights_and_without_rngs():
+    moe = make(rngs=None)
+    y = moe(tokens(3))
+    np.testing.assert_array_equal(y, jnp.zeros_like(y))
+    shapes = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    assert shapes.params.get_value().num_experts == 8
+
+
+def test_split_and_merge():
+    moe = make()
+    x = tokens(3)
+    graph, state = nnx.split(moe)
+    y = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x)
+    np.testing.assert_array_equal(y, moe(x))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": None}, "router: expected one of top_k and router"),
+        ({"router": Router(2)}, "router: expected one of top_k and router"),
+        ({"activation": "tanh"}, "activation: expected one of"),
+        ({"dtype": jnp.int8}, "dtype: expected bfloat16 or float16 or float32, got int8"),
+        ({"hidden": 72}, "multiple of 16"),
+        ({"router_weight": jnp.zeros((8, 32))}, r"router_weight: expected sizes \(8, 64\)"),
+        ({"router_bias": jnp.zeros(7)}, r"router_bias: expected sizes \(8,\)"),
+        ({"backend": "none"}, "backend: expected one of"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_weights_that_do_not_fit():
+    params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
+    with pytest.raises(
+        ValueError, match=r"params: expected sizes \(8, 64, 32\), got \(4, 64, 32\)"
+    ):
+        make(params=params)
+    with pytest.raises(ValueError, match=r"weight: expected sizes \(32, 64\)"):
+        NVFP4Linear(64, 32, weight=quantize(jnp.ones((16, 64))))

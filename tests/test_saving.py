@@ -1,0 +1,96 @@
+"""Prepared modules through Orbax: the same numbers back, and never in another layout."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
+import pytest
+from flax import nnx
+from given import CHECKPOINTS, EXAMPLE
+
+from jax_nvfp4_moe import CheckpointError, NVFP4MoE, load_model, load_moe
+from jax_nvfp4_moe.nn import NVFP4Param
+from jax_nvfp4_moe.saving import LAYOUTS, restore_prepared, save_prepared
+from jax_nvfp4_moe.testing import random_moe_params
+
+X = jax.random.normal(jax.random.key(0), (3, 256), jnp.bfloat16)
+
+
+def same(first, second):
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_model_comes_back(tmp_path):
+    model = load_model(EXAMPLE)
+    save_prepared(tmp_path / "m", model)
+    restored = restore_prepared(tmp_path / "m", nnx.eval_shape(lambda: model))
+    same(nnx.state(restored), nnx.state(model))
+    ids = jnp.arange(8, dtype=jnp.int32)[None]
+    np.testing.assert_array_equal(restored(ids), model(ids))
+
+
+def test_a_block_with_shared_experts_comes_back(tmp_path):
+    folder = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
+    moe = load_moe(folder, 1, scheme="checkpoint")
+    save_prepared(tmp_path / "m", moe)
+    restored = restore_prepared(tmp_path / "m", load_moe(folder, 2, scheme="checkpoint"))
+    np.testing.assert_array_equal(restored(X), moe(X))
+
+
+def test_the_state_alone_through_a_standard_checkpointer(tmp_path):
+    state = nnx.state(load_moe(EXAMPLE, 1))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "s", state)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        same(checkpointer.restore(tmp_path / "s", shapes), state)
+
+
+def test_another_layout_is_refused(tmp_path):
+    """The bytes have the same shapes in both layouts: only the record can tell."""
+    params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
+    moe = NVFP4MoE(4, 64, 32, top_k=2, params=params, backend="reference")
+    save_prepared(tmp_path / "m", moe)
+    other = NVFP4MoE(4, 64, 32, top_k=2, params=params, backend="reference")
+    other.params = NVFP4Param(params.to_layout("cpu_16x16"))
+    with pytest.raises(CheckpointError, match="cpu_16x16") as caught:
+        restore_prepared(tmp_path / "m", other)
+    assert len(caught.value.problems) == 2
+
+
+def test_another_version_of_a_layout_is_refused(tmp_path):
+    moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0), backend="reference")
+    save_prepared(tmp_path / "m", moe)
+    record = json.loads((tmp_path / "m" / LAYOUTS).read_text())
+    for value in record["layouts"].values():
+        value[1] += 1
+    (tmp_path / "m" / LAYOUTS).write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="layout, version and rows"):
+        restore_prepared(tmp_path / "m", moe)
+
+
+def test_other_shapes_are_refused(tmp_path):
+    moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0), backend="reference")
+    save_prepared(tmp_path / "m", moe)
+    wider = NVFP4MoE(4, 64, 48, top_k=2, rngs=nnx.Rngs(0), backend="reference")
+    with pytest.raises(CheckpointError, match="dtype and shape: expected"):
+        restore_prepared(tmp_path / "m", wider)
+
+
+def test_folders_that_do_not_serve(tmp_path):
+    moe = NVFP4MoE(4, 64, 32, top_k=2)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="expected an empty or a new one"):
+        save_prepared(tmp_path, moe)
+    with pytest.raises(CheckpointError, match=r"layouts\.json' is missing"):
+        restore_prepared(tmp_path, moe)
+
+
+def test_tensors_know_their_layout_in_a_tree():
+    params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
+    flipped = dataclasses.replace(params.down, layout="cpu_16x16")
+    assert jax.tree.structure(params.down) != jax.tree.structure(flipped)
