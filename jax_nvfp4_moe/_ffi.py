@@ -44,8 +44,9 @@ def why_unavailable(extension: str) -> str | None:
     built, running = tuple(module.ffi_api_version()), _running_ffi_api_version()
     if built[0] != running[0] or built > running:
         return (
-            f"the extension {extension} was built for XLA FFI {built[0]}.{built[1]} and jaxlib "
-            f"{jaxlib.version.__version__} speaks {running[0]}.{running[1]}: {remedy}, or upgrade jax"
+            f"the extension {extension} was built for XLA FFI {built[0]}.{built[1]}, and jaxlib "
+            f"{jaxlib.version.__version__} speaks {running[0]}.{running[1]}: {remedy}, "
+            "or upgrade jax"
         )
     for name, capsule in module.registrations().items():
         jax.ffi.register_ffi_target(name, capsule, platform=platform)
