@@ -1,0 +1,324 @@
+// Everything but the products: rows, activations, quantizer, sums. Plain loops over 16 values.
+//
+// Included once by each gemm_*.cc, below its target pragma, so that the compiler vectorizes the
+// same text for each instruction set; hence the unnamed namespace, and no include here. Loops are
+// free of branches (selects only), which is what lets them vectorize.
+//
+// Accuracy: Exp 1 ulp, Erfc 1.2e-7 relative. Callers clear FTZ and DAZ (phases.h).
+namespace nvfp4::cpu {
+namespace {
+
+constexpr int64_t kChunk = 256;  // values of a row that are in flight at once
+
+inline float HalfToFloat(uint16_t half) {
+  const uint32_t magnitude = (half & 0x7fffu) << 13;
+  // 2^112 moves the exponent bias from 15 to 127, and normalizes subnormals.
+  const uint32_t finite = FloatBits(BitsFloat(magnitude) * 0x1p112f);
+  const uint32_t special = magnitude | 0x7f800000u;
+  const uint32_t bits = magnitude >= 0x0f800000u ? special : finite;
+  return BitsFloat(bits | (half & 0x8000u) << 16);
+}
+
+inline uint16_t FloatToHalf(float value) {
+  const uint32_t bits = FloatBits(value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
+  // Subnormal halves: one unit is 2^-24, the unit in the last place of floats at 0.5.
+  const uint32_t subnormal = FloatBits(BitsFloat(magnitude) + 0.5f) - FloatBits(0.5f);
+  uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  return static_cast<uint16_t>(half | (bits >> 16 & 0x8000u));
+}
+
+inline float BFloatToFloat(uint16_t value) { return BitsFloat(static_cast<uint32_t>(value) << 16); }
+
+inline uint16_t FloatToBFloat(float value) {
+  const uint32_t bits = FloatBits(value);
+  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return static_cast<uint16_t>(nan ? (bits >> 16 | 0x40u) : rounded);
+}
+
+// e^x. Cody and Waite's reduction by ln 2, then a polynomial on [-ln 2 / 2, ln 2 / 2].
+inline float Exp(float x) {
+  const float clamped = x > 89.0f ? 89.0f : (x < -104.0f ? -104.0f : x);
+  const float n = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = (p * r * r + r) + 1.0f;
+  // 2^n in two factors: n reaches 128 on one side and -150 on the other.
+  const int32_t whole = static_cast<int32_t>(n != n ? 0.0f : n);
+  const int32_t half = whole / 2;
+  const float low = BitsFloat(static_cast<uint32_t>(half + 127) << 23);
+  const float high = BitsFloat(static_cast<uint32_t>(whole - half + 127) << 23);
+  return p * low * high;
+}
+
+inline float Sigmoid(float x) { return 1.0f / (1.0f + Exp(-x)); }
+
+// erfc(x). Chebyshev fit of W. H. Press et al., "Numerical Recipes", section 6.2.
+inline float Erfc(float x) {
+  const float z = x < 0.0f ? -x : x;
+  const float t = 1.0f / (1.0f + 0.5f * z);
+  float p = 0.17087277f;
+  p = p * t - 0.82215223f;
+  p = p * t + 1.48851587f;
+  p = p * t - 1.13520398f;
+  p = p * t + 0.27886807f;
+  p = p * t - 0.18628806f;
+  p = p * t + 0.09678418f;
+  p = p * t + 0.37409196f;
+  p = p * t + 1.00002368f;
+  p = p * t - 1.26551223f;
+  const float tail = t * Exp(p - z * z);
+  return x < 0.0f ? 2.0f - tail : tail;
+}
+
+struct SiluFn {
+  static float Apply(float g, float) { return g * Sigmoid(g); }
+};
+struct GeluFn {
+  static float Apply(float g, float) { return 0.5f * g * Erfc(g * -0.707106781f); }
+};
+struct GeluTanhFn {
+  // 0.5 (1 + tanh(y)) = sigmoid(2 y)
+  static float Apply(float g, float) {
+    return g * Sigmoid(1.595769122f * (g + 0.044715f * g * g * g));
+  }
+};
+struct SwigluOaiFn {
+  static float Apply(float g, float alpha) { return g * Sigmoid(alpha * g); }
+};
+struct Relu2Fn {
+  static float Apply(float g, float) { return g <= 0.0f ? 0.0f : g * g; }
+};
+
+inline void RoundTo(DataType type, int64_t n, float* values) {
+  if (type == DataType::kBF16) {
+    for (int64_t c = 0; c < n; ++c) values[c] = BFloatToFloat(FloatToBFloat(values[c]));
+  } else if (type == DataType::kF16) {
+    for (int64_t c = 0; c < n; ++c) values[c] = HalfToFloat(FloatToHalf(values[c]));
+  }
+}
+
+template <typename Function>
+void ActivateRow(const ActivationParameters& p, const float* gate, const float* up, int64_t n,
+                 float* out) {
+  const float limit = p.limit, alpha = p.alpha, beta = p.beta;
+  if (!p.gated) {
+    for (int64_t c = 0; c < n; ++c) {
+      const float g = gate[c] > limit ? limit : gate[c];
+      out[c] = Function::Apply(g, alpha);
+    }
+    return;
+  }
+  const float offset = p.kind == Activation::kSwigluOai ? beta : 0.0f;
+  for (int64_t c = 0; c < n; ++c) {
+    const float g = gate[c] > limit ? limit : gate[c];
+    const float clipped = up[c] > limit ? limit : up[c];
+    const float u = clipped < -limit ? -limit : clipped;
+    out[c] = Function::Apply(g, alpha) * (u + offset);
+  }
+}
+
+template <typename Function>
+void ActivateRows(const ActivationParameters& p, const Affine& affine, DataType type, int64_t rows,
+                  float* acc) {
+  const int64_t n = p.gated ? kGroup : kPair;
+  for (int64_t r = 0; r < rows; ++r, acc += kPair) {
+    float v[kPair], out[kPair];
+    for (int64_t c = 0; c < kPair; ++c)
+      v[c] = acc[c] * affine.row_scale[r] * affine.scale[c] + affine.bias[c];
+    if (p.interleaved) {
+      float split[kPair];
+      for (int64_t c = 0; c < kGroup; ++c) {
+        split[c] = v[2 * c];
+        split[kGroup + c] = v[2 * c + 1];
+      }
+      for (int64_t c = 0; c < kPair; ++c) v[c] = split[c];
+    }
+    if (p.gated) {
+      ActivateRow<Function>(p, v, v + kGroup, kGroup, out);
+    } else {
+      ActivateRow<Function>(p, v, v, kPair, out);
+    }
+    RoundTo(type, n, out);
+    for (int64_t c = 0; c < n; ++c) acc[c] = out[c];
+  }
+}
+
+void Activate(const ActivationParameters& p, const Affine& affine, DataType type, int64_t rows,
+              float* acc) {
+  using Fn = void (*)(const ActivationParameters&, const Affine&, DataType, int64_t, float*);
+  // In the order of enum Activation.
+  constexpr Fn kTable[] = {ActivateRows<SiluFn>, ActivateRows<GeluFn>, ActivateRows<GeluTanhFn>,
+                           ActivateRows<SwigluOaiFn>, ActivateRows<Relu2Fn>};
+  kTable[static_cast<int>(p.kind)](p, affine, type, rows, acc);
+}
+
+void ScaleAndBias(const Affine& affine, int64_t rows, float* acc) {
+  for (int64_t r = 0; r < rows; ++r, acc += kPair) {
+    for (int64_t c = 0; c < kPair; ++c)
+      acc[c] = acc[c] * affine.row_scale[r] * affine.scale[c] + affine.bias[c];
+  }
+}
+
+// x[first : first + n] as float32.
+inline void LoadValues(const void* x, DataType type, int64_t first, int64_t n, float* values) {
+  if (type == DataType::kF32) {
+    std::memcpy(values, static_cast<const float*>(x) + first, n * sizeof(float));
+  } else {
+    uint16_t bits[kChunk];
+    std::memcpy(bits, static_cast<const uint16_t*>(x) + first, n * sizeof(uint16_t));
+    if (type == DataType::kBF16) {
+      for (int64_t c = 0; c < n; ++c) values[c] = BFloatToFloat(bits[c]);
+    } else {
+      for (int64_t c = 0; c < n; ++c) values[c] = HalfToFloat(bits[c]);
+    }
+  }
+}
+
+// Columns [first, first + n) of a row. Pieces are cut, not rounded, so no piece overflows and
+// eight bits of x go into each.
+inline void StoreValues(const float* values, int64_t n, RowFormat format, int64_t k_pad,
+                        int64_t first, uint8_t* row) {
+  if (!format.bf16) {
+    std::memcpy(row + first * 4, values, n * 4);
+    return;
+  }
+  float rest[kChunk];
+  uint16_t piece[kChunk];
+  for (int64_t c = 0; c < n; ++c) rest[c] = values[c];
+  for (int p = 0; p < format.pieces; ++p) {
+    for (int64_t c = 0; c < n; ++c) {
+      piece[c] = static_cast<uint16_t>(FloatBits(rest[c]) >> 16);
+      rest[c] = rest[c] - BFloatToFloat(piece[c]);
+    }
+    std::memcpy(row + (p * k_pad + first) * 2, piece, n * 2);
+  }
+}
+
+void StoreColumns(const float* values, int64_t rows, int64_t columns, RowFormat format,
+                  int64_t k_pad, int64_t stride, int64_t column, uint8_t* prepared) {
+  for (int64_t r = 0; r < rows; ++r, values += kPair, prepared += stride)
+    StoreValues(values, columns, format, k_pad, column, prepared);
+}
+
+// Largest magnitude; integer comparison makes NaN larger than infinity, so NaN survives.
+inline float MaxMagnitude(const float* values, int64_t n) {
+  uint32_t largest = 0;
+  for (int64_t c = 0; c < n; ++c) {
+    const uint32_t magnitude = FloatBits(values[c]) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return BitsFloat(largest);
+}
+
+// 16 values -> e2m1(value / s) * f32(s8), exact in bfloat16. Adding and subtracting 2^22, 2^23,
+// 2^24 rounds to multiples of 0.5, 1, 2. Infinities stay, so that the row shows them.
+inline void QuantizeBlock(float g, float* values) {
+  const float s8 = DecodeE4M3(EncodeBlockScale(MaxMagnitude(values, kBlock), g));
+  const float s = s8 * g;
+  for (int c = 0; c < kBlock; ++c) {
+    const float ratio = s == 0.0f ? 0.0f : values[c] / s;
+    const uint32_t bits = FloatBits(ratio);
+    const float y = BitsFloat(bits & 0x7fffffffu);
+    const float magic = y < 2.0f ? 0x1p22f : (y < 4.0f ? 0x1p23f : 0x1p24f);
+    const float rounded = (y + magic) - magic;
+    const bool finite = (FloatBits(values[c]) & 0x7fffffffu) < 0x7f800000u;
+    const float code = rounded > kE2M1Max && finite ? kE2M1Max : rounded;
+    values[c] = BitsFloat(FloatBits(code) | (bits & 0x80000000u)) * s8;
+  }
+}
+
+inline void LoadRow(const RowSource& source, int64_t first, int64_t n, float* values) {
+  LoadValues(source.x, source.type, first, n, values);
+  if (source.weigh) {
+    for (int64_t c = 0; c < n; ++c) values[c] *= source.weight;
+    RoundTo(source.type, n, values);
+  }
+}
+
+// g of a row: given, or from its largest magnitude.
+float RowGlobalScale(const RowSource& source) {
+  if (source.quantize == ActivationScale::kNone) return 1.0f;
+  if (source.quantize == ActivationScale::kStatic) return source.input_scale;
+  float values[kChunk];
+  float chunk_max[2] = {0.0f, 0.0f};
+  for (int64_t first = 0; first < source.k; first += kChunk) {
+    const int64_t n = std::min(kChunk, source.k - first);
+    LoadRow(source, first, n, values);
+    chunk_max[1] = MaxMagnitude(values, n);
+    chunk_max[0] = MaxMagnitude(chunk_max, 2);
+  }
+  return GlobalScale(chunk_max[0]);
+}
+
+float PrepareRow(const RowSource& source, RowFormat format, uint8_t* row) {
+  const int64_t k_pad = RoundUp(source.k, kRowPadding);
+  const float g = RowGlobalScale(source);
+  float values[kChunk];
+  for (int64_t first = 0; first < source.k; first += kChunk) {
+    const int64_t n = std::min(kChunk, source.k - first);
+    LoadRow(source, first, n, values);
+    if (source.quantize != ActivationScale::kNone && g == 0.0f) {
+      for (int64_t c = 0; c < n; ++c) values[c] = 0.0f;  // a row of zeros stays one
+    } else if (source.quantize != ActivationScale::kNone) {
+      for (int64_t c = 0; c < n; c += kBlock) QuantizeBlock(g, values + c);
+    }
+    StoreValues(values, n, format, k_pad, first, row);
+  }
+  const int64_t bytes = format.bf16 ? 2 : 4;
+  for (int p = 0; p < format.pieces; ++p)
+    std::memset(row + (p * k_pad + source.k) * bytes, 0, (k_pad - source.k) * bytes);
+  return g;
+}
+
+void Round(const float* values, int64_t n, DataType type, void* out) {
+  if (type == DataType::kF32) {
+    std::memcpy(out, values, n * sizeof(float));
+    return;
+  }
+  uint16_t bits[kChunk];
+  for (int64_t first = 0; first < n; first += kChunk) {
+    const int64_t count = std::min(kChunk, n - first);
+    if (type == DataType::kBF16) {
+      for (int64_t c = 0; c < count; ++c) bits[c] = FloatToBFloat(values[first + c]);
+    } else {
+      for (int64_t c = 0; c < count; ++c) bits[c] = FloatToHalf(values[first + c]);
+    }
+    std::memcpy(static_cast<uint16_t*>(out) + first, bits, count * sizeof(uint16_t));
+  }
+}
+
+void Accumulate(const float* d, float weight, int64_t n, float* sum) {
+  for (int64_t c = 0; c < n; ++c) sum[c] += weight * d[c];
+}
+
+void Quantize(const void* x, DataType type, int64_t k, float global_scale, uint8_t* packed,
+              uint8_t* scales) {
+  float values[kChunk];
+  for (int64_t first = 0; first < k; first += kChunk) {
+    const int64_t n = std::min(kChunk, k - first);
+    LoadValues(x, type, first, n, values);
+    for (int64_t c = 0; c < n; c += kBlock) {
+      const uint8_t scale = EncodeBlockScale(MaxMagnitude(values + c, kBlock), global_scale);
+      const float s = DecodeE4M3(scale) * global_scale;
+      scales[(first + c) / kBlock] = scale;
+      uint8_t codes[kBlock];
+      for (int b = 0; b < kBlock; ++b)
+        codes[b] = static_cast<uint8_t>(EncodeValue(values[c + b], s));
+      for (int b = 0; b < kBlock / 2; ++b)
+        packed[(first + c) / 2 + b] = static_cast<uint8_t>(codes[2 * b] | codes[2 * b + 1] << 4);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace nvfp4::cpu

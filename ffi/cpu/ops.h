@@ -1,0 +1,81 @@
+// What the bindings call: one function an op. All pointers are row-major arrays as in the FFI
+// signatures (cpu_bindings.cc); null stands for an operand that is left out.
+#pragma once
+
+#include <cstdint>
+
+#include "../shapes.h"
+#include "kernels.h"
+#include "phases.h"
+
+namespace nvfp4::cpu {
+
+struct MoEArguments {
+  const void* x;
+  const uint8_t* gate_up_packed;
+  const uint8_t* gate_up_block_scale;
+  const float* gate_up_global_scale;
+  const float* gate_up_input_scale;
+  const float* gate_up_bias;
+  const uint8_t* down_packed;
+  const uint8_t* down_block_scale;
+  const float* down_global_scale;
+  const float* down_input_scale;
+  const float* down_bias;
+  const int32_t* expert_ids;
+  const float* expert_weights;
+  void* y;
+  uint8_t* workspace;
+  int64_t workspace_bytes;
+  DataType type;
+  ActivationParameters activation;
+  ActivationScale activation_scale;
+  bool weight_on_input;
+};
+
+// Bytes that a layer needs to work on `tokens` of its tokens at once.
+int64_t MoEW4A16CpuWorkspace(const MoEShape& shape, const MoEArguments& arguments,
+                             const Kernels& kernels, int64_t tokens);
+
+// False where the workspace does not hold a single token.
+bool RunMoEW4A16Cpu(const MoEShape& shape, const MoEArguments& arguments, const Kernels& kernels,
+                    ThreadPool& pool);
+
+struct GroupedGemmArguments {
+  const void* x;
+  const uint8_t* packed;
+  const uint8_t* block_scale;
+  const float* global_scale;
+  const float* input_scale;
+  const float* bias;
+  const int32_t* group_sizes;
+  void* y;
+  uint8_t* workspace;
+  int64_t workspace_bytes;
+  DataType type;
+  ActivationScale activation_scale;
+};
+
+// Bytes that a product needs to work on `rows` of its rows at once.
+int64_t GroupedGemmW4A16CpuWorkspace(const GroupedGemmShape& shape,
+                                     const GroupedGemmArguments& arguments, const Kernels& kernels,
+                                     int64_t rows);
+
+// False where the workspace does not hold a single row.
+bool RunGroupedGemmW4A16Cpu(const GroupedGemmShape& shape, const GroupedGemmArguments& arguments,
+                            const Kernels& kernels, ThreadPool& pool);
+
+struct QuantizeArguments {
+  const void* x;  // [m, k]
+  DataType type;
+  int64_t m;
+  int64_t k;
+  float global_scale;
+  bool swizzle;  // scales in the 128x4 order, padded with zeros; else [m, k/16]
+  uint8_t* packed;
+  uint8_t* block_scale;
+};
+
+void RunQuantizeCpu(const QuantizeArguments& arguments, const Kernels& kernels, ThreadPool& pool);
+
+}  // namespace nvfp4::cpu

@@ -1,0 +1,51 @@
+// packed, block_scale = NVFP4 of x under one global scale, bit for bit as formats.quantize.
+//
+//   x [m, k] bf16, f16 or f32  ->  packed [m, k/2], block_scale [m, k/16] or in the 128x4 order
+//
+// Bound by: a division for every value. Items are blocks of rows; the numbers are in
+// elementwise.h and nvfp4.h. Test: test_cpu_kernel.py.
+#include <algorithm>
+#include <cstring>
+
+#include "../nvfp4.h"
+#include "experts.h"
+#include "ops.h"
+
+namespace nvfp4::cpu {
+namespace {
+
+constexpr int64_t kTileRows = 128;  // of the 128x4 order; rows of an item
+
+void QuantizeRows(const QuantizeArguments& p, const Kernels& kernels, int64_t tile) {
+  const int64_t blocks = p.k / kBlock, padded = RoundUp(blocks, 4);
+  const int64_t first = tile * kTileRows, end = std::min(first + kTileRows, p.m);
+  if (p.swizzle) std::memset(p.block_scale + first * padded, 0, kTileRows * padded);
+  for (int64_t row = first; row < end; ++row) {
+    const uint8_t* x = static_cast<const uint8_t*>(p.x) + row * p.k * Bytes(p.type);
+    uint8_t* packed = p.packed + row * p.k / 2;
+    if (!p.swizzle) {
+      kernels.quantize(x, p.type, p.k, p.global_scale, packed, p.block_scale + row * blocks);
+      continue;
+    }
+    constexpr int64_t kValues = 1024, kScales = kValues / kBlock;
+    for (int64_t k = 0; k < p.k; k += kValues) {
+      const int64_t count = std::min(kValues, p.k - k);
+      uint8_t scales[kScales];
+      kernels.quantize(x + k * Bytes(p.type), p.type, count, p.global_scale, packed + k / 2,
+                       scales);
+      for (int64_t b = 0; b < count / kBlock; ++b)
+        p.block_scale[Swizzle128x4(row, k / kBlock + b, padded)] = scales[b];
+    }
+  }
+}
+
+}  // namespace
+
+void RunQuantizeCpu(const QuantizeArguments& arguments, const Kernels& kernels, ThreadPool& pool) {
+  const int64_t tiles = CeilDivide(arguments.m, kTileRows);
+  RunPhases(
+      pool, 1, [&](int64_t) { return tiles; },
+      [&](int64_t, int64_t tile) { QuantizeRows(arguments, kernels, tile); });
+}
+
+}  // namespace nvfp4::cpu

@@ -1,0 +1,260 @@
+// The CPU ops as XLA FFI targets: decode, check, run. No arithmetic and no policy live here.
+//
+//   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu
+//
+// All three take an optional attribute `isa`: "auto" (the default) or a name of isa_levels().
+// Scratch memory is the last result, uint8 [bytes]: XLA gives CPU handlers no allocator. Its size
+// comes from backends/cpu.py; with less than that, work goes in several rounds.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "checks.h"
+#include "cpu/ops.h"
+#include "shapes.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace nb = nanobind;
+
+namespace nvfp4 {
+namespace {
+
+class XlaThreadPool : public cpu::ThreadPool {
+ public:
+  explicit XlaThreadPool(ffi::ThreadPool pool) : pool_(pool) {}
+  int64_t NumThreads() override { return pool_.num_threads(); }
+  void Schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
+
+ private:
+  ffi::ThreadPool pool_;
+};
+
+template <typename T>
+const T* Data(const ffi::AnyBuffer& buffer) {
+  return buffer.element_count() ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
+}
+
+template <typename T>
+ffi::Error Attribute(const ffi::Dictionary& attributes, std::string_view name, T* value) {
+  auto found = attributes.get<T>(name);
+  if (found.has_error()) return found.error();
+  *value = found.value();
+  return ffi::Error::Success();
+}
+
+ffi::Error ChooseIsa(const ffi::Dictionary& attributes, const cpu::Kernels** kernels) {
+  std::string_view isa = "auto";
+  if (attributes.contains("isa")) NVFP4_RETURN_IF_ERROR(Attribute(attributes, "isa", &isa));
+  *kernels = cpu::ChooseKernels(isa);
+  if (*kernels) return ffi::Error::Success();
+  std::string names;
+  for (std::string_view name : cpu::SupportedIsas()) names += ", " + std::string(name);
+  return Expected("isa", "auto or one of this CPU's" + names.substr(1), std::string(isa));
+}
+
+ffi::Error MoEW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_packed,
+                       ffi::AnyBuffer gate_up_block_scale, ffi::AnyBuffer gate_up_global_scale,
+                       ffi::AnyBuffer gate_up_input_scale, ffi::AnyBuffer gate_up_bias,
+                       ffi::AnyBuffer down_packed, ffi::AnyBuffer down_block_scale,
+                       ffi::AnyBuffer down_global_scale, ffi::AnyBuffer down_input_scale,
+                       ffi::AnyBuffer down_bias, ffi::AnyBuffer expert_ids,
+                       ffi::AnyBuffer expert_weights, ffi::Result<ffi::AnyBuffer> y,
+                       ffi::ResultBufferR1<ffi::U8> workspace, ffi::Dictionary attributes) {
+  const MoEOperands operands = {x,
+                                gate_up_packed,
+                                gate_up_block_scale,
+                                gate_up_global_scale,
+                                gate_up_input_scale,
+                                gate_up_bias,
+                                down_packed,
+                                down_block_scale,
+                                down_global_scale,
+                                down_input_scale,
+                                down_bias,
+                                expert_ids,
+                                expert_weights,
+                                *y};
+  std::string_view activation, activation_scale;
+  float alpha = 0, beta = 0, limit = 0;
+  bool weight_on_input = false;
+  const cpu::Kernels* kernels;
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "activation", &activation));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "activation_scale", &activation_scale));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "alpha", &alpha));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "beta", &beta));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "limit", &limit));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "weight_on_input", &weight_on_input));
+  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
+
+  MoEShape shape;
+  MoEOptions options;
+  NVFP4_RETURN_IF_ERROR(
+      CheckMoE(operands, activation, alpha, beta, limit, activation_scale, &shape, &options));
+  const cpu::MoEArguments arguments = {x.untyped_data(),
+                                       Data<uint8_t>(gate_up_packed),
+                                       Data<uint8_t>(gate_up_block_scale),
+                                       Data<float>(gate_up_global_scale),
+                                       Data<float>(gate_up_input_scale),
+                                       Data<float>(gate_up_bias),
+                                       Data<uint8_t>(down_packed),
+                                       Data<uint8_t>(down_block_scale),
+                                       Data<float>(down_global_scale),
+                                       Data<float>(down_input_scale),
+                                       Data<float>(down_bias),
+                                       Data<int32_t>(expert_ids),
+                                       Data<float>(expert_weights),
+                                       y->untyped_data(),
+                                       workspace->typed_data(),
+                                       static_cast<int64_t>(workspace->element_count()),
+                                       options.type,
+                                       options.activation,
+                                       options.activation_scale,
+                                       weight_on_input};
+  XlaThreadPool threads(pool);
+  if (cpu::RunMoEW4A16Cpu(shape, arguments, *kernels, threads)) return ffi::Error::Success();
+  return ExpectAtLeast("workspace [bytes]", arguments.workspace_bytes,
+                       cpu::MoEW4A16CpuWorkspace(shape, arguments, *kernels, 1));
+}
+
+ffi::Error GroupedGemmW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer packed,
+                               ffi::AnyBuffer block_scale, ffi::AnyBuffer global_scale,
+                               ffi::AnyBuffer input_scale, ffi::AnyBuffer bias,
+                               ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> y,
+                               ffi::ResultBufferR1<ffi::U8> workspace, ffi::Dictionary attributes) {
+  std::string_view scale_name;
+  const cpu::Kernels* kernels;
+  GroupedGemmShape shape;
+  DataType type;
+  ActivationScale scale;
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "activation_scale", &scale_name));
+  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
+  const GroupedGemmOperands operands = {x,           packed, block_scale, global_scale,
+                                        input_scale, bias,   group_sizes, *y};
+  NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(operands, scale_name, &shape, &type, &scale));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n_pad (packed)", shape.n_pad, cpu::kGroup));
+  const cpu::GroupedGemmArguments arguments = {x.untyped_data(),
+                                               Data<uint8_t>(packed),
+                                               Data<uint8_t>(block_scale),
+                                               Data<float>(global_scale),
+                                               Data<float>(input_scale),
+                                               Data<float>(bias),
+                                               Data<int32_t>(group_sizes),
+                                               y->untyped_data(),
+                                               workspace->typed_data(),
+                                               static_cast<int64_t>(workspace->element_count()),
+                                               type,
+                                               scale};
+  XlaThreadPool threads(pool);
+  if (cpu::RunGroupedGemmW4A16Cpu(shape, arguments, *kernels, threads))
+    return ffi::Error::Success();
+  return ExpectAtLeast("workspace [bytes]", arguments.workspace_bytes,
+                       cpu::GroupedGemmW4A16CpuWorkspace(shape, arguments, *kernels, 1));
+}
+
+ffi::Error QuantizeCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
+                       ffi::Result<ffi::AnyBuffer> packed, ffi::Result<ffi::AnyBuffer> block_scale,
+                       ffi::Dictionary attributes) {
+  const cpu::Kernels* kernels;
+  std::string_view scale_layout;
+  DataType type;
+  bool swizzle;
+  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "scale_layout", &scale_layout));
+  NVFP4_RETURN_IF_ERROR(
+      CheckQuantize(x, global_scale, *packed, *block_scale, scale_layout, &type, &swizzle));
+  const cpu::QuantizeArguments arguments = {x.untyped_data(),
+                                            type,
+                                            x.dimensions()[0],
+                                            x.dimensions()[1],
+                                            *Data<float>(global_scale),
+                                            swizzle,
+                                            static_cast<uint8_t*>(packed->untyped_data()),
+                                            static_cast<uint8_t*>(block_scale->untyped_data())};
+  XlaThreadPool threads(pool);
+  cpu::RunQuantizeCpu(arguments, *kernels, threads);
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kMoEW4A16Cpu, MoEW4A16Cpu,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()          // x                     [t, h] bf16, f16, f32
+        .Arg<ffi::AnyBuffer>()          // gate_up_packed        [e, n1, h/2] U8, cpu_16x16
+        .Arg<ffi::AnyBuffer>()          // gate_up_block_scale   [e, n1, h/16] F8E4M3FN
+        .Arg<ffi::AnyBuffer>()          // gate_up_global_scale  [e, 2], not gated [e, 1] F32
+        .Arg<ffi::AnyBuffer>()          // gate_up_input_scale   [e] or [0] F32
+        .Arg<ffi::AnyBuffer>()          // gate_up_bias          [e, n1] or [0, 0] F32
+        .Arg<ffi::AnyBuffer>()          // down_packed           [e, h, i/2] U8, cpu_16x16
+        .Arg<ffi::AnyBuffer>()          // down_block_scale      [e, h, i/16] F8E4M3FN
+        .Arg<ffi::AnyBuffer>()          // down_global_scale     [e, 1] F32
+        .Arg<ffi::AnyBuffer>()          // down_input_scale      [e] or [0] F32
+        .Arg<ffi::AnyBuffer>()          // down_bias             [e, h] or [0, 0] F32
+        .Arg<ffi::AnyBuffer>()          // expert_ids            [t, k] S32
+        .Arg<ffi::AnyBuffer>()          // expert_weights        [t, k] F32
+        .Ret<ffi::AnyBuffer>()          // y                     [t, h] as x
+        .Ret<ffi::BufferR1<ffi::U8>>()  // workspace             [bytes]
+        .Attrs());  // activation, alpha, beta, limit, activation_scale, weight_on_input, isa
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kGroupedGemmW4A16Cpu, GroupedGemmW4A16Cpu,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()          // x             [m, k] bf16, f16, f32
+        .Arg<ffi::AnyBuffer>()          // packed        [e, n_pad, k/2] U8, cpu_16x16
+        .Arg<ffi::AnyBuffer>()          // block_scale   [e, n_pad, k/16] F8E4M3FN
+        .Arg<ffi::AnyBuffer>()          // global_scale  [e, parts] F32
+        .Arg<ffi::AnyBuffer>()          // input_scale   [e] or [0] F32
+        .Arg<ffi::AnyBuffer>()          // bias          [e, n] or [0, 0] F32
+        .Arg<ffi::AnyBuffer>()          // group_sizes   [e] S32
+        .Ret<ffi::AnyBuffer>()          // y             [m, n] as x
+        .Ret<ffi::BufferR1<ffi::U8>>()  // workspace     [bytes]
+        .Attrs());                      // activation_scale, isa
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kQuantizeCpu, QuantizeCpu,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()  // x             [m, k] bf16, f16, f32
+        .Arg<ffi::AnyBuffer>()  // global_scale  [] F32
+        .Ret<ffi::AnyBuffer>()  // packed        [m, k/2] U8
+        .Ret<ffi::AnyBuffer>()  // block_scale   F8E4M3FN, linear or swizzled
+        .Attrs());              // scale_layout, isa
+
+template <typename Handler>
+nb::capsule Capsule(Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+}  // namespace
+}  // namespace nvfp4
+
+NB_MODULE(_nvfp4_cpu, m) {
+  m.doc() = "NVFP4 kernels for the CPU as XLA FFI targets.";
+  m.def(
+      "registrations",
+      [] {
+        nb::dict targets;
+        targets["nvfp4_moe_w4a16_cpu"] = nvfp4::Capsule(nvfp4::kMoEW4A16Cpu);
+        targets["nvfp4_grouped_gemm_w4a16_cpu"] = nvfp4::Capsule(nvfp4::kGroupedGemmW4A16Cpu);
+        targets["nvfp4_quantize_cpu"] = nvfp4::Capsule(nvfp4::kQuantizeCpu);
+        return targets;
+      },
+      "Return {FFI target name: capsule}.");
+  m.def(
+      "ffi_api_version", [] { return std::make_pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
+      "Return the (major, minor) of the XLA FFI headers that this module was built with.");
+  m.def(
+      "isa_levels",
+      [] {
+        nb::list names;
+        for (std::string_view name : nvfp4::cpu::SupportedIsas())
+          names.append(nb::str(name.data(), name.size()));
+        return names;
+      },
+      "Return what the attribute `isa` may be on this CPU, best first.");
+}

@@ -1,0 +1,123 @@
+"""Call the CPU extension's FFI targets, operand by operand, on arrays of `float64_layer`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from float64_layer import Layer, Options
+
+from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.backends.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
+from jax_nvfp4_moe.layouts import find_layout, to_layout
+
+
+def isa_levels():
+    """Register the targets, or raise with the reason why that cannot be; return this CPU's ISAs."""
+    if reason := _ffi.why_unavailable("_nvfp4_cpu"):
+        raise RuntimeError(reason)
+    return _ffi.load("_nvfp4_cpu").isa_levels()
+
+
+def _prepare(packed, block_scale):
+    return to_layout(jnp.asarray(packed), jnp.asarray(block_scale), find_layout("cpu_16x16"))
+
+
+def prepare(layer: Layer):
+    """Put the weights of a layer into the layout of the CPU kernels."""
+    gate_up, gate_up_scale = _prepare(layer.gate_up_packed, layer.gate_up_block_scale)
+    down, down_scale = _prepare(layer.down_packed, layer.down_block_scale)
+    return layer._replace(
+        gate_up_packed=gate_up,
+        gate_up_block_scale=gate_up_scale,
+        down_packed=down,
+        down_block_scale=down_scale,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("options", "isa", "workspace"))
+def moe(
+    x,
+    prepared: Layer,
+    expert_ids,
+    expert_weights,
+    options: Options,
+    isa="auto",
+    workspace: int | None = None,
+):
+    """Run an expert layer; [t, h] in the dtype of x."""
+    (t, h), top_k = x.shape, expert_ids.shape[1]
+    e, i = prepared.down_packed.shape[0], prepared.down_packed.shape[2] * 2
+    size = moe_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
+    size = size if workspace is None else workspace
+    outputs = (jax.ShapeDtypeStruct((t, h), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
+    return jax.ffi.ffi_call("nvfp4_moe_w4a16_cpu", outputs)(
+        x,
+        *prepared,
+        expert_ids,
+        expert_weights,
+        activation=options.activation,
+        alpha=np.float32(options.alpha),
+        beta=np.float32(options.beta),
+        limit=np.float32(options.limit),
+        activation_scale=options.activation_scale,
+        weight_on_input=options.weight_on_input,
+        isa=isa,
+    )[0]
+
+
+@functools.partial(jax.jit, static_argnames=("n", "mode", "isa", "workspace"))
+def _grouped_gemm(
+    x, packed, block_scale, global_scale, input_scale, bias, sizes, n, mode, isa, workspace
+):
+    (m, k), e = x.shape, packed.shape[0]
+    size = grouped_gemm_workspace_bytes(m, e, n, k, dtype=x.dtype)
+    size = size if workspace is None else workspace
+    outputs = (jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
+    operands = (x, packed, block_scale, global_scale, input_scale, bias, sizes)
+    return jax.ffi.ffi_call("nvfp4_grouped_gemm_w4a16_cpu", outputs)(
+        *operands, activation_scale=mode, isa=isa
+    )[0]
+
+
+def grouped_gemm(
+    x,
+    packed,
+    block_scale,
+    global_scale,
+    input_scale,
+    bias,
+    sizes,
+    mode,
+    isa="auto",
+    workspace: int | None = None,
+):
+    """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x."""
+    codes, scales = _prepare(packed, block_scale)
+    return _grouped_gemm(
+        x,
+        codes,
+        scales,
+        global_scale,
+        input_scale,
+        bias,
+        sizes,
+        packed.shape[1],
+        mode,
+        isa,
+        workspace,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scale_layout", "isa"))
+def quantize(x, global_scale, scale_layout="linear", isa="auto"):
+    """Quantize rows; packed uint8 and block_scale e4m3, swizzled ones padded."""
+    m, k = x.shape
+    scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
+    outputs = (
+        jax.ShapeDtypeStruct((m, k // 2), jnp.uint8),
+        jax.ShapeDtypeStruct(scales, jnp.float8_e4m3fn),
+    )
+    return jax.ffi.ffi_call("nvfp4_quantize_cpu", outputs)(
+        x, global_scale, scale_layout=scale_layout, isa=isa
+    )
