@@ -92,12 +92,35 @@ def amax(x, axis) -> Float[Array, "..."]:
 
 
 def divide(a, b):
-    """Return ``a / b`` rounded once, also where `b` is a constant of the program.
+    """Return ``a / b`` in float32, rounded once to nearest even, on every device.
 
-    XLA multiplies by the rounded reciprocal of a constant, which moves one result in four by a
-    bit. A divisor that depends on `a` is no constant, and NaN / NaN is still NaN.
+    XLA does not promise that: it multiplies by the rounded reciprocal where the divisor is a
+    constant, and on a GPU its division may be off by a unit in the last place. So no divisor is a
+    constant here (NaN / NaN is still NaN), and off the CPU the quotient comes from integers.
     """
-    return a / jnp.where(jnp.isnan(a), a, b)
+    a, b = jnp.broadcast_arrays(a, jnp.where(jnp.isnan(a), a, b))
+    return lax.platform_dependent(a, b, cpu=jnp.divide, default=_divide_by_integers)
+
+
+def _divide_by_integers(a, b):
+    """Divide significands by long division, eight bits a step, where all numbers are normal."""
+    bits_a, bits_b = (lax.bitcast_convert_type(x, jnp.uint32) for x in (a, b))
+    exponent_a, exponent_b = ((bits >> 23 & 0xFF).astype(jnp.int32) for bits in (bits_a, bits_b))
+    top, bottom = ((bits & 0x7FFFFF) | 0x800000 for bits in (bits_a, bits_b))
+    less = top < bottom  # then the quotient starts one place lower
+    rest = jnp.where(less, 2 * top, top) - bottom
+    quotient = jnp.ones_like(top)
+    for _ in range(3):
+        rest = rest << 8
+        quotient = (quotient << 8) | (rest // bottom)
+        rest = rest % bottom
+    # 25 bits: one more than float32 keeps, and a quotient is never half way between two floats.
+    significand = (quotient + 1) >> 1
+    exponent = exponent_a - exponent_b + 127 - less.astype(jnp.int32)
+    magnitude = (exponent.astype(jnp.uint32) << 23) + (significand - 0x800000)
+    sign = (bits_a ^ bits_b) & jnp.uint32(0x80000000)
+    normal = (exponent_a % 255 > 0) & (exponent_b % 255 > 0) & (exponent > 0) & (exponent < 254)
+    return jnp.where(normal, lax.bitcast_convert_type(magnitude | sign, jnp.float32), a / b)
 
 
 def global_scale_of(x: Float[Array, "... n k"]) -> Float[Array, "..."]:
@@ -142,7 +165,7 @@ def quantize(
     block_scale = jnp.minimum(ratio, jnp.float32(E4M3_MAX)).astype(jnp.float8_e4m3fn)
     s = block_scale.astype(jnp.float32) * g
     zero = s == 0
-    codes = encode(jnp.where(zero[..., None], 0.0, blocks / s[..., None]))
+    codes = encode(jnp.where(zero[..., None], 0.0, divide(blocks, s[..., None])))
     return pack(codes.reshape(x.shape)), block_scale, scale
 
 

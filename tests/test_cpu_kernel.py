@@ -44,6 +44,13 @@ modes = pytest.mark.parametrize("mode", ["none", "static", "token"])
 isas = pytest.mark.parametrize("isa", ISAS)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu():
+    """A machine with a GPU tests these kernels too."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 def uniform(t, k, e):
     return lambda rng: rng.integers(0, e, (t, k))
 

@@ -117,6 +117,20 @@ def test_a_constant_global_scale_divides_exactly():
     np.testing.assert_array_equal(got, want)
 
 
+def test_division_by_integers_is_ieee_division():
+    """What a GPU computes; here beside numpy on the bits of random floats, and at the ends."""
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 1 << 32, (2, 1 << 20), np.uint32).view(np.float32)
+    ends = np.float32([0, -0.0, 1, 3, -7, 2688, 1e38, -1e38, 1e-37, np.inf, -np.inf, np.nan])
+    a, b = np.append(a, np.repeat(ends, 12)), np.append(b, np.tile(ends, 12))
+    with np.errstate(all="ignore"):
+        want = a / b
+    keep = ~(np.abs(np.stack([a, b, want])) < np.finfo(np.float32).tiny).any(0) | (a == 0)
+    got = np.asarray(jax.jit(formats._divide_by_integers)(a, b))
+    np.testing.assert_array_equal(got[keep], want[keep])
+    np.testing.assert_array_equal(jax.jit(formats.divide)(a, b)[keep], want[keep])
+
+
 def test_quantizing_what_was_quantized_changes_nothing():
     """Holds since each block's largest code is 6 or the scale it got is the one it gets again."""
     x = jax.random.normal(jax.random.key(0), (3, 40, 64))
