@@ -5,6 +5,7 @@ consecutive elements of a row. Two codes share a byte, the even element in the l
 """
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
@@ -19,6 +20,9 @@ CODE_VALUES = np.array(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
     np.float32,
 )
+
+# Value of each byte of a block scale.
+_SCALE_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def pack(codes: UInt8[Array, "... k"]) -> UInt8[Array, "... half_k"]:
@@ -44,6 +48,14 @@ def unpack(packed: UInt8[Array, "... half_k"]) -> UInt8[Array, "... k"]:
 def decode(codes: UInt8[Array, "... k"]) -> Float[Array, "... k"]:
     """Return the float32 value of each 4-bit code."""
     return jnp.asarray(CODE_VALUES)[codes]
+
+
+def decode_scale(block_scale: Array) -> Float[Array, "..."]:
+    """Return the float32 value of each float8_e4m3fn block scale.
+
+    By table, not by cast: XLA may take a cast to E4M3 and back for excess precision and drop both.
+    """
+    return jnp.asarray(_SCALE_VALUES)[lax.bitcast_convert_type(block_scale, jnp.uint8)]
 
 
 def encode(y: Float[Array, "... k"]) -> UInt8[Array, "... k"]:
@@ -119,7 +131,7 @@ def _divide_by_integers(a, b):
     exponent = exponent_a - exponent_b + 127 - less.astype(jnp.int32)
     magnitude = (exponent.astype(jnp.uint32) << 23) + (significand - 0x800000)
     sign = (bits_a ^ bits_b) & jnp.uint32(0x80000000)
-    normal = (exponent_a % 255 > 0) & (exponent_b % 255 > 0) & (exponent > 0) & (exponent < 254)
+    normal = (exponent_a % 255 > 0) & (exponent_b % 255 > 0) & (exponent > 0) & (exponent < 255)
     return jnp.where(normal, lax.bitcast_convert_type(magnitude | sign, jnp.float32), a / b)
 
 
@@ -163,7 +175,7 @@ def quantize(
     # Clamp first: a cast to E4M3 gives NaN above 464. 0 / 0 comes of a zero global scale.
     ratio = jnp.where(block_amax == 0, 0.0, divide(block_amax, jnp.float32(E2M1_MAX) * g))
     block_scale = jnp.minimum(ratio, jnp.float32(E4M3_MAX)).astype(jnp.float8_e4m3fn)
-    s = block_scale.astype(jnp.float32) * g
+    s = decode_scale(block_scale) * g
     zero = s == 0
     codes = encode(jnp.where(zero[..., None], 0.0, divide(blocks, s[..., None])))
     return pack(codes.reshape(x.shape)), block_scale, scale
@@ -191,4 +203,4 @@ def fake_quantize(x: Float[Array, "... n k"], global_scale) -> Float[Array, "...
         matrices, ``x[..., None, :]``.
     """
     packed, block_scale, g = quantize(x, global_scale)
-    return dequantize(packed, block_scale.astype(jnp.float32) * g[..., None, None])
+    return dequantize(packed, decode_scale(block_scale) * g[..., None, None])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.formats import BLOCK, check_blocks, dequantize, divide
+from jax_nvfp4_moe.formats import BLOCK, check_blocks, decode_scale, dequantize, divide
 from jax_nvfp4_moe.formats import quantize as quantize_arrays
 from jax_nvfp4_moe.layouts import CANONICAL, find_layout, from_layout, to_layout
 
@@ -90,7 +90,7 @@ class NVFP4Tensor:
     def scale(self) -> jax.Array:
         """Return ``block_scale * global_scale`` in float32, canonical ``[..., n, k/16]``."""
         tensor = self.to_layout(CANONICAL)
-        block_scale = tensor.block_scale.astype(jnp.float32)
+        block_scale = decode_scale(tensor.block_scale)
         if tensor.global_divisor is not None:
             return divide(block_scale, self._per_row(tensor.global_divisor))
         return block_scale * self._per_row(tensor.global_scale)

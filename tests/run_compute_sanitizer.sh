@@ -9,7 +9,6 @@ set -u
 here=$(cd "$(dirname "$0")" && pwd)
 logs=${1:-$(mktemp -d)}
 mkdir -p "$logs"
-export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
 export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_PYTHON_CLIENT_PREALLOCATE=false
 export XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)

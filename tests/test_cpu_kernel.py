@@ -38,6 +38,7 @@ ACTIVATIONS = (
     "gelu_tanh_no_mul",
 )
 ISAS = cpu_calls.isa_levels()
+CPU = jax.devices("cpu")[0]
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 modes = pytest.mark.parametrize("mode", ["none", "static", "token"])
@@ -47,7 +48,7 @@ isas = pytest.mark.parametrize("isa", ISAS)
 @pytest.fixture(scope="module", autouse=True)
 def _on_the_cpu():
     """A machine with a GPU tests these kernels too."""
-    with jax.default_device(jax.devices("cpu")[0]):
+    with jax.default_device(CPU):
         yield
 
 
@@ -101,7 +102,7 @@ class Call:
         return cpu_calls.prepare(self.layer)
 
     def run(self, isa="auto", workspace=None):
-        operands = jax.tree.map(jnp.asarray, (self.x, self.prepared, self.ids, self.weights))
+        operands = jax.device_put((self.x, self.prepared, self.ids, self.weights), CPU)
         return cpu_calls.moe(*operands, self.options, isa=isa, workspace=workspace)
 
     def truth(self):

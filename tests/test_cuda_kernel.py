@@ -244,7 +244,6 @@ def test_graph_replay_follows_the_routing(tmp_path):
         os.environ,
         XLA_FLAGS="--xla_gpu_enable_command_buffer=CUSTOM_CALL "
         f"--xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}",
-        PYTHONPATH=os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
     )
     process = subprocess.run(

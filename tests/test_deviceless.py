@@ -31,7 +31,6 @@ def compile_for(device, program, suffix, flags=""):
         os.environ,
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=f"--xla_gpu_autotune_level=0 {flags}",
-        PYTHONPATH=os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     )
     target = HERE / "targets" / f"{device}.txtpb"
     command = [sys.executable, HERE / "deviceless_compile.py", target, program, suffix]

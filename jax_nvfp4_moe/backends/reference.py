@@ -55,11 +55,20 @@ def _bias(array, expert):
     return 0.0 if array is None else array[expert][None].astype(jnp.float32)
 
 
+def _round_to(x, dtype):
+    """Round float32 values to `dtype`, and keep them in float32.
+
+    XLA may drop a pair of casts as excess precision; this it must not.
+    """
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
 def _expert_mlp(x, params: MoEParams, expert, scheme, call: ActivationCall, dtype):
     """Run rows ``x [m, h]`` of one expert through both products; float32 ``[m, h]``."""
     x = round_activations(x, _pick(params.gate_up_input_scale, expert), scheme)
     u = _multiply(x, params.gate_up, expert) + _bias(params.gate_up_bias, expert)
-    a = activate(call, u).astype(dtype).astype(jnp.float32)
+    a = _round_to(activate(call, u), dtype)
     a = round_activations(a, _pick(params.down_input_scale, expert), scheme)
     return _multiply(a, params.down, expert) + _bias(params.down_bias, expert)
 
@@ -81,7 +90,7 @@ def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_in
         alive = start + jnp.arange(_PIECE) < ends[expert]
         rows, weight = x[here // top_k], weights[here]
         if weight_on_input:
-            rows = (rows.astype(jnp.float32) * weight[:, None]).astype(x.dtype)
+            rows = _round_to(rows.astype(jnp.float32) * weight[:, None], x.dtype)
             weight = jnp.ones_like(weight)
         d = _expert_mlp(rows.astype(jnp.float32), params, expert, scheme, call, x.dtype)
         # Rows past the end are other experts': select, so that their NaN cannot leak.
