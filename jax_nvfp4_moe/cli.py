@@ -121,10 +121,13 @@ def eval_command(
     skip_tokens: Annotated[int, typer.Option(help="Leading tokens to leave out.")] = 0,
     max_windows: Annotated[int | None, typer.Option(help="At most so many windows.")] = None,
     scheme: SchemeOption = None,
-    dtype: DtypeOption = "bfloat16",
+    dtype: DtypeOption = "float32",
     backend: BackendOption = None,
 ) -> None:
-    """Print the mean cross-entropy on a text as one JSON object."""
+    """Print the mean cross-entropy on a text as one JSON object.
+
+    In float32 unless asked otherwise, as quantization tools state theirs.
+    """
     ids = load_tokenizer(path).encode(text.read_text(encoding="utf-8"))
     model = load_model(path, scheme=scheme, dtype=dtype, backend=backend)
     start = time.perf_counter()

@@ -260,4 +260,7 @@ def test_ops_vmap():
     stacked = jax.vmap(op)(
         jnp.stack([x, 2 * x]), jnp.stack([ids, ids]), jnp.stack([weights, weights])
     )
-    np.testing.assert_array_equal(stacked[0], op(x, ids, weights))
+    call = find_activation("silu")
+    for y, rows in zip(stacked, (x, 2 * x), strict=True):
+        yardstick = moe_mlp_xla(rows, params, ids, weights, call, jnp.float32)
+        assert_as_accurate_as(y, yardstick, moe_mlp_float64(rows, params, ids, weights, call))
