@@ -244,6 +244,42 @@ def norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
     return RMSNorm(weights.array(f"{prefix}.weight", (width,)), eps)
 
 
+def build_decoder(config, weights, settings: Settings, attention, build_moe) -> Decoder:
+    """Make a model of the usual shape, layer by layer, under the usual names.
+
+    Args:
+      config: also has `dense_layers`, `dense_intermediate` and `tied`.
+      weights: the source of `checkpoint.resolve`.
+      settings: how modules are made.
+      attention: class of the attention, ``(config, weights, prefix, settings)``.
+      build_moe: ``(config, layer, weights, settings)`` makes the expert block of a layer.
+    """
+    h, eps = config.hidden, config.eps
+    embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
+    layers = []
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        if layer in config.dense_layers:
+            mlp = GatedMLP(weights, f"{prefix}.mlp", h, config.dense_intermediate, settings)
+        else:
+            mlp = build_moe(config, layer, weights, settings)
+        layers.append(
+            DecoderLayer(
+                norm(weights, f"{prefix}.input_layernorm", h, eps),
+                attention(config, weights, f"{prefix}.self_attn", settings),
+                norm(weights, f"{prefix}.post_attention_layernorm", h, eps),
+                mlp,
+            )
+        )
+    final = norm(weights, "model.norm", h, eps)
+    head = None
+    if config.tied:
+        weights.ignore("lm_head.", "the head shares the embedding")
+    else:
+        head = linear(weights, "lm_head", config.vocab_size, h, settings)
+    return Decoder(config, embedding, layers, final, head, settings)
+
+
 def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rope):
     """Rotate channel pairs ``(i, i + d/2)`` by ``position * frequency_i``, in float32."""
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(

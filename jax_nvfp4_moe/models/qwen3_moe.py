@@ -14,11 +14,10 @@ from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
-    DecoderLayer,
-    GatedMLP,
     Settings,
     append,
     attend,
+    build_decoder,
     linear,
     norm,
     rotate,
@@ -166,30 +165,7 @@ def build_moe(config: Qwen3MoeConfig, layer: int, weights, settings: Settings) -
 
 def build_model(config: Qwen3MoeConfig, weights, settings: Settings) -> Decoder:
     """Make the whole model, layer by layer."""
-    h, eps = config.hidden, config.eps
-    embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
-    layers = []
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        if layer in config.dense_layers:
-            mlp = GatedMLP(weights, f"{prefix}.mlp", h, config.dense_intermediate, settings)
-        else:
-            mlp = build_moe(config, layer, weights, settings)
-        layers.append(
-            DecoderLayer(
-                norm(weights, f"{prefix}.input_layernorm", h, eps),
-                Attention(config, weights, f"{prefix}.self_attn", settings),
-                norm(weights, f"{prefix}.post_attention_layernorm", h, eps),
-                mlp,
-            )
-        )
-    final = norm(weights, "model.norm", h, eps)
-    head = None
-    if config.tied:
-        weights.ignore("lm_head.", "the head shares the embedding")
-    else:
-        head = linear(weights, "lm_head", config.vocab_size, h, settings)
-    return Decoder(config, embedding, layers, final, head, settings)
+    return build_decoder(config, weights, settings, Attention, build_moe)
 
 
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)
