@@ -67,15 +67,13 @@ def _log_backend(op, scheme, target, name, automatic):
         _LOG.info("backend %s for %s %s on %s", name, op, scheme or "", target)
 
 
-def explain_problem(
-    problem: Problem, why: str = "", backend: str | None = None, asked_target: bool = False
-) -> Choice:
+def explain_problem(problem: Problem, why: str = "", backend: str | None = None) -> Choice:
     """Return the choice of backend for one problem with every reason.
 
     Raises:
       NoBackendError: no backend fits.
     """
-    if not asked_target and not problem.unavailable:
+    if not problem.unavailable:
         problem = dataclasses.replace(problem, unavailable=unavailable_for(problem.target))
     chosen = choose_backend(problem, BACKENDS, backend)
     reasons = {n: r for n, r in reasons_against(problem, BACKENDS).items() if r is not None}
