@@ -1,11 +1,15 @@
 """Byte orders of packed weights for kernels, each a pair of inverse pure functions.
 
-A `Layout` permutes the bytes of ``packed [..., n, k/2]`` and ``block_scale [..., n, k/16]`` without
-changing their values: undoing it gives the same bytes back. It may pad with zeros, which the
-inverse cuts off again.
+A `Layout` puts the bytes of ``packed [..., n, k/2]`` and ``block_scale [..., n, k/16]`` into
+another order without changing the values that they stand for. It may pad with zeros, which the
+inverse cuts off again. Undoing a layout gives the same bytes back, with one exception: the ``mma``
+layouts keep no sign of a block scale. There a block with a negative scale comes back with the
+positive one and its codes negated, and a block whose scale is zero comes back with zero codes:
+other bytes, same values.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -22,13 +26,17 @@ class Layout:
       name: the static tag that a tensor in this layout carries.
       version: raised when the bytes change, so that a saved tensor is not misread.
       apply: ``(packed, scales) -> (packed, scales)`` from the canonical order; both uint8.
-      undo: ``(packed, scales, rows) -> (packed, scales)``, its inverse; `rows` is n before padding.
+      undo: ``(packed, scales, rows, columns) -> (packed, scales)``, its inverse; `rows` and
+        `columns` are n and k before padding.
+      of_halves: name of the layout that a matrix of two halves, gate rows then up rows, takes in
+        place of this one; None where it takes this one.
     """
 
     name: str
     version: int
     apply: Callable
     undo: Callable
+    of_halves: str | None = None
 
 
 def _pad(array, rows, columns):
@@ -75,7 +83,8 @@ def _apply_cpu(packed, scales):
     return _as_bytes(words), scales
 
 
-def _undo_cpu(packed, scales, rows):
+def _undo_cpu(packed, scales, rows, columns):
+    del columns  # not padded
     n, half_k = packed.shape[-2:]
     words = _permute(_as_words(packed), (n // 16, half_k // 4, 16), (0, 2, 1), (n, half_k // 4))
     words = _exchange(_exchange(words, 8, 0x0000FF00), 4, 0x00F000F0)
@@ -105,19 +114,199 @@ def _apply_swizzle(packed, scales):
     return packed, _permute(_pad(scales, rows, blocks), tiles, (0, 3, 2, 1, 4), (rows, blocks))
 
 
-def _undo_swizzle(packed, scales, rows):
+def _undo_swizzle(packed, scales, rows, columns):
     shape = scales.shape[-2:]
     tiles = (shape[0] // 128, shape[1] // 4, 32, 4, 4)
     scales = _permute(scales, tiles, (0, 3, 2, 1, 4), shape)
-    return packed, scales[..., :rows, : packed.shape[-1] // 8]
+    return packed, scales[..., :rows, : columns // 16]
+
+
+# mma_64x64: what the matrix instructions of CUDA GPUs take, thread by thread.
+#
+# A matrix is padded to whole tiles of 64 rows x 64 columns, which stand one after the other in
+# memory, those of the same rows together. A tile is 2048 bytes of codes and 256 bytes of scales.
+# Thread t of 128 owns 16 bytes of codes; it is lane 4 g + q of warp w. Its rows are lo = 16 w + g
+# and hi = lo + 8 of the tile. For 16 columns from k = 16 j on, step j of four, a fragment has four
+# registers, each made of one canonical byte, the codes of two columns:
+#
+#   register 0: row lo, columns k + 2 q and k + 2 q + 1    register 2: row lo, 8 columns further
+#   register 1: row hi, the same columns                   register 3: row hi, 8 columns further
+#
+# In a register a code stands where bfloat16 has its sign, the last bit of its exponent and the
+# first two of its mantissa: bits 15, 8, 7 and 6 of either half, the mask _CODES. Two steps share
+# two words, out of which every register comes by one rotation and one AND (`_split_words`).
+#
+# The scales of a pair of rows (w, g) are two words, steps 0 and 1, then 2 and 3. A byte E has five
+# bits of exponent and three of mantissa, and no sign, so that one AND puts it into the exponent and
+# mantissa of a bfloat16. In a word the even step has E(lo) at bits 4 to 11 and E(hi) at 20 to 27;
+# rotated right by 8, the odd step has them there.
+#
+# mma_64x64_gated: the same for a matrix of two halves, gate and up. A tile takes 32 rows of each:
+# lo = 8 w + g in the first half and hi = the same row of the second, so that one thread gets both
+# operands of the activation. Each half is padded to a multiple of 32 rows.
+
+_CODES = 0x81C081C0
+_SHARED = 0x60306030  # the bits of a word that _CODES, rotated left by 0, 4 and 26, leaves free
+
+# Axes of the bytes of a matrix in the canonical order, and where each goes. Codes: row tile, w,
+# lo or hi, g, column tile, j, k or k + 8, q. Scales: ..., column tile, pair of steps, odd step.
+_PLAIN_CODES = (0, 4, 1, 3, 7, 5, 6, 2)
+_PLAIN_SCALES = (0, 4, 1, 3, 5, 2, 6)
+# The same for halves: lo or hi is the first axis.
+_HALVES_CODES = (1, 4, 2, 3, 7, 5, 6, 0)
+_HALVES_SCALES = (1, 4, 2, 3, 5, 0, 6)
+
+
+def _row_axes(rows, halves):
+    """Return the axes that the rows of a padded matrix are viewed as."""
+    return (2, rows // 64, 4, 8) if halves else (rows // 64, 4, 2, 8)
+
+
+def _pad_tiles(array, columns, halves):
+    """Pad rows, or those of each half, and columns with zeros to whole tiles."""
+    if not halves:
+        return _pad(array, _up(array.shape[-2], 64), columns)
+    *lead, n, here = array.shape
+    array = _pad(array.reshape(*lead, 2, n // 2, here), _up(n // 2, 32), columns)
+    return array.reshape(*lead, -1, columns)
+
+
+def _cut_tiles(array, rows, columns, halves):
+    """Undo `_pad_tiles`."""
+    if not halves:
+        return array[..., :rows, :columns]
+    *lead, n, here = array.shape
+    array = array.reshape(*lead, 2, n // 2, here)[..., : rows // 2, :columns]
+    return array.reshape(*lead, rows, columns)
+
+
+def _apply_mma(packed, scales, halves=False):
+    *lead, n, half_k = packed.shape
+    blocks = _up(half_k // 8, 4)
+    packed = _pad_tiles(_without_signs(packed, scales), 8 * blocks, halves)
+    scales = _pad_tiles(_to_e5m3(scales), blocks, halves)
+    n = packed.shape[-2]
+    rows = _row_axes(n, halves)
+    order = _HALVES_CODES if halves else _PLAIN_CODES
+    packed = _permute(packed, (*rows, blocks // 4, 4, 2, 4), order, (n * blocks // 2, 16))
+    order = _HALVES_SCALES if halves else _PLAIN_SCALES
+    scales = _permute(scales, (*rows, blocks // 4, 2, 2), order, (n * blocks // 4, 4))
+    packed = _as_bytes(_join_words(_as_words(packed))).reshape(*lead, n, 8 * blocks)
+    return packed, _as_bytes(_rotate_left(_as_words(scales), 4)).reshape(*lead, n, blocks)
+
+
+def _undo_mma(packed, scales, rows, columns, halves=False):
+    *lead, n, blocks = scales.shape
+    words = _split_words(_as_words(packed.reshape(*lead, n * blocks // 2, 16)))
+    packed = _unpermute(
+        _as_bytes(words),
+        (*_row_axes(n, halves), blocks // 4, 4, 2, 4),
+        _HALVES_CODES if halves else _PLAIN_CODES,
+        (n, 8 * blocks),
+    )
+    words = _rotate_left(_as_words(scales.reshape(*lead, n * blocks // 4, 4)), 28)
+    scales = _unpermute(
+        _as_bytes(words),
+        (*_row_axes(n, halves), blocks // 4, 2, 2),
+        _HALVES_SCALES if halves else _PLAIN_SCALES,
+        (n, blocks),
+    )
+    scales = _from_e5m3(_cut_tiles(scales, rows, columns // 16, halves))
+    return _cut_tiles(packed, rows, columns // 2, halves), scales
+
+
+def _unpermute(array, tiles, order, shape):
+    """Undo a `_permute` that viewed an array as `tiles`; view the result as `shape`."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return _permute(array, [tiles[axis] for axis in order], inverse, shape)
+
+
+def _without_signs(packed, scales):
+    """Move the sign of each block scale into its codes; clear the codes of zero scales."""
+    blocks = packed.reshape(*scales.shape, 8)
+    scales = scales[..., None]
+    negated = jnp.where(scales >= 0x80, jnp.uint8(0x88), jnp.uint8(0))
+    kept = jnp.where(scales & 0x7F == 0, jnp.uint8(0), jnp.uint8(0xFF))
+    return ((blocks ^ negated) & kept).reshape(packed.shape)
+
+
+# E5M3: five bits of exponent, of bias 10, and three of mantissa; subnormals of E4M3 are normal.
+
+
+def _to_e5m3(scales):
+    """Return the magnitude of E4M3 bytes as E5M3 bytes; NaN is 0xFF."""
+    m = scales.astype(jnp.uint32) & 0x7F
+    subnormal = (jnp.uint32(0xFEDCA840) >> (4 * (m & 7)) & 15) * 2  # 0 8 16 20 24 26 28 30
+    e = jnp.where(m < 8, subnormal, m + 24)
+    return jnp.where(m == 0x7F, 0xFF, e).astype(jnp.uint8)
+
+
+def _from_e5m3(scales):
+    """Undo `_to_e5m3`; the result is positive."""
+    e = scales.astype(jnp.uint32)
+    m = jnp.where(e < 32, (8 + e % 8) >> (4 - jnp.minimum(e // 8, 4)), e - 24)
+    return jnp.where(e == 0xFF, 0x7F, m).astype(jnp.uint8)
+
+
+def _rotate_left(words, bits):
+    return words << jnp.uint32(bits) | words >> jnp.uint32(32 - bits)
+
+
+def _register(word, index):
+    """Return the register made of byte `index` of `word`: its two codes at the bits of _CODES."""
+    byte = word >> jnp.uint32(8 * index)
+    return (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24
+
+
+def _byte(register, index):
+    """Undo `_register`, the other bytes zero; reads no bits but those of _CODES."""
+    low = register >> 6 & 7 | register >> 12 & 8
+    return (low | register >> 18 & 0x70 | register >> 24 & 0x80) << jnp.uint32(8 * index)
+
+
+def _join_words(words):
+    """Make two words of the bytes of two steps, for each pair of steps along the last axis."""
+    even, odd = words[..., 0::2], words[..., 1::2]
+    shared = _rotate_left(_register(even, 3), 8) | _register(odd, 3) >> 2
+    first, second = (
+        _register(w, 0) | _rotate_left(_register(w, 1), 4) | _register(w, 2) >> 6
+        for w in (even, odd)
+    )
+    first |= shared & _SHARED
+    second |= _rotate_left(shared & ~jnp.uint32(_SHARED), 30)
+    return jnp.stack([first, second], axis=-1).reshape(words.shape)
+
+
+def _split_words(words):
+    """Undo `_join_words`, as kernels do, except that they need registers and not bytes."""
+    first, second = words[..., 0::2], words[..., 1::2]
+    shared = first & _SHARED | _rotate_left(second, 2) & ~jnp.uint32(_SHARED)
+    even, odd = (
+        _byte(w, 0) | _byte(_rotate_left(w, 28), 1) | _byte(w << 6, 2) for w in (first, second)
+    )
+    even |= _byte(_rotate_left(shared, 24), 3)
+    odd |= _byte(shared << 2, 3)
+    return jnp.stack([even, odd], axis=-1).reshape(words.shape)
+
+
+def _keep(packed, scales, rows=None, columns=None):
+    del rows, columns
+    return packed, scales
 
 
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout(CANONICAL, 1, lambda p, s: (p, s), lambda p, s, rows: (p, s)),
+        Layout(CANONICAL, 1, _keep, _keep),
         Layout("cpu_16x16", 1, _apply_cpu, _undo_cpu),
         Layout("swizzle_128x4", 1, _apply_swizzle, _undo_swizzle),
+        Layout("mma_64x64", 1, _apply_mma, _undo_mma, of_halves="mma_64x64_gated"),
+        Layout(
+            "mma_64x64_gated",
+            1,
+            functools.partial(_apply_mma, halves=True),
+            functools.partial(_undo_mma, halves=True),
+        ),
     )
 }
 
@@ -139,8 +328,8 @@ def to_layout(packed, block_scale, layout: Layout):
     return packed, lax.bitcast_convert_type(scales, block_scale.dtype)
 
 
-def from_layout(packed, block_scale, layout: Layout, rows: int):
-    """Undo `to_layout`; `rows` is n before padding."""
+def from_layout(packed, block_scale, layout: Layout, rows: int, columns: int):
+    """Undo `to_layout`; `rows` and `columns` are n and k before padding."""
     scales = lax.bitcast_convert_type(block_scale, jnp.uint8)
-    packed, scales = layout.undo(packed, scales, rows)
+    packed, scales = layout.undo(packed, scales, rows, columns)
     return packed, lax.bitcast_convert_type(scales, block_scale.dtype)

@@ -20,7 +20,7 @@ from jax_nvfp4_moe.tensor import NVFP4Tensor
 
 ARRAYS = "arrays"
 LAYOUTS = "layouts.json"
-_VERSION = 1
+_VERSION = 2
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -103,7 +103,12 @@ def _description(module) -> dict[str, Any]:
         for name, leaf in leaves
     }
     layouts = {
-        name: [tensor.layout, find_layout(tensor.layout).version, tensor.rows]
+        name: [
+            tensor.layout,
+            find_layout(tensor.layout).version,
+            tensor.rows,
+            tensor.columns,
+        ]
         for name, tensor in _tensors(module)
     }
     return {"version": _VERSION, "layouts": layouts, "arrays": arrays}
@@ -123,7 +128,10 @@ def _check(saved, expected, folder):
     problems = []
     if saved.get("version") != _VERSION:
         problems.append(f"{LAYOUTS}: expected version {_VERSION}, got {saved.get('version')!r}")
-    for kind, what in (("layouts", "layout, version and rows"), ("arrays", "dtype and shape")):
+    for kind, what in (
+        ("layouts", "layout, version, rows and columns"),
+        ("arrays", "dtype and shape"),
+    ):
         here, there = expected[kind], saved.get(kind)
         there = there if isinstance(there, dict) else {}
         for name in sorted({*here, *there}):

@@ -25,11 +25,11 @@ class NVFP4Tensor:
         compressed-tensors does, dequantization divides by it, so that values are equal to that
         tool's to the bit; kernels multiply by `global_scale`, its rounded reciprocal.
       layout: static name of the byte order, see `layouts`.
-      rows: static; n before a layout padded it, None where nothing was padded.
+      rows, columns: static; n and k before a layout padded them, None where it did not.
 
     Shapes are those of the canonical layout; another layout permutes bytes inside `packed` and
-    `block_scale` and may pad rows. Nothing is checked on construction, so that tree operations
-    may put any leaf here; `from_packed` checks.
+    `block_scale` and may pad rows and columns. Nothing is checked on construction, so that tree
+    operations may put any leaf here; `from_packed` checks.
     """
 
     packed: jax.Array
@@ -38,6 +38,7 @@ class NVFP4Tensor:
     global_divisor: jax.Array | None = None
     layout: str = dataclasses.field(default=CANONICAL, metadata={"static": True})
     rows: int | None = dataclasses.field(default=None, metadata={"static": True})
+    columns: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def from_packed(cls, packed, block_scale, global_scale) -> "NVFP4Tensor":
@@ -73,8 +74,9 @@ class NVFP4Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape ``[..., n, k]``."""
-        n = self.packed.shape[-2] if self.rows is None else self.rows
-        return (*self.packed.shape[:-2], n, 2 * self.packed.shape[-1])
+        *lead, n, half_k = self.packed.shape
+        n = n if self.rows is None else self.rows
+        return (*lead, n, 2 * half_k if self.columns is None else self.columns)
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +102,10 @@ class NVFP4Tensor:
         return dequantize(self.to_layout(CANONICAL).packed, self.scale(), dtype)
 
     def to_layout(self, name: str) -> "NVFP4Tensor":
-        """Return the same tensor in the layout called `name`.
+        """Return the same values in the layout called `name`.
+
+        Bytes come back as they were, but for blocks whose scale is not positive in layouts that
+        keep no sign of it, see `layouts`.
 
         Raises:
           ValueError: there is no such layout.
@@ -108,12 +113,16 @@ class NVFP4Tensor:
         if name == self.layout:
             return self
         here, there = find_layout(self.layout), find_layout(name)
-        n = self.shape[-2]
-        canonical = from_layout(self.packed, self.block_scale, here, n)
+        n, k = self.shape[-2:]
+        canonical = from_layout(self.packed, self.block_scale, here, n, k)
         packed, block_scale = to_layout(*canonical, there)
-        rows = None if packed.shape[-2] == n else n
         return dataclasses.replace(
-            self, packed=packed, block_scale=block_scale, layout=name, rows=rows
+            self,
+            packed=packed,
+            block_scale=block_scale,
+            layout=name,
+            rows=None if packed.shape[-2] == n else n,
+            columns=None if 2 * packed.shape[-1] == k else k,
         )
 
     def _per_row(self, scale):
@@ -171,8 +180,8 @@ class MoEParams:
 
     @property
     def layout(self) -> str:
-        """Name of the layout of both weights."""
-        return self.gate_up.layout
+        """Name of the layout of `down`; `gate_up` has it too, or that for two halves."""
+        return self.down.layout
 
     @property
     def nbytes(self) -> int:
@@ -180,14 +189,20 @@ class MoEParams:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def to_layout(self, name: str) -> "MoEParams":
-        """Return the same weights in the layout called `name`.
+        """Return the same weights in the layout called `name`, see `NVFP4Tensor.to_layout`.
+
+        A gated `gate_up` takes the layout for two halves where that is another one.
 
         Raises:
           ValueError: there is no such layout.
         """
-        return dataclasses.replace(
-            self, gate_up=self.gate_up.to_layout(name), down=self.down.to_layout(name)
-        )
+        gate_up = self.gate_up.to_layout(_gate_up_layout(name, self.gated))
+        return dataclasses.replace(self, gate_up=gate_up, down=self.down.to_layout(name))
+
+
+def _gate_up_layout(name, gated):
+    """Return the name of the layout that `gate_up` has where `down` has that called `name`."""
+    return (find_layout(name).of_halves or name) if gated else name
 
 
 def check_moe_params(params: MoEParams) -> None:
@@ -204,10 +219,11 @@ def check_moe_params(params: MoEParams) -> None:
             f"gate_up: expected {(e, 2 * i, h)} (gated) or {(e, i, h)} (not gated) to go with "
             f"down {params.down.shape}; got {params.gate_up.shape}"
         )
-    if params.gate_up.layout != params.down.layout:
+    layout = _gate_up_layout(params.layout, params.gated)
+    if params.gate_up.layout != layout:
         raise ValueError(
-            f"down: expected layout {params.gate_up.layout!r}, that of gate_up; "
-            f"got {params.down.layout!r}"
+            f"gate_up: expected layout {layout!r} to go with down in {params.layout!r}; "
+            f"got {params.gate_up.layout!r}"
         )
     rows = params.gate_up.shape[1]
     for name, shape in (

@@ -1,5 +1,8 @@
 """Layouts are inverse pairs, and put bytes where their comments say."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,28 +12,145 @@ from hypothesis import strategies as st
 from jax_nvfp4_moe import formats
 from jax_nvfp4_moe.layouts import LAYOUTS, find_layout, from_layout, to_layout
 
+# Layouts that keep no sign of a block scale.
+SIGNLESS = {"mma_64x64", "mma_64x64_gated"}
 
-def random_bytes(lead, n, k, seed):
+
+def random_bytes(lead, n, k, seed, scales=(0, 256)):
     rng = np.random.default_rng(seed)
     packed = rng.integers(0, 256, (*lead, n, k // 2), np.uint8)
-    scales = rng.integers(0, 256, (*lead, n, k // 16), np.uint8)
+    scales = rng.integers(*scales, (*lead, n, k // 16), np.uint8)
     return jnp.asarray(packed), jnp.asarray(scales).view(jnp.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@given(
+matrices = given(
     lead=st.lists(st.integers(1, 3), max_size=2).map(tuple),
-    n=st.integers(1, 70),
-    blocks=st.integers(1, 6),
+    n=st.integers(1, 70).map(lambda half: 2 * half),
+    blocks=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
-@settings(deadline=None, max_examples=15)
-def test_every_layout_comes_back(layout, lead, n, blocks, seed):
-    packed, scales = random_bytes(lead, n, 16 * blocks, seed)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def there_and_back(packed, scales, layout):
     there = to_layout(packed, scales, layout)
-    back = from_layout(*there, layout, n)
+    return from_layout(*there, layout, packed.shape[-2], 2 * packed.shape[-1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@matrices
+@settings(deadline=None, max_examples=10)
+def test_every_layout_comes_back(layout, lead, n, blocks, seed):
+    kept = (1, 128) if layout.name in SIGNLESS else (0, 256)
+    packed, scales = random_bytes(lead, n, 16 * blocks, seed, kept)
+    back = there_and_back(packed, scales, layout)
     np.testing.assert_array_equal(back[0], packed)
     np.testing.assert_array_equal(back[1].view(jnp.uint8), scales.view(jnp.uint8))
+
+
+@pytest.mark.parametrize("layout", sorted(SIGNLESS))
+@matrices
+@settings(deadline=None, max_examples=10)
+def test_values_come_back_under_every_scale(layout, lead, n, blocks, seed):
+    packed, scales = random_bytes(lead, n, 16 * blocks, seed)
+    back = there_and_back(packed, scales, LAYOUTS[layout])
+    want = formats.dequantize(packed, formats.decode_scale(scales))
+    np.testing.assert_array_equal(formats.dequantize(back[0], formats.decode_scale(back[1])), want)
+    assert not (np.asarray(back[1]).view(np.uint8) & 0x80).any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_scale_byte_comes_back_in_value(layout):
+    codes = jnp.full((2, 128 * 8), 0x2A, jnp.uint8)  # -1 and 1
+    raw = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
+    scales = raw.view(jnp.float8_e4m3fn)
+    back = there_and_back(codes, scales, layout)
+    want = formats.dequantize(codes, formats.decode_scale(scales))
+    np.testing.assert_array_equal(formats.dequantize(back[0], formats.decode_scale(back[1])), want)
+
+
+def e5m3(magnitude):
+    """The byte of a positive number: five bits of exponent of bias 10, three of mantissa."""
+    mantissa, exponent = np.frexp(magnitude)
+    return 0 if magnitude == 0 else (int(exponent) + 9) * 8 + int(mantissa * 16 - 8)
+
+
+def rotate_right(word, bits):
+    return (word >> bits | word << (32 - bits)) & 0xFFFFFFFF
+
+
+def kernel_registers(words):
+    """The four registers of each of two steps, by the kernels' instructions."""
+    a, b = words
+    codes, shared = 0x81C081C0, 0x60306030
+    c = (a & shared) | (rotate_right(b, 30) & ~shared & 0xFFFFFFFF)
+    even = (a & codes, rotate_right(a, 4) & codes, a << 6 & codes, rotate_right(c, 8) & codes)
+    odd = (b & codes, rotate_right(b, 4) & codes, b << 6 & codes, c << 2 & codes)
+    return even, odd
+
+
+def code_at(register, upper):
+    """The code in the lower or the upper half of a register, from where bfloat16 has its bits."""
+    half = register >> 16 if upper else register & 0xFFFF
+    return half >> 6 & 7 | half >> 12 & 8
+
+
+@pytest.mark.parametrize(("gated", "n", "k"), [(False, 72, 80), (False, 16, 16), (True, 80, 144)])
+def test_mma_64x64_gives_each_thread_its_fragments(gated, n, k):
+    """Word by word what a kernel reads: no bytes but those of its own rows and columns."""
+    name = "mma_64x64_gated" if gated else "mma_64x64"
+    packed, scales = random_bytes((), n, k, 0, (1, 127))
+    there, there_scales = to_layout(packed, scales, LAYOUTS[name])
+    rows, columns = there.shape[0], 2 * there.shape[1]
+    assert (rows % 64, columns % 64) == (0, 0)
+    codes, magnitude = np.zeros((rows, columns), int), np.zeros((rows, columns // 16))
+    halves = 2 if gated else 1  # each padded for itself
+    for half in range(halves):
+        source = slice(half * n // halves, (half + 1) * n // halves)
+        to = slice(half * rows // 2, half * rows // 2 + n // halves)
+        codes[to, :k] = np.asarray(formats.unpack(packed))[source]
+        magnitude[to, : k // 16] = np.asarray(scales, np.float64)[source]
+    tiles = np.asarray(there).reshape(rows // 64, columns // 64, 128, 16).view("<u4")
+    scale_tiles = np.asarray(there_scales).view(np.uint8)
+    scale_tiles = scale_tiles.reshape(rows // 64, columns // 64, 32, 8).view("<u4")
+    for mt, kt, thread in np.ndindex(tiles.shape[:3]):
+        w, g, q = thread // 32, thread % 32 // 4, thread % 4
+        lo = 32 * mt + 8 * w + g if gated else 64 * mt + 16 * w + g
+        pair = (lo, lo + rows // 2) if gated else (lo, lo + 8)
+        words = [int(word) for word in tiles[mt, kt, thread]]
+        steps = (*kernel_registers(words[:2]), *kernel_registers(words[2:]))
+        for j, registers in enumerate(steps):
+            for index, register in enumerate(registers):
+                column = 64 * kt + 16 * j + 2 * q + 8 * (index // 2)
+                assert code_at(register, False) == codes[pair[index % 2], column]
+                assert code_at(register, True) == codes[pair[index % 2], column + 1]
+            word = int(scale_tiles[mt, kt, 8 * w + g, j // 2])
+            both = rotate_right(word, 8 * (j % 2)) & 0x0FF00FF0
+            got = [both >> 4 & 0xFF, both >> 20 & 0xFF]
+            assert got == [e5m3(magnitude[row, 4 * kt + j]) for row in pair]
+
+
+def test_mma_64x64_moves_signs_and_clears_zero_blocks():
+    codes = jnp.full((1, 32), 0x2A, jnp.uint8)
+    raw = jnp.asarray([[0x38, 0xB8, 0x00, 0x80]], jnp.uint8)  # 1, -1, 0, -0
+    layout = LAYOUTS["mma_64x64"]
+    back = there_and_back(codes, raw.view(jnp.float8_e4m3fn), layout)
+    assert np.asarray(back[0])[0].tolist() == [0x2A] * 8 + [0xA2] * 8 + [0] * 16
+    assert np.asarray(back[1].view(jnp.uint8))[0].tolist() == [0x38, 0x38, 0, 0]
+
+
+@pytest.mark.parametrize("layout", sorted(SIGNLESS))
+def test_mma_64x64_converts_with_one_more_copy(layout):
+    """A layer of 128 experts fits beside its copy: nothing is widened in memory."""
+    shapes = (
+        jax.ShapeDtypeStruct((4, 1536, 1024), jnp.uint8),
+        jax.ShapeDtypeStruct((4, 1536, 128), jnp.float8_e4m3fn),
+    )
+    size = 4 * 1536 * (1024 + 128)
+    there = jax.jit(lambda *arrays: to_layout(*arrays, LAYOUTS[layout])).lower(*shapes)
+    back = jax.jit(lambda *arrays: from_layout(*arrays, LAYOUTS[layout], 1536, 2048)).lower(*shapes)
+    for program in (there, back):
+        assert program.compile().memory_analysis().temp_size_in_bytes <= 1.1 * size
 
 
 def test_cpu_16x16_bytes_stand_where_the_comment_says():
@@ -53,7 +173,7 @@ def test_cpu_16x16_pads_rows_with_zeros():
     packed, scales = random_bytes((), 20, 32, 0)
     there, there_scales = to_layout(packed, scales, LAYOUTS["cpu_16x16"])
     assert there.shape == (32, 16)
-    padding = from_layout(there, there_scales, LAYOUTS["cpu_16x16"], 32)
+    padding = from_layout(there, there_scales, LAYOUTS["cpu_16x16"], 32, 32)
     assert not np.asarray(padding[0][20:]).any()
     assert not np.asarray(padding[1].view(jnp.uint8)[20:]).any()
 

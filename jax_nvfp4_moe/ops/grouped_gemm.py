@@ -1,7 +1,5 @@
 """grouped_gemm and linear: products with NVFP4 weights."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -128,7 +126,6 @@ def linear(
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias: expected shape {(n,)}, got {bias.shape}")
     one = jax.tree.map(lambda leaf: leaf[None], weight)
-    one = dataclasses.replace(one, layout=weight.layout, rows=weight.rows)
     rows = x.reshape(-1, k)
     sizes = jnp.full(1, rows.shape[0], jnp.int32)
     bias = None if bias is None else bias[None]
