@@ -119,6 +119,7 @@ def layer_call(tokens, isa):
             limit=np.float32(np.inf),
             activation_scale="none",
             weight_on_input=False,
+            intermediate=np.int64(INTERMEDIATE),
             isa=isa,
         )[0]
 

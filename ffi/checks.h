@@ -147,6 +147,29 @@ struct MoEOptions {
   ActivationScale activation_scale;
 };
 
+// The rows and columns that the backend's layout pads a weight to whole multiples of.
+struct WeightTile {
+  int64_t rows;
+  int64_t columns;
+};
+
+constexpr int64_t RoundUp(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// One weight [e, n, k]; `letters` are those of its dims, as in "e, n1, h".
+inline ffi::Error ExpectWeight(const std::string& prefix, const std::string& letters,
+                               ffi::AnyBuffer packed, ffi::AnyBuffer block_scale, int64_t e,
+                               int64_t n, int64_t k, WeightTile tile) {
+  const int64_t rows = RoundUp(n, tile.rows), columns = RoundUp(k, tile.columns);
+  const std::string padded =
+      " in tiles of " + std::to_string(tile.rows) + " x " + std::to_string(tile.columns);
+  NVFP4_RETURN_IF_ERROR(ExpectDims(prefix + "packed [" + letters + "/2]" + padded,
+                                   packed.dimensions(), {e, rows, columns / 2}));
+  return ExpectDims(prefix + "block_scale [" + letters + "/16]" + padded, block_scale.dimensions(),
+                    {e, rows, columns / 16});
+}
+
 inline ffi::Error CheckMoETypes(const MoEOperands& o, DataType* type) {
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x [t, h]", o.x.element_type(), type));
   NVFP4_RETURN_IF_ERROR(ExpectType("gate_up_packed", o.gate_up_packed.element_type(), ffi::U8));
@@ -170,35 +193,31 @@ inline ffi::Error CheckMoETypes(const MoEOperands& o, DataType* type) {
   return ExpectType("y", o.y.element_type(), o.x.element_type());
 }
 
-// Fills `shape` from x, expert_ids and gate_up_packed, then holds every operand against it.
-inline ffi::Error CheckMoEDims(const MoEOperands& o, const MoEOptions& options, MoEShape* shape) {
+// Fills `shape` from x, expert_ids, the number of experts in gate_up_packed and the attribute
+// `intermediate`, then holds every operand against it.
+inline ffi::Error CheckMoEDims(const MoEOperands& o, const MoEOptions& options,
+                               int64_t intermediate, WeightTile tile, MoEShape* shape) {
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [t, h]", o.x.dimensions(), 2));
   NVFP4_RETURN_IF_ERROR(ExpectRank("expert_ids [t, k]", o.expert_ids.dimensions(), 2));
   NVFP4_RETURN_IF_ERROR(
       ExpectRank("gate_up_packed [e, n1, h/2]", o.gate_up_packed.dimensions(), 3));
   const int64_t t = o.x.dimensions()[0], h = o.x.dimensions()[1];
   const int64_t top_k = o.expert_ids.dimensions()[1];
-  const int64_t e = o.gate_up_packed.dimensions()[0], n1 = o.gate_up_packed.dimensions()[1];
-  const int64_t parts = options.activation.gated ? 2 : 1, i = n1 / parts;
+  const int64_t e = o.gate_up_packed.dimensions()[0], i = intermediate;
+  const int64_t parts = options.activation.gated ? 2 : 1, n1 = parts * i;
   const bool has_input_scale = options.activation_scale == ActivationScale::kStatic;
   *shape = {t, top_k, e, h, i, n1};
 
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("h (x)", h, 16));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectMultipleOf(parts == 2 ? "n1 (gate_up_packed, gate and up rows)" : "n1 (gate_up_packed)",
-                       n1, 16 * parts));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("gate_up_packed [e, n1, h/2]", o.gate_up_packed.dimensions(), {e, n1, h / 2}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("gate_up_block_scale [e, n1, h/16]",
-                                   o.gate_up_block_scale.dimensions(), {e, n1, h / 16}));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("i (intermediate)", i, 16));
+  NVFP4_RETURN_IF_ERROR(ExpectWeight("gate_up_", "e, n1, h", o.gate_up_packed,
+                                     o.gate_up_block_scale, e, n1, h, tile));
   NVFP4_RETURN_IF_ERROR(ExpectDims("gate_up_global_scale [e, parts]",
                                    o.gate_up_global_scale.dimensions(), {e, parts}));
   NVFP4_RETURN_IF_ERROR(
       ExpectDimsOrEmpty("gate_up_bias [e, n1]", o.gate_up_bias.dimensions(), {e, n1}));
   NVFP4_RETURN_IF_ERROR(
-      ExpectDims("down_packed [e, h, i/2]", o.down_packed.dimensions(), {e, h, i / 2}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("down_block_scale [e, h, i/16]", o.down_block_scale.dimensions(), {e, h, i / 16}));
+      ExpectWeight("down_", "e, h, i", o.down_packed, o.down_block_scale, e, h, i, tile));
   NVFP4_RETURN_IF_ERROR(
       ExpectDims("down_global_scale [e, 1]", o.down_global_scale.dimensions(), {e, 1}));
   NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("down_bias [e, h]", o.down_bias.dimensions(), {e, h}));
@@ -219,7 +238,8 @@ inline ffi::Error CheckMoEDims(const MoEOperands& o, const MoEOptions& options, 
 // Everything about a MoE call that does not depend on the backend.
 inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activation, float alpha,
                            float beta, float limit, std::string_view activation_scale,
-                           MoEShape* shape, MoEOptions* options) {
+                           int64_t intermediate, WeightTile tile, MoEShape* shape,
+                           MoEOptions* options) {
   const ActivationRecord* record = nullptr;
   const ActivationScaleRecord* scale = nullptr;
   NVFP4_RETURN_IF_ERROR(ExpectName("activation", activation, kActivations, &record));
@@ -228,7 +248,7 @@ inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activat
   options->activation = {record->kind, record->gated, record->interleaved, alpha, beta, limit};
   options->activation_scale = scale->kind;
   NVFP4_RETURN_IF_ERROR(CheckMoETypes(operands, &options->type));
-  return CheckMoEDims(operands, *options, shape);
+  return CheckMoEDims(operands, *options, intermediate, tile, shape);
 }
 
 // The operands of a grouped product, in the order of the FFI call.
@@ -256,21 +276,18 @@ inline ffi::Error CheckGroupedGemmTypes(const GroupedGemmOperands& o, DataType* 
 
 // Fills `shape` from x, packed, global_scale and y, then holds every operand against it.
 inline ffi::Error CheckGroupedGemmDims(const GroupedGemmOperands& o, ActivationScale scale,
-                                       GroupedGemmShape* shape) {
+                                       WeightTile tile, GroupedGemmShape* shape) {
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [m, k]", o.x.dimensions(), 2));
   NVFP4_RETURN_IF_ERROR(ExpectRank("packed [e, n, k/2]", o.packed.dimensions(), 3));
   NVFP4_RETURN_IF_ERROR(ExpectRank("global_scale [e, parts]", o.global_scale.dimensions(), 2));
   NVFP4_RETURN_IF_ERROR(ExpectRank("y [m, n]", o.y.dimensions(), 2));
   const int64_t m = o.x.dimensions()[0], k = o.x.dimensions()[1], n = o.y.dimensions()[1];
-  const int64_t e = o.packed.dimensions()[0], n_pad = o.packed.dimensions()[1];
+  const int64_t e = o.packed.dimensions()[0], n_pad = RoundUp(n, tile.rows);
   const int64_t parts = o.global_scale.dimensions()[1];
   *shape = {m, n, n_pad, k, e, parts};
 
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", k, 16));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("n of packed [e, n, k/2], that of y [m, n]", n_pad, n));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("packed [e, n, k/2]", o.packed.dimensions(), {e, n_pad, k / 2}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("block_scale [e, n, k/16]", o.block_scale.dimensions(), {e, n_pad, k / 16}));
+  NVFP4_RETURN_IF_ERROR(ExpectWeight("", "e, n, k", o.packed, o.block_scale, e, n, k, tile));
   NVFP4_RETURN_IF_ERROR(ExpectDims("global_scale [e, parts], parts 1 or 2",
                                    o.global_scale.dimensions(), {e, parts == 2 ? 2 : 1}));
   NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("bias [e, n]", o.bias.dimensions(), {e, n}));
@@ -283,14 +300,15 @@ inline ffi::Error CheckGroupedGemmDims(const GroupedGemmOperands& o, ActivationS
 
 // Everything about a grouped product that does not depend on the backend.
 inline ffi::Error CheckGroupedGemm(const GroupedGemmOperands& operands,
-                                   std::string_view activation_scale, GroupedGemmShape* shape,
-                                   DataType* type, ActivationScale* scale) {
+                                   std::string_view activation_scale, WeightTile tile,
+                                   GroupedGemmShape* shape, DataType* type,
+                                   ActivationScale* scale) {
   const ActivationScaleRecord* record = nullptr;
   NVFP4_RETURN_IF_ERROR(
       ExpectName("activation_scale", activation_scale, kActivationScales, &record));
   *scale = record->kind;
   NVFP4_RETURN_IF_ERROR(CheckGroupedGemmTypes(operands, type));
-  return CheckGroupedGemmDims(operands, *scale, shape);
+  return CheckGroupedGemmDims(operands, *scale, tile, shape);
 }
 
 // The operands of the quantizer; scales are padded to whole tiles where they are swizzled.
@@ -312,7 +330,7 @@ inline ffi::Error CheckQuantize(ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
   NVFP4_RETURN_IF_ERROR(ExpectDims("packed [m, k/2]", packed.dimensions(), {m, k / 2}));
   if (*swizzled) {
     return ExpectDims("block_scale [m up to 128, k/16 up to 4]", block_scale.dimensions(),
-                      {(m + 127) / 128 * 128, (k + 63) / 64 * 4});
+                      {RoundUp(m, 128), RoundUp(k, 64) / 16});
   }
   return ExpectDims("block_scale [m, k/16]", block_scale.dimensions(), {m, k / 16});
 }

@@ -23,6 +23,8 @@ namespace nb = nanobind;
 namespace nvfp4 {
 namespace {
 
+constexpr WeightTile kTile = {cpu::kGroup, 16};  // of the layout "cpu_16x16"
+
 class XlaThreadPool : public cpu::ThreadPool {
  public:
   explicit XlaThreadPool(ffi::ThreadPool pool) : pool_(pool) {}
@@ -81,6 +83,7 @@ ffi::Error MoEW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer ga
   std::string_view activation, activation_scale;
   float alpha = 0, beta = 0, limit = 0;
   bool weight_on_input = false;
+  int64_t intermediate = 0;
   const cpu::Kernels* kernels;
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "activation", &activation));
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "activation_scale", &activation_scale));
@@ -88,12 +91,13 @@ ffi::Error MoEW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer ga
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "beta", &beta));
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "limit", &limit));
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "weight_on_input", &weight_on_input));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "intermediate", &intermediate));
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
 
   MoEShape shape;
   MoEOptions options;
-  NVFP4_RETURN_IF_ERROR(
-      CheckMoE(operands, activation, alpha, beta, limit, activation_scale, &shape, &options));
+  NVFP4_RETURN_IF_ERROR(CheckMoE(operands, activation, alpha, beta, limit, activation_scale,
+                                 intermediate, kTile, &shape, &options));
   const cpu::MoEArguments arguments = {x.untyped_data(),
                                        Data<uint8_t>(gate_up_packed),
                                        Data<uint8_t>(gate_up_block_scale),
@@ -129,13 +133,12 @@ ffi::Error GroupedGemmW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
   const cpu::Kernels* kernels;
   GroupedGemmShape shape;
   DataType type;
-  ActivationScale scale;
+  ActivationScale scale = ActivationScale::kNone;
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "activation_scale", &scale_name));
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
   const GroupedGemmOperands operands = {x,           packed, block_scale, global_scale,
                                         input_scale, bias,   group_sizes, *y};
-  NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(operands, scale_name, &shape, &type, &scale));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n_pad (packed)", shape.n_pad, cpu::kGroup));
+  NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(operands, scale_name, kTile, &shape, &type, &scale));
   const cpu::GroupedGemmArguments arguments = {x.untyped_data(),
                                                Data<uint8_t>(packed),
                                                Data<uint8_t>(block_scale),

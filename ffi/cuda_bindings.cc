@@ -21,6 +21,8 @@ namespace nb = nanobind;
 namespace nvfp4 {
 namespace {
 
+constexpr WeightTile kTile = {64, 64};  // of the layouts "mma_64x64" and "mma_64x64_gated"
+
 ffi::Error FromCuda(cudaError_t status, std::string_view what) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
@@ -61,7 +63,7 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
                ffi::AnyBuffer down_bias, ffi::AnyBuffer expert_ids, ffi::AnyBuffer expert_weights,
                ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
                std::string_view activation, float alpha, float beta, float limit,
-               std::string_view activation_scale, bool weight_on_input) {
+               std::string_view activation_scale, bool weight_on_input, int64_t intermediate) {
   const MoEOperands operands = {x,
                                 gate_up_packed,
                                 gate_up_block_scale,
@@ -78,8 +80,8 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
                                 *y};
   MoEShape shape;
   MoEOptions options;
-  NVFP4_RETURN_IF_ERROR(
-      CheckMoE(operands, activation, alpha, beta, limit, activation_scale, &shape, &options));
+  NVFP4_RETURN_IF_ERROR(CheckMoE(operands, activation, alpha, beta, limit, activation_scale,
+                                 intermediate, kTile, &shape, &options));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (gate_up_packed)", shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
@@ -107,7 +109,7 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   GroupedGemmCall call;
   NVFP4_RETURN_IF_ERROR(
       CheckGroupedGemm({x, packed, block_scale, global_scale, input_scale, bias, group_sizes, *y},
-                       activation_scale, &call.shape, &call.type, &call.activation_scale));
+                       activation_scale, kTile, &call.shape, &call.type, &call.activation_scale));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (packed)", call.shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.shape.m, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (packed)", call.shape.n_pad, kMaxExtent));
@@ -140,13 +142,13 @@ XLA_FFI_DEFINE_HANDLER(kMoE, MoE,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()  // x                     [t, h]
-                           .Arg<ffi::AnyBuffer>()  // gate_up_packed        [e, n1, h/2]
-                           .Arg<ffi::AnyBuffer>()  // gate_up_block_scale   [e, n1, h/16]
+                           .Arg<ffi::AnyBuffer>()  // gate_up_packed        [e, n1, h/2] in tiles
+                           .Arg<ffi::AnyBuffer>()  // gate_up_block_scale   [e, n1, h/16] in tiles
                            .Arg<ffi::AnyBuffer>()  // gate_up_global_scale  [e, parts]
                            .Arg<ffi::AnyBuffer>()  // gate_up_input_scale   [e] or [0]
                            .Arg<ffi::AnyBuffer>()  // gate_up_bias          [e, n1] or [0, 0]
-                           .Arg<ffi::AnyBuffer>()  // down_packed           [e, h, i/2]
-                           .Arg<ffi::AnyBuffer>()  // down_block_scale      [e, h, i/16]
+                           .Arg<ffi::AnyBuffer>()  // down_packed           [e, h, i/2] in tiles
+                           .Arg<ffi::AnyBuffer>()  // down_block_scale      [e, h, i/16] in tiles
                            .Arg<ffi::AnyBuffer>()  // down_global_scale     [e, 1]
                            .Arg<ffi::AnyBuffer>()  // down_input_scale      [e] or [0]
                            .Arg<ffi::AnyBuffer>()  // down_bias             [e, h] or [0, 0]
@@ -159,15 +161,16 @@ XLA_FFI_DEFINE_HANDLER(kMoE, MoE,
                            .Attr<float>("beta")
                            .Attr<float>("limit")
                            .Attr<std::string_view>("activation_scale")
-                           .Attr<bool>("weight_on_input"),
+                           .Attr<bool>("weight_on_input")
+                           .Attr<int64_t>("intermediate"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kGroupedGemm, GroupedGemm,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()  // x             [m, k]
-                           .Arg<ffi::AnyBuffer>()  // packed        [e, n, k/2]
-                           .Arg<ffi::AnyBuffer>()  // block_scale   [e, n, k/16]
+                           .Arg<ffi::AnyBuffer>()  // packed        [e, n, k/2] in tiles
+                           .Arg<ffi::AnyBuffer>()  // block_scale   [e, n, k/16] in tiles
                            .Arg<ffi::AnyBuffer>()  // global_scale  [e, parts]
                            .Arg<ffi::AnyBuffer>()  // input_scale   [e] or [0]
                            .Arg<ffi::AnyBuffer>()  // bias          [e, n] or [0, 0]

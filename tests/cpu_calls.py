@@ -47,7 +47,7 @@ def moe(
 ):
     """Run an expert layer; [t, h] in the dtype of x."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
-    e, i = prepared.down_packed.shape[0], prepared.down_packed.shape[2] * 2
+    e, i = prepared.down_packed.shape[0], prepared.down_packed.shape[2] * 2  # its layout pads no columns
     size = moe_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
     size = size if workspace is None else workspace
     outputs = (jax.ShapeDtypeStruct((t, h), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
@@ -62,6 +62,7 @@ def moe(
         limit=np.float32(options.limit),
         activation_scale=options.activation_scale,
         weight_on_input=options.weight_on_input,
+        intermediate=np.int64(i),
         isa=isa,
     )[0]
 

@@ -7,6 +7,7 @@ from float64_layer import Layer, Options
 
 from jax_nvfp4_moe import _ffi
 from jax_nvfp4_moe.backends.cuda import grouped_gemm_workspace_bytes, moe_workspace_bytes
+from jax_nvfp4_moe.layouts import find_layout, to_layout
 
 MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90", "w4a4_sm100", "w4a4_sm120")
 
@@ -17,10 +18,32 @@ def register():
         raise RuntimeError(reason)
 
 
+def prepare(layer: Layer, *, gated):
+    """Put the weights of a canonical layer into the layouts of the CUDA kernels."""
+    of_gate_up = find_layout("mma_64x64_gated" if gated else "mma_64x64")
+    gate_up = to_layout(layer.gate_up_packed, layer.gate_up_block_scale, of_gate_up)
+    down = to_layout(layer.down_packed, layer.down_block_scale, find_layout("mma_64x64"))
+    return layer._replace(
+        gate_up_packed=gate_up[0],
+        gate_up_block_scale=gate_up[1],
+        down_packed=down[0],
+        down_block_scale=down[1],
+    )
+
+
 def moe(x, layer: Layer, expert_ids, expert_weights, options: Options, suffix="w4a16_sm90"):
-    """Run an expert layer; [t, h] in the dtype of x."""
+    """Run an expert layer on canonical weights; [t, h] in the dtype of x."""
+    prepared = prepare(layer, gated=options.gated)
+    i = layer.down_packed.shape[2] * 2
+    return moe_prepared(x, prepared, expert_ids, expert_weights, options, i, suffix)
+
+
+def moe_prepared(
+    x, layer: Layer, expert_ids, expert_weights, options: Options, i, suffix="w4a16_sm90"
+):
+    """Run an expert layer on weights as `prepare` returns them; i is its intermediate size."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
-    e, i = layer.down_packed.shape[0], layer.down_packed.shape[2] * 2
+    e = layer.down_packed.shape[0]
     workspace = moe_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
     outputs = (
         jax.ShapeDtypeStruct((t, h), x.dtype),
@@ -37,14 +60,16 @@ def moe(x, layer: Layer, expert_ids, expert_weights, options: Options, suffix="w
         limit=np.float32(options.limit),
         activation_scale=options.activation_scale,
         weight_on_input=options.weight_on_input,
+        intermediate=np.int64(i),
     )[0]
 
 
 def grouped_gemm(
     x, packed, block_scale, global_scale, input_scale, bias, sizes, mode, suffix="w4a16_sm90"
 ):
-    """Multiply rows sorted by group; [m, n] in the dtype of x."""
+    """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x."""
     (m, k), (e, n, _) = x.shape, packed.shape
+    packed, block_scale = to_layout(packed, block_scale, find_layout("mma_64x64"))
     workspace = grouped_gemm_workspace_bytes(m, e, n, k, dtype=x.dtype)
     outputs = (
         jax.ShapeDtypeStruct((m, n), x.dtype),

@@ -437,21 +437,23 @@ OPERANDS = (
 @pytest.mark.parametrize("what", ["shape", "dtype"])
 def test_wrong_operand_is_named(name, what):
     call = make("fills_no_tile", BF16, Options(activation_scale="static"), bias=True)
-    operands = [call.x, *call.layer, call.ids, call.weights]
+    layer = jax.tree.map(np.asarray, cuda_calls.prepare(call.layer, gated=True))
+    operands = [call.x, *layer, call.ids, call.weights]
     index = OPERANDS.index(name)
     if what == "shape":
         operands[index] = np.repeat(operands[index], 2, axis=-1)
-        # The hidden size is read from x, the layer's other sizes from gate_up_packed.
+        # The hidden size is read from x, the number of experts from gate_up_packed.
         named = {"x": "gate_up_packed", "expert_ids": "expert_weights|workspace"}.get(name, name)
     else:
         operands[index] = operands[index].view(np.int8)
         named = name
     arrays = [jnp.asarray(operand) for operand in operands]
+    prepared, i = float64_layer.Layer(*arrays[1:11]), CASES["fills_no_tile"][4]
     with pytest.raises(
         (jax.errors.JaxRuntimeError, ValueError), match=rf"({named}).*expected .*got"
     ):
-        cuda_calls.moe(
-            arrays[0], float64_layer.Layer(*arrays[1:11]), arrays[11], arrays[12], call.options
+        cuda_calls.moe_prepared(
+            arrays[0], prepared, *arrays[11:], call.options, i
         ).block_until_ready()
 
 

@@ -152,14 +152,43 @@ def test_memory_stays_under_one_layer():
     assert memory.temp_size_in_bytes < 3 * e * h * i * 4 / 4
 
 
-def test_prepare_changes_bytes_not_values():
-    _, params, _, _ = layer()
-    ready = nvfp4.prepare(params)
+HOPPER = nvfp4.Target("cuda", (9, 0))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("target", [None, HOPPER])
+def test_prepare_changes_bytes_not_values(gated, target):
+    _, params, _, _ = layer(gated=gated)
+    ready = nvfp4.prepare(params, target=target)
+    assert (ready.hidden, ready.intermediate, ready.gated) == (H, I, gated)
     np.testing.assert_array_equal(ready.gate_up.dequantize(), params.gate_up.dequantize())
     np.testing.assert_array_equal(ready.down.dequantize(), params.down.dequantize())
-    cuda = nvfp4.Target("cuda", (9, 0))
-    assert nvfp4.prepare(params, target=cuda).layout == "canonical"
+
+
+def test_prepare_takes_the_layout_of_the_backend():
+    _, params, _, _ = layer()
+    hopper = nvfp4.prepare(params, target=HOPPER)
+    assert (hopper.layout, hopper.gate_up.layout) == ("mma_64x64", "mma_64x64_gated")
     assert nvfp4.prepare(params, backend="reference").layout == "canonical"
+    _, plain, _, _ = layer(gated=False)
+    assert nvfp4.prepare(plain, target=HOPPER).gate_up.layout == "mma_64x64"
+    again = nvfp4.prepare(hopper, backend="reference")
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_padded_weights_run_as_canonical_ones():
+    """Every size here is one that the layout pads."""
+    x, params, ids, weights = layer()
+    ready = nvfp4.prepare(params, target=HOPPER)
+    assert ready.down.packed.shape == (E, 64, 32)
+    np.testing.assert_array_equal(run(x, ready, ids, weights), run(x, params, ids, weights))
+    weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (24, 80)))
+    rows = jax.random.normal(jax.random.key(1), (3, 80))
+    np.testing.assert_array_equal(
+        nvfp4.ops.linear(rows, weight.to_layout("mma_64x64"), backend="reference"),
+        nvfp4.ops.linear(rows, weight, backend="reference"),
+    )
 
 
 MESSAGES = [

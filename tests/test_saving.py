@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from given import CHECKPOINTS, EXAMPLE
 
-from jax_nvfp4_moe import CheckpointError, NVFP4MoE, load_model, load_moe
+from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
 from jax_nvfp4_moe.nn import NVFP4Param
 from jax_nvfp4_moe.saving import LAYOUTS, restore_prepared, save_prepared
 from jax_nvfp4_moe.testing import random_moe_params
@@ -62,6 +62,32 @@ def test_another_layout_is_refused(tmp_path):
     assert len(caught.value.problems) == 2
 
 
+def moe_for_hopper(hidden, intermediate):
+    """A block with its experts padded in the layout of CUDA kernels, run by the reference."""
+    params = random_moe_params(
+        jax.random.key(0), num_experts=4, hidden=hidden, intermediate=intermediate
+    )
+    moe = NVFP4MoE(4, hidden, intermediate, top_k=2, params=params, backend="reference")
+    moe.params = NVFP4Param(prepare(params, target=Target("cuda", (9, 0))))
+    return moe
+
+
+def test_padded_columns_come_back(tmp_path):
+    moe = moe_for_hopper(80, 48)
+    save_prepared(tmp_path / "m", moe)
+    restored = restore_prepared(tmp_path / "m", nnx.eval_shape(lambda: moe))
+    params = restored.params.get_value()
+    assert (params.hidden, params.intermediate, params.layout) == (80, 48, "mma_64x64")
+    np.testing.assert_array_equal(restored(X[:, :80]), moe(X[:, :80]))
+
+
+def test_other_columns_in_the_same_bytes_are_refused(tmp_path):
+    """Intermediate sizes 48 and 64 pad to the same shapes: only the record can tell."""
+    save_prepared(tmp_path / "m", moe_for_hopper(64, 48))
+    with pytest.raises(CheckpointError, match="rows and columns: expected"):
+        restore_prepared(tmp_path / "m", moe_for_hopper(64, 64))
+
+
 def test_another_version_of_a_layout_is_refused(tmp_path):
     moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0), backend="reference")
     save_prepared(tmp_path / "m", moe)
@@ -69,7 +95,7 @@ def test_another_version_of_a_layout_is_refused(tmp_path):
     for value in record["layouts"].values():
         value[1] += 1
     (tmp_path / "m" / LAYOUTS).write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match="layout, version and rows"):
+    with pytest.raises(CheckpointError, match="layout, version, rows and columns"):
         restore_prepared(tmp_path / "m", moe)
 
 

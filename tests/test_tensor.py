@@ -71,16 +71,39 @@ def test_another_layout_keeps_shape_and_values(n):
     np.testing.assert_array_equal(there.dequantize(), tensor.dequantize())
     back = there.to_layout("canonical")
     np.testing.assert_array_equal(back.packed, tensor.packed)
-    assert (back.layout, back.rows) == ("canonical", None)
+    assert (back.layout, back.rows, back.columns) == ("canonical", None, None)
 
 
-def test_negative_and_zero_block_scales_are_kept():
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (48, 64), (128, 80), (20, 16)])
+def test_padded_columns_keep_shape_and_values(n, k, halves):
+    x = jax.random.normal(jax.random.key(1), (2, n, k))
+    tensor = nvfp4.quantize(x)
+    if halves == 2:
+        apart = jnp.asarray([[1.0, 2.0], [3.0, 5.0]], jnp.float32)
+        tensor = dataclasses.replace(tensor, global_scale=apart)
+    there = tensor.to_layout("mma_64x64_gated" if halves == 2 else "mma_64x64")
+    assert there.shape == tensor.shape
+    assert there.rows == (None if n % 64 == 0 else n)
+    assert there.columns == (None if k % 64 == 0 else k)
+    np.testing.assert_array_equal(there.scale(), tensor.scale())
+    np.testing.assert_array_equal(there.dequantize(), tensor.dequantize())
+    other = there.to_layout("cpu_16x16")
+    assert (other.shape, other.columns) == (tensor.shape, None)
+    np.testing.assert_array_equal(other.dequantize(), tensor.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("layout", "scale_bytes"),
+    [("cpu_16x16", [0x80 | 0x38, 0]), ("mma_64x64", [0x38, 0])],
+)
+def test_values_under_negative_and_zero_block_scales_are_kept(layout, scale_bytes):
     raw = np.zeros((16, 2), np.uint8)
     raw[0] = [0x80 | 0x38, 0]  # -1 and 0
     scales = jnp.asarray(raw).view(jnp.float8_e4m3fn)
     tensor = nvfp4.NVFP4Tensor.from_packed(jnp.full((16, 16), 0x22, jnp.uint8), scales, 2.0)
-    there = tensor.to_layout("cpu_16x16").to_layout("canonical")
-    np.testing.assert_array_equal(np.asarray(there.block_scale).view(np.uint8), raw)
+    there = tensor.to_layout(layout).to_layout("canonical")
+    assert np.asarray(there.block_scale).view(np.uint8)[0].tolist() == scale_bytes
     assert np.asarray(there.dequantize())[0, [0, 16]].tolist() == [-2.0, 0.0]
 
 
@@ -149,7 +172,11 @@ def test_params_know_their_sizes(params):
     ("change", "message"),
     [
         (lambda p: {"gate_up": p.down}, "gate_up: expected"),
-        (lambda p: {"down": p.down.to_layout("cpu_16x16")}, "down: expected layout 'canonical'"),
+        (lambda p: {"down": p.down.to_layout("cpu_16x16")}, "gate_up: expected layout 'cpu_16x16'"),
+        (
+            lambda p: {n: getattr(p, n).to_layout("mma_64x64") for n in ("gate_up", "down")},
+            "gate_up: expected layout 'mma_64x64_gated'.*got 'mma_64x64'",
+        ),
         (lambda p: {"down_bias": jnp.zeros((2, 16))}, r"down_bias: expected shape \(2, 32\)"),
         (lambda p: {"gate_up_input_scale": jnp.ones(3)}, r"gate_up_input_scale: .*\(2,\).*\(3,\)"),
     ],

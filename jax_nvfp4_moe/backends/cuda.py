@@ -61,7 +61,7 @@ def _record(suffix, devices, status):
             platform="cuda",
             extension=_EXTENSION,
         ),
-        layout=CANONICAL,
+        layout="mma_64x64",
         lower={
             "moe_mlp": lower_moe(f"moe_{suffix}", moe_workspace_bytes),
             "grouped_gemm": lower_grouped_gemm(

@@ -81,6 +81,7 @@ def lower_moe(target, workspace_bytes):
             "limit": np.float32(call.limit),
             "activation_scale": ACTIVATION_SCALE[scheme],
             "weight_on_input": bool(weight_on_input),
+            "intermediate": np.int64(params.intermediate),  # the layout may have padded it
         }
         return _call(
             f"nvfp4_{target}", jax.ShapeDtypeStruct((t, h), x.dtype), size, operands, attributes
