@@ -47,7 +47,8 @@ def moe(
 ):
     """Run an expert layer; [t, h] in the dtype of x."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
-    e, i = prepared.down_packed.shape[0], prepared.down_packed.shape[2] * 2  # its layout pads no columns
+    e = prepared.down_packed.shape[0]
+    i = prepared.down_packed.shape[2] * 2  # this layout pads no columns
     size = moe_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
     size = size if workspace is None else workspace
     outputs = (jax.ShapeDtypeStruct((t, h), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
