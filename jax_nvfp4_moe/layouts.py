@@ -132,9 +132,9 @@ def _undo_swizzle(packed, scales, rows, columns):
 #   register 0: row lo, columns k + 2 q and k + 2 q + 1    register 2: row lo, 8 columns further
 #   register 1: row hi, the same columns                   register 3: row hi, 8 columns further
 #
-# In a register a code stands where bfloat16 has its sign, the last bit of its exponent and the
-# first two of its mantissa: bits 15, 8, 7 and 6 of either half, the mask _CODES. Two steps share
-# two words, out of which every register comes by one rotation and one AND (`_split_words`).
+# In a register a code stands where bfloat16 has its sign, the last two bits of its exponent and the
+# first of its mantissa: bits 15, 8, 7 and 6 of either half, the mask _CODES. Two steps share two
+# words, out of which every register comes by a rotation and an AND (`_split_words`).
 #
 # The scales of a pair of rows (w, g) are two words, steps 0 and 1, then 2 and 3. A byte E has five
 # bits of exponent and three of mantissa, and no sign, so that one AND puts it into the exponent and
