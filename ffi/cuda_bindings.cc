@@ -1,8 +1,8 @@
 // The module _nvfp4_cuda: FFI handlers of the CUDA kernels. Decode, check, launch.
 //
-// In this version the four expert-layer targets run one plain kernel sequence, built for every
-// architecture, and so do the four grouped-product targets: each keeps its name, operands and
-// meaning when a kernel for its own architecture takes its place in `registrations`.
+// The expert layer of sm_90a has kernels of its own. The other expert-layer targets run one plain
+// kernel sequence, built for every architecture, and so do the grouped-product targets: each keeps
+// its name, operands and meaning when a kernel for its own architecture takes its place.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
@@ -55,6 +55,8 @@ ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
           DataOrNull(input_scale), DataOrNull(bias)};
 }
 
+// kHopper: the kernels of sm_90a run what they are made for, the plain ones the rest.
+template <bool kHopper>
 ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_packed,
                ffi::AnyBuffer gate_up_block_scale, ffi::AnyBuffer gate_up_global_scale,
                ffi::AnyBuffer gate_up_input_scale, ffi::AnyBuffer gate_up_bias,
@@ -86,7 +88,10 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, MoEWorkspaceBytes(shape, options.type)));
+  const bool hopper = kHopper && options.type != DataType::kF32 &&
+                      options.activation_scale == ActivationScale::kNone;
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(
+      *workspace, hopper ? MoESm90WorkspaceBytes(shape) : MoEWorkspaceBytes(shape, options.type)));
   const MoECall call = {shape, options.type, options.activation, options.activation_scale,
                         weight_on_input};
   const MoEBuffers buffers = {
@@ -98,7 +103,8 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
       Data<float>(expert_weights),
       y->untyped_data(),
       workspace->untyped_data()};
-  return FromCuda(LaunchMoE(stream, call, buffers), "nvfp4_moe");
+  return FromCuda(hopper ? LaunchMoESm90(stream, call, buffers) : LaunchMoE(stream, call, buffers),
+                  "nvfp4_moe");
 }
 
 ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer packed,
@@ -138,32 +144,35 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer global
 }
 
 // kCmdBufferCompatible: the handlers only launch kernels, so a CUDA graph may hold them.
-XLA_FFI_DEFINE_HANDLER(kMoE, MoE,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x                     [t, h]
-                           .Arg<ffi::AnyBuffer>()  // gate_up_packed        [e, n1, h/2] in tiles
-                           .Arg<ffi::AnyBuffer>()  // gate_up_block_scale   [e, n1, h/16] in tiles
-                           .Arg<ffi::AnyBuffer>()  // gate_up_global_scale  [e, parts]
-                           .Arg<ffi::AnyBuffer>()  // gate_up_input_scale   [e] or [0]
-                           .Arg<ffi::AnyBuffer>()  // gate_up_bias          [e, n1] or [0, 0]
-                           .Arg<ffi::AnyBuffer>()  // down_packed           [e, h, i/2] in tiles
-                           .Arg<ffi::AnyBuffer>()  // down_block_scale      [e, h, i/16] in tiles
-                           .Arg<ffi::AnyBuffer>()  // down_global_scale     [e, 1]
-                           .Arg<ffi::AnyBuffer>()  // down_input_scale      [e] or [0]
-                           .Arg<ffi::AnyBuffer>()  // down_bias             [e, h] or [0, 0]
-                           .Arg<ffi::AnyBuffer>()  // expert_ids            [t, k]
-                           .Arg<ffi::AnyBuffer>()  // expert_weights        [t, k]
-                           .Ret<ffi::AnyBuffer>()  // y                     [t, h]
-                           .Ret<ffi::AnyBuffer>()  // workspace             [bytes]
-                           .Attr<std::string_view>("activation")
-                           .Attr<float>("alpha")
-                           .Attr<float>("beta")
-                           .Attr<float>("limit")
-                           .Attr<std::string_view>("activation_scale")
-                           .Attr<bool>("weight_on_input")
-                           .Attr<int64_t>("intermediate"),
-                       {ffi::Traits::kCmdBufferCompatible});
+auto BindMoE() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()  // x                     [t, h]
+      .Arg<ffi::AnyBuffer>()  // gate_up_packed        [e, n1, h/2] in tiles
+      .Arg<ffi::AnyBuffer>()  // gate_up_block_scale   [e, n1, h/16] in tiles
+      .Arg<ffi::AnyBuffer>()  // gate_up_global_scale  [e, parts]
+      .Arg<ffi::AnyBuffer>()  // gate_up_input_scale   [e] or [0]
+      .Arg<ffi::AnyBuffer>()  // gate_up_bias          [e, n1] or [0, 0]
+      .Arg<ffi::AnyBuffer>()  // down_packed           [e, h, i/2] in tiles
+      .Arg<ffi::AnyBuffer>()  // down_block_scale      [e, h, i/16] in tiles
+      .Arg<ffi::AnyBuffer>()  // down_global_scale     [e, 1]
+      .Arg<ffi::AnyBuffer>()  // down_input_scale      [e] or [0]
+      .Arg<ffi::AnyBuffer>()  // down_bias             [e, h] or [0, 0]
+      .Arg<ffi::AnyBuffer>()  // expert_ids            [t, k]
+      .Arg<ffi::AnyBuffer>()  // expert_weights        [t, k]
+      .Ret<ffi::AnyBuffer>()  // y                     [t, h]
+      .Ret<ffi::AnyBuffer>()  // workspace             [bytes]
+      .Attr<std::string_view>("activation")
+      .Attr<float>("alpha")
+      .Attr<float>("beta")
+      .Attr<float>("limit")
+      .Attr<std::string_view>("activation_scale")
+      .Attr<bool>("weight_on_input")
+      .Attr<int64_t>("intermediate");
+}
+
+XLA_FFI_DEFINE_HANDLER(kMoE, MoE<false>, BindMoE(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMoESm90, MoE<true>, BindMoE(), {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kGroupedGemm, GroupedGemm,
                        ffi::Ffi::Bind()
@@ -198,7 +207,8 @@ nb::capsule Capsule(Handler* handler) {
 nb::dict Registrations() {
   nb::dict targets;
   for (const char* suffix : {"w4a16_sm80", "w4a16_sm90", "w4a4_sm100", "w4a4_sm120"}) {
-    targets[(std::string("nvfp4_moe_") + suffix).c_str()] = Capsule(kMoE);
+    const bool hopper = std::string_view(suffix) == "w4a16_sm90";
+    targets[(std::string("nvfp4_moe_") + suffix).c_str()] = Capsule(hopper ? kMoESm90 : kMoE);
     targets[(std::string("nvfp4_grouped_gemm_") + suffix).c_str()] = Capsule(kGroupedGemm);
   }
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
@@ -221,6 +231,12 @@ NB_MODULE(_nvfp4_cuda, m) {
         return nvfp4::MoEWorkspaceBytes({t, top_k, e, h, i, 2 * i}, type);
       },
       "Bytes of workspace that an expert layer checks for.");
+  m.def(
+      "moe_sm90_workspace_bytes",
+      [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
+        return nvfp4::MoESm90WorkspaceBytes({t, top_k, e, h, i, 2 * i});
+      },
+      "Bytes of workspace that an expert layer on the kernels of sm_90a checks for.");
   m.def(
       "grouped_gemm_workspace_bytes",
       [](int64_t m, int64_t e, int64_t n, int64_t k) {

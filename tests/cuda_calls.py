@@ -6,7 +6,7 @@ import numpy as np
 from float64_layer import Layer, Options
 
 from jax_nvfp4_moe import _ffi
-from jax_nvfp4_moe.backends.cuda import grouped_gemm_workspace_bytes, moe_workspace_bytes
+from jax_nvfp4_moe.backends.cuda import grouped_gemm_workspace_bytes, moe_sm90_workspace_bytes
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 
 MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90", "w4a4_sm100", "w4a4_sm120")
@@ -44,7 +44,7 @@ def moe_prepared(
     """Run an expert layer on weights as `prepare` returns them; i is its intermediate size."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = layer.down_packed.shape[0]
-    workspace = moe_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
+    workspace = moe_sm90_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
     outputs = (
         jax.ShapeDtypeStruct((t, h), x.dtype),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),

@@ -21,7 +21,11 @@ import numpy as np
 import pytest
 from float64_layer import E4M3, Options
 
-from jax_nvfp4_moe.backends.cuda import grouped_gemm_workspace_bytes, moe_workspace_bytes
+from jax_nvfp4_moe.backends.cuda import (
+    grouped_gemm_workspace_bytes,
+    moe_sm90_workspace_bytes,
+    moe_workspace_bytes,
+)
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 HERE = pathlib.Path(__file__).parent
@@ -467,5 +471,7 @@ def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
     for dtype in (np.dtype(np.float16), np.dtype(np.float32)):
         ours = moe_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
         assert ours == _nvfp4_cuda.moe_workspace_bytes(tokens, top_k, e, h, i, dtype.itemsize)
+        hopper = moe_sm90_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
+        assert hopper == max(ours, _nvfp4_cuda.moe_sm90_workspace_bytes(tokens, top_k, e, h, i))
         ours = grouped_gemm_workspace_bytes(tokens, e, i, h, dtype=dtype)
         assert ours == _nvfp4_cuda.grouped_gemm_workspace_bytes(tokens, e, i, h)

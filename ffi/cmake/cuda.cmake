@@ -87,17 +87,25 @@ endif()
 enable_language(CUDA)
 
 file(GLOB nvfp4_cuda_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu")
+set(nvfp4_sm90_sources ${nvfp4_cuda_sources})
+list(FILTER nvfp4_sm90_sources INCLUDE REGEX "_sm90\\.cu$")
+list(FILTER nvfp4_cuda_sources EXCLUDE REGEX "_sm90\\.cu$")
 add_library(nvfp4_cuda_kernels STATIC ${nvfp4_cuda_sources})
-target_include_directories(nvfp4_cuda_kernels PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
-set_target_properties(nvfp4_cuda_kernels PROPERTIES CUDA_VISIBILITY_PRESET hidden)
-# No --use_fast_math anywhere: the quantizer is exact only with IEEE division and subnormals.
-target_compile_options(nvfp4_cuda_kernels PRIVATE
-  $<$<COMPILE_LANGUAGE:CUDA>:-O3 -prec-div=true -ftz=false -Xcompiler=-Wall,-Wextra>)
+# Instructions that sm_90a alone has.
+add_library(nvfp4_sm90_kernels STATIC ${nvfp4_sm90_sources})
+set_target_properties(nvfp4_sm90_kernels PROPERTIES CUDA_ARCHITECTURES 90a-real)
+foreach(library nvfp4_cuda_kernels nvfp4_sm90_kernels)
+  target_include_directories(${library} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
+  set_target_properties(${library} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
+  # No --use_fast_math anywhere: the quantizer is exact only with IEEE division and subnormals.
+  target_compile_options(${library} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:-O3 -prec-div=true -ftz=false -Xcompiler=-Wall,-Wextra>)
+endforeach()
 
 nanobind_add_module(_nvfp4_cuda NB_STATIC STABLE_ABI cuda_bindings.cc)
 target_include_directories(_nvfp4_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_include_directories(_nvfp4_cuda SYSTEM PRIVATE
   "${xla_include}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(_nvfp4_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
-target_link_libraries(_nvfp4_cuda PRIVATE nvfp4_cuda_kernels)
+target_link_libraries(_nvfp4_cuda PRIVATE nvfp4_sm90_kernels nvfp4_cuda_kernels)
 install(TARGETS _nvfp4_cuda LIBRARY DESTINATION jax_nvfp4_moe)

@@ -1,22 +1,27 @@
-// The grouped product that every op of this extension is made of; see expert_gemm.cu.
+// The grouped product that every op of this extension is made of, and the engines that run it.
+//
+//   out[r] = act(W[e(r)] @ x[r] * row_scale[r] * global_scale + bias)
+//
+//   expert_gemm_sm90.cu   bf16, f16   wgmma, bulk copies; Hopper
+//   expert_gemm_sm80.cu   bf16, f16   mma.sync, cp.async; everything since Ampere
+//   expert_gemm_f32.cu    f32         FFMA; everything since Ampere
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "launch.h"
 #include "routing.cuh"
+#include "weight_tile.cuh"
 
 namespace nvfp4 {
 
-// Left operand: rows of T, or rows of NVFP4 codes with a float32 scale each.
+// Rows of the engine's type: 16-bit ones for tensor cores. Where activations are quantized these
+// are code * block_scale, and the global scale of a row is its row_scale.
 struct LeftOperand {
-  const void* values;    // [*, k] of `type`; null where quantized
+  const void* values;    // [*, k]
   const int32_t* slots;  // where set, sorted row r is row slots[r] / slots_per_row
   int32_t slots_per_row;
-  const float* slot_weights;   // where set, row r is multiplied by slot_weights[slots[r]] first
-  const uint8_t* codes;        // [rows, k/2], in sorted order
-  const uint8_t* block_scale;  // [rows, k/16]
-  const float* row_scale;      // [rows]
+  const float* row_scale;  // [rows] in sorted order, or null
 };
 
 // Output: [*, columns] of `type`.
@@ -28,20 +33,55 @@ struct Output {
 
 struct ExpertGemm {
   ExpertRows rows;
-  int64_t max_tiles;  // bound of rows.num_tiles: the grid
-  DataType type;      // of the left operand as the caller has it
+  TileRule rule;
+  Walk walk;
+  float* partial_sums;  // kPartialSumBytes
+  bool plan_is_older;   // rows, walk: older than the kernel just before this one
+  DataType type;        // of left.values
   LeftOperand left;
-  ExpertWeights weight;
-  int64_t weight_rows;  // of an expert, as stored
-  int64_t bias_rows;    // of an expert: weight_rows without padding
-  int32_t parts;        // global scales of an expert
+  ExpertWeights weight;  // layout "mma_64x64", or "mma_64x64_gated" where activation is gated
+  int32_t bias_rows;     // of an expert: rows without padding
+  int32_t parts;         // global scales of an expert
   int32_t k;
   int32_t columns;  // outputs of a row, after the activation
   bool activate;    // the columns are activations of one or two weight rows
   ActivationParameters activation;
   Output output;
+
+  __host__ __device__ bool gated() const { return activate && activation.gated; }
+  // Tiles of weight rows of one expert.
+  __host__ __device__ int32_t m_tiles() const {
+    return ((gated() ? 2 : 1) * columns + kTileM - 1) / kTileM;
+  }
 };
 
-cudaError_t LaunchExpertGemm(cudaStream_t stream, const ExpertGemm& gemm);
+// How an engine cuts products of `rows` rows of `experts` experts into tiles and blocks.
+struct GemmPlan {
+  TileRule rule;
+  int32_t block_tiles;  // 64-row weight tiles of a block
+  int32_t blocks;       // of threads
+};
+
+struct Engine {
+  GemmPlan (*plan)(int64_t rows, int64_t experts);
+  cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
+  bool overlaps;  // launched so that it may start before the kernel ahead of it has ended
+};
+
+extern const Engine kEngineSm90;
+extern const Engine kEngineSm80;
+extern const Engine kEngineF32;
+
+// How `plan` cuts the steps of `gemm`.
+inline Walk MakeWalk(const GemmPlan& plan, const ExpertGemm& gemm, Start* starts, int32_t* ready) {
+  return {plan.blocks, static_cast<int32_t>((gemm.k + kTileK - 1) / kTileK),
+          (gemm.m_tiles() + plan.block_tiles - 1) / plan.block_tiles, starts, ready};
+}
+
+// Bounds that size the workspace whatever the device: blocks of a walk, and the float32 sums that
+// they may have to hand over.
+constexpr int32_t kMaxBlocks = 768;
+constexpr int64_t kMinTileRows = 16;
+constexpr int64_t kPartialSumBytes = int64_t{32} << 20;
 
 }  // namespace nvfp4

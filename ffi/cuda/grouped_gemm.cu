@@ -1,11 +1,11 @@
 // y[r] = W[e(r)] @ x[r] * global_scale + bias for rows that come sorted by expert.
 //
 // Launches: tiles from group_sizes (routing.cu), quantization of x where asked (quantize.cu), the
-// product (expert_gemm.cu), and zeros for the rows that no expert owns. A linear layer is the
+// product (plain_gemm.cu), and zeros for the rows that no expert owns. A linear layer is the
 // case of one expert. All grouped targets of the extension run this sequence.
 #include "elements.cuh"
-#include "expert_gemm.cuh"
 #include "launch_kernel.cuh"
+#include "plain_gemm.cuh"
 #include "quantize.cuh"
 #include "workspace.cuh"
 
@@ -23,7 +23,7 @@ struct GroupedGemmWorkspace {
 GroupedGemmWorkspace TakeGroupedGemmWorkspace(void* buffer, const GroupedGemmShape& shape) {
   Sections sections(buffer);
   GroupedGemmWorkspace workspace;
-  workspace.rows = TakeExpertRows(&sections, shape.m, shape.e, /*sorted=*/true);
+  workspace.rows = TakeExpertRows(&sections, shape.m, shape.e, kTileRows, /*sorted=*/true);
   workspace.quantized = TakeQuantizedRows(&sections, shape.m, shape.k);
   workspace.bytes = sections.bytes();
   return workspace;
@@ -57,10 +57,10 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
   const bool quantized = call.activation_scale != ActivationScale::kNone;
   const GroupedGemmWorkspace workspace = TakeGroupedGemmWorkspace(buffers.workspace, shape);
   if (shape.m == 0 || shape.n == 0) return cudaSuccess;
-  NVFP4_RETURN_IF_CUDA_ERROR(
-      LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e, workspace.rows));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
+                                              workspace.rows, kPlainRule, Walks{}));
 
-  LeftOperand left = {buffers.x, nullptr, 1, nullptr, nullptr, nullptr, nullptr};
+  PlainLeft left = {buffers.x, nullptr, 1, nullptr, nullptr, nullptr, nullptr};
   if (quantized) {
     const QuantizedRows& rows = workspace.quantized;
     const bool is_static = call.activation_scale == ActivationScale::kStatic;
@@ -80,19 +80,19 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchQuantizeRows(stream, quantizer));
     left = {nullptr, nullptr, 1, nullptr, rows.codes, rows.block_scale, rows.row_scale};
   }
-  ExpertGemm gemm = {};
+  PlainGemm gemm = {};
   gemm.rows = workspace.rows;
-  gemm.max_tiles = MaxTiles(shape.m, shape.e);
+  gemm.max_tiles = MaxTiles(shape.m, shape.e, kTileRows);
   gemm.type = call.type;
   gemm.left = left;
   gemm.weight = buffers.weight;
-  gemm.weight_rows = shape.n_pad;
+  gemm.weight_rows = shape.n;
   gemm.bias_rows = shape.n;
   gemm.parts = static_cast<int32_t>(shape.parts);
   gemm.k = static_cast<int32_t>(shape.k);
   gemm.columns = static_cast<int32_t>(shape.n);
   gemm.output = {buffers.y, call.type, nullptr};
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchExpertGemm(stream, gemm));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchPlainGemm(stream, gemm));
   const dim3 zero_grid(static_cast<unsigned>(CeilDiv(shape.m, kRowsOfBlock)));
   return Launch(stream, zero_grid, kThreads, ZeroRows,
                 static_cast<const int32_t*>(workspace.rows.starts + shape.e), shape.m,

@@ -20,7 +20,7 @@ constexpr int64_t kMaxTopK = 32;
 constexpr int64_t kMaxRows = 1 << 30;
 constexpr int64_t kMaxExtent = 1 << 22;
 
-// Packed weights of all experts, layout "canonical".
+// Packed weights of all experts, layout "mma_64x64"; gate_up "mma_64x64_gated" where gated.
 struct ExpertWeights {
   const uint8_t* packed;       // [e, rows, k/2]
   const uint8_t* block_scale;  // [e, rows, k/16] E4M3
@@ -50,6 +50,10 @@ struct MoECall {
 // Same formula as backends/cuda.py; a test compares the two.
 int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
+
+// The same on Hopper; call.type is bf16 or f16, and activations are not quantized.
+int64_t MoESm90WorkspaceBytes(const MoEShape& shape);
+cudaError_t LaunchMoESm90(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 struct GroupedGemmBuffers {
   const void* x;  // [m, k], rows sorted by expert

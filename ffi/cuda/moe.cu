@@ -4,9 +4,9 @@
 // Launches, for each chunk of tokens:
 //   sort        slots by expert, tiles                            routing.cu
 //   quantize    x, gathered, where activations are quantized      quantize.cu
-//   product 1   gather, W1, bias, activation -> a [rows, i]       expert_gemm.cu
+//   product 1   gather, W1, bias, activation -> a [rows, i]       plain_gemm.cu
 //   quantize    a, likewise
-//   product 2   W2, bias -> d [slots, h] float32                  expert_gemm.cu
+//   product 2   W2, bias -> d [slots, h] float32                  plain_gemm.cu
 //   combine     y[t] = sum of w[t, j] * d[t, j] over j in order
 //
 // Chunks bound the workspace (d is 4 h bytes a slot) and let slots be counted in 16 bits; a chunk
@@ -15,8 +15,8 @@
 #include <algorithm>
 
 #include "elements.cuh"
-#include "expert_gemm.cuh"
 #include "launch_kernel.cuh"
+#include "plain_gemm.cuh"
 #include "quantize.cuh"
 #include "workspace.cuh"
 
@@ -43,7 +43,7 @@ MoEWorkspace TakeMoEWorkspace(void* buffer, const MoEShape& shape, DataType type
   Sections sections(buffer);
   const int64_t slots = ChunkTokens(shape) * shape.top_k;
   MoEWorkspace workspace;
-  workspace.rows = TakeExpertRows(&sections, slots, shape.e, /*sorted=*/false);
+  workspace.rows = TakeExpertRows(&sections, slots, shape.e, kTileRows, /*sorted=*/false);
   workspace.activated = sections.Take<uint8_t>(slots * shape.i * Bytes(type));
   workspace.down = sections.Take<float>(slots * shape.h);
   workspace.quantized = TakeQuantizedRows(&sections, slots, std::max(shape.h, shape.i));
@@ -109,7 +109,7 @@ struct Chunk {
 // Quantizes `operand` where the call asks for it, and points it to the codes.
 cudaError_t QuantizeOperand(cudaStream_t stream, const MoECall& call, const MoEWorkspace& workspace,
                             int64_t max_rows, int64_t k, const float* input_scale,
-                            LeftOperand* operand) {
+                            PlainLeft* operand) {
   if (call.activation_scale == ActivationScale::kNone) return cudaSuccess;
   const QuantizedRows& rows = workspace.quantized;
   const RowQuantizer quantizer = {
@@ -133,18 +133,18 @@ cudaError_t QuantizeOperand(cudaStream_t stream, const MoECall& call, const MoEW
 cudaError_t LaunchGateUp(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
                          const MoEWorkspace& workspace, const Chunk& chunk) {
   const MoEShape& shape = call.shape;
-  LeftOperand left = {chunk.x,
-                      workspace.rows.slots,
-                      static_cast<int32_t>(shape.top_k),
-                      call.weight_on_input ? chunk.expert_weights : nullptr,
-                      nullptr,
-                      nullptr,
-                      nullptr};
+  PlainLeft left = {chunk.x,
+                    workspace.rows.slots,
+                    static_cast<int32_t>(shape.top_k),
+                    call.weight_on_input ? chunk.expert_weights : nullptr,
+                    nullptr,
+                    nullptr,
+                    nullptr};
   NVFP4_RETURN_IF_CUDA_ERROR(QuantizeOperand(stream, call, workspace, chunk.slots, shape.h,
                                              buffers.gate_up.input_scale, &left));
-  ExpertGemm gemm = {};
+  PlainGemm gemm = {};
   gemm.rows = workspace.rows;
-  gemm.max_tiles = MaxTiles(chunk.slots, shape.e);
+  gemm.max_tiles = MaxTiles(chunk.slots, shape.e, kTileRows);
   gemm.type = call.type;
   gemm.left = left;
   gemm.weight = buffers.gate_up;
@@ -156,18 +156,18 @@ cudaError_t LaunchGateUp(cudaStream_t stream, const MoECall& call, const MoEBuff
   gemm.activate = true;
   gemm.activation = call.activation;
   gemm.output = {workspace.activated, call.type, nullptr};
-  return LaunchExpertGemm(stream, gemm);
+  return LaunchPlainGemm(stream, gemm);
 }
 
 cudaError_t LaunchDown(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
                        const MoEWorkspace& workspace, const Chunk& chunk) {
   const MoEShape& shape = call.shape;
-  LeftOperand left = {workspace.activated, nullptr, 1, nullptr, nullptr, nullptr, nullptr};
+  PlainLeft left = {workspace.activated, nullptr, 1, nullptr, nullptr, nullptr, nullptr};
   NVFP4_RETURN_IF_CUDA_ERROR(QuantizeOperand(stream, call, workspace, chunk.slots, shape.i,
                                              buffers.down.input_scale, &left));
-  ExpertGemm gemm = {};
+  PlainGemm gemm = {};
   gemm.rows = workspace.rows;
-  gemm.max_tiles = MaxTiles(chunk.slots, shape.e);
+  gemm.max_tiles = MaxTiles(chunk.slots, shape.e, kTileRows);
   gemm.type = call.type;
   gemm.left = left;
   gemm.weight = buffers.down;
@@ -177,7 +177,7 @@ cudaError_t LaunchDown(cudaStream_t stream, const MoECall& call, const MoEBuffer
   gemm.k = static_cast<int32_t>(shape.i);
   gemm.columns = static_cast<int32_t>(shape.h);
   gemm.output = {workspace.down, DataType::kF32, workspace.rows.slots};
-  return LaunchExpertGemm(stream, gemm);
+  return LaunchPlainGemm(stream, gemm);
 }
 
 }  // namespace
@@ -199,8 +199,8 @@ cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers
                          static_cast<uint8_t*>(buffers.y) + first * row_bytes,
                          tokens,
                          tokens * shape.top_k};
-    NVFP4_RETURN_IF_CUDA_ERROR(
-        LaunchSortByExpert(stream, chunk.expert_ids, chunk.slots, shape.e, workspace.rows));
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortByExpert(stream, chunk.expert_ids, chunk.slots, shape.e,
+                                                  workspace.rows, kPlainRule, Walks{}));
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchGateUp(stream, call, buffers, workspace, chunk));
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchDown(stream, call, buffers, workspace, chunk));
     const CombineArguments combine = {workspace.down,

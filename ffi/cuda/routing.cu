@@ -1,12 +1,14 @@
-// Sorts (token, choice) slots by expert and cuts each expert's rows into tiles.
+// Sorts (token, choice) slots by expert, cuts each expert's rows into tiles, and plans the walks.
 //
-//   expert_ids [slots] -> starts [e + 1], slots [rows], tiles
+//   expert_ids [slots] -> starts [e + 1], slots [rows], tiles, starts of each walk
 //
 // Bound by: latency; 65535 ids are 256 KiB. So one block does it all, with 16 warps that each
 // own a contiguous segment of the slots and a row of 16-bit counters in shared memory:
 //   1. each warp counts its ids, 32 at a time; lanes with equal ids find each other by match_any
 //   2. prefix sums over warps within an expert, then over experts
 //   3. each warp walks its segment again and writes slots; equal lanes are ranked by lane
+//   4. tiles of equal size within an expert; each block of a product finds its place in the line of
+//      steps by bisection over the experts
 // The order is that of a stable sort, and no step depends on timing.
 //
 // Needs: e <= kMaxExperts, slots <= 65535 (checked in cuda_bindings.cc, kept by moe.cu).
@@ -22,7 +24,15 @@ constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-static_assert(kMaxExperts <= 32 * 32, "WriteTiles and the scans take 32 experts a step");
+// A block whose part would begin or end within this share of a sum over k leaves it to the other.
+constexpr int kSnapShare = 8;
+
+// What the block keeps in shared memory about the experts; prefix sums, so one entry more.
+struct Tables {
+  int32_t starts[kMaxExperts + 1];      // rows before an expert
+  int32_t first_tile[kMaxExperts + 1];  // tiles before it
+  int32_t first_cost[kMaxExperts + 1];  // cost of those tiles, for one step of each
+};
 
 // Exclusive prefix sum over the lanes of a warp; `total` is the sum.
 __device__ int64_t WarpExclusiveSum(int64_t value, int lane, int64_t* total) {
@@ -52,25 +62,75 @@ __device__ void PrefixSum(const int32_t* counts, int experts, int64_t limit, int
   if (lane == 0) starts[experts] = static_cast<int32_t>(before < limit ? before : limit);
 }
 
-// All threads of the block; `starts` and `first_tile` are in shared memory.
-__device__ void WriteTiles(const int32_t* starts, int experts, int32_t* first_tile,
-                           const ExpertRows& rows) {
+// Rows of each tile of an expert but the last: as equal as multiples of 8 allow.
+__device__ __forceinline__ int32_t RowsOfTiles(int32_t rows, int32_t tile_rows) {
+  const int32_t tiles = (rows + tile_rows - 1) / tile_rows;
+  return tiles == 0 ? 0 : ((rows + tiles - 1) / tiles + 7) / 8 * 8;
+}
+
+__device__ __forceinline__ int32_t CostOfTile(int32_t tile_rows, const TileRule& rule) {
+  return tile_rows > rule.min_cost ? tile_rows : rule.min_cost;
+}
+
+// Where position `position` of the line lies.
+__device__ Start FindStart(const Walk& walk, const Tables& tables, int experts,
+                           const TileRule& rule, int64_t position) {
+  const int64_t steps = static_cast<int64_t>(walk.k_tiles) * walk.m_blocks;
+  int low = 0, high = experts;  // first_cost[low] * steps <= position < first_cost[high] * steps
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (tables.first_cost[middle] * steps <= position ? low : high) = middle;
+  }
+  const int32_t rows = tables.starts[low + 1] - tables.starts[low];
+  const int32_t cost = CostOfTile(RowsOfTiles(rows, rule.tile_rows), rule);
+  const int64_t rest = (position - tables.first_cost[low] * steps) / cost;
+  Start start = {tables.first_tile[low] + static_cast<int32_t>(rest / steps),
+                 static_cast<int32_t>(rest % steps)};
+  const int32_t snap = walk.k_tiles / kSnapShare, k_tile = start.step % walk.k_tiles;
+  if (k_tile <= snap) start.step -= k_tile;
+  if (walk.k_tiles - k_tile <= snap) start.step += walk.k_tiles - k_tile;
+  if (start.step == steps) start = {start.tile + 1, 0};
+  return start;
+}
+
+__device__ void WriteWalk(const Walk& walk, const Tables& tables, int experts,
+                          const TileRule& rule) {
+  const int64_t line =
+      static_cast<int64_t>(tables.first_cost[experts]) * walk.k_tiles * walk.m_blocks;
+  for (int block = threadIdx.x; block <= walk.blocks; block += kThreads) {
+    walk.starts[block] = block == walk.blocks || line == 0
+                             ? Start{tables.first_tile[experts], 0}
+                             : FindStart(walk, tables, experts, rule, line * block / walk.blocks);
+  }
+  for (int i = threadIdx.x; i < kReadyFlags * walk.blocks; i += kThreads) walk.ready[i] = 0;
+}
+
+// All threads of the block, from tables.starts.
+__device__ void WriteTilesAndWalks(Tables* tables, int experts, const ExpertRows& rows,
+                                   const TileRule& rule, const Walks& walks) {
   for (int i = threadIdx.x; i < experts; i += kThreads) {
-    first_tile[i] = (starts[i + 1] - starts[i] + kTileRows - 1) / kTileRows;
+    const int32_t count = tables->starts[i + 1] - tables->starts[i];
+    const int32_t tiles = (count + rule.tile_rows - 1) / rule.tile_rows;
+    tables->first_tile[i] = tiles;
+    tables->first_cost[i] = tiles * CostOfTile(RowsOfTiles(count, rule.tile_rows), rule);
   }
   __syncthreads();
-  if (threadIdx.x < 32) PrefixSum(first_tile, experts, INT32_MAX, first_tile);
+  if (threadIdx.x < 32) PrefixSum(tables->first_tile, experts, INT32_MAX, tables->first_tile);
+  if (threadIdx.x / 32 == 1) PrefixSum(tables->first_cost, experts, INT32_MAX, tables->first_cost);
   __syncthreads();
-  for (int i = threadIdx.x; i <= experts; i += kThreads) rows.starts[i] = starts[i];
-  if (threadIdx.x == 0) *rows.num_tiles = first_tile[experts];
+  if (walks.count > 0) WriteWalk(walks.walk[0], *tables, experts, rule);
+  if (walks.count > 1) WriteWalk(walks.walk[1], *tables, experts, rule);
+  for (int i = threadIdx.x; i <= experts; i += kThreads) rows.starts[i] = tables->starts[i];
+  if (threadIdx.x == 0) *rows.num_tiles = tables->first_tile[experts];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int expert = warp; expert < experts; expert += kWarps) {
-    const int32_t end = starts[expert + 1];
-    const int32_t tiles = first_tile[expert + 1] - first_tile[expert];
+    const int32_t begin = tables->starts[expert], end = tables->starts[expert + 1];
+    const int32_t tiles = tables->first_tile[expert + 1] - tables->first_tile[expert];
+    const int32_t size = RowsOfTiles(end - begin, rule.tile_rows);
     for (int32_t tile = lane; tile < tiles; tile += 32) {
-      const int32_t row = starts[expert] + tile * kTileRows;
-      const int32_t left = end - row;
-      rows.tiles[first_tile[expert] + tile] = {expert, row, left < kTileRows ? left : kTileRows};
+      const int32_t row = begin + tile * size;
+      rows.tiles[tables->first_tile[expert] + tile] = {expert, row,
+                                                       end - row < size ? end - row : size};
     }
   }
 }
@@ -89,10 +149,11 @@ __device__ Segment WarpSegment(int num_slots) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    SortByExpert(const int32_t* expert_ids, int num_slots, int num_experts, ExpertRows rows) {
+    SortByExpert(const int32_t* expert_ids, int num_slots, int num_experts, ExpertRows rows,
+                 TileRule rule, Walks walks) {
   __shared__ uint16_t counts[kWarps * kMaxExperts];  // then: rows before this warp's, by expert
-  __shared__ int32_t starts[kMaxExperts + 1];
-  __shared__ int32_t first_tile[kMaxExperts + 1];
+  __shared__ Tables tables;
+  int32_t* starts = tables.starts;
   const int lane = threadIdx.x % 32;
   uint16_t* warp_counts = counts + static_cast<int>(threadIdx.x / 32) * num_experts;
   for (int i = threadIdx.x; i < kWarps * num_experts; i += kThreads) counts[i] = 0;
@@ -133,30 +194,32 @@ __global__ void __launch_bounds__(kThreads)
     if (routed && rank == 0) warp_counts[id] += __popc(equal);
     __syncwarp();
   }
-  WriteTiles(starts, num_experts, first_tile, rows);
+  WriteTilesAndWalks(&tables, num_experts, rows, rule, walks);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    GroupTiles(const int32_t* group_sizes, int num_rows, int num_experts, ExpertRows rows) {
-  __shared__ int32_t starts[kMaxExperts + 1];
-  __shared__ int32_t first_tile[kMaxExperts + 1];
-  if (threadIdx.x < 32) PrefixSum(group_sizes, num_experts, num_rows, starts);
+    GroupTiles(const int32_t* group_sizes, int num_rows, int num_experts, ExpertRows rows,
+               TileRule rule, Walks walks) {
+  __shared__ Tables tables;
+  if (threadIdx.x < 32) PrefixSum(group_sizes, num_experts, num_rows, tables.starts);
   __syncthreads();
-  WriteTiles(starts, num_experts, first_tile, rows);
+  WriteTilesAndWalks(&tables, num_experts, rows, rule, walks);
 }
 
 }  // namespace
 
 cudaError_t LaunchSortByExpert(cudaStream_t stream, const int32_t* expert_ids, int64_t num_slots,
-                               int64_t num_experts, const ExpertRows& rows) {
+                               int64_t num_experts, const ExpertRows& rows, const TileRule& rule,
+                               const Walks& walks) {
   return Launch(stream, dim3(1), kThreads, SortByExpert, expert_ids, static_cast<int>(num_slots),
-                static_cast<int>(num_experts), rows);
+                static_cast<int>(num_experts), rows, rule, walks);
 }
 
 cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t num_rows,
-                             int64_t num_experts, const ExpertRows& rows) {
+                             int64_t num_experts, const ExpertRows& rows, const TileRule& rule,
+                             const Walks& walks) {
   return Launch(stream, dim3(1), kThreads, GroupTiles, group_sizes, static_cast<int>(num_rows),
-                static_cast<int>(num_experts), rows);
+                static_cast<int>(num_experts), rows, rule, walks);
 }
 
 }  // namespace nvfp4

@@ -36,11 +36,11 @@ struct QuantizedRows {
 };
 
 inline ExpertRows TakeExpertRows(Sections* sections, int64_t num_rows, int64_t num_experts,
-                                 bool sorted) {
+                                 int64_t tile_rows, bool sorted) {
   ExpertRows rows;
   rows.starts = sections->Take<int32_t>(num_experts + 1);
   rows.slots = sorted ? nullptr : sections->Take<int32_t>(num_rows);
-  rows.tiles = sections->Take<RowTile>(MaxTiles(num_rows, num_experts));
+  rows.tiles = sections->Take<RowTile>(MaxTiles(num_rows, num_experts, tile_rows));
   rows.num_tiles = sections->Take<int32_t>(1);
   return rows;
 }

@@ -11,6 +11,10 @@ _EXTENSION = "_nvfp4_cuda"
 _SECTION_BYTES = 256
 _TILE_ROWS = 64
 _CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so many slots
+_SM90_CHUNK_SLOTS = 65536
+_SM90_TILE_ROWS = 16  # of the smallest tile
+_SM90_MAX_BLOCKS, _SM90_FLAGS = 768, 4  # of a walk
+_SM90_PARTIAL_SUMS = 32 << 20
 
 
 def _sections(*sizes: int) -> int:
@@ -18,9 +22,9 @@ def _sections(*sizes: int) -> int:
     return sum(-(-size // _SECTION_BYTES) * _SECTION_BYTES for size in sizes)
 
 
-def _row_tables(rows: int, num_experts: int) -> int:
+def _row_tables(rows: int, num_experts: int, tile_rows: int = _TILE_ROWS) -> int:
     """Return the bytes of the starts of experts, the tiles and their number."""
-    tiles = rows // _TILE_ROWS + min(rows, num_experts)
+    tiles = rows // tile_rows + min(rows, num_experts)
     return _sections(4 * (num_experts + 1), 12 * tiles, 4)
 
 
@@ -46,12 +50,31 @@ def moe_workspace_bytes(
     )
 
 
+def moe_sm90_workspace_bytes(
+    tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
+) -> int:
+    """Return the bytes of scratch memory that one call of the expert layer on Hopper needs.
+
+    Room for the kernels of sm_90a, which keep activations and outputs in 16 bits and hand partial
+    sums over in float32; or for the plain ones, which run float32 and quantized activations.
+    """
+    slots = min(tokens, _SM90_CHUNK_SLOTS // max(top_k, 1)) * top_k
+    walk = (8 * (_SM90_MAX_BLOCKS + 1), 4 * _SM90_FLAGS * _SM90_MAX_BLOCKS)
+    own = _row_tables(slots, num_experts, _SM90_TILE_ROWS) + _sections(
+        4 * slots, *walk, *walk, _SM90_PARTIAL_SUMS, 2 * slots * intermediate, 2 * slots * hidden
+    )
+    plain = moe_workspace_bytes(
+        tokens, top_k, num_experts, hidden, intermediate, gated=gated, dtype=dtype
+    )
+    return max(own, plain)
+
+
 def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
     """Return the bytes of scratch memory that one grouped product needs."""
     return _row_tables(rows, num_experts) + _quantized_rows(rows, k)
 
 
-def _record(suffix, devices, status):
+def _record(suffix, devices, status, workspace=moe_workspace_bytes):
     """Return the record of the kernels whose names end in `suffix`."""
     return Backend(
         name=f"moe_{suffix}",
@@ -63,7 +86,7 @@ def _record(suffix, devices, status):
         ),
         layout="mma_64x64",
         lower={
-            "moe_mlp": lower_moe(f"moe_{suffix}", moe_workspace_bytes),
+            "moe_mlp": lower_moe(f"moe_{suffix}", workspace),
             "grouped_gemm": lower_grouped_gemm(
                 f"grouped_gemm_{suffix}", grouped_gemm_workspace_bytes
             ),
@@ -81,7 +104,10 @@ MOE_W4A4_SM100 = _record(
     "w4a4_sm100", (Device(W4A4_SCHEMES, (10, 0), (11, 0)),), f"{_PLAIN}: compiled, not executed"
 )
 MOE_W4A16_SM90 = _record(
-    "w4a16_sm90", (Device(frozenset(Scheme), (9, 0), (10, 0)),), f"{_PLAIN}: executed"
+    "w4a16_sm90",
+    (Device(frozenset(Scheme), (9, 0), (10, 0)),),
+    "wgmma for w4a16 layers in 16 bits, plain kernels for the rest: executed",
+    moe_sm90_workspace_bytes,
 )
 # sm_80 code is also the weight-only path of Blackwell.
 MOE_W4A16_SM80 = _record(

@@ -1,0 +1,205 @@
+// One expert layer on Hopper, W4A16 in bf16 or f16: y[t] = sum_j w[t, j] * (W2[e] @ act(W1[e] @
+// x[t]
+// + b1[e]) + b2[e]), e = ids[t, j].
+//
+// Launches, for each chunk of tokens:
+//   sort        slots by expert, tiles, the walks of both products   routing.cu
+//   scale       x[t] * w[t, j], sorted, where weights go on inputs
+//   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm90.cu
+//   product 2   W2, bias -> d [slots, h], in the type of x
+//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order
+//
+// Each of the last three may start while the one before it ends. Product 2 then reads the plan and
+// its weights early: the sort is older than product 1, which waited for it before letting anyone
+// start.
+#include <algorithm>
+
+#include "elements.cuh"
+#include "expert_gemm.cuh"
+#include "launch_kernel.cuh"
+#include "sm90.cuh"
+#include "workspace.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int64_t kChunkSlots = 65536;  // what routing.cu sorts; memory stays bounded
+constexpr int kThreads = 256;
+constexpr int kVector = 8;  // 16-bit elements of 16 bytes
+
+int64_t ChunkTokens(const MoEShape& shape) {
+  return std::min(shape.t, kChunkSlots / std::max<int64_t>(shape.top_k, 1));
+}
+
+struct Workspace {
+  ExpertRows rows;
+  Start* starts[2];
+  int32_t* ready[2];
+  float* partial_sums;
+  uint8_t* activated;  // [slots, i], sorted
+  uint8_t* down;       // [slots, h]; before that the scaled inputs, sorted
+  int64_t bytes;
+};
+
+Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
+  Sections sections(buffer);
+  const int64_t slots = ChunkTokens(shape) * shape.top_k;
+  Workspace workspace;
+  workspace.rows = TakeExpertRows(&sections, slots, shape.e, kMinTileRows, /*sorted=*/false);
+  for (int product = 0; product < 2; ++product) {
+    workspace.starts[product] = sections.Take<Start>(kMaxBlocks + 1);
+    workspace.ready[product] = sections.Take<int32_t>(kReadyFlags * kMaxBlocks);
+  }
+  workspace.partial_sums = sections.Take<float>(kPartialSumBytes / 4);
+  workspace.activated = sections.Take<uint8_t>(2 * slots * shape.i);
+  workspace.down = sections.Take<uint8_t>(2 * slots * shape.h);
+  workspace.bytes = sections.bytes();
+  return workspace;
+}
+
+// out[r] = x[slots[r] / top_k] * weights[slots[r]] for sorted rows r, rounded to T.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    ScaleRows(const T* x, const float* weights, ExpertRows rows, int32_t num_experts, int32_t top_k,
+              int32_t h, T* out) {
+  const int32_t vectors = h / kVector;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = index / vectors, column = index % vectors * kVector;
+  if (row >= rows.starts[num_experts]) return;
+  const int32_t slot = rows.slots[row];
+  T values[kVector];
+  *reinterpret_cast<uint4*>(values) =
+      *reinterpret_cast<const uint4*>(x + static_cast<int64_t>(slot / top_k) * h + column);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    values[i] = FromFloat<T>(ToFloat(values[i]) * weights[slot]);
+  }
+  *reinterpret_cast<uint4*>(out + row * h + column) = *reinterpret_cast<uint4*>(values);
+}
+
+struct CombineRows {
+  const void* down;             // [t, top_k, h]; slots that are not routed were never written
+  const int32_t* expert_ids;    // [t, top_k]
+  const float* expert_weights;  // [t, top_k]
+  void* y;                      // [t, h]
+  int64_t t;
+  int32_t h, top_k, num_experts;
+  bool weighted;
+};
+
+// Eight columns of a token for each thread; h is a multiple of 16.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) Combine(const CombineRows p) {
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+#endif
+  const int32_t vectors = p.h / kVector;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= p.t * vectors) return;
+  const int64_t token = index / vectors, column = index % vectors * kVector;
+  float sums[kVector] = {};
+  for (int j = 0; j < p.top_k; ++j) {
+    const int64_t slot = token * p.top_k + j;
+    const int32_t expert = p.expert_ids[slot];
+    if (expert < 0 || expert >= p.num_experts) continue;
+    const float weight = p.weighted ? p.expert_weights[slot] : 1.0f;
+    T values[kVector];
+    *reinterpret_cast<uint4*>(values) =
+        __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(p.down) + slot * p.h + column));
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sums[i] += weight * ToFloat(values[i]);
+  }
+  T values[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) values[i] = FromFloat<T>(sums[i]);
+  *reinterpret_cast<uint4*>(static_cast<T*>(p.y) + token * p.h + column) =
+      *reinterpret_cast<uint4*>(values);
+}
+
+unsigned VectorBlocks(int64_t rows, int64_t h) {
+  return static_cast<unsigned>(CeilDiv(rows * (h / kVector), kThreads));
+}
+
+template <typename T>
+cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
+                        const Workspace& workspace, int64_t first, int64_t tokens) {
+  const MoEShape& shape = call.shape;
+  const int64_t slots = tokens * shape.top_k;
+  const auto h = static_cast<int32_t>(shape.h), i = static_cast<int32_t>(shape.i);
+  const auto e = static_cast<int32_t>(shape.e), top_k = static_cast<int32_t>(shape.top_k);
+  const T* x = static_cast<const T*>(buffers.x) + first * shape.h;
+  const int32_t* expert_ids = buffers.expert_ids + first * shape.top_k;
+  const float* expert_weights = buffers.expert_weights + first * shape.top_k;
+
+  const GemmPlan plan = kEngineSm90.plan(slots, shape.e);
+  ExpertGemm up = {};
+  up.rows = workspace.rows;
+  up.rule = plan.rule;
+  up.partial_sums = workspace.partial_sums;
+  up.type = call.type;
+  up.left = {x, workspace.rows.slots, top_k, nullptr};
+  up.weight = buffers.gate_up;
+  up.bias_rows = static_cast<int32_t>(shape.n1);
+  up.parts = call.activation.gated ? 2 : 1;
+  up.k = h;
+  up.columns = i;
+  up.activate = true;
+  up.activation = call.activation;
+  up.output = {workspace.activated, call.type, nullptr};
+  up.walk = MakeWalk(plan, up, workspace.starts[0], workspace.ready[0]);
+
+  ExpertGemm down = up;
+  down.plan_is_older = true;
+  down.left = {workspace.activated, nullptr, 1, nullptr};
+  down.weight = buffers.down;
+  down.bias_rows = h;
+  down.parts = 1;
+  down.k = i;
+  down.columns = h;
+  down.activate = false;
+  down.output = {workspace.down, call.type, workspace.rows.slots};
+  down.walk = MakeWalk(plan, down, workspace.starts[1], workspace.ready[1]);
+
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortByExpert(stream, expert_ids, slots, shape.e, workspace.rows,
+                                                plan.rule, Walks{2, {up.walk, down.walk}}));
+  if (call.weight_on_input) {
+    T* scaled = reinterpret_cast<T*>(workspace.down);
+    NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, dim3(VectorBlocks(slots, shape.h)), kThreads,
+                                      ScaleRows<T>, x, expert_weights, workspace.rows, e, top_k, h,
+                                      scaled));
+    up.left = {scaled, nullptr, 1, nullptr};
+  }
+  NVFP4_RETURN_IF_CUDA_ERROR(kEngineSm90.launch(stream, up));
+  NVFP4_RETURN_IF_CUDA_ERROR(kEngineSm90.launch(stream, down));
+  const CombineRows combine = {workspace.down,
+                               expert_ids,
+                               expert_weights,
+                               static_cast<T*>(buffers.y) + first * shape.h,
+                               tokens,
+                               h,
+                               top_k,
+                               e,
+                               !call.weight_on_input};
+  return LaunchWide(stream, dim3(VectorBlocks(tokens, shape.h)), kThreads, 0, kEngineSm90.overlaps,
+                    Combine<T>, combine);
+}
+
+}  // namespace
+
+int64_t MoESm90WorkspaceBytes(const MoEShape& shape) { return TakeWorkspace(nullptr, shape).bytes; }
+
+cudaError_t LaunchMoESm90(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
+  const MoEShape& shape = call.shape;
+  const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
+  const int64_t chunk = ChunkTokens(shape);
+  for (int64_t first = 0; first < shape.t; first += chunk) {
+    const int64_t tokens = std::min(chunk, shape.t - first);
+    NVFP4_RETURN_IF_CUDA_ERROR(
+        call.type == DataType::kF16
+            ? LaunchChunk<__half>(stream, call, buffers, workspace, first, tokens)
+            : LaunchChunk<__nv_bfloat16>(stream, call, buffers, workspace, first, tokens));
+  }
+  return cudaSuccess;
+}
+
+}  // namespace nvfp4
