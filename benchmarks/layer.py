@@ -28,22 +28,22 @@ _RMS = 9.9  # of random codes times such scales
 def random_params(case: Case, seed: int = 0) -> nvfp4.MoEParams:
     """Return canonical weights of random bytes, made on the device, that keep values near 1."""
     keys = jax.random.split(jax.random.key(seed))
-    rows = (2 if case.gated else 1) * case.intermediate
+    scales = (case.experts, 2) if case.gated else (case.experts,)
     return nvfp4.MoEParams(
-        _random_tensor(keys[0], case.experts, rows, case.hidden),
-        _random_tensor(keys[1], case.experts, case.hidden, case.intermediate),
+        _random_tensor(keys[0], case.experts, case.gate_up_rows, case.hidden, scales),
+        _random_tensor(keys[1], case.experts, case.hidden, case.intermediate, (case.experts,)),
     )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random_tensor(key, experts, n, k):
-    codes, scales = jax.random.split(key)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _random_tensor(key, experts, n, k, scales):
+    of_codes, of_scales = jax.random.split(key)
     spread = _HIGHEST_SCALE - _LOWEST_SCALE + 1
-    block_scale = _random_bytes(scales, experts, n, k // 16) % spread + _LOWEST_SCALE
+    block_scale = _random_bytes(of_scales, experts, n, k // 16) % spread + _LOWEST_SCALE
     return nvfp4.NVFP4Tensor(
-        _random_bytes(codes, experts, n, k // 2),
+        _random_bytes(of_codes, experts, n, k // 2),
         jax.lax.bitcast_convert_type(block_scale, jnp.float8_e4m3fn),
-        jnp.full(experts, 1 / (_RMS * math.sqrt(k)), jnp.float32),
+        jnp.full(scales, 1 / (_RMS * math.sqrt(k)), jnp.float32),
     )
 
 
@@ -58,10 +58,8 @@ def _random_bytes(key, experts, n, width):
     return drawn.reshape(experts, n, width)
 
 
-def make_layer(backend: str, target: nvfp4.Target, case: Case):
-    """Prepare the weights of `case`; returns a function from tokens to figures."""
-    arguments = {"scheme": Scheme.W4A16, "target": target, "backend": backend}
-    params = jax.block_until_ready(nvfp4.prepare(random_params(case), **arguments))
+def layer_program(case: Case, arguments: dict):
+    """Return the jitted program of several calls: ``(outputs, params, xs, ids, weights)``."""
 
     @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
     def program(outputs, params, xs, ids, weights):
@@ -70,6 +68,19 @@ def make_layer(backend: str, target: nvfp4.Target, case: Case):
             nvfp4.ops.moe_mlp(x, params, chosen, weights, activation=case.activation, **arguments)
             for x, chosen in zip(xs, ids, strict=True)
         ]
+
+    return program
+
+
+PER_CALL = ("us", "low", "high")
+
+
+def make_layer(backend: str, target: nvfp4.Target, case: Case):
+    """Prepare the weights of `case`; returns a function from tokens to figures."""
+    arguments = {"scheme": Scheme.W4A16, "target": target, "backend": backend}
+    params = jax.block_until_ready(nvfp4.prepare(random_params(case), **arguments))
+
+    program = layer_program(case, arguments)
 
     def time_tokens(tokens):
         xs, ids, weights = call_operands(case, tokens)
@@ -80,14 +91,11 @@ def make_layer(backend: str, target: nvfp4.Target, case: Case):
             return list(last)
 
         figures = time_program(step, [jnp.zeros_like(x) for x in xs])
-        figures = {name: us / len(xs) if name in PER_CALL else us for name, us in figures.items()}
+        figures |= {name: figures[name] / len(xs) for name in PER_CALL}
         rms = jnp.sqrt(jnp.mean(jnp.square(last[0].astype(jnp.float32))))
         return figures | {"output_rms": float(rms)}
 
     return time_tokens
-
-
-PER_CALL = ("us", "low", "high")
 
 
 def call_operands(case: Case, tokens: int):

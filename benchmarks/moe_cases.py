@@ -24,9 +24,13 @@ class Case:
         return "silu" if self.gated else "relu2"
 
     @property
+    def gate_up_rows(self) -> int:
+        return (2 if self.gated else 1) * self.intermediate
+
+    @property
     def expert_weights(self) -> int:
         """Number of weights of one expert."""
-        return (3 if self.gated else 2) * self.hidden * self.intermediate
+        return self.hidden * (self.gate_up_rows + self.intermediate)
 
     def packed_bytes(self, active: float) -> float:
         """Bytes of codes and block scales of `active` experts."""
