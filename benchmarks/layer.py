@@ -5,13 +5,10 @@ python -m layer --case qwen3-30b-a3b --tokens 1 16 [--backend moe_w4a16_sm90]
 
 import functools
 import math
-import platform
 
 import contestant
-import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from moe_cases import Case, calls_of, draw_ids
 from timing import measure_ceilings, time_program
 
@@ -121,13 +118,6 @@ def main():
     sizes = {"gibibytes": 1 / 64, "side": 256} if arguments.small_ceilings else {}
     contestant.emit(
         device=jax.devices()[0].device_kind,
-        versions={
-            "jax": jax.__version__,
-            "jaxlib": jax.lib.__version__,
-            "flax": flax.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
         ceilings=measure_ceilings(**sizes),
     )
     for backend in arguments.backend or [choose_backend(here)]:

@@ -23,11 +23,11 @@ import argparse
 import json
 import os
 import pathlib
-import shlex
 import subprocess
 import sys
 
-from moe_cases import CASES, REAL_CASES, TARGETS, TOKENS, Ceilings, count_active, draw_ids, floor_us
+from moe_cases import CASES, REAL_CASES, TARGETS, TOKENS, Ceilings, active_experts, floor_us
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -83,7 +83,7 @@ def measure(arguments):
         for line in run_contestant(module, own, flags=flags):
             print(json.dumps(line), file=sys.stderr, flush=True)
             if "device" in line:
-                result = provenance(arguments) | line | result
+                result = provenance(arguments.commit) | line | result
             elif "error" in line:
                 result["errors"].append(line)
             else:
@@ -97,7 +97,7 @@ def measure(arguments):
 def describe(line, ceilings):
     """Return one row: what was timed, with rates and the floor."""
     case, tokens, us = CASES[line["case"]], line["tokens"], line["us"]
-    active = count_active(draw_ids(case, tokens))
+    active = active_experts(case, tokens)
     floor = floor_us(case, tokens, active, ceilings)
     return line | {
         "active_experts": active,
@@ -106,25 +106,6 @@ def describe(line, ceilings):
         "floor_us": floor,
         "of_floor": floor / us,
     }
-
-
-def provenance(arguments):
-    """Return what a figure needs to be believed, beside what the device's process says."""
-    commit = arguments.commit or _output("git", "-C", HERE, "rev-parse", "--short", "HEAD")
-    query = ("--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "commit": commit,
-        "driver": _output("nvidia-smi", *query),
-        "command": shlex.join(["python", "benchmarks/moe.py", *sys.argv[1:]]),
-    }
-
-
-def _output(*command):
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 def by_cell(rows, case):

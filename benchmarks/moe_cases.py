@@ -1,6 +1,7 @@
 """The expert layers that are timed, what they must read and compute, and their targets."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -94,6 +95,12 @@ def draw_ids(case: Case, tokens: int) -> np.ndarray:
 def count_active(ids: np.ndarray) -> float:
     """Return the mean number of different experts that a call touches."""
     return float(np.mean([len(np.unique(call)) for call in ids]))
+
+
+@functools.cache
+def active_experts(case: Case, tokens: int) -> float:
+    """Return the mean number of experts that a timed call of `tokens` tokens touches."""
+    return count_active(draw_ids(case, tokens))
 
 
 def floor_us(case: Case, tokens: int, active: float, ceilings: Ceilings) -> float:

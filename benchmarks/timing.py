@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_BATCHES = 7
+_BATCHES, _SLOW_BATCHES = 7, 3
+_SLOW_SECONDS = 0.2
 _BATCH_SECONDS = 0.02
-_FEWEST, _MOST = 2, 20  # executions in flight: beyond about 30, enqueueing waits for the device
+_FEWEST, _MOST = 1, 20  # executions in flight: beyond about 30, enqueueing waits for the device
 
 
 def time_program(step: Callable[[Any], Any], state: Any) -> dict[str, float]:
@@ -27,8 +28,8 @@ def time_program(step: Callable[[Any], Any], state: Any) -> dict[str, float]:
       state: what it takes and returns.
 
     Returns:
-      us: median of seven batches; low, high: the fastest and the slowest; host_share: time to
-      enqueue a batch by the time to run it.
+      us: median of seven batches, three of a slow program; low, high: the fastest and the
+      slowest; host_share: time to enqueue a batch by the time to run it.
     """
     state = jax.block_until_ready(step(state))
 
@@ -41,9 +42,10 @@ def time_program(step: Callable[[Any], Any], state: Any) -> dict[str, float]:
         jax.block_until_ready(state)
         return np.array([time.perf_counter() - begin, enqueued - begin])
 
-    batch(2)
-    more = int(np.clip(_BATCH_SECONDS / min(batch(1)[0] for _ in range(3)), _FEWEST, _MOST))
-    samples = [(batch(_FEWEST + more), batch(_FEWEST)) for _ in range(_BATCHES)]
+    once = min(batch(1)[0] for _ in range(2))
+    more = int(np.clip(_BATCH_SECONDS / once, _FEWEST, _MOST))
+    batches = _BATCHES if once < _SLOW_SECONDS else _SLOW_BATCHES
+    samples = [(batch(_FEWEST + more), batch(_FEWEST)) for _ in range(batches)]
     times = [(long[0] - short[0]) / more * 1e6 for long, short in samples]
     return {
         "us": float(np.median(times)),
