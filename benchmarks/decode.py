@@ -1,0 +1,326 @@
+"""Time decoding with a whole model of Qwen3-30B-A3B's sizes and random weights on one GPU.
+
+    python benchmarks/decode.py [--batch 1 8 64] [--prompt 128] [--new 64] [--backend NAME]
+        [--layers 48 ...] [--output FILE]
+
+The model is made on the device: experts of random bytes, the rest bfloat16. A step is what
+`generate` takes for one more token: its time for all new tokens less that for the first. The floor
+of a step is that of its expert layers (`moe_cases.floor_us`, for the number of experts that uniform
+routing touches) and the time to read every dense weight and the keys and values once, at the copy
+bandwidth measured in the same run.
+
+A profile of both runs tells, of one step: how many kernels the device runs, for how long, which
+share of that is not in our kernels, and how many copies to the host there are, each a wait. No
+program may compile after the first round; the exit status is 1 if one does. XLA_FLAGS count, and
+are written down: ``--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_graph_min_graph_size=1`` puts
+the whole loop into one CUDA graph. Writes ``benchmarks/results/decode.DEVICE.json``.
+"""
+
+import argparse
+import collections
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from layer import random_params
+from moe_cases import Case, Ceilings, floor_us
+from provenance import provenance
+from rich.console import Console
+from rich.table import Table
+from timing import measure_ceilings
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.checkpoint.resolve import ExpertWeights, LinearWeights
+from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes
+from jax_nvfp4_moe.models import qwen3_moe
+from jax_nvfp4_moe.models.decoder import Settings
+from jax_nvfp4_moe.scheme import Scheme
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROUNDS = 5
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, once for each program
+OUR_KERNELS = "nvfp4"  # their C++ namespace, mangled or not
+KINDS = (  # of the other kernels, by name; the first that matches
+    ("copy", re.compile(r"memcpy|memset|copy|transpose", re.IGNORECASE)),
+    ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|dot", re.IGNORECASE)),
+    ("other", re.compile("")),
+)
+
+
+class RandomWeights:
+    """Answers a model as a checkpoint's `Weights` does, with random values made on the device."""
+
+    def __init__(self, case: Case, dtype=jnp.bfloat16):
+        self._case = case
+        self._dtype = dtype
+        self._key = jax.random.key(0)
+
+    def array(self, name, shape, *, dtype=None):
+        dtype = dtype or self._dtype
+        if len(shape) == 1:  # a norm
+            return jnp.ones(shape, dtype)
+        self._key, key = jax.random.split(self._key)
+        return _normal(key, tuple(shape), jnp.dtype(dtype))
+
+    def linear(self, prefix, n, k, *, bias=False):
+        del bias  # this model has none
+        return LinearWeights(self.array(prefix, (n, k)))
+
+    def experts(self, prefix, num_experts, hidden, intermediate):
+        del num_experts, hidden, intermediate  # those of the case
+        layer = int(re.findall(r"\d+", prefix)[0])
+        return ExpertWeights(random_params(self._case, seed=layer), Scheme.W4A16)
+
+    def ignore(self, prefix, reason):
+        """Nothing is left over that could be missed."""
+
+
+def _normal(key, shape, dtype):
+    values = jax.jit(jax.random.normal, static_argnums=(1, 2))(key, shape, dtype)
+    return values * jnp.asarray(shape[1] ** -0.5, dtype)
+
+
+def build_model(sizes: SyntheticSizes, backend: str | None):
+    """Make the model, layer by layer."""
+    config = qwen3_moe.read_config(sizes.config())
+    settings = Settings(nvfp4.Target.current(), backend=backend)
+    model = qwen3_moe.build_model(config, RandomWeights(expert_case(sizes)), settings)
+    jax.block_until_ready(nnx.state(model))
+    return model
+
+
+def expert_case(sizes: SyntheticSizes) -> Case:
+    return Case("decode", sizes.hidden, sizes.intermediate, sizes.num_experts, sizes.top_k)
+
+
+def expected_active(case: Case, tokens: int) -> float:
+    """Return the mean number of experts that uniform routing touches."""
+    return case.experts * (1 - (1 - case.top_k / case.experts) ** tokens)
+
+
+def dense_bytes(model) -> int:
+    """Bytes of the weights that a step reads whole: all but the experts and the embedding."""
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return sum(leaf.nbytes for leaf in leaves) - model.embedding.get_value().nbytes
+
+
+def cache_bytes(sizes: SyntheticSizes, batch: int, length: float) -> float:
+    """Bytes of keys and values of `length` tokens in each row, bfloat16."""
+    return 2 * 2 * sizes.layers * batch * length * sizes.kv_heads * sizes.head_dim
+
+
+def step_floor(sizes, batch, length, dense, ceilings) -> dict[str, float]:
+    """Return the microseconds that a decoding step cannot beat, by what causes them."""
+    case = expert_case(sizes)
+    layer = floor_us(case, batch, expected_active(case, batch), ceilings)
+    bandwidth = ceilings.copy_tb_per_s * 1e6  # bytes a microsecond
+    parts = {
+        "experts": sizes.layers * layer,
+        "dense": dense / bandwidth,
+        "cache": cache_bytes(sizes, batch, length) / bandwidth,
+    }
+    return parts | {"sum": sum(parts.values())}
+
+
+class Compilations:
+    """Counts the programs that JAX compiles."""
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event, _seconds, **_):
+        self.count += event == COMPILED
+
+
+def time_generate(model, prompt, new) -> float:
+    """Return the seconds that `new` tokens take."""
+    begin = time.perf_counter()
+    jax.block_until_ready(nvfp4.generate(model, prompt, max_new_tokens=new))
+    return time.perf_counter() - begin
+
+
+def profile_generate(model, prompt, new) -> tuple[collections.Counter, collections.Counter]:
+    """Return how often each kernel or copy ran on the GPU, and for how many nanoseconds."""
+    counts, nanoseconds = collections.Counter(), collections.Counter()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # the host's events are not read
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            time_generate(model, prompt, new)
+        for path in pathlib.Path(folder).rglob("*.xplane.pb"):
+            for name, duration in _gpu_events(jax.profiler.ProfileData.from_file(str(path))):
+                counts[name] += 1
+                nanoseconds[name] += duration
+    return counts, nanoseconds
+
+
+def _gpu_events(profile):
+    """Yield the name and duration of what ran on the streams of GPUs."""
+    for plane in profile.planes:
+        for line in plane.lines if plane.name.startswith("/device:GPU") else []:
+            if line.name.startswith("Stream"):  # other lines repeat the same time by operation
+                for event in line.events:
+                    yield event.name, event.duration_ns
+
+
+def kind_of(name: str) -> str:
+    """Return "ours" or what kind of other kernel or copy `name` is."""
+    if OUR_KERNELS in name:
+        return "ours"
+    return next(kind for kind, pattern in KINDS if pattern.search(name))
+
+
+def describe_steps(many, one, steps: int) -> dict:
+    """Return what one step does on the device, from the profiles of a long and a short run."""
+    counts, nanoseconds = (
+        {name: (long[name] - short[name]) / steps for name in long}
+        for long, short in zip(many, one, strict=True)
+    )
+    by_kind = collections.Counter()
+    for name, duration in nanoseconds.items():
+        by_kind[kind_of(name)] += duration / 1e3
+    busy = sum(by_kind.values())
+    top = sorted(nanoseconds, key=nanoseconds.__getitem__, reverse=True)[:20]
+    return {
+        "busy_us": busy,
+        "outside_our_kernels": 1 - by_kind["ours"] / busy if busy else None,
+        "us_by_kind": dict(by_kind),
+        "launches": sum(counts.values()),
+        "copies_to_host": sum(count for name, count in counts.items() if "D2H" in name),
+        "longest": [
+            {"name": name, "us": nanoseconds[name] / 1e3, "count": counts[name]} for name in top
+        ],
+    }
+
+
+def measure(model, sizes, batch, arguments, ceilings, compilations) -> dict:
+    """Return one row: `batch` prompts."""
+    rng = np.random.default_rng(batch)
+    prompt = rng.integers(0, sizes.vocab, (batch, arguments.prompt), np.int32)
+    steps = arguments.new - 1
+    for new in (1, arguments.new):
+        time_generate(model, prompt, new)
+    compiled = compilations.count
+    firsts, alls = np.array(
+        [[time_generate(model, prompt, new) for new in (1, arguments.new)] for _ in range(ROUNDS)]
+    ).T
+    compiled = compilations.count - compiled
+    times = (alls - firsts) / steps * 1e6
+    step_us = float(np.median(times))
+    length = arguments.prompt + arguments.new / 2
+    floor = step_floor(sizes, batch, length, dense_bytes(model), ceilings)
+    many, one = (profile_generate(model, prompt, new) for new in (arguments.new, 1))
+    return {
+        "batch": batch,
+        "step_us": step_us,
+        "low": float(min(times)),
+        "high": float(max(times)),
+        "tokens_per_s": batch / step_us * 1e6,
+        "first_token_ms": float(np.median(firsts)) * 1e3,
+        "floor_us": floor,
+        "over_floor": step_us / floor["sum"],
+        "compilations": compiled,
+        "device": describe_steps(many, one, steps),
+    }
+
+
+def make_table(rows, title):
+    table = Table(title=title)
+    headings = ("batch", "tokens/s", "us a step", "floor us", "over floor", "device busy us")
+    for heading in (*headings, "outside our kernels", "launches", "copies to host", "compiled"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        device = row["device"]
+        outside = device["outside_our_kernels"]
+        table.add_row(
+            f"{row['batch']}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['step_us']:.0f}",
+            f"{row['floor_us']['sum']:.0f}",
+            f"{row['over_floor']:.2f}",
+            f"{device['busy_us']:.0f}",
+            "-" if outside is None else f"{outside:.0%}",
+            f"{device['launches']:.0f}",
+            f"{device['copies_to_host']:.2f}",
+            f"{row['compilations']}",
+        )
+    return table
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--new", type=int, default=64, help="tokens, at least 2")
+    parser.add_argument("--backend", help="default: that of this device")
+    for option, value in (
+        ("layers", 48),
+        ("experts", 128),
+        ("top-k", 8),
+        ("hidden", 2048),
+        ("intermediate", 768),
+        ("vocab", 151936),
+        ("heads", 32),
+        ("kv-heads", 4),
+        ("head-dim", 128),
+    ):
+        parser.add_argument(f"--{option}", type=int, default=value)
+    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--output", type=pathlib.Path, help="default: results/decode.DEVICE.json")
+    parser.add_argument("--small-ceilings", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def sizes_of(arguments) -> SyntheticSizes:
+    return SyntheticSizes(
+        layers=arguments.layers,
+        num_experts=arguments.experts,
+        top_k=arguments.top_k,
+        hidden=arguments.hidden,
+        intermediate=arguments.intermediate,
+        vocab=arguments.vocab,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+    )
+
+
+def main():
+    arguments = parse_arguments()
+    sizes, compilations = sizes_of(arguments), Compilations()
+    small = {"gibibytes": 1 / 64, "side": 256} if arguments.small_ceilings else {}
+    ceilings = measure_ceilings(**small)
+    model = build_model(sizes, arguments.backend)
+    name = jax.devices()[0].device_kind
+    result = {
+        "device": name,
+        **provenance(arguments.commit),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "sizes": vars(sizes),
+        "prompt": arguments.prompt,
+        "new": arguments.new,
+        "ceilings": ceilings,
+        "rows": [],
+    }
+    path = arguments.output or HERE / "results" / f"decode.{name.replace(' ', '-')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for batch in arguments.batch:
+        row = measure(model, sizes, batch, arguments, Ceilings(**ceilings), compilations)
+        result["rows"].append(row)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    table = make_table(result["rows"], f"decoding on {name}, {arguments.prompt} tokens of prompt")
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    sys.exit(1 if any(row["compilations"] for row in result["rows"]) else 0)
+
+
+if __name__ == "__main__":
+    main()

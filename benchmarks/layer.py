@@ -1,0 +1,129 @@
+"""Time our expert layer, after the ceilings of the device; started by `moe.py`.
+
+python -m layer --case qwen3-30b-a3b --tokens 1 16 [--backend moe_w4a16_sm90]
+"""
+
+import functools
+import math
+
+import contestant
+import jax
+import jax.numpy as jnp
+from moe_cases import Case, calls_of, draw_ids
+from timing import measure_ceilings, time_program
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.scheme import Problem, Scheme
+
+# Kernels that also run on newer devices than those that choose them.
+_OLDER_TARGETS = {"moe_w4a16_sm80": nvfp4.Target("cuda", (8, 0))}
+_LOWEST_SCALE, _HIGHEST_SCALE = 0x30, 0x50  # e4m3 bytes of 0.5 and 8
+_RMS = 9.9  # of random codes times such scales
+
+
+def random_params(case: Case, seed: int = 0) -> nvfp4.MoEParams:
+    """Return canonical weights of random bytes, made on the device, that keep values near 1."""
+    keys = jax.random.split(jax.random.key(seed))
+    scales = (case.experts, 2) if case.gated else (case.experts,)
+    return nvfp4.MoEParams(
+        _random_tensor(keys[0], case.experts, case.gate_up_rows, case.hidden, scales),
+        _random_tensor(keys[1], case.experts, case.hidden, case.intermediate, (case.experts,)),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _random_tensor(key, experts, n, k, scales):
+    of_codes, of_scales = jax.random.split(key)
+    spread = _HIGHEST_SCALE - _LOWEST_SCALE + 1
+    block_scale = _random_bytes(of_scales, experts, n, k // 16) % spread + _LOWEST_SCALE
+    return nvfp4.NVFP4Tensor(
+        _random_bytes(of_codes, experts, n, k // 2),
+        jax.lax.bitcast_convert_type(block_scale, jnp.float8_e4m3fn),
+        jnp.full(scales, 1 / (_RMS * math.sqrt(k)), jnp.float32),
+    )
+
+
+def _random_bytes(key, experts, n, width):
+    """Draw expert by expert: the generator wants several times the memory of what it draws."""
+
+    def draw(key):
+        words = jax.random.bits(key, (-(-n * width // 4),), jnp.uint32)
+        return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[: n * width]
+
+    drawn = jax.lax.map(draw, jax.random.split(key, experts))
+    return drawn.reshape(experts, n, width)
+
+
+def layer_program(case: Case, arguments: dict):
+    """Return the jitted program of several calls: ``(outputs, params, xs, ids, weights)``."""
+
+    @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+    def program(outputs, params, xs, ids, weights):
+        del outputs  # their memory takes the new ones
+        return [
+            nvfp4.ops.moe_mlp(x, params, chosen, weights, activation=case.activation, **arguments)
+            for x, chosen in zip(xs, ids, strict=True)
+        ]
+
+    return program
+
+
+PER_CALL = ("us", "low", "high")
+
+
+def make_layer(backend: str, target: nvfp4.Target, case: Case):
+    """Prepare the weights of `case`; returns a function from tokens to figures."""
+    arguments = {"scheme": Scheme.W4A16, "target": target, "backend": backend}
+    params = jax.block_until_ready(nvfp4.prepare(random_params(case), **arguments))
+
+    program = layer_program(case, arguments)
+
+    def time_tokens(tokens):
+        xs, ids, weights = call_operands(case, tokens)
+        last = []
+
+        def step(outputs):
+            last[:] = program(outputs, params, xs, ids, weights)
+            return list(last)
+
+        figures = time_program(step, [jnp.zeros_like(x) for x in xs])
+        figures |= {name: figures[name] / len(xs) for name in PER_CALL}
+        rms = jnp.sqrt(jnp.mean(jnp.square(last[0].astype(jnp.float32))))
+        return figures | {"output_rms": float(rms)}
+
+    return time_tokens
+
+
+def call_operands(case: Case, tokens: int):
+    """Return tokens and expert ids of each call, and the weights that they share."""
+    keys = jax.random.split(jax.random.key(tokens), calls_of(tokens))
+    xs = [jax.random.normal(key, (tokens, case.hidden), jnp.bfloat16) for key in keys]
+    ids = [jnp.asarray(call) for call in draw_ids(case, tokens)]
+    return xs, ids, jnp.full((tokens, case.top_k), 1 / case.top_k, jnp.float32)
+
+
+def choose_backend(target: nvfp4.Target) -> str:
+    """Return the backend that a user gets who asks for none."""
+    return nvfp4.explain(Problem("moe_mlp", Scheme.W4A16, target)).backend
+
+
+def main():
+    parser = contestant.parser(__doc__)
+    parser.add_argument("--backend", nargs="*", default=[], help="default: that of this device")
+    parser.add_argument("--small-ceilings", action="store_true", help="quick and wrong")
+    arguments = parser.parse_args()
+    here = nvfp4.Target.current()
+    _ffi.load("_nvfp4_cuda" if here.platform == "cuda" else "_nvfp4_cpu")
+    sizes = {"gibibytes": 1 / 64, "side": 256} if arguments.small_ceilings else {}
+    contestant.emit(
+        device=jax.devices()[0].device_kind,
+        ceilings=measure_ceilings(**sizes),
+    )
+    for backend in arguments.backend or [choose_backend(here)]:
+        make = functools.partial(make_layer, backend, _OLDER_TARGETS.get(backend, here))
+        contestant.time_cells(backend, arguments.case, arguments.tokens, make)
+
+
+if __name__ == "__main__":
+    main()

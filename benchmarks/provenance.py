@@ -1,0 +1,37 @@
+"""What a figure needs to be believed: commit, driver, versions, command."""
+
+import importlib.metadata
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch")
+
+
+def provenance(commit: str | None) -> dict:
+    """Return the facts of this run; `commit` where there is no git to ask."""
+    here = pathlib.Path(__file__).parent
+    return {
+        "commit": commit or _output("git", "-C", here, "rev-parse", "--short", "HEAD"),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {"python": platform.python_version(), **dict(_versions())},
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def _versions():
+    for name in _PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _output(*command):
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

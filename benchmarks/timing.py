@@ -1,0 +1,74 @@
+"""Time jitted programs on a device, and the device's ceilings."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_BATCHES, _SLOW_BATCHES = 7, 3
+_SLOW_SECONDS = 0.2
+_BATCH_SECONDS = 0.02
+_FEWEST, _MOST = 1, 20  # executions in flight: beyond about 30, enqueueing waits for the device
+
+
+def time_program(step: Callable[[Any], Any], state: Any) -> dict[str, float]:
+    """Time ``state = step(state)``, one program after the other without the host in between.
+
+    Executions are enqueued back to back, in a short batch and a long one: the difference leaves
+    out how long it takes to start the first and to hear of the last. That is the device's time as
+    long as enqueueing is faster, which `host_share` tells.
+
+    Args:
+      step: jitted, its argument donated, so that each execution writes to the same addresses
+        (a CUDA graph would be rebuilt for others).
+      state: what it takes and returns.
+
+    Returns:
+      us: median of seven batches, three of a slow program; low, high: the fastest and the
+      slowest; host_share: time to enqueue a batch by the time to run it.
+    """
+    state = jax.block_until_ready(step(state))
+
+    def batch(executions):
+        nonlocal state
+        begin = time.perf_counter()
+        for _ in range(executions):
+            state = step(state)
+        enqueued = time.perf_counter()
+        jax.block_until_ready(state)
+        return np.array([time.perf_counter() - begin, enqueued - begin])
+
+    once = min(batch(1)[0] for _ in range(2))
+    more = int(np.clip(_BATCH_SECONDS / once, _FEWEST, _MOST))
+    batches = _BATCHES if once < _SLOW_SECONDS else _SLOW_BATCHES
+    samples = [(batch(_FEWEST + more), batch(_FEWEST)) for _ in range(batches)]
+    times = [(long[0] - short[0]) / more * 1e6 for long, short in samples]
+    return {
+        "us": float(np.median(times)),
+        "low": min(times),
+        "high": max(times),
+        "host_share": float(np.median([long[1] / long[0] for long, _ in samples])),
+    }
+
+
+def measure_ceilings(gibibytes: float = 4.0, side: int = 8192) -> dict[str, float]:
+    """Measure the bandwidth of a copy (bytes read and written) and the rate of a bf16 matmul."""
+    words = int(gibibytes * 2**28)
+    flip = jax.jit(lambda x: x ^ jnp.uint32(1), donate_argnums=0)
+    copy = time_program(flip, jnp.zeros(words, jnp.uint32))["us"]
+    state = jax.random.normal(jax.random.key(0), (3, side, side), jnp.bfloat16)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def multiply(state):
+        a, b, _ = state
+        return a, b, a @ b
+
+    matmul = time_program(multiply, tuple(state))["us"]
+    return {
+        "copy_tb_per_s": 8 * words / copy * 1e-6,
+        "matmul_tflop_per_s": 2 * side**3 / matmul * 1e-6,
+    }

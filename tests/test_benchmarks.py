@@ -1,0 +1,169 @@
+"""The benchmarks' own arithmetic, and that their programs run on small sizes."""
+
+import collections
+import io
+import json
+import pathlib
+import subprocess
+import sys
+
+import decode
+import jax.numpy as jnp
+import layer
+import moe
+import moe_cases
+import numpy as np
+import pytest
+import timing
+from moe_cases import CASES, Ceilings
+from rich.console import Console
+
+HERE = pathlib.Path(moe.__file__).parent
+H200 = Ceilings(copy_tb_per_s=4.24, matmul_tflop_per_s=797.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens", "active", "floor"),
+    [
+        # Computed by hand: 8 experts of 3 * 2048 * 768 weights at 9/16 byte, and 8 KiB of tokens.
+        ("qwen3-30b-a3b", 1, 8, (8 * 4718592 * 0.5625 + 8192) / 4.24e6),
+        # 6 * 6 * 2 * 2688 * 1856 weights read by 6 slots; no gate.
+        ("nemotron3-nano", 1, 6, (6 * 2 * 2688 * 1856 * 0.5625 + 10752) / 4.24e6),
+        # 1024 tokens with 8 experts each: the products take longer than the bytes.
+        ("qwen3-30b-a3b", 1024, 128, 2 * 1024 * 8 * 4718592 / 797e6),
+    ],
+)
+def test_floor(case, tokens, active, floor):
+    assert moe_cases.floor_us(CASES[case], tokens, active, H200) == pytest.approx(floor)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 512, 8192])
+def test_routing_is_distinct_and_the_same_for_all(tokens):
+    case = CASES["qwen3-30b-a3b"]
+    ids = moe_cases.draw_ids(case, tokens)
+    assert ids.shape == (moe_cases.calls_of(tokens), tokens, case.top_k)
+    assert ids.dtype == np.int32
+    assert ids.min() >= 0
+    assert ids.max() < case.experts
+    assert (np.diff(np.sort(ids), axis=-1) > 0).all()
+    np.testing.assert_array_equal(ids, moe_cases.draw_ids(case, tokens))
+
+
+def test_calls_differ_and_active_experts_are_counted():
+    ids = moe_cases.draw_ids(CASES["qwen3-30b-a3b"], 1)
+    assert len({call.tobytes() for call in ids}) > 1
+    assert moe_cases.count_active(ids) == 8
+    assert moe_cases.count_active(np.array([[[0, 1]], [[2, 2]]])) == 1.5
+
+
+def test_targets_name_cells_that_are_timed():
+    assert moe_cases.TARGETS.keys() == set(moe_cases.REAL_CASES)
+    assert all(set(cells) <= set(moe_cases.TOKENS) for cells in moe_cases.TARGETS.values())
+
+
+def timed(contestant, tokens, us):
+    line = {"contestant": contestant, "case": "qwen3-30b-a3b", "tokens": tokens, "us": us}
+    return moe.describe(line | {"low": us, "high": us, "host_share": 0.1}, H200)
+
+
+def result():
+    rows = [
+        timed("moe_w4a16_sm90", 1, 15.0),
+        timed("moe_w4a16_sm90", 16, 80.0),
+        timed("marlin", 1, 30.0),
+        timed("marlin", 16, 60.0),
+    ]
+    ceilings = {"copy_tb_per_s": 4.24, "matmul_tflop_per_s": 797.0}
+    return {"device": "H200", "commit": "0", "ceilings": ceilings, "rows": rows, "errors": []}
+
+
+def test_rows_carry_rates_and_the_fraction_of_the_floor():
+    row = timed("moe_w4a16_sm90", 1, 10.0)
+    assert row["tb_per_s"] == pytest.approx(8 * 4718592 * 0.5625 / 10e6)
+    assert row["tflop_per_s"] == pytest.approx(2 * 8 * 4718592 / 10e6)
+    assert row["of_floor"] == pytest.approx(row["floor_us"] / 10)
+
+
+def test_targets_and_peers_are_compared():
+    rows = result()["rows"]
+    checked = moe.check_targets(rows, "moe_w4a16_sm90")
+    assert checked == [("qwen3-30b-a3b", 1, 15.0, 16), ("qwen3-30b-a3b", 16, 80.0, 68)]
+    assert moe.slower_than_peers(rows, "moe_w4a16_sm90") == [("qwen3-30b-a3b", 16, "marlin", 0.75)]
+
+
+def test_table_shows_ratios_and_says_what_is_missing():
+    console = Console(width=160, record=True, file=io.StringIO())
+    moe.show(result(), console, targets=True)
+    text = console.export_text()
+    for wanted in ("marlin us", "2.00", "0.75", "pass", "miss by 18%", "1 of 2 targets met"):
+        assert wanted in text
+    assert "no column for humming" in text
+    assert "no column for marlin" not in text
+
+
+def test_random_weights_keep_values_near_one():
+    case = CASES["tiny"]
+    params = layer.random_params(case)
+    assert params.gate_up.shape == (case.experts, case.gate_up_rows, case.hidden)
+    assert params.down.shape == (case.experts, case.hidden, case.intermediate)
+    spread = np.asarray(params.gate_up.dequantize()).std() * case.hidden**0.5
+    assert 0.8 < spread < 1.25
+
+
+def test_time_program_counts_in_microseconds():
+    figures = timing.time_program(lambda x: x + 1, jnp.zeros(8))
+    assert 0 < figures["us"] < 1e5
+    assert figures["low"] <= figures["us"] <= figures["high"]
+
+
+def test_kernels_are_told_apart():
+    assert decode.kind_of("void nvfp4::(anonymous namespace)::ExpertGemm<2>(Args)") == "ours"
+    assert decode.kind_of("_ZN5nvfp412_GLOBAL__N_110ExpertGemmE") == "ours"
+    assert decode.kind_of("MemcpyD2H") == "copy"
+    assert decode.kind_of("gemm_fusion_dot_40") == "matmul"
+    assert decode.kind_of("loop_add_fusion_1") == "other"
+
+
+def test_steps_are_the_difference_of_two_profiles():
+    one = collections.Counter(nvfp4=2, prefill=7), collections.Counter(nvfp4=2000, prefill=7000)
+    many = (
+        collections.Counter(nvfp4=6, prefill=7, MemcpyD2H=4),
+        collections.Counter(nvfp4=8000, prefill=7000, MemcpyD2H=2000),
+    )
+    step = decode.describe_steps(many, one, steps=4)
+    assert step["busy_us"] == pytest.approx(2.0)
+    assert step["outside_our_kernels"] == pytest.approx(0.25)
+    assert step["copies_to_host"] == 1
+    assert step["launches"] == 2
+
+
+def test_step_floor_adds_what_a_step_reads():
+    sizes = decode.SyntheticSizes(2, 8, 2, 64, 48, 256, 4, 2, 16)
+    floor = decode.step_floor(sizes, 3, 10, 4.24e6, H200)
+    assert floor["dense"] == pytest.approx(1.0)
+    assert floor["cache"] == pytest.approx(2 * 2 * 2 * 3 * 10 * 2 * 16 / 4.24e6)
+    assert floor["sum"] == pytest.approx(floor["experts"] + floor["dense"] + floor["cache"])
+    assert decode.expected_active(decode.expert_case(sizes), 1) == pytest.approx(2)
+
+
+SMALL_MODEL = (
+    "--layers=1 --experts=4 --top-k=2 --hidden=64 --intermediate=48 --vocab=64 --heads=2 "
+    "--kv-heads=1 --head-dim=32 --batch 1 --prompt=8 --new=4"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [("moe.py", "--case tiny --tokens 1 8"), ("decode.py", SMALL_MODEL)],
+)
+def test_scripts_run(script, arguments, tmp_path):
+    output = tmp_path / "result.json"
+    common = ["--small-ceilings", "--commit", "abc", "--output", output]
+    command = [sys.executable, HERE / script, *arguments.split(), *common]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    written = json.loads(output.read_text())
+    assert written["commit"] == "abc"
+    assert len(written["rows"]) == (2 if script == "moe.py" else 1)
+    if script == "moe.py":
+        assert (tmp_path / "result.png").exists()
