@@ -6,6 +6,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -89,7 +90,8 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
   const bool hopper = kHopper && options.type != DataType::kF32 &&
-                      options.activation_scale == ActivationScale::kNone;
+                      options.activation_scale == ActivationScale::kNone &&
+                      std::max(shape.h, shape.i) <= kMaxSm90Extent;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(
       *workspace, hopper ? MoESm90WorkspaceBytes(shape) : MoEWorkspaceBytes(shape, options.type)));
   const MoECall call = {shape, options.type, options.activation, options.activation_scale,

@@ -154,7 +154,7 @@ __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& s
   Pieces pieces(p, start, stop);
   while (pieces.Next()) {
     const Piece& piece = pieces.piece;
-    uint32_t source[kCopies];  // in units of 16 bytes, which bounds rows * k (launch.h)
+    uint32_t source[kCopies];  // in units of 16 bytes; see kMaxSm90Extent
     uint32_t inside = 0;       // bit i: row i is one of the tile's
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {

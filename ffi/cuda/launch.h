@@ -51,7 +51,9 @@ struct MoECall {
 int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
-// The same on Hopper; call.type is bf16 or f16, and activations are not quantized.
+// The same on Hopper; call.type is bf16 or f16, activations are not quantized, and h and i are at
+// most kMaxSm90Extent: a row of a chunk is found by 32 bits, in units of 16 bytes.
+constexpr int64_t kMaxSm90Extent = 1 << 18;
 int64_t MoESm90WorkspaceBytes(const MoEShape& shape);
 cudaError_t LaunchMoESm90(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
