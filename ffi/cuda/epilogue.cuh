@@ -54,9 +54,9 @@ __device__ __forceinline__ int FirstRow(const ExpertGemm& p, int m_tile, int war
   return p.gated() ? m_tile * (kTileM / 2) + warp * 8 : m_tile * kTileM + warp * 16;
 }
 
-__device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert, int first,
-                                                 float unit) {
-  const int low = first + static_cast<int>(threadIdx.x) % 32 / 4;
+__device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert, int m_tile,
+                                                 int warp, float unit) {
+  const int low = FirstRow(p, m_tile, warp) + static_cast<int>(threadIdx.x % 32 / 4);
   const int all_rows = p.gated() ? 2 * p.columns : p.columns;
   const bool alternate = p.gated() && p.activation.interleaved;
   LaneRows rows;
@@ -76,11 +76,6 @@ __device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert
   return rows;
 }
 
-__device__ __forceinline__ uint16_t* OutputRow(const ExpertGemm& p, int sorted_row) {
-  const int64_t row = p.output.slots != nullptr ? p.output.slots[sorted_row] : sorted_row;
-  return static_cast<uint16_t*>(p.output.values) + row * p.columns;
-}
-
 // Columns `column` and `column` + 1 of a row of `columns`; `column` is even, rows of odd length are
 // aligned to two bytes only.
 __device__ __forceinline__ void StorePair(uint16_t* row, int column, int columns, uint32_t pair) {
@@ -92,53 +87,141 @@ __device__ __forceinline__ void StorePair(uint16_t* row, int column, int columns
   if (column + 1 < columns) row[column + 1] = static_cast<uint16_t>(pair >> 16);
 }
 
-// Stores the tile's outputs for the sorted rows of `tile`. All lanes of the warp take part.
-template <int kColumns, int kSize>
-__device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& tile, int m_tile,
-                                          int warp, float unit, const float (&sums)[kSize]) {
-  static_assert(kSize >= kColumns / 2, "sums of kColumns sorted rows");
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, q = lane % 4;
-  const int first = FirstRow(p, m_tile, warp);
-  if (first >= p.columns) return;  // padding, for the whole warp
-  const LaneRows rows = LoadLaneRows(p, tile.expert, first, unit);
-  const bool alternate = p.gated() && p.activation.interleaved;
+// The output rows of a tile's sorted rows: that of row 32 i + lane is in of[i], so that a tile
+// needs a load for 32 rows.
+template <int kRows>
+struct Places {
+  int32_t of[(kRows + 31) / 32];
+
+  __device__ __forceinline__ Places(const ExpertGemm& p, const RowTile& tile) {
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    if (8 * j >= tile.rows) break;
-    asm volatile("" ::: "memory");  // keeps the loads of later rounds out of the registers
-    float low[2], high[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int row = 8 * j + 2 * q + c;
-      const float row_scale =
-          p.left.row_scale != nullptr && row < tile.rows ? p.left.row_scale[tile.row + row] : 1.0f;
-      low[c] = sums[4 * j + c] * row_scale * rows.scale[0] + rows.bias[0];
-      high[c] = sums[4 * j + 2 + c] * row_scale * rows.scale[1] + rows.bias[1];
-      if (alternate) {
+    for (int i = 0; i < (kRows + 31) / 32; ++i) {
+      const int row = 32 * i + static_cast<int>(threadIdx.x % 32);
+      of[i] = tile.row + row;
+      if (p.output.slots != nullptr && row < tile.rows) of[i] = p.output.slots[of[i]];
+    }
+  }
+};
+
+// What a tile's epilogue is made of. Most products are of the first two kinds, which are written
+// out for every eight sorted rows; the third has every other case and is one rolled loop, since
+// ten copies of erfc for every eight rows would be a megabyte of code.
+enum class Finish { kPlain, kSilu, kAny };
+
+__device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
+  if (p.left.row_scale != nullptr) return Finish::kAny;
+  if (!p.activate) return Finish::kPlain;
+  const bool silu = p.activation.kind == Activation::kSilu;
+  return silu && p.activation.gated && !p.activation.interleaved ? Finish::kSilu : Finish::kAny;
+}
+
+// One weight tile's way to memory, for one lane.
+struct TileStore {
+  const ExpertGemm& p;
+  const RowTile& tile;
+  const LaneRows rows;
+  const int first;  // weight row, or pair, of the warp
+  const int g, q;
+
+  __device__ __forceinline__ float RowScale(int row) const {
+    return p.left.row_scale != nullptr && row < tile.rows ? p.left.row_scale[tile.row + row] : 1.0f;
+  }
+
+  // low and high of one sorted row -> outputs, both in the places of their weight rows; where
+  // gated the output is in low.
+  template <Finish kFinish>
+  __device__ __forceinline__ void Activate(float& low, float& high) const {
+    if constexpr (kFinish == Finish::kSilu) {
+      low = ActivateGated({Activation::kSilu, true, false, 1.0f, 0.0f, p.activation.limit}, low,
+                          high);
+    } else if constexpr (kFinish == Finish::kAny) {
+      if (!p.activate) return;
+      if (!p.activation.gated) {
+        low = ActivateGate(p.activation, low);
+        high = ActivateGate(p.activation, high);
+        return;
+      }
+      if (p.activation.interleaved) {
         // Even g has both gates and odd g both ups: one exchange gives each lane a pair.
         const bool odd = g & 1;
-        const float other = __shfl_xor_sync(0xffffffffu, odd ? low[c] : high[c], 4);
-        low[c] = odd ? ActivateGated(p.activation, other, high[c])
-                     : ActivateGated(p.activation, low[c], other);
-      } else if (p.gated()) {
-        low[c] = ActivateGated(p.activation, low[c], high[c]);
-      } else if (p.activate) {
-        low[c] = ActivateGate(p.activation, low[c]);
-        high[c] = ActivateGate(p.activation, high[c]);
+        const float other = __shfl_xor_sync(0xffffffffu, odd ? low : high, 4);
+        low = odd ? other : low;
+        high = odd ? high : other;
       }
+      low = ActivateGated(p.activation, low, high);
     }
+  }
+
+  // Sorted rows row to row + 7, of which `place` is the output row of row + g.
+  template <Finish kFinish>
+  __device__ __forceinline__ void StoreEight(int row, int32_t place, float a, float b, float c,
+                                             float d) const {
+    if constexpr (kFinish == Finish::kAny) {
+      const float even = RowScale(row + 2 * q), odd = RowScale(row + 2 * q + 1);
+      a *= even, b *= odd, c *= even, d *= odd;
+    }
+    float low[2] = {a * rows.scale[0] + rows.bias[0], b * rows.scale[0] + rows.bias[0]};
+    float high[2] = {c * rows.scale[1] + rows.bias[1], d * rows.scale[1] + rows.bias[1]};
+    Activate<kFinish>(low[0], high[0]);
+    Activate<kFinish>(low[1], high[1]);
+    const bool gated = kFinish == Finish::kSilu || (kFinish == Finish::kAny && p.gated());
     const uint32_t left = Transpose(MakePair(p.output.type, low[0], low[1]));
-    const uint32_t right = p.gated() ? 0 : Transpose(MakePair(p.output.type, high[0], high[1]));
-    const int row = 8 * j + g;
-    if (row >= tile.rows) continue;
-    uint16_t* out = OutputRow(p, tile.row + row);
-    if (alternate) {
+    const uint32_t right = gated ? 0 : Transpose(MakePair(p.output.type, high[0], high[1]));
+    if (row + g >= tile.rows) return;
+    uint16_t* out =
+        static_cast<uint16_t*>(p.output.values) + static_cast<int64_t>(place) * p.columns;
+    if (kFinish == Finish::kAny && gated && p.activation.interleaved) {
       out[first / 2 + q] = static_cast<uint16_t>(left);
       out[(p.columns + first) / 2 + q] = static_cast<uint16_t>(left >> 16);
-    } else {
-      StorePair(out, first + 2 * q, p.columns, left);
-      if (!p.gated()) StorePair(out, first + 8 + 2 * q, p.columns, right);
+      return;
     }
+    StorePair(out, first + 2 * q, p.columns, left);
+    if (!gated) StorePair(out, first + 8 + 2 * q, p.columns, right);
+  }
+
+  template <Finish kFinish, int kRows, int kSize>
+  __device__ __forceinline__ void StoreAll(const Places<kRows>& places,
+                                           const float (&sums)[kSize]) const {
+#pragma unroll
+    for (int j = 0; j < kSize / 4; ++j) {
+      if (8 * j >= tile.rows) break;
+      StoreEight<kFinish>(8 * j, __shfl_sync(0xffffffffu, places.of[j / 4], j % 4 * 8 + g),
+                          sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
+    }
+  }
+
+  // The same, the sums passing through the first four.
+  template <int kSize>
+  __device__ __forceinline__ void StoreRolled(float (&sums)[kSize]) const {
+#pragma unroll 1
+    for (int row = 0; row < tile.rows; row += 8) {
+      int32_t place = tile.row + row + g;
+      if (p.output.slots != nullptr && row + g < tile.rows) place = p.output.slots[place];
+      StoreEight<Finish::kAny>(row, place, sums[0], sums[1], sums[2], sums[3]);
+#pragma unroll
+      for (int i = 4; i < kSize; ++i) sums[i - 4] = sums[i];
+    }
+  }
+};
+
+// Stores the tile's outputs for the sorted rows of `tile`; uses up `sums`. All lanes of the warp
+// take part.
+template <int kRows, int kSize>
+__device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& tile, int m_tile,
+                                          int warp, const LaneRows& rows,
+                                          const Places<kRows>& places, float (&sums)[kSize]) {
+  const uint32_t lane = threadIdx.x % 32;
+  const int first = FirstRow(p, m_tile, warp);
+  if (first >= p.columns) return;  // padding, for the whole warp
+  const TileStore store = {
+      p, tile, rows, first, static_cast<int>(lane / 4), static_cast<int>(lane % 4)};
+  switch (ChooseFinish(p)) {
+    case Finish::kPlain:
+      return store.template StoreAll<Finish::kPlain>(places, sums);
+    case Finish::kSilu:
+      return store.template StoreAll<Finish::kSilu>(places, sums);
+    case Finish::kAny:
+      return store.StoreRolled(sums);
   }
 }
 

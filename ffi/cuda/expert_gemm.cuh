@@ -10,7 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "launch.h"
-#include "routing.cuh"
+#include "walk.cuh"
 #include "weight_tile.cuh"
 
 namespace nvfp4 {
@@ -59,6 +59,7 @@ struct ExpertGemm {
 struct GemmPlan {
   TileRule rule;
   int32_t block_tiles;  // 64-row weight tiles of a block
+  int32_t step_tiles;   // of 64 of k, of a step
   int32_t blocks;       // of threads
 };
 
@@ -72,16 +73,17 @@ extern const Engine kEngineSm90;
 extern const Engine kEngineSm80;
 extern const Engine kEngineF32;
 
-// How `plan` cuts the steps of `gemm`.
+// How `plan` cuts the sums of `gemm`.
 inline Walk MakeWalk(const GemmPlan& plan, const ExpertGemm& gemm, Start* starts, int32_t* ready) {
-  return {plan.blocks, static_cast<int32_t>((gemm.k + kTileK - 1) / kTileK),
+  const int32_t step = plan.step_tiles * kTileK;
+  return {plan.blocks, (gemm.k + step - 1) / step,
           (gemm.m_tiles() + plan.block_tiles - 1) / plan.block_tiles, starts, ready};
 }
 
 // Bounds that size the workspace whatever the device: blocks of a walk, and the float32 sums that
 // they may have to hand over.
 constexpr int32_t kMaxBlocks = 768;
-constexpr int64_t kMinTileRows = 16;
+constexpr int64_t kMinTileRows = 8;
 constexpr int64_t kPartialSumBytes = int64_t{32} << 20;
 
 }  // namespace nvfp4

@@ -2,18 +2,18 @@
 //
 // The weights are the register operand of wgmma and the sorted rows its N, so that a tile of rows
 // is padded to 8 and not to 64. Bound by: reading weights up to about 50 rows of an expert, tensor
-// cores above; unpacking costs about 1.2 logic operations a weight and hides behind either.
+// cores above; unpacking costs 0.84 logic operations a weight (test_sass.py), behind either.
 //
-// A block of threads is kGroups consumer warpgroups and one producer warpgroup. A step is 64 of k:
-//   producer warp 0   weight tiles by bulk copies, 2304 bytes each, as many as the block has
-//   producer warps 2, 3   rows of x by 16-byte cp.async into the 128-byte swizzle, zeros for what
-//                     is past the tile's rows or past k
-//   consumers         unpack a tile to fragments while the products of the one before run
-// kStages steps are in flight. A block works on an equal part of the line of steps (routing.cuh)
-// and hands over or collects sums at its ends (partial_sums.cuh).
+// A block of threads is kGroups consumer warpgroups and one producer warpgroup. A step is kDepth
+// times 64 of k:
+//   producer warps 0, 1    codes and scales by bulk copies, a lane for each weight tile
+//   producer warps 2, 3    rows of x by 16-byte cp.async into the 128-byte swizzle, zeros past k
+//   consumers              unpack a tile to fragments while the products of the one before run
+// kStages steps are in flight. A block's steps are those of walk.cuh; at the ends of its part of
+// the line it hands over or collects sums (partial_sums.cuh).
 //
 // The kernel may start while the one before it ends: what it reads first, the plan and the
-// weights, is older than that (see moe.cu).
+// weights, is older than that (see moe_sm90.cu).
 //
 // Needs: sm_90a. Test: test_cuda_kernel.py, test_sass.py.
 #include <algorithm>
@@ -27,35 +27,45 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kGroupThreads = 128;  // of a warpgroup
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr uint32_t kGroupThreads = 128;  // of a warpgroup
 constexpr int kGatherThreads = 64;
 constexpr int kRowBytes = 2 * kTileK;  // of a row of x in a step
 constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
 
 // kRows: most rows of a tile; a tile runs the products of its rows rounded up to kRowStep.
-// kTiles: weight tiles of a consumer warpgroup.
-template <int kRows_, int kTiles_, int kGroups_, int kStages_, int kBlocksPerSm_>
+// kTiles: weight tiles of a consumer warpgroup. kDepth: tiles along k in a step. A warpgroup has
+// two tiles of weights in a step, either way.
+template <int kRows_, int kRowStep_, int kTiles_, int kGroups_, int kStages_>
 struct Config {
   static constexpr int kRows = kRows_;
+  static constexpr int kRowStep = kRowStep_;
   static constexpr int kTiles = kTiles_;
+  static constexpr int kDepth = 2 / kTiles;
   static constexpr int kGroups = kGroups_;
   static constexpr int kStages = kStages_;
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;
-  static constexpr int kRowStep = kRows <= 32 ? 8 : kRows / 4;
   static constexpr int kBlockTiles = kTiles * kGroups;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-  // Of a thread, where one block has the multiprocessor to itself.
-  enum { kConsumerRegisters = kGroups == 2 ? 232 : 112, kProducerRegisters = 40 };
-  static constexpr int kRowsBytes = kRows * kRowBytes;
-  static constexpr int kWeightBytes = kBlockTiles * kTileBytes;
+  // Steps that copies of rows are ahead of the last one that is known to have landed.
+  static constexpr int kLag = 2;
+  // Registers of a thread: as many as the launch gives each, moved from producers to consumers.
+  enum {
+    kLaunchRegisters = 65536 / kThreads / 8 * 8,
+    kProducerRegisters = kRows <= 64 ? 40 : 56,
+    kConsumerRegisters = ((kGroups + 1) * kLaunchRegisters - kProducerRegisters) / kGroups / 8 * 8,
+  };
+  static constexpr int kSliceBytes = kRows * kRowBytes;  // rows by 64 of k
+  static constexpr int kRowsBytes = kDepth * kSliceBytes;
+  static constexpr int kScaleOffset = 2 * kGroups * kTileCodeBytes;
+  static constexpr int kWeightBytes = 2 * kGroups * kTileBytes;
   static constexpr int kAlignment = 1024;  // of the swizzle
   static constexpr int kSharedBytes = kStages * (kRowsBytes + kWeightBytes) + kAlignment;
-  static_assert(kBlocksPerSm * (kSharedBytes + 1024 + 256) <= 228 * 1024, "shared memory of an SM");
+  static_assert(kSharedBytes + 1024 + 48 * kStages <= 228 * 1024, "shared memory of an SM");
 };
 
 struct Shared {
-  uint32_t rows;     // [kStages][kRows][128 bytes]
-  uint32_t weights;  // [kStages][kBlockTiles][codes, scales]
+  uint32_t rows;     // [kStages][kDepth][kRows][128 bytes]
+  uint32_t weights;  // [kStages]: codes [kBlockTiles][kDepth][2048], scales [..][256]
   uint32_t full;     // [kStages] mbarriers
   uint32_t empty;
 };
@@ -73,118 +83,121 @@ struct Ring {
   }
 };
 
-// The part of the line of steps that a block works on, cut where a sum over k begins.
-struct Piece {
-  RowTile tile;
-  int32_t tile_index;
-  int32_t m_block;
-  int32_t begin;  // steps of k
-  int32_t end;
-};
-
-// Walks over the pieces from `start` to `stop`.
-struct Pieces {
-  const ExpertGemm& p;
-  Start at;
-  const Start stop;
-  Piece piece;
-
-  __device__ __forceinline__ Pieces(const ExpertGemm& gemm, Start start, Start end)
-      : p(gemm), at(start), stop(end) {
-    piece.tile_index = -1;
-  }
-
-  // Moves on to the next piece; false after the last.
-  __device__ __forceinline__ bool Next() {
-    const int32_t k_tiles = p.walk.k_tiles;
-    if (at.step == p.walk.m_blocks * k_tiles) at = {at.tile + 1, 0};
-    if (at.tile > stop.tile || (at.tile == stop.tile && at.step >= stop.step)) return false;
-    if (piece.tile_index != at.tile) piece.tile = p.rows.tiles[at.tile];
-    piece.tile_index = at.tile;
-    piece.m_block = at.step / k_tiles;
-    piece.begin = at.step - piece.m_block * k_tiles;
-    const int32_t left = at.tile == stop.tile ? stop.step - piece.m_block * k_tiles : k_tiles;
-    piece.end = min(k_tiles, left);
-    at.step += piece.end - piece.begin;
-    return true;
-  }
-};
-
-template <typename C>
+// One warp brings codes, another scales: of the weight tiles of `weights`, kBytes each, lane t
+// brings tile t of the block to `target` in the stage. One of them also announces each piece with
+// its first stage, and the end with an empty one, so that consumers need not look for theirs.
+template <typename C, int kBytes>
 __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared& shared,
-                                               Start start, Start stop) {
+                                               const uint8_t* weights, uint32_t target,
+                                               Piece* announced, int lane) {
   Ring<C> ring;
-  const int32_t m_tiles = p.m_tiles(), k_tiles = p.walk.k_tiles;
-  Pieces pieces(p, start, stop);
+  const int32_t m_tiles = p.m_tiles(), k_tiles = (p.k + kTileK - 1) / kTileK;
+  target += lane * C::kDepth * kBytes;
+  Pieces pieces(p.rows, p.rule, p.walk);
   while (pieces.Next()) {
     const Piece& piece = pieces.piece;
     const int32_t first = piece.m_block * C::kBlockTiles;
     const int32_t count = min(C::kBlockTiles, m_tiles - first);
-    const int64_t tile =
-        (static_cast<int64_t>(piece.tile.expert) * m_tiles + first) * k_tiles + piece.begin;
-    const uint8_t* codes = p.weight.packed + tile * kTileCodeBytes;
-    const uint8_t* scales = p.weight.block_scale + tile * kTileScaleBytes;
+    const int64_t row = static_cast<int64_t>(piece.tile.expert) * m_tiles + first + lane;
+    const uint8_t* source = weights + (row * k_tiles + piece.begin * C::kDepth) * kBytes;
     for (int32_t step = piece.begin; step < piece.end; ++step) {
       const uint32_t full = shared.full + 8 * ring.stage;
+      const uint32_t stage = target + ring.stage * C::kWeightBytes;
       WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
-      ArriveExpect(full, count * kTileBytes);
-      uint32_t target = shared.weights + ring.stage * C::kWeightBytes;
-      for (int t = 0; t < count; ++t) {
-        const int64_t offset = static_cast<int64_t>(t) * k_tiles;
-        BulkCopy(target, codes + offset * kTileCodeBytes, kTileCodeBytes, full);
-        BulkCopy(target + kTileCodeBytes, scales + offset * kTileScaleBytes, kTileScaleBytes, full);
-        target += kTileBytes;
+      if (lane == 0) {
+        if (announced != nullptr && step == piece.begin) announced[ring.stage] = piece;
+        ArriveExpect(full, count * C::kDepth * kBytes);
       }
-      codes += kTileCodeBytes;
-      scales += kTileScaleBytes;
+      __syncwarp();
+      if (lane < count) {
+        // Where k ends inside a step its last tile comes twice, the second time against zeros.
+        const bool whole = C::kDepth == 1 || (step + 1) * C::kDepth <= k_tiles;
+        BulkCopy(stage, source, whole ? C::kDepth * kBytes : kBytes, full);
+        if (!whole) BulkCopy(stage + kBytes, source, kBytes, full);
+      }
+      source += C::kDepth * kBytes;
       ring.Next();
     }
+  }
+  WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+  if (lane == 0) {
+    if (announced != nullptr) announced[ring.stage].begin = announced[ring.stage].end = 0;
+    Arrive(shared.full + 8 * ring.stage);
   }
 }
 
-// Thread `thread` of 64 brings 16 bytes, chunk thread % 8, of rows thread / 8 + 8 i.
+// base + 16 * units, in one instruction; written as such the compiler would add up other things.
+__device__ __forceinline__ const void* Advance(const void* base, uint32_t units) {
+  const void* sum;
+  asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(sum) : "r"(units), "l"(base));
+  return sum;
+}
+
+// Thread `thread` of 64 brings 16 bytes, chunk thread % 8, of rows thread / 8 + 8 i. What lies
+// past the tile's rows stays as it is: it gives sums that nobody stores.
 template <typename C>
-__device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& shared, Start start,
-                                            Start stop, int thread) {
+__device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& shared, int thread) {
   constexpr int kCopies = C::kRows * 8 / kGatherThreads;
-  Ring<C> ring;
+  Ring<C> ring, landed;
+  int behind = 0;  // steps from `landed` to `ring`
   const int chunk = thread % 8;
   const uint32_t place = thread / 8 * kRowBytes + ((chunk ^ (thread / 8)) << 4);
   const uint4* values = static_cast<const uint4*>(p.left.values);
-  Pieces pieces(p, start, stop);
+  const auto announce = [&] {
+    FenceAsyncProxy();
+    __syncwarp();
+    if (thread % 32 == 0) Arrive(shared.full + 8 * landed.stage);
+    landed.Next();
+  };
+  Pieces pieces(p.rows, p.rule, p.walk);
   while (pieces.Next()) {
     const Piece& piece = pieces.piece;
+    const int copies = (piece.tile.rows - thread / 8 + 7) / 8;
     uint32_t source[kCopies];  // in units of 16 bytes; see kMaxSm90Extent
-    uint32_t inside = 0;       // bit i: row i is one of the tile's
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const int row = thread / 8 + 8 * i;
-      source[i] = 0;
-      if (row >= piece.tile.rows) continue;
-      int32_t index = piece.tile.row + row;
+      if (i >= copies) break;
+      int32_t index = piece.tile.row + thread / 8 + 8 * i;
       if (p.left.slots != nullptr) index = p.left.slots[index] / p.left.slots_per_row;
       source[i] = static_cast<uint32_t>(index) * static_cast<uint32_t>(p.k / 8) + chunk;
-      inside |= 1u << i;
     }
-    const int32_t rows = (piece.tile.rows + C::kRowStep - 1) / C::kRowStep * C::kRowStep;
     for (int32_t step = piece.begin; step < piece.end; ++step) {
       WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
-      const uint32_t target = shared.rows + ring.stage * C::kRowsBytes + place;
-      const int32_t k = step * kTileK;
-      const bool in_k = k + chunk * 8 < p.k;
+      uint32_t target = shared.rows + ring.stage * C::kRowsBytes + place;
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        if (8 * i >= rows) break;
-        const bool copied = in_k && (inside >> i & 1);
-        asm volatile(
-            "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target + 8 * i * kRowBytes),
-            "l"(values + (copied ? source[i] + k / 8 : 0u)), "r"(copied ? 16 : 0)
-            : "memory");
+      for (int d = 0; d < C::kDepth; ++d) {
+        const int32_t k = (step * C::kDepth + d) * kTileK;
+        const int bytes = k + chunk * 8 < p.k ? 16 : 0;
+        const void* base = values + (bytes == 0 ? 0 : k / 8);
+        if (copies == kCopies) {
+#pragma unroll
+          for (int i = 0; i < kCopies; ++i) {
+            CopyOrZero(target + 8 * i * kRowBytes, Advance(base, source[i]), bytes);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kCopies; ++i) {
+            if (i < copies) {
+              CopyOrZero(target + 8 * i * kRowBytes, Advance(base, source[i]), bytes);
+            }
+          }
+        }
+        target += C::kSliceBytes;
       }
-      ArriveAfterCopies(shared.full + 8 * ring.stage);
+      CommitCopies();
       ring.Next();
+      if (behind < C::kLag) {
+        ++behind;
+        continue;
+      }
+      WaitCopies<C::kLag>();
+      announce();
     }
   }
+  WaitCopies<0>();
+  for (; behind > 0; --behind) announce();
+  WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+  announce();
 }
 
 template <typename T, typename C>
@@ -192,214 +205,233 @@ struct Consumer {
   const ExpertGemm& p;
   const Shared& shared;
   const TileConstants constants;
-  const int group, thread;  // warpgroup, and thread of it
+  const uint32_t codes;  // this thread's, in the first stage
+  const uint32_t scales;
+  const uint32_t rows;  // address in descriptors of the first stage
   Ring<C> ring;
   float sums[C::kTiles][C::kRows / 2];
 
+  // Read from the hardware each time, which saves registers in the loops.
+  static __device__ __forceinline__ uint32_t Group() { return threadIdx.x / kGroupThreads; }
+  static __device__ __forceinline__ uint32_t Thread() { return threadIdx.x % kGroupThreads; }
+
   __device__ __forceinline__ void AwaitStage() {
     WaitBarrier(shared.full + 8 * ring.stage, ring.phase);
-    FenceAsyncProxy();
   }
 
-  __device__ __forceinline__ void Unpack(int tile, uint32_t (&fragments)[4][4]) {
-    const uint32_t address =
-        shared.weights + ring.stage * C::kWeightBytes + (group * C::kTiles + tile) * kTileBytes;
+  struct Packed {
     uint4 codes;
     uint2 scales;
+  };
+
+  // The weights of tile `tile` of this warpgroup's two of the stage.
+  __device__ __forceinline__ Packed Load(int tile) {
+    const uint32_t offset = ring.stage * C::kWeightBytes;
+    Packed packed;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(codes.x), "=r"(codes.y), "=r"(codes.z), "=r"(codes.w)
-                 : "r"(address + thread * 16));
+                 : "=r"(packed.codes.x), "=r"(packed.codes.y), "=r"(packed.codes.z),
+                   "=r"(packed.codes.w)
+                 : "r"(codes + offset + tile * kTileCodeBytes));
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(scales.x), "=r"(scales.y)
-                 : "r"(address + kTileCodeBytes + thread / 4 * 8));
-    UnpackTile<T>(codes, scales, constants, fragments);
+                 : "=r"(packed.scales.x), "=r"(packed.scales.y)
+                 : "r"(scales + offset + tile * kTileScaleBytes));
+    return packed;
   }
 
-  template <int kColumns>
-  __device__ __forceinline__ void Multiply(int stage, float (&tile_sums)[C::kRows / 2],
+  __device__ __forceinline__ void Unpack(const Packed& packed, uint32_t (&fragments)[4][4]) {
+    UnpackTile<T>(packed.codes, packed.scales, constants, fragments);
+  }
+
+  // Where wgmma finds the rows of this stage; from lane 0, so that the compiler sees one value.
+  __device__ __forceinline__ uint32_t Rows() {
+    return __shfl_sync(kAllLanes, rows + ring.stage * (C::kRowsBytes / 16), 0);
+  }
+
+  // Rounds `columns` up to a multiple of kRowStep, and finds the code for it by bisection.
+  template <int kFirst = 1, int kLast = C::kRows / C::kRowStep>
+  __device__ __forceinline__ void Multiply(int columns, uint32_t b,
+                                           float (&tile_sums)[C::kRows / 2],
                                            const uint32_t (&fragments)[4][4]) {
-    const uint64_t rows = TileDescriptor(shared.rows + stage * C::kRowsBytes);
-    WgmmaFence();
+    if constexpr (kFirst < kLast) {
+      constexpr int kMiddle = (kFirst + kLast) / 2;
+      if (columns > kMiddle * C::kRowStep) {
+        return Multiply<kMiddle + 1, kLast>(columns, b, tile_sums, fragments);
+      }
+      return Multiply<kFirst, kMiddle>(columns, b, tile_sums, fragments);
+    } else {
+      WgmmaFence();
 #pragma unroll
-    for (int j = 0; j < 4; ++j) Wgmma<T, kColumns>::Run(tile_sums, fragments[j], rows + 2 * j);
-    WgmmaCommit();
+      for (int j = 0; j < 4; ++j) {
+        Wgmma<T, kLast * C::kRowStep>::Run(tile_sums, fragments[j], TileDescriptor(b + 2 * j));
+      }
+      WgmmaCommit();
+    }
   }
 
   __device__ __forceinline__ void Release(int stage) {
-    if (thread % 32 == 0) Arrive(shared.empty + 8 * stage);
+    if (Thread() % 32 == 0) Arrive(shared.empty + 8 * stage);
   }
 
   // sums += W @ x over `steps` stages. Two sets of fragments take turns, so that the products of
   // one run while the other is unpacked; each has a name, since an index would move it to memory.
-  template <int kColumns>
-  __device__ __forceinline__ void Accumulate(int steps) {
+  // What comes from shared memory is asked for before each wait for products.
+  __device__ __forceinline__ void Accumulate(int columns, int steps) {
     uint32_t even[4][4], odd[4][4];
+    uint32_t b = Rows();
+    Unpack(Load(0), even);
     int before = -1;  // stage that the products still in flight read
-    AwaitStage();
-    Unpack(0, even);
-    if constexpr (C::kTiles == 2) {
-      do {
-        const int stage = ring.stage;
-        Multiply<kColumns>(stage, sums[0], even);
-        WgmmaWait<1>();
-        if (before >= 0) Release(before);
-        before = stage;
-        Unpack(1, odd);
-        Multiply<kColumns>(stage, sums[C::kTiles - 1], odd);
-        ring.Next();
-        if (--steps > 0) {
-          AwaitStage();
-          WgmmaWait<1>();
-          Unpack(0, even);
-        }
-      } while (steps > 0);
-    } else {
-      do {
-        Turn<kColumns>(steps, before, even, odd);
-        if (steps == 0) break;
-        Turn<kColumns>(steps, before, odd, even);
-      } while (steps > 0);
+    while (true) {
+      Multiply(columns, b, sums[0], even);
+      const Packed second = Load(1);
+      WgmmaWait<1>();
+      if (before >= 0) Release(before);
+      before = ring.stage;
+      Unpack(second, odd);
+      Multiply(columns, b + (C::kDepth - 1) * (C::kSliceBytes / 16), sums[C::kTiles - 1], odd);
+      ring.Next();
+      if (--steps == 0) break;
+      b = Rows();
+      AwaitStage();
+      const Packed first = Load(0);
+      WgmmaWait<1>();
+      Unpack(first, even);
     }
     WgmmaWait<0>();
     Release(before);
   }
 
-  // One step with `now`, while `next` is unpacked.
-  template <int kColumns>
-  __device__ __forceinline__ void Turn(int& steps, int& before, const uint32_t (&now)[4][4],
-                                       uint32_t (&next)[4][4]) {
-    const int stage = ring.stage;
-    Multiply<kColumns>(stage, sums[0], now);
-    WgmmaWait<1>();
-    if (before >= 0) Release(before);
-    before = stage;
-    ring.Next();
-    if (--steps > 0) {
-      AwaitStage();
-      Unpack(0, next);
-    }
-  }
-
-  __device__ __forceinline__ void AccumulateRows(int rows, int steps) {
-    constexpr int kStep = C::kRowStep;
-    if (rows <= kStep) {
-      Accumulate<kStep>(steps);
-    } else if (C::kRows == 2 * kStep || rows <= 2 * kStep) {
-      Accumulate<2 * kStep>(steps);
-    } else if constexpr (C::kRows > 2 * kStep) {
-      if (rows <= 3 * kStep) {
-        Accumulate<3 * kStep>(steps);
-      } else {
-        Accumulate<4 * kStep>(steps);
-      }
-    }
-  }
-
-  __device__ __forceinline__ float* Share(int block, int tile) {
+  __device__ __forceinline__ float* Share(uint32_t block, uint32_t tile) {
     return p.partial_sums +
-           ((static_cast<int64_t>(block) * C::kGroups + group) * C::kTiles + tile) *
-               (kGroupThreads * C::kRows / 2);
+           ((block * C::kGroups + Group()) * C::kTiles + tile) * (kGroupThreads * C::kRows / 2);
   }
-  __device__ __forceinline__ int32_t* Flag(int block) {
-    return p.walk.ready + block * kReadyFlags + group;
+  __device__ __forceinline__ int32_t* Flag(uint32_t block) {
+    return p.walk.ready + block * kReadyFlags + Group();
   }
 
   // Adds the later shares of a sum whose first steps this block has done.
   __device__ __forceinline__ void Collect(const Piece& piece) {
-    const int32_t end = (piece.m_block + 1) * p.walk.k_tiles;
-    for (int other = static_cast<int>(blockIdx.x) + 1; other < p.walk.blocks; ++other) {
+    for (uint32_t other = blockIdx.x + 1; other < gridDim.x; ++other) {
       const Start start = p.walk.starts[other], stop = p.walk.starts[other + 1];
-      if (start.tile != piece.tile_index || start.step >= end) break;
-      if (start.tile == stop.tile && start.step == stop.step) continue;
-      AwaitFlag(Flag(other), group + 1, thread, kGroupThreads);
+      if (start.sum != piece.sum) break;
+      if (start.sum == stop.sum && start.step == stop.step) continue;
+      AwaitFlag(Flag(other), Group() + 1, Thread(), kGroupThreads);
 #pragma unroll
-      for (int t = 0; t < C::kTiles; ++t) AddShare(Share(other, t), thread, kGroupThreads, sums[t]);
+      for (int t = 0; t < C::kTiles; ++t) {
+        AddShare(Share(other, t), Thread(), kGroupThreads, sums[t]);
+      }
     }
   }
 
-  __device__ __forceinline__ void Run(Start start, Start stop) {
-    Pieces pieces(p, start, stop);
-    while (pieces.Next()) {
-      const Piece& piece = pieces.piece;
+  __device__ __forceinline__ void Run(const Piece* announced) {
+    while (true) {
+      AwaitStage();
+      const Piece piece = announced[ring.stage];
+      if (piece.begin == piece.end) return;
+      // Loads for the outputs come early, so that they are there when the sums are.
+      const Places<C::kRows> places(p, piece.tile);
+      LaneRows lane_rows[C::kTiles];
+      const int m_tile = piece.m_block * C::kBlockTiles + Group() * C::kTiles;
 #pragma unroll
       for (int t = 0; t < C::kTiles; ++t) {
+        lane_rows[t] =
+            LoadLaneRows(p, piece.tile.expert, m_tile + t, Thread() / 32, kProductUnit<T>);
 #pragma unroll
         for (int i = 0; i < C::kRows / 2; ++i) sums[t][i] = 0.0f;
       }
-      AccumulateRows(piece.tile.rows, piece.end - piece.begin);
+      Accumulate(piece.tile.rows, piece.end - piece.begin);
       if (piece.begin > 0) {
 #pragma unroll
         for (int t = 0; t < C::kTiles; ++t) {
-          StoreShare(Share(static_cast<int>(blockIdx.x), t), thread, kGroupThreads, sums[t]);
+          StoreShare(Share(blockIdx.x, t), Thread(), kGroupThreads, sums[t]);
         }
-        RaiseFlag(Flag(static_cast<int>(blockIdx.x)), group + 1, thread, kGroupThreads);
+        RaiseFlag(Flag(blockIdx.x), Group() + 1, Thread(), kGroupThreads);
         continue;
       }
-      if (piece.end < p.walk.k_tiles) Collect(piece);
-      const int m_tile = piece.m_block * C::kBlockTiles + group * C::kTiles;
+      if (piece.end < p.walk.k_steps) Collect(piece);
 #pragma unroll
       for (int t = 0; t < C::kTiles; ++t) {
-        StoreTile<C::kRows>(p, piece.tile, m_tile + t, thread / 32, kProductUnit<T>, sums[t]);
+        StoreTile(p, piece.tile, m_tile + t, Thread() / 32, lane_rows[t], places, sums[t]);
       }
     }
   }
 };
 
 template <typename T, typename C>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
-    ExpertGemmSm90(const __grid_constant__ ExpertGemm p) {
+__global__ void __launch_bounds__(C::kThreads, 1)
+    ExpertGemmSm90(const __grid_constant__ ExpertGemm p, const TileConstants constants) {
   extern __shared__ uint8_t dynamic[];
   __shared__ __align__(8) uint64_t barriers[2 * C::kStages];
-  Shared shared;
-  shared.rows = (SharedAddress(dynamic) + C::kAlignment - 1) / C::kAlignment * C::kAlignment;
-  shared.weights = shared.rows + C::kStages * C::kRowsBytes;
-  shared.full = SharedAddress(barriers);
-  shared.empty = shared.full + 8 * C::kStages;
+  __shared__ Piece announced[C::kStages];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C::kStages; ++stage) {
-      InitBarrier(shared.full + 8 * stage, kGatherThreads + 1);
-      InitBarrier(shared.empty + 8 * stage, C::kGroups * (kGroupThreads / 32));
+      InitBarrier(SharedAddress(barriers + stage), kGatherThreads / 32 + 2);
+      InitBarrier(SharedAddress(barriers + C::kStages + stage), C::kGroups * (kGroupThreads / 32));
     }
     FenceBarrierInit();
   }
   __syncthreads();
   if (!p.plan_is_older) WaitForPrecedingKernel();
-  const Start start = p.walk.starts[blockIdx.x], stop = p.walk.starts[blockIdx.x + 1];
 
-  const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  // Passed through a shuffle so that they stay in registers: computing them again is slower.
+  const auto find_shared = [&] {
+    Shared shared;
+    shared.rows = (SharedAddress(dynamic) + C::kAlignment - 1) / C::kAlignment * C::kAlignment;
+    shared.rows = __shfl_sync(kAllLanes, shared.rows, 0);
+    shared.weights = shared.rows + C::kStages * C::kRowsBytes;
+    shared.full = __shfl_sync(kAllLanes, SharedAddress(barriers), 0);
+    shared.empty = shared.full + 8 * C::kStages;
+    return shared;
+  };
+  const uint32_t group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
   if (group == C::kGroups) {
-    if constexpr (C::kBlocksPerSm == 1) ShrinkRegisters<C::kProducerRegisters>();
-    if (thread == 0) {
-      ProduceWeights<C>(p, shared, start, stop);
-    } else if (thread >= kGroupThreads - kGatherThreads) {
+    ShrinkRegisters<C::kProducerRegisters>();
+    const Shared shared = find_shared();
+    if (thread < 32) {
+      ProduceWeights<C, kTileCodeBytes>(p, shared, p.weight.packed, shared.weights, announced,
+                                        thread);
+    } else if (thread < 64) {
+      ProduceWeights<C, kTileScaleBytes>(p, shared, p.weight.block_scale,
+                                         shared.weights + C::kScaleOffset, nullptr, thread - 32);
+    } else {
       WaitForPrecedingKernel();
       if (thread == kGroupThreads - 1) StartNextKernel();
-      ProduceRows<C>(p, shared, start, stop, thread - (kGroupThreads - kGatherThreads));
+      ProduceRows<C>(p, shared, thread - 64);
     }
   } else {
-    if constexpr (C::kBlocksPerSm == 1) GrowRegisters<C::kConsumerRegisters>();
-    Consumer<T, C> consumer{p, shared, MakeTileConstants<T>(), group, thread, {}, {}};
-    consumer.Run(start, stop);
+    GrowRegisters<C::kConsumerRegisters>();
+    const Shared shared = find_shared();
+    const uint32_t codes = shared.weights + 2 * group * kTileCodeBytes + thread * 16;
+    const uint32_t scales =
+        shared.weights + C::kScaleOffset + 2 * group * kTileScaleBytes + thread / 4 * 8;
+    Consumer<T, C> consumer{p,  shared, constants, codes, scales, DescriptorAddress(shared.rows),
+                            {}, {}};
+    consumer.Run(announced);
   }
 }
 
-// rows, tiles, groups, stages, blocks of an SM
-using Rows16 = Config<16, 1, 2, 15, 2>;
-using Rows32 = Config<32, 1, 2, 12, 2>;
-using Rows64 = Config<64, 1, 4, 12, 1>;
-using Rows128 = Config<128, 2, 2, 8, 1>;
+// rows, step of rows, tiles, groups, stages. Measured on an H200: one block of four warpgroups on a
+// multiprocessor reads weights faster than two blocks of two, which bring the rows twice.
+using Rows8 = Config<8, 8, 1, 4, 10>;
+using Rows16 = Config<16, 8, 1, 4, 9>;
+using Rows32 = Config<32, 8, 1, 4, 8>;
+using Rows64 = Config<64, 16, 1, 4, 6>;
+using Rows128 = Config<128, 16, 2, 2, 8>;
+
+constexpr int kMaxSms = 132;  // of Hopper
+// Rows up to which no expert is likely to have two: the smallest tile.
+constexpr int64_t kFewRows = 16;
 
 struct Variant {
   int64_t max_mean_rows;  // of an expert, up to which this is the one
-  int32_t rows, min_cost, block_tiles, blocks_per_sm;
+  int32_t rows, min_cost, block_tiles, step_tiles;
   cudaError_t (*launch)(cudaStream_t stream, DataType type, const ExpertGemm& gemm);
 };
 
 template <typename T, typename C>
 cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
   return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.walk.blocks)), C::kThreads,
-                    C::kSharedBytes, /*overlaps=*/true, ExpertGemmSm90<T, C>, gemm);
+                    C::kSharedBytes, /*overlaps=*/true, ExpertGemmSm90<T, C>, gemm,
+                    MakeTileConstants<T>());
 }
 
 template <typename C>
@@ -410,25 +442,24 @@ cudaError_t LaunchVariant(cudaStream_t stream, DataType type, const ExpertGemm& 
 
 template <typename C>
 constexpr Variant MakeVariant(int64_t max_mean_rows) {
-  static_assert(int64_t{C::kBlocksPerSm} * 132 * C::kGroups * kGroupThreads * C::kTiles *
-                        (C::kRows / 2) * 4 <=
+  static_assert(int64_t{kMaxSms} * C::kGroups * kGroupThreads * C::kTiles * (C::kRows / 2) * 4 <=
                     kPartialSumBytes,
                 "the workspace holds a share of each block");
-  return {max_mean_rows,  C::kRows,        C::kRows >= 64 ? 64 : 32,
-          C::kBlockTiles, C::kBlocksPerSm, LaunchVariant<C>};
+  return {max_mean_rows,  C::kRows,  C::kRows >= 64 ? 64 : 32,
+          C::kBlockTiles, C::kDepth, LaunchVariant<C>};
 }
 
 constexpr Variant kVariants[] = {
-    MakeVariant<Rows16>(5),
-    MakeVariant<Rows32>(18),
-    MakeVariant<Rows64>(40),
-    MakeVariant<Rows128>(INT64_MAX),
+    MakeVariant<Rows8>(0),   MakeVariant<Rows16>(5),          MakeVariant<Rows32>(18),
+    MakeVariant<Rows64>(40), MakeVariant<Rows128>(INT64_MAX),
 };
 
 const Variant& ChooseVariant(int64_t rows, int64_t experts) {
+  if (rows <= kFewRows) return kVariants[0];
+  // From the second on: with many experts an expert may have several rows where the mean is 0.
   const int64_t mean = rows / std::max<int64_t>(experts, 1);
-  for (const Variant& variant : kVariants) {
-    if (mean <= variant.max_mean_rows) return variant;
+  for (size_t i = 1; i < std::size(kVariants); ++i) {
+    if (mean <= kVariants[i].max_mean_rows) return kVariants[i];
   }
   return kVariants[std::size(kVariants) - 1];
 }
@@ -437,7 +468,8 @@ GemmPlan PlanSm90(int64_t rows, int64_t experts) {
   const Variant& variant = ChooseVariant(rows, experts);
   return {{variant.rows, variant.min_cost},
           variant.block_tiles,
-          std::min(MultiprocessorCount(), 132) * variant.blocks_per_sm};
+          variant.step_tiles,
+          std::min(MultiprocessorCount(), kMaxSms)};
 }
 
 cudaError_t LaunchSm90(cudaStream_t stream, const ExpertGemm& gemm) {

@@ -58,9 +58,8 @@ __device__ __forceinline__ void AddShare(const float* share, int thread, int thr
 
 // After all threads of the group have stored: raises the flag.
 __device__ __forceinline__ void RaiseFlag(int32_t* flag, int barrier, int thread, int threads) {
-  __threadfence();
   SyncGroup(barrier, threads);
-  if (thread == 0) StoreRelease(flag, 1);
+  if (thread == 0) StoreRelease(flag, 1);  // and with it what the others stored before the barrier
 }
 
 // Returns when the flag is up, for all threads of the group.

@@ -2,13 +2,14 @@
 //
 //   expert_ids [slots] -> starts [e + 1], slots [rows], tiles, starts of each walk
 //
-// Bound by: latency; 65535 ids are 256 KiB. So one block does it all, with 16 warps that each
-// own a contiguous segment of the slots and a row of 16-bit counters in shared memory:
+// Bound by: latency. Up to kSegmentSlots slots are one segment and one block does it all; more are
+// cut into segments, one for each block, and a kernel before this one counts them. A block has 16
+// warps that each own a contiguous part of its segment and a row of 16-bit counters:
 //   1. each warp counts its ids, 32 at a time; lanes with equal ids find each other by match_any
-//   2. prefix sums over warps within an expert, then over experts
-//   3. each warp walks its segment again and writes slots; equal lanes are ranked by lane
-//   4. tiles of equal size within an expert; each block of a product finds its place in the line of
-//      steps by bisection over the experts
+//   2. prefix sums over warps and segments within an expert, then over experts
+//   3. each warp walks its part again and writes slots; equal lanes are ranked by lane
+//   4. the first block writes tiles, and finds each block's place in the lines of sums by
+//      bisection over the experts
 // The order is that of a stable sort, and no step depends on timing.
 //
 // Needs: e <= kMaxExperts, slots <= 65535 (checked in cuda_bindings.cc, kept by moe.cu).
@@ -16,6 +17,7 @@
 #include "launch.h"
 #include "launch_kernel.cuh"
 #include "routing.cuh"
+#include "sm90.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -23,147 +25,212 @@ namespace {
 constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
 constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr int kSegmentSlots = 2048;
+static_assert(65536 / kSegmentSlots <= kMaxSegments, "counts of each segment");
 
-// A block whose part would begin or end within this share of a sum over k leaves it to the other.
+// A block whose part would begin or end within this share of a sum leaves it to the other.
 constexpr int kSnapShare = 8;
+
+// Steps of each block that cutting a few sums has to save: handing shares over takes that long.
+constexpr int kWorthCutting = 8;
 
 // What the block keeps in shared memory about the experts; prefix sums, so one entry more.
 struct Tables {
   int32_t starts[kMaxExperts + 1];      // rows before an expert
   int32_t first_tile[kMaxExperts + 1];  // tiles before it
-  int32_t first_cost[kMaxExperts + 1];  // cost of those tiles, for one step of each
+  int32_t first_cost[kMaxExperts + 1];  // cost of those tiles
+  int32_t* size;                        // [kMaxExperts] rows of each of its tiles but the last
 };
 
-// Exclusive prefix sum over the lanes of a warp; `total` is the sum.
-__device__ int64_t WarpExclusiveSum(int64_t value, int lane, int64_t* total) {
-  int64_t sum = value;
+// values[0 .. count] = exclusive prefix sums of values[0 .. count), negative ones as 0, none above
+// `limit`. All threads of the block; count <= 2 * kThreads.
+__device__ void PrefixSum(int32_t* values, int count, int64_t limit) {
+  __shared__ int64_t warp_sums[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first = 2 * static_cast<int>(threadIdx.x);
+  const int32_t a = first < count ? max(values[first], 0) : 0;
+  const int32_t b = first + 1 < count ? max(values[first + 1], 0) : 0;
+  int64_t sum = static_cast<int64_t>(a) + b;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int64_t other = __shfl_up_sync(kAllLanes, sum, step);
     if (lane >= step) sum += other;
   }
-  *total = __shfl_sync(kAllLanes, sum, 31);
-  return sum - value;
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int64_t before = sum - a - b;
+  for (int i = 0; i < warp; ++i) before += warp_sums[i];
+  const auto clip = [limit](int64_t value) {
+    return static_cast<int32_t>(value < limit ? value : limit);
+  };
+  if (first <= count) values[first] = clip(before);
+  if (first + 1 <= count) values[first + 1] = clip(before + a);
+  // The last entry, where the pairs of all threads end before it.
+  if (first + 2 == count && count == 2 * kThreads) values[count] = clip(before + a + b);
+  __syncthreads();
 }
+static_assert(2 * kThreads >= kMaxExperts, "a pair of experts for each thread");
 
-// starts[i] = min(sum of counts[0 .. i), limit), by one warp. `counts` and `starts` may be the
-// same array, and negative counts are 0.
-__device__ void PrefixSum(const int32_t* counts, int experts, int64_t limit, int32_t* starts) {
-  const int lane = threadIdx.x % 32;
-  int64_t before = 0;
-  for (int first = 0; first < experts; first += 32) {
-    const int expert = first + lane;
-    const int32_t count = expert < experts ? counts[expert] : 0;
-    int64_t total;
-    const int64_t sum = before + WarpExclusiveSum(count > 0 ? count : 0, lane, &total);
-    if (expert < experts) starts[expert] = static_cast<int32_t>(sum < limit ? sum : limit);
-    before += total;
-  }
-  if (lane == 0) starts[experts] = static_cast<int32_t>(before < limit ? before : limit);
-}
-
-// Rows of each tile of an expert but the last: as equal as multiples of 8 allow.
-__device__ __forceinline__ int32_t RowsOfTiles(int32_t rows, int32_t tile_rows) {
-  const int32_t tiles = (rows + tile_rows - 1) / tile_rows;
-  return tiles == 0 ? 0 : ((rows + tiles - 1) / tiles + 7) / 8 * 8;
-}
-
-__device__ __forceinline__ int32_t CostOfTile(int32_t tile_rows, const TileRule& rule) {
-  return tile_rows > rule.min_cost ? tile_rows : rule.min_cost;
-}
-
-// Where position `position` of the line lies.
-__device__ Start FindStart(const Walk& walk, const Tables& tables, int experts,
-                           const TileRule& rule, int64_t position) {
-  const int64_t steps = static_cast<int64_t>(walk.k_tiles) * walk.m_blocks;
-  int low = 0, high = experts;  // first_cost[low] * steps <= position < first_cost[high] * steps
+// The expert that place `place` belongs to, of prefix sums counted `times`.
+__device__ __forceinline__ int FindExpert(const int32_t* sums, int experts, int32_t times,
+                                          int32_t place) {
+  int low = 0, high = experts;  // sums[low] * times <= place < sums[high] * times
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    (tables.first_cost[middle] * steps <= position ? low : high) = middle;
+    const bool right = sums[middle] * times <= place;
+    low = right ? middle : low;
+    high = right ? high : middle;
   }
-  const int32_t rows = tables.starts[low + 1] - tables.starts[low];
-  const int32_t cost = CostOfTile(RowsOfTiles(rows, rule.tile_rows), rule);
-  const int64_t rest = (position - tables.first_cost[low] * steps) / cost;
-  Start start = {tables.first_tile[low] + static_cast<int32_t>(rest / steps),
-                 static_cast<int32_t>(rest % steps)};
-  const int32_t snap = walk.k_tiles / kSnapShare, k_tile = start.step % walk.k_tiles;
-  if (k_tile <= snap) start.step -= k_tile;
-  if (walk.k_tiles - k_tile <= snap) start.step += walk.k_tiles - k_tile;
-  if (start.step == steps) start = {start.tile + 1, 0};
+  return low;
+}
+
+// What all blocks of a walk start from: the sums that are cut, in units of cost. Costs of all sums
+// together are below 2^31: up to 2^18 for a block of weight rows, of which there are up to 2^12.
+struct Cut {
+  int32_t around;  // sums before it go around
+  int32_t sums;    // of the product
+  int32_t begin;   // cost before `around`
+  int32_t share;   // of a block
+  int32_t rest;    // blocks that have one unit more
+};
+
+__device__ Cut FindCut(const Walk& walk, const Tables& tables, int experts, const TileRule& rule) {
+  const int32_t sums = tables.first_tile[experts] * walk.m_blocks;
+  const int32_t idle = walk.blocks - sums;  // blocks, if no sum is cut
+  if (sums == 0 || (idle >= 0 && idle * walk.k_steps < kWorthCutting * walk.blocks)) {
+    return {sums, sums, 0, 0, 0};
+  }
+  const int32_t around = max(sums / walk.blocks - 1, 0) * walk.blocks;
+  const int expert = FindExpert(tables.first_tile, experts, walk.m_blocks, around);
+  const int32_t begin = tables.first_cost[expert] * walk.m_blocks +
+                        (around - tables.first_tile[expert] * walk.m_blocks) *
+                            max(tables.size[expert], rule.min_cost);
+  const int32_t cost = tables.first_cost[experts] * walk.m_blocks - begin;
+  const int32_t share = cost / walk.blocks;
+  return {around, sums, begin, share, cost - share * walk.blocks};
+}
+
+// Where block `block` starts.
+__device__ Start FindStart(const Walk& walk, const Cut& cut, const Tables& tables, int experts,
+                           const TileRule& rule, int block) {
+  if (block == walk.blocks || cut.around == cut.sums) return {cut.sums, 0};
+  const int32_t place = cut.begin + cut.share * block + min(block, cut.rest);
+  const int expert = FindExpert(tables.first_cost, experts, walk.m_blocks, place);
+  const int32_t cost = max(tables.size[expert], rule.min_cost);
+  const int32_t inside = place - tables.first_cost[expert] * walk.m_blocks;
+  const int32_t sum = inside / cost;
+  Start start = {tables.first_tile[expert] * walk.m_blocks + sum,
+                 (inside - sum * cost) * walk.k_steps / cost};
+  const int32_t snap = walk.k_steps / kSnapShare;
+  if (start.step <= snap) start.step = 0;
+  if (walk.k_steps - start.step <= snap) start = {start.sum + 1, 0};
   return start;
 }
 
-__device__ void WriteWalk(const Walk& walk, const Tables& tables, int experts,
-                          const TileRule& rule) {
-  const int64_t line =
-      static_cast<int64_t>(tables.first_cost[experts]) * walk.k_tiles * walk.m_blocks;
-  for (int block = threadIdx.x; block <= walk.blocks; block += kThreads) {
-    walk.starts[block] = block == walk.blocks || line == 0
-                             ? Start{tables.first_tile[experts], 0}
-                             : FindStart(walk, tables, experts, rule, line * block / walk.blocks);
+// By thread `thread` of half of the block.
+__device__ void WriteWalk(const Walk& walk, const Cut& cut, const Tables& tables, int experts,
+                          const TileRule& rule, int thread) {
+  for (int block = thread; block <= walk.blocks; block += kThreads / 2) {
+    walk.starts[block] = FindStart(walk, cut, tables, experts, rule, block);
   }
-  for (int i = threadIdx.x; i < kReadyFlags * walk.blocks; i += kThreads) walk.ready[i] = 0;
+  for (int i = thread; i < kReadyFlags * walk.blocks; i += kThreads / 2) walk.ready[i] = 0;
 }
 
 // All threads of the block, from tables.starts.
 __device__ void WriteTilesAndWalks(Tables* tables, int experts, const ExpertRows& rows,
                                    const TileRule& rule, const Walks& walks) {
   for (int i = threadIdx.x; i < experts; i += kThreads) {
-    const int32_t count = tables->starts[i + 1] - tables->starts[i];
-    const int32_t tiles = (count + rule.tile_rows - 1) / rule.tile_rows;
-    tables->first_tile[i] = tiles;
-    tables->first_cost[i] = tiles * CostOfTile(RowsOfTiles(count, rule.tile_rows), rule);
+    const ExpertTiles tiles = CutRows(tables->starts[i + 1] - tables->starts[i], rule.tile_rows);
+    tables->size[i] = tiles.size;
+    tables->first_tile[i] = tiles.count;
+    tables->first_cost[i] = tiles.count * max(tiles.size, rule.min_cost);
   }
   __syncthreads();
-  if (threadIdx.x < 32) PrefixSum(tables->first_tile, experts, INT32_MAX, tables->first_tile);
-  if (threadIdx.x / 32 == 1) PrefixSum(tables->first_cost, experts, INT32_MAX, tables->first_cost);
+  PrefixSum(tables->first_tile, experts, INT32_MAX);
+  PrefixSum(tables->first_cost, experts, INT32_MAX);
+  __shared__ Cut cuts[2];
+  if (threadIdx.x == 0 && walks.count > 0) {
+    cuts[0] = FindCut(walks.walk[0], *tables, experts, rule);
+  }
+  if (threadIdx.x == 32 && walks.count > 1) {
+    cuts[1] = FindCut(walks.walk[1], *tables, experts, rule);
+  }
   __syncthreads();
-  if (walks.count > 0) WriteWalk(walks.walk[0], *tables, experts, rule);
-  if (walks.count > 1) WriteWalk(walks.walk[1], *tables, experts, rule);
+  // Half of the threads for each product.
+  const int thread = threadIdx.x % (kThreads / 2);
+  if (threadIdx.x < kThreads / 2) {
+    if (walks.count > 0) WriteWalk(walks.walk[0], cuts[0], *tables, experts, rule, thread);
+  } else {
+    if (walks.count > 1) WriteWalk(walks.walk[1], cuts[1], *tables, experts, rule, thread);
+  }
+  const int32_t num_tiles = tables->first_tile[experts];
+  for (int32_t tile = threadIdx.x; tile < num_tiles; tile += kThreads) {
+    const int expert = FindExpert(tables->first_tile, experts, 1, tile);
+    const int32_t size = tables->size[expert];
+    const int32_t row = tables->starts[expert] + (tile - tables->first_tile[expert]) * size;
+    rows.tiles[tile] = {expert, row, min(size, tables->starts[expert + 1] - row)};
+  }
   for (int i = threadIdx.x; i <= experts; i += kThreads) rows.starts[i] = tables->starts[i];
-  if (threadIdx.x == 0) *rows.num_tiles = tables->first_tile[experts];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int expert = warp; expert < experts; expert += kWarps) {
-    const int32_t begin = tables->starts[expert], end = tables->starts[expert + 1];
-    const int32_t tiles = tables->first_tile[expert + 1] - tables->first_tile[expert];
-    const int32_t size = RowsOfTiles(end - begin, rule.tile_rows);
-    for (int32_t tile = lane; tile < tiles; tile += 32) {
-      const int32_t row = begin + tile * size;
-      rows.tiles[tables->first_tile[expert] + tile] = {expert, row,
-                                                       end - row < size ? end - row : size};
-    }
-  }
+  if (threadIdx.x == 0) *rows.num_tiles = num_tiles;
 }
 
-struct Segment {
+struct Slots {
   int begin;
   int end;
 };
 
-// The slots of a warp; its length is a multiple of 32 except at the end of all slots.
-__device__ Segment WarpSegment(int num_slots) {
-  const int length = (num_slots + kThreads - 1) / kThreads * 32;
-  const int begin = static_cast<int>(threadIdx.x / 32) * length;
-  const int end = begin + length;
-  return {begin < num_slots ? begin : num_slots, end < num_slots ? end : num_slots};
+// The slots of this warp in the block's segment; full ones but for the end of all slots.
+__device__ Slots WarpSlots(int num_slots) {
+  const int segment =
+      gridDim.x == 1 ? (num_slots + kThreads - 1) / kThreads * kThreads : kSegmentSlots;
+  const int length = segment / kWarps;
+  const int begin =
+      static_cast<int>(blockIdx.x) * segment + static_cast<int>(threadIdx.x / 32) * length;
+  return {min(begin, num_slots), min(begin + length, num_slots)};
 }
 
-__global__ void __launch_bounds__(kThreads)
+__device__ __forceinline__ bool IsRouted(int32_t id, int experts) {
+  return id >= 0 && id < experts;
+}
+
+// counts[segment, expert] for the segment of this block.
+__global__ void __launch_bounds__(kThreads, 1)
+    CountSegment(const int32_t* expert_ids, int num_slots, int num_experts, int32_t* counts) {
+  __shared__ int32_t sums[kMaxExperts];
+  for (int i = threadIdx.x; i < num_experts; i += kThreads) sums[i] = 0;
+  __syncthreads();
+  const int begin = static_cast<int>(blockIdx.x) * kSegmentSlots;
+  const int end = min(begin + kSegmentSlots, num_slots);
+  for (int slot = begin + static_cast<int>(threadIdx.x); slot < end; slot += kThreads) {
+    const int32_t id = expert_ids[slot];
+    if (IsRouted(id, num_experts)) atomicAdd(&sums[id], 1);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_experts; i += kThreads) {
+    counts[static_cast<int>(blockIdx.x) * num_experts + i] = sums[i];
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
     SortByExpert(const int32_t* expert_ids, int num_slots, int num_experts, ExpertRows rows,
                  TileRule rule, Walks walks) {
-  __shared__ uint16_t counts[kWarps * kMaxExperts];  // then: rows before this warp's, by expert
+  // Then: rows before this warp's, by expert; at last the sizes of tiles.
+  __shared__ __align__(4) uint16_t counts[kWarps * kMaxExperts];
   __shared__ Tables tables;
-  int32_t* starts = tables.starts;
+  int32_t* earlier = tables.first_cost;  // rows of an expert in earlier segments, until step 4
+#if __CUDA_ARCH__ >= 900
+  StartNextKernel();  // it waits for what is written here, but has its barriers ready
+#endif
   const int lane = threadIdx.x % 32;
   uint16_t* warp_counts = counts + static_cast<int>(threadIdx.x / 32) * num_experts;
   for (int i = threadIdx.x; i < kWarps * num_experts; i += kThreads) counts[i] = 0;
   __syncthreads();
 
-  const Segment segment = WarpSegment(num_slots);
-  for (int first = segment.begin; first < segment.end; first += 32) {
+  const Slots slots = WarpSlots(num_slots);
+  for (int first = slots.begin; first < slots.end; first += 32) {
     const int slot = first + lane;
-    const int32_t id = slot < segment.end ? expert_ids[slot] : -1;
-    const bool routed = id >= 0 && id < num_experts;
+    const int32_t id = slot < slots.end ? expert_ids[slot] : -1;
+    const bool routed = IsRouted(id, num_experts);
     const uint32_t equal = __match_any_sync(kAllLanes, routed ? id : -1);
     if (routed && lane == __ffs(equal) - 1) warp_counts[id] += __popc(equal);
     __syncwarp();
@@ -172,37 +239,56 @@ __global__ void __launch_bounds__(kThreads)
 
   for (int expert = threadIdx.x; expert < num_experts; expert += kThreads) {
     int sum = 0;
+    uint16_t of_warps[kWarps];
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) of_warps[warp] = counts[warp * num_experts + expert];
+#pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
-      const int count = counts[warp * num_experts + expert];
       counts[warp * num_experts + expert] = static_cast<uint16_t>(sum);
-      sum += count;
+      sum += of_warps[warp];
     }
-    starts[expert] = sum;
+    int before = 0;
+    if (gridDim.x > 1) {
+      sum = 0;
+      for (unsigned segment = 0; segment < gridDim.x; ++segment) {
+        const int count = rows.counts[segment * num_experts + expert];
+        if (segment < blockIdx.x) before += count;
+        sum += count;
+      }
+    }
+    earlier[expert] = before;
+    tables.starts[expert] = sum;
   }
   __syncthreads();
-  if (threadIdx.x < 32) PrefixSum(starts, num_experts, num_slots, starts);
-  __syncthreads();
+  PrefixSum(tables.starts, num_experts, num_slots);
 
-  for (int first = segment.begin; first < segment.end; first += 32) {
+  for (int first = slots.begin; first < slots.end; first += 32) {
     const int slot = first + lane;
-    const int32_t id = slot < segment.end ? expert_ids[slot] : -1;
-    const bool routed = id >= 0 && id < num_experts;
+    const int32_t id = slot < slots.end ? expert_ids[slot] : -1;
+    const bool routed = IsRouted(id, num_experts);
     const uint32_t equal = __match_any_sync(kAllLanes, routed ? id : -1);
     const int rank = __popc(equal & ((1u << lane) - 1));
-    if (routed) rows.slots[starts[id] + warp_counts[id] + rank] = slot;
+    if (routed) rows.slots[tables.starts[id] + earlier[id] + warp_counts[id] + rank] = slot;
     __syncwarp();  // every lane has read the counter that its leader now moves on
     if (routed && rank == 0) warp_counts[id] += __popc(equal);
     __syncwarp();
   }
+  if (blockIdx.x > 0) return;
+  __syncthreads();
+  if (threadIdx.x == 0) tables.size = reinterpret_cast<int32_t*>(counts);
+  __syncthreads();
   WriteTilesAndWalks(&tables, num_experts, rows, rule, walks);
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     GroupTiles(const int32_t* group_sizes, int num_rows, int num_experts, ExpertRows rows,
                TileRule rule, Walks walks) {
   __shared__ Tables tables;
-  if (threadIdx.x < 32) PrefixSum(group_sizes, num_experts, num_rows, tables.starts);
+  __shared__ int32_t size[kMaxExperts];
+  if (threadIdx.x == 0) tables.size = size;
+  for (int i = threadIdx.x; i < num_experts; i += kThreads) tables.starts[i] = group_sizes[i];
   __syncthreads();
+  PrefixSum(tables.starts, num_experts, num_rows);
   WriteTilesAndWalks(&tables, num_experts, rows, rule, walks);
 }
 
@@ -211,8 +297,16 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t LaunchSortByExpert(cudaStream_t stream, const int32_t* expert_ids, int64_t num_slots,
                                int64_t num_experts, const ExpertRows& rows, const TileRule& rule,
                                const Walks& walks) {
-  return Launch(stream, dim3(1), kThreads, SortByExpert, expert_ids, static_cast<int>(num_slots),
-                static_cast<int>(num_experts), rows, rule, walks);
+  const auto slots = static_cast<int>(num_slots), experts = static_cast<int>(num_experts);
+  const unsigned segments = num_slots <= 2 * kSegmentSlots
+                                ? 1u
+                                : static_cast<unsigned>(CeilDiv(num_slots, kSegmentSlots));
+  if (segments > 1) {
+    NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, dim3(segments), kThreads, CountSegment, expert_ids,
+                                      slots, experts, rows.counts));
+  }
+  return Launch(stream, dim3(segments), kThreads, SortByExpert, expert_ids, slots, experts, rows,
+                rule, walks);
 }
 
 cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t num_rows,

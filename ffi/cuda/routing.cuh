@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "nvfp4.h"
+
 namespace nvfp4 {
 
 // `rows` consecutive sorted rows, all of one expert.
@@ -17,28 +19,53 @@ struct RowTile {
 struct ExpertRows {
   int32_t* starts;     // [e + 1]: expert i owns sorted rows starts[i] to starts[i + 1]
   int32_t* slots;      // [rows]: slot of a sorted row; null where rows come sorted
-  RowTile* tiles;      // [MaxTiles(rows, e, rows of a tile)]
+  RowTile* tiles;      // [MaxTiles(rows, e, rows of a tile)], by expert
   int32_t* num_tiles;  // [1]
+  int32_t* counts;     // [kMaxSegments, e]: rows of an expert in a segment of the slots
 };
+
+constexpr int64_t kMaxSegments = 32;
 
 // Each expert that has rows ends in at most one tile that is not full.
 constexpr int64_t MaxTiles(int64_t rows, int64_t experts, int64_t tile_rows) {
   return rows / tile_rows + (rows < experts ? rows : experts);
 }
 
-// A product is a line of steps: for each tile of rows, for each block of weight rows, for each 64
-// of k one step. Blocks of threads cut the line into equal parts, wherever that falls; a part that
-// begins inside a sum over k hands its share to the block before it (see partial_sums.cuh).
-struct Start {
-  int32_t tile;
-  int32_t step;  // in this tile
+// How many rows a tile may have, and what a sum of a tile costs: as many units as it has rows, and
+// at least `min_cost`, which is where reading the weights takes as long as the product.
+struct TileRule {
+  int32_t tile_rows;
+  int32_t min_cost;
 };
 
-// How the line of one product is cut. `starts` [blocks + 1]: block b works from starts[b] to
-// starts[b + 1]. `ready` [kReadyFlags * blocks] are zeroed here and raised by the product.
+// The tiles of one expert: `size` rows each, but the last may have fewer.
+struct ExpertTiles {
+  int32_t count;
+  int32_t size;
+};
+
+// As equal as multiples of 8 allow.
+NVFP4_HOST_DEVICE ExpertTiles CutRows(int32_t rows, int32_t tile_rows) {
+  const int32_t count = (rows + tile_rows - 1) / tile_rows;
+  return {count, count == 0 ? 0 : ((rows + count - 1) / count + 7) / 8 * 8};
+}
+
+// A product is a line of sums, each one tile of rows by one block of weight rows over all of k, in
+// `k_steps` steps. The first sums go around to the blocks of threads, sum s to block s % blocks,
+// so that what runs together shares weights and rows in the L2 cache; the last ones, fewer than
+// two a block, are a line of steps that is cut into parts of equal cost, wherever that falls: a
+// part that begins inside a sum hands its share to the block before it (see partial_sums.cuh).
+struct Start {
+  int32_t sum;
+  int32_t step;  // in this sum
+};
+
+// How the line of one product is cut. `starts` [blocks + 1]: sums before starts[0].sum go around;
+// of the others block b works from starts[b] to starts[b + 1]. `ready` [kReadyFlags * blocks] are
+// zeroed here and raised by the product.
 struct Walk {
   int32_t blocks;
-  int32_t k_tiles;   // steps of a sum over k
+  int32_t k_steps;
   int32_t m_blocks;  // blocks of weight rows
   Start* starts;
   int32_t* ready;
@@ -50,14 +77,7 @@ struct Walks {
   Walk walk[2];
 };
 
-constexpr int kReadyFlags = 4;  // of a block: one for each of its warpgroups
-
-// How many rows a tile may have, and what a step of a tile costs: as many units as it has rows,
-// and at least `min_cost`, which is where reading the weights takes as long as the product.
-struct TileRule {
-  int32_t tile_rows;
-  int32_t min_cost;
-};
+constexpr int kReadyFlags = 8;  // of a block: one for each of its warpgroups
 
 // Sorts the slots 0 to num_slots - 1 by expert_ids[slot], keeping their order within an expert.
 // Slots whose id is not in [0, num_experts) are left out. At most 65535 slots. Writes `walks`.

@@ -36,9 +36,19 @@ __device__ __forceinline__ void ArriveExpect(uint32_t barrier, uint32_t bytes) {
                : "memory");
 }
 
-// Arrives once this thread's earlier cp.async have landed; one of the barrier's own arrivals.
-__device__ __forceinline__ void ArriveAfterCopies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+// 16 bytes to shared memory, without the L1 cache: `bytes` (0 or 16) of them read, the rest zeros.
+__device__ __forceinline__ void CopyOrZero(uint32_t target, const void* source, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;"); }
+
+// Returns when at most the last kGroups groups of this thread's copies are still under way.
+template <int kGroups>
+__device__ __forceinline__ void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 __device__ __forceinline__ void WaitBarrier(uint32_t barrier, uint32_t phase) {
@@ -89,11 +99,17 @@ __device__ __forceinline__ void ShrinkRegisters() {
 }
 
 // Descriptor of a K-major tile of 16-bit elements, rows of 128 bytes in the 128-byte swizzle (16
-// bytes c of row r at c ^ r % 8), 1024-byte aligned; 16 elements of k further is + 2.
+// bytes c of row r at c ^ r % 8), 1024-byte aligned: its low word for a tile in shared memory, to
+// which 2 is added for 16 elements of k further, and the whole from that.
+__device__ __forceinline__ uint32_t DescriptorAddress(uint32_t tile) {
+  return tile / 16 | 1u << 16;
+}
+
 __device__ __forceinline__ uint64_t TileDescriptor(uint32_t address) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | ((address >> 4) & 0x3fff);
+  constexpr uint32_t kSwizzle128 = 1u << 30, kEightRows = 1024 >> 4;
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(address), "n"(kSwizzle128 | kEightRows));
+  return descriptor;
 }
 
 __device__ __forceinline__ void WgmmaFence() {
@@ -116,45 +132,23 @@ __device__ __forceinline__ void WgmmaWait() {
 template <typename T, int kN>
 struct Wgmma;
 
-#define NVFP4_SUMS_8(s) "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3])
-#define NVFP4_SUMS_16(s) \
-  "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7])
-#define NVFP4_SUMS_24(s)                                                                          \
-  "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), \
-      "+f"(s[8]), "+f"(s[9]), "+f"(s[10]), "+f"(s[11])
-#define NVFP4_SUMS_32(s)                                                                          \
-  "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), \
-      "+f"(s[8]), "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]),    \
-      "+f"(s[15])
-#define NVFP4_SUMS_48(s)                                                                          \
-  "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), \
-      "+f"(s[8]), "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]),    \
-      "+f"(s[15]), "+f"(s[16]), "+f"(s[17]), "+f"(s[18]), "+f"(s[19]), "+f"(s[20]), "+f"(s[21]),  \
-      "+f"(s[22]), "+f"(s[23])
-#define NVFP4_SUMS_64(s)                                                                          \
-  "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), \
-      "+f"(s[8]), "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]),    \
-      "+f"(s[15]), "+f"(s[16]), "+f"(s[17]), "+f"(s[18]), "+f"(s[19]), "+f"(s[20]), "+f"(s[21]),  \
-      "+f"(s[22]), "+f"(s[23]), "+f"(s[24]), "+f"(s[25]), "+f"(s[26]), "+f"(s[27]), "+f"(s[28]),  \
-      "+f"(s[29]), "+f"(s[30]), "+f"(s[31])
-#define NVFP4_SUMS_96(s)                                                                          \
-  "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), \
-      "+f"(s[8]), "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]),    \
-      "+f"(s[15]), "+f"(s[16]), "+f"(s[17]), "+f"(s[18]), "+f"(s[19]), "+f"(s[20]), "+f"(s[21]),  \
-      "+f"(s[22]), "+f"(s[23]), "+f"(s[24]), "+f"(s[25]), "+f"(s[26]), "+f"(s[27]), "+f"(s[28]),  \
-      "+f"(s[29]), "+f"(s[30]), "+f"(s[31]), "+f"(s[32]), "+f"(s[33]), "+f"(s[34]), "+f"(s[35]),  \
-      "+f"(s[36]), "+f"(s[37]), "+f"(s[38]), "+f"(s[39]), "+f"(s[40]), "+f"(s[41]), "+f"(s[42]),  \
-      "+f"(s[43]), "+f"(s[44]), "+f"(s[45]), "+f"(s[46]), "+f"(s[47])
-#define NVFP4_SUMS_128(s)                                                                         \
-  "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7]), \
-      "+f"(s[8]), "+f"(s[9]), "+f"(s[10]), "+f"(s[11]), "+f"(s[12]), "+f"(s[13]), "+f"(s[14]),    \
-      "+f"(s[15]), "+f"(s[16]), "+f"(s[17]), "+f"(s[18]), "+f"(s[19]), "+f"(s[20]), "+f"(s[21]),  \
-      "+f"(s[22]), "+f"(s[23]), "+f"(s[24]), "+f"(s[25]), "+f"(s[26]), "+f"(s[27]), "+f"(s[28]),  \
-      "+f"(s[29]), "+f"(s[30]), "+f"(s[31]), "+f"(s[32]), "+f"(s[33]), "+f"(s[34]), "+f"(s[35]),  \
-      "+f"(s[36]), "+f"(s[37]), "+f"(s[38]), "+f"(s[39]), "+f"(s[40]), "+f"(s[41]), "+f"(s[42]),  \
-      "+f"(s[43]), "+f"(s[44]), "+f"(s[45]), "+f"(s[46]), "+f"(s[47]), "+f"(s[48]), "+f"(s[49]),  \
-      "+f"(s[50]), "+f"(s[51]), "+f"(s[52]), "+f"(s[53]), "+f"(s[54]), "+f"(s[55]), "+f"(s[56]),  \
-      "+f"(s[57]), "+f"(s[58]), "+f"(s[59]), "+f"(s[60]), "+f"(s[61]), "+f"(s[62]), "+f"(s[63])
+#define NVFP4_SUMS_4(s, i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
+#define NVFP4_SUMS_16(s, i) \
+  NVFP4_SUMS_4(s, i), NVFP4_SUMS_4(s, i + 4), NVFP4_SUMS_4(s, i + 8), NVFP4_SUMS_4(s, i + 12)
+#define NVFP4_SUMS_OF_8(s) NVFP4_SUMS_4(s, 0)
+#define NVFP4_SUMS_OF_16(s) NVFP4_SUMS_4(s, 0), NVFP4_SUMS_4(s, 4)
+#define NVFP4_SUMS_OF_24(s) NVFP4_SUMS_4(s, 0), NVFP4_SUMS_4(s, 4), NVFP4_SUMS_4(s, 8)
+#define NVFP4_SUMS_OF_32(s) NVFP4_SUMS_16(s, 0)
+#define NVFP4_SUMS_OF_48(s) NVFP4_SUMS_16(s, 0), NVFP4_SUMS_4(s, 16), NVFP4_SUMS_4(s, 20)
+#define NVFP4_SUMS_OF_64(s) NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16)
+#define NVFP4_SUMS_OF_80(s) \
+  NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16), NVFP4_SUMS_4(s, 32), NVFP4_SUMS_4(s, 36)
+#define NVFP4_SUMS_OF_96(s) NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16), NVFP4_SUMS_16(s, 32)
+#define NVFP4_SUMS_OF_112(s)                                                            \
+  NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16), NVFP4_SUMS_16(s, 32), NVFP4_SUMS_4(s, 48), \
+      NVFP4_SUMS_4(s, 52)
+#define NVFP4_SUMS_OF_128(s) \
+  NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16), NVFP4_SUMS_16(s, 32), NVFP4_SUMS_16(s, 48)
 
 #define NVFP4_WGMMA(type, ptx_type, n, sums_text, rest_text)                                 \
   template <>                                                                                \
@@ -165,7 +159,7 @@ struct Wgmma;
       static_assert(kSize >= n / 2, "room for the sums");                                    \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx_type "." ptx_type   \
                    " {" sums_text "}, " rest_text ", 1, 1, 1, 0;"                            \
-                   : NVFP4_SUMS_##n(sums)                                                    \
+                   : NVFP4_SUMS_OF_##n(sums)                                                 \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                    \
     }                                                                                        \
   };
@@ -187,11 +181,22 @@ NVFP4_WGMMA_BOTH(64,
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
                  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
                  "{%32, %33, %34, %35}, %36")
+NVFP4_WGMMA_BOTH(80,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+                 "%34, %35, %36, %37, %38, %39",
+                 "{%40, %41, %42, %43}, %44")
 NVFP4_WGMMA_BOTH(96,
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
                  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
                  "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47",
                  "{%48, %49, %50, %51}, %52")
+NVFP4_WGMMA_BOTH(112,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+                 "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+                 "%50, %51, %52, %53, %54, %55",
+                 "{%56, %57, %58, %59}, %60")
 NVFP4_WGMMA_BOTH(128,
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
                  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "

@@ -33,19 +33,15 @@ constexpr float kProductUnit = 0x1p19f;
 template <>
 constexpr float kProductUnit<__half> = 0x1p7f;
 
-// Constants in registers: an immediate would cost a logic operation its third input.
+// An argument of the kernel, so that the compiler takes it for a register: as an immediate it would
+// cost a logic operation its third input.
 struct TileConstants {
-  uint32_t first_word = kFirstWordBits;
   uint32_t scale_exponent;
 };
 
 template <typename T>
-__device__ __forceinline__ TileConstants MakeTileConstants() {
-  TileConstants constants;
-  constants.scale_exponent = 0x70007000u;
-  if constexpr (std::is_same_v<T, __half>) constants.scale_exponent = 0x30003000u;
-  asm volatile("" : "+r"(constants.first_word), "+r"(constants.scale_exponent));
-  return constants;
+__host__ __device__ constexpr TileConstants MakeTileConstants() {
+  return {std::is_same_v<T, __half> ? 0x30003000u : 0x70007000u};
 }
 
 __device__ __forceinline__ uint32_t RotateRight(uint32_t word, int bits) {
@@ -104,7 +100,7 @@ __device__ __forceinline__ void UnpackPair(uint32_t a, uint32_t b, uint32_t scal
                                            uint32_t (&odd)[4]) {
   const uint32_t se = StepScales<T>(scales, false, constants.scale_exponent);
   const uint32_t so = StepScales<T>(scales, true, constants.scale_exponent);
-  const uint32_t rest = Select(a, RotateRight(b, 30), constants.first_word);
+  const uint32_t rest = Select(a, RotateRight(b, 30), kFirstWordBits);
   even[0] = ScalePair<T, false>(CodePair<T>(a), se);
   even[1] = ScalePair<T, true>(CodePair<T>(RotateRight(a, 4)), se);
   even[2] = ScalePair<T, false>(CodePair<T>(a << 6), se);

@@ -11,9 +11,10 @@ _EXTENSION = "_nvfp4_cuda"
 _SECTION_BYTES = 256
 _TILE_ROWS = 64
 _CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so many slots
+_SEGMENTS = 32  # that the slots of a chunk are cut into to sort them
 _SM90_CHUNK_SLOTS = 65536
-_SM90_TILE_ROWS = 16  # of the smallest tile
-_SM90_MAX_BLOCKS, _SM90_FLAGS = 768, 4  # of a walk
+_SM90_TILE_ROWS = 8  # of the smallest tile
+_SM90_MAX_BLOCKS, _SM90_FLAGS = 768, 8  # of a walk
 _SM90_PARTIAL_SUMS = 32 << 20
 
 
@@ -45,7 +46,7 @@ def moe_workspace_bytes(
     activated, down = slots * intermediate * dtype.itemsize, 4 * slots * hidden
     return (
         _row_tables(slots, num_experts)
-        + _sections(4 * slots, activated, down)
+        + _sections(4 * slots, 4 * _SEGMENTS * num_experts, activated, down)
         + _quantized_rows(slots, max(hidden, intermediate))
     )
 
@@ -61,7 +62,13 @@ def moe_sm90_workspace_bytes(
     slots = min(tokens, _SM90_CHUNK_SLOTS // max(top_k, 1)) * top_k
     walk = (8 * (_SM90_MAX_BLOCKS + 1), 4 * _SM90_FLAGS * _SM90_MAX_BLOCKS)
     own = _row_tables(slots, num_experts, _SM90_TILE_ROWS) + _sections(
-        4 * slots, *walk, *walk, _SM90_PARTIAL_SUMS, 2 * slots * intermediate, 2 * slots * hidden
+        4 * slots,
+        4 * _SEGMENTS * num_experts,
+        *walk,
+        *walk,
+        _SM90_PARTIAL_SUMS,
+        2 * slots * intermediate,
+        2 * slots * hidden,
     )
     plain = moe_workspace_bytes(
         tokens, top_k, num_experts, hidden, intermediate, gated=gated, dtype=dtype

@@ -1,0 +1,77 @@
+// The part of a product that one block of threads works on, piece by piece (see routing.cuh).
+#pragma once
+
+#include "routing.cuh"
+
+namespace nvfp4 {
+
+// Steps begin to end of one sum.
+struct Piece {
+  RowTile tile;
+  int32_t sum;
+  int32_t m_block;
+  int32_t begin;
+  int32_t end;
+};
+
+// Blocks of weight rows that all tiles of an expert pass through before the next ones: with the
+// rows of eight of them in the L2 cache, weights and rows are each read from memory about once.
+constexpr int32_t kGroupBlocks = 8;
+
+// The tile and the block of weight rows of sum `sum`.
+__device__ __forceinline__ void FindSum(const ExpertRows& rows, const TileRule& rule,
+                                        int32_t m_blocks, int32_t sum, Piece* piece) {
+  const int32_t index = sum / m_blocks;
+  const RowTile tile = rows.tiles[index];
+  const int32_t start = rows.starts[tile.expert], end = rows.starts[tile.expert + 1];
+  const ExpertTiles tiles = CutRows(end - start, rule.tile_rows);
+  piece->sum = sum;
+  const int32_t first = index - (tile.row - start) / tiles.size;
+  const int32_t place = sum - first * m_blocks;
+  const int32_t group = place / (kGroupBlocks * tiles.count);
+  const int32_t rest = place - group * kGroupBlocks * tiles.count;
+  const int32_t width = min(kGroupBlocks, m_blocks - group * kGroupBlocks);
+  const int32_t tile_index = rest / width;
+  piece->m_block = group * kGroupBlocks + rest - tile_index * width;
+  const int32_t row = start + tile_index * tiles.size;
+  piece->tile = {tile.expert, row, min(tiles.size, end - row)};
+}
+
+// Goes over the pieces of this block. Where its part ends is loaded again for each piece, which
+// saves registers in the loops between.
+struct Pieces {
+  const ExpertRows& rows;
+  const TileRule& rule;
+  const Walk& walk;
+  int32_t next;  // of the sums that go around
+  Start at;
+  Piece piece;
+
+  __device__ __forceinline__ Pieces(const ExpertRows& rows_in, const TileRule& rule_in,
+                                    const Walk& walk_in)
+      : rows(rows_in),
+        rule(rule_in),
+        walk(walk_in),
+        next(static_cast<int32_t>(blockIdx.x)),
+        at(walk.starts[blockIdx.x]) {}
+
+  // Moves on to the next piece; false after the last.
+  __device__ __forceinline__ bool Next() {
+    const Start stop = walk.starts[blockIdx.x + 1];
+    piece.begin = 0;
+    piece.end = walk.k_steps;
+    if (next < walk.starts[0].sum) {
+      FindSum(rows, rule, walk.m_blocks, next, &piece);
+      next += walk.blocks;
+      return true;
+    }
+    if (at.sum > stop.sum || (at.sum == stop.sum && at.step >= stop.step)) return false;
+    piece.begin = at.step;
+    if (at.sum == stop.sum) piece.end = stop.step;
+    FindSum(rows, rule, walk.m_blocks, at.sum, &piece);
+    at = {at.sum + 1, 0};
+    return true;
+  }
+};
+
+}  // namespace nvfp4
