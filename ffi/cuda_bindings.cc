@@ -109,6 +109,7 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
                   "nvfp4_moe");
 }
 
+template <bool kHopper>
 ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer packed,
                        ffi::AnyBuffer block_scale, ffi::AnyBuffer global_scale,
                        ffi::AnyBuffer input_scale, ffi::AnyBuffer bias, ffi::AnyBuffer group_sizes,
@@ -122,11 +123,19 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.shape.m, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (packed)", call.shape.n_pad, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.shape.k, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmWorkspaceBytes(call.shape)));
+  const GroupedGemmShape& shape = call.shape;
+  const bool hopper = kHopper && call.type != DataType::kF32 &&
+                      call.activation_scale == ActivationScale::kNone &&
+                      std::max({shape.n, shape.k, shape.parts}) <= kMaxSm90Extent &&
+                      shape.m <= kMaxSm90Rows && shape.m * (shape.k / 8) < int64_t{1} << 32;
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, hopper ? GroupedGemmSm90WorkspaceBytes(shape)
+                                                           : GroupedGemmWorkspaceBytes(shape)));
   const GroupedGemmBuffers buffers = {
       x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
       Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
-  return FromCuda(LaunchGroupedGemm(stream, call, buffers), "nvfp4_grouped_gemm");
+  return FromCuda(hopper ? LaunchGroupedGemmSm90(stream, call, buffers)
+                         : LaunchGroupedGemm(stream, call, buffers),
+                  "nvfp4_grouped_gemm");
 }
 
 ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
@@ -176,19 +185,24 @@ auto BindMoE() {
 XLA_FFI_DEFINE_HANDLER(kMoE, MoE<false>, BindMoE(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMoESm90, MoE<true>, BindMoE(), {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(kGroupedGemm, GroupedGemm,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x             [m, k]
-                           .Arg<ffi::AnyBuffer>()  // packed        [e, n, k/2] in tiles
-                           .Arg<ffi::AnyBuffer>()  // block_scale   [e, n, k/16] in tiles
-                           .Arg<ffi::AnyBuffer>()  // global_scale  [e, parts]
-                           .Arg<ffi::AnyBuffer>()  // input_scale   [e] or [0]
-                           .Arg<ffi::AnyBuffer>()  // bias          [e, n] or [0, 0]
-                           .Arg<ffi::AnyBuffer>()  // group_sizes   [e]
-                           .Ret<ffi::AnyBuffer>()  // y             [m, n]
-                           .Ret<ffi::AnyBuffer>()  // workspace     [bytes]
-                           .Attr<std::string_view>("activation_scale"),
+auto BindGroupedGemm() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()  // x             [m, k]
+      .Arg<ffi::AnyBuffer>()  // packed        [e, n, k/2] in tiles
+      .Arg<ffi::AnyBuffer>()  // block_scale   [e, n, k/16] in tiles
+      .Arg<ffi::AnyBuffer>()  // global_scale  [e, parts]
+      .Arg<ffi::AnyBuffer>()  // input_scale   [e] or [0]
+      .Arg<ffi::AnyBuffer>()  // bias          [e, n] or [0, 0]
+      .Arg<ffi::AnyBuffer>()  // group_sizes   [e]
+      .Ret<ffi::AnyBuffer>()  // y             [m, n]
+      .Ret<ffi::AnyBuffer>()  // workspace     [bytes]
+      .Attr<std::string_view>("activation_scale");
+}
+
+XLA_FFI_DEFINE_HANDLER(kGroupedGemm, GroupedGemm<false>, BindGroupedGemm(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm90, GroupedGemm<true>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
@@ -211,7 +225,8 @@ nb::dict Registrations() {
   for (const char* suffix : {"w4a16_sm80", "w4a16_sm90", "w4a4_sm100", "w4a4_sm120"}) {
     const bool hopper = std::string_view(suffix) == "w4a16_sm90";
     targets[(std::string("nvfp4_moe_") + suffix).c_str()] = Capsule(hopper ? kMoESm90 : kMoE);
-    targets[(std::string("nvfp4_grouped_gemm_") + suffix).c_str()] = Capsule(kGroupedGemm);
+    targets[(std::string("nvfp4_grouped_gemm_") + suffix).c_str()] =
+        Capsule(hopper ? kGroupedGemmSm90 : kGroupedGemm);
   }
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   return targets;
@@ -239,6 +254,12 @@ NB_MODULE(_nvfp4_cuda, m) {
         return nvfp4::MoESm90WorkspaceBytes({t, top_k, e, h, i, 2 * i});
       },
       "Bytes of workspace that an expert layer on the kernels of sm_90a checks for.");
+  m.def(
+      "grouped_gemm_sm90_workspace_bytes",
+      [](int64_t m, int64_t e, int64_t n, int64_t k) {
+        return nvfp4::GroupedGemmSm90WorkspaceBytes({m, n, n, k, e, 1});
+      },
+      "Bytes of workspace that a grouped product on the kernels of sm_90a checks for.");
   m.def(
       "grouped_gemm_workspace_bytes",
       [](int64_t m, int64_t e, int64_t n, int64_t k) {

@@ -6,7 +6,10 @@ import numpy as np
 from float64_layer import Layer, Options
 
 from jax_nvfp4_moe import _ffi
-from jax_nvfp4_moe.backends.cuda import grouped_gemm_workspace_bytes, moe_sm90_workspace_bytes
+from jax_nvfp4_moe.backends.cuda import (
+    grouped_gemm_sm90_workspace_bytes,
+    moe_sm90_workspace_bytes,
+)
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 
 MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90", "w4a4_sm100", "w4a4_sm120")
@@ -70,7 +73,7 @@ def grouped_gemm(
     """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x."""
     (m, k), (e, n, _) = x.shape, packed.shape
     packed, block_scale = to_layout(packed, block_scale, find_layout("mma_64x64"))
-    workspace = grouped_gemm_workspace_bytes(m, e, n, k, dtype=x.dtype)
+    workspace = grouped_gemm_sm90_workspace_bytes(m, e, n, k, dtype=x.dtype)
     outputs = (
         jax.ShapeDtypeStruct((m, n), x.dtype),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),

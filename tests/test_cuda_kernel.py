@@ -22,6 +22,7 @@ import pytest
 from float64_layer import E4M3, Options
 
 from jax_nvfp4_moe.backends.cuda import (
+    grouped_gemm_sm90_workspace_bytes,
     grouped_gemm_workspace_bytes,
     moe_sm90_workspace_bytes,
     moe_workspace_bytes,
@@ -475,3 +476,6 @@ def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
         assert hopper == max(ours, _nvfp4_cuda.moe_sm90_workspace_bytes(tokens, top_k, e, h, i))
         ours = grouped_gemm_workspace_bytes(tokens, e, i, h, dtype=dtype)
         assert ours == _nvfp4_cuda.grouped_gemm_workspace_bytes(tokens, e, i, h)
+        hopper = grouped_gemm_sm90_workspace_bytes(tokens, e, i, h, dtype=dtype)
+        own = _nvfp4_cuda.grouped_gemm_sm90_workspace_bytes(tokens, e, i, h)
+        assert hopper == max(ours, own)

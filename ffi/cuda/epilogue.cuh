@@ -65,10 +65,10 @@ __device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert
     const int row = i == 0 ? low : p.gated() ? low + p.columns : low + 8;
     rows.scale[i] = rows.bias[i] = 0.0f;
     if (row >= all_rows) continue;  // padding
-    const int part = alternate ? row & 1 : static_cast<int>(2 * row >= all_rows);
-    rows.scale[i] =
-        unit *
-        p.weight.global_scale[static_cast<int64_t>(expert) * p.parts + (p.parts == 1 ? 0 : part)];
+    int part = 0;                   // row * parts / all_rows
+    if (p.parts == 2) part = alternate ? row & 1 : static_cast<int>(2 * row >= all_rows);
+    if (p.parts > 2) part = static_cast<int>(static_cast<int64_t>(row) * p.parts / all_rows);
+    rows.scale[i] = unit * p.weight.global_scale[static_cast<int64_t>(expert) * p.parts + part];
     if (p.weight.bias != nullptr) {
       rows.bias[i] = p.weight.bias[static_cast<int64_t>(expert) * p.bias_rows + row];
     }

@@ -450,16 +450,16 @@ constexpr Variant MakeVariant(int64_t max_mean_rows) {
 }
 
 constexpr Variant kVariants[] = {
-    MakeVariant<Rows8>(0),   MakeVariant<Rows16>(5),          MakeVariant<Rows32>(18),
+    MakeVariant<Rows8>(-1),  MakeVariant<Rows16>(5),          MakeVariant<Rows32>(18),
     MakeVariant<Rows64>(40), MakeVariant<Rows128>(INT64_MAX),
 };
 
 const Variant& ChooseVariant(int64_t rows, int64_t experts) {
-  if (rows <= kFewRows) return kVariants[0];
-  // From the second on: with many experts an expert may have several rows where the mean is 0.
+  if (experts > 1 && rows <= kFewRows) return kVariants[0];
   const int64_t mean = rows / std::max<int64_t>(experts, 1);
-  for (size_t i = 1; i < std::size(kVariants); ++i) {
-    if (mean <= kVariants[i].max_mean_rows) return kVariants[i];
+  for (const Variant& variant : kVariants) {
+    // One expert has them all; of many, some have several times the mean.
+    if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
   }
   return kVariants[std::size(kVariants) - 1];
 }

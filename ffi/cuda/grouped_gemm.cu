@@ -1,8 +1,8 @@
 // y[r] = W[e(r)] @ x[r] * global_scale + bias for rows that come sorted by expert.
 //
-// Launches: tiles from group_sizes (routing.cu), quantization of x where asked (quantize.cu), the
-// product (plain_gemm.cu), and zeros for the rows that no expert owns. A linear layer is the
-// case of one expert. All grouped targets of the extension run this sequence.
+// Launches: tiles from group_sizes and zeros for the rows that no expert owns (routing.cu),
+// quantization of x where asked (quantize.cu), the product (plain_gemm.cu). A linear layer is the
+// case of one expert. All grouped targets but those of grouped_gemm_sm90.cu run this sequence.
 #include "elements.cuh"
 #include "launch_kernel.cuh"
 #include "plain_gemm.cuh"
@@ -11,8 +11,6 @@
 
 namespace nvfp4 {
 namespace {
-
-constexpr int kThreads = 256;
 
 struct GroupedGemmWorkspace {
   ExpertRows rows;
@@ -29,22 +27,6 @@ GroupedGemmWorkspace TakeGroupedGemmWorkspace(void* buffer, const GroupedGemmSha
   return workspace;
 }
 
-constexpr int kRowsOfBlock = 64;
-
-// Rows from *num_rows to m.
-__global__ void __launch_bounds__(kThreads)
-    ZeroRows(const int32_t* num_rows, int64_t m, int64_t row_bytes, uint8_t* y) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRowsOfBlock;
-  const int64_t begin = first > *num_rows ? first : *num_rows;
-  const int64_t end = first + kRowsOfBlock < m ? first + kRowsOfBlock : m;
-  // Elements have 2 or 4 bytes, so rows are whole in 16-bit words.
-  uint16_t* words = reinterpret_cast<uint16_t*>(y);
-  for (int64_t i = begin * (row_bytes / 2) + threadIdx.x; i < end * (row_bytes / 2);
-       i += kThreads) {
-    words[i] = 0;
-  }
-}
-
 }  // namespace
 
 int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape) {
@@ -58,7 +40,8 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
   const GroupedGemmWorkspace workspace = TakeGroupedGemmWorkspace(buffers.workspace, shape);
   if (shape.m == 0 || shape.n == 0) return cudaSuccess;
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
-                                              workspace.rows, kPlainRule, Walks{}));
+                                              workspace.rows, kPlainRule, Walks{},
+                                              {buffers.y, shape.n * Bytes(call.type)}));
 
   PlainLeft left = {buffers.x, nullptr, 1, nullptr, nullptr, nullptr, nullptr};
   if (quantized) {
@@ -92,11 +75,7 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
   gemm.k = static_cast<int32_t>(shape.k);
   gemm.columns = static_cast<int32_t>(shape.n);
   gemm.output = {buffers.y, call.type, nullptr};
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchPlainGemm(stream, gemm));
-  const dim3 zero_grid(static_cast<unsigned>(CeilDiv(shape.m, kRowsOfBlock)));
-  return Launch(stream, zero_grid, kThreads, ZeroRows,
-                static_cast<const int32_t*>(workspace.rows.starts + shape.e), shape.m,
-                shape.n * Bytes(call.type), static_cast<uint8_t*>(buffers.y));
+  return LaunchPlainGemm(stream, gemm);
 }
 
 }  // namespace nvfp4

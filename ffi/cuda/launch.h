@@ -75,6 +75,13 @@ int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
                               const GroupedGemmBuffers& buffers);
 
+// The same on Hopper; call.type is bf16 or f16, activations are not quantized, n, k and parts are
+// at most kMaxSm90Extent, m * k is below 2^35 and m at most kMaxSm90Rows.
+constexpr int64_t kMaxSm90Rows = 1 << 18;
+int64_t GroupedGemmSm90WorkspaceBytes(const GroupedGemmShape& shape);
+cudaError_t LaunchGroupedGemmSm90(cudaStream_t stream, const GroupedGemmCall& call,
+                                  const GroupedGemmBuffers& buffers);
+
 struct QuantizeBuffers {
   const void* x;              // [m, k]
   const float* global_scale;  // []

@@ -280,16 +280,30 @@ __global__ void __launch_bounds__(kThreads, 1)
   WriteTilesAndWalks(&tables, num_experts, rows, rule, walks);
 }
 
+constexpr int kZeroedRows = 64;  // of a block
+
+// The first block writes the tables, all of them zeros.
 __global__ void __launch_bounds__(kThreads, 1)
     GroupTiles(const int32_t* group_sizes, int num_rows, int num_experts, ExpertRows rows,
-               TileRule rule, Walks walks) {
+               TileRule rule, Walks walks, OutputRows y) {
   __shared__ Tables tables;
   __shared__ int32_t size[kMaxExperts];
+#if __CUDA_ARCH__ >= 900
+  StartNextKernel();
+#endif
   if (threadIdx.x == 0) tables.size = size;
   for (int i = threadIdx.x; i < num_experts; i += kThreads) tables.starts[i] = group_sizes[i];
   __syncthreads();
   PrefixSum(tables.starts, num_experts, num_rows);
-  WriteTilesAndWalks(&tables, num_experts, rows, rule, walks);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kZeroedRows;
+  const int64_t begin = max(first, static_cast<int64_t>(tables.starts[num_experts]));
+  const int64_t end = min(first + kZeroedRows, static_cast<int64_t>(num_rows));
+  uint16_t* words = static_cast<uint16_t*>(y.values);
+  for (int64_t i = begin * (y.row_bytes / 2) + threadIdx.x; i < end * (y.row_bytes / 2);
+       i += kThreads) {
+    words[i] = 0;
+  }
+  if (blockIdx.x == 0) WriteTilesAndWalks(&tables, num_experts, rows, rule, walks);
 }
 
 }  // namespace
@@ -311,9 +325,10 @@ cudaError_t LaunchSortByExpert(cudaStream_t stream, const int32_t* expert_ids, i
 
 cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t num_rows,
                              int64_t num_experts, const ExpertRows& rows, const TileRule& rule,
-                             const Walks& walks) {
-  return Launch(stream, dim3(1), kThreads, GroupTiles, group_sizes, static_cast<int>(num_rows),
-                static_cast<int>(num_experts), rows, rule, walks);
+                             const Walks& walks, const OutputRows& y) {
+  return Launch(stream, dim3(static_cast<unsigned>(CeilDiv(num_rows, kZeroedRows))), kThreads,
+                GroupTiles, group_sizes, static_cast<int>(num_rows), static_cast<int>(num_experts),
+                rows, rule, walks, y);
 }
 
 }  // namespace nvfp4

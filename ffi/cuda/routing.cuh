@@ -85,9 +85,16 @@ cudaError_t LaunchSortByExpert(cudaStream_t stream, const int32_t* expert_ids, i
                                int64_t num_experts, const ExpertRows& rows, const TileRule& rule,
                                const Walks& walks);
 
-// The same tables for rows that are sorted already, from the number of rows of each expert.
+// Rows of a product's output; those that no expert owns become zeros.
+struct OutputRows {
+  void* values;
+  int64_t row_bytes;  // even
+};
+
+// The same tables for rows that are sorted already, from the number of rows of each expert; zeros
+// in the rows of `y` past them.
 cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t num_rows,
                              int64_t num_experts, const ExpertRows& rows, const TileRule& rule,
-                             const Walks& walks);
+                             const Walks& walks, const OutputRows& y);
 
 }  // namespace nvfp4

@@ -14,7 +14,8 @@ _CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so man
 _SEGMENTS = 32  # that the slots of a chunk are cut into to sort them
 _SM90_CHUNK_SLOTS = 65536
 _SM90_TILE_ROWS = 8  # of the smallest tile
-_SM90_MAX_BLOCKS, _SM90_FLAGS = 768, 8  # of a walk
+_SM90_MAX_BLOCKS, _SM90_FLAGS = 768, 8
+_SM90_WALK = (8 * (_SM90_MAX_BLOCKS + 1), 4 * _SM90_FLAGS * _SM90_MAX_BLOCKS)
 _SM90_PARTIAL_SUMS = 32 << 20
 
 
@@ -60,12 +61,11 @@ def moe_sm90_workspace_bytes(
     sums over in float32; or for the plain ones, which run float32 and quantized activations.
     """
     slots = min(tokens, _SM90_CHUNK_SLOTS // max(top_k, 1)) * top_k
-    walk = (8 * (_SM90_MAX_BLOCKS + 1), 4 * _SM90_FLAGS * _SM90_MAX_BLOCKS)
     own = _row_tables(slots, num_experts, _SM90_TILE_ROWS) + _sections(
         4 * slots,
         4 * _SEGMENTS * num_experts,
-        *walk,
-        *walk,
+        *_SM90_WALK,
+        *_SM90_WALK,
         _SM90_PARTIAL_SUMS,
         2 * slots * intermediate,
         2 * slots * hidden,
@@ -81,7 +81,21 @@ def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *,
     return _row_tables(rows, num_experts) + _quantized_rows(rows, k)
 
 
-def _record(suffix, devices, status, workspace=moe_workspace_bytes):
+def grouped_gemm_sm90_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
+    """Return the bytes of scratch memory that one grouped product on Hopper needs."""
+    own = _row_tables(rows, num_experts, _SM90_TILE_ROWS) + _sections(
+        *_SM90_WALK, _SM90_PARTIAL_SUMS
+    )
+    return max(own, grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype))
+
+
+def _record(
+    suffix,
+    devices,
+    status,
+    moe_workspace=moe_workspace_bytes,
+    grouped_gemm_workspace=grouped_gemm_workspace_bytes,
+):
     """Return the record of the kernels whose names end in `suffix`."""
     return Backend(
         name=f"moe_{suffix}",
@@ -93,10 +107,8 @@ def _record(suffix, devices, status, workspace=moe_workspace_bytes):
         ),
         layout="mma_64x64",
         lower={
-            "moe_mlp": lower_moe(f"moe_{suffix}", workspace),
-            "grouped_gemm": lower_grouped_gemm(
-                f"grouped_gemm_{suffix}", grouped_gemm_workspace_bytes
-            ),
+            "moe_mlp": lower_moe(f"moe_{suffix}", moe_workspace),
+            "grouped_gemm": lower_grouped_gemm(f"grouped_gemm_{suffix}", grouped_gemm_workspace),
         },
         status=status,
     )
@@ -113,8 +125,9 @@ MOE_W4A4_SM100 = _record(
 MOE_W4A16_SM90 = _record(
     "w4a16_sm90",
     (Device(frozenset(Scheme), (9, 0), (10, 0)),),
-    "wgmma for w4a16 layers in 16 bits, plain kernels for the rest: executed",
+    "wgmma for w4a16 in 16 bits, plain kernels for the rest: executed",
     moe_sm90_workspace_bytes,
+    grouped_gemm_sm90_workspace_bytes,
 )
 # sm_80 code is also the weight-only path of Blackwell.
 MOE_W4A16_SM80 = _record(
