@@ -154,6 +154,64 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer global
   return FromCuda(LaunchQuantize(stream, m, k, type, swizzled, buffers), "nvfp4_quantize_cuda");
 }
 
+struct RouterScoreRecord {
+  std::string_view name;
+  RouterScore kind;
+};
+
+constexpr RouterScoreRecord kRouterScores[] = {
+    {"softmax", RouterScore::kSoftmax},
+    {"sigmoid", RouterScore::kSigmoid},
+    {"sqrt_softplus", RouterScore::kSqrtSoftplus},
+};
+
+ffi::Error CheckRoute(ffi::AnyBuffer logits, ffi::AnyBuffer bias, ffi::AnyBuffer expert_ids,
+                      ffi::AnyBuffer expert_weights, int64_t num_groups, int64_t groups_kept) {
+  NVFP4_RETURN_IF_ERROR(ExpectType("logits", logits.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("bias", bias.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("expert_ids", expert_ids.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("expert_weights", expert_weights.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("logits [t, e]", logits.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("expert_ids [t, k]", expert_ids.dimensions(), 2));
+  const int64_t t = logits.dimensions()[0], e = logits.dimensions()[1];
+  const int64_t top_k = expert_ids.dimensions()[1];
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("bias [e]", bias.dimensions(), {e}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("expert_ids [t, k]", expert_ids.dimensions(), {t, top_k}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("expert_weights [t, k]", expert_weights.dimensions(), {t, top_k}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (logits)", t, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (logits)", e, kMaxExperts));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", top_k, kMaxTopK));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("num_groups", num_groups, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("e (logits)", e, num_groups));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("groups_kept", groups_kept, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("groups_kept", groups_kept, num_groups));
+  return ExpectAtMost("k (expert_ids)", top_k, e / num_groups * groups_kept);
+}
+
+ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer bias,
+                 ffi::Result<ffi::AnyBuffer> expert_ids, ffi::Result<ffi::AnyBuffer> expert_weights,
+                 std::string_view score, bool select_logits, bool renormalize, int32_t num_groups,
+                 int32_t groups_kept, float scaling) {
+  const RouterScoreRecord* record = nullptr;
+  NVFP4_RETURN_IF_ERROR(ExpectName("score", score, kRouterScores, &record));
+  NVFP4_RETURN_IF_ERROR(
+      CheckRoute(logits, bias, *expert_ids, *expert_weights, num_groups, groups_kept));
+  const RouterCall call = {logits.dimensions()[0],
+                           static_cast<int32_t>(logits.dimensions()[1]),
+                           static_cast<int32_t>(expert_ids->dimensions()[1]),
+                           num_groups,
+                           groups_kept,
+                           record->kind,
+                           select_logits,
+                           renormalize,
+                           scaling};
+  const RouterBuffers buffers = {Data<float>(logits), DataOrNull(bias),
+                                 static_cast<int32_t*>(expert_ids->untyped_data()),
+                                 static_cast<float*>(expert_weights->untyped_data())};
+  return FromCuda(LaunchRoute(stream, call, buffers), "nvfp4_route_cuda");
+}
+
 // kCmdBufferCompatible: the handlers only launch kernels, so a CUDA graph may hold them.
 auto BindMoE() {
   return ffi::Ffi::Bind()
@@ -215,6 +273,21 @@ XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
                            .Attr<std::string_view>("scale_layout"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kRoute, Route,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // logits          [t, e]
+                           .Arg<ffi::AnyBuffer>()  // bias            [e] or [0]
+                           .Ret<ffi::AnyBuffer>()  // expert_ids      [t, k]
+                           .Ret<ffi::AnyBuffer>()  // expert_weights  [t, k]
+                           .Attr<std::string_view>("score")
+                           .Attr<bool>("select_logits")
+                           .Attr<bool>("renormalize")
+                           .Attr<int32_t>("num_groups")
+                           .Attr<int32_t>("groups_kept")
+                           .Attr<float>("scaling"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 template <typename Handler>
 nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -229,6 +302,7 @@ nb::dict Registrations() {
         Capsule(hopper ? kGroupedGemmSm90 : kGroupedGemm);
   }
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
+  targets["nvfp4_route_cuda"] = Capsule(kRoute);
   return targets;
 }
 

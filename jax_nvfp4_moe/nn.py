@@ -19,7 +19,8 @@ from jax_nvfp4_moe.backends.choice import log_scheme
 from jax_nvfp4_moe.ops.grouped_gemm import linear
 from jax_nvfp4_moe.ops.moe import DTYPES, moe_mlp
 from jax_nvfp4_moe.ops.prepare import prepare, prepare_linear
-from jax_nvfp4_moe.routing import Router, route
+from jax_nvfp4_moe.ops.route import route
+from jax_nvfp4_moe.routing import Router
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
 from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor, quantize
 
@@ -243,15 +244,27 @@ class NVFP4MoE(_Settled):
     ) -> tuple[Int32[Array, "... k"], Float[Array, "... k"]]:
         """Choose the experts of each token, best first, and their float32 weights.
 
-        Logits are ``x @ router_weight.T`` in float32; see `routing.route` for what follows.
+        Logits are ``x @ router_weight.T`` in float32; see `routing.route` for what follows. The
+        block's `backend` names an expert kernel and says nothing of the router's.
         """
         with jax.named_scope("router"):
-            rows = x.reshape(-1, x.shape[-1]).astype(self.dtype).astype(jnp.float32)
-            weight = self.router_weight.get_value().astype(jnp.float32)
-            logits = jnp.matmul(rows, weight.T, precision=lax.Precision.HIGHEST)
-            ids, weights = route(self.router, logits, _value(self.router_bias))
+            logits = self._logits(x.reshape(-1, x.shape[-1]).astype(self.dtype))
+            bias = _value(self.router_bias)
+            ids, weights = route(self.router, logits, bias, target=self.target)
             lead = (*x.shape[:-1], self.router.top_k)
             return ids.reshape(lead), weights.reshape(lead)
+
+    def _logits(self, rows):
+        """Return the router's float32 logits ``[t, e]`` of rows ``[t, h]``.
+
+        A GPU sums exact products of bfloat16 in float32, so both operands go in as they are. XLA's
+        CPU dot of bfloat16 loses up to twice as much as that of float32.
+        """
+        weight = self.router_weight.get_value()
+        exact = rows.dtype == weight.dtype == jnp.bfloat16
+        if exact and self.target.platform == "cuda":
+            return dense(rows, weight)
+        return dense(rows.astype(jnp.float32), weight.astype(jnp.float32))
 
     def experts(
         self,

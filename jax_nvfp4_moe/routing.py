@@ -97,7 +97,7 @@ def route(
     implementations compute them.
     """
     logits = logits.astype(jnp.float32)
-    _check_experts(router, logits.shape[-1])
+    check_experts(router, logits.shape[-1])
     if router.select == "logits":
         best, ids = lax.top_k(logits, router.top_k)
         weights = _SCORES[router.score](best)
@@ -124,7 +124,12 @@ def _drop_groups(router, choice):
     return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(t, e)
 
 
-def _check_experts(router, num_experts):
+def check_experts(router: Router, num_experts: int) -> None:
+    """Check that the experts fill the groups of `router` and are enough for it.
+
+    Raises:
+      ValueError: they do not, or are not.
+    """
     if num_experts % router.num_groups:
         raise ValueError(
             f"num_groups: expected a divisor of {num_experts} experts, got {router.num_groups}"

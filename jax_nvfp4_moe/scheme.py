@@ -146,8 +146,8 @@ class Problem:
     """The static facts of one op: all that a choice of backend may depend on.
 
     Attributes:
-      op: "moe_mlp", "grouped_gemm", "linear" or "quantize_nvfp4".
-      scheme: the numbers; None for quantize_nvfp4.
+      op: "moe_mlp", "grouped_gemm", "linear", "quantize_nvfp4" or "route".
+      scheme: the numbers; None for quantize_nvfp4 and route.
       target: the device.
       dtype: name of the activations' dtype.
       num_experts, top_k, hidden, intermediate: the layer's sizes; a product has hidden = k and

@@ -14,6 +14,9 @@ import ml_dtypes
 import numpy as np
 from float64_layer import Options
 
+from jax_nvfp4_moe import ops
+from jax_nvfp4_moe.routing import Router
+
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 
 # tokens, top_k, experts, hidden, intermediate, lowest and highest expert id
@@ -22,6 +25,14 @@ LAYERS = (
     (70, 3, 5, 80, 48, -2, 7),
     (67, 1, 3, 16, 16, 1, 2),
     (3, 32, 512, 32, 16, 0, 512),
+)
+# tokens, experts, router
+ROUTERS = (
+    (0, 8, Router(2)),
+    (1, 60, Router(8, select="logits")),
+    (70, 96, Router(9, score="sigmoid", num_groups=48, groups_kept=9)),
+    (70, 512, Router(32, score="sqrt_softplus", num_groups=8, groups_kept=4)),
+    (6, 1024, Router(32, num_groups=1024, groups_kept=40)),
 )
 OPTIONS = (
     Options(),
@@ -74,6 +85,16 @@ def run_quantizer(dtype, scale_layout):
     check(f"quantizer {np.dtype(dtype)} {scale_layout} scales", block_scale)
 
 
+def run_router(tokens, experts, router):
+    """Route with a correction."""
+    rng = np.random.default_rng(3)
+    logits = jnp.asarray(rng.normal(0, 2, (tokens, experts)), jnp.float32)
+    bias = jnp.asarray(rng.normal(0, 0.3, experts), jnp.float32)
+    ids, weights = ops.route(router, logits, bias, backend="route_cuda")
+    check(f"router {tokens} {experts} {router} ids", ids)
+    check(f"router {tokens} {experts} {router} weights", weights)
+
+
 def main():
     """Run everything once."""
     cuda_calls.register()
@@ -84,6 +105,8 @@ def main():
         run_product(dtype, "static")
         run_quantizer(dtype, "linear")
         run_quantizer(dtype, "swizzle_128x4")
+    for case in ROUTERS:
+        run_router(*case)
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
     # 1040 tokens of 32 experts are one chunk of 32768 slots and a short one.

@@ -78,6 +78,16 @@ def test_router_logits_are_float32():
     assert int(moe.route(x)[0][0, 0]) == 5
 
 
+def test_a_gpu_multiplies_bfloat16_logits_as_they_are():
+    """One dot of bfloat16 summed in float32, then one kernel; no copy of the weight in float32."""
+    moe = make(target=HOPPER)
+    traced = jax.jit(lambda moe, x: moe.route(x)).trace(moe, tokens(4))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "(tensor<4x64xbf16>, tensor<8x64xbf16>) -> tensor<4x8xf32>" in text
+    assert "nvfp4_route_cuda" in text
+    assert "8x64xf32" not in text
+
+
 def test_a_correction_moves_the_choice_and_not_the_weights():
     router = Router(1, score="sigmoid", renormalize=False)
     bias = jnp.zeros(8).at[6].set(100.0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.backends import BACKENDS
+from jax_nvfp4_moe.backends import BACKENDS, choice
 from jax_nvfp4_moe.backends.choice import log_scheme
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_backend, choose_scheme
 from jax_nvfp4_moe.testing import random_moe_params
@@ -107,6 +107,31 @@ def test_choose_backend(scheme, target, want, op):
 def test_quantizers_are_found(target):
     want = "quantize_cpu" if target == CPU else "quantize_cuda"
     assert choose_backend(Problem("quantize_nvfp4", None, target), BACKENDS).name == want
+
+
+@pytest.mark.parametrize(
+    ("target", "experts", "want"),
+    [
+        (CPU, 8, "reference"),
+        (cuda(7, 5), 8, "reference"),
+        (cuda(8, 0), 1024, "route_cuda"),
+        (cuda(9, 0), 2048, "reference"),
+        (cuda(12, 1), 8, "route_cuda"),
+    ],
+)
+def test_routers_are_found(target, experts, want):
+    problem = Problem("route", None, target, "float32", num_experts=experts)
+    assert choose_backend(problem, BACKENDS).name == want
+
+
+def test_the_reference_of_a_router_is_nothing_to_warn_of(caplog):
+    choice._log_backend.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jax_nvfp4_moe"):
+        choice.pick(Problem("route", None, CPU, "float32"), None)
+        choice.pick(Problem("quantize_nvfp4", None, cuda(7, 5)), None)
+    said = {r.levelname: r.message for r in caplog.records}
+    assert said["INFO"].startswith("backend reference for route")
+    assert said["WARNING"].startswith("quantize_nvfp4")
 
 
 def test_the_error_carries_every_reason():

@@ -92,4 +92,25 @@ struct QuantizeBuffers {
 cudaError_t LaunchQuantize(cudaStream_t stream, int64_t m, int64_t k, DataType type,
                            bool swizzle_128x4, const QuantizeBuffers& buffers);
 
+enum class RouterScore { kSoftmax, kSigmoid, kSqrtSoftplus };
+
+// What a `Router` of routing.py asks of its logits.
+struct RouterCall {
+  int64_t t;
+  int32_t e, top_k, num_groups, groups_kept;
+  RouterScore score;
+  bool select_logits;  // choose by logit, and score only the chosen ones
+  bool renormalize;
+  float scaling;
+};
+
+struct RouterBuffers {
+  const float* logits;    // [t, e]
+  const float* bias;      // [e] or null
+  int32_t* expert_ids;    // [t, top_k], best first
+  float* expert_weights;  // [t, top_k]
+};
+
+cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& buffers);
+
 }  // namespace nvfp4

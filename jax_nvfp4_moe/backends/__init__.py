@@ -7,6 +7,7 @@ from jax_nvfp4_moe.backends.cuda import (
     MOE_W4A16_SM80,
     MOE_W4A16_SM90,
     QUANTIZE_CUDA,
+    ROUTE_CUDA,
 )
 from jax_nvfp4_moe.backends.reference import REFERENCE
 
@@ -17,6 +18,7 @@ BACKENDS = (
     MOE_W4A16_SM90,
     MOE_W4A16_SM80,
     QUANTIZE_CUDA,
+    ROUTE_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
     REFERENCE,

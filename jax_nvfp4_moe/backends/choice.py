@@ -19,6 +19,9 @@ from jax_nvfp4_moe.scheme import (
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
+# Ops whose reference is as good as a kernel on a CPU: running it there is nothing to warn of.
+_PLAIN_OPS = frozenset({"route"})
+
 
 def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:
     """Return the extensions that `target` would lack if a program ran now.
@@ -61,7 +64,7 @@ def log_conversion(op: str, here: str, there: str) -> None:
 
 @functools.cache
 def _log_backend(op, scheme, target, name, automatic):
-    if automatic and name == "reference":
+    if automatic and name == "reference" and op not in _PLAIN_OPS:
         _LOG.warning("%s %s on %s runs the slow reference; `explain` tells why", op, scheme, target)
     else:
         _LOG.info("backend %s for %s %s on %s", name, op, scheme or "", target)

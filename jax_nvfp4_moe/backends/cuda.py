@@ -1,6 +1,11 @@
 """The CUDA kernels: records and lowerings. The kernels are in ``ffi/cuda``."""
 
-from jax_nvfp4_moe.backends.custom_call import lower_grouped_gemm, lower_moe, lower_quantize
+from jax_nvfp4_moe.backends.custom_call import (
+    lower_grouped_gemm,
+    lower_moe,
+    lower_quantize,
+    lower_route,
+)
 from jax_nvfp4_moe.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Scheme
 
@@ -150,4 +155,19 @@ QUANTIZE_CUDA = Backend(
     layout=CANONICAL,
     lower={"quantize_nvfp4": lower_quantize("quantize_cuda")},
     status="executed",
+)
+
+ROUTE_CUDA = Backend(
+    name="route_cuda",
+    can=Capability(
+        ops=frozenset({"route"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"float32"}),
+        max_experts=1024,
+    ),
+    layout=CANONICAL,
+    lower={"route": lower_route("route_cuda")},
+    status="compiled, executed in emulation",
 )

@@ -135,3 +135,31 @@ def lower_quantize(target):
         return call(x, global_scale, scale_layout=scale_layout)
 
     return lower
+
+
+def lower_route(target):
+    """Return the lowering of `route` to the FFI target ``nvfp4_<target>``.
+
+    Choosing by logits uses neither correction, groups nor renormalization, so it passes none.
+    """
+
+    def lower(router, logits, bias):
+        shape, by_score = (logits.shape[0], router.top_k), router.select == "scores"
+        outputs = (
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        )
+        call = jax.ffi.ffi_call(f"nvfp4_{target}", outputs, vmap_method="sequential")
+        ids, weights = call(
+            logits,
+            bias if bias is not None and by_score else jnp.zeros(0, jnp.float32),
+            score=router.score,
+            select_logits=not by_score,
+            renormalize=router.renormalize and by_score,
+            num_groups=np.int32(router.num_groups if by_score else 1),
+            groups_kept=np.int32(router.groups_kept if by_score else 1),
+            scaling=np.float32(router.scaling),
+        )
+        return ids, weights
+
+    return lower

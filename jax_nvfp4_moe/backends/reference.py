@@ -11,6 +11,7 @@ from jax import lax
 from jax_nvfp4_moe.activations import ActivationCall, activate
 from jax_nvfp4_moe.formats import SCALE_RANGE, amax, divide, fake_quantize, quantize
 from jax_nvfp4_moe.layouts import CANONICAL, find_layout, to_layout
+from jax_nvfp4_moe.routing import route
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
 from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor
 
@@ -148,12 +149,17 @@ def quantize_nvfp4(x, global_scale, scale_layout):
 REFERENCE = Backend(
     name="reference",
     can=Capability(
-        ops=frozenset({"moe_mlp", "grouped_gemm", "quantize_nvfp4"}),
+        ops=frozenset({"moe_mlp", "grouped_gemm", "quantize_nvfp4", "route"}),
         devices=(Device(frozenset({*Scheme, None})),),
         max_experts=1 << 30,
         max_top_k=1 << 30,
     ),
     layout=CANONICAL,
-    lower={"moe_mlp": moe_mlp, "grouped_gemm": grouped_gemm, "quantize_nvfp4": quantize_nvfp4},
+    lower={
+        "moe_mlp": moe_mlp,
+        "grouped_gemm": grouped_gemm,
+        "quantize_nvfp4": quantize_nvfp4,
+        "route": route,
+    },
     status="executed",
 )

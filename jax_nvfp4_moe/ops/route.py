@@ -1,0 +1,49 @@
+"""route: from router logits to the experts of each token and their weights."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jax_nvfp4_moe.backends.choice import pick
+from jax_nvfp4_moe.routing import Router, check_experts
+from jax_nvfp4_moe.scheme import Problem, Target
+
+
+def route(
+    router: Router,
+    logits: Float[Array, "t e"],
+    bias: Float[Array, " e"] | None = None,
+    *,
+    target: Target | None = None,
+    backend: str | None = None,
+) -> tuple[Int32[Array, "t top_k"], Float[Array, "t top_k"]]:
+    """Choose `top_k` experts for each token, best first, and their weights.
+
+    Args:
+      router: how to route; see `routing.Router`.
+      logits: ``[t, e]``; computed in float32.
+      bias: score correction ``[e]``, or None.
+      target: the device to lower for; the current one where None.
+      backend: name of a record, or None to choose.
+
+    Returns:
+      expert_ids int32 ``[t, top_k]`` and expert_weights float32 ``[t, top_k]``.
+
+    Raises:
+      ValueError: shapes disagree, there are fewer experts than `top_k`, or they do not fill the
+        groups.
+      NoBackendError: no backend can run this; says why, one by one.
+
+    Reference:
+      `routing.route` defines the result, up to the rounding of scores.
+    """
+    if logits.ndim != 2:
+        raise ValueError(f"logits: expected shape [t, e], got {logits.shape}")
+    e = logits.shape[1]
+    if bias is not None and bias.shape != (e,):
+        raise ValueError(f"bias: expected shape {(e,)}, got {bias.shape}")
+    check_experts(router, e)
+    target = target or Target.current()
+    problem = Problem("route", None, target, "float32", num_experts=e, top_k=router.top_k)
+    chosen = pick(problem, backend)
+    bias = None if bias is None else bias.astype(jnp.float32)
+    return chosen.lower["route"](router, logits.astype(jnp.float32), bias)
