@@ -57,7 +57,7 @@ ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
 }
 
 // kHopper: the kernels of sm_90a run what they are made for, the plain ones the rest.
-template <bool kHopper>
+template <EngineKind kEngine>
 ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_packed,
                ffi::AnyBuffer gate_up_block_scale, ffi::AnyBuffer gate_up_global_scale,
                ffi::AnyBuffer gate_up_input_scale, ffi::AnyBuffer gate_up_bias,
@@ -89,13 +89,14 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
-  const bool hopper = kHopper && options.type != DataType::kF32 &&
-                      options.activation_scale == ActivationScale::kNone &&
-                      std::max(shape.h, shape.i) <= kMaxSm90Extent;
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(
-      *workspace, hopper ? MoESm90WorkspaceBytes(shape) : MoEWorkspaceBytes(shape, options.type)));
-  const MoECall call = {shape, options.type, options.activation, options.activation_scale,
-                        weight_on_input};
+  const bool on_engine = kEngine != EngineKind::kPlain && options.type != DataType::kF32 &&
+                         options.activation_scale == ActivationScale::kNone &&
+                         std::max(shape.h, shape.i) <= kMaxEngineExtent;
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
+                                                        ? MoEW4A16WorkspaceBytes(shape)
+                                                        : MoEWorkspaceBytes(shape, options.type)));
+  const MoECall call = {shape,           options.type, options.activation, options.activation_scale,
+                        weight_on_input, kEngine};
   const MoEBuffers buffers = {
       x.untyped_data(),
       WeightsOf(gate_up_packed, gate_up_block_scale, gate_up_global_scale, gate_up_input_scale,
@@ -105,11 +106,12 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
       Data<float>(expert_weights),
       y->untyped_data(),
       workspace->untyped_data()};
-  return FromCuda(hopper ? LaunchMoESm90(stream, call, buffers) : LaunchMoE(stream, call, buffers),
-                  "nvfp4_moe");
+  return FromCuda(
+      on_engine ? LaunchMoEW4A16(stream, call, buffers) : LaunchMoE(stream, call, buffers),
+      "nvfp4_moe");
 }
 
-template <bool kHopper>
+template <EngineKind kEngine>
 ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer packed,
                        ffi::AnyBuffer block_scale, ffi::AnyBuffer global_scale,
                        ffi::AnyBuffer input_scale, ffi::AnyBuffer bias, ffi::AnyBuffer group_sizes,
@@ -124,17 +126,19 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (packed)", call.shape.n_pad, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.shape.k, kMaxExtent));
   const GroupedGemmShape& shape = call.shape;
-  const bool hopper = kHopper && call.type != DataType::kF32 &&
-                      call.activation_scale == ActivationScale::kNone &&
-                      std::max({shape.n, shape.k, shape.parts}) <= kMaxSm90Extent &&
-                      shape.m <= kMaxSm90Rows && shape.m * (shape.k / 8) < int64_t{1} << 32;
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, hopper ? GroupedGemmSm90WorkspaceBytes(shape)
-                                                           : GroupedGemmWorkspaceBytes(shape)));
+  call.engine = kEngine;
+  const bool on_engine = kEngine != EngineKind::kPlain && call.type != DataType::kF32 &&
+                         call.activation_scale == ActivationScale::kNone &&
+                         std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent &&
+                         shape.m <= kMaxEngineRows && shape.m * (shape.k / 8) < int64_t{1} << 32;
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
+                                                        ? GroupedGemmW4A16WorkspaceBytes(shape)
+                                                        : GroupedGemmWorkspaceBytes(shape)));
   const GroupedGemmBuffers buffers = {
       x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
       Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
-  return FromCuda(hopper ? LaunchGroupedGemmSm90(stream, call, buffers)
-                         : LaunchGroupedGemm(stream, call, buffers),
+  return FromCuda(on_engine ? LaunchGroupedGemmW4A16(stream, call, buffers)
+                            : LaunchGroupedGemm(stream, call, buffers),
                   "nvfp4_grouped_gemm");
 }
 
@@ -240,8 +244,12 @@ auto BindMoE() {
       .Attr<int64_t>("intermediate");
 }
 
-XLA_FFI_DEFINE_HANDLER(kMoE, MoE<false>, BindMoE(), {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kMoESm90, MoE<true>, BindMoE(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMoEPlain, MoE<EngineKind::kPlain>, BindMoE(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMoESm80, MoE<EngineKind::kSm80>, BindMoE(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMoESm90, MoE<EngineKind::kSm90>, BindMoE(),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 auto BindGroupedGemm() {
   return ffi::Ffi::Bind()
@@ -258,9 +266,11 @@ auto BindGroupedGemm() {
       .Attr<std::string_view>("activation_scale");
 }
 
-XLA_FFI_DEFINE_HANDLER(kGroupedGemm, GroupedGemm<false>, BindGroupedGemm(),
+XLA_FFI_DEFINE_HANDLER(kGroupedGemmPlain, GroupedGemm<EngineKind::kPlain>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm90, GroupedGemm<true>, BindGroupedGemm(),
+XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm80, GroupedGemm<EngineKind::kSm80>, BindGroupedGemm(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm90, GroupedGemm<EngineKind::kSm90>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
@@ -295,11 +305,13 @@ nb::capsule Capsule(Handler* handler) {
 
 nb::dict Registrations() {
   nb::dict targets;
-  for (const char* suffix : {"w4a16_sm80", "w4a16_sm90", "w4a4_sm100", "w4a4_sm120"}) {
-    const bool hopper = std::string_view(suffix) == "w4a16_sm90";
-    targets[(std::string("nvfp4_moe_") + suffix).c_str()] = Capsule(hopper ? kMoESm90 : kMoE);
-    targets[(std::string("nvfp4_grouped_gemm_") + suffix).c_str()] =
-        Capsule(hopper ? kGroupedGemmSm90 : kGroupedGemm);
+  targets["nvfp4_moe_w4a16_sm80"] = Capsule(kMoESm80);
+  targets["nvfp4_moe_w4a16_sm90"] = Capsule(kMoESm90);
+  targets["nvfp4_grouped_gemm_w4a16_sm80"] = Capsule(kGroupedGemmSm80);
+  targets["nvfp4_grouped_gemm_w4a16_sm90"] = Capsule(kGroupedGemmSm90);
+  for (const char* suffix : {"w4a4_sm100", "w4a4_sm120"}) {
+    targets[(std::string("nvfp4_moe_") + suffix).c_str()] = Capsule(kMoEPlain);
+    targets[(std::string("nvfp4_grouped_gemm_") + suffix).c_str()] = Capsule(kGroupedGemmPlain);
   }
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   targets["nvfp4_route_cuda"] = Capsule(kRoute);
@@ -323,17 +335,17 @@ NB_MODULE(_nvfp4_cuda, m) {
       },
       "Bytes of workspace that an expert layer checks for.");
   m.def(
-      "moe_sm90_workspace_bytes",
+      "moe_w4a16_workspace_bytes",
       [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
-        return nvfp4::MoESm90WorkspaceBytes({t, top_k, e, h, i, 2 * i});
+        return nvfp4::MoEW4A16WorkspaceBytes({t, top_k, e, h, i, 2 * i});
       },
-      "Bytes of workspace that an expert layer on the kernels of sm_90a checks for.");
+      "Bytes of workspace that an expert layer on an engine checks for.");
   m.def(
-      "grouped_gemm_sm90_workspace_bytes",
+      "grouped_gemm_w4a16_workspace_bytes",
       [](int64_t m, int64_t e, int64_t n, int64_t k) {
-        return nvfp4::GroupedGemmSm90WorkspaceBytes({m, n, n, k, e, 1});
+        return nvfp4::GroupedGemmW4A16WorkspaceBytes({m, n, n, k, e, 1});
       },
-      "Bytes of workspace that a grouped product on the kernels of sm_90a checks for.");
+      "Bytes of workspace that a grouped product on an engine checks for.");
   m.def(
       "grouped_gemm_workspace_bytes",
       [](int64_t m, int64_t e, int64_t n, int64_t k) {

@@ -7,8 +7,8 @@ from float64_layer import Layer, Options
 
 from jax_nvfp4_moe import _ffi
 from jax_nvfp4_moe.backends.cuda import (
-    grouped_gemm_sm90_workspace_bytes,
-    moe_sm90_workspace_bytes,
+    grouped_gemm_w4a16_workspace_bytes,
+    moe_w4a16_workspace_bytes,
 )
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 
@@ -47,7 +47,7 @@ def moe_prepared(
     """Run an expert layer on weights as `prepare` returns them; i is its intermediate size."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = layer.down_packed.shape[0]
-    workspace = moe_sm90_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
+    workspace = moe_w4a16_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
     outputs = (
         jax.ShapeDtypeStruct((t, h), x.dtype),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
@@ -73,7 +73,7 @@ def grouped_gemm(
     """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x."""
     (m, k), (e, n, _) = x.shape, packed.shape
     packed, block_scale = to_layout(packed, block_scale, find_layout("mma_64x64"))
-    workspace = grouped_gemm_sm90_workspace_bytes(m, e, n, k, dtype=x.dtype)
+    workspace = grouped_gemm_w4a16_workspace_bytes(m, e, n, k, dtype=x.dtype)
     outputs = (
         jax.ShapeDtypeStruct((m, n), x.dtype),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),

@@ -22,9 +22,9 @@ import pytest
 from float64_layer import E4M3, Options
 
 from jax_nvfp4_moe.backends.cuda import (
-    grouped_gemm_sm90_workspace_bytes,
+    grouped_gemm_w4a16_workspace_bytes,
     grouped_gemm_workspace_bytes,
-    moe_sm90_workspace_bytes,
+    moe_w4a16_workspace_bytes,
     moe_workspace_bytes,
 )
 from jax_nvfp4_moe.testing import assert_as_accurate_as
@@ -472,10 +472,10 @@ def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
     for dtype in (np.dtype(np.float16), np.dtype(np.float32)):
         ours = moe_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
         assert ours == _nvfp4_cuda.moe_workspace_bytes(tokens, top_k, e, h, i, dtype.itemsize)
-        hopper = moe_sm90_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
-        assert hopper == max(ours, _nvfp4_cuda.moe_sm90_workspace_bytes(tokens, top_k, e, h, i))
+        hopper = moe_w4a16_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
+        assert hopper == max(ours, _nvfp4_cuda.moe_w4a16_workspace_bytes(tokens, top_k, e, h, i))
         ours = grouped_gemm_workspace_bytes(tokens, e, i, h, dtype=dtype)
         assert ours == _nvfp4_cuda.grouped_gemm_workspace_bytes(tokens, e, i, h)
-        hopper = grouped_gemm_sm90_workspace_bytes(tokens, e, i, h, dtype=dtype)
-        own = _nvfp4_cuda.grouped_gemm_sm90_workspace_bytes(tokens, e, i, h)
+        hopper = grouped_gemm_w4a16_workspace_bytes(tokens, e, i, h, dtype=dtype)
+        own = _nvfp4_cuda.grouped_gemm_w4a16_workspace_bytes(tokens, e, i, h)
         assert hopper == max(ours, own)

@@ -107,5 +107,5 @@ target_include_directories(_nvfp4_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_include_directories(_nvfp4_cuda SYSTEM PRIVATE
   "${xla_include}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(_nvfp4_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
-target_link_libraries(_nvfp4_cuda PRIVATE nvfp4_sm90_kernels nvfp4_cuda_kernels)
+target_link_libraries(_nvfp4_cuda PRIVATE nvfp4_cuda_kernels nvfp4_sm90_kernels)
 install(TARGETS _nvfp4_cuda LIBRARY DESTINATION jax_nvfp4_moe)

@@ -225,4 +225,18 @@ __device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& ti
   }
 }
 
+// The same in little code and few registers.
+template <int kSize>
+__device__ __forceinline__ void StoreTileRolled(const ExpertGemm& p, const RowTile& tile,
+                                                int m_tile, int warp, float unit,
+                                                float (&sums)[kSize]) {
+  const uint32_t lane = threadIdx.x % 32;
+  const int first = FirstRow(p, m_tile, warp);
+  if (first >= p.columns) return;
+  const LaneRows rows = LoadLaneRows(p, tile.expert, m_tile, warp, unit);
+  const TileStore store = {
+      p, tile, rows, first, static_cast<int>(lane / 4), static_cast<int>(lane % 4)};
+  store.StoreRolled(sums);
+}
+
 }  // namespace nvfp4

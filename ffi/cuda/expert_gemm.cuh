@@ -4,7 +4,6 @@
 //
 //   expert_gemm_sm90.cu   bf16, f16   wgmma, bulk copies; Hopper
 //   expert_gemm_sm80.cu   bf16, f16   mma.sync, cp.async; everything since Ampere
-//   expert_gemm_f32.cu    f32         FFMA; everything since Ampere
 #pragma once
 
 #include <cuda_runtime.h>
@@ -71,7 +70,10 @@ struct Engine {
 
 extern const Engine kEngineSm90;
 extern const Engine kEngineSm80;
-extern const Engine kEngineF32;
+
+inline const Engine& FindEngine(EngineKind kind) {
+  return kind == EngineKind::kSm90 ? kEngineSm90 : kEngineSm80;
+}
 
 // How `plan` cuts the sums of `gemm`.
 inline Walk MakeWalk(const GemmPlan& plan, const ExpertGemm& gemm, Start* starts, int32_t* ready) {

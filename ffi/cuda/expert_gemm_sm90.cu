@@ -13,7 +13,7 @@
 // the line it hands over or collects sums (partial_sums.cuh).
 //
 // The kernel may start while the one before it ends: what it reads first, the plan and the
-// weights, is older than that (see moe_sm90.cu).
+// weights, is older than that (see moe_w4a16.cu).
 //
 // Needs: sm_90a. Test: test_cuda_kernel.py, test_sass.py.
 #include <algorithm>
@@ -153,7 +153,7 @@ __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& s
   while (pieces.Next()) {
     const Piece& piece = pieces.piece;
     const int copies = (piece.tile.rows - thread / 8 + 7) / 8;
-    uint32_t source[kCopies];  // in units of 16 bytes; see kMaxSm90Extent
+    uint32_t source[kCopies];  // in units of 16 bytes; see kMaxEngineExtent
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i >= copies) break;

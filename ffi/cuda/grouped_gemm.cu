@@ -2,7 +2,7 @@
 //
 // Launches: tiles from group_sizes and zeros for the rows that no expert owns (routing.cu),
 // quantization of x where asked (quantize.cu), the product (plain_gemm.cu). A linear layer is the
-// case of one expert. All grouped targets but those of grouped_gemm_sm90.cu run this sequence.
+// case of one expert. What grouped_gemm_w4a16.cu does not do, it does.
 #include "elements.cuh"
 #include "launch_kernel.cuh"
 #include "plain_gemm.cuh"

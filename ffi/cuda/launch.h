@@ -39,23 +39,27 @@ struct MoEBuffers {
   void* workspace;              // MoEWorkspaceBytes
 };
 
+// Of the kernels in expert_gemm_sm*.cu; kPlain is plain_gemm.cu, which does everything.
+enum class EngineKind { kPlain, kSm80, kSm90 };
+
 struct MoECall {
   MoEShape shape;
   DataType type;  // of x and y
   ActivationParameters activation;
   ActivationScale activation_scale;
   bool weight_on_input;
+  EngineKind engine;
 };
 
 // Same formula as backends/cuda.py; a test compares the two.
 int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
-// The same on Hopper; call.type is bf16 or f16, activations are not quantized, and h and i are at
-// most kMaxSm90Extent: a row of a chunk is found by 32 bits, in units of 16 bytes.
-constexpr int64_t kMaxSm90Extent = 1 << 18;
-int64_t MoESm90WorkspaceBytes(const MoEShape& shape);
-cudaError_t LaunchMoESm90(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
+// The same on call.engine; call.type is bf16 or f16, activations are not quantized, and h and i are
+// at most kMaxEngineExtent: a row of a chunk is found by 32 bits, in units of 16 bytes.
+constexpr int64_t kMaxEngineExtent = 1 << 18;
+int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape);
+cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 struct GroupedGemmBuffers {
   const void* x;  // [m, k], rows sorted by expert
@@ -69,18 +73,19 @@ struct GroupedGemmCall {
   GroupedGemmShape shape;
   DataType type;  // of x and y
   ActivationScale activation_scale;
+  EngineKind engine;
 };
 
 int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
                               const GroupedGemmBuffers& buffers);
 
-// The same on Hopper; call.type is bf16 or f16, activations are not quantized, n, k and parts are
-// at most kMaxSm90Extent, m * k is below 2^35 and m at most kMaxSm90Rows.
-constexpr int64_t kMaxSm90Rows = 1 << 18;
-int64_t GroupedGemmSm90WorkspaceBytes(const GroupedGemmShape& shape);
-cudaError_t LaunchGroupedGemmSm90(cudaStream_t stream, const GroupedGemmCall& call,
-                                  const GroupedGemmBuffers& buffers);
+// The same on call.engine; call.type is bf16 or f16, activations are not quantized, n, k and parts
+// are at most kMaxEngineExtent, m at most kMaxEngineRows, and m * k is below 2^35.
+constexpr int64_t kMaxEngineRows = 1 << 18;
+int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape);
+cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
+                                   const GroupedGemmBuffers& buffers);
 
 struct QuantizeBuffers {
   const void* x;              // [m, k]

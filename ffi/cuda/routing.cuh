@@ -45,9 +45,10 @@ struct ExpertTiles {
 };
 
 // As equal as multiples of 8 allow.
-NVFP4_HOST_DEVICE ExpertTiles CutRows(int32_t rows, int32_t tile_rows) {
-  const int32_t count = (rows + tile_rows - 1) / tile_rows;
-  return {count, count == 0 ? 0 : ((rows + count - 1) / count + 7) / 8 * 8};
+NVFP4_HOST_DEVICE ExpertTiles CutRows(uint32_t rows, uint32_t tile_rows) {
+  const uint32_t count = (rows + tile_rows - 1) / tile_rows;
+  const uint32_t size = count == 0 ? 0 : ((rows + count - 1) / count + 7) / 8 * 8;
+  return {static_cast<int32_t>(count), static_cast<int32_t>(size)};
 }
 
 // A product is a line of sums, each one tile of rows by one block of weight rows over all of k, in

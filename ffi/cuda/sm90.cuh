@@ -1,8 +1,8 @@
 // The Hopper instructions that the kernels of sm_90a are made of, one function each.
 //
 // Shared memory is named by its 32-bit address. A full or empty barrier of a pipeline stage is an
-// mbarrier whose phase the caller tracks as one bit. Source: PTX ISA 9.0, "mbarrier", "cp.async",
-// "wgmma", "griddepcontrol".
+// mbarrier whose phase the caller tracks as one bit. Source: PTX ISA 9.0, "mbarrier",
+// "cp.async.bulk", "wgmma", "griddepcontrol".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,11 +11,9 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace nvfp4 {
+#include "async_copy.cuh"
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace nvfp4 {
 
 __device__ __forceinline__ void InitBarrier(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -34,21 +32,6 @@ __device__ __forceinline__ void Arrive(uint32_t barrier) {
 __device__ __forceinline__ void ArriveExpect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
-}
-
-// 16 bytes to shared memory, without the L1 cache: `bytes` (0 or 16) of them read, the rest zeros.
-__device__ __forceinline__ void CopyOrZero(uint32_t target, const void* source, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-               "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;"); }
-
-// Returns when at most the last kGroups groups of this thread's copies are still under way.
-template <int kGroups>
-__device__ __forceinline__ void WaitCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 __device__ __forceinline__ void WaitBarrier(uint32_t barrier, uint32_t phase) {

@@ -16,24 +16,26 @@ struct Piece {
 
 // Blocks of weight rows that all tiles of an expert pass through before the next ones: with the
 // rows of eight of them in the L2 cache, weights and rows are each read from memory about once.
-constexpr int32_t kGroupBlocks = 8;
+constexpr uint32_t kGroupBlocks = 8;
 
 // The tile and the block of weight rows of sum `sum`.
 __device__ __forceinline__ void FindSum(const ExpertRows& rows, const TileRule& rule,
                                         int32_t m_blocks, int32_t sum, Piece* piece) {
-  const int32_t index = sum / m_blocks;
+  // Unsigned: division of numbers with a sign takes half as long again.
+  const uint32_t blocks = m_blocks, index = static_cast<uint32_t>(sum) / blocks;
   const RowTile tile = rows.tiles[index];
   const int32_t start = rows.starts[tile.expert], end = rows.starts[tile.expert + 1];
   const ExpertTiles tiles = CutRows(end - start, rule.tile_rows);
   piece->sum = sum;
-  const int32_t first = index - (tile.row - start) / tiles.size;
-  const int32_t place = sum - first * m_blocks;
-  const int32_t group = place / (kGroupBlocks * tiles.count);
-  const int32_t rest = place - group * kGroupBlocks * tiles.count;
-  const int32_t width = min(kGroupBlocks, m_blocks - group * kGroupBlocks);
-  const int32_t tile_index = rest / width;
-  piece->m_block = group * kGroupBlocks + rest - tile_index * width;
-  const int32_t row = start + tile_index * tiles.size;
+  const uint32_t size = tiles.size, count = tiles.count;
+  const uint32_t first = index - static_cast<uint32_t>(tile.row - start) / size;
+  const uint32_t place = sum - first * blocks;
+  const uint32_t group = place / (kGroupBlocks * count);
+  const uint32_t rest = place - group * kGroupBlocks * count;
+  const uint32_t width = min(kGroupBlocks, blocks - group * kGroupBlocks);
+  const uint32_t tile_index = rest / width;
+  piece->m_block = static_cast<int32_t>(group * kGroupBlocks + rest - tile_index * width);
+  const int32_t row = start + static_cast<int32_t>(tile_index * size);
   piece->tile = {tile.expert, row, min(tiles.size, end - row)};
 }
 

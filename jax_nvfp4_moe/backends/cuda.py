@@ -17,11 +17,11 @@ _SECTION_BYTES = 256
 _TILE_ROWS = 64
 _CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so many slots
 _SEGMENTS = 32  # that the slots of a chunk are cut into to sort them
-_SM90_CHUNK_SLOTS = 65536
-_SM90_TILE_ROWS = 8  # of the smallest tile
-_SM90_MAX_BLOCKS, _SM90_FLAGS = 768, 8
-_SM90_WALK = (8 * (_SM90_MAX_BLOCKS + 1), 4 * _SM90_FLAGS * _SM90_MAX_BLOCKS)
-_SM90_PARTIAL_SUMS = 32 << 20
+_ENGINE_CHUNK_SLOTS = 65536
+_ENGINE_TILE_ROWS = 8  # of the smallest tile
+_ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
+_ENGINE_WALK = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
+_ENGINE_PARTIAL_SUMS = 32 << 20
 
 
 def _sections(*sizes: int) -> int:
@@ -57,21 +57,21 @@ def moe_workspace_bytes(
     )
 
 
-def moe_sm90_workspace_bytes(
+def moe_w4a16_workspace_bytes(
     tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one call of the expert layer on Hopper needs.
+    """Return the bytes of scratch memory that one call of a w4a16 expert layer needs.
 
-    Room for the kernels of sm_90a, which keep activations and outputs in 16 bits and hand partial
-    sums over in float32; or for the plain ones, which run float32 and quantized activations.
+    Room for the engines, which keep activations and outputs in 16 bits and hand partial sums over
+    in float32; or for the plain kernels, which run float32 and quantized activations.
     """
-    slots = min(tokens, _SM90_CHUNK_SLOTS // max(top_k, 1)) * top_k
-    own = _row_tables(slots, num_experts, _SM90_TILE_ROWS) + _sections(
+    slots = min(tokens, _ENGINE_CHUNK_SLOTS // max(top_k, 1)) * top_k
+    own = _row_tables(slots, num_experts, _ENGINE_TILE_ROWS) + _sections(
         4 * slots,
         4 * _SEGMENTS * num_experts,
-        *_SM90_WALK,
-        *_SM90_WALK,
-        _SM90_PARTIAL_SUMS,
+        *_ENGINE_WALK,
+        *_ENGINE_WALK,
+        _ENGINE_PARTIAL_SUMS,
         2 * slots * intermediate,
         2 * slots * hidden,
     )
@@ -86,10 +86,12 @@ def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *,
     return _row_tables(rows, num_experts) + _quantized_rows(rows, k)
 
 
-def grouped_gemm_sm90_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
-    """Return the bytes of scratch memory that one grouped product on Hopper needs."""
-    own = _row_tables(rows, num_experts, _SM90_TILE_ROWS) + _sections(
-        *_SM90_WALK, _SM90_PARTIAL_SUMS
+def grouped_gemm_w4a16_workspace_bytes(
+    rows: int, num_experts: int, n: int, k: int, *, dtype
+) -> int:
+    """Return the bytes of scratch memory that one w4a16 grouped product needs."""
+    own = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS) + _sections(
+        *_ENGINE_WALK, _ENGINE_PARTIAL_SUMS
     )
     return max(own, grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype))
 
@@ -131,8 +133,8 @@ MOE_W4A16_SM90 = _record(
     "w4a16_sm90",
     (Device(frozenset(Scheme), (9, 0), (10, 0)),),
     "wgmma for w4a16 in 16 bits, plain kernels for the rest: executed",
-    moe_sm90_workspace_bytes,
-    grouped_gemm_sm90_workspace_bytes,
+    moe_w4a16_workspace_bytes,
+    grouped_gemm_w4a16_workspace_bytes,
 )
 # sm_80 code is also the weight-only path of Blackwell.
 MOE_W4A16_SM80 = _record(
@@ -141,7 +143,10 @@ MOE_W4A16_SM80 = _record(
         Device(frozenset(Scheme), (8, 0), (9, 0)),
         Device(frozenset({Scheme.W4A16}), (10, 0), (13, 0)),
     ),
-    f"{_PLAIN}: executed on Hopper",
+    "mma.sync for w4a16 in 16 bits, not executed on a GPU; plain kernels for the rest, executed on "
+    "Hopper",
+    moe_w4a16_workspace_bytes,
+    grouped_gemm_w4a16_workspace_bytes,
 )
 
 QUANTIZE_CUDA = Backend(
@@ -169,5 +174,5 @@ ROUTE_CUDA = Backend(
     ),
     layout=CANONICAL,
     lower={"route": lower_route("route_cuda")},
-    status="compiled, executed in emulation",
+    status="compiled, not executed on a GPU",
 )

@@ -1,8 +1,9 @@
-// The grouped product of sorted rows on Hopper, bf16 and f16, W4A16: y[r] = W[e(r)] @ x[r] + bias.
+// The grouped product of sorted rows on an engine, bf16 and f16, W4A16: y[r] = W[e(r)] @ x[r] +
+// bias.
 //
 // Launches: tiles, the walk, and zeros for the rows that no expert owns (routing.cu), then the
-// product (expert_gemm_sm90.cu), which starts while the first ends. A linear layer is the case of
-// one expert.
+// product (expert_gemm_sm90.cu, expert_gemm_sm80.cu), which may start while the first ends. A
+// linear layer is the case of one expert.
 #include "expert_gemm.cuh"
 #include "launch_kernel.cuh"
 #include "workspace.cuh"
@@ -31,16 +32,17 @@ Workspace TakeWorkspace(void* buffer, const GroupedGemmShape& shape) {
 
 }  // namespace
 
-int64_t GroupedGemmSm90WorkspaceBytes(const GroupedGemmShape& shape) {
+int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape) {
   return TakeWorkspace(nullptr, shape).bytes;
 }
 
-cudaError_t LaunchGroupedGemmSm90(cudaStream_t stream, const GroupedGemmCall& call,
-                                  const GroupedGemmBuffers& buffers) {
+cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
+                                   const GroupedGemmBuffers& buffers) {
   const GroupedGemmShape& shape = call.shape;
   if (shape.m == 0 || shape.n == 0) return cudaSuccess;
   const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
-  const GemmPlan plan = kEngineSm90.plan(shape.m, shape.e);
+  const Engine& engine = FindEngine(call.engine);
+  const GemmPlan plan = engine.plan(shape.m, shape.e);
   ExpertGemm gemm = {};
   gemm.rows = workspace.rows;
   gemm.rule = plan.rule;
@@ -57,7 +59,7 @@ cudaError_t LaunchGroupedGemmSm90(cudaStream_t stream, const GroupedGemmCall& ca
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
                                               workspace.rows, plan.rule, Walks{1, {gemm.walk, {}}},
                                               {buffers.y, shape.n * Bytes(call.type)}));
-  return kEngineSm90.launch(stream, gemm);
+  return engine.launch(stream, gemm);
 }
 
 }  // namespace nvfp4

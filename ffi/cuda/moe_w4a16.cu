@@ -1,17 +1,16 @@
-// One expert layer on Hopper, W4A16 in bf16 or f16: y[t] = sum_j w[t, j] * (W2[e] @ act(W1[e] @
-// x[t]
-// + b1[e]) + b2[e]), e = ids[t, j].
+// One expert layer, W4A16 in bf16 or f16, on an engine: y[t] = sum_j w[t, j] *
+// (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]), e = ids[t, j].
 //
 // Launches, for each chunk of tokens:
 //   sort        slots by expert, tiles, the walks of both products   routing.cu
 //   scale       x[t] * w[t, j], sorted, where weights go on inputs
-//   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm90.cu
-//   product 2   W2, bias -> d [slots, h], in the type of x
-//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order
+//   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm90.cu,
+//   .._sm80.cu product 2   W2, bias -> d [slots, h], in the type of x combine     y[t] = sum of
+//   w[t, j] * d[t, j] over j in order
 //
-// Each of the last three may start while the one before it ends. Product 2 then reads the plan and
-// its weights early: the sort is older than product 1, which waited for it before letting anyone
-// start.
+// Where the engine overlaps, each of the last three may start while the one before it ends.
+// Product 2 then reads the plan and its weights early: the sort is older than product 1, which
+// waited for it before letting anyone start.
 #include <algorithm>
 
 #include "elements.cuh"
@@ -122,7 +121,8 @@ unsigned VectorBlocks(int64_t rows, int64_t h) {
 
 template <typename T>
 cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
-                        const Workspace& workspace, int64_t first, int64_t tokens) {
+                        const Workspace& workspace, const Engine& engine, int64_t first,
+                        int64_t tokens) {
   const MoEShape& shape = call.shape;
   const int64_t slots = tokens * shape.top_k;
   const auto h = static_cast<int32_t>(shape.h), i = static_cast<int32_t>(shape.i);
@@ -131,7 +131,7 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   const int32_t* expert_ids = buffers.expert_ids + first * shape.top_k;
   const float* expert_weights = buffers.expert_weights + first * shape.top_k;
 
-  const GemmPlan plan = kEngineSm90.plan(slots, shape.e);
+  const GemmPlan plan = engine.plan(slots, shape.e);
   ExpertGemm up = {};
   up.rows = workspace.rows;
   up.rule = plan.rule;
@@ -169,8 +169,8 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
                                       scaled));
     up.left = {scaled, nullptr, 1, nullptr};
   }
-  NVFP4_RETURN_IF_CUDA_ERROR(kEngineSm90.launch(stream, up));
-  NVFP4_RETURN_IF_CUDA_ERROR(kEngineSm90.launch(stream, down));
+  NVFP4_RETURN_IF_CUDA_ERROR(engine.launch(stream, up));
+  NVFP4_RETURN_IF_CUDA_ERROR(engine.launch(stream, down));
   const CombineRows combine = {workspace.down,
                                expert_ids,
                                expert_weights,
@@ -180,24 +180,27 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
                                top_k,
                                e,
                                !call.weight_on_input};
-  return LaunchWide(stream, dim3(VectorBlocks(tokens, shape.h)), kThreads, 0, kEngineSm90.overlaps,
+  return LaunchWide(stream, dim3(VectorBlocks(tokens, shape.h)), kThreads, 0, engine.overlaps,
                     Combine<T>, combine);
 }
 
 }  // namespace
 
-int64_t MoESm90WorkspaceBytes(const MoEShape& shape) { return TakeWorkspace(nullptr, shape).bytes; }
+int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape) {
+  return TakeWorkspace(nullptr, shape).bytes;
+}
 
-cudaError_t LaunchMoESm90(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
+cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
   const MoEShape& shape = call.shape;
   const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
+  const Engine& engine = FindEngine(call.engine);
   const int64_t chunk = ChunkTokens(shape);
   for (int64_t first = 0; first < shape.t; first += chunk) {
     const int64_t tokens = std::min(chunk, shape.t - first);
     NVFP4_RETURN_IF_CUDA_ERROR(
         call.type == DataType::kF16
-            ? LaunchChunk<__half>(stream, call, buffers, workspace, first, tokens)
-            : LaunchChunk<__nv_bfloat16>(stream, call, buffers, workspace, first, tokens));
+            ? LaunchChunk<__half>(stream, call, buffers, workspace, engine, first, tokens)
+            : LaunchChunk<__nv_bfloat16>(stream, call, buffers, workspace, engine, first, tokens));
   }
   return cudaSuccess;
 }
