@@ -15,15 +15,9 @@
 #include "activations.cuh"
 #include "elements.cuh"
 #include "expert_gemm.cuh"
+#include "instructions.cuh"
 
 namespace nvfp4 {
-
-// Element pairs of an 8x8 matrix of 16-bit elements, row g columns 2q and 2q + 1 -> transposed.
-__device__ __forceinline__ uint32_t Transpose(uint32_t pair) {
-  uint32_t turned;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-  return turned;
-}
 
 template <typename T>
 __device__ __forceinline__ uint32_t MakePair(float first, float second);

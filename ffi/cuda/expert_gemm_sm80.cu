@@ -299,7 +299,7 @@ struct Consumer {
 template <typename T, typename C>
 __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
     ExpertGemmSm80(const __grid_constant__ ExpertGemm p, const TileConstants constants) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  NVFP4_DYNAMIC_SHARED(shared);
   const int thread = static_cast<int>(threadIdx.x);
   Producer<C> producer(p, shared, thread);
 #pragma unroll 1
@@ -376,11 +376,8 @@ const Variant& ChooseVariant(int64_t rows, int64_t experts) {
 
 // Blocks of one multiprocessor: as many as its shared memory holds.
 int BlocksPerSm(const Variant& variant) {
-  int device = 0, bytes = 0;
-  if (cudaGetDevice(&device) == cudaSuccess) {
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  }
-  return std::clamp(bytes / (variant.shared_bytes + kReservedBytes), 1, variant.blocks_per_sm);
+  const int fitting = MultiprocessorSharedBytes() / (variant.shared_bytes + kReservedBytes);
+  return std::clamp(fitting, 1, variant.blocks_per_sm);
 }
 
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {

@@ -20,6 +20,7 @@
 
 #include "epilogue.cuh"
 #include "expert_gemm.cuh"
+#include "instructions.cuh"
 #include "launch_kernel.cuh"
 #include "partial_sums.cuh"
 #include "sm90.cuh"
@@ -126,13 +127,6 @@ __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared
   }
 }
 
-// base + 16 * units, in one instruction; written as such the compiler would add up other things.
-__device__ __forceinline__ const void* Advance(const void* base, uint32_t units) {
-  const void* sum;
-  asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(sum) : "r"(units), "l"(base));
-  return sum;
-}
-
 // Thread `thread` of 64 brings 16 bytes, chunk thread % 8, of rows thread / 8 + 8 i. What lies
 // past the tile's rows stays as it is: it gives sums that nobody stores.
 template <typename C>
@@ -227,15 +221,8 @@ struct Consumer {
   // The weights of tile `tile` of this warpgroup's two of the stage.
   __device__ __forceinline__ Packed Load(int tile) {
     const uint32_t offset = ring.stage * C::kWeightBytes;
-    Packed packed;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(packed.codes.x), "=r"(packed.codes.y), "=r"(packed.codes.z),
-                   "=r"(packed.codes.w)
-                 : "r"(codes + offset + tile * kTileCodeBytes));
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(packed.scales.x), "=r"(packed.scales.y)
-                 : "r"(scales + offset + tile * kTileScaleBytes));
-    return packed;
+    return {LoadShared16(codes + offset + tile * kTileCodeBytes),
+            LoadShared8(scales + offset + tile * kTileScaleBytes)};
   }
 
   __device__ __forceinline__ void Unpack(const Packed& packed, uint32_t (&fragments)[4][4]) {
@@ -359,7 +346,7 @@ struct Consumer {
 template <typename T, typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     ExpertGemmSm90(const __grid_constant__ ExpertGemm p, const TileConstants constants) {
-  extern __shared__ uint8_t dynamic[];
+  NVFP4_DYNAMIC_SHARED(dynamic);
   __shared__ __align__(8) uint64_t barriers[2 * C::kStages];
   __shared__ Piece announced[C::kStages];
   if (threadIdx.x == 0) {

@@ -42,13 +42,18 @@ cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_b
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Multiprocessors of the current device.
-inline int MultiprocessorCount() {
-  int device = 0, count = 1;
-  if (cudaGetDevice(&device) == cudaSuccess) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  return count;
+// The dynamic shared memory of a kernel.
+#define NVFP4_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]
+
+// An attribute of the current device; `otherwise` where there is none.
+inline int DeviceAttribute(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = otherwise;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+inline int MultiprocessorCount() { return DeviceAttribute(cudaDevAttrMultiProcessorCount, 1); }
+inline int MultiprocessorSharedBytes() {
+  return DeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0);
 }
 
 }  // namespace nvfp4

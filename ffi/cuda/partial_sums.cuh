@@ -12,24 +12,10 @@
 
 #include <cstdint>
 
+#include "instructions.cuh"
 #include "routing.cuh"
 
 namespace nvfp4 {
-
-__device__ __forceinline__ int32_t LoadAcquire(const int32_t* flag) {
-  int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void StoreRelease(int32_t* flag, int32_t value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-
-// Barrier `id` (1 to 15) of `threads` threads of the block.
-__device__ __forceinline__ void SyncGroup(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // One thread's part of a share: kCount floats, those of one index side by side for all threads.
 template <int kCount>

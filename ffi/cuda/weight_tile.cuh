@@ -18,6 +18,8 @@
 
 #include <cstdint>
 
+#include "instructions.cuh"
+
 namespace nvfp4 {
 
 constexpr int kTileM = 64;            // rows of a tile
@@ -46,13 +48,6 @@ __host__ __device__ constexpr TileConstants MakeTileConstants() {
 
 __device__ __forceinline__ uint32_t RotateRight(uint32_t word, int bits) {
   return __funnelshift_r(word, word, bits);
-}
-
-// Bits of `a` where `mask` is set, of `b` elsewhere; one LOP3.
-__device__ __forceinline__ uint32_t Select(uint32_t a, uint32_t b, uint32_t mask) {
-  uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(result) : "r"(a), "r"(b), "r"(mask));
-  return result;
 }
 
 // The code bits of `word`, as a pair of T.

@@ -1,0 +1,190 @@
+"""The CUDA kernels of the engines, compiled for the CPU from the same sources.
+
+A kernel's assembly is in five headers, of which `emulation` has a second form each; everything else
+is compiled as it stands. Threads are fibers, so the kernels must not depend on their order: every
+call runs twice, from both ends. Operands lie in memory that ends at a protected page.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import mmap
+import pathlib
+import shutil
+import subprocess
+
+import cuda_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+from float64_layer import Layer, Options
+
+from jax_nvfp4_moe.layouts import find_layout, to_layout
+
+ENGINES = {"sm80": 1, "sm90": 2}
+_HERE = pathlib.Path(__file__).parent
+_FFI = _HERE.parent / "ffi"
+_SOURCES = ("routing", "expert_gemm_sm80", "expert_gemm_sm90", "moe_w4a16", "grouped_gemm_w4a16")
+_FLAGS = "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off"
+_TYPES = {"bfloat16": 0, "float16": 1}
+_KINDS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
+_GUARD = mmap.PAGESIZE
+
+
+def _cuda_include() -> pathlib.Path:
+    """Return the folder of CUDA's headers."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = (
+        [pathlib.Path(root) / "cu13" for root in (spec.submodule_search_locations or ())]
+        if (spec)
+        else []
+    )
+    nvcc = shutil.which("nvcc")
+    roots = [*([pathlib.Path(nvcc).resolve().parents[1]] if nvcc else []), *wheels]
+    for root in [*roots, *sorted(pathlib.Path("/usr/local").glob("cuda*"))]:
+        if (root / "include" / "cuda_bf16.h").exists():
+            return root / "include"
+    raise FileNotFoundError("cuda_bf16.h: install the CUDA toolkit or pip's nvidia-cuda-runtime")
+
+
+def build(folder: pathlib.Path) -> ctypes.CDLL:
+    """Compile the kernels in `folder` and load them."""
+    for source in (*_FFI.glob("*.h"), *_FFI.glob("cuda/*"), *_HERE.glob("emulation/*")):
+        shutil.copy(source, folder / source.name)
+    compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{_cuda_include()}"]
+    names = [f"{name}.cu" for name in _SOURCES] + ["cuda_on_cpu.cc", "driver.cc"]
+    running = [
+        subprocess.Popen(
+            [*compiler, "-include", "cuda_on_cpu.h", "-x", "c++", "-c", name, "-o", f"{name}.o"],
+            cwd=folder,
+        )
+        for name in names
+    ]
+    if any(process.wait() for process in running):
+        raise RuntimeError("g++ could not compile the kernels for the CPU")
+    library = folder / "libemulation.so"
+    objects = [f"{name}.o" for name in names]
+    subprocess.run(["g++", "-shared", *objects, "-o", library], cwd=folder, check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.moe_workspace_bytes.restype = ctypes.c_int64
+    loaded.grouped_gemm_workspace_bytes.restype = ctypes.c_int64
+    return loaded
+
+
+class Guarded:
+    """Bytes that end, but for alignment to 16, at a page that cannot be touched."""
+
+    def __init__(self, size: int, content: np.ndarray | None = None):
+        pages = -(-max(size, 1) // _GUARD)
+        self._memory = mmap.mmap(-1, (pages + 1) * _GUARD)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + pages * _GUARD), _GUARD, 0)
+        self.address = (begin + pages * _GUARD - size) // 16 * 16
+        self._size = size
+        ctypes.memset(self.address, 0xFF, size)
+        self._content = None if content is None else np.ascontiguousarray(content).tobytes()
+        if self._content:
+            ctypes.memmove(self.address, self._content, size)
+
+    def read(self) -> bytes:
+        return ctypes.string_at(self.address, self._size)
+
+    def check(self):
+        """Raise where an operand has changed."""
+        if self._content is not None and self.read() != self._content:
+            raise RuntimeError("a kernel wrote to an operand")
+
+
+class _MoEShape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("t", "top_k", "e", "h", "i", "n1")]
+
+
+class _ProductShape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("m", "n", "n_pad", "k", "e", "parts")]
+
+
+class _Activation(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int),
+        ("gated", ctypes.c_bool),
+        ("interleaved", ctypes.c_bool),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    ]
+
+
+def _activation(options: Options) -> _Activation:
+    name = options.activation.removesuffix("_no_mul").removesuffix("_uninterleave")
+    interleaved = options.activation == "swigluoai"
+    values = options.gated, interleaved, options.alpha, options.beta, options.limit
+    return _Activation(_KINDS.index(name), *values)
+
+
+def _run(library, call, operands, y_like, workspace, multiprocessors):
+    """Call twice, with the threads of a block from either end; the outputs must be the same."""
+    outputs = []
+    for backwards in (0, 1):
+        library.configure(multiprocessors, backwards)
+        guarded = [None if a is None else Guarded(a.nbytes, a) for a in operands]
+        y = Guarded(y_like.nbytes)
+        places = [*guarded, y, Guarded(workspace)]
+        addresses = [None if place is None else place.address for place in places]
+        if error := call((ctypes.c_void_p * len(places))(*addresses)):
+            raise RuntimeError(f"CUDA error {error}")
+        for operand in filter(None, guarded):
+            operand.check()
+        outputs.append(y.read())
+    if outputs[0] != outputs[1]:
+        raise RuntimeError("the result depends on the order of the threads")
+    return np.frombuffer(outputs[0], y_like.dtype).reshape(y_like.shape)
+
+
+def _weights(packed, block_scale, global_scale, bias):
+    return [np.asarray(packed), np.asarray(block_scale), global_scale, bias if bias.size else None]
+
+
+def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multiprocessors):
+    """Run an expert layer on canonical weights; [t, h] in the dtype of x."""
+    prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), gated=options.gated)
+    i = layer.down_packed.shape[2] * 2
+    gate_up_rows = (2 if options.gated else 1) * i
+    shape = _MoEShape(
+        x.shape[0], ids.shape[1], layer.down_packed.shape[0], x.shape[1], i, gate_up_rows
+    )
+    gate_up = _weights(*prepared[:3], layer.gate_up_bias)
+    down = _weights(
+        prepared.down_packed, prepared.down_block_scale, layer.down_global_scale, layer.down_bias
+    )
+    call = functools.partial(
+        library.moe,
+        ctypes.byref(shape),
+        ctypes.byref(_activation(options)),
+        _TYPES[x.dtype.name],
+        ENGINES[engine],
+        int(options.weight_on_input),
+    )
+    size = library.moe_workspace_bytes(ctypes.byref(shape))
+    operands = [x, *gate_up, *down, ids, weights]
+    return _run(library, call, [_array(a) for a in operands], x, size, multiprocessors)
+
+
+def _array(operand):
+    return None if operand is None else np.asarray(operand)
+
+
+def grouped_gemm(
+    library, engine, x, packed, block_scale, global_scale, bias, sizes, multiprocessors
+):
+    """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x."""
+    (m, k), (e, n, _) = x.shape, packed.shape
+    packed, block_scale = to_layout(
+        jnp.asarray(packed), jnp.asarray(block_scale), find_layout("mma_64x64")
+    )
+    shape = _ProductShape(m, n, n, k, e, global_scale.shape[1])
+    call = functools.partial(
+        library.grouped_gemm, ctypes.byref(shape), _TYPES[x.dtype.name], ENGINES[engine]
+    )
+    size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape))
+    operands = [_array(a) for a in (x, *_weights(packed, block_scale, global_scale, bias), sizes)]
+    return _run(library, call, operands, np.empty((m, n), x.dtype), size, multiprocessors)

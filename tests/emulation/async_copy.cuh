@@ -1,0 +1,40 @@
+// async_copy.cuh on a CPU: copies are done at once.
+#pragma once
+
+#include "cuda_on_cpu.h"
+
+namespace nvfp4 {
+
+// Dynamic shared memory is at 0; other shared variables at their distance from it.
+constexpr uint32_t kElsewhere = 1u << 30;
+
+inline uint32_t SharedAddress(const void* pointer) {
+  const int64_t offset = static_cast<const uint8_t*>(pointer) - emulation::dynamic;
+  const bool inside = offset >= 0 && offset <= emulation::dynamic_bytes;
+  return static_cast<uint32_t>(inside ? offset : kElsewhere + offset);
+}
+
+// `bytes` bytes of dynamic shared memory.
+inline uint8_t* At(uint32_t address, uint32_t bytes) {
+  if (address + bytes > static_cast<uint32_t>(emulation::dynamic_bytes)) {
+    emulation::Fail("an address outside of shared memory");
+  }
+  if (address % std::min(bytes, 16u) != 0) emulation::Fail("an address that is not aligned");
+  return emulation::dynamic + address;
+}
+
+inline void CopyOrZero(uint32_t target, const void* source, int bytes) {
+  if (reinterpret_cast<uintptr_t>(source) % 16 != 0) emulation::Fail("cp.async is not aligned");
+  uint8_t* place = At(target, 16);
+  if (bytes == 0) {
+    std::memset(place, 0, 16);
+  } else {
+    std::memcpy(place, source, 16);
+  }
+}
+inline void Copy(uint32_t target, const void* source) { CopyOrZero(target, source, 16); }
+inline void CommitCopies() {}
+template <int kGroups>
+void WaitCopies() {}
+
+}  // namespace nvfp4

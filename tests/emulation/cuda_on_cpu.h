@@ -1,0 +1,154 @@
+// Just enough of CUDA to run the engines' kernels on a CPU, one block of threads at a time.
+//
+// Each thread of a block is a fiber that runs until it has to wait for others. Blocks run from the
+// last to the first: they only ever wait for later ones. Shared memory is static and starts as
+// garbage; what the real instructions forbid (alignment, bounds, a barrier that too many arrive at)
+// ends the process with a message.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+#undef __align__
+#undef __forceinline__
+#undef __global__
+#undef __grid_constant__
+#undef __launch_bounds__
+#undef __shared__
+#define __align__(n) __attribute__((aligned(n)))
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ static
+
+namespace emulation {
+
+constexpr int kWarp = 32;
+constexpr int kMaxWarps = 32;
+constexpr int kWords = 8;
+
+[[noreturn]] inline void Fail(const char* what) {
+  std::fprintf(stderr, "emulation: %s\n", what);
+  std::abort();
+}
+
+// Of the block that runs.
+unsigned Thread();
+unsigned Block();
+unsigned Blocks();
+
+void SyncBlock();
+void SyncWarp();
+// Lets the other threads run; `progress` counts what may end somebody's waiting.
+void Yield();
+extern long progress;
+// The thread of a warp's words, for exchanges between its lanes.
+uint64_t (&WordsOf(unsigned warp, unsigned lane))[kWords];
+
+void Run(dim3 grid, int threads, const std::function<void()>& kernel);
+
+// Dynamic shared memory of the kernel that runs.
+extern uint8_t dynamic[];
+extern int dynamic_bytes;
+
+// Of the calling thread.
+inline unsigned Lane() { return Thread() % kWarp; }
+inline unsigned Warp() { return Thread() / kWarp; }
+
+template <typename T>
+T Exchange(T value, unsigned lane) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t raw = 0;
+  std::memcpy(&raw, &value, sizeof(T));
+  WordsOf(Warp(), Lane())[0] = raw;
+  SyncWarp();
+  T other;
+  std::memcpy(&other, &WordsOf(Warp(), lane % kWarp)[0], sizeof(T));
+  SyncWarp();
+  return other;
+}
+
+struct ThreadIndex {
+  struct X {
+    operator unsigned() const { return Thread(); }
+  } x;
+};
+struct BlockIndex {
+  struct X {
+    operator unsigned() const { return Block(); }
+  } x;
+};
+struct GridSize {
+  struct X {
+    operator unsigned() const { return Blocks(); }
+  } x;
+};
+
+}  // namespace emulation
+
+static emulation::ThreadIndex threadIdx;
+static emulation::BlockIndex blockIdx;
+static emulation::GridSize gridDim;
+
+using std::max;
+template <typename A, typename B>
+auto min(A a, B b) {
+  return a < b ? a : b;
+}
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline int __ffs(unsigned value) { return __builtin_ffs(static_cast<int>(value)); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, int bits) {
+  return bits % 32 == 0 ? low : (low >> bits % 32) | (high << (32 - bits % 32));
+}
+inline void __syncthreads() { emulation::SyncBlock(); }
+inline void __syncwarp() { emulation::SyncWarp(); }
+inline void __nanosleep(unsigned) { emulation::Yield(); }
+template <typename T>
+T __ldg(const T* place) {
+  return *place;
+}
+template <typename T>
+T __ldcg(const T* place) {
+  return *place;
+}
+template <typename T>
+T __ldcs(const T* place) {
+  return *place;
+}
+inline float __fdividef(float a, float b) { return a / b; }
+inline int atomicAdd(int* place, int value) {
+  const int before = *place;
+  *place += value;
+  return before;
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return emulation::Exchange(value, lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulation::Exchange(value, emulation::Lane() ^ mask);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, unsigned step) {
+  const unsigned lane = emulation::Lane();
+  return emulation::Exchange(value, lane >= step ? lane - step : lane);
+}
+template <typename T>
+unsigned __match_any_sync(unsigned, T value) {
+  unsigned equal = 0;
+  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) {
+    if (emulation::Exchange(value, lane) == value) equal |= 1u << lane;
+  }
+  return equal;
+}

@@ -1,0 +1,66 @@
+// What tests/emulation.py calls: the layer and the product of launch.h on host memory.
+#include "launch.h"
+
+namespace emulation {
+extern bool backwards;
+}
+
+namespace nvfp4 {
+int multiprocessors = 1;
+}
+
+using namespace nvfp4;
+
+namespace {
+
+// packed, block_scale, global_scale, bias
+ExpertWeights WeightsAt(void* const* operands) {
+  return {static_cast<const uint8_t*>(operands[0]), static_cast<const uint8_t*>(operands[1]),
+          static_cast<const float*>(operands[2]), nullptr, static_cast<const float*>(operands[3])};
+}
+
+}  // namespace
+
+extern "C" {
+
+// How the next calls run: on how many multiprocessors, and from which end the threads of a block.
+void configure(int count, int backwards) {
+  multiprocessors = count;
+  emulation::backwards = backwards != 0;
+}
+
+int64_t moe_workspace_bytes(const MoEShape* shape) { return MoEW4A16WorkspaceBytes(*shape); }
+
+// x, gate_up, down, expert_ids, expert_weights, y, workspace
+int moe(const MoEShape* shape, const ActivationParameters* activation, int type, int engine,
+        int weight_on_input, void* const* operands) {
+  const MoECall call = {*shape,
+                        static_cast<DataType>(type),
+                        *activation,
+                        ActivationScale::kNone,
+                        weight_on_input != 0,
+                        static_cast<EngineKind>(engine)};
+  const MoEBuffers buffers = {operands[0],
+                              WeightsAt(operands + 1),
+                              WeightsAt(operands + 5),
+                              static_cast<const int32_t*>(operands[9]),
+                              static_cast<const float*>(operands[10]),
+                              operands[11],
+                              operands[12]};
+  return LaunchMoEW4A16(nullptr, call, buffers);
+}
+
+int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape) {
+  return GroupedGemmW4A16WorkspaceBytes(*shape);
+}
+
+// x, weight, group_sizes, y, workspace
+int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, void* const* operands) {
+  const GroupedGemmCall call = {*shape, static_cast<DataType>(type), ActivationScale::kNone,
+                                static_cast<EngineKind>(engine)};
+  const GroupedGemmBuffers buffers = {operands[0], WeightsAt(operands + 1),
+                                      static_cast<const int32_t*>(operands[5]), operands[6],
+                                      operands[7]};
+  return LaunchGroupedGemmW4A16(nullptr, call, buffers);
+}
+}

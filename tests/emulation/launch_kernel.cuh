@@ -1,0 +1,37 @@
+// launch_kernel.cuh on a CPU.
+#pragma once
+
+#include "cuda_on_cpu.h"
+
+namespace nvfp4 {
+
+extern int multiprocessors;
+
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int MultiprocessorCount() { return multiprocessors; }
+inline int MultiprocessorSharedBytes() { return 228 << 10; }
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchWide(cudaStream_t, dim3 grid, int threads, int shared_bytes, bool,
+                       void (*kernel)(Parameters...), const Arguments&... arguments) {
+  emulation::dynamic_bytes = shared_bytes;
+  std::memset(emulation::dynamic, 0xff, shared_bytes);
+  emulation::Run(grid, threads, [&] { kernel(arguments...); });
+  return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(Parameters...),
+                   Arguments... arguments) {
+  return LaunchWide(stream, grid, threads, 0, false, kernel, arguments...);
+}
+
+}  // namespace nvfp4
+
+#define NVFP4_DYNAMIC_SHARED(name) uint8_t* const name = emulation::dynamic
+
+#define NVFP4_RETURN_IF_CUDA_ERROR(expression)            \
+  do {                                                    \
+    const cudaError_t nvfp4_status = (expression);        \
+    if (nvfp4_status != cudaSuccess) return nvfp4_status; \
+  } while (false)

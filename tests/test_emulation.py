@@ -1,0 +1,93 @@
+"""The engines' CUDA kernels, run on a CPU, against float64; on awkward sizes and splits.
+
+No GPU is needed, but g++ and CUDA's headers. Cases, truth and yardstick are those of
+`test_cuda_kernel`; what this cannot show is what the real instructions do, and how fast.
+"""
+
+import cuda_emulation
+import float64_layer
+import ml_dtypes
+import numpy as np
+import pytest
+import test_cuda_kernel as gpu
+from float64_layer import Options
+
+from jax_nvfp4_moe.testing import assert_as_accurate_as
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+BF16, F16 = ml_dtypes.bfloat16, np.float16
+engines = pytest.mark.parametrize("engine", cuda_emulation.ENGINES)
+# Blocks of a product: one does all; few have several sums each; many share each sum.
+multiprocessors = pytest.mark.parametrize("count", [1, 3, 20])
+LARGER = {
+    "sorted_by_two_blocks": (2100, 2, 5, 32, 16, gpu.uniform(2100, 2, 5)),
+    "more_experts_than_threads": (1400, 3, 600, 16, 16, gpu.uniform(1400, 3, 600)),
+    "odd_steps": (30, 2, 3, 208, 336, gpu.uniform(30, 2, 3)),
+}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return cuda_emulation.build(tmp_path_factory.mktemp("emulation"))
+
+
+def run(library, engine, call, count):
+    operands = (call.x, call.layer, call.ids, call.weights, call.options)
+    return cuda_emulation.moe(library, engine, *operands, count)
+
+
+def assert_accurate(library, engine, call, count):
+    actual = run(library, engine, call, count)
+    assert_as_accurate_as(actual, call.yardstick(), call.truth())
+
+
+@engines
+@multiprocessors
+@pytest.mark.parametrize("case", gpu.CASES)
+def test_layer_matches_float64(library, engine, count, case):
+    call = gpu.make(case, BF16, Options(), bias=True)
+    assert_accurate(library, engine, call, count)
+
+
+@engines
+@pytest.mark.parametrize("case", LARGER)
+def test_larger_layer_matches_float64(library, engine, case):
+    assert_accurate(library, engine, gpu.make(LARGER[case], F16, Options()), count=3)
+
+
+@engines
+@pytest.mark.parametrize("activation", gpu.ACTIVATIONS)
+def test_activation_matches_float64(library, engine, activation):
+    call = gpu.make("several_tiles", F16, Options(activation=activation, limit=0.5), bias=True)
+    assert_accurate(library, engine, call, count=3)
+
+
+@engines
+def test_weight_on_input_matches_float64(library, engine):
+    call = gpu.make("out_of_range", BF16, Options(activation="relu2", weight_on_input=True))
+    assert_accurate(library, engine, call, count=3)
+
+
+@engines
+def test_bound_catches_one_wrong_scale(library, engine):
+    call = gpu.make("several_tiles", BF16, Options())
+    actual = run(library, engine, call, count=3)
+    call.layer.down_global_scale[1] *= 1.1
+    with pytest.raises(AssertionError):
+        assert_as_accurate_as(actual, call.yardstick(), call.truth())
+
+
+@engines
+@multiprocessors
+@pytest.mark.parametrize("case", gpu.PRODUCTS)
+def test_product_matches_float64(library, engine, count, case):
+    operands = gpu.make_product(case, BF16, parts=2, bias=True)
+    x, packed, block_scale, global_scale, _, bias, sizes = operands
+    actual = cuda_emulation.grouped_gemm(
+        library, engine, x, packed, block_scale, global_scale, bias, sizes, count
+    )
+    yardstick = float64_layer.grouped_gemm(*operands, "none", matmul=gpu.xla(BF16)).astype(BF16)
+    assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, "none"))
+    rows = int(np.clip(np.cumsum(np.clip(sizes.astype(np.int64), 0, None)), 0, len(x))[-1])
+    assert not actual[rows:].astype(np.float32).any()
