@@ -12,6 +12,7 @@ import mmap
 import pathlib
 import shutil
 import subprocess
+from typing import ClassVar
 
 import cuda_calls
 import jax
@@ -96,15 +97,15 @@ class Guarded:
 
 
 class _MoEShape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("t", "top_k", "e", "h", "i", "n1")]
+    _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("t", "top_k", "e", "h", "i", "n1")]
 
 
 class _ProductShape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("m", "n", "n_pad", "k", "e", "parts")]
+    _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("m", "n", "n_pad", "k", "e", "parts")]
 
 
 class _Activation(ctypes.Structure):
-    _fields_ = [
+    _fields_: ClassVar = [
         ("kind", ctypes.c_int),
         ("gated", ctypes.c_bool),
         ("interleaved", ctypes.c_bool),
