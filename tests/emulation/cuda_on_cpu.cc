@@ -91,7 +91,7 @@ bool backwards;
 unsigned Thread() { return thread; }
 unsigned Block() { return block; }
 unsigned Blocks() { return grid.x; }
-uint64_t (&WordsOf(unsigned warp, unsigned lane)) [kWords] { return words[warp][lane]; }
+uint64_t* WordsOf(unsigned warp, unsigned lane) { return words[warp][lane]; }
 
 void SyncBlock() {
   ++progress;

@@ -52,8 +52,8 @@ void SyncWarp();
 // Lets the other threads run; `progress` counts what may end somebody's waiting.
 void Yield();
 extern long progress;
-// The thread of a warp's words, for exchanges between its lanes.
-uint64_t (&WordsOf(unsigned warp, unsigned lane))[kWords];
+// The kWords words that a lane of a warp shows the others.
+uint64_t* WordsOf(unsigned warp, unsigned lane);
 
 void Run(dim3 grid, int threads, const std::function<void()>& kernel);
 

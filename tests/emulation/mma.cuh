@@ -40,7 +40,7 @@ inline void LoadMatrices(const void* row, uint32_t (&words)[4]) {
 template <typename T>
 void MultiplyAdd(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   using namespace emulation;
-  uint64_t (&mine)[kWords] = WordsOf(Warp(), Lane());
+  uint64_t* mine = WordsOf(Warp(), Lane());
   for (int i = 0; i < 4; ++i) mine[i] = a[i];
   mine[4] = b0;
   mine[5] = b1;
