@@ -1,4 +1,4 @@
-"""The CUDA kernels of the engines, compiled for the CPU from the same sources.
+"""The CUDA kernels of the engines and the router, compiled for the CPU from the same sources.
 
 A kernel's assembly is in five headers, of which `emulation` has a second form each; everything else
 is compiled as it stands. Threads are fibers, so the kernels must not depend on their order: every
@@ -21,13 +21,22 @@ import numpy as np
 from float64_layer import Layer, Options
 
 from jax_nvfp4_moe.layouts import find_layout, to_layout
+from jax_nvfp4_moe.routing import Router
 
 ENGINES = {"sm80": 1, "sm90": 2}
 _HERE = pathlib.Path(__file__).parent
 _FFI = _HERE.parent / "ffi"
-_SOURCES = ("routing", "expert_gemm_sm80", "expert_gemm_sm90", "moe_w4a16", "grouped_gemm_w4a16")
+_SOURCES = (
+    "routing",
+    "expert_gemm_sm80",
+    "expert_gemm_sm90",
+    "moe_w4a16",
+    "grouped_gemm_w4a16",
+    "route",
+)
 _FLAGS = "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off"
 _TYPES = {"bfloat16": 0, "float16": 1}
+_SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 _KINDS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
 _GUARD = mmap.PAGESIZE
 
@@ -115,6 +124,17 @@ class _Activation(ctypes.Structure):
     ]
 
 
+class _RouterCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("t", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("e", "top_k", "num_groups", "groups_kept")),
+        ("score", ctypes.c_int),
+        ("select_logits", ctypes.c_bool),
+        ("renormalize", ctypes.c_bool),
+        ("scaling", ctypes.c_float),
+    ]
+
+
 def _activation(options: Options) -> _Activation:
     name = options.activation.removesuffix("_no_mul").removesuffix("_uninterleave")
     interleaved = options.activation == "swigluoai"
@@ -122,23 +142,29 @@ def _activation(options: Options) -> _Activation:
     return _Activation(_KINDS.index(name), *values)
 
 
-def _run(library, call, operands, y_like, workspace, multiprocessors):
-    """Call twice, with the threads of a block from either end; the outputs must be the same."""
+def _run(library, call, operands, likes, workspace, multiprocessors):
+    """Call twice, with the threads of a block from either end; returns outputs as `likes`.
+
+    They must be the same in both calls.
+    """
     outputs = []
     for backwards in (0, 1):
         library.configure(multiprocessors, backwards)
         guarded = [None if a is None else Guarded(a.nbytes, a) for a in operands]
-        y = Guarded(y_like.nbytes)
-        places = [*guarded, y, Guarded(workspace)]
+        results = [Guarded(like.nbytes) for like in likes]
+        places = [*guarded, *results, Guarded(workspace)]
         addresses = [None if place is None else place.address for place in places]
         if error := call((ctypes.c_void_p * len(places))(*addresses)):
             raise RuntimeError(f"CUDA error {error}")
         for operand in filter(None, guarded):
             operand.check()
-        outputs.append(y.read())
+        outputs.append([result.read() for result in results])
     if outputs[0] != outputs[1]:
         raise RuntimeError("the result depends on the order of the threads")
-    return np.frombuffer(outputs[0], y_like.dtype).reshape(y_like.shape)
+    return [
+        np.frombuffer(content, like.dtype).reshape(like.shape)
+        for content, like in zip(outputs[0], likes, strict=True)
+    ]
 
 
 def _weights(packed, block_scale, global_scale, bias):
@@ -167,7 +193,7 @@ def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multip
     )
     size = library.moe_workspace_bytes(ctypes.byref(shape))
     operands = [x, *gate_up, *down, ids, weights]
-    return _run(library, call, [_array(a) for a in operands], x, size, multiprocessors)
+    return _run(library, call, [_array(a) for a in operands], [x], size, multiprocessors)[0]
 
 
 def _array(operand):
@@ -188,4 +214,25 @@ def grouped_gemm(
     )
     size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape))
     operands = [_array(a) for a in (x, *_weights(packed, block_scale, global_scale, bias), sizes)]
-    return _run(library, call, operands, np.empty((m, n), x.dtype), size, multiprocessors)
+    y = np.empty((m, n), x.dtype)
+    return _run(library, call, operands, [y], size, multiprocessors)[0]
+
+
+def route(library, router: Router, logits, bias=None):
+    """Return expert_ids and expert_weights ``[t, top_k]`` of `logits`."""
+    logits = np.asarray(logits)
+    t, e = logits.shape
+    call = _RouterCall(
+        t,
+        e,
+        router.top_k,
+        router.num_groups,
+        router.groups_kept,
+        _SCORES.index(router.score),
+        router.select == "logits",
+        router.renormalize,
+        router.scaling,
+    )
+    likes = [np.empty((t, router.top_k), dtype) for dtype in (np.int32, np.float32)]
+    bound = functools.partial(library.route, ctypes.byref(call))
+    return _run(library, bound, [logits, _array(bias)], likes, 0, multiprocessors=1)

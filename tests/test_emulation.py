@@ -1,7 +1,8 @@
-"""The engines' CUDA kernels, run on a CPU, against float64; on awkward sizes and splits.
+"""The engines' CUDA kernels and the router, run on a CPU, against float64 on awkward sizes.
 
 No GPU is needed, but g++ and CUDA's headers. Cases, truth and yardstick are those of
-`test_cuda_kernel`; what this cannot show is what the real instructions do, and how fast.
+`test_cuda_kernel` and `test_routing`; what this cannot show is what the real instructions do, and
+how fast.
 """
 
 import cuda_emulation
@@ -10,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import test_cuda_kernel as gpu
+import test_routing as routing
 from float64_layer import Options
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
@@ -91,3 +93,22 @@ def test_product_matches_float64(library, engine, count, case):
     assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, "none"))
     rows = int(np.clip(np.cumsum(np.clip(sizes.astype(np.int64), 0, None)), 0, len(x))[-1])
     assert not actual[rows:].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("form", routing.FORMS)
+@pytest.mark.parametrize("experts", [1, 60, 512])
+def test_router_routes_as_the_reference(library, form, experts):
+    router = routing.with_experts(routing.FORMS[form], experts, 8)
+    logits, bias = routing.inputs(70, experts)
+    for correction in (None, bias):
+        got = cuda_emulation.route(library, router, logits, correction)
+        routing.assert_routes_alike(router, logits, correction, got)
+
+
+@pytest.mark.parametrize("form", routing.FORMS)
+def test_router_gives_ties_to_the_lower_expert(library, form):
+    router = routing.with_experts(routing.FORMS[form], 60, 32)
+    logits, bias = routing.tied_inputs(60)
+    got = cuda_emulation.route(library, router, logits, bias)
+    np.testing.assert_array_equal(got[0], routing.route(router, logits, bias)[0])
+    routing.assert_weights_accurate(router, logits, bias, got)

@@ -12,8 +12,8 @@
 //      bisection over the experts
 // The order is that of a stable sort, and no step depends on timing.
 //
-// Needs: e <= kMaxExperts, slots <= 65535 (checked in cuda_bindings.cc, kept by moe.cu).
-// Test: test_cuda_kernel.py.
+// Needs: e <= kMaxExperts, slots <= 65535 (checked in cuda_bindings.cc, kept by moe.cu and
+// moe_w4a16.cu). Test: test_cuda_kernel.py.
 #include "launch.h"
 #include "launch_kernel.cuh"
 #include "routing.cuh"

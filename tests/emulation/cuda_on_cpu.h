@@ -100,6 +100,7 @@ static emulation::ThreadIndex threadIdx;
 static emulation::BlockIndex blockIdx;
 static emulation::GridSize gridDim;
 
+using std::isnan;
 using std::max;
 template <typename A, typename B>
 auto min(A a, B b) {
@@ -143,6 +144,20 @@ template <typename T>
 T __shfl_up_sync(unsigned, T value, unsigned step) {
   const unsigned lane = emulation::Lane();
   return emulation::Exchange(value, lane >= step ? lane - step : lane);
+}
+template <typename T>
+T __reduce_max_sync(unsigned, T value) {
+  for (unsigned mask = emulation::kWarp / 2; mask > 0; mask /= 2) {
+    value = std::max(value, emulation::Exchange(value, emulation::Lane() ^ mask));
+  }
+  return value;
+}
+template <typename T>
+T __reduce_min_sync(unsigned, T value) {
+  for (unsigned mask = emulation::kWarp / 2; mask > 0; mask /= 2) {
+    value = std::min(value, emulation::Exchange(value, emulation::Lane() ^ mask));
+  }
+  return value;
 }
 template <typename T>
 unsigned __match_any_sync(unsigned, T value) {

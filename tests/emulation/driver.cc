@@ -63,4 +63,12 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, void* cons
                                       operands[7]};
   return LaunchGroupedGemmW4A16(nullptr, call, buffers);
 }
+
+// logits, bias, expert_ids, expert_weights
+int route(const RouterCall* call, void* const* operands) {
+  return LaunchRoute(
+      nullptr, *call,
+      {static_cast<const float*>(operands[0]), static_cast<const float*>(operands[1]),
+       static_cast<int32_t*>(operands[2]), static_cast<float*>(operands[3])});
+}
 }
