@@ -30,6 +30,7 @@ _SOURCES = (
     "routing",
     "expert_gemm_sm80",
     "expert_gemm_sm90",
+    "expert_gemm_few",
     "moe_w4a16",
     "grouped_gemm_w4a16",
     "route",

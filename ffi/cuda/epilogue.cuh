@@ -32,14 +32,9 @@ __device__ __forceinline__ uint32_t MakePair<__half>(float first, float second) 
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-__device__ __forceinline__ uint32_t MakePair(DataType type, float first, float second) {
-  return type == DataType::kBF16 ? MakePair<__nv_bfloat16>(first, second)
-                                 : MakePair<__half>(first, second);
-}
-
-// What a lane knows of its two weight rows, low and high.
+// What a lane knows of its two weight rows, low and high; of rows that are padding, anything.
 struct LaneRows {
-  float scale[2];
+  float scale[2];  // global scales
   float bias[2];
 };
 
@@ -48,24 +43,31 @@ __device__ __forceinline__ int FirstRow(const ExpertGemm& p, int m_tile, int war
   return p.gated() ? m_tile * (kTileM / 2) + warp * 8 : m_tile * kTileM + warp * 16;
 }
 
-__device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert, int m_tile,
-                                                 int warp, float unit) {
-  const int low = FirstRow(p, m_tile, warp) + static_cast<int>(threadIdx.x % 32 / 4);
-  const int all_rows = p.gated() ? 2 * p.columns : p.columns;
+// Which of one or two global scales is that of weight row `row` of `all_rows`.
+__device__ __forceinline__ int PartOf(const ExpertGemm& p, int row, int all_rows) {
+  if (p.parts == 1) return 0;
   const bool alternate = p.gated() && p.activation.interleaved;
+  return alternate ? row & 1 : static_cast<int>(2 * row >= all_rows);
+}
+
+// Only starts the loads: what is done with them here would wait for each.
+__device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert, int m_tile,
+                                                 int warp) {
+  const int all_rows = p.gated() ? 2 * p.columns : p.columns;
+  const int low = FirstRow(p, m_tile, warp) + static_cast<int>(threadIdx.x % 32 / 4);
+  const int high = p.gated() ? low + p.columns : low + 8;
+  const int of[2] = {min(low, all_rows - 1), min(high, all_rows - 1)};
+  const float* scales = p.weight.global_scale + static_cast<int64_t>(expert) * p.parts;
   LaneRows rows;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = i == 0 ? low : p.gated() ? low + p.columns : low + 8;
-    rows.scale[i] = rows.bias[i] = 0.0f;
-    if (row >= all_rows) continue;  // padding
-    int part = 0;                   // row * parts / all_rows
-    if (p.parts == 2) part = alternate ? row & 1 : static_cast<int>(2 * row >= all_rows);
-    if (p.parts > 2) part = static_cast<int>(static_cast<int64_t>(row) * p.parts / all_rows);
-    rows.scale[i] = unit * p.weight.global_scale[static_cast<int64_t>(expert) * p.parts + part];
-    if (p.weight.bias != nullptr) {
-      rows.bias[i] = p.weight.bias[static_cast<int64_t>(expert) * p.bias_rows + row];
-    }
+    rows.scale[i] = scales[PartOf(p, of[i], all_rows)];
+    rows.bias[i] = 0.0f;
+  }
+  if (p.weight.bias != nullptr) {
+    const float* bias = p.weight.bias + static_cast<int64_t>(expert) * p.bias_rows;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rows.bias[i] = bias[of[i]];
   }
   return rows;
 }
@@ -81,35 +83,30 @@ __device__ __forceinline__ void StorePair(uint16_t* row, int column, int columns
   if (column + 1 < columns) row[column + 1] = static_cast<uint16_t>(pair >> 16);
 }
 
-// The output rows of a tile's sorted rows: that of row 32 i + lane is in of[i], so that a tile
-// needs a load for 32 rows.
-template <int kRows>
-struct Places {
-  int32_t of[(kRows + 31) / 32];
-
-  __device__ __forceinline__ Places(const ExpertGemm& p, const RowTile& tile) {
-#pragma unroll
-    for (int i = 0; i < (kRows + 31) / 32; ++i) {
-      const int row = 32 * i + static_cast<int>(threadIdx.x % 32);
-      of[i] = tile.row + row;
-      if (p.output.slots != nullptr && row < tile.rows) of[i] = p.output.slots[of[i]];
-    }
-  }
-};
-
-// What a tile's epilogue is made of. Most products are of the first two kinds, which are written
-// out for every eight sorted rows; the third has every other case and is one rolled loop, since
-// ten copies of erfc for every eight rows would be a megabyte of code.
-enum class Finish { kPlain, kSilu, kAny };
+// What is done to sums. Most products are of the first three kinds, which are written out where
+// that pays; the last has every other case, and is a rolled loop, since ten copies of erfc for
+// every eight rows would be a megabyte of code.
+enum class Finish { kPlain, kSilu, kRelu2, kAny };
 
 __device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
   if (p.left.row_scale != nullptr) return Finish::kAny;
   if (!p.activate) return Finish::kPlain;
-  const bool silu = p.activation.kind == Activation::kSilu;
-  return silu && p.activation.gated && !p.activation.interleaved ? Finish::kSilu : Finish::kAny;
+  const Activation kind = p.activation.kind;
+  if (kind == Activation::kSilu && p.activation.gated && !p.activation.interleaved) {
+    return Finish::kSilu;
+  }
+  return kind == Activation::kRelu2 && !p.activation.gated ? Finish::kRelu2 : Finish::kAny;
 }
 
-// One weight tile's way to memory, for one lane.
+// Outputs of two sorted rows, rounded: of the low weight row and of the high one, which is void
+// where the two were a gate and an up row.
+struct OutputPairs {
+  uint32_t low;
+  uint32_t high;
+};
+
+// What a lane does with one weight tile's sums, to outputs of type T.
+template <typename T>
 struct TileStore {
   const ExpertGemm& p;
   const RowTile& tile;
@@ -128,6 +125,9 @@ struct TileStore {
     if constexpr (kFinish == Finish::kSilu) {
       low = ActivateGated({Activation::kSilu, true, false, 1.0f, 0.0f, p.activation.limit}, low,
                           high);
+    } else if constexpr (kFinish == Finish::kRelu2) {
+      low = ActivateGate({Activation::kRelu2, false, false, 1.0f, 0.0f, p.activation.limit}, low);
+      high = ActivateGate({Activation::kRelu2, false, false, 1.0f, 0.0f, p.activation.limit}, high);
     } else if constexpr (kFinish == Finish::kAny) {
       if (!p.activate) return;
       if (!p.activation.gated) {
@@ -146,10 +146,10 @@ struct TileStore {
     }
   }
 
-  // Sorted rows row to row + 7, of which `place` is the output row of row + g.
+  // Of the fragment of sorted rows row to row + 7.
   template <Finish kFinish>
-  __device__ __forceinline__ void StoreEight(int row, int32_t place, float a, float b, float c,
-                                             float d) const {
+  __device__ __forceinline__ OutputPairs Finished(int row, float a, float b, float c,
+                                                  float d) const {
     if constexpr (kFinish == Finish::kAny) {
       const float even = RowScale(row + 2 * q), odd = RowScale(row + 2 * q + 1);
       a *= even, b *= odd, c *= even, d *= odd;
@@ -158,79 +158,61 @@ struct TileStore {
     float high[2] = {c * rows.scale[1] + rows.bias[1], d * rows.scale[1] + rows.bias[1]};
     Activate<kFinish>(low[0], high[0]);
     Activate<kFinish>(low[1], high[1]);
-    const bool gated = kFinish == Finish::kSilu || (kFinish == Finish::kAny && p.gated());
-    const uint32_t left = Transpose(MakePair(p.output.type, low[0], low[1]));
-    const uint32_t right = gated ? 0 : Transpose(MakePair(p.output.type, high[0], high[1]));
+    return {MakePair<T>(low[0], low[1]), MakePair<T>(high[0], high[1])};
+  }
+
+  // Of sorted row row + g, which goes to output row `place`.
+  __device__ __forceinline__ void Store(int row, int32_t place, const OutputPairs& pairs) const {
+    const uint32_t left = Transpose(pairs.low);
+    const uint32_t right = p.gated() ? 0 : Transpose(pairs.high);
     if (row + g >= tile.rows) return;
     uint16_t* out =
         static_cast<uint16_t*>(p.output.values) + static_cast<int64_t>(place) * p.columns;
-    if (kFinish == Finish::kAny && gated && p.activation.interleaved) {
+    if (p.gated() && p.activation.interleaved) {
       out[first / 2 + q] = static_cast<uint16_t>(left);
       out[(p.columns + first) / 2 + q] = static_cast<uint16_t>(left >> 16);
       return;
     }
     StorePair(out, first + 2 * q, p.columns, left);
-    if (!gated) StorePair(out, first + 8 + 2 * q, p.columns, right);
-  }
-
-  template <Finish kFinish, int kRows, int kSize>
-  __device__ __forceinline__ void StoreAll(const Places<kRows>& places,
-                                           const float (&sums)[kSize]) const {
-#pragma unroll
-    for (int j = 0; j < kSize / 4; ++j) {
-      if (8 * j >= tile.rows) break;
-      StoreEight<kFinish>(8 * j, __shfl_sync(0xffffffffu, places.of[j / 4], j % 4 * 8 + g),
-                          sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
-    }
-  }
-
-  // The same, the sums passing through the first four.
-  template <int kSize>
-  __device__ __forceinline__ void StoreRolled(float (&sums)[kSize]) const {
-#pragma unroll 1
-    for (int row = 0; row < tile.rows; row += 8) {
-      int32_t place = tile.row + row + g;
-      if (p.output.slots != nullptr && row + g < tile.rows) place = p.output.slots[place];
-      StoreEight<Finish::kAny>(row, place, sums[0], sums[1], sums[2], sums[3]);
-#pragma unroll
-      for (int i = 4; i < kSize; ++i) sums[i - 4] = sums[i];
-    }
+    if (!p.gated()) StorePair(out, first + 8 + 2 * q, p.columns, right);
   }
 };
 
-// Stores the tile's outputs for the sorted rows of `tile`; uses up `sums`. All lanes of the warp
-// take part.
-template <int kRows, int kSize>
-__device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& tile, int m_tile,
-                                          int warp, const LaneRows& rows,
-                                          const Places<kRows>& places, float (&sums)[kSize]) {
-  const uint32_t lane = threadIdx.x % 32;
-  const int first = FirstRow(p, m_tile, warp);
-  if (first >= p.columns) return;  // padding, for the whole warp
-  const TileStore store = {
-      p, tile, rows, first, static_cast<int>(lane / 4), static_cast<int>(lane % 4)};
-  switch (ChooseFinish(p)) {
-    case Finish::kPlain:
-      return store.template StoreAll<Finish::kPlain>(places, sums);
-    case Finish::kSilu:
-      return store.template StoreAll<Finish::kSilu>(places, sums);
-    case Finish::kAny:
-      return store.StoreRolled(sums);
+// Calls store(row, pairs) for each eight sorted rows of the tile, the sums passing through the
+// first four: in little code. Uses up `sums`.
+template <typename T, int kSize, typename Function>
+__device__ __forceinline__ void FinishRolled(const TileStore<T>& tile_store, float (&sums)[kSize],
+                                             const Function& store) {
+#pragma unroll 1
+  for (int row = 0; row < tile_store.tile.rows; row += 8) {
+    store(row, tile_store.template Finished<Finish::kAny>(row, sums[0], sums[1], sums[2], sums[3]));
+#pragma unroll
+    for (int i = 4; i < kSize; ++i) sums[i - 4] = sums[i];
   }
 }
 
-// The same in little code and few registers.
-template <int kSize>
-__device__ __forceinline__ void StoreTileRolled(const ExpertGemm& p, const RowTile& tile,
-                                                int m_tile, int warp, float unit,
-                                                float (&sums)[kSize]) {
-  const uint32_t lane = threadIdx.x % 32;
-  const int first = FirstRow(p, m_tile, warp);
-  if (first >= p.columns) return;
-  const LaneRows rows = LoadLaneRows(p, tile.expert, m_tile, warp, unit);
-  const TileStore store = {
-      p, tile, rows, first, static_cast<int>(lane / 4), static_cast<int>(lane % 4)};
-  store.StoreRolled(sums);
+template <typename T>
+__device__ __forceinline__ TileStore<T> MakeTileStore(const ExpertGemm& p, const RowTile& tile,
+                                                      const LaneRows& rows, int m_tile, int warp) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const float unit = kProductUnit<T>;
+  const LaneRows scaled = {{unit * rows.scale[0], unit * rows.scale[1]},
+                           {rows.bias[0], rows.bias[1]}};
+  return {p, tile, scaled, FirstRow(p, m_tile, warp), lane / 4, lane % 4};
+}
+
+// Stores the outputs of the tile's sorted rows, straight from registers; uses up `sums`. All lanes
+// of the warp take part.
+template <typename T, int kSize>
+__device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& tile, int m_tile,
+                                          int warp, const LaneRows& rows, float (&sums)[kSize]) {
+  const TileStore<T> store = MakeTileStore<T>(p, tile, rows, m_tile, warp);
+  if (store.first >= p.columns) return;  // padding, for the whole warp
+  FinishRolled(store, sums, [&](int row, const OutputPairs& pairs) {
+    int32_t place = tile.row + row + store.g;
+    if (p.output.slots != nullptr && row + store.g < tile.rows) place = p.output.slots[place];
+    store.Store(row, place, pairs);
+  });
 }
 
 }  // namespace nvfp4

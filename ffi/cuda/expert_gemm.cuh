@@ -40,7 +40,7 @@ struct ExpertGemm {
   LeftOperand left;
   ExpertWeights weight;  // layout "mma_64x64", or "mma_64x64_gated" where activation is gated
   int32_t bias_rows;     // of an expert: rows without padding
-  int32_t parts;         // global scales of an expert
+  int32_t parts;         // global scales of an expert, 1 or 2
   int32_t k;
   int32_t columns;  // outputs of a row, after the activation
   bool activate;    // the columns are activations of one or two weight rows

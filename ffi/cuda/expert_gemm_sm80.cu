@@ -281,8 +281,9 @@ struct Consumer {
     FindSum(p.rows, p.rule, p.walk.m_blocks, sum, &piece);
 #pragma unroll 1
     for (int s = 0; s < kSlabs; ++s) {
-      StoreTileRolled(p, piece.tile, piece.m_block * kTiles + Slab(s) / 4, Slab(s) % 4,
-                      kProductUnit<T>, sums[0]);
+      const int m_tile = piece.m_block * kTiles + Slab(s) / 4, warp = Slab(s) % 4;
+      const LaneRows rows = LoadLaneRows(p, piece.tile.expert, m_tile, warp);
+      StoreTile<T>(p, piece.tile, m_tile, warp, rows, sums[0]);
 #pragma unroll
       for (int i = 0; i < C::kRows / 2; ++i) sums[0][i] = sums[1][i];
     }

@@ -24,6 +24,7 @@
 #include "launch_kernel.cuh"
 #include "partial_sums.cuh"
 #include "sm90.cuh"
+#include "staged_store.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -59,14 +60,17 @@ struct Config {
   static constexpr int kRowsBytes = kDepth * kSliceBytes;
   static constexpr int kScaleOffset = 2 * kGroups * kTileCodeBytes;
   static constexpr int kWeightBytes = 2 * kGroups * kTileBytes;
+  using Staged = StagedStore<kRows, kTiles>;
   static constexpr int kAlignment = 1024;  // of the swizzle
-  static constexpr int kSharedBytes = kStages * (kRowsBytes + kWeightBytes) + kAlignment;
+  static constexpr int kSharedBytes =
+      kStages * (kRowsBytes + kWeightBytes) + kGroups * Staged::kBytes + kAlignment;
   static_assert(kSharedBytes + 1024 + 48 * kStages <= 228 * 1024, "shared memory of an SM");
 };
 
 struct Shared {
   uint32_t rows;     // [kStages][kDepth][kRows][128 bytes]
   uint32_t weights;  // [kStages]: codes [kBlockTiles][kDepth][2048], scales [..][256]
+  uint32_t outputs;  // [kGroups]: see staged_store.cuh
   uint32_t full;     // [kStages] mbarriers
   uint32_t empty;
 };
@@ -234,8 +238,8 @@ struct Consumer {
     return __shfl_sync(kAllLanes, rows + ring.stage * (C::kRowsBytes / 16), 0);
   }
 
-  // Rounds `columns` up to a multiple of kRowStep, and finds the code for it by bisection.
-  template <int kFirst = 1, int kLast = C::kRows / C::kRowStep>
+  // The products of `columns` rows, rounded up to kLast * kRowStep at most, found by bisection.
+  template <int kFirst, int kLast>
   __device__ __forceinline__ void Multiply(int columns, uint32_t b,
                                            float (&tile_sums)[C::kRows / 2],
                                            const uint32_t (&fragments)[4][4]) {
@@ -259,32 +263,55 @@ struct Consumer {
     if (Thread() % 32 == 0) Arrive(shared.empty + 8 * stage);
   }
 
-  // sums += W @ x over `steps` stages. Two sets of fragments take turns, so that the products of
-  // one run while the other is unpacked; each has a name, since an index would move it to memory.
-  // What comes from shared memory is asked for before each wait for products.
-  __device__ __forceinline__ void Accumulate(int columns, int steps) {
+  // sums = W @ x over `steps` stages. Two sets of fragments take turns, so that the products of one
+  // run while the other is unpacked; each has a name, since an index would move it to memory. What
+  // comes from shared memory is asked for before each wait for products.
+  template <int kFirst, int kLast>
+  __device__ __forceinline__ void AccumulateSteps(int columns, int steps) {
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < C::kRows / 2; ++i) sums[t][i] = 0.0f;
+    }
     uint32_t even[4][4], odd[4][4];
     uint32_t b = Rows();
     Unpack(Load(0), even);
     int before = -1;  // stage that the products still in flight read
     while (true) {
-      Multiply(columns, b, sums[0], even);
+      Multiply<kFirst, kLast>(columns, b, sums[0], even);
       const Packed second = Load(1);
       WgmmaWait<1>();
       if (before >= 0) Release(before);
       before = ring.stage;
       Unpack(second, odd);
-      Multiply(columns, b + (C::kDepth - 1) * (C::kSliceBytes / 16), sums[C::kTiles - 1], odd);
+      Multiply<kFirst, kLast>(columns, b + (C::kDepth - 1) * (C::kSliceBytes / 16),
+                              sums[C::kTiles - 1], odd);
       ring.Next();
       if (--steps == 0) break;
-      b = Rows();
       AwaitStage();
+      b = Rows();
       const Packed first = Load(0);
       WgmmaWait<1>();
       Unpack(first, even);
     }
     WgmmaWait<0>();
     Release(before);
+  }
+
+  // Finds the code for `columns` rows before the loop over k where it may: inside, the branches
+  // take a fifth of the tensor cores' time at 128 rows. With four warpgroups there are no registers
+  // for that, and it would gain little.
+  __device__ __forceinline__ void Accumulate(int columns, int steps) {
+    constexpr int kLast = C::kRows / C::kRowStep;
+    if constexpr (C::kTiles == 2) {
+      if (columns > (kLast - 1) * C::kRowStep) {
+        AccumulateSteps<kLast, kLast>(columns, steps);
+      } else {
+        AccumulateSteps<1, kLast - 1>(columns, steps);
+      }
+    } else {
+      AccumulateSteps<1, kLast>(columns, steps);
+    }
   }
 
   __device__ __forceinline__ float* Share(uint32_t block, uint32_t tile) {
@@ -309,21 +336,44 @@ struct Consumer {
     }
   }
 
+  // The output row of this thread's sorted row.
+  __device__ __forceinline__ int32_t OutputRow(const RowTile& tile) const {
+    const int row = static_cast<int>(Thread());
+    const bool listed = p.output.slots != nullptr && row < tile.rows;
+    return listed ? p.output.slots[tile.row + row] : tile.row + row;
+  }
+
+  __device__ __forceinline__ void Store(const RowTile& tile, int m_tile, int32_t output_row,
+                                        const LaneRows (&lane_rows)[C::kTiles]) {
+    if (!CanStage(p)) {
+#pragma unroll
+      for (int t = 0; t < C::kTiles; ++t) {
+        StoreTile<T>(p, tile, m_tile + t, Thread() / 32, lane_rows[t], sums[t]);
+      }
+      return;
+    }
+    const typename C::Staged staged = {p, shared.outputs + Group() * C::Staged::kBytes,
+                                       static_cast<int>(Group() + 1), static_cast<int>(Thread())};
+    staged.Begin(output_row);
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+      staged.template Put<T>(tile, m_tile + t, t, lane_rows[t], sums[t]);
+    }
+    staged.Send(tile, FirstRow(p, m_tile, 0));
+  }
+
   __device__ __forceinline__ void Run(const Piece* announced) {
     while (true) {
       AwaitStage();
       const Piece piece = announced[ring.stage];
       if (piece.begin == piece.end) return;
       // Loads for the outputs come early, so that they are there when the sums are.
-      const Places<C::kRows> places(p, piece.tile);
+      const int32_t output_row = OutputRow(piece.tile);
       LaneRows lane_rows[C::kTiles];
       const int m_tile = piece.m_block * C::kBlockTiles + Group() * C::kTiles;
 #pragma unroll
       for (int t = 0; t < C::kTiles; ++t) {
-        lane_rows[t] =
-            LoadLaneRows(p, piece.tile.expert, m_tile + t, Thread() / 32, kProductUnit<T>);
-#pragma unroll
-        for (int i = 0; i < C::kRows / 2; ++i) sums[t][i] = 0.0f;
+        lane_rows[t] = LoadLaneRows(p, piece.tile.expert, m_tile + t, Thread() / 32);
       }
       Accumulate(piece.tile.rows, piece.end - piece.begin);
       if (piece.begin > 0) {
@@ -335,10 +385,7 @@ struct Consumer {
         continue;
       }
       if (piece.end < p.walk.k_steps) Collect(piece);
-#pragma unroll
-      for (int t = 0; t < C::kTiles; ++t) {
-        StoreTile(p, piece.tile, m_tile + t, Thread() / 32, lane_rows[t], places, sums[t]);
-      }
+      Store(piece.tile, m_tile, output_row, lane_rows);
     }
   }
 };
@@ -365,6 +412,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     shared.rows = (SharedAddress(dynamic) + C::kAlignment - 1) / C::kAlignment * C::kAlignment;
     shared.rows = __shfl_sync(kAllLanes, shared.rows, 0);
     shared.weights = shared.rows + C::kStages * C::kRowsBytes;
+    shared.outputs = shared.weights + C::kStages * C::kWeightBytes;
     shared.full = __shfl_sync(kAllLanes, SharedAddress(barriers), 0);
     shared.empty = shared.full + 8 * C::kStages;
     return shared;
@@ -400,9 +448,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 // multiprocessor reads weights faster than two blocks of two, which bring the rows twice.
 using Rows8 = Config<8, 8, 1, 4, 10>;
 using Rows16 = Config<16, 8, 1, 4, 9>;
-using Rows32 = Config<32, 8, 1, 4, 8>;
-using Rows64 = Config<64, 16, 1, 4, 6>;
-using Rows128 = Config<128, 16, 2, 2, 8>;
+using Rows32 = Config<32, 8, 1, 4, 7>;
+using Rows64 = Config<64, 16, 1, 4, 5>;
+using Rows128 = Config<128, 16, 2, 2, 6>;
 
 constexpr int kMaxSms = 132;  // of Hopper
 // Rows up to which no expert is likely to have two: the smallest tile.

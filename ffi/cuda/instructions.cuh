@@ -48,6 +48,16 @@ __device__ __forceinline__ uint2 LoadShared8(uint32_t address) {
   return words;
 }
 
+__device__ __forceinline__ int32_t LoadShared4(uint32_t address) {
+  int32_t word;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
+__device__ __forceinline__ void StoreShared4(uint32_t address, int32_t word) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
 __device__ __forceinline__ int32_t LoadAcquire(const int32_t* flag) {
   int32_t value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");

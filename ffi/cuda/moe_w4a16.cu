@@ -8,6 +8,8 @@
 //   .._sm80.cu product 2   W2, bias -> d [slots, h], in the type of x combine     y[t] = sum of
 //   w[t, j] * d[t, j] over j in order
 //
+// Of a handful of slots the products come first, and plan for themselves: expert_gemm_few.cu.
+//
 // Where the engine overlaps, each of the last three may start while the one before it ends.
 // Product 2 then reads the plan and its weights early: the sort is older than product 1, which
 // waited for it before letting anyone start.
@@ -15,6 +17,7 @@
 
 #include "elements.cuh"
 #include "expert_gemm.cuh"
+#include "expert_gemm_few.cuh"
 #include "launch_kernel.cuh"
 #include "sm90.cuh"
 #include "workspace.cuh"
@@ -86,37 +89,100 @@ struct CombineRows {
   bool weighted;
 };
 
+constexpr int kChoices = 8;  // of a token, loaded at once: one after the other they would wait
+
+// The places in `down` and weights of choices `first` to first + kChoices - 1 of a token; -1 for
+// those that are not routed.
+struct Choices {
+  int32_t slots[kChoices];
+  float weights[kChoices];
+};
+
+__device__ __forceinline__ Choices LoadChoices(const CombineRows& p, int32_t token, int first) {
+  Choices choices;
+#pragma unroll
+  for (int j = 0; j < kChoices; ++j) {
+    const int32_t slot = token * p.top_k + first + j;
+    const int32_t expert = first + j < p.top_k ? p.expert_ids[slot] : -1;
+    const bool routed = expert >= 0 && expert < p.num_experts;
+    choices.slots[j] = routed ? slot : -1;
+    choices.weights[j] = routed && p.weighted ? p.expert_weights[slot] : 1.0f;
+  }
+  return choices;
+}
+
 // Eight columns of a token for each thread; h is a multiple of 16.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) Combine(const CombineRows p) {
-#if __CUDA_ARCH__ >= 900
-  WaitForPrecedingKernel();
-#endif
   const int32_t vectors = p.h / kVector;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= p.t * vectors) return;
-  const int64_t token = index / vectors, column = index % vectors * kVector;
+  const auto token = static_cast<int32_t>(index / vectors);
+  const int64_t column = index % vectors * kVector;
+  Choices choices = LoadChoices(p, token, 0);  // older than the kernel before this one
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+#endif
+  const T* down = static_cast<const T*>(p.down) + column;
   float sums[kVector] = {};
-  for (int j = 0; j < p.top_k; ++j) {
-    const int64_t slot = token * p.top_k + j;
-    const int32_t expert = p.expert_ids[slot];
-    if (expert < 0 || expert >= p.num_experts) continue;
-    const float weight = p.weighted ? p.expert_weights[slot] : 1.0f;
-    T values[kVector];
-    *reinterpret_cast<uint4*>(values) =
-        __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(p.down) + slot * p.h + column));
+  for (int first = 0; first < p.top_k; first += kChoices) {
+    if (first > 0) choices = LoadChoices(p, token, first);
+    uint4 loaded[kChoices];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sums[i] += weight * ToFloat(values[i]);
+    for (int j = 0; j < kChoices; ++j) {
+      if (choices.slots[j] < 0) continue;
+      loaded[j] = __ldcs(
+          reinterpret_cast<const uint4*>(down + static_cast<int64_t>(choices.slots[j]) * p.h));
+    }
+#pragma unroll
+    for (int j = 0; j < kChoices; ++j) {
+      if (choices.slots[j] < 0) continue;
+      T values[kVector];
+      *reinterpret_cast<uint4*>(values) = loaded[j];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sums[i] += choices.weights[j] * ToFloat(values[i]);
+    }
   }
   T values[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) values[i] = FromFloat<T>(sums[i]);
-  *reinterpret_cast<uint4*>(static_cast<T*>(p.y) + token * p.h + column) =
+  *reinterpret_cast<uint4*>(static_cast<T*>(p.y) + static_cast<int64_t>(token) * p.h + column) =
       *reinterpret_cast<uint4*>(values);
 }
 
 unsigned VectorBlocks(int64_t rows, int64_t h) {
   return static_cast<unsigned>(CeilDiv(rows * (h / kVector), kThreads));
+}
+
+// Both products without a sort before them.
+cudaError_t LaunchFewProducts(cudaStream_t stream, const int32_t* expert_ids, int64_t slots,
+                              int64_t experts, ExpertGemm up, ExpertGemm down, bool overlaps) {
+  const auto num_slots = static_cast<int32_t>(slots), num_experts = static_cast<int32_t>(experts);
+  const FewSlots last = {expert_ids, num_slots, num_experts, {}, 0, 0};
+  const FewSlots first = {expert_ids,  num_slots,      num_experts,
+                          down.weight, down.m_tiles(), (down.k + kTileK - 1) / kTileK};
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchExpertGemmFew(stream, up, first, /*overlaps=*/false));
+  return LaunchExpertGemmFew(stream, down, last, overlaps);
+}
+
+template <typename T>
+cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call,
+                                 const Workspace& workspace, const Engine& engine,
+                                 const int32_t* expert_ids, const float* expert_weights,
+                                 int64_t slots, ExpertGemm up, const ExpertGemm& down) {
+  const MoEShape& shape = call.shape;
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortByExpert(stream, expert_ids, slots, shape.e, workspace.rows,
+                                                up.rule, Walks{2, {up.walk, down.walk}}));
+  if (call.weight_on_input) {
+    T* scaled = reinterpret_cast<T*>(workspace.down);
+    NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, dim3(VectorBlocks(slots, shape.h)), kThreads,
+                                      ScaleRows<T>, static_cast<const T*>(up.left.values),
+                                      expert_weights, workspace.rows, static_cast<int32_t>(shape.e),
+                                      up.left.slots_per_row, up.k, scaled));
+    up.left = {scaled, nullptr, 1, nullptr};
+  }
+  NVFP4_RETURN_IF_CUDA_ERROR(engine.launch(stream, up));
+  return engine.launch(stream, down);
 }
 
 template <typename T>
@@ -160,17 +226,13 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   down.output = {workspace.down, call.type, workspace.rows.slots};
   down.walk = MakeWalk(plan, down, workspace.starts[1], workspace.ready[1]);
 
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortByExpert(stream, expert_ids, slots, shape.e, workspace.rows,
-                                                plan.rule, Walks{2, {up.walk, down.walk}}));
-  if (call.weight_on_input) {
-    T* scaled = reinterpret_cast<T*>(workspace.down);
-    NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, dim3(VectorBlocks(slots, shape.h)), kThreads,
-                                      ScaleRows<T>, x, expert_weights, workspace.rows, e, top_k, h,
-                                      scaled));
-    up.left = {scaled, nullptr, 1, nullptr};
-  }
-  NVFP4_RETURN_IF_CUDA_ERROR(engine.launch(stream, up));
-  NVFP4_RETURN_IF_CUDA_ERROR(engine.launch(stream, down));
+  const int64_t weights = slots * shape.h * (shape.n1 + shape.i);
+  const bool few = !call.weight_on_input && FewSlotsFit(slots, top_k, h, weights) &&
+                   FewSlotsFit(slots, 1, i, weights);
+  NVFP4_RETURN_IF_CUDA_ERROR(
+      few ? LaunchFewProducts(stream, expert_ids, slots, shape.e, up, down, engine.overlaps)
+          : LaunchSortedProducts<T>(stream, call, workspace, engine, expert_ids, expert_weights,
+                                    slots, up, down));
   const CombineRows combine = {workspace.down,
                                expert_ids,
                                expert_weights,

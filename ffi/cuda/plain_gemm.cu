@@ -164,6 +164,12 @@ __device__ void StoreOutput(const PlainOutput& output, int64_t index, float valu
   }
 }
 
+// The tile of this block.
+__device__ __forceinline__ RowTile FindTile(const PlainGemm& p) {
+  const ListedTile tile = p.rows.tiles[blockIdx.x];
+  return {tile.expert, tile.row, min(kTileRows, tile.end - tile.row)};
+}
+
 // Scales, biases, activation: sums [64][kSumsStride] in shared memory, in units of `unit` ->
 // output.
 __device__ void StoreTile(const PlainGemm& p, const RowTile& tile, float unit, const float* sums) {
@@ -197,7 +203,7 @@ __device__ void StoreTile(const PlainGemm& p, const RowTile& tile, float unit, c
 // bf16 and f16: tensor cores. A k-step is 64: a thread brings one block of the left operand and its
 // fragments of a weight tile.
 template <typename T, typename Left>
-__global__ void __launch_bounds__(kThreads) PlainGemmTensor(const PlainGemm p) {
+__global__ void __launch_bounds__(kThreads, 2) PlainGemmTensor(const PlainGemm p) {
   constexpr int kStep = 64;
   constexpr int kStride = kStep + 8;  // elements; 16 bytes of padding spread rows over the banks
   constexpr int kLeftBytes = kTileRows * kStride * sizeof(T);
@@ -210,7 +216,7 @@ __global__ void __launch_bounds__(kThreads) PlainGemmTensor(const PlainGemm p) {
   __shared__ __align__(128) unsigned char shared[kBytes];
 
   if (static_cast<int>(blockIdx.x) >= *p.rows.num_tiles) return;
-  const RowTile tile = p.rows.tiles[blockIdx.x];
+  const RowTile tile = FindTile(p);
   T* left_tile = reinterpret_cast<T*>(shared);
   T* weight_tile = reinterpret_cast<T*>(shared + kLeftBytes);
 
@@ -303,7 +309,7 @@ __global__ void __launch_bounds__(kThreads) PlainGemmFloat(const PlainGemm p) {
   __shared__ __align__(128) float shared[kTileRows * kSumsStride];
 
   if (static_cast<int>(blockIdx.x) >= *p.rows.num_tiles) return;
-  const RowTile tile = p.rows.tiles[blockIdx.x];
+  const RowTile tile = FindTile(p);
   float* left_tile = shared;
   float* weight_tile = shared + kLeftFloats;
 

@@ -168,7 +168,7 @@ __device__ void WriteTilesAndWalks(Tables* tables, int experts, const ExpertRows
     const int expert = FindExpert(tables->first_tile, experts, 1, tile);
     const int32_t size = tables->size[expert];
     const int32_t row = tables->starts[expert] + (tile - tables->first_tile[expert]) * size;
-    rows.tiles[tile] = {expert, row, min(size, tables->starts[expert + 1] - row)};
+    rows.tiles[tile] = {expert, row, tables->starts[expert], tables->starts[expert + 1]};
   }
   for (int i = threadIdx.x; i <= experts; i += kThreads) rows.starts[i] = tables->starts[i];
   if (threadIdx.x == 0) *rows.num_tiles = num_tiles;

@@ -16,10 +16,18 @@ struct RowTile {
   int32_t rows;
 };
 
+// A tile of the list of tiles, in one load: the first row of it, and the rows of its expert.
+struct alignas(16) ListedTile {
+  int32_t expert;
+  int32_t row;
+  int32_t start;
+  int32_t end;
+};
+
 struct ExpertRows {
   int32_t* starts;     // [e + 1]: expert i owns sorted rows starts[i] to starts[i + 1]
   int32_t* slots;      // [rows]: slot of a sorted row; null where rows come sorted
-  RowTile* tiles;      // [MaxTiles(rows, e, rows of a tile)], by expert
+  ListedTile* tiles;   // [MaxTiles(rows, e, rows of a tile)], by expert
   int32_t* num_tiles;  // [1]
   int32_t* counts;     // [kMaxSegments, e]: rows of an expert in a segment of the slots
 };
@@ -38,17 +46,16 @@ struct TileRule {
   int32_t min_cost;
 };
 
-// The tiles of one expert: `size` rows each, but the last may have fewer.
+// The tiles of one expert: `size` rows each, but the last may have fewer. Full tiles and a rest
+// beat equal ones: the engines' code for full tiles is the fastest.
 struct ExpertTiles {
   int32_t count;
   int32_t size;
 };
 
-// As equal as multiples of 8 allow.
 NVFP4_HOST_DEVICE ExpertTiles CutRows(uint32_t rows, uint32_t tile_rows) {
-  const uint32_t count = (rows + tile_rows - 1) / tile_rows;
-  const uint32_t size = count == 0 ? 0 : ((rows + count - 1) / count + 7) / 8 * 8;
-  return {static_cast<int32_t>(count), static_cast<int32_t>(size)};
+  return {static_cast<int32_t>((rows + tile_rows - 1) / tile_rows),
+          static_cast<int32_t>(rows < tile_rows ? rows : tile_rows)};
 }
 
 // A product is a line of sums, each one tile of rows by one block of weight rows over all of k, in

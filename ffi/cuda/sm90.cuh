@@ -2,7 +2,7 @@
 //
 // Shared memory is named by its 32-bit address. A full or empty barrier of a pipeline stage is an
 // mbarrier whose phase the caller tracks as one bit. Source: PTX ISA 9.0, "mbarrier",
-// "cp.async.bulk", "wgmma", "griddepcontrol".
+// "cp.async.bulk", "wgmma", "stmatrix", "griddepcontrol".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -54,6 +54,25 @@ __device__ __forceinline__ void BulkCopy(uint32_t target, const void* source, ui
           "r"(target),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
+}
+
+// Transposes an 8x8 matrix of 16-bit elements, of which the lane 4 g + q has row g, columns 2 q and
+// 2 q + 1, into shared memory; lanes 0 to 7 name the 16 bytes of a row of the result each.
+__device__ __forceinline__ void StoreMatrix(uint32_t row, uint32_t pair) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(row), "r"(pair)
+               : "memory");
+}
+
+// Two of them; lanes 8 to 15 name the rows of the second.
+__device__ __forceinline__ void StoreMatrices(uint32_t row, uint32_t first, uint32_t second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row),
+               "r"(first), "r"(second)
+               : "memory");
+}
+
+// Asks for `bytes` contiguous bytes, a multiple of 16, to be in the L2 cache.
+__device__ __forceinline__ void PrefetchL2(const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
 // Orders shared memory that other threads wrote before what the tensor cores read next.

@@ -23,20 +23,19 @@ __device__ __forceinline__ void FindSum(const ExpertRows& rows, const TileRule& 
                                         int32_t m_blocks, int32_t sum, Piece* piece) {
   // Unsigned: division of numbers with a sign takes half as long again.
   const uint32_t blocks = m_blocks, index = static_cast<uint32_t>(sum) / blocks;
-  const RowTile tile = rows.tiles[index];
-  const int32_t start = rows.starts[tile.expert], end = rows.starts[tile.expert + 1];
-  const ExpertTiles tiles = CutRows(end - start, rule.tile_rows);
+  const ListedTile tile = rows.tiles[index];
+  const ExpertTiles tiles = CutRows(tile.end - tile.start, rule.tile_rows);
   piece->sum = sum;
   const uint32_t size = tiles.size, count = tiles.count;
-  const uint32_t first = index - static_cast<uint32_t>(tile.row - start) / size;
+  const uint32_t first = index - static_cast<uint32_t>(tile.row - tile.start) / size;
   const uint32_t place = sum - first * blocks;
   const uint32_t group = place / (kGroupBlocks * count);
   const uint32_t rest = place - group * kGroupBlocks * count;
   const uint32_t width = min(kGroupBlocks, blocks - group * kGroupBlocks);
   const uint32_t tile_index = rest / width;
   piece->m_block = static_cast<int32_t>(group * kGroupBlocks + rest - tile_index * width);
-  const int32_t row = start + static_cast<int32_t>(tile_index * size);
-  piece->tile = {tile.expert, row, min(tiles.size, end - row)};
+  const int32_t row = tile.start + static_cast<int32_t>(tile_index * size);
+  piece->tile = {tile.expert, row, min(tiles.size, tile.end - row)};
 }
 
 // Goes over the pieces of this block. Where its part ends is loaded again for each piece, which

@@ -32,7 +32,7 @@ def _sections(*sizes: int) -> int:
 def _row_tables(rows: int, num_experts: int, tile_rows: int = _TILE_ROWS) -> int:
     """Return the bytes of the starts of experts, the tiles and their number."""
     tiles = rows // tile_rows + min(rows, num_experts)
-    return _sections(4 * (num_experts + 1), 12 * tiles, 4)
+    return _sections(4 * (num_experts + 1), 16 * tiles, 4)
 
 
 def _quantized_rows(rows: int, k: int) -> int:

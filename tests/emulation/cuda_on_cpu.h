@@ -159,6 +159,13 @@ T __reduce_min_sync(unsigned, T value) {
   }
   return value;
 }
+inline unsigned __ballot_sync(unsigned, bool bit) {
+  unsigned bits = 0;
+  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) {
+    bits |= static_cast<unsigned>(emulation::Exchange(bit ? 1 : 0, lane)) << lane;
+  }
+  return bits;
+}
 template <typename T>
 unsigned __match_any_sync(unsigned, T value) {
   unsigned equal = 0;

@@ -36,6 +36,13 @@ inline uint2 LoadShared8(uint32_t address) {
   return words;
 }
 
+inline int32_t LoadShared4(uint32_t address) {
+  int32_t word;
+  std::memcpy(&word, At(address, 4), 4);
+  return word;
+}
+inline void StoreShared4(uint32_t address, int32_t word) { std::memcpy(At(address, 4), &word, 4); }
+
 // Later blocks have run: what they have not raised will never be.
 inline int32_t LoadAcquire(const int32_t* flag) {
   if (*flag == 0) emulation::Fail("a flag that nobody raised");

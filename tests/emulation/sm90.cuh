@@ -60,6 +60,26 @@ inline void BulkCopy(uint32_t target, const void* source, uint32_t bytes, uint32
   Count(counted);
 }
 
+inline void StoreMatrixOf(unsigned matrix, uint32_t row, uint32_t pair) {
+  using namespace emulation;
+  if (row % 16 != 0) Fail("stmatrix is not aligned");
+  WordsOf(Warp(), Lane())[0] = row;
+  SyncWarp();
+  const unsigned g = Lane() / 4, q = Lane() % 4;
+  for (unsigned i = 0; i < 2; ++i) {
+    const auto of_result = static_cast<uint32_t>(WordsOf(Warp(), 8 * matrix + 2 * q + i)[0]);
+    const uint16_t bits = static_cast<uint16_t>(pair >> (16 * i));
+    std::memcpy(At(of_result + 2 * g, 2), &bits, 2);
+  }
+  SyncWarp();
+}
+inline void StoreMatrix(uint32_t row, uint32_t pair) { StoreMatrixOf(0, row, pair); }
+inline void StoreMatrices(uint32_t row, uint32_t first, uint32_t second) {
+  StoreMatrixOf(0, row, first);
+  StoreMatrixOf(1, row, second);
+}
+
+inline void PrefetchL2(const void*, uint32_t) {}
 inline void FenceAsyncProxy() {}
 inline void WaitForPrecedingKernel() {}
 inline void StartNextKernel() {}

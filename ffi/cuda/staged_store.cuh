@@ -1,0 +1,125 @@
+// Outputs of a warpgroup on their way to memory: registers, shared memory, then lines of each
+// output row. Stored straight from registers they would be pieces of 16 bytes, which takes longer
+// than the products of a short k. (Bulk copies would not wait, but they are started lane by lane.)
+//
+// In shared memory a sorted row has the outputs of the warpgroup's kTiles weight tiles, 128 bytes
+// each (64 where gate and up make one), and 16 bytes more: its output row, and so that eight rows
+// that stmatrix writes at once are in different banks.
+#pragma once
+
+#include "epilogue.cuh"
+#include "sm90.cuh"
+
+namespace nvfp4 {
+
+// Units of 16 bytes are moved; interleaved pairs go to two places.
+__device__ __forceinline__ bool CanStage(const ExpertGemm& p) {
+  return p.columns % 8 == 0 && !(p.gated() && p.activation.interleaved);
+}
+
+template <int kRows, int kTiles>
+struct StagedStore {
+  static constexpr int kThreads = 128;
+  static constexpr int kRowBytes = kTiles * 2 * kTileM + 16;
+  static constexpr int kBytes = kRows * kRowBytes;
+  static_assert(kRows <= kThreads, "a thread for each row");
+
+  const ExpertGemm& p;
+  const uint32_t buffer;  // shared memory, kBytes
+  const int barrier;      // of the warpgroup
+  const int thread;
+
+  // Returns when all have sent the last tile; thread r knows the output row of sorted row r.
+  __device__ __forceinline__ void Begin(int32_t output_row) const {
+    SyncGroup(barrier, kThreads);
+    if (thread < kRows) StoreShared4(buffer + (thread + 1) * kRowBytes - 16, output_row);
+  }
+
+  // Puts in the outputs of the warpgroup's weight tile `t`; uses up `sums`.
+  template <typename T, int kSize>
+  __device__ __forceinline__ void Put(const RowTile& tile, int m_tile, int t, const LaneRows& rows,
+                                      float (&sums)[kSize]) const {
+    const TileStore<T> store = MakeTileStore<T>(p, tile, rows, m_tile, thread / 32);
+    const uint32_t width = p.gated() ? kTileM : 2 * kTileM;  // bytes of a row of this tile
+    const uint32_t lane = thread % 32;
+    const uint32_t place = buffer + lane % 8 * kRowBytes + t * width + thread / 32 * (width / 4) +
+                           (p.gated() ? 0 : lane / 8 % 2 * 16);
+    switch (ChooseFinish(p)) {
+      case Finish::kPlain:
+        return PutUnrolled<Finish::kPlain>(store, place, sums);
+      case Finish::kSilu:
+        return PutUnrolled<Finish::kSilu>(store, place, sums);
+      case Finish::kRelu2:
+        return PutUnrolled<Finish::kRelu2>(store, place, sums);
+      case Finish::kAny:
+        return FinishRolled(store, sums, [&](int row, const OutputPairs& pairs) {
+          PutEight(place + row * kRowBytes, pairs, p.gated());
+        });
+    }
+  }
+
+  // Stores all; `first` is the first weight row or pair of the warpgroup.
+  __device__ __forceinline__ void Send(const RowTile& tile, int first) const {
+    SyncGroup(barrier, kThreads);
+    if (p.gated()) {
+      SendRows<kTiles * kTileM / 2>(tile, first);
+    } else {
+      SendRows<kTiles * kTileM>(tile, first);
+    }
+  }
+
+ private:
+  // Rows of kColumns outputs, 16 bytes a thread at a time.
+  template <int kColumns>
+  __device__ __forceinline__ void SendRows(const RowTile& tile, int first) const {
+    constexpr int kChunks = kColumns / 8, kRowsAtOnce = kThreads / kChunks;
+    const int chunk = thread % kChunks, column = first + 8 * chunk;
+    if (column >= p.columns) return;
+#pragma unroll
+    for (int i = 0; i < (kRows + kRowsAtOnce - 1) / kRowsAtOnce; ++i) {
+      const int row = i * kRowsAtOnce + thread / kChunks;
+      if (row >= tile.rows) break;
+      const uint32_t source = buffer + row * kRowBytes;
+      const int64_t output_row = LoadShared4(source + kRowBytes - 16);
+      uint16_t* out = static_cast<uint16_t*>(p.output.values) + output_row * p.columns + column;
+      *reinterpret_cast<uint4*>(out) = LoadShared16(source + 16 * chunk);
+    }
+  }
+
+  // Full tiles have code without a branch for every eight rows, each of which would wait for the
+  // one before.
+  template <Finish kFinish, typename T, int kSize>
+  __device__ __forceinline__ void PutUnrolled(const TileStore<T>& store, uint32_t place,
+                                              const float (&sums)[kSize]) const {
+    if (store.tile.rows > kRows - 8) {
+#pragma unroll
+      for (int j = 0; j < kSize / 4; ++j) PutRows<kFinish>(store, place, j, sums);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kSize / 4 - 1; ++j) {
+        if (8 * j >= store.tile.rows) break;
+        PutRows<kFinish>(store, place, j, sums);
+      }
+    }
+  }
+
+  template <Finish kFinish, typename T, int kSize>
+  __device__ __forceinline__ void PutRows(const TileStore<T>& store, uint32_t place, int j,
+                                          const float (&sums)[kSize]) const {
+    PutEight(place + 8 * j * kRowBytes,
+             store.template Finished<kFinish>(8 * j, sums[4 * j], sums[4 * j + 1], sums[4 * j + 2],
+                                              sums[4 * j + 3]),
+             kFinish == Finish::kSilu);
+  }
+
+  static __device__ __forceinline__ void PutEight(uint32_t place, const OutputPairs& pairs,
+                                                  bool gated) {
+    if (gated) {
+      StoreMatrix(place, pairs.low);
+    } else {
+      StoreMatrices(place, pairs.low, pairs.high);
+    }
+  }
+};
+
+}  // namespace nvfp4
