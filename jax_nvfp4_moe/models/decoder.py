@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
@@ -349,7 +350,9 @@ def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d
     for name, value in new.items():
         # An index for each head: XLA turns a scatter of one index into copies of all entries.
         place = entries[name].at[row, jnp.arange(value.shape[2]), positions[:, :, None]]
-        written[name] = place.set(value, mode="drop", unique_indices=True)
+        put = place.set(value, mode="drop", unique_indices=True)
+        # For one row XLA would keep keys transposed in its loops, and copy them at each call.
+        written[name] = with_layout_constraint(put, Layout((0, 1, 2, 3)))
     return written, written
 
 
