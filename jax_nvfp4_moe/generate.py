@@ -16,13 +16,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.scheme import Target
-
 _PROMPT_STEP = 32  # prompts are padded to a multiple of it
 _NEW_STEP = 64  # room for new tokens is made in multiples of it
 # One CUDA graph of the whole loop. XLA makes one of each trip by itself, but then the host reads
 # after each token whether there is another trip, and the GPU waits for it. The kinds are XLA's own
-# and WHILE; a graph of one thing, the loop, is below the size from which XLA makes any.
+# and WHILE; a graph of one thing, the loop, is below the size from which XLA makes any. Other
+# devices pass this by.
 _ONE_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
@@ -109,7 +108,7 @@ def generate(
     """
     sampling = _sampling(temperature, top_k, top_p, stop_ids, key)
     state = _start(model, input_ids, lengths, max_new_tokens, sampling)
-    state = _decoder(Target.current().platform)(model, sampling, state, jnp.int32(max_new_tokens))
+    state = _decode(model, sampling, state, jnp.int32(max_new_tokens))
     return _fill(state)[:, :max_new_tokens]
 
 
@@ -131,9 +130,8 @@ def stream(
     """
     sampling = _sampling(temperature, top_k, top_p, stop_ids, key)
     state = _start(model, input_ids, lengths, max_new_tokens, sampling)
-    decode = _decoder(Target.current().platform)
     for count in range(1, max_new_tokens + 1):
-        state = decode(model, sampling, state, jnp.int32(count))
+        state = _decode(model, sampling, state, jnp.int32(count))
         yield np.asarray(state.tokens[:, count - 1])
         if bool(state.stopped.all()):
             return
@@ -163,13 +161,7 @@ def _prefill(model, sampling, padded, lengths, room):
     return _draw(sampling, logits[:, 0], state)
 
 
-@functools.cache
-def _decoder(platform):
-    """Return `_decode` compiled for `platform`."""
-    options = _ONE_GRAPH if platform == "cuda" else None
-    return jax.jit(_decode, donate_argnames="state", compiler_options=options)
-
-
+@functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)
 def _decode(model, sampling, state, limit):
     """Draw tokens until there are `limit` of each row or all rows have stopped."""
 

@@ -84,7 +84,7 @@ def compile_loop(model, batch, sharding):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         (model, sampling, state, limit),
     )
-    return generate._decoder("cuda").lower(*placed).compile().as_text()
+    return generate._decode.lower(*placed).compile().as_text()
 
 
 def count_kernels(text):
