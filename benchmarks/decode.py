@@ -12,8 +12,7 @@ bandwidth measured in the same run.
 A profile of both runs tells, of one step: how many kernels the device runs, for how long, which
 share of that is not in our kernels, and how many copies to the host there are, each a wait. No
 program may compile after the first round; the exit status is 1 if one does. XLA_FLAGS count, and
-are written down: ``--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_graph_min_graph_size=1`` puts
-the whole loop into one CUDA graph. Writes ``benchmarks/results/decode.DEVICE.json``.
+are written down. Writes ``benchmarks/results/decode.DEVICE.json``.
 """
 
 import argparse

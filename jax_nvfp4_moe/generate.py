@@ -18,6 +18,15 @@ from jaxtyping import Array, Float, Int32
 
 _PROMPT_STEP = 32  # prompts are padded to a multiple of it
 _NEW_STEP = 64  # room for new tokens is made in multiples of it
+# One CUDA graph of the whole loop. XLA makes one of each trip by itself, but then the host reads
+# after each token whether there is another trip, and the GPU waits for it. The kinds are XLA's own
+# and WHILE; a graph of one thing, the loop, is below the size from which XLA makes any. Other
+# devices pass this by.
+_ONE_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -152,7 +161,7 @@ def _prefill(model, sampling, padded, lengths, room):
     return _draw(sampling, logits[:, 0], state)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)
 def _decode(model, sampling, state, limit):
     """Draw tokens until there are `limit` of each row or all rows have stopped."""
 

@@ -98,19 +98,31 @@ def route(
     """
     logits = logits.astype(jnp.float32)
     check_experts(router, logits.shape[-1])
+    ids = _choose(router, logits, bias)
+    return ids, weigh(router, logits, ids)
+
+
+def weigh(
+    router: Router, logits: Float[Array, "t e"], ids: Int32[Array, "t top_k"]
+) -> Float[Array, "t top_k"]:
+    """Return the weights of the experts `ids`; all that gradients see of `route`."""
     if router.select == "logits":
-        best, ids = lax.top_k(logits, router.top_k)
-        weights = _SCORES[router.score](best)
-        return ids, weights * router.scaling
+        return _SCORES[router.score](jnp.take_along_axis(logits, ids, axis=-1)) * router.scaling
+    weights = jnp.take_along_axis(_SCORES[router.score](logits), ids, axis=-1)
+    if router.renormalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
+    return weights * router.scaling
+
+
+def _choose(router, logits, bias):
+    """Return the ids of the best experts, float32 logits given."""
+    if router.select == "logits":
+        return lax.top_k(logits, router.top_k)[1]
     scores = _SCORES[router.score](logits)
     choice = scores if bias is None else scores + bias.astype(jnp.float32)[None, :]
     if router.groups_kept < router.num_groups:
         choice = _drop_groups(router, choice)
-    ids = lax.top_k(choice, router.top_k)[1]
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if router.renormalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
-    return ids, weights * router.scaling
+    return lax.top_k(choice, router.top_k)[1]
 
 
 def _drop_groups(router, choice):

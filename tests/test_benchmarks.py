@@ -1,11 +1,15 @@
 """The benchmarks' own arithmetic, and that their programs run on small sizes."""
 
 import collections
+import contextlib
+import gc
+import importlib
 import io
 import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import decode
 import jax.numpy as jnp
@@ -144,6 +148,63 @@ def test_step_floor_adds_what_a_step_reads():
     assert floor["cache"] == pytest.approx(2 * 2 * 2 * 3 * 10 * 2 * 16 / 4.24e6)
     assert floor["sum"] == pytest.approx(floor["experts"] + floor["dense"] + floor["cache"])
     assert decode.expected_active(decode.expert_case(sizes), 1) == pytest.approx(2)
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`; counts how many were freed."""
+
+    freed = 0
+
+    def replay(self):
+        pass
+
+    def __del__(self):
+        Graph.freed += 1
+
+
+EVENT = types.SimpleNamespace(
+    record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 3.0
+)
+
+
+@pytest.fixture
+def time_graph(monkeypatch):
+    """`torch_timing.time_graph` on a torch that does nothing."""
+    cuda = types.SimpleNamespace(
+        CUDAGraph=Graph,
+        Event=lambda **_: EVENT,
+        Stream=lambda: None,
+        graph=lambda _: contextlib.nullcontext(),
+        stream=lambda _: contextlib.nullcontext(),
+        synchronize=lambda: None,
+    )
+    torch = types.SimpleNamespace(cuda=cuda, zeros=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.delitem(sys.modules, "peers.torch_timing", raising=False)
+    yield importlib.import_module("peers.torch_timing").time_graph
+    monkeypatch.delitem(sys.modules, "peers.torch_timing")
+
+
+def test_torch_calls_are_timed_in_a_graph(time_graph):
+    assert time_graph(lambda: None, 3) == {"us": 1000.0, "low": 1000.0, "high": 1000.0}
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failed_capture_is_an_error_and_its_graph_is_kept(time_graph, failing):
+    """torch aborts the process where it frees such a graph; the first call is not captured."""
+    calls = []
+
+    def launch():
+        calls.append(None)
+        if len(calls) == failing:
+            raise RuntimeError("no kernel image")
+
+    gc.collect()
+    before = Graph.freed
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        time_graph(launch, 1)
+    gc.collect()
+    assert Graph.freed == before
 
 
 SMALL_MODEL = (

@@ -163,14 +163,14 @@ def test_long_attention_is_cut_into_pieces():
     """600 queries go in two pieces; the same as all at once, here in float64."""
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (1, 600, 4, 8))
-    k, v = (jax.random.normal(key, (1, 600, 2, 8)) for key in keys[1:])
+    k, v = (jax.random.normal(key, (1, 2, 600, 8)) for key in keys[1:])
     y = attend(q, k, v, jnp.arange(600, dtype=jnp.int32)[None], 0.3)
     q64, k64, v64 = (np.asarray(x, np.float64)[0] for x in (q, k, v))
     expected = np.zeros((600, 4, 8))
     for head in range(4):
-        scores = 0.3 * q64[:, head] @ k64[:, head // 2].T
+        scores = 0.3 * q64[:, head] @ k64[head // 2].T
         weights = np.where(np.tri(600, dtype=bool), np.exp(scores), 0)
-        expected[:, head] = weights / weights.sum(-1, keepdims=True) @ v64[:, head // 2]
+        expected[:, head] = weights / weights.sum(-1, keepdims=True) @ v64[head // 2]
     # Sums of 600 float32 terms, each of at most max|v|.
     assert np.abs(y[0] - expected).max() < 600 * 2.0**-24 * np.abs(v64).max()
 

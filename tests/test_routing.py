@@ -413,6 +413,48 @@ def test_the_op_is_one_call_on_a_gpu(form):
     assert re.findall(r"custom_call @(\S+?)\(", text) == ["nvfp4_route_cuda"]
 
 
+def gradients(routing, logits, bias):
+    """Derivatives of a mix of the weights by logits and correction."""
+    mix = jax.random.normal(jax.random.key(9), (logits.shape[0], 4))
+    return jax.jit(jax.grad(lambda *o: (routing(*o)[1] * mix).sum(), (0, 1)))(logits, bias)
+
+
+def assert_gradients_alike(router, got, logits, bias):
+    """Within the rounding of sums over all experts, in float32."""
+    expected = gradients(lambda *o: route(router, *o), logits, bias)
+    assert float(jnp.abs(expected[0]).max()) > 1e-3
+    bound = 16 * np.finfo(np.float32).eps * float(jnp.abs(expected[0]).max())
+    np.testing.assert_allclose(got[0], expected[0], rtol=0, atol=bound)
+    np.testing.assert_array_equal(got[1], jnp.zeros_like(bias))  # it moves the choice alone
+
+
+@forms
+def test_the_derivative_of_the_op_is_that_of_the_definition(form):
+    router, operands = with_experts(FORMS[form], 16, 4), inputs(5)
+    got = gradients(lambda *o: ops.route(router, *o, backend="reference"), *operands)
+    assert_gradients_alike(router, got, *operands)
+
+
+@forms
+def test_the_op_is_differentiated_around_its_call_on_a_gpu(form):
+    router = with_experts(FORMS[form], 16, 4)
+
+    def weights(*operands):
+        return ops.route(router, *operands, target=Target("cuda", (9, 0)))[1].sum()
+
+    traced = jax.jit(jax.grad(weights, argnums=(0, 1))).trace(*inputs(5))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"custom_call @(nvfp4\S+?)\(", text) == ["nvfp4_route_cuda"]
+
+
+@pytest.mark.gpu
+@forms
+def test_kernel_has_the_derivative_of_the_definition(form):
+    router, operands = with_experts(FORMS[form], 16, 4), inputs(5)
+    got = gradients(lambda *o: ops.route(router, *o, backend="route_cuda"), *operands)
+    assert_gradients_alike(router, got, *operands)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("changes", "message"),

@@ -3,6 +3,9 @@
 The whole layer from the op library of a vLLM 0.25.1 wheel, ``vllm/_moe_C*.so``: sort by expert,
 product, activation, product, sum over the experts. vLLM's own Python is not needed: weights are
 random bytes in the ranges of Marlin's preparation, and one fused kernel stands for the activation.
+
+For Hopper the library holds Marlin's products as PTX of compute_80 alone: the first call compiles
+them, some fifteen seconds, and a library that was stripped of its PTX cannot run them.
 """
 
 import math
@@ -61,6 +64,7 @@ class Layer:
         ids = [torch.from_numpy(call).cuda() for call in draw_ids(case, tokens)]
         xs = [_normal(tokens, case.hidden) for _ in ids]
         buffers = Buffers(case, tokens, choose_block(tokens, case))
+        buffers.output.fill_(math.nan)  # a product that did not run must not look finite
 
         def launch():
             for x, chosen in zip(xs, ids, strict=True):

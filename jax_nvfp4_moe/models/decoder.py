@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
@@ -62,7 +63,7 @@ class Cache:
     """Keys and values of past tokens.
 
     Attributes:
-      layers: for each layer, name -> array ``[b, max_length, ...]``.
+      layers: for each layer, name -> array ``[b, m, max_length, d]`` of m heads.
       lengths: int32 ``[b]``, valid entries of each row. Entries past it may hold anything.
     """
 
@@ -73,8 +74,8 @@ class Cache:
 class RMSNorm(nnx.Module):
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, float32 inside."""
 
-    def __init__(self, weight: Float[Array, " h"], eps: float):
-        """Make a norm of `weight` ``[h]``."""
+    def __init__(self, weight: Float[Array, "*n h"], eps: float):
+        """Make a norm of `weight` ``[h]``, or ``[n, h]`` where each head has its own."""
         self.weight = nnx.Param(weight)
         self.eps = eps
 
@@ -83,7 +84,47 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normal = (wide * lax.rsqrt(mean + self.eps)).astype(x.dtype)
-        return normal * jnp.expand_dims(self.weight.get_value(), range(x.ndim - 1))
+        weight = self.weight.get_value()
+        return normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))
+
+
+class SideBySide(nnx.Module):
+    """Linears that read the same input: one product, where none of them is quantized.
+
+    ``y[..., n1 + n2] = concatenate([first(x), second(x)])``. While decoding, a product of one token
+    is bound by reading its weights: one large read is faster than some small ones.
+    """
+
+    def __init__(self, **linears):
+        """Join `linears`; they are attributes under their names where one is quantized."""
+        self.names = tuple(linears)
+        self.joined = _join(tuple(linears.values()))
+        for name, part in linears.items() if self.joined is None else ():
+            setattr(self, name, part)
+
+    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
+        """Return the results of all linears, one behind the other."""
+        if self.joined is not None:
+            return self.joined(x)
+        return jnp.concatenate([getattr(self, name)(x) for name in self.names], axis=-1)
+
+
+def _join(linears):
+    """Return one linear of all rows, or None."""
+    if not all(isinstance(part, DenseLinear) for part in linears):
+        return None
+    biases = [part.bias for part in linears]
+    bias = None
+    if any(one is not None for one in biases):
+        rows = [part.weight.get_value().shape[:1] for part in linears]
+        bias = jnp.concatenate(
+            [
+                jnp.zeros(shape, linears[0].dtype) if one is None else one.get_value()
+                for one, shape in zip(biases, rows, strict=True)
+            ]
+        )
+    weight = jnp.concatenate([part.weight.get_value() for part in linears])
+    return DenseLinear(weight, bias, dtype=linears[0].dtype)
 
 
 class GatedMLP(nnx.Module):
@@ -91,13 +132,15 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, weights, prefix: str, hidden: int, intermediate: int, settings: Settings):
         """Ask `weights` for the three linears below `prefix`."""
-        self.gate = linear(weights, f"{prefix}.gate_proj", intermediate, hidden, settings)
-        self.up = linear(weights, f"{prefix}.up_proj", intermediate, hidden, settings)
+        self.gate_up = SideBySide(
+            gate=linear(weights, f"{prefix}.gate_proj", intermediate, hidden, settings),
+            up=linear(weights, f"{prefix}.up_proj", intermediate, hidden, settings),
+        )
         self.down = linear(weights, f"{prefix}.down_proj", hidden, intermediate, settings)
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
         """Run the three products; the activation is float32."""
-        gate, up = self.gate(x).astype(jnp.float32), self.up(x).astype(jnp.float32)
+        gate, up = jnp.split(self.gate_up(x).astype(jnp.float32), 2, axis=-1)
         return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
 
 
@@ -154,8 +197,8 @@ class Decoder(nnx.Module):
             raise ValueError(f"cache: expected positive sizes, got {batch} rows of {max_length}")
         layers = tuple(
             {
-                name: jnp.zeros((batch, max_length, *shape), self.dtype)
-                for name, shape in layer.attention.cache_shapes().items()
+                name: jnp.zeros((batch, heads, max_length, width), self.dtype)
+                for name, (heads, width) in layer.attention.cache_shapes().items()
             }
             for layer in self.layers
         )
@@ -215,7 +258,7 @@ def _check_call(input_ids, cache):
         )
     if cache is None:
         return
-    rows, length = jax.tree.leaves(cache.layers)[0].shape[:2]
+    rows, _, length, _ = jax.tree.leaves(cache.layers)[0].shape
     if input_ids.shape[0] != rows or input_ids.shape[1] > length:
         raise ValueError(
             f"input_ids: expected [{rows}, t] with t of at most {length}, as the cache has; "
@@ -285,33 +328,38 @@ def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rop
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(
         rope.frequencies, jnp.float32
     ).reshape(1, 1, -1)
-    cos, sin = (f(angles)[:, :, None, :] * rope.scale for f in (jnp.cos, jnp.sin))
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    cos, sin = (f(angles)[:, :, None, None, :] * rope.scale for f in (jnp.cos, jnp.sin))
+    # Halves are turned over rather than concatenated, so that XLA fuses this into what reads it.
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
+    rotated = halves * cos + jnp.flip(halves, axis=-2) * (signs * sin)
+    return rotated.reshape(x.shape).astype(x.dtype)
 
 
-def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t ..."]):
+def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
     """Write `new` into the cache `entries` at `positions`; those past the end are dropped.
 
     Returns:
-      The arrays to attend to, all entries or without a cache just `new`, and the entries.
+      The arrays ``[b, m, s, d]`` to attend to, all entries or without a cache just `new`, and the
+      entries.
     """
     if entries is None:
-        return new, None
-    row = jnp.arange(positions.shape[0])[:, None]
-    written = {
-        name: entries[name].at[row, positions].set(value, mode="drop", unique_indices=True)
-        for name, value in new.items()
-    }
+        return {name: jnp.moveaxis(value, 1, 2) for name, value in new.items()}, None
+    row = jnp.arange(positions.shape[0])[:, None, None]
+    written = {}
+    for name, value in new.items():
+        # An index for each head: XLA turns a scatter of one index into copies of all entries.
+        place = entries[name].at[row, jnp.arange(value.shape[2]), positions[:, :, None]]
+        put = place.set(value, mode="drop", unique_indices=True)
+        # For one row XLA would keep keys transposed in its loops, and copy them at each call.
+        written[name] = with_layout_constraint(put, Layout((0, 1, 2, 3)))
     return written, written
 
 
 def attend(
     q: Float[Array, "b t n d"],
-    k: Float[Array, "b s m d"],
-    v: Float[Array, "b s m dv"],
+    k: Float[Array, "b m s d"],
+    v: Float[Array, "b m s dv"],
     positions: Int32[Array, "b t"],
     scale: float,
 ) -> Float[Array, "b t n dv"]:
@@ -335,16 +383,23 @@ def attend(
 
 
 def _attend(q, k, v, positions, scale):
-    (b, t, n, d), (s, m) = q.shape, k.shape[1:3]
-    precision = precision_for(q.dtype)
-    grouped = q.reshape(b, t, m, n // m, d)
-    scores = jnp.einsum(
-        "btmgd,bsmd->bmgts", grouped, k, precision=precision, preferred_element_type=jnp.float32
-    )
+    """Attend with all queries at once; every product is a batch over rows and key heads."""
+    (b, t, n, d), (m, s) = q.shape, k.shape[1:3]
+    grouped = jnp.moveaxis(q.reshape(b, t, m, n // m, d), 1, 3)
+    scores = _batched(grouped, k, 3)
     visible: Bool[Array, "b t s"] = jnp.arange(s)[None, None, :] <= positions[:, :, None]
     scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    y = jnp.einsum(
-        "bmgts,bsmd->btmgd", weights, v, precision=precision, preferred_element_type=jnp.float32
+    y = _batched(weights, v, 2).astype(q.dtype)
+    return jnp.moveaxis(y, 3, 1).reshape(b, t, n, v.shape[-1])
+
+
+def _batched(x, y, contracted):
+    """Return the float32 products of ``x [b, m, g, t, k]`` and `y` over its axis `contracted`."""
+    return lax.dot_general(
+        x,
+        y,
+        (((4,), (contracted,)), ((0, 1), (0, 1))),
+        precision=precision_for(x.dtype),
+        preferred_element_type=jnp.float32,
     )
-    return y.reshape(b, t, n, v.shape[-1]).astype(q.dtype)

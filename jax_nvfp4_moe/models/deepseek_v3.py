@@ -16,6 +16,7 @@ from jax_nvfp4_moe.models.decoder import (
     Decoder,
     GatedMLP,
     Settings,
+    SideBySide,
     append,
     attend,
     build_decoder,
@@ -141,34 +142,39 @@ class LatentAttention(nnx.Module):
         width = heads * (config.nope + config.rope_width)
         self.config = config
         if config.q_rank is None:
-            self.q = linear(weights, f"{prefix}.q_proj", width, h, settings)
+            first = linear(weights, f"{prefix}.q_proj", width, h, settings)
         else:
-            self.q_down = linear(weights, f"{prefix}.q_a_proj", config.q_rank, h, settings, bias)
+            first = linear(weights, f"{prefix}.q_a_proj", config.q_rank, h, settings, bias)
             self.q_norm = norm(weights, f"{prefix}.q_a_layernorm", config.q_rank, config.eps)
             self.q = linear(weights, f"{prefix}.q_b_proj", width, config.q_rank, settings)
         rank = config.kv_rank
         down = f"{prefix}.kv_a_proj_with_mqa"
-        self.kv_down = linear(weights, down, rank + config.rope_width, h, settings, bias)
+        kv = linear(weights, down, rank + config.rope_width, h, settings, bias)
+        self.down = SideBySide(q=first, kv=kv)
         self.kv_norm = norm(weights, f"{prefix}.kv_a_layernorm", rank, config.eps)
         width = heads * (config.nope + config.value_width)
         self.kv_up = linear(weights, f"{prefix}.kv_b_proj", width, rank, settings)
         width = heads * config.value_width
         self.out = linear(weights, f"{prefix}.o_proj", h, width, settings, bias)
 
-    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of what the cache keeps of one token."""
-        return {"latent": (self.config.kv_rank,), "rotated": (self.config.rope_width,)}
+    def cache_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return name -> heads and width of what the cache keeps of one token."""
+        return {"latent": (1, self.config.kv_rank), "rotated": (1, self.config.rope_width)}
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
         config, (b, t, _) = self.config, x.shape
-        q = self.q(x if config.q_rank is None else self.q_norm(self.q_down(x)))
+        down = self.down(x)
+        rope = down.shape[-1] - config.rope_width
+        q, latent, key = jnp.split(down, [rope - config.kv_rank, rope], axis=-1)
+        if config.q_rank is not None:
+            q = self.q(self.q_norm(q))
         q = q.reshape(b, t, config.num_heads, config.nope + config.rope_width)
         plain, turning = q[..., : config.nope], q[..., config.nope :]
         q = jnp.concatenate([plain, self._rotate(turning, positions)], axis=-1)
-        latent, key = jnp.split(self.kv_down(x), [config.kv_rank], axis=-1)
-        key = self._rotate(key[:, :, None, :], positions)[:, :, 0, :]
-        seen, entries = append(entries, positions, latent=self.kv_norm(latent), rotated=key)
+        latent = self.kv_norm(latent)[:, :, None, :]
+        key = self._rotate(key[:, :, None, :], positions)
+        seen, entries = append(entries, positions, latent=latent, rotated=key)
         k, v = self._expand(seen["latent"], seen["rotated"])
         scale = (config.nope + config.rope_width) ** -0.5 * config.rope.attention_scale
         return self.out(attend(q, k, v, positions, scale).reshape(b, t, -1)), entries
@@ -180,13 +186,11 @@ class LatentAttention(nnx.Module):
         return rotate(x, positions, self.config.rope)
 
     def _expand(self, latent, rotated):
-        """Return keys and values of all heads from what the cache keeps."""
-        config, (b, s, _) = self.config, latent.shape
-        both = self.kv_up(latent).reshape(b, s, config.num_heads, -1)
+        """Return keys and values of all heads ``[b, n, s, d]`` from what the cache keeps."""
+        config, (b, _, s, _) = self.config, latent.shape
+        both = jnp.moveaxis(self.kv_up(latent).reshape(b, s, config.num_heads, -1), 2, 1)
         plain, v = both[..., : config.nope], both[..., config.nope :]
-        shared = jnp.broadcast_to(
-            rotated[:, :, None, :], (b, s, config.num_heads, config.rope_width)
-        )
+        shared = jnp.broadcast_to(rotated, (*plain.shape[:-1], config.rope_width))
         return jnp.concatenate([plain, shared], axis=-1), v
 
 

@@ -14,12 +14,13 @@ from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
+    RMSNorm,
     Settings,
+    SideBySide,
     append,
     attend,
     build_decoder,
     linear,
-    norm,
     rotate,
 )
 from jax_nvfp4_moe.nn import NVFP4MoE
@@ -106,28 +107,35 @@ class Attention(nnx.Module):
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
         self.config = config
-        self.q = linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias)
-        self.k = linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias)
-        self.v = linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias)
+        self.qkv = SideBySide(
+            q=linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias),
+            k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
+            v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
+        )
         self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
-        self.q_norm = norm(weights, f"{prefix}.q_norm", d, config.eps)
-        self.k_norm = norm(weights, f"{prefix}.k_norm", d, config.eps)
+        norms = ("q_norm", heads), ("k_norm", kv_heads)
+        self.qk_norm = RMSNorm(
+            jnp.concatenate(
+                [
+                    jnp.broadcast_to(weights.array(f"{prefix}.{name}.weight", (d,)), (count, d))
+                    for name, count in norms
+                ]
+            ),
+            config.eps,
+        )
 
-    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of what the cache keeps of one token."""
+    def cache_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return name -> heads and width of what the cache keeps of one token."""
         shape = (self.config.num_kv_heads, self.config.head_dim)
         return {"k": shape, "v": shape}
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
         config, (b, t, _) = self.config, x.shape
-
-        def heads(y, count):
-            return y.reshape(b, t, count, config.head_dim)
-
-        q = rotate(self.q_norm(heads(self.q(x), config.num_heads)), positions, config.rope)
-        k = rotate(self.k_norm(heads(self.k(x), config.num_kv_heads)), positions, config.rope)
-        v = heads(self.v(x), config.num_kv_heads)
+        heads = self.qkv(x).reshape(b, t, -1, config.head_dim)
+        qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
+        qk = rotate(self.qk_norm(qk), positions, config.rope)
+        q, k = jnp.split(qk, [config.num_heads], axis=2)
         seen, entries = append(entries, positions, k=k, v=v)
         y = attend(q, seen["k"], seen["v"], positions, config.head_dim**-0.5)
         return self.out(y.reshape(b, t, -1)), entries

@@ -1,10 +1,14 @@
 """route: from router logits to the experts of each token and their weights."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.choice import pick
-from jax_nvfp4_moe.routing import Router, check_experts
+from jax_nvfp4_moe.routing import Router, check_experts, weigh
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
@@ -17,6 +21,8 @@ def route(
     backend: str | None = None,
 ) -> tuple[Int32[Array, "t top_k"], Float[Array, "t top_k"]]:
     """Choose `top_k` experts for each token, best first, and their weights.
+
+    Gradients flow from the weights to the logits, with the choice of experts held fixed.
 
     Args:
       router: how to route; see `routing.Router`.
@@ -46,4 +52,18 @@ def route(
     problem = Problem("route", None, target, "float32", num_experts=e, top_k=router.top_k)
     chosen = pick(problem, backend)
     bias = None if bias is None else bias.astype(jnp.float32)
-    return chosen.lower["route"](router, logits.astype(jnp.float32), bias)
+    return _differentiable(chosen.lower["route"], router, logits.astype(jnp.float32), bias)
+
+
+# A kernel has no derivative of its own; that of the weights needs the ids it chose and no more.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _differentiable(lower, router, logits, bias):
+    return lower(router, logits, bias)
+
+
+@_differentiable.defjvp
+def _differentiate(lower, router, primals, tangents):
+    """Take the tangent of the weights at the ids that the primal chose."""
+    ids, weights = _differentiable(lower, router, *primals)
+    _, tangent = jax.jvp(lambda logits: weigh(router, logits, ids), primals[:1], tangents[:1])
+    return (ids, weights), (np.zeros(ids.shape, jax.dtypes.float0), tangent)

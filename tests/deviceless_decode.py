@@ -1,0 +1,119 @@
+"""Compile the loop of `generate` for a GPU that is not there; one line of JSON about a step.
+
+    python deviceless_decode.py TARGET.txtpb BATCH DUMP_FOLDER
+
+The model has the sizes of Qwen3-30B-A3B, fewer layers and no values. `test_generate.py` runs this
+in a process of its own, as `deviceless_compile.py` is run.
+"""
+
+import importlib
+import json
+import pathlib
+import re
+import sys
+
+import cuda_calls
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_nvfp4_moe import MoEParams, NVFP4Tensor, Scheme, Target
+from jax_nvfp4_moe.checkpoint.resolve import ExpertWeights, LinearWeights
+from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes
+from jax_nvfp4_moe.models import qwen3_moe
+from jax_nvfp4_moe.models.decoder import Settings
+
+generate = importlib.import_module("jax_nvfp4_moe.generate")  # the package's name is the function
+LAYERS = (2, 4)  # their difference is that of layers alone
+LENGTH, ROOM = 192, 64
+# What XLA runs without a kernel.
+FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant"}
+
+
+class Zeros:
+    """Answers a model as a checkpoint's `Weights` does, with zeros."""
+
+    def array(self, name, shape, *, dtype=jnp.bfloat16):
+        return jnp.zeros(shape, dtype)
+
+    def linear(self, prefix, n, k, *, bias=False):
+        return LinearWeights(self.array(prefix, (n, k)))
+
+    def experts(self, prefix, e, h, i):
+        gate_up, down = (
+            NVFP4Tensor(
+                self.array(prefix, (e, n, k // 2), dtype=jnp.uint8),
+                self.array(prefix, (e, n, k // 16), dtype=jnp.float8_e4m3fn),
+                self.array(prefix, scales, dtype=jnp.float32),
+            )
+            for n, k, scales in ((2 * i, h, (e, 2)), (h, i, (e,)))
+        )
+        return ExpertWeights(MoEParams(gate_up, down), Scheme.W4A16)
+
+
+def make_model(layers):
+    sizes = SyntheticSizes(
+        layers=layers,
+        num_experts=128,
+        top_k=8,
+        hidden=2048,
+        intermediate=768,
+        vocab=151936,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+    )
+    config = qwen3_moe.read_config(sizes.config())
+    settings = Settings(Target("cuda", (9, 0)))
+    return nnx.eval_shape(lambda: qwen3_moe.build_model(config, Zeros(), settings))
+
+
+def compile_loop(model, batch, sharding):
+    """Return the HLO text of greedy decoding."""
+    sampling = jax.eval_shape(lambda: generate._sampling(0.0, None, 1.0, (), None))
+    limit = jax.ShapeDtypeStruct((), jnp.int32)
+    state = generate.State(
+        jax.eval_shape(lambda: model.init_cache(batch, LENGTH)),
+        jax.ShapeDtypeStruct((batch, ROOM), jnp.int32),
+        limit,
+        jax.ShapeDtypeStruct((batch,), jnp.bool_),
+    )
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        (model, sampling, state, limit),
+    )
+    return generate._decode.lower(*placed).compile().as_text()
+
+
+def count_kernels(text):
+    """Return how many kernels and calls of ours one trip of the loop runs."""
+    body = re.search(r" while\(.*body=%?([\w.\-]+)", text)
+    assert body
+    inside = re.search(rf"^%?{re.escape(body[1])} [^\n]*\{{\n(.*?)^\}}", text, re.M | re.S)
+    assert inside
+    ran = re.findall(r"^ .*?= .*?[\]})] ([a-z][\w\-]*)\(", inside[1], re.M)
+    return sum(name not in FREE for name in ran)
+
+
+def in_one_graph(dump):
+    """Whether the loop stands inside a command buffer in all programs of `dump`."""
+    texts = [path.read_text() for path in dump.glob("*decode.thunk_sequence_after*")]
+    return bool(texts) and all(re.search(r"^\s+\d+: kWhile", text, re.M) for text in texts)
+
+
+if __name__ == "__main__":
+    cuda_calls.register()
+    config, dump = (pathlib.Path(sys.argv[i]) for i in (1, 3))
+    topology = topologies.get_topology_desc(
+        "described", "cuda", target_config=config.read_text(encoding="utf-8"), topology="1x1x1"
+    )
+    mesh = jax.sharding.Mesh(topology.devices, ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    few, many = (
+        count_kernels(compile_loop(make_model(layers), int(sys.argv[2]), sharding))
+        for layers in LAYERS
+    )
+    kernels = (many - few) / (LAYERS[1] - LAYERS[0])
+    print(json.dumps({"kernels_a_layer": kernels, "in_one_graph": in_one_graph(dump)}))
