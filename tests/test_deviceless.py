@@ -25,25 +25,34 @@ CASES = [(device, suffix) for device, suffixes in TARGETS.items() for suffix in 
 pytestmark = [pytest.mark.deviceless, pytest.mark.cuda_build]
 
 
-def compile_for(device, program, suffix, flags=""):
-    """Run deviceless_compile.py; return its process."""
+def run_program(script, device, *arguments, flags=""):
+    """Run a script of this folder that compiles for `device`; return its process."""
     environment = dict(
         os.environ,
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=f"--xla_gpu_autotune_level=0 {flags}",
     )
     target = HERE / "targets" / f"{device}.txtpb"
-    command = [sys.executable, HERE / "deviceless_compile.py", target, program, suffix]
+    command = [sys.executable, HERE / script, target, *map(str, arguments)]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
-def report(device, program, suffix, flags=""):
-    """Return what deviceless_compile.py says of a program that must compile."""
-    process = compile_for(device, program, suffix, flags)
+def compile_for(device, program, suffix, flags=""):
+    """Run deviceless_compile.py; return its process."""
+    return run_program("deviceless_compile.py", device, program, suffix, flags=flags)
+
+
+def read_report(process):
+    """Return what a process says of a program that must compile."""
     assert process.returncode == 0, process.stderr[-3000:]
     return json.loads(process.stdout.splitlines()[-1])
+
+
+def report(device, program, suffix, flags=""):
+    """Return what deviceless_compile.py says of a program that must compile."""
+    return read_report(compile_for(device, program, suffix, flags))
 
 
 @pytest.mark.parametrize(("device", "suffix"), CASES)
@@ -86,3 +95,12 @@ def test_layer_goes_into_a_cuda_graph(tmp_path, allowed):
     )
     report("h100", "kernel", "w4a16_sm90", flags)
     assert cuda_calls.graphs_hold_custom_call(tmp_path) == allowed
+
+
+@pytest.mark.parametrize(("batch", "most"), [(1, 16), (8, 17), (64, 16)])
+def test_a_decoding_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, most):
+    """Each kernel costs a microsecond or more, 48 times a step; two of them are calls of ours."""
+    flags = f"--xla_dump_to={tmp_path}"
+    found = read_report(run_program("deviceless_decode.py", "h100", batch, tmp_path, flags=flags))
+    assert found["in_one_graph"]
+    assert found["kernels_a_layer"] <= most

@@ -1,11 +1,5 @@
 """Generation: the tool's own greedy text, rows as if alone, one compilation for all calls."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -208,29 +202,3 @@ def test_arguments_out_of_range(model, prompt, arguments, message):
 def test_prompts_that_are_none(model, ids, message):
     with pytest.raises(ValueError, match=message):
         generate(model, ids, max_new_tokens=1)
-
-
-@pytest.mark.deviceless
-@pytest.mark.cuda_build
-@pytest.mark.parametrize(("batch", "most"), [(1, 16), (8, 17), (64, 16)])
-def test_a_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, most):
-    """Each kernel costs a microsecond or more, 48 times a step; two of them are calls of ours."""
-    here = pathlib.Path(__file__).parent
-    environment = dict(
-        os.environ,
-        JAX_PLATFORMS="cpu",
-        XLA_FLAGS=f"--xla_gpu_autotune_level=0 --xla_dump_to={tmp_path}",
-    )
-    target = here / "targets" / "h100.txtpb"
-    process = subprocess.run(
-        [sys.executable, here / "deviceless_decode.py", target, str(batch), tmp_path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    found = json.loads(process.stdout.splitlines()[-1])
-    assert found["in_one_graph"]
-    assert found["kernels_a_layer"] <= most
