@@ -486,7 +486,7 @@ constexpr Variant MakeVariant(int64_t max_mean_rows) {
 
 constexpr Variant kVariants[] = {
     MakeVariant<Rows8>(-1),  MakeVariant<Rows16>(5),          MakeVariant<Rows32>(18),
-    MakeVariant<Rows64>(40), MakeVariant<Rows128>(INT64_MAX),
+    MakeVariant<Rows64>(56), MakeVariant<Rows128>(INT64_MAX),
 };
 
 const Variant& ChooseVariant(int64_t rows, int64_t experts) {
