@@ -377,7 +377,7 @@ def _multiply(x, weight):
 
 def _reduce(x, weight):
     """The same of one row: XLA's matrix products read weights at a third of a GPU's bandwidth."""
-    products = x.reshape(-1).astype(jnp.float32) * weight.astype(jnp.float32)
+    products = x.reshape(1, -1).astype(jnp.float32) * weight.astype(jnp.float32)
     return jnp.sum(products, axis=-1).reshape(*x.shape[:-1], -1)
 
 
