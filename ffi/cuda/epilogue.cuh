@@ -205,9 +205,10 @@ __device__ __forceinline__ TileStore<T> MakeTileStore(const ExpertGemm& p, const
 // of the warp take part.
 template <typename T, int kSize>
 __device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& tile, int m_tile,
-                                          int warp, const LaneRows& rows, float (&sums)[kSize]) {
+                                          int warp, float (&sums)[kSize]) {
+  if (FirstRow(p, m_tile, warp) >= p.columns) return;  // padding, for the whole warp
+  const LaneRows rows = LoadLaneRows(p, tile.expert, m_tile, warp);
   const TileStore<T> store = MakeTileStore<T>(p, tile, rows, m_tile, warp);
-  if (store.first >= p.columns) return;  // padding, for the whole warp
   FinishRolled(store, sums, [&](int row, const OutputPairs& pairs) {
     int32_t place = tile.row + row + store.g;
     if (p.output.slots != nullptr && row + store.g < tile.rows) place = p.output.slots[place];

@@ -282,8 +282,7 @@ struct Consumer {
 #pragma unroll 1
     for (int s = 0; s < kSlabs; ++s) {
       const int m_tile = piece.m_block * kTiles + Slab(s) / 4, warp = Slab(s) % 4;
-      const LaneRows rows = LoadLaneRows(p, piece.tile.expert, m_tile, warp);
-      StoreTile<T>(p, piece.tile, m_tile, warp, rows, sums[0]);
+      StoreTile<T>(p, piece.tile, m_tile, warp, sums[0]);
 #pragma unroll
       for (int i = 0; i < C::kRows / 2; ++i) sums[0][i] = sums[1][i];
     }

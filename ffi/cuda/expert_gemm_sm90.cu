@@ -348,7 +348,7 @@ struct Consumer {
     if (!CanStage(p)) {
 #pragma unroll
       for (int t = 0; t < C::kTiles; ++t) {
-        StoreTile<T>(p, tile, m_tile + t, Thread() / 32, lane_rows[t], sums[t]);
+        StoreTile<T>(p, tile, m_tile + t, Thread() / 32, sums[t]);
       }
       return;
     }
