@@ -272,7 +272,8 @@ int64_t RowsBytes(int64_t rows, int64_t k) {
   return rows * (CeilDiv(k, kTileK) * kTileK * 2 + kPadding);
 }
 
-// Beyond, unpacking takes longer here than the engines' (measured on an H200: at 75 million).
+// Beyond, a sort and an engine are faster: on an H200 a layer took 17 us here and 26 there at 38
+// million weights (one token of Qwen3-30B-A3B), 32 and 30 at 75 million.
 constexpr int64_t kMaxWeights = int64_t{64} << 20;
 
 // Two blocks share a multiprocessor.

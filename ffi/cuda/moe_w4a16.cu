@@ -4,11 +4,11 @@
 // Launches, for each chunk of tokens:
 //   sort        slots by expert, tiles, the walks of both products   routing.cu
 //   scale       x[t] * w[t, j], sorted, where weights go on inputs
-//   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm90.cu,
-//   .._sm80.cu product 2   W2, bias -> d [slots, h], in the type of x combine     y[t] = sum of
-//   w[t, j] * d[t, j] over j in order
+//   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm*.cu
+//   product 2   W2, bias -> d [slots, h], in the type of x           the same
+//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order
 //
-// Of a handful of slots the products come first, and plan for themselves: expert_gemm_few.cu.
+// For a handful of slots there is no sort: the products of expert_gemm_few.cu plan for themselves.
 //
 // Where the engine overlaps, each of the last three may start while the one before it ends.
 // Product 2 then reads the plan and its weights early: the sort is older than product 1, which
