@@ -231,7 +231,7 @@ def route(library, router: Router, logits, bias=None):
         router.groups_kept,
         _SCORES.index(router.score),
         router.select == "logits",
-        router.renormalize,
+        router.renormalize and router.select == "scores",  # as the lowering passes it
         router.scaling,
     )
     likes = [np.empty((t, router.top_k), dtype) for dtype in (np.int32, np.float32)]

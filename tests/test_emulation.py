@@ -81,6 +81,15 @@ def test_bound_catches_one_wrong_scale(library, engine):
 
 
 @engines
+@pytest.mark.parametrize("case", gpu.WRONG_SCALE_CASES)
+def test_bound_catches_wrong_block_scales(library, engine, case):
+    call = gpu.make(case, BF16, Options())
+    actual = run(library, engine, gpu.with_wrong_block_scales(call), count=3)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(actual, call.yardstick(), call.truth())
+
+
+@engines
 @multiprocessors
 @pytest.mark.parametrize("case", gpu.PRODUCTS)
 def test_product_matches_float64(library, engine, count, case):

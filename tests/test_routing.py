@@ -252,9 +252,8 @@ def exact_weights(router, logits, ids):
     """Return the float64 weights of the experts `ids`."""
     logits = np.asarray(logits, np.float64)
     if router.select == "logits":
-        weights = SCORES[router.score](np.take_along_axis(logits, ids, -1))
-    else:
-        weights = np.take_along_axis(SCORES[router.score](logits), ids, -1)
+        return SCORES[router.score](np.take_along_axis(logits, ids, -1)) * router.scaling
+    weights = np.take_along_axis(SCORES[router.score](logits), ids, -1)
     if router.renormalize:
         weights = weights / weights.sum(-1, keepdims=True)
     return weights * router.scaling
@@ -413,19 +412,44 @@ def test_the_op_is_one_call_on_a_gpu(form):
     assert re.findall(r"custom_call @(\S+?)\(", text) == ["nvfp4_route_cuda"]
 
 
+def mix_of(logits):
+    return jax.random.normal(jax.random.key(9), (logits.shape[0], 4))
+
+
 def gradients(routing, logits, bias):
     """Derivatives of a mix of the weights by logits and correction."""
-    mix = jax.random.normal(jax.random.key(9), (logits.shape[0], 4))
+    mix = mix_of(logits)
     return jax.jit(jax.grad(lambda *o: (routing(*o)[1] * mix).sum(), (0, 1)))(logits, bias)
 
 
+def exact_gradient(router, logits, ids):
+    """Return the derivative by logits in float64: central differences, right to about 1e-9."""
+    logits, mix = np.asarray(logits, np.float64), np.asarray(mix_of(logits), np.float64)
+    step = 1e-4
+    columns = []
+    for expert in range(logits.shape[1]):
+        moved = step * (np.arange(logits.shape[1]) == expert)[None]
+        ahead, behind = (exact_weights(router, logits + sign * moved, ids) for sign in (1, -1))
+        columns.append(((ahead - behind) * mix).sum(-1) / (2 * step))
+    return np.stack(columns, -1)
+
+
 def assert_gradients_alike(router, got, logits, bias):
-    """Within the rounding of sums over all experts, in float32."""
-    expected = gradients(lambda *o: route(router, *o), logits, bias)
-    assert float(jnp.abs(expected[0]).max()) > 1e-3
-    bound = 16 * np.finfo(np.float32).eps * float(jnp.abs(expected[0]).max())
-    np.testing.assert_allclose(got[0], expected[0], rtol=0, atol=bound)
+    """Assert at most twice the worst error that the definition has in float32."""
+    yardstick = gradients(lambda *o: route(router, *o), logits, bias)[0]
+    truth = exact_gradient(router, logits, np.asarray(route(router, logits, bias)[0]))
+    assert_as_accurate_as(got[0], yardstick, truth)
     np.testing.assert_array_equal(got[1], jnp.zeros_like(bias))  # it moves the choice alone
+
+
+@forms
+def test_bound_catches_a_wrong_derivative(form):
+    router, operands = with_experts(FORMS[form], 16, 4), inputs(5)
+    by_logits, by_bias = gradients(lambda *o: route(router, *o), *operands)
+    worst = np.unravel_index(np.abs(np.asarray(by_logits)).argmax(), by_logits.shape)
+    wrong = by_logits.at[worst].multiply(1 + 1e-4)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x the"):
+        assert_gradients_alike(router, (wrong, by_bias), *operands)
 
 
 @forms
