@@ -48,8 +48,6 @@ struct Config {
   static constexpr int kStages = kStages_;
   static constexpr int kBlockTiles = kTiles * kGroups;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-  // Steps that copies of rows are ahead of the last one that is known to have landed.
-  static constexpr int kLag = 2;
   // Registers of a thread: as many as the launch gives each, moved from producers to consumers.
   enum {
     kLaunchRegisters = 65536 / kThreads / 8 * 8,
@@ -66,6 +64,12 @@ struct Config {
       kStages * (kRowsBytes + kWeightBytes) + kGroups * Staged::kBytes + kAlignment;
   static_assert(kSharedBytes + 1024 + 48 * kStages <= 228 * 1024, "shared memory of an SM");
 };
+
+// A value that is the same for all lanes, so that the compiler knows it, too.
+template <typename Value>
+__device__ __forceinline__ Value Uniform(Value value) {
+  return __shfl_sync(kAllLanes, value, 0);
+}
 
 struct Shared {
   uint32_t rows;     // [kStages][kDepth][kRows][128 bytes]
@@ -136,28 +140,27 @@ __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared
 template <typename C>
 __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& shared, int thread) {
   constexpr int kCopies = C::kRows * 8 / kGatherThreads;
-  Ring<C> ring, landed;
-  int behind = 0;  // steps from `landed` to `ring`
+  Ring<C> ring;
   const int chunk = thread % 8;
   const uint32_t place = thread / 8 * kRowBytes + ((chunk ^ (thread / 8)) << 4);
   const uint4* values = static_cast<const uint4*>(p.left.values);
-  const auto announce = [&] {
-    FenceAsyncProxy();
-    __syncwarp();
-    if (thread % 32 == 0) Arrive(shared.full + 8 * landed.stage);
-    landed.Next();
-  };
   Pieces pieces(p.rows, p.rule, p.walk);
   while (pieces.Next()) {
     const Piece& piece = pieces.piece;
     const int copies = (piece.tile.rows - thread / 8 + 7) / 8;
     uint32_t source[kCopies];  // in units of 16 bytes; see kMaxEngineExtent
+    // All loads of slots before the first use of one, which would wait for it.
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i >= copies) break;
-      int32_t index = piece.tile.row + thread / 8 + 8 * i;
-      if (p.left.slots != nullptr) index = p.left.slots[index] / p.left.slots_per_row;
-      source[i] = static_cast<uint32_t>(index) * static_cast<uint32_t>(p.k / 8) + chunk;
+      source[i] = piece.tile.row + thread / 8 + 8 * i;
+      if (p.left.slots != nullptr) source[i] = p.left.slots[source[i]];
+    }
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (i >= copies) break;
+      if (p.left.slots != nullptr) source[i] /= static_cast<uint32_t>(p.left.slots_per_row);
+      source[i] = source[i] * static_cast<uint32_t>(p.k / 8) + chunk;
     }
     for (int32_t step = piece.begin; step < piece.end; ++step) {
       WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
@@ -182,20 +185,12 @@ __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& s
         }
         target += C::kSliceBytes;
       }
-      CommitCopies();
+      ArriveWhenCopied(shared.full + 8 * ring.stage);
       ring.Next();
-      if (behind < C::kLag) {
-        ++behind;
-        continue;
-      }
-      WaitCopies<C::kLag>();
-      announce();
     }
   }
-  WaitCopies<0>();
-  for (; behind > 0; --behind) announce();
   WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
-  announce();
+  Arrive(shared.full + 8 * ring.stage);
 }
 
 template <typename T, typename C>
@@ -210,11 +205,23 @@ struct Consumer {
   float sums[C::kTiles][C::kRows / 2];
 
   // Read from the hardware each time, which saves registers in the loops.
-  static __device__ __forceinline__ uint32_t Group() { return threadIdx.x / kGroupThreads; }
+  static __device__ __forceinline__ uint32_t Group() {
+    return Uniform(threadIdx.x / kGroupThreads);
+  }
   static __device__ __forceinline__ uint32_t Thread() { return threadIdx.x % kGroupThreads; }
 
   __device__ __forceinline__ void AwaitStage() {
     WaitBarrier(shared.full + 8 * ring.stage, ring.phase);
+    FenceAsyncProxy();  // rows came by cp.async, which tensor cores do not see without it
+  }
+
+  static __device__ __forceinline__ Piece SharePiece(const Piece& piece) {
+    const RowTile& tile = piece.tile;
+    return {{Uniform(tile.expert), Uniform(tile.row), Uniform(tile.rows)},
+            Uniform(piece.sum),
+            Uniform(piece.m_block),
+            Uniform(piece.begin),
+            Uniform(piece.end)};
   }
 
   struct Packed {
@@ -233,9 +240,9 @@ struct Consumer {
     UnpackTile<T>(packed.codes, packed.scales, constants, fragments);
   }
 
-  // Where wgmma finds the rows of this stage; from lane 0, so that the compiler sees one value.
-  __device__ __forceinline__ uint32_t Rows() {
-    return __shfl_sync(kAllLanes, rows + ring.stage * (C::kRowsBytes / 16), 0);
+  // Where wgmma finds the rows of this stage.
+  __device__ __forceinline__ uint32_t Rows() const {
+    return rows + ring.stage * (C::kRowsBytes / 16);
   }
 
   // The products of `columns` rows, rounded up to kLast * kRowStep at most, found by bisection.
@@ -365,7 +372,7 @@ struct Consumer {
   __device__ __forceinline__ void Run(const Piece* announced) {
     while (true) {
       AwaitStage();
-      const Piece piece = announced[ring.stage];
+      const Piece piece = SharePiece(announced[ring.stage]);
       if (piece.begin == piece.end) return;
       // Loads for the outputs come early, so that they are there when the sums are.
       const int32_t output_row = OutputRow(piece.tile);
@@ -398,7 +405,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __shared__ Piece announced[C::kStages];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C::kStages; ++stage) {
-      InitBarrier(SharedAddress(barriers + stage), kGatherThreads / 32 + 2);
+      InitBarrier(SharedAddress(barriers + stage), kGatherThreads + 2);
       InitBarrier(SharedAddress(barriers + C::kStages + stage), C::kGroups * (kGroupThreads / 32));
     }
     FenceBarrierInit();
@@ -410,14 +417,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const auto find_shared = [&] {
     Shared shared;
     shared.rows = (SharedAddress(dynamic) + C::kAlignment - 1) / C::kAlignment * C::kAlignment;
-    shared.rows = __shfl_sync(kAllLanes, shared.rows, 0);
+    shared.rows = Uniform(shared.rows);
     shared.weights = shared.rows + C::kStages * C::kRowsBytes;
     shared.outputs = shared.weights + C::kStages * C::kWeightBytes;
-    shared.full = __shfl_sync(kAllLanes, SharedAddress(barriers), 0);
+    shared.full = Uniform(SharedAddress(barriers));
     shared.empty = shared.full + 8 * C::kStages;
     return shared;
   };
-  const uint32_t group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
+  const uint32_t group = Uniform(threadIdx.x / kGroupThreads), thread = threadIdx.x % kGroupThreads;
   if (group == C::kGroups) {
     ShrinkRegisters<C::kProducerRegisters>();
     const Shared shared = find_shared();

@@ -27,6 +27,18 @@ __device__ __forceinline__ const void* Advance(const void* base, uint32_t units)
   return sum;
 }
 
+// 2^x and 1 / x within 2 ulp; results and reciprocals of subnormals are zeros and infinities.
+__device__ __forceinline__ float FastExp2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+__device__ __forceinline__ float FastReciprocal(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
+
 // Element pairs of an 8x8 matrix of 16-bit elements, row g columns 2q and 2q + 1 -> transposed.
 __device__ __forceinline__ uint32_t Transpose(uint32_t pair) {
   uint32_t turned;

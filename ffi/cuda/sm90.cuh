@@ -34,16 +34,31 @@ __device__ __forceinline__ void ArriveExpect(uint32_t barrier, uint32_t bytes) {
                : "memory");
 }
 
-__device__ __forceinline__ void WaitBarrier(uint32_t barrier, uint32_t phase) {
+// Arrives once all copies of cp.async that this thread has started are done.
+__device__ __forceinline__ void ArriveWhenCopied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Whether the phase is over, perhaps after a while.
+__device__ __forceinline__ bool TryWait(uint32_t barrier, uint32_t phase) {
+  uint32_t over;
   asm volatile(
       "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(barrier),
-      "r"(phase)
+      ".reg .pred over;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n"
+      "}"
+      : "=r"(over)
+      : "r"(barrier), "r"(phase)
       : "memory");
+  return over != 0;
+}
+
+// For whole warps: their vote tells the compiler that lanes stay together, so that it keeps in
+// uniform registers what the products after the wait are told.
+__device__ __forceinline__ void WaitBarrier(uint32_t barrier, uint32_t phase) {
+  while (!__all_sync(0xffffffffu, TryWait(barrier, phase))) {
+  }
 }
 
 // `bytes` contiguous bytes, a multiple of 16, to shared memory; they count on `barrier`.
@@ -75,7 +90,7 @@ __device__ __forceinline__ void PrefetchL2(const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
-// Orders shared memory that other threads wrote before what the tensor cores read next.
+// Orders what this thread knows to be in shared memory before what the tensor cores read next.
 __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -75,14 +75,27 @@ struct StagedStore {
     constexpr int kChunks = kColumns / 8, kRowsAtOnce = kThreads / kChunks;
     const int chunk = thread % kChunks, column = first + 8 * chunk;
     if (column >= p.columns) return;
+    constexpr int kTurns = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
+    constexpr int kBatch = kTurns < 8 ? kTurns : 8;  // loads before the first store
+    static_assert(kTurns % kBatch == 0, "whole batches");
 #pragma unroll
-    for (int i = 0; i < (kRows + kRowsAtOnce - 1) / kRowsAtOnce; ++i) {
-      const int row = i * kRowsAtOnce + thread / kChunks;
-      if (row >= tile.rows) break;
-      const uint32_t source = buffer + row * kRowBytes;
-      const int64_t output_row = LoadShared4(source + kRowBytes - 16);
-      uint16_t* out = static_cast<uint16_t*>(p.output.values) + output_row * p.columns + column;
-      *reinterpret_cast<uint4*>(out) = LoadShared16(source + 16 * chunk);
+    for (int turn = 0; turn < kTurns; turn += kBatch) {
+      const int first_row = turn * kRowsAtOnce + thread / kChunks;
+      if (first_row >= tile.rows) break;
+      int64_t output_rows[kBatch];
+      uint4 outputs[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = min(first_row + i * kRowsAtOnce, kRows - 1);
+        output_rows[i] = LoadShared4(buffer + row * kRowBytes + kRowBytes - 16);
+        outputs[i] = LoadShared16(buffer + row * kRowBytes + 16 * chunk);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first_row + i * kRowsAtOnce >= tile.rows) break;
+        uint16_t* out = static_cast<uint16_t*>(p.output.values) + output_rows[i] * p.columns;
+        *reinterpret_cast<uint4*>(out + column) = outputs[i];
+      }
     }
   }
 

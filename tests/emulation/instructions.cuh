@@ -1,6 +1,8 @@
 // instructions.cuh on a CPU.
 #pragma once
 
+#include <cmath>
+
 #include "async_copy.cuh"
 
 namespace nvfp4 {
@@ -10,6 +12,9 @@ inline uint32_t Select(uint32_t a, uint32_t b, uint32_t mask) { return (a & mask
 inline const void* Advance(const void* base, uint32_t units) {
   return static_cast<const uint8_t*>(base) + uint64_t{16} * units;
 }
+
+inline float FastExp2(float x) { return std::exp2(x); }
+inline float FastReciprocal(float x) { return 1.0f / x; }
 
 inline uint32_t Transpose(uint32_t pair) {
   using namespace emulation;

@@ -47,6 +47,7 @@ inline void ArriveExpect(uint32_t barrier, uint32_t bytes) {
   Count(counted);
 }
 inline void Arrive(uint32_t barrier) { ArriveExpect(barrier, 0); }
+inline void ArriveWhenCopied(uint32_t barrier) { Arrive(barrier); }
 inline void WaitBarrier(uint32_t barrier, uint32_t phase) {
   while (MbarrierAt(barrier).phase == phase) emulation::Yield();
 }
