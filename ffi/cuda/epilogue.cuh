@@ -221,4 +221,57 @@ __device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& ti
   });
 }
 
+// Output rows of the rows of a tile: lane l of a warp has those of rows l + 32 i.
+template <int kRows>
+struct PlacesOf {
+  int32_t places[(kRows + 31) / 32];
+
+  // `slots` are those of the tile's rows, or null.
+  __device__ __forceinline__ PlacesOf(const int32_t* slots, const RowTile& tile) {
+#pragma unroll
+    for (int i = 0; i < (kRows + 31) / 32; ++i) {
+      const int row = 32 * i + static_cast<int>(threadIdx.x % 32);
+      places[i] = slots != nullptr && row < tile.rows ? slots[row] : tile.row + row;
+    }
+  }
+};
+
+// sums -> outputs in straight code for each eight rows: nothing waits for what is before it.
+template <Finish kFinish, typename T, int kSize, int kRows>
+__device__ __forceinline__ void StoreUnrolled(const TileStore<T>& store,
+                                              const PlacesOf<kRows>& places,
+                                              const float (&sums)[kSize]) {
+#pragma unroll
+  for (int j = 0; j < kSize / 4; ++j) {
+    if (8 * j >= store.tile.rows) break;
+    const int32_t place = __shfl_sync(0xffffffffu, places.places[j / 4], 8 * j % 32 + store.g);
+    store.Store(8 * j, place,
+                store.template Finished<kFinish>(8 * j, sums[4 * j], sums[4 * j + 1],
+                                                 sums[4 * j + 2], sums[4 * j + 3]));
+  }
+}
+
+// As StoreTile, with the loads done before.
+template <typename T, int kSize, int kRows>
+__device__ __forceinline__ void StoreTileFast(const ExpertGemm& p, const RowTile& tile, int m_tile,
+                                              int warp, const LaneRows& rows,
+                                              const PlacesOf<kRows>& places, float (&sums)[kSize]) {
+  if (FirstRow(p, m_tile, warp) >= p.columns) return;  // padding, for the whole warp
+  const TileStore<T> store = MakeTileStore<T>(p, tile, rows, m_tile, warp);
+  switch (ChooseFinish(p)) {
+    case Finish::kPlain:
+      return StoreUnrolled<Finish::kPlain>(store, places, sums);
+    case Finish::kSilu:
+      return StoreUnrolled<Finish::kSilu>(store, places, sums);
+    case Finish::kRelu2:
+      return StoreUnrolled<Finish::kRelu2>(store, places, sums);
+    case Finish::kAny:
+      return FinishRolled(store, sums, [&](int row, const OutputPairs& pairs) {
+        int32_t place = tile.row + row + store.g;
+        if (p.output.slots != nullptr && row + store.g < tile.rows) place = p.output.slots[place];
+        store.Store(row, place, pairs);
+      });
+  }
+}
+
 }  // namespace nvfp4

@@ -5,16 +5,16 @@
 // and not to 16. Bound by: reading weights up to about 32 rows of an expert, tensor cores above.
 // Unpacking costs about 1.7 instructions a weight, of a thread, and hides behind either.
 //
-// A block of threads is 8 warps and works on 4 weight tiles, 256 rows. A warp owns two slabs of 16
-// weight rows, eight slabs apart, and all rows of the tile: two slabs for each fragment of x keep
-// reads of shared memory below the time of the products. A step is 64 of k; kStages of them are
-// in shared memory:
+// A block works on kTiles weight tiles of 64 rows, two warps for each. A warp owns two slabs of 16
+// weight rows, half of the block's apart, and all rows of the tile: two slabs for each fragment of
+// x keep reads of shared memory below the time of the products. A step is kStepTiles 64s of k;
+// kStages of them are in shared memory, each with, for each 64 of k:
 //   x        [kRows][128 bytes], chunk c of 16 bytes of row r at c ^ (r % 8): ldmatrix and cp.async
 //            both touch all banks; zeros past the tile's rows and past k
-//   codes    [4][2048 bytes], scales [4][256 bytes]: as they are in memory
+//   codes    [kTiles][2048 bytes], scales [kTiles][256 bytes]: as they are in memory; zeros past k
 // Copies run kStages - 1 steps ahead of the products, across the ends of sums over k. A block works
-// on the pieces of walk.cuh and hands over or collects sums at its ends
-// (partial_sums.cuh).
+// on the pieces of walk.cuh and hands over or collects sums at its ends (partial_sums.cuh). A piece
+// is found once, by what copies, which leaves it in shared memory for what multiplies.
 //
 // Needs: sm_80; 99 KiB of shared memory. Test: test_cuda_kernel.py, test_sass.py.
 #include <algorithm>
@@ -23,6 +23,7 @@
 #include "async_copy.cuh"
 #include "epilogue.cuh"
 #include "expert_gemm.cuh"
+#include "instructions.cuh"
 #include "launch_kernel.cuh"
 #include "mma.cuh"
 #include "partial_sums.cuh"
@@ -30,60 +31,102 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kTileThreads = 128;      // that a weight tile has 16 bytes for
-constexpr int kTiles = 4;              // weight tiles of a block
 constexpr int kSlabs = 2;              // of 16 weight rows, of a warp
-constexpr int kRowBytes = 2 * kTileK;  // of a row of x in a step
+constexpr int kRowBytes = 2 * kTileK;  // of a row of x in a tile of k
 constexpr int kRowChunks = kRowBytes / 16;
-constexpr int kRowsApart = kThreads / kRowChunks;
 constexpr int kBarrier = 1;
 
+// A piece that steps in shared memory are of, and where the block goes on after it.
+struct SharedPiece {
+  Piece piece;  // begins at -1 where it is the end
+  int32_t next;
+  Start at;
+};
+
 // kRows: most rows of a tile; a tile runs the products of its rows rounded up to kRowStep.
-template <int kRows_, int kRowStep_, int kStages_, int kBlocksPerSm_>
+// kTiles: weight tiles of a block. kStepTiles: 64s of k of a step.
+template <int kRows_, int kRowStep_, int kTiles_, int kStepTiles_, int kStages_, int kBlocksPerSm_>
 struct Config {
   static constexpr int kRows = kRows_;
   static constexpr int kRowStep = kRowStep_;
+  static constexpr int kTiles = kTiles_;
+  static constexpr int kStepTiles = kStepTiles_;
   static constexpr int kStages = kStages_;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
-  // Straight code for each number of columns, or one body with branches, which saves registers.
-  static constexpr bool kExactColumns = kRows <= 32;
-  static constexpr int kCodes = kRows * kRowBytes;  // offsets in a stage
-  static constexpr int kScales = kCodes + kTiles * kTileCodeBytes;
-  static constexpr int kStageBytes = kScales + kTiles * kTileScaleBytes;
+  static constexpr int kThreads = kTiles * kTileThreads / kSlabs;
+  // Straight code for each number of columns; of more than 64 for full tiles, while the others
+  // share one body with branches.
+  static constexpr bool kExactColumns = kRows <= 64;
+  // Eights of rows whose products take turns: those of one sum must not follow each other closely.
+  static constexpr int kTurn = kRows <= 32 ? 4 : 2;
+  static constexpr int kBuffers = kRows <= 64 ? 1 : 2;  // of their fragments
+  // Halves of 64 of k in one piece of code: the more, the better mixed, and the more registers.
+  static constexpr int kUnroll = kRows <= 16 ? 2 * kStepTiles : kRows <= 32 ? 2 : 1;
+  static constexpr int kXBytes = kRows * kRowBytes;  // of a tile of k
+  static constexpr int kCodesBytes = kTiles * kTileCodeBytes;
+  static constexpr int kScalesBytes = kTiles * kTileScaleBytes;
+  static constexpr int kCodes = kStepTiles * kXBytes;  // offsets in a stage
+  static constexpr int kScales = kCodes + kStepTiles * kCodesBytes;
+  static constexpr int kStageBytes = kScales + kStepTiles * kScalesBytes;
+  static constexpr int kPieces = kStages + 1;  // more than have steps in shared memory
+  static constexpr int kRowsApart = kThreads / kRowChunks;
   static constexpr int kCopies = (kRows + kRowsApart - 1) / kRowsApart;  // of x by a thread
-  static constexpr int kSharedBytes = kStages * kStageBytes + kCopies * kThreads * 4;
+  static constexpr int kSourcesAt = kStages * kStageBytes;
+  static constexpr int kPiecesAt = kSourcesAt + kCopies * kThreads * 4;
+  static constexpr int kSharedBytes = kPiecesAt + kPieces * sizeof(SharedPiece);
   static constexpr int kShareFloats = kThreads * kSlabs * kRows / 2;
+  static_assert(kStages > 2, "a barrier between writing a piece and reading it");
   static_assert(kSharedBytes <= 99 * 1024, "shared memory of a block on sm_86, sm_89, sm_120");
 };
 
-// Brings one step after another to shared memory. Thread t copies
-//   codes    16 bytes, those of thread t % 128 of a tile, for tiles t / 128 and t / 128 + 2
-//   scales   where t >= 192: 16 bytes of tile (t - 192) / 16
-//   x        chunk t % 8 of rows t / 8 + 32 i
-// Where its rows lie it keeps in shared memory: the sums need the registers.
+// Brings one step after another to shared memory, and what pieces they are of. For each 64 of k
+// thread t of the block copies
+//   codes    its own, those of the slabs it multiplies
+//   scales   where it is one of the last: 16 bytes
+//   x        rows t / 8 + kRowsApart i, 16 bytes: to place t % 8 chunk (t % 8) ^ (t / 8 % 8)
+// Pointers move from step to step: addresses made anew would take a third of all instructions.
 template <typename C>
 struct Producer {
-  static constexpr int kScaleThread = kThreads - kTiles * kTileScaleBytes / 16;
+  static constexpr int kScaleThread = C::kThreads - C::kScalesBytes / 16;
+  static constexpr uint32_t kCodeUnits = kTileCodeBytes / 16, kScaleUnits = kTileScaleBytes / 16;
+  static constexpr int kSlabTiles = C::kTiles / kSlabs;  // between the slabs of a thread
   static constexpr uint32_t kZeros = 0xffffffffu;    // in place of a source: past the tile's rows
   static constexpr uint32_t kNothing = 0xfffffffeu;  // and past those that are multiplied
 
   const ExpertGemm& p;
   uint8_t* const shared;
   const int thread;
-  Pieces pieces;
-  bool more;             // steps to copy
-  int32_t step;          // the next one
-  uint32_t weight_tile;  // its first one
+  int32_t steps = 0;       // of the piece, to be copied; -1 at the end of all
+  int32_t k;               // from here to the end
+  int slot = -1;           // of the piece
+  uint32_t codes[kSlabs];  // of the next step, in units of 16 bytes
+  uint32_t scales;
 
-  __device__ __forceinline__ Producer(const ExpertGemm& gemm, uint8_t* memory, int id)
-      : p(gemm), shared(memory), thread(id), pieces(gemm.rows, gemm.rule, gemm.walk) {
-    Next();
+  static __device__ __forceinline__ SharedPiece* SharedPieces(uint8_t* shared) {
+    return reinterpret_cast<SharedPiece*>(shared + C::kPiecesAt);
   }
 
+  // Place of a row's source, in units of 16 bytes, which bounds rows * k.
+  __device__ __forceinline__ uint32_t& Source(int thread, int i) {
+    return reinterpret_cast<uint32_t*>(shared + C::kSourcesAt)[i * C::kThreads + thread];
+  }
+
+  // After a barrier since the piece before began.
   __device__ __forceinline__ void Next() {
-    more = pieces.Next();
-    if (more) BeginSum();
+    Pieces pieces(p.rows, p.rule, p.walk);
+    if (slot >= 0) {
+      const SharedPiece& before = SharedPieces(shared)[slot];
+      pieces.next = before.next;
+      pieces.at = before.at;
+    }
+    slot = slot + 1 == C::kPieces ? 0 : slot + 1;
+    const bool more = pieces.Next();
+    if (!more) pieces.piece = {{}, -1, 0, -1, -2};
+    const int own = ReadThread();
+    if (own == 0) SharedPieces(shared)[slot] = {pieces.piece, pieces.next, pieces.at};
+    steps = pieces.piece.end - pieces.piece.begin;
+    if (more) BeginSum(pieces.piece, own);
   }
 
   // Rows that are multiplied for a tile of `rows`.
@@ -91,75 +134,97 @@ struct Producer {
     return (rows + C::kRowStep - 1) / C::kRowStep * C::kRowStep;
   }
 
-  // Place of a row's source, in units of 16 bytes, which bounds rows * k.
-  __device__ __forceinline__ uint32_t& Source(int i) {
-    return reinterpret_cast<uint32_t*>(shared + C::kStages * C::kStageBytes)[i * kThreads + thread];
+  // First weight tile of tile `tile` of the block; past the expert's, whose sums are not stored,
+  // the last one.
+  __device__ __forceinline__ uint32_t WeightTile(const Piece& piece, int tile) const {
+    const int row = min(piece.m_block * C::kTiles + tile, p.m_tiles() - 1);
+    const uint32_t k_tiles = (p.k + kTileK - 1) / kTileK;
+    return (static_cast<uint32_t>(piece.tile.expert) * p.m_tiles() + row) * k_tiles +
+           piece.begin * C::kStepTiles;
   }
 
-  __device__ __forceinline__ void BeginSum() {
-    const RowTile& tile = pieces.piece.tile;
-    step = pieces.piece.begin;
-    weight_tile =
-        (static_cast<uint32_t>(tile.expert) * p.m_tiles() + pieces.piece.m_block * kTiles) *
-            p.walk.k_steps +
-        step;
+  __device__ __forceinline__ void BeginSum(const Piece& piece, int own) {
+    const RowTile& tile = piece.tile;
+    const int first = piece.begin * C::kStepTiles * kTileK;
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) {
+      codes[s] =
+          WeightTile(piece, s * kSlabTiles + own / kTileThreads) * kCodeUnits + own % kTileThreads;
+    }
+    const int chunk = max(own - kScaleThread, 0);
+    scales = WeightTile(piece, chunk / 16) * kScaleUnits + chunk % 16;
+    k = p.k - first;
 #pragma unroll 1
     for (int i = 0; i < C::kCopies; ++i) {
-      const int row = thread / kRowChunks + kRowsApart * i;
+      const int row = own / kRowChunks + C::kRowsApart * i;
       uint32_t source = row < PadRows(tile.rows) ? kZeros : kNothing;
       if (row < tile.rows) {
         int32_t index = tile.row + row;
         if (p.left.slots != nullptr) index = p.left.slots[index] / p.left.slots_per_row;
-        source =
-            static_cast<uint32_t>(index) * static_cast<uint32_t>(p.k / 8) + thread % kRowChunks;
+        source = static_cast<uint32_t>(index) * static_cast<uint32_t>(p.k / 8) + Chunk(own);
       }
-      Source(i) = source;
+      Source(own, i) = source;
     }
   }
 
-  __device__ __forceinline__ void CopyWeights(uint8_t* target) {
-    const int tiles = p.m_tiles() - pieces.piece.m_block * kTiles, tile = thread / kTileThreads;
-    const uint32_t k_tiles = p.walk.k_steps;
-    const uint8_t* codes = p.weight.packed + thread % kTileThreads * 16;
-    uint8_t* const place = target + C::kCodes + thread * 16;
+  // Of a row, that this thread copies.
+  static __device__ __forceinline__ int Chunk(int thread) {
+    return (thread ^ thread / kRowChunks) % kRowChunks;
+  }
+
+  __device__ __forceinline__ void CopyWeights(uint32_t target) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (tile + 2 * i >= tiles) break;
-      Copy(SharedAddress(place + i * kThreads * 16),
-           codes + uint64_t{weight_tile + (tile + 2 * i) * k_tiles} * kTileCodeBytes);
+    for (int d = 0; d < C::kStepTiles; ++d) {
+      const int bytes = d == 0 || d * kTileK < k ? 16 : 0;
+#pragma unroll
+      for (int s = 0; s < kSlabs; ++s) {
+        CopyOrZero(
+            target + C::kCodes + d * C::kCodesBytes + s * C::kThreads * 16,
+            reinterpret_cast<const uint4*>(p.weight.packed) + (codes[s] + uint64_t{d * kCodeUnits}),
+            bytes);
+      }
     }
-    const int chunk = thread - kScaleThread;
-    if (chunk >= 0 && chunk / 16 < tiles) {
-      Copy(SharedAddress(target + C::kScales + chunk * 16),
-           p.weight.block_scale + chunk % 16 * 16 +
-               uint64_t{weight_tile + chunk / 16 * k_tiles} * kTileScaleBytes);
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) codes[s] += C::kStepTiles * kCodeUnits;
+    if (thread >= kScaleThread) {
+#pragma unroll
+      for (int d = 0; d < C::kStepTiles; ++d) {
+        const int bytes = d == 0 || d * kTileK < k ? 16 : 0;
+        CopyOrZero(target + C::kScales + d * C::kScalesBytes - kScaleThread * 16,
+                   reinterpret_cast<const uint4*>(p.weight.block_scale) +
+                       (scales + uint64_t{d * kScaleUnits}),
+                   bytes);
+      }
+      scales += C::kStepTiles * kScaleUnits;
     }
   }
 
-  __device__ __forceinline__ void CopyRows(uint8_t* target) {
-    const int chunk = thread % kRowChunks, row = thread / kRowChunks;
-    uint8_t* const place = target + row * kRowBytes + ((chunk ^ (row % 8)) << 4);
-    const bool in_k = step * kTileK + chunk * 8 < p.k;
-    const uint4* values = static_cast<const uint4*>(p.left.values);
+  __device__ __forceinline__ void CopyRows(uint32_t target) {
+    const int column = 8 * Chunk(thread);
+    const uint4* values = static_cast<const uint4*>(p.left.values) + (p.k - k) / 8;
 #pragma unroll
     for (int i = 0; i < C::kCopies; ++i) {
-      const uint32_t source = Source(i);
+      const uint32_t source = Source(thread, i);
       if (source == kNothing) break;
-      const bool copied = in_k && source != kZeros;
-      CopyOrZero(SharedAddress(place + kRowsApart * i * kRowBytes),
-                 values + (copied ? source + step * kRowChunks : 0u), copied ? 16 : 0);
+      const uint4* row = values + (source == kZeros ? 0u : source);
+#pragma unroll
+      for (int d = 0; d < C::kStepTiles; ++d) {
+        const bool copied = column + d * kTileK < k && source != kZeros;
+        CopyOrZero(target + d * C::kXBytes + C::kRowsApart * i * kRowBytes, row + d * kRowChunks,
+                   copied ? 16 : 0);
+      }
     }
   }
 
   // Starts the copies of the next step, if there is one, and ends their group.
   __device__ __forceinline__ void CopyStep(int stage) {
-    if (more && step == pieces.piece.end) Next();
-    if (more) {
-      uint8_t* const target = shared + stage * C::kStageBytes;
+    if (steps == 0) Next();
+    if (steps > 0) {
+      const uint32_t target = SharedAddress(shared + stage * C::kStageBytes + thread * 16);
       CopyWeights(target);
       CopyRows(target);
-      ++step;
-      ++weight_tile;
+      k -= C::kStepTiles * kTileK;
+      --steps;
     }
     CommitCopies();
   }
@@ -174,59 +239,68 @@ struct Consumer {
   float sums[kSlabs][C::kRows / 2];
 
   // Slab of the block: 4 of them are a tile.
-  __device__ __forceinline__ int Slab(int s) const { return s * (kThreads / 32) + thread / 32; }
+  static __device__ __forceinline__ int Slab(int s, int thread) {
+    return s * (C::kThreads / 32) + thread / 32;
+  }
 
-  // sums += W @ x for the first `rows` rows, at most kColumns, and 32 of k. Products of one sum
-  // must not follow each other closely: kTurn times 8 rows take turns.
-  template <int kColumns>
+  // sums += W @ x for the first `rows` rows, at most kColumns, and 32 of k, where `x` is what this
+  // lane loads of the first eight. Fragments of x are loaded one turn ahead.
+  template <int kColumns, bool kExact>
   __device__ __forceinline__ void MultiplyHalf(const uint8_t* x, int rows,
                                                const uint32_t (&even)[kSlabs][4],
-                                               const uint32_t (&odd)[kSlabs][4]) {
-    constexpr int kTurn = C::kRows == 40 ? 2 : 4;
+                                               const uint32_t (&odd)[kSlabs][4],
+                                               uint32_t (&words)[C::kBuffers][C::kTurn][4]) {
+    constexpr int kTurn = C::kTurn;
 #pragma unroll
     for (int first = 0; first < kColumns / 8; first += kTurn) {
-      if (!C::kExactColumns && first * 8 >= rows) break;
-      uint32_t words[kTurn][4];
-#pragma unroll
-      for (int j = 0; j < kTurn; ++j) {
-        if (first + j < kColumns / 8) LoadMatrices(x + (first + j) * 8 * kRowBytes, words[j]);
-      }
+      if (!kExact && first * 8 >= rows) break;
+      const uint32_t (&b)[kTurn][4] = words[first / kTurn % C::kBuffers];
+      if (C::kBuffers > 1)
+        LoadTurn<kColumns>(x, first + kTurn, words[(first / kTurn + 1) % C::kBuffers]);
 #pragma unroll
       for (int j = 0; j < 2 * kTurn * kSlabs; ++j) {
         const int s = j % kSlabs, turn = j / kSlabs % kTurn, column = first + turn;
         if (column >= kColumns / 8) continue;
         auto& column_sums = reinterpret_cast<float (&)[4]>(sums[s][4 * column]);
         if (j < kTurn * kSlabs) {
-          MultiplyAdd<T>(column_sums, even[s], words[turn][0], words[turn][1]);
+          MultiplyAdd<T>(column_sums, even[s], b[turn][0], b[turn][1]);
         } else {
-          MultiplyAdd<T>(column_sums, odd[s], words[turn][2], words[turn][3]);
+          MultiplyAdd<T>(column_sums, odd[s], b[turn][2], b[turn][3]);
         }
       }
+      if (C::kBuffers == 1) LoadTurn<kColumns>(x, first + kTurn, words[0]);
     }
   }
 
   template <int kColumns>
+  __device__ __forceinline__ void LoadTurn(const uint8_t* x, int first,
+                                           uint32_t (&words)[C::kTurn][4]) const {
+#pragma unroll
+    for (int j = 0; j < C::kTurn; ++j) {
+      if (first + j < kColumns / 8) LoadMatrices(x + (first + j) * 8 * kRowBytes, words[j]);
+    }
+  }
+
+  template <int kColumns, bool kExact>
   __device__ __forceinline__ void MultiplyColumns(const uint8_t* stage, int rows) {
     const int lane = thread % 32;
-    uint4 codes[kSlabs];
-    uint2 scales[kSlabs];
-#pragma unroll
-    for (int s = 0; s < kSlabs; ++s) {
-      const int owner = Slab(s) * 32 + lane;
-      codes[s] = *reinterpret_cast<const uint4*>(stage + C::kCodes + owner * 16);
-      scales[s] = *reinterpret_cast<const uint2*>(stage + C::kScales + owner / 4 * 8);
-    }
-    const uint8_t* row = stage + lane % 8 * kRowBytes;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t even[kSlabs][4], odd[kSlabs][4];
+    const int place = lane % 8 * kRowBytes + (lane / 8 ^ lane % 8) * 16;
+#pragma unroll(C::kUnroll)
+    for (int h = 0; h < 2 * C::kStepTiles; ++h) {
+      const int d = h / 2, half = h % 2;
+      const uint8_t* codes = stage + C::kCodes + d * C::kCodesBytes + half * 8;
+      const uint8_t* scales = stage + C::kScales + d * C::kScalesBytes + half * 4;
+      const uint8_t* x = stage + d * C::kXBytes + (place ^ half * 64);
+      uint32_t even[kSlabs][4], odd[kSlabs][4], words[C::kBuffers][C::kTurn][4];
+      LoadTurn<kColumns>(x, 0, words[0]);
 #pragma unroll
       for (int s = 0; s < kSlabs; ++s) {
-        UnpackPair<T>(half == 0 ? codes[s].x : codes[s].z, half == 0 ? codes[s].y : codes[s].w,
-                      half == 0 ? scales[s].x : scales[s].y, constants, even[s], odd[s]);
+        const int owner = Slab(s, thread) * 32 + lane;
+        const uint2 pair = *reinterpret_cast<const uint2*>(codes + owner * 16);
+        const uint32_t scale = *reinterpret_cast<const uint32_t*>(scales + owner / 4 * 8);
+        UnpackPair<T>(pair.x, pair.y, scale, constants, even[s], odd[s]);
       }
-      const int chunk = (4 * half + lane / 8) ^ (lane % 8);
-      MultiplyHalf<kColumns>(row + chunk * 16, rows, even, odd);
+      MultiplyHalf<kColumns, kExact>(x, rows, even, odd, words);
     }
   }
 
@@ -235,8 +309,10 @@ struct Consumer {
   __device__ __forceinline__ void MultiplyStep(const uint8_t* stage, int rows) {
     if constexpr (kColumns < C::kRows) {
       if (rows > kColumns) return MultiplyStep<kColumns + C::kRowStep>(stage, rows);
+    } else if constexpr (!C::kExactColumns) {
+      if (rows <= C::kRows - C::kRowStep) return MultiplyColumns<kColumns, false>(stage, rows);
     }
-    MultiplyColumns<kColumns>(stage, rows);
+    MultiplyColumns<kColumns, true>(stage, rows);
   }
 
   __device__ __forceinline__ float* Share(int block, int slab) const {
@@ -248,21 +324,23 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void HandOver() {
+    const int own = ReadThread();
     const int block = static_cast<int>(blockIdx.x);
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s) StoreShare(Share(block, s), thread, kThreads, sums[s]);
-    RaiseFlag(Flag(block), kBarrier, thread, kThreads);
+    for (int s = 0; s < kSlabs; ++s) StoreShare(Share(block, s), own, C::kThreads, sums[s]);
+    RaiseFlag(Flag(block), kBarrier, own, C::kThreads);
   }
 
   // Adds the later shares of a sum whose first steps this block has done.
   __device__ __forceinline__ void Collect(const Piece& piece) {
+    const int own = ReadThread();
     for (int other = static_cast<int>(blockIdx.x) + 1; other < p.walk.blocks; ++other) {
       const Start start = p.walk.starts[other], stop = p.walk.starts[other + 1];
       if (start.sum != piece.sum) break;
       if (start.sum == stop.sum && start.step == stop.step) continue;
-      AwaitFlag(Flag(other), kBarrier, thread, kThreads);
+      AwaitFlag(Flag(other), kBarrier, own, C::kThreads);
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) AddShare(Share(other, s), thread, kThreads, sums[s]);
+      for (int s = 0; s < kSlabs; ++s) AddShare(Share(other, s), own, C::kThreads, sums[s]);
     }
   }
 
@@ -275,44 +353,59 @@ struct Consumer {
   }
 
   // Slab after slab, the sums of the second in place of the first's: an index would put them into
-  // memory.
-  __device__ __forceinline__ void Store(int32_t sum) {
-    Piece piece;  // found again, since registers are dear in the loop before
-    FindSum(p.rows, p.rule, p.walk.m_blocks, sum, &piece);
+  // memory. All that is loaded is loaded before.
+  __device__ __forceinline__ void Store(const Piece& piece) {
+    const int own = ReadThread();
+    const int32_t* slots = p.output.slots == nullptr ? nullptr : p.output.slots + piece.tile.row;
+    const PlacesOf<C::kRows> places(slots, piece.tile);
+    LaneRows rows[kSlabs];
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) {
+      rows[s] = LoadLaneRows(p, piece.tile.expert, MTile(piece, s, own), Slab(s, own) % 4);
+    }
 #pragma unroll 1
     for (int s = 0; s < kSlabs; ++s) {
-      const int m_tile = piece.m_block * kTiles + Slab(s) / 4, warp = Slab(s) % 4;
-      StoreTile<T>(p, piece.tile, m_tile, warp, sums[0]);
+      StoreTileFast<T>(p, piece.tile, MTile(piece, s, own), Slab(s, own) % 4, rows[0], places,
+                       sums[0]);
+      rows[0] = rows[1];
 #pragma unroll
       for (int i = 0; i < C::kRows / 2; ++i) sums[0][i] = sums[1][i];
     }
+  }
+
+  static __device__ __forceinline__ int MTile(const Piece& piece, int s, int thread) {
+    return piece.m_block * C::kTiles + Slab(s, thread) / 4;
   }
 
   // What happens to the block's share of a sum.
   __device__ __forceinline__ void Finish(const Piece& piece) {
     if (piece.begin > 0) return HandOver();
     if (piece.end < p.walk.k_steps) Collect(piece);
-    Store(piece.sum);
+    Store(piece);
   }
 };
 
 template <typename T, typename C>
-__global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     ExpertGemmSm80(const __grid_constant__ ExpertGemm p, const TileConstants constants) {
   NVFP4_DYNAMIC_SHARED(shared);
   const int thread = static_cast<int>(threadIdx.x);
-  Producer<C> producer(p, shared, thread);
+  Producer<C> producer{p, shared, thread};
 #pragma unroll 1
-  for (int stage = 0; stage < C::kStages - 1; ++stage) producer.CopyStep(stage);
+  for (int stage = 0; stage < C::kStages - 1; ++stage) {
+    __syncthreads();
+    producer.CopyStep(stage);
+  }
+  __syncthreads();
 
   Consumer<T, C> consumer{p, shared, constants, thread, {}};
   int stage = 0;
-  Pieces pieces(p.rows, p.rule, p.walk);
-  while (pieces.Next()) {
-    const Piece& piece = pieces.piece;
+  const SharedPiece* const pieces = Producer<C>::SharedPieces(shared);
+  for (int slot = 0; pieces[slot].piece.begin >= 0; slot = slot + 1 == C::kPieces ? 0 : slot + 1) {
+    const Piece& piece = pieces[slot].piece;
     consumer.Clear();
 #pragma unroll 1
-    for (int32_t step = piece.begin; step < piece.end; ++step) {
+    for (int32_t steps = piece.end - piece.begin; steps > 0; --steps) {
       // After the barrier the copies of all threads are here, and all have read the stage before.
       WaitCopies<C::kStages - 2>();
       __syncthreads();
@@ -324,21 +417,21 @@ __global__ void __launch_bounds__(kThreads, C::kBlocksPerSm)
   }
 }
 
-// rows of a tile, step of rows, stages, blocks of an SM
-using Rows16 = Config<16, 8, 6, 2>;
-using Rows32 = Config<32, 8, 5, 2>;
-using Rows40 = Config<40, 8, 4, 2>;
-using Rows128 = Config<128, 32, 3, 1>;
+// rows of a tile, step of rows, weight tiles, tiles of a step, stages, blocks of an SM
+using Rows16 = Config<16, 8, 2, 2, 3, 4>;
+using Rows32 = Config<32, 8, 4, 2, 3, 2>;
+using Rows48 = Config<48, 8, 4, 1, 4, 2>;
+using Rows128 = Config<128, 16, 4, 1, 3, 1>;
 
 struct Variant {
   int64_t max_mean_rows;  // of an expert, up to which this is the one
-  int32_t rows, blocks_per_sm, shared_bytes, share_bytes;
+  int32_t rows, tiles, step_tiles, blocks_per_sm, shared_bytes, share_bytes;
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
 template <typename T, typename C>
 cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
-  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.walk.blocks)), kThreads,
+  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.walk.blocks)), C::kThreads,
                     C::kSharedBytes, /*overlaps=*/false, ExpertGemmSm80<T, C>, gemm,
                     MakeTileConstants<T>());
 }
@@ -351,14 +444,14 @@ cudaError_t LaunchVariant(cudaStream_t stream, const ExpertGemm& gemm) {
 
 template <typename C>
 constexpr Variant MakeVariant(int64_t max_mean_rows) {
-  return {max_mean_rows,       C::kRows,        C::kBlocksPerSm, C::kSharedBytes,
-          C::kShareFloats * 4, LaunchVariant<C>};
+  return {max_mean_rows,   C::kRows,        C::kTiles,           C::kStepTiles,
+          C::kBlocksPerSm, C::kSharedBytes, C::kShareFloats * 4, LaunchVariant<C>};
 }
 
 constexpr Variant kVariants[] = {
     MakeVariant<Rows16>(5),
     MakeVariant<Rows32>(18),
-    MakeVariant<Rows40>(26),
+    MakeVariant<Rows48>(36),
     MakeVariant<Rows128>(INT64_MAX),
 };
 
@@ -385,8 +478,8 @@ GemmPlan PlanSm80(int64_t rows, int64_t experts) {
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
   const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.share_bytes);
   return {{variant.rows, kMinCost},
-          kTiles,
-          /*step_tiles=*/1,
+          variant.tiles,
+          variant.step_tiles,
           static_cast<int32_t>(std::min(blocks, most))};
 }
 

@@ -13,6 +13,13 @@
 
 namespace nvfp4 {
 
+// threadIdx.x, read where it stands: what is made of it is not kept in registers from before.
+__device__ __forceinline__ int ReadThread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Bits of `a` where `mask` is set, of `b` elsewhere; one LOP3.
 __device__ __forceinline__ uint32_t Select(uint32_t a, uint32_t b, uint32_t mask) {
   uint32_t result;

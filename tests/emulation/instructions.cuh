@@ -7,6 +7,8 @@
 
 namespace nvfp4 {
 
+inline int ReadThread() { return static_cast<int>(threadIdx.x); }
+
 inline uint32_t Select(uint32_t a, uint32_t b, uint32_t mask) { return (a & mask) | (b & ~mask); }
 
 inline const void* Advance(const void* base, uint32_t units) {
