@@ -54,25 +54,21 @@ struct ExpertGemm {
   }
 };
 
-// How an engine cuts products of `rows` rows of `experts` experts into tiles and blocks.
+// How products of `rows` rows of `experts` experts are cut into tiles and blocks, and the kernel
+// for that. Where the device can, it may start before the kernel ahead of it has ended.
 struct GemmPlan {
   TileRule rule;
   int32_t block_tiles;  // 64-row weight tiles of a block
   int32_t step_tiles;   // of 64 of k, of a step
   int32_t blocks;       // of threads
-};
-
-struct Engine {
-  GemmPlan (*plan)(int64_t rows, int64_t experts);
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
-  bool overlaps;  // launched so that it may start before the kernel ahead of it has ended
 };
 
-extern const Engine kEngineSm90;
-extern const Engine kEngineSm80;
+GemmPlan PlanSm90(int64_t rows, int64_t experts);
+GemmPlan PlanSm80(int64_t rows, int64_t experts);
 
-inline const Engine& FindEngine(EngineKind kind) {
-  return kind == EngineKind::kSm90 ? kEngineSm90 : kEngineSm80;
+inline GemmPlan PlanGemm(EngineKind engine, int64_t rows, int64_t experts) {
+  return engine == EngineKind::kSm90 ? PlanSm90(rows, experts) : PlanSm80(rows, experts);
 }
 
 // How `plan` cuts the sums of `gemm`.

@@ -27,6 +27,7 @@
 #include "launch_kernel.cuh"
 #include "mma.cuh"
 #include "partial_sums.cuh"
+#include "sm90.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -216,12 +217,30 @@ struct Producer {
     }
   }
 
+  __device__ __forceinline__ uint32_t Target(int stage) const {
+    return SharedAddress(shared + stage * C::kStageBytes + thread * 16);
+  }
+
+  // Starts the copies of weights of the first stages, as far as they are of one piece. Returns how
+  // many.
+  __device__ __forceinline__ int CopyFirstWeights() {
+    Next();
+    const int count = min(steps, C::kStages - 1);
+#pragma unroll 1
+    for (int stage = 0; stage < count; ++stage) {
+      CopyWeights(Target(stage));
+      k -= C::kStepTiles * kTileK;
+    }
+    k += max(count, 0) * C::kStepTiles * kTileK;
+    return count;
+  }
+
   // Starts the copies of the next step, if there is one, and ends their group.
-  __device__ __forceinline__ void CopyStep(int stage) {
+  __device__ __forceinline__ void CopyStep(int stage, bool has_weights = false) {
     if (steps == 0) Next();
     if (steps > 0) {
-      const uint32_t target = SharedAddress(shared + stage * C::kStageBytes + thread * 16);
-      CopyWeights(target);
+      const uint32_t target = Target(stage);
+      if (!has_weights) CopyWeights(target);
       CopyRows(target);
       k -= C::kStepTiles * kTileK;
       --steps;
@@ -391,10 +410,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   NVFP4_DYNAMIC_SHARED(shared);
   const int thread = static_cast<int>(threadIdx.x);
   Producer<C> producer{p, shared, thread};
+  // What is older than the kernel before this one need not wait for it.
+  const int copied = p.plan_is_older ? producer.CopyFirstWeights() : 0;
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+  StartNextKernel();
+#endif
 #pragma unroll 1
   for (int stage = 0; stage < C::kStages - 1; ++stage) {
     __syncthreads();
-    producer.CopyStep(stage);
+    producer.CopyStep(stage, stage < copied);
   }
   __syncthreads();
 
@@ -418,10 +443,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 }
 
 // rows of a tile, step of rows, weight tiles, tiles of a step, stages, blocks of an SM
-using Rows16 = Config<16, 8, 2, 2, 3, 4>;
-using Rows32 = Config<32, 8, 4, 2, 3, 2>;
+using Rows16 = Config<16, 8, 2, 2, 3, 5>;
+using Rows32 = Config<32, 8, 2, 2, 3, 4>;
 using Rows48 = Config<48, 8, 4, 1, 4, 2>;
-using Rows128 = Config<128, 16, 4, 1, 3, 1>;
+using Rows64 = Config<64, 16, 2, 1, 4, 3>;
+using Rows128 = Config<128, 16, 2, 1, 3, 2>;
 
 struct Variant {
   int64_t max_mean_rows;  // of an expert, up to which this is the one
@@ -432,7 +458,7 @@ struct Variant {
 template <typename T, typename C>
 cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
   return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.walk.blocks)), C::kThreads,
-                    C::kSharedBytes, /*overlaps=*/false, ExpertGemmSm80<T, C>, gemm,
+                    C::kSharedBytes, /*overlaps=*/true, ExpertGemmSm80<T, C>, gemm,
                     MakeTileConstants<T>());
 }
 
@@ -449,10 +475,8 @@ constexpr Variant MakeVariant(int64_t max_mean_rows) {
 }
 
 constexpr Variant kVariants[] = {
-    MakeVariant<Rows16>(5),
-    MakeVariant<Rows32>(18),
-    MakeVariant<Rows48>(36),
-    MakeVariant<Rows128>(INT64_MAX),
+    MakeVariant<Rows16>(10),           MakeVariant<Rows32>(26), MakeVariant<Rows48>(40),
+    MakeVariant<Rows64>(56), MakeVariant<Rows128>(INT64_MAX),
 };
 
 // Rows for which the products of a weight take as long as reading it, on the devices known.
@@ -462,7 +486,8 @@ constexpr int kReservedBytes = 1024;  // of shared memory, for each block
 const Variant& ChooseVariant(int64_t rows, int64_t experts) {
   const int64_t mean = rows / std::max<int64_t>(experts, 1);
   for (const Variant& variant : kVariants) {
-    if (mean <= variant.max_mean_rows) return variant;
+    // One expert has them all; of many, some have several times the mean.
+    if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
   }
   return kVariants[std::size(kVariants) - 1];
 }
@@ -473,6 +498,8 @@ int BlocksPerSm(const Variant& variant) {
   return std::clamp(fitting, 1, variant.blocks_per_sm);
 }
 
+}  // namespace
+
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {
   const Variant& variant = ChooseVariant(rows, experts);
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
@@ -480,18 +507,8 @@ GemmPlan PlanSm80(int64_t rows, int64_t experts) {
   return {{variant.rows, kMinCost},
           variant.tiles,
           variant.step_tiles,
-          static_cast<int32_t>(std::min(blocks, most))};
+          static_cast<int32_t>(std::min(blocks, most)),
+          variant.launch};
 }
-
-cudaError_t LaunchSm80(cudaStream_t stream, const ExpertGemm& gemm) {
-  for (const Variant& variant : kVariants) {
-    if (variant.rows == gemm.rule.tile_rows) return variant.launch(stream, gemm);
-  }
-  return cudaErrorInvalidValue;
-}
-
-}  // namespace
-
-const Engine kEngineSm80 = {PlanSm80, LaunchSm80, /*overlaps=*/false};
 
 }  // namespace nvfp4

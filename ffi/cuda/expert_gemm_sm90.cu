@@ -466,7 +466,7 @@ constexpr int64_t kFewRows = 16;
 struct Variant {
   int64_t max_mean_rows;  // of an expert, up to which this is the one
   int32_t rows, min_cost, block_tiles, step_tiles;
-  cudaError_t (*launch)(cudaStream_t stream, DataType type, const ExpertGemm& gemm);
+  cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
 template <typename T, typename C>
@@ -477,9 +477,9 @@ cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
 }
 
 template <typename C>
-cudaError_t LaunchVariant(cudaStream_t stream, DataType type, const ExpertGemm& gemm) {
-  return type == DataType::kF16 ? LaunchConfig<__half, C>(stream, gemm)
-                                : LaunchConfig<__nv_bfloat16, C>(stream, gemm);
+cudaError_t LaunchVariant(cudaStream_t stream, const ExpertGemm& gemm) {
+  return gemm.type == DataType::kF16 ? LaunchConfig<__half, C>(stream, gemm)
+                                     : LaunchConfig<__nv_bfloat16, C>(stream, gemm);
 }
 
 template <typename C>
@@ -506,23 +506,15 @@ const Variant& ChooseVariant(int64_t rows, int64_t experts) {
   return kVariants[std::size(kVariants) - 1];
 }
 
+}  // namespace
+
 GemmPlan PlanSm90(int64_t rows, int64_t experts) {
   const Variant& variant = ChooseVariant(rows, experts);
   return {{variant.rows, variant.min_cost},
           variant.block_tiles,
           variant.step_tiles,
-          std::min(MultiprocessorCount(), kMaxSms)};
+          std::min(MultiprocessorCount(), kMaxSms),
+          variant.launch};
 }
-
-cudaError_t LaunchSm90(cudaStream_t stream, const ExpertGemm& gemm) {
-  for (const Variant& variant : kVariants) {
-    if (variant.rows == gemm.rule.tile_rows) return variant.launch(stream, gemm.type, gemm);
-  }
-  return cudaErrorInvalidValue;
-}
-
-}  // namespace
-
-const Engine kEngineSm90 = {PlanSm90, LaunchSm90, true};
 
 }  // namespace nvfp4

@@ -41,8 +41,7 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
   const GroupedGemmShape& shape = call.shape;
   if (shape.m == 0 || shape.n == 0) return cudaSuccess;
   const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
-  const Engine& engine = FindEngine(call.engine);
-  const GemmPlan plan = engine.plan(shape.m, shape.e);
+  const GemmPlan plan = PlanGemm(call.engine, shape.m, shape.e);
   ExpertGemm gemm = {};
   gemm.rows = workspace.rows;
   gemm.rule = plan.rule;
@@ -59,7 +58,7 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
                                               workspace.rows, plan.rule, Walks{1, {gemm.walk, {}}},
                                               {buffers.y, shape.n * Bytes(call.type)}));
-  return engine.launch(stream, gemm);
+  return plan.launch(stream, gemm);
 }
 
 }  // namespace nvfp4

@@ -17,9 +17,16 @@ cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(P
   return cudaGetLastError();
 }
 
+// Whether the kernel's code for this device has the waits of kernels that overlap.
+template <typename... Parameters>
+bool MayOverlap(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes = {};
+  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+}
+
 // As Launch, with `shared_bytes` of dynamic shared memory; where `overlaps`, blocks may start
-// before the kernel ahead in the stream has ended: they have to wait for what it writes (sm_90 and
-// later).
+// before the kernel ahead in the stream has ended, if they can: from sm_90 on they have to wait for
+// what it writes.
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, bool overlaps,
                        void (*kernel)(Parameters...), const Arguments&... arguments) {
@@ -38,7 +45,7 @@ cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_b
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = overlaps ? 1 : 0;
+  config.numAttrs = overlaps && MayOverlap(kernel) ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

@@ -10,7 +10,7 @@
 //
 // For a handful of slots there is no sort: the products of expert_gemm_few.cu plan for themselves.
 //
-// Where the engine overlaps, each of the last three may start while the one before it ends.
+// From sm_90 on each of the last three may start while the one before it ends.
 // Product 2 then reads the plan and its weights early: the sort is older than product 1, which
 // waited for it before letting anyone start.
 #include <algorithm>
@@ -156,18 +156,18 @@ unsigned VectorBlocks(int64_t rows, int64_t h) {
 
 // Both products without a sort before them.
 cudaError_t LaunchFewProducts(cudaStream_t stream, const int32_t* expert_ids, int64_t slots,
-                              int64_t experts, ExpertGemm up, ExpertGemm down, bool overlaps) {
+                              int64_t experts, ExpertGemm up, ExpertGemm down) {
   const auto num_slots = static_cast<int32_t>(slots), num_experts = static_cast<int32_t>(experts);
   const FewSlots last = {expert_ids, num_slots, num_experts, {}, 0, 0};
   const FewSlots first = {expert_ids,  num_slots,      num_experts,
                           down.weight, down.m_tiles(), (down.k + kTileK - 1) / kTileK};
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchExpertGemmFew(stream, up, first, /*overlaps=*/false));
-  return LaunchExpertGemmFew(stream, down, last, overlaps);
+  return LaunchExpertGemmFew(stream, down, last, /*overlaps=*/true);
 }
 
 template <typename T>
 cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call,
-                                 const Workspace& workspace, const Engine& engine,
+                                 const Workspace& workspace, const GemmPlan& plan,
                                  const int32_t* expert_ids, const float* expert_weights,
                                  int64_t slots, ExpertGemm up, const ExpertGemm& down) {
   const MoEShape& shape = call.shape;
@@ -181,13 +181,13 @@ cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call,
                                       up.left.slots_per_row, up.k, scaled));
     up.left = {scaled, nullptr, 1, nullptr};
   }
-  NVFP4_RETURN_IF_CUDA_ERROR(engine.launch(stream, up));
-  return engine.launch(stream, down);
+  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, up));
+  return plan.launch(stream, down);
 }
 
 template <typename T>
 cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
-                        const Workspace& workspace, const Engine& engine, int64_t first,
+                        const Workspace& workspace, int64_t first,
                         int64_t tokens) {
   const MoEShape& shape = call.shape;
   const int64_t slots = tokens * shape.top_k;
@@ -197,7 +197,7 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   const int32_t* expert_ids = buffers.expert_ids + first * shape.top_k;
   const float* expert_weights = buffers.expert_weights + first * shape.top_k;
 
-  const GemmPlan plan = engine.plan(slots, shape.e);
+  const GemmPlan plan = PlanGemm(call.engine, slots, shape.e);
   ExpertGemm up = {};
   up.rows = workspace.rows;
   up.rule = plan.rule;
@@ -230,8 +230,8 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   const bool few = !call.weight_on_input && FewSlotsFit(slots, top_k, h, weights) &&
                    FewSlotsFit(slots, 1, i, weights);
   NVFP4_RETURN_IF_CUDA_ERROR(
-      few ? LaunchFewProducts(stream, expert_ids, slots, shape.e, up, down, engine.overlaps)
-          : LaunchSortedProducts<T>(stream, call, workspace, engine, expert_ids, expert_weights,
+      few ? LaunchFewProducts(stream, expert_ids, slots, shape.e, up, down)
+          : LaunchSortedProducts<T>(stream, call, workspace, plan, expert_ids, expert_weights,
                                     slots, up, down));
   const CombineRows combine = {workspace.down,
                                expert_ids,
@@ -242,7 +242,7 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
                                top_k,
                                e,
                                !call.weight_on_input};
-  return LaunchWide(stream, dim3(VectorBlocks(tokens, shape.h)), kThreads, 0, engine.overlaps,
+  return LaunchWide(stream, dim3(VectorBlocks(tokens, shape.h)), kThreads, 0, /*overlaps=*/true,
                     Combine<T>, combine);
 }
 
@@ -255,14 +255,13 @@ int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape) {
 cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
   const MoEShape& shape = call.shape;
   const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
-  const Engine& engine = FindEngine(call.engine);
   const int64_t chunk = ChunkTokens(shape);
   for (int64_t first = 0; first < shape.t; first += chunk) {
     const int64_t tokens = std::min(chunk, shape.t - first);
     NVFP4_RETURN_IF_CUDA_ERROR(
         call.type == DataType::kF16
-            ? LaunchChunk<__half>(stream, call, buffers, workspace, engine, first, tokens)
-            : LaunchChunk<__nv_bfloat16>(stream, call, buffers, workspace, engine, first, tokens));
+            ? LaunchChunk<__half>(stream, call, buffers, workspace, first, tokens)
+            : LaunchChunk<__nv_bfloat16>(stream, call, buffers, workspace, first, tokens));
   }
   return cudaSuccess;
 }
