@@ -75,7 +75,7 @@ PER_CALL = ("us", "low", "high")
 def make_layer(backend: str, target: nvfp4.Target, case: Case):
     """Prepare the weights of `case`; returns a function from tokens to figures."""
     arguments = {"scheme": Scheme.W4A16, "target": target, "backend": backend}
-    params = jax.block_until_ready(nvfp4.prepare(random_params(case), **arguments))
+    params = jax.block_until_ready(nvfp4.prepare(random_params(case), donate=True, **arguments))
 
     program = layer_program(case, arguments)
 

@@ -215,11 +215,15 @@ SMALL_MODEL = (
 
 @pytest.mark.parametrize(
     ("script", "arguments"),
-    [("moe.py", "--case tiny --tokens 1 8"), ("decode.py", SMALL_MODEL)],
+    [
+        ("moe.py", "--case tiny --tokens 1 8 --small-ceilings"),
+        ("decode.py", f"{SMALL_MODEL} --small-ceilings"),
+        ("layout.py", "--case tiny --backend moe_w4a16_cpu"),
+    ],
 )
 def test_scripts_run(script, arguments, tmp_path):
     output = tmp_path / "result.json"
-    common = ["--small-ceilings", "--commit", "abc", "--output", output]
+    common = ["--commit", "abc", "--output", output]
     command = [sys.executable, HERE / script, *arguments.split(), *common]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert process.returncode == 0, process.stderr[-3000:]

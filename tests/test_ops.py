@@ -165,6 +165,18 @@ def test_prepare_changes_bytes_not_values(gated, target):
     np.testing.assert_array_equal(ready.down.dequantize(), params.down.dequantize())
 
 
+def test_prepare_may_keep_the_arrays_or_take_them():
+    params = nvfp4.testing.random_moe_params(
+        jax.random.key(0), num_experts=2, hidden=64, intermediate=64
+    )
+    kept = nvfp4.prepare(params, target=HOPPER)
+    assert not params.down.packed.is_deleted()
+    taken = nvfp4.prepare(params, target=HOPPER, donate=True)
+    assert params.down.packed.is_deleted()
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(taken), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
 def test_prepare_takes_the_layout_of_the_backend():
     _, params, _, _ = layer()
     hopper = nvfp4.prepare(params, target=HOPPER)

@@ -1,7 +1,5 @@
 """prepare: weights into the layout of the kernel that will read them, once, at load."""
 
-import functools
-
 import jax
 
 from jax_nvfp4_moe.backends.choice import pick
@@ -10,9 +8,12 @@ from jax_nvfp4_moe.scheme import Problem, Scheme, Target
 from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor, check_moe_params
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _convert(weights, layout):
+def _to_layout(weights, layout):
     return weights.to_layout(layout)
+
+
+_convert = jax.jit(_to_layout, static_argnums=1)
+_convert_donated = jax.jit(_to_layout, static_argnums=1, donate_argnums=0)
 
 
 def prepare(
@@ -21,6 +22,7 @@ def prepare(
     scheme: Scheme | str | None = None,
     target: Target | None = None,
     backend: str | None = None,
+    donate: bool = False,
 ) -> MoEParams:
     """Return `params` in the layout that the chosen backend reads.
 
@@ -29,6 +31,8 @@ def prepare(
     Args:
       params: the experts of one layer, in any layout.
       scheme, target, backend: as for `ops.moe_mlp`.
+      donate: give the arrays of `params` away: their memory holds the result, and they cannot be
+        used again. Without, a layer needs its bytes twice while it is converted.
 
     Raises:
       ValueError: shapes disagree, or the scheme is unknown.
@@ -44,7 +48,8 @@ def prepare(
         hidden=params.hidden,
         intermediate=params.intermediate,
     )
-    return _convert(params, pick(problem, backend).layout)
+    convert = _convert_donated if donate else _convert
+    return convert(params, pick(problem, backend).layout)
 
 
 def prepare_linear(
