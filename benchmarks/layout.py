@@ -1,6 +1,6 @@
 """Time the conversion of experts into the layout of a backend, on this device.
 
-    python benchmarks/layout.py [--backend moe_w4a16_sm90] [--case qwen3-30b-a3b ...] [--output FILE]
+    python benchmarks/layout.py [--backend moe_w4a16_sm90] [--case NAME ...] [--output FILE]
 
 One row is `prepare` of the experts of one layer, compiled: the median of seven conversions of fresh
 arrays, the bytes of the codes and scales by that time, and the scratch memory that the compiled

@@ -475,7 +475,7 @@ constexpr Variant MakeVariant(int64_t max_mean_rows) {
 }
 
 constexpr Variant kVariants[] = {
-    MakeVariant<Rows16>(10),           MakeVariant<Rows32>(26), MakeVariant<Rows48>(40),
+    MakeVariant<Rows16>(10), MakeVariant<Rows32>(26),         MakeVariant<Rows48>(40),
     MakeVariant<Rows64>(56), MakeVariant<Rows128>(INT64_MAX),
 };
 
