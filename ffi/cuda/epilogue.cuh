@@ -223,11 +223,11 @@ __device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& ti
 
 // Output rows of the rows of a tile: lane l of a warp has those of rows l + 32 i.
 template <int kRows>
-struct PlacesOf {
+struct OutputPlaces {
   int32_t places[(kRows + 31) / 32];
 
   // `slots` are those of the tile's rows, or null.
-  __device__ __forceinline__ PlacesOf(const int32_t* slots, const RowTile& tile) {
+  __device__ __forceinline__ OutputPlaces(const int32_t* slots, const RowTile& tile) {
 #pragma unroll
     for (int i = 0; i < (kRows + 31) / 32; ++i) {
       const int row = 32 * i + static_cast<int>(threadIdx.x % 32);
@@ -239,7 +239,7 @@ struct PlacesOf {
 // sums -> outputs in straight code for each eight rows: nothing waits for what is before it.
 template <Finish kFinish, typename T, int kSize, int kRows>
 __device__ __forceinline__ void StoreUnrolled(const TileStore<T>& store,
-                                              const PlacesOf<kRows>& places,
+                                              const OutputPlaces<kRows>& places,
                                               const float (&sums)[kSize]) {
 #pragma unroll
   for (int j = 0; j < kSize / 4; ++j) {
@@ -253,9 +253,10 @@ __device__ __forceinline__ void StoreUnrolled(const TileStore<T>& store,
 
 // As StoreTile, with the loads done before.
 template <typename T, int kSize, int kRows>
-__device__ __forceinline__ void StoreTileFast(const ExpertGemm& p, const RowTile& tile, int m_tile,
-                                              int warp, const LaneRows& rows,
-                                              const PlacesOf<kRows>& places, float (&sums)[kSize]) {
+__device__ __forceinline__ void StoreLoadedTile(const ExpertGemm& p, const RowTile& tile,
+                                                int m_tile, int warp, const LaneRows& rows,
+                                                const OutputPlaces<kRows>& places,
+                                                float (&sums)[kSize]) {
   if (FirstRow(p, m_tile, warp) >= p.columns) return;  // padding, for the whole warp
   const TileStore<T> store = MakeTileStore<T>(p, tile, rows, m_tile, warp);
   switch (ChooseFinish(p)) {

@@ -376,7 +376,7 @@ struct Consumer {
   __device__ __forceinline__ void Store(const Piece& piece) {
     const int own = ReadThread();
     const int32_t* slots = p.output.slots == nullptr ? nullptr : p.output.slots + piece.tile.row;
-    const PlacesOf<C::kRows> places(slots, piece.tile);
+    const OutputPlaces<C::kRows> places(slots, piece.tile);
     LaneRows rows[kSlabs];
 #pragma unroll
     for (int s = 0; s < kSlabs; ++s) {
@@ -384,8 +384,8 @@ struct Consumer {
     }
 #pragma unroll 1
     for (int s = 0; s < kSlabs; ++s) {
-      StoreTileFast<T>(p, piece.tile, MTile(piece, s, own), Slab(s, own) % 4, rows[0], places,
-                       sums[0]);
+      StoreLoadedTile<T>(p, piece.tile, MTile(piece, s, own), Slab(s, own) % 4, rows[0], places,
+                         sums[0]);
       rows[0] = rows[1];
 #pragma unroll
       for (int i = 0; i < C::kRows / 2; ++i) sums[0][i] = sums[1][i];

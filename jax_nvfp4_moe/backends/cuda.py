@@ -132,7 +132,7 @@ MOE_W4A4_SM100 = _record(
 MOE_W4A16_SM90 = _record(
     "w4a16_sm90",
     (Device(frozenset(Scheme), (9, 0), (10, 0)),),
-    "wgmma for w4a16 in 16 bits, plain kernels for the rest: executed",
+    "wgmma and mma.sync for w4a16 in 16 bits, plain kernels for the rest: executed",
     moe_w4a16_workspace_bytes,
     grouped_gemm_w4a16_workspace_bytes,
 )
