@@ -510,8 +510,8 @@ const Variant& ChooseVariant(int64_t rows, int64_t experts) {
 }  // namespace
 
 // Where many experts have few rows each, the time goes to getting weights into fragments, which
-// mma.sync allows more warps to do at once. On an H200 wgmma took 1552 us for DeepSeek-V3's layer at
-// 64 tokens, mma.sync 1475; at a mean of 8 rows and with few experts wgmma is as fast or faster.
+// mma.sync allows more warps to do at once. On an H200 wgmma took 1552 us for DeepSeek-V3's layer
+// at 64 tokens, mma.sync 1475; at a mean of 8 rows and with few experts wgmma is as fast or faster.
 constexpr int64_t kMmaMeanRows = 7, kMmaExperts = 32;
 
 GemmPlan PlanSm90(int64_t rows, int64_t experts) {

@@ -187,8 +187,7 @@ cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call,
 
 template <typename T>
 cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
-                        const Workspace& workspace, int64_t first,
-                        int64_t tokens) {
+                        const Workspace& workspace, int64_t first, int64_t tokens) {
   const MoEShape& shape = call.shape;
   const int64_t slots = tokens * shape.top_k;
   const auto h = static_cast<int32_t>(shape.h), i = static_cast<int32_t>(shape.i);
@@ -229,10 +228,10 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   const int64_t weights = slots * shape.h * (shape.n1 + shape.i);
   const bool few = !call.weight_on_input && FewSlotsFit(slots, top_k, h, weights) &&
                    FewSlotsFit(slots, 1, i, weights);
-  NVFP4_RETURN_IF_CUDA_ERROR(
-      few ? LaunchFewProducts(stream, expert_ids, slots, shape.e, up, down)
-          : LaunchSortedProducts<T>(stream, call, workspace, plan, expert_ids, expert_weights,
-                                    slots, up, down));
+  NVFP4_RETURN_IF_CUDA_ERROR(few ? LaunchFewProducts(stream, expert_ids, slots, shape.e, up, down)
+                                 : LaunchSortedProducts<T>(stream, call, workspace, plan,
+                                                           expert_ids, expert_weights, slots, up,
+                                                           down));
   const CombineRows combine = {workspace.down,
                                expert_ids,
                                expert_weights,
