@@ -14,6 +14,7 @@ from timing import measure_ceilings, time_program
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.ops.prepare import prepare_donated
 from jax_nvfp4_moe.scheme import Problem, Scheme
 
 # Kernels that also run on newer devices than those that choose them.
@@ -75,7 +76,7 @@ PER_CALL = ("us", "low", "high")
 def make_layer(backend: str, target: nvfp4.Target, case: Case):
     """Prepare the weights of `case`; returns a function from tokens to figures."""
     arguments = {"scheme": Scheme.W4A16, "target": target, "backend": backend}
-    params = jax.block_until_ready(nvfp4.prepare(random_params(case), donate=True, **arguments))
+    params = jax.block_until_ready(prepare_donated(random_params(case), **arguments))
 
     program = layer_program(case, arguments)
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_nvfp4_moe import Target, prepare
+from jax_nvfp4_moe.ops.prepare import prepare_donated
 
 HERE = pathlib.Path(__file__).resolve().parent
 CHECKPOINT_BYTES = 20e9
@@ -43,7 +44,7 @@ def measure(name, backend):
         params = jax.block_until_ready(random_params(case, trial))
         size = params.nbytes
         begin = time.perf_counter()
-        jax.block_until_ready(prepare(params, donate=True, **arguments))
+        jax.block_until_ready(prepare_donated(params, **arguments))
         seconds.append(time.perf_counter() - begin)
     median = float(np.median(seconds[1:]))
     params = random_params(case, 0)

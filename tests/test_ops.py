@@ -11,6 +11,7 @@ import pytest
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.activations import ACTIVATIONS, find_activation
 from jax_nvfp4_moe.formats import fake_quantize
+from jax_nvfp4_moe.ops.prepare import prepare_donated
 from jax_nvfp4_moe.testing import (
     assert_as_accurate_as,
     moe_mlp_float64,
@@ -171,7 +172,7 @@ def test_prepare_may_keep_the_arrays_or_take_them():
     )
     kept = nvfp4.prepare(params, target=HOPPER)
     assert not params.down.packed.is_deleted()
-    taken = nvfp4.prepare(params, target=HOPPER, donate=True)
+    taken = prepare_donated(params, target=HOPPER)
     assert params.down.packed.is_deleted()
     for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(taken), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

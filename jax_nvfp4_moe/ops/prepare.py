@@ -22,7 +22,6 @@ def prepare(
     scheme: Scheme | str | None = None,
     target: Target | None = None,
     backend: str | None = None,
-    donate: bool = False,
 ) -> MoEParams:
     """Return `params` in the layout that the chosen backend reads.
 
@@ -31,13 +30,31 @@ def prepare(
     Args:
       params: the experts of one layer, in any layout.
       scheme, target, backend: as for `ops.moe_mlp`.
-      donate: give the arrays of `params` away: their memory holds the result, and they cannot be
-        used again. Without, a layer needs its bytes twice while it is converted.
 
     Raises:
       ValueError: shapes disagree, or the scheme is unknown.
       NoBackendError: no backend can run this; says why, one by one.
     """
+    return _convert(params, _layout(params, scheme, target, backend))
+
+
+def prepare_donated(
+    params: MoEParams,
+    *,
+    scheme: Scheme | str | None = None,
+    target: Target | None = None,
+    backend: str | None = None,
+) -> MoEParams:
+    """Return what `prepare` does, and give the arrays of `params` away.
+
+    Their memory holds the result, and they cannot be used again; `prepare` needs the bytes of a
+    layer twice. Arguments and errors are those of `prepare`.
+    """
+    return _convert_donated(params, _layout(params, scheme, target, backend))
+
+
+def _layout(params, scheme, target, backend):
+    """Return the name of the layout that the chosen backend reads."""
     check_moe_params(params)
     target = target or Target.current()
     problem = Problem(
@@ -48,8 +65,7 @@ def prepare(
         hidden=params.hidden,
         intermediate=params.intermediate,
     )
-    convert = _convert_donated if donate else _convert
-    return convert(params, pick(problem, backend).layout)
+    return pick(problem, backend).layout
 
 
 def prepare_linear(
