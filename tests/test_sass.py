@@ -118,6 +118,8 @@ def test_hopper_product_uses_warpgroup_instructions(code):
     assert len(hopper) == HOPPER_KERNELS
     for name, count in hopper.items():
         assert count["HGMMA"] >= 8, name
+        # Where ptxas serialises products (C7510 and its like) each has a fence and a wait.
+        assert count["WARPGROUP"] < count["HGMMA"], f"{name} waits after every product"
         assert count["UBLKCP"] >= 2, name
         assert count["HMMA"] == 0, name
 
