@@ -1,7 +1,7 @@
 """The engines' CUDA kernels and the router, run on a CPU, against float64 on awkward sizes.
 
 No GPU is needed, but g++ and CUDA's headers. Cases, truth and yardstick are those of
-`test_cuda_kernel` and `test_routing`; what this cannot show is what the real instructions do, and
+`test_cuda_kernel` and `test_route`; what this cannot show is what the real instructions do, and
 how fast.
 """
 
@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import test_cuda_kernel as gpu
-import test_routing as routing
+import test_route as routing
 from float64_layer import Options
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as

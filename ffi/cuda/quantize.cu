@@ -8,7 +8,7 @@
 //
 // QuantizeRows differs in one thing: a block that holds NaN or infinity gets the scale NaN, so
 // that the whole row of the product is NaN and no infinity turns into 6 * 448.
-// Test: test_cuda_kernel.py.
+// Test: test_cuda_quantizer.py.
 #include "elements.cuh"
 #include "launch_kernel.cuh"
 #include "quantize.cuh"

@@ -12,7 +12,7 @@
 // Key 0 belongs to no float and marks experts that are taken or do not exist.
 // Groups are ranked in the same way, each as its two best keys, which pass through shared memory.
 // Needs: e <= 1024, top_k <= 32 and at most the eligible experts (checked in cuda_bindings.cc).
-// Test: test_routing.py.
+// Test: test_route.py.
 #include "launch.h"
 #include "launch_kernel.cuh"
 #include "nvfp4.h"
