@@ -90,7 +90,6 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
   const bool on_engine = kEngine != EngineKind::kPlain && options.type != DataType::kF32 &&
-                         options.activation_scale == ActivationScale::kNone &&
                          std::max(shape.h, shape.i) <= kMaxEngineExtent;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
                                                         ? MoEW4A16WorkspaceBytes(shape)
@@ -128,7 +127,6 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   const GroupedGemmShape& shape = call.shape;
   call.engine = kEngine;
   const bool on_engine = kEngine != EngineKind::kPlain && call.type != DataType::kF32 &&
-                         call.activation_scale == ActivationScale::kNone &&
                          std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent &&
                          shape.m <= kMaxEngineRows && shape.m * (shape.k / 8) < int64_t{1} << 32;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine

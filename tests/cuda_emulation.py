@@ -28,6 +28,7 @@ _HERE = pathlib.Path(__file__).parent
 _FFI = _HERE.parent / "ffi"
 _SOURCES = (
     "routing",
+    "quantize",
     "expert_gemm_sm80",
     "expert_gemm_sm90",
     "expert_gemm_few",
@@ -37,6 +38,7 @@ _SOURCES = (
 )
 _FLAGS = "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off"
 _TYPES = {"bfloat16": 0, "float16": 1}
+_SCALES = ("none", "static", "token")
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 _KINDS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
 _GUARD = mmap.PAGESIZE
@@ -168,8 +170,9 @@ def _run(library, call, operands, likes, workspace, multiprocessors):
     ]
 
 
-def _weights(packed, block_scale, global_scale, bias):
-    return [np.asarray(packed), np.asarray(block_scale), global_scale, bias if bias.size else None]
+def _weights(packed, block_scale, global_scale, input_scale, bias):
+    scales = np.asarray(block_scale), global_scale, input_scale
+    return [np.asarray(packed), *scales, bias if bias.size else None]
 
 
 def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multiprocessors):
@@ -180,9 +183,13 @@ def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multip
     shape = _MoEShape(
         x.shape[0], ids.shape[1], layer.down_packed.shape[0], x.shape[1], i, gate_up_rows
     )
-    gate_up = _weights(*prepared[:3], layer.gate_up_bias)
+    gate_up = _weights(*prepared[:3], layer.gate_up_input_scale, layer.gate_up_bias)
     down = _weights(
-        prepared.down_packed, prepared.down_block_scale, layer.down_global_scale, layer.down_bias
+        prepared.down_packed,
+        prepared.down_block_scale,
+        layer.down_global_scale,
+        layer.down_input_scale,
+        layer.down_bias,
     )
     call = functools.partial(
         library.moe,
@@ -191,6 +198,7 @@ def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multip
         _TYPES[x.dtype.name],
         ENGINES[engine],
         int(options.weight_on_input),
+        _SCALES.index(options.activation_scale),
     )
     size = library.moe_workspace_bytes(ctypes.byref(shape))
     operands = [x, *gate_up, *down, ids, weights]
@@ -201,20 +209,27 @@ def _array(operand):
     return None if operand is None else np.asarray(operand)
 
 
-def grouped_gemm(
-    library, engine, x, packed, block_scale, global_scale, bias, sizes, multiprocessors
-):
-    """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x."""
+def grouped_gemm(library, engine, operands, mode, multiprocessors):
+    """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x.
+
+    `operands` and `mode` are those of `float64_layer.grouped_gemm`.
+    """
+    x, packed, block_scale, global_scale, input_scale, bias, sizes = operands
     (m, k), (e, n, _) = x.shape, packed.shape
     packed, block_scale = to_layout(
         jnp.asarray(packed), jnp.asarray(block_scale), find_layout("mma_64x64")
     )
     shape = _ProductShape(m, n, n, k, e, global_scale.shape[1])
     call = functools.partial(
-        library.grouped_gemm, ctypes.byref(shape), _TYPES[x.dtype.name], ENGINES[engine]
+        library.grouped_gemm,
+        ctypes.byref(shape),
+        _TYPES[x.dtype.name],
+        ENGINES[engine],
+        _SCALES.index(mode),
     )
     size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape))
-    operands = [_array(a) for a in (x, *_weights(packed, block_scale, global_scale, bias), sizes)]
+    weights = _weights(packed, block_scale, global_scale, input_scale, bias)
+    operands = [_array(a) for a in (x, *weights, sizes)]
     y = np.empty((m, n), x.dtype)
     return _run(library, call, operands, [y], size, multiprocessors)[0]
 

@@ -72,6 +72,31 @@ def test_weight_on_input_matches_float64(library, engine):
 
 
 @engines
+@pytest.mark.parametrize("mode", gpu.MODES[1:])
+@pytest.mark.parametrize("case", gpu.CASES)
+def test_quantized_layer_matches_float64(library, engine, case, mode):
+    call = gpu.make(case, BF16, Options(activation_scale=mode), bias=True)
+    assert_accurate(library, engine, call, count=3)
+
+
+@engines
+@pytest.mark.parametrize("mode", gpu.MODES[1:])
+def test_quantized_weight_on_input_matches_float64(library, engine, mode):
+    options = Options(activation="relu2", weight_on_input=True, activation_scale=mode)
+    assert_accurate(library, engine, gpu.make("out_of_range", F16, options), count=3)
+
+
+@engines
+@pytest.mark.parametrize("mode", gpu.MODES[1:])
+@pytest.mark.parametrize("case", gpu.PRODUCTS)
+def test_quantized_product_matches_float64(library, engine, case, mode):
+    operands = gpu.make_product(case, F16, parts=2, bias=True)
+    actual = cuda_emulation.grouped_gemm(library, engine, operands, mode, 3)
+    yardstick = float64_layer.grouped_gemm(*operands, mode, matmul=gpu.xla(F16)).astype(F16)
+    assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, mode))
+
+
+@engines
 def test_bound_catches_one_wrong_scale(library, engine):
     call = gpu.make("several_tiles", BF16, Options())
     actual = run(library, engine, call, count=3)
@@ -94,10 +119,8 @@ def test_bound_catches_wrong_block_scales(library, engine, case):
 @pytest.mark.parametrize("case", gpu.PRODUCTS)
 def test_product_matches_float64(library, engine, count, case):
     operands = gpu.make_product(case, BF16, parts=2, bias=True)
-    x, packed, block_scale, global_scale, _, bias, sizes = operands
-    actual = cuda_emulation.grouped_gemm(
-        library, engine, x, packed, block_scale, global_scale, bias, sizes, count
-    )
+    x, sizes = operands[0], operands[-1]
+    actual = cuda_emulation.grouped_gemm(library, engine, operands, "none", count)
     yardstick = float64_layer.grouped_gemm(*operands, "none", matmul=gpu.xla(BF16)).astype(BF16)
     assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, "none"))
     rows = int(np.clip(np.cumsum(np.clip(sizes.astype(np.int64), 0, None)), 0, len(x))[-1])

@@ -200,7 +200,8 @@ template <typename T>
 __device__ __forceinline__ TileStore<T> MakeTileStore(const ExpertGemm& p, const RowTile& tile,
                                                       const LaneRows& rows, int m_tile, int warp) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const float unit = kProductUnit<T>;
+  float unit = kProductUnit<T>;
+  if (p.left.input_scale != nullptr) unit *= p.left.input_scale[tile.expert];
   const LaneRows scaled = {{unit * rows.scale[0], unit * rows.scale[1]},
                            {rows.bias[0], rows.bias[1]}};
   return {p, tile, scaled, FirstRow(p, m_tile, warp), lane / 4, lane % 4};

@@ -1,6 +1,6 @@
 // The grouped product that every op of this extension is made of, and the engines that run it.
 //
-//   out[r] = act(W[e(r)] @ x[r] * row_scale[r] * global_scale + bias)
+//   out[r] = act(W[e(r)] @ x[r] * row_scale[r] * input_scale[e(r)] * global_scale + bias)
 //
 //   expert_gemm_sm90.cu   bf16, f16   wgmma, bulk copies; Hopper
 //   expert_gemm_sm80.cu   bf16, f16   mma.sync, cp.async; everything since Ampere
@@ -15,12 +15,13 @@
 namespace nvfp4 {
 
 // Rows of the engine's type: 16-bit ones for tensor cores. Where activations are quantized these
-// are code * block_scale, and the global scale of a row is its row_scale.
+// are code * block_scale, and their global scale is that of the row, or of all rows of an expert.
 struct LeftOperand {
   const void* values;    // [*, k]
   const int32_t* slots;  // where set, sorted row r is row slots[r] / slots_per_row
   int32_t slots_per_row;
-  const float* row_scale;  // [rows] in sorted order, or null
+  const float* row_scale;    // [rows] in sorted order, or null
+  const float* input_scale;  // [e] or null
 };
 
 // Output: [*, columns] of `type`.

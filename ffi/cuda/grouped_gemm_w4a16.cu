@@ -1,11 +1,12 @@
-// The grouped product of sorted rows on an engine, bf16 and f16, W4A16: y[r] = W[e(r)] @ x[r] +
-// bias.
+// The grouped product of sorted rows on an engine, bf16 and f16: y[r] = W[e(r)] @ x[r] + bias; in
+// W4A4 of rows rounded to NVFP4 (see moe_w4a16.cu).
 //
 // Launches: tiles, the walk, and zeros for the rows that no expert owns (routing.cu), then the
 // product (expert_gemm_sm90.cu, expert_gemm_sm80.cu), which may start while the first ends. A
 // linear layer is the case of one expert.
 #include "expert_gemm.cuh"
 #include "launch_kernel.cuh"
+#include "round_rows.cuh"
 #include "workspace.cuh"
 
 namespace nvfp4 {
@@ -16,6 +17,8 @@ struct Workspace {
   Start* starts;
   int32_t* ready;
   float* partial_sums;
+  uint8_t* rounded;  // [m, k], room that W4A16 leaves unused
+  float* row_scale;  // [m]
   int64_t bytes;
 };
 
@@ -26,6 +29,8 @@ Workspace TakeWorkspace(void* buffer, const GroupedGemmShape& shape) {
   workspace.starts = sections.Take<Start>(kMaxBlocks + 1);
   workspace.ready = sections.Take<int32_t>(kReadyFlags * kMaxBlocks);
   workspace.partial_sums = sections.Take<float>(kPartialSumBytes / 4);
+  workspace.rounded = sections.Take<uint8_t>(2 * shape.m * shape.k);
+  workspace.row_scale = sections.Take<float>(shape.m);
   workspace.bytes = sections.bytes();
   return workspace;
 }
@@ -47,7 +52,7 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
   gemm.rule = plan.rule;
   gemm.partial_sums = workspace.partial_sums;
   gemm.type = call.type;
-  gemm.left = {buffers.x, nullptr, 1, nullptr};
+  gemm.left = {buffers.x, nullptr, 1, nullptr, nullptr};
   gemm.weight = buffers.weight;
   gemm.bias_rows = static_cast<int32_t>(shape.n);
   gemm.parts = static_cast<int32_t>(shape.parts);
@@ -58,6 +63,11 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
                                               workspace.rows, plan.rule, Walks{1, {gemm.walk, {}}},
                                               {buffers.y, shape.n * Bytes(call.type)}));
+  if (call.activation_scale != ActivationScale::kNone) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, shape.m, shape.e,
+                                               nullptr, workspace.row_scale, workspace.rounded,
+                                               &gemm));
+  }
   return plan.launch(stream, gemm);
 }
 

@@ -125,7 +125,8 @@ cudaError_t QuantizeOperand(cudaStream_t stream, const MoECall& call, const MoEW
       call.activation_scale == ActivationScale::kStatic ? input_scale : nullptr,
       rows.codes,
       rows.block_scale,
-      rows.row_scale};
+      rows.row_scale,
+      /*rounded=*/nullptr};
   *operand = {nullptr, nullptr, 1, nullptr, rows.codes, rows.block_scale, rows.row_scale};
   return LaunchQuantizeRows(stream, quantizer);
 }

@@ -1,10 +1,14 @@
-// One expert layer, W4A16 in bf16 or f16, on an engine: y[t] = sum_j w[t, j] *
-// (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]), e = ids[t, j].
+// One expert layer in bf16 or f16 on an engine: y[t] = sum_j w[t, j] *
+// (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]), e = ids[t, j]. In W4A4 the rows of both products are
+// rounded to NVFP4 first: code * block scale is exact in 16 bits, so that the products are those of
+// FP4 tensor cores, term by term.
 //
 // Launches, for each chunk of tokens:
 //   sort        slots by expert, tiles, the walks of both products   routing.cu
 //   scale       x[t] * w[t, j], sorted, where weights go on inputs
+//   round       x[t], or that, sorted, in W4A4                       quantize.cu
 //   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm*.cu
+//   round       a, in place, in W4A4
 //   product 2   W2, bias -> d [slots, h], in the type of x           the same
 //   combine     y[t] = sum of w[t, j] * d[t, j] over j in order
 //
@@ -19,6 +23,7 @@
 #include "expert_gemm.cuh"
 #include "expert_gemm_few.cuh"
 #include "launch_kernel.cuh"
+#include "round_rows.cuh"
 #include "sm90.cuh"
 #include "workspace.cuh"
 
@@ -39,7 +44,8 @@ struct Workspace {
   int32_t* ready[2];
   float* partial_sums;
   uint8_t* activated;  // [slots, i], sorted
-  uint8_t* down;       // [slots, h]; before that the scaled inputs, sorted
+  uint8_t* down;       // [slots, h]; before that the scaled or rounded inputs, sorted
+  float* row_scale;    // [slots] of rounded rows that have scales of their own
   int64_t bytes;
 };
 
@@ -55,6 +61,7 @@ Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
   workspace.partial_sums = sections.Take<float>(kPartialSumBytes / 4);
   workspace.activated = sections.Take<uint8_t>(2 * slots * shape.i);
   workspace.down = sections.Take<uint8_t>(2 * slots * shape.h);
+  workspace.row_scale = sections.Take<float>(slots);
   workspace.bytes = sections.bytes();
   return workspace;
 }
@@ -169,19 +176,29 @@ template <typename T>
 cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call,
                                  const Workspace& workspace, const GemmPlan& plan,
                                  const int32_t* expert_ids, const float* expert_weights,
-                                 int64_t slots, ExpertGemm up, const ExpertGemm& down) {
+                                 int64_t slots, ExpertGemm up, ExpertGemm down) {
   const MoEShape& shape = call.shape;
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortByExpert(stream, expert_ids, slots, shape.e, workspace.rows,
                                                 up.rule, Walks{2, {up.walk, down.walk}}));
-  if (call.weight_on_input) {
+  const bool rounds = call.activation_scale != ActivationScale::kNone;
+  if (rounds) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, slots, shape.e,
+                                               call.weight_on_input ? expert_weights : nullptr,
+                                               workspace.row_scale, workspace.down, &up));
+  } else if (call.weight_on_input) {
     T* scaled = reinterpret_cast<T*>(workspace.down);
     NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, dim3(VectorBlocks(slots, shape.h)), kThreads,
                                       ScaleRows<T>, static_cast<const T*>(up.left.values),
                                       expert_weights, workspace.rows, static_cast<int32_t>(shape.e),
                                       up.left.slots_per_row, up.k, scaled));
-    up.left = {scaled, nullptr, 1, nullptr};
+    up.left = {scaled, nullptr, 1, nullptr, nullptr};
   }
   NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, up));
+  if (rounds) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, slots, shape.e,
+                                               nullptr, workspace.row_scale, workspace.activated,
+                                               &down));
+  }
   return plan.launch(stream, down);
 }
 
@@ -202,7 +219,7 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   up.rule = plan.rule;
   up.partial_sums = workspace.partial_sums;
   up.type = call.type;
-  up.left = {x, workspace.rows.slots, top_k, nullptr};
+  up.left = {x, workspace.rows.slots, top_k, nullptr, nullptr};
   up.weight = buffers.gate_up;
   up.bias_rows = static_cast<int32_t>(shape.n1);
   up.parts = call.activation.gated ? 2 : 1;
@@ -215,7 +232,7 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
 
   ExpertGemm down = up;
   down.plan_is_older = true;
-  down.left = {workspace.activated, nullptr, 1, nullptr};
+  down.left = {workspace.activated, nullptr, 1, nullptr, nullptr};
   down.weight = buffers.down;
   down.bias_rows = h;
   down.parts = 1;
@@ -226,8 +243,8 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   down.walk = MakeWalk(plan, down, workspace.starts[1], workspace.ready[1]);
 
   const int64_t weights = slots * shape.h * (shape.n1 + shape.i);
-  const bool few = !call.weight_on_input && FewSlotsFit(slots, top_k, h, weights) &&
-                   FewSlotsFit(slots, 1, i, weights);
+  const bool few = !call.weight_on_input && call.activation_scale == ActivationScale::kNone &&
+                   FewSlotsFit(slots, top_k, h, weights) && FewSlotsFit(slots, 1, i, weights);
   NVFP4_RETURN_IF_CUDA_ERROR(few ? LaunchFewProducts(stream, expert_ids, slots, shape.e, up, down)
                                  : LaunchSortedProducts<T>(stream, call, workspace, plan,
                                                            expert_ids, expert_weights, slots, up,

@@ -1,14 +1,18 @@
 // Quantizes to NVFP4, bit for bit as formats.quantize does.
 //
 //   Quantize      x [m, k], one global scale -> packed [m, k/2], block_scale linear or 128x4
-//   QuantizeRows  rows of experts -> codes, block scales, and a global scale for each row
+//   QuantizeRows  rows of experts -> codes, block scales, and a global scale for each row; or
+//                 their products code * block scale in the type of the rows, for the engines
 //
-// Bound by: reading x. A thread takes one block of 16: 32 or 64 bytes in, 9 bytes out. Divisions
-// are IEEE divisions (nvfp4.h), which is what makes ties fall as they do in the reference.
+// Bound by: reading x. A thread takes one block of 16: 32 or 64 bytes in, 9 bytes out (or as many).
+// Divisions are IEEE divisions (nvfp4.h), which is what makes ties fall as they do in the
+// reference.
 //
 // QuantizeRows differs in one thing: a block that holds NaN or infinity gets the scale NaN, so
 // that the whole row of the product is NaN and no infinity turns into 6 * 448.
 // Test: test_cuda_quantizer.py.
+#include <cstring>
+
 #include "elements.cuh"
 #include "launch_kernel.cuh"
 #include "quantize.cuh"
@@ -40,6 +44,17 @@ __device__ uint2 EncodeBlock(const T (&values)[16], float s) {
     words[j / 8] |= EncodeValue(ToFloat(values[j]), s) << (4 * (j % 8));
   }
   return make_uint2(words[0], words[1]);
+}
+
+// 16 values, 32 or 64 bytes.
+template <typename T>
+__device__ __forceinline__ void StoreBlock(T* target, const T (&values)[16]) {
+  uint4 words[sizeof(T)];
+  std::memcpy(words, values, sizeof(words));
+#pragma unroll
+  for (int w = 0; w < static_cast<int>(sizeof(T)); ++w) {
+    reinterpret_cast<uint4*>(target)[w] = words[w];
+  }
 }
 
 struct QuantizeShape {
@@ -141,15 +156,26 @@ __global__ void __launch_bounds__(kThreads) QuantizeRows(const RowQuantizer p) {
   float g;
   if (p.input_scale != nullptr) {
     g = p.input_scale[ExpertOfRow(p.rows.starts, p.num_experts, sorted_row)];
-    if (block == 0) p.row_scale[sorted_row] = g;
+    if (block == 0 && p.row_scale != nullptr) p.row_scale[sorted_row] = g;
   } else {
     g = p.row_scale[sorted_row];
   }
   const uint32_t largest = LargestBits(values);
   const uint8_t byte =
       largest >= kInfinityBits ? kE4M3Nan : EncodeBlockScale(BitsFloat(largest), g);
-  reinterpret_cast<uint2*>(p.codes)[index] = EncodeBlock(values, DecodeE4M3(byte) * g);
-  p.block_scale[index] = byte;
+  const float scale = DecodeE4M3(byte);
+  const uint2 codes = EncodeBlock(values, scale * g);
+  if (p.rounded == nullptr) {
+    reinterpret_cast<uint2*>(p.codes)[index] = codes;
+    p.block_scale[index] = byte;
+    return;
+  }
+  float rounded[16];
+  DecodeWord(codes.x, scale, rounded);
+  DecodeWord(codes.y, scale, rounded + 8);
+#pragma unroll
+  for (int j = 0; j < kBlock; ++j) values[j] = FromFloat<T>(rounded[j]);
+  StoreBlock(static_cast<T*>(p.rounded) + index * kBlock, values);
 }
 
 template <typename T>

@@ -22,6 +22,9 @@ struct RowQuantizer {
   uint8_t* codes;            // [max_rows, k/2], in sorted order
   uint8_t* block_scale;      // [max_rows, k/16]
   float* row_scale;          // [max_rows]: the global scale that the row was given
+  // Where set, instead of the codes and scales: [max_rows, k] of `type`, code * block scale, which
+  // 16 bits hold exactly. May be `values` where there are no slots.
+  void* rounded;
 };
 
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const RowQuantizer& quantizer);

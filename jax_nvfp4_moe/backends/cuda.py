@@ -74,6 +74,7 @@ def moe_w4a16_workspace_bytes(
         _ENGINE_PARTIAL_SUMS,
         2 * slots * intermediate,
         2 * slots * hidden,
+        4 * slots,
     )
     plain = moe_workspace_bytes(
         tokens, top_k, num_experts, hidden, intermediate, gated=gated, dtype=dtype
@@ -91,7 +92,7 @@ def grouped_gemm_w4a16_workspace_bytes(
 ) -> int:
     """Return the bytes of scratch memory that one w4a16 grouped product needs."""
     own = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS) + _sections(
-        *_ENGINE_WALK, _ENGINE_PARTIAL_SUMS
+        *_ENGINE_WALK, _ENGINE_PARTIAL_SUMS, 2 * rows * k, 4 * rows
     )
     return max(own, grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype))
 

@@ -13,10 +13,11 @@ using namespace nvfp4;
 
 namespace {
 
-// packed, block_scale, global_scale, bias
+// packed, block_scale, global_scale, input_scale, bias
 ExpertWeights WeightsAt(void* const* operands) {
   return {static_cast<const uint8_t*>(operands[0]), static_cast<const uint8_t*>(operands[1]),
-          static_cast<const float*>(operands[2]), nullptr, static_cast<const float*>(operands[3])};
+          static_cast<const float*>(operands[2]), static_cast<const float*>(operands[3]),
+          static_cast<const float*>(operands[4])};
 }
 
 }  // namespace
@@ -33,20 +34,20 @@ int64_t moe_workspace_bytes(const MoEShape* shape) { return MoEW4A16WorkspaceByt
 
 // x, gate_up, down, expert_ids, expert_weights, y, workspace
 int moe(const MoEShape* shape, const ActivationParameters* activation, int type, int engine,
-        int weight_on_input, void* const* operands) {
+        int weight_on_input, int activation_scale, void* const* operands) {
   const MoECall call = {*shape,
                         static_cast<DataType>(type),
                         *activation,
-                        ActivationScale::kNone,
+                        static_cast<ActivationScale>(activation_scale),
                         weight_on_input != 0,
                         static_cast<EngineKind>(engine)};
   const MoEBuffers buffers = {operands[0],
                               WeightsAt(operands + 1),
-                              WeightsAt(operands + 5),
-                              static_cast<const int32_t*>(operands[9]),
-                              static_cast<const float*>(operands[10]),
-                              operands[11],
-                              operands[12]};
+                              WeightsAt(operands + 6),
+                              static_cast<const int32_t*>(operands[11]),
+                              static_cast<const float*>(operands[12]),
+                              operands[13],
+                              operands[14]};
   return LaunchMoEW4A16(nullptr, call, buffers);
 }
 
@@ -55,12 +56,14 @@ int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape) {
 }
 
 // x, weight, group_sizes, y, workspace
-int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, void* const* operands) {
-  const GroupedGemmCall call = {*shape, static_cast<DataType>(type), ActivationScale::kNone,
+int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activation_scale,
+                 void* const* operands) {
+  const GroupedGemmCall call = {*shape, static_cast<DataType>(type),
+                                static_cast<ActivationScale>(activation_scale),
                                 static_cast<EngineKind>(engine)};
   const GroupedGemmBuffers buffers = {operands[0], WeightsAt(operands + 1),
-                                      static_cast<const int32_t*>(operands[5]), operands[6],
-                                      operands[7]};
+                                      static_cast<const int32_t*>(operands[6]), operands[7],
+                                      operands[8]};
   return LaunchGroupedGemmW4A16(nullptr, call, buffers);
 }
 
