@@ -1,6 +1,6 @@
 """Time our expert layer, after the ceilings of the device; started by `moe.py`.
 
-python -m layer --case qwen3-30b-a3b --tokens 1 16 [--backend moe_w4a16_sm90]
+python -m layer --case qwen3-30b-a3b --tokens 1 16 [--backend moe_w4a16_sm90] [--scheme w4a4]
 """
 
 import functools
@@ -21,15 +21,19 @@ from jax_nvfp4_moe.scheme import Problem, Scheme
 _OLDER_TARGETS = {"moe_w4a16_sm80": nvfp4.Target("cuda", (8, 0))}
 _LOWEST_SCALE, _HIGHEST_SCALE = 0x30, 0x50  # e4m3 bytes of 0.5 and 8
 _RMS = 9.9  # of random codes times such scales
+_LARGEST_INPUT = 8.0  # that w4a4 rounds without clamping: 8 deviations of normal ones
 
 
 def random_params(case: Case, seed: int = 0) -> nvfp4.MoEParams:
     """Return canonical weights of random bytes, made on the device, that keep values near 1."""
     keys = jax.random.split(jax.random.key(seed))
     scales = (case.experts, 2) if case.gated else (case.experts,)
+    input_scales = [jnp.full(case.experts, _LARGEST_INPUT / 2688, jnp.float32) for _ in range(2)]
     return nvfp4.MoEParams(
         _random_tensor(keys[0], case.experts, case.gate_up_rows, case.hidden, scales),
         _random_tensor(keys[1], case.experts, case.hidden, case.intermediate, (case.experts,)),
+        gate_up_input_scale=input_scales[0],
+        down_input_scale=input_scales[1],
     )
 
 
@@ -73,9 +77,9 @@ def layer_program(case: Case, arguments: dict):
 PER_CALL = ("us", "low", "high")
 
 
-def make_layer(backend: str, target: nvfp4.Target, case: Case):
+def make_layer(backend: str, scheme: Scheme, target: nvfp4.Target, case: Case):
     """Prepare the weights of `case`; returns a function from tokens to figures."""
-    arguments = {"scheme": Scheme.W4A16, "target": target, "backend": backend}
+    arguments = {"scheme": scheme, "target": target, "backend": backend}
     params = jax.block_until_ready(prepare_donated(random_params(case), **arguments))
 
     program = layer_program(case, arguments)
@@ -104,14 +108,22 @@ def call_operands(case: Case, tokens: int):
     return xs, ids, jnp.full((tokens, case.top_k), 1 / case.top_k, jnp.float32)
 
 
-def choose_backend(target: nvfp4.Target) -> str:
+def choose_backend(scheme: Scheme, target: nvfp4.Target) -> str:
     """Return the backend that a user gets who asks for none."""
-    return nvfp4.explain(Problem("moe_mlp", Scheme.W4A16, target)).backend
+    return nvfp4.explain(Problem("moe_mlp", scheme, target)).backend
+
+
+def name_contestant(backend: str, scheme: Scheme) -> str:
+    """Return the name in the table: that of the backend, and of a scheme other than w4a16."""
+    return backend if scheme is Scheme.W4A16 else f"{backend} {scheme}"
 
 
 def main():
     parser = contestant.parser(__doc__)
     parser.add_argument("--backend", nargs="*", default=[], help="default: that of this device")
+    parser.add_argument(
+        "--scheme", nargs="+", default=[Scheme.W4A16], type=Scheme, choices=list(Scheme)
+    )
     parser.add_argument("--small-ceilings", action="store_true", help="quick and wrong")
     arguments = parser.parse_args()
     here = nvfp4.Target.current()
@@ -121,9 +133,11 @@ def main():
         device=jax.devices()[0].device_kind,
         ceilings=measure_ceilings(**sizes),
     )
-    for backend in arguments.backend or [choose_backend(here)]:
-        make = functools.partial(make_layer, backend, _OLDER_TARGETS.get(backend, here))
-        contestant.time_cells(backend, arguments.case, arguments.tokens, make)
+    for scheme in arguments.scheme:
+        for backend in arguments.backend or [choose_backend(scheme, here)]:
+            make = functools.partial(make_layer, backend, scheme, _OLDER_TARGETS.get(backend, here))
+            name = name_contestant(backend, scheme)
+            contestant.time_cells(name, arguments.case, arguments.tokens, make)
 
 
 if __name__ == "__main__":

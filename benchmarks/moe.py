@@ -1,8 +1,8 @@
 """Time the expert layer on one NVIDIA GPU against its floor, its targets and its peers.
 
     python benchmarks/moe.py [--case qwen3-30b-a3b ...] [--tokens 1 16 ...] [--backend NAME ...]
-        [--marlin _moe_C.so] [--humming FOLDER] [--tokamax [FOLDER]] [--ragged-dot]
-        [--targets] [--output FILE]
+        [--scheme w4a16 w4a4 ...] [--marlin _moe_C.so] [--humming FOLDER] [--tokamax [FOLDER]]
+        [--ragged-dot] [--targets] [--output FILE]
     python benchmarks/moe.py --plot-only benchmarks/results/moe.NVIDIA-H200.json
 
 One row is one layer call in bfloat16 under `jax.jit`. A program holds 2 to 16 calls with different
@@ -63,7 +63,8 @@ def contestants(arguments):
     """Return (module, its arguments, XLA flags) of every program to run, ours first."""
     cells = ["--case", *arguments.case, "--tokens", *arguments.tokens]
     small = ["--small-ceilings"] if arguments.small_ceilings else []
-    found = [("layer", [*cells, *small, "--backend", *arguments.backend], GRAPHS)]
+    own = ["--backend", *arguments.backend, "--scheme", *arguments.scheme]
+    found = [("layer", [*cells, *small, *own], GRAPHS)]
     if arguments.marlin:
         found.append(("peers.marlin", [*cells, "--library", arguments.marlin.resolve()], ""))
     if arguments.humming:
@@ -235,6 +236,7 @@ def parse_arguments():
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(REAL_CASES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--backend", nargs="+", default=[], help="default: that of this device")
+    parser.add_argument("--scheme", nargs="+", default=["w4a16"], help="of our own layers")
     parser.add_argument("--marlin", type=pathlib.Path, help="_moe_C*.so of a vLLM wheel")
     parser.add_argument("--humming", type=pathlib.Path, help="folder of a humming-kernels wheel")
     parser.add_argument("--tokamax", nargs="?", const="", help="folder that holds tokamax")

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import rounding_case
 from float64_layer import Options
 
 from jax_nvfp4_moe.backends.cuda import (
@@ -148,6 +149,24 @@ def test_layer_matches_float64(case, dtype, mode):
 def test_activation_matches_float64(activation, limit, dtype):
     options = Options(activation=activation, alpha=1.25, beta=0.75, limit=limit)
     assert_accurate(make("fills_no_tile", dtype, options, bias=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("suffix", ["w4a16_sm80", "w4a16_sm90"])
+def test_quantized_activation_matches_float64(suffix, activation):
+    options = Options(activation=activation, limit=np.inf, activation_scale="static")
+    assert_accurate(make("several_tiles", F16, options, bias=True), suffix)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("activation", rounding_case.ACTIVATIONS)
+@pytest.mark.parametrize("suffix", cuda_calls.MOE_TARGETS)
+def test_activations_are_rounded_as_the_format_says(suffix, activation, dtype):
+    operands, expected = rounding_case.make(activation, dtype)
+    actual = Call(*operands).run(suffix)
+    np.testing.assert_array_equal(np.asarray(actual), expected)
 
 
 @pytest.mark.gpu

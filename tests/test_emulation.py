@@ -10,6 +10,7 @@ import float64_layer
 import ml_dtypes
 import numpy as np
 import pytest
+import rounding_case
 import test_cuda_kernel as gpu
 import test_route as routing
 from float64_layer import Options
@@ -94,6 +95,22 @@ def test_quantized_product_matches_float64(library, engine, case, mode):
     actual = cuda_emulation.grouped_gemm(library, engine, operands, mode, 3)
     yardstick = float64_layer.grouped_gemm(*operands, mode, matmul=gpu.xla(F16)).astype(F16)
     assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, mode))
+
+
+@engines
+@pytest.mark.parametrize("activation", gpu.ACTIVATIONS)
+def test_quantized_activation_matches_float64(library, engine, activation):
+    options = Options(activation=activation, limit=np.inf, activation_scale="static")
+    assert_accurate(library, engine, gpu.make("several_tiles", F16, options, bias=True), count=3)
+
+
+@engines
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("activation", rounding_case.ACTIVATIONS)
+def test_activations_are_rounded_as_the_format_says(library, engine, activation, dtype):
+    operands, expected = rounding_case.make(activation, dtype)
+    actual = cuda_emulation.moe(library, engine, *operands, 3)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @engines

@@ -18,6 +18,7 @@
 #include "elements.cuh"
 #include "expert_gemm.cuh"
 #include "instructions.cuh"
+#include "round_block.cuh"
 
 namespace nvfp4 {
 
@@ -90,7 +91,7 @@ __device__ __forceinline__ void StorePair(uint16_t* row, int column, int columns
 // every eight rows would be a megabyte of code.
 enum class Finish { kPlain, kSilu, kRelu2, kAny };
 
-__device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
+__host__ __device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
   if (p.left.row_scale != nullptr) return Finish::kAny;
   if (!p.activate) return Finish::kPlain;
   const Activation kind = p.activation.kind;
@@ -99,6 +100,12 @@ __device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
     return Finish::kSilu;
   }
   return kind == Activation::kRelu2 && !p.activation.gated ? Finish::kRelu2 : Finish::kAny;
+}
+
+// Whether the epilogues can round outputs to NVFP4 on their way: where they are written out.
+inline bool CanRoundOutputs(const ExpertGemm& p) {
+  const Finish finish = ChooseFinish(p);
+  return finish == Finish::kSilu || finish == Finish::kRelu2;
 }
 
 // Outputs of two sorted rows, rounded: of the low weight row and of the high one, which is void
@@ -181,6 +188,19 @@ struct TileStore {
     StorePair(out, first + 2 * q, p.columns, left);
     if (!p.gated()) StorePair(out, first + 8 + 2 * q, p.columns, right);
   }
+
+  // Rounds the 16 columns from `first` on, of which `left` and `right` are eight each, and stores
+  // those of sorted row row + g.
+  __device__ __forceinline__ void StoreRounded(int row, uint32_t left, uint32_t right,
+                                               float input_scale) const {
+    uint32_t pairs[2] = {Transpose(left), Transpose(right)};
+    RoundBlock<T, 4>(input_scale, pairs);
+    if (row + g >= tile.rows) return;
+    uint16_t* out = static_cast<uint16_t*>(p.output.values) +
+                    static_cast<int64_t>(tile.row + row + g) * p.columns + first + 2 * q;
+    *reinterpret_cast<uint32_t*>(out) = pairs[0];
+    *reinterpret_cast<uint32_t*>(out + 8) = pairs[1];
+  }
 };
 
 // Calls store(row, pairs) for each eight sorted rows of the tile, the sums passing through the
@@ -249,6 +269,42 @@ __device__ __forceinline__ void StoreUnrolled(const TileStore<T>& store,
     store.Store(8 * j, place,
                 store.template Finished<kFinish>(8 * j, sums[4 * j], sums[4 * j + 1],
                                                  sums[4 * j + 2], sums[4 * j + 3]));
+  }
+}
+
+// As StoreUnrolled for the sums of two slabs of 16 weight rows that follow each other, where
+// outputs are rounded to NVFP4 and not listed. A block of 16 is a slab; of a gated layer it is the
+// eight outputs of each.
+template <typename T, int kSize>
+__device__ __forceinline__ void StoreRoundedSlabs(const TileStore<T> (&stores)[2],
+                                                  const float (&sums)[2][kSize]) {
+  const ExpertGemm& p = stores[0].p;
+  const RowTile& tile = stores[0].tile;
+  const float input_scale = p.output.input_scale[tile.expert];
+#pragma unroll
+  for (int j = 0; j < kSize / 4; ++j) {
+    if (8 * j >= tile.rows) break;
+    if (p.gated()) {
+      uint32_t halves[2];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const float* of = sums[s] + 4 * j;
+        halves[s] =
+            stores[s].template Finished<Finish::kSilu>(8 * j, of[0], of[1], of[2], of[3]).low;
+      }
+      if (stores[0].first < p.columns)
+        stores[0].StoreRounded(8 * j, halves[0], halves[1], input_scale);
+      continue;
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const float* of = sums[s] + 4 * j;
+      const OutputPairs pairs =
+          stores[s].template Finished<Finish::kRelu2>(8 * j, of[0], of[1], of[2], of[3]);
+      if (stores[s].first < p.columns) {
+        stores[s].StoreRounded(8 * j, pairs.low, pairs.high, input_scale);
+      }
+    }
   }
 }
 

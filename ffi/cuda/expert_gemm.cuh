@@ -29,6 +29,9 @@ struct Output {
   void* values;
   DataType type;
   const int32_t* slots;  // where set, sorted row r goes to row slots[r]
+  // [e] or null: where set, each 16 columns of a row of expert e are rounded to NVFP4 under it and
+  // stored as code * block_scale. Only where CanRoundOutputs.
+  const float* input_scale;
 };
 
 struct ExpertGemm {

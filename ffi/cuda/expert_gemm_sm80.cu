@@ -6,9 +6,9 @@
 // Unpacking costs about 1.7 instructions a weight, of a thread, and hides behind either.
 //
 // A block works on kTiles weight tiles of 64 rows, two warps for each. A warp owns two slabs of 16
-// weight rows, half of the block's apart, and all rows of the tile: two slabs for each fragment of
-// x keep reads of shared memory below the time of the products. A step is kStepTiles 64s of k;
-// kStages of them are in shared memory, each with, for each 64 of k:
+// weight rows, one after the other, and all rows of the tile: two slabs for each fragment of x keep
+// reads of shared memory below the time of the products. A step is kStepTiles 64s of k; kStages of
+// them are in shared memory, each with, for each 64 of k:
 //   x        [kRows][128 bytes], chunk c of 16 bytes of row r at c ^ (r % 8): ldmatrix and cp.async
 //            both touch all banks; zeros past the tile's rows and past k
 //   codes    [kTiles][2048 bytes], scales [kTiles][256 bytes]: as they are in memory; zeros past k
@@ -83,7 +83,7 @@ struct Config {
 
 // Brings one step after another to shared memory, and what pieces they are of. For each 64 of k
 // thread t of the block copies
-//   codes    its own, those of the slabs it multiplies
+//   codes    16 bytes for each slab of a warp
 //   scales   where it is one of the last: 16 bytes
 //   x        rows t / 8 + kRowsApart i, 16 bytes: to place t % 8 chunk (t % 8) ^ (t / 8 % 8)
 // Pointers move from step to step: addresses made anew would take a third of all instructions.
@@ -257,10 +257,8 @@ struct Consumer {
   const int thread;
   float sums[kSlabs][C::kRows / 2];
 
-  // Slab of the block: 4 of them are a tile.
-  static __device__ __forceinline__ int Slab(int s, int thread) {
-    return s * (C::kThreads / 32) + thread / 32;
-  }
+  // Slab of the block: 4 of them are a tile. The two of a warp hold whole blocks of 16 outputs.
+  static __device__ __forceinline__ int Slab(int s, int thread) { return thread / 32 * kSlabs + s; }
 
   // sums += W @ x for the first `rows` rows, at most kColumns, and 32 of k, where `x` is what this
   // lane loads of the first eight. Fragments of x are loaded one turn ahead.
@@ -382,6 +380,7 @@ struct Consumer {
     for (int s = 0; s < kSlabs; ++s) {
       rows[s] = LoadLaneRows(p, piece.tile.expert, MTile(piece, s, own), Slab(s, own) % 4);
     }
+    if (p.output.input_scale != nullptr) return StoreRounded(piece, rows, own);
 #pragma unroll 1
     for (int s = 0; s < kSlabs; ++s) {
       StoreLoadedTile<T>(p, piece.tile, MTile(piece, s, own), Slab(s, own) % 4, rows[0], places,
@@ -390,6 +389,15 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < C::kRows / 2; ++i) sums[0][i] = sums[1][i];
     }
+  }
+
+  __device__ __forceinline__ void StoreRounded(const Piece& piece, const LaneRows (&rows)[kSlabs],
+                                               int own) const {
+    const auto make = [&](int s) {
+      return MakeTileStore<T>(p, piece.tile, rows[s], MTile(piece, s, own), Slab(s, own) % 4);
+    };
+    const TileStore<T> stores[kSlabs] = {make(0), make(1)};
+    StoreRoundedSlabs(stores, sums);
   }
 
   static __device__ __forceinline__ int MTile(const Piece& piece, int s, int thread) {

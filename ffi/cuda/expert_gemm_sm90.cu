@@ -366,7 +366,7 @@ struct Consumer {
     for (int t = 0; t < C::kTiles; ++t) {
       staged.template Put<T>(tile, m_tile + t, t, lane_rows[t], sums[t]);
     }
-    staged.Send(tile, FirstRow(p, m_tile, 0));
+    staged.template Send<T>(tile, FirstRow(p, m_tile, 0));
   }
 
   __device__ __forceinline__ void Run(const Piece* announced) {

@@ -8,7 +8,7 @@
 //   scale       x[t] * w[t, j], sorted, where weights go on inputs
 //   round       x[t], or that, sorted, in W4A4                       quantize.cu
 //   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm*.cu
-//   round       a, in place, in W4A4
+//   round       a, in place, in W4A4, where product 1 does not
 //   product 2   W2, bias -> d [slots, h], in the type of x           the same
 //   combine     y[t] = sum of w[t, j] * d[t, j] over j in order
 //
@@ -20,6 +20,7 @@
 #include <algorithm>
 
 #include "elements.cuh"
+#include "epilogue.cuh"
 #include "expert_gemm.cuh"
 #include "expert_gemm_few.cuh"
 #include "launch_kernel.cuh"
@@ -193,8 +194,14 @@ cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call,
                                       up.left.slots_per_row, up.k, scaled));
     up.left = {scaled, nullptr, 1, nullptr, nullptr};
   }
+  // Product 1 rounds its own outputs where their scale is known before they are.
+  if (call.activation_scale == ActivationScale::kStatic && CanRoundOutputs(up)) {
+    up.output.input_scale = down.weight.input_scale;
+  }
   NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, up));
-  if (rounds) {
+  if (up.output.input_scale != nullptr) {
+    down.left.input_scale = up.output.input_scale;
+  } else if (rounds) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, slots, shape.e,
                                                nullptr, workspace.row_scale, workspace.activated,
                                                &down));
@@ -227,7 +234,7 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   up.columns = i;
   up.activate = true;
   up.activation = call.activation;
-  up.output = {workspace.activated, call.type, nullptr};
+  up.output = {workspace.activated, call.type, nullptr, nullptr};
   up.walk = MakeWalk(plan, up, workspace.starts[0], workspace.ready[0]);
 
   ExpertGemm down = up;
@@ -239,7 +246,7 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   down.k = i;
   down.columns = h;
   down.activate = false;
-  down.output = {workspace.down, call.type, workspace.rows.slots};
+  down.output = {workspace.down, call.type, workspace.rows.slots, nullptr};
   down.walk = MakeWalk(plan, down, workspace.starts[1], workspace.ready[1]);
 
   const int64_t weights = slots * shape.h * (shape.n1 + shape.i);

@@ -59,8 +59,10 @@ struct StagedStore {
   }
 
   // Stores all; `first` is the first weight row or pair of the warpgroup.
+  template <typename T>
   __device__ __forceinline__ void Send(const RowTile& tile, int first) const {
     SyncGroup(barrier, kThreads);
+    if (p.output.input_scale != nullptr) return SendRounded<T>(tile, first);
     if (p.gated()) {
       SendRows<kTiles * kTileM / 2>(tile, first);
     } else {
@@ -95,6 +97,28 @@ struct StagedStore {
         if (first_row + i * kRowsAtOnce >= tile.rows) break;
         uint16_t* out = static_cast<uint16_t*>(p.output.values) + output_rows[i] * p.columns;
         *reinterpret_cast<uint4*>(out + column) = outputs[i];
+      }
+    }
+  }
+
+  // As SendRows, rounding to NVFP4: two neighbouring lanes have a block of 16. Output rows are the
+  // sorted ones.
+  template <typename T>
+  __device__ __forceinline__ void SendRounded(const RowTile& tile, int first) const {
+    const int chunks = kTiles * kTileM / (p.gated() ? 16 : 8), rows_at_once = kThreads / chunks;
+    const int chunk = thread % chunks, column = first + 8 * chunk, own_row = thread / chunks;
+    const float input_scale = p.output.input_scale[tile.expert];
+    uint16_t* out = static_cast<uint16_t*>(p.output.values) +
+                    static_cast<int64_t>(tile.row + own_row) * p.columns + column;
+#pragma unroll 1
+    for (int row = 0; row < tile.rows; row += rows_at_once) {
+      const int source = min(row + own_row, kRows - 1);  // past the tile: anything, not stored
+      const uint4 outputs = LoadShared16(buffer + source * kRowBytes + 16 * chunk);
+      uint32_t pairs[4] = {outputs.x, outputs.y, outputs.z, outputs.w};
+      RoundBlock<T, 2>(input_scale, pairs);
+      if (row + own_row < tile.rows && column < p.columns) {
+        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * p.columns) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
   }
