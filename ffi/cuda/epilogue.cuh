@@ -194,7 +194,7 @@ struct TileStore {
   __device__ __forceinline__ void StoreRounded(int row, uint32_t left, uint32_t right,
                                                float input_scale) const {
     uint32_t pairs[2] = {Transpose(left), Transpose(right)};
-    RoundBlock<T, 4>(input_scale, pairs);
+    RoundSpreadBlock<T, 4>(input_scale, pairs);
     if (row + g >= tile.rows) return;
     uint16_t* out = static_cast<uint16_t*>(p.output.values) +
                     static_cast<int64_t>(tile.row + row + g) * p.columns + first + 2 * q;

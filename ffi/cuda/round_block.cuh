@@ -24,19 +24,10 @@ __device__ __forceinline__ uint32_t HalfBits(float value) {
   return *reinterpret_cast<const uint16_t*>(&half);
 }
 
-struct BlockRounder {
-  float scale, divisor;
-  __device__ __forceinline__ BlockRounder(float block_scale, float global_scale)
-      : scale(block_scale), divisor(block_scale * global_scale) {}
-  __device__ __forceinline__ float Round(float x) const {
-    return DecodeE2M1(EncodeValue(x, divisor)) * scale;
-  }
-};
-
 // kLanes neighbouring lanes hold kPairs pairs of T each; all lanes of the warp take part. A block
 // with NaN or infinity becomes NaN.
 template <typename T, int kLanes, int kPairs>
-__device__ __forceinline__ void RoundBlock(float input_scale, uint32_t (&pairs)[kPairs]) {
+__device__ __forceinline__ void RoundSpreadBlock(float input_scale, uint32_t (&pairs)[kPairs]) {
   static_assert(2 * kLanes * kPairs == kBlock, "the values of one block scale");
   uint32_t largest = 0;  // as bits: NaN is above infinity and that above all numbers
 #pragma unroll
@@ -48,13 +39,21 @@ __device__ __forceinline__ void RoundBlock(float input_scale, uint32_t (&pairs)[
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
   }
   const float amax = HalfFloat<T>(largest);
-  const uint8_t byte = amax <= FLT_MAX ? EncodeBlockScale(amax, input_scale) : kE4M3Nan;
-  const BlockRounder rounder(DecodeE4M3(byte), input_scale);
+  const float numbered = amax <= FLT_MAX ? amax : BitsFloat(0x7fc00000u);
+  const BlockScale scale = FindBlockScale(numbered, MakeBlockDivisor(input_scale));
+  float divisor = scale.value * input_scale;
+  const bool divides = DividesBlock(amax, divisor);
+  BlockRescue rescue = {};
+  if (!divides) rescue = RescueBlock(&divisor);
+  const float reciprocal = Reciprocal(divisor);
+  const auto round = [&](uint32_t bits) {
+    const float magnitude = HalfFloat<T>(bits & 0x7fffu);
+    const float q = DivideBy(divides ? magnitude : Rescued(magnitude, rescue), divisor, reciprocal);
+    return HalfBits<T>(ValueOf(RoundE2M1(q)) * scale.value) ^ (bits & 0x8000u);
+  };
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    const float low = rounder.Round(HalfFloat<T>(pairs[i]));
-    const float high = rounder.Round(HalfFloat<T>(pairs[i] >> 16));
-    pairs[i] = HalfBits<T>(low) | HalfBits<T>(high) << 16;
+    pairs[i] = round(pairs[i] & 0xffffu) | round(pairs[i] >> 16) << 16;
   }
 }
 

@@ -115,7 +115,7 @@ struct StagedStore {
       const int source = min(row + own_row, kRows - 1);  // past the tile: anything, not stored
       const uint4 outputs = LoadShared16(buffer + source * kRowBytes + 16 * chunk);
       uint32_t pairs[4] = {outputs.x, outputs.y, outputs.z, outputs.w};
-      RoundBlock<T, 2>(input_scale, pairs);
+      RoundSpreadBlock<T, 2>(input_scale, pairs);
       if (row + own_row < tile.rows && column < p.columns) {
         *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * p.columns) =
             make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
