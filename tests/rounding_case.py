@@ -1,4 +1,4 @@
-"""A W4A4 layer whose every sum is exact, so that its outputs are the rounded activations, to the bit.
+"""A W4A4 layer whose sums are exact, so that its outputs are the rounded activations, to the bit.
 
 x lies on the grid of NVFP4 and product 2 is the identity: what comes out is Q(a), a the activation
 of exact sums. Gates are so large that their sigmoid is 1.
@@ -57,4 +57,3 @@ def make(activation: str, dtype, seed=0):
     outputs = moe(*operands).astype(np.float32).astype(dtype)
     assert len(np.unique(np.abs(outputs[outputs != 0]))) > 30  # it shows many codes and scales
     return operands, outputs
-
