@@ -21,12 +21,6 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr uint32_t kInfinityBits = 0x7f800000u;
-
-// Largest magnitude as bits: unsigned order puts infinity above all numbers and NaN above it.
-__device__ __forceinline__ uint32_t MagnitudeBits(float value) {
-  return FloatBits(value) & 0x7fffffffu;
-}
 
 template <typename T>
 __device__ uint32_t LargestBits(const T (&values)[16]) {
@@ -161,13 +155,13 @@ __global__ void __launch_bounds__(kThreads) QuantizeRows(const RowQuantizer p) {
     g = p.row_scale[sorted_row];
   }
   const uint32_t largest = LargestBits(values);
-  const uint8_t byte =
-      largest >= kInfinityBits ? kE4M3Nan : EncodeBlockScale(BitsFloat(largest), g);
+  const uint8_t byte = ActivationBlockScale(largest, g);
   const float scale = DecodeE4M3(byte);
   const uint2 codes = EncodeBlock(values, scale * g);
   if (p.rounded == nullptr) {
-    reinterpret_cast<uint2*>(p.codes)[index] = codes;
-    p.block_scale[index] = byte;
+    const int64_t padding = p.padded_k > p.k ? (p.padded_k - p.k) / kBlock : 0;
+    reinterpret_cast<uint2*>(p.codes)[index + sorted_row * padding] = codes;
+    p.block_scale[index + sorted_row * padding] = byte;
     return;
   }
   float rounded[16];
