@@ -1,6 +1,6 @@
 """The CUDA kernels of the engines and the router, compiled for the CPU from the same sources.
 
-A kernel's assembly is in five headers, of which `emulation` has a second form each; everything else
+A kernel's assembly is in six headers, of which `emulation` has a second form each; everything else
 is compiled as it stands. Threads are fibers, so the kernels must not depend on their order: every
 call runs twice, from both ends. Operands lie in memory that ends at a protected page.
 """
@@ -243,11 +243,15 @@ def grouped_gemm(library, engine, operands, mode, multiprocessors):
     return _run(library, call, operands, [y], size, multiprocessors)[0]
 
 
-def multiply_fp4(library, a, b, scale_a, scale_b):
-    """Return the sums ``[32, 4]`` of one FP4 product of fragments, a row for each lane."""
+def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):
+    """Return the sums ``[32, 4]`` of one FP4 product of fragments, a row for each lane.
+
+    `shuffled`: as a GPU without the instruction makes it, else as the kernels here do.
+    """
     operands = [np.ascontiguousarray(x, np.uint32) for x in (a, b, scale_a, scale_b)]
     like = np.empty((32, 4), np.float32)
-    return _run(library, library.multiply_fp4, operands, [like], 0, multiprocessors=1)[0]
+    call = functools.partial(library.multiply_fp4, int(shuffled))
+    return _run(library, call, operands, [like], 0, multiprocessors=1)[0]
 
 
 def route(library, router: Router, logits, bias=None):

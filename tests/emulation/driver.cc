@@ -75,18 +75,25 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activa
                        : LaunchGroupedGemmW4A16(nullptr, call, buffers);
 }
 
-// One product of fp4_mma.cuh: a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums [32, 4].
-int multiply_fp4(void* const* operands) {
+// One FP4 product: a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums [32, 4]. By fp4_mma.cuh
+// as the kernels here have it, or, where `shuffled`, as a GPU without the instruction has it.
+int multiply_fp4(int shuffled, void* const* operands) {
   const auto a = static_cast<const uint32_t (*)[4]>(operands[0]);
   const auto b = static_cast<const uint32_t (*)[2]>(operands[1]);
   const auto scale_a = static_cast<const uint32_t*>(operands[2]);
   const auto scale_b = static_cast<const uint32_t*>(operands[3]);
-  const auto sums = static_cast<float (*)[4]>(operands[4]);
+  const auto sums = static_cast<float4*>(operands[4]);
   emulation::Run(dim3(1), 32, [=] {
-    const int lane = static_cast<int>(threadIdx.x);
+    const unsigned lane = threadIdx.x;
     float own[4] = {};
-    MultiplyAddFp4(own, a[lane], b[lane], scale_a[lane], scale_b[lane]);
-    std::copy(own, own + 4, sums[lane]);
+    if (shuffled != 0) {
+      sums[lane] = EmulateFp4(make_float4(0, 0, 0, 0),
+                              make_uint4(a[lane][0], a[lane][1], a[lane][2], a[lane][3]),
+                              make_uint2(b[lane][0], b[lane][1]), scale_a[lane], scale_b[lane]);
+    } else {
+      MultiplyAddFp4(own, a[lane], b[lane], scale_a[lane], scale_b[lane]);
+      sums[lane] = make_float4(own[0], own[1], own[2], own[3]);
+    }
   });
   return cudaSuccess;
 }
