@@ -1,8 +1,8 @@
 // The module _nvfp4_cuda: FFI handlers of the CUDA kernels. Decode, check, launch.
 //
-// The expert layer of sm_90a has kernels of its own. The other expert-layer targets run one plain
-// kernel sequence, built for every architecture, and so do the grouped-product targets: each keeps
-// its name, operands and meaning when a kernel for its own architecture takes its place.
+// The targets of sm_80, sm_90a and 12.x run their engines, the first two for what these do not do
+// the plain kernels, which are built for every architecture and are all of the others: each keeps
+// its name, operands and meaning when kernels for its own architecture take their place.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
@@ -22,7 +22,7 @@ namespace nb = nanobind;
 namespace nvfp4 {
 namespace {
 
-constexpr WeightTile kTile = {64, 64};  // of the layouts "mma_64x64" and "mma_64x64_gated"
+constexpr WeightTile kTile = {64, 64};  // of the layouts "mma_64x64" and "fp4_64x64"
 
 ffi::Error FromCuda(cudaError_t status, std::string_view what) {
   if (status == cudaSuccess) return ffi::Error::Success();
@@ -37,6 +37,18 @@ ffi::Error ExpectAtMost(std::string_view what, int64_t got, int64_t most) {
 ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
   NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
   return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
+}
+
+// What the engine on FP4 tensor cores needs; nothing else reads its layout.
+ffi::Error CheckSm120(DataType type, ActivationScale scale, int64_t largest_extent) {
+  if (type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
+  if (scale == ActivationScale::kNone) {
+    return Expected("activation_scale", "static or token", "none");
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("largest of n and k", largest_extent, kMaxEngineExtent));
+  if (HasSm120()) return ffi::Error::Success();
+  return Expected("device", "compute capability 12.x, or a build that emulates it",
+                  "one for which w4a4_sm120 has no code");
 }
 
 template <typename T>
@@ -89,11 +101,6 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
-  const bool on_engine = kEngine != EngineKind::kPlain && options.type != DataType::kF32 &&
-                         std::max(shape.h, shape.i) <= kMaxEngineExtent;
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
-                                                        ? MoEW4A16WorkspaceBytes(shape)
-                                                        : MoEWorkspaceBytes(shape, options.type)));
   const MoECall call = {shape,           options.type, options.activation, options.activation_scale,
                         weight_on_input, kEngine};
   const MoEBuffers buffers = {
@@ -105,6 +112,17 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
       Data<float>(expert_weights),
       y->untyped_data(),
       workspace->untyped_data()};
+  if constexpr (kEngine == EngineKind::kSm120) {
+    NVFP4_RETURN_IF_ERROR(
+        CheckSm120(options.type, options.activation_scale, std::max(shape.h, shape.i)));
+    NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, MoEW4A4WorkspaceBytes(shape)));
+    return FromCuda(LaunchMoEW4A4(stream, call, buffers), "nvfp4_moe");
+  }
+  const bool on_engine = kEngine != EngineKind::kPlain && options.type != DataType::kF32 &&
+                         std::max(shape.h, shape.i) <= kMaxEngineExtent;
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
+                                                        ? MoEW4A16WorkspaceBytes(shape)
+                                                        : MoEWorkspaceBytes(shape, options.type)));
   return FromCuda(
       on_engine ? LaunchMoEW4A16(stream, call, buffers) : LaunchMoE(stream, call, buffers),
       "nvfp4_moe");
@@ -126,15 +144,21 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.shape.k, kMaxExtent));
   const GroupedGemmShape& shape = call.shape;
   call.engine = kEngine;
+  const GroupedGemmBuffers buffers = {
+      x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
+      Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
+  if constexpr (kEngine == EngineKind::kSm120) {
+    NVFP4_RETURN_IF_ERROR(CheckSm120(call.type, call.activation_scale, std::max(shape.n, shape.k)));
+    NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", shape.m, kMaxEngineRows));
+    NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4WorkspaceBytes(shape)));
+    return FromCuda(LaunchGroupedGemmW4A4(stream, call, buffers), "nvfp4_grouped_gemm");
+  }
   const bool on_engine = kEngine != EngineKind::kPlain && call.type != DataType::kF32 &&
                          std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent &&
                          shape.m <= kMaxEngineRows && shape.m * (shape.k / 8) < int64_t{1} << 32;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
                                                         ? GroupedGemmW4A16WorkspaceBytes(shape)
                                                         : GroupedGemmWorkspaceBytes(shape)));
-  const GroupedGemmBuffers buffers = {
-      x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
-      Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
   return FromCuda(on_engine ? LaunchGroupedGemmW4A16(stream, call, buffers)
                             : LaunchGroupedGemm(stream, call, buffers),
                   "nvfp4_grouped_gemm");
@@ -248,6 +272,8 @@ XLA_FFI_DEFINE_HANDLER(kMoESm80, MoE<EngineKind::kSm80>, BindMoE(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMoESm90, MoE<EngineKind::kSm90>, BindMoE(),
                        {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMoESm120, MoE<EngineKind::kSm120>, BindMoE(),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 auto BindGroupedGemm() {
   return ffi::Ffi::Bind()
@@ -269,6 +295,8 @@ XLA_FFI_DEFINE_HANDLER(kGroupedGemmPlain, GroupedGemm<EngineKind::kPlain>, BindG
 XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm80, GroupedGemm<EngineKind::kSm80>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm90, GroupedGemm<EngineKind::kSm90>, BindGroupedGemm(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm120, GroupedGemm<EngineKind::kSm120>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
@@ -307,10 +335,10 @@ nb::dict Registrations() {
   targets["nvfp4_moe_w4a16_sm90"] = Capsule(kMoESm90);
   targets["nvfp4_grouped_gemm_w4a16_sm80"] = Capsule(kGroupedGemmSm80);
   targets["nvfp4_grouped_gemm_w4a16_sm90"] = Capsule(kGroupedGemmSm90);
-  for (const char* suffix : {"w4a4_sm100", "w4a4_sm120"}) {
-    targets[(std::string("nvfp4_moe_") + suffix).c_str()] = Capsule(kMoEPlain);
-    targets[(std::string("nvfp4_grouped_gemm_") + suffix).c_str()] = Capsule(kGroupedGemmPlain);
-  }
+  targets["nvfp4_moe_w4a4_sm100"] = Capsule(kMoEPlain);
+  targets["nvfp4_moe_w4a4_sm120"] = Capsule(kMoESm120);
+  targets["nvfp4_grouped_gemm_w4a4_sm100"] = Capsule(kGroupedGemmPlain);
+  targets["nvfp4_grouped_gemm_w4a4_sm120"] = Capsule(kGroupedGemmSm120);
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   targets["nvfp4_route_cuda"] = Capsule(kRoute);
   return targets;
@@ -324,6 +352,9 @@ NB_MODULE(_nvfp4_cuda, m) {
   m.def(
       "ffi_api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
       "Version of the FFI headers that the handlers were built with.");
+  m.def(
+      "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
+      "Whether the targets of 12.x also run, by emulation of one instruction, on 9.0.");
   // For the test that compares them with backends/cuda.py.
   m.def(
       "moe_workspace_bytes",
@@ -344,6 +375,18 @@ NB_MODULE(_nvfp4_cuda, m) {
         return nvfp4::GroupedGemmW4A16WorkspaceBytes({m, n, n, k, e, 1});
       },
       "Bytes of workspace that a grouped product on an engine checks for.");
+  m.def(
+      "moe_w4a4_workspace_bytes",
+      [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
+        return nvfp4::MoEW4A4WorkspaceBytes({t, top_k, e, h, i, 2 * i});
+      },
+      "Bytes of workspace that an expert layer on FP4 tensor cores checks for.");
+  m.def(
+      "grouped_gemm_w4a4_workspace_bytes",
+      [](int64_t m, int64_t e, int64_t n, int64_t k) {
+        return nvfp4::GroupedGemmW4A4WorkspaceBytes({m, n, n, k, e, 1});
+      },
+      "Bytes of workspace that a grouped product on FP4 tensor cores checks for.");
   m.def(
       "grouped_gemm_workspace_bytes",
       [](int64_t m, int64_t e, int64_t n, int64_t k) {

@@ -3,7 +3,7 @@
 A `Layout` puts the bytes of ``packed [..., n, k/2]`` and ``block_scale [..., n, k/16]`` into
 another order without changing the values that they stand for. It may pad with zeros, which the
 inverse cuts off again. Undoing a layout gives the same bytes back, with one exception: the ``mma``
-layouts keep no sign of a block scale. There a block with a negative scale comes back with the
+and ``fp4`` layouts keep no sign of a block scale. There a block with a negative scale comes back with the
 positive one and its codes negated, and a block whose scale is zero comes back with zero codes:
 other bytes, same values.
 """
@@ -289,6 +289,54 @@ def _split_words(words):
     return jnp.stack([even, odd], axis=-1).reshape(words.shape)
 
 
+# fp4_64x64: what FP4 tensor cores take, m16n8k64 products of codes with block scales.
+#
+# Tiles of 64 rows x 64 columns as above: 2048 bytes of codes and 256 bytes of scales. Thread t of
+# 128, lane 4 g + q of warp w, owns 16 bytes of codes, the four registers of its fragment, for rows
+# lo = 16 w + g and hi = lo + 8 of the tile, nibbles as in the canonical order:
+#
+#   register 0: row lo, columns 8 q to 8 q + 7    register 2: row lo, 32 columns further
+#   register 1: row hi, the same columns          register 3: row hi, 32 columns further
+#
+# The scales of a row are one word, a byte for each 16 columns; rows stand in the order of w, then
+# lo before hi, then g. The units take scales without a sign (UE4M3), so the sign moves into codes.
+#
+# fp4_64x64_gated: the same of two halves, with lo and hi chosen as in mma_64x64_gated: 16 outputs
+# that share a scale, once activated, come from slabs 2 w and 2 w + 1, which one warp multiplies.
+
+# Axes of the rows as above; of bytes then column tile, half of it, q, byte; of scales column tile,
+# block.
+_PLAIN_FP4_CODES = (0, 4, 1, 3, 6, 5, 2, 7)
+_PLAIN_FP4_SCALES = (0, 4, 1, 2, 3, 5)
+_HALVES_FP4_CODES = (1, 4, 2, 3, 6, 5, 0, 7)
+_HALVES_FP4_SCALES = (1, 4, 2, 0, 3, 5)
+
+
+def _apply_fp4(packed, scales, halves=False):
+    blocks = _up(scales.shape[-1], 4)
+    packed = _pad_tiles(_without_signs(packed, scales), 8 * blocks, halves)
+    scales = _pad_tiles(scales & 0x7F, blocks, halves)
+    n = packed.shape[-2]
+    rows = _row_axes(n, halves)
+    order = _HALVES_FP4_CODES if halves else _PLAIN_FP4_CODES
+    packed = _permute(packed, (*rows, blocks // 4, 2, 4, 4), order, (n, 8 * blocks))
+    order = _HALVES_FP4_SCALES if halves else _PLAIN_FP4_SCALES
+    return packed, _permute(scales, (*rows, blocks // 4, 4), order, (n, blocks))
+
+
+def _undo_fp4(packed, scales, rows, columns, halves=False):
+    n, blocks = scales.shape[-2:]
+    axes = _row_axes(n, halves)
+    order = _HALVES_FP4_CODES if halves else _PLAIN_FP4_CODES
+    packed = _unpermute(packed, (*axes, blocks // 4, 2, 4, 4), order, (n, 8 * blocks))
+    order = _HALVES_FP4_SCALES if halves else _PLAIN_FP4_SCALES
+    scales = _unpermute(scales, (*axes, blocks // 4, 4), order, (n, blocks))
+    return (
+        _cut_tiles(packed, rows, columns // 2, halves),
+        _cut_tiles(scales, rows, columns // 16, halves),
+    )
+
+
 def _keep(packed, scales, rows=None, columns=None):
     del rows, columns
     return packed, scales
@@ -306,6 +354,13 @@ LAYOUTS = {
             1,
             functools.partial(_apply_mma, halves=True),
             functools.partial(_undo_mma, halves=True),
+        ),
+        Layout("fp4_64x64", 1, _apply_fp4, _undo_fp4, of_halves="fp4_64x64_gated"),
+        Layout(
+            "fp4_64x64_gated",
+            1,
+            functools.partial(_apply_fp4, halves=True),
+            functools.partial(_undo_fp4, halves=True),
         ),
     )
 }

@@ -14,6 +14,14 @@ def _compute_capability():
     return tuple(map(int, gpus[0].compute_capability.split("."))) if gpus else None
 
 
+def _emulates_blackwell():
+    if importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda") is None:
+        return False
+    from jax_nvfp4_moe import _nvfp4_cuda
+
+    return _nvfp4_cuda.emulates_blackwell()
+
+
 def _why_absent(marker):
     """Say why this machine lacks what `marker` needs; None where it has it."""
     capability = _compute_capability()
@@ -21,13 +29,15 @@ def _why_absent(marker):
         "gpu": capability is not None,
         "hopper": capability is not None and capability[0] == 9,
         "blackwell": capability is not None and capability[0] in (10, 12),
+        "fp4": capability is not None
+        and (capability[0] == 12 or (capability[0] == 9 and _emulates_blackwell())),
         "cuda_build": importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda") is not None,
         "deviceless": importlib.util.find_spec("jax_cuda13_plugin") is not None,
     }
     return None if has[marker] else f"this machine has no {marker}"
 
 
-MARKERS = ("gpu", "hopper", "blackwell", "cuda_build", "deviceless")
+MARKERS = ("gpu", "hopper", "blackwell", "fp4", "cuda_build", "deviceless")
 
 
 def pytest_addoption(parser):

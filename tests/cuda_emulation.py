@@ -1,6 +1,6 @@
 """The CUDA kernels of the engines and the router, compiled for the CPU from the same sources.
 
-A kernel's assembly is in five headers, of which `emulation` has a second form each; everything else
+A kernel's assembly is in six headers, of which `emulation` has a second form each; everything else
 is compiled as it stands. Threads are fibers, so the kernels must not depend on their order: every
 call runs twice, from both ends. Operands lie in memory that ends at a protected page.
 """
@@ -23,7 +23,9 @@ from float64_layer import Layer, Options
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 from jax_nvfp4_moe.routing import Router
 
-ENGINES = {"sm80": 1, "sm90": 2}
+ENGINES = {"sm80": 1, "sm90": 2}  # of 16 bits; those of launch.h, EngineKind
+_ENGINES = {**ENGINES, "sm120": 3}
+_LAYOUTS = {"sm120": "fp4_64x64"}  # of other engines "mma_64x64"
 _HERE = pathlib.Path(__file__).parent
 _FFI = _HERE.parent / "ffi"
 _SOURCES = (
@@ -31,9 +33,13 @@ _SOURCES = (
     "quantize",
     "expert_gemm_sm80",
     "expert_gemm_sm90",
+    "expert_gemm_sm120",
     "expert_gemm_few",
+    "combine",
     "moe_w4a16",
+    "moe_w4a4",
     "grouped_gemm_w4a16",
+    "grouped_gemm_w4a4",
     "route",
 )
 _FLAGS = "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off"
@@ -177,7 +183,8 @@ def _weights(packed, block_scale, global_scale, input_scale, bias):
 
 def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multiprocessors):
     """Run an expert layer on canonical weights; [t, h] in the dtype of x."""
-    prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), gated=options.gated)
+    layout = _LAYOUTS.get(engine, "mma_64x64")
+    prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), layout, gated=options.gated)
     i = layer.down_packed.shape[2] * 2
     gate_up_rows = (2 if options.gated else 1) * i
     shape = _MoEShape(
@@ -196,11 +203,11 @@ def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multip
         ctypes.byref(shape),
         ctypes.byref(_activation(options)),
         _TYPES[x.dtype.name],
-        ENGINES[engine],
+        _ENGINES[engine],
         int(options.weight_on_input),
         _SCALES.index(options.activation_scale),
     )
-    size = library.moe_workspace_bytes(ctypes.byref(shape))
+    size = library.moe_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
     operands = [x, *gate_up, *down, ids, weights]
     return _run(library, call, [_array(a) for a in operands], [x], size, multiprocessors)[0]
 
@@ -217,21 +224,34 @@ def grouped_gemm(library, engine, operands, mode, multiprocessors):
     x, packed, block_scale, global_scale, input_scale, bias, sizes = operands
     (m, k), (e, n, _) = x.shape, packed.shape
     packed, block_scale = to_layout(
-        jnp.asarray(packed), jnp.asarray(block_scale), find_layout("mma_64x64")
+        jnp.asarray(packed),
+        jnp.asarray(block_scale),
+        find_layout(_LAYOUTS.get(engine, "mma_64x64")),
     )
     shape = _ProductShape(m, n, n, k, e, global_scale.shape[1])
     call = functools.partial(
         library.grouped_gemm,
         ctypes.byref(shape),
         _TYPES[x.dtype.name],
-        ENGINES[engine],
+        _ENGINES[engine],
         _SCALES.index(mode),
     )
-    size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape))
+    size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
     weights = _weights(packed, block_scale, global_scale, input_scale, bias)
     operands = [_array(a) for a in (x, *weights, sizes)]
     y = np.empty((m, n), x.dtype)
     return _run(library, call, operands, [y], size, multiprocessors)[0]
+
+
+def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):
+    """Return the sums ``[32, 4]`` of one FP4 product of fragments, a row for each lane.
+
+    `shuffled`: as a GPU without the instruction makes it, else as the kernels here do.
+    """
+    operands = [np.ascontiguousarray(x, np.uint32) for x in (a, b, scale_a, scale_b)]
+    like = np.empty((32, 4), np.float32)
+    call = functools.partial(library.multiply_fp4, int(shuffled))
+    return _run(library, call, operands, [like], 0, multiprocessors=1)[0]
 
 
 def route(library, router: Router, logits, bias=None):

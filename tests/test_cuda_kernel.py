@@ -23,8 +23,10 @@ import rounding_case
 from float64_layer import Options
 
 from jax_nvfp4_moe.backends.cuda import (
+    grouped_gemm_w4a4_workspace_bytes,
     grouped_gemm_w4a16_workspace_bytes,
     grouped_gemm_workspace_bytes,
+    moe_w4a4_workspace_bytes,
     moe_w4a16_workspace_bytes,
     moe_workspace_bytes,
 )
@@ -281,8 +283,7 @@ def test_many_tokens_equal_few(mode, top_k):
         assert np.asarray(few.run()).tobytes() == actual[rows].tobytes()
 
 
-@pytest.mark.gpu
-def test_graph_replay_follows_the_routing(tmp_path):
+def assert_graph_follows_the_routing(tmp_path, suffix, mode):
     """One compiled program inside a CUDA graph, called with changing routing."""
     environment = dict(
         os.environ,
@@ -291,7 +292,7 @@ def test_graph_replay_follows_the_routing(tmp_path):
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
     )
     process = subprocess.run(
-        [sys.executable, HERE / "replay_cuda_graph.py"],
+        [sys.executable, HERE / "replay_cuda_graph.py", suffix, mode],
         env=environment,
         capture_output=True,
         text=True,
@@ -303,6 +304,11 @@ def test_graph_replay_follows_the_routing(tmp_path):
     assert calls["different_outputs"] == calls["calls"]
     assert calls["wrong"] == 0
     assert cuda_calls.graphs_hold_custom_call(tmp_path)
+
+
+@pytest.mark.gpu
+def test_graph_replay_follows_the_routing(tmp_path):
+    assert_graph_follows_the_routing(tmp_path, "w4a16_sm90", "token")
 
 
 # Grouped products: m, n, k, group sizes.
@@ -428,3 +434,7 @@ def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
         hopper = grouped_gemm_w4a16_workspace_bytes(tokens, e, i, h, dtype=dtype)
         own = _nvfp4_cuda.grouped_gemm_w4a16_workspace_bytes(tokens, e, i, h)
         assert hopper == max(ours, own)
+        fp4 = moe_w4a4_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
+        assert fp4 == _nvfp4_cuda.moe_w4a4_workspace_bytes(tokens, top_k, e, h, i)
+        fp4 = grouped_gemm_w4a4_workspace_bytes(tokens, e, i, h, dtype=dtype)
+        assert fp4 == _nvfp4_cuda.grouped_gemm_w4a4_workspace_bytes(tokens, e, i, h)

@@ -13,7 +13,7 @@ from jax_nvfp4_moe import formats
 from jax_nvfp4_moe.layouts import LAYOUTS, find_layout, from_layout, to_layout
 
 # Layouts that keep no sign of a block scale.
-SIGNLESS = {"mma_64x64", "mma_64x64_gated"}
+SIGNLESS = {"mma_64x64", "mma_64x64_gated", "fp4_64x64", "fp4_64x64_gated"}
 
 
 def random_bytes(lead, n, k, seed, scales=(0, 256)):
@@ -130,17 +130,43 @@ def test_mma_64x64_gives_each_thread_its_fragments(gated, n, k):
             assert got == [e5m3(magnitude[row, 4 * kt + j]) for row in pair]
 
 
-def test_mma_64x64_moves_signs_and_clears_zero_blocks():
+@pytest.mark.parametrize(("gated", "n", "k"), [(False, 72, 80), (False, 16, 16), (True, 80, 144)])
+def test_fp4_64x64_gives_each_lane_its_fragments(gated, n, k):
+    """Register by register; which element belongs there, test_fp4_fragments has from CuTe."""
+    packed, scales = random_bytes((), n, k, 0, (1, 127))
+    layout = LAYOUTS["fp4_64x64_gated" if gated else "fp4_64x64"]
+    there, there_scales = (np.asarray(a) for a in to_layout(packed, scales, layout))
+    rows, columns = there.shape[0], 2 * there.shape[1]
+    assert (rows % 64, columns % 64) == (0, 0)
+    codes, raw = np.zeros((rows, columns), int), np.zeros((rows, columns // 16), int)
+    halves = 2 if gated else 1  # each padded for itself
+    for half in range(halves):
+        source = slice(half * n // halves, (half + 1) * n // halves)
+        to = slice(half * rows // 2, half * rows // 2 + n // halves)
+        codes[to, :k] = np.asarray(formats.unpack(packed))[source]
+        raw[to, : k // 16] = np.asarray(scales).view(np.uint8)[source]
+    registers = there.reshape(rows // 64, columns // 64, 4, 8, 4, 4, 4)  # w, g, q, register, byte
+    words = there_scales.view(np.uint8).reshape(rows // 64, columns // 64, 4, 2, 8, 4)
+    for mt, kt, w, g, q, r in np.ndindex(registers.shape[:6]):
+        lo = 32 * mt + 8 * w + g if gated else 64 * mt + 16 * w + g
+        row = lo + r % 2 * (rows // 2 if gated else 8)
+        first = 64 * kt + 8 * q + 32 * (r // 2)
+        got = np.asarray(formats.unpack(jnp.asarray(registers[mt, kt, w, g, q, r])))
+        np.testing.assert_array_equal(got, codes[row, first : first + 8])
+        np.testing.assert_array_equal(words[mt, kt, w, r % 2, g], raw[row, 4 * kt : 4 * kt + 4])
+
+
+@pytest.mark.parametrize("layout", sorted(SIGNLESS - {"mma_64x64_gated", "fp4_64x64_gated"}))
+def test_signless_layouts_move_signs_and_clear_zero_blocks(layout):
     codes = jnp.full((1, 32), 0x2A, jnp.uint8)
     raw = jnp.asarray([[0x38, 0xB8, 0x00, 0x80]], jnp.uint8)  # 1, -1, 0, -0
-    layout = LAYOUTS["mma_64x64"]
-    back = there_and_back(codes, raw.view(jnp.float8_e4m3fn), layout)
+    back = there_and_back(codes, raw.view(jnp.float8_e4m3fn), LAYOUTS[layout])
     assert np.asarray(back[0])[0].tolist() == [0x2A] * 8 + [0xA2] * 8 + [0] * 16
     assert np.asarray(back[1].view(jnp.uint8))[0].tolist() == [0x38, 0x38, 0, 0]
 
 
 @pytest.mark.parametrize("layout", sorted(SIGNLESS))
-def test_mma_64x64_converts_with_one_more_copy(layout):
+def test_signless_layouts_convert_with_one_more_copy(layout):
     """A layer of 128 experts fits beside its copy: nothing is widened in memory."""
     shapes = (
         jax.ShapeDtypeStruct((4, 1536, 1024), jnp.uint8),

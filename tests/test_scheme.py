@@ -91,7 +91,7 @@ BACKEND_OF = [  # scheme, target -> backend
     ("w4a4", cuda(12, 0), "moe_w4a4_sm120"),
     ("w4a4", cuda(12, 1), "moe_w4a4_sm120"),
     ("w4a4_token_scale", cuda(12, 0), "moe_w4a4_sm120"),
-    ("w4a4", cuda(11, 0), "reference"),
+    ("w4a4", cuda(11, 0), "moe_w4a16_sm80"),
     ("w4a16", cuda(7, 5), "reference"),
 ]
 
@@ -101,6 +101,14 @@ BACKEND_OF = [  # scheme, target -> backend
 def test_choose_backend(scheme, target, want, op):
     problem = Problem(op, Scheme(scheme), target, num_experts=512, top_k=32)
     assert choose_backend(problem, BACKENDS).name == want
+
+
+@pytest.mark.parametrize("op", ["moe_mlp", "grouped_gemm"])
+def test_float32_on_12_x_takes_16_bit_engines(op):
+    problem = Problem(op, Scheme.W4A4, cuda(12, 0), "float32")
+    assert choose_backend(problem, BACKENDS).name == "moe_w4a16_sm80"
+    with pytest.raises(nvfp4.NoBackendError, match="needs bfloat16 or float16, got float32"):
+        choose_backend(problem, BACKENDS, "moe_w4a4_sm120")
 
 
 @pytest.mark.parametrize("target", [CPU, *(cuda(*c) for c in [(8, 0), (9, 0), (10, 0), (12, 1)])])

@@ -89,12 +89,22 @@ enable_language(CUDA)
 file(GLOB nvfp4_cuda_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu")
 set(nvfp4_sm90_sources ${nvfp4_cuda_sources})
 list(FILTER nvfp4_sm90_sources INCLUDE REGEX "_sm90\\.cu$")
-list(FILTER nvfp4_cuda_sources EXCLUDE REGEX "_sm90\\.cu$")
+set(nvfp4_sm120_sources ${nvfp4_cuda_sources})
+list(FILTER nvfp4_sm120_sources INCLUDE REGEX "_sm120\\.cu$")
+list(FILTER nvfp4_cuda_sources EXCLUDE REGEX "_sm(90|120)\\.cu$")
 add_library(nvfp4_cuda_kernels STATIC ${nvfp4_cuda_sources})
 # Instructions that sm_90a alone has.
 add_library(nvfp4_sm90_kernels STATIC ${nvfp4_sm90_sources})
 set_target_properties(nvfp4_sm90_kernels PROPERTIES CUDA_ARCHITECTURES 90a-real)
-foreach(library nvfp4_cuda_kernels nvfp4_sm90_kernels)
+# Instructions that 12.x alone has. One of them can be emulated, so that a Hopper GPU runs the same
+# kernels: slowly, for tests.
+add_library(nvfp4_sm120_kernels STATIC ${nvfp4_sm120_sources})
+if(NVFP4_EMULATE_BLACKWELL)
+  set_target_properties(nvfp4_sm120_kernels PROPERTIES CUDA_ARCHITECTURES "90a-real;120f-real")
+else()
+  set_target_properties(nvfp4_sm120_kernels PROPERTIES CUDA_ARCHITECTURES 120f-real)
+endif()
+foreach(library nvfp4_cuda_kernels nvfp4_sm90_kernels nvfp4_sm120_kernels)
   target_include_directories(${library} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
   set_target_properties(${library} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
   # No --use_fast_math anywhere: the quantizer is exact only with IEEE division and subnormals.
@@ -107,5 +117,8 @@ target_include_directories(_nvfp4_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_include_directories(_nvfp4_cuda SYSTEM PRIVATE
   "${xla_include}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(_nvfp4_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
-target_link_libraries(_nvfp4_cuda PRIVATE nvfp4_cuda_kernels nvfp4_sm90_kernels)
+target_compile_definitions(_nvfp4_cuda PRIVATE
+  NVFP4_EMULATE_BLACKWELL=$<BOOL:${NVFP4_EMULATE_BLACKWELL}>)
+target_link_libraries(_nvfp4_cuda PRIVATE
+  nvfp4_cuda_kernels nvfp4_sm90_kernels nvfp4_sm120_kernels)
 install(TARGETS _nvfp4_cuda LIBRARY DESTINATION jax_nvfp4_moe)

@@ -14,10 +14,16 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes to shared memory, without the L1 cache: `bytes` (0 or 16) of them read, the rest zeros.
+// 16 bytes to shared memory, without the L1 cache: `bytes` (0 to 16) of them read, the rest zeros.
 __device__ __forceinline__ void CopyOrZero(uint32_t target, const void* source, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(bytes)
+               : "memory");
+}
+
+// The same of 8 bytes.
+__device__ __forceinline__ void Copy8OrZero(uint32_t target, const void* source, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(target), "l"(source), "r"(bytes)
                : "memory");
 }
 

@@ -216,11 +216,12 @@ __device__ __forceinline__ void FinishRolled(const TileStore<T>& tile_store, flo
   }
 }
 
+// `unit` is what the engine's sums have to be multiplied by.
 template <typename T>
 __device__ __forceinline__ TileStore<T> MakeTileStore(const ExpertGemm& p, const RowTile& tile,
-                                                      const LaneRows& rows, int m_tile, int warp) {
+                                                      const LaneRows& rows, int m_tile, int warp,
+                                                      float unit = kProductUnit<T>) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  float unit = kProductUnit<T>;
   if (p.left.input_scale != nullptr) unit *= p.left.input_scale[tile.expert];
   const LaneRows scaled = {{unit * rows.scale[0], unit * rows.scale[1]},
                            {rows.bias[0], rows.bias[1]}};
@@ -313,9 +314,10 @@ template <typename T, int kSize, int kRows>
 __device__ __forceinline__ void StoreLoadedTile(const ExpertGemm& p, const RowTile& tile,
                                                 int m_tile, int warp, const LaneRows& rows,
                                                 const OutputPlaces<kRows>& places,
-                                                float (&sums)[kSize]) {
+                                                float (&sums)[kSize],
+                                                float unit = kProductUnit<T>) {
   if (FirstRow(p, m_tile, warp) >= p.columns) return;  // padding, for the whole warp
-  const TileStore<T> store = MakeTileStore<T>(p, tile, rows, m_tile, warp);
+  const TileStore<T> store = MakeTileStore<T>(p, tile, rows, m_tile, warp, unit);
   switch (ChooseFinish(p)) {
     case Finish::kPlain:
       return StoreUnrolled<Finish::kPlain>(store, places, sums);

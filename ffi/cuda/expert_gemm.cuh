@@ -4,6 +4,7 @@
 //
 //   expert_gemm_sm90.cu   bf16, f16   wgmma, bulk copies; Hopper
 //   expert_gemm_sm80.cu   bf16, f16   mma.sync, cp.async; everything since Ampere
+//   expert_gemm_sm120.cu  NVFP4       mma.sync on codes and scales, cp.async; 12.x
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,16 +23,27 @@ struct LeftOperand {
   int32_t slots_per_row;
   const float* row_scale;    // [rows] in sorted order, or null
   const float* input_scale;  // [e] or null
+  // Of the engine on FP4: values are codes, sorted, rows PadK(k) / 2 bytes apart, and these their
+  // scales, rows PadK(k) / 16 bytes apart. What pads a row is never read.
+  const uint8_t* block_scale = nullptr;
 };
+
+constexpr int64_t kPaddedK = 128;
+__host__ __device__ constexpr int64_t PadK(int64_t k) {
+  return (k + kPaddedK - 1) / kPaddedK * kPaddedK;
+}
 
 // Output: [*, columns] of `type`.
 struct Output {
   void* values;
   DataType type;
   const int32_t* slots;  // where set, sorted row r goes to row slots[r]
-  // [e] or null: where set, each 16 columns of a row of expert e are rounded to NVFP4 under it and
-  // stored as code * block_scale. Only where CanRoundOutputs.
-  const float* input_scale;
+  // Where set, outputs, rounded to `type`, are rounded to NVFP4 under input_scale[expert] too, each
+  // 16 columns, and stored as code * block_scale (only where CanRoundOutputs). Where block_scale is
+  // set as well, by the engine on FP4, values and these are the codes and scales that a LeftOperand
+  // of k = columns has, in sorted order.
+  uint8_t* block_scale = nullptr;
+  const float* input_scale = nullptr;
 };
 
 struct ExpertGemm {
@@ -42,7 +54,7 @@ struct ExpertGemm {
   bool plan_is_older;   // rows, walk: older than the kernel just before this one
   DataType type;        // of left.values
   LeftOperand left;
-  ExpertWeights weight;  // layout "mma_64x64", or "mma_64x64_gated" where activation is gated
+  ExpertWeights weight;  // in the engine's layout, for two halves where activation is gated
   int32_t bias_rows;     // of an expert: rows without padding
   int32_t parts;         // global scales of an expert, 1 or 2
   int32_t k;
@@ -70,6 +82,7 @@ struct GemmPlan {
 
 GemmPlan PlanSm90(int64_t rows, int64_t experts);
 GemmPlan PlanSm80(int64_t rows, int64_t experts);
+GemmPlan PlanSm120(int64_t rows, int64_t experts);
 
 inline GemmPlan PlanGemm(EngineKind engine, int64_t rows, int64_t experts) {
   return engine == EngineKind::kSm90 ? PlanSm90(rows, experts) : PlanSm80(rows, experts);

@@ -58,7 +58,7 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
   gemm.parts = static_cast<int32_t>(shape.parts);
   gemm.k = static_cast<int32_t>(shape.k);
   gemm.columns = static_cast<int32_t>(shape.n);
-  gemm.output = {buffers.y, call.type, nullptr, nullptr};
+  gemm.output = {buffers.y, call.type, nullptr};
   gemm.walk = MakeWalk(plan, gemm, workspace.starts, workspace.ready);
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
                                               workspace.rows, plan.rule, Walks{1, {gemm.walk, {}}},

@@ -20,7 +20,8 @@ constexpr int64_t kMaxTopK = 32;
 constexpr int64_t kMaxRows = 1 << 30;
 constexpr int64_t kMaxExtent = 1 << 22;
 
-// Packed weights of all experts, layout "mma_64x64"; gate_up "mma_64x64_gated" where gated.
+// Packed weights of all experts in the engine's layout, "fp4_64x64" for kSm120 and "mma_64x64" for
+// the others; gate_up in that for two halves, "..._gated", where gated.
 struct ExpertWeights {
   const uint8_t* packed;       // [e, rows, k/2]
   const uint8_t* block_scale;  // [e, rows, k/16] E4M3
@@ -40,7 +41,7 @@ struct MoEBuffers {
 };
 
 // Of the kernels in expert_gemm_sm*.cu; kPlain is plain_gemm.cu, which does everything.
-enum class EngineKind { kPlain, kSm80, kSm90 };
+enum class EngineKind { kPlain, kSm80, kSm90, kSm120 };
 
 struct MoECall {
   MoEShape shape;
@@ -60,6 +61,13 @@ cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers
 constexpr int64_t kMaxEngineExtent = 1 << 18;
 int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape);
 cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
+
+// The same on FP4 tensor cores, call.engine kSm120: activations are quantized. Needs HasSm120.
+int64_t MoEW4A4WorkspaceBytes(const MoEShape& shape);
+cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
+
+// Whether this build has code of that engine for the current device.
+bool HasSm120();
 
 struct GroupedGemmBuffers {
   const void* x;  // [m, k], rows sorted by expert
@@ -86,6 +94,11 @@ constexpr int64_t kMaxEngineRows = 1 << 18;
 int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers);
+
+// The same on FP4 tensor cores; activations are quantized, m * k may be any.
+int64_t GroupedGemmW4A4WorkspaceBytes(const GroupedGemmShape& shape);
+cudaError_t LaunchGroupedGemmW4A4(cudaStream_t stream, const GroupedGemmCall& call,
+                                  const GroupedGemmBuffers& buffers);
 
 struct QuantizeBuffers {
   const void* x;              // [m, k]

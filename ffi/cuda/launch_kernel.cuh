@@ -24,6 +24,15 @@ bool MayOverlap(void (*kernel)(Parameters...)) {
   return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
 }
 
+// Whether this build has code of the kernel for the current device.
+template <typename... Parameters>
+bool HasCode(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes = {};
+  if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return true;
+  cudaGetLastError();  // which would else be taken for the next launch's
+  return false;
+}
+
 // As Launch, with `shared_bytes` of dynamic shared memory; where `overlaps`, blocks may start
 // before the kernel ahead in the stream has ended, if they can: from sm_90 on they have to wait for
 // what it writes.

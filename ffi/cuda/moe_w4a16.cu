@@ -10,7 +10,7 @@
 //   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm*.cu
 //   round       a, in place, in W4A4, where product 1 does not
 //   product 2   W2, bias -> d [slots, h], in the type of x           the same
-//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order
+//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order      combine.cu
 //
 // For a handful of slots there is no sort: the products of expert_gemm_few.cu plan for themselves.
 //
@@ -19,13 +19,13 @@
 // waited for it before letting anyone start.
 #include <algorithm>
 
+#include "combine.cuh"
 #include "elements.cuh"
 #include "epilogue.cuh"
 #include "expert_gemm.cuh"
 #include "expert_gemm_few.cuh"
 #include "launch_kernel.cuh"
 #include "round_rows.cuh"
-#include "sm90.cuh"
 #include "workspace.cuh"
 
 namespace nvfp4 {
@@ -85,77 +85,6 @@ __global__ void __launch_bounds__(kThreads)
     values[i] = FromFloat<T>(ToFloat(values[i]) * weights[slot]);
   }
   *reinterpret_cast<uint4*>(out + row * h + column) = *reinterpret_cast<uint4*>(values);
-}
-
-struct CombineRows {
-  const void* down;             // [t, top_k, h]; slots that are not routed were never written
-  const int32_t* expert_ids;    // [t, top_k]
-  const float* expert_weights;  // [t, top_k]
-  void* y;                      // [t, h]
-  int64_t t;
-  int32_t h, top_k, num_experts;
-  bool weighted;
-};
-
-constexpr int kChoices = 8;  // of a token, loaded at once: one after the other they would wait
-
-// The places in `down` and weights of choices `first` to first + kChoices - 1 of a token; -1 for
-// those that are not routed.
-struct Choices {
-  int32_t slots[kChoices];
-  float weights[kChoices];
-};
-
-__device__ __forceinline__ Choices LoadChoices(const CombineRows& p, int32_t token, int first) {
-  Choices choices;
-#pragma unroll
-  for (int j = 0; j < kChoices; ++j) {
-    const int32_t slot = token * p.top_k + first + j;
-    const int32_t expert = first + j < p.top_k ? p.expert_ids[slot] : -1;
-    const bool routed = expert >= 0 && expert < p.num_experts;
-    choices.slots[j] = routed ? slot : -1;
-    choices.weights[j] = routed && p.weighted ? p.expert_weights[slot] : 1.0f;
-  }
-  return choices;
-}
-
-// Eight columns of a token for each thread; h is a multiple of 16.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) Combine(const CombineRows p) {
-  const int32_t vectors = p.h / kVector;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= p.t * vectors) return;
-  const auto token = static_cast<int32_t>(index / vectors);
-  const int64_t column = index % vectors * kVector;
-  Choices choices = LoadChoices(p, token, 0);  // older than the kernel before this one
-#if __CUDA_ARCH__ >= 900
-  WaitForPrecedingKernel();
-#endif
-  const T* down = static_cast<const T*>(p.down) + column;
-  float sums[kVector] = {};
-  for (int first = 0; first < p.top_k; first += kChoices) {
-    if (first > 0) choices = LoadChoices(p, token, first);
-    uint4 loaded[kChoices];
-#pragma unroll
-    for (int j = 0; j < kChoices; ++j) {
-      if (choices.slots[j] < 0) continue;
-      loaded[j] = __ldcs(
-          reinterpret_cast<const uint4*>(down + static_cast<int64_t>(choices.slots[j]) * p.h));
-    }
-#pragma unroll
-    for (int j = 0; j < kChoices; ++j) {
-      if (choices.slots[j] < 0) continue;
-      T values[kVector];
-      *reinterpret_cast<uint4*>(values) = loaded[j];
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sums[i] += choices.weights[j] * ToFloat(values[i]);
-    }
-  }
-  T values[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) values[i] = FromFloat<T>(sums[i]);
-  *reinterpret_cast<uint4*>(static_cast<T*>(p.y) + static_cast<int64_t>(token) * p.h + column) =
-      *reinterpret_cast<uint4*>(values);
 }
 
 unsigned VectorBlocks(int64_t rows, int64_t h) {
@@ -234,7 +163,7 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   up.columns = i;
   up.activate = true;
   up.activation = call.activation;
-  up.output = {workspace.activated, call.type, nullptr, nullptr};
+  up.output = {workspace.activated, call.type, nullptr};
   up.walk = MakeWalk(plan, up, workspace.starts[0], workspace.ready[0]);
 
   ExpertGemm down = up;
@@ -246,7 +175,7 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   down.k = i;
   down.columns = h;
   down.activate = false;
-  down.output = {workspace.down, call.type, workspace.rows.slots, nullptr};
+  down.output = {workspace.down, call.type, workspace.rows.slots};
   down.walk = MakeWalk(plan, down, workspace.starts[1], workspace.ready[1]);
 
   const int64_t weights = slots * shape.h * (shape.n1 + shape.i);
@@ -256,17 +185,10 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
                                  : LaunchSortedProducts<T>(stream, call, workspace, plan,
                                                            expert_ids, expert_weights, slots, up,
                                                            down));
-  const CombineRows combine = {workspace.down,
-                               expert_ids,
-                               expert_weights,
-                               static_cast<T*>(buffers.y) + first * shape.h,
-                               tokens,
-                               h,
-                               top_k,
-                               e,
-                               !call.weight_on_input};
-  return LaunchWide(stream, dim3(VectorBlocks(tokens, shape.h)), kThreads, 0, /*overlaps=*/true,
-                    Combine<T>, combine);
+  return LaunchCombine(
+      stream, call.type,
+      {workspace.down, expert_ids, expert_weights, static_cast<T*>(buffers.y) + first * shape.h,
+       tokens, h, top_k, e, !call.weight_on_input});
 }
 
 }  // namespace

@@ -22,12 +22,7 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr uint32_t kInfinityBits = 0x7f800000u, kNan = 0x7fc00000u;
-
-// Largest magnitude as bits: unsigned order puts infinity above all numbers and NaN above it.
-__device__ __forceinline__ uint32_t MagnitudeBits(float value) {
-  return FloatBits(value) & 0x7fffffffu;
-}
+constexpr uint32_t kNan = 0x7fc00000u;
 
 template <typename T>
 __device__ uint32_t LargestBits(const T (&values)[16]) {
@@ -158,8 +153,10 @@ __global__ void __launch_bounds__(kThreads) QuantizeRows(const RowQuantizer p) {
   const float largest = split.largest < BitsFloat(kInfinityBits) ? split.largest : BitsFloat(kNan);
   const BlockScale scale = FindBlockScale(largest, MakeBlockDivisor(g));
   if (p.rounded == nullptr) {
-    reinterpret_cast<uint2*>(p.codes)[index] = EncodeBlock(split, scale.value * g);
-    p.block_scale[index] = scale.byte;
+    const int64_t padding = p.padded_k > p.k ? (p.padded_k - p.k) / kBlock : 0;
+    reinterpret_cast<uint2*>(p.codes)[index + sorted_row * padding] =
+        EncodeBlock(split, scale.value * g);
+    p.block_scale[index + sorted_row * padding] = scale.byte;
     return;
   }
   RoundBlock(split, scale.value, scale.value * g, values);

@@ -4,9 +4,21 @@
 #include <cuda_runtime.h>
 
 #include "launch.h"
+#include "nvfp4.h"
 #include "routing.cuh"
 
 namespace nvfp4 {
+
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+
+// Largest magnitude as bits: unsigned order puts infinity above all numbers and NaN above it.
+NVFP4_HOST_DEVICE uint32_t MagnitudeBits(float value) { return FloatBits(value) & 0x7fffffffu; }
+
+// Scale byte of a block of activations, under global scale g, whose largest MagnitudeBits are
+// `largest`: NaN where that is NaN or infinity, so that no infinity turns into 6 * 448.
+NVFP4_HOST_DEVICE uint8_t ActivationBlockScale(uint32_t largest, float g) {
+  return largest >= kInfinityBits ? kE4M3Nan : EncodeBlockScale(BitsFloat(largest), g);
+}
 
 struct RowQuantizer {
   ExpertRows rows;
@@ -19,12 +31,13 @@ struct RowQuantizer {
   const float* slot_weights;  // where set, row r is multiplied by slot_weights[slots[r]] first
   int32_t k;
   const float* input_scale;  // [e]: global scale of expert e's rows; null: amax(row) / 2688
-  uint8_t* codes;            // [max_rows, k/2], in sorted order
-  uint8_t* block_scale;      // [max_rows, k/16]
+  uint8_t* codes;            // [max_rows, k/2] of [max_rows, padded_k/2], in sorted order
+  uint8_t* block_scale;      // [max_rows, k/16] of [max_rows, padded_k/16]
   float* row_scale;          // [max_rows]: the global scale that the row was given
   // Where set, instead of the codes and scales: [max_rows, k] of `type`, code * block scale, which
   // 16 bits hold exactly. May be `values` where there are no slots.
   void* rounded;
+  int32_t padded_k = 0;  // k where 0
 };
 
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const RowQuantizer& quantizer);

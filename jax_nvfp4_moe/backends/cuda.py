@@ -12,7 +12,7 @@ from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Sche
 _EXTENSION = "_nvfp4_cuda"
 
 
-# The workspace is cut in C++ (ffi/cuda/workspace.cuh, moe.cu, grouped_gemm.cu); a test compares.
+# The workspace is cut in C++ (ffi/cuda/workspace.cuh, moe*.cu, grouped_gemm*.cu); a test compares.
 _SECTION_BYTES = 256
 _TILE_ROWS = 64
 _CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so many slots
@@ -22,6 +22,7 @@ _ENGINE_TILE_ROWS = 8  # of the smallest tile
 _ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
 _ENGINE_WALK = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
 _ENGINE_PARTIAL_SUMS = 32 << 20
+_FP4_K = 128  # rows of the engine on FP4 are padded to whole multiples of
 
 
 def _sections(*sizes: int) -> int:
@@ -97,12 +98,46 @@ def grouped_gemm_w4a16_workspace_bytes(
     return max(own, grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype))
 
 
+def _fp4_rows(rows: int, k: int) -> int:
+    """Return the bytes of quantized rows, each padded."""
+    return _quantized_rows(rows, -(-k // _FP4_K) * _FP4_K)
+
+
+def moe_w4a4_workspace_bytes(
+    tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
+) -> int:
+    """Return the bytes of scratch memory that one call of an expert layer on FP4 engines needs.
+
+    The quantized rows of both products, outputs in 16 bits, and partial sums in float32.
+    """
+    del gated, dtype  # the activation's output has `intermediate` columns either way
+    slots = min(tokens, _ENGINE_CHUNK_SLOTS // max(top_k, 1)) * top_k
+    return (
+        _row_tables(slots, num_experts, _ENGINE_TILE_ROWS)
+        + _sections(4 * slots, 4 * _SEGMENTS * num_experts, *_ENGINE_WALK, *_ENGINE_WALK)
+        + _sections(_ENGINE_PARTIAL_SUMS, 2 * slots * max(hidden, intermediate))
+        + _fp4_rows(slots, hidden)
+        + _fp4_rows(slots, intermediate)
+    )
+
+
+def grouped_gemm_w4a4_workspace_bytes(
+    rows: int, num_experts: int, n: int, k: int, *, dtype
+) -> int:
+    """Return the bytes of scratch memory that one grouped product on FP4 engines needs."""
+    del n, dtype
+    tables = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS)
+    return tables + _sections(*_ENGINE_WALK, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
+
+
 def _record(
     suffix,
     devices,
     status,
     moe_workspace=moe_workspace_bytes,
     grouped_gemm_workspace=grouped_gemm_workspace_bytes,
+    layout="mma_64x64",
+    dtypes=frozenset({"bfloat16", "float16", "float32"}),
 ):
     """Return the record of the kernels whose names end in `suffix`."""
     return Backend(
@@ -112,8 +147,9 @@ def _record(
             devices=devices,
             platform="cuda",
             extension=_EXTENSION,
+            dtypes=dtypes,
         ),
-        layout="mma_64x64",
+        layout=layout,
         lower={
             "moe_mlp": lower_moe(f"moe_{suffix}", moe_workspace),
             "grouped_gemm": lower_grouped_gemm(f"grouped_gemm_{suffix}", grouped_gemm_workspace),
@@ -125,7 +161,14 @@ def _record(
 _PLAIN = "plain grouped kernel"
 
 MOE_W4A4_SM120 = _record(
-    "w4a4_sm120", (Device(W4A4_SCHEMES, (12, 0), (13, 0)),), f"{_PLAIN}: compiled, not executed"
+    "w4a4_sm120",
+    (Device(W4A4_SCHEMES, (12, 0), (13, 0)),),
+    "mma.sync on FP4: executed by emulation of its one instruction, compiled for 120f, not executed"
+    " natively",
+    moe_w4a4_workspace_bytes,
+    grouped_gemm_w4a4_workspace_bytes,
+    layout="fp4_64x64",
+    dtypes=frozenset({"bfloat16", "float16"}),
 )
 MOE_W4A4_SM100 = _record(
     "w4a4_sm100", (Device(W4A4_SCHEMES, (10, 0), (11, 0)),), f"{_PLAIN}: compiled, not executed"
@@ -137,12 +180,13 @@ MOE_W4A16_SM90 = _record(
     moe_w4a16_workspace_bytes,
     grouped_gemm_w4a16_workspace_bytes,
 )
-# sm_80 code is also the weight-only path of Blackwell.
+# sm_80 code is also the weight-only path of Blackwell, and behind the records above its path for
+# all else: float32, or a device of 10.x to 12.x that they do not name.
 MOE_W4A16_SM80 = _record(
     "w4a16_sm80",
     (
         Device(frozenset(Scheme), (8, 0), (9, 0)),
-        Device(frozenset({Scheme.W4A16}), (10, 0), (13, 0)),
+        Device(frozenset(Scheme), (10, 0), (13, 0)),
     ),
     "mma.sync for w4a16 in 16 bits, plain kernels for the rest: executed on Hopper",
     moe_w4a16_workspace_bytes,

@@ -23,14 +23,18 @@ inline uint8_t* At(uint32_t address, uint32_t bytes) {
   return emulation::dynamic + address;
 }
 
+inline void CopySome(uint32_t target, const void* source, int bytes, uint32_t size) {
+  if (reinterpret_cast<uintptr_t>(source) % size != 0) emulation::Fail("cp.async is not aligned");
+  if (bytes < 0 || bytes > static_cast<int>(size)) emulation::Fail("cp.async of too many bytes");
+  uint8_t* place = At(target, size);
+  std::memset(place, 0, size);
+  if (bytes > 0) std::memcpy(place, source, bytes);
+}
 inline void CopyOrZero(uint32_t target, const void* source, int bytes) {
-  if (reinterpret_cast<uintptr_t>(source) % 16 != 0) emulation::Fail("cp.async is not aligned");
-  uint8_t* place = At(target, 16);
-  if (bytes == 0) {
-    std::memset(place, 0, 16);
-  } else {
-    std::memcpy(place, source, 16);
-  }
+  CopySome(target, source, bytes, 16);
+}
+inline void Copy8OrZero(uint32_t target, const void* source, int bytes) {
+  CopySome(target, source, bytes, 8);
 }
 inline void Copy(uint32_t target, const void* source) { CopyOrZero(target, source, 16); }
 inline void CommitCopies() {}

@@ -23,12 +23,14 @@
 #undef __global__
 #undef __grid_constant__
 #undef __launch_bounds__
+#undef __noinline__
 #undef __shared__
 #define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __noinline__  // GNU's headers have it as the name of an attribute
 #define __shared__ static
 
 namespace emulation {

@@ -1,4 +1,5 @@
 // What tests/emulation.py calls: the layer and the product of launch.h on host memory.
+#include "fp4_mma.cuh"
 #include "launch.h"
 
 namespace emulation {
@@ -12,6 +13,8 @@ int multiprocessors = 1;
 using namespace nvfp4;
 
 namespace {
+
+bool IsFp4(int engine) { return static_cast<EngineKind>(engine) == EngineKind::kSm120; }
 
 // packed, block_scale, global_scale, input_scale, bias
 ExpertWeights WeightsAt(void* const* operands) {
@@ -30,7 +33,9 @@ void configure(int count, int backwards) {
   emulation::backwards = backwards != 0;
 }
 
-int64_t moe_workspace_bytes(const MoEShape* shape) { return MoEW4A16WorkspaceBytes(*shape); }
+int64_t moe_workspace_bytes(const MoEShape* shape, int engine) {
+  return IsFp4(engine) ? MoEW4A4WorkspaceBytes(*shape) : MoEW4A16WorkspaceBytes(*shape);
+}
 
 // x, gate_up, down, expert_ids, expert_weights, y, workspace
 int moe(const MoEShape* shape, const ActivationParameters* activation, int type, int engine,
@@ -48,11 +53,13 @@ int moe(const MoEShape* shape, const ActivationParameters* activation, int type,
                               static_cast<const float*>(operands[12]),
                               operands[13],
                               operands[14]};
-  return LaunchMoEW4A16(nullptr, call, buffers);
+  return IsFp4(engine) ? LaunchMoEW4A4(nullptr, call, buffers)
+                       : LaunchMoEW4A16(nullptr, call, buffers);
 }
 
-int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape) {
-  return GroupedGemmW4A16WorkspaceBytes(*shape);
+int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape, int engine) {
+  return IsFp4(engine) ? GroupedGemmW4A4WorkspaceBytes(*shape)
+                       : GroupedGemmW4A16WorkspaceBytes(*shape);
 }
 
 // x, weight, group_sizes, y, workspace
@@ -64,7 +71,31 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activa
   const GroupedGemmBuffers buffers = {operands[0], WeightsAt(operands + 1),
                                       static_cast<const int32_t*>(operands[6]), operands[7],
                                       operands[8]};
-  return LaunchGroupedGemmW4A16(nullptr, call, buffers);
+  return IsFp4(engine) ? LaunchGroupedGemmW4A4(nullptr, call, buffers)
+                       : LaunchGroupedGemmW4A16(nullptr, call, buffers);
+}
+
+// One FP4 product: a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums [32, 4]. By fp4_mma.cuh
+// as the kernels here have it, or, where `shuffled`, as a GPU without the instruction has it.
+int multiply_fp4(int shuffled, void* const* operands) {
+  const auto a = static_cast<const uint32_t (*)[4]>(operands[0]);
+  const auto b = static_cast<const uint32_t (*)[2]>(operands[1]);
+  const auto scale_a = static_cast<const uint32_t*>(operands[2]);
+  const auto scale_b = static_cast<const uint32_t*>(operands[3]);
+  const auto sums = static_cast<float4*>(operands[4]);
+  emulation::Run(dim3(1), 32, [=] {
+    const unsigned lane = threadIdx.x;
+    float own[4] = {};
+    if (shuffled != 0) {
+      sums[lane] = EmulateFp4(make_float4(0, 0, 0, 0),
+                              make_uint4(a[lane][0], a[lane][1], a[lane][2], a[lane][3]),
+                              make_uint2(b[lane][0], b[lane][1]), scale_a[lane], scale_b[lane]);
+    } else {
+      MultiplyAddFp4(own, a[lane], b[lane], scale_a[lane], scale_b[lane]);
+      sums[lane] = make_float4(own[0], own[1], own[2], own[3]);
+    }
+  });
+  return cudaSuccess;
 }
 
 // x, global_scale, packed, block_scale

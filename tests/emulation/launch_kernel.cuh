@@ -11,6 +11,11 @@ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int MultiprocessorCount() { return multiprocessors; }
 inline int MultiprocessorSharedBytes() { return 228 << 10; }
 
+template <typename... Parameters>
+bool HasCode(void (*)(Parameters...)) {
+  return true;
+}
+
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchWide(cudaStream_t, dim3 grid, int threads, int shared_bytes, bool,
                        void (*kernel)(Parameters...), const Arguments&... arguments) {
