@@ -1,8 +1,9 @@
 // The module _nvfp4_cuda: FFI handlers of the CUDA kernels. Decode, check, launch.
 //
-// The expert layer of sm_90a has kernels of its own. The other expert-layer targets run one plain
-// kernel sequence, built for every architecture, and so do the grouped-product targets: each keeps
-// its name, operands and meaning when a kernel for its own architecture takes its place.
+// The targets of sm_80, sm_90a and 10.x run their engines, the first two for what these do not do
+// the plain kernels, which are built for every architecture and are all of the others: each keeps
+// its name, operands and meaning when kernels for its own architecture take their place. Those of
+// 10.x are there where the build had CUTLASS's headers.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
@@ -24,6 +25,14 @@ namespace {
 
 constexpr WeightTile kTile = {64, 64};  // of the layouts "mma_64x64" and "mma_64x64_gated"
 
+// Of the layout that an engine reads; kSm100 has "fp4_128x64".
+constexpr WeightTile TileOf(EngineKind engine) {
+  return engine == EngineKind::kSm100 ? WeightTile{128, 64} : kTile;
+}
+
+// The targets of 10.x need their product, which is CUTLASS's or emulated.
+constexpr bool kHasSm100 = NVFP4_CUTLASS || NVFP4_EMULATE_BLACKWELL;
+
 ffi::Error FromCuda(cudaError_t status, std::string_view what) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
@@ -37,6 +46,16 @@ ffi::Error ExpectAtMost(std::string_view what, int64_t got, int64_t most) {
 ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
   NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
   return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
+}
+
+// What the kernels on FP4 tensor cores of 10.x take. Offsets of scales inside an expert are counted
+// in 32 bits: `values` are those of the largest operand.
+ffi::Error CheckSm100(DataType type, ActivationScale scale, int64_t values) {
+  if (type != DataType::kBF16) return Expected("x", "bfloat16", "another type");
+  if (scale == ActivationScale::kNone) {
+    return Expected("activation_scale", "static or token", "none");
+  }
+  return ExpectAtMost("values of an operand", values, (int64_t{1} << 35) - 1);
 }
 
 template <typename T>
@@ -84,16 +103,11 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   MoEShape shape;
   MoEOptions options;
   NVFP4_RETURN_IF_ERROR(CheckMoE(operands, activation, alpha, beta, limit, activation_scale,
-                                 intermediate, kTile, &shape, &options));
+                                 intermediate, TileOf(kEngine), &shape, &options));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (gate_up_packed)", shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
-  const bool on_engine = kEngine != EngineKind::kPlain && options.type != DataType::kF32 &&
-                         std::max(shape.h, shape.i) <= kMaxEngineExtent;
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
-                                                        ? MoEW4A16WorkspaceBytes(shape)
-                                                        : MoEWorkspaceBytes(shape, options.type)));
   const MoECall call = {shape,           options.type, options.activation, options.activation_scale,
                         weight_on_input, kEngine};
   const MoEBuffers buffers = {
@@ -105,6 +119,18 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
       Data<float>(expert_weights),
       y->untyped_data(),
       workspace->untyped_data()};
+  if constexpr (kEngine == EngineKind::kSm100) {
+    const int64_t rows = std::max({std::min(shape.slots(), kMaxChunkSlots), shape.n1, shape.h});
+    NVFP4_RETURN_IF_ERROR(CheckSm100(options.type, options.activation_scale,
+                                     RoundUp(rows, 128) * RoundUp(std::max(shape.h, shape.i), 64)));
+    NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, MoEW4A4Sm100WorkspaceBytes(shape)));
+    return FromCuda(LaunchMoEW4A4Sm100(stream, call, buffers), "nvfp4_moe");
+  }
+  const bool on_engine = kEngine != EngineKind::kPlain && options.type != DataType::kF32 &&
+                         std::max(shape.h, shape.i) <= kMaxEngineExtent;
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
+                                                        ? MoEW4A16WorkspaceBytes(shape)
+                                                        : MoEWorkspaceBytes(shape, options.type)));
   return FromCuda(
       on_engine ? LaunchMoEW4A16(stream, call, buffers) : LaunchMoE(stream, call, buffers),
       "nvfp4_moe");
@@ -117,24 +143,31 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
                        ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
                        std::string_view activation_scale) {
   GroupedGemmCall call;
-  NVFP4_RETURN_IF_ERROR(
-      CheckGroupedGemm({x, packed, block_scale, global_scale, input_scale, bias, group_sizes, *y},
-                       activation_scale, kTile, &call.shape, &call.type, &call.activation_scale));
+  NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(
+      {x, packed, block_scale, global_scale, input_scale, bias, group_sizes, *y}, activation_scale,
+      TileOf(kEngine), &call.shape, &call.type, &call.activation_scale));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (packed)", call.shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.shape.m, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (packed)", call.shape.n_pad, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.shape.k, kMaxExtent));
   const GroupedGemmShape& shape = call.shape;
   call.engine = kEngine;
+  const GroupedGemmBuffers buffers = {
+      x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
+      Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
+  if constexpr (kEngine == EngineKind::kSm100) {
+    const int64_t rows = std::max(shape.m, shape.n);
+    NVFP4_RETURN_IF_ERROR(
+        CheckSm100(call.type, call.activation_scale, RoundUp(rows, 128) * RoundUp(shape.k, 64)));
+    NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4Sm100WorkspaceBytes(shape)));
+    return FromCuda(LaunchGroupedGemmW4A4Sm100(stream, call, buffers), "nvfp4_grouped_gemm");
+  }
   const bool on_engine = kEngine != EngineKind::kPlain && call.type != DataType::kF32 &&
                          std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent &&
                          shape.m <= kMaxEngineRows && shape.m * (shape.k / 8) < int64_t{1} << 32;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
                                                         ? GroupedGemmW4A16WorkspaceBytes(shape)
                                                         : GroupedGemmWorkspaceBytes(shape)));
-  const GroupedGemmBuffers buffers = {
-      x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
-      Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
   return FromCuda(on_engine ? LaunchGroupedGemmW4A16(stream, call, buffers)
                             : LaunchGroupedGemm(stream, call, buffers),
                   "nvfp4_grouped_gemm");
@@ -248,6 +281,8 @@ XLA_FFI_DEFINE_HANDLER(kMoESm80, MoE<EngineKind::kSm80>, BindMoE(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMoESm90, MoE<EngineKind::kSm90>, BindMoE(),
                        {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMoESm100, MoE<EngineKind::kSm100>, BindMoE(),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 auto BindGroupedGemm() {
   return ffi::Ffi::Bind()
@@ -269,6 +304,8 @@ XLA_FFI_DEFINE_HANDLER(kGroupedGemmPlain, GroupedGemm<EngineKind::kPlain>, BindG
 XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm80, GroupedGemm<EngineKind::kSm80>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm90, GroupedGemm<EngineKind::kSm90>, BindGroupedGemm(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm100, GroupedGemm<EngineKind::kSm100>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
@@ -307,9 +344,11 @@ nb::dict Registrations() {
   targets["nvfp4_moe_w4a16_sm90"] = Capsule(kMoESm90);
   targets["nvfp4_grouped_gemm_w4a16_sm80"] = Capsule(kGroupedGemmSm80);
   targets["nvfp4_grouped_gemm_w4a16_sm90"] = Capsule(kGroupedGemmSm90);
-  for (const char* suffix : {"w4a4_sm100", "w4a4_sm120"}) {
-    targets[(std::string("nvfp4_moe_") + suffix).c_str()] = Capsule(kMoEPlain);
-    targets[(std::string("nvfp4_grouped_gemm_") + suffix).c_str()] = Capsule(kGroupedGemmPlain);
+  targets["nvfp4_moe_w4a4_sm120"] = Capsule(kMoEPlain);
+  targets["nvfp4_grouped_gemm_w4a4_sm120"] = Capsule(kGroupedGemmPlain);
+  if (kHasSm100) {
+    targets["nvfp4_moe_w4a4_sm100"] = Capsule(kMoESm100);
+    targets["nvfp4_grouped_gemm_w4a4_sm100"] = Capsule(kGroupedGemmSm100);
   }
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   targets["nvfp4_route_cuda"] = Capsule(kRoute);
@@ -324,6 +363,9 @@ NB_MODULE(_nvfp4_cuda, m) {
   m.def(
       "ffi_api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
       "Version of the FFI headers that the handlers were built with.");
+  m.def(
+      "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
+      "Whether the targets of 10.x also run on other GPUs, their product emulated.");
   // For the test that compares them with backends/cuda.py.
   m.def(
       "moe_workspace_bytes",
@@ -344,6 +386,18 @@ NB_MODULE(_nvfp4_cuda, m) {
         return nvfp4::GroupedGemmW4A16WorkspaceBytes({m, n, n, k, e, 1});
       },
       "Bytes of workspace that a grouped product on an engine checks for.");
+  m.def(
+      "moe_w4a4_sm100_workspace_bytes",
+      [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
+        return nvfp4::MoEW4A4Sm100WorkspaceBytes({t, top_k, e, h, i, 2 * i});
+      },
+      "Bytes of workspace that an expert layer on FP4 tensor cores of 10.x checks for.");
+  m.def(
+      "grouped_gemm_w4a4_sm100_workspace_bytes",
+      [](int64_t m, int64_t e, int64_t n, int64_t k) {
+        return nvfp4::GroupedGemmW4A4Sm100WorkspaceBytes({m, n, n, k, e, 1});
+      },
+      "Bytes of workspace that a grouped product on FP4 tensor cores of 10.x checks for.");
   m.def(
       "grouped_gemm_workspace_bytes",
       [](int64_t m, int64_t e, int64_t n, int64_t k) {

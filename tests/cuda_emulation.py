@@ -24,6 +24,8 @@ from jax_nvfp4_moe.layouts import find_layout, to_layout
 from jax_nvfp4_moe.routing import Router
 
 ENGINES = {"sm80": 1, "sm90": 2}
+_ENGINES = {**ENGINES, "sm100": 3}  # EngineKind of launch.h
+_LAYOUTS = {"sm100": "fp4_128x64"}  # of other engines "mma_64x64"
 _HERE = pathlib.Path(__file__).parent
 _FFI = _HERE.parent / "ffi"
 _SOURCES = (
@@ -35,8 +37,15 @@ _SOURCES = (
     "moe_w4a16",
     "grouped_gemm_w4a16",
     "route",
+    "fp4_gemm_emulated",
+    "fp4_groups",
+    "fp4_rows",
+    "moe_w4a4_sm100",
+    "grouped_gemm_w4a4_sm100",
 )
-_FLAGS = "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off"
+_FLAGS = (
+    "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off -DNVFP4_EMULATE_BLACKWELL=1"
+)
 _TYPES = {"bfloat16": 0, "float16": 1}
 _SCALES = ("none", "static", "token")
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
@@ -177,7 +186,8 @@ def _weights(packed, block_scale, global_scale, input_scale, bias):
 
 def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multiprocessors):
     """Run an expert layer on canonical weights; [t, h] in the dtype of x."""
-    prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), gated=options.gated)
+    layout = _LAYOUTS.get(engine, "mma_64x64")
+    prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), layout, gated=options.gated)
     i = layer.down_packed.shape[2] * 2
     gate_up_rows = (2 if options.gated else 1) * i
     shape = _MoEShape(
@@ -196,11 +206,11 @@ def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multip
         ctypes.byref(shape),
         ctypes.byref(_activation(options)),
         _TYPES[x.dtype.name],
-        ENGINES[engine],
+        _ENGINES[engine],
         int(options.weight_on_input),
         _SCALES.index(options.activation_scale),
     )
-    size = library.moe_workspace_bytes(ctypes.byref(shape))
+    size = library.moe_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
     operands = [x, *gate_up, *down, ids, weights]
     return _run(library, call, [_array(a) for a in operands], [x], size, multiprocessors)[0]
 
@@ -217,17 +227,19 @@ def grouped_gemm(library, engine, operands, mode, multiprocessors):
     x, packed, block_scale, global_scale, input_scale, bias, sizes = operands
     (m, k), (e, n, _) = x.shape, packed.shape
     packed, block_scale = to_layout(
-        jnp.asarray(packed), jnp.asarray(block_scale), find_layout("mma_64x64")
+        jnp.asarray(packed),
+        jnp.asarray(block_scale),
+        find_layout(_LAYOUTS.get(engine, "mma_64x64")),
     )
     shape = _ProductShape(m, n, n, k, e, global_scale.shape[1])
     call = functools.partial(
         library.grouped_gemm,
         ctypes.byref(shape),
         _TYPES[x.dtype.name],
-        ENGINES[engine],
+        _ENGINES[engine],
         _SCALES.index(mode),
     )
-    size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape))
+    size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
     weights = _weights(packed, block_scale, global_scale, input_scale, bias)
     operands = [_array(a) for a in (x, *weights, sizes)]
     y = np.empty((m, n), x.dtype)

@@ -20,6 +20,8 @@ ExpertWeights WeightsAt(void* const* operands) {
           static_cast<const float*>(operands[4])};
 }
 
+bool IsSm100(int engine) { return static_cast<EngineKind>(engine) == EngineKind::kSm100; }
+
 }  // namespace
 
 extern "C" {
@@ -30,7 +32,9 @@ void configure(int count, int backwards) {
   emulation::backwards = backwards != 0;
 }
 
-int64_t moe_workspace_bytes(const MoEShape* shape) { return MoEW4A16WorkspaceBytes(*shape); }
+int64_t moe_workspace_bytes(const MoEShape* shape, int engine) {
+  return IsSm100(engine) ? MoEW4A4Sm100WorkspaceBytes(*shape) : MoEW4A16WorkspaceBytes(*shape);
+}
 
 // x, gate_up, down, expert_ids, expert_weights, y, workspace
 int moe(const MoEShape* shape, const ActivationParameters* activation, int type, int engine,
@@ -48,11 +52,13 @@ int moe(const MoEShape* shape, const ActivationParameters* activation, int type,
                               static_cast<const float*>(operands[12]),
                               operands[13],
                               operands[14]};
-  return LaunchMoEW4A16(nullptr, call, buffers);
+  return IsSm100(engine) ? LaunchMoEW4A4Sm100(nullptr, call, buffers)
+                         : LaunchMoEW4A16(nullptr, call, buffers);
 }
 
-int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape) {
-  return GroupedGemmW4A16WorkspaceBytes(*shape);
+int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape, int engine) {
+  return IsSm100(engine) ? GroupedGemmW4A4Sm100WorkspaceBytes(*shape)
+                         : GroupedGemmW4A16WorkspaceBytes(*shape);
 }
 
 // x, weight, group_sizes, y, workspace
@@ -64,7 +70,8 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activa
   const GroupedGemmBuffers buffers = {operands[0], WeightsAt(operands + 1),
                                       static_cast<const int32_t*>(operands[6]), operands[7],
                                       operands[8]};
-  return LaunchGroupedGemmW4A16(nullptr, call, buffers);
+  return IsSm100(engine) ? LaunchGroupedGemmW4A4Sm100(nullptr, call, buffers)
+                         : LaunchGroupedGemmW4A16(nullptr, call, buffers);
 }
 
 // logits, bias, expert_ids, expert_weights
