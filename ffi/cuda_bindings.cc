@@ -1,8 +1,8 @@
 // The module _nvfp4_cuda: FFI handlers of the CUDA kernels. Decode, check, launch.
 //
-// The targets of sm_80, sm_90a and 12.x run their engines, the first two for what these do not do
-// the plain kernels, which are built for every architecture and are all of the others: each keeps
-// its name, operands and meaning when kernels for its own architecture take their place.
+// The targets of sm_80 and sm_90a run their engines, and for what these do not do the plain
+// kernels, which are built for every architecture. Those of 10.x and 12.x run theirs alone; the
+// first are there where the build had CUTLASS's headers.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
@@ -24,6 +24,14 @@ namespace {
 
 constexpr WeightTile kTile = {64, 64};  // of the layouts "mma_64x64" and "fp4_64x64"
 
+// Of the layout that an engine reads; kSm100 has "fp4_128x64".
+constexpr WeightTile TileOf(EngineKind engine) {
+  return engine == EngineKind::kSm100 ? WeightTile{128, 64} : kTile;
+}
+
+// The targets of 10.x need their product, which is CUTLASS's or emulated.
+constexpr bool kHasSm100 = NVFP4_CUTLASS || NVFP4_EMULATE_BLACKWELL;
+
 ffi::Error FromCuda(cudaError_t status, std::string_view what) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
@@ -39,7 +47,7 @@ ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
   return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
 }
 
-// What the engine on FP4 tensor cores needs; nothing else reads its layout.
+// What the engine on FP4 tensor cores of 12.x needs; nothing else reads its layout.
 ffi::Error CheckSm120(DataType type, ActivationScale scale, int64_t largest_extent) {
   if (type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
   if (scale == ActivationScale::kNone) {
@@ -49,6 +57,16 @@ ffi::Error CheckSm120(DataType type, ActivationScale scale, int64_t largest_exte
   if (HasSm120()) return ffi::Error::Success();
   return Expected("device", "compute capability 12.x, or a build that emulates it",
                   "one for which w4a4_sm120 has no code");
+}
+
+// What the kernels on FP4 tensor cores of 10.x take. Offsets of scales inside an expert are counted
+// in 32 bits: `values` are those of the largest operand.
+ffi::Error CheckSm100(DataType type, ActivationScale scale, int64_t values) {
+  if (type != DataType::kBF16) return Expected("x", "bfloat16", "another type");
+  if (scale == ActivationScale::kNone) {
+    return Expected("activation_scale", "static or token", "none");
+  }
+  return ExpectAtMost("values of an operand", values, (int64_t{1} << 35) - 1);
 }
 
 template <typename T>
@@ -96,7 +114,7 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   MoEShape shape;
   MoEOptions options;
   NVFP4_RETURN_IF_ERROR(CheckMoE(operands, activation, alpha, beta, limit, activation_scale,
-                                 intermediate, kTile, &shape, &options));
+                                 intermediate, TileOf(kEngine), &shape, &options));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (gate_up_packed)", shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
@@ -118,6 +136,13 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, MoEW4A4WorkspaceBytes(shape)));
     return FromCuda(LaunchMoEW4A4(stream, call, buffers), "nvfp4_moe");
   }
+  if constexpr (kEngine == EngineKind::kSm100) {
+    const int64_t rows = std::max({std::min(shape.slots(), kMaxChunkSlots), shape.n1, shape.h});
+    NVFP4_RETURN_IF_ERROR(CheckSm100(options.type, options.activation_scale,
+                                     RoundUp(rows, 128) * RoundUp(std::max(shape.h, shape.i), 64)));
+    NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, MoEW4A4Sm100WorkspaceBytes(shape)));
+    return FromCuda(LaunchMoEW4A4Sm100(stream, call, buffers), "nvfp4_moe");
+  }
   const bool on_engine = kEngine != EngineKind::kPlain && options.type != DataType::kF32 &&
                          std::max(shape.h, shape.i) <= kMaxEngineExtent;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
@@ -135,9 +160,9 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
                        ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
                        std::string_view activation_scale) {
   GroupedGemmCall call;
-  NVFP4_RETURN_IF_ERROR(
-      CheckGroupedGemm({x, packed, block_scale, global_scale, input_scale, bias, group_sizes, *y},
-                       activation_scale, kTile, &call.shape, &call.type, &call.activation_scale));
+  NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(
+      {x, packed, block_scale, global_scale, input_scale, bias, group_sizes, *y}, activation_scale,
+      TileOf(kEngine), &call.shape, &call.type, &call.activation_scale));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (packed)", call.shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.shape.m, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (packed)", call.shape.n_pad, kMaxExtent));
@@ -152,6 +177,13 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
     NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", shape.m, kMaxEngineRows));
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4WorkspaceBytes(shape)));
     return FromCuda(LaunchGroupedGemmW4A4(stream, call, buffers), "nvfp4_grouped_gemm");
+  }
+  if constexpr (kEngine == EngineKind::kSm100) {
+    const int64_t rows = std::max(shape.m, shape.n);
+    NVFP4_RETURN_IF_ERROR(
+        CheckSm100(call.type, call.activation_scale, RoundUp(rows, 128) * RoundUp(shape.k, 64)));
+    NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4Sm100WorkspaceBytes(shape)));
+    return FromCuda(LaunchGroupedGemmW4A4Sm100(stream, call, buffers), "nvfp4_grouped_gemm");
   }
   const bool on_engine = kEngine != EngineKind::kPlain && call.type != DataType::kF32 &&
                          std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent &&
@@ -266,11 +298,11 @@ auto BindMoE() {
       .Attr<int64_t>("intermediate");
 }
 
-XLA_FFI_DEFINE_HANDLER(kMoEPlain, MoE<EngineKind::kPlain>, BindMoE(),
-                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMoESm80, MoE<EngineKind::kSm80>, BindMoE(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMoESm90, MoE<EngineKind::kSm90>, BindMoE(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMoESm100, MoE<EngineKind::kSm100>, BindMoE(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMoESm120, MoE<EngineKind::kSm120>, BindMoE(),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -290,11 +322,11 @@ auto BindGroupedGemm() {
       .Attr<std::string_view>("activation_scale");
 }
 
-XLA_FFI_DEFINE_HANDLER(kGroupedGemmPlain, GroupedGemm<EngineKind::kPlain>, BindGroupedGemm(),
-                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm80, GroupedGemm<EngineKind::kSm80>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm90, GroupedGemm<EngineKind::kSm90>, BindGroupedGemm(),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm100, GroupedGemm<EngineKind::kSm100>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm120, GroupedGemm<EngineKind::kSm120>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -335,9 +367,11 @@ nb::dict Registrations() {
   targets["nvfp4_moe_w4a16_sm90"] = Capsule(kMoESm90);
   targets["nvfp4_grouped_gemm_w4a16_sm80"] = Capsule(kGroupedGemmSm80);
   targets["nvfp4_grouped_gemm_w4a16_sm90"] = Capsule(kGroupedGemmSm90);
-  targets["nvfp4_moe_w4a4_sm100"] = Capsule(kMoEPlain);
+  if (kHasSm100) {
+    targets["nvfp4_moe_w4a4_sm100"] = Capsule(kMoESm100);
+    targets["nvfp4_grouped_gemm_w4a4_sm100"] = Capsule(kGroupedGemmSm100);
+  }
   targets["nvfp4_moe_w4a4_sm120"] = Capsule(kMoESm120);
-  targets["nvfp4_grouped_gemm_w4a4_sm100"] = Capsule(kGroupedGemmPlain);
   targets["nvfp4_grouped_gemm_w4a4_sm120"] = Capsule(kGroupedGemmSm120);
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   targets["nvfp4_route_cuda"] = Capsule(kRoute);
@@ -354,7 +388,7 @@ NB_MODULE(_nvfp4_cuda, m) {
       "Version of the FFI headers that the handlers were built with.");
   m.def(
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
-      "Whether the targets of 12.x also run, by emulation of one instruction, on 9.0.");
+      "Whether the targets of 10.x and 12.x also run, by emulation, on 9.0.");
   // For the test that compares them with backends/cuda.py.
   m.def(
       "moe_workspace_bytes",
@@ -387,6 +421,18 @@ NB_MODULE(_nvfp4_cuda, m) {
         return nvfp4::GroupedGemmW4A4WorkspaceBytes({m, n, n, k, e, 1});
       },
       "Bytes of workspace that a grouped product on FP4 tensor cores checks for.");
+  m.def(
+      "moe_w4a4_sm100_workspace_bytes",
+      [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
+        return nvfp4::MoEW4A4Sm100WorkspaceBytes({t, top_k, e, h, i, 2 * i});
+      },
+      "Bytes of workspace that an expert layer on FP4 tensor cores of 10.x checks for.");
+  m.def(
+      "grouped_gemm_w4a4_sm100_workspace_bytes",
+      [](int64_t m, int64_t e, int64_t n, int64_t k) {
+        return nvfp4::GroupedGemmW4A4Sm100WorkspaceBytes({m, n, n, k, e, 1});
+      },
+      "Bytes of workspace that a grouped product on FP4 tensor cores of 10.x checks for.");
   m.def(
       "grouped_gemm_workspace_bytes",
       [](int64_t m, int64_t e, int64_t n, int64_t k) {

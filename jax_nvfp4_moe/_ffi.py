@@ -19,6 +19,17 @@ EXTENSIONS = {
     ),
 }
 
+# What a build of an extension may lack -> the extension, a target that it then does not register,
+# and how to get it.
+PARTS = {
+    "_nvfp4_cuda.w4a4_sm100": (
+        "_nvfp4_cuda",
+        "nvfp4_moe_w4a4_sm100",
+        "it was built without CUTLASS's headers: `pip install --no-deps nvidia-cutlass==4.2.0.0`, "
+        "then `pip install . --no-build-isolation -C cmake.define.NVFP4_CUDA=ON`",
+    ),
+}
+
 
 @functools.cache
 def load(extension: str) -> types.ModuleType | None:
@@ -31,11 +42,13 @@ def load(extension: str) -> types.ModuleType | None:
 
 @functools.cache
 def why_unavailable(extension: str) -> str | None:
-    """Say why `extension` cannot be used, in words for a user; None once it is registered.
+    """Say why `extension`, or a part, cannot be used, in words; None once it is registered.
 
     A handler built against newer FFI headers than the running jaxlib breaks the whole backend when
     it is registered, so the versions are compared first.
     """
+    if extension in PARTS:
+        return _why_part_is_missing(*PARTS[extension])
     platform, remedy = EXTENSIONS[extension]
     try:
         module = _module(extension)
@@ -54,8 +67,17 @@ def why_unavailable(extension: str) -> str | None:
     return None
 
 
+def _why_part_is_missing(extension, target, remedy):
+    """Say why `extension`, or `target` in it, cannot be used."""
+    if reason := why_unavailable(extension):
+        return reason
+    if target in _module(extension).registrations():
+        return None
+    return f"the extension {extension} has no {target}, {remedy}"
+
+
 def missing(extensions=tuple(EXTENSIONS)) -> tuple[tuple[str, str], ...]:
-    """Return pairs (extension, reason) of those that cannot be used in this process."""
+    """Return pairs (extension or part, reason) of what cannot be used in this process."""
     reasons = ((name, why_unavailable(name)) for name in extensions)
     return tuple((name, reason) for name, reason in reasons if reason)
 

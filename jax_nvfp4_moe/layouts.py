@@ -3,9 +3,9 @@
 A `Layout` puts the bytes of ``packed [..., n, k/2]`` and ``block_scale [..., n, k/16]`` into
 another order without changing the values that they stand for. It may pad with zeros, which the
 inverse cuts off again. Undoing a layout gives the same bytes back, with one exception: the ``mma``
-and ``fp4`` layouts keep no sign of a block scale. There a block with a negative scale comes back with the
-positive one and its codes negated, and a block whose scale is zero comes back with zero codes:
-other bytes, same values.
+and ``fp4`` layouts keep no sign of a block scale. There a block with a negative scale comes back
+with the positive one and its codes negated, and a block whose scale is zero comes back with zero
+codes: other bytes, same values.
 """
 
 import dataclasses
@@ -119,6 +119,23 @@ def _undo_swizzle(packed, scales, rows, columns):
     tiles = (shape[0] // 128, shape[1] // 4, 32, 4, 4)
     scales = _permute(scales, tiles, (0, 3, 2, 1, 4), shape)
     return packed, scales[..., :rows, : columns // 16]
+
+
+# fp4_128x64: what the FP4 tensor cores of compute capability 10.x take.
+#
+# Codes as they are, padded with zeros to a multiple of 128 rows and 64 columns; scales in tiles as
+# above. Those units read a scale as a number without a sign, so the codes bear it.
+
+
+def _apply_fp4_swizzled(packed, scales):
+    rows, blocks = _up(scales.shape[-2], 128), _up(scales.shape[-1], 4)
+    packed = _pad(_without_signs(packed, scales), rows, 8 * blocks)
+    return packed, _apply_swizzle(packed, scales & 0x7F)[1]
+
+
+def _undo_fp4_swizzled(packed, scales, rows, columns):
+    _, scales = _undo_swizzle(packed, scales, rows, columns)
+    return packed[..., :rows, : columns // 2], scales
 
 
 # mma_64x64: what the matrix instructions of CUDA GPUs take, thread by thread.
@@ -348,6 +365,7 @@ LAYOUTS = {
         Layout(CANONICAL, 1, _keep, _keep),
         Layout("cpu_16x16", 1, _apply_cpu, _undo_cpu),
         Layout("swizzle_128x4", 1, _apply_swizzle, _undo_swizzle),
+        Layout("fp4_128x64", 1, _apply_fp4_swizzled, _undo_fp4_swizzled),
         Layout("mma_64x64", 1, _apply_mma, _undo_mma, of_halves="mma_64x64_gated"),
         Layout(
             "mma_64x64_gated",

@@ -194,7 +194,7 @@ class Capability:
       ops: the ops that it implements.
       devices: where it implements which schemes.
       platform: "cpu", "cuda" or None for both.
-      extension: the compiled module that holds it, or None.
+      extension: the compiled module that holds it, or a part of one (`_ffi.PARTS`), or None.
       dtypes: of the activations.
       max_experts, max_top_k: largest sizes.
     """

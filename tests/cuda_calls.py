@@ -24,9 +24,10 @@ def register():
 
 def prepare(layer: Layer, layout="mma_64x64", *, gated):
     """Put the weights of a canonical layer into the layouts of the CUDA kernels."""
-    of_gate_up = find_layout(f"{layout}_gated" if gated else layout)
+    of_down = find_layout(layout)
+    of_gate_up = find_layout((of_down.of_halves or layout) if gated else layout)
     gate_up = to_layout(layer.gate_up_packed, layer.gate_up_block_scale, of_gate_up)
-    down = to_layout(layer.down_packed, layer.down_block_scale, find_layout(layout))
+    down = to_layout(layer.down_packed, layer.down_block_scale, of_down)
     return layer._replace(
         gate_up_packed=gate_up[0],
         gate_up_block_scale=gate_up[1],

@@ -24,8 +24,8 @@ from jax_nvfp4_moe.layouts import find_layout, to_layout
 from jax_nvfp4_moe.routing import Router
 
 ENGINES = {"sm80": 1, "sm90": 2}  # of 16 bits; those of launch.h, EngineKind
-_ENGINES = {**ENGINES, "sm120": 3}
-_LAYOUTS = {"sm120": "fp4_64x64"}  # of other engines "mma_64x64"
+_ENGINES = {**ENGINES, "sm100": 3, "sm120": 4}
+_LAYOUTS = {"sm100": "fp4_128x64", "sm120": "fp4_64x64"}  # of other engines "mma_64x64"
 _HERE = pathlib.Path(__file__).parent
 _FFI = _HERE.parent / "ffi"
 _SOURCES = (
@@ -41,6 +41,14 @@ _SOURCES = (
     "grouped_gemm_w4a16",
     "grouped_gemm_w4a4",
     "route",
+    "fp4_gemm_emulated",
+    "fp4_groups",
+    "fp4_rows",
+    "moe_w4a4_sm100",
+    "grouped_gemm_w4a4_sm100",
+)
+_FLAGS = (
+    "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off -DNVFP4_EMULATE_BLACKWELL=1"
 )
 _FLAGS = "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off"
 _TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}

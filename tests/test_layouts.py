@@ -13,7 +13,7 @@ from jax_nvfp4_moe import formats
 from jax_nvfp4_moe.layouts import LAYOUTS, find_layout, from_layout, to_layout
 
 # Layouts that keep no sign of a block scale.
-SIGNLESS = {"mma_64x64", "mma_64x64_gated", "fp4_64x64", "fp4_64x64_gated"}
+SIGNLESS = {"mma_64x64", "mma_64x64_gated", "fp4_64x64", "fp4_64x64_gated", "fp4_128x64"}
 
 
 def random_bytes(lead, n, k, seed, scales=(0, 256)):

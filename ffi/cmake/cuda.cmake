@@ -43,6 +43,21 @@ function(nvfp4_find_driver found_out)
   endif()
 endfunction()
 
+# The folder of CUTLASS's headers; empty where there is none. The package is not imported: that
+# would run its generator.
+function(nvfp4_find_cutlass include_out)
+  set(include "${NVFP4_CUTLASS_INCLUDE}")
+  if(include STREQUAL "")
+    execute_process(
+      COMMAND "${Python_EXECUTABLE}" -c
+              "import importlib.util as u; s = u.find_spec('cutlass_library'); print(s.submodule_search_locations[0] + '/source/include' if s else '')"
+      OUTPUT_VARIABLE include OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  elseif(NOT EXISTS "${include}/cutlass/cutlass.h")
+    message(FATAL_ERROR "NVFP4_CUTLASS_INCLUDE: expected cutlass/cutlass.h in ${include}")
+  endif()
+  set(${include_out} "${include}" PARENT_SCOPE)
+endfunction()
+
 set(nvfp4_build_cuda OFF)
 if(NVFP4_CUDA STREQUAL "AUTO" OR NVFP4_CUDA STREQUAL "ON")
   nvfp4_find_nvcc(nvfp4_nvcc nvfp4_nvcc_version)
@@ -92,6 +107,7 @@ list(FILTER nvfp4_sm90_sources INCLUDE REGEX "_sm90\\.cu$")
 set(nvfp4_sm120_sources ${nvfp4_cuda_sources})
 list(FILTER nvfp4_sm120_sources INCLUDE REGEX "_sm120\\.cu$")
 list(FILTER nvfp4_cuda_sources EXCLUDE REGEX "_sm(90|120)\\.cu$")
+list(FILTER nvfp4_cuda_sources EXCLUDE REGEX "fp4_gemm_sm100\\.cu$")
 add_library(nvfp4_cuda_kernels STATIC ${nvfp4_cuda_sources})
 # Instructions that sm_90a alone has.
 add_library(nvfp4_sm90_kernels STATIC ${nvfp4_sm90_sources})
@@ -104,7 +120,22 @@ if(NVFP4_EMULATE_BLACKWELL)
 else()
   set_target_properties(nvfp4_sm120_kernels PROPERTIES CUDA_ARCHITECTURES 120f-real)
 endif()
-foreach(library nvfp4_cuda_kernels nvfp4_sm90_kernels nvfp4_sm120_kernels)
+set(nvfp4_libraries nvfp4_cuda_kernels nvfp4_sm90_kernels nvfp4_sm120_kernels)
+# CUTLASS's collectives, for 10.x alone. One such compilation takes 7 GiB of memory.
+nvfp4_find_cutlass(nvfp4_cutlass)
+if(nvfp4_cutlass)
+  message(STATUS "CUTLASS: ${nvfp4_cutlass}")
+  add_library(nvfp4_sm100_kernels STATIC cuda/fp4_gemm_sm100.cu)
+  set_target_properties(nvfp4_sm100_kernels PROPERTIES CUDA_ARCHITECTURES 100f-real)
+  target_include_directories(nvfp4_sm100_kernels SYSTEM PRIVATE "${nvfp4_cutlass}")
+  target_compile_options(nvfp4_sm100_kernels PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -diag-suppress=177,186,20012,20013,20015>)
+  list(APPEND nvfp4_libraries nvfp4_sm100_kernels)
+else()
+  message(STATUS "CUTLASS: not found, so w4a4_sm100 is left out (pip install --no-deps nvidia-cutlass==4.2.0.0)")
+endif()
+
+foreach(library ${nvfp4_libraries})
   target_include_directories(${library} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
   set_target_properties(${library} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
   # No --use_fast_math anywhere: the quantizer is exact only with IEEE division and subnormals.
@@ -117,8 +148,10 @@ target_include_directories(_nvfp4_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_include_directories(_nvfp4_cuda SYSTEM PRIVATE
   "${xla_include}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_options(_nvfp4_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
-target_compile_definitions(_nvfp4_cuda PRIVATE
-  NVFP4_EMULATE_BLACKWELL=$<BOOL:${NVFP4_EMULATE_BLACKWELL}>)
-target_link_libraries(_nvfp4_cuda PRIVATE
-  nvfp4_cuda_kernels nvfp4_sm90_kernels nvfp4_sm120_kernels)
+foreach(target _nvfp4_cuda nvfp4_cuda_kernels)
+  target_compile_definitions(${target} PRIVATE
+    NVFP4_EMULATE_BLACKWELL=$<BOOL:${NVFP4_EMULATE_BLACKWELL}>
+    NVFP4_CUTLASS=$<BOOL:${nvfp4_cutlass}>)
+endforeach()
+target_link_libraries(_nvfp4_cuda PRIVATE ${nvfp4_libraries})
 install(TARGETS _nvfp4_cuda LIBRARY DESTINATION jax_nvfp4_moe)

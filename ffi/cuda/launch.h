@@ -41,7 +41,7 @@ struct MoEBuffers {
 };
 
 // Of the kernels in expert_gemm_sm*.cu; kPlain is plain_gemm.cu, which does everything.
-enum class EngineKind { kPlain, kSm80, kSm90, kSm120 };
+enum class EngineKind { kPlain, kSm80, kSm90, kSm100, kSm120 };
 
 struct MoECall {
   MoEShape shape;
@@ -68,6 +68,11 @@ cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuf
 
 // Whether this build has code of that engine for the current device.
 bool HasSm120();
+// The same in W4A4 by FP4 tensor cores of compute capability 10.x. Weights are in the layout
+// "fp4_128x64", call.type is bf16 and activations are quantized.
+constexpr int64_t kMaxChunkSlots = 65536;  // that go through at once
+int64_t MoEW4A4Sm100WorkspaceBytes(const MoEShape& shape);
+cudaError_t LaunchMoEW4A4Sm100(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 struct GroupedGemmBuffers {
   const void* x;  // [m, k], rows sorted by expert
@@ -99,6 +104,10 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
 int64_t GroupedGemmW4A4WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A4(cudaStream_t stream, const GroupedGemmCall& call,
                                   const GroupedGemmBuffers& buffers);
+// The same as LaunchMoEW4A4Sm100 is of a layer; m * k and n * k are below 2^35.
+int64_t GroupedGemmW4A4Sm100WorkspaceBytes(const GroupedGemmShape& shape);
+cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCall& call,
+                                       const GroupedGemmBuffers& buffers);
 
 struct QuantizeBuffers {
   const void* x;              // [m, k]

@@ -68,6 +68,9 @@ inline int DeviceAttribute(cudaDeviceAttr attribute, int otherwise) {
   return value;
 }
 inline int MultiprocessorCount() { return DeviceAttribute(cudaDevAttrMultiProcessorCount, 1); }
+inline int ComputeCapabilityMajor() {
+  return DeviceAttribute(cudaDevAttrComputeCapabilityMajor, 0);
+}
 inline int MultiprocessorSharedBytes() {
   return DeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0);
 }

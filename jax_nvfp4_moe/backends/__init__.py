@@ -2,7 +2,6 @@
 
 from jax_nvfp4_moe.backends.cpu import MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
-    MOE_W4A4_SM100,
     MOE_W4A4_SM120,
     MOE_W4A16_SM80,
     MOE_W4A16_SM90,
@@ -10,6 +9,7 @@ from jax_nvfp4_moe.backends.cuda import (
     ROUTE_CUDA,
 )
 from jax_nvfp4_moe.backends.reference import REFERENCE
+from jax_nvfp4_moe.backends.sm100 import MOE_W4A4_SM100
 
 # In order of preference. The reference is last: it runs everywhere and is slow.
 BACKENDS = (

@@ -30,7 +30,9 @@ def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:
     """
     if target != Target.current():
         return ()
-    return _ffi.missing(("_nvfp4_cpu",) if target.platform == "cpu" else ("_nvfp4_cuda",))
+    extension = "_nvfp4_cpu" if target.platform == "cpu" else "_nvfp4_cuda"
+    parts = (part for part, (whole, *_) in _ffi.PARTS.items() if whole == extension)
+    return _ffi.missing((extension, *parts))
 
 
 def pick(problem: Problem, backend: str | None) -> Backend:

@@ -170,9 +170,6 @@ MOE_W4A4_SM120 = _record(
     layout="fp4_64x64",
     dtypes=frozenset({"bfloat16", "float16"}),
 )
-MOE_W4A4_SM100 = _record(
-    "w4a4_sm100", (Device(W4A4_SCHEMES, (10, 0), (11, 0)),), f"{_PLAIN}: compiled, not executed"
-)
 MOE_W4A16_SM90 = _record(
     "w4a16_sm90",
     (Device(frozenset(Scheme), (9, 0), (10, 0)),),

@@ -14,7 +14,28 @@ using namespace nvfp4;
 
 namespace {
 
-bool IsFp4(int engine) { return static_cast<EngineKind>(engine) == EngineKind::kSm120; }
+// The layer and the product of an engine.
+struct Functions {
+  int64_t (*moe_bytes)(const MoEShape& shape);
+  cudaError_t (*moe)(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
+  int64_t (*product_bytes)(const GroupedGemmShape& shape);
+  cudaError_t (*product)(cudaStream_t stream, const GroupedGemmCall& call,
+                         const GroupedGemmBuffers& buffers);
+};
+
+Functions FunctionsOf(int engine) {
+  switch (static_cast<EngineKind>(engine)) {
+    case EngineKind::kSm100:
+      return {MoEW4A4Sm100WorkspaceBytes, LaunchMoEW4A4Sm100, GroupedGemmW4A4Sm100WorkspaceBytes,
+              LaunchGroupedGemmW4A4Sm100};
+    case EngineKind::kSm120:
+      return {MoEW4A4WorkspaceBytes, LaunchMoEW4A4, GroupedGemmW4A4WorkspaceBytes,
+              LaunchGroupedGemmW4A4};
+    default:
+      return {MoEW4A16WorkspaceBytes, LaunchMoEW4A16, GroupedGemmW4A16WorkspaceBytes,
+              LaunchGroupedGemmW4A16};
+  }
+}
 
 // packed, block_scale, global_scale, input_scale, bias
 ExpertWeights WeightsAt(void* const* operands) {
@@ -34,7 +55,7 @@ void configure(int count, int backwards) {
 }
 
 int64_t moe_workspace_bytes(const MoEShape* shape, int engine) {
-  return IsFp4(engine) ? MoEW4A4WorkspaceBytes(*shape) : MoEW4A16WorkspaceBytes(*shape);
+  return FunctionsOf(engine).moe_bytes(*shape);
 }
 
 // x, gate_up, down, expert_ids, expert_weights, y, workspace
@@ -53,13 +74,11 @@ int moe(const MoEShape* shape, const ActivationParameters* activation, int type,
                               static_cast<const float*>(operands[12]),
                               operands[13],
                               operands[14]};
-  return IsFp4(engine) ? LaunchMoEW4A4(nullptr, call, buffers)
-                       : LaunchMoEW4A16(nullptr, call, buffers);
+  return FunctionsOf(engine).moe(nullptr, call, buffers);
 }
 
 int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape, int engine) {
-  return IsFp4(engine) ? GroupedGemmW4A4WorkspaceBytes(*shape)
-                       : GroupedGemmW4A16WorkspaceBytes(*shape);
+  return FunctionsOf(engine).product_bytes(*shape);
 }
 
 // x, weight, group_sizes, y, workspace
@@ -71,8 +90,7 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activa
   const GroupedGemmBuffers buffers = {operands[0], WeightsAt(operands + 1),
                                       static_cast<const int32_t*>(operands[6]), operands[7],
                                       operands[8]};
-  return IsFp4(engine) ? LaunchGroupedGemmW4A4(nullptr, call, buffers)
-                       : LaunchGroupedGemmW4A16(nullptr, call, buffers);
+  return FunctionsOf(engine).product(nullptr, call, buffers);
 }
 
 // One FP4 product: a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums [32, 4]. By fp4_mma.cuh

@@ -9,6 +9,7 @@ extern int multiprocessors;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int MultiprocessorCount() { return multiprocessors; }
+inline int ComputeCapabilityMajor() { return 0; }
 inline int MultiprocessorSharedBytes() { return 228 << 10; }
 
 template <typename... Parameters>

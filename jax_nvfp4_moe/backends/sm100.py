@@ -1,0 +1,80 @@
+"""W4A4 on FP4 tensor cores of compute capability 10.x: its record, and the size of its workspace.
+
+The kernels are in ``ffi/cuda/moe_w4a4_sm100.cu`` and ``grouped_gemm_w4a4_sm100.cu``; the product
+itself is CUTLASS's, so a build has them only where it found CUTLASS's headers.
+"""
+
+from jax_nvfp4_moe.backends.cuda import _SEGMENTS, _row_tables, _sections
+from jax_nvfp4_moe.backends.custom_call import lower_grouped_gemm, lower_moe
+from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device
+
+# The workspace is cut in C++ (ffi/cuda/fp4_groups.cuh and the files above); a test compares.
+_CHUNK_SLOTS = 65536  # tokens of a layer go through in chunks of at most so many slots
+_SCALE_TILE_ROWS, _SCALE_TILE_K, _SCALE_TILE_BYTES = 128, 64, 512
+_COLLECTIVE_BYTES = 512 << 10  # bound of what CUTLASS asks for
+_OUTPUT_MULTIPLE = 8
+_OPERAND_ENTRY = (8, 8, 8, 20)  # pointer, stride, pointer to scales, layout of scales
+
+
+def _up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def _groups(num_experts):
+    """Return the bytes of what the collective is told about one product."""
+    entry = (12, *_OPERAND_ENTRY, *_OPERAND_ENTRY, 8, 8, 8, 4)
+    return _sections(*(size * num_experts for size in entry))
+
+
+def _fp4_rows(rows, num_experts, k):
+    """Return the bytes of codes and of block scales in tiles; experts begin at tiles."""
+    k = _up(k, _SCALE_TILE_K)
+    tiles = (rows // _SCALE_TILE_ROWS + num_experts) * (k // _SCALE_TILE_K)
+    return _sections(rows * (k // 2), tiles * _SCALE_TILE_BYTES)
+
+
+def moe_workspace_bytes(
+    tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
+) -> int:
+    """Return the bytes of scratch memory that one call of the expert layer needs.
+
+    It holds one chunk of tokens: their order by expert, what both products are told, quantized
+    rows, and the sums of a product in bfloat16.
+    """
+    slots = min(tokens, _CHUNK_SLOTS // max(top_k, 1)) * top_k
+    columns = max((2 if gated else 1) * intermediate, hidden)
+    return (
+        _row_tables(slots, num_experts)
+        + _sections(4 * slots, 4 * _SEGMENTS * num_experts, 4 * slots)
+        + 2 * (_groups(num_experts) + _sections(4 * slots))
+        + _fp4_rows(slots, num_experts, max(hidden, intermediate))
+        + _sections(2 * slots * columns, _COLLECTIVE_BYTES)
+    )
+
+
+def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
+    """Return the bytes of scratch memory that one grouped product needs."""
+    return (
+        _row_tables(rows, num_experts)
+        + _groups(num_experts)
+        + _fp4_rows(rows, num_experts, k)
+        + _sections(4 * rows, 2 * rows * _up(n, _OUTPUT_MULTIPLE), _COLLECTIVE_BYTES)
+    )
+
+
+MOE_W4A4_SM100 = Backend(
+    name="moe_w4a4_sm100",
+    can=Capability(
+        ops=frozenset({"moe_mlp", "grouped_gemm"}),
+        devices=(Device(W4A4_SCHEMES, (10, 0), (11, 0)),),
+        platform="cuda",
+        extension="_nvfp4_cuda.w4a4_sm100",
+        dtypes=frozenset({"bfloat16"}),
+    ),
+    layout="fp4_128x64",
+    lower={
+        "moe_mlp": lower_moe("moe_w4a4_sm100", moe_workspace_bytes),
+        "grouped_gemm": lower_grouped_gemm("grouped_gemm_w4a4_sm100", grouped_gemm_workspace_bytes),
+    },
+    status="CUTLASS's tcgen05 product: compiled, not executed; all around it executed on Hopper",
+)
