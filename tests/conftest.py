@@ -22,12 +22,13 @@ def _why_absent(marker):
         "hopper": capability is not None and capability[0] == 9,
         "blackwell": capability is not None and capability[0] in (10, 12),
         "cuda_build": importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda") is not None,
+        "cutlass": importlib.util.find_spec("cutlass_library") is not None,
         "deviceless": importlib.util.find_spec("jax_cuda13_plugin") is not None,
     }
     return None if has[marker] else f"this machine has no {marker}"
 
 
-MARKERS = ("gpu", "hopper", "blackwell", "cuda_build", "deviceless")
+MARKERS = ("gpu", "hopper", "blackwell", "cuda_build", "cutlass", "deviceless")
 
 
 def pytest_addoption(parser):

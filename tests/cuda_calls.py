@@ -6,13 +6,17 @@ import numpy as np
 from float64_layer import Layer, Options
 
 from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.backends import sm100
 from jax_nvfp4_moe.backends.cuda import (
     grouped_gemm_w4a16_workspace_bytes,
     moe_w4a16_workspace_bytes,
 )
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 
-MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90", "w4a4_sm100", "w4a4_sm120")
+MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90", "w4a4_sm120")
+_LAYOUTS = {"w4a4_sm100": "fp4_128x64"}  # of other targets "mma_64x64"
+_MOE_WORKSPACE = {"w4a4_sm100": sm100.moe_workspace_bytes}
+_PRODUCT_WORKSPACE = {"w4a4_sm100": sm100.grouped_gemm_workspace_bytes}
 
 
 def register():
@@ -37,7 +41,7 @@ def prepare(layer: Layer, layout="mma_64x64", *, gated):
 
 def moe(x, layer: Layer, expert_ids, expert_weights, options: Options, suffix="w4a16_sm90"):
     """Run an expert layer on canonical weights; [t, h] in the dtype of x."""
-    prepared = prepare(layer, gated=options.gated)
+    prepared = prepare(layer, _LAYOUTS.get(suffix, "mma_64x64"), gated=options.gated)
     i = layer.down_packed.shape[2] * 2
     return moe_prepared(x, prepared, expert_ids, expert_weights, options, i, suffix)
 
@@ -48,7 +52,8 @@ def moe_prepared(
     """Run an expert layer on weights as `prepare` returns them; i is its intermediate size."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = layer.down_packed.shape[0]
-    workspace = moe_w4a16_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
+    workspace_bytes = _MOE_WORKSPACE.get(suffix, moe_w4a16_workspace_bytes)
+    workspace = workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
     outputs = (
         jax.ShapeDtypeStruct((t, h), x.dtype),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
@@ -73,8 +78,10 @@ def grouped_gemm(
 ):
     """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x."""
     (m, k), (e, n, _) = x.shape, packed.shape
-    packed, block_scale = to_layout(packed, block_scale, find_layout("mma_64x64"))
-    workspace = grouped_gemm_w4a16_workspace_bytes(m, e, n, k, dtype=x.dtype)
+    layout = find_layout(_LAYOUTS.get(suffix, "mma_64x64"))
+    packed, block_scale = to_layout(packed, block_scale, layout)
+    workspace_bytes = _PRODUCT_WORKSPACE.get(suffix, grouped_gemm_w4a16_workspace_bytes)
+    workspace = workspace_bytes(m, e, n, k, dtype=x.dtype)
     outputs = (
         jax.ShapeDtypeStruct((m, n), x.dtype),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
