@@ -213,8 +213,8 @@ def make_page(result) -> str:
     parts = [
         "# Blackwell: a prediction",
         "Nothing on this page was measured on a Blackwell GPU. It is made by "
-        "`python benchmarks/blackwell.py`, whose first lines say how, from published rates and from "
-        f"the machine code at commit {result['commit']}.",
+        "`python benchmarks/blackwell.py`, whose first lines say how, from published rates and "
+        f"from the machine code at commit {result['commit']}.",
         "## Published rates",
         table(
             ("GPU", "TB/s", "dense FP4 TFLOP/s", "multiprocessors", "GHz", "source"),

@@ -25,8 +25,8 @@ PARTS = {
     "_nvfp4_cuda.w4a4_sm100": (
         "_nvfp4_cuda",
         "nvfp4_moe_w4a4_sm100",
-        "it was built without CUTLASS's headers: `pip install --no-deps nvidia-cutlass==4.2.0.0`, "
-        "then `pip install . --no-build-isolation -C cmake.define.NVFP4_CUDA=ON`",
+        "it was built without CUTLASS's headers: reinstall it with `pip install . -C "
+        "cmake.define.NVFP4_CUDA=ON -C build.requires=nvidia-cutlass==4.2.0.0`",
     ),
 }
 

@@ -31,13 +31,15 @@ def _why_absent(marker):
         "blackwell": capability is not None and capability[0] in (10, 12),
         "fp4": capability is not None
         and (capability[0] == 12 or (capability[0] == 9 and _emulates_blackwell())),
+        "fp4_sm100": capability is not None and (capability[0] == 10 or _emulates_blackwell()),
         "cuda_build": importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda") is not None,
+        "cutlass": importlib.util.find_spec("cutlass_library") is not None,
         "deviceless": importlib.util.find_spec("jax_cuda13_plugin") is not None,
     }
     return None if has[marker] else f"this machine has no {marker}"
 
 
-MARKERS = ("gpu", "hopper", "blackwell", "fp4", "cuda_build", "deviceless")
+MARKERS = ("gpu", "hopper", "blackwell", "fp4", "fp4_sm100", "cuda_build", "cutlass", "deviceless")
 
 
 def pytest_addoption(parser):

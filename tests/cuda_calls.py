@@ -6,14 +6,20 @@ import numpy as np
 from float64_layer import Layer, Options
 
 from jax_nvfp4_moe import _ffi
-from jax_nvfp4_moe.backends import cuda
+from jax_nvfp4_moe.backends import cuda, sm100
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 
-# Targets that any GPU runs; w4a4_sm120 needs one of 12.x, or a build that emulates it on 9.0.
-MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90", "w4a4_sm100")
-_LAYOUTS = {"w4a4_sm120": "fp4_64x64"}
-_MOE_WORKSPACE = {"w4a4_sm120": cuda.moe_w4a4_workspace_bytes}
-_PRODUCT_WORKSPACE = {"w4a4_sm120": cuda.grouped_gemm_w4a4_workspace_bytes}
+# Targets that any GPU runs; the others need one of 10.x or of 12.x, or a build that emulates them.
+MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90")
+_LAYOUTS = {"w4a4_sm100": "fp4_128x64", "w4a4_sm120": "fp4_64x64"}  # of others "mma_64x64"
+_MOE_WORKSPACE = {
+    "w4a4_sm100": sm100.moe_workspace_bytes,
+    "w4a4_sm120": cuda.moe_w4a4_workspace_bytes,
+}
+_PRODUCT_WORKSPACE = {
+    "w4a4_sm100": sm100.grouped_gemm_workspace_bytes,
+    "w4a4_sm120": cuda.grouped_gemm_w4a4_workspace_bytes,
+}
 
 
 def register():

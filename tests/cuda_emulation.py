@@ -58,7 +58,7 @@ _KINDS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
 _GUARD = mmap.PAGESIZE
 
 
-def _cuda_include() -> pathlib.Path:
+def cuda_include() -> pathlib.Path:
     """Return the folder of CUDA's headers."""
     spec = importlib.util.find_spec("nvidia")
     wheels = (
@@ -74,11 +74,19 @@ def _cuda_include() -> pathlib.Path:
     raise FileNotFoundError("cuda_bf16.h: install the CUDA toolkit or pip's nvidia-cuda-runtime")
 
 
+def cutlass_include() -> pathlib.Path:
+    """Return the folder of CUTLASS's headers; importing the package would run its generator."""
+    spec = importlib.util.find_spec("cutlass_library")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError("cutlass.h: pip install --no-deps nvidia-cutlass==4.2.0.0")
+    return pathlib.Path(spec.submodule_search_locations[0]) / "source/include"
+
+
 def build(folder: pathlib.Path) -> ctypes.CDLL:
     """Compile the kernels in `folder` and load them."""
     for source in (*_FFI.glob("*.h"), *_FFI.glob("cuda/*"), *_HERE.glob("emulation/*")):
         shutil.copy(source, folder / source.name)
-    compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{_cuda_include()}"]
+    compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{cuda_include()}"]
     names = [f"{name}.cu" for name in _SOURCES] + ["cuda_on_cpu.cc", "driver.cc"]
     running = [
         subprocess.Popen(
@@ -260,6 +268,27 @@ def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):
     like = np.empty((32, 4), np.float32)
     call = functools.partial(library.multiply_fp4, int(shuffled))
     return _run(library, call, operands, [like], 0, multiprocessors=1)[0]
+
+
+def pack_groups(library, starts, slots, scales, weight_rows, k, scaled):
+    """Return what a collective is told about one product, by name, an entry for each expert.
+
+    ``scales [2, e]`` are global and input scales. Offsets are bytes, of the codes and scales of
+    weights, of those of rows, and of the output.
+    """
+    e = len(starts) - 1
+    likes = {
+        "shapes": np.empty((e, 3), np.int32),
+        "strides": np.empty((e, 3), np.int64),
+        "scale_layouts": np.empty((e, 10), np.int32),
+        "offsets": np.empty((e, 5), np.int64),
+        "alpha": np.empty(e, np.float32),
+        "places": np.empty(len(slots), np.int32),
+    }
+    call = functools.partial(library.pack_groups, e, len(slots), weight_rows, k, int(scaled))
+    operands = [starts, slots, scales[0], scales[1]]
+    arrays = _run(library, call, operands, [*likes.values()], 0, multiprocessors=1)
+    return dict(zip(likes, arrays, strict=True))
 
 
 def route(library, router: Router, logits, bias=None):

@@ -20,7 +20,11 @@ TARGETS = {
     "b200": ("w4a4_sm100", "w4a16_sm80"),
     "rtx_pro_6000": ("w4a4_sm120", "w4a16_sm80"),
 }
-CASES = [(device, suffix) for device, suffixes in TARGETS.items() for suffix in suffixes]
+CASES = [
+    pytest.param(device, suffix, marks=pytest.mark.cutlass if suffix == "w4a4_sm100" else ())
+    for device, suffixes in TARGETS.items()
+    for suffix in suffixes
+]
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.cuda_build]
 

@@ -2,36 +2,23 @@
 
 Sorting, packing, quantization, activation and combination are the sources that a Blackwell GPU
 runs; the product of CUTLASS's collectives is plain arithmetic on the arrays that they read.
-
-Sums leave a product in bfloat16, as they do in plain XLA. After that rounding an activation may
-take the next FP4 code, so the truth of a layer rounds the sums of its first product, too: then both
-multiply the same codes in the second one. With scales that are powers of two it does not matter
-whether sums are rounded before or after they are scaled.
 """
 
 import dataclasses
 
 import cuda_emulation
 import float64_layer
-import ml_dtypes
 import numpy as np
 import pytest
 import test_cuda_kernel as gpu
 from float64_layer import Options
+from sm100_cases import BF16, CASES, MODES, make, make_exact, make_exact_product, truth
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
-BF16 = ml_dtypes.bfloat16
-ENGINE = "sm100"
-SIZES = {
-    "odd_sizes": (37, 3, 5, 320, 112, gpu.uniform(37, 3, 5)),
-    "two_scale_tiles": (300, 2, 3, 144, 48, gpu.uniform(300, 2, 3)),
-    "no_tokens": (0, 2, 4, 64, 48, gpu.uniform(0, 2, 4)),
-}
-CASES = {**gpu.CASES, **SIZES}
-modes = pytest.mark.parametrize("mode", gpu.MODES[1:])
+modes = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.fixture(scope="module")
@@ -39,37 +26,9 @@ def library(tmp_path_factory):
     return cuda_emulation.build(tmp_path_factory.mktemp("emulation"))
 
 
-def power_of_two(scale):
-    return np.exp2(np.round(np.log2(scale))).astype(np.float32)
-
-
-def make(case, options, bias=False):
-    """A call in which every scale that a kernel can meet before the last product is 2^n."""
-    call = gpu.make(CASES.get(case, case), BF16, options, bias=bias)
-    scales = call.layer._asdict().items()
-    changed = {n: power_of_two(s) for n, s in scales if n.endswith(("global_scale", "input_scale"))}
-    layer = call.layer._replace(**changed)
-    largest = 2688 * 2.0**-10  # of each row, so that its own scale is 2^-10
-    x = np.clip(call.x.astype(np.float32), -largest, largest).astype(BF16)
-    x[:, 0] = largest
-    return dataclasses.replace(call, x=x, layer=layer, weights=power_of_two(call.weights))
-
-
-def truth(call):
-    """The layer in float64, but for the rounding of the first product's sums."""
-    first = call.layer.gate_up_packed.shape[1], call.x.shape[1]
-
-    def product(x, w):
-        sums = float64_layer.exact(x, w)
-        return sums.astype(BF16).astype(np.float64) if w.shape == first else sums
-
+def run(library, call):
     operands = (call.x, call.layer, call.ids, call.weights, call.options)
-    return float64_layer.moe(*operands, matmul=product)
-
-
-def run(library, call, count=2):
-    operands = (call.x, call.layer, call.ids, call.weights, call.options)
-    return cuda_emulation.moe(library, ENGINE, *operands, count)
+    return cuda_emulation.moe(library, "sm100", *operands, multiprocessors=2)
 
 
 def assert_accurate(library, call):
@@ -95,6 +54,21 @@ def test_activation_matches_float64(library, activation, mode):
 def test_weight_on_input_matches_float64(library, activation, mode):
     options = Options(activation=activation, weight_on_input=True, activation_scale=mode)
     assert_accurate(library, make("out_of_range", options, bias=True))
+
+
+def test_exact_sums_have_the_bits_of_numpy(library):
+    call = make_exact()
+    want = truth(call, products=2).astype(np.float32).astype(BF16)
+    assert np.count_nonzero(want.astype(np.float32)) > want.size / 2
+    assert run(library, call).tobytes() == want.tobytes()
+
+
+@modes
+def test_exact_product_has_the_bits_of_numpy(library, mode):
+    operands = make_exact_product()
+    actual = cuda_emulation.grouped_gemm(library, "sm100", operands, mode, multiprocessors=2)
+    want = float64_layer.grouped_gemm(*operands, mode).astype(np.float32).astype(BF16)
+    assert actual.tobytes() == want.tobytes()
 
 
 @modes
@@ -125,7 +99,7 @@ def test_non_finite_token_stays_alone(library, value, mode):
 def test_product_matches_float64(library, case, parts, bias, mode):
     operands = gpu.make_product(case, BF16, parts=parts, bias=bias)
     x, sizes = operands[0], operands[-1]
-    actual = cuda_emulation.grouped_gemm(library, ENGINE, operands, mode, 2)
+    actual = cuda_emulation.grouped_gemm(library, "sm100", operands, mode, multiprocessors=2)
     yardstick = float64_layer.grouped_gemm(*operands, mode, matmul=gpu.xla(BF16)).astype(BF16)
     assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, mode))
     rows = int(np.clip(np.cumsum(np.clip(sizes.astype(np.int64), 0, None)), 0, len(x))[-1])

@@ -23,6 +23,13 @@ SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
 HOPPER_KERNELS = 12  # of ExpertGemmSm90: six tile sizes, two types
 AMPERE_KERNELS = 10  # of ExpertGemmSm80: five tile sizes, two types
+# Of a collective for 10.x, instances that no loop repeats: products of 64 of 256 of k, first steps
+# apart where tiles of sums overlap; loads of two operands and their scales, before and in the loop;
+# copies of 128 rows' scales to the memory of the tensor cores.
+COLLECTIVES = {
+    "few_rows": ("Li128EEENSC_ILi64EEENSC_ILi256", {"UTCOMMA": 4, "UTMALDG": 8, "UTCCP": 8}),
+    "many_rows": ("SM100_MMA_MXF4_2x1SM", {"UTCOMMA": 8, "UTMALDG": 8, "UTCCP": 24}),
+}
 # For one tile a thread unpacks 32 weights and starts four products. Per weight, at most so many
 # operations of the logic unit, which takes one every other cycle, and instructions, the half of a
 # step's bookkeeping that falls between the products included; f16 has to move its codes.
@@ -73,6 +80,11 @@ def kernels(code, arch, name):
     return {k: c for k, c in code[arch].items() if name in k}
 
 
+def own(code, arch):
+    """Return the kernels that are not CUTLASS's."""
+    return {k: c for k, c in code[arch].items() if "cutlass" not in k}
+
+
 def listed(extension, kind):
     """Return the architectures of the code of `kind`, with their suffixes."""
     return set(re.findall(rf"Fatbin {kind} code:\n=+\narch = (\w+)", run(extension)))
@@ -99,8 +111,8 @@ def test_products_use_their_units(code, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_kernel_is_empty_or_traps(code, arch):
-    assert code[arch]
-    for name, count in code[arch].items():
+    assert own(code, arch)
+    for name, count in own(code, arch).items():
         assert count["BPT"] == 0, f"{name} traps"
         assert count["STG"] >= 1, f"{name} stores nothing"
         assert count.total() >= 24, name
@@ -108,8 +120,8 @@ def test_no_kernel_is_empty_or_traps(code, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_are_the_same_everywhere(code, arch):
-    hopper = kernels(code, "sm_90a", "sm90")
-    assert set(code[arch]) == set(code["sm_90a"]) - (set(hopper) if arch != "sm_90a" else set())
+    hopper = {} if arch == "sm_90a" else kernels(code, "sm_90a", "sm90")
+    assert set(own(code, arch)) == set(code["sm_90a"]) - set(hopper)
 
 
 def test_hopper_product_uses_warpgroup_instructions(code):
@@ -133,6 +145,22 @@ def test_ampere_product_copies_while_it_multiplies(code, arch):
         assert count["HMMA"] >= 16, name
         assert count["LDSM"] >= 2, name
         assert count["LDGSTS"] >= 4, name
+
+
+@pytest.mark.cutlass
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_blackwell_product_uses_its_tensor_cores(code, name):
+    """For another architecture, plain sm_100 included, CUTLASS compiles kernels without these."""
+    part, expected = COLLECTIVES[name]
+    (count,) = kernels(code, "sm_100f", part).values()
+    assert {key: count[key] for key in expected} == expected
+    assert count["HMMA"] == 0
+
+
+@pytest.mark.cutlass
+def test_collectives_are_in_no_other_cubin(code):
+    for arch in ARCHITECTURES:
+        assert len(kernels(code, arch, "cutlass")) == (len(COLLECTIVES) if arch == "sm_100f" else 0)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -37,9 +37,15 @@ def on_gpu(suffix):
     return run
 
 
-KERNELS = [pytest.param(on_cpu, id="w4a16_cpu")] + [
-    pytest.param(on_gpu(suffix), id=suffix, marks=pytest.mark.gpu)
-    for suffix in cuda_calls.MOE_TARGETS
+ON_GPU = {
+    "w4a16_sm80": pytest.mark.gpu,
+    "w4a16_sm90": pytest.mark.gpu,
+    "w4a4_sm100": pytest.mark.fp4_sm100,
+    "w4a4_sm120": pytest.mark.fp4,
+}
+KERNELS = [
+    pytest.param(on_cpu, id="w4a16_cpu"),
+    *(pytest.param(on_gpu(suffix), id=suffix, marks=mark) for suffix, mark in ON_GPU.items()),
 ]
 
 

@@ -132,7 +132,7 @@ if(nvfp4_cutlass)
     $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -diag-suppress=177,186,20012,20013,20015>)
   list(APPEND nvfp4_libraries nvfp4_sm100_kernels)
 else()
-  message(STATUS "CUTLASS: not found, so w4a4_sm100 is left out (pip install --no-deps nvidia-cutlass==4.2.0.0)")
+  message(STATUS "CUTLASS: not found, so w4a4_sm100 is left out (it is in nvidia-cutlass 4.2.0.0 of PyPI)")
 endif()
 
 foreach(library ${nvfp4_libraries})

@@ -1,4 +1,7 @@
 // What tests/emulation.py calls: the layer and the product of launch.h on host memory.
+#include <vector>
+
+#include "fp4_groups.cuh"
 #include "fp4_mma.cuh"
 #include "launch.h"
 
@@ -42,6 +45,17 @@ ExpertWeights WeightsAt(void* const* operands) {
   return {static_cast<const uint8_t*>(operands[0]), static_cast<const uint8_t*>(operands[1]),
           static_cast<const float*>(operands[2]), static_cast<const float*>(operands[3]),
           static_cast<const float*>(operands[4])};
+}
+
+struct TakenGroups {
+  Fp4Groups groups;
+  int64_t bytes;
+};
+
+TakenGroups TakeGroups(void* buffer, int64_t experts) {
+  Sections sections(buffer);
+  const Fp4Groups groups = TakeFp4Groups(&sections, experts);
+  return {groups, sections.bytes()};
 }
 
 }  // namespace
@@ -121,6 +135,45 @@ int quantize(int64_t m, int64_t k, int type, int swizzled, void* const* operands
   return LaunchQuantize(nullptr, m, k, static_cast<DataType>(type), swizzled != 0,
                         {operands[0], static_cast<const float*>(operands[1]),
                          static_cast<uint8_t*>(operands[2]), static_cast<uint8_t*>(operands[3])});
+}
+
+// What LaunchPackGroups writes of one product: starts, slots, global_scale, input_scale -> shapes
+// [e, 3], strides [e, 3], scale_layouts [e, 10], offsets [e, 5], alpha [e], places [slots].
+int pack_groups(int experts, int slots, int weight_rows, int k, int scaled, void* const* operands) {
+  std::vector<uint8_t> memory(TakeGroups(nullptr, experts).bytes);
+  const Fp4Groups groups = TakeGroups(memory.data(), experts).groups;
+  // Nothing is read or written there: only what is added to them matters.
+  auto* const codes = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
+  auto* const scales = reinterpret_cast<uint8_t*>(uintptr_t{1} << 41);
+  auto* const output = reinterpret_cast<__nv_bfloat16*>(uintptr_t{1} << 42);
+  const ExpertWeights weight = {codes, scales, static_cast<const float*>(operands[2]),
+                                static_cast<const float*>(operands[3]), nullptr};
+  ExpertRows rows = {};
+  rows.starts = static_cast<int32_t*>(operands[0]);
+  rows.slots = static_cast<int32_t*>(operands[1]);
+  const Fp4Product product = {
+      groups, weight, weight_rows, {codes, scales, k}, output, PadTo(weight_rows, 8), scaled != 0};
+  const cudaError_t status = LaunchPackGroups(
+      nullptr, {1, {product, {}}, rows, slots, static_cast<int32_t*>(operands[9])});
+  std::copy(groups.shapes, groups.shapes + experts, static_cast<GroupShape*>(operands[4]));
+  std::copy(groups.alpha, groups.alpha + experts, static_cast<float*>(operands[8]));
+  for (int e = 0; e < experts; ++e) {
+    if (groups.alphas[e] != groups.alpha + e) emulation::Fail("a pointer to another alpha");
+    int64_t* strides = static_cast<int64_t*>(operands[5]) + 3 * e;
+    strides[0] = groups.weights.strides[e];
+    strides[1] = groups.rows.strides[e];
+    strides[2] = groups.output_strides[e];
+    ScaleLayout* layouts = static_cast<ScaleLayout*>(operands[6]) + 2 * e;
+    layouts[0] = groups.weights.scale_layouts[e];
+    layouts[1] = groups.rows.scale_layouts[e];
+    int64_t* offsets = static_cast<int64_t*>(operands[7]) + 5 * e;
+    offsets[0] = groups.weights.codes[e] - codes;
+    offsets[1] = groups.weights.scales[e] - scales;
+    offsets[2] = groups.rows.codes[e] - codes;
+    offsets[3] = groups.rows.scales[e] - scales;
+    offsets[4] = reinterpret_cast<uint8_t*>(groups.outputs[e]) - reinterpret_cast<uint8_t*>(output);
+  }
+  return status;
 }
 
 // logits, bias, expert_ids, expert_weights
