@@ -119,6 +119,133 @@ NVFP4_HOST_DEVICE uint32_t EncodeValue(float x, float s) {
   return s == 0.0f ? 0u : EncodeE2M1(Divide(x, s));
 }
 
+// Many values under one scale. A quotient q by the reciprocal of d, whose remainder a fused
+// multiply-add finds exactly, and q corrected by it (P. Markstein, IBM J. Res. Dev. 34, 1990): next
+// to every threshold of E2M1 and E4M3 that is RN(v / d), and elsewhere it is as far on the same
+// side, so codes are those of IEEE division. Test: test_quantizer_exact.py, every significand of d.
+//
+// For d in [kDivisorMin, 1 / kDivisorMin] and quotients up to 2^20: nothing overflows, and the
+// remainder of a quotient of 2^-12 or more is no subnormal. What is less is below all thresholds.
+constexpr float kDivisorMin = 0x1p-90f;
+
+NVFP4_HOST_DEVICE bool IsDivisor(float d) { return d >= kDivisorMin && d <= 1 / kDivisorMin; }
+
+// RN(1 / d) of such a d: on a device the steps of its own division, an approximation improved once.
+NVFP4_HOST_DEVICE float Reciprocal(float d) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(d));
+  return fmaf(fmaf(-d, y, 1.0f), y, y);
+#else
+  return 1.0f / d;
+#endif
+}
+
+NVFP4_HOST_DEVICE float DivideBy(float v, float d, float reciprocal) {
+  const float q = v * reciprocal;
+  return fmaf(fmaf(-q, d, v), reciprocal, q);
+}
+
+// A sum of float32 whose unit in the last place is that of a small format: `bits` holds the number
+// in its lowest byte once the exponent is added, and bits as a float, less `offset`, is its value.
+struct Rounded {
+  float sum, offset;
+};
+
+// E2M1 of q in [0, 7): adding 2^22 * 2^e, with e the exponent of max(q, 1), rounds to multiples of
+// 2^(e - 1), whose number, and 2 e, is the code. The 107 clears the rest of the lowest byte; it is
+// an even number of units, so ties go where they should.
+NVFP4_HOST_DEVICE Rounded RoundE2M1(float q) {
+  const float power = BitsFloat(FloatBits(q > 1.0f ? q : 1.0f) & 0x7f800000u);
+  constexpr float kOffset = 0x1p22f + 107;
+  return {fmaf(power, kOffset, q), power * kOffset};
+}
+
+// Its code, in the lowest byte; the others hold garbage.
+NVFP4_HOST_DEVICE uint32_t CodeE2M1(Rounded q) {
+  const uint32_t bits = FloatBits(q.sum);
+  return bits + (bits >> 22);
+}
+
+// The same for E4M3 of q in [0, 448]; exponents from -6, steps of 2^(e - 3).
+NVFP4_HOST_DEVICE Rounded RoundE4M3(float q) {
+  const float power = BitsFloat(FloatBits(q > 0x1p-6f ? q : 0x1p-6f) & 0x7f800000u);
+  constexpr float kOffset = 0x1p20f + 19;
+  return {fmaf(power, kOffset, q), power * kOffset};
+}
+
+NVFP4_HOST_DEVICE uint32_t CodeE4M3(Rounded q) {
+  const uint32_t bits = FloatBits(q.sum);
+  return bits + (bits >> 20);
+}
+
+NVFP4_HOST_DEVICE float ValueOf(Rounded q) { return q.sum - q.offset; }
+
+// 6 g, by which the largest magnitudes of blocks are divided.
+struct BlockDivisor {
+  float d, reciprocal, g;
+  bool fast;
+};
+
+NVFP4_HOST_DEVICE BlockDivisor MakeBlockDivisor(float g) {
+  const float d = kE2M1Max * g;
+  return {d, Reciprocal(d), g, IsDivisor(d)};
+}
+
+struct BlockScale {
+  uint8_t byte;
+  float value;  // DecodeE4M3(byte)
+};
+
+// EncodeBlockScale(amax, g) and its value.
+NVFP4_HOST_DEVICE BlockScale FindBlockScale(float amax, const BlockDivisor& divisor) {
+  if (divisor.fast && amax <= BitsFloat(0x7f800000u)) {  // no NaN
+    const float most = 512.0f * divisor.d;
+    const float q = DivideBy(amax < most ? amax : most, divisor.d, divisor.reciprocal);
+    const Rounded rounded = RoundE4M3(q < kE4M3Max ? q : kE4M3Max);
+    return {static_cast<uint8_t>(CodeE4M3(rounded)), ValueOf(rounded)};
+  }
+  const uint8_t byte = EncodeBlockScale(amax, divisor.g);
+  return {byte, DecodeE4M3(byte)};
+}
+
+// What makes of a block's values, by IEEE division or by DivideBy, the same codes.
+struct BlockRescue {
+  float factor;     // values are multiplied by it first, which is exact where it matters,
+  float most;       // then cut to this, 6 times the scale that comes out;
+  uint32_t signs;   // bits of signs that are kept,
+  uint32_t toggle;  // and bits that are toggled after
+};
+
+// Whether magnitudes up to `amax` can be divided by *s and rounded as they are: the quotients are
+// below 7, so none saturates.
+NVFP4_HOST_DEVICE bool DividesBlock(float amax, float s) {
+  return IsDivisor(s) && amax <= 6.75f * s;
+}
+
+// For a block that DividesBlock turns down: replaces *s.
+NVFP4_HOST_DEVICE BlockRescue RescueBlock(float* s) {
+  const float magnitude = BitsFloat(FloatBits(*s) & 0x7fffffffu);
+  BlockRescue rescue = {1.0f, 0.0f, 0xffffffffu, *s < 0.0f ? 0xffffffffu : 0u};
+  if (!(magnitude > 0.0f)) {  // zero or NaN: the block is zeros
+    rescue.factor = 0.0f;
+    rescue.signs = 0;
+  } else if (magnitude < kDivisorMin) {
+    rescue.factor = 0x1p96f;
+  } else if (magnitude > 1 / kDivisorMin) {
+    rescue.factor = magnitude == BitsFloat(0x7f800000u) ? 0.0f : 0x1p-96f;
+  }
+  *s = rescue.factor == 0.0f ? 1.0f : magnitude * rescue.factor;
+  rescue.most = kE2M1Max * *s;
+  return rescue;
+}
+
+NVFP4_HOST_DEVICE float Rescued(float magnitude, const BlockRescue& rescue) {
+  const float value = magnitude * rescue.factor;
+  const float number = value == value ? value : 0.0f;
+  return number < rescue.most ? number : rescue.most;
+}
+
 // Global scale that makes `amax` the largest representable value.
 NVFP4_HOST_DEVICE float GlobalScale(float amax) { return Divide(amax, kValueMax); }
 

@@ -37,7 +37,7 @@ _SOURCES = (
     "route",
 )
 _FLAGS = "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off"
-_TYPES = {"bfloat16": 0, "float16": 1}
+_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 _SCALES = ("none", "static", "token")
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 _KINDS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
@@ -252,3 +252,19 @@ def route(library, router: Router, logits, bias=None):
     likes = [np.empty((t, router.top_k), dtype) for dtype in (np.int32, np.float32)]
     bound = functools.partial(library.route, ctypes.byref(call))
     return _run(library, bound, [logits, _array(bias)], likes, 0, multiprocessors=1)
+
+
+def quantize(library, x, global_scale, scale_layout="linear"):
+    """Quantize rows; packed uint8 and block_scale as bytes, swizzled ones padded."""
+    m, k = x.shape
+    swizzled = scale_layout != "linear"
+    scales = (-(-m // 128) * 128, -(-k // 64) * 4) if swizzled else (m, k // 16)
+    likes = [np.empty((m, k // 2), np.uint8), np.empty(scales, np.uint8)]
+    call = functools.partial(
+        library.quantize,
+        ctypes.c_int64(m),
+        ctypes.c_int64(k),
+        _TYPES[x.dtype.name],
+        int(swizzled),
+    )
+    return _run(library, call, [x, np.float32(global_scale)], likes, 0, multiprocessors=1)

@@ -16,12 +16,13 @@
 #include "elements.cuh"
 #include "launch_kernel.cuh"
 #include "quantize.cuh"
+#include "quantize_block.cuh"
 
 namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr uint32_t kInfinityBits = 0x7f800000u, kNan = 0x7fc00000u;
 
 // Largest magnitude as bits: unsigned order puts infinity above all numbers and NaN above it.
 __device__ __forceinline__ uint32_t MagnitudeBits(float value) {
@@ -34,16 +35,6 @@ __device__ uint32_t LargestBits(const T (&values)[16]) {
 #pragma unroll
   for (int j = 0; j < kBlock; ++j) largest = max(largest, MagnitudeBits(ToFloat(values[j])));
   return largest;
-}
-
-template <typename T>
-__device__ uint2 EncodeBlock(const T (&values)[16], float s) {
-  uint32_t words[2] = {0, 0};
-#pragma unroll
-  for (int j = 0; j < kBlock; ++j) {
-    words[j / 8] |= EncodeValue(ToFloat(values[j]), s) << (4 * (j % 8));
-  }
-  return make_uint2(words[0], words[1]);
 }
 
 // 16 values, 32 or 64 bytes.
@@ -80,8 +71,10 @@ __global__ void __launch_bounds__(kThreads)
     T values[16];
     source.Values(values);
     const float g = *p.global_scale;
-    byte = EncodeBlockScale(BitsFloat(LargestBits(values)), g);
-    const uint2 words = EncodeBlock(values, DecodeE4M3(byte) * g);
+    const SplitBlock<T> split(values);
+    const BlockScale scale = FindBlockScale(split.largest, MakeBlockDivisor(g));
+    byte = scale.byte;
+    const uint2 words = EncodeBlock(split, scale.value * g);
     reinterpret_cast<uint2*>(p.packed)[row * shape.blocks + block] = words;
   }
   p.block_scale[shape.swizzled ? Swizzle128x4(row, block, shape.padded_blocks) : index] = byte;
@@ -160,21 +153,16 @@ __global__ void __launch_bounds__(kThreads) QuantizeRows(const RowQuantizer p) {
   } else {
     g = p.row_scale[sorted_row];
   }
-  const uint32_t largest = LargestBits(values);
-  const uint8_t byte =
-      largest >= kInfinityBits ? kE4M3Nan : EncodeBlockScale(BitsFloat(largest), g);
-  const float scale = DecodeE4M3(byte);
-  const uint2 codes = EncodeBlock(values, scale * g);
+  const SplitBlock<T> split(values);
+  // Infinities count as NaN.
+  const float largest = split.largest < BitsFloat(kInfinityBits) ? split.largest : BitsFloat(kNan);
+  const BlockScale scale = FindBlockScale(largest, MakeBlockDivisor(g));
   if (p.rounded == nullptr) {
-    reinterpret_cast<uint2*>(p.codes)[index] = codes;
-    p.block_scale[index] = byte;
+    reinterpret_cast<uint2*>(p.codes)[index] = EncodeBlock(split, scale.value * g);
+    p.block_scale[index] = scale.byte;
     return;
   }
-  float rounded[16];
-  DecodeWord(codes.x, scale, rounded);
-  DecodeWord(codes.y, scale, rounded + 8);
-#pragma unroll
-  for (int j = 0; j < kBlock; ++j) values[j] = FromFloat<T>(rounded[j]);
+  RoundBlock(split, scale.value, scale.value * g, values);
   StoreBlock(static_cast<T*>(p.rounded) + index * kBlock, values);
 }
 

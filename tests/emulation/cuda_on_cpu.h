@@ -111,6 +111,15 @@ inline int __ffs(unsigned value) { return __builtin_ffs(static_cast<int>(value))
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, int bits) {
   return bits % 32 == 0 ? low : (low >> bits % 32) | (high << (32 - bits % 32));
 }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
+  uint32_t chosen = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t byte = selector >> (4 * i) & 7;
+    chosen |= static_cast<uint32_t>(bytes >> (8 * byte) & 0xff) << (8 * i);
+  }
+  return chosen;
+}
 inline void __syncthreads() { emulation::SyncBlock(); }
 inline void __syncwarp() { emulation::SyncWarp(); }
 inline void __nanosleep(unsigned) { emulation::Yield(); }
