@@ -22,6 +22,7 @@ _ENGINE_TILE_ROWS = 8  # of the smallest tile
 _ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
 _ENGINE_WALK = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
 _ENGINE_PARTIAL_SUMS = 32 << 20
+QUANTIZE_PARTIALS = 256  # pieces of x whose largest magnitudes are found first
 
 
 def _sections(*sizes: int) -> int:
@@ -158,7 +159,7 @@ QUANTIZE_CUDA = Backend(
         extension=_EXTENSION,
     ),
     layout=CANONICAL,
-    lower={"quantize_nvfp4": lower_quantize("quantize_cuda")},
+    lower={"quantize_nvfp4": lower_quantize("quantize_cuda", QUANTIZE_PARTIALS)},
     status="executed",
 )
 

@@ -67,11 +67,12 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activa
   return LaunchGroupedGemmW4A16(nullptr, call, buffers);
 }
 
-// x, global_scale, packed, block_scale
+// x, global_scale or null, packed, block_scale, used_scale, partials
 int quantize(int64_t m, int64_t k, int type, int swizzled, void* const* operands) {
-  return LaunchQuantize(nullptr, m, k, static_cast<DataType>(type), swizzled != 0,
+  return LaunchQuantize(nullptr, {m, k, static_cast<DataType>(type), swizzled != 0},
                         {operands[0], static_cast<const float*>(operands[1]),
-                         static_cast<uint8_t*>(operands[2]), static_cast<uint8_t*>(operands[3])});
+                         static_cast<uint8_t*>(operands[2]), static_cast<uint8_t*>(operands[3]),
+                         static_cast<float*>(operands[4]), static_cast<uint32_t*>(operands[5])});
 }
 
 // logits, bias, expert_ids, expert_weights
