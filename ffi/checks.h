@@ -314,7 +314,8 @@ inline ffi::Error CheckGroupedGemm(const GroupedGemmOperands& operands,
 // The operands of the quantizer; scales are padded to whole tiles where they are swizzled.
 inline ffi::Error CheckQuantize(ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
                                 ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
-                                std::string_view scale_layout, DataType* type, bool* swizzled) {
+                                ffi::AnyBuffer used_scale, std::string_view scale_layout,
+                                DataType* type, bool* swizzled) {
   *swizzled = scale_layout == "swizzle_128x4";
   if (!*swizzled && scale_layout != "linear") {
     return Expected("scale_layout", "one of linear, swizzle_128x4", std::string(scale_layout));
@@ -326,7 +327,11 @@ inline ffi::Error CheckQuantize(ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [m, k]", x.dimensions(), 2));
   const int64_t m = x.dimensions()[0], k = x.dimensions()[1];
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", k, 16));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("global_scale []", global_scale.dimensions(), {}));
+  NVFP4_RETURN_IF_ERROR(ExpectType("used_scale", used_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("used_scale []", used_scale.dimensions(), {}));
+  if (global_scale.element_count() > 0) {  // else [0]: it is to come from x
+    NVFP4_RETURN_IF_ERROR(ExpectDims("global_scale []", global_scale.dimensions(), {}));
+  }
   NVFP4_RETURN_IF_ERROR(ExpectDims("packed [m, k/2]", packed.dimensions(), {m, k / 2}));
   if (*swizzled) {
     return ExpectDims("block_scale [m up to 128, k/16 up to 4]", block_scale.dimensions(),

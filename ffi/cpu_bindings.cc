@@ -160,6 +160,7 @@ ffi::Error GroupedGemmW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
 
 ffi::Error QuantizeCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
                        ffi::Result<ffi::AnyBuffer> packed, ffi::Result<ffi::AnyBuffer> block_scale,
+                       ffi::Result<ffi::AnyBuffer> used_scale, ffi::Result<ffi::BufferR1<ffi::U8>>,
                        ffi::Dictionary attributes) {
   const cpu::Kernels* kernels;
   std::string_view scale_layout;
@@ -167,16 +168,17 @@ ffi::Error QuantizeCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gl
   bool swizzle;
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "scale_layout", &scale_layout));
-  NVFP4_RETURN_IF_ERROR(
-      CheckQuantize(x, global_scale, *packed, *block_scale, scale_layout, &type, &swizzle));
+  NVFP4_RETURN_IF_ERROR(CheckQuantize(x, global_scale, *packed, *block_scale, *used_scale,
+                                      scale_layout, &type, &swizzle));
   const cpu::QuantizeArguments arguments = {x.untyped_data(),
                                             type,
                                             x.dimensions()[0],
                                             x.dimensions()[1],
-                                            *Data<float>(global_scale),
+                                            Data<float>(global_scale),
                                             swizzle,
                                             static_cast<uint8_t*>(packed->untyped_data()),
-                                            static_cast<uint8_t*>(block_scale->untyped_data())};
+                                            static_cast<uint8_t*>(block_scale->untyped_data()),
+                                            static_cast<float*>(used_scale->untyped_data())};
   XlaThreadPool threads(pool);
   cpu::RunQuantizeCpu(arguments, *kernels, threads);
   return ffi::Error::Success();
@@ -222,11 +224,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     kQuantizeCpu, QuantizeCpu,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()  // x             [m, k] bf16, f16, f32
-        .Arg<ffi::AnyBuffer>()  // global_scale  [] F32
-        .Ret<ffi::AnyBuffer>()  // packed        [m, k/2] U8
-        .Ret<ffi::AnyBuffer>()  // block_scale   F8E4M3FN, linear or swizzled
-        .Attrs());              // scale_layout, isa
+        .Arg<ffi::AnyBuffer>()          // x             [m, k] bf16, f16, f32
+        .Arg<ffi::AnyBuffer>()          // global_scale  [] F32, or [0]: from x
+        .Ret<ffi::AnyBuffer>()          // packed        [m, k/2] U8
+        .Ret<ffi::AnyBuffer>()          // block_scale   F8E4M3FN, linear or swizzled
+        .Ret<ffi::AnyBuffer>()          // used_scale    [] F32
+        .Ret<ffi::BufferR1<ffi::U8>>()  // workspace     [0]
+        .Attrs());                      // scale_layout, isa
 
 template <typename Handler>
 nb::capsule Capsule(Handler* handler) {

@@ -198,18 +198,25 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
 
 ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
                     ffi::Result<ffi::AnyBuffer> packed, ffi::Result<ffi::AnyBuffer> block_scale,
+                    ffi::Result<ffi::AnyBuffer> used_scale, ffi::Result<ffi::AnyBuffer> workspace,
                     std::string_view scale_layout) {
-  DataType type;
-  bool swizzled;
-  NVFP4_RETURN_IF_ERROR(
-      CheckQuantize(x, global_scale, *packed, *block_scale, scale_layout, &type, &swizzled));
-  const int64_t m = x.dimensions()[0], k = x.dimensions()[1];
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", m, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", k, kMaxExtent));
-  const QuantizeBuffers buffers = {x.untyped_data(), Data<float>(global_scale),
+  QuantizeCall call;
+  NVFP4_RETURN_IF_ERROR(CheckQuantize(x, global_scale, *packed, *block_scale, *used_scale,
+                                      scale_layout, &call.type, &call.swizzle_128x4));
+  call.m = x.dimensions()[0];
+  call.k = x.dimensions()[1];
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.m, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.k, kMaxExtent));
+  if (global_scale.element_count() == 0) {
+    NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, kAmaxPartials * sizeof(uint32_t)));
+  }
+  const QuantizeBuffers buffers = {x.untyped_data(),
+                                   DataOrNull(global_scale),
                                    static_cast<uint8_t*>(packed->untyped_data()),
-                                   static_cast<uint8_t*>(block_scale->untyped_data())};
-  return FromCuda(LaunchQuantize(stream, m, k, type, swizzled, buffers), "nvfp4_quantize_cuda");
+                                   static_cast<uint8_t*>(block_scale->untyped_data()),
+                                   static_cast<float*>(used_scale->untyped_data()),
+                                   static_cast<uint32_t*>(workspace->untyped_data())};
+  return FromCuda(LaunchQuantize(stream, call, buffers), "nvfp4_quantize_cuda");
 }
 
 struct RouterScoreRecord {
@@ -335,9 +342,11 @@ XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()  // x             [m, k]
-                           .Arg<ffi::AnyBuffer>()  // global_scale  []
+                           .Arg<ffi::AnyBuffer>()  // global_scale  [], or [0]: from x
                            .Ret<ffi::AnyBuffer>()  // packed        [m, k/2]
                            .Ret<ffi::AnyBuffer>()  // block_scale   [m, k/16], or padded
+                           .Ret<ffi::AnyBuffer>()  // used_scale    []
+                           .Ret<ffi::AnyBuffer>()  // workspace     U8 [bytes]
                            .Attr<std::string_view>("scale_layout"),
                        {ffi::Traits::kCmdBufferCompatible});
 

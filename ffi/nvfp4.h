@@ -158,7 +158,7 @@ struct Rounded {
 NVFP4_HOST_DEVICE Rounded RoundE2M1(float q) {
   const float power = BitsFloat(FloatBits(q > 1.0f ? q : 1.0f) & 0x7f800000u);
   constexpr float kOffset = 0x1p22f + 107;
-  return {fmaf(power, kOffset, q), power * kOffset};
+  return {power * kOffset + q, power * kOffset};  // the product is exact, fused or not
 }
 
 // Its code, in the lowest byte; the others hold garbage.
@@ -171,7 +171,7 @@ NVFP4_HOST_DEVICE uint32_t CodeE2M1(Rounded q) {
 NVFP4_HOST_DEVICE Rounded RoundE4M3(float q) {
   const float power = BitsFloat(FloatBits(q > 0x1p-6f ? q : 0x1p-6f) & 0x7f800000u);
   constexpr float kOffset = 0x1p20f + 19;
-  return {fmaf(power, kOffset, q), power * kOffset};
+  return {power * kOffset + q, power * kOffset};  // the product is exact, fused or not
 }
 
 NVFP4_HOST_DEVICE uint32_t CodeE4M3(Rounded q) {
@@ -209,12 +209,11 @@ NVFP4_HOST_DEVICE BlockScale FindBlockScale(float amax, const BlockDivisor& divi
   return {byte, DecodeE4M3(byte)};
 }
 
-// What makes of a block's values, by IEEE division or by DivideBy, the same codes.
+// What a block that cannot be divided as it is takes before: its scale and values times a factor,
+// exact where that matters, and values cut to 6 times the new scale.
 struct BlockRescue {
-  float factor;     // values are multiplied by it first, which is exact where it matters,
-  float most;       // then cut to this, 6 times the scale that comes out;
-  uint32_t signs;   // bits of signs that are kept,
-  uint32_t toggle;  // and bits that are toggled after
+  float factor;  // NaN where the block is to become zeros
+  float most;
 };
 
 // Whether magnitudes up to `amax` can be divided by *s and rounded as they are: the quotients are
@@ -225,25 +224,24 @@ NVFP4_HOST_DEVICE bool DividesBlock(float amax, float s) {
 
 // For a block that DividesBlock turns down: replaces *s.
 NVFP4_HOST_DEVICE BlockRescue RescueBlock(float* s) {
-  const float magnitude = BitsFloat(FloatBits(*s) & 0x7fffffffu);
-  BlockRescue rescue = {1.0f, 0.0f, 0xffffffffu, *s < 0.0f ? 0xffffffffu : 0u};
-  if (!(magnitude > 0.0f)) {  // zero or NaN: the block is zeros
-    rescue.factor = 0.0f;
-    rescue.signs = 0;
-  } else if (magnitude < kDivisorMin) {
-    rescue.factor = 0x1p96f;
-  } else if (magnitude > 1 / kDivisorMin) {
-    rescue.factor = magnitude == BitsFloat(0x7f800000u) ? 0.0f : 0x1p-96f;
+  float factor = 1.0f;
+  if (!(*s > 0.0f)) {
+    factor = BitsFloat(0x7fc00000u);
+  } else if (*s < kDivisorMin) {
+    factor = 0x1p96f;
+  } else if (*s > 1 / kDivisorMin) {
+    factor = *s == BitsFloat(0x7f800000u) ? 0.0f : 0x1p-96f;
   }
-  *s = rescue.factor == 0.0f ? 1.0f : magnitude * rescue.factor;
-  rescue.most = kE2M1Max * *s;
-  return rescue;
+  *s = factor > 0.0f ? *s * factor : 1.0f;
+  return {factor, kE2M1Max * *s};
 }
 
-NVFP4_HOST_DEVICE float Rescued(float magnitude, const BlockRescue& rescue) {
-  const float value = magnitude * rescue.factor;
-  const float number = value == value ? value : 0.0f;
-  return number < rescue.most ? number : rescue.most;
+// Replaces a magnitude; false where it becomes 0 without a sign, as NaN does.
+NVFP4_HOST_DEVICE bool Rescue(const BlockRescue& rescue, float* magnitude) {
+  const float value = *magnitude * rescue.factor;
+  const bool number = value == value;
+  *magnitude = number ? (value < rescue.most ? value : rescue.most) : 0.0f;
+  return number;
 }
 
 // Global scale that makes `amax` the largest representable value.

@@ -61,7 +61,7 @@ def decode_scale(block_scale: Array) -> Float[Array, "..."]:
 def encode(y: Float[Array, "... k"]) -> UInt8[Array, "... k"]:
     """Round float32 values to E2M1 codes: ties to even, saturating at 6.
 
-    Negative zero keeps its sign (code 8). NaN becomes code 0, with its sign.
+    Negative zero keeps its sign (code 8). NaN becomes code 0; its sign differs between devices.
 
     Source: the thresholds are the midpoints of the code table; equal to `ml_dtypes` on all finite
     bfloat16 values.
@@ -77,7 +77,8 @@ def encode(y: Float[Array, "... k"]) -> UInt8[Array, "... k"]:
         + (magnitude >= 3.5).astype(jnp.uint8)
         + (magnitude > 5.0).astype(jnp.uint8)
     )
-    return above | (jnp.signbit(y).astype(jnp.uint8) << jnp.uint8(3))
+    negative = jnp.signbit(y) & ~jnp.isnan(y)
+    return above | (negative.astype(jnp.uint8) << jnp.uint8(3))
 
 
 def check_blocks(name: str, shape: tuple[int, ...]) -> None:
@@ -157,8 +158,10 @@ def quantize(
     Returns:
       packed uint8 ``[..., n, k/2]``, block_scale float8_e4m3fn ``[..., n, k/16]`` and
       global_scale float32 ``x.shape[:-2]``.
-      A block that holds a NaN gets a NaN block scale; infinities saturate at 6 * 448 * g. Float32
-      subnormals, far below any weight, count as zero on a CPU, where XLA flushes them.
+      A block that holds a NaN gets a NaN block scale (0x7f) and zero codes; infinities saturate at
+      6 * 448 * g. Where g itself comes from NaN or infinity it is that, and no block scale or code
+      means anything. Float32 subnormals, far below any weight, count as zero on a CPU, where XLA
+      flushes them.
 
     Raises:
       ValueError: the last axis is not a multiple of 16.
@@ -174,6 +177,7 @@ def quantize(
     block_amax = amax(blocks, -1)
     # Clamp first: a cast to E4M3 gives NaN above 464. 0 / 0 comes of a zero global scale.
     ratio = jnp.where(block_amax == 0, 0.0, divide(block_amax, jnp.float32(E2M1_MAX) * g))
+    ratio = jnp.where(jnp.isnan(ratio), jnp.nan, ratio)  # one NaN for all devices
     block_scale = jnp.minimum(ratio, jnp.float32(E4M3_MAX)).astype(jnp.float8_e4m3fn)
     s = decode_scale(block_scale) * g
     zero = s == 0

@@ -112,14 +112,17 @@ def grouped_gemm(
 
 
 @functools.partial(jax.jit, static_argnames=("scale_layout", "isa"))
-def quantize(x, global_scale, scale_layout="linear", isa="auto"):
-    """Quantize rows; packed uint8 and block_scale e4m3, swizzled ones padded."""
+def quantize(x, global_scale=None, scale_layout="linear", isa="auto"):
+    """Quantize rows; packed uint8, block_scale e4m3, swizzled ones padded, and global_scale."""
     m, k = x.shape
     scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
     outputs = (
         jax.ShapeDtypeStruct((m, k // 2), jnp.uint8),
         jax.ShapeDtypeStruct(scales, jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((), jnp.float32),
+        jax.ShapeDtypeStruct((0,), jnp.uint8),
     )
+    scale = jnp.zeros(0, jnp.float32) if global_scale is None else global_scale
     return jax.ffi.ffi_call("nvfp4_quantize_cpu", outputs)(
-        x, global_scale, scale_layout=scale_layout, isa=isa
-    )
+        x, scale, scale_layout=scale_layout, isa=isa
+    )[:3]

@@ -7,6 +7,7 @@ from float64_layer import Layer, Options
 
 from jax_nvfp4_moe import _ffi
 from jax_nvfp4_moe.backends import cuda, sm100
+from jax_nvfp4_moe.backends.custom_call import lower_quantize
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 
 # Targets that any GPU runs; the others need one of 10.x or of 12.x, or a build that emulates them.
@@ -95,16 +96,9 @@ def grouped_gemm(
     )[0]
 
 
-def quantize(x, global_scale, scale_layout="linear"):
-    """Quantize rows; packed uint8 and block_scale e4m3, swizzled ones padded."""
-    m, k = x.shape
-    scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
-    outputs = (
-        jax.ShapeDtypeStruct((m, k // 2), jnp.uint8),
-        jax.ShapeDtypeStruct(scales, jnp.float8_e4m3fn),
-    )
-    call = jax.ffi.ffi_call("nvfp4_quantize_cuda", outputs)
-    return call(x, global_scale, scale_layout=scale_layout)
+def quantize(x, global_scale=None, scale_layout="linear"):
+    """Quantize rows; packed uint8, block_scale e4m3, swizzled ones padded, and global_scale."""
+    return lower_quantize("quantize_cuda", cuda.QUANTIZE_PARTIALS)(x, global_scale, scale_layout)
 
 
 def graphs_hold_custom_call(dump) -> bool:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from float64_layer import Layer, Options
 
+from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 from jax_nvfp4_moe.routing import Router
 
@@ -311,12 +312,12 @@ def route(library, router: Router, logits, bias=None):
     return _run(library, bound, [logits, _array(bias)], likes, 0, multiprocessors=1)
 
 
-def quantize(library, x, global_scale, scale_layout="linear"):
-    """Quantize rows; packed uint8 and block_scale as bytes, swizzled ones padded."""
+def quantize(library, x, global_scale=None, scale_layout="linear"):
+    """Quantize rows; packed uint8, block_scale as bytes, swizzled ones padded, and global_scale."""
     m, k = x.shape
     swizzled = scale_layout != "linear"
     scales = (-(-m // 128) * 128, -(-k // 64) * 4) if swizzled else (m, k // 16)
-    likes = [np.empty((m, k // 2), np.uint8), np.empty(scales, np.uint8)]
+    likes = [np.empty((m, k // 2), np.uint8), np.empty(scales, np.uint8), np.empty((), np.float32)]
     call = functools.partial(
         library.quantize,
         ctypes.c_int64(m),
@@ -324,4 +325,6 @@ def quantize(library, x, global_scale, scale_layout="linear"):
         _TYPES[x.dtype.name],
         int(swizzled),
     )
-    return _run(library, call, [x, np.float32(global_scale)], likes, 0, multiprocessors=1)
+    scale = None if global_scale is None else np.float32(global_scale)
+    workspace = 4 * QUANTIZE_PARTIALS if global_scale is None else 0
+    return _run(library, call, [x, scale], likes, workspace, multiprocessors=1)

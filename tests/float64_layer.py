@@ -111,7 +111,7 @@ def quantize(x, g):
         ratio = np.where(amax == 0, np.float32(0), amax / (np.float32(6) * g))
         block_scale = np.minimum(ratio, np.float32(448)).astype(E4M3)
         # ml_dtypes may keep the sign of a NaN; the kernels write 0x7f.
-        byte = np.where(np.isnan(amax), np.uint8(0x7F), block_scale.view(np.uint8))
+        byte = np.where(np.isnan(ratio), np.uint8(0x7F), block_scale.view(np.uint8))
         block_scale = byte.astype(np.uint8).view(E4M3)
         s = (block_scale.astype(np.float32) * g)[..., None]
         codes = np.where(s == 0, np.uint8(0), encode_e2m1(blocks / s)).reshape(x.shape)

@@ -1,8 +1,8 @@
 """The engine on FP4 tensor cores: the target w4a4_sm120 on a GPU, by emulation on one of 9.0.
 
 A build with the CMake option NVFP4_EMULATE_BLACKWELL runs it on a Hopper GPU: the same kernel, but
-for one instruction. Cases, truth and yardstick are those of `test_cuda_kernel`; `test_emulation_fp4`
-runs the checks of this module on a CPU.
+for one instruction. Cases, truth and yardstick are those of `test_cuda_kernel`, and on a CPU
+`test_emulation_fp4` runs the checks of this module.
 """
 
 import dataclasses

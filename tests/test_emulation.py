@@ -10,6 +10,7 @@ import float64_layer
 import ml_dtypes
 import numpy as np
 import pytest
+import quantizer_cases as quantizer
 import rounding_case
 import test_cuda_kernel as gpu
 import test_route as routing
@@ -161,3 +162,27 @@ def test_router_gives_ties_to_the_lower_expert(library, form):
     got = cuda_emulation.route(library, router, logits, bias)
     np.testing.assert_array_equal(got[0], routing.route(router, logits, bias)[0])
     routing.assert_weights_accurate(router, logits, bias, got)
+
+
+@pytest.mark.parametrize("dtype", quantizer.DTYPES.values(), ids=quantizer.DTYPES.keys())
+@pytest.mark.parametrize("layout", quantizer.LAYOUTS)
+def test_quantizer_is_exact(library, dtype, layout):
+    def assert_exact(x, g):
+        got = cuda_emulation.quantize(library, x, g, layout)
+        assert quantizer.differing_bytes(x, g, layout, got) == 0
+
+    for shape in quantizer.SHAPES:
+        x = np.random.default_rng(4).normal(0, 1, shape).astype(dtype)
+        assert_exact(x, 1 / 2688)
+        assert_exact(x, None)
+    for g in quantizer.SCALES:
+        assert_exact(quantizer.awkward(dtype), g)
+        assert_exact(quantizer.numbers(dtype), g)
+    assert_exact(quantizer.random(dtype, 100, 3), 0.0173)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_quantizer_is_exact_on_every_finite_value(library, dtype):
+    for g in quantizer.SCALES:
+        got = cuda_emulation.quantize(library, quantizer.finite(dtype), g)
+        assert quantizer.differing_bytes(quantizer.finite(dtype), g, "linear", got) == 0

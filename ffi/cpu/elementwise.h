@@ -220,21 +220,48 @@ inline float MaxMagnitude(const float* values, int64_t n) {
   return BitsFloat(largest);
 }
 
-// 16 values -> e2m1(value / s) * f32(s8), exact in bfloat16. Adding and subtracting 2^22, 2^23,
-// 2^24 rounds to multiples of 0.5, 1, 2. Infinities stay, so that the row shows them.
-inline void QuantizeBlock(float g, float* values) {
-  const float s8 = DecodeE4M3(EncodeBlockScale(MaxMagnitude(values, kBlock), g));
+// Scales of the blocks of a chunk of `n` values: bytes, as EncodeBlockScale gives them, and values.
+// Infinities, and what is above 448, become 448; NaN becomes the byte 0x7f.
+inline void FindBlockScales(const float* values, int64_t n, float g, uint8_t* bytes, float* s8) {
+  constexpr int64_t kBlocks = kChunk / kBlock;
+  float largest[kBlocks];
+  uint32_t codes[kBlocks];
+  const int64_t blocks = n / kBlock;
+  for (int64_t b = 0; b < blocks; ++b) largest[b] = MaxMagnitude(values + b * kBlock, kBlock);
+  for (int64_t b = blocks; b < kBlocks; ++b) largest[b] = 0.0f;
+  const float d = kE2M1Max * g;
+  for (int64_t b = 0; b < kBlocks; ++b) {
+    const float ratio = largest[b] == 0.0f ? 0.0f : largest[b] / d;
+    const float magnitude = BitsFloat(FloatBits(ratio) & 0x7fffffffu);
+    const Rounded rounded = RoundE4M3(magnitude > kE4M3Max ? kE4M3Max : magnitude);
+    const uint32_t sign = FloatBits(ratio) & 0x80000000u;
+    const bool nan = ratio != ratio;
+    codes[b] = nan ? uint32_t{kE4M3Nan} : (CodeE4M3(rounded) & 0x7f) | sign >> 24;
+    s8[b] = nan ? ratio : BitsFloat(FloatBits(ValueOf(rounded)) | sign);
+  }
+  for (int64_t b = 0; b < blocks; ++b) bytes[b] = static_cast<uint8_t>(codes[b]);
+}
+
+// 16 values -> e2m1(value / (s8 g)) * s8, exact in bfloat16. Infinities stay, so that the row shows
+// them.
+inline void QuantizeBlock(float s8, float g, float* values) {
   const float s = s8 * g;
   for (int c = 0; c < kBlock; ++c) {
     const float ratio = s == 0.0f ? 0.0f : values[c] / s;
     const uint32_t bits = FloatBits(ratio);
     const float y = BitsFloat(bits & 0x7fffffffu);
-    const float magic = y < 2.0f ? 0x1p22f : (y < 4.0f ? 0x1p23f : 0x1p24f);
-    const float rounded = (y + magic) - magic;
+    const float rounded = ValueOf(RoundE2M1(y > kE2M1Max ? kE2M1Max : y));
     const bool finite = (FloatBits(values[c]) & 0x7fffffffu) < 0x7f800000u;
-    const float code = rounded > kE2M1Max && finite ? kE2M1Max : rounded;
+    const float code = finite ? rounded : y;
     values[c] = BitsFloat(FloatBits(code) | (bits & 0x80000000u)) * s8;
   }
+}
+
+inline void QuantizeChunk(float g, int64_t n, float* values) {
+  uint8_t bytes[kChunk / kBlock];
+  float s8[kChunk / kBlock];
+  FindBlockScales(values, n, g, bytes, s8);
+  for (int64_t b = 0; b < n / kBlock; ++b) QuantizeBlock(s8[b], g, values + b * kBlock);
 }
 
 inline void LoadRow(const RowSource& source, int64_t first, int64_t n, float* values) {
@@ -270,7 +297,7 @@ float PrepareRow(const RowSource& source, RowFormat format, uint8_t* row) {
     if (source.quantize != ActivationScale::kNone && g == 0.0f) {
       for (int64_t c = 0; c < n; ++c) values[c] = 0.0f;  // a row of zeros stays one
     } else if (source.quantize != ActivationScale::kNone) {
-      for (int64_t c = 0; c < n; c += kBlock) QuantizeBlock(g, values + c);
+      QuantizeChunk(g, n, values);
     }
     StoreValues(values, n, format, k_pad, first, row);
   }
@@ -301,21 +328,44 @@ void Accumulate(const float* d, float weight, int64_t n, float* sum) {
   for (int64_t c = 0; c < n; ++c) sum[c] += weight * d[c];
 }
 
+// Codes of 16 values under scale s, two to a byte; s of 0 or NaN gives zeros.
+inline void EncodeBlock(const float* values, float s, uint8_t* packed) {
+  uint32_t codes[kBlock];
+  for (int c = 0; c < kBlock; ++c) {
+    const uint32_t bits = FloatBits(values[c]);
+    const float q = BitsFloat(bits & 0x7fffffffu) / s;
+    const uint32_t code = CodeE2M1(RoundE2M1(q < kE2M1Max ? q : kE2M1Max)) & 7;
+    codes[c] = s == 0.0f || q != q ? 0 : code | (bits >> 28 & 8);
+  }
+  uint64_t pairs[kBlock / 2];
+  std::memcpy(pairs, codes, sizeof(pairs));
+  for (int b = 0; b < kBlock / 2; ++b) {
+    packed[b] = static_cast<uint8_t>(pairs[b] | pairs[b] >> 28);
+  }
+}
+
+float LargestMagnitude(const void* x, DataType type, int64_t n) {
+  float values[kChunk];
+  float chunk_max[2] = {0.0f, 0.0f};
+  for (int64_t first = 0; first < n; first += kChunk) {
+    const int64_t count = std::min(kChunk, n - first);
+    LoadValues(x, type, first, count, values);
+    chunk_max[1] = MaxMagnitude(values, count);
+    chunk_max[0] = MaxMagnitude(chunk_max, 2);
+  }
+  return chunk_max[0];
+}
+
 void Quantize(const void* x, DataType type, int64_t k, float global_scale, uint8_t* packed,
               uint8_t* scales) {
-  float values[kChunk];
+  float values[kChunk], s8[kChunk / kBlock];
   for (int64_t first = 0; first < k; first += kChunk) {
     const int64_t n = std::min(kChunk, k - first);
     LoadValues(x, type, first, n, values);
-    for (int64_t c = 0; c < n; c += kBlock) {
-      const uint8_t scale = EncodeBlockScale(MaxMagnitude(values + c, kBlock), global_scale);
-      const float s = DecodeE4M3(scale) * global_scale;
-      scales[(first + c) / kBlock] = scale;
-      uint8_t codes[kBlock];
-      for (int b = 0; b < kBlock; ++b)
-        codes[b] = static_cast<uint8_t>(EncodeValue(values[c + b], s));
-      for (int b = 0; b < kBlock / 2; ++b)
-        packed[(first + c) / 2 + b] = static_cast<uint8_t>(codes[2 * b] | codes[2 * b + 1] << 4);
+    FindBlockScales(values, n, global_scale, scales + first / kBlock, s8);
+    for (int64_t b = 0; b < n / kBlock; ++b) {
+      const int64_t c = b * kBlock;
+      EncodeBlock(values + c, s8[b] * global_scale, packed + (first + c) / 2);
     }
   }
 }

@@ -275,7 +275,7 @@ bool Supported() {
 
 const Kernels kAmxKernels = {"amx",      Supported,  ChooseRows,   Multiply,
                              PrepareRow, Activate,   ScaleAndBias, StoreColumns,
-                             Round,      Accumulate, Quantize};
+                             Round,      Accumulate, Quantize,     LargestMagnitude};
 
 }  // namespace nvfp4::cpu
 

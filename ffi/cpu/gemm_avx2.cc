@@ -211,7 +211,7 @@ bool Supported() {
 
 const Kernels kAvx2Kernels = {"avx2",     Supported,  Float32Rows,  Multiply,
                               PrepareRow, Activate,   ScaleAndBias, StoreColumns,
-                              Round,      Accumulate, Quantize};
+                              Round,      Accumulate, Quantize,     LargestMagnitude};
 
 }  // namespace nvfp4::cpu
 

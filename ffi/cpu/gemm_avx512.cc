@@ -186,7 +186,7 @@ bool Supported() {
 
 const Kernels kAvx512Kernels = {"avx512",   Supported,  ChooseRows,   Multiply,
                                 PrepareRow, Activate,   ScaleAndBias, StoreColumns,
-                                Round,      Accumulate, Quantize};
+                                Round,      Accumulate, Quantize,     LargestMagnitude};
 
 }  // namespace nvfp4::cpu
 

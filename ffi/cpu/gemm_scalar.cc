@@ -65,6 +65,6 @@ bool Supported() { return true; }
 
 const Kernels kScalarKernels = {"scalar",   Supported,  Float32Rows,  Multiply,
                                 PrepareRow, Activate,   ScaleAndBias, StoreColumns,
-                                Round,      Accumulate, Quantize};
+                                Round,      Accumulate, Quantize,     LargestMagnitude};
 
 }  // namespace nvfp4::cpu

@@ -115,6 +115,9 @@ struct Kernels {
   // x [k] -> packed [k/2], scales [k/16].
   void (*quantize)(const void* x, DataType type, int64_t k, float global_scale, uint8_t* packed,
                    uint8_t* scales);
+
+  // max |x[i]| of [n], NaN where one is inside.
+  float (*largest_magnitude)(const void* x, DataType type, int64_t n);
 };
 
 extern const Kernels kScalarKernels;

@@ -70,10 +70,11 @@ struct QuantizeArguments {
   DataType type;
   int64_t m;
   int64_t k;
-  float global_scale;
-  bool swizzle;  // scales in the 128x4 order, padded with zeros; else [m, k/16]
+  const float* global_scale;  // or null: amax(x) / 2688
+  bool swizzle;               // scales in the 128x4 order, padded with zeros; else [m, k/16]
   uint8_t* packed;
   uint8_t* block_scale;
+  float* used_scale;  // the global scale
 };
 
 void RunQuantizeCpu(const QuantizeArguments& arguments, const Kernels& kernels, ThreadPool& pool);

@@ -104,20 +104,31 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
 int64_t GroupedGemmW4A4WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A4(cudaStream_t stream, const GroupedGemmCall& call,
                                   const GroupedGemmBuffers& buffers);
+
 // The same as LaunchMoEW4A4Sm100 is of a layer; m * k and n * k are below 2^35.
 int64_t GroupedGemmW4A4Sm100WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCall& call,
                                        const GroupedGemmBuffers& buffers);
 
-struct QuantizeBuffers {
-  const void* x;              // [m, k]
-  const float* global_scale;  // []
-  uint8_t* packed;            // [m, k/2]
-  uint8_t* block_scale;       // [m, k/16], or padded and swizzled
+constexpr int kAmaxPartials = 256;
+
+struct QuantizeCall {
+  int64_t m, k;
+  DataType type;       // of x
+  bool swizzle_128x4;  // scales in tiles, padded with zeros; else [m, k/16]
 };
 
-cudaError_t LaunchQuantize(cudaStream_t stream, int64_t m, int64_t k, DataType type,
-                           bool swizzle_128x4, const QuantizeBuffers& buffers);
+struct QuantizeBuffers {
+  const void* x;              // [m, k]
+  const float* global_scale;  // [], or null: amax(x) / 2688
+  uint8_t* packed;            // [m, k/2]
+  uint8_t* block_scale;       // [m, k/16], or padded and swizzled
+  float* used_scale;          // [], the global scale
+  uint32_t* partials;         // [kAmaxPartials], scratch where global_scale is null
+};
+
+cudaError_t LaunchQuantize(cudaStream_t stream, const QuantizeCall& call,
+                           const QuantizeBuffers& buffers);
 
 enum class RouterScore { kSoftmax, kSigmoid, kSqrtSoftplus };
 

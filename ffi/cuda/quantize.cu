@@ -4,9 +4,11 @@
 //   QuantizeRows  rows of experts -> codes, block scales, and a global scale for each row; or
 //                 their products code * block scale in the type of the rows, for the engines
 //
-// Bound by: reading x. A thread takes one block of 16: 32 or 64 bytes in, 9 bytes out (or as many).
-// Divisions are IEEE divisions (nvfp4.h), which is what makes ties fall as they do in the
-// reference.
+// Bound by: reading x. A thread has two blocks of 16 in flight: 32 or 64 bytes in, 9 out (or as
+// many) each, in 15 instructions a value. Quotients are those of IEEE division (nvfp4.h),
+// which is what makes ties fall as they do in the reference. Where the global scale is to come from
+// x, FindAmax reads x before, and leaves the last step, over its 256 blocks, to each block of
+// Quantize.
 //
 // QuantizeRows differs in one thing: a block that holds NaN or infinity gets the scale NaN, so
 // that the whole row of the product is NaN and no infinity turns into 6 * 448.
@@ -22,17 +24,35 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr uint32_t kNan = 0x7fc00000u;
+constexpr int kWarps = kThreads / 32;
+constexpr int kChunk = 512;  // blocks that a thread block quantizes: a tile of the 128x4 order
+constexpr int kTileRows = 128, kTileBlocks = 4;
+constexpr float kNan = __builtin_nanf("");
+static_assert(kAmaxPartials == kThreads);
 
-template <typename T>
-__device__ uint32_t LargestBits(const T (&values)[16]) {
-  uint32_t largest = 0;
+// Largest of what the threads of a block bring, as bits: unsigned order is that of magnitudes, with
+// NaN above infinity.
+__device__ __forceinline__ uint32_t LargestOfBlock(uint32_t bits) {
+  __shared__ uint32_t warp_largest[kWarps];
+  bits = __reduce_max_sync(0xffffffffu, bits);
+  if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = bits;
+  __syncthreads();
 #pragma unroll
-  for (int j = 0; j < kBlock; ++j) largest = max(largest, MagnitudeBits(ToFloat(values[j])));
-  return largest;
+  for (int warp = 0; warp < kWarps; ++warp) bits = max(bits, warp_largest[warp]);
+  return bits;
 }
 
 // 16 values, 32 or 64 bytes.
+template <typename T>
+__device__ __forceinline__ void LoadBlock(const T* source, T (&values)[kBlock]) {
+  uint4 words[sizeof(T)];
+#pragma unroll
+  for (int w = 0; w < static_cast<int>(sizeof(T)); ++w) {
+    words[w] = __ldg(reinterpret_cast<const uint4*>(source) + w);
+  }
+  std::memcpy(values, words, sizeof(words));
+}
+
 template <typename T>
 __device__ __forceinline__ void StoreBlock(T* target, const T (&values)[16]) {
   uint4 words[sizeof(T)];
@@ -45,34 +65,78 @@ __device__ __forceinline__ void StoreBlock(T* target, const T (&values)[16]) {
 
 struct QuantizeShape {
   int64_t m;
-  int64_t blocks;         // of a row
-  int64_t padded_rows;    // m, or the next multiple of 128 where swizzled
-  int64_t padded_blocks;  // blocks, or the next multiple of 4
-  bool swizzled;
+  int64_t blocks;      // of a row
+  uint32_t row_tiles;  // tiles of the 128x4 order in 128 rows
 };
 
+// partials[b] = bits of the largest magnitude of every kAmaxPartials-th piece of x.
 template <typename T>
+__global__ void __launch_bounds__(kThreads) FindAmax(const QuantizeBuffers p, int64_t vectors) {
+  constexpr int kAhead = 8;  // loads in flight
+  constexpr int64_t kStride = int64_t{kAmaxPartials} * kThreads;
+  const uint4* x = static_cast<const uint4*>(p.x);
+  LargestMagnitude<T> largest;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < vectors;
+       i += kAhead * kStride) {
+    uint4 words[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      words[j] = i + j * kStride < vectors ? __ldg(x + i + j * kStride) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      largest.Add(words[j].x);
+      largest.Add(words[j].y);
+      largest.Add(words[j].z);
+      largest.Add(words[j].w);
+    }
+  }
+  const uint32_t bits = LargestOfBlock(FloatBits(largest.Value()));
+  if (threadIdx.x == 0) p.partials[blockIdx.x] = bits;
+}
+
+// One tile of the 128x4 order, or as many blocks in a row.
+template <typename T, bool kSwizzled>
 __global__ void __launch_bounds__(kThreads)
     Quantize(const QuantizeBuffers p, const QuantizeShape shape) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= shape.padded_rows * shape.padded_blocks) return;
-  const int64_t row = index / shape.padded_blocks, block = index % shape.padded_blocks;
-  uint8_t byte = 0;  // of a scale that pads
-  if (row < shape.m && block < shape.blocks) {
-    PlainRow<T> source;
-    source.row = static_cast<const T*>(p.x) + row * shape.blocks * kBlock;
-    source.num_blocks = static_cast<int>(shape.blocks);
-    source.Load(static_cast<int>(block));
-    T values[16];
-    source.Values(values);
-    const float g = *p.global_scale;
-    const SplitBlock<T> split(values);
-    const BlockScale scale = FindBlockScale(split.largest, MakeBlockDivisor(g));
-    byte = scale.byte;
-    const uint2 words = EncodeBlock(split, scale.value * g);
-    reinterpret_cast<uint2*>(p.packed)[row * shape.blocks + block] = words;
+  constexpr int kBlocks = kChunk / kThreads;
+  int64_t sources[kBlocks];
+  bool inside[kBlocks];
+  T values[kBlocks][kBlock];
+  const int64_t first = int64_t{blockIdx.x} * kChunk + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    if constexpr (kSwizzled) {
+      // Scales in the order of their bytes, so that a warp writes whole sectors.
+      const uint32_t place = threadIdx.x + i * kThreads;
+      const int64_t row = int64_t{blockIdx.x / shape.row_tiles} * kTileRows + place / 16 +
+                          place % 16 / kTileBlocks * 32;
+      const int64_t block =
+          int64_t{blockIdx.x % shape.row_tiles} * kTileBlocks + place % kTileBlocks;
+      inside[i] = row < shape.m && block < shape.blocks;
+      sources[i] = row * shape.blocks + block;
+    } else {
+      sources[i] = first + i * kThreads;
+      inside[i] = sources[i] < shape.m * shape.blocks;
+    }
+    if (inside[i]) LoadBlock(static_cast<const T*>(p.x) + sources[i] * kBlock, values[i]);
   }
-  p.block_scale[shape.swizzled ? Swizzle128x4(row, block, shape.padded_blocks) : index] = byte;
+  const float g = p.global_scale != nullptr
+                      ? *p.global_scale
+                      : GlobalScale(BitsFloat(LargestOfBlock(p.partials[threadIdx.x])));
+  if (first == 0) *p.used_scale = g;
+  const BlockDivisor divisor = MakeBlockDivisor(g);
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    uint8_t byte = 0;  // of a scale that pads
+    if (inside[i]) {
+      const SplitBlock<T> split(values[i]);
+      const BlockScale scale = FindBlockScale(split.largest, divisor);
+      byte = scale.byte;
+      reinterpret_cast<uint2*>(p.packed)[sources[i]] = EncodeBlock(split, scale.value * g);
+    }
+    if (kSwizzled || inside[i]) p.block_scale[first + i * kThreads] = byte;
+  }
 }
 
 // Row of the source, and its weight, of a sorted row.
@@ -107,26 +171,21 @@ __device__ int ExpertOfRow(const int32_t* starts, int num_experts, int64_t sorte
 // row_scale[r] = amax(row r) / 2688; one block a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) ScaleRows(const RowQuantizer p) {
-  __shared__ uint32_t warp_largest[kThreads / 32];
   const int64_t sorted_row = blockIdx.x;
   if (sorted_row >= p.rows.starts[p.num_experts]) return;
   PlainRow<T> source = OpenSource<T>(p, sorted_row);
-  uint32_t largest = 0;
+  LargestMagnitude<T> largest;
   for (int block = threadIdx.x; block < source.num_blocks; block += kThreads) {
-    T values[16];
+    T values[kBlock];
     source.Load(block);
     source.Values(values);
-    largest = max(largest, LargestBits(values));
-  }
+    uint32_t words[4 * sizeof(T)];
+    std::memcpy(words, values, sizeof(words));
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    for (const uint32_t word : words) largest.Add(word);
   }
-  if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = largest;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int warp = 1; warp < kThreads / 32; ++warp) largest = max(largest, warp_largest[warp]);
-  p.row_scale[sorted_row] = GlobalScale(BitsFloat(largest));
+  const uint32_t bits = LargestOfBlock(FloatBits(largest.Value()));
+  if (threadIdx.x == 0) p.row_scale[sorted_row] = GlobalScale(BitsFloat(bits));
 }
 
 template <typename T>
@@ -150,7 +209,7 @@ __global__ void __launch_bounds__(kThreads) QuantizeRows(const RowQuantizer p) {
   }
   const SplitBlock<T> split(values);
   // Infinities count as NaN.
-  const float largest = split.largest < BitsFloat(kInfinityBits) ? split.largest : BitsFloat(kNan);
+  const float largest = split.largest < BitsFloat(kInfinityBits) ? split.largest : kNan;
   const BlockScale scale = FindBlockScale(largest, MakeBlockDivisor(g));
   if (p.rounded == nullptr) {
     const int64_t padding = p.padded_k > p.k ? (p.padded_k - p.k) / kBlock : 0;
@@ -174,10 +233,22 @@ cudaError_t LaunchQuantizeRowsOf(cudaStream_t stream, const RowQuantizer& p) {
 }
 
 template <typename T>
-cudaError_t LaunchQuantizeOf(cudaStream_t stream, const QuantizeBuffers& p,
-                             const QuantizeShape& shape) {
-  const int64_t blocks = CeilDiv(shape.padded_rows * shape.padded_blocks, kThreads);
-  return Launch(stream, dim3(static_cast<unsigned>(blocks)), kThreads, Quantize<T>, p, shape);
+cudaError_t LaunchQuantizeOf(cudaStream_t stream, const QuantizeCall& call,
+                             const QuantizeBuffers& p) {
+  if (p.global_scale == nullptr) {
+    const int64_t vectors = call.m * call.k * static_cast<int64_t>(sizeof(T)) / 16;
+    NVFP4_RETURN_IF_CUDA_ERROR(
+        Launch(stream, dim3(kAmaxPartials), kThreads, FindAmax<T>, p, vectors));
+  }
+  const int64_t blocks = call.k / kBlock, row_tiles = CeilDiv(blocks, kTileBlocks);
+  const QuantizeShape shape = {call.m, blocks, static_cast<uint32_t>(row_tiles)};
+  const int64_t chunks = call.swizzle_128x4 ? CeilDiv(call.m, kTileRows) * row_tiles
+                                            : CeilDiv(call.m * blocks, kChunk);
+  // One at least: it writes the scale that was used.
+  const dim3 grid(static_cast<unsigned>(chunks > 0 ? chunks : 1));
+  return chunks > 0 && call.swizzle_128x4
+             ? Launch(stream, grid, kThreads, Quantize<T, true>, p, shape)
+             : Launch(stream, grid, kThreads, Quantize<T, false>, p, shape);
 }
 
 }  // namespace
@@ -194,18 +265,15 @@ cudaError_t LaunchQuantizeRows(cudaStream_t stream, const RowQuantizer& quantize
   return cudaErrorInvalidValue;
 }
 
-cudaError_t LaunchQuantize(cudaStream_t stream, int64_t m, int64_t k, DataType type,
-                           bool swizzle_128x4, const QuantizeBuffers& buffers) {
-  const int64_t blocks = k / kBlock;
-  const QuantizeShape shape = {m, blocks, swizzle_128x4 ? CeilDiv(m, 128) * 128 : m,
-                               swizzle_128x4 ? CeilDiv(blocks, 4) * 4 : blocks, swizzle_128x4};
-  switch (type) {
+cudaError_t LaunchQuantize(cudaStream_t stream, const QuantizeCall& call,
+                           const QuantizeBuffers& buffers) {
+  switch (call.type) {
     case DataType::kBF16:
-      return LaunchQuantizeOf<__nv_bfloat16>(stream, buffers, shape);
+      return LaunchQuantizeOf<__nv_bfloat16>(stream, call, buffers);
     case DataType::kF16:
-      return LaunchQuantizeOf<__half>(stream, buffers, shape);
+      return LaunchQuantizeOf<__half>(stream, call, buffers);
     case DataType::kF32:
-      return LaunchQuantizeOf<float>(stream, buffers, shape);
+      return LaunchQuantizeOf<float>(stream, call, buffers);
   }
   return cudaErrorInvalidValue;
 }

@@ -26,54 +26,84 @@
 
 namespace nvfp4 {
 
+// The largest magnitude of words of T, one or two values each; NaN where one of them is.
+template <typename T>
+class LargestMagnitude {
+ public:
+  // Clears the signs of a word, and returns it.
+  __device__ __forceinline__ uint32_t Add(uint32_t word) {
+    const uint32_t bits = word & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu);
+    if constexpr (sizeof(T) == 4) {
+      largest_ = max(largest_, bits);  // ordered as numbers, with infinity and NaN on top
+    } else {
+      Pair all, pair;
+      std::memcpy(&all, &largest_, sizeof(all));
+      std::memcpy(&pair, &bits, sizeof(pair));
+      all = __hmax2_nan(all, pair);
+      std::memcpy(&largest_, &all, sizeof(all));
+    }
+    return bits;
+  }
+
+  __device__ __forceinline__ float Value() const {
+    if constexpr (sizeof(T) == 4) {
+      return BitsFloat(largest_);
+    } else {
+      Pair all;
+      std::memcpy(&all, &largest_, sizeof(all));
+      return ToFloat(__hmax_nan(all.x, all.y));
+    }
+  }
+
+ private:
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  uint32_t largest_ = 0;
+};
+
 // 16 values taken apart.
 template <typename T>
 struct SplitBlock {
   static constexpr int kWords = 4 * sizeof(T);
-  uint32_t words[kWords];  // as they are in memory; their sign bits count
-  uint32_t kept_signs = 0xffffffffu;
+  uint32_t words[kWords];  // as they are in memory; of these, the signs will count
   float magnitudes[kBlock];
   float largest;  // NaN where one of them is
 
   __device__ __forceinline__ explicit SplitBlock(const T (&values)[kBlock]) {
     std::memcpy(words, values, sizeof(words));
-    if constexpr (sizeof(T) == 4) {
-      uint32_t bits = 0;
+    LargestMagnitude<T> all;
 #pragma unroll
-      for (int j = 0; j < kBlock; ++j) {
-        magnitudes[j] = BitsFloat(words[j] & 0x7fffffffu);
-        bits = max(bits, words[j] & 0x7fffffffu);
-      }
-      largest = BitsFloat(bits);
-    } else {
-      using T2 = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-      T2 most;
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        const uint32_t bits = words[w] & 0x7fff7fffu;
-        T2 pair;
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t bits = all.Add(words[w]);
+      if constexpr (sizeof(T) == 4) {
+        magnitudes[w] = BitsFloat(bits);
+      } else if constexpr (std::is_same_v<T, __half>) {
+        __half2 pair;
         std::memcpy(&pair, &bits, sizeof(pair));
-        most = w == 0 ? pair : __hmax2_nan(most, pair);
-        if constexpr (std::is_same_v<T, __half>) {
-          const float2 both = __half22float2(pair);
-          magnitudes[2 * w] = both.x;
-          magnitudes[2 * w + 1] = both.y;
-        } else {
-          magnitudes[2 * w] = BitsFloat(__byte_perm(bits, 0, 0x1044));
-          magnitudes[2 * w + 1] = BitsFloat(bits & 0xffff0000u);
-        }
+        const float2 both = __half22float2(pair);
+        magnitudes[2 * w] = both.x;
+        magnitudes[2 * w + 1] = both.y;
+      } else {
+        // Written as a shift, the compiler would clear the sign once more.
+        magnitudes[2 * w] = BitsFloat(__byte_perm(bits, 0, 0x1044));
+        magnitudes[2 * w + 1] = BitsFloat(bits & 0xffff0000u);
       }
-      largest = ToFloat(__hmax_nan(most.x, most.y));
     }
+    largest = all.Value();
+  }
+
+  // Bit of the sign of value j in its word.
+  static __device__ __forceinline__ uint32_t SignOf(int j) {
+    return sizeof(T) == 4 || j % 2 == 1 ? 0x80000000u : 0x8000u;
   }
 
   // Makes of magnitudes and the block's scale, of the sign of g squared, what RoundE2M1 takes.
   __device__ __forceinline__ void Divide(float s) {
     if (!DividesBlock(largest, s)) {
       const BlockRescue rescue = RescueBlock(&s);
-      kept_signs = rescue.signs;
 #pragma unroll
-      for (int j = 0; j < kBlock; ++j) magnitudes[j] = Rescued(magnitudes[j], rescue);
+      for (int j = 0; j < kBlock; ++j) {
+        if (!Rescue(rescue, &magnitudes[j])) words[j * kWords / kBlock] &= ~SignOf(j);
+      }
     }
     const float reciprocal = Reciprocal(s);
 #pragma unroll
@@ -130,10 +160,9 @@ template <typename T>
 __device__ __forceinline__ uint2 EncodeBlock(SplitBlock<T> block, float s) {
   block.Divide(s);
   const uint32_t* words = block.words;
-  const uint32_t low = GatherSigns<T>(words) & block.kept_signs;
-  const uint32_t high = GatherSigns<T>(words + SplitBlock<T>::kWords / 2) & block.kept_signs;
-  return make_uint2(EncodeQuotients(block.magnitudes) | low,
-                    EncodeQuotients(block.magnitudes + 8) | high);
+  return make_uint2(
+      EncodeQuotients(block.magnitudes) | GatherSigns<T>(words),
+      EncodeQuotients(block.magnitudes + 8) | GatherSigns<T>(words + SplitBlock<T>::kWords / 2));
 }
 
 // code * block_scale of each value.
@@ -150,7 +179,7 @@ __device__ __forceinline__ void RoundBlock(SplitBlock<T> block, float block_scal
   constexpr uint32_t kSigns = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
 #pragma unroll
   for (int w = 0; w < SplitBlock<T>::kWords; ++w) {
-    words[w] ^= block.words[w] & (block.kept_signs & kSigns);
+    words[w] ^= block.words[w] & kSigns;
   }
   std::memcpy(values, words, sizeof(words));
 }

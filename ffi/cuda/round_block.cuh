@@ -47,8 +47,9 @@ __device__ __forceinline__ void RoundSpreadBlock(float input_scale, uint32_t (&p
   if (!divides) rescue = RescueBlock(&divisor);
   const float reciprocal = Reciprocal(divisor);
   const auto round = [&](uint32_t bits) {
-    const float magnitude = HalfFloat<T>(bits & 0x7fffu);
-    const float q = DivideBy(divides ? magnitude : Rescued(magnitude, rescue), divisor, reciprocal);
+    float magnitude = HalfFloat<T>(bits & 0x7fffu);
+    if (!divides) Rescue(rescue, &magnitude);
+    const float q = DivideBy(magnitude, divisor, reciprocal);
     return HalfBits<T>(ValueOf(RoundE2M1(q)) * scale.value) ^ (bits & 0x8000u);
   };
 #pragma unroll

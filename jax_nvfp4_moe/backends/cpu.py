@@ -71,6 +71,6 @@ QUANTIZE_CPU = Backend(
         extension=_EXTENSION,
     ),
     layout=CANONICAL,
-    lower={"quantize_nvfp4": lower_quantize("quantize_cpu")},
+    lower={"quantize_nvfp4": lower_quantize("quantize_cpu", 0)},
     status="executed",
 )

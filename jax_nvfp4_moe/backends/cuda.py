@@ -23,6 +23,7 @@ _ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
 _ENGINE_WALK = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
 _ENGINE_PARTIAL_SUMS = 32 << 20
 _FP4_K = 128  # rows of the engine on FP4 are padded to whole multiples of
+QUANTIZE_PARTIALS = 256  # pieces of x whose largest magnitudes are found first
 
 
 def _sections(*sizes: int) -> int:
@@ -197,7 +198,7 @@ QUANTIZE_CUDA = Backend(
         extension=_EXTENSION,
     ),
     layout=CANONICAL,
-    lower={"quantize_nvfp4": lower_quantize("quantize_cuda")},
+    lower={"quantize_nvfp4": lower_quantize("quantize_cuda", QUANTIZE_PARTIALS)},
     status="executed",
 )
 

@@ -118,10 +118,15 @@ def lower_grouped_gemm(target, workspace_bytes):
     return lower
 
 
-def lower_quantize(target):
+def lower_quantize(target, partials):
     """Return the lowering of `quantize_nvfp4` to the FFI target ``nvfp4_<target>``.
 
-    It returns packed uint8 and block_scale float8_e4m3fn, swizzled ones padded to whole tiles.
+    It returns packed uint8, block_scale float8_e4m3fn, swizzled ones padded to whole tiles, and the
+    global scale; where none is given, the kernel takes it from x.
+
+    Args:
+      target: the stem of the kernel.
+      partials: words of scratch memory that finding the largest magnitude takes.
     """
 
     def lower(x, global_scale, scale_layout):
@@ -130,9 +135,12 @@ def lower_quantize(target):
         outputs = (
             jax.ShapeDtypeStruct((m, k // 2), jnp.uint8),
             jax.ShapeDtypeStruct(scales, jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((), jnp.float32),
+            jax.ShapeDtypeStruct((4 * partials if global_scale is None else 0,), jnp.uint8),
         )
+        scale = jnp.zeros(0, jnp.float32) if global_scale is None else global_scale
         call = jax.ffi.ffi_call(f"nvfp4_{target}", outputs, vmap_method="sequential")
-        return call(x, global_scale, scale_layout=scale_layout)
+        return call(x, scale, scale_layout=scale_layout)[:3]
 
     return lower
 

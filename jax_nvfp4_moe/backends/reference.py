@@ -140,10 +140,10 @@ def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):
 
 def quantize_nvfp4(x, global_scale, scale_layout):
     """Quantize rows ``[m, k]``; `formats.quantize` is the meaning."""
-    packed, block_scale, _ = quantize(x, global_scale)
-    if scale_layout == "linear":
-        return packed, block_scale
-    return to_layout(packed, block_scale, find_layout(scale_layout))
+    packed, block_scale, scale = quantize(x, global_scale)
+    if scale_layout != "linear":
+        packed, block_scale = to_layout(packed, block_scale, find_layout(scale_layout))
+    return packed, block_scale, scale
 
 
 REFERENCE = Backend(

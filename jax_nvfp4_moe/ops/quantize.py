@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.choice import pick
-from jax_nvfp4_moe.formats import check_blocks, global_scale_of
+from jax_nvfp4_moe.formats import check_blocks
 from jax_nvfp4_moe.layouts import CANONICAL
 from jax_nvfp4_moe.ops.moe import check_activations
 from jax_nvfp4_moe.scheme import Problem, Target
@@ -48,10 +48,11 @@ def quantize_nvfp4(
         raise ValueError(f"x: expected shape [m, k], got {x.shape}")
     if scale_layout not in _LAYOUTS:
         raise ValueError(f"scale_layout: expected one of {list(_LAYOUTS)}, got {scale_layout!r}")
-    scale = global_scale_of(x) if global_scale is None else jnp.asarray(global_scale, jnp.float32)
-    if scale.shape != ():
+    scale = None if global_scale is None else jnp.asarray(global_scale, jnp.float32)
+    if scale is not None and scale.shape != ():
         raise ValueError(f"global_scale: expected one number, got shape {scale.shape}")
     target = target or Target.current()
     chosen = pick(Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1]), backend)
-    packed, block_scale = chosen.lower["quantize_nvfp4"](x, scale, scale_layout)
-    return NVFP4Tensor(packed, block_scale, scale, layout=_LAYOUTS[scale_layout])
+    return NVFP4Tensor(
+        *chosen.lower["quantize_nvfp4"](x, scale, scale_layout), layout=_LAYOUTS[scale_layout]
+    )

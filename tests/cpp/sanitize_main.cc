@@ -230,7 +230,9 @@ void RunQuantizer(DataType type, const Kernels& kernels) {
   for (bool swizzle : {false, true}) {
     Exact<uint8_t> scales(swizzle ? RoundUp(m, 128) * RoundUp(k / 16, 4) : m * k / 16);
     Threads pool(2);
-    RunQuantizeCpu({x.data, type, m, k, 0.01f, swizzle, packed.data, scales.data}, kernels, pool);
+    float g = 0.0f;
+    RunQuantizeCpu({x.data, type, m, k, nullptr, swizzle, packed.data, scales.data, &g}, kernels,
+                   pool);
   }
 }
 

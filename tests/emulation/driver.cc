@@ -130,13 +130,6 @@ int multiply_fp4(int shuffled, void* const* operands) {
   return cudaSuccess;
 }
 
-// x, global_scale, packed, block_scale
-int quantize(int64_t m, int64_t k, int type, int swizzled, void* const* operands) {
-  return LaunchQuantize(nullptr, m, k, static_cast<DataType>(type), swizzled != 0,
-                        {operands[0], static_cast<const float*>(operands[1]),
-                         static_cast<uint8_t*>(operands[2]), static_cast<uint8_t*>(operands[3])});
-}
-
 // What LaunchPackGroups writes of one product: starts, slots, global_scale, input_scale -> shapes
 // [e, 3], strides [e, 3], scale_layouts [e, 10], offsets [e, 5], alpha [e], places [slots].
 int pack_groups(int experts, int slots, int weight_rows, int k, int scaled, void* const* operands) {
@@ -174,6 +167,14 @@ int pack_groups(int experts, int slots, int weight_rows, int k, int scaled, void
     offsets[4] = reinterpret_cast<uint8_t*>(groups.outputs[e]) - reinterpret_cast<uint8_t*>(output);
   }
   return status;
+}
+
+// x, global_scale or null, packed, block_scale, used_scale, partials
+int quantize(int64_t m, int64_t k, int type, int swizzled, void* const* operands) {
+  return LaunchQuantize(nullptr, {m, k, static_cast<DataType>(type), swizzled != 0},
+                        {operands[0], static_cast<const float*>(operands[1]),
+                         static_cast<uint8_t*>(operands[2]), static_cast<uint8_t*>(operands[3]),
+                         static_cast<float*>(operands[4]), static_cast<uint32_t*>(operands[5])});
 }
 
 // logits, bias, expert_ids, expert_weights

@@ -1,0 +1,88 @@
+"""Values that are hard to quantize, and the bytes that they must become; for every backend."""
+
+import float64_layer
+import ml_dtypes
+import numpy as np
+from float64_layer import E4M3
+
+BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
+DTYPES = {"bf16": BF16, "f16": F16, "f32": F32}
+LAYOUTS = ("linear", "swizzle_128x4")
+# Global scales: ordinary ones, and those at which block scales underflow or overflow.
+SCALES = (1.0, 0.3, 1 / 2688, 3.7e-5, 1e-20, 1e-30, 1e-38, 1e30, 1e36, 0.0, None)
+SHAPES = ((0, 64), (1, 16), (1, 48), (3, 8192), (128, 64), (129, 80), (300, 336))
+
+
+def finite(dtype):
+    """Return every finite value of a 16-bit dtype, once, in random order, as rows of 16."""
+    values = np.arange(65536, dtype=np.uint16).view(dtype)
+    values = values[np.isfinite(values.astype(np.float32))]
+    values = np.random.default_rng(2).permutation(values)
+    return np.resize(values, (len(values) // 16 + 1, 16))
+
+
+def beside_six(dtype):
+    """Return finite values up to 6, each beside a 6: of scale 1 where the global one is 1."""
+    values = finite(dtype).reshape(-1)
+    values = values[np.abs(values.astype(np.float32)) <= 6]
+    rows = np.resize(values, (len(values) // 15 + 1, 15))
+    return np.concatenate([np.full((len(rows), 1), 6, dtype), rows], axis=1)
+
+
+def alone(dtype):
+    """Return every finite value as the one that sets the scale of its block."""
+    values = finite(dtype).reshape(-1)
+    rows = np.zeros((len(values), 16), dtype)
+    rows[:, 3] = values
+    rows[:, 5] = -values // 3
+    return rows
+
+
+def awkward(dtype):
+    """Return rows of ties, zeros of both signs, subnormals, NaN and infinities."""
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0], np.float32)
+    ties = np.concatenate([ties, -ties])
+    rows = [ties, np.roll(ties, 5) * 4, ties * np.float32(2.0**-9), ties * np.float32(448 / 5)]
+    rows += [np.zeros(16), -np.zeros(16), np.full(16, 1e-7), np.full(16, 6e4)]
+    tiny = np.float32(ml_dtypes.finfo(dtype).smallest_subnormal)
+    rows += [np.arange(16) * tiny, np.full(16, -tiny)]
+    for value in (np.nan, -np.nan, np.inf, -np.inf):
+        rows += [np.where(np.arange(16) == 3, value, ties), np.full(16, value)]
+    with np.errstate(over="ignore"):
+        return np.stack(rows).astype(np.float32).astype(dtype)
+
+
+def numbers(dtype):
+    """Return the awkward rows without NaN and infinities, which as a whole have a scale."""
+    rows = awkward(dtype)
+    return rows[np.isfinite(rows.astype(np.float32)).all(-1)]
+
+
+def random(dtype, rows, seed):
+    """Return rows of 1024 normal values, each row of its own size."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, 1024), np.float32)
+    return (x * np.exp2(rng.uniform(-12, 8, (rows, 1)).astype(np.float32))).astype(dtype)
+
+
+def differing_bytes(x, g, scale_layout, quantized):
+    """Count bytes of packed, block_scale and global_scale that are not numpy's, which are IEEE's.
+
+    Args:
+      x: ``[m, k]``.
+      g: the global scale that was asked for, or None.
+      scale_layout: "linear" or "swizzle_128x4".
+      quantized: packed, block_scale and global_scale.
+    """
+    packed, block_scale, scale = (np.asarray(a) for a in quantized)
+    if g is None:
+        largest = np.abs(x.astype(np.float32)).max(initial=0)
+        g = largest / np.float32(2688)
+    want_packed, want_scale = float64_layer.quantize(x, np.float32(g))
+    if scale_layout == "swizzle_128x4":
+        want_scale = float64_layer.swizzle_128x4(want_scale.view(E4M3))
+    want_scale, block_scale = want_scale.view(np.uint8), block_scale.view(np.uint8)
+    assert packed.shape == want_packed.shape
+    assert block_scale.shape == want_scale.shape
+    same_scale = np.array_equal(scale, np.float32(g), equal_nan=True)
+    return int((packed != want_packed).sum() + (block_scale != want_scale).sum()) + (not same_scale)
