@@ -3,9 +3,9 @@
 A `Layout` puts the bytes of ``packed [..., n, k/2]`` and ``block_scale [..., n, k/16]`` into
 another order without changing the values that they stand for. It may pad with zeros, which the
 inverse cuts off again. Undoing a layout gives the same bytes back, with one exception: the ``mma``
-and ``fp4`` layouts keep no sign of a block scale. There a block with a negative scale comes back with the
-positive one and its codes negated, and a block whose scale is zero comes back with zero codes:
-other bytes, same values.
+and ``fp4`` layouts keep no sign of a block scale. There a block with a negative scale comes back
+with the positive one and its codes negated, and a block whose scale is zero comes back with zero
+codes: other bytes, same values.
 """
 
 import dataclasses

@@ -50,7 +50,7 @@ _KINDS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
 _GUARD = mmap.PAGESIZE
 
 
-def _cuda_include() -> pathlib.Path:
+def cuda_include() -> pathlib.Path:
     """Return the folder of CUDA's headers."""
     spec = importlib.util.find_spec("nvidia")
     wheels = (
@@ -70,7 +70,7 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     """Compile the kernels in `folder` and load them."""
     for source in (*_FFI.glob("*.h"), *_FFI.glob("cuda/*"), *_HERE.glob("emulation/*")):
         shutil.copy(source, folder / source.name)
-    compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{_cuda_include()}"]
+    compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{cuda_include()}"]
     names = [f"{name}.cu" for name in _SOURCES] + ["cuda_on_cpu.cc", "driver.cc"]
     running = [
         subprocess.Popen(

@@ -1,11 +1,12 @@
 """The engine on FP4 tensor cores: the target w4a4_sm120 on a GPU, by emulation on one of 9.0.
 
 A build with the CMake option NVFP4_EMULATE_BLACKWELL runs it on a Hopper GPU: the same kernel, but
-for one instruction. Cases, truth and yardstick are those of `test_cuda_kernel`; `test_emulation_fp4`
-runs the checks of this module on a CPU.
+for one instruction. Cases, truth and yardstick are those of `test_cuda_kernel`; the checks of this
+module also run on a CPU, in `test_emulation_fp4`.
 """
 
 import dataclasses
+import importlib
 
 import cuda_calls
 import float64_layer
@@ -171,7 +172,10 @@ def test_product_matches_float64(case, parts, dtype, mode):
 @pytest.mark.parametrize("case", EXACT_PRODUCTS)
 @dtypes
 def test_order_independent_product_is_exact(case, dtype):
-    check_exact_product(lambda *call: gpu.run_product(*call, SUFFIX), case, dtype)
+    def product(operands, mode):
+        return gpu.run_product(operands, mode, SUFFIX)
+
+    check_exact_product(product, case, dtype)
 
 
 @pytest.mark.fp4
@@ -255,10 +259,9 @@ def test_what_it_cannot_do_is_named(dtype, mode, why):
 @pytest.mark.hopper
 def test_a_build_without_code_for_this_device_says_so():
     cuda_calls.register()
-    from jax_nvfp4_moe import _nvfp4_cuda
-
+    extension = importlib.import_module("jax_nvfp4_moe._nvfp4_cuda")
     call = gpu.make("smallest", BF16, Options(activation_scale="static"))
-    if _nvfp4_cuda.emulates_blackwell():
+    if extension.emulates_blackwell():
         gpu.assert_accurate(call, SUFFIX)
         return
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"device: expected .*12\.x"):

@@ -23,6 +23,9 @@ SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
 HOPPER_KERNELS = 12  # of ExpertGemmSm90: six tile sizes, two types
 AMPERE_KERNELS = 10  # of ExpertGemmSm80: five tile sizes, two types
+FP4_ROWS = (16, 32, 64, 128)  # of the tiles of ExpertGemmSm120, two types each
+# Kernels that one architecture alone has, by a part of their names.
+OWN_KERNELS = {"sm_90a": "sm90", "sm_120f": "sm120"}
 # For one tile a thread unpacks 32 weights and starts four products. Per weight, at most so many
 # operations of the logic unit, which takes one every other cycle, and instructions, the half of a
 # step's bookkeeping that falls between the products included; f16 has to move its codes.
@@ -108,8 +111,10 @@ def test_no_kernel_is_empty_or_traps(code, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_are_the_same_everywhere(code, arch):
-    hopper = kernels(code, "sm_90a", "sm90")
-    assert set(code[arch]) == set(code["sm_90a"]) - (set(hopper) if arch != "sm_90a" else set())
+    own = {own: set(kernels(code, own, part)) for own, part in OWN_KERNELS.items()}
+    shared = set(code["sm_90a"]) - own["sm_90a"]
+    assert set(code[arch]) == shared | own.get(arch, set())
+    assert all(own.values())
 
 
 def test_hopper_product_uses_warpgroup_instructions(code):
@@ -133,6 +138,25 @@ def test_ampere_product_copies_while_it_multiplies(code, arch):
         assert count["HMMA"] >= 16, name
         assert count["LDSM"] >= 2, name
         assert count["LDGSTS"] >= 4, name
+
+
+@pytest.mark.parametrize("rows", FP4_ROWS)
+def test_fp4_product_uses_its_instruction(code, rows):
+    """128 of k by two slabs of 16 rows: 4 for each 8 rows, for full tiles and for others."""
+    fp4 = kernels(code, "sm_120f", f"ConfigILi{rows}E")
+    fp4 = {name: count for name, count in fp4.items() if "ExpertGemmSm120" in name}
+    assert len(fp4) == 2
+    for name, count in fp4.items():
+        assert count["OMMA"] == 2 * 4 * rows // 8, name
+        assert count["LDSM"] == 2 * rows // 8, name
+        assert count["LDGSTS"] >= 6, name
+        assert count["SHFL"] < 200, f"{name} emulates"
+
+
+@pytest.mark.parametrize("arch", set(ARCHITECTURES) - {"sm_120f"})
+def test_no_other_architecture_has_the_fp4_product(code, arch):
+    assert not kernels(code, arch, "ExpertGemmSm120")
+    assert not any(count["OMMA"] for count in code[arch].values())
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

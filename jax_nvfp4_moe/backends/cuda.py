@@ -121,9 +121,7 @@ def moe_w4a4_workspace_bytes(
     )
 
 
-def grouped_gemm_w4a4_workspace_bytes(
-    rows: int, num_experts: int, n: int, k: int, *, dtype
-) -> int:
+def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
     """Return the bytes of scratch memory that one grouped product on FP4 engines needs."""
     del n, dtype
     tables = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS)
