@@ -76,7 +76,7 @@ def run_product(dtype, mode, suffix="w4a16_sm90"):
         rng.normal(0, 1, (4, 200)).astype(np.float32),
         np.array([70, 0, -3, 33], np.int32),
     )
-    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode, suffix)
+    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode, suffix=suffix)
     check(f"product {np.dtype(dtype)} {mode} {suffix}", y)
 
 
