@@ -1,5 +1,6 @@
 """Strict promotion everywhere, and markers that skip unless the machine must have the device."""
 
+import importlib
 import importlib.util
 
 import jax
@@ -17,9 +18,7 @@ def _compute_capability():
 def _emulates_blackwell():
     if importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda") is None:
         return False
-    from jax_nvfp4_moe import _nvfp4_cuda
-
-    return _nvfp4_cuda.emulates_blackwell()
+    return importlib.import_module("jax_nvfp4_moe._nvfp4_cuda").emulates_blackwell()
 
 
 def _why_absent(marker):

@@ -6,6 +6,8 @@ The sizes fill no tile, leave experts empty, route out of range, and cross the e
 tokens. The outputs must be finite: garbage that was read would not be, workspaces are not cleared.
 """
 
+import importlib
+
 import cuda_calls
 import float64_layer
 import jax
@@ -48,7 +50,7 @@ def check(name, y):
     print(name, flush=True)
 
 
-def run_layer(case, dtype, options):
+def run_layer(case, dtype, options, suffix="w4a16_sm90"):
     """Run one expert layer."""
     t, k, e, h, i, low, high = case
     rng = np.random.default_rng(0)
@@ -57,10 +59,11 @@ def run_layer(case, dtype, options):
     ids = rng.integers(low, high, (t, k)).astype(np.int32)
     weights = rng.uniform(0.1, 1, (t, k)).astype(np.float32)
     operands = jax.tree.map(jnp.asarray, (x, layer, ids, weights))
-    check(f"layer {case} {np.dtype(dtype)} {options}", cuda_calls.moe(*operands, options))
+    y = cuda_calls.moe(*operands, options, suffix)
+    check(f"layer {case} {np.dtype(dtype)} {options} {suffix}", y)
 
 
-def run_product(dtype, mode):
+def run_product(dtype, mode, suffix="w4a16_sm90"):
     """Run one grouped product with an empty group, a negative size and padding rows."""
     rng = np.random.default_rng(1)
     packed, block_scale = float64_layer.random_weight(rng, 4, 200, 80)
@@ -73,8 +76,8 @@ def run_product(dtype, mode):
         rng.normal(0, 1, (4, 200)).astype(np.float32),
         np.array([70, 0, -3, 33], np.int32),
     )
-    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode)
-    check(f"product {np.dtype(dtype)} {mode}", y)
+    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode, suffix=suffix)
+    check(f"product {np.dtype(dtype)} {mode} {suffix}", y)
 
 
 def run_quantizer(dtype, scale_layout):
@@ -95,6 +98,15 @@ def run_router(tokens, experts, router):
     check(f"router {tokens} {experts} {router} weights", weights)
 
 
+def run_fp4():
+    """Run the kernels of 12.x, by emulation on a GPU of 9.0."""
+    for case in LAYERS:
+        for options in (Options(activation_scale="static"), *OPTIONS[1:]):
+            run_layer(case, ml_dtypes.bfloat16, options, "w4a4_sm120")
+    for mode in ("static", "token"):
+        run_product(ml_dtypes.bfloat16, mode, "w4a4_sm120")
+
+
 def main():
     """Run everything once."""
     cuda_calls.register()
@@ -111,6 +123,8 @@ def main():
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
     # 1040 tokens of 32 experts are one chunk of 32768 slots and a short one.
     run_layer((1040, 32, 40, 16, 16, -1, 41), ml_dtypes.bfloat16, Options())
+    if importlib.import_module("jax_nvfp4_moe._nvfp4_cuda").emulates_blackwell():
+        run_fp4()
 
 
 if __name__ == "__main__":

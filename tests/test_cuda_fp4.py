@@ -1,11 +1,12 @@
 """The engine on FP4 tensor cores: the target w4a4_sm120 on a GPU, by emulation on one of 9.0.
 
 A build with the CMake option NVFP4_EMULATE_BLACKWELL runs it on a Hopper GPU: the same kernel, but
-for one instruction. Cases, truth and yardstick are those of `test_cuda_kernel`, and on a CPU
-`test_emulation_fp4` runs the checks of this module.
+for one instruction. Cases, truth and yardstick are those of `test_cuda_kernel`; the checks of this
+module also run on a CPU, in `test_emulation_fp4`.
 """
 
 import dataclasses
+import importlib
 
 import cuda_calls
 import float64_layer
@@ -23,7 +24,6 @@ BF16, F16 = ml_dtypes.bfloat16, np.float16
 DTYPES = {"bf16": BF16, "f16": F16}
 SUFFIX = "w4a4_sm120"
 MODES = ("static", "token")
-WRONG_SCALE_CASES = gpu.WRONG_SCALE_CASES
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 modes = pytest.mark.parametrize("mode", MODES)
@@ -119,6 +119,25 @@ def check_fused(fp4, sixteen_bits, case, activation):
     np.testing.assert_array_equal(actual.view(np.uint16), want.view(np.uint16))
 
 
+def check_bound_of_layers(run, mode):
+    """The block scales of one expert of three, moved on by one, are over the bound."""
+    call = gpu.make("fills_no_tile", BF16, Options(activation_scale=mode))
+    actual = run(gpu.with_wrong_block_scales(call))
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(actual, call.yardstick(), call.truth())
+
+
+def check_bound_of_products(product, mode):
+    """The block scales of one row of one group, moved on by one, are over the bound."""
+    operands = gpu.make_product("padding_rows", BF16)
+    wrong = operands[2].copy()
+    wrong[2, 17] = np.roll(wrong[2, 17], 1)
+    actual = product((*operands[:2], wrong, *operands[3:]), mode)
+    yardstick = float64_layer.grouped_gemm(*operands, mode, matmul=gpu.xla(BF16)).astype(BF16)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, mode))
+
+
 def check_non_finite_token(run, activation, value, mode):
     """One token with `value` in it is not finite; all others have the bits they had."""
     options = Options(activation=activation, activation_scale=mode)
@@ -171,7 +190,10 @@ def test_product_matches_float64(case, parts, dtype, mode):
 @pytest.mark.parametrize("case", EXACT_PRODUCTS)
 @dtypes
 def test_order_independent_product_is_exact(case, dtype):
-    check_exact_product(lambda *call: gpu.run_product(*call, SUFFIX), case, dtype)
+    def product(operands, mode):
+        return gpu.run_product(operands, mode, SUFFIX)
+
+    check_exact_product(product, case, dtype)
 
 
 @pytest.mark.fp4
@@ -217,12 +239,9 @@ def test_many_tokens_equal_few(mode):
 
 @pytest.mark.fp4
 @modes
-@pytest.mark.parametrize("case", WRONG_SCALE_CASES)
-def test_bound_catches_wrong_block_scales(case, mode):
-    call = gpu.make(case, BF16, Options(activation_scale=mode))
-    actual = gpu.with_wrong_block_scales(call).run(SUFFIX)
-    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
-        assert_as_accurate_as(actual, call.yardstick(), call.truth())
+def test_bound_catches_wrong_block_scales(mode):
+    check_bound_of_layers(lambda call: call.run(SUFFIX), mode)
+    check_bound_of_products(lambda operands, mode: gpu.run_product(operands, mode, SUFFIX), mode)
 
 
 @pytest.mark.fp4
@@ -255,10 +274,9 @@ def test_what_it_cannot_do_is_named(dtype, mode, why):
 @pytest.mark.hopper
 def test_a_build_without_code_for_this_device_says_so():
     cuda_calls.register()
-    from jax_nvfp4_moe import _nvfp4_cuda
-
+    extension = importlib.import_module("jax_nvfp4_moe._nvfp4_cuda")
     call = gpu.make("smallest", BF16, Options(activation_scale="static"))
-    if _nvfp4_cuda.emulates_blackwell():
+    if extension.emulates_blackwell():
         gpu.assert_accurate(call, SUFFIX)
         return
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"device: expected .*12\.x"):

@@ -30,6 +30,9 @@ COLLECTIVES = {
     "few_rows": ("Li128EEENSC_ILi64EEENSC_ILi256", {"UTCOMMA": 4, "UTMALDG": 8, "UTCCP": 8}),
     "many_rows": ("SM100_MMA_MXF4_2x1SM", {"UTCOMMA": 8, "UTMALDG": 8, "UTCCP": 24}),
 }
+FP4_ROWS = (16, 32, 64, 128)  # of the tiles of ExpertGemmSm120, two types each
+# Kernels that one architecture alone has, by a part of their names.
+OWN_KERNELS = {"sm_90a": "sm90", "sm_120f": "sm120"}
 # For one tile a thread unpacks 32 weights and starts four products. Per weight, at most so many
 # operations of the logic unit, which takes one every other cycle, and instructions, the half of a
 # step's bookkeeping that falls between the products included; f16 has to move its codes.
@@ -120,8 +123,10 @@ def test_no_kernel_is_empty_or_traps(code, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_are_the_same_everywhere(code, arch):
-    hopper = {} if arch == "sm_90a" else kernels(code, "sm_90a", "sm90")
-    assert set(own(code, arch)) == set(code["sm_90a"]) - set(hopper)
+    single = {a: set(kernels(code, a, part)) for a, part in OWN_KERNELS.items()}
+    shared = set(own(code, "sm_90a")) - single["sm_90a"]
+    assert set(own(code, arch)) == shared | single.get(arch, set())
+    assert all(single.values())
 
 
 def test_hopper_product_uses_warpgroup_instructions(code):
@@ -161,6 +166,25 @@ def test_blackwell_product_uses_its_tensor_cores(code, name):
 def test_collectives_are_in_no_other_cubin(code):
     for arch in ARCHITECTURES:
         assert len(kernels(code, arch, "cutlass")) == (len(COLLECTIVES) if arch == "sm_100f" else 0)
+
+
+@pytest.mark.parametrize("rows", FP4_ROWS)
+def test_fp4_product_uses_its_instruction(code, rows):
+    """128 of k by two slabs of 16 rows: 4 for each 8 rows, for full tiles and for others."""
+    fp4 = kernels(code, "sm_120f", f"ConfigILi{rows}E")
+    fp4 = {name: count for name, count in fp4.items() if "ExpertGemmSm120" in name}
+    assert len(fp4) == 2
+    for name, count in fp4.items():
+        assert count["OMMA"] == 2 * 4 * rows // 8, name
+        assert count["LDSM"] == 2 * rows // 8, name
+        assert count["LDGSTS"] >= 6, name
+        assert count["SHFL"] < 200, f"{name} emulates"
+
+
+@pytest.mark.parametrize("arch", set(ARCHITECTURES) - {"sm_120f"})
+def test_no_other_architecture_has_the_fp4_product(code, arch):
+    assert not kernels(code, arch, "ExpertGemmSm120")
+    assert not any(count["OMMA"] for count in code[arch].values())
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
