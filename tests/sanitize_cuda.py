@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from float64_layer import Options
 
-from jax_nvfp4_moe import ops
+from jax_nvfp4_moe import _ffi, ops
 from jax_nvfp4_moe.routing import Router
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
@@ -48,7 +48,7 @@ def check(name, y):
     print(name, flush=True)
 
 
-def run_layer(case, dtype, options):
+def run_layer(case, dtype, options, suffix="w4a16_sm90"):
     """Run one expert layer."""
     t, k, e, h, i, low, high = case
     rng = np.random.default_rng(0)
@@ -57,10 +57,11 @@ def run_layer(case, dtype, options):
     ids = rng.integers(low, high, (t, k)).astype(np.int32)
     weights = rng.uniform(0.1, 1, (t, k)).astype(np.float32)
     operands = jax.tree.map(jnp.asarray, (x, layer, ids, weights))
-    check(f"layer {case} {np.dtype(dtype)} {options}", cuda_calls.moe(*operands, options))
+    y = cuda_calls.moe(*operands, options, suffix)
+    check(f"layer {suffix} {case} {np.dtype(dtype)} {options}", y)
 
 
-def run_product(dtype, mode):
+def run_product(dtype, mode, suffix="w4a16_sm90"):
     """Run one grouped product with an empty group, a negative size and padding rows."""
     rng = np.random.default_rng(1)
     packed, block_scale = float64_layer.random_weight(rng, 4, 200, 80)
@@ -73,8 +74,8 @@ def run_product(dtype, mode):
         rng.normal(0, 1, (4, 200)).astype(np.float32),
         np.array([70, 0, -3, 33], np.int32),
     )
-    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode)
-    check(f"product {np.dtype(dtype)} {mode}", y)
+    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode, suffix)
+    check(f"product {suffix} {np.dtype(dtype)} {mode}", y)
 
 
 def run_quantizer(dtype, scale_layout):
@@ -95,6 +96,14 @@ def run_router(tokens, experts, router):
     check(f"router {tokens} {experts} {router} weights", weights)
 
 
+def run_fp4(suffix):
+    """Run the kernels of FP4 tensor cores, which quantize all activations."""
+    for options in OPTIONS[1:]:
+        for case in LAYERS:
+            run_layer(case, ml_dtypes.bfloat16, options, suffix)
+        run_product(ml_dtypes.bfloat16, options.activation_scale, suffix)
+
+
 def main():
     """Run everything once."""
     cuda_calls.register()
@@ -111,6 +120,8 @@ def main():
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
     # 1040 tokens of 32 experts are one chunk of 32768 slots and a short one.
     run_layer((1040, 32, 40, 16, 16, -1, 41), ml_dtypes.bfloat16, Options())
+    if _ffi.load("_nvfp4_cuda").emulates_blackwell():
+        run_fp4("w4a4_sm100")
 
 
 if __name__ == "__main__":
