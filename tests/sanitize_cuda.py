@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from float64_layer import Options
 
-from jax_nvfp4_moe import ops
+from jax_nvfp4_moe import _ffi, ops
 from jax_nvfp4_moe.routing import Router
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
@@ -60,7 +60,7 @@ def run_layer(case, dtype, options, suffix="w4a16_sm90"):
     weights = rng.uniform(0.1, 1, (t, k)).astype(np.float32)
     operands = jax.tree.map(jnp.asarray, (x, layer, ids, weights))
     y = cuda_calls.moe(*operands, options, suffix)
-    check(f"layer {case} {np.dtype(dtype)} {options} {suffix}", y)
+    check(f"layer {suffix} {case} {np.dtype(dtype)} {options}", y)
 
 
 def run_product(dtype, mode, suffix="w4a16_sm90"):
@@ -76,8 +76,8 @@ def run_product(dtype, mode, suffix="w4a16_sm90"):
         rng.normal(0, 1, (4, 200)).astype(np.float32),
         np.array([70, 0, -3, 33], np.int32),
     )
-    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode, suffix=suffix)
-    check(f"product {np.dtype(dtype)} {mode} {suffix}", y)
+    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode, suffix)
+    check(f"product {suffix} {np.dtype(dtype)} {mode}", y)
 
 
 def run_quantizer(dtype, scale_layout):
@@ -98,13 +98,12 @@ def run_router(tokens, experts, router):
     check(f"router {tokens} {experts} {router} weights", weights)
 
 
-def run_fp4():
-    """Run the kernels of 12.x, by emulation on a GPU of 9.0."""
-    for case in LAYERS:
-        for options in (Options(activation_scale="static"), *OPTIONS[1:]):
-            run_layer(case, ml_dtypes.bfloat16, options, "w4a4_sm120")
-    for mode in ("static", "token"):
-        run_product(ml_dtypes.bfloat16, mode, "w4a4_sm120")
+def run_fp4(suffix):
+    """Run the kernels of FP4 tensor cores, which quantize all activations."""
+    for options in (Options(activation_scale="static"), *OPTIONS[1:]):
+        for case in LAYERS:
+            run_layer(case, ml_dtypes.bfloat16, options, suffix)
+        run_product(ml_dtypes.bfloat16, options.activation_scale, suffix)
 
 
 def main():
@@ -123,8 +122,9 @@ def main():
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
     # 1040 tokens of 32 experts are one chunk of 32768 slots and a short one.
     run_layer((1040, 32, 40, 16, 16, -1, 41), ml_dtypes.bfloat16, Options())
-    if importlib.import_module("jax_nvfp4_moe._nvfp4_cuda").emulates_blackwell():
-        run_fp4()
+    if _ffi.load("_nvfp4_cuda").emulates_blackwell():
+        run_fp4("w4a4_sm100")
+        run_fp4("w4a4_sm120")
 
 
 if __name__ == "__main__":

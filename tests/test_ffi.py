@@ -65,6 +65,15 @@ def test_a_missing_extension_says_what_to_install(fresh):
     assert dict(_ffi.missing()).keys() == {"_nvfp4_cpu", "_nvfp4_cuda"}
 
 
+@pytest.mark.parametrize("built_with_cutlass", [False, True])
+def test_a_missing_part_says_what_to_install(fresh, built_with_cutlass):
+    names = ["nvfp4_moe_w4a4_sm100"] if built_with_cutlass else []
+    fresh.setattr(_ffi, "_module", lambda name: extension((0, 1), names))
+    fresh.setattr(_ffi.jax.ffi, "register_ffi_target", lambda *a, **k: None)
+    reason = _ffi.why_unavailable("_nvfp4_cuda.w4a4_sm100")
+    assert reason is None if built_with_cutlass else "nvidia-cutlass==4.2.0.0" in reason
+
+
 def test_without_any_extension_the_reference_runs(tmp_path):
     """As in a wheel of Python files alone: it imports, computes, and names what a kernel needs."""
     code = """

@@ -161,6 +161,20 @@ def test_an_extension_that_is_missing_is_a_reason_and_the_reference_still_runs()
         choose_backend(problem, BACKENDS, "moe_w4a16_cpu")
 
 
+def test_a_part_that_is_missing_is_a_reason():
+    lacking = (("_nvfp4_cuda.w4a4_sm100", "built without CUTLASS's headers"),)
+    problem = Problem("moe_mlp", Scheme.W4A4, cuda(10, 0), unavailable=lacking)
+    with pytest.raises(nvfp4.NoBackendError, match="moe_w4a4_sm100: built without CUTLASS's"):
+        choose_backend(problem, BACKENDS, "moe_w4a4_sm100")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_fp4_tensor_cores_of_10_take_bfloat16(dtype):
+    problem = Problem("moe_mlp", Scheme.W4A4, cuda(10, 0), dtype)
+    with pytest.raises(nvfp4.NoBackendError, match=f"needs bfloat16, got {dtype}"):
+        choose_backend(problem, BACKENDS, "moe_w4a4_sm100")
+
+
 def test_an_unknown_backend_is_named():
     with pytest.raises(ValueError, match=r"backend: expected one of .*'reference'.*got 'marlin'"):
         choose_backend(Problem("moe_mlp", Scheme.W4A16, CPU), BACKENDS, "marlin")

@@ -129,7 +129,7 @@ if(nvfp4_cutlass)
   set_target_properties(nvfp4_sm100_kernels PROPERTIES CUDA_ARCHITECTURES 100f-real)
   target_include_directories(nvfp4_sm100_kernels SYSTEM PRIVATE "${nvfp4_cutlass}")
   target_compile_options(nvfp4_sm100_kernels PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -diag-suppress=177,186,20012,20013,20015>)
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
   list(APPEND nvfp4_libraries nvfp4_sm100_kernels)
 else()
   message(STATUS "CUTLASS: not found, so w4a4_sm100 is left out (it is in nvidia-cutlass 4.2.0.0 of PyPI)")

@@ -50,9 +50,10 @@ cudaError_t LaunchPackGroups(cudaStream_t stream, const PackedProducts& products
   return Launch(stream, grid, kThreads, PackGroups, products);
 }
 
-cudaError_t LaunchFp4Gemm(cudaStream_t stream, const Fp4Groups& groups, int64_t rows,
-                          void* workspace) {
-  const bool has_instructions = ComputeCapabilityMajor() == 10;
+cudaError_t LaunchFp4Gemm([[maybe_unused]] cudaStream_t stream,
+                          [[maybe_unused]] const Fp4Groups& groups, [[maybe_unused]] int64_t rows,
+                          [[maybe_unused]] void* workspace) {
+  [[maybe_unused]] const bool has_instructions = ComputeCapabilityMajor() == 10;
 #if NVFP4_EMULATE_BLACKWELL
   if (!has_instructions) return LaunchFp4GemmEmulated(stream, groups);
 #endif

@@ -171,19 +171,6 @@ cudaError_t LaunchQuantizer(cudaStream_t stream, const Fp4Quantizer& p, const So
                 source);
 }
 
-// Adds weight * value to `totals`, of eight columns from `column` on.
-__device__ __forceinline__ void AddValues(const Fp4Sums& p, int64_t row, int32_t expert,
-                                          int32_t column, float weight, float (&totals)[kVector]) {
-  float sums[kVector];
-  LoadValues(p.values + row * p.stride + column, sums);
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    if (column + j >= p.columns) break;
-    const float scale = p.Scale(row, expert, p.PartOf(column + j));
-    totals[j] += weight * (sums[j] * scale + p.Bias(expert, column + j));
-  }
-}
-
 __device__ __forceinline__ void StoreValues(__nv_bfloat16* row, int32_t column, int32_t columns,
                                             const float (&values)[kVector]) {
   __nv_bfloat16 rounded[kVector];
@@ -203,26 +190,74 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = index / vectors;
   const auto column = static_cast<int32_t>(index % vectors) * kVector;
   if (row >= rows.starts[num_experts]) return;
-  float values[kVector] = {};
-  AddValues(p, row, ExpertOf(rows.starts, num_experts, row), column, 1.0f, values);
+  const int32_t expert = ExpertOf(rows.starts, num_experts, row);
+  float values[kVector];
+  LoadValues(p.values + row * p.stride + column, values);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    if (column + j >= p.columns) break;
+    const float scale = p.Scale(row, expert, p.PartOf(column + j));
+    values[j] = values[j] * scale + p.Bias(expert, column + j);
+  }
   StoreValues(y + row * p.columns, column, p.columns, values);
 }
 
+constexpr int kChoices = 8;  // of a token, loaded at once: one after the other they would wait
+
+// Of choices `first` to first + kChoices - 1 of a token; an expert is -1 where none is routed.
+struct Fp4Choices {
+  int32_t experts[kChoices];
+  int32_t rows[kChoices];
+  float weights[kChoices];
+};
+
+__device__ __forceinline__ Fp4Choices LoadChoices(const Fp4Combine& p, int64_t token,
+                                                  int32_t first) {
+  Fp4Choices choices;
+#pragma unroll
+  for (int j = 0; j < kChoices; ++j) {
+    const int64_t slot = token * p.top_k + first + j;
+    const int32_t expert = first + j < p.top_k ? p.expert_ids[slot] : -1;
+    const bool routed = expert >= 0 && expert < p.num_experts;
+    choices.experts[j] = routed ? expert : -1;
+    choices.rows[j] = routed ? p.places[slot] : 0;
+    choices.weights[j] = routed && p.expert_weights != nullptr ? p.expert_weights[slot] : 1.0f;
+  }
+  return choices;
+}
+
 __global__ void __launch_bounds__(kThreads) CombineFp4Rows(const Fp4Combine p) {
-  const int32_t vectors = p.sums.columns / kVector;
+  const Fp4Sums& sums = p.sums;
+  const int32_t vectors = sums.columns / kVector;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t token = index / vectors;
   const auto column = static_cast<int32_t>(index % vectors) * kVector;
   if (token >= p.t) return;
   float totals[kVector] = {};
-  for (int32_t j = 0; j < p.top_k; ++j) {
-    const int64_t slot = token * p.top_k + j;
-    const int32_t expert = p.expert_ids[slot];
-    if (expert < 0 || expert >= p.num_experts) continue;
-    const float weight = p.expert_weights != nullptr ? p.expert_weights[slot] : 1.0f;
-    AddValues(p.sums, p.places[slot], expert, column, weight, totals);
+  for (int32_t first = 0; first < p.top_k; first += kChoices) {
+    const Fp4Choices choices = LoadChoices(p, token, first);
+    uint4 loaded[kChoices];
+    float scales[kChoices];
+#pragma unroll
+    for (int j = 0; j < kChoices; ++j) {
+      if (choices.experts[j] < 0) continue;
+      const int64_t row = choices.rows[j];
+      loaded[j] = __ldcs(reinterpret_cast<const uint4*>(sums.values + row * sums.stride + column));
+      scales[j] = sums.Scale(row, choices.experts[j], 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kChoices; ++j) {
+      if (choices.experts[j] < 0) continue;
+      __nv_bfloat16 values[kVector];
+      *reinterpret_cast<uint4*>(values) = loaded[j];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float bias = sums.Bias(choices.experts[j], column + i);
+        totals[i] += choices.weights[j] * (ToFloat(values[i]) * scales[j] + bias);
+      }
+    }
   }
-  StoreValues(p.y + token * p.sums.columns, column, p.sums.columns, totals);
+  StoreValues(p.y + token * sums.columns, column, sums.columns, totals);
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ cudaError_t LaunchQuantizeFp4(cudaStream_t stream, const Fp4Quantizer& quantizer
 cudaError_t LaunchFinishFp4(cudaStream_t stream, const Fp4Sums& sums, const ExpertRows& rows,
                             int64_t max_rows, int64_t num_experts, __nv_bfloat16* y);
 
-// y[t] = sum over j in order of weights[t, j] * the values of sums[places[t, j]].
+// y[t] = sum over j in order of weights[t, j] * the values of sums[places[t, j]], of one part.
 struct Fp4Combine {
   Fp4Sums sums;
   const int32_t* places;        // [t, top_k], of slots that are routed
