@@ -55,11 +55,15 @@ def time_program(step: Callable[[Any], Any], state: Any) -> dict[str, float]:
     }
 
 
-def measure_ceilings(gibibytes: float = 4.0, side: int = 8192) -> dict[str, float]:
-    """Measure the bandwidth of a copy (bytes read and written) and the rate of a bf16 matmul."""
+def measure_copy(gibibytes: float) -> float:
+    """Measure the bandwidth of a copy, bytes read and written, in TB/s."""
     words = int(gibibytes * 2**28)
     flip = jax.jit(lambda x: x ^ jnp.uint32(1), donate_argnums=0)
-    copy = time_program(flip, jnp.zeros(words, jnp.uint32))["us"]
+    return 8 * words / time_program(flip, jnp.zeros(words, jnp.uint32))["us"] * 1e-6
+
+
+def measure_ceilings(gibibytes: float = 4.0, side: int = 8192) -> dict[str, float]:
+    """Measure the bandwidth of a copy (bytes read and written) and the rate of a bf16 matmul."""
     state = jax.random.normal(jax.random.key(0), (3, side, side), jnp.bfloat16)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -69,6 +73,6 @@ def measure_ceilings(gibibytes: float = 4.0, side: int = 8192) -> dict[str, floa
 
     matmul = time_program(multiply, tuple(state))["us"]
     return {
-        "copy_tb_per_s": 8 * words / copy * 1e-6,
+        "copy_tb_per_s": measure_copy(gibibytes),
         "matmul_tflop_per_s": 2 * side**3 / matmul * 1e-6,
     }

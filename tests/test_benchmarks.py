@@ -18,6 +18,7 @@ import moe
 import moe_cases
 import numpy as np
 import pytest
+import quantize
 import timing
 from moe_cases import CASES, Ceilings
 from rich.console import Console
@@ -112,6 +113,11 @@ def test_random_weights_keep_values_near_one():
     assert params.down.shape == (case.experts, case.hidden, case.intermediate)
     spread = np.asarray(params.gate_up.dequantize()).std() * case.hidden**0.5
     assert 0.8 < spread < 1.25
+
+
+def test_quantizer_reads_values_again_to_find_their_scale():
+    assert quantize.moved_bytes(3, 64, "bfloat16", given=True) == 3 * (128 + 32 + 4)
+    assert quantize.moved_bytes(3, 64, "bfloat16", given=False) == 3 * (256 + 32 + 4)
 
 
 def test_time_program_counts_in_microseconds():
@@ -219,6 +225,7 @@ SMALL_MODEL = (
         ("moe.py", "--case tiny --tokens 1 8 --small-ceilings"),
         ("decode.py", f"{SMALL_MODEL} --small-ceilings"),
         ("layout.py", "--case tiny --backend moe_w4a16_cpu"),
+        ("quantize.py", "--case given --tokens 7 130 --k 64 --copy-gibibytes 0.01"),
     ],
 )
 def test_scripts_run(script, arguments, tmp_path):
@@ -229,6 +236,6 @@ def test_scripts_run(script, arguments, tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     written = json.loads(output.read_text())
     assert written["commit"] == "abc"
-    assert len(written["rows"]) == (2 if script == "moe.py" else 1)
+    assert len(written["rows"]) == (2 if script in ("moe.py", "quantize.py") else 1)
     if script == "moe.py":
         assert (tmp_path / "result.png").exists()
