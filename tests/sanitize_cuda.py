@@ -6,8 +6,6 @@ The sizes fill no tile, leave experts empty, route out of range, and cross the e
 tokens. The outputs must be finite: garbage that was read would not be, workspaces are not cleared.
 """
 
-import importlib
-
 import cuda_calls
 import float64_layer
 import jax
