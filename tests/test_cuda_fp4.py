@@ -17,12 +17,8 @@ import numpy as np
 import pytest
 import test_cuda_kernel as gpu
 from float64_layer import E4M3, Options
-from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
-import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.scheme import Target
 from jax_nvfp4_moe.testing import assert_as_accurate_as
-from jax_nvfp4_moe.tokenizer import load_tokenizer
 
 BF16, F16 = ml_dtypes.bfloat16, np.float16
 DTYPES = {"bf16": BF16, "f16": F16}
@@ -273,21 +269,6 @@ def test_what_it_cannot_do_is_named(dtype, mode, why):
     call = gpu.make("fills_no_tile", dtype, Options(activation_scale=mode))
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=why):
         call.run(SUFFIX).block_until_ready()
-
-
-@pytest.mark.fp4
-@pytest.mark.slow
-def test_the_quality_of_the_tool(monkeypatch):
-    """As in `test_evaluate`, with a GPU that says that it is of 12.0."""
-    monkeypatch.setattr(Target, "current", lambda: Target("cuda", (12, 0)))
-    facts = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]
-    text = (EXAMPLE_REFERENCE / "heldout.txt").read_text(encoding="utf-8")
-    heldout = load_tokenizer(EXAMPLE).encode(text)
-    model = nvfp4.load_model(EXAMPLE, scheme="w4a4", dtype=jnp.bfloat16)
-    assert nvfp4.explain(model).backend == "moe_w4a4_sm120"
-    arguments = {"window": facts["window"], "max_windows": facts["windows"]}
-    result = nvfp4.evaluate(model, heldout, skip_tokens=facts["first_token"], **arguments)
-    assert abs(result["mean_cross_entropy"] - facts["w4a4"]) <= 0.002
 
 
 @pytest.mark.hopper
