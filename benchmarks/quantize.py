@@ -4,9 +4,9 @@
 
 One row is `quantize_nvfp4` of one array ``[tokens, k]``, with a given global scale or with one that
 it finds itself, and with scales in either layout. It stands beside `formats.quantize`, the same
-bytes by plain XLA, and beside a copy: the floor is the time that a copy of as many bytes takes, of
-the values once, or twice where the scale comes from them, of the codes and of the scales. Prints a
-table and writes ``benchmarks/results/quantize.DEVICE.json``.
+bytes by plain XLA, with linear scales, and beside a copy: the floor is the time that a copy of as
+many bytes takes, of the values once, or twice where the scale comes from them, of the codes and of
+the scales. Prints a table and writes ``benchmarks/results/quantize.DEVICE.json``.
 """
 
 import argparse

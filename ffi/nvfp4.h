@@ -152,11 +152,20 @@ struct Rounded {
   float sum, offset;
 };
 
+// Bits of the larger of two magnitudes; on a CPU as integers, which compilers vectorize.
+NVFP4_HOST_DEVICE uint32_t LargerBits(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return FloatBits(fmaxf(a, b));
+#else
+  return FloatBits(a) > FloatBits(b) ? FloatBits(a) : FloatBits(b);
+#endif
+}
+
 // E2M1 of q in [0, 7): adding 2^22 * 2^e, with e the exponent of max(q, 1), rounds to multiples of
 // 2^(e - 1), whose number, and 2 e, is the code. The 107 clears the rest of the lowest byte; it is
 // an even number of units, so ties go where they should.
 NVFP4_HOST_DEVICE Rounded RoundE2M1(float q) {
-  const float power = BitsFloat(FloatBits(q > 1.0f ? q : 1.0f) & 0x7f800000u);
+  const float power = BitsFloat(LargerBits(q, 1.0f) & 0x7f800000u);
   constexpr float kOffset = 0x1p22f + 107;
   return {power * kOffset + q, power * kOffset};  // the product is exact, fused or not
 }
@@ -169,7 +178,7 @@ NVFP4_HOST_DEVICE uint32_t CodeE2M1(Rounded q) {
 
 // The same for E4M3 of q in [0, 448]; exponents from -6, steps of 2^(e - 3).
 NVFP4_HOST_DEVICE Rounded RoundE4M3(float q) {
-  const float power = BitsFloat(FloatBits(q > 0x1p-6f ? q : 0x1p-6f) & 0x7f800000u);
+  const float power = BitsFloat(LargerBits(q, 0x1p-6f) & 0x7f800000u);
   constexpr float kOffset = 0x1p20f + 19;
   return {power * kOffset + q, power * kOffset};  // the product is exact, fused or not
 }
@@ -236,11 +245,12 @@ NVFP4_HOST_DEVICE BlockRescue RescueBlock(float* s) {
   return {factor, kE2M1Max * *s};
 }
 
-// Replaces a magnitude; false where it becomes 0 without a sign, as NaN does.
-NVFP4_HOST_DEVICE bool Rescue(const BlockRescue& rescue, float* magnitude) {
+// Replaces a magnitude; returns all ones, or 0 where it becomes 0 without a sign, as NaN does.
+NVFP4_HOST_DEVICE uint32_t Rescue(const BlockRescue& rescue, float* magnitude) {
   const float value = *magnitude * rescue.factor;
-  const bool number = value == value;
-  *magnitude = number ? (value < rescue.most ? value : rescue.most) : 0.0f;
+  const float cut = value < rescue.most ? value : rescue.most;
+  const uint32_t number = -static_cast<uint32_t>(value == value);
+  *magnitude = BitsFloat(FloatBits(cut) & number);
   return number;
 }
 

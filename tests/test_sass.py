@@ -223,3 +223,11 @@ def test_unpacking_stays_within_its_budget(hopper_listing, dtype):
     tile = second_tile(instructions)
     assert sum(name.split(".")[0] in LOGIC for name in tile) <= 32 * LOGIC_BUDGET[dtype]
     assert len(tile) <= 32 * ISSUE_BUDGET[dtype]
+
+
+@pytest.mark.parametrize("arch", ["sm_100f", "sm_120f"])
+def test_quantizer_converts_to_e2m1_natively(code, arch):
+    """Two blocks of 16 values for a thread, two values an instruction; Hopper has none of them."""
+    counts = [c["F2FP"] for c in kernels(code, arch, "8QuantizeI13__nv_bfloat16").values()]
+    assert counts == [16, 16]
+    assert not any(c["F2FP"] for c in kernels(code, "sm_90a", "8QuantizeI13__nv_bfloat16").values())

@@ -220,6 +220,15 @@ inline float MaxMagnitude(const float* values, int64_t n) {
   return BitsFloat(largest);
 }
 
+// The smaller of a magnitude, which may be NaN, and a number.
+inline float AtMost(float magnitude, float most) {
+  const uint32_t bits = FloatBits(magnitude), limit = FloatBits(most);
+  return BitsFloat(bits < limit ? bits : limit);
+}
+
+// All ones or none: what is selected by a mask, and not by ?:, vectorizes for AVX2 too.
+inline uint32_t Mask(bool set) { return -uint32_t{set}; }
+
 // Scales of the blocks of a chunk of `n` values: bytes, as EncodeBlockScale gives them, and values.
 // Infinities, and what is above 448, become 448; NaN becomes the byte 0x7f.
 inline void FindBlockScales(const float* values, int64_t n, float g, uint8_t* bytes, float* s8) {
@@ -231,13 +240,16 @@ inline void FindBlockScales(const float* values, int64_t n, float g, uint8_t* by
   for (int64_t b = blocks; b < kBlocks; ++b) largest[b] = 0.0f;
   const float d = kE2M1Max * g;
   for (int64_t b = 0; b < kBlocks; ++b) {
-    const float ratio = largest[b] == 0.0f ? 0.0f : largest[b] / d;
-    const float magnitude = BitsFloat(FloatBits(ratio) & 0x7fffffffu);
-    const Rounded rounded = RoundE4M3(magnitude > kE4M3Max ? kE4M3Max : magnitude);
-    const uint32_t sign = FloatBits(ratio) & 0x80000000u;
-    const bool nan = ratio != ratio;
-    codes[b] = nan ? uint32_t{kE4M3Nan} : (CodeE4M3(rounded) & 0x7f) | sign >> 24;
-    s8[b] = nan ? ratio : BitsFloat(FloatBits(ValueOf(rounded)) | sign);
+    const float quotient = largest[b] / d;
+    const uint32_t ratio = FloatBits(quotient) & Mask(largest[b] != 0.0f);
+    const float magnitude = BitsFloat(ratio & 0x7fffffffu);
+    const Rounded rounded = RoundE4M3(AtMost(magnitude, kE4M3Max));
+    const uint32_t sign = ratio & 0x80000000u;
+    const uint32_t code = (CodeE4M3(rounded) & 0x7f) | sign >> 24;
+    const uint32_t value = FloatBits(ValueOf(rounded)) | sign;
+    const uint32_t nan = Mask(BitsFloat(ratio) != BitsFloat(ratio));
+    codes[b] = (nan & kE4M3Nan) | (code & ~nan);
+    s8[b] = BitsFloat((nan & ratio) | (value & ~nan));
   }
   for (int64_t b = 0; b < blocks; ++b) bytes[b] = static_cast<uint8_t>(codes[b]);
 }
@@ -246,14 +258,15 @@ inline void FindBlockScales(const float* values, int64_t n, float g, uint8_t* by
 // them.
 inline void QuantizeBlock(float s8, float g, float* values) {
   const float s = s8 * g;
+  const uint32_t kept = s == 0.0f ? 0 : 0xffffffffu;
   for (int c = 0; c < kBlock; ++c) {
-    const float ratio = s == 0.0f ? 0.0f : values[c] / s;
-    const uint32_t bits = FloatBits(ratio);
-    const float y = BitsFloat(bits & 0x7fffffffu);
-    const float rounded = ValueOf(RoundE2M1(y > kE2M1Max ? kE2M1Max : y));
+    const uint32_t bits = FloatBits(values[c] / s) & kept;
+    const uint32_t y = bits & 0x7fffffffu;
+    const uint32_t rounded = FloatBits(ValueOf(RoundE2M1(AtMost(BitsFloat(y), kE2M1Max))));
     const bool finite = (FloatBits(values[c]) & 0x7fffffffu) < 0x7f800000u;
-    const float code = finite ? rounded : y;
-    values[c] = BitsFloat(FloatBits(code) | (bits & 0x80000000u)) * s8;
+    const uint32_t take = Mask(finite) & Mask(y <= 0x7f800000u);
+    const uint32_t code = (rounded & take) | (y & ~take);
+    values[c] = BitsFloat(code | (bits & 0x80000000u)) * s8;
   }
 }
 
@@ -328,19 +341,14 @@ void Accumulate(const float* d, float weight, int64_t n, float* sum) {
   for (int64_t c = 0; c < n; ++c) sum[c] += weight * d[c];
 }
 
-// Codes of 16 values under scale s, two to a byte; s of 0 or NaN gives zeros.
-inline void EncodeBlock(const float* values, float s, uint8_t* packed) {
-  uint32_t codes[kBlock];
+// Codes of 16 values under scale s, one to a word; s of 0 or NaN gives zeros.
+inline void EncodeBlock(const float* values, float s, uint32_t* codes) {
+  const float divisor = s == 0.0f ? BitsFloat(0x7fc00000u) : s;
   for (int c = 0; c < kBlock; ++c) {
     const uint32_t bits = FloatBits(values[c]);
-    const float q = BitsFloat(bits & 0x7fffffffu) / s;
-    const uint32_t code = CodeE2M1(RoundE2M1(q < kE2M1Max ? q : kE2M1Max)) & 7;
-    codes[c] = s == 0.0f || q != q ? 0 : code | (bits >> 28 & 8);
-  }
-  uint64_t pairs[kBlock / 2];
-  std::memcpy(pairs, codes, sizeof(pairs));
-  for (int b = 0; b < kBlock / 2; ++b) {
-    packed[b] = static_cast<uint8_t>(pairs[b] | pairs[b] >> 28);
+    const float q = BitsFloat(bits & 0x7fffffffu) / divisor;
+    const uint32_t code = CodeE2M1(RoundE2M1(AtMost(q, kE2M1Max))) & 7;
+    codes[c] = (code | (bits >> 28 & 8)) & Mask(q == q);
   }
 }
 
@@ -359,14 +367,18 @@ float LargestMagnitude(const void* x, DataType type, int64_t n) {
 void Quantize(const void* x, DataType type, int64_t k, float global_scale, uint8_t* packed,
               uint8_t* scales) {
   float values[kChunk], s8[kChunk / kBlock];
+  uint64_t pairs[kChunk / 2];
   for (int64_t first = 0; first < k; first += kChunk) {
     const int64_t n = std::min(kChunk, k - first);
     LoadValues(x, type, first, n, values);
     FindBlockScales(values, n, global_scale, scales + first / kBlock, s8);
     for (int64_t b = 0; b < n / kBlock; ++b) {
-      const int64_t c = b * kBlock;
-      EncodeBlock(values + c, s8[b] * global_scale, packed + (first + c) / 2);
+      uint32_t codes[kBlock];
+      EncodeBlock(values + b * kBlock, s8[b] * global_scale, codes);
+      std::memcpy(pairs + b * kBlock / 2, codes, sizeof(codes));
     }
+    uint8_t* to = packed + first / 2;
+    for (int64_t i = 0; i < n / 2; ++i) to[i] = static_cast<uint8_t>(pairs[i] | pairs[i] >> 28);
   }
 }
 

@@ -24,21 +24,20 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kMaxRowThreads = 1024;  // that share a row of QuantizeRows
 constexpr int kChunk = 512;  // blocks that a thread block quantizes: a tile of the 128x4 order
 constexpr int kTileRows = 128, kTileBlocks = 4;
 constexpr float kNan = __builtin_nanf("");
 static_assert(kAmaxPartials == kThreads);
 
-// Largest of what the threads of a block bring, as bits: unsigned order is that of magnitudes, with
-// NaN above infinity.
-__device__ __forceinline__ uint32_t LargestOfBlock(uint32_t bits) {
-  __shared__ uint32_t warp_largest[kWarps];
+// Largest of what the `threads` threads of a block bring, as bits: unsigned order is that of
+// magnitudes, with NaN above infinity.
+__device__ __forceinline__ uint32_t LargestOfBlock(uint32_t bits, int threads) {
+  __shared__ uint32_t warp_largest[kMaxRowThreads / 32];
   bits = __reduce_max_sync(0xffffffffu, bits);
   if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = bits;
   __syncthreads();
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) bits = max(bits, warp_largest[warp]);
+  for (int warp = 0; warp < threads / 32; ++warp) bits = max(bits, warp_largest[warp]);
   return bits;
 }
 
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) FindAmax(const QuantizeBuffers p, in
       largest.Add(words[j].w);
     }
   }
-  const uint32_t bits = LargestOfBlock(FloatBits(largest.Value()));
+  const uint32_t bits = LargestOfBlock(FloatBits(largest.Value()), kThreads);
   if (threadIdx.x == 0) p.partials[blockIdx.x] = bits;
 }
 
@@ -123,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const float g = p.global_scale != nullptr
                       ? *p.global_scale
-                      : GlobalScale(BitsFloat(LargestOfBlock(p.partials[threadIdx.x])));
+                      : GlobalScale(BitsFloat(LargestOfBlock(p.partials[threadIdx.x], kThreads)));
   if (first == 0) *p.used_scale = g;
   const BlockDivisor divisor = MakeBlockDivisor(g);
 #pragma unroll
@@ -154,28 +153,23 @@ __device__ PlainRow<T> OpenSource(const RowQuantizer& p, int64_t sorted_row) {
   return source;
 }
 
-// The expert that owns a sorted row: the last one whose rows start at or before it.
-__device__ int ExpertOfRow(const int32_t* starts, int num_experts, int64_t sorted_row) {
-  int low = 0, high = num_experts - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (starts[middle] <= sorted_row) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
+// The expert that owns a sorted row: the last one whose rows start at or before it. By a warp.
+__device__ __forceinline__ int ExpertOfRow(const int32_t* starts, int num_experts,
+                                           int64_t sorted_row) {
+  int before = 0;
+  for (int first = 0; first < num_experts; first += 32) {
+    const int expert = first + static_cast<int>(threadIdx.x % 32);
+    const bool starts_before = expert < num_experts && starts[expert] <= sorted_row;
+    before += __popc(__ballot_sync(0xffffffffu, starts_before));
   }
-  return low;
+  return before - 1;
 }
 
-// row_scale[r] = amax(row r) / 2688; one block a row.
+// amax(row) / 2688, by the `threads` threads of a block.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) ScaleRows(const RowQuantizer p) {
-  const int64_t sorted_row = blockIdx.x;
-  if (sorted_row >= p.rows.starts[p.num_experts]) return;
-  PlainRow<T> source = OpenSource<T>(p, sorted_row);
+__device__ __forceinline__ float ScaleOfRow(PlainRow<T> source, int threads) {
   LargestMagnitude<T> largest;
-  for (int block = threadIdx.x; block < source.num_blocks; block += kThreads) {
+  for (int block = static_cast<int>(threadIdx.x); block < source.num_blocks; block += threads) {
     T values[kBlock];
     source.Load(block);
     source.Values(values);
@@ -184,52 +178,47 @@ __global__ void __launch_bounds__(kThreads) ScaleRows(const RowQuantizer p) {
 #pragma unroll
     for (const uint32_t word : words) largest.Add(word);
   }
-  const uint32_t bits = LargestOfBlock(FloatBits(largest.Value()));
-  if (threadIdx.x == 0) p.row_scale[sorted_row] = GlobalScale(BitsFloat(bits));
+  return GlobalScale(BitsFloat(LargestOfBlock(FloatBits(largest.Value()), threads)));
 }
 
+// One row. Where its scale is its own, it is read twice: the second time from the first level
+// cache.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) QuantizeRows(const RowQuantizer p) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int blocks = p.k / kBlock;
-  const int64_t sorted_row = index / blocks;
-  const int block = static_cast<int>(index % blocks);
+__global__ void __launch_bounds__(kMaxRowThreads) QuantizeRows(const RowQuantizer p, int threads) {
+  const int64_t sorted_row = blockIdx.x;
   if (sorted_row >= p.rows.starts[p.num_experts]) return;
   PlainRow<T> source = OpenSource<T>(p, sorted_row);
-  source.Load(block);
-  T values[16];
-  source.Values(values);
-
-  float g;
-  if (p.input_scale != nullptr) {
-    g = p.input_scale[ExpertOfRow(p.rows.starts, p.num_experts, sorted_row)];
-    if (block == 0 && p.row_scale != nullptr) p.row_scale[sorted_row] = g;
-  } else {
-    g = p.row_scale[sorted_row];
+  const bool by_expert = p.input_scale != nullptr;
+  const float g = by_expert ? p.input_scale[ExpertOfRow(p.rows.starts, p.num_experts, sorted_row)]
+                            : ScaleOfRow(source, threads);
+  if (threadIdx.x == 0 && p.row_scale != nullptr) p.row_scale[sorted_row] = g;
+  const BlockDivisor divisor = MakeBlockDivisor(g);
+  const int stride = max(p.padded_k, p.k) / kBlock;
+  for (int block = static_cast<int>(threadIdx.x); block < source.num_blocks; block += threads) {
+    T values[kBlock];
+    source.Load(block);
+    source.Values(values);
+    const SplitBlock<T> split(values);
+    // Infinities count as NaN.
+    const float largest = split.largest < BitsFloat(kInfinityBits) ? split.largest : kNan;
+    const BlockScale scale = FindBlockScale(largest, divisor);
+    const int64_t index = sorted_row * stride + block;
+    if (p.rounded == nullptr) {
+      reinterpret_cast<uint2*>(p.codes)[index] = EncodeBlock(split, scale.value * g);
+      p.block_scale[index] = scale.byte;
+    } else {
+      RoundBlock(split, scale.value, scale.value * g, values);
+      StoreBlock(static_cast<T*>(p.rounded) + index * kBlock, values);
+    }
   }
-  const SplitBlock<T> split(values);
-  // Infinities count as NaN.
-  const float largest = split.largest < BitsFloat(kInfinityBits) ? split.largest : kNan;
-  const BlockScale scale = FindBlockScale(largest, MakeBlockDivisor(g));
-  if (p.rounded == nullptr) {
-    const int64_t padding = p.padded_k > p.k ? (p.padded_k - p.k) / kBlock : 0;
-    reinterpret_cast<uint2*>(p.codes)[index + sorted_row * padding] =
-        EncodeBlock(split, scale.value * g);
-    p.block_scale[index + sorted_row * padding] = scale.byte;
-    return;
-  }
-  RoundBlock(split, scale.value, scale.value * g, values);
-  StoreBlock(static_cast<T*>(p.rounded) + index * kBlock, values);
 }
 
 template <typename T>
 cudaError_t LaunchQuantizeRowsOf(cudaStream_t stream, const RowQuantizer& p) {
-  if (p.input_scale == nullptr) {
-    NVFP4_RETURN_IF_CUDA_ERROR(
-        Launch(stream, dim3(static_cast<unsigned>(p.max_rows)), kThreads, ScaleRows<T>, p));
-  }
-  const int64_t blocks = CeilDiv(p.max_rows * (p.k / kBlock), kThreads);
-  return Launch(stream, dim3(static_cast<unsigned>(blocks)), kThreads, QuantizeRows<T>, p);
+  const int64_t warps = CeilDiv(p.k / kBlock, 32);
+  const int threads = static_cast<int>(warps < kMaxRowThreads / 32 ? 32 * warps : kMaxRowThreads);
+  return Launch(stream, dim3(static_cast<unsigned>(p.max_rows)), threads, QuantizeRows<T>, p,
+                threads);
 }
 
 template <typename T>

@@ -102,7 +102,7 @@ struct SplitBlock {
       const BlockRescue rescue = RescueBlock(&s);
 #pragma unroll
       for (int j = 0; j < kBlock; ++j) {
-        if (!Rescue(rescue, &magnitudes[j])) words[j * kWords / kBlock] &= ~SignOf(j);
+        words[j * kWords / kBlock] &= Rescue(rescue, &magnitudes[j]) | ~SignOf(j);
       }
     }
     const float reciprocal = Reciprocal(s);

@@ -25,6 +25,7 @@ def quantize_nvfp4(
     """Quantize rows to NVFP4 on the device, to the bit as `formats.quantize` does.
 
     ``s8 = e4m3(min(amax16 / (6 g), 448))``, ``codes = e2m1(x / (s8 g))``, float32, ties to even.
+    NaN and infinities do what they do there; subnormals are kept.
 
     Args:
       x: ``[m, k]``, bfloat16, float16 or float32; k a multiple of 16.

@@ -44,14 +44,14 @@ class Random {
 // Code of v in a block with largest magnitude `amax`, as EncodeBlock finds it.
 uint32_t ShortCode(float v, float amax, float s) {
   float magnitude = std::fabs(v);
-  bool signed_code = true;
+  uint32_t number = 0xffffffffu;
   if (!DividesBlock(amax, s)) {
     const BlockRescue rescue = RescueBlock(&s);
-    signed_code = Rescue(rescue, &magnitude);
+    number = Rescue(rescue, &magnitude);
   }
   const float q = DivideBy(magnitude, s, Reciprocal(s));
   const uint32_t code = CodeE2M1(RoundE2M1(q)) & 0xff;
-  return signed_code ? code | (FloatBits(v) >> 28 & 8) : code;
+  return code | (FloatBits(v) >> 28 & 8 & number);
 }
 
 bool SameCode(float v, float s, float amax) { return ShortCode(v, amax, s) == EncodeValue(v, s); }
