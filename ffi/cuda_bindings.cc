@@ -86,7 +86,7 @@ ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
           DataOrNull(input_scale), DataOrNull(bias)};
 }
 
-// kHopper: the kernels of sm_90a run what they are made for, the plain ones the rest.
+// An engine runs what it is made for, the plain kernels the rest.
 template <EngineKind kEngine>
 ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_packed,
                ffi::AnyBuffer gate_up_block_scale, ffi::AnyBuffer gate_up_global_scale,
@@ -143,8 +143,8 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, MoEW4A4Sm100WorkspaceBytes(shape)));
     return FromCuda(LaunchMoEW4A4Sm100(stream, call, buffers), "nvfp4_moe");
   }
-  const bool on_engine = kEngine != EngineKind::kPlain && options.type != DataType::kF32 &&
-                         std::max(shape.h, shape.i) <= kMaxEngineExtent;
+  const bool on_engine =
+      options.type != DataType::kF32 && std::max(shape.h, shape.i) <= kMaxEngineExtent;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
                                                         ? MoEW4A16WorkspaceBytes(shape)
                                                         : MoEWorkspaceBytes(shape, options.type)));
@@ -185,7 +185,7 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4Sm100WorkspaceBytes(shape)));
     return FromCuda(LaunchGroupedGemmW4A4Sm100(stream, call, buffers), "nvfp4_grouped_gemm");
   }
-  const bool on_engine = kEngine != EngineKind::kPlain && call.type != DataType::kF32 &&
+  const bool on_engine = call.type != DataType::kF32 &&
                          std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent &&
                          shape.m <= kMaxEngineRows && shape.m * (shape.k / 8) < int64_t{1} << 32;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine

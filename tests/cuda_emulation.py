@@ -24,8 +24,8 @@ from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 from jax_nvfp4_moe.routing import Router
 
-ENGINES = {"sm80": 1, "sm90": 2}  # of 16 bits; those of launch.h, EngineKind
-_ENGINES = {**ENGINES, "sm100": 3, "sm120": 4}
+ENGINES = {"sm80": 0, "sm90": 1}  # of 16 bits; those of launch.h, EngineKind
+_ENGINES = {**ENGINES, "sm100": 2, "sm120": 3}
 _LAYOUTS = {"sm100": "fp4_128x64", "sm120": "fp4_64x64"}  # of other engines "mma_64x64"
 _HERE = pathlib.Path(__file__).parent
 _FFI = _HERE.parent / "ffi"

@@ -3,9 +3,9 @@
 // instruction is emulated (fp4_mma.cuh), which is how it was tested.
 //
 // As in expert_gemm_sm80.cu the weights are the A operand and the sorted rows its N, padded to 8.
-// Bound by: reading weights up to some 250 rows of an expert, by published rates (1.7 PFLOP/s at 1.8
-// TB/s), tensor cores above. A weight tile is 2304 bytes, and 64 products of 16 x 8 x 64 for 128
-// rows.
+// Bound by: reading weights up to some 250 rows of an expert, by published rates (1.7 PFLOP/s
+// at 1.8 TB/s), tensor cores above. A weight tile is 2304 bytes, and 64 products of 16 x 8 x 64 for
+// 128 rows.
 //
 // A block works on kTiles weight tiles of 64 rows, two warps for each. A warp owns two neighbouring
 // slabs of 16 weight rows and all rows of the tile. A step is 128 of k; kStages of them are in
@@ -427,8 +427,8 @@ constexpr Variant kVariants[] = {
     MakeVariant<Rows128>(INT64_MAX),
 };
 
-// From memory the weights of any tile take as long as the products of a full one, from the L2 cache,
-// for the later tiles of an expert, a fifth of that. Between the two, and not measured.
+// From memory the weights of any tile take as long as the products of a full one, from the L2
+// cache, for the later tiles of an expert, a fifth of that. Between the two, and not measured.
 constexpr int32_t kMinCost = 96;
 constexpr int kReservedBytes = 1024;  // of shared memory, for each block
 

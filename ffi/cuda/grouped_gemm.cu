@@ -59,7 +59,8 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
                                     is_static ? buffers.weight.input_scale : nullptr,
                                     rows.codes,
                                     rows.block_scale,
-                                    rows.row_scale};
+                                    rows.row_scale,
+                                    /*rounded=*/nullptr};
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchQuantizeRows(stream, quantizer));
     left = {nullptr, nullptr, 1, nullptr, rows.codes, rows.block_scale, rows.row_scale};
   }

@@ -40,8 +40,9 @@ struct MoEBuffers {
   void* workspace;              // MoEWorkspaceBytes
 };
 
-// Of the kernels in expert_gemm_sm*.cu; kPlain is plain_gemm.cu, which does everything.
-enum class EngineKind { kPlain, kSm80, kSm90, kSm100, kSm120 };
+// Of the products in expert_gemm_sm*.cu and fp4_gemm_sm100.cu. For what the first two do not do
+// there are the plain kernels (plain_gemm.cu), which read the same layouts.
+enum class EngineKind { kSm80, kSm90, kSm100, kSm120 };
 
 struct MoECall {
   MoEShape shape;

@@ -157,8 +157,6 @@ def _record(
     )
 
 
-_PLAIN = "plain grouped kernel"
-
 MOE_W4A4_SM120 = _record(
     "w4a4_sm120",
     (Device(W4A4_SCHEMES, (12, 0), (13, 0)),),
@@ -172,7 +170,7 @@ MOE_W4A4_SM120 = _record(
 MOE_W4A16_SM90 = _record(
     "w4a16_sm90",
     (Device(frozenset(Scheme), (9, 0), (10, 0)),),
-    "wgmma and mma.sync for w4a16 in 16 bits, plain kernels for the rest: executed",
+    "wgmma and mma.sync in 16 bits, plain kernels for float32: executed",
     moe_w4a16_workspace_bytes,
     grouped_gemm_w4a16_workspace_bytes,
 )
@@ -184,7 +182,7 @@ MOE_W4A16_SM80 = _record(
         Device(frozenset(Scheme), (8, 0), (9, 0)),
         Device(frozenset(Scheme), (10, 0), (13, 0)),
     ),
-    "mma.sync for w4a16 in 16 bits, plain kernels for the rest: executed on Hopper",
+    "mma.sync in 16 bits, plain kernels for float32: executed on Hopper",
     moe_w4a16_workspace_bytes,
     grouped_gemm_w4a16_workspace_bytes,
 )

@@ -76,5 +76,5 @@ MOE_W4A4_SM100 = Backend(
         "moe_mlp": lower_moe("moe_w4a4_sm100", moe_workspace_bytes),
         "grouped_gemm": lower_grouped_gemm("grouped_gemm_w4a4_sm100", grouped_gemm_workspace_bytes),
     },
-    status="CUTLASS's product compiled, not executed; the rest executed with that emulated",
+    status="CUTLASS's product compiled, not executed; the rest executed on Hopper, that emulated",
 )
