@@ -118,6 +118,8 @@ def main():
         run_router(*case)
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
+        for suffix in cuda_calls.MOE_TARGETS:
+            run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="static"), suffix)
     # 1040 tokens of 32 experts are one chunk of 32768 slots and a short one.
     run_layer((1040, 32, 40, 16, 16, -1, 41), ml_dtypes.bfloat16, Options())
     if _ffi.load("_nvfp4_cuda").emulates_blackwell():
