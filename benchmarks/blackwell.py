@@ -10,9 +10,10 @@ A PREDICTION, from three bounds of the two products of a layer:
     issue    (12.x) instructions for each tensor instruction, counted in the machine code of the
              extension, at one a cycle and scheduler
 
-The longest of the three is the floor. `expected` divides it by the fraction of its own floor that
-the same layer reaches on an H200 (the same tokens, W4A4, from `--measured`), where that was
-measured. Needs cuobjdump. Writes ``benchmarks/results/blackwell_prediction.{json,md}``.
+The longest of the three is the floor. What is expected lies between the floor with the starts and
+ends of kernels (what one token takes on an H200 over its floor), and the floor by the fraction of
+its own that the same layer reaches on an H200 (the same tokens, W4A4, from `--measured`). Needs
+cuobjdump. Writes ``benchmarks/results/blackwell_prediction.{json,md}``.
 """
 
 import argparse
@@ -125,12 +126,9 @@ def count_utcomma(extension: str) -> list[dict]:
     for name, instructions in disassemble(extension, "sm_100f").items():
         count = sum(i.startswith("UTCOMMA") for i in instructions)
         if count:
-            tile = re.search(
-                r"cute\d*5tupleIJNS\w*?1CILi(\d+)EEENS\w*?ILi(\d+)EEENS\w*?ILi(\d+)E", name
-            )
             rows.append(
                 {
-                    "tile": [int(n) for n in tile.groups()] if tile else None,
+                    "multiprocessors": 2 if "2x1SM" in name else 1,  # of a tile
                     "utcomma": count,
                     "instructions": len(instructions),
                 }
@@ -172,7 +170,11 @@ def predict(device: Device, counts, case: Case, tokens: int, measured) -> dict:
         issued = flops / FLOPS_OF_OMMA * issued_per_omma(counts, case, tokens)
         bounds["issue"] = issued / (device.multiprocessors * 4 * device.ghz * 1e3)
     floor = max(bounds.values())
-    fraction = measured.get((case.name, tokens))
+    expected = ()
+    if (case.name, tokens) in measured:
+        one, own = measured[case.name, 1], measured[case.name, tokens]
+        ends = floor + one["us"] - one["floor_us"], floor / own["of_floor"]
+        expected = min(ends), max(ends)
     return {
         "device": device.name,
         "case": case.name,
@@ -180,20 +182,16 @@ def predict(device: Device, counts, case: Case, tokens: int, measured) -> dict:
         **bounds,
         "floor": floor,
         "bound": max(bounds, key=bounds.__getitem__),
-        "expected": floor / fraction if fraction else None,
+        "expected": expected,
     }
 
 
-def read_measured(path: pathlib.Path) -> dict[tuple[str, int], float]:
-    """Return (case, tokens) -> fraction of the floor, of our W4A4 layer."""
+def read_measured(path: pathlib.Path) -> dict[tuple[str, int], dict]:
+    """Return (case, tokens) -> the row of our W4A4 layer."""
     if not path.exists():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return {
-        (row["case"], row["tokens"]): row["of_floor"]
-        for row in rows
-        if row["contestant"] == MEASURED
-    }
+    return {(row["case"], row["tokens"]): row for row in rows if row["contestant"] == MEASURED}
 
 
 def table(headings, rows):
@@ -203,7 +201,7 @@ def table(headings, rows):
 
 
 def describe_cell(cell):
-    expected = f" ({cell['expected']:.0f})" if cell["expected"] else ""
+    expected = " ({:.0f} to {:.0f})".format(*cell["expected"]) if cell["expected"] else ""
     return f"{cell['floor']:.1f} {cell['bound'][0]}{expected}"
 
 
@@ -224,9 +222,10 @@ def make_page(result) -> str:
             ],
         ),
         "## Machine code of `moe_w4a4_sm120`",
-        "One full step of a warp. A scheduler issues one instruction a cycle, and at the published "
-        "rate a tensor instruction (16 x 8 x 64) takes 16: below 16 a product is bound by tensor "
-        "cores.",
+        "A tile of 64 x 64 weights is 2304 bytes, and 8192 FLOP for each row of activations, which "
+        "brings 36 bytes; a tensor instruction (16 x 8 x 64) is 16384 FLOP and takes 16 cycles at "
+        "the published rate. A scheduler issues one instruction a cycle, so below 16 a product is "
+        "bound by tensor cores. Of one full step of a warp:",
         table(
             (
                 "rows of a tile",
@@ -254,9 +253,9 @@ def make_page(result) -> str:
             "## Machine code of `moe_w4a4_sm100`",
             "UTCOMMA is issued by one thread for a whole tile; the kernels are CUTLASS's.",
             table(
-                ("tile", "UTCOMMA", "instructions"),
+                ("multiprocessors of a tile", "UTCOMMA", "instructions"),
                 [
-                    (" x ".join(map(str, r["tile"] or ["?"])), r["utcomma"], r["instructions"])
+                    (r["multiprocessors"], r["utcomma"], r["instructions"])
                     for r in result["utcomma"]
                 ],
             ),
@@ -264,7 +263,8 @@ def make_page(result) -> str:
     parts += [
         "## Microseconds of a layer",
         "The floor, what bounds it (m memory, t tensor cores, i issue), and in brackets what is "
-        "expected: the floor by the fraction of its floor that the layer reaches on an H200.",
+        "expected: the floor and the starts and ends of kernels as on an H200, to the floor by the "
+        "fraction of its floor that the layer reaches on an H200.",
     ]
     for case in REAL_CASES:
         rows = [

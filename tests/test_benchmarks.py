@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import gc
 import importlib
 import io
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import types
 
+import blackwell
 import decode
 import jax.numpy as jnp
 import layer
@@ -239,3 +241,25 @@ def test_scripts_run(script, arguments, tmp_path):
     assert len(written["rows"]) == (2 if script in ("moe.py", "quantize.py") else 1)
     if script == "moe.py":
         assert (tmp_path / "result.png").exists()
+
+
+def test_predictions_of_blackwell_are_the_longest_bound():
+    case, counts = (
+        CASES["qwen3-30b-a3b"],
+        [{"dtype": "bfloat16", "rows": 128, "issued_per_omma": 3}],
+    )
+    spark = next(device for device in blackwell.DEVICES if device.name == "DGX Spark")
+    few = blackwell.predict(spark, counts, case, 1, {})
+    assert few["bound"] == "memory"
+    assert few["floor"] * spark.tb_per_s * 1e6 >= case.packed_bytes(8)
+    many = blackwell.predict(dataclasses.replace(spark, fp4_tflop_per_s=1), counts, case, 8192, {})
+    assert many["bound"] == "tensor"
+    assert many["tensor"] >= case.flops(8192) * 1e-6
+    row = {"us": 30.0, "floor_us": 5.0, "of_floor": 0.5}
+    known = blackwell.predict(spark, counts, case, 1, {(case.name, 1): row})
+    assert known["expected"] == (few["floor"] + 25, few["floor"] * 2)
+
+
+def test_runs_of_instructions_end_at_branches():
+    code = ["LDS", "OMMA.SF", "OMMA.SF", "BRA.U", "OMMA.SF", "IADD3", "BAR.SYNC", "LDS"]
+    assert blackwell.largest_run(code, "OMMA") == (3, 2)
