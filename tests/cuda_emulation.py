@@ -51,7 +51,6 @@ _SOURCES = (
 _FLAGS = (
     "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off -DNVFP4_EMULATE_BLACKWELL=1"
 )
-_FLAGS = "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off"
 _TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 _SCALES = ("none", "static", "token")
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
