@@ -152,10 +152,7 @@ def _prefill(model, sampling, padded, lengths, room):
     """Fill the cache and draw the first token."""
     b, t = padded.shape
     cache = model.init_cache(b, t + room)
-    logits, cache = model(padded, cache, logits_at=lengths - 1)
-    # Entries past a row's own length hold padding: the next tokens overwrite them before any
-    # query can see them.
-    cache = dataclasses.replace(cache, lengths=lengths)
+    logits, cache = model(padded, cache, lengths=lengths, logits_at=lengths - 1)
     tokens = jnp.zeros((b, room), jnp.int32)
     state = State(cache, tokens, jnp.int32(0), jnp.zeros(b, jnp.bool_))
     return _draw(sampling, logits[:, 0], state)

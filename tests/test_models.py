@@ -21,8 +21,8 @@ from given import (
 from jax_nvfp4_moe import CheckpointError, Scheme, Target, explain, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
+from jax_nvfp4_moe.models.attention import attend
 from jax_nvfp4_moe.models.config import Fields, read_rope
-from jax_nvfp4_moe.models.decoder import attend
 from jax_nvfp4_moe.models.loading import abstract_model
 from jax_nvfp4_moe.nn import NVFP4Param
 

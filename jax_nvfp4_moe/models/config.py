@@ -11,7 +11,7 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, read_size
 from jax_nvfp4_moe.formats import BLOCK
 
-ROPE_TYPES = ("default", "yarn")
+ROPE_TYPES = ("default", "yarn", "llama3")
 _KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}
 
 
@@ -120,7 +120,7 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
     Args:
       fields: takes the problems.
       config: the parsed ``config.json``.
-      width: channels that are rotated.
+      width: channels of a head; ``partial_rotary_factor`` of them are rotated.
       positions: max_position_embeddings.
 
     Source: YaRN, arXiv:2309.00071; `modeling_rope_utils` of transformers for the details.
@@ -136,12 +136,15 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
             f"rope_type: {quoted(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}",
         )
         kind = "default"
-    rope = Fields({"rope_theta": config.get("rope_theta"), **given})
+    older = ("rope_theta", "partial_rotary_factor")
+    rope = Fields({name: config.get(name) for name in older} | given)
     theta = rope.number("rope_theta", 10000.0)
     rope.require(theta > 0, f"rope_theta: expected a positive number, got {theta}")
-    rope.require(
-        rope.number("partial_rotary_factor", 1.0) == 1.0,
-        "partial_rotary_factor: only 1 is supported",
+    share = rope.number("partial_rotary_factor", 1.0)
+    width = int(width * share)
+    rope.relate(
+        0 < share <= 1 and width > 0 and width % 2 == 0,
+        f"partial_rotary_factor: expected an even number of channels to rotate, got {share}",
     )
     fields.problems += rope.problems
     if rope.problems:
@@ -150,7 +153,25 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
     frequencies = np.float32(1) / np.float32(theta) ** exponents
     if kind == "default":
         return Rope(tuple(frequencies.tolist()))
+    if kind == "llama3":
+        return _llama3(fields, Fields(given), frequencies)
     return _yarn(fields, Fields(given), frequencies, theta, positions)
+
+
+def _llama3(fields, given, frequencies):
+    """Slow down frequencies of wavelengths past the original length by `factor`, blend below."""
+    factor = given.number("factor")
+    original = given.size("original_max_position_embeddings")
+    low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
+    given.relate(factor >= 1, f"rope factor: expected at least 1, got {factor}")
+    given.relate(0 < low < high, f"low_freq_factor: expected below {high}, got {low}")
+    fields.problems += given.problems
+    if given.problems:
+        return Rope(tuple(frequencies.tolist()))
+    turns = original * frequencies / np.float32(2 * math.pi)  # within the original length
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    blended = frequencies * kept + frequencies / np.float32(factor) * (1 - kept)
+    return Rope(tuple(blended.astype(np.float32).tolist()))
 
 
 def _yarn(fields, given, frequencies, theta, positions):

@@ -1,4 +1,4 @@
-"""What the decoder models share: norm, rotary embedding, attention, cache, loop of layers."""
+"""What the decoder models share: norm, linears, cache, the loop of layers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,22 +8,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
-from jax_nvfp4_moe.models.config import Rope
+from jax_nvfp4_moe.models.attention import PADDING
 from jax_nvfp4_moe.nn import (
     DenseLinear,
     ModuleProblem,
     NVFP4Linear,
     dense,
     find_problems,
-    precision_for,
 )
 from jax_nvfp4_moe.scheme import Target
-
-_QUERIES = 512  # attended at once, which bounds the memory of the scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +56,19 @@ class Architecture:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of past tokens.
+    """What a model keeps of past tokens.
 
     Attributes:
-      layers: for each layer, name -> array ``[b, m, max_length, d]`` of m heads.
-      lengths: int32 ``[b]``, valid entries of each row. Entries past it may hold anything.
+      layers: for each layer, name -> array: keys and values ``[b, m, max_length, d]`` of m heads,
+        or a recurrent state ``[b, ...]``.
+      lengths: int32 ``[b]``, tokens taken in of each row. Keys and values past it may hold
+        anything.
+      max_length: static; tokens that there is room for.
     """
 
     layers: tuple[Mapping[str, jax.Array], ...]
     lengths: jax.Array
+    max_length: int = dataclasses.field(metadata={"static": True})
 
 
 class RMSNorm(nnx.Module):
@@ -152,6 +152,10 @@ class DecoderLayer(nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
+    def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
+        """Return empty cache entries of `batch` rows."""
+        return self.attention.init_cache(batch, max_length)
+
     def __call__(self, x, positions, entries):
         """Run the layer on ``x [b, t, h]``; returns the result and the updated cache entries."""
         with jax.named_scope("attention"):
@@ -167,14 +171,14 @@ class Decoder(nnx.Module):
     Attributes:
       config: static; has vocab_size, hidden, num_layers, max_positions and eps.
       dtype: static; of activations, dense weights and cache.
-      layers: of `DecoderLayer`.
+      layers: of `DecoderLayer`, or others called in the same way.
     """
 
     def __init__(
         self,
         config,
         embedding: Float[Array, "v h"],
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Any],
         norm: RMSNorm,
         head: Callable | None,
         settings: Settings,
@@ -195,28 +199,24 @@ class Decoder(nnx.Module):
         """
         if batch < 1 or max_length < 1:
             raise ValueError(f"cache: expected positive sizes, got {batch} rows of {max_length}")
-        layers = tuple(
-            {
-                name: jnp.zeros((batch, heads, max_length, width), self.dtype)
-                for name, (heads, width) in layer.attention.cache_shapes().items()
-            }
-            for layer in self.layers
-        )
-        return Cache(layers, jnp.zeros(batch, jnp.int32))
+        layers = tuple(layer.init_cache(batch, max_length) for layer in self.layers)
+        return Cache(layers, jnp.zeros(batch, jnp.int32), max_length)
 
     def __call__(
         self,
         input_ids: Int32[Array, "b t"],
         cache: Cache | None = None,
         *,
+        lengths: Int32[Array, " b"] | None = None,
         logits_at: Int32[Array, " b"] | None = None,
     ):
         """Return float32 logits ``[b, t, vocab]``, and the extended cache where one is given.
 
         Args:
           input_ids: not checked: ids lie in the vocabulary.
-          cache: each row's t tokens follow its ``lengths`` valid entries, and lengths grow by t.
-            Not checked: that they fit; tokens past max_length are dropped.
+          cache: each row's tokens follow those that it has taken in. Not checked: that they fit;
+            tokens past max_length are dropped.
+          lengths: true tokens of each row, 0 to t, the rest being padding; t where None.
           logits_at: an index into t for each row: logits of that position alone, ``[b, 1, vocab]``.
 
         Raises:
@@ -225,7 +225,10 @@ class Decoder(nnx.Module):
         _check_call(input_ids, cache)
         b, t = input_ids.shape
         start = jnp.zeros(b, jnp.int32) if cache is None else cache.lengths
-        positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
+        steps = jnp.arange(t, dtype=jnp.int32)[None, :]
+        positions = start[:, None] + steps
+        if lengths is not None:
+            positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         x = self.embedding.get_value()[input_ids]
         entries = []
         for index, layer in enumerate(self.layers):
@@ -235,7 +238,10 @@ class Decoder(nnx.Module):
         if logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1)
         logits = self._logits(self.norm(x))
-        return logits if cache is None else (logits, Cache(tuple(entries), start + t))
+        if cache is None:
+            return logits
+        grown = start + (t if lengths is None else lengths)
+        return logits, Cache(tuple(entries), grown, cache.max_length)
 
     def _logits(self, x):
         with jax.named_scope("head"):
@@ -258,7 +264,7 @@ def _check_call(input_ids, cache):
         )
     if cache is None:
         return
-    rows, _, length, _ = jax.tree.leaves(cache.layers)[0].shape
+    rows, length = cache.lengths.shape[0], cache.max_length
     if input_ids.shape[0] != rows or input_ids.shape[1] > length:
         raise ValueError(
             f"input_ids: expected [{rows}, t] with t of at most {length}, as the cache has; "
@@ -287,15 +293,15 @@ def norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
     return RMSNorm(weights.array(f"{prefix}.weight", (width,)), eps)
 
 
-def build_decoder(config, weights, settings: Settings, attention, build_moe) -> Decoder:
+def build_decoder(config, weights, settings: Settings, build_attention, build_moe) -> Decoder:
     """Make a model of the usual shape, layer by layer, under the usual names.
 
     Args:
       config: also has `dense_layers`, `dense_intermediate` and `tied`.
       weights: the source of `checkpoint.resolve`.
       settings: how modules are made.
-      attention: class of the attention, ``(config, weights, prefix, settings)``.
-      build_moe: ``(config, layer, weights, settings)`` makes the expert block of a layer.
+      build_attention: ``(config, layer, weights, settings)`` makes the attention of a layer.
+      build_moe: makes the expert block of a layer in the same way.
     """
     h, eps = config.hidden, config.eps
     embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
@@ -309,7 +315,7 @@ def build_decoder(config, weights, settings: Settings, attention, build_moe) -> 
         layers.append(
             DecoderLayer(
                 norm(weights, f"{prefix}.input_layernorm", h, eps),
-                attention(config, weights, f"{prefix}.self_attn", settings),
+                build_attention(config, layer, weights, settings),
                 norm(weights, f"{prefix}.post_attention_layernorm", h, eps),
                 mlp,
             )
@@ -321,85 +327,3 @@ def build_decoder(config, weights, settings: Settings, attention, build_moe) -> 
     else:
         head = linear(weights, "lm_head", config.vocab_size, h, settings)
     return Decoder(config, embedding, layers, final, head, settings)
-
-
-def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rope):
-    """Rotate channel pairs ``(i, i + d/2)`` by ``position * frequency_i``, in float32."""
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(
-        rope.frequencies, jnp.float32
-    ).reshape(1, 1, -1)
-    cos, sin = (f(angles)[:, :, None, None, :] * rope.scale for f in (jnp.cos, jnp.sin))
-    # Halves are turned over rather than concatenated, so that XLA fuses this into what reads it.
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
-    rotated = halves * cos + jnp.flip(halves, axis=-2) * (signs * sin)
-    return rotated.reshape(x.shape).astype(x.dtype)
-
-
-def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
-    """Write `new` into the cache `entries` at `positions`; those past the end are dropped.
-
-    Returns:
-      The arrays ``[b, m, s, d]`` to attend to, all entries or without a cache just `new`, and the
-      entries.
-    """
-    if entries is None:
-        return {name: jnp.moveaxis(value, 1, 2) for name, value in new.items()}, None
-    row = jnp.arange(positions.shape[0])[:, None, None]
-    written = {}
-    for name, value in new.items():
-        # An index for each head: XLA turns a scatter of one index into copies of all entries.
-        place = entries[name].at[row, jnp.arange(value.shape[2]), positions[:, :, None]]
-        put = place.set(value, mode="drop", unique_indices=True)
-        # For one row XLA would keep keys transposed in its loops, and copy them at each call.
-        written[name] = with_layout_constraint(put, Layout((0, 1, 2, 3)))
-    return written, written
-
-
-def attend(
-    q: Float[Array, "b t n d"],
-    k: Float[Array, "b m s d"],
-    v: Float[Array, "b m s dv"],
-    positions: Int32[Array, "b t"],
-    scale: float,
-) -> Float[Array, "b t n dv"]:
-    """Attend causally: the query at position p sees keys 0 to p; softmax in float32.
-
-    ``y = softmax(scale * q @ k.T) @ v`` for each head, n / m query heads to a key head.
-    """
-    b, t = positions.shape
-    if t <= _QUERIES:
-        return _attend(q, k, v, positions, scale)
-    padded = -(-t // _QUERIES) * _QUERIES
-
-    def split(x):
-        x = jnp.pad(x, [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(b, -1, _QUERIES, *x.shape[2:]), 1, 0)
-
-    y = lax.map(
-        lambda piece: _attend(piece[0], k, v, piece[1], scale), (split(q), split(positions))
-    )
-    return jnp.moveaxis(y, 0, 1).reshape(b, padded, *y.shape[3:])[:, :t]
-
-
-def _attend(q, k, v, positions, scale):
-    """Attend with all queries at once; every product is a batch over rows and key heads."""
-    (b, t, n, d), (m, s) = q.shape, k.shape[1:3]
-    grouped = jnp.moveaxis(q.reshape(b, t, m, n // m, d), 1, 3)
-    scores = _batched(grouped, k, 3)
-    visible: Bool[Array, "b t s"] = jnp.arange(s)[None, None, :] <= positions[:, :, None]
-    scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    y = _batched(weights, v, 2).astype(q.dtype)
-    return jnp.moveaxis(y, 3, 1).reshape(b, t, n, v.shape[-1])
-
-
-def _batched(x, y, contracted):
-    """Return the float32 products of ``x [b, m, g, t, k]`` and `y` over its axis `contracted`."""
-    return lax.dot_general(
-        x,
-        y,
-        (((4,), (contracted,)), ((0, 1), (0, 1))),
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
-    )

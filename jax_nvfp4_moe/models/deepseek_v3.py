@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_nvfp4_moe.models.attention import append, attend, empty_entries, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -17,12 +18,9 @@ from jax_nvfp4_moe.models.decoder import (
     GatedMLP,
     Settings,
     SideBySide,
-    append,
-    attend,
     build_decoder,
     linear,
     norm,
-    rotate,
 )
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
@@ -140,7 +138,7 @@ class LatentAttention(nnx.Module):
         """Ask `weights` for the tensors below `prefix`."""
         heads, h, bias = config.num_heads, config.hidden, config.attention_bias
         width = heads * (config.nope + config.rope_width)
-        self.config = config
+        self.config, self.dtype = config, settings.dtype
         if config.q_rank is None:
             first = linear(weights, f"{prefix}.q_proj", width, h, settings)
         else:
@@ -157,9 +155,10 @@ class LatentAttention(nnx.Module):
         width = heads * config.value_width
         self.out = linear(weights, f"{prefix}.o_proj", h, width, settings, bias)
 
-    def cache_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return name -> heads and width of what the cache keeps of one token."""
-        return {"latent": (1, self.config.kv_rank), "rotated": (1, self.config.rope_width)}
+    def init_cache(self, batch: int, max_length: int):
+        """Return empty cache entries: latents and rotated keys, one head of each."""
+        latent, rotated = (1, self.config.kv_rank), (1, self.config.rope_width)
+        return empty_entries(batch, max_length, self.dtype, latent=latent, rotated=rotated)
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -192,6 +191,13 @@ class LatentAttention(nnx.Module):
         plain, v = both[..., : config.nope], both[..., config.nope :]
         shared = jnp.broadcast_to(rotated, (*plain.shape[:-1], config.rope_width))
         return jnp.concatenate([plain, shared], axis=-1), v
+
+
+def build_attention(
+    config: DeepseekV3Config, layer: int, weights, settings: Settings
+) -> LatentAttention:
+    """Make the attention of `layer`."""
+    return LatentAttention(config, weights, f"model.layers.{layer}.self_attn", settings)
 
 
 def moe_prefix(layer: int) -> str:
@@ -233,7 +239,7 @@ def build_moe(config: DeepseekV3Config, layer: int, weights, settings: Settings)
 
 def build_model(config: DeepseekV3Config, weights, settings: Settings) -> Decoder:
     """Make the whole model, layer by layer."""
-    return build_decoder(config, weights, settings, LatentAttention, build_moe)
+    return build_decoder(config, weights, settings, build_attention, build_moe)
 
 
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_nvfp4_moe.models.attention import append, attend, empty_entries, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -17,11 +18,8 @@ from jax_nvfp4_moe.models.decoder import (
     RMSNorm,
     Settings,
     SideBySide,
-    append,
-    attend,
     build_decoder,
     linear,
-    rotate,
 )
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
@@ -106,7 +104,7 @@ class Attention(nnx.Module):
         """Ask `weights` for the tensors below `prefix`."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
-        self.config = config
+        self.config, self.dtype = config, settings.dtype
         self.qkv = SideBySide(
             q=linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias),
             k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
@@ -124,10 +122,10 @@ class Attention(nnx.Module):
             config.eps,
         )
 
-    def cache_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return name -> heads and width of what the cache keeps of one token."""
+    def init_cache(self, batch: int, max_length: int):
+        """Return empty cache entries: keys and values."""
         shape = (self.config.num_kv_heads, self.config.head_dim)
-        return {"k": shape, "v": shape}
+        return empty_entries(batch, max_length, self.dtype, k=shape, v=shape)
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -139,6 +137,11 @@ class Attention(nnx.Module):
         seen, entries = append(entries, positions, k=k, v=v)
         y = attend(q, seen["k"], seen["v"], positions, config.head_dim**-0.5)
         return self.out(y.reshape(b, t, -1)), entries
+
+
+def build_attention(config: Qwen3MoeConfig, layer: int, weights, settings: Settings) -> Attention:
+    """Make the attention of `layer`."""
+    return Attention(config, weights, f"model.layers.{layer}.self_attn", settings)
 
 
 def moe_prefix(layer: int) -> str:
@@ -173,7 +176,7 @@ def build_moe(config: Qwen3MoeConfig, layer: int, weights, settings: Settings) -
 
 def build_model(config: Qwen3MoeConfig, weights, settings: Settings) -> Decoder:
     """Make the whole model, layer by layer."""
-    return build_decoder(config, weights, settings, Attention, build_moe)
+    return build_decoder(config, weights, settings, build_attention, build_moe)
 
 
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)

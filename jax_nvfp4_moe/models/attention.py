@@ -1,0 +1,154 @@
+"""Attention's parts: rotary embedding, cached keys and values, and the attention itself."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Bool, Float, Int32
+
+from jax_nvfp4_moe.models.config import Rope
+from jax_nvfp4_moe.nn import precision_for
+
+# A token at this position or after it is padding: nothing is cached for it, and no recurrent state
+# takes it in. What a model computes for it is not defined.
+PADDING = 2**30
+_QUERIES = 512  # attended at once, which bounds the memory of the scores
+
+
+def empty_entries(
+    batch: int, max_length: int, dtype: Any, **shapes: tuple[int, int]
+) -> Mapping[str, Array]:
+    """Return cache entries of zeros ``[batch, heads, max_length, width]``.
+
+    Args:
+      batch, max_length: of the cache.
+      dtype: of the arrays.
+      shapes: heads and width of what is kept of one token, by name.
+    """
+    return {
+        name: jnp.zeros((batch, heads, max_length, width), dtype)
+        for name, (heads, width) in shapes.items()
+    }
+
+
+def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rope):
+    """Rotate channel pairs ``(i, i + r/2)`` by ``position * frequency_i``, in float32.
+
+    Only the first r channels are rotated, two for each frequency of `rope`; the rest pass.
+    """
+    width = 2 * len(rope.frequencies)
+    if width < x.shape[-1]:
+        turned = rotate(x[..., :width], positions, rope)
+        return jnp.concatenate([turned, x[..., width:]], axis=-1)
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(
+        rope.frequencies, jnp.float32
+    ).reshape(1, 1, -1)
+    cos, sin = (f(angles)[:, :, None, None, :] * rope.scale for f in (jnp.cos, jnp.sin))
+    # Halves are turned over rather than concatenated, so that XLA fuses this into what reads it.
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
+    rotated = halves * cos + jnp.flip(halves, axis=-2) * (signs * sin)
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
+    """Write `new` into the cache `entries` at `positions`; those past the end are dropped.
+
+    Returns:
+      The arrays ``[b, m, s, d]`` to attend to, all entries or without a cache just `new`, and the
+      entries.
+    """
+    if entries is None:
+        return {name: jnp.moveaxis(value, 1, 2) for name, value in new.items()}, None
+    row = jnp.arange(positions.shape[0])[:, None, None]
+    written = {}
+    for name, value in new.items():
+        # An index for each head: XLA turns a scatter of one index into copies of all entries.
+        place = entries[name].at[row, jnp.arange(value.shape[2]), positions[:, :, None]]
+        put = place.set(value, mode="drop", unique_indices=True)
+        # For one row XLA would keep keys transposed in its loops, and copy them at each call.
+        written[name] = with_layout_constraint(put, Layout((0, 1, 2, 3)))
+    return written, written
+
+
+def attend(
+    q: Float[Array, "b t n d"],
+    k: Float[Array, "b m s d"],
+    v: Float[Array, "b m s dv"],
+    positions: Int32[Array, "b t"],
+    scale: float,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Float[Array, " n"] | None = None,
+) -> Float[Array, "b t n dv"]:
+    """Attend causally: the query at position p sees keys 0 to p; softmax in float32.
+
+    ``y = softmax(scale * q @ k.T) @ v`` for each head, n / m query heads to a key head.
+
+    Args:
+      q, k, v: queries in order of time, keys and values in order of position.
+      positions: of the queries.
+      scale: of the scores.
+      window: keys that a query sees, its own the last; None for all.
+      chunk: a query sees only keys of its own chunk of so many positions; None for all.
+      sinks: a further score of each head, whose value is zero; None for none.
+    """
+    b, t = positions.shape
+
+    def attend_piece(q, positions):
+        return _attend(q, k, v, positions, scale, window, chunk, sinks)
+
+    if t <= _QUERIES:
+        return attend_piece(q, positions)
+    padded = -(-t // _QUERIES) * _QUERIES
+
+    def split(x):
+        x = jnp.pad(x, [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, -1, _QUERIES, *x.shape[2:]), 1, 0)
+
+    y = lax.map(lambda piece: attend_piece(*piece), (split(q), split(positions)))
+    return jnp.moveaxis(y, 0, 1).reshape(b, padded, *y.shape[3:])[:, :t]
+
+
+def _attend(q, k, v, positions, scale, window, chunk, sinks):
+    """Attend with all queries at once; every product is a batch over rows and key heads."""
+    (b, t, n, d), (m, s) = q.shape, k.shape[1:3]
+    grouped = jnp.moveaxis(q.reshape(b, t, m, n // m, d), 1, 3)
+    scores = _batched(grouped, k, 3)
+    visible = _visible(jnp.arange(s)[None, None, :], positions[:, :, None], window, chunk)
+    scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = jnp.broadcast_to(
+            sinks.astype(jnp.float32).reshape(1, m, n // m, 1, 1), (*scores.shape[:-1], 1)
+        )
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :s]
+    weights = weights.astype(v.dtype)
+    y = _batched(weights, v, 2).astype(q.dtype)
+    return jnp.moveaxis(y, 3, 1).reshape(b, t, n, v.shape[-1])
+
+
+def _visible(keys, queries, window, chunk) -> Bool[Array, "b t s"]:
+    """Whether the query at each position sees the key at each."""
+    visible = keys <= queries
+    if window is not None:
+        visible &= keys > queries - window
+    if chunk is not None:
+        visible &= keys // chunk == queries // chunk
+    return visible
+
+
+def _batched(x, y, contracted):
+    """Return the float32 products of ``x [b, m, g, t, k]`` and `y` over its axis `contracted`."""
+    return lax.dot_general(
+        x,
+        y,
+        (((4,), (contracted,)), ((0, 1), (0, 1))),
+        precision=precision_for(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
