@@ -245,6 +245,7 @@ class Weights:
         *,
         gated: bool = True,
         bias: bool = False,
+        interleaved: bool = False,
     ) -> ExpertWeights:
         """Return the experts below `prefix` as canonical `MoEParams`, or as placed.
 
@@ -255,11 +256,12 @@ class Weights:
           intermediate: i, a multiple of 16.
           gated: whether there are gate rows.
           bias: whether both products have a bias.
+          interleaved: whether gate and up rows alternate where one tensor holds both.
 
-        Names and layouts are those of `experts.PER_EXPERT` and the fused forms. Rows stay in the
-        order of the file: fused rows that interleave gate and up still do.
+        Names and layouts are those of `experts.PER_EXPERT` and the stacked forms. The rows come
+        out as gate rows, then up rows, whatever the file has.
         """
-        sizes = ExpertSizes(num_experts, hidden, intermediate, gated, bias)
+        sizes = ExpertSizes(num_experts, hidden, intermediate, gated, bias, interleaved)
         plan = plan_experts(self._planner, prefix, sizes)
         params = MoEParams(
             gate_up=self._weight(plan.gate_up),
@@ -280,10 +282,21 @@ class Weights:
         *,
         gated: bool = True,
         bias: bool = False,
+        interleaved: bool = False,
+        inputs_first: bool | None = None,
         dtype: Any = None,
     ) -> DenseExperts:
-        """Return experts that are not quantized, as a quantizer needs them; else as `experts`."""
-        sizes = ExpertSizes(num_experts, hidden, intermediate, gated, bias)
+        """Return experts that are not quantized, as a quantizer needs them; else as `experts`.
+
+        Args:
+          prefix, num_experts, hidden, intermediate, gated, bias, interleaved: as for `experts`.
+          inputs_first: whether stacked matrices are ``[e, k, n]`` (Llama 4, gpt-oss) or
+            ``[e, n, k]``; None tells by the shapes, and refuses square ones.
+          dtype: as for `array`.
+        """
+        sizes = ExpertSizes(
+            num_experts, hidden, intermediate, gated, bias, interleaved, inputs_first
+        )
         plan = plan_dense_experts(self._planner, prefix, sizes, dtype or self._options.dtype)
         experts = DenseExperts(
             self._array(plan.gate_up),
