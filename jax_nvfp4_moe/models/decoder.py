@@ -14,12 +14,13 @@ from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
 from jax_nvfp4_moe.models.attention import PADDING
 from jax_nvfp4_moe.nn import (
     DenseLinear,
+    FP8Linear,
     ModuleProblem,
     NVFP4Linear,
     dense,
     find_problems,
 )
-from jax_nvfp4_moe.scheme import Target
+from jax_nvfp4_moe.scheme import Float8, Target, rounds_to_fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Settings:
     scheme: str | None = None
     backend: str | None = None
     dtype: Any = jnp.bfloat16
+
+    @property
+    def rounds_to_fp8(self) -> bool:
+        """Whether keys and values that the file declares FP8 are rounded to it."""
+        return rounds_to_fp8(self.scheme, self.target)
 
     def module_arguments(self) -> dict[str, Any]:
         """Return the arguments that all NVFP4 modules take."""
@@ -277,6 +283,17 @@ def linear(weights, prefix: str, n: int, k: int, settings: Settings, bias: bool 
     found: LinearWeights = weights.linear(prefix, n, k, bias=bias)
     if found.declared is None:
         return DenseLinear(found.weight, found.bias, dtype=settings.dtype)
+    if isinstance(found.declared, Float8):
+        return FP8Linear(
+            found.weight,
+            found.bias,
+            found.input_scale,
+            declared=found.declared,
+            by_factor=found.by_factor,
+            scheme=settings.scheme,
+            target=settings.target,
+            dtype=settings.dtype,
+        )
     return NVFP4Linear(
         k,
         n,

@@ -234,6 +234,10 @@ class _Zeros:
         params, declared = self._weights.experts(*args, **kwargs)
         return ExpertWeights(_zeros(params), declared)
 
+    def cache_scales(self, *args, **kwargs):
+        """As `Weights.cache_scales`."""
+        return _zeros(self._weights.cache_scales(*args, **kwargs))
+
 
 def _zeros(tree):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
