@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
 from jax_nvfp4_moe.models.attention import PADDING
+from jax_nvfp4_moe.models.settings import Settings as Settings
 from jax_nvfp4_moe.nn import (
     DenseLinear,
     FP8Linear,
@@ -20,26 +21,7 @@ from jax_nvfp4_moe.nn import (
     dense,
     find_problems,
 )
-from jax_nvfp4_moe.scheme import Float8, Target, rounds_to_fp8
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How the modules of one model are made: what the caller of `load_model` asked for."""
-
-    target: Target
-    scheme: str | None = None
-    backend: str | None = None
-    dtype: Any = jnp.bfloat16
-
-    @property
-    def rounds_to_fp8(self) -> bool:
-        """Whether keys and values that the file declares FP8 are rounded to it."""
-        return rounds_to_fp8(self.scheme, self.target)
-
-    def module_arguments(self) -> dict[str, Any]:
-        """Return the arguments that all NVFP4 modules take."""
-        return dataclasses.asdict(self) | {"target": self.target}
+from jax_nvfp4_moe.scheme import Float8
 
 
 @dataclasses.dataclass(frozen=True)

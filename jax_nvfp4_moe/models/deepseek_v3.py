@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_nvfp4_moe.models.attention import append, attend, empty_entries, rotate
+from jax_nvfp4_moe.models.attention import KeysAndValues, append, attend, empty_entries, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -152,6 +152,9 @@ class LatentAttention(nnx.Module):
         self.kv_norm = norm(weights, f"{prefix}.kv_a_layernorm", rank, config.eps)
         width = heads * (config.nope + config.value_width)
         self.kv_up = linear(weights, f"{prefix}.kv_b_proj", width, rank, settings)
+        self.kv = KeysAndValues(
+            weights, prefix, settings, kept_rounded=False, k=(heads, 1), v=(heads, 1)
+        )
         width = heads * config.value_width
         self.out = linear(weights, f"{prefix}.o_proj", h, width, settings, bias)
 
@@ -175,6 +178,7 @@ class LatentAttention(nnx.Module):
         key = self._rotate(key[:, :, None, :], positions)
         seen, entries = append(entries, positions, latent=latent, rotated=key)
         k, v = self._expand(seen["latent"], seen["rotated"])
+        k, v = self.kv.rounded(k=k, v=v).values()
         scale = (config.nope + config.rope_width) ** -0.5 * config.rope.attention_scale
         return self.out(attend(q, k, v, positions, scale).reshape(b, t, -1)), entries
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_nvfp4_moe.models.attention import append, attend, empty_entries, rotate
+from jax_nvfp4_moe.models.attention import KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -111,6 +111,7 @@ class Attention(nnx.Module):
             v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
         )
         self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
+        self.kv = KeysAndValues(weights, prefix, settings, k=(kv_heads, d), v=(kv_heads, d))
         norms = ("q_norm", heads), ("k_norm", kv_heads)
         self.qk_norm = RMSNorm(
             jnp.concatenate(
@@ -124,8 +125,7 @@ class Attention(nnx.Module):
 
     def init_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
-        shape = (self.config.num_kv_heads, self.config.head_dim)
-        return empty_entries(batch, max_length, self.dtype, k=shape, v=shape)
+        return self.kv.init_cache(batch, max_length)
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -134,7 +134,7 @@ class Attention(nnx.Module):
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
         qk = rotate(self.qk_norm(qk), positions, config.rope)
         q, k = jnp.split(qk, [config.num_heads], axis=2)
-        seen, entries = append(entries, positions, k=k, v=v)
+        seen, entries = self.kv.append(entries, positions, k=k, v=v)
         y = attend(q, seen["k"], seen["v"], positions, config.head_dim**-0.5)
         return self.out(y.reshape(b, t, -1)), entries
 
