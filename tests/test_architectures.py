@@ -28,8 +28,25 @@ BLOCK_BOUND = 1e-5
 # W4A4 the last bit may flip the rounding of an activation, so there the median token counts.
 LOGIT_BOUND = {Scheme.W4A16: 1e-5, Scheme.W4A4: 1e-3}
 
-# Folder, fields of its config that are changed, and by how much more than the bound logits move.
-FAULTS = []
+# Folder, and fields of its config that are changed.
+FAULTS = [
+    ("mixtral-window-modelopt-w4a16", {"sliding_window": 7}),
+    ("olmoe-bias-modelopt-w4a16", {"clip_qkv": 1.1}),
+    ("olmoe-bias-modelopt-w4a16", {"norm_topk_prob": False}),
+    ("glm4_moe-groups-modelopt-w4a16", {"topk_group": 3}),
+    (
+        "glm4_moe-groups-modelopt-w4a16",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    ("glm4_moe_lite-modelopt-w4a16", {"rms_norm_eps": 1e-6}),
+    ("deepseek_v3-direct-modelopt-w4a16", {"rope_interleave": True}),
+    ("kimi_k2-modelopt-w4a16", {"rope_parameters": {"rope_theta": 1e4}}),
+    (
+        "minimax_m2-modelopt-w4a16",
+        {"rope_parameters": None, "partial_rotary_factor": None, "rotary_dim": 16},
+    ),
+    ("qwen3_moe-window-modelopt-w4a16", {"use_sliding_window": False}),
+]
 
 run = jax.jit(lambda model, ids: model(ids))
 step = jax.jit(lambda model, ids, cache, lengths: model(ids, cache, lengths=lengths))

@@ -236,6 +236,7 @@ ARCHITECTURES = {
         dense(
             head_dim=16,
             rotary_dim=8,
+            partial_rotary_factor=0.5,  # transformers 5.17 knows this name alone, files the other
             intermediate_size=48,
             num_local_experts=8,
             num_experts_per_tok=2,
@@ -270,5 +271,78 @@ ARCHITECTURES = {
             "rope_scaling": {k: v for k, v in YARN.items() if "rope_" not in k} | {"type": "yarn"},
         },
         mtp="model.layers.2",
+    ),
+    "mixtral-window": Architecture(
+        "mixtral",
+        dense(
+            intermediate_size=112,
+            num_local_experts=12,
+            num_experts_per_tok=3,
+            sliding_window=6,
+            num_hidden_layers=1,
+        ),
+    ),
+    "olmoe-bias": Architecture(
+        "olmoe",
+        dense(
+            intermediate_size=48,
+            num_experts=6,
+            num_experts_per_tok=2,
+            clip_qkv=1.0,
+            attention_bias=True,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "glm4_moe-groups": Architecture(
+        "glm4_moe",
+        dense(
+            **EXPERTS | {"num_experts_per_tok": 3},
+            head_dim=16,
+            intermediate_size=96,
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.5,
+            partial_rotary_factor=0.25,
+            attention_bias=True,
+            use_qk_norm=True,
+        ),
+    ),
+    "glm4_moe_lite": Architecture(
+        "glm4_moe_lite",
+        dense(
+            **EXPERTS,
+            **{k: v for k, v in MLA.items() if k != "first_k_dense_replace"},
+            mlp_layer_types=["sparse", "dense"],
+            rms_norm_eps=1e-3,
+        ),
+    ),
+    "deepseek_v3-direct": Architecture(
+        "deepseek_v3",
+        dense(
+            **EXPERTS,
+            **MLA | {"q_lora_rank": None, "first_k_dense_replace": 0},
+            n_group=1,
+            topk_group=1,
+            rope_interleave=False,
+            attention_bias=True,
+            norm_topk_prob=False,
+            n_shared_experts=2,
+        ),
+    ),
+    "qwen3_moe-window": Architecture(
+        "qwen3_moe",
+        dense(
+            **EXPERTS,
+            **QWEN3 | {"norm_topk_prob": False},
+            use_sliding_window=True,
+            sliding_window=6,
+            mlp_only_layers=[0],
+            attention_bias=True,
+            rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+        ),
     ),
 }
