@@ -11,7 +11,7 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, read_size
 from jax_nvfp4_moe.formats import BLOCK
 
-ROPE_TYPES = ("default", "yarn", "llama3")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}
 
 
@@ -86,7 +86,7 @@ class Fields:
     def finish(self) -> None:
         """Raise all problems as one `CheckpointError`, if there are any."""
         if self.problems:
-            raise CheckpointError(self.problems)
+            raise CheckpointError(list(dict.fromkeys(self.problems)))
 
     def _typed(self, name, default, kind, fallback):
         value = self._config.get(name)
@@ -114,7 +114,15 @@ class Rope:
     attention_scale: float = 1.0
 
 
-def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: int) -> Rope:
+def read_rope(
+    fields: Fields,
+    config: Mapping[str, Any],
+    width: int,
+    positions: int,
+    *,
+    theta: float = 10000.0,
+    share: float = 1.0,
+) -> Rope:
     """Read the rotary embedding: ``rope_parameters``, or older ``rope_theta`` and ``rope_scaling``.
 
     Args:
@@ -122,10 +130,11 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
       config: the parsed ``config.json``.
       width: channels of a head; ``partial_rotary_factor`` of them are rotated.
       positions: max_position_embeddings.
+      theta, share: rope_theta and partial_rotary_factor where the file has none.
 
     Source: YaRN, arXiv:2309.00071; `modeling_rope_utils` of transformers for the details.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, dict):
         fields.require(False, f"rope_parameters: expected an object, got {quoted(given)}")
         given = {}
@@ -138,9 +147,9 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
         kind = "default"
     older = ("rope_theta", "partial_rotary_factor")
     rope = Fields({name: config.get(name) for name in older} | given)
-    theta = rope.number("rope_theta", 10000.0)
+    theta = rope.number("rope_theta", theta)
     rope.require(theta > 0, f"rope_theta: expected a positive number, got {theta}")
-    share = rope.number("partial_rotary_factor", 1.0)
+    share = rope.number("partial_rotary_factor", share)
     width = int(width * share)
     rope.relate(
         0 < share <= 1 and width > 0 and width % 2 == 0,
@@ -153,9 +162,19 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
     frequencies = np.float32(1) / np.float32(theta) ** exponents
     if kind == "default":
         return Rope(tuple(frequencies.tolist()))
+    if kind == "linear":
+        return _linear(fields, Fields(given), frequencies)
     if kind == "llama3":
         return _llama3(fields, Fields(given), frequencies)
     return _yarn(fields, Fields(given), frequencies, theta, positions)
+
+
+def _linear(fields, given, frequencies):
+    """Slow down all frequencies by `factor`."""
+    factor = given.number("factor")
+    given.relate(factor >= 1, f"rope factor: expected at least 1, got {factor}")
+    fields.problems += given.problems
+    return Rope(tuple((frequencies / np.float32(max(factor, 1.0))).tolist()))
 
 
 def _llama3(fields, given, frequencies):
@@ -176,8 +195,9 @@ def _llama3(fields, given, frequencies):
 
 def _yarn(fields, given, frequencies, theta, positions):
     """Slow down the low frequencies by `factor`, keep the high ones, blend between."""
-    factor = given.number("factor")
     original = given.size("original_max_position_embeddings", default=positions)
+    stretch = positions / original if given.present("original_max_position_embeddings") else None
+    factor = given.number("factor", stretch)
     turns = (given.number("beta_fast", 32.0), given.number("beta_slow", 1.0))
     mscale = given.number("mscale", 0.0)
     mscale_all = given.number("mscale_all_dim", 0.0)

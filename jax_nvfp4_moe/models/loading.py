@@ -18,7 +18,14 @@ from jax_nvfp4_moe.checkpoint.resolve import (
     load,
     open_checkpoint,
 )
-from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
+from jax_nvfp4_moe.models import (
+    deepseek_v3,
+    glm4_moe,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen3_moe,
+)
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.ops.moe import DTYPES
@@ -29,6 +36,14 @@ from jax_nvfp4_moe.tensor import MoEParams
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,
     "DeepseekV3ForCausalLM": deepseek_v3.ARCHITECTURE,
+    "KimiK2ForCausalLM": deepseek_v3.ARCHITECTURE,
+    "KimiK25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
+    "Kimi_K25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
+    "Glm4MoeLiteForCausalLM": deepseek_v3.LITE,
+    "Glm4MoeForCausalLM": glm4_moe.ARCHITECTURE,
+    "MiniMaxM2ForCausalLM": minimax_m2.ARCHITECTURE,
+    "MixtralForCausalLM": mixtral.ARCHITECTURE,
+    "OlmoeForCausalLM": olmoe.ARCHITECTURE,
 }
 
 Folder = str | pathlib.Path
