@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(jax_nvfp4_moe.__file__).parent
 # A unit (a module or a subpackage) may import only units in rows above its own.
 ROWS = (
     {"formats", "routing", "activations", "_ffi"},
-    {"layouts"},
+    {"layouts", "float8"},
     {"tensor"},
     {"scheme"},
     {"backends"},

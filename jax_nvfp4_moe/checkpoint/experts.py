@@ -1,4 +1,7 @@
-"""Plan the experts of one layer: one tensor an expert and projection, or all experts in one.
+"""Plan the experts of one layer: one tensor an expert and projection, or all experts stacked.
+
+Stacked matrices are ``[e, n, k]`` or, as Llama 4 and gpt-oss store them, ``[e, k, n]``; in gpt-oss
+gate and up rows alternate as well.
 
 Adding a naming is adding a row to `PER_EXPERT`.
 """
@@ -49,6 +52,8 @@ class ExpertSizes:
       intermediate: i.
       gated: whether there are gate rows.
       bias: whether both products add a bias.
+      interleaved: whether gate and up rows alternate where one tensor holds both.
+      inputs_first: whether stacked dense matrices are ``[e, k, n]``; None tells by their shapes.
     """
 
     num_experts: int
@@ -56,6 +61,8 @@ class ExpertSizes:
     intermediate: int
     gated: bool
     bias: bool
+    interleaved: bool = False
+    inputs_first: bool | None = None
 
     @property
     def parts(self) -> int:
@@ -109,7 +116,7 @@ def plan_experts(planner: Planner, prefix: str, sizes: ExpertSizes) -> ExpertPla
         return plan
     naming = _naming(planner, prefix, sizes)
     if naming is None:
-        _plan_fused(planner, prefix, sizes, plan)
+        _plan_stacked(planner, prefix, sizes, plan)
     else:
         _plan_each(planner, prefix, sizes, naming, plan)
     planner.check_calibrated(plan.gate_up, plan.declared)
@@ -199,22 +206,36 @@ def _plan_one(planner, module, declared, matrices, at, part, shape):
         matrices.bias.pieces.append(Piece(f"{module}.bias", at))
 
 
-def _plan_fused(planner, prefix, sizes, plan):
-    """Plan ``PREFIX.PROJECTION*`` with all experts in one tensor.
-
-    Row-major ``[e, n, k/2]`` or, as Llama 4 stores it, ``[e, k/2, n]``; shapes tell which.
-    """
+def _plan_stacked(planner, prefix, sizes, plan):
+    """Plan ``PREFIX.PROJECTION*`` with all experts in one tensor."""
     h, i = sizes.hidden, sizes.intermediate
     first = f"{prefix}.gate_up_proj" if sizes.gated else f"{prefix}.up_proj"
     stems = [(first, plan.gate_up, sizes.parts * i, h), (f"{prefix}.down_proj", plan.down, h, i)]
+    if _refuse_mxfp4(planner, prefix, [stem for stem, *_ in stems]):
+        return
     found = [_packed_name(planner, stem) for stem, *_ in stems]
     if any(_refuse_dense(planner, prefix, name) for name, _ in found):
         return
     plan.declared = _declared(planner, prefix, (stem for stem, *_ in stems))
     for (stem, matrices, n, k), (packed, join) in zip(stems, found, strict=True):
-        _plan_stack(
-            planner, (packed, stem + join), plan.declared, matrices, (sizes.num_experts, n, k)
-        )
+        alternate = i if sizes.interleaved and matrices is plan.gate_up else None
+        shape = (sizes.num_experts, n, k)
+        _plan_stack(planner, (packed, stem + join), plan.declared, matrices, shape, alternate)
+        _plan_stacked_bias(planner, stem, matrices.bias, alternate)
+
+
+def _refuse_mxfp4(planner, prefix, stems) -> bool:
+    """Whether the experts are MXFP4, which is then one of the problems."""
+    name = next((f"{stem}_blocks" for stem in stems if f"{stem}_blocks" in planner.tensors), None)
+    if name is None:
+        return False
+    planner.problems.append(
+        f"{quoted(prefix)}: experts are MXFP4 ({quoted(name)} is {planner.find(name)}), blocks of "
+        "32 with scales that are powers of two, and not NVFP4: quantize the checkpoint to NVFP4 "
+        "first"
+    )
+    planner.taken.update(planner.tensors.under(f"{prefix}."))
+    return True
 
 
 def _packed_name(planner, stem) -> tuple[str, str]:
@@ -226,23 +247,20 @@ def _packed_name(planner, stem) -> tuple[str, str]:
     return stem, "_"
 
 
-def _plan_stack(planner, stored, declared, matrices, shape):
-    """Plan one projection of all experts, logical ``[e, n, k]``."""
+def _plan_stack(planner, stored, declared, matrices, shape, alternate):
+    """Plan one projection of all experts, logical ``[e, n, k]``; `alternate` as in `_stack`."""
     packed, stem = stored
     names = planner.names
     e, n, k = shape
     swapped = _is_swapped(planner, packed, stem + names.block_scale, shape)
-    codes, scales = (e, n, k // 2), (e, n, k // BLOCK)
-    planner.take(packed, ["U8"], _swap(codes) if swapped else codes)
-    planner.take(stem + names.block_scale, ["F8_E4M3"], _swap(scales) if swapped else scales)
-    for buffer, name in (
-        (matrices.packed, packed),
-        (matrices.block_scale, stem + names.block_scale),
+    for buffer, name, dtype, columns in (
+        (matrices.packed, packed, "U8", k // 2),
+        (matrices.block_scale, stem + names.block_scale, "F8_E4M3", k // BLOCK),
     ):
-        if swapped:
-            buffer.pieces += [Piece(name, (x,), expert=x) for x in range(e)]
-        else:
-            buffer.pieces.append(Piece(name))
+        shapes = [(e, n, columns), (e, columns, n)]
+        # Where neither order is known both are named, as what was expected.
+        planner.take(name, [dtype], *(shapes if swapped is None else [shapes[swapped]]))
+        buffer.pieces += _stack(name, e, bool(swapped), alternate)
     parts = matrices.input_global.shape[-1]
     name = stem + names.weight_global
     info = planner.take(name, ["F32"], *_global_shapes(e, parts))
@@ -254,13 +272,47 @@ def _plan_stack(planner, stored, declared, matrices, shape):
     name = stem + names.input_global
     place = Piece("", shape=_global_shape(planner.find(name), e))
     planner.input_scale(matrices, name, place, declared, *_global_shapes(e, parts))
-    if matrices.bias is not None:
-        planner.take(f"{stem}bias", FLOATS, (e, n))
-        matrices.bias.pieces.append(Piece(f"{stem}bias"))
 
 
-def _is_swapped(planner, packed, block_scale, shape) -> bool:
-    """Whether k comes before n; where the codes fit both ways, their scales tell."""
+def _plan_stacked_bias(planner, stem, bias, alternate):
+    """Plan the bias ``[e, n]`` of one projection, where the model has one."""
+    if bias is None:
+        return
+    name = f"{stem}.bias" if f"{stem}.bias" in planner.tensors else f"{stem}_bias"
+    planner.take(name, FLOATS, bias.shape)
+    bias.pieces += _stack(name, bias.shape[0], False, alternate)
+
+
+def _stack(name, e, swapped, alternate) -> list[Piece]:
+    """Return the pieces that fill ``[e, n, ...]`` from the tensor `name` of all `e` experts.
+
+    Args:
+      name: of the tensor.
+      e: experts.
+      swapped: whether it is ``[e, ..., n]``.
+      alternate: number of gate rows, where gate and up rows alternate; None where they do not.
+    """
+    every = slice(None)
+    rows = [(every, every)]
+    if alternate is not None:
+        halves = slice(0, alternate), slice(alternate, 2 * alternate)
+        rows = [(half, slice(first, None, 2)) for first, half in enumerate(halves)]
+    elif not swapped:
+        return [Piece(name)]
+    if not swapped:
+        return [Piece(name, (every, at), part=(every, part)) for at, part in rows]
+    return [
+        Piece(name, (x, at), part=(x, every, part), swapped=True)
+        for x in range(e)
+        for at, part in rows
+    ]
+
+
+def _is_swapped(planner, packed, block_scale, shape) -> bool | None:
+    """Whether k comes before n; where the codes fit both ways, their scales tell.
+
+    None where neither fits, or nothing tells: then that is a problem.
+    """
     e, n, k = shape
     for name, columns in ((packed, k // 2), (block_scale, k // BLOCK)):
         info = planner.find(name)
@@ -273,11 +325,7 @@ def _is_swapped(planner, packed, block_scale, shape) -> bool:
             f"{quoted(packed)}: {planner.find(packed)} may be [e, n, k/2] or [e, k/2, n] with "
             f"n = {n} and k = {k}: ambiguous without {quoted(block_scale)}"
         )
-    return False
-
-
-def _swap(shape: Shape) -> Shape:
-    return (*shape[:-2], shape[-1], shape[-2])
+    return None
 
 
 def _global_shapes(e, parts) -> list[Shape]:
@@ -311,8 +359,11 @@ def plan_dense_experts(
     )
     if naming is None:
         first = f"{prefix}.gate_up_proj" if sizes.gated else f"{prefix}.up_proj"
-        _plan_dense_stack(planner, first, plan.gate_up, plan.gate_up_bias)
-        _plan_dense_stack(planner, f"{prefix}.down_proj", plan.down, plan.down_bias)
+        alternate = i if sizes.interleaved else None
+        _plan_dense_stack(planner, first, plan.gate_up, sizes.inputs_first, alternate)
+        _plan_dense_stack(planner, f"{prefix}.down_proj", plan.down, sizes.inputs_first, None)
+        _plan_stacked_bias(planner, first, plan.gate_up_bias, alternate)
+        _plan_stacked_bias(planner, f"{prefix}.down_proj", plan.down_bias, None)
         return plan
     ups = [naming.gate, naming.up] if sizes.gated else [naming.up]
     for x in range(e):
@@ -331,17 +382,16 @@ def _plan_dense_one(planner, module, weight, bias, at, n):
         bias.pieces.append(Piece(f"{module}.bias", at))
 
 
-def _plan_dense_stack(planner, stem, weight, bias):
+def _plan_dense_stack(planner, stem, weight, inputs_first, alternate):
     e, n, k = weight.shape
-    if n == k:
+    shapes = {False: (e, n, k), True: (e, k, n)}
+    info = planner.find(stem)
+    swapped = inputs_first
+    if swapped is None and n != k:
+        swapped = info is not None and info.shape == shapes[True]
+    elif swapped is None:
         planner.problems.append(
             f"{quoted(stem)} may be [e, n, k] or [e, k, n] with n = {n} and k = {k}: ambiguous"
         )
-    info = planner.take(stem, FLOATS, (e, n, k), (e, k, n))
-    if info is not None and info.shape == (e, k, n):
-        weight.pieces += [Piece(stem, (x,), expert=x) for x in range(e)]
-    else:
-        weight.pieces.append(Piece(stem))
-    if bias is not None:
-        planner.take(f"{stem}_bias", FLOATS, (e, n))
-        bias.pieces.append(Piece(f"{stem}_bias"))
+    planner.take(stem, FLOATS, shapes[bool(swapped)])
+    weight.pieces += _stack(stem, e, bool(swapped), alternate)

@@ -31,19 +31,21 @@ Index = tuple[int | slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One stored tensor and its place: ``buffer[at] = tensor``, broadcast.
+    """One stored tensor, or a part of it, and its place: ``buffer[at] = tensor[part]``, broadcast.
 
     Attributes:
       name: of the tensor.
       at: index into the buffer.
       shape: that the tensor takes first, None for its own.
-      expert: the part ``tensor[expert]`` with its two axes exchanged, None for all as it is.
+      part: index into the tensor, all of it where it is empty.
+      swapped: whether the part's last two axes are exchanged.
     """
 
     name: str
     at: Index = ()
     shape: Shape | None = None
-    expert: int | None = None
+    part: Index = ()
+    swapped: bool = False
 
 
 @dataclasses.dataclass
@@ -152,7 +154,7 @@ class Planner:
             self.problems.append(f"{quoted(name)} is missing: expected {expected}")
         else:
             self.problems.append(
-                f"{quoted(name)} ({quoted(info.file)}): expected {expected}, got {info}"
+                f"{quoted(info.name)} ({quoted(info.file)}): expected {expected}, got {info}"
             )
         return None
 

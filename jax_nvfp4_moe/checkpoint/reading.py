@@ -96,20 +96,22 @@ class Reader:
 
     def _position(self, piece: Piece):
         info = self._tensors.info(piece.name)
-        return info.file, info.start, piece.expert or 0
+        return info.file, info.start
 
     def _fill(self, array, piece):
         info = self._tensors.info(piece.name)
         place = array[(*piece.at, ...)]
         same_type = STORED_TYPES[info.dtype].numpy == array.dtype
-        if same_type and place.nbytes == info.nbytes and place.flags.c_contiguous:
+        whole = not piece.part and not piece.swapped
+        if whole and same_type and place.nbytes == info.nbytes and place.flags.c_contiguous:
             self._tensors.read_into(piece.name, place)
-        else:
-            stored = self._tensors.read(piece.name)
-            if piece.expert is not None:
-                stored = stored[piece.expert].T
-            place[...] = stored if piece.shape is None else stored.reshape(piece.shape)
-        self._advance(info.nbytes if piece.expert is None else info.nbytes // array.shape[0])
+            self._advance(info.nbytes)
+            return
+        stored = self._tensors.read(piece.name)[(*piece.part, ...)]
+        self._advance(stored.nbytes)
+        if piece.swapped:
+            stored = np.swapaxes(stored, -1, -2)
+        place[...] = stored if piece.shape is None else stored.reshape(piece.shape)
 
     def _check_block_scale(self, buffer, array):
         for piece in buffer.pieces:
@@ -127,7 +129,7 @@ class Reader:
 
     def _report(self, piece, what):
         info = self._tensors.info(piece.name)
-        self.problems.append(f"{quoted(piece.name)} ({quoted(info.file)}): {what}")
+        self.problems.append(f"{quoted(info.name)} ({quoted(info.file)}): {what}")
 
     def raise_problems(self, where: str) -> None:
         """Raise what has been found since the last call.
