@@ -46,6 +46,15 @@ def _multiply(x, weight: NVFP4Tensor, expert):
     return jnp.matmul(x, one.dequantize(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 
+def _by_pieces(run_piece, expert, start, end, y):
+    """Run the rows `start` to `end` of one expert by pieces.
+
+    The loop counts pieces: XLA drops one that counts rows by `_PIECE` up to a constant of 1.
+    """
+    pieces = (end - start + (_PIECE - 1)) // _PIECE
+    return lax.fori_loop(0, pieces, lambda i, y: run_piece(expert, start + i * _PIECE, y), y)
+
+
 def _pick(array, expert):
     """Return ``array[expert]`` in float32, or zero where there is no array."""
     return jnp.float32(0) if array is None else array[expert].astype(jnp.float32)
@@ -106,11 +115,7 @@ def combine_experts(x, num_experts, expert_ids, expert_weights, run_rows, *, wei
         return y.at[jnp.where(alive, here // top_k, t)].add(d, mode="drop")
 
     def run_expert(expert, y):
-        def body(state):
-            start, y = state
-            return start + _PIECE, run_piece(expert, start, y)
-
-        return lax.while_loop(lambda s: s[0] < ends[expert], body, (starts[expert], y))[1]
+        return _by_pieces(run_piece, expert, starts[expert], ends[expert], y)
 
     y = jnp.zeros((t, h), jnp.float32)
     if t == 0 or top_k == 0:
@@ -152,11 +157,7 @@ def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):
         return y.at[jnp.where(start + row < ends[expert], start + row, m)].set(d, mode="drop")
 
     def run_expert(expert, y):
-        def body(state):
-            start, y = state
-            return start + _PIECE, run_piece(expert, start, y)
-
-        return lax.while_loop(lambda s: s[0] < ends[expert], body, (starts[expert], y))[1]
+        return _by_pieces(run_piece, expert, starts[expert], ends[expert], y)
 
     y = jnp.zeros((m, n), jnp.float32)
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)

@@ -60,7 +60,10 @@ class Cache:
 
 
 class RMSNorm(nnx.Module):
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, float32 inside."""
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, float32 inside.
+
+    The product with the weight is in the weight's dtype.
+    """
 
     def __init__(self, weight: Float[Array, "*n h"], eps: float):
         """Make a norm of `weight` ``[h]``, or ``[n, h]`` where each head has its own."""
@@ -71,9 +74,9 @@ class RMSNorm(nnx.Module):
         """Normalize; the result has the dtype of `x`."""
         wide = x.astype(jnp.float32)
         mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normal = (wide * lax.rsqrt(mean + self.eps)).astype(x.dtype)
         weight = self.weight.get_value()
-        return normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))
+        normal = (wide * lax.rsqrt(mean + self.eps)).astype(weight.dtype)
+        return (normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))).astype(x.dtype)
 
 
 class SideBySide(nnx.Module):
@@ -292,7 +295,14 @@ def norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
     return RMSNorm(weights.array(f"{prefix}.weight", (width,)), eps)
 
 
-def build_decoder(config, weights, settings: Settings, build_attention, build_moe) -> Decoder:
+def centered_norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
+    """Make the norm `prefix`, in the file as ``weight - 1``; float32, which keeps what is small."""
+    return RMSNorm(1 + weights.array(f"{prefix}.weight", (width,), dtype=jnp.float32), eps)
+
+
+def build_decoder(
+    config, weights, settings: Settings, build_attention, build_moe, build_norm=norm
+) -> Decoder:
     """Make a model of the usual shape, layer by layer, under the usual names.
 
     Args:
@@ -301,6 +311,7 @@ def build_decoder(config, weights, settings: Settings, build_attention, build_mo
       settings: how modules are made.
       build_attention: ``(config, layer, weights, settings)`` makes the attention of a layer.
       build_moe: makes the expert block of a layer in the same way.
+      build_norm: makes the norms beside layers and behind the last; called as `norm`.
     """
     h, eps = config.hidden, config.eps
     embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
@@ -313,13 +324,13 @@ def build_decoder(config, weights, settings: Settings, build_attention, build_mo
             mlp = build_moe(config, layer, weights, settings)
         layers.append(
             DecoderLayer(
-                norm(weights, f"{prefix}.input_layernorm", h, eps),
+                build_norm(weights, f"{prefix}.input_layernorm", h, eps),
                 build_attention(config, layer, weights, settings),
-                norm(weights, f"{prefix}.post_attention_layernorm", h, eps),
+                build_norm(weights, f"{prefix}.post_attention_layernorm", h, eps),
                 mlp,
             )
         )
-    final = norm(weights, "model.norm", h, eps)
+    final = build_norm(weights, "model.norm", h, eps)
     head = None
     if config.tied:
         weights.ignore("lm_head.", "the head shares the embedding")

@@ -257,12 +257,19 @@ def _apart(config, expansion):
     """
     if isinstance(expansion, DenseLinear):
         matrix = expansion.weight.get_value()
-    elif (isinstance(expansion, NVFP4Linear) and expansion.scheme is Scheme.W4A16) or (isinstance(expansion, FP8Linear) and expansion.activations is Float8.WEIGHTS):
+    elif _weights_only(expansion):
         matrix = expansion.weight.get_value().dequantize(expansion.dtype)
     else:
         return expansion
     matrix = matrix.reshape(config.num_heads, -1, config.kv_rank)
     return HeadMatrices(matrix[:, : config.nope], matrix[:, config.nope :])
+
+
+def _weights_only(part) -> bool:
+    """Whether a quantized linear takes its input as it is."""
+    if isinstance(part, FP8Linear):
+        return part.activations is Float8.WEIGHTS
+    return isinstance(part, NVFP4Linear) and part.scheme is Scheme.W4A16
 
 
 def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Array, "b t n m"]:

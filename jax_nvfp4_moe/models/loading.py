@@ -24,7 +24,9 @@ from jax_nvfp4_moe.models import (
     minimax_m2,
     mixtral,
     olmoe,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
 from jax_nvfp4_moe.nn import NVFP4MoE
@@ -44,6 +46,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MiniMaxM2ForCausalLM": minimax_m2.ARCHITECTURE,
     "MixtralForCausalLM": mixtral.ARCHITECTURE,
     "OlmoeForCausalLM": olmoe.ARCHITECTURE,
+    "Qwen3NextForCausalLM": qwen3_next.ARCHITECTURE,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe.ARCHITECTURE,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe.ARCHITECTURE,
 }
 
 Folder = str | pathlib.Path
