@@ -18,7 +18,7 @@ from jax_nvfp4_moe.checkpoint.resolve import (
     load,
     open_checkpoint,
 )
-from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
+from jax_nvfp4_moe.models import deepseek_v3, nemotron_h, qwen3_moe
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.ops.moe import DTYPES
@@ -29,6 +29,7 @@ from jax_nvfp4_moe.tensor import MoEParams
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,
     "DeepseekV3ForCausalLM": deepseek_v3.ARCHITECTURE,
+    "NemotronHForCausalLM": nemotron_h.ARCHITECTURE,
 }
 
 Folder = str | pathlib.Path
