@@ -23,6 +23,7 @@ from jax_nvfp4_moe.models import (
     glm4_moe,
     minimax_m2,
     mixtral,
+    nemotron_h,
     olmoe,
     qwen3_5_moe,
     qwen3_moe,
@@ -49,6 +50,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3NextForCausalLM": qwen3_next.ARCHITECTURE,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe.ARCHITECTURE,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe.ARCHITECTURE,
+    "NemotronHForCausalLM": nemotron_h.ARCHITECTURE,
 }
 
 Folder = str | pathlib.Path
