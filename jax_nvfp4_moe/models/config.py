@@ -49,6 +49,24 @@ class Fields:
         self.problems.append(f"{CONFIG}: {name}: expected a list of integers, got {quoted(value)}")
         return ()
 
+    def layer_types(
+        self, count: int, allowed: Sequence[str], default: Sequence[str]
+    ) -> tuple[str, ...]:
+        """Return ``layer_types``, one of `allowed` for each of `count` layers."""
+        value = self._config.get("layer_types")
+        value = list(default) if value is None else value
+        if (
+            isinstance(value, list)
+            and len(value) == count
+            and set(map(repr, value)) <= set(map(repr, allowed))
+        ):
+            return tuple(value)
+        self.problems.append(
+            f"{CONFIG}: layer_types: expected {count} of {', '.join(map(quoted, allowed))}; "
+            f"got {quoted(value)}"
+        )
+        return tuple(default)
+
     def count(self, name: str, default: int = 0) -> int:
         """Return the integer `name` of 0 or more."""
         value = self._config.get(name)
@@ -114,7 +132,9 @@ class Rope:
     attention_scale: float = 1.0
 
 
-def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: int) -> Rope:
+def read_rope(
+    fields: Fields, config: Mapping[str, Any], width: int, positions: int, theta: float = 10000.0
+) -> Rope:
     """Read the rotary embedding: ``rope_parameters``, or older ``rope_theta`` and ``rope_scaling``.
 
     Args:
@@ -122,6 +142,7 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
       config: the parsed ``config.json``.
       width: channels of a head; ``partial_rotary_factor`` of them are rotated.
       positions: max_position_embeddings.
+      theta: the base where the config names none.
 
     Source: YaRN, arXiv:2309.00071; `modeling_rope_utils` of transformers for the details.
     """
@@ -138,7 +159,7 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
         kind = "default"
     older = ("rope_theta", "partial_rotary_factor")
     rope = Fields({name: config.get(name) for name in older} | given)
-    theta = rope.number("rope_theta", 10000.0)
+    theta = rope.number("rope_theta", theta)
     rope.require(theta > 0, f"rope_theta: expected a positive number, got {theta}")
     share = rope.number("partial_rotary_factor", 1.0)
     width = int(width * share)
@@ -164,12 +185,13 @@ def _llama3(fields, given, frequencies):
     original = given.size("original_max_position_embeddings")
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
     given.relate(factor >= 1, f"rope factor: expected at least 1, got {factor}")
-    given.relate(0 < low < high, f"low_freq_factor: expected below {high}, got {low}")
+    given.relate(0 < low <= high, f"low_freq_factor: expected at most {high}, got {low}")
     fields.problems += given.problems
     if given.problems:
         return Rope(tuple(frequencies.tolist()))
     turns = original * frequencies / np.float32(2 * math.pi)  # within the original length
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    # Llama 4 Scout has low = high: no frequency is blended then.
+    kept = np.clip((turns - low) / (high - low), 0, 1) if low < high else turns >= low
     blended = frequencies * kept + frequencies / np.float32(factor) * (1 - kept)
     return Rope(tuple(blended.astype(np.float32).tolist()))
 

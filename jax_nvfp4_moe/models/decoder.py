@@ -293,7 +293,9 @@ def norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
     return RMSNorm(weights.array(f"{prefix}.weight", (width,)), eps)
 
 
-def build_decoder(config, weights, settings: Settings, build_attention, build_moe) -> Decoder:
+def build_decoder(
+    config, weights, settings: Settings, build_attention, build_moe, *, mlp_name: str = "mlp"
+) -> Decoder:
     """Make a model of the usual shape, layer by layer, under the usual names.
 
     Args:
@@ -302,6 +304,7 @@ def build_decoder(config, weights, settings: Settings, build_attention, build_mo
       settings: how modules are made.
       build_attention: ``(config, layer, weights, settings)`` makes the attention of a layer.
       build_moe: makes the expert block of a layer in the same way.
+      mlp_name: of the feed-forward inside a layer.
     """
     h, eps = config.hidden, config.eps
     embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
@@ -309,7 +312,8 @@ def build_decoder(config, weights, settings: Settings, build_attention, build_mo
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
         if layer in config.dense_layers:
-            mlp = GatedMLP(weights, f"{prefix}.mlp", h, config.dense_intermediate, settings)
+            name = f"{prefix}.{mlp_name}"
+            mlp = GatedMLP(weights, name, h, config.dense_intermediate, settings)
         else:
             mlp = build_moe(config, layer, weights, settings)
         layers.append(

@@ -18,7 +18,7 @@ from jax_nvfp4_moe.checkpoint.resolve import (
     load,
     open_checkpoint,
 )
-from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
+from jax_nvfp4_moe.models import deepseek_v3, gpt_oss, llama4, qwen3_moe
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.ops.moe import DTYPES
@@ -29,6 +29,9 @@ from jax_nvfp4_moe.tensor import MoEParams
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,
     "DeepseekV3ForCausalLM": deepseek_v3.ARCHITECTURE,
+    "Llama4ForConditionalGeneration": llama4.ARCHITECTURE,
+    "Llama4ForCausalLM": llama4.ARCHITECTURE,
+    "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
 }
 
 Folder = str | pathlib.Path
