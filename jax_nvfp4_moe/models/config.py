@@ -55,11 +55,8 @@ class Fields:
         """Return ``layer_types``, one of `allowed` for each of `count` layers."""
         value = self._config.get("layer_types")
         value = list(default) if value is None else value
-        if (
-            isinstance(value, list)
-            and len(value) == count
-            and set(map(repr, value)) <= set(map(repr, allowed))
-        ):
+        known = isinstance(value, list) and all(item in allowed for item in value)
+        if known and len(value) == count:
             return tuple(value)
         self.problems.append(
             f"{CONFIG}: layer_types: expected {count} of {', '.join(map(quoted, allowed))}; "

@@ -111,7 +111,7 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
 
 
 def _read_windows(fields, config, layers):
-    """Read the window of each layer: without ``layer_types`` every other has one, from the first."""
+    """Read the window of each layer: without ``layer_types`` the even ones have one."""
     default = tuple(_FULL if layer % 2 else _SLIDING for layer in range(layers))
     types = fields.layer_types(layers, (_SLIDING, _FULL), default)
     window = fields.size("sliding_window", default=128)
