@@ -268,6 +268,16 @@ def test_linear_takes_leading_axes_bias_and_input_scale():
     assert_as_accurate_as(y, yardstick, want)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 129])
+def test_linear_of_few_rows_under_jit(rows):
+    """XLA's CPU compiler once left the one piece of one row out, and the result was zeros."""
+    weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (24, H)))
+    x = jax.random.normal(jax.random.key(1), (rows, H))
+    y = jax.jit(lambda x: nvfp4.ops.linear(x, weight, backend="reference"))(x)
+    want = np.asarray(x, np.float64) @ np.asarray(weight.dequantize(), np.float64).T
+    assert_as_accurate_as(y, jnp.matmul(x, weight.dequantize().T, precision="highest"), want)
+
+
 def test_grouped_gemm_and_linear_name_bad_arguments():
     weight = nvfp4.quantize(jnp.ones((3, 32, H)))
     with pytest.raises(ValueError, match=r"group_sizes: expected integers of shape \(3,\)"):
