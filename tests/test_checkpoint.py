@@ -252,7 +252,7 @@ def test_known_extras_are_noted_and_left_out(tmp_path, caplog):
     with open_checkpoint(folder) as checkpoint:
         check(checkpoint, build_model)
     for expected in ("multi-token prediction (1)", "vision tower (2)", "KV-cache scales (2)",
-                     "layers after the 2 of the config (2)", "modules that are not loaded (1)",
+                     "layers after the 2 of the config (2)", "modules beside the language model (1)",
                      "input scales of dense modules (1)"):  # fmt: skip
         assert expected in caplog.text
     with open_checkpoint(folder) as checkpoint:

@@ -11,6 +11,7 @@ from jax_nvfp4_moe.checkpoint.folder import read_config
 from jax_nvfp4_moe.checkpoint.forms import spellings
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, declaration
 from jax_nvfp4_moe.checkpoint.quantization import read_quant_config
+from jax_nvfp4_moe.checkpoint.spelling import PREFIXES
 
 GIVEN = pathlib.Path(__file__).parent / "checkpoints"
 GATE = "model.layers.0.mlp.gate"
@@ -254,11 +255,13 @@ def test_our_own_declaration_is_understood(tmp_path, algorithm):
 
 
 def test_spellings_of_a_module():
-    assert spellings("language_model.model.layers.0.q_proj") == [
+    names = spellings("language_model.model.layers.0.q_proj")
+    assert names[:2] == [
         "language_model.model.layers.0.q_proj",
         "language_model.model.layers.0.qkv_proj",
-        "model.language_model.layers.0.q_proj",
-        "model.language_model.layers.0.qkv_proj",
-        "model.layers.0.q_proj",
-        "model.layers.0.qkv_proj",
     ]
+    assert set(names) == {
+        f"{prefix}layers.0.{name}" for prefix in PREFIXES for name in ("q_proj", "qkv_proj")
+    }
+    assert set(spellings("lm_head")) == {"lm_head", *(f"{prefix}lm_head" for prefix in PREFIXES)}
+    assert spellings("mtp.fc") == ["mtp.fc"]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.spelling import PREFIXES
 from jax_nvfp4_moe.formats import BLOCK
 from jax_nvfp4_moe.scheme import Scheme
 
@@ -18,13 +19,6 @@ _FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-# Exporters disagree on where the language model of a multimodal model sits.
-_RESPELLED = (
-    ("language_model.model.", "model.language_model."),
-    ("model.language_model.", "language_model.model."),
-    ("model.language_model.", "model."),
-    ("language_model.", ""),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,15 +92,20 @@ class Form:
 
 
 def spellings(module: str) -> list[str]:
-    """Return the names by which a config may mean `module`, its own first."""
+    """Return the names by which a config may mean `module`, its own first.
+
+    Exporters disagree on where the language model sits, even with their own files, and may name
+    the product that runtimes make of some projections.
+    """
     names = [module]
     parent, dot, leaf = module.rpartition(".")
     if leaf in _FUSED:
         names.append(parent + dot + _FUSED[leaf])
-    if leaf == "lm_head" and parent:
-        names.append(leaf)
-    for old, new in _RESPELLED:
-        names += [new + name.removeprefix(old) for name in names if name.startswith(old)]
+    prefix = next((prefix for prefix in PREFIXES if module.startswith(prefix)), None)
+    if leaf == "lm_head" and prefix in (None, parent + dot):
+        names += [leaf, *(other + leaf for other in PREFIXES)]
+    elif prefix is not None:
+        names += [other + name.removeprefix(prefix) for other in PREFIXES for name in names]
     return list(dict.fromkeys(names))
 
 

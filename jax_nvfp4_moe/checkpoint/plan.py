@@ -154,7 +154,7 @@ class Planner:
             self.problems.append(f"{quoted(name)} is missing: expected {expected}")
         else:
             self.problems.append(
-                f"{quoted(name)} ({quoted(info.file)}): expected {expected}, got {info}"
+                f"{quoted(info.name)} ({quoted(info.file)}): expected {expected}, got {info}"
             )
         return None
 

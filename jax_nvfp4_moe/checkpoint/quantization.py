@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, read_json
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
 from jax_nvfp4_moe.checkpoint.forms import Form, Rules, TensorNames
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
 from jax_nvfp4_moe.scheme import Scheme
@@ -89,7 +89,7 @@ def _from_file(folder, _):
 
 
 def _from_config(_, config):
-    holders = [("", config), ("text_config: ", config.get("text_config"))]
+    holders = [("", config), *((f"{key}: ", config.get(key)) for key in TEXT_CONFIGS)]
     for place, holder in holders:
         for key in _SECTIONS:
             section = holder.get(key) if isinstance(holder, dict) else None

@@ -129,7 +129,7 @@ class Reader:
 
     def _report(self, piece, what):
         info = self._tensors.info(piece.name)
-        self.problems.append(f"{quoted(piece.name)} ({quoted(info.file)}): {what}")
+        self.problems.append(f"{quoted(info.name)} ({quoted(info.file)}): {what}")
 
     def raise_problems(self, where: str) -> None:
         """Raise what has been found since the last call.

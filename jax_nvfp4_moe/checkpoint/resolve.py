@@ -18,11 +18,12 @@ import jax
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.experts import ExpertSizes, plan_dense_experts, plan_experts
-from jax_nvfp4_moe.checkpoint.folder import read_config
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config
 from jax_nvfp4_moe.checkpoint.plan import Buffer, InputScales, LinearPlan, Matrices, Planner
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.reading import Reader
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
+from jax_nvfp4_moe.checkpoint.spelling import Spelling, canonical_names, find_spelling
 from jax_nvfp4_moe.scheme import Scheme
 from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor
 
@@ -58,14 +59,16 @@ class Checkpoint:
     Attributes:
       folder: where it is.
       config: the parsed ``config.json``; its values are not checked.
-      tensors: with headers checked.
+      tensors: with headers checked, under the names by which models ask for them; see `spelling`.
       quant: what is quantized, and how.
+      spelling: how the file spells the names of the language model.
     """
 
     folder: pathlib.Path
     config: dict[str, Any]
     tensors: Tensors
     quant: QuantConfig
+    spelling: Spelling
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -144,6 +147,8 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
     folder = pathlib.Path(folder)
     config = read_config(folder)
     problems: list[str] = []
+    renamed: dict[str, str] = {}
+    spelling = Spelling()
     quant = tensors = None
     try:
         quant = read_quant_config(folder, config)
@@ -151,13 +156,16 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
         problems += error.problems
     try:
         tensors = open_tensors(folder)
+        spelling = find_spelling(tensors.names(), problems)
+        renamed = canonical_names(tensors.names(), spelling, problems)
     except CheckpointError as error:
         problems += error.problems
-    if quant is None or tensors is None:
+    if problems or quant is None or tensors is None:
         if tensors is not None:
             tensors.close()
         raise CheckpointError(problems, str(folder))
-    return Checkpoint(folder, config, tensors, quant)
+    tensors.rename(renamed)
+    return Checkpoint(folder, config, tensors, quant, spelling)
 
 
 class Weights:
@@ -395,7 +403,7 @@ def check(
             raise
         failure = error
     else:
-        planner.problems += _surplus(planner, checkpoint.config, options)
+        planner.problems += _surplus(planner, checkpoint, options)
     if planner.problems:
         raise CheckpointError(planner.problems, str(checkpoint.folder)) from failure
     for fact, count in planner.notes.items():
@@ -403,22 +411,23 @@ def check(
     return planner.nbytes
 
 
-def _surplus(planner, config, options) -> Iterator[str]:
+def _surplus(planner, checkpoint, options) -> Iterator[str]:
     """Say which tensors nobody asked for, though they lie in a module that is loaded."""
-    num_layers = options.num_layers or _num_layers(config)
+    num_layers = options.num_layers or _num_layers(checkpoint.config)
     scope = f"{options.only}." if options.only else ""
     loaded = {name.split(".")[0] for name in planner.taken}
     for name in planner.tensors.under(scope):
         if name in planner.taken:
             continue
+        info = planner.tensors.info(name)
         extra = _known_extra(name, num_layers)
-        if extra is None and name.split(".")[0] not in loaded:
-            extra = "modules that are not loaded"
+        beside = name.split(".")[0] not in loaded or not checkpoint.spelling.owns(info.name)
+        if extra is None and beside:
+            extra = "modules beside the language model"
         if extra is not None:
             planner.note(f"tensors left out: {extra}")
             continue
-        info = planner.tensors.info(name)
-        yield f"{quoted(name)} ({quoted(info.file)}): {info} is not part of the model"
+        yield f"{quoted(info.name)} ({quoted(info.file)}): {info} is not part of the model"
 
 
 def _known_extra(name, num_layers) -> str | None:
@@ -429,12 +438,8 @@ def _known_extra(name, num_layers) -> str | None:
 
 
 def _num_layers(config) -> int | None:
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        value = part.get("num_hidden_layers")
-        if type(value) is int and value > 0:
-            return value
-    return None
+    value = merge_text_config(config).get("num_hidden_layers")
+    return value if type(value) is int and value > 0 else None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.folder import CONFIG
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
 from jax_nvfp4_moe.checkpoint.resolve import (
     ExpertWeights,
     LoadOptions,
@@ -166,6 +166,7 @@ def _settings(scheme, dtype, backend):
 
 def _read_config(path, config):
     try:
+        config = merge_text_config(config)
         row = find_architecture(config)
         return row, row.read_config(config)
     except CheckpointError as error:
