@@ -164,6 +164,7 @@ class NVFP4MoE(_Settled):
     Attributes:
       params: `NVFP4Param` of `MoEParams`, in the layout of its backend, or of `DenseExperts`.
       router_weight: `nnx.Param` ``[e, h]``; router logits are float32.
+      router_logit_bias: `nnx.Param` ``[e]``, part of the logits, or None.
       router_bias: `RouterCorrection` ``[e]``, or None.
       router: static `routing.Router`.
       activation: static `activations.ActivationCall`.
@@ -185,6 +186,7 @@ class NVFP4MoE(_Settled):
         params: MoEParams | DenseExperts | None = None,
         router_weight: Float[Array, "e h"] | None = None,
         router_bias: Float[Array, " e"] | None = None,
+        router_logit_bias: Float[Array, " e"] | None = None,
         shared_experts: Callable | None = None,
         shared_gate: Callable | None = None,
         latent: int | None = None,
@@ -206,7 +208,10 @@ class NVFP4MoE(_Settled):
           activation, alpha, beta, limit: as for `ops.moe_mlp`.
           params: the experts; random where None and `rngs` is given, else zeros.
           router_weight: ``[e, h]``; made as `params` is where None.
-          router_bias: correction of the choice ``[e]`` (e_score_correction_bias), or None.
+          router_bias: correction of the choice ``[e]`` (e_score_correction_bias), or None; the
+            weights do not see it.
+          router_logit_bias: added to the logits ``[e]``, so that choice and weights see it
+            (gpt-oss), or None.
           shared_experts: called with `x [..., h]`, added to the routed experts.
           shared_gate: called with `x`; its sigmoid ``[..., 1]`` multiplies the shared experts.
           latent: width that the routed experts see where it is not `hidden`.
@@ -248,6 +253,9 @@ class NVFP4MoE(_Settled):
         if router_bias is not None:
             _check_shape("router_bias", router_bias.shape, (num_experts,))
         self.router_bias = None if router_bias is None else RouterCorrection(router_bias)
+        if router_logit_bias is not None:
+            _check_shape("router_logit_bias", router_logit_bias.shape, (num_experts,))
+        self.router_logit_bias = None if router_logit_bias is None else nnx.Param(router_logit_bias)
         self.shared_experts, self.shared_gate = shared_experts, shared_gate
         self.latent_in, self.latent_out = latent_in, latent_out
 
@@ -256,11 +264,13 @@ class NVFP4MoE(_Settled):
     ) -> tuple[Int32[Array, "... k"], Float[Array, "... k"]]:
         """Choose the experts of each token, best first, and their float32 weights.
 
-        Logits are ``x @ router_weight.T`` in float32; see `routing.route` for what follows. The
-        block's `backend` names an expert kernel and says nothing of the router's.
+        Logits are ``x @ router_weight.T + router_logit_bias`` in float32; see `routing.route` for
+        what follows. The block's `backend` names an expert kernel and says nothing of the router's.
         """
         with jax.named_scope("router"):
             logits = self._logits(x.reshape(-1, x.shape[-1]).astype(self.dtype))
+            if self.router_logit_bias is not None:
+                logits += self.router_logit_bias.get_value().astype(jnp.float32)[None, :]
             bias = _value(self.router_bias)
             ids, weights = route(self.router, logits, bias, target=self.target)
             lead = (*x.shape[:-1], self.router.top_k)

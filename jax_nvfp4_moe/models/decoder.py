@@ -301,7 +301,14 @@ def centered_norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
 
 
 def build_decoder(
-    config, weights, settings: Settings, build_attention, build_moe, build_norm=norm
+    config,
+    weights,
+    settings: Settings,
+    build_attention,
+    build_moe,
+    build_norm=norm,
+    *,
+    mlp_name: str = "mlp",
 ) -> Decoder:
     """Make a model of the usual shape, layer by layer, under the usual names.
 
@@ -312,6 +319,7 @@ def build_decoder(
       build_attention: ``(config, layer, weights, settings)`` makes the attention of a layer.
       build_moe: makes the expert block of a layer in the same way.
       build_norm: makes the norms beside layers and behind the last; called as `norm`.
+      mlp_name: of the feed-forward inside a layer.
     """
     h, eps = config.hidden, config.eps
     embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
@@ -319,7 +327,8 @@ def build_decoder(
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
         if layer in config.dense_layers:
-            mlp = GatedMLP(weights, f"{prefix}.mlp", h, config.dense_intermediate, settings)
+            name = f"{prefix}.{mlp_name}"
+            mlp = GatedMLP(weights, name, h, config.dense_intermediate, settings)
         else:
             mlp = build_moe(config, layer, weights, settings)
         layers.append(

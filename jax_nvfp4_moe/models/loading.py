@@ -21,6 +21,8 @@ from jax_nvfp4_moe.checkpoint.resolve import (
 from jax_nvfp4_moe.models import (
     deepseek_v3,
     glm4_moe,
+    gpt_oss,
+    llama4,
     minimax_m2,
     mixtral,
     nemotron_h,
@@ -51,6 +53,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3_5MoeForCausalLM": qwen3_5_moe.ARCHITECTURE,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe.ARCHITECTURE,
     "NemotronHForCausalLM": nemotron_h.ARCHITECTURE,
+    "Llama4ForConditionalGeneration": llama4.ARCHITECTURE,
+    "Llama4ForCausalLM": llama4.ARCHITECTURE,
+    "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
 }
 
 Folder = str | pathlib.Path
