@@ -46,6 +46,16 @@ def _multiply(x, weight: NVFP4Tensor, expert):
     return jnp.matmul(x, one.dequantize(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 
+def _run_pieces(run_piece, expert, start, end, y):
+    """Let ``run_piece(expert, start, y)`` add to `y`, for rows from `start` to `end`.
+
+    Pieces are counted by one: of a loop in steps of 128 up to a constant 1, XLA's CPU compiler
+    (jaxlib 0.10.2) takes out the only round.
+    """
+    pieces = -(-(end - start) // _PIECE)
+    return lax.fori_loop(0, pieces, lambda i, y: run_piece(expert, start + i * _PIECE, y), y)
+
+
 def _pick(array, expert):
     """Return ``array[expert]`` in float32, or zero where there is no array."""
     return jnp.float32(0) if array is None else array[expert].astype(jnp.float32)
@@ -99,11 +109,7 @@ def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_in
         return y.at[jnp.where(alive, here // top_k, t)].add(d, mode="drop")
 
     def run_expert(expert, y):
-        def body(state):
-            start, y = state
-            return start + _PIECE, run_piece(expert, start, y)
-
-        return lax.while_loop(lambda s: s[0] < ends[expert], body, (starts[expert], y))[1]
+        return _run_pieces(run_piece, expert, starts[expert], ends[expert], y)
 
     y = jnp.zeros((t, h), jnp.float32)
     if t == 0 or top_k == 0:
@@ -128,11 +134,7 @@ def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):
         return y.at[jnp.where(start + row < ends[expert], start + row, m)].set(d, mode="drop")
 
     def run_expert(expert, y):
-        def body(state):
-            start, y = state
-            return start + _PIECE, run_piece(expert, start, y)
-
-        return lax.while_loop(lambda s: s[0] < ends[expert], body, (starts[expert], y))[1]
+        return _run_pieces(run_piece, expert, starts[expert], ends[expert], y)
 
     y = jnp.zeros((m, n), jnp.float32)
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
