@@ -386,9 +386,7 @@ def _build_mixer(config, layer, weights, settings):
 def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder:
     """Make the whole model, layer by layer."""
     h, eps = config.hidden, config.eps
-    names = ("model.embeddings.weight", "model.embedding.weight", "model.embed_tokens.weight")
-    name = next((name for name in names if weights.has(name)), names[0])
-    embedding = weights.array(name, (config.vocab_size, h))
+    embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
     layers = []
     for layer, kind in enumerate(config.pattern):
         last = layer == config.num_layers - 1
@@ -402,7 +400,7 @@ def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder
                 residual,
             )
         )
-    final = norm(weights, "model.norm_f", h, eps)
+    final = norm(weights, "model.norm", h, eps)
     head = None
     # transformers' class never shares the embedding: its files have a head of their own.
     if not config.tied or weights.has_under("lm_head."):
