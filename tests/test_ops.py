@@ -268,12 +268,12 @@ def test_linear_takes_leading_axes_bias_and_input_scale():
     assert_as_accurate_as(y, yardstick, want)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 128, 129])
-def test_linear_is_the_same_compiled(rows):
-    """Of one row, XLA once took the whole product out of a compiled call."""
+@pytest.mark.parametrize("rows", [1, 2, 127, 128, 129])
+def test_a_compiled_linear_of_any_number_of_rows(rows):
+    """As many as a loop by pieces of 128 takes in: less than one, one, and more."""
     weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (24, H)))
     x = jax.random.normal(jax.random.key(1), (rows, H))
-    y = jax.jit(lambda x: nvfp4.ops.linear(x, weight, backend="reference"))(x)
+    y = jax.jit(lambda x, w: nvfp4.ops.linear(x, w, backend="reference"))(x, weight)
     want = np.asarray(x, np.float64) @ np.asarray(weight.dequantize(), np.float64).T
     yardstick = jnp.matmul(x, weight.dequantize().T, precision="highest")
     assert_as_accurate_as(y, yardstick, want)

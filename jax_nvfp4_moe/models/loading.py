@@ -18,7 +18,19 @@ from jax_nvfp4_moe.checkpoint.resolve import (
     load,
     open_checkpoint,
 )
-from jax_nvfp4_moe.models import deepseek_v3, nemotron_h, qwen3_moe
+from jax_nvfp4_moe.models import (
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    llama4,
+    minimax_m2,
+    mixtral,
+    nemotron_h,
+    olmoe,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.ops.moe import DTYPES
@@ -29,7 +41,21 @@ from jax_nvfp4_moe.tensor import MoEParams
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,
     "DeepseekV3ForCausalLM": deepseek_v3.ARCHITECTURE,
+    "KimiK2ForCausalLM": deepseek_v3.ARCHITECTURE,
+    "KimiK25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
+    "Kimi_K25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
+    "Glm4MoeLiteForCausalLM": deepseek_v3.LITE,
+    "Glm4MoeForCausalLM": glm4_moe.ARCHITECTURE,
+    "MiniMaxM2ForCausalLM": minimax_m2.ARCHITECTURE,
+    "MixtralForCausalLM": mixtral.ARCHITECTURE,
+    "OlmoeForCausalLM": olmoe.ARCHITECTURE,
+    "Qwen3NextForCausalLM": qwen3_next.ARCHITECTURE,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe.ARCHITECTURE,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe.ARCHITECTURE,
     "NemotronHForCausalLM": nemotron_h.ARCHITECTURE,
+    "Llama4ForConditionalGeneration": llama4.ARCHITECTURE,
+    "Llama4ForCausalLM": llama4.ARCHITECTURE,
+    "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
 }
 
 Folder = str | pathlib.Path
@@ -234,6 +260,10 @@ class _Zeros:
         """As `Weights.experts`."""
         params, declared = self._weights.experts(*args, **kwargs)
         return ExpertWeights(_zeros(params), declared)
+
+    def cache_scales(self, *args, **kwargs):
+        """As `Weights.cache_scales`."""
+        return _zeros(self._weights.cache_scales(*args, **kwargs))
 
 
 def _zeros(tree):

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.attention import append, attend, empty_entries
+from jax_nvfp4_moe.models.attention import KeysAndValues, attend
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -248,6 +248,8 @@ class Attention(nnx.Module):
         # Files of transformers have no biases even where the config has the flag.
         h, bias = config.hidden, None if config.attention_bias else False
         self.config, self.dtype = config, settings.dtype
+        shape = (config.num_kv_heads, config.head_dim)
+        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
         self.qkv = SideBySide(
             q=linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias),
             k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
@@ -257,8 +259,7 @@ class Attention(nnx.Module):
 
     def init_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
-        shape = (self.config.num_kv_heads, self.config.head_dim)
-        return empty_entries(batch, max_length, self.dtype, k=shape, v=shape)
+        return self.kv.init_cache(batch, max_length)
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -266,7 +267,7 @@ class Attention(nnx.Module):
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = self.qkv(x).reshape(b, t, -1, config.head_dim)
         q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
-        seen, entries = append(entries, positions, k=k, v=v)
+        seen, entries = self.kv.append(entries, positions, k=k, v=v)
         y = attend(q, seen["k"], seen["v"], positions, config.head_dim**-0.5)
         return self.out(y.reshape(b, t, -1)), entries
 
