@@ -387,9 +387,7 @@ def _build_mixer(config, layer, weights, settings):
 def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder:
     """Make the whole model, layer by layer."""
     h, eps = config.hidden, config.eps
-    names = ("model.embed_tokens.weight", "model.embedding.weight", "model.embed_tokens.weight")
-    name = next((name for name in names if weights.has(name)), names[0])
-    embedding = weights.array(name, (config.vocab_size, h))
+    embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
     layers = []
     for layer, kind in enumerate(config.pattern):
         last = layer == config.num_layers - 1
