@@ -40,7 +40,7 @@ FAULTS = [
     ),
     ("glm4_moe_lite-modelopt-w4a16", {"rms_norm_eps": 1e-6}),
     ("deepseek_v3-direct-modelopt-w4a16", {"rope_interleave": True}),
-    ("kimi_k2-modelopt-w4a16", {"rope_parameters": {"rope_theta": 1e4}}),
+    ("kimi_k2-modelopt-w4a16", {"rope_scaling": None}),
     (
         "minimax_m2-modelopt-w4a16",
         {"rope_parameters": None, "partial_rotary_factor": None, "rotary_dim": 16},
