@@ -36,6 +36,17 @@ class Scheme(enum.StrEnum):
     W4A4_TOKEN_SCALE = "w4a4_token_scale"  # rounded to NVFP4, each row with amax / 2688
 
 
+class Float8(enum.StrEnum):
+    """How activations enter the products of a matrix in FP8 (E4M3)."""
+
+    STATIC = "fp8"  # rounded to E4M3 with one calibrated scale
+    TOKEN = "fp8_token"  # rounded to E4M3, each row with amax / 448
+    TENSOR = "fp8_tensor"  # rounded to E4M3, all with amax / 448
+    WEIGHTS = "fp8_weights"  # as they are
+
+
+Declared = Scheme | Float8 | None  # what a file says of one module; None: it is not quantized
+
 CHECKPOINT = "checkpoint"  # asks for what the file declares
 W4A4_SCHEMES = frozenset(Scheme) - {Scheme.W4A16}
 
@@ -124,6 +135,16 @@ def choose_scheme(
         f"{target} has no FP4 tensor cores, so weight-only is at least as accurate and faster; "
         "ask for scheme='w4a4' or 'checkpoint' to round activations to FP4"
     )
+
+
+def rounds_to_fp8(asked: Scheme | str | None, target: Target) -> bool:
+    """Whether activations, keys and values that a file declares FP8 are rounded to it.
+
+    Where those that it declares NVFP4 are rounded, with the file's scales: by scheme "checkpoint",
+    by w4a4, and on FP4 tensor cores where nothing is asked. Elsewhere they keep the model's dtype,
+    which is at least as accurate; weights in FP8 stay in FP8 either way.
+    """
+    return choose_scheme(Scheme.W4A4, asked, target)[0] is Scheme.W4A4
 
 
 def _as_asked(declared, asked):

@@ -11,6 +11,8 @@ from jax_nvfp4_moe.checkpoint.folder import read_config
 from jax_nvfp4_moe.checkpoint.forms import spellings
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, declaration
 from jax_nvfp4_moe.checkpoint.quantization import read_quant_config
+from jax_nvfp4_moe.checkpoint.spelling import PREFIXES
+from jax_nvfp4_moe.scheme import Float8, Scheme
 
 GIVEN = pathlib.Path(__file__).parent / "checkpoints"
 GATE = "model.layers.0.mlp.gate"
@@ -128,12 +130,14 @@ def test_old_exporters_name_parts(tmp_path):
         assert quant.declared(module + "_proj") == "w4a4"
 
 
-@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4_AWQ", "FP8_PB_WO", "W8A8", "", 7])
+@pytest.mark.parametrize("algorithm", ["MXFP8", "NVFP4_AWQ", "FP8_PB_WO", "W8A8", "", 7])
 def test_unknown_algorithms_are_named(tmp_path, algorithm):
     message = refused(tmp_path, file=modelopt_file(algorithm))
     assert "hf_quant_config.json: quantization" in message
     assert repr(algorithm) in message
-    assert "supported: NVFP4, W4A16_NVFP4, MIXED_PRECISION" in message
+    assert (
+        "supported: NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN, MIXED_PRECISION" in message
+    )
 
 
 def test_lower_case_algorithms_are_accepted(tmp_path):
@@ -175,9 +179,9 @@ def test_sections_that_make_no_sense(tmp_path, section, expected):
 
 
 def test_problems_of_both_files_come_together(tmp_path):
-    message = refused(tmp_path, {"quant_method": "gptq"}, modelopt_file("FP8"))
+    message = refused(tmp_path, {"quant_method": "gptq"}, modelopt_file("MXFP8"))
     assert "gptq" in message
-    assert "FP8" in message
+    assert "MXFP8" in message
 
 
 def test_compressed_tensors_schemes(tmp_path):
@@ -197,8 +201,11 @@ def test_compressed_tensors_names_and_patterns(tmp_path):
         assert quant.declared(module) == "w4a16"
 
 
+def fp8(**fields):
+    return {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "channel", **fields}
+
+
 def test_compressed_tensors_groups(tmp_path):
-    eight = {"type": "float", "num_bits": 8, "strategy": "tensor"}
     groups = {
         "all": {"targets": ["Linear"], "weights": nvfp4(), "format": "nvfp4-pack-quantized"},
         "experts": {
@@ -207,15 +214,110 @@ def test_compressed_tensors_groups(tmp_path):
             "input_activations": nvfp4(),
             "format": "nvfp4-pack-quantized",
         },
-        "eight": {"targets": ["a.o_proj"], "weights": eight, "format": "float-quantized"},
+        "eight": {
+            "targets": ["a.o_proj", "re:b"],
+            "weights": fp8(),
+            "input_activations": fp8(dynamic=True, strategy="token"),
+            "format": "float-quantized",
+        },
     }
     quant = read(tmp_path, tensors_section(format="mixed-precision", config_groups=groups))
     assert quant.declared(EXPERT) == "w4a4"
     assert quant.declared("a.q_proj") == "w4a16"
-    with pytest.raises(CheckpointError, match="'eight': format 'float-quantized'"):
-        quant.declared("a.o_proj")
+    assert quant.declared("a.o_proj") is Float8.TOKEN
+    assert quant.declared("b.experts.0.up_proj") is Scheme.W4A4  # patterns in order of the alphabet
+    assert "'eight': targets 'a.o_proj'" in quant.decide("a.o_proj").source
     only = tensors_section(targets=["a.o_proj"])
     assert read(tmp_path, only).declared("a.q_proj") is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "scheme"),
+    [
+        (None, Float8.WEIGHTS),
+        (fp8(dynamic=True, strategy="token"), Float8.TOKEN),
+        (fp8(dynamic=True, strategy="tensor"), Float8.TENSOR),
+        (fp8(dynamic=False, strategy="tensor"), Float8.STATIC),
+        (fp8(dynamic=False, strategy="token"), "input_activations: strategy 'token', dynamic Fal"),
+        ({**fp8(), "type": "int"}, "input_activations: type 'int' of 8 bits is not supported"),
+    ],
+)
+def test_compressed_tensors_fp8(tmp_path, inputs, scheme):
+    group = {"targets": ["Linear"], "weights": fp8(), "input_activations": inputs}
+    section = tensors_section(format="float-quantized", config_groups={"group_0": group})
+    if isinstance(scheme, Float8):
+        assert read(tmp_path, section).declared(EXPERT) is scheme
+    else:
+        assert scheme in refused(tmp_path, section)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"weights": fp8(strategy="block")}, "weights: strategy 'block' is not supported for FP8"),
+        ({"weights": fp8(symmetric=False)}, "symmetric false"),
+        ({"weights": None, "input_activations": fp8()}, "weights: missing"),
+        ({"output_activations": fp8()}, "output_activations are not supported"),
+        ({"format": "int-quantized"}, "format 'int-quantized' is not supported for weights of"),
+        ({"format": "mxfp8-quantized"}, "format 'mxfp8-quantized' is not supported for weights"),
+    ],
+)
+def test_other_groups_are_refused(tmp_path, change, expected):
+    group = {"targets": ["Linear"], "weights": fp8(), **change}
+    section = tensors_section(format="float-quantized", config_groups={"group_0": group})
+    assert expected in refused(tmp_path, section)
+
+
+def test_digits_in_patterns_are_free(tmp_path):
+    pattern = r"re:.*layers\.\d+\..*mlp\.experts\.[0-9]+\.(gate|up|down)_proj.*"
+    assert read(tmp_path, tensors_section(targets=[pattern])).declared(EXPERT) == "w4a16"
+
+
+def test_cache_of_keys_and_values(tmp_path):
+    file = modelopt_file(kv_cache_quant_algo="FP8")
+    section = modelopt_section(kv_cache_scheme={"type": "float", "num_bits": 8, "dynamic": False})
+    for arguments in ({"file": file}, {"section": section}, {"file": file, "section": section}):
+        folder = tmp_path / "-".join(arguments)
+        folder.mkdir()
+        found = read(folder, **arguments).kv_cache
+        assert (found.algorithm, found.by_factor) == ("FP8", True)
+    assert read(tmp_path, modelopt_section()).kv_cache is None
+    found = read(tmp_path, tensors_section(kv_cache_scheme=fp8(strategy="tensor"))).kv_cache
+    assert (found.algorithm, found.by_factor) == ("FP8", False)
+    other = read(tmp_path, tensors_section(kv_cache_scheme={"type": "int", "num_bits": 8}))
+    assert "'int' of 8 bits" in other.kv_cache.algorithm
+
+
+def test_names_end_at_a_null_character(tmp_path):
+    garbage = [f"{GATE}\0\0\u1234garbage", "lm_head\0", "\0"]
+    quant = read(tmp_path, file=modelopt_file(exclude=garbage))
+    assert quant.declared(GATE) is None
+    assert quant.declared("lm_head") is None
+    assert quant.declared(EXPERT) == "w4a4"
+    layers = {f"{EXPERT}\0garbage": {"quant_algo": "NVFP4", "group_size": "16"}}
+    quant = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
+    assert quant.declared(EXPERT) == "w4a4"
+
+
+def test_missing_lists(tmp_path):
+    file = modelopt_file()
+    del file["quantization"]["exclude_modules"]
+    assert read(tmp_path, file=file).declared(EXPERT) == "w4a4"
+
+
+def test_every_decision_says_where_it_comes_from(tmp_path):
+    layers = {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}}
+    mixed = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
+    said = mixed.decide(EXPERT).source
+    assert said == (
+        "hf_quant_config.json: quantization: quantized_layers: 'model.layers.0.mlp.experts' NVFP4"
+    )
+    assert mixed.decide("a.q_proj").source == "hf_quant_config.json: quantization: in no list"
+    quant = read(tmp_path, file=modelopt_file(exclude=["model.language_model.layers.0.mlp.gate*"]))
+    assert quant.decide(GATE).source.endswith(
+        "exclude_modules 'model.language_model.layers.0.mlp.gate*'"
+    )
+    assert quant.decide("a.q_proj").source.endswith("quant_algo NVFP4")
 
 
 def test_modelopt_mixed_precision(tmp_path):
@@ -225,6 +327,7 @@ def test_modelopt_mixed_precision(tmp_path):
         "model.layers.1.mlp.experts.1.gate_proj": {"quant_algo": "W4A16_NVFP4"},
         "a.qkv_proj": {"quant_algo": "NVFP4"},
         "a.o_proj": {"quant_algo": "FP8"},
+        "a.mx": {"quant_algo": "MXFP8", "group_size": 32},
         "b": {"quant_algo": "NVFP4", "group_size": 32},
         "c": 7,
         "d.experts.0.up_proj": {"quant_algo": "NVFP4"},
@@ -234,12 +337,13 @@ def test_modelopt_mixed_precision(tmp_path):
     assert quant.declared(EXPERT) == "w4a4"
     assert quant.declared("model.layers.1.mlp.experts.gate_up_proj") == "w4a16"
     assert quant.declared("a.k_proj") == "w4a4"
+    assert quant.declared("a.o_proj") == Float8.STATIC
     assert quant.declared("lm_head") is None
     for module, expected in (
-        ("a.o_proj", "'a.o_proj': quant_algo 'FP8' is not supported; supported: NVFP4, W4A16"),
+        ("a.mx", "'a.mx': quant_algo 'MXFP8' is not supported; supported: NVFP4, W4A16"),
         ("b", "blocks of 16 elements, got 32"),
         ("c", "expected an object, got 7"),
-        ("d.experts.down_proj", "algorithms differ inside 'd.experts'"),
+        ("d.experts.down_proj", "algorithms differ inside 'd.experts.down_proj'"),
     ):
         with pytest.raises(CheckpointError, match=expected):
             quant.declared(module)
@@ -254,11 +358,13 @@ def test_our_own_declaration_is_understood(tmp_path, algorithm):
 
 
 def test_spellings_of_a_module():
-    assert spellings("language_model.model.layers.0.q_proj") == [
+    names = spellings("language_model.model.layers.0.q_proj")
+    assert names[:2] == [
         "language_model.model.layers.0.q_proj",
         "language_model.model.layers.0.qkv_proj",
-        "model.language_model.layers.0.q_proj",
-        "model.language_model.layers.0.qkv_proj",
-        "model.layers.0.q_proj",
-        "model.layers.0.qkv_proj",
     ]
+    assert set(names) == {
+        f"{prefix}layers.0.{name}" for prefix in PREFIXES for name in ("q_proj", "qkv_proj")
+    }
+    assert set(spellings("lm_head")) == {"lm_head", *(f"{prefix}lm_head" for prefix in PREFIXES)}
+    assert spellings("mtp.fc") == ["mtp.fc"]

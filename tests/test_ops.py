@@ -268,6 +268,17 @@ def test_linear_takes_leading_axes_bias_and_input_scale():
     assert_as_accurate_as(y, yardstick, want)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 127, 128, 129])
+def test_a_compiled_linear_of_any_number_of_rows(rows):
+    """As many as a loop by pieces of 128 takes in: less than one, one, and more."""
+    weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (24, H)))
+    x = jax.random.normal(jax.random.key(1), (rows, H))
+    y = jax.jit(lambda x, w: nvfp4.ops.linear(x, w, backend="reference"))(x, weight)
+    want = np.asarray(x, np.float64) @ np.asarray(weight.dequantize(), np.float64).T
+    yardstick = jnp.matmul(x, weight.dequantize().T, precision="highest")
+    assert_as_accurate_as(y, yardstick, want)
+
+
 def test_grouped_gemm_and_linear_name_bad_arguments():
     weight = nvfp4.quantize(jnp.ones((3, 32, H)))
     with pytest.raises(ValueError, match=r"group_sizes: expected integers of shape \(3,\)"):

@@ -14,6 +14,7 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 
 JSON_BYTES = 100_000_000  # the cap that the safetensors format puts on its header
 CONFIG = "config.json"
+TEXT_CONFIGS = ("text_config", "llm_config")
 
 
 def locate(folder: pathlib.Path, name: str) -> pathlib.Path:
@@ -111,6 +112,27 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
         return read_json(folder, CONFIG)
     except CheckpointError as error:
         raise CheckpointError(error.problems, str(folder)) from None
+
+
+def merge_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the language model of a multimodal model, that of others as it is.
+
+    Values of ``text_config`` (``llm_config`` in some) count, but for ``architectures``, of which
+    all are kept, and ``tie_word_embeddings``, which the whole model decides where it says so.
+    """
+    for key in TEXT_CONFIGS:
+        text = config.get(key)
+        if isinstance(text, dict):
+            break
+    else:
+        return dict(config)
+    merged = {**config, **text}
+    listed = [part.get("architectures") for part in (config, text)]
+    names = [name for part in listed if isinstance(part, list) for name in part]
+    merged["architectures"] = names or config.get("architectures")
+    if config.get("tie_word_embeddings") is not None:
+        merged["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return merged
 
 
 def read_size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.spelling import PREFIXES
 from jax_nvfp4_moe.formats import BLOCK
-from jax_nvfp4_moe.scheme import Scheme
+from jax_nvfp4_moe.scheme import Declared
 
 # Runtimes run these projections as one, and exclusion lists may name that one.
 _FUSED = {
@@ -17,14 +18,15 @@ _FUSED = {
     "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
+    "q_a_proj": "fused_qkv_a_proj",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
 }
-# Exporters disagree on where the language model of a multimodal model sits.
-_RESPELLED = (
-    ("language_model.model.", "model.language_model."),
-    ("model.language_model.", "language_model.model."),
-    ("model.language_model.", "model."),
-    ("language_model.", ""),
-)
+# The name of the weight's scale of an FP8 linear, and that of its activations, in all forms.
+FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class TensorNames:
       weight_global: float32 scalar of the weights.
       input_global: float32 scalar of the activations.
       divides: the two scalars are the reciprocals of the scales.
+      fp8_by_factor: how activations are rounded to FP8; see `float8.round_fp8`.
     """
 
     packed: str
@@ -44,6 +47,7 @@ class TensorNames:
     weight_global: str
     input_global: str
     divides: bool
+    fp8_by_factor: bool
 
     def to_scale(self, stored: np.ndarray) -> Any:
         """Return the float32 factors that multiply: `stored`, or its rounded reciprocals."""
@@ -53,22 +57,51 @@ class TensorNames:
             return np.asarray(np.float32(1) / stored)
 
 
+class Decision(NamedTuple):
+    """How one module is quantized, and what said so.
+
+    Attributes:
+      scheme: None where it is not quantized.
+      source: the file, its key and the name or pattern that decided.
+    """
+
+    scheme: Declared
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """What a config says of the cache of keys and values.
+
+    Attributes:
+      algorithm: "FP8", or another that is not supported.
+      source: where it was read.
+      by_factor: how the tool rounds; see `float8.round_fp8`.
+    """
+
+    algorithm: str
+    source: str
+    by_factor: bool
+
+
 class Rules(Protocol):
     """Which modules a quantization config quantizes, and how.
 
     Attributes:
       source: where it was read, for messages.
       summary: the algorithm as written, such as "NVFP4".
+      kv_cache: of keys and values; None where nothing is said.
     """
 
     source: str
     summary: str
+    kv_cache: KVCache | None
 
-    def declared(self, module: str) -> Scheme | None:
-        """Return the scheme of `module`, None if it is not quantized.
+    def decide(self, module: str) -> Decision:
+        """Return how `module` is quantized.
 
         Raises:
-          CheckpointError: it is quantized in a way that is not supported.
+          CheckpointError: in a way that is not supported.
         """
         ...
 
@@ -98,16 +131,26 @@ class Form:
 
 
 def spellings(module: str) -> list[str]:
-    """Return the names by which a config may mean `module`, its own first."""
+    """Return the names by which a config may mean `module`, its own first.
+
+    Exporters disagree on where the language model sits, even with their own files, and may name
+    the product that runtimes make of some projections.
+    """
     names = [module]
     parent, dot, leaf = module.rpartition(".")
     if leaf in _FUSED:
         names.append(parent + dot + _FUSED[leaf])
-    if leaf == "lm_head" and parent:
-        names.append(leaf)
-    for old, new in _RESPELLED:
-        names += [new + name.removeprefix(old) for name in names if name.startswith(old)]
+    prefix = next((prefix for prefix in PREFIXES if module.startswith(prefix)), None)
+    if leaf == "lm_head" and prefix in (None, parent + dot):
+        names += [leaf, *(other + leaf for other in PREFIXES)]
+    elif prefix is not None:
+        names += [other + name.removeprefix(prefix) for other in PREFIXES for name in names]
     return list(dict.fromkeys(names))
+
+
+def shards(leaf: str) -> list[str]:
+    """Return the projections that `leaf`, a name such as "qkv_proj", is the product of."""
+    return [shard for shard, fused in _FUSED.items() if fused == leaf]
 
 
 def parents(module: str) -> list[str]:
@@ -132,6 +175,8 @@ def check_group_size(value: Any, source: str) -> None:
 def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]:
     """Return the list of strings at `key`, empty where it is missing or null.
 
+    Some exporters write what lies in memory behind a name: it ends at the first null character.
+
     Raises:
       CheckpointError: it is something else.
     """
@@ -139,7 +184,8 @@ def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]
     if value is None:
         return ()
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(value)
+        names = (item.partition("\0")[0] for item in value)
+        return tuple(name for name in names if name)
     raise CheckpointError([f"{source}: {key}: expected a list of names, got {quoted(value)}"])
 
 

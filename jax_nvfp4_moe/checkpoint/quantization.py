@@ -7,12 +7,13 @@ from typing import Any
 
 from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, read_json
-from jax_nvfp4_moe.checkpoint.forms import Form, Rules, TensorNames
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
+from jax_nvfp4_moe.checkpoint.forms import Decision, Form, KVCache, Rules, TensorNames
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
-from jax_nvfp4_moe.scheme import Scheme
+from jax_nvfp4_moe.scheme import Declared
 
 FORMS = (MODELOPT, COMPRESSED_TENSORS)
+_MXFP4 = "mxfp4"  # OpenAI's own gpt-oss
 _SECTIONS = ("quantization_config", "compression_config")  # the second: old llm-compressor
 
 
@@ -27,15 +28,20 @@ class QuantConfig:
 
     form: Form | None = None
     rules: tuple[Rules, ...] = ()
-    _known: dict[str, Scheme | None] = dataclasses.field(default_factory=dict, compare=False)
+    _known: dict[str, Decision] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def names(self) -> TensorNames:
         """Names of the tensors of a quantized linear; ModelOpt's where nothing is quantized."""
         return (self.form or MODELOPT).names
 
-    def declared(self, module: str) -> Scheme | None:
-        """Return the scheme of `module`, such as "model.layers.0.self_attn.q_proj"; None = dense.
+    @property
+    def kv_cache(self) -> KVCache | None:
+        """What the first place that says anything says of the cache of keys and values."""
+        return next((rules.kv_cache for rules in self.rules if rules.kv_cache), None)
+
+    def decide(self, module: str) -> Decision:
+        """Return how `module`, such as "model.layers.0.self_attn.q_proj", is quantized, and why.
 
         Raises:
           CheckpointError: two places disagree about it, or it is quantized to a format that is
@@ -45,14 +51,20 @@ class QuantConfig:
             self._known[module] = self._agreed(module)
         return self._known[module]
 
+    def declared(self, module: str) -> Declared:
+        """Return the scheme of `module` as `decide` does; None = dense."""
+        return self.decide(module).scheme
+
     def _agreed(self, module):
-        said = {rules.source: rules.declared(module) for rules in self.rules}
-        if len(set(said.values())) > 1:
+        if not self.rules:
+            return Decision(None, "no quantization config")
+        said = {rules.source: rules.decide(module) for rules in self.rules}
+        if len({decision.scheme for decision in said.values()}) > 1:
             each = "; ".join(
-                f"{source} says {scheme or 'dense'}" for source, scheme in said.items()
+                f"{source} says {decision.scheme or 'dense'}" for source, decision in said.items()
             )
             raise CheckpointError([f"{quoted(module)}: {each}"])
-        return next(iter(said.values()), None)
+        return next(iter(said.values()))
 
 
 def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> QuantConfig:
@@ -89,7 +101,7 @@ def _from_file(folder, _):
 
 
 def _from_config(_, config):
-    holders = [("", config), ("text_config: ", config.get("text_config"))]
+    holders = [("", config), *((f"{key}: ", config.get(key)) for key in TEXT_CONFIGS)]
     for place, holder in holders:
         for key in _SECTIONS:
             section = holder.get(key) if isinstance(holder, dict) else None
@@ -106,6 +118,14 @@ def _parse_section(section, source):
         if form.claims(method):
             return form, form.parse(section, source)
     supported = ", ".join(form.quant_method for form in FORMS)
+    if method == _MXFP4:
+        raise CheckpointError(
+            [
+                f"{source}: quant_method {quoted(method)}: the checkpoint holds MXFP4 (blocks of "
+                "32, scales that are powers of two), not NVFP4: quantize it to NVFP4 first; "
+                f"supported: {supported}"
+            ]
+        )
     raise CheckpointError(
         [f"{source}: unknown quant_method {quoted(method)}; supported: {supported}"]
     )

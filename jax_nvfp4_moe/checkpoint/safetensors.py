@@ -129,6 +129,15 @@ class Tensors:
             self.close()
             raise
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Look tensors up by other names from now on; their `TensorInfo.name` stays the file's.
+
+        Args:
+          names: the present name of every tensor -> its new one, all of which differ.
+        """
+        self._infos = {names[name]: info for name, info in self._infos.items()}
+        self._sorted = sorted(self._infos)
+
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
         return list(self._sorted)

@@ -49,6 +49,21 @@ class Fields:
         self.problems.append(f"{CONFIG}: {name}: expected a list of integers, got {quoted(value)}")
         return ()
 
+    def layer_types(
+        self, count: int, allowed: Sequence[str], default: Sequence[str]
+    ) -> tuple[str, ...]:
+        """Return ``layer_types``, one of `allowed` for each of `count` layers."""
+        value = self._config.get("layer_types")
+        value = list(default) if value is None else value
+        known = isinstance(value, list) and all(item in allowed for item in value)
+        if known and len(value) == count:
+            return tuple(value)
+        self.problems.append(
+            f"{CONFIG}: layer_types: expected {count} of {', '.join(map(quoted, allowed))}; "
+            f"got {quoted(value)}"
+        )
+        return tuple(default)
+
     def count(self, name: str, default: int = 0) -> int:
         """Return the integer `name` of 0 or more."""
         value = self._config.get(name)
@@ -183,12 +198,13 @@ def _llama3(fields, given, frequencies):
     original = given.size("original_max_position_embeddings")
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
     given.relate(factor >= 1, f"rope factor: expected at least 1, got {factor}")
-    given.relate(0 < low < high, f"low_freq_factor: expected below {high}, got {low}")
+    given.relate(0 < low <= high, f"low_freq_factor: expected at most {high}, got {low}")
     fields.problems += given.problems
     if given.problems:
         return Rope(tuple(frequencies.tolist()))
     turns = original * frequencies / np.float32(2 * math.pi)  # within the original length
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    # Llama 4 Scout has low = high: no frequency is blended then.
+    kept = np.clip((turns - low) / (high - low), 0, 1) if low < high else turns >= low
     blended = frequencies * kept + frequencies / np.float32(factor) * (1 - kept)
     return Rope(tuple(blended.astype(np.float32).tolist()))
 

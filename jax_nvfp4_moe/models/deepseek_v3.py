@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.models.attention import append, attend, empty_entries, rotate
+from jax_nvfp4_moe.models.attention import KeysAndValues, append, attend, empty_entries, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -32,8 +32,15 @@ from jax_nvfp4_moe.models.sparse import (
     read_leading_dense,
     read_sparse,
 )
-from jax_nvfp4_moe.nn import DenseLinear, NVFP4Linear, NVFP4MoE, dense, precision_for
-from jax_nvfp4_moe.scheme import Scheme
+from jax_nvfp4_moe.nn import (
+    DenseLinear,
+    FP8Linear,
+    NVFP4Linear,
+    NVFP4MoE,
+    dense,
+    precision_for,
+)
+from jax_nvfp4_moe.scheme import Float8, Scheme
 
 _EXPERTS = ("n_routed_experts", "num_local_experts")
 _EPS = 1e-6
@@ -167,6 +174,8 @@ class LatentAttention(nnx.Module):
         self.kv_norm = norm(weights, f"{prefix}.kv_a_layernorm", rank, _LATENT_EPS)
         width = heads * (config.nope + config.value_width)
         self.kv_up = _apart(config, linear(weights, f"{prefix}.kv_b_proj", width, rank, settings))
+        shape = (heads, 1)
+        self.kv = KeysAndValues(weights, prefix, settings, kept_rounded=False, k=shape, v=shape)
         width = heads * config.value_width
         self.out = linear(weights, f"{prefix}.o_proj", h, width, settings, bias)
 
@@ -190,10 +199,12 @@ class LatentAttention(nnx.Module):
         latent = jnp.concatenate([self.kv_norm(latent)[:, :, None, :], key], axis=-1)
         seen, entries = append(entries, positions, latent=latent)
         absorbs = self._absorbs(t, seen["latent"].shape[2])
-        if isinstance(self.kv_up, HeadMatrices) and absorbs:
+        # What is rounded to FP8 are the keys and values of all heads, which have to be made then.
+        if isinstance(self.kv_up, HeadMatrices) and absorbs and self.kv.scales is None:
             y = self._attend_to_latents(self.kv_up, plain, turned, seen["latent"], positions)
         else:
             k, v = self._expand(seen["latent"])
+            k, v = self.kv.rounded(k=k, v=v).values()
             q = jnp.concatenate([plain, turned], axis=-1)
             y = attend(q, k, v, positions, config.scale)
         return self.out(y.reshape(b, t, -1)), entries
@@ -246,12 +257,19 @@ def _apart(config, expansion):
     """
     if isinstance(expansion, DenseLinear):
         matrix = expansion.weight.get_value()
-    elif isinstance(expansion, NVFP4Linear) and expansion.scheme is Scheme.W4A16:
+    elif _weights_only(expansion):
         matrix = expansion.weight.get_value().dequantize(expansion.dtype)
     else:
         return expansion
     matrix = matrix.reshape(config.num_heads, -1, config.kv_rank)
     return HeadMatrices(matrix[:, : config.nope], matrix[:, config.nope :])
+
+
+def _weights_only(part) -> bool:
+    """Whether a quantized linear takes its input as it is."""
+    if isinstance(part, FP8Linear):
+        return part.activations is Float8.WEIGHTS
+    return isinstance(part, NVFP4Linear) and part.scheme is Scheme.W4A16
 
 
 def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Array, "b t n m"]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_nvfp4_moe.models.attention import append, attend, empty_entries, rotate
+from jax_nvfp4_moe.models.attention import KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import RMSNorm, Settings, SideBySide, linear, norm
 
@@ -94,6 +94,8 @@ class Attention(nnx.Module):
         h, d, bias = config.hidden, config.head_dim, config.bias
         rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
         self.config, self.dtype = config, settings.dtype
+        shape = (config.num_kv_heads, config.head_dim)
+        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
         self.qkv = SideBySide(
             q=linear(weights, f"{prefix}.q_proj", rows, h, settings, bias),
             k=linear(weights, f"{prefix}.k_proj", kv_rows, h, settings, bias),
@@ -113,8 +115,7 @@ class Attention(nnx.Module):
 
     def init_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
-        shape = (self.config.num_kv_heads, self.config.head_dim)
-        return empty_entries(batch, max_length, self.dtype, k=shape, v=shape)
+        return self.kv.init_cache(batch, max_length)
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -125,7 +126,7 @@ class Attention(nnx.Module):
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
         qk = rotate(qk, positions, config.rope)
         q, k = jnp.split(qk, [config.num_heads], axis=2)
-        seen, entries = append(entries, positions, k=k, v=v)
+        seen, entries = self.kv.append(entries, positions, k=k, v=v)
         scale = config.head_dim**-0.5
         y = attend(q, seen["k"], seen["v"], positions, scale, window=config.window)
         return self.out(y.reshape(b, t, -1)), entries

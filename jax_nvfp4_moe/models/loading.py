@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.folder import CONFIG
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
 from jax_nvfp4_moe.checkpoint.resolve import (
     ExpertWeights,
     LoadOptions,
@@ -21,10 +21,15 @@ from jax_nvfp4_moe.checkpoint.resolve import (
 from jax_nvfp4_moe.models import (
     deepseek_v3,
     glm4_moe,
+    gpt_oss,
+    llama4,
     minimax_m2,
     mixtral,
+    nemotron_h,
     olmoe,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
 from jax_nvfp4_moe.nn import NVFP4MoE
@@ -44,6 +49,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MiniMaxM2ForCausalLM": minimax_m2.ARCHITECTURE,
     "MixtralForCausalLM": mixtral.ARCHITECTURE,
     "OlmoeForCausalLM": olmoe.ARCHITECTURE,
+    "Qwen3NextForCausalLM": qwen3_next.ARCHITECTURE,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe.ARCHITECTURE,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe.ARCHITECTURE,
+    "NemotronHForCausalLM": nemotron_h.ARCHITECTURE,
+    "Llama4ForConditionalGeneration": llama4.ARCHITECTURE,
+    "Llama4ForCausalLM": llama4.ARCHITECTURE,
+    "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
 }
 
 Folder = str | pathlib.Path
@@ -178,6 +190,7 @@ def _settings(scheme, dtype, backend):
 
 def _read_config(path, config):
     try:
+        config = merge_text_config(config)
         row = find_architecture(config)
         return row, row.read_config(config)
     except CheckpointError as error:
@@ -247,6 +260,10 @@ class _Zeros:
         """As `Weights.experts`."""
         params, declared = self._weights.experts(*args, **kwargs)
         return ExpertWeights(_zeros(params), declared)
+
+    def cache_scales(self, *args, **kwargs):
+        """As `Weights.cache_scales`."""
+        return _zeros(self._weights.cache_scales(*args, **kwargs))
 
 
 def _zeros(tree):

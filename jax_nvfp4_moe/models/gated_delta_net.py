@@ -1,0 +1,278 @@
+"""Gated delta net: a mixer whose past is one matrix a head, which each token fades and corrects.
+
+Of one head, with keys and queries of length 1, decay ``a = exp(g)`` and rate ``beta``:
+
+``S_t = a_t S_{t-1} + beta_t k_t (v_t - k_t.T a_t S_{t-1})`` and ``y_t = q_t.T S_t / sqrt(d)``
+
+A prompt is taken in chunks: within one, all corrections solve one triangular system.
+
+Source: arXiv:2412.06464; for the chunks arXiv:2406.06484; `modeling_qwen3_next` and
+`modeling_qwen3_5_moe` of transformers for the details.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jax_nvfp4_moe.models.attention import PADDING
+from jax_nvfp4_moe.models.decoder import Settings, SideBySide, linear
+
+_CHUNK = 64  # tokens whose corrections are solved together
+_TINY = 1e-6  # added to the squared length of keys and queries
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of one gated delta net.
+
+    Attributes:
+      key_heads: m, heads of queries and keys.
+      value_heads: heads of values and states, a multiple of m: each key head serves r of them.
+      key_width, value_width: d and e, channels of a head.
+      taps: tokens that the convolution sees, its own the last.
+      eps: of the norm.
+    """
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int
+    eps: float
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys."""
+        return self.key_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_width
+
+    @property
+    def convolved(self) -> int:
+        """Channels of queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+class GatedDeltaNet(nnx.Module):
+    """Linears, a causal convolution, the delta rule, and a norm gated by ``silu(z)``.
+
+    Attributes:
+      interleaved: static; whether projected channels stand key head by key head (Qwen3-Next), or
+        all queries before all keys before all values (Qwen3.5).
+    """
+
+    def __init__(self, sizes: DeltaSizes, weights, prefix: str, settings: Settings):
+        """Ask `weights` for the tensors below `prefix`; their names tell how channels stand."""
+        self.sizes, self.dtype = sizes, jnp.dtype(settings.dtype)
+        self.interleaved = weights.has_under(f"{prefix}.in_proj_qkvz.")
+        widths = {"qkv": sizes.convolved, "z": sizes.values}
+        widths |= {"b": sizes.value_heads, "a": sizes.value_heads}
+        if self.interleaved:
+            widths = {"qkvz": sizes.convolved + sizes.values, "ba": 2 * sizes.value_heads}
+        self.projections = SideBySide(
+            **{
+                name: linear(weights, f"{prefix}.in_proj_{name}", width, sizes.hidden, settings)
+                for name, width in widths.items()
+            }
+        )
+        self.out = linear(weights, f"{prefix}.out_proj", sizes.hidden, sizes.values, settings)
+
+        def array(name, *shape):
+            return nnx.Param(weights.array(f"{prefix}.{name}", shape, dtype=jnp.float32))
+
+        self.taps = array("conv1d.weight", sizes.convolved, 1, sizes.taps)
+        self.log_rate = array("A_log", sizes.value_heads)
+        self.step_bias = array("dt_bias", sizes.value_heads)
+        self.norm = array("norm.weight", sizes.value_width)
+
+    def init_cache(self, batch: int, max_length: int):
+        """Return empty cache entries: the last inputs of the convolution, and the states."""
+        del max_length
+        sizes = self.sizes
+        return {
+            "inputs": jnp.zeros((batch, sizes.taps - 1, sizes.convolved), self.dtype),
+            "state": jnp.zeros(_state_shape(sizes, batch), jnp.float32),
+        }
+
+    def __call__(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
+        """Mix ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
+
+        Tokens at `positions` of `PADDING` and later, behind all others of their row, leave the
+        entries as they are.
+        """
+        sizes, (b, t, _) = self.sizes, x.shape
+        old = self.init_cache(b, 0) if entries is None else entries
+        present = positions < PADDING
+        inputs, z, beta, step = self._project(x)
+        mixed, inputs = convolve(inputs, old["inputs"], self.taps.get_value()[:, 0], present)
+        q, k, v = jnp.split(jax.nn.silu(mixed), [sizes.keys, 2 * sizes.keys], axis=-1)
+        q, k = (_unit(part.reshape(b, t, sizes.key_heads, sizes.key_width)) for part in (q, k))
+        heads = (b, t, sizes.key_heads, sizes.value_heads // sizes.key_heads)
+        rate = jnp.exp(self.log_rate.get_value())[None, None]
+        bias = self.step_bias.get_value()[None, None]
+        g = -rate * jax.nn.softplus(step.astype(jnp.float32) + bias)
+        # A decay of 1 and a rate of 0 leave the state as it is.
+        g, beta = (
+            jnp.where(present[..., None], value, 0).reshape(heads)
+            for value in (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
+        )
+        v = v.reshape(*heads, sizes.value_width)
+        rule = delta_step if t == 1 else delta_chunks
+        y, state = rule(q * sizes.key_width**-0.5, k, v, g, beta, old["state"])
+        y = self._gated_norm(y.reshape(b, t, sizes.value_heads, -1), z)
+        y = self.out(y.reshape(b, t, -1))
+        return y, None if entries is None else {"inputs": inputs, "state": state}
+
+    def _project(self, x):
+        """Return channels to convolve (queries, keys, values), z, and what rates are made of."""
+        sizes, lead = self.sizes, x.shape[:-1]
+        projected = self.projections(x)
+        if not self.interleaved:
+            ends = [sizes.convolved, sizes.convolved + sizes.values]
+            qkv, z, ba = jnp.split(projected, ends, axis=-1)
+            return qkv, z, *jnp.split(ba, 2, axis=-1)
+        qkvz, ba = jnp.split(projected, [sizes.convolved + sizes.values], axis=-1)
+        d, shared = sizes.key_width, sizes.values // sizes.key_heads
+        parts = jnp.split(
+            qkvz.reshape(*lead, sizes.key_heads, -1), [d, 2 * d, 2 * d + shared], axis=-1
+        )
+        q, k, v, z = (part.reshape(*lead, -1) for part in parts)
+        halves = jnp.split(ba.reshape(*lead, sizes.key_heads, -1), 2, axis=-1)
+        beta, step = (half.reshape(*lead, -1) for half in halves)
+        return jnp.concatenate([q, k, v], axis=-1), z, beta, step
+
+    def _gated_norm(self, y, z):
+        """Return ``norm(y) * silu(z)`` in the module's dtype, each head normalized by itself."""
+        mean = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+        weight = self.norm.get_value().reshape(1, 1, 1, -1)
+        normal = weight * (y * lax.rsqrt(mean + self.sizes.eps))
+        return (normal * jax.nn.silu(z.astype(jnp.float32).reshape(y.shape))).astype(self.dtype)
+
+
+def convolve(
+    x: Float[Array, "b t c"],
+    past: Float[Array, "b taps-1 c"],
+    taps: Float[Array, "c taps"],
+    present: Bool[Array, "b t"],
+) -> tuple[Float[Array, "b t c"], Float[Array, "b taps-1 c"]]:
+    """Convolve each channel with its own taps: ``y_t = sum_j taps_j x_{t-n+j}``, j from 0 to n.
+
+    Args:
+      x: inputs.
+      past: the n inputs before them, zeros at the start.
+      taps: of each channel, the newest token's the last.
+      present: False for padding, which is behind all other tokens of its row.
+
+    Returns:
+      float32 results, and the last inputs of each row without its padding.
+    """
+    t, count = x.shape[1], taps.shape[1]
+    inputs = jnp.concatenate([past, x.astype(past.dtype)], axis=1)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for j in range(count):
+        y += inputs[:, j : j + t].astype(jnp.float32) * taps[:, j].reshape(1, 1, -1)
+    last = jnp.sum(present, axis=1)[:, None] + jnp.arange(count - 1)[None, :]
+    return y, jnp.take_along_axis(inputs, last[..., None], axis=1)
+
+
+def delta_step(
+    q: Float[Array, "b 1 m d"],
+    k: Float[Array, "b 1 m d"],
+    v: Float[Array, "b 1 m r e"],
+    g: Float[Array, "b 1 m r"],
+    beta: Float[Array, "b 1 m r"],
+    state: Float[Array, "b m r d e"],
+) -> tuple[Float[Array, "b 1 m r e"], Float[Array, "b m r d e"]]:
+    """Take in one token; arguments and results as for `delta_chunks`."""
+    q, k = (part[:, 0, :, None, :, None] for part in (q, k))
+    state = state * jnp.exp(g[:, 0])[..., None, None]
+    missing = v[:, 0] - jnp.sum(state * k, axis=-2)
+    state = state + k * (missing * beta[:, 0, ..., None])[..., None, :]
+    return jnp.sum(state * q, axis=-2)[:, None], state
+
+
+def delta_chunks(
+    q: Float[Array, "b t m d"],
+    k: Float[Array, "b t m d"],
+    v: Float[Array, "b t m r e"],
+    g: Float[Array, "b t m r"],
+    beta: Float[Array, "b t m r"],
+    state: Float[Array, "b m r d e"],
+    chunk: int = _CHUNK,
+) -> tuple[Float[Array, "b t m r e"], Float[Array, "b m r d e"]]:
+    """Take in tokens by chunks; the same as `delta_step` token by token.
+
+    Within a chunk that begins with the state S, the corrections u that tokens write solve
+    ``u_i + beta_i sum_{j<i} D_ij (k_i . k_j) u_j = beta_i (v_i - exp(G_i) k_i.T S)``, where
+    ``G_i`` is the sum of g up to i and ``D_ij = exp(G_i - G_j)``.
+
+    Args:
+      q, k: queries and keys of length 1, queries already scaled.
+      v: values.
+      g: logarithm of the decay, at most 0.
+      beta: rate of correction.
+      state: before the first token.
+      chunk: tokens of a chunk.
+
+    Returns:
+      float32 results, and the state after the last token.
+    """
+    t = q.shape[1]
+    chunk = min(chunk, t)
+
+    def split(x):  # [b, t, m, ...] -> [n, b, m, ..., chunk, width] of n chunks
+        x = jnp.pad(x, [(0, 0), (0, -t % chunk)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+        return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
+
+    q, k = (split(part)[:, :, :, None] for part in (q, k))  # one for the r heads that share it
+    v, g, beta = split(v), split(g[..., None])[..., 0], split(beta[..., None])
+    causal = jnp.expand_dims(jnp.tri(chunk, dtype=jnp.float32), range(4))
+    # Sums of g from j to i; differences of sums from the chunk's beginning would lose digits.
+    behind = jnp.tri(chunk, k=-1, dtype=jnp.float32)
+    since = _matmul(causal, g[..., None] * jnp.expand_dims(behind, range(4)))
+    decay = causal * jnp.exp(since)
+    faded = jnp.exp(jnp.cumsum(g, axis=-1))[..., None]
+    system = beta * decay * _matmul(k, jnp.swapaxes(k, -1, -2))
+    given = jnp.concatenate([beta * v, beta * faded * k], axis=-1)
+    solved = lax.linalg.triangular_solve(
+        system, given, left_side=True, lower=True, unit_diagonal=True
+    )
+    wanted, known = jnp.split(solved, [v.shape[-1]], axis=-1)
+    reads = jnp.concatenate([known, faded * q], axis=-2)  # what meets the state, in one product
+    writes = jnp.swapaxes(decay[..., -1, :, None] * k, -1, -2)
+
+    def take_in(state, parts):
+        reads, wanted, writes, left = parts
+        read = _matmul(reads, state)
+        corrections = wanted - read[..., :chunk, :]
+        state = state * left + _matmul(writes, corrections)
+        return state, (corrections, read[..., chunk:, :])
+
+    parts = (reads, wanted, writes, faded[..., -1:, :])
+    state, (corrections, old) = lax.scan(take_in, state, parts)
+    y = old + _matmul(decay * _matmul(q, jnp.swapaxes(k, -1, -2)), corrections)
+    y = jnp.moveaxis(jnp.moveaxis(y, -2, 2), 0, 1)  # [b, n, chunk, m, r, e]
+    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :t], state
+
+
+def _matmul(x, y):
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+
+
+def _unit(x):
+    """Return float32 `x` of length 1 along the last axis."""
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)
+
+
+def _state_shape(sizes, batch):
+    shared = sizes.value_heads // sizes.key_heads
+    return (batch, sizes.key_heads, shared, sizes.key_width, sizes.value_width)

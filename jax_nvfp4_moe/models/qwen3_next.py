@@ -1,0 +1,266 @@
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, a gated shared expert.
+
+Source: `modeling_qwen3_next` of transformers.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.models.attention import KeysAndValues, attend, rotate
+from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
+from jax_nvfp4_moe.models.decoder import (
+    Architecture,
+    Decoder,
+    GatedMLP,
+    Settings,
+    SideBySide,
+    build_decoder,
+    centered_norm,
+    linear,
+)
+from jax_nvfp4_moe.models.gated_delta_net import DeltaSizes, GatedDeltaNet
+from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.routing import Router
+
+# Whether a layer of this type attends; the second names are those of older files.
+_ATTENDS = {
+    "full_attention": True,
+    "attention": True,
+    "linear_attention": False,
+    "mamba": False,
+    "conv": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3NextConfig:
+    """Sizes of a Qwen3-Next or Qwen3.5-MoE model.
+
+    Attributes:
+      attention_layers: indices of layers that attend; the others hold a gated delta net.
+      dense_layers: indices of layers whose feed-forward is one dense MLP.
+      shared_intermediate: width of the shared expert.
+      tied: whether the head shares the embedding.
+    """
+
+    vocab_size: int
+    hidden: int
+    num_layers: int
+    max_positions: int
+    eps: float
+    attention_layers: frozenset[int]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention_bias: bool
+    rope: Rope
+    delta: DeltaSizes
+    dense_intermediate: int
+    dense_layers: frozenset[int]
+    num_experts: int
+    intermediate: int
+    shared_intermediate: int
+    router: Router
+    tied: bool
+
+
+def read_config(config: Mapping[str, Any]) -> Qwen3NextConfig:
+    """Read a parsed ``config.json``.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    step = fields.size("decoder_sparse_step", default=1)
+    dense = set(fields.indices("mlp_only_layers"))
+    dense |= {layer for layer in range(fields.size("num_hidden_layers")) if (layer + 1) % step}
+    renormalize = fields.flag("norm_topk_prob", True)
+    return read_sizes(fields, config, dense_layers=frozenset(dense), renormalize=renormalize)
+
+
+def read_sizes(
+    fields: Fields,
+    config: Mapping[str, Any],
+    *,
+    dense_layers: frozenset[int],
+    renormalize: bool,
+) -> Qwen3NextConfig:
+    """Read what Qwen3-Next and Qwen3.5-MoE have in common; the defaults are those of transformers.
+
+    Args:
+      fields: of `config`.
+      config: a parsed ``config.json``.
+      dense_layers, renormalize: what they do not share.
+
+    Raises:
+      CheckpointError: as `read_config`.
+    """
+    hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", default=2)
+    head_dim = fields.size("head_dim", default=256)
+    positions = fields.size("max_position_embeddings", default=32768)
+    eps = fields.number("rms_norm_eps", 1e-6)
+    experts, top_k = fields.size("num_experts"), fields.size("num_experts_per_tok")
+    fields.only("hidden_act", ("silu", "swish"), "silu")
+    fields.only("attn_output_gate", (True,), True)
+    fields.only("layer_scale", (False,), False)
+    fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
+    fields.relate(top_k <= experts, f"num_experts_per_tok: {top_k} of {experts} experts")
+    read = Qwen3NextConfig(
+        vocab_size=fields.size("vocab_size"),
+        hidden=hidden,
+        num_layers=layers,
+        max_positions=positions,
+        eps=eps,
+        attention_layers=_read_attention_layers(fields, config, layers),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        attention_bias=fields.flag("attention_bias", False),
+        rope=read_rope(fields, {"partial_rotary_factor": 0.25, **config}, head_dim, positions),
+        delta=_read_delta(fields, hidden, eps),
+        dense_intermediate=fields.size("intermediate_size", default=1) if dense_layers else 1,
+        dense_layers=dense_layers,
+        num_experts=experts,
+        intermediate=fields.size("moe_intermediate_size", default=512),
+        shared_intermediate=fields.size("shared_expert_intermediate_size", default=512),
+        router=Router(top_k, renormalize=renormalize),
+        tied=fields.flag("tie_word_embeddings", False),
+    )
+    fields.finish()
+    return read
+
+
+def _read_attention_layers(fields, config, layers):
+    """Return the layers that attend, by ``layer_types`` or else ``full_attention_interval``."""
+    types = config.get("layer_types")
+    if types is None:
+        interval = fields.size("full_attention_interval", default=4)
+        return frozenset(range(interval - 1, layers, interval))
+    known = isinstance(types, list) and all(
+        isinstance(kind, str) and kind in _ATTENDS for kind in types
+    )
+    if known and len(types) == layers:
+        return frozenset(layer for layer, kind in enumerate(types) if _ATTENDS[kind])
+    found = f"{len(types)} of them" if known else quoted(types)
+    fields.require(
+        False, f"layer_types: expected {layers} names of {', '.join(_ATTENDS)}; got {found}"
+    )
+    return frozenset()
+
+
+def _read_delta(fields, hidden, eps):
+    key_heads = fields.size("linear_num_key_heads", default=16)
+    value_heads = fields.size("linear_num_value_heads", default=32)
+    fields.relate(
+        value_heads % key_heads == 0,
+        f"linear_num_value_heads: {value_heads} do not divide by {key_heads} key heads",
+    )
+    return DeltaSizes(
+        hidden=hidden,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_width=fields.size("linear_key_head_dim", default=128),
+        value_width=fields.size("linear_value_head_dim", default=128),
+        taps=fields.size("linear_conv_kernel_dim", default=4),
+        eps=eps,
+    )
+
+
+class GatedAttention(nnx.Module):
+    """Grouped-query attention with normalized queries and keys; a gate for each channel it gives.
+
+    ``y = out(attention * sigmoid(gate))``, where each head's gate stands behind its query.
+    """
+
+    def __init__(self, config: Qwen3NextConfig, weights, prefix: str, settings: Settings):
+        """Ask `weights` for the tensors below `prefix`."""
+        heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
+        h, bias = config.hidden, config.attention_bias
+        self.config, self.dtype = config, settings.dtype
+        shape = (config.num_kv_heads, config.head_dim)
+        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
+        self.qkv = SideBySide(
+            q=linear(weights, f"{prefix}.q_proj", 2 * heads * d, h, settings, bias),
+            k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
+            v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
+        )
+        self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
+        self.q_norm, self.k_norm = (
+            centered_norm(weights, f"{prefix}.{name}", d, config.eps)
+            for name in ("q_norm", "k_norm")
+        )
+
+    def init_cache(self, batch: int, max_length: int):
+        """Return empty cache entries: keys and values."""
+        return self.kv.init_cache(batch, max_length)
+
+    def __call__(self, x, positions, entries):
+        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
+        config, (b, t, _) = self.config, x.shape
+        d, ends = config.head_dim, [2 * config.num_heads * config.head_dim]
+        queries, kv = jnp.split(self.qkv(x), ends, axis=-1)
+        q, gate = jnp.split(queries.reshape(b, t, config.num_heads, 2 * d), 2, axis=-1)
+        k, v = jnp.split(kv.reshape(b, t, 2 * config.num_kv_heads, d), 2, axis=2)
+        q = rotate(self.q_norm(q), positions, config.rope)
+        k = rotate(self.k_norm(k), positions, config.rope)
+        seen, entries = self.kv.append(entries, positions, k=k, v=v)
+        y = attend(q, seen["k"], seen["v"], positions, d**-0.5)
+        y = (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
+        return self.out(y.reshape(b, t, -1)), entries
+
+
+def build_mixer(config: Qwen3NextConfig, layer: int, weights, settings: Settings):
+    """Make the attention or the gated delta net of `layer`."""
+    prefix = f"model.layers.{layer}"
+    if layer in config.attention_layers:
+        return GatedAttention(config, weights, f"{prefix}.self_attn", settings)
+    return GatedDeltaNet(config.delta, weights, f"{prefix}.linear_attn", settings)
+
+
+def moe_prefix(layer: int) -> str:
+    """Return the module of the expert block of `layer`."""
+    return f"model.layers.{layer}.mlp"
+
+
+def build_moe(config: Qwen3NextConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+    """Make the expert block of `layer`, its shared expert included.
+
+    Raises:
+      ValueError: that layer has none.
+    """
+    if not 0 <= layer < config.num_layers or layer in config.dense_layers:
+        raise ValueError(
+            f"layer: expected one with experts, below {config.num_layers} and not of "
+            f"{sorted(config.dense_layers)}; got {layer}"
+        )
+    prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
+    params, declared = weights.experts(f"{prefix}.experts", e, h, config.intermediate)
+    shared = f"{prefix}.shared_expert"
+    return NVFP4MoE(
+        e,
+        h,
+        config.intermediate,
+        router=config.router,
+        params=params,
+        router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
+        shared_experts=GatedMLP(weights, shared, h, config.shared_intermediate, settings),
+        shared_gate=linear(weights, f"{shared}_gate", 1, h, settings),
+        declared=declared,
+        **settings.module_arguments(),
+    )
+
+
+def build_model(config: Qwen3NextConfig, weights, settings: Settings) -> Decoder:
+    """Make the whole model, layer by layer."""
+    return build_decoder(config, weights, settings, build_mixer, build_moe, centered_norm)
+
+
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)

@@ -1,0 +1,124 @@
+"""One spelling of tensor names: prefixes of multimodal and hybrid models, and what is ambiguous."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_edits import GIVEN, W4A4, edited, read_all
+
+from jax_nvfp4_moe import CheckpointError, load_model, load_moe
+from jax_nvfp4_moe.checkpoint.export import write_safetensors
+from jax_nvfp4_moe.checkpoint.spelling import Spelling, canonical_names, find_spelling
+
+LAYER = "layers.0.mlp.gate.weight"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("model.", "lm_head."),
+        ("model.language_model.", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+        ("language_model.", "language_model.lm_head."),
+        ("backbone.", "lm_head."),
+        ("language_model.backbone.", "language_model.lm_head."),
+    ],
+)
+def test_a_prefix_is_found_from_the_names(prefix, head):
+    names = [f"{prefix}{LAYER}", f"{prefix}norm.weight", f"{head}weight", "visual.norm.weight"]
+    problems = []
+    assert find_spelling(names, problems) == Spelling(prefix, head)
+    assert list(canonical_names(names, find_spelling(names, problems), problems).values()) == [
+        f"model.{LAYER}",
+        "model.norm.weight",
+        "lm_head.weight",
+        "visual.norm.weight",
+    ]
+    assert problems == []
+
+
+def test_names_of_nemotron():
+    for name in ("embedding", "embeddings"):
+        names = [
+            f"backbone.{name}.weight",
+            "backbone.norm_f.weight",
+            "backbone.layers.0.norm.weight",
+        ]
+        assert list(canonical_names(names, find_spelling(names, []), []).values()) == [
+            "model.embed_tokens.weight",
+            "model.norm.weight",
+            "model.layers.0.norm.weight",
+        ]
+
+
+def test_vision_beside_the_language_model_keeps_its_names():
+    names = [f"model.language_model.{LAYER}", "model.visual.blocks.0.norm.weight"]
+    assert canonical_names(names, find_spelling(names, []), [])[names[1]] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([f"model.{LAYER}", f"backbone.{LAYER}"], f"'model.{LAYER}' and 'backbone.{LAYER}'"),
+        (["lm_head.weight", "language_model.lm_head.weight"], "may both belong"),
+        (
+            ["backbone.embedding.weight", "backbone.embeddings.weight"],
+            "mean 'model.embed_tokens.weight'",
+        ),
+    ],
+)
+def test_ambiguous_names_are_refused(names, expected):
+    problems = []
+    canonical_names(names, find_spelling(names, problems), problems)
+    assert len(problems) == 1
+    assert problems[0].startswith("ambiguous: ")
+    assert expected in problems[0]
+
+
+def respelled(tmp_path, prefix, head):
+    """A given checkpoint as that of a multimodal model."""
+
+    def edit(tensors):
+        for name in list(tensors):
+            old, _, rest = name.partition(".")
+            tensors[{"model": prefix, "lm_head": head}[old] + rest] = tensors.pop(name)
+        tensors["model.image_newline"] = np.zeros(2, np.float32)
+        tensors["model.visual.blocks.0.attn.weight"] = np.zeros((2, 2), np.float32)
+        tensors["mtp.layers.0.mlp.gate.weight"] = np.zeros((2, 2), np.float32)
+
+    folder = edited(tmp_path, W4A4, edit)
+    config = json.loads((folder / "config.json").read_text())
+    kept = {name: config.pop(name) for name in ("architectures", "quantization_config")}
+    config["architectures"] = None
+    written = {**kept, "model_type": "other", "vision_config": {}, "text_config": config}
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head.")],
+)
+def test_a_multimodal_checkpoint_loads_as_its_language_model(tmp_path, prefix, head):
+    folder = respelled(tmp_path, prefix, head)
+    ids = jnp.arange(8)[None, :]
+    for asked in (None, "checkpoint"):
+        np.testing.assert_array_equal(
+            load_model(folder, scheme=asked)(ids), load_model(GIVEN / W4A4, scheme=asked)(ids)
+        )
+    block, given = load_moe(folder, 1), load_moe(GIVEN / W4A4, 1)
+    jax.tree.map(np.testing.assert_array_equal, block.params.get_value(), given.params.get_value())
+
+
+def test_problems_name_tensors_as_the_file_does(tmp_path):
+    folder = respelled(tmp_path, "model.language_model.", "lm_head.")
+    tensors = read_all(folder)
+    tensors["model.language_model.layers.1.mlp.surplus"] = np.zeros(2, np.float32)
+    tensors["model.language_model.norm.weight"] = np.zeros(2, np.float32)
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder)
+    assert "'model.language_model.layers.1.mlp.surplus'" in str(caught.value)
+    assert "'model.language_model.norm.weight'" in str(caught.value)
