@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from checkpoint_edits import DEEPSEEK, QWEN
 
 from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
@@ -56,7 +57,7 @@ def refused(folder, section=None, file=None):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [p.name for p in sorted(GIVEN.glob("*w4a*"))])
+@pytest.mark.parametrize("name", (*QWEN, DEEPSEEK))
 def test_real_configs(name):
     quant = read_quant_config(GIVEN / name, read_config(GIVEN / name))
     layer = "model.layers.1.mlp"
@@ -371,3 +372,6 @@ def test_spellings_of_a_module():
     }
     assert set(spellings("lm_head")) == {"lm_head", *(f"{prefix}lm_head" for prefix in PREFIXES)}
     assert spellings("mtp.fc") == ["mtp.fc"]
+    assert "model.layers.0.mlp.experts.3.gate_proj" in spellings(
+        "model.layers.0.block_sparse_moe.experts.3.w1"
+    )

@@ -217,7 +217,7 @@ def test_a_relabelled_checkpoint_is_weight_only(tmp_path):
 
 
 def test_explain_a_model_for_other_devices():
-    model = abstract_model(EXAMPLE)
+    model = abstract_model(EXAMPLE).model
     on_blackwell = explain(model, target=Target("cuda", (10, 0)))
     assert on_blackwell.scheme is Scheme.W4A4
     assert on_blackwell.backend == "moe_w4a4_sm100"

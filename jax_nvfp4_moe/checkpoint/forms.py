@@ -26,6 +26,9 @@ _FUSED = {
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
 }
+# Files keep the first names of Mixtral's modules; tools load them under the second.
+_LOADED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_SPARSE = ".block_sparse_moe."
 _GARBAGE = re.compile(r"\0[^*]*")
 # The name of the weight's scale of an FP8 linear, and that of its activations, in all forms.
 FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
@@ -140,6 +143,9 @@ def spellings(module: str) -> list[str]:
     """
     names = [module]
     parent, dot, leaf = module.rpartition(".")
+    if leaf in _LOADED and ".experts." in module:
+        names.append(parent + dot + _LOADED[leaf])
+    names += [name.replace(_SPARSE, ".mlp.") for name in names if _SPARSE in name]
     if leaf in _FUSED:
         names.append(parent + dot + _FUSED[leaf])
     prefix = next((prefix for prefix in PREFIXES if module.startswith(prefix)), None)
