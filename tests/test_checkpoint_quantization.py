@@ -57,7 +57,7 @@ def refused(folder, section=None, file=None):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", (*QWEN, DEEPSEEK))
+@pytest.mark.parametrize("name", [*QWEN, DEEPSEEK])
 def test_real_configs(name):
     quant = read_quant_config(GIVEN / name, read_config(GIVEN / name))
     layer = "model.layers.1.mlp"
