@@ -1,4 +1,4 @@
-"""Flax NNX modules with NVFP4 weights: `NVFP4MoE`, `NVFP4Linear`, and a dense linear beside them.
+"""Flax NNX modules with NVFP4 weights: `NVFP4MoE` and `NVFP4Linear`.
 
 A module settles three things when it is made, and keeps them as static attributes: its scheme
 (what the numbers are), its target (which device) and its dtype. Its weights are put into the
@@ -11,57 +11,64 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from jax_nvfp4_moe.activations import find_activation
 from jax_nvfp4_moe.backends.choice import log_scheme
+from jax_nvfp4_moe.linears import DenseLinear as DenseLinear
+from jax_nvfp4_moe.linears import FP8Linear as FP8Linear
+from jax_nvfp4_moe.linears import NVFP4Param
+from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.ops.dense import precision_for as precision_for
+from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.ops.grouped_gemm import linear
 from jax_nvfp4_moe.ops.moe import DTYPES, moe_mlp
 from jax_nvfp4_moe.ops.prepare import prepare, prepare_linear
 from jax_nvfp4_moe.ops.route import route
 from jax_nvfp4_moe.routing import Router
-from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
-from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor, quantize
+from jax_nvfp4_moe.scheme import (
+    Declared,
+    Float8,
+    Problem,
+    Scheme,
+    Target,
+    choose_scheme,
+    rounds_to_fp8,
+)
+from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor, quantize
 
 # What `explain` asks a module for: path, problem, declared scheme, asked scheme, asked backend.
-ModuleProblem = tuple[str, Problem, Scheme, str | None, str | None]
-
-
-class NVFP4Param(nnx.Variable):
-    """Frozen quantized state: an `NVFP4Tensor`, `MoEParams` or a scale.
-
-    Its own class and no `nnx.Param`, so that optimizers, `nnx.grad` and LoRA pass it by.
-    """
+ModuleProblem = tuple[str, Problem, Declared, str | None, str | None]
 
 
 class RouterCorrection(nnx.Variable):
     """A bias that moves the choice of experts alone; set by load balancing, not by gradients."""
 
 
-def precision_for(dtype) -> lax.Precision:
-    """Return the precision of dense products: full in float32, the device's default below."""
-    return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else lax.Precision.DEFAULT
-
-
 def find_problems(module: nnx.Module) -> Iterator[ModuleProblem]:
     """Return what each NVFP4 module inside `module` asks of a backend, with its path."""
     for path, part in nnx.iter_modules(module):
-        if isinstance(part, (NVFP4Linear, NVFP4MoE)):
+        if isinstance(part, (NVFP4Linear, NVFP4MoE)) and part.scheme is not None:
             yield (".".join(map(str, path)), *part.own_problem())
 
 
 class _Settled(nnx.Module):
     """What an NVFP4 module settles at construction."""
 
+    declared: Declared
+    scheme: Scheme | None
+
     def _settle(self, declared, scheme, target, backend, dtype):
         self.dtype = jnp.dtype(dtype)
         if self.dtype.name not in DTYPES:
             raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {self.dtype.name}")
-        self.declared = Scheme(declared)
         self.asked = None if scheme is None else str(scheme)
         self.target = target or Target.current()
         self.backend = backend
+        if declared is None or declared in list(Float8):  # no backend, no decision of NVFP4
+            self.declared, self.scheme = declared and Float8(declared), None
+            return
+        self.declared = Scheme(declared)
         self.scheme, why = choose_scheme(self.declared, scheme, self.target)
         log_scheme(self.declared, self.scheme, why)
 
@@ -123,9 +130,7 @@ class NVFP4Linear(_Settled):
         if weight is None:
             weight = _fresh(shape, rngs)
         _check_shape("weight", weight.shape, shape)
-        self.weight = NVFP4Param(
-            prepare_linear(weight, scheme=self.scheme, target=self.target, backend=backend)
-        )
+        self.weight = NVFP4Param(prepare_linear(weight, **self._op_arguments()))
         if bias is None and use_bias:
             bias = jnp.zeros(out_features, self.dtype)
         self.bias = None if bias is None else nnx.Param(bias)
@@ -141,7 +146,7 @@ class NVFP4Linear(_Settled):
             **self._op_arguments(),
         )
 
-    def own_problem(self) -> tuple[Problem, Scheme, str | None, str | None]:
+    def own_problem(self) -> tuple[Problem, Declared, str | None, str | None]:
         """Return what the product asks of a backend."""
         n, k = self.weight.get_value().shape
         problem = Problem(
@@ -151,14 +156,15 @@ class NVFP4Linear(_Settled):
 
 
 class NVFP4MoE(_Settled):
-    """A mixture-of-experts block with NVFP4 experts.
+    """A mixture-of-experts block with NVFP4 experts, or such as a mixed checkpoint has beside them.
 
     ``y = latent_out(experts(latent_in(x), *route(x))) + shared_gate * shared_experts(x)``, each
     part but the router and the experts optional.
 
     Attributes:
-      params: `NVFP4Param` of `MoEParams`, in the layout of its backend.
+      params: `NVFP4Param` of `MoEParams`, in the layout of its backend, or of `DenseExperts`.
       router_weight: `nnx.Param` ``[e, h]``; router logits are float32.
+      router_logit_bias: `nnx.Param` ``[e]``, part of the logits, or None.
       router_bias: `RouterCorrection` ``[e]``, or None.
       router: static `routing.Router`.
       activation: static `activations.ActivationCall`.
@@ -177,15 +183,16 @@ class NVFP4MoE(_Settled):
         alpha: float | None = None,
         beta: float | None = None,
         limit: float | None = None,
-        params: MoEParams | None = None,
+        params: MoEParams | DenseExperts | None = None,
         router_weight: Float[Array, "e h"] | None = None,
         router_bias: Float[Array, " e"] | None = None,
+        router_logit_bias: Float[Array, " e"] | None = None,
         shared_experts: Callable | None = None,
         shared_gate: Callable | None = None,
         latent: int | None = None,
         latent_in: Callable | None = None,
         latent_out: Callable | None = None,
-        declared: Scheme | str = Scheme.W4A16,
+        declared: Declared | str = Scheme.W4A16,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
         backend: str | None = None,
@@ -201,12 +208,16 @@ class NVFP4MoE(_Settled):
           activation, alpha, beta, limit: as for `ops.moe_mlp`.
           params: the experts; random where None and `rngs` is given, else zeros.
           router_weight: ``[e, h]``; made as `params` is where None.
-          router_bias: correction of the choice ``[e]`` (e_score_correction_bias), or None.
+          router_bias: correction of the choice ``[e]`` (e_score_correction_bias), or None; the
+            weights do not see it.
+          router_logit_bias: added to the logits ``[e]``, so that choice and weights see it
+            (gpt-oss), or None.
           shared_experts: called with `x [..., h]`, added to the routed experts.
           shared_gate: called with `x`; its sigmoid ``[..., 1]`` multiplies the shared experts.
           latent: width that the routed experts see where it is not `hidden`.
           latent_in, latent_out: ``[..., h] -> [..., latent]`` and back; needed with `latent`.
-          declared: what the checkpoint says of the experts: "w4a16" or "w4a4".
+          declared: what the checkpoint says of the experts: "w4a16" or "w4a4"; a `Float8`, or None
+            for a float dtype, with `DenseExperts`, which run in plain XLA.
           scheme, target, backend: as for `ops.moe_mlp`.
           dtype: of the result; inputs are cast to it.
           rngs: where random weights come from (stream "params").
@@ -227,7 +238,13 @@ class NVFP4MoE(_Settled):
             )
         sizes = (params.num_experts, params.hidden, params.intermediate)
         _check_shape("params", sizes, (num_experts, width, intermediate))
-        params = prepare(params, **self._op_arguments())
+        if isinstance(params, DenseExperts) != (self.scheme is None):
+            raise ValueError(
+                f"declared: expected a Float8 or None with DenseExperts alone, got {declared} with "
+                f"{type(params).__name__}"
+            )
+        if isinstance(params, MoEParams):
+            params = prepare(params, **self._op_arguments())
         self.params = NVFP4Param(params)
         if router_weight is None:
             router_weight = _random((num_experts, hidden), rngs).astype(self.dtype)
@@ -236,6 +253,9 @@ class NVFP4MoE(_Settled):
         if router_bias is not None:
             _check_shape("router_bias", router_bias.shape, (num_experts,))
         self.router_bias = None if router_bias is None else RouterCorrection(router_bias)
+        if router_logit_bias is not None:
+            _check_shape("router_logit_bias", router_logit_bias.shape, (num_experts,))
+        self.router_logit_bias = None if router_logit_bias is None else nnx.Param(router_logit_bias)
         self.shared_experts, self.shared_gate = shared_experts, shared_gate
         self.latent_in, self.latent_out = latent_in, latent_out
 
@@ -244,11 +264,13 @@ class NVFP4MoE(_Settled):
     ) -> tuple[Int32[Array, "... k"], Float[Array, "... k"]]:
         """Choose the experts of each token, best first, and their float32 weights.
 
-        Logits are ``x @ router_weight.T`` in float32; see `routing.route` for what follows. The
-        block's `backend` names an expert kernel and says nothing of the router's.
+        Logits are ``x @ router_weight.T + router_logit_bias`` in float32; see `routing.route` for
+        what follows. The block's `backend` names an expert kernel and says nothing of the router's.
         """
         with jax.named_scope("router"):
             logits = self._logits(x.reshape(-1, x.shape[-1]).astype(self.dtype))
+            if self.router_logit_bias is not None:
+                logits += self.router_logit_bias.get_value().astype(jnp.float32)[None, :]
             bias = _value(self.router_bias)
             ids, weights = route(self.router, logits, bias, target=self.target)
             lead = (*x.shape[:-1], self.router.top_k)
@@ -280,8 +302,12 @@ class NVFP4MoE(_Settled):
           expert_weights: of the same shape.
         """
         call = self.activation
+        run: Callable = moe_mlp
+        how = self._op_arguments()
+        if self.scheme is None:
+            run, how = dense_moe, {"activations": self._activations()}
         with jax.named_scope("experts"):
-            y = moe_mlp(
+            y = run(
                 x.reshape(-1, x.shape[-1]).astype(self.dtype),
                 self.params.get_value(),
                 expert_ids.reshape(-1, expert_ids.shape[-1]),
@@ -291,9 +317,14 @@ class NVFP4MoE(_Settled):
                 beta=call.beta if call.row.parametrised else None,
                 limit=call.limit,
                 weight_on_input=self.router.weight_on_input,
-                **self._op_arguments(),
+                **how,
             )
             return y.reshape(x.shape)
+
+    def _activations(self) -> Float8:
+        """Return how the inputs of FP8 experts are rounded."""
+        rounds = isinstance(self.declared, Float8) and rounds_to_fp8(self.asked, self.target)
+        return Float8(self.declared) if rounds else Float8.WEIGHTS
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
         """Run the whole block; `x` is cast to the module's dtype, which the result has."""
@@ -311,7 +342,7 @@ class NVFP4MoE(_Settled):
                 shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
         return y + shared.astype(self.dtype)
 
-    def own_problem(self) -> tuple[Problem, Scheme, str | None, str | None]:
+    def own_problem(self) -> tuple[Problem, Declared, str | None, str | None]:
         """Return what the routed experts ask of a backend."""
         params = self.params.get_value()
         problem = Problem(
@@ -326,59 +357,6 @@ class NVFP4MoE(_Settled):
             self.activation.name,
         )
         return problem, self.declared, self.asked, self.backend
-
-
-class DenseLinear(nnx.Module):
-    """A linear that is not quantized: ``y = x @ weight.T + bias``, float32 sums.
-
-    Attributes:
-      weight: `nnx.Param` ``[n, k]`` in the module's dtype.
-      bias: `nnx.Param` ``[n]``, or None.
-    """
-
-    def __init__(
-        self,
-        weight: Float[Array, "n k"],
-        bias: Float[Array, " n"] | None = None,
-        *,
-        dtype=jnp.bfloat16,
-    ):
-        """Make a linear of `weight` ``[n, k]`` and `bias` ``[n]``, both cast to `dtype`."""
-        self.dtype = jnp.dtype(dtype)
-        self.weight = nnx.Param(jnp.asarray(weight, self.dtype))
-        self.bias = None if bias is None else nnx.Param(jnp.asarray(bias, self.dtype))
-
-    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
-        """Multiply; `x` is cast to the module's dtype, which the result has."""
-        y = dense(x.astype(self.dtype), self.weight.get_value())
-        if self.bias is not None:
-            bias = self.bias.get_value().astype(jnp.float32)
-            y = y + jnp.expand_dims(bias, range(y.ndim - 1))
-        return y.astype(self.dtype)
-
-
-def dense(x: Float[Array, "... k"], weight: Float[Array, "n k"]) -> Float[Array, "... n"]:
-    """Return ``x @ weight.T`` of one dtype, summed and returned in float32."""
-    if math.prod(x.shape[:-1]) == 1:
-        return lax.platform_dependent(x, weight, cuda=_reduce, default=_multiply)
-    return _multiply(x, weight)
-
-
-def _multiply(x, weight):
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(
-        x,
-        weight,
-        contract,
-        precision=precision_for(weight.dtype),
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _reduce(x, weight):
-    """The same of one row: XLA's matrix products read weights at a third of a GPU's bandwidth."""
-    products = x.reshape(1, -1).astype(jnp.float32) * weight.astype(jnp.float32)
-    return jnp.sum(products, axis=-1).reshape(*x.shape[:-1], -1)
 
 
 def _value(variable):

@@ -9,7 +9,8 @@
 | DeepSeek-V4 | ``Router(top_k, score="sqrt_softplus")`` |
 | Llama-4 (top-1, sigmoid, weight on input) | ``Router(1, score="sigmoid", select="logits", ...)`` |
 
-A correction bias moves the choice of experts but not their weights.
+A correction bias moves the choice of experts but not their weights. A bias of the router's own
+linear, as gpt-oss has it, is part of the logits that come in.
 """
 
 import dataclasses

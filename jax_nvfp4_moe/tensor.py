@@ -1,4 +1,4 @@
-"""NVFP4Tensor and MoEParams: the weight pytrees, canonical or in a kernel's layout."""
+"""NVFP4Tensor and MoEParams, canonical or in a kernel's layout; DenseExperts beside them."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_nvfp4_moe.float8 import FP8Tensor
 from jax_nvfp4_moe.formats import BLOCK, check_blocks, decode_scale, dequantize, divide
 from jax_nvfp4_moe.formats import quantize as quantize_arrays
 from jax_nvfp4_moe.layouts import CANONICAL, find_layout, from_layout, to_layout
@@ -198,6 +199,49 @@ class MoEParams:
         """
         gate_up = self.gate_up.to_layout(_gate_up_layout(name, self.gated))
         return dataclasses.replace(self, gate_up=gate_up, down=self.down.to_layout(name))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseExperts:
+    """The weights of one expert layer that is not NVFP4: in a float dtype, or in FP8.
+
+    Attributes:
+      gate_up: ``[e, 2i, h]``, gate rows then up rows, or ``[e, i, h]``: an array or an `FP8Tensor`.
+      down: ``[e, h, i]``.
+      gate_up_bias, down_bias: ``[e, 2i]`` and ``[e, h]``, or None.
+      gate_up_input_scale, down_input_scale: float32 ``[e]`` where FP8 activations are rounded with
+        calibrated scales, else None.
+      by_factor: static; how activations are rounded to FP8, see `float8.round_fp8`.
+    """
+
+    gate_up: jax.Array | FP8Tensor
+    down: jax.Array | FP8Tensor
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+    gate_up_input_scale: jax.Array | None = None
+    down_input_scale: jax.Array | None = None
+    by_factor: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return self.down.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """Width of the tokens."""
+        return self.down.shape[1]
+
+    @property
+    def intermediate(self) -> int:
+        """Width between the two products."""
+        return self.down.shape[2]
+
+    @property
+    def gated(self) -> bool:
+        """Whether `gate_up` holds two halves."""
+        return self.gate_up.shape[1] == 2 * self.intermediate
 
 
 def _gate_up_layout(name, gated):

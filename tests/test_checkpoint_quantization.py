@@ -294,7 +294,7 @@ def test_names_end_at_a_null_character(tmp_path):
     assert quant.declared(GATE) is None
     assert quant.declared("lm_head") is None
     assert quant.declared(EXPERT) == "w4a4"
-    layers = {f"{EXPERT}\0garbage": {"quant_algo": "NVFP4", "group_size": "16"}}
+    layers = {f"{EXPERT}.\0backbone.pt_name_sentinel": {"quant_algo": "NVFP4", "group_size": "16"}}
     quant = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
     assert quant.declared(EXPERT) == "w4a4"
 

@@ -4,6 +4,7 @@ import logging
 import math
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from checkpoint_edits import (
 
 from jax_nvfp4_moe.checkpoint import (
     CheckpointError,
+    DenseExperts,
     LoadOptions,
     load,
     open_checkpoint,
@@ -271,14 +273,27 @@ def test_fused_experts_of_the_wrong_shape_and_dense_ones(tmp_path):
 
     assert len(problems_of(folder, build, MOE)) == 5
 
+
+def test_experts_stored_dense_stay_dense(tmp_path):
     def dense(tensors):
         fuse(True, (16,))(tensors)
         remove_experts(tensors)
-        tensors[f"{EXPERTS}.gate_up_proj"] = np.zeros((16, 256, 256), ml_dtypes.bfloat16)
-        tensors[f"{EXPERTS}.down_proj"] = np.zeros((16, 128, 256), ml_dtypes.bfloat16)
+        tensors[f"{EXPERTS}.gate_up_proj"] = np.full((16, 256, 256), 2, ml_dtypes.bfloat16)
+        tensors[f"{EXPERTS}.down_proj"] = np.full((16, 128, 256), 3, ml_dtypes.bfloat16)
 
-    (problem,) = problems_of(edited(tmp_path, W4A4, dense), build_fused, MOE)
-    assert "experts are not NVFP4" in problem
+    def build(w):
+        w.linear("model.layers.1.mlp.gate", 16, 256)
+        return w.experts(EXPERTS, 16, 256, 128, inputs_first=True)
+
+    with open_checkpoint(edited(tmp_path, W4A4, dense)) as checkpoint:
+        params, declared = load(checkpoint, build, MOE)
+    assert declared is None
+    assert isinstance(params, DenseExperts)
+    assert params.down.shape == (16, 256, 128)
+    assert params.down.dtype == jnp.bfloat16
+    assert float(params.gate_up[3, 5, 7]) == 2
+    (problem,) = problems_of(edited(tmp_path, W4A4, dense), build_moe, MOE)
+    assert "gate_up_proj' may be [e, n, k] or [e, k, n] with n = 256 and k = 256" in problem
 
 
 def test_codes_that_fit_both_ways_follow_their_scales_or_are_refused(tmp_path):

@@ -18,7 +18,7 @@ ROWS = (
     {"scheme"},
     {"backends"},
     {"ops", "checkpoint"},
-    {"parallel"},
+    {"parallel", "linears"},
     {"nn"},
     {"models", "saving", "testing"},
     {"generate", "evaluate", "inspection", "quantize_model", "tokenizer"},

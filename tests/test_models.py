@@ -242,8 +242,9 @@ def test_arguments_that_no_model_takes():
     [
         (QWEN, {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen3MoeForCausalLM"),
         (QWEN, {"architectures": None}, "architectures: None is not supported"),
-        (QWEN, {"sliding_window": 128, "use_sliding_window": True}, "sliding_window"),
-        (QWEN, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear'.*yarn"),
+        (QWEN, {"sliding_window": 0, "use_sliding_window": True}, "sliding_window: expected a pos"),
+        (QWEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: this architecture rotates"),
+        (QWEN, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'.*yarn"),
         (QWEN, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta: expected a finite number"),
         (QWEN, {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
         (QWEN, {"num_experts_per_tok": 17}, "num_experts_per_tok: 17 of 16 experts"),

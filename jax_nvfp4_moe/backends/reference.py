@@ -83,11 +83,18 @@ def _expert_mlp(x, params: MoEParams, expert, scheme, call: ActivationCall, dtyp
     return _multiply(a, params.down, expert) + _bias(params.down_bias, expert)
 
 
-def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
-    """Run the experts of each token; see `ops.moe_mlp` for the meaning."""
+def combine_experts(x, num_experts, expert_ids, expert_weights, run_rows, *, weight_on_input):
+    """Return ``y[t] = sum_j expert_weights[t, j] * run_rows(expert_ids[t, j], x[t])``.
+
+    Args:
+      x: ``[t, h]``.
+      num_experts: ids from it on, and below 0, contribute nothing.
+      expert_ids, expert_weights: ``[t, k]``.
+      run_rows: expert, float32 rows ``[m, h]`` -> float32 ``[m, h]``.
+      weight_on_input: multiply the rows by their weight instead of the result.
+    """
     (t, h), top_k = x.shape, expert_ids.shape[1]
-    params = params.to_layout(CANONICAL)
-    e = params.num_experts
+    e = num_experts
     flat = jnp.where((expert_ids >= 0) & (expert_ids < e), expert_ids, e).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     ends = jnp.searchsorted(flat[order], jnp.arange(e), side="right").astype(jnp.int32)
@@ -102,7 +109,7 @@ def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_in
         if weight_on_input:
             rows = _round_to(rows.astype(jnp.float32) * weight[:, None], x.dtype)
             weight = jnp.ones_like(weight)
-        d = _expert_mlp(rows.astype(jnp.float32), params, expert, scheme, call, x.dtype)
+        d = run_rows(expert, rows.astype(jnp.float32))
         # Rows past the end are other experts': select, so that their NaN cannot leak.
         d = jnp.where(alive[:, None], d * weight[:, None], 0.0)
         return y.at[jnp.where(alive, here // top_k, t)].add(d, mode="drop")
@@ -114,6 +121,23 @@ def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_in
     if t == 0 or top_k == 0:
         return y.astype(x.dtype)
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
+
+
+def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
+    """Run the experts of each token; see `ops.moe_mlp` for the meaning."""
+    params = params.to_layout(CANONICAL)
+
+    def run_rows(expert, rows):
+        return _expert_mlp(rows, params, expert, scheme, call, x.dtype)
+
+    return combine_experts(
+        x,
+        params.num_experts,
+        expert_ids,
+        expert_weights,
+        run_rows,
+        weight_on_input=weight_on_input,
+    )
 
 
 def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):

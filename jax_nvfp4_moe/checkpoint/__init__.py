@@ -3,8 +3,8 @@
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_config, read_size
 from jax_nvfp4_moe.checkpoint.resolve import (
+    CacheScales,
     Checkpoint,
-    DenseExperts,
     ExpertWeights,
     LinearWeights,
     LoadOptions,
@@ -13,8 +13,10 @@ from jax_nvfp4_moe.checkpoint.resolve import (
     load,
     open_checkpoint,
 )
+from jax_nvfp4_moe.tensor import DenseExperts
 
 __all__ = [
+    "CacheScales",
     "Checkpoint",
     "CheckpointError",
     "DenseExperts",

@@ -33,7 +33,7 @@ _REGEX = "re:"
 _MOST_REPEATS = 4
 _DIGITS = re.compile(r"(\\d|\[0-9\])[*+]")
 _NESTED_REPEAT = re.compile(r"[*+}]\??\)+[*+{]")
-_FP8_INPUTS = {
+_FP8_INPUTS: Mapping[tuple[bool, Any], Float8] = {
     (True, "token"): Float8.TOKEN,
     (True, "tensor"): Float8.TENSOR,
     (False, "tensor"): Float8.STATIC,

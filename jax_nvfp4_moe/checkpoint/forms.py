@@ -172,10 +172,17 @@ def check_group_size(value: Any, source: str) -> None:
     )
 
 
+def clean_name(name: str) -> str:
+    """Return a module's name up to the first null character.
+
+    Exporters of models with renamed tensors leave a mark behind it, such as
+    ``backbone.layers.0.mixer.in_proj.\\0backbone.pt_name_sentinel``.
+    """
+    return name.partition("\0")[0].rstrip(".") if "\0" in name else name
+
+
 def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]:
     """Return the list of strings at `key`, empty where it is missing or null.
-
-    Some exporters write what lies in memory behind a name: it ends at the first null character.
 
     Raises:
       CheckpointError: it is something else.
@@ -184,8 +191,7 @@ def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]
     if value is None:
         return ()
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        names = (item.partition("\0")[0] for item in value)
-        return tuple(name for name in names if name)
+        return tuple(filter(None, map(clean_name, value)))
     raise CheckpointError([f"{source}: {key}: expected a list of names, got {quoted(value)}"])
 
 

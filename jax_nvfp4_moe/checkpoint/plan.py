@@ -5,6 +5,7 @@ second fills their buffers.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -12,18 +13,22 @@ import ml_dtypes
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.forms import TensorNames
+from jax_nvfp4_moe.checkpoint.forms import FP8_INPUT_SCALE, FP8_SCALE, Decision, TensorNames
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
 from jax_nvfp4_moe.formats import BLOCK
-from jax_nvfp4_moe.scheme import Scheme
+from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "BOOL")
-_BLOCK_SCALE = np.dtype(ml_dtypes.float8_e4m3fn)
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
 
-# Of modules that declare W4A4: there must be one, there may be one, none is read.
+# Declared schemes that round activations with scales in the file, and the dtypes of those.
+_CALIBRATED = (Scheme.W4A4, Float8.STATIC)
+_SCALE_TYPES = {Scheme: ["F32"], Float8: FLOATS}
+
+# Of modules that declare such a scheme: there must be one, there may be one, none is read.
 InputScales = Literal["required", "optional", "ignored"]
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
@@ -85,18 +90,37 @@ class Matrices:
 
 
 @dataclasses.dataclass
+class FP8Matrices:
+    """Buffers of one FP8 weight ``[..., n, k]``.
+
+    Attributes:
+      label: its module, for messages.
+      values: float8_e4m3fn ``[..., n, k]``.
+      scale: float32 ``[..., n]``.
+      input_global: float32 ``[e, parts]``, or None where it is not wanted.
+    """
+
+    label: str
+    values: Buffer
+    scale: Buffer
+    input_global: Buffer | None = None
+
+
+@dataclasses.dataclass
 class LinearPlan:
-    """Buffers of one linear: either `matrices` or `dense` is set.
+    """Buffers of one linear: one of `matrices`, `fp8` and `dense` is set.
 
     Attributes:
       declared: scheme of the module, None where it is dense.
       matrices: of an NVFP4 weight; its bias is the plan's.
+      fp8: of an FP8 weight.
       dense: ``[n, k]`` in a float dtype.
       bias: ``[n]`` or None.
     """
 
-    declared: Scheme | None
+    declared: Declared
     matrices: Matrices | None = None
+    fp8: FP8Matrices | None = None
     dense: Buffer | None = None
     bias: Buffer | None = None
 
@@ -111,6 +135,8 @@ class Planner:
       problems: sentences for a `CheckpointError`.
       notes: fact -> how often; for the log.
       taken: names of the tensors that a plan uses or knowingly ignores.
+      decisions: module -> how it is quantized and what said so, of all that a plan asked about;
+        the experts of a layer as one, ``PREFIX.experts.*``.
     """
 
     def __init__(
@@ -122,6 +148,7 @@ class Planner:
         self.problems: list[str] = []
         self.notes: dict[str, int] = {}
         self.taken: set[str] = set()
+        self.decisions: dict[str, Decision] = {}
         self.nbytes = 0  # of the tensors that plans read
 
     @property
@@ -165,13 +192,18 @@ class Planner:
                 self.taken.add(name)
                 self.note(reason)
 
-    def declared(self, module: str) -> Scheme | None:
-        """Return the scheme of `module`; what is wrong with it becomes a problem."""
+    def decide(self, module: str) -> Decision:
+        """Return how `module` is quantized; what is wrong with it becomes a problem."""
         try:
-            return self.quant.declared(module)
+            return self.quant.decide(module)
         except CheckpointError as error:
             self.problems += error.problems
-            return None
+            return Decision(None, str(error))
+
+    def declared(self, module: str) -> Declared:
+        """Return the scheme of `module`, and enter it into the table of decisions."""
+        self.decisions[module] = self.decide(module)
+        return self.decisions[module].scheme
 
     def check_blocks(self, module: str, **sizes: int) -> None:
         """Add a problem for each of `sizes` that blocks of 16 do not divide."""
@@ -179,9 +211,9 @@ class Planner:
             if size % BLOCK:
                 self.problems.append(f"{module}: {name} = {size} is not a multiple of {BLOCK}")
 
-    def needs_input_scale(self, declared: Scheme | None) -> bool:
+    def needs_input_scale(self, declared: Declared) -> bool:
         """Whether the input scales of a module with this scheme are read."""
-        return self.input_scales != "ignored" and declared is Scheme.W4A4
+        return self.input_scales != "ignored" and declared in _CALIBRATED
 
     def take_packed(self, name: str, n: int, k: int) -> None:
         """Take the codes of one matrix ``[n, k]``, as bytes or as 4-bit elements."""
@@ -204,11 +236,17 @@ class Planner:
         """Plan one linear with weight ``[n, k]``; `bias` None takes one if there is one."""
         declared = self.declared(prefix)
         if declared is not None and self._is_dense(prefix):
-            self.note("modules declared NVFP4 are stored dense and stay dense")
+            self.note("modules declared quantized are stored dense and stay dense")
+            source = f"stored dense, though declared ({self.decisions[prefix].source})"
+            self.decisions[prefix] = Decision(None, source)
             declared = None
         plan = LinearPlan(declared)
         if declared is None:
             plan.dense = self._dense(prefix, n, k, dtype)
+        elif isinstance(declared, Float8):
+            plan.fp8 = empty_fp8_matrices(prefix, (), n, k, parts=1)
+            self.take_fp8(prefix, plan.fp8, declared, (n, k), (), (0, 0))
+            self.check_calibrated(plan.fp8, declared)
         else:
             plan.matrices = self._matrices(prefix, n, k, declared)
         name = f"{prefix}.bias"
@@ -216,21 +254,73 @@ class Planner:
             plan.bias = self.array(name, (n,), dtype)
         return plan
 
+    def take_fp8(
+        self,
+        module: str,
+        matrices: FP8Matrices,
+        declared: Float8,
+        shape: tuple[int, int],
+        at: Index,
+        place: tuple[int, int],
+    ) -> None:
+        """Plan the FP8 matrix `module` ``[n, k]`` as the rows `at` of `matrices`.
+
+        Args:
+          module: holds ``weight``, and ``weight_scale``: one number, or one of each row.
+          matrices: takes the pieces.
+          declared: how activations enter the product.
+          shape: n and k.
+          at: index of the rows.
+          place: of the input scale.
+        """
+        n, _ = shape
+        scale = f"{module}.{FP8_SCALE}"
+        self.take(f"{module}.weight", ["F8_E4M3"], shape)
+        info = self.take(scale, FLOATS, (), (1,), (1, 1), (n,), (n, 1))
+        single = info is None or math.prod(info.shape) == 1
+        matrices.values.pieces.append(Piece(f"{module}.weight", at))
+        matrices.scale.pieces.append(Piece(scale, at, () if single else (n,)))
+        piece = Piece("", place, ())
+        self.input_scale(matrices, f"{module}.{FP8_INPUT_SCALE}", piece, declared)
+
+    def cache_scale(self, prefix: str, name: str, heads: int) -> Buffer:
+        """Plan the scale of what `prefix` keeps as `name`, "k" or "v"; no piece if there is none.
+
+        Returns:
+          float32 ``[heads]``.
+        """
+        buffer = Buffer((heads,), _F32)
+        for place in (f"{name}_proj.{name}_scale", f"{name}_scale", f"attn.{name}_scale"):
+            found = f"{prefix}.{place}"
+            if found in self.tensors:
+                lengths = [(1,) * axes for axes in range(4)]
+                lengths += [(heads, *(1,) * axes) for axes in range(3)]
+                info = self.take(found, FLOATS, *lengths)
+                single = info is None or math.prod(info.shape) == 1
+                buffer.pieces.append(Piece(found, shape=() if single else (heads,)))
+                break
+        return buffer
+
     def _dense(self, prefix, n, k, dtype):
         name = f"{prefix}.weight"
         info = self.find(name)
-        stored = self.find(f"{prefix}.{self.names.packed}")
-        scaled = f"{prefix}.{self.names.block_scale}" in self.tensors
-        if stored is not None and stored.dtype == "U8" and scaled:
-            self.problems.append(
-                f"{quoted(prefix)} holds NVFP4 codes but is declared dense "
-                f"({', '.join(rules.source for rules in self.quant.rules) or 'no quantization'})"
-            )
+        if self._is_quantized(prefix):
             self.taken.update(self.tensors.under(f"{prefix}."))
             return Buffer((n, k), np.dtype(dtype or _F32))
         if info is not None:
             self.ignore([f"{prefix}.{self.names.input_global}"], "input scales of dense modules")
         return self.array(name, (n, k), dtype)
+
+    def _is_quantized(self, prefix) -> bool:
+        """Whether `prefix`, declared dense, is stored quantized, which is then a problem."""
+        stored = self.find(f"{prefix}.{self.names.packed}") or self.find(f"{prefix}.weight")
+        scaled = f"{prefix}.{self.names.block_scale}" in self.tensors
+        held = {"U8": "NVFP4 codes", "F8_E4M3": "FP8 values"}.get(stored.dtype if stored else "")
+        if held is None or not scaled:
+            return False
+        source = self.decisions[prefix].source
+        self.problems.append(f"{quoted(prefix)} holds {held} but is declared dense ({source})")
+        return True
 
     def _is_dense(self, prefix):
         info = self.find(f"{prefix}.weight")
@@ -254,7 +344,12 @@ class Planner:
         return matrices
 
     def input_scale(
-        self, matrices: Matrices, name: str, piece: Piece, declared: Scheme | None, *shapes: Shape
+        self,
+        matrices: Matrices | FP8Matrices,
+        name: str,
+        piece: Piece,
+        declared: Declared,
+        *shapes: Shape,
     ) -> None:
         """Plan the input scale `name`, which may be missing, at `piece`.
 
@@ -268,23 +363,36 @@ class Planner:
         if not self.needs_input_scale(declared):
             matrices.input_global = None
             reason = "this load does not round activations"
-            if declared is Scheme.W4A16:
-                reason = "the checkpoint declares weights only"
+            if declared not in _CALIBRATED:
+                weights = declared in (Scheme.W4A16, Float8.WEIGHTS)
+                reason = f"the checkpoint declares {'weights only' if weights else 'dynamic ones'}"
             self.ignore([name], f"input scales are ignored: {reason}")
-        elif name in self.tensors and self.take(name, ["F32"], *(shapes or ((), (1,)))):
+        elif name in self.tensors and self.take(
+            name, _SCALE_TYPES[type(declared)], *(shapes or ((), (1,), (1, 1)))
+        ):
             assert matrices.input_global is not None
             matrices.input_global.pieces.append(dataclasses.replace(piece, name=name))
 
-    def check_calibrated(self, matrices: Matrices, declared: Scheme | None) -> None:
+    def check_calibrated(self, matrices: Matrices | FP8Matrices, declared: Declared) -> None:
         """Drop the buffer of input scales where there is none at all; a problem if required."""
         if matrices.input_global is None or matrices.input_global.pieces:
             return
         matrices.input_global = None
-        if self.input_scales == "required" and declared is Scheme.W4A4:
+        if self.input_scales == "required" and declared in _CALIBRATED:
+            name = FP8_INPUT_SCALE if isinstance(declared, Float8) else self.names.input_global
             self.problems.append(
-                f"{quoted(matrices.label)}: declared w4a4 but has no input scales "
-                f"({self.names.input_global})"
+                f"{quoted(matrices.label)}: declared {declared} but has no input scales ({name})"
             )
+
+
+def empty_fp8_matrices(label: str, lead: Shape, n: int, k: int, parts: int) -> FP8Matrices:
+    """Return buffers without pieces for ``[*lead, n, k]``; arguments as for `empty_matrices`."""
+    return FP8Matrices(
+        label,
+        Buffer((*lead, n, k), _E4M3),
+        Buffer((*lead, n), _F32),
+        Buffer((*(lead or (1,)), parts), _F32),
+    )
 
 
 def empty_matrices(label: str, lead: Shape, n: int, k: int, parts: int) -> Matrices:
@@ -302,7 +410,7 @@ def empty_matrices(label: str, lead: Shape, n: int, k: int, parts: int) -> Matri
     return Matrices(
         label=label,
         packed=Buffer((*lead, n, k // 2), np.dtype(np.uint8)),
-        block_scale=Buffer((*lead, n, k // BLOCK), _BLOCK_SCALE),
+        block_scale=Buffer((*lead, n, k // BLOCK), _E4M3),
         weight_global=Buffer(globals_shape, _F32),
         input_global=Buffer((*(lead or (1,)), parts), _F32),
     )

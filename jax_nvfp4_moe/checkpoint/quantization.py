@@ -13,6 +13,7 @@ from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
 from jax_nvfp4_moe.scheme import Declared
 
 FORMS = (MODELOPT, COMPRESSED_TENSORS)
+_MXFP4 = "mxfp4"  # OpenAI's own gpt-oss
 _SECTIONS = ("quantization_config", "compression_config")  # the second: old llm-compressor
 
 
@@ -117,6 +118,14 @@ def _parse_section(section, source):
         if form.claims(method):
             return form, form.parse(section, source)
     supported = ", ".join(form.quant_method for form in FORMS)
+    if method == _MXFP4:
+        raise CheckpointError(
+            [
+                f"{source}: quant_method {quoted(method)}: the checkpoint holds MXFP4 (blocks of "
+                "32, scales that are powers of two), not NVFP4: quantize it to NVFP4 first; "
+                f"supported: {supported}"
+            ]
+        )
     raise CheckpointError(
         [f"{source}: unknown quant_method {quoted(method)}; supported: {supported}"]
     )

@@ -9,8 +9,9 @@ import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.forms import TensorNames
-from jax_nvfp4_moe.checkpoint.plan import Buffer, Matrices, Piece
+from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, Piece
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
+from jax_nvfp4_moe.float8 import FP8Tensor
 from jax_nvfp4_moe.tensor import NVFP4Tensor
 
 log = logging.getLogger("jax_nvfp4_moe")
@@ -55,7 +56,15 @@ class Reader:
             global_divisor=stored if self._names.divides else None,
         )
 
-    def input_scale(self, matrices: Matrices, required: bool) -> np.ndarray | None:
+    def fp8(self, matrices: FP8Matrices) -> FP8Tensor:
+        """Read one FP8 weight; NaN or infinite scales become problems."""
+        scale = self.array(matrices.scale)
+        for piece in matrices.scale.pieces:
+            if not np.isfinite(scale[(*piece.at, ...)]).all():
+                self._report(piece, "a scale of the weights is not finite")
+        return FP8Tensor(self.array(matrices.values), scale)
+
+    def input_scale(self, matrices: Matrices | FP8Matrices, required: bool) -> np.ndarray | None:
         """Read the input scales ``[e]`` of one product.
 
         A scale that is missing or not a positive finite number takes the largest of the layer.
@@ -67,7 +76,9 @@ class Reader:
         """
         if matrices.input_global is None:
             return None
-        scales = self._names.to_scale(self.array(matrices.input_global))
+        scales = self.array(matrices.input_global)
+        if isinstance(matrices, Matrices):
+            scales = self._names.to_scale(scales)
         valid = np.isfinite(scales) & (scales > 0)
         label = quoted(matrices.label)
         if not valid.any():
@@ -75,7 +86,7 @@ class Reader:
             if required:
                 self.problems.append(message)
             else:
-                log.warning("%s; activations cannot be rounded to FP4 with them", message)
+                log.warning("%s; activations cannot be rounded with them", message)
             return None
         largest = scales[valid].max()
         if not valid.all():

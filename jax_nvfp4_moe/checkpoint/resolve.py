@@ -5,51 +5,47 @@ runs that function twice: first with placeholders, so that every missing, missha
 tensor is known before the first byte is read, then with the arrays.
 """
 
-import contextlib
 import dataclasses
 import logging
 import pathlib
-import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
+from jax_nvfp4_moe.checkpoint.dense_experts import (
+    DenseExpertPlan,
+    FP8ExpertPlan,
+    plan_dense_experts,
+)
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.experts import ExpertSizes, plan_dense_experts, plan_experts
+from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
+from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
+from jax_nvfp4_moe.checkpoint.extras import find_surplus
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config
-from jax_nvfp4_moe.checkpoint.plan import Buffer, InputScales, LinearPlan, Matrices, Planner
+from jax_nvfp4_moe.checkpoint.forms import Decision
+from jax_nvfp4_moe.checkpoint.plan import (
+    Buffer,
+    FP8Matrices,
+    InputScales,
+    LinearPlan,
+    Matrices,
+    Planner,
+)
+from jax_nvfp4_moe.checkpoint.progress import progress
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.reading import Reader
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 from jax_nvfp4_moe.checkpoint.spelling import Spelling, canonical_names, find_spelling
-from jax_nvfp4_moe.scheme import Scheme
-from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor
+from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.scheme import Declared
+from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor
 
 log = logging.getLogger("jax_nvfp4_moe")
 
 T = TypeVar("T")
-Place = Callable[[str, Any, Scheme | None], Any]
-
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# Tensors that real checkpoints carry and inference of the language model does not need.
-_KNOWN_EXTRAS = tuple(
-    (re.compile(pattern), what)
-    for pattern, what in (
-        (r"(^|\.)mtp\.", "multi-token prediction"),
-        (
-            r"(^|\.)(visual|vision_tower|vision_model|vision_embed_tokens|vision_embedder)\.",
-            "vision tower",
-        ),
-        (
-            r"(^|\.)(multi_modal_projector|embed_vision|audio_tower|embed_audio)\.",
-            "vision or audio",
-        ),
-        (r"(^|\.)rotary_emb\.inv_freq$", "rotary frequencies, which are computed"),
-        (r"[._](k|v|q|kv|attn|prob)_scale$|\.(k|v|kv)_proj\.output_scale$", "KV-cache scales"),
-    )
-)
+Place = Callable[[str, Any, Declared], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,34 +79,40 @@ class LinearWeights:
     """One linear layer ``y = W x + bias``.
 
     Attributes:
-      weight: `NVFP4Tensor` ``[n, k]`` with a scalar global scale, or a dense array ``[n, k]``.
+      weight: `NVFP4Tensor` ``[n, k]`` with a scalar global scale, `FP8Tensor` or a dense array
+        ``[n, k]``.
       bias: ``[n]`` or None.
-      input_scale: float32 scalar where the file declares W4A4, else None.
+      input_scale: float32 scalar where the file declares W4A4 or static FP8, else None.
       declared: the scheme in the file; None where the weight is dense.
+      by_factor: how activations are rounded to FP8; see `float8.round_fp8`.
     """
 
     weight: Any
     bias: Any = None
     input_scale: Any = None
-    declared: Scheme | None = dataclasses.field(default=None, metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DenseExperts:
-    """The experts of one layer of an unquantized checkpoint; shapes as in `MoEParams`."""
-
-    gate_up: Any
-    down: Any
-    gate_up_bias: Any = None
-    down_bias: Any = None
+    declared: Declared = dataclasses.field(default=None, metadata={"static": True})
+    by_factor: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 class ExpertWeights(NamedTuple):
     """The experts of one layer, and the scheme that the file declares for them."""
 
-    params: MoEParams
-    declared: Scheme | None
+    params: MoEParams | DenseExperts
+    declared: Declared
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheScales:
+    """How one layer's keys and values are rounded to FP8.
+
+    Attributes:
+      scales: name -> float32 ``[heads]``.
+      by_factor: static; see `float8.round_fp8`.
+    """
+
+    scales: Mapping[str, Any]
+    by_factor: bool = dataclasses.field(metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +122,8 @@ class LoadOptions:
     Attributes:
       dtype: of dense float arrays, None for that in the file.
       place: name, value, declared scheme -> the value on its device. A value is an array, a
-        `LinearWeights` or a `MoEParams` of numpy arrays; called once it is read, before the next
-        is. `jax.device_put` where it is None.
+        `LinearWeights`, a `MoEParams` or a `DenseExperts` of numpy arrays; called once it is read,
+        before the next is. `jax.device_put` where it is None.
       input_scales: "required" takes them from modules that declare W4A4 and fails where there are
         none; "optional" gives None there; "ignored" reads none.
       only: prefix such as "model.layers.3.mlp" of all that is asked for; tensors elsewhere are no
@@ -195,9 +197,17 @@ class Weights:
         """Whether the checkpoint has a tensor whose name begins with `prefix`."""
         return next(self._planner.tensors.under(prefix), None) is not None
 
-    def declared(self, module: str) -> Scheme | None:
+    def declared(self, module: str) -> Declared:
         """Return the scheme that the file declares for `module`, None for dense."""
         return self._planner.declared(module)
+
+    @property
+    def decisions(self) -> Mapping[str, Decision]:
+        """Module -> how the file quantizes it and what said so, of all that was asked for.
+
+        The experts of a layer are one row, ``PREFIX.experts.*``.
+        """
+        return self._planner.decisions
 
     def ignore(self, prefix: str, reason: str) -> None:
         """Say that tensors whose names begin with `prefix` are knowingly left out, and why."""
@@ -246,8 +256,11 @@ class Weights:
         gated: bool = True,
         bias: bool = False,
         interleaved: bool = False,
+        inputs_first: bool | None = None,
     ) -> ExpertWeights:
-        """Return the experts below `prefix` as canonical `MoEParams`, or as placed.
+        """Return the experts below `prefix` as the file has them, canonical or as placed.
+
+        `MoEParams` where they are NVFP4, else `DenseExperts`.
 
         Args:
           prefix: module, such as "model.layers.0.mlp.experts".
@@ -257,21 +270,28 @@ class Weights:
           gated: whether there are gate rows.
           bias: whether both products have a bias.
           interleaved: whether gate and up rows alternate where one tensor holds both.
+          inputs_first: whether stacked matrices that are not NVFP4 are ``[e, k, n]`` (Llama 4,
+            gpt-oss) or ``[e, n, k]``; None tells by the shapes, and refuses square ones.
 
         Names and layouts are those of `experts.PER_EXPERT` and the stacked forms. The rows come
         out as gate rows, then up rows, whatever the file has.
         """
-        sizes = ExpertSizes(num_experts, hidden, intermediate, gated, bias, interleaved)
-        plan = plan_experts(self._planner, prefix, sizes)
-        params = MoEParams(
-            gate_up=self._weight(plan.gate_up),
-            down=self._weight(plan.down),
-            gate_up_input_scale=self._input_scale(plan.gate_up),
-            down_input_scale=self._input_scale(plan.down),
-            gate_up_bias=self._optional(plan.gate_up.bias),
-            down_bias=self._optional(plan.down.bias),
+        sizes = ExpertSizes(
+            num_experts, hidden, intermediate, gated, bias, interleaved, inputs_first
         )
-        return ExpertWeights(self._placed(prefix, params, plan.declared), plan.declared)
+        plan = plan_experts(self._planner, prefix, sizes, self._options.dtype)
+        if isinstance(plan, ExpertPlan):
+            params = MoEParams(
+                gate_up=self._weight(plan.gate_up),
+                down=self._weight(plan.down),
+                gate_up_input_scale=self._input_scale(plan.gate_up),
+                down_input_scale=self._input_scale(plan.down),
+                gate_up_bias=self._optional(plan.gate_up.bias),
+                down_bias=self._optional(plan.down.bias),
+            )
+            return ExpertWeights(self._placed(prefix, params, plan.declared), plan.declared)
+        declared = plan.declared if isinstance(plan, FP8ExpertPlan) else None
+        return ExpertWeights(self._placed(prefix, self._dense_experts(plan), declared), declared)
 
     def dense_experts(
         self,
@@ -298,25 +318,72 @@ class Weights:
             num_experts, hidden, intermediate, gated, bias, interleaved, inputs_first
         )
         plan = plan_dense_experts(self._planner, prefix, sizes, dtype or self._options.dtype)
-        experts = DenseExperts(
-            self._array(plan.gate_up),
-            self._array(plan.down),
+        return self._placed(prefix, self._dense_experts(plan), None)
+
+    def cache_scales(self, prefix: str, **heads: int) -> CacheScales | None:
+        """Return how the file rounds keys and values of an attention to FP8, None if it does not.
+
+        Args:
+          prefix: module, such as "model.layers.0.self_attn".
+          heads: number of heads of what is kept, under "k" and "v".
+
+        Scales that the file lacks are 1; those that are not positive and finite become 1.
+        """
+        cache = self._planner.quant.kv_cache
+        if cache is None:
+            return None
+        if cache.algorithm != "FP8":
+            self._planner.problems.append(
+                f"{cache.source}: {quoted(cache.algorithm)} is not supported; supported: FP8. "
+                "Load with scheme='w4a16', which keeps keys and values in the model's dtype"
+            )
+            return None
+        scales = {name: self._cache_scale(prefix, name, count) for name, count in heads.items()}
+        return CacheScales(self._placed(f"{prefix} cache scales", scales, None), cache.by_factor)
+
+    def _cache_scale(self, prefix, name, heads):
+        buffer = self._planner.cache_scale(prefix, name, heads)
+        scale = self._array(buffer)
+        if self._reader is None:
+            return scale
+        if not buffer.pieces:
+            scale[...] = 1
+        valid = np.isfinite(scale) & (scale > 0)
+        if not valid.all():
+            log.warning("%s: a scale of %s is not a positive number and becomes 1", prefix, name)
+        return np.where(valid, scale, np.float32(1))
+
+    def _dense_experts(self, plan: DenseExpertPlan | FP8ExpertPlan) -> DenseExperts:
+        if isinstance(plan, DenseExpertPlan):
+            matrices = self._array(plan.gate_up), self._array(plan.down)
+            scales = None, None
+        else:
+            matrices = self._fp8(plan.gate_up), self._fp8(plan.down)
+            scales = self._input_scale(plan.gate_up), self._input_scale(plan.down)
+        return DenseExperts(
+            *matrices,
             self._optional(plan.gate_up_bias),
             self._optional(plan.down_bias),
+            *scales,
+            by_factor=self._planner.names.fp8_by_factor,
         )
-        return self._placed(prefix, experts, None)
 
     def _linear(self, plan: LinearPlan) -> LinearWeights:
         bias = self._optional(plan.bias)
-        if plan.matrices is None:
+        quantized = plan.matrices or plan.fp8
+        if quantized is None:
             assert plan.dense is not None
             return LinearWeights(self._array(plan.dense), bias)
-        scale = self._input_scale(plan.matrices)
+        scale = self._input_scale(quantized)
         if isinstance(scale, jax.ShapeDtypeStruct):
             scale = jax.ShapeDtypeStruct((), scale.dtype)
         elif scale is not None:
             scale = scale.reshape(())
-        return LinearWeights(self._weight(plan.matrices), bias, scale, plan.declared)
+        weight = (
+            self._fp8(quantized) if isinstance(quantized, FP8Matrices) else self._weight(quantized)
+        )
+        by_factor = self._planner.names.fp8_by_factor
+        return LinearWeights(weight, bias, scale, plan.declared, by_factor)
 
     def _array(self, buffer: Buffer) -> Any:
         if self._reader is None:
@@ -337,7 +404,12 @@ class Weights:
             scale if self._planner.names.divides else None,
         )
 
-    def _input_scale(self, matrices: Matrices) -> Any:
+    def _fp8(self, matrices: FP8Matrices) -> FP8Tensor:
+        if self._reader is not None:
+            return self._reader.fp8(matrices)
+        return FP8Tensor(self._array(matrices.values), self._array(matrices.scale))
+
+    def _input_scale(self, matrices: Matrices | FP8Matrices) -> Any:
         if matrices.input_global is None:
             return None
         if self._reader is not None:
@@ -373,7 +445,7 @@ def load(
     """
     options = options or LoadOptions()
     nbytes = check(checkpoint, build, options)
-    with _progress(options.progress, nbytes) as advance:
+    with progress(options.progress, nbytes) as advance:
         reader = Reader(checkpoint.tensors, checkpoint.quant.names, advance)
         return build(Weights(checkpoint, options, reader))
 
@@ -403,7 +475,8 @@ def check(
             raise
         failure = error
     else:
-        planner.problems += _surplus(planner, checkpoint, options)
+        num_layers = options.num_layers or _num_layers(checkpoint.config)
+        planner.problems += find_surplus(planner, checkpoint.spelling, options.only, num_layers)
     if planner.problems:
         raise CheckpointError(planner.problems, str(checkpoint.folder)) from failure
     for fact, count in planner.notes.items():
@@ -411,53 +484,6 @@ def check(
     return planner.nbytes
 
 
-def _surplus(planner, checkpoint, options) -> Iterator[str]:
-    """Say which tensors nobody asked for, though they lie in a module that is loaded."""
-    num_layers = options.num_layers or _num_layers(checkpoint.config)
-    scope = f"{options.only}." if options.only else ""
-    loaded = {name.split(".")[0] for name in planner.taken}
-    for name in planner.tensors.under(scope):
-        if name in planner.taken:
-            continue
-        info = planner.tensors.info(name)
-        extra = _known_extra(name, num_layers)
-        beside = name.split(".")[0] not in loaded or not checkpoint.spelling.owns(info.name)
-        if extra is None and beside:
-            extra = "modules beside the language model"
-        if extra is not None:
-            planner.note(f"tensors left out: {extra}")
-            continue
-        yield f"{quoted(info.name)} ({quoted(info.file)}): {info} is not part of the model"
-
-
-def _known_extra(name, num_layers) -> str | None:
-    layer = _LAYER.search(name)
-    if layer and num_layers is not None and int(layer[1]) >= num_layers:
-        return f"layers after the {num_layers} of the config"
-    return next((what for pattern, what in _KNOWN_EXTRAS if pattern.search(name)), None)
-
-
 def _num_layers(config) -> int | None:
     value = merge_text_config(config).get("num_hidden_layers")
     return value if type(value) is int and value > 0 else None
-
-
-@contextlib.contextmanager
-def _progress(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]:
-    """Draw a bar of bytes on standard error; give the function that advances it."""
-    if not (sys.stderr.isatty() if wanted is None else wanted):
-        yield lambda nbytes: None
-        return
-    import rich.console  # on demand: it takes longer to import than this package
-    import rich.progress
-
-    with rich.progress.Progress(
-        rich.progress.TextColumn("loading"),
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(binary_units=True),
-        rich.progress.TransferSpeedColumn(),
-        rich.progress.TimeRemainingColumn(),
-        console=rich.console.Console(stderr=True),
-    ) as bar:
-        task = bar.add_task("loading", total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)

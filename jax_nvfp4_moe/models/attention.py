@@ -5,17 +5,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int32
 
+from jax_nvfp4_moe.float8 import round_fp8
 from jax_nvfp4_moe.models.config import Rope
+from jax_nvfp4_moe.models.settings import Settings
 from jax_nvfp4_moe.nn import precision_for
 
 # A token at this position or after it is padding: nothing is cached for it, and no recurrent state
 # takes it in. What a model computes for it is not defined.
 PADDING = 2**30
 _QUERIES = 512  # attended at once, which bounds the memory of the scores
+
+
+class CacheScale(nnx.Variable):
+    """What multiplies the FP8 keys or values of a cache; frozen."""
 
 
 def empty_entries(
@@ -32,6 +39,90 @@ def empty_entries(
         name: jnp.zeros((batch, heads, max_length, width), dtype)
         for name, (heads, width) in shapes.items()
     }
+
+
+class KeysAndValues(nnx.Module):
+    """How one attention layer keeps keys and values: in the model's dtype, or rounded to FP8.
+
+    Where the file declares FP8 and the load rounds to it (`scheme.rounds_to_fp8`), the cache holds
+    ``e4m3(x / scale)``, half the bytes of bfloat16, and attention sees ``e4m3(x / scale) * scale``,
+    without a cache too: so a prefill of the whole sequence equals decoding. By default only
+    devices where W4A4 runs as declared round: the model's dtype is at least as accurate, and no
+    product reads FP8 faster here.
+
+    Attributes:
+      scales: `CacheScale` float32 ``[heads]`` by name, or None where nothing is rounded.
+      shapes: static; heads and width of what is kept of one token, by name.
+    """
+
+    def __init__(
+        self,
+        weights,
+        prefix: str,
+        settings: Settings,
+        *,
+        kept_rounded: bool = True,
+        **shapes: tuple[int, int],
+    ):
+        """Ask `weights` for the scales below `prefix`, such as "model.layers.0.self_attn".
+
+        Args:
+          weights: the source of `checkpoint.resolve`.
+          prefix: the attention's module.
+          settings: how modules are made.
+          kept_rounded: whether what is rounded is also what the cache keeps; latent attention
+            keeps latents, and rounds the keys and values that it makes of them with `rounded`.
+          shapes: heads and width of "k" and "v".
+        """
+        self.dtype, self.shapes = jnp.dtype(settings.dtype), shapes
+        self.kept_rounded = kept_rounded
+        found = None
+        if settings.rounds_to_fp8:
+            heads = {name: heads for name, (heads, _) in shapes.items()}
+            found = weights.cache_scales(prefix, **heads)
+        self.by_factor = found is not None and found.by_factor
+        kept = {} if found is None else found.scales
+        scales = {name: CacheScale(jnp.asarray(scale)) for name, scale in kept.items()}
+        self.scales = nnx.data(nnx.Dict(scales) if scales else None)
+
+    def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
+        """Return empty entries for all that is kept."""
+        rounded = self.scales is not None and self.kept_rounded
+        dtype = jnp.float8_e4m3fn if rounded else self.dtype
+        return empty_entries(batch, max_length, dtype, **self.shapes)
+
+    def append(self, entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
+        """Write `new` as `attention.append` does, rounded where the file says so.
+
+        Returns:
+          What attention sees of all entries, in the dtype of `new`, and the entries.
+        """
+        if self.scales is None:
+            return append(entries, positions, **new)
+        kept = {name: self._round(name, value, axis=2) for name, value in new.items()}
+        kept, entries = append(entries, positions, **kept)
+        seen = {name: self._widen(name, value, new[name].dtype) for name, value in kept.items()}
+        return seen, entries
+
+    def rounded(self, **values: Float[Array, "b m s d"]) -> Mapping[str, Array]:
+        """Return keys and values that no cache keeps as attention sees them: rounded, or as is."""
+        if self.scales is None:
+            return values
+        return {
+            name: self._widen(name, self._round(name, value, axis=1), value.dtype)
+            for name, value in values.items()
+        }
+
+    def _scale(self, name, axis):
+        assert self.scales is not None
+        return self.scales[name].get_value().reshape(-1, *(1,) * (3 - axis))
+
+    def _round(self, name, value, axis):
+        return round_fp8(value, self._scale(name, axis), by_factor=self.by_factor)
+
+    def _widen(self, name, value, dtype):
+        """Return ``[b, m, s, d]`` of E4M3 times the scale of each head."""
+        return (value.astype(jnp.float32) * self._scale(name, 1)).astype(dtype)
 
 
 def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rope):

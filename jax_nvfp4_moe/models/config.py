@@ -11,7 +11,7 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, read_size
 from jax_nvfp4_moe.formats import BLOCK
 
-ROPE_TYPES = ("default", "yarn", "llama3")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}
 
 
@@ -48,6 +48,21 @@ class Fields:
             return tuple(value)
         self.problems.append(f"{CONFIG}: {name}: expected a list of integers, got {quoted(value)}")
         return ()
+
+    def layer_types(
+        self, count: int, allowed: Sequence[str], default: Sequence[str]
+    ) -> tuple[str, ...]:
+        """Return ``layer_types``, one of `allowed` for each of `count` layers."""
+        value = self._config.get("layer_types")
+        value = list(default) if value is None else value
+        known = isinstance(value, list) and all(item in allowed for item in value)
+        if known and len(value) == count:
+            return tuple(value)
+        self.problems.append(
+            f"{CONFIG}: layer_types: expected {count} of {', '.join(map(quoted, allowed))}; "
+            f"got {quoted(value)}"
+        )
+        return tuple(default)
 
     def count(self, name: str, default: int = 0) -> int:
         """Return the integer `name` of 0 or more."""
@@ -86,7 +101,7 @@ class Fields:
     def finish(self) -> None:
         """Raise all problems as one `CheckpointError`, if there are any."""
         if self.problems:
-            raise CheckpointError(self.problems)
+            raise CheckpointError(list(dict.fromkeys(self.problems)))
 
     def _typed(self, name, default, kind, fallback):
         value = self._config.get(name)
@@ -114,7 +129,15 @@ class Rope:
     attention_scale: float = 1.0
 
 
-def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: int) -> Rope:
+def read_rope(
+    fields: Fields,
+    config: Mapping[str, Any],
+    width: int,
+    positions: int,
+    *,
+    theta: float = 10000.0,
+    share: float = 1.0,
+) -> Rope:
     """Read the rotary embedding: ``rope_parameters``, or older ``rope_theta`` and ``rope_scaling``.
 
     Args:
@@ -122,10 +145,11 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
       config: the parsed ``config.json``.
       width: channels of a head; ``partial_rotary_factor`` of them are rotated.
       positions: max_position_embeddings.
+      theta, share: rope_theta and partial_rotary_factor where the file has none.
 
     Source: YaRN, arXiv:2309.00071; `modeling_rope_utils` of transformers for the details.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, dict):
         fields.require(False, f"rope_parameters: expected an object, got {quoted(given)}")
         given = {}
@@ -138,9 +162,9 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
         kind = "default"
     older = ("rope_theta", "partial_rotary_factor")
     rope = Fields({name: config.get(name) for name in older} | given)
-    theta = rope.number("rope_theta", 10000.0)
+    theta = rope.number("rope_theta", theta)
     rope.require(theta > 0, f"rope_theta: expected a positive number, got {theta}")
-    share = rope.number("partial_rotary_factor", 1.0)
+    share = rope.number("partial_rotary_factor", share)
     width = int(width * share)
     rope.relate(
         0 < share <= 1 and width > 0 and width % 2 == 0,
@@ -153,9 +177,19 @@ def read_rope(fields: Fields, config: Mapping[str, Any], width: int, positions: 
     frequencies = np.float32(1) / np.float32(theta) ** exponents
     if kind == "default":
         return Rope(tuple(frequencies.tolist()))
+    if kind == "linear":
+        return _linear(fields, Fields(given), frequencies)
     if kind == "llama3":
         return _llama3(fields, Fields(given), frequencies)
     return _yarn(fields, Fields(given), frequencies, theta, positions)
+
+
+def _linear(fields, given, frequencies):
+    """Slow down all frequencies by `factor`."""
+    factor = given.number("factor")
+    given.relate(factor >= 1, f"rope factor: expected at least 1, got {factor}")
+    fields.problems += given.problems
+    return Rope(tuple((frequencies / np.float32(max(factor, 1.0))).tolist()))
 
 
 def _llama3(fields, given, frequencies):
@@ -164,20 +198,22 @@ def _llama3(fields, given, frequencies):
     original = given.size("original_max_position_embeddings")
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
     given.relate(factor >= 1, f"rope factor: expected at least 1, got {factor}")
-    given.relate(0 < low < high, f"low_freq_factor: expected below {high}, got {low}")
+    given.relate(0 < low <= high, f"low_freq_factor: expected at most {high}, got {low}")
     fields.problems += given.problems
     if given.problems:
         return Rope(tuple(frequencies.tolist()))
     turns = original * frequencies / np.float32(2 * math.pi)  # within the original length
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    # Llama 4 Scout has low = high: no frequency is blended then.
+    kept = np.clip((turns - low) / (high - low), 0, 1) if low < high else turns >= low
     blended = frequencies * kept + frequencies / np.float32(factor) * (1 - kept)
     return Rope(tuple(blended.astype(np.float32).tolist()))
 
 
 def _yarn(fields, given, frequencies, theta, positions):
     """Slow down the low frequencies by `factor`, keep the high ones, blend between."""
-    factor = given.number("factor")
     original = given.size("original_max_position_embeddings", default=positions)
+    stretch = positions / original if given.present("original_max_position_embeddings") else None
+    factor = given.number("factor", stretch)
     turns = (given.number("beta_fast", 32.0), given.number("beta_slow", 1.0))
     mscale = given.number("mscale", 0.0)
     mscale_all = given.number("mscale_all_dim", 0.0)

@@ -12,28 +12,16 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
 from jax_nvfp4_moe.models.attention import PADDING
+from jax_nvfp4_moe.models.settings import Settings as Settings
 from jax_nvfp4_moe.nn import (
     DenseLinear,
+    FP8Linear,
     ModuleProblem,
     NVFP4Linear,
     dense,
     find_problems,
 )
-from jax_nvfp4_moe.scheme import Target
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How the modules of one model are made: what the caller of `load_model` asked for."""
-
-    target: Target
-    scheme: str | None = None
-    backend: str | None = None
-    dtype: Any = jnp.bfloat16
-
-    def module_arguments(self) -> dict[str, Any]:
-        """Return the arguments that all NVFP4 modules take."""
-        return dataclasses.asdict(self) | {"target": self.target}
+from jax_nvfp4_moe.scheme import Float8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,6 +268,17 @@ def linear(weights, prefix: str, n: int, k: int, settings: Settings, bias: bool 
     found: LinearWeights = weights.linear(prefix, n, k, bias=bias)
     if found.declared is None:
         return DenseLinear(found.weight, found.bias, dtype=settings.dtype)
+    if isinstance(found.declared, Float8):
+        return FP8Linear(
+            found.weight,
+            found.bias,
+            found.input_scale,
+            declared=found.declared,
+            by_factor=found.by_factor,
+            scheme=settings.scheme,
+            target=settings.target,
+            dtype=settings.dtype,
+        )
     return NVFP4Linear(
         k,
         n,
@@ -302,7 +301,14 @@ def centered_norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
 
 
 def build_decoder(
-    config, weights, settings: Settings, build_attention, build_moe, build_norm=norm
+    config,
+    weights,
+    settings: Settings,
+    build_attention,
+    build_moe,
+    build_norm=norm,
+    *,
+    mlp_name: str = "mlp",
 ) -> Decoder:
     """Make a model of the usual shape, layer by layer, under the usual names.
 
@@ -313,6 +319,7 @@ def build_decoder(
       build_attention: ``(config, layer, weights, settings)`` makes the attention of a layer.
       build_moe: makes the expert block of a layer in the same way.
       build_norm: makes the norms beside layers and behind the last; called as `norm`.
+      mlp_name: of the feed-forward inside a layer.
     """
     h, eps = config.hidden, config.eps
     embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
@@ -320,7 +327,8 @@ def build_decoder(
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
         if layer in config.dense_layers:
-            mlp = GatedMLP(weights, f"{prefix}.mlp", h, config.dense_intermediate, settings)
+            name = f"{prefix}.{mlp_name}"
+            mlp = GatedMLP(weights, name, h, config.dense_intermediate, settings)
         else:
             mlp = build_moe(config, layer, weights, settings)
         layers.append(

@@ -1,6 +1,6 @@
-"""DeepSeek-V3, R1 and Kimi-K2: latent attention, sigmoid-routed experts in groups, shared experts.
+"""DeepSeek-V3, R1, Kimi-K2 and GLM-4.7-Flash: latent attention, experts chosen in groups.
 
-Source: `modeling_deepseek_v3` of transformers; arXiv:2412.19437.
+Source: `modeling_deepseek_v3` and `modeling_glm4_moe_lite` of transformers; arXiv:2412.19437.
 """
 
 import dataclasses
@@ -9,26 +9,47 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.models.attention import append, attend, empty_entries, rotate
+from jax_nvfp4_moe.models.attention import KeysAndValues, append, attend, empty_entries, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
-    GatedMLP,
     Settings,
     SideBySide,
     build_decoder,
     linear,
     norm,
 )
-from jax_nvfp4_moe.nn import NVFP4MoE
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.models.sparse import (
+    SparseConfig,
+    build_block,
+    mlp_prefix,
+    read_grouped_router,
+    read_layer_types,
+    read_leading_dense,
+    read_sparse,
+)
+from jax_nvfp4_moe.nn import (
+    DenseLinear,
+    FP8Linear,
+    NVFP4Linear,
+    NVFP4MoE,
+    dense,
+    precision_for,
+)
+from jax_nvfp4_moe.scheme import Float8, Scheme
+
+_EXPERTS = ("n_routed_experts", "num_local_experts")
+_EPS = 1e-6
+_LATENT_EPS = 1e-6  # of the norms of latents: their code passes over rms_norm_eps
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepseekV3Config:
-    """Sizes of a DeepSeek-V3 model.
+class LatentSizes:
+    """Sizes of a latent attention; static.
 
     Attributes:
       q_rank: width of the query's latent, None where queries are projected at once.
@@ -36,15 +57,10 @@ class DeepseekV3Config:
       nope, rope_width: channels of a query head without and with rotation.
       value_width: channels of a value head.
       interleaved: whether rotated pairs stand side by side in the file.
-      first_dense: number of leading layers whose feed-forward is one dense MLP.
-      shared_intermediate: width of the shared experts together, 0 for none.
+      bias: whether the projections of and to the model's width add a bias.
     """
 
-    vocab_size: int
     hidden: int
-    num_layers: int
-    max_positions: int
-    eps: float
     num_heads: int
     q_rank: int | None
     kv_rank: int
@@ -52,113 +68,121 @@ class DeepseekV3Config:
     rope_width: int
     value_width: int
     interleaved: bool
-    attention_bias: bool
+    bias: bool
     rope: Rope
-    first_dense: int
-    dense_intermediate: int
-    num_experts: int
-    intermediate: int
-    shared_intermediate: int
-    router: Router
-    tied: bool
 
     @property
-    def dense_layers(self) -> range:
-        """Indices of layers whose feed-forward is one dense MLP."""
-        return range(self.first_dense)
+    def scale(self) -> float:
+        """What the attention's scores are multiplied by."""
+        return (self.nope + self.rope_width) ** -0.5 * self.rope.attention_scale
 
 
-def read_config(config: Mapping[str, Any]) -> DeepseekV3Config:
-    """Read a parsed ``config.json``.
+def read_config(config: Mapping[str, Any]) -> SparseConfig:
+    """Read a parsed ``config.json`` of DeepSeek-V3, R1 or Kimi-K2.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
     fields = Fields(config)
-    positions, rope_width = fields.size("max_position_embeddings"), fields.size("qk_rope_head_dim")
-    experts = fields.size("n_routed_experts", "num_local_experts")
-    intermediate = fields.size("moe_intermediate_size")
-    fields.only("hidden_act", ("silu",), "silu")
+    router = read_grouped_router(fields, *_EXPERTS, groups=8, kept=4, scaling=2.5)
+    return _read(fields, config, router, read_leading_dense(fields, 3), _EPS)
+
+
+def read_lite_config(config: Mapping[str, Any]) -> SparseConfig:
+    """Read a parsed ``config.json`` of GLM-4.7-Flash; errors are those of `read_config`."""
+    fields = Fields(config)
+    router = read_grouped_router(fields, *_EXPERTS, scaling=1.8)
+    types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
+    if types is None:
+        dense = read_leading_dense(fields, 1)
+    else:
+        dense = frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
+    return _read(fields, config, router, dense, 1e-5)
+
+
+def _read(fields, config, router, dense, eps):
+    """Read what both have."""
+    width, positions = fields.size("qk_rope_head_dim"), fields.size("max_position_embeddings")
     fields.only("moe_layer_freq", (1,), 1)
-    fields.relate(rope_width % 2 == 0, f"qk_rope_head_dim: expected even, got {rope_width}")
-    q_rank = fields.size("q_lora_rank") if fields.present("q_lora_rank") else None
-    read = DeepseekV3Config(
-        vocab_size=fields.size("vocab_size"),
+    fields.relate(width % 2 == 0, f"qk_rope_head_dim: expected an even number, got {width}")
+    rope = read_rope(fields, config, width, positions)
+    fields.relate(
+        2 * len(rope.frequencies) == width,
+        "partial_rotary_factor: this architecture rotates all channels of qk_rope_head_dim",
+    )
+    attention = LatentSizes(
         hidden=fields.size("hidden_size"),
-        num_layers=fields.size("num_hidden_layers"),
-        max_positions=positions,
-        eps=fields.number("rms_norm_eps", 1e-6),
         num_heads=fields.size("num_attention_heads"),
-        q_rank=q_rank,
+        q_rank=fields.size("q_lora_rank") if fields.present("q_lora_rank") else None,
         kv_rank=fields.size("kv_lora_rank"),
         nope=fields.size("qk_nope_head_dim"),
-        rope_width=rope_width,
+        rope_width=width,
         value_width=fields.size("v_head_dim"),
         interleaved=fields.flag("rope_interleave", True),
-        attention_bias=fields.flag("attention_bias", False),
-        rope=read_rope(fields, config, rope_width, positions),
-        first_dense=fields.count("first_k_dense_replace"),
-        dense_intermediate=fields.size("intermediate_size"),
-        num_experts=experts,
-        intermediate=intermediate,
-        shared_intermediate=fields.count("n_shared_experts") * intermediate,
-        router=_read_router(fields, experts),
-        tied=fields.flag("tie_word_embeddings", False),
+        bias=fields.flag("attention_bias", False),
+        rope=rope,
     )
-    fields.finish()
-    return read
+    return read_sparse(
+        fields,
+        attention,
+        router,
+        eps=eps,
+        experts=_EXPERTS,
+        intermediate="moe_intermediate_size",
+        dense_layers=dense,
+        shared_experts=fields.count("n_shared_experts", 1),
+    )
 
 
-def _read_router(fields, experts):
-    """Read the router: sigmoid scores, a correction bias, and groups of which the best are kept."""
-    fields.only("scoring_func", ("sigmoid",), "sigmoid")
-    fields.only("topk_method", ("noaux_tc",), "noaux_tc")
-    top_k = fields.size("num_experts_per_tok")
-    groups = fields.size("n_group", default=1)
-    kept = fields.size("topk_group", default=groups)
-    fits = experts % groups == 0 and kept <= groups and top_k <= experts // groups * kept
-    fields.relate(
-        fits,
-        f"num_experts_per_tok: {top_k} experts do not fit {kept} of {groups} groups of {experts}",
-    )
-    return Router(
-        top_k,
-        score="sigmoid",
-        renormalize=fields.flag("norm_topk_prob", True),
-        num_groups=groups if fits else 1,
-        groups_kept=kept if fits else 1,
-        scaling=fields.number("routed_scaling_factor", 1.0),
-    )
+class HeadMatrices(nnx.Module):
+    """What makes keys and values of a latent: ``key = keys[head] @ latent``, and so for values.
+
+    Attributes:
+      keys: `nnx.Param` ``[n, nope, rank]``.
+      values: `nnx.Param` ``[n, d, rank]``.
+    """
+
+    def __init__(self, keys: Float[Array, "n nope rank"], values: Float[Array, "n d rank"]):
+        """Make one of its matrices."""
+        self.keys, self.values = nnx.Param(keys), nnx.Param(values)
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention: the cache keeps one latent and one rotated key a token."""
+    """Multi-head latent attention: the cache keeps one latent and one rotated key a token.
 
-    def __init__(self, config: DeepseekV3Config, weights, prefix: str, settings: Settings):
+    Keys and values of all heads are two matrices times the latent. Many queries expand the latents
+    that they see, as the model was trained; few multiply the first matrix into the query and the
+    second into the result instead, and attend to the latents themselves. The products are the same,
+    and a token decoded reads the cache once where the other way would expand all of it.
+    """
+
+    def __init__(self, config: LatentSizes, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""
-        heads, h, bias = config.num_heads, config.hidden, config.attention_bias
+        heads, h, bias = config.num_heads, config.hidden, config.bias
         width = heads * (config.nope + config.rope_width)
         self.config, self.dtype = config, settings.dtype
         if config.q_rank is None:
             first = linear(weights, f"{prefix}.q_proj", width, h, settings)
         else:
             first = linear(weights, f"{prefix}.q_a_proj", config.q_rank, h, settings, bias)
-            self.q_norm = norm(weights, f"{prefix}.q_a_layernorm", config.q_rank, config.eps)
+            self.q_norm = norm(weights, f"{prefix}.q_a_layernorm", config.q_rank, _LATENT_EPS)
             self.q = linear(weights, f"{prefix}.q_b_proj", width, config.q_rank, settings)
         rank = config.kv_rank
         down = f"{prefix}.kv_a_proj_with_mqa"
         kv = linear(weights, down, rank + config.rope_width, h, settings, bias)
         self.down = SideBySide(q=first, kv=kv)
-        self.kv_norm = norm(weights, f"{prefix}.kv_a_layernorm", rank, config.eps)
+        self.kv_norm = norm(weights, f"{prefix}.kv_a_layernorm", rank, _LATENT_EPS)
         width = heads * (config.nope + config.value_width)
-        self.kv_up = linear(weights, f"{prefix}.kv_b_proj", width, rank, settings)
+        self.kv_up = _apart(config, linear(weights, f"{prefix}.kv_b_proj", width, rank, settings))
+        shape = (heads, 1)
+        self.kv = KeysAndValues(weights, prefix, settings, kept_rounded=False, k=shape, v=shape)
         width = heads * config.value_width
         self.out = linear(weights, f"{prefix}.o_proj", h, width, settings, bias)
 
     def init_cache(self, batch: int, max_length: int):
-        """Return empty cache entries: latents and rotated keys, one head of each."""
-        latent, rotated = (1, self.config.kv_rank), (1, self.config.rope_width)
-        return empty_entries(batch, max_length, self.dtype, latent=latent, rotated=rotated)
+        """Return empty cache entries: latents with their rotated keys behind them, one head."""
+        shape = (1, self.config.kv_rank + self.config.rope_width)
+        return empty_entries(batch, max_length, self.dtype, latent=shape)
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -169,14 +193,21 @@ class LatentAttention(nnx.Module):
         if config.q_rank is not None:
             q = self.q(self.q_norm(q))
         q = q.reshape(b, t, config.num_heads, config.nope + config.rope_width)
-        plain, turning = q[..., : config.nope], q[..., config.nope :]
-        q = jnp.concatenate([plain, self._rotate(turning, positions)], axis=-1)
-        latent = self.kv_norm(latent)[:, :, None, :]
+        plain, turning = jnp.split(q, [config.nope], axis=-1)
+        turned = self._rotate(turning, positions)
         key = self._rotate(key[:, :, None, :], positions)
-        seen, entries = append(entries, positions, latent=latent, rotated=key)
-        k, v = self._expand(seen["latent"], seen["rotated"])
-        scale = (config.nope + config.rope_width) ** -0.5 * config.rope.attention_scale
-        return self.out(attend(q, k, v, positions, scale).reshape(b, t, -1)), entries
+        latent = jnp.concatenate([self.kv_norm(latent)[:, :, None, :], key], axis=-1)
+        seen, entries = append(entries, positions, latent=latent)
+        absorbs = self._absorbs(t, seen["latent"].shape[2])
+        # What is rounded to FP8 are the keys and values of all heads, which have to be made then.
+        if isinstance(self.kv_up, HeadMatrices) and absorbs and self.kv.scales is None:
+            y = self._attend_to_latents(self.kv_up, plain, turned, seen["latent"], positions)
+        else:
+            k, v = self._expand(seen["latent"])
+            k, v = self.kv.rounded(k=k, v=v).values()
+            q = jnp.concatenate([plain, turned], axis=-1)
+            y = attend(q, k, v, positions, config.scale)
+        return self.out(y.reshape(b, t, -1)), entries
 
     def _rotate(self, x, positions):
         """Rotate; pairs that stand side by side are first put half a width apart."""
@@ -184,62 +215,91 @@ class LatentAttention(nnx.Module):
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
         return rotate(x, positions, self.config.rope)
 
-    def _expand(self, latent, rotated):
+    def _absorbs(self, t: int, s: int) -> bool:
+        """Whether `t` queries of `s` keys cost less with the matrices on the queries' side."""
+        config = self.config
+        head = config.nope + config.value_width
+        absorbed = t * config.kv_rank * head + 2 * t * s * config.kv_rank
+        return absorbed <= s * config.kv_rank * head + t * s * head
+
+    def _attend_to_latents(self, up: HeadMatrices, plain, turned, latent, positions):
+        """Attend with all heads' queries to the cache as one key head and one value head."""
+        q = _each_head(plain, up.keys, contracted=1)
+        q = jnp.concatenate([q, turned], axis=-1)
+        # The values' last channels are the rotated keys, which no head asks for: cutting them off
+        # beforehand would copy the cache.
+        y = attend(q, latent, latent, positions, self.config.scale)
+        return _each_head(y[..., : self.config.kv_rank], up.values, contracted=2)
+
+    def _expand(self, seen):
         """Return keys and values of all heads ``[b, n, s, d]`` from what the cache keeps."""
-        config, (b, _, s, _) = self.config, latent.shape
-        both = jnp.moveaxis(self.kv_up(latent).reshape(b, s, config.num_heads, -1), 2, 1)
-        plain, v = both[..., : config.nope], both[..., config.nope :]
+        config, (b, _, s, _) = self.config, seen.shape
+        latent, rotated = jnp.split(seen, [config.kv_rank], axis=-1)
+
+        def spread(rows):
+            return jnp.moveaxis(rows.reshape(b, s, config.num_heads, -1), 2, 1)
+
+        if isinstance(self.kv_up, HeadMatrices):
+            each = (self.kv_up.keys, self.kv_up.values)
+            matrices = (part.get_value().reshape(-1, config.kv_rank) for part in each)
+            plain, v = (spread(dense(latent, matrix).astype(seen.dtype)) for matrix in matrices)
+        else:
+            plain, v = jnp.split(spread(self.kv_up(latent)), [config.nope], axis=-1)
         shared = jnp.broadcast_to(rotated, (*plain.shape[:-1], config.rope_width))
         return jnp.concatenate([plain, shared], axis=-1), v
 
 
-def build_attention(
-    config: DeepseekV3Config, layer: int, weights, settings: Settings
-) -> LatentAttention:
-    """Make the attention of `layer`."""
-    return LatentAttention(config, weights, f"model.layers.{layer}.self_attn", settings)
+def _apart(config, expansion):
+    """Return `expansion` as two matrices of each head where those give its numbers, else itself.
 
-
-def moe_prefix(layer: int) -> str:
-    """Return the module of the expert block of `layer`."""
-    return f"model.layers.{layer}.mlp"
-
-
-def build_moe(config: DeepseekV3Config, layer: int, weights, settings: Settings) -> NVFP4MoE:
-    """Make the expert block of `layer`, shared experts included.
-
-    Raises:
-      ValueError: that layer has none.
+    A matrix that is quantized alone is dequantized, once. Where its input is quantized too, no
+    product of the two matrices rounds as it does, and latents are always expanded.
     """
-    if not config.first_dense <= layer < config.num_layers:
-        raise ValueError(
-            f"layer: expected one with experts, {config.first_dense} to {config.num_layers - 1}; "
-            f"got {layer}"
-        )
-    prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
-    params, declared = weights.experts(f"{prefix}.experts", e, h, config.intermediate)
-    shared = None
-    if config.shared_intermediate:
-        name = f"{prefix}.shared_experts"
-        shared = GatedMLP(weights, name, h, config.shared_intermediate, settings)
-    correction = f"{prefix}.gate.e_score_correction_bias"
-    return NVFP4MoE(
-        e,
-        h,
-        config.intermediate,
-        router=config.router,
-        params=params,
-        router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
-        router_bias=weights.array(correction, (e,), dtype=jnp.float32),
-        shared_experts=shared,
-        declared=declared,
-        **settings.module_arguments(),
+    if isinstance(expansion, DenseLinear):
+        matrix = expansion.weight.get_value()
+    elif _weights_only(expansion):
+        matrix = expansion.weight.get_value().dequantize(expansion.dtype)
+    else:
+        return expansion
+    matrix = matrix.reshape(config.num_heads, -1, config.kv_rank)
+    return HeadMatrices(matrix[:, : config.nope], matrix[:, config.nope :])
+
+
+def _weights_only(part) -> bool:
+    """Whether a quantized linear takes its input as it is."""
+    if isinstance(part, FP8Linear):
+        return part.activations is Float8.WEIGHTS
+    return isinstance(part, NVFP4Linear) and part.scheme is Scheme.W4A16
+
+
+def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Array, "b t n m"]:
+    """Multiply each head by its own matrix of ``[n, ., .]``, over the axis `contracted` of it."""
+    y = lax.dot_general(
+        x,
+        matrix.get_value(),
+        (((3,), (contracted,)), ((2,), (0,))),
+        precision=precision_for(x.dtype),
+        preferred_element_type=jnp.float32,
     )
+    return jnp.moveaxis(y, 0, 2).astype(x.dtype)
 
 
-def build_model(config: DeepseekV3Config, weights, settings: Settings) -> Decoder:
+def build_attention(config: SparseConfig, layer: int, weights, settings: Settings):
+    """Make the attention of `layer`."""
+    prefix = f"model.layers.{layer}.self_attn"
+    return LatentAttention(config.attention, weights, prefix, settings)
+
+
+def build_moe(config: SparseConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+    """Make the expert block of `layer`; `build_block` says what is raised."""
+    correction = "gate.e_score_correction_bias"
+    return build_block(config, layer, weights, settings, correction=correction)
+
+
+def build_model(config: SparseConfig, weights, settings: Settings) -> Decoder:
     """Make the whole model, layer by layer."""
     return build_decoder(config, weights, settings, build_attention, build_moe)
 
 
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, mlp_prefix)
+LITE = Architecture(read_lite_config, build_model, build_moe, mlp_prefix)

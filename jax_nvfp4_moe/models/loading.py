@@ -2,7 +2,7 @@
 
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
+from jax_nvfp4_moe.checkpoint.forms import Decision
 from jax_nvfp4_moe.checkpoint.resolve import (
     ExpertWeights,
     LoadOptions,
@@ -18,7 +19,19 @@ from jax_nvfp4_moe.checkpoint.resolve import (
     load,
     open_checkpoint,
 )
-from jax_nvfp4_moe.models import deepseek_v3, qwen3_5_moe, qwen3_moe, qwen3_next
+from jax_nvfp4_moe.models import (
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    llama4,
+    minimax_m2,
+    mixtral,
+    nemotron_h,
+    olmoe,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.ops.moe import DTYPES
@@ -29,9 +42,21 @@ from jax_nvfp4_moe.tensor import MoEParams
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,
     "DeepseekV3ForCausalLM": deepseek_v3.ARCHITECTURE,
+    "KimiK2ForCausalLM": deepseek_v3.ARCHITECTURE,
+    "KimiK25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
+    "Kimi_K25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
+    "Glm4MoeLiteForCausalLM": deepseek_v3.LITE,
+    "Glm4MoeForCausalLM": glm4_moe.ARCHITECTURE,
+    "MiniMaxM2ForCausalLM": minimax_m2.ARCHITECTURE,
+    "MixtralForCausalLM": mixtral.ARCHITECTURE,
+    "OlmoeForCausalLM": olmoe.ARCHITECTURE,
     "Qwen3NextForCausalLM": qwen3_next.ARCHITECTURE,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe.ARCHITECTURE,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe.ARCHITECTURE,
+    "NemotronHForCausalLM": nemotron_h.ARCHITECTURE,
+    "Llama4ForConditionalGeneration": llama4.ARCHITECTURE,
+    "Llama4ForCausalLM": llama4.ARCHITECTURE,
+    "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
 }
 
 Folder = str | pathlib.Path
@@ -123,9 +148,21 @@ def load_moe(
         return load(checkpoint, _tolerant(build), options)
 
 
+class AbstractModel(NamedTuple):
+    """What headers alone tell of a checkpoint.
+
+    Attributes:
+      model: of `jax.ShapeDtypeStruct`.
+      decisions: module -> how the file quantizes it and what said so; see `Weights.decisions`.
+    """
+
+    model: Decoder
+    decisions: Mapping[str, Decision]
+
+
 def abstract_model(
     path: Folder, *, scheme: Scheme | str | None = None, dtype=jnp.bfloat16
-) -> Decoder:
+) -> AbstractModel:
     """Build a model of `jax.ShapeDtypeStruct` from headers alone, checking them all.
 
     Args:
@@ -140,7 +177,8 @@ def abstract_model(
         built = []
 
         def build(weights):
-            built.append(_abstract(lambda w: row.build_model(config, w, settings), weights))
+            model = _abstract(lambda w: row.build_model(config, w, settings), weights)
+            built.append(AbstractModel(model, weights.decisions))
 
         check(checkpoint, build, _options(settings, input_scales="optional"))
         return built[0]
@@ -236,6 +274,10 @@ class _Zeros:
         """As `Weights.experts`."""
         params, declared = self._weights.experts(*args, **kwargs)
         return ExpertWeights(_zeros(params), declared)
+
+    def cache_scales(self, *args, **kwargs):
+        """As `Weights.cache_scales`."""
+        return _zeros(self._weights.cache_scales(*args, **kwargs))
 
 
 def _zeros(tree):

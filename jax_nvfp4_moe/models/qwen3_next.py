@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.attention import append, attend, empty_entries, rotate
+from jax_nvfp4_moe.models.attention import KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -185,6 +185,8 @@ class GatedAttention(nnx.Module):
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
         self.config, self.dtype = config, settings.dtype
+        shape = (config.num_kv_heads, config.head_dim)
+        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
         self.qkv = SideBySide(
             q=linear(weights, f"{prefix}.q_proj", 2 * heads * d, h, settings, bias),
             k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
@@ -198,8 +200,7 @@ class GatedAttention(nnx.Module):
 
     def init_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
-        shape = (self.config.num_kv_heads, self.config.head_dim)
-        return empty_entries(batch, max_length, self.dtype, k=shape, v=shape)
+        return self.kv.init_cache(batch, max_length)
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -210,7 +211,7 @@ class GatedAttention(nnx.Module):
         k, v = jnp.split(kv.reshape(b, t, 2 * config.num_kv_heads, d), 2, axis=2)
         q = rotate(self.q_norm(q), positions, config.rope)
         k = rotate(self.k_norm(k), positions, config.rope)
-        seen, entries = append(entries, positions, k=k, v=v)
+        seen, entries = self.kv.append(entries, positions, k=k, v=v)
         y = attend(q, seen["k"], seen["v"], positions, d**-0.5)
         y = (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
         return self.out(y.reshape(b, t, -1)), entries

@@ -86,7 +86,7 @@ def moe_mlp(
     """
     call = find_activation(activation, alpha, beta, limit)
     check_moe_params(params)
-    _check(x, params, expert_ids, expert_weights, call)
+    check_call(x, params, expert_ids, expert_weights, call)
     target = target or Target.current()
     problem = Problem(
         op="moe_mlp",
@@ -113,7 +113,12 @@ def moe_mlp(
     )
 
 
-def _check(x, params, expert_ids, expert_weights, call):
+def check_call(x, params, expert_ids, expert_weights, call) -> None:
+    """Check that the arguments of an expert layer go together.
+
+    Raises:
+      ValueError: they do not; names the argument.
+    """
     check_activations("x", x)
     if x.ndim != 2 or x.shape[1] != params.hidden:
         raise ValueError(f"x: expected shape [t, {params.hidden}], got {x.shape}")

@@ -1,0 +1,64 @@
+"""GLM-4.5, 4.6 and 4.7: grouped-query attention with partial rotation, DeepSeek's expert block.
+
+Source: `modeling_glm4_moe` of transformers; arXiv:2508.06471.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings, build_decoder
+from jax_nvfp4_moe.models.grouped_query import build_attention, read_grouped_query
+from jax_nvfp4_moe.models.sparse import (
+    SparseConfig,
+    build_block,
+    mlp_prefix,
+    read_grouped_router,
+    read_leading_dense,
+    read_sparse,
+)
+from jax_nvfp4_moe.nn import NVFP4MoE
+
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+_EPS = 1e-5
+
+
+def read_config(config: Mapping[str, Any]) -> SparseConfig:
+    """Read a parsed ``config.json``.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    attention = read_grouped_query(
+        fields,
+        config,
+        eps=_EPS,
+        share=0.5,
+        bias=fields.flag("attention_bias", False),
+        normalize="heads" if fields.flag("use_qk_norm", False) else None,
+    )
+    return read_sparse(
+        fields,
+        attention,
+        read_grouped_router(fields, *_EXPERTS),
+        eps=_EPS,
+        experts=_EXPERTS,
+        intermediate="moe_intermediate_size",
+        dense_layers=read_leading_dense(fields, 1),
+        shared_experts=fields.count("n_shared_experts", 1),
+    )
+
+
+def build_moe(config: SparseConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+    """Make the expert block of `layer`; `build_block` says what is raised."""
+    correction = "gate.e_score_correction_bias"
+    return build_block(config, layer, weights, settings, correction=correction)
+
+
+def build_model(config: SparseConfig, weights, settings: Settings) -> Decoder:
+    """Make the whole model, layer by layer."""
+    return build_decoder(config, weights, settings, build_attention, build_moe)
+
+
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, mlp_prefix)

@@ -1,0 +1,265 @@
+"""Mamba-2: a recurrent mixer whose state is one matrix a head.
+
+With x the inputs of one head ``[p]``, b and c ``[n]`` and a step dt > 0 at each token, and a < 0
+and d of the head:
+
+    state = exp(dt * a) * state + dt * outer(x, b)
+    y = state @ c + d * x
+
+One token takes one such step. More are cut into chunks: inside a chunk all tokens are products of
+matrices, and the state goes from chunk to chunk.
+
+Source: arXiv:2405.21060, section 6; `modeling_nemotron_h` of transformers for what stands around
+the recurrence.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jax_nvfp4_moe.activations import activate, find_activation
+from jax_nvfp4_moe.models.attention import PADDING
+from jax_nvfp4_moe.models.decoder import Settings, linear
+
+_CHUNK = 64  # tokens multiplied with each other
+_PIECE = 2048  # tokens of all rows at once, which bounds the memory of the products
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config:
+    """Sizes of a Mamba-2 mixer.
+
+    Attributes:
+      hidden: width of what it reads and writes.
+      heads, head_dim, state_size: the state is ``[heads, head_dim, state_size]``.
+      groups: heads of one group share b and c, and are normalized together.
+      taps: tokens that the convolution sees, its own the last.
+      activation: name of a row of `activations.ACTIVATIONS`, after the convolution.
+      bias, conv_bias: whether the linears and the convolution have one.
+      eps: of the norm.
+      step_limits: smallest and largest dt.
+    """
+
+    hidden: int
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    taps: int
+    activation: str
+    bias: bool
+    conv_bias: bool
+    eps: float
+    step_limits: tuple[float, float]
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, b and c."""
+        return self.inner + 2 * self.groups * self.state_size
+
+
+class Mamba2(nnx.Module):
+    """Mamba-2 with a short convolution before the recurrence and a gated norm behind it.
+
+    ``out_proj(norm(ssd(act(conv(x, b, c)), dt) * silu(z)))`` with ``z, (x, b, c), dt`` the parts of
+    ``in_proj``'s result; all between the two products in float32.
+    """
+
+    def __init__(self, config: Mamba2Config, weights, prefix: str, settings: Settings):
+        """Ask `weights` for the tensors below `prefix`."""
+
+        def array(name, *shape):
+            return nnx.Param(weights.array(f"{prefix}.{name}", shape, dtype=jnp.float32))
+
+        h, inner, channels = config.hidden, config.inner, config.channels
+        self.config, self.dtype = config, settings.dtype
+        self.activation = find_activation(config.activation)
+        n = inner + channels + config.heads
+        self.in_proj = linear(weights, f"{prefix}.in_proj", n, h, settings, config.bias)
+        self.out_proj = linear(weights, f"{prefix}.out_proj", h, inner, settings, config.bias)
+        self.taps = array("conv1d.weight", channels, 1, config.taps)
+        self.conv_bias = array("conv1d.bias", channels) if config.conv_bias else None
+        self.a_log = array("A_log", config.heads)
+        self.dt_bias = array("dt_bias", config.heads)
+        self.skip = array("D", config.heads)
+        self.norm = array("norm.weight", inner)
+
+    def init_cache(self, batch: int, max_length: int):
+        """Return empty cache entries: the last inputs of the convolution, and the states."""
+        del max_length
+        config = self.config
+        state = (batch, config.heads, config.head_dim, config.state_size)
+        return {
+            "conv": jnp.zeros((batch, config.taps - 1, config.channels), self.dtype),
+            "state": jnp.zeros(state, jnp.float32),
+        }
+
+    def __call__(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
+        """Mix ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
+
+        Tokens at `positions` of `PADDING` and later, behind all others of their row, leave the
+        entries as they are.
+        """
+        config, (b, t, _) = self.config, x.shape
+        old = self.init_cache(b, 0) if entries is None else entries
+        present = positions < PADDING
+        ends = [config.inner, config.inner + config.channels]
+        gate, mixed, dt = jnp.split(self.in_proj(x), ends, axis=-1)
+        mixed, conv = convolve(mixed, old["conv"], self.taps.get_value()[:, 0], present)
+        if self.conv_bias is not None:
+            mixed = mixed + self.conv_bias.get_value()[None, None]
+        ends = [config.inner, config.inner + config.groups * config.state_size]
+        inner, into, out_of = jnp.split(activate(self.activation, mixed), ends, axis=-1)
+        inner = inner.reshape(b, t, config.heads, config.head_dim)
+        y, state = ssd(
+            inner,
+            self._steps(dt, present),
+            -jnp.exp(self.a_log.get_value()),
+            into.reshape(b, t, config.groups, -1),
+            out_of.reshape(b, t, config.groups, -1),
+            old["state"],
+        )
+        y = (y + self.skip.get_value()[None, None, :, None] * inner).reshape(b, t, -1)
+        y = self._normalize(y * jax.nn.silu(gate.astype(jnp.float32)))
+        entries = None if entries is None else {"conv": conv, "state": state}
+        return self.out_proj(y.astype(self.dtype)), entries
+
+    def _steps(self, dt, present):
+        """Return dt of each head ``[b, t, heads]``; padding takes steps of 0, which do nothing."""
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias.get_value()[None, None, :])
+        return jnp.where(present[:, :, None], jnp.clip(dt, *self.config.step_limits), 0.0)
+
+    def _normalize(self, y):
+        """Divide the channels of each group by their root mean square."""
+        grouped = y.reshape(*y.shape[:-1], self.config.groups, -1)
+        mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
+        normal = (grouped * lax.rsqrt(mean + self.config.eps)).reshape(y.shape)
+        return normal * self.norm.get_value()[None, None, :]
+
+
+def convolve(
+    x: Float[Array, "b t c"],
+    past: Float[Array, "b taps-1 c"],
+    taps: Float[Array, "c taps"],
+    present: Bool[Array, "b t"],
+) -> tuple[Float[Array, "b t c"], Float[Array, "b taps-1 c"]]:
+    """Convolve each channel over time: ``y[t] = sum_j taps[j] * x[t - (len(taps) - 1) + j]``.
+
+    Args:
+      x: inputs.
+      past: those before them, zeros at the start.
+      taps: of each channel, that of the token itself the last.
+      present: False for padding, which is behind all other tokens of its row.
+
+    Returns:
+      float32 results, and the last inputs of each row without its padding.
+    """
+    t, count = x.shape[1], taps.shape[1]
+    inputs = jnp.concatenate([past, x.astype(past.dtype)], axis=1)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for j in range(count):
+        y = y + inputs[:, j : j + t].astype(jnp.float32) * taps[:, j].reshape(1, 1, -1)
+    last = jnp.sum(present, axis=1)[:, None] + jnp.arange(count - 1)[None, :]
+    return y, jnp.take_along_axis(inputs, last[..., None], axis=1)
+
+
+def ssd(
+    x: Float[Array, "b t h p"],
+    dt: Float[Array, "b t h"],
+    a: Float[Array, " h"],
+    into: Float[Array, "b t g n"],
+    out_of: Float[Array, "b t g n"],
+    state: Float[Array, "b h p n"],
+) -> tuple[Float[Array, "b t h p"], Float[Array, "b h p n"]]:
+    """Run the recurrence of this module's page without its last term, ``d * x``; all float32.
+
+    Args:
+      x: inputs.
+      dt: steps, 0 where a token leaves the state as it is.
+      a: of each head, negative.
+      into, out_of: b and c of each group; heads of one group stand side by side.
+      state: before the first token.
+
+    Returns:
+      y, and the state behind the last token.
+    """
+    (b, t, h, p), (g, n) = x.shape, into.shape[2:]
+    x = (x * dt[..., None]).reshape(b, t, g, h // g, p)
+    decay = (dt * a[None, None, :]).reshape(b, t, g, h // g)
+    grouped = state.reshape(b, g, h // g, p, n)
+    if t == 1:
+        y, grouped = _step(x[:, 0], decay[:, 0], into[:, 0], out_of[:, 0], grouped)
+        return y.reshape(b, 1, h, p), grouped.reshape(state.shape)
+    chunk = min(t, _CHUNK)
+    chunks = -(-t // chunk)
+    pieces = -(-chunks * chunk * b // _PIECE)
+    per_piece = -(-chunks // pieces)
+    pieces = -(-chunks // per_piece)
+
+    def split(x):
+        padded = pieces * per_piece * chunk
+        x = jnp.pad(x, [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, pieces, per_piece, chunk, *x.shape[2:]), 1, 0)
+
+    def run(grouped, piece):
+        y, grouped = _chunks(piece, grouped)
+        return grouped, y
+
+    operands = tuple(map(split, (x, decay, into, out_of)))
+    grouped, y = lax.scan(run, grouped, operands)
+    y = jnp.moveaxis(y, 0, 1).reshape(b, -1, h, p)[:, :t]
+    return y, grouped.reshape(state.shape)
+
+
+def _step(x, decay, into, out_of, state):
+    """Take one token: ``x [b, g, r, p]``, ``decay [b, g, r]``, b and c ``[b, g, n]``."""
+    state = jnp.exp(decay)[..., None, None] * state + x[..., None] * into[:, :, None, None, :]
+    return jnp.sum(state * out_of[:, :, None, None, :], axis=-1), state
+
+
+def _chunks(operands, state):
+    """Take chunks of tokens: ``x [b, c, q, g, r, p]``, and the others in the same way."""
+    x, decay, into, out_of = operands
+    # Sums of decays after token j up to token i, never a difference of two sums from the start:
+    # where those are large, rounding would change what they leave.
+    not_after = jnp.tri(decay.shape[2])  # [i, k]: k <= i
+    later = jnp.tri(decay.shape[2], k=-1, dtype=bool)[None, None, :, None, None, :]  # [k, j]: k > j
+    logs = _product("ik,bckgrj->bcgrij", not_after, jnp.where(later, decay[..., None], 0.0))
+    seen = not_after[None, None, None, None] > 0
+    between = jnp.where(seen, jnp.exp(logs), 0.0)
+    from_start = jnp.exp(jnp.cumsum(decay, axis=2))
+    scores = _product("bcign,bcjgn->bcgij", out_of, into)
+    y = _product("bcgrij,bcjgrp->bcigrp", scores[:, :, :, None] * between, x)
+    to_end = jnp.moveaxis(between[..., -1, :], -1, 2)
+    added = _product("bcjgrp,bcjgn->bcgrpn", x * to_end[..., None], into)
+    before, state = _carry(from_start[:, :, -1], added, state)
+    carried = _product("bcign,bcgrpn->bcigrp", out_of, before)
+    return y + carried * from_start[..., None], state
+
+
+def _carry(decay, added, state):
+    """Return the state before each chunk ``[b, c, g, r, p, n]``, and that behind the last.
+
+    ``state[c] = decay[c] * state[c - 1] + added[c]``.
+    """
+
+    def compose(first, second):
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    decay = decay[..., None, None]
+    added = added.at[:, 0].add(decay[:, 0] * state)
+    _, behind = lax.associative_scan(compose, (decay, added), axis=1)
+    return jnp.concatenate([state[:, None], behind[:, :-1]], axis=1), behind[:, -1]
+
+
+def _product(subscripts, x, y):
+    return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,88 @@
+"""MiniMax-M2: attention normalized over all heads and partly rotated, sigmoid-routed experts.
+
+Source: `modeling_minimax_m2` of transformers, and the model's published ``config.json``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings, build_decoder
+from jax_nvfp4_moe.models.grouped_query import build_attention, read_grouped_query
+from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse, read_top_k
+from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.routing import Router
+
+_EXPERTS = ("num_local_experts", "num_experts")
+_EPS, _HEAD_DIM = 1e-6, 128
+# What published files call the block, and what transformers 5 calls it in memory.
+_BLOCKS = ("block_sparse_moe", "mlp")
+# Options of the config of which the published models know one value.
+_ONLY = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+}
+
+
+def read_config(config: Mapping[str, Any]) -> SparseConfig:
+    """Read a parsed ``config.json``.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    for name, value in _ONLY.items():
+        fields.only(name, (value,), value)
+    linear = [kind for kind in fields.indices("attn_type_list") if kind != 1]
+    fields.require(not linear, f"attn_type_list: only 1 is supported, got {linear[:1]}")
+    attention = read_grouped_query(
+        fields,
+        config,
+        eps=_EPS,
+        theta=5e6,
+        head_dim=_HEAD_DIM,
+        share=_rotated(fields),
+        normalize="whole",
+    )
+    width = 2 * len(attention.rope.frequencies)
+    fields.relate(
+        width == fields.size("rotary_dim", default=width),
+        f"rotary_dim: expected {width} channels as partial_rotary_factor says, got "
+        f"{config.get('rotary_dim')}",
+    )
+    return read_sparse(
+        fields,
+        attention,
+        Router(read_top_k(fields, *_EXPERTS), score="sigmoid"),
+        eps=_EPS,
+        experts=_EXPERTS,
+        intermediate="intermediate_size",
+    )
+
+
+def _rotated(fields):
+    """Return the share of a head's channels that ``rotary_dim`` rotates, 1 where there is none."""
+    head_dim = fields.size("head_dim", default=_HEAD_DIM)
+    return min(fields.size("rotary_dim", default=head_dim) / head_dim, 1.0)
+
+
+def moe_prefix(layer: int) -> str:
+    """Return the module of the expert block of `layer`."""
+    return f"model.layers.{layer}.{_BLOCKS[0]}"
+
+
+def build_moe(config: SparseConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+    """Make the expert block of `layer`; `build_block` says what is raised."""
+    correction = "e_score_correction_bias"
+    return build_block(config, layer, weights, settings, blocks=_BLOCKS, correction=correction)
+
+
+def build_model(config: SparseConfig, weights, settings: Settings) -> Decoder:
+    """Make the whole model, layer by layer."""
+    return build_decoder(config, weights, settings, build_attention, build_moe)
+
+
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)

@@ -1,0 +1,55 @@
+"""Mixtral: grouped-query attention, in some models over a window, and softmax-routed experts.
+
+Source: `modeling_mixtral` of transformers; arXiv:2401.04088.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings, build_decoder
+from jax_nvfp4_moe.models.grouped_query import build_attention, read_grouped_query, read_window
+from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse, read_top_k
+from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.routing import Router
+
+_EXPERTS = ("num_local_experts", "num_experts")
+_EPS = 1e-5
+# What published files call the block, and what transformers 5 calls it in memory.
+_BLOCKS = ("block_sparse_moe", "mlp")
+
+
+def read_config(config: Mapping[str, Any]) -> SparseConfig:
+    """Read a parsed ``config.json``.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    attention = read_grouped_query(fields, config, eps=_EPS, theta=1e6, window=read_window(fields))
+    return read_sparse(
+        fields,
+        attention,
+        Router(read_top_k(fields, *_EXPERTS)),
+        eps=_EPS,
+        experts=_EXPERTS,
+        intermediate="intermediate_size",
+    )
+
+
+def moe_prefix(layer: int) -> str:
+    """Return the module of the expert block of `layer`."""
+    return f"model.layers.{layer}.{_BLOCKS[0]}"
+
+
+def build_moe(config: SparseConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+    """Make the expert block of `layer`; `build_block` says what is raised."""
+    return build_block(config, layer, weights, settings, blocks=_BLOCKS)
+
+
+def build_model(config: SparseConfig, weights, settings: Settings) -> Decoder:
+    """Make the whole model, layer by layer."""
+    return build_decoder(config, weights, settings, build_attention, build_moe)
+
+
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)

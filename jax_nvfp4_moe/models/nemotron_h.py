@@ -1,0 +1,412 @@
+"""Nemotron-H and Nemotron-3: layers of one mixer each, Mamba-2, attention, an MLP or experts.
+
+A layer is ``x + mixer(norm(x))``. Attention knows no positions: the recurrent layers do. Experts
+and MLPs have no gate; those of Nemotron-3 Super are narrower than the model, between two
+projections.
+
+Source: `modeling_nemotron_h` of transformers, and NVIDIA's own beside its checkpoints.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_nvfp4_moe.activations import activate, find_activation
+from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.models.attention import KeysAndValues, attend
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import (
+    Architecture,
+    Decoder,
+    RMSNorm,
+    Settings,
+    SideBySide,
+    linear,
+    norm,
+)
+from jax_nvfp4_moe.models.mamba2 import Mamba2, Mamba2Config
+from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.routing import Router
+
+MAMBA, ATTENTION, DENSE, MOE = "M", "*", "-", "E"
+# What lists of layers call them, older spellings behind newer ones.
+_KINDS = {
+    "linear_attention": MAMBA,
+    "mamba": MAMBA,
+    "full_attention": ATTENTION,
+    "attention": ATTENTION,
+    "mlp": DENSE,
+    "moe": MOE,
+}
+_ACTIVATIONS = {
+    "relu2": "relu2",
+    "silu": "silu_no_mul",
+    "swish": "silu_no_mul",
+    "gelu": "gelu_no_mul",
+    "gelu_pytorch_tanh": "gelu_tanh_no_mul",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Sizes of an expert block.
+
+    Attributes:
+      latent: width that the experts see, None for that of the model.
+      shared_intermediate: width of the shared expert.
+    """
+
+    count: int
+    intermediate: int
+    latent: int | None
+    shared_intermediate: int
+    router: Router
+
+
+@dataclasses.dataclass(frozen=True)
+class NemotronHConfig:
+    """Sizes of a Nemotron-H model.
+
+    Attributes:
+      pattern: the kind of each layer, a string of `MAMBA`, `ATTENTION`, `DENSE` and `MOE`.
+      wide_residual: whether layers add up in float32 whatever the dtype.
+      activation: name of a row of `activations.ACTIVATIONS`, of MLPs and experts.
+      experts: None where no layer has any.
+    """
+
+    vocab_size: int
+    hidden: int
+    pattern: str
+    max_positions: int
+    eps: float
+    wide_residual: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention_bias: bool
+    mamba: Mamba2Config
+    activation: str
+    mlp_bias: bool
+    dense_intermediate: int
+    experts: Experts | None
+    tied: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.pattern)
+
+
+def read_config(config: Mapping[str, Any]) -> NemotronHConfig:
+    """Read a parsed ``config.json``.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    pattern = _read_pattern(fields, config)
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", default=heads)
+    fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
+    # transformers does not look at it and NVIDIA's code does: no telling what is meant.
+    fields.require(not fields.present("sliding_window"), "sliding_window is not supported")
+    eps = fields.number("layer_norm_epsilon", 1e-5)
+    read = NemotronHConfig(
+        vocab_size=fields.size("vocab_size"),
+        hidden=hidden,
+        pattern=pattern,
+        max_positions=fields.size("max_position_embeddings"),
+        eps=eps,
+        wide_residual=fields.flag("residual_in_fp32", False),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=fields.size("head_dim", "attention_head_dim", default=128),
+        attention_bias=fields.flag("attention_bias", False),
+        mamba=_read_mamba(fields, config, hidden, eps),
+        activation=_read_activation(fields, "mlp_hidden_act", "relu2"),
+        mlp_bias=fields.flag("mlp_bias", False),
+        dense_intermediate=fields.size("intermediate_size") if DENSE in pattern else 1,
+        experts=_read_experts(fields) if MOE in pattern else None,
+        tied=fields.flag("tie_word_embeddings", False),
+    )
+    fields.finish()
+    return read
+
+
+def _read_pattern(fields, config) -> str:
+    """Read the kinds of all layers: a list of names or, in older files, a string."""
+    names = config.get("layers_block_type") or config.get("layer_types")
+    pattern = config.get("hybrid_override_pattern")
+    if names is not None:
+        known = isinstance(names, list) and all(
+            isinstance(name, str) and name in _KINDS for name in names
+        )
+        fields.require(
+            known and bool(names),
+            f"layers_block_type: expected a list of {', '.join(_KINDS)}; got {quoted(names)}",
+        )
+        return "".join(_KINDS[name] for name in names) if known else ""
+    kinds = (MAMBA, ATTENTION, DENSE, MOE)
+    known = isinstance(pattern, str) and set(pattern) <= set(kinds)
+    fields.require(
+        known and bool(pattern),
+        f"hybrid_override_pattern or layers_block_type: expected a string of {' '.join(kinds)}; "
+        f"got {quoted(pattern)}",
+    )
+    return pattern if known else ""
+
+
+def _read_mamba(fields, config, hidden, eps) -> Mamba2Config:
+    """Read the sizes of the Mamba-2 mixers; names that begin with mamba are older files'."""
+    bias = "mamba_conv_bias" if fields.present("mamba_conv_bias") else "use_conv_bias"
+    heads = fields.size("mamba_num_heads", default=128)
+    groups = fields.size("mamba_n_groups", "n_groups", default=8)
+    fields.relate(heads % groups == 0, f"mamba_num_heads: {heads} do not divide by {groups} groups")
+    return Mamba2Config(
+        hidden=hidden,
+        heads=heads,
+        head_dim=fields.size("mamba_head_dim", default=64),
+        state_size=fields.size("ssm_state_size", default=128),
+        groups=groups,
+        taps=fields.size("mamba_d_conv", "conv_kernel", default=4),
+        activation=_read_activation(fields, "mamba_hidden_act", "silu"),
+        bias=fields.flag("use_bias", False),
+        conv_bias=fields.flag(bias, True),
+        eps=eps,
+        step_limits=_read_step_limits(fields, config),
+    )
+
+
+def _read_step_limits(fields, config) -> tuple[float, float]:
+    """Read the smallest and largest time step.
+
+    NVIDIA's own code, which a file with ``auto_map`` comes with and was trained with, keeps steps
+    within ``time_step_limit``. transformers (up to 5.17), whose class runs all other files, does
+    not read that and keeps them at ``time_step_min`` or above.
+    """
+    if not fields.present("auto_map"):
+        name = "mamba_dt_min" if fields.present("mamba_dt_min") else "time_step_min"
+        return fields.number(name, 1e-3), math.inf
+    name = "mamba_dt_limit" if fields.present("mamba_dt_limit") else "time_step_limit"
+    given = config.get(name, [0.0, math.inf])
+    pair = given if isinstance(given, list) and len(given) == 2 else [None, None]
+    low, high = map(_read_float, pair)
+    fields.require(
+        0 <= low <= high, f"{name}: expected two numbers, the smaller first; got {quoted(given)}"
+    )
+    return low, high
+
+
+def _read_float(value) -> float:
+    """Return a number that may be infinite, which transformers 5 writes as an object; else NaN."""
+    if value == {"__float__": "Infinity"}:
+        return math.inf
+    return float(value) if type(value) in (int, float) else math.nan
+
+
+def _read_activation(fields, name, default) -> str:
+    return _ACTIVATIONS[fields.only(name, tuple(_ACTIVATIONS), default)]
+
+
+def _read_experts(fields) -> Experts:
+    count = fields.size("n_routed_experts", "num_local_experts")
+    top_k = fields.size("num_experts_per_tok")
+    groups, kept = fields.size("n_group", default=1), fields.size("topk_group", default=1)
+    fits = count % groups == 0 and kept <= groups and top_k <= count // groups * kept
+    fields.relate(
+        fits,
+        f"num_experts_per_tok: {top_k} experts do not fit {kept} of {groups} groups of {count}",
+    )
+    router = Router(
+        top_k,
+        score="sigmoid",
+        renormalize=fields.flag("norm_topk_prob", True),
+        num_groups=groups if fits else 1,
+        groups_kept=kept if fits else 1,
+        scaling=fields.number("routed_scaling_factor", 1.0),
+    )
+    return Experts(
+        count,
+        intermediate=fields.size("moe_intermediate_size"),
+        latent=fields.size("moe_latent_size") if fields.present("moe_latent_size") else None,
+        shared_intermediate=fields.size("moe_shared_expert_intermediate_size"),
+        router=router,
+    )
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention without positions."""
+
+    def __init__(self, config: NemotronHConfig, weights, prefix: str, settings: Settings):
+        """Ask `weights` for the tensors below `prefix`."""
+        heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
+        # Files of transformers have no biases even where the config has the flag.
+        h, bias = config.hidden, None if config.attention_bias else False
+        self.config, self.dtype = config, settings.dtype
+        shape = (config.num_kv_heads, config.head_dim)
+        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
+        self.qkv = SideBySide(
+            q=linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias),
+            k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
+            v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
+        )
+        self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
+
+    def init_cache(self, batch: int, max_length: int):
+        """Return empty cache entries: keys and values."""
+        return self.kv.init_cache(batch, max_length)
+
+    def __call__(self, x, positions, entries):
+        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
+        config, (b, t, _) = self.config, x.shape
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = self.qkv(x).reshape(b, t, -1, config.head_dim)
+        q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
+        seen, entries = self.kv.append(entries, positions, k=k, v=v)
+        y = attend(q, seen["k"], seen["v"], positions, config.head_dim**-0.5)
+        return self.out(y.reshape(b, t, -1)), entries
+
+
+class MLP(nnx.Module):
+    """``down(activation(up(x)))``: dense layers and shared experts."""
+
+    def __init__(
+        self, config: NemotronHConfig, weights, prefix: str, intermediate: int, settings: Settings
+    ):
+        """Ask `weights` for the two linears below `prefix`."""
+        h, bias = config.hidden, config.mlp_bias
+        self.activation = find_activation(config.activation)
+        self.up = linear(weights, f"{prefix}.up_proj", intermediate, h, settings, bias)
+        self.down = linear(weights, f"{prefix}.down_proj", h, intermediate, settings, bias)
+
+    def __call__(self, x):
+        """Run the two products on ``x [..., h]``; the activation is float32."""
+        return self.down(activate(self.activation, self.up(x)).astype(x.dtype))
+
+
+class Layer(nnx.Module):
+    """One mixer, on normalized input and added to the residual stream."""
+
+    def __init__(self, kind: str, norm: RMSNorm, mixer, dtype, residual_dtype):
+        """Make a layer of its two parts.
+
+        Args:
+          kind: one of those in this module.
+          norm, mixer: its parts.
+          dtype: that the mixer reads.
+          residual_dtype: of the layer's result.
+        """
+        self.kind, self.norm, self.mixer = kind, norm, mixer
+        self.dtype, self.residual_dtype = dtype, residual_dtype
+
+    def init_cache(self, batch: int, max_length: int) -> Mapping[str, jax.Array]:
+        """Return empty cache entries of `batch` rows, none for an MLP or experts."""
+        if self.kind in (DENSE, MOE):
+            return {}
+        return self.mixer.init_cache(batch, max_length)
+
+    def __call__(self, x, positions, entries):
+        """Run the layer on ``x [b, t, h]``; returns the result and the updated cache entries."""
+        normal = self.norm(x.astype(self.dtype))
+        if self.kind in (DENSE, MOE):
+            y = self.mixer(normal)
+        else:
+            y, entries = self.mixer(normal, positions, entries)
+        return x.astype(self.residual_dtype) + y.astype(self.residual_dtype), entries
+
+
+def moe_prefix(layer: int) -> str:
+    """Return the module of the expert block of `layer`."""
+    return f"model.layers.{layer}.mixer"
+
+
+def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+    """Make the expert block of `layer`, shared expert and latent projections included.
+
+    Raises:
+      ValueError: that layer has none.
+    """
+    sizes = config.experts
+    if sizes is None or not 0 <= layer < config.num_layers or config.pattern[layer] != MOE:
+        raise ValueError(
+            f"layer: expected one with experts, {MOE} in {config.pattern}; got {layer}"
+        )
+    prefix, e, h = moe_prefix(layer), sizes.count, config.hidden
+    # transformers' experts have no biases even where the config has the flag.
+    bias = config.mlp_bias and weights.has(f"{prefix}.experts.0.down_proj.bias")
+    width = sizes.latent or h
+    params, declared = weights.experts(
+        f"{prefix}.experts", e, width, sizes.intermediate, gated=False, bias=bias
+    )
+    latent = {}
+    if sizes.latent is not None:
+        names = (
+            ("latent_in", "fc1_latent_proj", width, h),
+            ("latent_out", "fc2_latent_proj", h, width),
+        )
+        latent = {
+            argument: linear(weights, f"{prefix}.{name}", n, k, settings, config.mlp_bias)
+            for argument, name, n, k in names
+        }
+    correction = f"{prefix}.gate.e_score_correction_bias"
+    shared = f"{prefix}.shared_experts"
+    return NVFP4MoE(
+        e,
+        h,
+        sizes.intermediate,
+        router=sizes.router,
+        activation=config.activation,
+        params=params,
+        router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
+        router_bias=weights.array(correction, (e,), dtype=jnp.float32),
+        shared_experts=MLP(config, weights, shared, sizes.shared_intermediate, settings),
+        latent=sizes.latent,
+        declared=declared,
+        **latent,
+        **settings.module_arguments(),
+    )
+
+
+def _build_mixer(config, layer, weights, settings):
+    prefix = f"model.layers.{layer}.mixer"
+    kind = config.pattern[layer]
+    if kind == MAMBA:
+        return Mamba2(config.mamba, weights, prefix, settings)
+    if kind == ATTENTION:
+        return Attention(config, weights, prefix, settings)
+    if kind == DENSE:
+        return MLP(config, weights, prefix, config.dense_intermediate, settings)
+    return build_moe(config, layer, weights, settings)
+
+
+def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder:
+    """Make the whole model, layer by layer."""
+    h, eps = config.hidden, config.eps
+    embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
+    layers = []
+    for layer, kind in enumerate(config.pattern):
+        last = layer == config.num_layers - 1
+        residual = jnp.float32 if config.wide_residual and not last else settings.dtype
+        layers.append(
+            Layer(
+                kind,
+                norm(weights, f"model.layers.{layer}.norm", h, eps),
+                _build_mixer(config, layer, weights, settings),
+                settings.dtype,
+                residual,
+            )
+        )
+    final = norm(weights, "model.norm", h, eps)
+    head = None
+    # transformers' class never shares the embedding: its files have a head of their own.
+    if not config.tied or weights.has_under("lm_head."):
+        head = linear(weights, "lm_head", config.vocab_size, h, settings)
+    return Decoder(config, embedding, layers, final, head, settings)
+
+
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)

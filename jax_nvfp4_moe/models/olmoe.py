@@ -1,0 +1,65 @@
+"""OLMoE: attention whose queries and keys are normalized as one vector each, and routed experts.
+
+Source: `modeling_olmoe` of transformers; arXiv:2409.02060.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings, build_decoder
+from jax_nvfp4_moe.models.grouped_query import build_attention, read_grouped_query
+from jax_nvfp4_moe.models.sparse import (
+    SparseConfig,
+    build_block,
+    mlp_prefix,
+    read_sparse,
+    read_top_k,
+)
+from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.routing import Router
+
+_EXPERTS = ("num_experts", "num_local_experts")
+_EPS = 1e-5
+
+
+def read_config(config: Mapping[str, Any]) -> SparseConfig:
+    """Read a parsed ``config.json``.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    bias = fields.flag("attention_bias", False)
+    clip = fields.number("clip_qkv") if fields.present("clip_qkv") else None
+    fields.require(clip is None or clip > 0, f"clip_qkv: expected a positive number, got {clip}")
+    attention = read_grouped_query(
+        fields, config, eps=_EPS, bias=bias, out_bias=bias, normalize="whole", clip=clip
+    )
+    fields.relate(
+        attention.num_heads * attention.head_dim == attention.hidden,
+        f"head_dim: expected {attention.num_heads} heads to fill hidden_size "
+        f"{attention.hidden}, got {attention.head_dim}",
+    )
+    router = Router(read_top_k(fields, *_EXPERTS), renormalize=fields.flag("norm_topk_prob", False))
+    return read_sparse(
+        fields,
+        attention,
+        router,
+        eps=_EPS,
+        experts=_EXPERTS,
+        intermediate="intermediate_size",
+    )
+
+
+def build_moe(config: SparseConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+    """Make the expert block of `layer`; `build_block` says what is raised."""
+    return build_block(config, layer, weights, settings)
+
+
+def build_model(config: SparseConfig, weights, settings: Settings) -> Decoder:
+    """Make the whole model, layer by layer."""
+    return build_decoder(config, weights, settings, build_attention, build_moe)
+
+
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, mlp_prefix)

@@ -1,0 +1,204 @@
+"""What decoders of attention and routed experts share: sizes, their readers, the expert block."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import GatedMLP, Settings
+from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.routing import Router
+
+ACTIVATIONS = ("silu", "swish")  # two names of one
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseConfig:
+    """Sizes of a model.
+
+    Attributes:
+      attention: sizes and options of the attention, as its own module reads them.
+      dense_layers: indices of layers whose feed-forward is one dense MLP.
+      dense_intermediate: width of those.
+      shared_intermediate: width of the shared experts together, 0 for none.
+      tied: whether the head shares the embedding.
+    """
+
+    vocab_size: int
+    hidden: int
+    num_layers: int
+    max_positions: int
+    eps: float
+    attention: Any
+    dense_layers: frozenset[int]
+    dense_intermediate: int
+    num_experts: int
+    intermediate: int
+    shared_intermediate: int
+    router: Router
+    tied: bool
+
+
+def read_sparse(
+    fields: Fields,
+    attention: Any,
+    router: Router,
+    *,
+    eps: float,
+    experts: Sequence[str],
+    intermediate: str,
+    dense_layers: frozenset[int] = frozenset(),
+    shared_experts: int = 0,
+) -> SparseConfig:
+    """Read the sizes that all these models have under one name, and put the rest beside them.
+
+    Args:
+      fields: of ``config.json``.
+      attention, router: read before.
+      eps: of the norms, where the file names none.
+      experts: names of the number of experts.
+      intermediate: name of the width of one expert.
+      dense_layers: indices of layers without experts.
+      shared_experts: how many there are.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields.only("hidden_act", ACTIVATIONS, "silu")
+    width = fields.size(intermediate)
+    read = SparseConfig(
+        vocab_size=fields.size("vocab_size"),
+        hidden=fields.size("hidden_size"),
+        num_layers=fields.size("num_hidden_layers"),
+        max_positions=fields.size("max_position_embeddings"),
+        eps=fields.number("rms_norm_eps", eps),
+        attention=attention,
+        dense_layers=dense_layers,
+        dense_intermediate=fields.size("intermediate_size") if dense_layers else width,
+        num_experts=fields.size(*experts),
+        intermediate=width,
+        shared_intermediate=shared_experts * width,
+        router=router,
+        tied=fields.flag("tie_word_embeddings", False),
+    )
+    fields.finish()
+    return read
+
+
+def read_top_k(fields: Fields, *experts: str) -> int:
+    """Return ``num_experts_per_tok``, checked against the number of experts named `experts`."""
+    top_k, total = fields.size("num_experts_per_tok"), fields.size(*experts)
+    fields.relate(top_k <= total, f"num_experts_per_tok: {top_k} of {total} experts")
+    return top_k
+
+
+def read_grouped_router(
+    fields: Fields, *experts: str, groups: int = 1, kept: int = 1, scaling: float = 1.0
+) -> Router:
+    """Read a router of sigmoid scores, of which a correction bias and the best groups choose.
+
+    Args:
+      fields: of ``config.json``.
+      experts: names of the number of experts.
+      groups, kept, scaling: ``n_group``, ``topk_group`` and ``routed_scaling_factor`` where the
+        file has none.
+
+    Source: arXiv:2412.19437, section 2.1.2.
+    """
+    fields.only("scoring_func", ("sigmoid",), "sigmoid")
+    fields.only("topk_method", ("noaux_tc",), "noaux_tc")
+    total = fields.size(*experts)
+    top_k = fields.size("num_experts_per_tok")
+    groups, kept = fields.size("n_group", default=groups), fields.size("topk_group", default=kept)
+    fits = total % groups == 0 and kept <= groups and top_k <= total // groups * kept
+    fields.relate(
+        fits,
+        f"num_experts_per_tok: {top_k} experts do not fit {kept} of {groups} groups of {total}",
+    )
+    return Router(
+        top_k,
+        score="sigmoid",
+        renormalize=fields.flag("norm_topk_prob", True),
+        num_groups=groups if fits else 1,
+        groups_kept=kept if fits else 1,
+        scaling=fields.number("routed_scaling_factor", scaling),
+    )
+
+
+def read_leading_dense(fields: Fields, default: int) -> frozenset[int]:
+    """Return the ``first_k_dense_replace`` first layers."""
+    return frozenset(range(fields.count("first_k_dense_replace", default)))
+
+
+def read_layer_types(
+    fields: Fields, config: Mapping[str, Any], name: str, allowed: Sequence[str]
+) -> tuple[str, ...] | None:
+    """Return the list `name`, one of `allowed` for each layer; None where there is none."""
+    types = config.get(name)
+    if types is None:
+        return None
+    layers = fields.size("num_hidden_layers")
+    sound = isinstance(types, list) and len(types) == layers and all(t in allowed for t in types)
+    fields.require(sound, f"{name}: expected {layers} of {', '.join(allowed)}; got {types!r}")
+    return tuple(types) if sound else None
+
+
+def build_block(
+    config: SparseConfig,
+    layer: int,
+    weights,
+    settings: Settings,
+    *,
+    blocks: Sequence[str] = ("mlp",),
+    correction: str | None = None,
+) -> NVFP4MoE:
+    """Make the expert block of `layer`, shared experts included.
+
+    Args:
+      config: of the model.
+      layer: index.
+      weights: the source of `checkpoint.resolve`.
+      settings: how modules are made.
+      blocks: names that the block may have; each part is looked for under all of them.
+      correction: name of the correction bias in the block, None where the router has none.
+
+    Raises:
+      ValueError: that layer has no experts.
+    """
+    if not 0 <= layer < config.num_layers or layer in config.dense_layers:
+        raise ValueError(
+            f"layer: expected one with experts, below {config.num_layers} and not of "
+            f"{sorted(config.dense_layers)}; got {layer}"
+        )
+
+    def find(part):
+        names = [f"model.layers.{layer}.{block}.{part}" for block in blocks]
+        return next((name for name in names if weights.has_under(name)), names[0])
+
+    e, h = config.num_experts, config.hidden
+    params, declared = weights.experts(find("experts"), e, h, config.intermediate)
+    shared = bias = None
+    if config.shared_intermediate:
+        name = find("shared_experts")
+        shared = GatedMLP(weights, name, h, config.shared_intermediate, settings)
+    if correction is not None:
+        bias = weights.array(find(correction), (e,), dtype=jnp.float32)
+    return NVFP4MoE(
+        e,
+        h,
+        config.intermediate,
+        router=config.router,
+        params=params,
+        router_weight=weights.array(find("gate.weight"), (e, h), dtype=jnp.float32),
+        router_bias=bias,
+        shared_experts=shared,
+        declared=declared,
+        **settings.module_arguments(),
+    )
+
+
+def mlp_prefix(layer: int) -> str:
+    """Return the module of the expert block of `layer` in most models."""
+    return f"model.layers.{layer}.mlp"

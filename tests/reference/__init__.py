@@ -1,0 +1,1 @@
+"""Tiny checkpoints that the real tools write, with what transformers computes from them."""

@@ -1,0 +1,45 @@
+"""`python -m tests.reference qwen3_moe:modelopt-w4a4 --folder references`: see README.md."""
+
+import argparse
+import pathlib
+import sys
+import traceback
+
+from tests.reference.architectures import ARCHITECTURES
+from tests.reference.forms import FORMS
+
+
+def main(arguments: list[str]) -> int:
+    """Generate each `architecture:form`; status = the number of them that failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.reference", description=__doc__)
+    parser.add_argument("wanted", nargs="*", metavar="architecture:form")
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("references"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--list", action="store_true", help="list architectures and forms")
+    options = parser.parse_args(arguments)
+    if options.list or not options.wanted:
+        print("architectures:", *ARCHITECTURES, "\nforms:", *FORMS)
+        return 0
+    failed = []
+    for wanted in options.wanted:
+        architecture, _, form = wanted.partition(":")
+        if architecture not in ARCHITECTURES or form not in FORMS:
+            parser.error(f"{wanted}: expected architecture:form of those that --list shows.")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    from tests.reference.generate import generate  # torch takes seconds: after the mistakes
+
+    for wanted in options.wanted:
+        architecture, _, form = wanted.partition(":")
+        folder = options.folder / wanted.replace(":", "-")
+        try:
+            generate(architecture, form, options.seed, folder)
+            print(f"{wanted}: written to {folder}", flush=True)
+        except Exception:  # the others are worth having: say which failed and why
+            traceback.print_exc()
+            failed.append(wanted)
+    print(f"{len(options.wanted) - len(failed)} written; failed: {failed}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

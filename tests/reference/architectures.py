@@ -1,0 +1,348 @@
+"""Each architecture as a tiny configuration of transformers."""
+
+import dataclasses
+from typing import Any
+
+SMALL = {"vocab_size": 128, "max_position_embeddings": 512}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+DELTA = {
+    "vocab_size": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+}
+MAMBA = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 32,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 96,
+    "n_routed_experts": 8,
+    "routed_scaling_factor": 2.5,
+}
+MLA = {
+    "vocab_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 128,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+LLAMA4 = {
+    **SMALL,
+    **HEADS,
+    **SPECIAL,
+    "hidden_size": 64,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 4,
+    "vocab_size": 64,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A model type of transformers, the fields that make it tiny, and the prompt's shape.
+
+    The prompt crosses a chunk of the recurrent kinds (64 tokens in transformers' delta net).
+    `model` is the transformers class where it is not AutoModelForCausalLM's own choice. `stacked`
+    says how transformers keeps experts that llm-compressor writes one by one and transformers does
+    not read so: gate and up as "rows" or "columns" of one matrix, or as "interleaved" columns.
+    `mtp` is where published files keep the layers that predict further tokens. `edits` are made to
+    the written config.json: spellings of published files that transformers does not write (None
+    removes).
+    """
+
+    model_type: str
+    fields: dict[str, Any]
+    prompt: tuple[int, int] = (2, 16)
+    model: str = "AutoModelForCausalLM"
+    stacked: str | None = None
+    mtp: str = "mtp"
+    edits: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def dense(**fields: Any) -> dict[str, Any]:
+    """Fields = those that all tiny models share + `fields`."""
+    return {**SMALL, **HEADS, **SPECIAL, "hidden_size": 64, "num_hidden_layers": 2, **fields}
+
+
+QWEN3 = {"head_dim": 16, "intermediate_size": 96, "num_experts": 8, "norm_topk_prob": True}
+
+ARCHITECTURES = {
+    "qwen3_moe": Architecture("qwen3_moe", dense(**EXPERTS, **QWEN3)),
+    "qwen3_moe-odd": Architecture(
+        "qwen3_moe",
+        dense(
+            **QWEN3
+            | {
+                "hidden_size": 320,
+                "moe_intermediate_size": 112,
+                "num_experts": 12,
+                "num_experts_per_tok": 3,
+                "num_hidden_layers": 1,
+                "vocab_size": 64,
+            }
+        ),
+        prompt=(1, 10),
+    ),
+    "qwen3_next": Architecture(
+        "qwen3_next",
+        dense(
+            **DELTA,
+            **EXPERTS,
+            intermediate_size=96,
+            num_experts=6,
+            shared_expert_intermediate_size=48,
+        ),
+        prompt=(1, 68),
+    ),
+    "qwen3_5_moe": Architecture(
+        "qwen3_5_moe",
+        {
+            "text_config": dense(
+                **DELTA, **EXPERTS, num_experts=4, shared_expert_intermediate_size=48
+            ),
+            "vision_config": VISION,
+        },
+        prompt=(1, 68),
+        model="Qwen3_5MoeForConditionalGeneration",
+    ),
+    "qwen3_5_moe_text": Architecture(
+        "qwen3_5_moe_text",
+        dense(**DELTA, **EXPERTS, num_experts=6, shared_expert_intermediate_size=48),
+        prompt=(1, 68),
+    ),
+    "nemotron_h": Architecture(
+        "nemotron_h",
+        {k: v for k, v in dense(**MAMBA, **EXPERTS).items() if k != "num_hidden_layers"}
+        | {"hybrid_override_pattern": "M*E-"},
+        prompt=(1, 68),
+    ),
+    "nemotron_h-latent": Architecture(
+        "nemotron_h",
+        {k: v for k, v in dense(**MAMBA, **EXPERTS).items() if k != "num_hidden_layers"}
+        | {
+            "hybrid_override_pattern": "ME*E",
+            "moe_latent_size": 32,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+        prompt=(1, 48),
+    ),
+    "nemotron_h-odd": Architecture(
+        "nemotron_h",
+        {k: v for k, v in dense(**MAMBA, **EXPERTS).items() if k != "num_hidden_layers"}
+        | {
+            "hidden_size": 80,
+            "hybrid_override_pattern": "E*",
+            "moe_intermediate_size": 112,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "gpt_oss": Architecture(
+        "gpt_oss",
+        dense(
+            head_dim=16,
+            intermediate_size=48,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=8,
+        ),
+        stacked="interleaved",
+    ),
+    "llama4": Architecture(
+        "llama4",
+        {
+            "text_config": LLAMA4,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 64,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+                "image_size": 28,
+            },
+        },
+        prompt=(1, 32),
+        model="Llama4ForConditionalGeneration",
+        stacked="columns",
+    ),
+    "llama4_text": Architecture("llama4_text", LLAMA4, prompt=(1, 32), stacked="columns"),
+    "mixtral": Architecture(
+        "mixtral",
+        dense(head_dim=16, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2),
+        stacked="rows",
+    ),
+    "glm4_moe": Architecture(
+        "glm4_moe",
+        dense(
+            **EXPERTS,
+            head_dim=16,
+            intermediate_size=96,
+            n_routed_experts=8,
+            routed_scaling_factor=2.5,
+            attention_bias=True,
+            use_qk_norm=True,
+            num_hidden_layers=3,
+        ),
+        mtp="model.layers.3",
+    ),
+    "minimax_m2": Architecture(
+        "minimax_m2",
+        dense(
+            head_dim=16,
+            rotary_dim=8,
+            partial_rotary_factor=0.5,  # transformers 5.17 knows this name alone, files the other
+            intermediate_size=48,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+        stacked="rows",
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        dense(intermediate_size=48, num_experts=8, num_experts_per_tok=2, clip_qkv=2.5),
+    ),
+    "deepseek_v3": Architecture(
+        "deepseek_v3",
+        dense(**EXPERTS, **MLA | {"num_hidden_layers": 3}, n_group=4, topk_group=2)
+        | {"num_experts_per_tok": 3},
+        mtp="model.layers.3",
+    ),
+    "kimi_k2": Architecture(
+        "deepseek_v3",
+        dense(
+            **EXPERTS,
+            **MLA,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=2.827,
+            rope_parameters=YARN,
+        ),
+        edits={
+            "model_type": "kimi_k2",
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "rope_parameters": None,
+            "rope_theta": YARN["rope_theta"],
+            "rope_scaling": {k: v for k, v in YARN.items() if "rope_" not in k} | {"type": "yarn"},
+        },
+        mtp="model.layers.2",
+    ),
+    "mixtral-window": Architecture(
+        "mixtral",
+        dense(
+            intermediate_size=112,
+            num_local_experts=12,
+            num_experts_per_tok=3,
+            sliding_window=6,
+            num_hidden_layers=1,
+        ),
+    ),
+    "olmoe-bias": Architecture(
+        "olmoe",
+        dense(
+            intermediate_size=48,
+            num_experts=6,
+            num_experts_per_tok=2,
+            clip_qkv=1.0,
+            attention_bias=True,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "glm4_moe-groups": Architecture(
+        "glm4_moe",
+        dense(
+            **EXPERTS | {"num_experts_per_tok": 3},
+            head_dim=16,
+            intermediate_size=96,
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.5,
+            partial_rotary_factor=0.25,
+            attention_bias=True,
+            use_qk_norm=True,
+        ),
+    ),
+    "glm4_moe_lite": Architecture(
+        "glm4_moe_lite",
+        dense(
+            **EXPERTS,
+            **{k: v for k, v in MLA.items() if k != "first_k_dense_replace"},
+            mlp_layer_types=["sparse", "dense"],
+            rms_norm_eps=1e-3,
+        ),
+    ),
+    "deepseek_v3-direct": Architecture(
+        "deepseek_v3",
+        dense(
+            **EXPERTS,
+            **MLA | {"q_lora_rank": None, "first_k_dense_replace": 0},
+            n_group=1,
+            topk_group=1,
+            rope_interleave=False,
+            attention_bias=True,
+            norm_topk_prob=False,
+            n_shared_experts=2,
+        ),
+    ),
+    "qwen3_moe-window": Architecture(
+        "qwen3_moe",
+        dense(
+            **EXPERTS,
+            **QWEN3 | {"norm_topk_prob": False},
+            use_sliding_window=True,
+            sliding_window=6,
+            mlp_only_layers=[0],
+            attention_bias=True,
+            rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+        ),
+    ),
+}

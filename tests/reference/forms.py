@@ -1,0 +1,101 @@
+"""What to quantize and how: each form as a tool and that tool's recipe."""
+
+import dataclasses
+from typing import Any
+
+ATTENTION = ("*self_attn.*", "*mixer.[qkvo]_proj*", "*linear_attn.*_proj*")
+SHARED = ("*shared_expert*",)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOpt:
+    """A recipe of nvidia-modelopt.
+
+    `preset` names a configuration of `modelopt.torch.quantization`. The linears that match `fp8`
+    become FP8 (weights and inputs per tensor), those that match `off` stay as they are; `kv` rounds
+    the cache to FP8; `mtp` adds layers that predict further tokens, unquantized, as the tool's own
+    script does; `shard` bounds a file. The patterns are of the names of a module's quantizers.
+    """
+
+    preset: str
+    fp8: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
+    kv: bool = False
+    mtp: bool = False
+    shard: str = "10GB"
+    tool: str = "nvidia-modelopt"
+
+
+@dataclasses.dataclass(frozen=True)
+class LlmCompressor:
+    """A recipe of llm-compressor: arguments of its `QuantizationModifier`."""
+
+    arguments: dict[str, Any]
+    tool: str = "llm-compressor"
+
+
+LEFT_OUT = (
+    "lm_head",
+    r"re:.*mlp\.gate$",
+    r"re:.*block_sparse_moe\.gate$",
+    r"re:.*\.router$",
+    r"re:.*shared_expert_gate$",
+    r"re:.*mixer\.gate$",
+    r"re:.*linear_attn\.in_proj_[ab]$",
+    r"re:.*linear_attn\.in_proj_ba$",
+    r"re:.*conv1d$",
+    r"re:.*visual.*",
+    r"re:.*vision_.*",
+    r"re:.*multi_modal_projector.*",
+)
+EXPERTS = r"re:.*\.experts\.\d+\..*_proj$"
+ATTENTION_LINEARS = r"re:.*(self_attn|mixer|linear_attn)\.\w*proj\w*$"
+
+FORMS: dict[str, ModelOpt | LlmCompressor] = {
+    "modelopt-w4a4": ModelOpt("NVFP4_DEFAULT_CFG"),
+    "modelopt-w4a16": ModelOpt("W4A16_NVFP4_CFG"),
+    "modelopt-experts": ModelOpt("NVFP4_EXPERTS_ONLY_CFG"),
+    "modelopt-experts-kv8": ModelOpt("NVFP4_EXPERTS_ONLY_CFG", kv=True),
+    "modelopt-w4a4-kv8": ModelOpt("NVFP4_DEFAULT_CFG", kv=True),
+    "modelopt-mixed-w4a4": ModelOpt("NVFP4_DEFAULT_CFG", fp8=ATTENTION, off=SHARED),
+    "modelopt-mixed-w4a16": ModelOpt("W4A16_NVFP4_CFG", fp8=ATTENTION, off=SHARED),
+    "modelopt-mixed-w4a16-kv8": ModelOpt("W4A16_NVFP4_CFG", fp8=ATTENTION, off=SHARED, kv=True),
+    "modelopt-mtp": ModelOpt("NVFP4_EXPERTS_ONLY_CFG", mtp=True),
+    "modelopt-sharded": ModelOpt("W4A16_NVFP4_CFG", shard="40KB"),
+    "modelopt-mamba": ModelOpt("MAMBA_MOE_NVFP4_CONSERVATIVE_CFG", kv=True),
+    "ct-w4a4": LlmCompressor({"targets": "Linear", "scheme": "NVFP4", "ignore": LEFT_OUT}),
+    "ct-w4a16": LlmCompressor({"targets": "Linear", "scheme": "NVFP4A16", "ignore": LEFT_OUT}),
+    "ct-experts": LlmCompressor({"targets": [EXPERTS], "scheme": "NVFP4", "ignore": LEFT_OUT}),
+    "ct-mixed": LlmCompressor(
+        {
+            "config_groups": {
+                "experts": {"targets": [EXPERTS], "preset": "NVFP4"},
+                "attention": {"targets": [ATTENTION_LINEARS], "preset": "FP8_DYNAMIC"},
+            },
+            "ignore": LEFT_OUT,
+        }
+    ),
+    "ct-mixed-w4a16": LlmCompressor(
+        {
+            "config_groups": {
+                "experts": {"targets": [EXPERTS], "preset": "NVFP4A16"},
+                "attention": {"targets": [ATTENTION_LINEARS], "preset": "FP8_DYNAMIC"},
+            },
+            "ignore": LEFT_OUT,
+        }
+    ),
+    "ct-w4a4-kv8": LlmCompressor(
+        {
+            "targets": "Linear",
+            "scheme": "NVFP4",
+            "ignore": LEFT_OUT,
+            "kv_cache_scheme": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "tensor",
+                "dynamic": False,
+                "symmetric": True,
+            },
+        }
+    ),
+}

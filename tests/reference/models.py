@@ -1,0 +1,77 @@
+"""Random models, every value exact in bfloat16, as folders that transformers reads."""
+
+import pathlib
+
+import torch
+import transformers
+
+from tests.reference.architectures import Architecture
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """values = the nearest bfloat16, in float32."""
+    return values.to(torch.bfloat16).float()
+
+
+def random_values(name: str, old: torch.Tensor) -> torch.Tensor:
+    """new = numbers with which every part of a layer matters: logits and states of order one."""
+    noise = torch.randn(old.shape)
+    if name.endswith("A_log"):
+        return torch.log(1 + 7 * torch.rand(old.shape))
+    if "norm" in name or name.endswith(".D"):
+        return old + 0.1 * noise  # norms of some kinds start from one, of others from zero
+    if "conv1d.weight" in name:
+        return 0.5 * noise
+    if "embed" in name or name.endswith(("sinks", "dt_bias")):
+        return noise
+    if old.ndim == 1 or "bias" in name:
+        return 0.1 * noise
+    return noise / old.shape[-1] ** 0.5
+
+
+def save_random(architecture: Architecture, seed: int, folder: pathlib.Path) -> None:
+    """Write a model of `architecture` in float32, its values rounded to bfloat16."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(architecture.model_type, **architecture.fields)
+    make = getattr(transformers, architecture.model)
+    model = make.from_config(config) if hasattr(make, "from_config") else make(config)
+    computed = {name for name, _ in model.named_buffers() if "inv_freq" in name}
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_floating_point() and name not in computed:
+                tensor.copy_(rounded(random_values(name, tensor.float())))
+    model.save_pretrained(folder)
+
+
+def load(
+    architecture: Architecture, folder: pathlib.Path, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
+    """model = the folder's, experts and attention by transformers' plain loops.
+
+    Raises:
+        ValueError: a tensor of the folder has no place in the model, or the reverse.
+    """
+    make = getattr(transformers, architecture.model)
+    model, report = make.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    wrong = {key: sorted(value) for key, value in report.items() if value}
+    if wrong:
+        raise ValueError(f"{folder}: expected every tensor to have its place, got {wrong}.")
+    return model.eval()
+
+
+def calibration_batches(vocabulary: int, seed: int) -> list[torch.Tensor]:
+    """batches = 8 prompts of 64 random tokens, on which the tools take their ranges."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (1, 64), generator=generator) for _ in range(8)]
+
+
+def prompt(architecture: Architecture, vocabulary: int, seed: int) -> torch.Tensor:
+    """input_ids [b, t] = random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, architecture.prompt, generator=generator)

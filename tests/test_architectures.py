@@ -1,0 +1,206 @@
+"""Every checkpoint with reference tensors: blocks, logits, caches and sampling, all by one rule.
+
+A folder of ``tests/checkpoints`` that has a model and its reference is a case; nothing else lists
+it. What its architecture reads from the config, and what a fault there would do, is in `FAULTS`.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from given import CHECKPOINTS, copy_with_config, reference_tensors
+
+from jax_nvfp4_moe import Scheme, explain, generate, load_model, load_moe
+
+EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
+FOLDERS = sorted(
+    path.parent.name
+    for path in CHECKPOINTS.glob("*/reference.safetensors")
+    if (path.parent / "model.safetensors").exists()
+)
+# Of one block, as the README of the given checkpoints has it: float32 sums in another order.
+BLOCK_BOUND = 1e-5
+# Of whole-model logits, in units of their root mean square: float32 sums of a few layers. Under
+# W4A4 the last bit may flip the rounding of an activation, so there the median token counts.
+LOGIT_BOUND = {Scheme.W4A16: 1e-5, Scheme.W4A4: 1e-3}
+
+# Folder, and fields of its config that are changed.
+FAULTS = [
+    ("mixtral-window-modelopt-w4a16", {"sliding_window": 7}),
+    ("olmoe-bias-modelopt-w4a16", {"clip_qkv": 1.1}),
+    ("olmoe-bias-modelopt-w4a16", {"norm_topk_prob": False}),
+    ("glm4_moe-groups-modelopt-w4a16", {"topk_group": 3}),
+    (
+        "glm4_moe-groups-modelopt-w4a16",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    ("glm4_moe_lite-modelopt-w4a16", {"rms_norm_eps": 1e-6}),
+    ("deepseek_v3-direct-modelopt-w4a16", {"rope_interleave": True}),
+    ("kimi_k2-modelopt-w4a16", {"rope_parameters": {"rope_theta": 1e4}}),
+    (
+        "minimax_m2-modelopt-w4a16",
+        {"rope_parameters": None, "partial_rotary_factor": None, "rotary_dim": 16},
+    ),
+    ("qwen3_moe-window-modelopt-w4a16", {"use_sliding_window": False}),
+]
+
+run = jax.jit(lambda model, ids: model(ids))
+step = jax.jit(lambda model, ids, cache, lengths: model(ids, cache, lengths=lengths))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loaded checkpoint: its folder's name, the model, two prompts and their logits."""
+
+    folder: str
+    model: Any
+    ids: jax.Array
+    expected: np.ndarray
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def case(request):
+    yield load_case(request.param)
+    jax.clear_caches()
+
+
+def load_case(folder):
+    """Load one; where the file has one prompt, it is taken twice."""
+    tensors = reference_tensors(CHECKPOINTS / folder)
+    model = load_model(CHECKPOINTS / folder, **EXACT)
+    ids, logits = (
+        np.resize(v, (2, *v.shape[1:])) for v in map(tensors.get, ("input_ids", "logits"))
+    )
+    return Case(folder, model, jnp.asarray(ids, jnp.int32), logits)
+
+
+def relative(actual, expected):
+    actual = np.asarray(actual, np.float64).reshape(expected.shape)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+def logit_error(model, logits, expected):
+    """Return the error in units of the bound."""
+    scheme = explain(model).scheme
+    worst = np.abs(np.asarray(logits, np.float64) - expected).max(axis=-1)
+    error = worst.max() if scheme is Scheme.W4A16 else np.median(worst)
+    return error / np.sqrt(np.mean(np.square(expected))) / LOGIT_BOUND[scheme]
+
+
+def blocks(folder):
+    """Yield the layers with experts and their tensors."""
+    tensors = reference_tensors(CHECKPOINTS / folder)
+    for layer in sorted({int(n.split(".")[1]) for n in tensors if n.endswith("moe.input")}):
+        prefix = f"layers.{layer}.moe."
+        yield layer, {n.removeprefix(prefix): v for n, v in tensors.items() if prefix in n}
+
+
+def in_order(ids, values):
+    """Return `values` of each token by rising expert id: tools list experts in any order."""
+    return np.take_along_axis(values, np.argsort(ids, axis=-1), axis=-1)
+
+
+def test_each_block_is_exact(case):
+    found = list(blocks(case.folder))
+    assert found
+    for layer, given in found:
+        moe = load_moe(CHECKPOINTS / case.folder, layer, **EXACT)
+        k = given["topk_indices"].shape[-1]
+        ids, weights = (
+            np.asarray(x).reshape(-1, k) for x in moe.route(jnp.asarray(given["input"]))
+        )
+        there, their_weights = (given[n].reshape(-1, k) for n in ("topk_indices", "topk_weights"))
+        np.testing.assert_array_equal(in_order(ids, ids), in_order(there, there))
+        assert relative(in_order(ids, weights), in_order(there, their_weights)) < BLOCK_BOUND
+        shape = (*given["experts_input"].shape[:-1], k)
+        routed = moe.experts(
+            jnp.asarray(given["experts_input"]),
+            jnp.asarray(there, jnp.int32).reshape(shape),
+            jnp.asarray(their_weights).reshape(shape),
+        )
+        assert relative(routed, given["experts_output"]) < BLOCK_BOUND
+        assert relative(moe(jnp.asarray(given["input"])), given["output"]) < BLOCK_BOUND
+
+
+def test_logits(case):
+    model, ids, expected = case.model, case.ids, case.expected
+    assert logit_error(model, run(model, ids), expected) <= 1
+
+
+def take(model, cache, ids, starts, counts):
+    """Run `counts[row]` tokens from `starts[row]` on, padded to one of two widths."""
+    width = 1 if max(counts) == 1 else ids.shape[1] - 3
+    padded = np.zeros((len(ids), width), np.int32)
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        padded[row, :count] = ids[row, start : start + count]
+    return step(model, padded, cache, jnp.asarray(counts, jnp.int32))
+
+
+def test_a_cache_filled_in_uneven_pieces(case):
+    model, ids, expected = case.model, case.ids, case.expected
+    (b, t), pieces, start = ids.shape, [], 0
+    cache = model.init_cache(b, t)
+    for count in (t // 2 - 1, 1, 1, t - t // 2 - 1):
+        logits, cache = take(model, cache, ids, [start] * b, [count] * b)
+        pieces.append(logits[:, :count])
+        start += count
+    np.testing.assert_array_equal(cache.lengths, [t] * b)
+    assert logit_error(model, np.concatenate(pieces, axis=1), expected) <= 1
+
+
+def test_prompts_of_different_lengths(case):
+    """The shorter prompt is padded, then both decode; each row is as if it were alone."""
+    model, ids, expected = case.model, case.ids, case.expected
+    t = ids.shape[1]
+    lengths = np.array([t - 3, t // 2 - 2])
+    _, cache = take(model, model.init_cache(2, t), ids, [0, 0], lengths)
+    pieces = []
+    for offset in range(3):
+        logits, cache = take(model, cache, ids, lengths + offset, [1, 1])
+        pieces.append(logits)
+    there = np.stack([expected[row, n : n + 3] for row, n in enumerate(lengths)])
+    assert logit_error(model, np.concatenate(pieces, axis=1), there) <= 1
+
+
+def test_the_bound_of_caches_catches_padding_that_counts():
+    """The negative control of both: one position of padding taken for a token."""
+    case = load_case(FOLDERS[0])
+    model, ids, expected = case.model, case.ids, case.expected
+    t = ids.shape[1]
+    _, cache = take(model, model.init_cache(2, t), ids, [0, 0], [t - 4] * 2)
+    cache = dataclasses.replace(cache, lengths=cache.lengths + 1)
+    logits, _ = take(model, cache, ids, [t - 4] * 2, [1, 1])
+    assert logit_error(model, logits, expected[:, t - 4 : t - 3]) > 10
+
+
+def test_generate_takes_the_largest_logit(case):
+    """Each new token is, but for ties, the largest logit of the whole text before it."""
+    model, ids = case.model, case.ids
+    t, new = ids.shape[1] // 2, 4
+    lengths = np.full(len(ids), t, np.int32)
+    tokens = generate(model, ids[:, :t], max_new_tokens=new, lengths=lengths)
+    assert tokens.shape == (len(ids), new)
+    text = jnp.concatenate([ids[:, :t], tokens], axis=1)
+    logits = np.asarray(run(model, jnp.pad(text, [(0, 0), (0, ids.shape[1] - t - new)])))
+    logits = logits[:, t - 1 : t + new - 1]
+    chosen = np.take_along_axis(logits, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+    gap = (logits.max(axis=-1) - chosen) / np.sqrt(np.mean(np.square(logits)))
+    bound = LOGIT_BOUND[explain(model).scheme]
+    assert np.median(gap) <= bound
+    if explain(model).scheme is Scheme.W4A16:
+        assert gap.max() <= bound
+
+
+@pytest.mark.parametrize(("folder", "changes"), FAULTS, ids=str)
+def test_the_bound_of_logits_catches_a_field_that_is_read_wrong(folder, changes, tmp_path):
+    """A field of the config that changes numbers changes them by far more than the bound."""
+    read = json.loads((CHECKPOINTS / folder / "config.json").read_text())
+    assert any(read.get(name) != value for name, value in changes.items())
+    tensors = reference_tensors(CHECKPOINTS / folder)
+    model = load_model(copy_with_config(CHECKPOINTS / folder, tmp_path / "m", **changes), **EXACT)
+    logits = run(model, jnp.asarray(tensors["input_ids"], jnp.int32))
+    assert logit_error(model, logits, tensors["logits"]) > 100

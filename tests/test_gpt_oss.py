@@ -1,0 +1,176 @@
+"""gpt-oss against the tools that wrote its checkpoints, and what its configs may say."""
+
+import json
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from architecture import (
+    EXACT,
+    assert_rows_generate_as_if_alone,
+    block_errors,
+    decode,
+    logit_error,
+    run,
+)
+from checkpoint_edits import E2M1, edited, read_all
+from given import CHECKPOINTS, copy_with_config, reference_tensors
+
+from jax_nvfp4_moe import CheckpointError, load_model, load_moe
+from jax_nvfp4_moe.models import gpt_oss
+
+STACKED = CHECKPOINTS / "gpt_oss-modelopt-w4a16"
+EACH = CHECKPOINTS / "gpt_oss-ct-w4a4"
+FOLDERS = pytest.mark.parametrize("folder", [STACKED, EACH], ids=["stacked", "each"])
+# The reference sums in another order: float32 logits of two layers differ by some 1e-6 of their
+# RMS, and a wrong rotation, window or sink by more than 1e-2.
+LOGITS = 1e-5
+
+
+def tokens(folder):
+    return jnp.asarray(reference_tensors(folder)["input_ids"], jnp.int32)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@FOLDERS
+def test_each_block_is_exact(folder, layer):
+    assert max(block_errors(folder, layer).values()) < 1e-5
+
+
+def test_the_bound_of_blocks_catches_unrounded_activations():
+    assert block_errors(EACH, 0, scheme="w4a16")["experts"] > 1e-2
+
+
+@FOLDERS
+def test_logits_with_and_without_cache(folder):
+    """The prompts are two windows long and more."""
+    model, ids = load_model(folder, **EXACT), tokens(folder)
+    assert ids.shape[1] >= 2 * model.config.windows[0]
+    logits = run(model, ids)
+    assert logit_error(logits, reference_tensors(folder)["logits"]) < LOGITS
+    assert logit_error(decode(model, ids, 5), np.asarray(logits)) < LOGITS
+
+
+def test_prompts_of_different_lengths_generate():
+    assert_rows_generate_as_if_alone(load_model(STACKED, **EXACT), tokens(STACKED))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 7},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+        {"num_experts_per_tok": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_the_bound_of_logits_catches(tmp_path, changes):
+    model = load_model(copy_with_config(STACKED, tmp_path / "m", **changes), **EXACT)
+    logits = run(model, tokens(STACKED))
+    assert logit_error(logits, reference_tensors(STACKED)["logits"]) > 100 * LOGITS
+
+
+@pytest.mark.parametrize("name", ["self_attn.sinks", "mlp.router.bias"])
+def test_the_bound_of_logits_catches_what_is_left_out(tmp_path, name):
+    def leave_out(tensors):
+        tensors[f"model.layers.0.{name}"] *= 0
+
+    model = load_model(edited(tmp_path, STACKED.name, leave_out), **EXACT)
+    logits = run(model, tokens(STACKED))
+    assert logit_error(logits, reference_tensors(STACKED)["logits"]) > 100 * LOGITS
+
+
+def test_alternating_rows_come_out_in_halves():
+    """Even columns of the file are gate rows, odd ones up rows; so are the biases."""
+    prefix = "model.layers.1.mlp.experts.gate_up_proj"
+    tensors = read_all(STACKED)
+    packed = np.swapaxes(tensors[prefix], 1, 2)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1)
+    scale = np.swapaxes(tensors[f"{prefix}_weight_scale"], 1, 2).astype(np.float32)
+    values = E2M1[codes] * np.repeat(scale * tensors[f"{prefix}_weight_scale_2"], 16, axis=-1)
+    params = load_moe(STACKED, 1, **EXACT).params.get_value()
+    weight = params.gate_up.dequantize()
+    np.testing.assert_array_equal(weight[:, :48], values[:, 0::2])
+    np.testing.assert_array_equal(weight[:, 48:], values[:, 1::2])
+    bias = tensors[f"{prefix}_bias"].astype(np.float32)
+    np.testing.assert_array_equal(params.gate_up_bias[:, :48], bias[:, 0::2])
+    np.testing.assert_array_equal(params.gate_up_bias[:, 48:], bias[:, 1::2])
+
+
+def test_row_major_stacks_with_dotted_names_are_the_same(tmp_path):
+    """The same experts as ``[e, n, k/2]``, one global scale an expert, under ``.weight``."""
+
+    def turn(tensors):
+        for name in [name for name in tensors if ".experts." in name]:
+            stem, found, suffix = name.partition("_proj")
+            value = tensors.pop(name)
+            if suffix.endswith("_scale_2"):
+                value = np.full(6, value)
+            elif value.ndim == 3:
+                value = np.swapaxes(value, 1, 2)
+            tensors[f"{stem}{found}.{suffix.lstrip('_') or 'weight'}"] = value
+
+    turned = load_moe(edited(tmp_path, STACKED.name, turn), 0, **EXACT).params.get_value()
+    plain = load_moe(STACKED, 0, **EXACT).params.get_value()
+    for ours, theirs in ((turned.gate_up, plain.gate_up), (turned.down, plain.down)):
+        np.testing.assert_array_equal(ours.packed, theirs.packed)
+        np.testing.assert_array_equal(ours.dequantize(), theirs.dequantize())
+    np.testing.assert_array_equal(turned.gate_up_bias, plain.gate_up_bias)
+
+
+def test_mxfp4_is_refused_by_name(tmp_path):
+    folder = copy_with_config(
+        STACKED, tmp_path / "m", quantization_config={"quant_method": "mxfp4"}
+    )
+    (folder / "hf_quant_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds MXFP4 .* not NVFP4"):
+        load_model(folder)
+
+    def blocks(tensors):
+        for name in [name for name in tensors if ".experts." in name]:
+            del tensors[name]
+        for layer in range(2):
+            for stem, rows in (("gate_up_proj", 96), ("down_proj", 64)):
+                name = f"model.layers.{layer}.mlp.experts.{stem}"
+                tensors[f"{name}_blocks"] = np.zeros((6, rows, 2, 16), np.uint8)
+                tensors[f"{name}_scales"] = np.zeros((6, rows, 2), np.uint8)
+                tensors[f"{name}_bias"] = np.zeros((6, rows), ml_dtypes.bfloat16)
+
+    with pytest.raises(CheckpointError, match=r"experts are MXFP4 .*gate_up_proj_blocks"):
+        load_model(edited(tmp_path, STACKED.name, blocks))
+
+
+def test_published_spellings_of_one_config():
+    config = json.loads((STACKED / "config.json").read_text())
+    rope = dict(config["rope_parameters"])
+    older = {n: v for n, v in config.items() if n not in ("rope_parameters", "num_experts_per_tok")}
+    older |= {
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": rope,
+        "experts_per_token": config["num_experts_per_tok"],
+        "swiglu_limit": 7.0,
+        "layer_types": None,
+    }
+    assert gpt_oss.read_config(older) == gpt_oss.read_config(config)
+    without = {n: v for n, v in older.items() if n not in ("rope_theta", "rope_scaling")}
+    assert gpt_oss.read_config(without) == gpt_oss.read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_limit": 5.0}, "swiglu_limit: 5.0 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types: expected 2 of"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types: expected 2 of"),
+        ({"sliding_window": None}, "sliding_window: null"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok: 7 of 6 experts"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: gpt-oss rotates whole heads"),
+    ],
+)
+def test_configs_that_do_not_fit(changes, message):
+    config = json.loads((STACKED / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=message):
+        gpt_oss.read_config(config | changes)
