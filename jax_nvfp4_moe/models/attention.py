@@ -115,7 +115,8 @@ class KeysAndValues(nnx.Module):
 
     def _scale(self, name, axis):
         assert self.scales is not None
-        return self.scales[name].get_value().reshape(-1, *(1,) * (3 - axis))
+        shape = [-1 if place == axis else 1 for place in range(4)]
+        return self.scales[name].get_value().reshape(shape)
 
     def _round(self, name, value, axis):
         return round_fp8(value, self._scale(name, axis), by_factor=self.by_factor)

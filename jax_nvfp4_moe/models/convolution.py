@@ -1,4 +1,4 @@
-"""The short causal convolution in front of a recurrent mixer."""
+"""The short causal convolution before the recurrence of Mamba-2 and of gated delta nets."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
