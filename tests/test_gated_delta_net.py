@@ -42,7 +42,8 @@ def recurrence(tokens, state):
 @jax.jit
 def by_steps(tokens, state):
     def body(state, token):
-        y, state = delta_step(*(x[:, None] for x in token), state)
+        q, k, v, g, beta = (x[:, None] for x in token)
+        y, state = delta_step(q, k, v, g, beta, state)
         return state, y[:, 0]
 
     state, y = jax.lax.scan(body, state, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
