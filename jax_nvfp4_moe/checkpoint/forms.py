@@ -1,6 +1,7 @@
 """What the checkpoint forms have in common: tensor names as a record, schemes by module name."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,7 @@ _FUSED = {
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
 }
+_GARBAGE = re.compile(r"\0[^*]*")
 # The name of the weight's scale of an FP8 linear, and that of its activations, in all forms.
 FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
 
@@ -173,12 +175,12 @@ def check_group_size(value: Any, source: str) -> None:
 
 
 def clean_name(name: str) -> str:
-    """Return a module's name up to the first null character.
+    r"""Return a module's name or pattern without what stands behind a null character.
 
-    Exporters of models with renamed tensors leave a mark behind it, such as
-    ``backbone.layers.0.mixer.in_proj.\\0backbone.pt_name_sentinel``.
+    Exporters of models with renamed tensors leave a mark, such as
+    ``backbone.layers.0.mixer.in_proj.\\0backbone.pt_name_sentinel``; a star behind it is meant.
     """
-    return name.partition("\0")[0].rstrip(".") if "\0" in name else name
+    return _GARBAGE.sub("", name).rstrip(".") if "\0" in name else name
 
 
 def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]:

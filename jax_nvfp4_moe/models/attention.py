@@ -115,8 +115,7 @@ class KeysAndValues(nnx.Module):
 
     def _scale(self, name, axis):
         assert self.scales is not None
-        shape = [-1 if place == axis else 1 for place in range(4)]
-        return self.scales[name].get_value().reshape(shape)
+        return jnp.expand_dims(self.scales[name].get_value(), [a for a in range(4) if a != axis])
 
     def _round(self, name, value, axis):
         return round_fp8(value, self._scale(name, axis), by_factor=self.by_factor)
