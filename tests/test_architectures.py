@@ -46,6 +46,16 @@ FAULTS = [
         {"rope_parameters": None, "partial_rotary_factor": None, "rotary_dim": 16},
     ),
     ("qwen3_moe-window-modelopt-w4a16", {"use_sliding_window": False}),
+    ("qwen3_next-modelopt-w4a16", {"norm_topk_prob": False}),
+    (
+        "qwen3_next-modelopt-w4a16",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    ("qwen3_next-options-modelopt-w4a16", {"rms_norm_eps": 1e-6}),
+    (
+        "qwen3_next-options-modelopt-w4a16",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
 ]
 
 run = jax.jit(lambda model, ids: model(ids))

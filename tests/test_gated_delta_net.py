@@ -1,0 +1,133 @@
+"""The gated delta rule by chunks and by steps against its recurrence in float64; padding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.models.convolution import convolve
+from jax_nvfp4_moe.models.gated_delta_net import delta_chunks, delta_step
+from jax_nvfp4_moe.testing import assert_as_accurate_as
+
+B, M, R, D, E = 2, 2, 3, 16, 8  # rows, key heads, value heads of each, channels of both
+CHUNK = 8
+by_chunks = jax.jit(functools.partial(delta_chunks, chunk=CHUNK))
+
+
+def case(t, fade=1.0):
+    """Random tokens; `fade` scales the logarithm of the decay."""
+    keys = jax.random.split(jax.random.key(t), 6)
+    q, k = (jax.random.normal(key, (B, t, M, D)) for key in keys[:2])
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = jax.random.normal(keys[2], (B, t, M, R, E))
+    g = -fade * jax.nn.softplus(3 * jax.random.normal(keys[3], (B, t, M, R)))
+    beta = jax.nn.sigmoid(2 * jax.random.normal(keys[4], (B, t, M, R)))
+    return (q, k, v, g, beta), jax.random.normal(keys[5], (B, M, R, D, E))
+
+
+def recurrence(tokens, state):
+    """``S = a S + beta k (v - k.T a S)`` and ``y = q.T S``, token by token in float64."""
+    q, k, v, g, beta = (np.asarray(x, np.float64) for x in tokens)
+    state, results = np.asarray(state, np.float64), []
+    for i in range(q.shape[1]):
+        state = state * np.exp(g[:, i])[..., None, None]
+        missing = v[:, i] - np.einsum("bmd,bmrde->bmre", k[:, i], state)
+        state = state + np.einsum("bmd,bmr,bmre->bmrde", k[:, i], beta[:, i], missing)
+        results.append(np.einsum("bmd,bmrde->bmre", q[:, i], state))
+    return np.stack(results, axis=1), state
+
+
+@jax.jit
+def by_steps(tokens, state):
+    def body(state, token):
+        q, k, v, g, beta = (x[:, None] for x in token)
+        y, state = delta_step(q, k, v, g, beta, state)
+        return state, y[:, 0]
+
+    state, y = jax.lax.scan(body, state, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
+    return jnp.moveaxis(y, 0, 1), state
+
+
+@pytest.mark.parametrize("fade", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("t", [1, 7, 9, 31])
+def test_chunks_and_steps_are_the_recurrence(t, fade):
+    """Plain steps in float32 are the yardstick; a chunk sums in another order, so twice that."""
+    tokens, state = case(t, fade)
+    expected = recurrence(tokens, state)
+    steps = by_steps(tokens, state)
+    for got, want, yardstick in zip(by_chunks(*tokens, state), expected, steps, strict=True):
+        assert_as_accurate_as(got, yardstick, want, factor=4.0)
+        # Each of t steps rounds sums of D products of the state's size.
+        scale = np.abs(expected[1]).max() + np.abs(np.asarray(state)).max()
+        assert np.abs(yardstick - want).max() <= t * D * 2.0**-24 * scale
+
+
+@pytest.mark.parametrize("fault", range(5))
+def test_the_bounds_catch_one_wrong_token(fault):
+    """The last token of a chunk with its query, key, value, decay or rate off by a thousandth."""
+    tokens, state = case(9)
+    expected, steps = recurrence(tokens, state), by_steps(tokens, state)
+    wrong = list(tokens)
+    wrong[fault] = wrong[fault].at[:, CHUNK - 1].multiply(1.001)
+    y, _ = by_chunks(*wrong, state)
+    with pytest.raises(AssertionError):
+        assert_as_accurate_as(y, steps[0], expected[0], factor=4.0)
+
+
+def test_pieces_hand_their_state_on():
+    tokens, state = case(31)
+    y, last = by_chunks(*tokens, state)
+    pieces = []
+    for start, end in ((0, 5), (5, 21), (21, 31)):
+        piece, state = by_chunks(*(x[:, start:end] for x in tokens), state)
+        pieces.append(piece)
+    want = recurrence(*case(31))
+    assert_as_accurate_as(jnp.concatenate(pieces, axis=1), y, want[0])
+    assert_as_accurate_as(state, last, want[1])
+
+
+def test_tokens_without_rate_and_decay_change_nothing():
+    """As padding is given: the state stays the same, to the bit where a chunk holds no other."""
+    (q, k, v, g, beta), state = case(2 * CHUNK)
+    nothing = jnp.zeros_like(g)
+    _, same = by_chunks(q, k, v, nothing, nothing, state)
+    np.testing.assert_array_equal(same, state)
+    half = [x.at[:, CHUNK:].set(0) for x in (g, beta)]
+    _, padded = by_chunks(q, k, v, *half, state)
+    _, short = by_chunks(*(x[:, :CHUNK] for x in (q, k, v, g, beta)), state)
+    np.testing.assert_array_equal(padded, short)
+
+
+def test_a_strong_decay_forgets_all():
+    """Sums of logarithms of -2000 underflow to 0 and turn nothing into NaN."""
+    (q, k, v, g, beta), state = case(20)
+    y, last = by_chunks(q, k, v, jnp.full_like(g, -100.0), beta, state)
+    want, _ = recurrence((q, k, v, jnp.full_like(g, -100.0), beta), state)
+    assert bool(jnp.isfinite(y).all() & jnp.isfinite(last).all())
+    assert np.abs(y - want).max() <= D * 2.0**-24 * np.abs(np.asarray(v)).max()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_convolution_is_its_equation_in_pieces(count):
+    keys = jax.random.split(jax.random.key(count), 2)
+    x, taps = jax.random.normal(keys[0], (2, 9, 5)), jax.random.normal(keys[1], (5, count))
+    padded = np.pad(np.asarray(x, np.float64), ((0, 0), (count - 1, 0), (0, 0)))
+    want = sum(padded[:, j : j + 9] * np.asarray(taps, np.float64)[:, j] for j in range(count))
+    past, pieces = jnp.zeros((2, count - 1, 5)), []
+    for start, end in ((0, 1), (1, 3), (3, 9)):
+        present = jnp.ones((2, end - start), jnp.bool_)
+        y, past = convolve(x[:, start:end], past, taps, present)
+        pieces.append(y)
+    got = jnp.concatenate(pieces, axis=1)
+    assert np.abs(got - want).max() <= count * 2.0**-23 * np.abs(want).max()
+    np.testing.assert_array_equal(past, x[:, 9 - (count - 1) :])
+
+
+def test_the_convolution_keeps_the_last_present_inputs():
+    x = jnp.arange(2 * 4 * 1, dtype=jnp.float32).reshape(2, 4, 1)
+    past = jnp.full((2, 3, 1), -1.0)
+    present = jnp.array([[True, True, False, False], [False] * 4])
+    _, kept = convolve(x, past, jnp.ones((1, 4)), present)
+    np.testing.assert_array_equal(kept[..., 0], [[-1, 0, 1], [-1, -1, -1]])
