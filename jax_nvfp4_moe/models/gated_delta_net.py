@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.models.attention import PADDING
+from jax_nvfp4_moe.models.convolution import convolve
 from jax_nvfp4_moe.models.decoder import Settings, SideBySide, linear
 
 _CHUNK = 64  # tokens whose corrections are solved together
@@ -155,32 +156,6 @@ class GatedDeltaNet(nnx.Module):
         weight = self.norm.get_value().reshape(1, 1, 1, -1)
         normal = weight * (y * lax.rsqrt(mean + self.sizes.eps))
         return (normal * jax.nn.silu(z.astype(jnp.float32).reshape(y.shape))).astype(self.dtype)
-
-
-def convolve(
-    x: Float[Array, "b t c"],
-    past: Float[Array, "b taps-1 c"],
-    taps: Float[Array, "c taps"],
-    present: Bool[Array, "b t"],
-) -> tuple[Float[Array, "b t c"], Float[Array, "b taps-1 c"]]:
-    """Convolve each channel with its own taps: ``y_t = sum_j taps_j x_{t-n+j}``, j from 0 to n.
-
-    Args:
-      x: inputs.
-      past: the n inputs before them, zeros at the start.
-      taps: of each channel, the newest token's the last.
-      present: False for padding, which is behind all other tokens of its row.
-
-    Returns:
-      float32 results, and the last inputs of each row without its padding.
-    """
-    t, count = x.shape[1], taps.shape[1]
-    inputs = jnp.concatenate([past, x.astype(past.dtype)], axis=1)
-    y = jnp.zeros(x.shape, jnp.float32)
-    for j in range(count):
-        y += inputs[:, j : j + t].astype(jnp.float32) * taps[:, j].reshape(1, 1, -1)
-    last = jnp.sum(present, axis=1)[:, None] + jnp.arange(count - 1)[None, :]
-    return y, jnp.take_along_axis(inputs, last[..., None], axis=1)
 
 
 def delta_step(
