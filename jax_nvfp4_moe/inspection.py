@@ -11,9 +11,11 @@ from flax import nnx
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.backends.choice import explain
 from jax_nvfp4_moe.checkpoint.resolve import open_checkpoint
+from jax_nvfp4_moe.float8 import FP8Tensor
 from jax_nvfp4_moe.models.loading import abstract_model
-from jax_nvfp4_moe.nn import DenseLinear, NVFP4Linear, NVFP4MoE
+from jax_nvfp4_moe.nn import DenseLinear, FP8Linear, NVFP4Linear, NVFP4MoE
 from jax_nvfp4_moe.scheme import Target
+from jax_nvfp4_moe.tensor import NVFP4Tensor
 
 TARGETS = (
     Target("cpu"),
@@ -32,9 +34,10 @@ def inspect(path: str | pathlib.Path, *, scheme: str | None = None, dtype="bfloa
       CheckpointError: as `load_model`.
       ValueError: `scheme` does not go with the checkpoint.
     """
-    model = abstract_model(path, scheme=scheme, dtype=dtype)
+    model, decisions = abstract_model(path, scheme=scheme, dtype=dtype)
     kinds = _kinds(model)
-    parts = [*_header(path), "", *table(_rows(model, kinds)), "", *_choices(kinds)]
+    parts = [*_header(path), "", *table(_rows(model, kinds)), ""]
+    parts += [*table(_decided(decisions)), "", *_choices(kinds)]
     return "\n".join(parts)
 
 
@@ -47,27 +50,53 @@ def _header(path) -> Iterator[str]:
         yield f"tensors       {len(names)}, {mebibytes(size)}"
         said = [f"{rules.summary} ({rules.source})" for rules in checkpoint.quant.rules]
         yield f"quantization  {'; '.join(said) or 'none'}"
+        cache = checkpoint.quant.kv_cache
+        if cache is not None:
+            yield f"KV cache      {cache.algorithm} ({cache.source})"
 
 
 def _kinds(model) -> dict[tuple[str, str], list[nnx.Module]]:
     """Return the modules that hold weights by path, layer numbers left out, and description."""
     kinds: dict[tuple[str, str], list[nnx.Module]] = {}
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, (NVFP4MoE, NVFP4Linear, DenseLinear)):
-            name = re.sub(r"\.\d+(?=\.|$)", ".*", ".".join(map(str, path)))
+        if isinstance(module, (NVFP4MoE, NVFP4Linear, DenseLinear, FP8Linear)):
+            name = _any_layer(".".join(map(str, path)))
             kinds.setdefault((name, _describe(module)), []).append(module)
     return kinds
+
+
+def _any_layer(name: str) -> str:
+    """Return a module's name with stars for numbers."""
+    return re.sub(r"\.\d+(?=\.|\W|$)", ".*", name)
+
+
+def _decided(decisions) -> Iterator[tuple[str, ...]]:
+    """Say of each module what decides how it is quantized; layers that agree once."""
+    counts: dict[tuple[str, ...], int] = {}
+    for module, (scheme, source) in decisions.items():
+        row = _any_layer(module), str(scheme or "not quantized"), _any_layer(source)
+        counts[row] = counts.get(row, 0) + 1
+    yield "module in the file", "count", "declared", "by"
+    for (module, scheme, source), count in counts.items():
+        yield module, str(count), scheme, source
 
 
 def _describe(module) -> str:
     if isinstance(module, NVFP4MoE):
         params = module.params.get_value()
         experts, h, i = params.num_experts, params.hidden, params.intermediate
-        return f"{experts} experts {h} > {i}, top {module.router.top_k}; NVFP4 {module.declared}"
+        kind = _kind(module, params.down)
+        return f"{experts} experts {h} > {i}, top {module.router.top_k}; {kind}"
     weight = module.weight.get_value()
     n, k = weight.shape
-    kind = f"NVFP4 {module.declared}" if isinstance(module, NVFP4Linear) else weight.dtype.name
-    return f"{k} > {n}; {kind}"
+    return f"{k} > {n}; {_kind(module, weight)}"
+
+
+def _kind(module, weight) -> str:
+    """Return the format of one module's matrices."""
+    if isinstance(weight, NVFP4Tensor):
+        return f"NVFP4 {module.declared}"
+    return f"FP8 {module.declared}" if isinstance(weight, FP8Tensor) else weight.dtype.name
 
 
 def _bytes(module) -> int:
@@ -97,8 +126,8 @@ def _choices(kinds) -> Iterator[str]:
     for target in TARGETS:
         answers: dict[str, list[str]] = {}
         for (name, _), modules in kinds.items():
-            if isinstance(modules[0], DenseLinear):
-                continue
+            if getattr(modules[0], "scheme", None) is None:
+                continue  # no kernel of ours: plain XLA
             choice = explain(modules[0], target=target)
             assert choice.problem is not None
             lines = [f"    scheme  {choice.scheme}: {choice.why}", f"    backend {choice.backend}"]

@@ -290,11 +290,14 @@ def test_cache_of_keys_and_values(tmp_path):
 
 def test_names_end_at_a_null_character(tmp_path):
     garbage = [f"{GATE}\0\0\u1234garbage", "lm_head\0", "\0"]
+    garbage += ["backbone.layers.1.\0backbone.pt_name_sentinel*"]
     quant = read(tmp_path, file=modelopt_file(exclude=garbage))
     assert quant.declared(GATE) is None
+    assert quant.declared("model.layers.1.mixer.in_proj") is None
+    assert quant.declared("model.layers.10.mixer.in_proj") == "w4a4"
     assert quant.declared("lm_head") is None
     assert quant.declared(EXPERT) == "w4a4"
-    layers = {f"{EXPERT}\0garbage": {"quant_algo": "NVFP4", "group_size": "16"}}
+    layers = {f"{EXPERT}.\0backbone.pt_name_sentinel": {"quant_algo": "NVFP4", "group_size": "16"}}
     quant = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
     assert quant.declared(EXPERT) == "w4a4"
 

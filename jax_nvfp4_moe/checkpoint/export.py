@@ -93,6 +93,8 @@ def write_checkpoint(
     *,
     algorithm: str | None = None,
     exclude: tuple[str, ...] = (),
+    layers: Mapping[str, str] | None = None,
+    kv_cache: str | None = None,
     version: str = "0",
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
@@ -102,16 +104,26 @@ def write_checkpoint(
       folder: created where it is missing.
       tensors: by name, as `write_safetensors`.
       config: for ``config.json``; its quantization section is replaced.
-      algorithm: a key of `modelopt.ALGORITHMS`, None for an unquantized checkpoint.
+      algorithm: a key of `modelopt.ALGORITHMS`, "MIXED_PRECISION", or None for an unquantized
+        checkpoint.
       exclude: modules that are not quantized.
+      layers: of a mixed checkpoint: module or experts' container -> a key of `ALGORITHMS`.
+      kv_cache: "FP8" where the tensors have its scales, else None.
       version: of the writer, for the declaration.
       shard_bytes: a file grows no larger than this, unless one tensor does.
+
+    Raises:
+      ValueError: what is to be declared could not be read back; nothing is written.
     """
     folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     written = {key: value for key, value in config.items() if key != "quantization_config"}
+    file = None
     if algorithm is not None:
-        file, written["quantization_config"] = declaration(algorithm, exclude, version)
+        file, written["quantization_config"] = declaration(
+            algorithm, exclude, version, layers=layers, kv_cache=kv_cache
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if file is not None:
         _write_json(folder / QUANT_FILE, file)
     shards = list(_shards(tensors, shard_bytes))
     if len(shards) == 1:

@@ -1,6 +1,7 @@
 """What the checkpoint forms have in common: tensor names as a record, schemes by module name."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,7 @@ _FUSED = {
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
 }
+_GARBAGE = re.compile(r"\0[^*]*")
 # The name of the weight's scale of an FP8 linear, and that of its activations, in all forms.
 FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
 
@@ -172,10 +174,17 @@ def check_group_size(value: Any, source: str) -> None:
     )
 
 
+def clean_name(name: str) -> str:
+    r"""Return a module's name or pattern without what stands behind a null character.
+
+    Exporters of models with renamed tensors leave a mark, such as
+    ``backbone.layers.0.mixer.in_proj.\\0backbone.pt_name_sentinel``; a star behind it is meant.
+    """
+    return _GARBAGE.sub("", name).rstrip(".") if "\0" in name else name
+
+
 def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]:
     """Return the list of strings at `key`, empty where it is missing or null.
-
-    Some exporters write what lies in memory behind a name: it ends at the first null character.
 
     Raises:
       CheckpointError: it is something else.
@@ -184,8 +193,7 @@ def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]
     if value is None:
         return ()
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        names = (item.partition("\0")[0] for item in value)
-        return tuple(name for name in names if name)
+        return tuple(filter(None, map(clean_name, value)))
     raise CheckpointError([f"{source}: {key}: expected a list of names, got {quoted(value)}"])
 
 

@@ -17,6 +17,7 @@ from jax_nvfp4_moe.checkpoint.forms import (
     KVCache,
     TensorNames,
     check_group_size,
+    clean_name,
     names_in,
     object_in,
     parents,
@@ -110,7 +111,7 @@ class MixedRules(ModelOptRules):
         layers: Mapping[str, Any],
     ):
         super().__init__(source, MIXED, exclusions, kv_cache)
-        self._layers = {key.partition("\0")[0]: entry for key, entry in layers.items()}
+        self._layers = {clean_name(key): entry for key, entry in layers.items()}
         self._sorted = sorted(self._layers)
         self._parsed: dict[str, Decision] = {}
 

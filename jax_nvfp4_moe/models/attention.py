@@ -115,7 +115,7 @@ class KeysAndValues(nnx.Module):
 
     def _scale(self, name, axis):
         assert self.scales is not None
-        return self.scales[name].get_value().reshape(-1, *(1,) * (3 - axis))
+        return jnp.expand_dims(self.scales[name].get_value(), [a for a in range(4) if a != axis])
 
     def _round(self, name, value, axis):
         return round_fp8(value, self._scale(name, axis), by_factor=self.by_factor)

@@ -2,7 +2,7 @@
 
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
+from jax_nvfp4_moe.checkpoint.forms import Decision
 from jax_nvfp4_moe.checkpoint.resolve import (
     ExpertWeights,
     LoadOptions,
@@ -147,9 +148,21 @@ def load_moe(
         return load(checkpoint, _tolerant(build), options)
 
 
+class AbstractModel(NamedTuple):
+    """What headers alone tell of a checkpoint.
+
+    Attributes:
+      model: of `jax.ShapeDtypeStruct`.
+      decisions: module -> how the file quantizes it and what said so; see `Weights.decisions`.
+    """
+
+    model: Decoder
+    decisions: Mapping[str, Decision]
+
+
 def abstract_model(
     path: Folder, *, scheme: Scheme | str | None = None, dtype=jnp.bfloat16
-) -> Decoder:
+) -> AbstractModel:
     """Build a model of `jax.ShapeDtypeStruct` from headers alone, checking them all.
 
     Args:
@@ -164,7 +177,8 @@ def abstract_model(
         built = []
 
         def build(weights):
-            built.append(_abstract(lambda w: row.build_model(config, w, settings), weights))
+            model = _abstract(lambda w: row.build_model(config, w, settings), weights)
+            built.append(AbstractModel(model, weights.decisions))
 
         check(checkpoint, build, _options(settings, input_scales="optional"))
         return built[0]

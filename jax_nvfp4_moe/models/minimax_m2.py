@@ -36,8 +36,8 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     fields = Fields(config)
     for name, value in _ONLY.items():
         fields.only(name, (value,), value)
-    linear = [kind for kind in fields.indices("attn_type_list") if kind != 1]
-    fields.require(not linear, f"attn_type_list: only 1 is supported, got {linear[:1]}")
+    kind = next((kind for kind in fields.indices("attn_type_list") if kind != 1), 1)
+    fields.require(kind == 1, f"attn_type_list: only 1 is supported, got {kind}")
     attention = read_grouped_query(
         fields,
         config,

@@ -1,0 +1,122 @@
+"""Latent attention's two ways to the same numbers, and what configs of the family say."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from given import CHECKPOINTS, copy_with_config
+
+from jax_nvfp4_moe import CheckpointError, load_model
+from jax_nvfp4_moe.models import deepseek_v3
+from jax_nvfp4_moe.models.deepseek_v3 import HeadMatrices
+from jax_nvfp4_moe.models.loading import ARCHITECTURES
+
+DEEPSEEK = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
+LITE = CHECKPOINTS / "glm4_moe_lite-modelopt-w4a16"
+DIRECT = CHECKPOINTS / "deepseek_v3-direct-modelopt-w4a16"
+EXACT = {"dtype": jnp.float32, "backend": "reference"}
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def attended(attention, absorbs, monkeypatch):
+    """Return what 5 tokens see of themselves, with the matrices on one side or the other."""
+    monkeypatch.setattr(deepseek_v3.LatentAttention, "_absorbs", lambda *_: absorbs)
+    x = jax.random.normal(jax.random.key(0), (2, 5, attention.config.hidden))
+    positions = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (2, 5))
+    y, _ = jax.jit(lambda module, x: module(x, positions, None))(attention, x)
+    return np.asarray(y, np.float64)
+
+
+@pytest.mark.parametrize("folder", [LITE, DIRECT], ids=["lite", "direct"])
+def test_attending_to_latents_is_attending_to_what_they_expand_to(folder, monkeypatch):
+    """The bound is of sums of float32 over a head and over a latent, one after the other."""
+    attention = load_model(folder, **EXACT).layers[0].attention
+    assert isinstance(attention.kv_up, HeadMatrices)
+    expanded = attended(attention, False, monkeypatch)
+    config = attention.config
+    bound = (config.nope + config.rope_width + config.kv_rank) * 2.0**-24 * np.abs(expanded).max()
+    assert np.abs(attended(attention, True, monkeypatch) - expanded).max() <= bound
+
+    keys = attention.kv_up.keys
+    keys.set_value(jnp.flip(keys.get_value(), axis=0))  # each head with another's matrix
+    assert np.abs(attended(attention, True, monkeypatch) - expanded).max() > 1000 * bound
+
+
+def test_an_expansion_of_rounded_latents_stays_whole():
+    """Under W4A4 the latents are rounded before the product: two products would not be that."""
+    rounding = load_model(DEEPSEEK, scheme="checkpoint", **EXACT).layers[1].attention
+    assert not isinstance(rounding.kv_up, HeadMatrices)
+    plain = load_model(DEEPSEEK, scheme="w4a16", **EXACT).layers[1].attention
+    assert isinstance(plain.kv_up, HeadMatrices)
+
+
+def test_decoding_attends_to_latents_and_prefill_does_not():
+    """At DeepSeek-V3's sizes: 128 heads of 128 + 64 channels on a latent of 512."""
+    sizes = dataclasses.replace(
+        deepseek_v3.read_config(config_of(DEEPSEEK)).attention,
+        num_heads=128,
+        kv_rank=512,
+        nope=128,
+        rope_width=64,
+        value_width=128,
+    )
+    attention = object.__new__(deepseek_v3.LatentAttention)
+    object.__setattr__(attention, "config", sizes)
+    assert attention._absorbs(1, 4096)
+    assert attention._absorbs(64, 4096)
+    assert not attention._absorbs(4096, 4096)
+    assert not attention._absorbs(512, 4096)
+
+
+def test_the_cache_keeps_latents():
+    model = load_model(LITE, **EXACT)
+    config = model.config.attention
+    (entry,) = model.init_cache(3, 7).layers[0].values()
+    assert entry.shape == (3, 1, 7, config.kv_rank + config.rope_width)
+
+
+def test_fields_that_files_leave_out_have_the_values_of_transformers():
+    config = config_of(DEEPSEEK)
+    left_out = ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob")
+    read = deepseek_v3.read_config({n: v for n, v in config.items() if n not in left_out})
+    router = read.router
+    assert (router.num_groups, router.groups_kept, router.scaling) == (8, 4, 2.5)
+    assert router.renormalize
+    without = {n: v for n, v in config.items() if n != "first_k_dense_replace"}
+    assert deepseek_v3.read_config(without).dense_layers == {0, 1, 2}
+
+
+def test_dense_layers_of_the_lite_model():
+    config = config_of(LITE)
+    assert deepseek_v3.read_lite_config(config).dense_layers == {1}
+    published = {n: v for n, v in config.items() if n != "mlp_layer_types"}
+    assert deepseek_v3.read_lite_config(published).dense_layers == {0}
+    published["first_k_dense_replace"] = 2
+    assert deepseek_v3.read_lite_config(published).dense_layers == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "message"),
+    [
+        (LITE, {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 2 of dense, sparse"),
+        (LITE, {"mlp_layer_types": ["dense", "moe"]}, "mlp_layer_types: expected 2 of dense"),
+        (LITE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: this architecture rot"),
+        (DIRECT, {"moe_layer_freq": 2}, "moe_layer_freq: 2 is not supported"),
+        (DIRECT, {"kv_lora_rank": None}, "kv_lora_rank: missing"),
+        (DIRECT, {"q_lora_rank": 16}, "q_a_proj"),
+    ],
+)
+def test_configs_that_do_not_fit(tmp_path, folder, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        load_model(copy_with_config(folder, tmp_path / "m", **changes))
+
+
+@pytest.mark.parametrize("name", ["KimiK2ForCausalLM", "KimiK25ForConditionalGeneration"])
+def test_kimi_is_read_as_a_deepseek(name):
+    assert ARCHITECTURES[name] is ARCHITECTURES["DeepseekV3ForCausalLM"]

@@ -1,0 +1,344 @@
+"""Mixed checkpoints: FP8 beside NVFP4, layers that are not quantized, FP8 caches, tools' faults."""
+
+import json
+import logging
+import shutil
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint_edits import GIVEN, W4A4, edited, read_all
+from given import CHECKPOINTS, reference_tensors
+
+from jax_nvfp4_moe import CheckpointError, explain, generate, load_model, load_moe
+from jax_nvfp4_moe.checkpoint import open_checkpoint
+from jax_nvfp4_moe.checkpoint.export import write_checkpoint, write_safetensors
+from jax_nvfp4_moe.inspection import inspect
+from jax_nvfp4_moe.nn import DenseLinear, FP8Linear
+from jax_nvfp4_moe.scheme import Float8
+from jax_nvfp4_moe.tensor import DenseExperts, MoEParams
+
+MIXED = "qwen3_moe-modelopt-mixed-w4a16-kv8"
+CT_MIXED = "qwen3_moe-ct-mixed"
+CT_KV = "qwen3_moe-ct-w4a4-kv8"
+FAULTS = "qwen3_moe-modelopt-w4a4-faults"
+LATENT = "deepseek_v3-modelopt-mixed-w4a16-kv8"
+EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
+BOUND = 1e-5
+IDS = jnp.arange(32, dtype=jnp.int32).reshape(2, 16) % 128
+
+
+def relative(actual, expected):
+    actual = np.asarray(actual, np.float64).reshape(expected.shape)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+def copied(tmp_path, name, edit=lambda tensors: None, **quantization):
+    """A fixture with its tensors changed, and fields of both quantization configs replaced."""
+    folder = tmp_path / "copied"
+    shutil.copytree(CHECKPOINTS / name, folder)
+    tensors = read_all(folder)
+    edit(tensors)
+    (folder / "model.safetensors").unlink()
+    write_safetensors(folder / "model.safetensors", tensors)
+    for file, key in (
+        ("config.json", "quantization_config"),
+        ("hf_quant_config.json", "quantization"),
+    ):
+        if (folder / file).exists():
+            contents = json.loads((folder / file).read_text())
+            contents[key] |= quantization
+            (folder / file).write_text(json.dumps(contents))
+    return folder
+
+
+def logits_of(folder, **options):
+    return np.asarray(load_model(folder, **(EXACT | options))(IDS))
+
+
+@pytest.mark.parametrize(
+    ("name", "declared", "scales"),
+    [(MIXED, Float8.STATIC, (0.0, 0.05)), (CT_MIXED, Float8.TOKEN, None)],
+)
+def test_linears_in_fp8_beside_nvfp4_experts(name, declared, scales):
+    model = load_model(CHECKPOINTS / name, **EXACT)
+    attention = model.layers[0].attention
+    for part in (attention.qkv.q, attention.qkv.k, attention.qkv.v, attention.out):
+        assert isinstance(part, FP8Linear)
+        assert part.activations is declared
+        assert part.weight.get_value().values.dtype == jnp.float8_e4m3fn
+        assert (part.input_scale is None) == (scales is None)
+    assert isinstance(model.head, DenseLinear)
+    assert isinstance(model.layers[0].mlp.params.get_value(), MoEParams)
+
+
+def test_sixteen_bit_activations_where_asked():
+    """Weights stay in FP8, and nothing else is rounded; the difference is not small."""
+    model = load_model(CHECKPOINTS / MIXED, **(EXACT | {"scheme": "w4a16"}))
+    assert model.layers[0].attention.out.activations is Float8.WEIGHTS
+    assert model.layers[0].attention.kv.scales is None
+    logits = reference_tensors(CHECKPOINTS / MIXED)["logits"]
+    ids = jnp.asarray(reference_tensors(CHECKPOINTS / MIXED)["input_ids"], jnp.int32)
+    assert 1e-3 < relative(model(ids), logits) < 0.2
+
+
+def weight_of(tensors, module):
+    """One linear of a ModelOpt file, dequantized."""
+    w = tensors[f"{module}.weight"]
+    if w.dtype == ml_dtypes.float8_e4m3fn:
+        return w.astype(np.float32) * tensors[f"{module}.weight_scale"]
+    codes = np.stack([w & 15, w >> 4], axis=-1).reshape(len(w), -1)
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    scale = (
+        tensors[f"{module}.weight_scale"].astype(np.float32) * tensors[f"{module}.weight_scale_2"]
+    )
+    return np.concatenate([table, -table])[codes] * np.repeat(scale, 16, axis=-1)
+
+
+def unquantize(tensors, layers):
+    """Store the linears of `layers` as float32 values, without any scale."""
+    for name in [n for n in tensors if n.endswith(".weight_scale")]:
+        module = name.removesuffix(".weight_scale")
+        if int(module.split(".")[2]) in layers:
+            tensors[f"{module}.weight"] = weight_of(tensors, module)
+            for suffix in ("weight_scale", "weight_scale_2", "input_scale"):
+                tensors.pop(f"{module}.{suffix}", None)
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 1)], ids=["one layer", "all"])
+def test_layers_that_are_not_quantized_run_with_the_same_weights(tmp_path, layers):
+    table = json.loads((CHECKPOINTS / MIXED / "hf_quant_config.json").read_text())
+    table = table["quantization"]["quantized_layers"]
+    kept = {
+        module: entry for module, entry in table.items() if int(module.split(".")[2]) not in layers
+    }
+    kept = kept or {"unrelated": {"quant_algo": "FP8"}}
+
+    def edit(tensors):
+        unquantize(tensors, layers)
+
+    folder = copied(
+        tmp_path, MIXED, edit, quantized_layers=kept, kv_cache_quant_algo=None, kv_cache_scheme=None
+    )
+    asked = {"scheme": "w4a16"}
+    model = load_model(folder, **(EXACT | asked))
+    assert isinstance(model.layers[1].mlp.params.get_value(), DenseExperts)
+    assert isinstance(model.layers[1].attention.out, DenseLinear)
+    whole = logits_of(CHECKPOINTS / MIXED, **asked)
+    assert relative(model(IDS), whole) < BOUND
+    moe = load_moe(folder, 1, **EXACT)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((7, 64), np.float32))
+    same = load_moe(CHECKPOINTS / MIXED, 1, **EXACT)
+    assert relative(moe(x), np.asarray(same(x))) < BOUND
+    assert relative(moe(x[::-1]), np.asarray(same(x))) > 0.1
+    assert generate(model, IDS, max_new_tokens=2).shape == (2, 2)
+
+
+def test_a_checkpoint_without_any_quantization_loads(tmp_path):
+    folder = copied(tmp_path, MIXED, lambda tensors: unquantize(tensors, (0, 1)))
+    (folder / "hf_quant_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = logits_of(CHECKPOINTS / MIXED, scheme="w4a16")
+    assert relative(logits_of(folder), expected) < BOUND
+    bfloat16 = logits_of(folder, scheme=None, dtype=jnp.bfloat16, backend=None)
+    assert relative(bfloat16, expected) < 0.1
+    with pytest.raises(ValueError, match="NVFP4 modules, found none"):
+        explain(load_model(folder))
+
+
+def test_experts_in_fp8(tmp_path):
+    """Experts quantized again to FP8 stay near; their scheme is one of the whole layer."""
+
+    def edit(tensors):
+        for name in [n for n in tensors if ".experts." in n and n.endswith(".weight_scale")]:
+            module = name.removesuffix(".weight_scale")
+            dense = weight_of(tensors, module)
+            scale = np.float32(np.abs(dense).max() / 448)
+            tensors[f"{module}.weight"] = (dense / scale).astype(ml_dtypes.float8_e4m3fn)
+            tensors[f"{module}.weight_scale"] = scale
+            tensors[f"{module}.input_scale"] = np.float32(0.02)
+            del tensors[f"{module}.weight_scale_2"]
+
+    table = {f"model.layers.{n}": {"quant_algo": "FP8"} for n in range(2)}
+    router = [f"model.layers.{n}.mlp.gate" for n in range(2)]
+    folder = copied(
+        tmp_path, MIXED, edit, quantized_layers=table, exclude_modules=router, ignore=router
+    )
+    moe = load_moe(folder, 1, **EXACT)
+    assert moe.declared is Float8.STATIC
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((7, 64), np.float32))
+    same = load_moe(CHECKPOINTS / MIXED, 1, **EXACT)
+    assert 1e-4 < relative(moe(x), np.asarray(same(x))) < 0.2
+    assert "8 experts 64 > 48, top 2; FP8 fp8" in inspect(folder)
+
+
+@pytest.mark.parametrize("name", [MIXED, CT_KV])
+def test_a_cache_in_fp8_has_half_the_bytes_and_the_same_logits(name):
+    tensors = reference_tensors(CHECKPOINTS / name)
+    ids = jnp.asarray(tensors["input_ids"], jnp.int32)
+    model = load_model(CHECKPOINTS / name, **EXACT)
+    whole = np.asarray(model(ids))
+    cache = model.init_cache(len(ids), 20)
+    assert {entry.dtype for entry in cache.layers[0].values()} == {jnp.dtype(jnp.float8_e4m3fn)}
+    _, cache = model(ids[:, :9], cache)
+    rest, _ = model(ids[:, 9:], cache)
+    assert relative(rest, whole[:, 9:]) < BOUND
+    plain = load_model(CHECKPOINTS / name, scheme="w4a16", dtype=jnp.bfloat16)
+    half = sum(entry.nbytes for entry in cache.layers[0].values())
+    assert sum(e.nbytes for e in plain.init_cache(len(ids), 20).layers[0].values()) == 2 * half
+
+
+def test_the_bound_catches_a_scale_of_the_cache_that_is_not_read(tmp_path):
+    def edit(tensors):
+        for name in [n for n in tensors if n.endswith(("k_scale", "v_scale"))]:
+            del tensors[name]
+
+    tensors = reference_tensors(CHECKPOINTS / MIXED)
+    ids = jnp.asarray(tensors["input_ids"], jnp.int32)
+    model = load_model(copied(tmp_path, MIXED, edit), **EXACT)
+    scales = model.layers[0].attention.kv.scales
+    assert float(scales["k"].get_value()[0]) == 1
+    assert relative(model(ids), tensors["logits"]) > 100 * BOUND
+
+
+def test_scales_of_the_cache_that_cannot_be_are_one(tmp_path, caplog):
+    def edit(tensors):
+        tensors["model.layers.0.self_attn.k_proj.k_scale"] = np.float32(0)
+        tensors["model.layers.1.self_attn.v_proj.v_scale"] = np.array([np.nan, 2], np.float32)
+
+    model = load_model(copied(tmp_path, MIXED, edit), **EXACT)
+    first, second = (layer.attention.kv.scales for layer in model.layers)
+    np.testing.assert_array_equal(first["k"].get_value(), [1, 1])
+    np.testing.assert_array_equal(second["v"].get_value(), [1, 2])
+    assert "model.layers.0.self_attn: a scale of k is not a positive number" in caplog.text
+
+
+def test_latent_attention_rounds_the_keys_and_values_of_all_heads():
+    model = load_model(CHECKPOINTS / LATENT, **EXACT)
+    assert model.init_cache(1, 4).layers[0]["latent"].dtype == jnp.float32
+    assert model.layers[0].attention.kv.scales["k"].get_value().shape == (4,)
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "INT8"])
+def test_other_caches_are_named(tmp_path, algorithm):
+    folder = copied(tmp_path, MIXED, kv_cache_quant_algo=algorithm)
+    with pytest.raises(CheckpointError, match=f"kv_cache_quant_algo: '{algorithm}' is not supp"):
+        load_model(folder, **EXACT)
+    assert load_model(folder, scheme="w4a16").layers[0].attention.kv.scales is None
+
+
+def test_faults_of_tools_are_survived(caplog):
+    """Null characters, a string as group_size, missing and zero scales, distant global scales."""
+    caplog.set_level(logging.INFO, "jax_nvfp4_moe")
+    model = load_model(CHECKPOINTS / FAULTS, **EXACT)
+    params = model.layers[0].mlp.params.get_value()
+    ratio = np.asarray(params.gate_up.global_scale[:, 0] / params.gate_up.global_scale[:, 1])
+    assert params.gate_up.global_scale.shape == (8, 2)
+    assert max(ratio.max(), 1 / ratio.min()) > 4
+    assert "2 of 8 input scales are missing, zero or not finite" in caplog.text
+    assert np.isfinite(params.down_input_scale).all()
+    assert isinstance(model.head, DenseLinear)
+
+
+def test_an_input_scale_of_fp8_that_is_missing_is_a_problem_only_where_it_is_read(tmp_path):
+    def edit(tensors):
+        del tensors["model.layers.0.self_attn.o_proj.input_scale"]
+        tensors["model.layers.1.self_attn.o_proj.input_scale"] = np.float32(0)
+
+    folder = copied(tmp_path, MIXED, edit)
+    with pytest.raises(CheckpointError, match=r"o_proj': declared fp8 but has no input scales"):
+        load_model(folder, **EXACT)
+    load_model(folder, scheme="w4a16")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("weight_scale", np.float32(np.inf), "a scale of the weights is not finite"),
+        ("weight_scale", np.ones((64, 4), np.float32), "o_proj.weight_scale' .* F32 .64, 4."),
+        ("weight", np.zeros((64, 32), np.uint8), "o_proj.weight' .*expected F8_E4M3 .64, 64."),
+    ],
+)
+def test_fp8_linears_that_do_not_fit(tmp_path, name, value, expected):
+    def edit(tensors):
+        tensors[f"model.layers.0.self_attn.o_proj.{name}"] = value
+
+    with pytest.raises(CheckpointError, match=expected):
+        load_model(copied(tmp_path, MIXED, edit), **EXACT)
+
+
+def test_fp8_that_is_declared_dense_is_refused(tmp_path):
+    module = "model.layers.0.self_attn.o_proj"
+    folder = copied(tmp_path, MIXED, ignore=[module], exclude_modules=[module])
+    with pytest.raises(CheckpointError, match=f"'{module}' holds FP8 values but is declared dense"):
+        load_model(folder)
+
+
+def test_inspect_shows_what_decided():
+    text = inspect(CHECKPOINTS / MIXED)
+    for expected in (
+        "KV cache      FP8 (hf_quant_config.json: quantization: kv_cache_quant_algo)",
+        "layers.*.attention.out     2      64 > 64; FP8 fp8",
+        "model.layers.*.mlp.experts.*     2      w4a16",
+        "quantized_layers: 'model.layers.*.mlp.experts' W4A16_NVFP4",
+        "lm_head                          1      not quantized  hf_quant_config.json",
+    ):
+        assert expected in text
+    assert "targets 're:.*" in inspect(CHECKPOINTS / CT_MIXED)
+
+
+def test_what_is_written_mixed_is_read(tmp_path):
+    """`write_checkpoint` declares a mixed checkpoint such that it loads as it was."""
+    source = CHECKPOINTS / MIXED
+    table = json.loads((source / "hf_quant_config.json").read_text())["quantization"]
+    layers = {name: entry["quant_algo"] for name, entry in table["quantized_layers"].items()}
+    config = json.loads((source / "config.json").read_text())
+    write_checkpoint(
+        tmp_path,
+        read_all(source),
+        config,
+        algorithm="MIXED_PRECISION",
+        layers=layers,
+        kv_cache="FP8",
+        version="1",
+    )
+    np.testing.assert_array_equal(logits_of(tmp_path), logits_of(source))
+    with open_checkpoint(tmp_path) as written, open_checkpoint(source) as given:
+        for module in (*layers, "lm_head", "model.layers.0.mlp.gate"):
+            assert written.quant.declared(module) == given.quant.declared(module)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"algorithm": "MXFP8"},
+        {"algorithm": "MIXED_PRECISION"},
+        {"algorithm": "NVFP4", "layers": {"a": "FP8"}},
+        {"algorithm": "MIXED_PRECISION", "layers": {"a": "FP8_PB_WO"}},
+        {"algorithm": "NVFP4", "kv_cache": "NVFP4"},
+    ],
+)
+def test_what_cannot_be_read_is_not_written(tmp_path, fields):
+    with pytest.raises(ValueError, match="expected"):
+        write_checkpoint(tmp_path, {"a": np.zeros(2, np.float32)}, {}, **fields)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_global_scales_of_gate_and_up_that_differ_are_kept_exactly(tmp_path):
+    def edit(tensors):
+        for expert in range(16):
+            name = f"model.layers.1.mlp.experts.{expert}.up_proj.weight_scale_2"
+            tensors[name] = np.float32(tensors[name] * (1 + expert % 10))
+
+    params = load_moe(edited(tmp_path, W4A4, edit), 1, **EXACT).params.get_value()
+    given = load_moe(GIVEN / W4A4, 1, **EXACT).params.get_value()
+    factor = np.float32(1) + np.arange(16, dtype=np.float32) % 10
+    np.testing.assert_array_equal(
+        params.gate_up.global_scale[:, 0], given.gate_up.global_scale[:, 0]
+    )
+    np.testing.assert_array_equal(
+        params.gate_up.global_scale[:, 1], given.gate_up.global_scale[:, 1] * factor
+    )

@@ -1,0 +1,128 @@
+"""Models of plain grouped-query attention: spellings of their files, and what configs say."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_edits import edited
+from given import CHECKPOINTS, copy_with_config, reference_tensors
+
+from jax_nvfp4_moe import CheckpointError, load_model, load_moe
+from jax_nvfp4_moe.models import glm4_moe, minimax_m2, mixtral, olmoe, qwen3_moe
+
+MIXTRAL, OLMOE, GLM, MINIMAX = FOLDERS = [
+    CHECKPOINTS / f"{name}-modelopt-w4a16"
+    for name in ("mixtral-window", "olmoe-bias", "glm4_moe-groups", "minimax_m2")
+]
+READERS = dict(zip(FOLDERS, (mixtral, olmoe, glm4_moe, minimax_m2), strict=True))
+EXACT = {"dtype": jnp.float32, "backend": "reference"}
+RENAMED = {
+    "block_sparse_moe": "mlp",
+    ".w1.": ".gate_proj.",
+    ".w3.": ".up_proj.",
+    ".w2.": ".down_proj.",
+}
+
+
+def read(folder, **changes):
+    """Return the config of `folder` as its architecture reads it; None takes a field out."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    return READERS[folder].read_config({n: v for n, v in config.items() if v is not None})
+
+
+def rename(tensors):
+    """Spell tensors as transformers 5 does in memory."""
+    for name in list(tensors):
+        new = name
+        for old, other in RENAMED.items():
+            new = new.replace(old, other)
+        tensors[new] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("folder", [MIXTRAL, MINIMAX], ids=["mixtral", "minimax"])
+def test_both_spellings_of_the_expert_block(folder, tmp_path):
+    other = edited(tmp_path, folder.name, rename)
+    x = jnp.asarray(reference_tensors(folder)["layers.0.moe.input"])
+    np.testing.assert_array_equal(load_moe(other, 0, **EXACT)(x), load_moe(folder, 0, **EXACT)(x))
+    load_model(other, **EXACT)
+
+
+def test_a_tensor_that_is_left_over_is_named_in_either_spelling(tmp_path):
+    def add(tensors):
+        tensors["model.layers.0.block_sparse_moe.gate.bias"] = np.zeros(12, np.float32)
+
+    with pytest.raises(CheckpointError, match=r"gate\.bias.*not part of the model"):
+        load_moe(edited(tmp_path, MIXTRAL.name, add), 0)
+
+
+def test_defaults_are_those_of_transformers():
+    """What an older file leaves out: norms, rotation, routers."""
+    plain = {"rope_parameters": None, "rms_norm_eps": None, "partial_rotary_factor": None}
+    bases = {}
+    for folder, eps in zip(FOLDERS, (1e-5, 1e-5, 1e-5, 1e-6), strict=True):
+        config = read(folder, **plain)
+        assert config.eps == config.attention.eps == eps
+        frequencies = config.attention.rope.frequencies
+        bases[folder] = frequencies[1] ** -len(frequencies)
+    assert bases[MIXTRAL] == pytest.approx(1e6)
+    assert bases[MINIMAX] == pytest.approx(5e6)
+    assert bases[OLMOE] == pytest.approx(1e4)
+    assert bases[GLM] == pytest.approx(1e4)
+    assert not read(OLMOE, norm_topk_prob=None).router.renormalize
+    assert read(GLM, norm_topk_prob=None).router.renormalize
+    assert read(MIXTRAL, sliding_window=None).attention.window is None
+
+
+def test_how_many_channels_rotate():
+    def rotated(folder, **changes):
+        return 2 * len(read(folder, **changes).attention.rope.frequencies)
+
+    plain = {"rope_parameters": None, "partial_rotary_factor": None}
+    assert rotated(GLM) == 4
+    assert rotated(GLM, **plain) == 8
+    assert rotated(MINIMAX) == rotated(MINIMAX, **plain) == 8
+    assert rotated(MINIMAX, **plain, rotary_dim=None) == 16
+    assert rotated(MINIMAX, **plain, rotary_dim=4) == 4
+
+
+def test_a_window_of_qwen_needs_its_switch():
+    config = json.loads((CHECKPOINTS / "qwen3_moe-window-modelopt-w4a16/config.json").read_text())
+    assert qwen3_moe.read_config(config).attention.window == 6
+    off = config | {"use_sliding_window": False}
+    assert qwen3_moe.read_config(off).attention.window is None
+
+
+def test_clipping_bounds_queries_keys_and_values():
+    model = load_model(OLMOE, **EXACT)
+    clip = model.layers[0].attention.config.clip
+    cache = model.init_cache(1, 8)
+    _, cache = jax.jit(lambda m, i, c: m(i, c))(model, jnp.arange(8, dtype=jnp.int32)[None], cache)
+    assert float(jnp.abs(cache.layers[0]["v"]).max()) == clip
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "message"),
+    [
+        (MIXTRAL, {"sliding_window": -1}, "sliding_window: expected a positive integer"),
+        (MIXTRAL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: this architecture"),
+        (MIXTRAL, {"num_key_value_heads": 3}, "4 heads do not divide by 3 key heads"),
+        (MIXTRAL, {"hidden_act": "relu"}, "hidden_act: 'relu' is not supported"),
+        (OLMOE, {"clip_qkv": -2.0}, "clip_qkv: expected a positive number, got -2.0"),
+        (OLMOE, {"head_dim": 8}, "head_dim: expected 4 heads to fill hidden_size 64, got 8"),
+        (OLMOE, {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 of 6 experts"),
+        (GLM, {"topk_group": 5}, "num_experts_per_tok: 3 experts do not fit 5 of 4 groups"),
+        (GLM, {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
+        (GLM, {"use_qk_norm": False}, "q_norm.weight.*not part of the model"),
+        (MINIMAX, {"rotary_dim": 4}, "rotary_dim: expected 8 channels .* got 4"),
+        (MINIMAX, {"use_qk_norm": False}, "use_qk_norm: False is not supported"),
+        (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type: 'per_head' is not supported"),
+        (MINIMAX, {"shared_intermediate_size": 48}, "shared_intermediate_size: 48 is not"),
+        (MINIMAX, {"attn_type_list": [1, 0]}, "attn_type_list: only 1 is supported, got 0"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
+    ],
+)
+def test_configs_that_no_model_fits(tmp_path, folder, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        load_model(copy_with_config(folder, tmp_path / "m", **changes))
