@@ -45,6 +45,9 @@ FAULTS = [
         "minimax_m2-modelopt-w4a16",
         {"rope_parameters": None, "partial_rotary_factor": None, "rotary_dim": 16},
     ),
+    ("nemotron_h-modelopt-w4a16", {"time_step_min": 0.05}),
+    ("nemotron_h-modelopt-w4a16", {"layer_norm_epsilon": 1e-3}),
+    ("nemotron_h-latent-modelopt-w4a16", {"routed_scaling_factor": 2.4}),
     ("qwen3_moe-window-modelopt-w4a16", {"use_sliding_window": False}),
     ("qwen3_next-modelopt-w4a16", {"norm_topk_prob": False}),
     (

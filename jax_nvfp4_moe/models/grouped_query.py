@@ -17,7 +17,9 @@ class GroupedQuery:
     """Sizes and options of an attention; static.
 
     Attributes:
-      bias: whether the projections of queries, keys and values add a bias.
+      rope: None where heads know no positions.
+      bias: whether the projections of queries, keys and values add a bias; None: if the file has
+        one.
       out_bias: whether that of the output does.
       normalize: "heads" normalizes each query and key head, "whole" all query heads as one vector
         and all key heads as another; None neither.
@@ -30,9 +32,9 @@ class GroupedQuery:
     num_kv_heads: int
     head_dim: int
     eps: float
-    rope: Rope
-    bias: bool = False
-    out_bias: bool = False
+    rope: Rope | None
+    bias: bool | None = False
+    out_bias: bool | None = False
     normalize: Literal["heads", "whole"] | None = None
     clip: float | None = None
     window: int | None = None
@@ -124,7 +126,8 @@ class Attention(nnx.Module):
         if config.clip is not None:
             heads = jnp.clip(heads, -config.clip, config.clip)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
-        qk = rotate(qk, positions, config.rope)
+        if config.rope is not None:
+            qk = rotate(qk, positions, config.rope)
         q, k = jnp.split(qk, [config.num_heads], axis=2)
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
         scale = config.head_dim**-0.5

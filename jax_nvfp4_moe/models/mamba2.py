@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.models.attention import PADDING
+from jax_nvfp4_moe.models.convolution import convolve
 from jax_nvfp4_moe.models.decoder import Settings, linear
 
 _CHUNK = 64  # tokens multiplied with each other
@@ -144,32 +145,6 @@ class Mamba2(nnx.Module):
         mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
         normal = (grouped * lax.rsqrt(mean + self.config.eps)).reshape(y.shape)
         return normal * self.norm.get_value()[None, None, :]
-
-
-def convolve(
-    x: Float[Array, "b t c"],
-    past: Float[Array, "b taps-1 c"],
-    taps: Float[Array, "c taps"],
-    present: Bool[Array, "b t"],
-) -> tuple[Float[Array, "b t c"], Float[Array, "b taps-1 c"]]:
-    """Convolve each channel over time: ``y[t] = sum_j taps[j] * x[t - (len(taps) - 1) + j]``.
-
-    Args:
-      x: inputs.
-      past: those before them, zeros at the start.
-      taps: of each channel, that of the token itself the last.
-      present: False for padding, which is behind all other tokens of its row.
-
-    Returns:
-      float32 results, and the last inputs of each row without its padding.
-    """
-    t, count = x.shape[1], taps.shape[1]
-    inputs = jnp.concatenate([past, x.astype(past.dtype)], axis=1)
-    y = jnp.zeros(x.shape, jnp.float32)
-    for j in range(count):
-        y = y + inputs[:, j : j + t].astype(jnp.float32) * taps[:, j].reshape(1, 1, -1)
-    last = jnp.sum(present, axis=1)[:, None] + jnp.arange(count - 1)[None, :]
-    return y, jnp.take_along_axis(inputs, last[..., None], axis=1)
 
 
 def ssd(

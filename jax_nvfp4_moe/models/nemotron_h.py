@@ -18,18 +18,18 @@ from flax import nnx
 
 from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.attention import KeysAndValues, attend
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
     RMSNorm,
     Settings,
-    SideBySide,
     linear,
     norm,
 )
+from jax_nvfp4_moe.models.grouped_query import Attention, GroupedQuery
 from jax_nvfp4_moe.models.mamba2 import Mamba2, Mamba2Config
+from jax_nvfp4_moe.models.sparse import read_grouped_router
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
 
@@ -85,10 +85,7 @@ class NemotronHConfig:
     max_positions: int
     eps: float
     wide_residual: bool
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    attention_bias: bool
+    attention: GroupedQuery
     mamba: Mamba2Config
     activation: str
     mlp_bias: bool
@@ -110,11 +107,7 @@ def read_config(config: Mapping[str, Any]) -> NemotronHConfig:
     """
     fields = Fields(config)
     pattern = _read_pattern(fields, config)
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=heads)
-    fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
-    # transformers does not look at it and NVIDIA's code does: no telling what is meant.
-    fields.require(not fields.present("sliding_window"), "sliding_window is not supported")
+    hidden = fields.size("hidden_size")
     eps = fields.number("layer_norm_epsilon", 1e-5)
     read = NemotronHConfig(
         vocab_size=fields.size("vocab_size"),
@@ -123,10 +116,7 @@ def read_config(config: Mapping[str, Any]) -> NemotronHConfig:
         max_positions=fields.size("max_position_embeddings"),
         eps=eps,
         wide_residual=fields.flag("residual_in_fp32", False),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=fields.size("head_dim", "attention_head_dim", default=128),
-        attention_bias=fields.flag("attention_bias", False),
+        attention=_read_attention(fields, hidden, eps),
         mamba=_read_mamba(fields, config, hidden, eps),
         activation=_read_activation(fields, "mlp_hidden_act", "relu2"),
         mlp_bias=fields.flag("mlp_bias", False),
@@ -159,6 +149,18 @@ def _read_pattern(fields, config) -> str:
         f"got {quoted(pattern)}",
     )
     return pattern if known else ""
+
+
+def _read_attention(fields, hidden, eps) -> GroupedQuery:
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", default=heads)
+    fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
+    # transformers does not look at it and NVIDIA's code does: no telling what is meant.
+    fields.require(not fields.present("sliding_window"), "sliding_window is not supported")
+    # Files of transformers have no biases even where the config has the flag.
+    bias = None if fields.flag("attention_bias", False) else False
+    head_dim = fields.size("head_dim", "attention_head_dim", default=128)
+    return GroupedQuery(hidden, heads, kv_heads, head_dim, eps, None, bias=bias, out_bias=bias)
 
 
 def _read_mamba(fields, config, hidden, eps) -> Mamba2Config:
@@ -214,62 +216,15 @@ def _read_activation(fields, name, default) -> str:
 
 
 def _read_experts(fields) -> Experts:
-    count = fields.size("n_routed_experts", "num_local_experts")
-    top_k = fields.size("num_experts_per_tok")
-    groups, kept = fields.size("n_group", default=1), fields.size("topk_group", default=1)
-    fits = count % groups == 0 and kept <= groups and top_k <= count // groups * kept
-    fields.relate(
-        fits,
-        f"num_experts_per_tok: {top_k} experts do not fit {kept} of {groups} groups of {count}",
-    )
-    router = Router(
-        top_k,
-        score="sigmoid",
-        renormalize=fields.flag("norm_topk_prob", True),
-        num_groups=groups if fits else 1,
-        groups_kept=kept if fits else 1,
-        scaling=fields.number("routed_scaling_factor", 1.0),
-    )
+    names = ("n_routed_experts", "num_local_experts")
+    router = read_grouped_router(fields, *names)
     return Experts(
-        count,
+        count=fields.size(*names),
         intermediate=fields.size("moe_intermediate_size"),
         latent=fields.size("moe_latent_size") if fields.present("moe_latent_size") else None,
         shared_intermediate=fields.size("moe_shared_expert_intermediate_size"),
         router=router,
     )
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention without positions."""
-
-    def __init__(self, config: NemotronHConfig, weights, prefix: str, settings: Settings):
-        """Ask `weights` for the tensors below `prefix`."""
-        heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
-        # Files of transformers have no biases even where the config has the flag.
-        h, bias = config.hidden, None if config.attention_bias else False
-        self.config, self.dtype = config, settings.dtype
-        shape = (config.num_kv_heads, config.head_dim)
-        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
-        self.qkv = SideBySide(
-            q=linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias),
-            k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
-            v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
-        )
-        self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
-
-    def init_cache(self, batch: int, max_length: int):
-        """Return empty cache entries: keys and values."""
-        return self.kv.init_cache(batch, max_length)
-
-    def __call__(self, x, positions, entries):
-        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
-        config, (b, t, _) = self.config, x.shape
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = self.qkv(x).reshape(b, t, -1, config.head_dim)
-        q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
-        seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        y = attend(q, seen["k"], seen["v"], positions, config.head_dim**-0.5)
-        return self.out(y.reshape(b, t, -1)), entries
 
 
 class MLP(nnx.Module):
@@ -378,7 +333,7 @@ def _build_mixer(config, layer, weights, settings):
     if kind == MAMBA:
         return Mamba2(config.mamba, weights, prefix, settings)
     if kind == ATTENTION:
-        return Attention(config, weights, prefix, settings)
+        return Attention(config.attention, weights, prefix, settings)
     if kind == DENSE:
         return MLP(config, weights, prefix, config.dense_intermediate, settings)
     return build_moe(config, layer, weights, settings)

@@ -1,0 +1,118 @@
+"""The recurrence of Mamba-2: chunks equal steps, padding does nothing, sums stay exact."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.models import mamba2
+from jax_nvfp4_moe.models.convolution import convolve
+from jax_nvfp4_moe.testing import assert_as_accurate_as
+
+HEADS, WIDTH, GROUPS, STATE = 4, 8, 2, 16
+
+
+def operands(t, seed=0, batch=2):
+    """Random tokens and a state before them; some heads forget at once and others never."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    x = jax.random.normal(keys[0], (batch, t, HEADS, WIDTH))
+    dt = jax.nn.softplus(2 * jax.random.normal(keys[1], (batch, t, HEADS)) - 2)
+    into, out_of = (jax.random.normal(key, (batch, t, GROUPS, STATE)) for key in keys[2:4])
+    state = jax.random.normal(keys[4], (batch, HEADS, WIDTH, STATE))
+    return x, dt, -jnp.array([0.01, 1.0, 8.0, 60.0]), into, out_of, state
+
+
+def by_equation(x, dt, a, into, out_of, state, dtype):
+    """Return y and the last state by the equation of the module's page, step by step."""
+    x, dt, a, into, out_of, state = (np.asarray(v, dtype) for v in (x, dt, a, into, out_of, state))
+    into, out_of = (np.repeat(v, HEADS // GROUPS, axis=2) for v in (into, out_of))
+    y = np.zeros_like(x)
+    for t in range(x.shape[1]):
+        added = (dt[:, t, :, None] * x[:, t])[..., None] * into[:, t, :, None, :]
+        state = np.exp(dt[:, t] * a)[..., None, None] * state + added
+        y[:, t] = (state * out_of[:, t, :, None, :]).sum(-1)
+    return y, state
+
+
+def assert_is_its_equation(actual, given):
+    truth = by_equation(*given, np.float64)
+    yardstick = by_equation(*given, np.float32)
+    for ours, float32, exact in zip(actual, yardstick, truth, strict=True):
+        assert_as_accurate_as(ours, float32, exact, factor=4.0)
+
+
+@pytest.mark.parametrize("t", [1, 2, 7, 63, 64, 65, 130, 200])
+def test_chunks_are_the_steps(t, monkeypatch):
+    """Lengths that fill no chunk, or no piece of chunks; pieces of two chunks of one row each."""
+    monkeypatch.setattr(mamba2, "_PIECE", 256)
+    given = operands(t)
+    assert_is_its_equation(jax.jit(mamba2.ssd)(*given), given)
+
+
+def test_the_bound_of_chunks_catches_a_state_that_is_left_out():
+    given = operands(130)
+    y, state = mamba2.ssd(*given[:-1], jnp.zeros_like(given[-1]))
+    with pytest.raises(AssertionError, match="over"):
+        assert_is_its_equation((y, state), given)
+
+
+@pytest.mark.parametrize("cuts", [(1, 1, 64), (5, 70, 3), (64, 1, 65)])
+def test_pieces_are_the_whole(cuts):
+    """Any cut of a text gives what the whole gives: the state is all that goes on."""
+    given = operands(sum(cuts))
+    *tokens, state = given
+    pieces, start = [], 0
+    for count in cuts:
+        x, dt, a, into, out_of = (v if v.ndim == 1 else v[:, start : start + count] for v in tokens)
+        y, state = mamba2.ssd(x, dt, a, into, out_of, state)
+        pieces.append(y)
+        start += count
+    assert_is_its_equation((jnp.concatenate(pieces, axis=1), state), given)
+
+
+def test_a_small_decay_after_large_ones_stays_exact():
+    """64 tokens: the first half forgets all, the second almost nothing.
+
+    Differences of sums from the start would round each exponent to the ulp of 16,000.
+    """
+    x, dt, a, into, out_of, state = operands(64)
+    a = jnp.full_like(a, -1.0)
+    dt = dt.at[:, :32].set(500.0).at[:, 32:].set(1e-3)
+    given = (x, dt, a, into, out_of, state)
+    assert_is_its_equation(mamba2.ssd(*given), given)
+    total = np.cumsum(np.asarray(dt[0, :, 0] * a[0]), dtype=np.float32)
+    exact = np.cumsum(np.asarray(dt[0, :, 0] * a[0], np.float64))
+    rounded = np.exp(total[60] - total[40]) / np.exp(exact[60] - exact[40])
+    assert abs(rounded - 1) > 1e-4
+
+
+@pytest.mark.parametrize("t", [1, 2, 64, 70])
+def test_steps_of_zero_leave_the_state(t):
+    """That is how padding is told; values of the padding are anything finite."""
+    x, dt, a, into, out_of, state = operands(t)
+    _, behind = jax.jit(mamba2.ssd)(x, jnp.zeros_like(dt), a, into, out_of, state)
+    np.testing.assert_array_equal(behind, state)
+
+
+def test_a_convolution_keeps_the_last_tokens_of_each_row():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (4, 6, 3))
+    past = jax.random.normal(keys[1], (4, 3, 3))
+    taps = jax.random.normal(keys[2], (3, 4))
+    counts = np.array([0, 1, 3, 6])
+    y, kept = convolve(x, past, taps, jnp.arange(6)[None] < counts[:, None])
+    seen = np.concatenate([past, x], axis=1, dtype=np.float64)
+    for row, count in enumerate(counts):
+        np.testing.assert_array_equal(kept[row], seen[row, count : count + 3])
+    windows = np.lib.stride_tricks.sliding_window_view(seen, 4, axis=1)
+    truth = (windows * np.asarray(taps, np.float64)[None, None]).sum(-1)
+    yardstick = (windows.astype(np.float32) * np.asarray(taps)[None, None]).sum(-1)
+    assert_as_accurate_as(y, yardstick, truth)
+    assert kept.dtype == past.dtype
+
+
+def test_a_convolution_of_one_token_keeps_nothing():
+    x = jnp.ones((1, 2, 3))
+    y, kept = convolve(x, jnp.zeros((1, 0, 3)), jnp.full((3, 1), 2.0), jnp.ones((1, 2), bool))
+    np.testing.assert_array_equal(y, 2 * x)
+    assert kept.shape == (1, 0, 3)
