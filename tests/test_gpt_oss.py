@@ -18,6 +18,8 @@ from checkpoint_edits import E2M1, edited, read_all
 from given import CHECKPOINTS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
+from jax_nvfp4_moe.checkpoint import load, open_checkpoint
+from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.models import gpt_oss
 
 STACKED = CHECKPOINTS / "gpt_oss-modelopt-w4a16"
@@ -118,6 +120,26 @@ def test_row_major_stacks_with_dotted_names_are_the_same(tmp_path):
         np.testing.assert_array_equal(ours.packed, theirs.packed)
         np.testing.assert_array_equal(ours.dequantize(), theirs.dequantize())
     np.testing.assert_array_equal(turned.gate_up_bias, plain.gate_up_bias)
+
+
+def test_square_dense_stacks_lie_as_their_family_says(tmp_path):
+    """With 32 inputs, 16 gate and 16 up rows, only the architecture knows which axis is which."""
+    rng = np.random.default_rng(0)
+    gate_up = rng.standard_normal((3, 32, 32)).astype(ml_dtypes.bfloat16)
+    down = rng.standard_normal((3, 16, 32)).astype(ml_dtypes.bfloat16)
+    write_safetensors(
+        tmp_path / "model.safetensors", {"x.gate_up_proj": gate_up, "x.down_proj": down}
+    )
+    (tmp_path / "config.json").write_text("{}")
+    with open_checkpoint(tmp_path) as checkpoint:
+        experts = load(
+            checkpoint,
+            lambda w: w.dense_experts("x", 3, 32, 16, interleaved=True, inputs_first=True),
+        )
+    turned = np.swapaxes(gate_up, 1, 2)
+    np.testing.assert_array_equal(experts.gate_up[:, :16], turned[:, 0::2])
+    np.testing.assert_array_equal(experts.gate_up[:, 16:], turned[:, 1::2])
+    np.testing.assert_array_equal(experts.down, np.swapaxes(down, 1, 2))
 
 
 def test_mxfp4_is_refused_by_name(tmp_path):

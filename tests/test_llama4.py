@@ -111,7 +111,7 @@ def test_published_configs():
     plain = np.array(llama4.read_config(older | {"rope_scaling": None}).rope.frequencies)
     slowed = 64 * plain / (2 * np.pi) < 1
     assert 0 < slowed.sum() < len(plain)
-    eps = 4 * np.finfo(np.float32).eps
+    eps = float(4 * np.finfo(np.float32).eps)
     np.testing.assert_allclose(read.rope.frequencies, np.where(slowed, plain / 16, plain), rtol=eps)
     assert read.temperature == (0.1, 8.0)
     assert llama4.read_config(older | {"attn_temperature_tuning": 0}).temperature is None

@@ -10,7 +10,7 @@ from jax_nvfp4_moe import NVFP4Linear, NVFP4MoE, Scheme, Target, explain, quanti
 from jax_nvfp4_moe.activations import find_activation
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.nn import DenseLinear, NVFP4Param, RouterCorrection
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.routing import Router, route
 from jax_nvfp4_moe.testing import (
     assert_as_accurate_as,
     moe_mlp_float64,
@@ -60,6 +60,26 @@ def test_leading_axes_and_dtypes_of_the_input():
     assert (ids.dtype, weights.dtype) == (jnp.int32, jnp.float32)
     np.testing.assert_array_equal(moe.experts(x, ids, weights), y)
     assert moe(x[:0]).shape == (0, 3, 64)
+
+
+def test_a_bias_of_the_logits_moves_choice_and_weights():
+    """A correction (`router_bias`) of the same size moves the choice alone."""
+    bias = jnp.zeros(8).at[3].set(5.0)
+    router = Router(2, select="logits")
+    biased = make(top_k=None, router=router, router_logit_bias=bias)
+    weight, x = biased.router_weight.get_value().astype(jnp.float32), tokens(5)
+    ids, weights = biased.route(x)
+    logits = jnp.matmul(x, weight.T, precision="highest") + jnp.broadcast_to(bias, (5, 8))
+    want_ids, want_weights = route(router, logits)
+    np.testing.assert_array_equal(ids, want_ids)
+    # In bfloat16 the tokens are rounded first.
+    np.testing.assert_allclose(weights, want_weights, rtol=2.0**-6)
+    assert (np.asarray(ids)[:, 0] == 3).all()
+    assert np.asarray(weights)[:, 0].min() > 0.5
+    plain = make(top_k=None, router=router).route(x)[1]
+    assert np.abs(plain - want_weights).max() > 0.2
+    with pytest.raises(ValueError, match="router_logit_bias: expected sizes"):
+        make(router_logit_bias=jnp.zeros(7))
 
 
 def test_experts_that_are_elsewhere_add_nothing():
