@@ -85,6 +85,7 @@ def test_how_many_channels_rotate():
     assert rotated(MINIMAX) == rotated(MINIMAX, **plain) == 8
     assert rotated(MINIMAX, **plain, rotary_dim=None) == 16
     assert rotated(MINIMAX, **plain, rotary_dim=4) == 4
+    assert rotated(MINIMAX, rotary_dim=4) == 8  # the factor goes before it
 
 
 def test_a_window_of_qwen_needs_its_switch():
@@ -115,7 +116,7 @@ def test_clipping_bounds_queries_keys_and_values():
         (GLM, {"topk_group": 5}, "num_experts_per_tok: 3 experts do not fit 5 of 4 groups"),
         (GLM, {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
         (GLM, {"use_qk_norm": False}, "q_norm.weight.*not part of the model"),
-        (MINIMAX, {"rotary_dim": 4}, "rotary_dim: expected 8 channels .* got 4"),
+        (MINIMAX, {"rotary_dim": -4}, "rotary_dim: expected a positive integer, got -4"),
         (MINIMAX, {"use_qk_norm": False}, "use_qk_norm: False is not supported"),
         (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type: 'per_head' is not supported"),
         (MINIMAX, {"shared_intermediate_size": 48}, "shared_intermediate_size: 48 is not"),
