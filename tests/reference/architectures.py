@@ -87,9 +87,9 @@ class Architecture:
     `model` is the transformers class where it is not AutoModelForCausalLM's own choice. `stacked`
     says how transformers keeps experts that llm-compressor writes one by one and transformers does
     not read so: gate and up as "rows" or "columns" of one matrix, or as "interleaved" columns.
-    `mtp` is where published files keep the layers that predict further tokens. `edits` are made to
-    the written config.json: spellings of published files that transformers does not write (None
-    removes).
+    `mtp` is where published files keep the layers that predict further tokens. `old_rope` and
+    `edits` change the written config.json to spellings of published files that transformers 5 reads
+    and does not write (None removes).
     """
 
     model_type: str
@@ -98,6 +98,7 @@ class Architecture:
     model: str = "AutoModelForCausalLM"
     stacked: str | None = None
     mtp: str = "mtp"
+    old_rope: bool = False
     edits: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -262,13 +263,25 @@ ARCHITECTURES = {
             routed_scaling_factor=2.827,
             rope_parameters=YARN,
         ),
-        edits={
-            "model_type": "kimi_k2",
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "rope_parameters": None,
-            "rope_theta": YARN["rope_theta"],
-            "rope_scaling": {k: v for k, v in YARN.items() if "rope_" not in k} | {"type": "yarn"},
-        },
+        edits={"model_type": "kimi_k2"},
+        old_rope=True,
         mtp="model.layers.2",
     ),
+}
+
+PUBLISHED_NEMOTRON = {
+    "layers_block_type": None,
+    "hybrid_override_pattern": "M*E-",
+    "num_hidden_layers": 4,
+}
+PUBLISHED_NEXT = {"layer_types": None, "full_attention_interval": 2}
+ARCHITECTURES |= {
+    f"{name}-published": dataclasses.replace(ARCHITECTURES[name], edits=edits, old_rope=old_rope)
+    for name, edits, old_rope in (
+        ("qwen3_moe", {}, True),
+        ("qwen3_next", PUBLISHED_NEXT, True),
+        ("nemotron_h", PUBLISHED_NEMOTRON, False),
+        ("glm4_moe", {}, True),
+        ("mixtral", {}, True),
+    )
 }
