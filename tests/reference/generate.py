@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from tests.reference import dense, models, record, tools
+from tests.reference import dense, models, record, rewrite, tools
 from tests.reference.architectures import ARCHITECTURES, Architecture
 from tests.reference.forms import FORMS, ModelOpt
 
@@ -20,7 +20,7 @@ STEADY = 1e-3  # of logits whose rms is about one
 ATTEMPTS = 12
 
 
-def generate(architecture: str, form: str, seed: int, folder: pathlib.Path) -> None:
+def generate(architecture: str, form: str, rewritten: str, seed: int, folder: pathlib.Path) -> None:
     """Write `folder`: the checkpoint, reference.safetensors, reference.json.
 
     Where a rounding or a routing decision nearly ties, noise in the last bits moves whole logits:
@@ -33,6 +33,8 @@ def generate(architecture: str, form: str, seed: int, folder: pathlib.Path) -> N
             facts = generate_once(architecture, form, tried, written)
             change = facts["sensitivity_to_1e6_noise"]["max_abs_logit_change"]
             if change < STEADY or tried == seed + ATTEMPTS - 1:
+                if rewritten:
+                    rewrite.rewrite(written, rewritten)
                 written.rename(folder)
                 break
 
