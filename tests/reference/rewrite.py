@@ -16,7 +16,6 @@ import torch
 
 GARBAGE = "\0backbone.pt_name_sentinel"
 APART = 8.0  # a power of two, by which scales move without rounding
-SMALLEST = 2.0**-9  # of E4M3
 
 
 @dataclasses.dataclass
