@@ -347,6 +347,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
     "minimax_m2": {
+        "rotary_dim": 4,
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 5000.0,
