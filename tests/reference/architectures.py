@@ -237,6 +237,7 @@ ARCHITECTURES = {
         dense(
             head_dim=16,
             rotary_dim=8,
+            partial_rotary_factor=0.5,  # transformers 5.17 knows this name alone, files the other
             intermediate_size=48,
             num_local_experts=8,
             num_experts_per_tok=2,
@@ -348,6 +349,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {
         "rotary_dim": 4,
+        "partial_rotary_factor": 0.25,
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 5000.0,
