@@ -6,33 +6,33 @@ import sys
 import traceback
 
 from tests.reference.architectures import ARCHITECTURES
-from tests.reference.forms import FORMS
+from tests.reference.forms import FORMS, REWRITES
 
 
 def main(arguments: list[str]) -> int:
     """Generate each `architecture:form`; status = the number of them that failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.reference", description=__doc__)
-    parser.add_argument("wanted", nargs="*", metavar="architecture:form")
+    parser.add_argument("wanted", nargs="*", metavar="architecture:form[:rewrite]")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("references"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--list", action="store_true", help="list architectures and forms")
     options = parser.parse_args(arguments)
     if options.list or not options.wanted:
-        print("architectures:", *ARCHITECTURES, "\nforms:", *FORMS)
+        print("architectures:", *ARCHITECTURES, "\nforms:", *FORMS, "\nrewrites:", *REWRITES)
         return 0
     failed = []
     for wanted in options.wanted:
-        architecture, _, form = wanted.partition(":")
-        if architecture not in ARCHITECTURES or form not in FORMS:
+        architecture, form, rewrite = (*wanted.split(":"), "", "")[:3]
+        if architecture not in ARCHITECTURES or form not in FORMS or rewrite not in REWRITES:
             parser.error(f"{wanted}: expected architecture:form of those that --list shows.")
     options.folder.mkdir(parents=True, exist_ok=True)
     from tests.reference.generate import generate  # torch takes seconds: after the mistakes
 
     for wanted in options.wanted:
-        architecture, _, form = wanted.partition(":")
+        architecture, form, rewrite = (*wanted.split(":"), "")[:3]
         folder = options.folder / wanted.replace(":", "-")
         try:
-            generate(architecture, form, options.seed, folder)
+            generate(architecture, form, rewrite, options.seed, folder)
             print(f"{wanted}: written to {folder}", flush=True)
         except Exception:  # the others are worth having: say which failed and why
             traceback.print_exc()

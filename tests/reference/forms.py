@@ -34,6 +34,7 @@ class LlmCompressor:
     tool: str = "llm-compressor"
 
 
+REWRITES = ("", "w1w3w2", "rows", "faults")  # see rewrite.py; the first leaves all as it is
 LEFT_OUT = (
     "lm_head",
     r"re:.*mlp\.gate$",

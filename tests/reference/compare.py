@@ -1,0 +1,81 @@
+"""`python -m tests.reference.compare references/*`: this package against what the tools computed.
+
+Needs jax, no torch. One line of Markdown a checkpoint, the largest of its layers: relative errors
+of routed experts and of whole MoE blocks, each on the tool's own input; of the logits, as rms over
+rms; and of decoding token by token with a cache against the whole prompt at once.
+"""
+
+import json
+import pathlib
+import struct
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_nvfp4_moe import CheckpointError, load_model, load_moe
+
+EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
+DTYPES = {"F32": np.float32, "I64": np.int64}
+
+
+def read(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """tensors = those of a safetensors file of float32 and int64."""
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    tensors = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name != "__metadata__":
+            first, last = (8 + length + offset for offset in entry["data_offsets"])
+            values = np.frombuffer(data[first:last], DTYPES[entry["dtype"]])
+            tensors[name] = values.reshape(entry["shape"])
+    return tensors
+
+
+def relative(actual: jax.Array, expected: np.ndarray) -> float:
+    """error = |actual - expected| / |expected|, Euclidean norms."""
+    difference = np.asarray(actual, np.float64).reshape(expected.shape) - expected
+    return float(np.linalg.norm(difference) / np.linalg.norm(expected))
+
+
+def compare(folder: pathlib.Path) -> list[float]:
+    """errors = of experts, blocks, logits, decoding."""
+    tensors = read(folder / "reference.safetensors")
+    experts, blocks = [0.0], [0.0]
+    for layer in sorted({int(n.split(".")[1]) for n in tensors if n.endswith(".moe.input")}):
+        given = {n.split(".moe.")[1]: v for n, v in tensors.items() if f"s.{layer}.moe." in n}
+        moe = load_moe(folder, layer, **EXACT)
+        names = ("experts_input", "topk_indices", "topk_weights", "input")
+        x, expert_ids, weights, block_x = (jnp.asarray(given[name]) for name in names)
+        routed = moe.experts(x, expert_ids.astype(jnp.int32), weights)
+        experts.append(relative(routed, given["experts_output"]))
+        blocks.append(relative(moe(block_x), given["output"]))
+    model = load_model(folder, **EXACT)
+    ids = jnp.asarray(tensors["input_ids"], jnp.int32)
+    whole = jax.jit(lambda model, ids: model(ids))(model, ids)
+    step = jax.jit(lambda model, ids, cache: model(ids, cache))
+    cache, pieces, half = model.init_cache(*ids.shape), [], ids.shape[1] // 2
+    for piece in (ids[:, :half], *jnp.split(ids[:, half:], ids.shape[1] - half, axis=1)):
+        logits, cache = step(model, piece, cache)
+        pieces.append(logits)
+    decoded = jnp.concatenate(pieces, axis=1)
+    errors = [relative(whole, tensors["logits"]), relative(decoded, np.asarray(whole))]
+    return [max(experts), max(blocks), *errors]
+
+
+def main(folders: list[str]) -> int:
+    """Print the table; status = how many checkpoints did not load."""
+    print("| checkpoint | experts | blocks | logits | decoding |\n| --- | --- | --- | --- | --- |")
+    failed = 0
+    for folder in map(pathlib.Path, folders):
+        try:
+            cells = [f"{error:.1e}" for error in compare(folder)]
+        except (CheckpointError, ValueError) as error:
+            cells, failed = [" ".join(str(error).split())[:200]], failed + 1
+        print("|", " | ".join([folder.name, *cells]), "|", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
