@@ -7,17 +7,21 @@
 // other: 64 weight rows of one expert by at most 8 of its slots, over all of k. Its four teams of
 // four warps each take every fourth tile of k, straight from memory into registers, kDepth tiles
 // ahead, also of the next sum; the shares of the teams are added in their order. All rows of x are
-// in shared memory from the start.
+// in shared memory from the start. In W4A4 each slot has a row there of its own, which is rounded
+// to NVFP4 in place under the scale of the slot's expert.
 //
 // The kernel may start while the one before it ends, of which it reads `left` alone; the ids and
 // the weights are older. As a layer's first product it brings the second one's weights into the L2
 // cache as soon as its own are on their way.
 //
 // Needs: sm_80. Test: test_cuda_kernel.py, test_emulation.py.
+#include <cstring>
+
 #include "epilogue.cuh"
 #include "expert_gemm_few.cuh"
 #include "launch_kernel.cuh"
 #include "mma.cuh"
+#include "quantize_block.cuh"
 #include "sm90.cuh"
 
 namespace nvfp4 {
@@ -141,10 +145,10 @@ __device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t
   }
 }
 
-// Starts to bring the rows of x, `stride` bytes apart, zeros behind the end of k; of the second
-// product those of `routed` slots, since others were not written.
+// Starts to bring the rows of x, each to `copies` rows here, `stride` bytes apart, zeros behind the
+// end of k; of the second product those of `routed` slots, since others were not written.
 __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, int num_rows,
-                                          int k_tiles, int stride, uint8_t* rows) {
+                                          int copies, int k_tiles, int stride, uint8_t* rows) {
   const int chunks = k_tiles * (kTileK / 8);
   const uint32_t target = SharedAddress(rows);
   for (int i = static_cast<int>(threadIdx.x); i < num_rows * chunks; i += kThreads) {
@@ -152,10 +156,29 @@ __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, 
     if ((routed >> row & 1) == 0) continue;
     const bool inside = chunk * 8 < p.k;
     const auto* source = static_cast<const uint16_t*>(p.left.values) +
-                         static_cast<int64_t>(row) * p.k + (inside ? chunk * 8 : 0);
+                         static_cast<int64_t>(row / copies) * p.k + (inside ? chunk * 8 : 0);
     CopyOrZero(target + row * stride + chunk * 16, source, inside ? 16 : 0);
   }
   CommitCopies();
+}
+
+// Rounds the rows of `routed` slots.
+template <typename T>
+__device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& few, uint32_t routed,
+                                          int stride, uint8_t* rows) {
+  const int blocks = p.k / kBlock;
+  for (int i = static_cast<int>(threadIdx.x); i < few.num_slots * blocks; i += kThreads) {
+    const int slot = i / blocks, block = i - slot * blocks;
+    if ((routed >> slot & 1) == 0) continue;
+    auto* place = reinterpret_cast<uint4*>(rows + slot * stride) + 2 * block;
+    T values[kBlock];
+    uint4 words[2] = {place[0], place[1]};
+    std::memcpy(values, words, sizeof(values));
+    RoundActivations(p.left.input_scale[few.expert_ids[slot]], values);
+    std::memcpy(words, values, sizeof(values));
+    place[0] = words[0];
+    place[1] = words[1];
+  }
 }
 
 // Asks for the weights of this block's sums of the next product.
@@ -185,7 +208,7 @@ __device__ __forceinline__ OutputPairs FinishTile(const TileStore<T>& store,
   }
 }
 
-template <typename T>
+template <typename T, bool kRounds>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     ExpertGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
                   const TileConstants constants) {
@@ -198,8 +221,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #endif
   const bool first = few.next.packed != nullptr;
   const int k_tiles = (p.k + kTileK - 1) / kTileK, stride = k_tiles * kTileK * 2 + kPadding;
-  const int num_rows = (few.num_slots + p.left.slots_per_row - 1) / p.left.slots_per_row;
-  if (first) BringRows(p, kAllLanes, num_rows, k_tiles, stride, rows);
+  const int copies = kRounds ? p.left.slots_per_row : 1;
+  const int slots_per_row = p.left.slots_per_row / copies;  // of a row in shared memory
+  const int num_rows = (few.num_slots + slots_per_row - 1) / slots_per_row;
+  if (first) BringRows(p, kAllLanes, num_rows, copies, k_tiles, stride, rows);
   if (threadIdx.x < sizeof(zeros)) zeros[threadIdx.x] = 0;
   if (threadIdx.x < 32) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
   __syncthreads();
@@ -212,10 +237,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #if __CUDA_ARCH__ >= 900
     WaitForPrecedingKernel();
 #endif
-    BringRows(p, plan.routed, num_rows, k_tiles, stride, rows);
+    BringRows(p, plan.routed, num_rows, copies, k_tiles, stride, rows);
   }
   WaitCopies<0>();
   __syncthreads();
+  if constexpr (kRounds) {
+    RoundRows<T>(p, few, plan.routed, stride, rows);
+    __syncthreads();
+  }
 
   const int lane = static_cast<int>(threadIdx.x % 32), warp = worker.thread / 32;
   int buffer = 0;
@@ -226,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int m_tile = sum % worker.m_tiles;
     LaneRows lane_rows = {};
     if (worker.team == 0) lane_rows = LoadLaneRows(p, tile.expert, m_tile, warp);
-    const int row = plan.slots[tile.row + min(lane % 8, tile.rows - 1)] / p.left.slots_per_row;
+    const int row = plan.slots[tile.row + min(lane % 8, tile.rows - 1)] / slots_per_row;
     const uint8_t* b = rows + row * stride + lane / 8 * 16 + worker.team * kTileK * 2;
     float halves[2][4] = {};  // of the even and the odd tiles, so that products overlap
     do {
@@ -279,13 +308,20 @@ constexpr int64_t kMaxWeights = int64_t{64} << 20;
 // Two blocks share a multiprocessor.
 constexpr int64_t kMaxRowsBytes = 90 * 1024;
 
-template <typename T>
+template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
                         bool overlaps) {
-  const int64_t rows = CeilDiv(few.num_slots, gemm.left.slots_per_row);
+  const int64_t rows = CeilDiv(few.num_slots, kRounds ? 1 : gemm.left.slots_per_row);
   const auto blocks = static_cast<unsigned>(kBlocksPerSm * MultiprocessorCount());
   return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(RowsBytes(rows, gemm.k)),
-                    overlaps, ExpertGemmFew<T>, gemm, few, MakeTileConstants<T>());
+                    overlaps, ExpertGemmFew<T, kRounds>, gemm, few, MakeTileConstants<T>());
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
+                     bool overlaps) {
+  return gemm.left.input_scale == nullptr ? LaunchTyped<T, false>(stream, gemm, few, overlaps)
+                                          : LaunchTyped<T, true>(stream, gemm, few, overlaps);
 }
 
 }  // namespace
@@ -297,8 +333,8 @@ bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, int64_t weight
 
 cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
                                 bool overlaps) {
-  return gemm.type == DataType::kF16 ? LaunchTyped<__half>(stream, gemm, few, overlaps)
-                                     : LaunchTyped<__nv_bfloat16>(stream, gemm, few, overlaps);
+  return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, few, overlaps)
+                                     : LaunchOf<__nv_bfloat16>(stream, gemm, few, overlaps);
 }
 
 }  // namespace nvfp4
