@@ -125,10 +125,7 @@ struct TileStore {
   const int g, q;
 
   __device__ __forceinline__ float RowScale(int row) const {
-    if (p.left.row_scale == nullptr || row >= tile.rows) return 1.0f;
-    int32_t place = tile.row + row;
-    if (p.left.slots != nullptr) place = p.left.slots[place] / p.left.slots_per_row;
-    return p.left.row_scale[place];
+    return p.left.row_scale != nullptr && row < tile.rows ? p.left.row_scale[tile.row + row] : 1.0f;
   }
 
   // low and high of one sorted row -> outputs, both in the places of their weight rows; where

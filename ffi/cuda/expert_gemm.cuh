@@ -21,7 +21,7 @@ struct LeftOperand {
   const void* values;    // [*, k]
   const int32_t* slots;  // where set, sorted row r is row slots[r] / slots_per_row
   int32_t slots_per_row;
-  const float* row_scale;    // of the rows of `values`, or null
+  const float* row_scale;    // [rows] in sorted order, or null
   const float* input_scale;  // [e] or null
   // Of the engine on FP4: values are codes, sorted, rows PadK(k) / 2 bytes apart, and these their
   // scales, rows PadK(k) / 16 bytes apart. Zeros pad a row.

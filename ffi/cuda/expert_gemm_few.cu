@@ -7,8 +7,8 @@
 // other: 64 weight rows of one expert by at most 8 of its slots, over all of k. Its four teams of
 // four warps each take every fourth tile of k, straight from memory into registers, kDepth tiles
 // ahead, also of the next sum; the shares of the teams are added in their order. All rows of x are
-// in shared memory from the start. In W4A4 each slot has a row there of its own, which is rounded
-// to NVFP4 in place under the scale of the slot's expert.
+// in shared memory from the start. In W4A4 each slot has a row of its own there: that of x rounded
+// to NVFP4 under the scale of the slot's expert, by each block for the experts of its sums.
 //
 // The kernel may start while the one before it ends, of which it reads `left` alone; the ids and
 // the weights are older. As a layer's first product it brings the second one's weights into the L2
@@ -145,10 +145,10 @@ __device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t
   }
 }
 
-// Starts to bring the rows of x, each to `copies` rows here, `stride` bytes apart, zeros behind the
-// end of k; of the second product those of `routed` slots, since others were not written.
+// Starts to bring the rows of x, `stride` bytes apart, zeros behind the end of k; of the second
+// product those of `routed` slots, since others were not written.
 __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, int num_rows,
-                                          int copies, int k_tiles, int stride, uint8_t* rows) {
+                                          int k_tiles, int stride, uint8_t* rows) {
   const int chunks = k_tiles * (kTileK / 8);
   const uint32_t target = SharedAddress(rows);
   for (int i = static_cast<int>(threadIdx.x); i < num_rows * chunks; i += kThreads) {
@@ -156,26 +156,41 @@ __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, 
     if ((routed >> row & 1) == 0) continue;
     const bool inside = chunk * 8 < p.k;
     const auto* source = static_cast<const uint16_t*>(p.left.values) +
-                         static_cast<int64_t>(row / copies) * p.k + (inside ? chunk * 8 : 0);
+                         static_cast<int64_t>(row) * p.k + (inside ? chunk * 8 : 0);
     CopyOrZero(target + row * stride + chunk * 16, source, inside ? 16 : 0);
   }
   CommitCopies();
 }
 
-// Rounds the rows of `routed` slots.
+// A bit for each slot that a sum of this block has.
+__device__ __forceinline__ uint32_t OwnSlots(const Worker& worker) {
+  uint32_t own = 0;
+  for (int sum = static_cast<int>(blockIdx.x); sum < worker.sums; sum += gridDim.x) {
+    const RowTile& tile = worker.plan.tiles[sum / worker.m_tiles];
+    for (int row = 0; row < tile.rows; ++row) own |= 1u << worker.plan.slots[tile.row + row];
+  }
+  return own;
+}
+
+// rounded[slot] = rows[slot / slots_per_row], rounded, for each of `slots`; they may be the same.
 template <typename T>
-__device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& few, uint32_t routed,
-                                          int stride, uint8_t* rows) {
-  const int blocks = p.k / kBlock;
-  for (int i = static_cast<int>(threadIdx.x); i < few.num_slots * blocks; i += kThreads) {
-    const int slot = i / blocks, block = i - slot * blocks;
-    if ((routed >> slot & 1) == 0) continue;
-    auto* place = reinterpret_cast<uint4*>(rows + slot * stride) + 2 * block;
+__device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& few, uint32_t slots,
+                                          int k_tiles, int stride, const uint8_t* rows,
+                                          uint8_t* rounded) {
+  const int blocks = k_tiles * (kTileK / kBlock), count = __popc(slots);
+  for (int i = static_cast<int>(threadIdx.x); i < count * blocks; i += kThreads) {
+    const int index = i / blocks, block = i - index * blocks;
+    uint32_t after = slots;  // and, of the rest, the lowest is slot number `index`
+    for (int before = 0; before < index; ++before) after &= after - 1;
+    const int slot = __ffs(static_cast<int>(after)) - 1;
+    const auto* source =
+        reinterpret_cast<const uint4*>(rows + slot / p.left.slots_per_row * stride) + 2 * block;
     T values[kBlock];
-    uint4 words[2] = {place[0], place[1]};
+    uint4 words[2] = {source[0], source[1]};
     std::memcpy(values, words, sizeof(values));
     RoundActivations(p.left.input_scale[few.expert_ids[slot]], values);
     std::memcpy(words, values, sizeof(values));
+    auto* place = reinterpret_cast<uint4*>(rounded + slot * stride) + 2 * block;
     place[0] = words[0];
     place[1] = words[1];
   }
@@ -221,10 +236,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #endif
   const bool first = few.next.packed != nullptr;
   const int k_tiles = (p.k + kTileK - 1) / kTileK, stride = k_tiles * kTileK * 2 + kPadding;
-  const int copies = kRounds ? p.left.slots_per_row : 1;
-  const int slots_per_row = p.left.slots_per_row / copies;  // of a row in shared memory
-  const int num_rows = (few.num_slots + slots_per_row - 1) / slots_per_row;
-  if (first) BringRows(p, kAllLanes, num_rows, copies, k_tiles, stride, rows);
+  const int num_rows = (few.num_slots + p.left.slots_per_row - 1) / p.left.slots_per_row;
+  if (first) BringRows(p, kAllLanes, num_rows, k_tiles, stride, rows);
   if (threadIdx.x < sizeof(zeros)) zeros[threadIdx.x] = 0;
   if (threadIdx.x < 32) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
   __syncthreads();
@@ -237,13 +250,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #if __CUDA_ARCH__ >= 900
     WaitForPrecedingKernel();
 #endif
-    BringRows(p, plan.routed, num_rows, copies, k_tiles, stride, rows);
+    BringRows(p, plan.routed, num_rows, k_tiles, stride, rows);
   }
   WaitCopies<0>();
   __syncthreads();
+  const uint8_t* left = rows;  // of slots where rounded, else of tokens
   if constexpr (kRounds) {
-    RoundRows<T>(p, few, plan.routed, stride, rows);
+    uint8_t* rounded = p.left.slots_per_row == 1 ? rows : rows + num_rows * stride;
+    RoundRows<T>(p, few, OwnSlots(worker), k_tiles, stride, rows, rounded);
     __syncthreads();
+    left = rounded;
   }
 
   const int lane = static_cast<int>(threadIdx.x % 32), warp = worker.thread / 32;
@@ -255,8 +271,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int m_tile = sum % worker.m_tiles;
     LaneRows lane_rows = {};
     if (worker.team == 0) lane_rows = LoadLaneRows(p, tile.expert, m_tile, warp);
-    const int row = plan.slots[tile.row + min(lane % 8, tile.rows - 1)] / slots_per_row;
-    const uint8_t* b = rows + row * stride + lane / 8 * 16 + worker.team * kTileK * 2;
+    const int slot = plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
+    const int row = kRounds ? slot : slot / p.left.slots_per_row;
+    const uint8_t* b = left + row * stride + lane / 8 * 16 + worker.team * kTileK * 2;
     float halves[2][4] = {};  // of the even and the odd tiles, so that products overlap
     do {
       const Round next = worker.NextRound(round);
@@ -297,7 +314,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-int64_t RowsBytes(int64_t rows, int64_t k) {
+// Of shared memory: the rows of x, and those of slots where they are others.
+int64_t RowsBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
+  const int64_t rows = CeilDiv(slots, slots_per_row) + (rounds && slots_per_row > 1 ? slots : 0);
   return rows * (CeilDiv(k, kTileK) * kTileK * 2 + kPadding);
 }
 
@@ -311,10 +330,10 @@ constexpr int64_t kMaxRowsBytes = 90 * 1024;
 template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
                         bool overlaps) {
-  const int64_t rows = CeilDiv(few.num_slots, kRounds ? 1 : gemm.left.slots_per_row);
+  const int64_t bytes = RowsBytes(few.num_slots, gemm.left.slots_per_row, gemm.k, kRounds);
   const auto blocks = static_cast<unsigned>(kBlocksPerSm * MultiprocessorCount());
-  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(RowsBytes(rows, gemm.k)),
-                    overlaps, ExpertGemmFew<T, kRounds>, gemm, few, MakeTileConstants<T>());
+  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), overlaps,
+                    ExpertGemmFew<T, kRounds>, gemm, few, MakeTileConstants<T>());
 }
 
 template <typename T>
@@ -326,9 +345,9 @@ cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots
 
 }  // namespace
 
-bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, int64_t weights) {
+bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds, int64_t weights) {
   return slots <= kFewSlots && weights <= kMaxWeights &&
-         RowsBytes(CeilDiv(slots, slots_per_row), k) <= kMaxRowsBytes;
+         RowsBytes(slots, slots_per_row, k, rounds) <= kMaxRowsBytes;
 }
 
 cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,

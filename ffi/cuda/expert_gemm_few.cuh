@@ -21,9 +21,9 @@ struct FewSlots {
 };
 
 // Whether a product fits, and is done faster than after a sort: its rows have to be in shared
-// memory, one for each slot where they are rounded, and `weights` is how many weights all slots
+// memory, where `rounds` also those of the slots, and `weights` is how many weights all slots
 // have at most, of both products of a layer.
-bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, int64_t weights);
+bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds, int64_t weights);
 
 cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
                                 bool overlaps);

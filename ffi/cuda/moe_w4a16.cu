@@ -85,15 +85,33 @@ cudaError_t LaunchScaleRows(cudaStream_t stream, const MoECall& call, const Toke
   return cudaSuccess;
 }
 
+// row_scale[r] = scales[slots[r] / top_k] for sorted rows r.
+__global__ void __launch_bounds__(kThreads)
+    SortScales(const float* scales, ExpertRows rows, int32_t num_experts, int32_t top_k,
+               float* row_scale) {
+  const int32_t row = static_cast<int32_t>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (row < rows.starts[num_experts]) row_scale[row] = scales[rows.slots[row] / top_k];
+}
+
+// Rounds each token once, under a scale of its own.
+cudaError_t LaunchRoundTokens(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
+                              const Workspace& workspace, ExpertGemm* up) {
+  auto* scales = reinterpret_cast<float*>(workspace.activated);  // product 1 comes later
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundGathered(stream, chunk.tokens, scales, workspace.down, up));
+  up->left.row_scale = workspace.row_scale;
+  const dim3 grid(static_cast<unsigned>(CeilDiv(chunk.slots, kThreads)));
+  return Launch(stream, grid, kThreads, SortScales, scales, up->rows,
+                static_cast<int32_t>(call.shape.e), up->left.slots_per_row, workspace.row_scale);
+}
+
 // Whether both products go without a sort before them.
 bool FewFit(const MoECall& call, int64_t slots) {
   const MoEShape& shape = call.shape;
   const int64_t weights = slots * shape.h * (shape.n1 + shape.i);
-  // Rounded rows are those of slots: under the scales of their experts.
-  const int64_t slots_per_row = call.activation_scale == ActivationScale::kNone ? shape.top_k : 1;
+  const bool rounds = call.activation_scale == ActivationScale::kStatic;
   return !call.weight_on_input && call.activation_scale != ActivationScale::kToken &&
-         FewSlotsFit(slots, slots_per_row, shape.h, weights) &&
-         FewSlotsFit(slots, 1, shape.i, weights);
+         FewSlotsFit(slots, shape.top_k, shape.h, rounds, weights) &&
+         FewSlotsFit(slots, 1, shape.i, rounds, weights);
 }
 
 cudaError_t LaunchFewProducts(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
@@ -116,7 +134,7 @@ cudaError_t LaunchInputs(cudaStream_t stream, const MoECall& call, const TokenCh
                          const Workspace& workspace, ExpertGemm* up) {
   const float* weights = call.weight_on_input ? chunk.expert_weights : nullptr;
   if (call.activation_scale == ActivationScale::kToken && weights == nullptr) {
-    return LaunchRoundTokens(stream, chunk.tokens, workspace.row_scale, workspace.down, up);
+    return LaunchRoundTokens(stream, call, chunk, workspace, up);
   }
   if (call.activation_scale != ActivationScale::kNone) {
     return LaunchRoundRows(stream, call.activation_scale, chunk.slots, call.shape.e, weights,

@@ -42,18 +42,17 @@ inline cudaError_t LaunchRoundRows(cudaStream_t stream, ActivationScale scale, i
 }
 
 // Rounds the `num_rows` rows that `gemm` gathers, each once and under a scale of its own, to
-// `rounded`, and points it there.
-inline cudaError_t LaunchRoundTokens(cudaStream_t stream, int64_t num_rows, float* row_scale,
-                                     void* rounded, ExpertGemm* gemm) {
+// `rounded`, and points it there; the scales are left to the caller.
+inline cudaError_t LaunchRoundGathered(cudaStream_t stream, int64_t num_rows, float* scales,
+                                       void* rounded, ExpertGemm* gemm) {
   RowQuantizer quantizer = {};
   quantizer.max_rows = num_rows;
   quantizer.type = gemm->type;
   quantizer.values = gemm->left.values;
   quantizer.k = gemm->k;
-  quantizer.row_scale = row_scale;
+  quantizer.row_scale = scales;
   quantizer.rounded = rounded;
   gemm->left.values = rounded;
-  gemm->left.row_scale = row_scale;
   return LaunchQuantizeRows(stream, quantizer);
 }
 
