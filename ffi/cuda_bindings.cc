@@ -34,6 +34,7 @@ constexpr bool kHasSm100 = NVFP4_CUTLASS || NVFP4_EMULATE_BLACKWELL;
 
 ffi::Error FromCuda(cudaError_t status, std::string_view what) {
   if (status == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // which would else be taken for the next call's
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
 }
 

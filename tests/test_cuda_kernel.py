@@ -83,6 +83,9 @@ CASES = {
     "same_expert_twice": (10, 4, 3, 48, 16, lambda rng: np.full((10, 4), 1)),
     "few_slots_of_one_expert": (8, 4, 3, 80, 48, lambda rng: np.full((8, 4), 1)),
     "few_slots_long_k": (3, 8, 16, 1104, 592, uniform(3, 8, 16)),
+    # Of shared memory dynamic 40 and 36 KiB, in W4A16 and W4A4, and with the rest over 48.
+    "few_slots_of_four_rows": (4, 2, 4, 5120, 16, uniform(4, 2, 4)),
+    "few_slots_of_one_row": (1, 8, 16, 2048, 16, uniform(1, 8, 16)),
     "many_experts": (9, 32, 512, 32, 16, uniform(9, 32, 512)),
     "slots_in_one_warp_segment": (70, 8, 16, 32, 16, uniform(70, 8, 16)),
     "more_blocks_than_threads": (40, 1, 2, 16448, 16, uniform(40, 1, 2)),
