@@ -34,6 +34,7 @@ constexpr bool kHasSm100 = NVFP4_CUTLASS || NVFP4_EMULATE_BLACKWELL;
 
 ffi::Error FromCuda(cudaError_t status, std::string_view what) {
   if (status == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // which would else be taken for the next call's
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
@@ -387,6 +388,33 @@ nb::dict Registrations() {
   return targets;
 }
 
+struct LayerWorkspace {
+  const char* name;
+  int64_t (*bytes)(const MoEShape& shape);
+};
+
+constexpr LayerWorkspace kLayerWorkspaces[] = {
+    {"moe_workspace_bytes",
+     [](const MoEShape& shape) { return MoEWorkspaceBytes(shape, DataType::kBF16); }},
+    {"moe_f32_workspace_bytes",
+     [](const MoEShape& shape) { return MoEWorkspaceBytes(shape, DataType::kF32); }},
+    {"moe_w4a16_workspace_bytes", MoEW4A16WorkspaceBytes},
+    {"moe_w4a4_workspace_bytes", MoEW4A4WorkspaceBytes},
+    {"moe_w4a4_sm100_workspace_bytes", MoEW4A4Sm100WorkspaceBytes},
+};
+
+struct GroupedWorkspace {
+  const char* name;
+  int64_t (*bytes)(const GroupedGemmShape& shape);
+};
+
+constexpr GroupedWorkspace kGroupedWorkspaces[] = {
+    {"grouped_gemm_workspace_bytes", GroupedGemmWorkspaceBytes},
+    {"grouped_gemm_w4a16_workspace_bytes", GroupedGemmW4A16WorkspaceBytes},
+    {"grouped_gemm_w4a4_workspace_bytes", GroupedGemmW4A4WorkspaceBytes},
+    {"grouped_gemm_w4a4_sm100_workspace_bytes", GroupedGemmW4A4Sm100WorkspaceBytes},
+};
+
 }  // namespace
 }  // namespace nvfp4
 
@@ -399,53 +427,20 @@ NB_MODULE(_nvfp4_cuda, m) {
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
       "Whether the targets of 10.x and 12.x also run, by emulation, on 9.0.");
   // For the test that compares them with backends/cuda.py.
-  m.def(
-      "moe_workspace_bytes",
-      [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i, int item_bytes) {
-        const auto type = item_bytes == 4 ? nvfp4::DataType::kF32 : nvfp4::DataType::kBF16;
-        return nvfp4::MoEWorkspaceBytes({t, top_k, e, h, i, 2 * i}, type);
-      },
-      "Bytes of workspace that an expert layer checks for.");
-  m.def(
-      "moe_w4a16_workspace_bytes",
-      [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
-        return nvfp4::MoEW4A16WorkspaceBytes({t, top_k, e, h, i, 2 * i});
-      },
-      "Bytes of workspace that an expert layer on an engine checks for.");
-  m.def(
-      "grouped_gemm_w4a16_workspace_bytes",
-      [](int64_t m, int64_t e, int64_t n, int64_t k) {
-        return nvfp4::GroupedGemmW4A16WorkspaceBytes({m, n, n, k, e, 1});
-      },
-      "Bytes of workspace that a grouped product on an engine checks for.");
-  m.def(
-      "moe_w4a4_workspace_bytes",
-      [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
-        return nvfp4::MoEW4A4WorkspaceBytes({t, top_k, e, h, i, 2 * i});
-      },
-      "Bytes of workspace that an expert layer on FP4 tensor cores checks for.");
-  m.def(
-      "grouped_gemm_w4a4_workspace_bytes",
-      [](int64_t m, int64_t e, int64_t n, int64_t k) {
-        return nvfp4::GroupedGemmW4A4WorkspaceBytes({m, n, n, k, e, 1});
-      },
-      "Bytes of workspace that a grouped product on FP4 tensor cores checks for.");
-  m.def(
-      "moe_w4a4_sm100_workspace_bytes",
-      [](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
-        return nvfp4::MoEW4A4Sm100WorkspaceBytes({t, top_k, e, h, i, 2 * i});
-      },
-      "Bytes of workspace that an expert layer on FP4 tensor cores of 10.x checks for.");
-  m.def(
-      "grouped_gemm_w4a4_sm100_workspace_bytes",
-      [](int64_t m, int64_t e, int64_t n, int64_t k) {
-        return nvfp4::GroupedGemmW4A4Sm100WorkspaceBytes({m, n, n, k, e, 1});
-      },
-      "Bytes of workspace that a grouped product on FP4 tensor cores of 10.x checks for.");
-  m.def(
-      "grouped_gemm_workspace_bytes",
-      [](int64_t m, int64_t e, int64_t n, int64_t k) {
-        return nvfp4::GroupedGemmWorkspaceBytes({m, n, n, k, e, 1});
-      },
-      "Bytes of workspace that a grouped product checks for.");
+  for (const nvfp4::LayerWorkspace& record : nvfp4::kLayerWorkspaces) {
+    m.def(
+        record.name,
+        [bytes = record.bytes](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
+          return bytes({t, top_k, e, h, i, 2 * i});
+        },
+        "Bytes of workspace that an expert layer checks for.");
+  }
+  for (const nvfp4::GroupedWorkspace& record : nvfp4::kGroupedWorkspaces) {
+    m.def(
+        record.name,
+        [bytes = record.bytes](int64_t rows, int64_t e, int64_t n, int64_t k) {
+          return bytes({rows, n, n, k, e, 1});
+        },
+        "Bytes of workspace that a grouped product checks for.");
+  }
 }

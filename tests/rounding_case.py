@@ -8,7 +8,8 @@ import numpy as np
 from float64_layer import E4M3, Layer, Options, encode_e2m1, moe
 
 HIDDEN, EXPERTS, TOKENS = 144, 5, 70
-ACTIVATIONS = ("silu", "relu2")  # those that the epilogues round
+# Those that the epilogues round; swigluoai's limit of 7 would keep the sigmoids below 1.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "gelu_tanh_no_mul")
 # Of activations up to a few hundred: within range, clamped at 448, scales that are subnormal.
 _INPUT_SCALES = np.array([2.0**-3 * 1.37, 0.031, 1.7, 40.0, 250.0], np.float32)
 _GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)

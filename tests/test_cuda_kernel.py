@@ -83,8 +83,12 @@ CASES = {
     "same_expert_twice": (10, 4, 3, 48, 16, lambda rng: np.full((10, 4), 1)),
     "few_slots_of_one_expert": (8, 4, 3, 80, 48, lambda rng: np.full((8, 4), 1)),
     "few_slots_long_k": (3, 8, 16, 1104, 592, uniform(3, 8, 16)),
+    # Of shared memory dynamic 40 and 36 KiB, in W4A16 and W4A4, and with the rest over 48.
+    "few_slots_of_four_rows": (4, 2, 4, 5120, 16, uniform(4, 2, 4)),
+    "few_slots_of_one_row": (1, 8, 16, 2048, 16, uniform(1, 8, 16)),
     "many_experts": (9, 32, 512, 32, 16, uniform(9, 32, 512)),
     "slots_in_one_warp_segment": (70, 8, 16, 32, 16, uniform(70, 8, 16)),
+    "more_blocks_than_threads": (40, 1, 2, 16448, 16, uniform(40, 1, 2)),
 }
 
 
@@ -426,7 +430,8 @@ def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
     _, top_k, e, h, i = shape
     for dtype in (np.dtype(np.float16), np.dtype(np.float32)):
         ours = moe_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
-        assert ours == _nvfp4_cuda.moe_workspace_bytes(tokens, top_k, e, h, i, dtype.itemsize)
+        name = "moe_f32_workspace_bytes" if dtype == np.float32 else "moe_workspace_bytes"
+        assert ours == getattr(_nvfp4_cuda, name)(tokens, top_k, e, h, i)
         hopper = moe_w4a16_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
         assert hopper == max(ours, _nvfp4_cuda.moe_w4a16_workspace_bytes(tokens, top_k, e, h, i))
         ours = grouped_gemm_workspace_bytes(tokens, e, i, h, dtype=dtype)

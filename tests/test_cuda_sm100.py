@@ -5,11 +5,7 @@ as plain arithmetic on the arrays that it reads. Cases and truth are those of `s
 """
 
 import dataclasses
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import cuda_calls
 import float64_layer
@@ -144,23 +140,4 @@ def test_what_it_cannot_do_is_said(mode, dtype):
 
 
 def test_graph_replay_follows_the_routing(tmp_path):
-    """One compiled program inside a CUDA graph, called with changing routing."""
-    flags = "--xla_gpu_enable_command_buffer=CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
-    environment = dict(
-        os.environ,
-        XLA_FLAGS=f"{flags} --xla_dump_to={tmp_path}",
-        XLA_PYTHON_CLIENT_PREALLOCATE="false",
-    )
-    process = subprocess.run(
-        [sys.executable, HERE / "replay_cuda_graph.py", SUFFIX, "token"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    calls = json.loads(process.stdout.splitlines()[-1])
-    assert calls["different_outputs"] == calls["calls"]
-    assert calls["wrong"] == 0
-    assert cuda_calls.graphs_hold_custom_call(tmp_path)
+    gpu.assert_graph_follows_the_routing(tmp_path, SUFFIX, "token")

@@ -102,10 +102,10 @@ __host__ __device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
   return kind == Activation::kRelu2 && !p.activation.gated ? Finish::kRelu2 : Finish::kAny;
 }
 
-// Whether the epilogues can round outputs to NVFP4 on their way: where they are written out.
-inline bool CanRoundOutputs(const ExpertGemm& p) {
-  const Finish finish = ChooseFinish(p);
-  return finish == Finish::kSilu || finish == Finish::kRelu2;
+// Whether the epilogues can round outputs to NVFP4 on their way. Where gate and up alternate,
+// neighbouring outputs come from different tiles.
+inline bool CanRoundOutputs(const ActivationParameters& activation) {
+  return !(activation.gated && activation.interleaved);
 }
 
 // Outputs of two sorted rows, rounded: of the low weight row and of the high one, which is void
@@ -273,39 +273,63 @@ __device__ __forceinline__ void StoreUnrolled(const TileStore<T>& store,
   }
 }
 
-// As StoreUnrolled for the sums of two slabs of 16 weight rows that follow each other, where
-// outputs are rounded to NVFP4 and not listed. A block of 16 is a slab; of a gated layer it is the
-// eight outputs of each.
-template <typename T, int kSize>
-__device__ __forceinline__ void StoreRoundedSlabs(const TileStore<T> (&stores)[2],
-                                                  const float (&sums)[2][kSize]) {
+// Rounds and stores eight sorted rows of two slabs of 16 weight rows that follow each other. A
+// block of 16 is a slab; of a gated layer it is the eight outputs of each. `sums` are four of each
+// slab.
+template <Finish kFinish, typename T>
+__device__ __forceinline__ void StoreRoundedRows(const TileStore<T> (&stores)[2], float input_scale,
+                                                 int row, const float* first, const float* second) {
   const ExpertGemm& p = stores[0].p;
-  const RowTile& tile = stores[0].tile;
-  const float input_scale = p.output.input_scale[tile.expert];
+  const OutputPairs pairs[2] = {
+      stores[0].template Finished<kFinish>(row, first[0], first[1], first[2], first[3]),
+      stores[1].template Finished<kFinish>(row, second[0], second[1], second[2], second[3])};
+  if (p.gated()) {
+    if (stores[0].first < p.columns) {
+      stores[0].StoreRounded(row, pairs[0].low, pairs[1].low, input_scale);
+    }
+    return;
+  }
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    if (stores[s].first < p.columns) {
+      stores[s].StoreRounded(row, pairs[s].low, pairs[s].high, input_scale);
+    }
+  }
+}
+
+template <Finish kFinish, typename T, int kSize>
+__device__ __forceinline__ void StoreRoundedUnrolled(const TileStore<T> (&stores)[2],
+                                                     float input_scale,
+                                                     const float (&sums)[2][kSize]) {
 #pragma unroll
   for (int j = 0; j < kSize / 4; ++j) {
-    if (8 * j >= tile.rows) break;
-    if (p.gated()) {
-      uint32_t halves[2];
+    if (8 * j >= stores[0].tile.rows) break;
+    StoreRoundedRows<kFinish>(stores, input_scale, 8 * j, sums[0] + 4 * j, sums[1] + 4 * j);
+  }
+}
+
+// Of a whole tile, whose outputs are not listed; uses up `sums`.
+template <typename T, int kSize>
+__device__ __forceinline__ void StoreRoundedSlabs(const TileStore<T> (&stores)[2],
+                                                  float (&sums)[2][kSize]) {
+  const ExpertGemm& p = stores[0].p;
+  const float input_scale = p.output.input_scale[stores[0].tile.expert];
+  switch (ChooseFinish(p)) {
+    case Finish::kSilu:
+      return StoreRoundedUnrolled<Finish::kSilu>(stores, input_scale, sums);
+    case Finish::kRelu2:
+      return StoreRoundedUnrolled<Finish::kRelu2>(stores, input_scale, sums);
+    case Finish::kPlain:
+    case Finish::kAny:
+#pragma unroll 1
+      for (int row = 0; row < stores[0].tile.rows; row += 8) {
+        StoreRoundedRows<Finish::kAny>(stores, input_scale, row, sums[0], sums[1]);
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        const float* of = sums[s] + 4 * j;
-        halves[s] =
-            stores[s].template Finished<Finish::kSilu>(8 * j, of[0], of[1], of[2], of[3]).low;
+        for (int i = 4; i < kSize; ++i) {
+          sums[0][i - 4] = sums[0][i];
+          sums[1][i - 4] = sums[1][i];
+        }
       }
-      if (stores[0].first < p.columns)
-        stores[0].StoreRounded(8 * j, halves[0], halves[1], input_scale);
-      continue;
-    }
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      const float* of = sums[s] + 4 * j;
-      const OutputPairs pairs =
-          stores[s].template Finished<Finish::kRelu2>(8 * j, of[0], of[1], of[2], of[3]);
-      if (stores[s].first < p.columns) {
-        stores[s].StoreRounded(8 * j, pairs.low, pairs.high, input_scale);
-      }
-    }
   }
 }
 

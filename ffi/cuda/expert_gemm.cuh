@@ -24,7 +24,7 @@ struct LeftOperand {
   const float* row_scale;    // [rows] in sorted order, or null
   const float* input_scale;  // [e] or null
   // Of the engine on FP4: values are codes, sorted, rows PadK(k) / 2 bytes apart, and these their
-  // scales, rows PadK(k) / 16 bytes apart. What pads a row is never read.
+  // scales, rows PadK(k) / 16 bytes apart. Zeros pad a row.
   const uint8_t* block_scale = nullptr;
 };
 
@@ -41,7 +41,7 @@ struct Output {
   // Where set, outputs, rounded to `type`, are rounded to NVFP4 under input_scale[expert] too, each
   // 16 columns, and stored as code * block_scale (only where CanRoundOutputs). Where block_scale is
   // set as well, by the engine on FP4, values and these are the codes and scales that a LeftOperand
-  // of k = columns has, in sorted order.
+  // of k = columns has, in sorted order, with zeros that pad its rows.
   uint8_t* block_scale = nullptr;
   const float* input_scale = nullptr;
 };

@@ -7,17 +7,21 @@
 // other: 64 weight rows of one expert by at most 8 of its slots, over all of k. Its four teams of
 // four warps each take every fourth tile of k, straight from memory into registers, kDepth tiles
 // ahead, also of the next sum; the shares of the teams are added in their order. All rows of x are
-// in shared memory from the start.
+// in shared memory from the start. In W4A4 each slot has a row of its own there: that of x rounded
+// to NVFP4 under the scale of the slot's expert, by each block for the experts of its sums.
 //
 // The kernel may start while the one before it ends, of which it reads `left` alone; the ids and
 // the weights are older. As a layer's first product it brings the second one's weights into the L2
 // cache as soon as its own are on their way.
 //
 // Needs: sm_80. Test: test_cuda_kernel.py, test_emulation.py.
+#include <cstring>
+
 #include "epilogue.cuh"
 #include "expert_gemm_few.cuh"
 #include "launch_kernel.cuh"
 #include "mma.cuh"
+#include "quantize_block.cuh"
 #include "sm90.cuh"
 
 namespace nvfp4 {
@@ -158,6 +162,40 @@ __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, 
   CommitCopies();
 }
 
+// A bit for each slot that a sum of this block has.
+__device__ __forceinline__ uint32_t OwnSlots(const Worker& worker) {
+  uint32_t own = 0;
+  for (int sum = static_cast<int>(blockIdx.x); sum < worker.sums; sum += gridDim.x) {
+    const RowTile& tile = worker.plan.tiles[sum / worker.m_tiles];
+    for (int row = 0; row < tile.rows; ++row) own |= 1u << worker.plan.slots[tile.row + row];
+  }
+  return own;
+}
+
+// rounded[slot] = rows[slot / slots_per_row], rounded, for each of `slots`; they may be the same.
+template <typename T>
+__device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& few, uint32_t slots,
+                                          int k_tiles, int stride, const uint8_t* rows,
+                                          uint8_t* rounded) {
+  const int blocks = k_tiles * (kTileK / kBlock), count = __popc(slots);
+  for (int i = static_cast<int>(threadIdx.x); i < count * blocks; i += kThreads) {
+    const int index = i / blocks, block = i - index * blocks;
+    uint32_t after = slots;  // and, of the rest, the lowest is slot number `index`
+    for (int before = 0; before < index; ++before) after &= after - 1;
+    const int slot = __ffs(static_cast<int>(after)) - 1;
+    const auto* source =
+        reinterpret_cast<const uint4*>(rows + slot / p.left.slots_per_row * stride) + 2 * block;
+    T values[kBlock];
+    uint4 words[2] = {source[0], source[1]};
+    std::memcpy(values, words, sizeof(values));
+    RoundActivations(p.left.input_scale[few.expert_ids[slot]], values);
+    std::memcpy(words, values, sizeof(values));
+    auto* place = reinterpret_cast<uint4*>(rounded + slot * stride) + 2 * block;
+    place[0] = words[0];
+    place[1] = words[1];
+  }
+}
+
 // Asks for the weights of this block's sums of the next product.
 __device__ __forceinline__ void PrefetchNext(const ExpertWeights& weight, int m_tiles, int k_tiles,
                                              const Plan& plan) {
@@ -185,7 +223,7 @@ __device__ __forceinline__ OutputPairs FinishTile(const TileStore<T>& store,
   }
 }
 
-template <typename T>
+template <typename T, bool kRounds>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     ExpertGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
                   const TileConstants constants) {
@@ -216,6 +254,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   WaitCopies<0>();
   __syncthreads();
+  const uint8_t* left = rows;  // of slots where rounded, else of tokens
+  if constexpr (kRounds) {
+    uint8_t* rounded = p.left.slots_per_row == 1 ? rows : rows + num_rows * stride;
+    RoundRows<T>(p, few, OwnSlots(worker), k_tiles, stride, rows, rounded);
+    __syncthreads();
+    left = rounded;
+  }
 
   const int lane = static_cast<int>(threadIdx.x % 32), warp = worker.thread / 32;
   int buffer = 0;
@@ -226,8 +271,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int m_tile = sum % worker.m_tiles;
     LaneRows lane_rows = {};
     if (worker.team == 0) lane_rows = LoadLaneRows(p, tile.expert, m_tile, warp);
-    const int row = plan.slots[tile.row + min(lane % 8, tile.rows - 1)] / p.left.slots_per_row;
-    const uint8_t* b = rows + row * stride + lane / 8 * 16 + worker.team * kTileK * 2;
+    const int slot = plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
+    const int row = kRounds ? slot : slot / p.left.slots_per_row;
+    const uint8_t* b = left + row * stride + lane / 8 * 16 + worker.team * kTileK * 2;
     float halves[2][4] = {};  // of the even and the odd tiles, so that products overlap
     do {
       const Round next = worker.NextRound(round);
@@ -268,7 +314,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-int64_t RowsBytes(int64_t rows, int64_t k) {
+// Of shared memory: the rows of x, and those of slots where they are others.
+int64_t RowsBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
+  const int64_t rows = CeilDiv(slots, slots_per_row) + (rounds && slots_per_row > 1 ? slots : 0);
   return rows * (CeilDiv(k, kTileK) * kTileK * 2 + kPadding);
 }
 
@@ -279,26 +327,33 @@ constexpr int64_t kMaxWeights = int64_t{64} << 20;
 // Two blocks share a multiprocessor.
 constexpr int64_t kMaxRowsBytes = 90 * 1024;
 
-template <typename T>
+template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
                         bool overlaps) {
-  const int64_t rows = CeilDiv(few.num_slots, gemm.left.slots_per_row);
+  const int64_t bytes = RowsBytes(few.num_slots, gemm.left.slots_per_row, gemm.k, kRounds);
   const auto blocks = static_cast<unsigned>(kBlocksPerSm * MultiprocessorCount());
-  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(RowsBytes(rows, gemm.k)),
-                    overlaps, ExpertGemmFew<T>, gemm, few, MakeTileConstants<T>());
+  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), overlaps,
+                    ExpertGemmFew<T, kRounds>, gemm, few, MakeTileConstants<T>());
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
+                     bool overlaps) {
+  return gemm.left.input_scale == nullptr ? LaunchTyped<T, false>(stream, gemm, few, overlaps)
+                                          : LaunchTyped<T, true>(stream, gemm, few, overlaps);
 }
 
 }  // namespace
 
-bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, int64_t weights) {
+bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds, int64_t weights) {
   return slots <= kFewSlots && weights <= kMaxWeights &&
-         RowsBytes(CeilDiv(slots, slots_per_row), k) <= kMaxRowsBytes;
+         RowsBytes(slots, slots_per_row, k, rounds) <= kMaxRowsBytes;
 }
 
 cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
                                 bool overlaps) {
-  return gemm.type == DataType::kF16 ? LaunchTyped<__half>(stream, gemm, few, overlaps)
-                                     : LaunchTyped<__nv_bfloat16>(stream, gemm, few, overlaps);
+  return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, few, overlaps)
+                                     : LaunchOf<__nv_bfloat16>(stream, gemm, few, overlaps);
 }
 
 }  // namespace nvfp4

@@ -11,11 +11,11 @@
 // slabs of 16 weight rows and all rows of the tile. A step is 128 of k; kStages of them are in
 // shared memory, each with
 //   x        [kRows][64 bytes] of codes, chunk c of 16 bytes of row r at c ^ (r / 2 % 4): ldmatrix
-//            and cp.async both touch all banks; zeros past k, anything past the tile's rows, which
-//            are columns of the product that nobody reads
+//            and cp.async both touch all banks; zeros past k, as in memory, anything past the
+//            tile's rows, which are columns of the product that nobody reads
 //   codes    [2][kTiles][2048 bytes], scales [2][kTiles][256 bytes]: as they are in memory, layout
 //            "fp4_64x64"; zeros past k
-//   x scales [kRows][8 bytes], zeros past k
+//   x scales [kRows][8 bytes], zeros past k, as in memory
 // Copies run kStages - 1 steps ahead of the products, across the ends of sums over k. A block works
 // on the pieces of walk.cuh and hands over or collects sums at its ends (partial_sums.cuh). A piece
 // is found once, by what copies, which leaves it in shared memory for what multiplies.
@@ -184,21 +184,19 @@ struct Producer {
 
   __device__ __forceinline__ void CopyRows(uint8_t* stage) {
     const uint32_t target = SharedAddress(stage + thread * 16);
-    const int bytes = min(max((k - 32 * Chunk()) / 2, 0), 16);
 #pragma unroll
     for (int i = 0; i < C::kCopies; ++i) {
       if (thread / kRowChunks + C::kRowsApart * i >= rows) break;
       CopyOrZero(target + C::kRowsApart * i * kRowBytes,
                  static_cast<const uint4*>(p.left.values) +
                      (row + static_cast<uint64_t>(C::kRowsApart * i) * RowUnits()),
-                 bytes);
+                 16);
     }
     row += kRowChunks;
     const int own = thread - C::kThreads / 2;
     if (own >= 0 && own < rows) {
       Copy8OrZero(SharedAddress(stage + C::kRowScales + own * kRowScaleBytes),
-                  reinterpret_cast<const uint2*>(p.left.block_scale) + row_scales,
-                  min(k / kBlock, kRowScaleBytes));
+                  reinterpret_cast<const uint2*>(p.left.block_scale) + row_scales, kRowScaleBytes);
       ++row_scales;
     }
   }
@@ -281,39 +279,8 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ float* Share(int block, int slab) const {
-    return p.partial_sums +
-           (static_cast<int64_t>(block) * kSlabs + slab) * (C::kShareFloats / kSlabs);
-  }
-  __device__ __forceinline__ int32_t* Flag(int block) const {
-    return p.walk.ready + block * kReadyFlags;
-  }
-
-  __device__ __forceinline__ void HandOver() {
-    const int block = static_cast<int>(blockIdx.x);
-#pragma unroll
-    for (int s = 0; s < kSlabs; ++s) StoreShare(Share(block, s), thread, C::kThreads, sums[s]);
-    RaiseFlag(Flag(block), kBarrier, thread, C::kThreads);
-  }
-
-  // Adds the later shares of a sum whose first steps this block has done.
-  __device__ __forceinline__ void Collect(const Piece& piece) {
-    for (int other = static_cast<int>(blockIdx.x) + 1; other < p.walk.blocks; ++other) {
-      const Start start = p.walk.starts[other], stop = p.walk.starts[other + 1];
-      if (start.sum != piece.sum) break;
-      if (start.sum == stop.sum && start.step == stop.step) continue;
-      AwaitFlag(Flag(other), kBarrier, thread, C::kThreads);
-#pragma unroll
-      for (int s = 0; s < kSlabs; ++s) AddShare(Share(other, s), thread, C::kThreads, sums[s]);
-    }
-  }
-
-  __device__ __forceinline__ void Clear() {
-#pragma unroll
-    for (int s = 0; s < kSlabs; ++s) {
-#pragma unroll
-      for (int i = 0; i < C::kRows / 2; ++i) sums[s][i] = 0.0f;
-    }
+  __device__ __forceinline__ SharedSums<kSlabs, C::kRows / 2> MakeShared() const {
+    return {p.walk, p.partial_sums, 0, 1, thread, C::kThreads, kBarrier};
   }
 
   // All that is loaded is loaded before the first output is made.
@@ -341,8 +308,8 @@ struct Consumer {
 
   // What happens to the block's share of a sum.
   __device__ __forceinline__ void Finish(const Piece& piece) {
-    if (piece.begin > 0) return HandOver();
-    if (piece.end < p.walk.k_steps) Collect(piece);
+    if (piece.begin > 0) return MakeShared().HandOver(sums);
+    if (piece.end < p.walk.k_steps) MakeShared().Collect(piece.sum, sums);
     Store(piece);
   }
 };
@@ -372,7 +339,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   for (int slot = 0; pieces[slot].piece.begin >= 0; slot = slot + 1 == C::kPieces ? 0 : slot + 1) {
     const Piece& piece = pieces[slot].piece;
     const bool full = piece.tile.rows > C::kRows - 8;
-    consumer.Clear();
+    ClearSums(consumer.sums);
 #pragma unroll 1
     for (int32_t steps = piece.end - piece.begin; steps > 0; --steps) {
       // After the barrier the copies of all threads are here, and all have read the stage before.

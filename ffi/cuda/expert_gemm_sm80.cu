@@ -332,41 +332,8 @@ struct Consumer {
     MultiplyColumns<kColumns, true>(stage, rows);
   }
 
-  __device__ __forceinline__ float* Share(int block, int slab) const {
-    return p.partial_sums +
-           (static_cast<int64_t>(block) * kSlabs + slab) * (C::kShareFloats / kSlabs);
-  }
-  __device__ __forceinline__ int32_t* Flag(int block) const {
-    return p.walk.ready + block * kReadyFlags;
-  }
-
-  __device__ __forceinline__ void HandOver() {
-    const int own = ReadThread();
-    const int block = static_cast<int>(blockIdx.x);
-#pragma unroll
-    for (int s = 0; s < kSlabs; ++s) StoreShare(Share(block, s), own, C::kThreads, sums[s]);
-    RaiseFlag(Flag(block), kBarrier, own, C::kThreads);
-  }
-
-  // Adds the later shares of a sum whose first steps this block has done.
-  __device__ __forceinline__ void Collect(const Piece& piece) {
-    const int own = ReadThread();
-    for (int other = static_cast<int>(blockIdx.x) + 1; other < p.walk.blocks; ++other) {
-      const Start start = p.walk.starts[other], stop = p.walk.starts[other + 1];
-      if (start.sum != piece.sum) break;
-      if (start.sum == stop.sum && start.step == stop.step) continue;
-      AwaitFlag(Flag(other), kBarrier, own, C::kThreads);
-#pragma unroll
-      for (int s = 0; s < kSlabs; ++s) AddShare(Share(other, s), own, C::kThreads, sums[s]);
-    }
-  }
-
-  __device__ __forceinline__ void Clear() {
-#pragma unroll
-    for (int s = 0; s < kSlabs; ++s) {
-#pragma unroll
-      for (int i = 0; i < C::kRows / 2; ++i) sums[s][i] = 0.0f;
-    }
+  __device__ __forceinline__ SharedSums<kSlabs, C::kRows / 2> MakeShared() const {
+    return {p.walk, p.partial_sums, 0, 1, ReadThread(), C::kThreads, kBarrier};
   }
 
   // Slab after slab, the sums of the second in place of the first's: an index would put them into
@@ -392,7 +359,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void StoreRounded(const Piece& piece, const LaneRows (&rows)[kSlabs],
-                                               int own) const {
+                                               int own) {
     const auto make = [&](int s) {
       return MakeTileStore<T>(p, piece.tile, rows[s], MTile(piece, s, own), Slab(s, own) % 4);
     };
@@ -406,8 +373,8 @@ struct Consumer {
 
   // What happens to the block's share of a sum.
   __device__ __forceinline__ void Finish(const Piece& piece) {
-    if (piece.begin > 0) return HandOver();
-    if (piece.end < p.walk.k_steps) Collect(piece);
+    if (piece.begin > 0) return MakeShared().HandOver(sums);
+    if (piece.end < p.walk.k_steps) MakeShared().Collect(piece.sum, sums);
     Store(piece);
   }
 };
@@ -436,7 +403,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   const SharedPiece* const pieces = Producer<C>::SharedPieces(shared);
   for (int slot = 0; pieces[slot].piece.begin >= 0; slot = slot + 1 == C::kPieces ? 0 : slot + 1) {
     const Piece& piece = pieces[slot].piece;
-    consumer.Clear();
+    ClearSums(consumer.sums);
 #pragma unroll 1
     for (int32_t steps = piece.end - piece.begin; steps > 0; --steps) {
       // After the barrier the copies of all threads are here, and all have read the stage before.

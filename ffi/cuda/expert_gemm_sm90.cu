@@ -321,26 +321,10 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ float* Share(uint32_t block, uint32_t tile) {
-    return p.partial_sums +
-           ((block * C::kGroups + Group()) * C::kTiles + tile) * (kGroupThreads * C::kRows / 2);
-  }
-  __device__ __forceinline__ int32_t* Flag(uint32_t block) {
-    return p.walk.ready + block * kReadyFlags + Group();
-  }
-
-  // Adds the later shares of a sum whose first steps this block has done.
-  __device__ __forceinline__ void Collect(const Piece& piece) {
-    for (uint32_t other = blockIdx.x + 1; other < gridDim.x; ++other) {
-      const Start start = p.walk.starts[other], stop = p.walk.starts[other + 1];
-      if (start.sum != piece.sum) break;
-      if (start.sum == stop.sum && start.step == stop.step) continue;
-      AwaitFlag(Flag(other), Group() + 1, Thread(), kGroupThreads);
-#pragma unroll
-      for (int t = 0; t < C::kTiles; ++t) {
-        AddShare(Share(other, t), Thread(), kGroupThreads, sums[t]);
-      }
-    }
+  __device__ __forceinline__ SharedSums<C::kTiles, C::kRows / 2> MakeShared() const {
+    const int group = static_cast<int>(Group());
+    return {p.walk,        p.partial_sums, group, C::kGroups, static_cast<int>(Thread()),
+            kGroupThreads, group + 1};
   }
 
   // The output row of this thread's sorted row.
@@ -384,14 +368,10 @@ struct Consumer {
       }
       Accumulate(piece.tile.rows, piece.end - piece.begin);
       if (piece.begin > 0) {
-#pragma unroll
-        for (int t = 0; t < C::kTiles; ++t) {
-          StoreShare(Share(blockIdx.x, t), Thread(), kGroupThreads, sums[t]);
-        }
-        RaiseFlag(Flag(blockIdx.x), Group() + 1, Thread(), kGroupThreads);
+        MakeShared().HandOver(sums);
         continue;
       }
-      if (piece.end < p.walk.k_steps) Collect(piece);
+      if (piece.end < p.walk.k_steps) MakeShared().Collect(piece.sum, sums);
       Store(piece.tile, m_tile, output_row, lane_rows);
     }
   }

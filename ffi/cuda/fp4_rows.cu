@@ -6,19 +6,19 @@
 //   CombineRows   sums of the down product -> y, in the order of each token's choices
 //
 // Bound by: reading rows and sums. A thread takes a block of 16 values, or 8 where none is
-// quantized. Divisions are IEEE divisions (nvfp4.h), which is what makes ties fall as they do in
-// the reference. Ordinary code for every GPU. Test: test_emulation_sm100.py.
+// quantized. Quotients are those of IEEE division (quantize_block.cuh). Ordinary code for every
+// GPU. Test: test_emulation_sm100.py.
 #include "fp4_rows.cuh"
 
 #include "elements.cuh"
 #include "launch_kernel.cuh"
+#include "quantize_block.cuh"
 
 namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVector = 8;  // bfloat16 of 16 bytes
-constexpr uint32_t kInfinityBits = 0x7f800000u;
 
 // The expert that owns a sorted row: the last one whose rows start at or before it.
 __device__ int32_t ExpertOf(const int32_t* starts, int32_t num_experts, int64_t row) {
@@ -167,20 +167,17 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= p.rows.starts[p.num_experts]) return;
   const int32_t expert = ExpertOf(p.rows.starts, p.num_experts, row);
   uint8_t byte = 0;
-  uint32_t words[2] = {0, 0};
+  uint2 codes = make_uint2(0, 0);
   if (block < source.k / kBlock) {
     float values[kBlock];
     LoadBlock(source, row, expert, block, values);
     const float g = p.input_scale != nullptr ? p.input_scale[expert] : p.row_scale[row];
-    const uint32_t largest = LargestBits(values);
-    byte = largest >= kInfinityBits ? kE4M3Nan : EncodeBlockScale(BitsFloat(largest), g);
-    const float scale = DecodeE4M3(byte) * g;
-#pragma unroll
-    for (int j = 0; j < kBlock; ++j) {
-      words[j / 8] |= EncodeValue(values[j], scale) << (4 * (j % 8));
-    }
+    const SplitBlock<float> split(values);
+    const BlockScale scale = FindActivationScale(split, MakeBlockDivisor(g));
+    byte = scale.byte;
+    codes = EncodeBlock(split, scale.value * g);
   }
-  reinterpret_cast<uint2*>(p.output.codes)[index] = make_uint2(words[0], words[1]);
+  reinterpret_cast<uint2*>(p.output.codes)[index] = codes;
   const int32_t start = p.rows.starts[expert];
   uint8_t* scales =
       p.output.block_scale + FirstScaleTile(start, expert) * (blocks / 4) * kScaleTileBytes;

@@ -4,19 +4,15 @@
 // Launches: tiles, the walk, and zeros for the rows that no expert owns (routing.cu), then the
 // product (expert_gemm_sm90.cu, expert_gemm_sm80.cu), which may start while the first ends. A
 // linear layer is the case of one expert.
-#include "expert_gemm.cuh"
+#include "engine_products.cuh"
 #include "launch_kernel.cuh"
 #include "round_rows.cuh"
-#include "workspace.cuh"
 
 namespace nvfp4 {
 namespace {
 
 struct Workspace {
-  ExpertRows rows;
-  Start* starts;
-  int32_t* ready;
-  float* partial_sums;
+  ProductTables tables;
   uint8_t* rounded;  // [m, k], room that W4A16 leaves unused
   float* row_scale;  // [m]
   int64_t bytes;
@@ -25,10 +21,7 @@ struct Workspace {
 Workspace TakeWorkspace(void* buffer, const GroupedGemmShape& shape) {
   Sections sections(buffer);
   Workspace workspace;
-  workspace.rows = TakeExpertRows(&sections, shape.m, shape.e, kMinTileRows, /*sorted=*/true);
-  workspace.starts = sections.Take<Start>(kMaxBlocks + 1);
-  workspace.ready = sections.Take<int32_t>(kReadyFlags * kMaxBlocks);
-  workspace.partial_sums = sections.Take<float>(kPartialSumBytes / 4);
+  workspace.tables = TakeProductTables(&sections, shape.m, shape.e, /*sorted=*/true, 1);
   workspace.rounded = sections.Take<uint8_t>(2 * shape.m * shape.k);
   workspace.row_scale = sections.Take<float>(shape.m);
   workspace.bytes = sections.bytes();
@@ -47,22 +40,8 @@ cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& c
   if (shape.m == 0 || shape.n == 0) return cudaSuccess;
   const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
   const GemmPlan plan = PlanGemm(call.engine, shape.m, shape.e);
-  ExpertGemm gemm = {};
-  gemm.rows = workspace.rows;
-  gemm.rule = plan.rule;
-  gemm.partial_sums = workspace.partial_sums;
-  gemm.type = call.type;
-  gemm.left = {buffers.x, nullptr, 1, nullptr, nullptr};
-  gemm.weight = buffers.weight;
-  gemm.bias_rows = static_cast<int32_t>(shape.n);
-  gemm.parts = static_cast<int32_t>(shape.parts);
-  gemm.k = static_cast<int32_t>(shape.k);
-  gemm.columns = static_cast<int32_t>(shape.n);
-  gemm.output = {buffers.y, call.type, nullptr};
-  gemm.walk = MakeWalk(plan, gemm, workspace.starts, workspace.ready);
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
-                                              workspace.rows, plan.rule, Walks{1, {gemm.walk, {}}},
-                                              {buffers.y, shape.n * Bytes(call.type)}));
+  ExpertGemm gemm = MakeGroupedProduct(call, buffers, workspace.tables, plan);
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchTables(stream, call, buffers, gemm));
   if (call.activation_scale != ActivationScale::kNone) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, shape.m, shape.e,
                                                nullptr, workspace.row_scale, workspace.rounded,

@@ -3,19 +3,15 @@
 //
 // Launches: tiles, the walk, and zeros for the rows that no expert owns (routing.cu), the quantizer
 // (quantize.cu), then the product (expert_gemm_sm120.cu).
-#include "expert_gemm.cuh"
+#include "engine_products.cuh"
 #include "launch_kernel.cuh"
 #include "round_rows.cuh"
-#include "workspace.cuh"
 
 namespace nvfp4 {
 namespace {
 
 struct Workspace {
-  ExpertRows rows;
-  Start* starts;
-  int32_t* ready;
-  float* partial_sums;
+  ProductTables tables;
   QuantizedRows inputs;  // [m, k]
   int64_t bytes;
 };
@@ -23,10 +19,7 @@ struct Workspace {
 Workspace TakeWorkspace(void* buffer, const GroupedGemmShape& shape) {
   Sections sections(buffer);
   Workspace workspace;
-  workspace.rows = TakeExpertRows(&sections, shape.m, shape.e, kMinTileRows, /*sorted=*/true);
-  workspace.starts = sections.Take<Start>(kMaxBlocks + 1);
-  workspace.ready = sections.Take<int32_t>(kReadyFlags * kMaxBlocks);
-  workspace.partial_sums = sections.Take<float>(kPartialSumBytes / 4);
+  workspace.tables = TakeProductTables(&sections, shape.m, shape.e, /*sorted=*/true, 1);
   workspace.inputs = TakeQuantizedRows(&sections, shape.m, PadK(shape.k));
   workspace.bytes = sections.bytes();
   return workspace;
@@ -44,22 +37,8 @@ cudaError_t LaunchGroupedGemmW4A4(cudaStream_t stream, const GroupedGemmCall& ca
   if (shape.m == 0 || shape.n == 0) return cudaSuccess;
   const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
   const GemmPlan plan = PlanSm120(shape.m, shape.e);
-  ExpertGemm gemm = {};
-  gemm.rows = workspace.rows;
-  gemm.rule = plan.rule;
-  gemm.partial_sums = workspace.partial_sums;
-  gemm.type = call.type;
-  gemm.left = {buffers.x, nullptr, 1, nullptr, nullptr};
-  gemm.weight = buffers.weight;
-  gemm.bias_rows = static_cast<int32_t>(shape.n);
-  gemm.parts = static_cast<int32_t>(shape.parts);
-  gemm.k = static_cast<int32_t>(shape.k);
-  gemm.columns = static_cast<int32_t>(shape.n);
-  gemm.output = {buffers.y, call.type, nullptr};
-  gemm.walk = MakeWalk(plan, gemm, workspace.starts, workspace.ready);
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
-                                              workspace.rows, plan.rule, Walks{1, {gemm.walk, {}}},
-                                              {buffers.y, shape.n * Bytes(call.type)}));
+  ExpertGemm gemm = MakeGroupedProduct(call, buffers, workspace.tables, plan);
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchTables(stream, call, buffers, gemm));
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, shape.m, shape.e,
                                               nullptr, workspace.inputs, &gemm));
   return plan.launch(stream, gemm);

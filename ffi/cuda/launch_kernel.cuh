@@ -40,7 +40,8 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, bool overlaps,
                        void (*kernel)(Parameters...), const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
-  if (shared_bytes > 48 * 1024) {
+  // What a kernel has of its own counts towards the 48 KiB that may be had without asking.
+  if (shared_bytes > 16 * 1024) {
     const cudaError_t status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (status != cudaSuccess) return status;

@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "instructions.cuh"
-#include "routing.cuh"
+#include "walk.cuh"
 
 namespace nvfp4 {
 
@@ -55,6 +55,56 @@ __device__ __forceinline__ void AwaitFlag(const int32_t* flag, int barrier, int 
     while (LoadAcquire(flag) == 0) __nanosleep(32);
   }
   SyncGroup(barrier, threads);
+}
+
+// What one group of threads hands over and collects: kParts times kCount sums of each thread.
+template <int kParts, int kCount>
+struct SharedSums {
+  const Walk& walk;
+  float* const shares;      // of all blocks
+  const int group, groups;  // of a block
+  const int thread, threads;
+  const int barrier;
+
+  __device__ __forceinline__ float* Share(int block, int part) const {
+    const int64_t index = (block * groups + group) * kParts + part;
+    return shares + index * (threads * kCount);
+  }
+  __device__ __forceinline__ int32_t* Flag(int block) const {
+    return walk.ready + block * kReadyFlags + group;
+  }
+
+  __device__ __forceinline__ void HandOver(const float (&sums)[kParts][kCount]) const {
+    const int block = static_cast<int>(blockIdx.x);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      StoreShare(Share(block, part), thread, threads, sums[part]);
+    }
+    RaiseFlag(Flag(block), barrier, thread, threads);
+  }
+
+  // Adds the later shares of sum `sum`, whose first steps this block has done.
+  __device__ __forceinline__ void Collect(int32_t sum, float (&sums)[kParts][kCount]) const {
+    for (int other = static_cast<int>(blockIdx.x) + 1; other < walk.blocks; ++other) {
+      const Start start = walk.starts[other], stop = walk.starts[other + 1];
+      if (start.sum != sum) break;
+      if (start.sum == stop.sum && start.step == stop.step) continue;
+      AwaitFlag(Flag(other), barrier, thread, threads);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        AddShare(Share(other, part), thread, threads, sums[part]);
+      }
+    }
+  }
+};
+
+template <int kParts, int kCount>
+__device__ __forceinline__ void ClearSums(float (&sums)[kParts][kCount]) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[part][i] = 0.0f;
+  }
 }
 
 }  // namespace nvfp4

@@ -10,8 +10,7 @@
 // x, FindAmax reads x before, and leaves the last step, over its 256 blocks, to each block of
 // Quantize.
 //
-// QuantizeRows differs in one thing: a block that holds NaN or infinity gets the scale NaN, so
-// that the whole row of the product is NaN and no infinity turns into 6 * 448.
+// QuantizeRows differs in one thing: see FindActivationScale.
 // Test: test_cuda_quantizer.py.
 #include <cstring>
 
@@ -27,7 +26,6 @@ constexpr int kThreads = 256;
 constexpr int kMaxRowThreads = 1024;  // that share a row of QuantizeRows
 constexpr int kChunk = 512;  // blocks that a thread block quantizes: a tile of the 128x4 order
 constexpr int kTileRows = 128, kTileBlocks = 4;
-constexpr float kNan = __builtin_nanf("");
 static_assert(kAmaxPartials == kThreads);
 
 // Largest of what the `threads` threads of a block bring, as bits: unsigned order is that of
@@ -186,7 +184,7 @@ __device__ __forceinline__ float ScaleOfRow(PlainRow<T> source, int threads) {
 template <typename T>
 __global__ void __launch_bounds__(kMaxRowThreads) QuantizeRows(const RowQuantizer p, int threads) {
   const int64_t sorted_row = blockIdx.x;
-  if (sorted_row >= p.rows.starts[p.num_experts]) return;
+  if (p.rows.starts != nullptr && sorted_row >= p.rows.starts[p.num_experts]) return;
   PlainRow<T> source = OpenSource<T>(p, sorted_row);
   const bool by_expert = p.input_scale != nullptr;
   const float g = by_expert ? p.input_scale[ExpertOfRow(p.rows.starts, p.num_experts, sorted_row)]
@@ -199,9 +197,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) QuantizeRows(const RowQuantize
     source.Load(block);
     source.Values(values);
     const SplitBlock<T> split(values);
-    // Infinities count as NaN.
-    const float largest = split.largest < BitsFloat(kInfinityBits) ? split.largest : kNan;
-    const BlockScale scale = FindBlockScale(largest, divisor);
+    const BlockScale scale = FindActivationScale(split, divisor);
     const int64_t index = sorted_row * stride + block;
     if (p.rounded == nullptr) {
       reinterpret_cast<uint2*>(p.codes)[index] = EncodeBlock(split, scale.value * g);
@@ -210,6 +206,11 @@ __global__ void __launch_bounds__(kMaxRowThreads) QuantizeRows(const RowQuantize
       RoundBlock(split, scale.value, scale.value * g, values);
       StoreBlock(static_cast<T*>(p.rounded) + index * kBlock, values);
     }
+  }
+  const int pad = source.num_blocks + static_cast<int>(threadIdx.x);  // less than a warp of them
+  if (pad < stride) {
+    reinterpret_cast<uint2*>(p.codes)[sorted_row * stride + pad] = make_uint2(0, 0);
+    p.block_scale[sorted_row * stride + pad] = 0;
   }
 }
 

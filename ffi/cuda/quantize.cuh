@@ -9,19 +9,8 @@
 
 namespace nvfp4 {
 
-constexpr uint32_t kInfinityBits = 0x7f800000u;
-
-// Largest magnitude as bits: unsigned order puts infinity above all numbers and NaN above it.
-NVFP4_HOST_DEVICE uint32_t MagnitudeBits(float value) { return FloatBits(value) & 0x7fffffffu; }
-
-// Scale byte of a block of activations, under global scale g, whose largest MagnitudeBits are
-// `largest`: NaN where that is NaN or infinity, so that no infinity turns into 6 * 448.
-NVFP4_HOST_DEVICE uint8_t ActivationBlockScale(uint32_t largest, float g) {
-  return largest >= kInfinityBits ? kE4M3Nan : EncodeBlockScale(BitsFloat(largest), g);
-}
-
 struct RowQuantizer {
-  ExpertRows rows;
+  ExpertRows rows;   // without starts all of max_rows are quantized, and input_scale is null
   int64_t max_rows;  // bound of rows.starts[num_experts]
   int32_t num_experts;
   DataType type;
@@ -37,7 +26,7 @@ struct RowQuantizer {
   // Where set, instead of the codes and scales: [max_rows, k] of `type`, code * block scale, which
   // 16 bits hold exactly. May be `values` where there are no slots.
   void* rounded;
-  int32_t padded_k = 0;  // k where 0
+  int32_t padded_k = 0;  // k where 0; codes and scales past k become zeros
 };
 
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const RowQuantizer& quantizer);

@@ -165,6 +165,15 @@ __device__ __forceinline__ uint2 EncodeBlock(SplitBlock<T> block, float s) {
       EncodeQuotients(block.magnitudes + 8) | GatherSigns<T>(words + SplitBlock<T>::kWords / 2));
 }
 
+// The scale of a block of activations. A block that holds NaN or infinity gets NaN, so that the
+// whole row of the product is NaN and no infinity turns into 6 * 448.
+template <typename T>
+__device__ __forceinline__ BlockScale FindActivationScale(const SplitBlock<T>& block,
+                                                          const BlockDivisor& divisor) {
+  const bool finite = block.largest < BitsFloat(0x7f800000u);
+  return FindBlockScale(finite ? block.largest : BitsFloat(0x7fc00000u), divisor);
+}
+
 // code * block_scale of each value.
 template <typename T>
 __device__ __forceinline__ void RoundBlock(SplitBlock<T> block, float block_scale, float s,
@@ -182,6 +191,14 @@ __device__ __forceinline__ void RoundBlock(SplitBlock<T> block, float block_scal
     words[w] ^= block.words[w] & kSigns;
   }
   std::memcpy(values, words, sizeof(words));
+}
+
+// Rounds a block of activations under global scale g: code * block scale of each value.
+template <typename T>
+__device__ __forceinline__ void RoundActivations(float g, T (&values)[kBlock]) {
+  const SplitBlock<T> block(values);
+  const BlockScale scale = FindActivationScale(block, MakeBlockDivisor(g));
+  RoundBlock(block, scale.value, scale.value * g, values);
 }
 
 }  // namespace nvfp4

@@ -4,21 +4,13 @@
 // A block of 16 outputs that share a scale comes from one 16-row slab, or, of a gated layer, from
 // slabs 2 w and 2 w + 1 (see fp4_64x64_gated in layouts.py): always from one warp. Turned around by
 // Transpose, the four lanes of g have the block of sorted row g, columns 2 q, 2 q + 1 and 8
-// further. Values are rounded to T first, and quantized by the functions of QuantizeRows: the same
-// bits as storing them and launching that.
+// further. Values are rounded to T first: the same bits as storing them and launching QuantizeRows.
 #pragma once
 
-#include <cstring>
-
 #include "epilogue.cuh"
-#include "quantize.cuh"
+#include "round_block.cuh"
 
 namespace nvfp4 {
-
-// Where gate and up alternate, neighbouring outputs come from different tiles.
-__host__ __device__ inline bool CanQuantizeOutput(const ActivationParameters& activation) {
-  return !(activation.gated && activation.interleaved);
-}
 
 template <typename T>
 struct QuantizedStore {
@@ -28,30 +20,29 @@ struct QuantizedStore {
   const int g, q;
 
   // The block of columns from `column` on, of sorted row row + g: two pairs of it for each lane.
+  // The last block of a row brings the zeros that pad it.
   __device__ __forceinline__ void Store(int row, int column, uint32_t left, uint32_t right) const {
     const uint32_t pairs[2] = {left, right};
-    T values[4];
-    std::memcpy(values, pairs, sizeof(values));
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) largest = max(largest, MagnitudeBits(ToFloat(values[i])));
-    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    const uint8_t byte = ActivationBlockScale(largest, input_scale);
-    const float scale = DecodeE4M3(byte) * input_scale;
-    uint32_t words[2];
+    uint32_t words[2] = {0, 0};
+    const uint8_t byte = QuantizeSpreadBlock<T, 4>(
+        input_scale, pairs, [&](int j, Rounded value, uint32_t sign, float) {
+          words[j / 2] |= (CodeE2M1(value) & 7 | sign >> 12) << (8 * q + j % 2 * 4);
+        });
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      words[i] = (EncodeValue(ToFloat(values[2 * i]), scale) |
-                  EncodeValue(ToFloat(values[2 * i + 1]), scale) << 4)
-                 << (8 * q);
       words[i] |= __shfl_xor_sync(0xffffffffu, words[i], 1);
       words[i] |= __shfl_xor_sync(0xffffffffu, words[i], 2);
     }
     if (q != 0 || row + g >= tile.rows) return;
-    const int64_t block = (tile.row + row + g) * (PadK(p.columns) / kBlock) + column / kBlock;
+    const int64_t row_blocks = PadK(p.columns) / kBlock;
+    const int64_t block = (tile.row + row + g) * row_blocks + column / kBlock;
     static_cast<uint2*>(p.output.values)[block] = make_uint2(words[0], words[1]);
     p.output.block_scale[block] = byte;
+    if (column + kBlock != p.columns) return;
+    for (int64_t pad = 1; pad < row_blocks - column / kBlock; ++pad) {
+      static_cast<uint2*>(p.output.values)[block + pad] = make_uint2(0, 0);
+      p.output.block_scale[block + pad] = 0;
+    }
   }
 };
 

@@ -41,6 +41,21 @@ inline cudaError_t LaunchRoundRows(cudaStream_t stream, ActivationScale scale, i
   return LaunchQuantizeRows(stream, quantizer);
 }
 
+// Rounds the `num_rows` rows that `gemm` gathers, each once and under a scale of its own, to
+// `rounded`, and points it there; the scales are left to the caller.
+inline cudaError_t LaunchRoundGathered(cudaStream_t stream, int64_t num_rows, float* scales,
+                                       void* rounded, ExpertGemm* gemm) {
+  RowQuantizer quantizer = {};
+  quantizer.max_rows = num_rows;
+  quantizer.type = gemm->type;
+  quantizer.values = gemm->left.values;
+  quantizer.k = gemm->k;
+  quantizer.row_scale = scales;
+  quantizer.rounded = rounded;
+  gemm->left.values = rounded;
+  return LaunchQuantizeRows(stream, quantizer);
+}
+
 // Quantizes the rows of `gemm` to `quantized`, which has PadK(k) columns, and points it there.
 inline cudaError_t LaunchEncodeRows(cudaStream_t stream, ActivationScale scale, int64_t max_rows,
                                     int64_t experts, const float* slot_weights,
