@@ -123,9 +123,9 @@ def test_when_activations_are_rounded(asked, target, rounds):
 
 def test_a_linear_with_a_bias_and_without_a_scale():
     weight, values, scale = matrix(2, 24, 64)
-    bias, x = draw(6, 24), draw(7, 2, 64)
+    bias, x = jnp.asarray(draw(6, 24)), draw(7, 2, 64)
     module = FP8Linear(weight, bias, declared=Float8.STATIC, target=CPU, dtype=jnp.float32)
-    expected = x @ (values.astype(np.float32) * scale[:, None]).T + bias
+    expected = x @ (values.astype(np.float32) * scale[:, None]).T + np.asarray(bias)
     assert relative(module(jnp.asarray(x)), expected) < BOUND
     with pytest.raises(ValueError, match="input_scale: expected a scalar"):
         FP8Linear(weight, declared=Float8.STATIC, scheme="checkpoint", target=CPU)
