@@ -1,16 +1,18 @@
 """Load a synthetic NVFP4 checkpoint and show time, speed and peak memory.
 
     python benchmarks/load.py [--gigabytes 20] [--experts 128] [--layers 48] [--folder DIR]
+    python benchmarks/load.py --checkpoint DIR [--write]
 
 The files are dropped from the page cache before they are read, so that the disk counts. Peak memory
 of the host is anonymous resident memory above what the imports took, sampled every 2 ms while
 `load_model` runs in a process of its own, and of a GPU its ``peak_bytes_in_use``; the bound of each
 is 1.1 x the prepared bytes plus one layer.
-Prints a table and writes benchmarks/results/load.json.
+Prints a table and writes benchmarks/results/load.DEVICE.json.
 """
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -18,6 +20,8 @@ import sys
 import tempfile
 import threading
 import time
+
+from provenance import provenance
 
 BOUND = 1.1
 
@@ -54,7 +58,7 @@ class Peak:
         return self.highest - self.start
 
 
-def measure(folder, backend):
+def measure(folder):
     """Load `folder` in this process; returns what the table shows."""
     import jax
     from flax import nnx
@@ -64,7 +68,7 @@ def measure(folder, backend):
     jax.devices()
     with Peak() as peak:
         start = time.perf_counter()
-        model = nvfp4.load_model(folder, backend=backend)
+        model = nvfp4.load_model(folder)
         jax.block_until_ready(nnx.state(model))
         seconds = time.perf_counter() - start
     leaves = jax.tree.leaves(nnx.state(model))
@@ -72,7 +76,6 @@ def measure(folder, backend):
     stored = sum(path.stat().st_size for path in pathlib.Path(folder).glob("*.safetensors"))
     return {
         "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
         "stored_bytes": stored,
         "prepared_bytes": prepared,
         "seconds": seconds,
@@ -83,56 +86,47 @@ def measure(folder, backend):
 
 
 def write_checkpoint(folder, gigabytes, experts, layers):
-    """Write about `gigabytes` of Qwen3-30B-A3B's width; returns the bytes of one layer."""
+    """Write about `gigabytes` of Qwen3-30B-A3B's width."""
     from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
 
     hidden, step = 2048, 64
     column = layers * experts * 3 * hidden * 9 // 16  # bytes per unit of intermediate
     intermediate = max(1, round(gigabytes * 1e9 / column / step)) * step
-    sizes = SyntheticSizes(layers, experts, 8, hidden, intermediate, 32000, 32, 4, 128)
-    write_synthetic(folder, sizes)
-    return column * intermediate // layers
+    write_synthetic(
+        folder, SyntheticSizes(layers, experts, 8, hidden, intermediate, 32000, 32, 4, 128)
+    )
+
+
+def layer_bytes(folder):
+    """Bytes of the experts of one layer."""
+    config = json.loads((folder / "config.json").read_text())
+    sizes = (config[name] for name in ("num_experts", "hidden_size", "moe_intermediate_size"))
+    return math.prod(sizes) * 3 * 9 // 16
 
 
 def forget(folder):
     """Write the files of `folder` back and drop them from the page cache (Linux)."""
     os.sync()
-    for path in pathlib.Path(folder).glob("*.safetensors"):
+    for path in folder.glob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def run(folder, backend):
+def run(folder, commit):
     """Measure in a fresh process, so that nothing else counts."""
-    command = [sys.executable, __file__, "--measure", str(folder), "--backend", backend or ""]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=20.0)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--folder", type=pathlib.Path, help="where to write the checkpoint")
-    parser.add_argument("--measure", type=pathlib.Path, help=argparse.SUPPRESS)
-    parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        print(json.dumps(measure(arguments.measure, arguments.backend or None)))
-        return
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        layer = write_checkpoint(folder, arguments.gigabytes, arguments.experts, arguments.layers)
-        forget(folder)
-        figures = run(folder, None)
-    figures["layer_bytes"] = layer
-    figures["bound_bytes"] = int(BOUND * figures["prepared_bytes"]) + layer
+    forget(folder)
+    command = [sys.executable, __file__, "--measure", str(folder)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    figures = {**provenance(commit), **json.loads(done.stdout)}
+    figures["layer_bytes"] = layer_bytes(folder)
+    figures["bound_bytes"] = int(BOUND * figures["prepared_bytes"]) + figures["layer_bytes"]
     peaks = figures["peak_bytes"], figures["device_peak_bytes"]
     figures["within_bound"] = max(peaks) <= figures["bound_bytes"]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    figures["commit"] = commit
+    return figures
+
+
+def print_table(figures):
     mega = {k: v / 1e6 for k, v in figures.items() if k.endswith("_bytes")}
     print("| stored MB | prepared MB | seconds | GB/s | peak MB | on the device | bound MB |")
     print("|---|---|---|---|---|---|---|")
@@ -141,9 +135,37 @@ def main():
         f"{figures['gigabytes_per_second']:.2f} | {mega['peak_bytes']:.0f} | "
         f"{mega['device_peak_bytes']:.0f} | {mega['bound_bytes']:.0f} |"
     )
-    results = pathlib.Path(__file__).parent / "results" / "load.json"
-    results.parent.mkdir(exist_ok=True)
-    results.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=20.0)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--folder", type=pathlib.Path, help="where to write the checkpoint")
+    parser.add_argument("--checkpoint", type=pathlib.Path, help="one that is written, or is now")
+    parser.add_argument("--write", action="store_true", help="write --checkpoint and stop")
+    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--output", type=pathlib.Path, help="default: results/load.DEVICE.json")
+    parser.add_argument("--measure", type=pathlib.Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(arguments.measure)))
+        return
+    sizes = (arguments.gigabytes, arguments.experts, arguments.layers)
+    if arguments.write:
+        write_checkpoint(arguments.checkpoint, *sizes)
+        return
+    if arguments.checkpoint:
+        figures = run(arguments.checkpoint, arguments.commit)
+    else:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            write_checkpoint(pathlib.Path(folder), *sizes)
+            figures = run(pathlib.Path(folder), arguments.commit)
+    print_table(figures)
+    name = f"load.{figures['device'].replace(' ', '-')}.json"
+    output = arguments.output or pathlib.Path(__file__).parent / "results" / name
+    output.write_text(json.dumps(figures, indent=1) + "\n")
     sys.exit(0 if figures["within_bound"] else 1)
 
 
