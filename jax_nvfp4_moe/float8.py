@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_nvfp4_moe.formats import amax, divide
 
@@ -57,7 +58,10 @@ def round_fp8(x, scale, *, by_factor: bool):
         scaled = divide(x, scale)
     rounded = jnp.clip(scaled, -LARGEST, LARGEST)
     # An infinity would saturate to an ordinary number, and hide what went wrong in its token.
-    return jnp.where(jnp.isfinite(x), rounded, jnp.nan).astype(jnp.float8_e4m3fn)
+    values = jnp.where(jnp.isfinite(x), rounded, jnp.nan).astype(jnp.float8_e4m3fn)
+    # XLA may take a conversion and the one back for none (xla_allow_excess_precision); it does on
+    # CUDA.
+    return lax.optimization_barrier(values)
 
 
 def dynamic_scale(x, axis):

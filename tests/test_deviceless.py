@@ -108,3 +108,10 @@ def test_a_decoding_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, most)
     found = read_report(run_program("deviceless_decode.py", "h100", batch, tmp_path, flags=flags))
     assert found["in_one_graph"]
     assert found["kernels_a_layer"] <= most
+
+
+def test_rounding_to_fp8_is_not_optimized_away():
+    """And without the barrier it is: the test would see it."""
+    found = read_report(run_program("deviceless_float8.py", "h100"))
+    assert found["rounded"] == 1
+    assert found["converted"] == 0
