@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from given import reference_tensors
 
-from jax_nvfp4_moe import generate, load_moe
+from jax_nvfp4_moe import load_moe
 
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 run = jax.jit(lambda model, ids: model(ids))
@@ -60,15 +60,3 @@ def decode(model, ids, first):
         logits, cache = step(model, piece, cache)
         pieces.append(logits)
     return np.concatenate(pieces, axis=1)
-
-
-def assert_rows_generate_as_if_alone(model, ids, new=4):
-    """Two prompts of different lengths continue together as each does alone."""
-    rows = jnp.concatenate([ids[:1], ids[:1]])
-    short = ids.shape[1] // 2
-    lengths = jnp.array([ids.shape[1], short], jnp.int32)
-    together = generate(model, rows, max_new_tokens=new, lengths=lengths)
-    assert together.shape == (2, new)
-    np.testing.assert_array_equal(together[0], generate(model, rows[:1], max_new_tokens=new)[0])
-    alone = generate(model, rows[:1, :short], max_new_tokens=new)
-    np.testing.assert_array_equal(together[1], alone[0])

@@ -20,6 +20,7 @@ from jax_nvfp4_moe.models.decoder import (
     build_decoder,
     linear,
 )
+from jax_nvfp4_moe.models.sparse import require_experts
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
 
@@ -171,8 +172,7 @@ def build_moe(config: GptOssConfig, layer: int, weights, settings: Settings) -> 
     Raises:
       ValueError: there is no such layer.
     """
-    if not 0 <= layer < config.num_layers:
-        raise ValueError(f"layer: expected 0 to {config.num_layers - 1}, got {layer}")
+    require_experts(config, layer)
     prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
     params, declared = weights.experts(
         f"{prefix}.experts",

@@ -25,6 +25,7 @@ from jax_nvfp4_moe.models.decoder import (
     linear,
 )
 from jax_nvfp4_moe.models.gated_delta_net import DeltaSizes, GatedDeltaNet
+from jax_nvfp4_moe.models.sparse import require_experts
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
 
@@ -236,11 +237,7 @@ def build_moe(config: Qwen3NextConfig, layer: int, weights, settings: Settings) 
     Raises:
       ValueError: that layer has none.
     """
-    if not 0 <= layer < config.num_layers or layer in config.dense_layers:
-        raise ValueError(
-            f"layer: expected one with experts, below {config.num_layers} and not of "
-            f"{sorted(config.dense_layers)}; got {layer}"
-        )
+    require_experts(config, layer)
     prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
     params, declared = weights.experts(f"{prefix}.experts", e, h, config.intermediate)
     shared = f"{prefix}.shared_expert"

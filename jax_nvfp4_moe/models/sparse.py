@@ -145,6 +145,19 @@ def read_layer_types(
     return tuple(types) if sound else None
 
 
+def require_experts(config: Any, layer: int) -> None:
+    """Check that `layer` has experts: that there is such a layer, not of ``config.dense_layers``.
+
+    Raises:
+      ValueError: it has none.
+    """
+    if not 0 <= layer < config.num_layers or layer in config.dense_layers:
+        raise ValueError(
+            f"layer: expected one with experts, below {config.num_layers} and not of "
+            f"{sorted(config.dense_layers)}; got {layer}"
+        )
+
+
 def build_block(
     config: SparseConfig,
     layer: int,
@@ -167,11 +180,7 @@ def build_block(
     Raises:
       ValueError: that layer has no experts.
     """
-    if not 0 <= layer < config.num_layers or layer in config.dense_layers:
-        raise ValueError(
-            f"layer: expected one with experts, below {config.num_layers} and not of "
-            f"{sorted(config.dense_layers)}; got {layer}"
-        )
+    require_experts(config, layer)
 
     def find(part):
         names = [f"model.layers.{layer}.{block}.{part}" for block in blocks]
