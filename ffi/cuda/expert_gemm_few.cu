@@ -32,6 +32,12 @@ constexpr int kTeams = 4;
 constexpr int kTeamThreads = 128;
 constexpr int kThreads = kTeams * kTeamThreads;
 constexpr int kBlocksPerSm = 2;
+// On 12.x, where layers in W4A4 have another kernel, rounding in f16 would spill at two.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kRoundingBlocksPerSm = 1;
+#else
+constexpr int kRoundingBlocksPerSm = kBlocksPerSm;
+#endif
 constexpr int kDepth = 2;     // weight tiles of a warp on their way
 constexpr int kRows = 8;      // of a tile: one product's columns
 constexpr int kPadding = 16;  // bytes between rows in shared memory: other banks
@@ -224,7 +230,7 @@ __device__ __forceinline__ OutputPairs FinishTile(const TileStore<T>& store,
 }
 
 template <typename T, bool kRounds>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBlocksPerSm)
     ExpertGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
                   const TileConstants constants) {
   NVFP4_DYNAMIC_SHARED(rows);
