@@ -1,6 +1,7 @@
 """NVFP4Tensor and MoEParams, canonical or in a kernel's layout; DenseExperts beside them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,26 +134,11 @@ class NVFP4Tensor:
         return jnp.repeat(scale, self.shape[-2] // scale.shape[-1], axis=-1)[..., None]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MoEParams:
-    """The weights of one expert layer; `e` experts, hidden size h, intermediate size i.
+class _ExpertSizes:
+    """Sizes of experts, read off their two weights."""
 
-    Attributes:
-      gate_up: `NVFP4Tensor` ``[e, 2i, h]``, gate rows then up rows; ``[e, i, h]`` where the
-        activation is not gated. Its global_scale is ``[e]`` or, for gate and up apart, ``[e, 2]``.
-      down: `NVFP4Tensor` ``[e, h, i]``.
-      gate_up_input_scale, down_input_scale: float32 ``[e]``, the calibrated global scale of the
-        activations that each product takes in (it multiplies); None in a weight-only checkpoint.
-      gate_up_bias, down_bias: float32 ``[e, 2i]`` and ``[e, h]``, or None.
-    """
-
-    gate_up: NVFP4Tensor
-    down: NVFP4Tensor
-    gate_up_input_scale: jax.Array | None = None
-    down_input_scale: jax.Array | None = None
-    gate_up_bias: jax.Array | None = None
-    down_bias: jax.Array | None = None
+    gate_up: Any
+    down: Any
 
     @property
     def num_experts(self) -> int:
@@ -173,6 +159,28 @@ class MoEParams:
     def gated(self) -> bool:
         """Whether `gate_up` holds two halves."""
         return self.gate_up.shape[1] == 2 * self.intermediate
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEParams(_ExpertSizes):
+    """The weights of one expert layer; `e` experts, hidden size h, intermediate size i.
+
+    Attributes:
+      gate_up: `NVFP4Tensor` ``[e, 2i, h]``, gate rows then up rows; ``[e, i, h]`` where the
+        activation is not gated. Its global_scale is ``[e]`` or, for gate and up apart, ``[e, 2]``.
+      down: `NVFP4Tensor` ``[e, h, i]``.
+      gate_up_input_scale, down_input_scale: float32 ``[e]``, the calibrated global scale of the
+        activations that each product takes in (it multiplies); None in a weight-only checkpoint.
+      gate_up_bias, down_bias: float32 ``[e, 2i]`` and ``[e, h]``, or None.
+    """
+
+    gate_up: NVFP4Tensor
+    down: NVFP4Tensor
+    gate_up_input_scale: jax.Array | None = None
+    down_input_scale: jax.Array | None = None
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
 
     @property
     def has_input_scales(self) -> bool:
@@ -203,7 +211,7 @@ class MoEParams:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DenseExperts:
+class DenseExperts(_ExpertSizes):
     """The weights of one expert layer that is not NVFP4: in a float dtype, or in FP8.
 
     Attributes:
@@ -222,26 +230,6 @@ class DenseExperts:
     gate_up_input_scale: jax.Array | None = None
     down_input_scale: jax.Array | None = None
     by_factor: bool = dataclasses.field(default=False, metadata={"static": True})
-
-    @property
-    def num_experts(self) -> int:
-        """Number of experts."""
-        return self.down.shape[0]
-
-    @property
-    def hidden(self) -> int:
-        """Width of the tokens."""
-        return self.down.shape[1]
-
-    @property
-    def intermediate(self) -> int:
-        """Width between the two products."""
-        return self.down.shape[2]
-
-    @property
-    def gated(self) -> bool:
-        """Whether `gate_up` holds two halves."""
-        return self.gate_up.shape[1] == 2 * self.intermediate
 
 
 def _gate_up_layout(name, gated):

@@ -87,7 +87,7 @@ def test_products(how):
     assert relative(y, expected) < BOUND
     other = x if how is not Float8.WEIGHTS else inputs[Float8.TOKEN]
     assert relative(y, other.astype(np.float64) @ dequantized.T) > 1000 * BOUND
-    np.testing.assert_allclose(weight.dequantize(), dequantized, rtol=1e-7)
+    np.testing.assert_array_equal(weight.dequantize(), dequantized.astype(np.float32))
 
 
 def test_products_of_two_roundings_are_exact_in_bfloat16():
@@ -202,7 +202,7 @@ def test_experts_that_are_not_nvfp4(how):
         dtype=jnp.float32,
     )  # fmt: skip
     again = module.experts(jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights))
-    np.testing.assert_allclose(again, y, rtol=1e-5, atol=1e-5)
+    assert relative(again, expected) < bound
     assert list(module.nvfp4_problems()) == []
 
 
