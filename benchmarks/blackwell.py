@@ -11,9 +11,10 @@ A PREDICTION, from three bounds of the two products of a layer:
              extension, at one a cycle and scheduler
 
 The longest of the three is the floor. What is expected lies between the floor with the starts and
-ends of kernels (what one token takes on an H200 over its floor), and the floor by the fraction of
-its own that the same layer reaches on an H200 (the same tokens, W4A4, from `--measured`). Needs
-cuobjdump. Writes ``benchmarks/results/blackwell_prediction.{json,md}``.
+ends of kernels (what one token takes on an H200 over its floor, with a scale for each token: with
+calibrated scales a Hopper kernel for few slots does all at once, which 10.x and 12.x have not), and
+the floor by the fraction of its own that the same layer reaches on an H200 (the same tokens, W4A4,
+from `--measured`). Needs cuobjdump. Writes ``benchmarks/results/blackwell_prediction.{json,md}``.
 """
 
 import argparse
@@ -32,6 +33,7 @@ TOKENS = (1, 16, 64, 256, 1024, 8192)
 FLOPS_OF_OMMA = 2 * 16 * 8 * 64
 BYTES_PER_VALUE = 0.5625  # of NVFP4, its block scale included
 MEASURED = "moe_w4a16_sm90 w4a4"
+SEVERAL_KERNELS = "moe_w4a16_sm90 w4a4_token_scale"  # at one token too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +174,7 @@ def predict(device: Device, counts, case: Case, tokens: int, measured) -> dict:
     floor = max(bounds.values())
     expected = ()
     if (case.name, tokens) in measured:
-        one, own = measured[case.name, 1], measured[case.name, tokens]
+        one, own = measured[case.name, "starts"], measured[case.name, tokens]
         ends = floor + one["us"] - one["floor_us"], floor / own["of_floor"]
         expected = min(ends), max(ends)
     return {
@@ -186,12 +188,17 @@ def predict(device: Device, counts, case: Case, tokens: int, measured) -> dict:
     }
 
 
-def read_measured(path: pathlib.Path) -> dict[tuple[str, int], dict]:
-    """Return (case, tokens) -> the row of our W4A4 layer."""
+def read_measured(path: pathlib.Path) -> dict[tuple[str, int | str], dict]:
+    """Return (case, tokens) -> the row of our W4A4 layer; (case, "starts") -> that of one token."""
     if not path.exists():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return {(row["case"], row["tokens"]): row for row in rows if row["contestant"] == MEASURED}
+    found = {(row["case"], row["tokens"]): row for row in rows if row["contestant"] == MEASURED}
+    return found | {
+        (row["case"], "starts"): row
+        for row in rows
+        if row["contestant"] == SEVERAL_KERNELS and row["tokens"] == 1
+    }
 
 
 def table(headings, rows):

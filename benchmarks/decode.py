@@ -267,6 +267,15 @@ def parse_arguments():
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--new", type=int, default=64, help="tokens, at least 2")
     parser.add_argument("--backend", help="default: that of this device")
+    add_sizes(parser)
+    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--output", type=pathlib.Path, help="default: results/decode.DEVICE.json")
+    parser.add_argument("--small-ceilings", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def add_sizes(parser):
+    """Add the options that `sizes_of` reads; Qwen3-30B-A3B's by default."""
     for option, value in (
         ("layers", 48),
         ("experts", 128),
@@ -279,10 +288,6 @@ def parse_arguments():
         ("head-dim", 128),
     ):
         parser.add_argument(f"--{option}", type=int, default=value)
-    parser.add_argument("--commit", help="where there is no git to ask")
-    parser.add_argument("--output", type=pathlib.Path, help="default: results/decode.DEVICE.json")
-    parser.add_argument("--small-ceilings", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 def sizes_of(arguments) -> SyntheticSizes:

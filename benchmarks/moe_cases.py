@@ -52,6 +52,8 @@ CASES = {
         Case("tiny", 64, 48, 8, 2),  # for trying the benchmark itself
     )
 }
+# How a layer lies over several devices: experts shared out or cut, tokens everywhere or shared out.
+FORMS = ("psum", "tensor", "all_to_all", "ragged")
 REAL_CASES = tuple(name for name in CASES if name != "tiny")
 
 # Microseconds of the whole layer on one H200, at most.

@@ -1,5 +1,6 @@
-"""What a figure needs to be believed: commit, driver, versions, command."""
+"""What a figure needs to be believed: commit, date, driver, versions, command."""
 
+import datetime
 import importlib.metadata
 import pathlib
 import platform
@@ -15,7 +16,10 @@ def provenance(commit: str | None) -> dict:
     here = pathlib.Path(__file__).parent
     return {
         "commit": commit or _output("git", "-C", here, "rev-parse", "--short", "HEAD"),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "driver": _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        ).partition("\n")[0],  # a line for each GPU
         "versions": {"python": platform.python_version(), **dict(_versions())},
         "command": shlex.join(["python", *sys.argv]),
     }

@@ -5,12 +5,15 @@ from jax_nvfp4_moe import testing as testing
 from jax_nvfp4_moe.backends.choice import explain as explain
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError as CheckpointError
 from jax_nvfp4_moe.evaluate import evaluate as evaluate
+from jax_nvfp4_moe.exporting import export_checks as export_checks
+from jax_nvfp4_moe.exporting import load_exported as load_exported
 from jax_nvfp4_moe.generate import generate as generate
 from jax_nvfp4_moe.models.loading import load_model as load_model
 from jax_nvfp4_moe.models.loading import load_moe as load_moe
 from jax_nvfp4_moe.nn import NVFP4Linear as NVFP4Linear
 from jax_nvfp4_moe.nn import NVFP4MoE as NVFP4MoE
 from jax_nvfp4_moe.ops.prepare import prepare as prepare
+from jax_nvfp4_moe.quantize_model import quantize_model as quantize_model
 from jax_nvfp4_moe.scheme import Choice as Choice
 from jax_nvfp4_moe.scheme import NoBackendError as NoBackendError
 from jax_nvfp4_moe.scheme import Problem as Problem
@@ -19,3 +22,4 @@ from jax_nvfp4_moe.scheme import Target as Target
 from jax_nvfp4_moe.tensor import MoEParams as MoEParams
 from jax_nvfp4_moe.tensor import NVFP4Tensor as NVFP4Tensor
 from jax_nvfp4_moe.tensor import quantize as quantize
+from jax_nvfp4_moe.tensor import quantize_experts as quantize_experts

@@ -16,16 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
+from jax_nvfp4_moe import distributed
 from jax_nvfp4_moe.backends.choice import explain_problem
-from jax_nvfp4_moe.evaluate import evaluate
+from jax_nvfp4_moe.evaluate import evaluate, summary_rows, window_rows
 from jax_nvfp4_moe.generate import stream
 from jax_nvfp4_moe.inspection import inspect, table
-from jax_nvfp4_moe.models.loading import find_dtype, load_model
+from jax_nvfp4_moe.layer_errors import (
+    check_plot,
+    error_report,
+    error_rows,
+    measure_errors,
+    plot_errors,
+)
+from jax_nvfp4_moe.models.loading import abstract_model, find_dtype, load_model
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.prepare import prepare
+from jax_nvfp4_moe.quantize_model import quantize_model
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
-from jax_nvfp4_moe.tokenizer import load_tokenizer
+from jax_nvfp4_moe.tokenizer import TOKENIZER, load_tokenizer
 
 EXAMPLE = "tiny-python-moe"
 PROMPT = "import jax\nimport jax.numpy as jnp\n\n\ndef softmax("
@@ -46,19 +55,96 @@ SchemeOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Name of a backend.")]
+_PROCESSES = "Several processes"
+MeshOption = Annotated[
+    str | None,
+    typer.Option("--mesh", help="How to share out the devices: expert=8,tensor=2, or one of them."),
+]
+DetectOption = Annotated[
+    bool,
+    typer.Option(
+        "--distributed",
+        help="One of several processes, as Slurm, Open MPI or Kubernetes started them.",
+        rich_help_panel=_PROCESSES,
+    ),
+]
+CoordinatorOption = Annotated[
+    str | None,
+    typer.Option(help="host:port of process 0, with the next two.", rich_help_panel=_PROCESSES),
+]
+CountOption = Annotated[
+    int | None, typer.Option("--processes", help="How many.", rich_help_panel=_PROCESSES)
+]
+IndexOption = Annotated[
+    int | None, typer.Option("--process-id", help="Which, from 0.", rich_help_panel=_PROCESSES)
+]
+PeerTimeoutOption = Annotated[
+    int,
+    typer.Option(help="Seconds until a silent one counts as dead.", rich_help_panel=_PROCESSES),
+]
+StartTimeoutOption = Annotated[
+    int, typer.Option(help="Seconds to come together.", rich_help_panel=_PROCESSES)
+]
+SupervisedOption = Annotated[int | None, typer.Option(distributed.SUPERVISED, hidden=True)]
 
 
 @app.command("inspect")
 def inspect_command(
-    path: Folder, scheme: SchemeOption = None, dtype: DtypeOption = "bfloat16"
+    path: Folder,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Show the error of each layer's experts instead.")
+    ] = False,
+    original: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Errors against this unquantized checkpoint, not dequantized weights."),
+    ] = None,
+    text: Annotated[
+        pathlib.Path | None, typer.Option(help="Text to run, UTF-8; some Python by default.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text, at most.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Errors as JSON, by token too.")] = False,
+    plot: Annotated[
+        pathlib.Path | None, typer.Option(help="Draw the errors too, such as errors.png.")
+    ] = None,
+    scheme: SchemeOption = None,
+    dtype: DtypeOption = "bfloat16",
+    backend: BackendOption = None,
 ) -> None:
-    """Show layers, formats, bytes, and the scheme and backend that each layer gets and why."""
+    """Show layers, formats, bytes, and the scheme and backend that each layer gets and why.
+
+    With --errors: what each scheme costs each layer's routed experts, all on the same inputs.
+    """
     logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)  # the table says it all
-    print(inspect(path, scheme=scheme, dtype=dtype))
+    if not errors:
+        _only_with_errors(original=original, text=text, json=as_json, plot=plot, backend=backend)
+        print(inspect(path, scheme=scheme, dtype=dtype))
+        return
+    if plot is not None:
+        check_plot(plot)  # now, not after minutes
+    ids, words = _sample(path, text, tokens)
+    found = measure_errors(
+        path,
+        ids,
+        original=original,
+        schemes=None if scheme is None else (scheme,),
+        dtype=dtype,
+        backend=backend,
+        progress=_progress,
+    )
+    truth = "its weights dequantized" if original is None else f"{original.resolve().name}"
+    if plot is not None:
+        plot_errors(found, plot, truth=truth)
+        _say(f"wrote {plot}")
+    if as_json:
+        print(json.dumps({"truth": truth, "tokens": len(ids), "errors": error_report(found)}))
+        return
+    print(f"errors of routed experts against {truth}, in float32, of {len(ids)} tokens\n")
+    print("\n".join(table(error_rows(found, words))))
 
 
 @app.command("generate")
 def generate_command(
+    context: typer.Context,
     path: Annotated[
         pathlib.Path | None, typer.Argument(help="Folder of a checkpoint; the example where none.")
     ] = None,
@@ -74,13 +160,26 @@ def generate_command(
     scheme: SchemeOption = None,
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
+    mesh: MeshOption = None,
+    detect: DetectOption = False,
+    coordinator: CoordinatorOption = None,
+    processes: CountOption = None,
+    process_id: IndexOption = None,
+    peer_timeout: PeerTimeoutOption = distributed.PEER_TIMEOUT,
+    start_timeout: StartTimeoutOption = distributed.START_TIMEOUT,
+    supervised: SupervisedOption = None,
 ) -> None:
     """Print a prompt and its continuation, token by token."""
+    joined = _join(
+        context.obj, detect, supervised, coordinator, processes, process_id, peer_timeout,
+        start_timeout,
+    )  # fmt: skip
     with _example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         text = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
         ids = tokenizer.encode(text, special=not chat)
-        model = load_model(folder, scheme=scheme, dtype=dtype, backend=backend)
+        devices = distributed.make_mesh(mesh) if joined or mesh is not None else None
+        model = load_model(folder, scheme=scheme, dtype=dtype, backend=backend, mesh=devices)
     room = model.config.max_positions - len(ids)
     if max_new_tokens is None:
         max_new_tokens = max(1, min(_NEW_TOKENS, room))
@@ -110,39 +209,115 @@ def generate_command(
     # The first token waits for two compilations, the second for the rest of them.
     if len(arrivals) > 2:
         rate = (len(arrivals) - 2) / (arrivals[-1] - arrivals[1])
-        _say(f"{len(arrivals)} tokens, {rate:.1f} tokens/s after the second")
+        _report(f"{len(arrivals)} tokens, {rate:.1f} tokens/s after the second")
 
 
 @app.command("eval")
 def eval_command(
+    context: typer.Context,
     path: Folder,
     text: Annotated[pathlib.Path, typer.Option(help="Text to predict, UTF-8.")],
     window: Annotated[int, typer.Option(help="Tokens in a window, each on its own.")] = 512,
     skip_tokens: Annotated[int, typer.Option(help="Leading tokens to leave out.")] = 0,
     max_windows: Annotated[int | None, typer.Option(help="At most so many windows.")] = None,
-    scheme: SchemeOption = None,
+    by_window: Annotated[
+        bool, typer.Option("--by-window", help="Each window's figures too, and a table of them.")
+    ] = False,
+    scheme: Annotated[
+        list[str] | None, typer.Option("--scheme", help="As elsewhere; repeat it to compare.")
+    ] = None,
     dtype: DtypeOption = "float32",
     backend: BackendOption = None,
+    mesh: MeshOption = None,
+    detect: DetectOption = False,
+    coordinator: CoordinatorOption = None,
+    processes: CountOption = None,
+    process_id: IndexOption = None,
+    peer_timeout: PeerTimeoutOption = distributed.PEER_TIMEOUT,
+    start_timeout: StartTimeoutOption = distributed.START_TIMEOUT,
+    supervised: SupervisedOption = None,
 ) -> None:
-    """Print the mean cross-entropy on a text as one JSON object.
+    """Print the mean cross-entropy and the perplexity on a text, a JSON object for each scheme.
 
     In float32 unless asked otherwise, as quantization tools state theirs.
     """
+    joined = _join(
+        context.obj, detect, supervised, coordinator, processes, process_id, peer_timeout,
+        start_timeout,
+    )  # fmt: skip
     ids = load_tokenizer(path).encode(text.read_text(encoding="utf-8"))
-    model = load_model(path, scheme=scheme, dtype=dtype, backend=backend)
-    start = time.perf_counter()
-    with _progress("windows") as progress:
-        result = evaluate(
-            model,
-            ids,
-            window=window,
-            skip_tokens=skip_tokens,
-            max_windows=max_windows,
-            progress=progress,
-        )
-    seconds = time.perf_counter() - start
-    _say(
-        f"{result['windows'] * window} tokens, {result['windows'] * window / seconds:.0f} tokens/s"
+    devices = distributed.make_mesh(mesh) if joined or mesh is not None else None
+    results = {}
+    for asked in dict.fromkeys(scheme or [None]):
+        model = load_model(path, scheme=asked, dtype=dtype, backend=backend, mesh=devices)
+        start = time.perf_counter()
+        with _progress("windows" if asked is None else f"windows, {asked}") as progress:
+            result = evaluate(
+                model,
+                ids,
+                window=window,
+                skip_tokens=skip_tokens,
+                max_windows=max_windows,
+                by_window=True,
+                progress=progress,
+            )
+        tokens = result["windows"] * window
+        _report(f"{tokens} tokens, {tokens / (time.perf_counter() - start):.0f} tokens/s")
+        results[asked or "default"] = result
+        shown = {"scheme": asked, **result}
+        hidden = () if by_window else ("cross_entropies", "perplexities")
+        print(json.dumps({k: v for k, v in shown.items() if k not in hidden}), flush=True)
+    if by_window:
+        _report("\n".join(table(window_rows(results))))
+    if len(results) > 1:
+        _report("\n".join(table(summary_rows(results))))
+
+
+@app.command("quantize")
+def quantize_command(
+    source: Annotated[pathlib.Path, typer.Argument(help="Folder of an unquantized checkpoint.")],
+    destination: Annotated[pathlib.Path, typer.Argument(help="Folder to write; new or empty.")],
+    text: Annotated[
+        pathlib.Path | None, typer.Option(help="Calibration text, UTF-8; w4a4 needs one.")
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(help="Leading tokens that are used.")] = 4096,
+    window: Annotated[int, typer.Option(help="Tokens in a window, each on its own.")] = 512,
+    scheme: Annotated[
+        str | None, typer.Option(help="w4a4 or w4a16; w4a4 where there is a text.")
+    ] = None,
+    form: Annotated[str, typer.Option(help="modelopt or compressed-tensors.")] = "modelopt",
+    modules: Annotated[str, typer.Option(help="all or experts.")] = "all",
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Module to leave alone; wildcards; repeatable.")
+    ] = None,
+    algorithm: Annotated[str, typer.Option(help="max, search, four_or_six, ...")] = "max",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of what is not quantized; as it is by default.")
+    ] = None,
+    shard_gb: Annotated[float, typer.Option(help="Largest file in GB.")] = 5.0,
+) -> None:
+    """Quantize a checkpoint to NVFP4; print what was done as one JSON object."""
+    ids = None
+    if text is not None:
+        ids = load_tokenizer(source).encode(text.read_text(encoding="utf-8"))
+        if not 1 <= calibration_tokens <= len(ids):
+            raise ValueError(
+                f"calibration_tokens: expected 1 to {len(ids)}, the tokens of {text}; got "
+                f"{calibration_tokens}"
+            )
+        ids = ids[:calibration_tokens]
+    result = quantize_model(
+        source,
+        destination,
+        token_ids=ids,
+        scheme=scheme,
+        form=form,
+        modules=modules,  # type: ignore[arg-type] - checked there
+        exclude=exclude or (),
+        algorithm=algorithm,
+        window=window,
+        dtype=dtype,
+        shard_bytes=int(min(max(shard_gb, 0.0), 1e9) * 1e9),
     )
     print(json.dumps(result))
 
@@ -196,23 +371,84 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("jax_nvfp4_moe").setLevel(logging.INFO)
+    with distributed.leaving_at_once():
+        _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments):
+    """Run the command; commands find `arguments` in the context."""
     try:
-        app(args=None if arguments is None else list(arguments))
+        app(args=arguments, obj=arguments)
     except BrokenPipeError:
         # The reader has gone, as with `| head`: nobody to tell. Python would try to flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, OSError, MemoryError) as error:
-        _fail(str(error) or type(error).__name__)
+        _fail(distributed.explain_loss(error) or str(error) or type(error).__name__)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         _fail(f"out of memory on {Target.current()} while the model ran: {error}")
 
 
+def _only_with_errors(**options):
+    given = [f"--{name}" for name, value in options.items() if value]
+    if given:
+        raise ValueError(f"{', '.join(given)}: expected together with --errors")
+
+
+def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
+    """Return the first tokens of a text, and each as text; random ones without a tokenizer."""
+    if tokens < 1:
+        raise ValueError(f"tokens: expected at least 1, got {tokens}")
+    if text is None and path.is_dir() and not (path / TOKENIZER).exists():
+        _say(f"{path} has no {TOKENIZER}: {tokens} random token ids")
+        size = abstract_model(path).model.config.vocab_size
+        return np.random.default_rng(0).integers(0, size, tokens), None
+    tokenizer = load_tokenizer(path)
+    if text is None:  # Python source that is always there
+        source = importlib.resources.files("jax_nvfp4_moe") / "formats.py"
+        said = source.read_text(encoding="utf-8")
+    else:
+        said = text.read_text(encoding="utf-8")
+    ids = tokenizer.encode(said)[:tokens]
+    return ids, [tokenizer.decode([token]) for token in ids]
+
+
 def _fail(message):
     _say(f"error: {message}")
     sys.exit(2)
+
+
+def _join(arguments, detect, supervised, *how) -> bool:
+    """Join the other processes where there are any; return whether there are.
+
+    The process that the user started becomes the parent of one that does the work.
+
+    Args:
+      arguments: of the command line.
+      detect, supervised: its options.
+      how: arguments of `distributed.join`.
+    """
+    if not detect and all(value is None for value in how[:3]):
+        return False
+    distributed.check_join(*how)
+    if supervised is None:
+        command = [sys.executable, "-m", "jax_nvfp4_moe", *map(str, arguments)]
+        sys.exit(distributed.supervise(command, *how[3:]))
+    distributed.be_supervised()
+    distributed.join(*how[:3], peer_timeout=how[3], start_timeout=how[4])
+    distributed.report_joined(supervised)
+    if not distributed.is_first():  # all compute the same; one speaks
+        logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    return True
+
+
+def _report(message):
+    """Say what is worth saying once, however many processes there are."""
+    if distributed.is_first():
+        _say(message)
 
 
 def _say(message):
@@ -233,7 +469,7 @@ def _example_or(path) -> Iterator[pathlib.Path]:
 @contextlib.contextmanager
 def _progress(what):
     """Draw a bar on standard error where it is a terminal; give the function that advances it."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr.isatty() and distributed.is_first()):
         yield None
         return
     import rich.console

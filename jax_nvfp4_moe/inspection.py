@@ -137,7 +137,8 @@ def _choices(kinds) -> Iterator[str]:
                 if choice.problem.op in other.can.ops and other.name in choice.reasons
             ]
             answers.setdefault("\n".join(lines), []).append(name)
-        yield f"{target}"
+        if answers:
+            yield f"{target}"
         for answer, names in answers.items():
             yield f"  {', '.join(dict.fromkeys(names))}"
             yield answer

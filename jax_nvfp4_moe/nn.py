@@ -5,12 +5,14 @@ A module settles three things when it is made, and keeps them as static attribut
 layout of the backend that will read them, so a call converts nothing.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int32
 
 from jax_nvfp4_moe.activations import find_activation
@@ -23,8 +25,18 @@ from jax_nvfp4_moe.ops.dense import precision_for as precision_for
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.ops.grouped_gemm import linear
 from jax_nvfp4_moe.ops.moe import DTYPES, moe_mlp
-from jax_nvfp4_moe.ops.prepare import prepare, prepare_linear
+from jax_nvfp4_moe.ops.prepare import find_moe_layout, prepare, prepare_linear
 from jax_nvfp4_moe.ops.route import route
+from jax_nvfp4_moe.parallel import (
+    EXCHANGES,
+    ShardedExperts,
+    find_grid,
+    run_exchanged,
+    shard_experts,
+    share_rows,
+)
+from jax_nvfp4_moe.parallel.grid import check_row_scales, replicate
+from jax_nvfp4_moe.placement import ExpertLoad, ExpertSlots, locate
 from jax_nvfp4_moe.routing import Router
 from jax_nvfp4_moe.scheme import (
     Declared,
@@ -35,7 +47,7 @@ from jax_nvfp4_moe.scheme import (
     choose_scheme,
     rounds_to_fp8,
 )
-from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor, quantize
+from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor, quantize, quantize_experts
 
 # What `explain` asks a module for: path, problem, declared scheme, asked scheme, asked backend.
 ModuleProblem = tuple[str, Problem, Declared, str | None, str | None]
@@ -162,10 +174,12 @@ class NVFP4MoE(_Settled):
     part but the router and the experts optional.
 
     Attributes:
-      params: `NVFP4Param` of `MoEParams`, in the layout of its backend, or of `DenseExperts`.
+      params: `NVFP4Param` of `MoEParams`, in the layout of its backend, of `DenseExperts`, or of
+        `ShardedExperts` of either.
       router_weight: `nnx.Param` ``[e, h]``; router logits are float32.
       router_logit_bias: `nnx.Param` ``[e]``, part of the logits, or None.
       router_bias: `RouterCorrection` ``[e]``, or None.
+      slots, load: None, but where `balance` has placed the experts, or counts how they are chosen.
       router: static `routing.Router`.
       activation: static `activations.ActivationCall`.
       scheme, target, dtype: static; see the constructor.
@@ -183,7 +197,7 @@ class NVFP4MoE(_Settled):
         alpha: float | None = None,
         beta: float | None = None,
         limit: float | None = None,
-        params: MoEParams | DenseExperts | None = None,
+        params: MoEParams | DenseExperts | ShardedExperts | None = None,
         router_weight: Float[Array, "e h"] | None = None,
         router_bias: Float[Array, " e"] | None = None,
         router_logit_bias: Float[Array, " e"] | None = None,
@@ -192,11 +206,15 @@ class NVFP4MoE(_Settled):
         latent: int | None = None,
         latent_in: Callable | None = None,
         latent_out: Callable | None = None,
+        run_dense: Callable = dense_moe,
         declared: Declared | str = Scheme.W4A16,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
         backend: str | None = None,
         dtype=jnp.bfloat16,
+        mesh: Mesh | None = None,
+        exchange: str = "psum",
+        capacity: int | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         """Make a block of `num_experts` experts `intermediate` wide, on tokens `hidden` wide.
@@ -216,18 +234,28 @@ class NVFP4MoE(_Settled):
           shared_gate: called with `x`; its sigmoid ``[..., 1]`` multiplies the shared experts.
           latent: width that the routed experts see where it is not `hidden`.
           latent_in, latent_out: ``[..., h] -> [..., latent]`` and back; needed with `latent`.
+          run_dense: called as `ops.dense_moe.dense_moe` for `DenseExperts`; a quantizer watches.
           declared: what the checkpoint says of the experts: "w4a16" or "w4a4"; a `Float8`, or None
             for a float dtype, with `DenseExperts`, which run in plain XLA.
           scheme, target, backend: as for `ops.moe_mlp`.
           dtype: of the result; inputs are cast to it.
+          mesh: shares the experts out along its axis `expert` and cuts each along `tensor`, see
+            `parallel.experts`; what else the block has is whole on every device. None for one
+            device, or with `params` that are sharded already.
+          exchange: over a mesh, "psum" where all devices have all tokens; "all_to_all", or "ragged"
+            on GPUs, where tokens are shared out along `expert`, see `parallel.exchange`.
+          capacity: rows of "all_to_all" for each pair of shards in one round; None for one round.
           rngs: where random weights come from (stream "params").
 
         Raises:
-          ValueError: sizes disagree, or an argument is unknown.
+          ValueError: sizes disagree, an argument is unknown, or `mesh` does not divide the sizes.
           NoBackendError: no backend fits.
         """
+        if mesh is not None:
+            target = target or find_grid(mesh).target
         self._settle(declared, scheme, target, backend, dtype)
         self.router = _one_router(top_k, router)
+        self.exchange, self.capacity = _check_exchange(exchange, capacity), capacity
         self.activation = find_activation(activation, alpha, beta, limit)
         if (latent is None) != (latent_in is None) or (latent is None) != (latent_out is None):
             raise ValueError("latent: expected latent, latent_in and latent_out together or none")
@@ -238,26 +266,47 @@ class NVFP4MoE(_Settled):
             )
         sizes = (params.num_experts, params.hidden, params.intermediate)
         _check_shape("params", sizes, (num_experts, width, intermediate))
-        if isinstance(params, DenseExperts) != (self.scheme is None):
+        stored = params.stacked if isinstance(params, ShardedExperts) else params
+        if isinstance(stored, DenseExperts) != (self.scheme is None):
             raise ValueError(
                 f"declared: expected a Float8 or None with DenseExperts alone, got {declared} with "
-                f"{type(params).__name__}"
+                f"{type(stored).__name__}"
             )
-        if isinstance(params, MoEParams):
-            params = prepare(params, **self._op_arguments())
+        params = self._prepared(params, mesh)
         self.params = NVFP4Param(params)
         if router_weight is None:
             router_weight = _random((num_experts, hidden), rngs).astype(self.dtype)
         _check_shape("router_weight", router_weight.shape, (num_experts, hidden))
+        biases = {"router_bias": router_bias, "router_logit_bias": router_logit_bias}
+        for name, bias in biases.items():
+            _check_shape(name, (num_experts,) if bias is None else bias.shape, (num_experts,))
+        if isinstance(params, ShardedExperts):
+            router_weight = replicate(router_weight, params.grid)
+            biases = replicate(biases, params.grid)
         self.router_weight = nnx.Param(router_weight)
-        if router_bias is not None:
-            _check_shape("router_bias", router_bias.shape, (num_experts,))
-        self.router_bias = None if router_bias is None else RouterCorrection(router_bias)
-        if router_logit_bias is not None:
-            _check_shape("router_logit_bias", router_logit_bias.shape, (num_experts,))
-        self.router_logit_bias = None if router_logit_bias is None else nnx.Param(router_logit_bias)
+        self.router_bias = _variable(RouterCorrection, biases["router_bias"])
+        self.router_logit_bias = _variable(nnx.Param, biases["router_logit_bias"])
         self.shared_experts, self.shared_gate = shared_experts, shared_gate
         self.latent_in, self.latent_out = latent_in, latent_out
+        self.run_dense = run_dense
+        self.slots: ExpertSlots | None = nnx.data(None)
+        self.load: ExpertLoad | None = nnx.data(None)
+
+    def _prepared(self, params, mesh):
+        """Return the experts as the op takes them: in their layout, and over `mesh`."""
+        how = self._op_arguments()
+        if mesh is not None and not isinstance(params, ShardedExperts):
+            nvfp4 = isinstance(params, MoEParams)
+            params = shard_experts(
+                params,
+                find_grid(mesh),
+                layout=find_moe_layout(params, **how) if nvfp4 else None,
+                interleaved=self.activation.row.interleaved,
+            )
+        if isinstance(params, ShardedExperts):
+            check_row_scales(params.grid, self.scheme or self._activations())
+            return params
+        return prepare(params, **how) if isinstance(params, MoEParams) else params
 
     def route(
         self, x: Float[Array, "... h"]
@@ -268,25 +317,28 @@ class NVFP4MoE(_Settled):
         what follows. The block's `backend` names an expert kernel and says nothing of the router's.
         """
         with jax.named_scope("router"):
-            logits = self._logits(x.reshape(-1, x.shape[-1]).astype(self.dtype))
-            if self.router_logit_bias is not None:
-                logits += self.router_logit_bias.get_value().astype(jnp.float32)[None, :]
-            bias = _value(self.router_bias)
-            ids, weights = route(self.router, logits, bias, target=self.target)
+            rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
+            parts = self.router_weight, self.router_bias, self.router_logit_bias
+            run, values = self._route_rows, [_value(part) for part in parts]
+            params = self.params.get_value()
+            if isinstance(params, ShardedExperts) and self.exchange != "psum":
+                run = functools.partial(share_rows, run, params.grid)
+            ids, weights = run(rows, *values)
             lead = (*x.shape[:-1], self.router.top_k)
             return ids.reshape(lead), weights.reshape(lead)
 
-    def _logits(self, rows):
-        """Return the router's float32 logits ``[t, e]`` of rows ``[t, h]``.
+    def _route_rows(self, rows, weight, bias, logit_bias):
+        """Choose the experts of ``rows [t, h]``.
 
         A GPU sums exact products of bfloat16 in float32, so both operands go in as they are. XLA's
         CPU dot of bfloat16 loses up to twice as much as that of float32.
         """
-        weight = self.router_weight.get_value()
-        exact = rows.dtype == weight.dtype == jnp.bfloat16
-        if exact and self.target.platform == "cuda":
-            return dense(rows, weight)
-        return dense(rows.astype(jnp.float32), weight.astype(jnp.float32))
+        if not (rows.dtype == weight.dtype == jnp.bfloat16 and self.target.platform == "cuda"):
+            rows, weight = rows.astype(jnp.float32), weight.astype(jnp.float32)
+        logits = dense(rows, weight)
+        if logit_bias is not None:
+            logits += logit_bias.astype(jnp.float32)[None, :]
+        return route(self.router, logits, bias, target=self.target)
 
     def experts(
         self,
@@ -305,19 +357,32 @@ class NVFP4MoE(_Settled):
         run: Callable = moe_mlp
         how = self._op_arguments()
         if self.scheme is None:
-            run, how = dense_moe, {"activations": self._activations()}
+            run, how = self.run_dense, {"activations": self._activations()}
         with jax.named_scope("experts"):
-            y = run(
-                x.reshape(-1, x.shape[-1]).astype(self.dtype),
-                self.params.get_value(),
-                expert_ids.reshape(-1, expert_ids.shape[-1]),
-                expert_weights.reshape(-1, expert_weights.shape[-1]),
+            params = self.params.get_value()
+            run = functools.partial(
+                run,
                 activation=call.name,
                 alpha=call.alpha if call.row.parametrised else None,
                 beta=call.beta if call.row.parametrised else None,
                 limit=call.limit,
                 weight_on_input=self.router.weight_on_input,
                 **how,
+            )
+            if isinstance(params, ShardedExperts):
+                run = functools.partial(
+                    run_exchanged,
+                    run,
+                    exchange=self.exchange,
+                    capacity=self.capacity,
+                    scheme=self.scheme,
+                    weight_on_input=self.router.weight_on_input,
+                )
+            y = run(
+                x.reshape(-1, x.shape[-1]).astype(self.dtype),
+                params,
+                locate(expert_ids.reshape(-1, expert_ids.shape[-1]), self.slots, self.load),
+                expert_weights.reshape(-1, expert_weights.shape[-1]),
             )
             return y.reshape(x.shape)
 
@@ -345,15 +410,18 @@ class NVFP4MoE(_Settled):
     def own_problem(self) -> tuple[Problem, Declared, str | None, str | None]:
         """Return what the routed experts ask of a backend."""
         params = self.params.get_value()
+        sizes = params.num_experts, params.intermediate
+        if isinstance(params, ShardedExperts):
+            sizes = params.local_experts, params.local_intermediate
         problem = Problem(
             "moe_mlp",
             self.scheme,
             self.target,
             self.dtype.name,
-            params.num_experts,
+            sizes[0],
             self.router.top_k,
             params.hidden,
-            params.intermediate,
+            sizes[1],
             self.activation.name,
         )
         return problem, self.declared, self.asked, self.backend
@@ -361,6 +429,10 @@ class NVFP4MoE(_Settled):
 
 def _value(variable):
     return None if variable is None else variable.get_value()
+
+
+def _variable(kind, value):
+    return None if value is None else kind(value)
 
 
 def _optional(value):
@@ -378,6 +450,17 @@ def _one_router(top_k, router):
     return Router(top_k) if router is None else router
 
 
+def _check_exchange(exchange, capacity):
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange: expected one of {', '.join(EXCHANGES)}; got {exchange!r}")
+    if capacity is not None and (exchange != "all_to_all" or capacity < 1):
+        raise ValueError(
+            "capacity: expected None, or at least 1 with exchange 'all_to_all'; "
+            f"got {capacity} with {exchange!r}"
+        )
+    return exchange
+
+
 def _random(shape, rngs):
     """Return float32 normal values of variance ``1 / k``, or zeros without `rngs`."""
     if rngs is None:
@@ -391,12 +474,6 @@ def _fresh(shape, rngs):
 
 def _fresh_experts(num_experts, hidden, intermediate, gated, rngs):
     """Return random experts, gate and up with a global scale each, as exporters make them."""
-    halves = 2 if gated else 1
-    apart = _fresh((num_experts, halves, intermediate, hidden), rngs)
-    rows = halves * intermediate
-    gate_up = NVFP4Tensor(
-        apart.packed.reshape(num_experts, rows, hidden // 2),
-        apart.block_scale.reshape(num_experts, rows, hidden // 16),
-        apart.global_scale if gated else apart.global_scale[:, 0],
-    )
-    return MoEParams(gate_up, _fresh((num_experts, hidden, intermediate), rngs))
+    first = _random((num_experts, 2 if gated else 1, intermediate, hidden), rngs)
+    down = _random((num_experts, hidden, intermediate), rngs)
+    return quantize_experts(first[:, 0] if gated else None, first[:, -1], down)

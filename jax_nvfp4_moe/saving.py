@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
@@ -22,15 +23,16 @@ ARRAYS = "arrays"
 LAYOUTS = "layouts.json"
 _VERSION = 2
 
-Module = TypeVar("Module", bound=nnx.Module)
+Saved = TypeVar("Saved")
 
 
-def save_prepared(folder: str | pathlib.Path, module: nnx.Module) -> None:
-    """Save all variables of `module`.
+def save_prepared(folder: str | pathlib.Path, module: Any) -> None:
+    """Save all variables of `module`, or all arrays of a tree.
 
     Args:
       folder: must not exist, or be empty.
-      module: of this package, or any with modules of it inside.
+      module: of this package, or any `nnx.Module` with modules of it inside; or `MoEParams`, an
+        `NVFP4Tensor`, any tree of them. Arrays may be sharded.
 
     Raises:
       ValueError: `folder` is not empty.
@@ -48,16 +50,18 @@ def save_prepared(folder: str | pathlib.Path, module: nnx.Module) -> None:
     (folder / LAYOUTS).write_text(json.dumps(_description(module), indent=1), encoding="utf-8")
 
 
-def restore_prepared(folder: str | pathlib.Path, like: Module) -> Module:
+def restore_prepared(folder: str | pathlib.Path, like: Saved) -> Saved:
     """Restore what `save_prepared` wrote.
 
     Args:
       folder: where it is.
-      like: a module of the same structure, or ``nnx.eval_shape(lambda: ...)`` of one, which takes
-        no memory. Made for the same backend, so that it expects the same layouts.
+      like: a module or a tree of the same structure, or ``nnx.eval_shape(lambda: ...)`` of a
+        module, which takes no memory. Made for the same backend, so that it expects the same
+        layouts. Its arrays, or `jax.ShapeDtypeStruct`, say by their sharding where the values go,
+        however they were saved; to the default device where they have none.
 
     Returns:
-      A module like `like` with the saved values.
+      What `like` is, with the saved values.
 
     Raises:
       CheckpointError: the folder is incomplete, or names, shapes, dtypes, layouts or their
@@ -70,27 +74,45 @@ def restore_prepared(folder: str | pathlib.Path, like: Module) -> Module:
     _check(read_json(folder, LAYOUTS), _description(like), folder)
     variables = _leaves(like)
     abstract = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf))
         for _, leaves in variables
         for name, leaf in leaves
     }
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore(folder / ARRAYS, abstract)
+    values = [
+        jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name, _ in leaves])
+        for (_, tree), (_, leaves) in zip(_trees(like), variables, strict=True)
+    ]
+    if not isinstance(like, nnx.Module):
+        return values[0]
     graph, state = nnx.split(like)
-    restored = []
-    for (path, variable), (_, leaves) in zip(nnx.to_flat_state(state), variables, strict=True):
-        structure = jax.tree.structure(variable.get_value())
-        value = jax.tree.unflatten(structure, [arrays[name] for name, _ in leaves])
-        restored.append((path, variable.replace(value)))
+    restored = [
+        (path, variable.replace(value))
+        for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True)
+    ]
     return nnx.merge(graph, nnx.from_flat_state(restored))
+
+
+def _sharding(leaf):
+    """Return where a leaf goes; arrays that were saved on other devices must go somewhere."""
+    default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
+    return getattr(leaf, "sharding", None) or default
+
+
+def _trees(module) -> list[tuple[str, Any]]:
+    """Return each variable's path and what it holds; a tree stands for itself."""
+    if not isinstance(module, nnx.Module):
+        return [("tree", module)]
+    found = nnx.to_flat_state(nnx.state(module))
+    return [("/".join(map(str, path)), variable.get_value()) for path, variable in found]
 
 
 def _leaves(module) -> list[tuple[str, list[tuple[str, Any]]]]:
     """Return for each variable its path, and name -> array of all that it holds."""
     found = []
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        name = "/".join(map(str, path))
-        leaves = jax.tree.leaves_with_path(variable.get_value())
+    for name, tree in _trees(module):
+        leaves = jax.tree.leaves_with_path(tree)
         found.append((name, [(name + jax.tree_util.keystr(keys), leaf) for keys, leaf in leaves]))
     return found
 
@@ -115,13 +137,13 @@ def _description(module) -> dict[str, Any]:
 
 
 def _tensors(module) -> Iterator[tuple[str, NVFP4Tensor]]:
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
+    for name, tree in _trees(module):
         values = jax.tree.leaves_with_path(
-            variable.get_value(), is_leaf=lambda value: isinstance(value, NVFP4Tensor)
+            tree, is_leaf=lambda value: isinstance(value, NVFP4Tensor)
         )
         for keys, value in values:
             if isinstance(value, NVFP4Tensor):
-                yield "/".join(map(str, path)) + jax.tree_util.keystr(keys), value
+                yield name + jax.tree_util.keystr(keys), value
 
 
 def _check(saved, expected, folder):

@@ -21,6 +21,7 @@ checkpoint, the user and the device:
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -45,6 +46,8 @@ class Float8(enum.StrEnum):
     WEIGHTS = "fp8_weights"  # as they are
 
 
+# Schemes whose scales are found while running, of a whole row of activations or more.
+DYNAMIC = frozenset({Scheme.W4A4_TOKEN_SCALE, Float8.TOKEN, Float8.TENSOR})
 Declared = Scheme | Float8 | None  # what a file says of one module; None: it is not quantized
 
 CHECKPOINT = "checkpoint"  # asks for what the file declares
@@ -78,20 +81,29 @@ class Target:
 
     @classmethod
     def current(cls) -> "Target":
-        """Return the target of JAX's default device; the only place that looks at a device.
+        """Return the target of JAX's default device; only this and `of` look at a device.
 
         Raises:
           ValueError: the default device is neither a CPU nor an NVIDIA GPU.
         """
         asked = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         device = asked or jax.devices()[0]
-        platform = device if isinstance(device, str) else device.platform
-        if platform == "cpu":
+        return cls.of(jax.devices(device)[0] if isinstance(device, str) else device)
+
+    @classmethod
+    def of(cls, device: Any) -> "Target":
+        """Return the target of a `jax.Device`.
+
+        Raises:
+          ValueError: it is neither a CPU nor an NVIDIA GPU.
+        """
+        if device.platform == "cpu":
             return cls("cpu")
-        if platform not in ("gpu", "cuda"):
-            raise ValueError(f"target: expected a CPU or an NVIDIA GPU, got platform {platform!r}")
-        gpu = jax.devices(platform)[0] if isinstance(device, str) else device
-        major, minor = str(gpu.compute_capability).split(".")
+        if device.platform not in ("gpu", "cuda"):
+            raise ValueError(
+                f"target: expected a CPU or an NVIDIA GPU, got platform {device.platform!r}"
+            )
+        major, minor = str(device.compute_capability).split(".")
         return cls("cuda", (int(major), int(minor)))
 
     @property

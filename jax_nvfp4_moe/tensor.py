@@ -286,6 +286,41 @@ def quantize(x, global_scale=None) -> NVFP4Tensor:
     return NVFP4Tensor(*quantize_arrays(jnp.asarray(x), global_scale))
 
 
+def quantize_experts(gate, up, down) -> MoEParams:
+    """Quantize the dense experts of one layer to NVFP4: canonical parameters, weights only.
+
+    Each matrix of each expert gets ``amax / 2688`` as its global scale, gate and up apart.
+
+    Args:
+      gate: any float dtype, ``[e, i, h]``; None where the activation is not gated.
+      up: ``[e, i, h]``, outputs before inputs: the transpose of what Flax calls a kernel.
+      down: ``[e, h, i]``.
+
+    Raises:
+      ValueError: shapes disagree, or h or i is not a multiple of 16.
+    """
+    up, down = jnp.asarray(up), jnp.asarray(down)
+    halves = [up] if gate is None else [jnp.asarray(gate), up]
+    for name, array, shape in (
+        ("up", up, (*down.shape[:1], *down.shape[:0:-1])),
+        ("gate", halves[0], up.shape),
+    ):
+        if array.ndim != 3 or array.shape != shape:
+            raise ValueError(
+                f"{name}: expected shape [e, i, h], {shape} to go with down {down.shape}; "
+                f"got {array.shape}"
+            )
+    each = [quantize(half) for half in halves]
+    gate_up = NVFP4Tensor(
+        jnp.concatenate([half.packed for half in each], axis=1),
+        jnp.concatenate([half.block_scale for half in each], axis=1),
+        jnp.stack([half.global_scale for half in each], axis=1)
+        if gate is not None
+        else each[0].global_scale,
+    )
+    return MoEParams(gate_up, quantize(down))
+
+
 def _check_dtype(name, array, dtype):
     if array.dtype != dtype:
         raise ValueError(f"{name}: expected dtype {jnp.dtype(dtype).name}, got {array.dtype.name}")

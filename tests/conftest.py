@@ -10,8 +10,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def _gpus():
+    return [device for device in jax.devices() if device.platform in ("gpu", "cuda")]
+
+
 def _compute_capability():
-    gpus = [d for d in jax.devices() if d.platform in ("gpu", "cuda")]
+    gpus = _gpus()
     return tuple(map(int, gpus[0].compute_capability.split("."))) if gpus else None
 
 
@@ -26,6 +30,7 @@ def _why_absent(marker):
     capability = _compute_capability()
     has = {
         "gpu": capability is not None,
+        "several_gpus": len(_gpus()) > 1,
         "hopper": capability is not None and capability[0] == 9,
         "blackwell": capability is not None and capability[0] in (10, 12),
         "fp4": capability is not None
@@ -38,7 +43,17 @@ def _why_absent(marker):
     return None if has[marker] else f"this machine has no {marker}"
 
 
-MARKERS = ("gpu", "hopper", "blackwell", "fp4", "fp4_sm100", "cuda_build", "cutlass", "deviceless")
+MARKERS = (
+    "gpu",
+    "several_gpus",
+    "hopper",
+    "blackwell",
+    "fp4",
+    "fp4_sm100",
+    "cuda_build",
+    "cutlass",
+    "deviceless",
+)
 
 
 def pytest_addoption(parser):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import layer
 import moe
 import moe_cases
+import moe_plot
 import numpy as np
 import pytest
 import quantize
@@ -106,6 +107,20 @@ def test_table_shows_ratios_and_says_what_is_missing():
         assert wanted in text
     assert "no column for humming" in text
     assert "no column for marlin" not in text
+
+
+def test_summary_is_drawn_from_the_stored_result_for_light_and_dark_pages(tmp_path):
+    result = json.loads((HERE / "results" / "moe.NVIDIA-H200.json").read_text())
+    for theme in moe_plot.THEMES:
+        moe_plot.draw_summary(result, tmp_path / f"{theme}.svg", theme)
+        stored = HERE / "results" / f"moe.NVIDIA-H200.{theme}.svg"
+        assert stored.stat().st_size < 150_000
+        for text in (stored.read_text(), (tmp_path / f"{theme}.svg").read_text()):
+            assert all(color in text for color in moe_plot.THEMES[theme]["lines"])
+            assert text.count("<path") > 50
+    result["rows"] = [row for row in result["rows"] if row["contestant"] != "marlin"]
+    with pytest.raises(KeyError, match="marlin"):
+        moe_plot.draw_summary(result, tmp_path / "no.svg", "light")
 
 
 def test_random_weights_keep_values_near_one():
@@ -228,6 +243,7 @@ SMALL_MODEL = (
         ("decode.py", f"{SMALL_MODEL} --small-ceilings"),
         ("layout.py", "--case tiny --backend moe_w4a16_cpu"),
         ("quantize.py", "--case given --tokens 7 130 --k 64 --copy-gibibytes 0.01"),
+        ("parallel.py", "--smoke"),
     ],
 )
 def test_scripts_run(script, arguments, tmp_path):
@@ -238,7 +254,7 @@ def test_scripts_run(script, arguments, tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     written = json.loads(output.read_text())
     assert written["commit"] == "abc"
-    assert len(written["rows"]) == (2 if script in ("moe.py", "quantize.py") else 1)
+    assert len(written["rows"]) == {"moe.py": 2, "quantize.py": 2, "parallel.py": 4}.get(script, 1)
     if script == "moe.py":
         assert (tmp_path / "result.png").exists()
 
@@ -256,7 +272,8 @@ def test_predictions_of_blackwell_are_the_longest_bound():
     assert many["bound"] == "tensor"
     assert many["tensor"] >= case.flops(8192) * 1e-6
     row = {"us": 30.0, "floor_us": 5.0, "of_floor": 0.5}
-    known = blackwell.predict(spark, counts, case, 1, {(case.name, 1): row})
+    measured = {(case.name, 1): row, (case.name, "starts"): row}
+    known = blackwell.predict(spark, counts, case, 1, measured)
     assert known["expected"] == (few["floor"] + 25, few["floor"] * 2)
 
 

@@ -72,6 +72,24 @@ def test_eval_prints_one_json_object(run):
     assert "tokens/s" in err
 
 
+def test_eval_compares_schemes(run):
+    """A line of JSON for each; tables are for people, on standard error."""
+    status, out, err = run(
+        "eval", EXAMPLE, "--text", EXAMPLE_REFERENCE / "heldout.txt", "--window", 64,
+        "--max-windows", 3, "--by-window", "--scheme", "w4a16", "--scheme", "w4a4",
+    )  # fmt: skip
+    assert status == 0
+    results = [json.loads(line) for line in out.splitlines()]
+    assert [result["scheme"] for result in results] == ["w4a16", "w4a4"]
+    means = [result["mean_cross_entropy"] for result in results]
+    assert means == [pytest.approx(sum(r["cross_entropies"]) / 3) for r in results]
+    rows = [line.split() for line in err.splitlines()]
+    at = next(i for i, row in enumerate(rows) if row[:2] == ["scheme", "cross-entropy"])
+    assert rows[at + 2][:2] == ["w4a4", f"{means[1]:.5f}"]
+    assert float(rows[at + 2][4]) == pytest.approx(means[1] - means[0], abs=1e-5)
+    assert sum(row[0] in ("0", "1", "2") for row in rows if row) == 3
+
+
 def test_inspect_reads_headers_alone(run, tmp_path):
     """A copy whose tensors are all zeros inspects the same: NaN scales would fail a load."""
     source = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
@@ -95,6 +113,31 @@ def test_inspect_reads_headers_alone(run, tmp_path):
     assert "backend moe_w4a16_sm90" in hopper
     assert "not moe_w4a4_sm100: needs compute capability in [10.0, 11.0)" in hopper
     assert run("eval", folder, "--text", folder / "config.json")[0] == 2
+
+
+def test_inspect_shows_errors_by_layer(run, tmp_path):
+    options = ("--errors", "--tokens", 16, "--plot", tmp_path / "errors.png")
+    status, out, err = run("inspect", EXAMPLE, *options)
+    assert status == 0
+    assert "errors of routed experts against its weights dequantized, in float32, of 16" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("layers.")]
+    assert [row[0] for row in rows] == [f"layers.{i}.mlp" for i in range(5)]
+    assert "w4a4 NRMSE" in out
+    assert "wrote" in err
+    assert (tmp_path / "errors.png").stat().st_size > 10_000
+
+
+def test_inspect_gives_errors_as_json(run):
+    """Of a folder without a tokenizer: random tokens, said on standard error."""
+    folder = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
+    options = ("--errors", "--json", "--tokens", 8, "--scheme", "w4a4", "--dtype", "float32")
+    status, out, err = run("inspect", folder, *options)
+    assert status == 0
+    report = json.loads(out)
+    assert [error["module"] for error in report["errors"]] == ["layers.1.mlp", "layers.2.mlp"]
+    assert all(0.05 < error["nrmse"] < 0.4 for error in report["errors"])
+    assert report["tokens"] == len(report["errors"][0]["rows"]) == 8
+    assert "8 random token ids" in err
 
 
 def test_bench_prints_a_table(run):
@@ -122,8 +165,12 @@ def test_bench_prints_a_table(run):
         (["generate", EXAMPLE, "--prompt", ""], "at least one token"),
         (["generate", EXAMPLE, "--top-p", "2"], "top_p: expected"),
         (["generate", EXAMPLE, "--chat"], "no chat template"),
+        (["inspect", EXAMPLE, "--json", "--plot", "e.png"], "--json, --plot: expected together"),
+        (["inspect", EXAMPLE, "--errors", "--plot", "e.xyz"], "plot: expected a name ending in"),
+        (["inspect", EXAMPLE, "--errors", "--tokens", "0"], "tokens: expected at least 1"),
         (["bench", "--tokens", "1,x"], "tokens: expected positive numbers"),
-        (["quantize"], "No such command"),
+        (["train"], "No such command"),
+        (["quantize"], "Missing argument"),
         (["eval", EXAMPLE], "Missing option"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 from jax_nvfp4_moe import evaluate, load_model
+from jax_nvfp4_moe.evaluate import perplexity, standard_error, summary_rows, window_rows
 from jax_nvfp4_moe.tokenizer import load_tokenizer
 
 FACTS = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]
@@ -33,6 +34,14 @@ def test_the_definition(model, heldout):
     assert result["mean_cross_entropy"] == pytest.approx(-np.log(chosen).mean(), rel=1e-5)
     assert result["windows"] == 5
     assert result["predicted_tokens"] == 5 * 15
+    assert "cross_entropies" not in result
+    each = evaluate(model, heldout, window=16, skip_tokens=100, max_windows=5, by_window=True)
+    assert each["cross_entropies"] == pytest.approx(-np.log(chosen).mean((1, 2)), rel=1e-5)
+    assert each["perplexities"] == pytest.approx(np.exp(each["cross_entropies"]))
+    assert result["perplexity"] == pytest.approx(np.exp(result["mean_cross_entropy"]))
+    assert result["standard_error"] == pytest.approx(
+        np.std(each["cross_entropies"], ddof=1) / 5**0.5
+    )
 
 
 def test_windows_that_the_text_holds(model, heldout):
@@ -46,6 +55,34 @@ def test_a_window_does_not_see_the_one_before(model, heldout):
     both = evaluate(model, heldout[:32], window=16)["mean_cross_entropy"]
     apart = [evaluate(model, heldout[i : i + 16], window=16)["mean_cross_entropy"] for i in (0, 16)]
     assert both == pytest.approx(np.mean(apart), rel=1e-6)
+
+
+def test_the_standard_error_of_a_mean():
+    """Of many means of n draws of unit variance it is their own spread, 1 / sqrt(n)."""
+    draws = np.random.default_rng(0).standard_normal((4000, 16))
+    errors = [standard_error(row) for row in draws]
+    assert np.mean(np.square(errors)) == pytest.approx(1 / 16, rel=0.05)  # 5 % is four of its own
+    assert standard_error([1.0]) is None
+    assert perplexity(1e9) == perplexity(709.0) < np.inf
+    assert np.isnan(perplexity(np.nan))
+
+
+def test_tables_compare_window_by_window():
+    """Windows that differ a lot among themselves and little between schemes: a small error."""
+    losses = {"one": [1.0, 2.0, 3.0], "other": [1.1, 2.1, 3.1]}
+    results = {
+        name: {
+            "windows": 3, "window": 8, "skip_tokens": 5, "perplexity": perplexity(np.mean(values)),
+            "cross_entropies": values, "perplexities": [*map(perplexity, values)],
+        }
+        for name, values in losses.items()
+    }  # fmt: skip
+    head, first, second = summary_rows(results)
+    assert len({len(head), len(first), len(second)}) == 1
+    assert first == ("one", "2.00000", "0.57735", "7.3891", "", "")
+    assert second == ("other", "2.10000", "0.57735", "8.1662", "0.10000", "0.00000")
+    _, *rows = window_rows(results)
+    assert rows[2] == ("2", "21", "3.00000", "20.08554", "3.10000", "22.19795")
 
 
 @pytest.mark.slow

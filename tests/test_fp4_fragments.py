@@ -17,7 +17,7 @@ from float64_layer import CODE_VALUES, E4M3, unpack
 
 from jax_nvfp4_moe.layouts import find_layout, to_layout
 
-pytestmark = pytest.mark.cuda_build
+pytestmark = [pytest.mark.cuda_build, pytest.mark.cutlass]
 
 HERE = pathlib.Path(__file__).parent
 M, N, K = 16, 8, 64

@@ -13,17 +13,28 @@ PACKAGE = pathlib.Path(jax_nvfp4_moe.__file__).parent
 # A unit (a module or a subpackage) may import only units in rows above its own.
 ROWS = (
     {"formats", "routing", "activations", "_ffi"},
-    {"layouts", "float8"},
+    {"layouts", "float8", "rounding"},
     {"tensor"},
-    {"scheme"},
+    {"scheme", "placement"},
     {"backends"},
     {"ops", "checkpoint"},
     {"parallel", "linears"},
     {"nn"},
     {"models", "saving", "testing"},
-    {"generate", "evaluate", "inspection", "quantize_model", "tokenizer"},
+    {
+        "balance",
+        "calibration",
+        "distributed",
+        "evaluate",
+        "exporting",
+        "generate",
+        "inspection",
+        "layer_errors",
+        "tokenizer",
+    },
+    {"quantize_model"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "examples"},
 )
 ROW = {unit: row for row, units in enumerate(ROWS) for unit in units}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 
 import jax
@@ -17,6 +18,7 @@ from given import (
     reference_facts,
     reference_tensors,
 )
+from unquantized import SMALL
 
 from jax_nvfp4_moe import CheckpointError, Scheme, Target, explain, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
@@ -326,3 +328,12 @@ def test_calls_with_wrong_shapes():
         model(jnp.zeros((2, 9), jnp.int32), model.init_cache(2, 8))
     with pytest.raises(ValueError, match="cache: expected positive sizes"):
         model.init_cache(0, 8)
+
+
+def test_a_scheme_that_nothing_can_follow_is_said(caplog):
+    with caplog.at_level(logging.WARNING, logger="jax_nvfp4_moe"):
+        load_model(SMALL / "source")
+        load_model(QWEN, scheme="w4a16")
+        assert "says nothing" not in caplog.text
+        load_model(SMALL / "source", scheme="w4a16")
+    assert "scheme w4a16 says nothing here: no weight of this checkpoint is NVFP4" in caplog.text

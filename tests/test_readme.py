@@ -1,15 +1,29 @@
-"""The README's Python example runs as it stands."""
+"""The README's Python examples run as they stand, one after the other."""
 
 import pathlib
 import re
 import subprocess
 import sys
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+PATH = pathlib.Path(__file__).parents[1] / "README.md"
+README = PATH.read_text(encoding="utf-8")
 
 
 def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_files_that_it_links_to_are_there():
+    links = re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", README)
+    files = [link or source for link, source in links if "://" not in (link or source)]
+    assert "notebooks/01_format.ipynb" in files
+    assert "benchmarks/results/moe.NVIDIA-H200.dark.svg" in files
+    assert [file for file in files if not (PATH.parent / file).is_file()] == []
+
+
+def test_all_notebooks_are_listed():
+    listed = set(re.findall(r"\(notebooks/(\w+)\.ipynb\)", README))
+    assert listed == {path.stem for path in (PATH.parent / "notebooks").glob("*.ipynb")}
 
 
 def test_the_first_two_commands_install_generate_and_test():
@@ -19,11 +33,15 @@ def test_the_first_two_commands_install_generate_and_test():
     assert "pytest" in second
 
 
-def test_the_python_example_runs(tmp_path):
-    (example,) = blocks("python")
-    assert len(example.strip().splitlines()) <= 25
+def test_the_python_examples_run(tmp_path):
+    examples = blocks("python")
+    assert max(len(example.strip().splitlines()) for example in examples) <= 25
     done = subprocess.run(
-        [sys.executable, "-c", example], capture_output=True, text=True, cwd=tmp_path, check=False
+        [sys.executable, "-c", "".join(examples)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "scheme   w4a16" in done.stdout

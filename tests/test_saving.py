@@ -2,12 +2,17 @@
 
 import dataclasses
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
+import save_sharded
 from flax import nnx
 from given import CHECKPOINTS, EXAMPLE
 
@@ -48,6 +53,34 @@ def test_the_state_alone_through_a_standard_checkpointer(tmp_path):
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         same(checkpointer.restore(tmp_path / "s", shapes), state)
+
+
+@pytest.mark.parametrize("layout", ["canonical", "cpu_16x16", "mma_64x64"])
+def test_parameters_alone(tmp_path, layout):
+    params = random_moe_params(jax.random.key(0), num_experts=4, hidden=80, intermediate=48)
+    params = params.to_layout(layout)
+    save_prepared(tmp_path / "m", params)
+    shapes = jax.eval_shape(lambda: params)
+    restored = restore_prepared(tmp_path / "m", shapes)
+    assert jax.tree.structure(restored) == jax.tree.structure(params)
+    same(restored, params)
+    other = params.to_layout("canonical" if layout == "cpu_16x16" else "cpu_16x16")
+    with pytest.raises(CheckpointError, match="layout, version"):
+        restore_prepared(tmp_path / "m", other)
+
+
+@pytest.mark.parametrize("layout", ["canonical", "mma_64x64"])
+def test_sharded_experts_come_back_sharded_and_not(tmp_path, layout):
+    """Eight devices to eight, to two and to one."""
+    script = pathlib.Path(save_sharded.__file__)
+    path = os.pathsep.join(p for p in sys.path if p)
+    subprocess.run(
+        [sys.executable, script, tmp_path / "m", layout],
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    params = save_sharded.params_in(layout)
+    same(restore_prepared(tmp_path / "m", jax.eval_shape(lambda: params)), params)
 
 
 def test_another_layout_is_refused(tmp_path):

@@ -8,6 +8,8 @@
 
 set(NVFP4_CUDA_ARCHITECTURES "80-real;86-real;89-real;90a-real;100f-real;120f-real;80-virtual"
     CACHE STRING "Architectures of the CUDA kernels")
+set(NVFP4_CUDA_KERNELS "" CACHE PATH
+    "Build folder whose kernels to link instead of compiling them again, of the same options; for release wheels")
 
 # nvcc and its version; empty where there is none.
 function(nvfp4_find_nvcc path_out version_out)
@@ -140,7 +142,8 @@ foreach(library ${nvfp4_libraries})
   set_target_properties(${library} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
   # No --use_fast_math anywhere: the quantizer is exact only with IEEE division and subnormals.
   target_compile_options(${library} PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:-O3 -prec-div=true -ftz=false -Xcompiler=-Wall,-Wextra>)
+    $<$<COMPILE_LANGUAGE:CUDA>:-O3 -prec-div=true -ftz=false -Xcompiler=-Wall,-Wextra
+                               --compress-mode=size>)
 endforeach()
 
 nanobind_add_module(_nvfp4_cuda NB_STATIC STABLE_ABI cuda_bindings.cc)
@@ -153,5 +156,16 @@ foreach(target _nvfp4_cuda nvfp4_cuda_kernels)
     NVFP4_EMULATE_BLACKWELL=$<BOOL:${NVFP4_EMULATE_BLACKWELL}>
     NVFP4_CUTLASS=$<BOOL:${nvfp4_cutlass}>)
 endforeach()
+if(NVFP4_CUDA_KERNELS)
+  # Kernels know nothing of Python, so a second Python's module links those of the first.
+  set_target_properties(${nvfp4_libraries} PROPERTIES EXCLUDE_FROM_ALL ON)
+  foreach(library ${nvfp4_libraries})
+    add_library(${library}_built STATIC IMPORTED)
+    set_target_properties(${library}_built PROPERTIES
+      IMPORTED_LOCATION "${NVFP4_CUDA_KERNELS}/lib${library}.a"
+      IMPORTED_LINK_INTERFACE_LANGUAGES CUDA)
+  endforeach()
+  list(TRANSFORM nvfp4_libraries APPEND "_built")
+endif()
 target_link_libraries(_nvfp4_cuda PRIVATE ${nvfp4_libraries})
 install(TARGETS _nvfp4_cuda LIBRARY DESTINATION jax_nvfp4_moe)

@@ -69,7 +69,7 @@ def _log_backend(op, scheme, target, name, automatic):
     if automatic and name == "reference" and op not in _PLAIN_OPS:
         _LOG.warning("%s %s on %s runs the slow reference; `explain` tells why", op, scheme, target)
     else:
-        _LOG.info("backend %s for %s %s on %s", name, op, scheme or "", target)
+        _LOG.info("backend %s for %s on %s", name, f"{op} {scheme}" if scheme else op, target)
 
 
 def explain_problem(problem: Problem, why: str = "", backend: str | None = None) -> Choice:

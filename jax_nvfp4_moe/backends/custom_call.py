@@ -1,5 +1,8 @@
 """Emit one XLA FFI call for an op: the operand order that every kernel of this package shares."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,23 @@ ACTIVATION_SCALE = {
     Scheme.W4A4_UNIT_SCALE: "static",
     Scheme.W4A4_TOKEN_SCALE: "token",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomCall:
+    """A lowering to one FFI target.
+
+    Attributes:
+      target: the name that the extension registers.
+      emit: emits the call.
+    """
+
+    target: str
+    emit: Callable
+
+    def __call__(self, *operands, **static):
+        """Emit the call."""
+        return self.emit(*operands, **static)
 
 
 def _input_scale(scale, num_experts, scheme):
@@ -53,6 +73,7 @@ def lower_moe(target, workspace_bytes):
       workspace_bytes: ``(tokens, top_k, num_experts, hidden, intermediate, gated, dtype) -> int``,
         the size of the scratch result; the handler checks it.
     """
+    name = f"nvfp4_{target}"
 
     def lower(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
         (t, h), (e, top_k) = x.shape, (params.num_experts, expert_ids.shape[1])
@@ -83,11 +104,9 @@ def lower_moe(target, workspace_bytes):
             "weight_on_input": bool(weight_on_input),
             "intermediate": np.int64(params.intermediate),  # the layout may have padded it
         }
-        return _call(
-            f"nvfp4_{target}", jax.ShapeDtypeStruct((t, h), x.dtype), size, operands, attributes
-        )
+        return _call(name, jax.ShapeDtypeStruct((t, h), x.dtype), size, operands, attributes)
 
-    return lower
+    return CustomCall(name, lower)
 
 
 def lower_grouped_gemm(target, workspace_bytes):
@@ -97,6 +116,7 @@ def lower_grouped_gemm(target, workspace_bytes):
       target: the stem of the kernel.
       workspace_bytes: ``(rows, num_experts, n, k, dtype) -> int``.
     """
+    name = f"nvfp4_{target}"
 
     def lower(x, weight, group_sizes, *, input_scale, bias, scheme):
         (m, k), (e, n, _) = x.shape, weight.shape
@@ -111,11 +131,9 @@ def lower_grouped_gemm(target, workspace_bytes):
         )
         size = workspace_bytes(m, e, n, k, dtype=x.dtype)
         attributes = {"activation_scale": ACTIVATION_SCALE[scheme]}
-        return _call(
-            f"nvfp4_{target}", jax.ShapeDtypeStruct((m, n), x.dtype), size, operands, attributes
-        )
+        return _call(name, jax.ShapeDtypeStruct((m, n), x.dtype), size, operands, attributes)
 
-    return lower
+    return CustomCall(name, lower)
 
 
 def lower_quantize(target, partials):
@@ -128,6 +146,7 @@ def lower_quantize(target, partials):
       target: the stem of the kernel.
       partials: words of scratch memory that finding the largest magnitude takes.
     """
+    name = f"nvfp4_{target}"
 
     def lower(x, global_scale, scale_layout):
         m, k = x.shape
@@ -139,10 +158,10 @@ def lower_quantize(target, partials):
             jax.ShapeDtypeStruct((4 * partials if global_scale is None else 0,), jnp.uint8),
         )
         scale = jnp.zeros(0, jnp.float32) if global_scale is None else global_scale
-        call = jax.ffi.ffi_call(f"nvfp4_{target}", outputs, vmap_method="sequential")
+        call = jax.ffi.ffi_call(name, outputs, vmap_method="sequential")
         return call(x, scale, scale_layout=scale_layout)[:3]
 
-    return lower
+    return CustomCall(name, lower)
 
 
 def lower_route(target):
@@ -150,6 +169,7 @@ def lower_route(target):
 
     Choosing by logits uses neither correction, groups nor renormalization, so it passes none.
     """
+    name = f"nvfp4_{target}"
 
     def lower(router, logits, bias):
         shape, by_score = (logits.shape[0], router.top_k), router.select == "scores"
@@ -157,7 +177,7 @@ def lower_route(target):
             jax.ShapeDtypeStruct(shape, jnp.int32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         )
-        call = jax.ffi.ffi_call(f"nvfp4_{target}", outputs, vmap_method="sequential")
+        call = jax.ffi.ffi_call(name, outputs, vmap_method="sequential")
         ids, weights = call(
             logits,
             bias if bias is not None and by_score else jnp.zeros(0, jnp.float32),
@@ -170,4 +190,4 @@ def lower_route(target):
         )
         return ids, weights
 
-    return lower
+    return CustomCall(name, lower)

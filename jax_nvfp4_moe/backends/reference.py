@@ -4,6 +4,8 @@ Nothing here is fast. Memory stays bounded: no more than one expert is dequantiz
 tokens go through in pieces of a fixed number of rows.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,7 +17,7 @@ from jax_nvfp4_moe.routing import route
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
 from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor
 
-_PIECE = 128  # rows of one expert that go through at once
+PIECE = 128  # rows of one expert that go through at once
 
 
 def round_activations(x, input_scale, scheme: Scheme):
@@ -46,13 +48,13 @@ def _multiply(x, weight: NVFP4Tensor, expert):
     return jnp.matmul(x, one.dequantize(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 
-def _by_pieces(run_piece, expert, start, end, y):
-    """Run the rows `start` to `end` of one expert by pieces.
+def by_pieces(run_piece, start, end, carry, piece: int = PIECE):
+    """Run the rows `start` to `end` by pieces: ``carry = run_piece(row, carry)`` for each.
 
-    The loop counts pieces: XLA drops one that counts rows by `_PIECE` up to a constant of 1.
+    The loop counts pieces: XLA drops one that counts rows by `piece` up to a constant of 1.
     """
-    pieces = (end - start + (_PIECE - 1)) // _PIECE
-    return lax.fori_loop(0, pieces, lambda i, y: run_piece(expert, start + i * _PIECE, y), y)
+    pieces = (end - start + (piece - 1)) // piece
+    return lax.fori_loop(0, pieces, lambda i, carry: run_piece(start + i * piece, carry), carry)
 
 
 def _pick(array, expert):
@@ -65,7 +67,7 @@ def _bias(array, expert):
     return 0.0 if array is None else array[expert][None].astype(jnp.float32)
 
 
-def _round_to(x, dtype):
+def round_to(x, dtype):
     """Round float32 values to `dtype`, and keep them in float32.
 
     XLA may drop a pair of casts as excess precision; this it must not.
@@ -78,36 +80,54 @@ def _expert_mlp(x, params: MoEParams, expert, scheme, call: ActivationCall, dtyp
     """Run rows ``x [m, h]`` of one expert through both products; float32 ``[m, h]``."""
     x = round_activations(x, _pick(params.gate_up_input_scale, expert), scheme)
     u = _multiply(x, params.gate_up, expert) + _bias(params.gate_up_bias, expert)
-    a = _round_to(activate(call, u), dtype)
+    a = round_to(activate(call, u), dtype)
     a = round_activations(a, _pick(params.down_input_scale, expert), scheme)
     return _multiply(a, params.down, expert) + _bias(params.down_bias, expert)
 
 
-def combine_experts(x, num_experts, expert_ids, expert_weights, run_rows, *, weight_on_input):
+def sort_slots(expert_ids, num_experts: int):
+    """Sort slots, ``t * k + j``, by their expert; those of no expert come last.
+
+    Args:
+      expert_ids: ``[t, k]``; ids from `num_experts` on, and below 0, are no expert.
+
+    Returns:
+      slots int32 ``[t * k + PIECE]``, zeros at its end, and for each expert where its slots start
+      and end, int32 ``[e]``.
+    """
+    e = num_experts
+    flat = jnp.where((expert_ids >= 0) & (expert_ids < e), expert_ids, e).reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    ends = jnp.searchsorted(flat[order], jnp.arange(e), side="right").astype(jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    slots = jnp.concatenate([order.astype(jnp.int32), jnp.zeros(PIECE, jnp.int32)])
+    return slots, starts, ends
+
+
+def combine_experts(
+    x, num_experts, expert_ids, expert_weights, run_rows, *, weight_on_input, width=None
+):
     """Return ``y[t] = sum_j expert_weights[t, j] * run_rows(expert_ids[t, j], x[t])``.
 
     Args:
       x: ``[t, h]``.
       num_experts: ids from it on, and below 0, contribute nothing.
       expert_ids, expert_weights: ``[t, k]``.
-      run_rows: expert, float32 rows ``[m, h]`` -> float32 ``[m, h]``.
+      run_rows: expert, float32 rows ``[m, h]`` -> float32 ``[m, width]``.
       weight_on_input: multiply the rows by their weight instead of the result.
+      width: of the result; h where it is None.
     """
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = num_experts
-    flat = jnp.where((expert_ids >= 0) & (expert_ids < e), expert_ids, e).reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    ends = jnp.searchsorted(flat[order], jnp.arange(e), side="right").astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    slots = jnp.concatenate([order.astype(jnp.int32), jnp.zeros(_PIECE, jnp.int32)])
+    slots, starts, ends = sort_slots(expert_ids, e)
     weights = expert_weights.reshape(-1).astype(jnp.float32)
 
     def run_piece(expert, start, y):
-        here = lax.dynamic_slice(slots, (start,), (_PIECE,))
-        alive = start + jnp.arange(_PIECE) < ends[expert]
+        here = lax.dynamic_slice(slots, (start,), (PIECE,))
+        alive = start + jnp.arange(PIECE) < ends[expert]
         rows, weight = x[here // top_k], weights[here]
         if weight_on_input:
-            rows = _round_to(rows.astype(jnp.float32) * weight[:, None], x.dtype)
+            rows = round_to(rows.astype(jnp.float32) * weight[:, None], x.dtype)
             weight = jnp.ones_like(weight)
         d = run_rows(expert, rows.astype(jnp.float32))
         # Rows past the end are other experts': select, so that their NaN cannot leak.
@@ -115,9 +135,10 @@ def combine_experts(x, num_experts, expert_ids, expert_weights, run_rows, *, wei
         return y.at[jnp.where(alive, here // top_k, t)].add(d, mode="drop")
 
     def run_expert(expert, y):
-        return _by_pieces(run_piece, expert, starts[expert], ends[expert], y)
+        run = functools.partial(run_piece, expert)
+        return by_pieces(run, starts[expert], ends[expert], y)
 
-    y = jnp.zeros((t, h), jnp.float32)
+    y = jnp.zeros((t, h if width is None else width), jnp.float32)
     if t == 0 or top_k == 0:
         return y.astype(x.dtype)
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
@@ -140,24 +161,30 @@ def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_in
     )
 
 
+def group_bounds(group_sizes, rows: int):
+    """Return where the rows of each group start and end, of `rows` in all; int32 ``[e]``."""
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), rows)
+    return jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]]), ends
+
+
 def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):
     """Multiply each row by the weight of its group; see `ops.grouped_gemm` for the meaning."""
     m = x.shape[0]
     weight = weight.to_layout(CANONICAL)
     e, n, _ = weight.shape
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), m)
-    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
-    row = jnp.arange(_PIECE)
-    padded = jnp.concatenate([x, jnp.zeros((_PIECE, x.shape[1]), x.dtype)])
+    starts, ends = group_bounds(group_sizes, m)
+    row = jnp.arange(PIECE)
+    padded = jnp.concatenate([x, jnp.zeros((PIECE, x.shape[1]), x.dtype)])
 
     def run_piece(expert, start, y):
-        rows = lax.dynamic_slice_in_dim(padded, start, _PIECE).astype(jnp.float32)
+        rows = lax.dynamic_slice_in_dim(padded, start, PIECE).astype(jnp.float32)
         rows = round_activations(rows, _pick(input_scale, expert), scheme)
         d = _multiply(rows, weight, expert) + _bias(bias, expert)
         return y.at[jnp.where(start + row < ends[expert], start + row, m)].set(d, mode="drop")
 
     def run_expert(expert, y):
-        return _by_pieces(run_piece, expert, starts[expert], ends[expert], y)
+        run = functools.partial(run_piece, expert)
+        return by_pieces(run, starts[expert], ends[expert], y)
 
     y = jnp.zeros((m, n), jnp.float32)
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)

@@ -2,12 +2,12 @@
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_config, read_size
+from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.resolve import (
     CacheScales,
     Checkpoint,
     ExpertWeights,
     LinearWeights,
-    LoadOptions,
     Weights,
     check,
     load,

@@ -20,6 +20,7 @@ from jax_nvfp4_moe.checkpoint.forms import (
     object_in,
     spellings,
 )
+from jax_nvfp4_moe.formats import BLOCK
 from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
 
 PACKED_FORMAT = "nvfp4-pack-quantized"
@@ -180,6 +181,35 @@ def _kv_cache(section, source) -> KVCache | None:
         "FP8" if plain else f"{_described(scheme)}, strategy {quoted(scheme.get('strategy'))}"
     )
     return KVCache(algorithm, f"{source}: kv_cache_scheme", by_factor=False)
+
+
+def declaration(activations: bool, exclude: Iterable[str], version: str) -> dict[str, Any]:
+    """Write ``quantization_config`` of a model in NVFP4, such as `CompressedTensorsRules` reads.
+
+    Args:
+      activations: whether they are rounded too, with calibrated global scales.
+      exclude: modules that are not quantized, each by its name.
+      version: of compressed-tensors, whose fields these are.
+    """
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": BLOCK,
+        "strategy": "tensor_group",
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn",
+    }
+    group = {"targets": ["Linear"], "weights": weights, "format": PACKED_FORMAT}
+    group["input_activations"] = {**weights, "dynamic": "local"} if activations else None
+    return {
+        "quant_method": "compressed-tensors",
+        "format": PACKED_FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(exclude),
+        "version": version,
+    }
 
 
 def _kind(arguments):

@@ -52,6 +52,19 @@ class ExpertSizes:
         return 2 if self.gated else 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """What a model has asked for that can be quantized; in that order.
+
+    Attributes:
+      linears: module -> n and k.
+      experts: the experts' module -> their sizes.
+    """
+
+    linears: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    experts: dict[str, ExpertSizes] = dataclasses.field(default_factory=dict)
+
+
 def find_naming(planner: Planner, prefix: str, sizes: ExpertSizes) -> Naming | None:
     """Return the naming in use, None for all experts in one tensor."""
 

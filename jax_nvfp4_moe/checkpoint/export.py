@@ -14,7 +14,7 @@ from jax_nvfp4_moe.checkpoint.folder import CONFIG
 from jax_nvfp4_moe.checkpoint.modelopt import QUANT_FILE, declaration
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, SINGLE_FILE, STORED_TYPES
 
-_SHARD_BYTES = 5_000_000_000  # what Hugging Face's tools write
+SHARD_BYTES = 5_000_000_000  # what Hugging Face's tools write
 _STORED_NAMES = {
     stored.numpy: name
     for name, stored in STORED_TYPES.items()
@@ -96,7 +96,7 @@ def write_checkpoint(
     layers: Mapping[str, str] | None = None,
     kv_cache: str | None = None,
     version: str = "0",
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a checkpoint folder: config, one file or shards with an index, and the declaration.
 
@@ -115,16 +115,34 @@ def write_checkpoint(
     Raises:
       ValueError: what is to be declared could not be read back; nothing is written.
     """
-    folder = pathlib.Path(folder)
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     file = None
     if algorithm is not None:
         file, written["quantization_config"] = declaration(
             algorithm, exclude, version, layers=layers, kv_cache=kv_cache
         )
+    write_folder(folder, tensors, written, quant_file=file, shard_bytes=shard_bytes)
+
+
+def write_folder(
+    folder: str | pathlib.Path,
+    tensors: Mapping[str, Writable],
+    config: Mapping[str, Any],
+    *,
+    quant_file: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write tensors and the two configs; ``config.json`` comes last, as it makes a checkpoint.
+
+    Args:
+      folder, tensors, shard_bytes: as for `write_checkpoint`.
+      config: for ``config.json``, as it is.
+      quant_file: for ``hf_quant_config.json``, None for no such file.
+    """
+    folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if file is not None:
-        _write_json(folder / QUANT_FILE, file)
+    if quant_file is not None:
+        _write_json(folder / QUANT_FILE, quant_file)
     shards = list(_shards(tensors, shard_bytes))
     if len(shards) == 1:
         write_safetensors(folder / SINGLE_FILE, tensors, {"format": "pt"})
@@ -138,7 +156,7 @@ def write_checkpoint(
         total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / INDEX, index)
-    _write_json(folder / CONFIG, written)
+    _write_json(folder / CONFIG, config)
 
 
 def _shards(tensors, shard_bytes) -> Iterator[list[str]]:

@@ -156,6 +156,12 @@ def spellings(module: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def fused_name(module: str) -> str:
+    """Return the name of the product that runtimes make of `module` and others, or its own."""
+    parent, dot, leaf = module.rpartition(".")
+    return parent + dot + _FUSED.get(leaf, leaf)
+
+
 def shards(leaf: str) -> list[str]:
     """Return the projections that `leaf`, a name such as "qkv_proj", is the product of."""
     return [shard for shard, fused in _FUSED.items() if fused == leaf]

@@ -1,4 +1,4 @@
-"""The bar of bytes that a load draws."""
+"""The bar of bytes that a load or a quantizer draws."""
 
 import contextlib
 import sys
@@ -6,8 +6,16 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def progress(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]:
-    """Draw a bar of bytes on standard error; give the function that advances it."""
+def progress(
+    wanted: bool | None, total: int, label: str = "loading"
+) -> Iterator[Callable[[int], None]]:
+    """Draw a bar of bytes on standard error; give the function that advances it.
+
+    Args:
+      wanted: None draws one on a terminal.
+      total: bytes.
+      label: stands before the bar.
+    """
     if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda nbytes: None
         return
@@ -15,12 +23,12 @@ def progress(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]
     import rich.progress
 
     with rich.progress.Progress(
-        rich.progress.TextColumn("loading"),
+        rich.progress.TextColumn(label),
         rich.progress.BarColumn(),
         rich.progress.DownloadColumn(binary_units=True),
         rich.progress.TransferSpeedColumn(),
         rich.progress.TimeRemainingColumn(),
         console=rich.console.Console(stderr=True),
     ) as bar:
-        task = bar.add_task("loading", total=total)
+        task = bar.add_task(label, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

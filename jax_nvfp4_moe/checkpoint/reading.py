@@ -1,5 +1,6 @@
 """Fill planned buffers from the files, and check the values that headers cannot show."""
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.deferred import Deferred, overlap, region_shape, whole
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.forms import TensorNames
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, Piece
@@ -17,51 +19,73 @@ from jax_nvfp4_moe.tensor import NVFP4Tensor
 log = logging.getLogger("jax_nvfp4_moe")
 
 _ALIGNMENT = 64  # bytes; XLA's CPU client then takes the array without a copy
+Check = Callable[[np.ndarray], str | None]  # a part of an array -> what is wrong with it
 _NAN_BITS = 0x7F  # E4M3 has no infinities, and NaN where all bits but the sign are set
 
 
 class Reader:
-    """Turns buffers into numpy arrays.
+    """Turns buffers into numpy arrays, or into deferred ones that read what is asked for.
 
     Attributes:
       problems: what the values have wrong; the caller raises them.
     """
 
-    def __init__(self, tensors: Tensors, names: TensorNames, advance: Callable[[int], None]):
+    def __init__(
+        self,
+        tensors: Tensors,
+        names: TensorNames,
+        advance: Callable[[int], None],
+        deferred: bool = False,
+    ):
         self._tensors = tensors
         self._names = names
         self._advance = advance
+        self._deferred = deferred
         self.problems: list[str] = []
 
-    def array(self, buffer: Buffer) -> Any:
-        """Return the filled buffer, 64-byte aligned; elements that no piece covers are NaN."""
-        array = aligned_empty(buffer.shape, buffer.dtype)
+    def array(self, buffer: Buffer, check: Check | None = None) -> Any:
+        """Return the filled buffer, or a `Deferred` that fills what is asked for.
+
+        Args:
+          buffer: 64-byte aligned in memory; elements that no piece covers are NaN.
+          check: says what is wrong with a part, which becomes a problem; None for nothing.
+        """
+        if self._deferred:
+            read = functools.partial(self._read, buffer, check)
+            return Deferred(buffer.shape, buffer.dtype, read)
+        return self.read(buffer, check)
+
+    def read(self, buffer: Buffer, check: Check | None = None) -> np.ndarray:
+        """Return the filled buffer; as `array`, now."""
+        return self._read(buffer, check, whole(buffer.shape))
+
+    def _read(self, buffer, check, region):
+        array = aligned_empty(region_shape(region), buffer.dtype)
         if buffer.dtype == np.float32 and not _covers(buffer):
             array.fill(np.nan)
         # In the order of the files, so that a disk reads ahead.
         for piece in sorted(buffer.pieces, key=self._position):
-            self._fill(array, piece)
+            common = overlap(piece.at, buffer.shape, region)
+            if common is not None:
+                self._fill(array, piece, common, buffer.shape)
+                self._check(piece, array[(*common[0], ...)], check)
         return array
 
     def weight(self, matrices: Matrices) -> NVFP4Tensor:
         """Read one NVFP4 weight; NaN or infinite scales become problems."""
-        block_scale = self.array(matrices.block_scale)
-        self._check_block_scale(matrices.block_scale, block_scale)
-        stored = self.array(matrices.weight_global)
-        self._check_global(matrices.weight_global)
+        block_scale = self.array(matrices.block_scale, _bad_block_scales)
+        stored: Any = self.array(matrices.weight_global, self._bad_global)
+        scale = self._names.to_scale
         return NVFP4Tensor(
             packed=self.array(matrices.packed),
             block_scale=block_scale,
-            global_scale=self._names.to_scale(stored),
+            global_scale=stored.map(scale) if self._deferred else scale(stored),
             global_divisor=stored if self._names.divides else None,
         )
 
     def fp8(self, matrices: FP8Matrices) -> FP8Tensor:
         """Read one FP8 weight; NaN or infinite scales become problems."""
-        scale = self.array(matrices.scale)
-        for piece in matrices.scale.pieces:
-            if not np.isfinite(scale[(*piece.at, ...)]).all():
-                self._report(piece, "a scale of the weights is not finite")
+        scale = self.array(matrices.scale, _bad_scales)
         return FP8Tensor(self.array(matrices.values), scale)
 
     def input_scale(self, matrices: Matrices | FP8Matrices, required: bool) -> np.ndarray | None:
@@ -76,7 +100,7 @@ class Reader:
         """
         if matrices.input_global is None:
             return None
-        scales = self.array(matrices.input_global)
+        scales = self.read(matrices.input_global)  # a shard needs all: the largest is the layer's
         if isinstance(matrices, Matrices):
             scales = self._names.to_scale(scales)
         valid = np.isfinite(scales) & (scales > 0)
@@ -109,34 +133,38 @@ class Reader:
         info = self._tensors.info(piece.name)
         return info.file, info.start
 
-    def _fill(self, array, piece):
+    def _fill(self, array, piece, common, shape):
+        """Copy what `piece` has of a region into its `array`; `common` is of `overlap`."""
         info = self._tensors.info(piece.name)
-        place = array[(*piece.at, ...)]
-        same_type = STORED_TYPES[info.dtype].numpy == array.dtype
-        whole = not piece.part and not piece.swapped
-        if whole and same_type and place.nbytes == info.nbytes and place.flags.c_contiguous:
+        inside, of_piece = common
+        place = array[(*inside, ...)]
+        straight = not piece.part and not piece.swapped
+        straight &= STORED_TYPES[info.dtype].numpy == array.dtype and place.flags.c_contiguous
+        if straight and place.nbytes == info.nbytes:
             self._tensors.read_into(piece.name, place)
             self._advance(info.nbytes)
             return
-        stored = self._tensors.read(piece.name)[(*piece.part, ...)]
-        self._advance(stored.nbytes)
+        file = self._tensors.read(piece.name)  # a view of pages that are read when touched
+        stored = file[(*piece.part, ...)]
         if piece.swapped:
             stored = np.swapaxes(stored, -1, -2)
-        place[...] = stored if piece.shape is None else stored.reshape(piece.shape)
+        if piece.shape is not None:
+            stored = stored.reshape(piece.shape)
+        self._advance(min(stored.nbytes, place.nbytes))
+        stored = np.broadcast_to(stored, _held_shape(piece.at, shape))[(*of_piece, ...)]
+        if straight and stored.flags.c_contiguous and place.nbytes <= info.nbytes:
+            self._tensors.read_into(piece.name, place, stored.ctypes.data - file.ctypes.data)
+        else:
+            place[...] = stored
 
-    def _check_block_scale(self, buffer, array):
-        for piece in buffer.pieces:
-            part = array[(*piece.at, ...)].view(np.uint8)
-            count = np.count_nonzero((part & _NAN_BITS) == _NAN_BITS)
-            if count:
-                self._report(piece, f"{count} of {part.size} block scales are NaN")
+    def _check(self, piece, part, check):
+        message = None if check is None else check(part)
+        if message is not None:
+            self._report(piece, message)
 
-    def _check_global(self, buffer):
-        for piece in buffer.pieces:
-            stored = self._tensors.read(piece.name)
-            finite = np.isfinite(stored) & np.isfinite(self._names.to_scale(stored))
-            if not finite.all():
-                self._report(piece, f"global scale {stored[~finite].flat[0]} is not usable")
+    def _bad_global(self, stored):
+        finite = np.isfinite(stored) & np.isfinite(self._names.to_scale(stored))
+        return None if finite.all() else f"global scale {stored[~finite].flat[0]} is not usable"
 
     def _report(self, piece, what):
         info = self._tensors.info(piece.name)
@@ -151,6 +179,26 @@ class Reader:
         if self.problems:
             problems, self.problems = self.problems, []
             raise CheckpointError(problems, where)
+
+
+def _bad_block_scales(part):
+    part = part.view(np.uint8)
+    count = np.count_nonzero((part & _NAN_BITS) == _NAN_BITS)
+    return f"{count} of {part.size} block scales are NaN" if count else None
+
+
+def _bad_scales(part):
+    return None if np.isfinite(part).all() else "a scale of the weights is not finite"
+
+
+def _held_shape(at, shape):
+    """Return the shape of the part ``at`` of an array."""
+    kept = [
+        len(range(*one.indices(n)))
+        for one, n in zip(at, shape, strict=False)
+        if isinstance(one, slice)
+    ]
+    return (*kept, *shape[len(at) :])
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -5,6 +5,7 @@ runs that function twice: first with placeholders, so that every missing, missha
 tensor is known before the first byte is read, then with the arrays.
 """
 
+import copy
 import dataclasses
 import logging
 import pathlib
@@ -20,15 +21,15 @@ from jax_nvfp4_moe.checkpoint.dense_experts import (
     plan_dense_experts,
 )
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes
+from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
 from jax_nvfp4_moe.checkpoint.extras import find_surplus
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config
 from jax_nvfp4_moe.checkpoint.forms import Decision
+from jax_nvfp4_moe.checkpoint.options import LoadOptions, Place
 from jax_nvfp4_moe.checkpoint.plan import (
     Buffer,
     FP8Matrices,
-    InputScales,
     LinearPlan,
     Matrices,
     Planner,
@@ -45,7 +46,6 @@ from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor
 log = logging.getLogger("jax_nvfp4_moe")
 
 T = TypeVar("T")
-Place = Callable[[str, Any, Declared], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,31 +115,6 @@ class CacheScales:
     by_factor: bool = dataclasses.field(metadata={"static": True})
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadOptions:
-    """How to load.
-
-    Attributes:
-      dtype: of dense float arrays, None for that in the file.
-      place: name, value, declared scheme -> the value on its device. A value is an array, a
-        `LinearWeights`, a `MoEParams` or a `DenseExperts` of numpy arrays; called once it is read,
-        before the next is. `jax.device_put` where it is None.
-      input_scales: "required" takes them from modules that declare W4A4 and fails where there are
-        none; "optional" gives None there; "ignored" reads none.
-      only: prefix such as "model.layers.3.mlp" of all that is asked for; tensors elsewhere are no
-        surplus.
-      num_layers: tensors of later layers are no surplus; by the config where it is None.
-      progress: whether to draw a bar on standard error; None draws one on a terminal.
-    """
-
-    dtype: Any = None
-    place: Place | None = None
-    input_scales: InputScales = "required"
-    only: str | None = None
-    num_layers: int | None = None
-    progress: bool | None = None
-
-
 def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
     """Open a checkpoint folder: config, quantization config and the headers of all its files.
 
@@ -183,6 +158,7 @@ class Weights:
         self._options = options
         self._reader = reader
         self._planner = Planner(checkpoint.tensors, checkpoint.quant, options.input_scales)
+        self.requests = Requests()
 
     @property
     def reads(self) -> bool:
@@ -208,6 +184,12 @@ class Weights:
         The experts of a layer are one row, ``PREFIX.experts.*``.
         """
         return self._planner.decisions
+
+    def placing(self, place: Place) -> "Weights":
+        """Return the same source with another `LoadOptions.place`."""
+        other = copy.copy(self)
+        other._options = dataclasses.replace(self._options, place=place)
+        return other
 
     def ignore(self, prefix: str, reason: str) -> None:
         """Say that tensors whose names begin with `prefix` are knowingly left out, and why."""
@@ -242,6 +224,7 @@ class Weights:
           bias: whether it has one; None: if the file does.
           dtype: of dense arrays, `LoadOptions.dtype` where it is None.
         """
+        self.requests.linears[prefix] = n, k
         plan = self._planner.linear(prefix, n, k, bias, dtype or self._options.dtype)
         value = self._linear(plan)
         return self._placed(prefix, value, plan.declared)
@@ -279,6 +262,7 @@ class Weights:
         sizes = ExpertSizes(
             num_experts, hidden, intermediate, gated, bias, interleaved, inputs_first
         )
+        self.requests.experts[prefix] = sizes
         plan = plan_experts(self._planner, prefix, sizes, self._options.dtype)
         if isinstance(plan, ExpertPlan):
             params = MoEParams(
@@ -343,9 +327,9 @@ class Weights:
 
     def _cache_scale(self, prefix, name, heads):
         buffer = self._planner.cache_scale(prefix, name, heads)
-        scale = self._array(buffer)
         if self._reader is None:
-            return scale
+            return self._array(buffer)
+        scale = self._reader.read(buffer)
         if not buffer.pieces:
             scale[...] = 1
         valid = np.isfinite(scale) & (scale > 0)
@@ -422,7 +406,9 @@ class Weights:
         self._reader.raise_problems(self._where)
         if self._options.place is None:
             return jax.device_put(value)
-        return self._options.place(name, value, declared)
+        placed = self._options.place(name, value, declared)
+        self._reader.raise_problems(self._where)  # of what was deferred
+        return placed
 
 
 def load(
@@ -445,8 +431,8 @@ def load(
     """
     options = options or LoadOptions()
     nbytes = check(checkpoint, build, options)
-    with progress(options.progress, nbytes) as advance:
-        reader = Reader(checkpoint.tensors, checkpoint.quant.names, advance)
+    with progress(options.progress, nbytes, options.label) as advance:
+        reader = Reader(checkpoint.tensors, checkpoint.quant.names, advance, options.deferred)
         return build(Weights(checkpoint, options, reader))
 
 

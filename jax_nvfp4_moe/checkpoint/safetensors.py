@@ -170,8 +170,8 @@ class Tensors:
         flat = np.frombuffer(self._maps[info.file], dtype, count, info.start)
         return flat.reshape(info.array_shape)
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
-        """Copy the tensor's bytes into `out`, C-contiguous, of the same dtype and size in bytes.
+    def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:
+        """Copy the tensor's bytes from `start` on into `out`, C-contiguous and of the same dtype.
 
         Reads the file rather than its mapping, so that a file that shrinks meanwhile gives an
         error and no bus error.
@@ -181,15 +181,16 @@ class Tensors:
           CheckpointError: the file has become shorter than its header said.
         """
         info = self._infos[name]
-        if not out.flags.c_contiguous or out.nbytes != info.nbytes:
+        if not out.flags.c_contiguous or start < 0 or start + out.nbytes > info.nbytes:
             raise ValueError(
-                f"out: expected {info.nbytes} contiguous bytes for {name}, got {out.nbytes}"
+                f"out: expected up to {info.nbytes - start} contiguous bytes for {name}, "
+                f"got {out.nbytes}"
             )
         view = out.reshape(-1).view(np.uint8).data
         done = 0
-        while done < info.nbytes:
+        while done < out.nbytes:
             part = view[done : done + _ONE_READ]
-            count = os.preadv(self._files[info.file], [part], info.start + done)
+            count = os.preadv(self._files[info.file], [part], info.start + start + done)
             if not count:
                 raise CheckpointError([f"{quoted(info.file)} shrank while it was read"])
             done += count

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
 from jax_nvfp4_moe.models.attention import PADDING
+from jax_nvfp4_moe.models.cutting import build_cut, cut_table, cut_vocabulary
 from jax_nvfp4_moe.models.settings import Settings as Settings
 from jax_nvfp4_moe.nn import (
     DenseLinear,
@@ -21,6 +22,8 @@ from jax_nvfp4_moe.nn import (
     dense,
     find_problems,
 )
+from jax_nvfp4_moe.parallel.grid import Grid
+from jax_nvfp4_moe.parallel.parts import Split, build_parts, join_columns, look_up
 from jax_nvfp4_moe.scheme import Float8
 
 
@@ -135,6 +138,22 @@ class GatedMLP(nnx.Module):
         return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
 
 
+def gated_mlp(weights, prefix: str, hidden: int, intermediate: int, settings: Settings):
+    """Make a `GatedMLP`, over a mesh in parts along `tensor`."""
+    parts = 1 if settings.grid is None else settings.grid.tensor
+    rows, columns = Split("rows", parts), Split("columns", parts)
+    return build_cut(
+        lambda weights, width: GatedMLP(weights, prefix, hidden, width, settings),
+        intermediate,
+        intermediate // parts,
+        weights,
+        settings,
+        splits={"gate_proj": rows, "up_proj": rows, "down_proj": columns},
+        last=f"{prefix}.down_proj",
+        width=intermediate,
+    )
+
+
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward, each on normalized input and added to the residual stream."""
 
@@ -163,6 +182,7 @@ class Decoder(nnx.Module):
       config: static; has vocab_size, hidden, num_layers, max_positions and eps.
       dtype: static; of activations, dense weights and cache.
       layers: of `DecoderLayer`, or others called in the same way.
+      grid: static; where embedding and head are cut along the vocabulary, else None.
     """
 
     def __init__(
@@ -173,14 +193,18 @@ class Decoder(nnx.Module):
         norm: RMSNorm,
         head: Callable | None,
         settings: Settings,
+        grid: Grid | None = None,
     ):
-        """Make a model; `head` None shares the embedding (tied)."""
+        """Make a model; `head` None shares the embedding (tied).
+
+        Over a `grid` embedding and head have an axis more in front, that of the parts.
+        """
         self.config = config
         self.dtype = jnp.dtype(settings.dtype)
         self.embedding = nnx.Param(embedding)
         self.layers = nnx.List(list(layers))
         self.norm = norm
-        self.head = head
+        self.head, self.grid = head, grid
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """Return an empty cache for `batch` rows of up to `max_length` tokens.
@@ -220,7 +244,8 @@ class Decoder(nnx.Module):
         positions = start[:, None] + steps
         if lengths is not None:
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
-        x = self.embedding.get_value()[input_ids]
+        table = self.embedding.get_value()
+        x = table[input_ids] if self.grid is None else look_up(table, input_ids, self.grid)
         entries = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -235,17 +260,25 @@ class Decoder(nnx.Module):
         return logits, Cache(tuple(entries), grown, cache.max_length)
 
     def _logits(self, x):
+        head = self.embedding.get_value() if self.head is None else self.head
         with jax.named_scope("head"):
-            if self.head is None:
-                return dense(x, self.embedding.get_value())
-            if isinstance(self.head, DenseLinear) and self.head.bias is None:
-                return dense(x, self.head.weight.get_value())
-            return self.head(x).astype(jnp.float32)
+            if self.grid is None:
+                return _score(head, x)
+            return join_columns(_score, head, x, self.grid)
 
     def nvfp4_problems(self):
         """Return what each NVFP4 module asks of a backend, for `explain`."""
         found: list[ModuleProblem] = list(find_problems(self))
         return found
+
+
+def _score(head, x):
+    """Return float32 logits; `head` is a linear, or a table whose rows are its weights."""
+    if isinstance(head, DenseLinear) and head.bias is None:
+        return dense(x, head.weight.get_value())
+    if isinstance(head, nnx.Module):
+        return head(x).astype(jnp.float32)
+    return dense(x, head)
 
 
 def _check_call(input_ids, cache):
@@ -267,7 +300,8 @@ def linear(weights, prefix: str, n: int, k: int, settings: Settings, bias: bool 
     """Make the linear `prefix` ``[n, k]``, quantized or dense as the file has it."""
     found: LinearWeights = weights.linear(prefix, n, k, bias=bias)
     if found.declared is None:
-        return DenseLinear(found.weight, found.bias, dtype=settings.dtype)
+        made = DenseLinear(found.weight, found.bias, dtype=settings.dtype)
+        return made if settings.observer is None else settings.observer.linear(prefix, made)
     if isinstance(found.declared, Float8):
         return FP8Linear(
             found.weight,
@@ -288,6 +322,17 @@ def linear(weights, prefix: str, n: int, k: int, settings: Settings, bias: bool 
         declared=found.declared,
         **settings.module_arguments(),
     )
+
+
+def embed(weights, rows: int, width: int, settings: Settings):
+    """Make the embedding ``[rows, width]``."""
+    table = weights.array("model.embed_tokens.weight", (rows, width))
+    return table if settings.observer is None else settings.observer.embedding(table)
+
+
+def finish_layer(layer: Callable, settings: Settings):
+    """Return `layer`, all of whose parts are made, or what an observer puts in its place."""
+    return layer if settings.observer is None else settings.observer.layer(layer)
 
 
 def norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
@@ -322,27 +367,42 @@ def build_decoder(
       mlp_name: of the feed-forward inside a layer.
     """
     h, eps = config.hidden, config.eps
-    embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
+    vocabulary = config.vocab_size
+    grid = cut_vocabulary(weights, settings, vocabulary)
+    table = "model.embed_tokens.weight"
+    if grid is None:
+        embedding = embed(weights, vocabulary, h, settings)
+    else:
+        embedding = cut_table(weights, table, vocabulary, h, grid)
     layers = []
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
         if layer in config.dense_layers:
             name = f"{prefix}.{mlp_name}"
-            mlp = GatedMLP(weights, name, h, config.dense_intermediate, settings)
+            mlp = gated_mlp(weights, name, h, config.dense_intermediate, settings)
         else:
             mlp = build_moe(config, layer, weights, settings)
-        layers.append(
-            DecoderLayer(
-                build_norm(weights, f"{prefix}.input_layernorm", h, eps),
-                build_attention(config, layer, weights, settings),
-                build_norm(weights, f"{prefix}.post_attention_layernorm", h, eps),
-                mlp,
-            )
+        made = DecoderLayer(
+            build_norm(weights, f"{prefix}.input_layernorm", h, eps),
+            build_attention(config, layer, weights, settings),
+            build_norm(weights, f"{prefix}.post_attention_layernorm", h, eps),
+            mlp,
         )
+        layers.append(finish_layer(made, settings))
     final = build_norm(weights, "model.norm", h, eps)
     head = None
     if config.tied:
         weights.ignore("lm_head.", "the head shares the embedding")
     else:
-        head = linear(weights, "lm_head", config.vocab_size, h, settings)
-    return Decoder(config, embedding, layers, final, head, settings)
+        head = _head(weights, vocabulary, h, settings, grid)
+    return Decoder(config, embedding, layers, final, head, settings, grid)
+
+
+def _head(weights, vocabulary, hidden, settings, grid):
+    """Make the linear of the logits, or its parts."""
+    if grid is None:
+        return linear(weights, "lm_head", vocabulary, hidden, settings)
+    own, splits = vocabulary // grid.tensor, {"lm_head": Split("rows", grid.tensor)}
+    return build_parts(
+        lambda part: linear(part, "lm_head", own, hidden, settings), weights, splits, grid
+    )

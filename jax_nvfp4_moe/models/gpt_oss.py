@@ -20,6 +20,7 @@ from jax_nvfp4_moe.models.decoder import (
     build_decoder,
     linear,
 )
+from jax_nvfp4_moe.models.grouped_query import build_heads
 from jax_nvfp4_moe.models.sparse import require_experts
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
@@ -156,9 +157,13 @@ class Attention(nnx.Module):
         return self.out(y.reshape(b, t, -1)), entries
 
 
-def build_attention(config: GptOssConfig, layer: int, weights, settings: Settings) -> Attention:
-    """Make the attention of `layer`."""
-    return Attention(config, layer, weights, f"model.layers.{layer}.self_attn", settings)
+def build_attention(config: GptOssConfig, layer: int, weights, settings: Settings):
+    """Make the attention of `layer`, over a mesh in parts along `tensor`."""
+
+    def make(sizes, weights, prefix, settings):
+        return Attention(sizes, layer, weights, prefix, settings)
+
+    return build_heads(config, f"model.layers.{layer}.self_attn", weights, settings, make)
 
 
 def moe_prefix(layer: int) -> str:

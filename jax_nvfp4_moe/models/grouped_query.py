@@ -9,7 +9,9 @@ from flax import nnx
 
 from jax_nvfp4_moe.models.attention import KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
+from jax_nvfp4_moe.models.cutting import build_cut
 from jax_nvfp4_moe.models.decoder import RMSNorm, Settings, SideBySide, linear, norm
+from jax_nvfp4_moe.parallel.parts import HeadParts, Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +150,52 @@ class Attention(nnx.Module):
         return qkv
 
 
-def build_attention(config, layer: int, weights, settings: Settings) -> Attention:
-    """Make the attention of `layer` of a model whose ``config.attention`` is a `GroupedQuery`."""
-    return Attention(config.attention, weights, f"model.layers.{layer}.self_attn", settings)
+def build_attention(config, layer: int, weights, settings: Settings):
+    """Make the attention of `layer` of a model whose ``config.attention`` is a `GroupedQuery`.
+
+    Over a mesh it is cut by heads along `tensor`; where there are more shards than key heads, some
+    shards have the same one.
+    """
+    return build_heads(config.attention, f"model.layers.{layer}.self_attn", weights, settings)
+
+
+def build_heads(config: Any, prefix: str, weights, settings: Settings, make: Any = Attention):
+    """Make an attention, over a mesh in parts along `tensor`.
+
+    Args:
+      config: sizes of the whole, a `GroupedQuery` or one with num_heads, num_kv_heads and head_dim.
+      prefix: module of the attention.
+      weights: the source of `checkpoint.resolve`.
+      settings: how modules are made.
+      make: ``(config, weights, prefix, settings)`` makes the module.
+    """
+    shards = 1 if settings.grid is None else settings.grid.tensor
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    kv_parts = min(shards, kv_heads)
+    why = None
+    if heads % shards or max(shards, kv_heads) % kv_parts:
+        why = f"{heads} query and {kv_heads} key heads do not make {shards} parts"
+    elif getattr(config, "normalize", None) == "whole":
+        why = "all heads are normalized together"
+    own = dataclasses.replace(
+        config, num_heads=max(heads // shards, 1), num_kv_heads=kv_heads // kv_parts
+    )
+    rows, kv_rows = Split("rows", shards), Split("rows", kv_parts)
+    return build_cut(
+        lambda weights, sizes: make(sizes, weights, prefix, settings),
+        config,
+        own,
+        weights,
+        settings,
+        splits={
+            "q_proj": rows,
+            "k_proj": kv_rows,
+            "v_proj": kv_rows,
+            "o_proj": Split("columns", shards),
+            "sinks": rows,
+        },
+        last=f"{prefix}.o_proj",
+        width=heads * config.head_dim,
+        why_whole=why,
+        kind=HeadParts,
+    )

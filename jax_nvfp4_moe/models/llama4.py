@@ -16,10 +16,10 @@ from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
-    GatedMLP,
     Settings,
     SideBySide,
     build_decoder,
+    gated_mlp,
     linear,
 )
 from jax_nvfp4_moe.models.sparse import require_experts
@@ -243,7 +243,7 @@ def build_moe(config: Llama4Config, layer: int, weights, settings: Settings) -> 
         router=config.router,
         params=params,
         router_weight=weights.array(f"{prefix}.router.weight", (e, h), dtype=jnp.float32),
-        shared_experts=GatedMLP(
+        shared_experts=gated_mlp(
             weights, f"{prefix}.shared_expert", h, config.intermediate, settings
         ),
         declared=declared,

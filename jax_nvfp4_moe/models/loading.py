@@ -1,5 +1,7 @@
 """From a checkpoint folder to modules: the table of architectures, and two loaders."""
 
+import dataclasses
+import logging
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -9,11 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.expert_names import Requests
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
 from jax_nvfp4_moe.checkpoint.forms import Decision
+from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.resolve import (
+    Checkpoint,
     ExpertWeights,
-    LoadOptions,
     Weights,
     check,
     load,
@@ -33,11 +37,14 @@ from jax_nvfp4_moe.models import (
     qwen3_next,
 )
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
+from jax_nvfp4_moe.models.settings import Observer
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.ops.moe import DTYPES
-from jax_nvfp4_moe.ops.prepare import prepare
+from jax_nvfp4_moe.ops.prepare import find_moe_layout, prepare
+from jax_nvfp4_moe.parallel.experts import check_experts, shard_experts
+from jax_nvfp4_moe.parallel.grid import Grid, find_grid, replicate
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
-from jax_nvfp4_moe.tensor import MoEParams
+from jax_nvfp4_moe.tensor import DenseExperts, MoEParams
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,
@@ -58,6 +65,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Llama4ForCausalLM": llama4.ARCHITECTURE,
     "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
 }
+
+_LOG = logging.getLogger("jax_nvfp4_moe")
 
 Folder = str | pathlib.Path
 Built = TypeVar("Built", bound=nnx.Module)
@@ -96,7 +105,9 @@ def load_model(
       scheme: None (by the checkpoint and the device), "checkpoint" or a `Scheme`.
       dtype: of activations, dense weights and cache: bfloat16, float16 or float32.
       backend: name of a record for all NVFP4 modules, or None to choose.
-      mesh: must be None: sharded loading is not there yet.
+      mesh: devices to load onto, with axes `expert` and `tensor`, either of which may be missing;
+        see `parallel`. None for one device. `input_ids` and logits are whole on every device.
+        Explicit axes become Auto ones, so call the model outside ``jax.set_mesh`` of Explicit ones.
 
     Returns:
       A model: ``model(input_ids [b, t]) -> float32 [b, t, vocab]``; see `models.decoder.Decoder`.
@@ -107,16 +118,16 @@ def load_model(
       NoBackendError: no backend fits.
       MemoryError: the device's memory is too small; names the tensor and its size.
     """
-    if mesh is not None:
-        raise ValueError("mesh: sharding over several devices is not there yet; pass None")
-    settings = _settings(scheme, dtype, backend)
+    settings = _settings(scheme, dtype, backend, mesh)
     with open_checkpoint(path) as checkpoint:
         row, config = _read_config(path, checkpoint.config)
 
         def build(weights):
             return row.build_model(config, weights, settings)
 
-        return load(checkpoint, _tolerant(build), _options(settings))
+        model = load(checkpoint, _tolerant(build, settings.grid), _options(settings))
+    _say_where_scheme_is_idle(model, settings.scheme)
+    return model
 
 
 def load_moe(
@@ -126,18 +137,19 @@ def load_moe(
     scheme: Scheme | str | None = None,
     dtype=jnp.bfloat16,
     backend: str | None = None,
+    mesh: Any = None,
 ) -> NVFP4MoE:
     """Load the expert block of one layer; no other tensor is read.
 
     Args:
       path: folder of the checkpoint.
       layer: index of the decoder layer, from 0.
-      scheme, dtype, backend: as for `load_model`.
+      scheme, dtype, backend, mesh: as for `load_model`.
 
     Raises:
       ValueError: that layer has no experts; also as `load_model`.
     """
-    settings = _settings(scheme, dtype, backend)
+    settings = _settings(scheme, dtype, backend, mesh)
     with open_checkpoint(path) as checkpoint:
         row, config = _read_config(path, checkpoint.config)
 
@@ -145,7 +157,7 @@ def load_moe(
             return row.build_moe(config, layer, weights, settings)
 
         options = _options(settings, only=row.moe_prefix(layer))
-        return load(checkpoint, _tolerant(build), options)
+        return load(checkpoint, _tolerant(build, settings.grid), options)
 
 
 class AbstractModel(NamedTuple):
@@ -184,6 +196,59 @@ def abstract_model(
         return built[0]
 
 
+def read_requests(checkpoint: Checkpoint) -> Requests:
+    """Return the linears and experts that the model of an open checkpoint asks for.
+
+    Raises:
+      CheckpointError: as `load_model`; all headers are checked.
+    """
+    settings = _settings(None, jnp.float32, None)
+    row, config = _read_config(checkpoint.folder, checkpoint.config)
+    asked = []
+
+    def build(weights):
+        asked.append(weights.requests)
+        _abstract(lambda w: row.build_model(config, w, settings), weights)
+
+    check(checkpoint, build, LoadOptions(input_scales="ignored"))
+    return asked[0]
+
+
+def read_model_config(checkpoint: Checkpoint) -> Any:
+    """Return the sizes of an open checkpoint's model, such as vocab_size and max_positions.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    return _read_config(checkpoint.folder, checkpoint.config)[1]
+
+
+def observe_layers(
+    checkpoint: Checkpoint, observer: Observer, progress: bool | None = None
+) -> None:
+    """Make the model of an open checkpoint in float32, part by part, before the eyes of `observer`.
+
+    Parts that the observer does not keep are freed before the next are read.
+
+    Args:
+      checkpoint: not quantized.
+      observer: sees the embedding, every linear and the experts of a layer, and the layer.
+      progress: as for `LoadOptions`.
+
+    Raises:
+      CheckpointError: as `load_model`; nothing is read then.
+    """
+    plain = _settings(None, jnp.float32, None)
+    settings = dataclasses.replace(plain, observer=observer)
+    row, config = _read_config(checkpoint.folder, checkpoint.config)
+
+    def build(weights):
+        return row.build_model(config, weights, settings if weights.reads else plain)
+
+    options = dataclasses.replace(_options(plain), progress=progress, label="calibrating")
+    load(checkpoint, _tolerant(build, None), options)
+
+
 def find_dtype(dtype) -> jnp.dtype:
     """Return `dtype`, a name or a type, as one that modules take.
 
@@ -196,10 +261,23 @@ def find_dtype(dtype) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def _settings(scheme, dtype, backend):
-    target = Target.current()
+def _say_where_scheme_is_idle(model, scheme):
+    """Warn of a scheme that a model without NVFP4 weights cannot follow."""
+    schemes = (getattr(module, "scheme", None) for _, module in nnx.iter_modules(model))
+    if scheme not in (None, "checkpoint") and not any(isinstance(s, Scheme) for s in schemes):
+        _LOG.warning(
+            "scheme %s says nothing here: no weight of this checkpoint is NVFP4; "
+            "`jax-nvfp4-moe quantize` makes one that is",
+            scheme,
+        )
+
+
+def _settings(scheme, dtype, backend, mesh=None):
+    grid = None if mesh is None else find_grid(mesh).automatic()
+    target = Target.current() if grid is None else grid.target
     choose_scheme(Scheme.W4A4, scheme, target)  # an unknown name should not wait for the headers
-    return Settings(target, None if scheme is None else str(scheme), backend, find_dtype(dtype))
+    asked = None if scheme is None else str(scheme)
+    return Settings(target, asked, backend, find_dtype(dtype), grid=grid)
 
 
 def _read_config(path, config):
@@ -216,24 +294,23 @@ def _options(settings, only=None, input_scales=None):
         chosen, _ = choose_scheme(Scheme.W4A4, settings.scheme, settings.target)
         input_scales = "required" if chosen is Scheme.W4A4 else "ignored"
     return LoadOptions(
-        dtype=settings.dtype, place=_placer(settings), input_scales=input_scales, only=only
+        dtype=settings.dtype,
+        place=_placer(settings),
+        input_scales=input_scales,
+        only=only,
+        deferred=settings.grid is not None,
     )
 
 
 def _placer(settings):
     """Return what puts one value on the device, experts in the layout of their kernel."""
+    put = _put if settings.grid is None else _put_shards
 
     def place(name, value, declared):
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(value))
         try:
-            value = jax.device_put(value)
-            if isinstance(value, MoEParams):
-                scheme, _ = choose_scheme(declared, settings.scheme, settings.target)
-                value = prepare(
-                    value, scheme=scheme, target=settings.target, backend=settings.backend
-                )
             # One layer at a time: reading the next must not begin while this one is in two forms.
-            return jax.block_until_ready(value)
+            return jax.block_until_ready(put(value, declared, settings))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -244,20 +321,43 @@ def _placer(settings):
     return place
 
 
-def _tolerant(build: Callable[[Any], Built]) -> Callable[[Weights], Built]:
+def _op_arguments(declared, settings):
+    scheme, _ = choose_scheme(declared, settings.scheme, settings.target)
+    return {"scheme": scheme, "target": settings.target, "backend": settings.backend}
+
+
+def _put(value, declared, settings):
+    """Return one value on the device."""
+    value = jax.device_put(value)
+    if isinstance(value, MoEParams):
+        return prepare(value, **_op_arguments(declared, settings))
+    return value
+
+
+def _put_shards(value, declared, settings):
+    """Return one value on the devices of the grid: experts cut, all else whole on each."""
+    if isinstance(value, MoEParams):
+        layout = find_moe_layout(value, **_op_arguments(declared, settings))
+        return shard_experts(value, settings.grid, layout=layout)
+    if isinstance(value, DenseExperts):
+        return shard_experts(value, settings.grid)
+    return replicate(value, settings.grid)
+
+
+def _tolerant(build: Callable[[Any], Built], grid: Grid | None) -> Callable[[Weights], Built]:
     """Return `build` such that the placeholders of the first pass go through it as traced zeros."""
-    return lambda weights: build(weights) if weights.reads else _abstract(build, weights)
+    return lambda weights: build(weights) if weights.reads else _abstract(build, weights, grid)
 
 
-def _abstract(build, weights):
-    return nnx.eval_shape(lambda: build(_Zeros(weights)))
+def _abstract(build, weights, grid=None):
+    return nnx.eval_shape(lambda: build(_Zeros(weights, grid)))
 
 
 class _Zeros:
     """Answers as a `Weights` of the first pass, with arrays of zeros for placeholders."""
 
-    def __init__(self, weights: Weights):
-        self._weights = weights
+    def __init__(self, weights: Weights, grid: Grid | None):
+        self._weights, self._grid = weights, grid
 
     def __getattr__(self, name):
         return getattr(self._weights, name)
@@ -273,6 +373,8 @@ class _Zeros:
     def experts(self, *args, **kwargs):
         """As `Weights.experts`."""
         params, declared = self._weights.experts(*args, **kwargs)
+        if self._grid is not None:  # sizes that it does not divide are known before any read
+            check_experts(params, self._grid)
         return ExpertWeights(_zeros(params), declared)
 
     def cache_scales(self, *args, **kwargs):

@@ -24,6 +24,8 @@ from jax_nvfp4_moe.models.decoder import (
     Decoder,
     RMSNorm,
     Settings,
+    embed,
+    finish_layer,
     linear,
     norm,
 )
@@ -342,20 +344,19 @@ def _build_mixer(config, layer, weights, settings):
 def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder:
     """Make the whole model, layer by layer."""
     h, eps = config.hidden, config.eps
-    embedding = weights.array("model.embed_tokens.weight", (config.vocab_size, h))
+    embedding = embed(weights, config.vocab_size, h, settings)
     layers = []
     for layer, kind in enumerate(config.pattern):
         last = layer == config.num_layers - 1
         residual = jnp.float32 if config.wide_residual and not last else settings.dtype
-        layers.append(
-            Layer(
-                kind,
-                norm(weights, f"model.layers.{layer}.norm", h, eps),
-                _build_mixer(config, layer, weights, settings),
-                settings.dtype,
-                residual,
-            )
+        made = Layer(
+            kind,
+            norm(weights, f"model.layers.{layer}.norm", h, eps),
+            _build_mixer(config, layer, weights, settings),
+            settings.dtype,
+            residual,
         )
+        layers.append(finish_layer(made, settings))
     final = norm(weights, "model.norm", h, eps)
     head = None
     # transformers' class never shares the embedding: its files have a head of their own.

@@ -17,11 +17,11 @@ from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
-    GatedMLP,
     Settings,
     SideBySide,
     build_decoder,
     centered_norm,
+    gated_mlp,
     linear,
 )
 from jax_nvfp4_moe.models.gated_delta_net import DeltaSizes, GatedDeltaNet
@@ -248,7 +248,7 @@ def build_moe(config: Qwen3NextConfig, layer: int, weights, settings: Settings) 
         router=config.router,
         params=params,
         router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
-        shared_experts=GatedMLP(weights, shared, h, config.shared_intermediate, settings),
+        shared_experts=gated_mlp(weights, shared, h, config.shared_intermediate, settings),
         shared_gate=linear(weights, f"{shared}_gate", 1, h, settings),
         declared=declared,
         **settings.module_arguments(),

@@ -1,21 +1,51 @@
 """Settings: what the caller of `load_model` asked for."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
+from jax_nvfp4_moe.parallel.grid import Grid
 from jax_nvfp4_moe.scheme import Target, rounds_to_fp8
+
+
+class Observer(Protocol):
+    """Sees the parts of a model as they are made; what it returns takes their place."""
+
+    def embedding(self, table: Any) -> Any:
+        """See the embedding ``[v, h]``, which is made first."""
+        ...
+
+    def linear(self, prefix: str, module: Any) -> Any:
+        """See the linear called `prefix`, such as "model.layers.0.self_attn.q_proj"."""
+        ...
+
+    def run_dense(self) -> Callable:
+        """Return what runs the experts of one layer, called as `ops.dense_moe.dense_moe`."""
+        ...
+
+    def layer(self, module: Any) -> Any:
+        """See a finished layer, called as `decoder.DecoderLayer`; in their order."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the modules of one model are made: what the caller of `load_model` asked for."""
+    """How the modules of one model are made: what the caller of `load_model` asked for.
+
+    Attributes:
+      target, scheme, backend, dtype: as for `load_model`.
+      grid: the devices that share the model; None for one.
+      observer: sees the parts of an unquantized model, for calibration; None for nobody.
+    """
 
     target: Target
     scheme: str | None = None
     backend: str | None = None
     dtype: Any = jnp.bfloat16
+    observer: Observer | None = None
+    grid: Grid | None = None
 
     @property
     def rounds_to_fp8(self) -> bool:
@@ -24,4 +54,8 @@ class Settings:
 
     def module_arguments(self) -> dict[str, Any]:
         """Return the arguments that all NVFP4 modules take."""
-        return dataclasses.asdict(self) | {"target": self.target}
+        names = ("target", "scheme", "backend", "dtype")
+        arguments = {name: getattr(self, name) for name in names}
+        if self.observer is not None:
+            arguments["run_dense"] = self.observer.run_dense()
+        return arguments

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.decoder import GatedMLP, Settings
+from jax_nvfp4_moe.models.decoder import Settings, gated_mlp
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
 
@@ -191,7 +191,7 @@ def build_block(
     shared = bias = None
     if config.shared_intermediate:
         name = find("shared_experts")
-        shared = GatedMLP(weights, name, h, config.shared_intermediate, settings)
+        shared = gated_mlp(weights, name, h, config.shared_intermediate, settings)
     if correction is not None:
         bias = weights.array(find(correction), (e,), dtype=jnp.float32)
     return NVFP4MoE(

@@ -1,7 +1,9 @@
 """Products with matrices that are not NVFP4: plain XLA dots, float32 sums."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -34,7 +36,7 @@ def _multiply(x, weight):
 
 
 def _reduce(x, weight):
-    """The same of one row: XLA's matrix products read weights at a third of a GPU's bandwidth."""
+    """Multiply one row: XLA's matrix products read weights at a third of a GPU's bandwidth."""
     products = x.reshape(1, -1).astype(jnp.float32) * weight.astype(jnp.float32)
     return jnp.sum(products, axis=-1).reshape(*x.shape[:-1], -1)
 
@@ -67,5 +69,21 @@ def dense_fp8(
         own = jnp.asarray(input_scale, jnp.float32)
     else:
         own = dynamic_scale(x, -1 if activations is Float8.TOKEN else tuple(range(x.ndim)))
-    rounded = round_fp8(x, own, by_factor=by_factor).astype(x.dtype)
-    return dense(rounded, values) * own * jnp.expand_dims(scale, range(x.ndim - 1))
+    own = lax.stop_gradient(own)
+    return (
+        dense(_round(x, own, by_factor), values) * own * jnp.expand_dims(scale, range(x.ndim - 1))
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _round(x, scale, by_factor):
+    """Return ``x / scale`` rounded to E4M3, in the dtype of `x`."""
+    return round_fp8(x, scale, by_factor=by_factor).astype(x.dtype)
+
+
+@_round.defjvp
+def _round_straight_through(by_factor, primals, tangents):
+    """Take the derivative of ``x / scale``; that of a cast would be rounded to E4M3 as well."""
+    x, scale = primals
+    tangent = tangents[0].astype(jnp.float32) / scale
+    return _round(x, scale, by_factor), tangent.astype(x.dtype)

@@ -1,6 +1,7 @@
 """dense_moe: an expert layer that is not NVFP4, one expert at a time."""
 
-import jax
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -8,6 +9,7 @@ from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.float8 import FP8Tensor
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
+from jax_nvfp4_moe.ops.gradient import ExpertLayer, take_expert, with_expert_gradient
 from jax_nvfp4_moe.ops.moe import check_call
 from jax_nvfp4_moe.scheme import Float8
 from jax_nvfp4_moe.tensor import DenseExperts
@@ -30,7 +32,8 @@ def dense_moe(
 
     The meaning of `ops.moe_mlp` with matrices in a float dtype or in FP8. Memory stays bounded: one
     expert is converted at once, and its tokens go through in pieces. No kernel: mixed checkpoints
-    keep a layer or two in BF16 or FP8, and those run, slowly, rather than be refused.
+    keep a layer or two in BF16 or FP8, and those run, slowly, rather than be refused. Gradients
+    flow as there; the matrices are frozen.
 
     Args:
       x: tokens ``[t, h]``, bfloat16, float16 or float32.
@@ -49,33 +52,46 @@ def dense_moe(
     call = find_activation(activation, alpha, beta, limit)
     check_call(x, experts, expert_ids, expert_weights, call)
 
-    def product(rows, weight, bias, input_scale, expert):
-        one = jax.tree.map(lambda leaf: leaf[expert], weight)
-        rows = rows.astype(x.dtype)
-        if isinstance(one, FP8Tensor):
-            scale = None if input_scale is None else input_scale[expert]
-            y = dense_fp8(
-                rows,
-                one,
-                activations=activations,
-                input_scale=scale,
-                by_factor=experts.by_factor,
-            )
-        else:
-            y = dense(rows, one.astype(x.dtype))
-        return y if bias is None else y + bias[expert][None].astype(jnp.float32)
+    names = ("gate_up_bias", "down_bias")
+    biases = {name: _float32(getattr(experts, name)) for name in names}
 
-    def run_rows(expert, rows):
-        first = experts.gate_up, experts.gate_up_bias, experts.gate_up_input_scale
-        inner = activate(call, product(rows, *first, expert))
-        second = experts.down, experts.down_bias, experts.down_input_scale
-        return product(inner, *second, expert)
+    def run_rows(one, biases, rows):
+        def product(rows, weight, input_scale, bias):
+            rows = rows.astype(x.dtype)
+            if isinstance(weight, FP8Tensor):
+                how = {"input_scale": input_scale, "by_factor": experts.by_factor}
+                y = dense_fp8(rows, weight, activations=activations, **how)
+            else:
+                y = dense(rows, weight.astype(x.dtype))
+            return y if bias is None else y + bias[None]
 
-    return combine_experts(
+        first = one.gate_up, one.gate_up_input_scale, biases["gate_up_bias"]
+        inner = activate(call, product(rows, *first))
+        second = one.down, one.down_input_scale, biases["down_bias"]
+        return product(inner, *second)
+
+    def forward(x, expert_weights, biases, frozen, expert_ids):
+        def run_expert(expert, rows):
+            return run_rows(take_expert(frozen, expert), take_expert(biases, expert), rows)
+
+        return combine_experts(
+            x,
+            experts.num_experts,
+            expert_ids,
+            expert_weights,
+            run_expert,
+            weight_on_input=weight_on_input,
+        )
+
+    layer = ExpertLayer(experts.num_experts, take_expert, run_rows, weight_on_input)
+    return with_expert_gradient(forward, layer)(
         x,
-        experts.num_experts,
-        expert_ids.astype(jnp.int32),
         expert_weights.astype(jnp.float32),
-        run_rows,
-        weight_on_input=weight_on_input,
+        biases,
+        dataclasses.replace(experts, **dict.fromkeys(names)),
+        expert_ids.astype(jnp.int32),
     )
+
+
+def _float32(array):
+    return None if array is None else array.astype(jnp.float32)

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.choice import log_conversion, pick
 from jax_nvfp4_moe.formats import check_blocks
+from jax_nvfp4_moe.ops.gradient import with_product_gradient
 from jax_nvfp4_moe.ops.moe import check_activations, resolve_scheme
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target
 from jax_nvfp4_moe.tensor import NVFP4Tensor
@@ -27,13 +28,18 @@ def _product(op, x, weight, group_sizes, input_scale, bias, scheme, target, back
         log_conversion(op, weight.layout, chosen.layout)
     if input_scale is not None:
         input_scale = jnp.broadcast_to(jnp.asarray(input_scale, jnp.float32), (e,))
-    return chosen.lower["grouped_gemm"](
+
+    def forward(x, bias, weight, input_scale, group_sizes):
+        return chosen.lower["grouped_gemm"](
+            x, weight, group_sizes, input_scale=input_scale, bias=bias, scheme=scheme
+        )
+
+    return with_product_gradient(forward)(
         x,
+        None if bias is None else bias.astype(jnp.float32),
         weight.to_layout(chosen.layout),
+        input_scale,
         group_sizes.astype(jnp.int32),
-        input_scale=input_scale,
-        bias=bias,
-        scheme=scheme,
     )
 
 
@@ -51,6 +57,7 @@ def grouped_gemm(
 
     With ``W = dequantize(weight)`` of shape ``[e, n, k]`` and rows sorted by group, row ``i`` of
     group ``g`` gives ``y[i] = W[g] @ x[i]``. Rows past ``sum(group_sizes)`` come back as zeros.
+    Gradients flow to `x`, in plain XLA, as if nothing was rounded; `weight` is frozen.
 
     Args:
       x: rows ``[m, k]``, bfloat16, float16 or float32, sorted by group.
@@ -98,6 +105,8 @@ def linear(
     backend: str | None = None,
 ) -> Float[Array, "... n"]:
     """Multiply by one NVFP4 matrix: ``y = x @ dequantize(weight).T + bias``.
+
+    Gradients flow to `x` and `bias`, in plain XLA, as if nothing was rounded; `weight` is frozen.
 
     Args:
       x: ``[..., k]``, bfloat16, float16 or float32.

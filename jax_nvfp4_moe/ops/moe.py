@@ -1,10 +1,21 @@
 """moe_mlp: a whole expert layer as one op."""
 
+import dataclasses
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.activations import find_activation
+from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.backends.choice import log_conversion, log_scheme, pick
+from jax_nvfp4_moe.backends.reference import round_activations, round_to
+from jax_nvfp4_moe.ops.dense import precision_for
+from jax_nvfp4_moe.ops.gradient import (
+    ExpertLayer,
+    straight_through,
+    take_expert,
+    with_expert_gradient,
+)
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
 from jax_nvfp4_moe.tensor import MoEParams, check_moe_params
 
@@ -60,6 +71,9 @@ def moe_mlp(
     The result of ``act`` is rounded to the dtype of `x`; sums are float32. Under the w4a4 schemes
     the inputs of both products are first rounded to NVFP4.
 
+    Gradients flow to `x`, `expert_weights` and biases, in plain XLA, as if nothing was rounded;
+    the weights are frozen. See `ops.gradient`.
+
     Args:
       x: tokens ``[t, h]``, bfloat16, float16 or float32; t may be 0.
       params: the experts; canonical, or as `prepare` returns them. Another layout than the
@@ -102,15 +116,55 @@ def moe_mlp(
     chosen = pick(problem, backend)
     if params.layout != chosen.layout:
         log_conversion("moe_mlp", params.layout, chosen.layout)
-    return chosen.lower["moe_mlp"](
-        x,
-        params.to_layout(chosen.layout),
-        expert_ids.astype(jnp.int32),
-        expert_weights.astype(jnp.float32),
-        scheme=problem.scheme,
-        call=call,
-        weight_on_input=weight_on_input,
+    how = {"scheme": problem.scheme, "call": call, "weight_on_input": weight_on_input}
+
+    def forward(x, expert_weights, biases, params, expert_ids):
+        params = dataclasses.replace(params, **biases)
+        return chosen.lower["moe_mlp"](x, params, expert_ids, expert_weights, **how)
+
+    layer = ExpertLayer(
+        params.num_experts,
+        _read_expert,
+        functools.partial(_run_rows, call, problem.scheme, x.dtype),
+        weight_on_input,
     )
+    params = params.to_layout(chosen.layout)
+    names = ("gate_up_bias", "down_bias")
+    biases = {name: _float32(getattr(params, name)) for name in names}
+    if problem.scheme is not Scheme.W4A4:  # nobody reads them
+        names += ("gate_up_input_scale", "down_input_scale")
+    return with_expert_gradient(forward, layer)(
+        x,
+        expert_weights.astype(jnp.float32),
+        biases,
+        dataclasses.replace(params, **dict.fromkeys(names)),
+        expert_ids.astype(jnp.int32),
+    )
+
+
+def _float32(array):
+    return None if array is None else array.astype(jnp.float32)
+
+
+def _read_expert(params, expert):
+    """Return one expert's two matrices and its input scales, for the backward pass."""
+    one = take_expert(params, expert)
+    matrices = (weight.dequantize(jnp.float32) for weight in (one.gate_up, one.down))
+    return *matrices, one.gate_up_input_scale, one.down_input_scale
+
+
+def _run_rows(call, scheme, dtype, weights, biases, rows):
+    """Run rows of one expert through both products, differentiably; see `ExpertLayer`."""
+    gate_up, down, gate_up_scale, down_scale = weights
+
+    def product(rows, weight, scale, bias):
+        rows = straight_through(lambda rows: round_activations(rows, scale, scheme), rows)
+        y = jnp.matmul(rows, weight.T, precision=precision_for(dtype))
+        return y if bias is None else y + bias[None]
+
+    inner = activate(call, product(rows, gate_up, gate_up_scale, biases["gate_up_bias"]))
+    inner = straight_through(lambda inner: round_to(inner, dtype), inner)
+    return product(inner, down, down_scale, biases["down_bias"])
 
 
 def check_call(x, params, expert_ids, expert_weights, call) -> None:

@@ -35,7 +35,7 @@ def prepare(
       ValueError: shapes disagree, or the scheme is unknown.
       NoBackendError: no backend can run this; says why, one by one.
     """
-    return _convert(params, _layout(params, scheme, target, backend))
+    return _convert(params, find_moe_layout(params, scheme=scheme, target=target, backend=backend))
 
 
 def prepare_donated(
@@ -50,11 +50,22 @@ def prepare_donated(
     Their memory holds the result, and they cannot be used again; `prepare` needs the bytes of a
     layer twice. Arguments and errors are those of `prepare`.
     """
-    return _convert_donated(params, _layout(params, scheme, target, backend))
+    return _convert_donated(
+        params, find_moe_layout(params, scheme=scheme, target=target, backend=backend)
+    )
 
 
-def _layout(params, scheme, target, backend):
-    """Return the name of the layout that the chosen backend reads."""
+def find_moe_layout(
+    params: MoEParams,
+    *,
+    scheme: Scheme | str | None = None,
+    target: Target | None = None,
+    backend: str | None = None,
+) -> str:
+    """Return the name of the layout that the backend chosen for `params` reads.
+
+    Arguments and errors are those of `prepare`; no array is read.
+    """
     check_moe_params(params)
     target = target or Target.current()
     problem = Problem(

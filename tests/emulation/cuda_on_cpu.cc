@@ -1,6 +1,7 @@
 // Fibers for the threads of a block; see cuda_on_cpu.h.
 #include "cuda_on_cpu.h"
 
+#include <setjmp.h>
 #include <ucontext.h>
 #include <xmmintrin.h>
 
@@ -15,22 +16,28 @@ constexpr int kIdleRounds = 1000;  // without progress: a deadlock
 enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // where it starts
+  jmp_buf place;       // where it goes on: unlike swapcontext, jumps ask the system for nothing
+  bool started;
   State state;
 };
 
-ucontext_t scheduler;
+jmp_buf scheduler;
 std::vector<Fiber> fibers;
 std::vector<char> stacks;
 const std::function<void()>* kernel;
-unsigned thread, block;
-dim3 grid;
-uint64_t words[kMaxWarps][kWarp][kWords];
 
-void Switch(State state) {
-  const unsigned self = thread;
-  fibers[self].state = state;
-  swapcontext(&fibers[self].context, &scheduler);
+[[gnu::noinline]] void Switch(State state) {
+  Fiber& self = fibers[thread];
+  self.state = state;
+  if (_setjmp(self.place) == 0) _longjmp(scheduler, 1);
+}
+
+[[gnu::noinline]] void Resume(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  setcontext(&fiber.context);
 }
 
 void Enter() {
@@ -43,10 +50,10 @@ void Start(int threads) {
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
     fiber.state = State::kReady;
+    fiber.started = false;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stacks.data() + i * kStackBytes;
     fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = &scheduler;
     makecontext(&fiber.context, Enter, 0);
   }
 }
@@ -68,7 +75,7 @@ void RunBlock(int threads, bool backwards) {
     const long before = progress;
     for (int i = 0; i < threads; ++i) {
       thread = backwards ? threads - 1 - i : i;
-      if (fibers[thread].state == State::kReady) swapcontext(&scheduler, &fibers[thread].context);
+      if (fibers[thread].state == State::kReady) Resume(fibers[thread]);
     }
     for (int warp = 0; warp < threads; warp += kWarp) {
       Open(State::kAtWarpBarrier, warp, std::min(warp + kWarp, threads));
@@ -83,15 +90,14 @@ void RunBlock(int threads, bool backwards) {
 
 }  // namespace
 
+unsigned thread, block;
+dim3 grid;
+uint64_t words[kMaxWarps][kWarp][kWords];
+Fragments fragments[kMaxWarps];
 long progress;
 uint8_t dynamic[1 << 18] __attribute__((aligned(1024)));
 int dynamic_bytes;
 bool backwards;
-
-unsigned Thread() { return thread; }
-unsigned Block() { return block; }
-unsigned Blocks() { return grid.x; }
-uint64_t* WordsOf(unsigned warp, unsigned lane) { return words[warp][lane]; }
 
 void SyncBlock() {
   ++progress;

@@ -45,9 +45,11 @@ constexpr int kWords = 8;
 }
 
 // Of the block that runs.
-unsigned Thread();
-unsigned Block();
-unsigned Blocks();
+extern unsigned thread, block;
+extern dim3 grid;
+inline unsigned Thread() { return thread; }
+inline unsigned Block() { return block; }
+inline unsigned Blocks() { return grid.x; }
 
 void SyncBlock();
 void SyncWarp();
@@ -55,7 +57,14 @@ void SyncWarp();
 void Yield();
 extern long progress;
 // The kWords words that a lane of a warp shows the others.
-uint64_t* WordsOf(unsigned warp, unsigned lane);
+extern uint64_t words[kMaxWarps][kWarp][kWords];
+inline uint64_t* WordsOf(unsigned warp, unsigned lane) { return words[warp][lane]; }
+// Operands of a warp's product, as numbers: a by rows, b by columns.
+struct Fragments {
+  float a[16][16];
+  float b[8][16];
+};
+extern Fragments fragments[kMaxWarps];
 
 void Run(dim3 grid, int threads, const std::function<void()>& kernel);
 
@@ -78,6 +87,21 @@ T Exchange(T value, unsigned lane) {
   std::memcpy(&other, &WordsOf(Warp(), lane % kWarp)[0], sizeof(T));
   SyncWarp();
   return other;
+}
+
+// Folds what all lanes of the warp show, from lane 0 on: result = fold(result, value, lane).
+template <typename T, typename Result, typename Function>
+Result Fold(T value, Result result, Function fold) {
+  static_assert(sizeof(T) <= 8);
+  std::memcpy(&WordsOf(Warp(), Lane())[0], &value, sizeof(T));
+  SyncWarp();
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    T other;
+    std::memcpy(&other, &WordsOf(Warp(), lane)[0], sizeof(T));
+    result = fold(result, other, lane);
+  }
+  SyncWarp();
+  return result;
 }
 
 struct ThreadIndex {
@@ -158,30 +182,22 @@ T __shfl_up_sync(unsigned, T value, unsigned step) {
 }
 template <typename T>
 T __reduce_max_sync(unsigned, T value) {
-  for (unsigned mask = emulation::kWarp / 2; mask > 0; mask /= 2) {
-    value = std::max(value, emulation::Exchange(value, emulation::Lane() ^ mask));
-  }
-  return value;
+  return emulation::Fold(value, value,
+                         [](T most, T other, unsigned) { return std::max(most, other); });
 }
 template <typename T>
 T __reduce_min_sync(unsigned, T value) {
-  for (unsigned mask = emulation::kWarp / 2; mask > 0; mask /= 2) {
-    value = std::min(value, emulation::Exchange(value, emulation::Lane() ^ mask));
-  }
-  return value;
+  return emulation::Fold(value, value,
+                         [](T least, T other, unsigned) { return std::min(least, other); });
 }
 inline unsigned __ballot_sync(unsigned, bool bit) {
-  unsigned bits = 0;
-  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) {
-    bits |= static_cast<unsigned>(emulation::Exchange(bit ? 1 : 0, lane)) << lane;
-  }
-  return bits;
+  return emulation::Fold(bit, 0u, [](unsigned bits, bool other, unsigned lane) {
+    return bits | static_cast<unsigned>(other) << lane;
+  });
 }
 template <typename T>
 unsigned __match_any_sync(unsigned, T value) {
-  unsigned equal = 0;
-  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) {
-    if (emulation::Exchange(value, lane) == value) equal |= 1u << lane;
-  }
-  return equal;
+  return emulation::Fold(value, 0u, [value](unsigned equal, T other, unsigned lane) {
+    return equal | static_cast<unsigned>(other == value) << lane;
+  });
 }

@@ -18,11 +18,16 @@ inline float HalfOf(uint32_t word, int half, __half*) {
   return __half2float(value);
 }
 
-// Element k of row `row` (0 or 8 below lane / 4) of a fragment a, of which `words` are the lane's.
+// Shows the others the lane's part of a fragment a, as numbers.
 template <typename T>
-float ElementOfA(unsigned warp, unsigned g, int row, int k) {
-  const uint64_t word = emulation::WordsOf(warp, 4 * g + k % 8 / 2)[row + 2 * (k / 8)];
-  return HalfOf(static_cast<uint32_t>(word), k % 2, static_cast<T*>(nullptr));
+void ShowA(const uint32_t (&a)[4]) {
+  using namespace emulation;
+  const unsigned g = Lane() / 4, q = Lane() % 4;
+  for (unsigned i = 0; i < 8; ++i) {
+    const unsigned word = i / 2, half = i % 2;
+    fragments[Warp()].a[g + 8 * (word % 2)][2 * q + half + 8 * (word / 2)] =
+        HalfOf(a[word], half, static_cast<T*>(nullptr));
+  }
 }
 
 inline void LoadMatrices(const void* row, uint32_t (&words)[4]) {
@@ -40,19 +45,18 @@ inline void LoadMatrices(const void* row, uint32_t (&words)[4]) {
 template <typename T>
 void MultiplyAdd(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   using namespace emulation;
-  uint64_t* mine = WordsOf(Warp(), Lane());
-  for (int i = 0; i < 4; ++i) mine[i] = a[i];
-  mine[4] = b0;
-  mine[5] = b1;
-  SyncWarp();
   const unsigned g = Lane() / 4, q = Lane() % 4;
+  Fragments& shown = fragments[Warp()];
+  ShowA<T>(a);
+  for (unsigned half = 0; half < 2; ++half) {
+    shown.b[g][2 * q + half] = HalfOf(b0, half, static_cast<T*>(nullptr));
+    shown.b[g][2 * q + half + 8] = HalfOf(b1, half, static_cast<T*>(nullptr));
+  }
+  SyncWarp();
   for (int i = 0; i < 4; ++i) {
-    const unsigned column = 2 * q + i % 2;
-    for (int k = 0; k < 16; ++k) {
-      const uint64_t b = WordsOf(Warp(), 4 * column + k % 8 / 2)[4 + k / 8];
-      sums[i] += ElementOfA<T>(Warp(), g, i / 2, k) *
-                 HalfOf(static_cast<uint32_t>(b), k % 2, static_cast<T*>(nullptr));
-    }
+    const float* row = shown.a[g + 8 * (i / 2)];
+    const float* column = shown.b[2 * q + i % 2];
+    for (int k = 0; k < 16; ++k) sums[i] += row[k] * column[k];
   }
   SyncWarp();
 }

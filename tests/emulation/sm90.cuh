@@ -106,9 +106,10 @@ struct Wgmma {
   static void Run(float (&sums)[kSize], const uint32_t (&a)[4], uint64_t b) {
     using namespace emulation;
     static_assert(kSize >= kN / 2);
-    for (int i = 0; i < 4; ++i) WordsOf(Warp(), Lane())[i] = a[i];
+    ShowA<T>(a);
     SyncWarp();
     const unsigned g = Lane() / 4, q = Lane() % 4;
+    const Fragments& shown = fragments[Warp()];
     for (unsigned column = 0; column < kN; ++column) {
       if (column % 8 / 2 != q) continue;
       for (int k = 0; k < 16; ++k) {
@@ -118,7 +119,7 @@ struct Wgmma {
         std::memcpy(&bits, At(address, 2), 2);
         const float value = HalfOf(bits, 0, static_cast<T*>(nullptr));
         for (int row = 0; row < 2; ++row) {
-          sums[4 * (column / 8) + 2 * row + column % 2] += ElementOfA<T>(Warp(), g, row, k) * value;
+          sums[4 * (column / 8) + 2 * row + column % 2] += shown.a[g + 8 * row][k] * value;
         }
       }
     }

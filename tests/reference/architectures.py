@@ -126,6 +126,21 @@ ARCHITECTURES = {
         ),
         prompt=(1, 10),
     ),
+    "qwen3_moe-small": Architecture(
+        "qwen3_moe",
+        dense(
+            **QWEN3
+            | {
+                "moe_intermediate_size": 32,
+                "num_attention_heads": 2,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "num_hidden_layers": 1,
+                "num_key_value_heads": 1,
+                "vocab_size": 64,
+            }
+        ),
+    ),
     "qwen3_next": Architecture(
         "qwen3_next",
         dense(

@@ -1,0 +1,78 @@
+"""What must hold of an installed release wheel; needs no GPU. Run: python -I .ci/installed.py."""
+
+# Run by the Python of a fresh environment that has the wheel, what it depends on and nothing else.
+# -I and a check keep the source tree out of it.
+
+import importlib.metadata
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe import _ffi
+
+BACKENDS = {
+    (nvfp4.Target("cpu"), "w4a16"): "moe_w4a16_cpu",
+    (nvfp4.Target("cuda", (8, 0)), "w4a16"): "moe_w4a16_sm80",
+    (nvfp4.Target("cuda", (9, 0)), "w4a16"): "moe_w4a16_sm90",
+    (nvfp4.Target("cuda", (10, 0)), "w4a4"): "moe_w4a4_sm100",
+    (nvfp4.Target("cuda", (12, 0)), "w4a4"): "moe_w4a4_sm120",
+}
+
+
+def check_files():
+    """Check where the package lies and which licences came with it."""
+    package = pathlib.Path(nvfp4.__file__).parent
+    assert package.is_relative_to(sys.prefix), f"{package} is not of this environment"
+    files = {path.name for path in importlib.metadata.files("jax-nvfp4-moe")}
+    assert {"LICENSE", "LICENSE.cutlass", "LICENSE.nanobind"} <= files, files
+
+
+def check_kernels():
+    """Check that both extensions are there whole, and what devices would run."""
+    missing = _ffi.missing((*_ffi.EXTENSIONS, *_ffi.PARTS))
+    assert not missing, missing
+    for (target, scheme), backend in BACKENDS.items():
+        choice = nvfp4.explain(nvfp4.Problem("moe_mlp", nvfp4.Scheme(scheme), target))
+        assert choice.backend == backend, str(choice)
+
+
+def check_layer():
+    """Check a layer on this CPU against the reference, and that it lowers for a GPU."""
+    key = jax.random.key(0)
+    params = nvfp4.testing.random_moe_params(key, num_experts=8, hidden=64, intermediate=32)
+    routing = nvfp4.testing.random_routing(key, tokens=5, num_experts=8, top_k=2)
+    x = jax.random.normal(key, (5, 64), jnp.float32)
+
+    def layer(backend, target=None):
+        return jax.jit(
+            lambda x: nvfp4.ops.moe_mlp(
+                x, params, *routing, scheme="w4a16", backend=backend, target=target
+            )
+        )
+
+    expected = np.asarray(layer("reference")(x))
+    worst = np.abs(np.asarray(layer("moe_w4a16_cpu")(x)) - expected).max()
+    assert worst < 1e-5 * np.abs(expected).max(), worst
+    traced = layer(None, nvfp4.Target("cuda", (9, 0))).trace(x.astype(jnp.bfloat16))
+    assert "nvfp4_moe_w4a16_sm90" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def check_command():
+    """Check that the command completes some Python."""
+    command = pathlib.Path(sys.prefix, "bin", "jax-nvfp4-moe")
+    arguments = ["generate", "--prompt", "def softmax(x", "--max-new-tokens", "24"]
+    done = subprocess.run([command, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("def softmax(x"), done.stdout
+    assert len(done.stdout) > len("def softmax(x") + 24, done.stdout
+
+
+if __name__ == "__main__":
+    for check in (check_files, check_kernels, check_layer, check_command):
+        check()
+    version = sys.version.split()[0]
+    print(f"ok: Python {version}, jax {jax.__version__}, {pathlib.Path(nvfp4.__file__).parent}")

@@ -1,0 +1,130 @@
+"""How evenly experts load their devices, before and after placement: ``max / mean`` of slots.
+
+    python benchmarks/balance.py [--text FILE]
+
+Placed by the counts of one half of the tokens, measured on the other half, which it has not seen.
+Two sources of routing: the example model on a text, whose windows go to the halves in turn (the
+worst and the mean of its layers), and Zipf routing, where the expert of rank r is drawn with a
+chance that falls as 1 / r^s. "before" is experts in their order; "placed" has one copy of each, in
+another order; "copies" has p - e further ones. Writes ``benchmarks/results/balance.{json,md}``.
+"""
+
+import argparse
+import json
+import pathlib
+
+import numpy as np
+from provenance import provenance
+
+from jax_nvfp4_moe import balance, load_model
+from jax_nvfp4_moe.placement import imbalance, place, unplaced
+from jax_nvfp4_moe.tokenizer import load_tokenizer
+
+HERE = pathlib.Path(__file__).resolve().parent
+EXAMPLE = HERE.parent / "jax_nvfp4_moe" / "examples" / "tiny-python-moe"
+TEXT = HERE.parent / "tests" / "checkpoints" / "tiny-python-moe-reference" / "heldout.txt"
+TOKENS = 16384
+
+
+def zipf_routing(experts: int, tokens: int, top_k: int, exponent: float) -> np.ndarray:
+    """Return int32 ``[tokens, top_k]``, distinct in a token; ranks are in random order."""
+    rng = np.random.default_rng([experts, tokens])
+    chances = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
+    # The k largest of log p + Gumbel noise are k draws without replacement.
+    scores = np.log(rng.permutation(chances)) + rng.gumbel(size=(tokens, experts))
+    return np.argpartition(-scores, top_k - 1, axis=-1)[:, :top_k].astype(np.int32)
+
+
+def measure_routing(experts, top_k, exponent, devices, physical, tokens=TOKENS) -> dict:
+    """Return a row of Zipf routing."""
+    ids = zipf_routing(experts, tokens, top_k, exponent)
+    seen, new = np.split(ids, 2)
+    load = np.bincount(seen.ravel(), minlength=experts)
+    after = [imbalance(place(load, devices, p).routed_load(new)) for p in (experts, physical)]
+    before = imbalance(unplaced(experts, devices).routed_load(new))
+    routing = f"Zipf, s = {exponent}, {experts} experts, top {top_k}"
+    return _row(routing, devices, physical, [before], *([x] for x in after))
+
+
+def measure_model(model, ids, devices, physical) -> dict:
+    """Return a row of a model on tokens ``[2, b, t]``; the model is left placed."""
+    seen, new = ids
+    load = balance.count_experts(model, seen)
+    found = []
+    for place_row in (
+        lambda row: unplaced(row.size, devices),
+        lambda row: place(row, devices),
+        lambda row: place(row, devices, physical),
+    ):
+        balance.place_model(model, [place_row(row) for row in load])
+        found.append([imbalance(row) for row in balance.device_load(model, new, devices)])
+    experts = load.shape[1]
+    return _row(
+        f"example model, {len(load)} layers of {experts} experts", devices, physical, *found
+    )
+
+
+def _row(routing, devices, physical, before, placed, copies) -> dict:
+    return {
+        "routing": routing,
+        "devices": devices,
+        "physical": physical,
+        **{
+            name: {"mean": float(np.mean(values)), "worst": float(np.max(values))}
+            for name, values in (("before", before), ("placed", placed), ("copies", copies))
+        },
+    }
+
+
+def make_page(result) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        "# Balance of experts over devices",
+        "",
+        "Busiest device over the mean, on tokens that the placement has not seen; of a model the "
+        f"mean of its layers and, in brackets, the worst. `{result['command']}`.",
+        "",
+        "| routing | devices | physical experts | before | placed | with copies |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        cells = [
+            f"{row[name]['mean']:.2f}"
+            + (f" ({row[name]['worst']:.2f})" if row[name]["worst"] > row[name]["mean"] else "")
+            for name in ("before", "placed", "copies")
+        ]
+        head = (row["routing"], row["devices"], row["physical"])
+        lines.append("| " + " | ".join(map(str, (*head, *cells))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--text", type=pathlib.Path, default=TEXT)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of Zipf routing")
+    parser.add_argument("--windows", type=int, default=48, help="of 512 tokens, of the text")
+    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE / "results")
+    arguments = parser.parse_args()
+    windows = arguments.windows // 2 * 2
+    ids = load_tokenizer(EXAMPLE).encode(arguments.text.read_text(encoding="utf-8"))
+    ids = np.asarray(ids[4096 : 4096 + 512 * windows], np.int32).reshape(windows, 512)
+    ids = np.stack([ids[0::2], ids[1::2]])
+    model = load_model(EXAMPLE, scheme="w4a16")
+    experts = model.config.num_experts
+    rows = [measure_model(model, ids, m, experts + extra) for m, extra in ((4, 4), (8, 8))]
+    rows += [
+        measure_routing(e, 8, s, m, p, arguments.tokens)
+        for e, m, p in ((128, 8, 144), (256, 8, 288), (256, 32, 288), (256, 64, 320))
+        for s in (0.5, 1.0)
+    ]
+    result = {"kind": "measured", **provenance(arguments.commit), "rows": rows}
+    stem = arguments.output / "balance"
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    page = make_page(result)
+    stem.with_suffix(".md").write_text(page, encoding="utf-8")
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Time loading and decoding of a model of Qwen3-30B-A3B's sizes over several GPUs of one host.
+
+    python benchmarks/decode_parallel.py [--mesh 1x1 2x1 1x2 4x1 2x2 1x4] [--batch 1 8 64]
+        [--folder DIR] [--layers 48 ...] [--output FILE]
+
+A checkpoint of random weights is written to `--folder` where there is none. Each mesh, of
+EXPERTSxTENSOR devices, is a process of its own: it loads the checkpoint over it, and decodes as
+`decode.py` does (a step is the time of all new tokens less that of the first). `efficiency` is the
+step of 1x1 over that of n devices times n. Peak memory is the largest of a device. The first load
+finds the files written a moment ago, so most are in memory.
+
+NVLink multicast stays off: children run with NCCL_NVLS_ENABLE=0.
+Writes ``benchmarks/results/decode_parallel.DEVICE.json``.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+from decode import ROUNDS, Compilations, add_sizes, sizes_of, time_generate
+from flax import nnx
+from provenance import provenance
+from rich.console import Console
+from rich.table import Table
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.checkpoint.synthetic import write_synthetic
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mesh", nargs="+", default=["1x1", "2x1", "1x2", "4x1", "2x2", "1x4"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--new", type=int, default=64, help="tokens, at least 2")
+    parser.add_argument("--folder", type=pathlib.Path, help="of the checkpoint")
+    add_sizes(parser)
+    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--output", type=pathlib.Path)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(arguments):
+    """Print a line of JSON for the load and for each batch; one mesh, in this process."""
+    compilations = Compilations()
+    shape = tuple(map(int, arguments.mesh[0].split("x")))
+    devices = jax.devices()[: shape[0] * shape[1]]
+    mesh = jax.make_mesh(shape, ("expert", "tensor"), devices=devices) if shape != (1, 1) else None
+    begin = time.perf_counter()
+    model = nvfp4.load_model(arguments.folder, mesh=mesh)
+    jax.block_until_ready(nnx.state(model))
+    seconds = time.perf_counter() - begin
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices]
+    facts = {"mesh": arguments.mesh[0], "devices": len(devices), "kind": devices[0].device_kind}
+    for batch in arguments.batch:
+        rng = np.random.default_rng(batch)
+        shape = batch, arguments.prompt
+        prompt = rng.integers(0, model.config.vocab_size, shape, np.int32)
+        for new in (1, arguments.new):
+            time_generate(model, prompt, new)
+        compiled = compilations.count
+        firsts, alls = np.array(
+            [
+                [time_generate(model, prompt, new) for new in (1, arguments.new)]
+                for _ in range(ROUNDS)
+            ]
+        ).T
+        times = (alls - firsts) / (arguments.new - 1) * 1e6
+        row = {
+            "load_s": seconds,
+            "peak_bytes": max(peaks),
+            "batch": batch,
+            "step_us": float(np.median(times)),
+            "low": float(min(times)),
+            "high": float(max(times)),
+            "first_token_ms": float(np.median(firsts)) * 1e3,
+            "compilations": compilations.count - compiled,
+        }
+        print(json.dumps(facts | row), flush=True)
+
+
+def run(arguments):
+    """Return the rows of all meshes, each measured by a child."""
+    rows = []
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
+    given = sys.argv[1:]
+    for mesh in arguments.mesh:
+        # The last of an option counts.
+        own = ["--mesh", mesh, "--folder", str(arguments.folder), "--measure"]
+        command = [sys.executable, __file__, *given, *own]
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True)
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode:
+            found.append({"mesh": mesh, "failed": done.returncode})
+        for row in found:
+            print(json.dumps(row), file=sys.stderr, flush=True)
+        rows += found
+    return rows
+
+
+def make_table(rows, title):
+    table = Table(title=title)
+    for heading in ("mesh", "batch", "tokens/s", "us a step", "efficiency", "load s", "peak GB"):
+        table.add_column(heading, justify="right")
+    one = {row["batch"]: row["step_us"] for row in rows if row.get("devices") == 1}
+    for row in rows:
+        if "failed" in row:
+            table.add_row(row["mesh"], f"failed: status {row['failed']}")
+            continue
+        alone = one.get(row["batch"])
+        efficiency = alone / row["step_us"] / row["devices"] if alone else None
+        table.add_row(
+            row["mesh"],
+            f"{row['batch']}",
+            f"{row['batch'] / row['step_us'] * 1e6:.0f}",
+            f"{row['step_us']:.0f}",
+            "-" if efficiency is None else f"{efficiency:.2f}",
+            f"{row['load_s']:.1f}",
+            f"{row['peak_bytes'] / 1e9:.2f}",
+        )
+    return table
+
+
+def main():
+    arguments = parse_arguments()
+    if arguments.measure:
+        measure(arguments)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        arguments.folder = arguments.folder or pathlib.Path(temporary) / "checkpoint"
+        if not (arguments.folder / "config.json").exists():
+            arguments.folder.mkdir(parents=True, exist_ok=True)
+            write_synthetic(arguments.folder, sizes_of(arguments))
+        rows = run(arguments)
+    name = next((row["kind"] for row in rows if "kind" in row), "unknown")
+    result = {
+        "device": name,
+        **provenance(arguments.commit),
+        "sizes": vars(sizes_of(arguments)),
+        "prompt": arguments.prompt,
+        "new": arguments.new,
+        "rows": rows,
+    }
+    stem = f"decode_parallel.{name.replace(' ', '-')}.json"
+    path = arguments.output or HERE / "results" / stem
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    title = f"decoding over meshes of {name}, {arguments.prompt} tokens of prompt"
+    Console(width=None if sys.stdout.isatty() else 120).print(make_table(rows, title))
+    sys.exit(1 if any("failed" in row or row["compilations"] for row in rows) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Time an expert layer over several GPUs of one host: form against form, and against one GPU.
+
+    python benchmarks/parallel.py [--devices 2 4] [--case deepseek-v3 qwen3-30b-a3b]
+        [--tokens 1 16 256 4096] [--form psum tensor all_to_all ragged] [--scheme w4a16 w4a4]
+        [--smoke] [--output FILE]
+
+Forms: "psum", experts shared out and tokens everywhere; "tensor", each expert cut and tokens
+everywhere; "all_to_all" and "ragged", experts and tokens shared out. A row is one call in bfloat16
+under `jax.jit`, weights random, routing uniform, as in `moe.py`; its `exchange_us` is the same
+program without experts, so sorting rows into buffers counts, and `wire_gb_per_s` are the bytes that
+a device sends (`sharded_layer.sent_bytes`) in that time. `efficiency` is the time on one device,
+measured in the same run, over that on n times n. `difference` is the largest from one device's
+result, relative to the largest value.
+
+NVLink multicast stays off: the child process runs with NCCL_NVLS_ENABLE=0. `--smoke` runs all of it
+on two CPU devices, with small sizes and meaningless times; "ragged" cannot run there.
+
+Prints a table for each case and writes ``benchmarks/results/parallel.DEVICE.json``.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+from moe import run_contestant
+from moe_cases import CASES, FORMS
+from provenance import provenance
+from rich.console import Console
+from rich.table import Table
+
+HERE = pathlib.Path(__file__).resolve().parent
+SMOKE = {"devices": [2], "case": ["tiny"], "tokens": [1, 4], "form": ["psum", "all_to_all"]}
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", nargs="+", type=int, default=[2, 4])
+    parser.add_argument(
+        "--case", nargs="+", default=["deepseek-v3", "qwen3-30b-a3b"], choices=CASES
+    )
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 256, 4096])
+    parser.add_argument("--form", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--scheme", nargs="+", default=["w4a16"])
+    parser.add_argument("--smoke", action="store_true", help="two CPU devices, small sizes")
+    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--output", type=pathlib.Path)
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        vars(options).update(SMOKE)
+    return options
+
+
+def run(options):
+    """Return the device's name and the rows of all children; one child a number of devices."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # of this process's children
+    device, rows = "unknown", []
+    for count in options.devices:
+        flags = ""
+        if options.smoke:
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            flags = f"--xla_force_host_platform_device_count={count}"
+        arguments = ["--devices", count]
+        for name in ("case", "tokens", "form", "scheme"):
+            arguments += [f"--{name}", *getattr(options, name)]
+        for line in run_contestant("sharded_layer", arguments, flags=flags):
+            device = line.get("device", device)
+            if "contestant" in line:
+                rows.append({"devices": count, **line})
+                print(json.dumps(rows[-1]), file=sys.stderr)
+    return device, rows
+
+
+def print_tables(rows):
+    for name in dict.fromkeys(row["case"] for row in rows if "us" in row):
+        table = Table(title=name)
+        for column in ("form", "tokens", "us", "one GPU", "efficiency", "exchange us", "GB/s"):
+            table.add_column(column, justify="right")
+        for row in (row for row in rows if row["case"] == name and "us" in row):
+            figures = (row[key] for key in ("us", "one_device_us", "efficiency", "exchange_us"))
+            cells = [f"{figure:.3g}" for figure in (*figures, row["wire_gb_per_s"])]
+            table.add_row(row["contestant"], str(row["tokens"]), *cells)
+        Console().print(table)
+
+
+def main():
+    options = parse()
+    device, rows = run(options)
+    print_tables(rows)
+    results = {"device": device, **provenance(options.commit), "rows": rows}
+    name = "smoke" if options.smoke else device.replace(" ", "-")
+    output = options.output or HERE / "results" / f"parallel.{name}.json"
+    output.write_text(json.dumps(results, indent=1) + "\n")
+    for row in rows:
+        if "error" in row:
+            print(f"{row['contestant']} {row.get('case')}: {row['error']}", file=sys.stderr)
+    sys.exit(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Time one expert layer over the devices of this process; started by `parallel.py`.
+
+python -m sharded_layer --case qwen3-30b-a3b --tokens 1 16 --devices 2 [--form psum all_to_all]
+"""
+
+import functools
+
+import contestant
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from layer import PER_CALL, call_operands, random_params
+from moe_cases import FORMS, Case, draw_ids
+from timing import time_program
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.ops.prepare import find_moe_layout
+from jax_nvfp4_moe.parallel import Grid, run_exchanged, shard_experts
+from jax_nvfp4_moe.parallel.exchange import wire_bytes
+from jax_nvfp4_moe.scheme import Scheme
+
+
+def make_grid(form: str, devices: int) -> Grid:
+    shape = (1, devices) if form == "tensor" else (devices, 1)
+    kinds = (AxisType.Auto,) * 2
+    return Grid(
+        Mesh(
+            np.array(jax.devices()[:devices]).reshape(shape), ("expert", "tensor"), axis_types=kinds
+        )
+    )
+
+
+def sent_bytes(form, case, tokens, devices, scheme) -> float:
+    """Return the bytes that the busiest way of a device carries in one call, out of it.
+
+    Form (a) counts a ring all-reduce of float32. Form (b) with fixed slots sends as many rows to
+    every other device as a device has tokens (or, with calibrated scales, chosen experts); "ragged"
+    sends those that the ids of the timed calls need, on the mean of devices and calls.
+    """
+    if form in ("psum", "tensor"):
+        return 2 * (devices - 1) / devices * 4 * tokens * case.hidden
+    by_slot = scheme is Scheme.W4A4
+    own = -(-tokens // devices)
+    there = wire_bytes(case.hidden, case.top_k, jnp.bfloat16, scheme)
+    rows = (devices - 1) * own * (case.top_k if by_slot else 1)
+    if form == "ragged":
+        rows = _needed_rows(case, tokens, devices, own, by_slot)
+    return rows * (there + 2 * case.hidden)
+
+
+def _needed_rows(case, tokens, devices, own, by_slot) -> float:
+    owner = draw_ids(case, tokens) // (case.experts // devices)  # [calls, t, k]
+    home = np.arange(tokens)[None, :, None] // own
+    away = owner != home
+    if by_slot:
+        return float(away.sum() / len(owner) / devices)
+    visits = (owner[..., None] == np.arange(devices)) & away[..., None]
+    return float(visits.any(axis=2).sum() / len(owner) / devices)
+
+
+def make_layer(form: str, devices: int, scheme: Scheme, case: Case):
+    """Return a function from tokens to figures of one form."""
+    grid = make_grid(form, devices)
+    how = {"scheme": scheme, "target": grid.target}
+    whole = random_params(case)
+    experts = shard_experts(whole, grid, layout=find_moe_layout(whole, **how))
+    one = nvfp4.prepare(whole, **how)
+    del whole
+    run_one = functools.partial(nvfp4.ops.moe_mlp, activation=case.activation, **how)
+    exchange = "psum" if form == "tensor" else form
+    split = PartitionSpec() if exchange == "psum" else PartitionSpec("expert")
+
+    def over(run):
+        return functools.partial(run_exchanged, run, exchange=exchange, scheme=scheme)
+
+    def time_tokens(tokens):
+        padded = -(-tokens // devices) * devices if exchange != "psum" else tokens
+        xs, ids, weights = call_operands(case, tokens)
+        if padded > tokens:
+            fill = [(0, padded - tokens), (0, 0)]
+            xs = [jnp.pad(x, fill) for x in xs]
+            ids = [jnp.pad(one_call, fill, constant_values=-1) for one_call in ids]
+            weights = jnp.pad(weights, fill)
+        placed = jax.device_put((xs, ids, weights), NamedSharding(grid.mesh, split))
+        kept = jax.device_put((xs, ids, weights), jax.devices()[0])
+        figures, y = time_layer(over(run_one), experts, *placed)
+        alone, expected = time_layer(run_one, one, *kept)
+        nothing, _ = time_layer(over(lambda x, params, ids, weights: x), experts, *placed)
+        sent = sent_bytes(form, case, tokens, devices, scheme)
+        y, expected = (np.asarray(each, np.float64) for each in (y, expected))
+        return figures | {
+            "one_device_us": alone["us"],
+            "efficiency": alone["us"] / (devices * figures["us"]),
+            "exchange_us": nothing["us"],
+            "sent_bytes": sent,
+            "wire_gb_per_s": sent / nothing["us"] * 1e-3,
+            "difference": float(np.abs(y - expected).max() / np.abs(expected).max()),
+        }
+
+    return time_tokens
+
+
+def time_layer(run, params, xs, ids, weights):
+    """Time calls of ``run(x, params, ids, weights)``; returns figures of one, and its result."""
+
+    @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+    def program(outputs, params, xs, ids, weights):
+        del outputs  # their memory takes the new ones
+        return [run(x, params, chosen, weights) for x, chosen in zip(xs, ids, strict=True)]
+
+    last = []
+
+    def step(outputs):
+        last[:] = program(outputs, params, xs, ids, weights)
+        return list(last)
+
+    figures = time_program(step, [jnp.zeros_like(x) for x in xs])
+    return figures | {name: figures[name] / len(xs) for name in PER_CALL}, last[0]
+
+
+def main():
+    parser = contestant.parser(__doc__)
+    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--form", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--scheme", nargs="+", default=[Scheme.W4A16], type=Scheme)
+    arguments = parser.parse_args()
+    here = nvfp4.Target.current()
+    _ffi.load("_nvfp4_cuda" if here.platform == "cuda" else "_nvfp4_cpu")
+    contestant.emit(device=jax.devices()[0].device_kind, devices=arguments.devices)
+    for scheme in arguments.scheme:
+        for form in arguments.form:
+            make = functools.partial(make_layer, form, arguments.devices, scheme)
+            name = f"{form} {scheme} x{arguments.devices}"
+            contestant.time_cells(name, arguments.case, arguments.tokens, make)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Sphinx's settings; ``python docs`` runs it."""
+
+import pathlib
+import re
+import tomllib
+
+from sphinx.util import inspect
+
+project = "jax_nvfp4_moe"
+release = tomllib.loads(
+    (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+)["project"]["version"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "sphinx_book_theme"  # that of JAX and Flax; it loads nothing from elsewhere
+html_title = f"{project} {release}"
+html_show_copyright = False
+html_show_sourcelink = False
+
+default_role = "py:obj"  # a name in single backticks is a link where it has a place
+autoclass_content = "both"  # of a class, then of its __init__
+autodoc_default_options = {"members": True, "special-members": "__call__"}
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 80
+napoleon_numpy_docstring = False
+# A line of "Args:" or "Attributes:" may describe several.
+napoleon_use_param = False
+napoleon_custom_sections = ["Reference", ("Attributes", "params_style")]
+
+
+def _shorten(text):
+    """Spell JAX's types as the sources do."""
+    text = text and re.sub(r"\b(?:jaxlib\._jax|jax)\.Array\b", "Array", text)
+    return text and re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1", text)
+
+
+def _signature(_app, what, _name, value, _options, arguments, result):
+    """Return arguments and result as they read best; Flax hides those of a module's making."""
+    if what == "class" and arguments and arguments.startswith("(*args"):
+        made = inspect.signature(value.__init__, bound_method=True)
+        arguments = inspect.stringify_signature(made, unqualified_typehints=True)
+    return _shorten(arguments), _shorten(result)
+
+
+def setup(app):
+    """Connect to Sphinx."""
+    app.connect("autodoc-process-signature", _signature)
+
+
+html_extra_path = ["../build/docs/source/extra"]  # pictures that the README takes by raw HTML

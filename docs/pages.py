@@ -1,0 +1,263 @@
+"""Write the sources of the documentation: the repository's Markdown, and a reference.
+
+The reference has a page for each row of `PAGES`. Names are read from the package, and a module that
+no row names gets a page of its own where the top level takes a name from it, so a new public name
+is never left out. ``python docs`` makes HTML of it.
+"""
+
+import base64
+import dataclasses
+import importlib
+import inspect
+import json
+import pathlib
+import re
+import shutil
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax_nvfp4_moe
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = jax_nvfp4_moe.__name__
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A page of the reference.
+
+    Attributes:
+      title, text: what it begins with.
+      units: modules or subpackages; names that the top level takes from them stand here.
+      whole: modules all of whose public names stand here too; one that there is not is no error.
+      more: further names, by their paths in the package.
+    """
+
+    title: str
+    text: str = ""
+    units: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
+
+
+PAGES = {
+    "models": Page(
+        "Models",
+        "Load a checkpoint, run it, save it as it is loaded.",
+        ("models", "generate", "saving", "tokenizer"),
+        ("saving",),
+        ("models.decoder.Decoder", "models.decoder.Cache", "generate.stream"),
+    ),
+    "layers": Page(
+        "Layers",
+        "Flax NNX modules, for models of your own.",
+        ("nn", "linears"),
+        more=("routing.Router", "activations.find_activation"),
+    ),
+    "ops": Page(
+        "Ops",
+        "Functions of arrays. Each chooses scheme and backend while it is traced.",
+        ("ops",),
+        ("ops",),
+    ),
+    "weights": Page(
+        "Weights",
+        "NVFP4 as pytrees and as numbers.",
+        ("tensor", "formats", "layouts", "float8"),
+        more=tuple(
+            f"formats.{name}"
+            for name in ("quantize", "dequantize", "fake_quantize", "pack", "unpack", "decode")
+        ),
+    ),
+    "choice": Page(
+        "Scheme and backend",
+        "The scheme is what the numbers are, the backend which kernel computes them.",
+        ("scheme", "backends"),
+    ),
+    "checkpoints": Page(
+        "Checkpoints",
+        "What is inside a folder, what is refused, and how one is written.",
+        ("checkpoint", "inspection"),
+        ("checkpoint.export",),
+        ("inspection.inspect",),
+    ),
+    "quantizing": Page(
+        "Quantizing and quality",
+        "Make an NVFP4 model, and measure what it lost.",
+        ("quantize_model", "calibration", "rounding", "evaluate", "layer_errors"),
+        ("quantize_model", "calibration", "rounding", "layer_errors"),
+    ),
+    "parallel": Page(
+        "Several devices",
+        "Expert and tensor parallelism on JAX's own runtime.",
+        ("parallel", "placement", "distributed"),
+        ("parallel", "placement", "distributed"),
+    ),
+    "testing": Page(
+        "Testing",
+        "Cases, random parameters and the accuracy rule, for tests of your own.",
+        ("testing",),
+        ("testing",),
+    ),
+}
+
+
+def public(module: types.ModuleType) -> dict[str, Any]:
+    """Return the public names of `module` and what they are, modules left out.
+
+    Those of its ``__all__``; of the package itself what it imports; else what it defines.
+    """
+    names = getattr(module, "__all__", None)
+    found = {n: getattr(module, n) for n in names or vars(module) if not n.startswith("_")}
+    found = {n: value for n, value in found.items() if not isinstance(value, types.ModuleType)}
+    if names or module is jax_nvfp4_moe:
+        return found
+    return {
+        n: value
+        for n, value in found.items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    }
+
+
+def _members(path) -> dict[str, Any]:
+    """Return the public names of a module of the package; none where there is no module."""
+    try:
+        module = importlib.import_module(f"{PACKAGE}.{path}")
+    except ModuleNotFoundError as error:
+        if error.name == f"{PACKAGE}.{path}":
+            return {}
+        raise
+    return {f"{path}.{name}": value for name, value in public(module).items()}
+
+
+def _at(path) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+
+
+def _unit(value) -> str:
+    """Return the module or subpackage that defines what a public name stands for."""
+    return value.__module__.removeprefix(f"{PACKAGE}.").partition(".")[0]
+
+
+def reference(pages: Mapping[str, Page] = PAGES) -> dict[str, tuple[Page, dict[str, Any]]]:
+    """Return name of a page -> the page, and public name -> what it is of all that stands there."""
+    left = public(jax_nvfp4_moe)
+    units = {unit for page in pages.values() for unit in page.units}
+    others = sorted({_unit(value) for value in left.values()} - units)
+    filled = {}
+    for key, page in {**pages, **{unit: Page(unit, units=(unit,)) for unit in others}}.items():
+        names = {name: value for name, value in left.items() if _unit(value) in page.units}
+        for found in (*map(_members, page.whole), {path: _at(path) for path in page.more}):
+            seen = {id(value) for value in names.values()}
+            names |= {name: value for name, value in found.items() if id(value) not in seen}
+        if names:
+            filled[key] = page, names
+    return filled
+
+
+def _directive(value) -> str:
+    """Return the autodoc directive of what a name stands for."""
+    if not inspect.isclass(value):
+        return "autofunction" if callable(value) else "autodata"
+    return "autoexception" if issubclass(value, BaseException) else "autoclass"
+
+
+def render(page: Page, names: Mapping[str, Any]) -> str:
+    """Return the Markdown of a page of the reference; autodoc fills in the names."""
+    blocks = [f"# {page.title}\n\n{page.text}\n"]
+    for name, value in names.items():
+        directive = f".. {_directive(value)}:: {PACKAGE}.{name}"
+        blocks.append(f"## {name.rpartition('.')[2]}\n\n```{{eval-rst}}\n{directive}\n```\n")
+    return "\n".join(blocks)
+
+
+def command_line() -> str:
+    """Return the Markdown of the page on the command, from its own help."""
+    import typer.main
+
+    from jax_nvfp4_moe.cli import app
+
+    blocks = ["# Command line\n\nResults go to standard output, all else to standard error."]
+    for name, command in typer.main.get_command(app).commands.items():
+        blocks.append(f"\n## {name}\n\n{inspect.cleandoc(command.help or '')}\n")
+        blocks.append("| argument | default | |\n|---|---|---|")
+        blocks += [_row(parameter) for parameter in command.params if parameter.name != "help"]
+    return "\n".join(blocks) + "\n"
+
+
+def _row(parameter) -> str:
+    """Return the table's row of one argument of a command."""
+    option = parameter.param_type_name == "option"
+    spelled = ", ".join(f"`{o}`" for o in parameter.opts) if option else f"`{parameter.name}`"
+    plain = parameter.default is None or isinstance(parameter.default, bool)
+    default = "required" if parameter.required else "" if plain else f"`{parameter.default!r}`"
+    words = (getattr(parameter, "help", None) or "").replace("|", "\\|")
+    return f"| {spelled} | {default} | {words} |"
+
+
+def linked(text: str) -> Iterator[str]:
+    """Yield the repository's files that Markdown links to, as paths from its root."""
+    for target in re.findall(r"\]\(([^)#:\s]+)\)", text):
+        if (ROOT / target).is_file():
+            yield target
+
+
+def notebook_page(path: pathlib.Path, folder: pathlib.Path) -> str:
+    """Return the Markdown of a notebook with what it printed; its pictures go to `folder`."""
+    blocks, pictures = [], 0
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        code = cell["cell_type"] == "code"
+        blocks.append(f"```python\n{source}\n```" if code else source)
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{path.stem}_{(pictures := pictures + 1)}.png"
+                (folder / name).write_bytes(base64.b64decode(data["image/png"]))
+                blocks.append(f"![]({name})")
+            else:
+                text = output.get("text", data.get("text/plain", ()))
+                blocks.append(f"```text\n{''.join(text).rstrip()}\n```")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _contents(title, pages) -> str:
+    return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```", ""])
+
+
+def write(folder: pathlib.Path) -> None:
+    """Write all sources into `folder`, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    home = (ROOT / "README.md").read_text(encoding="utf-8")
+    notebooks = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("notebooks/*.ipynb"))
+    own = list(dict.fromkeys([*linked(home), "CONTRIBUTING.md", "CHANGELOG.md"]))
+    own = [path for path in own if path not in notebooks]
+    chapters = {f"reference/{key}": render(*page) for key, page in reference().items()}
+    chapters["reference/command_line"] = command_line()
+    pages = {f"{name}.md": text for name, text in chapters.items()}
+    pages["index.md"] = home + "".join(
+        _contents(title, listed)
+        for title, listed in (
+            ("Notebooks", [path.replace(".ipynb", ".md") for path in notebooks]),
+            ("Reference", chapters),
+            ("Project", [path for path in own if path.endswith(".md")]),
+        )
+    )
+    (folder / "notebooks").mkdir(parents=True)
+    pages |= {path: notebook_page(ROOT / path, folder / "notebooks") for path in notebooks}
+    # Links to notebooks lead to their pages.
+    pages = {
+        path.replace(".ipynb", ".md"): re.sub(r"(\(|/)(\d\d_\w+)\.ipynb", r"\1\2.md", text)
+        for path, text in pages.items()
+    }
+    for path in re.findall(r'(?:src|srcset)="([^":]+)"', home):  # of raw HTML: copied as they are
+        (folder / "extra" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / "extra" / path)
+    for path in own:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / path)
+    for path, text in pages.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")

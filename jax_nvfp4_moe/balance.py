@@ -1,0 +1,175 @@
+"""The load of experts: count it in a run, place the experts of a model, measure what it brought.
+
+load = count_experts(model, input_ids)                        # [layers, e]
+place_model(model, [place(row, 8, 288) for row in load])      # 288 copies on 8 devices
+device_load(model, input_ids, 8)                              # [layers, 8]
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jax_nvfp4_moe.linears import NVFP4Param
+from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.parallel import ShardedExperts
+from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, check_parts
+from jax_nvfp4_moe.placement import (
+    ExpertLoad,
+    ExpertSlots,
+    Placement,
+    SlotTable,
+    find_sources,
+    place_params,
+)
+
+
+def expert_blocks(model: Any) -> list[NVFP4MoE]:
+    """Return the blocks with experts inside `model`, in the order of its layers.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = [(path, part) for path, part in nnx.iter_modules(model) if isinstance(part, NVFP4MoE)]
+    if not found:
+        raise ValueError("model: expected a model with an NVFP4MoE inside, found none")
+    # Indices of layers are numbers: in their order, not in that of their digits.
+    found.sort(key=lambda pair: [(isinstance(p, str), p) for p in pair[0]])
+    return [part for _, part in found]
+
+
+def count_experts(model: Any, input_ids) -> np.ndarray:
+    """Return how many tokens chose each logical expert, int64 ``[layers, e]``.
+
+    The counters are in a copy of the modules, which shares their arrays: calls of `model` itself
+    stay as they are.
+
+    Args:
+      model: as `load_model` returns, or a block; its experts may be placed.
+      input_ids: what it takes, ``[b, t]`` tokens without padding; they all count.
+
+    Raises:
+      ValueError: there are no experts, or layers with different numbers of them.
+    """
+    tables = [_table(block) for block in expert_blocks(model)]
+    rows = []
+    for row, table in zip(_count_slots(model, input_ids), tables, strict=True):
+        if table is not None:
+            slots, copies = np.asarray(table.slots), np.asarray(table.copies)
+            row = np.where(np.arange(slots.shape[1]) < copies[:, None], row[slots], 0).sum(axis=-1)
+        rows.append(row)
+    if len({row.size for row in rows}) > 1:
+        raise ValueError(f"model: expected one number of experts, got {[r.size for r in rows]}")
+    return np.stack(rows)
+
+
+def place_model(model: Any, placements: Sequence[Placement]) -> None:
+    """Copy and order the experts of each block as its placement says, in place.
+
+    The model computes what it did, up to the order of summation over experts. Ids that `route`
+    gives and `experts` takes stay logical, those of the checkpoint. May be called again, with other
+    placements. One layer is in memory twice; of experts over a mesh, one array of a layer is whole
+    on each device for a moment.
+
+    Args:
+      model: as `load_model` returns, or a block.
+      placements: one for each block; over a mesh, its axis `expert` is their devices.
+
+    Raises:
+      ValueError: their number, or that of the experts, is another; nothing is changed then.
+    """
+    blocks = expert_blocks(model)
+    if len(placements) != len(blocks):
+        raise ValueError(f"placements: expected {len(blocks)}, one a layer; got {len(placements)}")
+    sources = [_sources(block, to) for block, to in zip(blocks, placements, strict=True)]
+    for block, to, index in zip(blocks, placements, sources, strict=True):
+        params = block.params.get_value()
+        if isinstance(params, ShardedExperts):
+            params, table = _place_shards(params, to, index)
+        else:
+            params, table = place_params(params, to, _table(block)), to.slot_table()
+        block.params = NVFP4Param(params)
+        block.slots = ExpertSlots(table)
+
+
+def _table(block) -> SlotTable | None:
+    return None if block.slots is None else block.slots.get_value()
+
+
+def _sources(block, placement):
+    """Return what each slot copies, after all checks."""
+    params = block.params.get_value()
+    if isinstance(params, ShardedExperts):
+        check_parts(EXPERT, params.grid.expert, "num_physical", placement.num_physical)
+        if placement.num_devices != params.grid.expert:
+            raise ValueError(
+                f"placements: expected those of {params.grid.expert} devices, axis '{EXPERT}' of "
+                f"the mesh; got {placement.num_devices}"
+            )
+    return find_sources(params.num_experts, placement, _table(block))
+
+
+def _place_shards(experts, placement, index):
+    """Return placed experts over their mesh, and their table on all its devices."""
+    grid = experts.grid
+    spec, whole = grid.spec(TENSOR, EXPERT), grid.sharding()
+    # XLA finds out what to send; axes that are Explicit would ask for it in the program.
+    mesh = Mesh(grid.mesh.devices, grid.mesh.axis_names)
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, spec))
+    def take(leaf):
+        return jnp.take(leaf, index, axis=1)
+
+    def move(leaf):
+        with jax.set_mesh(mesh):
+            moved = take(jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)))
+        return jax.device_put(moved, grid.sharding(TENSOR, EXPERT))
+
+    scale = experts.row_scale
+    placed = dataclasses.replace(
+        experts,
+        stacked=jax.tree.map(move, experts.stacked),
+        row_scale=None if scale is None else jax.device_put(np.asarray(scale)[index], whole),
+        num_experts=placement.num_physical,
+    )
+    return placed, jax.device_put(placement.slot_table(), whole)
+
+
+def device_load(model: Any, input_ids, num_devices: int) -> np.ndarray:
+    """Return how many routed tokens each device gets, int64 ``[layers, num_devices]``.
+
+    Args:
+      model, input_ids: as for `count_experts`.
+      num_devices: the experts that a block holds are on them in equal, contiguous parts, as on
+        the `expert` axis of a mesh.
+
+    Raises:
+      ValueError: the experts of a layer do not fill the devices.
+    """
+    rows = _count_slots(model, input_ids)
+    for row in rows:
+        if num_devices < 1 or row.size % num_devices:
+            raise ValueError(
+                f"num_devices: expected a divisor of {row.size} experts, got {num_devices}"
+            )
+    return np.stack([row.reshape(num_devices, -1).sum(axis=-1) for row in rows])
+
+
+def _count_slots(model, input_ids):
+    """Return how many tokens each expert that is held got: int64 ``[p]`` of each block."""
+    counting = nnx.merge(*nnx.split(model))
+    for block in expert_blocks(counting):
+        block.load = ExpertLoad(jnp.zeros(block.params.get_value().num_experts, jnp.int32))
+    return [np.asarray(row, np.int64) for row in _run(counting, jnp.asarray(input_ids))]
+
+
+@jax.jit
+def _run(model, input_ids):
+    model(input_ids)
+    return [block.load.get_value() for block in expert_blocks(model) if block.load is not None]

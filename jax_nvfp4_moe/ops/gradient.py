@@ -1,0 +1,191 @@
+"""Gradients of the ops: to activations, expert weights and biases; quantized weights are frozen.
+
+The kernels have no derivative of their own. A backward pass is plain XLA, whatever backend ran the
+forward pass: expert by expert, it dequantizes that expert's weights to float32, runs its rows again
+a piece at a time, and differentiates that. So nothing but the operands is kept between the passes,
+and no more than one expert's weights exist in float32.
+
+Roundings count as the identity (straight-through): of activations to NVFP4 under the w4a4 schemes,
+and of what stands between the two products to the dtype of the tokens.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_nvfp4_moe.backends.reference import PIECE, by_pieces, group_bounds, round_to, sort_slots
+from jax_nvfp4_moe.ops.dense import precision_for
+
+
+def straight_through(function: Callable, x):
+    """Return ``function(x)``, of the shape and dtype of `x`, with the derivative of `x`."""
+    fixed = lax.stop_gradient(x)
+    return function(fixed) + (x - fixed)
+
+
+def take_expert(weights, expert):
+    """Return the weights of one expert: every array of a tree, at `expert`."""
+    return jax.tree.map(lambda leaf: leaf[expert], weights)
+
+
+class ExpertLayer(NamedTuple):
+    """An expert layer as a backward pass sees it: the rows of one expert, in float32.
+
+    Attributes:
+      num_experts: ids from it on, and below 0, contribute nothing.
+      read_expert: ``(frozen, expert) -> weights`` of one expert.
+      run_rows: ``(weights, its biases, rows [m, h]) -> [m, h]``, in differentiable operations.
+      weight_on_input: multiply the rows by their weight instead of the result.
+    """
+
+    num_experts: int
+    read_expert: Callable
+    run_rows: Callable
+    weight_on_input: bool
+
+
+def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
+    """Return `forward` with a gradient to tokens, expert weights and biases.
+
+    ``y[t] = sum_j expert_weights[t, j] * run_rows(read_expert(frozen, e), biases[e], x[t])`` with
+    ``e = expert_ids[t, j]`` is what is differentiated; the forward pass stays as it is.
+
+    Args:
+      forward: ``(x [t, h], expert_weights float32 [t, k], biases, frozen, expert_ids [t, k])``
+        to ``[t, h]`` in the dtype of x; `biases` is a tree of float32 ``[e, n]`` or None.
+      layer: the same, expert by expert.
+    """
+    run = jax.custom_vjp(forward)
+
+    def ahead(*operands):
+        return run(*operands), operands
+
+    def back(operands, y_bar):
+        x_bar, weights_bar, biases_bar = _expert_bars(layer, operands, y_bar)
+        return x_bar.astype(y_bar.dtype), weights_bar, biases_bar, None, None
+
+    run.defvjp(ahead, back)
+    return run
+
+
+def _expert_bars(layer, operands, y_bar):
+    """Return the float32 cotangents of tokens, expert weights and biases."""
+    x, expert_weights, biases, frozen, expert_ids = operands
+    bars = jax.tree.map(_zeros, (x, expert_weights.reshape(-1), biases))
+    if expert_ids.size:
+        slots, starts, ends = sort_slots(expert_ids, layer.num_experts)
+        given = x, expert_weights.reshape(-1), biases, y_bar
+
+        def visit(expert, bars):
+            weights = layer.read_expert(frozen, expert)
+
+            def run_piece(start, bars):
+                here = lax.dynamic_slice(slots, (start,), (PIECE,))
+                alive = start + jnp.arange(PIECE) < ends[expert]
+                token = here // expert_ids.shape[1]
+                return _add_piece(layer, weights, given, expert, (token, here, alive), bars)
+
+            return by_pieces(run_piece, starts[expert], ends[expert], bars)
+
+        bars = _visit_each(starts, ends, visit, bars)
+    x_bar, weights_bar, biases_bar = bars
+    return x_bar, weights_bar.reshape(expert_weights.shape), biases_bar
+
+
+def _add_piece(layer, weights, given, expert, rows, bars):
+    """Add what one piece of an expert's rows contributes to the cotangents."""
+    x, expert_weights, biases, y_bar = given
+    token, slot, alive = rows
+
+    def run(rows, weight, own):
+        if layer.weight_on_input:
+            scaled = straight_through(lambda rows: round_to(rows, x.dtype), rows * weight[:, None])
+            return layer.run_rows(weights, own, scaled)
+        return layer.run_rows(weights, own, rows) * weight[:, None]
+
+    # Rows past the end are other experts'. As zeros they add nothing, and their NaN cannot leak.
+    own_rows = jnp.where(alive[:, None], x[token].astype(jnp.float32), 0.0)
+    own_weights = jnp.where(alive, expert_weights[slot], 0.0)
+    own_biases = take_expert(biases, expert)
+    bar = jnp.where(alive[:, None], y_bar[token].astype(jnp.float32), 0.0)
+    rows_bar, weight_bar, bias_bar = jax.vjp(run, own_rows, own_weights, own_biases)[1](bar)
+    x_bar, weights_bar, biases_bar = bars
+    return (
+        x_bar.at[token].add(rows_bar),
+        weights_bar.at[slot].add(weight_bar),
+        jax.tree.map(lambda sums, one: sums.at[expert].add(one), biases_bar, bias_bar),
+    )
+
+
+def with_product_gradient(forward: Callable) -> Callable:
+    """Return `forward`, a grouped product, with a gradient to rows and biases.
+
+    ``y[i] = W[g] @ x[i] + bias[g]`` for row i of group g is what is differentiated:
+    ``x_bar[i] = W[g].T @ y_bar[i]``, and the cotangent of a bias is the sum of its ``y_bar``.
+
+    Args:
+      forward: ``(x [m, k], bias float32 [e, n] or None, weight, input_scale, group_sizes [e])`` to
+        ``[m, n]`` in the dtype of x; `weight` is an `NVFP4Tensor` ``[e, n, k]``.
+    """
+    run = jax.custom_vjp(forward)
+
+    def ahead(x, bias, weight, input_scale, group_sizes):
+        y = run(x, bias, weight, input_scale, group_sizes)
+        return y, (bias, weight, group_sizes)
+
+    def back(kept, y_bar):
+        bias, weight, group_sizes = kept
+        x_bar, bias_bar = _product_bars(bias, weight, group_sizes, y_bar)
+        return x_bar.astype(y_bar.dtype), bias_bar, None, None, None
+
+    run.defvjp(ahead, back)
+    return run
+
+
+def _product_bars(bias, weight, group_sizes, y_bar):
+    """Return the float32 cotangents of rows and biases."""
+    m, (e, _, k) = y_bar.shape[0], weight.shape
+    bars = jnp.zeros((m, k), jnp.float32), jax.tree.map(jnp.zeros_like, bias)
+    if m == 0:
+        return bars
+    starts, ends = group_bounds(group_sizes, m)
+    piece = m if e == 1 else PIECE  # one matrix, `linear`: one product
+    padded = jnp.concatenate([y_bar, jnp.zeros((piece, y_bar.shape[1]), y_bar.dtype)])
+    precision = precision_for(y_bar.dtype)
+
+    def visit(group, bars):
+        one = take_expert(weight, group).dequantize(jnp.float32)
+
+        def run_piece(start, bars):
+            row = start + jnp.arange(piece)
+            alive = row < ends[group]
+            bar = lax.dynamic_slice_in_dim(padded, start, piece).astype(jnp.float32)
+            bar = jnp.where(alive[:, None], bar, 0.0)
+            x_bar, bias_bar = bars
+            back = jnp.matmul(bar, one, precision=precision)
+            return (
+                x_bar.at[jnp.where(alive, row, m)].set(back, mode="drop"),
+                jax.tree.map(lambda sums: sums.at[group].add(bar.sum(0)), bias_bar),
+            )
+
+        return by_pieces(run_piece, starts[group], ends[group], bars, piece)
+
+    return _visit_each(starts, ends, visit, bars)
+
+
+def _visit_each(starts, ends, visit, carry):
+    """Return ``carry = visit(expert, carry)`` over the experts that have rows."""
+
+    def run_expert(expert, carry):
+        there = ends[expert] > starts[expert]  # do not dequantize what has no rows
+        return lax.cond(there, functools.partial(visit, expert), lambda carry: carry, carry)
+
+    return lax.fori_loop(0, ends.shape[0], run_expert, carry)
+
+
+def _zeros(leaf):
+    return jnp.zeros(leaf.shape, jnp.float32)

@@ -1,0 +1,380 @@
+"""Experts and tokens both shared out along `expert`: rows go to their experts and come back.
+
+Each shard has a share of the tokens. It sends a token once to every shard with an expert that the
+token chose, together with the ids and weights of those, as bytes in one collective; the shard runs
+its experts, and what comes back is added up in float32, in the order of the shards::
+
+  y[t] = sum over shards d of back(run(sent(x[t]), own part of d, own ids, weights))
+
+Under w4a4 the rows go as the NVFP4 codes and scales that the first product would make of them, 0.28
+of the bytes of bfloat16; scales calibrated for each expert make that a row for each expert chosen.
+Quantizing what was quantized gives the same codes but for blocks below half of the smallest scale.
+
+Two ways to send: "all_to_all" in slots of a fixed number of rows for each pair of shards, on any
+platform, in rounds where `capacity` is less than a shard's tokens, so that no row is ever dropped;
+"ragged" by ``lax.ragged_all_to_all``, which moves no empty slots, on GPUs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_nvfp4_moe.formats import (
+    BLOCK,
+    SCALE_RANGE,
+    amax,
+    decode_scale,
+    dequantize,
+    divide,
+    quantize,
+)
+from jax_nvfp4_moe.parallel.experts import ShardedExperts, run_sharded
+from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid
+from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme
+
+
+class Route(NamedTuple):
+    """Where the rows of one shard go.
+
+    Attributes:
+      visits: bool ``[r, shards]``, which shards each row visits.
+      rank: int32 ``[r, shards]``, how many rows before it visit the same shard.
+    """
+
+    visits: Bool[Array, "r s"]
+    rank: Int[Array, "r s"]
+
+
+class Trip(NamedTuple):
+    """One collective there and one back.
+
+    Attributes:
+      size: rows of the buffer that is sent.
+      slots: int32 ``[r, shards]``, the place of each row in it; `size` where it does not travel.
+      send: bytes ``[size, n]`` -> bytes ``[received, n]``; ids of empty rows are -1.
+      back: ``[received, h]`` -> ``[size, h]``.
+    """
+
+    size: int
+    slots: Int[Array, "r s"]
+    send: Callable
+    back: Callable
+
+
+def run_exchanged(
+    run: Callable,
+    x: Float[Array, "t h"],
+    experts: ShardedExperts,
+    expert_ids: Int[Array, "t k"],
+    expert_weights: Float[Array, "t k"],
+    *,
+    exchange: str = "psum",
+    capacity: int | None = None,
+    scheme: Scheme | None = None,
+    weight_on_input: bool = False,
+) -> Float[Array, "t h"]:
+    """Run an expert layer over a mesh.
+
+    The gradient is that of "psum", whatever `exchange` is: a backward pass gathers the tokens.
+
+    Args:
+      run: ``(x, params, expert_ids, expert_weights) -> [t, h]``; skips ids that are out of range.
+      x: tokens; with "psum" whole on every device, else shared out along `expert`.
+      experts: the weights.
+      expert_ids, expert_weights: as `x`.
+      exchange: "psum", "all_to_all" or "ragged".
+      capacity: rows of a shard for another one in one round of "all_to_all"; all where None.
+      scheme: w4a4 schemes send quantized rows.
+      weight_on_input: whether `run` weights rows before it quantizes them; those go as they are.
+
+    Returns:
+      ``[t, h]``, as `x` over the devices.
+    """
+    if exchange == "psum" or EXPERT not in experts.grid.axes or not x.shape[0]:
+        return run_sharded(run, x, experts, expert_ids, expert_weights)
+    ids = jnp.where((expert_ids >= 0) & (expert_ids < experts.num_experts), expert_ids, -1)
+    wire = Wire() if weight_on_input else _find_wire(scheme)
+    trip = functools.partial(_TRIPS[exchange], capacity=capacity)
+    forward = functools.partial(_send_rows, run, wire, trip)
+    given = x, experts, ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
+    return _with_psum_gradient(forward, run)(*given)
+
+
+def _send_rows(run, wire, trip, x, experts, ids, weights):
+    """Return ``[t, h]``: `run` on rows that go to their experts and back."""
+    grid = experts.grid
+
+    def body(rows, stacked, scales):
+        x, ids, weights = rows
+        own = jax.tree.map(lambda leaf: leaf[0], stacked)
+
+        def run_own(x, ids, weights):
+            y = run(x, own, ids, weights)
+            if grid.tensor == 1:
+                return y
+            return lax.psum(y.astype(jnp.float32), TENSOR).astype(y.dtype)
+
+        (r, k), shards = ids.shape, grid.expert
+        if wire.by_slot:
+            x, ids = jnp.repeat(x, k, axis=0), ids.reshape(-1, 1)
+            weights = weights.reshape(-1, 1)
+        rows = Rows(x, ids, weights, experts.local_experts, wire, scales)
+        y = trip(rows, run_own, shards)
+        return y.reshape(r, -1, x.shape[1]).sum(axis=1).astype(x.dtype)
+
+    specs = grid.spec(TENSOR, EXPERT), grid.spec()
+    rows = x, ids, weights
+    return share_rows(body, grid, rows, experts.stacked, experts.row_scale, specs=specs)
+
+
+def _with_psum_gradient(forward, run):
+    """Return `forward` with the gradient of `run_sharded`.
+
+    Rows travel as bytes, whose derivative JAX takes to be zero.
+    """
+    exchanged = jax.custom_vjp(forward)
+
+    def ahead(*operands):
+        return exchanged(*operands), operands
+
+    def back(operands, y_bar):
+        grid = operands[1].grid
+
+        def same(x, experts, ids, weights):
+            x, ids, weights = (_reshard(leaf, grid) for leaf in (x, ids, weights))
+            return run_sharded(run, x, experts, ids, weights)
+
+        return jax.vjp(same, *operands)[1](_reshard(y_bar, grid))
+
+    exchanged.defvjp(ahead, back)
+    return exchanged
+
+
+def _reshard(leaf, grid, *axes):
+    """Return `leaf` cut along `axes` if the mesh has Explicit ones; XLA sees to Auto ones."""
+    if AxisType.Explicit not in grid.mesh.axis_types:
+        return leaf
+    return jax.sharding.reshard(leaf, grid.sharding(*axes))
+
+
+def share_rows(run: Callable, grid: Grid, rows: Any, *args: Any, specs: Any = None) -> Any:
+    """Return ``run(rows, *args)`` with rows shared out along `expert`, and what it returns too.
+
+    Args:
+      run: what each shard runs; the rows that it returns are those that it was given.
+      grid: of the shards.
+      rows: arrays ``[t, ...]``; where shards do not divide t, some get rows of zeros. Over
+        Explicit axes the result is cut as the first of them.
+      args: whole on every device, or as `specs` say.
+      specs: of `args`.
+    """
+    leaves = jax.tree.leaves(rows)
+    t = leaves[0].shape[0]
+    missing = -t % grid.expert
+
+    def pad(leaf):
+        # Zeros are rows as others, which cost a visit to an expert and come to nothing below.
+        leaf = jnp.pad(leaf, [(0, missing), *[(0, 0)] * (leaf.ndim - 1)]) if missing else leaf
+        return _reshard(leaf, grid, EXPERT)
+
+    def crop(leaf):
+        # Parts that are not equal are no sharding: such a result is whole on every device.
+        leaf = _reshard(leaf, grid)[:t] if missing else leaf
+        return _reshard(leaf, grid, jax.typeof(leaves[0]).sharding.spec[0])
+
+    split = grid.spec(EXPERT)
+    given = split, *(specs or (grid.spec(),) * len(args))
+    y = grid.shard_map(run, given, split)(jax.tree.map(pad, rows), *args)
+    return jax.tree.map(crop, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How rows travel.
+
+    Attributes:
+      by_slot: whether a row goes once for each expert and not once for each shard.
+      scheme: of the quantized rows; None where they go as they are.
+    """
+
+    by_slot: bool = False
+    scheme: Scheme | None = None
+
+
+def _find_wire(scheme) -> Wire:
+    if scheme not in W4A4_SCHEMES:
+        return Wire()
+    return Wire(scheme is Scheme.W4A4, scheme)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What one shard sends: rows, and the experts that each one visits.
+
+    Attributes:
+      x, ids, weights: ``[r, h]``, ``[r, k]``, ``[r, k]``.
+      local_experts: of one shard.
+      wire: how rows travel.
+      scales: float32 ``[e]``, scales of the rows of each expert where those are calibrated.
+    """
+
+    x: Any
+    ids: Any
+    weights: Any
+    local_experts: int
+    wire: Wire
+    scales: Any
+
+    def route(self, shards: int) -> Route:
+        """Return which of `shards` each row visits."""
+        owner = jnp.where(self.ids >= 0, self.ids // self.local_experts, -1)
+        visits = (owner[:, :, None] == jnp.arange(shards)[None, None, :]).any(axis=1)
+        rank = jnp.cumsum(visits.astype(jnp.int32), axis=0) - 1
+        return Route(visits, rank)
+
+    def travel(self, trip: Trip, run_own: Callable, shards: int):
+        """Return float32 ``[r, h]``: what all visits of each row add up to."""
+        r, h = self.x.shape
+        number = jnp.broadcast_to(jnp.arange(r, dtype=jnp.int32)[:, None], trip.slots.shape)
+        row = jnp.full(trip.size, r, jnp.int32).at[trip.slots].set(number, mode="drop")
+        shard = jnp.broadcast_to(jnp.arange(shards, dtype=jnp.int32)[None, :], trip.slots.shape)
+        shard = jnp.zeros(trip.size, jnp.int32).at[trip.slots].set(shard, mode="drop")
+        taken, here = (row < r)[:, None], jnp.minimum(row, r - 1)
+        ids = self.ids[here] - shard[:, None] * self.local_experts
+        ids = jnp.where(taken & (ids >= 0) & (ids < self.local_experts), ids, -1)
+        parts = [ids, self.weights[here], *(part[here] for part in self._encoded())]
+        sent, forms = _as_bytes(parts)
+        ids, weights, *parts = _from_bytes(trip.send(sent), forms)
+        y = trip.back(run_own(self._decoded(parts, ids), ids, weights))
+        total = jnp.zeros((r, h), jnp.float32)
+        for d in range(shards):  # in the order of the shards, so that runs are equal to the bit
+            slot = trip.slots[:, d]
+            back = y[jnp.minimum(slot, trip.size - 1)].astype(jnp.float32)
+            total += jnp.where((slot < trip.size)[:, None], back, 0.0)
+        return total
+
+    def _encoded(self):
+        """Return the arrays that stand for the rows on the wire."""
+        if self.wire.scheme is None:
+            return [self.x]
+        scale = self._scale(self.x, self.ids[:, 0])
+        packed, block_scale, _ = quantize(self.x[:, None, :].astype(jnp.float32), scale)
+        parts = [packed[:, 0], block_scale[:, 0]]
+        return [*parts, scale] if self.wire.scheme is Scheme.W4A4_TOKEN_SCALE else parts
+
+    def _decoded(self, parts, ids):
+        """Return rows that quantize to what came in."""
+        if self.wire.scheme is None:
+            return parts[0]
+        packed, block_scale, *rest = parts
+        first = lax.axis_index(EXPERT) * self.local_experts
+        scale = rest[0] if rest else self._scale(None, ids[:, 0] + first)
+        return dequantize(packed, decode_scale(block_scale) * scale[:, None], self.x.dtype)
+
+    def _scale(self, x, ids):
+        """Return the global scale of each row."""
+        if self.wire.scheme is Scheme.W4A4_TOKEN_SCALE:
+            return divide(amax(x.astype(jnp.float32), -1), jnp.float32(SCALE_RANGE))
+        if self.wire.scheme is Scheme.W4A4:
+            return self.scales[jnp.clip(ids, 0, self.scales.shape[0] - 1)]
+        return jnp.ones(ids.shape, jnp.float32)
+
+
+def _run_fixed(rows: Rows, run_own, shards, capacity):
+    """Exchange in slots of `capacity` rows for each pair of shards, in as many rounds as needed."""
+    route, r = rows.route(shards), rows.x.shape[0]
+    capacity = r if capacity is None else min(capacity, r)
+    size = shards * capacity
+
+    def exchange(array):
+        cut = array.reshape(shards, capacity, -1)
+        return lax.all_to_all(cut, EXPERT, 0, 0).reshape(size, -1)
+
+    def run_round(number, total):
+        rank = route.rank - number * capacity
+        slots = jnp.arange(shards, dtype=jnp.int32)[None, :] * capacity + rank
+        travels = route.visits & (rank >= 0) & (rank < capacity)
+        trip = Trip(size, jnp.where(travels, slots, size), exchange, exchange)
+        return total + rows.travel(trip, run_own, shards)
+
+    total = jnp.zeros(rows.x.shape, jnp.float32)
+    if capacity == r:
+        return run_round(0, total)
+    most = lax.pmax(route.visits.sum(axis=0).max(), EXPERT)  # all shards make as many rounds
+    rounds = (most + capacity - 1) // capacity
+    return lax.fori_loop(0, rounds, run_round, total)
+
+
+def _run_ragged(rows: Rows, run_own, shards, capacity):
+    """Exchange rows without empty slots; `capacity` has no meaning here."""
+    del capacity
+    route, (r, k) = rows.route(shards), rows.ids.shape
+    size, received, me = r * min(k, shards), r * shards, lax.axis_index(EXPERT)
+    counts = lax.all_gather(route.visits.sum(axis=0, dtype=jnp.int32), EXPERT)  # [from, to]
+    starts = jnp.cumsum(counts, axis=1) - counts  # in the sender's buffer
+    places = jnp.cumsum(counts, axis=0) - counts  # in the receiver's
+
+    def send(array):
+        room = jnp.full((received, array.shape[1]), 0xFF, jnp.uint8)
+        there = starts[me], counts[me], places[me], counts[:, me]
+        return lax.ragged_all_to_all(array, room, *there, axis_name=EXPERT)
+
+    def back(array):
+        room = jnp.zeros((size, array.shape[1]), array.dtype)
+        there = places[:, me], counts[:, me], starts[:, me], counts[me]
+        return lax.ragged_all_to_all(array, room, *there, axis_name=EXPERT)
+
+    slots = jnp.where(route.visits, starts[me][None, :] + route.rank, size)
+    return rows.travel(Trip(size, slots, send, back), run_own, shards)
+
+
+_TRIPS = {"all_to_all": _run_fixed, "ragged": _run_ragged}
+EXCHANGES = ("psum", *_TRIPS)
+
+
+def _as_bytes(parts):
+    """Join arrays ``[r, ...]`` to bytes ``[r, n]``; returns what undoes it too."""
+    joined = []
+    for part in parts:
+        flat = part.reshape(part.shape[0], -1)
+        raw = flat if flat.dtype == jnp.uint8 else lax.bitcast_convert_type(flat, jnp.uint8)
+        joined.append(raw.reshape(part.shape[0], -1))
+    forms = [(part.shape[1:], part.dtype) for part in parts]
+    return jnp.concatenate(joined, axis=1), forms
+
+
+def _from_bytes(raw, forms):
+    parts, start = [], 0
+    for shape, dtype in forms:
+        count, size = int(np.prod(shape, dtype=np.int64)), jnp.dtype(dtype).itemsize
+        piece = raw[:, start : start + count * size]
+        start += count * size
+        if dtype != jnp.uint8:
+            piece = piece if size == 1 else piece.reshape(raw.shape[0], count, size)
+            piece = lax.bitcast_convert_type(piece, dtype)
+        parts.append(piece.reshape(raw.shape[0], *shape))
+    return parts
+
+
+def wire_bytes(hidden: int, top_k: int, dtype: Any, scheme: Scheme | None = None) -> int:
+    """Return the bytes of one row on its way to an expert; the way back has ``hidden`` of `dtype`.
+
+    Args:
+      hidden: width of a token.
+      top_k: ids and weights that go along.
+      dtype: of activations.
+      scheme: as for `run_exchanged`; None where weights are on the input.
+    """
+    if scheme not in W4A4_SCHEMES:
+        return hidden * jnp.dtype(dtype).itemsize + 8 * top_k
+    ids = 1 if scheme is Scheme.W4A4 else top_k
+    own_scale = 4 if scheme is Scheme.W4A4_TOKEN_SCALE else 0
+    return hidden // 2 + hidden // BLOCK + 8 * ids + own_scale

@@ -1,0 +1,227 @@
+"""Experts over a mesh: shared out along `expert`, and each cut along `tensor`.
+
+Along `tensor` the intermediate dimension is cut: a shard has the same rows of gate and of up, and
+the columns of down that multiply them. Blocks of 16 are never cut. Each shard is prepared for its
+own sizes. All shards see all tokens; what they compute adds up::
+
+  y = psum(moe_mlp(x, own part, ids counted from the first own expert, weights))
+
+so that one all-reduce of the tokens is all that is sent. It adds float32, whatever the dtype.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.formats import BLOCK
+from jax_nvfp4_moe.layouts import CANONICAL
+from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid, check_parts, replicate, stack_parts
+from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor
+
+# How one array of an expert layer is cut along `tensor`: rows in each half, columns, not at all, or
+# left to the first shard (zero in the others, so that it counts once in the sum).
+Cut = Literal["rows", "columns", "whole", "first"]
+_ALL = slice(None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShardedExperts:
+    """The weights of one expert layer over the devices of a grid.
+
+    Attributes:
+      stacked: `MoEParams` or `DenseExperts` of one shard's sizes, each array with an axis more in
+        front, ``[tensor, e, ...]``, cut along its first two.
+      row_scale: float32 ``[num_experts]``, `gate_up_input_scale` of all experts, whole on every
+        device, or None.
+      num_experts, hidden, intermediate: static; sizes of the whole layer.
+      grid: static.
+    """
+
+    stacked: MoEParams | DenseExperts
+    row_scale: jax.Array | None
+    num_experts: int = dataclasses.field(metadata={"static": True})
+    hidden: int = dataclasses.field(metadata={"static": True})
+    intermediate: int = dataclasses.field(metadata={"static": True})
+    grid: Grid = dataclasses.field(metadata={"static": True})
+
+    @property
+    def local_experts(self) -> int:
+        """Number of experts of one shard."""
+        return self.num_experts // self.grid.expert
+
+    @property
+    def local_intermediate(self) -> int:
+        """Width of one shard of an expert."""
+        return self.intermediate // self.grid.tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all arrays occupy on all devices together."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def shard_experts(
+    params: MoEParams | DenseExperts,
+    grid: Grid,
+    *,
+    layout: str | None = None,
+    interleaved: bool = False,
+) -> ShardedExperts:
+    """Cut one expert layer for the devices of `grid`; a device gets its own part and no more.
+
+    Args:
+      params: the whole layer; its arrays may be numpy, JAX or deferred ones.
+      grid: of the devices.
+      layout: that each shard takes; canonical where None. `DenseExperts` have none.
+      interleaved: whether gate and up rows alternate, as `swigluoai` has them.
+
+    Raises:
+      ValueError: the axes do not divide the experts or the blocks; lists the legal sizes.
+    """
+    check_experts(params, grid)
+    if isinstance(params, MoEParams) and params.layout != CANONICAL:
+        params = params.to_layout(CANONICAL)
+    halves = 2 if params.gated and not interleaved else 1
+    first = params.gate_up
+    two_scales = isinstance(first, NVFP4Tensor) and len(first.global_scale.shape) == 2
+    if grid.tensor > 1 and interleaved and two_scales:
+        raise ValueError(
+            f"mesh: axis '{TENSOR}' of {grid.tensor} does not cut alternating gate and up rows "
+            "with two global scales an expert; give one an expert, or gate rows, then "
+            "up rows, with activation 'swigluoai_uninterleave'"
+        )
+
+    def stack(leaf, how: Cut):
+        return None if leaf is None else _stack(leaf, how, halves, grid)
+
+    stacked = _map_arrays(params, stack)
+    if isinstance(stacked, MoEParams) and layout not in (None, CANONICAL):
+        stacked = _to_layout(stacked, layout, grid)
+    row_scale = replicate(params.gate_up_input_scale, grid)
+    sizes = params.num_experts, params.hidden, params.intermediate
+    return ShardedExperts(stacked, row_scale, *sizes, grid)
+
+
+def check_experts(params: MoEParams | DenseExperts, grid: Grid) -> None:
+    """Check that `grid` divides the experts and the intermediate dimension, blocks of 16 whole.
+
+    Raises:
+      ValueError: it does not; lists the legal sizes.
+    """
+    check_parts(EXPERT, grid.expert, "num_experts", params.num_experts)
+    block = BLOCK if isinstance(params, MoEParams) else 1
+    check_parts(TENSOR, grid.tensor, "intermediate", params.intermediate, block)
+
+
+def _map_arrays(params, cut: Callable[[Any, Cut], Any]):
+    """Return `params` with each array, or None, replaced by ``cut(array, how)``."""
+
+    def matrices(weight, how: Cut):
+        if isinstance(weight, NVFP4Tensor):
+            return dataclasses.replace(
+                weight,
+                packed=cut(weight.packed, how),
+                block_scale=cut(weight.block_scale, how),
+                global_scale=cut(weight.global_scale, "whole"),
+                global_divisor=cut(weight.global_divisor, "whole"),
+            )
+        if isinstance(weight, FP8Tensor):
+            scale = cut(weight.scale, "rows" if how == "rows" else "whole")
+            return dataclasses.replace(weight, values=cut(weight.values, how), scale=scale)
+        return cut(weight, how)
+
+    return dataclasses.replace(
+        params,
+        gate_up=matrices(params.gate_up, "rows"),
+        down=matrices(params.down, "columns"),
+        gate_up_bias=cut(params.gate_up_bias, "rows"),
+        down_bias=cut(params.down_bias, "first"),
+        gate_up_input_scale=cut(params.gate_up_input_scale, "whole"),
+        down_input_scale=cut(params.down_input_scale, "whole"),
+    )
+
+
+def _stack(leaf, how: Cut, halves: int, grid: Grid):
+    """Return ``[tensor, e, ...]`` of the parts of one array ``[e, ...]``."""
+    if isinstance(leaf, Tracer):
+        return jnp.stack([_part(leaf, how, halves, t, grid.tensor) for t in range(grid.tensor)])
+    leaf = np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+    shape = [grid.tensor, *leaf.shape]
+    if how in ("rows", "columns"):
+        shape[2 if how == "rows" else -1] //= grid.tensor
+
+    def part(index):
+        return _part(leaf, how, halves, index[0].start or 0, grid.tensor, index[1])[None]
+
+    return stack_parts(shape, grid.sharding(TENSOR, EXPERT), part)
+
+
+def _part(leaf, how: Cut, halves: int, t: int, parts: int, experts: slice = _ALL):
+    """Return part `t` of `parts` of the chosen experts of one array ``[e, ...]``."""
+    if how == "rows" and parts > 1:
+        half = leaf.shape[1] // halves
+        width = half // parts
+        starts = [first * half + t * width for first in range(halves)]
+        rows = [leaf[experts, start : start + width] for start in starts]
+        join = jnp.concatenate if isinstance(leaf, jax.Array) else np.concatenate
+        return join(rows, axis=1)
+    if how == "columns":
+        width = leaf.shape[-1] // parts
+        return leaf[experts, :, t * width : (t + 1) * width]
+    whole = leaf[experts]
+    return whole * 0 if how == "first" and t else whole
+
+
+def _to_layout(stacked: MoEParams, layout: str, grid: Grid) -> MoEParams:
+    """Return the shards in `layout`, each converted where it is."""
+    spec = grid.spec(TENSOR, EXPERT)
+
+    def convert(stacked):
+        return _expand(_squeeze(stacked).to_layout(layout))
+
+    return jax.jit(grid.shard_map(convert, (spec,), spec))(stacked)
+
+
+def _squeeze(tree):
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def _expand(tree):
+    return jax.tree.map(lambda leaf: leaf[None], tree)
+
+
+def run_sharded(
+    run: Callable,
+    x: Float[Array, "t h"],
+    experts: ShardedExperts,
+    expert_ids: Int[Array, "t k"],
+    expert_weights: Float[Array, "t k"],
+) -> Float[Array, "t h"]:
+    """Run each shard on all tokens and add up: ``psum(run(x, own, expert_ids - first, weights))``.
+
+    Args:
+      run: ``(x, params, expert_ids, expert_weights) -> [t, h]``; skips ids that are out of range.
+      x: tokens, whole on every device.
+      experts: the weights.
+      expert_ids: of the whole layer.
+      expert_weights: of the same shape.
+    """
+    grid = experts.grid
+
+    def body(x, stacked, ids, weights):
+        first = lax.axis_index(EXPERT) * experts.local_experts if EXPERT in grid.axes else 0
+        y = run(x, _squeeze(stacked), ids.astype(jnp.int32) - first, weights)
+        return lax.psum(y.astype(jnp.float32), grid.axes).astype(y.dtype)
+
+    whole = grid.spec()
+    specs = whole, grid.spec(TENSOR, EXPERT), whole, whole
+    return grid.shard_map(body, specs, whole)(x, experts.stacked, expert_ids, expert_weights)

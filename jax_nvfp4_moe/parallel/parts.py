@@ -1,0 +1,267 @@
+"""Modules cut along `tensor`: each shard has an ordinary module of a part of the heads or columns.
+
+A part is the module that one device would run, made with a share of the rows of its first linears
+and of the columns of its last, so that the outputs of all parts add up to that of the whole::
+
+  y = psum(part(x))
+
+Its arrays have an axis more in front, ``[tensor, ...]``, which is cut. A part reads its own rows
+and columns of the checkpoint and no others.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_nvfp4_moe.checkpoint.resolve import CacheScales, LinearWeights
+from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.parallel.grid import TENSOR, Grid
+from jax_nvfp4_moe.tensor import NVFP4Tensor
+
+
+class Split(NamedTuple):
+    """How one linear or array is cut.
+
+    Attributes:
+      axis: its rows (outputs) or its columns (inputs).
+      parts: into how many; fewer than shards where some of them hold the same part.
+    """
+
+    axis: Literal["rows", "columns"]
+    parts: int
+
+
+class PartWeights:
+    """Answers as a `Weights` for the module of one shard, which asks for the sizes of its part."""
+
+    def __init__(self, weights, splits: Mapping[str, Split], grid: Grid, index: int, device: Any):
+        """Make the source of one shard.
+
+        Args:
+          weights: the source of `checkpoint.resolve`.
+          splits: last part of a module's or an array's name -> how it is cut; the rest is whole.
+          grid: of all shards.
+          index: of this one along `tensor`.
+          device: that takes the arrays.
+        """
+        self._weights, self._splits = weights, splits
+        self._shards, self._index, self._device = grid.tensor, index, device
+
+    def linear(self, prefix: str, n: int, k: int, *, bias: bool | None = False, dtype=None):
+        """As `Weights.linear`; n and k are those of the part."""
+        split = self._split(prefix)
+
+        def place(name, value, declared):
+            return self._put(self._cut_linear(value, split))
+
+        if split is not None and split.axis == "rows":
+            n *= split.parts
+        elif split is not None:
+            k *= split.parts
+        return self._weights.placing(place).linear(prefix, n, k, bias=bias, dtype=dtype)
+
+    def array(self, name: str, shape: tuple[int, ...], *, dtype=None, optional: bool = False):
+        """As `Weights.array`; `shape` is that of the part."""
+        split = self._split(name)
+
+        def place(name, value, declared):
+            return self._put(self._cut(value, split, 0))
+
+        if split is not None:
+            shape = (shape[0] * split.parts, *shape[1:])
+        source = self._weights.placing(place)
+        return source.array(name, shape, dtype=dtype, optional=optional)
+
+    def cache_scales(self, prefix: str, **heads: int) -> CacheScales | None:
+        """As `Weights.cache_scales`; keys and values are cut as their linears."""
+        splits = {name: self._splits[f"{name}_proj"] for name in heads}
+
+        def place(name, value, declared):
+            return {
+                key: self._put(self._cut(scale, splits[key], 0)) for key, scale in value.items()
+            }
+
+        whole = {name: count * splits[name].parts for name, count in heads.items()}
+        return self._weights.placing(place).cache_scales(prefix, **whole)
+
+    def _split(self, name):
+        return self._splits.get(name.rpartition(".")[2])
+
+    def _cut(self, leaf, split: Split | None, axis: int):
+        if leaf is None:
+            return None
+        if split is None:
+            return leaf[()]
+        width = leaf.shape[axis] // split.parts
+        start = self._index * split.parts // self._shards * width
+        return leaf[(*(slice(None),) * axis, slice(start, start + width))]
+
+    def _cut_linear(self, value: LinearWeights, split: Split | None) -> LinearWeights:
+        axis = 1 if split is not None and split.axis == "columns" else 0
+        weight, bias = value.weight, value.bias
+        if isinstance(weight, NVFP4Tensor):
+            weight = dataclasses.replace(
+                weight,
+                packed=self._cut(weight.packed, split, axis),
+                block_scale=self._cut(weight.block_scale, split, axis),
+                global_scale=self._cut(weight.global_scale, None, 0),
+                global_divisor=self._cut(weight.global_divisor, None, 0),
+            )
+        elif isinstance(weight, FP8Tensor):
+            values = self._cut(weight.values, split, axis)
+            scale = self._cut(weight.scale, None if axis else split, 0)
+            weight = dataclasses.replace(weight, values=values, scale=scale)
+        else:
+            weight = self._cut(weight, split, axis)
+        if axis:  # it counts once in the sum
+            bias = self._cut(bias, None, 0)
+            bias = bias * 0 if bias is not None and self._index else bias
+        else:
+            bias = self._cut(bias, split, 0)
+        return dataclasses.replace(value, weight=weight, bias=bias)
+
+    def _put(self, tree):
+        return jax.block_until_ready(jax.device_put(tree, self._device))
+
+
+def build_parts(
+    build: Callable[[PartWeights], nnx.Module], weights, splits: Mapping[str, Split], grid: Grid
+) -> Any:
+    """Build the part of each shard and put them together.
+
+    Args:
+      build: makes the module of one shard from a `PartWeights`.
+      weights: the source of `checkpoint.resolve`.
+      splits: see `PartWeights`.
+      grid: of the shards.
+
+    Returns:
+      The module with arrays ``[tensor, ...]``; parts of other processes are not built here.
+    """
+    sharding = grid.sharding(TENSOR)
+    owners: dict[int, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map((grid.tensor,)).items():
+        assert index is not None
+        owners.setdefault(index[0].start or 0, []).append(device)
+    leaves, tree = {}, None
+    for index, devices in owners.items():
+        with jax.default_device(devices[0]):
+            module = build(PartWeights(weights, splits, grid, index, devices[0]))
+        leaves[index], tree = jax.tree.flatten(module)
+    assert tree is not None
+
+    def stack(*parts):
+        """Return one array of the parts of this process, in the order of `owners`."""
+        pieces = [
+            jax.device_put(part[None], device)
+            for part, devices in zip(parts, owners.values(), strict=True)
+            for device in devices
+        ]
+        shape = (grid.tensor, *parts[0].shape)
+        return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+    return tree.unflatten(map(stack, *leaves.values()))
+
+
+class Parts(nnx.Module):
+    """A module cut along `tensor`: ``y = psum(part(x))``.
+
+    Attributes:
+      stacked: the module, its arrays ``[tensor, ...]``.
+      grid: static.
+    """
+
+    def __init__(self, stacked: Any, grid: Grid):
+        """Make one of what `build_parts` returns."""
+        self.stacked, self.grid = stacked, grid
+
+    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
+        """Run all parts on `x`, whole on every device, and add up in float32."""
+        return _run(self.grid, lambda part, x: _add_up(part(x)), self.stacked, x)
+
+
+class HeadParts(nnx.Module):
+    """An attention cut along `tensor`, each part with its own heads and their cache.
+
+    Attributes:
+      stacked, grid: as in `Parts`.
+    """
+
+    def __init__(self, stacked: Any, grid: Grid):
+        """Make one of what `build_parts` returns."""
+        self.stacked, self.grid = stacked, grid
+
+    def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
+        """Return empty cache entries ``[b, m, s, d]``, cut along m; zeros."""
+
+        def empty():
+            return self.stacked.init_cache(batch, max_length)  # reads static sizes of the part
+
+        return self.grid.shard_map(empty, (), self.grid.spec(None, TENSOR))()
+
+    def __call__(self, x, positions, entries):
+        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
+
+        def run(part, x, positions, entries):
+            y, entries = part(x, positions, entries)
+            return _add_up(y), entries
+
+        whole, heads = self.grid.spec(), self.grid.spec(None, TENSOR)
+        specs = (whole, whole, heads), (whole, heads)
+        return _run(self.grid, run, self.stacked, x, positions, entries, specs=specs)
+
+
+def look_up(
+    table: Float[Array, "p v h"], ids: Int[Array, "b t"], grid: Grid
+) -> Float[Array, "b t h"]:
+    """Return the rows `ids` of a table of p parts; exact, for one term of the sum is not zero."""
+
+    def look(table, ids):
+        own = ids - lax.axis_index(TENSOR) * table.shape[0]
+        here = (own >= 0) & (own < table.shape[0])
+        rows = table[jnp.where(here, own, 0)]
+        return lax.psum(jnp.where(here[..., None], rows, jnp.zeros((), rows.dtype)), TENSOR)
+
+    return _run(grid, look, table, ids)
+
+
+def join_columns(
+    run: Callable, stacked: Any, x: Float[Array, "... h"], grid: Grid
+) -> Float[Array, "... n"]:
+    """Return ``run(part, x)`` of all parts side by side: the one gather, of logits.
+
+    Args:
+      run: makes the columns of one part.
+      stacked: an array, or a module of arrays, ``[tensor, ...]``.
+      x: whole on every device.
+      grid: of the parts.
+    """
+
+    def score(part, x):
+        return lax.all_gather(run(part, x), TENSOR, axis=x.ndim - 1, tiled=True)
+
+    return _run(grid, score, stacked, x)
+
+
+def _run(grid, run, stacked, *args, specs=None):
+    """Return ``run(part, *args)`` of each shard; arguments and result whole, or as `specs` say."""
+    given, returned = specs or ((grid.spec(),) * len(args), grid.spec())
+
+    def body(stacked, *args):
+        return run(_own(stacked), *args)
+
+    return grid.shard_map(body, (grid.spec(TENSOR), *given), returned)(stacked, *args)
+
+
+def _own(stacked):
+    return jax.tree.map(lambda leaf: leaf[0], stacked)
+
+
+def _add_up(y):
+    return lax.psum(y.astype(jnp.float32), TENSOR).astype(y.dtype)

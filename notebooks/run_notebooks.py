@@ -1,0 +1,72 @@
+"""Run the notebooks from top to bottom and store what they printed and drew.
+
+    python notebooks/run_notebooks.py [01_format ...]
+
+A page ``NAME.md`` is what people edit; ``NAME.ipynb`` is the page with its outputs, for those who
+read it on a website. Each runs in this folder, as Jupyter would run it. Needs the `test` extra.
+"""
+
+import base64
+import io
+import pathlib
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+PAGES = sorted(HERE.glob("[0-9]*.md"))
+PNG = "image/png"
+
+
+def execute(page: pathlib.Path):
+    """Return the notebook of `page` with the outputs of a run; a cell that fails raises."""
+    import jupytext
+    import nbclient
+
+    notebook = jupytext.read(page)
+    for index, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{index}"  # random ones would differ in each run
+    nbclient.NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        record_timing=False,
+        resources={"metadata": {"path": str(HERE)}},
+    ).execute()
+    notebook.metadata.pop("language_info", None)  # of the Python that happened to run it
+    return notebook
+
+
+def store(page: pathlib.Path) -> None:
+    """Run `page` and write its notebook beside it."""
+    import nbformat
+
+    notebook = execute(page)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if PNG in output.get("data", {}):
+                output["data"][PNG] = smaller(output["data"][PNG])
+    nbformat.write(notebook, page.with_suffix(".ipynb"))
+
+
+def smaller(picture: str) -> str:
+    """Return a PNG in base64 with at most 256 colours, a third of the bytes."""
+    import PIL.Image  # matplotlib needs it too
+
+    opened = PIL.Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+    written = io.BytesIO()
+    opened.quantize(256, dither=PIL.Image.Dither.NONE).save(written, "PNG", optimize=True)
+    return base64.b64encode(written.getvalue()).decode() + "\n"
+
+
+def main():
+    names = sys.argv[1:]
+    for page in PAGES:
+        if not names or page.stem in names:
+            start = time.perf_counter()
+            store(page)
+            size = page.with_suffix(".ipynb").stat().st_size
+            print(f"{page.stem}: {time.perf_counter() - start:.0f} s, {size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,442 @@
+"""Run checks on a mesh of eight host devices; `test_parallel.py` starts this and judges.
+
+python tests/eight_devices.py NAME ...      prints one line of JSON for each: [name, figures]
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import os
+import re
+import sys
+import tempfile
+import unittest.mock
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from given import CHECKPOINTS, EXAMPLE
+from jax.sharding import AxisType
+
+import jax_nvfp4_moe as nvfp4
+import jax_nvfp4_moe.parallel.experts
+from jax_nvfp4_moe.checkpoint import LoadOptions, load, open_checkpoint
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
+from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
+from jax_nvfp4_moe.models import gpt_oss
+from jax_nvfp4_moe.models.loading import _Zeros
+from jax_nvfp4_moe.models.settings import Settings
+from jax_nvfp4_moe.parallel import Grid, run_sharded
+from jax_nvfp4_moe.parallel.grid import replicate
+from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.testing import random_moe_params
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+SHAPES = ((8, 1), (4, 2), (2, 4), (1, 2))
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+|ragged-\S+?)(?:-start)?\("
+)
+LAYER = {"num_experts": 16, "hidden": 64, "intermediate": 128}
+SIZES = SyntheticSizes(
+    layers=2,
+    num_experts=8,
+    top_k=2,
+    hidden=64,
+    intermediate=64,
+    vocab=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+)
+IDS = np.random.default_rng(0).integers(0, 512, (2, 12)).astype(np.int32)
+call = jax.jit(lambda module, *args: module(*args))
+
+
+def make_mesh(shape, kind=AxisType.Auto):
+    devices = jax.devices()[: shape[0] * shape[1]]
+    return jax.make_mesh(shape, ("expert", "tensor"), (kind, kind), devices=devices)
+
+
+def collectives(compiled):
+    return dict(collections.Counter(COLLECTIVE.findall(compiled.as_text())))
+
+
+def difference(actual, expected):
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+def compare(make, x, shapes=SHAPES, kind=AxisType.Auto):
+    """Return for each mesh the difference of ``make(mesh=mesh)(x)`` and what it sends."""
+    expected, figures = call(make(), x), {}
+    for shape in shapes:
+        module = make(mesh=make_mesh(shape, kind))
+        compiled = call.lower(module, x).compile()
+        error = difference(compiled(module, x), expected)
+        figures["x".join(map(str, shape))] = [error, collectives(compiled)]
+    return figures
+
+
+@functools.cache
+def weights(gated=True, alternating=False):
+    """Return the weights of a small block with biases."""
+    params = random_moe_params(jax.random.key(0), **LAYER, gated=gated)
+    if alternating:  # such rows have one scale an expert
+        gate_up = nvfp4.NVFP4Tensor.from_packed(
+            params.gate_up.packed, params.gate_up.block_scale, params.gate_up.global_scale[:, 0]
+        )
+        params = dataclasses.replace(params, gate_up=gate_up)
+    keys = jax.random.split(jax.random.key(1), 2)
+    return dataclasses.replace(
+        params,
+        gate_up_bias=jax.random.normal(keys[0], params.gate_up.shape[:2]) / 8,
+        down_bias=jax.random.normal(keys[1], (16, 64)) / 8,
+    )
+
+
+def block(**changes):
+    """Return a function that makes a small block with biases, over a mesh or not."""
+    params = weights(changes.pop("gated", True), changes.get("activation") == "swigluoai")
+    options = {"top_k": 4, "params": params, "dtype": jnp.float32, "declared": "w4a4"} | changes
+    return functools.partial(make_block, **options)
+
+
+def make_block(**options):
+    return nvfp4.NVFP4MoE(**LAYER, **options, rngs=nnx.Rngs(0))
+
+
+def tokens(count, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(2), (count, 64), dtype)
+
+
+def blocks():
+    """Schemes, activations with and without a gate, alternating rows; biases in all."""
+    x = tokens(24)
+    figures = {"w4a16": compare(block(), x)}
+    cases = {
+        "w4a4": {"scheme": "w4a4"},
+        "relu2": {"gated": False, "activation": "relu2"},
+        "swigluoai": {"activation": "swigluoai"},
+        "reference": {"backend": "reference"},
+    }
+    for name, changes in cases.items():
+        figures[name] = compare(block(**changes), x, [(2, 4)])
+    figures["explicit"] = compare(block(), x, [(4, 2)], AxisType.Explicit)
+    return figures
+
+
+def half_precision():
+    """Errors against float32 of one device and of eight, whose sums are float32."""
+    x = tokens(256).astype(jnp.bfloat16)
+    exact = call(block()(), x.astype(jnp.float32))
+    one = block(dtype=jnp.bfloat16)
+    return [difference(call(module, x), exact) for module in (one(), one(mesh=make_mesh((8, 1))))]
+
+
+def traced():
+    """A block made inside a jitted function, over a mesh and not."""
+
+    def run(mesh):
+        make = functools.partial(make_block, top_k=4, mesh=mesh, dtype=jnp.float32)
+        return jax.jit(lambda x: make()(x))(tokens(8))
+
+    return difference(run(make_mesh((2, 4))), run(None))
+
+
+def one_axis():
+    """A mesh with one of the two axes."""
+    figures = []
+    for name in ("expert", "tensor"):
+        mesh = jax.make_mesh((2,), (name,), devices=jax.devices()[:2])
+        figures.append(difference(call(block()(mesh=mesh), tokens(8)), call(block()(), tokens(8))))
+    return figures
+
+
+def unshifted():
+    """The error where ids are one off: the negative control of all others."""
+    x, one, eight = tokens(24), block()(), block()(mesh=make_mesh((8, 1)))
+    ids, weights = one.route(x)
+    experts = eight.params.get_value()
+    run = functools.partial(nvfp4.ops.moe_mlp, scheme="w4a16")
+    wrong = run_sharded(run, x, experts, (ids + 1) % 16, weights)
+    return difference(wrong, one.experts(x, ids, weights))
+
+
+def refusals():
+    """What is refused, as it is said."""
+    devices = jax.devices()
+    cases = {
+        "experts": lambda: block()(mesh=jax.make_mesh((3,), ("expert",), devices=devices[:3])),
+        "blocks": lambda: block()(mesh=jax.make_mesh((3,), ("tensor",), devices=devices[:3])),
+        "axes": lambda: block()(mesh=jax.make_mesh((8,), ("data",))),
+        "type": lambda: block()(mesh=devices),
+        "rows": lambda: block(scheme="w4a4_token_scale")(mesh=make_mesh((1, 2))),
+        "alternating": lambda: make_block(top_k=1, activation="swigluoai", mesh=make_mesh((1, 2))),
+        "checkpoint": lambda: nvfp4.load_model(
+            CHECKPOINTS / "deepseekv3-modelopt-w4a4", mesh=make_mesh((2, 4))
+        ),
+    }
+    said = {}
+    for name, refused in cases.items():
+        try:
+            refused()
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def model(folder, shapes, **options):
+    load = functools.partial(nvfp4.load_model, folder, dtype=jnp.float32, **options)
+    return compare(load, jnp.asarray(IDS), shapes)
+
+
+def exchanged():
+    """Tokens shared out too; where there are two figures, the second is of rounds of two rows."""
+    x, figures = tokens(24), {}
+    cases = {
+        "w4a16": ({}, (8, 1), x),
+        "product": ({}, (2, 2), x),
+        "w4a4": ({"scheme": "w4a4"}, (2, 2), x),
+        "w4a4_unit_scale": ({"scheme": "w4a4_unit_scale"}, (2, 1), x),
+        "w4a4_token_scale": ({"scheme": "w4a4_token_scale"}, (2, 1), x),
+        "uneven": ({}, (8, 1), x[:21]),
+        "nothing": ({}, (2, 1), x[:0]),
+    }
+    on_input = {"top_k": None, "router": Router(4, score="sigmoid", weight_on_input=True)}
+    for scheme in ("w4a4", "w4a4_unit_scale", "w4a4_token_scale"):
+        cases[f"{scheme} on input"] = (on_input | {"scheme": scheme}, (2, 1), x)
+    for name, (changes, shape, x) in cases.items():
+        one = block(**changes)
+        expected, figures[name] = call(one(), x), []
+        for capacity in (None, 2) if name in ("w4a16", "product", "uneven") else (None,):
+            eight = one(mesh=make_mesh(shape), exchange="all_to_all", capacity=capacity)
+            compiled = call.lower(eight, x).compile()
+            error = difference(compiled(eight, x), expected) if x.size else 0.0
+            figures[name].append([error, collectives(compiled)])
+    return figures
+
+
+def explicit_tokens():
+    """Errors over Explicit axes, by the shape of the tokens and how they come in."""
+    figures, mesh = {}, make_mesh((8, 1), AxisType.Explicit)
+    one, eight = block()(), block()(mesh=mesh, exchange="all_to_all")
+    for lead in ((1,), (5,), (1, 5), (3, 1), (3, 8), (8, 3), (24,)):
+        x = tokens(24)[: np.prod(lead)].reshape(*lead, 64)
+        expected = call(one, x)
+        for name in ("", "expert") if lead[0] % 8 == 0 else ("",):
+            spec = jax.sharding.PartitionSpec(name or None)
+            given = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+            found = call(eight, given)
+            same = found.sharding.is_equivalent_to(given.sharding, x.ndim)
+            figures[f"{lead} {name}"] = [difference(found, expected), same]
+    figures["(24,) bare"] = [difference(call(eight, x), expected), True]  # x of no mesh
+    return figures
+
+
+def gradients():
+    """Differences of results, and gradients to tokens, weights and biases, from one device's.
+
+    Some ids are -1 or out of range; shards do not divide the tokens.
+    """
+    x, figures = tokens(21), {}
+    y_bar = jax.random.normal(jax.random.key(3), x.shape)
+    ids, chosen = block()().route(x)
+    ids = ids.at[:3, 0].set(-1).at[3:6, 1].set(16).at[6:9].set(99)
+
+    def run(module):
+        graph, state = nnx.split(module)
+
+        def loss(x, chosen, state):
+            y = nnx.merge(graph, state).experts(x, ids, chosen)
+            return (y * y_bar).sum(), y
+
+        grad = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True, allow_int=True))
+        (x_bar, chosen_bar, bars), y = grad(x, chosen, state)
+        bars = bars["params"].get_value()
+        bars = getattr(bars, "stacked", bars)
+        return [y, x_bar, chosen_bar, bars.gate_up_bias, bars.down_bias]
+
+    for scheme in ("w4a16", "w4a4"):
+        one = block(scheme=scheme)
+        expected = run(one())
+        for exchange in ("psum", "all_to_all"):
+            for kind, shape in (("Auto", (4, 1)), ("Explicit", (4, 1)), ("Auto", (2, 2))):
+                mesh = make_mesh(shape, AxisType[kind])
+                pairs = list(zip(run(one(mesh=mesh, exchange=exchange)), expected, strict=True))
+                pairs = pairs[:3] if shape[1] > 1 else pairs  # biases of shards are other arrays
+                errors = [difference(np.reshape(a, b.shape), b) for a, b in pairs]
+                figures[f"{scheme} {exchange} {kind} {shape}"] = errors
+    return figures
+
+
+def bytes_sent():
+    """Elements of uint8 that all_to_all moves for rows of bfloat16 as they are, and quantized."""
+    found = {}
+    for scheme in ("w4a16", "w4a4_unit_scale"):
+        module = block(scheme=scheme, dtype=jnp.bfloat16)(
+            mesh=make_mesh((8, 1)), exchange="all_to_all"
+        )
+        text = call.lower(module, tokens(64)).as_text()
+        found[scheme] = re.findall(r"all_to_all.*-> tensor<([0-9x]+)xui8>", text)
+    return found
+
+
+def ragged():
+    """Names of collectives in the program for a GPU; a CPU cannot run it."""
+    module = block(target=nvfp4.Target("cuda", (9, 0)))(mesh=make_mesh((8, 1)), exchange="ragged")
+    lowered = call.trace(module, tokens(64)).lower(lowering_platforms=("cuda",))
+    return re.findall(r"custom_call @(ragged_all_to_all|nvfp4_moe_w4a16_sm90)", lowered.as_text())
+
+
+def synthetic():
+    """A small random model: heads, dense parts and vocabulary cut, fewer key heads than shards.
+
+    Figures of logits, of decoding with a cache, and the tokens that it generates.
+    """
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_synthetic(folder, SIZES, algorithm="W4A16_NVFP4")
+        load = functools.partial(nvfp4.load_model, folder, dtype=jnp.float32)
+        ids = jnp.asarray(IDS % SIZES.vocab)
+        one = load()
+        logits, (steps, _) = call(one, ids), decode(one, ids)
+        for shape in SHAPES:
+            eight = load(mesh=make_mesh(shape, AxisType.Explicit))
+            compiled = call.lower(eight, ids).compile()
+            errors = [difference(compiled(eight, ids), logits)]
+            if shape == (2, 4):
+                found, cache = decode(eight, ids)
+                errors.append(difference(found, steps))
+                new = {"max_new_tokens": 4}
+                same = nvfp4.generate(one, ids[:, :4], **new) == nvfp4.generate(
+                    eight, ids[:, :4], **new
+                )
+                figures["same_tokens"] = bool(np.asarray(same).all())
+                figures["cache"] = cache
+            figures["x".join(map(str, shape))] = [max(errors), collectives(compiled)]
+        figures["read"] = bytes_read(folder)
+    return figures
+
+
+def sinks():
+    """The attention of gpt-oss alone: heads with sinks, and biases that count once."""
+    folder, x = CHECKPOINTS / "gpt_oss-modelopt-w4a16", tokens(6)[None]
+    prefix, positions = "model.layers.0.self_attn", jnp.arange(6, dtype=jnp.int32)[None]
+
+    def attend(grid):
+        settings = Settings(nvfp4.Target("cpu"), dtype=jnp.float32, grid=grid)
+        place = None if grid is None else lambda name, value, declared: replicate(value, grid)
+        options = LoadOptions(
+            dtype=jnp.float32, place=place, only=prefix, deferred=grid is not None
+        )
+        with open_checkpoint(folder) as checkpoint:
+            config = gpt_oss.read_config(checkpoint.config)
+
+            def make(weights):
+                return gpt_oss.build_attention(config, 0, weights, settings)
+
+            def build(weights):
+                if weights.reads:
+                    return make(weights)
+                return nnx.eval_shape(lambda: make(_Zeros(weights, None)))
+
+            return call(load(checkpoint, build, options), x, positions, None)[0]
+
+    return difference(attend(Grid(make_mesh((2, 2)))), attend(None))
+
+
+def decode(model, ids):
+    """Return the logits of a prefill and one step, and how keys are cut."""
+    cache = model.init_cache(2, 12)
+    first, cache = call(model, ids[:, :11], cache)
+    last, cache = call(model, ids[:, 11:], cache)
+    keys = cache.layers[0]["k"]
+    return np.concatenate([first, last], axis=1), [keys.shape, str(keys.sharding)]
+
+
+def bytes_read(folder):
+    """Load for one shard of eight alone, as a process with one device does; what did it read?
+
+    Returns:
+      Experts whose weights were read, and the bytes of experts read over those in the file.
+    """
+    seen, count, total = set(), 0, 0
+    into = Tensors.read_into
+
+    def recorded(self, name, out, *rest):
+        nonlocal count
+        if found := re.search(r"experts\.(\d+)\.", name):
+            seen.add(int(found.group(1)))
+            count += out.nbytes
+        return into(self, name, out, *rest)
+
+    def own_part(shape, sharding, part):
+        """Read the part of the device 3; zeros for those that other processes would read."""
+        own = sharding.devices_indices_map(tuple(shape))[jax.devices()[3]]
+        kept = part(own)
+        return jax.make_array_from_callback(
+            tuple(shape), sharding, lambda index: kept if index == own else np.zeros_like(kept)
+        )
+
+    with (
+        unittest.mock.patch.object(Tensors, "read_into", recorded),
+        unittest.mock.patch.object(jax_nvfp4_moe.parallel.experts, "stack_parts", own_part),
+    ):
+        nvfp4.load_model(folder, mesh=make_mesh((8, 1)))
+    with open_tensors(folder) as tensors:
+        names = [name for name in tensors.names() if ".experts." in name]
+        total = sum(tensors.info(name).nbytes for name in names)
+    return [sorted(seen), count / total]
+
+
+def qwen():
+    return model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", [(2, 4)])
+
+
+def deepseek():
+    return model(CHECKPOINTS / "deepseekv3-modelopt-w4a4", ((4, 2),), scheme="checkpoint")
+
+
+def mixed():
+    """A layer of FP8 experts beside one of NVFP4."""
+    return model(CHECKPOINTS / "qwen3_moe-ct-mixed", ((8, 1),))
+
+
+def example():
+    return model(EXAMPLE, ((4, 2),))
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        blocks,
+        half_precision,
+        traced,
+        one_axis,
+        unshifted,
+        refusals,
+        exchanged,
+        explicit_tokens,
+        gradients,
+        bytes_sent,
+        ragged,
+        synthetic,
+        sinks,
+        qwen,
+        deepseek,
+        mixed,
+        example,
+    )
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(json.dumps([name, CHECKS[name]()]), flush=True)

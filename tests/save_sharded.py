@@ -1,0 +1,48 @@
+"""Save experts sharded over eight host devices, and restore them there: run by test_saving.py.
+
+Usage: ``python save_sharded.py FOLDER LAYOUT``. A process of its own, since the number of devices
+is settled when jax starts.
+"""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_nvfp4_moe.saving import restore_prepared, save_prepared
+from jax_nvfp4_moe.testing import random_moe_params
+
+
+def params_in(layout):
+    """Experts that the test makes again on one device."""
+    params = random_moe_params(jax.random.key(0), num_experts=8, hidden=64, intermediate=48)
+    return params.to_layout(layout)
+
+
+def shard(params, devices):
+    """Spread the experts over the first `devices`."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("expert",))
+    return jax.device_put(params, NamedSharding(mesh, PartitionSpec("expert")))
+
+
+def main(folder, layout):
+    params = shard(params_in(layout), 8)
+    save_prepared(folder, params)
+    for devices in (8, 2):
+        like = shard(params_in(layout), devices)
+        if devices == 2:  # shapes alone, which take no memory
+            like = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+            )
+        restored = restore_prepared(folder, like)
+        for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(params), strict=True):
+            assert len(got.addressable_shards) == devices
+            assert got.addressable_shards[0].data.shape[0] == 8 // devices
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    main(pathlib.Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,173 @@
+"""Calibration: what enters each product, against NVIDIA ModelOpt's own observers and by hand."""
+
+import gc
+import json
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_edits import GIVEN, read_all
+from flax import nnx
+from unquantized import SMALL, dequantized, tokens
+
+from jax_nvfp4_moe.calibration import Inputs, ObservedExperts, calibrate
+from jax_nvfp4_moe.checkpoint.resolve import open_checkpoint
+from jax_nvfp4_moe.models.loading import observe_layers, read_requests
+from jax_nvfp4_moe.ops.dense_moe import dense_moe
+from jax_nvfp4_moe.tensor import DenseExperts
+
+SCALE = 2688.0
+LAYER = "model.layers.0"
+
+
+def watch(folder, windows, **options):
+    with open_checkpoint(folder) as checkpoint:
+        return calibrate(checkpoint, read_requests(checkpoint), windows, **options)
+
+
+def file_names(folder):
+    """Return the name by which models ask for each tensor -> that in the file."""
+    with open_checkpoint(folder) as checkpoint:
+        return {name: checkpoint.tensors.info(name).name for name in checkpoint.tensors.names()}
+
+
+def slow(name):
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral-window-modelopt-w4a16",
+        "deepseek_v3-direct-modelopt-w4a16",
+        slow("gpt_oss-modelopt-w4a16"),
+        slow("llama4_text-modelopt-w4a16"),
+        slow("nemotron_h-latent-modelopt-w4a16"),
+        slow("qwen3_next-modelopt-w4a16"),
+        slow("qwen3_5_moe-modelopt-w4a16"),
+    ],
+)
+def test_input_scales_are_those_of_modelopt(tmp_path, name):
+    """All of them, of the checkpoint dequantized; both ran in float32."""
+    facts = json.loads((GIVEN / name / "calibration.json").read_text())
+    folder = dequantized(name, tmp_path / "source")
+    seen = watch(folder, np.array(facts["windows"], np.int32))
+    names = file_names(folder)
+    ours = {}
+    for prefix, inputs in seen.linears.items():
+        ours[names[f"{prefix}.weight"].removesuffix(".weight")] = inputs.amax / SCALE
+    for prefix, products in seen.experts.items():
+        stem = next(v for k, v in names.items() if k.startswith(f"{prefix}."))
+        stem = stem[: stem.index(".experts") + len(".experts")]
+        for parts, inputs in zip((("gate", "up", "gate_up"), ("down",)), products, strict=True):
+            for part in parts:
+                ours[f"{stem}.{part}_proj"] = inputs.amax.max() / SCALE
+    renamed = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    for module, scale in facts["input_scales"].items():
+        parent, _, leaf = module.rpartition(".")
+        np.testing.assert_allclose(
+            ours[f"{parent}.{renamed.get(leaf, leaf)}"], scale, rtol=2e-5, err_msg=module
+        )
+    assert len(facts["input_scales"]) >= 7
+
+
+def rms_norm(x, weight):
+    x = x.astype(np.float64)
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6) * weight.astype(np.float64)
+
+
+def test_inputs_by_hand():
+    """What enters the first attention is the normalized embedding of the tokens."""
+    seen = watch(SMALL / "source", tokens(), squares=True)
+    tensors = read_all(SMALL / "source")
+    embedded = tensors["model.embed_tokens.weight"].astype(np.float64)[tokens()]
+    x = rms_norm(embedded, tensors[f"{LAYER}.input_layernorm.weight"]).reshape(-1, 64)
+    for part in "qkv":
+        inputs = seen.linears[f"{LAYER}.self_attn.{part}_proj"]
+        np.testing.assert_allclose(inputs.amax, np.abs(x).max(), rtol=1e-6)
+        np.testing.assert_allclose(inputs.importance(), np.mean(x * x, 0), rtol=1e-5)
+        assert inputs.count == tokens().size
+    first, second = seen.experts[f"{LAYER}.mlp.experts"]
+    assert first.count.sum() == 2 * tokens().size  # two experts a token
+    np.testing.assert_array_equal(first.count, second.count)
+    assert (first.squares.shape, second.squares.shape) == ((4, 64), (4, 32))
+
+
+def test_squares_are_not_summed_unasked():
+    seen = watch(SMALL / "source", tokens()[:1])
+    assert all(inputs.importance() is None for inputs in seen.linears.values())
+
+
+def test_importance_of_an_expert_without_tokens_is_that_of_all():
+    squares = np.array([[4.0, 8.0], [0.0, 0.0], [2.0, 2.0]], np.float32)
+    inputs = Inputs(np.ones(3, np.float32), np.array([2, 0, 2]), squares)
+    np.testing.assert_array_equal(inputs.importance(), [[2, 4], [1.5, 2.5], [1, 1]])
+
+
+@pytest.mark.parametrize(("gated", "weight_on_input"), [(True, False), (False, True)])
+def test_observed_experts_compute_what_experts_do(gated, weight_on_input):
+    """And see by expert what enters; ids that mean no expert leave no trace."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    e, h, i, t = 5, 32, 48, 150
+    up = jax.random.normal(keys[0], (e, i * (1 + gated), h)) / 6
+    experts = DenseExperts(
+        up, jax.random.normal(keys[1], (e, h, i)) / 7, 0.1 * up[..., 0], jnp.ones((e, h))
+    )
+    x = jax.random.normal(keys[2], (t, h))
+    ids = jax.random.randint(keys[3], (t, 2), 0, e - 1).at[::7, 0].set(-1).at[::9, 1].set(e)
+    weights = jax.random.uniform(keys[4], (t, 2))
+    call = {
+        "activation": "silu" if gated else "relu2",
+        "alpha": None,
+        "beta": None,
+        "limit": None,
+        "weight_on_input": weight_on_input,
+    }
+    watching = ObservedExperts(squares=True)
+    y = nnx.jit(lambda run, *given: run(*given, activations=None, **call))(
+        watching, x, experts, ids, weights
+    )
+    expected = jax.jit(lambda *given: dense_moe(*given, **call))(x, experts, ids, weights)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    seen = watching.first.get_value()
+    for expert in range(e):
+        rows, slots = np.nonzero(np.asarray(ids) == expert)
+        inputs = np.asarray(x)[rows]
+        if weight_on_input:
+            inputs = inputs * np.asarray(weights)[rows, slots][:, None]
+        assert seen["count"][expert] == len(rows)
+        np.testing.assert_allclose(seen["amax"][expert], np.abs(inputs).max(initial=0), rtol=1e-6)
+        np.testing.assert_allclose(seen["squares"][expert], (inputs**2).sum(0), rtol=1e-4)
+    assert seen["count"][e - 1] == 0
+
+
+class Forgetful:
+    """An observer that keeps no layer, and counts those still alive."""
+
+    def __init__(self):
+        self.layers, self.alive = [], []
+
+    def embedding(self, table):
+        return table[:0]
+
+    def linear(self, prefix, module):
+        return module
+
+    def run_dense(self):
+        return dense_moe
+
+    def layer(self, module):
+        gc.collect()
+        self.alive.append(sum(layer() is not None for layer in self.layers))
+        self.layers.append(weakref.ref(module))
+
+
+def test_one_layer_is_alive_at_a_time(tmp_path):
+    """So memory does not grow with their number."""
+    folder = dequantized("deepseek_v3-direct-modelopt-w4a16", tmp_path / "source")
+    observer = Forgetful()
+    with open_checkpoint(folder) as checkpoint:
+        observe_layers(checkpoint, observer)
+    assert observer.alive == [0, 0]

@@ -1,0 +1,163 @@
+"""Deferred arrays: any part equals that of the whole, and only its own bytes are read."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from given import CHECKPOINTS, EXAMPLE, copy_with_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_nvfp4_moe.checkpoint import CheckpointError, LoadOptions, load, open_checkpoint
+from jax_nvfp4_moe.checkpoint.deferred import Deferred, overlap, whole
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors
+
+# Folder, experts' module, e, h and i, options: one tensor an expert; all stacked, [e, k, n]; the
+# same with alternating rows and biases.
+CASES = {
+    "each": (EXAMPLE, "model.layers.0.mlp.experts", (16, 256, 192), {}),
+    "stacked": (
+        CHECKPOINTS / "llama4_text-modelopt-w4a16",
+        "model.layers.1.feed_forward.experts",
+        (4, 64, 48),
+        {"inputs_first": True},
+    ),
+    "alternating": (
+        CHECKPOINTS / "gpt_oss-modelopt-w4a16",
+        "model.layers.0.mlp.experts",
+        (6, 64, 48),
+        {"inputs_first": True, "bias": True, "interleaved": True},
+    ),
+}
+
+
+def slices(size):
+    bounds = st.tuples(st.integers(0, size), st.integers(0, size))
+    return bounds.map(lambda pair: slice(min(pair), max(pair)))
+
+
+def regions(shape):
+    return st.tuples(*map(slices, shape))
+
+
+@given(st.data())
+def test_a_part_of_a_part(data):
+    """`overlap` finds the same elements as masks do."""
+    shape = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4)))
+    region = data.draw(regions(shape))
+    first = st.one_of(st.integers(0, shape[0] - 1), slices(shape[0]))
+    at = data.draw(st.one_of(st.just(()), st.tuples(first), st.tuples(first, slices(shape[1]))))
+    array = np.arange(math.prod(shape)).reshape(shape)
+    common = set(array[region].flat) & set(np.atleast_1d(array[at]).flat)
+    found = overlap(at, shape, region)
+    if found is None:
+        assert not common
+        return
+    inside, of_part = found
+    assert set(np.atleast_1d(array[region][inside]).flat) == common
+    assert set(np.atleast_1d(array[at][of_part]).flat) == common
+
+
+@given(regions((4, 6)))
+def test_indices(region):
+    array = np.arange(24).reshape(4, 6)
+    deferred = Deferred(array.shape, array.dtype, lambda region: array[region])
+    np.testing.assert_array_equal(deferred[region], array[region])
+    np.testing.assert_array_equal(deferred.map(np.negative)[region[0]], -array[region[0]])
+    np.testing.assert_array_equal(deferred[1:, -2:], array[1:, -2:])
+    np.testing.assert_array_equal(deferred[()], array)
+    assert (deferred.ndim, deferred.nbytes, whole((4, 6))) == (2, 192, (slice(0, 4), slice(0, 6)))
+    with pytest.raises(ValueError, match="index: expected slices of step 1"):
+        deferred[::2]
+
+
+@functools.cache
+def experts(name):
+    """Return the arrays of a layer's experts, whole and deferred, by name."""
+    folder, prefix, sizes, options = CASES[name]
+    checkpoint = open_checkpoint(folder)  # stays open: parts are read later
+    found = []
+    for deferred in (False, True):
+        how = LoadOptions(
+            place=lambda name, value, declared: value,
+            input_scales="ignored",
+            only=prefix,
+            deferred=deferred,
+        )
+
+        def build(weights):
+            return weights.experts(prefix, *sizes, **options).params
+
+        found.append(flat(load(checkpoint, build, how)))
+    return found
+
+
+def flat(params):
+    found = {
+        f"{matrix}.{field}": getattr(getattr(params, matrix), field)
+        for matrix in ("gate_up", "down")
+        for field in ("packed", "block_scale", "global_scale")
+    }
+    found |= {name: getattr(params, name) for name in ("gate_up_bias", "down_bias")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_any_part_equals_that_of_the_whole(name, data):
+    arrays, deferred = experts(name)
+    field = data.draw(st.sampled_from(sorted(arrays)))
+    region = data.draw(regions(arrays[field].shape))
+    part = deferred[field][region]
+    assert part.dtype == arrays[field].dtype
+    np.testing.assert_array_equal(part.view(np.uint8), arrays[field][region].view(np.uint8))
+
+
+def test_rows_of_experts_are_read_by_range(monkeypatch):
+    """Of experts 4 to 7 the rows 64 to 127 of gate: those bytes, and no others are touched."""
+    arrays, deferred = experts("each")
+    into, counted = Tensors.read_into, []
+
+    def recorded(self, name, out, *rest):
+        counted.append((name, out.nbytes))
+        return into(self, name, out, *rest)
+
+    monkeypatch.setattr(Tensors, "read_into", recorded)
+    part = deferred["gate_up.packed"][4:8, 64:128]
+    np.testing.assert_array_equal(part, arrays["gate_up.packed"][4:8, 64:128])
+    names = [f"model.layers.0.mlp.experts.{x}.gate_proj.weight" for x in range(4, 8)]
+    assert counted == [(name, 64 * 128) for name in names]
+
+
+def test_a_part_of_bad_scales_is_refused(tmp_path):
+    """A NaN is found by whoever reads it, as in a whole load, and by nobody else."""
+    folder = copy_with_config(CHECKPOINTS / "qwen3moe-modelopt-w4a16", tmp_path / "m")
+    name = "model.layers.0.mlp.experts.3.down_proj.weight_scale"
+    with open_checkpoint(folder) as checkpoint:
+        info = checkpoint.tensors.info(name)
+    with (folder / info.file).open("r+b") as stream:
+        stream.seek(info.start)
+        stream.write(b"\x7f")
+
+    def read(experts):
+        def place(name, value, declared):
+            return value.down.block_scale[experts] if name.endswith("experts") else value
+
+        how = LoadOptions(place=place, only="model.layers.0.mlp.experts", deferred=True)
+        with open_checkpoint(folder) as checkpoint:
+            sizes = (16, *checkpoint_sizes(checkpoint.config))
+            return load(
+                checkpoint,
+                lambda weights: weights.experts("model.layers.0.mlp.experts", *sizes),
+                how,
+            )
+
+    read(slice(4, 16))
+    with pytest.raises(CheckpointError, match=r"experts.3.down_proj.*1 of \d+ block scales are"):
+        read(slice(0, 4))
+
+
+def checkpoint_sizes(config):
+    return config["hidden_size"], config["moe_intermediate_size"]

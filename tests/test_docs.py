@@ -1,0 +1,68 @@
+"""The reference has every public name, once. CI builds it, and there a warning is an error."""
+
+import collections
+
+import pages
+import pytest
+
+import jax_nvfp4_moe as nvfp4
+
+MODULES = (nvfp4, nvfp4.ops, nvfp4.testing)
+
+
+def left_out(module, reference):
+    """Return the public names of `module` that are on no page."""
+    there = {id(value) for _, names in reference.values() for value in names.values()}
+    return {name for name, value in pages.public(module).items() if id(value) not in there}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(module):
+    assert {"load_model", "moe_mlp", "random_moe_params"} & pages.public(module).keys()
+    assert left_out(module, pages.reference()) == set()
+
+
+def test_no_name_is_there_twice():
+    values = [id(value) for _, names in pages.reference().values() for value in names.values()]
+    assert [value for value, count in collections.Counter(values).items() if count > 1] == []
+
+
+def test_a_module_that_no_page_names_gets_its_own():
+    reference = pages.reference({})
+    assert left_out(nvfp4, reference) == set()
+    assert list(reference["generate"][1]) == ["generate"]
+
+
+def test_a_name_that_is_on_no_page_is_noticed():
+    assert "moe_mlp" in left_out(nvfp4.ops, pages.reference({}))
+
+
+def test_a_page_asks_for_its_names_under_their_public_paths():
+    text = pages.render(*pages.reference()["models"])
+    assert ".. autofunction:: jax_nvfp4_moe.load_model\n" in text
+    assert ".. autofunction:: jax_nvfp4_moe.saving.save_prepared\n" in text
+
+
+def test_the_command_line_is_described_in_full():
+    text = pages.command_line()
+    for words in ("## inspect", "## generate", "| `--max-new-tokens` |", "| `path` | required |"):
+        assert words in text
+
+
+def test_sources_hold_the_pages_that_the_readme_links_to(tmp_path):
+    pages.write(tmp_path / "source")
+    home = (tmp_path / "source" / "index.md").read_text()
+    linked = list(pages.linked(home))
+    assert "CONTRIBUTING.md" in linked
+    assert all((tmp_path / "source" / path).is_file() for path in linked)
+    assert "reference/ops\n" in home
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
+    text = pages.notebook_page(pages.ROOT / "notebooks" / "01_format.ipynb", tmp_path)
+    assert text.startswith("# 1. What NVFP4 is\n")
+    assert "```text\nexperts, rows, columns: (16, 256, 192)" in text
+    pictures = sorted(path.name for path in tmp_path.iterdir())
+    assert len(pictures) == 5
+    assert all(f"![]({name})" in text for name in pictures)
+    assert (tmp_path / pictures[0]).read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,75 @@
+"""The examples run, and show what they say: the same model, less memory; LoRA that learns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from given import EXAMPLE
+
+from jax_nvfp4_moe import load_model, quantize_experts
+from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx
+from jax_nvfp4_moe.linears import NVFP4Param
+
+
+def rounded(gate, up, down):
+    """Kernels, inputs first, as NVFP4 keeps them."""
+    params = quantize_experts(*(w.swapaxes(1, 2) for w in (gate, up, down)))
+    gate, up = jnp.split(params.gate_up.dequantize(), 2, axis=1)
+    return [w.swapaxes(1, 2) for w in (gate, up, params.down.dequantize())]
+
+
+def assert_same_model(swapped, of_rounded, dense):
+    """Float32 sums in another order; what NVFP4 rounds is a thousand times as much."""
+    scale = np.abs(of_rounded).max()
+    np.testing.assert_allclose(swapped, of_rounded, rtol=0, atol=1e-5 * scale)
+    assert np.abs(swapped - dense).max() > 1e-2 * scale
+
+
+def test_swap_in_an_nnx_model():
+    model = swap_nnx.Model(64, 32, 8, 2, num_layers=2, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (5, 64))
+    before = model(x)
+    swapped = [swap_nnx.swap(block, dtype=x.dtype) for block in model.blocks]
+    for block in model.blocks:
+        weights = block.gate, block.up, block.down
+        for weight, value in zip(weights, rounded(*(w[...] for w in weights)), strict=True):
+            weight[...] = value
+    of_rounded = model(x)
+    model.blocks = nnx.List(swapped)
+    assert_same_model(nnx.jit(model)(x), of_rounded, before)
+
+
+def test_swap_in_a_linen_model():
+    x = jax.random.normal(jax.random.key(1), (5, swap_linen.HIDDEN))
+    variables = swap_linen.Model().init(jax.random.key(0), x)
+    swapped = jax.jit(swap_linen.NVFP4Model().apply)(swap_linen.swap(variables), x)
+    before = swap_linen.Model().apply(variables, x)
+    names = ("gate", "up", "down")
+    moe = variables["params"]["moe"]
+    moe |= dict(zip(names, rounded(*(moe[name] for name in names)), strict=True))
+    assert_same_model(swapped, swap_linen.Model().apply(variables, x), before)
+
+
+def test_swaps_say_what_they_change(capsys):
+    swap_nnx.main()
+    swap_linen.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "MB ->" in line]
+    for line in lines:
+        before, after = (float(word) for word in (line.split()[0], line.split()[3]))
+        assert before > 6 * after
+    assert len(lines) == 2
+
+
+def test_lora_learns_and_nothing_else_moves():
+    model = load_model(EXAMPLE)
+    lora.add_lora(model, rank=4, rngs=nnx.Rngs(0))
+    ids = jnp.arange(100, 124, dtype=jnp.int32)[None]
+    others = nnx.All(nnx.Variable, nnx.Not(nnx.LoRAParam))
+    before = jax.tree.map(np.asarray, nnx.state(model, others))
+    assert len(nnx.to_flat_state(nnx.state(model, NVFP4Param))) > 5  # attention too
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # for optax
+        losses = lora.train(model, ids, steps=4)
+    assert losses[-1] < losses[0] - 0.5
+    after = nnx.state(model, others)
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,89 @@
+"""Checkpoints written and read back: the same tensors, the same parameters, bit for bit."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from given import CHECKPOINTS
+
+from jax_nvfp4_moe import load_moe
+from jax_nvfp4_moe.checkpoint.export import write_checkpoint
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
+
+FOLDERS = sorted(p.name for p in CHECKPOINTS.iterdir() if (p / "model.safetensors").exists())
+
+
+def read_all(folder):
+    """Read every tensor of every file of a folder."""
+    read = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        problems = []
+        infos = read_header(path, path.name, problems)
+        assert not problems
+        with Tensors({path.name: path}, infos) as tensors:
+            read |= {name: np.array(tensors.read(name)) for name in tensors.names()}
+    return read
+
+
+def write_again(source, folder, tensors):
+    """Write tensors into four files or so, with the declaration of `source`."""
+    config = json.loads((source / "config.json").read_text())
+    total = sum(array.nbytes for array in tensors.values())
+    write_checkpoint(folder, tensors, config, shard_bytes=total // 4 + 1)
+    for name in ("config.json", "hf_quant_config.json"):
+        if (source / name).exists():
+            (folder / name).write_bytes((source / name).read_bytes())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_checkpoint_comes_back_from_shards(tmp_path, name):
+    written = read_all(CHECKPOINTS / name)
+    write_again(CHECKPOINTS / name, tmp_path, written)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    read = read_all(tmp_path)
+    assert read.keys() == written.keys()
+    for tensor, array in written.items():
+        assert (read[tensor].dtype, read[tensor].shape) == (array.dtype, array.shape)
+        assert read[tensor].tobytes() == array.tobytes()
+
+
+def expert_tensors(params, prefix):
+    """Name canonical parameters as ModelOpt does: one tensor an expert and projection."""
+    e, i = params.num_experts, params.intermediate
+    scales = {"gate_up": params.gate_up_input_scale, "down": params.down_input_scale}
+    for expert in range(e):
+        one = jax.tree.map(lambda leaf, expert=expert: np.asarray(leaf[expert]), params)
+        rows = {"gate_proj": slice(0, i), "up_proj": slice(i, 2 * i), "down_proj": slice(None)}
+        for half, (projection, part) in enumerate(rows.items()):
+            which = "down" if projection == "down_proj" else "gate_up"
+            weight, name = getattr(one, which), f"{prefix}.{expert}.{projection}"
+            scale = np.broadcast_to(weight.global_scale, (2,))[half % 2]
+            yield f"{name}.weight", weight.packed[part]
+            yield f"{name}.weight_scale", weight.block_scale[part]
+            yield f"{name}.weight_scale_2", np.asarray(scale)
+            if scales[which] is not None:
+                yield f"{name}.input_scale", np.asarray(scales[which][expert])
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-modelopt-w4a4", "qwen3moe-modelopt-w4a16"])
+def test_canonical_parameters_come_back(tmp_path, name):
+    """Loaded, put back under the names of the file, written, and loaded again."""
+    source, how = CHECKPOINTS / name, {"scheme": "checkpoint", "backend": "reference"}
+    before = load_moe(source, 1, **how).params.get_value()
+    assert before.layout == "canonical"
+    written = read_all(source)
+    experts = re.compile(r"model\.layers\.1\.mlp\.experts\.\d+\.")
+    again = dict(expert_tensors(before, "model.layers.1.mlp.experts"))
+    # The same names and bytes, but for input scales that the loader ignores in w4a16.
+    assert {key for key in written if experts.match(key)} >= again.keys()
+    for key, array in again.items():
+        assert array.tobytes() == written[key].tobytes()
+    write_again(
+        source, tmp_path, {k: v for k, v in written.items() if not experts.match(k)} | again
+    )
+    after = load_moe(tmp_path, 1, **how).params.get_value()
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

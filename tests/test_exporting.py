@@ -1,0 +1,122 @@
+"""`jax.export`: a layer and a decoding step, run again by another process, to the bit."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from given import EXAMPLE
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe import _ffi, exporting
+from jax_nvfp4_moe.testing import random_moe_params, random_routing
+
+# Runs what the test wrote, in a process that has traced nothing.
+AGAIN = """
+import pathlib, sys
+import jax, jax.numpy as jnp, numpy as np
+import jax_nvfp4_moe as nvfp4
+from test_exporting import {arguments} as arguments
+
+folder = pathlib.Path(sys.argv[1])
+exported = nvfp4.load_exported((folder / "program").read_bytes())
+for index, leaf in enumerate(jax.tree.leaves(exported.call(*arguments()))):
+    np.save(folder / f"{{index}}.npy", np.asarray(leaf).view(np.uint8))
+"""
+
+
+def export(function, arguments, **options):
+    checks = nvfp4.export_checks()
+    return jax.export.export(jax.jit(function), disabled_checks=checks, **options)(*arguments)
+
+
+def assert_same_again(tmp_path, function, arguments):
+    """Export, run in a new process, compare with the function here."""
+    (tmp_path / "program").write_bytes(export(function, arguments()).serialize())
+    code = AGAIN.format(arguments=arguments.__name__)
+    path = f"import sys; sys.path[:0] = {sys.path!r}\n"
+    subprocess.run([sys.executable, "-c", path + code, str(tmp_path)], check=True)
+    here = jax.tree.leaves(jax.jit(function)(*arguments()))
+    for index, leaf in enumerate(here):
+        there = np.load(tmp_path / f"{index}.npy")
+        np.testing.assert_array_equal(there, np.asarray(leaf).view(np.uint8))
+    assert any(np.asarray(leaf).any() for leaf in here)
+
+
+def layer_arguments():
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = random_moe_params(keys[0], num_experts=4, hidden=64, intermediate=48)
+    x = jax.random.normal(keys[1], (5, 64), jnp.bfloat16)
+    return x, nvfp4.prepare(params, scheme="w4a4"), *random_routing(keys[2], 5, 4, 2)
+
+
+def layer(x, params, ids, weights):
+    return nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a4")
+
+
+def test_a_layer_in_a_new_process(tmp_path):
+    """Its experts are arguments, prepared, with their layout in the structure."""
+    assert_same_again(tmp_path, layer, layer_arguments)
+
+
+def step_arguments():
+    """The weights as a list, one token of each of two rows, and a cache with room for 16."""
+    model = nvfp4.load_model(EXAMPLE)
+    return jax.tree.leaves(nnx.state(model)), jnp.array([[7], [9]]), model.init_cache(2, 16)
+
+
+def test_a_decoding_step_in_a_new_process(tmp_path):
+    graph, state = nnx.split(nvfp4.load_model(EXAMPLE))
+    structure = jax.tree.structure(state)
+
+    def step(leaves, input_ids, cache):
+        return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(input_ids, cache)
+
+    assert_same_again(tmp_path, step, step_arguments)
+
+
+def test_for_a_gpu_from_a_machine_without():
+    """Lowering asks for no GPU; loading says what is missing to run it here."""
+    target = nvfp4.Target("cuda", (9, 0))
+    x, params, ids, weights = layer_arguments()
+    params = nvfp4.prepare(params, target=target, scheme="w4a16")
+
+    def forward(x, params, ids, weights):
+        return nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a16", target=target)
+
+    exported = export(forward, (x, params, ids, weights), platforms=("cuda",))
+    assert exported.platforms == ("cuda",)
+    assert "custom_call @nvfp4_moe_w4a16_sm90" in exported.mlir_module()
+    serialized = exported.serialize()
+    if dict(_ffi.missing(("_nvfp4_cuda",))):
+        with pytest.raises(nvfp4.NoBackendError, match=r"nvfp4_moe_w4a16_sm90: the extension"):
+            nvfp4.load_exported(serialized)
+    else:
+        assert nvfp4.load_exported(serialized).in_tree == exported.in_tree
+
+
+def test_the_checks_are_those_of_all_kernels():
+    """Every target that an extension registers; without them jax refuses the program."""
+    named = set(exporting._extensions())
+    for extension in _ffi.EXTENSIONS:
+        module = _ffi.load(extension)
+        registered = set(module.registrations()) if module else set()
+        assert registered <= named
+    with pytest.raises(ValueError, match="custom calls whose targets have no"):
+        jax.export.export(jax.jit(layer))(*layer_arguments())
+
+
+def test_structures_come_back():
+    """Layouts and padded sizes are part of the structure that an export writes."""
+    _, params, _, _ = layer_arguments()
+    canonical = params.to_layout("canonical")
+    padded = canonical.to_layout("mma_64x64")
+    exported = export(lambda p: p.down.global_scale, (padded,))
+    again = nvfp4.load_exported(exported.serialize())
+    assert again.in_tree == exported.in_tree
+    np.testing.assert_array_equal(again.call(padded), padded.down.global_scale)
+    with pytest.raises(ValueError, match="structure"):
+        again.call(canonical)

@@ -1,0 +1,461 @@
+"""Gradients of the ops: those of the dequantized model, whatever kernel ran the forward pass."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.activations import activate, find_activation
+from jax_nvfp4_moe.backends import BACKENDS
+from jax_nvfp4_moe.backends.reference import round_activations
+from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.ops.dense import dense_fp8
+from jax_nvfp4_moe.ops.dense_moe import dense_moe
+from jax_nvfp4_moe.scheme import Float8, Scheme
+from jax_nvfp4_moe.tensor import DenseExperts
+from jax_nvfp4_moe.testing import (
+    assert_as_accurate_as,
+    moe_mlp_float64,
+    moe_mlp_xla,
+    random_moe_params,
+    random_routing,
+)
+
+E, H, I, K = 5, 64, 48, 3  # noqa: E741  the letters of the shapes
+NAMES = ("x", "expert_weights", "gate_up_bias", "down_bias")
+
+
+@functools.cache
+def layer(tokens=9, *, gated=True, dtype=jnp.float32, seed=0):
+    """Tokens, biased experts, ids, and weights that favour no token."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    params = random_moe_params(keys[0], num_experts=E, hidden=H, intermediate=I, gated=gated)
+    biases = {
+        "gate_up_bias": jax.random.normal(keys[3], params.gate_up.shape[:2]),
+        "down_bias": jax.random.normal(keys[4], params.down.shape[:2]),
+    }
+    x = jax.random.normal(keys[1], (tokens, H), dtype)
+    params = dataclasses.replace(params, **biases)
+    return x, params, *random_routing(keys[2], tokens, E, K)
+
+
+def cotangent(x):
+    return jax.random.normal(jax.random.key(7), x.shape, jnp.float32).astype(x.dtype)
+
+
+def gradients(run, x, params, weights):
+    """Return the gradients of ``sum(y * cotangent)``, by name."""
+
+    def total(x, weights, *biases):
+        given = dataclasses.replace(params, gate_up_bias=biases[0], down_bias=biases[1])
+        y = run(x, given, weights)
+        return jnp.sum(y.astype(jnp.float32) * cotangent(x).astype(jnp.float32))
+
+    biases = params.gate_up_bias, params.down_bias
+    return dict(zip(NAMES, jax.grad(total, range(4))(x, weights, *biases), strict=True))
+
+
+def ours(x, params, ids, weights, **options):
+    return _ours(x, params, ids, weights, tuple({"scheme": "w4a16", **options}.items()))
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _ours(x, params, ids, weights, options):
+    def run(x, params, weights):
+        return nvfp4.ops.moe_mlp(x, params, ids, weights, **dict(options))
+
+    return gradients(run, x, params, weights)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def of_xla(x, params, ids, weights, call):
+    """The yardstick: the derivative of plain XLA on dequantized weights, in the dtype of x."""
+
+    def run(x, params, weights):
+        return moe_mlp_xla(x, params, ids, weights, call, x.dtype)
+
+    return gradients(run, x, params, weights)
+
+
+def exact(x, params, ids, weights, call, *, on_input=False, rounded=None):
+    """The derivative of the dequantized model in float64; `rounded` counts as the identity."""
+    matrices = (params.gate_up.dequantize(), params.down.dequantize())
+    operands = (x, weights, params.gate_up_bias, params.down_bias, *matrices, cotangent(x))
+    operands = [np.asarray(a, np.float64) for a in operands]
+    with jax.enable_x64(True):
+        found = _exact(*operands, np.asarray(ids), call=call, on_input=on_input, rounded=rounded)
+        return dict(zip(NAMES, map(np.asarray, found), strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("call", "on_input", "rounded"))
+def _exact(x, weights, first, second, gate_up, down, bar, ids, *, call, on_input, rounded):
+    def through(rows, expert, product):
+        fixed = jax.lax.stop_gradient(rows)
+        return rows if rounded is None else rows + rounded(fixed, expert, product) - fixed
+
+    def activate(u):
+        row = call.row
+        if not row.gated:
+            return row.function(jnp.minimum(u, call.limit), call.alpha)
+        gate, up = (u[..., 0::2], u[..., 1::2]) if row.interleaved else jnp.split(u, 2, -1)
+        gate, up = jnp.minimum(gate, call.limit), jnp.clip(up, -call.limit, call.limit)
+        return row.function(gate, call.alpha) * (up + call.beta)
+
+    def total(x, weights, first, second):
+        y = 0.0
+        for expert in range(E):
+            weight = jnp.sum(jnp.where(ids == expert, weights, 0.0), -1, keepdims=True)
+            rows = through(x * weight if on_input else x, expert, 0)
+            u = rows @ gate_up[expert].T + first[expert][None]
+            d = through(activate(u), expert, 1) @ down[expert].T + second[expert][None]
+            hit = (ids == expert).any(-1, keepdims=True)
+            y += jnp.where(hit, d if on_input else d * weight, 0.0)
+        return jnp.sum(y * bar)
+
+    return jax.grad(total, range(4))(x, weights, first, second)
+
+
+def assert_accurate(actual, yardstick, truth):
+    for name in NAMES:
+        assert_as_accurate_as(actual[name], yardstick[name], truth[name])
+
+
+def assert_as_the_model(actual, *operands):
+    assert_accurate(actual, of_xla(*operands), exact(*operands))
+
+
+# One of each kind: gated, alternating with limits and parameters, not gated, another function.
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2", "gelu_tanh"])
+def test_gradients_are_those_of_the_dequantized_model(activation):
+    call = find_activation(activation)
+    x, params, ids, weights = layer(gated=call.row.gated)
+    actual = ours(x, params, ids, weights, activation=activation)
+    assert_accurate(
+        actual, of_xla(x, params, ids, weights, call), exact(x, params, ids, weights, call)
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_in_16_bits(dtype):
+    call = find_activation("silu")
+    x, params, ids, weights = layer(dtype=dtype)
+    actual = ours(x, params, ids, weights)
+    assert actual["x"].dtype == dtype
+    assert actual["expert_weights"].dtype == jnp.float32
+    assert_accurate(
+        actual, of_xla(x, params, ids, weights, call), exact(x, params, ids, weights, call)
+    )
+
+
+def test_the_exact_gradient_agrees_with_differences_and_the_bound_catches():
+    """The float64 model is checked by differences of another one; swapped experts are caught."""
+    call = find_activation("silu")
+    x, params, ids, weights = layer()
+    truth = exact(x, params, ids, weights, call)
+    way, start = np.random.default_rng(0).normal(size=x.shape), np.asarray(x, np.float64)
+    ahead, behind = (
+        np.sum(
+            moe_mlp_float64(start + s * way, params, ids, weights, call) * np.asarray(cotangent(x))
+        )
+        for s in (1e-5, -1e-5)
+    )
+    # Central differences: 1e-10 of truncation, 1e-16 / 1e-5 of rounding.
+    assert (ahead - behind) / 2e-5 == pytest.approx(np.sum(truth["x"] * way), rel=1e-7)
+    yardstick = of_xla(x, params, ids, weights, call)
+    wrong = ours(x, params, (ids + 1) % E, weights)
+    for name in NAMES:
+        with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+            assert_as_accurate_as(wrong[name], yardstick[name], truth[name])
+
+
+LAYOUTS_OF_KERNELS = (
+    ("cpu_16x16", True),
+    ("mma_64x64", True),
+    ("mma_64x64", False),
+    ("fp4_64x64", True),
+    ("fp4_128x64", True),
+)
+
+
+@pytest.mark.parametrize(("layout", "gated"), LAYOUTS_OF_KERNELS)
+def test_weights_in_the_layout_of_a_kernel(layout, gated):
+    """The same values in another byte order, padded: the same gradient to the bit."""
+    x, params, ids, weights = layer(gated=gated)
+    options = {"backend": "reference", "activation": "silu" if gated else "relu2"}
+    want = ours(x, params, ids, weights, **options)
+    got = ours(x, params.to_layout(layout), ids, weights, **options)
+    for name in NAMES:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+def test_gate_and_up_with_scales_of_their_own_and_divisors():
+    """As compressed-tensors stores them: the values are divided."""
+    call = find_activation("silu")
+    x, params, ids, weights = layer()
+    assert params.gate_up.global_scale.shape == (E, 2)
+    divided = dataclasses.replace(params.down, global_divisor=1 / params.down.global_scale)
+    params = dataclasses.replace(params, down=divided)
+    actual = ours(x, params, ids, weights, backend="reference")
+    assert_accurate(
+        actual, of_xla(x, params, ids, weights, call), exact(x, params, ids, weights, call)
+    )
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
+def test_rounded_activations_count_as_the_identity(scheme):
+    """Straight through: the products see rounded rows, the derivative of rounding is 1."""
+    call = find_activation("silu")
+    x, params, ids, weights = layer()
+
+    def rounded(rows, expert, product):
+        scale = (params.gate_up_input_scale, params.down_input_scale)[product][expert]
+        return round_activations(rows.astype(jnp.float32), scale, Scheme(scheme)).astype(rows.dtype)
+
+    truth = exact(x, params, ids, weights, call, rounded=rounded)
+    plain = exact(x, params, ids, weights, call)
+    yardstick = of_xla(x, params, ids, weights, call)
+    # The yardstick's error is that of the model without rounding, which it computes.
+    allowed = {name: truth[name] + yardstick[name] - plain[name] for name in NAMES}
+    assert_accurate(ours(x, params, ids, weights, scheme=scheme), allowed, truth)
+    assert np.abs(truth["x"] - plain["x"]).max() > 1e-3 * np.abs(plain["x"]).max()
+
+
+def test_weights_on_the_input():
+    """With one expert a token, as Llama-4 has; tokens weighed by hand are the yardstick."""
+    call = find_activation("silu")
+    x, params, _, _ = layer()
+    ids, weights = jnp.asarray([[1]] * 8 + [[3]], jnp.int32), jnp.linspace(0.1, 0.9, 9)[:, None]
+
+    def run(x, params, weights):
+        return moe_mlp_xla(x * weights, params, ids, jnp.ones((9, 1)), call, jnp.float32)
+
+    yardstick = gradients(run, x, params, weights)
+    truth = exact(x, params, ids, weights, call, on_input=True)
+    assert_accurate(ours(x, params, ids, weights, weight_on_input=True), yardstick, truth)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 300])
+def test_token_counts(tokens):
+    """300 slots of one expert go through in three pieces."""
+    call = find_activation("silu")
+    x, params, ids, weights = layer(tokens)
+    if tokens == 300:
+        ids = jnp.full_like(ids, 2).at[:, 1:].set(-1)
+    actual = ours(x, params, ids, weights)
+    assert {name: actual[name].shape for name in NAMES} == {
+        "x": (tokens, H),
+        "expert_weights": (tokens, K),
+        "gate_up_bias": (E, 2 * I),
+        "down_bias": (E, H),
+    }
+    if tokens == 0:
+        assert not np.asarray(actual["down_bias"]).any()
+        return
+    assert_accurate(
+        actual, of_xla(x, params, ids, weights, call), exact(x, params, ids, weights, call)
+    )
+
+
+def test_ids_out_of_range_get_no_gradient():
+    x, params, ids, weights = layer()
+    bad = jnp.asarray([-1, E, 2**31 - 1, -(2**31)], jnp.int32)
+    token = jnp.arange(9)
+    some = ids.at[token, token % K].set(bad[token % 4])
+    call = find_activation("silu")
+    actual = ours(x, params, some, weights)
+    assert_accurate(
+        actual, of_xla(x, params, some, weights, call), exact(x, params, some, weights, call)
+    )
+    assert not np.asarray(actual["expert_weights"])[token, token % K].any()
+    none = ours(x, params, jnp.full_like(ids, -1), weights)
+    assert not any(np.asarray(none[name]).any() for name in NAMES)
+
+
+def test_a_token_with_nan_keeps_it_to_itself():
+    """Tokens 2 and 4 alone go to expert 1, and share a piece with those of others."""
+    x, params, ids, weights = layer()
+    mine = jnp.isin(jnp.arange(9), jnp.array([2, 4]))[:, None]
+    ids = jnp.where(mine, 1, jnp.where(ids == 1, 0, ids))
+    bad = x.at[2, 5].set(jnp.nan).at[4, 7].set(jnp.inf)
+    clean, dirty = (jax.tree.map(np.asarray, ours(r, params, ids, weights)) for r in (x, bad))
+    tokens, experts = [0, 1, 3, 5, 6, 7, 8], [0, 2, 3, 4]
+    for name in NAMES:
+        keep = experts if name.endswith("bias") else tokens
+        np.testing.assert_array_equal(dirty[name][keep], clean[name][keep])
+    assert not np.isfinite(dirty["x"][[2, 4]]).any()
+
+
+def test_ours_is_the_kernel_and_nothing_more_without_a_gradient():
+    """The program of inference holds one call, and is the one that the lowering alone gives."""
+    x, params, ids, weights = layer()
+    target = nvfp4.Target("cuda", (9, 0))
+    params = nvfp4.prepare(params, target=target, scheme="w4a16")
+    options = {"scheme": "w4a16", "target": target}
+
+    def lower(run):
+        traced = jax.jit(run).trace(x, params, ids, weights)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    def forward(x, params, ids, weights):
+        return nvfp4.ops.moe_mlp(x, params, ids, weights, **options)
+
+    def backward(x, params, ids, weights):
+        return jax.grad(lambda x: forward(x, params, ids, weights).sum())(x)
+
+    def plain(x, params, ids, weights):
+        (record,) = (b for b in BACKENDS if b.name == "moe_w4a16_sm90")
+        how = {"scheme": Scheme.W4A16, "call": find_activation("silu"), "weight_on_input": False}
+        return record.lower["moe_mlp"](x, params, ids, weights, **how)
+
+    assert lower(forward).replace("jit_forward", "jit_plain") == lower(plain)
+    assert lower(forward).count("custom_call @nvfp4_moe") == 1
+    assert lower(backward).count("custom_call @nvfp4_moe") <= 1
+
+
+def test_memory_of_the_backward_pass_stays_under_one_layer():
+    """One expert's weights in float32 at once, never those of all."""
+    e, h, i = 64, 256, 256
+    params = random_moe_params(jax.random.key(0), num_experts=e, hidden=h, intermediate=i)
+    x, (ids, weights) = jnp.zeros((4, h)), random_routing(jax.random.key(1), 4, e, 2)
+    for layout in ("canonical", "mma_64x64"):
+        given = params.to_layout(layout)
+        run = functools.partial(nvfp4.ops.moe_mlp, scheme="w4a16", backend="reference")
+        total = jax.grad(lambda x, p, ids, w, run=run: run(x, p, ids, w).sum())
+        compiled = jax.jit(total).lower(x, given, ids, weights).compile()
+        # A quarter of the layer in float32; its packed bytes are an eighth.
+        assert compiled.memory_analysis().temp_size_in_bytes < 3 * e * h * i * 4 / 4
+
+
+def test_rematerialized_and_mapped():
+    x, params, ids, weights = layer()
+
+    def total(x, weights):
+        return jnp.sum(nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a16") * cotangent(x))
+
+    want = jax.jit(jax.grad(total))(x, weights)
+    np.testing.assert_array_equal(jax.jit(jax.grad(jax.checkpoint(total)))(x, weights), want)
+    mapped = jax.jit(jax.vmap(jax.grad(total)))(jnp.stack([x, x]), jnp.stack([weights, weights]))
+    for one in mapped:
+        np.testing.assert_allclose(one, want, rtol=1e-6, atol=1e-6)
+
+
+def matrices():
+    keys = jax.random.split(jax.random.key(3), 4)
+    weight = nvfp4.quantize(jax.random.normal(keys[0], (3, 32, H)))
+    return weight, jax.random.normal(keys[1], (12, H)), jax.random.normal(keys[2], (32,))
+
+
+@jax.jit
+def grouped_gradient(x, weight, sizes, bar):
+    return jax.grad(lambda x: jnp.sum(nvfp4.ops.grouped_gemm(x, weight, sizes) * bar))(x)
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 0], [12, 0, 0], [5, 7, 300], [-2, 4, 4]])
+def test_grouped_gemm(sizes):
+    """Against float64; rows of no group get zeros."""
+    weight, x, _ = matrices()
+    bar = jax.random.normal(jax.random.key(5), (12, 32))
+
+    truth, yardstick, start = np.zeros((12, H)), np.zeros((12, H), np.float32), 0
+    for group, size in enumerate(np.maximum(sizes, 0)):
+        rows = slice(start, min(12, start + size))
+        one = weight.dequantize()[group]
+        truth[rows] = np.asarray(bar, np.float64)[rows] @ np.asarray(one, np.float64)
+        yardstick[rows] = jnp.matmul(bar, one, precision="highest")[rows]
+        start += size
+    actual = grouped_gradient(x, weight, jnp.asarray(sizes, jnp.int32), bar)
+    assert_as_accurate_as(actual, yardstick, truth)
+    assert not np.asarray(actual)[start:].any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "scheme"), [((), "w4a16"), ((0,), "w4a16"), ((2, 3), "w4a4"), ((130,), "w4a16")]
+)
+def test_linear(rows, scheme):
+    """Leading axes, a bias, and any layout; under w4a4 the gradient passes straight through."""
+    weight, _, bias = matrices()
+    weight = jax.tree.map(lambda leaf: leaf[0], weight)
+    x = jax.random.normal(jax.random.key(5), (*rows, H))
+    bar = jax.random.normal(jax.random.key(6), (*rows, 32))
+    scale = jnp.float32(4 / 2688) if scheme == "w4a4" else None
+
+    def total(x, bias):
+        y = nvfp4.ops.linear(x, weight, bias=bias, input_scale=scale, scheme=scheme)
+        return jnp.sum(y * bar)
+
+    x_bar, bias_bar = jax.jit(jax.grad(total, (0, 1)))(x, bias)
+    truth = np.asarray(bar, np.float64) @ np.asarray(weight.dequantize(), np.float64)
+    assert_as_accurate_as(x_bar, jnp.matmul(bar, weight.dequantize(), precision="highest"), truth)
+    flat = np.asarray(bar, np.float64).reshape(-1, 32)
+    assert_as_accurate_as(bias_bar, bar.reshape(-1, 32).sum(0), flat.sum(0))
+
+
+def test_quantized_weights_are_frozen():
+    """Where someone differentiates by all that has a float dtype, their share is zero."""
+    x, params, ids, weights = layer()
+
+    def total(params):
+        return jnp.sum(nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a16"))
+
+    bars = jax.grad(total, allow_int=True)(params)
+    assert bars.down.packed.dtype == jax.dtypes.float0
+    for leaf in (bars.down.global_scale, bars.gate_up.global_scale, bars.down_input_scale):
+        assert not np.asarray(leaf).any()
+    assert np.asarray(bars.down_bias).any()
+
+
+@pytest.mark.parametrize("how", ["bfloat16", Float8.WEIGHTS, Float8.STATIC, Float8.TOKEN])
+def test_experts_and_linears_that_are_not_nvfp4(how):
+    """Layers of mixed checkpoints: frozen as well, FP8 activations counted as they were."""
+    keys = jax.random.split(jax.random.key(2), 3)
+    first = jax.random.normal(keys[0], (E, 2 * I, H)) / 8
+    second = jax.random.normal(keys[1], (E, H, I)) / 8
+    x, params, ids, weights = layer()
+    scales = dict.fromkeys(("gate_up_input_scale", "down_input_scale"))
+    if how == "bfloat16":
+        stored = [w.astype(jnp.bfloat16) for w in (first, second)]
+        values, options = [w.astype(jnp.float32) for w in stored], {}
+    else:
+        eighths = (w.astype(jnp.float8_e4m3fn) for w in (first, second))
+        stored = [FP8Tensor(w, jnp.ones(w.shape[:2])) for w in eighths]
+        values, options = [w.values.astype(jnp.float32) for w in stored], {"activations": how}
+        scales = dict.fromkeys(scales, jnp.full(E, 0.1))  # up to 45: nothing saturates
+    biases = {"gate_up_bias": params.gate_up_bias, "down_bias": params.down_bias}
+    experts = DenseExperts(*stored, **biases, **scales)
+
+    def total(x, weights):
+        y = dense_moe(x, experts, ids, weights, **options)
+        return jnp.sum(y * cotangent(x))
+
+    def plain(x, weights):
+        each = jnp.einsum("th,enh->etn", x, values[0], precision="highest")
+        inner = activate(find_activation("silu"), each + biases["gate_up_bias"][:, None])
+        y = jnp.einsum("eti,ehi->eth", inner, values[1], precision="highest")
+        y += biases["down_bias"][:, None]
+        hit = jnp.einsum("tke,tk->te", jax.nn.one_hot(ids, E), weights, precision="highest")
+        return jnp.sum(jnp.einsum("te,eth->th", hit, y, precision="highest") * cotangent(x))
+
+    got, want = jax.jit(jax.grad(total, (0, 1)))(x, weights), jax.grad(plain, (0, 1))(x, weights)
+    # E4M3 moves an activation by up to 1/16, and with it the derivative at that point.
+    bound = 1e-5 if how in ("bfloat16", Float8.WEIGHTS) else 0.1
+    for a, b in zip(got, want, strict=True):
+        assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
+        assert np.linalg.norm(a - jnp.roll(b, 1, 0)) > 0.5 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("how", [Float8.STATIC, Float8.TOKEN, Float8.TENSOR])
+def test_a_rounded_fp8_linear_passes_gradients_straight_through(how):
+    """A cast would round the cotangent to E4M3 too; this is the product with the weights."""
+    values = jax.random.normal(jax.random.key(0), (8, 16)).astype(jnp.float8_e4m3fn)
+    weight, x = FP8Tensor(values, jnp.full(8, 0.5)), jax.random.normal(jax.random.key(1), (3, 16))
+    bar = jax.random.normal(jax.random.key(2), (3, 8))
+
+    def total(x):
+        return jnp.sum(dense_fp8(x, weight, activations=how, input_scale=jnp.float32(0.01)) * bar)
+
+    want = jnp.matmul(bar, values.astype(jnp.float32) * 0.5, precision="highest")
+    np.testing.assert_allclose(jax.grad(total)(x), want, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,210 @@
+"""Experts over a mesh of eight host devices, in one process of its own: `eight_devices.py`."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from eight_devices import CHECKS, SHAPES
+
+from jax_nvfp4_moe import NVFP4MoE
+from jax_nvfp4_moe.parallel.grid import check_parts, divisors
+
+# Sums of float32 in another order, up to eight of them for each all-reduce; logits pass through
+# some layers of that.
+BOUND = 1e-6
+NAMES = ["x".join(map(str, shape)) for shape in SHAPES]
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """Return name -> figures of every check."""
+    script = pathlib.Path(__file__).parent / "eight_devices.py"
+    done = subprocess.run(
+        [sys.executable, script, *CHECKS],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("case", ["w4a16", "w4a4", "relu2", "swigluoai", "reference", "explicit"])
+def test_a_block_over_a_mesh_equals_one_device(figures, case):
+    """One all-reduce, and nothing else is sent."""
+    for error, sent in figures["blocks"][case].values():
+        assert error <= BOUND
+        assert sent == {"all-reduce": 1}
+
+
+def test_a_block_runs_on_all_four_shapes(figures):
+    assert list(figures["blocks"]["w4a16"]) == NAMES
+
+
+def test_sums_of_half_precision_are_float32(figures):
+    """Outputs of shards are rounded to bfloat16 each, their sum once more: at most double."""
+    one, eight = figures["half_precision"]
+    assert 0 < eight <= 2 * one
+
+
+def test_a_block_made_inside_jit(figures):
+    assert figures["traced"] <= BOUND
+
+
+def test_a_mesh_of_one_axis(figures):
+    assert max(figures["one_axis"]) <= BOUND
+
+
+def test_a_wrong_shard_is_seen(figures):
+    """Ids that are one off, as a shard's that counts from a wrong expert, give this error."""
+    assert figures["unshifted"] > 1e-2
+
+
+@pytest.mark.parametrize("name", ["qwen", "deepseek", "mixed", "example"])
+def test_checkpoints_over_a_mesh_equal_one_device(figures, name):
+    """All-reduces: one of each expert layer; of each attention and the embedding if those are cut.
+
+    DeepSeek's attention stays whole; its dense layer and two shared experts are cut. The gather is
+    that of the logits.
+    """
+    sent = {
+        "qwen": {"all-reduce": 2 + 2 + 1, "all-gather": 1},
+        "deepseek": {"all-reduce": 2 + 3 + 1, "all-gather": 1},
+        "mixed": {"all-reduce": 2},
+        "example": {"all-reduce": 5 + 5 + 1, "all-gather": 1},
+    }
+    for error, found in figures[name].values():
+        assert error <= BOUND
+        assert found == sent[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_runs_on_all_four_shapes(figures, name):
+    error, sent = figures["synthetic"][name]
+    assert error <= BOUND
+    cut = {"all-reduce": 2 + 2 + 1, "all-gather": 1}
+    assert sent == ({"all-reduce": 2} if name == "8x1" else cut)
+
+
+def test_heads_with_sinks_and_biases(figures):
+    assert figures["sinks"] <= BOUND
+
+
+def test_decoding_over_a_mesh(figures):
+    """Four shards of two key heads: pairs of shards keep the same one."""
+    assert figures["synthetic"]["same_tokens"]
+    shape, sharding = figures["synthetic"]["cache"]
+    assert shape == [2, 4, 12, 16]
+    assert "PartitionSpec(None, 'tensor'" in sharding or "P(None, 'tensor'" in sharding
+
+
+def test_a_shard_reads_its_own_experts_alone(figures):
+    """Shard 3 of 8 has expert 3; input scales, 4 bytes each, are not read in w4a16."""
+    experts, share = figures["synthetic"]["read"]
+    assert experts == [3]
+    assert share <= 1 / 8
+
+
+@pytest.mark.parametrize(
+    ("case", "reduced"),
+    [("w4a16", 0), ("product", 1), ("w4a4", 1), ("w4a4_unit_scale", 0), ("w4a4_token_scale", 0)],
+)
+def test_exchanged_tokens_equal_one_device(figures, case, reduced):
+    """Rows go out and come back; rounds need one more all-reduce, of their number."""
+    for (error, sent), rounds in zip(figures["exchanged"][case], (0, 1), strict=False):
+        assert error <= BOUND
+        reduces = {"all-reduce": reduced + rounds} if reduced + rounds else {}
+        assert sent == {"all-to-all": 2} | reduces
+
+
+def test_counts_of_tokens_that_shards_do_not_divide(figures):
+    """The result cannot lie in equal parts, so that one gather makes it whole; or there is none."""
+    for error, sent in figures["exchanged"]["uneven"]:
+        assert error <= BOUND
+        assert sent["all-gather"] == 1
+    assert figures["exchanged"]["nothing"] == [[0.0, {}]]
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
+def test_rows_with_weights_on_the_input_are_quantized_once(figures, scheme):
+    [[error, sent]] = figures["exchanged"][f"{scheme} on input"]
+    assert error <= BOUND
+    assert sent == {"all-to-all": 2}
+
+
+def test_explicit_tokens_of_any_count(figures):
+    """Cut as they came in, whether shards divide them or not."""
+    assert {"(1,) ", "(5,) ", "(1, 5) ", "(3, 1) ", "(8, 3) expert"} < {*figures["explicit_tokens"]}
+    for error, same in figures["explicit_tokens"].values():
+        assert error <= BOUND
+        assert same
+
+
+def test_gradients_over_a_mesh_equal_one_device(figures):
+    """To tokens, weights and biases, with ids out of range; one device's are not zero."""
+    assert len(figures["gradients"]) == 2 * 2 * 3
+    for errors in figures["gradients"].values():
+        assert max(errors) <= BOUND
+
+
+def test_quantized_rows_are_a_quarter(figures):
+    """8 rows of 64 values to each of 8 shards, 2 or 9 / 16 bytes each, and 8 for each of 4 ids."""
+    assert figures["bytes_sent"]["w4a16"] == [f"8x8x{2 * 64 + 4 * 8}"]
+    assert figures["bytes_sent"]["w4a4_unit_scale"] == [f"8x8x{64 * 9 // 16 + 4 * 8}"]
+
+
+def test_a_ragged_exchange_lowers_for_a_gpu(figures):
+    assert figures["ragged"] == ["ragged_all_to_all", "nvfp4_moe_w4a16_sm90", "ragged_all_to_all"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exchange": "broadcast"}, "exchange: expected one of psum, all_to_all, ragged; got"),
+        ({"capacity": 4}, "capacity: expected None, .* got 4 with 'psum'"),
+        ({"exchange": "all_to_all", "capacity": 0}, "capacity: .* got 0 with 'all_to_all'"),
+    ],
+)
+def test_exchanges_that_there_are_not(options, message):
+    with pytest.raises(ValueError, match=message):
+        NVFP4MoE(8, 64, 32, top_k=2, **options)
+
+
+def test_one_device_knows_nothing_of_meshes():
+    """No mesh, no sharding, no collective in the program."""
+    moe = NVFP4MoE(8, 64, 32, top_k=2)
+    text = jax.jit(lambda moe, x: moe(x)).lower(moe, jnp.zeros((3, 64))).as_text()
+    assert "nvfp4_moe" in text
+    assert not [word for word in ("sdy", "mesh", "shard", "all_reduce") if word in text]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("experts", "axis 'expert' of 3 does not cut num_experts = 16 .* 1, 2, 4, 8, 16"),
+        ("blocks", "axis 'tensor' of 3 does not cut intermediate = 128 .* 16; .* 1, 2, 4, 8"),
+        ("axes", "mesh: expected axes 'expert' and 'tensor'.* got {'data': 8}"),
+        ("type", r"mesh: expected a jax.sharding.Mesh .* got list"),
+        ("rows", "mesh: expected axis 'tensor' of 1 with w4a4_token_scale"),
+        ("alternating", "does not cut alternating gate and up rows"),
+        ("checkpoint", "axis 'tensor' of 4 does not cut intermediate = 96 .* 1, 2, 3, 6"),
+    ],
+)
+def test_refusals_name_what_is_legal(figures, case, message):
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(figures["refusals"][case])
+
+
+def test_divisors():
+    assert divisors(96, 16) == [1, 2, 3, 6]
+    assert divisors(100, 16) == []
+    check_parts("tensor", 3, "intermediate", 96, 16)
+    with pytest.raises(ValueError, match="legal sizes of 'tensor': none"):
+        check_parts("tensor", 2, "intermediate", 100, 16)

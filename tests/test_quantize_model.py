@@ -1,0 +1,497 @@
+"""Post-training quantization: the tool's own bytes, every architecture, both forms, bad input."""
+
+import json
+import logging
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from architecture import EXACT, run
+from checkpoint_edits import GIVEN, read_all
+from given import EXAMPLE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unquantized import (
+    ROUNDABLE,
+    SMALL,
+    dense_tensors,
+    dequantize,
+    dequantized,
+    read_config,
+    tokens,
+    write_source,
+)
+
+from jax_nvfp4_moe import CheckpointError, cli, formats, load_model, load_moe, quantize_model
+from jax_nvfp4_moe.rounding import ALGORITHMS, quantize_weight
+
+IDS = tokens().reshape(-1)
+WINDOW = tokens().shape[1]
+EXPERTS = "model.layers.0.mlp.experts"
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Quantize `SMALL` in both forms; returns folders and reports."""
+    folder = tmp_path_factory.mktemp("small")
+    reports = {
+        form: quantize_model(
+            SMALL / "source", folder / form, token_ids=IDS, window=WINDOW, form=form
+        )
+        for form in ("modelopt", "compressed-tensors")
+    }
+    return folder, reports
+
+
+def differing(ours, theirs):
+    """Return the names of tensors whose dtype, shape or bytes differ."""
+    return [
+        name
+        for name in ours.keys() | theirs.keys()
+        if name not in ours
+        or name not in theirs
+        or (ours[name].dtype, ours[name].shape) != (theirs[name].dtype, theirs[name].shape)
+        or ours[name].tobytes() != theirs[name].tobytes()
+    ]
+
+
+def test_all_tensors_are_those_of_modelopt_to_the_byte(small):
+    """But for input scales, which come out of a forward pass in another order of summation.
+
+    The tool ran the model in float32 and wrote the dense tensors so; their values are the same.
+    """
+    ours, theirs = read_all(small[0] / "modelopt"), read_all(SMALL / "modelopt")
+    for name, tensor in ours.items():
+        if tensor.dtype == ml_dtypes.bfloat16:
+            ours[name] = tensor.astype(np.float32)
+    assert [name for name in differing(ours, theirs) if not name.endswith("input_scale")] == []
+    scales = [name for name in theirs if name.endswith("input_scale")]
+    assert len(scales) == 16
+    for name in scales:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+
+
+def test_the_source_has_blocks_that_tell_roundings_apart(small):
+    """Negative control: `formats.quantize` gives other bytes."""
+    weight = read_all(SMALL / "source")[f"{EXPERTS}.0.up_proj.weight"]
+    theirs = read_all(SMALL / "modelopt")
+    name = f"{EXPERTS}.0.up_proj"
+    scale = theirs[f"{name}.weight_scale_2"]
+    packed, block_scale, _ = map(np.asarray, formats.quantize(jnp.asarray(weight), scale))
+    assert (block_scale != theirs[f"{name}.weight_scale"]).sum() >= 2
+    assert (packed != theirs[f"{name}.weight"]).any()
+
+
+def test_modules_left_out_are_those_of_modelopt(small):
+    ours, theirs = read_config(small[0] / "modelopt"), read_config(SMALL / "modelopt")
+    key = "quantization_config"
+    for field in ("ignore", "quant_algo", "config_groups", "quant_method"):
+        assert ours[key][field] == theirs[key][field]
+    file = json.loads((small[0] / "modelopt" / "hf_quant_config.json").read_text())["quantization"]
+    assert file["exclude_modules"] == theirs[key]["ignore"]
+    assert {k: v for k, v in ours.items() if k != key} == read_config(SMALL / "source")
+
+
+def test_the_report_counts(small):
+    report = small[1]["modelopt"]
+    assert report["quantized_matrices"] == 4 * 3 + 4
+    assert (report["scheme"], report["tokens"]) == ("w4a4", IDS.size)
+    stored = read_all(small[0] / "modelopt").values()
+    assert report["bytes"] == sum(tensor.nbytes for tensor in stored)
+    assert report["experts_without_tokens"] == {}
+
+
+def test_compressed_tensors_has_the_same_codes_and_divides(small):
+    ct, modelopt = read_all(small[0] / "compressed-tensors"), read_all(small[0] / "modelopt")
+    for name, tensor in modelopt.items():
+        if tensor.dtype == np.uint8:
+            stem = name.removesuffix(".weight")
+            np.testing.assert_array_equal(ct[f"{stem}.weight_packed"], tensor)
+            scales = (tensors[f"{stem}.weight_scale"].view(np.uint8) for tensors in (ct, modelopt))
+            np.testing.assert_array_equal(*scales)
+            divisor, scale = ct[f"{stem}.weight_global_scale"], modelopt[f"{stem}.weight_scale_2"]
+            assert divisor.shape == (1,)
+            np.testing.assert_allclose(1 / divisor[0], scale, rtol=2e-7)
+
+
+def test_compressed_tensors_has_an_input_scale_for_the_second_product_of_each_expert(small):
+    ct, modelopt = read_all(small[0] / "compressed-tensors"), read_all(small[0] / "modelopt")
+    scales = {
+        part: [1 / ct[f"{EXPERTS}.{e}.{part}_proj.input_global_scale"][0] for e in range(4)]
+        for part in ("gate", "up", "down")
+    }
+    assert len(set(scales["gate"] + scales["up"])) == 1
+    assert len(set(scales["down"])) == 4
+    for part in scales:
+        whole = modelopt[f"{EXPERTS}.0.{part}_proj.input_scale"]
+        np.testing.assert_allclose(max(scales[part]), whole, rtol=2e-7)
+
+
+def test_what_was_written_loads_and_comes_near_the_source(small):
+    ids = jnp.asarray(IDS.reshape(-1, WINDOW)[:2])
+    expected = np.asarray(run(load_model(SMALL / "source", dtype=jnp.float32), ids))
+    for form, scheme, bound in (("modelopt", "w4a4", 0.6), ("compressed-tensors", "w4a16", 0.35)):
+        asked = EXACT | {"scheme": scheme}
+        actual = np.asarray(run(load_model(small[0] / form, **asked), ids))
+        error = np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+        assert 0.02 < error < bound  # of random weights, rounded to 4 bits
+
+
+# Checkpoints that ModelOpt wrote of each architecture; what is stacked there has one scale a layer.
+WRITTEN = (
+    "mixtral-window-modelopt-w4a16",
+    "deepseek_v3-direct-modelopt-w4a16",
+    "glm4_moe-groups-modelopt-w4a16",
+    "minimax_m2-modelopt-w4a16",
+    "nemotron_h-latent-modelopt-w4a16",
+    "qwen3_next-options-modelopt-w4a16",
+    "qwen3_5_moe-modelopt-w4a16",
+    "olmoe-bias-modelopt-w4a16",
+)
+
+
+def without_marks(names):
+    r"""Return sorted names without what the tool leaves at the end of Nemotron-H's."""
+    return sorted(name.split("\0")[0].rstrip(".") for name in names)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_dequantized_checkpoint_gets_its_bytes_back(tmp_path, name):
+    """The largest magnitude of a block is 6 times its scale, so that the scale is found again."""
+    source = dequantized(name, tmp_path / "source", ROUNDABLE)
+    report = quantize_model(source, tmp_path / "q")
+    assert report["scheme"] == "w4a16"
+    ours, theirs = read_all(tmp_path / "q"), read_all(GIVEN / name)
+    changed = differing(ours, theirs)
+    assert [n for n in changed if not n.endswith("weight_scale_2")] == []
+    for scale in changed:  # 2688 g was rounded
+        np.testing.assert_array_max_ulp(ours[scale], theirs[scale], 1)
+    key = "quantization_config"
+    excluded = (read_config(folder)[key]["ignore"] for folder in (tmp_path / "q", GIVEN / name))
+    assert without_marks(next(excluded)) == without_marks(next(excluded))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss-modelopt-w4a16", "llama4_text-modelopt-w4a16"])
+def test_stacked_experts_become_one_tensor_each(tmp_path, name):
+    """``[e, k, n]``, gate and up alternating in gpt-oss: what loads has the source's numbers."""
+    source = dequantized(name, tmp_path / "source")
+    quantize_model(source, tmp_path / "q")
+    ours, dense = read_all(tmp_path / "q"), read_all(source)
+    assert not any(key in ours for key in dense if ".experts." in key)
+    layers = {key.split(".experts.")[0] for key in dense if ".experts." in key}
+    for prefix in layers:
+        gate_up, down = (dense[f"{prefix}.experts.{p}_proj"] for p in ("gate_up", "down"))
+        gate, up = np.split(gate_up, 2, -1)
+        bias = dense.get(f"{prefix}.experts.gate_up_proj_bias")
+        if name.startswith("gpt_oss"):
+            gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
+            np.testing.assert_array_equal(ours[f"{prefix}.experts.1.up_proj.bias"], bias[1, 1::2])
+        for part, stack in (("gate", gate), ("up", up), ("down", down)):
+            for expert in range(len(stack)):
+                stem = f"{prefix}.experts.{expert}.{part}_proj"
+                parts = (ours[f"{stem}.{p}"] for p in ("weight", "weight_scale", "weight_scale_2"))
+                assert relative_error(dequantize(*parts), stack[expert].T) < 0.06
+    ids = jnp.asarray(np.arange(24, dtype=np.int32)[None] % 60)
+    models = (load_model(folder, **EXACT) for folder in (tmp_path / "q", source))
+    ours, theirs = (np.asarray(run(model, ids)) for model in models)
+    assert relative_error(ours, theirs) < 0.1
+
+
+def relative_error(actual, expected):
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+def test_experts_stacked_by_rows(tmp_path):
+    """``[e, 2i, h]``, as Qwen3.5's files are: the bytes are those of experts one by one."""
+    dense = dense_tensors(read_all(GIVEN / "qwen3_5_moe-modelopt-w4a16"))
+    config = read_config(GIVEN / "qwen3_5_moe-modelopt-w4a16")
+    one_by_one = write_source(tmp_path / "each", dense, config)
+    for prefix in {key.split(".experts.")[0] + ".experts" for key in dense if ".experts." in key}:
+        each = {
+            part: np.stack([dense.pop(f"{prefix}.{e}.{part}_proj.weight") for e in range(4)])
+            for part in ("gate", "up", "down")
+        }
+        dense[f"{prefix}.gate_up_proj"] = np.concatenate([each["gate"], each["up"]], 1)
+        dense[f"{prefix}.down_proj"] = each["down"]
+    stacked = write_source(tmp_path / "stacked", dense, config)
+    for name, source in (("a", one_by_one), ("b", stacked)):
+        quantize_model(source, tmp_path / name)
+    assert differing(read_all(tmp_path / "a"), read_all(tmp_path / "b")) == []
+
+
+def test_shards_in_and_out(tmp_path):
+    tensors, config = read_all(SMALL / "source"), read_config(SMALL / "source")
+    source = write_source(tmp_path / "source", tensors, config, shard_bytes=30_000)
+    assert len(list(source.glob("*.safetensors"))) > 2
+    quantize_model(source, tmp_path / "shards", shard_bytes=15_000)
+    quantize_model(SMALL / "source", tmp_path / "whole")
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    written = read_all(tmp_path / "shards")
+    assert index["weight_map"].keys() == written.keys()
+    assert all(p.stat().st_size < 25_000 for p in (tmp_path / "shards").glob("*.safetensors"))
+    assert differing(written, read_all(tmp_path / "whole")) == []
+
+
+def test_a_value_beyond_float16_is_not_made_infinite(tmp_path):
+    tensors, config = read_all(SMALL / "source"), read_config(SMALL / "source")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].copy()
+    tensors["model.norm.weight"][3] = 1e6
+    source = write_source(tmp_path / "source", tensors, config)
+    with pytest.raises(CheckpointError, match=r"norm\.weight: a value is beyond float16"):
+        quantize_model(source, tmp_path / "q", dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_float_sources(tmp_path, dtype):
+    """Weights exact in the dtype have the same codes; the rest keeps its dtype or takes another."""
+    tensors = {k: v.astype(dtype) for k, v in read_all(SMALL / "source").items()}
+    exact = dtype is np.float32
+    source = write_source(tmp_path / "source", tensors, read_config(SMALL / "source"))
+    quantize_model(source, tmp_path / "kept")
+    quantize_model(source, tmp_path / "cast", dtype="bfloat16")
+    kept, cast = read_all(tmp_path / "kept"), read_all(tmp_path / "cast")
+    assert kept["model.norm.weight"].dtype == dtype
+    assert cast["model.norm.weight"].dtype == ml_dtypes.bfloat16
+    assert read_config(tmp_path / "cast")["dtype"] == "bfloat16"
+    if exact:
+        theirs = {k: v for k, v in read_all(SMALL / "modelopt").items() if "input_scale" not in k}
+        assert differing(kept, theirs) == []
+
+
+def test_experts_alone(tmp_path):
+    quantize_model(SMALL / "source", tmp_path / "q", modules="experts")
+    written = read_all(tmp_path / "q")
+    codes = [name for name, tensor in written.items() if tensor.dtype == np.uint8]
+    assert len(codes) == 12
+    assert all(".experts." in name for name in codes)
+    ignore = read_config(tmp_path / "q")["quantization_config"]["ignore"]
+    assert "model.layers.0.self_attn*" in ignore
+    load_model(tmp_path / "q")
+
+
+def test_modules_can_be_excluded(tmp_path):
+    patterns = ["*.self_attn", f"{EXPERTS}*"]
+    quantize_model(SMALL / "source", tmp_path / "a", exclude=patterns[:1])
+    assert read_all(tmp_path / "a")["model.layers.0.self_attn.q_proj.weight"].dtype != np.uint8
+    quantize_model(
+        SMALL / "source", tmp_path / "b", exclude=patterns[1:], form="compressed-tensors"
+    )
+    written = read_all(tmp_path / "b")
+    assert "model.layers.0.self_attn.q_proj.weight_packed" in written
+    assert written[f"{EXPERTS}.0.up_proj.weight"].dtype == ml_dtypes.bfloat16
+    for name in "ab":
+        load_model(tmp_path / name)
+
+
+def test_a_wildcard_does_not_reach_layers_of_more_digits(tmp_path):
+    """Of layer 1 nothing is quantized; "layers.1*" would leave out layer 10 as well."""
+    config = read_config(SMALL / "source") | {"num_hidden_layers": 11}
+    tensors = read_all(SMALL / "source")
+    layer = {k: v for k, v in tensors.items() if ".layers.0." in k}
+    for index in range(1, 11):
+        tensors |= {k.replace(".layers.0.", f".layers.{index}."): v for k, v in layer.items()}
+    source = write_source(tmp_path / "source", tensors, config)
+    quantize_model(source, tmp_path / "q", exclude=["model.layers.1"])
+    assert "model.layers.1.*" in read_config(tmp_path / "q")["quantization_config"]["ignore"]
+    load_model(tmp_path / "q")
+
+
+def test_files_that_go_with_the_weights_are_copied(tmp_path):
+    source = write_source(
+        tmp_path / "source", read_all(SMALL / "source"), read_config(SMALL / "source")
+    )
+    kept = ("tokenizer.json", "chat_template.jinja", "LICENSE", "generation_config.json")
+    for name in (*kept, "pytorch_model.bin", "model.safetensors.index.json.bak", "notes.md"):
+        (source / name).write_text("{}")
+    (source / "folder.json").mkdir()
+    quantize_model(source, tmp_path / "q")
+    written = {path.name for path in (tmp_path / "q").iterdir()}
+    assert written == {*kept, "config.json", "hf_quant_config.json", "model.safetensors"}
+
+
+def test_experts_without_tokens_are_reported(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "jax_nvfp4_moe"):
+        report = quantize_model(
+            SMALL / "source", tmp_path / "q", token_ids=[5, 5], window=2, form="compressed-tensors"
+        )
+    (unseen,) = report["experts_without_tokens"].values()
+    assert len(unseen) == 2  # two of four are chosen for the one token
+    assert f"{EXPERTS}: 2 of 4 experts saw no token" in caplog.text
+    written = read_all(tmp_path / "q")
+    scales = [written[f"{EXPERTS}.{e}.down_proj.input_global_scale"][0] for e in range(4)]
+    assert all(scales[e] == min(scales) for e in unseen)  # it divides: the layer's largest input
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["bfloat16", "float16", "float32"]),
+    st.floats(-6, 4),
+)
+def test_rounding_by_the_maximum_has_the_values_of_the_definition(seed, dtype, power):
+    """Where block scales are normal numbers, that is; and no block scale is zero."""
+    rng = np.random.default_rng(seed)
+    spread = np.exp2(rng.uniform(-2, 2, (4, 2, 1)))
+    x = (rng.standard_normal((4, 2, 16)) * spread * 2.0**power).reshape(4, 32)
+    x = jnp.asarray(x, jnp.float32).astype(dtype)
+    scale = formats.global_scale_of(x)
+    packed, block_scale, _ = map(np.asarray, quantize_weight(x, scale, algorithm="max"))
+    expected = [np.asarray(part) for part in formats.quantize(x, scale)]
+    np.testing.assert_array_equal(block_scale.view(np.uint8), expected[1].view(np.uint8))
+    np.testing.assert_array_equal(
+        dequantize(packed, block_scale, np.asarray(scale)), dequantize(*expected)
+    )
+
+
+def test_zeros_and_subnormal_scales():
+    """ModelOpt's rule: a block of zeros has scale 1, and no scale is below 2^-9."""
+    x = np.zeros((2, 32), np.float32)
+    x[0, 0], x[1, 16] = 2688.0, 1e-4
+    packed, block_scale, _ = map(np.asarray, quantize_weight(jnp.asarray(x), np.float32(1.0)))
+    assert block_scale.astype(np.float32).tolist() == [[448.0, 1.0], [1.0, 2.0**-9]]
+    assert packed[0, 0] == 7
+    assert np.count_nonzero(packed) == 1
+
+
+def test_an_expert_of_zeros(tmp_path):
+    tensors = read_all(SMALL / "source")
+    for part in ("gate", "up", "down"):
+        tensors[f"{EXPERTS}.2.{part}_proj.weight"] *= 0
+    source = write_source(tmp_path / "source", tensors, read_config(SMALL / "source"))
+    for form in ("modelopt", "compressed-tensors"):
+        quantize_model(source, tmp_path / form, form=form)
+        params = load_moe(tmp_path / form, 0, **EXACT).params.get_value()
+        for weight in (params.gate_up, params.down):
+            assert not np.asarray(weight.dequantize()[2]).any()
+
+
+def broken(tmp_path, **changes):
+    tensors, config = read_all(SMALL / "source"), read_config(SMALL / "source")
+    tensors = {k: v for k, v in (tensors | changes).items() if v is not None}
+    return write_source(tmp_path / "source", tensors, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "w4a4"}, "token_ids: expected a calibration text"),
+        ({"scheme": "fp8"}, "scheme: expected w4a16 or w4a4, got 'fp8'"),
+        ({"form": "gguf"}, "form: expected modelopt or compressed-tensors, got 'gguf'"),
+        ({"modules": "some"}, "modules: expected all or experts"),
+        ({"algorithm": "best"}, f"algorithm: expected one of {', '.join(ALGORITHMS)}"),
+        ({"dtype": "int8"}, "dtype: expected one of"),
+        ({"exclude": ["*.self_atn*"]}, "exclude: no linear or experts are called '.*self_atn"),
+        ({"exclude": [f"{EXPERTS}.1.*"]}, "experts are quantized all or none"),
+        ({"exclude": "*.self_attn*"}, "exclude: expected a sequence of names"),
+        ({"exclude": ["*"]}, "exclude: nothing is left to quantize"),
+        ({"shard_bytes": 0}, "shard_bytes: expected at least 1, got 0"),
+        ({"token_ids": [1, 2, 3], "scheme": "w4a16"}, "token_ids: scheme w4a16 .* reads no text"),
+        ({"token_ids": [1, 2, 3]}, "hold no window of 512"),
+        ({"token_ids": [1, 64], "window": 2}, "ids from 0 to 63, got 1 to 64"),
+    ],
+)
+def test_wrong_arguments(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_model(SMALL / "source", tmp_path / "q", **options)
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(ValueError, match="destination: expected a new or an empty folder"):
+        quantize_model(SMALL / "source", tmp_path)
+
+
+def test_what_is_quantized_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="is quantized already"):
+        quantize_model(EXAMPLE, tmp_path / "q")
+
+
+def test_a_source_with_tensors_missing_is_refused_before_anything_is_written(tmp_path):
+    source = broken(tmp_path, **{f"{EXPERTS}.0.up_proj.weight": None, "model.norm.weight": None})
+    with pytest.raises(CheckpointError) as error:
+        quantize_model(source, tmp_path / "q")
+    assert len(error.value.problems) == 2
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_not_finite_is_refused(tmp_path, value):
+    name = f"{EXPERTS}.0.up_proj.weight"
+    weight = read_all(SMALL / "source")[name]
+    weight[3, 5] = value
+    with pytest.raises(CheckpointError, match=r"experts\.0\.up_proj: a weight is"):
+        quantize_model(broken(tmp_path, **{name: weight}), tmp_path / "q")
+    assert not (tmp_path / "q" / "config.json").exists()
+
+
+def test_inputs_that_blocks_do_not_divide_are_refused(tmp_path):
+    """All of them at once, with the way out."""
+    tensors, config = read_all(SMALL / "source"), read_config(SMALL / "source")
+    for part, cut in (("gate", np.s_[:24]), ("up", np.s_[:24]), ("down", np.s_[:, :24])):
+        for expert in range(4):
+            name = f"{EXPERTS}.{expert}.{part}_proj.weight"
+            tensors[name] = tensors[name][cut]
+    source = write_source(tmp_path / "source", tensors, config | {"moe_intermediate_size": 24})
+    with pytest.raises(CheckpointError, match="24 inputs are no multiple of 16") as error:
+        quantize_model(source, tmp_path / "q")
+    assert len(error.value.problems) == 4
+
+
+def call(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([str(argument) for argument in arguments])
+    return stopped.value.code or 0, *capsys.readouterr()
+
+
+@pytest.fixture
+def source_with_tokenizer(tmp_path):
+    """`SMALL` with a tokenizer of 60 letters."""
+    source = write_source(
+        tmp_path / "source", read_all(SMALL / "source"), read_config(SMALL / "source")
+    )
+    letters = {chr(ord("A") + i): i for i in range(60)}
+    model = {"type": "WordLevel", "vocab": letters, "unk_token": "A"}
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    tokenizer = {"version": "1.0", "model": model, "pre_tokenizer": split, "added_tokens": []}
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "text.txt").write_text("TheQuickBrownFoxJumpsOverTheLazyDog" * 8)
+    return source
+
+
+def test_the_command(source_with_tokenizer, tmp_path, capsys):
+    arguments = ("quantize", source_with_tokenizer, tmp_path / "q", "--text", tmp_path / "text.txt")
+    status, out, err = call(capsys, *arguments, "--calibration-tokens", 256, "--window", 64)
+    assert status == 0, err
+    (line,) = out.splitlines()
+    assert json.loads(line)["scheme"] == "w4a4"
+    assert json.loads(line)["tokens"] == 256
+    assert (tmp_path / "q" / "tokenizer.json").exists()
+    load_model(tmp_path / "q", scheme="w4a4")
+
+
+def test_the_command_says_what_is_wrong(source_with_tokenizer, tmp_path, capsys):
+    arguments = ("quantize", source_with_tokenizer, tmp_path / "q", "--text", tmp_path / "text.txt")
+    status, out, err = call(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert "calibration_tokens: expected 1 to 280, the tokens of" in err
+    status, _, err = call(capsys, "quantize", EXAMPLE, tmp_path / "q")
+    assert status == 2
+    assert "is quantized already" in err
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "max"])
+def test_other_algorithms_write_the_same_format(tmp_path, algorithm):
+    """The same reader finds weights that are nearer to the source's than those of "max"."""
+    truth = np.asarray(load_moe(SMALL / "source", 0, **EXACT).params.get_value().down)
+    errors = {}
+    for name in ("max", algorithm):
+        ids = IDS if ALGORITHMS[name].needs_importance else None
+        options = {"scheme": "w4a16", "algorithm": name, "token_ids": ids, "window": WINDOW}
+        quantize_model(SMALL / "source", tmp_path / name, **options)
+        down = load_moe(tmp_path / name, 0, **EXACT).params.get_value().down
+        errors[name] = np.linalg.norm(np.asarray(down.dequantize()) - truth)
+    assert errors[algorithm] < 0.99 * errors["max"]
