@@ -140,7 +140,7 @@ class GatedMLP(nnx.Module):
 
 def gated_mlp(weights, prefix: str, hidden: int, intermediate: int, settings: Settings):
     """Make a `GatedMLP`, over a mesh in parts along `tensor`."""
-    parts = 1 if settings.grid is None else settings.grid.tensor
+    parts = settings.shards
     rows, columns = Split("rows", parts), Split("columns", parts)
     return build_cut(
         lambda weights, width: GatedMLP(weights, prefix, hidden, width, settings),
@@ -324,9 +324,12 @@ def linear(weights, prefix: str, n: int, k: int, settings: Settings, bias: bool 
     )
 
 
-def embed(weights, rows: int, width: int, settings: Settings):
-    """Make the embedding ``[rows, width]``."""
-    table = weights.array("model.embed_tokens.weight", (rows, width))
+def embed(weights, rows: int, width: int, settings: Settings, grid: Grid | None = None):
+    """Make the embedding ``[rows, width]``, over a `grid` of `cut_vocabulary` its parts."""
+    name = "model.embed_tokens.weight"
+    if grid is not None:
+        return cut_table(weights, name, rows, width, grid)
+    table = weights.array(name, (rows, width))
     return table if settings.observer is None else settings.observer.embedding(table)
 
 
@@ -369,11 +372,7 @@ def build_decoder(
     h, eps = config.hidden, config.eps
     vocabulary = config.vocab_size
     grid = cut_vocabulary(weights, settings, vocabulary)
-    table = "model.embed_tokens.weight"
-    if grid is None:
-        embedding = embed(weights, vocabulary, h, settings)
-    else:
-        embedding = cut_table(weights, table, vocabulary, h, grid)
+    embedding = embed(weights, vocabulary, h, settings, grid)
     layers = []
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
@@ -394,12 +393,12 @@ def build_decoder(
     if config.tied:
         weights.ignore("lm_head.", "the head shares the embedding")
     else:
-        head = _head(weights, vocabulary, h, settings, grid)
+        head = make_head(weights, vocabulary, h, settings, grid)
     return Decoder(config, embedding, layers, final, head, settings, grid)
 
 
-def _head(weights, vocabulary, hidden, settings, grid):
-    """Make the linear of the logits, or its parts."""
+def make_head(weights, vocabulary: int, hidden: int, settings: Settings, grid: Grid | None):
+    """Make the linear of the logits, over a `grid` of `cut_vocabulary` its parts."""
     if grid is None:
         return linear(weights, "lm_head", vocabulary, hidden, settings)
     own, splits = vocabulary // grid.tensor, {"lm_head": Split("rows", grid.tensor)}

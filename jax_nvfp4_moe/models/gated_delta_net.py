@@ -11,6 +11,8 @@ Source: arXiv:2412.06464; for the chunks arXiv:2406.06484; `modeling_qwen3_next`
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,9 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.models.attention import PADDING
 from jax_nvfp4_moe.models.convolution import convolve
+from jax_nvfp4_moe.models.cutting import build_cut
 from jax_nvfp4_moe.models.decoder import Settings, SideBySide, linear
+from jax_nvfp4_moe.parallel.parts import HeadParts, Split
 
 _CHUNK = 64  # tokens whose corrections are solved together
 _TINY = 1e-6  # added to the squared length of keys and queries
@@ -69,6 +73,8 @@ class GatedDeltaNet(nnx.Module):
       interleaved: static; whether projected channels stand key head by key head (Qwen3-Next), or
         all queries before all keys before all values (Qwen3.5).
     """
+
+    cache_axes: ClassVar[Mapping[str, int]] = {"inputs": 2, "state": 1}
 
     def __init__(self, sizes: DeltaSizes, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`; their names tell how channels stand."""
@@ -156,6 +162,48 @@ class GatedDeltaNet(nnx.Module):
         weight = self.norm.get_value().reshape(1, 1, 1, -1)
         normal = weight * (y * lax.rsqrt(mean + self.sizes.eps))
         return (normal * jax.nn.silu(z.astype(jnp.float32).reshape(y.shape))).astype(self.dtype)
+
+
+def build_delta_net(sizes: DeltaSizes, weights, prefix: str, settings: Settings):
+    """Make a gated delta net, over a mesh in parts of whole key heads along `tensor`.
+
+    Args:
+      sizes: of the whole.
+      weights: the source of `checkpoint.resolve`.
+      prefix: its module.
+      settings: how modules are made.
+    """
+    parts, why = settings.shards, None
+    if sizes.key_heads % parts:
+        why = f"{sizes.key_heads} key heads do not make {parts} parts"
+    own = dataclasses.replace(
+        sizes, key_heads=sizes.key_heads // parts, value_heads=sizes.value_heads // parts
+    )
+    rows = Split("rows", parts)  # of what stands key head by key head, or is one thing of each head
+    channels = Split("rows", parts, (sizes.keys, sizes.keys, sizes.values))
+    return build_cut(
+        lambda weights, sizes: GatedDeltaNet(sizes, weights, prefix, settings),
+        sizes,
+        own,
+        weights,
+        settings,
+        splits={
+            "in_proj_qkvz": rows,
+            "in_proj_ba": rows,
+            "in_proj_qkv": channels,
+            "in_proj_z": rows,
+            "in_proj_b": rows,
+            "in_proj_a": rows,
+            "conv1d.weight": channels,
+            "A_log": rows,
+            "dt_bias": rows,
+            "out_proj": Split("columns", parts),
+        },
+        last=f"{prefix}.out_proj",
+        width=sizes.values,
+        why_whole=why,
+        kind=HeadParts,
+    )
 
 
 def delta_step(

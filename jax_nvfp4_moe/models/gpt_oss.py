@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_nvfp4_moe.models.attention import KeysAndValues, attend, rotate
+from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -124,6 +124,8 @@ def _read_windows(fields, config, layers):
 
 class Attention(nnx.Module):
     """Grouped-query attention; each head has a sink, a score whose value is zero."""
+
+    cache_axes = KEY_AXES
 
     def __init__(self, config: GptOssConfig, layer: int, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_nvfp4_moe.models.attention import KeysAndValues, attend, rotate
+from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.cutting import build_cut
 from jax_nvfp4_moe.models.decoder import RMSNorm, Settings, SideBySide, linear, norm
@@ -93,6 +93,8 @@ def read_window(fields: Fields) -> int | None:
 class Attention(nnx.Module):
     """Attention of the sizes and options of a `GroupedQuery`."""
 
+    cache_axes = KEY_AXES
+
     def __init__(self, config: GroupedQuery, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""
         h, d, bias = config.hidden, config.head_dim, config.bias
@@ -169,7 +171,7 @@ def build_heads(config: Any, prefix: str, weights, settings: Settings, make: Any
       settings: how modules are made.
       make: ``(config, weights, prefix, settings)`` makes the module.
     """
-    shards = 1 if settings.grid is None else settings.grid.tensor
+    shards = settings.shards
     heads, kv_heads = config.num_heads, config.num_kv_heads
     kv_parts = min(shards, kv_heads)
     why = None

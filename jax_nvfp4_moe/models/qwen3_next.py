@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.attention import KeysAndValues, attend, rotate
+from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -24,7 +24,8 @@ from jax_nvfp4_moe.models.decoder import (
     gated_mlp,
     linear,
 )
-from jax_nvfp4_moe.models.gated_delta_net import DeltaSizes, GatedDeltaNet
+from jax_nvfp4_moe.models.gated_delta_net import DeltaSizes, build_delta_net
+from jax_nvfp4_moe.models.grouped_query import build_heads
 from jax_nvfp4_moe.models.sparse import require_experts
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
@@ -181,6 +182,8 @@ class GatedAttention(nnx.Module):
     ``y = out(attention * sigmoid(gate))``, where each head's gate stands behind its query.
     """
 
+    cache_axes = KEY_AXES
+
     def __init__(self, config: Qwen3NextConfig, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
@@ -219,11 +222,11 @@ class GatedAttention(nnx.Module):
 
 
 def build_mixer(config: Qwen3NextConfig, layer: int, weights, settings: Settings):
-    """Make the attention or the gated delta net of `layer`."""
+    """Make the attention or the gated delta net of `layer`, over a mesh cut by heads."""
     prefix = f"model.layers.{layer}"
     if layer in config.attention_layers:
-        return GatedAttention(config, weights, f"{prefix}.self_attn", settings)
-    return GatedDeltaNet(config.delta, weights, f"{prefix}.linear_attn", settings)
+        return build_heads(config, f"{prefix}.self_attn", weights, settings, GatedAttention)
+    return build_delta_net(config.delta, weights, f"{prefix}.linear_attn", settings)
 
 
 def moe_prefix(layer: int) -> str:

@@ -48,6 +48,11 @@ class Settings:
     grid: Grid | None = None
 
     @property
+    def shards(self) -> int:
+        """Number of parts that heads and the columns of dense parts are cut into."""
+        return 1 if self.grid is None else self.grid.tensor
+
+    @property
     def rounds_to_fp8(self) -> bool:
         """Whether keys and values that the file declares FP8 are rounded to it."""
         return rounds_to_fp8(self.scheme, self.target)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -31,10 +32,22 @@ class Split(NamedTuple):
     Attributes:
       axis: its rows (outputs) or its columns (inputs).
       parts: into how many; fewer than shards where some of them hold the same part.
+      segments: proportions of what stands side by side along the axis, such as queries, keys and
+        values; each of them is cut into parts.
     """
 
     axis: Literal["rows", "columns"]
     parts: int
+    segments: tuple[int, ...] = (1,)
+
+    def ranges(self, width: int, index: int) -> list[slice]:
+        """Return what the part `index` has of an axis of `width`, one range of each segment."""
+        ranges, start, total = [], 0, sum(self.segments)
+        for segment in self.segments:
+            own = segment * width // (total * self.parts)
+            ranges.append(slice(start + index * own, start + (index + 1) * own))
+            start += own * self.parts
+        return ranges
 
 
 class PartWeights:
@@ -45,13 +58,18 @@ class PartWeights:
 
         Args:
           weights: the source of `checkpoint.resolve`.
-          splits: last part of a module's or an array's name -> how it is cut; the rest is whole.
+          splits: how a module's or an array's name ends, such as "q_proj" or "conv1d.weight" ->
+            how it is cut; the rest is whole.
           grid: of all shards.
           index: of this one along `tensor`.
           device: that takes the arrays.
         """
         self._weights, self._splits = weights, splits
         self._shards, self._index, self._device = grid.tensor, index, device
+
+    def has_under(self, prefix: str) -> bool:
+        """As `Weights.has_under`."""
+        return self._weights.has_under(prefix)
 
     def linear(self, prefix: str, n: int, k: int, *, bias: bool | None = False, dtype=None):
         """As `Weights.linear`; n and k are those of the part."""
@@ -91,16 +109,18 @@ class PartWeights:
         return self._weights.placing(place).cache_scales(prefix, **whole)
 
     def _split(self, name):
-        return self._splits.get(name.rpartition(".")[2])
+        found = (split for end, split in self._splits.items() if f".{name}".endswith(f".{end}"))
+        return next(found, None)
 
     def _cut(self, leaf, split: Split | None, axis: int):
         if leaf is None:
             return None
         if split is None:
             return leaf[()]
-        width = leaf.shape[axis] // split.parts
-        start = self._index * split.parts // self._shards * width
-        return leaf[(*(slice(None),) * axis, slice(start, start + width))]
+        index = self._index * split.parts // self._shards
+        ranges = split.ranges(leaf.shape[axis], index)
+        pieces = [leaf[(*(slice(None),) * axis, own)] for own in ranges]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
 
     def _cut_linear(self, value: LinearWeights, split: Split | None) -> LinearWeights:
         axis = 1 if split is not None and split.axis == "columns" else 0
@@ -187,7 +207,10 @@ class Parts(nnx.Module):
 
 
 class HeadParts(nnx.Module):
-    """An attention cut along `tensor`, each part with its own heads and their cache.
+    """An attention or another mixer cut along `tensor`, each part with its heads and their cache.
+
+    The module says by `cache_axes` along which axis its cache entries have heads or channels: name
+    -> axis. Those of all parts stand one behind the other there.
 
     Attributes:
       stacked, grid: as in `Parts`.
@@ -198,12 +221,12 @@ class HeadParts(nnx.Module):
         self.stacked, self.grid = stacked, grid
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
-        """Return empty cache entries ``[b, m, s, d]``, cut along m; zeros."""
+        """Return empty cache entries, cut by heads; zeros."""
 
         def empty():
             return self.stacked.init_cache(batch, max_length)  # reads static sizes of the part
 
-        return self.grid.shard_map(empty, (), self.grid.spec(None, TENSOR))()
+        return self.grid.shard_map(empty, (), self._entry_specs())()
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -212,9 +235,14 @@ class HeadParts(nnx.Module):
             y, entries = part(x, positions, entries)
             return _add_up(y), entries
 
-        whole, heads = self.grid.spec(), self.grid.spec(None, TENSOR)
-        specs = (whole, whole, heads), (whole, heads)
+        whole = self.grid.spec()
+        cut = None if entries is None else self._entry_specs()
+        specs = (whole, whole, cut), (whole, cut)
         return _run(self.grid, run, self.stacked, x, positions, entries, specs=specs)
+
+    def _entry_specs(self):
+        axes: Mapping[str, int] = self.stacked.cache_axes
+        return {name: self.grid.spec(*(None,) * axis, TENSOR) for name, axis in axes.items()}
 
 
 def look_up(
