@@ -14,6 +14,8 @@ the recurrence.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,9 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.models.attention import PADDING
 from jax_nvfp4_moe.models.convolution import convolve
+from jax_nvfp4_moe.models.cutting import build_cut
 from jax_nvfp4_moe.models.decoder import Settings, linear
+from jax_nvfp4_moe.parallel.parts import HeadParts, Split
 
 _CHUNK = 64  # tokens multiplied with each other
 _PIECE = 2048  # tokens of all rows at once, which bounds the memory of the products
@@ -74,6 +78,8 @@ class Mamba2(nnx.Module):
     ``out_proj(norm(ssd(act(conv(x, b, c)), dt) * silu(z)))`` with ``z, (x, b, c), dt`` the parts of
     ``in_proj``'s result; all between the two products in float32.
     """
+
+    cache_axes: ClassVar[Mapping[str, int]] = {"conv": 2, "state": 1}
 
     def __init__(self, config: Mamba2Config, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""
@@ -145,6 +151,45 @@ class Mamba2(nnx.Module):
         mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
         normal = (grouped * lax.rsqrt(mean + self.config.eps)).reshape(y.shape)
         return normal * self.norm.get_value()[None, None, :]
+
+
+def build_mamba2(config: Mamba2Config, weights, prefix: str, settings: Settings):
+    """Make a Mamba-2 mixer, over a mesh in parts of whole groups along `tensor`.
+
+    Args:
+      config: sizes of the whole.
+      weights: the source of `checkpoint.resolve`.
+      prefix: its module.
+      settings: how modules are made.
+    """
+    parts, why = settings.shards, None
+    if config.groups % parts:
+        why = f"{config.groups} groups do not make {parts} parts"
+    own = dataclasses.replace(config, heads=config.heads // parts, groups=config.groups // parts)
+    rows = Split("rows", parts)
+    convolved = (config.inner, *(config.groups * config.state_size,) * 2)  # x, b and c
+    channels = Split("rows", parts, convolved)
+    return build_cut(
+        lambda weights, sizes: Mamba2(sizes, weights, prefix, settings),
+        config,
+        own,
+        weights,
+        settings,
+        splits={
+            "in_proj": Split("rows", parts, (config.inner, *convolved, config.heads)),
+            "conv1d.weight": channels,
+            "conv1d.bias": channels,
+            "A_log": rows,
+            "dt_bias": rows,
+            "D": rows,
+            "norm.weight": rows,
+            "out_proj": Split("columns", parts),
+        },
+        last=f"{prefix}.out_proj",
+        width=config.inner,
+        why_whole=why,
+        kind=HeadParts,
+    )
 
 
 def ssd(

@@ -19,6 +19,7 @@ from flax import nnx
 from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.cutting import build_cut, cut_vocabulary
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
@@ -27,12 +28,14 @@ from jax_nvfp4_moe.models.decoder import (
     embed,
     finish_layer,
     linear,
+    make_head,
     norm,
 )
-from jax_nvfp4_moe.models.grouped_query import Attention, GroupedQuery
-from jax_nvfp4_moe.models.mamba2 import Mamba2, Mamba2Config
+from jax_nvfp4_moe.models.grouped_query import GroupedQuery, build_heads
+from jax_nvfp4_moe.models.mamba2 import Mamba2Config, build_mamba2
 from jax_nvfp4_moe.models.sparse import read_grouped_router
 from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.parallel.parts import Split
 from jax_nvfp4_moe.routing import Router
 
 MAMBA, ATTENTION, DENSE, MOE = "M", "*", "-", "E"
@@ -246,6 +249,21 @@ class MLP(nnx.Module):
         return self.down(activate(self.activation, self.up(x)).astype(x.dtype))
 
 
+def build_mlp(config: NemotronHConfig, weights, prefix: str, intermediate: int, settings: Settings):
+    """Make an `MLP`, over a mesh in parts along `tensor`."""
+    parts = settings.shards
+    return build_cut(
+        lambda weights, width: MLP(config, weights, prefix, width, settings),
+        intermediate,
+        intermediate // parts,
+        weights,
+        settings,
+        splits={"up_proj": Split("rows", parts), "down_proj": Split("columns", parts)},
+        last=f"{prefix}.down_proj",
+        width=intermediate,
+    )
+
+
 class Layer(nnx.Module):
     """One mixer, on normalized input and added to the residual stream."""
 
@@ -321,7 +339,7 @@ def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) 
         params=params,
         router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
         router_bias=weights.array(correction, (e,), dtype=jnp.float32),
-        shared_experts=MLP(config, weights, shared, sizes.shared_intermediate, settings),
+        shared_experts=build_mlp(config, weights, shared, sizes.shared_intermediate, settings),
         latent=sizes.latent,
         declared=declared,
         **latent,
@@ -333,18 +351,19 @@ def _build_mixer(config, layer, weights, settings):
     prefix = f"model.layers.{layer}.mixer"
     kind = config.pattern[layer]
     if kind == MAMBA:
-        return Mamba2(config.mamba, weights, prefix, settings)
+        return build_mamba2(config.mamba, weights, prefix, settings)
     if kind == ATTENTION:
-        return Attention(config.attention, weights, prefix, settings)
+        return build_heads(config.attention, prefix, weights, settings)
     if kind == DENSE:
-        return MLP(config, weights, prefix, config.dense_intermediate, settings)
+        return build_mlp(config, weights, prefix, config.dense_intermediate, settings)
     return build_moe(config, layer, weights, settings)
 
 
 def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder:
     """Make the whole model, layer by layer."""
     h, eps = config.hidden, config.eps
-    embedding = embed(weights, config.vocab_size, h, settings)
+    grid = cut_vocabulary(weights, settings, config.vocab_size)
+    embedding = embed(weights, config.vocab_size, h, settings, grid)
     layers = []
     for layer, kind in enumerate(config.pattern):
         last = layer == config.num_layers - 1
@@ -361,8 +380,8 @@ def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder
     head = None
     # transformers' class never shares the embedding: its files have a head of their own.
     if not config.tied or weights.has_under("lm_head."):
-        head = linear(weights, "lm_head", config.vocab_size, h, settings)
-    return Decoder(config, embedding, layers, final, head, settings)
+        head = make_head(weights, config.vocab_size, h, settings, grid)
+    return Decoder(config, embedding, layers, final, head, settings, grid)
 
 
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)

@@ -1,0 +1,107 @@
+"""Given checkpoints at other sizes: each tensor drawn from the values of the given one."""
+
+import zlib
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_nvfp4_moe import Target
+from jax_nvfp4_moe.checkpoint import open_checkpoint
+from jax_nvfp4_moe.checkpoint.export import write_checkpoint
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config
+from jax_nvfp4_moe.checkpoint.resolve import ExpertWeights, LinearWeights
+from jax_nvfp4_moe.models.loading import find_architecture
+from jax_nvfp4_moe.models.settings import Settings
+from jax_nvfp4_moe.tensor import DenseExperts
+
+BLOCK = 16
+
+
+class Asked:
+    """Answers with zeros as the `Weights` of a first pass, and remembers what was asked for.
+
+    Attributes:
+      arrays: name -> shape.
+      linears: module -> n and k; of those that may be quantized.
+    """
+
+    reads = False
+
+    def __init__(self, tensors):
+        """Make one that has the tensors which `tensors`, an open checkpoint's, has."""
+        self._tensors = tensors
+        self.arrays, self.linears = {}, {}
+
+    def has(self, name):
+        return name in self._tensors
+
+    def has_under(self, prefix):
+        return next(self._tensors.under(prefix), None) is not None
+
+    def ignore(self, prefix, reason):
+        pass
+
+    def cache_scales(self, prefix, **heads):
+        return None
+
+    def array(self, name, shape, *, dtype=None):
+        self.arrays[name] = tuple(shape)
+        return jnp.zeros(shape, dtype or jnp.float32)
+
+    def linear(self, prefix, n, k, *, bias=False):
+        self.linears[prefix] = n, k
+        name = f"{prefix}.bias"
+        found = self.array(name, (n,)) if bias or (bias is None and self.has(name)) else None
+        return LinearWeights(jnp.zeros((n, k)), found)
+
+    def experts(self, prefix, count, hidden, intermediate, *, gated=True, bias=False):
+        assert not bias
+        up, down = (intermediate, hidden), (hidden, intermediate)
+        shapes = {"gate_proj": up, "up_proj": up, "down_proj": down}
+        if not gated:
+            del shapes["gate_proj"]
+        for expert in range(count):
+            for name, shape in shapes.items():
+                self.linears[f"{prefix}.{expert}.{name}"] = shape
+        rows = (len(shapes) - 1) * intermediate
+        params = jnp.zeros((count, rows, hidden)), jnp.zeros((count, *down))
+        return ExpertWeights(DenseExperts(*params), None)
+
+
+def write_resized(given, folder, **changes):
+    """Write the ModelOpt W4A16 checkpoint `given` to `folder`, fields of its config replaced.
+
+    Its experts are the given ones, over and over.
+    """
+    with open_checkpoint(given) as checkpoint:
+        config = merge_text_config(checkpoint.config) | changes
+        config.pop("text_config", None)  # merged above; read again, it would take back `changes`
+        row, asked = find_architecture(config), Asked(checkpoint.tensors)
+        settings = Settings(Target("cpu"), dtype=jnp.float32)
+        nnx.eval_shape(lambda: row.build_model(row.read_config(config), asked, settings))
+        source = {name: checkpoint.tensors.read(name).copy() for name in checkpoint.tensors.names()}
+    tensors = {name: draw(name, source[name], shape) for name, shape in asked.arrays.items()}
+    dense = []
+    for module, (n, k) in asked.linears.items():
+        like = module if f"{module}.weight" in source else _first_expert(module)
+        parts = {"weight": (n, k)}
+        if f"{like}.weight_scale" in source:
+            parts = {"weight": (n, k // 2), "weight_scale": (n, k // BLOCK), "weight_scale_2": ()}
+        else:
+            dense.append(module)
+        for part, shape in parts.items():
+            tensors[f"{module}.{part}"] = draw(f"{module}.{part}", source[f"{like}.{part}"], shape)
+    write_checkpoint(folder, tensors, config, algorithm="W4A16_NVFP4", exclude=tuple(dense))
+
+
+def draw(name, values, shape):
+    """Return an array of random elements of `values`, the same ones for each `name`."""
+    values = values.reshape(-1)
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return values[rng.integers(values.size, size=shape)]
+
+
+def _first_expert(module):
+    prefix, _, rest = module.partition(".experts.")
+    return f"{prefix}.experts.0.{rest.partition('.')[2]}"
