@@ -5,9 +5,9 @@
 
 Each process is on this host, with one CPU device; collectives are Gloo's. The peak is anonymous
 resident memory above what the imports took, as in `load.py`; its bound is 1.1 x the share of the
-process, the prepared bytes of its shards, plus that share of one layer. What each holds beside
-experts (embedding, norms, attention) is whole along `expert` and counts in the share. Bytes read
-are those of `read` calls (Linux's rchar); what a mapped file brings by pages is not in them.
+process, the prepared bytes of its shards. What each holds beside experts (embedding, norms,
+attention) is whole along `expert` and counts in the share. Bytes read are those of `read` calls
+(Linux's rchar); what a mapped file brings by pages is not in them.
 
 Writes ``benchmarks/results/load_processes.json``; exit status 1 where a peak is over its bound.
 """
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 
-from load import BOUND, Peak, layer_bytes, write_checkpoint
+from load import BOUND, Peak, write_checkpoint
 from provenance import provenance
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -85,9 +85,8 @@ def run(folder, processes, mesh):
         if child.returncode:
             raise SystemExit(f"a process ended with status {child.returncode}")
         found += [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    layer = layer_bytes(folder) // processes
     for row in found:
-        row["bound_bytes"] = int(BOUND * row["share_bytes"]) + layer
+        row["bound_bytes"] = int(BOUND * row["share_bytes"])
     return found
 
 

@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax_nvfp4_moe.tensor import NVFP4Tensor
 log = logging.getLogger("jax_nvfp4_moe")
 
 _ALIGNMENT = 64  # bytes; XLA's CPU client then takes the array without a copy
+_OWN_PAGES = 1 << 18  # bytes
 Check = Callable[[np.ndarray], str | None]  # a part of an array -> what is wrong with it
 _NAN_BITS = 0x7F  # E4M3 has no infinities, and NaN where all bits but the sign are set
 
@@ -202,9 +204,17 @@ def _held_shape(at, shape):
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an array of unspecified values whose first byte is at a multiple of 64."""
+    """Return an array of unspecified values whose first byte is at a multiple of 64.
+
+    A large one has pages of its own, which the system gets back with the array: malloc would keep
+    those of arrays that come and go, up to 64 MB of every thread.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    if nbytes >= _OWN_PAGES:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = np.frombuffer(pages, np.uint8)
+    else:
+        raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 

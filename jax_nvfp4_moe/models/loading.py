@@ -40,9 +40,10 @@ from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
 from jax_nvfp4_moe.models.settings import Observer
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.ops.moe import DTYPES
-from jax_nvfp4_moe.ops.prepare import find_moe_layout, prepare
+from jax_nvfp4_moe.ops.prepare import find_moe_layout
 from jax_nvfp4_moe.parallel.experts import check_experts, shard_experts
 from jax_nvfp4_moe.parallel.grid import Grid, find_grid, replicate
+from jax_nvfp4_moe.parallel.pieces import join_pieces, piece_size
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 from jax_nvfp4_moe.tensor import DenseExperts, MoEParams
 
@@ -298,7 +299,7 @@ def _options(settings, only=None, input_scales=None):
         place=_placer(settings),
         input_scales=input_scales,
         only=only,
-        deferred=settings.grid is not None,
+        deferred=True,
     )
 
 
@@ -328,10 +329,15 @@ def _op_arguments(declared, settings):
 
 def _put(value, declared, settings):
     """Return one value on the device."""
-    value = jax.device_put(value)
-    if isinstance(value, MoEParams):
-        return prepare(value, **_op_arguments(declared, settings))
-    return value
+    if not isinstance(value, MoEParams):
+        return jax.device_put(jax.tree.map(lambda leaf: leaf[()], value))
+    layout = find_moe_layout(value, **_op_arguments(declared, settings))
+    step = piece_size(value, value.num_experts, settings.target)
+
+    def read(first):
+        return jax.device_put(jax.tree.map(lambda leaf: leaf[first : first + step], value))
+
+    return join_pieces(read, value.num_experts, step, layout)
 
 
 def _put_shards(value, declared, settings):

@@ -20,10 +20,12 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from jax_nvfp4_moe.checkpoint.reading import aligned_empty
 from jax_nvfp4_moe.float8 import FP8Tensor
 from jax_nvfp4_moe.formats import BLOCK
 from jax_nvfp4_moe.layouts import CANONICAL
 from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid, check_parts, replicate, stack_parts
+from jax_nvfp4_moe.parallel.pieces import join_pieces, on_shards, piece_size
 from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor
 
 # How one array of an expert layer is cut along `tensor`: rows in each half, columns, not at all, or
@@ -100,12 +102,10 @@ def shard_experts(
             "up rows, with activation 'swigluoai_uninterleave'"
         )
 
-    def stack(leaf, how: Cut):
-        return None if leaf is None else _stack(leaf, how, halves, grid)
-
-    stacked = _map_arrays(params, stack)
-    if isinstance(stacked, MoEParams) and layout not in (None, CANONICAL):
-        stacked = _to_layout(stacked, layout, grid)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+        stacked = _stack_traced(params, layout, halves, grid)
+    else:
+        stacked = _read_pieces(params, layout, halves, grid)
     row_scale = replicate(params.gate_up_input_scale, grid)
     sizes = params.num_experts, params.hidden, params.intermediate
     return ShardedExperts(stacked, row_scale, *sizes, grid)
@@ -150,19 +150,44 @@ def _map_arrays(params, cut: Callable[[Any, Cut], Any]):
     )
 
 
-def _stack(leaf, how: Cut, halves: int, grid: Grid):
-    """Return ``[tensor, e, ...]`` of the parts of one array ``[e, ...]``."""
-    if isinstance(leaf, Tracer):
+def _stack_traced(params, layout, halves: int, grid: Grid):
+    """Return the parts of all shards, traced, in `layout`."""
+
+    def stack(leaf, how: Cut):
+        if leaf is None:
+            return None
         return jnp.stack([_part(leaf, how, halves, t, grid.tensor) for t in range(grid.tensor)])
-    leaf = np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
-    shape = [grid.tensor, *leaf.shape]
-    if how in ("rows", "columns"):
-        shape[2 if how == "rows" else -1] //= grid.tensor
 
-    def part(index):
-        return _part(leaf, how, halves, index[0].start or 0, grid.tensor, index[1])[None]
+    stacked = _map_arrays(params, stack)
+    if layout is None:
+        return stacked
+    return on_shards(lambda own: own.to_layout(layout), grid)(stacked)
 
-    return stack_parts(shape, grid.sharding(TENSOR, EXPERT), part)
+
+def _read_pieces(params, layout, halves: int, grid: Grid):
+    """Return the parts of all shards in `layout`; each process reads its own, piece by piece."""
+    params = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, params)
+    count = params.num_experts // grid.expert
+    step = piece_size(params, count, grid.target, grid.tensor)
+
+    def read(first):
+        def stack(leaf, how: Cut):
+            if leaf is None:
+                return None
+            shape = [grid.tensor, grid.expert * step, *leaf.shape[1:]]
+            if how in ("rows", "columns"):
+                shape[2 if how == "rows" else -1] //= grid.tensor
+
+            def part(index):
+                start = (index[1].start or 0) // step * count + first
+                experts = slice(start, start + step)
+                return _part(leaf, how, halves, index[0].start or 0, grid.tensor, experts)[None]
+
+            return stack_parts(shape, grid.sharding(TENSOR, EXPERT), part)
+
+        return _map_arrays(params, stack)
+
+    return join_pieces(read, count, step, layout, grid)
 
 
 def _part(leaf, how: Cut, halves: int, t: int, parts: int, experts: slice = _ALL):
@@ -172,8 +197,10 @@ def _part(leaf, how: Cut, halves: int, t: int, parts: int, experts: slice = _ALL
         width = half // parts
         starts = [first * half + t * width for first in range(halves)]
         rows = [leaf[experts, start : start + width] for start in starts]
-        join = jnp.concatenate if isinstance(leaf, jax.Array) else np.concatenate
-        return join(rows, axis=1)
+        if isinstance(leaf, jax.Array):
+            return jnp.concatenate(rows, axis=1)
+        shape = [len(rows[0]), halves * width, *rows[0].shape[2:]]
+        return np.concatenate(rows, axis=1, out=aligned_empty(tuple(shape), rows[0].dtype))
     if how == "columns":
         width = leaf.shape[-1] // parts
         return leaf[experts, :, t * width : (t + 1) * width]
@@ -181,22 +208,8 @@ def _part(leaf, how: Cut, halves: int, t: int, parts: int, experts: slice = _ALL
     return whole * 0 if how == "first" and t else whole
 
 
-def _to_layout(stacked: MoEParams, layout: str, grid: Grid) -> MoEParams:
-    """Return the shards in `layout`, each converted where it is."""
-    spec = grid.spec(TENSOR, EXPERT)
-
-    def convert(stacked):
-        return _expand(_squeeze(stacked).to_layout(layout))
-
-    return jax.jit(grid.shard_map(convert, (spec,), spec))(stacked)
-
-
 def _squeeze(tree):
     return jax.tree.map(lambda leaf: leaf[0], tree)
-
-
-def _expand(tree):
-    return jax.tree.map(lambda leaf: leaf[None], tree)
 
 
 def run_sharded(

@@ -179,7 +179,7 @@ def build_parts(
     def stack(*parts):
         """Return one array of the parts of this process, in the order of `owners`."""
         pieces = [
-            jax.device_put(part[None], device)
+            jax.device_put(_with_axis(part, device), device)
             for part, devices in zip(parts, owners.values(), strict=True)
             for device in devices
         ]
@@ -187,6 +187,11 @@ def build_parts(
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
     return tree.unflatten(map(stack, *leaves.values()))
+
+
+def _with_axis(part, device):
+    """Return ``part[None]``; on a CPU in the memory of `part`, which no XLA operation would do."""
+    return (np.asarray(part) if device.platform == "cpu" else part)[None]
 
 
 class Parts(nnx.Module):

@@ -1,0 +1,66 @@
+"""Experts put on their device piece by piece: equal to the bit, and without a second layer."""
+
+import jax
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.ops.prepare import prepare
+from jax_nvfp4_moe.parallel import pieces
+from jax_nvfp4_moe.scheme import Target
+from jax_nvfp4_moe.testing import random_moe_params
+
+CPU, GPU = Target("cpu"), Target("cuda", (9, 0))
+LAYOUTS = ("cpu_16x16", "mma_64x64")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.device_get(
+        random_moe_params(jax.random.key(0), num_experts=6, hidden=64, intermediate=32)
+    )
+
+
+def reader(params, step):
+    return lambda first: jax.device_put(jax.tree.map(lambda x: x[first : first + step], params))
+
+
+@pytest.mark.parametrize("step", [1, 2, 6])
+@pytest.mark.parametrize("layout", [*LAYOUTS, None])
+def test_pieces_make_the_whole(params, layout, step):
+    made = pieces.join_pieces(reader(params, step), 6, step, layout)
+    expected = params if layout is None else jax.jit(lambda p: p.to_layout(layout))(params)
+    assert jax.tree.structure(made) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def test_pieces_are_prepared_as_the_whole_is(params):
+    made = pieces.join_pieces(reader(params, 3), 6, 3, prepare(params).layout)
+    jax.tree.map(np.testing.assert_array_equal, made, prepare(params))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_piece_is_written_in_place(params, layout):
+    """The program needs room for some pieces; a copy of the layer, or of one array, is more."""
+    count = 600
+    piece = reader(params, 1)(0)
+    joined = pieces._allocate(piece, count, layout, None)
+    program = pieces._write.lower(joined, piece, np.int32(0), layout, None).compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    smallest = joined.down.block_scale.nbytes
+    assert memory.alias_size_in_bytes >= joined.nbytes
+    assert memory.temp_size_in_bytes < smallest
+
+
+def test_sizes_of_pieces(params):
+    """A divisor of the experts of a shard, at least one; larger on a GPU."""
+    expert = params.nbytes // 6
+    assert expert * 6 < pieces._CPU_BYTES
+    assert pieces.piece_size(params, 6, CPU) == 6
+    many = random_moe_params(jax.random.key(0), num_experts=1024, hidden=64, intermediate=64)
+    most = pieces._CPU_BYTES // (many.nbytes // 1024)
+    assert pieces.piece_size(many, 1024, CPU) == max(n for n in range(1, most + 1) if 1024 % n == 0)
+    assert pieces.piece_size(many, 1021, CPU) == 1  # a prime, of more than fit
+    assert pieces.piece_size(many, 1024, GPU) == 1024
+    assert pieces.piece_size(many, 1024, CPU, 2) == 2 * pieces.piece_size(many, 1024, CPU)
