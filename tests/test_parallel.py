@@ -8,10 +8,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from eight_devices import CHECKS, SHAPES
 
 from jax_nvfp4_moe import NVFP4MoE
+from jax_nvfp4_moe.parallel.exchange import _count_updates, _cut_rows
 from jax_nvfp4_moe.parallel.grid import check_parts, divisors
 
 # Sums of float32 in another order, up to eight of them for each all-reduce; logits pass through
@@ -155,13 +157,40 @@ def test_gradients_over_a_mesh_equal_one_device(figures):
 
 
 def test_quantized_rows_are_a_quarter(figures):
-    """8 rows of 64 values to each of 8 shards, 2 or 9 / 16 bytes each, and 8 for each of 4 ids."""
-    assert figures["bytes_sent"]["w4a16"] == [f"8x8x{2 * 64 + 4 * 8}"]
-    assert figures["bytes_sent"]["w4a4_unit_scale"] == [f"8x8x{64 * 9 // 16 + 4 * 8}"]
+    """8 rows of 64 values to each of 8 shards, 2 or 9 / 16 bytes each, and 8 for each of 4 ids.
+
+    In words of 4 bytes, an even number of them.
+    """
+    assert figures["bytes_sent"]["w4a16"] == [f"8x8x{(2 * 64 + 4 * 8) // 4}"]
+    assert figures["bytes_sent"]["w4a4_unit_scale"] == [f"8x8x{(64 * 9 // 16 + 4 * 8 + 4) // 4}"]
 
 
 def test_a_ragged_exchange_lowers_for_a_gpu(figures):
     assert figures["ragged"] == ["ragged_all_to_all", "nvfp4_moe_w4a16_sm90", "ragged_all_to_all"]
+
+
+def test_a_ragged_exchange_equals_all_to_all(figures):
+    """To the bit, and in however many pieces; each case has some of them and one."""
+    assert [name.rsplit(" ", 1)[1] for name in figures["ragged_numbers"]] == [
+        "3",
+        "1",
+        "13",
+        "1",
+        "33",
+        "1",
+    ]
+    assert set(figures["ragged_numbers"].values()) == {0.0}
+
+
+def test_ragged_pieces():
+    """Of whole rows, an odd number, hundreds for all GPUs together; one where NCCL sends them."""
+    assert [_count_updates(2048, n, near=True) for n in (2, 4, 8)] == [257, 129, 65]
+    assert _count_updates(4, 2, near=True) == 5
+    assert _count_updates(2048, 16, near=True) == _count_updates(2048, 8, near=False) == 1
+    starts, counts = jnp.asarray([3, 20]), jnp.asarray([7, 1])
+    first, sizes = (cut.reshape(2, 3) for cut in _cut_rows(starts, counts, 3))
+    np.testing.assert_array_equal(first, [[3, 5, 7], [20, 20, 20]])
+    np.testing.assert_array_equal(sizes, [[2, 2, 3], [0, 0, 1]])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Experts and tokens both shared out along `expert`: rows go to their experts and come back.
 
 Each shard has a share of the tokens. It sends a token once to every shard with an expert that the
-token chose, together with the ids and weights of those, as bytes in one collective; the shard runs
+token chose, together with the ids and weights of those, as words in one collective; the shard runs
 its experts, and what comes back is added up in float32, in the order of the shards::
 
   y[t] = sum over shards d of back(run(sent(x[t]), own part of d, own ids, weights))
@@ -41,30 +41,25 @@ from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme
 
 
-class Route(NamedTuple):
-    """Where the rows of one shard go.
-
-    Attributes:
-      visits: bool ``[r, shards]``, which shards each row visits.
-      rank: int32 ``[r, shards]``, how many rows before it visit the same shard.
-    """
-
-    visits: Bool[Array, "r s"]
-    rank: Int[Array, "r s"]
-
-
 class Trip(NamedTuple):
-    """One collective there and one back.
+    """One collective there and one back, of buffers of `size` rows.
 
     Attributes:
-      size: rows of the buffer that is sent.
-      slots: int32 ``[r, shards]``, the place of each row in it; `size` where it does not travel.
-      send: bytes ``[size, n]`` -> bytes ``[received, n]``; ids of empty rows are -1.
+      shard: int32 ``[size]``, where each row of the buffer goes.
+      taken: bool ``[size]``, which of them are rows; all where None.
+      travels: bool ``[r, shards]``, which shards each row visits this time.
+      spread: ``[r, n]`` -> ``[size, n]``, rows in their places.
+      pick: ``[size, h]`` and a shard -> ``[r, h]``, what came back from there; any row for one that
+        was not there.
+      send: words ``[size, n]`` -> words ``[received, n]``; ids of empty rows are -1.
       back: ``[received, h]`` -> ``[size, h]``.
     """
 
-    size: int
-    slots: Int[Array, "r s"]
+    shard: Int[Array, " size"]
+    taken: Bool[Array, " size"] | None
+    travels: Bool[Array, "r s"]
+    spread: Callable
+    pick: Callable
     send: Callable
     back: Callable
 
@@ -102,7 +97,8 @@ def run_exchanged(
         return run_sharded(run, x, experts, expert_ids, expert_weights)
     ids = jnp.where((expert_ids >= 0) & (expert_ids < experts.num_experts), expert_ids, -1)
     wire = Wire() if weight_on_input else _find_wire(scheme)
-    trip = functools.partial(_TRIPS[exchange], capacity=capacity)
+    near = experts.grid.in_one_process(EXPERT)
+    trip = functools.partial(_TRIPS[exchange], capacity=capacity, near=near)
     forward = functools.partial(_send_rows, run, wire, trip)
     given = x, experts, ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
     return _with_psum_gradient(forward, run)(*given)
@@ -128,7 +124,9 @@ def _send_rows(run, wire, trip, x, experts, ids, weights):
             weights = weights.reshape(-1, 1)
         rows = Rows(x, ids, weights, experts.local_experts, wire, scales)
         y = trip(rows, run_own, shards)
-        return y.reshape(r, -1, x.shape[1]).sum(axis=1).astype(x.dtype)
+        # One by one: a reduction may add in an order that hangs on what it is fused with.
+        slots = jnp.unstack(y.reshape(r, -1, x.shape[1]), axis=1)
+        return functools.reduce(jnp.add, slots).astype(x.dtype)
 
     specs = grid.spec(TENSOR, EXPERT), grid.spec()
     rows = x, ids, weights
@@ -138,7 +136,7 @@ def _send_rows(run, wire, trip, x, experts, ids, weights):
 def _with_psum_gradient(forward, run):
     """Return `forward` with the gradient of `run_sharded`.
 
-    Rows travel as bytes, whose derivative JAX takes to be zero.
+    Rows travel as words, whose derivative JAX takes to be zero.
     """
     exchanged = jax.custom_vjp(forward)
 
@@ -233,32 +231,30 @@ class Rows:
     wire: Wire
     scales: Any
 
-    def route(self, shards: int) -> Route:
+    def visits(self, shards: int) -> Bool[Array, "r s"]:
         """Return which of `shards` each row visits."""
         owner = jnp.where(self.ids >= 0, self.ids // self.local_experts, -1)
-        visits = (owner[:, :, None] == jnp.arange(shards)[None, None, :]).any(axis=1)
-        rank = jnp.cumsum(visits.astype(jnp.int32), axis=0) - 1
-        return Route(visits, rank)
+        return (owner[:, :, None] == jnp.arange(shards)[None, None, :]).any(axis=1)
 
     def travel(self, trip: Trip, run_own: Callable, shards: int):
         """Return float32 ``[r, h]``: what all visits of each row add up to."""
         r, h = self.x.shape
-        number = jnp.broadcast_to(jnp.arange(r, dtype=jnp.int32)[:, None], trip.slots.shape)
-        row = jnp.full(trip.size, r, jnp.int32).at[trip.slots].set(number, mode="drop")
-        shard = jnp.broadcast_to(jnp.arange(shards, dtype=jnp.int32)[None, :], trip.slots.shape)
-        shard = jnp.zeros(trip.size, jnp.int32).at[trip.slots].set(shard, mode="drop")
-        taken, here = (row < r)[:, None], jnp.minimum(row, r - 1)
-        ids = self.ids[here] - shard[:, None] * self.local_experts
-        ids = jnp.where(taken & (ids >= 0) & (ids < self.local_experts), ids, -1)
-        parts = [ids, self.weights[here], *(part[here] for part in self._encoded())]
-        sent, forms = _as_bytes(parts)
-        ids, weights, *parts = _from_bytes(trip.send(sent), forms)
+        ids = trip.spread(self.ids) - trip.shard[:, None] * self.local_experts
+        own = (ids >= 0) & (ids < self.local_experts)
+        own = own if trip.taken is None else own & trip.taken[:, None]
+        words, forms = _as_words([self.weights, *self._encoded()])
+        missing = -(self.ids.shape[1] + words.shape[1]) % (_ROW // _WORD)
+        words = jnp.pad(words, [(0, 0), (0, missing)]) if missing else words
+        ids = lax.bitcast_convert_type(jnp.where(own, ids, -1), jnp.uint32)
+        received = trip.send(jnp.concatenate([ids, trip.spread(words)], axis=1))
+        ids, words = jnp.split(received, [ids.shape[1]], axis=1)
+        ids = lax.bitcast_convert_type(ids, jnp.int32)
+        weights, *parts = _from_words(words, forms)
         y = trip.back(run_own(self._decoded(parts, ids), ids, weights))
         total = jnp.zeros((r, h), jnp.float32)
         for d in range(shards):  # in the order of the shards, so that runs are equal to the bit
-            slot = trip.slots[:, d]
-            back = y[jnp.minimum(slot, trip.size - 1)].astype(jnp.float32)
-            total += jnp.where((slot < trip.size)[:, None], back, 0.0)
+            back = trip.pick(y, d).astype(jnp.float32)
+            total += jnp.where(trip.travels[:, d : d + 1], back, 0.0)
         return total
 
     def _encoded(self):
@@ -288,9 +284,10 @@ class Rows:
         return jnp.ones(ids.shape, jnp.float32)
 
 
-def _run_fixed(rows: Rows, run_own, shards, capacity):
+def _run_fixed(rows: Rows, run_own, shards, capacity, near):
     """Exchange in slots of `capacity` rows for each pair of shards, in as many rounds as needed."""
-    route, r = rows.route(shards), rows.x.shape[0]
+    del near
+    visits, r = rows.visits(shards), rows.x.shape[0]
     capacity = r if capacity is None else min(capacity, r)
     size = shards * capacity
 
@@ -298,69 +295,144 @@ def _run_fixed(rows: Rows, run_own, shards, capacity):
         cut = array.reshape(shards, capacity, -1)
         return lax.all_to_all(cut, EXPERT, 0, 0).reshape(size, -1)
 
+    if capacity == r:  # each row has its own slot for each shard, and nothing has to be counted
+        shard = jnp.repeat(jnp.arange(shards, dtype=jnp.int32), r)
+        spread = functools.partial(_repeat_rows, shards=shards)
+        pick = functools.partial(_pick_part, shards=shards)
+        trip = Trip(shard, None, visits, spread, pick, exchange, exchange)
+        return rows.travel(trip, run_own, shards)
+    ranks = _rank(visits)
+
     def run_round(number, total):
-        rank = route.rank - number * capacity
+        rank = ranks - number * capacity
+        travels = visits & (rank >= 0) & (rank < capacity)
         slots = jnp.arange(shards, dtype=jnp.int32)[None, :] * capacity + rank
-        travels = route.visits & (rank >= 0) & (rank < capacity)
-        trip = Trip(size, jnp.where(travels, slots, size), exchange, exchange)
+        trip = _pack(slots, travels, size, exchange, exchange)
         return total + rows.travel(trip, run_own, shards)
 
-    total = jnp.zeros(rows.x.shape, jnp.float32)
-    if capacity == r:
-        return run_round(0, total)
-    most = lax.pmax(route.visits.sum(axis=0).max(), EXPERT)  # all shards make as many rounds
+    most = lax.pmax(visits.sum(axis=0).max(), EXPERT)  # all shards make as many rounds
     rounds = (most + capacity - 1) // capacity
-    return lax.fori_loop(0, rounds, run_round, total)
+    return lax.fori_loop(0, rounds, run_round, jnp.zeros(rows.x.shape, jnp.float32))
 
 
-def _run_ragged(rows: Rows, run_own, shards, capacity):
+def _repeat_rows(part, shards):
+    return jnp.broadcast_to(part, (shards, *part.shape)).reshape(-1, part.shape[1])
+
+
+def _pick_part(y, d, shards):
+    return y.reshape(shards, -1, y.shape[1])[d]
+
+
+def _rank(visits):
+    """Return int32 ``[r, shards]``: how many rows before each one visit the same shard."""
+    return jnp.cumsum(visits.astype(jnp.int32), axis=0) - 1
+
+
+def _pack(slots, travels, size, send, back) -> Trip:
+    """Return the trip of rows that have the places `slots [r, s]` where they travel."""
+    r, shards = slots.shape
+    slots = jnp.where(travels, slots, size)
+    number = jnp.arange(r * shards, dtype=jnp.int32).reshape(r, shards)
+    visit = jnp.full(size, r * shards, jnp.int32).at[slots].set(number, mode="drop")
+    here = jnp.minimum(visit // shards, r - 1)
+
+    def spread(part):
+        return part[here]
+
+    def pick(y, d):
+        return y[jnp.minimum(slots[:, d], size - 1)]
+
+    return Trip(visit % shards, visit < r * shards, travels, spread, pick, send, back)
+
+
+def _run_ragged(rows: Rows, run_own, shards, capacity, near):
     """Exchange rows without empty slots; `capacity` has no meaning here."""
     del capacity
-    route, (r, k) = rows.route(shards), rows.ids.shape
+    visits, (r, k) = rows.visits(shards), rows.ids.shape
     size, received, me = r * min(k, shards), r * shards, lax.axis_index(EXPERT)
-    counts = lax.all_gather(route.visits.sum(axis=0, dtype=jnp.int32), EXPERT)  # [from, to]
+    counts = lax.all_gather(visits.sum(axis=0, dtype=jnp.int32), EXPERT)  # [from, to]
     starts = jnp.cumsum(counts, axis=1) - counts  # in the sender's buffer
     places = jnp.cumsum(counts, axis=0) - counts  # in the receiver's
+    updates = _count_updates(r, shards, near)
+    cut = functools.partial(_cut_rows, updates=updates)
 
     def send(array):
-        room = jnp.full((received, array.shape[1]), 0xFF, jnp.uint8)
-        there = starts[me], counts[me], places[me], counts[:, me]
-        return lax.ragged_all_to_all(array, room, *there, axis_name=EXPERT)
+        room = jnp.full((received, array.shape[1]), 0xFFFFFFFF, jnp.uint32)
+        (first, sent), (there, _) = cut(starts[me], counts[me]), cut(places[me], counts[me])
+        came = cut(places[:, me], counts[:, me])[1]
+        return lax.ragged_all_to_all(array, room, first, sent, there, came, axis_name=EXPERT)
 
     def back(array):
         room = jnp.zeros((size, array.shape[1]), array.dtype)
-        there = places[:, me], counts[:, me], starts[:, me], counts[me]
-        return lax.ragged_all_to_all(array, room, *there, axis_name=EXPERT)
+        (first, sent), (there, _) = (cut(at[:, me], counts[:, me]) for at in (places, starts))
+        came = cut(starts[me], counts[me])[1]
+        return lax.ragged_all_to_all(array, room, first, sent, there, came, axis_name=EXPERT)
 
-    slots = jnp.where(route.visits, starts[me][None, :] + route.rank, size)
-    return rows.travel(Trip(size, slots, send, back), run_own, shards)
+    trip = _pack(starts[me][None, :] + _rank(visits), visits, size, send, back)
+    return rows.travel(trip, run_own, shards)
+
+
+# XLA's kernel for GPUs that reach each other's memory takes so many of them.
+_MOST_POINTERS = 8
+_BLOCKS = 512
+
+
+def _count_updates(r: int, shards: int, near: bool) -> int:
+    """Return how many pieces what goes from one shard to another is sent in.
+
+    Between GPUs of one process XLA runs a kernel with one block of 128 threads for each piece: two
+    blocks moved 3 to 5 GB/s on two H200 (measured), so that there are some 500 of them here (not
+    timed). Their number is odd, since of an even one the blocks take turns at each other's pieces,
+    in case those are unequal, and ours are equal. Elsewhere each piece is an NCCL send and receive,
+    and one is best. openxla/xla, xla/backends/gpu/runtime/ragged_all_to_all.cc
+    (RunRaggedAllToAllKernelImpl) and ragged_all_to_all_thunk.cc (RunCollective); issue 33386.
+
+    Args:
+      r: most rows for one shard.
+      shards: of the exchange.
+      near: whether they are of one process.
+    """
+    return min(r, _BLOCKS // shards) | 1 if near and shards <= _MOST_POINTERS else 1
+
+
+def _cut_rows(starts, counts, updates):
+    """Return int32 ``[shards * updates]``: first rows and numbers of rows of all pieces."""
+    ends = counts[:, None] * jnp.arange(updates + 1, dtype=jnp.int32)[None, :] // updates
+    return (starts[:, None] + ends[:, :-1]).reshape(-1), jnp.diff(ends, axis=1).reshape(-1)
 
 
 _TRIPS = {"all_to_all": _run_fixed, "ragged": _run_ragged}
 EXCHANGES = ("psum", *_TRIPS)
+_WORD, _ROW = 4, 8  # bytes; XLA's kernel copies rows of whole eights by eight
 
 
-def _as_bytes(parts):
-    """Join arrays ``[r, ...]`` to bytes ``[r, n]``; returns what undoes it too."""
+def _as_words(parts):
+    """Join arrays ``[r, ...]`` to uint32 ``[r, n]``; returns what undoes it too.
+
+    In words, since XLA makes a buffer of what it converts from one width to another: ids and
+    weights have this one, and tokens have their buffer already.
+    """
     joined = []
     for part in parts:
         flat = part.reshape(part.shape[0], -1)
-        raw = flat if flat.dtype == jnp.uint8 else lax.bitcast_convert_type(flat, jnp.uint8)
-        joined.append(raw.reshape(part.shape[0], -1))
+        size = flat.dtype.itemsize
+        missing = -flat.shape[1] % (_WORD // size)
+        flat = jnp.pad(flat, [(0, 0), (0, missing)]) if missing else flat
+        if size < _WORD:
+            flat = flat.reshape(flat.shape[0], -1, _WORD // size)
+        joined.append(lax.bitcast_convert_type(flat, jnp.uint32))
     forms = [(part.shape[1:], part.dtype) for part in parts]
     return jnp.concatenate(joined, axis=1), forms
 
 
-def _from_bytes(raw, forms):
+def _from_words(words, forms):
     parts, start = [], 0
     for shape, dtype in forms:
         count, size = int(np.prod(shape, dtype=np.int64)), jnp.dtype(dtype).itemsize
-        piece = raw[:, start : start + count * size]
-        start += count * size
-        if dtype != jnp.uint8:
-            piece = piece if size == 1 else piece.reshape(raw.shape[0], count, size)
-            piece = lax.bitcast_convert_type(piece, dtype)
-        parts.append(piece.reshape(raw.shape[0], *shape))
+        width = -(-count * size // _WORD)
+        piece = lax.bitcast_convert_type(words[:, start : start + width], dtype)
+        start += width
+        parts.append(piece.reshape(words.shape[0], -1)[:, :count].reshape(-1, *shape))
     return parts
 
 
@@ -374,7 +446,12 @@ def wire_bytes(hidden: int, top_k: int, dtype: Any, scheme: Scheme | None = None
       scheme: as for `run_exchanged`; None where weights are on the input.
     """
     if scheme not in W4A4_SCHEMES:
-        return hidden * jnp.dtype(dtype).itemsize + 8 * top_k
+        return _up(_up(hidden * jnp.dtype(dtype).itemsize, _WORD) + 8 * top_k, _ROW)
     ids = 1 if scheme is Scheme.W4A4 else top_k
     own_scale = 4 if scheme is Scheme.W4A4_TOKEN_SCALE else 0
-    return hidden // 2 + hidden // BLOCK + 8 * ids + own_scale
+    row = _up(hidden // 2, _WORD) + _up(hidden // BLOCK, _WORD)
+    return _up(row + 8 * ids + own_scale, _ROW)
+
+
+def _up(n, step):
+    return -(-n // step) * step

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -42,6 +43,12 @@ class Grid:
     def target(self) -> Target:
         """The device that programs on this mesh are lowered for."""
         return Target.of(self.mesh.devices.flat[0])
+
+    def in_one_process(self, axis: str) -> bool:
+        """Return whether devices that differ along `axis` alone belong to one process."""
+        owners = np.vectorize(lambda device: device.process_index)(self.mesh.devices)
+        index = self.mesh.axis_names.index(axis)
+        return bool((owners == owners.take([0], axis=index)).all())
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """Return the specification that cuts the leading axes of an array along `axes`."""

@@ -1,0 +1,124 @@
+"""Compile an expert block over four GPUs that are not there; one line of JSON about its schedule.
+
+    python deviceless_exchange.py TARGET.txtpb EXCHANGE TOKENS [joined] [hide]
+
+`joined` leaves out the barrier of `NVFP4MoE`; `hide` compiles with XLA's latency hiding scheduler.
+The block has a shared expert. `test_deviceless_exchange.py` runs this in a process of its own, as
+`deviceless_compile.py` is run. Nothing runs, so that any handler stands for those of the kernels.
+"""
+
+import json
+import pathlib
+import re
+import sys
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.nn import DenseLinear
+
+DEVICES, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 64, 4, 7168, 1024
+KERNELS = ("nvfp4_route_cuda", "nvfp4_moe_w4a16_sm90")
+HIDE = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_analytical_sol_latency_estimator": False,
+}
+# What XLA runs without a kernel.
+FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant", "partition-id"}
+LINE = re.compile(r"^ +(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][\w\-]*)\(")
+
+
+def register():
+    """Make XLA take the calls of the CUDA extension, whether it is built or not."""
+    handler = next(iter(_ffi._module("_nvfp4_cpu").registrations().values()))
+    for name in KERNELS:
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+
+
+class SharedExpert(nnx.Module):
+    """A gated MLP of two products."""
+
+    def __init__(self):
+        self.first = DenseLinear(jnp.zeros((2 * INTERMEDIATE, HIDDEN), jnp.bfloat16))
+        self.second = DenseLinear(jnp.zeros((HIDDEN, INTERMEDIATE), jnp.bfloat16))
+
+    def __call__(self, x):
+        gate, up = jnp.split(self.first(x), 2, axis=-1)
+        return self.second(jax.nn.silu(gate) * up)
+
+
+def compile_block(target_config: str, exchange: str, tokens: int, options: dict) -> str:
+    """Return the scheduled program as text."""
+    topology = topologies.get_topology_desc(
+        "described", "cuda", target_config=target_config, topology=f"1x1x{DEVICES}"
+    )
+    mesh = jax.sharding.Mesh(topology.devices, ("expert",), axis_types=(AxisType.Auto,))
+
+    def make():
+        return nvfp4.NVFP4MoE(
+            EXPERTS,
+            HIDDEN,
+            INTERMEDIATE,
+            top_k=TOP_K,
+            target=nvfp4.Target("cuda", (9, 0)),
+            shared_experts=SharedExpert(),
+            mesh=mesh,
+            exchange=exchange,
+        )
+
+    def place(path, leaf):
+        cut = PartitionSpec(None, "expert") if "stacked" in str(path) else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, cut))
+
+    with unittest.mock.patch.object(_ffi, "missing", return_value=()):
+        block = jax.tree_util.tree_map_with_path(place, nnx.eval_shape(make))
+        cut = NamedSharding(mesh, PartitionSpec(None if exchange == "psum" else "expert"))
+        x = jax.ShapeDtypeStruct((tokens, HIDDEN), jnp.bfloat16, sharding=cut)
+        run = jax.jit(lambda block, x: block(x), out_shardings=cut, compiler_options=options)
+        return run.lower(block, x).compile().as_text()
+
+
+def report(text: str) -> dict:
+    """Return what runs in the order that it is started in, and what stands beside a collective.
+
+    Returns:
+      collectives: pairs of a name and whether it is asynchronous.
+      shared: of the shared expert's products, how many stand between the start and the end of the
+        last collective, and how many there are.
+      sending: kernels from the router to the first collective, and from there to the experts.
+    """
+    entry = re.search(r"^ENTRY.*?^\}", text, re.M | re.S)
+    assert entry
+    found = [(LINE.match(line), line) for line in entry[0].splitlines()]
+    ran = [(m[1], m[2], line) for m, line in found if m and m[2] not in FREE]
+    # XLA may name a fusion for what is last in it, so that products are known by their kind.
+    products = [i for i, (name, _, _) in enumerate(ran) if re.match(r"gemm|dot|cublas", name)]
+    calls = [i for i, (_, _, line) in enumerate(ran) if 'custom_call_target="nvfp4' in line]
+    starts = [i for i, (_, op, _) in enumerate(ran) if op.endswith("-start")]
+    ends = [i for i, (_, op, _) in enumerate(ran) if op.endswith("-done")]
+    route, experts = calls
+    first = next((i for i in starts if i < experts), experts)
+    return {
+        "collectives": [
+            [ran[i][1].removesuffix("-start"), '"is_sync":true' not in ran[i][2]] for i in starts
+        ],
+        "shared": [sum(starts[-1] < i < ends[-1] for i in products), 2],
+        "sending": [first - route - 1, max(experts - first - 2, 0)],
+        "order": [name for name, _, _ in ran],
+    }
+
+
+if __name__ == "__main__":
+    register()
+    config, exchange, tokens = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    words = sys.argv[4:]
+    options = HIDE if "hide" in words else {}
+    if "joined" in words:
+        jax.lax.optimization_barrier = lambda operands: operands
+    print(json.dumps(report(compile_block(config.read_text(), exchange, tokens, options))))
