@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from jax.sharding import Mesh
 
 from jax_nvfp4_moe import distributed
-from jax_nvfp4_moe.backends.choice import explain_problem
+from jax_nvfp4_moe.bench import layer_times
 from jax_nvfp4_moe.evaluate import evaluate, summary_rows, window_rows
 from jax_nvfp4_moe.generate import stream
 from jax_nvfp4_moe.inspection import inspect, table
@@ -28,12 +29,10 @@ from jax_nvfp4_moe.layer_errors import (
     measure_errors,
     plot_errors,
 )
-from jax_nvfp4_moe.models.loading import abstract_model, find_dtype, load_model
-from jax_nvfp4_moe.ops.moe import moe_mlp
-from jax_nvfp4_moe.ops.prepare import prepare
+from jax_nvfp4_moe.models.loading import abstract_model, load_model
+from jax_nvfp4_moe.process_options import over_devices
 from jax_nvfp4_moe.quantize_model import quantize_model
-from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
-from jax_nvfp4_moe.testing import random_moe_params, random_routing
+from jax_nvfp4_moe.scheme import Target
 from jax_nvfp4_moe.tokenizer import TOKENIZER, load_tokenizer
 
 EXAMPLE = "tiny-python-moe"
@@ -55,37 +54,6 @@ SchemeOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Name of a backend.")]
-_PROCESSES = "Several processes"
-MeshOption = Annotated[
-    str | None,
-    typer.Option("--mesh", help="How to share out the devices: expert=8,tensor=2, or one of them."),
-]
-DetectOption = Annotated[
-    bool,
-    typer.Option(
-        "--distributed",
-        help="One of several processes, as Slurm, Open MPI or Kubernetes started them.",
-        rich_help_panel=_PROCESSES,
-    ),
-]
-CoordinatorOption = Annotated[
-    str | None,
-    typer.Option(help="host:port of process 0, with the next two.", rich_help_panel=_PROCESSES),
-]
-CountOption = Annotated[
-    int | None, typer.Option("--processes", help="How many.", rich_help_panel=_PROCESSES)
-]
-IndexOption = Annotated[
-    int | None, typer.Option("--process-id", help="Which, from 0.", rich_help_panel=_PROCESSES)
-]
-PeerTimeoutOption = Annotated[
-    int,
-    typer.Option(help="Seconds until a silent one counts as dead.", rich_help_panel=_PROCESSES),
-]
-StartTimeoutOption = Annotated[
-    int, typer.Option(help="Seconds to come together.", rich_help_panel=_PROCESSES)
-]
-SupervisedOption = Annotated[int | None, typer.Option(distributed.SUPERVISED, hidden=True)]
 
 
 @app.command("inspect")
@@ -143,8 +111,10 @@ def inspect_command(
 
 
 @app.command("generate")
+@over_devices
 def generate_command(
-    context: typer.Context,
+    *,
+    devices: Mesh | None,
     path: Annotated[
         pathlib.Path | None, typer.Argument(help="Folder of a checkpoint; the example where none.")
     ] = None,
@@ -160,25 +130,12 @@ def generate_command(
     scheme: SchemeOption = None,
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
-    mesh: MeshOption = None,
-    detect: DetectOption = False,
-    coordinator: CoordinatorOption = None,
-    processes: CountOption = None,
-    process_id: IndexOption = None,
-    peer_timeout: PeerTimeoutOption = distributed.PEER_TIMEOUT,
-    start_timeout: StartTimeoutOption = distributed.START_TIMEOUT,
-    supervised: SupervisedOption = None,
 ) -> None:
     """Print a prompt and its continuation, token by token."""
-    joined = _join(
-        context.obj, detect, supervised, coordinator, processes, process_id, peer_timeout,
-        start_timeout,
-    )  # fmt: skip
     with _example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         text = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
         ids = tokenizer.encode(text, special=not chat)
-        devices = distributed.make_mesh(mesh) if joined or mesh is not None else None
         model = load_model(folder, scheme=scheme, dtype=dtype, backend=backend, mesh=devices)
     room = model.config.max_positions - len(ids)
     if max_new_tokens is None:
@@ -213,8 +170,10 @@ def generate_command(
 
 
 @app.command("eval")
+@over_devices
 def eval_command(
-    context: typer.Context,
+    *,
+    devices: Mesh | None,
     path: Folder,
     text: Annotated[pathlib.Path, typer.Option(help="Text to predict, UTF-8.")],
     window: Annotated[int, typer.Option(help="Tokens in a window, each on its own.")] = 512,
@@ -228,25 +187,12 @@ def eval_command(
     ] = None,
     dtype: DtypeOption = "float32",
     backend: BackendOption = None,
-    mesh: MeshOption = None,
-    detect: DetectOption = False,
-    coordinator: CoordinatorOption = None,
-    processes: CountOption = None,
-    process_id: IndexOption = None,
-    peer_timeout: PeerTimeoutOption = distributed.PEER_TIMEOUT,
-    start_timeout: StartTimeoutOption = distributed.START_TIMEOUT,
-    supervised: SupervisedOption = None,
 ) -> None:
     """Print the mean cross-entropy and the perplexity on a text, a JSON object for each scheme.
 
     In float32 unless asked otherwise, as quantization tools state theirs.
     """
-    joined = _join(
-        context.obj, detect, supervised, coordinator, processes, process_id, peer_timeout,
-        start_timeout,
-    )  # fmt: skip
     ids = load_tokenizer(path).encode(text.read_text(encoding="utf-8"))
-    devices = distributed.make_mesh(mesh) if joined or mesh is not None else None
     results = {}
     for asked in dict.fromkeys(scheme or [None]):
         model = load_model(path, scheme=asked, dtype=dtype, backend=backend, mesh=devices)
@@ -335,31 +281,16 @@ def bench_command(
 ) -> None:
     """Time one expert layer (of Qwen3-30B-A3B's sizes) on this device."""
     counts = _positive_numbers("tokens", tokens)
-    target, kind = Target.current(), find_dtype(dtype)
-    chosen, _ = choose_scheme(Scheme.W4A4, scheme, target)
-    problem = Problem(
-        "moe_mlp", chosen, target, kind.name, experts, top_k, hidden, intermediate, "silu"
+    rows = layer_times(
+        counts,
+        experts=experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        top_k=top_k,
+        scheme=scheme,
+        dtype=dtype,
+        backend=backend,
     )
-    choice = explain_problem(problem, backend=backend)
-    _say("making random weights")
-    params = random_moe_params(
-        jax.random.key(0), num_experts=experts, hidden=hidden, intermediate=intermediate
-    )
-    arguments = {"scheme": chosen, "target": target, "backend": choice.backend}
-    params = prepare(params, **arguments)
-
-    @jax.jit
-    def layer(x, params, ids, weights):
-        return moe_mlp(x, params, ids, weights, **arguments)
-
-    rows = [("tokens", "us", "GB/s of weights", "scheme", "backend")]
-    for count in counts:
-        ids, weights = random_routing(jax.random.key(1), count, experts, top_k)
-        x = jax.random.normal(jax.random.key(2), (count, hidden), jnp.float32).astype(kind)
-        seconds = _median_seconds(lambda x=x, i=ids, w=weights: layer(x, params, i, w))
-        read = params.nbytes / experts * len(np.unique(ids))
-        rate = f"{read / seconds / 1e9:.1f}"
-        rows.append((str(count), f"{seconds * 1e6:.1f}", rate, str(chosen), choice.backend))
     print("\n".join(table(rows)))
 
 
@@ -420,31 +351,6 @@ def _fail(message):
     sys.exit(2)
 
 
-def _join(arguments, detect, supervised, *how) -> bool:
-    """Join the other processes where there are any; return whether there are.
-
-    The process that the user started becomes the parent of one that does the work.
-
-    Args:
-      arguments: of the command line.
-      detect, supervised: its options.
-      how: arguments of `distributed.join`.
-    """
-    if not detect and all(value is None for value in how[:3]):
-        return False
-    distributed.check_join(*how)
-    if supervised is None:
-        command = [sys.executable, "-m", "jax_nvfp4_moe", *map(str, arguments)]
-        sys.exit(distributed.supervise(command, *how[3:]))
-    distributed.be_supervised()
-    distributed.join(*how[:3], peer_timeout=how[3], start_timeout=how[4])
-    distributed.report_joined(supervised)
-    if not distributed.is_first():  # all compute the same; one speaks
-        logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    return True
-
-
 def _report(message):
     """Say what is worth saying once, however many processes there are."""
     if distributed.is_first():
@@ -485,15 +391,3 @@ def _positive_numbers(name, text) -> list[int]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(f"{name}: expected positive numbers separated by commas, got {text!r}")
     return [int(part) for part in parts]
-
-
-def _median_seconds(call) -> float:
-    """Return the median time of one call of several, the first ones left out."""
-    jax.block_until_ready(call())
-    times = []
-    begin = time.perf_counter()
-    while len(times) < 5 or (time.perf_counter() - begin < 1.0 and len(times) < 200):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))

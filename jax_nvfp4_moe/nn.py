@@ -24,7 +24,7 @@ from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.dense import precision_for as precision_for
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.ops.grouped_gemm import linear
-from jax_nvfp4_moe.ops.moe import DTYPES, moe_mlp
+from jax_nvfp4_moe.ops.moe import DTYPES, check_row_order, moe_mlp
 from jax_nvfp4_moe.ops.prepare import find_moe_layout, prepare, prepare_linear
 from jax_nvfp4_moe.ops.route import route
 from jax_nvfp4_moe.parallel import (
@@ -261,9 +261,7 @@ class NVFP4MoE(_Settled):
             raise ValueError("latent: expected latent, latent_in and latent_out together or none")
         width = hidden if latent is None else latent
         if params is None:
-            params = _fresh_experts(
-                num_experts, width, intermediate, self.activation.row.gated, rngs
-            )
+            params = _fresh_experts(num_experts, width, intermediate, self.activation.row, rngs)
         sizes = (params.num_experts, params.hidden, params.intermediate)
         _check_shape("params", sizes, (num_experts, width, intermediate))
         stored = params.stacked if isinstance(params, ShardedExperts) else params
@@ -272,6 +270,7 @@ class NVFP4MoE(_Settled):
                 f"declared: expected a Float8 or None with DenseExperts alone, got {declared} with "
                 f"{type(stored).__name__}"
             )
+        check_row_order(stored, self.activation)
         params = self._prepared(params, mesh)
         self.params = NVFP4Param(params)
         if router_weight is None:
@@ -477,8 +476,13 @@ def _fresh(shape, rngs):
     return quantize(_random(shape, rngs))
 
 
-def _fresh_experts(num_experts, hidden, intermediate, gated, rngs):
-    """Return random experts, gate and up with a global scale each, as exporters make them."""
-    first = _random((num_experts, 2 if gated else 1, intermediate, hidden), rngs)
+def _fresh_experts(num_experts, hidden, intermediate, row, rngs):
+    """Return random experts, gate and up with a global scale each, as exporters make them.
+
+    Where their rows alternate, with one for both.
+    """
+    first = _random((num_experts, 2 if row.gated else 1, intermediate, hidden), rngs)
     down = _random((num_experts, hidden, intermediate), rngs)
-    return quantize_experts(first[:, 0] if gated else None, first[:, -1], down)
+    if row.interleaved:
+        return MoEParams(quantize(first.reshape(num_experts, -1, hidden)), quantize(down))
+    return quantize_experts(first[:, 0] if row.gated else None, first[:, -1], down)

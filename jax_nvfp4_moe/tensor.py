@@ -169,6 +169,7 @@ class MoEParams(_ExpertSizes):
     Attributes:
       gate_up: `NVFP4Tensor` ``[e, 2i, h]``, gate rows then up rows; ``[e, i, h]`` where the
         activation is not gated. Its global_scale is ``[e]`` or, for gate and up apart, ``[e, 2]``.
+        Where gate and up rows alternate (activation `swigluoai`) it is ``[e]``.
       down: `NVFP4Tensor` ``[e, h, i]``.
       gate_up_input_scale, down_input_scale: float32 ``[e]``, the calibrated global scale of the
         activations that each product takes in (it multiplies); None in a weight-only checkpoint.

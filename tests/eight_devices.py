@@ -4,7 +4,6 @@ python tests/eight_devices.py NAME ...      prints one line of JSON for each: [n
 """
 
 import collections
-import dataclasses
 import functools
 import json
 import os
@@ -20,6 +19,7 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
+from expert_layer import with_biases, with_one_scale
 from flax import nnx
 from given import CHECKPOINTS, EXAMPLE
 from jax.sharding import AxisType
@@ -27,6 +27,7 @@ from jax.sharding import AxisType
 import jax_nvfp4_moe as nvfp4
 import jax_nvfp4_moe.parallel.exchange
 import jax_nvfp4_moe.parallel.experts
+from jax_nvfp4_moe.activations import find_activation
 from jax_nvfp4_moe.checkpoint import LoadOptions, load, open_checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
@@ -87,25 +88,17 @@ def compare(make, x, shapes=SHAPES, kind=AxisType.Auto):
 
 
 @functools.cache
-def weights(gated=True, alternating=False):
+def weights(activation="silu"):
     """Return the weights of a small block with biases."""
-    params = random_moe_params(jax.random.key(0), **LAYER, gated=gated)
-    if alternating:  # such rows have one scale an expert
-        gate_up = nvfp4.NVFP4Tensor.from_packed(
-            params.gate_up.packed, params.gate_up.block_scale, params.gate_up.global_scale[:, 0]
-        )
-        params = dataclasses.replace(params, gate_up=gate_up)
-    keys = jax.random.split(jax.random.key(1), 2)
-    return dataclasses.replace(
-        params,
-        gate_up_bias=jax.random.normal(keys[0], params.gate_up.shape[:2]) / 8,
-        down_bias=jax.random.normal(keys[1], (16, 64)) / 8,
-    )
+    row = find_activation(activation).row
+    params = random_moe_params(jax.random.key(0), **LAYER, gated=row.gated)
+    params = with_one_scale(params) if row.interleaved else params
+    return with_biases(params, jax.random.split(jax.random.key(1), 2), 1 / 8)
 
 
 def block(**changes):
     """Return a function that makes a small block with biases, over a mesh or not."""
-    params = weights(changes.pop("gated", True), changes.get("activation") == "swigluoai")
+    params = weights(changes.get("activation", "silu"))
     options = {"top_k": 4, "params": params, "dtype": jnp.float32, "declared": "w4a4"} | changes
     return functools.partial(make_block, **options)
 
@@ -124,7 +117,7 @@ def blocks():
     figures = {"w4a16": compare(block(), x)}
     cases = {
         "w4a4": {"scheme": "w4a4"},
-        "relu2": {"gated": False, "activation": "relu2"},
+        "relu2": {"activation": "relu2"},
         "swigluoai": {"activation": "swigluoai"},
         "reference": {"backend": "reference"},
     }
@@ -180,7 +173,9 @@ def refusals():
         "axes": lambda: block()(mesh=jax.make_mesh((8,), ("data",))),
         "type": lambda: block()(mesh=devices),
         "rows": lambda: block(scheme="w4a4_token_scale")(mesh=make_mesh((1, 2))),
-        "alternating": lambda: make_block(top_k=1, activation="swigluoai", mesh=make_mesh((1, 2))),
+        "alternating": lambda: block(activation="swigluoai", params=weights())(
+            mesh=make_mesh((1, 2))
+        ),
         "checkpoint": lambda: nvfp4.load_model(
             CHECKPOINTS / "deepseekv3-modelopt-w4a4", mesh=make_mesh((2, 4))
         ),

@@ -182,6 +182,24 @@ def test_errors_are_one_message_and_status_2(run, arguments, message):
     assert "Traceback" not in err
 
 
+def test_commands_over_devices_declare_their_options_once(run):
+    """Help shows all of them, and nothing of how they reach the command."""
+    for command in ("generate", "eval"):
+        status, out, _ = run(command, "--help")
+        assert status == 0
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
+        options = set(re.findall(r"--[a-z-]+", plain))
+        assert {
+            "--mesh",
+            "--distributed",
+            "--coordinator",
+            "--processes",
+            "--process-id",
+        } <= options
+        assert {"--peer-timeout", "--start-timeout", "--dtype"} <= options
+        assert not {"--devices", "--detect", "--supervised"} & options
+
+
 def test_out_of_memory_names_the_tensor_and_its_size(run, monkeypatch):
     def full(value):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")

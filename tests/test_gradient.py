@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_layer import E, H, I, K, expert_layer
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.activations import activate, find_activation
@@ -25,22 +26,10 @@ from jax_nvfp4_moe.testing import (
     random_routing,
 )
 
-E, H, I, K = 5, 64, 48, 3  # noqa: E741  the letters of the shapes
 NAMES = ("x", "expert_weights", "gate_up_bias", "down_bias")
 
 
-@functools.cache
-def layer(tokens=9, *, gated=True, dtype=jnp.float32, seed=0):
-    """Tokens, biased experts, ids, and weights that favour no token."""
-    keys = jax.random.split(jax.random.key(seed), 5)
-    params = random_moe_params(keys[0], num_experts=E, hidden=H, intermediate=I, gated=gated)
-    biases = {
-        "gate_up_bias": jax.random.normal(keys[3], params.gate_up.shape[:2]),
-        "down_bias": jax.random.normal(keys[4], params.down.shape[:2]),
-    }
-    x = jax.random.normal(keys[1], (tokens, H), dtype)
-    params = dataclasses.replace(params, **biases)
-    return x, params, *random_routing(keys[2], tokens, E, K)
+layer = functools.cache(functools.partial(expert_layer, biased=True))
 
 
 def cotangent(x):
@@ -132,7 +121,7 @@ def assert_as_the_model(actual, *operands):
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2", "gelu_tanh"])
 def test_gradients_are_those_of_the_dequantized_model(activation):
     call = find_activation(activation)
-    x, params, ids, weights = layer(gated=call.row.gated)
+    x, params, ids, weights = layer(activation=activation)
     actual = ours(x, params, ids, weights, activation=activation)
     assert_accurate(
         actual, of_xla(x, params, ids, weights, call), exact(x, params, ids, weights, call)
@@ -184,8 +173,9 @@ LAYOUTS_OF_KERNELS = (
 @pytest.mark.parametrize(("layout", "gated"), LAYOUTS_OF_KERNELS)
 def test_weights_in_the_layout_of_a_kernel(layout, gated):
     """The same values in another byte order, padded: the same gradient to the bit."""
-    x, params, ids, weights = layer(gated=gated)
-    options = {"backend": "reference", "activation": "silu" if gated else "relu2"}
+    activation = "silu" if gated else "relu2"
+    x, params, ids, weights = layer(activation=activation)
+    options = {"backend": "reference", "activation": activation}
     want = ours(x, params, ids, weights, **options)
     got = ours(x, params.to_layout(layout), ids, weights, **options)
     for name in NAMES:

@@ -23,6 +23,7 @@ ROWS = (
     {"models", "saving", "testing"},
     {
         "balance",
+        "bench",
         "calibration",
         "distributed",
         "evaluate",
@@ -32,7 +33,7 @@ ROWS = (
         "layer_errors",
         "tokenizer",
     },
-    {"quantize_model"},
+    {"process_options", "quantize_model"},
     {"cli"},
     {"__main__", "examples"},
 )

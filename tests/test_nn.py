@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_nvfp4_moe import NVFP4Linear, NVFP4MoE, Scheme, Target, explain, quantize
+from jax_nvfp4_moe import (
+    NVFP4Linear,
+    NVFP4MoE,
+    Scheme,
+    Target,
+    explain,
+    quantize,
+    quantize_experts,
+)
 from jax_nvfp4_moe.activations import find_activation
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.nn import DenseLinear, NVFP4Param, RouterCorrection
@@ -148,6 +156,17 @@ def test_activations_with_and_without_a_gate(activation):
     rows = 32 if activation == "relu2" else 64
     assert moe.params.get_value().gate_up.shape == (8, rows, 64)
     assert bool(jnp.isfinite(moe(tokens(3))).all())
+
+
+def test_rows_in_halves_are_refused_where_they_should_alternate():
+    params = random_moe_params(jax.random.key(0), **SIZES)
+    with pytest.raises(ValueError, match=r"alternate.*gate_up.global_scale \(8, 2\)"):
+        make(params=params, activation="swigluoai")
+    with pytest.raises(ValueError, match="activation 'swigluoai_uninterleave'"):
+        make(
+            params=quantize_experts(*jnp.ones((2, 8, 32, 64)), jnp.ones((8, 64, 32))),
+            activation="swigluoai",
+        )
 
 
 def test_parameters_of_an_activation():

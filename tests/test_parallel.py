@@ -222,7 +222,7 @@ def test_one_device_knows_nothing_of_meshes():
         ("axes", "mesh: expected axes 'expert' and 'tensor'.* got {'data': 8}"),
         ("type", r"mesh: expected a jax.sharding.Mesh .* got list"),
         ("rows", "mesh: expected axis 'tensor' of 1 with w4a4_token_scale"),
-        ("alternating", "does not cut alternating gate and up rows"),
+        ("alternating", "takes gate and up rows that alternate"),
         ("checkpoint", "axis 'tensor' of 4 does not cut intermediate = 96 .* 1, 2, 3, 6"),
     ],
 )

@@ -191,3 +191,23 @@ def check_call(x, params, expert_ids, expert_weights, call) -> None:
             f"activation: expected {kind} one, since gate_up is {params.gate_up.shape} and down "
             f"{params.down.shape}; got {call.name!r}"
         )
+    check_row_order(params, call)
+
+
+def check_row_order(params, call) -> None:
+    """Check that the global scales of `gate_up` go with the order in which `call` takes its rows.
+
+    Two scales an expert belong to the halves of its rows, which is gate and up where they stand in
+    halves and nothing where they alternate: kernels would take one for gate and one for up.
+
+    Raises:
+      ValueError: gate and up rows alternate, and `gate_up` has two scales an expert.
+    """
+    scale = getattr(params.gate_up, "global_scale", None)  # those of DenseExperts have none
+    if call.row.interleaved and scale is not None and scale.ndim > params.down.global_scale.ndim:
+        raise ValueError(
+            f"activation: {call.name!r} takes gate and up rows that alternate, with one global "
+            f"scale an expert; got {call.name!r} with gate_up.global_scale {scale.shape}, one for "
+            "each half of the rows. Give gate rows, then up rows (as quantize_experts returns "
+            "them) with activation 'swigluoai_uninterleave', or quantize both with one scale"
+        )

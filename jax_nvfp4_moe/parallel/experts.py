@@ -93,14 +93,6 @@ def shard_experts(
     if isinstance(params, MoEParams) and params.layout != CANONICAL:
         params = params.to_layout(CANONICAL)
     halves = 2 if params.gated and not interleaved else 1
-    first = params.gate_up
-    two_scales = isinstance(first, NVFP4Tensor) and len(first.global_scale.shape) == 2
-    if grid.tensor > 1 and interleaved and two_scales:
-        raise ValueError(
-            f"mesh: axis '{TENSOR}' of {grid.tensor} does not cut alternating gate and up rows "
-            "with two global scales an expert; give one an expert, or gate rows, then "
-            "up rows, with activation 'swigluoai_uninterleave'"
-        )
 
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
         stacked = _stack_traced(params, layout, halves, grid)

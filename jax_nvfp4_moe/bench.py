@@ -1,0 +1,75 @@
+"""The time of one expert layer of random weights on this device, by the number of tokens."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_nvfp4_moe.backends.choice import explain_problem
+from jax_nvfp4_moe.models.loading import find_dtype
+from jax_nvfp4_moe.ops.moe import moe_mlp
+from jax_nvfp4_moe.ops.prepare import prepare
+from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
+from jax_nvfp4_moe.testing import random_moe_params, random_routing
+
+
+def layer_times(
+    tokens: Sequence[int],
+    *,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    top_k: int,
+    scheme: str | None = None,
+    dtype: str = "bfloat16",
+    backend: str | None = None,
+) -> Iterator[tuple[str, ...]]:
+    """Return a table of one row for each number of tokens: microseconds and GB/s of weights.
+
+    Args:
+      tokens: how many go through the layer together, in turn.
+      experts, hidden, intermediate, top_k: sizes of the layer.
+      scheme, dtype, backend: as for `ops.moe_mlp`, of weights with input scales.
+
+    Raises:
+      ValueError: an argument is unknown, or a size is no multiple of 16.
+      NoBackendError: no backend fits.
+    """
+    target, kind = Target.current(), find_dtype(dtype)
+    chosen, _ = choose_scheme(Scheme.W4A4, scheme, target)
+    problem = Problem(
+        "moe_mlp", chosen, target, kind.name, experts, top_k, hidden, intermediate, "silu"
+    )
+    choice = explain_problem(problem, backend=backend)
+    params = random_moe_params(
+        jax.random.key(0), num_experts=experts, hidden=hidden, intermediate=intermediate
+    )
+    arguments = {"scheme": chosen, "target": target, "backend": choice.backend}
+    params = prepare(params, **arguments)
+
+    @jax.jit
+    def layer(x, params, ids, weights):
+        return moe_mlp(x, params, ids, weights, **arguments)
+
+    yield "tokens", "us", "GB/s of weights", "scheme", "backend"
+    for count in tokens:
+        ids, weights = random_routing(jax.random.key(1), count, experts, top_k)
+        x = jax.random.normal(jax.random.key(2), (count, hidden), jnp.float32).astype(kind)
+        seconds = _median_seconds(lambda x=x, i=ids, w=weights: layer(x, params, i, w))
+        read = params.nbytes / experts * len(np.unique(ids))
+        rate = f"{read / seconds / 1e9:.1f}"
+        yield str(count), f"{seconds * 1e6:.1f}", rate, str(chosen), choice.backend
+
+
+def _median_seconds(call) -> float:
+    """Return the median time of one call of several, the first ones left out."""
+    jax.block_until_ready(call())
+    times = []
+    begin = time.perf_counter()
+    while len(times) < 5 or (time.perf_counter() - begin < 1.0 and len(times) < 200):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
