@@ -85,6 +85,11 @@ class KeysAndValues(nnx.Module):
         scales = {name: CacheScale(jnp.asarray(scale)) for name, scale in kept.items()}
         self.scales = nnx.data(nnx.Dict(scales) if scales else None)
 
+    @property
+    def cache_axes(self) -> Mapping[str, int | None]:
+        """The axis of each cache entry along which heads have their own."""
+        return dict.fromkeys(self.shapes, 1)
+
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
         """Return empty entries for all that is kept."""
         rounded = self.scales is not None and self.kept_rounded

@@ -141,6 +141,11 @@ class Attention(nnx.Module):
         self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
         self.sinks = nnx.Param(weights.array(f"{prefix}.sinks", (heads,), dtype=jnp.float32))
 
+    @property
+    def cache_axes(self):
+        """How cache entries are cut by heads."""
+        return self.kv.cache_axes
+
     def init_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
         return self.kv.init_cache(batch, max_length)

@@ -22,6 +22,7 @@ from jax_nvfp4_moe.models.decoder import (
     gated_mlp,
     linear,
 )
+from jax_nvfp4_moe.models.grouped_query import build_heads
 from jax_nvfp4_moe.models.sparse import require_experts
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
@@ -172,6 +173,11 @@ class Attention(nnx.Module):
         )
         self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
 
+    @property
+    def cache_axes(self):
+        """How cache entries are cut by heads."""
+        return self.kv.cache_axes
+
     def init_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
         return self.kv.init_cache(batch, max_length)
@@ -215,9 +221,13 @@ def _grow(q, positions, scale, floor):
     return (q * factors[:, :, None, None]).astype(q.dtype)
 
 
-def build_attention(config: Llama4Config, layer: int, weights, settings: Settings) -> Attention:
-    """Make the attention of `layer`."""
-    return Attention(config, layer, weights, f"model.layers.{layer}.self_attn", settings)
+def build_attention(config: Llama4Config, layer: int, weights, settings: Settings):
+    """Make the attention of `layer`, over a mesh in parts along `tensor`."""
+
+    def make(sizes, weights, prefix, settings):
+        return Attention(sizes, layer, weights, prefix, settings)
+
+    return build_heads(config, f"model.layers.{layer}.self_attn", weights, settings, make)
 
 
 def moe_prefix(layer: int) -> str:

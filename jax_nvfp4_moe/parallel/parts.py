@@ -46,6 +46,7 @@ class PartWeights:
         Args:
           weights: the source of `checkpoint.resolve`.
           splits: last part of a module's or an array's name -> how it is cut; the rest is whole.
+            An array that is a module's "weight" goes by the name of the module.
           grid: of all shards.
           index: of this one along `tensor`.
           device: that takes the arrays.
@@ -91,7 +92,7 @@ class PartWeights:
         return self._weights.placing(place).cache_scales(prefix, **whole)
 
     def _split(self, name):
-        return self._splits.get(name.rpartition(".")[2])
+        return self._splits.get(name.removesuffix(".weight").rpartition(".")[2])
 
     def _cut(self, leaf, split: Split | None, axis: int):
         if leaf is None:
@@ -190,7 +191,9 @@ class HeadParts(nnx.Module):
     """An attention cut along `tensor`, each part with its own heads and their cache.
 
     Attributes:
-      stacked, grid: as in `Parts`.
+      stacked, grid: as in `Parts`. The part has `cache_axes`, which says of each cache entry along
+        which axis heads have their own; None where all parts have the same, which is whole on every
+        device.
     """
 
     def __init__(self, stacked: Any, grid: Grid):
@@ -198,12 +201,12 @@ class HeadParts(nnx.Module):
         self.stacked, self.grid = stacked, grid
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
-        """Return empty cache entries ``[b, m, s, d]``, cut along m; zeros."""
+        """Return empty cache entries, cut as `cache_axes` of the part says."""
 
         def empty():
             return self.stacked.init_cache(batch, max_length)  # reads static sizes of the part
 
-        return self.grid.shard_map(empty, (), self.grid.spec(None, TENSOR))()
+        return self.grid.shard_map(empty, (), self._cache_specs())()
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -212,9 +215,17 @@ class HeadParts(nnx.Module):
             y, entries = part(x, positions, entries)
             return _add_up(y), entries
 
-        whole, heads = self.grid.spec(), self.grid.spec(None, TENSOR)
-        specs = (whole, whole, heads), (whole, heads)
+        whole = self.grid.spec()
+        cache = None if entries is None else self._cache_specs()
+        specs = (whole, whole, cache), (whole, cache)
         return _run(self.grid, run, self.stacked, x, positions, entries, specs=specs)
+
+    def _cache_specs(self):
+        spec = self.grid.spec
+        return {
+            name: spec() if axis is None else spec(*(None,) * axis, TENSOR)
+            for name, axis in self.stacked.cache_axes.items()
+        }
 
 
 def look_up(
