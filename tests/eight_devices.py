@@ -7,7 +7,9 @@ import collections
 import functools
 import json
 import os
+import pathlib
 import re
+import subprocess
 import sys
 import tempfile
 import unittest.mock
@@ -29,6 +31,7 @@ import jax_nvfp4_moe.parallel.exchange
 import jax_nvfp4_moe.parallel.experts
 from jax_nvfp4_moe.activations import find_activation
 from jax_nvfp4_moe.checkpoint import LoadOptions, load, open_checkpoint
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
 from jax_nvfp4_moe.models import gpt_oss
@@ -60,6 +63,20 @@ SIZES = SyntheticSizes(
 )
 IDS = np.random.default_rng(0).integers(0, 512, (2, 12)).astype(np.int32)
 call = jax.jit(lambda module, *args: module(*args))
+
+
+def start(script, names):
+    """Run the checks `names` of a script such as this in a process; return name -> figures."""
+    done = subprocess.run(
+        [sys.executable, pathlib.Path(__file__).parent / script, *names],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(map(json.loads, done.stdout.splitlines()))
 
 
 def make_mesh(shape, kind=AxisType.Auto):
@@ -363,29 +380,38 @@ def synthetic():
     return figures
 
 
+def load_attention(folder, architecture, grid, scheme=None, layer=0):
+    """Load the attention of one layer and nothing else, over a grid or not (None)."""
+    settings = Settings(nvfp4.Target("cpu"), scheme, dtype=jnp.float32, grid=grid)
+    place = None if grid is None else lambda name, value, declared: replicate(value, grid)
+    options = LoadOptions(
+        dtype=jnp.float32,
+        place=place,
+        only=f"model.layers.{layer}.self_attn",
+        deferred=grid is not None,
+        input_scales="required" if scheme == "checkpoint" else "ignored",
+    )
+    with open_checkpoint(folder) as checkpoint:
+        config = architecture.read_config(merge_text_config(checkpoint.config))
+
+        def make(weights):
+            return architecture.build_attention(config, layer, weights, settings)
+
+        def build(weights):
+            if weights.reads:
+                return make(weights)
+            return nnx.eval_shape(lambda: make(_Zeros(weights, None)))
+
+        return load(checkpoint, build, options)
+
+
 def sinks():
     """The attention of gpt-oss alone: heads with sinks, and biases that count once."""
-    folder, x = CHECKPOINTS / "gpt_oss-modelopt-w4a16", tokens(6)[None]
-    prefix, positions = "model.layers.0.self_attn", jnp.arange(6, dtype=jnp.int32)[None]
+    x, positions = tokens(6)[None], jnp.arange(6, dtype=jnp.int32)[None]
 
     def attend(grid):
-        settings = Settings(nvfp4.Target("cpu"), dtype=jnp.float32, grid=grid)
-        place = None if grid is None else lambda name, value, declared: replicate(value, grid)
-        options = LoadOptions(
-            dtype=jnp.float32, place=place, only=prefix, deferred=grid is not None
-        )
-        with open_checkpoint(folder) as checkpoint:
-            config = gpt_oss.read_config(checkpoint.config)
-
-            def make(weights):
-                return gpt_oss.build_attention(config, 0, weights, settings)
-
-            def build(weights):
-                if weights.reads:
-                    return make(weights)
-                return nnx.eval_shape(lambda: make(_Zeros(weights, None)))
-
-            return call(load(checkpoint, build, options), x, positions, None)[0]
+        attention = load_attention(CHECKPOINTS / "gpt_oss-modelopt-w4a16", gpt_oss, grid)
+        return call(attention, x, positions, None)[0]
 
     return difference(attend(Grid(make_mesh((2, 2)))), attend(None))
 

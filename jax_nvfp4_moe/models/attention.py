@@ -18,10 +18,8 @@ from jax_nvfp4_moe.nn import precision_for
 # A token at this position or after it is padding: nothing is cached for it, and no recurrent state
 # takes it in. What a model computes for it is not defined.
 PADDING = 2**30
-KEY_AXES: Mapping[str, int] = {
-    "k": 1,
-    "v": 1,
-}  # of heads, in entries of `KeysAndValues`
+# The axis of heads in entries of `KeysAndValues`.
+KEY_AXES: Mapping[str, int | None] = {"k": 1, "v": 1}
 _QUERIES = 512  # attended at once, which bounds the memory of the scores
 
 

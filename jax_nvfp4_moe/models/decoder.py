@@ -73,13 +73,25 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(weight)
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
-        """Normalize; the result has the dtype of `x`."""
+    def __call__(
+        self, x: Float[Array, "... h"], mean: Float[Array, "... 1"] | None = None
+    ) -> Float[Array, "... h"]:
+        """Normalize; the result has the dtype of `x`.
+
+        Args:
+          x: a vector, or the part of one that `weight` is for.
+          mean: of the squares of the whole vector; None where `x` is that.
+        """
         wide = x.astype(jnp.float32)
-        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        mean = mean_square(x) if mean is None else mean
         weight = self.weight.get_value()
         normal = (wide * lax.rsqrt(mean + self.eps)).astype(weight.dtype)
         return (normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))).astype(x.dtype)
+
+
+def mean_square(x: Float[Array, "... h"]) -> Float[Array, "... 1"]:
+    """Return ``mean(x^2)`` over the last axis, in float32."""
+    return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
 
 
 class SideBySide(nnx.Module):

@@ -5,7 +5,7 @@ Source: `modeling_deepseek_v3` and `modeling_glm4_moe_lite` of transformers; arX
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.models.attention import KeysAndValues, append, attend, empty_entries, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
+from jax_nvfp4_moe.models.cutting import build_cut
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
@@ -40,6 +41,7 @@ from jax_nvfp4_moe.nn import (
     dense,
     precision_for,
 )
+from jax_nvfp4_moe.parallel.parts import HeadParts, Split
 from jax_nvfp4_moe.scheme import Float8, Scheme
 
 _EXPERTS = ("n_routed_experts", "num_local_experts")
@@ -155,6 +157,8 @@ class LatentAttention(nnx.Module):
     second into the result instead, and attend to the latents themselves. The products are the same,
     and a token decoded reads the cache once where the other way would expand all of it.
     """
+
+    cache_axes: ClassVar[Mapping[str, int | None]] = {"latent": None}  # whole, that of all heads
 
     def __init__(self, config: LatentSizes, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""
@@ -285,9 +289,28 @@ def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Arr
 
 
 def build_attention(config: SparseConfig, layer: int, weights, settings: Settings):
-    """Make the attention of `layer`."""
-    prefix = f"model.layers.{layer}.self_attn"
-    return LatentAttention(config.attention, weights, prefix, settings)
+    """Make the attention of `layer`.
+
+    Over a mesh it is cut by heads along `tensor`: what makes queries, keys and values of latents,
+    and the output. What makes the latents is whole on every device, as they and their cache are.
+    """
+    prefix, sizes = f"model.layers.{layer}.self_attn", config.attention
+    heads, shards = sizes.num_heads, 1 if settings.grid is None else settings.grid.tensor
+    rows = Split("rows", shards)
+    # No linear is called k_proj or v_proj: these are names of the scales of an FP8 cache.
+    by_heads = ("q_proj", "q_b_proj", "kv_b_proj", "k_proj", "v_proj")
+    return build_cut(
+        lambda weights, sizes: LatentAttention(sizes, weights, prefix, settings),
+        sizes,
+        dataclasses.replace(sizes, num_heads=heads // shards),
+        weights,
+        settings,
+        splits=dict.fromkeys(by_heads, rows) | {"o_proj": Split("columns", shards)},
+        last=f"{prefix}.o_proj",
+        width=heads * sizes.value_width,
+        why_whole=f"{heads} heads do not make {shards} parts" if heads % shards else None,
+        kind=HeadParts,
+    )
 
 
 def build_moe(config: SparseConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:

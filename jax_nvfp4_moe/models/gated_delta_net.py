@@ -74,7 +74,7 @@ class GatedDeltaNet(nnx.Module):
         all queries before all keys before all values (Qwen3.5).
     """
 
-    cache_axes: ClassVar[Mapping[str, int]] = {"inputs": 2, "state": 1}
+    cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2, "state": 1}
 
     def __init__(self, sizes: DeltaSizes, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`; their names tell how channels stand."""
@@ -194,7 +194,7 @@ def build_delta_net(sizes: DeltaSizes, weights, prefix: str, settings: Settings)
             "in_proj_z": rows,
             "in_proj_b": rows,
             "in_proj_a": rows,
-            "conv1d.weight": channels,
+            "conv1d": channels,
             "A_log": rows,
             "dt_bias": rows,
             "out_proj": Split("columns", parts),

@@ -6,11 +6,20 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.cutting import build_cut
-from jax_nvfp4_moe.models.decoder import RMSNorm, Settings, SideBySide, linear, norm
+from jax_nvfp4_moe.models.decoder import (
+    RMSNorm,
+    Settings,
+    SideBySide,
+    linear,
+    mean_square,
+    norm,
+)
+from jax_nvfp4_moe.parallel.grid import TENSOR
 from jax_nvfp4_moe.parallel.parts import HeadParts, Split
 
 
@@ -27,6 +36,8 @@ class GroupedQuery:
         and all key heads as another; None neither.
       clip: queries, keys and values are cut to this magnitude; None for none.
       window: keys that a query sees, its own the last; None for all.
+      mean_axis: where heads are normalized as a whole and these are a part of them: the mesh axis
+        along which the others are; else None.
     """
 
     hidden: int
@@ -40,6 +51,7 @@ class GroupedQuery:
     normalize: Literal["heads", "whole"] | None = None
     clip: float | None = None
     window: int | None = None
+    mean_axis: str | None = None
 
 
 def read_grouped_query(
@@ -144,19 +156,31 @@ class Attention(nnx.Module):
         rows, kv_rows = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         if config.normalize == "whole":
             q, k, v = jnp.split(qkv, [rows, rows + kv_rows], axis=-1)
-            return jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=-1)
+            q_mean, k_mean = self._means(q, k)
+            return jnp.concatenate([self.q_norm(q, q_mean), self.k_norm(k, k_mean), v], axis=-1)
         if config.normalize == "heads":
             qk, v = jnp.split(qkv, [rows + kv_rows], axis=-1)
             each = qk.reshape(*qk.shape[:-1], -1, config.head_dim)
             return jnp.concatenate([self.qk_norm(each).reshape(qk.shape), v], axis=-1)
         return qkv
 
+    def _means(self, q, k):
+        """Return the mean squares of all query and of all key heads, None where `q`, `k` are all.
+
+        Parts are equally wide, and each key head is in equally many: the mean of all is that of
+        the parts' means.
+        """
+        if self.config.mean_axis is None:
+            return None, None
+        means = jnp.concatenate([mean_square(q), mean_square(k)], axis=-1)
+        return jnp.split(lax.pmean(means, self.config.mean_axis), 2, axis=-1)
+
 
 def build_attention(config, layer: int, weights, settings: Settings):
     """Make the attention of `layer` of a model whose ``config.attention`` is a `GroupedQuery`.
 
     Over a mesh it is cut by heads along `tensor`; where there are more shards than key heads, some
-    shards have the same one.
+    shards have the same one. Heads that are normalized as a whole share their means.
     """
     return build_heads(config.attention, f"model.layers.{layer}.self_attn", weights, settings)
 
@@ -177,12 +201,14 @@ def build_heads(config: Any, prefix: str, weights, settings: Settings, make: Any
     why = None
     if heads % shards or max(shards, kv_heads) % kv_parts:
         why = f"{heads} query and {kv_heads} key heads do not make {shards} parts"
-    elif getattr(config, "normalize", None) == "whole":
-        why = "all heads are normalized together"
     own = dataclasses.replace(
         config, num_heads=max(heads // shards, 1), num_kv_heads=kv_heads // kv_parts
     )
     rows, kv_rows = Split("rows", shards), Split("rows", kv_parts)
+    norms = {}
+    if getattr(config, "normalize", None) == "whole":
+        own = dataclasses.replace(own, mean_axis=TENSOR)
+        norms = {"q_norm": rows, "k_norm": kv_rows}
     return build_cut(
         lambda weights, sizes: make(sizes, weights, prefix, settings),
         config,
@@ -195,6 +221,7 @@ def build_heads(config: Any, prefix: str, weights, settings: Settings, make: Any
             "v_proj": kv_rows,
             "o_proj": Split("columns", shards),
             "sinks": rows,
+            **norms,
         },
         last=f"{prefix}.o_proj",
         width=heads * config.head_dim,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jax_nvfp4_moe.models.attention import KeysAndValues, attend, rotate
+from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
@@ -22,6 +22,7 @@ from jax_nvfp4_moe.models.decoder import (
     gated_mlp,
     linear,
 )
+from jax_nvfp4_moe.models.grouped_query import build_heads
 from jax_nvfp4_moe.models.sparse import require_experts
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
@@ -157,6 +158,8 @@ def _read_dense(fields, layers):
 class Attention(nnx.Module):
     """Grouped-query attention: rotated and normalized within chunks, or neither over all."""
 
+    cache_axes = KEY_AXES
+
     def __init__(self, config: Llama4Config, layer: int, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
@@ -215,9 +218,13 @@ def _grow(q, positions, scale, floor):
     return (q * factors[:, :, None, None]).astype(q.dtype)
 
 
-def build_attention(config: Llama4Config, layer: int, weights, settings: Settings) -> Attention:
-    """Make the attention of `layer`."""
-    return Attention(config, layer, weights, f"model.layers.{layer}.self_attn", settings)
+def build_attention(config: Llama4Config, layer: int, weights, settings: Settings):
+    """Make the attention of `layer`, over a mesh in parts along `tensor`."""
+
+    def make(sizes, weights, prefix, settings):
+        return Attention(sizes, layer, weights, prefix, settings)
+
+    return build_heads(config, f"model.layers.{layer}.self_attn", weights, settings, make)
 
 
 def moe_prefix(layer: int) -> str:

@@ -79,7 +79,7 @@ class Mamba2(nnx.Module):
     ``in_proj``'s result; all between the two products in float32.
     """
 
-    cache_axes: ClassVar[Mapping[str, int]] = {"conv": 2, "state": 1}
+    cache_axes: ClassVar[Mapping[str, int | None]] = {"conv": 2, "state": 1}
 
     def __init__(self, config: Mamba2Config, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""
@@ -177,12 +177,12 @@ def build_mamba2(config: Mamba2Config, weights, prefix: str, settings: Settings)
         settings,
         splits={
             "in_proj": Split("rows", parts, (config.inner, *convolved, config.heads)),
-            "conv1d.weight": channels,
+            "conv1d": channels,
             "conv1d.bias": channels,
             "A_log": rows,
             "dt_bias": rows,
             "D": rows,
-            "norm.weight": rows,
+            "norm": rows,
             "out_proj": Split("columns", parts),
         },
         last=f"{prefix}.out_proj",

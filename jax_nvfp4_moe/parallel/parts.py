@@ -58,8 +58,8 @@ class PartWeights:
 
         Args:
           weights: the source of `checkpoint.resolve`.
-          splits: how a module's or an array's name ends, such as "q_proj" or "conv1d.weight" ->
-            how it is cut; the rest is whole.
+          splits: how a module's or an array's name ends, such as "q_proj", or "conv1d" for
+            "conv1d.weight" -> how it is cut; the rest is whole.
           grid: of all shards.
           index: of this one along `tensor`.
           device: that takes the arrays.
@@ -109,7 +109,8 @@ class PartWeights:
         return self._weights.placing(place).cache_scales(prefix, **whole)
 
     def _split(self, name):
-        found = (split for end, split in self._splits.items() if f".{name}".endswith(f".{end}"))
+        name = f".{name.removesuffix('.weight')}"
+        found = (split for end, split in self._splits.items() if name.endswith(f".{end}"))
         return next(found, None)
 
     def _cut(self, leaf, split: Split | None, axis: int):
@@ -214,11 +215,10 @@ class Parts(nnx.Module):
 class HeadParts(nnx.Module):
     """An attention or another mixer cut along `tensor`, each part with its heads and their cache.
 
-    The module says by `cache_axes` along which axis its cache entries have heads or channels: name
-    -> axis. Those of all parts stand one behind the other there.
-
     Attributes:
-      stacked, grid: as in `Parts`.
+      stacked, grid: as in `Parts`. The part has `cache_axes`: name of a cache entry -> the axis
+        along which heads or channels have their own; None where all parts have the same, which is
+        whole on every device.
     """
 
     def __init__(self, stacked: Any, grid: Grid):
@@ -226,12 +226,12 @@ class HeadParts(nnx.Module):
         self.stacked, self.grid = stacked, grid
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
-        """Return empty cache entries, cut by heads; zeros."""
+        """Return empty cache entries, cut as `cache_axes` of the part says."""
 
         def empty():
             return self.stacked.init_cache(batch, max_length)  # reads static sizes of the part
 
-        return self.grid.shard_map(empty, (), self._entry_specs())()
+        return self.grid.shard_map(empty, (), self._cache_specs())()
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -241,13 +241,16 @@ class HeadParts(nnx.Module):
             return _add_up(y), entries
 
         whole = self.grid.spec()
-        cut = None if entries is None else self._entry_specs()
-        specs = (whole, whole, cut), (whole, cut)
+        cache = None if entries is None else self._cache_specs()
+        specs = (whole, whole, cache), (whole, cache)
         return _run(self.grid, run, self.stacked, x, positions, entries, specs=specs)
 
-    def _entry_specs(self):
-        axes: Mapping[str, int] = self.stacked.cache_axes
-        return {name: self.grid.spec(*(None,) * axis, TENSOR) for name, axis in axes.items()}
+    def _cache_specs(self):
+        spec = self.grid.spec
+        return {
+            name: spec() if axis is None else spec(*(None,) * axis, TENSOR)
+            for name, axis in self.stacked.cache_axes.items()
+        }
 
 
 def look_up(
