@@ -16,6 +16,7 @@ from flax import nnx
 from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.checkpoint.expert_names import Requests
+from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.resolve import Checkpoint
 from jax_nvfp4_moe.models.loading import observe_layers
 from jax_nvfp4_moe.ops.dense import dense
@@ -147,8 +148,11 @@ class Watcher:
       experts: `Inputs` of both products of the experts of each layer, in the order of layers.
     """
 
-    def __init__(self, windows: np.ndarray, squares: bool):
-        """Watch `windows`, token ids ``[w, t]``."""
+    def __init__(
+        self, windows: np.ndarray, squares: bool, note: Callable[[str], None] = lambda name: None
+    ):
+        """Watch `windows`, token ids ``[w, t]``; `note` is told the linears of layers that run."""
+        self._note = note
         self.inputs: dict[str, Inputs] = {}
         self.experts: list[tuple[Inputs, Inputs]] = []
         self._windows, self._squares = windows, squares
@@ -175,6 +179,8 @@ class Watcher:
 
     def layer(self, module: Any) -> Any:
         """Run all windows through the layer, keep what its parts have seen, and drop it."""
+        for prefix in self._linears:
+            self._note(prefix)
         for index, x in enumerate(self._hidden):
             steps = jnp.arange(x.shape[1], dtype=jnp.int32)
             positions = jnp.broadcast_to(steps[None, :], x.shape[:2])
@@ -223,12 +229,13 @@ def calibrate(
       requests: what its model asks for.
       windows: token ids ``[w, t]``, each on its own.
       squares: whether channels' squares are summed too.
-      progress: whether to draw a bar on standard error; None draws one on a terminal.
+      progress: whether to draw a bar on standard error; None draws one on a terminal, and logs a
+        line for each layer elsewhere.
 
     Raises:
       CheckpointError: as `load_model`.
     """
-    watcher = Watcher(windows, squares)
+    watcher = Watcher(windows, squares, log_layers(progress, "calibrating"))
     observe_layers(checkpoint, watcher, progress)
     experts = dict(zip(requests.experts, watcher.experts, strict=True))
     return Calibration(watcher.inputs, experts)

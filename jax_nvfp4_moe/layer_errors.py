@@ -112,7 +112,7 @@ def measure_errors(
     available = available_schemes(path)  # also refuses what has no NVFP4 experts
     schemes = available if schemes is None else tuple(schemes)
     if original is not None:
-        _check_same(_sizes(path), _sizes(original), path)
+        check_original(path, original)
     truth = load_model(
         path if original is None else original,
         scheme=Scheme.W4A16 if original is None else None,
@@ -194,12 +194,19 @@ def _sizes(path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _check_same(sizes, original, path):
-    for name in sorted(sizes.keys() | original.keys()):
-        if sizes.get(name) != original.get(name):
+def check_original(path: str | pathlib.Path, original: str | pathlib.Path) -> None:
+    """Check that two checkpoints are of one model, by sizes; headers alone are read.
+
+    Raises:
+      CheckpointError: as `load_model`.
+      ValueError: vocabularies, widths or experts differ.
+    """
+    sizes, others = _sizes(path), _sizes(original)
+    for name in sorted(sizes.keys() | others.keys()):
+        if sizes.get(name) != others.get(name):
             raise ValueError(
                 f"original: expected the model that {path} was made of; {name}: "
-                f"{original.get(name, 'none')} instead of {sizes.get(name, 'none')}"
+                f"{others.get(name, 'none')} instead of {sizes.get(name, 'none')}"
             )
 
 
