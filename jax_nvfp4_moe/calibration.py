@@ -18,6 +18,7 @@ from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.checkpoint.expert_names import Requests
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.resolve import Checkpoint
+from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.models.loading import observe_layers
 from jax_nvfp4_moe.ops.dense import dense
 
@@ -158,7 +159,6 @@ class Watcher:
         self._windows, self._squares = windows, squares
         self._hidden: list[jax.Array] = []
         self._linears: dict[str, ObservedLinear] = {}
-        self._blocks: list[ObservedExperts] = []
 
     def embedding(self, table: Any) -> Any:
         """Look the windows up; the table is not kept."""
@@ -172,24 +172,23 @@ class Watcher:
         self._linears[prefix] = ObservedLinear(module, self._squares)
         return self._linears[prefix]
 
-    def run_dense(self) -> Callable:
-        """Watch the experts of one layer."""
-        self._blocks.append(ObservedExperts(self._squares))
-        return self._blocks[-1]
-
     def layer(self, module: Any) -> Any:
         """Run all windows through the layer, keep what its parts have seen, and drop it."""
         for prefix in self._linears:
             self._note(prefix)
+        watching = []
+        for _, block in expert_blocks(module):
+            watching.append(ObservedExperts(self._squares))
+            block.run_dense = nnx.data(watching[-1])
         for index, x in enumerate(self._hidden):
             steps = jnp.arange(x.shape[1], dtype=jnp.int32)
             positions = jnp.broadcast_to(steps[None, :], x.shape[:2])
             self._hidden[index] = jax.block_until_ready(_run(module, x, positions))
         for prefix, linear in self._linears.items():
             self.inputs[prefix] = _kept(linear.seen, single=True)
-        for block in self._blocks:
-            self.experts.append((_kept(block.first), _kept(block.second)))
-        self._linears, self._blocks = {}, []
+        for experts in watching:
+            self.experts.append((_kept(experts.first), _kept(experts.second)))
+        self._linears = {}
         return None
 
 
