@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jax_nvfp4_moe.linears import NVFP4Param
+from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.parallel import ShardedExperts
 from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, check_parts
@@ -28,20 +29,6 @@ from jax_nvfp4_moe.placement import (
     find_sources,
     place_params,
 )
-
-
-def expert_blocks(model: Any) -> list[NVFP4MoE]:
-    """Return the blocks with experts inside `model`, in the order of its layers.
-
-    Raises:
-      ValueError: there is none.
-    """
-    found = [(path, part) for path, part in nnx.iter_modules(model) if isinstance(part, NVFP4MoE)]
-    if not found:
-        raise ValueError("model: expected a model with an NVFP4MoE inside, found none")
-    # Indices of layers are numbers: in their order, not in that of their digits.
-    found.sort(key=lambda pair: [(isinstance(p, str), p) for p in pair[0]])
-    return [part for _, part in found]
 
 
 def count_experts(model: Any, input_ids) -> np.ndarray:
@@ -57,7 +44,7 @@ def count_experts(model: Any, input_ids) -> np.ndarray:
     Raises:
       ValueError: there are no experts, or layers with different numbers of them.
     """
-    tables = [_table(block) for block in expert_blocks(model)]
+    tables = [_table(block) for block in _blocks(model)]
     rows = []
     for row, table in zip(_count_slots(model, input_ids), tables, strict=True):
         if table is not None:
@@ -84,7 +71,7 @@ def place_model(model: Any, placements: Sequence[Placement]) -> None:
     Raises:
       ValueError: their number, or that of the experts, is another; nothing is changed then.
     """
-    blocks = expert_blocks(model)
+    blocks = _blocks(model)
     if len(placements) != len(blocks):
         raise ValueError(f"placements: expected {len(blocks)}, one a layer; got {len(placements)}")
     sources = [_sources(block, to) for block, to in zip(blocks, placements, strict=True)]
@@ -96,6 +83,14 @@ def place_model(model: Any, placements: Sequence[Placement]) -> None:
             params, table = place_params(params, to, _table(block)), to.slot_table()
         block.params = NVFP4Param(params)
         block.slots = ExpertSlots(table)
+
+
+def _blocks(model) -> list[NVFP4MoE]:
+    """Return the blocks with experts inside `model`; there must be one."""
+    found = [block for _, block in expert_blocks(model)]
+    if not found:
+        raise ValueError("model: expected a model with an NVFP4MoE inside, found none")
+    return found
 
 
 def _table(block) -> SlotTable | None:
@@ -164,7 +159,7 @@ def device_load(model: Any, input_ids, num_devices: int) -> np.ndarray:
 def _count_slots(model, input_ids):
     """Return how many tokens each expert that is held got: int64 ``[p]`` of each block."""
     counting = nnx.merge(*nnx.split(model))
-    for block in expert_blocks(counting):
+    for block in _blocks(counting):
         block.load = ExpertLoad(jnp.zeros(block.params.get_value().num_experts, jnp.int32))
     return [np.asarray(row, np.int64) for row in _run(counting, jnp.asarray(input_ids))]
 
@@ -172,4 +167,4 @@ def _count_slots(model, input_ids):
 @jax.jit
 def _run(model, input_ids):
     model(input_ids)
-    return [block.load.get_value() for block in expert_blocks(model) if block.load is not None]
+    return [block.load.get_value() for block in _blocks(model) if block.load is not None]

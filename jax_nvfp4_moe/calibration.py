@@ -16,7 +16,9 @@ from flax import nnx
 from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.checkpoint.expert_names import Requests
+from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.resolve import Checkpoint
+from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.models.loading import observe_layers
 from jax_nvfp4_moe.ops.dense import dense
 
@@ -147,14 +149,16 @@ class Watcher:
       experts: `Inputs` of both products of the experts of each layer, in the order of layers.
     """
 
-    def __init__(self, windows: np.ndarray, squares: bool):
-        """Watch `windows`, token ids ``[w, t]``."""
+    def __init__(
+        self, windows: np.ndarray, squares: bool, note: Callable[[str], None] = lambda name: None
+    ):
+        """Watch `windows`, token ids ``[w, t]``; `note` is told the linears of layers that run."""
+        self._note = note
         self.inputs: dict[str, Inputs] = {}
         self.experts: list[tuple[Inputs, Inputs]] = []
         self._windows, self._squares = windows, squares
         self._hidden: list[jax.Array] = []
         self._linears: dict[str, ObservedLinear] = {}
-        self._blocks: list[ObservedExperts] = []
 
     def embedding(self, table: Any) -> Any:
         """Look the windows up; the table is not kept."""
@@ -168,22 +172,23 @@ class Watcher:
         self._linears[prefix] = ObservedLinear(module, self._squares)
         return self._linears[prefix]
 
-    def run_dense(self) -> Callable:
-        """Watch the experts of one layer."""
-        self._blocks.append(ObservedExperts(self._squares))
-        return self._blocks[-1]
-
     def layer(self, module: Any) -> Any:
         """Run all windows through the layer, keep what its parts have seen, and drop it."""
+        for prefix in self._linears:
+            self._note(prefix)
+        watching = []
+        for _, block in expert_blocks(module):
+            watching.append(ObservedExperts(self._squares))
+            block.run_dense = nnx.data(watching[-1])
         for index, x in enumerate(self._hidden):
             steps = jnp.arange(x.shape[1], dtype=jnp.int32)
             positions = jnp.broadcast_to(steps[None, :], x.shape[:2])
             self._hidden[index] = jax.block_until_ready(_run(module, x, positions))
         for prefix, linear in self._linears.items():
             self.inputs[prefix] = _kept(linear.seen, single=True)
-        for block in self._blocks:
-            self.experts.append((_kept(block.first), _kept(block.second)))
-        self._linears, self._blocks = {}, []
+        for experts in watching:
+            self.experts.append((_kept(experts.first), _kept(experts.second)))
+        self._linears = {}
         return None
 
 
@@ -223,12 +228,13 @@ def calibrate(
       requests: what its model asks for.
       windows: token ids ``[w, t]``, each on its own.
       squares: whether channels' squares are summed too.
-      progress: whether to draw a bar on standard error; None draws one on a terminal.
+      progress: whether to draw a bar on standard error; None draws one on a terminal, and logs a
+        line for each layer elsewhere.
 
     Raises:
       CheckpointError: as `load_model`.
     """
-    watcher = Watcher(windows, squares)
+    watcher = Watcher(windows, squares, log_layers(progress, "calibrating"))
     observe_layers(checkpoint, watcher, progress)
     experts = dict(zip(requests.experts, watcher.experts, strict=True))
     return Calibration(watcher.inputs, experts)

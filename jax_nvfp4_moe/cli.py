@@ -23,6 +23,7 @@ from jax_nvfp4_moe.evaluate import evaluate, summary_rows, window_rows
 from jax_nvfp4_moe.generate import stream
 from jax_nvfp4_moe.inspection import inspect, table
 from jax_nvfp4_moe.layer_errors import (
+    check_original,
     check_plot,
     error_report,
     error_rows,
@@ -52,6 +53,9 @@ SchemeOption = Annotated[
     str | None,
     typer.Option("--scheme", help="checkpoint, w4a16, w4a4, w4a4_unit_scale, w4a4_token_scale."),
 ]
+SchemesOption = Annotated[
+    list[str] | None, typer.Option("--scheme", help="As elsewhere; repeat it to compare.")
+]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Name of a backend.")]
 
@@ -74,18 +78,22 @@ def inspect_command(
     plot: Annotated[
         pathlib.Path | None, typer.Option(help="Draw the errors too, such as errors.png.")
     ] = None,
-    scheme: SchemeOption = None,
+    scheme: SchemesOption = None,
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
 ) -> None:
     """Show layers, formats, bytes, and the scheme and backend that each layer gets and why.
 
-    With --errors: what each scheme costs each layer's routed experts, all on the same inputs.
+    With --errors: what each scheme costs each layer's routed experts, all on the same inputs: those
+    of --scheme, else w4a16, and w4a4 where the checkpoint has input scales.
     """
     logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)  # the table says it all
     if not errors:
         _only_with_errors(original=original, text=text, json=as_json, plot=plot, backend=backend)
-        print(inspect(path, scheme=scheme, dtype=dtype))
+        only, *others = _each(scheme)
+        if others:
+            raise ValueError(f"--scheme: expected one without --errors, got {only}, {others[0]}")
+        print(inspect(path, scheme=only, dtype=dtype))
         return
     if plot is not None:
         check_plot(plot)  # now, not after minutes
@@ -94,7 +102,7 @@ def inspect_command(
         path,
         ids,
         original=original,
-        schemes=None if scheme is None else (scheme,),
+        schemes=dict.fromkeys(scheme) if scheme else None,
         dtype=dtype,
         backend=backend,
         progress=_progress,
@@ -182,9 +190,10 @@ def eval_command(
     by_window: Annotated[
         bool, typer.Option("--by-window", help="Each window's figures too, and a table of them.")
     ] = False,
-    scheme: Annotated[
-        list[str] | None, typer.Option("--scheme", help="As elsewhere; repeat it to compare.")
+    original: Annotated[
+        pathlib.Path | None, typer.Option(help="Unquantized checkpoint, to compare with.")
     ] = None,
+    scheme: SchemesOption = None,
     dtype: DtypeOption = "float32",
     backend: BackendOption = None,
 ) -> None:
@@ -192,31 +201,44 @@ def eval_command(
 
     In float32 unless asked otherwise, as quantization tools state theirs.
     """
+    how = {"dtype": dtype, "mesh": devices}
+    runs = [
+        (path, {"scheme": one, "backend": backend, **how})
+        for one in dict.fromkeys(scheme or [None])
+    ]
+    if original is not None:
+        check_original(path, original)
+        runs.insert(0, (original, how))
     ids = load_tokenizer(path).encode(text.read_text(encoding="utf-8"))
+    windows = {"window": window, "skip_tokens": skip_tokens, "max_windows": max_windows}
     results = {}
-    for asked in dict.fromkeys(scheme or [None]):
-        model = load_model(path, scheme=asked, dtype=dtype, backend=backend, mesh=devices)
-        start = time.perf_counter()
-        with _progress("windows" if asked is None else f"windows, {asked}") as progress:
-            result = evaluate(
-                model,
-                ids,
-                window=window,
-                skip_tokens=skip_tokens,
-                max_windows=max_windows,
-                by_window=True,
-                progress=progress,
-            )
-        tokens = result["windows"] * window
-        _report(f"{tokens} tokens, {tokens / (time.perf_counter() - start):.0f} tokens/s")
-        results[asked or "default"] = result
-        shown = {"scheme": asked, **result}
+    for folder, options in runs:
+        used, result = _evaluate(folder, options, ids, windows)
+        name = "original" if folder is original else options["scheme"] or used or "not quantized"
+        results[name] = result
+        shown = {"path": str(folder), "scheme": used, **result}
         hidden = () if by_window else ("cross_entropies", "perplexities")
         print(json.dumps({k: v for k, v in shown.items() if k not in hidden}), flush=True)
     if by_window:
         _report("\n".join(table(window_rows(results))))
     if len(results) > 1:
         _report("\n".join(table(summary_rows(results))))
+
+
+def _evaluate(folder, options, ids, windows):
+    """Return the scheme of a model, None of one without NVFP4, and what `evaluate` says of it.
+
+    The model is freed on the way out: one at a time is in memory.
+    """
+    model = load_model(folder, **options)
+    used = sorted({str(problem.scheme) for _, problem, *_ in model.nvfp4_problems()})
+    label = " and ".join(used)
+    start = time.perf_counter()
+    with _progress(f"windows, {label or folder.name}") as progress:
+        result = evaluate(model, ids, **windows, by_window=True, progress=progress)
+    tokens = result["windows"] * result["window"]
+    _report(f"{tokens} tokens, {tokens / (time.perf_counter() - start):.0f} tokens/s")
+    return label or None, result
 
 
 @app.command("quantize")
@@ -320,6 +342,11 @@ def _run(arguments):
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         _fail(f"out of memory on {Target.current()} while the model ran: {error}")
+
+
+def _each(schemes: list[str] | None) -> list[str | None]:
+    """Return the schemes that the user asks for, each once; None alone where they name none."""
+    return [*dict.fromkeys(schemes or [None])]
 
 
 def _only_with_errors(**options):

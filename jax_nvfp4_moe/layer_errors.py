@@ -15,10 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.models.loading import abstract_model, load_model
-from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.scheme import Scheme
 from jax_nvfp4_moe.tensor import MoEParams
 
@@ -70,7 +69,7 @@ def available_schemes(path: str | pathlib.Path) -> tuple[str, ...]:
       ValueError: no layer has NVFP4 experts.
     """
     model, _ = abstract_model(path)
-    params = [module.params.get_value() for _, module in _blocks(model)]
+    params = [module.params.get_value() for _, module in expert_blocks(model)]
     quantized = [p for p in params if isinstance(p, MoEParams)]
     if not quantized:
         raise ValueError(f"path: {path} has no layer of NVFP4 experts, of which errors are taken")
@@ -112,7 +111,7 @@ def measure_errors(
     available = available_schemes(path)  # also refuses what has no NVFP4 experts
     schemes = available if schemes is None else tuple(schemes)
     if original is not None:
-        _check_same(_sizes(path), _sizes(original), path)
+        check_original(path, original)
     truth = load_model(
         path if original is None else original,
         scheme=Scheme.W4A16 if original is None else None,
@@ -131,7 +130,7 @@ def measure_errors(
 def _measure(path, scheme, calls, dtype, backend, progress) -> Iterator[LayerErrors]:
     """Load the model in one scheme and run the recorded calls of its NVFP4 layers."""
     model = load_model(path, scheme=scheme, dtype=dtype, backend=backend)
-    blocks = [(name, block) for name, block in _blocks(model) if block.scheme is not None]
+    blocks = [(name, block) for name, block in expert_blocks(model) if block.scheme is not None]
     with contextlib.nullcontext() if progress is None else progress(f"layers, {scheme}") as advance:
         for done, (name, block) in enumerate(blocks, 1):
             call = calls[name]
@@ -161,7 +160,7 @@ def _record(model, ids: np.ndarray) -> dict[str, _Call]:
 def _run_recorded(model, ids):
     """Return what enters and leaves each block's `experts`; `model` is this trace's own copy."""
     calls = {}
-    for name, block in _blocks(model):
+    for name, block in expert_blocks(model):
         block.experts = _recorder(name, block.experts, calls)
     model(ids)
     return calls
@@ -176,30 +175,30 @@ def _recorder(name, experts, calls):
     return run
 
 
-def _blocks(model) -> Iterator[tuple[str, NVFP4MoE]]:
-    """Return the expert blocks of a model in the order of its layers, and their paths."""
-    found = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, NVFP4MoE)]
-    for path, module in sorted(found, key=lambda item: [(str(type(p)), p) for p in item[0]]):
-        yield ".".join(map(str, path)), module
-
-
 def _sizes(path) -> dict[str, tuple[int, ...]]:
     """Return what two checkpoints of one model have in common, from headers alone."""
     model, _ = abstract_model(path)
     found: dict[str, tuple[int, ...]] = {}
     found["vocabulary, hidden"] = model.config.vocab_size, model.config.hidden
-    for name, block in _blocks(model):
+    for name, block in expert_blocks(model):
         params = block.params.get_value()
         found[f"experts of {name}"] = (params.num_experts, params.hidden, params.intermediate)
     return found
 
 
-def _check_same(sizes, original, path):
-    for name in sorted(sizes.keys() | original.keys()):
-        if sizes.get(name) != original.get(name):
+def check_original(path: str | pathlib.Path, original: str | pathlib.Path) -> None:
+    """Check that two checkpoints are of one model, by sizes; headers alone are read.
+
+    Raises:
+      CheckpointError: as `load_model`.
+      ValueError: vocabularies, widths or experts differ.
+    """
+    sizes, others = _sizes(path), _sizes(original)
+    for name in sorted(sizes.keys() | others.keys()):
+        if sizes.get(name) != others.get(name):
             raise ValueError(
                 f"original: expected the model that {path} was made of; {name}: "
-                f"{original.get(name, 'none')} instead of {sizes.get(name, 'none')}"
+                f"{others.get(name, 'none')} instead of {sizes.get(name, 'none')}"
             )
 
 

@@ -24,7 +24,7 @@ from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.dense import precision_for as precision_for
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.ops.grouped_gemm import linear
-from jax_nvfp4_moe.ops.moe import DTYPES, check_row_order, moe_mlp
+from jax_nvfp4_moe.ops.moe import DTYPES, check_input_scales, check_row_order, moe_mlp
 from jax_nvfp4_moe.ops.prepare import find_moe_layout, prepare, prepare_linear
 from jax_nvfp4_moe.ops.route import route
 from jax_nvfp4_moe.parallel import (
@@ -47,7 +47,14 @@ from jax_nvfp4_moe.scheme import (
     choose_scheme,
     rounds_to_fp8,
 )
-from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor, quantize, quantize_experts
+from jax_nvfp4_moe.tensor import (
+    DenseExperts,
+    MoEParams,
+    NVFP4Tensor,
+    check_sizes,
+    quantize,
+    quantize_experts,
+)
 
 # What `explain` asks a module for: path, problem, declared scheme, asked scheme, asked backend.
 ModuleProblem = tuple[str, Problem, Declared, str | None, str | None]
@@ -262,8 +269,7 @@ class NVFP4MoE(_Settled):
         width = hidden if latent is None else latent
         if params is None:
             params = _fresh_experts(num_experts, width, intermediate, self.activation.row, rngs)
-        sizes = (params.num_experts, params.hidden, params.intermediate)
-        _check_shape("params", sizes, (num_experts, width, intermediate))
+        check_sizes(params, num_experts, width, intermediate)
         stored = params.stacked if isinstance(params, ShardedExperts) else params
         if isinstance(stored, DenseExperts) != (self.scheme is None):
             raise ValueError(
@@ -271,6 +277,7 @@ class NVFP4MoE(_Settled):
                 f"{type(stored).__name__}"
             )
         check_row_order(stored, self.activation)
+        check_input_scales("params", stored, self.scheme)
         params = self._prepared(params, mesh)
         self.params = NVFP4Param(params)
         if router_weight is None:

@@ -28,6 +28,7 @@ from jax_nvfp4_moe.checkpoint.folder import CONFIG, locate
 from jax_nvfp4_moe.checkpoint.forms import Form
 from jax_nvfp4_moe.checkpoint.matrices import MODULES, Matrix, Modules, Plan, plan_matrices
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE
+from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
 from jax_nvfp4_moe.checkpoint.resolve import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, Tensors
@@ -84,7 +85,8 @@ def quantize_model(
       window: tokens in a window.
       dtype: of float tensors that are not quantized; as they are where None.
       shard_bytes: of one file, at most, unless one tensor is larger.
-      progress: whether to draw bars on standard error; None draws them on a terminal.
+      progress: whether to draw bars on standard error; None draws them on a terminal, and logs a
+        line for each layer elsewhere.
 
     Returns:
       ``quantized_matrices``, ``scheme``, ``form``, ``source_bytes``, ``bytes``, ``tokens``, and
@@ -120,6 +122,7 @@ def quantize_model(
         config, quant_file = _configs(checkpoint, plan, chosen, form, kept_dtype)
         destination.mkdir(parents=True, exist_ok=True)
         _copy_beside(checkpoint, destination)
+        writer.note = log_layers(progress, "quantizing")
         with draw_progress(progress, total, "quantizing") as writer.advance:
             write_folder(
                 destination, tensors, config, quant_file=quant_file, shard_bytes=shard_bytes
@@ -142,6 +145,7 @@ class _Writer:
     """Makes the tensors of a destination when their turn comes.
 
     Attributes:
+      note: is told the name of each tensor that is about to be made.
       advance: is told the bytes of each tensor made.
     """
 
@@ -154,6 +158,7 @@ class _Writer:
         scheme: Scheme,
         algorithm: str,
     ):
+        self.note: Callable[[str], None] = lambda name: None
         self.advance: Callable[[int], None] = lambda nbytes: None
         self._tensors, self._plan, self._seen = tensors, plan, seen
         self._form, self._scheme, self._algorithm = form, scheme, algorithm
@@ -165,26 +170,24 @@ class _Writer:
 
     def quantized(self) -> dict[str, Writable]:
         """Return the tensors that the plan's matrices become, in the order of the source."""
-        names = self._form.names
         made: dict[str, Writable] = {}
         for matrix in sorted(self._plan.matrices, key=self._position):
-            n, k = matrix.shape
-            of = functools.partial(functools.partial, matrix=matrix)
-            made[f"{matrix.module}.{names.packed}"] = self._lazy(
-                (n, k // 2), np.dtype(np.uint8), of(self._codes, part=0)
-            )
-            made[f"{matrix.module}.{names.block_scale}"] = self._lazy(
-                (n, k // BLOCK), _E4M3, of(self._codes, part=1)
-            )
-            shape = (1,) if names.divides else ()
-            made[f"{matrix.module}.{names.weight_global}"] = self._lazy(
-                shape, _F32, of(self._stored_scale, scale=self._global_scale)
-            )
-            if self._scheme is Scheme.W4A4:
-                made[f"{matrix.module}.{names.input_global}"] = self._lazy(
-                    shape, _F32, of(self._stored_scale, scale=self._input_scale)
-                )
+            for part, shape, dtype, make in self._parts(matrix):
+                name = f"{matrix.module}.{part}"
+                made[name] = self._lazy(name, shape, dtype, functools.partial(make, matrix))
         return made
+
+    def _parts(self, matrix: Matrix):
+        """Return name, shape, dtype and maker of each tensor that a matrix becomes."""
+        names, (n, k) = self._form.names, matrix.shape
+        codes, scale = self._codes, self._stored_scale
+        shape = (1,) if names.divides else ()
+        yield names.packed, (n, k // 2), np.dtype(np.uint8), functools.partial(codes, part=0)
+        yield names.block_scale, (n, k // BLOCK), _E4M3, functools.partial(codes, part=1)
+        of_weight = functools.partial(scale, scale=self._global_scale)
+        yield names.weight_global, shape, _F32, of_weight
+        if self._scheme is Scheme.W4A4:
+            yield names.input_global, shape, _F32, functools.partial(scale, scale=self._input_scale)
 
     def kept(self, dtype: np.dtype | None) -> dict[str, Writable]:
         """Return the tensors that stay as they are, floats in `dtype` where it is not None."""
@@ -196,11 +199,12 @@ class _Writer:
             if dtype is not None and _is_float(stored) and "correction_bias" not in name:
                 target = dtype
             read = functools.partial(_read_as, part, self._tensors, target)
-            made[name] = self._lazy(stored.shape, target, read)
+            made[name] = self._lazy(name, stored.shape, target, read)
         return made
 
-    def _lazy(self, shape, dtype, make) -> LazyTensor:
+    def _lazy(self, name, shape, dtype, make) -> LazyTensor:
         def make_and_count():
+            self.note(name)
             made = make()
             self.advance(made.nbytes)
             return made

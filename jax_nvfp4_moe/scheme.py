@@ -52,6 +52,13 @@ Declared = Scheme | Float8 | None  # what a file says of one module; None: it is
 
 CHECKPOINT = "checkpoint"  # asks for what the file declares
 W4A4_SCHEMES = frozenset(Scheme) - {Scheme.W4A16}
+NEEDS_INPUT_SCALES = (
+    "w4a4 needs input scales, and these weights come without. `jax-nvfp4-moe quantize SOURCE "
+    "DESTINATION --text FILE` calibrates those of a checkpoint; experts of your own take them as "
+    "gate_up_input_scale and down_input_scale of MoEParams, float32 [e], amax / 2688 of what "
+    "enters each product, and say so by NVFP4MoE(declared='w4a4'). Schemes w4a4_unit_scale and "
+    "w4a4_token_scale need none"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +173,7 @@ def _as_asked(declared, asked):
             f"got {asked!r}"
         )
     if asked == Scheme.W4A4 and declared is Scheme.W4A16:
-        raise ValueError(
-            "scheme: w4a4 needs input scales and this checkpoint quantizes weights only. Calibrate "
-            "them with `jax-nvfp4-moe quantize`, or ask for w4a4_unit_scale or w4a4_token_scale, "
-            "which need none"
-        )
+        raise ValueError(f"scheme: {NEEDS_INPUT_SCALES}")
     return Scheme(asked), f"asked for {asked}"
 
 

@@ -12,6 +12,12 @@ from jax_nvfp4_moe.formats import BLOCK, check_blocks, decode_scale, dequantize,
 from jax_nvfp4_moe.formats import quantize as quantize_arrays
 from jax_nvfp4_moe.layouts import CANONICAL, find_layout, from_layout, to_layout
 
+# What messages about axes end with.
+_OUTPUTS_FIRST = (
+    "Matrices are outputs before inputs: turn a Flax kernel [e, in, out] around with "
+    "kernel.swapaxes(1, 2)"
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +276,21 @@ def check_moe_params(params: MoEParams) -> None:
             raise ValueError(f"{name}: expected shape {shape}, got {field.shape}")
 
 
+def check_sizes(params, num_experts: int, hidden: int, intermediate: int) -> None:
+    """Check the sizes of experts, and say of wrong ones which axis is which.
+
+    Raises:
+      ValueError: they differ, as those of untransposed Flax kernels do.
+    """
+    wanted = num_experts, hidden, intermediate
+    sizes = params.num_experts, params.hidden, params.intermediate
+    if sizes != wanted:
+        raise ValueError(
+            f"params: expected params.down [e, h, i] of {wanted}, num_experts, the width of tokens "
+            f"and intermediate; got {sizes}. {_OUTPUTS_FIRST}"
+        )
+
+
 def quantize(x, global_scale=None) -> NVFP4Tensor:
     """Quantize `x` to NVFP4 with blocks of 16 along its last axis.
 
@@ -308,9 +329,11 @@ def quantize_experts(gate, up, down) -> MoEParams:
     ):
         if array.ndim != 3 or array.shape != shape:
             raise ValueError(
-                f"{name}: expected shape [e, i, h], {shape} to go with down {down.shape}; "
-                f"got {array.shape}"
+                f"{name}: expected shape [e, i, h], {shape} to go with down [e, h, i], "
+                f"{down.shape}; got {array.shape}. {_OUTPUTS_FIRST}"
             )
+    for name, array in (("up", up), ("down", down)):
+        check_blocks(name, array.shape)
     each = [quantize(half) for half in halves]
     gate_up = NVFP4Tensor(
         jnp.concatenate([half.packed for half in each], axis=1),

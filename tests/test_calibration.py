@@ -12,11 +12,13 @@ from checkpoint_edits import GIVEN, read_all
 from flax import nnx
 from unquantized import SMALL, dequantized, tokens
 
+from jax_nvfp4_moe.activations import find_activation
 from jax_nvfp4_moe.calibration import Inputs, ObservedExperts, calibrate
 from jax_nvfp4_moe.checkpoint.resolve import open_checkpoint
 from jax_nvfp4_moe.models.loading import observe_layers, read_requests
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.tensor import DenseExperts
+from jax_nvfp4_moe.testing import activate_float64, assert_as_accurate_as
 
 SCALE = 2688.0
 LAYER = "model.layers.0"
@@ -53,7 +55,25 @@ def test_input_scales_are_those_of_modelopt(tmp_path, name):
     """All of them, of the checkpoint dequantized; both ran in float32."""
     facts = json.loads((GIVEN / name / "calibration.json").read_text())
     folder = dequantized(name, tmp_path / "source")
-    seen = watch(folder, np.array(facts["windows"], np.int32))
+    windows = np.array(facts["windows"], np.int32)
+    compare_scales(input_scales(folder, windows), facts)
+    assert len(facts["input_scales"]) >= 7
+
+
+def test_the_bound_of_input_scales_catches_attention_to_one_token_too_many(tmp_path):
+    name = "mixtral-window-modelopt-w4a16"
+    facts = json.loads((GIVEN / name / "calibration.json").read_text())
+    folder = dequantized(name, tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    config["sliding_window"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AssertionError, match="Not equal to tolerance rtol=2e-05"):
+        compare_scales(input_scales(folder, np.array(facts["windows"], np.int32)), facts)
+
+
+def input_scales(folder, windows):
+    """Return ours, by the names that the file's modules have."""
+    seen = watch(folder, windows)
     names = file_names(folder)
     ours = {}
     for prefix, inputs in seen.linears.items():
@@ -64,30 +84,45 @@ def test_input_scales_are_those_of_modelopt(tmp_path, name):
         for parts, inputs in zip((("gate", "up", "gate_up"), ("down",)), products, strict=True):
             for part in parts:
                 ours[f"{stem}.{part}_proj"] = inputs.amax.max() / SCALE
+    return ours
+
+
+def compare_scales(ours, facts):
+    """Compare with the tool's; sums of float32 in another order move none by as much."""
     renamed = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     for module, scale in facts["input_scales"].items():
         parent, _, leaf = module.rpartition(".")
         np.testing.assert_allclose(
             ours[f"{parent}.{renamed.get(leaf, leaf)}"], scale, rtol=2e-5, err_msg=module
         )
-    assert len(facts["input_scales"]) >= 7
 
 
 def rms_norm(x, weight):
-    x = x.astype(np.float64)
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6) * weight.astype(np.float64)
+    """In the dtype of `x`."""
+    mean = np.mean(x * x, -1, keepdims=True) + x.dtype.type(1e-6)
+    return x / np.sqrt(mean) * weight.astype(x.dtype)
+
+
+def in_turn(rows):
+    """Return the sum of float32 rows, one after the other: the yardstick of a sum."""
+    return np.cumsum(rows, axis=0)[-1] if len(rows) else rows.sum(0)
 
 
 def test_inputs_by_hand():
     """What enters the first attention is the normalized embedding of the tokens."""
     seen = watch(SMALL / "source", tokens(), squares=True)
     tensors = read_all(SMALL / "source")
-    embedded = tensors["model.embed_tokens.weight"].astype(np.float64)[tokens()]
-    x = rms_norm(embedded, tensors[f"{LAYER}.input_layernorm.weight"]).reshape(-1, 64)
+    table = tensors["model.embed_tokens.weight"]
+    norm = tensors[f"{LAYER}.input_layernorm.weight"]
+    exact, x = (
+        rms_norm(table.astype(dtype)[tokens()], norm).reshape(-1, 64)
+        for dtype in (np.float64, np.float32)
+    )
     for part in "qkv":
         inputs = seen.linears[f"{LAYER}.self_attn.{part}_proj"]
-        np.testing.assert_allclose(inputs.amax, np.abs(x).max(), rtol=1e-6)
-        np.testing.assert_allclose(inputs.importance(), np.mean(x * x, 0), rtol=1e-5)
+        assert_as_accurate_as(inputs.amax, np.abs(x).max(), np.abs(exact).max())
+        mean = in_turn(x * x) / len(x)
+        assert_as_accurate_as(inputs.importance(), mean, np.mean(exact * exact, 0))
         assert inputs.count == tokens().size
     first, second = seen.experts[f"{LAYER}.mlp.experts"]
     assert first.count.sum() == 2 * tokens().size  # two experts a token
@@ -104,6 +139,30 @@ def test_importance_of_an_expert_without_tokens_is_that_of_all():
     squares = np.array([[4.0, 8.0], [0.0, 0.0], [2.0, 2.0]], np.float32)
     inputs = Inputs(np.ones(3, np.float32), np.array([2, 0, 2]), squares)
     np.testing.assert_array_equal(inputs.importance(), [[2, 4], [1.5, 2.5], [1, 1]])
+
+
+def by_expert(x, experts, ids, weights, *, activation, weight_on_input, **parameters):
+    """Return what `dense_moe` does, in float64."""
+    x, gate_up, down, first, second, weights = (
+        np.asarray(a, np.float64)
+        for a in (
+            x,
+            experts.gate_up,
+            experts.down,
+            experts.gate_up_bias,
+            experts.down_bias,
+            weights,
+        )
+    )
+    call, y = find_activation(activation, **parameters), np.zeros(x.shape)
+    for expert in range(len(down)):
+        tokens, slots = np.nonzero(np.asarray(ids) == expert)
+        weight = weights[tokens, slots, None]
+        rows = x[tokens] * weight if weight_on_input else x[tokens]
+        inner = activate_float64(call, rows @ gate_up[expert].T + first[expert])
+        d = inner @ down[expert].T + second[expert]
+        np.add.at(y, tokens, d if weight_on_input else d * weight)
+    return y
 
 
 @pytest.mark.parametrize(("gated", "weight_on_input"), [(True, False), (False, True)])
@@ -130,7 +189,11 @@ def test_observed_experts_compute_what_experts_do(gated, weight_on_input):
         watching, x, experts, ids, weights
     )
     expected = jax.jit(lambda *given: dense_moe(*given, **call))(x, experts, ids, weights)
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    truth = by_expert(x, experts, ids, weights, **call)
+    assert_as_accurate_as(y, expected, truth)
+    wrong = dense_moe(x, experts, (ids + 1) % e, weights, **call)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(wrong, expected, truth)
     seen = watching.first.get_value()
     for expert in range(e):
         rows, slots = np.nonzero(np.asarray(ids) == expert)
@@ -138,8 +201,9 @@ def test_observed_experts_compute_what_experts_do(gated, weight_on_input):
         if weight_on_input:
             inputs = inputs * np.asarray(weights)[rows, slots][:, None]
         assert seen["count"][expert] == len(rows)
-        np.testing.assert_allclose(seen["amax"][expert], np.abs(inputs).max(initial=0), rtol=1e-6)
-        np.testing.assert_allclose(seen["squares"][expert], (inputs**2).sum(0), rtol=1e-4)
+        assert seen["amax"][expert] == np.abs(inputs).max(initial=0)
+        squares = np.square(inputs.astype(np.float64)).sum(0)
+        assert_as_accurate_as(seen["squares"][expert], in_turn(np.square(inputs)), squares)
     assert seen["count"][e - 1] == 0
 
 
@@ -154,9 +218,6 @@ class Forgetful:
 
     def linear(self, prefix, module):
         return module
-
-    def run_dense(self):
-        return dense_moe
 
     def layer(self, module):
         gc.collect()

@@ -11,7 +11,9 @@ from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config, ref
 
 from jax_nvfp4_moe import cli
 from jax_nvfp4_moe.inspection import TARGETS
+from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
+TEXT = EXAMPLE_REFERENCE / "heldout.txt"
 GREEDY = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]["w4a16_greedy"]
 
 
@@ -61,7 +63,7 @@ def test_chat_prints_the_answer_alone(run, tmp_path):
 
 def test_eval_prints_one_json_object(run):
     status, out, err = run(
-        "eval", EXAMPLE, "--text", EXAMPLE_REFERENCE / "heldout.txt", "--window", 64,
+        "eval", EXAMPLE, "--text", TEXT, "--window", 64,
         "--skip-tokens", 4096, "--max-windows", 3,
     )  # fmt: skip
     assert status == 0
@@ -69,13 +71,15 @@ def test_eval_prints_one_json_object(run):
     result = json.loads(line)
     assert 0 < result["mean_cross_entropy"] < 5
     assert (result["windows"], result["window"], result["skip_tokens"]) == (3, 64, 4096)
+    picked = choose_scheme(Scheme.W4A4, None, Target.current())[0]  # the example declares w4a4
+    assert (result["path"], result["scheme"]) == (str(EXAMPLE), picked)
     assert "tokens/s" in err
 
 
 def test_eval_compares_schemes(run):
     """A line of JSON for each; tables are for people, on standard error."""
     status, out, err = run(
-        "eval", EXAMPLE, "--text", EXAMPLE_REFERENCE / "heldout.txt", "--window", 64,
+        "eval", EXAMPLE, "--text", TEXT, "--window", 64,
         "--max-windows", 3, "--by-window", "--scheme", "w4a16", "--scheme", "w4a4",
     )  # fmt: skip
     assert status == 0
@@ -88,6 +92,15 @@ def test_eval_compares_schemes(run):
     assert rows[at + 2][:2] == ["w4a4", f"{means[1]:.5f}"]
     assert float(rows[at + 2][4]) == pytest.approx(means[1] - means[0], abs=1e-5)
     assert sum(row[0] in ("0", "1", "2") for row in rows if row) == 3
+
+
+def test_inspect_shows_errors_of_the_schemes_that_are_asked_for(run):
+    options = ("--errors", "--tokens", 8, "--scheme", "w4a4_unit_scale", "--scheme", "w4a16")
+    status, out, _ = run("inspect", EXAMPLE, *options)
+    assert status == 0
+    (head,) = [line for line in out.splitlines() if line.startswith("experts")]
+    found = re.findall(r"(\S+) NRMSE", head)
+    assert found == ["w4a4_unit_scale", "w4a16"]
 
 
 def test_inspect_reads_headers_alone(run, tmp_path):
@@ -166,6 +179,16 @@ def test_bench_prints_a_table(run):
         (["generate", EXAMPLE, "--top-p", "2"], "top_p: expected"),
         (["generate", EXAMPLE, "--chat"], "no chat template"),
         (["inspect", EXAMPLE, "--json", "--plot", "e.png"], "--json, --plot: expected together"),
+        (
+            ["inspect", EXAMPLE, "--scheme", "w4a4", "--scheme", "w4a16"],
+            "--scheme: expected one without --errors, got w4a4, w4a16",
+        ),
+        (
+            ["eval", EXAMPLE, "--text", TEXT, "--original", CHECKPOINTS / "qwen3moe-modelopt-w4a4"],
+            "original: expected the model that",
+        ),
+        (["generate", EXAMPLE, "--mesh", "data=1"], "mesh: expected expert=N"),
+        (["eval", EXAMPLE, "--text", TEXT, "--process-id", "1"], "expected all three, or none"),
         (["inspect", EXAMPLE, "--errors", "--plot", "e.xyz"], "plot: expected a name ending in"),
         (["inspect", EXAMPLE, "--errors", "--tokens", "0"], "tokens: expected at least 1"),
         (["bench", "--tokens", "1,x"], "tokens: expected positive numbers"),

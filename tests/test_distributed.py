@@ -1,6 +1,7 @@
 """Several processes with Gloo: they equal one; one that dies ends the others with a message."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -17,6 +18,7 @@ from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 from jax_nvfp4_moe import distributed, generate, load_model
 from jax_nvfp4_moe.balance import count_experts
+from jax_nvfp4_moe.models.blocks import expert_blocks
 
 SCRIPT = pathlib.Path(__file__).parent / "several_processes.py"
 ROOT = pathlib.Path(distributed.__file__).parents[1]
@@ -107,7 +109,15 @@ def test_logits_are_those_of_one_process(count, mesh, tmp_path):
     # Sums over experts and over halves of experts, in another order.
     bound = 1e-5 * float(jnp.abs(expected).max())
     for name in {"logits", "placed"} & set(found):
-        np.testing.assert_allclose(found[name], expected, atol=bound)
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=bound)
+    block = next(block for _, block in expert_blocks(model))
+    params = block.params.get_value()
+    scale = params.down.global_scale * 1.01  # of one layer's experts, which the bound must see
+    down = dataclasses.replace(params.down, global_scale=scale)
+    block.params.set_value(dataclasses.replace(params, down=down))
+    wrong = jax.jit(lambda model, ids: model(ids))(model, ids)
+    assert np.abs(found["logits"] - wrong).max() > 10 * bound
+    block.params.set_value(params)
     if "load" in found:
         np.testing.assert_array_equal(found["load"], count_experts(model, ids))
     else:

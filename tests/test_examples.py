@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from given import EXAMPLE
 
 from jax_nvfp4_moe import load_model, quantize_experts
 from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx
 from jax_nvfp4_moe.linears import NVFP4Param
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
 def rounded(gate, up, down):
@@ -18,11 +20,18 @@ def rounded(gate, up, down):
     return [w.swapaxes(1, 2) for w in (gate, up, params.down.dequantize())]
 
 
-def assert_same_model(swapped, of_rounded, dense):
-    """Float32 sums in another order; what NVFP4 rounds is a thousand times as much."""
-    scale = np.abs(of_rounded).max()
-    np.testing.assert_allclose(swapped, of_rounded, rtol=0, atol=1e-5 * scale)
-    assert np.abs(swapped - dense).max() > 1e-2 * scale
+def in_float64(run, values, x):
+    """Return ``run(values, x)`` in float64: the truth."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # flax: float32 and wider
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (values, x))
+        return np.asarray(run(*wide))
+
+
+def assert_same_model(swapped, of_rounded, truth, dense):
+    """The dense model on rounded weights is the yardstick; on its own weights it is too far off."""
+    assert_as_accurate_as(swapped, of_rounded, truth)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(dense, of_rounded, truth)
 
 
 def test_swap_in_an_nnx_model():
@@ -35,8 +44,10 @@ def test_swap_in_an_nnx_model():
         for weight, value in zip(weights, rounded(*(w[...] for w in weights)), strict=True):
             weight[...] = value
     of_rounded = model(x)
+    graph, state = nnx.split(model)
+    truth = in_float64(lambda state, x: nnx.merge(graph, state)(x), state, x)
     model.blocks = nnx.List(swapped)
-    assert_same_model(nnx.jit(model)(x), of_rounded, before)
+    assert_same_model(nnx.jit(model)(x), of_rounded, truth, before)
 
 
 def test_swap_in_a_linen_model():
@@ -47,7 +58,8 @@ def test_swap_in_a_linen_model():
     names = ("gate", "up", "down")
     moe = variables["params"]["moe"]
     moe |= dict(zip(names, rounded(*(moe[name] for name in names)), strict=True))
-    assert_same_model(swapped, swap_linen.Model().apply(variables, x), before)
+    truth = in_float64(swap_linen.Model().apply, variables, x)
+    assert_same_model(swapped, swap_linen.Model().apply(variables, x), truth, before)
 
 
 def test_swaps_say_what_they_change(capsys):

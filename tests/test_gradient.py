@@ -329,8 +329,9 @@ def test_rematerialized_and_mapped():
     want = jax.jit(jax.grad(total))(x, weights)
     np.testing.assert_array_equal(jax.jit(jax.grad(jax.checkpoint(total)))(x, weights), want)
     mapped = jax.jit(jax.vmap(jax.grad(total)))(jnp.stack([x, x]), jnp.stack([weights, weights]))
+    given = x, params, ids, weights, find_activation("silu")
     for one in mapped:
-        np.testing.assert_allclose(one, want, rtol=1e-6, atol=1e-6)
+        assert_as_accurate_as(one, of_xla(*given)["x"], exact(*given)["x"])
 
 
 def matrices():
@@ -447,5 +448,9 @@ def test_a_rounded_fp8_linear_passes_gradients_straight_through(how):
     def total(x):
         return jnp.sum(dense_fp8(x, weight, activations=how, input_scale=jnp.float32(0.01)) * bar)
 
-    want = jnp.matmul(bar, values.astype(jnp.float32) * 0.5, precision="highest")
-    np.testing.assert_allclose(jax.grad(total)(x), want, rtol=1e-5, atol=1e-6)
+    yardstick = jnp.matmul(bar, values.astype(jnp.float32) * 0.5, precision="highest")
+    truth = np.asarray(bar, np.float64) @ (np.asarray(values, np.float64) * 0.5)
+    assert_as_accurate_as(jax.grad(total)(x), yardstick, truth)
+    rounded = bar.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(rounded @ (values.astype(jnp.float32) * 0.5), yardstick, truth)

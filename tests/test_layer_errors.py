@@ -1,5 +1,6 @@
 """Errors by layer: the tool's own tensors as truth, one faulty layer found, tables and pictures."""
 
+import dataclasses
 import json
 import sys
 
@@ -40,6 +41,22 @@ def test_the_definition():
     assert (error.worst_row, error.worst) == (0, pytest.approx(0.2))
 
 
+def compared(moe, given):
+    """Return the errors of experts on the tool's inputs, beside its outputs."""
+    y = moe.experts(
+        jnp.asarray(given["experts_input"]),
+        jnp.asarray(given["topk_indices"], jnp.int32),
+        jnp.asarray(given["topk_weights"]),
+    )
+    return _compare("", "", np.asarray(y), given["experts_output"])
+
+
+def assert_as_near(error, expected):
+    """Inputs agree to 1e-6; an activation that rounds the other way moves a row by some 1e-3."""
+    assert error.nrmse == pytest.approx(expected.nrmse, rel=1e-2)
+    np.testing.assert_allclose(error.rows, expected.rows, rtol=1e-2)
+
+
 def test_beside_the_tensors_of_the_tool():
     """Inputs and truth are those that ModelOpt's torch model has in layers 1 and 4."""
     tool = reference_tensors(EXAMPLE_REFERENCE, "w4a16.")
@@ -50,16 +67,13 @@ def test_beside_the_tensors_of_the_tool():
         given = {name: tool[f"layers.{layer}.moe.{name}"] for name in (
             "experts_input", "topk_indices", "topk_weights", "experts_output")}  # fmt: skip
         moe = load_moe(EXAMPLE, layer, scheme="w4a4", dtype=jnp.float32)
-        y = moe.experts(
-            jnp.asarray(given["experts_input"]),
-            jnp.asarray(given["topk_indices"], jnp.int32),
-            jnp.asarray(given["topk_weights"]),
-        )
-        expected = _compare("", "", np.asarray(y), given["experts_output"])
-        error = found[f"layers.{layer}.mlp", "w4a4"]
-        # Inputs agree to 1e-6; each activation that rounds the other way moves 1e-3 of an error.
-        assert error.nrmse == pytest.approx(expected.nrmse, rel=1e-2)
-        np.testing.assert_allclose(error.rows, expected.rows, rtol=0.1)
+        other = load_moe(EXAMPLE, layer, scheme="w4a4_unit_scale", dtype=jnp.float32)
+        expected, error = compared(moe, given), found[f"layers.{layer}.mlp", "w4a4"]
+        assert_as_near(error, expected)
+        with pytest.raises(AssertionError):  # scales of 1: another rounding of the same inputs
+            assert_as_near(compared(other, given), expected)
+        with pytest.raises(AssertionError):
+            assert_as_near(dataclasses.replace(error, rows=error.rows[::-1]), expected)
         # The same products on other kernels.
         assert found[f"layers.{layer}.mlp", "w4a16"].worst < 1e-5
 

@@ -1,5 +1,7 @@
 """The Flax modules: what they compute, what they settle, and how they live in other models."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,6 +212,27 @@ def test_the_scheme_is_settled_at_construction():
     assert make(**given, target=Target("cuda", (10, 0))).scheme is Scheme.W4A4
     with pytest.raises(ValueError, match="w4a4 needs input scales"):
         make(scheme="w4a4")
+
+
+def test_own_experts_without_input_scales_are_told_what_to_do():
+    own = quantize_experts(*jnp.ones((2, 8, 32, 64)), jnp.ones((8, 64, 32)))
+    told = r"w4a4 needs input scales.*gate_up_input_scale.*declared='w4a4'.*w4a4_token_scale"
+    with pytest.raises(ValueError, match=f"scheme: {told}"):
+        make(params=own, scheme="w4a4")
+    with pytest.raises(ValueError, match=f"params: {told}"):
+        make(params=own, scheme="w4a4", declared="w4a4")
+    scale = jnp.full(8, 1 / 2688, jnp.float32)
+    own = dataclasses.replace(own, gate_up_input_scale=scale, down_input_scale=scale)
+    assert make(params=own, scheme="w4a4", declared="w4a4").scheme is Scheme.W4A4
+
+
+def test_experts_the_other_way_around_are_told_which_axis_is_which():
+    """What Flax calls kernels: inputs before outputs."""
+    kernels = (*jnp.ones((2, 8, 64, 32)), jnp.ones((8, 32, 64)))
+    message = r"params: expected params.down \[e, h, i\] of \(8, 64, 32\).*got \(8, 32, 64\)\."
+    with pytest.raises(ValueError, match=message + r".*kernel\.swapaxes\(1, 2\)"):
+        make(params=quantize_experts(*kernels))
+    make(params=quantize_experts(*(kernel.swapaxes(1, 2) for kernel in kernels)))
 
 
 def test_explain_names_every_module_inside():

@@ -24,7 +24,9 @@ from unquantized import (
 )
 
 from jax_nvfp4_moe import CheckpointError, cli, formats, load_model, load_moe, quantize_model
+from jax_nvfp4_moe.evaluate import evaluate
 from jax_nvfp4_moe.rounding import ALGORITHMS, quantize_weight
+from jax_nvfp4_moe.tokenizer import load_tokenizer
 
 IDS = tokens().reshape(-1)
 WINDOW = tokens().shape[1]
@@ -462,7 +464,8 @@ def source_with_tokenizer(tmp_path):
     return source
 
 
-def test_the_command(source_with_tokenizer, tmp_path, capsys):
+def test_the_command(source_with_tokenizer, tmp_path, capsys, caplog):
+    """Where no bar can be drawn it says each layer once, in either part of the work."""
     arguments = ("quantize", source_with_tokenizer, tmp_path / "q", "--text", tmp_path / "text.txt")
     status, out, err = call(capsys, *arguments, "--calibration-tokens", 256, "--window", 64)
     assert status == 0, err
@@ -470,7 +473,38 @@ def test_the_command(source_with_tokenizer, tmp_path, capsys):
     assert json.loads(line)["scheme"] == "w4a4"
     assert json.loads(line)["tokens"] == 256
     assert (tmp_path / "q" / "tokenizer.json").exists()
-    load_model(tmp_path / "q", scheme="w4a4")
+    layers = range(read_config(source_with_tokenizer)["num_hidden_layers"])
+    assert [line for line in caplog.messages if " model.layers." in line] == [
+        f"{part} model.layers.{layer}" for part in ("calibrating", "quantizing") for layer in layers
+    ]
+
+
+def test_a_quantizer_that_shall_be_quiet_is(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "jax_nvfp4_moe"):
+        quantize_model(SMALL / "source", tmp_path / "q", progress=False)
+    assert not [line for line in caplog.messages if " model.layers." in line]
+
+
+def test_eval_compares_with_the_original(source_with_tokenizer, tmp_path, capsys):
+    """The original first, in the same table; differences are from it."""
+    quantize_model(source_with_tokenizer, tmp_path / "q", token_ids=IDS, window=WINDOW)
+    arguments = ("eval", tmp_path / "q", "--original", source_with_tokenizer, "--window", 32)
+    schemes = ("--scheme", "w4a16", "--scheme", "w4a4", "--text", tmp_path / "text.txt")
+    status, out, err = call(capsys, *arguments, *schemes)
+    assert status == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
+    paths = [str(source_with_tokenizer), *[str(tmp_path / "q")] * 2]
+    assert [(one["path"], one["scheme"]) for one in found] == [
+        *zip(paths, (None, "w4a16", "w4a4"), strict=True)
+    ]
+    model = load_model(source_with_tokenizer, dtype="float32")
+    ids = load_tokenizer(source_with_tokenizer).encode((tmp_path / "text.txt").read_text())
+    assert found[0]["mean_cross_entropy"] == evaluate(model, ids, window=32)["mean_cross_entropy"]
+    rows = [line.split() for line in err.splitlines()]
+    at = next(i for i, row in enumerate(rows) if row[:1] == ["scheme"])
+    assert [row[0] for row in rows[at + 1 : at + 4]] == ["original", "w4a16", "w4a4"]
+    difference = found[2]["mean_cross_entropy"] - found[0]["mean_cross_entropy"]
+    assert rows[at + 3][4] == f"{difference:.5f}"
 
 
 def test_the_command_says_what_is_wrong(source_with_tokenizer, tmp_path, capsys):

@@ -185,3 +185,19 @@ def test_params_that_disagree_are_named(params, change, message):
     check_moe_params(params)
     with pytest.raises(ValueError, match=message):
         check_moe_params(dataclasses.replace(params, **change(params)))
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "down", "message"),
+    [
+        ((2, 16, 32), (2, 32, 16), (2, 32, 16), r"up: expected shape \[e, i, h\], \(2, 16, 32\)"),
+        ((2, 32, 16), (2, 16, 32), (2, 32, 16), r"gate: .* got \(2, 32, 16\)\. .*swapaxes\(1, 2\)"),
+        ((2, 16, 24), (2, 16, 24), (2, 24, 16), "up: .*multiple of 16"),
+        (None, (2, 24, 32), (2, 32, 24), "down: .*multiple of 16"),
+    ],
+)
+def test_dense_experts_that_disagree_are_named(gate, up, down, message):
+    """By the argument that was given."""
+    given = [None if shape is None else jnp.ones(shape) for shape in (gate, up, down)]
+    with pytest.raises(ValueError, match=message):
+        nvfp4.quantize_experts(*given)

@@ -1,8 +1,13 @@
-"""The bar of bytes that a load or a quantizer draws."""
+"""How far a load or a quantizer is: a bar of bytes, or lines in the log, one a layer."""
 
 import contextlib
+import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
+
+_LOG = logging.getLogger("jax_nvfp4_moe")
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 @contextlib.contextmanager
@@ -32,3 +37,25 @@ def progress(
     ) as bar:
         task = bar.add_task(label, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def log_layers(wanted: bool | None, label: str) -> Callable[[str], None]:
+    """Return a function that takes names of tensors, and logs each layer at its first.
+
+    Where `progress` draws a bar, and where the caller wants none, it logs nothing.
+
+    Args:
+      wanted: as for `progress`.
+      label: stands before the layer.
+    """
+    seen: set[str] = set()
+    silent = wanted is not None or sys.stderr.isatty()
+
+    def note(name: str) -> None:
+        layer = _LAYER.match(name)
+        if silent or layer is None or layer[0] in seen:
+            return
+        seen.add(layer[0])
+        _LOG.info("%s %s", label, layer[0])
+
+    return note

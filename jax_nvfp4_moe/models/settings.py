@@ -1,7 +1,6 @@
 """Settings: what the caller of `load_model` asked for."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -19,10 +18,6 @@ class Observer(Protocol):
 
     def linear(self, prefix: str, module: Any) -> Any:
         """See the linear called `prefix`, such as "model.layers.0.self_attn.q_proj"."""
-        ...
-
-    def run_dense(self) -> Callable:
-        """Return what runs the experts of one layer, called as `ops.dense_moe.dense_moe`."""
         ...
 
     def layer(self, module: Any) -> Any:
@@ -60,7 +55,4 @@ class Settings:
     def module_arguments(self) -> dict[str, Any]:
         """Return the arguments that all NVFP4 modules take."""
         names = ("target", "scheme", "backend", "dtype")
-        arguments = {name: getattr(self, name) for name in names}
-        if self.observer is not None:
-            arguments["run_dense"] = self.observer.run_dense()
-        return arguments
+        return {name: getattr(self, name) for name in names}

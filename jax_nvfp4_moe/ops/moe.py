@@ -16,7 +16,7 @@ from jax_nvfp4_moe.ops.gradient import (
     take_expert,
     with_expert_gradient,
 )
-from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
+from jax_nvfp4_moe.scheme import NEEDS_INPUT_SCALES, Problem, Scheme, Target, choose_scheme
 from jax_nvfp4_moe.tensor import MoEParams, check_moe_params
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -211,3 +211,13 @@ def check_row_order(params, call) -> None:
             "each half of the rows. Give gate rows, then up rows (as quantize_experts returns "
             "them) with activation 'swigluoai_uninterleave', or quantize both with one scale"
         )
+
+
+def check_input_scales(name, params, scheme) -> None:
+    """Check that experts have the input scales that `scheme` multiplies by.
+
+    Raises:
+      ValueError: they have none; says how to get them, and which schemes need none.
+    """
+    if scheme is Scheme.W4A4 and not params.has_input_scales:
+        raise ValueError(f"{name}: {NEEDS_INPUT_SCALES}")
