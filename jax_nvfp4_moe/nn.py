@@ -320,7 +320,7 @@ class NVFP4MoE(_Settled):
             rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
             parts = self.router_weight, self.router_bias, self.router_logit_bias
             run, values = self._route_rows, [_value(part) for part in parts]
-            check_context(self.router_weight.get_value())
+            check_context(values[0])
             params = self.params.get_value()
             if isinstance(params, ShardedExperts) and self.exchange != "psum":
                 run = functools.partial(share_rows, run, params.grid)

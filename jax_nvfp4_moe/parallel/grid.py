@@ -98,7 +98,7 @@ def find_grid(mesh: Any) -> Grid:
     return grid
 
 
-def check_context(array: jax.Array) -> None:
+def check_context(array: Any) -> None:
     """Check that programs on `array`, a weight, can be called where this is.
 
     Raises:
