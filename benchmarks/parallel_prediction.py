@@ -1,6 +1,7 @@
 """Predict one expert layer on many GPUs: bytes, time, and the fastest form for so many tokens.
 
     python benchmarks/parallel_prediction.py [--measured benchmarks/results/moe.NVIDIA-H200.json]
+        [--one-host benchmarks/results/parallel.NVIDIA-H200.json]
 
 A PREDICTION. No run of this project on more than one host is behind any figure. What goes in is in
 `INPUTS`, each with its source. One layer takes in t tokens in all (of every host together), h wide,
@@ -22,6 +23,9 @@ where GPUs outnumber experts):
                twice; bytes of a row are those of `parallel.exchange.wire_bytes`
     all_to_all the same with equal room for each GPU: for all tokens that one has, or for `room`
                times the mean d, in one round
+
+The same equations for the GPUs of one host stand beside what `parallel.py` measured there
+(`--one-host`); no input is taken from it.
 
 Latency grows with log2 of the hosts for sums, which go up and down a tree, and with the number of
 GPUs in other hosts for exchanges, which post one message for each. Form c is there where it cuts no
@@ -330,6 +334,63 @@ def predict(layer: Layer, gpus: int) -> dict:
     return {"case": layer.case.name, "gpus": gpus, "cells": cells, "crossovers": crossings}
 
 
+# Form as measured by parallel.py -> as predicted here.
+_ONE_HOST = {
+    "psum": lambda layer, tokens, gpus: psum(layer, tokens, gpus, 1),
+    "tensor": lambda layer, tokens, gpus: psum(layer, tokens, gpus, gpus),
+    "all_to_all": lambda layer, tokens, gpus: all_to_all(layer, tokens, gpus, None),
+    "ragged": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, None),
+}
+
+
+def compare(layers: list[Layer], rows: list[dict]) -> list[dict]:
+    """Return prediction and measurement of each row of `parallel.py`, in microseconds.
+
+    Args:
+      layers: as `read_layer` returns them.
+      rows: its results; those of other cases and schemes are left out.
+    """
+    by_name = {layer.case.name: layer for layer in layers}
+    found = []
+    for row in rows:
+        form, scheme, _ = row["contestant"].split()
+        if "us" not in row or row.get("case") not in by_name or scheme != Scheme.W4A16:
+            continue
+        cost = _ONE_HOST[form](by_name[row["case"]], row["tokens"], row["devices"])
+        found.append(
+            {name: row[name] for name in ("case", "devices", "tokens", "us", "exchange_us")}
+            | {"form": form, "predicted_us": cost.us, "predicted_wire_us": cost.wire}
+        )
+    return found
+
+
+def _comparison(measured) -> list[str]:
+    rows = measured["rows"]
+    tokens = sorted({row["tokens"] for row in rows})
+    keys = dict.fromkeys((row["case"], row["devices"], row["form"]) for row in rows)
+    cells = {(r["case"], r["devices"], r["form"], r["tokens"]): r for r in rows}
+
+    def describe(key, n):
+        row = cells.get((*key, n))
+        if row is None:
+            return "-"
+        return (
+            f"{row['predicted_us']:.0f} / {row['us']:.0f} "
+            f"({row['predicted_wire_us']:.0f} / {row['exchange_us']:.0f})"
+        )
+
+    table = [(*key, *(describe(key, n) for n in tokens)) for key in keys]
+    return [
+        "## One host: prediction / measurement",
+        f"Measured here on GPUs of one host ({measured['device']}, commit {measured['commit']}, "
+        f"`{measured['file']}`), beside the same equations and inputs: microseconds of the layer, "
+        "and in brackets of its exchange alone. Nothing was fitted to these. A measured exchange "
+        "has the kernels around it too; at that commit those of all_to_all were more than now, and "
+        "ragged sent in one piece what it now sends in many.",
+        _table(("case", "GPUs", "form", *(f"{n} token" + "s" * (n > 1) for n in tokens)), table),
+    ]
+
+
 def _table(headings, rows):
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
@@ -373,7 +434,8 @@ def make_page(result) -> str:
     ]
     parts = [
         "# Many GPUs: a prediction",
-        "Nothing on this page was measured on more than one host. It is made by "
+        "Nothing on this page was measured on more than one host; what was on one is in one table, "
+        "beside its prediction. It is made by "
         "`python benchmarks/parallel_prediction.py`, whose first lines have the equations.",
         "## What goes in",
         _table(("input", "value", "kind", "source"), inputs),
@@ -387,6 +449,7 @@ def make_page(result) -> str:
     ]
     for part in result["parts"]:
         parts += _section(part)
+    parts += _comparison(result["one_host"])
     return "\n\n".join(parts) + "\n"
 
 
@@ -394,10 +457,13 @@ def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = HERE / "results" / "moe.NVIDIA-H200.json"
     parser.add_argument("--measured", type=pathlib.Path, default=default)
+    default = HERE / "results" / "parallel.NVIDIA-H200.json"
+    parser.add_argument("--one-host", type=pathlib.Path, default=default)
     parser.add_argument("--commit", help="where there is no git to ask")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "results")
     arguments = parser.parse_args()
     layers = [read_layer(case, arguments.measured) for case in MEASURED_CASES]
+    one_host = json.loads(arguments.one_host.read_text(encoding="utf-8"))
     result = {
         "kind": "prediction",
         "commit": provenance(arguments.commit)["commit"],
@@ -407,6 +473,12 @@ def main():
             {"case": x.case.name, "start": x.start, "memory": x.memory, "tensor": x.tensor}
             for x in layers
         ],
+        "one_host": {
+            "file": arguments.one_host.name,
+            "device": one_host["device"],
+            "commit": one_host["commit"],
+            "rows": compare(layers, one_host["rows"]),
+        },
         "parts": [predict(layer, gpus) for layer in layers for gpus in GPUS],
     }
     stem = arguments.output / "parallel_prediction"

@@ -30,7 +30,14 @@ START_TIMEOUT = 300
 STATUS = 2
 SUPERVISED = "--supervised"
 _AXES = ("expert", "tensor")
-_LOST = ("Gloo", "NCCL", "coordination service", "distributed service")
+_COLLECTIVES = ("Gloo", "NCCL")
+# What JAX, Gloo and NCCL say, in any case of letters, where another process is gone or silent, ...
+_LOST = (
+    "coordination service", "distributed service", "by peer", "remote process exited", "timed out",
+    "timeout", "broken pipe", "connection refused", "socket closed",
+)  # fmt: skip
+# ... and where it is this program or device.
+_OWN = ("invalid usage", "invalid argument", "out of memory", "unimplemented")
 _JOINED = b"j"
 
 
@@ -138,11 +145,24 @@ def is_first() -> bool:
 
 
 def explain_loss(error: BaseException) -> str | None:
-    """Return what to tell the user where `error` comes from the loss of another process."""
+    """Return what to tell the user where `error` comes, or may, from the loss of another process.
+
+    A collective fails for reasons of this process too; None where it says so, and where `error` is
+    none of a collective or of JAX's runtime.
+    """
     text = str(error)
-    if not jax.distributed.is_initialized() or not any(word in text for word in _LOST):
+    lower = text.lower()
+    if not jax.distributed.is_initialized() or any(word in lower for word in _OWN):
         return None
-    return f"another process of this run has ended ({text}); start all of them again"
+    collective = any(word in text for word in _COLLECTIVES)
+    if any(word in lower for word in _LOST[: None if collective else 2]):
+        return f"another process of this run has ended ({text}); start all of them again"
+    if collective:
+        return (
+            f"a collective has failed ({text}): another process has ended, or a device, driver or "
+            "network has failed; see what the others say, and start all of them again"
+        )
+    return None
 
 
 @contextlib.contextmanager

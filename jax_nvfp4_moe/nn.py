@@ -35,7 +35,7 @@ from jax_nvfp4_moe.parallel import (
     shard_experts,
     share_rows,
 )
-from jax_nvfp4_moe.parallel.grid import check_row_scales, replicate
+from jax_nvfp4_moe.parallel.grid import check_context, check_row_scales, replicate
 from jax_nvfp4_moe.placement import ExpertLoad, ExpertSlots, locate
 from jax_nvfp4_moe.routing import Router
 from jax_nvfp4_moe.scheme import (
@@ -326,6 +326,7 @@ class NVFP4MoE(_Settled):
             rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
             parts = self.router_weight, self.router_bias, self.router_logit_bias
             run, values = self._route_rows, [_value(part) for part in parts]
+            check_context(values[0])
             params = self.params.get_value()
             if isinstance(params, ShardedExperts) and self.exchange != "psum":
                 run = functools.partial(share_rows, run, params.grid)

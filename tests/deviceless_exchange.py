@@ -81,7 +81,9 @@ def compile_block(target_config: str, exchange: str, tokens: int, options: dict)
         cut = NamedSharding(mesh, PartitionSpec(None if exchange == "psum" else "expert"))
         x = jax.ShapeDtypeStruct((tokens, HIDDEN), jnp.bfloat16, sharding=cut)
         run = jax.jit(lambda block, x: block(x), out_shardings=cut, compiler_options=options)
-        return run.lower(block, x).compile().as_text()
+        text = run.lower(block, x).compile().as_text()
+        assert text
+        return text
 
 
 def report(text: str) -> dict:

@@ -25,6 +25,7 @@ from expert_layer import with_biases, with_one_scale
 from flax import nnx
 from given import CHECKPOINTS, EXAMPLE
 from jax.sharding import AxisType
+from ragged_emulation import emulate_ragged
 
 import jax_nvfp4_moe as nvfp4
 import jax_nvfp4_moe.parallel.exchange
@@ -193,6 +194,7 @@ def refusals():
         "alternating": lambda: block(activation="swigluoai", params=weights())(
             mesh=make_mesh((1, 2))
         ),
+        "context": lambda: call_in_context(block()(mesh=make_mesh((8, 1)))),
         "checkpoint": lambda: nvfp4.load_model(
             CHECKPOINTS / "deepseekv3-modelopt-w4a4", mesh=make_mesh((2, 4))
         ),
@@ -204,6 +206,11 @@ def refusals():
         except ValueError as error:
             said[name] = str(error)
     return said
+
+
+def call_in_context(module):
+    with jax.set_mesh(make_mesh((8, 1), AxisType.Explicit)):
+        return call(module, tokens(8))
 
 
 def model(folder, shapes, **options):
@@ -235,6 +242,15 @@ def exchanged():
             error = difference(compiled(eight, x), expected) if x.size else 0.0
             figures[name].append([error, collectives(compiled)])
     return figures
+
+
+def explicit_sum():
+    """The error of "psum" over Explicit axes on tokens that come in cut, and how they come out."""
+    mesh = make_mesh((8, 1), AxisType.Explicit)
+    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("expert"))
+    x = jax.device_put(tokens(24), cut)
+    found = call(block()(mesh=mesh), x)
+    return [difference(found, call(block()(), tokens(24))), str(found.sharding.spec)]
 
 
 def explicit_tokens():
@@ -284,10 +300,20 @@ def gradients():
             for kind, shape in (("Auto", (4, 1)), ("Explicit", (4, 1)), ("Auto", (2, 2))):
                 mesh = make_mesh(shape, AxisType[kind])
                 pairs = list(zip(run(one(mesh=mesh, exchange=exchange)), expected, strict=True))
-                pairs = pairs[:3] if shape[1] > 1 else pairs  # biases of shards are other arrays
-                errors = [difference(np.reshape(a, b.shape), b) for a, b in pairs]
+                errors = [difference(join_parts(a, b.shape), b) for a, b in pairs]
                 figures[f"{scheme} {exchange} {kind} {shape}"] = errors
     return figures
+
+
+def join_parts(array, shape):
+    """Return the whole array of a gradient: parts of gate and of up, or parts to be added."""
+    array = np.asarray(array)
+    if array.ndim == len(shape):
+        return array
+    parts, e, n = array.shape
+    if n == shape[1]:
+        return array.sum(axis=0)
+    return array.reshape(parts, e, 2, -1).transpose(1, 2, 0, 3).reshape(shape)
 
 
 def bytes_sent():
@@ -331,23 +357,6 @@ def ragged_numbers():
             name = f"{scheme} {shape} {count} in {pieces}"
             figures[name] = float(np.abs(np.asarray(found - expected)).max())
     return figures
-
-
-def emulate_ragged(operand, output, first, sizes, there, came, *, axis_name):
-    """Gather everything, and put each row where the description of the operation puts it."""
-    shards, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    given = operand, first, sizes, there
-    operands, *cuts = (jax.lax.all_gather(part, axis_name) for part in given)
-    first, sizes, there = (cut.reshape(shards, shards, -1)[:, me].reshape(-1) for cut in cuts)
-    sender = jnp.repeat(jnp.arange(shards), first.size // shards)
-    row = jnp.arange(output.shape[0])[:, None]
-    inside = (row >= there[None, :]) & (row < (there + sizes)[None, :])
-    piece = inside.argmax(axis=1)
-    source = first[piece] + row[:, 0] - there[piece]
-    rows = operands[sender[piece], jnp.clip(source, 0, operand.shape[0] - 1)]
-    said = (came == sizes).all() & (inside.sum(axis=1) <= 1).all()  # nothing is written twice
-    put = jnp.where(inside.any(axis=1)[:, None], rows, output)
-    return jnp.where(said, put, jnp.zeros_like(output))
 
 
 def synthetic():
@@ -487,6 +496,7 @@ CHECKS = {
         unshifted,
         refusals,
         exchanged,
+        explicit_sum,
         explicit_tokens,
         gradients,
         bytes_sent,

@@ -171,6 +171,26 @@ def test_a_process_that_stays_alone_says_so():
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Gloo all-reduce failed: Connection closed by peer [10.0.0.1]:5555", ENDED),
+        ("NCCL operation failed: remote process exited or there was a network error", ENDED),
+        ("The coordination service was shut down", ENDED),
+        ("NCCL operation ncclAllReduce failed: unhandled system error", "a collective has failed"),
+        ("NCCL operation ncclAllReduce failed: invalid usage", None),
+        ("NCCL: Cuda failure 2 'out of memory'", None),
+        ("reading the file timed out", None),
+    ],
+)
+def test_errors_that_come_of_a_lost_process(text, said, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    found = distributed.explain_loss(RuntimeError(text))
+    assert found is None if said is None else str(found).startswith(said)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    assert distributed.explain_loss(RuntimeError(text)) is None
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("x:1",), "expected all three, or none"),

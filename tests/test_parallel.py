@@ -132,10 +132,20 @@ def test_explicit_tokens_of_any_count(figures):
         assert same
 
 
+def test_a_sum_of_explicit_tokens_that_are_cut(figures):
+    error, spec = figures["explicit_sum"]
+    assert error <= BOUND
+    assert "expert" in spec
+
+
 def test_gradients_over_a_mesh_equal_one_device(figures):
-    """To tokens, weights and biases, with ids out of range; one device's are not zero."""
+    """To tokens, weights and biases, with ids out of range; one device's are not zero.
+
+    Biases of parts are put together, that of down by adding: it counts in one part alone.
+    """
     assert len(figures["gradients"]) == 2 * 2 * 3
     for errors in figures["gradients"].values():
+        assert len(errors) == 5
         assert max(errors) <= BOUND
 
 
@@ -206,6 +216,7 @@ def test_one_device_knows_nothing_of_meshes():
         ("type", r"mesh: expected a jax.sharding.Mesh .* got list"),
         ("rows", "mesh: expected axis 'tensor' of 1 with w4a4_token_scale"),
         ("alternating", "takes gate and up rows that alternate"),
+        ("context", "mesh: expected a call outside jax.set_mesh of Explicit axes"),
         ("checkpoint", "axis 'tensor' of 4 does not cut intermediate = 96 .* 1, 2, 3, 6"),
     ],
 )

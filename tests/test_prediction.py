@@ -115,6 +115,22 @@ def test_the_pages_are_those_of_the_code():
         assert again["crossovers"] == part["crossovers"]
 
 
+def test_one_host_stands_beside_what_was_measured_there():
+    page = json.loads((RESULTS / "parallel_prediction.json").read_text())["one_host"]
+    measured = json.loads((RESULTS / page["file"]).read_text())
+    rows = [row for row in measured["rows"] if "us" in row]
+    assert [(r["us"], r["exchange_us"]) for r in page["rows"]] == [
+        (r["us"], r["exchange_us"]) for r in rows
+    ]
+    again = prediction.compare(list(LAYERS.values()), measured["rows"])
+    assert [r["predicted_us"] for r in again] == pytest.approx(
+        [r["predicted_us"] for r in page["rows"]]
+    )
+    # By hand: 2 (n - 1) / n * 4 h t bytes over 370 GB/s, and 15 us.
+    row = next(r for r in again if (r["form"], r["devices"], r["tokens"]) == ("psum", 4, 4096))
+    assert row["predicted_wire_us"] == pytest.approx(1.5 * 4 * 7168 * 4096 / 370e3 + 15)
+
+
 def test_every_input_says_where_it_is_from():
     kinds = {"measured elsewhere", "measured here", "model of NCCL", "chosen"}
     assert {row.kind for row in INPUTS.values()} == kinds

@@ -22,7 +22,7 @@ from jax_nvfp4_moe.nn import (
     dense,
     find_problems,
 )
-from jax_nvfp4_moe.parallel.grid import Grid
+from jax_nvfp4_moe.parallel.grid import Grid, check_context
 from jax_nvfp4_moe.parallel.parts import Split, build_parts, join_columns, look_up
 from jax_nvfp4_moe.scheme import Float8
 
@@ -247,7 +247,7 @@ class Decoder(nnx.Module):
           logits_at: an index into t for each row: logits of that position alone, ``[b, 1, vocab]``.
 
         Raises:
-          ValueError: a shape or dtype is wrong.
+          ValueError: a shape or dtype is wrong, or ``jax.set_mesh`` has Explicit axes.
         """
         _check_call(input_ids, cache)
         b, t = input_ids.shape
@@ -257,6 +257,7 @@ class Decoder(nnx.Module):
         if lengths is not None:
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
+        check_context(table)
         x = table[input_ids] if self.grid is None else look_up(table, input_ids, self.grid)
         entries = []
         for index, layer in enumerate(self.layers):

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_nvfp4_moe.formats import (
@@ -36,7 +35,7 @@ from jax_nvfp4_moe.formats import (
     divide,
     quantize,
 )
-from jax_nvfp4_moe.parallel.experts import ShardedExperts, run_sharded
+from jax_nvfp4_moe.parallel.experts import ShardedExperts, own_part, run_sharded
 from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme
 
@@ -78,7 +77,8 @@ def run_exchanged(
 ) -> Float[Array, "t h"]:
     """Run an expert layer over a mesh.
 
-    The gradient is that of "psum", whatever `exchange` is: a backward pass gathers the tokens.
+    The gradient is that of "psum", whatever `exchange` is: a backward pass gathers the tokens. As
+    the kernels it has no forward mode: of `jax.jvp` and `jax.jacfwd` JAX raises a TypeError.
 
     Args:
       run: ``(x, params, expert_ids, expert_weights) -> [t, h]``; skips ids that are out of range.
@@ -110,7 +110,7 @@ def _send_rows(run, wire, trip, x, experts, ids, weights):
 
     def body(rows, stacked, scales):
         x, ids, weights = rows
-        own = jax.tree.map(lambda leaf: leaf[0], stacked)
+        own = own_part(stacked, grid)
 
         def run_own(x, ids, weights):
             y = run(x, own, ids, weights)
@@ -144,23 +144,10 @@ def _with_psum_gradient(forward, run):
         return exchanged(*operands), operands
 
     def back(operands, y_bar):
-        grid = operands[1].grid
-
-        def same(x, experts, ids, weights):
-            x, ids, weights = (_reshard(leaf, grid) for leaf in (x, ids, weights))
-            return run_sharded(run, x, experts, ids, weights)
-
-        return jax.vjp(same, *operands)[1](_reshard(y_bar, grid))
+        return jax.vjp(functools.partial(run_sharded, run), *operands)[1](y_bar)
 
     exchanged.defvjp(ahead, back)
     return exchanged
-
-
-def _reshard(leaf, grid, *axes):
-    """Return `leaf` cut along `axes` if the mesh has Explicit ones; XLA sees to Auto ones."""
-    if AxisType.Explicit not in grid.mesh.axis_types:
-        return leaf
-    return jax.sharding.reshard(leaf, grid.sharding(*axes))
 
 
 def share_rows(run: Callable, grid: Grid, rows: Any, *args: Any, specs: Any = None) -> Any:
@@ -181,12 +168,12 @@ def share_rows(run: Callable, grid: Grid, rows: Any, *args: Any, specs: Any = No
     def pad(leaf):
         # Zeros are rows as others, which cost a visit to an expert and come to nothing below.
         leaf = jnp.pad(leaf, [(0, missing), *[(0, 0)] * (leaf.ndim - 1)]) if missing else leaf
-        return _reshard(leaf, grid, EXPERT)
+        return grid.reshard(leaf, EXPERT)
 
     def crop(leaf):
         # Parts that are not equal are no sharding: such a result is whole on every device.
-        leaf = _reshard(leaf, grid)[:t] if missing else leaf
-        return _reshard(leaf, grid, jax.typeof(leaves[0]).sharding.spec[0])
+        leaf = grid.reshard(leaf)[:t] if missing else leaf
+        return grid.reshard(leaf, jax.typeof(leaves[0]).sharding.spec[0])
 
     split = grid.spec(EXPERT)
     given = split, *(specs or (grid.spec(),) * len(args))

@@ -215,7 +215,7 @@ def run_sharded(
 
     Args:
       run: ``(x, params, expert_ids, expert_weights) -> [t, h]``; skips ids that are out of range.
-      x: tokens, whole on every device.
+      x: tokens; over Explicit axes gathered where they are cut, and the result is cut as they are.
       experts: the weights.
       expert_ids: of the whole layer.
       expert_weights: of the same shape.
@@ -224,9 +224,36 @@ def run_sharded(
 
     def body(x, stacked, ids, weights):
         first = lax.axis_index(EXPERT) * experts.local_experts if EXPERT in grid.axes else 0
-        y = run(x, _squeeze(stacked), ids.astype(jnp.int32) - first, weights)
+        y = run(x, own_part(stacked, grid), ids.astype(jnp.int32) - first, weights)
         return lax.psum(y.astype(jnp.float32), grid.axes).astype(y.dtype)
 
     whole = grid.spec()
     specs = whole, grid.spec(TENSOR, EXPERT), whole, whole
-    return grid.shard_map(body, specs, whole)(x, experts.stacked, expert_ids, expert_weights)
+    rows = (grid.reshard(leaf) for leaf in (x, expert_ids, expert_weights))
+    given, ids, weights = rows
+    y = grid.shard_map(body, specs, whole)(given, experts.stacked, ids, weights)
+    return grid.reshard(y, jax.typeof(x).sharding.spec[0])
+
+
+def own_part(stacked: MoEParams | DenseExperts, grid: Grid) -> MoEParams | DenseExperts:
+    """Return the weights of the shard that this runs in."""
+    own = _squeeze(stacked)
+    if grid.tensor == 1 or own.down_bias is None:
+        return own
+    return dataclasses.replace(own, down_bias=_count_once(own.down_bias))
+
+
+@jax.custom_vjp
+def _count_once(bias):
+    """Return a bias that all shards along `tensor` but the first have as zeros, which stay zeros.
+
+    The gradient of each would be that of the sum of all: steps would count it once for each shard.
+    """
+    return bias
+
+
+def _mask_bar(_, bar):
+    return (jnp.where(lax.axis_index(TENSOR) == 0, bar, jnp.zeros_like(bar)),)
+
+
+_count_once.defvjp(lambda bias: (bias, None), _mask_bar)

@@ -65,6 +65,12 @@ class Grid:
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
+    def reshard(self, array: Any, *axes: str | None) -> Any:
+        """Return `array` cut along `axes` if the mesh has Explicit ones; XLA sees to Auto ones."""
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return array
+        return jax.sharding.reshard(array, self.sharding(*axes))
+
     def automatic(self) -> "Grid":
         """Return the same devices with Auto axes, which are no part of the types of arrays."""
         kinds = (AxisType.Auto,) * self.mesh.devices.ndim
@@ -90,6 +96,23 @@ def find_grid(mesh: Any) -> Grid:
             f"no other larger than 1; got {dict(mesh.shape)}"
         )
     return grid
+
+
+def check_context(array: Any) -> None:
+    """Check that programs on `array`, a weight, can be called where this is.
+
+    Raises:
+      ValueError: it lies on Auto axes, and ``jax.set_mesh`` has Explicit ones here.
+    """
+    own, here = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if own.empty or AxisType.Explicit in own.axis_types:
+        return
+    if AxisType.Explicit in here.axis_types:
+        raise ValueError(
+            f"mesh: expected a call outside jax.set_mesh of Explicit axes {here.axis_names}, since "
+            "the weights lie on Auto ones, as those of a loaded model do; leave jax.set_mesh, or "
+            "give it the same devices with axis_types of AxisType.Auto"
+        )
 
 
 def divisors(n: int, multiple: int = 1) -> list[int]:
