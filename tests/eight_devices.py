@@ -180,6 +180,17 @@ def refusals():
         "type": lambda: block()(mesh=devices),
         "rows": lambda: block(scheme="w4a4_token_scale")(mesh=make_mesh((1, 2))),
         "alternating": lambda: make_block(top_k=1, activation="swigluoai", mesh=make_mesh((1, 2))),
+        "exchange name": lambda: nvfp4.load_model(EXAMPLE, exchange="broadcast"),
+        "exchange alone": lambda: nvfp4.load_model(EXAMPLE, exchange="all_to_all"),
+        "exchange axes": lambda: nvfp4.load_moe(
+            EXAMPLE,
+            0,
+            exchange="all_to_all",
+            mesh=jax.make_mesh((2,), ("tensor",), devices=devices[:2]),
+        ),
+        "exchange platform": lambda: nvfp4.load_model(
+            EXAMPLE, exchange="ragged", mesh=make_mesh((8, 1))
+        ),
         "checkpoint": lambda: nvfp4.load_model(
             CHECKPOINTS / "deepseekv3-modelopt-w4a4", mesh=make_mesh((2, 4))
         ),
@@ -326,6 +337,28 @@ def synthetic():
     return figures
 
 
+def exchanged_models():
+    """Errors of prompts and of decoding of a small random model whose tokens are shared out too.
+
+    By mesh and rows of the batch, of 11 tokens and then 1: 24 and 2 tokens, or 3 x 12 and 3.
+    """
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_synthetic(folder, SIZES, algorithm="W4A16_NVFP4")
+        load = functools.partial(nvfp4.load_model, folder, dtype=jnp.float32)
+        one = load()
+        for rows, shape in ((2, (8, 1)), (3, (2, 2))):
+            ids = jnp.asarray(np.resize(IDS % SIZES.vocab, (rows, 12)))
+            eight = load(mesh=make_mesh(shape), exchange="all_to_all")
+            compiled = call.lower(eight, ids).compile()
+            errors = [difference(compiled(eight, ids), call(one, ids))]
+            errors.append(difference(decode(eight, ids)[0], decode(one, ids)[0]))
+            figures[f"{rows} rows"] = [errors, collectives(compiled)["all-to-all"]]
+        block = nvfp4.load_moe(folder, 0, mesh=make_mesh((8, 1)), exchange="all_to_all")
+        figures["load_moe"] = block.exchange
+    return figures
+
+
 def sinks():
     """The attention of gpt-oss alone: heads with sinks, and biases that count once."""
     folder, x = CHECKPOINTS / "gpt_oss-modelopt-w4a16", tokens(6)[None]
@@ -355,7 +388,7 @@ def sinks():
 
 def decode(model, ids):
     """Return the logits of a prefill and one step, and how keys are cut."""
-    cache = model.init_cache(2, 12)
+    cache = model.init_cache(ids.shape[0], 12)
     first, cache = call(model, ids[:, :11], cache)
     last, cache = call(model, ids[:, 11:], cache)
     keys = cache.layers[0]["k"]
@@ -429,6 +462,7 @@ CHECKS = {
         bytes_sent,
         ragged,
         synthetic,
+        exchanged_models,
         sinks,
         qwen,
         deepseek,

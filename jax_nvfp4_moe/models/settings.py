@@ -37,6 +37,7 @@ class Settings:
     Attributes:
       target, scheme, backend, dtype: as for `load_model`.
       grid: the devices that share the model; None for one.
+      exchange: how tokens reach experts over the grid; see `NVFP4MoE`.
       observer: sees the parts of an unquantized model, for calibration; None for nobody.
     """
 
@@ -46,6 +47,7 @@ class Settings:
     dtype: Any = jnp.bfloat16
     observer: Observer | None = None
     grid: Grid | None = None
+    exchange: str = "psum"
 
     @property
     def rounds_to_fp8(self) -> bool:
@@ -59,3 +61,7 @@ class Settings:
         if self.observer is not None:
             arguments["run_dense"] = self.observer.run_dense()
         return arguments
+
+    def block_arguments(self) -> dict[str, Any]:
+        """Return the arguments that all blocks with experts take."""
+        return {**self.module_arguments(), "exchange": self.exchange}
