@@ -73,7 +73,7 @@ def start(script, names):
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -195,6 +195,17 @@ def refusals():
             mesh=make_mesh((1, 2))
         ),
         "context": lambda: call_in_context(block()(mesh=make_mesh((8, 1)))),
+        "exchange name": lambda: nvfp4.load_model(EXAMPLE, exchange="broadcast"),
+        "exchange alone": lambda: nvfp4.load_model(EXAMPLE, exchange="all_to_all"),
+        "exchange axes": lambda: nvfp4.load_moe(
+            EXAMPLE,
+            0,
+            exchange="all_to_all",
+            mesh=jax.make_mesh((2,), ("tensor",), devices=devices[:2]),
+        ),
+        "exchange platform": lambda: nvfp4.load_model(
+            EXAMPLE, exchange="ragged", mesh=make_mesh((8, 1))
+        ),
         "checkpoint": lambda: nvfp4.load_model(
             CHECKPOINTS / "deepseekv3-modelopt-w4a4", mesh=make_mesh((2, 4))
         ),
@@ -414,6 +425,28 @@ def load_attention(folder, architecture, grid, scheme=None, layer=0):
         return load(checkpoint, build, options)
 
 
+def exchanged_models():
+    """Errors of prompts and of decoding of a small random model whose tokens are shared out too.
+
+    By mesh and rows of the batch, of 11 tokens and then 1: 24 and 2 tokens, or 3 x 12 and 3.
+    """
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_synthetic(folder, SIZES, algorithm="W4A16_NVFP4")
+        load = functools.partial(nvfp4.load_model, folder, dtype=jnp.float32)
+        one = load()
+        for rows, shape in ((2, (8, 1)), (3, (2, 2))):
+            ids = jnp.asarray(np.resize(IDS % SIZES.vocab, (rows, 12)))
+            eight = load(mesh=make_mesh(shape), exchange="all_to_all")
+            compiled = call.lower(eight, ids).compile()
+            errors = [difference(compiled(eight, ids), call(one, ids))]
+            errors.append(difference(decode(eight, ids)[0], decode(one, ids)[0]))
+            figures[f"{rows} rows"] = [errors, collectives(compiled)["all-to-all"]]
+        block = nvfp4.load_moe(folder, 0, mesh=make_mesh((8, 1)), exchange="all_to_all")
+        figures["load_moe"] = block.exchange
+    return figures
+
+
 def sinks():
     """The attention of gpt-oss alone: heads with sinks, and biases that count once."""
     x, positions = tokens(6)[None], jnp.arange(6, dtype=jnp.int32)[None]
@@ -427,7 +460,7 @@ def sinks():
 
 def decode(model, ids):
     """Return the logits of a prefill and one step, and how keys are cut."""
-    cache = model.init_cache(2, 12)
+    cache = model.init_cache(ids.shape[0], 12)
     first, cache = call(model, ids[:, :11], cache)
     last, cache = call(model, ids[:, 11:], cache)
     keys = cache.layers[0]["k"]
@@ -503,6 +536,7 @@ CHECKS = {
         ragged,
         ragged_numbers,
         synthetic,
+        exchanged_models,
         sinks,
         qwen,
         deepseek,

@@ -90,6 +90,15 @@ def test_decoding_over_a_mesh(figures):
     assert "PartitionSpec(None, 'tensor'" in sharding or "P(None, 'tensor'" in sharding
 
 
+@pytest.mark.parametrize("rows", ["2 rows", "3 rows"])
+def test_a_model_whose_tokens_are_exchanged(figures, rows):
+    """Prompts, a prefill and a step, of tokens that shards divide and do not; two expert layers."""
+    errors, sent = figures["exchanged_models"][rows]
+    assert max(errors) <= BOUND
+    assert sent == 2 * 2
+    assert figures["exchanged_models"]["load_moe"] == "all_to_all"
+
+
 def test_a_shard_reads_its_own_experts_alone(figures):
     """Shard 3 of 8 has expert 3; input scales, 4 bytes each, are not read in w4a16."""
     experts, share = figures["synthetic"]["read"]
@@ -217,6 +226,10 @@ def test_one_device_knows_nothing_of_meshes():
         ("rows", "mesh: expected axis 'tensor' of 1 with w4a4_token_scale"),
         ("alternating", "takes gate and up rows that alternate"),
         ("context", "mesh: expected a call outside jax.set_mesh of Explicit axes"),
+        ("exchange name", "exchange: expected one of psum, all_to_all, ragged; got 'broadcast'"),
+        ("exchange alone", "exchange: expected a mesh .* with 'all_to_all'.* got no mesh"),
+        ("exchange axes", "exchange: expected a mesh with an axis 'expert' .* got axes {'tensor'"),
+        ("exchange platform", "exchange: expected GPUs with 'ragged', got CPUs"),
         ("checkpoint", "axis 'tensor' of 4 does not cut intermediate = 96 .* 1, 2, 3, 6"),
     ],
 )

@@ -201,7 +201,7 @@ def build_moe(config: GptOssConfig, layer: int, weights, settings: Settings) -> 
         router_weight=weights.array(f"{prefix}.router.weight", (e, h), dtype=jnp.float32),
         router_logit_bias=weights.array(f"{prefix}.router.bias", (e,), dtype=jnp.float32),
         declared=declared,
-        **settings.module_arguments(),
+        **settings.block_arguments(),
     )
 
 

@@ -254,7 +254,7 @@ def build_moe(config: Llama4Config, layer: int, weights, settings: Settings) -> 
             weights, f"{prefix}.shared_expert", h, config.intermediate, settings
         ),
         declared=declared,
-        **settings.module_arguments(),
+        **settings.block_arguments(),
     )
 
 

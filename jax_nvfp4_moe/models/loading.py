@@ -41,8 +41,9 @@ from jax_nvfp4_moe.models.settings import Observer
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.ops.moe import DTYPES
 from jax_nvfp4_moe.ops.prepare import find_moe_layout
+from jax_nvfp4_moe.parallel import EXCHANGES
 from jax_nvfp4_moe.parallel.experts import check_experts, shard_experts
-from jax_nvfp4_moe.parallel.grid import Grid, find_grid, replicate
+from jax_nvfp4_moe.parallel.grid import EXPERT, Grid, find_grid, replicate
 from jax_nvfp4_moe.parallel.pieces import join_pieces, piece_size
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 from jax_nvfp4_moe.tensor import DenseExperts, MoEParams
@@ -98,6 +99,7 @@ def load_model(
     dtype=jnp.bfloat16,
     backend: str | None = None,
     mesh: Any = None,
+    exchange: str = "psum",
 ) -> Decoder:
     """Load a checkpoint as a `flax.nnx` model, its experts in the layout of their kernels.
 
@@ -109,6 +111,9 @@ def load_model(
       mesh: devices to load onto, with axes `expert` and `tensor`, either of which may be missing;
         see `parallel`. None for one device. `input_ids` and logits are whole on every device.
         Explicit axes become Auto ones, so call the model outside ``jax.set_mesh`` of Explicit ones.
+      exchange: how tokens reach their experts over a mesh: "psum", where all devices have all
+        tokens; "all_to_all", or "ragged" on GPUs, where expert blocks share them out along
+        `expert`, whatever their number; see `parallel.exchange`.
 
     Returns:
       A model: ``model(input_ids [b, t]) -> float32 [b, t, vocab]``; see `models.decoder.Decoder`.
@@ -119,7 +124,7 @@ def load_model(
       NoBackendError: no backend fits.
       MemoryError: the device's memory is too small; names the tensor and its size.
     """
-    settings = _settings(scheme, dtype, backend, mesh)
+    settings = _settings(scheme, dtype, backend, mesh, exchange)
     with open_checkpoint(path) as checkpoint:
         row, config = _read_config(path, checkpoint.config)
 
@@ -139,18 +144,19 @@ def load_moe(
     dtype=jnp.bfloat16,
     backend: str | None = None,
     mesh: Any = None,
+    exchange: str = "psum",
 ) -> NVFP4MoE:
     """Load the expert block of one layer; no other tensor is read.
 
     Args:
       path: folder of the checkpoint.
       layer: index of the decoder layer, from 0.
-      scheme, dtype, backend, mesh: as for `load_model`.
+      scheme, dtype, backend, mesh, exchange: as for `load_model`.
 
     Raises:
       ValueError: that layer has no experts; also as `load_model`.
     """
-    settings = _settings(scheme, dtype, backend, mesh)
+    settings = _settings(scheme, dtype, backend, mesh, exchange)
     with open_checkpoint(path) as checkpoint:
         row, config = _read_config(path, checkpoint.config)
 
@@ -273,12 +279,28 @@ def _say_where_scheme_is_idle(model, scheme):
         )
 
 
-def _settings(scheme, dtype, backend, mesh=None):
+def _settings(scheme, dtype, backend, mesh=None, exchange="psum"):
     grid = None if mesh is None else find_grid(mesh).automatic()
     target = Target.current() if grid is None else grid.target
+    _check_exchange(exchange, grid, target)
     choose_scheme(Scheme.W4A4, scheme, target)  # an unknown name should not wait for the headers
     asked = None if scheme is None else str(scheme)
-    return Settings(target, asked, backend, find_dtype(dtype), grid=grid)
+    return Settings(target, asked, backend, find_dtype(dtype), grid=grid, exchange=exchange)
+
+
+def _check_exchange(exchange, grid, target):
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange: expected one of {', '.join(EXCHANGES)}; got {exchange!r}")
+    if exchange == "psum":
+        return
+    if grid is None or EXPERT not in grid.axes:
+        axes = "no mesh" if grid is None else f"axes {dict(grid.mesh.shape)}"
+        raise ValueError(
+            f"exchange: expected a mesh with an axis '{EXPERT}' with {exchange!r}, along which "
+            f"tokens are shared out; got {axes}. Pass mesh=, or leave exchange at 'psum'"
+        )
+    if exchange == "ragged" and target.platform == "cpu":
+        raise ValueError("exchange: expected GPUs with 'ragged', got CPUs; use 'all_to_all'")
 
 
 def _read_config(path, config):

@@ -343,7 +343,7 @@ def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) 
         latent=sizes.latent,
         declared=declared,
         **latent,
-        **settings.module_arguments(),
+        **settings.block_arguments(),
     )
 
 

@@ -254,7 +254,7 @@ def build_moe(config: Qwen3NextConfig, layer: int, weights, settings: Settings) 
         shared_experts=gated_mlp(weights, shared, h, config.shared_intermediate, settings),
         shared_gate=linear(weights, f"{shared}_gate", 1, h, settings),
         declared=declared,
-        **settings.module_arguments(),
+        **settings.block_arguments(),
     )
 
 

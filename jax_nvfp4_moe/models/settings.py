@@ -32,6 +32,7 @@ class Settings:
     Attributes:
       target, scheme, backend, dtype: as for `load_model`.
       grid: the devices that share the model; None for one.
+      exchange: how tokens reach experts over the grid; see `NVFP4MoE`.
       observer: sees the parts of an unquantized model, for calibration; None for nobody.
     """
 
@@ -41,6 +42,7 @@ class Settings:
     dtype: Any = jnp.bfloat16
     observer: Observer | None = None
     grid: Grid | None = None
+    exchange: str = "psum"
 
     @property
     def shards(self) -> int:
@@ -56,3 +58,7 @@ class Settings:
         """Return the arguments that all NVFP4 modules take."""
         names = ("target", "scheme", "backend", "dtype")
         return {name: getattr(self, name) for name in names}
+
+    def block_arguments(self) -> dict[str, Any]:
+        """Return the arguments that all blocks with experts take."""
+        return {**self.module_arguments(), "exchange": self.exchange}

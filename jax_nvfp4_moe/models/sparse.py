@@ -204,7 +204,7 @@ def build_block(
         router_bias=bias,
         shared_experts=shared,
         declared=declared,
-        **settings.module_arguments(),
+        **settings.block_arguments(),
     )
 
 
