@@ -22,6 +22,7 @@ from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.parallel import ShardedExperts
 from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, check_parts
 from jax_nvfp4_moe.placement import (
+    Count,
     ExpertLoad,
     ExpertSlots,
     Placement,
@@ -31,7 +32,7 @@ from jax_nvfp4_moe.placement import (
 )
 
 
-def count_experts(model: Any, input_ids) -> np.ndarray:
+def count_experts(model: Any, input_ids, lengths=None) -> np.ndarray:
     """Return how many tokens chose each logical expert, int64 ``[layers, e]``.
 
     The counters are in a copy of the modules, which shares their arrays: calls of `model` itself
@@ -39,14 +40,17 @@ def count_experts(model: Any, input_ids) -> np.ndarray:
 
     Args:
       model: as `load_model` returns, or a block; its experts may be placed.
-      input_ids: what it takes, ``[b, t]`` tokens without padding; they all count.
+      input_ids: what it takes: ``[b, t]`` tokens, or ``[b, t, h]`` and ``[t, h]`` for a block.
+      lengths: true tokens of each row ``[b]``, 0 to t; the rest is padding and does not count. All
+        count where None.
 
     Raises:
-      ValueError: there are no experts, or layers with different numbers of them.
+      ValueError: there are no experts, or layers with different numbers of them; `lengths` is of
+        another size, or not of 0 to t.
     """
     tables = [_table(block) for block in _blocks(model)]
     rows = []
-    for row, table in zip(_count_slots(model, input_ids), tables, strict=True):
+    for row, table in zip(_count_slots(model, input_ids, lengths), tables, strict=True):
         if table is not None:
             slots, copies = np.asarray(table.slots), np.asarray(table.copies)
             row = np.where(np.arange(slots.shape[1]) < copies[:, None], row[slots], 0).sum(axis=-1)
@@ -136,18 +140,18 @@ def _place_shards(experts, placement, index):
     return placed, jax.device_put(placement.slot_table(), whole)
 
 
-def device_load(model: Any, input_ids, num_devices: int) -> np.ndarray:
+def device_load(model: Any, input_ids, num_devices: int, lengths=None) -> np.ndarray:
     """Return how many routed tokens each device gets, int64 ``[layers, num_devices]``.
 
     Args:
-      model, input_ids: as for `count_experts`.
+      model, input_ids, lengths: as for `count_experts`.
       num_devices: the experts that a block holds are on them in equal, contiguous parts, as on
         the `expert` axis of a mesh.
 
     Raises:
-      ValueError: the experts of a layer do not fill the devices.
+      ValueError: the experts of a layer do not fill the devices; `lengths` as there.
     """
-    rows = _count_slots(model, input_ids)
+    rows = _count_slots(model, input_ids, lengths)
     for row in rows:
         if num_devices < 1 or row.size % num_devices:
             raise ValueError(
@@ -156,15 +160,26 @@ def device_load(model: Any, input_ids, num_devices: int) -> np.ndarray:
     return np.stack([row.reshape(num_devices, -1).sum(axis=-1) for row in rows])
 
 
-def _count_slots(model, input_ids):
+def _count_slots(model, input_ids, lengths):
     """Return how many tokens each expert that is held got: int64 ``[p]`` of each block."""
+    input_ids = jnp.asarray(input_ids)
+    counted = None if lengths is None else _true_tokens(input_ids.shape[:2], np.asarray(lengths))
     counting = nnx.merge(*nnx.split(model))
     for block in _blocks(counting):
-        block.load = ExpertLoad(jnp.zeros(block.params.get_value().num_experts, jnp.int32))
-    return [np.asarray(row, np.int64) for row in _run(counting, jnp.asarray(input_ids))]
+        chosen = jnp.zeros(block.params.get_value().num_experts, jnp.int32)
+        block.load = ExpertLoad(Count(chosen, counted))
+    return [np.asarray(row, np.int64) for row in _run(counting, input_ids)]
+
+
+def _true_tokens(shape, lengths):
+    """Return bool ``[b * t]``: which tokens of all rows are no padding."""
+    rows, t = shape
+    if lengths.shape != (rows,) or not ((lengths >= 0) & (lengths <= t)).all():
+        raise ValueError(f"lengths: expected {rows} numbers of 0 to {t}, got {lengths.tolist()}")
+    return jnp.asarray((np.arange(t) < lengths[:, None]).reshape(-1))
 
 
 @jax.jit
 def _run(model, input_ids):
     model(input_ids)
-    return [block.load.get_value() for block in _blocks(model) if block.load is not None]
+    return [block.load.get_value().chosen for block in _blocks(model) if block.load is not None]

@@ -11,14 +11,14 @@ expert-parallel load balancer (arXiv:2412.19437, section 3.4; github.com/deepsee
 import dataclasses
 import functools
 import heapq
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
 
 from jax_nvfp4_moe.tensor import DenseExperts, MoEParams
 
@@ -56,8 +56,20 @@ class ExpertSlots(nnx.Variable):
     """A `SlotTable`: where the copies of each expert of a block are."""
 
 
+class Count(NamedTuple):
+    """How often each physical expert of a block was chosen.
+
+    Attributes:
+      chosen: int32 ``[p]``.
+      counted: bool ``[t]``, the tokens of a call that count; all where None.
+    """
+
+    chosen: Int[Array, " p"]
+    counted: Bool[Array, " t"] | None = None
+
+
 class ExpertLoad(nnx.Variable):
-    """How often each physical expert of a block was chosen, int32 ``[p]``."""
+    """A `Count`: what is kept while a block counts."""
 
 
 def locate(
@@ -78,9 +90,11 @@ def locate(
     if slots is not None:
         expert_ids = slots.get_value().physical_ids(expert_ids)
     if load is not None:
-        counts = load.get_value()
-        inside = jnp.where(expert_ids < 0, counts.size, expert_ids)  # -1 would be the last one
-        load.set_value(counts.at[inside].add(1, mode="drop"))
+        chosen, counted = load.get_value()
+        outside = expert_ids < 0  # -1 would be the last one
+        outside = outside if counted is None else outside | ~counted[:, None]
+        inside = jnp.where(outside, chosen.size, expert_ids)
+        load.set_value(Count(chosen.at[inside].add(1, mode="drop"), counted))
     return expert_ids
 
 

@@ -40,6 +40,23 @@ def lowered(model, ids):
     return jax.jit(lambda model, ids: model(ids)).lower(model, ids).as_text()
 
 
+def test_padding_does_not_count(model, text):
+    ids, lengths = text[0][:3], (128, 40, 0)
+    padded = np.where(np.arange(128) < np.array(lengths)[:, None], ids, 0)
+    rows = [count_experts(model, ids[i : i + 1, :n]) for i, n in enumerate(lengths) if n]
+    alone = np.sum(rows, axis=0)
+    np.testing.assert_array_equal(count_experts(model, padded, lengths), alone)
+    assert (count_experts(model, padded) != alone).any()
+    load = device_load(model, padded, 4, lengths)
+    np.testing.assert_array_equal(load, alone.reshape(len(load), 4, -1).sum(axis=-1))
+
+
+@pytest.mark.parametrize("lengths", [(1, 2, 3), (1, 2, 3, 129), (1, 2, 3, -1)])
+def test_lengths_that_do_not_fit(model, text, lengths):
+    with pytest.raises(ValueError, match="lengths: expected 4 numbers of 0 to 128, got"):
+        count_experts(model, text[0], lengths)
+
+
 def test_the_example_is_balanced_and_computes_the_same(model, text):
     seen, new = text
     before_text = lowered(model, new)
