@@ -1,7 +1,7 @@
 """Load a synthetic checkpoint over several processes, and show what each reads and holds.
 
     python benchmarks/load_processes.py [--processes 1 2 4] [--gigabytes 1.5] [--experts 64]
-        [--layers 12] [--mesh expert=N] [--output FILE]
+        [--layers 12] [--mesh expert=4 expert=2,tensor=2 ...] [--output FILE]
 
 Each process is on this host, with one CPU device; collectives are Gloo's. The peak is anonymous
 resident memory above what the imports took, as in `load.py`; its bound is 1.1 x the share of the
@@ -57,6 +57,7 @@ def measure(folder, processes, process_id, port, mesh):
         json.dumps(
             {
                 "processes": processes,
+                "mesh": mesh or f"expert={processes}",
                 "process": process_id,
                 "share_bytes": share,
                 "read_bytes": read,
@@ -96,7 +97,9 @@ def main():
     parser.add_argument("--gigabytes", type=float, default=1.5)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--mesh", help="such as expert=2,tensor=2; all along expert where none")
+    parser.add_argument(
+        "--mesh", nargs="+", help="such as expert=2,tensor=2; all along expert where none"
+    )
     parser.add_argument("--commit", help="where there is no git to ask")
     parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -105,20 +108,22 @@ def main():
     arguments = parser.parse_args()
     if arguments.process is not None:
         (count,) = arguments.processes
-        measure(arguments.folder, count, arguments.process, arguments.port, arguments.mesh)
+        (mesh,) = arguments.mesh or [None]
+        measure(arguments.folder, count, arguments.process, arguments.port, mesh)
         return
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         write_checkpoint(folder, arguments.gigabytes, arguments.experts, arguments.layers)
         for count in arguments.processes:
-            rows += run(folder, count, arguments.mesh)
-    print("| processes | process | share MB | read MB | peak MB | bound MB | seconds |")
+            for mesh in (arguments.mesh or [None]) if count > 1 else [None]:
+                rows += run(folder, count, mesh)
+    print("| mesh | process | share MB | read MB | peak MB | bound MB | seconds |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         sizes = (row[name] / 1e6 for name in ("share_bytes", "read_bytes", "peak_bytes"))
         cells = [f"{size:.0f}" for size in (*sizes, row["bound_bytes"] / 1e6)]
-        cells = [str(row["processes"]), str(row["process"]), *cells, f"{row['seconds']:.1f}"]
+        cells = [row["mesh"], str(row["process"]), *cells, f"{row['seconds']:.1f}"]
         print(f"| {' | '.join(cells)} |")
     output = arguments.output or HERE / "results" / "load_processes.json"
     result = {**provenance(arguments.commit), "rows": rows}

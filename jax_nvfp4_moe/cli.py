@@ -58,6 +58,9 @@ SchemesOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Name of a backend.")]
+ExchangeOption = Annotated[
+    str, typer.Option("--exchange", help="Over a mesh, as load_model takes it: psum or all_to_all.")
+]
 
 
 @app.command("inspect")
@@ -138,13 +141,15 @@ def generate_command(
     scheme: SchemeOption = None,
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
+    exchange: ExchangeOption = "psum",
 ) -> None:
     """Print a prompt and its continuation, token by token."""
     with _example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         text = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
         ids = tokenizer.encode(text, special=not chat)
-        model = load_model(folder, scheme=scheme, dtype=dtype, backend=backend, mesh=devices)
+        how = {"dtype": dtype, "backend": backend, "mesh": devices, "exchange": exchange}
+        model = load_model(folder, scheme=scheme, **how)
     room = model.config.max_positions - len(ids)
     if max_new_tokens is None:
         max_new_tokens = max(1, min(_NEW_TOKENS, room))
@@ -196,16 +201,14 @@ def eval_command(
     scheme: SchemesOption = None,
     dtype: DtypeOption = "float32",
     backend: BackendOption = None,
+    exchange: ExchangeOption = "psum",
 ) -> None:
     """Print the mean cross-entropy and the perplexity on a text, a JSON object for each scheme.
 
     In float32 unless asked otherwise, as quantization tools state theirs.
     """
-    how = {"dtype": dtype, "mesh": devices}
-    runs = [
-        (path, {"scheme": one, "backend": backend, **how})
-        for one in dict.fromkeys(scheme or [None])
-    ]
+    how = {"dtype": dtype, "mesh": devices, "exchange": exchange}
+    runs = [(path, {"scheme": one, "backend": backend, **how}) for one in _each(scheme)]
     if original is not None:
         check_original(path, original)
         runs.insert(0, (original, how))
