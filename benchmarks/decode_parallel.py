@@ -90,8 +90,7 @@ def measure(arguments):
 
 
 def run(arguments):
-    """Return the rows of all meshes, each measured by a child."""
-    rows = []
+    """Yield the rows of all meshes, each measured by a child."""
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
     given = sys.argv[1:]
     for mesh in arguments.mesh:
@@ -102,10 +101,25 @@ def run(arguments):
         found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode:
             found.append({"mesh": mesh, "failed": done.returncode})
-        for row in found:
-            print(json.dumps(row), file=sys.stderr, flush=True)
-        rows += found
-    return rows
+        yield from found
+
+
+def save(arguments, rows):
+    """Write the file of results; return the name of the device."""
+    name = next((row["kind"] for row in rows if "kind" in row), "unknown")
+    result = {
+        "device": name,
+        **provenance(arguments.commit),
+        "sizes": vars(sizes_of(arguments)),
+        "prompt": arguments.prompt,
+        "new": arguments.new,
+        "rows": rows,
+    }
+    stem = f"decode_parallel.{name.replace(' ', '-')}.json"
+    path = arguments.output or HERE / "results" / stem
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return name
 
 
 def make_table(rows, title):
@@ -141,20 +155,11 @@ def main():
         if not (arguments.folder / "config.json").exists():
             arguments.folder.mkdir(parents=True, exist_ok=True)
             write_synthetic(arguments.folder, sizes_of(arguments))
-        rows = run(arguments)
-    name = next((row["kind"] for row in rows if "kind" in row), "unknown")
-    result = {
-        "device": name,
-        **provenance(arguments.commit),
-        "sizes": vars(sizes_of(arguments)),
-        "prompt": arguments.prompt,
-        "new": arguments.new,
-        "rows": rows,
-    }
-    stem = f"decode_parallel.{name.replace(' ', '-')}.json"
-    path = arguments.output or HERE / "results" / stem
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        rows, name = [], "unknown"
+        for row in run(arguments):
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            name = save(arguments, rows)
     title = f"decoding over meshes of {name}, {arguments.prompt} tokens of prompt"
     Console(width=None if sys.stdout.isatty() else 120).print(make_table(rows, title))
     sys.exit(1 if any("failed" in row or row["compilations"] for row in rows) else 0)

@@ -15,7 +15,8 @@ result, relative to the largest value.
 NVLink multicast stays off: the child process runs with NCCL_NVLS_ENABLE=0. `--smoke` runs all of it
 on two CPU devices, with small sizes and meaningless times; "ragged" cannot run there.
 
-Prints a table for each case and writes ``benchmarks/results/parallel.DEVICE.json``.
+Prints a table for each case and writes ``benchmarks/results/parallel.DEVICE.json``, row by row, so
+that a run that is cut off leaves what it had.
 """
 
 import argparse
@@ -53,9 +54,9 @@ def parse(arguments=None):
 
 
 def run(options):
-    """Return the device's name and the rows of all children; one child a number of devices."""
+    """Yield the device's name and a row of a child at a time; one child a number of devices."""
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # of this process's children
-    device, rows = "unknown", []
+    device = "unknown"
     for count in options.devices:
         flags = ""
         if options.smoke:
@@ -67,9 +68,15 @@ def run(options):
         for line in run_contestant("sharded_layer", arguments, flags=flags):
             device = line.get("device", device)
             if "contestant" in line:
-                rows.append({"devices": count, **line})
-                print(json.dumps(rows[-1]), file=sys.stderr)
-    return device, rows
+                yield device, {"devices": count, **line}
+
+
+def save(options, device, rows):
+    """Write the file of results."""
+    results = {"device": device, **provenance(options.commit), "rows": rows}
+    name = "smoke" if options.smoke else device.replace(" ", "-")
+    output = options.output or HERE / "results" / f"parallel.{name}.json"
+    output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def print_tables(rows):
@@ -86,12 +93,12 @@ def print_tables(rows):
 
 def main():
     options = parse()
-    device, rows = run(options)
+    rows = []
+    for device, row in run(options):
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        save(options, device, rows)
     print_tables(rows)
-    results = {"device": device, **provenance(options.commit), "rows": rows}
-    name = "smoke" if options.smoke else device.replace(" ", "-")
-    output = options.output or HERE / "results" / f"parallel.{name}.json"
-    output.write_text(json.dumps(results, indent=1) + "\n")
     for row in rows:
         if "error" in row:
             print(f"{row['contestant']} {row.get('case')}: {row['error']}", file=sys.stderr)

@@ -244,6 +244,7 @@ SMALL_MODEL = (
         ("layout.py", "--case tiny --backend moe_w4a16_cpu"),
         ("quantize.py", "--case given --tokens 7 130 --k 64 --copy-gibibytes 0.01"),
         ("parallel.py", "--smoke"),
+        ("decode_parallel.py", f"{SMALL_MODEL} --mesh 1x1"),
     ],
 )
 def test_scripts_run(script, arguments, tmp_path):
