@@ -447,6 +447,28 @@ def exchanged_models():
     return figures
 
 
+def shared_experts():
+    """Error of a model with NVFP4 shared experts whose tokens are shared out, and their rows.
+
+    24 tokens over four shards along `expert`: a linear of a shared expert is a custom call, of 6 of
+    them in each shard.
+    """
+    folder = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
+    figures = {}
+    one = nvfp4.load_model(folder, dtype=jnp.float32)
+    ids = jnp.asarray(IDS % one.config.vocab_size)
+    for exchange in ("psum", "all_to_all"):
+        eight = nvfp4.load_model(
+            folder, dtype=jnp.float32, mesh=make_mesh((4, 2)), exchange=exchange
+        )
+        compiled = call.lower(eight, ids).compile()
+        call_line = r"= \(f32\[(\d+),\d+\].* custom-call\(.*/shared_experts/"
+        rows = re.findall(call_line, compiled.as_text())
+        error = difference(compiled(eight, ids), call(one, ids))
+        figures[exchange] = [error, sorted(set(map(int, rows)))]
+    return figures
+
+
 def sinks():
     """The attention of gpt-oss alone: heads with sinks, and biases that count once."""
     x, positions = tokens(6)[None], jnp.arange(6, dtype=jnp.int32)[None]
@@ -537,6 +559,7 @@ CHECKS = {
         ragged_numbers,
         synthetic,
         exchanged_models,
+        shared_experts,
         sinks,
         qwen,
         deepseek,

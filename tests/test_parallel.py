@@ -99,6 +99,14 @@ def test_a_model_whose_tokens_are_exchanged(figures, rows):
     assert figures["exchanged_models"]["load_moe"] == "all_to_all"
 
 
+@pytest.mark.parametrize(("exchange", "rows"), [("psum", 24), ("all_to_all", 6)])
+def test_shared_experts_run_where_their_tokens_are(figures, exchange, rows):
+    """Each of four shards has a quarter of them, in the custom calls of NVFP4 linears too."""
+    error, seen = figures["shared_experts"][exchange]
+    assert error <= BOUND
+    assert seen == [rows]
+
+
 def test_a_shard_reads_its_own_experts_alone(figures):
     """Shard 3 of 8 has expert 3; input scales, 4 bytes each, are not read in w4a16."""
     experts, share = figures["synthetic"]["read"]

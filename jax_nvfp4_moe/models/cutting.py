@@ -11,7 +11,7 @@ from typing import Any
 from jax_nvfp4_moe.formats import BLOCK
 from jax_nvfp4_moe.models.settings import Settings
 from jax_nvfp4_moe.parallel.grid import TENSOR, Grid, stack_parts
-from jax_nvfp4_moe.parallel.parts import Parts, Split, build_parts
+from jax_nvfp4_moe.parallel.parts import ByRows, Parts, Split, build_parts
 from jax_nvfp4_moe.scheme import DYNAMIC, Float8, choose_scheme
 
 log = logging.getLogger("jax_nvfp4_moe")
@@ -81,6 +81,17 @@ def _why_whole(weights, settings, module, width, parts) -> str | None:
 def _say(name: str, parts: int, why: str) -> None:
     """Log once what stays whole."""
     log.info("modules with %s are whole on each of %d shards of '%s': %s", name, parts, TENSOR, why)
+
+
+def beside_experts(module: Any, settings: Settings) -> Any:
+    """Return a module of the tokens of an expert block as it runs there.
+
+    Where `exchange` shares the tokens out, it runs on each shard's own; else as it is.
+    """
+    grid = settings.grid
+    if module is None or grid is None or settings.exchange == "psum" or grid.expert == 1:
+        return module
+    return ByRows(module, grid)
 
 
 def cut_vocabulary(weights, settings: Settings, vocabulary: int) -> Grid | None:

@@ -13,6 +13,7 @@ from jax import lax
 
 from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
+from jax_nvfp4_moe.models.cutting import beside_experts
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
@@ -243,6 +244,7 @@ def build_moe(config: Llama4Config, layer: int, weights, settings: Settings) -> 
     params, declared = weights.experts(
         f"{prefix}.experts", e, h, config.intermediate, inputs_first=True
     )
+    shared = gated_mlp(weights, f"{prefix}.shared_expert", h, config.intermediate, settings)
     return NVFP4MoE(
         e,
         h,
@@ -250,9 +252,7 @@ def build_moe(config: Llama4Config, layer: int, weights, settings: Settings) -> 
         router=config.router,
         params=params,
         router_weight=weights.array(f"{prefix}.router.weight", (e, h), dtype=jnp.float32),
-        shared_experts=gated_mlp(
-            weights, f"{prefix}.shared_expert", h, config.intermediate, settings
-        ),
+        shared_experts=beside_experts(shared, settings),
         declared=declared,
         **settings.block_arguments(),
     )

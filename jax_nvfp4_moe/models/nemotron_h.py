@@ -19,7 +19,7 @@ from flax import nnx
 from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.cutting import build_cut, cut_vocabulary
+from jax_nvfp4_moe.models.cutting import beside_experts, build_cut, cut_vocabulary
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
@@ -325,11 +325,14 @@ def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) 
             ("latent_out", "fc2_latent_proj", h, width),
         )
         latent = {
-            argument: linear(weights, f"{prefix}.{name}", n, k, settings, config.mlp_bias)
+            argument: beside_experts(
+                linear(weights, f"{prefix}.{name}", n, k, settings, config.mlp_bias), settings
+            )
             for argument, name, n, k in names
         }
     correction = f"{prefix}.gate.e_score_correction_bias"
-    shared = f"{prefix}.shared_experts"
+    name = f"{prefix}.shared_experts"
+    shared = build_mlp(config, weights, name, sizes.shared_intermediate, settings)
     return NVFP4MoE(
         e,
         h,
@@ -339,7 +342,7 @@ def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) 
         params=params,
         router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
         router_bias=weights.array(correction, (e,), dtype=jnp.float32),
-        shared_experts=build_mlp(config, weights, shared, sizes.shared_intermediate, settings),
+        shared_experts=beside_experts(shared, settings),
         latent=sizes.latent,
         declared=declared,
         **latent,

@@ -14,6 +14,7 @@ from flax import nnx
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
+from jax_nvfp4_moe.models.cutting import beside_experts
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
@@ -243,7 +244,8 @@ def build_moe(config: Qwen3NextConfig, layer: int, weights, settings: Settings) 
     require_experts(config, layer)
     prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
     params, declared = weights.experts(f"{prefix}.experts", e, h, config.intermediate)
-    shared = f"{prefix}.shared_expert"
+    name = f"{prefix}.shared_expert"
+    shared = gated_mlp(weights, name, h, config.shared_intermediate, settings)
     return NVFP4MoE(
         e,
         h,
@@ -251,8 +253,8 @@ def build_moe(config: Qwen3NextConfig, layer: int, weights, settings: Settings) 
         router=config.router,
         params=params,
         router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
-        shared_experts=gated_mlp(weights, shared, h, config.shared_intermediate, settings),
-        shared_gate=linear(weights, f"{shared}_gate", 1, h, settings),
+        shared_experts=beside_experts(shared, settings),
+        shared_gate=linear(weights, f"{name}_gate", 1, h, settings),
         declared=declared,
         **settings.block_arguments(),
     )

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.cutting import beside_experts
 from jax_nvfp4_moe.models.decoder import Settings, gated_mlp
 from jax_nvfp4_moe.nn import NVFP4MoE
 from jax_nvfp4_moe.routing import Router
@@ -202,7 +203,7 @@ def build_block(
         params=params,
         router_weight=weights.array(find("gate.weight"), (e, h), dtype=jnp.float32),
         router_bias=bias,
-        shared_experts=shared,
+        shared_experts=beside_experts(shared, settings),
         declared=declared,
         **settings.block_arguments(),
     )

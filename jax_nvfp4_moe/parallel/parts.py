@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.checkpoint.resolve import CacheScales, LinearWeights
 from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.parallel.exchange import share_rows
 from jax_nvfp4_moe.parallel.grid import TENSOR, Grid
 from jax_nvfp4_moe.tensor import NVFP4Tensor
 
@@ -210,6 +211,33 @@ class Parts(nnx.Module):
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
         """Run all parts on `x`, whole on every device, and add up in float32."""
         return _run(self.grid, lambda part, x: _add_up(part(x)), self.stacked, x)
+
+
+class ByRows(nnx.Module):
+    """A module that each shard along `expert` runs on its own share of the rows.
+
+    XLA cannot share out the rows of a custom call: all devices would run it on all of them.
+
+    Attributes:
+      module: whole on every device, or `Parts`.
+      grid: static.
+    """
+
+    def __init__(self, module: Any, grid: Grid):
+        """Make one of a module of rows, which must not change its own state."""
+        self.module, self.grid = module, grid
+
+    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
+        """Run the module on `x`; the result is over the devices as rows of an exchange are."""
+        parts = isinstance(self.module, Parts)
+        arrays = self.module.stacked if parts else self.module
+        spec = self.grid.spec(TENSOR) if parts else self.grid.spec()
+
+        def run(rows, module):
+            return _add_up(_own(module)(rows)) if parts else module(rows)
+
+        y = share_rows(run, self.grid, x.reshape(-1, x.shape[-1]), arrays, specs=(spec,))
+        return y.reshape(*x.shape[:-1], -1)
 
 
 class HeadParts(nnx.Module):
