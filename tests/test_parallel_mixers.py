@@ -1,14 +1,10 @@
 """Attention, delta nets and Mamba-2 cut by heads over eight host devices: `cut_mixers.py`."""
 
 import itertools
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 from cut_mixers import CASES
+from eight_devices import start
 from test_parallel import BOUND, NAMES
 
 from jax_nvfp4_moe.parallel.parts import Split
@@ -29,17 +25,7 @@ EXPERT_LAYERS = {"qwen3_next": 2, "qwen3_5": 2, "nemotron_h": 1}
 @pytest.fixture(scope="module")
 def figures():
     """Return name -> figures of every model."""
-    script = pathlib.Path(__file__).parent / "cut_mixers.py"
-    done = subprocess.run(
-        [sys.executable, script, *CASES],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(map(json.loads, done.stdout.splitlines()))
+    return start("cut_mixers.py", CASES)
 
 
 @pytest.mark.parametrize("shape", NAMES)
