@@ -6,6 +6,8 @@ import pytest
 from cut_heads import ATTENTIONS
 from eight_devices import start
 
+pytestmark = pytest.mark.slow
+
 # Sums of float32 in another order, up to four of them for each all-reduce; logits pass through
 # some layers of that.
 BOUND = 1e-6

@@ -9,6 +9,8 @@ from test_parallel import BOUND, NAMES
 
 from jax_nvfp4_moe.parallel.parts import Split
 
+pytestmark = pytest.mark.slow
+
 # What each device holds whole: one number a matrix, what is added once, norms that heads share.
 WHOLE = ("global_scale", "out.bias.value", "q_norm.weight.value", "k_norm.weight.value")
 # One all-reduce of each mixer, dense part, shared expert and expert layer, and of the embedding.
