@@ -52,3 +52,23 @@ def test_logits_tokens_and_collectives(folder, shape):
     prompt = ids[:1, :8]
     new = [np.asarray(generate(m, prompt, max_new_tokens=4)) for m in (one, model)]
     np.testing.assert_array_equal(*new)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "ragged"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    "folder", [EXAMPLE, CHECKPOINTS / "deepseekv3-modelopt-w4a4"], ids=lambda path: path.name
+)
+def test_tokens_that_are_shared_out_too(folder, count, exchange):
+    """Prompts, and decoding of one row, which leaves all shards but one without tokens."""
+    if len(jax.devices()) < count:
+        pytest.skip(f"this machine has no {count} GPUs")
+    ids = given_ids(folder)
+    one = load_model(folder, **FLOAT32)
+    mesh = jax.make_mesh((count,), ("expert",), devices=jax.devices()[:count])
+    model = load_model(folder, mesh=mesh, exchange=exchange, **FLOAT32)
+    assert logit_error(run(model, ids), np.asarray(run(one, ids), np.float64)) < 2e-5
+    name = "ragged-all-to-all" if exchange == "ragged" else "all-to-all"
+    assert name in run.lower(model, ids).compile().as_text()
+    new = [np.asarray(generate(m, ids[:1, :8], max_new_tokens=4)) for m in (one, model)]
+    np.testing.assert_array_equal(*new)
