@@ -10,11 +10,10 @@ another order; "copies" has p - e further ones. Writes ``benchmarks/results/bala
 """
 
 import argparse
-import json
 import pathlib
 
 import numpy as np
-from provenance import provenance
+from provenance import provenance, write_page
 
 from jax_nvfp4_moe import balance, load_model
 from jax_nvfp4_moe.placement import imbalance, place, unplaced
@@ -119,11 +118,7 @@ def main():
         for s in (0.5, 1.0)
     ]
     result = {"kind": "measured", **provenance(arguments.commit), "rows": rows}
-    stem = arguments.output / "balance"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    page = make_page(result)
-    stem.with_suffix(".md").write_text(page, encoding="utf-8")
-    print(page)
+    write_page(arguments.output / "balance", result, make_page(result))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import re
 import subprocess
 
 from moe_cases import CASES, REAL_CASES, Case, active_experts
-from provenance import provenance
+from provenance import provenance, write_page
 
 HERE = pathlib.Path(__file__).resolve().parent
 TOKENS = (1, 16, 64, 256, 1024, 8192)
@@ -310,11 +310,7 @@ def main():
             for tokens in TOKENS
         ],
     }
-    stem = arguments.output / "blackwell_prediction"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    page = make_page(result)
-    stem.with_suffix(".md").write_text(page, encoding="utf-8")
-    print(page)
+    write_page(arguments.output / "blackwell_prediction", result, make_page(result))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ import math
 import pathlib
 
 from moe_cases import CASES, Case
-from provenance import provenance
+from provenance import provenance, write_page
 
 from jax_nvfp4_moe.parallel.exchange import wire_bytes
 from jax_nvfp4_moe.scheme import Scheme
@@ -481,11 +481,7 @@ def main():
         },
         "parts": [predict(layer, gpus) for layer in layers for gpus in GPUS],
     }
-    stem = arguments.output / "parallel_prediction"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    page = make_page(result)
-    stem.with_suffix(".md").write_text(page, encoding="utf-8")
-    print(page)
+    write_page(arguments.output / "parallel_prediction", result, make_page(result))
 
 
 if __name__ == "__main__":

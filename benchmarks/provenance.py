@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import json
 import pathlib
 import platform
 import shlex
@@ -23,6 +24,13 @@ def provenance(commit: str | None) -> dict:
         "versions": {"python": platform.python_version(), **dict(_versions())},
         "command": shlex.join(["python", *sys.argv]),
     }
+
+
+def write_page(stem: pathlib.Path, result: dict, page: str) -> None:
+    """Write `result` to ``stem.json`` and the page that shows it to ``stem.md``, and print that."""
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text(page, encoding="utf-8")
+    print(page)
 
 
 def _versions():

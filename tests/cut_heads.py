@@ -19,9 +19,10 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eight_devices import call, collectives, difference, load_attention, make_mesh
+from eight_devices_models import load_attention
 from flax import nnx
 from given import CHECKPOINTS
+from host_devices import call, collectives, difference, make_mesh
 from unquantized import dequantized
 
 import jax_nvfp4_moe as nvfp4

@@ -18,9 +18,9 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eight_devices import IDS, SHAPES, call, collectives, difference, make_mesh
 from flax import nnx
 from given import CHECKPOINTS
+from host_devices import IDS, SHAPES, call, collectives, difference, make_mesh
 from resized import write_resized
 
 import jax_nvfp4_moe as nvfp4

@@ -1,17 +1,11 @@
-"""Run checks on a mesh of eight host devices; `test_parallel.py` starts this and judges.
+"""Run expert blocks on a mesh of eight host devices; `test_parallel.py` starts this and judges.
 
 python tests/eight_devices.py NAME ...      prints one line of JSON for each: [name, figures]
 """
 
-import collections
 import functools
-import json
 import os
-import pathlib
 import re
-import subprocess
-import sys
-import tempfile
 import unittest.mock
 
 if __name__ == "__main__":
@@ -24,6 +18,7 @@ import numpy as np
 from expert_layer import with_biases, with_one_scale
 from flax import nnx
 from given import CHECKPOINTS, EXAMPLE
+from host_devices import call, collectives, compare, difference, make_mesh, run_checks, tokens
 from jax.sharding import AxisType
 from ragged_emulation import emulate_ragged
 
@@ -31,78 +26,11 @@ import jax_nvfp4_moe as nvfp4
 import jax_nvfp4_moe.parallel.exchange
 import jax_nvfp4_moe.parallel.experts
 from jax_nvfp4_moe.activations import find_activation
-from jax_nvfp4_moe.checkpoint import LoadOptions, load, open_checkpoint
-from jax_nvfp4_moe.checkpoint.folder import merge_text_config
-from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
-from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
-from jax_nvfp4_moe.models import gpt_oss
-from jax_nvfp4_moe.models.loading import _Zeros
-from jax_nvfp4_moe.models.settings import Settings
 from jax_nvfp4_moe.parallel import Grid, run_sharded
-from jax_nvfp4_moe.parallel.grid import replicate
 from jax_nvfp4_moe.routing import Router
 from jax_nvfp4_moe.testing import random_moe_params
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
-SHAPES = ((8, 1), (4, 2), (2, 4), (1, 2))
-COLLECTIVE = re.compile(
-    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+|ragged-\S+?)(?:-start)?\("
-)
 LAYER = {"num_experts": 16, "hidden": 64, "intermediate": 128}
-SIZES = SyntheticSizes(
-    layers=2,
-    num_experts=8,
-    top_k=2,
-    hidden=64,
-    intermediate=64,
-    vocab=128,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-)
-IDS = np.random.default_rng(0).integers(0, 512, (2, 12)).astype(np.int32)
-call = jax.jit(lambda module, *args: module(*args))
-
-
-def start(script, names):
-    """Run the checks `names` of a script such as this in a process; return name -> figures."""
-    done = subprocess.run(
-        [sys.executable, pathlib.Path(__file__).parent / script, *names],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(map(json.loads, done.stdout.splitlines()))
-
-
-def make_mesh(shape, kind=AxisType.Auto):
-    devices = jax.devices()[: shape[0] * shape[1]]
-    return jax.make_mesh(shape, ("expert", "tensor"), (kind, kind), devices=devices)
-
-
-def collectives(compiled):
-    return dict(collections.Counter(COLLECTIVE.findall(compiled.as_text())))
-
-
-def difference(actual, expected):
-    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
-    return float(np.abs(actual - expected).max() / np.abs(expected).max())
-
-
-def compare(make, x, shapes=SHAPES, kind=AxisType.Auto):
-    """Return for each mesh the difference of ``make(mesh=mesh)(x)`` and what it sends."""
-    expected, figures = call(make(), x), {}
-    for shape in shapes:
-        module = make(mesh=make_mesh(shape, kind))
-        compiled = call.lower(module, x).compile()
-        error = difference(compiled(module, x), expected)
-        figures["x".join(map(str, shape))] = [error, collectives(compiled)]
-    return figures
 
 
 @functools.cache
@@ -123,10 +51,6 @@ def block(**changes):
 
 def make_block(**options):
     return nvfp4.NVFP4MoE(**LAYER, **options, rngs=nnx.Rngs(0))
-
-
-def tokens(count, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(2), (count, 64), dtype)
 
 
 def blocks():
@@ -222,11 +146,6 @@ def refusals():
 def call_in_context(module):
     with jax.set_mesh(make_mesh((8, 1), AxisType.Explicit)):
         return call(module, tokens(8))
-
-
-def model(folder, shapes, **options):
-    load = functools.partial(nvfp4.load_model, folder, dtype=jnp.float32, **options)
-    return compare(load, jnp.asarray(IDS), shapes)
 
 
 def exchanged():
@@ -370,177 +289,6 @@ def ragged_numbers():
     return figures
 
 
-def synthetic():
-    """A small random model: heads, dense parts and vocabulary cut, fewer key heads than shards.
-
-    Figures of logits, of decoding with a cache, and the tokens that it generates.
-    """
-    figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        write_synthetic(folder, SIZES, algorithm="W4A16_NVFP4")
-        load = functools.partial(nvfp4.load_model, folder, dtype=jnp.float32)
-        ids = jnp.asarray(IDS % SIZES.vocab)
-        one = load()
-        logits, (steps, _) = call(one, ids), decode(one, ids)
-        for shape in SHAPES:
-            eight = load(mesh=make_mesh(shape, AxisType.Explicit))
-            compiled = call.lower(eight, ids).compile()
-            errors = [difference(compiled(eight, ids), logits)]
-            if shape == (2, 4):
-                found, cache = decode(eight, ids)
-                errors.append(difference(found, steps))
-                new = {"max_new_tokens": 4}
-                same = nvfp4.generate(one, ids[:, :4], **new) == nvfp4.generate(
-                    eight, ids[:, :4], **new
-                )
-                figures["same_tokens"] = bool(np.asarray(same).all())
-                figures["cache"] = cache
-            figures["x".join(map(str, shape))] = [max(errors), collectives(compiled)]
-        figures["read"] = bytes_read(folder)
-    return figures
-
-
-def load_attention(folder, architecture, grid, scheme=None, layer=0):
-    """Load the attention of one layer and nothing else, over a grid or not (None)."""
-    settings = Settings(nvfp4.Target("cpu"), scheme, dtype=jnp.float32, grid=grid)
-    place = None if grid is None else lambda name, value, declared: replicate(value, grid)
-    options = LoadOptions(
-        dtype=jnp.float32,
-        place=place,
-        only=f"model.layers.{layer}.self_attn",
-        deferred=grid is not None,
-        input_scales="required" if scheme == "checkpoint" else "ignored",
-    )
-    with open_checkpoint(folder) as checkpoint:
-        config = architecture.read_config(merge_text_config(checkpoint.config))
-
-        def make(weights):
-            return architecture.build_attention(config, layer, weights, settings)
-
-        def build(weights):
-            if weights.reads:
-                return make(weights)
-            return nnx.eval_shape(lambda: make(_Zeros(weights, None)))
-
-        return load(checkpoint, build, options)
-
-
-def exchanged_models():
-    """Errors of prompts and of decoding of a small random model whose tokens are shared out too.
-
-    By mesh and rows of the batch, of 11 tokens and then 1: 24 and 2 tokens, or 3 x 12 and 3.
-    """
-    figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        write_synthetic(folder, SIZES, algorithm="W4A16_NVFP4")
-        load = functools.partial(nvfp4.load_model, folder, dtype=jnp.float32)
-        one = load()
-        for rows, shape in ((2, (8, 1)), (3, (2, 2))):
-            ids = jnp.asarray(np.resize(IDS % SIZES.vocab, (rows, 12)))
-            eight = load(mesh=make_mesh(shape), exchange="all_to_all")
-            compiled = call.lower(eight, ids).compile()
-            errors = [difference(compiled(eight, ids), call(one, ids))]
-            errors.append(difference(decode(eight, ids)[0], decode(one, ids)[0]))
-            figures[f"{rows} rows"] = [errors, collectives(compiled)["all-to-all"]]
-        block = nvfp4.load_moe(folder, 0, mesh=make_mesh((8, 1)), exchange="all_to_all")
-        figures["load_moe"] = block.exchange
-    return figures
-
-
-def shared_experts():
-    """Error of a model with NVFP4 shared experts whose tokens are shared out, and their rows.
-
-    24 tokens over four shards along `expert`: a linear of a shared expert is a custom call, of 6 of
-    them in each shard.
-    """
-    folder = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
-    figures = {}
-    one = nvfp4.load_model(folder, dtype=jnp.float32)
-    ids = jnp.asarray(IDS % one.config.vocab_size)
-    for exchange in ("psum", "all_to_all"):
-        eight = nvfp4.load_model(
-            folder, dtype=jnp.float32, mesh=make_mesh((4, 2)), exchange=exchange
-        )
-        compiled = call.lower(eight, ids).compile()
-        call_line = r"= \(f32\[(\d+),\d+\].* custom-call\(.*/shared_experts/"
-        rows = re.findall(call_line, compiled.as_text())
-        error = difference(compiled(eight, ids), call(one, ids))
-        figures[exchange] = [error, sorted(set(map(int, rows)))]
-    return figures
-
-
-def sinks():
-    """The attention of gpt-oss alone: heads with sinks, and biases that count once."""
-    x, positions = tokens(6)[None], jnp.arange(6, dtype=jnp.int32)[None]
-
-    def attend(grid):
-        attention = load_attention(CHECKPOINTS / "gpt_oss-modelopt-w4a16", gpt_oss, grid)
-        return call(attention, x, positions, None)[0]
-
-    return difference(attend(Grid(make_mesh((2, 2)))), attend(None))
-
-
-def decode(model, ids):
-    """Return the logits of a prefill and one step, and how keys are cut."""
-    cache = model.init_cache(ids.shape[0], 12)
-    first, cache = call(model, ids[:, :11], cache)
-    last, cache = call(model, ids[:, 11:], cache)
-    keys = cache.layers[0]["k"]
-    return np.concatenate([first, last], axis=1), [keys.shape, str(keys.sharding)]
-
-
-def bytes_read(folder):
-    """Load for one shard of eight alone, as a process with one device does; what did it read?
-
-    Returns:
-      Experts whose weights were read, and the bytes of experts read over those in the file.
-    """
-    seen, count, total = set(), 0, 0
-    into = Tensors.read_into
-
-    def recorded(self, name, out, *rest):
-        nonlocal count
-        if found := re.search(r"experts\.(\d+)\.", name):
-            seen.add(int(found.group(1)))
-            count += out.nbytes
-        return into(self, name, out, *rest)
-
-    def own_part(shape, sharding, part):
-        """Read the part of the device 3; zeros for those that other processes would read."""
-        own = sharding.devices_indices_map(tuple(shape))[jax.devices()[3]]
-        kept = part(own)
-        return jax.make_array_from_callback(
-            tuple(shape), sharding, lambda index: kept if index == own else np.zeros_like(kept)
-        )
-
-    with (
-        unittest.mock.patch.object(Tensors, "read_into", recorded),
-        unittest.mock.patch.object(jax_nvfp4_moe.parallel.experts, "stack_parts", own_part),
-    ):
-        nvfp4.load_model(folder, mesh=make_mesh((8, 1)))
-    with open_tensors(folder) as tensors:
-        names = [name for name in tensors.names() if ".experts." in name]
-        total = sum(tensors.info(name).nbytes for name in names)
-    return [sorted(seen), count / total]
-
-
-def qwen():
-    return model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", [(2, 4)])
-
-
-def deepseek():
-    return model(CHECKPOINTS / "deepseekv3-modelopt-w4a4", ((4, 2),), scheme="checkpoint")
-
-
-def mixed():
-    """A layer of FP8 experts beside one of NVFP4."""
-    return model(CHECKPOINTS / "qwen3_moe-ct-mixed", ((8, 1),))
-
-
-def example():
-    return model(EXAMPLE, ((4, 2),))
-
-
 CHECKS = {
     check.__name__: check
     for check in (
@@ -557,17 +305,8 @@ CHECKS = {
         bytes_sent,
         ragged,
         ragged_numbers,
-        synthetic,
-        exchanged_models,
-        shared_experts,
-        sinks,
-        qwen,
-        deepseek,
-        mixed,
-        example,
     )
 }
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(json.dumps([name, CHECKS[name]()]), flush=True)
+    run_checks(CHECKS)

@@ -1,15 +1,24 @@
 """Whole models over the GPUs of one host give what one GPU gives."""
 
+import functools
 import re
 
+import cut_heads
+import cut_mixers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from architecture import logit_error, run
+from eight_devices import block
+from flax import nnx
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_tensors
+from host_devices import call, difference, tokens
+from resized import write_resized
+from unquantized import dequantized
 
 from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe.parallel.parts import HeadParts
 
 pytestmark = pytest.mark.several_gpus
 SHAPES = [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
@@ -28,6 +37,7 @@ CASES = [
     if shape[1] in legal
 ]
 FLOAT32 = {"scheme": "w4a16", "dtype": jnp.float32}
+ATTENTIONS = ("kimi_k2", "llama4_text", "olmoe-bias", "minimax_m2")
 
 
 def given_ids(folder):
@@ -72,3 +82,38 @@ def test_tokens_that_are_shared_out_too(folder, count, exchange):
     assert name in run.lower(model, ids).compile().as_text()
     new = [np.asarray(generate(m, ids[:1, :8], max_new_tokens=4)) for m in (one, model)]
     np.testing.assert_array_equal(*new)
+
+
+def assert_cut_alike(folder, ids):
+    """Two GPUs along `tensor` give one GPU's logits, of a prompt and of decoding after it."""
+    load = functools.partial(load_model, folder, **FLOAT32)
+    one = load()
+    cut = load(mesh=jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]))
+    assert any(isinstance(module, HeadParts) for _, module in nnx.iter_modules(cut))
+    whole, parts = ([call(m, ids), cut_mixers.decode(m, ids)[0]] for m in (one, cut))
+    for expected, found in zip(whole, parts, strict=True):
+        assert difference(found, expected) < 2e-5
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attentions_cut_by_heads(name, tmp_path):
+    """Latent, Llama 4's, and those that normalize all heads together; without quantization."""
+    assert_cut_alike(dequantized(f"{name}-modelopt-w4a16", tmp_path), cut_heads.IDS)
+
+
+@pytest.mark.parametrize("name", cut_mixers.CASES)
+def test_mixers_cut_by_heads_and_groups(name, tmp_path):
+    given, changes = cut_mixers.CASES[name]
+    write_resized(CHECKPOINTS / given, tmp_path, **changes)
+    assert_cut_alike(tmp_path, cut_heads.IDS)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "ragged"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
+def test_rows_that_travel_as_codes(scheme, exchange):
+    """Counts of tokens that two GPUs divide and do not; what comes is the same to the last sums."""
+    mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
+    one, two = (block(scheme=scheme, **how)() for how in ({}, {"mesh": mesh, "exchange": exchange}))
+    for count in (1, 24, 4097):
+        x = tokens(count)
+        assert difference(call(two, x), call(one, x)) < 1e-6

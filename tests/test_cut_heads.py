@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from cut_heads import ATTENTIONS
-from eight_devices import start
+from host_devices import start
 
 pytestmark = pytest.mark.slow
 

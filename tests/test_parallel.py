@@ -1,10 +1,12 @@
 """Experts over a mesh of eight host devices, in one process of its own: `eight_devices.py`."""
 
+import eight_devices
+import eight_devices_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eight_devices import CHECKS, SHAPES, start
+from host_devices import SHAPES, start
 
 from jax_nvfp4_moe import NVFP4MoE
 from jax_nvfp4_moe.parallel.exchange import _count_updates, _cut_rows
@@ -19,7 +21,9 @@ NAMES = ["x".join(map(str, shape)) for shape in SHAPES]
 @pytest.fixture(scope="module")
 def figures():
     """Return name -> figures of every check."""
-    return start("eight_devices.py", CHECKS)
+    scripts = eight_devices, eight_devices_models
+    started = [start(f"{script.__name__}.py", script.CHECKS) for script in scripts]
+    return started[0] | started[1]
 
 
 @pytest.mark.parametrize("case", ["w4a16", "w4a4", "relu2", "swigluoai", "reference", "explicit"])
@@ -55,8 +59,9 @@ def test_a_wrong_shard_is_seen(figures):
 
 @pytest.mark.parametrize("name", ["qwen", "deepseek", "mixed", "example"])
 def test_checkpoints_over_a_mesh_equal_one_device(figures, name):
-    """All-reduces: one of each expert layer; of each attention and the embedding if those are cut.
+    """A mesh changes logits as much as the reference backend's order of sums does, at most double.
 
+    All-reduces: one of each expert layer; of each attention and the embedding if those are cut.
     DeepSeek's dense layer and two shared experts are cut too. The gather is that of the logits.
     """
     sent = {
@@ -65,8 +70,8 @@ def test_checkpoints_over_a_mesh_equal_one_device(figures, name):
         "mixed": {"all-reduce": 2},
         "example": {"all-reduce": 5 + 5 + 1, "all-gather": 1},
     }
-    for error, found in figures[name].values():
-        assert error <= BOUND
+    for error, found in figures[name]["meshes"].values():
+        assert error <= 2 * figures[name]["reordered"]
         assert found == sent[name]
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from cut_mixers import CASES
-from eight_devices import start
+from host_devices import start
 from test_parallel import BOUND, NAMES
 
 from jax_nvfp4_moe.parallel.parts import Split

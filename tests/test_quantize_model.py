@@ -23,10 +23,8 @@ from unquantized import (
     write_source,
 )
 
-from jax_nvfp4_moe import CheckpointError, cli, formats, load_model, load_moe, quantize_model
-from jax_nvfp4_moe.evaluate import evaluate
+from jax_nvfp4_moe import CheckpointError, formats, load_model, load_moe, quantize_model
 from jax_nvfp4_moe.rounding import ALGORITHMS, quantize_weight
-from jax_nvfp4_moe.tokenizer import load_tokenizer
 
 IDS = tokens().reshape(-1)
 WINDOW = tokens().shape[1]
@@ -441,80 +439,6 @@ def test_inputs_that_blocks_do_not_divide_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="24 inputs are no multiple of 16") as error:
         quantize_model(source, tmp_path / "q")
     assert len(error.value.problems) == 4
-
-
-def call(capsys, *arguments):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([str(argument) for argument in arguments])
-    return stopped.value.code or 0, *capsys.readouterr()
-
-
-@pytest.fixture
-def source_with_tokenizer(tmp_path):
-    """`SMALL` with a tokenizer of 60 letters."""
-    source = write_source(
-        tmp_path / "source", read_all(SMALL / "source"), read_config(SMALL / "source")
-    )
-    letters = {chr(ord("A") + i): i for i in range(60)}
-    model = {"type": "WordLevel", "vocab": letters, "unk_token": "A"}
-    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
-    tokenizer = {"version": "1.0", "model": model, "pre_tokenizer": split, "added_tokens": []}
-    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (tmp_path / "text.txt").write_text("TheQuickBrownFoxJumpsOverTheLazyDog" * 8)
-    return source
-
-
-def test_the_command(source_with_tokenizer, tmp_path, capsys, caplog):
-    """Where no bar can be drawn it says each layer once, in either part of the work."""
-    arguments = ("quantize", source_with_tokenizer, tmp_path / "q", "--text", tmp_path / "text.txt")
-    status, out, err = call(capsys, *arguments, "--calibration-tokens", 256, "--window", 64)
-    assert status == 0, err
-    (line,) = out.splitlines()
-    assert json.loads(line)["scheme"] == "w4a4"
-    assert json.loads(line)["tokens"] == 256
-    assert (tmp_path / "q" / "tokenizer.json").exists()
-    layers = range(read_config(source_with_tokenizer)["num_hidden_layers"])
-    assert [line for line in caplog.messages if " model.layers." in line] == [
-        f"{part} model.layers.{layer}" for part in ("calibrating", "quantizing") for layer in layers
-    ]
-
-
-def test_a_quantizer_that_shall_be_quiet_is(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "jax_nvfp4_moe"):
-        quantize_model(SMALL / "source", tmp_path / "q", progress=False)
-    assert not [line for line in caplog.messages if " model.layers." in line]
-
-
-def test_eval_compares_with_the_original(source_with_tokenizer, tmp_path, capsys):
-    """The original first, in the same table; differences are from it."""
-    quantize_model(source_with_tokenizer, tmp_path / "q", token_ids=IDS, window=WINDOW)
-    arguments = ("eval", tmp_path / "q", "--original", source_with_tokenizer, "--window", 32)
-    schemes = ("--scheme", "w4a16", "--scheme", "w4a4", "--text", tmp_path / "text.txt")
-    status, out, err = call(capsys, *arguments, *schemes)
-    assert status == 0, err
-    found = [json.loads(line) for line in out.splitlines()]
-    paths = [str(source_with_tokenizer), *[str(tmp_path / "q")] * 2]
-    assert [(one["path"], one["scheme"]) for one in found] == [
-        *zip(paths, (None, "w4a16", "w4a4"), strict=True)
-    ]
-    model = load_model(source_with_tokenizer, dtype="float32")
-    ids = load_tokenizer(source_with_tokenizer).encode((tmp_path / "text.txt").read_text())
-    assert found[0]["mean_cross_entropy"] == evaluate(model, ids, window=32)["mean_cross_entropy"]
-    rows = [line.split() for line in err.splitlines()]
-    at = next(i for i, row in enumerate(rows) if row[:1] == ["scheme"])
-    assert [row[0] for row in rows[at + 1 : at + 4]] == ["original", "w4a16", "w4a4"]
-    difference = found[2]["mean_cross_entropy"] - found[0]["mean_cross_entropy"]
-    assert rows[at + 3][4] == f"{difference:.5f}"
-
-
-def test_the_command_says_what_is_wrong(source_with_tokenizer, tmp_path, capsys):
-    arguments = ("quantize", source_with_tokenizer, tmp_path / "q", "--text", tmp_path / "text.txt")
-    status, out, err = call(capsys, *arguments)
-    assert (status, out) == (2, "")
-    assert "calibration_tokens: expected 1 to 280, the tokens of" in err
-    status, _, err = call(capsys, "quantize", EXAMPLE, tmp_path / "q")
-    assert status == 2
-    assert "is quantized already" in err
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "max"])
