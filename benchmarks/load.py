@@ -4,9 +4,10 @@
     python benchmarks/load.py --checkpoint DIR [--write]
 
 The files are dropped from the page cache before they are read, so that the disk counts. Peak memory
-of the host is anonymous resident memory above what the imports took, sampled every 2 ms while
-`load_model` runs in a process of its own, and of a GPU its ``peak_bytes_in_use``; the bound of each
-is 1.1 x the prepared bytes plus one layer.
+of the host is anonymous resident memory above what the imports and a first program took
+(``runtime_bytes``: on a GPU its context and libraries), sampled every 2 ms while `load_model` runs
+in a process of its own, and of a GPU its ``peak_bytes_in_use``; the bound of each is 1.1 x the
+prepared bytes plus one layer.
 Prints a table and writes benchmarks/results/load.DEVICE.json.
 """
 
@@ -61,11 +62,13 @@ class Peak:
 def measure(folder):
     """Load `folder` in this process; returns what the table shows."""
     import jax
+    import jax.numpy as jnp
     from flax import nnx
 
     import jax_nvfp4_moe as nvfp4
 
-    jax.devices()
+    imported = anonymous_bytes()
+    jax.block_until_ready(jax.jit(jnp.negative)(jnp.zeros(4)))
     with Peak() as peak:
         start = time.perf_counter()
         model = nvfp4.load_model(folder)
@@ -81,6 +84,7 @@ def measure(folder):
         "seconds": seconds,
         "gigabytes_per_second": stored / seconds / 1e9,
         "peak_bytes": peak.growth,
+        "runtime_bytes": peak.start - imported,
         "device_peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0),
     }
 

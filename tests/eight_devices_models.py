@@ -219,6 +219,17 @@ def bytes_read(folder):
     return [sorted(seen), count / total]
 
 
+def elsewhere():
+    """Numbers of the devices of all arrays that are loaded where the caller's default is another.
+
+    That default is of the thread that sets it, and experts are read in another one.
+    """
+    with jax.default_device(jax.devices()[3]):
+        loaded = nvfp4.load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16")
+    leaves = jax.tree.leaves(nnx.state(loaded))
+    return sorted({device.id for leaf in leaves for device in leaf.devices()})
+
+
 def qwen():
     return model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", [(2, 4)])
 
@@ -243,6 +254,7 @@ CHECKS = {
         exchanged_models,
         shared_experts,
         sinks,
+        elsewhere,
         qwen,
         deepseek,
         mixed,

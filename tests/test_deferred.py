@@ -2,6 +2,8 @@
 
 import functools
 import math
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from given import CHECKPOINTS, EXAMPLE, copy_with_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_nvfp4_moe.checkpoint import CheckpointError, LoadOptions, load, open_checkpoint
+from jax_nvfp4_moe.checkpoint import CheckpointError, LoadOptions, load, open_checkpoint, reading
 from jax_nvfp4_moe.checkpoint.deferred import Deferred, overlap, whole
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 
@@ -113,6 +115,41 @@ def test_any_part_equals_that_of_the_whole(name, data):
     part = deferred[field][region]
     assert part.dtype == arrays[field].dtype
     np.testing.assert_array_equal(part.view(np.uint8), arrays[field][region].view(np.uint8))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_threads_read_the_same(monkeypatch, name):
+    """Chunks that cut tensors, each by one of several threads."""
+    arrays, deferred = experts(name)
+    into, seen = Tensors.read_into, set()
+
+    def recorded(self, name, out, *rest):
+        seen.add(threading.get_ident())
+        assert out.nbytes <= 100
+        return into(self, name, out, *rest)
+
+    monkeypatch.setattr(reading, "_THREAD_BYTES", 100)
+    monkeypatch.setattr(Tensors, "read_into", recorded)
+    for field in ("gate_up.packed", "down.block_scale"):
+        part = deferred[field][1:3]
+        np.testing.assert_array_equal(part.view(np.uint8), arrays[field][1:3].view(np.uint8))
+    # Stacked experts are [e, k, n] in the file, and turned when they are read: not by threads.
+    assert (len(seen) > 1) == (name == "each")
+
+
+def test_a_file_that_shrinks_ends_all_threads(monkeypatch, tmp_path):
+    folder = copy_with_config(EXAMPLE, tmp_path / "m")
+    monkeypatch.setattr(reading, "_THREAD_BYTES", 100)
+    prefix, sizes = CASES["each"][1:3]
+
+    def build(weights):
+        if weights.reads:
+            os.truncate(folder / "model.safetensors", 100_000)
+        return weights.experts(prefix, *sizes)
+
+    said = pytest.raises(CheckpointError, match="shrank while it was read")
+    with open_checkpoint(folder) as checkpoint, said:
+        load(checkpoint, build, LoadOptions(input_scales="ignored", only=prefix))
 
 
 def test_rows_of_experts_are_read_by_range(monkeypatch):

@@ -1,5 +1,7 @@
 """Experts over a mesh of eight host devices, in one process of its own: `eight_devices.py`."""
 
+import dataclasses
+
 import eight_devices
 import eight_devices_models
 import jax
@@ -9,8 +11,10 @@ import pytest
 from host_devices import SHAPES, start
 
 from jax_nvfp4_moe import NVFP4MoE
-from jax_nvfp4_moe.parallel.exchange import _count_updates, _cut_rows
+from jax_nvfp4_moe.formats import SCALE_RANGE, amax, decode_scale, dequantize, divide
+from jax_nvfp4_moe.parallel.exchange import Rows, Wire, _count_updates, _cut_rows
 from jax_nvfp4_moe.parallel.grid import check_parts, divisors
+from jax_nvfp4_moe.scheme import Scheme
 
 # Sums of float32 in another order, up to eight of them for each all-reduce; logits pass through
 # some layers of that.
@@ -112,6 +116,10 @@ def test_shared_experts_run_where_their_tokens_are(figures, exchange, rows):
     assert seen == [rows]
 
 
+def test_a_model_goes_where_the_caller_says(figures):
+    assert figures["elsewhere"] == [3]
+
+
 def test_a_shard_reads_its_own_experts_alone(figures):
     """Shard 3 of 8 has expert 3; input scales, 4 bytes each, are not read in w4a16."""
     experts, share = figures["synthetic"]["read"]
@@ -195,6 +203,24 @@ def test_a_ragged_exchange_equals_all_to_all(figures):
         "1",
     ]
     assert set(figures["ragged_numbers"].values()) == {0.0}
+
+
+def test_rows_that_come_are_codes_as_sent():
+    """By scales of their own, in float32: what is received quantizes to the same bits.
+
+    A scale made of the largest value's product, an ulp off in some rows, would not give them.
+    """
+    x = jax.random.normal(jax.random.key(0), (3000, 64)) * jnp.linspace(0.1, 3, 3000)[:, None]
+    ids, scheme = jnp.zeros((3000, 1), jnp.int32), Scheme.W4A4_TOKEN_SCALE
+    rows = Rows(x, ids, ids, 1, Wire(scheme=scheme), None)
+    decode = jax.vmap(rows._decoded, in_axes=None, axis_name="expert", axis_size=1)
+    packed, block_scale, largest = sent = rows._encoded()
+    again = dataclasses.replace(rows, x=decode(sent, ids)[0])._encoded()
+    for before, after in zip(sent, again, strict=True):
+        np.testing.assert_array_equal(before.view(jnp.uint8), after.view(jnp.uint8))
+    scale = divide(largest, jnp.float32(SCALE_RANGE))
+    product = dequantize(packed, decode_scale(block_scale) * scale[:, None])
+    assert (amax(product, -1) != largest).any()
 
 
 def test_ragged_pieces():

@@ -21,7 +21,7 @@ def params():
 
 
 def reader(params, step):
-    return lambda first: jax.device_put(jax.tree.map(lambda x: x[first : first + step], params))
+    return lambda first: jax.tree.map(lambda x: x[first : first + step], params)
 
 
 @pytest.mark.parametrize("step", [1, 2, 6])
@@ -43,7 +43,7 @@ def test_pieces_are_prepared_as_the_whole_is(params):
 def test_a_piece_is_written_in_place(params, layout):
     """The program needs room for some pieces; a copy of the layer, or of one array, is more."""
     count = 600
-    piece = reader(params, 1)(0)
+    piece = jax.device_put(reader(params, 1)(0))
     joined = pieces._allocate(piece, count, layout, None)
     program = pieces._write.lower(joined, piece, np.int32(0), layout, None).compile()
     memory = program.memory_analysis()
@@ -64,3 +64,26 @@ def test_sizes_of_pieces(params):
     assert pieces.piece_size(many, 1021, CPU) == 1  # a prime, of more than fit
     assert pieces.piece_size(many, 1024, GPU) == 1024
     assert pieces.piece_size(many, 1024, CPU, 2) == 2 * pieces.piece_size(many, 1024, CPU)
+
+
+def test_one_piece_is_read_ahead(monkeypatch, params):
+    """While one is written the next is read, and no more; an error of a read is the caller's."""
+    read, written = reader(params, 1), []
+    alive = []
+
+    def counted(first):
+        alive.append(first - len(written))
+        if first == 4:
+            raise OSError("the disk is gone")
+        return read(first)
+
+    def write(joined, *args):
+        written.append(1)
+        return original(joined, *args)
+
+    original = pieces._write
+    monkeypatch.setattr(pieces, "_write", write)
+    with pytest.raises(OSError, match="the disk is gone"):
+        pieces.join_pieces(counted, 6, 1, None)
+    assert len(alive) == 5
+    assert max(alive) <= 1

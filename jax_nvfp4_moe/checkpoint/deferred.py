@@ -65,6 +65,14 @@ def _bounds(one: Any, size: int) -> slice:
     return slice(int(one), int(one) + 1)
 
 
+def first_axis(at: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return where the part ``at`` of an array begins and ends along its first axis."""
+    if not shape:
+        return 0, 1
+    bounds = _bounds(at[0] if at else slice(None), shape[0])
+    return bounds.start, bounds.stop
+
+
 def overlap(at: tuple[Any, ...], shape: tuple[int, ...], region: Region):
     """Find what the part ``at`` of an array and a region of it have in common.
 

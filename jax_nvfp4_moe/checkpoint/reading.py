@@ -1,5 +1,6 @@
 """Fill planned buffers from the files, and check the values that headers cannot show."""
 
+import concurrent.futures
 import functools
 import logging
 import math
@@ -9,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.deferred import Deferred, overlap, region_shape, whole
+from jax_nvfp4_moe.checkpoint.deferred import (
+    Deferred,
+    first_axis,
+    overlap,
+    region_shape,
+    whole,
+)
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.forms import TensorNames
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, Piece
@@ -21,6 +28,8 @@ log = logging.getLogger("jax_nvfp4_moe")
 
 _ALIGNMENT = 64  # bytes; XLA's CPU client then takes the array without a copy
 _OWN_PAGES = 1 << 18  # bytes
+_THREADS = 8  # that read at once, in the operating system and without Python's lock
+_THREAD_BYTES = 1 << 20  # fewest for each, so that starting it does not count
 Check = Callable[[np.ndarray], str | None]  # a part of an array -> what is wrong with it
 _NAN_BITS = 0x7F  # E4M3 has no infinities, and NaN where all bits but the sign are set
 
@@ -43,6 +52,7 @@ class Reader:
         self._names = names
         self._advance = advance
         self._deferred = deferred
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
         self.problems: list[str] = []
 
     def array(self, buffer: Buffer, check: Check | None = None) -> Any:
@@ -53,25 +63,55 @@ class Reader:
           check: says what is wrong with a part, which becomes a problem; None for nothing.
         """
         if self._deferred:
-            read = functools.partial(self._read, buffer, check)
+            read = functools.partial(self._read, buffer, self._in_order(buffer), check)
             return Deferred(buffer.shape, buffer.dtype, read)
         return self.read(buffer, check)
 
     def read(self, buffer: Buffer, check: Check | None = None) -> np.ndarray:
         """Return the filled buffer; as `array`, now."""
-        return self._read(buffer, check, whole(buffer.shape))
+        return self._read(buffer, self._in_order(buffer), check, whole(buffer.shape))
 
-    def _read(self, buffer, check, region):
+    def _in_order(self, buffer):
+        """Return first and last index of each piece, and the piece, in the order of the files.
+
+        So a disk reads ahead, and what has other experts is passed over at little cost.
+        """
+        pieces = sorted(buffer.pieces, key=self._position)
+        return [(*first_axis(piece.at, buffer.shape), piece) for piece in pieces]
+
+    def _read(self, buffer, pieces, check, region):
         array = aligned_empty(region_shape(region), buffer.dtype)
         if buffer.dtype == np.float32 and not _covers(buffer):
             array.fill(np.nan)
-        # In the order of the files, so that a disk reads ahead.
-        for piece in sorted(buffer.pieces, key=self._position):
-            common = overlap(piece.at, buffer.shape, region)
-            if common is not None:
-                self._fill(array, piece, common, buffer.shape)
-                self._check(piece, array[(*common[0], ...)], check)
+        start, stop = first_axis(region, buffer.shape)
+        found = [
+            (piece, common)
+            for first, end, piece in pieces
+            if first < stop
+            and start < end
+            and (common := overlap(piece.at, buffer.shape, region)) is not None
+        ]
+        reads = [self._fill(array, *each, buffer.shape) for each in found]
+        self._copy([read for read in reads if read is not None])
+        for piece, common in found:
+            self._check(piece, array[(*common[0], ...)], check)
         return array
+
+    def _copy(self, reads):
+        """Read tensors' bytes into their places, neighbours in a file by the same thread."""
+        threads = min(_THREADS, sum(place.nbytes for _, place, _ in reads) // _THREAD_BYTES)
+        if threads < 2:
+            self._copy_in_turn(reads)
+            return
+        chunks = [chunk for read in reads for chunk in _chunks(*read)]
+        share = -(-len(chunks) // threads)
+        parts = [chunks[first : first + share] for first in range(0, len(chunks), share)]
+        for _ in self._pool.map(self._copy_in_turn, parts):
+            pass  # an error of a thread is raised here
+
+    def _copy_in_turn(self, reads):
+        for read in reads:
+            self._tensors.read_into(*read)
 
     def weight(self, matrices: Matrices) -> NVFP4Tensor:
         """Read one NVFP4 weight; NaN or infinite scales become problems."""
@@ -136,16 +176,19 @@ class Reader:
         return info.file, info.start
 
     def _fill(self, array, piece, common, shape):
-        """Copy what `piece` has of a region into its `array`; `common` is of `overlap`."""
+        """Copy what `piece` has of a region into its `array`; `common` is of `overlap`.
+
+        Returns:
+          Arguments of `Tensors.read_into` that are still to be read; None where all is copied.
+        """
         info = self._tensors.info(piece.name)
         inside, of_piece = common
         place = array[(*inside, ...)]
         straight = not piece.part and not piece.swapped
         straight &= STORED_TYPES[info.dtype].numpy == array.dtype and place.flags.c_contiguous
         if straight and place.nbytes == info.nbytes:
-            self._tensors.read_into(piece.name, place)
             self._advance(info.nbytes)
-            return
+            return piece.name, place, 0
         file = self._tensors.read(piece.name)  # a view of pages that are read when touched
         stored = file[(*piece.part, ...)]
         if piece.swapped:
@@ -155,9 +198,9 @@ class Reader:
         self._advance(min(stored.nbytes, place.nbytes))
         stored = np.broadcast_to(stored, _held_shape(piece.at, shape))[(*of_piece, ...)]
         if straight and stored.flags.c_contiguous and place.nbytes <= info.nbytes:
-            self._tensors.read_into(piece.name, place, stored.ctypes.data - file.ctypes.data)
-        else:
-            place[...] = stored
+            return piece.name, place, stored.ctypes.data - file.ctypes.data
+        place[...] = stored
+        return None
 
     def _check(self, piece, part, check):
         message = None if check is None else check(part)
@@ -181,6 +224,13 @@ class Reader:
         if self.problems:
             problems, self.problems = self.problems, []
             raise CheckpointError(problems, where)
+
+
+def _chunks(name, place, start):
+    """Cut one read, so that several threads share a large tensor."""
+    flat = place.reshape(-1).view(np.uint8)
+    for first in range(0, max(1, flat.size), _THREAD_BYTES):
+        yield name, flat[first : first + _THREAD_BYTES], start + first
 
 
 def _bad_block_scales(part):

@@ -357,7 +357,7 @@ def _put(value, declared, settings):
     step = piece_size(value, value.num_experts, settings.target)
 
     def read(first):
-        return jax.device_put(jax.tree.map(lambda leaf: leaf[first : first + step], value))
+        return jax.tree.map(lambda leaf: leaf[first : first + step], value)
 
     return join_pieces(read, value.num_experts, step, layout)
 

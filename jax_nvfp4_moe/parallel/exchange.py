@@ -8,7 +8,8 @@ its experts, and what comes back is added up in float32, in the order of the sha
 
 Under w4a4 the rows go as the NVFP4 codes and scales that the first product would make of them, 0.28
 of the bytes of bfloat16; scales calibrated for each expert make that a row for each expert chosen.
-Quantizing what was quantized gives the same codes but for blocks below half of the smallest scale.
+Quantizing what was quantized gives the same codes but for blocks below half of the smallest scale:
+where the scale is the row's own, the largest value goes along, since a product would be an ulp off.
 
 Two ways to send: "all_to_all" in slots of a fixed number of rows for each pair of shards, on any
 platform, in rounds where `capacity` is less than a shard's tokens, so that no row is ever dropped;
@@ -248,10 +249,11 @@ class Rows:
         """Return the arrays that stand for the rows on the wire."""
         if self.wire.scheme is None:
             return [self.x]
-        scale = self._scale(self.x, self.ids[:, 0])
+        largest = amax(self.x.astype(jnp.float32), -1)
+        scale = self._scale(largest, self.ids[:, 0])
         packed, block_scale, _ = quantize(self.x[:, None, :].astype(jnp.float32), scale)
         parts = [packed[:, 0], block_scale[:, 0]]
-        return [*parts, scale] if self.wire.scheme is Scheme.W4A4_TOKEN_SCALE else parts
+        return [*parts, largest] if self.wire.scheme is Scheme.W4A4_TOKEN_SCALE else parts
 
     def _decoded(self, parts, ids):
         """Return rows that quantize to what came in."""
@@ -259,13 +261,20 @@ class Rows:
             return parts[0]
         packed, block_scale, *rest = parts
         first = lax.axis_index(EXPERT) * self.local_experts
-        scale = rest[0] if rest else self._scale(None, ids[:, 0] + first)
-        return dequantize(packed, decode_scale(block_scale) * scale[:, None], self.x.dtype)
+        largest = rest[0] if rest else None
+        scale = self._scale(largest, ids[:, 0] + first)[:, None]
+        values = dequantize(packed, decode_scale(block_scale), jnp.float32)
+        if largest is not None:
+            at_top = jnp.abs(values) == SCALE_RANGE
+            values = jnp.where(at_top, jnp.copysign(largest[:, None], values), values * scale)
+        else:
+            values *= scale
+        return values.astype(self.x.dtype)
 
-    def _scale(self, x, ids):
-        """Return the global scale of each row."""
+    def _scale(self, largest, ids):
+        """Return the global scale of each row, whose own `largest` value counts under some."""
         if self.wire.scheme is Scheme.W4A4_TOKEN_SCALE:
-            return divide(amax(x.astype(jnp.float32), -1), jnp.float32(SCALE_RANGE))
+            return divide(largest, jnp.float32(SCALE_RANGE))
         if self.wire.scheme is Scheme.W4A4:
             return self.scales[jnp.clip(ids, 0, self.scales.shape[0] - 1)]
         return jnp.ones(ids.shape, jnp.float32)

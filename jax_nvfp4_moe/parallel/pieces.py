@@ -1,9 +1,11 @@
 """Experts from the host to their devices a few at a time, so that no layer is there twice.
 
 A piece is read, put on its devices, converted there, and written into the arrays of all experts,
-whose memory is given away and taken back. What is needed beside the layer is a few pieces.
+whose memory is given away and taken back; a thread reads the next one meanwhile. What is needed
+beside the layer is a few pieces.
 """
 
+import concurrent.futures
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -49,20 +51,26 @@ def join_pieces(
     """Return the experts of all pieces, in `layout`.
 
     Args:
-      read: first expert of a piece, counted in each shard -> that piece on its devices: canonical,
-        ``[step, ...]``, or ``[tensor, expert * step, ...]`` over a grid.
+      read: first expert of a piece, counted in each shard -> that piece, canonical: numpy arrays
+        ``[step, ...]``, or ``[tensor, expert * step, ...]`` on the devices of a grid. Called in
+        another thread, where the caller's `jax.default_device` does not hold.
       count: experts of one shard, a multiple of `step`.
       step: experts of a piece.
       layout: name of that of the result; None leaves the arrays as they are.
       grid: of the shards; None for one device.
     """
     joined = None
-    for first in range(0, count, step):
-        piece = read(first)
-        if joined is None:
-            joined = _allocate(piece, count, layout, grid)
-        # The next is not read before this one's memory is free.
-        joined = jax.block_until_ready(_write(joined, piece, np.int32(first), layout, grid))
+    with concurrent.futures.ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(read, 0)
+        for first in range(0, count, step):
+            piece = coming.result()
+            if first + step < count:
+                coming = reader.submit(read, first + step)
+            piece = piece if grid else jax.device_put(piece)
+            if joined is None:
+                joined = _allocate(piece, count, layout, grid)
+            # No more than the piece that is read waits beside this one.
+            joined = jax.block_until_ready(_write(joined, piece, np.int32(first), layout, grid))
     assert joined is not None
     return joined
 
