@@ -20,7 +20,7 @@ where GPUs outnumber experts):
                that has one of its experts, d = 1 - C(p - p / n, k) / C(p, k) of the others (under
                w4a4 with calibrated scales once for each expert: k / n), and the sum comes back in
                bfloat16: max(bytes to own host / NVLink, to other hosts / InfiniBand) + latency,
-               twice; bytes of a row are those of `parallel.exchange.wire_bytes`
+               twice; bytes of a row are those of `parallel.exchange.Wire`
     all_to_all the same with equal room for each GPU: for all tokens that one has, or for `room`
                times the mean d, in one round
 
@@ -41,7 +41,7 @@ import pathlib
 from moe_cases import CASES, Case
 from provenance import provenance, write_page
 
-from jax_nvfp4_moe.parallel.exchange import wire_bytes
+from jax_nvfp4_moe.parallel.exchange import Wire
 from jax_nvfp4_moe.scheme import Scheme
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -231,28 +231,28 @@ def hit_chance(case: Case, gpus: int) -> float:
     return 1 - math.prod(missed)
 
 
-def ragged(layer: Layer, tokens: int, gpus: int, scheme: Scheme | None) -> Cost:
+def ragged(layer: Layer, tokens: int, gpus: int, wire: Wire) -> Cost:
     """Form b with true sizes: each token to the GPUs that have an expert of it, and back."""
     own, case = -(-tokens // gpus), layer.case
-    chance = case.top_k / gpus if scheme is Scheme.W4A4 else hit_chance(case, gpus)
-    return _exchanged(layer, tokens, gpus, own * chance * INPUTS["imbalance"].value, scheme)
+    chance = case.top_k / gpus if wire.by_slot else hit_chance(case, gpus)
+    return _exchanged(layer, tokens, gpus, own * chance * INPUTS["imbalance"].value, wire)
 
 
 def all_to_all(layer: Layer, tokens: int, gpus: int, room: float | None) -> Cost:
     """Form b with equal room for each GPU: `room` times the mean, or for all tokens where None."""
     own = -(-tokens // gpus)
     rows = own if room is None else math.ceil(own * hit_chance(layer.case, gpus) * room)
-    return _exchanged(layer, tokens, gpus, min(rows, own), None)
+    return _exchanged(layer, tokens, gpus, min(rows, own), Wire())
 
 
-def _exchanged(layer, tokens, gpus, rows, scheme):
+def _exchanged(layer, tokens, gpus, rows, how):
     """Cost of so many rows to each other GPU, and back in bfloat16."""
     near, far = min(gpus, HOST) - 1, max(gpus - HOST, 0)
     port = INPUTS["infiniband" if gpus <= 64 else "infiniband_far"].value
     latency = INPUTS["exchange_in_host"].value + far * INPUTS["exchange_message"].value
     wire, sent = 0.0, [0.0, 0.0]
     case = layer.case
-    out = wire_bytes(case.hidden, case.top_k, "bfloat16", scheme)
+    out = how.row_bytes(case.hidden, case.top_k, "bfloat16")
     for row_bytes in (out, 2 * case.hidden):
         row = rows * row_bytes
         wire += max(near * row / INPUTS["nvlink"].value, far * row / port) * 1e-3 + latency
@@ -269,12 +269,12 @@ FORMS = {
     "a psum": lambda layer, tokens, gpus: psum(layer, tokens, gpus, 1),
     "c psum, cut": lambda layer, tokens, gpus: psum(layer, tokens, gpus, gpus),
     "a x c psum, cut in hosts": lambda layer, tokens, gpus: psum(layer, tokens, gpus, HOST),
-    "b ragged, bf16": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, None),
+    "b ragged, bf16": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, Wire()),
     "b ragged, NVFP4 by token": lambda layer, tokens, gpus: ragged(
-        layer, tokens, gpus, Scheme.W4A4_TOKEN_SCALE
+        layer, tokens, gpus, Wire(scheme=Scheme.W4A4_TOKEN_SCALE)
     ),
     "b ragged, NVFP4 calibrated": lambda layer, tokens, gpus: ragged(
-        layer, tokens, gpus, Scheme.W4A4
+        layer, tokens, gpus, Wire(True, Scheme.W4A4)
     ),
     "b all_to_all, bf16": lambda layer, tokens, gpus: all_to_all(layer, tokens, gpus, None),
     "b all_to_all, bf16, less room": lambda layer, tokens, gpus: all_to_all(
@@ -339,7 +339,7 @@ _ONE_HOST = {
     "psum": lambda layer, tokens, gpus: psum(layer, tokens, gpus, 1),
     "tensor": lambda layer, tokens, gpus: psum(layer, tokens, gpus, gpus),
     "all_to_all": lambda layer, tokens, gpus: all_to_all(layer, tokens, gpus, None),
-    "ragged": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, None),
+    "ragged": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, Wire()),
 }
 
 
@@ -385,8 +385,7 @@ def _comparison(measured) -> list[str]:
         f"Measured here on GPUs of one host ({measured['device']}, commit {measured['commit']}, "
         f"`{measured['file']}`), beside the same equations and inputs: microseconds of the layer, "
         "and in brackets of its exchange alone. Nothing was fitted to these. A measured exchange "
-        "has the kernels around it too; at that commit those of all_to_all were more than now, and "
-        "ragged sent in one piece what it now sends in many.",
+        f"has the kernels around it too. {measured['note']}".strip(),
         _table(("case", "GPUs", "form", *(f"{n} token" + "s" * (n > 1) for n in tokens)), table),
     ]
 
@@ -477,6 +476,7 @@ def main():
             "file": arguments.one_host.name,
             "device": one_host["device"],
             "commit": one_host["commit"],
+            "note": one_host.get("note", ""),
             "rows": compare(layers, one_host["rows"]),
         },
         "parts": [predict(layer, gpus) for layer in layers for gpus in GPUS],

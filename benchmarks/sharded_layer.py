@@ -18,7 +18,7 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import _ffi
 from jax_nvfp4_moe.ops.prepare import find_moe_layout
 from jax_nvfp4_moe.parallel import Grid, run_exchanged, shard_experts
-from jax_nvfp4_moe.parallel.exchange import wire_bytes
+from jax_nvfp4_moe.parallel.exchange import choose_wire
 from jax_nvfp4_moe.scheme import Scheme
 
 
@@ -41,13 +41,13 @@ def sent_bytes(form, case, tokens, devices, scheme) -> float:
     """
     if form in ("psum", "tensor"):
         return 2 * (devices - 1) / devices * 4 * tokens * case.hidden
-    by_slot = scheme is Scheme.W4A4
+    row = {"hidden": case.hidden, "top_k": case.top_k, "dtype": jnp.bfloat16}
+    wire = choose_wire(scheme, **row, shards=devices, sparse=form == "ragged")
     own = -(-tokens // devices)
-    there = wire_bytes(case.hidden, case.top_k, jnp.bfloat16, scheme)
-    rows = (devices - 1) * own * (case.top_k if by_slot else 1)
+    rows = (devices - 1) * own * (case.top_k if wire.by_slot else 1)
     if form == "ragged":
-        rows = _needed_rows(case, tokens, devices, own, by_slot)
-    return rows * (there + 2 * case.hidden)
+        rows = _needed_rows(case, tokens, devices, own, wire.by_slot)
+    return rows * (wire.row_bytes(**row) + 2 * case.hidden)
 
 
 def _needed_rows(case, tokens, devices, own, by_slot) -> float:

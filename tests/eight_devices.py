@@ -149,12 +149,16 @@ def call_in_context(module):
 
 
 def exchanged():
-    """Tokens shared out too; where there are two figures, the second is of rounds of two rows."""
+    """Tokens shared out too; where there are two figures, the second is of rounds of two rows.
+
+    In such rounds over eight shards rows of w4a4 go as codes, once for each expert.
+    """
     x, figures = tokens(24), {}
     cases = {
         "w4a16": ({}, (8, 1), x),
         "product": ({}, (2, 2), x),
         "w4a4": ({"scheme": "w4a4"}, (2, 2), x),
+        "w4a4 by slot": ({"scheme": "w4a4"}, (8, 1), x),
         "w4a4_unit_scale": ({"scheme": "w4a4_unit_scale"}, (2, 1), x),
         "w4a4_token_scale": ({"scheme": "w4a4_token_scale"}, (2, 1), x),
         "uneven": ({}, (8, 1), x[:21]),
@@ -166,7 +170,8 @@ def exchanged():
     for name, (changes, shape, x) in cases.items():
         one = block(**changes)
         expected, figures[name] = call(one(), x), []
-        for capacity in (None, 2) if name in ("w4a16", "product", "uneven") else (None,):
+        rounds = "w4a16", "w4a4 by slot", "product", "uneven"
+        for capacity in (None, 2) if name in rounds else (None,):
             eight = one(mesh=make_mesh(shape), exchange="all_to_all", capacity=capacity)
             compiled = call.lower(eight, x).compile()
             error = difference(compiled(eight, x), expected) if x.size else 0.0
@@ -272,10 +277,15 @@ def ragged_numbers():
     """
     figures = {}
     module = jax_nvfp4_moe.parallel.exchange
-    cases = ("w4a16", (8, 1), 24), ("w4a4", (2, 1), 5), ("w4a4_token_scale", (2, 1), 64)
-    for scheme, shape, count in cases:
+    cases = {
+        "w4a16": ((8, 1), 24, None),
+        "w4a4": ((8, 1), 24, 2),  # in rounds too, so that rows go as codes in both
+        "w4a4_token_scale": ((2, 1), 64, None),
+    }
+    for scheme, (shape, count, capacity) in cases.items():
         x, one = tokens(count), block(scheme=scheme)
-        expected = call(one(mesh=make_mesh(shape), exchange="all_to_all"), x)
+        fixed = one(mesh=make_mesh(shape), exchange="all_to_all", capacity=capacity)
+        expected = call(fixed, x)
         for near in (True, False):
             with (
                 unittest.mock.patch.object(jax.lax, "ragged_all_to_all", emulate_ragged),

@@ -12,7 +12,13 @@ from host_devices import SHAPES, start
 
 from jax_nvfp4_moe import NVFP4MoE
 from jax_nvfp4_moe.formats import SCALE_RANGE, amax, decode_scale, dequantize, divide
-from jax_nvfp4_moe.parallel.exchange import Rows, Wire, _count_updates, _cut_rows
+from jax_nvfp4_moe.parallel.exchange import (
+    Rows,
+    Wire,
+    _count_updates,
+    _cut_rows,
+    choose_wire,
+)
 from jax_nvfp4_moe.parallel.grid import check_parts, divisors
 from jax_nvfp4_moe.scheme import Scheme
 
@@ -129,7 +135,14 @@ def test_a_shard_reads_its_own_experts_alone(figures):
 
 @pytest.mark.parametrize(
     ("case", "reduced"),
-    [("w4a16", 0), ("product", 1), ("w4a4", 1), ("w4a4_unit_scale", 0), ("w4a4_token_scale", 0)],
+    [
+        ("w4a16", 0),
+        ("product", 1),
+        ("w4a4", 1),
+        ("w4a4 by slot", 0),
+        ("w4a4_unit_scale", 0),
+        ("w4a4_token_scale", 0),
+    ],
 )
 def test_exchanged_tokens_equal_one_device(figures, case, reduced):
     """Rows go out and come back; rounds need one more all-reduce, of their number."""
@@ -203,6 +216,30 @@ def test_a_ragged_exchange_equals_all_to_all(figures):
         "1",
     ]
     assert set(figures["ragged_numbers"].values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "top_k", "shards", "sparse", "codes", "by_slot"),
+    [
+        ("w4a16", 8, 64, True, False, False),
+        ("w4a4_unit_scale", 8, 2, False, True, False),
+        ("w4a4_token_scale", 8, 2, False, True, False),
+        ("w4a4", 8, 2, False, False, False),
+        ("w4a4", 8, 64, False, False, False),  # room for eight rows of each token
+        ("w4a4", 1, 2, False, True, True),
+        ("w4a4", 8, 4, True, False, False),
+        ("w4a4", 8, 8, True, True, True),
+    ],
+)
+def test_rows_go_in_the_fewest_bytes(scheme, top_k, shards, sparse, codes, by_slot):
+    row = {"hidden": 7168, "top_k": top_k, "dtype": jnp.bfloat16}
+    wire = choose_wire(Scheme(scheme), **row, shards=shards, sparse=sparse)
+    assert (wire.scheme is not None, wire.by_slot) == (codes, by_slot)
+    token_scale = 8 if scheme == "w4a4_token_scale" else 0  # 4, up to a multiple of 8
+    sent = 7168 * 9 // 16 if codes else 7168 * 2
+    assert wire.row_bytes(**row) == sent + 8 * (1 if by_slot else top_k) + token_scale
+    block = {"hidden": 64, "top_k": 4, "dtype": jnp.float32}  # of `eight_devices.exchanged`
+    assert choose_wire(Scheme.W4A4, **block, shards=8, sparse=True).by_slot
 
 
 def test_rows_that_come_are_codes_as_sent():

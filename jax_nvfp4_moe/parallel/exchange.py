@@ -7,9 +7,10 @@ its experts, and what comes back is added up in float32, in the order of the sha
   y[t] = sum over shards d of back(run(sent(x[t]), own part of d, own ids, weights))
 
 Under w4a4 the rows go as the NVFP4 codes and scales that the first product would make of them, 0.28
-of the bytes of bfloat16; scales calibrated for each expert make that a row for each expert chosen.
-Quantizing what was quantized gives the same codes but for blocks below half of the smallest scale:
-where the scale is the row's own, the largest value goes along, since a product would be an ulp off.
+of the bytes of bfloat16. Scales calibrated for each expert make that a row for each expert chosen,
+there and back, so then they go as they are where that is fewer bytes. Quantizing what was quantized
+gives the same codes but for blocks below half of the smallest scale: where the scale is the row's
+own, the largest value goes along, since a product would be an ulp off.
 
 Two ways to send: "all_to_all" in slots of a fixed number of rows for each pair of shards, on any
 platform, in rounds where `capacity` is less than a shard's tokens, so that no row is ever dropped;
@@ -88,7 +89,7 @@ def run_exchanged(
       expert_ids, expert_weights: as `x`.
       exchange: "psum", "all_to_all" or "ragged".
       capacity: rows of a shard for another one in one round of "all_to_all"; all where None.
-      scheme: w4a4 schemes send quantized rows.
+      scheme: w4a4 schemes may send quantized rows; see `choose_wire`.
       weight_on_input: whether `run` weights rows before it quantizes them; those go as they are.
 
     Returns:
@@ -97,7 +98,15 @@ def run_exchanged(
     if exchange == "psum" or EXPERT not in experts.grid.axes or not x.shape[0]:
         return run_sharded(run, x, experts, expert_ids, expert_weights)
     ids = jnp.where((expert_ids >= 0) & (expert_ids < experts.num_experts), expert_ids, -1)
-    wire = Wire() if weight_on_input else _find_wire(scheme)
+    (t, hidden), shards = x.shape, experts.grid.expert
+    wire = choose_wire(
+        None if weight_on_input else scheme,
+        hidden=hidden,
+        top_k=ids.shape[1],
+        dtype=x.dtype,
+        shards=shards,
+        sparse=exchange == "ragged" or (capacity or t) < -(-t // shards),
+    )
     near = experts.grid.in_one_process(EXPERT)
     trip = functools.partial(_TRIPS[exchange], capacity=capacity, near=near)
     forward = functools.partial(_send_rows, run, wire, trip)
@@ -194,11 +203,44 @@ class Wire:
     by_slot: bool = False
     scheme: Scheme | None = None
 
+    def row_bytes(self, hidden: int, top_k: int, dtype: Any) -> int:
+        """Return the bytes of one row on its way to an expert; the way back has `hidden` values.
 
-def _find_wire(scheme) -> Wire:
+        Args:
+          hidden: width of a token.
+          top_k: ids and weights that go along where a row is not one of a single expert.
+          dtype: of activations.
+        """
+        if self.scheme is None:
+            row = _up(hidden * jnp.dtype(dtype).itemsize, _WORD)
+        else:
+            row = _up(hidden // 2, _WORD) + _up(hidden // BLOCK, _WORD)
+        own_scale = 4 if self.scheme is Scheme.W4A4_TOKEN_SCALE else 0
+        return _up(row + 8 * (1 if self.by_slot else top_k) + own_scale, _ROW)
+
+
+def choose_wire(
+    scheme: Scheme | None, *, hidden: int, top_k: int, dtype: Any, shards: int, sparse: bool
+) -> Wire:
+    """Return how rows travel: so that the fewest bytes go there and back, if routing is uniform.
+
+    A shard gets ``1 - (1 - 1 / shards)^top_k`` of another's tokens, or ``top_k / shards`` rows for
+    each of them where a row is one of a single expert; or room for all, 1 or `top_k`.
+
+    Args:
+      scheme: as for `run_exchanged`; None where rows cannot be quantized before they are weighted.
+      hidden, top_k, dtype: of the tokens, and how many experts each of them chooses.
+      shards: of the exchange.
+      sparse: whether room is made for the rows that there are, and not for all that could be.
+    """
     if scheme not in W4A4_SCHEMES:
         return Wire()
-    return Wire(scheme is Scheme.W4A4, scheme)
+    if scheme is not Scheme.W4A4:
+        return Wire(scheme=scheme)  # no more rows than of those as they are
+    visits, slots = (1 - (1 - 1 / shards) ** top_k, top_k / shards) if sparse else (1, top_k)
+    rows = {Wire(): visits, Wire(True, scheme): slots}
+    back = hidden * jnp.dtype(dtype).itemsize
+    return min(rows, key=lambda wire: rows[wire] * (wire.row_bytes(hidden, top_k, dtype) + back))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,23 +472,6 @@ def _from_words(words, forms):
         start += width
         parts.append(piece.reshape(words.shape[0], -1)[:, :count].reshape(-1, *shape))
     return parts
-
-
-def wire_bytes(hidden: int, top_k: int, dtype: Any, scheme: Scheme | None = None) -> int:
-    """Return the bytes of one row on its way to an expert; the way back has ``hidden`` of `dtype`.
-
-    Args:
-      hidden: width of a token.
-      top_k: ids and weights that go along.
-      dtype: of activations.
-      scheme: as for `run_exchanged`; None where weights are on the input.
-    """
-    if scheme not in W4A4_SCHEMES:
-        return _up(_up(hidden * jnp.dtype(dtype).itemsize, _WORD) + 8 * top_k, _ROW)
-    ids = 1 if scheme is Scheme.W4A4 else top_k
-    own_scale = 4 if scheme is Scheme.W4A4_TOKEN_SCALE else 0
-    row = _up(hidden // 2, _WORD) + _up(hidden // BLOCK, _WORD)
-    return _up(row + 8 * ids + own_scale, _ROW)
 
 
 def _up(n, step):
