@@ -17,8 +17,8 @@ where GPUs outnumber experts):
                shared out over hosts); all tokens on all GPUs, sums float32:
                2 (n - 1) / n * 4 h t bytes / bus + latency
     ragged     form b (experts shared out, tokens too), true sizes: a token goes once to each GPU
-               that has one of its experts, d = 1 - C(p - p / n, k) / C(p, k) of the others (under
-               w4a4 with calibrated scales once for each expert: k / n), and the sum comes back in
+               that has one of its experts, d = 1 - C(p - p / n, k) / C(p, k) of the others (in
+               bfloat16 also under w4a4 with scales of each expert), and the sum comes back in
                bfloat16: max(bytes to own host / NVLink, to other hosts / InfiniBand) + latency,
                twice; bytes of a row are those of `parallel.exchange.Wire`
     all_to_all the same with equal room for each GPU: for all tokens that one has, or for `room`
@@ -233,9 +233,8 @@ def hit_chance(case: Case, gpus: int) -> float:
 
 def ragged(layer: Layer, tokens: int, gpus: int, wire: Wire) -> Cost:
     """Form b with true sizes: each token to the GPUs that have an expert of it, and back."""
-    own, case = -(-tokens // gpus), layer.case
-    chance = case.top_k / gpus if wire.by_slot else hit_chance(case, gpus)
-    return _exchanged(layer, tokens, gpus, own * chance * INPUTS["imbalance"].value, wire)
+    rows = -(-tokens // gpus) * hit_chance(layer.case, gpus) * INPUTS["imbalance"].value
+    return _exchanged(layer, tokens, gpus, rows, wire)
 
 
 def all_to_all(layer: Layer, tokens: int, gpus: int, room: float | None) -> Cost:
@@ -272,9 +271,6 @@ FORMS = {
     "b ragged, bf16": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, Wire()),
     "b ragged, NVFP4 by token": lambda layer, tokens, gpus: ragged(
         layer, tokens, gpus, Wire(scheme=Scheme.W4A4_TOKEN_SCALE)
-    ),
-    "b ragged, NVFP4 calibrated": lambda layer, tokens, gpus: ragged(
-        layer, tokens, gpus, Wire(True, Scheme.W4A4)
     ),
     "b all_to_all, bf16": lambda layer, tokens, gpus: all_to_all(layer, tokens, gpus, None),
     "b all_to_all, bf16, less room": lambda layer, tokens, gpus: all_to_all(

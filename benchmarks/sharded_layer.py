@@ -42,20 +42,18 @@ def sent_bytes(form, case, tokens, devices, scheme) -> float:
     if form in ("psum", "tensor"):
         return 2 * (devices - 1) / devices * 4 * tokens * case.hidden
     row = {"hidden": case.hidden, "top_k": case.top_k, "dtype": jnp.bfloat16}
-    wire = choose_wire(scheme, **row, shards=devices, sparse=form == "ragged")
+    wire = choose_wire(scheme, **row, shards=devices, rounds=False)
     own = -(-tokens // devices)
     rows = (devices - 1) * own * (case.top_k if wire.by_slot else 1)
     if form == "ragged":
-        rows = _needed_rows(case, tokens, devices, own, wire.by_slot)
+        rows = _needed_rows(case, tokens, devices, own)
     return rows * (wire.row_bytes(**row) + 2 * case.hidden)
 
 
-def _needed_rows(case, tokens, devices, own, by_slot) -> float:
+def _needed_rows(case, tokens, devices, own) -> float:
     owner = draw_ids(case, tokens) // (case.experts // devices)  # [calls, t, k]
     home = np.arange(tokens)[None, :, None] // own
     away = owner != home
-    if by_slot:
-        return float(away.sum() / len(owner) / devices)
     visits = (owner[..., None] == np.arange(devices)) & away[..., None]
     return float(visits.any(axis=2).sum() / len(owner) / devices)
 
