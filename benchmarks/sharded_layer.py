@@ -36,15 +36,15 @@ def sent_bytes(form, case, tokens, devices, scheme) -> float:
     """Return the bytes that the busiest way of a device carries in one call, out of it.
 
     Form (a) counts a ring all-reduce of float32. Form (b) with fixed slots sends as many rows to
-    every other device as a device has tokens (or, with calibrated scales, chosen experts); "ragged"
-    sends those that the ids of the timed calls need, on the mean of devices and calls.
+    every other device as a device has tokens; "ragged" sends those that the ids of the timed calls
+    need, on the mean of devices and calls.
     """
     if form in ("psum", "tensor"):
         return 2 * (devices - 1) / devices * 4 * tokens * case.hidden
     row = {"hidden": case.hidden, "top_k": case.top_k, "dtype": jnp.bfloat16}
     wire = choose_wire(scheme, **row, shards=devices, rounds=False)
     own = -(-tokens // devices)
-    rows = (devices - 1) * own * (case.top_k if wire.by_slot else 1)
+    rows = (devices - 1) * own  # of a single expert only where each token has no other
     if form == "ragged":
         rows = _needed_rows(case, tokens, devices, own)
     return rows * (wire.row_bytes(**row) + 2 * case.hidden)
