@@ -106,8 +106,10 @@ class Reader:
         chunks = [chunk for read in reads for chunk in _chunks(*read)]
         share = -(-len(chunks) // threads)
         parts = [chunks[first : first + share] for first in range(0, len(chunks), share)]
-        for _ in self._pool.map(self._copy_in_turn, parts):
-            pass  # an error of a thread is raised here
+        futures = [self._pool.submit(self._copy_in_turn, part) for part in parts]
+        concurrent.futures.wait(futures)  # after an error the caller closes the files
+        for future in futures:
+            future.result()
 
     def _copy_in_turn(self, reads):
         for read in reads:
