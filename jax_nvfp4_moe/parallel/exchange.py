@@ -421,10 +421,10 @@ def _count_updates(r: int, shards: int, near: bool) -> int:
 
     Between GPUs of one process XLA runs a kernel with one block of 128 threads for each piece: on
     two H200 two blocks moved 3 to 5 GB/s, 514 move 70, and 4098 no more. Their number is odd, since
-    of an even one the blocks take turns at each other's pieces,
-    in case those are unequal, and ours are equal. Elsewhere each piece is an NCCL send and receive,
-    and one is best. openxla/xla, xla/backends/gpu/runtime/ragged_all_to_all.cc
-    (RunRaggedAllToAllKernelImpl) and ragged_all_to_all_thunk.cc (RunCollective); issue 33386.
+    of an even one the blocks take turns at each other's pieces, in case those are unequal, and ours
+    are equal. Elsewhere each piece is an NCCL send and receive, and one is best. openxla/xla,
+    xla/backends/gpu/runtime/ragged_all_to_all.cc (RunRaggedAllToAllKernelImpl) and
+    ragged_all_to_all_thunk.cc (RunCollective); issue 33386.
 
     Args:
       r: most rows for one shard.
