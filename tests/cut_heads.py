@@ -5,10 +5,8 @@ python tests/cut_heads.py NAME ...      prints one line of JSON for each: [name,
 
 import dataclasses
 import functools
-import json
 import os
 import re
-import sys
 import tempfile
 import unittest.mock
 
@@ -22,7 +20,7 @@ import numpy as np
 from eight_devices_models import load_attention
 from flax import nnx
 from given import CHECKPOINTS
-from host_devices import call, collectives, difference, make_mesh
+from host_devices import call, collectives, difference, make_mesh, run_checks
 from unquantized import dequantized
 
 import jax_nvfp4_moe as nvfp4
@@ -165,5 +163,4 @@ CHECKS = {
 }
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(json.dumps([name, CHECKS[name]()]), flush=True)
+    run_checks(CHECKS)

@@ -4,10 +4,8 @@ python tests/cut_mixers.py NAME ...      prints one line of JSON for each: [name
 """
 
 import functools
-import json
 import logging
 import os
-import sys
 import tempfile
 import unittest.mock
 
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from given import CHECKPOINTS
-from host_devices import IDS, SHAPES, call, collectives, difference, make_mesh
+from host_devices import IDS, SHAPES, call, collectives, difference, make_mesh, run_checks
 from resized import write_resized
 
 import jax_nvfp4_moe as nvfp4
@@ -129,5 +127,4 @@ def run(name):
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(json.dumps([name, run(name)]), flush=True)
+    run_checks({name: functools.partial(run, name) for name in CASES})

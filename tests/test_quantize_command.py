@@ -3,17 +3,10 @@
 import json
 import logging
 
-import ml_dtypes
-import numpy as np
 import pytest
 from checkpoint_edits import read_all
 from given import EXAMPLE
-from unquantized import (
-    SMALL,
-    read_config,
-    tokens,
-    write_source,
-)
+from unquantized import SMALL, read_config, tokens, write_source
 
 from jax_nvfp4_moe import cli, load_model, quantize_model
 from jax_nvfp4_moe.evaluate import evaluate
@@ -21,8 +14,6 @@ from jax_nvfp4_moe.tokenizer import load_tokenizer
 
 IDS = tokens().reshape(-1)
 WINDOW = tokens().shape[1]
-EXPERTS = "model.layers.0.mlp.experts"
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def call(capsys, *arguments):

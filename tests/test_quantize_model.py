@@ -29,7 +29,6 @@ from jax_nvfp4_moe.rounding import ALGORITHMS, quantize_weight
 IDS = tokens().reshape(-1)
 WINDOW = tokens().shape[1]
 EXPERTS = "model.layers.0.mlp.experts"
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @pytest.fixture(scope="module")

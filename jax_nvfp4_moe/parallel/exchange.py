@@ -292,11 +292,12 @@ class Rows:
         """Return the arrays that stand for the rows on the wire."""
         if self.wire.scheme is None:
             return [self.x]
-        largest = amax(self.x.astype(jnp.float32), -1)
+        x = self.x.astype(jnp.float32)
+        largest = amax(x, -1) if self.wire.scheme is Scheme.W4A4_TOKEN_SCALE else None
         scale = self._scale(largest, self.ids[:, 0])
-        packed, block_scale, _ = quantize(self.x[:, None, :].astype(jnp.float32), scale)
+        packed, block_scale, _ = quantize(x[:, None, :], scale)
         parts = [packed[:, 0], block_scale[:, 0]]
-        return [*parts, largest] if self.wire.scheme is Scheme.W4A4_TOKEN_SCALE else parts
+        return parts if largest is None else [*parts, largest]
 
     def _decoded(self, parts, ids):
         """Return rows that quantize to what came in."""
