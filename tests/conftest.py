@@ -1,9 +1,13 @@
-"""Strict promotion everywhere, and markers that skip unless the machine must have the device."""
+"""Strict promotion, XLA settings that compile fast, and markers for what a machine must have."""
 
+import hashlib
 import importlib
 import importlib.util
+import os
+import pathlib
 
 import jax
+import jaxlib
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -56,7 +60,53 @@ MARKERS = (
 )
 
 
+# XLA spends most of the tests' time on optimizing programs that run once. These settings change
+# how a CPU program is compiled, never what it must compute; `--default-xla` leaves them out.
+# The flag is one of jaxlib 0.10: XLA ends a process that names a flag it does not know.
+FAST_XLA_FLAGS = (
+    "--xla_cpu_use_fusion_emitters=false" if jaxlib.__version__.startswith("0.10.") else ""
+)
+
+
+def _set(name, value):
+    """Set a JAX option in this process and, by its variable, in those that tests start."""
+    os.environ[name.upper()] = str(value)
+    jax.config.update(name, value)
+
+
+def _processor():
+    """Return what compiled programs depend on besides versions and flags."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+
+
+def pytest_configure(config):
+    """Choose XLA's settings before the first program is compiled.
+
+    A machine with an NVIDIA driver is left alone: its tests are about the program that users get.
+    """
+    if pathlib.Path("/dev/nvidiactl").exists():
+        return
+    if not config.getoption("--default-xla"):
+        flags = os.environ.get("XLA_FLAGS", "")
+        if FAST_XLA_FLAGS not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {FAST_XLA_FLAGS}".strip()
+        _set("jax_disable_most_optimizations", True)
+    # Workers, the processes that tests start and later runs share what was compiled.
+    key = [jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS"), *_processor()]
+    name = f"xla-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    _set("jax_compilation_cache_dir", str(config.cache.mkdir(name)))
+    _set("jax_persistent_cache_min_compile_time_secs", 0)
+    _set("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def pytest_addoption(parser):
+    parser.addoption(
+        "--default-xla",
+        action="store_true",
+        help="compile as users do; the default compiles faster on machines without a GPU",
+    )
     parser.addoption(
         "--must-run",
         action="append",

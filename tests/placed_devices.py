@@ -7,7 +7,8 @@ import json
 import os
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    given = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{given} --xla_force_host_platform_device_count=4"
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

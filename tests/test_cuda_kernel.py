@@ -291,7 +291,8 @@ def assert_graph_follows_the_routing(tmp_path, suffix, mode):
     """One compiled program inside a CUDA graph, called with changing routing."""
     environment = dict(
         os.environ,
-        XLA_FLAGS="--xla_gpu_enable_command_buffer=CUSTOM_CALL "
+        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} "
+        "--xla_gpu_enable_command_buffer=CUSTOM_CALL "
         f"--xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
     )

@@ -34,7 +34,9 @@ def run_program(script, device, *arguments, flags=""):
     environment = dict(
         os.environ,
         JAX_PLATFORMS="cpu",
-        XLA_FLAGS=f"--xla_gpu_autotune_level=0 {flags}",
+        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 {flags}",
+        JAX_DISABLE_MOST_OPTIMIZATIONS="false",  # the programs that users get are what is checked
+        JAX_ENABLE_COMPILATION_CACHE="false",
     )
     target = HERE / "targets" / f"{device}.txtpb"
     command = [sys.executable, HERE / script, target, *map(str, arguments)]
