@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.backends import _ffi
 
 BACKENDS = {
     (nvfp4.Target("cpu"), "w4a16"): "moe_w4a16_cpu",

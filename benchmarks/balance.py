@@ -15,9 +15,10 @@ import pathlib
 import numpy as np
 from provenance import provenance, write_page
 
-from jax_nvfp4_moe import balance, load_model
-from jax_nvfp4_moe.placement import imbalance, place, unplaced
-from jax_nvfp4_moe.tokenizer import load_tokenizer
+from jax_nvfp4_moe import load_model
+from jax_nvfp4_moe.inference import balance
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.parallel.placement import imbalance, place, unplaced
 
 HERE = pathlib.Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "jax_nvfp4_moe" / "examples" / "tiny-python-moe"

@@ -13,8 +13,8 @@ from moe_cases import Case, calls_of, draw_ids
 from timing import measure_ceilings, time_program
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe import _ffi
-from jax_nvfp4_moe.ops.prepare import prepare_donated
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.ops.preparation import prepare_donated
 from jax_nvfp4_moe.scheme import Problem, Scheme
 
 # Kernels that also run on newer devices than those that choose them.

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_nvfp4_moe import Target, prepare
-from jax_nvfp4_moe.ops.prepare import prepare_donated
+from jax_nvfp4_moe.ops.preparation import prepare_donated
 
 HERE = pathlib.Path(__file__).resolve().parent
 CHECKPOINT_BYTES = 20e9

@@ -39,7 +39,7 @@ def measure(folder, processes, process_id, port, mesh):
     from flax import nnx
 
     import jax_nvfp4_moe as nvfp4
-    from jax_nvfp4_moe import distributed
+    from jax_nvfp4_moe.parallel import processes as distributed
 
     grid = None
     if processes > 1:

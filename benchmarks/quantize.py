@@ -24,7 +24,7 @@ from rich.table import Table
 from timing import measure_copy, time_program
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe import formats
+from jax_nvfp4_moe.numerics import nvfp4 as formats
 
 HERE = pathlib.Path(__file__).resolve().parent
 # global scale, layout of the block scales

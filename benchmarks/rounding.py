@@ -29,12 +29,13 @@ from rich.console import Console
 from rich.progress import track
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe import formats, rounding
-from jax_nvfp4_moe.evaluate import standard_error
-from jax_nvfp4_moe.inspection import table
-from jax_nvfp4_moe.layer_errors import measure_errors
-from jax_nvfp4_moe.quantize_model import quantize_model
-from jax_nvfp4_moe.tokenizer import load_tokenizer
+from jax_nvfp4_moe.cli.inspection import table
+from jax_nvfp4_moe.inference.evaluation import standard_error
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.numerics import nvfp4 as formats
+from jax_nvfp4_moe.numerics import rounding
+from jax_nvfp4_moe.quantization.layer_errors import measure_errors
+from jax_nvfp4_moe.quantization.pipeline import quantize_model
 
 HERE = pathlib.Path(__file__).resolve().parent
 # Rows and columns of one expert's matrices.

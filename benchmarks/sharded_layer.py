@@ -15,8 +15,8 @@ from moe_cases import FORMS, Case, draw_ids
 from timing import time_program
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe import _ffi
-from jax_nvfp4_moe.ops.prepare import find_moe_layout
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.ops.preparation import find_moe_layout
 from jax_nvfp4_moe.parallel import Grid, run_exchanged, shard_experts
 from jax_nvfp4_moe.parallel.exchange import choose_wire
 from jax_nvfp4_moe.scheme import Scheme

@@ -177,7 +177,7 @@ def command_line() -> str:
     """Return the Markdown of the page on the command, from its own help."""
     import typer.main
 
-    from jax_nvfp4_moe.cli import app
+    from jax_nvfp4_moe.cli.app import app
 
     blocks = ["# Command line\n\nResults go to standard output, all else to standard error."]
     for name, command in typer.main.get_command(app).commands.items():

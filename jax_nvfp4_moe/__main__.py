@@ -1,5 +1,5 @@
 """``python -m jax_nvfp4_moe``: the command line."""
 
-from jax_nvfp4_moe.cli import main
+from jax_nvfp4_moe.cli.app import main
 
 main()

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.activations import activate
-from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor, quantize
+from jax_nvfp4_moe.numerics.activations import activate
+from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, quantize
 
 
 def random_moe_params(
@@ -93,7 +93,7 @@ def moe_mlp_float64(x, params: MoEParams, expert_ids, expert_weights, call, *, r
 
     Args:
       x, params, expert_ids, expert_weights: as for the op; params canonical.
-      call: of `activations.find_activation`.
+      call: of `numerics.activations.find_activation`.
       rounded: ``(rows float64 [m, k], expert, product) -> rows``, applied to the input of product 0
         (gate_up) and 1 (down) of an expert: the rounding of activations to NVFP4; None for w4a16.
     """
@@ -118,7 +118,7 @@ def _bias(bias, expert):
 
 
 def activate_float64(call, u):
-    """Return ``activations.activate`` in float64 numpy."""
+    """Return ``numerics.activations.activate`` in float64 numpy."""
     if not call.row.gated:
         return _FUNCTIONS[call.name](np.minimum(u, call.limit))
     gate, up = (u[:, 0::2], u[:, 1::2]) if call.row.interleaved else np.split(u, 2, axis=-1)

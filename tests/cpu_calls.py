@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from float64_layer import Layer, Options
 
-from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.backends.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
-from jax_nvfp4_moe.layouts import find_layout, to_layout
+from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 
 
 def isa_levels():

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from float64_layer import Layer, Options
 
-from jax_nvfp4_moe import _ffi
-from jax_nvfp4_moe.backends import cuda, sm100
+from jax_nvfp4_moe.backends import _ffi, cuda, sm100
 from jax_nvfp4_moe.backends.custom_call import lower_quantize
-from jax_nvfp4_moe.layouts import find_layout, to_layout
+from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 
 # Targets that any GPU runs; the others need one of 10.x or of 12.x, or a build that emulates them.
 MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90")

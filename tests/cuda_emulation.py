@@ -21,8 +21,8 @@ import numpy as np
 from float64_layer import Layer, Options
 
 from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS
-from jax_nvfp4_moe.layouts import find_layout, to_layout
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
+from jax_nvfp4_moe.numerics.routing import Router
 
 ENGINES = {"sm80": 0, "sm90": 1}  # of 16 bits; those of launch.h, EngineKind
 _ENGINES = {**ENGINES, "sm100": 2, "sm120": 3}

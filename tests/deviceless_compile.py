@@ -23,7 +23,7 @@ from float64_layer import Layer, Options
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe import formats
+from jax_nvfp4_moe.numerics import nvfp4 as formats
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 256, 4, 64, 1024, 512
 DEVICES = {"kernel": 1, "dequantized": 1, "shard_map": 4, "unwrapped": 4}

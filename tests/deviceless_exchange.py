@@ -20,8 +20,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe import _ffi
-from jax_nvfp4_moe.nn import DenseLinear
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.nn.dense import DenseLinear
 
 DEVICES, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 64, 4, 7168, 1024
 KERNELS = ("nvfp4_route_cuda", "nvfp4_moe_w4a16_sm90")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe.float8 import fake_round_fp8
+from jax_nvfp4_moe.numerics.fp8 import fake_round_fp8
 
 
 def converted(x, scale):

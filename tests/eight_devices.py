@@ -26,9 +26,9 @@ from ragged_emulation import emulate_ragged
 import jax_nvfp4_moe as nvfp4
 import jax_nvfp4_moe.parallel.exchange
 import jax_nvfp4_moe.parallel.experts
-from jax_nvfp4_moe.activations import find_activation
+from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel import Grid, run_sharded
-from jax_nvfp4_moe.routing import Router
 from jax_nvfp4_moe.testing import random_moe_params
 
 LAYER = {"num_experts": 16, "hidden": 64, "intermediate": 128}

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_nvfp4_moe.activations import find_activation
+from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
 E, H, I, K = 5, 64, 48, 3  # noqa: E741  the letters of the shapes

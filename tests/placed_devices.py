@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import NVFP4MoE
-from jax_nvfp4_moe.balance import count_experts, device_load, place_model
-from jax_nvfp4_moe.placement import place
+from jax_nvfp4_moe.inference.balance import count_experts, device_load, place_model
+from jax_nvfp4_moe.parallel.placement import place
 from jax_nvfp4_moe.testing import random_moe_params
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}

@@ -13,7 +13,7 @@ from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.resolve import ExpertWeights, LinearWeights
 from jax_nvfp4_moe.models.loading import find_architecture
 from jax_nvfp4_moe.models.settings import Settings
-from jax_nvfp4_moe.tensor import DenseExperts
+from jax_nvfp4_moe.numerics.tensor import DenseExperts
 
 BLOCK = 16
 

@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 from float64_layer import Options
 
-from jax_nvfp4_moe import _ffi, ops
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe import ops
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.numerics.routing import Router
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe.saving import restore_prepared, save_prepared
+from jax_nvfp4_moe.nn.saving import restore_prepared, save_prepared
 from jax_nvfp4_moe.testing import random_moe_params
 
 

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe import balance, distributed, generate, load_model
-from jax_nvfp4_moe.placement import place
+from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe.inference import balance
+from jax_nvfp4_moe.parallel import processes as distributed
+from jax_nvfp4_moe.parallel.placement import place
 
 
 def add_up_for_ever(mesh):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.activations import ACTIVATIONS, activate, find_activation
+from jax_nvfp4_moe.numerics.activations import ACTIVATIONS, activate, find_activation
 
 
 def sigmoid(x):

@@ -14,14 +14,10 @@ from flax import nnx
 from given import EXAMPLE, EXAMPLE_REFERENCE
 
 from jax_nvfp4_moe import NVFP4MoE, load_model
-from jax_nvfp4_moe.balance import (
-    count_experts,
-    device_load,
-    place_model,
-)
+from jax_nvfp4_moe.inference.balance import count_experts, device_load, place_model
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.blocks import expert_blocks
-from jax_nvfp4_moe.placement import imbalance, place, unplaced
-from jax_nvfp4_moe.tokenizer import load_tokenizer
+from jax_nvfp4_moe.parallel.placement import imbalance, place, unplaced
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from checkpoint_edits import GIVEN, read_all
 from flax import nnx
 from unquantized import SMALL, dequantized, tokens
 
-from jax_nvfp4_moe.activations import find_activation
-from jax_nvfp4_moe.calibration import Inputs, ObservedExperts, calibrate
 from jax_nvfp4_moe.checkpoint.resolve import open_checkpoint
 from jax_nvfp4_moe.models.loading import observe_layers, read_requests
+from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
-from jax_nvfp4_moe.tensor import DenseExperts
+from jax_nvfp4_moe.quantization.calibration import Inputs, ObservedExperts, calibrate
 from jax_nvfp4_moe.testing import activate_float64, assert_as_accurate_as
 
 SCALE = 2688.0

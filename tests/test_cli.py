@@ -9,8 +9,8 @@ import jax
 import pytest
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config, reference_facts
 
-from jax_nvfp4_moe import cli
-from jax_nvfp4_moe.inspection import TARGETS
+from jax_nvfp4_moe.cli import app as cli
+from jax_nvfp4_moe.cli.inspection import TARGETS
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
 TEXT = EXAMPLE_REFERENCE / "heldout.txt"

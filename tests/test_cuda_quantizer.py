@@ -9,7 +9,7 @@ import pytest
 import quantizer_cases as cases
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe import formats
+from jax_nvfp4_moe.numerics import nvfp4 as formats
 
 dtypes = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES.keys())
 layouts = pytest.mark.parametrize("layout", cases.LAYOUTS)

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
-from jax_nvfp4_moe import distributed, generate, load_model
-from jax_nvfp4_moe.balance import count_experts
+from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe.inference.balance import count_experts
 from jax_nvfp4_moe.models.blocks import expert_blocks
+from jax_nvfp4_moe.parallel import processes as distributed
 
 SCRIPT = pathlib.Path(__file__).parent / "several_processes.py"
 ROOT = pathlib.Path(distributed.__file__).parents[1]

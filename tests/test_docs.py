@@ -40,7 +40,7 @@ def test_a_name_that_is_on_no_page_is_noticed():
 def test_a_page_asks_for_its_names_under_their_public_paths():
     text = pages.render(*pages.reference()["models"])
     assert ".. autofunction:: jax_nvfp4_moe.load_model\n" in text
-    assert ".. autofunction:: jax_nvfp4_moe.saving.save_prepared\n" in text
+    assert ".. autofunction:: jax_nvfp4_moe.nn.saving.save_prepared\n" in text
 
 
 def test_the_command_line_is_described_in_full():

@@ -6,8 +6,8 @@ import pytest
 from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 from jax_nvfp4_moe import evaluate, load_model
-from jax_nvfp4_moe.evaluate import perplexity, standard_error, summary_rows, window_rows
-from jax_nvfp4_moe.tokenizer import load_tokenizer
+from jax_nvfp4_moe.inference.evaluation import perplexity, standard_error, summary_rows, window_rows
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 FACTS = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]
 

@@ -9,7 +9,7 @@ from given import EXAMPLE
 
 from jax_nvfp4_moe import load_model, quantize_experts
 from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx
-from jax_nvfp4_moe.linears import NVFP4Param
+from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 

@@ -11,7 +11,8 @@ from flax import nnx
 from given import EXAMPLE
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe import _ffi, exporting
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.inference import exporting
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
 # Runs what the test wrote, in a process that has traced nothing.

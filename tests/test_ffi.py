@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from jax_nvfp4_moe import _ffi
+from jax_nvfp4_moe.backends import _ffi
 
 
 @pytest.fixture

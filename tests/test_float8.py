@@ -8,13 +8,14 @@ import pytest
 from flax import nnx
 
 from jax_nvfp4_moe import Target
-from jax_nvfp4_moe.float8 import FP8Tensor, dynamic_scale, fake_round_fp8, round_fp8
 from jax_nvfp4_moe.models.decoder import SideBySide
-from jax_nvfp4_moe.nn import DenseLinear, FP8Linear, NVFP4MoE
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, fake_round_fp8, round_fp8
+from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense_fp8
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.scheme import Float8, Scheme, rounds_to_fp8
-from jax_nvfp4_moe.tensor import DenseExperts
 
 F8 = ml_dtypes.float8_e4m3fn
 CPU = Target("cpu")

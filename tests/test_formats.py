@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jax_nvfp4_moe import formats
+from jax_nvfp4_moe.numerics import nvfp4 as formats
 
 
 def numpy_quantize(x, g):

@@ -14,10 +14,10 @@ from given import CHECKPOINTS, reference_tensors
 from jax_nvfp4_moe import CheckpointError, explain, generate, load_model, load_moe
 from jax_nvfp4_moe.checkpoint import open_checkpoint
 from jax_nvfp4_moe.checkpoint.export import write_checkpoint, write_safetensors
-from jax_nvfp4_moe.inspection import inspect
-from jax_nvfp4_moe.nn import DenseLinear, FP8Linear
+from jax_nvfp4_moe.cli.inspection import inspect
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.scheme import Float8
-from jax_nvfp4_moe.tensor import DenseExperts, MoEParams
 
 MIXED = "qwen3_moe-modelopt-mixed-w4a16-kv8"
 CT_MIXED = "qwen3_moe-ct-mixed"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from float64_layer import CODE_VALUES, E4M3, unpack
 
-from jax_nvfp4_moe.layouts import find_layout, to_layout
+from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.cutlass]
 

@@ -7,9 +7,9 @@ import pytest
 from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 from jax_nvfp4_moe import generate, load_model
-from jax_nvfp4_moe.generate import Sampling, _choose, stream
+from jax_nvfp4_moe.inference.generation import Sampling, _choose, stream
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.decoder import Decoder
-from jax_nvfp4_moe.tokenizer import load_tokenizer
 
 GREEDY = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]["w4a16_greedy"]
 

@@ -10,14 +10,14 @@ import pytest
 from expert_layer import E, H, I, K, expert_layer
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.backends.reference import round_activations
-from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense_fp8
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.scheme import Float8, Scheme
-from jax_nvfp4_moe.tensor import DenseExperts
 from jax_nvfp4_moe.testing import (
     assert_as_accurate_as,
     moe_mlp_float64,

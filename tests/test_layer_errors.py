@@ -11,7 +11,7 @@ from checkpoint_edits import edited
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_moe
-from jax_nvfp4_moe.layer_errors import (
+from jax_nvfp4_moe.quantization.layer_errors import (
     LayerErrors,
     _compare,
     available_schemes,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_nvfp4_moe import formats
-from jax_nvfp4_moe.layouts import LAYOUTS, find_layout, from_layout, to_layout
+from jax_nvfp4_moe.numerics import nvfp4 as formats
+from jax_nvfp4_moe.numerics.layouts import LAYOUTS, find_layout, from_layout, to_layout
 
 # Layouts that keep no sign of a block scale.
 SIGNLESS = {"mma_64x64", "mma_64x64_gated", "fp4_64x64", "fp4_64x64_gated", "fp4_128x64"}

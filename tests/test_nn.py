@@ -17,10 +17,11 @@ from jax_nvfp4_moe import (
     quantize,
     quantize_experts,
 )
-from jax_nvfp4_moe.activations import find_activation
 from jax_nvfp4_moe.backends import BACKENDS
-from jax_nvfp4_moe.nn import DenseLinear, NVFP4Param, RouterCorrection
-from jax_nvfp4_moe.routing import Router, route
+from jax_nvfp4_moe.nn.dense import DenseLinear, NVFP4Param
+from jax_nvfp4_moe.nn.moe import RouterCorrection
+from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.numerics.routing import Router, route
 from jax_nvfp4_moe.testing import (
     assert_as_accurate_as,
     moe_mlp_float64,

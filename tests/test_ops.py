@@ -11,9 +11,9 @@ from expert_layer import E, H, I, K
 from expert_layer import expert_layer as layer
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.activations import ACTIVATIONS, find_activation
-from jax_nvfp4_moe.formats import fake_quantize
-from jax_nvfp4_moe.ops.prepare import prepare_donated
+from jax_nvfp4_moe.numerics.activations import ACTIVATIONS, find_activation
+from jax_nvfp4_moe.numerics.nvfp4 import fake_quantize
+from jax_nvfp4_moe.ops.preparation import prepare_donated
 from jax_nvfp4_moe.testing import (
     assert_as_accurate_as,
     moe_mlp_float64,

@@ -11,7 +11,7 @@ import pytest
 from host_devices import SHAPES, start
 
 from jax_nvfp4_moe import NVFP4MoE
-from jax_nvfp4_moe.formats import SCALE_RANGE, amax, decode_scale, dequantize, divide
+from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, decode_scale, dequantize, divide
 from jax_nvfp4_moe.parallel.exchange import (
     Rows,
     Wire,

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.ops.prepare import prepare
+from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.parallel import pieces
 from jax_nvfp4_moe.scheme import Target
 from jax_nvfp4_moe.testing import random_moe_params

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jax_nvfp4_moe import prepare
 from jax_nvfp4_moe.ops import moe_mlp
-from jax_nvfp4_moe.placement import Placement, imbalance, place, place_params, unplaced
+from jax_nvfp4_moe.parallel.placement import Placement, imbalance, place, place_params, unplaced
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
 

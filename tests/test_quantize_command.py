@@ -8,9 +8,10 @@ from checkpoint_edits import read_all
 from given import EXAMPLE
 from unquantized import SMALL, read_config, tokens, write_source
 
-from jax_nvfp4_moe import cli, load_model, quantize_model
-from jax_nvfp4_moe.evaluate import evaluate
-from jax_nvfp4_moe.tokenizer import load_tokenizer
+from jax_nvfp4_moe import load_model, quantize_model
+from jax_nvfp4_moe.cli import app as cli
+from jax_nvfp4_moe.inference.evaluation import evaluate
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 IDS = tokens().reshape(-1)
 WINDOW = tokens().shape[1]

@@ -23,8 +23,9 @@ from unquantized import (
     write_source,
 )
 
-from jax_nvfp4_moe import CheckpointError, formats, load_model, load_moe, quantize_model
-from jax_nvfp4_moe.rounding import ALGORITHMS, quantize_weight
+from jax_nvfp4_moe import CheckpointError, load_model, load_moe, quantize_model
+from jax_nvfp4_moe.numerics import nvfp4 as formats
+from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
 
 IDS = tokens().reshape(-1)
 WINDOW = tokens().shape[1]

@@ -11,7 +11,7 @@ import pytest
 import quantizer_cases as cases
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe import formats
+from jax_nvfp4_moe.numerics import nvfp4 as formats
 
 HERE = pathlib.Path(__file__).parent
 CPU = jax.devices("cpu")[0]

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jax_nvfp4_moe import formats, rounding
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
-from jax_nvfp4_moe.rounding import ALGORITHMS, quantize_weight
+from jax_nvfp4_moe.numerics import nvfp4 as formats
+from jax_nvfp4_moe.numerics import rounding
+from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
 
 E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 SCALES = np.arange(1, 127, dtype=np.uint8).view(E4M3).astype(np.float64)  # all positive ones

@@ -14,7 +14,7 @@ import pytest
 from test_routing import FAMILIES, inputs, sigmoid, softmax
 
 from jax_nvfp4_moe import Target, ops
-from jax_nvfp4_moe.routing import Router, route
+from jax_nvfp4_moe.numerics.routing import Router, route
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 # The table's families and one with groups, with top_k as it comes.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_nvfp4_moe.routing import Router, route
+from jax_nvfp4_moe.numerics.routing import Router, route
 
 # float32 of a handful of operations against float64.
 BOUND = 8 * np.finfo(np.float32).eps

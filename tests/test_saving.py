@@ -17,8 +17,8 @@ from flax import nnx
 from given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
-from jax_nvfp4_moe.nn import NVFP4Param
-from jax_nvfp4_moe.saving import LAYOUTS, restore_prepared, save_prepared
+from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.nn.saving import LAYOUTS, restore_prepared, save_prepared
 from jax_nvfp4_moe.testing import random_moe_params
 
 X = jax.random.normal(jax.random.key(0), (3, 256), jnp.bfloat16)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.backends import BACKENDS, choice
-from jax_nvfp4_moe.backends.choice import log_scheme
+from jax_nvfp4_moe.backends import BACKENDS
+from jax_nvfp4_moe.backends import resolution as choice
+from jax_nvfp4_moe.backends.resolution import log_scheme
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_backend, choose_scheme
 from jax_nvfp4_moe.testing import random_moe_params
 

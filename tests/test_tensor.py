@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.tensor import check_moe_params
+from jax_nvfp4_moe.numerics.tensor import check_moe_params
 from jax_nvfp4_moe.testing import random_moe_params
 
 

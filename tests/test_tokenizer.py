@@ -6,7 +6,7 @@ import pytest
 from given import EXAMPLE
 
 from jax_nvfp4_moe import CheckpointError
-from jax_nvfp4_moe.tokenizer import load_tokenizer
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Wie <geht>'s?"}]
 

@@ -14,7 +14,7 @@ from flax import nnx
 from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.tokenizer import load_tokenizer
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 

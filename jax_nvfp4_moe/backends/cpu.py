@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.backends.custom_call import lower_grouped_gemm, lower_moe, lower_quantize
-from jax_nvfp4_moe.layouts import CANONICAL
+from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
 
 _EXTENSION = "_nvfp4_cpu"

@@ -6,7 +6,7 @@ from jax_nvfp4_moe.backends.custom_call import (
     lower_quantize,
     lower_route,
 )
-from jax_nvfp4_moe.layouts import CANONICAL
+from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Scheme
 
 _EXTENSION = "_nvfp4_cuda"

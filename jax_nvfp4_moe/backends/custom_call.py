@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.scheme import Scheme
-from jax_nvfp4_moe.tensor import NVFP4Tensor
 
 # What a kernel is told to do with activations before each product.
 ACTIVATION_SCALE = {

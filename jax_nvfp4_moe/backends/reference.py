@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.activations import ActivationCall, activate
-from jax_nvfp4_moe.formats import SCALE_RANGE, amax, divide, fake_quantize, quantize
-from jax_nvfp4_moe.layouts import CANONICAL, find_layout, to_layout
-from jax_nvfp4_moe.routing import route
+from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
+from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
+from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, divide, fake_quantize, quantize
+from jax_nvfp4_moe.numerics.routing import route
+from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
-from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor
 
 PIECE = 128  # rows of one expert that go through at once
 
@@ -191,7 +191,7 @@ def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):
 
 
 def quantize_nvfp4(x, global_scale, scale_layout):
-    """Quantize rows ``[m, k]``; `formats.quantize` is the meaning."""
+    """Quantize rows ``[m, k]``; `numerics.nvfp4.quantize` is the meaning."""
     packed, block_scale, scale = quantize(x, global_scale)
     if scale_layout != "linear":
         packed, block_scale = to_layout(packed, block_scale, find_layout(scale_layout))

@@ -13,7 +13,7 @@ from jax_nvfp4_moe.checkpoint.resolve import (
     load,
     open_checkpoint,
 )
-from jax_nvfp4_moe.tensor import DenseExperts
+from jax_nvfp4_moe.numerics.tensor import DenseExperts
 
 __all__ = [
     "CacheScales",

@@ -20,7 +20,7 @@ from jax_nvfp4_moe.checkpoint.forms import (
     object_in,
     spellings,
 )
-from jax_nvfp4_moe.formats import BLOCK
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
 
 PACKED_FORMAT = "nvfp4-pack-quantized"

@@ -34,7 +34,7 @@ from jax_nvfp4_moe.checkpoint.plan import (
     Shape,
     empty_matrices,
 )
-from jax_nvfp4_moe.formats import BLOCK
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
 
 

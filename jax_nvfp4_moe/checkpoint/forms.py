@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.spelling import PREFIXES
-from jax_nvfp4_moe.formats import BLOCK
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import Declared
 
 # Runtimes run these projections as one, and exclusion lists may name that one.
@@ -44,7 +44,7 @@ class TensorNames:
       weight_global: float32 scalar of the weights.
       input_global: float32 scalar of the activations.
       divides: the two scalars are the reciprocals of the scales.
-      fp8_by_factor: how activations are rounded to FP8; see `float8.round_fp8`.
+      fp8_by_factor: how activations are rounded to FP8; see `numerics.fp8.round_fp8`.
     """
 
     packed: str
@@ -81,7 +81,7 @@ class KVCache:
     Attributes:
       algorithm: "FP8", or another that is not supported.
       source: where it was read.
-      by_factor: how the tool rounds; see `float8.round_fp8`.
+      by_factor: how the tool rounds; see `numerics.fp8.round_fp8`.
     """
 
     algorithm: str

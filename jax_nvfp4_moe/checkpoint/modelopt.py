@@ -24,7 +24,7 @@ from jax_nvfp4_moe.checkpoint.forms import (
     shards,
     spellings,
 )
-from jax_nvfp4_moe.formats import BLOCK
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
 
 QUANT_FILE = "hf_quant_config.json"

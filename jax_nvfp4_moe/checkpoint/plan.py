@@ -16,7 +16,7 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.forms import FP8_INPUT_SCALE, FP8_SCALE, Decision, TensorNames
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
-from jax_nvfp4_moe.formats import BLOCK
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
 
 FLOATS = ("BF16", "F16", "F32", "F64")

@@ -21,8 +21,8 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.forms import TensorNames
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, Piece
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
-from jax_nvfp4_moe.float8 import FP8Tensor
-from jax_nvfp4_moe.tensor import NVFP4Tensor
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 
 log = logging.getLogger("jax_nvfp4_moe")
 

@@ -39,9 +39,9 @@ from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.reading import Reader
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 from jax_nvfp4_moe.checkpoint.spelling import Spelling, canonical_names, find_spelling
-from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.scheme import Declared
-from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -84,7 +84,7 @@ class LinearWeights:
       bias: ``[n]`` or None.
       input_scale: float32 scalar where the file declares W4A4 or static FP8, else None.
       declared: the scheme in the file; None where the weight is dense.
-      by_factor: how activations are rounded to FP8; see `float8.round_fp8`.
+      by_factor: how activations are rounded to FP8; see `numerics.fp8.round_fp8`.
     """
 
     weight: Any
@@ -108,7 +108,7 @@ class CacheScales:
 
     Attributes:
       scales: name -> float32 ``[heads]``.
-      by_factor: static; see `float8.round_fp8`.
+      by_factor: static; see `numerics.fp8.round_fp8`.
     """
 
     scales: Mapping[str, Any]

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.export import LazyTensor, write_checkpoint
-from jax_nvfp4_moe.formats import BLOCK
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 
 # E4M3 bytes of 1 to 256, as real block scales spread around the middle of their range.
 _LOWEST_SCALE, _HIGHEST_SCALE = 0x38, 0x78

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.tokenizer import load_tokenizer
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 CHECKPOINT = pathlib.Path(__file__).parent / "tiny-python-moe"
 TEXT = '''

@@ -10,10 +10,10 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_nvfp4_moe.float8 import round_fp8
 from jax_nvfp4_moe.models.config import Rope
 from jax_nvfp4_moe.models.settings import Settings
-from jax_nvfp4_moe.nn import precision_for
+from jax_nvfp4_moe.numerics.fp8 import round_fp8
+from jax_nvfp4_moe.ops.dense import precision_for
 
 # A token at this position or after it is padding: nothing is cached for it, and no recurrent state
 # takes it in. What a model computes for it is not defined.

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax_nvfp4_moe.formats import BLOCK
 from jax_nvfp4_moe.models.settings import Settings
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.parallel.grid import TENSOR, Grid, stack_parts
 from jax_nvfp4_moe.parallel.parts import ByRows, Parts, Split, build_parts
 from jax_nvfp4_moe.scheme import DYNAMIC, Float8, choose_scheme

@@ -14,14 +14,9 @@ from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
 from jax_nvfp4_moe.models.attention import PADDING
 from jax_nvfp4_moe.models.cutting import build_cut, cut_table, cut_vocabulary
 from jax_nvfp4_moe.models.settings import Settings as Settings
-from jax_nvfp4_moe.nn import (
-    DenseLinear,
-    FP8Linear,
-    ModuleProblem,
-    NVFP4Linear,
-    dense,
-    find_problems,
-)
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear import ModuleProblem, NVFP4Linear, find_problems
+from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.parallel.grid import Grid, check_context
 from jax_nvfp4_moe.parallel.parts import Split, build_parts, join_columns, look_up
 from jax_nvfp4_moe.scheme import Float8

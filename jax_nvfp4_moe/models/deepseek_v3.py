@@ -33,14 +33,10 @@ from jax_nvfp4_moe.models.sparse import (
     read_leading_dense,
     read_sparse,
 )
-from jax_nvfp4_moe.nn import (
-    DenseLinear,
-    FP8Linear,
-    NVFP4Linear,
-    NVFP4MoE,
-    dense,
-    precision_for,
-)
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear import NVFP4Linear
+from jax_nvfp4_moe.nn.moe import NVFP4MoE, dense
+from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.parallel.parts import HeadParts, Split
 from jax_nvfp4_moe.scheme import Float8, Scheme
 

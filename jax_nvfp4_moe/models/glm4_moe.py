@@ -17,7 +17,7 @@ from jax_nvfp4_moe.models.sparse import (
     read_leading_dense,
     read_sparse,
 )
-from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
 
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _EPS = 1e-5

@@ -22,8 +22,8 @@ from jax_nvfp4_moe.models.decoder import (
 )
 from jax_nvfp4_moe.models.grouped_query import build_heads
 from jax_nvfp4_moe.models.sparse import require_experts
-from jax_nvfp4_moe.nn import NVFP4MoE
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.routing import Router
 
 _THETA = 150000.0  # where the config names none
 _YARN = {

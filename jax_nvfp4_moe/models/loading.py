@@ -38,15 +38,15 @@ from jax_nvfp4_moe.models import (
 )
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
 from jax_nvfp4_moe.models.settings import Observer
-from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.ops.moe import DTYPES
-from jax_nvfp4_moe.ops.prepare import find_moe_layout
+from jax_nvfp4_moe.ops.preparation import find_moe_layout
 from jax_nvfp4_moe.parallel import EXCHANGES
 from jax_nvfp4_moe.parallel.experts import check_experts, shard_experts
 from jax_nvfp4_moe.parallel.grid import EXPERT, Grid, find_grid, replicate
 from jax_nvfp4_moe.parallel.pieces import join_pieces, piece_size
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
-from jax_nvfp4_moe.tensor import DenseExperts, MoEParams
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,

@@ -23,11 +23,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.models.attention import PADDING
 from jax_nvfp4_moe.models.convolution import convolve
 from jax_nvfp4_moe.models.cutting import build_cut
 from jax_nvfp4_moe.models.decoder import Settings, linear
+from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.parallel.parts import HeadParts, Split
 
 _CHUNK = 64  # tokens multiplied with each other
@@ -43,7 +43,7 @@ class Mamba2Config:
       heads, head_dim, state_size: the state is ``[heads, head_dim, state_size]``.
       groups: heads of one group share b and c, and are normalized together.
       taps: tokens that the convolution sees, its own the last.
-      activation: name of a row of `activations.ACTIVATIONS`, after the convolution.
+      activation: name of a row of `numerics.activations.ACTIVATIONS`, after the convolution.
       bias, conv_bias: whether the linears and the convolution have one.
       eps: of the norm.
       step_limits: smallest and largest dt.

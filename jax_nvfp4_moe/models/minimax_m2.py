@@ -10,8 +10,8 @@ from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings, build_decoder
 from jax_nvfp4_moe.models.grouped_query import build_attention, read_grouped_query
 from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse, read_top_k
-from jax_nvfp4_moe.nn import NVFP4MoE
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_local_experts", "num_experts")
 _EPS, _HEAD_DIM = 1e-6, 128

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.cutting import beside_experts, build_cut, cut_vocabulary
@@ -34,9 +33,10 @@ from jax_nvfp4_moe.models.decoder import (
 from jax_nvfp4_moe.models.grouped_query import GroupedQuery, build_heads
 from jax_nvfp4_moe.models.mamba2 import Mamba2Config, build_mamba2
 from jax_nvfp4_moe.models.sparse import read_grouped_router
-from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel.parts import Split
-from jax_nvfp4_moe.routing import Router
 
 MAMBA, ATTENTION, DENSE, MOE = "M", "*", "-", "E"
 # What lists of layers call them, older spellings behind newer ones.
@@ -80,7 +80,7 @@ class NemotronHConfig:
     Attributes:
       pattern: the kind of each layer, a string of `MAMBA`, `ATTENTION`, `DENSE` and `MOE`.
       wide_residual: whether layers add up in float32 whatever the dtype.
-      activation: name of a row of `activations.ACTIVATIONS`, of MLPs and experts.
+      activation: name of a row of `numerics.activations.ACTIVATIONS`, of MLPs and experts.
       experts: None where no layer has any.
     """
 

@@ -16,8 +16,8 @@ from jax_nvfp4_moe.models.sparse import (
     read_sparse,
     read_top_k,
 )
-from jax_nvfp4_moe.nn import NVFP4MoE
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_experts", "num_local_experts")
 _EPS = 1e-6

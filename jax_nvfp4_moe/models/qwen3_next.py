@@ -28,8 +28,8 @@ from jax_nvfp4_moe.models.decoder import (
 from jax_nvfp4_moe.models.gated_delta_net import DeltaSizes, build_delta_net
 from jax_nvfp4_moe.models.grouped_query import build_heads
 from jax_nvfp4_moe.models.sparse import require_experts
-from jax_nvfp4_moe.nn import NVFP4MoE
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.routing import Router
 
 # Whether a layer of this type attends; the second names are those of older files.
 _ATTENDS = {

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.cutting import beside_experts
 from jax_nvfp4_moe.models.decoder import Settings, gated_mlp
-from jax_nvfp4_moe.nn import NVFP4MoE
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.routing import Router
 
 ACTIVATIONS = ("silu", "swish")  # two names of one
 

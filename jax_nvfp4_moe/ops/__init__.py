@@ -1,9 +1,9 @@
 """The public ops: checks, the two choices, one call."""
 
-from jax_nvfp4_moe.ops.grouped_gemm import grouped_gemm, linear
 from jax_nvfp4_moe.ops.moe import moe_mlp
-from jax_nvfp4_moe.ops.prepare import prepare
+from jax_nvfp4_moe.ops.preparation import prepare
+from jax_nvfp4_moe.ops.products import grouped_gemm, linear
 from jax_nvfp4_moe.ops.quantize import quantize_nvfp4
-from jax_nvfp4_moe.ops.route import route
+from jax_nvfp4_moe.ops.routing import route
 
 __all__ = ["grouped_gemm", "linear", "moe_mlp", "prepare", "quantize_nvfp4", "route"]

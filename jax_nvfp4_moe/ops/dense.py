@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.float8 import FP8Tensor, dynamic_scale, round_fp8
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8
 from jax_nvfp4_moe.scheme import Float8
 
 
@@ -59,7 +59,7 @@ def dense_fp8(
       weight: ``[n, k]``.
       activations: how `x` is rounded.
       input_scale: s of `Float8.STATIC`, float32 scalar.
-      by_factor: see `float8.round_fp8`.
+      by_factor: see `numerics.fp8.round_fp8`.
     """
     values = weight.values.astype(x.dtype)
     scale = weight.scale.astype(jnp.float32)

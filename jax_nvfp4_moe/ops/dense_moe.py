@@ -5,14 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.backends.reference import combine_experts
-from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
 from jax_nvfp4_moe.ops.gradient import ExpertLayer, take_expert, with_expert_gradient
 from jax_nvfp4_moe.ops.moe import check_call
 from jax_nvfp4_moe.scheme import Float8
-from jax_nvfp4_moe.tensor import DenseExperts
 
 
 def dense_moe(

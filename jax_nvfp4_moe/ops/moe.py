@@ -6,9 +6,10 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.activations import activate, find_activation
-from jax_nvfp4_moe.backends.choice import log_conversion, log_scheme, pick
 from jax_nvfp4_moe.backends.reference import round_activations, round_to
+from jax_nvfp4_moe.backends.resolution import log_conversion, log_scheme, pick
+from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.numerics.tensor import MoEParams, check_moe_params
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.gradient import (
     ExpertLayer,
@@ -17,7 +18,6 @@ from jax_nvfp4_moe.ops.gradient import (
     with_expert_gradient,
 )
 from jax_nvfp4_moe.scheme import NEEDS_INPUT_SCALES, Problem, Scheme, Target, choose_scheme
-from jax_nvfp4_moe.tensor import MoEParams, check_moe_params
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -63,7 +63,7 @@ def moe_mlp(
     """Run each token through its experts and add up their weighted outputs.
 
     With ``W1 = dequantize(params.gate_up)``, ``W2 = dequantize(params.down)`` and ``act`` of
-    `activations`::
+    `numerics.activations`::
 
       y[t] = sum_j expert_weights[t, j] * (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]),
       e = expert_ids[t, j]
@@ -84,7 +84,7 @@ def moe_mlp(
         scales.
       target: the device to lower for; the current one where None.
       backend: name of a record, or None to choose.
-      activation: name of a row of `activations.ACTIVATIONS`.
+      activation: name of a row of `numerics.activations.ACTIVATIONS`.
       alpha, beta, limit: parameters of the activation, its row's where None.
       weight_on_input: multiply the expert's input by its weight instead of its output (Llama-4).
 

@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends.choice import pick
-from jax_nvfp4_moe.formats import check_blocks
-from jax_nvfp4_moe.layouts import CANONICAL
+from jax_nvfp4_moe.backends.resolution import pick
+from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.moe import check_activations
 from jax_nvfp4_moe.scheme import Problem, Target
-from jax_nvfp4_moe.tensor import NVFP4Tensor
 
 # Value of `scale_layout` -> layout tag of the result.
 _LAYOUTS = {"linear": CANONICAL, "swizzle_128x4": "swizzle_128x4"}
@@ -22,7 +22,7 @@ def quantize_nvfp4(
     target: Target | None = None,
     backend: str | None = None,
 ) -> NVFP4Tensor:
-    """Quantize rows to NVFP4 on the device, to the bit as `formats.quantize` does.
+    """Quantize rows to NVFP4 on the device, to the bit as `numerics.nvfp4.quantize` does.
 
     ``s8 = e4m3(min(amax16 / (6 g), 448))``, ``codes = e2m1(x / (s8 g))``, float32, ties to even.
     NaN and infinities do what they do there; subnormals are kept.
@@ -41,7 +41,7 @@ def quantize_nvfp4(
       NoBackendError: no backend can run this; says why, one by one.
 
     Reference:
-      `formats.quantize`.
+      `numerics.nvfp4.quantize`.
     """
     check_activations("x", x)
     check_blocks("x", x.shape)

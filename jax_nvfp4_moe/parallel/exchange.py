@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_nvfp4_moe.formats import (
+from jax_nvfp4_moe.numerics.nvfp4 import (
     BLOCK,
     SCALE_RANGE,
     amax,

@@ -21,12 +21,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.checkpoint.reading import aligned_empty
-from jax_nvfp4_moe.float8 import FP8Tensor
-from jax_nvfp4_moe.formats import BLOCK
-from jax_nvfp4_moe.layouts import CANONICAL
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid, check_parts, replicate, stack_parts
 from jax_nvfp4_moe.parallel.pieces import join_pieces, on_shards, piece_size
-from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor
 
 # How one array of an expert layer is cut along `tensor`: rows in each half, columns, not at all, or
 # left to the first shard (zero in the others, so that it counts once in the sum).

@@ -21,10 +21,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.checkpoint.resolve import CacheScales, LinearWeights
-from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.parallel.exchange import share_rows
 from jax_nvfp4_moe.parallel.grid import TENSOR, Grid
-from jax_nvfp4_moe.tensor import NVFP4Tensor
 
 
 class Split(NamedTuple):

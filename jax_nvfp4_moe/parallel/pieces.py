@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid
 from jax_nvfp4_moe.scheme import Target
-from jax_nvfp4_moe.tensor import DenseExperts, MoEParams
 
 Experts = TypeVar("Experts", MoEParams, DenseExperts)
 

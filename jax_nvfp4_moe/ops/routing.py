@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.choice import pick
-from jax_nvfp4_moe.routing import Router, check_experts, weigh
+from jax_nvfp4_moe.backends.resolution import pick
+from jax_nvfp4_moe.numerics.routing import Router, check_experts, weigh
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
@@ -25,7 +25,7 @@ def route(
     Gradients flow from the weights to the logits, with the choice of experts held fixed.
 
     Args:
-      router: how to route; see `routing.Router`.
+      router: how to route; see `numerics.routing.Router`.
       logits: ``[t, e]``; computed in float32.
       bias: score correction ``[e]``, or None.
       target: the device to lower for; the current one where None.
@@ -40,7 +40,7 @@ def route(
       NoBackendError: no backend can run this; says why, one by one.
 
     Reference:
-      `routing.route` defines the result, up to the rounding of scores.
+      `numerics.routing.route` defines the result, up to the rounding of scores.
     """
     if logits.ndim != 2:
         raise ValueError(f"logits: expected shape [t, e], got {logits.shape}")

@@ -16,12 +16,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jax_nvfp4_moe.linears import NVFP4Param
 from jax_nvfp4_moe.models.blocks import expert_blocks
-from jax_nvfp4_moe.nn import NVFP4MoE
+from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.parallel import ShardedExperts
 from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, check_parts
-from jax_nvfp4_moe.placement import (
+from jax_nvfp4_moe.parallel.placement import (
     Count,
     ExpertLoad,
     ExpertSlots,

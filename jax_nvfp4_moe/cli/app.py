@@ -17,12 +17,15 @@ import numpy as np
 import typer
 from jax.sharding import Mesh
 
-from jax_nvfp4_moe import distributed
-from jax_nvfp4_moe.bench import layer_times
-from jax_nvfp4_moe.evaluate import evaluate, summary_rows, window_rows
-from jax_nvfp4_moe.generate import stream
-from jax_nvfp4_moe.inspection import inspect, table
-from jax_nvfp4_moe.layer_errors import (
+from jax_nvfp4_moe.cli.bench import layer_times
+from jax_nvfp4_moe.cli.inspection import inspect, table
+from jax_nvfp4_moe.cli.process_options import over_devices
+from jax_nvfp4_moe.inference.evaluation import evaluate, summary_rows, window_rows
+from jax_nvfp4_moe.inference.generation import stream
+from jax_nvfp4_moe.inference.tokenizer import TOKENIZER, load_tokenizer
+from jax_nvfp4_moe.models.loading import abstract_model, load_model
+from jax_nvfp4_moe.parallel import processes as distributed
+from jax_nvfp4_moe.quantization.layer_errors import (
     check_original,
     check_plot,
     error_report,
@@ -30,11 +33,8 @@ from jax_nvfp4_moe.layer_errors import (
     measure_errors,
     plot_errors,
 )
-from jax_nvfp4_moe.models.loading import abstract_model, load_model
-from jax_nvfp4_moe.process_options import over_devices
-from jax_nvfp4_moe.quantize_model import quantize_model
+from jax_nvfp4_moe.quantization.pipeline import quantize_model
 from jax_nvfp4_moe.scheme import Target
-from jax_nvfp4_moe.tokenizer import TOKENIZER, load_tokenizer
 
 EXAMPLE = "tiny-python-moe"
 PROMPT = "import jax\nimport jax.numpy as jnp\n\n\ndef softmax("

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.backends.choice import explain_problem
+from jax_nvfp4_moe.backends.resolution import explain_problem
 from jax_nvfp4_moe.models.loading import find_dtype
 from jax_nvfp4_moe.ops.moe import moe_mlp
-from jax_nvfp4_moe.ops.prepare import prepare
+from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Bool, Int, Int32
 
-from jax_nvfp4_moe.tensor import DenseExperts, MoEParams
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 
 Experts = TypeVar("Experts", MoEParams, DenseExperts)
 

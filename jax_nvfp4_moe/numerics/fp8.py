@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.formats import amax, divide
+from jax_nvfp4_moe.numerics.nvfp4 import amax, divide
 
 LARGEST = 448.0  # E4M3 has no infinities
 

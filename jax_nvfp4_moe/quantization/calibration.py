@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_nvfp4_moe.activations import activate, find_activation
 from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.checkpoint.expert_names import Requests
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.resolve import Checkpoint
 from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.models.loading import observe_layers
+from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.ops.dense import dense
 
 # Tokens that go through a layer together; bounds the memory of what its experts make of them.

@@ -12,7 +12,7 @@ from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Namin
 from jax_nvfp4_moe.checkpoint.forms import fused_name, parents
 from jax_nvfp4_moe.checkpoint.resolve import Checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
-from jax_nvfp4_moe.formats import BLOCK
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 
 Modules = Literal["all", "experts"]
 MODULES = ("all", "experts")

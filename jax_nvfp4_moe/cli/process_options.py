@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from jax.sharding import Mesh
 
-from jax_nvfp4_moe import distributed
+from jax_nvfp4_moe.parallel import processes as distributed
 
 _PANEL = "Several processes"
 

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 import logging
 
-from jax_nvfp4_moe import _ffi
-from jax_nvfp4_moe.backends import BACKENDS
+from jax_nvfp4_moe.backends import BACKENDS, _ffi
 from jax_nvfp4_moe.scheme import (
     Backend,
     Choice,

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.float8 import FP8Tensor
-from jax_nvfp4_moe.formats import BLOCK, check_blocks, decode_scale, dequantize, divide
-from jax_nvfp4_moe.formats import quantize as quantize_arrays
-from jax_nvfp4_moe.layouts import CANONICAL, find_layout, from_layout, to_layout
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, from_layout, to_layout
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, check_blocks, decode_scale, dequantize, divide
+from jax_nvfp4_moe.numerics.nvfp4 import quantize as quantize_arrays
 
 # What messages about axes end with.
 _OUTPUTS_FIRST = (
@@ -32,7 +32,7 @@ class NVFP4Tensor:
       global_divisor: float32 like `global_scale`, or None. Where a file stores the reciprocal, as
         compressed-tensors does, dequantization divides by it, so that values are equal to that
         tool's to the bit; kernels multiply by `global_scale`, its rounded reciprocal.
-      layout: static name of the byte order, see `layouts`.
+      layout: static name of the byte order, see `numerics.layouts`.
       rows, columns: static; n and k before a layout padded them, None where it did not.
 
     Shapes are those of the canonical layout; another layout permutes bytes inside `packed` and
@@ -113,7 +113,7 @@ class NVFP4Tensor:
         """Return the same values in the layout called `name`.
 
         Bytes come back as they were, but for blocks whose scale is not positive in layouts that
-        keep no sign of it, see `layouts`.
+        keep no sign of it, see `numerics.layouts`.
 
         Raises:
           ValueError: there is no such layout.
@@ -227,7 +227,7 @@ class DenseExperts(_ExpertSizes):
       gate_up_bias, down_bias: ``[e, 2i]`` and ``[e, h]``, or None.
       gate_up_input_scale, down_input_scale: float32 ``[e]`` where FP8 activations are rounded with
         calibrated scales, else None.
-      by_factor: static; how activations are rounded to FP8, see `float8.round_fp8`.
+      by_factor: static; how activations are rounded to FP8, see `numerics.fp8.round_fp8`.
     """
 
     gate_up: jax.Array | FP8Tensor
@@ -295,7 +295,7 @@ def quantize(x, global_scale=None) -> NVFP4Tensor:
     """Quantize `x` to NVFP4 with blocks of 16 along its last axis.
 
     ``s8 = e4m3(min(amax16 / (6 g), 448))``, ``codes = e2m1(x / (s8 g))``, all in float32, ties to
-    even; see `formats.quantize`.
+    even; see `numerics.nvfp4.quantize`.
 
     Args:
       x: any float dtype, ``[..., n, k]`` with k a multiple of 16.

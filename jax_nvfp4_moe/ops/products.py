@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.choice import log_conversion, pick
-from jax_nvfp4_moe.formats import check_blocks
+from jax_nvfp4_moe.backends.resolution import log_conversion, pick
+from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.gradient import with_product_gradient
 from jax_nvfp4_moe.ops.moe import check_activations, resolve_scheme
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target
-from jax_nvfp4_moe.tensor import NVFP4Tensor
 
 
 def _product(op, x, weight, group_sizes, input_scale, bias, scheme, target, backend):

@@ -19,13 +19,12 @@ import re
 import jax
 import jax.export
 
-from jax_nvfp4_moe import _ffi
-from jax_nvfp4_moe.backends import BACKENDS
+from jax_nvfp4_moe.backends import BACKENDS, _ffi
 from jax_nvfp4_moe.backends.custom_call import CustomCall
-from jax_nvfp4_moe.float8 import FP8Tensor
 from jax_nvfp4_moe.models.decoder import Cache
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.scheme import NoBackendError
-from jax_nvfp4_moe.tensor import DenseExperts, MoEParams, NVFP4Tensor
 
 # What XLA itself knows and `jax.export` does not list: the byte order of a model's cache.
 _OF_XLA = ("LayoutConstraint",)

@@ -9,13 +9,15 @@ import jax
 from flax import nnx
 
 from jax_nvfp4_moe.backends import BACKENDS
-from jax_nvfp4_moe.backends.choice import explain
+from jax_nvfp4_moe.backends.resolution import explain
 from jax_nvfp4_moe.checkpoint.resolve import open_checkpoint
-from jax_nvfp4_moe.float8 import FP8Tensor
 from jax_nvfp4_moe.models.loading import abstract_model
-from jax_nvfp4_moe.nn import DenseLinear, FP8Linear, NVFP4Linear, NVFP4MoE
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.linear import NVFP4Linear
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.scheme import Target
-from jax_nvfp4_moe.tensor import NVFP4Tensor
 
 TARGETS = (
     Target("cpu"),

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.float8 import FP8Tensor
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
 from jax_nvfp4_moe.scheme import Float8, Scheme, Target, rounds_to_fp8
 
@@ -54,7 +54,7 @@ class FP8Linear(nnx.Module):
       input_scale: `NVFP4Param` of the activations' float32 scale, or None.
       declared: static; how the checkpoint says that activations are rounded.
       activations: static; how they are.
-      by_factor: static; see `float8.round_fp8`.
+      by_factor: static; see `numerics.fp8.round_fp8`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FP8Linear(nnx.Module):
           bias: ``[n]``, cast to `dtype`.
           input_scale: needed where activations are rounded with a calibrated scale.
           declared: what the checkpoint says of activations.
-          by_factor: see `float8.round_fp8`.
+          by_factor: see `numerics.fp8.round_fp8`.
           scheme, target: activations are rounded where `scheme.rounds_to_fp8` says so.
           dtype: of the result; inputs are cast to it.
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.models.loading import abstract_model, load_model
+from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.scheme import Scheme
-from jax_nvfp4_moe.tensor import MoEParams
 
 Progress = Callable[[int, int], None]
 

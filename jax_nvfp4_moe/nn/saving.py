@@ -16,8 +16,8 @@ from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_json
-from jax_nvfp4_moe.layouts import find_layout
-from jax_nvfp4_moe.tensor import NVFP4Tensor
+from jax_nvfp4_moe.numerics.layouts import find_layout
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 
 ARRAYS = "arrays"
 LAYOUTS = "layouts.json"

@@ -2,10 +2,10 @@
 
 import jax
 
-from jax_nvfp4_moe.backends.choice import pick
+from jax_nvfp4_moe.backends.resolution import pick
+from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, check_moe_params
 from jax_nvfp4_moe.ops.moe import declared_scheme, resolve_scheme
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target
-from jax_nvfp4_moe.tensor import MoEParams, NVFP4Tensor, check_moe_params
 
 
 def _to_layout(weights, layout):

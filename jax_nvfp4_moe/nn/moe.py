@@ -1,13 +1,7 @@
-"""Flax NNX modules with NVFP4 weights: `NVFP4MoE` and `NVFP4Linear`.
-
-A module settles three things when it is made, and keeps them as static attributes: its scheme
-(what the numbers are), its target (which device) and its dtype. Its weights are put into the
-layout of the backend that will read them, so a call converts nothing.
-"""
+"""NVFP4MoE: a mixture-of-experts block with NVFP4 experts."""
 
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +9,28 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int32
 
-from jax_nvfp4_moe.activations import find_activation
-from jax_nvfp4_moe.backends.choice import log_scheme
-from jax_nvfp4_moe.linears import DenseLinear as DenseLinear
-from jax_nvfp4_moe.linears import FP8Linear as FP8Linear
-from jax_nvfp4_moe.linears import NVFP4Param
+from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.nn.linear import (
+    QuantizedModule,
+    check_shape,
+    random_matrix,
+    read_value,
+    wrap_value,
+)
+from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.numerics.tensor import (
+    DenseExperts,
+    MoEParams,
+    check_sizes,
+    quantize,
+    quantize_experts,
+)
 from jax_nvfp4_moe.ops.dense import dense
-from jax_nvfp4_moe.ops.dense import precision_for as precision_for
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
-from jax_nvfp4_moe.ops.grouped_gemm import linear
-from jax_nvfp4_moe.ops.moe import DTYPES, check_input_scales, check_row_order, moe_mlp
-from jax_nvfp4_moe.ops.prepare import find_moe_layout, prepare, prepare_linear
-from jax_nvfp4_moe.ops.route import route
+from jax_nvfp4_moe.ops.moe import check_input_scales, check_row_order, moe_mlp
+from jax_nvfp4_moe.ops.preparation import find_moe_layout, prepare
+from jax_nvfp4_moe.ops.routing import route
 from jax_nvfp4_moe.parallel import (
     EXCHANGES,
     ShardedExperts,
@@ -36,145 +40,22 @@ from jax_nvfp4_moe.parallel import (
     share_rows,
 )
 from jax_nvfp4_moe.parallel.grid import check_context, check_row_scales, replicate
-from jax_nvfp4_moe.placement import ExpertLoad, ExpertSlots, locate
-from jax_nvfp4_moe.routing import Router
+from jax_nvfp4_moe.parallel.placement import ExpertLoad, ExpertSlots, locate
 from jax_nvfp4_moe.scheme import (
     Declared,
     Float8,
     Problem,
     Scheme,
     Target,
-    choose_scheme,
     rounds_to_fp8,
 )
-from jax_nvfp4_moe.tensor import (
-    DenseExperts,
-    MoEParams,
-    NVFP4Tensor,
-    check_sizes,
-    quantize,
-    quantize_experts,
-)
-
-# What `explain` asks a module for: path, problem, declared scheme, asked scheme, asked backend.
-ModuleProblem = tuple[str, Problem, Declared, str | None, str | None]
 
 
 class RouterCorrection(nnx.Variable):
     """A bias that moves the choice of experts alone; set by load balancing, not by gradients."""
 
 
-def find_problems(module: nnx.Module) -> Iterator[ModuleProblem]:
-    """Return what each NVFP4 module inside `module` asks of a backend, with its path."""
-    for path, part in nnx.iter_modules(module):
-        if isinstance(part, (NVFP4Linear, NVFP4MoE)) and part.scheme is not None:
-            yield (".".join(map(str, path)), *part.own_problem())
-
-
-class _Settled(nnx.Module):
-    """What an NVFP4 module settles at construction."""
-
-    declared: Declared
-    scheme: Scheme | None
-
-    def _settle(self, declared, scheme, target, backend, dtype):
-        self.dtype = jnp.dtype(dtype)
-        if self.dtype.name not in DTYPES:
-            raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {self.dtype.name}")
-        self.asked = None if scheme is None else str(scheme)
-        self.target = target or Target.current()
-        self.backend = backend
-        if declared is None or declared in list(Float8):  # no backend, no decision of NVFP4
-            self.declared, self.scheme = declared and Float8(declared), None
-            return
-        self.declared = Scheme(declared)
-        self.scheme, why = choose_scheme(self.declared, scheme, self.target)
-        log_scheme(self.declared, self.scheme, why)
-
-    def _op_arguments(self):
-        return {"scheme": self.scheme, "target": self.target, "backend": self.backend}
-
-    def nvfp4_problems(self) -> Iterator[ModuleProblem]:
-        """Return what this module and those inside it ask of a backend, for `explain`."""
-        return find_problems(self)
-
-
-class NVFP4Linear(_Settled):
-    """A linear with an NVFP4 matrix: ``y = x @ dequantize(weight).T + bias``.
-
-    Attributes:
-      weight: `NVFP4Param` of an `NVFP4Tensor` ``[n, k]``, in the layout of its backend.
-      bias: `nnx.Param` ``[n]``, or None.
-      input_scale: `NVFP4Param` of the activations' float32 global scale, or None.
-      scheme, target, dtype: static; see the constructor.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        use_bias: bool = False,
-        weight: NVFP4Tensor | None = None,
-        bias: Float[Array, " n"] | None = None,
-        input_scale: Float[Array, ""] | None = None,
-        declared: Scheme | str = Scheme.W4A16,
-        scheme: Scheme | str | None = None,
-        target: Target | None = None,
-        backend: str | None = None,
-        dtype=jnp.bfloat16,
-        rngs: nnx.Rngs | None = None,
-    ):
-        """Make a linear of ``k = in_features`` and ``n = out_features``.
-
-        Args:
-          in_features, out_features: k, a multiple of 16, and n.
-          use_bias: whether to make a bias of zeros where none is given.
-          weight: ``[n, k]``; random where it is None and `rngs` is given, else zeros.
-          bias: ``[n]``.
-          input_scale: needed by scheme w4a4.
-          declared: what the checkpoint says of this module: "w4a16" or "w4a4".
-          scheme: as for `ops.linear`.
-          target: the device to run on; the current one where None.
-          backend: name of a record, or None to choose.
-          dtype: of the result; inputs are cast to it.
-          rngs: where random weights come from (stream "params").
-
-        Raises:
-          ValueError: a shape disagrees, or the scheme is unknown or lacks input scales.
-          NoBackendError: no backend fits.
-        """
-        self._settle(declared, scheme, target, backend, dtype)
-        shape = (out_features, in_features)
-        if weight is None:
-            weight = _fresh(shape, rngs)
-        _check_shape("weight", weight.shape, shape)
-        self.weight = NVFP4Param(prepare_linear(weight, **self._op_arguments()))
-        if bias is None and use_bias:
-            bias = jnp.zeros(out_features, self.dtype)
-        self.bias = None if bias is None else nnx.Param(bias)
-        self.input_scale = _optional(input_scale)
-
-    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
-        """Multiply; `x` is cast to the module's dtype, which the result has."""
-        return linear(
-            x.astype(self.dtype),
-            self.weight.get_value(),
-            input_scale=_value(self.input_scale),
-            bias=_value(self.bias),
-            **self._op_arguments(),
-        )
-
-    def own_problem(self) -> tuple[Problem, Declared, str | None, str | None]:
-        """Return what the product asks of a backend."""
-        n, k = self.weight.get_value().shape
-        problem = Problem(
-            "grouped_gemm", self.scheme, self.target, self.dtype.name, hidden=k, intermediate=n
-        )
-        return problem, self.declared, self.asked, self.backend
-
-
-class NVFP4MoE(_Settled):
+class NVFP4MoE(QuantizedModule):
     """A mixture-of-experts block with NVFP4 experts, or such as a mixed checkpoint has beside them.
 
     ``y = latent_out(experts(latent_in(x), *route(x))) + shared_gate * shared_experts(x)``, each
@@ -187,8 +68,8 @@ class NVFP4MoE(_Settled):
       router_logit_bias: `nnx.Param` ``[e]``, part of the logits, or None.
       router_bias: `RouterCorrection` ``[e]``, or None.
       slots, load: None, but where `balance` has placed the experts, or counts how they are chosen.
-      router: static `routing.Router`.
-      activation: static `activations.ActivationCall`.
+      router: static `numerics.routing.Router`.
+      activation: static `numerics.activations.ActivationCall`.
       scheme, target, dtype: static; see the constructor.
     """
 
@@ -281,17 +162,17 @@ class NVFP4MoE(_Settled):
         params = self._prepared(params, mesh)
         self.params = NVFP4Param(params)
         if router_weight is None:
-            router_weight = _random((num_experts, hidden), rngs).astype(self.dtype)
-        _check_shape("router_weight", router_weight.shape, (num_experts, hidden))
+            router_weight = random_matrix((num_experts, hidden), rngs).astype(self.dtype)
+        check_shape("router_weight", router_weight.shape, (num_experts, hidden))
         biases = {"router_bias": router_bias, "router_logit_bias": router_logit_bias}
         for name, bias in biases.items():
-            _check_shape(name, (num_experts,) if bias is None else bias.shape, (num_experts,))
+            check_shape(name, (num_experts,) if bias is None else bias.shape, (num_experts,))
         if isinstance(params, ShardedExperts):
             router_weight = replicate(router_weight, params.grid)
             biases = replicate(biases, params.grid)
         self.router_weight = nnx.Param(router_weight)
-        self.router_bias = _variable(RouterCorrection, biases["router_bias"])
-        self.router_logit_bias = _variable(nnx.Param, biases["router_logit_bias"])
+        self.router_bias = wrap_value(RouterCorrection, biases["router_bias"])
+        self.router_logit_bias = wrap_value(nnx.Param, biases["router_logit_bias"])
         self.shared_experts, self.shared_gate = shared_experts, shared_gate
         self.latent_in, self.latent_out = latent_in, latent_out
         self.run_dense = run_dense
@@ -319,13 +200,14 @@ class NVFP4MoE(_Settled):
     ) -> tuple[Int32[Array, "... k"], Float[Array, "... k"]]:
         """Choose the experts of each token, best first, and their float32 weights.
 
-        Logits are ``x @ router_weight.T + router_logit_bias`` in float32; see `routing.route` for
-        what follows. The block's `backend` names an expert kernel and says nothing of the router's.
+        Logits are ``x @ router_weight.T + router_logit_bias`` in float32; see
+        `numerics.routing.route` for what follows. The block's `backend` is that of its experts and
+        does not apply to the router.
         """
         with jax.named_scope("router"):
             rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
             parts = self.router_weight, self.router_bias, self.router_logit_bias
-            run, values = self._route_rows, [_value(part) for part in parts]
+            run, values = self._route_rows, [read_value(part) for part in parts]
             check_context(values[0])
             params = self.params.get_value()
             if isinstance(params, ShardedExperts) and self.exchange != "psum":
@@ -439,23 +321,6 @@ class NVFP4MoE(_Settled):
         return problem, self.declared, self.asked, self.backend
 
 
-def _value(variable):
-    return None if variable is None else variable.get_value()
-
-
-def _variable(kind, value):
-    return None if value is None else kind(value)
-
-
-def _optional(value):
-    return None if value is None else NVFP4Param(jnp.asarray(value, jnp.float32))
-
-
-def _check_shape(name, shape, expected):
-    if tuple(shape) != tuple(expected):
-        raise ValueError(f"{name}: expected sizes {tuple(expected)}, got {tuple(shape)}")
-
-
 def _one_router(top_k, router):
     if (top_k is None) == (router is None):
         raise ValueError(f"router: expected one of top_k and router, got {top_k} and {router}")
@@ -473,24 +338,13 @@ def _check_exchange(exchange, capacity):
     return exchange
 
 
-def _random(shape, rngs):
-    """Return float32 normal values of variance ``1 / k``, or zeros without `rngs`."""
-    if rngs is None:
-        return jnp.zeros(shape, jnp.float32)
-    return jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[-1])
-
-
-def _fresh(shape, rngs):
-    return quantize(_random(shape, rngs))
-
-
 def _fresh_experts(num_experts, hidden, intermediate, row, rngs):
     """Return random experts, gate and up with a global scale each, as exporters make them.
 
     Where their rows alternate, with one for both.
     """
-    first = _random((num_experts, 2 if row.gated else 1, intermediate, hidden), rngs)
-    down = _random((num_experts, hidden, intermediate), rngs)
+    first = random_matrix((num_experts, 2 if row.gated else 1, intermediate, hidden), rngs)
+    down = random_matrix((num_experts, hidden, intermediate), rngs)
     if row.interleaved:
         return MoEParams(quantize(first.reshape(num_experts, -1, hidden)), quantize(down))
     return quantize_experts(first[:, 0] if row.gated else None, first[:, -1], down)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from jax_nvfp4_moe.formats import (
+from jax_nvfp4_moe.numerics.nvfp4 import (
     BLOCK,
     E2M1_MAX,
     E4M3_MAX,

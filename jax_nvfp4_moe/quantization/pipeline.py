@@ -19,23 +19,23 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_nvfp4_moe.calibration import Calibration, Inputs, calibrate
 from jax_nvfp4_moe.checkpoint import compressed_tensors, modelopt
 from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, locate
 from jax_nvfp4_moe.checkpoint.forms import Form
-from jax_nvfp4_moe.checkpoint.matrices import MODULES, Matrix, Modules, Plan, plan_matrices
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
 from jax_nvfp4_moe.checkpoint.resolve import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, Tensors
-from jax_nvfp4_moe.evaluate import split_windows
-from jax_nvfp4_moe.formats import BLOCK, SCALE_RANGE
+from jax_nvfp4_moe.inference.evaluation import split_windows
 from jax_nvfp4_moe.models.loading import find_dtype, read_model_config, read_requests
-from jax_nvfp4_moe.rounding import find_algorithm, quantize_weight
+from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, SCALE_RANGE
+from jax_nvfp4_moe.numerics.rounding import find_algorithm, quantize_weight
+from jax_nvfp4_moe.quantization.calibration import Calibration, Inputs, calibrate
+from jax_nvfp4_moe.quantization.selection import MODULES, Matrix, Modules, Plan, plan_matrices
 from jax_nvfp4_moe.scheme import Scheme
 
 log = logging.getLogger("jax_nvfp4_moe")

@@ -1,0 +1,1 @@
+"""The command `jax-nvfp4-moe`."""

@@ -1,0 +1,1 @@
+"""Generation, tokenizers, evaluation, export, and balancing of experts."""

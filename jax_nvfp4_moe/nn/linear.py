@@ -1,0 +1,181 @@
+"""NVFP4Linear, and what every module with NVFP4 weights settles when it is made."""
+
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_nvfp4_moe.backends.resolution import log_scheme
+from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.numerics.tensor import (
+    NVFP4Tensor,
+    quantize,
+)
+from jax_nvfp4_moe.ops.moe import DTYPES
+from jax_nvfp4_moe.ops.preparation import prepare_linear
+from jax_nvfp4_moe.ops.products import linear
+from jax_nvfp4_moe.scheme import (
+    Declared,
+    Float8,
+    Problem,
+    Scheme,
+    Target,
+    choose_scheme,
+)
+
+# What `explain` asks a module for: path, problem, declared scheme, asked scheme, asked backend.
+ModuleProblem = tuple[str, Problem, Declared, str | None, str | None]
+
+
+def find_problems(module: nnx.Module) -> Iterator[ModuleProblem]:
+    """Return what each NVFP4 module inside `module` asks of a backend, with its path."""
+    for path, part in nnx.iter_modules(module):
+        if isinstance(part, QuantizedModule) and part.scheme is not None:
+            yield (".".join(map(str, path)), *part.own_problem())
+
+
+class QuantizedModule(nnx.Module):
+    """What an NVFP4 module settles at construction."""
+
+    declared: Declared
+    scheme: Scheme | None
+
+    def _settle(self, declared, scheme, target, backend, dtype):
+        self.dtype = jnp.dtype(dtype)
+        if self.dtype.name not in DTYPES:
+            raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {self.dtype.name}")
+        self.asked = None if scheme is None else str(scheme)
+        self.target = target or Target.current()
+        self.backend = backend
+        if declared is None or declared in list(Float8):  # no backend, no decision of NVFP4
+            self.declared, self.scheme = declared and Float8(declared), None
+            return
+        self.declared = Scheme(declared)
+        self.scheme, why = choose_scheme(self.declared, scheme, self.target)
+        log_scheme(self.declared, self.scheme, why)
+
+    def _op_arguments(self):
+        return {"scheme": self.scheme, "target": self.target, "backend": self.backend}
+
+    def own_problem(self) -> tuple[Problem, Declared, str | None, str | None]:
+        """Return what this module asks of a backend: see `ModuleProblem`."""
+        raise TypeError(f"{type(self).__name__} has no problem of its own")
+
+    def nvfp4_problems(self) -> Iterator[ModuleProblem]:
+        """Return what this module and those inside it ask of a backend, for `explain`."""
+        return find_problems(self)
+
+
+class NVFP4Linear(QuantizedModule):
+    """A linear with an NVFP4 matrix: ``y = x @ dequantize(weight).T + bias``.
+
+    Attributes:
+      weight: `NVFP4Param` of an `NVFP4Tensor` ``[n, k]``, in the layout of its backend.
+      bias: `nnx.Param` ``[n]``, or None.
+      input_scale: `NVFP4Param` of the activations' float32 global scale, or None.
+      scheme, target, dtype: static; see the constructor.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        weight: NVFP4Tensor | None = None,
+        bias: Float[Array, " n"] | None = None,
+        input_scale: Float[Array, ""] | None = None,
+        declared: Scheme | str = Scheme.W4A16,
+        scheme: Scheme | str | None = None,
+        target: Target | None = None,
+        backend: str | None = None,
+        dtype=jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ):
+        """Make a linear of ``k = in_features`` and ``n = out_features``.
+
+        Args:
+          in_features, out_features: k, a multiple of 16, and n.
+          use_bias: whether to make a bias of zeros where none is given.
+          weight: ``[n, k]``; random where it is None and `rngs` is given, else zeros.
+          bias: ``[n]``.
+          input_scale: needed by scheme w4a4.
+          declared: what the checkpoint says of this module: "w4a16" or "w4a4".
+          scheme: as for `ops.linear`.
+          target: the device to run on; the current one where None.
+          backend: name of a record, or None to choose.
+          dtype: of the result; inputs are cast to it.
+          rngs: where random weights come from (stream "params").
+
+        Raises:
+          ValueError: a shape disagrees, or the scheme is unknown or lacks input scales.
+          NoBackendError: no backend fits.
+        """
+        self._settle(declared, scheme, target, backend, dtype)
+        shape = (out_features, in_features)
+        if weight is None:
+            weight = random_tensor(shape, rngs)
+        check_shape("weight", weight.shape, shape)
+        self.weight = NVFP4Param(prepare_linear(weight, **self._op_arguments()))
+        if bias is None and use_bias:
+            bias = jnp.zeros(out_features, self.dtype)
+        self.bias = None if bias is None else nnx.Param(bias)
+        self.input_scale = wrap_scale(input_scale)
+
+    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
+        """Multiply; `x` is cast to the module's dtype, which the result has."""
+        return linear(
+            x.astype(self.dtype),
+            self.weight.get_value(),
+            input_scale=read_value(self.input_scale),
+            bias=read_value(self.bias),
+            **self._op_arguments(),
+        )
+
+    def own_problem(self) -> tuple[Problem, Declared, str | None, str | None]:
+        """Return what the product asks of a backend."""
+        n, k = self.weight.get_value().shape
+        problem = Problem(
+            "grouped_gemm", self.scheme, self.target, self.dtype.name, hidden=k, intermediate=n
+        )
+        return problem, self.declared, self.asked, self.backend
+
+
+def read_value(variable):
+    """Return the array of a variable; None of None."""
+    return None if variable is None else variable.get_value()
+
+
+def wrap_value(kind, value):
+    """Return a variable of class `kind`; None of None."""
+    return None if value is None else kind(value)
+
+
+def wrap_scale(value):
+    """Return the variable of a float32 scale; None of None."""
+    return None if value is None else NVFP4Param(jnp.asarray(value, jnp.float32))
+
+
+def check_shape(name, shape, expected):
+    """Check the shape of an argument.
+
+    Raises:
+      ValueError: it differs; names the argument.
+    """
+    if tuple(shape) != tuple(expected):
+        raise ValueError(f"{name}: expected sizes {tuple(expected)}, got {tuple(shape)}")
+
+
+def random_matrix(shape, rngs):
+    """Return float32 normal values of variance ``1 / k``, or zeros without `rngs`."""
+    if rngs is None:
+        return jnp.zeros(shape, jnp.float32)
+    return jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[-1])
+
+
+def random_tensor(shape, rngs):
+    """Return a random matrix in NVFP4, see `random_matrix`."""
+    return quantize(random_matrix(shape, rngs))

@@ -1,0 +1,1 @@
+"""Number formats, weights, routers and activations: pure functions and pytrees."""

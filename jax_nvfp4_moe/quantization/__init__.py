@@ -1,0 +1,1 @@
+"""Quantize a model: calibration, choice of matrices, the pipeline, layer errors."""
