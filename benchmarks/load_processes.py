@@ -41,14 +41,14 @@ def measure(folder, processes, process_id, port, mesh):
     import jax_nvfp4_moe as nvfp4
     from jax_nvfp4_moe.parallel import processes as distributed
 
-    grid = None
+    expert_mesh = None
     if processes > 1:
         distributed.join(f"127.0.0.1:{port}", processes, process_id)
-        grid = distributed.make_mesh(mesh)
+        expert_mesh = distributed.make_mesh(mesh)
     jax.devices()
     with Peak() as peak:
         before, start = read_bytes(), time.perf_counter()
-        model = nvfp4.load_model(folder, mesh=grid)
+        model = nvfp4.load_model(folder, mesh=expert_mesh)
         jax.block_until_ready(nnx.state(model))
         seconds, read = time.perf_counter() - start, read_bytes() - before
     leaves = jax.tree.leaves(nnx.state(model))

@@ -20,7 +20,7 @@ where GPUs outnumber experts):
                that has one of its experts, d = 1 - C(p - p / n, k) / C(p, k) of the others (in
                bfloat16 also under w4a4 with scales of each expert), and the sum comes back in
                bfloat16: max(bytes to own host / NVLink, to other hosts / InfiniBand) + latency,
-               twice; bytes of a row are those of `parallel.exchange.Wire`
+               twice; bytes of a row are those of `parallel.dispatch.Wire`
     all_to_all the same with equal room for each GPU: for all tokens that one has, or for `room`
                times the mean d, in one round
 
@@ -41,7 +41,7 @@ import pathlib
 from moe_cases import CASES, Case
 from provenance import provenance, write_page
 
-from jax_nvfp4_moe.parallel.exchange import Wire
+from jax_nvfp4_moe.parallel.dispatch import WireFormat
 from jax_nvfp4_moe.scheme import Scheme
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -231,7 +231,7 @@ def hit_chance(case: Case, gpus: int) -> float:
     return 1 - math.prod(missed)
 
 
-def ragged(layer: Layer, tokens: int, gpus: int, wire: Wire) -> Cost:
+def ragged(layer: Layer, tokens: int, gpus: int, wire: WireFormat) -> Cost:
     """Form b with true sizes: each token to the GPUs that have an expert of it, and back."""
     rows = -(-tokens // gpus) * hit_chance(layer.case, gpus) * INPUTS["imbalance"].value
     return _exchanged(layer, tokens, gpus, rows, wire)
@@ -241,7 +241,7 @@ def all_to_all(layer: Layer, tokens: int, gpus: int, room: float | None) -> Cost
     """Form b with equal room for each GPU: `room` times the mean, or for all tokens where None."""
     own = -(-tokens // gpus)
     rows = own if room is None else math.ceil(own * hit_chance(layer.case, gpus) * room)
-    return _exchanged(layer, tokens, gpus, min(rows, own), Wire())
+    return _exchanged(layer, tokens, gpus, min(rows, own), WireFormat())
 
 
 def _exchanged(layer, tokens, gpus, rows, how):
@@ -268,9 +268,9 @@ FORMS = {
     "a psum": lambda layer, tokens, gpus: psum(layer, tokens, gpus, 1),
     "c psum, cut": lambda layer, tokens, gpus: psum(layer, tokens, gpus, gpus),
     "a x c psum, cut in hosts": lambda layer, tokens, gpus: psum(layer, tokens, gpus, HOST),
-    "b ragged, bf16": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, Wire()),
+    "b ragged, bf16": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, WireFormat()),
     "b ragged, NVFP4 by token": lambda layer, tokens, gpus: ragged(
-        layer, tokens, gpus, Wire(scheme=Scheme.W4A4_TOKEN_SCALE)
+        layer, tokens, gpus, WireFormat(scheme=Scheme.W4A4_TOKEN_SCALE)
     ),
     "b all_to_all, bf16": lambda layer, tokens, gpus: all_to_all(layer, tokens, gpus, None),
     "b all_to_all, bf16, less room": lambda layer, tokens, gpus: all_to_all(
@@ -335,7 +335,7 @@ _ONE_HOST = {
     "psum": lambda layer, tokens, gpus: psum(layer, tokens, gpus, 1),
     "tensor": lambda layer, tokens, gpus: psum(layer, tokens, gpus, gpus),
     "all_to_all": lambda layer, tokens, gpus: all_to_all(layer, tokens, gpus, None),
-    "ragged": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, Wire()),
+    "ragged": lambda layer, tokens, gpus: ragged(layer, tokens, gpus, WireFormat()),
 }
 
 

@@ -17,15 +17,15 @@ from timing import time_program
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.ops.preparation import find_moe_layout
-from jax_nvfp4_moe.parallel import Grid, run_exchanged, shard_experts
-from jax_nvfp4_moe.parallel.exchange import choose_wire
+from jax_nvfp4_moe.parallel import ExpertMesh, run_dispatched, shard_experts
+from jax_nvfp4_moe.parallel.dispatch import choose_wire_format
 from jax_nvfp4_moe.scheme import Scheme
 
 
-def make_grid(form: str, devices: int) -> Grid:
+def make_grid(form: str, devices: int) -> ExpertMesh:
     shape = (1, devices) if form == "tensor" else (devices, 1)
     kinds = (AxisType.Auto,) * 2
-    return Grid(
+    return ExpertMesh(
         Mesh(
             np.array(jax.devices()[:devices]).reshape(shape), ("expert", "tensor"), axis_types=kinds
         )
@@ -42,7 +42,7 @@ def sent_bytes(form, case, tokens, devices, scheme) -> float:
     if form in ("psum", "tensor"):
         return 2 * (devices - 1) / devices * 4 * tokens * case.hidden
     row = {"hidden": case.hidden, "top_k": case.top_k, "dtype": jnp.bfloat16}
-    wire = choose_wire(scheme, **row, shards=devices, rounds=False)
+    wire = choose_wire_format(scheme, **row, shards=devices, rounds=False)
     own = -(-tokens // devices)
     rows = (devices - 1) * own  # of a single expert only where each token has no other
     if form == "ragged":
@@ -60,28 +60,28 @@ def _needed_rows(case, tokens, devices, own) -> float:
 
 def make_layer(form: str, devices: int, scheme: Scheme, case: Case):
     """Return a function from tokens to figures of one form."""
-    grid = make_grid(form, devices)
-    how = {"scheme": scheme, "target": grid.target}
+    expert_mesh = make_grid(form, devices)
+    how = {"scheme": scheme, "target": expert_mesh.target}
     whole = random_params(case)
-    experts = shard_experts(whole, grid, layout=find_moe_layout(whole, **how))
+    experts = shard_experts(whole, expert_mesh, layout=find_moe_layout(whole, **how))
     one = nvfp4.prepare(whole, **how)
     del whole
     run_one = functools.partial(nvfp4.ops.moe_mlp, activation=case.activation, **how)
-    exchange = "psum" if form == "tensor" else form
-    split = PartitionSpec() if exchange == "psum" else PartitionSpec("expert")
+    dispatch = "psum" if form == "tensor" else form
+    split = PartitionSpec() if dispatch == "psum" else PartitionSpec("expert")
 
     def over(run):
-        return functools.partial(run_exchanged, run, exchange=exchange, scheme=scheme)
+        return functools.partial(run_dispatched, run, dispatch=dispatch, scheme=scheme)
 
     def time_tokens(tokens):
-        padded = -(-tokens // devices) * devices if exchange != "psum" else tokens
+        padded = -(-tokens // devices) * devices if dispatch != "psum" else tokens
         xs, ids, weights = call_operands(case, tokens)
         if padded > tokens:
             fill = [(0, padded - tokens), (0, 0)]
             xs = [jnp.pad(x, fill) for x in xs]
             ids = [jnp.pad(one_call, fill, constant_values=-1) for one_call in ids]
             weights = jnp.pad(weights, fill)
-        placed = jax.device_put((xs, ids, weights), NamedSharding(grid.mesh, split))
+        placed = jax.device_put((xs, ids, weights), NamedSharding(expert_mesh.mesh, split))
         kept = jax.device_put((xs, ids, weights), jax.devices()[0])
         figures, y = time_layer(over(run_one), experts, *placed)
         alone, expected = time_layer(run_one, one, *kept)

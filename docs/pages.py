@@ -45,15 +45,15 @@ PAGES = {
     "models": Page(
         "Models",
         "Load a checkpoint, run it, save it as it is loaded.",
-        ("models", "generate", "saving", "tokenizer"),
-        ("saving",),
-        ("models.decoder.Decoder", "models.decoder.Cache", "generate.stream"),
+        ("models", "inference.generation", "nn.saving", "inference.tokenizer"),
+        ("nn.saving",),
+        ("models.decoder.Decoder", "models.decoder.Cache", "inference.generation.stream"),
     ),
     "layers": Page(
         "Layers",
         "Flax NNX modules, for models of your own.",
-        ("nn", "linears"),
-        more=("routing.Router", "activations.find_activation"),
+        ("nn.linear", "nn.moe", "nn.dense"),
+        more=("numerics.routing.Router", "numerics.activations.find_activation"),
     ),
     "ops": Page(
         "Ops",
@@ -64,9 +64,9 @@ PAGES = {
     "weights": Page(
         "Weights",
         "NVFP4 as pytrees and as numbers.",
-        ("tensor", "formats", "layouts", "float8"),
+        ("numerics.tensor", "numerics.nvfp4", "numerics.layouts", "numerics.fp8"),
         more=tuple(
-            f"formats.{name}"
+            f"numerics.nvfp4.{name}"
             for name in ("quantize", "dequantize", "fake_quantize", "pack", "unpack", "decode")
         ),
     ),
@@ -78,21 +78,32 @@ PAGES = {
     "checkpoints": Page(
         "Checkpoints",
         "What is inside a folder, what is refused, and how one is written.",
-        ("checkpoint", "inspection"),
+        ("checkpoint", "cli.inspection"),
         ("checkpoint.export",),
-        ("inspection.inspect",),
+        ("cli.inspection.inspect",),
     ),
     "quantizing": Page(
         "Quantizing and quality",
         "Make an NVFP4 model, and measure what it lost.",
-        ("quantize_model", "calibration", "rounding", "evaluate", "layer_errors"),
-        ("quantize_model", "calibration", "rounding", "layer_errors"),
+        (
+            "quantization.pipeline",
+            "quantization.calibration",
+            "numerics.rounding",
+            "inference.evaluation",
+            "quantization.layer_errors",
+        ),
+        (
+            "quantization.pipeline",
+            "quantization.calibration",
+            "numerics.rounding",
+            "quantization.layer_errors",
+        ),
     ),
     "parallel": Page(
         "Several devices",
         "Expert and tensor parallelism on JAX's own runtime.",
-        ("parallel", "placement", "distributed"),
-        ("parallel", "placement", "distributed"),
+        ("parallel", "parallel.placement", "parallel.processes"),
+        ("parallel", "parallel.placement", "parallel.processes"),
     ),
     "testing": Page(
         "Testing",
@@ -136,19 +147,24 @@ def _at(path) -> Any:
     return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
 
 
-def _unit(value) -> str:
-    """Return the module or subpackage that defines what a public name stands for."""
-    return value.__module__.removeprefix(f"{PACKAGE}.").partition(".")[0]
+def _is_in(value, unit: str) -> bool:
+    """Whether the module or subpackage `unit` defines what a public name stands for."""
+    return f"{value.__module__}.".startswith(f"{PACKAGE}.{unit}.")
 
 
 def reference(pages: Mapping[str, Page] = PAGES) -> dict[str, tuple[Page, dict[str, Any]]]:
     """Return name of a page -> the page, and public name -> what it is of all that stands there."""
     left = public(jax_nvfp4_moe)
     units = {unit for page in pages.values() for unit in page.units}
-    others = sorted({_unit(value) for value in left.values()} - units)
+    missed = [v for v in left.values() if not any(_is_in(v, unit) for unit in units)]
+    others = sorted({value.__module__.removeprefix(f"{PACKAGE}.") for value in missed})
     filled = {}
     for key, page in {**pages, **{unit: Page(unit, units=(unit,)) for unit in others}}.items():
-        names = {name: value for name, value in left.items() if _unit(value) in page.units}
+        names = {
+            name: value
+            for name, value in left.items()
+            if any(_is_in(value, unit) for unit in page.units)
+        }
         for found in (*map(_members, page.whole), {path: _at(path) for path in page.more}):
             seen = {id(value) for value in names.values()}
             names |= {name: value for name, value in found.items() if id(value) not in seen}

@@ -37,7 +37,7 @@ class Scheme(enum.StrEnum):
     W4A4_TOKEN_SCALE = "w4a4_token_scale"  # rounded to NVFP4, each row with amax / 2688
 
 
-class Float8(enum.StrEnum):
+class FP8ActivationScaling(enum.StrEnum):
     """How activations enter the products of a matrix in FP8 (E4M3)."""
 
     STATIC = "fp8"  # rounded to E4M3 with one calibrated scale
@@ -47,8 +47,12 @@ class Float8(enum.StrEnum):
 
 
 # Schemes whose scales are found while running, of a whole row of activations or more.
-DYNAMIC = frozenset({Scheme.W4A4_TOKEN_SCALE, Float8.TOKEN, Float8.TENSOR})
-Declared = Scheme | Float8 | None  # what a file says of one module; None: it is not quantized
+DYNAMIC = frozenset(
+    {Scheme.W4A4_TOKEN_SCALE, FP8ActivationScaling.TOKEN, FP8ActivationScaling.TENSOR}
+)
+CheckpointScheme = (
+    Scheme | FP8ActivationScaling | None
+)  # what a file says of one module; None: it is not quantized
 
 CHECKPOINT = "checkpoint"  # asks for what the file declares
 W4A4_SCHEMES = frozenset(Scheme) - {Scheme.W4A16}
@@ -93,8 +97,8 @@ class Target:
         Raises:
           ValueError: the default device is neither a CPU nor an NVIDIA GPU.
         """
-        asked = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-        device = asked or jax.devices()[0]
+        default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        device = default or jax.devices()[0]
         return cls.of(jax.devices(device)[0] if isinstance(device, str) else device)
 
     @classmethod
@@ -126,27 +130,28 @@ class Target:
 
 
 def choose_scheme(
-    declared: Scheme | str, asked: Scheme | str | None, target: Target
+    checkpoint_scheme: Scheme | str, requested_scheme: Scheme | str | None, target: Target
 ) -> tuple[Scheme, str]:
     """Choose the scheme of one module; the table of this module's docstring.
 
     Args:
-      declared: what the checkpoint says of the module, "w4a16" or "w4a4".
-      asked: None, "checkpoint" or a scheme.
+      checkpoint_scheme: what the checkpoint says of the module, "w4a16" or "w4a4".
+      requested_scheme: None, "checkpoint" or a scheme.
       target: the device.
 
     Returns:
       The scheme and, in words for a user, why.
 
     Raises:
-      ValueError: `asked` is no scheme, or is "w4a4" where the checkpoint has no input scales.
+      ValueError: `requested_scheme` is no scheme, or is "w4a4" where the checkpoint has no input
+        scales.
     """
-    declared = Scheme(declared)
-    if asked == CHECKPOINT:
-        return declared, f"the checkpoint declares {declared}"
-    if asked is not None:
-        return _as_asked(declared, asked)
-    if declared is Scheme.W4A16:
+    checkpoint_scheme = Scheme(checkpoint_scheme)
+    if requested_scheme == CHECKPOINT:
+        return checkpoint_scheme, f"the checkpoint declares {checkpoint_scheme}"
+    if requested_scheme is not None:
+        return _as_asked(checkpoint_scheme, requested_scheme)
+    if checkpoint_scheme is Scheme.W4A16:
         return Scheme.W4A16, "the checkpoint quantizes weights only"
     if target.has_fp4_tensor_cores:
         return Scheme.W4A4, f"the checkpoint declares w4a4 and {target} has FP4 tensor cores"
@@ -156,25 +161,25 @@ def choose_scheme(
     )
 
 
-def rounds_to_fp8(asked: Scheme | str | None, target: Target) -> bool:
+def rounds_to_fp8(requested_scheme: Scheme | str | None, target: Target) -> bool:
     """Whether activations, keys and values that a file declares FP8 are rounded to it.
 
     Where those that it declares NVFP4 are rounded, with the file's scales: by scheme "checkpoint",
     by w4a4, and on FP4 tensor cores where nothing is asked. Elsewhere they keep the model's dtype,
     which is at least as accurate; weights in FP8 stay in FP8 either way.
     """
-    return choose_scheme(Scheme.W4A4, asked, target)[0] is Scheme.W4A4
+    return choose_scheme(Scheme.W4A4, requested_scheme, target)[0] is Scheme.W4A4
 
 
-def _as_asked(declared, asked):
-    if asked not in list(Scheme):
+def _as_asked(checkpoint_scheme, requested_scheme):
+    if requested_scheme not in list(Scheme):
         raise ValueError(
             f"scheme: expected None, {CHECKPOINT!r} or one of {[str(s) for s in Scheme]}; "
-            f"got {asked!r}"
+            f"got {requested_scheme!r}"
         )
-    if asked == Scheme.W4A4 and declared is Scheme.W4A16:
+    if requested_scheme == Scheme.W4A4 and checkpoint_scheme is Scheme.W4A16:
         raise ValueError(f"scheme: {NEEDS_INPUT_SCALES}")
-    return Scheme(asked), f"asked for {asked}"
+    return Scheme(requested_scheme), f"asked for {requested_scheme}"
 
 
 @dataclasses.dataclass(frozen=True)

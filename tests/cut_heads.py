@@ -26,8 +26,8 @@ from unquantized import dequantized
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.models import deepseek_v3, llama4, minimax_m2, olmoe
-from jax_nvfp4_moe.models.grouped_query import GroupedQuery
-from jax_nvfp4_moe.parallel import Grid
+from jax_nvfp4_moe.models.grouped_query import GQAConfig
+from jax_nvfp4_moe.parallel import ExpertMesh
 
 SHAPES = ((4, 2), (2, 4), (1, 2))
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32))
@@ -79,7 +79,7 @@ def attentions():
     figures = {}
     for case, (name, architecture, scheme) in ATTENTIONS.items():
         load = functools.partial(load_attention, CHECKPOINTS / name, architecture, scheme=scheme)
-        one, cut = load(None), load(Grid(make_mesh((1, 4))))
+        one, cut = load(None), load(ExpertMesh(make_mesh((1, 4))))
         expected, found = run(one), run(cut)
         # Where four shards share two key heads, pairs of them keep the same one.
         both = zip(found, expected, strict=True)
@@ -148,8 +148,8 @@ def unshared():
         return made(config, **changes | ({"mean_axis": None} if "mean_axis" in changes else {}))
 
     with unittest.mock.patch.object(dataclasses, "replace", replace):
-        cut = load_attention(folder, olmoe, Grid(make_mesh((1, 4))))
-    assert isinstance(cut.stacked.config, GroupedQuery)
+        cut = load_attention(folder, olmoe, ExpertMesh(make_mesh((1, 4))))
+    assert isinstance(cut.stacked.config, GQAConfig)
     return difference(run(cut)[0], one[0])
 
 

@@ -53,7 +53,7 @@ class SharedExpert(nnx.Module):
         return self.second(jax.nn.silu(gate) * up)
 
 
-def compile_block(target_config: str, exchange: str, tokens: int, options: dict) -> str:
+def compile_block(target_config: str, dispatch: str, tokens: int, options: dict) -> str:
     """Return the scheduled program as text."""
     topology = topologies.get_topology_desc(
         "described", "cuda", target_config=target_config, topology=f"1x1x{DEVICES}"
@@ -69,7 +69,7 @@ def compile_block(target_config: str, exchange: str, tokens: int, options: dict)
             target=nvfp4.Target("cuda", (9, 0)),
             shared_experts=SharedExpert(),
             mesh=mesh,
-            exchange=exchange,
+            dispatch=dispatch,
         )
 
     def place(path, leaf):
@@ -78,7 +78,7 @@ def compile_block(target_config: str, exchange: str, tokens: int, options: dict)
 
     with unittest.mock.patch.object(_ffi, "missing", return_value=()):
         block = jax.tree_util.tree_map_with_path(place, nnx.eval_shape(make))
-        cut = NamedSharding(mesh, PartitionSpec(None if exchange == "psum" else "expert"))
+        cut = NamedSharding(mesh, PartitionSpec(None if dispatch == "psum" else "expert"))
         x = jax.ShapeDtypeStruct((tokens, HIDDEN), jnp.bfloat16, sharding=cut)
         run = jax.jit(lambda block, x: block(x), out_shardings=cut, compiler_options=options)
         text = run.lower(block, x).compile().as_text()
@@ -118,9 +118,9 @@ def report(text: str) -> dict:
 
 if __name__ == "__main__":
     register()
-    config, exchange, tokens = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    config, dispatch, tokens = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     words = sys.argv[4:]
     options = HIDE if "hide" in words else {}
     if "joined" in words:
         jax.lax.optimization_barrier = lambda operands: operands
-    print(json.dumps(report(compile_block(config.read_text(), exchange, tokens, options))))
+    print(json.dumps(report(compile_block(config.read_text(), dispatch, tokens, options))))

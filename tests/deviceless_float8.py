@@ -26,7 +26,7 @@ def converted(x, scale):
 
 def rounded(x, scale):
     """Round as attention does."""
-    return fake_round_fp8(x, scale, by_factor=False)
+    return fake_round_fp8(x, scale, multiply_by_reciprocal=False)
 
 
 if __name__ == "__main__":

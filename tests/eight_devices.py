@@ -24,11 +24,11 @@ from jax.sharding import AxisType
 from ragged_emulation import emulate_ragged
 
 import jax_nvfp4_moe as nvfp4
-import jax_nvfp4_moe.parallel.exchange
+import jax_nvfp4_moe.parallel.dispatch
 import jax_nvfp4_moe.parallel.experts
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.parallel import Grid, run_sharded
+from jax_nvfp4_moe.parallel import ExpertMesh, run_sharded
 from jax_nvfp4_moe.testing import random_moe_params
 
 LAYER = {"num_experts": 16, "hidden": 64, "intermediate": 128}
@@ -46,7 +46,12 @@ def weights(activation="silu"):
 def block(**changes):
     """Return a function that makes a small block with biases, over a mesh or not."""
     params = weights(changes.get("activation", "silu"))
-    options = {"top_k": 4, "params": params, "dtype": jnp.float32, "declared": "w4a4"} | changes
+    options = {
+        "top_k": 4,
+        "params": params,
+        "dtype": jnp.float32,
+        "checkpoint_scheme": "w4a4",
+    } | changes
     return functools.partial(make_block, **options)
 
 
@@ -120,16 +125,16 @@ def refusals():
             mesh=make_mesh((1, 2))
         ),
         "context": lambda: call_in_context(block()(mesh=make_mesh((8, 1)))),
-        "exchange name": lambda: nvfp4.load_model(EXAMPLE, exchange="broadcast"),
-        "exchange alone": lambda: nvfp4.load_model(EXAMPLE, exchange="all_to_all"),
+        "exchange name": lambda: nvfp4.load_model(EXAMPLE, dispatch="broadcast"),
+        "exchange alone": lambda: nvfp4.load_model(EXAMPLE, dispatch="all_to_all"),
         "exchange axes": lambda: nvfp4.load_moe(
             EXAMPLE,
             0,
-            exchange="all_to_all",
+            dispatch="all_to_all",
             mesh=jax.make_mesh((2,), ("tensor",), devices=devices[:2]),
         ),
         "exchange platform": lambda: nvfp4.load_model(
-            EXAMPLE, exchange="ragged", mesh=make_mesh((8, 1))
+            EXAMPLE, dispatch="ragged", mesh=make_mesh((8, 1))
         ),
         "checkpoint": lambda: nvfp4.load_model(
             CHECKPOINTS / "deepseekv3-modelopt-w4a4", mesh=make_mesh((2, 4))
@@ -149,7 +154,7 @@ def call_in_context(module):
         return call(module, tokens(8))
 
 
-def exchanged():
+def dispatched():
     """Tokens shared out too; where there are two figures, the second is of rounds of two rows.
 
     In such rounds over eight shards rows of w4a4 go as codes, once for each expert.
@@ -173,7 +178,7 @@ def exchanged():
         expected, figures[name] = call(one(), x), []
         rounds = "w4a16", "w4a4 by slot", "product", "uneven"
         for capacity in (None, 2) if name in rounds else (None,):
-            eight = one(mesh=make_mesh(shape), exchange="all_to_all", capacity=capacity)
+            eight = one(mesh=make_mesh(shape), dispatch="all_to_all", capacity=capacity)
             compiled = call.lower(eight, x).compile()
             error = difference(compiled(eight, x), expected) if x.size else 0.0
             figures[name].append([error, collectives(compiled)])
@@ -192,7 +197,7 @@ def explicit_sum():
 def explicit_tokens():
     """Errors over Explicit axes, by the shape of the tokens and how they come in."""
     figures, mesh = {}, make_mesh((8, 1), AxisType.Explicit)
-    one, eight = block()(), block()(mesh=mesh, exchange="all_to_all")
+    one, eight = block()(), block()(mesh=mesh, dispatch="all_to_all")
     for lead in ((1,), (5,), (1, 5), (3, 1), (3, 8), (8, 3), (24,)):
         x = tokens(24)[: np.prod(lead)].reshape(*lead, 64)
         expected = call(one, x)
@@ -232,12 +237,12 @@ def gradients():
     for scheme in ("w4a16", "w4a4"):
         one = block(scheme=scheme)
         expected = run(one())
-        for exchange in ("psum", "all_to_all"):
+        for dispatch in ("psum", "all_to_all"):
             for kind, shape in (("Auto", (4, 1)), ("Explicit", (4, 1)), ("Auto", (2, 2))):
                 mesh = make_mesh(shape, AxisType[kind])
-                pairs = list(zip(run(one(mesh=mesh, exchange=exchange)), expected, strict=True))
+                pairs = list(zip(run(one(mesh=mesh, dispatch=dispatch)), expected, strict=True))
                 errors = [difference(join_parts(a, b.shape), b) for a, b in pairs]
-                figures[f"{scheme} {exchange} {kind} {shape}"] = errors
+                figures[f"{scheme} {dispatch} {kind} {shape}"] = errors
     return figures
 
 
@@ -257,7 +262,7 @@ def bytes_sent():
     found = {}
     for scheme in ("w4a16", "w4a4_unit_scale"):
         module = block(scheme=scheme, dtype=jnp.bfloat16)(
-            mesh=make_mesh((8, 1)), exchange="all_to_all"
+            mesh=make_mesh((8, 1)), dispatch="all_to_all"
         )
         text = call.lower(module, tokens(64)).as_text()
         found[scheme] = re.findall(r"all_to_all.*-> tensor<([0-9x]+)xui32>", text)
@@ -266,7 +271,7 @@ def bytes_sent():
 
 def ragged():
     """Names of collectives in the program for a GPU; a CPU cannot run it."""
-    module = block(target=nvfp4.Target("cuda", (9, 0)))(mesh=make_mesh((8, 1)), exchange="ragged")
+    module = block(target=nvfp4.Target("cuda", (9, 0)))(mesh=make_mesh((8, 1)), dispatch="ragged")
     lowered = call.trace(module, tokens(64)).lower(lowering_platforms=("cuda",))
     return re.findall(r"custom_call @(ragged_all_to_all|nvfp4_moe_w4a16_sm90)", lowered.as_text())
 
@@ -277,17 +282,17 @@ def ragged_numbers():
     A CPU has no `ragged_all_to_all`: an emulation of what XLA's documentation says of it stands in.
     """
     figures = {}
-    module = jax_nvfp4_moe.parallel.exchange
+    module = jax_nvfp4_moe.parallel.dispatch
     cases = ("w4a16", (8, 1), 24), ("w4a4", (2, 1), 5), ("w4a4_token_scale", (2, 1), 64)
     for scheme, shape, count in cases:
         x, one = tokens(count), block(scheme=scheme)
-        expected = call(one(mesh=make_mesh(shape), exchange="all_to_all"), x)
+        expected = call(one(mesh=make_mesh(shape), dispatch="all_to_all"), x)
         for near in (True, False):
             with (
                 unittest.mock.patch.object(jax.lax, "ragged_all_to_all", emulate_ragged),
-                unittest.mock.patch.object(Grid, "in_one_process", return_value=near),
+                unittest.mock.patch.object(ExpertMesh, "in_one_process", return_value=near),
             ):
-                found = jax.jit(lambda m, x: m(x))(one(mesh=make_mesh(shape), exchange="ragged"), x)
+                found = jax.jit(lambda m, x: m(x))(one(mesh=make_mesh(shape), dispatch="ragged"), x)
             pieces = module._count_updates(-(-count // shape[0]), shape[0], near)
             name = f"{scheme} {shape} {count} in {pieces}"
             figures[name] = float(np.abs(np.asarray(found - expected)).max())
@@ -303,7 +308,7 @@ CHECKS = {
         one_axis,
         unshifted,
         refusals,
-        exchanged,
+        dispatched,
         explicit_sum,
         explicit_tokens,
         gradients,

@@ -31,9 +31,10 @@ from host_devices import (
     tokens,
 )
 from jax.sharding import AxisType
+from jax_nvfp4_moe.parallel.expert_mesh import replicate
 
 import jax_nvfp4_moe as nvfp4
-import jax_nvfp4_moe.parallel.exchange
+import jax_nvfp4_moe.parallel.dispatch
 import jax_nvfp4_moe.parallel.experts
 from jax_nvfp4_moe.checkpoint import LoadOptions, load, open_checkpoint
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
@@ -42,8 +43,7 @@ from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
 from jax_nvfp4_moe.models import gpt_oss
 from jax_nvfp4_moe.models.loading import _Zeros
 from jax_nvfp4_moe.models.settings import Settings
-from jax_nvfp4_moe.parallel import Grid
-from jax_nvfp4_moe.parallel.grid import replicate
+from jax_nvfp4_moe.parallel import ExpertMesh
 
 SIZES = SyntheticSizes(
     layers=2,
@@ -96,15 +96,19 @@ def synthetic():
     return figures
 
 
-def load_attention(folder, architecture, grid, scheme=None, layer=0):
+def load_attention(folder, architecture, expert_mesh, scheme=None, layer=0):
     """Load the attention of one layer and nothing else, over a grid or not (None)."""
-    settings = Settings(nvfp4.Target("cpu"), scheme, dtype=jnp.float32, grid=grid)
-    place = None if grid is None else lambda name, value, declared: replicate(value, grid)
+    settings = Settings(nvfp4.Target("cpu"), scheme, dtype=jnp.float32, expert_mesh=expert_mesh)
+    place = (
+        None
+        if expert_mesh is None
+        else lambda name, value, checkpoint_scheme: replicate(value, expert_mesh)
+    )
     options = LoadOptions(
         dtype=jnp.float32,
         place=place,
         only=f"model.layers.{layer}.self_attn",
-        deferred=grid is not None,
+        deferred=expert_mesh is not None,
         input_scales="required" if scheme == "checkpoint" else "ignored",
     )
     with open_checkpoint(folder) as checkpoint:
@@ -133,13 +137,13 @@ def exchanged_models():
         one = load()
         for rows, shape in ((2, (8, 1)), (3, (2, 2))):
             ids = jnp.asarray(np.resize(IDS % SIZES.vocab, (rows, 12)))
-            eight = load(mesh=make_mesh(shape), exchange="all_to_all")
+            eight = load(mesh=make_mesh(shape), dispatch="all_to_all")
             compiled = call.lower(eight, ids).compile()
             errors = [difference(compiled(eight, ids), call(one, ids))]
             errors.append(difference(decode(eight, ids)[0], decode(one, ids)[0]))
             figures[f"{rows} rows"] = [errors, collectives(compiled)["all-to-all"]]
-        block = nvfp4.load_moe(folder, 0, mesh=make_mesh((8, 1)), exchange="all_to_all")
-        figures["load_moe"] = block.exchange
+        block = nvfp4.load_moe(folder, 0, mesh=make_mesh((8, 1)), dispatch="all_to_all")
+        figures["load_moe"] = block.dispatch
     return figures
 
 
@@ -153,15 +157,15 @@ def shared_experts():
     figures = {}
     one = nvfp4.load_model(folder, dtype=jnp.float32)
     ids = jnp.asarray(IDS % one.config.vocab_size)
-    for exchange in ("psum", "all_to_all"):
+    for dispatch in ("psum", "all_to_all"):
         eight = nvfp4.load_model(
-            folder, dtype=jnp.float32, mesh=make_mesh((4, 2)), exchange=exchange
+            folder, dtype=jnp.float32, mesh=make_mesh((4, 2)), dispatch=dispatch
         )
         compiled = call.lower(eight, ids).compile()
         call_line = r"= \(f32\[(\d+),\d+\].* custom-call\(.*/shared_experts/"
         rows = re.findall(call_line, compiled.as_text())
         error = difference(compiled(eight, ids), call(one, ids))
-        figures[exchange] = [error, sorted(set(map(int, rows)))]
+        figures[dispatch] = [error, sorted(set(map(int, rows)))]
     return figures
 
 
@@ -169,11 +173,11 @@ def sinks():
     """The attention of gpt-oss alone: heads with sinks, and biases that count once."""
     x, positions = tokens(6)[None], jnp.arange(6, dtype=jnp.int32)[None]
 
-    def attend(grid):
-        attention = load_attention(CHECKPOINTS / "gpt_oss-modelopt-w4a16", gpt_oss, grid)
+    def attend(expert_mesh):
+        attention = load_attention(CHECKPOINTS / "gpt_oss-modelopt-w4a16", gpt_oss, expert_mesh)
         return call(attention, x, positions, None)[0]
 
-    return difference(attend(Grid(make_mesh((2, 2)))), attend(None))
+    return difference(attend(ExpertMesh(make_mesh((2, 2)))), attend(None))
 
 
 def decode(model, ids):

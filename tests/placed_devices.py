@@ -33,27 +33,27 @@ CASES = (
 def make_block(scheme, **over):
     params = random_moe_params(jax.random.key(0), num_experts=8, hidden=64, intermediate=64)
     weight = jax.random.normal(jax.random.key(1), (8, 64), jnp.float32) / 8
-    arguments = {"declared": scheme, "scheme": scheme, "dtype": jnp.float32, **over}
+    arguments = {"checkpoint_scheme": scheme, "scheme": scheme, "dtype": jnp.float32, **over}
     return NVFP4MoE(8, 64, 64, top_k=2, params=params, router_weight=weight, **arguments)
 
 
-def measure(kind, exchange, scheme):
+def measure(kind, dispatch, scheme):
     """Return how far a placed block is from one on one device, and its loads."""
-    shape = (2, 2) if exchange == "psum" else (4, 1)
+    shape = (2, 2) if dispatch == "psum" else (4, 1)
     mesh = jax.make_mesh(shape, ("expert", "tensor"), axis_types=(KINDS[kind],) * 2)
     x = jax.random.normal(jax.random.key(2), (16, 64), jnp.float32)
     call = jax.jit(lambda block, x: block(x))
     expected = call(make_block(scheme), x)
     with jax.set_mesh(mesh):
-        spec = PartitionSpec("expert" if exchange == "all_to_all" else None)
+        spec = PartitionSpec("expert" if dispatch == "all_to_all" else None)
         x = jax.device_put(x, NamedSharding(mesh, spec))
-        block = make_block(scheme, mesh=mesh, exchange=exchange)
+        block = make_block(scheme, mesh=mesh, dispatch=dispatch)
         load = count_experts(block, x)[0]
         placed = place(load, shape[0], 8 + shape[0])
         place_model(block, [placed])
         actual = np.asarray(call(block, x))
         return {
-            "case": [kind, exchange, scheme],
+            "case": [kind, dispatch, scheme],
             "error": float(np.abs(actual - expected).max()),
             "copies": placed.copies.tolist(),
             "load": load.tolist(),

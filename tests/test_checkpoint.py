@@ -42,8 +42,8 @@ def test_weights_equal_the_tools_own(name):
     tensors, divides = read_all(GIVEN / name), name == CT
     with open_checkpoint(GIVEN / name) as checkpoint:
         model = load(checkpoint, build_model)
-    params, declared = model[-1]
-    assert declared == name.rpartition("-")[2]
+    params, checkpoint_scheme = model[-1]
+    assert checkpoint_scheme == name.rpartition("-")[2]
     gate_up, down = (np.asarray(w.dequantize()) for w in (params.gate_up, params.down))
     for e in range(16):
         gate, up, out = (
@@ -55,8 +55,8 @@ def test_weights_equal_the_tools_own(name):
     module = "model.layers.0.self_attn.q_proj"
     np.testing.assert_array_equal(q_proj.weight.dequantize(), tool_weight(tensors, module, divides))
     np.testing.assert_array_equal(model[0], tensors["model.embed_tokens.weight"])
-    assert model[1].declared is None
-    assert (q_proj.input_scale is None) == (declared == "w4a16")
+    assert model[1].checkpoint_scheme is None
+    assert (q_proj.input_scale is None) == (checkpoint_scheme == "w4a16")
 
 
 @pytest.mark.parametrize("name", QWEN)
@@ -113,7 +113,7 @@ def test_experts_reproduce_the_reference(folder, reference, intermediate):
     x, expected = x.reshape(-1, 256), expected.reshape(-1, 256)
     ids, weights = ids.reshape(len(x), -1), weights.reshape(len(x), -1)
     with open_checkpoint(folder) as checkpoint:
-        params, declared = load(
+        params, checkpoint_scheme = load(
             checkpoint,
             lambda w: w.experts(EXPERTS, 16, 256, intermediate),
             LoadOptions(only=EXPERTS),
@@ -122,7 +122,7 @@ def test_experts_reproduce_the_reference(folder, reference, intermediate):
     i = intermediate
 
     def rounded(x, scales, e):
-        return x if declared == "w4a16" else fake_quantize(x, np.asarray(scales)[e])
+        return x if checkpoint_scheme == "w4a16" else fake_quantize(x, np.asarray(scales)[e])
 
     y = np.zeros_like(x)
     for e in range(16):
@@ -157,8 +157,8 @@ def test_first_pass_reads_nothing_and_gives_shapes():
 def test_values_are_placed_one_module_at_a_time():
     placed = []
 
-    def place(name, value, declared):
-        placed.append((name, declared, all(map(aligned, jax.tree.leaves(value)))))
+    def place(name, value, checkpoint_scheme):
+        placed.append((name, checkpoint_scheme, all(map(aligned, jax.tree.leaves(value)))))
         return value
 
     with open_checkpoint(GIVEN / W4A4) as checkpoint:
@@ -305,8 +305,8 @@ def test_experts_of_another_type_than_declared(tmp_path):
 
     for name in (W4A4, CT):
         folder = edited(tmp_path, name, edit)
-        params, declared = load_moe(folder)
-        assert declared is None
+        params, checkpoint_scheme = load_moe(folder)
+        assert checkpoint_scheme is None
         assert params.gate_up.dtype == ml_dtypes.bfloat16
 
 
@@ -341,7 +341,7 @@ def test_a_linear_declared_nvfp4_but_stored_dense_stays_dense(tmp_path):
 
     with open_checkpoint(edited(tmp_path, W4A4, edit)) as checkpoint:
         linear = load(checkpoint, build_model)[3]
-    assert linear.declared is None
+    assert linear.checkpoint_scheme is None
     assert linear.weight.dtype == ml_dtypes.bfloat16
 
 

@@ -9,11 +9,11 @@ from checkpoint_edits import DEEPSEEK, QWEN
 from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_config
-from jax_nvfp4_moe.checkpoint.forms import spellings
+from jax_nvfp4_moe.checkpoint.formats import spellings
+from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, declaration
 from jax_nvfp4_moe.checkpoint.quantization import read_quant_config
-from jax_nvfp4_moe.checkpoint.spelling import PREFIXES
-from jax_nvfp4_moe.scheme import Float8, Scheme
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
 GIVEN = pathlib.Path(__file__).parent / "checkpoints"
 GATE = "model.layers.0.mlp.gate"
@@ -62,9 +62,9 @@ def test_real_configs(name):
     quant = read_quant_config(GIVEN / name, read_config(GIVEN / name))
     layer = "model.layers.1.mlp"
     assert quant.form is (COMPRESSED_TENSORS if "-ct-" in name else MODELOPT)
-    assert quant.declared(f"{layer}.gate") is None
-    assert quant.declared("lm_head") is None
-    assert quant.declared(f"{layer}.experts.3.gate_proj") == name.rpartition("-")[2]
+    assert quant.checkpoint_scheme(f"{layer}.gate") is None
+    assert quant.checkpoint_scheme("lm_head") is None
+    assert quant.checkpoint_scheme(f"{layer}.experts.3.gate_proj") == name.rpartition("-")[2]
 
 
 def test_modelopt_in_either_file(tmp_path):
@@ -75,18 +75,18 @@ def test_modelopt_in_either_file(tmp_path):
         folder = tmp_path / next(iter(arguments))
         folder.mkdir()
         quant = read(folder, **arguments)
-        assert quant.declared(EXPERT) == "w4a4"
-        assert quant.declared(GATE) is None
+        assert quant.checkpoint_scheme(EXPERT) == "w4a4"
+        assert quant.checkpoint_scheme(GATE) is None
 
 
 def test_a_section_of_the_text_config(tmp_path):
     config = {"text_config": {"quantization_config": modelopt_section("W4A16_NVFP4")}}
-    assert read_quant_config(tmp_path, config).declared(EXPERT) == "w4a16"
+    assert read_quant_config(tmp_path, config).checkpoint_scheme(EXPERT) == "w4a16"
 
 
 def test_unquantized_checkpoints(tmp_path):
-    assert read(tmp_path).declared(EXPERT) is None
-    assert read(tmp_path, file=modelopt_file(None)).declared(EXPERT) is None
+    assert read(tmp_path).checkpoint_scheme(EXPERT) is None
+    assert read(tmp_path, file=modelopt_file(None)).checkpoint_scheme(EXPERT) is None
 
 
 def test_the_two_files_must_agree(tmp_path):
@@ -96,9 +96,9 @@ def test_the_two_files_must_agree(tmp_path):
     assert "disagree" in refused(tmp_path, tensors_section(), modelopt_file())
     assert "disagree" in refused(tmp_path, modelopt_section(), modelopt_file(None))
     quant = read(tmp_path, modelopt_section(ignore=["lm_head"]), modelopt_file())
-    assert quant.declared(EXPERT) == "w4a4"
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
     with pytest.raises(CheckpointError, match=r"'lm_head'.* says w4a4; .* says dense"):
-        quant.declared("lm_head")
+        quant.checkpoint_scheme("lm_head")
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_the_two_files_must_agree(tmp_path):
 )
 def test_modelopt_exclusions(tmp_path, pattern, excluded, kept):
     quant = read(tmp_path, file=modelopt_file(exclude=[pattern]))
-    assert [m for m in excluded if quant.declared(m) is not None] == []
-    assert [m for m in kept if quant.declared(m) is None] == []
+    assert [m for m in excluded if quant.checkpoint_scheme(m) is not None] == []
+    assert [m for m in kept if quant.checkpoint_scheme(m) is None] == []
 
 
 def test_old_exporters_name_parts(tmp_path):
@@ -127,8 +127,8 @@ def test_old_exporters_name_parts(tmp_path):
     for version, scheme in (("0.37.1", None), ("0.39.0", "w4a4"), ("1.2", "w4a4")):
         file = modelopt_file(exclude=["block_sparse_moe.gate"], version=version)
         quant = read(tmp_path, file=file)
-        assert quant.declared(module) == scheme
-        assert quant.declared(module + "_proj") == "w4a4"
+        assert quant.checkpoint_scheme(module) == scheme
+        assert quant.checkpoint_scheme(module + "_proj") == "w4a4"
 
 
 @pytest.mark.parametrize("algorithm", ["MXFP8", "NVFP4_AWQ", "FP8_PB_WO", "W8A8", "", 7])
@@ -142,7 +142,7 @@ def test_unknown_algorithms_are_named(tmp_path, algorithm):
 
 
 def test_lower_case_algorithms_are_accepted(tmp_path):
-    assert read(tmp_path, file=modelopt_file("w4a16_nvfp4")).declared(EXPERT) == "w4a16"
+    assert read(tmp_path, file=modelopt_file("w4a16_nvfp4")).checkpoint_scheme(EXPERT) == "w4a16"
 
 
 @pytest.mark.parametrize("size", [32, "32", 16.0, True, [16]])
@@ -186,20 +186,20 @@ def test_problems_of_both_files_come_together(tmp_path):
 
 
 def test_compressed_tensors_schemes(tmp_path):
-    assert read(tmp_path, tensors_section()).declared(EXPERT) == "w4a16"
+    assert read(tmp_path, tensors_section()).checkpoint_scheme(EXPERT) == "w4a16"
     local = nvfp4(dynamic="local", strategy="tensor_group")
-    assert read(tmp_path, tensors_section(local)).declared(EXPERT) == "w4a4"
+    assert read(tmp_path, tensors_section(local)).checkpoint_scheme(EXPERT) == "w4a4"
     old = {"compression_config": tensors_section(local)}
-    assert read_quant_config(tmp_path, old).declared(EXPERT) == "w4a4"
+    assert read_quant_config(tmp_path, old).checkpoint_scheme(EXPERT) == "w4a4"
 
 
 def test_compressed_tensors_names_and_patterns(tmp_path):
     ignore = ["lm_head", r"re:.*\.mlp\.gate$", "re:.*q_proj.*|.*k_proj.*|.*v_proj.*", "re:visual"]
     quant = read(tmp_path, tensors_section(ignore=ignore))
     for module in ("lm_head", GATE, "a.k_proj", "visual.blocks.0"):
-        assert quant.declared(module) is None
+        assert quant.checkpoint_scheme(module) is None
     for module in (EXPERT, "model.layers.0.mlp.gate_proj", "a.o_proj", "model.visual"):
-        assert quant.declared(module) == "w4a16"
+        assert quant.checkpoint_scheme(module) == "w4a16"
 
 
 def fp8(**fields):
@@ -223,22 +223,24 @@ def test_compressed_tensors_groups(tmp_path):
         },
     }
     quant = read(tmp_path, tensors_section(format="mixed-precision", config_groups=groups))
-    assert quant.declared(EXPERT) == "w4a4"
-    assert quant.declared("a.q_proj") == "w4a16"
-    assert quant.declared("a.o_proj") is Float8.TOKEN
-    assert quant.declared("b.experts.0.up_proj") is Scheme.W4A4  # patterns in order of the alphabet
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
+    assert quant.checkpoint_scheme("a.q_proj") == "w4a16"
+    assert quant.checkpoint_scheme("a.o_proj") is FP8ActivationScaling.TOKEN
+    assert (
+        quant.checkpoint_scheme("b.experts.0.up_proj") is Scheme.W4A4
+    )  # patterns in order of the alphabet
     assert "'eight': targets 'a.o_proj'" in quant.decide("a.o_proj").source
     only = tensors_section(targets=["a.o_proj"])
-    assert read(tmp_path, only).declared("a.q_proj") is None
+    assert read(tmp_path, only).checkpoint_scheme("a.q_proj") is None
 
 
 @pytest.mark.parametrize(
     ("inputs", "scheme"),
     [
-        (None, Float8.WEIGHTS),
-        (fp8(dynamic=True, strategy="token"), Float8.TOKEN),
-        (fp8(dynamic=True, strategy="tensor"), Float8.TENSOR),
-        (fp8(dynamic=False, strategy="tensor"), Float8.STATIC),
+        (None, FP8ActivationScaling.WEIGHTS),
+        (fp8(dynamic=True, strategy="token"), FP8ActivationScaling.TOKEN),
+        (fp8(dynamic=True, strategy="tensor"), FP8ActivationScaling.TENSOR),
+        (fp8(dynamic=False, strategy="tensor"), FP8ActivationScaling.STATIC),
         (fp8(dynamic=False, strategy="token"), "input_activations: strategy 'token', dynamic Fal"),
         ({**fp8(), "type": "int"}, "input_activations: type 'int' of 8 bits is not supported"),
     ],
@@ -246,8 +248,8 @@ def test_compressed_tensors_groups(tmp_path):
 def test_compressed_tensors_fp8(tmp_path, inputs, scheme):
     group = {"targets": ["Linear"], "weights": fp8(), "input_activations": inputs}
     section = tensors_section(format="float-quantized", config_groups={"group_0": group})
-    if isinstance(scheme, Float8):
-        assert read(tmp_path, section).declared(EXPERT) is scheme
+    if isinstance(scheme, FP8ActivationScaling):
+        assert read(tmp_path, section).checkpoint_scheme(EXPERT) is scheme
     else:
         assert scheme in refused(tmp_path, section)
 
@@ -271,7 +273,7 @@ def test_other_groups_are_refused(tmp_path, change, expected):
 
 def test_digits_in_patterns_are_free(tmp_path):
     pattern = r"re:.*layers\.\d+\..*mlp\.experts\.[0-9]+\.(gate|up|down)_proj.*"
-    assert read(tmp_path, tensors_section(targets=[pattern])).declared(EXPERT) == "w4a16"
+    assert read(tmp_path, tensors_section(targets=[pattern])).checkpoint_scheme(EXPERT) == "w4a16"
 
 
 def test_cache_of_keys_and_values(tmp_path):
@@ -281,10 +283,10 @@ def test_cache_of_keys_and_values(tmp_path):
         folder = tmp_path / "-".join(arguments)
         folder.mkdir()
         found = read(folder, **arguments).kv_cache
-        assert (found.algorithm, found.by_factor) == ("FP8", True)
+        assert (found.algorithm, found.multiply_by_reciprocal) == ("FP8", True)
     assert read(tmp_path, modelopt_section()).kv_cache is None
     found = read(tmp_path, tensors_section(kv_cache_scheme=fp8(strategy="tensor"))).kv_cache
-    assert (found.algorithm, found.by_factor) == ("FP8", False)
+    assert (found.algorithm, found.multiply_by_reciprocal) == ("FP8", False)
     other = read(tmp_path, tensors_section(kv_cache_scheme={"type": "int", "num_bits": 8}))
     assert "'int' of 8 bits" in other.kv_cache.algorithm
 
@@ -293,20 +295,20 @@ def test_names_end_at_a_null_character(tmp_path):
     garbage = [f"{GATE}\0\0\u1234garbage", "lm_head\0", "\0"]
     garbage += ["backbone.layers.1.\0backbone.pt_name_sentinel*"]
     quant = read(tmp_path, file=modelopt_file(exclude=garbage))
-    assert quant.declared(GATE) is None
-    assert quant.declared("model.layers.1.mixer.in_proj") is None
-    assert quant.declared("model.layers.10.mixer.in_proj") == "w4a4"
-    assert quant.declared("lm_head") is None
-    assert quant.declared(EXPERT) == "w4a4"
+    assert quant.checkpoint_scheme(GATE) is None
+    assert quant.checkpoint_scheme("model.layers.1.mixer.in_proj") is None
+    assert quant.checkpoint_scheme("model.layers.10.mixer.in_proj") == "w4a4"
+    assert quant.checkpoint_scheme("lm_head") is None
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
     layers = {f"{EXPERT}.\0backbone.pt_name_sentinel": {"quant_algo": "NVFP4", "group_size": "16"}}
     quant = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
-    assert quant.declared(EXPERT) == "w4a4"
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
 
 
 def test_missing_lists(tmp_path):
     file = modelopt_file()
     del file["quantization"]["exclude_modules"]
-    assert read(tmp_path, file=file).declared(EXPERT) == "w4a4"
+    assert read(tmp_path, file=file).checkpoint_scheme(EXPERT) == "w4a4"
 
 
 def test_every_decision_says_where_it_comes_from(tmp_path):
@@ -338,11 +340,11 @@ def test_modelopt_mixed_precision(tmp_path):
         "d.experts.1.up_proj": {"quant_algo": "W4A16_NVFP4"},
     }
     quant = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
-    assert quant.declared(EXPERT) == "w4a4"
-    assert quant.declared("model.layers.1.mlp.experts.gate_up_proj") == "w4a16"
-    assert quant.declared("a.k_proj") == "w4a4"
-    assert quant.declared("a.o_proj") == Float8.STATIC
-    assert quant.declared("lm_head") is None
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
+    assert quant.checkpoint_scheme("model.layers.1.mlp.experts.gate_up_proj") == "w4a16"
+    assert quant.checkpoint_scheme("a.k_proj") == "w4a4"
+    assert quant.checkpoint_scheme("a.o_proj") == FP8ActivationScaling.STATIC
+    assert quant.checkpoint_scheme("lm_head") is None
     for module, expected in (
         ("a.mx", "'a.mx': quant_algo 'MXFP8' is not supported; supported: NVFP4, W4A16"),
         ("b", "blocks of 16 elements, got 32"),
@@ -350,15 +352,15 @@ def test_modelopt_mixed_precision(tmp_path):
         ("d.experts.down_proj", "algorithms differ inside 'd.experts.down_proj'"),
     ):
         with pytest.raises(CheckpointError, match=expected):
-            quant.declared(module)
+            quant.checkpoint_scheme(module)
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
 def test_our_own_declaration_is_understood(tmp_path, algorithm):
     file, section = declaration(algorithm, ["lm_head"], "1.0")
     quant = read(tmp_path, section, file)
-    assert quant.declared(EXPERT) == {"NVFP4": "w4a4", "W4A16_NVFP4": "w4a16"}[algorithm]
-    assert quant.declared("lm_head") is None
+    assert quant.checkpoint_scheme(EXPERT) == {"NVFP4": "w4a4", "W4A16_NVFP4": "w4a16"}[algorithm]
+    assert quant.checkpoint_scheme("lm_head") is None
 
 
 def test_spellings_of_a_module():

@@ -39,8 +39,8 @@ def test_a_relabelled_file_is_weight_only(tmp_path, caplog):
     folder = edited(tmp_path, W4A4, lambda t: None, quant_algo="W4A16_NVFP4")
     caplog.set_level(logging.INFO, "jax_nvfp4_moe")
     with open_checkpoint(folder) as checkpoint:
-        params, declared = load(checkpoint, build_model)[-1]
-    assert declared == "w4a16"
+        params, checkpoint_scheme = load(checkpoint, build_model)[-1]
+    assert checkpoint_scheme == "w4a16"
     assert params.gate_up_input_scale is None
     assert "input scales are ignored: the checkpoint declares weights only (104)" in caplog.text
 
@@ -243,8 +243,8 @@ def test_all_experts_in_one_tensor(tmp_path, swap, globals_shape):
     plain, _ = load_moe(GIVEN / W4A4)
     folder = edited(tmp_path, W4A4, fuse(swap, globals_shape))
     with open_checkpoint(folder) as checkpoint:
-        params, declared = load(checkpoint, build_fused, MOE)
-    assert declared == "w4a4"
+        params, checkpoint_scheme = load(checkpoint, build_fused, MOE)
+    assert checkpoint_scheme == "w4a4"
     assert params.gate_up_bias.shape == (16, 256)
     np.testing.assert_array_equal(params.gate_up.packed, plain.gate_up.packed)
     np.testing.assert_array_equal(params.down.packed, plain.down.packed)
@@ -286,8 +286,8 @@ def test_experts_stored_dense_stay_dense(tmp_path):
         return w.experts(EXPERTS, 16, 256, 128, inputs_first=True)
 
     with open_checkpoint(edited(tmp_path, W4A4, dense)) as checkpoint:
-        params, declared = load(checkpoint, build, MOE)
-    assert declared is None
+        params, checkpoint_scheme = load(checkpoint, build, MOE)
+    assert checkpoint_scheme is None
     assert isinstance(params, DenseExperts)
     assert params.down.shape == (16, 256, 128)
     assert params.down.dtype == jnp.bfloat16
@@ -367,8 +367,8 @@ def test_synthetic_checkpoints_load_from_their_shards(tmp_path, algorithm):
     write_synthetic(tmp_path, sizes, algorithm=algorithm, shard_bytes=1_000_000)
     assert len(list(tmp_path.glob("model-*-of-00003.safetensors"))) == 3
     with open_checkpoint(tmp_path) as checkpoint:
-        params, declared = load(checkpoint, build_model)[-1]
-    assert declared == {"NVFP4": "w4a4", "W4A16_NVFP4": "w4a16"}[algorithm]
+        params, checkpoint_scheme = load(checkpoint, build_model)[-1]
+    assert checkpoint_scheme == {"NVFP4": "w4a4", "W4A16_NVFP4": "w4a16"}[algorithm]
     assert np.unique(params.down.packed).size == 256
     assert np.isfinite(params.down.dequantize()).all()
 

@@ -188,7 +188,7 @@ def test_bench_prints_a_table(run):
             "original: expected the model that",
         ),
         (["generate", EXAMPLE, "--mesh", "data=1"], "mesh: expected expert=N"),
-        (["generate", EXAMPLE, "--exchange", "all_to_all"], "exchange: expected a mesh"),
+        (["generate", EXAMPLE, "--dispatch", "all_to_all"], "dispatch: expected a mesh"),
         (["eval", EXAMPLE, "--text", TEXT, "--process-id", "1"], "expected all three, or none"),
         (["inspect", EXAMPLE, "--errors", "--plot", "e.xyz"], "plot: expected a name ending in"),
         (["inspect", EXAMPLE, "--errors", "--tokens", "0"], "tokens: expected at least 1"),
@@ -228,7 +228,7 @@ def test_generate_shares_tokens_out(run):
     """Over a mesh of this machine's one device; over more the same modules are tested."""
     arguments = ("generate", EXAMPLE, "--dtype", "float32", "--max-new-tokens", "4")
     _, expected, _ = run(*arguments)
-    status, out, _ = run(*arguments, "--mesh", "expert=1", "--exchange", "all_to_all")
+    status, out, _ = run(*arguments, "--mesh", "expert=1", "--dispatch", "all_to_all")
     assert (status, out) == (0, expected)
 
 

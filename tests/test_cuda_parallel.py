@@ -64,21 +64,21 @@ def test_logits_tokens_and_collectives(folder, shape):
     np.testing.assert_array_equal(*new)
 
 
-@pytest.mark.parametrize("exchange", ["all_to_all", "ragged"])
+@pytest.mark.parametrize("dispatch", ["all_to_all", "ragged"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     "folder", [EXAMPLE, CHECKPOINTS / "deepseekv3-modelopt-w4a4"], ids=lambda path: path.name
 )
-def test_tokens_that_are_shared_out_too(folder, count, exchange):
+def test_tokens_that_are_shared_out_too(folder, count, dispatch):
     """Prompts, and decoding of one row, which leaves all shards but one without tokens."""
     if len(jax.devices()) < count:
         pytest.skip(f"this machine has no {count} GPUs")
     ids = given_ids(folder)
     one = load_model(folder, **FLOAT32)
     mesh = jax.make_mesh((count,), ("expert",), devices=jax.devices()[:count])
-    model = load_model(folder, mesh=mesh, exchange=exchange, **FLOAT32)
+    model = load_model(folder, mesh=mesh, dispatch=dispatch, **FLOAT32)
     assert logit_error(run(model, ids), np.asarray(run(one, ids), np.float64)) < 2e-5
-    name = "ragged-all-to-all" if exchange == "ragged" else "all-to-all"
+    name = "ragged-all-to-all" if dispatch == "ragged" else "all-to-all"
     assert name in run.lower(model, ids).compile().as_text()
     new = [np.asarray(generate(m, ids[:1, :8], max_new_tokens=4)) for m in (one, model)]
     np.testing.assert_array_equal(*new)
@@ -108,12 +108,12 @@ def test_mixers_cut_by_heads_and_groups(name, tmp_path):
     assert_cut_alike(tmp_path, cut_heads.IDS)
 
 
-@pytest.mark.parametrize("exchange", ["all_to_all", "ragged"])
+@pytest.mark.parametrize("dispatch", ["all_to_all", "ragged"])
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
-def test_rows_that_travel_as_codes(scheme, exchange):
+def test_rows_that_travel_as_codes(scheme, dispatch):
     """Counts of tokens that two GPUs divide and do not; what comes is the same to the last sums."""
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
-    one, two = (block(scheme=scheme, **how)() for how in ({}, {"mesh": mesh, "exchange": exchange}))
+    one, two = (block(scheme=scheme, **how)() for how in ({}, {"mesh": mesh, "dispatch": dispatch}))
     for count in (1, 24, 4097):
         x = tokens(count)
         assert difference(call(two, x), call(one, x)) < 1e-6

@@ -40,7 +40,11 @@ def test_attending_to_latents_is_attending_to_what_they_expand_to(folder, monkey
     assert isinstance(attention.kv_up, HeadMatrices)
     expanded = attended(attention, False, monkeypatch)
     config = attention.config
-    bound = (config.nope + config.rope_width + config.kv_rank) * 2.0**-24 * np.abs(expanded).max()
+    bound = (
+        (config.qk_nope_head_dim + config.rope_width + config.kv_lora_rank)
+        * 2.0**-24
+        * np.abs(expanded).max()
+    )
     assert np.abs(attended(attention, True, monkeypatch) - expanded).max() <= bound
 
     keys = attention.kv_up.keys
@@ -61,10 +65,10 @@ def test_decoding_attends_to_latents_and_prefill_does_not():
     sizes = dataclasses.replace(
         deepseek_v3.read_config(config_of(DEEPSEEK)).attention,
         num_heads=128,
-        kv_rank=512,
-        nope=128,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
         rope_width=64,
-        value_width=128,
+        v_head_dim=128,
     )
     attention = object.__new__(deepseek_v3.LatentAttention)
     object.__setattr__(attention, "config", sizes)
@@ -78,7 +82,7 @@ def test_the_cache_keeps_latents():
     model = load_model(LITE, **EXACT)
     config = model.config.attention
     (entry,) = model.init_cache(3, 7).layers[0].values()
-    assert entry.shape == (3, 1, 7, config.kv_rank + config.rope_width)
+    assert entry.shape == (3, 1, 7, config.kv_lora_rank + config.rope_width)
 
 
 def test_fields_that_files_leave_out_have_the_values_of_transformers():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_nvfp4_moe.checkpoint import CheckpointError, LoadOptions, load, open_checkpoint, reading
-from jax_nvfp4_moe.checkpoint.deferred import Deferred, overlap, whole
+from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, overlap, whole
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 
 # Folder, experts' module, e, h and i, options: one tensor an expert; all stacked, [e, k, n]; the
@@ -64,7 +64,7 @@ def test_a_part_of_a_part(data):
 @given(regions((4, 6)))
 def test_indices(region):
     array = np.arange(24).reshape(4, 6)
-    deferred = Deferred(array.shape, array.dtype, lambda region: array[region])
+    deferred = LazyArray(array.shape, array.dtype, lambda region: array[region])
     np.testing.assert_array_equal(deferred[region], array[region])
     np.testing.assert_array_equal(deferred.map(np.negative)[region[0]], -array[region[0]])
     np.testing.assert_array_equal(deferred[1:, -2:], array[1:, -2:])
@@ -82,7 +82,7 @@ def experts(name):
     found = []
     for deferred in (False, True):
         how = LoadOptions(
-            place=lambda name, value, declared: value,
+            place=lambda name, value, checkpoint_scheme: value,
             input_scales="ignored",
             only=prefix,
             deferred=deferred,
@@ -179,7 +179,7 @@ def test_a_part_of_bad_scales_is_refused(tmp_path):
         stream.write(b"\x7f")
 
     def read(experts):
-        def place(name, value, declared):
+        def place(name, value, checkpoint_scheme):
             return value.down.block_scale[experts] if name.endswith("experts") else value
 
         how = LoadOptions(place=place, only="model.layers.0.mlp.experts", deferred=True)

@@ -16,26 +16,26 @@ def report(*words):
 
 
 @pytest.mark.parametrize("tokens", [64, 4096])
-@pytest.mark.parametrize("exchange", LAST)
-def test_the_shared_expert_runs_while_outputs_are_on_their_way(exchange, tokens):
+@pytest.mark.parametrize("dispatch", LAST)
+def test_the_shared_expert_runs_while_outputs_are_on_their_way(dispatch, tokens):
     """Its products stand between start and end of what comes last, which is asynchronous."""
-    found = report(exchange, tokens)
-    assert found["collectives"][-1] == [LAST[exchange], True]
+    found = report(dispatch, tokens)
+    assert found["collectives"][-1] == [LAST[dispatch], True]
     assert found["shared"] == [2, 2]
 
 
-@pytest.mark.parametrize("exchange", LAST)
-def test_so_it_is_with_the_latency_hiding_scheduler(exchange):
+@pytest.mark.parametrize("dispatch", LAST)
+def test_so_it_is_with_the_latency_hiding_scheduler(dispatch):
     """Which is for sizes where XLA's own order takes one of them first, to save memory."""
-    found = report(exchange, 64, "hide")
-    assert found["collectives"][-1] == [LAST[exchange], True]
+    found = report(dispatch, 64, "hide")
+    assert found["collectives"][-1] == [LAST[dispatch], True]
     assert found["shared"] == [2, 2]
 
 
-@pytest.mark.parametrize("exchange", LAST)
-def test_the_order_is_the_barriers_doing(exchange):
+@pytest.mark.parametrize("dispatch", LAST)
+def test_the_order_is_the_barriers_doing(dispatch):
     """Without it the first product is one with the router's, which comes before all else."""
-    assert report(exchange, 4096, "joined")["shared"] == [1, 2]
+    assert report(dispatch, 4096, "joined")["shared"] == [1, 2]
 
 
 @pytest.mark.parametrize(("tokens", "kernels"), [(4, [1, 2]), (64, [2, 2]), (4096, [2, 2])])

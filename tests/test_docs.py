@@ -30,7 +30,7 @@ def test_no_name_is_there_twice():
 def test_a_module_that_no_page_names_gets_its_own():
     reference = pages.reference({})
     assert left_out(nvfp4, reference) == set()
-    assert list(reference["generate"][1]) == ["generate"]
+    assert list(reference["inference.generation"][1]) == ["generate"]
 
 
 def test_a_name_that_is_on_no_page_is_noticed():

@@ -8,14 +8,14 @@ import pytest
 from flax import nnx
 
 from jax_nvfp4_moe import Target
-from jax_nvfp4_moe.models.decoder import SideBySide
+from jax_nvfp4_moe.models.decoder import MergedLinear
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, fake_round_fp8, round_fp8
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense_fp8
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
-from jax_nvfp4_moe.scheme import Float8, Scheme, rounds_to_fp8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, rounds_to_fp8
 
 F8 = ml_dtypes.float8_e4m3fn
 CPU = Target("cpu")
@@ -41,25 +41,25 @@ def relative(actual, expected):
     return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("by_factor", [False, True])
-def test_rounding_is_that_of_the_tools_to_the_bit(by_factor):
+@pytest.mark.parametrize("multiply_by_reciprocal", [False, True])
+def test_rounding_is_that_of_the_tools_to_the_bit(multiply_by_reciprocal):
     x, scale = draw(0, 4096, scale=3), np.float32(0.013)
     factor = np.float32(448) / (scale * np.float32(448))
-    scaled = x * factor if by_factor else x / scale
+    scaled = x * factor if multiply_by_reciprocal else x / scale
     expected = np.clip(scaled, -448, 448).astype(F8)
-    found = jax.jit(lambda x: round_fp8(x, scale, by_factor=by_factor))(x)
+    found = jax.jit(lambda x: round_fp8(x, scale, multiply_by_reciprocal=multiply_by_reciprocal))(x)
     np.testing.assert_array_equal(np.asarray(found).view(np.uint8), expected.view(np.uint8))
 
 
 def test_ties_go_to_even_and_large_values_saturate():
     x = jnp.array([17.0, 19.0, -17.0, 448.0, 1e9, -1e9, 0.0])
-    found = np.asarray(round_fp8(x, 1.0, by_factor=False), np.float32)
+    found = np.asarray(round_fp8(x, 1.0, multiply_by_reciprocal=False), np.float32)
     np.testing.assert_array_equal(found, [16, 20, -16, 448, 448, -448, 0])
 
 
 def test_what_is_not_finite_stays_visible():
     x = jnp.array([np.inf, -np.inf, np.nan, 1.0])
-    found = np.asarray(fake_round_fp8(x, 1.0, by_factor=True))
+    found = np.asarray(fake_round_fp8(x, 1.0, multiply_by_reciprocal=True))
     assert np.isnan(found[:3]).all()
     assert found[3] == 1
 
@@ -72,21 +72,21 @@ def test_dynamic_scales():
     assert scale[1, 0] == 1
 
 
-@pytest.mark.parametrize("how", list(Float8))
+@pytest.mark.parametrize("how", list(FP8ActivationScaling))
 def test_products(how):
     weight, values, scale = matrix(2, 24, 64)
     x, own = draw(4, 3, 5, 64), np.float32(0.01)
     inputs = {
-        Float8.STATIC: rounded(x, own),
-        Float8.TOKEN: rounded(x, np.abs(x).max(-1, keepdims=True) / np.float32(448)),
-        Float8.TENSOR: rounded(x, np.abs(x).max() / np.float32(448)),
-        Float8.WEIGHTS: x,
+        FP8ActivationScaling.STATIC: rounded(x, own),
+        FP8ActivationScaling.TOKEN: rounded(x, np.abs(x).max(-1, keepdims=True) / np.float32(448)),
+        FP8ActivationScaling.TENSOR: rounded(x, np.abs(x).max() / np.float32(448)),
+        FP8ActivationScaling.WEIGHTS: x,
     }
     dequantized = values.astype(np.float64) * scale[:, None]
     expected = inputs[how].astype(np.float64) @ dequantized.T
     y = dense_fp8(jnp.asarray(x), weight, activations=how, input_scale=own)
     assert relative(y, expected) < BOUND
-    other = x if how is not Float8.WEIGHTS else inputs[Float8.TOKEN]
+    other = x if how is not FP8ActivationScaling.WEIGHTS else inputs[FP8ActivationScaling.TOKEN]
     assert relative(y, other.astype(np.float64) @ dequantized.T) > 1000 * BOUND
     np.testing.assert_array_equal(weight.dequantize(), dequantized.astype(np.float32))
 
@@ -94,15 +94,18 @@ def test_products(how):
 def test_products_of_two_roundings_are_exact_in_bfloat16():
     weight, *_ = matrix(2, 24, 64)
     x = jnp.asarray(draw(4, 5, 64)).astype(jnp.bfloat16)
-    y = dense_fp8(x, weight, activations=Float8.STATIC, input_scale=jnp.float32(0.01))
+    y = dense_fp8(x, weight, activations=FP8ActivationScaling.STATIC, input_scale=jnp.float32(0.01))
     wide = dense_fp8(
-        x.astype(jnp.float32), weight, activations=Float8.STATIC, input_scale=jnp.float32(0.01)
+        x.astype(jnp.float32),
+        weight,
+        activations=FP8ActivationScaling.STATIC,
+        input_scale=jnp.float32(0.01),
     )
     assert relative(y, np.asarray(wide, np.float64)) < BOUND
 
 
 @pytest.mark.parametrize(
-    ("asked", "target", "rounds"),
+    ("requested_scheme", "target", "rounds"),
     [
         (None, CPU, False),
         (None, Target("cuda", (9, 0)), False),
@@ -113,23 +116,34 @@ def test_products_of_two_roundings_are_exact_in_bfloat16():
         ("w4a4_token_scale", Target("cuda", (10, 0)), False),
     ],
 )
-def test_when_activations_are_rounded(asked, target, rounds):
-    assert rounds_to_fp8(asked, target) is rounds
+def test_when_activations_are_rounded(requested_scheme, target, rounds):
+    assert rounds_to_fp8(requested_scheme, target) is rounds
     weight, *_ = matrix(2, 24, 64)
     module = FP8Linear(
-        weight, None, jnp.float32(0.1), declared=Float8.STATIC, scheme=asked, target=target
+        weight,
+        None,
+        jnp.float32(0.1),
+        checkpoint_scheme=FP8ActivationScaling.STATIC,
+        scheme=requested_scheme,
+        target=target,
     )
-    assert module.activations is (Float8.STATIC if rounds else Float8.WEIGHTS)
+    assert module.activations is (
+        FP8ActivationScaling.STATIC if rounds else FP8ActivationScaling.WEIGHTS
+    )
 
 
 def test_a_linear_with_a_bias_and_without_a_scale():
     weight, values, scale = matrix(2, 24, 64)
     bias, x = jnp.asarray(draw(6, 24)), draw(7, 2, 64)
-    module = FP8Linear(weight, bias, declared=Float8.STATIC, target=CPU, dtype=jnp.float32)
+    module = FP8Linear(
+        weight, bias, checkpoint_scheme=FP8ActivationScaling.STATIC, target=CPU, dtype=jnp.float32
+    )
     expected = x @ (values.astype(np.float32) * scale[:, None]).T + np.asarray(bias)
     assert relative(module(jnp.asarray(x)), expected) < BOUND
     with pytest.raises(ValueError, match="input_scale: expected a scalar"):
-        FP8Linear(weight, declared=Float8.STATIC, scheme="checkpoint", target=CPU)
+        FP8Linear(
+            weight, checkpoint_scheme=FP8ActivationScaling.STATIC, scheme="checkpoint", target=CPU
+        )
     # Optimizers and LoRA see the bias alone.
     assert [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))] == [("bias",)]
 
@@ -143,7 +157,7 @@ def test_side_by_side_with_other_linears():
     }
     x = draw(9, 2, 64)
     expected = x @ np.concatenate([values.astype(np.float32) * scale[:, None], dense]).T
-    assert relative(SideBySide(**parts)(jnp.asarray(x)), expected) < BOUND
+    assert relative(MergedLinear(**parts)(jnp.asarray(x)), expected) < BOUND
 
 
 def experts_of(e, h, i, how):
@@ -153,8 +167,12 @@ def experts_of(e, h, i, how):
     params = DenseExperts(
         gate_up,
         down,
-        gate_up_input_scale=jnp.full(e, 0.01, jnp.float32) if how is Float8.STATIC else None,
-        down_input_scale=jnp.full(e, 0.02, jnp.float32) if how is Float8.STATIC else None,
+        gate_up_input_scale=jnp.full(e, 0.01, jnp.float32)
+        if how is FP8ActivationScaling.STATIC
+        else None,
+        down_input_scale=jnp.full(e, 0.02, jnp.float32)
+        if how is FP8ActivationScaling.STATIC
+        else None,
     )
     return (
         params,
@@ -163,7 +181,10 @@ def experts_of(e, h, i, how):
     )
 
 
-@pytest.mark.parametrize("how", [Float8.WEIGHTS, Float8.STATIC, Float8.TOKEN, None])
+@pytest.mark.parametrize(
+    "how",
+    [FP8ActivationScaling.WEIGHTS, FP8ActivationScaling.STATIC, FP8ActivationScaling.TOKEN, None],
+)
 def test_experts_that_are_not_nvfp4(how):
     e, h, i, t, k = 12, 320, 112, 9, 3
     params, first, second = experts_of(e, h, i, how)
@@ -176,9 +197,9 @@ def test_experts_that_are_not_nvfp4(how):
 
     def inputs(value, scale):
         value = value.astype(np.float32)
-        if how is Float8.STATIC:
+        if how is FP8ActivationScaling.STATIC:
             return rounded(value, np.float32(scale)).astype(np.float64)
-        if how is Float8.TOKEN:
+        if how is FP8ActivationScaling.TOKEN:
             return rounded(value, np.abs(value).max() / np.float32(448)).astype(np.float64)
         return value.astype(np.float64)
 
@@ -190,16 +211,16 @@ def test_experts_that_are_not_nvfp4(how):
             gate, up = np.split(first[expert] @ inputs(x[row], 0.01), 2)
             inner = gate / (1 + np.exp(-gate)) * up
             expected[row] += weight * (second[expert] @ inputs(inner, 0.02))
-    activations = how or Float8.WEIGHTS
+    activations = how or FP8ActivationScaling.WEIGHTS
     y = dense_moe(
         jnp.asarray(x), params, jnp.asarray(ids), jnp.asarray(weights), activations=activations
     )
     # A value between two E4M3 numbers may fall to either side: one of thousands moves by 1/16.
-    bound = 1e-5 if activations is Float8.WEIGHTS else 1e-3
+    bound = 1e-5 if activations is FP8ActivationScaling.WEIGHTS else 1e-3
     assert relative(y, expected) < bound
     assert relative(np.roll(np.asarray(y), 1, axis=0), expected) > 0.1
     module = NVFP4MoE(
-        e, h, i, top_k=k, params=params, declared=how, scheme="checkpoint", target=CPU,
+        e, h, i, top_k=k, params=params, checkpoint_scheme=how, scheme="checkpoint", target=CPU,
         dtype=jnp.float32,
     )  # fmt: skip
     again = module.experts(jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights))
@@ -209,6 +230,8 @@ def test_experts_that_are_not_nvfp4(how):
 
 def test_experts_need_a_declaration_that_fits():
     params, *_ = experts_of(2, 32, 16, None)
-    for declared in (Scheme.W4A16, Scheme.W4A4):
-        with pytest.raises(ValueError, match="declared: expected a Float8 or None"):
-            NVFP4MoE(2, 32, 16, top_k=1, params=params, declared=declared, target=CPU)
+    for checkpoint_scheme in (Scheme.W4A16, Scheme.W4A4):
+        with pytest.raises(ValueError, match="expected an FP8ActivationScaling or None"):
+            NVFP4MoE(
+                2, 32, 16, top_k=1, params=params, checkpoint_scheme=checkpoint_scheme, target=CPU
+            )

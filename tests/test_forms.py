@@ -17,7 +17,7 @@ from jax_nvfp4_moe.checkpoint.export import write_checkpoint, write_safetensors
 from jax_nvfp4_moe.cli.inspection import inspect
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
-from jax_nvfp4_moe.scheme import Float8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 MIXED = "qwen3_moe-modelopt-mixed-w4a16-kv8"
 CT_MIXED = "qwen3_moe-ct-mixed"
@@ -58,15 +58,18 @@ def logits_of(folder, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "declared", "scales"),
-    [(MIXED, Float8.STATIC, (0.0, 0.05)), (CT_MIXED, Float8.TOKEN, None)],
+    ("name", "checkpoint_scheme", "scales"),
+    [
+        (MIXED, FP8ActivationScaling.STATIC, (0.0, 0.05)),
+        (CT_MIXED, FP8ActivationScaling.TOKEN, None),
+    ],
 )
-def test_linears_in_fp8_beside_nvfp4_experts(name, declared, scales):
+def test_linears_in_fp8_beside_nvfp4_experts(name, checkpoint_scheme, scales):
     model = load_model(CHECKPOINTS / name, **EXACT)
     attention = model.layers[0].attention
     for part in (attention.qkv.q, attention.qkv.k, attention.qkv.v, attention.out):
         assert isinstance(part, FP8Linear)
-        assert part.activations is declared
+        assert part.activations is checkpoint_scheme
         assert part.weight.get_value().values.dtype == jnp.float8_e4m3fn
         assert (part.input_scale is None) == (scales is None)
     assert isinstance(model.head, DenseLinear)
@@ -76,7 +79,7 @@ def test_linears_in_fp8_beside_nvfp4_experts(name, declared, scales):
 def test_sixteen_bit_activations_where_asked():
     """Weights stay in FP8, and nothing else is rounded; the difference is not small."""
     model = load_model(CHECKPOINTS / MIXED, **(EXACT | {"scheme": "w4a16"}))
-    assert model.layers[0].attention.out.activations is Float8.WEIGHTS
+    assert model.layers[0].attention.out.activations is FP8ActivationScaling.WEIGHTS
     assert model.layers[0].attention.kv.scales is None
     logits = reference_tensors(CHECKPOINTS / MIXED)["logits"]
     ids = jnp.asarray(reference_tensors(CHECKPOINTS / MIXED)["input_ids"], jnp.int32)
@@ -121,11 +124,11 @@ def test_layers_that_are_not_quantized_run_with_the_same_weights(tmp_path, layer
     folder = copied(
         tmp_path, MIXED, edit, quantized_layers=kept, kv_cache_quant_algo=None, kv_cache_scheme=None
     )
-    asked = {"scheme": "w4a16"}
-    model = load_model(folder, **(EXACT | asked))
+    requested_scheme = {"scheme": "w4a16"}
+    model = load_model(folder, **(EXACT | requested_scheme))
     assert isinstance(model.layers[1].mlp.params.get_value(), DenseExperts)
     assert isinstance(model.layers[1].attention.out, DenseLinear)
-    whole = logits_of(CHECKPOINTS / MIXED, **asked)
+    whole = logits_of(CHECKPOINTS / MIXED, **requested_scheme)
     assert relative(model(IDS), whole) < BOUND
     moe = load_moe(folder, 1, **EXACT)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((7, 64), np.float32))
@@ -168,7 +171,7 @@ def test_experts_in_fp8(tmp_path):
         tmp_path, MIXED, edit, quantized_layers=table, exclude_modules=router, ignore=router
     )
     moe = load_moe(folder, 1, **EXACT)
-    assert moe.declared is Float8.STATIC
+    assert moe.checkpoint_scheme is FP8ActivationScaling.STATIC
     x = jnp.asarray(np.random.default_rng(0).standard_normal((7, 64), np.float32))
     same = load_moe(CHECKPOINTS / MIXED, 1, **EXACT)
     assert 1e-4 < relative(moe(x), np.asarray(same(x))) < 0.2
@@ -308,7 +311,7 @@ def test_what_is_written_mixed_is_read(tmp_path):
     np.testing.assert_array_equal(logits_of(tmp_path), logits_of(source))
     with open_checkpoint(tmp_path) as written, open_checkpoint(source) as given:
         for module in (*layers, "lm_head", "model.layers.0.mlp.gate"):
-            assert written.quant.declared(module) == given.quant.declared(module)
+            assert written.quant.checkpoint_scheme(module) == given.quant.checkpoint_scheme(module)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense_fp8
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
-from jax_nvfp4_moe.scheme import Float8, Scheme
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 from jax_nvfp4_moe.testing import (
     assert_as_accurate_as,
     moe_mlp_float64,
@@ -399,7 +399,15 @@ def test_quantized_weights_are_frozen():
     assert np.asarray(bars.down_bias).any()
 
 
-@pytest.mark.parametrize("how", ["bfloat16", Float8.WEIGHTS, Float8.STATIC, Float8.TOKEN])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "bfloat16",
+        FP8ActivationScaling.WEIGHTS,
+        FP8ActivationScaling.STATIC,
+        FP8ActivationScaling.TOKEN,
+    ],
+)
 def test_experts_and_linears_that_are_not_nvfp4(how):
     """Layers of mixed checkpoints: frozen as well, FP8 activations counted as they were."""
     keys = jax.random.split(jax.random.key(2), 3)
@@ -432,13 +440,15 @@ def test_experts_and_linears_that_are_not_nvfp4(how):
 
     got, want = jax.jit(jax.grad(total, (0, 1)))(x, weights), jax.grad(plain, (0, 1))(x, weights)
     # E4M3 moves an activation by up to 1/16, and with it the derivative at that point.
-    bound = 1e-5 if how in ("bfloat16", Float8.WEIGHTS) else 0.1
+    bound = 1e-5 if how in ("bfloat16", FP8ActivationScaling.WEIGHTS) else 0.1
     for a, b in zip(got, want, strict=True):
         assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
         assert np.linalg.norm(a - jnp.roll(b, 1, 0)) > 0.5 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("how", [Float8.STATIC, Float8.TOKEN, Float8.TENSOR])
+@pytest.mark.parametrize(
+    "how", [FP8ActivationScaling.STATIC, FP8ActivationScaling.TOKEN, FP8ActivationScaling.TENSOR]
+)
 def test_a_rounded_fp8_linear_passes_gradients_straight_through(how):
     """A cast would round the cotangent to E4M3 too; this is the product with the weights."""
     values = jax.random.normal(jax.random.key(0), (8, 16)).astype(jnp.float8_e4m3fn)

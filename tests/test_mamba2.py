@@ -17,20 +17,20 @@ def operands(t, seed=0, batch=2):
     keys = jax.random.split(jax.random.key(seed), 5)
     x = jax.random.normal(keys[0], (batch, t, HEADS, WIDTH))
     dt = jax.nn.softplus(2 * jax.random.normal(keys[1], (batch, t, HEADS)) - 2)
-    into, out_of = (jax.random.normal(key, (batch, t, GROUPS, STATE)) for key in keys[2:4])
+    B, C = (jax.random.normal(key, (batch, t, GROUPS, STATE)) for key in keys[2:4])
     state = jax.random.normal(keys[4], (batch, HEADS, WIDTH, STATE))
-    return x, dt, -jnp.array([0.01, 1.0, 8.0, 60.0]), into, out_of, state
+    return x, dt, -jnp.array([0.01, 1.0, 8.0, 60.0]), B, C, state
 
 
-def by_equation(x, dt, a, into, out_of, state, dtype):
+def by_equation(x, dt, a, B, C, state, dtype):
     """Return y and the last state by the equation of the module's page, step by step."""
-    x, dt, a, into, out_of, state = (np.asarray(v, dtype) for v in (x, dt, a, into, out_of, state))
-    into, out_of = (np.repeat(v, HEADS // GROUPS, axis=2) for v in (into, out_of))
+    x, dt, a, B, C, state = (np.asarray(v, dtype) for v in (x, dt, a, B, C, state))
+    B, C = (np.repeat(v, HEADS // GROUPS, axis=2) for v in (B, C))
     y = np.zeros_like(x)
     for t in range(x.shape[1]):
-        added = (dt[:, t, :, None] * x[:, t])[..., None] * into[:, t, :, None, :]
+        added = (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None, :]
         state = np.exp(dt[:, t] * a)[..., None, None] * state + added
-        y[:, t] = (state * out_of[:, t, :, None, :]).sum(-1)
+        y[:, t] = (state * C[:, t, :, None, :]).sum(-1)
     return y, state
 
 
@@ -63,8 +63,8 @@ def test_pieces_are_the_whole(cuts):
     *tokens, state = given
     pieces, start = [], 0
     for count in cuts:
-        x, dt, a, into, out_of = (v if v.ndim == 1 else v[:, start : start + count] for v in tokens)
-        y, state = mamba2.ssd(x, dt, a, into, out_of, state)
+        x, dt, a, B, C = (v if v.ndim == 1 else v[:, start : start + count] for v in tokens)
+        y, state = mamba2.ssd(x, dt, a, B, C, state)
         pieces.append(y)
         start += count
     assert_is_its_equation((jnp.concatenate(pieces, axis=1), state), given)
@@ -75,10 +75,10 @@ def test_a_small_decay_after_large_ones_stays_exact():
 
     Differences of sums from the start would round each exponent to the ulp of 16,000.
     """
-    x, dt, a, into, out_of, state = operands(64)
+    x, dt, a, B, C, state = operands(64)
     a = jnp.full_like(a, -1.0)
     dt = dt.at[:, :32].set(500.0).at[:, 32:].set(1e-3)
-    given = (x, dt, a, into, out_of, state)
+    given = (x, dt, a, B, C, state)
     assert_is_its_equation(mamba2.ssd(*given), given)
     total = np.cumsum(np.asarray(dt[0, :, 0] * a[0]), dtype=np.float32)
     exact = np.cumsum(np.asarray(dt[0, :, 0] * a[0], np.float64))
@@ -89,8 +89,8 @@ def test_a_small_decay_after_large_ones_stays_exact():
 @pytest.mark.parametrize("t", [1, 2, 64, 70])
 def test_steps_of_zero_leave_the_state(t):
     """That is how padding is told; values of the padding are anything finite."""
-    x, dt, a, into, out_of, state = operands(t)
-    _, behind = jax.jit(mamba2.ssd)(x, jnp.zeros_like(dt), a, into, out_of, state)
+    x, dt, a, B, C, state = operands(t)
+    _, behind = jax.jit(mamba2.ssd)(x, jnp.zeros_like(dt), a, B, C, state)
     np.testing.assert_array_equal(behind, state)
 
 

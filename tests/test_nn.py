@@ -207,7 +207,7 @@ def test_a_dense_linear_sums_in_float32():
 
 def test_the_scheme_is_settled_at_construction():
     params = random_moe_params(jax.random.key(0), **SIZES)
-    given = {"params": params, "declared": "w4a4"}
+    given = {"params": params, "checkpoint_scheme": "w4a4"}
     assert make(**given, target=Target("cpu")).scheme is Scheme.W4A16
     assert make(**given, target=Target("cpu"), scheme="checkpoint").scheme is Scheme.W4A4
     assert make(**given, target=Target("cuda", (10, 0))).scheme is Scheme.W4A4
@@ -221,10 +221,10 @@ def test_own_experts_without_input_scales_are_told_what_to_do():
     with pytest.raises(ValueError, match=f"scheme: {told}"):
         make(params=own, scheme="w4a4")
     with pytest.raises(ValueError, match=f"params: {told}"):
-        make(params=own, scheme="w4a4", declared="w4a4")
+        make(params=own, scheme="w4a4", checkpoint_scheme="w4a4")
     scale = jnp.full(8, 1 / 2688, jnp.float32)
     own = dataclasses.replace(own, gate_up_input_scale=scale, down_input_scale=scale)
-    assert make(params=own, scheme="w4a4", declared="w4a4").scheme is Scheme.W4A4
+    assert make(params=own, scheme="w4a4", checkpoint_scheme="w4a4").scheme is Scheme.W4A4
 
 
 def test_experts_the_other_way_around_are_told_which_axis_is_which():

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_devices import SHAPES, start
+from jax_nvfp4_moe.parallel.expert_mesh import check_parts, divisors
 
 from jax_nvfp4_moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, decode_scale, dequantize, divide
-from jax_nvfp4_moe.parallel.exchange import (
+from jax_nvfp4_moe.parallel.dispatch import (
     Rows,
-    Wire,
+    WireFormat,
     _count_updates,
     _cut_rows,
-    choose_wire,
+    choose_wire_format,
 )
-from jax_nvfp4_moe.parallel.grid import check_parts, divisors
 from jax_nvfp4_moe.scheme import Scheme
 
 # Sums of float32 in another order, up to eight of them for each all-reduce; logits pass through
@@ -114,10 +114,10 @@ def test_a_model_whose_tokens_are_exchanged(figures, rows):
     assert figures["exchanged_models"]["load_moe"] == "all_to_all"
 
 
-@pytest.mark.parametrize(("exchange", "rows"), [("psum", 24), ("all_to_all", 6)])
-def test_shared_experts_run_where_their_tokens_are(figures, exchange, rows):
+@pytest.mark.parametrize(("dispatch", "rows"), [("psum", 24), ("all_to_all", 6)])
+def test_shared_experts_run_where_their_tokens_are(figures, dispatch, rows):
     """Each of four shards has a quarter of them, in the custom calls of NVFP4 linears too."""
-    error, seen = figures["shared_experts"][exchange]
+    error, seen = figures["shared_experts"][dispatch]
     assert error <= BOUND
     assert seen == [rows]
 
@@ -146,7 +146,7 @@ def test_a_shard_reads_its_own_experts_alone(figures):
 )
 def test_exchanged_tokens_equal_one_device(figures, case, reduced):
     """Rows go out and come back; rounds need one more all-reduce, of their number."""
-    for (error, sent), rounds in zip(figures["exchanged"][case], (0, 1), strict=False):
+    for (error, sent), rounds in zip(figures["dispatched"][case], (0, 1), strict=False):
         assert error <= BOUND
         reduces = {"all-reduce": reduced + rounds} if reduced + rounds else {}
         assert sent == {"all-to-all": 2} | reduces
@@ -154,15 +154,15 @@ def test_exchanged_tokens_equal_one_device(figures, case, reduced):
 
 def test_counts_of_tokens_that_shards_do_not_divide(figures):
     """The result cannot lie in equal parts, so that one gather makes it whole; or there is none."""
-    for error, sent in figures["exchanged"]["uneven"]:
+    for error, sent in figures["dispatched"]["uneven"]:
         assert error <= BOUND
         assert sent["all-gather"] == 1
-    assert figures["exchanged"]["nothing"] == [[0.0, {}]]
+    assert figures["dispatched"]["nothing"] == [[0.0, {}]]
 
 
 @pytest.mark.parametrize("scheme", ["w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
 def test_rows_with_weights_on_the_input_are_quantized_once(figures, scheme):
-    [[error, sent]] = figures["exchanged"][f"{scheme} on input"]
+    [[error, sent]] = figures["dispatched"][f"{scheme} on input"]
     assert error <= BOUND
     assert sent == {"all-to-all": 2}
 
@@ -233,13 +233,13 @@ def test_a_ragged_exchange_equals_all_to_all(figures):
 )
 def test_rows_go_in_the_fewest_bytes(scheme, top_k, shards, rounds, codes, by_slot):
     row = {"hidden": 7168, "top_k": top_k, "dtype": jnp.bfloat16}
-    wire = choose_wire(Scheme(scheme), **row, shards=shards, rounds=rounds)
+    wire = choose_wire_format(Scheme(scheme), **row, shards=shards, rounds=rounds)
     assert (wire.scheme is not None, wire.by_slot) == (codes, by_slot)
     token_scale = 8 if scheme == "w4a4_token_scale" else 0  # 4, up to a multiple of 8
     sent = 7168 * 9 // 16 if codes else 7168 * 2
     assert wire.row_bytes(**row) == sent + 8 * (1 if by_slot else top_k) + token_scale
     block = {"hidden": 64, "top_k": 4, "dtype": jnp.float32}  # of `eight_devices.exchanged`
-    assert choose_wire(Scheme.W4A4, **block, shards=8, rounds=True).by_slot
+    assert choose_wire_format(Scheme.W4A4, **block, shards=8, rounds=True).by_slot
 
 
 def test_rows_that_come_are_codes_as_sent():
@@ -249,7 +249,7 @@ def test_rows_that_come_are_codes_as_sent():
     """
     x = jax.random.normal(jax.random.key(0), (3000, 64)) * jnp.linspace(0.1, 3, 3000)[:, None]
     ids, scheme = jnp.zeros((3000, 1), jnp.int32), Scheme.W4A4_TOKEN_SCALE
-    rows = Rows(x, ids, ids, 1, Wire(scheme=scheme), None)
+    rows = Rows(x, ids, ids, 1, WireFormat(scheme=scheme), None)
     decode = jax.vmap(rows._decoded, in_axes=None, axis_name="expert", axis_size=1)
     packed, block_scale, largest = sent = rows._encoded()
     again = dataclasses.replace(rows, x=decode(sent, ids)[0])._encoded()
@@ -274,9 +274,9 @@ def test_ragged_pieces():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exchange": "broadcast"}, "exchange: expected one of psum, all_to_all, ragged; got"),
+        ({"dispatch": "broadcast"}, "dispatch: expected one of psum, all_to_all, ragged; got"),
         ({"capacity": 4}, "capacity: expected None, .* got 4 with 'psum'"),
-        ({"exchange": "all_to_all", "capacity": 0}, "capacity: .* got 0 with 'all_to_all'"),
+        ({"dispatch": "all_to_all", "capacity": 0}, "capacity: .* got 0 with 'all_to_all'"),
     ],
 )
 def test_exchanges_that_there_are_not(options, message):
@@ -302,10 +302,10 @@ def test_one_device_knows_nothing_of_meshes():
         ("rows", "mesh: expected axis 'tensor' of 1 with w4a4_token_scale"),
         ("alternating", "takes gate and up rows that alternate"),
         ("context", "mesh: expected a call outside jax.set_mesh of Explicit axes"),
-        ("exchange name", "exchange: expected one of psum, all_to_all, ragged; got 'broadcast'"),
-        ("exchange alone", "exchange: expected a mesh .* with 'all_to_all'.* got no mesh"),
-        ("exchange axes", "exchange: expected a mesh with an axis 'expert' .* got axes {'tensor'"),
-        ("exchange platform", "exchange: expected GPUs with 'ragged', got CPUs"),
+        ("exchange name", "dispatch: expected one of psum, all_to_all, ragged; got 'broadcast'"),
+        ("exchange alone", "dispatch: expected a mesh .* with 'all_to_all'.* got no mesh"),
+        ("exchange axes", "dispatch: expected a mesh with an axis 'expert' .* got axes {'tensor'"),
+        ("exchange platform", "dispatch: expected GPUs with 'ragged', got CPUs"),
         ("checkpoint", "axis 'tensor' of 4 does not cut intermediate = 96 .* 1, 2, 3, 6"),
     ],
 )

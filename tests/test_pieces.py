@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_nvfp4_moe.ops.preparation import prepare
-from jax_nvfp4_moe.parallel import pieces
+from jax_nvfp4_moe.parallel import streaming
 from jax_nvfp4_moe.scheme import Target
 from jax_nvfp4_moe.testing import random_moe_params
 
@@ -27,7 +27,7 @@ def reader(params, step):
 @pytest.mark.parametrize("step", [1, 2, 6])
 @pytest.mark.parametrize("layout", [*LAYOUTS, None])
 def test_pieces_make_the_whole(params, layout, step):
-    made = pieces.join_pieces(reader(params, step), 6, step, layout)
+    made = streaming.join_pieces(reader(params, step), 6, step, layout)
     expected = params if layout is None else jax.jit(lambda p: p.to_layout(layout))(params)
     assert jax.tree.structure(made) == jax.tree.structure(expected)
     for got, want in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
@@ -35,7 +35,7 @@ def test_pieces_make_the_whole(params, layout, step):
 
 
 def test_pieces_are_prepared_as_the_whole_is(params):
-    made = pieces.join_pieces(reader(params, 3), 6, 3, prepare(params).layout)
+    made = streaming.join_pieces(reader(params, 3), 6, 3, prepare(params).layout)
     jax.tree.map(np.testing.assert_array_equal, made, prepare(params))
 
 
@@ -44,8 +44,8 @@ def test_a_piece_is_written_in_place(params, layout):
     """The program needs room for some pieces; a copy of the layer, or of one array, is more."""
     count = 600
     piece = jax.device_put(reader(params, 1)(0))
-    joined = pieces._allocate(piece, count, layout, None)
-    program = pieces._write.lower(joined, piece, np.int32(0), layout, None).compile()
+    joined = streaming._allocate(piece, count, layout, None)
+    program = streaming._write.lower(joined, piece, np.int32(0), layout, None).compile()
     memory = program.memory_analysis()
     assert memory is not None
     smallest = joined.down.block_scale.nbytes
@@ -56,14 +56,16 @@ def test_a_piece_is_written_in_place(params, layout):
 def test_sizes_of_pieces(params):
     """A divisor of the experts of a shard, at least one; larger on a GPU."""
     expert = params.nbytes // 6
-    assert expert * 6 < pieces._CPU_BYTES
-    assert pieces.piece_size(params, 6, CPU) == 6
+    assert expert * 6 < streaming._CPU_BYTES
+    assert streaming.piece_size(params, 6, CPU) == 6
     many = random_moe_params(jax.random.key(0), num_experts=1024, hidden=64, intermediate=64)
-    most = pieces._CPU_BYTES // (many.nbytes // 1024)
-    assert pieces.piece_size(many, 1024, CPU) == max(n for n in range(1, most + 1) if 1024 % n == 0)
-    assert pieces.piece_size(many, 1021, CPU) == 1  # a prime, of more than fit
-    assert pieces.piece_size(many, 1024, GPU) == 1024
-    assert pieces.piece_size(many, 1024, CPU, 2) == 2 * pieces.piece_size(many, 1024, CPU)
+    most = streaming._CPU_BYTES // (many.nbytes // 1024)
+    assert streaming.piece_size(many, 1024, CPU) == max(
+        n for n in range(1, most + 1) if 1024 % n == 0
+    )
+    assert streaming.piece_size(many, 1021, CPU) == 1  # a prime, of more than fit
+    assert streaming.piece_size(many, 1024, GPU) == 1024
+    assert streaming.piece_size(many, 1024, CPU, 2) == 2 * streaming.piece_size(many, 1024, CPU)
 
 
 def test_one_piece_is_read_ahead(monkeypatch, params):
@@ -81,9 +83,9 @@ def test_one_piece_is_read_ahead(monkeypatch, params):
         written.append(1)
         return original(joined, *args)
 
-    original = pieces._write
-    monkeypatch.setattr(pieces, "_write", write)
+    original = streaming._write
+    monkeypatch.setattr(streaming, "_write", write)
     with pytest.raises(OSError, match="the disk is gone"):
-        pieces.join_pieces(counted, 6, 1, None)
+        streaming.join_pieces(counted, 6, 1, None)
     assert len(alive) == 5
     assert max(alive) <= 1

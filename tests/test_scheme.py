@@ -49,9 +49,11 @@ SCHEMES = [  # declared, asked, target -> scheme: the table of scheme.py
 ]
 
 
-@pytest.mark.parametrize(("declared", "asked", "target", "want"), SCHEMES, ids=str)
-def test_choose_scheme(declared, asked, target, want):
-    scheme, why = choose_scheme(declared, asked, target)
+@pytest.mark.parametrize(
+    ("checkpoint_scheme", "requested_scheme", "target", "want"), SCHEMES, ids=str
+)
+def test_choose_scheme(checkpoint_scheme, requested_scheme, target, want):
+    scheme, why = choose_scheme(checkpoint_scheme, requested_scheme, target)
     assert scheme == want
     assert why
 
@@ -136,8 +138,8 @@ def test_routers_are_found(target, experts, want):
 def test_the_reference_of_a_router_is_nothing_to_warn_of(caplog):
     choice._log_backend.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_nvfp4_moe"):
-        choice.pick(Problem("route", None, CPU, "float32"), None)
-        choice.pick(Problem("quantize_nvfp4", None, cuda(7, 5)), None)
+        choice.resolve_backend(Problem("route", None, CPU, "float32"), None)
+        choice.resolve_backend(Problem("quantize_nvfp4", None, cuda(7, 5)), None)
     said = {r.levelname: r.message for r in caplog.records}
     assert said["INFO"].startswith("backend reference for route")
     assert said["WARNING"].startswith("quantize_nvfp4")

@@ -10,7 +10,7 @@ from checkpoint_edits import GIVEN, W4A4, edited, read_all
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
-from jax_nvfp4_moe.checkpoint.spelling import Spelling, canonical_names, find_spelling
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_spelling
 
 LAYER = "layers.0.mlp.gate.weight"
 
@@ -29,7 +29,7 @@ LAYER = "layers.0.mlp.gate.weight"
 def test_a_prefix_is_found_from_the_names(prefix, head):
     names = [f"{prefix}{LAYER}", f"{prefix}norm.weight", f"{head}weight", "visual.norm.weight"]
     problems = []
-    assert find_spelling(names, problems) == Spelling(prefix, head)
+    assert find_spelling(names, problems) == KeyMapping(prefix, head)
     assert list(canonical_names(names, find_spelling(names, problems), problems).values()) == [
         f"model.{LAYER}",
         "model.norm.weight",

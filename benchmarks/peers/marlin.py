@@ -86,8 +86,8 @@ class Layer:
         )
         weights = self.gate_up, self.gate_up_scale
         self._product(x, buffers.up, *weights, buffers, top_k=case.top_k, weighted=False)
-        grid = tokens * case.top_k, triton.cdiv(case.intermediate, 1024)
-        _activate[grid](buffers.up, buffers.active, case.intermediate, case.gated, 1024)
+        expert_mesh = tokens * case.top_k, triton.cdiv(case.intermediate, 1024)
+        _activate[expert_mesh](buffers.up, buffers.active, case.intermediate, case.gated, 1024)
         weights = self.down, self.down_scale
         self._product(buffers.active, buffers.out, *weights, buffers, top_k=1, weighted=True)
         slots = buffers.out.view(tokens, case.top_k, case.hidden)

@@ -34,7 +34,7 @@ def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:
     return _ffi.missing((extension, *parts))
 
 
-def pick(problem: Problem, backend: str | None) -> Backend:
+def resolve_backend(problem: Problem, backend: str | None) -> Backend:
     """Choose the backend of `problem` on the target it names; see `scheme.choose_backend`.
 
     Raises:
@@ -47,9 +47,9 @@ def pick(problem: Problem, backend: str | None) -> Backend:
 
 
 @functools.cache
-def log_scheme(declared: Scheme, scheme: Scheme, why: str) -> None:
+def log_scheme(checkpoint_scheme: Scheme, scheme: Scheme, why: str) -> None:
     """Log the choice of a scheme, once for each distinct one."""
-    _LOG.info("scheme %s for a %s checkpoint: %s", scheme, declared, why)
+    _LOG.info("scheme %s for a %s checkpoint: %s", scheme, checkpoint_scheme, why)
 
 
 @functools.cache
@@ -108,9 +108,9 @@ def explain(subject, *, target: Target | None = None) -> Choice:
             f"got {type(subject).__name__}"
         )
     choices = []
-    for path, problem, declared, asked, backend in subject.nvfp4_problems():
+    for path, problem, checkpoint_scheme, requested_scheme, backend in subject.nvfp4_problems():
         where = target or problem.target
-        scheme, why = choose_scheme(declared, asked, where)
+        scheme, why = choose_scheme(checkpoint_scheme, requested_scheme, where)
         problem = dataclasses.replace(problem, scheme=scheme, target=where)
         choices.append((path, explain_problem(problem, why, backend)))
     if not choices:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.forms import (
+from jax_nvfp4_moe.checkpoint.formats import (
+    CheckpointFormat,
     Decision,
-    Form,
     KVCache,
     TensorNames,
     check_group_size,
@@ -21,7 +21,7 @@ from jax_nvfp4_moe.checkpoint.forms import (
     spellings,
 )
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
+from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
 PACKED_FORMAT = "nvfp4-pack-quantized"
 FP8_FORMATS = ("float-quantized", "naive-quantized")
@@ -34,10 +34,10 @@ _REGEX = "re:"
 _MOST_REPEATS = 4
 _DIGITS = re.compile(r"(\\d|\[0-9\])[*+]")
 _NESTED_REPEAT = re.compile(r"[*+}]\??\)+[*+{]")
-_FP8_INPUTS: Mapping[tuple[bool, Any], Float8] = {
-    (True, "token"): Float8.TOKEN,
-    (True, "tensor"): Float8.TENSOR,
-    (False, "tensor"): Float8.STATIC,
+_FP8_INPUTS: Mapping[tuple[bool, Any], FP8ActivationScaling] = {
+    (True, "token"): FP8ActivationScaling.TOKEN,
+    (True, "tensor"): FP8ActivationScaling.TENSOR,
+    (False, "tensor"): FP8ActivationScaling.STATIC,
 }
 
 
@@ -80,7 +80,7 @@ class _Group:
         if group.get("output_activations"):
             raise CheckpointError([f"{source}: output_activations are not supported"])
 
-    def scheme(self) -> Declared:
+    def scheme(self) -> CheckpointScheme:
         """Return the scheme; CheckpointError where the group is neither NVFP4 nor FP8."""
         eight = _kind(self._weights) == ("float", 8)
         supported = (*FP8_FORMATS, _MIXED) if eight else (PACKED_FORMAT, _MIXED)
@@ -115,7 +115,7 @@ class _Group:
         symmetric = self._weights.get("symmetric", True) is not False
         self._require("weights", symmetric, "symmetric false")
         if not self._inputs:
-            return Float8.WEIGHTS
+            return FP8ActivationScaling.WEIGHTS
         kind = _kind(self._inputs) == ("float", 8)
         self._require("input_activations", kind, f"type {_described(self._inputs)}")
         how = bool(self._inputs.get("dynamic")), self._inputs.get("strategy")
@@ -180,7 +180,7 @@ def _kv_cache(section, source) -> KVCache | None:
     algorithm = (
         "FP8" if plain else f"{_described(scheme)}, strategy {quoted(scheme.get('strategy'))}"
     )
-    return KVCache(algorithm, f"{source}: kv_cache_scheme", by_factor=False)
+    return KVCache(algorithm, f"{source}: kv_cache_scheme", multiply_by_reciprocal=False)
 
 
 def declaration(activations: bool, exclude: Iterable[str], version: str) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _compile(pattern, source):
         ) from None
 
 
-COMPRESSED_TENSORS = Form(
+COMPRESSED_TENSORS = CheckpointFormat(
     name="compressed-tensors",
     quant_method="compressed-tensors",
     names=TensorNames(

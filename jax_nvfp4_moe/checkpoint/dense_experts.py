@@ -15,17 +15,17 @@ from jax_nvfp4_moe.checkpoint.expert_names import (
     plan_stacked_bias,
     stack,
 )
-from jax_nvfp4_moe.checkpoint.forms import FP8_INPUT_SCALE, FP8_SCALE
+from jax_nvfp4_moe.checkpoint.formats import FP8_INPUT_SCALE, FP8_SCALE
 from jax_nvfp4_moe.checkpoint.plan import (
     FLOATS,
     Buffer,
     FP8Matrices,
-    Piece,
     Planner,
+    TensorSlice,
     empty_fp8_matrices,
 )
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
-from jax_nvfp4_moe.scheme import Float8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 
 @dataclasses.dataclass
@@ -43,12 +43,12 @@ class FP8ExpertPlan:
     """Buffers of one layer's experts in FP8; shapes as in `ExpertPlan`.
 
     Attributes:
-      declared: how activations enter the products.
+      checkpoint_scheme: how activations enter the products.
       gate_up, down: the matrices.
       gate_up_bias, down_bias: float32, or None.
     """
 
-    declared: Float8
+    checkpoint_scheme: FP8ActivationScaling
     gate_up: FP8Matrices
     down: FP8Matrices
     gate_up_bias: Buffer | None
@@ -91,7 +91,7 @@ def plan_dense_experts(
 
 def _plan_dense_one(planner, module, weight, bias, at, n):
     planner.take(f"{module}.weight", FLOATS, (n, weight.shape[-1]))
-    weight.pieces.append(Piece(f"{module}.weight", at))
+    weight.pieces.append(TensorSlice(f"{module}.weight", at))
     planner.ignore([f"{module}.{planner.names.input_global}"], "input scales of dense modules")
     _plan_bias(planner, module, bias, at, n)
 
@@ -99,7 +99,7 @@ def _plan_dense_one(planner, module, weight, bias, at, n):
 def _plan_bias(planner, module, bias, at, n):
     if bias is not None:
         planner.take(f"{module}.bias", FLOATS, (n,))
-        bias.pieces.append(Piece(f"{module}.bias", at))
+        bias.pieces.append(TensorSlice(f"{module}.bias", at))
 
 
 def _plan_dense_stack(planner, stem, weight, inputs_first, alternate, dtypes=FLOATS):
@@ -118,10 +118,14 @@ def _plan_dense_stack(planner, stem, weight, inputs_first, alternate, dtypes=FLO
 
 
 def plan_fp8_experts(
-    planner: Planner, prefix: str, sizes: ExpertSizes, naming: Naming | None, declared: Float8
+    planner: Planner,
+    prefix: str,
+    sizes: ExpertSizes,
+    naming: Naming | None,
+    checkpoint_scheme: FP8ActivationScaling,
 ) -> FP8ExpertPlan:
     """Plan experts in FP8: one tensor an expert and projection, or all experts stacked."""
-    if declared is Float8.TENSOR:
+    if checkpoint_scheme is FP8ActivationScaling.TENSOR:
         planner.problems.append(
             f"{quoted(prefix)}: experts whose activations have one dynamic scale of the whole "
             "tensor are not supported: it would depend on how tokens are batched"
@@ -129,7 +133,7 @@ def plan_fp8_experts(
     e, h, i = sizes.num_experts, sizes.hidden, sizes.intermediate
     rows, float32 = sizes.parts * i, np.dtype(np.float32)
     plan = FP8ExpertPlan(
-        declared,
+        checkpoint_scheme,
         empty_fp8_matrices(f"{prefix} gate and up", (e,), rows, h, sizes.parts),
         empty_fp8_matrices(f"{prefix} down", (e,), h, i, 1),
         Buffer((e, rows), float32) if sizes.bias else None,
@@ -137,9 +141,11 @@ def plan_fp8_experts(
     )
     if naming is None:
         first, alternate = first_projection(prefix, sizes), i if sizes.interleaved else None
-        _plan_fp8_stack(planner, first, plan.gate_up, declared, sizes.inputs_first, alternate)
+        _plan_fp8_stack(
+            planner, first, plan.gate_up, checkpoint_scheme, sizes.inputs_first, alternate
+        )
         down = f"{prefix}.down_proj"
-        _plan_fp8_stack(planner, down, plan.down, declared, sizes.inputs_first, None)
+        _plan_fp8_stack(planner, down, plan.down, checkpoint_scheme, sizes.inputs_first, None)
         plan_stacked_bias(planner, first, plan.gate_up_bias, alternate)
         plan_stacked_bias(planner, down, plan.down_bias, None)
     else:
@@ -148,23 +154,25 @@ def plan_fp8_experts(
             for part, name in enumerate(ups):
                 at = (x, slice(part * i, (part + 1) * i))
                 module = f"{prefix}.{x}.{name}"
-                _plan_fp8_one(planner, module, plan.gate_up, declared, at, part)
+                _plan_fp8_one(planner, module, plan.gate_up, checkpoint_scheme, at, part)
                 _plan_bias(planner, module, plan.gate_up_bias, at, i)
             module = f"{prefix}.{x}.{naming.down}"
-            _plan_fp8_one(planner, module, plan.down, declared, (x,), 0)
+            _plan_fp8_one(planner, module, plan.down, checkpoint_scheme, (x,), 0)
             _plan_bias(planner, module, plan.down_bias, (x,), h)
-    planner.check_calibrated(plan.gate_up, declared)
-    planner.check_calibrated(plan.down, declared)
+    planner.check_calibrated(plan.gate_up, checkpoint_scheme)
+    planner.check_calibrated(plan.down, checkpoint_scheme)
     return plan
 
 
-def _plan_fp8_one(planner, module, matrices, declared, at, part):
+def _plan_fp8_one(planner, module, matrices, checkpoint_scheme, at, part):
     """Plan the matrix `module` as the rows `at` of one expert."""
     n = matrices.scale.shape[1] if len(at) == 1 else at[1].stop - at[1].start
-    planner.take_fp8(module, matrices, declared, (n, matrices.values.shape[-1]), at, (at[0], part))
+    planner.take_fp8(
+        module, matrices, checkpoint_scheme, (n, matrices.values.shape[-1]), at, (at[0], part)
+    )
 
 
-def _plan_fp8_stack(planner, stem, matrices, declared, inputs_first, alternate):
+def _plan_fp8_stack(planner, stem, matrices, checkpoint_scheme, inputs_first, alternate):
     """Plan one projection of all experts; scales are one of all, of each, or of each row."""
     e, n, _ = matrices.values.shape
     name, join = packed_name(planner, stem)
@@ -173,9 +181,9 @@ def _plan_fp8_stack(planner, stem, matrices, declared, inputs_first, alternate):
     single = [(), (1,), (e,), (e, 1), (e, 1, 1)]
     info = planner.take(scale, FLOATS, *single, (e, n), (e, n, 1), (e, 1, n))
     if info is None or math.prod(info.shape) == 1:
-        matrices.scale.pieces.append(Piece(scale, shape=()))
+        matrices.scale.pieces.append(TensorSlice(scale, shape=()))
     elif info.shape in single:
-        matrices.scale.pieces.append(Piece(scale, shape=(e, 1)))
+        matrices.scale.pieces.append(TensorSlice(scale, shape=(e, 1)))
     else:
         pieces = stack(scale, e, False, alternate)
         if alternate is not None and len(info.shape) == 3:
@@ -186,4 +194,4 @@ def _plan_fp8_stack(planner, stem, matrices, declared, inputs_first, alternate):
     name = f"{stem}{join}{FP8_INPUT_SCALE}"
     info = planner.find(name)
     spread = () if info is None or math.prod(info.shape) == 1 else (e, 1)
-    planner.input_scale(matrices, name, Piece("", shape=spread), declared, *single)
+    planner.input_scale(matrices, name, TensorSlice("", shape=spread), checkpoint_scheme, *single)

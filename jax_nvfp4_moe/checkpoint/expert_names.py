@@ -5,7 +5,7 @@ Adding a naming is adding a row to `PER_EXPERT`.
 
 import dataclasses
 
-from jax_nvfp4_moe.checkpoint.plan import FLOATS, Buffer, Piece, Planner
+from jax_nvfp4_moe.checkpoint.plan import FLOATS, Buffer, Planner, TensorSlice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def plan_stacked_bias(
     bias.pieces += stack(name, bias.shape[0], False, alternate)
 
 
-def stack(name: str, e: int, swapped: bool, alternate: int | None) -> list[Piece]:
+def stack(name: str, e: int, swapped: bool, alternate: int | None) -> list[TensorSlice]:
     """Return the pieces that fill ``[e, n, ...]`` from the tensor `name` of all `e` experts.
 
     Args:
@@ -108,11 +108,11 @@ def stack(name: str, e: int, swapped: bool, alternate: int | None) -> list[Piece
         halves = slice(0, alternate), slice(alternate, 2 * alternate)
         rows = [(half, slice(first, None, 2)) for first, half in enumerate(halves)]
     elif not swapped:
-        return [Piece(name)]
+        return [TensorSlice(name)]
     if not swapped:
-        return [Piece(name, (every, at), part=(every, part)) for at, part in rows]
+        return [TensorSlice(name, (every, at), part=(every, part)) for at, part in rows]
     return [
-        Piece(name, (x, at), part=(x, every, part), swapped=True)
+        TensorSlice(name, (x, at), part=(x, every, part), swapped=True)
         for x in range(e)
         for at, part in rows
     ]

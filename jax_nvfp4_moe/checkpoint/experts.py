@@ -29,13 +29,13 @@ from jax_nvfp4_moe.checkpoint.plan import (
     FLOATS,
     Buffer,
     Matrices,
-    Piece,
     Planner,
     Shape,
+    TensorSlice,
     empty_matrices,
 )
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
+from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
 
 @dataclasses.dataclass
@@ -43,12 +43,12 @@ class ExpertPlan:
     """Buffers of one layer's experts.
 
     Attributes:
-      declared: the scheme of all of them.
+      checkpoint_scheme: the scheme of all of them.
       gate_up: ``[e, 2i, h]``, or ``[e, i, h]`` without a gate.
       down: ``[e, h, i]``.
     """
 
-    declared: Scheme | None
+    checkpoint_scheme: Scheme | None
     gate_up: Matrices
     down: Matrices
 
@@ -74,16 +74,16 @@ def plan_experts(
     if naming is None and _refuse_mxfp4(planner, prefix, sizes):
         return _empty_plan(prefix, sizes)
     before = len(planner.problems)
-    declared = _declared(planner, prefix, sizes, naming)
+    checkpoint_scheme = _checkpoint_scheme(planner, prefix, sizes, naming)
     stored = _stored_type(planner, prefix, naming)
     if stored in FLOATS:
-        if declared is not None:
+        if checkpoint_scheme is not None:
             planner.note("experts declared quantized are stored dense and stay dense")
         return plan_dense_experts(planner, prefix, sizes, dtype)
-    if isinstance(declared, Float8):
-        return plan_fp8_experts(planner, prefix, sizes, naming, declared)
-    if declared is not None:
-        return _plan_nvfp4(planner, prefix, sizes, naming, declared)
+    if isinstance(checkpoint_scheme, FP8ActivationScaling):
+        return plan_fp8_experts(planner, prefix, sizes, naming, checkpoint_scheme)
+    if checkpoint_scheme is not None:
+        return _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme)
     if len(planner.problems) == before:
         sources = planner.decisions[f"{prefix}.*"].source
         planner.problems.append(
@@ -93,16 +93,16 @@ def plan_experts(
     return _empty_plan(prefix, sizes)
 
 
-def _plan_nvfp4(planner, prefix, sizes, naming, declared):
+def _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme):
     plan = _empty_plan(prefix, sizes)
-    plan.declared = declared
+    plan.checkpoint_scheme = checkpoint_scheme
     planner.check_blocks(quoted(prefix), hidden=sizes.hidden, intermediate=sizes.intermediate)
     if naming is None:
         _plan_stacked(planner, prefix, sizes, plan)
     else:
         _plan_each(planner, prefix, sizes, naming, plan)
-    planner.check_calibrated(plan.gate_up, declared)
-    planner.check_calibrated(plan.down, declared)
+    planner.check_calibrated(plan.gate_up, checkpoint_scheme)
+    planner.check_calibrated(plan.down, checkpoint_scheme)
     return plan
 
 
@@ -134,7 +134,7 @@ def _stored_type(planner, prefix, naming: Naming | None) -> str | None:
     return info and info.dtype
 
 
-def _declared(planner, prefix, sizes, naming) -> Declared:
+def _checkpoint_scheme(planner, prefix, sizes, naming) -> CheckpointScheme:
     """Return the scheme of the experts, on which all of them must agree."""
     before = len(planner.problems)
     decisions = {}  # and the first module of each scheme
@@ -170,27 +170,41 @@ def _plan_each(planner, prefix, sizes, naming, plan):
         for part, name in enumerate(ups):
             at = (x, slice(part * i, (part + 1) * i))
             _plan_one(
-                planner, f"{prefix}.{x}.{name}", plan.declared, plan.gate_up, at, part, (i, h)
+                planner,
+                f"{prefix}.{x}.{name}",
+                plan.checkpoint_scheme,
+                plan.gate_up,
+                at,
+                part,
+                (i, h),
             )
-        _plan_one(planner, f"{prefix}.{x}.{naming.down}", plan.declared, plan.down, (x,), 0, (h, i))
+        _plan_one(
+            planner,
+            f"{prefix}.{x}.{naming.down}",
+            plan.checkpoint_scheme,
+            plan.down,
+            (x,),
+            0,
+            (h, i),
+        )
 
 
-def _plan_one(planner, module, declared, matrices, at, part, shape):
+def _plan_one(planner, module, checkpoint_scheme, matrices, at, part, shape):
     """Plan one expert's projection ``[n, k]`` as the rows `at` of the layer's buffers."""
     names = planner.names
     n, k = shape
     planner.take_packed(f"{module}.{names.packed}", n, k)
     planner.take(f"{module}.{names.block_scale}", ["F8_E4M3"], (n, k // BLOCK))
     planner.take(f"{module}.{names.weight_global}", ["F32"], (), (1,))
-    matrices.packed.pieces.append(Piece(f"{module}.{names.packed}", at))
-    matrices.block_scale.pieces.append(Piece(f"{module}.{names.block_scale}", at))
+    matrices.packed.pieces.append(TensorSlice(f"{module}.{names.packed}", at))
+    matrices.block_scale.pieces.append(TensorSlice(f"{module}.{names.block_scale}", at))
     scalar = at[:1] if len(matrices.weight_global.shape) == 1 else (at[0], part)
-    matrices.weight_global.pieces.append(Piece(f"{module}.{names.weight_global}", scalar, ()))
-    place = Piece("", (at[0], part), ())
-    planner.input_scale(matrices, f"{module}.{names.input_global}", place, declared)
+    matrices.weight_global.pieces.append(TensorSlice(f"{module}.{names.weight_global}", scalar, ()))
+    place = TensorSlice("", (at[0], part), ())
+    planner.input_scale(matrices, f"{module}.{names.input_global}", place, checkpoint_scheme)
     if matrices.bias is not None:
         planner.take(f"{module}.bias", FLOATS, (n,))
-        matrices.bias.pieces.append(Piece(f"{module}.bias", at))
+        matrices.bias.pieces.append(TensorSlice(f"{module}.bias", at))
 
 
 def _plan_stacked(planner, prefix, sizes, plan):
@@ -202,7 +216,9 @@ def _plan_stacked(planner, prefix, sizes, plan):
         packed, join = packed_name(planner, stem)
         alternate = i if sizes.interleaved and matrices is plan.gate_up else None
         shape = (sizes.num_experts, n, k)
-        _plan_stack(planner, (packed, stem + join), plan.declared, matrices, shape, alternate)
+        _plan_stack(
+            planner, (packed, stem + join), plan.checkpoint_scheme, matrices, shape, alternate
+        )
         plan_stacked_bias(planner, stem, matrices.bias, alternate)
 
 
@@ -221,7 +237,7 @@ def _refuse_mxfp4(planner, prefix, sizes) -> bool:
     return True
 
 
-def _plan_stack(planner, stored, declared, matrices, shape, alternate):
+def _plan_stack(planner, stored, checkpoint_scheme, matrices, shape, alternate):
     """Plan one projection of all experts, logical ``[e, n, k]``; `alternate` as in `stack`."""
     packed, stem = stored
     names = planner.names
@@ -238,14 +254,14 @@ def _plan_stack(planner, stored, declared, matrices, shape, alternate):
     parts = matrices.input_global.shape[-1]
     name = stem + names.weight_global
     info = planner.take(name, ["F32"], *_global_shapes(e, parts))
-    piece = Piece(name, shape=_global_shape(info, e))
+    piece = TensorSlice(name, shape=_global_shape(info, e))
     whole = matrices.weight_global
     if piece.shape and len(whole.shape) == 1:
         piece = dataclasses.replace(piece, shape=(e,))
     whole.pieces.append(piece)
     name = stem + names.input_global
-    place = Piece("", shape=_global_shape(planner.find(name), e))
-    planner.input_scale(matrices, name, place, declared, *_global_shapes(e, parts))
+    place = TensorSlice("", shape=_global_shape(planner.find(name), e))
+    planner.input_scale(matrices, name, place, checkpoint_scheme, *_global_shapes(e, parts))
 
 
 def _is_swapped(planner, packed, block_scale, shape) -> bool | None:

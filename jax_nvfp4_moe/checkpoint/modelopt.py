@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.forms import (
+from jax_nvfp4_moe.checkpoint.formats import (
+    CheckpointFormat,
     Decision,
-    Form,
     KVCache,
     TensorNames,
     check_group_size,
@@ -25,15 +25,15 @@ from jax_nvfp4_moe.checkpoint.forms import (
     spellings,
 )
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
+from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
 QUANT_FILE = "hf_quant_config.json"
 MIXED = "MIXED_PRECISION"
-ALGORITHMS: Mapping[str, Declared] = {
+ALGORITHMS: Mapping[str, CheckpointScheme] = {
     "NVFP4": Scheme.W4A4,
     "W4A16_NVFP4": Scheme.W4A16,
-    "FP8": Float8.STATIC,
-    "FP8_PER_CHANNEL_PER_TOKEN": Float8.TOKEN,
+    "FP8": FP8ActivationScaling.STATIC,
+    "FP8_PER_CHANNEL_PER_TOKEN": FP8ActivationScaling.TOKEN,
 }
 _SUPPORTED = ", ".join((*ALGORITHMS, MIXED))
 _WILDCARD = re.compile(r"[*?\[]")
@@ -168,10 +168,10 @@ class MixedRules(ModelOptRules):
                     f"supported: {', '.join(ALGORITHMS)}"
                 ]
             )
-        declared = ALGORITHMS[algorithm]
-        if isinstance(declared, Scheme):
+        checkpoint_scheme = ALGORITHMS[algorithm]
+        if isinstance(checkpoint_scheme, Scheme):
             _check_group_size(entry, source)
-        return Decision(declared, f"{source} {algorithm}")
+        return Decision(checkpoint_scheme, f"{source} {algorithm}")
 
 
 def parse(section: Mapping[str, Any], source: str) -> ModelOptRules | None:
@@ -278,11 +278,11 @@ def _described(algorithm):
 
 def _bits(algorithm):
     """Return the entries of a config group: weights, and activations where they are rounded."""
-    declared = ALGORITHMS[algorithm]
+    checkpoint_scheme = ALGORITHMS[algorithm]
     bits: dict[str, Any] = {"dynamic": False, "num_bits": 8, "type": "float"}
-    if isinstance(declared, Scheme):
+    if isinstance(checkpoint_scheme, Scheme):
         bits |= {"num_bits": 4, "group_size": BLOCK}
-    if declared is Scheme.W4A16:
+    if checkpoint_scheme is Scheme.W4A16:
         return {"weights": bits}
     return {"input_activations": bits, "weights": bits}
 
@@ -291,13 +291,15 @@ def _kv_cache(section, source) -> KVCache | None:
     """Read ``kv_cache_quant_algo`` of the file, or ``kv_cache_scheme`` of ``config.json``."""
     algorithm = section.get("kv_cache_quant_algo")
     if isinstance(algorithm, str):
-        return KVCache(algorithm.upper(), f"{source}: kv_cache_quant_algo", by_factor=True)
+        return KVCache(
+            algorithm.upper(), f"{source}: kv_cache_quant_algo", multiply_by_reciprocal=True
+        )
     scheme = object_in(section, "kv_cache_scheme", source)
     if not scheme:
         return None
     kind, bits = scheme.get("type"), scheme.get("num_bits")
     algorithm = "FP8" if (kind, bits) == ("float", 8) else f"{kind} of {bits} bits"
-    return KVCache(algorithm, f"{source}: kv_cache_scheme", by_factor=True)
+    return KVCache(algorithm, f"{source}: kv_cache_scheme", multiply_by_reciprocal=True)
 
 
 def _check_group_sizes(section, source):
@@ -338,7 +340,7 @@ def _version(section):
     return int(found[1]), int(found[2])
 
 
-MODELOPT = Form(
+MODELOPT = CheckpointFormat(
     name="ModelOpt",
     quant_method="modelopt",
     names=TensorNames(

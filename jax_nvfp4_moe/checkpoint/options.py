@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.plan import InputScales
-from jax_nvfp4_moe.scheme import Declared
+from jax_nvfp4_moe.scheme import CheckpointScheme
 
-Place = Callable[[str, Any, Declared], Any]
+Place = Callable[[str, Any, CheckpointScheme], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LoadOptions:
       num_layers: tensors of later layers are no surplus; by the config where it is None.
       progress: whether to draw a bar on standard error; None draws one on a terminal.
       label: of the bar.
-      deferred: whether `place` gets `Deferred` arrays, all but input scales.
+      deferred: whether `place` gets `LazyArray` arrays, all but input scales.
     """
 
     dtype: Any = None

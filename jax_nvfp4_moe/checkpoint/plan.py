@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.forms import FP8_INPUT_SCALE, FP8_SCALE, Decision, TensorNames
+from jax_nvfp4_moe.checkpoint.formats import FP8_INPUT_SCALE, FP8_SCALE, Decision, TensorNames
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.scheme import Declared, Float8, Scheme
+from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "BOOL")
@@ -25,8 +25,8 @@ _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
 
 # Declared schemes that round activations with scales in the file, and the dtypes of those.
-_CALIBRATED = (Scheme.W4A4, Float8.STATIC)
-_SCALE_TYPES = {Scheme: ["F32"], Float8: FLOATS}
+_CALIBRATED = (Scheme.W4A4, FP8ActivationScaling.STATIC)
+_SCALE_TYPES = {Scheme: ["F32"], FP8ActivationScaling: FLOATS}
 
 # Of modules that declare such a scheme: there must be one, there may be one, none is read.
 InputScales = Literal["required", "optional", "ignored"]
@@ -35,7 +35,7 @@ Index = tuple[int | slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """One stored tensor, or a part of it, and its place: ``buffer[at] = tensor[part]``, broadcast.
 
     Attributes:
@@ -65,7 +65,7 @@ class Buffer:
 
     shape: Shape
     dtype: np.dtype
-    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    pieces: list[TensorSlice] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -111,14 +111,14 @@ class LinearPlan:
     """Buffers of one linear: one of `matrices`, `fp8` and `dense` is set.
 
     Attributes:
-      declared: scheme of the module, None where it is dense.
+      checkpoint_scheme: scheme of the module, None where it is dense.
       matrices: of an NVFP4 weight; its bias is the plan's.
       fp8: of an FP8 weight.
       dense: ``[n, k]`` in a float dtype.
       bias: ``[n]`` or None.
     """
 
-    declared: Declared
+    checkpoint_scheme: CheckpointScheme
     matrices: Matrices | None = None
     fp8: FP8Matrices | None = None
     dense: Buffer | None = None
@@ -200,7 +200,7 @@ class Planner:
             self.problems += error.problems
             return Decision(None, str(error))
 
-    def declared(self, module: str) -> Declared:
+    def checkpoint_scheme(self, module: str) -> CheckpointScheme:
         """Return the scheme of `module`, and enter it into the table of decisions."""
         self.decisions[module] = self.decide(module)
         return self.decisions[module].scheme
@@ -211,9 +211,9 @@ class Planner:
             if size % BLOCK:
                 self.problems.append(f"{module}: {name} = {size} is not a multiple of {BLOCK}")
 
-    def needs_input_scale(self, declared: Declared) -> bool:
+    def needs_input_scale(self, checkpoint_scheme: CheckpointScheme) -> bool:
         """Whether the input scales of a module with this scheme are read."""
-        return self.input_scales != "ignored" and declared in _CALIBRATED
+        return self.input_scales != "ignored" and checkpoint_scheme in _CALIBRATED
 
     def take_packed(self, name: str, n: int, k: int) -> None:
         """Take the codes of one matrix ``[n, k]``, as bytes or as 4-bit elements."""
@@ -228,27 +228,27 @@ class Planner:
         integer = dtype is not None and np.dtype(dtype).kind in "iub"
         info = self.take(name, INTEGERS if integer else FLOATS, shape)
         stored = STORED_TYPES[info.dtype].numpy if info else _F32
-        return Buffer(shape, np.dtype(dtype or stored), [Piece(name)])
+        return Buffer(shape, np.dtype(dtype or stored), [TensorSlice(name)])
 
     def linear(
         self, prefix: str, n: int, k: int, bias: bool | None, dtype: np.dtype | None
     ) -> LinearPlan:
         """Plan one linear with weight ``[n, k]``; `bias` None takes one if there is one."""
-        declared = self.declared(prefix)
-        if declared is not None and self._is_dense(prefix):
+        checkpoint_scheme = self.checkpoint_scheme(prefix)
+        if checkpoint_scheme is not None and self._is_dense(prefix):
             self.note("modules declared quantized are stored dense and stay dense")
             source = f"stored dense, though declared ({self.decisions[prefix].source})"
             self.decisions[prefix] = Decision(None, source)
-            declared = None
-        plan = LinearPlan(declared)
-        if declared is None:
+            checkpoint_scheme = None
+        plan = LinearPlan(checkpoint_scheme)
+        if checkpoint_scheme is None:
             plan.dense = self._dense(prefix, n, k, dtype)
-        elif isinstance(declared, Float8):
+        elif isinstance(checkpoint_scheme, FP8ActivationScaling):
             plan.fp8 = empty_fp8_matrices(prefix, (), n, k, parts=1)
-            self.take_fp8(prefix, plan.fp8, declared, (n, k), (), (0, 0))
-            self.check_calibrated(plan.fp8, declared)
+            self.take_fp8(prefix, plan.fp8, checkpoint_scheme, (n, k), (), (0, 0))
+            self.check_calibrated(plan.fp8, checkpoint_scheme)
         else:
-            plan.matrices = self._matrices(prefix, n, k, declared)
+            plan.matrices = self._matrices(prefix, n, k, checkpoint_scheme)
         name = f"{prefix}.bias"
         if bias or (bias is None and name in self.tensors):
             plan.bias = self.array(name, (n,), dtype)
@@ -258,7 +258,7 @@ class Planner:
         self,
         module: str,
         matrices: FP8Matrices,
-        declared: Float8,
+        checkpoint_scheme: FP8ActivationScaling,
         shape: tuple[int, int],
         at: Index,
         place: tuple[int, int],
@@ -268,7 +268,7 @@ class Planner:
         Args:
           module: holds ``weight``, and ``weight_scale``: one number, or one of each row.
           matrices: takes the pieces.
-          declared: how activations enter the product.
+          checkpoint_scheme: how activations enter the product.
           shape: n and k.
           at: index of the rows.
           place: of the input scale.
@@ -278,10 +278,10 @@ class Planner:
         self.take(f"{module}.weight", ["F8_E4M3"], shape)
         info = self.take(scale, FLOATS, (), (1,), (1, 1), (n,), (n, 1))
         single = info is None or math.prod(info.shape) == 1
-        matrices.values.pieces.append(Piece(f"{module}.weight", at))
-        matrices.scale.pieces.append(Piece(scale, at, () if single else (n,)))
-        piece = Piece("", place, ())
-        self.input_scale(matrices, f"{module}.{FP8_INPUT_SCALE}", piece, declared)
+        matrices.values.pieces.append(TensorSlice(f"{module}.weight", at))
+        matrices.scale.pieces.append(TensorSlice(scale, at, () if single else (n,)))
+        piece = TensorSlice("", place, ())
+        self.input_scale(matrices, f"{module}.{FP8_INPUT_SCALE}", piece, checkpoint_scheme)
 
     def cache_scale(self, prefix: str, name: str, heads: int) -> Buffer:
         """Plan the scale of what `prefix` keeps as `name`, "k" or "v"; no piece if there is none.
@@ -297,7 +297,7 @@ class Planner:
                 lengths += [(heads, *(1,) * axes) for axes in range(3)]
                 info = self.take(found, FLOATS, *lengths)
                 single = info is None or math.prod(info.shape) == 1
-                buffer.pieces.append(Piece(found, shape=() if single else (heads,)))
+                buffer.pieces.append(TensorSlice(found, shape=() if single else (heads,)))
                 break
         return buffer
 
@@ -327,28 +327,33 @@ class Planner:
         scaled = f"{prefix}.{self.names.block_scale}" in self.tensors
         return info is not None and info.dtype in FLOATS and not scaled
 
-    def _matrices(self, prefix, n, k, declared):
+    def _matrices(self, prefix, n, k, checkpoint_scheme):
         names = self.names
         self.check_blocks(quoted(prefix), k=k)
         matrices = empty_matrices(prefix, (), n, k, parts=1)
         self.take_packed(f"{prefix}.{names.packed}", n, k)
         self.take(f"{prefix}.{names.block_scale}", ["F8_E4M3"], (n, k // BLOCK))
         self.take(f"{prefix}.{names.weight_global}", ["F32"], (), (1,))
-        matrices.packed.pieces.append(Piece(f"{prefix}.{names.packed}"))
-        matrices.block_scale.pieces.append(Piece(f"{prefix}.{names.block_scale}"))
-        matrices.weight_global.pieces.append(Piece(f"{prefix}.{names.weight_global}", shape=()))
-        self.input_scale(
-            matrices, f"{prefix}.{names.input_global}", Piece("", (0, 0), ()), declared
+        matrices.packed.pieces.append(TensorSlice(f"{prefix}.{names.packed}"))
+        matrices.block_scale.pieces.append(TensorSlice(f"{prefix}.{names.block_scale}"))
+        matrices.weight_global.pieces.append(
+            TensorSlice(f"{prefix}.{names.weight_global}", shape=())
         )
-        self.check_calibrated(matrices, declared)
+        self.input_scale(
+            matrices,
+            f"{prefix}.{names.input_global}",
+            TensorSlice("", (0, 0), ()),
+            checkpoint_scheme,
+        )
+        self.check_calibrated(matrices, checkpoint_scheme)
         return matrices
 
     def input_scale(
         self,
         matrices: Matrices | FP8Matrices,
         name: str,
-        piece: Piece,
-        declared: Declared,
+        piece: TensorSlice,
+        checkpoint_scheme: CheckpointScheme,
         *shapes: Shape,
     ) -> None:
         """Plan the input scale `name`, which may be missing, at `piece`.
@@ -357,31 +362,38 @@ class Planner:
           matrices: takes the piece; without a buffer where the scale is not wanted.
           name: of the tensor.
           piece: its place.
-          declared: scheme of the module.
+          checkpoint_scheme: scheme of the module.
           shapes: allowed ones; one number where none is given.
         """
-        if not self.needs_input_scale(declared):
+        if not self.needs_input_scale(checkpoint_scheme):
             matrices.input_global = None
             reason = "this load does not round activations"
-            if declared not in _CALIBRATED:
-                weights = declared in (Scheme.W4A16, Float8.WEIGHTS)
+            if checkpoint_scheme not in _CALIBRATED:
+                weights = checkpoint_scheme in (Scheme.W4A16, FP8ActivationScaling.WEIGHTS)
                 reason = f"the checkpoint declares {'weights only' if weights else 'dynamic ones'}"
             self.ignore([name], f"input scales are ignored: {reason}")
         elif name in self.tensors and self.take(
-            name, _SCALE_TYPES[type(declared)], *(shapes or ((), (1,), (1, 1)))
+            name, _SCALE_TYPES[type(checkpoint_scheme)], *(shapes or ((), (1,), (1, 1)))
         ):
             assert matrices.input_global is not None
             matrices.input_global.pieces.append(dataclasses.replace(piece, name=name))
 
-    def check_calibrated(self, matrices: Matrices | FP8Matrices, declared: Declared) -> None:
+    def check_calibrated(
+        self, matrices: Matrices | FP8Matrices, checkpoint_scheme: CheckpointScheme
+    ) -> None:
         """Drop the buffer of input scales where there is none at all; a problem if required."""
         if matrices.input_global is None or matrices.input_global.pieces:
             return
         matrices.input_global = None
-        if self.input_scales == "required" and declared in _CALIBRATED:
-            name = FP8_INPUT_SCALE if isinstance(declared, Float8) else self.names.input_global
+        if self.input_scales == "required" and checkpoint_scheme in _CALIBRATED:
+            name = (
+                FP8_INPUT_SCALE
+                if isinstance(checkpoint_scheme, FP8ActivationScaling)
+                else self.names.input_global
+            )
             self.problems.append(
-                f"{quoted(matrices.label)}: declared {declared} but has no input scales ({name})"
+                f"{quoted(matrices.label)}: declared {checkpoint_scheme} but has no input scales "
+                f"({name})"
             )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
-from jax_nvfp4_moe.checkpoint.forms import Decision, Form, KVCache, Rules, TensorNames
+from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, KVCache, Rules, TensorNames
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
-from jax_nvfp4_moe.scheme import Declared
+from jax_nvfp4_moe.scheme import CheckpointScheme
 
 FORMS = (MODELOPT, COMPRESSED_TENSORS)
 _MXFP4 = "mxfp4"  # OpenAI's own gpt-oss
@@ -26,7 +26,7 @@ class QuantConfig:
       rules: one for each place that declares; they must agree on every module that is loaded.
     """
 
-    form: Form | None = None
+    form: CheckpointFormat | None = None
     rules: tuple[Rules, ...] = ()
     _known: dict[str, Decision] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -51,7 +51,7 @@ class QuantConfig:
             self._known[module] = self._agreed(module)
         return self._known[module]
 
-    def declared(self, module: str) -> Declared:
+    def checkpoint_scheme(self, module: str) -> CheckpointScheme:
         """Return the scheme of `module` as `decide` does; None = dense."""
         return self.decide(module).scheme
 
@@ -78,7 +78,7 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
       CheckpointError: an algorithm is unknown or not supported, or the two disagree.
     """
     problems: list[str] = []
-    found: list[tuple[Form, Rules | None]] = []
+    found: list[tuple[CheckpointFormat, Rules | None]] = []
     for read in (_from_file, _from_config):
         try:
             found += read(pathlib.Path(folder), config)

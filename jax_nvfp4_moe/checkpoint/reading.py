@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.deferred import (
-    Deferred,
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.formats import TensorNames
+from jax_nvfp4_moe.checkpoint.lazy_array import (
+    LazyArray,
     first_axis,
     overlap,
     region_shape,
     whole,
 )
-from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.forms import TensorNames
-from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, Piece
+from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, TensorSlice
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
@@ -56,7 +56,7 @@ class Reader:
         self.problems: list[str] = []
 
     def array(self, buffer: Buffer, check: Check | None = None) -> Any:
-        """Return the filled buffer, or a `Deferred` that fills what is asked for.
+        """Return the filled buffer, or a `LazyArray` that fills what is asked for.
 
         Args:
           buffer: 64-byte aligned in memory; elements that no piece covers are NaN.
@@ -64,7 +64,7 @@ class Reader:
         """
         if self._deferred:
             read = functools.partial(self._read, buffer, self._in_order(buffer), check)
-            return Deferred(buffer.shape, buffer.dtype, read)
+            return LazyArray(buffer.shape, buffer.dtype, read)
         return self.read(buffer, check)
 
     def read(self, buffer: Buffer, check: Check | None = None) -> np.ndarray:
@@ -173,7 +173,7 @@ class Reader:
             log.info("%s: %d experts' input scales differ; the larger counts", label, differ)
         return widest
 
-    def _position(self, piece: Piece):
+    def _position(self, piece: TensorSlice):
         info = self._tensors.info(piece.name)
         return info.file, info.start
 

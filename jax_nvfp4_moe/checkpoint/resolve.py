@@ -23,9 +23,9 @@ from jax_nvfp4_moe.checkpoint.dense_experts import (
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
-from jax_nvfp4_moe.checkpoint.extras import find_surplus
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config
-from jax_nvfp4_moe.checkpoint.forms import Decision
+from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_spelling
 from jax_nvfp4_moe.checkpoint.options import LoadOptions, Place
 from jax_nvfp4_moe.checkpoint.plan import (
     Buffer,
@@ -38,10 +38,10 @@ from jax_nvfp4_moe.checkpoint.progress import progress
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.reading import Reader
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
-from jax_nvfp4_moe.checkpoint.spelling import Spelling, canonical_names, find_spelling
+from jax_nvfp4_moe.checkpoint.unexpected_keys import find_unexpected_keys
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
-from jax_nvfp4_moe.scheme import Declared
+from jax_nvfp4_moe.scheme import CheckpointScheme
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -55,16 +55,16 @@ class Checkpoint:
     Attributes:
       folder: where it is.
       config: the parsed ``config.json``; its values are not checked.
-      tensors: with headers checked, under the names by which models ask for them; see `spelling`.
+      tensors: with headers checked, under the names by which models ask for them.
       quant: what is quantized, and how.
-      spelling: how the file spells the names of the language model.
+      key_mapping: how the file spells the names of the language model.
     """
 
     folder: pathlib.Path
     config: dict[str, Any]
     tensors: Tensors
     quant: QuantConfig
-    spelling: Spelling
+    key_mapping: KeyMapping
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -83,22 +83,22 @@ class LinearWeights:
         ``[n, k]``.
       bias: ``[n]`` or None.
       input_scale: float32 scalar where the file declares W4A4 or static FP8, else None.
-      declared: the scheme in the file; None where the weight is dense.
-      by_factor: how activations are rounded to FP8; see `numerics.fp8.round_fp8`.
+      checkpoint_scheme: the scheme in the file; None where the weight is dense.
+      multiply_by_reciprocal: how activations are rounded to FP8; see `numerics.fp8.round_fp8`.
     """
 
     weight: Any
     bias: Any = None
     input_scale: Any = None
-    declared: Declared = dataclasses.field(default=None, metadata={"static": True})
-    by_factor: bool = dataclasses.field(default=False, metadata={"static": True})
+    checkpoint_scheme: CheckpointScheme = dataclasses.field(default=None, metadata={"static": True})
+    multiply_by_reciprocal: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 class ExpertWeights(NamedTuple):
     """The experts of one layer, and the scheme that the file declares for them."""
 
     params: MoEParams | DenseExperts
-    declared: Declared
+    checkpoint_scheme: CheckpointScheme
 
 
 @jax.tree_util.register_dataclass
@@ -108,11 +108,11 @@ class CacheScales:
 
     Attributes:
       scales: name -> float32 ``[heads]``.
-      by_factor: static; see `numerics.fp8.round_fp8`.
+      multiply_by_reciprocal: static; see `numerics.fp8.round_fp8`.
     """
 
     scales: Mapping[str, Any]
-    by_factor: bool = dataclasses.field(metadata={"static": True})
+    multiply_by_reciprocal: bool = dataclasses.field(metadata={"static": True})
 
 
 def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
@@ -125,7 +125,7 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
     config = read_config(folder)
     problems: list[str] = []
     renamed: dict[str, str] = {}
-    spelling = Spelling()
+    key_mapping = KeyMapping()
     quant = tensors = None
     try:
         quant = read_quant_config(folder, config)
@@ -133,8 +133,8 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
         problems += error.problems
     try:
         tensors = open_tensors(folder)
-        spelling = find_spelling(tensors.names(), problems)
-        renamed = canonical_names(tensors.names(), spelling, problems)
+        key_mapping = find_spelling(tensors.names(), problems)
+        renamed = canonical_names(tensors.names(), key_mapping, problems)
     except CheckpointError as error:
         problems += error.problems
     if problems or quant is None or tensors is None:
@@ -142,7 +142,7 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
             tensors.close()
         raise CheckpointError(problems, str(folder))
     tensors.rename(renamed)
-    return Checkpoint(folder, config, tensors, quant, spelling)
+    return Checkpoint(folder, config, tensors, quant, key_mapping)
 
 
 class Weights:
@@ -173,9 +173,9 @@ class Weights:
         """Whether the checkpoint has a tensor whose name begins with `prefix`."""
         return next(self._planner.tensors.under(prefix), None) is not None
 
-    def declared(self, module: str) -> Declared:
+    def checkpoint_scheme(self, module: str) -> CheckpointScheme:
         """Return the scheme that the file declares for `module`, None for dense."""
-        return self._planner.declared(module)
+        return self._planner.checkpoint_scheme(module)
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -227,7 +227,7 @@ class Weights:
         self.requests.linears[prefix] = n, k
         plan = self._planner.linear(prefix, n, k, bias, dtype or self._options.dtype)
         value = self._linear(plan)
-        return self._placed(prefix, value, plan.declared)
+        return self._placed(prefix, value, plan.checkpoint_scheme)
 
     def experts(
         self,
@@ -273,9 +273,13 @@ class Weights:
                 gate_up_bias=self._optional(plan.gate_up.bias),
                 down_bias=self._optional(plan.down.bias),
             )
-            return ExpertWeights(self._placed(prefix, params, plan.declared), plan.declared)
-        declared = plan.declared if isinstance(plan, FP8ExpertPlan) else None
-        return ExpertWeights(self._placed(prefix, self._dense_experts(plan), declared), declared)
+            return ExpertWeights(
+                self._placed(prefix, params, plan.checkpoint_scheme), plan.checkpoint_scheme
+            )
+        checkpoint_scheme = plan.checkpoint_scheme if isinstance(plan, FP8ExpertPlan) else None
+        return ExpertWeights(
+            self._placed(prefix, self._dense_experts(plan), checkpoint_scheme), checkpoint_scheme
+        )
 
     def dense_experts(
         self,
@@ -323,7 +327,9 @@ class Weights:
             )
             return None
         scales = {name: self._cache_scale(prefix, name, count) for name, count in heads.items()}
-        return CacheScales(self._placed(f"{prefix} cache scales", scales, None), cache.by_factor)
+        return CacheScales(
+            self._placed(f"{prefix} cache scales", scales, None), cache.multiply_by_reciprocal
+        )
 
     def _cache_scale(self, prefix, name, heads):
         buffer = self._planner.cache_scale(prefix, name, heads)
@@ -349,7 +355,7 @@ class Weights:
             self._optional(plan.gate_up_bias),
             self._optional(plan.down_bias),
             *scales,
-            by_factor=self._planner.names.fp8_by_factor,
+            multiply_by_reciprocal=self._planner.names.fp8_by_factor,
         )
 
     def _linear(self, plan: LinearPlan) -> LinearWeights:
@@ -366,8 +372,8 @@ class Weights:
         weight = (
             self._fp8(quantized) if isinstance(quantized, FP8Matrices) else self._weight(quantized)
         )
-        by_factor = self._planner.names.fp8_by_factor
-        return LinearWeights(weight, bias, scale, plan.declared, by_factor)
+        multiply_by_reciprocal = self._planner.names.fp8_by_factor
+        return LinearWeights(weight, bias, scale, plan.checkpoint_scheme, multiply_by_reciprocal)
 
     def _array(self, buffer: Buffer) -> Any:
         if self._reader is None:
@@ -400,13 +406,13 @@ class Weights:
             return self._reader.input_scale(matrices, self._options.input_scales == "required")
         return jax.ShapeDtypeStruct(matrices.input_global.shape[:1], matrices.input_global.dtype)
 
-    def _placed(self, name, value, declared):
+    def _placed(self, name, value, checkpoint_scheme):
         if self._reader is None:
             return value
         self._reader.raise_problems(self._where)
         if self._options.place is None:
             return jax.device_put(value)
-        placed = self._options.place(name, value, declared)
+        placed = self._options.place(name, value, checkpoint_scheme)
         self._reader.raise_problems(self._where)  # of what was deferred
         return placed
 
@@ -462,7 +468,9 @@ def check(
         failure = error
     else:
         num_layers = options.num_layers or _num_layers(checkpoint.config)
-        planner.problems += find_surplus(planner, checkpoint.spelling, options.only, num_layers)
+        planner.problems += find_unexpected_keys(
+            planner, checkpoint.key_mapping, options.only, num_layers
+        )
     if planner.problems:
         raise CheckpointError(planner.problems, str(checkpoint.folder)) from failure
     for fact, count in planner.notes.items():

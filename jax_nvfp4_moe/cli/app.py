@@ -59,7 +59,7 @@ SchemesOption = Annotated[
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Name of a backend.")]
 ExchangeOption = Annotated[
-    str, typer.Option("--exchange", help="Over a mesh, as load_model takes it: psum or all_to_all.")
+    str, typer.Option("--dispatch", help="Over a mesh, as load_model takes it: psum or all_to_all.")
 ]
 
 
@@ -141,14 +141,14 @@ def generate_command(
     scheme: SchemeOption = None,
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
-    exchange: ExchangeOption = "psum",
+    dispatch: ExchangeOption = "psum",
 ) -> None:
     """Print a prompt and its continuation, token by token."""
     with _example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         text = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
         ids = tokenizer.encode(text, special=not chat)
-        how = {"dtype": dtype, "backend": backend, "mesh": devices, "exchange": exchange}
+        how = {"dtype": dtype, "backend": backend, "mesh": devices, "dispatch": dispatch}
         model = load_model(folder, scheme=scheme, **how)
     room = model.config.max_positions - len(ids)
     if max_new_tokens is None:
@@ -201,13 +201,13 @@ def eval_command(
     scheme: SchemesOption = None,
     dtype: DtypeOption = "float32",
     backend: BackendOption = None,
-    exchange: ExchangeOption = "psum",
+    dispatch: ExchangeOption = "psum",
 ) -> None:
     """Print the mean cross-entropy and the perplexity on a text, a JSON object for each scheme.
 
     In float32 unless asked otherwise, as quantization tools state theirs.
     """
-    how = {"dtype": dtype, "mesh": devices, "exchange": exchange}
+    how = {"dtype": dtype, "mesh": devices, "dispatch": dispatch}
     runs = [(path, {"scheme": one, "backend": backend, **how}) for one in _each(scheme)]
     if original is not None:
         check_original(path, original)
@@ -368,7 +368,7 @@ def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
         return np.random.default_rng(0).integers(0, size, tokens), None
     tokenizer = load_tokenizer(path)
     if text is None:  # Python source that is always there
-        source = importlib.resources.files("jax_nvfp4_moe") / "formats.py"
+        source = importlib.resources.files("jax_nvfp4_moe") / "numerics" / "nvfp4.py"
         said = source.read_text(encoding="utf-8")
     else:
         said = text.read_text(encoding="utf-8")

@@ -97,8 +97,8 @@ def _describe(module) -> str:
 def _kind(module, weight) -> str:
     """Return the format of one module's matrices."""
     if isinstance(weight, NVFP4Tensor):
-        return f"NVFP4 {module.declared}"
-    return f"FP8 {module.declared}" if isinstance(weight, FP8Tensor) else weight.dtype.name
+        return f"NVFP4 {module.checkpoint_scheme}"
+    return f"FP8 {module.checkpoint_scheme}" if isinstance(weight, FP8Tensor) else weight.dtype.name
 
 
 def _bytes(module) -> int:

@@ -20,7 +20,7 @@ from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.parallel import ShardedExperts
-from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, check_parts
+from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, check_parts
 from jax_nvfp4_moe.parallel.placement import (
     Count,
     ExpertLoad,
@@ -105,10 +105,11 @@ def _sources(block, placement):
     """Return what each slot copies, after all checks."""
     params = block.params.get_value()
     if isinstance(params, ShardedExperts):
-        check_parts(EXPERT, params.grid.expert, "num_physical", placement.num_physical)
-        if placement.num_devices != params.grid.expert:
+        check_parts(EXPERT, params.expert_mesh.expert, "num_physical", placement.num_physical)
+        if placement.num_devices != params.expert_mesh.expert:
             raise ValueError(
-                f"placements: expected those of {params.grid.expert} devices, axis '{EXPERT}' of "
+                f"placements: expected those of {params.expert_mesh.expert} devices, "
+                f"axis '{EXPERT}' of "
                 f"the mesh; got {placement.num_devices}"
             )
     return find_sources(params.num_experts, placement, _table(block))
@@ -116,10 +117,10 @@ def _sources(block, placement):
 
 def _place_shards(experts, placement, index):
     """Return placed experts over their mesh, and their table on all its devices."""
-    grid = experts.grid
-    spec, whole = grid.spec(TENSOR, EXPERT), grid.sharding()
+    expert_mesh = experts.expert_mesh
+    spec, whole = expert_mesh.spec(TENSOR, EXPERT), expert_mesh.sharding()
     # XLA finds out what to send; axes that are Explicit would ask for it in the program.
-    mesh = Mesh(grid.mesh.devices, grid.mesh.axis_names)
+    mesh = Mesh(expert_mesh.mesh.devices, expert_mesh.mesh.axis_names)
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, spec))
     def take(leaf):
@@ -128,7 +129,7 @@ def _place_shards(experts, placement, index):
     def move(leaf):
         with jax.set_mesh(mesh):
             moved = take(jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)))
-        return jax.device_put(moved, grid.sharding(TENSOR, EXPERT))
+        return jax.device_put(moved, expert_mesh.sharding(TENSOR, EXPERT))
 
     scale = experts.row_scale
     placed = dataclasses.replace(

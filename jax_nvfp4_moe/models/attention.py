@@ -82,7 +82,7 @@ class KeysAndValues(nnx.Module):
         if settings.rounds_to_fp8:
             heads = {name: heads for name, (heads, _) in shapes.items()}
             found = weights.cache_scales(prefix, **heads)
-        self.by_factor = found is not None and found.by_factor
+        self.multiply_by_reciprocal = found is not None and found.multiply_by_reciprocal
         kept = {} if found is None else found.scales
         scales = {name: CacheScale(jnp.asarray(scale)) for name, scale in kept.items()}
         self.scales = nnx.data(nnx.Dict(scales) if scales else None)
@@ -120,7 +120,9 @@ class KeysAndValues(nnx.Module):
         return jnp.expand_dims(self.scales[name].get_value(), [a for a in range(4) if a != axis])
 
     def _round(self, name, value, axis):
-        return round_fp8(value, self._scale(name, axis), by_factor=self.by_factor)
+        return round_fp8(
+            value, self._scale(name, axis), multiply_by_reciprocal=self.multiply_by_reciprocal
+        )
 
     def _widen(self, name, value, dtype):
         """Return ``[b, m, s, d]`` of E4M3 times the scale of each head."""

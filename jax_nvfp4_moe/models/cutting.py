@@ -10,17 +10,21 @@ from typing import Any
 
 from jax_nvfp4_moe.models.settings import Settings
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.parallel.grid import TENSOR, Grid, stack_parts
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, stack_parts
 from jax_nvfp4_moe.parallel.parts import ByRows, Parts, Split, build_parts
-from jax_nvfp4_moe.scheme import DYNAMIC, Float8, choose_scheme
+from jax_nvfp4_moe.scheme import DYNAMIC, FP8ActivationScaling, choose_scheme
 
 log = logging.getLogger("jax_nvfp4_moe")
 
 
-def cutting_grid(weights, settings: Settings) -> Grid | None:
+def cutting_grid(weights, settings: Settings) -> ExpertMesh | None:
     """Return the grid to cut along; None for one shard, and where nothing is read yet."""
-    grid = settings.grid
-    return grid if grid is not None and grid.tensor > 1 and weights.reads else None
+    expert_mesh = settings.expert_mesh
+    return (
+        expert_mesh
+        if expert_mesh is not None and expert_mesh.tensor > 1 and weights.reads
+        else None
+    )
 
 
 def build_cut(
@@ -34,7 +38,7 @@ def build_cut(
     last: str,
     width: int,
     why_whole: str | None = None,
-    kind: Callable[[Any, Grid], Any] = Parts,
+    kind: Callable[[Any, ExpertMesh], Any] = Parts,
 ) -> Any:
     """Build a module in parts along `tensor`, or whole where it cannot be cut.
 
@@ -49,25 +53,27 @@ def build_cut(
       why_whole: what else stands against cutting.
       kind: makes the result of the parts and their grid.
     """
-    grid = cutting_grid(weights, settings)
-    if grid is None:
+    expert_mesh = cutting_grid(weights, settings)
+    if expert_mesh is None:
         return build(weights, whole)
-    why = why_whole or _why_whole(weights, settings, last, width, grid.tensor)
+    why = why_whole or _why_whole(weights, settings, last, width, expert_mesh.tensor)
     if why is not None:
-        _say(last.rpartition(".")[2], grid.tensor, why)
+        _say(last.rpartition(".")[2], expert_mesh.tensor, why)
         return build(weights, whole)
-    return kind(build_parts(lambda part: build(part, own), weights, splits, grid), grid)
+    return kind(
+        build_parts(lambda part: build(part, own), weights, splits, expert_mesh), expert_mesh
+    )
 
 
 def _why_whole(weights, settings, module, width, parts) -> str | None:
     """Say why the columns of a linear cannot be cut, None if they can."""
-    declared = weights.declared(module)
+    checkpoint_scheme = weights.checkpoint_scheme(module)
     block = 1
-    if isinstance(declared, Float8):
-        used = declared if settings.rounds_to_fp8 else None
-    elif declared is not None:
+    if isinstance(checkpoint_scheme, FP8ActivationScaling):
+        used = checkpoint_scheme if settings.rounds_to_fp8 else None
+    elif checkpoint_scheme is not None:
         block = BLOCK
-        used, _ = choose_scheme(declared, settings.scheme, settings.target)
+        used, _ = choose_scheme(checkpoint_scheme, settings.scheme, settings.target)
     else:
         used = None
     if used in DYNAMIC:
@@ -86,32 +92,37 @@ def _say(name: str, parts: int, why: str) -> None:
 def beside_experts(module: Any, settings: Settings) -> Any:
     """Return a module of the tokens of an expert block as it runs there.
 
-    Where `exchange` shares the tokens out, it runs on each shard's own; else as it is.
+    Where `dispatch` shares the tokens out, it runs on each shard's own; else as it is.
     """
-    grid = settings.grid
-    if module is None or grid is None or settings.exchange == "psum" or grid.expert == 1:
+    expert_mesh = settings.expert_mesh
+    if (
+        module is None
+        or expert_mesh is None
+        or settings.dispatch == "psum"
+        or expert_mesh.expert == 1
+    ):
         return module
-    return ByRows(module, grid)
+    return ByRows(module, expert_mesh)
 
 
-def cut_vocabulary(weights, settings: Settings, vocabulary: int) -> Grid | None:
+def cut_vocabulary(weights, settings: Settings, vocabulary: int) -> ExpertMesh | None:
     """Return the grid along which embedding and head are cut, None where they are whole."""
-    grid = cutting_grid(weights, settings)
-    if grid is not None and vocabulary % grid.tensor:
-        _say("the vocabulary", grid.tensor, f"{vocabulary} rows do not divide")
+    expert_mesh = cutting_grid(weights, settings)
+    if expert_mesh is not None and vocabulary % expert_mesh.tensor:
+        _say("the vocabulary", expert_mesh.tensor, f"{vocabulary} rows do not divide")
         return None
-    return grid
+    return expert_mesh
 
 
-def cut_table(weights, name: str, rows: int, width: int, grid: Grid) -> Any:
+def cut_table(weights, name: str, rows: int, width: int, expert_mesh: ExpertMesh) -> Any:
     """Return the array `name` ``[rows, width]`` as ``[tensor, rows / tensor, width]``, cut."""
-    own = rows // grid.tensor
+    own = rows // expert_mesh.tensor
 
-    def place(name, value, declared):
+    def place(name, value, checkpoint_scheme):
         def part(index):
             first = (index[0].start or 0) * own
             return value[first : first + own][None]
 
-        return stack_parts((grid.tensor, own, width), grid.sharding(TENSOR), part)
+        return stack_parts((expert_mesh.tensor, own, width), expert_mesh.sharding(TENSOR), part)
 
     return weights.placing(place).array(name, (rows, width))

@@ -17,9 +17,9 @@ from jax_nvfp4_moe.models.settings import Settings as Settings
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.linear import ModuleProblem, NVFP4Linear, find_problems
 from jax_nvfp4_moe.ops.dense import dense
-from jax_nvfp4_moe.parallel.grid import Grid, check_context
+from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.parts import Split, build_parts, join_columns, look_up
-from jax_nvfp4_moe.scheme import Float8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def mean_square(x: Float[Array, "... h"]) -> Float[Array, "... 1"]:
     return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
 
 
-class SideBySide(nnx.Module):
+class MergedLinear(nnx.Module):
     """Linears that read the same input: one product, where none of them is quantized.
 
     ``y[..., n1 + n2] = concatenate([first(x), second(x)])``. While decoding, a product of one token
@@ -133,7 +133,7 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, weights, prefix: str, hidden: int, intermediate: int, settings: Settings):
         """Ask `weights` for the three linears below `prefix`."""
-        self.gate_up = SideBySide(
+        self.gate_up = MergedLinear(
             gate=linear(weights, f"{prefix}.gate_proj", intermediate, hidden, settings),
             up=linear(weights, f"{prefix}.up_proj", intermediate, hidden, settings),
         )
@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
       config: static; has vocab_size, hidden, num_layers, max_positions and eps.
       dtype: static; of activations, dense weights and cache.
       layers: of `DecoderLayer`, or others called in the same way.
-      grid: static; where embedding and head are cut along the vocabulary, else None.
+      expert_mesh: static; where embedding and head are cut along the vocabulary, else None.
     """
 
     def __init__(
@@ -200,18 +200,18 @@ class Decoder(nnx.Module):
         norm: RMSNorm,
         head: Callable | None,
         settings: Settings,
-        grid: Grid | None = None,
+        expert_mesh: ExpertMesh | None = None,
     ):
         """Make a model; `head` None shares the embedding (tied).
 
-        Over a `grid` embedding and head have an axis more in front, that of the parts.
+        Over a `expert_mesh` embedding and head have an axis more in front, that of the parts.
         """
         self.config = config
         self.dtype = jnp.dtype(settings.dtype)
         self.embedding = nnx.Param(embedding)
         self.layers = nnx.List(list(layers))
         self.norm = norm
-        self.head, self.grid = head, grid
+        self.head, self.expert_mesh = head, expert_mesh
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """Return an empty cache for `batch` rows of up to `max_length` tokens.
@@ -253,7 +253,11 @@ class Decoder(nnx.Module):
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
         check_context(table)
-        x = table[input_ids] if self.grid is None else look_up(table, input_ids, self.grid)
+        x = (
+            table[input_ids]
+            if self.expert_mesh is None
+            else look_up(table, input_ids, self.expert_mesh)
+        )
         entries = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -270,9 +274,9 @@ class Decoder(nnx.Module):
     def _logits(self, x):
         head = self.embedding.get_value() if self.head is None else self.head
         with jax.named_scope("head"):
-            if self.grid is None:
+            if self.expert_mesh is None:
                 return _score(head, x)
-            return join_columns(_score, head, x, self.grid)
+            return join_columns(_score, head, x, self.expert_mesh)
 
     def nvfp4_problems(self):
         """Return what each NVFP4 module asks of a backend, for `explain`."""
@@ -307,16 +311,16 @@ def _check_call(input_ids, cache):
 def linear(weights, prefix: str, n: int, k: int, settings: Settings, bias: bool | None = False):
     """Make the linear `prefix` ``[n, k]``, quantized or dense as the file has it."""
     found: LinearWeights = weights.linear(prefix, n, k, bias=bias)
-    if found.declared is None:
+    if found.checkpoint_scheme is None:
         made = DenseLinear(found.weight, found.bias, dtype=settings.dtype)
         return made if settings.observer is None else settings.observer.linear(prefix, made)
-    if isinstance(found.declared, Float8):
+    if isinstance(found.checkpoint_scheme, FP8ActivationScaling):
         return FP8Linear(
             found.weight,
             found.bias,
             found.input_scale,
-            declared=found.declared,
-            by_factor=found.by_factor,
+            checkpoint_scheme=found.checkpoint_scheme,
+            multiply_by_reciprocal=found.multiply_by_reciprocal,
             scheme=settings.scheme,
             target=settings.target,
             dtype=settings.dtype,
@@ -327,16 +331,18 @@ def linear(weights, prefix: str, n: int, k: int, settings: Settings, bias: bool 
         weight=found.weight,
         bias=found.bias,
         input_scale=found.input_scale,
-        declared=found.declared,
+        checkpoint_scheme=found.checkpoint_scheme,
         **settings.module_arguments(),
     )
 
 
-def embed(weights, rows: int, width: int, settings: Settings, grid: Grid | None = None):
-    """Make the embedding ``[rows, width]``, over a `grid` of `cut_vocabulary` its parts."""
+def embed(
+    weights, rows: int, width: int, settings: Settings, expert_mesh: ExpertMesh | None = None
+):
+    """Make the embedding ``[rows, width]``, over a `expert_mesh` of `cut_vocabulary` its parts."""
     name = "model.embed_tokens.weight"
-    if grid is not None:
-        return cut_table(weights, name, rows, width, grid)
+    if expert_mesh is not None:
+        return cut_table(weights, name, rows, width, expert_mesh)
     table = weights.array(name, (rows, width))
     return table if settings.observer is None else settings.observer.embedding(table)
 
@@ -379,8 +385,8 @@ def build_decoder(
     """
     h, eps = config.hidden, config.eps
     vocabulary = config.vocab_size
-    grid = cut_vocabulary(weights, settings, vocabulary)
-    embedding = embed(weights, vocabulary, h, settings, grid)
+    expert_mesh = cut_vocabulary(weights, settings, vocabulary)
+    embedding = embed(weights, vocabulary, h, settings, expert_mesh)
     layers = []
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
@@ -401,15 +407,17 @@ def build_decoder(
     if config.tied:
         weights.ignore("lm_head.", "the head shares the embedding")
     else:
-        head = make_head(weights, vocabulary, h, settings, grid)
-    return Decoder(config, embedding, layers, final, head, settings, grid)
+        head = make_head(weights, vocabulary, h, settings, expert_mesh)
+    return Decoder(config, embedding, layers, final, head, settings, expert_mesh)
 
 
-def make_head(weights, vocabulary: int, hidden: int, settings: Settings, grid: Grid | None):
-    """Make the linear of the logits, over a `grid` of `cut_vocabulary` its parts."""
-    if grid is None:
+def make_head(
+    weights, vocabulary: int, hidden: int, settings: Settings, expert_mesh: ExpertMesh | None
+):
+    """Make the linear of the logits, over a `expert_mesh` of `cut_vocabulary` its parts."""
+    if expert_mesh is None:
         return linear(weights, "lm_head", vocabulary, hidden, settings)
-    own, splits = vocabulary // grid.tensor, {"lm_head": Split("rows", grid.tensor)}
+    own, splits = vocabulary // expert_mesh.tensor, {"lm_head": Split("rows", expert_mesh.tensor)}
     return build_parts(
-        lambda part: linear(part, "lm_head", own, hidden, settings), weights, splits, grid
+        lambda part: linear(part, "lm_head", own, hidden, settings), weights, splits, expert_mesh
     )

@@ -18,8 +18,8 @@ from jax_nvfp4_moe.models.cutting import build_cut
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
+    MergedLinear,
     Settings,
-    SideBySide,
     build_decoder,
     linear,
     norm,
@@ -38,7 +38,7 @@ from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.moe import NVFP4MoE, dense
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.parallel.parts import HeadParts, Split
-from jax_nvfp4_moe.scheme import Float8, Scheme
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
 _EXPERTS = ("n_routed_experts", "num_local_experts")
 _EPS = 1e-6
@@ -46,25 +46,25 @@ _LATENT_EPS = 1e-6  # of the norms of latents: their code passes over rms_norm_e
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentSizes:
+class MLAConfig:
     """Sizes of a latent attention; static.
 
     Attributes:
-      q_rank: width of the query's latent, None where queries are projected at once.
-      kv_rank: width of the latent of keys and values.
-      nope, rope_width: channels of a query head without and with rotation.
-      value_width: channels of a value head.
+      q_lora_rank: width of the query's latent, None where queries are projected at once.
+      kv_lora_rank: width of the latent of keys and values.
+      qk_nope_head_dim, rope_width: channels of a query head without and with rotation.
+      v_head_dim: channels of a value head.
       interleaved: whether rotated pairs stand side by side in the file.
       bias: whether the projections of and to the model's width add a bias.
     """
 
     hidden: int
     num_heads: int
-    q_rank: int | None
-    kv_rank: int
-    nope: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
     rope_width: int
-    value_width: int
+    v_head_dim: int
     interleaved: bool
     bias: bool
     rope: Rope
@@ -72,7 +72,7 @@ class LatentSizes:
     @property
     def scale(self) -> float:
         """What the attention's scores are multiplied by."""
-        return (self.nope + self.rope_width) ** -0.5 * self.rope.attention_scale
+        return (self.qk_nope_head_dim + self.rope_width) ** -0.5 * self.rope.attention_scale
 
 
 def read_config(config: Mapping[str, Any]) -> SparseConfig:
@@ -108,14 +108,14 @@ def _read(fields, config, router, dense, eps):
         2 * len(rope.frequencies) == width,
         "partial_rotary_factor: this architecture rotates all channels of qk_rope_head_dim",
     )
-    attention = LatentSizes(
+    attention = MLAConfig(
         hidden=fields.size("hidden_size"),
         num_heads=fields.size("num_attention_heads"),
-        q_rank=fields.size("q_lora_rank") if fields.present("q_lora_rank") else None,
-        kv_rank=fields.size("kv_lora_rank"),
-        nope=fields.size("qk_nope_head_dim"),
+        q_lora_rank=fields.size("q_lora_rank") if fields.present("q_lora_rank") else None,
+        kv_lora_rank=fields.size("kv_lora_rank"),
+        qk_nope_head_dim=fields.size("qk_nope_head_dim"),
         rope_width=width,
-        value_width=fields.size("v_head_dim"),
+        v_head_dim=fields.size("v_head_dim"),
         interleaved=fields.flag("rope_interleave", True),
         bias=fields.flag("attention_bias", False),
         rope=rope,
@@ -156,32 +156,32 @@ class LatentAttention(nnx.Module):
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"latent": None}  # whole, that of all heads
 
-    def __init__(self, config: LatentSizes, weights, prefix: str, settings: Settings):
+    def __init__(self, config: MLAConfig, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""
         heads, h, bias = config.num_heads, config.hidden, config.bias
-        width = heads * (config.nope + config.rope_width)
+        width = heads * (config.qk_nope_head_dim + config.rope_width)
         self.config, self.dtype = config, settings.dtype
-        if config.q_rank is None:
+        if config.q_lora_rank is None:
             first = linear(weights, f"{prefix}.q_proj", width, h, settings)
         else:
-            first = linear(weights, f"{prefix}.q_a_proj", config.q_rank, h, settings, bias)
-            self.q_norm = norm(weights, f"{prefix}.q_a_layernorm", config.q_rank, _LATENT_EPS)
-            self.q = linear(weights, f"{prefix}.q_b_proj", width, config.q_rank, settings)
-        rank = config.kv_rank
+            first = linear(weights, f"{prefix}.q_a_proj", config.q_lora_rank, h, settings, bias)
+            self.q_norm = norm(weights, f"{prefix}.q_a_layernorm", config.q_lora_rank, _LATENT_EPS)
+            self.q = linear(weights, f"{prefix}.q_b_proj", width, config.q_lora_rank, settings)
+        rank = config.kv_lora_rank
         down = f"{prefix}.kv_a_proj_with_mqa"
         kv = linear(weights, down, rank + config.rope_width, h, settings, bias)
-        self.down = SideBySide(q=first, kv=kv)
+        self.down = MergedLinear(q=first, kv=kv)
         self.kv_norm = norm(weights, f"{prefix}.kv_a_layernorm", rank, _LATENT_EPS)
-        width = heads * (config.nope + config.value_width)
+        width = heads * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_up = _apart(config, linear(weights, f"{prefix}.kv_b_proj", width, rank, settings))
         shape = (heads, 1)
         self.kv = KeysAndValues(weights, prefix, settings, kept_rounded=False, k=shape, v=shape)
-        width = heads * config.value_width
+        width = heads * config.v_head_dim
         self.out = linear(weights, f"{prefix}.o_proj", h, width, settings, bias)
 
     def init_cache(self, batch: int, max_length: int):
         """Return empty cache entries: latents with their rotated keys behind them, one head."""
-        shape = (1, self.config.kv_rank + self.config.rope_width)
+        shape = (1, self.config.kv_lora_rank + self.config.rope_width)
         return empty_entries(batch, max_length, self.dtype, latent=shape)
 
     def __call__(self, x, positions, entries):
@@ -189,11 +189,11 @@ class LatentAttention(nnx.Module):
         config, (b, t, _) = self.config, x.shape
         down = self.down(x)
         rope = down.shape[-1] - config.rope_width
-        q, latent, key = jnp.split(down, [rope - config.kv_rank, rope], axis=-1)
-        if config.q_rank is not None:
+        q, latent, key = jnp.split(down, [rope - config.kv_lora_rank, rope], axis=-1)
+        if config.q_lora_rank is not None:
             q = self.q(self.q_norm(q))
-        q = q.reshape(b, t, config.num_heads, config.nope + config.rope_width)
-        plain, turning = jnp.split(q, [config.nope], axis=-1)
+        q = q.reshape(b, t, config.num_heads, config.qk_nope_head_dim + config.rope_width)
+        plain, turning = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         turned = self._rotate(turning, positions)
         key = self._rotate(key[:, :, None, :], positions)
         latent = jnp.concatenate([self.kv_norm(latent)[:, :, None, :], key], axis=-1)
@@ -218,9 +218,9 @@ class LatentAttention(nnx.Module):
     def _absorbs(self, t: int, s: int) -> bool:
         """Whether `t` queries of `s` keys cost less with the matrices on the queries' side."""
         config = self.config
-        head = config.nope + config.value_width
-        absorbed = t * config.kv_rank * head + 2 * t * s * config.kv_rank
-        return absorbed <= s * config.kv_rank * head + t * s * head
+        head = config.qk_nope_head_dim + config.v_head_dim
+        absorbed = t * config.kv_lora_rank * head + 2 * t * s * config.kv_lora_rank
+        return absorbed <= s * config.kv_lora_rank * head + t * s * head
 
     def _attend_to_latents(self, up: HeadMatrices, plain, turned, latent, positions):
         """Attend with all heads' queries to the cache as one key head and one value head."""
@@ -229,22 +229,22 @@ class LatentAttention(nnx.Module):
         # The values' last channels are the rotated keys, which no head asks for: cutting them off
         # beforehand would copy the cache.
         y = attend(q, latent, latent, positions, self.config.scale)
-        return _each_head(y[..., : self.config.kv_rank], up.values, contracted=2)
+        return _each_head(y[..., : self.config.kv_lora_rank], up.values, contracted=2)
 
     def _expand(self, seen):
         """Return keys and values of all heads ``[b, n, s, d]`` from what the cache keeps."""
         config, (b, _, s, _) = self.config, seen.shape
-        latent, rotated = jnp.split(seen, [config.kv_rank], axis=-1)
+        latent, rotated = jnp.split(seen, [config.kv_lora_rank], axis=-1)
 
         def spread(rows):
             return jnp.moveaxis(rows.reshape(b, s, config.num_heads, -1), 2, 1)
 
         if isinstance(self.kv_up, HeadMatrices):
             each = (self.kv_up.keys, self.kv_up.values)
-            matrices = (part.get_value().reshape(-1, config.kv_rank) for part in each)
+            matrices = (part.get_value().reshape(-1, config.kv_lora_rank) for part in each)
             plain, v = (spread(dense(latent, matrix).astype(seen.dtype)) for matrix in matrices)
         else:
-            plain, v = jnp.split(spread(self.kv_up(latent)), [config.nope], axis=-1)
+            plain, v = jnp.split(spread(self.kv_up(latent)), [config.qk_nope_head_dim], axis=-1)
         shared = jnp.broadcast_to(rotated, (*plain.shape[:-1], config.rope_width))
         return jnp.concatenate([plain, shared], axis=-1), v
 
@@ -261,14 +261,14 @@ def _apart(config, expansion):
         matrix = expansion.weight.get_value().dequantize(expansion.dtype)
     else:
         return expansion
-    matrix = matrix.reshape(config.num_heads, -1, config.kv_rank)
-    return HeadMatrices(matrix[:, : config.nope], matrix[:, config.nope :])
+    matrix = matrix.reshape(config.num_heads, -1, config.kv_lora_rank)
+    return HeadMatrices(matrix[:, : config.qk_nope_head_dim], matrix[:, config.qk_nope_head_dim :])
 
 
 def _weights_only(part) -> bool:
     """Whether a quantized linear takes its input as it is."""
     if isinstance(part, FP8Linear):
-        return part.activations is Float8.WEIGHTS
+        return part.activations is FP8ActivationScaling.WEIGHTS
     return isinstance(part, NVFP4Linear) and part.scheme is Scheme.W4A16
 
 
@@ -291,7 +291,10 @@ def build_attention(config: SparseConfig, layer: int, weights, settings: Setting
     and the output. What makes the latents is whole on every device, as they and their cache are.
     """
     prefix, sizes = f"model.layers.{layer}.self_attn", config.attention
-    heads, shards = sizes.num_heads, 1 if settings.grid is None else settings.grid.tensor
+    heads, shards = (
+        sizes.num_heads,
+        1 if settings.expert_mesh is None else settings.expert_mesh.tensor,
+    )
     rows = Split("rows", shards)
     # No linear is called k_proj or v_proj: these are names of the scales of an FP8 cache.
     by_heads = ("q_proj", "q_b_proj", "kv_b_proj", "k_proj", "v_proj")
@@ -303,7 +306,7 @@ def build_attention(config: SparseConfig, layer: int, weights, settings: Setting
         settings,
         splits=dict.fromkeys(by_heads, rows) | {"o_proj": Split("columns", shards)},
         last=f"{prefix}.o_proj",
-        width=heads * sizes.value_width,
+        width=heads * sizes.v_head_dim,
         why_whole=f"{heads} heads do not make {shards} parts" if heads % shards else None,
         kind=HeadParts,
     )

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.models.attention import PADDING
 from jax_nvfp4_moe.models.convolution import convolve
 from jax_nvfp4_moe.models.cutting import build_cut
-from jax_nvfp4_moe.models.decoder import Settings, SideBySide, linear
+from jax_nvfp4_moe.models.decoder import MergedLinear, Settings, linear
 from jax_nvfp4_moe.parallel.parts import HeadParts, Split
 
 _CHUNK = 64  # tokens whose corrections are solved together
@@ -37,7 +37,7 @@ class DeltaSizes:
     Attributes:
       key_heads: m, heads of queries and keys.
       value_heads: heads of values and states, a multiple of m: each key head serves r of them.
-      key_width, value_width: d and e, channels of a head.
+      key_head_dim, value_head_dim: d and e, channels of a head.
       taps: tokens that the convolution sees, its own the last.
       eps: of the norm.
     """
@@ -45,20 +45,20 @@ class DeltaSizes:
     hidden: int
     key_heads: int
     value_heads: int
-    key_width: int
-    value_width: int
+    key_head_dim: int
+    value_head_dim: int
     taps: int
     eps: float
 
     @property
     def keys(self) -> int:
         """Channels of all keys."""
-        return self.key_heads * self.key_width
+        return self.key_heads * self.key_head_dim
 
     @property
     def values(self) -> int:
         """Channels of all values."""
-        return self.value_heads * self.value_width
+        return self.value_heads * self.value_head_dim
 
     @property
     def convolved(self) -> int:
@@ -84,7 +84,7 @@ class GatedDeltaNet(nnx.Module):
         widths |= {"b": sizes.value_heads, "a": sizes.value_heads}
         if self.interleaved:
             widths = {"qkvz": sizes.convolved + sizes.values, "ba": 2 * sizes.value_heads}
-        self.projections = SideBySide(
+        self.projections = MergedLinear(
             **{
                 name: linear(weights, f"{prefix}.in_proj_{name}", width, sizes.hidden, settings)
                 for name, width in widths.items()
@@ -96,9 +96,9 @@ class GatedDeltaNet(nnx.Module):
             return nnx.Param(weights.array(f"{prefix}.{name}", shape, dtype=jnp.float32))
 
         self.taps = array("conv1d.weight", sizes.convolved, 1, sizes.taps)
-        self.log_rate = array("A_log", sizes.value_heads)
-        self.step_bias = array("dt_bias", sizes.value_heads)
-        self.norm = array("norm.weight", sizes.value_width)
+        self.A_log = array("A_log", sizes.value_heads)
+        self.dt_bias = array("dt_bias", sizes.value_heads)
+        self.norm = array("norm.weight", sizes.value_head_dim)
 
     def init_cache(self, batch: int, max_length: int):
         """Return empty cache entries: the last inputs of the convolution, and the states."""
@@ -121,19 +121,19 @@ class GatedDeltaNet(nnx.Module):
         inputs, z, beta, step = self._project(x)
         mixed, inputs = convolve(inputs, old["inputs"], self.taps.get_value()[:, 0], present)
         q, k, v = jnp.split(jax.nn.silu(mixed), [sizes.keys, 2 * sizes.keys], axis=-1)
-        q, k = (_unit(part.reshape(b, t, sizes.key_heads, sizes.key_width)) for part in (q, k))
+        q, k = (_unit(part.reshape(b, t, sizes.key_heads, sizes.key_head_dim)) for part in (q, k))
         heads = (b, t, sizes.key_heads, sizes.value_heads // sizes.key_heads)
-        rate = jnp.exp(self.log_rate.get_value())[None, None]
-        bias = self.step_bias.get_value()[None, None]
+        rate = jnp.exp(self.A_log.get_value())[None, None]
+        bias = self.dt_bias.get_value()[None, None]
         g = -rate * jax.nn.softplus(step.astype(jnp.float32) + bias)
         # A decay of 1 and a rate of 0 leave the state as it is.
         g, beta = (
             jnp.where(present[..., None], value, 0).reshape(heads)
             for value in (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
         )
-        v = v.reshape(*heads, sizes.value_width)
+        v = v.reshape(*heads, sizes.value_head_dim)
         rule = delta_step if t == 1 else delta_chunks
-        y, state = rule(q * sizes.key_width**-0.5, k, v, g, beta, old["state"])
+        y, state = rule(q * sizes.key_head_dim**-0.5, k, v, g, beta, old["state"])
         y = self._gated_norm(y.reshape(b, t, sizes.value_heads, -1), z)
         y = self.out(y.reshape(b, t, -1))
         return y, None if entries is None else {"inputs": inputs, "state": state}
@@ -147,7 +147,7 @@ class GatedDeltaNet(nnx.Module):
             qkv, z, ba = jnp.split(projected, ends, axis=-1)
             return qkv, z, *jnp.split(ba, 2, axis=-1)
         qkvz, ba = jnp.split(projected, [sizes.convolved + sizes.values], axis=-1)
-        d, shared = sizes.key_width, sizes.values // sizes.key_heads
+        d, shared = sizes.key_head_dim, sizes.values // sizes.key_heads
         parts = jnp.split(
             qkvz.reshape(*lead, sizes.key_heads, -1), [d, 2 * d, 2 * d + shared], axis=-1
         )
@@ -298,4 +298,4 @@ def _unit(x):
 
 def _state_shape(sizes, batch):
     shared = sizes.value_heads // sizes.key_heads
-    return (batch, sizes.key_heads, shared, sizes.key_width, sizes.value_width)
+    return (batch, sizes.key_heads, shared, sizes.key_head_dim, sizes.value_head_dim)

@@ -15,8 +15,8 @@ from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
+    MergedLinear,
     Settings,
-    SideBySide,
     build_decoder,
     linear,
 )
@@ -135,7 +135,7 @@ class Attention(nnx.Module):
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
         self.window = config.windows[layer]
-        self.qkv = SideBySide(
+        self.qkv = MergedLinear(
             q=linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias),
             k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
             v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
@@ -181,7 +181,7 @@ def build_moe(config: GptOssConfig, layer: int, weights, settings: Settings) -> 
     """
     require_experts(config, layer)
     prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
-    params, declared = weights.experts(
+    params, checkpoint_scheme = weights.experts(
         f"{prefix}.experts",
         e,
         h,
@@ -200,7 +200,7 @@ def build_moe(config: GptOssConfig, layer: int, weights, settings: Settings) -> 
         params=params,
         router_weight=weights.array(f"{prefix}.router.weight", (e, h), dtype=jnp.float32),
         router_logit_bias=weights.array(f"{prefix}.router.bias", (e,), dtype=jnp.float32),
-        declared=declared,
+        checkpoint_scheme=checkpoint_scheme,
         **settings.block_arguments(),
     )
 

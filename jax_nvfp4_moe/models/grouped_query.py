@@ -12,19 +12,19 @@ from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rota
 from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
 from jax_nvfp4_moe.models.cutting import build_cut
 from jax_nvfp4_moe.models.decoder import (
+    MergedLinear,
     RMSNorm,
     Settings,
-    SideBySide,
     linear,
     mean_square,
     norm,
 )
-from jax_nvfp4_moe.parallel.grid import TENSOR
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.parts import HeadParts, Split
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedQuery:
+class GQAConfig:
     """Sizes and options of an attention; static.
 
     Attributes:
@@ -63,7 +63,7 @@ def read_grouped_query(
     head_dim: int | None = None,
     share: float | None = None,
     **options: Any,
-) -> GroupedQuery:
+) -> GQAConfig:
     """Read the sizes of an attention.
 
     Args:
@@ -73,7 +73,7 @@ def read_grouped_query(
       head_dim: where the file has none; None for ``hidden_size / num_attention_heads``.
       share: of a head's channels that are rotated where the file does not say; None for
         models that rotate all of them.
-      options: further fields of `GroupedQuery`.
+      options: further fields of `GQAConfig`.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", default=heads)
@@ -86,7 +86,7 @@ def read_grouped_query(
         share is not None or 2 * len(rope.frequencies) == head_dim,
         "partial_rotary_factor: this architecture rotates all channels of a head",
     )
-    return GroupedQuery(
+    return GQAConfig(
         hidden,
         heads,
         kv_heads,
@@ -103,18 +103,18 @@ def read_window(fields: Fields) -> int | None:
 
 
 class Attention(nnx.Module):
-    """Attention of the sizes and options of a `GroupedQuery`."""
+    """Attention of the sizes and options of a `GQAConfig`."""
 
     cache_axes = KEY_AXES
 
-    def __init__(self, config: GroupedQuery, weights, prefix: str, settings: Settings):
+    def __init__(self, config: GQAConfig, weights, prefix: str, settings: Settings):
         """Ask `weights` for the tensors below `prefix`."""
         h, d, bias = config.hidden, config.head_dim, config.bias
         rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
         self.config, self.dtype = config, settings.dtype
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
-        self.qkv = SideBySide(
+        self.qkv = MergedLinear(
             q=linear(weights, f"{prefix}.q_proj", rows, h, settings, bias),
             k=linear(weights, f"{prefix}.k_proj", kv_rows, h, settings, bias),
             v=linear(weights, f"{prefix}.v_proj", kv_rows, h, settings, bias),
@@ -177,7 +177,7 @@ class Attention(nnx.Module):
 
 
 def build_attention(config, layer: int, weights, settings: Settings):
-    """Make the attention of `layer` of a model whose ``config.attention`` is a `GroupedQuery`.
+    """Make the attention of `layer` of a model whose ``config.attention`` is a `GQAConfig`.
 
     Over a mesh it is cut by heads along `tensor`; where there are more shards than key heads, some
     shards have the same one. Heads that are normalized as a whole share their means.
@@ -189,7 +189,7 @@ def build_heads(config: Any, prefix: str, weights, settings: Settings, make: Any
     """Make an attention, over a mesh in parts along `tensor`.
 
     Args:
-      config: sizes of the whole, a `GroupedQuery` or one with num_heads, num_kv_heads and head_dim.
+      config: sizes of the whole, a `GQAConfig` or one with num_heads, num_kv_heads and head_dim.
       prefix: module of the attention.
       weights: the source of `checkpoint.resolve`.
       settings: how modules are made.

@@ -17,8 +17,8 @@ from jax_nvfp4_moe.models.cutting import beside_experts
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
+    MergedLinear,
     Settings,
-    SideBySide,
     build_decoder,
     gated_mlp,
     linear,
@@ -169,7 +169,7 @@ class Attention(nnx.Module):
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
         self.rotated, self.chunk = config.rotated[layer], config.chunks[layer]
-        self.qkv = SideBySide(
+        self.qkv = MergedLinear(
             q=linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias),
             k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
             v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
@@ -241,7 +241,7 @@ def build_moe(config: Llama4Config, layer: int, weights, settings: Settings) -> 
     """
     require_experts(config, layer)
     prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
-    params, declared = weights.experts(
+    params, checkpoint_scheme = weights.experts(
         f"{prefix}.experts", e, h, config.intermediate, inputs_first=True
     )
     shared = gated_mlp(weights, f"{prefix}.shared_expert", h, config.intermediate, settings)
@@ -253,7 +253,7 @@ def build_moe(config: Llama4Config, layer: int, weights, settings: Settings) -> 
         params=params,
         router_weight=weights.array(f"{prefix}.router.weight", (e, h), dtype=jnp.float32),
         shared_experts=beside_experts(shared, settings),
-        declared=declared,
+        checkpoint_scheme=checkpoint_scheme,
         **settings.block_arguments(),
     )
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.expert_names import Requests
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
-from jax_nvfp4_moe.checkpoint.forms import Decision
+from jax_nvfp4_moe.checkpoint.formats import Decision
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.resolve import (
     Checkpoint,
@@ -42,10 +42,10 @@ from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.ops.moe import DTYPES
 from jax_nvfp4_moe.ops.preparation import find_moe_layout
-from jax_nvfp4_moe.parallel import EXCHANGES
+from jax_nvfp4_moe.parallel import DISPATCHES
+from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, ExpertMesh, find_expert_mesh, replicate
 from jax_nvfp4_moe.parallel.experts import check_experts, shard_experts
-from jax_nvfp4_moe.parallel.grid import EXPERT, Grid, find_grid, replicate
-from jax_nvfp4_moe.parallel.pieces import join_pieces, piece_size
+from jax_nvfp4_moe.parallel.streaming import join_pieces, piece_size
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -99,7 +99,7 @@ def load_model(
     dtype=jnp.bfloat16,
     backend: str | None = None,
     mesh: Any = None,
-    exchange: str = "psum",
+    dispatch: str = "psum",
 ) -> Decoder:
     """Load a checkpoint as a `flax.nnx` model, its experts in the layout of their kernels.
 
@@ -111,9 +111,9 @@ def load_model(
       mesh: devices to load onto, with axes `expert` and `tensor`, either of which may be missing;
         see `parallel`. None for one device. `input_ids` and logits are whole on every device.
         Explicit axes become Auto ones, so call the model outside ``jax.set_mesh`` of Explicit ones.
-      exchange: how tokens reach their experts over a mesh: "psum", where all devices have all
+      dispatch: how tokens reach their experts over a mesh: "psum", where all devices have all
         tokens; "all_to_all", or "ragged" on GPUs, where expert blocks share them out along
-        `expert`, whatever their number; see `parallel.exchange`.
+        `expert`, whatever their number; see `parallel.dispatch`.
 
     Returns:
       A model: ``model(input_ids [b, t]) -> float32 [b, t, vocab]``; see `models.decoder.Decoder`.
@@ -124,14 +124,14 @@ def load_model(
       NoBackendError: no backend fits.
       MemoryError: the device's memory is too small; names the tensor and its size.
     """
-    settings = _settings(scheme, dtype, backend, mesh, exchange)
+    settings = _settings(scheme, dtype, backend, mesh, dispatch)
     with open_checkpoint(path) as checkpoint:
         row, config = _read_config(path, checkpoint.config)
 
         def build(weights):
             return row.build_model(config, weights, settings)
 
-        model = load(checkpoint, _tolerant(build, settings.grid), _options(settings))
+        model = load(checkpoint, _tolerant(build, settings.expert_mesh), _options(settings))
     _say_where_scheme_is_idle(model, settings.scheme)
     return model
 
@@ -144,19 +144,19 @@ def load_moe(
     dtype=jnp.bfloat16,
     backend: str | None = None,
     mesh: Any = None,
-    exchange: str = "psum",
+    dispatch: str = "psum",
 ) -> NVFP4MoE:
     """Load the expert block of one layer; no other tensor is read.
 
     Args:
       path: folder of the checkpoint.
       layer: index of the decoder layer, from 0.
-      scheme, dtype, backend, mesh, exchange: as for `load_model`.
+      scheme, dtype, backend, mesh, dispatch: as for `load_model`.
 
     Raises:
       ValueError: that layer has no experts; also as `load_model`.
     """
-    settings = _settings(scheme, dtype, backend, mesh, exchange)
+    settings = _settings(scheme, dtype, backend, mesh, dispatch)
     with open_checkpoint(path) as checkpoint:
         row, config = _read_config(path, checkpoint.config)
 
@@ -164,7 +164,7 @@ def load_moe(
             return row.build_moe(config, layer, weights, settings)
 
         options = _options(settings, only=row.moe_prefix(layer))
-        return load(checkpoint, _tolerant(build, settings.grid), options)
+        return load(checkpoint, _tolerant(build, settings.expert_mesh), options)
 
 
 class AbstractModel(NamedTuple):
@@ -211,14 +211,14 @@ def read_requests(checkpoint: Checkpoint) -> Requests:
     """
     settings = _settings(None, jnp.float32, None)
     row, config = _read_config(checkpoint.folder, checkpoint.config)
-    asked = []
+    requested_scheme = []
 
     def build(weights):
-        asked.append(weights.requests)
+        requested_scheme.append(weights.requests)
         _abstract(lambda w: row.build_model(config, w, settings), weights)
 
     check(checkpoint, build, LoadOptions(input_scales="ignored"))
-    return asked[0]
+    return requested_scheme[0]
 
 
 def read_model_config(checkpoint: Checkpoint) -> Any:
@@ -279,28 +279,35 @@ def _say_where_scheme_is_idle(model, scheme):
         )
 
 
-def _settings(scheme, dtype, backend, mesh=None, exchange="psum"):
-    grid = None if mesh is None else find_grid(mesh).automatic()
-    target = Target.current() if grid is None else grid.target
-    _check_exchange(exchange, grid, target)
+def _settings(scheme, dtype, backend, mesh=None, dispatch="psum"):
+    expert_mesh = None if mesh is None else find_expert_mesh(mesh).automatic()
+    target = Target.current() if expert_mesh is None else expert_mesh.target
+    _check_dispatch(dispatch, expert_mesh, target)
     choose_scheme(Scheme.W4A4, scheme, target)  # an unknown name should not wait for the headers
-    asked = None if scheme is None else str(scheme)
-    return Settings(target, asked, backend, find_dtype(dtype), grid=grid, exchange=exchange)
+    requested_scheme = None if scheme is None else str(scheme)
+    return Settings(
+        target,
+        requested_scheme,
+        backend,
+        find_dtype(dtype),
+        expert_mesh=expert_mesh,
+        dispatch=dispatch,
+    )
 
 
-def _check_exchange(exchange, grid, target):
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange: expected one of {', '.join(EXCHANGES)}; got {exchange!r}")
-    if exchange == "psum":
+def _check_dispatch(dispatch, expert_mesh, target):
+    if dispatch not in DISPATCHES:
+        raise ValueError(f"dispatch: expected one of {', '.join(DISPATCHES)}; got {dispatch!r}")
+    if dispatch == "psum":
         return
-    if grid is None or EXPERT not in grid.axes:
-        axes = "no mesh" if grid is None else f"axes {dict(grid.mesh.shape)}"
+    if expert_mesh is None or EXPERT not in expert_mesh.axes:
+        axes = "no mesh" if expert_mesh is None else f"axes {dict(expert_mesh.mesh.shape)}"
         raise ValueError(
-            f"exchange: expected a mesh with an axis '{EXPERT}' with {exchange!r}, along which "
+            f"dispatch: expected a mesh with an axis '{EXPERT}' with {dispatch!r}, along which "
             f"tokens are shared out; got {axes}. Pass mesh=, or leave exchange at 'psum'"
         )
-    if exchange == "ragged" and target.platform == "cpu":
-        raise ValueError("exchange: expected GPUs with 'ragged', got CPUs; use 'all_to_all'")
+    if dispatch == "ragged" and target.platform == "cpu":
+        raise ValueError("dispatch: expected GPUs with 'ragged', got CPUs; use 'all_to_all'")
 
 
 def _read_config(path, config):
@@ -327,13 +334,13 @@ def _options(settings, only=None, input_scales=None):
 
 def _placer(settings):
     """Return what puts one value on the device, experts in the layout of their kernel."""
-    put = _put if settings.grid is None else _put_shards
+    put = _put if settings.expert_mesh is None else _put_shards
 
-    def place(name, value, declared):
+    def place(name, value, checkpoint_scheme):
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(value))
         try:
             # One layer at a time: reading the next must not begin while this one is in two forms.
-            return jax.block_until_ready(put(value, declared, settings))
+            return jax.block_until_ready(put(value, checkpoint_scheme, settings))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -344,16 +351,16 @@ def _placer(settings):
     return place
 
 
-def _op_arguments(declared, settings):
-    scheme, _ = choose_scheme(declared, settings.scheme, settings.target)
+def _op_arguments(checkpoint_scheme, settings):
+    scheme, _ = choose_scheme(checkpoint_scheme, settings.scheme, settings.target)
     return {"scheme": scheme, "target": settings.target, "backend": settings.backend}
 
 
-def _put(value, declared, settings):
+def _put(value, checkpoint_scheme, settings):
     """Return one value on the device."""
     if not isinstance(value, MoEParams):
         return jax.device_put(jax.tree.map(lambda leaf: leaf[()], value))
-    layout = find_moe_layout(value, **_op_arguments(declared, settings))
+    layout = find_moe_layout(value, **_op_arguments(checkpoint_scheme, settings))
     step = piece_size(value, value.num_experts, settings.target)
 
     def read(first):
@@ -362,30 +369,34 @@ def _put(value, declared, settings):
     return join_pieces(read, value.num_experts, step, layout)
 
 
-def _put_shards(value, declared, settings):
+def _put_shards(value, checkpoint_scheme, settings):
     """Return one value on the devices of the grid: experts cut, all else whole on each."""
     if isinstance(value, MoEParams):
-        layout = find_moe_layout(value, **_op_arguments(declared, settings))
-        return shard_experts(value, settings.grid, layout=layout)
+        layout = find_moe_layout(value, **_op_arguments(checkpoint_scheme, settings))
+        return shard_experts(value, settings.expert_mesh, layout=layout)
     if isinstance(value, DenseExperts):
-        return shard_experts(value, settings.grid)
-    return replicate(value, settings.grid)
+        return shard_experts(value, settings.expert_mesh)
+    return replicate(value, settings.expert_mesh)
 
 
-def _tolerant(build: Callable[[Any], Built], grid: Grid | None) -> Callable[[Weights], Built]:
+def _tolerant(
+    build: Callable[[Any], Built], expert_mesh: ExpertMesh | None
+) -> Callable[[Weights], Built]:
     """Return `build` such that the placeholders of the first pass go through it as traced zeros."""
-    return lambda weights: build(weights) if weights.reads else _abstract(build, weights, grid)
+    return (
+        lambda weights: build(weights) if weights.reads else _abstract(build, weights, expert_mesh)
+    )
 
 
-def _abstract(build, weights, grid=None):
-    return nnx.eval_shape(lambda: build(_Zeros(weights, grid)))
+def _abstract(build, weights, expert_mesh=None):
+    return nnx.eval_shape(lambda: build(_Zeros(weights, expert_mesh)))
 
 
 class _Zeros:
     """Answers as a `Weights` of the first pass, with arrays of zeros for placeholders."""
 
-    def __init__(self, weights: Weights, grid: Grid | None):
-        self._weights, self._grid = weights, grid
+    def __init__(self, weights: Weights, expert_mesh: ExpertMesh | None):
+        self._weights, self._expert_mesh = weights, expert_mesh
 
     def __getattr__(self, name):
         return getattr(self._weights, name)
@@ -400,10 +411,10 @@ class _Zeros:
 
     def experts(self, *args, **kwargs):
         """As `Weights.experts`."""
-        params, declared = self._weights.experts(*args, **kwargs)
-        if self._grid is not None:  # sizes that it does not divide are known before any read
-            check_experts(params, self._grid)
-        return ExpertWeights(_zeros(params), declared)
+        params, checkpoint_scheme = self._weights.experts(*args, **kwargs)
+        if self._expert_mesh is not None:  # sizes that it does not divide are known before any read
+            check_experts(params, self._expert_mesh)
+        return ExpertWeights(_zeros(params), checkpoint_scheme)
 
     def cache_scales(self, *args, **kwargs):
         """As `Weights.cache_scales`."""

@@ -125,14 +125,14 @@ class Mamba2(nnx.Module):
         if self.conv_bias is not None:
             mixed = mixed + self.conv_bias.get_value()[None, None]
         ends = [config.inner, config.inner + config.groups * config.state_size]
-        inner, into, out_of = jnp.split(activate(self.activation, mixed), ends, axis=-1)
+        inner, B, C = jnp.split(activate(self.activation, mixed), ends, axis=-1)
         inner = inner.reshape(b, t, config.heads, config.head_dim)
         y, state = ssd(
             inner,
             self._steps(dt, present),
             -jnp.exp(self.a_log.get_value()),
-            into.reshape(b, t, config.groups, -1),
-            out_of.reshape(b, t, config.groups, -1),
+            B.reshape(b, t, config.groups, -1),
+            C.reshape(b, t, config.groups, -1),
             old["state"],
         )
         y = (y + self.skip.get_value()[None, None, :, None] * inner).reshape(b, t, -1)
@@ -196,8 +196,8 @@ def ssd(
     x: Float[Array, "b t h p"],
     dt: Float[Array, "b t h"],
     a: Float[Array, " h"],
-    into: Float[Array, "b t g n"],
-    out_of: Float[Array, "b t g n"],
+    B: Float[Array, "b t g n"],
+    C: Float[Array, "b t g n"],
     state: Float[Array, "b h p n"],
 ) -> tuple[Float[Array, "b t h p"], Float[Array, "b h p n"]]:
     """Run the recurrence of this module's page without its last term, ``d * x``; all float32.
@@ -206,18 +206,18 @@ def ssd(
       x: inputs.
       dt: steps, 0 where a token leaves the state as it is.
       a: of each head, negative.
-      into, out_of: b and c of each group; heads of one group stand side by side.
+      B, C: b and c of each group; heads of one group stand side by side.
       state: before the first token.
 
     Returns:
       y, and the state behind the last token.
     """
-    (b, t, h, p), (g, n) = x.shape, into.shape[2:]
+    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
     x = (x * dt[..., None]).reshape(b, t, g, h // g, p)
     decay = (dt * a[None, None, :]).reshape(b, t, g, h // g)
     grouped = state.reshape(b, g, h // g, p, n)
     if t == 1:
-        y, grouped = _step(x[:, 0], decay[:, 0], into[:, 0], out_of[:, 0], grouped)
+        y, grouped = _step(x[:, 0], decay[:, 0], B[:, 0], C[:, 0], grouped)
         return y.reshape(b, 1, h, p), grouped.reshape(state.shape)
     chunk = min(t, _CHUNK)
     chunks = -(-t // chunk)
@@ -234,21 +234,21 @@ def ssd(
         y, grouped = _chunks(piece, grouped)
         return grouped, y
 
-    operands = tuple(map(split, (x, decay, into, out_of)))
+    operands = tuple(map(split, (x, decay, B, C)))
     grouped, y = lax.scan(run, grouped, operands)
     y = jnp.moveaxis(y, 0, 1).reshape(b, -1, h, p)[:, :t]
     return y, grouped.reshape(state.shape)
 
 
-def _step(x, decay, into, out_of, state):
+def _step(x, decay, B, C, state):
     """Take one token: ``x [b, g, r, p]``, ``decay [b, g, r]``, b and c ``[b, g, n]``."""
-    state = jnp.exp(decay)[..., None, None] * state + x[..., None] * into[:, :, None, None, :]
-    return jnp.sum(state * out_of[:, :, None, None, :], axis=-1), state
+    state = jnp.exp(decay)[..., None, None] * state + x[..., None] * B[:, :, None, None, :]
+    return jnp.sum(state * C[:, :, None, None, :], axis=-1), state
 
 
 def _chunks(operands, state):
     """Take chunks of tokens: ``x [b, c, q, g, r, p]``, and the others in the same way."""
-    x, decay, into, out_of = operands
+    x, decay, B, C = operands
     # Sums of decays after token j up to token i, never a difference of two sums from the start:
     # where those are large, rounding would change what they leave.
     not_after = jnp.tri(decay.shape[2])  # [i, k]: k <= i
@@ -257,12 +257,12 @@ def _chunks(operands, state):
     seen = not_after[None, None, None, None] > 0
     between = jnp.where(seen, jnp.exp(logs), 0.0)
     from_start = jnp.exp(jnp.cumsum(decay, axis=2))
-    scores = _product("bcign,bcjgn->bcgij", out_of, into)
+    scores = _product("bcign,bcjgn->bcgij", C, B)
     y = _product("bcgrij,bcjgrp->bcigrp", scores[:, :, :, None] * between, x)
     to_end = jnp.moveaxis(between[..., -1, :], -1, 2)
-    added = _product("bcjgrp,bcjgn->bcgrpn", x * to_end[..., None], into)
+    added = _product("bcjgrp,bcjgn->bcgrpn", x * to_end[..., None], B)
     before, state = _carry(from_start[:, :, -1], added, state)
-    carried = _product("bcign,bcgrpn->bcigrp", out_of, before)
+    carried = _product("bcign,bcgrpn->bcigrp", C, before)
     return y + carried * from_start[..., None], state
 
 

@@ -30,7 +30,7 @@ from jax_nvfp4_moe.models.decoder import (
     make_head,
     norm,
 )
-from jax_nvfp4_moe.models.grouped_query import GroupedQuery, build_heads
+from jax_nvfp4_moe.models.grouped_query import GQAConfig, build_heads
 from jax_nvfp4_moe.models.mamba2 import Mamba2Config, build_mamba2
 from jax_nvfp4_moe.models.sparse import read_grouped_router
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
@@ -90,7 +90,7 @@ class NemotronHConfig:
     max_positions: int
     eps: float
     wide_residual: bool
-    attention: GroupedQuery
+    attention: GQAConfig
     mamba: Mamba2Config
     activation: str
     mlp_bias: bool
@@ -156,7 +156,7 @@ def _read_pattern(fields, config) -> str:
     return pattern if known else ""
 
 
-def _read_attention(fields, hidden, eps) -> GroupedQuery:
+def _read_attention(fields, hidden, eps) -> GQAConfig:
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", default=heads)
     fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
@@ -165,7 +165,7 @@ def _read_attention(fields, hidden, eps) -> GroupedQuery:
     # Files of transformers have no biases even where the config has the flag.
     bias = None if fields.flag("attention_bias", False) else False
     head_dim = fields.size("head_dim", "attention_head_dim", default=128)
-    return GroupedQuery(hidden, heads, kv_heads, head_dim, eps, None, bias=bias, out_bias=bias)
+    return GQAConfig(hidden, heads, kv_heads, head_dim, eps, None, bias=bias, out_bias=bias)
 
 
 def _read_mamba(fields, config, hidden, eps) -> Mamba2Config:
@@ -315,7 +315,7 @@ def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) 
     # transformers' experts have no biases even where the config has the flag.
     bias = config.mlp_bias and weights.has(f"{prefix}.experts.0.down_proj.bias")
     width = sizes.latent or h
-    params, declared = weights.experts(
+    params, checkpoint_scheme = weights.experts(
         f"{prefix}.experts", e, width, sizes.intermediate, gated=False, bias=bias
     )
     latent = {}
@@ -344,7 +344,7 @@ def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) 
         router_bias=weights.array(correction, (e,), dtype=jnp.float32),
         shared_experts=beside_experts(shared, settings),
         latent=sizes.latent,
-        declared=declared,
+        checkpoint_scheme=checkpoint_scheme,
         **latent,
         **settings.block_arguments(),
     )
@@ -365,8 +365,8 @@ def _build_mixer(config, layer, weights, settings):
 def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder:
     """Make the whole model, layer by layer."""
     h, eps = config.hidden, config.eps
-    grid = cut_vocabulary(weights, settings, config.vocab_size)
-    embedding = embed(weights, config.vocab_size, h, settings, grid)
+    expert_mesh = cut_vocabulary(weights, settings, config.vocab_size)
+    embedding = embed(weights, config.vocab_size, h, settings, expert_mesh)
     layers = []
     for layer, kind in enumerate(config.pattern):
         last = layer == config.num_layers - 1
@@ -383,8 +383,8 @@ def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder
     head = None
     # transformers' class never shares the embedding: its files have a head of their own.
     if not config.tied or weights.has_under("lm_head."):
-        head = make_head(weights, config.vocab_size, h, settings, grid)
-    return Decoder(config, embedding, layers, final, head, settings, grid)
+        head = make_head(weights, config.vocab_size, h, settings, expert_mesh)
+    return Decoder(config, embedding, layers, final, head, settings, expert_mesh)
 
 
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)

@@ -18,8 +18,8 @@ from jax_nvfp4_moe.models.cutting import beside_experts
 from jax_nvfp4_moe.models.decoder import (
     Architecture,
     Decoder,
+    MergedLinear,
     Settings,
-    SideBySide,
     build_decoder,
     centered_norm,
     gated_mlp,
@@ -170,8 +170,8 @@ def _read_delta(fields, hidden, eps):
         hidden=hidden,
         key_heads=key_heads,
         value_heads=value_heads,
-        key_width=fields.size("linear_key_head_dim", default=128),
-        value_width=fields.size("linear_value_head_dim", default=128),
+        key_head_dim=fields.size("linear_key_head_dim", default=128),
+        value_head_dim=fields.size("linear_value_head_dim", default=128),
         taps=fields.size("linear_conv_kernel_dim", default=4),
         eps=eps,
     )
@@ -192,7 +192,7 @@ class GatedAttention(nnx.Module):
         self.config, self.dtype = config, settings.dtype
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
-        self.qkv = SideBySide(
+        self.qkv = MergedLinear(
             q=linear(weights, f"{prefix}.q_proj", 2 * heads * d, h, settings, bias),
             k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
             v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
@@ -243,7 +243,7 @@ def build_moe(config: Qwen3NextConfig, layer: int, weights, settings: Settings) 
     """
     require_experts(config, layer)
     prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
-    params, declared = weights.experts(f"{prefix}.experts", e, h, config.intermediate)
+    params, checkpoint_scheme = weights.experts(f"{prefix}.experts", e, h, config.intermediate)
     name = f"{prefix}.shared_expert"
     shared = gated_mlp(weights, name, h, config.shared_intermediate, settings)
     return NVFP4MoE(
@@ -255,7 +255,7 @@ def build_moe(config: Qwen3NextConfig, layer: int, weights, settings: Settings) 
         router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
         shared_experts=beside_experts(shared, settings),
         shared_gate=linear(weights, f"{name}_gate", 1, h, settings),
-        declared=declared,
+        checkpoint_scheme=checkpoint_scheme,
         **settings.block_arguments(),
     )
 

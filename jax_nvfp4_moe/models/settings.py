@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-from jax_nvfp4_moe.parallel.grid import Grid
+from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh
 from jax_nvfp4_moe.scheme import Target, rounds_to_fp8
 
 
@@ -31,8 +31,8 @@ class Settings:
 
     Attributes:
       target, scheme, backend, dtype: as for `load_model`.
-      grid: the devices that share the model; None for one.
-      exchange: how tokens reach experts over the grid; see `NVFP4MoE`.
+      expert_mesh: the devices that share the model; None for one.
+      dispatch: how tokens reach experts over the grid; see `NVFP4MoE`.
       observer: sees the parts of an unquantized model, for calibration; None for nobody.
     """
 
@@ -41,13 +41,13 @@ class Settings:
     backend: str | None = None
     dtype: Any = jnp.bfloat16
     observer: Observer | None = None
-    grid: Grid | None = None
-    exchange: str = "psum"
+    expert_mesh: ExpertMesh | None = None
+    dispatch: str = "psum"
 
     @property
     def shards(self) -> int:
         """Number of parts that heads and the columns of dense parts are cut into."""
-        return 1 if self.grid is None else self.grid.tensor
+        return 1 if self.expert_mesh is None else self.expert_mesh.tensor
 
     @property
     def rounds_to_fp8(self) -> bool:
@@ -61,4 +61,4 @@ class Settings:
 
     def block_arguments(self) -> dict[str, Any]:
         """Return the arguments that all blocks with experts take."""
-        return {**self.module_arguments(), "exchange": self.exchange}
+        return {**self.module_arguments(), "dispatch": self.dispatch}

@@ -188,7 +188,7 @@ def build_block(
         return next((name for name in names if weights.has_under(name)), names[0])
 
     e, h = config.num_experts, config.hidden
-    params, declared = weights.experts(find("experts"), e, h, config.intermediate)
+    params, checkpoint_scheme = weights.experts(find("experts"), e, h, config.intermediate)
     shared = bias = None
     if config.shared_intermediate:
         name = find("shared_experts")
@@ -204,7 +204,7 @@ def build_block(
         router_weight=weights.array(find("gate.weight"), (e, h), dtype=jnp.float32),
         router_bias=bias,
         shared_experts=beside_experts(shared, settings),
-        declared=declared,
+        checkpoint_scheme=checkpoint_scheme,
         **settings.block_arguments(),
     )
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
-from jax_nvfp4_moe.scheme import Float8, Scheme, Target, rounds_to_fp8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, Target, rounds_to_fp8
 
 
 class NVFP4Param(nnx.Variable):
@@ -52,9 +52,9 @@ class FP8Linear(nnx.Module):
       weight: `NVFP4Param` of an `FP8Tensor` ``[n, k]``.
       bias: `nnx.Param` ``[n]``, or None.
       input_scale: `NVFP4Param` of the activations' float32 scale, or None.
-      declared: static; how the checkpoint says that activations are rounded.
+      checkpoint_scheme: static; how the checkpoint says that activations are rounded.
       activations: static; how they are.
-      by_factor: static; see `numerics.fp8.round_fp8`.
+      multiply_by_reciprocal: static; see `numerics.fp8.round_fp8`.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class FP8Linear(nnx.Module):
         bias: Float[Array, " n"] | None = None,
         input_scale: Float[Array, ""] | None = None,
         *,
-        declared: Float8 | str = Float8.WEIGHTS,
-        by_factor: bool = False,
+        checkpoint_scheme: FP8ActivationScaling | str = FP8ActivationScaling.WEIGHTS,
+        multiply_by_reciprocal: bool = False,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
         dtype=jnp.bfloat16,
@@ -75,8 +75,8 @@ class FP8Linear(nnx.Module):
           weight: values and scales.
           bias: ``[n]``, cast to `dtype`.
           input_scale: needed where activations are rounded with a calibrated scale.
-          declared: what the checkpoint says of activations.
-          by_factor: see `numerics.fp8.round_fp8`.
+          checkpoint_scheme: what the checkpoint says of activations.
+          multiply_by_reciprocal: see `numerics.fp8.round_fp8`.
           scheme, target: activations are rounded where `scheme.rounds_to_fp8` says so.
           dtype: of the result; inputs are cast to it.
 
@@ -84,15 +84,15 @@ class FP8Linear(nnx.Module):
           ValueError: activations are to be rounded with a calibrated scale, and there is none.
         """
         self.dtype = jnp.dtype(dtype)
-        self.declared = Float8(declared)
+        self.checkpoint_scheme = FP8ActivationScaling(checkpoint_scheme)
         rounds = rounds_to_fp8(scheme, target or Target.current())
-        self.activations = self.declared if rounds else Float8.WEIGHTS
-        if self.activations is Float8.STATIC and input_scale is None:
+        self.activations = self.checkpoint_scheme if rounds else FP8ActivationScaling.WEIGHTS
+        if self.activations is FP8ActivationScaling.STATIC and input_scale is None:
             raise ValueError("input_scale: expected a scalar with declared 'fp8', got None")
-        self.by_factor = by_factor
+        self.multiply_by_reciprocal = multiply_by_reciprocal
         self.weight = NVFP4Param(weight)
         self.bias = None if bias is None else nnx.Param(jnp.asarray(bias, self.dtype))
-        used = self.activations is Float8.STATIC
+        used = self.activations is FP8ActivationScaling.STATIC
         self.input_scale = NVFP4Param(jnp.asarray(input_scale, jnp.float32)) if used else None
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
@@ -102,7 +102,7 @@ class FP8Linear(nnx.Module):
             self.weight.get_value(),
             activations=self.activations,
             input_scale=None if self.input_scale is None else self.input_scale.get_value(),
-            by_factor=self.by_factor,
+            multiply_by_reciprocal=self.multiply_by_reciprocal,
         )
         if self.bias is not None:
             bias = self.bias.get_value().astype(jnp.float32)

@@ -18,8 +18,8 @@ from jax_nvfp4_moe.ops.moe import DTYPES
 from jax_nvfp4_moe.ops.preparation import prepare_linear
 from jax_nvfp4_moe.ops.products import linear
 from jax_nvfp4_moe.scheme import (
-    Declared,
-    Float8,
+    CheckpointScheme,
+    FP8ActivationScaling,
     Problem,
     Scheme,
     Target,
@@ -27,7 +27,7 @@ from jax_nvfp4_moe.scheme import (
 )
 
 # What `explain` asks a module for: path, problem, declared scheme, asked scheme, asked backend.
-ModuleProblem = tuple[str, Problem, Declared, str | None, str | None]
+ModuleProblem = tuple[str, Problem, CheckpointScheme, str | None, str | None]
 
 
 def find_problems(module: nnx.Module) -> Iterator[ModuleProblem]:
@@ -40,27 +40,32 @@ def find_problems(module: nnx.Module) -> Iterator[ModuleProblem]:
 class QuantizedModule(nnx.Module):
     """What an NVFP4 module settles at construction."""
 
-    declared: Declared
+    checkpoint_scheme: CheckpointScheme
     scheme: Scheme | None
 
-    def _settle(self, declared, scheme, target, backend, dtype):
+    def _settle(self, checkpoint_scheme, scheme, target, backend, dtype):
         self.dtype = jnp.dtype(dtype)
         if self.dtype.name not in DTYPES:
             raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {self.dtype.name}")
-        self.asked = None if scheme is None else str(scheme)
+        self.requested_scheme = None if scheme is None else str(scheme)
         self.target = target or Target.current()
         self.backend = backend
-        if declared is None or declared in list(Float8):  # no backend, no decision of NVFP4
-            self.declared, self.scheme = declared and Float8(declared), None
+        if checkpoint_scheme is None or checkpoint_scheme in list(
+            FP8ActivationScaling
+        ):  # no backend, no decision of NVFP4
+            self.checkpoint_scheme, self.scheme = (
+                checkpoint_scheme and FP8ActivationScaling(checkpoint_scheme),
+                None,
+            )
             return
-        self.declared = Scheme(declared)
-        self.scheme, why = choose_scheme(self.declared, scheme, self.target)
-        log_scheme(self.declared, self.scheme, why)
+        self.checkpoint_scheme = Scheme(checkpoint_scheme)
+        self.scheme, why = choose_scheme(self.checkpoint_scheme, scheme, self.target)
+        log_scheme(self.checkpoint_scheme, self.scheme, why)
 
     def _op_arguments(self):
         return {"scheme": self.scheme, "target": self.target, "backend": self.backend}
 
-    def own_problem(self) -> tuple[Problem, Declared, str | None, str | None]:
+    def own_problem(self) -> tuple[Problem, CheckpointScheme, str | None, str | None]:
         """Return what this module asks of a backend: see `ModuleProblem`."""
         raise TypeError(f"{type(self).__name__} has no problem of its own")
 
@@ -88,7 +93,7 @@ class NVFP4Linear(QuantizedModule):
         weight: NVFP4Tensor | None = None,
         bias: Float[Array, " n"] | None = None,
         input_scale: Float[Array, ""] | None = None,
-        declared: Scheme | str = Scheme.W4A16,
+        checkpoint_scheme: Scheme | str = Scheme.W4A16,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
         backend: str | None = None,
@@ -103,7 +108,7 @@ class NVFP4Linear(QuantizedModule):
           weight: ``[n, k]``; random where it is None and `rngs` is given, else zeros.
           bias: ``[n]``.
           input_scale: needed by scheme w4a4.
-          declared: what the checkpoint says of this module: "w4a16" or "w4a4".
+          checkpoint_scheme: what the checkpoint says of this module: "w4a16" or "w4a4".
           scheme: as for `ops.linear`.
           target: the device to run on; the current one where None.
           backend: name of a record, or None to choose.
@@ -114,7 +119,7 @@ class NVFP4Linear(QuantizedModule):
           ValueError: a shape disagrees, or the scheme is unknown or lacks input scales.
           NoBackendError: no backend fits.
         """
-        self._settle(declared, scheme, target, backend, dtype)
+        self._settle(checkpoint_scheme, scheme, target, backend, dtype)
         shape = (out_features, in_features)
         if weight is None:
             weight = random_tensor(shape, rngs)
@@ -135,13 +140,13 @@ class NVFP4Linear(QuantizedModule):
             **self._op_arguments(),
         )
 
-    def own_problem(self) -> tuple[Problem, Declared, str | None, str | None]:
+    def own_problem(self) -> tuple[Problem, CheckpointScheme, str | None, str | None]:
         """Return what the product asks of a backend."""
         n, k = self.weight.get_value().shape
         problem = Problem(
             "grouped_gemm", self.scheme, self.target, self.dtype.name, hidden=k, intermediate=n
         )
-        return problem, self.declared, self.asked, self.backend
+        return problem, self.checkpoint_scheme, self.requested_scheme, self.backend
 
 
 def read_value(variable):

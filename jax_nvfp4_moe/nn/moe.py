@@ -32,18 +32,18 @@ from jax_nvfp4_moe.ops.moe import check_input_scales, check_row_order, moe_mlp
 from jax_nvfp4_moe.ops.preparation import find_moe_layout, prepare
 from jax_nvfp4_moe.ops.routing import route
 from jax_nvfp4_moe.parallel import (
-    EXCHANGES,
+    DISPATCHES,
     ShardedExperts,
-    find_grid,
-    run_exchanged,
+    find_expert_mesh,
+    run_dispatched,
     shard_experts,
     share_rows,
 )
-from jax_nvfp4_moe.parallel.grid import check_context, check_row_scales, replicate
-from jax_nvfp4_moe.parallel.placement import ExpertLoad, ExpertSlots, locate
+from jax_nvfp4_moe.parallel.expert_mesh import check_context, check_row_scales, replicate
+from jax_nvfp4_moe.parallel.placement import ExpertLoad, ExpertSlots, to_physical_ids
 from jax_nvfp4_moe.scheme import (
-    Declared,
-    Float8,
+    CheckpointScheme,
+    FP8ActivationScaling,
     Problem,
     Scheme,
     Target,
@@ -95,13 +95,13 @@ class NVFP4MoE(QuantizedModule):
         latent_in: Callable | None = None,
         latent_out: Callable | None = None,
         run_dense: Callable = dense_moe,
-        declared: Declared | str = Scheme.W4A16,
+        checkpoint_scheme: CheckpointScheme | str = Scheme.W4A16,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
         backend: str | None = None,
         dtype=jnp.bfloat16,
         mesh: Mesh | None = None,
-        exchange: str = "psum",
+        dispatch: str = "psum",
         capacity: int | None = None,
         rngs: nnx.Rngs | None = None,
     ):
@@ -123,15 +123,15 @@ class NVFP4MoE(QuantizedModule):
           latent: width that the routed experts see where it is not `hidden`.
           latent_in, latent_out: ``[..., h] -> [..., latent]`` and back; needed with `latent`.
           run_dense: called as `ops.dense_moe.dense_moe` for `DenseExperts`; a quantizer watches.
-          declared: what the checkpoint says of the experts: "w4a16" or "w4a4"; a `Float8`, or None
-            for a float dtype, with `DenseExperts`, which run in plain XLA.
+          checkpoint_scheme: what the checkpoint says of the experts: "w4a16" or "w4a4"; an
+            `FP8ActivationScaling`, or None for a float dtype, with `DenseExperts`.
           scheme, target, backend: as for `ops.moe_mlp`.
           dtype: of the result; inputs are cast to it.
           mesh: shares the experts out along its axis `expert` and cuts each along `tensor`, see
             `parallel.experts`; what else the block has is whole on every device. None for one
             device, or with `params` that are sharded already.
-          exchange: over a mesh, "psum" where all devices have all tokens; "all_to_all", or "ragged"
-            on GPUs, where tokens are shared out along `expert`, see `parallel.exchange`.
+          dispatch: over a mesh, "psum" where all devices have all tokens; "all_to_all", or "ragged"
+            on GPUs, where tokens are shared out along `expert`, see `parallel.dispatch`.
           capacity: rows of "all_to_all" for each pair of shards in one round; None for one round.
           rngs: where random weights come from (stream "params").
 
@@ -140,10 +140,10 @@ class NVFP4MoE(QuantizedModule):
           NoBackendError: no backend fits.
         """
         if mesh is not None:
-            target = target or find_grid(mesh).target
-        self._settle(declared, scheme, target, backend, dtype)
+            target = target or find_expert_mesh(mesh).target
+        self._settle(checkpoint_scheme, scheme, target, backend, dtype)
         self.router = _one_router(top_k, router)
-        self.exchange, self.capacity = _check_exchange(exchange, capacity), capacity
+        self.dispatch, self.capacity = _check_dispatch(dispatch, capacity), capacity
         self.activation = find_activation(activation, alpha, beta, limit)
         if (latent is None) != (latent_in is None) or (latent is None) != (latent_out is None):
             raise ValueError("latent: expected latent, latent_in and latent_out together or none")
@@ -154,7 +154,8 @@ class NVFP4MoE(QuantizedModule):
         stored = params.stacked if isinstance(params, ShardedExperts) else params
         if isinstance(stored, DenseExperts) != (self.scheme is None):
             raise ValueError(
-                f"declared: expected a Float8 or None with DenseExperts alone, got {declared} with "
+                f"checkpoint_scheme: expected an FP8ActivationScaling or None with DenseExperts "
+                f"alone, got {checkpoint_scheme} with "
                 f"{type(stored).__name__}"
             )
         check_row_order(stored, self.activation)
@@ -168,8 +169,8 @@ class NVFP4MoE(QuantizedModule):
         for name, bias in biases.items():
             check_shape(name, (num_experts,) if bias is None else bias.shape, (num_experts,))
         if isinstance(params, ShardedExperts):
-            router_weight = replicate(router_weight, params.grid)
-            biases = replicate(biases, params.grid)
+            router_weight = replicate(router_weight, params.expert_mesh)
+            biases = replicate(biases, params.expert_mesh)
         self.router_weight = nnx.Param(router_weight)
         self.router_bias = wrap_value(RouterCorrection, biases["router_bias"])
         self.router_logit_bias = wrap_value(nnx.Param, biases["router_logit_bias"])
@@ -186,12 +187,12 @@ class NVFP4MoE(QuantizedModule):
             nvfp4 = isinstance(params, MoEParams)
             params = shard_experts(
                 params,
-                find_grid(mesh),
+                find_expert_mesh(mesh),
                 layout=find_moe_layout(params, **how) if nvfp4 else None,
                 interleaved=self.activation.row.interleaved,
             )
         if isinstance(params, ShardedExperts):
-            check_row_scales(params.grid, self.scheme or self._activations())
+            check_row_scales(params.expert_mesh, self.scheme or self._activations())
             return params
         return prepare(params, **how) if isinstance(params, MoEParams) else params
 
@@ -210,8 +211,8 @@ class NVFP4MoE(QuantizedModule):
             run, values = self._route_rows, [read_value(part) for part in parts]
             check_context(values[0])
             params = self.params.get_value()
-            if isinstance(params, ShardedExperts) and self.exchange != "psum":
-                run = functools.partial(share_rows, run, params.grid)
+            if isinstance(params, ShardedExperts) and self.dispatch != "psum":
+                run = functools.partial(share_rows, run, params.expert_mesh)
             ids, weights = run(rows, *values)
             lead = (*x.shape[:-1], self.router.top_k)
             return ids.reshape(lead), weights.reshape(lead)
@@ -260,9 +261,9 @@ class NVFP4MoE(QuantizedModule):
             )
             if isinstance(params, ShardedExperts):
                 run = functools.partial(
-                    run_exchanged,
+                    run_dispatched,
                     run,
-                    exchange=self.exchange,
+                    dispatch=self.dispatch,
                     capacity=self.capacity,
                     scheme=self.scheme,
                     weight_on_input=self.router.weight_on_input,
@@ -270,15 +271,21 @@ class NVFP4MoE(QuantizedModule):
             y = run(
                 x.reshape(-1, x.shape[-1]).astype(self.dtype),
                 params,
-                locate(expert_ids.reshape(-1, expert_ids.shape[-1]), self.slots, self.load),
+                to_physical_ids(
+                    expert_ids.reshape(-1, expert_ids.shape[-1]), self.slots, self.load
+                ),
                 expert_weights.reshape(-1, expert_weights.shape[-1]),
             )
             return y.reshape(x.shape)
 
-    def _activations(self) -> Float8:
+    def _activations(self) -> FP8ActivationScaling:
         """Return how the inputs of FP8 experts are rounded."""
-        rounds = isinstance(self.declared, Float8) and rounds_to_fp8(self.asked, self.target)
-        return Float8(self.declared) if rounds else Float8.WEIGHTS
+        rounds = isinstance(self.checkpoint_scheme, FP8ActivationScaling) and rounds_to_fp8(
+            self.requested_scheme, self.target
+        )
+        return (
+            FP8ActivationScaling(self.checkpoint_scheme) if rounds else FP8ActivationScaling.WEIGHTS
+        )
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
         """Run the whole block; `x` is cast to the module's dtype, which the result has."""
@@ -301,7 +308,7 @@ class NVFP4MoE(QuantizedModule):
                 shared = jax.nn.sigmoid(self.shared_gate(own)) * shared
         return y + shared.astype(self.dtype)
 
-    def own_problem(self) -> tuple[Problem, Declared, str | None, str | None]:
+    def own_problem(self) -> tuple[Problem, CheckpointScheme, str | None, str | None]:
         """Return what the routed experts ask of a backend."""
         params = self.params.get_value()
         sizes = params.num_experts, params.intermediate
@@ -318,7 +325,7 @@ class NVFP4MoE(QuantizedModule):
             sizes[1],
             self.activation.name,
         )
-        return problem, self.declared, self.asked, self.backend
+        return problem, self.checkpoint_scheme, self.requested_scheme, self.backend
 
 
 def _one_router(top_k, router):
@@ -327,15 +334,15 @@ def _one_router(top_k, router):
     return Router(top_k) if router is None else router
 
 
-def _check_exchange(exchange, capacity):
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange: expected one of {', '.join(EXCHANGES)}; got {exchange!r}")
-    if capacity is not None and (exchange != "all_to_all" or capacity < 1):
+def _check_dispatch(dispatch, capacity):
+    if dispatch not in DISPATCHES:
+        raise ValueError(f"dispatch: expected one of {', '.join(DISPATCHES)}; got {dispatch!r}")
+    if capacity is not None and (dispatch != "all_to_all" or capacity < 1):
         raise ValueError(
             "capacity: expected None, or at least 1 with exchange 'all_to_all'; "
-            f"got {capacity} with {exchange!r}"
+            f"got {capacity} with {dispatch!r}"
         )
-    return exchange
+    return dispatch
 
 
 def _fresh_experts(num_experts, hidden, intermediate, row, rngs):

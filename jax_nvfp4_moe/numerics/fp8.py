@@ -38,13 +38,14 @@ class FP8Tensor:
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
 
-def round_fp8(x, scale, *, by_factor: bool):
+def round_fp8(x, scale, *, multiply_by_reciprocal: bool):
     """Round ``x / scale`` to E4M3: ties to even, saturating at 448; NaN and infinity give NaN.
 
     Args:
       x: any float dtype.
       scale: float32, broadcast to `x`.
-      by_factor: round ``x * (448 / amax)`` with ``amax = 448 * scale``, as ModelOpt does; it
+      multiply_by_reciprocal: round ``x * (448 / amax)`` with ``amax = 448 * scale``, as ModelOpt
+        does; it
         differs from the quotient, which compressed-tensors takes, by a unit in the last place, and
         that can move a value that lies between two E4M3 numbers to the other.
 
@@ -52,7 +53,7 @@ def round_fp8(x, scale, *, by_factor: bool):
     """
     x = x.astype(jnp.float32)
     scale = jnp.asarray(scale, jnp.float32)
-    if by_factor:
+    if multiply_by_reciprocal:
         scaled = x * divide(jnp.float32(LARGEST), scale * jnp.float32(LARGEST))
     else:
         scaled = divide(x, scale)
@@ -70,6 +71,9 @@ def dynamic_scale(x, axis):
     return jnp.where(largest == 0, jnp.float32(1), divide(largest, jnp.float32(LARGEST)))
 
 
-def fake_round_fp8(x, scale, *, by_factor: bool):
+def fake_round_fp8(x, scale, *, multiply_by_reciprocal: bool):
     """Round to E4M3 and back: float32 ``round_fp8(x, scale) * scale``."""
-    return round_fp8(x, scale, by_factor=by_factor).astype(jnp.float32) * scale
+    return (
+        round_fp8(x, scale, multiply_by_reciprocal=multiply_by_reciprocal).astype(jnp.float32)
+        * scale
+    )

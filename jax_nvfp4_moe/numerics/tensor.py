@@ -227,7 +227,8 @@ class DenseExperts(_ExpertSizes):
       gate_up_bias, down_bias: ``[e, 2i]`` and ``[e, h]``, or None.
       gate_up_input_scale, down_input_scale: float32 ``[e]`` where FP8 activations are rounded with
         calibrated scales, else None.
-      by_factor: static; how activations are rounded to FP8, see `numerics.fp8.round_fp8`.
+      multiply_by_reciprocal: static; how activations are rounded to FP8, see
+        `numerics.fp8.round_fp8`.
     """
 
     gate_up: jax.Array | FP8Tensor
@@ -236,7 +237,7 @@ class DenseExperts(_ExpertSizes):
     down_bias: jax.Array | None = None
     gate_up_input_scale: jax.Array | None = None
     down_input_scale: jax.Array | None = None
-    by_factor: bool = dataclasses.field(default=False, metadata={"static": True})
+    multiply_by_reciprocal: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def _gate_up_layout(name, gated):

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8
-from jax_nvfp4_moe.scheme import Float8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 
 def precision_for(dtype) -> lax.Precision:
@@ -45,9 +45,9 @@ def dense_fp8(
     x: Float[Array, "... k"],
     weight: FP8Tensor,
     *,
-    activations: Float8 = Float8.WEIGHTS,
+    activations: FP8ActivationScaling = FP8ActivationScaling.WEIGHTS,
     input_scale=None,
-    by_factor: bool = False,
+    multiply_by_reciprocal: bool = False,
 ) -> Float[Array, "... n"]:
     """Return ``x @ dequantize(weight).T`` in float32, `x` rounded to E4M3 first as asked.
 
@@ -58,32 +58,36 @@ def dense_fp8(
       x: bfloat16, float16 or float32.
       weight: ``[n, k]``.
       activations: how `x` is rounded.
-      input_scale: s of `Float8.STATIC`, float32 scalar.
-      by_factor: see `numerics.fp8.round_fp8`.
+      input_scale: s of `FP8ActivationScaling.STATIC`, float32 scalar.
+      multiply_by_reciprocal: see `numerics.fp8.round_fp8`.
     """
     values = weight.values.astype(x.dtype)
     scale = weight.scale.astype(jnp.float32)
-    if activations is Float8.WEIGHTS:
+    if activations is FP8ActivationScaling.WEIGHTS:
         return dense(x, values) * jnp.expand_dims(scale, range(x.ndim - 1))
-    if activations is Float8.STATIC:
+    if activations is FP8ActivationScaling.STATIC:
         own = jnp.asarray(input_scale, jnp.float32)
     else:
-        own = dynamic_scale(x, -1 if activations is Float8.TOKEN else tuple(range(x.ndim)))
+        own = dynamic_scale(
+            x, -1 if activations is FP8ActivationScaling.TOKEN else tuple(range(x.ndim))
+        )
     own = lax.stop_gradient(own)
     return (
-        dense(_round(x, own, by_factor), values) * own * jnp.expand_dims(scale, range(x.ndim - 1))
+        dense(_round(x, own, multiply_by_reciprocal), values)
+        * own
+        * jnp.expand_dims(scale, range(x.ndim - 1))
     )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _round(x, scale, by_factor):
+def _round(x, scale, multiply_by_reciprocal):
     """Return ``x / scale`` rounded to E4M3, in the dtype of `x`."""
-    return round_fp8(x, scale, by_factor=by_factor).astype(x.dtype)
+    return round_fp8(x, scale, multiply_by_reciprocal=multiply_by_reciprocal).astype(x.dtype)
 
 
 @_round.defjvp
-def _round_straight_through(by_factor, primals, tangents):
+def _round_straight_through(multiply_by_reciprocal, primals, tangents):
     """Take the derivative of ``x / scale``; that of a cast would be rounded to E4M3 as well."""
     x, scale = primals
     tangent = tangents[0].astype(jnp.float32) / scale
-    return _round(x, scale, by_factor), tangent.astype(x.dtype)
+    return _round(x, scale, multiply_by_reciprocal), tangent.astype(x.dtype)

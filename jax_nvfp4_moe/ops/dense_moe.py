@@ -12,7 +12,7 @@ from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
 from jax_nvfp4_moe.ops.gradient import ExpertLayer, take_expert, with_expert_gradient
 from jax_nvfp4_moe.ops.moe import check_call
-from jax_nvfp4_moe.scheme import Float8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 
 def dense_moe(
@@ -21,7 +21,7 @@ def dense_moe(
     expert_ids: Int[Array, "t k"],
     expert_weights: Float[Array, "t k"],
     *,
-    activations: Float8 = Float8.WEIGHTS,
+    activations: FP8ActivationScaling = FP8ActivationScaling.WEIGHTS,
     activation: str = "silu",
     alpha: float | None = None,
     beta: float | None = None,
@@ -59,7 +59,10 @@ def dense_moe(
         def product(rows, weight, input_scale, bias):
             rows = rows.astype(x.dtype)
             if isinstance(weight, FP8Tensor):
-                how = {"input_scale": input_scale, "by_factor": experts.by_factor}
+                how = {
+                    "input_scale": input_scale,
+                    "multiply_by_reciprocal": experts.multiply_by_reciprocal,
+                }
                 y = dense_fp8(rows, weight, activations=activations, **how)
             else:
                 y = dense(rows, weight.astype(x.dtype))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.reference import round_activations, round_to
-from jax_nvfp4_moe.backends.resolution import log_conversion, log_scheme, pick
+from jax_nvfp4_moe.backends.resolution import log_conversion, log_scheme, resolve_backend
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.tensor import MoEParams, check_moe_params
 from jax_nvfp4_moe.ops.dense import precision_for
@@ -32,16 +32,16 @@ def check_activations(name, x):
         raise ValueError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {x.dtype.name}")
 
 
-def declared_scheme(params) -> Scheme:
+def find_checkpoint_scheme(params) -> Scheme:
     """Return what parameters without a checkpoint stand for: w4a4 where they have input scales."""
     return Scheme.W4A4 if params.has_input_scales else Scheme.W4A16
 
 
-def resolve_scheme(declared, asked, target) -> Scheme:
+def resolve_scheme(checkpoint_scheme, requested_scheme, target) -> Scheme:
     """Choose the scheme; where the caller left it open, say the choice once in the log."""
-    scheme, why = choose_scheme(declared, asked, target)
-    if asked is None:
-        log_scheme(Scheme(declared), scheme, why)
+    scheme, why = choose_scheme(checkpoint_scheme, requested_scheme, target)
+    if requested_scheme is None:
+        log_scheme(Scheme(checkpoint_scheme), scheme, why)
     return scheme
 
 
@@ -104,7 +104,7 @@ def moe_mlp(
     target = target or Target.current()
     problem = Problem(
         op="moe_mlp",
-        scheme=resolve_scheme(declared_scheme(params), scheme, target),
+        scheme=resolve_scheme(find_checkpoint_scheme(params), scheme, target),
         target=target,
         dtype=x.dtype.name,
         num_experts=params.num_experts,
@@ -113,7 +113,7 @@ def moe_mlp(
         intermediate=params.intermediate,
         activation=call.name,
     )
-    chosen = pick(problem, backend)
+    chosen = resolve_backend(problem, backend)
     if params.layout != chosen.layout:
         log_conversion("moe_mlp", params.layout, chosen.layout)
     how = {"scheme": problem.scheme, "call": call, "weight_on_input": weight_on_input}

@@ -2,9 +2,9 @@
 
 import jax
 
-from jax_nvfp4_moe.backends.resolution import pick
+from jax_nvfp4_moe.backends.resolution import resolve_backend
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, check_moe_params
-from jax_nvfp4_moe.ops.moe import declared_scheme, resolve_scheme
+from jax_nvfp4_moe.ops.moe import find_checkpoint_scheme, resolve_scheme
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target
 
 
@@ -70,13 +70,13 @@ def find_moe_layout(
     target = target or Target.current()
     problem = Problem(
         op="moe_mlp",
-        scheme=resolve_scheme(declared_scheme(params), scheme, target),
+        scheme=resolve_scheme(find_checkpoint_scheme(params), scheme, target),
         target=target,
         num_experts=params.num_experts,
         hidden=params.hidden,
         intermediate=params.intermediate,
     )
-    return pick(problem, backend).layout
+    return resolve_backend(problem, backend).layout
 
 
 def prepare_linear(
@@ -84,4 +84,4 @@ def prepare_linear(
 ) -> NVFP4Tensor:
     """Return a matrix ``[n, k]`` in the layout that the backend of `linear` reads."""
     problem = Problem("grouped_gemm", scheme, target, hidden=weight.shape[-1])
-    return _convert(weight, pick(problem, backend).layout)
+    return _convert(weight, resolve_backend(problem, backend).layout)

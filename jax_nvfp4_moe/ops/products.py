@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.resolution import log_conversion, pick
+from jax_nvfp4_moe.backends.resolution import log_conversion, resolve_backend
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.gradient import with_product_gradient
@@ -20,10 +20,10 @@ def _product(op, x, weight, group_sizes, input_scale, bias, scheme, target, back
     if bias is not None and bias.shape != (e, n):
         raise ValueError(f"bias: expected shape {(e, n)}, got {bias.shape}")
     target = target or Target.current()
-    declared = Scheme.W4A16 if input_scale is None else Scheme.W4A4
-    scheme = resolve_scheme(declared, scheme, target)
+    checkpoint_scheme = Scheme.W4A16 if input_scale is None else Scheme.W4A4
+    scheme = resolve_scheme(checkpoint_scheme, scheme, target)
     problem = Problem("grouped_gemm", scheme, target, x.dtype.name, e, 1, k, n)
-    chosen = pick(problem, backend)
+    chosen = resolve_backend(problem, backend)
     if weight.layout != chosen.layout:
         log_conversion(op, weight.layout, chosen.layout)
     if input_scale is not None:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends.resolution import pick
+from jax_nvfp4_moe.backends.resolution import resolve_backend
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
@@ -53,7 +53,9 @@ def quantize_nvfp4(
     if scale is not None and scale.shape != ():
         raise ValueError(f"global_scale: expected one number, got shape {scale.shape}")
     target = target or Target.current()
-    chosen = pick(Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1]), backend)
+    chosen = resolve_backend(
+        Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1]), backend
+    )
     return NVFP4Tensor(
         *chosen.lower["quantize_nvfp4"](x, scale, scale_layout), layout=_LAYOUTS[scale_layout]
     )

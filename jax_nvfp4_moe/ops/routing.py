@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.resolution import pick
+from jax_nvfp4_moe.backends.resolution import resolve_backend
 from jax_nvfp4_moe.numerics.routing import Router, check_experts, weigh
 from jax_nvfp4_moe.scheme import Problem, Target
 
@@ -50,7 +50,7 @@ def route(
     check_experts(router, e)
     target = target or Target.current()
     problem = Problem("route", None, target, "float32", num_experts=e, top_k=router.top_k)
-    chosen = pick(problem, backend)
+    chosen = resolve_backend(problem, backend)
     bias = None if bias is None else bias.astype(jnp.float32)
     return _differentiable(chosen.lower["route"], router, logits.astype(jnp.float32), bias)
 

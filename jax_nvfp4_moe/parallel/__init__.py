@@ -1,15 +1,15 @@
 """Experts and layers over the devices of a mesh with axes named `expert` and `tensor`."""
 
-from jax_nvfp4_moe.parallel.exchange import EXCHANGES, run_exchanged, share_rows
+from jax_nvfp4_moe.parallel.dispatch import DISPATCHES, run_dispatched, share_rows
+from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, find_expert_mesh
 from jax_nvfp4_moe.parallel.experts import ShardedExperts, run_sharded, shard_experts
-from jax_nvfp4_moe.parallel.grid import Grid, find_grid
 
 __all__ = [
-    "EXCHANGES",
-    "Grid",
+    "DISPATCHES",
+    "ExpertMesh",
     "ShardedExperts",
-    "find_grid",
-    "run_exchanged",
+    "find_expert_mesh",
+    "run_dispatched",
     "run_sharded",
     "shard_experts",
     "share_rows",

@@ -25,8 +25,15 @@ from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
-from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid, check_parts, replicate, stack_parts
-from jax_nvfp4_moe.parallel.pieces import join_pieces, on_shards, piece_size
+from jax_nvfp4_moe.parallel.expert_mesh import (
+    EXPERT,
+    TENSOR,
+    ExpertMesh,
+    check_parts,
+    replicate,
+    stack_parts,
+)
+from jax_nvfp4_moe.parallel.streaming import join_pieces, on_shards, piece_size
 
 # How one array of an expert layer is cut along `tensor`: rows in each half, columns, not at all, or
 # left to the first shard (zero in the others, so that it counts once in the sum).
@@ -45,7 +52,7 @@ class ShardedExperts:
       row_scale: float32 ``[num_experts]``, `gate_up_input_scale` of all experts, whole on every
         device, or None.
       num_experts, hidden, intermediate: static; sizes of the whole layer.
-      grid: static.
+      expert_mesh: static.
     """
 
     stacked: MoEParams | DenseExperts
@@ -53,17 +60,17 @@ class ShardedExperts:
     num_experts: int = dataclasses.field(metadata={"static": True})
     hidden: int = dataclasses.field(metadata={"static": True})
     intermediate: int = dataclasses.field(metadata={"static": True})
-    grid: Grid = dataclasses.field(metadata={"static": True})
+    expert_mesh: ExpertMesh = dataclasses.field(metadata={"static": True})
 
     @property
     def local_experts(self) -> int:
         """Number of experts of one shard."""
-        return self.num_experts // self.grid.expert
+        return self.num_experts // self.expert_mesh.expert
 
     @property
     def local_intermediate(self) -> int:
         """Width of one shard of an expert."""
-        return self.intermediate // self.grid.tensor
+        return self.intermediate // self.expert_mesh.tensor
 
     @property
     def nbytes(self) -> int:
@@ -73,45 +80,45 @@ class ShardedExperts:
 
 def shard_experts(
     params: MoEParams | DenseExperts,
-    grid: Grid,
+    expert_mesh: ExpertMesh,
     *,
     layout: str | None = None,
     interleaved: bool = False,
 ) -> ShardedExperts:
-    """Cut one expert layer for the devices of `grid`; a device gets its own part and no more.
+    """Cut one expert layer for the devices of `expert_mesh`; a device gets only its own part.
 
     Args:
       params: the whole layer; its arrays may be numpy, JAX or deferred ones.
-      grid: of the devices.
+      expert_mesh: of the devices.
       layout: that each shard takes; canonical where None. `DenseExperts` have none.
       interleaved: whether gate and up rows alternate, as `swigluoai` has them.
 
     Raises:
       ValueError: the axes do not divide the experts or the blocks; lists the legal sizes.
     """
-    check_experts(params, grid)
+    check_experts(params, expert_mesh)
     if isinstance(params, MoEParams) and params.layout != CANONICAL:
         params = params.to_layout(CANONICAL)
     halves = 2 if params.gated and not interleaved else 1
 
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
-        stacked = _stack_traced(params, layout, halves, grid)
+        stacked = _stack_traced(params, layout, halves, expert_mesh)
     else:
-        stacked = _read_pieces(params, layout, halves, grid)
-    row_scale = replicate(params.gate_up_input_scale, grid)
+        stacked = _read_pieces(params, layout, halves, expert_mesh)
+    row_scale = replicate(params.gate_up_input_scale, expert_mesh)
     sizes = params.num_experts, params.hidden, params.intermediate
-    return ShardedExperts(stacked, row_scale, *sizes, grid)
+    return ShardedExperts(stacked, row_scale, *sizes, expert_mesh)
 
 
-def check_experts(params: MoEParams | DenseExperts, grid: Grid) -> None:
-    """Check that `grid` divides the experts and the intermediate dimension, blocks of 16 whole.
+def check_experts(params: MoEParams | DenseExperts, expert_mesh: ExpertMesh) -> None:
+    """Check that `expert_mesh` divides the experts and the intermediate dimension by blocks.
 
     Raises:
       ValueError: it does not; lists the legal sizes.
     """
-    check_parts(EXPERT, grid.expert, "num_experts", params.num_experts)
+    check_parts(EXPERT, expert_mesh.expert, "num_experts", params.num_experts)
     block = BLOCK if isinstance(params, MoEParams) else 1
-    check_parts(TENSOR, grid.tensor, "intermediate", params.intermediate, block)
+    check_parts(TENSOR, expert_mesh.tensor, "intermediate", params.intermediate, block)
 
 
 def _map_arrays(params, cut: Callable[[Any, Cut], Any]):
@@ -142,44 +149,48 @@ def _map_arrays(params, cut: Callable[[Any, Cut], Any]):
     )
 
 
-def _stack_traced(params, layout, halves: int, grid: Grid):
+def _stack_traced(params, layout, halves: int, expert_mesh: ExpertMesh):
     """Return the parts of all shards, traced, in `layout`."""
 
     def stack(leaf, how: Cut):
         if leaf is None:
             return None
-        return jnp.stack([_part(leaf, how, halves, t, grid.tensor) for t in range(grid.tensor)])
+        return jnp.stack(
+            [_part(leaf, how, halves, t, expert_mesh.tensor) for t in range(expert_mesh.tensor)]
+        )
 
     stacked = _map_arrays(params, stack)
     if layout is None:
         return stacked
-    return on_shards(lambda own: own.to_layout(layout), grid)(stacked)
+    return on_shards(lambda own: own.to_layout(layout), expert_mesh)(stacked)
 
 
-def _read_pieces(params, layout, halves: int, grid: Grid):
+def _read_pieces(params, layout, halves: int, expert_mesh: ExpertMesh):
     """Return the parts of all shards in `layout`; each process reads its own, piece by piece."""
     params = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, params)
-    count = params.num_experts // grid.expert
-    step = piece_size(params, count, grid.target, grid.tensor)
+    count = params.num_experts // expert_mesh.expert
+    step = piece_size(params, count, expert_mesh.target, expert_mesh.tensor)
 
     def read(first):
         def stack(leaf, how: Cut):
             if leaf is None:
                 return None
-            shape = [grid.tensor, grid.expert * step, *leaf.shape[1:]]
+            shape = [expert_mesh.tensor, expert_mesh.expert * step, *leaf.shape[1:]]
             if how in ("rows", "columns"):
-                shape[2 if how == "rows" else -1] //= grid.tensor
+                shape[2 if how == "rows" else -1] //= expert_mesh.tensor
 
             def part(index):
                 start = (index[1].start or 0) // step * count + first
                 experts = slice(start, start + step)
-                return _part(leaf, how, halves, index[0].start or 0, grid.tensor, experts)[None]
+                return _part(leaf, how, halves, index[0].start or 0, expert_mesh.tensor, experts)[
+                    None
+                ]
 
-            return stack_parts(shape, grid.sharding(TENSOR, EXPERT), part)
+            return stack_parts(shape, expert_mesh.sharding(TENSOR, EXPERT), part)
 
         return _map_arrays(params, stack)
 
-    return join_pieces(read, count, step, layout, grid)
+    return join_pieces(read, count, step, layout, expert_mesh)
 
 
 def _part(leaf, how: Cut, halves: int, t: int, parts: int, experts: slice = _ALL):
@@ -220,25 +231,27 @@ def run_sharded(
       expert_ids: of the whole layer.
       expert_weights: of the same shape.
     """
-    grid = experts.grid
+    expert_mesh = experts.expert_mesh
 
     def body(x, stacked, ids, weights):
-        first = lax.axis_index(EXPERT) * experts.local_experts if EXPERT in grid.axes else 0
-        y = run(x, own_part(stacked, grid), ids.astype(jnp.int32) - first, weights)
-        return lax.psum(y.astype(jnp.float32), grid.axes).astype(y.dtype)
+        first = lax.axis_index(EXPERT) * experts.local_experts if EXPERT in expert_mesh.axes else 0
+        y = run(x, own_part(stacked, expert_mesh), ids.astype(jnp.int32) - first, weights)
+        return lax.psum(y.astype(jnp.float32), expert_mesh.axes).astype(y.dtype)
 
-    whole = grid.spec()
-    specs = whole, grid.spec(TENSOR, EXPERT), whole, whole
-    rows = (grid.reshard(leaf) for leaf in (x, expert_ids, expert_weights))
+    whole = expert_mesh.spec()
+    specs = whole, expert_mesh.spec(TENSOR, EXPERT), whole, whole
+    rows = (expert_mesh.reshard(leaf) for leaf in (x, expert_ids, expert_weights))
     given, ids, weights = rows
-    y = grid.shard_map(body, specs, whole)(given, experts.stacked, ids, weights)
-    return grid.reshard(y, jax.typeof(x).sharding.spec[0])
+    y = expert_mesh.shard_map(body, specs, whole)(given, experts.stacked, ids, weights)
+    return expert_mesh.reshard(y, jax.typeof(x).sharding.spec[0])
 
 
-def own_part(stacked: MoEParams | DenseExperts, grid: Grid) -> MoEParams | DenseExperts:
+def own_part(
+    stacked: MoEParams | DenseExperts, expert_mesh: ExpertMesh
+) -> MoEParams | DenseExperts:
     """Return the weights of the shard that this runs in."""
     own = _squeeze(stacked)
-    if grid.tensor == 1 or own.down_bias is None:
+    if expert_mesh.tensor == 1 or own.down_bias is None:
         return own
     return dataclasses.replace(own, down_bias=_count_once(own.down_bias))
 

@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Int
 from jax_nvfp4_moe.checkpoint.resolve import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
-from jax_nvfp4_moe.parallel.exchange import share_rows
-from jax_nvfp4_moe.parallel.grid import TENSOR, Grid
+from jax_nvfp4_moe.parallel.dispatch import share_rows
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
 
 
 class Split(NamedTuple):
@@ -54,19 +54,21 @@ class Split(NamedTuple):
 class PartWeights:
     """Answers as a `Weights` for the module of one shard, which asks for the sizes of its part."""
 
-    def __init__(self, weights, splits: Mapping[str, Split], grid: Grid, index: int, device: Any):
+    def __init__(
+        self, weights, splits: Mapping[str, Split], expert_mesh: ExpertMesh, index: int, device: Any
+    ):
         """Make the source of one shard.
 
         Args:
           weights: the source of `checkpoint.resolve`.
           splits: how a module's or an array's name ends, such as "q_proj", or "conv1d" for
             "conv1d.weight" -> how it is cut; the rest is whole.
-          grid: of all shards.
+          expert_mesh: of all shards.
           index: of this one along `tensor`.
           device: that takes the arrays.
         """
         self._weights, self._splits = weights, splits
-        self._shards, self._index, self._device = grid.tensor, index, device
+        self._shards, self._index, self._device = expert_mesh.tensor, index, device
 
     def has_under(self, prefix: str) -> bool:
         """As `Weights.has_under`."""
@@ -76,7 +78,7 @@ class PartWeights:
         """As `Weights.linear`; n and k are those of the part."""
         split = self._split(prefix)
 
-        def place(name, value, declared):
+        def place(name, value, checkpoint_scheme):
             return self._put(self._cut_linear(value, split))
 
         if split is not None and split.axis == "rows":
@@ -89,7 +91,7 @@ class PartWeights:
         """As `Weights.array`; `shape` is that of the part."""
         split = self._split(name)
 
-        def place(name, value, declared):
+        def place(name, value, checkpoint_scheme):
             return self._put(self._cut(value, split, 0))
 
         if split is not None:
@@ -101,7 +103,7 @@ class PartWeights:
         """As `Weights.cache_scales`; keys and values are cut as their linears."""
         splits = {name: self._splits[f"{name}_proj"] for name in heads}
 
-        def place(name, value, declared):
+        def place(name, value, checkpoint_scheme):
             return {
                 key: self._put(self._cut(scale, splits[key], 0)) for key, scale in value.items()
             }
@@ -153,7 +155,10 @@ class PartWeights:
 
 
 def build_parts(
-    build: Callable[[PartWeights], nnx.Module], weights, splits: Mapping[str, Split], grid: Grid
+    build: Callable[[PartWeights], nnx.Module],
+    weights,
+    splits: Mapping[str, Split],
+    expert_mesh: ExpertMesh,
 ) -> Any:
     """Build the part of each shard and put them together.
 
@@ -161,20 +166,20 @@ def build_parts(
       build: makes the module of one shard from a `PartWeights`.
       weights: the source of `checkpoint.resolve`.
       splits: see `PartWeights`.
-      grid: of the shards.
+      expert_mesh: of the shards.
 
     Returns:
       The module with arrays ``[tensor, ...]``; parts of other processes are not built here.
     """
-    sharding = grid.sharding(TENSOR)
+    sharding = expert_mesh.sharding(TENSOR)
     owners: dict[int, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map((grid.tensor,)).items():
+    for device, index in sharding.addressable_devices_indices_map((expert_mesh.tensor,)).items():
         assert index is not None
         owners.setdefault(index[0].start or 0, []).append(device)
     leaves, tree = {}, None
     for index, devices in owners.items():
         with jax.default_device(devices[0]):
-            module = build(PartWeights(weights, splits, grid, index, devices[0]))
+            module = build(PartWeights(weights, splits, expert_mesh, index, devices[0]))
         leaves[index], tree = jax.tree.flatten(module)
     assert tree is not None
 
@@ -185,7 +190,7 @@ def build_parts(
             for part, devices in zip(parts, owners.values(), strict=True)
             for device in devices
         ]
-        shape = (grid.tensor, *parts[0].shape)
+        shape = (expert_mesh.tensor, *parts[0].shape)
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
     return tree.unflatten(map(stack, *leaves.values()))
@@ -201,16 +206,16 @@ class Parts(nnx.Module):
 
     Attributes:
       stacked: the module, its arrays ``[tensor, ...]``.
-      grid: static.
+      expert_mesh: static.
     """
 
-    def __init__(self, stacked: Any, grid: Grid):
+    def __init__(self, stacked: Any, expert_mesh: ExpertMesh):
         """Make one of what `build_parts` returns."""
-        self.stacked, self.grid = stacked, grid
+        self.stacked, self.expert_mesh = stacked, expert_mesh
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
         """Run all parts on `x`, whole on every device, and add up in float32."""
-        return _run(self.grid, lambda part, x: _add_up(part(x)), self.stacked, x)
+        return _run(self.expert_mesh, lambda part, x: _add_up(part(x)), self.stacked, x)
 
 
 class ByRows(nnx.Module):
@@ -220,23 +225,23 @@ class ByRows(nnx.Module):
 
     Attributes:
       module: whole on every device, or `Parts`.
-      grid: static.
+      expert_mesh: static.
     """
 
-    def __init__(self, module: Any, grid: Grid):
+    def __init__(self, module: Any, expert_mesh: ExpertMesh):
         """Make one of a module of rows, which must not change its own state."""
-        self.module, self.grid = module, grid
+        self.module, self.expert_mesh = module, expert_mesh
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
         """Run the module on `x`; the result is over the devices as rows of an exchange are."""
         parts = isinstance(self.module, Parts)
         arrays = self.module.stacked if parts else self.module
-        spec = self.grid.spec(TENSOR) if parts else self.grid.spec()
+        spec = self.expert_mesh.spec(TENSOR) if parts else self.expert_mesh.spec()
 
         def run(rows, module):
             return _add_up(_own(module)(rows)) if parts else module(rows)
 
-        y = share_rows(run, self.grid, x.reshape(-1, x.shape[-1]), arrays, specs=(spec,))
+        y = share_rows(run, self.expert_mesh, x.reshape(-1, x.shape[-1]), arrays, specs=(spec,))
         return y.reshape(*x.shape[:-1], -1)
 
 
@@ -244,14 +249,15 @@ class HeadParts(nnx.Module):
     """An attention or another mixer cut along `tensor`, each part with its heads and their cache.
 
     Attributes:
-      stacked, grid: as in `Parts`. The part has `cache_axes`: name of a cache entry -> the axis
+      stacked, expert_mesh: as in `Parts`. The part has `cache_axes`: name of a cache entry -> the
+        axis
         along which heads or channels have their own; None where all parts have the same, which is
         whole on every device.
     """
 
-    def __init__(self, stacked: Any, grid: Grid):
+    def __init__(self, stacked: Any, expert_mesh: ExpertMesh):
         """Make one of what `build_parts` returns."""
-        self.stacked, self.grid = stacked, grid
+        self.stacked, self.expert_mesh = stacked, expert_mesh
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
         """Return empty cache entries, cut as `cache_axes` of the part says."""
@@ -259,7 +265,7 @@ class HeadParts(nnx.Module):
         def empty():
             return self.stacked.init_cache(batch, max_length)  # reads static sizes of the part
 
-        return self.grid.shard_map(empty, (), self._cache_specs())()
+        return self.expert_mesh.shard_map(empty, (), self._cache_specs())()
 
     def __call__(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
@@ -268,13 +274,13 @@ class HeadParts(nnx.Module):
             y, entries = part(x, positions, entries)
             return _add_up(y), entries
 
-        whole = self.grid.spec()
+        whole = self.expert_mesh.spec()
         cache = None if entries is None else self._cache_specs()
         specs = (whole, whole, cache), (whole, cache)
-        return _run(self.grid, run, self.stacked, x, positions, entries, specs=specs)
+        return _run(self.expert_mesh, run, self.stacked, x, positions, entries, specs=specs)
 
     def _cache_specs(self):
-        spec = self.grid.spec
+        spec = self.expert_mesh.spec
         return {
             name: spec() if axis is None else spec(*(None,) * axis, TENSOR)
             for name, axis in self.stacked.cache_axes.items()
@@ -282,7 +288,7 @@ class HeadParts(nnx.Module):
 
 
 def look_up(
-    table: Float[Array, "p v h"], ids: Int[Array, "b t"], grid: Grid
+    table: Float[Array, "p v h"], ids: Int[Array, "b t"], expert_mesh: ExpertMesh
 ) -> Float[Array, "b t h"]:
     """Return the rows `ids` of a table of p parts; exact, for one term of the sum is not zero."""
 
@@ -292,11 +298,11 @@ def look_up(
         rows = table[jnp.where(here, own, 0)]
         return lax.psum(jnp.where(here[..., None], rows, jnp.zeros((), rows.dtype)), TENSOR)
 
-    return _run(grid, look, table, ids)
+    return _run(expert_mesh, look, table, ids)
 
 
 def join_columns(
-    run: Callable, stacked: Any, x: Float[Array, "... h"], grid: Grid
+    run: Callable, stacked: Any, x: Float[Array, "... h"], expert_mesh: ExpertMesh
 ) -> Float[Array, "... n"]:
     """Return ``run(part, x)`` of all parts side by side: the one gather, of logits.
 
@@ -304,23 +310,23 @@ def join_columns(
       run: makes the columns of one part.
       stacked: an array, or a module of arrays, ``[tensor, ...]``.
       x: whole on every device.
-      grid: of the parts.
+      expert_mesh: of the parts.
     """
 
     def score(part, x):
         return lax.all_gather(run(part, x), TENSOR, axis=x.ndim - 1, tiled=True)
 
-    return _run(grid, score, stacked, x)
+    return _run(expert_mesh, score, stacked, x)
 
 
-def _run(grid, run, stacked, *args, specs=None):
+def _run(expert_mesh, run, stacked, *args, specs=None):
     """Return ``run(part, *args)`` of each shard; arguments and result whole, or as `specs` say."""
-    given, returned = specs or ((grid.spec(),) * len(args), grid.spec())
+    given, returned = specs or ((expert_mesh.spec(),) * len(args), expert_mesh.spec())
 
     def body(stacked, *args):
         return run(_own(stacked), *args)
 
-    return grid.shard_map(body, (grid.spec(TENSOR), *given), returned)(stacked, *args)
+    return expert_mesh.shard_map(body, (expert_mesh.spec(TENSOR), *given), returned)(stacked, *args)
 
 
 def _own(stacked):

@@ -72,7 +72,7 @@ class ExpertLoad(nnx.Variable):
     """A `Count`: what is kept while a block counts."""
 
 
-def locate(
+def to_physical_ids(
     expert_ids: Int[Array, "t k"], slots: ExpertSlots | None, load: ExpertLoad | None
 ) -> Int[Array, "t k"]:
     """Return the physical experts of logical ones; add them to `load` where it is given.

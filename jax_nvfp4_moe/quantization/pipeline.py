@@ -24,7 +24,7 @@ from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, locate
-from jax_nvfp4_moe.checkpoint.forms import Form
+from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
@@ -40,7 +40,10 @@ from jax_nvfp4_moe.scheme import Scheme
 
 log = logging.getLogger("jax_nvfp4_moe")
 
-FORMS: Mapping[str, Form] = {"modelopt": MODELOPT, "compressed-tensors": COMPRESSED_TENSORS}
+FORMS: Mapping[str, CheckpointFormat] = {
+    "modelopt": MODELOPT,
+    "compressed-tensors": COMPRESSED_TENSORS,
+}
 SCHEMES = (Scheme.W4A16, Scheme.W4A4)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
@@ -154,7 +157,7 @@ class _Writer:
         tensors: Tensors,
         plan: Plan,
         seen: Calibration | None,
-        form: Form,
+        form: CheckpointFormat,
         scheme: Scheme,
         algorithm: str,
     ):

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming, Requests
-from jax_nvfp4_moe.checkpoint.forms import fused_name, parents
+from jax_nvfp4_moe.checkpoint.formats import fused_name, parents
 from jax_nvfp4_moe.checkpoint.resolve import Checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
@@ -271,7 +271,7 @@ def _dense_modules(checkpoint, consumed) -> list[str]:
         if name not in consumed and len(info.shape) > 1 and not info.name.endswith("bias"):
             found.append(info.name.removesuffix(".weight"))
     # A head that shares the embedding has no tensor, and is a linear for runtimes all the same.
-    head = checkpoint.spelling.head.removesuffix(".")
+    head = checkpoint.key_mapping.head.removesuffix(".")
     return sorted({head, *found})
 
 

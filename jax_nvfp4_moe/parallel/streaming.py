@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
-from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid
+from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
 from jax_nvfp4_moe.scheme import Target
 
 Experts = TypeVar("Experts", MoEParams, DenseExperts)
@@ -46,7 +46,7 @@ def join_pieces(
     count: int,
     step: int,
     layout: str | None,
-    grid: Grid | None = None,
+    expert_mesh: ExpertMesh | None = None,
 ) -> Experts:
     """Return the experts of all pieces, in `layout`.
 
@@ -57,7 +57,7 @@ def join_pieces(
       count: experts of one shard, a multiple of `step`.
       step: experts of a piece.
       layout: name of that of the result; None leaves the arrays as they are.
-      grid: of the shards; None for one device.
+      expert_mesh: of the shards; None for one device.
     """
     joined = None
     with concurrent.futures.ThreadPoolExecutor(1) as reader:
@@ -66,28 +66,30 @@ def join_pieces(
             piece = coming.result()
             if first + step < count:
                 coming = reader.submit(read, first + step)
-            piece = piece if grid else jax.device_put(piece)
+            piece = piece if expert_mesh else jax.device_put(piece)
             if joined is None:
-                joined = _allocate(piece, count, layout, grid)
+                joined = _allocate(piece, count, layout, expert_mesh)
             # No more than the piece that is read waits beside this one.
-            joined = jax.block_until_ready(_write(joined, piece, np.int32(first), layout, grid))
+            joined = jax.block_until_ready(
+                _write(joined, piece, np.int32(first), layout, expert_mesh)
+            )
     assert joined is not None
     return joined
 
 
-@functools.partial(jax.jit, static_argnames=("count", "layout", "grid"))
-def _allocate(piece, count, layout, grid):
+@functools.partial(jax.jit, static_argnames=("count", "layout", "expert_mesh"))
+def _allocate(piece, count, layout, expert_mesh):
     """Return zeros for `count` experts a shard, like those of `piece` in `layout`."""
 
     def make(piece):
         made = jax.eval_shape(lambda: _convert(piece, layout))
         return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape[1:]), leaf.dtype), made)
 
-    return on_shards(make, grid)(piece)
+    return on_shards(make, expert_mesh)(piece)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "grid"), donate_argnames="joined")
-def _write(joined, piece, first, layout, grid):
+@functools.partial(jax.jit, static_argnames=("layout", "expert_mesh"), donate_argnames="joined")
+def _write(joined, piece, first, layout, expert_mesh):
     """Return `joined`, its experts from `first` on being those of `piece` in `layout`."""
 
     def write(joined, piece):
@@ -100,24 +102,24 @@ def _write(joined, piece, first, layout, grid):
         updated = lax.dynamic_update_slice_in_dim(words, new, first, axis=0)
         return lax.bitcast_convert_type(updated, whole.dtype)
 
-    return on_shards(write, grid)(joined, piece)
+    return on_shards(write, expert_mesh)(joined, piece)
 
 
 def _convert(experts, layout):
     return experts if layout is None else experts.to_layout(layout)
 
 
-def on_shards(run: Callable, grid: Grid | None) -> Callable:
+def on_shards(run: Callable, expert_mesh: ExpertMesh | None) -> Callable:
     """Return `run` as it runs on the experts ``[e, ...]`` of each shard; as it is without a grid.
 
     Over a grid arrays are ``[tensor, e, ...]``, cut along these two.
     """
-    if grid is None:
+    if expert_mesh is None:
         return run
 
     def body(*args):
         own = jax.tree.map(lambda leaf: leaf[0], args)
         return jax.tree.map(lambda leaf: leaf[None], run(*own))
 
-    spec = grid.spec(TENSOR, EXPERT)
-    return lambda *args: grid.shard_map(body, (spec,) * len(args), spec)(*args)
+    spec = expert_mesh.spec(TENSOR, EXPERT)
+    return lambda *args: expert_mesh.shard_map(body, (spec,) * len(args), spec)(*args)

@@ -37,21 +37,21 @@ from jax_nvfp4_moe.numerics.nvfp4 import (
     divide,
     quantize,
 )
+from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.experts import ShardedExperts, own_part, run_sharded
-from jax_nvfp4_moe.parallel.grid import EXPERT, TENSOR, Grid
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme
 
 
-class Trip(NamedTuple):
+class DispatchPlan(NamedTuple):
     """One collective there and one back, of buffers of `size` rows.
 
     Attributes:
       shard: int32 ``[size]``, where each row of the buffer goes.
       taken: bool ``[size]``, which of them are rows; all where None.
       travels: bool ``[r, shards]``, which shards each row visits this time.
-      spread: ``[r, n]`` -> ``[size, n]``, rows in their places.
-      pick: ``[size, h]`` and a shard -> ``[r, h]``, what came back from there; any row for one that
-        was not there.
+      pack: ``[r, n]`` -> ``[size, n]``, rows in their places.
+      unpack: ``[size, h]`` and a shard -> ``[r, h]``, what came back from there; any row for one
+        that was not there.
       send: words ``[size, n]`` -> words ``[received, n]``; ids of empty rows are -1.
       back: ``[received, h]`` -> ``[size, h]``.
     """
@@ -59,27 +59,27 @@ class Trip(NamedTuple):
     shard: Int[Array, " size"]
     taken: Bool[Array, " size"] | None
     travels: Bool[Array, "r s"]
-    spread: Callable
-    pick: Callable
+    pack: Callable
+    unpack: Callable
     send: Callable
     back: Callable
 
 
-def run_exchanged(
+def run_dispatched(
     run: Callable,
     x: Float[Array, "t h"],
     experts: ShardedExperts,
     expert_ids: Int[Array, "t k"],
     expert_weights: Float[Array, "t k"],
     *,
-    exchange: str = "psum",
+    dispatch: str = "psum",
     capacity: int | None = None,
     scheme: Scheme | None = None,
     weight_on_input: bool = False,
 ) -> Float[Array, "t h"]:
     """Run an expert layer over a mesh.
 
-    The gradient is that of "psum", whatever `exchange` is: a backward pass gathers the tokens. As
+    The gradient is that of "psum", whatever `dispatch` is: a backward pass gathers the tokens. As
     the kernels it has no forward mode: of `jax.jvp` and `jax.jacfwd` JAX raises a TypeError.
 
     Args:
@@ -87,19 +87,19 @@ def run_exchanged(
       x: tokens; with "psum" whole on every device, else shared out along `expert`.
       experts: the weights.
       expert_ids, expert_weights: as `x`.
-      exchange: "psum", "all_to_all" or "ragged".
+      dispatch: "psum", "all_to_all" or "ragged".
       capacity: rows of a shard for another one in one round of "all_to_all"; all where None.
-      scheme: w4a4 schemes may send quantized rows; see `choose_wire`.
+      scheme: w4a4 schemes may send quantized rows; see `choose_wire_format`.
       weight_on_input: whether `run` weights rows before it quantizes them; those go as they are.
 
     Returns:
       ``[t, h]``, as `x` over the devices.
     """
-    if exchange == "psum" or EXPERT not in experts.grid.axes or not x.shape[0]:
+    if dispatch == "psum" or EXPERT not in experts.expert_mesh.axes or not x.shape[0]:
         return run_sharded(run, x, experts, expert_ids, expert_weights)
     ids = jnp.where((expert_ids >= 0) & (expert_ids < experts.num_experts), expert_ids, -1)
-    (t, hidden), shards = x.shape, experts.grid.expert
-    wire = choose_wire(
+    (t, hidden), shards = x.shape, experts.expert_mesh.expert
+    wire = choose_wire_format(
         None if weight_on_input else scheme,
         hidden=hidden,
         top_k=ids.shape[1],
@@ -107,40 +107,40 @@ def run_exchanged(
         shards=shards,
         rounds=(capacity or t) < -(-t // shards),
     )
-    near = experts.grid.in_one_process(EXPERT)
-    trip = functools.partial(_TRIPS[exchange], capacity=capacity, near=near)
-    forward = functools.partial(_send_rows, run, wire, trip)
+    near = experts.expert_mesh.in_one_process(EXPERT)
+    plan = functools.partial(_PLANS[dispatch], capacity=capacity, near=near)
+    forward = functools.partial(_send_rows, run, wire, plan)
     given = x, experts, ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
     return _with_psum_gradient(forward, run)(*given)
 
 
-def _send_rows(run, wire, trip, x, experts, ids, weights):
+def _send_rows(run, wire, plan, x, experts, ids, weights):
     """Return ``[t, h]``: `run` on rows that go to their experts and back."""
-    grid = experts.grid
+    expert_mesh = experts.expert_mesh
 
     def body(rows, stacked, scales):
         x, ids, weights = rows
-        own = own_part(stacked, grid)
+        own = own_part(stacked, expert_mesh)
 
         def run_own(x, ids, weights):
             y = run(x, own, ids, weights)
-            if grid.tensor == 1:
+            if expert_mesh.tensor == 1:
                 return y
             return lax.psum(y.astype(jnp.float32), TENSOR).astype(y.dtype)
 
-        (r, k), shards = ids.shape, grid.expert
+        (r, k), shards = ids.shape, expert_mesh.expert
         if wire.by_slot:
             x, ids = jnp.repeat(x, k, axis=0), ids.reshape(-1, 1)
             weights = weights.reshape(-1, 1)
         rows = Rows(x, ids, weights, experts.local_experts, wire, scales)
-        y = trip(rows, run_own, shards)
+        y = plan(rows, run_own, shards)
         # One by one: a reduction may add in an order that hangs on what it is fused with.
         slots = jnp.unstack(y.reshape(r, -1, x.shape[1]), axis=1)
         return functools.reduce(jnp.add, slots).astype(x.dtype)
 
-    specs = grid.spec(TENSOR, EXPERT), grid.spec()
+    specs = expert_mesh.spec(TENSOR, EXPERT), expert_mesh.spec()
     rows = x, ids, weights
-    return share_rows(body, grid, rows, experts.stacked, experts.row_scale, specs=specs)
+    return share_rows(body, expert_mesh, rows, experts.stacked, experts.row_scale, specs=specs)
 
 
 def _with_psum_gradient(forward, run):
@@ -148,24 +148,26 @@ def _with_psum_gradient(forward, run):
 
     Rows travel as words, whose derivative JAX takes to be zero.
     """
-    exchanged = jax.custom_vjp(forward)
+    dispatched = jax.custom_vjp(forward)
 
     def ahead(*operands):
-        return exchanged(*operands), operands
+        return dispatched(*operands), operands
 
     def back(operands, y_bar):
         return jax.vjp(functools.partial(run_sharded, run), *operands)[1](y_bar)
 
-    exchanged.defvjp(ahead, back)
-    return exchanged
+    dispatched.defvjp(ahead, back)
+    return dispatched
 
 
-def share_rows(run: Callable, grid: Grid, rows: Any, *args: Any, specs: Any = None) -> Any:
+def share_rows(
+    run: Callable, expert_mesh: ExpertMesh, rows: Any, *args: Any, specs: Any = None
+) -> Any:
     """Return ``run(rows, *args)`` with rows shared out along `expert`, and what it returns too.
 
     Args:
       run: what each shard runs; the rows that it returns are those that it was given.
-      grid: of the shards.
+      expert_mesh: of the shards.
       rows: arrays ``[t, ...]``; where shards do not divide t, some get rows of zeros. Over
         Explicit axes the result is cut as the first of them.
       args: whole on every device, or as `specs` say.
@@ -173,26 +175,26 @@ def share_rows(run: Callable, grid: Grid, rows: Any, *args: Any, specs: Any = No
     """
     leaves = jax.tree.leaves(rows)
     t = leaves[0].shape[0]
-    missing = -t % grid.expert
+    missing = -t % expert_mesh.expert
 
     def pad(leaf):
         # Zeros are rows as others, which cost a visit to an expert and come to nothing below.
         leaf = jnp.pad(leaf, [(0, missing), *[(0, 0)] * (leaf.ndim - 1)]) if missing else leaf
-        return grid.reshard(leaf, EXPERT)
+        return expert_mesh.reshard(leaf, EXPERT)
 
     def crop(leaf):
         # Parts that are not equal are no sharding: such a result is whole on every device.
-        leaf = grid.reshard(leaf)[:t] if missing else leaf
-        return grid.reshard(leaf, jax.typeof(leaves[0]).sharding.spec[0])
+        leaf = expert_mesh.reshard(leaf)[:t] if missing else leaf
+        return expert_mesh.reshard(leaf, jax.typeof(leaves[0]).sharding.spec[0])
 
-    split = grid.spec(EXPERT)
-    given = split, *(specs or (grid.spec(),) * len(args))
-    y = grid.shard_map(run, given, split)(jax.tree.map(pad, rows), *args)
+    split = expert_mesh.spec(EXPERT)
+    given = split, *(specs or (expert_mesh.spec(),) * len(args))
+    y = expert_mesh.shard_map(run, given, split)(jax.tree.map(pad, rows), *args)
     return jax.tree.map(crop, y)
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class WireFormat:
     """How rows travel.
 
     Attributes:
@@ -219,9 +221,9 @@ class Wire:
         return _up(row + 8 * (1 if self.by_slot else top_k) + own_scale, _ROW)
 
 
-def choose_wire(
+def choose_wire_format(
     scheme: Scheme | None, *, hidden: int, top_k: int, dtype: Any, shards: int, rounds: bool
-) -> Wire:
+) -> WireFormat:
     """Return how rows travel: so that the fewest bytes go there and back, if routing is uniform.
 
     Buffers have room for all tokens of another shard, `top_k` times as many where a row is one of
@@ -229,17 +231,17 @@ def choose_wire(
     ``1 - (1 - 1 / shards)^top_k`` of the tokens, or ``top_k / shards`` rows for each of them.
 
     Args:
-      scheme: as for `run_exchanged`; None where rows cannot be quantized before they are weighted.
+      scheme: as for `run_dispatched`; None where rows cannot be quantized before they are weighted.
       hidden, top_k, dtype: of the tokens, and how many experts each of them chooses.
       shards: of the exchange.
       rounds: whether rows go in rounds, in less room than all could need.
     """
     if scheme not in W4A4_SCHEMES:
-        return Wire()
+        return WireFormat()
     if scheme is not Scheme.W4A4:
-        return Wire(scheme=scheme)  # no more rows than of those as they are
+        return WireFormat(scheme=scheme)  # no more rows than of those as they are
     visits, slots = (1 - (1 - 1 / shards) ** top_k, top_k / shards) if rounds else (1, top_k)
-    rows = {Wire(): visits, Wire(True, scheme): slots}
+    rows = {WireFormat(): visits, WireFormat(True, scheme): slots}
     back = hidden * jnp.dtype(dtype).itemsize
     return min(rows, key=lambda wire: rows[wire] * (wire.row_bytes(hidden, top_k, dtype) + back))
 
@@ -259,7 +261,7 @@ class Rows:
     ids: Any
     weights: Any
     local_experts: int
-    wire: Wire
+    wire: WireFormat
     scales: Any
 
     def visits(self, shards: int) -> Bool[Array, "r s"]:
@@ -267,25 +269,25 @@ class Rows:
         owner = jnp.where(self.ids >= 0, self.ids // self.local_experts, -1)
         return (owner[:, :, None] == jnp.arange(shards)[None, None, :]).any(axis=1)
 
-    def travel(self, trip: Trip, run_own: Callable, shards: int):
+    def dispatch(self, plan: DispatchPlan, run_own: Callable, shards: int):
         """Return float32 ``[r, h]``: what all visits of each row add up to."""
         r, h = self.x.shape
-        ids = trip.spread(self.ids) - trip.shard[:, None] * self.local_experts
+        ids = plan.pack(self.ids) - plan.shard[:, None] * self.local_experts
         own = (ids >= 0) & (ids < self.local_experts)
-        own = own if trip.taken is None else own & trip.taken[:, None]
+        own = own if plan.taken is None else own & plan.taken[:, None]
         words, forms = _as_words([self.weights, *self._encoded()])
         missing = -(self.ids.shape[1] + words.shape[1]) % (_ROW // _WORD)
         words = jnp.pad(words, [(0, 0), (0, missing)]) if missing else words
         ids = lax.bitcast_convert_type(jnp.where(own, ids, -1), jnp.uint32)
-        received = trip.send(jnp.concatenate([ids, trip.spread(words)], axis=1))
+        received = plan.send(jnp.concatenate([ids, plan.pack(words)], axis=1))
         ids, words = jnp.split(received, [ids.shape[1]], axis=1)
         ids = lax.bitcast_convert_type(ids, jnp.int32)
         weights, *parts = _from_words(words, forms)
-        y = trip.back(run_own(self._decoded(parts, ids), ids, weights))
+        y = plan.back(run_own(self._decoded(parts, ids), ids, weights))
         total = jnp.zeros((r, h), jnp.float32)
         for d in range(shards):  # in the order of the shards, so that runs are equal to the bit
-            back = trip.pick(y, d).astype(jnp.float32)
-            total += jnp.where(trip.travels[:, d : d + 1], back, 0.0)
+            back = plan.unpack(y, d).astype(jnp.float32)
+            total += jnp.where(plan.travels[:, d : d + 1], back, 0.0)
         return total
 
     def _encoded(self):
@@ -331,24 +333,24 @@ def _run_fixed(rows: Rows, run_own, shards, capacity, near):
     capacity = r if capacity is None else min(capacity, r)
     size = shards * capacity
 
-    def exchange(array):
+    def dispatch(array):
         cut = array.reshape(shards, capacity, -1)
         return lax.all_to_all(cut, EXPERT, 0, 0).reshape(size, -1)
 
     if capacity == r:  # each row has its own slot for each shard, and nothing has to be counted
         shard = jnp.repeat(jnp.arange(shards, dtype=jnp.int32), r)
-        spread = functools.partial(_repeat_rows, shards=shards)
-        pick = functools.partial(_pick_part, shards=shards)
-        trip = Trip(shard, None, visits, spread, pick, exchange, exchange)
-        return rows.travel(trip, run_own, shards)
+        pack = functools.partial(_repeat_rows, shards=shards)
+        unpack = functools.partial(_pick_part, shards=shards)
+        plan = DispatchPlan(shard, None, visits, pack, unpack, dispatch, dispatch)
+        return rows.dispatch(plan, run_own, shards)
     ranks = _rank(visits)
 
     def run_round(number, total):
         rank = ranks - number * capacity
         travels = visits & (rank >= 0) & (rank < capacity)
         slots = jnp.arange(shards, dtype=jnp.int32)[None, :] * capacity + rank
-        trip = _pack(slots, travels, size, exchange, exchange)
-        return total + rows.travel(trip, run_own, shards)
+        plan = _pack(slots, travels, size, dispatch, dispatch)
+        return total + rows.dispatch(plan, run_own, shards)
 
     most = lax.pmax(visits.sum(axis=0).max(), EXPERT)  # all shards make as many rounds
     rounds = (most + capacity - 1) // capacity
@@ -368,7 +370,7 @@ def _rank(visits):
     return jnp.cumsum(visits.astype(jnp.int32), axis=0) - 1
 
 
-def _pack(slots, travels, size, send, back) -> Trip:
+def _pack(slots, travels, size, send, back) -> DispatchPlan:
     """Return the trip of rows that have the places `slots [r, s]` where they travel."""
     r, shards = slots.shape
     slots = jnp.where(travels, slots, size)
@@ -376,13 +378,13 @@ def _pack(slots, travels, size, send, back) -> Trip:
     visit = jnp.full(size, r * shards, jnp.int32).at[slots].set(number, mode="drop")
     here = jnp.minimum(visit // shards, r - 1)
 
-    def spread(part):
+    def pack(part):
         return part[here]
 
-    def pick(y, d):
+    def unpack(y, d):
         return y[jnp.minimum(slots[:, d], size - 1)]
 
-    return Trip(visit % shards, visit < r * shards, travels, spread, pick, send, back)
+    return DispatchPlan(visit % shards, visit < r * shards, travels, pack, unpack, send, back)
 
 
 def _run_ragged(rows: Rows, run_own, shards, capacity, near):
@@ -408,8 +410,8 @@ def _run_ragged(rows: Rows, run_own, shards, capacity, near):
         came = cut(starts[me], counts[me])[1]
         return lax.ragged_all_to_all(array, room, first, sent, there, came, axis_name=EXPERT)
 
-    trip = _pack(starts[me][None, :] + _rank(visits), visits, size, send, back)
-    return rows.travel(trip, run_own, shards)
+    plan = _pack(starts[me][None, :] + _rank(visits), visits, size, send, back)
+    return rows.dispatch(plan, run_own, shards)
 
 
 # XLA's kernel for GPUs that reach each other's memory takes so many of them.
@@ -441,8 +443,8 @@ def _cut_rows(starts, counts, updates):
     return (starts[:, None] + ends[:, :-1]).reshape(-1), jnp.diff(ends, axis=1).reshape(-1)
 
 
-_TRIPS = {"all_to_all": _run_fixed, "ragged": _run_ragged}
-EXCHANGES = ("psum", *_TRIPS)
+_PLANS = {"all_to_all": _run_fixed, "ragged": _run_ragged}
+DISPATCHES = ("psum", *_PLANS)
 _WORD, _ROW = 4, 8  # bytes; XLA's kernel copies rows of whole eights by eight
 
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
 from jax_nvfp4_moe.checkpoint.plan import Planner
-from jax_nvfp4_moe.checkpoint.spelling import Spelling
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Tensors that real checkpoints carry and inference of the language model does not need.
@@ -27,14 +27,14 @@ _KNOWN_EXTRAS = tuple(
 )
 
 
-def find_surplus(
-    planner: Planner, spelling: Spelling, only: str | None, num_layers: int | None
+def find_unexpected_keys(
+    planner: Planner, key_mapping: KeyMapping, only: str | None, num_layers: int | None
 ) -> Iterator[str]:
     """Say which tensors nobody asked for, though they lie in a module that is loaded.
 
     Args:
       planner: has taken those that were; takes notes of what is knowingly left out.
-      spelling: of the file.
+      key_mapping: of the file.
       only: the module to look into, None for all.
       num_layers: of the config; tensors of later layers are left out.
     """
@@ -45,7 +45,7 @@ def find_surplus(
             continue
         info = planner.tensors.info(name)
         extra = _known_extra(name, num_layers)
-        beside = name.split(".")[0] not in loaded or not spelling.owns(info.name)
+        beside = name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
         if extra is None and beside:
             extra = "modules beside the language model"
         if extra is not None:

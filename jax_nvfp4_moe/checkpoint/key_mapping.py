@@ -36,7 +36,7 @@ _TELLING = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Spelling:
+class KeyMapping:
     """How one file spells the names of the language model.
 
     Attributes:
@@ -64,7 +64,7 @@ class Spelling:
         return CANONICAL + rest
 
 
-def find_spelling(names: Iterable[str], problems: list[str]) -> Spelling:
+def find_spelling(names: Iterable[str], problems: list[str]) -> KeyMapping:
     """Find how a file spells its language model.
 
     Args:
@@ -88,23 +88,23 @@ def find_spelling(names: Iterable[str], problems: list[str]) -> Spelling:
                 f"ambiguous: {' and '.join(map(quoted, found.values()))} may both belong to the "
                 "language model; expected one of these spellings"
             )
-    return Spelling(next(iter(prefixes), CANONICAL), next(iter(heads), _HEAD))
+    return KeyMapping(next(iter(prefixes), CANONICAL), next(iter(heads), _HEAD))
 
 
 def canonical_names(
-    names: Iterable[str], spelling: Spelling, problems: list[str]
+    names: Iterable[str], key_mapping: KeyMapping, problems: list[str]
 ) -> dict[str, str]:
     """Return for each tensor of a file the name by which models ask for it.
 
     Args:
       names: of all tensors.
-      spelling: of the file.
+      key_mapping: of the file.
       problems: takes a sentence where two tensors come to have one name.
     """
     renamed: dict[str, str] = {}
     owner: dict[str, str] = {}
     for name in names:
-        new = spelling.canonical(name)
+        new = key_mapping.canonical(name)
         if new in owner:
             problems.append(
                 f"ambiguous: {quoted(owner[new])} and {quoted(name)} mean {quoted(new)}"

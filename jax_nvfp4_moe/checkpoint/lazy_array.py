@@ -9,7 +9,7 @@ import numpy as np
 Region = tuple[slice, ...]  # one slice of step 1 for each axis, within it
 
 
-class Deferred:
+class LazyArray:
     """Stands for an array until a part of it is read: ``deferred[index]`` is a numpy array.
 
     Attributes:
@@ -41,9 +41,9 @@ class Deferred:
         picked = tuple(slice(None) if isinstance(one, slice) else 0 for one in index)
         return self._read(region)[picked]
 
-    def map(self, function: Callable[[np.ndarray], Any]) -> "Deferred":
+    def map(self, function: Callable[[np.ndarray], Any]) -> "LazyArray":
         """Return the array whose parts are ``function(part)``, of the same shape and dtype."""
-        return Deferred(self.shape, self.dtype, lambda region: function(self._read(region)))
+        return LazyArray(self.shape, self.dtype, lambda region: function(self._read(region)))
 
 
 def whole(shape: tuple[int, ...]) -> Region:

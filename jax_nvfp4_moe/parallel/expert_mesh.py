@@ -9,13 +9,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe.scheme import DYNAMIC, Declared, Target
+from jax_nvfp4_moe.scheme import DYNAMIC, CheckpointScheme, Target
 
 EXPERT, TENSOR = "expert", "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class ExpertMesh:
     """Devices in rows and columns; static.
 
     Attributes:
@@ -71,13 +71,13 @@ class Grid:
             return array
         return jax.sharding.reshard(array, self.sharding(*axes))
 
-    def automatic(self) -> "Grid":
+    def automatic(self) -> "ExpertMesh":
         """Return the same devices with Auto axes, which are no part of the types of arrays."""
         kinds = (AxisType.Auto,) * self.mesh.devices.ndim
-        return Grid(Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds))
+        return ExpertMesh(Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds))
 
 
-def find_grid(mesh: Any) -> Grid:
+def find_expert_mesh(mesh: Any) -> ExpertMesh:
     """Return the grid of `mesh`.
 
     Raises:
@@ -89,13 +89,13 @@ def find_grid(mesh: Any) -> Grid:
             f"got {type(mesh).__name__}"
         )
     others = {name: n for name, n in mesh.shape.items() if name not in (EXPERT, TENSOR) and n > 1}
-    grid = Grid(mesh)
-    if others or not grid.axes:
+    expert_mesh = ExpertMesh(mesh)
+    if others or not expert_mesh.axes:
         raise ValueError(
             f"mesh: expected axes '{EXPERT}' and '{TENSOR}', either of which may be missing, and "
             f"no other larger than 1; got {dict(mesh.shape)}"
         )
-    return grid
+    return expert_mesh
 
 
 def check_context(array: Any) -> None:
@@ -136,22 +136,23 @@ def check_parts(axis: str, parts: int, what: str, n: int, multiple: int = 1) -> 
         )
 
 
-def check_row_scales(grid: Grid, scheme: Declared) -> None:
+def check_row_scales(expert_mesh: ExpertMesh, scheme: CheckpointScheme) -> None:
     """Check that no row of activations is cut whose scale is that of the whole row.
 
     Raises:
       ValueError: one is; a shard would find another scale, and other numbers.
     """
-    if grid.tensor > 1 and scheme in DYNAMIC:
+    if expert_mesh.tensor > 1 and scheme in DYNAMIC:
         raise ValueError(
             f"mesh: expected axis '{TENSOR}' of 1 with {scheme}, whose scales are found from whole "
-            f"rows of activations; got {grid.tensor}. Use axis '{EXPERT}', or calibrated scales"
+            f"rows of activations; got {expert_mesh.tensor}. Use axis '{EXPERT}', or "
+            "calibrated scales"
         )
 
 
-def replicate(tree: Any, grid: Grid) -> Any:
+def replicate(tree: Any, expert_mesh: ExpertMesh) -> Any:
     """Return `tree` with every array whole on every device; traced arrays as they are."""
-    whole = grid.sharding()
+    whole = expert_mesh.sharding()
 
     def put(leaf):
         return leaf if isinstance(leaf, Tracer) else put_parts(leaf, whole)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.spelling import PREFIXES
+from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
-from jax_nvfp4_moe.scheme import Declared
+from jax_nvfp4_moe.scheme import CheckpointScheme
 
 # Runtimes run these projections as one, and exclusion lists may name that one.
 _FUSED = {
@@ -70,7 +70,7 @@ class Decision(NamedTuple):
       source: the file, its key and the name or pattern that decided.
     """
 
-    scheme: Declared
+    scheme: CheckpointScheme
     source: str
 
 
@@ -81,12 +81,12 @@ class KVCache:
     Attributes:
       algorithm: "FP8", or another that is not supported.
       source: where it was read.
-      by_factor: how the tool rounds; see `numerics.fp8.round_fp8`.
+      multiply_by_reciprocal: how the tool rounds; see `numerics.fp8.round_fp8`.
     """
 
     algorithm: str
     source: str
-    by_factor: bool
+    multiply_by_reciprocal: bool
 
 
 class Rules(Protocol):
@@ -112,7 +112,7 @@ class Rules(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class CheckpointFormat:
     """A checkpoint form: how to recognize, parse and read it.
 
     Attributes:
