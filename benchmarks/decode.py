@@ -38,10 +38,11 @@ from rich.table import Table
 from timing import measure_ceilings
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.checkpoint.resolve import ExpertWeights, LinearWeights
+from jax_nvfp4_moe.checkpoint import LinearWeights, Source
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes
 from jax_nvfp4_moe.models import qwen3_moe
-from jax_nvfp4_moe.models.decoder import Settings
+from jax_nvfp4_moe.nn.building import Builder, fill
+from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.scheme import Scheme
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -56,7 +57,7 @@ KINDS = (  # of the other kernels, by name; the first that matches
 
 
 class RandomWeights:
-    """Answers a model as a checkpoint's `Weights` does, with random values made on the device."""
+    """Answers as a `WeightTable` of a model of random values, which are made on the device."""
 
     def __init__(self, case: Case, dtype=jnp.bfloat16):
         self._case = case
@@ -68,23 +69,35 @@ class RandomWeights:
         return True
 
     def array(self, name, shape, *, dtype=None):
-        dtype = dtype or self._dtype
-        if len(shape) == 1:  # a norm
-            return jnp.ones(shape, dtype)
-        self._key, key = jax.random.split(self._key)
-        return _normal(key, tuple(shape), jnp.dtype(dtype))
+        shape, dtype = tuple(shape), jnp.dtype(dtype or self._dtype)
+
+        def make():
+            if len(shape) == 1:  # a norm
+                return jnp.ones(shape, dtype)
+            self._key, key = jax.random.split(self._key)
+            return _normal(key, shape, dtype)
+
+        return _source(name, make)
 
     def linear(self, prefix, n, k, *, bias=False):
         del bias  # this model has none
-        return LinearWeights(self.array(prefix, (n, k)))
+        weight = self.array(prefix, (n, k))
+        return _source(prefix, lambda: LinearWeights(weight.read(None)))
 
     def experts(self, prefix, num_experts, hidden, intermediate):
         del num_experts, hidden, intermediate  # those of the case
         layer = int(re.findall(r"\d+", prefix)[0])
-        return ExpertWeights(random_params(self._case, seed=layer), Scheme.W4A16)
+        return _source(prefix, lambda: random_params(self._case, seed=layer), Scheme.W4A16)
 
     def ignore(self, prefix, reason):
         """Nothing is left over that could be missed."""
+
+    def raise_problems(self):
+        """As `Reader.raise_problems`: values made here have no faults."""
+
+
+def _source(name, make, scheme=None):
+    return Source(name, jax.eval_shape(make), lambda reader: make(), scheme)
 
 
 def _normal(key, shape, dtype):
@@ -96,7 +109,10 @@ def build_model(sizes: SyntheticSizes, backend: str | None):
     """Make the model, layer by layer."""
     config = qwen3_moe.read_config(sizes.config())
     settings = Settings(nvfp4.Target.current(), backend=backend)
-    model = qwen3_moe.build_model(config, RandomWeights(expert_case(sizes)), settings)
+    weights = RandomWeights(expert_case(sizes))
+    make = Builder(weights, qwen3_moe.KEYS, settings)
+    model = nnx.eval_shape(lambda: qwen3_moe.build_model(config, make))
+    fill(model, "", make.parts, weights, settings)
     jax.block_until_ready(nnx.state(model))
     return model
 

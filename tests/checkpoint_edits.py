@@ -3,7 +3,9 @@
 import json
 import pathlib
 import shutil
+from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,12 +13,15 @@ import jax_nvfp4_moe
 from jax_nvfp4_moe.checkpoint import (
     CheckpointError,
     LoadOptions,
-    check,
-    load,
+    Source,
+    WeightTable,
     open_checkpoint,
+    read_source,
 )
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
+from jax_nvfp4_moe.scheme import CheckpointScheme
 
 GIVEN = pathlib.Path(__file__).parent / "checkpoints"
 QWEN = ("qwen3moe-modelopt-w4a4", "qwen3moe-modelopt-w4a16", "qwen3moe-ct-w4a4")
@@ -27,6 +32,36 @@ EXPERTS = "model.layers.1.mlp.experts"
 MOE = LoadOptions(only="model.layers.1.mlp")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([E2M1, -E2M1])
+
+
+class ExpertWeights(NamedTuple):
+    """The experts of one layer, and the scheme that the file declares for them."""
+
+    params: MoEParams | DenseExperts
+    checkpoint_scheme: CheckpointScheme
+
+
+def check(checkpoint, build, options=None):
+    """Check what `build` asks a table for; return the bytes that reading it would read."""
+    table = WeightTable(checkpoint, options)
+    build(table)
+    return table.check()
+
+
+def load(checkpoint, build, options=None, progress=None):
+    """Return what `build` asks a table for, read and on the device."""
+    table = WeightTable(checkpoint, options)
+    asked = build(table)
+    table.check()
+    with table.open_reader(progress) as reader:
+
+        def read(source):
+            value = jax.device_put(read_source(source, reader))
+            if isinstance(value, (MoEParams, DenseExperts)):
+                return ExpertWeights(value, source.checkpoint_scheme)
+            return value
+
+        return jax.tree.map(read, asked, is_leaf=lambda leaf: isinstance(leaf, Source))
 
 
 def read_all(folder):
@@ -81,9 +116,10 @@ def build_moe(w, prefix="model.layers.1.mlp"):
     return w.linear(f"{prefix}.gate", 16, 256), w.experts(f"{prefix}.experts", 16, 256, 128)
 
 
-def load_moe(folder, **options):
+def load_moe(folder, progress=None, **options):
+    options = LoadOptions(only="model.layers.1.mlp", **options)
     with open_checkpoint(folder) as checkpoint:
-        return load(checkpoint, build_moe, LoadOptions(only="model.layers.1.mlp", **options))[1]
+        return load(checkpoint, build_moe, options, progress)[1]
 
 
 def problems_of(folder, build=build_model, options=None, run=check):

@@ -23,7 +23,8 @@ from host_devices import IDS, SHAPES, call, collectives, difference, make_mesh, 
 from resized import write_resized
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.parallel.parts import HeadParts, Split
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 # The given checkpoint of each, and the sizes that experts must have to be cut. The delta nets of
 # qwen3_5 keep their two key heads, which do not make four parts.
@@ -85,9 +86,9 @@ def mixers_held(load, one):
     whole = dict(nnx.iter_modules(load(backend="reference")))
     cut = load(backend="reference", mesh=make_mesh((2, 4)))
     return {
-        ".".join(map(str, path)): held(module.stacked, whole[path])
+        ".".join(map(str, path)): held(module, whole[path])
         for path, module in nnx.iter_modules(cut)
-        if isinstance(module, HeadParts)
+        if isinstance(module, HeadParallel) and module.expert_mesh is not None
     }
 
 
@@ -119,7 +120,7 @@ def run(name):
                 found, cache = decode(model, ids)
                 figures["decoding"] = difference(found, steps)
                 figures["cache"] = held(cache.layers, whole.layers)
-        with unittest.mock.patch.object(Split, "ranges", one_range):
+        with unittest.mock.patch.object(ShardSpec, "ranges", one_range):
             wrong = call(load(mesh=make_mesh((1, 2))), ids)
         figures["unordered"] = difference(wrong, logits)
         figures["mixers"] = mixers_held(load, one)

@@ -6,7 +6,6 @@ The model has the sizes of Qwen3-30B-A3B, fewer layers and no values. `test_gene
 in a process of its own, as `deviceless_compile.py` is run.
 """
 
-import importlib
 import json
 import pathlib
 import re
@@ -20,40 +19,52 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import MoEParams, NVFP4Tensor, Scheme, Target
-from jax_nvfp4_moe.checkpoint.resolve import ExpertWeights, LinearWeights
+from jax_nvfp4_moe.checkpoint import LinearWeights, Source
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes
+from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.models import qwen3_moe
-from jax_nvfp4_moe.models.decoder import Settings
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.settings import Settings
 
-generate = importlib.import_module("jax_nvfp4_moe.generate")  # the package's name is the function
 LAYERS = (2, 4)  # their difference is that of layers alone
 LENGTH, ROOM = 192, 64
 # What XLA runs without a kernel.
 FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant"}
 
 
-class Zeros:
-    """Answers a model as a checkpoint's `Weights` does, with zeros."""
+class Shapes:
+    """Answers as a `WeightTable` of any checkpoint, with shapes alone."""
 
     def has_under(self, prefix):
         return True
 
-    def array(self, name, shape, *, dtype=jnp.bfloat16):
-        return jnp.zeros(shape, dtype)
+    def array(self, name, shape, *, dtype=None):
+        return source(name, array(shape, dtype or jnp.bfloat16))
 
     def linear(self, prefix, n, k, *, bias=False):
-        return LinearWeights(self.array(prefix, (n, k)))
+        return source(prefix, LinearWeights(array((n, k), jnp.bfloat16)))
 
     def experts(self, prefix, e, h, i):
         gate_up, down = (
             NVFP4Tensor(
-                self.array(prefix, (e, n, k // 2), dtype=jnp.uint8),
-                self.array(prefix, (e, n, k // 16), dtype=jnp.float8_e4m3fn),
-                self.array(prefix, scales, dtype=jnp.float32),
+                array((e, n, k // 2), jnp.uint8),
+                array((e, n, k // 16), jnp.float8_e4m3fn),
+                array(scales, jnp.float32),
             )
             for n, k, scales in ((2 * i, h, (e, 2)), (h, i, (e,)))
         )
-        return ExpertWeights(MoEParams(gate_up, down), Scheme.W4A16)
+        return source(prefix, MoEParams(gate_up, down), Scheme.W4A16)
+
+
+def array(shape, dtype):
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def source(name, value, scheme=None):
+    def read(reader):
+        raise AssertionError("nothing is read")
+
+    return Source(name, value, read, scheme)
 
 
 def make_model(layers):
@@ -70,14 +81,15 @@ def make_model(layers):
     )
     config = qwen3_moe.read_config(sizes.config())
     settings = Settings(Target("cuda", (9, 0)))
-    return nnx.eval_shape(lambda: qwen3_moe.build_model(config, Zeros(), settings))
+    make = Builder(Shapes(), qwen3_moe.KEYS, settings)
+    return nnx.eval_shape(lambda: qwen3_moe.build_model(config, make))
 
 
 def compile_loop(model, batch, sharding):
     """Return the HLO text of greedy decoding."""
-    sampling = jax.eval_shape(lambda: generate._sampling(0.0, None, 1.0, (), None))
+    sampling = jax.eval_shape(lambda: generation._sampling(0.0, None, 1.0, (), None))
     limit = jax.ShapeDtypeStruct((), jnp.int32)
-    state = generate.State(
+    state = generation.State(
         jax.eval_shape(lambda: model.init_cache(batch, LENGTH)),
         jax.ShapeDtypeStruct((batch, ROOM), jnp.int32),
         limit,
@@ -87,7 +99,7 @@ def compile_loop(model, batch, sharding):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         (model, sampling, state, limit),
     )
-    return generate._decode.lower(*placed).compile().as_text()
+    return generation._decode.lower(*placed).compile().as_text()
 
 
 def count_kernels(text):

@@ -31,18 +31,17 @@ from host_devices import (
     tokens,
 )
 from jax.sharding import AxisType
-from jax_nvfp4_moe.parallel.expert_mesh import replicate
 
 import jax_nvfp4_moe as nvfp4
 import jax_nvfp4_moe.parallel.dispatch
 import jax_nvfp4_moe.parallel.experts
-from jax_nvfp4_moe.checkpoint import LoadOptions, load, open_checkpoint
+from jax_nvfp4_moe.checkpoint import LoadOptions, WeightTable, open_checkpoint
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
 from jax_nvfp4_moe.models import gpt_oss
-from jax_nvfp4_moe.models.loading import _Zeros
-from jax_nvfp4_moe.models.settings import Settings
+from jax_nvfp4_moe.nn.building import Builder, fill
+from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.parallel import ExpertMesh
 
 SIZES = SyntheticSizes(
@@ -97,32 +96,22 @@ def synthetic():
 
 
 def load_attention(folder, architecture, expert_mesh, scheme=None, layer=0):
-    """Load the attention of one layer and nothing else, over a grid or not (None)."""
+    """Load the attention of one layer and nothing else, over a mesh or not (None)."""
     settings = Settings(nvfp4.Target("cpu"), scheme, dtype=jnp.float32, expert_mesh=expert_mesh)
-    place = (
-        None
-        if expert_mesh is None
-        else lambda name, value, checkpoint_scheme: replicate(value, expert_mesh)
-    )
     options = LoadOptions(
         dtype=jnp.float32,
-        place=place,
         only=f"model.layers.{layer}.self_attn",
-        deferred=expert_mesh is not None,
         input_scales="required" if scheme == "checkpoint" else "ignored",
     )
     with open_checkpoint(folder) as checkpoint:
         config = architecture.read_config(merge_text_config(checkpoint.config))
-
-        def make(weights):
-            return architecture.build_attention(config, layer, weights, settings)
-
-        def build(weights):
-            if weights.reads:
-                return make(weights)
-            return nnx.eval_shape(lambda: make(_Zeros(weights, None)))
-
-        return load(checkpoint, build, options)
+        table = WeightTable(checkpoint, options)
+        make = Builder(table, architecture.KEYS, settings)
+        attention = nnx.eval_shape(lambda: architecture.build_attention(config, layer, make))
+        table.check()
+        with table.open_reader() as reader:
+            fill(attention, f"layers.{layer}.attention", make.parts, reader, settings)
+    return attention
 
 
 def exchanged_models():

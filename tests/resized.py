@@ -2,42 +2,42 @@
 
 import zlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jax_nvfp4_moe import Target
-from jax_nvfp4_moe.checkpoint import open_checkpoint
+from jax_nvfp4_moe.checkpoint import LinearWeights, Source, open_checkpoint
 from jax_nvfp4_moe.checkpoint.export import write_checkpoint
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
-from jax_nvfp4_moe.checkpoint.resolve import ExpertWeights, LinearWeights
 from jax_nvfp4_moe.models.loading import find_architecture
-from jax_nvfp4_moe.models.settings import Settings
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 
 BLOCK = 16
 
 
 class Asked:
-    """Answers with zeros as the `Weights` of a first pass, and remembers what was asked for.
+    """Answers as a `WeightTable` of dense tensors, and remembers what was asked for.
 
     Attributes:
       arrays: name -> shape.
       linears: module -> n and k; of those that may be quantized.
     """
 
-    reads = False
-
     def __init__(self, tensors):
         """Make one that has the tensors which `tensors`, an open checkpoint's, has."""
         self._tensors = tensors
         self.arrays, self.linears = {}, {}
 
-    def has(self, name):
-        return name in self._tensors
-
     def has_under(self, prefix):
         return next(self._tensors.under(prefix), None) is not None
+
+    def checkpoint_scheme(self, module):
+        return None
 
     def ignore(self, prefix, reason):
         pass
@@ -47,13 +47,14 @@ class Asked:
 
     def array(self, name, shape, *, dtype=None):
         self.arrays[name] = tuple(shape)
-        return jnp.zeros(shape, dtype or jnp.float32)
+        return abstract(name, jax.ShapeDtypeStruct(shape, dtype or jnp.float32))
 
     def linear(self, prefix, n, k, *, bias=False):
         self.linears[prefix] = n, k
         name = f"{prefix}.bias"
-        found = self.array(name, (n,)) if bias or (bias is None and self.has(name)) else None
-        return LinearWeights(jnp.zeros((n, k)), found)
+        has_bias = bias or (bias is None and name in self._tensors)
+        found = self.array(name, (n,)).value if has_bias else None
+        return abstract(prefix, LinearWeights(jax.ShapeDtypeStruct((n, k), jnp.float32), found))
 
     def experts(self, prefix, count, hidden, intermediate, *, gated=True, bias=False):
         assert not bias
@@ -65,8 +66,15 @@ class Asked:
             for name, shape in shapes.items():
                 self.linears[f"{prefix}.{expert}.{name}"] = shape
         rows = (len(shapes) - 1) * intermediate
-        params = jnp.zeros((count, rows, hidden)), jnp.zeros((count, *down))
-        return ExpertWeights(DenseExperts(*params), None)
+        params = (count, rows, hidden), (count, *down)
+        return abstract(
+            prefix, DenseExperts(*(jax.ShapeDtypeStruct(one, jnp.float32) for one in params))
+        )
+
+
+def abstract(name, value):
+    """Return a source of shapes alone."""
+    return Source(name, value, lambda reader: pytest.fail("nothing is read"))
 
 
 def write_resized(given, folder, **changes):
@@ -79,7 +87,8 @@ def write_resized(given, folder, **changes):
         config.pop("text_config", None)  # merged above; read again, it would take back `changes`
         row, asked = find_architecture(config), Asked(checkpoint.tensors)
         settings = Settings(Target("cpu"), dtype=jnp.float32)
-        nnx.eval_shape(lambda: row.build_model(row.read_config(config), asked, settings))
+        make = Builder(asked, row.keys, settings)
+        nnx.eval_shape(lambda: row.build_model(row.read_config(config), make))
         source = {name: checkpoint.tensors.read(name).copy() for name in checkpoint.tensors.names()}
     tensors = {name: draw(name, source[name], shape) for name, shape in asked.arrays.items()}
     dense = []

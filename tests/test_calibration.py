@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_edits import GIVEN, read_all
-from flax import nnx
 from unquantized import SMALL, dequantized, tokens
 
-from jax_nvfp4_moe.checkpoint.resolve import open_checkpoint
-from jax_nvfp4_moe.models.loading import observe_layers, read_requests
-from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
+from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
+from jax_nvfp4_moe.nn.moe import RoutedTokens
+from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
-from jax_nvfp4_moe.ops.dense_moe import dense_moe
-from jax_nvfp4_moe.quantization.calibration import Inputs, ObservedExperts, calibrate
+from jax_nvfp4_moe.quantization.calibration import Inputs, calibrate, observe_experts
 from jax_nvfp4_moe.testing import activate_float64, assert_as_accurate_as
 
 SCALE = 2688.0
@@ -26,7 +25,7 @@ LAYER = "model.layers.0"
 
 def watch(folder, windows, **options):
     with open_checkpoint(folder) as checkpoint:
-        return calibrate(checkpoint, read_requests(checkpoint), windows, **options)
+        return calibrate(plan_unquantized(checkpoint), windows, **options)
 
 
 def file_names(folder):
@@ -141,33 +140,9 @@ def test_importance_of_an_expert_without_tokens_is_that_of_all():
     np.testing.assert_array_equal(inputs.importance(), [[2, 4], [1.5, 2.5], [1, 1]])
 
 
-def by_expert(x, experts, ids, weights, *, activation, weight_on_input, **parameters):
-    """Return what `dense_moe` does, in float64."""
-    x, gate_up, down, first, second, weights = (
-        np.asarray(a, np.float64)
-        for a in (
-            x,
-            experts.gate_up,
-            experts.down,
-            experts.gate_up_bias,
-            experts.down_bias,
-            weights,
-        )
-    )
-    call, y = find_activation(activation, **parameters), np.zeros(x.shape)
-    for expert in range(len(down)):
-        tokens, slots = np.nonzero(np.asarray(ids) == expert)
-        weight = weights[tokens, slots, None]
-        rows = x[tokens] * weight if weight_on_input else x[tokens]
-        inner = activate_float64(call, rows @ gate_up[expert].T + first[expert])
-        d = inner @ down[expert].T + second[expert]
-        np.add.at(y, tokens, d if weight_on_input else d * weight)
-    return y
-
-
 @pytest.mark.parametrize(("gated", "weight_on_input"), [(True, False), (False, True)])
-def test_observed_experts_compute_what_experts_do(gated, weight_on_input):
-    """And see by expert what enters; ids that mean no expert leave no trace."""
+def test_what_enters_each_expert(gated, weight_on_input):
+    """By expert, and to the bit for the first product; ids that mean no expert leave no trace."""
     keys = jax.random.split(jax.random.key(0), 6)
     e, h, i, t = 5, 32, 48, 150
     up = jax.random.normal(keys[0], (e, i * (1 + gated), h)) / 6
@@ -177,58 +152,52 @@ def test_observed_experts_compute_what_experts_do(gated, weight_on_input):
     x = jax.random.normal(keys[2], (t, h))
     ids = jax.random.randint(keys[3], (t, 2), 0, e - 1).at[::7, 0].set(-1).at[::9, 1].set(e)
     weights = jax.random.uniform(keys[4], (t, 2))
-    call = {
-        "activation": "silu" if gated else "relu2",
-        "alpha": None,
-        "beta": None,
-        "limit": None,
-        "weight_on_input": weight_on_input,
-    }
-    watching = ObservedExperts(squares=True)
-    y = nnx.jit(lambda run, *given: run(*given, activations=None, **call))(
-        watching, x, experts, ids, weights
-    )
-    expected = jax.jit(lambda *given: dense_moe(*given, **call))(x, experts, ids, weights)
-    truth = by_expert(x, experts, ids, weights, **call)
-    assert_as_accurate_as(y, expected, truth)
-    wrong = dense_moe(x, experts, (ids + 1) % e, weights, **call)
-    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
-        assert_as_accurate_as(wrong, expected, truth)
-    seen = watching.first.get_value()
+    call = find_activation("silu" if gated else "relu2")
+
+    @jax.jit
+    def run(experts, x, ids, weights):
+        routed = RoutedTokens(x, ids, weights)
+        how = {"weight_on_input": weight_on_input, "squares": True}
+        return observe_experts(experts, call, routed, **how)
+
+    first, second = run(experts, x, ids, weights)
     for expert in range(e):
         rows, slots = np.nonzero(np.asarray(ids) == expert)
         inputs = np.asarray(x)[rows]
         if weight_on_input:
             inputs = inputs * np.asarray(weights)[rows, slots][:, None]
-        assert seen["count"][expert] == len(rows)
-        assert seen["amax"][expert] == np.abs(inputs).max(initial=0)
+        assert first["count"][expert] == second["count"][expert] == len(rows)
+        assert first["amax"][expert] == np.abs(inputs).max(initial=0)
         squares = np.square(inputs.astype(np.float64)).sum(0)
-        assert_as_accurate_as(seen["squares"][expert], in_turn(np.square(inputs)), squares)
-    assert seen["count"][e - 1] == 0
+        assert_as_accurate_as(first["squares"][expert], in_turn(np.square(inputs)), squares)
+        inner, exact = (
+            middle(call, inputs.astype(dtype), experts, expert)
+            for dtype in (np.float32, np.float64)
+        )
+        expected, truth = (np.abs(one).max(initial=0) for one in (inner, exact))
+        assert_as_accurate_as(second["amax"][expert], expected, truth)
+    assert first["count"][e - 1] == 0
 
 
-class Forgetful:
-    """An observer that keeps no layer, and counts those still alive."""
-
-    def __init__(self):
-        self.layers, self.alive = [], []
-
-    def embedding(self, table):
-        return table[:0]
-
-    def linear(self, prefix, module):
-        return module
-
-    def layer(self, module):
-        gc.collect()
-        self.alive.append(sum(layer() is not None for layer in self.layers))
-        self.layers.append(weakref.ref(module))
+def middle(call, rows, experts, expert):
+    """Return what one expert's second product reads, in the dtype of `rows`."""
+    up, bias = (np.asarray(a[expert], rows.dtype) for a in (experts.gate_up, experts.gate_up_bias))
+    inner = rows @ up.T + bias
+    return activate_float64(call, inner) if rows.dtype == np.float64 else activate(call, inner)
 
 
-def test_one_layer_is_alive_at_a_time(tmp_path):
+def test_one_layer_is_alive_at_a_time(monkeypatch, tmp_path):
     """So memory does not grow with their number."""
     folder = dequantized("deepseek_v3-direct-modelopt-w4a16", tmp_path / "source")
-    observer = Forgetful()
-    with open_checkpoint(folder) as checkpoint:
-        observe_layers(checkpoint, observer)
-    assert observer.alive == [0, 0]
+    layers, alive, made = [], [], LoadPlan.materialize
+
+    def materialize(self, reader, path=None):
+        gc.collect()
+        alive.append(sum(layer() is not None for layer in layers))
+        layer = made(self, reader, path)
+        layers.append(weakref.ref(layer))
+        return layer
+
+    monkeypatch.setattr(LoadPlan, "materialize", materialize)
+    watch(folder, np.arange(16, dtype=np.int32).reshape(2, 8))
+    assert alive == [0, 0]

@@ -11,7 +11,14 @@ from given import CHECKPOINTS, EXAMPLE, copy_with_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_nvfp4_moe.checkpoint import CheckpointError, LoadOptions, load, open_checkpoint, reading
+from jax_nvfp4_moe.checkpoint import (
+    CheckpointError,
+    LoadOptions,
+    WeightTable,
+    open_checkpoint,
+    read_source,
+    reading,
+)
 from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, overlap, whole
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 
@@ -79,20 +86,11 @@ def experts(name):
     """Return the arrays of a layer's experts, whole and deferred, by name."""
     folder, prefix, sizes, options = CASES[name]
     checkpoint = open_checkpoint(folder)  # stays open: parts are read later
-    found = []
-    for deferred in (False, True):
-        how = LoadOptions(
-            place=lambda name, value, checkpoint_scheme: value,
-            input_scales="ignored",
-            only=prefix,
-            deferred=deferred,
-        )
-
-        def build(weights):
-            return weights.experts(prefix, *sizes, **options).params
-
-        found.append(flat(load(checkpoint, build, how)))
-    return found
+    table = WeightTable(checkpoint, LoadOptions(input_scales="ignored", only=prefix))
+    source = table.experts(prefix, *sizes, **options)
+    table.check()
+    with table.open_reader() as reader:
+        return [flat(read_source(source, reader)), flat(source.read(reader))]
 
 
 def flat(params):
@@ -142,14 +140,14 @@ def test_a_file_that_shrinks_ends_all_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(reading, "_THREAD_BYTES", 100)
     prefix, sizes = CASES["each"][1:3]
 
-    def build(weights):
-        if weights.reads:
-            os.truncate(folder / "model.safetensors", 100_000)
-        return weights.experts(prefix, *sizes)
-
-    said = pytest.raises(CheckpointError, match="shrank while it was read")
-    with open_checkpoint(folder) as checkpoint, said:
-        load(checkpoint, build, LoadOptions(input_scales="ignored", only=prefix))
+    with open_checkpoint(folder) as checkpoint:
+        table = WeightTable(checkpoint, LoadOptions(input_scales="ignored", only=prefix))
+        source = table.experts(prefix, *sizes)
+        table.check()
+        os.truncate(folder / "model.safetensors", 100_000)
+        said = pytest.raises(CheckpointError, match="shrank while it was read")
+        with table.open_reader() as reader, said:
+            read_source(source, reader)
 
 
 def test_rows_of_experts_are_read_by_range(monkeypatch):
@@ -179,17 +177,14 @@ def test_a_part_of_bad_scales_is_refused(tmp_path):
         stream.write(b"\x7f")
 
     def read(experts):
-        def place(name, value, checkpoint_scheme):
-            return value.down.block_scale[experts] if name.endswith("experts") else value
-
-        how = LoadOptions(place=place, only="model.layers.0.mlp.experts", deferred=True)
+        prefix = "model.layers.0.mlp.experts"
         with open_checkpoint(folder) as checkpoint:
-            sizes = (16, *checkpoint_sizes(checkpoint.config))
-            return load(
-                checkpoint,
-                lambda weights: weights.experts("model.layers.0.mlp.experts", *sizes),
-                how,
-            )
+            table = WeightTable(checkpoint, LoadOptions(only=prefix))
+            source = table.experts(prefix, 16, *checkpoint_sizes(checkpoint.config))
+            with table.open_reader() as reader:
+                found = source.read(reader).down.block_scale[experts]
+                reader.raise_problems()
+                return found
 
     read(slice(4, 16))
     with pytest.raises(CheckpointError, match=r"experts.3.down_proj.*1 of \d+ block scales are"):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_devices import SHAPES, start
-from jax_nvfp4_moe.parallel.expert_mesh import check_parts, divisors
 
 from jax_nvfp4_moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, decode_scale, dequantize, divide
@@ -20,6 +19,7 @@ from jax_nvfp4_moe.parallel.dispatch import (
     _cut_rows,
     choose_wire_format,
 )
+from jax_nvfp4_moe.parallel.expert_mesh import check_parts, divisors
 from jax_nvfp4_moe.scheme import Scheme
 
 # Sums of float32 in another order, up to eight of them for each all-reduce; logits pass through

@@ -7,7 +7,7 @@ from cut_mixers import CASES
 from host_devices import start
 from test_parallel import BOUND, NAMES
 
-from jax_nvfp4_moe.parallel.parts import Split
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def test_channels_in_a_wrong_order_are_seen(figures, name):
 @pytest.mark.parametrize("segments", [(1,), (8, 8, 24), (2, 2, 6)])
 def test_parts_of_segments_are_all_of_an_axis_once(segments):
     """Segments are proportions: of rows, or of columns of which two lie in a byte."""
-    split = Split("rows", 4, segments)
+    split = ShardSpec("rows", 4, segments)
     parts = [[x for one in split.ranges(40, i) for x in range(40)[one]] for i in range(4)]
     assert sorted(itertools.chain(*parts)) == list(range(40))
     if len(segments) > 1:

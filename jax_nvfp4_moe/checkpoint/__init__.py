@@ -1,18 +1,11 @@
-"""Read and write checkpoints: safetensors files in the forms of NVFP4's quantization tools."""
+"""Read and write checkpoints: safetensors files in the formats of NVFP4's quantization tools."""
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_config, read_size
+from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
-from jax_nvfp4_moe.checkpoint.resolve import (
-    CacheScales,
-    Checkpoint,
-    ExpertWeights,
-    LinearWeights,
-    Weights,
-    check,
-    load,
-    open_checkpoint,
-)
+from jax_nvfp4_moe.checkpoint.table import Source, WeightTable, read_source
+from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 
 __all__ = [
@@ -20,13 +13,12 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "DenseExperts",
-    "ExpertWeights",
     "LinearWeights",
     "LoadOptions",
-    "Weights",
-    "check",
-    "load",
+    "Source",
+    "WeightTable",
     "open_checkpoint",
     "read_config",
     "read_size",
+    "read_source",
 ]

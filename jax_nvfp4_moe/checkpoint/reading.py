@@ -35,7 +35,7 @@ _NAN_BITS = 0x7F  # E4M3 has no infinities, and NaN where all bits but the sign 
 
 
 class Reader:
-    """Turns buffers into numpy arrays, or into deferred ones that read what is asked for.
+    """Turns buffers into arrays that read what is asked for.
 
     Attributes:
       problems: what the values have wrong; the caller raises them.
@@ -46,26 +46,32 @@ class Reader:
         tensors: Tensors,
         names: TensorNames,
         advance: Callable[[int], None],
-        deferred: bool = False,
+        where: str = "",
     ):
+        """Make a reader.
+
+        Args:
+          tensors: of the checkpoint.
+          names: of the tensors of its quantized modules.
+          advance: told how many bytes are read.
+          where: the checkpoint, for messages.
+        """
         self._tensors = tensors
         self._names = names
         self._advance = advance
-        self._deferred = deferred
+        self._where = where
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
         self.problems: list[str] = []
 
-    def array(self, buffer: Buffer, check: Check | None = None) -> Any:
-        """Return the filled buffer, or a `LazyArray` that fills what is asked for.
+    def array(self, buffer: Buffer, check: Check | None = None) -> LazyArray:
+        """Return an array that fills the parts of a buffer that are asked for.
 
         Args:
           buffer: 64-byte aligned in memory; elements that no piece covers are NaN.
           check: says what is wrong with a part, which becomes a problem; None for nothing.
         """
-        if self._deferred:
-            read = functools.partial(self._read, buffer, self._in_order(buffer), check)
-            return LazyArray(buffer.shape, buffer.dtype, read)
-        return self.read(buffer, check)
+        read = functools.partial(self._read, buffer, self._in_order(buffer), check)
+        return LazyArray(buffer.shape, buffer.dtype, read)
 
     def read(self, buffer: Buffer, check: Check | None = None) -> np.ndarray:
         """Return the filled buffer; as `array`, now."""
@@ -117,20 +123,20 @@ class Reader:
 
     def weight(self, matrices: Matrices) -> NVFP4Tensor:
         """Read one NVFP4 weight; NaN or infinite scales become problems."""
-        block_scale = self.array(matrices.block_scale, _bad_block_scales)
-        stored: Any = self.array(matrices.weight_global, self._bad_global)
-        scale = self._names.to_scale
-        return NVFP4Tensor(
-            packed=self.array(matrices.packed),
-            block_scale=block_scale,
-            global_scale=stored.map(scale) if self._deferred else scale(stored),
-            global_divisor=stored if self._names.divides else None,
-        )
+        stored = self.array(matrices.weight_global, self._bad_global)
+        parts: dict[str, Any] = {
+            "packed": self.array(matrices.packed),
+            "block_scale": self.array(matrices.block_scale, _bad_block_scales),
+            "global_scale": stored.map(self._names.to_scale),
+            "global_divisor": stored if self._names.divides else None,
+        }
+        return NVFP4Tensor(**parts)
 
     def fp8(self, matrices: FP8Matrices) -> FP8Tensor:
         """Read one FP8 weight; NaN or infinite scales become problems."""
-        scale = self.array(matrices.scale, _bad_scales)
-        return FP8Tensor(self.array(matrices.values), scale)
+        scale: Any = self.array(matrices.scale, _bad_scales)
+        values: Any = self.array(matrices.values)
+        return FP8Tensor(values, scale)
 
     def input_scale(self, matrices: Matrices | FP8Matrices, required: bool) -> np.ndarray | None:
         """Read the input scales ``[e]`` of one product.
@@ -217,7 +223,20 @@ class Reader:
         info = self._tensors.info(piece.name)
         self.problems.append(f"{quoted(info.name)} ({quoted(info.file)}): {what}")
 
-    def raise_problems(self, where: str) -> None:
+    def cache_scale(self, prefix: str, name: str, buffer: Buffer) -> np.ndarray:
+        """Read the scales ``[heads]`` of what `prefix` keeps as `name`, "k" or "v".
+
+        A scale that is missing, or not a positive finite number, is 1.
+        """
+        scale = self.read(buffer)
+        if not buffer.pieces:
+            scale[...] = 1
+        valid = np.isfinite(scale) & (scale > 0)
+        if not valid.all():
+            log.warning("%s: a scale of %s is not a positive number and becomes 1", prefix, name)
+        return np.where(valid, scale, np.float32(1))
+
+    def raise_problems(self) -> None:
         """Raise what has been found since the last call.
 
         Raises:
@@ -225,7 +244,7 @@ class Reader:
         """
         if self.problems:
             problems, self.problems = self.problems, []
-            raise CheckpointError(problems, where)
+            raise CheckpointError(problems, self._where)
 
 
 def _chunks(name, place, start):

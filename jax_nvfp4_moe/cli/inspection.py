@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.backends.resolution import explain
-from jax_nvfp4_moe.checkpoint.resolve import open_checkpoint
+from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import abstract_model
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
@@ -36,7 +36,8 @@ def inspect(path: str | pathlib.Path, *, scheme: str | None = None, dtype="bfloa
       CheckpointError: as `load_model`.
       ValueError: `scheme` does not go with the checkpoint.
     """
-    model, decisions = abstract_model(path, scheme=scheme, dtype=dtype)
+    plan = abstract_model(path, scheme=scheme, dtype=dtype)
+    model, decisions = plan.model, plan.decisions
     kinds = _kinds(model)
     parts = [*_header(path), "", *table(_rows(model, kinds)), ""]
     parts += [*table(_decided(decisions)), "", *_choices(kinds)]

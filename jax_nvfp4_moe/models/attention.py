@@ -1,4 +1,4 @@
-"""Attention's parts: rotary embedding, cached keys and values, and the attention itself."""
+"""Attention's parts: cached keys and values, and the attention itself."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_nvfp4_moe.models.config import Rope
-from jax_nvfp4_moe.models.settings import Settings
+from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
 from jax_nvfp4_moe.ops.dense import precision_for
 
@@ -59,33 +58,27 @@ class KeysAndValues(nnx.Module):
 
     def __init__(
         self,
-        weights,
-        prefix: str,
-        settings: Settings,
+        scales: CacheScales | None,
+        dtype: Any,
         *,
         kept_rounded: bool = True,
         **shapes: tuple[int, int],
     ):
-        """Ask `weights` for the scales below `prefix`, such as "model.layers.0.self_attn".
+        """Keep what `shapes` says.
 
         Args:
-          weights: the source of `checkpoint.resolve`.
-          prefix: the attention's module.
-          settings: how modules are made.
+          scales: of the FP8 values, float32 ``[heads]`` by name; None keeps them in `dtype`.
+          dtype: of the model.
           kept_rounded: whether what is rounded is also what the cache keeps; latent attention
             keeps latents, and rounds the keys and values that it makes of them with `rounded`.
           shapes: heads and width of "k" and "v".
         """
-        self.dtype, self.shapes = jnp.dtype(settings.dtype), shapes
+        self.dtype, self.shapes = jnp.dtype(dtype), shapes
         self.kept_rounded = kept_rounded
-        found = None
-        if settings.rounds_to_fp8:
-            heads = {name: heads for name, (heads, _) in shapes.items()}
-            found = weights.cache_scales(prefix, **heads)
-        self.multiply_by_reciprocal = found is not None and found.multiply_by_reciprocal
-        kept = {} if found is None else found.scales
-        scales = {name: CacheScale(jnp.asarray(scale)) for name, scale in kept.items()}
-        self.scales = nnx.data(nnx.Dict(scales) if scales else None)
+        self.multiply_by_reciprocal = scales is not None and scales.multiply_by_reciprocal
+        kept = {} if scales is None else scales.scales
+        each = {name: CacheScale(jnp.asarray(scale)) for name, scale in kept.items()}
+        self.scales = nnx.data(nnx.Dict(each) if each else None)
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
         """Return empty entries for all that is kept."""
@@ -127,26 +120,6 @@ class KeysAndValues(nnx.Module):
     def _widen(self, name, value, dtype):
         """Return ``[b, m, s, d]`` of E4M3 times the scale of each head."""
         return (value.astype(jnp.float32) * self._scale(name, 1)).astype(dtype)
-
-
-def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rope):
-    """Rotate channel pairs ``(i, i + r/2)`` by ``position * frequency_i``, in float32.
-
-    Only the first r channels are rotated, two for each frequency of `rope`; the rest pass.
-    """
-    width = 2 * len(rope.frequencies)
-    if width < x.shape[-1]:
-        turned = rotate(x[..., :width], positions, rope)
-        return jnp.concatenate([turned, x[..., width:]], axis=-1)
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(
-        rope.frequencies, jnp.float32
-    ).reshape(1, 1, -1)
-    cos, sin = (f(angles)[:, :, None, None, :] * rope.scale for f in (jnp.cos, jnp.sin))
-    # Halves are turned over rather than concatenated, so that XLA fuses this into what reads it.
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
-    rotated = halves * cos + jnp.flip(halves, axis=-2) * (signs * sin)
-    return rotated.reshape(x.shape).astype(x.dtype)
 
 
 def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
@@ -247,3 +220,16 @@ def _batched(x, y, contracted):
         precision=precision_for(x.dtype),
         preferred_element_type=jnp.float32,
     )
+
+
+def build_keys_and_values(
+    make: Any, path: str, *, kept_rounded: bool = True, **shapes: tuple[int, int]
+) -> KeysAndValues:
+    """Make the `KeysAndValues` at `path`; arguments as for the class, heads those of one shard."""
+
+    def construct(scales):
+        dtype = make.settings.dtype
+        return KeysAndValues(scales, dtype, kept_rounded=kept_rounded, **shapes)
+
+    heads = {name: heads for name, (heads, _) in shapes.items()}
+    return make.cache_scales(path, construct, **heads)

@@ -1,6 +1,5 @@
 """Read a model's sizes from ``config.json``: every value checked, all problems in one error."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, read_size
+from jax_nvfp4_moe.nn.rope import Rope
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -112,21 +112,6 @@ class Fields:
         found = "nothing" if value is None else quoted(value)
         self.problems.append(f"{CONFIG}: {name}: expected {_KINDS[kind]}, got {found}")
         return fallback
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary embedding of one model; static.
-
-    Attributes:
-      frequencies: radians per position of each pair of channels, float32.
-      scale: multiplies cosines and sines.
-      attention_scale: multiplies the attention's logits (DeepSeek's ``mscale_all_dim``).
-    """
-
-    frequencies: tuple[float, ...]
-    scale: float = 1.0
-    attention_scale: float = 1.0
 
 
 def read_rope(

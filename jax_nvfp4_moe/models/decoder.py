@@ -1,4 +1,4 @@
-"""What the decoder models share: norm, linears, cache, the loop of layers."""
+"""What the decoder models share: cache, the loop of layers, embedding and head."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -7,19 +7,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
-from jax_nvfp4_moe.checkpoint.resolve import LinearWeights
 from jax_nvfp4_moe.models.attention import PADDING
-from jax_nvfp4_moe.models.cutting import build_cut, cut_table, cut_vocabulary
-from jax_nvfp4_moe.models.settings import Settings as Settings
-from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
-from jax_nvfp4_moe.nn.linear import ModuleProblem, NVFP4Linear, find_problems
+from jax_nvfp4_moe.models.division import say_replicated
+from jax_nvfp4_moe.models.gated_mlp import build_gated_mlp
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.dense import DenseLinear
+from jax_nvfp4_moe.nn.keys import KeyTable
+from jax_nvfp4_moe.nn.linear import ModuleProblem, find_problems
+from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
-from jax_nvfp4_moe.parallel.parts import Split, build_parts, join_columns, look_up
-from jax_nvfp4_moe.scheme import FP8ActivationScaling
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import gather_columns, look_up
+
+# Where the parts of the usual model stand in its file.
+DECODER_KEYS: KeyTable = {
+    "embedding": "model.embed_tokens.weight",
+    "layers.*.attention_norm": "model.layers.*.input_layernorm",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +38,17 @@ class Architecture:
 
     Attributes:
       read_config: parsed ``config.json`` -> a frozen dataclass; CheckpointError says what is wrong.
-      build_model: config, weights, settings -> `Decoder`.
-      build_moe: config, layer, weights, settings -> `NVFP4MoE`.
-      moe_prefix: layer -> the module whose tensors `build_moe` asks for.
+      build_model: config, `Builder` -> `Decoder`.
+      build_moe: config, layer, `Builder` -> `NVFP4MoE`.
+      keys: path of a part of the model -> its name in the file; see `nn.keys`.
+      moe: path of the expert block of a layer, ``*`` for its index.
     """
 
     read_config: Callable
     build_model: Callable
     build_moe: Callable
-    moe_prefix: Callable[[int], str]
+    keys: KeyTable
+    moe: str = "layers.*.mlp"
 
 
 @jax.tree_util.register_dataclass
@@ -55,110 +67,6 @@ class Cache:
     layers: tuple[Mapping[str, jax.Array], ...]
     lengths: jax.Array
     max_length: int = dataclasses.field(metadata={"static": True})
-
-
-class RMSNorm(nnx.Module):
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, float32 inside.
-
-    The product with the weight is in the weight's dtype.
-    """
-
-    def __init__(self, weight: Float[Array, "*n h"], eps: float):
-        """Make a norm of `weight` ``[h]``, or ``[n, h]`` where each head has its own."""
-        self.weight = nnx.Param(weight)
-        self.eps = eps
-
-    def __call__(
-        self, x: Float[Array, "... h"], mean: Float[Array, "... 1"] | None = None
-    ) -> Float[Array, "... h"]:
-        """Normalize; the result has the dtype of `x`.
-
-        Args:
-          x: a vector, or the part of one that `weight` is for.
-          mean: of the squares of the whole vector; None where `x` is that.
-        """
-        wide = x.astype(jnp.float32)
-        mean = mean_square(x) if mean is None else mean
-        weight = self.weight.get_value()
-        normal = (wide * lax.rsqrt(mean + self.eps)).astype(weight.dtype)
-        return (normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))).astype(x.dtype)
-
-
-def mean_square(x: Float[Array, "... h"]) -> Float[Array, "... 1"]:
-    """Return ``mean(x^2)`` over the last axis, in float32."""
-    return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-
-
-class MergedLinear(nnx.Module):
-    """Linears that read the same input: one product, where none of them is quantized.
-
-    ``y[..., n1 + n2] = concatenate([first(x), second(x)])``. While decoding, a product of one token
-    is bound by reading its weights: one large read is faster than some small ones.
-    """
-
-    def __init__(self, **linears):
-        """Join `linears`; they are attributes under their names where one is quantized."""
-        self.names = tuple(linears)
-        self.joined = _join(tuple(linears.values()))
-        for name, part in linears.items() if self.joined is None else ():
-            setattr(self, name, part)
-
-    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
-        """Return the results of all linears, one behind the other."""
-        if self.joined is not None:
-            return self.joined(x)
-        return jnp.concatenate([getattr(self, name)(x) for name in self.names], axis=-1)
-
-
-def _join(linears):
-    """Return one linear of all rows, or None."""
-    if not all(isinstance(part, DenseLinear) for part in linears):
-        return None
-    biases = [part.bias for part in linears]
-    bias = None
-    if any(one is not None for one in biases):
-        rows = [part.weight.get_value().shape[:1] for part in linears]
-        bias = jnp.concatenate(
-            [
-                jnp.zeros(shape, linears[0].dtype) if one is None else one.get_value()
-                for one, shape in zip(biases, rows, strict=True)
-            ]
-        )
-    weight = jnp.concatenate([part.weight.get_value() for part in linears])
-    return DenseLinear(weight, bias, dtype=linears[0].dtype)
-
-
-class GatedMLP(nnx.Module):
-    """``down(silu(gate(x)) * up(x))``: dense layers and shared experts."""
-
-    def __init__(self, weights, prefix: str, hidden: int, intermediate: int, settings: Settings):
-        """Ask `weights` for the three linears below `prefix`."""
-        self.gate_up = MergedLinear(
-            gate=linear(weights, f"{prefix}.gate_proj", intermediate, hidden, settings),
-            up=linear(weights, f"{prefix}.up_proj", intermediate, hidden, settings),
-        )
-        self.down = linear(weights, f"{prefix}.down_proj", hidden, intermediate, settings)
-
-    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
-        """Run the three products; the activation is float32."""
-        gate, up = jnp.split(self.gate_up(x).astype(jnp.float32), 2, axis=-1)
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
-
-
-def gated_mlp(weights, prefix: str, hidden: int, intermediate: int, settings: Settings):
-    """Make a `GatedMLP`, over a mesh in parts along `tensor`."""
-    parts = settings.shards
-    rows, columns = Split("rows", parts), Split("columns", parts)
-    return build_cut(
-        lambda weights, width: GatedMLP(weights, prefix, hidden, width, settings),
-        intermediate,
-        intermediate // parts,
-        weights,
-        settings,
-        splits={"gate_proj": rows, "up_proj": rows, "down_proj": columns},
-        last=f"{prefix}.down_proj",
-        width=intermediate,
-    )
 
 
 class DecoderLayer(nnx.Module):
@@ -189,26 +97,34 @@ class Decoder(nnx.Module):
       config: static; has vocab_size, hidden, num_layers, max_positions and eps.
       dtype: static; of activations, dense weights and cache.
       layers: of `DecoderLayer`, or others called in the same way.
-      expert_mesh: static; where embedding and head are cut along the vocabulary, else None.
+      expert_mesh: static; where embedding and head are divided along the vocabulary, else None.
     """
 
     def __init__(
         self,
         config,
-        embedding: Float[Array, "v h"],
+        embedding: nnx.Param,
         layers: Sequence[Any],
         norm: RMSNorm,
         head: Callable | None,
-        settings: Settings,
+        *,
+        dtype: Any,
         expert_mesh: ExpertMesh | None = None,
     ):
-        """Make a model; `head` None shares the embedding (tied).
+        """Make a model.
 
-        Over a `expert_mesh` embedding and head have an axis more in front, that of the parts.
+        Args:
+          config: static; sizes.
+          embedding: ``[v, h]``.
+          layers, norm: parts.
+          head: linear of the logits; None shares the embedding (tied).
+          dtype: of activations, dense weights and cache.
+          expert_mesh: devices along which embedding and head are divided by rows; None: they
+            are not.
         """
         self.config = config
-        self.dtype = jnp.dtype(settings.dtype)
-        self.embedding = nnx.Param(embedding)
+        self.dtype = jnp.dtype(dtype)
+        self.embedding = embedding
         self.layers = nnx.List(list(layers))
         self.norm = norm
         self.head, self.expert_mesh = head, expert_mesh
@@ -253,11 +169,10 @@ class Decoder(nnx.Module):
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
         check_context(table)
-        x = (
-            table[input_ids]
-            if self.expert_mesh is None
-            else look_up(table, input_ids, self.expert_mesh)
-        )
+        if self.expert_mesh is None:
+            x = table[input_ids]
+        else:
+            x = look_up(self.embedding, input_ids, self.expert_mesh)
         entries = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -272,11 +187,11 @@ class Decoder(nnx.Module):
         return logits, Cache(tuple(entries), grown, cache.max_length)
 
     def _logits(self, x):
-        head = self.embedding.get_value() if self.head is None else self.head
+        head = self.embedding if self.head is None else self.head
         with jax.named_scope("head"):
             if self.expert_mesh is None:
                 return _score(head, x)
-            return join_columns(_score, head, x, self.expert_mesh)
+            return gather_columns(_score, head, x, self.expert_mesh)
 
     def nvfp4_problems(self):
         """Return what each NVFP4 module asks of a backend, for `explain`."""
@@ -285,12 +200,12 @@ class Decoder(nnx.Module):
 
 
 def _score(head, x):
-    """Return float32 logits; `head` is a linear, or a table whose rows are its weights."""
+    """Return float32 logits; `head` is a linear, or a variable whose rows are its weights."""
     if isinstance(head, DenseLinear) and head.bias is None:
         return dense(x, head.weight.get_value())
     if isinstance(head, nnx.Module):
         return head(x).astype(jnp.float32)
-    return dense(x, head)
+    return dense(x, head.get_value())
 
 
 def _check_call(input_ids, cache):
@@ -308,116 +223,71 @@ def _check_call(input_ids, cache):
         )
 
 
-def linear(weights, prefix: str, n: int, k: int, settings: Settings, bias: bool | None = False):
-    """Make the linear `prefix` ``[n, k]``, quantized or dense as the file has it."""
-    found: LinearWeights = weights.linear(prefix, n, k, bias=bias)
-    if found.checkpoint_scheme is None:
-        made = DenseLinear(found.weight, found.bias, dtype=settings.dtype)
-        return made if settings.observer is None else settings.observer.linear(prefix, made)
-    if isinstance(found.checkpoint_scheme, FP8ActivationScaling):
-        return FP8Linear(
-            found.weight,
-            found.bias,
-            found.input_scale,
-            checkpoint_scheme=found.checkpoint_scheme,
-            multiply_by_reciprocal=found.multiply_by_reciprocal,
-            scheme=settings.scheme,
-            target=settings.target,
-            dtype=settings.dtype,
-        )
-    return NVFP4Linear(
-        k,
-        n,
-        weight=found.weight,
-        bias=found.bias,
-        input_scale=found.input_scale,
-        checkpoint_scheme=found.checkpoint_scheme,
-        **settings.module_arguments(),
-    )
-
-
-def embed(
-    weights, rows: int, width: int, settings: Settings, expert_mesh: ExpertMesh | None = None
-):
-    """Make the embedding ``[rows, width]``, over a `expert_mesh` of `cut_vocabulary` its parts."""
-    name = "model.embed_tokens.weight"
-    if expert_mesh is not None:
-        return cut_table(weights, name, rows, width, expert_mesh)
-    table = weights.array(name, (rows, width))
-    return table if settings.observer is None else settings.observer.embedding(table)
-
-
-def finish_layer(layer: Callable, settings: Settings):
-    """Return `layer`, all of whose parts are made, or what an observer puts in its place."""
-    return layer if settings.observer is None else settings.observer.layer(layer)
-
-
-def norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
-    """Make the norm `prefix` of `width` channels."""
-    return RMSNorm(weights.array(f"{prefix}.weight", (width,)), eps)
-
-
-def centered_norm(weights, prefix: str, width: int, eps: float) -> RMSNorm:
-    """Make the norm `prefix`, in the file as ``weight - 1``; float32, which keeps what is small."""
-    return RMSNorm(1 + weights.array(f"{prefix}.weight", (width,), dtype=jnp.float32), eps)
-
-
 def build_decoder(
-    config,
-    weights,
-    settings: Settings,
-    build_attention,
-    build_moe,
-    build_norm=norm,
-    *,
-    mlp_name: str = "mlp",
+    config, make: Builder, build_attention, build_moe, *, centered: bool = False
 ) -> Decoder:
-    """Make a model of the usual shape, layer by layer, under the usual names.
+    """Make a model of the usual shape, layer by layer, at the paths of `DECODER_KEYS`.
 
     Args:
       config: also has `dense_layers`, `dense_intermediate` and `tied`.
-      weights: the source of `checkpoint.resolve`.
-      settings: how modules are made.
-      build_attention: ``(config, layer, weights, settings)`` makes the attention of a layer.
+      make: builds the parts.
+      build_attention: ``(config, layer, make)`` makes the attention of a layer.
       build_moe: makes the expert block of a layer in the same way.
-      build_norm: makes the norms beside layers and behind the last; called as `norm`.
-      mlp_name: of the feed-forward inside a layer.
+      centered: whether the file's norms hold ``weight - 1``.
     """
     h, eps = config.hidden, config.eps
-    vocabulary = config.vocab_size
-    expert_mesh = cut_vocabulary(weights, settings, vocabulary)
-    embedding = embed(weights, vocabulary, h, settings, expert_mesh)
-    layers = []
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
+
+    def build_layer(layer):
+        path = f"layers.{layer}"
         if layer in config.dense_layers:
-            name = f"{prefix}.{mlp_name}"
-            mlp = gated_mlp(weights, name, h, config.dense_intermediate, settings)
+            mlp = build_gated_mlp(make, f"{path}.mlp", h, config.dense_intermediate)
         else:
-            mlp = build_moe(config, layer, weights, settings)
-        made = DecoderLayer(
-            build_norm(weights, f"{prefix}.input_layernorm", h, eps),
-            build_attention(config, layer, weights, settings),
-            build_norm(weights, f"{prefix}.post_attention_layernorm", h, eps),
+            mlp = build_moe(config, layer, make)
+        return DecoderLayer(
+            make.norm(f"{path}.attention_norm", h, eps, centered=centered),
+            build_attention(config, layer, make),
+            make.norm(f"{path}.mlp_norm", h, eps, centered=centered),
             mlp,
         )
-        layers.append(finish_layer(made, settings))
-    final = build_norm(weights, "model.norm", h, eps)
+
+    return build_around(config, make, build_layer, tied=config.tied, centered=centered)
+
+
+def build_around(
+    config: Any,
+    make: Builder,
+    build_layer: Callable[[int], Any],
+    *,
+    tied: bool,
+    centered: bool = False,
+) -> Decoder:
+    """Make a model of layers: its embedding, the layers, the last norm, and the head.
+
+    Embedding and head are divided by rows along `tensor` where that can be.
+
+    Args:
+      config: has vocab_size, hidden, num_layers and eps.
+      make: builds the parts.
+      build_layer: index -> layer.
+      tied: whether the head shares the embedding.
+      centered: whether the last norm holds ``weight - 1`` in the file.
+    """
+    settings, rows, h = make.settings, config.vocab_size, config.hidden
+    expert_mesh, vocabulary = None, make
+    if settings.shards > 1 and rows % settings.shards:
+        say_replicated("the vocabulary", settings.shards, f"{rows} rows do not divide")
+    elif settings.shards > 1:
+        spec = ShardSpec("rows", settings.shards)
+        vocabulary, rows = make.divided({"embedding": spec, "head": spec}), rows // settings.shards
+        expert_mesh = settings.expert_mesh
+    embedding = vocabulary.variable("embedding", (rows, h))
+    layers = [build_layer(layer) for layer in range(config.num_layers)]
+    norm = make.norm("norm", h, config.eps, centered=centered)
     head = None
-    if config.tied:
-        weights.ignore("lm_head.", "the head shares the embedding")
+    if tied:
+        make.ignore("head", "the head shares the embedding")
     else:
-        head = make_head(weights, vocabulary, h, settings, expert_mesh)
-    return Decoder(config, embedding, layers, final, head, settings, expert_mesh)
-
-
-def make_head(
-    weights, vocabulary: int, hidden: int, settings: Settings, expert_mesh: ExpertMesh | None
-):
-    """Make the linear of the logits, over a `expert_mesh` of `cut_vocabulary` its parts."""
-    if expert_mesh is None:
-        return linear(weights, "lm_head", vocabulary, hidden, settings)
-    own, splits = vocabulary // expert_mesh.tensor, {"lm_head": Split("rows", expert_mesh.tensor)}
-    return build_parts(
-        lambda part: linear(part, "lm_head", own, hidden, settings), weights, splits, expert_mesh
+        head = vocabulary.linear("head", rows, h)
+    return Decoder(
+        config, embedding, layers, norm, head, dtype=settings.dtype, expert_mesh=expert_mesh
     )

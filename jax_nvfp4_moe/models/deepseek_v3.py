@@ -4,6 +4,7 @@ Source: `modeling_deepseek_v3` and `modeling_glm4_moe_lite` of transformers; arX
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -12,32 +13,30 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.models.attention import KeysAndValues, append, attend, empty_entries, rotate
-from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
-from jax_nvfp4_moe.models.cutting import build_cut
-from jax_nvfp4_moe.models.decoder import (
-    Architecture,
-    Decoder,
-    MergedLinear,
-    Settings,
-    build_decoder,
-    linear,
-    norm,
-)
+from jax_nvfp4_moe.models.attention import append, attend, build_keys_and_values, empty_entries
+from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.division import divide
+from jax_nvfp4_moe.models.gated_mlp import gated_mlp_keys
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     build_block,
-    mlp_prefix,
+    moe_keys,
     read_grouped_router,
     read_layer_types,
     read_leading_dense,
     read_sparse,
 )
+from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
-from jax_nvfp4_moe.nn.moe import NVFP4MoE, dense
-from jax_nvfp4_moe.ops.dense import precision_for
-from jax_nvfp4_moe.parallel.parts import HeadParts, Split
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.rope import Rope, rotate
+from jax_nvfp4_moe.ops.dense import dense, precision_for
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
 _EXPERTS = ("n_routed_experts", "num_local_experts")
@@ -145,7 +144,7 @@ class HeadMatrices(nnx.Module):
         self.keys, self.values = nnx.Param(keys), nnx.Param(values)
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(HeadParallel):
     """Multi-head latent attention: the cache keeps one latent and one rotated key a token.
 
     Keys and values of all heads are two matrices times the latent. Many queries expand the latents
@@ -156,35 +155,39 @@ class LatentAttention(nnx.Module):
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"latent": None}  # whole, that of all heads
 
-    def __init__(self, config: MLAConfig, weights, prefix: str, settings: Settings):
-        """Ask `weights` for the tensors below `prefix`."""
+    def __init__(self, config: MLAConfig, make: Builder, path: str):
+        """Make one with the heads of one shard."""
         heads, h, bias = config.num_heads, config.hidden, config.bias
         width = heads * (config.qk_nope_head_dim + config.rope_width)
-        self.config, self.dtype = config, settings.dtype
-        if config.q_lora_rank is None:
-            first = linear(weights, f"{prefix}.q_proj", width, h, settings)
-        else:
-            first = linear(weights, f"{prefix}.q_a_proj", config.q_lora_rank, h, settings, bias)
-            self.q_norm = norm(weights, f"{prefix}.q_a_layernorm", config.q_lora_rank, _LATENT_EPS)
-            self.q = linear(weights, f"{prefix}.q_b_proj", width, config.q_lora_rank, settings)
         rank = config.kv_lora_rank
-        down = f"{prefix}.kv_a_proj_with_mqa"
-        kv = linear(weights, down, rank + config.rope_width, h, settings, bias)
-        self.down = MergedLinear(q=first, kv=kv)
-        self.kv_norm = norm(weights, f"{prefix}.kv_a_layernorm", rank, _LATENT_EPS)
+        self.config, self.dtype = config, make.settings.dtype
+        if config.q_lora_rank is None:
+            first, own_bias = width, False
+        else:
+            first, own_bias = config.q_lora_rank, bias
+            self.q_norm = make.norm(f"{path}.q_norm", first, _LATENT_EPS)
+            self.q = make.linear(f"{path}.q", width, first)
+        self.down = make.merged_linear(
+            f"{path}.down",
+            h,
+            {"q": first, "kv": rank + config.rope_width},
+            {"q": own_bias, "kv": bias},
+        )
+        self.kv_norm = make.norm(f"{path}.kv_norm", rank, _LATENT_EPS)
         width = heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.kv_up = _apart(config, linear(weights, f"{prefix}.kv_b_proj", width, rank, settings))
+        self.kv_up = make.converted_linear(
+            f"{path}.kv_up", width, rank, functools.partial(_apart, config)
+        )
         shape = (heads, 1)
-        self.kv = KeysAndValues(weights, prefix, settings, kept_rounded=False, k=shape, v=shape)
-        width = heads * config.v_head_dim
-        self.out = linear(weights, f"{prefix}.o_proj", h, width, settings, bias)
+        self.kv = build_keys_and_values(make, f"{path}.kv", kept_rounded=False, k=shape, v=shape)
+        self.out = make.linear(f"{path}.out", h, heads * config.v_head_dim, bias)
 
-    def init_cache(self, batch: int, max_length: int):
+    def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: latents with their rotated keys behind them, one head."""
         shape = (1, self.config.kv_lora_rank + self.config.rope_width)
         return empty_entries(batch, max_length, self.dtype, latent=shape)
 
-    def __call__(self, x, positions, entries):
+    def mix(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
         config, (b, t, _) = self.config, x.shape
         down = self.down(x)
@@ -198,6 +201,8 @@ class LatentAttention(nnx.Module):
         key = self._rotate(key[:, :, None, :], positions)
         latent = jnp.concatenate([self.kv_norm(latent)[:, :, None, :], key], axis=-1)
         seen, entries = append(entries, positions, latent=latent)
+        # The matrices of all heads may be multiplied into queries and results instead.
+        record(self.kv_up, latent[:, :, 0, : config.kv_lora_rank])
         absorbs = self._absorbs(t, seen["latent"].shape[2])
         # What is rounded to FP8 are the keys and values of all heads, which have to be made then.
         if isinstance(self.kv_up, HeadMatrices) and absorbs and self.kv.scales is None:
@@ -284,44 +289,58 @@ def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Arr
     return jnp.moveaxis(y, 0, 2).astype(x.dtype)
 
 
-def build_attention(config: SparseConfig, layer: int, weights, settings: Settings):
+def build_attention(config: SparseConfig, layer: int, make: Builder):
     """Make the attention of `layer`.
 
-    Over a mesh it is cut by heads along `tensor`: what makes queries, keys and values of latents,
-    and the output. What makes the latents is whole on every device, as they and their cache are.
+    Over a mesh it is divided by heads along `tensor`: what makes queries, keys and values of
+    latents, and the output. The down-projections and the latent cache are replicated.
     """
-    prefix, sizes = f"model.layers.{layer}.self_attn", config.attention
-    heads, shards = (
-        sizes.num_heads,
-        1 if settings.expert_mesh is None else settings.expert_mesh.tensor,
-    )
-    rows = Split("rows", shards)
-    # No linear is called k_proj or v_proj: these are names of the scales of an FP8 cache.
-    by_heads = ("q_proj", "q_b_proj", "kv_b_proj", "k_proj", "v_proj")
-    return build_cut(
-        lambda weights, sizes: LatentAttention(sizes, weights, prefix, settings),
+    path, sizes = f"layers.{layer}.attention", config.attention
+    heads, shards = sizes.num_heads, make.settings.shards
+    rows = ShardSpec("rows", shards)
+    # Queries of latents are made by `q`, those without a latent by a part of `down`.
+    query = "q" if sizes.q_lora_rank is not None else "down.q"
+    # No linear is called k or v: these are names of the scales of an FP8 cache.
+    by_heads = (query, "kv_up", "k", "v")
+    return divide(
+        make,
+        lambda make, sizes: LatentAttention(sizes, make, path),
         sizes,
         dataclasses.replace(sizes, num_heads=heads // shards),
-        weights,
-        settings,
-        splits=dict.fromkeys(by_heads, rows) | {"o_proj": Split("columns", shards)},
-        last=f"{prefix}.o_proj",
+        specs=dict.fromkeys(by_heads, rows) | {"out": ShardSpec("columns", shards)},
+        last=f"{path}.out",
         width=heads * sizes.v_head_dim,
-        why_whole=f"{heads} heads do not make {shards} parts" if heads % shards else None,
-        kind=HeadParts,
+        reason=f"{heads} heads do not make {shards} parts" if heads % shards else None,
     )
 
 
-def build_moe(config: SparseConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer`; `build_block` says what is raised."""
-    correction = "gate.e_score_correction_bias"
-    return build_block(config, layer, weights, settings, correction=correction)
+    return build_block(config, layer, make, bias=True)
 
 
-def build_model(config: SparseConfig, weights, settings: Settings) -> Decoder:
+def build_model(config: SparseConfig, make: Builder) -> Decoder:
     """Make the whole model, layer by layer."""
-    return build_decoder(config, weights, settings, build_attention, build_moe)
+    return build_decoder(config, make, build_attention, build_moe)
 
 
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, mlp_prefix)
-LITE = Architecture(read_lite_config, build_model, build_moe, mlp_prefix)
+_PARTS = {
+    "kv": "",
+    "q_norm": "q_a_layernorm",
+    "q": "q_b_proj",
+    "down.kv": "kv_a_proj_with_mqa",
+    "kv_norm": "kv_a_layernorm",
+    "kv_up": "kv_b_proj",
+    "out": "o_proj",
+}
+_ATTENTION = "model.layers.*.self_attn"
+KEYS: KeyTable = {
+    **DECODER_KEYS,
+    **below("layers.*.attention", _ATTENTION, _PARTS),
+    # Queries are projected to a latent, or at once.
+    "layers.*.attention.down.q": (f"{_ATTENTION}.q_a_proj", f"{_ATTENTION}.q_proj"),
+    **gated_mlp_keys("layers.*.mlp", "model.layers.*.mlp"),
+    **moe_keys("model.layers.*.mlp", bias="gate.e_score_correction_bias", shared="shared_experts"),
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+LITE = Architecture(read_lite_config, build_model, build_moe, KEYS)

@@ -16,15 +16,16 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.models.attention import PADDING
 from jax_nvfp4_moe.models.convolution import convolve
-from jax_nvfp4_moe.models.cutting import build_cut
-from jax_nvfp4_moe.models.decoder import MergedLinear, Settings, linear
-from jax_nvfp4_moe.parallel.parts import HeadParts, Split
+from jax_nvfp4_moe.models.division import divide
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _CHUNK = 64  # tokens whose corrections are solved together
 _TINY = 1e-6  # added to the squared length of keys and queries
@@ -38,7 +39,7 @@ class DeltaSizes:
       key_heads: m, heads of queries and keys.
       value_heads: heads of values and states, a multiple of m: each key head serves r of them.
       key_head_dim, value_head_dim: d and e, channels of a head.
-      taps: tokens that the convolution sees, its own the last.
+      conv_size: tokens that the convolution sees, its own the last.
       eps: of the norm.
     """
 
@@ -47,7 +48,7 @@ class DeltaSizes:
     value_heads: int
     key_head_dim: int
     value_head_dim: int
-    taps: int
+    conv_size: int
     eps: float
 
     @property
@@ -66,7 +67,7 @@ class DeltaSizes:
         return 2 * self.keys + self.values
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(HeadParallel):
     """Linears, a causal convolution, the delta rule, and a norm gated by ``silu(z)``.
 
     Attributes:
@@ -76,50 +77,45 @@ class GatedDeltaNet(nnx.Module):
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2, "state": 1}
 
-    def __init__(self, sizes: DeltaSizes, weights, prefix: str, settings: Settings):
-        """Ask `weights` for the tensors below `prefix`; their names tell how channels stand."""
-        self.sizes, self.dtype = sizes, jnp.dtype(settings.dtype)
-        self.interleaved = weights.has_under(f"{prefix}.in_proj_qkvz.")
-        widths = {"qkv": sizes.convolved, "z": sizes.values}
-        widths |= {"b": sizes.value_heads, "a": sizes.value_heads}
+    def __init__(self, sizes: DeltaSizes, make: Builder, path: str):
+        """Make one with the heads of one shard; the file's names tell how channels stand."""
+        self.sizes, self.dtype = sizes, jnp.dtype(make.settings.dtype)
+        self.interleaved = make.has(f"{path}.projections.qkvz")
+        rows = {"qkv": sizes.convolved, "z": sizes.values}
+        rows |= {"b": sizes.value_heads, "a": sizes.value_heads}
         if self.interleaved:
-            widths = {"qkvz": sizes.convolved + sizes.values, "ba": 2 * sizes.value_heads}
-        self.projections = MergedLinear(
-            **{
-                name: linear(weights, f"{prefix}.in_proj_{name}", width, sizes.hidden, settings)
-                for name, width in widths.items()
-            }
-        )
-        self.out = linear(weights, f"{prefix}.out_proj", sizes.hidden, sizes.values, settings)
+            rows = {"qkvz": sizes.convolved + sizes.values, "ba": 2 * sizes.value_heads}
+        self.projections = make.merged_linear(f"{path}.projections", sizes.hidden, rows)
+        self.out_proj = make.linear(f"{path}.out_proj", sizes.hidden, sizes.values)
 
-        def array(name, *shape):
-            return nnx.Param(weights.array(f"{prefix}.{name}", shape, dtype=jnp.float32))
+        def variable(name, *shape):
+            return make.variable(f"{path}.{name}", shape, dtype=jnp.float32)
 
-        self.taps = array("conv1d.weight", sizes.convolved, 1, sizes.taps)
-        self.A_log = array("A_log", sizes.value_heads)
-        self.dt_bias = array("dt_bias", sizes.value_heads)
-        self.norm = array("norm.weight", sizes.value_head_dim)
+        self.conv_weight = variable("conv_weight", sizes.convolved, 1, sizes.conv_size)
+        self.A_log = variable("A_log", sizes.value_heads)
+        self.dt_bias = variable("dt_bias", sizes.value_heads)
+        self.norm = variable("norm", sizes.value_head_dim)
 
-    def init_cache(self, batch: int, max_length: int):
+    def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: the last inputs of the convolution, and the states."""
         del max_length
         sizes = self.sizes
         return {
-            "inputs": jnp.zeros((batch, sizes.taps - 1, sizes.convolved), self.dtype),
+            "inputs": jnp.zeros((batch, sizes.conv_size - 1, sizes.convolved), self.dtype),
             "state": jnp.zeros(_state_shape(sizes, batch), jnp.float32),
         }
 
-    def __call__(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
+    def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
         """Mix ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
 
         Tokens at `positions` of `PADDING` and later, behind all others of their row, leave the
         entries as they are.
         """
         sizes, (b, t, _) = self.sizes, x.shape
-        old = self.init_cache(b, 0) if entries is None else entries
+        old = self.empty_cache(b, 0) if entries is None else entries
         present = positions < PADDING
         inputs, z, beta, step = self._project(x)
-        mixed, inputs = convolve(inputs, old["inputs"], self.taps.get_value()[:, 0], present)
+        mixed, inputs = convolve(inputs, old["inputs"], self.conv_weight.get_value()[:, 0], present)
         q, k, v = jnp.split(jax.nn.silu(mixed), [sizes.keys, 2 * sizes.keys], axis=-1)
         q, k = (_unit(part.reshape(b, t, sizes.key_heads, sizes.key_head_dim)) for part in (q, k))
         heads = (b, t, sizes.key_heads, sizes.value_heads // sizes.key_heads)
@@ -135,7 +131,7 @@ class GatedDeltaNet(nnx.Module):
         rule = delta_step if t == 1 else delta_chunks
         y, state = rule(q * sizes.key_head_dim**-0.5, k, v, g, beta, old["state"])
         y = self._gated_norm(y.reshape(b, t, sizes.value_heads, -1), z)
-        y = self.out(y.reshape(b, t, -1))
+        y = self.out_proj(y.reshape(b, t, -1))
         return y, None if entries is None else {"inputs": inputs, "state": state}
 
     def _project(self, x):
@@ -164,46 +160,45 @@ class GatedDeltaNet(nnx.Module):
         return (normal * jax.nn.silu(z.astype(jnp.float32).reshape(y.shape))).astype(self.dtype)
 
 
-def build_delta_net(sizes: DeltaSizes, weights, prefix: str, settings: Settings):
-    """Make a gated delta net, over a mesh in parts of whole key heads along `tensor`.
+def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
+    """Make a gated delta net, over a mesh divided by whole key heads along `tensor`.
 
     Args:
       sizes: of the whole.
-      weights: the source of `checkpoint.resolve`.
-      prefix: its module.
-      settings: how modules are made.
+      path: of the mixer.
+      make: builds its parts.
     """
-    parts, why = settings.shards, None
-    if sizes.key_heads % parts:
-        why = f"{sizes.key_heads} key heads do not make {parts} parts"
+    shards, reason = make.settings.shards, None
+    if sizes.key_heads % shards:
+        reason = f"{sizes.key_heads} key heads do not make {shards} parts"
     own = dataclasses.replace(
-        sizes, key_heads=sizes.key_heads // parts, value_heads=sizes.value_heads // parts
+        sizes, key_heads=sizes.key_heads // shards, value_heads=sizes.value_heads // shards
     )
-    rows = Split("rows", parts)  # of what stands key head by key head, or is one thing of each head
-    channels = Split("rows", parts, (sizes.keys, sizes.keys, sizes.values))
-    return build_cut(
-        lambda weights, sizes: GatedDeltaNet(sizes, weights, prefix, settings),
+    # Of what stands key head by key head, or is one thing of each head.
+    rows = ShardSpec("rows", shards)
+    channels = ShardSpec("rows", shards, (sizes.keys, sizes.keys, sizes.values))
+    return divide(
+        make,
+        lambda make, sizes: GatedDeltaNet(sizes, make, path),
         sizes,
         own,
-        weights,
-        settings,
-        splits={
-            "in_proj_qkvz": rows,
-            "in_proj_ba": rows,
-            "in_proj_qkv": channels,
-            "in_proj_z": rows,
-            "in_proj_b": rows,
-            "in_proj_a": rows,
-            "conv1d": channels,
-            "A_log": rows,
-            "dt_bias": rows,
-            "out_proj": Split("columns", parts),
+        specs={
+            **dict.fromkeys(("qkvz", "ba", "z", "b", "a", "A_log", "dt_bias"), rows),
+            **dict.fromkeys(("qkv", "conv_weight"), channels),
+            "out_proj": ShardSpec("columns", shards),
         },
-        last=f"{prefix}.out_proj",
+        last=f"{path}.out_proj",
         width=sizes.values,
-        why_whole=why,
-        kind=HeadParts,
+        reason=reason,
     )
+
+
+def delta_keys(path: str, name: str) -> KeyTable:
+    """Return where the parts of a gated delta net at `path` stand below `name` of the file."""
+    projections = ("qkvz", "ba", "qkv", "z", "b", "a")
+    parts = {f"projections.{one}": f"in_proj_{one}" for one in projections}
+    parts |= {"out_proj": "out_proj", "conv_weight": "conv1d.weight", "norm": "norm.weight"}
+    return below(path, name, parts | {"A_log": "A_log", "dt_bias": "dt_bias"})
 
 
 def delta_step(

@@ -8,22 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
-from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
-from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
-from jax_nvfp4_moe.models.decoder import (
-    Architecture,
-    Decoder,
-    MergedLinear,
-    Settings,
-    build_decoder,
-    linear,
-)
-from jax_nvfp4_moe.models.grouped_query import build_heads
-from jax_nvfp4_moe.models.sparse import require_experts
+from jax_nvfp4_moe.models.attention import KEY_AXES, attend, build_keys_and_values
+from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.grouped_query import build_heads, gqa_keys
+from jax_nvfp4_moe.models.sparse import moe_keys, require_experts
+from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _THETA = 150000.0  # where the config names none
 _YARN = {
@@ -122,32 +117,29 @@ def _read_windows(fields, config, layers):
     return tuple(window if kind == _SLIDING else None for kind in types)
 
 
-class Attention(nnx.Module):
+class Attention(HeadParallel):
     """Grouped-query attention; each head has a sink, a score whose value is zero."""
 
     cache_axes = KEY_AXES
 
-    def __init__(self, config: GptOssConfig, layer: int, weights, prefix: str, settings: Settings):
-        """Ask `weights` for the tensors below `prefix`."""
+    def __init__(self, config: GptOssConfig, layer: int, make: Builder, path: str):
+        """Make one with the heads of one shard."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
-        self.config, self.dtype = config, settings.dtype
+        self.config, self.dtype = config, make.settings.dtype
         shape = (config.num_kv_heads, config.head_dim)
-        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
+        self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
         self.window = config.windows[layer]
-        self.qkv = MergedLinear(
-            q=linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias),
-            k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
-            v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
-        )
-        self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
-        self.sinks = nnx.Param(weights.array(f"{prefix}.sinks", (heads,), dtype=jnp.float32))
+        rows = {"q": heads * d, "k": kv_heads * d, "v": kv_heads * d}
+        self.qkv = make.merged_linear(f"{path}.qkv", h, rows, bias)
+        self.out = make.linear(f"{path}.out", h, heads * d, bias)
+        self.sinks = make.variable(f"{path}.sinks", (heads,), dtype=jnp.float32)
 
-    def init_cache(self, batch: int, max_length: int):
+    def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
         return self.kv.init_cache(batch, max_length)
 
-    def __call__(self, x, positions, entries):
+    def mix(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
         config, (b, t, _) = self.config, x.shape
         heads = self.qkv(x).reshape(b, t, -1, config.head_dim)
@@ -159,37 +151,25 @@ class Attention(nnx.Module):
         return self.out(y.reshape(b, t, -1)), entries
 
 
-def build_attention(config: GptOssConfig, layer: int, weights, settings: Settings):
-    """Make the attention of `layer`, over a mesh in parts along `tensor`."""
+def build_attention(config: GptOssConfig, layer: int, make: Builder):
+    """Make the attention of `layer`, over a mesh divided along `tensor`."""
 
-    def make(sizes, weights, prefix, settings):
-        return Attention(sizes, layer, weights, prefix, settings)
+    def attention(sizes, make, path):
+        return Attention(sizes, layer, make, path)
 
-    return build_heads(config, f"model.layers.{layer}.self_attn", weights, settings, make)
-
-
-def moe_prefix(layer: int) -> str:
-    """Return the module of the expert block of `layer`."""
-    return f"model.layers.{layer}.mlp"
+    return build_heads(config, f"layers.{layer}.attention", make, attention)
 
 
-def build_moe(config: GptOssConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+def build_moe(config: GptOssConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer`.
 
     Raises:
       ValueError: there is no such layer.
     """
     require_experts(config, layer)
-    prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
-    params, checkpoint_scheme = weights.experts(
-        f"{prefix}.experts",
-        e,
-        h,
-        config.intermediate,
-        bias=True,
-        interleaved=True,
-        inputs_first=True,
-    )
+    path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
+    stored = {"bias": True, "interleaved": True, "inputs_first": True}
+    params, checkpoint_scheme = make.experts(f"{path}.params", e, h, config.intermediate, **stored)
     return NVFP4MoE(
         e,
         h,
@@ -198,16 +178,22 @@ def build_moe(config: GptOssConfig, layer: int, weights, settings: Settings) -> 
         activation="swigluoai_uninterleave",  # loading has put gate rows before up rows
         limit=_LIMIT,
         params=params,
-        router_weight=weights.array(f"{prefix}.router.weight", (e, h), dtype=jnp.float32),
-        router_logit_bias=weights.array(f"{prefix}.router.bias", (e,), dtype=jnp.float32),
+        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_logit_bias=make.array(f"{path}.router_logit_bias", (e,), dtype=jnp.float32),
         checkpoint_scheme=checkpoint_scheme,
-        **settings.block_arguments(),
+        **make.settings.block_arguments(),
     )
 
 
-def build_model(config: GptOssConfig, weights, settings: Settings) -> Decoder:
+def build_model(config: GptOssConfig, make: Builder) -> Decoder:
     """Make the whole model, layer by layer."""
-    return build_decoder(config, weights, settings, build_attention, build_moe)
+    return build_decoder(config, make, build_attention, build_moe)
 
 
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)
+KEYS = {
+    **DECODER_KEYS,
+    **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
+    **moe_keys("model.layers.*.mlp", router="router"),
+    "layers.*.mlp.router_logit_bias": "model.layers.*.mlp.router.bias",
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)

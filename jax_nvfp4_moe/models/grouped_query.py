@@ -5,22 +5,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
-from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
-from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
-from jax_nvfp4_moe.models.cutting import build_cut
-from jax_nvfp4_moe.models.decoder import (
-    MergedLinear,
-    RMSNorm,
-    Settings,
-    linear,
-    mean_square,
-    norm,
-)
+from jax_nvfp4_moe.models.attention import KEY_AXES, attend, build_keys_and_values
+from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.division import divide
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.nn.norm import mean_square, normalize
+from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
-from jax_nvfp4_moe.parallel.parts import HeadParts, Split
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +32,6 @@ class GQAConfig:
         and all key heads as another; None neither.
       clip: queries, keys and values are cut to this magnitude; None for none.
       window: keys that a query sees, its own the last; None for all.
-      mean_axis: where heads are normalized as a whole and these are a part of them: the mesh axis
-        along which the others are; else None.
     """
 
     hidden: int
@@ -51,7 +45,6 @@ class GQAConfig:
     normalize: Literal["heads", "whole"] | None = None
     clip: float | None = None
     window: int | None = None
-    mean_axis: str | None = None
 
 
 def read_grouped_query(
@@ -102,40 +95,32 @@ def read_window(fields: Fields) -> int | None:
     return fields.size("sliding_window") if fields.present("sliding_window") else None
 
 
-class Attention(nnx.Module):
+class Attention(HeadParallel):
     """Attention of the sizes and options of a `GQAConfig`."""
 
     cache_axes = KEY_AXES
 
-    def __init__(self, config: GQAConfig, weights, prefix: str, settings: Settings):
-        """Ask `weights` for the tensors below `prefix`."""
-        h, d, bias = config.hidden, config.head_dim, config.bias
+    def __init__(self, config: GQAConfig, make: Builder, path: str):
+        """Make one with the heads of one shard."""
+        h, d = config.hidden, config.head_dim
         rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
-        self.config, self.dtype = config, settings.dtype
+        self.config, self.dtype = config, make.settings.dtype
         shape = (config.num_kv_heads, config.head_dim)
-        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
-        self.qkv = MergedLinear(
-            q=linear(weights, f"{prefix}.q_proj", rows, h, settings, bias),
-            k=linear(weights, f"{prefix}.k_proj", kv_rows, h, settings, bias),
-            v=linear(weights, f"{prefix}.v_proj", kv_rows, h, settings, bias),
+        self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
+        self.qkv = make.merged_linear(
+            f"{path}.qkv", h, {"q": rows, "k": kv_rows, "v": kv_rows}, config.bias
         )
-        self.out = linear(weights, f"{prefix}.o_proj", h, rows, settings, config.out_bias)
-        if config.normalize == "whole":
-            self.q_norm = norm(weights, f"{prefix}.q_norm", rows, config.eps)
-            self.k_norm = norm(weights, f"{prefix}.k_norm", kv_rows, config.eps)
-        elif config.normalize == "heads":
-            norms = ("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)
-            each = [
-                jnp.broadcast_to(weights.array(f"{prefix}.{name}.weight", (d,)), (count, d))
-                for name, count in norms
-            ]
-            self.qk_norm = RMSNorm(jnp.concatenate(each), config.eps)
+        self.out = make.linear(f"{path}.out", h, rows, config.out_bias)
+        if config.normalize is not None:
+            widths = (d, d) if config.normalize == "heads" else (rows, kv_rows)
+            self.q_norm = make.norm(f"{path}.q_norm", widths[0], config.eps)
+            self.k_norm = make.norm(f"{path}.k_norm", widths[1], config.eps)
 
-    def init_cache(self, batch: int, max_length: int):
+    def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
         return self.kv.init_cache(batch, max_length)
 
-    def __call__(self, x, positions, entries):
+    def mix(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
         config, (b, t, _) = self.config, x.shape
         heads = self._normalized(self.qkv(x)).reshape(b, t, -1, config.head_dim)
@@ -161,70 +146,92 @@ class Attention(nnx.Module):
         if config.normalize == "heads":
             qk, v = jnp.split(qkv, [rows + kv_rows], axis=-1)
             each = qk.reshape(*qk.shape[:-1], -1, config.head_dim)
-            return jnp.concatenate([self.qk_norm(each).reshape(qk.shape), v], axis=-1)
+            # One weight of all query heads and one of all key heads, in one operation.
+            weight = jnp.concatenate(
+                [
+                    jnp.broadcast_to(norm.weight.get_value(), (count, config.head_dim))
+                    for norm, count in (
+                        (self.q_norm, config.num_heads),
+                        (self.k_norm, config.num_kv_heads),
+                    )
+                ]
+            )
+            normal = normalize(each, weight, config.eps)
+            return jnp.concatenate([normal.reshape(qk.shape), v], axis=-1)
         return qkv
 
     def _means(self, q, k):
         """Return the mean squares of all query and of all key heads, None where `q`, `k` are all.
 
-        Parts are equally wide, and each key head is in equally many: the mean of all is that of
-        the parts' means.
+        Shards are equally wide, and each key head is in equally many: the mean of all is that of
+        the shards' means.
         """
-        if self.config.mean_axis is None:
+        if self.expert_mesh is None:
             return None, None
         means = jnp.concatenate([mean_square(q), mean_square(k)], axis=-1)
-        return jnp.split(lax.pmean(means, self.config.mean_axis), 2, axis=-1)
+        return jnp.split(lax.pmean(means, TENSOR), 2, axis=-1)
 
 
-def build_attention(config, layer: int, weights, settings: Settings):
+def gqa_keys(path: str, name: str | tuple[str, ...]) -> KeyTable:
+    """Return where the parts of a grouped-query attention at `path` stand below `name`."""
+    parts = {
+        "kv": "",
+        "qkv.q": "q_proj",
+        "qkv.k": "k_proj",
+        "qkv.v": "v_proj",
+        "out": "o_proj",
+        "q_norm": "q_norm",
+        "k_norm": "k_norm",
+        "sinks": "sinks",
+    }
+    return below(path, name, parts)
+
+
+def build_attention(config, layer: int, make: Builder):
     """Make the attention of `layer` of a model whose ``config.attention`` is a `GQAConfig`.
 
-    Over a mesh it is cut by heads along `tensor`; where there are more shards than key heads, some
-    shards have the same one. Heads that are normalized as a whole share their means.
+    Over a mesh it is divided by heads along `tensor`; where there are more shards than key heads,
+    some shards have the same one. Heads that are normalized as a whole share their means.
     """
-    return build_heads(config.attention, f"model.layers.{layer}.self_attn", weights, settings)
+    return build_heads(config.attention, f"layers.{layer}.attention", make)
 
 
-def build_heads(config: Any, prefix: str, weights, settings: Settings, make: Any = Attention):
-    """Make an attention, over a mesh in parts along `tensor`.
+def build_heads(config: Any, path: str, make: Builder, attention: Any = Attention):
+    """Make an attention, over a mesh divided by heads along `tensor`.
 
     Args:
       config: sizes of the whole, a `GQAConfig` or one with num_heads, num_kv_heads and head_dim.
-      prefix: module of the attention.
-      weights: the source of `checkpoint.resolve`.
-      settings: how modules are made.
-      make: ``(config, weights, prefix, settings)`` makes the module.
+      path: of the attention.
+      make: builds its parts.
+      attention: ``(config, make, path)`` makes the module.
     """
-    shards = settings.shards
+    shards = make.settings.shards
     heads, kv_heads = config.num_heads, config.num_kv_heads
     kv_parts = min(shards, kv_heads)
-    why = None
+    reason = None
     if heads % shards or max(shards, kv_heads) % kv_parts:
-        why = f"{heads} query and {kv_heads} key heads do not make {shards} parts"
+        reason = f"{heads} query and {kv_heads} key heads do not make {shards} parts"
     own = dataclasses.replace(
         config, num_heads=max(heads // shards, 1), num_kv_heads=kv_heads // kv_parts
     )
-    rows, kv_rows = Split("rows", shards), Split("rows", kv_parts)
+    rows, kv_rows = ShardSpec("rows", shards), ShardSpec("rows", kv_parts)
     norms = {}
     if getattr(config, "normalize", None) == "whole":
-        own = dataclasses.replace(own, mean_axis=TENSOR)
         norms = {"q_norm": rows, "k_norm": kv_rows}
-    return build_cut(
-        lambda weights, sizes: make(sizes, weights, prefix, settings),
+    return divide(
+        make,
+        lambda make, sizes: attention(sizes, make, path),
         config,
         own,
-        weights,
-        settings,
-        splits={
-            "q_proj": rows,
-            "k_proj": kv_rows,
-            "v_proj": kv_rows,
-            "o_proj": Split("columns", shards),
+        specs={
+            "q": rows,
+            "k": kv_rows,
+            "v": kv_rows,
+            "out": ShardSpec("columns", shards),
             "sinks": rows,
             **norms,
         },
-        last=f"{prefix}.o_proj",
+        last=f"{path}.out",
         width=heads * config.head_dim,
-        why_whole=why,
-        kind=HeadParts,
+        reason=reason,
     )

@@ -8,25 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
-from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
-from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
-from jax_nvfp4_moe.models.cutting import beside_experts
-from jax_nvfp4_moe.models.decoder import (
-    Architecture,
-    Decoder,
-    MergedLinear,
-    Settings,
-    build_decoder,
-    gated_mlp,
-    linear,
-)
-from jax_nvfp4_moe.models.grouped_query import build_heads
-from jax_nvfp4_moe.models.sparse import require_experts
+from jax_nvfp4_moe.models.attention import KEY_AXES, attend, build_keys_and_values
+from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.gated_mlp import build_gated_mlp, gated_mlp_keys
+from jax_nvfp4_moe.models.grouped_query import build_heads, gqa_keys
+from jax_nvfp4_moe.models.sparse import moe_keys, require_experts
+from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _THETA = 500000.0  # where the config names none
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
@@ -156,31 +150,28 @@ def _read_dense(fields, layers):
     return frozenset(range(layers)) - sparse
 
 
-class Attention(nnx.Module):
+class Attention(HeadParallel):
     """Grouped-query attention: rotated and normalized within chunks, or neither over all."""
 
     cache_axes = KEY_AXES
 
-    def __init__(self, config: Llama4Config, layer: int, weights, prefix: str, settings: Settings):
-        """Ask `weights` for the tensors below `prefix`."""
+    def __init__(self, config: Llama4Config, layer: int, make: Builder, path: str):
+        """Make one with the heads of one shard."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
-        self.config, self.dtype = config, settings.dtype
+        self.config, self.dtype = config, make.settings.dtype
         shape = (config.num_kv_heads, config.head_dim)
-        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
+        self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
         self.rotated, self.chunk = config.rotated[layer], config.chunks[layer]
-        self.qkv = MergedLinear(
-            q=linear(weights, f"{prefix}.q_proj", heads * d, h, settings, bias),
-            k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
-            v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
-        )
-        self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
+        rows = {"q": heads * d, "k": kv_heads * d, "v": kv_heads * d}
+        self.qkv = make.merged_linear(f"{path}.qkv", h, rows, bias)
+        self.out = make.linear(f"{path}.out", h, heads * d, bias)
 
-    def init_cache(self, batch: int, max_length: int):
+    def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
         return self.kv.init_cache(batch, max_length)
 
-    def __call__(self, x, positions, entries):
+    def mix(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
         config, (b, t, _) = self.config, x.shape
         heads = self.qkv(x).reshape(b, t, -1, config.head_dim)
@@ -219,50 +210,50 @@ def _grow(q, positions, scale, floor):
     return (q * factors[:, :, None, None]).astype(q.dtype)
 
 
-def build_attention(config: Llama4Config, layer: int, weights, settings: Settings):
-    """Make the attention of `layer`, over a mesh in parts along `tensor`."""
+def build_attention(config: Llama4Config, layer: int, make: Builder):
+    """Make the attention of `layer`, over a mesh divided along `tensor`."""
 
-    def make(sizes, weights, prefix, settings):
-        return Attention(sizes, layer, weights, prefix, settings)
+    def attention(sizes, make, path):
+        return Attention(sizes, layer, make, path)
 
-    return build_heads(config, f"model.layers.{layer}.self_attn", weights, settings, make)
-
-
-def moe_prefix(layer: int) -> str:
-    """Return the module of the expert block of `layer`."""
-    return f"model.layers.{layer}.feed_forward"
+    return build_heads(config, f"layers.{layer}.attention", make, attention)
 
 
-def build_moe(config: Llama4Config, layer: int, weights, settings: Settings) -> NVFP4MoE:
+def build_moe(config: Llama4Config, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer`, shared expert included.
 
     Raises:
       ValueError: that layer has none.
     """
     require_experts(config, layer)
-    prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
-    params, checkpoint_scheme = weights.experts(
-        f"{prefix}.experts", e, h, config.intermediate, inputs_first=True
+    path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
+    params, checkpoint_scheme = make.experts(
+        f"{path}.params", e, h, config.intermediate, inputs_first=True
     )
-    shared = gated_mlp(weights, f"{prefix}.shared_expert", h, config.intermediate, settings)
+    shared = build_gated_mlp(make, f"{path}.shared_experts", h, config.intermediate)
     return NVFP4MoE(
         e,
         h,
         config.intermediate,
         router=config.router,
         params=params,
-        router_weight=weights.array(f"{prefix}.router.weight", (e, h), dtype=jnp.float32),
-        shared_experts=beside_experts(shared, settings),
+        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,
-        **settings.block_arguments(),
+        **make.settings.block_arguments(),
     )
 
 
-def build_model(config: Llama4Config, weights, settings: Settings) -> Decoder:
+def build_model(config: Llama4Config, make: Builder) -> Decoder:
     """Make the whole model, layer by layer."""
-    return build_decoder(
-        config, weights, settings, build_attention, build_moe, mlp_name="feed_forward"
-    )
+    return build_decoder(config, make, build_attention, build_moe)
 
 
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)
+_BLOCK = "model.layers.*.feed_forward"
+KEYS = {
+    **DECODER_KEYS,
+    **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
+    **gated_mlp_keys("layers.*.mlp", _BLOCK),
+    **moe_keys(_BLOCK, router="router", shared="shared_expert"),
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)

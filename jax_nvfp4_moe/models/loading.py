@@ -2,27 +2,22 @@
 
 import dataclasses
 import logging
+import os
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.expert_names import Requests
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, merge_text_config
 from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
-from jax_nvfp4_moe.checkpoint.resolve import (
-    Checkpoint,
-    ExpertWeights,
-    Weights,
-    check,
-    load,
-    open_checkpoint,
-)
+from jax_nvfp4_moe.checkpoint.reading import Reader
+from jax_nvfp4_moe.checkpoint.table import WeightTable
 from jax_nvfp4_moe.models import (
     deepseek_v3,
     glm4_moe,
@@ -36,16 +31,13 @@ from jax_nvfp4_moe.models import (
     qwen3_moe,
     qwen3_next,
 )
-from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings
-from jax_nvfp4_moe.models.settings import Observer
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder
+from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover, fill, place
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
-from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
+from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.ops.moe import DTYPES
-from jax_nvfp4_moe.ops.preparation import find_moe_layout
 from jax_nvfp4_moe.parallel import DISPATCHES
-from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, ExpertMesh, find_expert_mesh, replicate
-from jax_nvfp4_moe.parallel.experts import check_experts, shard_experts
-from jax_nvfp4_moe.parallel.streaming import join_pieces, piece_size
+from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, find_expert_mesh
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -71,7 +63,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
 Folder = str | pathlib.Path
-Built = TypeVar("Built", bound=nnx.Module)
 
 
 def find_architecture(config: Mapping[str, Any]) -> Architecture:
@@ -126,12 +117,9 @@ def load_model(
     """
     settings = _settings(scheme, dtype, backend, mesh, dispatch)
     with open_checkpoint(path) as checkpoint:
-        row, config = _read_config(path, checkpoint.config)
-
-        def build(weights):
-            return row.build_model(config, weights, settings)
-
-        model = load(checkpoint, _tolerant(build, settings.expert_mesh), _options(settings))
+        plan = plan_model(checkpoint, settings)
+        with plan.open_reader() as reader:
+            model = plan.materialize(reader)
     _say_where_scheme_is_idle(model, settings.scheme)
     return model
 
@@ -158,31 +146,121 @@ def load_moe(
     """
     settings = _settings(scheme, dtype, backend, mesh, dispatch)
     with open_checkpoint(path) as checkpoint:
-        row, config = _read_config(path, checkpoint.config)
-
-        def build(weights):
-            return row.build_moe(config, layer, weights, settings)
-
-        options = _options(settings, only=row.moe_prefix(layer))
-        return load(checkpoint, _tolerant(build, settings.expert_mesh), options)
+        plan = plan_moe(checkpoint, layer, settings)
+        with plan.open_reader() as reader:
+            return plan.materialize(reader)
 
 
-class AbstractModel(NamedTuple):
-    """What headers alone tell of a checkpoint.
+@dataclasses.dataclass(frozen=True)
+class LoadPlan:
+    """What headers alone tell of a model: its modules, and what fills them.
 
     Attributes:
-      model: of `jax.ShapeDtypeStruct`.
-      decisions: module -> how the file quantizes it and what said so; see `Weights.decisions`.
+      model: abstract: its arrays are `jax.ShapeDtypeStruct`.
+      path: of `model` in the whole model; empty for that itself.
+      parts: path -> what is read; see `nn.building`.
+      table: of the checkpoint's tensors.
+      settings: where the values go.
     """
 
-    model: Decoder
-    decisions: Mapping[str, Decision]
+    model: Any
+    path: str
+    parts: Sequence[Part | ExpertPart]
+    table: WeightTable
+    settings: Settings
+
+    @property
+    def decisions(self) -> Mapping[str, Decision]:
+        """Module of the file -> how the file quantizes it and what said so."""
+        return self.table.decisions
+
+    def open_reader(self, progress: bool | None = None, label: str = "loading"):
+        """Return a context with a reader; arguments as for `WeightTable.open_reader`."""
+        return self.table.open_reader(progress, label)
+
+    def read(self, path: str, reader: Reader) -> Any:
+        """Return the one part at `path`, such as "embedding": a module, a variable, or its value.
+
+        Args:
+          path: of the part.
+          reader: of an `open_reader`.
+
+        Raises:
+          CheckpointError, MemoryError: as `materialize`.
+        """
+        part = next(part for part in self.parts if part.path == path)
+        return place(part, reader, self.settings)
+
+    def materialize(self, reader: Reader, path: str | None = None) -> Any:
+        """Return the model, or the part of it at `path`, with its weights.
+
+        Args:
+          reader: of an `open_reader`.
+          path: such as "layers.3"; `model` where None.
+
+        Raises:
+          CheckpointError: a scale is NaN or infinite.
+          MemoryError: the device's memory is too small.
+        """
+        found = self.model
+        for name in () if path is None else path.split("."):
+            found = found[int(name)] if name.isdigit() else getattr(found, name)
+        leaves, tree = jax.tree.flatten(found)
+        made = tree.unflatten(leaves)  # the plan's own modules stay abstract
+        fill(made, self.path if path is None else path, self.parts, reader, self.settings)
+        return made
+
+
+def plan_model(
+    checkpoint: Checkpoint, settings: Settings, options: LoadOptions | None = None
+) -> LoadPlan:
+    """Plan the load of a whole model: build it without weights, and find its tensors.
+
+    Args:
+      checkpoint: open.
+      settings: how modules are made.
+      options: how tensors are read; by `settings` where None.
+
+    Raises:
+      CheckpointError: lists everything that is missing, misshapen or unexpected; nothing is read.
+    """
+    row, config = _read_config(checkpoint)
+    return _plan(checkpoint, row, lambda make: row.build_model(config, make), "", settings, options)
+
+
+def plan_moe(checkpoint: Checkpoint, layer: int, settings: Settings) -> LoadPlan:
+    """Plan the load of the expert block of one layer; else as `plan_model`."""
+    row, config = _read_config(checkpoint)
+    path = row.moe.replace("*", str(layer))
+    return _plan(
+        checkpoint, row, lambda make: row.build_moe(config, layer, make), path, settings, None
+    )
+
+
+def _plan(checkpoint, row, build, path, settings, options):
+    options = options or _options(settings)
+    table = WeightTable(checkpoint, options)
+    make = Builder(table, row.keys, settings)
+    try:
+        model = nnx.eval_shape(lambda: build(make))
+    except Exception:
+        # Stand-ins for tensors that are wrong may break the model's own code.
+        table.raise_problems()
+        raise
+    check_parts_cover(model, make.parts, path)
+    only = None
+    if path:
+        # The names of all parts of the block begin with that of the block itself.
+        only = os.path.commonprefix([f"{make.key(part.path)}." for part in make.parts])
+        only = only.rpartition(".")[0]
+    table.check(only)
+    return LoadPlan(model, path, make.parts, table, settings)
 
 
 def abstract_model(
     path: Folder, *, scheme: Scheme | str | None = None, dtype=jnp.bfloat16
-) -> AbstractModel:
-    """Build a model of `jax.ShapeDtypeStruct` from headers alone, checking them all.
+) -> LoadPlan:
+    """Plan a load from headers alone, checking them all, for a look at the model.
 
     Args:
       path, scheme, dtype: as for `load_model`.
@@ -192,33 +270,17 @@ def abstract_model(
     """
     settings = _settings(scheme, dtype, None)
     with open_checkpoint(path) as checkpoint:
-        row, config = _read_config(path, checkpoint.config)
-        built = []
-
-        def build(weights):
-            model = _abstract(lambda w: row.build_model(config, w, settings), weights)
-            built.append(AbstractModel(model, weights.decisions))
-
-        check(checkpoint, build, _options(settings, input_scales="optional"))
-        return built[0]
+        return plan_model(checkpoint, settings, _options(settings, input_scales="optional"))
 
 
-def read_requests(checkpoint: Checkpoint) -> Requests:
-    """Return the linears and experts that the model of an open checkpoint asks for.
+def plan_unquantized(checkpoint: Checkpoint) -> LoadPlan:
+    """Plan the load in float32 of a checkpoint that is not quantized.
 
     Raises:
       CheckpointError: as `load_model`; all headers are checked.
     """
     settings = _settings(None, jnp.float32, None)
-    row, config = _read_config(checkpoint.folder, checkpoint.config)
-    requested_scheme = []
-
-    def build(weights):
-        requested_scheme.append(weights.requests)
-        _abstract(lambda w: row.build_model(config, w, settings), weights)
-
-    check(checkpoint, build, LoadOptions(input_scales="ignored"))
-    return requested_scheme[0]
+    return plan_model(checkpoint, settings, _options(settings, input_scales="ignored"))
 
 
 def read_model_config(checkpoint: Checkpoint) -> Any:
@@ -227,33 +289,7 @@ def read_model_config(checkpoint: Checkpoint) -> Any:
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
-    return _read_config(checkpoint.folder, checkpoint.config)[1]
-
-
-def observe_layers(
-    checkpoint: Checkpoint, observer: Observer, progress: bool | None = None
-) -> None:
-    """Make the model of an open checkpoint in float32, part by part, before the eyes of `observer`.
-
-    Parts that the observer does not keep are freed before the next are read.
-
-    Args:
-      checkpoint: not quantized.
-      observer: sees the embedding, every linear and the experts of a layer, and the layer.
-      progress: as for `LoadOptions`.
-
-    Raises:
-      CheckpointError: as `load_model`; nothing is read then.
-    """
-    plain = _settings(None, jnp.float32, None)
-    settings = dataclasses.replace(plain, observer=observer)
-    row, config = _read_config(checkpoint.folder, checkpoint.config)
-
-    def build(weights):
-        return row.build_model(config, weights, settings if weights.reads else plain)
-
-    options = dataclasses.replace(_options(plain), progress=progress, label="calibrating")
-    load(checkpoint, _tolerant(build, None), options)
+    return _read_config(checkpoint)[1]
 
 
 def find_dtype(dtype) -> jnp.dtype:
@@ -310,116 +346,17 @@ def _check_dispatch(dispatch, expert_mesh, target):
         raise ValueError("dispatch: expected GPUs with 'ragged', got CPUs; use 'all_to_all'")
 
 
-def _read_config(path, config):
+def _read_config(checkpoint: Checkpoint) -> tuple[Architecture, Any]:
     try:
-        config = merge_text_config(config)
+        config = merge_text_config(checkpoint.config)
         row = find_architecture(config)
         return row, row.read_config(config)
     except CheckpointError as error:
-        raise CheckpointError(error.problems, str(path)) from None
+        raise CheckpointError(error.problems, str(checkpoint.folder)) from None
 
 
-def _options(settings, only=None, input_scales=None):
+def _options(settings, input_scales=None):
     if input_scales is None:
         chosen, _ = choose_scheme(Scheme.W4A4, settings.scheme, settings.target)
         input_scales = "required" if chosen is Scheme.W4A4 else "ignored"
-    return LoadOptions(
-        dtype=settings.dtype,
-        place=_placer(settings),
-        input_scales=input_scales,
-        only=only,
-        deferred=True,
-    )
-
-
-def _placer(settings):
-    """Return what puts one value on the device, experts in the layout of their kernel."""
-    put = _put if settings.expert_mesh is None else _put_shards
-
-    def place(name, value, checkpoint_scheme):
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(value))
-        try:
-            # One layer at a time: reading the next must not begin while this one is in two forms.
-            return jax.block_until_ready(put(value, checkpoint_scheme, settings))
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise MemoryError(
-                f"out of memory on {settings.target}: {size / 2**20:.1f} MiB for {name}"
-            ) from error
-
-    return place
-
-
-def _op_arguments(checkpoint_scheme, settings):
-    scheme, _ = choose_scheme(checkpoint_scheme, settings.scheme, settings.target)
-    return {"scheme": scheme, "target": settings.target, "backend": settings.backend}
-
-
-def _put(value, checkpoint_scheme, settings):
-    """Return one value on the device."""
-    if not isinstance(value, MoEParams):
-        return jax.device_put(jax.tree.map(lambda leaf: leaf[()], value))
-    layout = find_moe_layout(value, **_op_arguments(checkpoint_scheme, settings))
-    step = piece_size(value, value.num_experts, settings.target)
-
-    def read(first):
-        return jax.tree.map(lambda leaf: leaf[first : first + step], value)
-
-    return join_pieces(read, value.num_experts, step, layout)
-
-
-def _put_shards(value, checkpoint_scheme, settings):
-    """Return one value on the devices of the grid: experts cut, all else whole on each."""
-    if isinstance(value, MoEParams):
-        layout = find_moe_layout(value, **_op_arguments(checkpoint_scheme, settings))
-        return shard_experts(value, settings.expert_mesh, layout=layout)
-    if isinstance(value, DenseExperts):
-        return shard_experts(value, settings.expert_mesh)
-    return replicate(value, settings.expert_mesh)
-
-
-def _tolerant(
-    build: Callable[[Any], Built], expert_mesh: ExpertMesh | None
-) -> Callable[[Weights], Built]:
-    """Return `build` such that the placeholders of the first pass go through it as traced zeros."""
-    return (
-        lambda weights: build(weights) if weights.reads else _abstract(build, weights, expert_mesh)
-    )
-
-
-def _abstract(build, weights, expert_mesh=None):
-    return nnx.eval_shape(lambda: build(_Zeros(weights, expert_mesh)))
-
-
-class _Zeros:
-    """Answers as a `Weights` of the first pass, with arrays of zeros for placeholders."""
-
-    def __init__(self, weights: Weights, expert_mesh: ExpertMesh | None):
-        self._weights, self._expert_mesh = weights, expert_mesh
-
-    def __getattr__(self, name):
-        return getattr(self._weights, name)
-
-    def array(self, *args, **kwargs):
-        """As `Weights.array`."""
-        return _zeros(self._weights.array(*args, **kwargs))
-
-    def linear(self, *args, **kwargs):
-        """As `Weights.linear`."""
-        return _zeros(self._weights.linear(*args, **kwargs))
-
-    def experts(self, *args, **kwargs):
-        """As `Weights.experts`."""
-        params, checkpoint_scheme = self._weights.experts(*args, **kwargs)
-        if self._expert_mesh is not None:  # sizes that it does not divide are known before any read
-            check_experts(params, self._expert_mesh)
-        return ExpertWeights(_zeros(params), checkpoint_scheme)
-
-    def cache_scales(self, *args, **kwargs):
-        """As `Weights.cache_scales`."""
-        return _zeros(self._weights.cache_scales(*args, **kwargs))
-
-
-def _zeros(tree):
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+    return LoadOptions(dtype=settings.dtype, input_scales=input_scales)

@@ -19,16 +19,17 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.models.attention import PADDING
 from jax_nvfp4_moe.models.convolution import convolve
-from jax_nvfp4_moe.models.cutting import build_cut
-from jax_nvfp4_moe.models.decoder import Settings, linear
+from jax_nvfp4_moe.models.division import divide
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
-from jax_nvfp4_moe.parallel.parts import HeadParts, Split
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _CHUNK = 64  # tokens multiplied with each other
 _PIECE = 2048  # tokens of all rows at once, which bounds the memory of the products
@@ -42,7 +43,7 @@ class Mamba2Config:
       hidden: width of what it reads and writes.
       heads, head_dim, state_size: the state is ``[heads, head_dim, state_size]``.
       groups: heads of one group share b and c, and are normalized together.
-      taps: tokens that the convolution sees, its own the last.
+      conv_size: tokens that the convolution sees, its own the last.
       activation: name of a row of `numerics.activations.ACTIVATIONS`, after the convolution.
       bias, conv_bias: whether the linears and the convolution have one.
       eps: of the norm.
@@ -54,7 +55,7 @@ class Mamba2Config:
     head_dim: int
     state_size: int
     groups: int
-    taps: int
+    conv_size: int
     activation: str
     bias: bool
     conv_bias: bool
@@ -72,7 +73,7 @@ class Mamba2Config:
         return self.inner + 2 * self.groups * self.state_size
 
 
-class Mamba2(nnx.Module):
+class Mamba2(HeadParallel):
     """Mamba-2 with a short convolution before the recurrence and a gated norm behind it.
 
     ``out_proj(norm(ssd(act(conv(x, b, c)), dt) * silu(z)))`` with ``z, (x, b, c), dt`` the parts of
@@ -81,47 +82,47 @@ class Mamba2(nnx.Module):
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"conv": 2, "state": 1}
 
-    def __init__(self, config: Mamba2Config, weights, prefix: str, settings: Settings):
-        """Ask `weights` for the tensors below `prefix`."""
+    def __init__(self, config: Mamba2Config, make: Builder, path: str):
+        """Make one with the groups of one shard."""
 
-        def array(name, *shape):
-            return nnx.Param(weights.array(f"{prefix}.{name}", shape, dtype=jnp.float32))
+        def variable(name, *shape):
+            return make.variable(f"{path}.{name}", shape, dtype=jnp.float32)
 
         h, inner, channels = config.hidden, config.inner, config.channels
-        self.config, self.dtype = config, settings.dtype
+        self.config, self.dtype = config, make.settings.dtype
         self.activation = find_activation(config.activation)
         n = inner + channels + config.heads
-        self.in_proj = linear(weights, f"{prefix}.in_proj", n, h, settings, config.bias)
-        self.out_proj = linear(weights, f"{prefix}.out_proj", h, inner, settings, config.bias)
-        self.taps = array("conv1d.weight", channels, 1, config.taps)
-        self.conv_bias = array("conv1d.bias", channels) if config.conv_bias else None
-        self.a_log = array("A_log", config.heads)
-        self.dt_bias = array("dt_bias", config.heads)
-        self.skip = array("D", config.heads)
-        self.norm = array("norm.weight", inner)
+        self.in_proj = make.linear(f"{path}.in_proj", n, h, config.bias)
+        self.out_proj = make.linear(f"{path}.out_proj", h, inner, config.bias)
+        self.conv_weight = variable("conv_weight", channels, 1, config.conv_size)
+        self.conv_bias = variable("conv_bias", channels) if config.conv_bias else None
+        self.A_log = variable("A_log", config.heads)
+        self.dt_bias = variable("dt_bias", config.heads)
+        self.D = variable("D", config.heads)
+        self.norm = variable("norm", inner)
 
-    def init_cache(self, batch: int, max_length: int):
+    def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: the last inputs of the convolution, and the states."""
         del max_length
         config = self.config
         state = (batch, config.heads, config.head_dim, config.state_size)
         return {
-            "conv": jnp.zeros((batch, config.taps - 1, config.channels), self.dtype),
+            "conv": jnp.zeros((batch, config.conv_size - 1, config.channels), self.dtype),
             "state": jnp.zeros(state, jnp.float32),
         }
 
-    def __call__(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
+    def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
         """Mix ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
 
         Tokens at `positions` of `PADDING` and later, behind all others of their row, leave the
         entries as they are.
         """
         config, (b, t, _) = self.config, x.shape
-        old = self.init_cache(b, 0) if entries is None else entries
+        old = self.empty_cache(b, 0) if entries is None else entries
         present = positions < PADDING
         ends = [config.inner, config.inner + config.channels]
         gate, mixed, dt = jnp.split(self.in_proj(x), ends, axis=-1)
-        mixed, conv = convolve(mixed, old["conv"], self.taps.get_value()[:, 0], present)
+        mixed, conv = convolve(mixed, old["conv"], self.conv_weight.get_value()[:, 0], present)
         if self.conv_bias is not None:
             mixed = mixed + self.conv_bias.get_value()[None, None]
         ends = [config.inner, config.inner + config.groups * config.state_size]
@@ -130,12 +131,12 @@ class Mamba2(nnx.Module):
         y, state = ssd(
             inner,
             self._steps(dt, present),
-            -jnp.exp(self.a_log.get_value()),
+            -jnp.exp(self.A_log.get_value()),
             B.reshape(b, t, config.groups, -1),
             C.reshape(b, t, config.groups, -1),
             old["state"],
         )
-        y = (y + self.skip.get_value()[None, None, :, None] * inner).reshape(b, t, -1)
+        y = (y + self.D.get_value()[None, None, :, None] * inner).reshape(b, t, -1)
         y = self._normalize(y * jax.nn.silu(gate.astype(jnp.float32)))
         entries = None if entries is None else {"conv": conv, "state": state}
         return self.out_proj(y.astype(self.dtype)), entries
@@ -153,43 +154,43 @@ class Mamba2(nnx.Module):
         return normal * self.norm.get_value()[None, None, :]
 
 
-def build_mamba2(config: Mamba2Config, weights, prefix: str, settings: Settings):
-    """Make a Mamba-2 mixer, over a mesh in parts of whole groups along `tensor`.
+def build_mamba2(config: Mamba2Config, path: str, make: Builder):
+    """Make a Mamba-2 mixer, over a mesh divided by whole groups along `tensor`.
 
     Args:
       config: sizes of the whole.
-      weights: the source of `checkpoint.resolve`.
-      prefix: its module.
-      settings: how modules are made.
+      path: of the mixer.
+      make: builds its parts.
     """
-    parts, why = settings.shards, None
-    if config.groups % parts:
-        why = f"{config.groups} groups do not make {parts} parts"
-    own = dataclasses.replace(config, heads=config.heads // parts, groups=config.groups // parts)
-    rows = Split("rows", parts)
-    convolved = (config.inner, *(config.groups * config.state_size,) * 2)  # x, b and c
-    channels = Split("rows", parts, convolved)
-    return build_cut(
-        lambda weights, sizes: Mamba2(sizes, weights, prefix, settings),
+    shards, reason = make.settings.shards, None
+    if config.groups % shards:
+        reason = f"{config.groups} groups do not make {shards} parts"
+    own = dataclasses.replace(config, heads=config.heads // shards, groups=config.groups // shards)
+    rows = ShardSpec("rows", shards)
+    convolved = (config.inner, *(config.groups * config.state_size,) * 2)  # x, B and C
+    channels = ShardSpec("rows", shards, convolved)
+    return divide(
+        make,
+        lambda make, sizes: Mamba2(sizes, make, path),
         config,
         own,
-        weights,
-        settings,
-        splits={
-            "in_proj": Split("rows", parts, (config.inner, *convolved, config.heads)),
-            "conv1d": channels,
-            "conv1d.bias": channels,
-            "A_log": rows,
-            "dt_bias": rows,
-            "D": rows,
-            "norm": rows,
-            "out_proj": Split("columns", parts),
+        specs={
+            "in_proj": ShardSpec("rows", shards, (config.inner, *convolved, config.heads)),
+            **dict.fromkeys(("conv_weight", "conv_bias"), channels),
+            **dict.fromkeys(("A_log", "dt_bias", "D", "norm"), rows),
+            "out_proj": ShardSpec("columns", shards),
         },
-        last=f"{prefix}.out_proj",
+        last=f"{path}.out_proj",
         width=config.inner,
-        why_whole=why,
-        kind=HeadParts,
+        reason=reason,
     )
+
+
+def mamba2_keys(path: str, name: str) -> KeyTable:
+    """Return where the parts of a Mamba-2 mixer at `path` stand below `name` of the file."""
+    parts = {name: name for name in ("in_proj", "out_proj", "A_log", "dt_bias", "D")}
+    parts |= {"conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "norm": "norm.weight"}
+    return below(path, name, parts)
 
 
 def ssd(

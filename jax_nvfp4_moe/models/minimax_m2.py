@@ -7,16 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings, build_decoder
-from jax_nvfp4_moe.models.grouped_query import build_attention, read_grouped_query
-from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse, read_top_k
+from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.grouped_query import (
+    build_attention,
+    gqa_keys,
+    read_grouped_query,
+)
+from jax_nvfp4_moe.models.sparse import (
+    SparseConfig,
+    build_block,
+    moe_keys,
+    read_sparse,
+    read_top_k,
+)
+from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_local_experts", "num_experts")
 _EPS, _HEAD_DIM = 1e-6, 128
 # What published files call the block, and what transformers 5 calls it in memory.
-_BLOCKS = ("block_sparse_moe", "mlp")
+_BLOCKS = ("model.layers.*.block_sparse_moe", "model.layers.*.mlp")
 # Options of the config of which the published models know one value.
 _ONLY = {
     "use_qk_norm": True,
@@ -67,20 +78,19 @@ def _rotated(fields):
     return min(fields.size("rotary_dim", default=head_dim) / head_dim, 1.0)
 
 
-def moe_prefix(layer: int) -> str:
-    """Return the module of the expert block of `layer`."""
-    return f"model.layers.{layer}.{_BLOCKS[0]}"
-
-
-def build_moe(config: SparseConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer`; `build_block` says what is raised."""
-    correction = "e_score_correction_bias"
-    return build_block(config, layer, weights, settings, blocks=_BLOCKS, correction=correction)
+    return build_block(config, layer, make, bias=True)
 
 
-def build_model(config: SparseConfig, weights, settings: Settings) -> Decoder:
+def build_model(config: SparseConfig, make: Builder) -> Decoder:
     """Make the whole model, layer by layer."""
-    return build_decoder(config, weights, settings, build_attention, build_moe)
+    return build_decoder(config, make, build_attention, build_moe)
 
 
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)
+KEYS = {
+    **DECODER_KEYS,
+    **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
+    **moe_keys(*_BLOCKS, bias="e_score_correction_bias"),
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)

@@ -18,25 +18,19 @@ from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.cutting import beside_experts, build_cut, cut_vocabulary
-from jax_nvfp4_moe.models.decoder import (
-    Architecture,
-    Decoder,
-    RMSNorm,
-    Settings,
-    embed,
-    finish_layer,
-    linear,
-    make_head,
-    norm,
-)
-from jax_nvfp4_moe.models.grouped_query import GQAConfig, build_heads
-from jax_nvfp4_moe.models.mamba2 import Mamba2Config, build_mamba2
+from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_around
+from jax_nvfp4_moe.models.division import divide
+from jax_nvfp4_moe.models.grouped_query import GQAConfig, build_heads, gqa_keys
+from jax_nvfp4_moe.models.mamba2 import Mamba2Config, build_mamba2, mamba2_keys
 from jax_nvfp4_moe.models.sparse import read_grouped_router
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.parallel.parts import Split
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import TensorParallel
 
 MAMBA, ATTENTION, DENSE, MOE = "M", "*", "-", "E"
 # What lists of layers call them, older spellings behind newer ones.
@@ -180,7 +174,7 @@ def _read_mamba(fields, config, hidden, eps) -> Mamba2Config:
         head_dim=fields.size("mamba_head_dim", default=64),
         state_size=fields.size("ssm_state_size", default=128),
         groups=groups,
-        taps=fields.size("mamba_d_conv", "conv_kernel", default=4),
+        conv_size=fields.size("mamba_d_conv", "conv_kernel", default=4),
         activation=_read_activation(fields, "mamba_hidden_act", "silu"),
         bias=fields.flag("use_bias", False),
         conv_bias=fields.flag(bias, True),
@@ -232,34 +226,31 @@ def _read_experts(fields) -> Experts:
     )
 
 
-class MLP(nnx.Module):
+class MLP(TensorParallel):
     """``down(activation(up(x)))``: dense layers and shared experts."""
 
-    def __init__(
-        self, config: NemotronHConfig, weights, prefix: str, intermediate: int, settings: Settings
-    ):
-        """Ask `weights` for the two linears below `prefix`."""
+    def __init__(self, config: NemotronHConfig, make: Builder, path: str, intermediate: int):
+        """Make one with `intermediate` columns in one shard."""
         h, bias = config.hidden, config.mlp_bias
         self.activation = find_activation(config.activation)
-        self.up = linear(weights, f"{prefix}.up_proj", intermediate, h, settings, bias)
-        self.down = linear(weights, f"{prefix}.down_proj", h, intermediate, settings, bias)
+        self.up = make.linear(f"{path}.up", intermediate, h, bias)
+        self.down = make.linear(f"{path}.down", h, intermediate, bias)
 
-    def __call__(self, x):
+    def run(self, x):
         """Run the two products on ``x [..., h]``; the activation is float32."""
         return self.down(activate(self.activation, self.up(x)).astype(x.dtype))
 
 
-def build_mlp(config: NemotronHConfig, weights, prefix: str, intermediate: int, settings: Settings):
-    """Make an `MLP`, over a mesh in parts along `tensor`."""
-    parts = settings.shards
-    return build_cut(
-        lambda weights, width: MLP(config, weights, prefix, width, settings),
+def build_mlp(config: NemotronHConfig, make: Builder, path: str, intermediate: int) -> MLP:
+    """Make an `MLP`, over a mesh divided along `tensor`."""
+    shards = make.settings.shards
+    return divide(
+        make,
+        lambda make, width: MLP(config, make, path, width),
         intermediate,
-        intermediate // parts,
-        weights,
-        settings,
-        splits={"up_proj": Split("rows", parts), "down_proj": Split("columns", parts)},
-        last=f"{prefix}.down_proj",
+        intermediate // shards,
+        specs={"up": ShardSpec("rows", shards), "down": ShardSpec("columns", shards)},
+        last=f"{path}.down",
         width=intermediate,
     )
 
@@ -295,12 +286,7 @@ class Layer(nnx.Module):
         return x.astype(self.residual_dtype) + y.astype(self.residual_dtype), entries
 
 
-def moe_prefix(layer: int) -> str:
-    """Return the module of the expert block of `layer`."""
-    return f"model.layers.{layer}.mixer"
-
-
-def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+def build_moe(config: NemotronHConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer`, shared expert and latent projections included.
 
     Raises:
@@ -311,28 +297,17 @@ def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) 
         raise ValueError(
             f"layer: expected one with experts, {MOE} in {config.pattern}; got {layer}"
         )
-    prefix, e, h = moe_prefix(layer), sizes.count, config.hidden
+    path, e, h = f"layers.{layer}.mixer", sizes.count, config.hidden
     # transformers' experts have no biases even where the config has the flag.
-    bias = config.mlp_bias and weights.has(f"{prefix}.experts.0.down_proj.bias")
+    bias = config.mlp_bias and make.has(f"{path}.expert_bias")
     width = sizes.latent or h
-    params, checkpoint_scheme = weights.experts(
-        f"{prefix}.experts", e, width, sizes.intermediate, gated=False, bias=bias
+    params, checkpoint_scheme = make.experts(
+        f"{path}.params", e, width, sizes.intermediate, gated=False, bias=bias
     )
     latent = {}
     if sizes.latent is not None:
-        names = (
-            ("latent_in", "fc1_latent_proj", width, h),
-            ("latent_out", "fc2_latent_proj", h, width),
-        )
-        latent = {
-            argument: beside_experts(
-                linear(weights, f"{prefix}.{name}", n, k, settings, config.mlp_bias), settings
-            )
-            for argument, name, n, k in names
-        }
-    correction = f"{prefix}.gate.e_score_correction_bias"
-    name = f"{prefix}.shared_experts"
-    shared = build_mlp(config, weights, name, sizes.shared_intermediate, settings)
+        latent["latent_in"] = make.linear(f"{path}.latent_in", width, h, config.mlp_bias)
+        latent["latent_out"] = make.linear(f"{path}.latent_out", h, width, config.mlp_bias)
     return NVFP4MoE(
         e,
         h,
@@ -340,51 +315,63 @@ def build_moe(config: NemotronHConfig, layer: int, weights, settings: Settings) 
         router=sizes.router,
         activation=config.activation,
         params=params,
-        router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
-        router_bias=weights.array(correction, (e,), dtype=jnp.float32),
-        shared_experts=beside_experts(shared, settings),
+        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_bias=make.array(f"{path}.router_bias", (e,), dtype=jnp.float32),
+        shared_experts=build_mlp(config, make, f"{path}.shared_experts", sizes.shared_intermediate),
         latent=sizes.latent,
         checkpoint_scheme=checkpoint_scheme,
         **latent,
-        **settings.block_arguments(),
+        **make.settings.block_arguments(),
     )
 
 
-def _build_mixer(config, layer, weights, settings):
-    prefix = f"model.layers.{layer}.mixer"
-    kind = config.pattern[layer]
+def _build_mixer(config, layer, make):
+    path, kind = f"layers.{layer}.mixer", config.pattern[layer]
     if kind == MAMBA:
-        return build_mamba2(config.mamba, weights, prefix, settings)
+        return build_mamba2(config.mamba, path, make)
     if kind == ATTENTION:
-        return build_heads(config.attention, prefix, weights, settings)
+        return build_heads(config.attention, path, make)
     if kind == DENSE:
-        return build_mlp(config, weights, prefix, config.dense_intermediate, settings)
-    return build_moe(config, layer, weights, settings)
+        return build_mlp(config, make, path, config.dense_intermediate)
+    return build_moe(config, layer, make)
 
 
-def build_model(config: NemotronHConfig, weights, settings: Settings) -> Decoder:
+def build_model(config: NemotronHConfig, make: Builder) -> Decoder:
     """Make the whole model, layer by layer."""
-    h, eps = config.hidden, config.eps
-    expert_mesh = cut_vocabulary(weights, settings, config.vocab_size)
-    embedding = embed(weights, config.vocab_size, h, settings, expert_mesh)
-    layers = []
-    for layer, kind in enumerate(config.pattern):
+    dtype = make.settings.dtype
+
+    def build_layer(layer):
         last = layer == config.num_layers - 1
-        residual = jnp.float32 if config.wide_residual and not last else settings.dtype
-        made = Layer(
-            kind,
-            norm(weights, f"model.layers.{layer}.norm", h, eps),
-            _build_mixer(config, layer, weights, settings),
-            settings.dtype,
-            residual,
-        )
-        layers.append(finish_layer(made, settings))
-    final = norm(weights, "model.norm", h, eps)
-    head = None
+        residual = jnp.float32 if config.wide_residual and not last else dtype
+        norm = make.norm(f"layers.{layer}.norm", config.hidden, config.eps)
+        mixer = _build_mixer(config, layer, make)
+        return Layer(config.pattern[layer], norm, mixer, dtype, residual)
+
     # transformers' class never shares the embedding: its files have a head of their own.
-    if not config.tied or weights.has_under("lm_head."):
-        head = make_head(weights, config.vocab_size, h, settings, expert_mesh)
-    return Decoder(config, embedding, layers, final, head, settings, expert_mesh)
+    return build_around(config, make, build_layer, tied=config.tied and not make.has("head"))
 
 
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)
+_MIXER = "model.layers.*.mixer"
+KEYS: KeyTable = {
+    **DECODER_KEYS,
+    "layers.*.norm": "model.layers.*.norm",
+    **gqa_keys("layers.*.mixer", _MIXER),
+    **mamba2_keys("layers.*.mixer", _MIXER),
+    **below(
+        "layers.*.mixer",
+        _MIXER,
+        {
+            "up": "up_proj",
+            "down": "down_proj",
+            "params": "experts",
+            "expert_bias": "experts.0.down_proj.bias",
+            "router_weight": "gate.weight",
+            "router_bias": "gate.e_score_correction_bias",
+            "shared_experts.up": "shared_experts.up_proj",
+            "shared_experts.down": "shared_experts.down_proj",
+            "latent_in": "fc1_latent_proj",
+            "latent_out": "fc2_latent_proj",
+        },
+    ),
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS, moe="layers.*.mixer")

@@ -25,5 +25,5 @@ def read_config(config: Mapping[str, Any]) -> qwen3_next.Qwen3NextConfig:
 
 
 ARCHITECTURE = Architecture(
-    read_config, qwen3_next.build_model, qwen3_next.build_moe, qwen3_next.moe_prefix
+    read_config, qwen3_next.build_model, qwen3_next.build_moe, qwen3_next.KEYS
 )

@@ -7,15 +7,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.decoder import Architecture, Decoder, Settings, build_decoder
-from jax_nvfp4_moe.models.grouped_query import build_attention, read_grouped_query, read_window
+from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.gated_mlp import gated_mlp_keys
+from jax_nvfp4_moe.models.grouped_query import (
+    build_attention,
+    gqa_keys,
+    read_grouped_query,
+    read_window,
+)
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     build_block,
-    mlp_prefix,
+    moe_keys,
     read_sparse,
     read_top_k,
 )
+from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 
@@ -56,14 +63,20 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     )
 
 
-def build_moe(config: SparseConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer`; `build_block` says what is raised."""
-    return build_block(config, layer, weights, settings)
+    return build_block(config, layer, make)
 
 
-def build_model(config: SparseConfig, weights, settings: Settings) -> Decoder:
+def build_model(config: SparseConfig, make: Builder) -> Decoder:
     """Make the whole model, layer by layer."""
-    return build_decoder(config, weights, settings, build_attention, build_moe)
+    return build_decoder(config, make, build_attention, build_moe)
 
 
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, mlp_prefix)
+KEYS = {
+    **DECODER_KEYS,
+    **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
+    **gated_mlp_keys("layers.*.mlp", "model.layers.*.mlp"),
+    **moe_keys("model.layers.*.mlp"),
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)

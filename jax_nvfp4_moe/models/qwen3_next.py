@@ -9,27 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
-from jax_nvfp4_moe.models.attention import KEY_AXES, KeysAndValues, attend, rotate
-from jax_nvfp4_moe.models.config import Fields, Rope, read_rope
-from jax_nvfp4_moe.models.cutting import beside_experts
-from jax_nvfp4_moe.models.decoder import (
-    Architecture,
-    Decoder,
-    MergedLinear,
-    Settings,
-    build_decoder,
-    centered_norm,
-    gated_mlp,
-    linear,
-)
-from jax_nvfp4_moe.models.gated_delta_net import DeltaSizes, build_delta_net
-from jax_nvfp4_moe.models.grouped_query import build_heads
-from jax_nvfp4_moe.models.sparse import require_experts
+from jax_nvfp4_moe.models.attention import KEY_AXES, attend, build_keys_and_values
+from jax_nvfp4_moe.models.config import Fields, read_rope
+from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.gated_delta_net import DeltaSizes, build_delta_net, delta_keys
+from jax_nvfp4_moe.models.gated_mlp import build_gated_mlp, gated_mlp_keys
+from jax_nvfp4_moe.models.grouped_query import build_heads, gqa_keys
+from jax_nvfp4_moe.models.sparse import moe_keys, require_experts
+from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 # Whether a layer of this type attends; the second names are those of older files.
 _ATTENDS = {
@@ -172,12 +165,12 @@ def _read_delta(fields, hidden, eps):
         value_heads=value_heads,
         key_head_dim=fields.size("linear_key_head_dim", default=128),
         value_head_dim=fields.size("linear_value_head_dim", default=128),
-        taps=fields.size("linear_conv_kernel_dim", default=4),
+        conv_size=fields.size("linear_conv_kernel_dim", default=4),
         eps=eps,
     )
 
 
-class GatedAttention(nnx.Module):
+class GatedAttention(HeadParallel):
     """Grouped-query attention with normalized queries and keys; a gate for each channel it gives.
 
     ``y = out(attention * sigmoid(gate))``, where each head's gate stands behind its query.
@@ -185,29 +178,26 @@ class GatedAttention(nnx.Module):
 
     cache_axes = KEY_AXES
 
-    def __init__(self, config: Qwen3NextConfig, weights, prefix: str, settings: Settings):
-        """Ask `weights` for the tensors below `prefix`."""
+    def __init__(self, config: Qwen3NextConfig, make: Builder, path: str):
+        """Make one with the heads of one shard."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
-        self.config, self.dtype = config, settings.dtype
+        self.config, self.dtype = config, make.settings.dtype
         shape = (config.num_kv_heads, config.head_dim)
-        self.kv = KeysAndValues(weights, prefix, settings, k=shape, v=shape)
-        self.qkv = MergedLinear(
-            q=linear(weights, f"{prefix}.q_proj", 2 * heads * d, h, settings, bias),
-            k=linear(weights, f"{prefix}.k_proj", kv_heads * d, h, settings, bias),
-            v=linear(weights, f"{prefix}.v_proj", kv_heads * d, h, settings, bias),
-        )
-        self.out = linear(weights, f"{prefix}.o_proj", h, heads * d, settings, bias)
+        self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
+        rows = {"q": 2 * heads * d, "k": kv_heads * d, "v": kv_heads * d}
+        self.qkv = make.merged_linear(f"{path}.qkv", h, rows, bias)
+        self.out = make.linear(f"{path}.out", h, heads * d, bias)
         self.q_norm, self.k_norm = (
-            centered_norm(weights, f"{prefix}.{name}", d, config.eps)
+            make.norm(f"{path}.{name}", d, config.eps, centered=True)
             for name in ("q_norm", "k_norm")
         )
 
-    def init_cache(self, batch: int, max_length: int):
+    def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries: keys and values."""
         return self.kv.init_cache(batch, max_length)
 
-    def __call__(self, x, positions, entries):
+    def mix(self, x, positions, entries):
         """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
         config, (b, t, _) = self.config, x.shape
         d, ends = config.head_dim, [2 * config.num_heads * config.head_dim]
@@ -222,47 +212,50 @@ class GatedAttention(nnx.Module):
         return self.out(y.reshape(b, t, -1)), entries
 
 
-def build_mixer(config: Qwen3NextConfig, layer: int, weights, settings: Settings):
-    """Make the attention or the gated delta net of `layer`, over a mesh cut by heads."""
-    prefix = f"model.layers.{layer}"
+def build_mixer(config: Qwen3NextConfig, layer: int, make: Builder):
+    """Make the attention or the gated delta net of `layer`, over a mesh divided by heads."""
+    path = f"layers.{layer}.attention"
     if layer in config.attention_layers:
-        return build_heads(config, f"{prefix}.self_attn", weights, settings, GatedAttention)
-    return build_delta_net(config.delta, weights, f"{prefix}.linear_attn", settings)
+        return build_heads(config, path, make, GatedAttention)
+    return build_delta_net(config.delta, path, make)
 
 
-def moe_prefix(layer: int) -> str:
-    """Return the module of the expert block of `layer`."""
-    return f"model.layers.{layer}.mlp"
-
-
-def build_moe(config: Qwen3NextConfig, layer: int, weights, settings: Settings) -> NVFP4MoE:
+def build_moe(config: Qwen3NextConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer`, its shared expert included.
 
     Raises:
       ValueError: that layer has none.
     """
     require_experts(config, layer)
-    prefix, e, h = moe_prefix(layer), config.num_experts, config.hidden
-    params, checkpoint_scheme = weights.experts(f"{prefix}.experts", e, h, config.intermediate)
-    name = f"{prefix}.shared_expert"
-    shared = gated_mlp(weights, name, h, config.shared_intermediate, settings)
+    path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
+    params, checkpoint_scheme = make.experts(f"{path}.params", e, h, config.intermediate)
+    shared = build_gated_mlp(make, f"{path}.shared_experts", h, config.shared_intermediate)
     return NVFP4MoE(
         e,
         h,
         config.intermediate,
         router=config.router,
         params=params,
-        router_weight=weights.array(f"{prefix}.gate.weight", (e, h), dtype=jnp.float32),
-        shared_experts=beside_experts(shared, settings),
-        shared_gate=linear(weights, f"{name}_gate", 1, h, settings),
+        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        shared_experts=shared,
+        shared_gate=make.linear(f"{path}.shared_gate", 1, h),
         checkpoint_scheme=checkpoint_scheme,
-        **settings.block_arguments(),
+        **make.settings.block_arguments(),
     )
 
 
-def build_model(config: Qwen3NextConfig, weights, settings: Settings) -> Decoder:
+def build_model(config: Qwen3NextConfig, make: Builder) -> Decoder:
     """Make the whole model, layer by layer."""
-    return build_decoder(config, weights, settings, build_mixer, build_moe, centered_norm)
+    return build_decoder(config, make, build_mixer, build_moe, centered=True)
 
 
-ARCHITECTURE = Architecture(read_config, build_model, build_moe, moe_prefix)
+_BLOCK = "model.layers.*.mlp"
+KEYS = {
+    **DECODER_KEYS,
+    **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
+    **delta_keys("layers.*.attention", "model.layers.*.linear_attn"),
+    **gated_mlp_keys("layers.*.mlp", _BLOCK),
+    **moe_keys(_BLOCK, shared="shared_expert"),
+    "layers.*.mlp.shared_gate": f"{_BLOCK}.shared_expert_gate",
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)

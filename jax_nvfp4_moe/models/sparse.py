@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.cutting import beside_experts
-from jax_nvfp4_moe.models.decoder import Settings, gated_mlp
+from jax_nvfp4_moe.models.gated_mlp import build_gated_mlp, gated_mlp_keys
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 
@@ -159,56 +160,55 @@ def require_experts(config: Any, layer: int) -> None:
         )
 
 
-def build_block(
-    config: SparseConfig,
-    layer: int,
-    weights,
-    settings: Settings,
-    *,
-    blocks: Sequence[str] = ("mlp",),
-    correction: str | None = None,
-) -> NVFP4MoE:
-    """Make the expert block of `layer`, shared experts included.
+def build_block(config: SparseConfig, layer: int, make: Builder, *, bias: bool = False) -> NVFP4MoE:
+    """Make the expert block of `layer`, shared experts included, at the paths of `moe_keys`.
 
     Args:
       config: of the model.
       layer: index.
-      weights: the source of `checkpoint.resolve`.
-      settings: how modules are made.
-      blocks: names that the block may have; each part is looked for under all of them.
-      correction: name of the correction bias in the block, None where the router has none.
+      make: builds the parts.
+      bias: whether the router has a correction bias.
 
     Raises:
       ValueError: that layer has no experts.
     """
     require_experts(config, layer)
-
-    def find(part):
-        names = [f"model.layers.{layer}.{block}.{part}" for block in blocks]
-        return next((name for name in names if weights.has_under(name)), names[0])
-
-    e, h = config.num_experts, config.hidden
-    params, checkpoint_scheme = weights.experts(find("experts"), e, h, config.intermediate)
-    shared = bias = None
+    path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
+    params, checkpoint_scheme = make.experts(f"{path}.params", e, h, config.intermediate)
+    shared = router_bias = None
     if config.shared_intermediate:
-        name = find("shared_experts")
-        shared = gated_mlp(weights, name, h, config.shared_intermediate, settings)
-    if correction is not None:
-        bias = weights.array(find(correction), (e,), dtype=jnp.float32)
+        shared = build_gated_mlp(make, f"{path}.shared_experts", h, config.shared_intermediate)
+    if bias:
+        router_bias = make.array(f"{path}.router_bias", (e,), dtype=jnp.float32)
     return NVFP4MoE(
         e,
         h,
         config.intermediate,
         router=config.router,
         params=params,
-        router_weight=weights.array(find("gate.weight"), (e, h), dtype=jnp.float32),
-        router_bias=bias,
-        shared_experts=beside_experts(shared, settings),
+        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_bias=router_bias,
+        shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,
-        **settings.block_arguments(),
+        **make.settings.block_arguments(),
     )
 
 
-def mlp_prefix(layer: int) -> str:
-    """Return the module of the expert block of `layer` in most models."""
-    return f"model.layers.{layer}.mlp"
+def moe_keys(*names: str, router: str = "gate", bias: str = "", shared: str = "") -> KeyTable:
+    """Return where the parts of an expert block at ``layers.*.mlp`` stand in the file.
+
+    Args:
+      names: of the block; of several, the first that the file has counts.
+      router: name of the router's linear in the block.
+      bias: name of its correction bias; empty for none.
+      shared: name of the shared experts; empty for none.
+    """
+    path = "layers.*.mlp"
+    parts = {"params": "experts", "router_weight": f"{router}.weight"}
+    if bias:
+        parts["router_bias"] = bias
+    table = dict(below(path, names, parts))
+    if shared:
+        stems = tuple(f"{name}.{shared}" for name in names)
+        table |= gated_mlp_keys(f"{path}.shared_experts", stems)
+    return table

@@ -4,8 +4,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
+from jax_nvfp4_moe.parallel.tensor_parallel import first_shard_only
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, Target, rounds_to_fp8
 
 
@@ -22,7 +24,10 @@ class DenseLinear(nnx.Module):
     Attributes:
       weight: `nnx.Param` ``[n, k]`` in the module's dtype.
       bias: `nnx.Param` ``[n]``, or None.
+      adds_bias_once: static; whether shards add up their results, so that one of them adds it.
     """
+
+    adds_bias_once: bool = False
 
     def __init__(
         self,
@@ -38,10 +43,10 @@ class DenseLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Multiply; `x` is cast to the module's dtype, which the result has."""
+        record(self, x)
         y = dense(x.astype(self.dtype), self.weight.get_value())
         if self.bias is not None:
-            bias = self.bias.get_value().astype(jnp.float32)
-            y = y + jnp.expand_dims(bias, range(y.ndim - 1))
+            y = y + jnp.expand_dims(_bias_of(self), range(y.ndim - 1))
         return y.astype(self.dtype)
 
 
@@ -51,11 +56,14 @@ class FP8Linear(nnx.Module):
     Attributes:
       weight: `NVFP4Param` of an `FP8Tensor` ``[n, k]``.
       bias: `nnx.Param` ``[n]``, or None.
+      adds_bias_once: static; whether shards add up their results, so that one of them adds it.
       input_scale: `NVFP4Param` of the activations' float32 scale, or None.
       checkpoint_scheme: static; how the checkpoint says that activations are rounded.
       activations: static; how they are.
       multiply_by_reciprocal: static; see `numerics.fp8.round_fp8`.
     """
+
+    adds_bias_once: bool = False
 
     def __init__(
         self,
@@ -97,6 +105,7 @@ class FP8Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Multiply; `x` is cast to the module's dtype, which the result has."""
+        record(self, x)
         y = dense_fp8(
             x.astype(self.dtype),
             self.weight.get_value(),
@@ -105,6 +114,12 @@ class FP8Linear(nnx.Module):
             multiply_by_reciprocal=self.multiply_by_reciprocal,
         )
         if self.bias is not None:
-            bias = self.bias.get_value().astype(jnp.float32)
-            y = y + jnp.expand_dims(bias, range(y.ndim - 1))
+            y = y + jnp.expand_dims(_bias_of(self), range(y.ndim - 1))
         return y.astype(self.dtype)
+
+
+def _bias_of(linear: DenseLinear | FP8Linear):
+    """Return what a linear with a bias adds, in float32."""
+    assert linear.bias is not None
+    bias = linear.bias.get_value().astype(jnp.float32)
+    return first_shard_only(bias) if linear.adds_bias_once else bias

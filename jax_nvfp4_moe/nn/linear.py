@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.resolution import log_scheme
 from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.numerics.tensor import (
     NVFP4Tensor,
     quantize,
@@ -17,6 +18,7 @@ from jax_nvfp4_moe.numerics.tensor import (
 from jax_nvfp4_moe.ops.moe import DTYPES
 from jax_nvfp4_moe.ops.preparation import prepare_linear
 from jax_nvfp4_moe.ops.products import linear
+from jax_nvfp4_moe.parallel.tensor_parallel import first_shard_only
 from jax_nvfp4_moe.scheme import (
     CheckpointScheme,
     FP8ActivationScaling,
@@ -82,7 +84,10 @@ class NVFP4Linear(QuantizedModule):
       bias: `nnx.Param` ``[n]``, or None.
       input_scale: `NVFP4Param` of the activations' float32 global scale, or None.
       scheme, target, dtype: static; see the constructor.
+      adds_bias_once: static; whether shards add up their results, so that one of them adds it.
     """
+
+    adds_bias_once: bool = False
 
     def __init__(
         self,
@@ -132,13 +137,18 @@ class NVFP4Linear(QuantizedModule):
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Multiply; `x` is cast to the module's dtype, which the result has."""
+        record(self, x)
         return linear(
             x.astype(self.dtype),
             self.weight.get_value(),
             input_scale=read_value(self.input_scale),
-            bias=read_value(self.bias),
+            bias=self._own_bias(),
             **self._op_arguments(),
         )
+
+    def _own_bias(self):
+        bias = read_value(self.bias)
+        return first_shard_only(bias) if bias is not None and self.adds_bias_once else bias
 
     def own_problem(self) -> tuple[Problem, CheckpointScheme, str | None, str | None]:
         """Return what the product asks of a backend."""

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int32
 
 from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import (
     QuantizedModule,
     check_shape,
@@ -41,6 +43,7 @@ from jax_nvfp4_moe.parallel import (
 )
 from jax_nvfp4_moe.parallel.expert_mesh import check_context, check_row_scales, replicate
 from jax_nvfp4_moe.parallel.placement import ExpertLoad, ExpertSlots, to_physical_ids
+from jax_nvfp4_moe.parallel.tensor_parallel import run_by_rows
 from jax_nvfp4_moe.scheme import (
     CheckpointScheme,
     FP8ActivationScaling,
@@ -49,6 +52,19 @@ from jax_nvfp4_moe.scheme import (
     Target,
     rounds_to_fp8,
 )
+
+
+class RoutedTokens(NamedTuple):
+    """What the routed experts of a block read; what `nn.intermediates` records of a block.
+
+    Attributes:
+      x: tokens ``[..., h]``.
+      expert_ids, expert_weights: ``[..., k]``.
+    """
+
+    x: jax.Array
+    expert_ids: jax.Array
+    expert_weights: jax.Array
 
 
 class RouterCorrection(nnx.Variable):
@@ -243,6 +259,7 @@ class NVFP4MoE(QuantizedModule):
           expert_ids: an id of -1 or out of range contributes nothing.
           expert_weights: of the same shape.
         """
+        record(self, RoutedTokens(x, expert_ids, expert_weights))
         call = self.activation
         run: Callable = moe_mlp
         how = self._op_arguments()
@@ -299,14 +316,23 @@ class NVFP4MoE(QuantizedModule):
         if self.latent_in is None or self.latent_out is None:
             y = self.experts(x, *chosen)
         else:
-            y = self.latent_out(self.experts(self.latent_in(x), *chosen)).astype(self.dtype)
+            inner = self.experts(self._beside_experts(self.latent_in, x), *chosen)
+            y = self._beside_experts(self.latent_out, inner).astype(self.dtype)
         if self.shared_experts is None:
             return y
         with jax.named_scope("shared_experts"):
-            shared = self.shared_experts(own)
+            shared = self._beside_experts(self.shared_experts, own)
             if self.shared_gate is not None:
                 shared = jax.nn.sigmoid(self.shared_gate(own)) * shared
         return y + shared.astype(self.dtype)
+
+    def _beside_experts(self, module, x):
+        """Return ``module(x)``, by each device on its own tokens where dispatch shares them out."""
+        params = self.params.get_value()
+        shared_out = isinstance(params, ShardedExperts) and self.dispatch != "psum"
+        if shared_out and params.expert_mesh.expert > 1:
+            return run_by_rows(module, params.expert_mesh, x)
+        return module(x)
 
     def own_problem(self) -> tuple[Problem, CheckpointScheme, str | None, str | None]:
         """Return what the routed experts ask of a backend."""

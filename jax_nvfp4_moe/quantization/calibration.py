@@ -1,26 +1,30 @@
-"""Watch what enters the products of an unquantized model while a text runs through it.
+"""Calibration: what enters the products of an unquantized model while a text runs through it.
 
 One decoder layer is in memory at a time: it is read, all windows of the text go through it in
 float32, what entered its linears and experts is kept as a few numbers, and it is dropped.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.reference import combine_experts
-from jax_nvfp4_moe.checkpoint.expert_names import Requests
 from jax_nvfp4_moe.checkpoint.progress import log_layers
-from jax_nvfp4_moe.checkpoint.resolve import Checkpoint
 from jax_nvfp4_moe.models.blocks import expert_blocks
-from jax_nvfp4_moe.models.loading import observe_layers
-from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.models.loading import LoadPlan
+from jax_nvfp4_moe.nn.building import ExpertPart
+from jax_nvfp4_moe.nn.intermediates import capture
+from jax_nvfp4_moe.nn.moe import RoutedTokens
+from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
+from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense
+
+Statistics = dict[str, Any]  # of rows that entered a product: amax, count and squares by group
 
 # Tokens that go through a layer together; bounds the memory of what its experts make of them.
 _TOKENS = 1024
@@ -53,51 +57,63 @@ class Inputs:
         return np.where(self.count[:, None] > 0, mean, overall).astype(np.float32)
 
 
-class Seen(nnx.Variable):
-    """What has entered a product so far: amax, count and squares."""
+def observe(
+    rows: Float[Array, "m k"],
+    ids: Int[Array, " m"] | None = None,
+    groups: int = 1,
+    squares: bool = False,
+) -> Statistics:
+    """Return what is kept of the rows that enter a product.
+
+    Args:
+      rows: that enter.
+      ids: group of each row; rows of other ids than 0 to `groups` leave no trace. All rows are of
+        the first group where None.
+      groups: number of groups, such as experts.
+      squares: whether squares of channels are summed.
+
+    Returns:
+      "amax" float32 ``[groups]``, "count" int32 ``[groups]``, "squares" float32 ``[groups, k]``.
+    """
+    wide = rows.astype(jnp.float32)
+    ids = jnp.zeros(len(rows), jnp.int32) if ids is None else jnp.where(ids < 0, groups, ids)
+    seen = {
+        "amax": jnp.zeros(groups).at[ids].max(jnp.abs(wide).max(axis=-1), mode="drop"),
+        "count": jnp.zeros(groups, jnp.int32).at[ids].add(1, mode="drop"),
+    }
+    if squares:
+        sums = jnp.zeros((groups, rows.shape[-1]))
+        seen["squares"] = sums.at[ids].add(jnp.square(wide), mode="drop")
+    return seen
 
 
-class ObservedLinear(nnx.Module):
-    """A linear that keeps what enters it."""
+def observe_experts(
+    experts: DenseExperts,
+    call: ActivationCall,
+    routed: RoutedTokens,
+    *,
+    weight_on_input: bool,
+    squares: bool,
+) -> tuple[Statistics, Statistics]:
+    """Return what enters the first product and the second of each expert, see `observe`.
 
-    def __init__(self, inner: Callable, squares: bool):
-        """Watch `inner`; `squares` says whether squares are summed too."""
-        self.inner, self.squares = inner, squares
-        self.seen = Seen(None)
-
-    def __call__(self, x):
-        """Return ``inner(x)``."""
-        rows = x.reshape(-1, x.shape[-1])
-        _see(self.seen, rows, None, 1, self.squares)
-        return self.inner(x)
-
-
-class ObservedExperts(nnx.Module):
-    """Runs experts as `ops.dense_moe.dense_moe` does, and keeps what enters both products."""
-
-    def __init__(self, squares: bool):
-        """Watch; `squares` says whether squares are summed too."""
-        self.squares = squares
-        self.first, self.second = Seen(None), Seen(None)
-
-    def __call__(
-        self, x, experts, expert_ids, expert_weights, *, activation, weight_on_input, **parameters
-    ):
-        """Return the experts' weighted sums ``[t, h]``; arguments as for `dense_moe`."""
-        parameters.pop("activations")  # of FP8 experts
-        call = find_activation(activation, **parameters)
-        (t, h), (e, top_k) = x.shape, (experts.num_experts, expert_ids.shape[1])
-        slots = expert_ids.reshape(-1)
-        weights = expert_weights.reshape(-1, 1).astype(jnp.float32)
-        rows = jnp.repeat(x, top_k, axis=0)
-        if weight_on_input:
-            rows, weights = (rows * weights).astype(x.dtype), jnp.ones_like(weights)
-        _see(self.first, rows, slots, e, self.squares)
-        inner = _grouped(rows, experts.gate_up, experts.gate_up_bias, slots)
-        inner = activate(call, inner).astype(x.dtype)
-        _see(self.second, inner, slots, e, self.squares)
-        y = _grouped(inner, experts.down, experts.down_bias, slots) * weights
-        return y.reshape(t, top_k, h).sum(axis=1).astype(x.dtype)
+    Args:
+      experts: of one layer.
+      call: their activation.
+      routed: tokens, their experts and weights.
+      weight_on_input: whether rows are weighted before the first product.
+      squares: whether squares of channels are summed.
+    """
+    x = routed.x.reshape(-1, routed.x.shape[-1])
+    top_k, e = routed.expert_ids.shape[-1], experts.num_experts
+    slots = routed.expert_ids.reshape(-1)
+    rows = jnp.repeat(x, top_k, axis=0)
+    if weight_on_input:
+        weights = routed.expert_weights.reshape(-1, 1).astype(jnp.float32)
+        rows = (rows * weights).astype(x.dtype)
+    inner = _grouped(rows, experts.gate_up, experts.gate_up_bias, slots)
+    inner = activate(call, inner).astype(x.dtype)
+    return observe(rows, slots, e, squares), observe(inner, slots, e, squares)
 
 
 def _grouped(rows, weight, bias, ids):
@@ -115,87 +131,43 @@ def _grouped(rows, weight, bias, ids):
     ).astype(jnp.float32)
 
 
-def _see(seen, rows, ids, groups, squares):
-    """Add `rows` ``[m, k]`` to `seen`, each to its group in `ids` ``[m]``; None: to the first."""
-    wide = rows.astype(jnp.float32)
-    ids = jnp.zeros(len(rows), jnp.int32) if ids is None else jnp.where(ids < 0, groups, ids)
-    here = {
-        "amax": jnp.zeros(groups).at[ids].max(jnp.abs(wide).max(axis=-1), mode="drop"),
-        "count": jnp.zeros(groups, jnp.int32).at[ids].add(1, mode="drop"),
+@functools.partial(jax.jit, static_argnames="squares")
+def _run(layer, x, positions, squares):
+    """Return what `layer` makes of ``x [b, t, h]``, and what its linears and experts read."""
+    with capture(layer) as seen:
+        y, _ = layer(x, positions, None)
+    blocks = dict(expert_blocks(layer))
+    linears, experts = {}, {}
+    for path, values in seen.items():
+        (value,) = values
+        if path in blocks:
+            block = blocks[path]
+            experts[path] = observe_experts(
+                block.params.get_value(),
+                block.activation,
+                value,
+                weight_on_input=block.router.weight_on_input,
+                squares=squares,
+            )
+        else:
+            linears[path] = observe(value.reshape(-1, value.shape[-1]), squares=squares)
+    return y, linears, experts
+
+
+def _add(total: Any, seen: Any) -> Any:
+    """Return what was seen of two batches together."""
+    if total is None:
+        return seen
+    if isinstance(seen, tuple):
+        return tuple(map(_add, total, seen))
+    return {
+        name: (jnp.maximum if name == "amax" else jnp.add)(total[name], value)
+        for name, value in seen.items()
     }
-    if squares:
-        sums = jnp.zeros((groups, rows.shape[-1]))
-        here["squares"] = sums.at[ids].add(jnp.square(wide), mode="drop")
-    before = seen.get_value()
-    if before is not None:
-        here = {
-            name: (jnp.maximum if name == "amax" else jnp.add)(before[name], value)
-            for name, value in here.items()
-        }
-    seen.set_value(here)
 
 
-@nnx.jit
-def _run(layer, x, positions):
-    """Return what `layer` makes of ``x [b, t, h]``; what its parts have seen is updated."""
-    return layer(x, positions, None)[0]
-
-
-class Watcher:
-    """A `models.settings.Observer` that runs windows through each layer and keeps their traces.
-
-    Attributes:
-      inputs: module of a linear -> `Inputs`.
-      experts: `Inputs` of both products of the experts of each layer, in the order of layers.
-    """
-
-    def __init__(
-        self, windows: np.ndarray, squares: bool, note: Callable[[str], None] = lambda name: None
-    ):
-        """Watch `windows`, token ids ``[w, t]``; `note` is told the linears of layers that run."""
-        self._note = note
-        self.inputs: dict[str, Inputs] = {}
-        self.experts: list[tuple[Inputs, Inputs]] = []
-        self._windows, self._squares = windows, squares
-        self._hidden: list[jax.Array] = []
-        self._linears: dict[str, ObservedLinear] = {}
-
-    def embedding(self, table: Any) -> Any:
-        """Look the windows up; the table is not kept."""
-        size = max(_TOKENS // self._windows.shape[1], 1)
-        starts = range(0, len(self._windows), size)
-        self._hidden = [jnp.asarray(table)[self._windows[at : at + size]] for at in starts]
-        return jnp.zeros((0, table.shape[1]), table.dtype)
-
-    def linear(self, prefix: str, module: Any) -> Any:
-        """Watch one linear."""
-        self._linears[prefix] = ObservedLinear(module, self._squares)
-        return self._linears[prefix]
-
-    def layer(self, module: Any) -> Any:
-        """Run all windows through the layer, keep what its parts have seen, and drop it."""
-        for prefix in self._linears:
-            self._note(prefix)
-        watching = []
-        for _, block in expert_blocks(module):
-            watching.append(ObservedExperts(self._squares))
-            block.run_dense = nnx.data(watching[-1])
-        for index, x in enumerate(self._hidden):
-            steps = jnp.arange(x.shape[1], dtype=jnp.int32)
-            positions = jnp.broadcast_to(steps[None, :], x.shape[:2])
-            self._hidden[index] = jax.block_until_ready(_run(module, x, positions))
-        for prefix, linear in self._linears.items():
-            self.inputs[prefix] = _kept(linear.seen, single=True)
-        for experts in watching:
-            self.experts.append((_kept(experts.first), _kept(experts.second)))
-        self._linears = {}
-        return None
-
-
-def _kept(seen, single=False) -> Inputs:
-    values = {name: np.asarray(value) for name, value in (seen.get_value() or {}).items()}
-    if not values:  # nothing ever entered
-        return Inputs(np.zeros((), np.float32), np.zeros((), np.int32), None)
+def _inputs(seen: Statistics, single: bool = False) -> Inputs:
+    values = {name: np.asarray(value) for name, value in seen.items()}
     values = {name: value[0] for name, value in values.items()} if single else values
     return Inputs(values["amax"], values["count"], values.get("squares"))
 
@@ -205,7 +177,7 @@ class Calibration:
     """What entered all products of a model.
 
     Attributes:
-      linears: module -> `Inputs`.
+      linears: module of the file -> `Inputs`.
       experts: the experts' module -> `Inputs` of the first product and of the second, by expert.
     """
 
@@ -214,18 +186,16 @@ class Calibration:
 
 
 def calibrate(
-    checkpoint: Checkpoint,
-    requests: Requests,
+    plan: LoadPlan,
     windows: np.ndarray,
     *,
     squares: bool = False,
     progress: bool | None = None,
 ) -> Calibration:
-    """Run windows of tokens through the model of a checkpoint, layer by layer, and watch.
+    """Run windows of tokens through a model, layer by layer, and keep what its products read.
 
     Args:
-      checkpoint: open, not quantized.
-      requests: what its model asks for.
+      plan: of a checkpoint that is not quantized, see `models.loading.plan_unquantized`.
       windows: token ids ``[w, t]``, each on its own.
       squares: whether channels' squares are summed too.
       progress: whether to draw a bar on standard error; None draws one on a terminal, and logs a
@@ -234,7 +204,43 @@ def calibrate(
     Raises:
       CheckpointError: as `load_model`.
     """
-    watcher = Watcher(windows, squares, log_layers(progress, "calibrating"))
-    observe_layers(checkpoint, watcher, progress)
-    experts = dict(zip(requests.experts, watcher.experts, strict=True))
-    return Calibration(watcher.inputs, experts)
+    note, found = log_layers(progress, "calibrating"), Calibration({}, {})
+    size = max(_TOKENS // windows.shape[1], 1)
+    with plan.open_reader(progress, "calibrating") as reader:
+        table = plan.read("embedding", reader).get_value()
+        hidden = [table[windows[at : at + size]] for at in range(0, len(windows), size)]
+        del table
+        for index in range(len(plan.model.layers)):
+            path = f"layers.{index}"
+            layer = plan.materialize(reader, path)
+            linears, experts = None, None
+            for batch, x in enumerate(hidden):
+                steps = jnp.arange(x.shape[1], dtype=jnp.int32)
+                positions = jnp.broadcast_to(steps[None, :], x.shape[:2])
+                y, own_linears, own_experts = _run(layer, x, positions, squares)
+                hidden[batch] = jax.block_until_ready(y)
+                linears = _merge(linears, own_linears)
+                experts = _merge(experts, own_experts)
+            del layer  # before the next one is read
+            _keep(found, plan, path, linears or {}, experts or {}, note)
+    return found
+
+
+def _merge(total, seen):
+    return seen if total is None else {path: _add(total[path], seen[path]) for path in seen}
+
+
+def _keep(found: Calibration, plan: LoadPlan, layer: str, linears, experts, note) -> None:
+    """Enter what one layer's products read, under their names in the file."""
+    for part in plan.parts:
+        path = part.path.removeprefix(f"{layer}.")
+        if path == part.path:
+            continue
+        if isinstance(part, ExpertPart):
+            block = path.rpartition(".")[0]
+            first, second = map(_inputs, experts[block])
+            found.experts[part.source.name] = first, second
+        elif path in linears:
+            for source in part.sources.values():
+                note(source.name)
+                found.linears[source.name] = _inputs(linears[path], single=True)

@@ -68,7 +68,7 @@ def available_schemes(path: str | pathlib.Path) -> tuple[str, ...]:
       CheckpointError: as `load_model`; headers alone are read.
       ValueError: no layer has NVFP4 experts.
     """
-    model, _ = abstract_model(path)
+    model = abstract_model(path).model
     params = [module.params.get_value() for _, module in expert_blocks(model)]
     quantized = [p for p in params if isinstance(p, MoEParams)]
     if not quantized:
@@ -177,7 +177,7 @@ def _recorder(name, experts, calls):
 
 def _sizes(path) -> dict[str, tuple[int, ...]]:
     """Return what two checkpoints of one model have in common, from headers alone."""
-    model, _ = abstract_model(path)
+    model = abstract_model(path).model
     found: dict[str, tuple[int, ...]] = {}
     found["vocabulary, hidden"] = model.config.vocab_size, model.config.hidden
     for name, block in expert_blocks(model):

@@ -26,12 +26,12 @@ from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, w
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, locate
 from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE
+from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
-from jax_nvfp4_moe.checkpoint.resolve import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, Tensors
 from jax_nvfp4_moe.inference.evaluation import split_windows
-from jax_nvfp4_moe.models.loading import find_dtype, read_model_config, read_requests
+from jax_nvfp4_moe.models.loading import find_dtype, plan_unquantized, read_model_config
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, SCALE_RANGE
 from jax_nvfp4_moe.numerics.rounding import find_algorithm, quantize_weight
 from jax_nvfp4_moe.quantization.calibration import Calibration, Inputs, calibrate
@@ -111,13 +111,13 @@ def quantize_model(
                 [f"is quantized already ({checkpoint.quant.rules[0].source}); expected BF16 or so"],
                 str(source),
             )
-        requests = read_requests(checkpoint)
-        plan = plan_matrices(checkpoint, requests, modules, exclude)
+        load = plan_unquantized(checkpoint)
+        plan = plan_matrices(checkpoint, load.table.requests, modules, exclude)
         weighs = find_algorithm(algorithm).needs_importance
         windows, seen = np.zeros((0, 0), np.int32), None
         if chosen is Scheme.W4A4 or weighs:
             windows = split_windows(read_model_config(checkpoint), token_ids, window)
-            seen = calibrate(checkpoint, requests, windows, squares=weighs, progress=progress)
+            seen = calibrate(load, windows, squares=weighs, progress=progress)
         unseen = _report_unseen(plan, seen)
         writer = _Writer(checkpoint.tensors, plan, seen, FORMS[form], chosen, algorithm)
         tensors = writer.quantized() | writer.kept(kept_dtype)

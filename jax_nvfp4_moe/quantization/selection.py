@@ -10,7 +10,7 @@ import numpy as np
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming, Requests
 from jax_nvfp4_moe.checkpoint.formats import fused_name, parents
-from jax_nvfp4_moe.checkpoint.resolve import Checkpoint
+from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 

@@ -1,28 +1,12 @@
 """Settings: what the caller of `load_model` asked for."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh
 from jax_nvfp4_moe.scheme import Target, rounds_to_fp8
-
-
-class Observer(Protocol):
-    """Sees the parts of a model as they are made; what it returns takes their place."""
-
-    def embedding(self, table: Any) -> Any:
-        """See the embedding ``[v, h]``, which is made first."""
-        ...
-
-    def linear(self, prefix: str, module: Any) -> Any:
-        """See the linear called `prefix`, such as "model.layers.0.self_attn.q_proj"."""
-        ...
-
-    def layer(self, module: Any) -> Any:
-        """See a finished layer, called as `decoder.DecoderLayer`; in their order."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +16,19 @@ class Settings:
     Attributes:
       target, scheme, backend, dtype: as for `load_model`.
       expert_mesh: the devices that share the model; None for one.
-      dispatch: how tokens reach experts over the grid; see `NVFP4MoE`.
-      observer: sees the parts of an unquantized model, for calibration; None for nobody.
+      dispatch: how tokens reach experts over the mesh; see `NVFP4MoE`.
     """
 
     target: Target
     scheme: str | None = None
     backend: str | None = None
     dtype: Any = jnp.bfloat16
-    observer: Observer | None = None
     expert_mesh: ExpertMesh | None = None
     dispatch: str = "psum"
 
     @property
     def shards(self) -> int:
-        """Number of parts that heads and the columns of dense parts are cut into."""
+        """Number of shards that heads and the columns of dense parts are divided into."""
         return 1 if self.expert_mesh is None else self.expert_mesh.tensor
 
     @property

@@ -1,0 +1,66 @@
+"""Open a checkpoint folder: its config, what is quantized, and the headers of its files."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.folder import read_config
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_spelling
+from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint folder; a context manager.
+
+    Attributes:
+      folder: where it is.
+      config: the parsed ``config.json``; its values are not checked.
+      tensors: with headers checked, under the names by which models ask for them.
+      quant: what is quantized, and how.
+      key_mapping: how the file spells the names of the language model.
+    """
+
+    folder: pathlib.Path
+    config: dict[str, Any]
+    tensors: Tensors
+    quant: QuantConfig
+    key_mapping: KeyMapping
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.tensors.close()
+
+
+def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
+    """Open a checkpoint folder: config, quantization config and the headers of all its files.
+
+    Raises:
+      CheckpointError: lists everything that is wrong with any of them.
+    """
+    folder = pathlib.Path(folder)
+    config = read_config(folder)
+    problems: list[str] = []
+    renamed: dict[str, str] = {}
+    key_mapping = KeyMapping()
+    quant = tensors = None
+    try:
+        quant = read_quant_config(folder, config)
+    except CheckpointError as error:
+        problems += error.problems
+    try:
+        tensors = open_tensors(folder)
+        key_mapping = find_spelling(tensors.names(), problems)
+        renamed = canonical_names(tensors.names(), key_mapping, problems)
+    except CheckpointError as error:
+        problems += error.problems
+    if problems or quant is None or tensors is None:
+        if tensors is not None:
+            tensors.close()
+        raise CheckpointError(problems, str(folder))
+    tensors.rename(renamed)
+    return Checkpoint(folder, config, tensors, quant, key_mapping)

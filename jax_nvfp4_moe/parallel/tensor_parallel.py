@@ -1,0 +1,245 @@
+"""Modules divided along `tensor`: each shard runs a part of the heads or of the columns.
+
+A module's static sizes are those of one shard, and its arrays are global: inside `run_shards` each
+shard sees its own rows of the first linears and its own columns of the last, as the module that one
+device would run. The outputs of all shards add up to that of the whole::
+
+  y = psum(part(x))
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_nvfp4_moe.parallel.dispatch import share_rows
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
+from jax_nvfp4_moe.parallel.shard_spec import (
+    ShardLayout,
+    axis_spec,
+    divided_axes,
+    find_layout,
+    module_axes,
+    variables,
+)
+
+
+def run_shards(
+    expert_mesh: ExpertMesh, run: Callable, module: Any, *args: Any, specs: Any = None
+) -> Any:
+    """Return ``run(part, *args)`` of each shard.
+
+    Args:
+      expert_mesh: of the shards.
+      run: what each shard runs on its part of the module.
+      module: an `nnx.Module` or `nnx.Variable` whose variables say how they are divided.
+      args: replicated, or as `specs` say.
+      specs: of the arguments and of the result; both replicated where None.
+    """
+    given, returned = specs or ((expert_mesh.spec(),) * len(args), expert_mesh.spec())
+    leaves, unflatten = _open(module)
+
+    def body(leaves, *args):
+        return run(unflatten(leaves), *args)
+
+    own = [axis_spec(expert_mesh, axis) for axis in module_axes(module)]
+    return expert_mesh.shard_map(body, (own, *given), returned)(leaves, *args)
+
+
+def _open(module):
+    """Return the leaves of a module, and what makes a module of the leaves of one shard."""
+    leaves, tree = jax.tree.flatten(module)
+    layouts = []
+    for variable in variables(module):
+        layouts += [(find_layout(variable), axis) for axis in divided_axes(variable)]
+
+    def unflatten(leaves):
+        return tree.unflatten(
+            [_tie(leaf, *layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+        )
+
+    return leaves, unflatten
+
+
+def _tie(leaf, layout: ShardLayout | None, axis: int | None):
+    """Return `leaf` with one gradient for all shards that hold the same entries of it."""
+    if layout is None or axis != 0 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    shards = lax.axis_size(TENSOR)
+    if all(parts == shards for _, parts in layout.pieces):
+        return leaf
+    return _tied(layout, leaf)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tied(layout, leaf):
+    return leaf
+
+
+def _tied_bar(layout, _, bar):
+    """Add up the cotangents of all shards that hold the same entries."""
+    shards, index = lax.axis_size(TENSOR), lax.axis_index(TENSOR)
+    everyone = lax.all_gather(bar, TENSOR)
+    summed, start = [], 0
+    for width, parts in layout.pieces:
+        mine = jnp.arange(shards) * parts // shards == index * parts // shards
+        piece = lax.slice_in_dim(everyone, start, start + width, axis=1)
+        keep = jnp.expand_dims(mine, range(1, piece.ndim))
+        summed.append(jnp.sum(jnp.where(keep, piece, jnp.zeros_like(piece)), axis=0))
+        start += width
+    return (jnp.concatenate(summed),)
+
+
+_tied.defvjp(lambda layout, leaf: (leaf, None), _tied_bar)
+
+
+class TensorParallel(nnx.Module):
+    """A module that maps rows, on one device or divided along `tensor`.
+
+    A subclass implements `run`, with the sizes of one shard.
+
+    Attributes:
+      expert_mesh: static; None on one device.
+    """
+
+    expert_mesh: ExpertMesh | None = None
+
+    def run(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
+        """Run the part of one shard."""
+        raise NotImplementedError
+
+    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
+        """Run all parts on `x`, which is replicated, and add up in float32."""
+        if self.expert_mesh is None:
+            return self.run(x)
+        return run_shards(self.expert_mesh, lambda part, x: _add_up(part.run(x)), self, x)
+
+
+class HeadParallel(nnx.Module):
+    """An attention or another mixer, on one device or divided by heads, each with its cache.
+
+    A subclass implements `mix` and `empty_cache`, with the sizes of one shard.
+
+    Attributes:
+      expert_mesh: static; None on one device.
+      cache_axes: name of a cache entry -> the axis along which shards have their own; None where
+        all shards have the same, which is replicated.
+    """
+
+    expert_mesh: ExpertMesh | None = None
+    cache_axes: ClassVar[Mapping[str, int | None]]
+
+    def mix(self, x, positions, entries):
+        """Run the part of one shard; as `__call__`."""
+        raise NotImplementedError
+
+    def empty_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
+        """Return the empty cache entries of one shard."""
+        raise NotImplementedError
+
+    def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
+        """Return empty cache entries for `batch` rows of up to `max_length` tokens."""
+        if self.expert_mesh is None:
+            return self.empty_cache(batch, max_length)
+        # The entries depend on static sizes alone.
+        make = functools.partial(self.empty_cache, batch, max_length)
+        return self.expert_mesh.shard_map(make, (), self._cache_specs())()
+
+    def __call__(self, x, positions, entries):
+        """Mix ``x [b, t, h]`` at `positions` ``[b, t]``; returns ``[b, t, h]`` and the entries."""
+        if self.expert_mesh is None:
+            return self.mix(x, positions, entries)
+
+        def run(part, x, positions, entries):
+            y, entries = part.mix(x, positions, entries)
+            return _add_up(y), entries
+
+        whole = self.expert_mesh.spec()
+        cache = None if entries is None else self._cache_specs()
+        specs = (whole, whole, cache), (whole, cache)
+        return run_shards(self.expert_mesh, run, self, x, positions, entries, specs=specs)
+
+    def _cache_specs(self):
+        assert self.expert_mesh is not None
+        return {name: axis_spec(self.expert_mesh, axis) for name, axis in self.cache_axes.items()}
+
+
+def run_by_rows(
+    module: Any, expert_mesh: ExpertMesh, x: Float[Array, "... h"]
+) -> Float[Array, "... n"]:
+    """Run a module on rows that the shards along `expert` share out.
+
+    XLA cannot divide the rows of a custom call: all devices would run it on all of them.
+
+    Args:
+      module: maps rows, and must not change its own state.
+      expert_mesh: of the devices.
+      x: rows.
+
+    Returns:
+      The module's result, divided over the devices as rows of a dispatch are.
+    """
+    divided = isinstance(module, TensorParallel) and module.expert_mesh is not None
+    leaves, unflatten = _open(module)
+    own = [axis_spec(expert_mesh, axis) for axis in module_axes(module)]
+
+    def run(rows, leaves):
+        part = unflatten(leaves) if divided else jax.tree.unflatten(tree, leaves)
+        return _add_up(part.run(rows)) if divided else part(rows)
+
+    tree = jax.tree.structure(module)
+    y = share_rows(run, expert_mesh, x.reshape(-1, x.shape[-1]), leaves, specs=(own,))
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def look_up(
+    table: nnx.Variable, ids: Int[Array, "b t"], expert_mesh: ExpertMesh
+) -> Float[Array, "b t h"]:
+    """Return the rows `ids` of a table ``[v, h]`` divided by rows.
+
+    Exact: of the sum over the shards, one term at most is not zero.
+    """
+
+    def look(table, ids):
+        table = table.get_value()
+        own = ids - lax.axis_index(TENSOR) * table.shape[0]
+        here = (own >= 0) & (own < table.shape[0])
+        rows = table[jnp.where(here, own, 0)]
+        return lax.psum(jnp.where(here[..., None], rows, jnp.zeros((), rows.dtype)), TENSOR)
+
+    return run_shards(expert_mesh, look, table, ids)
+
+
+def gather_columns(
+    run: Callable, module: Any, x: Float[Array, "... h"], expert_mesh: ExpertMesh
+) -> Float[Array, "... n"]:
+    """Return ``run(part, x)`` of all shards side by side: the one gather, of logits.
+
+    Args:
+      run: makes the columns of one shard.
+      module: a variable or a module divided by rows.
+      x: replicated.
+      expert_mesh: of the shards.
+    """
+
+    def score(part, x):
+        return lax.all_gather(run(part, x), TENSOR, axis=x.ndim - 1, tiled=True)
+
+    return run_shards(expert_mesh, score, module, x)
+
+
+def first_shard_only(bias: Array) -> Array:
+    """Return a bias on the first shard along `tensor` and zeros on the others.
+
+    A linear whose columns are divided adds its bias once in the sum over the shards.
+    """
+    return jnp.where(lax.axis_index(TENSOR) == 0, bias, jnp.zeros_like(bias))
+
+
+def _add_up(y):
+    return lax.psum(y.astype(jnp.float32), TENSOR).astype(y.dtype)
