@@ -41,7 +41,8 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint import LinearWeights, Source
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes
 from jax_nvfp4_moe.models import qwen3_moe
-from jax_nvfp4_moe.nn.building import Builder, fill
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.filling import fill
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.scheme import Scheme
 

@@ -40,7 +40,8 @@ from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
 from jax_nvfp4_moe.models import gpt_oss
-from jax_nvfp4_moe.nn.building import Builder, fill
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.filling import fill
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.parallel import ExpertMesh
 

@@ -32,7 +32,8 @@ from jax_nvfp4_moe.models import (
     qwen3_next,
 )
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
-from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover, fill, place
+from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover
+from jax_nvfp4_moe.nn.filling import fill, place
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.ops.moe import DTYPES

@@ -1,0 +1,138 @@
+"""Fill an abstract model: read its parts, put them on their devices, set them into it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jax_nvfp4_moe.nn.building import ExpertPart, Part, Values, expert_layout, values_of_shard
+from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, replicate
+from jax_nvfp4_moe.parallel.experts import shard_experts
+from jax_nvfp4_moe.parallel.shard_spec import (
+    axis_spec,
+    module_axes,
+)
+from jax_nvfp4_moe.parallel.streaming import join_pieces, piece_size
+
+
+def fill(root: Any, prefix: str, parts: Sequence[Part | ExpertPart], reader: Any, how: Settings):
+    """Read parts and set them into a model or one of its modules.
+
+    Args:
+      root: abstract; holds the parts.
+      prefix: path of `root` in the model, empty for the model itself.
+      parts: those below `prefix` are filled, in their order.
+      reader: of the sources.
+      how: where the values go.
+
+    Raises:
+      CheckpointError: a scale is NaN or infinite.
+      MemoryError: the device's memory is too small; names the part and its size.
+    """
+    scope = f"{prefix}." if prefix else ""
+    for part in parts:
+        if part.path.startswith(scope):
+            _set(root, part.path.removeprefix(scope), place(part, reader, how))
+
+
+def place(part: Part | ExpertPart, reader: Any, how: Settings) -> Any:
+    """Read one part, and return it on its devices; arguments and errors as for `fill`."""
+    value = _place(part, reader, how)
+    reader.raise_problems()
+    return value
+
+
+def _place(part, reader, how):
+    try:
+        # One part at a time: reading the next must not begin while this one is in two forms.
+        if isinstance(part, ExpertPart):
+            return jax.block_until_ready(_place_experts(part, reader, how))
+        return jax.block_until_ready(_place_part(part, reader, how))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        sources = [part.source] if isinstance(part, ExpertPart) else part.sources.values()
+        size = sum(
+            leaf.size * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves([source.value for source in sources])
+        )
+        name = next(iter(sources)).name
+        raise MemoryError(
+            f"out of memory on {how.target}: {size / 2**20:.1f} MiB for {name}"
+        ) from error
+
+
+def _place_part(part: Part, reader, how: Settings) -> Any:
+    values = {name: source.read(reader) for name, source in part.sources.items()}
+    if part.shards > 1:
+        assert how.expert_mesh is not None
+        return _place_shards(part, values, how.expert_mesh)
+    if how.expert_mesh is not None:
+        return part.construct(replicate(values, how.expert_mesh))
+    return part.construct(jax.device_put(jax.tree.map(lambda leaf: leaf[()], values)))
+
+
+def _place_shards(part: Part, values: Values, expert_mesh: ExpertMesh) -> Any:
+    """Return a divided part: each process reads and holds what its devices do."""
+    sharding = expert_mesh.sharding(TENSOR)
+    owners: dict[int, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map((part.shards,)).items():
+        assert index is not None
+        owners.setdefault(index[0].start or 0, []).append(device)
+    shards, made = [], None
+    for index, devices in owners.items():
+        with jax.default_device(devices[0]):
+            own = values_of_shard(values, part.specs, index, part.shards)
+            made = part.construct(jax.block_until_ready(jax.device_put(own, devices[0])))
+        shards.append(jax.tree.leaves(made))
+    assert made is not None
+
+    def join(axis, *leaves):
+        shape = list(leaves[0].shape)
+        if axis is not None:
+            shape[axis] *= part.shards
+        pieces = [
+            jax.device_put(_on_host(leaf, device), device)
+            for leaf, devices in zip(leaves, owners.values(), strict=True)
+            for device in devices
+        ]
+        spec = NamedSharding(expert_mesh.mesh, axis_spec(expert_mesh, axis))
+        return jax.make_array_from_single_device_arrays(tuple(shape), spec, pieces)
+
+    tree = jax.tree.structure(made)
+    return tree.unflatten(map(join, module_axes(made), *shards))
+
+
+def _on_host(leaf, device):
+    """Return `leaf`; on a CPU its memory, which another device of the host then shares."""
+    return np.asarray(leaf) if device.platform == "cpu" else leaf
+
+
+def _place_experts(part: ExpertPart, reader, how: Settings) -> Any:
+    params, layout = part.source.read(reader), expert_layout(part.source, how)
+    if how.expert_mesh is not None:
+        return shard_experts(params, how.expert_mesh, layout=layout)
+    if layout is None:
+        return jax.device_put(jax.tree.map(lambda leaf: leaf[()], params))
+    step = piece_size(params, params.num_experts, how.target)
+
+    def read(first):
+        return jax.tree.map(lambda leaf: leaf[first : first + step], params)
+
+    return join_pieces(read, params.num_experts, step, layout)
+
+
+def _set(root, path, value):
+    """Set the module, the variable or the variable's value at `path` below `root`."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        root = root[int(parent)] if parent.isdigit() else getattr(root, parent)
+    old = getattr(root, name)
+    if isinstance(old, nnx.Variable) and not isinstance(value, nnx.Variable):
+        old.set_value(value)
+    else:
+        setattr(root, name, value)
