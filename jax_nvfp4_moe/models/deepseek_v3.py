@@ -299,7 +299,7 @@ def build_attention(config: SparseConfig, layer: int, make: Builder):
     heads, shards = sizes.num_heads, make.settings.shards
     rows = ShardSpec("rows", shards)
     # Queries of latents are made by `q`, those without a latent by a part of `down`.
-    query = "q" if sizes.q_lora_rank is not None else "down.q"
+    query = "attention.q" if sizes.q_lora_rank is not None else "down.q"
     # No linear is called k or v: these are names of the scales of an FP8 cache.
     by_heads = (query, "kv_up", "k", "v")
     return divide(
