@@ -278,7 +278,7 @@ ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer bias
   return FromCuda(LaunchRoute(stream, call, buffers), "nvfp4_route_cuda");
 }
 
-// kCmdBufferCompatible: the handlers only launch kernels, so a CUDA graph may hold them.
+// kCmdBufferCompatible: the handlers only launch kernels and fills, which a CUDA graph may hold.
 auto BindMoE() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -92,6 +92,14 @@ CASES = {
 }
 
 
+# As CASES: layers whose output is zeros, because no token has an expert.
+EMPTY = {
+    "no_choices": (5, 0, 4, 64, 48, uniform(5, 0, 4)),
+    "no_experts": (5, 2, 0, 64, 48, lambda rng: rng.integers(-1, 3, (5, 2))),
+    "neither": (5, 0, 0, 64, 48, uniform(5, 0, 1)),
+}
+
+
 @dataclasses.dataclass
 class Call:
     """One expert layer with its tokens, in numpy."""
@@ -231,6 +239,16 @@ def test_no_tokens(mode):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", EMPTY)
+@pytest.mark.parametrize("suffix", cuda_calls.MOE_TARGETS)
+@dtypes
+@modes
+def test_layer_without_choices_or_experts_gives_zeros(suffix, case, dtype, mode):
+    call = make(EMPTY[case], dtype, Options(activation_scale=mode), bias=True)
+    assert_zeros(call.run(suffix))
+
+
+@pytest.mark.gpu
 @dtypes
 @modes
 def test_same_bits_twice_and_alone(dtype, mode):
@@ -327,10 +345,15 @@ PRODUCTS = {
     "all_padding": (70, 24, 16, [0, 0]),
     "full_tiles": (192, 256, 64, [64, 128]),
 }
+NO_EXPERTS = (70, 24, 16, [])
+
+
+def assert_zeros(y):
+    assert not np.asarray(y, np.float32).any()
 
 
 def make_product(case, dtype, parts=1, bias=False):
-    m, n, k, sizes = PRODUCTS[case]
+    m, n, k, sizes = PRODUCTS[case] if isinstance(case, str) else case
     rng, e = np.random.default_rng(1), len(sizes)
     packed, block_scale = float64_layer.random_weight(rng, e, n, k)
     return (
@@ -385,6 +408,14 @@ def test_no_rows():
     operands = make_product("one_row", BF16)
     operands = (operands[0][:0], *operands[1:])
     assert run_product(operands, "none").shape == (0, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suffix", cuda_calls.MOE_TARGETS)
+@dtypes
+@modes
+def test_product_without_experts_gives_zeros(suffix, dtype, mode):
+    assert_zeros(run_product(make_product(NO_EXPERTS, dtype), mode, suffix))
 
 
 # What a target says of wrong operands.

@@ -54,6 +54,22 @@ def test_layer_matches_float64(library, engine, count, case):
     assert_accurate(library, engine, call, count)
 
 
+@pytest.mark.parametrize("mode", gpu.MODES)
+@pytest.mark.parametrize("engine", [*cuda_emulation.ENGINES, "sm100", "sm120"])
+@pytest.mark.parametrize("case", gpu.EMPTY)
+def test_layer_without_choices_or_experts_gives_zeros(library, engine, case, mode):
+    """The outputs start as NaN, and a division by zero would end this process."""
+    call = gpu.make(gpu.EMPTY[case], BF16, Options(activation_scale=mode), bias=True)
+    gpu.assert_zeros(run(library, engine, call, count=3))
+
+
+@pytest.mark.parametrize("mode", gpu.MODES)
+@pytest.mark.parametrize("engine", [*cuda_emulation.ENGINES, "sm100", "sm120"])
+def test_product_without_experts_gives_zeros(library, engine, mode):
+    operands = gpu.make_product(gpu.NO_EXPERTS, BF16)
+    gpu.assert_zeros(cuda_emulation.grouped_gemm(library, engine, operands, mode, 3))
+
+
 @engines
 @pytest.mark.parametrize("case", LARGER)
 def test_larger_layer_matches_float64(library, engine, case):

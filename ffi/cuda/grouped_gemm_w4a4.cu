@@ -34,7 +34,7 @@ int64_t GroupedGemmW4A4WorkspaceBytes(const GroupedGemmShape& shape) {
 cudaError_t LaunchGroupedGemmW4A4(cudaStream_t stream, const GroupedGemmCall& call,
                                   const GroupedGemmBuffers& buffers) {
   const GroupedGemmShape& shape = call.shape;
-  if (shape.m == 0 || shape.n == 0) return cudaSuccess;
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
   const GemmPlan plan = PlanSm120(shape.m, shape.e);
   ExpertGemm gemm = MakeGroupedProduct(call, buffers, workspace.tables, plan);

@@ -51,7 +51,7 @@ int64_t GroupedGemmW4A4Sm100WorkspaceBytes(const GroupedGemmShape& shape) {
 cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCall& call,
                                        const GroupedGemmBuffers& buffers) {
   const GroupedGemmShape& shape = call.shape;
-  if (shape.m == 0 || shape.n == 0) return cudaSuccess;
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
   const auto m = static_cast<int32_t>(shape.m), k = static_cast<int32_t>(shape.k);
   const bool by_expert = call.activation_scale == ActivationScale::kStatic;

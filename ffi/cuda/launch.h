@@ -1,7 +1,7 @@
 // What cuda_bindings.cc may ask of the CUDA files: plain pointers in, an error code out.
 //
-// Every function only launches kernels on `stream`: no allocation, no copy to the host, no
-// synchronisation, so all of them can be captured in a CUDA graph. Pointers are device pointers,
+// Every function only launches kernels and fills on `stream`: no allocation, no copy to the host,
+// no synchronisation, so all of them can be captured in a CUDA graph. Pointers are device pointers,
 // row-major, aligned to 16 bytes. Nothing here depends on values that live on the device.
 #pragma once
 
@@ -51,6 +51,11 @@ struct MoECall {
   ActivationScale activation_scale;
   bool weight_on_input;
   EngineKind engine;
+
+  // Without choices or without experts the layer's output is zeros, and no kernel runs: most of
+  // them divide by top_k, or search the rows of experts.
+  bool is_empty() const { return shape.slots() == 0 || shape.e == 0; }
+  int64_t output_bytes() const { return shape.t * shape.h * Bytes(type); }
 };
 
 // Same formula as backends/cuda.py; a test compares the two.
@@ -88,6 +93,10 @@ struct GroupedGemmCall {
   DataType type;  // of x and y
   ActivationScale activation_scale;
   EngineKind engine;
+
+  // Without experts no row has an owner, so that the output is zeros and no kernel runs.
+  bool is_empty() const { return shape.m == 0 || shape.n == 0 || shape.e == 0; }
+  int64_t output_bytes() const { return shape.m * shape.n * Bytes(type); }
 };
 
 int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape);

@@ -59,6 +59,11 @@ cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_b
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// Fills `bytes` bytes with zeros, which are 0.0 in every type of this package.
+inline cudaError_t LaunchZeros(cudaStream_t stream, void* values, int64_t bytes) {
+  return bytes == 0 ? cudaSuccess : cudaMemsetAsync(values, 0, static_cast<size_t>(bytes), stream);
+}
+
 // The dynamic shared memory of a kernel.
 #define NVFP4_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]
 

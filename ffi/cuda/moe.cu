@@ -188,6 +188,7 @@ int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type) {
 }
 
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   const MoEShape& shape = call.shape;
   const MoEWorkspace workspace = TakeMoEWorkspace(buffers.workspace, shape, call.type);
   const int64_t chunk_tokens = ChunkTokens(shape);

@@ -185,6 +185,7 @@ int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape) {
 }
 
 cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
   for (int64_t first = 0; first < call.shape.t; first += ChunkTokens(call.shape)) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchChunk(stream, call, buffers, workspace, first));

@@ -124,6 +124,7 @@ int64_t MoEW4A4Sm100WorkspaceBytes(const MoEShape& shape) {
 
 cudaError_t LaunchMoEW4A4Sm100(cudaStream_t stream, const MoECall& call,
                                const MoEBuffers& buffers) {
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   const MoEShape& shape = call.shape;
   const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
   const int64_t chunk = ChunkTokens(shape);

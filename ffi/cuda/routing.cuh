@@ -87,6 +87,8 @@ struct Walks {
 
 constexpr int kReadyFlags = 8;  // of a block: one for each of its warpgroups
 
+// Both functions below need num_experts >= 1: callers answer a call without experts themselves.
+
 // Sorts the slots 0 to num_slots - 1 by expert_ids[slot], keeping their order within an expert.
 // Slots whose id is not in [0, num_experts) are left out. At most 65536 slots. Writes `walks`.
 cudaError_t LaunchSortByExpert(cudaStream_t stream, const int32_t* expert_ids, int64_t num_slots,

@@ -32,6 +32,11 @@ cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(P
   return LaunchWide(stream, grid, threads, 0, false, kernel, arguments...);
 }
 
+inline cudaError_t LaunchZeros(cudaStream_t, void* values, int64_t bytes) {
+  std::memset(values, 0, bytes);
+  return cudaSuccess;
+}
+
 }  // namespace nvfp4
 
 #define NVFP4_DYNAMIC_SHARED(name) uint8_t* const name = emulation::dynamic
