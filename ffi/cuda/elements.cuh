@@ -42,9 +42,22 @@ NVFP4_HOST_DEVICE void DecodeWord(uint32_t word, float scale, float* values) {
   }
 }
 
+// Whether a kernel may write the memory that it reads. What it never writes may be read by __ldg;
+// after a write in the same kernel, the value that __ldg returns is undefined.
+enum class Access { kReadOnly, kReadWrite };
+
+template <Access kAccess, typename Vector>
+__device__ __forceinline__ Vector LoadAs(const Vector* source) {
+  if constexpr (kAccess == Access::kReadOnly) {
+    return __ldg(source);
+  } else {
+    return *source;
+  }
+}
+
 // A row of T in global memory, 16 values at a time; each is multiplied by `weight` and rounded
 // to T where `weighted`. A null row reads as zeros.
-template <typename T>
+template <typename T, Access kAccess = Access::kReadOnly>
 struct PlainRow {
   const T* row = nullptr;
   int num_blocks = 0;
@@ -57,7 +70,7 @@ struct PlainRow {
 #pragma unroll
     for (int w = 0; w < static_cast<int>(sizeof(T)); ++w) {
       const uint4* source = reinterpret_cast<const uint4*>(row + static_cast<int64_t>(block) * 16);
-      words[w] = inside ? __ldg(source + w) : make_uint4(0, 0, 0, 0);
+      words[w] = inside ? LoadAs<kAccess>(source + w) : make_uint4(0, 0, 0, 0);
     }
   }
 

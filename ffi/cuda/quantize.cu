@@ -136,10 +136,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The rows that QuantizeRows reads may be those that it writes (RowQuantizer::rounded).
+template <typename T>
+using SourceRow = PlainRow<T, Access::kReadWrite>;
+
 // Row of the source, and its weight, of a sorted row.
 template <typename T>
-__device__ PlainRow<T> OpenSource(const RowQuantizer& p, int64_t sorted_row) {
-  PlainRow<T> source;
+__device__ SourceRow<T> OpenSource(const RowQuantizer& p, int64_t sorted_row) {
+  SourceRow<T> source;
   const int64_t slot = p.slots != nullptr ? p.slots[sorted_row] : sorted_row;
   source.row =
       static_cast<const T*>(p.values) + (p.slots != nullptr ? slot / p.slots_per_row : slot) * p.k;
@@ -165,7 +169,7 @@ __device__ __forceinline__ int ExpertOfRow(const int32_t* starts, int num_expert
 
 // amax(row) / 2688, by the `threads` threads of a block.
 template <typename T>
-__device__ __forceinline__ float ScaleOfRow(PlainRow<T> source, int threads) {
+__device__ __forceinline__ float ScaleOfRow(SourceRow<T> source, int threads) {
   LargestMagnitude<T> largest;
   for (int block = static_cast<int>(threadIdx.x); block < source.num_blocks; block += threads) {
     T values[kBlock];
@@ -185,7 +189,7 @@ template <typename T>
 __global__ void __launch_bounds__(kMaxRowThreads) QuantizeRows(const RowQuantizer p, int threads) {
   const int64_t sorted_row = blockIdx.x;
   if (p.rows.starts != nullptr && sorted_row >= p.rows.starts[p.num_experts]) return;
-  PlainRow<T> source = OpenSource<T>(p, sorted_row);
+  SourceRow<T> source = OpenSource<T>(p, sorted_row);
   const bool by_expert = p.input_scale != nullptr;
   const float g = by_expert ? p.input_scale[ExpertOfRow(p.rows.starts, p.num_experts, sorted_row)]
                             : ScaleOfRow(source, threads);
