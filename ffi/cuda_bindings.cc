@@ -29,6 +29,11 @@ constexpr WeightTile TileOf(EngineKind engine) {
   return engine == EngineKind::kSm100 ? WeightTile{128, 64} : kTile;
 }
 
+// Kernels copy 16 bytes at a time (launch.h).
+constexpr size_t kAlignment = 16;
+
+constexpr OperandRules RulesOf(EngineKind engine) { return {TileOf(engine), kAlignment}; }
+
 // The targets of 10.x need their product, which is CUTLASS's or emulated.
 constexpr bool kHasSm100 = NVFP4_CUTLASS || NVFP4_EMULATE_BLACKWELL;
 
@@ -45,6 +50,7 @@ ffi::Error ExpectAtMost(std::string_view what, int64_t got, int64_t most) {
 
 ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
   NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"workspace", workspace}}, kAlignment));
   return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
 }
 
@@ -115,7 +121,7 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   MoEShape shape;
   MoEOptions options;
   NVFP4_RETURN_IF_ERROR(CheckMoE(operands, activation, alpha, beta, limit, activation_scale,
-                                 intermediate, TileOf(kEngine), &shape, &options));
+                                 intermediate, RulesOf(kEngine), &shape, &options));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (gate_up_packed)", shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
@@ -163,7 +169,7 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   GroupedGemmCall call;
   NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(
       {x, packed, block_scale, global_scale, input_scale, bias, group_sizes, *y}, activation_scale,
-      TileOf(kEngine), &call.shape, &call.type, &call.activation_scale));
+      RulesOf(kEngine), &call.shape, &call.type, &call.activation_scale));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (packed)", call.shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.shape.m, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (packed)", call.shape.n_pad, kMaxExtent));
@@ -203,7 +209,7 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer global
                     std::string_view scale_layout) {
   QuantizeCall call;
   NVFP4_RETURN_IF_ERROR(CheckQuantize(x, global_scale, *packed, *block_scale, *used_scale,
-                                      scale_layout, &call.type, &call.swizzle_128x4));
+                                      scale_layout, kAlignment, &call.type, &call.swizzle_128x4));
   call.m = x.dimensions()[0];
   call.k = x.dimensions()[1];
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.m, kMaxRows));
@@ -252,6 +258,11 @@ ffi::Error CheckRoute(ffi::AnyBuffer logits, ffi::AnyBuffer bias, ffi::AnyBuffer
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("e (logits)", e, num_groups));
   NVFP4_RETURN_IF_ERROR(ExpectAtLeast("groups_kept", groups_kept, 1));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("groups_kept", groups_kept, num_groups));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"logits", logits},
+                                       {"bias", bias},
+                                       {"expert_ids", expert_ids},
+                                       {"expert_weights", expert_weights}},
+                                      kAlignment));
   return ExpectAtMost("k (expert_ids)", top_k, e / num_groups * groups_kept);
 }
 
