@@ -181,7 +181,6 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
       Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
   if constexpr (kEngine == EngineKind::kSm120) {
     NVFP4_RETURN_IF_ERROR(CheckSm120(call.type, call.activation_scale, std::max(shape.n, shape.k)));
-    NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", shape.m, kMaxEngineRows));
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4WorkspaceBytes(shape)));
     return FromCuda(LaunchGroupedGemmW4A4(stream, call, buffers), "nvfp4_grouped_gemm");
   }
@@ -192,9 +191,8 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4Sm100WorkspaceBytes(shape)));
     return FromCuda(LaunchGroupedGemmW4A4Sm100(stream, call, buffers), "nvfp4_grouped_gemm");
   }
-  const bool on_engine = call.type != DataType::kF32 &&
-                         std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent &&
-                         shape.m <= kMaxEngineRows && shape.m * (shape.k / 8) < int64_t{1} << 32;
+  const bool on_engine =
+      call.type != DataType::kF32 && std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
                                                         ? GroupedGemmW4A16WorkspaceBytes(shape)
                                                         : GroupedGemmWorkspaceBytes(shape)));

@@ -161,6 +161,15 @@ def test_product_matches_float64(library, engine, count, case):
     assert not actual[rows:].astype(np.float32).any()
 
 
+def test_product_of_several_chunks_matches_float64(library):
+    """On one engine: the chunks are the same for all, and this many rows take a while here."""
+    operands = gpu.make_product(gpu.CHUNKED, BF16, parts=2, bias=True)
+    actual = cuda_emulation.grouped_gemm(library, "sm80", operands, "none", 3)
+    yardstick = float64_layer.grouped_gemm(*operands, "none", matmul=gpu.xla(BF16)).astype(BF16)
+    assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, "none"))
+    gpu.assert_zeros(actual[sum(gpu.CHUNKED[3]) :])
+
+
 @pytest.mark.parametrize("form", routing.FORMS)
 @pytest.mark.parametrize("experts", [1, 60, 512])
 def test_router_routes_as_the_reference(library, form, experts):

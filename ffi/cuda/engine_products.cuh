@@ -8,6 +8,7 @@
 #include "elements.cuh"
 #include "expert_gemm.cuh"
 #include "launch.h"
+#include "launch_kernel.cuh"
 #include "workspace.cuh"
 
 namespace nvfp4 {
@@ -120,31 +121,57 @@ inline cudaError_t LaunchCombineChunk(cudaStream_t stream, const MoECall& call,
                         static_cast<int32_t>(shape.e), !call.weight_on_input});
 }
 
-// A grouped product of all rows of x; LaunchTables comes before it.
+// The rows of a grouped product from `first` on that go through at once.
+struct RowChunk {
+  const uint8_t* x;
+  uint8_t* y;
+  int64_t first;
+  int64_t rows;
+};
+
+// Calls launch(chunk) for one chunk of rows after the other, until one fails.
+template <typename Function>
+cudaError_t ForRowChunks(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers,
+                         const Function& launch) {
+  const GroupedGemmShape& shape = call.shape;
+  const int64_t step = EngineChunkRows(shape), bytes = Bytes(call.type);
+  for (int64_t first = 0; first < shape.m; first += step) {
+    const RowChunk chunk = {static_cast<const uint8_t*>(buffers.x) + first * shape.k * bytes,
+                            static_cast<uint8_t*>(buffers.y) + first * shape.n * bytes, first,
+                            std::min(step, shape.m - first)};
+    NVFP4_RETURN_IF_CUDA_ERROR(launch(chunk));
+  }
+  return cudaSuccess;
+}
+
+// A grouped product of the rows of a chunk; LaunchTables comes before it.
 inline ExpertGemm MakeGroupedProduct(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers,
-                                     const ProductTables& tables, const GemmPlan& plan) {
+                                     const RowChunk& chunk, const ProductTables& tables,
+                                     const GemmPlan& plan) {
   const GroupedGemmShape& shape = call.shape;
   ExpertGemm gemm = {};
   gemm.rows = tables.rows;
   gemm.rule = plan.rule;
   gemm.partial_sums = tables.partial_sums;
   gemm.type = call.type;
-  gemm.left = {buffers.x, nullptr, 1, nullptr, nullptr};
+  gemm.left = {chunk.x, nullptr, 1, nullptr, nullptr};
   gemm.weight = buffers.weight;
   gemm.bias_rows = static_cast<int32_t>(shape.n);
   gemm.parts = static_cast<int32_t>(shape.parts);
   gemm.k = static_cast<int32_t>(shape.k);
   gemm.columns = static_cast<int32_t>(shape.n);
-  gemm.output = {buffers.y, call.type, nullptr};
+  gemm.output = {chunk.y, call.type, nullptr};
   gemm.walk = MakeWalk(plan, gemm, tables.starts[0], tables.ready[0]);
   return gemm;
 }
 
 inline cudaError_t LaunchTables(cudaStream_t stream, const GroupedGemmCall& call,
-                                const GroupedGemmBuffers& buffers, const ExpertGemm& gemm) {
+                                const GroupedGemmBuffers& buffers, const RowChunk& chunk,
+                                const ExpertGemm& gemm) {
   const GroupedGemmShape& shape = call.shape;
-  return LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e, gemm.rows, gemm.rule,
-                          Walks{1, {gemm.walk, {}}}, {buffers.y, shape.n * Bytes(call.type)});
+  return LaunchGroupTiles(stream, buffers.group_sizes, chunk.first, chunk.rows, shape.e, gemm.rows,
+                          gemm.rule, Walks{1, {gemm.walk, {}}},
+                          {chunk.y, shape.n * Bytes(call.type)});
 }
 
 }  // namespace nvfp4

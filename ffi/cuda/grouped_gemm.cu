@@ -39,7 +39,7 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
   const bool quantized = call.activation_scale != ActivationScale::kNone;
   const GroupedGemmWorkspace workspace = TakeGroupedGemmWorkspace(buffers.workspace, shape);
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, 0, shape.m, shape.e,
                                               workspace.rows, kPlainRule, Walks{},
                                               {buffers.y, shape.n * Bytes(call.type)}));
 

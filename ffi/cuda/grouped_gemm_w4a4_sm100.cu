@@ -69,7 +69,7 @@ cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCal
                               stride,
                               direct};
 
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, shape.m, shape.e,
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, 0, shape.m, shape.e,
                                               workspace.rows, kRule, Walks{},
                                               {y, shape.n * Bytes(call.type)}));
   NVFP4_RETURN_IF_CUDA_ERROR(

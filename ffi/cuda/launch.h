@@ -7,6 +7,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "shapes.h"
@@ -103,9 +104,15 @@ int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
                               const GroupedGemmBuffers& buffers);
 
-// The same on call.engine; call.type is bf16 or f16, activations are not quantized, n, k and parts
-// are at most kMaxEngineExtent, m at most kMaxEngineRows, and m * k is below 2^35.
-constexpr int64_t kMaxEngineRows = 1 << 18;
+// Rows that go through an engine at once, which bounds its workspace. The tile scheduler counts the
+// cost of up to 2^18 rows, and the engines find a row by 32 bits, in units of 16 bytes.
+inline int64_t EngineChunkRows(const GroupedGemmShape& shape) {
+  constexpr int64_t kMaxRowsAtOnce = 1 << 18, kUnits = (int64_t{1} << 32) - 1;
+  return std::min({shape.m, kMaxRowsAtOnce, kUnits / (shape.k / 8)});
+}
+
+// The same on call.engine; call.type is bf16 or f16, and n, k and parts are at most
+// kMaxEngineExtent. m * k may be any.
 int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers);

@@ -386,9 +386,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (blockIdx.x == 0) WriteWalks(plan, tables, num_experts);
 }
 
-// values[0 .. count] = exclusive prefix sums of values[0 .. count), negative ones as 0, none above
-// `limit`. All threads of the block; count <= 2 * kThreads.
-__device__ void PrefixSum(int32_t* values, int count, int64_t limit) {
+// values[0 .. count] = exclusive prefix sums of values[0 .. count), negative values as 0, counted
+// from `first_counted` on and cut to [0, limit]. All threads of the block; count <= 2 * kThreads.
+__device__ void PrefixSum(int32_t* values, int count, int64_t first_counted, int64_t limit) {
   __shared__ int64_t warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = 2 * static_cast<int>(threadIdx.x);
@@ -404,8 +404,9 @@ __device__ void PrefixSum(int32_t* values, int count, int64_t limit) {
   __syncthreads();
   int64_t before = sum - a - b;
   for (int i = 0; i < warp; ++i) before += warp_sums[i];
-  const auto clip = [limit](int64_t value) {
-    return static_cast<int32_t>(value < limit ? value : limit);
+  const auto clip = [first_counted, limit](int64_t value) {
+    const int64_t counted = max(value - first_counted, int64_t{0});
+    return static_cast<int32_t>(min(counted, limit));
   };
   if (first <= count) values[first] = clip(before);
   if (first + 1 <= count) values[first + 1] = clip(before + a);
@@ -417,8 +418,8 @@ constexpr int kZeroedRows = 64;  // of a block
 
 // The first block writes the tables, all of them zeros.
 __global__ void __launch_bounds__(kThreads, 1)
-    GroupTiles(const int32_t* group_sizes, int num_rows, int num_experts, ExpertRows rows,
-               Plan plan, OutputRows y) {
+    GroupTiles(const int32_t* group_sizes, int64_t first_row, int num_rows, int num_experts,
+               ExpertRows rows, Plan plan, OutputRows y) {
   __shared__ int32_t starts[kMaxExperts + 1];
   __shared__ Tables tables;
 #if __CUDA_ARCH__ >= 900
@@ -427,7 +428,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = threadIdx.x; i < num_experts; i += kThreads) starts[i] = group_sizes[i];
   if (blockIdx.x == 0) ZeroReadyFlags(plan.walks);
   __syncthreads();
-  PrefixSum(starts, num_experts, num_rows);
+  PrefixSum(starts, num_experts, first_row, num_rows);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kZeroedRows;
   const int64_t begin = max(first, static_cast<int64_t>(starts[num_experts]));
   const int64_t end = min(first + kZeroedRows, static_cast<int64_t>(num_rows));
@@ -469,12 +470,12 @@ cudaError_t LaunchSortByExpert(cudaStream_t stream, const int32_t* expert_ids, i
                 MakePlan(rule, walks));
 }
 
-cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t num_rows,
-                             int64_t num_experts, const ExpertRows& rows, const TileRule& rule,
-                             const Walks& walks, const OutputRows& y) {
+cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t first_row,
+                             int64_t num_rows, int64_t num_experts, const ExpertRows& rows,
+                             const TileRule& rule, const Walks& walks, const OutputRows& y) {
   return Launch(stream, dim3(static_cast<unsigned>(CeilDiv(num_rows, kZeroedRows))), kThreads,
-                GroupTiles, group_sizes, static_cast<int>(num_rows), static_cast<int>(num_experts),
-                rows, MakePlan(rule, walks), y);
+                GroupTiles, group_sizes, first_row, static_cast<int>(num_rows),
+                static_cast<int>(num_experts), rows, MakePlan(rule, walks), y);
 }
 
 }  // namespace nvfp4

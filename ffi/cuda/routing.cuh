@@ -102,9 +102,10 @@ struct OutputRows {
 };
 
 // The same tables for rows that are sorted already, from the number of rows of each expert; zeros
-// in the rows of `y` past them.
-cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t num_rows,
-                             int64_t num_experts, const ExpertRows& rows, const TileRule& rule,
-                             const Walks& walks, const OutputRows& y);
+// in the rows of `y` past them. The rows of the call are `first_row` to first_row + num_rows - 1 of
+// those that the sizes count; tables and `y` count from first_row on.
+cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t first_row,
+                             int64_t num_rows, int64_t num_experts, const ExpertRows& rows,
+                             const TileRule& rule, const Walks& walks, const OutputRows& y);
 
 }  // namespace nvfp4

@@ -18,6 +18,8 @@ _TILE_ROWS = 64
 _CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so many slots
 _SEGMENTS = 32  # that the slots of a chunk are cut into to sort them
 _ENGINE_CHUNK_SLOTS = 65536
+_ENGINE_CHUNK_ROWS = 1 << 18  # rows of a product go through in chunks of at most so many
+ENGINE_MAX_EXTENT = 1 << 18  # of a matrix: the plain kernels take what is larger
 _ENGINE_TILE_ROWS = 8  # of the smallest tile
 _ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
 _ENGINE_WALK = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
@@ -89,14 +91,25 @@ def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *,
     return _row_tables(rows, num_experts) + _quantized_rows(rows, k)
 
 
+def _chunk_rows(rows: int, k: int) -> int:
+    """Return how many rows of a grouped product go through an engine at once."""
+    return min(rows, _ENGINE_CHUNK_ROWS, ((1 << 32) - 1) // (k // 8))
+
+
 def grouped_gemm_w4a16_workspace_bytes(
     rows: int, num_experts: int, n: int, k: int, *, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one w4a16 grouped product needs."""
-    own = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS) + _sections(
+    """Return the bytes of scratch memory that one w4a16 grouped product needs.
+
+    That of the engines, which take a chunk of rows at a time, or that of the plain kernels, which
+    run float32 and matrices of very many rows or columns.
+    """
+    if dtype.itemsize > 2 or max(n, k) > ENGINE_MAX_EXTENT:
+        return grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype)
+    rows = _chunk_rows(rows, k)
+    return _row_tables(rows, num_experts, _ENGINE_TILE_ROWS) + _sections(
         *_ENGINE_WALK, _ENGINE_PARTIAL_SUMS, 2 * rows * k, 4 * rows
     )
-    return max(own, grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype))
 
 
 def _fp4_rows(rows: int, k: int) -> int:
@@ -125,6 +138,7 @@ def moe_w4a4_workspace_bytes(
 def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
     """Return the bytes of scratch memory that one grouped product on FP4 engines needs."""
     del n, dtype
+    rows = _chunk_rows(rows, k)
     tables = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS)
     return tables + _sections(*_ENGINE_WALK, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
 
