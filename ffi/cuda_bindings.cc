@@ -435,7 +435,19 @@ NB_MODULE(_nvfp4_cuda, m) {
   m.def(
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
       "Whether the targets of 10.x and 12.x also run, by emulation, on 9.0.");
-  // For the test that compares them with backends/cuda.py.
+  // For the tests that compare them with backends/cuda.py.
+  m.def(
+      "max_shared_bytes",
+      [] {
+        nb::dict bytes;
+        bytes["moe_w4a16_sm80"] = nvfp4::MaxSharedBytesSm80();
+        bytes["moe_w4a16_sm90"] = nvfp4::MaxSharedBytesSm90();
+        bytes["moe_w4a4_sm120"] = nvfp4::MaxSharedBytesSm120();
+        return bytes;
+      },
+      "Record -> bytes of shared memory that a block of its largest engine kernel needs.");
+  m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
+        "Bytes of shared memory that a block of the kernel for few slots needs.");
   for (const nvfp4::LayerWorkspace& record : nvfp4::kLayerWorkspaces) {
     m.def(
         record.name,

@@ -22,6 +22,7 @@ import pytest
 import rounding_case
 from float64_layer import Options
 
+from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.backends.cuda import (
     grouped_gemm_w4a4_workspace_bytes,
     grouped_gemm_w4a16_workspace_bytes,
@@ -30,6 +31,7 @@ from jax_nvfp4_moe.backends.cuda import (
     moe_w4a16_workspace_bytes,
     moe_workspace_bytes,
 )
+from jax_nvfp4_moe.backends.cuda_notes import few_slots_shared_bytes
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 HERE = pathlib.Path(__file__).parent
@@ -92,6 +94,8 @@ CASES = {
 }
 
 
+# 32 slots whose rows take 90624 bytes in the second product.
+WIDE_FEW_SLOTS = (16, 2, 4, 64, 1408, uniform(16, 2, 4))
 # As CASES: layers whose output is zeros, because no token has an expert.
 EMPTY = {
     "no_choices": (5, 0, 4, 64, 48, uniform(5, 0, 4)),
@@ -473,6 +477,26 @@ def test_wrong_operand_is_named(name, what):
         cuda_calls.moe_prepared(
             arrays[0], prepared, *arrays[11:], call.options, i
         ).block_until_ready()
+
+
+@pytest.mark.cuda_build
+def test_shared_memory_of_the_records_is_that_of_the_kernels():
+    from jax_nvfp4_moe import _nvfp4_cuda
+
+    of_records = {b.name: b.can.shared_bytes for b in BACKENDS if b.can.shared_bytes}
+    assert of_records == _nvfp4_cuda.max_shared_bytes()
+
+
+@pytest.mark.cuda_build
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("slots", [1, 6, 32])
+@pytest.mark.parametrize("k", [16, 1408, 4096])
+def test_shared_memory_of_few_slots_is_that_of_the_kernel(k, slots, rounds):
+    from jax_nvfp4_moe import _nvfp4_cuda
+
+    for slots_per_row in (1, 4):
+        ours = few_slots_shared_bytes(slots, slots_per_row, k, rounds=rounds)
+        assert ours == _nvfp4_cuda.few_slots_shared_bytes(slots, slots_per_row, k, rounds)
 
 
 @pytest.mark.cuda_build

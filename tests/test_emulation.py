@@ -70,6 +70,22 @@ def test_product_without_experts_gives_zeros(library, engine, mode):
     gpu.assert_zeros(cuda_emulation.grouped_gemm(library, engine, operands, mode, 3))
 
 
+@pytest.mark.parametrize("mode", ["none", "static"])
+def test_few_slots_take_no_more_shared_memory_than_the_device_has(library, mode):
+    """On 8.6 and 8.9 the rows of these 32 slots fit only without what a block has besides them."""
+    call = gpu.make(gpu.WIDE_FEW_SLOTS, BF16, Options(activation_scale=mode))
+    slots, width = call.ids.size, call.layer.down_packed.shape[2] * 2
+    needed = library.few_slots_shared_bytes(slots, 1, width, mode == "static")
+    rows = needed - library.few_slots_shared_bytes(0, 1, width, 0)
+    for device, few in ((cuda_emulation.HOPPER_SHARED_BYTES, True), (99 << 10, False)):
+        assert rows < device
+        assert (needed <= device) == few
+        operands = (call.x, call.layer, call.ids, call.weights, call.options)
+        actual = cuda_emulation.moe(library, "sm80", *operands, 3, device)
+        assert_as_accurate_as(actual, call.yardstick(), call.truth())
+        assert (library.largest_dynamic_bytes() == rows) == few
+
+
 @engines
 @pytest.mark.parametrize("case", LARGER)
 def test_larger_layer_matches_float64(library, engine, case):

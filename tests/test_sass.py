@@ -14,6 +14,8 @@ import subprocess
 
 import pytest
 
+from jax_nvfp4_moe.backends.cuda_notes import few_slots_shared_bytes
+
 pytestmark = pytest.mark.cuda_build
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
@@ -121,6 +123,14 @@ def test_products_use_their_units(code, arch):
     assert len(single) == FLOAT_KERNELS
     for name, count in single.items():
         assert count["FFMA"] + 2 * count["FFMA2"] >= 8 * 32, name
+
+
+def test_few_slots_have_the_static_shared_memory_that_is_counted(extension):
+    """Besides the rows, that is what a block needs."""
+    usage = run("--dump-resource-usage", extension)
+    found = re.findall(r"Function (\S*ExpertGemmFew\S*):\s.* SHARED:(\d+)", usage)
+    assert len(found) == 4 * len(ARCHITECTURES)
+    assert {int(count) for _, count in found} == {few_slots_shared_bytes(0, 1, 16, rounds=False)}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

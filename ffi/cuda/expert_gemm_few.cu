@@ -41,6 +41,7 @@ constexpr int kRoundingBlocksPerSm = kBlocksPerSm;
 constexpr int kDepth = 2;     // weight tiles of a warp on their way
 constexpr int kRows = 8;      // of a tile: one product's columns
 constexpr int kPadding = 16;  // bytes between rows in shared memory: other banks
+constexpr int kZeroBytes = 2 * kTileK;
 
 struct Plan {
   int32_t num_tiles;
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
                   const TileConstants constants) {
   NVFP4_DYNAMIC_SHARED(rows);
   __shared__ Plan plan;
-  __shared__ __align__(16) uint8_t zeros[2 * kTileK];
+  __shared__ __align__(16) uint8_t zeros[kZeroBytes];
   __shared__ float4 shares[2][(kTeams - 1) * kTeamThreads];
 #if __CUDA_ARCH__ >= 900
   StartNextKernel();
@@ -320,7 +321,7 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
   }
 }
 
-// Of shared memory: the rows of x, and those of slots where they are others.
+// Of dynamic shared memory: the rows of x, and those of slots where they are others.
 int64_t RowsBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
   const int64_t rows = CeilDiv(slots, slots_per_row) + (rounds && slots_per_row > 1 ? slots : 0);
   return rows * (CeilDiv(k, kTileK) * kTileK * 2 + kPadding);
@@ -330,8 +331,14 @@ int64_t RowsBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) 
 // million weights (one token of Qwen3-30B-A3B), 32 and 30 at 75 million.
 constexpr int64_t kMaxWeights = int64_t{64} << 20;
 
-// Two blocks share a multiprocessor.
+// Two blocks share a multiprocessor of 228 KiB; others may have less, see FewSlotsFit.
 constexpr int64_t kMaxRowsBytes = 90 * 1024;
+
+// What a block has besides its rows: static shared memory, up to where the dynamic one may begin.
+constexpr int64_t kStaticBytes =
+    CeilDiv(sizeof(Plan) + kZeroBytes + sizeof(float4) * 2 * (kTeams - 1) * kTeamThreads,
+            kDynamicAlignment) *
+    kDynamicAlignment;
 
 template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
@@ -353,7 +360,12 @@ cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots
 
 bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds, int64_t weights) {
   return slots <= kFewSlots && weights <= kMaxWeights &&
-         RowsBytes(slots, slots_per_row, k, rounds) <= kMaxRowsBytes;
+         RowsBytes(slots, slots_per_row, k, rounds) <= kMaxRowsBytes &&
+         FewSlotsSharedBytes(slots, slots_per_row, k, rounds) <= BlockSharedBytes();
+}
+
+int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
+  return RowsBytes(slots, slots_per_row, k, rounds) + kStaticBytes;
 }
 
 cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,

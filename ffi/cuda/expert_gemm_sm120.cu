@@ -418,6 +418,12 @@ int BlocksPerSm(const Variant& variant) {
 
 bool HasSm120() { return HasCode(ExpertGemmSm120<__nv_bfloat16, Rows16>); }
 
+int64_t MaxSharedBytesSm120() {
+  int64_t most = 0;
+  for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
+  return most;
+}
+
 GemmPlan PlanSm120(int64_t rows, int64_t experts) {
   const Variant& variant = ChooseVariant(rows, experts);
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);

@@ -475,6 +475,12 @@ int BlocksPerSm(const Variant& variant) {
 
 }  // namespace
 
+int64_t MaxSharedBytesSm80() {
+  int64_t most = 0;
+  for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
+  return most;
+}
+
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {
   const Variant& variant = ChooseVariant(rows, experts);
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);

@@ -63,6 +63,7 @@ struct Config {
   static constexpr int kSharedBytes =
       kStages * (kRowsBytes + kWeightBytes) + kGroups * Staged::kBytes + kAlignment;
   static_assert(kSharedBytes + 1024 + 48 * kStages <= 228 * 1024, "shared memory of an SM");
+  static_assert(48 * kStages <= kDynamicAlignment, "barriers, before the dynamic shared memory");
 };
 
 // A value that is the same for all lanes, so that the compiler knows it, too.
@@ -446,7 +447,7 @@ constexpr int64_t kFewRows = 16;
 
 struct Variant {
   int64_t max_mean_rows;  // of an expert, up to which this is the one
-  int32_t rows, min_cost, block_tiles, step_tiles;
+  int32_t rows, min_cost, block_tiles, step_tiles, shared_bytes;
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
@@ -468,8 +469,9 @@ constexpr Variant MakeVariant(int64_t max_mean_rows) {
   static_assert(int64_t{kMaxSms} * C::kGroups * kGroupThreads * C::kTiles * (C::kRows / 2) * 4 <=
                     kPartialSumBytes,
                 "the workspace holds a share of each block");
-  return {max_mean_rows,  C::kRows,  C::kRows >= 64 ? 64 : 32,
-          C::kBlockTiles, C::kDepth, LaunchVariant<C>};
+  return {max_mean_rows,   C::kRows,  C::kRows >= 64 ? 64 : 32,
+          C::kBlockTiles,  C::kDepth, C::kSharedBytes + kDynamicAlignment,
+          LaunchVariant<C>};
 }
 
 constexpr Variant kVariants[] = {
@@ -493,6 +495,12 @@ const Variant& ChooseVariant(int64_t rows, int64_t experts) {
 // mma.sync allows more warps to do at once. On an H200 wgmma took 1552 us for DeepSeek-V3's layer
 // at 64 tokens, mma.sync 1475; at a mean of 8 rows and with few experts wgmma is as fast or faster.
 constexpr int64_t kMmaMeanRows = 7, kMmaExperts = 32;
+
+int64_t MaxSharedBytesSm90() {
+  int64_t most = MaxSharedBytesSm80();  // which some layers take
+  for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
+  return most;
+}
 
 GemmPlan PlanSm90(int64_t rows, int64_t experts) {
   if (experts >= kMmaExperts && rows <= kMmaMeanRows * experts) return PlanSm80(rows, experts);

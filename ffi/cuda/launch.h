@@ -75,6 +75,15 @@ cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuf
 
 // Whether this build has code of that engine for the current device.
 bool HasSm120();
+
+// Bytes of shared memory that a block needs: of the kernel of an engine that needs most, and of the
+// kernel for few slots, which takes a layer only where the device has as many
+// (expert_gemm_few.cuh). backends/cuda.py has the same numbers; tests compare them.
+int64_t MaxSharedBytesSm80();
+int64_t MaxSharedBytesSm90();
+int64_t MaxSharedBytesSm120();
+int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds);
+
 // The same in W4A4 by FP4 tensor cores of compute capability 10.x. Weights are in the layout
 // "fp4_128x64", call.type is bf16 and activations are quantized.
 constexpr int64_t kMaxChunkSlots = 65536;  // that go through at once

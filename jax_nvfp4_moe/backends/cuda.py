@@ -1,5 +1,6 @@
 """The CUDA kernels: records and lowerings. The kernels are in ``ffi/cuda``."""
 
+from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
     lower_grouped_gemm,
     lower_moe,
@@ -7,7 +8,7 @@ from jax_nvfp4_moe.backends.custom_call import (
     lower_route,
 )
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
-from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Scheme
+from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Scheme, no_notes
 
 _EXTENSION = "_nvfp4_cuda"
 
@@ -19,11 +20,11 @@ _CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so man
 _SEGMENTS = 32  # that the slots of a chunk are cut into to sort them
 _ENGINE_CHUNK_SLOTS = 65536
 _ENGINE_CHUNK_ROWS = 1 << 18  # rows of a product go through in chunks of at most so many
-ENGINE_MAX_EXTENT = 1 << 18  # of a matrix: the plain kernels take what is larger
 _ENGINE_TILE_ROWS = 8  # of the smallest tile
 _ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
 _ENGINE_WALK = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
 _ENGINE_PARTIAL_SUMS = 32 << 20
+_MAX_EXTENT = 1 << 22  # rows or columns of a matrix that any kernel indexes
 _FP4_K = 128  # rows of the engine on FP4 are padded to whole multiples of
 QUANTIZE_PARTIALS = 256  # pieces of x whose largest magnitudes are found first
 
@@ -143,16 +144,13 @@ def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: in
     return tables + _sections(*_ENGINE_WALK, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
 
 
-def _record(
-    suffix,
-    devices,
-    status,
-    moe_workspace=moe_workspace_bytes,
-    grouped_gemm_workspace=grouped_gemm_workspace_bytes,
-    layout="mma_64x64",
-    dtypes=frozenset({"bfloat16", "float16", "float32"}),
-):
-    """Return the record of the kernels whose names end in `suffix`."""
+def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no_notes, **limits):
+    """Return the record of the kernels whose names end in `suffix`.
+
+    `workspaces` are the formulas of the layer and of the product, `limits` fields of its
+    `Capability`.
+    """
+    moe_workspace, grouped_gemm_workspace = workspaces
     return Backend(
         name=f"moe_{suffix}",
         can=Capability(
@@ -160,7 +158,7 @@ def _record(
             devices=devices,
             platform="cuda",
             extension=_EXTENSION,
-            dtypes=dtypes,
+            **{"max_extent": _MAX_EXTENT, **limits},
         ),
         layout=layout,
         lower={
@@ -168,6 +166,7 @@ def _record(
             "grouped_gemm": lower_grouped_gemm(f"grouped_gemm_{suffix}", grouped_gemm_workspace),
         },
         status=status,
+        notes=notes,
     )
 
 
@@ -176,17 +175,19 @@ MOE_W4A4_SM120 = _record(
     (Device(W4A4_SCHEMES, (12, 0), (13, 0)),),
     "mma.sync on FP4: executed by emulation of its one instruction, compiled for 120f, not executed"
     " natively",
-    moe_w4a4_workspace_bytes,
-    grouped_gemm_w4a4_workspace_bytes,
+    (moe_w4a4_workspace_bytes, grouped_gemm_w4a4_workspace_bytes),
     layout="fp4_64x64",
     dtypes=frozenset({"bfloat16", "float16"}),
+    max_extent=ENGINE_MAX_EXTENT,
+    shared_bytes=83104,
 )
 MOE_W4A16_SM90 = _record(
     "w4a16_sm90",
     (Device(frozenset(Scheme), (9, 0), (10, 0)),),
     "wgmma and mma.sync in 16 bits, plain kernels for float32: executed",
-    moe_w4a16_workspace_bytes,
-    grouped_gemm_w4a16_workspace_bytes,
+    (moe_w4a16_workspace_bytes, grouped_gemm_w4a16_workspace_bytes),
+    notes=note_engines,
+    shared_bytes=225280,
 )
 # sm_80 code is also the weight-only path of Blackwell, and behind the records above its path for
 # all else: float32, or a device of 10.x to 12.x that they do not name.
@@ -197,8 +198,9 @@ MOE_W4A16_SM80 = _record(
         Device(frozenset(Scheme), (10, 0), (13, 0)),
     ),
     "mma.sync in 16 bits, plain kernels for float32: executed on Hopper",
-    moe_w4a16_workspace_bytes,
-    grouped_gemm_w4a16_workspace_bytes,
+    (moe_w4a16_workspace_bytes, grouped_gemm_w4a16_workspace_bytes),
+    notes=note_engines,
+    shared_bytes=67232,
 )
 
 QUANTIZE_CUDA = Backend(
