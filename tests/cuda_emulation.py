@@ -30,25 +30,9 @@ _LAYOUTS = {"sm100": "fp4_128x64", "sm120": "fp4_64x64"}  # of other engines "mm
 HOPPER_SHARED_BYTES = 227 << 10  # of a block
 _HERE = pathlib.Path(__file__).parent
 _FFI = _HERE.parent / "ffi"
-_SOURCES = (
-    "routing",
-    "quantize",
-    "expert_gemm_sm80",
-    "expert_gemm_sm90",
-    "expert_gemm_sm120",
-    "expert_gemm_few",
-    "combine",
-    "moe_w4a16",
-    "moe_w4a4",
-    "grouped_gemm_w4a16",
-    "grouped_gemm_w4a4",
-    "route",
-    "fp4_gemm_emulated",
-    "fp4_groups",
-    "fp4_rows",
-    "moe_w4a4_sm100",
-    "grouped_gemm_w4a4_sm100",
-)
+# Of ffi/cuda, what is not compiled: the plain kernels, for which nothing here has the instructions,
+# and the product of CUTLASS.
+_LEFT_OUT = {"plain_gemm", "moe", "grouped_gemm", "fp4_gemm_sm100"}
 # Jumps go from stack to stack, which a fortified longjmp forbids.
 _FLAGS = (
     "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE "
@@ -87,10 +71,15 @@ def cutlass_include() -> pathlib.Path:
 
 def build(folder: pathlib.Path) -> ctypes.CDLL:
     """Compile the kernels in `folder` and load them."""
-    for source in (*_FFI.glob("*.h"), *_FFI.glob("cuda/*"), *_HERE.glob("emulation/*")):
-        shutil.copy(source, folder / source.name)
+    for header in _FFI.glob("*.h"):
+        shutil.copy(header, folder)
+    for tree in (_FFI / "cuda", _HERE / "emulation" / "cuda"):  # the second forms replace the first
+        shutil.copytree(tree, folder / "cuda", dirs_exist_ok=True)
+    for source in _HERE.glob("emulation/*.*"):
+        shutil.copy(source, folder)
     compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{cuda_include()}"]
-    names = [f"{name}.cu" for name in _SOURCES] + ["cuda_on_cpu.cc", "driver.cc"]
+    kernels = sorted(p for p in folder.glob("cuda/*/*.cu") if p.stem not in _LEFT_OUT)
+    names = [str(p.relative_to(folder)) for p in kernels] + ["cuda_on_cpu.cc", "driver.cc"]
     running = [
         subprocess.Popen(
             [*compiler, "-include", "cuda_on_cpu.h", "-x", "c++", "-c", name, "-o", f"{name}.o"],

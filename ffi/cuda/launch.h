@@ -14,7 +14,7 @@
 
 namespace nvfp4 {
 
-// More experts than any known model; routing.cu keeps 16 counters of each in shared memory.
+// More experts than any known model; sort_by_expert.cu keeps 16 counters of each in shared memory.
 constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxTopK = 32;
 // Rows and tiles are counted, and k and n indexed, in 32 bits; n is also cut into 65535 tiles.

@@ -13,7 +13,7 @@ from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Sche
 _EXTENSION = "_nvfp4_cuda"
 
 
-# The workspace is cut in C++ (ffi/cuda/workspace.cuh, moe*.cu, grouped_gemm*.cu); a test compares.
+# The workspace is cut in C++ (the files of ffi/cuda/layers); a test compares.
 _SECTION_BYTES = 256
 _TILE_ROWS = 64
 _CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so many slots

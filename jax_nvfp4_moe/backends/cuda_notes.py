@@ -9,8 +9,8 @@ from jax_nvfp4_moe.scheme import Problem, Scheme
 
 ENGINE_MAX_EXTENT = 1 << 18  # rows or columns of a matrix
 
-# Of the kernel for few slots (ffi/cuda/expert_gemm_few.cu); a test compares. A slot is a token's
-# visit to one expert.
+# Of the kernel for few slots (ffi/cuda/gemm/expert_gemm_few.cu); a test compares. A slot is the
+# visit of a token to one expert.
 _MAX_SLOTS = 32
 _MAX_WEIGHTS = 64 << 20  # that the slots of a layer multiply by, in both products
 _MAX_ROWS_BYTES = 90 << 10

@@ -1,9 +1,9 @@
 // What tests/emulation.py calls: the layer and the product of launch.h on host memory.
 #include <vector>
 
-#include "fp4_groups.cuh"
-#include "fp4_mma.cuh"
-#include "launch.h"
+#include "cuda/gemm/fp4_groups.cuh"
+#include "cuda/instructions/fp4_mma.cuh"
+#include "cuda/launch.h"
 
 namespace emulation {
 extern bool backwards;
