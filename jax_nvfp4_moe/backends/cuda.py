@@ -22,7 +22,7 @@ _ENGINE_CHUNK_SLOTS = 65536
 _ENGINE_CHUNK_ROWS = 1 << 18  # rows of a product go through in chunks of at most so many
 _ENGINE_TILE_ROWS = 8  # of the smallest tile
 _ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
-_ENGINE_WALK = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
+_ENGINE_SCHEDULE = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
 _ENGINE_PARTIAL_SUMS = 32 << 20
 _MAX_EXTENT = 1 << 22  # rows or columns of a matrix that any kernel indexes
 _FP4_K = 128  # rows of the engine on FP4 are padded to whole multiples of
@@ -74,8 +74,8 @@ def moe_w4a16_workspace_bytes(
     own = _row_tables(slots, num_experts, _ENGINE_TILE_ROWS) + _sections(
         4 * slots,
         4 * _SEGMENTS * num_experts,
-        *_ENGINE_WALK,
-        *_ENGINE_WALK,
+        *_ENGINE_SCHEDULE,
+        *_ENGINE_SCHEDULE,
         _ENGINE_PARTIAL_SUMS,
         2 * slots * intermediate,
         2 * slots * hidden,
@@ -109,7 +109,7 @@ def grouped_gemm_w4a16_workspace_bytes(
         return grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype)
     rows = _chunk_rows(rows, k)
     return _row_tables(rows, num_experts, _ENGINE_TILE_ROWS) + _sections(
-        *_ENGINE_WALK, _ENGINE_PARTIAL_SUMS, 2 * rows * k, 4 * rows
+        *_ENGINE_SCHEDULE, _ENGINE_PARTIAL_SUMS, 2 * rows * k, 4 * rows
     )
 
 
@@ -129,7 +129,7 @@ def moe_w4a4_workspace_bytes(
     slots = min(tokens, _ENGINE_CHUNK_SLOTS // max(top_k, 1)) * top_k
     return (
         _row_tables(slots, num_experts, _ENGINE_TILE_ROWS)
-        + _sections(4 * slots, 4 * _SEGMENTS * num_experts, *_ENGINE_WALK, *_ENGINE_WALK)
+        + _sections(4 * slots, 4 * _SEGMENTS * num_experts, *_ENGINE_SCHEDULE, *_ENGINE_SCHEDULE)
         + _sections(_ENGINE_PARTIAL_SUMS, 2 * slots * max(hidden, intermediate))
         + _fp4_rows(slots, hidden)
         + _fp4_rows(slots, intermediate)
@@ -141,7 +141,7 @@ def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: in
     del n, dtype
     rows = _chunk_rows(rows, k)
     tables = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS)
-    return tables + _sections(*_ENGINE_WALK, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
+    return tables + _sections(*_ENGINE_SCHEDULE, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
 
 
 def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no_notes, **limits):

@@ -1,5 +1,5 @@
 // Outputs of a warpgroup on their way to memory: registers, shared memory, then lines of each
-// output row. Stored straight from registers they would be pieces of 16 bytes, which takes longer
+// output row. Stored straight from registers they would be 16 bytes each, which takes longer
 // than the products of a short k. (Bulk copies would not wait, but they are started lane by lane.)
 //
 // In shared memory a sorted row has the outputs of the warpgroup's kTiles weight tiles, 128 bytes

@@ -49,9 +49,9 @@ struct Output {
 struct ExpertGemm {
   ExpertRows rows;
   TileRule rule;
-  Walk walk;
+  TileSchedule schedule;
   float* partial_sums;  // kPartialSumBytes
-  bool plan_is_older;   // rows, walk: older than the kernel just before this one
+  bool plan_is_older;   // rows, schedule: older than the kernel just before this one
   DataType type;        // of left.values
   LeftOperand left;
   ExpertWeights weight;  // in the engine's layout, for two halves where activation is gated
@@ -88,15 +88,16 @@ inline GemmPlan PlanGemm(EngineKind engine, int64_t rows, int64_t experts) {
   return engine == EngineKind::kSm90 ? PlanSm90(rows, experts) : PlanSm80(rows, experts);
 }
 
-// How `plan` cuts the sums of `gemm`.
-inline Walk MakeWalk(const GemmPlan& plan, const ExpertGemm& gemm, Start* starts, int32_t* ready) {
+// The schedule of `gemm` under `plan`.
+inline TileSchedule MakeTileSchedule(const GemmPlan& plan, const ExpertGemm& gemm,
+                                     WorkStart* starts, int32_t* ready) {
   const int32_t step = plan.step_tiles * kTileK;
   return {plan.blocks, (gemm.k + step - 1) / step,
           (gemm.m_tiles() + plan.block_tiles - 1) / plan.block_tiles, starts, ready};
 }
 
-// Bounds that size the workspace whatever the device: blocks of a walk, and the float32 sums that
-// they may have to hand over.
+// Bounds that size the workspace whatever the device: blocks of a schedule, and the partial
+// sums that they may have to store.
 constexpr int32_t kMaxBlocks = 768;
 constexpr int64_t kMinTileRows = 8;
 constexpr int64_t kPartialSumBytes = int64_t{32} << 20;

@@ -1,19 +1,21 @@
-// The grouped product for a handful of slots, bf16 and f16: the experts' weights are read once, at
-// once, and the time is latency. See expert_gemm.cuh for the equation.
+// Computes `out[r] = act(W[expert] @ x[r])` for the rows of at most kFewSlots slots, bf16 and f16,
+// without a sort before it; see expert_gemm.cuh for the whole equation.
 //
-//   expert_ids [slots] -> the plan, in every block's shared memory; nothing is sorted before
+//   expert_ids [slots] -> the plan, in every block's shared memory
 //
-// Bound by: latency of memory, then reading weights. A block of 16 warps does one sum after the
-// other: 64 weight rows of one expert by at most 8 of its slots, over all of k. Its four teams of
-// four warps each take every fourth tile of k, straight from memory into registers, kDepth tiles
-// ahead, also of the next sum; the shares of the teams are added in their order. All rows of x are
-// in shared memory from the start. In W4A4 each slot has a row of its own there: that of x rounded
-// to NVFP4 under the scale of the slot's expert, by each block for the experts of its sums.
+// An output tile is 64 weight rows of one expert by at most 8 of its slots, over all of k. A block
+// of 16 warps computes one output tile after the other. Its four teams of four warps each take
+// every fourth weight tile of k, straight from memory into registers, kDepth tiles ahead, also of
+// the next output tile. The partial sums of the teams are added in the order of the teams. All rows
+// of x are in shared memory from the start. In W4A4 each slot has a row of its own there: the row
+// of x, rounded to NVFP4 under the scale of the slot's expert. Each block rounds rows for the
+// experts of its own output tiles.
 //
-// The kernel may start while the one before it ends, of which it reads `left` alone; the ids and
+// The kernel may start while the one before it ends. Of that one it reads `left` alone; the ids and
 // the weights are older. As a layer's first product it brings the second one's weights into the L2
 // cache as soon as its own are on their way.
 //
+// Bottleneck: latency of memory, then reading weights.
 // Needs: sm_80. Test: test_cuda_kernel.py, test_emulation.py.
 #include <cstring>
 
@@ -87,8 +89,8 @@ struct Packed {
 
 // Up to kDepth weight tiles of a team, in the order of k.
 struct Round {
-  int32_t sum;
-  int32_t begin;  // of the team's tiles of the sum
+  int32_t output_tile;
+  int32_t begin;  // of the team's weight tiles of the output tile
   int32_t tile;   // of all weight tiles: where it begins
 };
 
@@ -96,8 +98,8 @@ struct Worker {
   const ExpertGemm& p;
   const Plan& plan;
   const int32_t m_tiles, k_tiles;
-  const int32_t sums;   // of the product
-  const int32_t items;  // tiles of this team in a sum
+  const int32_t output_tiles;
+  const int32_t items;  // weight tiles of this team in an output tile
   const int team;
   const int thread;  // of the team
 
@@ -106,28 +108,28 @@ struct Worker {
         plan(made),
         m_tiles(gemm.m_tiles()),
         k_tiles((gemm.k + kTileK - 1) / kTileK),
-        sums(made.num_tiles * m_tiles),
+        output_tiles(made.num_tiles * m_tiles),
         items((k_tiles - static_cast<int>(threadIdx.x / kTeamThreads) + kTeams - 1) / kTeams),
         team(static_cast<int>(threadIdx.x / kTeamThreads)),
         thread(static_cast<int>(threadIdx.x % kTeamThreads)) {}
 
-  __device__ __forceinline__ Round FirstRound(int32_t sum) const {
-    if (sum >= sums) return {sum, 0, 0};
-    const uint32_t tile = static_cast<uint32_t>(sum) / static_cast<uint32_t>(m_tiles);
-    const int32_t m_tile = sum - static_cast<int32_t>(tile) * m_tiles;
-    return {sum, 0, (plan.tiles[tile].expert * m_tiles + m_tile) * k_tiles + team};
+  __device__ __forceinline__ Round FirstRound(int32_t output_tile) const {
+    if (output_tile >= output_tiles) return {output_tile, 0, 0};
+    const uint32_t tile = static_cast<uint32_t>(output_tile) / static_cast<uint32_t>(m_tiles);
+    const int32_t m_tile = output_tile - static_cast<int32_t>(tile) * m_tiles;
+    return {output_tile, 0, (plan.tiles[tile].expert * m_tiles + m_tile) * k_tiles + team};
   }
 
   __device__ __forceinline__ Round NextRound(const Round& round) const {
     const bool last = round.begin + kDepth >= items;
-    if (last) return FirstRound(round.sum + static_cast<int32_t>(gridDim.x));
-    return {round.sum, round.begin + kDepth, round.tile + kDepth * kTeams};
+    if (last) return FirstRound(round.output_tile + static_cast<int32_t>(gridDim.x));
+    return {round.output_tile, round.begin + kDepth, round.tile + kDepth * kTeams};
   }
 
   // Past the end the first tile, to be multiplied by zeros: a branch for each tile would keep the
   // compiler from working at several at a time.
   __device__ __forceinline__ Packed Load(const Round& round, int d) const {
-    const bool inside = round.sum < sums && round.begin + d < items;
+    const bool inside = round.output_tile < output_tiles && round.begin + d < items;
     const int64_t tile = inside ? round.tile + d * kTeams : 0;
     return {
         __ldcs(reinterpret_cast<const uint4*>(p.weight.packed + tile * kTileCodeBytes) + thread),
@@ -169,11 +171,11 @@ __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, 
   CommitCopies();
 }
 
-// A bit for each slot that a sum of this block has.
+// A bit for each slot that an output tile of this block has.
 __device__ __forceinline__ uint32_t OwnSlots(const Worker& worker) {
   uint32_t own = 0;
-  for (int sum = static_cast<int>(blockIdx.x); sum < worker.sums; sum += gridDim.x) {
-    const RowTile& tile = worker.plan.tiles[sum / worker.m_tiles];
+  for (int i = static_cast<int>(blockIdx.x); i < worker.output_tiles; i += gridDim.x) {
+    const RowTile& tile = worker.plan.tiles[i / worker.m_tiles];
     for (int row = 0; row < tile.rows; ++row) own |= 1u << worker.plan.slots[tile.row + row];
   }
   return own;
@@ -203,14 +205,13 @@ __device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& f
   }
 }
 
-// Asks for the weights of this block's sums of the next product.
+// Asks for the weights of this block's output tiles of the next product.
 __device__ __forceinline__ void PrefetchNext(const ExpertWeights& weight, int m_tiles, int k_tiles,
                                              const Plan& plan) {
 #if __CUDA_ARCH__ >= 900
-  for (int sum = static_cast<int>(blockIdx.x); sum < plan.num_tiles * m_tiles; sum += gridDim.x) {
+  for (int i = static_cast<int>(blockIdx.x); i < plan.num_tiles * m_tiles; i += gridDim.x) {
     const int64_t before =
-        (static_cast<int64_t>(plan.tiles[sum / m_tiles].expert) * m_tiles + sum % m_tiles) *
-        k_tiles;
+        (static_cast<int64_t>(plan.tiles[i / m_tiles].expert) * m_tiles + i % m_tiles) * k_tiles;
     PrefetchL2(weight.packed + before * kTileCodeBytes, k_tiles * kTileCodeBytes);
     PrefetchL2(weight.block_scale + before * kTileScaleBytes, k_tiles * kTileScaleBytes);
   }
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
   NVFP4_DYNAMIC_SHARED(rows);
   __shared__ Plan plan;
   __shared__ __align__(16) uint8_t zeros[kZeroBytes];
-  __shared__ float4 shares[2][(kTeams - 1) * kTeamThreads];
+  __shared__ float4 partials[2][(kTeams - 1) * kTeamThreads];
 #if __CUDA_ARCH__ >= 900
   StartNextKernel();
 #endif
@@ -272,10 +273,10 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
   const int lane = static_cast<int>(threadIdx.x % 32), warp = worker.thread / 32;
   int buffer = 0;
   bool prefetched = !first;
-  while (round.sum < worker.sums) {
-    const int32_t sum = round.sum;
-    const RowTile tile = plan.tiles[sum / worker.m_tiles];
-    const int m_tile = sum % worker.m_tiles;
+  while (round.output_tile < worker.output_tiles) {
+    const int32_t output_tile = round.output_tile;
+    const RowTile tile = plan.tiles[output_tile / worker.m_tiles];
+    const int m_tile = output_tile % worker.m_tiles;
     LaneRows lane_rows = {};
     if (worker.team == 0) lane_rows = LoadLaneRows(p, tile.expert, m_tile, warp);
     const int slot = plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
     float halves[2][4] = {};  // of the even and the odd tiles, so that products overlap
     do {
       const Round next = worker.NextRound(round);
-      if (!prefetched && next.sum >= worker.sums) {
+      if (!prefetched && next.output_tile >= worker.output_tiles) {
         if (threadIdx.x == 0) PrefetchNext(few.next, few.next_m_tiles, few.next_k_tiles, plan);
         prefetched = true;
       }
@@ -297,20 +298,20 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
       }
       b += kDepth * kTeams * kTileK * 2;
       round = next;
-    } while (round.sum == sum);
+    } while (round.output_tile == output_tile);
     float sums[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];
     if (worker.team > 0) {
-      shares[buffer][(worker.team - 1) * kTeamThreads + worker.thread] =
+      partials[buffer][(worker.team - 1) * kTeamThreads + worker.thread] =
           make_float4(sums[0], sums[1], sums[2], sums[3]);
     }
     __syncthreads();
     if (worker.team == 0) {
 #pragma unroll
       for (int team = 0; team < kTeams - 1; ++team) {
-        const float4 share = shares[buffer][team * kTeamThreads + worker.thread];
-        sums[0] += share.x, sums[1] += share.y, sums[2] += share.z, sums[3] += share.w;
+        const float4 partial = partials[buffer][team * kTeamThreads + worker.thread];
+        sums[0] += partial.x, sums[1] += partial.y, sums[2] += partial.z, sums[3] += partial.w;
       }
       const TileStore<T> store = MakeTileStore<T>(p, tile, lane_rows, m_tile, warp);
       if (store.first < p.columns) {

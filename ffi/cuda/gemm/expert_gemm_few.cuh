@@ -8,8 +8,8 @@ namespace nvfp4 {
 constexpr int kFewSlots = 32;  // a lane of a warp for each
 
 // The slots of a product: slot s has row s / left.slots_per_row of the left operand and row s of
-// the output, whose tables (ExpertGemm::rows, walk, left.slots, output.slots) are not read. Where
-// left.input_scale is set, rows are rounded to NVFP4 on their way.
+// the output, whose tables (ExpertGemm::rows, schedule, left.slots, output.slots) are not read.
+// Where left.input_scale is set, rows are rounded to NVFP4 on their way.
 struct FewSlots {
   const int32_t* expert_ids;  // [num_slots], any value
   int32_t num_slots;

@@ -17,9 +17,9 @@
 //            "fp4_64x64"; zeros past k
 //   x scales [kRows][8 bytes], zeros past k, as in memory
 // Copies run kStages - 1 steps ahead of the products, across the ends of sums over k. A block works
-// on the pieces of tile_scheduler.cuh and hands over or collects sums at its ends
-// (partial_sums.cuh). A piece is found once, by what copies, which leaves it in shared memory for
-// what multiplies.
+// on the work units of tile_scheduler.cuh and stores or adds partial sums at the ends of its range
+// (partial_sums.cuh). A work unit is found once, by what copies, which leaves it in shared memory
+// for what multiplies.
 //
 // Needs: 12.x, or anything since sm_80 where emulated; 99 KiB of shared memory.
 // Test: test_emulation_fp4.py, test_cuda_fp4.py, test_sass.py.
@@ -51,11 +51,11 @@ constexpr int kSlabScaleBytes = kTileScaleBytes / 4;
 constexpr float kUnit = 1.0f;  // of a sum of products
 constexpr int kBarrier = 1;
 
-// A piece that steps in shared memory are of, and where the block goes on after it.
-struct SharedPiece {
-  Piece piece;  // begins at -1 where it is the end
+// A work unit that steps in shared memory are of, and where the block goes on after it.
+struct SharedWorkUnit {
+  WorkUnit work;  // begins at -1 where it is the end
   int32_t next;
-  Start at;
+  WorkStart at;
 };
 
 // kRows: most rows of a tile. kTiles: weight tiles of a block.
@@ -72,20 +72,20 @@ struct Config {
   static constexpr int kScales = kCodes + kStepTiles * kCodesBytes;
   static constexpr int kRowScales = kScales + kStepTiles * kScalesBytes;
   static constexpr int kStageBytes = kRowScales + kRows * kRowScaleBytes;
-  static constexpr int kPieces = kStages + 1;  // more than have steps in shared memory
+  static constexpr int kWorkUnits = kStages + 1;  // more than have steps in shared memory
   static constexpr int kRowsApart = kThreads / kRowChunks;
   static constexpr int kCopies = (kRows + kRowsApart - 1) / kRowsApart;  // of x by a thread
-  static constexpr int kPiecesAt = kStages * kStageBytes;
-  static constexpr int kSharedBytes = kPiecesAt + kPieces * sizeof(SharedPiece);
-  static constexpr int kShareFloats = kThreads * kSlabs * kRows / 2;
-  static_assert(kStages > 2, "a barrier between writing a piece and reading it");
+  static constexpr int kWorkUnitsAt = kStages * kStageBytes;
+  static constexpr int kSharedBytes = kWorkUnitsAt + kWorkUnits * sizeof(SharedWorkUnit);
+  static constexpr int kPartialSumFloats = kThreads * kSlabs * kRows / 2;
+  static_assert(kStages > 2, "a barrier between writing a work unit and reading it");
   static_assert(kStageBytes % 16 == 0, "aligned copies");
   static_assert(kStepTiles * kScalesBytes / 16 <= kThreads / 2, "half of the threads copy scales");
   static_assert(kRows <= kThreads / 2, "and the others those of x");
   static_assert(kSharedBytes <= 99 * 1024, "shared memory of a block on sm_120");
 };
 
-// Brings one step after another to shared memory, and what pieces they are of. Thread t copies
+// Brings one step after another to shared memory, and what work units they are of. Thread t copies
 //   codes     its own, for each 64 of k those of the slabs that it multiplies
 //   x         rows t / 4 + kRowsApart i, 16 bytes: to place t % 4 chunk (t % 4) ^ (t / 8 % 4)
 //   scales    16 bytes, where it is in the lower half of the threads
@@ -99,58 +99,58 @@ struct Producer {
   const ExpertGemm& p;
   uint8_t* const shared;
   const int thread;
-  int32_t steps = 0;  // of the piece, to be copied; -1 at the end of all
+  int32_t steps = 0;  // of the work, to be copied; -1 at the end of all
   int32_t k;          // from here to the end
   int32_t rows;       // of the tile
-  int slot = -1;      // of the piece
+  int slot = -1;      // of the work unit
   uint32_t codes;     // of the next step
   uint32_t scales;
   uint32_t row;
   uint32_t row_scales;
 
-  static __device__ __forceinline__ SharedPiece* SharedPieces(uint8_t* shared) {
-    return reinterpret_cast<SharedPiece*>(shared + C::kPiecesAt);
+  static __device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
+    return reinterpret_cast<SharedWorkUnit*>(shared + C::kWorkUnitsAt);
   }
 
-  // After a barrier since the piece before began.
+  // After a barrier since the work unit before began.
   __device__ __forceinline__ void Next() {
-    Pieces pieces(p.rows, p.rule, p.walk);
+    TileScheduler scheduler(p.rows, p.rule, p.schedule);
     if (slot >= 0) {
-      const SharedPiece& before = SharedPieces(shared)[slot];
-      pieces.next = before.next;
-      pieces.at = before.at;
+      const SharedWorkUnit& before = SharedWorkUnits(shared)[slot];
+      scheduler.next = before.next;
+      scheduler.at = before.at;
     }
-    slot = slot + 1 == C::kPieces ? 0 : slot + 1;
-    const bool more = pieces.Next();
-    if (!more) pieces.piece = {{}, -1, 0, -1, -2};
-    if (thread == 0) SharedPieces(shared)[slot] = {pieces.piece, pieces.next, pieces.at};
-    steps = pieces.piece.end - pieces.piece.begin;
-    if (more) BeginSum(pieces.piece);
+    slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
+    const bool more = scheduler.Next();
+    if (!more) scheduler.work = {{}, -1, 0, -1, -2};
+    if (thread == 0) SharedWorkUnits(shared)[slot] = {scheduler.work, scheduler.next, scheduler.at};
+    steps = scheduler.work.end - scheduler.work.begin;
+    if (more) BeginWork(scheduler.work);
   }
 
   // First weight tile of tile `tile` of the block; past the expert's, whose sums are not stored,
   // the last one.
-  __device__ __forceinline__ uint32_t WeightTile(const Piece& piece, int tile) const {
-    const int index = min(piece.m_block * C::kTiles + tile, p.m_tiles() - 1);
+  __device__ __forceinline__ uint32_t WeightTile(const WorkUnit& work, int tile) const {
+    const int index = min(work.m_block * C::kTiles + tile, p.m_tiles() - 1);
     const uint32_t k_tiles = (p.k + kTileK - 1) / kTileK;
-    return (static_cast<uint32_t>(piece.tile.expert) * p.m_tiles() + index) * k_tiles +
-           piece.begin * kStepTiles;
+    return (static_cast<uint32_t>(work.tile.expert) * p.m_tiles() + index) * k_tiles +
+           work.begin * kStepTiles;
   }
 
   __device__ __forceinline__ uint32_t RowUnits() const {
     return static_cast<uint32_t>(PadK(p.k)) / (2 * 16);
   }
 
-  __device__ __forceinline__ void BeginSum(const Piece& piece) {
+  __device__ __forceinline__ void BeginWork(const WorkUnit& work) {
     const int slab = kSlabs * (thread / 32), chunk = thread % kChunks;
-    codes = WeightTile(piece, slab / 4) * kCodeUnits + slab % 4 * 32 + thread % 32;
+    codes = WeightTile(work, slab / 4) * kCodeUnits + slab % 4 * 32 + thread % 32;
     scales =
-        (WeightTile(piece, chunk / 16) + thread / kChunks % kStepTiles) * kScaleUnits + chunk % 16;
-    const uint32_t first = piece.tile.row;
-    row = (first + thread / kRowChunks) * RowUnits() + piece.begin * kRowChunks + Chunk();
-    row_scales = (first + thread % (C::kThreads / 2)) * (RowUnits() / kRowChunks) + piece.begin;
-    rows = piece.tile.rows;
-    k = p.k - piece.begin * kStepK;
+        (WeightTile(work, chunk / 16) + thread / kChunks % kStepTiles) * kScaleUnits + chunk % 16;
+    const uint32_t first = work.tile.row;
+    row = (first + thread / kRowChunks) * RowUnits() + work.begin * kRowChunks + Chunk();
+    row_scales = (first + thread % (C::kThreads / 2)) * (RowUnits() / kRowChunks) + work.begin;
+    rows = work.tile.rows;
+    k = p.k - work.begin * kStepK;
   }
 
   // Of a row, that this thread copies.
@@ -206,7 +206,7 @@ struct Producer {
     return shared + stage * C::kStageBytes;
   }
 
-  // Starts the copies of weights of the first stages, as far as they are of one piece. Returns how
+  // Starts the copies of weights of the first stages, as far as they are of one work. Returns how
   // many.
   __device__ __forceinline__ int CopyFirstWeights() {
     Next();
@@ -280,38 +280,38 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ SharedSums<kSlabs, C::kRows / 2> MakeShared() const {
-    return {p.walk, p.partial_sums, 0, 1, thread, C::kThreads, kBarrier};
+  __device__ __forceinline__ FixUp<kSlabs, C::kRows / 2> MakeFixUp() const {
+    return {p.schedule, p.partial_sums, 0, 1, thread, C::kThreads, kBarrier};
   }
 
   // All that is loaded is loaded before the first output is made.
-  __device__ __forceinline__ void Store(const Piece& piece) {
-    const int m_tile = piece.m_block * C::kTiles + Slab(thread) / 4, warp = Slab(thread) % 4;
+  __device__ __forceinline__ void Store(const WorkUnit& work) {
+    const int m_tile = work.m_block * C::kTiles + Slab(thread) / 4, warp = Slab(thread) % 4;
     LaneRows rows[kSlabs];
 #pragma unroll
     for (int s = 0; s < kSlabs; ++s) {
-      rows[s] = LoadLaneRows(p, piece.tile.expert, m_tile, warp + s);
+      rows[s] = LoadLaneRows(p, work.tile.expert, m_tile, warp + s);
     }
     if (p.output.block_scale != nullptr) {
-      return QuantizeTile<T>(p, piece.tile, m_tile, warp, rows, kUnit, sums);
+      return QuantizeTile<T>(p, work.tile, m_tile, warp, rows, kUnit, sums);
     }
-    const int32_t* slots = p.output.slots == nullptr ? nullptr : p.output.slots + piece.tile.row;
-    const OutputPlaces<C::kRows> places(slots, piece.tile);
+    const int32_t* slots = p.output.slots == nullptr ? nullptr : p.output.slots + work.tile.row;
+    const OutputPlaces<C::kRows> places(slots, work.tile);
     // The second slab's sums in place of the first's: an index would put them into memory.
 #pragma unroll 1
     for (int s = 0; s < kSlabs; ++s) {
-      StoreLoadedTile<T>(p, piece.tile, m_tile, warp + s, rows[0], places, sums[0], kUnit);
+      StoreLoadedTile<T>(p, work.tile, m_tile, warp + s, rows[0], places, sums[0], kUnit);
       rows[0] = rows[1];
 #pragma unroll
       for (int i = 0; i < C::kRows / 2; ++i) sums[0][i] = sums[1][i];
     }
   }
 
-  // What happens to the block's share of a sum.
-  __device__ __forceinline__ void Finish(const Piece& piece) {
-    if (piece.begin > 0) return MakeShared().HandOver(sums);
-    if (piece.end < p.walk.k_steps) MakeShared().Collect(piece.sum, sums);
-    Store(piece);
+  // Stores a partial sum, or adds those of other blocks and stores the outputs.
+  __device__ __forceinline__ void Finish(const WorkUnit& work) {
+    if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
+    if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
+    Store(work);
   }
 };
 
@@ -336,25 +336,26 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 
   Consumer<T, C> consumer{p, shared, thread, {}};
   int stage = 0;
-  const SharedPiece* const pieces = Producer<C>::SharedPieces(shared);
-  for (int slot = 0; pieces[slot].piece.begin >= 0; slot = slot + 1 == C::kPieces ? 0 : slot + 1) {
-    const Piece& piece = pieces[slot].piece;
-    const bool full = piece.tile.rows > C::kRows - 8;
+  const SharedWorkUnit* const work_units = Producer<C>::SharedWorkUnits(shared);
+  for (int slot = 0; work_units[slot].work.begin >= 0;
+       slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1) {
+    const WorkUnit& work = work_units[slot].work;
+    const bool full = work.tile.rows > C::kRows - 8;
     ClearSums(consumer.sums);
 #pragma unroll 1
-    for (int32_t steps = piece.end - piece.begin; steps > 0; --steps) {
+    for (int32_t steps = work.end - work.begin; steps > 0; --steps) {
       // After the barrier the copies of all threads are here, and all have read the stage before.
       WaitCopies<C::kStages - 2>();
       __syncthreads();
       producer.CopyStep((stage == 0 ? C::kStages : stage) - 1);
       if (full) {
-        consumer.template MultiplyStep<true>(shared + stage * C::kStageBytes, piece.tile.rows);
+        consumer.template MultiplyStep<true>(shared + stage * C::kStageBytes, work.tile.rows);
       } else {
-        consumer.template MultiplyStep<false>(shared + stage * C::kStageBytes, piece.tile.rows);
+        consumer.template MultiplyStep<false>(shared + stage * C::kStageBytes, work.tile.rows);
       }
       stage = stage + 1 == C::kStages ? 0 : stage + 1;
     }
-    consumer.Finish(piece);
+    consumer.Finish(work);
   }
 }
 
@@ -366,13 +367,13 @@ using Rows128 = Config<128, 4, 3, 1>;
 
 struct Variant {
   int64_t max_mean_rows;  // of an expert, up to which this is the one
-  int32_t rows, tiles, blocks_per_sm, shared_bytes, share_bytes;
+  int32_t rows, tiles, blocks_per_sm, shared_bytes, partial_sum_bytes;
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
 template <typename T, typename C>
 cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
-  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.walk.blocks)), C::kThreads,
+  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.schedule.blocks)), C::kThreads,
                     C::kSharedBytes, /*overlaps=*/true, ExpertGemmSm120<T, C>, gemm);
 }
 
@@ -384,8 +385,9 @@ cudaError_t LaunchVariant(cudaStream_t stream, const ExpertGemm& gemm) {
 
 template <typename C>
 constexpr Variant MakeVariant(int64_t max_mean_rows) {
-  return {max_mean_rows,       C::kRows,        C::kTiles, C::kBlocksPerSm, C::kSharedBytes,
-          C::kShareFloats * 4, LaunchVariant<C>};
+  return {max_mean_rows,   C::kRows,        C::kTiles,
+          C::kBlocksPerSm, C::kSharedBytes, C::kPartialSumFloats * 4,
+          LaunchVariant<C>};
 }
 
 constexpr Variant kVariants[] = {
@@ -428,7 +430,7 @@ int64_t MaxSharedBytesSm120() {
 GemmPlan PlanSm120(int64_t rows, int64_t experts) {
   const Variant& variant = ChooseVariant(rows, experts);
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
-  const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.share_bytes);
+  const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
   return {{variant.rows, kMinCost},
           variant.tiles,
           kStepTiles,

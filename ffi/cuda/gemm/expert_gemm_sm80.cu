@@ -13,9 +13,9 @@
 //            both touch all banks; zeros past the tile's rows and past k
 //   codes    [kTiles][2048 bytes], scales [kTiles][256 bytes]: as they are in memory; zeros past k
 // Copies run kStages - 1 steps ahead of the products, across the ends of sums over k. A block works
-// on the pieces of tile_scheduler.cuh and hands over or collects sums at its ends
-// (partial_sums.cuh). A piece is found once, by what copies, which leaves it in shared memory for
-// what multiplies.
+// on the work units of tile_scheduler.cuh and stores or adds partial sums at the ends of its range
+// (partial_sums.cuh). A work unit is found once, by what copies, which leaves it in shared memory
+// for what multiplies.
 //
 // Needs: sm_80; 99 KiB of shared memory. Test: test_cuda_kernel.py, test_sass.py.
 #include <algorithm>
@@ -39,11 +39,11 @@ constexpr int kRowBytes = 2 * kTileK;  // of a row of x in a tile of k
 constexpr int kRowChunks = kRowBytes / 16;
 constexpr int kBarrier = 1;
 
-// A piece that steps in shared memory are of, and where the block goes on after it.
-struct SharedPiece {
-  Piece piece;  // begins at -1 where it is the end
+// A work unit that steps in shared memory are of, and where the block goes on after it.
+struct SharedWorkUnit {
+  WorkUnit work;  // begins at -1 where it is the end
   int32_t next;
-  Start at;
+  WorkStart at;
 };
 
 // kRows: most rows of a tile; a tile runs the products of its rows rounded up to kRowStep.
@@ -71,18 +71,18 @@ struct Config {
   static constexpr int kCodes = kStepTiles * kXBytes;  // offsets in a stage
   static constexpr int kScales = kCodes + kStepTiles * kCodesBytes;
   static constexpr int kStageBytes = kScales + kStepTiles * kScalesBytes;
-  static constexpr int kPieces = kStages + 1;  // more than have steps in shared memory
+  static constexpr int kWorkUnits = kStages + 1;  // more than have steps in shared memory
   static constexpr int kRowsApart = kThreads / kRowChunks;
   static constexpr int kCopies = (kRows + kRowsApart - 1) / kRowsApart;  // of x by a thread
   static constexpr int kSourcesAt = kStages * kStageBytes;
-  static constexpr int kPiecesAt = kSourcesAt + kCopies * kThreads * 4;
-  static constexpr int kSharedBytes = kPiecesAt + kPieces * sizeof(SharedPiece);
-  static constexpr int kShareFloats = kThreads * kSlabs * kRows / 2;
-  static_assert(kStages > 2, "a barrier between writing a piece and reading it");
+  static constexpr int kWorkUnitsAt = kSourcesAt + kCopies * kThreads * 4;
+  static constexpr int kSharedBytes = kWorkUnitsAt + kWorkUnits * sizeof(SharedWorkUnit);
+  static constexpr int kPartialSumFloats = kThreads * kSlabs * kRows / 2;
+  static_assert(kStages > 2, "a barrier between writing a work unit and reading it");
   static_assert(kSharedBytes <= 99 * 1024, "shared memory of a block on sm_86, sm_89, sm_120");
 };
 
-// Brings one step after another to shared memory, and what pieces they are of. For each 64 of k
+// Brings one step after another to shared memory, and what work units they are of. For each 64 of k
 // thread t of the block copies
 //   codes    16 bytes for each slab of a warp
 //   scales   where it is one of the last: 16 bytes
@@ -99,14 +99,14 @@ struct Producer {
   const ExpertGemm& p;
   uint8_t* const shared;
   const int thread;
-  int32_t steps = 0;       // of the piece, to be copied; -1 at the end of all
+  int32_t steps = 0;       // of the work, to be copied; -1 at the end of all
   int32_t k;               // from here to the end
-  int slot = -1;           // of the piece
+  int slot = -1;           // of the work unit
   uint32_t codes[kSlabs];  // of the next step, in units of 16 bytes
   uint32_t scales;
 
-  static __device__ __forceinline__ SharedPiece* SharedPieces(uint8_t* shared) {
-    return reinterpret_cast<SharedPiece*>(shared + C::kPiecesAt);
+  static __device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
+    return reinterpret_cast<SharedWorkUnit*>(shared + C::kWorkUnitsAt);
   }
 
   // Place of a row's source, in units of 16 bytes, which bounds rows * k.
@@ -114,21 +114,21 @@ struct Producer {
     return reinterpret_cast<uint32_t*>(shared + C::kSourcesAt)[i * C::kThreads + thread];
   }
 
-  // After a barrier since the piece before began.
+  // After a barrier since the work unit before began.
   __device__ __forceinline__ void Next() {
-    Pieces pieces(p.rows, p.rule, p.walk);
+    TileScheduler scheduler(p.rows, p.rule, p.schedule);
     if (slot >= 0) {
-      const SharedPiece& before = SharedPieces(shared)[slot];
-      pieces.next = before.next;
-      pieces.at = before.at;
+      const SharedWorkUnit& before = SharedWorkUnits(shared)[slot];
+      scheduler.next = before.next;
+      scheduler.at = before.at;
     }
-    slot = slot + 1 == C::kPieces ? 0 : slot + 1;
-    const bool more = pieces.Next();
-    if (!more) pieces.piece = {{}, -1, 0, -1, -2};
+    slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
+    const bool more = scheduler.Next();
+    if (!more) scheduler.work = {{}, -1, 0, -1, -2};
     const int own = ReadThread();
-    if (own == 0) SharedPieces(shared)[slot] = {pieces.piece, pieces.next, pieces.at};
-    steps = pieces.piece.end - pieces.piece.begin;
-    if (more) BeginSum(pieces.piece, own);
+    if (own == 0) SharedWorkUnits(shared)[slot] = {scheduler.work, scheduler.next, scheduler.at};
+    steps = scheduler.work.end - scheduler.work.begin;
+    if (more) BeginWork(scheduler.work, own);
   }
 
   // Rows that are multiplied for a tile of `rows`.
@@ -138,23 +138,23 @@ struct Producer {
 
   // First weight tile of tile `tile` of the block; past the expert's, whose sums are not stored,
   // the last one.
-  __device__ __forceinline__ uint32_t WeightTile(const Piece& piece, int tile) const {
-    const int row = min(piece.m_block * C::kTiles + tile, p.m_tiles() - 1);
+  __device__ __forceinline__ uint32_t WeightTile(const WorkUnit& work, int tile) const {
+    const int row = min(work.m_block * C::kTiles + tile, p.m_tiles() - 1);
     const uint32_t k_tiles = (p.k + kTileK - 1) / kTileK;
-    return (static_cast<uint32_t>(piece.tile.expert) * p.m_tiles() + row) * k_tiles +
-           piece.begin * C::kStepTiles;
+    return (static_cast<uint32_t>(work.tile.expert) * p.m_tiles() + row) * k_tiles +
+           work.begin * C::kStepTiles;
   }
 
-  __device__ __forceinline__ void BeginSum(const Piece& piece, int own) {
-    const RowTile& tile = piece.tile;
-    const int first = piece.begin * C::kStepTiles * kTileK;
+  __device__ __forceinline__ void BeginWork(const WorkUnit& work, int own) {
+    const RowTile& tile = work.tile;
+    const int first = work.begin * C::kStepTiles * kTileK;
 #pragma unroll
     for (int s = 0; s < kSlabs; ++s) {
       codes[s] =
-          WeightTile(piece, s * kSlabTiles + own / kTileThreads) * kCodeUnits + own % kTileThreads;
+          WeightTile(work, s * kSlabTiles + own / kTileThreads) * kCodeUnits + own % kTileThreads;
     }
     const int chunk = max(own - kScaleThread, 0);
-    scales = WeightTile(piece, chunk / 16) * kScaleUnits + chunk % 16;
+    scales = WeightTile(work, chunk / 16) * kScaleUnits + chunk % 16;
     k = p.k - first;
 #pragma unroll 1
     for (int i = 0; i < C::kCopies; ++i) {
@@ -222,7 +222,7 @@ struct Producer {
     return SharedAddress(shared + stage * C::kStageBytes + thread * 16);
   }
 
-  // Starts the copies of weights of the first stages, as far as they are of one piece. Returns how
+  // Starts the copies of weights of the first stages, as far as they are of one work. Returns how
   // many.
   __device__ __forceinline__ int CopyFirstWeights() {
     Next();
@@ -333,25 +333,25 @@ struct Consumer {
     MultiplyColumns<kColumns, true>(stage, rows);
   }
 
-  __device__ __forceinline__ SharedSums<kSlabs, C::kRows / 2> MakeShared() const {
-    return {p.walk, p.partial_sums, 0, 1, ReadThread(), C::kThreads, kBarrier};
+  __device__ __forceinline__ FixUp<kSlabs, C::kRows / 2> MakeFixUp() const {
+    return {p.schedule, p.partial_sums, 0, 1, ReadThread(), C::kThreads, kBarrier};
   }
 
   // Slab after slab, the sums of the second in place of the first's: an index would put them into
   // memory. All that is loaded is loaded before.
-  __device__ __forceinline__ void Store(const Piece& piece) {
+  __device__ __forceinline__ void Store(const WorkUnit& work) {
     const int own = ReadThread();
-    const int32_t* slots = p.output.slots == nullptr ? nullptr : p.output.slots + piece.tile.row;
-    const OutputPlaces<C::kRows> places(slots, piece.tile);
+    const int32_t* slots = p.output.slots == nullptr ? nullptr : p.output.slots + work.tile.row;
+    const OutputPlaces<C::kRows> places(slots, work.tile);
     LaneRows rows[kSlabs];
 #pragma unroll
     for (int s = 0; s < kSlabs; ++s) {
-      rows[s] = LoadLaneRows(p, piece.tile.expert, MTile(piece, s, own), Slab(s, own) % 4);
+      rows[s] = LoadLaneRows(p, work.tile.expert, MTile(work, s, own), Slab(s, own) % 4);
     }
-    if (p.output.input_scale != nullptr) return StoreRounded(piece, rows, own);
+    if (p.output.input_scale != nullptr) return StoreRounded(work, rows, own);
 #pragma unroll 1
     for (int s = 0; s < kSlabs; ++s) {
-      StoreLoadedTile<T>(p, piece.tile, MTile(piece, s, own), Slab(s, own) % 4, rows[0], places,
+      StoreLoadedTile<T>(p, work.tile, MTile(work, s, own), Slab(s, own) % 4, rows[0], places,
                          sums[0]);
       rows[0] = rows[1];
 #pragma unroll
@@ -359,24 +359,24 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void StoreRounded(const Piece& piece, const LaneRows (&rows)[kSlabs],
+  __device__ __forceinline__ void StoreRounded(const WorkUnit& work, const LaneRows (&rows)[kSlabs],
                                                int own) {
     const auto make = [&](int s) {
-      return MakeTileStore<T>(p, piece.tile, rows[s], MTile(piece, s, own), Slab(s, own) % 4);
+      return MakeTileStore<T>(p, work.tile, rows[s], MTile(work, s, own), Slab(s, own) % 4);
     };
     const TileStore<T> stores[kSlabs] = {make(0), make(1)};
     StoreRoundedSlabs(stores, sums);
   }
 
-  static __device__ __forceinline__ int MTile(const Piece& piece, int s, int thread) {
-    return piece.m_block * C::kTiles + Slab(s, thread) / 4;
+  static __device__ __forceinline__ int MTile(const WorkUnit& work, int s, int thread) {
+    return work.m_block * C::kTiles + Slab(s, thread) / 4;
   }
 
-  // What happens to the block's share of a sum.
-  __device__ __forceinline__ void Finish(const Piece& piece) {
-    if (piece.begin > 0) return MakeShared().HandOver(sums);
-    if (piece.end < p.walk.k_steps) MakeShared().Collect(piece.sum, sums);
-    Store(piece);
+  // Stores a partial sum, or adds those of other blocks and stores the outputs.
+  __device__ __forceinline__ void Finish(const WorkUnit& work) {
+    if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
+    if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
+    Store(work);
   }
 };
 
@@ -401,20 +401,21 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
 
   Consumer<T, C> consumer{p, shared, constants, thread, {}};
   int stage = 0;
-  const SharedPiece* const pieces = Producer<C>::SharedPieces(shared);
-  for (int slot = 0; pieces[slot].piece.begin >= 0; slot = slot + 1 == C::kPieces ? 0 : slot + 1) {
-    const Piece& piece = pieces[slot].piece;
+  const SharedWorkUnit* const work_units = Producer<C>::SharedWorkUnits(shared);
+  for (int slot = 0; work_units[slot].work.begin >= 0;
+       slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1) {
+    const WorkUnit& work = work_units[slot].work;
     ClearSums(consumer.sums);
 #pragma unroll 1
-    for (int32_t steps = piece.end - piece.begin; steps > 0; --steps) {
+    for (int32_t steps = work.end - work.begin; steps > 0; --steps) {
       // After the barrier the copies of all threads are here, and all have read the stage before.
       WaitCopies<C::kStages - 2>();
       __syncthreads();
       producer.CopyStep((stage == 0 ? C::kStages : stage) - 1);
-      consumer.MultiplyStep(shared + stage * C::kStageBytes, piece.tile.rows);
+      consumer.MultiplyStep(shared + stage * C::kStageBytes, work.tile.rows);
       stage = stage + 1 == C::kStages ? 0 : stage + 1;
     }
-    consumer.Finish(piece);
+    consumer.Finish(work);
   }
 }
 
@@ -427,13 +428,13 @@ using Rows128 = Config<128, 16, 2, 1, 3, 2>;
 
 struct Variant {
   int64_t max_mean_rows;  // of an expert, up to which this is the one
-  int32_t rows, tiles, step_tiles, blocks_per_sm, shared_bytes, share_bytes;
+  int32_t rows, tiles, step_tiles, blocks_per_sm, shared_bytes, partial_sum_bytes;
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
 template <typename T, typename C>
 cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
-  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.walk.blocks)), C::kThreads,
+  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.schedule.blocks)), C::kThreads,
                     C::kSharedBytes, /*overlaps=*/true, ExpertGemmSm80<T, C>, gemm,
                     MakeTileConstants<T>());
 }
@@ -446,8 +447,14 @@ cudaError_t LaunchVariant(cudaStream_t stream, const ExpertGemm& gemm) {
 
 template <typename C>
 constexpr Variant MakeVariant(int64_t max_mean_rows) {
-  return {max_mean_rows,   C::kRows,        C::kTiles,           C::kStepTiles,
-          C::kBlocksPerSm, C::kSharedBytes, C::kShareFloats * 4, LaunchVariant<C>};
+  return {max_mean_rows,
+          C::kRows,
+          C::kTiles,
+          C::kStepTiles,
+          C::kBlocksPerSm,
+          C::kSharedBytes,
+          C::kPartialSumFloats * 4,
+          LaunchVariant<C>};
 }
 
 constexpr Variant kVariants[] = {
@@ -485,7 +492,7 @@ int64_t MaxSharedBytesSm80() {
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {
   const Variant& variant = ChooseVariant(rows, experts);
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
-  const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.share_bytes);
+  const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
   return {{variant.rows, kMinCost},
           variant.tiles,
           variant.step_tiles,

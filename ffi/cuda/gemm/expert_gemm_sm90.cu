@@ -1,20 +1,23 @@
-// The grouped product on Hopper: out[r] = act(W[e(r)] @ x[r]), bf16 and f16; see expert_gemm.cuh.
+// Computes `out[r] = act(W[expert] @ x[r])` for rows that are sorted by expert, with wgmma on
+// Hopper, bf16 and f16; see expert_gemm.cuh for the whole equation.
 //
-// The weights are the register operand of wgmma and the sorted rows its N, so that a tile of rows
-// is padded to 8 and not to 64. Bound by: reading weights up to about 50 rows of an expert, tensor
-// cores above; unpacking costs 0.84 logic operations a weight (test_sass.py), behind either.
+// wgmma wants M = 64. Weight rows take the M dimension and tokens take N, because N can be as small
+// as 8: an expert with 3 tokens wastes 5 columns instead of 61 rows. The weights are therefore the
+// register operand (A): each thread unpacks FP4 codes into the registers that wgmma reads.
 //
 // A block of threads is kGroups consumer warpgroups and one producer warpgroup. A step is kDepth
 // times 64 of k:
 //   producer warps 0, 1    codes and scales by bulk copies, a lane for each weight tile
 //   producer warps 2, 3    rows of x by 16-byte cp.async into the 128-byte swizzle, zeros past k
 //   consumers              unpack a tile to fragments while the products of the one before run
-// kStages steps are in flight. A block's steps are those of tile_scheduler.cuh; at the ends of its
-// part of the line it hands over or collects sums (partial_sums.cuh).
+// kStages steps are in flight. The tile scheduler hands a block its work units; where an output
+// tile is split, the block stores a partial sum or adds those of others (partial_sums.cuh).
 //
-// The kernel may start while the one before it ends: what it reads first, the plan and the
+// The kernel may start while the one before it ends: what it reads first, the schedule and the
 // weights, is older than that (see moe_w4a16.cu).
 //
+// Bottleneck: memory bandwidth up to about 50 rows of an expert, tensor cores above. Unpacking
+// takes 0.84 logic operations a weight and hides behind both; test_sass.py checks that number.
 // Needs: sm_90a. Test: test_cuda_kernel.py, test_sass.py.
 #include <algorithm>
 
@@ -94,28 +97,28 @@ struct Ring {
 };
 
 // One warp brings codes, another scales: of the weight tiles of `weights`, kBytes each, lane t
-// brings tile t of the block to `target` in the stage. One of them also announces each piece with
-// its first stage, and the end with an empty one, so that consumers need not look for theirs.
+// brings tile t of the block to `target` in the stage. One of them also announces each work unit
+// with its first stage, and the end with an empty one, so that consumers need not look for theirs.
 template <typename C, int kBytes>
 __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared& shared,
                                                const uint8_t* weights, uint32_t target,
-                                               Piece* announced, int lane) {
+                                               WorkUnit* announced, int lane) {
   Ring<C> ring;
   const int32_t m_tiles = p.m_tiles(), k_tiles = (p.k + kTileK - 1) / kTileK;
   target += lane * C::kDepth * kBytes;
-  Pieces pieces(p.rows, p.rule, p.walk);
-  while (pieces.Next()) {
-    const Piece& piece = pieces.piece;
-    const int32_t first = piece.m_block * C::kBlockTiles;
+  TileScheduler scheduler(p.rows, p.rule, p.schedule);
+  while (scheduler.Next()) {
+    const WorkUnit& work = scheduler.work;
+    const int32_t first = work.m_block * C::kBlockTiles;
     const int32_t count = min(C::kBlockTiles, m_tiles - first);
-    const int64_t row = static_cast<int64_t>(piece.tile.expert) * m_tiles + first + lane;
-    const uint8_t* source = weights + (row * k_tiles + piece.begin * C::kDepth) * kBytes;
-    for (int32_t step = piece.begin; step < piece.end; ++step) {
+    const int64_t row = static_cast<int64_t>(work.tile.expert) * m_tiles + first + lane;
+    const uint8_t* source = weights + (row * k_tiles + work.begin * C::kDepth) * kBytes;
+    for (int32_t step = work.begin; step < work.end; ++step) {
       const uint32_t full = shared.full + 8 * ring.stage;
       const uint32_t stage = target + ring.stage * C::kWeightBytes;
       WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
       if (lane == 0) {
-        if (announced != nullptr && step == piece.begin) announced[ring.stage] = piece;
+        if (announced != nullptr && step == work.begin) announced[ring.stage] = work;
         ArriveExpect(full, count * C::kDepth * kBytes);
       }
       __syncwarp();
@@ -145,16 +148,16 @@ __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& s
   const int chunk = thread % 8;
   const uint32_t place = thread / 8 * kRowBytes + ((chunk ^ (thread / 8)) << 4);
   const uint4* values = static_cast<const uint4*>(p.left.values);
-  Pieces pieces(p.rows, p.rule, p.walk);
-  while (pieces.Next()) {
-    const Piece& piece = pieces.piece;
-    const int copies = (piece.tile.rows - thread / 8 + 7) / 8;
+  TileScheduler scheduler(p.rows, p.rule, p.schedule);
+  while (scheduler.Next()) {
+    const WorkUnit& work = scheduler.work;
+    const int copies = (work.tile.rows - thread / 8 + 7) / 8;
     uint32_t source[kCopies];  // in units of 16 bytes; see kMaxEngineExtent
     // All loads of slots before the first use of one, which would wait for it.
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i >= copies) break;
-      source[i] = piece.tile.row + thread / 8 + 8 * i;
+      source[i] = work.tile.row + thread / 8 + 8 * i;
       if (p.left.slots != nullptr) source[i] = p.left.slots[source[i]];
     }
 #pragma unroll
@@ -163,7 +166,7 @@ __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& s
       if (p.left.slots != nullptr) source[i] /= static_cast<uint32_t>(p.left.slots_per_row);
       source[i] = source[i] * static_cast<uint32_t>(p.k / 8) + chunk;
     }
-    for (int32_t step = piece.begin; step < piece.end; ++step) {
+    for (int32_t step = work.begin; step < work.end; ++step) {
       WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
       uint32_t target = shared.rows + ring.stage * C::kRowsBytes + place;
 #pragma unroll
@@ -216,13 +219,13 @@ struct Consumer {
     FenceAsyncProxy();  // rows came by cp.async, which tensor cores do not see without it
   }
 
-  static __device__ __forceinline__ Piece SharePiece(const Piece& piece) {
-    const RowTile& tile = piece.tile;
+  static __device__ __forceinline__ WorkUnit BroadcastWork(const WorkUnit& work) {
+    const RowTile& tile = work.tile;
     return {{Uniform(tile.expert), Uniform(tile.row), Uniform(tile.rows)},
-            Uniform(piece.sum),
-            Uniform(piece.m_block),
-            Uniform(piece.begin),
-            Uniform(piece.end)};
+            Uniform(work.output_tile),
+            Uniform(work.m_block),
+            Uniform(work.begin),
+            Uniform(work.end)};
   }
 
   struct Packed {
@@ -322,9 +325,9 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ SharedSums<C::kTiles, C::kRows / 2> MakeShared() const {
+  __device__ __forceinline__ FixUp<C::kTiles, C::kRows / 2> MakeFixUp() const {
     const int group = static_cast<int>(Group());
-    return {p.walk,        p.partial_sums, group, C::kGroups, static_cast<int>(Thread()),
+    return {p.schedule,    p.partial_sums, group, C::kGroups, static_cast<int>(Thread()),
             kGroupThreads, group + 1};
   }
 
@@ -354,26 +357,26 @@ struct Consumer {
     staged.template Send<T>(tile, FirstRow(p, m_tile, 0));
   }
 
-  __device__ __forceinline__ void Run(const Piece* announced) {
+  __device__ __forceinline__ void Run(const WorkUnit* announced) {
     while (true) {
       AwaitStage();
-      const Piece piece = SharePiece(announced[ring.stage]);
-      if (piece.begin == piece.end) return;
+      const WorkUnit work = BroadcastWork(announced[ring.stage]);
+      if (work.begin == work.end) return;
       // Loads for the outputs come early, so that they are there when the sums are.
-      const int32_t output_row = OutputRow(piece.tile);
+      const int32_t output_row = OutputRow(work.tile);
       LaneRows lane_rows[C::kTiles];
-      const int m_tile = piece.m_block * C::kBlockTiles + Group() * C::kTiles;
+      const int m_tile = work.m_block * C::kBlockTiles + Group() * C::kTiles;
 #pragma unroll
       for (int t = 0; t < C::kTiles; ++t) {
-        lane_rows[t] = LoadLaneRows(p, piece.tile.expert, m_tile + t, Thread() / 32);
+        lane_rows[t] = LoadLaneRows(p, work.tile.expert, m_tile + t, Thread() / 32);
       }
-      Accumulate(piece.tile.rows, piece.end - piece.begin);
-      if (piece.begin > 0) {
-        MakeShared().HandOver(sums);
+      Accumulate(work.tile.rows, work.end - work.begin);
+      if (work.begin > 0) {
+        MakeFixUp().StorePartialSums(sums);
         continue;
       }
-      if (piece.end < p.walk.k_steps) MakeShared().Collect(piece.sum, sums);
-      Store(piece.tile, m_tile, output_row, lane_rows);
+      if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
+      Store(work.tile, m_tile, output_row, lane_rows);
     }
   }
 };
@@ -383,7 +386,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ExpertGemmSm90(const __grid_constant__ ExpertGemm p, const TileConstants constants) {
   NVFP4_DYNAMIC_SHARED(dynamic);
   __shared__ __align__(8) uint64_t barriers[2 * C::kStages];
-  __shared__ Piece announced[C::kStages];
+  __shared__ WorkUnit announced[C::kStages];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C::kStages; ++stage) {
       InitBarrier(SharedAddress(barriers + stage), kGatherThreads + 2);
@@ -453,7 +456,7 @@ struct Variant {
 
 template <typename T, typename C>
 cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
-  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.walk.blocks)), C::kThreads,
+  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.schedule.blocks)), C::kThreads,
                     C::kSharedBytes, /*overlaps=*/true, ExpertGemmSm90<T, C>, gemm,
                     MakeTileConstants<T>());
 }
@@ -468,7 +471,7 @@ template <typename C>
 constexpr Variant MakeVariant(int64_t max_mean_rows) {
   static_assert(int64_t{kMaxSms} * C::kGroups * kGroupThreads * C::kTiles * (C::kRows / 2) * 4 <=
                     kPartialSumBytes,
-                "the workspace holds a share of each block");
+                "the workspace holds a partial sum of each block");
   return {max_mean_rows,   C::kRows,  C::kRows >= 64 ? 64 : 32,
           C::kBlockTiles,  C::kDepth, C::kSharedBytes + kDynamicAlignment,
           LaunchVariant<C>};

@@ -11,8 +11,8 @@
 // and no more. The kernels for single architectures take over what they are made for.
 //
 // Work: a block owns 64 rows of one expert (a tile of sort_by_expert.cu) and 128 weight rows, and
-// walks k. Where the activation is gated the layout alternates 8 gate rows and their 8 up rows, so
-// that both halves of an output meet in one block. Blocks past the last tile leave at once.
+// schedules k. Where the activation is gated the layout alternates 8 gate rows and their 8 up rows,
+// so that both halves of an output meet in one block. Blocks past the last tile leave at once.
 //
 // Pipeline, per k-step: registers -> shared memory, loads of the next step into registers, product
 // from shared memory. Weights are decoded on the way into shared memory: e2m1 * e4m3 is exact in

@@ -10,13 +10,15 @@
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/workspace.cuh"
 #include "cuda/quantizers/elements.cuh"
+#include "cuda/routing/group_rows.cuh"
+#include "cuda/routing/sort_by_expert.cuh"
 
 namespace nvfp4 {
 
 // Tables of up to two products of the same rows.
 struct ProductTables {
   ExpertRows rows;
-  Start* starts[2];
+  WorkStart* starts[2];
   int32_t* ready[2];
   float* partial_sums;
 };
@@ -27,7 +29,7 @@ inline ProductTables TakeProductTables(Sections* sections, int64_t max_rows, int
   ProductTables tables = {};
   tables.rows = TakeExpertRows(sections, max_rows, experts, kMinTileRows, sorted);
   for (int product = 0; product < products; ++product) {
-    tables.starts[product] = sections->Take<Start>(kMaxBlocks + 1);
+    tables.starts[product] = sections->Take<WorkStart>(kMaxBlocks + 1);
     tables.ready[product] = sections->Take<int32_t>(kReadyFlags * kMaxBlocks);
   }
   tables.partial_sums = sections->Take<float>(kPartialSumBytes / 4);
@@ -90,7 +92,7 @@ inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& bu
   up.activate = true;
   up.activation = call.activation;
   up.output = {activated, call.type, nullptr};
-  up.walk = MakeWalk(plan, up, tables.starts[0], tables.ready[0]);
+  up.schedule = MakeTileSchedule(plan, up, tables.starts[0], tables.ready[0]);
 
   ExpertGemm down = up;
   down.plan_is_older = true;
@@ -102,14 +104,15 @@ inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& bu
   down.columns = up.k;
   down.activate = false;
   down.output = {outputs, call.type, tables.rows.slots};
-  down.walk = MakeWalk(plan, down, tables.starts[1], tables.ready[1]);
+  down.schedule = MakeTileSchedule(plan, down, tables.starts[1], tables.ready[1]);
   return {up, down};
 }
 
 inline cudaError_t LaunchSort(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
                               const LayerProducts& products) {
   return LaunchSortByExpert(stream, chunk.expert_ids, chunk.slots, call.shape.e, products.up.rows,
-                            products.up.rule, Walks{2, {products.up.walk, products.down.walk}});
+                            products.up.rule,
+                            TileSchedules{2, {products.up.schedule, products.down.schedule}});
 }
 
 // y of the chunk from the outputs of product 2.
@@ -162,7 +165,7 @@ inline ExpertGemm MakeGroupedProduct(const GroupedGemmCall& call, const GroupedG
   gemm.k = static_cast<int32_t>(shape.k);
   gemm.columns = static_cast<int32_t>(shape.n);
   gemm.output = {chunk.y, call.type, nullptr};
-  gemm.walk = MakeWalk(plan, gemm, tables.starts[0], tables.ready[0]);
+  gemm.schedule = MakeTileSchedule(plan, gemm, tables.starts[0], tables.ready[0]);
   return gemm;
 }
 
@@ -171,7 +174,7 @@ inline cudaError_t LaunchTables(cudaStream_t stream, const GroupedGemmCall& call
                                 const ExpertGemm& gemm) {
   const GroupedGemmShape& shape = call.shape;
   return LaunchGroupTiles(stream, buffers.group_sizes, chunk.first, chunk.rows, shape.e, gemm.rows,
-                          gemm.rule, Walks{1, {gemm.walk, {}}},
+                          gemm.rule, TileSchedules{1, {gemm.schedule, {}}},
                           {chunk.y, shape.n * Bytes(call.type)});
 }
 

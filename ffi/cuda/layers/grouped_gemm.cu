@@ -8,6 +8,7 @@
 #include "cuda/layers/workspace.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
+#include "cuda/routing/group_rows.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -40,7 +41,7 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
   const GroupedGemmWorkspace workspace = TakeGroupedGemmWorkspace(buffers.workspace, shape);
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, 0, shape.m, shape.e,
-                                              workspace.rows, kPlainRule, Walks{},
+                                              workspace.rows, kPlainRule, TileSchedules{},
                                               {buffers.y, shape.n * Bytes(call.type)}));
 
   PlainLeft left = {buffers.x, nullptr, 1, nullptr, nullptr, nullptr, nullptr};

@@ -1,7 +1,7 @@
 // The grouped product of sorted rows on an engine, bf16 and f16: y[r] = W[e(r)] @ x[r] + bias; in
 // W4A4 of rows rounded to NVFP4 (see moe_w4a16.cu).
 //
-// Launches, for each chunk of rows: tiles, the walk, and zeros for the rows that no expert owns
+// Launches, for each chunk of rows: tiles, the schedule, and zeros for the rows that no expert owns
 // (sort_by_expert.cu), then the product (expert_gemm_sm90.cu, expert_gemm_sm80.cu), which may start
 // while the first ends. A linear layer is the case of one expert.
 #include "cuda/launch_kernel.cuh"

@@ -8,6 +8,7 @@
 // scales all of an expert's sums, and y suits the collective, it writes y itself.
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/fp4_rows.cuh"
+#include "cuda/routing/group_rows.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -70,7 +71,7 @@ cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCal
                               direct};
 
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, 0, shape.m, shape.e,
-                                              workspace.rows, kRule, Walks{},
+                                              workspace.rows, kRule, TileSchedules{},
                                               {y, shape.n * Bytes(call.type)}));
   NVFP4_RETURN_IF_CUDA_ERROR(
       LaunchPackGroups(stream, {1, {product, {}}, workspace.rows, m, /*places=*/nullptr}));

@@ -19,6 +19,7 @@
 #include "cuda/layers/workspace.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
+#include "cuda/routing/sort_by_expert.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -202,7 +203,7 @@ cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers
                          tokens,
                          tokens * shape.top_k};
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortByExpert(stream, chunk.expert_ids, chunk.slots, shape.e,
-                                                  workspace.rows, kPlainRule, Walks{}));
+                                                  workspace.rows, kPlainRule, TileSchedules{}));
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchGateUp(stream, call, buffers, workspace, chunk));
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchDown(stream, call, buffers, workspace, chunk));
     const CombineArguments combine = {workspace.down,

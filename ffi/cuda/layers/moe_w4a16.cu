@@ -4,7 +4,7 @@
 // FP4 tensor cores, term by term.
 //
 // Launches, for each chunk of tokens:
-//   sort        slots by expert, tiles, the walks of both products   sort_by_expert.cu
+//   sort        slots by expert, tiles, the schedules of both products   sort_by_expert.cu
 //   scale       x[t] * w[t, j], sorted, where weights go on inputs
 //   round       x[t], or that, in W4A4; sorted, unless rows have scales of their own: then each
 //               token once                                           quantize.cu

@@ -2,7 +2,7 @@
 // (W2[e] @ q(act(W1[e] @ q(x[t]) + b1[e])) + b2[e]), e = ids[t, j], where q rounds to NVFP4.
 //
 // Launches, for each chunk of tokens:
-//   sort        slots by expert, tiles, the walks of both products      sort_by_expert.cu
+//   sort        slots by expert, tiles, the schedules of both products      sort_by_expert.cu
 //   quantize    x[t], or x[t] * w[t, j], gathered in sorted order       quantize.cu
 //   product 1   W1, bias, activation, quantized -> a [rows, i]          expert_gemm_sm120.cu
 //   product 2   W2, bias -> d [slots, h], in the type of x              the same

@@ -17,6 +17,7 @@
 
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/fp4_rows.cuh"
+#include "cuda/routing/sort_by_expert.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -95,8 +96,8 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   up.sums.interleaved = call.activation.interleaved;
   const Product down = MakeProduct(call, workspace, 1, slots, buffers.down, shape.i, shape.h, 1);
 
-  NVFP4_RETURN_IF_CUDA_ERROR(
-      LaunchSortByExpert(stream, expert_ids, slots, shape.e, workspace.rows, kRule, Walks{}));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortByExpert(stream, expert_ids, slots, shape.e, workspace.rows,
+                                                kRule, TileSchedules{}));
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchPackGroups(stream, {2,
                                                        {up.packed, down.packed},
                                                        workspace.rows,

@@ -1,4 +1,4 @@
-// Cuts one buffer into arrays. The same walk with a null buffer gives the number of bytes.
+// Cuts one buffer into arrays. The same calls with a null buffer gives the number of bytes.
 #pragma once
 
 #include <cstdint>

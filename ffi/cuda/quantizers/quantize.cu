@@ -66,7 +66,7 @@ struct QuantizeShape {
   uint32_t row_tiles;  // tiles of the 128x4 order in 128 rows
 };
 
-// partials[b] = bits of the largest magnitude of every kAmaxPartials-th piece of x.
+// partials[b] = bits of the largest magnitude of every kAmaxPartials-th kThreads vectors of x.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) FindAmax(const QuantizeBuffers p, int64_t vectors) {
   constexpr int kAhead = 8;  // loads in flight
