@@ -132,16 +132,7 @@ __device__ void OpenWeights(const PlainGemm& p, int expert, WeightThread* weight
   weight->scales = p.weight.block_scale + tile * kTileScaleBytes + thread / 4 * 8;
 }
 
-// 16 bytes at a time, to and from shared memory.
-template <typename T>
-__device__ __forceinline__ void StoreBlock(T* target, const T (&values)[16]) {
-  uint4 words[sizeof(T)];
-  std::memcpy(words, values, sizeof(words));
-#pragma unroll
-  for (int w = 0; w < static_cast<int>(sizeof(T)); ++w)
-    reinterpret_cast<uint4*>(target)[w] = words[w];
-}
-
+// 16 bytes at a time, from shared memory.
 __device__ __forceinline__ void Load4(const float* source, float* values) {
   const float4 loaded = *reinterpret_cast<const float4*>(source);
   values[0] = loaded.x;

@@ -119,10 +119,14 @@ inline cudaError_t LaunchSort(cudaStream_t stream, const MoECall& call, const To
 inline cudaError_t LaunchCombineChunk(cudaStream_t stream, const MoECall& call,
                                       const TokenChunk& chunk, const void* outputs) {
   const MoEShape& shape = call.shape;
-  return LaunchCombine(stream, call.type,
-                       {outputs, chunk.expert_ids, chunk.expert_weights, chunk.y, chunk.tokens,
-                        static_cast<int32_t>(shape.h), static_cast<int32_t>(shape.top_k),
-                        static_cast<int32_t>(shape.e), !call.weight_on_input});
+  const CombineTokens tokens = {chunk.expert_ids,
+                                call.weight_on_input ? nullptr : chunk.expert_weights,
+                                chunk.y,
+                                chunk.tokens,
+                                static_cast<int32_t>(shape.h),
+                                static_cast<int32_t>(shape.top_k),
+                                static_cast<int32_t>(shape.e)};
+  return LaunchCombineOutputs(stream, call.type, tokens, outputs);
 }
 
 // The rows of a grouped product from `first` on that go through at once.

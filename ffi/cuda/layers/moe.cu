@@ -14,6 +14,7 @@
 // Every target of the extension's expert layers runs this sequence.
 #include <algorithm>
 
+#include "cuda/epilogues/combine.cuh"
 #include "cuda/gemm/plain_gemm.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/workspace.cuh"
@@ -25,7 +26,6 @@ namespace nvfp4 {
 namespace {
 
 constexpr int64_t kChunkSlots = 32768;
-constexpr int kThreads = 256;
 static_assert(kMaxTopK <= kChunkSlots, "a chunk holds at least one token");
 
 int64_t ChunkTokens(const MoEShape& shape) {
@@ -52,47 +52,16 @@ MoEWorkspace TakeMoEWorkspace(void* buffer, const MoEShape& shape, DataType type
   return workspace;
 }
 
-struct CombineArguments {
-  const float* down;            // [t, top_k, h]; slots that are not routed were never written
-  const int32_t* expert_ids;    // [t, top_k]
-  const float* expert_weights;  // [t, top_k]
-  int64_t t, h;
-  int32_t top_k, num_experts;
-  bool weighted;
-};
-
-// Four columns of a token for each thread; h is a multiple of 16.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) Combine(const CombineArguments p, T* y) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= p.t * (p.h / 4)) return;
-  const int64_t token = index / (p.h / 4), column = index % (p.h / 4) * 4;
-  float sums[4] = {};
-  for (int j = 0; j < p.top_k; ++j) {
-    const int64_t slot = token * p.top_k + j;
-    const int32_t expert = p.expert_ids[slot];
-    if (expert < 0 || expert >= p.num_experts) continue;
-    const float weight = p.weighted ? p.expert_weights[slot] : 1.0f;
-    const float4 d = *reinterpret_cast<const float4*>(p.down + slot * p.h + column);
-    sums[0] += weight * d.x;
-    sums[1] += weight * d.y;
-    sums[2] += weight * d.z;
-    sums[3] += weight * d.w;
-  }
-#pragma unroll
-  for (int c = 0; c < 4; ++c) y[token * p.h + column + c] = FromFloat<T>(sums[c]);
-}
-
-cudaError_t LaunchCombine(cudaStream_t stream, const CombineArguments& p, DataType type, void* y) {
-  const dim3 grid(static_cast<unsigned>(CeilDiv(p.t * (p.h / 4), kThreads)));
+cudaError_t LaunchCombineFloats(cudaStream_t stream, DataType type, const CombineTokens& tokens,
+                                const float* down) {
+  const FinishedOutputs<float> outputs = {down, tokens.h};
   switch (type) {
     case DataType::kBF16:
-      return Launch(stream, grid, kThreads, Combine<__nv_bfloat16>, p,
-                    static_cast<__nv_bfloat16*>(y));
+      return LaunchCombine<__nv_bfloat16>(stream, tokens, outputs, /*overlaps=*/false);
     case DataType::kF16:
-      return Launch(stream, grid, kThreads, Combine<__half>, p, static_cast<__half*>(y));
+      return LaunchCombine<__half>(stream, tokens, outputs, /*overlaps=*/false);
     case DataType::kF32:
-      return Launch(stream, grid, kThreads, Combine<float>, p, static_cast<float*>(y));
+      return LaunchCombine<float>(stream, tokens, outputs, /*overlaps=*/false);
   }
   return cudaErrorInvalidValue;
 }
@@ -206,15 +175,14 @@ cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers
                                                   workspace.rows, kPlainRule, TileSchedules{}));
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchGateUp(stream, call, buffers, workspace, chunk));
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchDown(stream, call, buffers, workspace, chunk));
-    const CombineArguments combine = {workspace.down,
-                                      chunk.expert_ids,
-                                      chunk.expert_weights,
-                                      tokens,
-                                      shape.h,
-                                      static_cast<int32_t>(shape.top_k),
-                                      static_cast<int32_t>(shape.e),
-                                      !call.weight_on_input};
-    NVFP4_RETURN_IF_CUDA_ERROR(LaunchCombine(stream, combine, call.type, chunk.y));
+    const CombineTokens combine = {chunk.expert_ids,
+                                   call.weight_on_input ? nullptr : chunk.expert_weights,
+                                   chunk.y,
+                                   tokens,
+                                   static_cast<int32_t>(shape.h),
+                                   static_cast<int32_t>(shape.top_k),
+                                   static_cast<int32_t>(shape.e)};
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchCombineFloats(stream, call.type, combine, workspace.down));
   }
   return cudaSuccess;
 }

@@ -82,6 +82,17 @@ struct PlainRow {
   }
 };
 
+// 16 values to aligned memory, 16 bytes at a time.
+template <typename T>
+__device__ __forceinline__ void StoreBlock(T* target, const T (&values)[16]) {
+  uint4 words[sizeof(T)];
+  std::memcpy(words, values, sizeof(words));
+#pragma unroll
+  for (int w = 0; w < static_cast<int>(sizeof(T)); ++w) {
+    reinterpret_cast<uint4*>(target)[w] = words[w];
+  }
+}
+
 // A row of codes and block scales, 16 values at a time: code * scale without the global scale,
 // which is exact in every T. A null row reads as zeros.
 struct QuantizedRow {

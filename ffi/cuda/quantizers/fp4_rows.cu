@@ -3,36 +3,23 @@
 //   ScaleRows     row_scale[r] = amax(row r) / 2688, where scales are those of rows
 //   QuantizeRows  gathered or activated rows -> codes, and block scales in tiles of 128x4
 //   FinishRows    sums of a product -> y
-//   CombineRows   sums of the down product -> y, in the order of each token's choices
 //
 // Bound by: reading rows and sums. A thread takes a block of 16 values, or 8 where none is
 // quantized. Quotients are those of IEEE division (quantize_block.cuh). Ordinary code for every
 // GPU. Test: test_emulation_sm100.py.
 #include "cuda/quantizers/fp4_rows.cuh"
 
+#include "cuda/epilogues/combine.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize_block.cuh"
+#include "cuda/routing/find_expert.cuh"
 
 namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVector = 8;  // bfloat16 of 16 bytes
-
-// The expert that owns a sorted row: the last one whose rows start at or before it.
-__device__ int32_t ExpertOf(const int32_t* starts, int32_t num_experts, int64_t row) {
-  int32_t low = 0, high = num_experts - 1;
-  while (low < high) {
-    const int32_t middle = (low + high + 1) / 2;
-    if (starts[middle] <= row) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
-}
 
 __device__ __forceinline__ float Round(float value) {
   return ToFloat(FromFloat<__nv_bfloat16>(value));
@@ -139,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t warp_largest[kThreads / 32];
   const int64_t row = blockIdx.x;
   if (row >= p.rows.starts[p.num_experts]) return;
-  const int32_t expert = ExpertOf(p.rows.starts, p.num_experts, row);
+  const int32_t expert = FindExpert(p.rows.starts, p.num_experts, static_cast<int32_t>(row));
   uint32_t largest = 0;
   for (int32_t block = threadIdx.x; block < source.k / kBlock; block += kThreads) {
     float values[kBlock];
@@ -165,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = index / blocks;
   const auto block = static_cast<int32_t>(index % blocks);
   if (row >= p.rows.starts[p.num_experts]) return;
-  const int32_t expert = ExpertOf(p.rows.starts, p.num_experts, row);
+  const int32_t expert = FindExpert(p.rows.starts, p.num_experts, static_cast<int32_t>(row));
   uint8_t byte = 0;
   uint2 codes = make_uint2(0, 0);
   if (block < source.k / kBlock) {
@@ -214,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = index / vectors;
   const auto column = static_cast<int32_t>(index % vectors) * kVector;
   if (row >= rows.starts[num_experts]) return;
-  const int32_t expert = ExpertOf(rows.starts, num_experts, row);
+  const int32_t expert = FindExpert(rows.starts, num_experts, static_cast<int32_t>(row));
   float values[kVector];
   LoadValues(p.values + row * p.stride + column, values);
 #pragma unroll
@@ -226,63 +213,23 @@ __global__ void __launch_bounds__(kThreads)
   StoreValues(y + row * p.columns, column, p.columns, values);
 }
 
-constexpr int kChoices = 8;  // of a token, loaded at once: one after the other they would wait
+// The outputs of the second product, before scales and bias.
+struct Fp4Outputs {
+  using Value = __nv_bfloat16;
+  Fp4Sums sums;
+  const int32_t* places;
+  int64_t stride;
 
-// Of choices `first` to first + kChoices - 1 of a token; an expert is -1 where none is routed.
-struct Fp4Choices {
-  int32_t experts[kChoices];
-  int32_t rows[kChoices];
-  float weights[kChoices];
+  __device__ __forceinline__ const __nv_bfloat16* Values() const { return sums.values; }
+  __device__ __forceinline__ int32_t Row(int32_t slot) const { return places[slot]; }
+  __device__ __forceinline__ float Scale(int64_t row, int32_t expert) const {
+    return sums.Scale(row, expert, 0);
+  }
+  __device__ __forceinline__ float Output(__nv_bfloat16 value, float scale, int32_t expert,
+                                          int32_t column) const {
+    return ToFloat(value) * scale + sums.Bias(expert, column);
+  }
 };
-
-__device__ __forceinline__ Fp4Choices LoadChoices(const Fp4Combine& p, int64_t token,
-                                                  int32_t first) {
-  Fp4Choices choices;
-#pragma unroll
-  for (int j = 0; j < kChoices; ++j) {
-    const int64_t slot = token * p.top_k + first + j;
-    const int32_t expert = first + j < p.top_k ? p.expert_ids[slot] : -1;
-    const bool routed = expert >= 0 && expert < p.num_experts;
-    choices.experts[j] = routed ? expert : -1;
-    choices.rows[j] = routed ? p.places[slot] : 0;
-    choices.weights[j] = routed && p.expert_weights != nullptr ? p.expert_weights[slot] : 1.0f;
-  }
-  return choices;
-}
-
-__global__ void __launch_bounds__(kThreads) CombineFp4Rows(const Fp4Combine p) {
-  const Fp4Sums& sums = p.sums;
-  const int32_t vectors = sums.columns / kVector;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t token = index / vectors;
-  const auto column = static_cast<int32_t>(index % vectors) * kVector;
-  if (token >= p.t) return;
-  float totals[kVector] = {};
-  for (int32_t first = 0; first < p.top_k; first += kChoices) {
-    const Fp4Choices choices = LoadChoices(p, token, first);
-    uint4 loaded[kChoices];
-    float scales[kChoices];
-#pragma unroll
-    for (int j = 0; j < kChoices; ++j) {
-      if (choices.experts[j] < 0) continue;
-      const int64_t row = choices.rows[j];
-      loaded[j] = __ldcs(reinterpret_cast<const uint4*>(sums.values + row * sums.stride + column));
-      scales[j] = sums.Scale(row, choices.experts[j], 0);
-    }
-#pragma unroll
-    for (int j = 0; j < kChoices; ++j) {
-      if (choices.experts[j] < 0) continue;
-      __nv_bfloat16 values[kVector];
-      *reinterpret_cast<uint4*>(values) = loaded[j];
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float bias = sums.Bias(choices.experts[j], column + i);
-        totals[i] += choices.weights[j] * (ToFloat(values[i]) * scales[j] + bias);
-      }
-    }
-  }
-  StoreValues(p.y + token * sums.columns, column, sums.columns, totals);
-}
 
 }  // namespace
 
@@ -305,9 +252,11 @@ cudaError_t LaunchFinishFp4(cudaStream_t stream, const Fp4Sums& sums, const Expe
 }
 
 cudaError_t LaunchCombineFp4(cudaStream_t stream, const Fp4Combine& combine) {
-  const int64_t vectors = combine.sums.columns / kVector;
-  const dim3 grid(static_cast<unsigned>(CeilDiv(combine.t * vectors, kThreads)));
-  return Launch(stream, grid, kThreads, CombineFp4Rows, combine);
+  const CombineTokens tokens = {combine.expert_ids, combine.expert_weights, combine.y,
+                                combine.t,          combine.sums.columns,   combine.top_k,
+                                combine.num_experts};
+  const Fp4Outputs outputs = {combine.sums, combine.places, combine.sums.stride};
+  return LaunchCombine<__nv_bfloat16>(stream, tokens, outputs, /*overlaps=*/false);
 }
 
 }  // namespace nvfp4

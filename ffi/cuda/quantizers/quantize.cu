@@ -18,6 +18,7 @@
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
 #include "cuda/quantizers/quantize_block.cuh"
+#include "cuda/routing/find_expert.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -48,16 +49,6 @@ __device__ __forceinline__ void LoadBlock(const T* source, T (&values)[kBlock]) 
     words[w] = __ldg(reinterpret_cast<const uint4*>(source) + w);
   }
   std::memcpy(values, words, sizeof(words));
-}
-
-template <typename T>
-__device__ __forceinline__ void StoreBlock(T* target, const T (&values)[16]) {
-  uint4 words[sizeof(T)];
-  std::memcpy(words, values, sizeof(words));
-#pragma unroll
-  for (int w = 0; w < static_cast<int>(sizeof(T)); ++w) {
-    reinterpret_cast<uint4*>(target)[w] = words[w];
-  }
 }
 
 struct QuantizeShape {
@@ -155,18 +146,6 @@ __device__ SourceRow<T> OpenSource(const RowQuantizer& p, int64_t sorted_row) {
   return source;
 }
 
-// The expert that owns a sorted row: the last one whose rows start at or before it. By a warp.
-__device__ __forceinline__ int ExpertOfRow(const int32_t* starts, int num_experts,
-                                           int64_t sorted_row) {
-  int before = 0;
-  for (int first = 0; first < num_experts; first += 32) {
-    const int expert = first + static_cast<int>(threadIdx.x % 32);
-    const bool starts_before = expert < num_experts && starts[expert] <= sorted_row;
-    before += __popc(__ballot_sync(0xffffffffu, starts_before));
-  }
-  return before - 1;
-}
-
 // amax(row) / 2688, by the `threads` threads of a block.
 template <typename T>
 __device__ __forceinline__ float ScaleOfRow(SourceRow<T> source, int threads) {
@@ -191,7 +170,8 @@ __global__ void __launch_bounds__(kMaxRowThreads) QuantizeRows(const RowQuantize
   if (p.rows.starts != nullptr && sorted_row >= p.rows.starts[p.num_experts]) return;
   SourceRow<T> source = OpenSource<T>(p, sorted_row);
   const bool by_expert = p.input_scale != nullptr;
-  const float g = by_expert ? p.input_scale[ExpertOfRow(p.rows.starts, p.num_experts, sorted_row)]
+  const float g = by_expert ? p.input_scale[FindExpert(p.rows.starts, p.num_experts,
+                                                       static_cast<int32_t>(sorted_row))]
                             : ScaleOfRow(source, threads);
   if (threadIdx.x == 0 && p.row_scale != nullptr) p.row_scale[sorted_row] = g;
   const BlockDivisor divisor = MakeBlockDivisor(g);

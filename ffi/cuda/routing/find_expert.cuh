@@ -22,16 +22,13 @@ template <bool kPadded = false>
 __device__ __forceinline__ int FindExpert(const int32_t* starts, int experts, int32_t place,
                                           int32_t times = 1) {
   int low = 0;
-  const auto begins_before = [&](int offset) {
-    const bool inside = kPadded ? offset < experts : low + offset < experts;
-    return inside && starts[low + offset] * times <= place;
-  };
 #pragma unroll
   for (int step = kSearchReach; step > 0; step /= 4) {
     if (step >= experts) continue;
-    const bool first = begins_before(step);
-    const bool second = begins_before(2 * step);
-    const bool third = begins_before(3 * step);
+    const int base = kPadded ? 0 : low;  // which bounds are checked against
+    const bool first = (kPadded || low + step < experts) && starts[low + step] * times <= place;
+    const bool second = base + 2 * step < experts && starts[low + 2 * step] * times <= place;
+    const bool third = base + 3 * step < experts && starts[low + 3 * step] * times <= place;
     low += third ? 3 * step : second ? 2 * step : first ? step : 0;
   }
   return low;
