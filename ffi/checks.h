@@ -6,6 +6,8 @@
 // the FFI targets themselves.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <initializer_list>
 #include <string>
 #include <string_view>
@@ -82,6 +84,28 @@ inline ffi::Error ExpectAtLeast(std::string_view what, int64_t got, int64_t leas
   return Expected(what, "at least " + std::to_string(least), std::to_string(got));
 }
 
+// An operand with the name that a message gives it.
+struct NamedOperand {
+  std::string_view name;
+  ffi::AnyBuffer buffer;
+};
+
+// Every operand starts at a multiple of `alignment` bytes, and of the size of its elements. XLA
+// keeps to more than any kernel asks for; a kernel that is given less reads the wrong bytes, or its
+// instruction faults and takes the process with it.
+inline ffi::Error ExpectAligned(std::initializer_list<NamedOperand> operands, size_t alignment) {
+  for (const NamedOperand& operand : operands) {
+    const ffi::AnyBuffer& buffer = operand.buffer;
+    const size_t bytes = std::max(alignment, ffi::ByteWidth(buffer.element_type()));
+    const size_t past = reinterpret_cast<uintptr_t>(buffer.untyped_data()) % bytes;
+    if (buffer.element_count() == 0 || past == 0) continue;
+    return Expected(operand.name,
+                    "memory that starts at a multiple of " + std::to_string(bytes) + " bytes",
+                    "memory that starts " + std::to_string(past) + " bytes past one");
+  }
+  return ffi::Error::Success();
+}
+
 // An operand that may be left out: `expected` dims, or all of them zero.
 inline ffi::Error ExpectDimsOrEmpty(std::string_view what, ffi::Span<const int64_t> got,
                                     std::initializer_list<int64_t> expected) {
@@ -151,6 +175,12 @@ struct MoEOptions {
 struct WeightTile {
   int64_t rows;
   int64_t columns;
+};
+
+// What the kernels of a backend take for granted of their operands.
+struct OperandRules {
+  WeightTile tile;
+  size_t alignment;  // of the first byte; at least that of an element
 };
 
 constexpr int64_t RoundUp(int64_t value, int64_t multiple) {
@@ -235,10 +265,28 @@ inline ffi::Error CheckMoEDims(const MoEOperands& o, const MoEOptions& options,
   return ExpectDimsOrEmpty("down_input_scale [e]", o.down_input_scale.dimensions(), {e});
 }
 
+inline ffi::Error CheckMoEAlignment(const MoEOperands& o, size_t alignment) {
+  return ExpectAligned({{"x", o.x},
+                        {"gate_up_packed", o.gate_up_packed},
+                        {"gate_up_block_scale", o.gate_up_block_scale},
+                        {"gate_up_global_scale", o.gate_up_global_scale},
+                        {"gate_up_input_scale", o.gate_up_input_scale},
+                        {"gate_up_bias", o.gate_up_bias},
+                        {"down_packed", o.down_packed},
+                        {"down_block_scale", o.down_block_scale},
+                        {"down_global_scale", o.down_global_scale},
+                        {"down_input_scale", o.down_input_scale},
+                        {"down_bias", o.down_bias},
+                        {"expert_ids", o.expert_ids},
+                        {"expert_weights", o.expert_weights},
+                        {"y", o.y}},
+                       alignment);
+}
+
 // Everything about a MoE call that does not depend on the backend.
 inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activation, float alpha,
                            float beta, float limit, std::string_view activation_scale,
-                           int64_t intermediate, WeightTile tile, MoEShape* shape,
+                           int64_t intermediate, const OperandRules& rules, MoEShape* shape,
                            MoEOptions* options) {
   const ActivationRecord* record = nullptr;
   const ActivationScaleRecord* scale = nullptr;
@@ -248,7 +296,8 @@ inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activat
   options->activation = {record->kind, record->gated, record->interleaved, alpha, beta, limit};
   options->activation_scale = scale->kind;
   NVFP4_RETURN_IF_ERROR(CheckMoETypes(operands, &options->type));
-  return CheckMoEDims(operands, *options, intermediate, tile, shape);
+  NVFP4_RETURN_IF_ERROR(CheckMoEDims(operands, *options, intermediate, rules.tile, shape));
+  return CheckMoEAlignment(operands, rules.alignment);
 }
 
 // The operands of a grouped product, in the order of the FFI call.
@@ -300,7 +349,7 @@ inline ffi::Error CheckGroupedGemmDims(const GroupedGemmOperands& o, ActivationS
 
 // Everything about a grouped product that does not depend on the backend.
 inline ffi::Error CheckGroupedGemm(const GroupedGemmOperands& operands,
-                                   std::string_view activation_scale, WeightTile tile,
+                                   std::string_view activation_scale, const OperandRules& rules,
                                    GroupedGemmShape* shape, DataType* type,
                                    ActivationScale* scale) {
   const ActivationScaleRecord* record = nullptr;
@@ -308,14 +357,23 @@ inline ffi::Error CheckGroupedGemm(const GroupedGemmOperands& operands,
       ExpectName("activation_scale", activation_scale, kActivationScales, &record));
   *scale = record->kind;
   NVFP4_RETURN_IF_ERROR(CheckGroupedGemmTypes(operands, type));
-  return CheckGroupedGemmDims(operands, *scale, tile, shape);
+  NVFP4_RETURN_IF_ERROR(CheckGroupedGemmDims(operands, *scale, rules.tile, shape));
+  return ExpectAligned({{"x", operands.x},
+                        {"packed", operands.packed},
+                        {"block_scale", operands.block_scale},
+                        {"global_scale", operands.global_scale},
+                        {"input_scale", operands.input_scale},
+                        {"bias", operands.bias},
+                        {"group_sizes", operands.group_sizes},
+                        {"y", operands.y}},
+                       rules.alignment);
 }
 
 // The operands of the quantizer; scales are padded to whole tiles where they are swizzled.
 inline ffi::Error CheckQuantize(ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
                                 ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
                                 ffi::AnyBuffer used_scale, std::string_view scale_layout,
-                                DataType* type, bool* swizzled) {
+                                size_t alignment, DataType* type, bool* swizzled) {
   *swizzled = scale_layout == "swizzle_128x4";
   if (!*swizzled && scale_layout != "linear") {
     return Expected("scale_layout", "one of linear, swizzle_128x4", std::string(scale_layout));
@@ -333,6 +391,12 @@ inline ffi::Error CheckQuantize(ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
     NVFP4_RETURN_IF_ERROR(ExpectDims("global_scale []", global_scale.dimensions(), {}));
   }
   NVFP4_RETURN_IF_ERROR(ExpectDims("packed [m, k/2]", packed.dimensions(), {m, k / 2}));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x},
+                                       {"global_scale", global_scale},
+                                       {"packed", packed},
+                                       {"block_scale", block_scale},
+                                       {"used_scale", used_scale}},
+                                      alignment));
   if (*swizzled) {
     return ExpectDims("block_scale [m up to 128, k/16 up to 4]", block_scale.dimensions(),
                       {RoundUp(m, 128), RoundUp(k, 64) / 16});

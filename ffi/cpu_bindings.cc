@@ -23,7 +23,9 @@ namespace nb = nanobind;
 namespace nvfp4 {
 namespace {
 
-constexpr WeightTile kTile = {cpu::kGroup, 16};  // of the layout "cpu_16x16"
+// The layout "cpu_16x16". Vectors are loaded from any address, so that an operand needs the
+// alignment of its elements alone.
+constexpr OperandRules kRules = {{cpu::kGroup, 16}, 1};
 
 class XlaThreadPool : public cpu::ThreadPool {
  public:
@@ -97,7 +99,7 @@ ffi::Error MoEW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer ga
   MoEShape shape;
   MoEOptions options;
   NVFP4_RETURN_IF_ERROR(CheckMoE(operands, activation, alpha, beta, limit, activation_scale,
-                                 intermediate, kTile, &shape, &options));
+                                 intermediate, kRules, &shape, &options));
   const cpu::MoEArguments arguments = {x.untyped_data(),
                                        Data<uint8_t>(gate_up_packed),
                                        Data<uint8_t>(gate_up_block_scale),
@@ -138,7 +140,7 @@ ffi::Error GroupedGemmW4A16Cpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
   const GroupedGemmOperands operands = {x,           packed, block_scale, global_scale,
                                         input_scale, bias,   group_sizes, *y};
-  NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(operands, scale_name, kTile, &shape, &type, &scale));
+  NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(operands, scale_name, kRules, &shape, &type, &scale));
   const cpu::GroupedGemmArguments arguments = {x.untyped_data(),
                                                Data<uint8_t>(packed),
                                                Data<uint8_t>(block_scale),
@@ -169,7 +171,7 @@ ffi::Error QuantizeCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gl
   NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
   NVFP4_RETURN_IF_ERROR(Attribute(attributes, "scale_layout", &scale_layout));
   NVFP4_RETURN_IF_ERROR(CheckQuantize(x, global_scale, *packed, *block_scale, *used_scale,
-                                      scale_layout, &type, &swizzle));
+                                      scale_layout, kRules.alignment, &type, &swizzle));
   const cpu::QuantizeArguments arguments = {x.untyped_data(),
                                             type,
                                             x.dimensions()[0],

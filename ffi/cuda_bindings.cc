@@ -29,6 +29,11 @@ constexpr WeightTile TileOf(EngineKind engine) {
   return engine == EngineKind::kSm100 ? WeightTile{128, 64} : kTile;
 }
 
+// Kernels copy 16 bytes at a time (launch.h).
+constexpr size_t kAlignment = 16;
+
+constexpr OperandRules RulesOf(EngineKind engine) { return {TileOf(engine), kAlignment}; }
+
 // The targets of 10.x need their product, which is CUTLASS's or emulated.
 constexpr bool kHasSm100 = NVFP4_CUTLASS || NVFP4_EMULATE_BLACKWELL;
 
@@ -45,6 +50,7 @@ ffi::Error ExpectAtMost(std::string_view what, int64_t got, int64_t most) {
 
 ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
   NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"workspace", workspace}}, kAlignment));
   return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
 }
 
@@ -115,7 +121,7 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   MoEShape shape;
   MoEOptions options;
   NVFP4_RETURN_IF_ERROR(CheckMoE(operands, activation, alpha, beta, limit, activation_scale,
-                                 intermediate, TileOf(kEngine), &shape, &options));
+                                 intermediate, RulesOf(kEngine), &shape, &options));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (gate_up_packed)", shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
@@ -163,7 +169,7 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   GroupedGemmCall call;
   NVFP4_RETURN_IF_ERROR(CheckGroupedGemm(
       {x, packed, block_scale, global_scale, input_scale, bias, group_sizes, *y}, activation_scale,
-      TileOf(kEngine), &call.shape, &call.type, &call.activation_scale));
+      RulesOf(kEngine), &call.shape, &call.type, &call.activation_scale));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (packed)", call.shape.e, kMaxExperts));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.shape.m, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (packed)", call.shape.n_pad, kMaxExtent));
@@ -175,7 +181,6 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
       Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
   if constexpr (kEngine == EngineKind::kSm120) {
     NVFP4_RETURN_IF_ERROR(CheckSm120(call.type, call.activation_scale, std::max(shape.n, shape.k)));
-    NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", shape.m, kMaxEngineRows));
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4WorkspaceBytes(shape)));
     return FromCuda(LaunchGroupedGemmW4A4(stream, call, buffers), "nvfp4_grouped_gemm");
   }
@@ -186,9 +191,8 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4Sm100WorkspaceBytes(shape)));
     return FromCuda(LaunchGroupedGemmW4A4Sm100(stream, call, buffers), "nvfp4_grouped_gemm");
   }
-  const bool on_engine = call.type != DataType::kF32 &&
-                         std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent &&
-                         shape.m <= kMaxEngineRows && shape.m * (shape.k / 8) < int64_t{1} << 32;
+  const bool on_engine =
+      call.type != DataType::kF32 && std::max({shape.n, shape.k, shape.parts}) <= kMaxEngineExtent;
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
                                                         ? GroupedGemmW4A16WorkspaceBytes(shape)
                                                         : GroupedGemmWorkspaceBytes(shape)));
@@ -203,7 +207,7 @@ ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer global
                     std::string_view scale_layout) {
   QuantizeCall call;
   NVFP4_RETURN_IF_ERROR(CheckQuantize(x, global_scale, *packed, *block_scale, *used_scale,
-                                      scale_layout, &call.type, &call.swizzle_128x4));
+                                      scale_layout, kAlignment, &call.type, &call.swizzle_128x4));
   call.m = x.dimensions()[0];
   call.k = x.dimensions()[1];
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m (x)", call.m, kMaxRows));
@@ -252,6 +256,11 @@ ffi::Error CheckRoute(ffi::AnyBuffer logits, ffi::AnyBuffer bias, ffi::AnyBuffer
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("e (logits)", e, num_groups));
   NVFP4_RETURN_IF_ERROR(ExpectAtLeast("groups_kept", groups_kept, 1));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("groups_kept", groups_kept, num_groups));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"logits", logits},
+                                       {"bias", bias},
+                                       {"expert_ids", expert_ids},
+                                       {"expert_weights", expert_weights}},
+                                      kAlignment));
   return ExpectAtMost("k (expert_ids)", top_k, e / num_groups * groups_kept);
 }
 
@@ -278,7 +287,7 @@ ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer bias
   return FromCuda(LaunchRoute(stream, call, buffers), "nvfp4_route_cuda");
 }
 
-// kCmdBufferCompatible: the handlers only launch kernels, so a CUDA graph may hold them.
+// kCmdBufferCompatible: the handlers only launch kernels and fills, which a CUDA graph may hold.
 auto BindMoE() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -426,7 +435,19 @@ NB_MODULE(_nvfp4_cuda, m) {
   m.def(
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
       "Whether the targets of 10.x and 12.x also run, by emulation, on 9.0.");
-  // For the test that compares them with backends/cuda.py.
+  // For the tests that compare them with backends/cuda.py.
+  m.def(
+      "max_shared_bytes",
+      [] {
+        nb::dict bytes;
+        bytes["moe_w4a16_sm80"] = nvfp4::MaxSharedBytesSm80();
+        bytes["moe_w4a16_sm90"] = nvfp4::MaxSharedBytesSm90();
+        bytes["moe_w4a4_sm120"] = nvfp4::MaxSharedBytesSm120();
+        return bytes;
+      },
+      "Record -> bytes of shared memory that a block of its largest engine kernel needs.");
+  m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
+        "Bytes of shared memory that a block of the kernel for few slots needs.");
   for (const nvfp4::LayerWorkspace& record : nvfp4::kLayerWorkspaces) {
     m.def(
         record.name,

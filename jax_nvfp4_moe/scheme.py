@@ -46,6 +46,22 @@ class FP8ActivationScaling(enum.StrEnum):
     WEIGHTS = "fp8_weights"  # as they are
 
 
+# Compute capability -> bytes of shared memory that a block of threads may have at most ("maximum
+# amount of shared memory per thread block" in the CUDA C++ Programming Guide). Other GPUs count as
+# the smallest.
+_SHARED_BYTES = {
+    (8, 0): 163 << 10,
+    (8, 6): 99 << 10,
+    (8, 7): 163 << 10,
+    (8, 9): 99 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (10, 3): 227 << 10,
+    (11, 0): 227 << 10,
+    (12, 0): 99 << 10,
+    (12, 1): 99 << 10,
+}
+
 # Schemes whose scales are found while running, of a whole row of activations or more.
 DYNAMIC = frozenset(
     {Scheme.W4A4_TOKEN_SCALE, FP8ActivationScaling.TOKEN, FP8ActivationScaling.TENSOR}
@@ -121,6 +137,13 @@ class Target:
     def has_fp4_tensor_cores(self) -> bool:
         """Whether the device multiplies FP4 by FP4 natively (10.x and 12.x)."""
         return self.compute_capability is not None and self.compute_capability[0] in (10, 12)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory that a block of threads may have; 0 on a CPU."""
+        if self.compute_capability is None:
+            return 0
+        return _SHARED_BYTES.get(self.compute_capability, min(_SHARED_BYTES.values()))
 
     def __str__(self) -> str:
         """Return "cpu" or "cuda 9.0"."""
@@ -238,6 +261,9 @@ class Capability:
       extension: the compiled module that holds it, or a part of one (`_ffi.PARTS`), or None.
       dtypes: of the activations.
       max_experts, max_top_k: largest sizes.
+      max_extent: most rows or columns of a matrix.
+      shared_bytes: bytes of shared memory that a block of threads needs, in the kernel of this
+        backend that needs most.
     """
 
     ops: frozenset[str]
@@ -247,6 +273,8 @@ class Capability:
     dtypes: frozenset[str] = frozenset({"bfloat16", "float16", "float32"})
     max_experts: int = 512
     max_top_k: int = 32
+    max_extent: int = 1 << 62
+    shared_bytes: int = 0
 
     def reason_against(self, p: Problem) -> str | None:
         """Say why this backend cannot run `p`, in words for a user; None if it can."""
@@ -256,10 +284,20 @@ class Capability:
             (p.op in self.ops, f"does not implement {p.op}"),
             (self.platform in (None, p.target.platform), f"needs {self.platform}, got {p.target}"),
             (bool(reached), f"needs {self._ranges()}, got {p.target}"),
+            (
+                self.shared_bytes <= p.target.shared_bytes,
+                f"needs {self.shared_bytes} bytes of shared memory for a block of threads, and "
+                f"{p.target} has {p.target.shared_bytes}",
+            ),
             (any(p in d for d in reached), f"does not implement {p.scheme} on {p.target}"),
             (p.dtype in self.dtypes, f"needs {' or '.join(sorted(self.dtypes))}, got {p.dtype}"),
             (p.num_experts <= self.max_experts, f"needs at most {self.max_experts} experts"),
             (p.top_k <= self.max_top_k, f"needs top_k of at most {self.max_top_k}, got {p.top_k}"),
+            (
+                max(p.hidden, p.intermediate) <= self.max_extent,
+                f"needs matrices of at most {self.max_extent} rows and columns, got "
+                f"{max(p.hidden, p.intermediate)}",
+            ),
             (missing is None, f"{missing}"),
         )
         return next((why for ok, why in checks if not ok), None)
@@ -267,6 +305,12 @@ class Capability:
     def _ranges(self):
         spans = (f"[{d.low[0]}.{d.low[1]}, {d.high[0]}.{d.high[1]})" for d in self.devices)
         return "compute capability in " + " or ".join(spans)
+
+
+def no_notes(problem: Problem) -> tuple[str, ...]:
+    """Return the notes of a backend that has one kernel for an op: none."""
+    del problem
+    return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +323,7 @@ class Backend:
       layout: name of the layout that it reads weights in.
       lower: op -> function that emits the computation.
       status: what has been shown of it, for tables.
+      notes: problem -> which of its kernels run, and why, where a user may expect another.
     """
 
     name: str
@@ -286,6 +331,7 @@ class Backend:
     layout: str
     lower: Mapping[str, Callable]
     status: str
+    notes: Callable[[Problem], tuple[str, ...]] = no_notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,6 +345,7 @@ class Choice:
       why: why this scheme.
       problem: what was asked.
       modules: of a model, pairs (module path, its choice); empty for one problem.
+      notes: which kernels of the backend run, where a user may expect others.
     """
 
     scheme: Scheme | None
@@ -307,12 +354,14 @@ class Choice:
     why: str = ""
     problem: Problem | None = None
     modules: tuple[tuple[str, "Choice"], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the table."""
         target = f" on {self.problem.target}" if self.problem else ""
         lines = [f"scheme   {self.scheme}{f': {self.why}' if self.why else ''}"]
         lines.append(f"backend  {self.backend}{target}")
+        lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
         lines += [f"  {path}: {c.scheme}, {c.backend}" for path, c in self.modules]
         return "\n".join(lines)

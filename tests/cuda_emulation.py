@@ -27,27 +27,12 @@ from jax_nvfp4_moe.numerics.routing import Router
 ENGINES = {"sm80": 0, "sm90": 1}  # of 16 bits; those of launch.h, EngineKind
 _ENGINES = {**ENGINES, "sm100": 2, "sm120": 3}
 _LAYOUTS = {"sm100": "fp4_128x64", "sm120": "fp4_64x64"}  # of other engines "mma_64x64"
+HOPPER_SHARED_BYTES = 227 << 10  # of a block
 _HERE = pathlib.Path(__file__).parent
 _FFI = _HERE.parent / "ffi"
-_SOURCES = (
-    "routing",
-    "quantize",
-    "expert_gemm_sm80",
-    "expert_gemm_sm90",
-    "expert_gemm_sm120",
-    "expert_gemm_few",
-    "combine",
-    "moe_w4a16",
-    "moe_w4a4",
-    "grouped_gemm_w4a16",
-    "grouped_gemm_w4a4",
-    "route",
-    "fp4_gemm_emulated",
-    "fp4_groups",
-    "fp4_rows",
-    "moe_w4a4_sm100",
-    "grouped_gemm_w4a4_sm100",
-)
+# Of ffi/cuda, what is not compiled: the plain kernels, for which nothing here has the instructions,
+# and the product of CUTLASS.
+_LEFT_OUT = {"plain_gemm", "moe", "grouped_gemm", "fp4_gemm_sm100"}
 # Jumps go from stack to stack, which a fortified longjmp forbids.
 _FLAGS = (
     "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE "
@@ -86,10 +71,15 @@ def cutlass_include() -> pathlib.Path:
 
 def build(folder: pathlib.Path) -> ctypes.CDLL:
     """Compile the kernels in `folder` and load them."""
-    for source in (*_FFI.glob("*.h"), *_FFI.glob("cuda/*"), *_HERE.glob("emulation/*")):
-        shutil.copy(source, folder / source.name)
+    for header in _FFI.glob("*.h"):
+        shutil.copy(header, folder)
+    for tree in (_FFI / "cuda", _HERE / "emulation" / "cuda"):  # the second forms replace the first
+        shutil.copytree(tree, folder / "cuda", dirs_exist_ok=True)
+    for source in _HERE.glob("emulation/*.*"):
+        shutil.copy(source, folder)
     compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{cuda_include()}"]
-    names = [f"{name}.cu" for name in _SOURCES] + ["cuda_on_cpu.cc", "driver.cc"]
+    kernels = sorted(p for p in folder.glob("cuda/*/*.cu") if p.stem not in _LEFT_OUT)
+    names = [str(p.relative_to(folder)) for p in kernels] + ["cuda_on_cpu.cc", "driver.cc"]
     running = [
         subprocess.Popen(
             [*compiler, "-include", "cuda_on_cpu.h", "-x", "c++", "-c", name, "-o", f"{name}.o"],
@@ -104,6 +94,8 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     subprocess.run(["g++", "-shared", *objects, "-o", library], cwd=folder, check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.moe_workspace_bytes.restype = ctypes.c_int64
+    loaded.few_slots_shared_bytes.restype = ctypes.c_int64
+    loaded.few_slots_shared_bytes.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int]
     loaded.grouped_gemm_workspace_bytes.restype = ctypes.c_int64
     return loaded
 
@@ -169,14 +161,16 @@ def _activation(options: Options) -> _Activation:
     return _Activation(_KINDS.index(name), *values)
 
 
-def _run(library, call, operands, likes, workspace, multiprocessors):
+def _run(
+    library, call, operands, likes, workspace, multiprocessors, shared_bytes=HOPPER_SHARED_BYTES
+):
     """Call twice, with the threads of a block from either end; returns outputs as `likes`.
 
-    They must be the same in both calls.
+    They must be the same in both calls. `shared_bytes` is what a block may have of shared memory.
     """
     outputs = []
     for backwards in (0, 1):
-        library.configure(multiprocessors, backwards)
+        library.configure(multiprocessors, shared_bytes, backwards)
         guarded = [None if a is None else Guarded(a.nbytes, a) for a in operands]
         results = [Guarded(like.nbytes) for like in likes]
         places = [*guarded, *results, Guarded(workspace)]
@@ -199,7 +193,17 @@ def _weights(packed, block_scale, global_scale, input_scale, bias):
     return [np.asarray(packed), *scales, bias if bias.size else None]
 
 
-def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multiprocessors):
+def moe(
+    library,
+    engine,
+    x,
+    layer: Layer,
+    ids,
+    weights,
+    options: Options,
+    multiprocessors,
+    shared_bytes=HOPPER_SHARED_BYTES,
+):
     """Run an expert layer on canonical weights; [t, h] in the dtype of x."""
     layout = _LAYOUTS.get(engine, "mma_64x64")
     prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), layout, gated=options.gated)
@@ -227,7 +231,8 @@ def moe(library, engine, x, layer: Layer, ids, weights, options: Options, multip
     )
     size = library.moe_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
     operands = [x, *gate_up, *down, ids, weights]
-    return _run(library, call, [_array(a) for a in operands], [x], size, multiprocessors)[0]
+    operands = [_array(a) for a in operands]
+    return _run(library, call, operands, [x], size, multiprocessors, shared_bytes)[0]
 
 
 def _array(operand):

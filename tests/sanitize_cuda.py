@@ -1,10 +1,15 @@
 """Call every kernel of the CUDA extension once on awkward sizes; for compute-sanitizer.
 
     bash tests/run_compute_sanitizer.sh
+    bash tests/run_racecheck_token_scales.sh
+
+With `--token-scales N` only the calls whose rows have scales of their own run, N times each.
 
 The sizes fill no tile, leave experts empty, route out of range, and cross the end of a chunk of
 tokens. The outputs must be finite: garbage that was read would not be, workspaces are not cleared.
 """
+
+import argparse
 
 import cuda_calls
 import float64_layer
@@ -105,9 +110,31 @@ def run_fp4(suffix):
         run_product(ml_dtypes.bfloat16, options.activation_scale, suffix)
 
 
+def run_token_scales(repeats):
+    """Run every kernel of a layer or product whose rows have scales of their own."""
+    options = (Options(activation_scale="token"), OPTIONS[2])
+    suffixes = [*cuda_calls.MOE_TARGETS]
+    if _ffi.load("_nvfp4_cuda").emulates_blackwell():
+        suffixes += ["w4a4_sm100", "w4a4_sm120"]
+    for _ in range(repeats):
+        for suffix in suffixes:
+            for option in options:
+                run_layer(LAYERS[1], ml_dtypes.bfloat16, option, suffix)
+            run_product(ml_dtypes.bfloat16, "token", suffix)
+        for dtype in (np.float16, np.float32):
+            run_layer(LAYERS[1], dtype, options[0])
+            run_product(dtype, "token")
+
+
 def main():
-    """Run everything once."""
+    """Run everything once, or what the arguments name."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--token-scales", type=int, metavar="N")
+    repeats = parser.parse_args().token_scales
     cuda_calls.register()
+    if repeats is not None:
+        run_token_scales(repeats)
+        return
     for dtype in DTYPES:
         for options in OPTIONS:
             run_layer(LAYERS[1], dtype, options)

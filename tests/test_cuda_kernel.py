@@ -22,6 +22,7 @@ import pytest
 import rounding_case
 from float64_layer import Options
 
+from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.backends.cuda import (
     grouped_gemm_w4a4_workspace_bytes,
     grouped_gemm_w4a16_workspace_bytes,
@@ -30,6 +31,7 @@ from jax_nvfp4_moe.backends.cuda import (
     moe_w4a16_workspace_bytes,
     moe_workspace_bytes,
 )
+from jax_nvfp4_moe.backends.cuda_notes import few_slots_shared_bytes
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 HERE = pathlib.Path(__file__).parent
@@ -89,6 +91,16 @@ CASES = {
     "many_experts": (9, 32, 512, 32, 16, uniform(9, 32, 512)),
     "slots_in_one_warp_segment": (70, 8, 16, 32, 16, uniform(70, 8, 16)),
     "more_blocks_than_threads": (40, 1, 2, 16448, 16, uniform(40, 1, 2)),
+}
+
+
+# 32 slots whose rows take 90624 bytes in the second product.
+WIDE_FEW_SLOTS = (16, 2, 4, 64, 1408, uniform(16, 2, 4))
+# As CASES: layers whose output is zeros, because no token has an expert.
+EMPTY = {
+    "no_choices": (5, 0, 4, 64, 48, uniform(5, 0, 4)),
+    "no_experts": (5, 2, 0, 64, 48, lambda rng: rng.integers(-1, 3, (5, 2))),
+    "neither": (5, 0, 0, 64, 48, uniform(5, 0, 1)),
 }
 
 
@@ -231,6 +243,16 @@ def test_no_tokens(mode):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", EMPTY)
+@pytest.mark.parametrize("suffix", cuda_calls.MOE_TARGETS)
+@dtypes
+@modes
+def test_layer_without_choices_or_experts_gives_zeros(suffix, case, dtype, mode):
+    call = make(EMPTY[case], dtype, Options(activation_scale=mode), bias=True)
+    assert_zeros(call.run(suffix))
+
+
+@pytest.mark.gpu
 @dtypes
 @modes
 def test_same_bits_twice_and_alone(dtype, mode):
@@ -327,10 +349,18 @@ PRODUCTS = {
     "all_padding": (70, 24, 16, [0, 0]),
     "full_tiles": (192, 256, 64, [64, 128]),
 }
+NO_EXPERTS = (70, 24, 16, [])
+# More rows than an engine takes at once: a group over the end of the first chunk, an empty one
+# beside it, and rows past all groups.
+CHUNKED = (2**18 + 70, 24, 16, [2**18 - 40, 0, 60, 29])
+
+
+def assert_zeros(y):
+    assert not np.asarray(y, np.float32).any()
 
 
 def make_product(case, dtype, parts=1, bias=False):
-    m, n, k, sizes = PRODUCTS[case]
+    m, n, k, sizes = PRODUCTS[case] if isinstance(case, str) else case
     rng, e = np.random.default_rng(1), len(sizes)
     packed, block_scale = float64_layer.random_weight(rng, e, n, k)
     return (
@@ -374,6 +404,25 @@ def test_every_product_target_matches_float64(suffix, parts, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("suffix", cuda_calls.MOE_TARGETS)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@modes
+def test_product_of_several_chunks_matches_float64(suffix, dtype, mode):
+    operands = make_product(CHUNKED, dtype, parts=2, bias=True)
+    assert_product_accurate(operands, mode, suffix)
+    past = sum(CHUNKED[3])
+    assert_zeros(run_product(operands, mode, suffix)[past:])
+
+
+@pytest.mark.parametrize("k", [64, 2**18])
+def test_scratch_memory_of_products_does_not_grow_past_a_chunk(k):
+    """Products of 16 bits took the plain kernel from 2**18 rows on, and its memory with it."""
+    for formula in (grouped_gemm_w4a16_workspace_bytes, grouped_gemm_w4a4_workspace_bytes):
+        sizes = [formula(rows, 4, 64, k, dtype=np.dtype(F16)) for rows in (2**18, 2**22)]
+        assert sizes[0] == sizes[1]
+
+
+@pytest.mark.gpu
 @dtypes
 def test_rows_past_the_groups_are_zero(dtype):
     operands = make_product("padding_rows", dtype, bias=True)
@@ -385,6 +434,14 @@ def test_no_rows():
     operands = make_product("one_row", BF16)
     operands = (operands[0][:0], *operands[1:])
     assert run_product(operands, "none").shape == (0, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suffix", cuda_calls.MOE_TARGETS)
+@dtypes
+@modes
+def test_product_without_experts_gives_zeros(suffix, dtype, mode):
+    assert_zeros(run_product(make_product(NO_EXPERTS, dtype), mode, suffix))
 
 
 # What a target says of wrong operands.
@@ -423,8 +480,28 @@ def test_wrong_operand_is_named(name, what):
 
 
 @pytest.mark.cuda_build
+def test_shared_memory_of_the_records_is_that_of_the_kernels():
+    from jax_nvfp4_moe import _nvfp4_cuda
+
+    of_records = {b.name: b.can.shared_bytes for b in BACKENDS if b.can.shared_bytes}
+    assert of_records == _nvfp4_cuda.max_shared_bytes()
+
+
+@pytest.mark.cuda_build
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("slots", [1, 6, 32])
+@pytest.mark.parametrize("k", [16, 1408, 4096])
+def test_shared_memory_of_few_slots_is_that_of_the_kernel(k, slots, rounds):
+    from jax_nvfp4_moe import _nvfp4_cuda
+
+    for slots_per_row in (1, 4):
+        ours = few_slots_shared_bytes(slots, slots_per_row, k, rounds=rounds)
+        assert ours == _nvfp4_cuda.few_slots_shared_bytes(slots, slots_per_row, k, rounds)
+
+
+@pytest.mark.cuda_build
 @pytest.mark.parametrize("shape", [(0, 2, 4, 64, 48), (1, 8, 128, 2048, 768), (9, 32, 512, 32, 16)])
-@pytest.mark.parametrize("tokens", [0, 1, 1023, 1024, 1025, 65536])
+@pytest.mark.parametrize("tokens", [0, 1, 1023, 1024, 1025, 65536, 2**18 + 1])
 def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
     from jax_nvfp4_moe import _nvfp4_cuda
 
@@ -439,7 +516,7 @@ def test_workspace_formula_is_that_of_the_kernels(shape, tokens):
         assert ours == _nvfp4_cuda.grouped_gemm_workspace_bytes(tokens, e, i, h)
         hopper = grouped_gemm_w4a16_workspace_bytes(tokens, e, i, h, dtype=dtype)
         own = _nvfp4_cuda.grouped_gemm_w4a16_workspace_bytes(tokens, e, i, h)
-        assert hopper == max(ours, own)
+        assert hopper == (ours if dtype == np.float32 else own)
         fp4 = moe_w4a4_workspace_bytes(tokens, top_k, e, h, i, gated=True, dtype=dtype)
         assert fp4 == _nvfp4_cuda.moe_w4a4_workspace_bytes(tokens, top_k, e, h, i)
         fp4 = grouped_gemm_w4a4_workspace_bytes(tokens, e, i, h, dtype=dtype)

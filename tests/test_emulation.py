@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
 BF16, F16 = ml_dtypes.bfloat16, np.float16
 engines = pytest.mark.parametrize("engine", cuda_emulation.ENGINES)
-# Blocks of a product: one does all; few have several sums each; many share each sum.
+# Blocks of threads: one computes all output tiles; few have several each; many split each tile.
 multiprocessors = pytest.mark.parametrize("count", [1, 3, 20])
 LARGER = {
     "sorted_by_two_blocks": (2100, 2, 5, 32, 16, gpu.uniform(2100, 2, 5)),
@@ -52,6 +52,38 @@ def assert_accurate(library, engine, call, count):
 def test_layer_matches_float64(library, engine, count, case):
     call = gpu.make(case, BF16, Options(), bias=True)
     assert_accurate(library, engine, call, count)
+
+
+@pytest.mark.parametrize("mode", gpu.MODES)
+@pytest.mark.parametrize("engine", [*cuda_emulation.ENGINES, "sm100", "sm120"])
+@pytest.mark.parametrize("case", gpu.EMPTY)
+def test_layer_without_choices_or_experts_gives_zeros(library, engine, case, mode):
+    """The outputs start as NaN, and a division by zero would end this process."""
+    call = gpu.make(gpu.EMPTY[case], BF16, Options(activation_scale=mode), bias=True)
+    gpu.assert_zeros(run(library, engine, call, count=3))
+
+
+@pytest.mark.parametrize("mode", gpu.MODES)
+@pytest.mark.parametrize("engine", [*cuda_emulation.ENGINES, "sm100", "sm120"])
+def test_product_without_experts_gives_zeros(library, engine, mode):
+    operands = gpu.make_product(gpu.NO_EXPERTS, BF16)
+    gpu.assert_zeros(cuda_emulation.grouped_gemm(library, engine, operands, mode, 3))
+
+
+@pytest.mark.parametrize("mode", ["none", "static"])
+def test_few_slots_take_no_more_shared_memory_than_the_device_has(library, mode):
+    """On 8.6 and 8.9 the rows of these 32 slots fit only without what a block has besides them."""
+    call = gpu.make(gpu.WIDE_FEW_SLOTS, BF16, Options(activation_scale=mode))
+    slots, width = call.ids.size, call.layer.down_packed.shape[2] * 2
+    needed = library.few_slots_shared_bytes(slots, 1, width, mode == "static")
+    rows = needed - library.few_slots_shared_bytes(0, 1, width, 0)
+    for device, few in ((cuda_emulation.HOPPER_SHARED_BYTES, True), (99 << 10, False)):
+        assert rows < device
+        assert (needed <= device) == few
+        operands = (call.x, call.layer, call.ids, call.weights, call.options)
+        actual = cuda_emulation.moe(library, "sm80", *operands, 3, device)
+        assert_as_accurate_as(actual, call.yardstick(), call.truth())
+        assert (library.largest_dynamic_bytes() == rows) == few
 
 
 @engines
@@ -143,6 +175,15 @@ def test_product_matches_float64(library, engine, count, case):
     assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, "none"))
     rows = int(np.clip(np.cumsum(np.clip(sizes.astype(np.int64), 0, None)), 0, len(x))[-1])
     assert not actual[rows:].astype(np.float32).any()
+
+
+def test_product_of_several_chunks_matches_float64(library):
+    """On one engine: the chunks are the same for all, and this many rows take a while here."""
+    operands = gpu.make_product(gpu.CHUNKED, BF16, parts=2, bias=True)
+    actual = cuda_emulation.grouped_gemm(library, "sm80", operands, "none", 3)
+    yardstick = float64_layer.grouped_gemm(*operands, "none", matmul=gpu.xla(BF16)).astype(BF16)
+    assert_as_accurate_as(actual, yardstick, float64_layer.grouped_gemm(*operands, "none"))
+    gpu.assert_zeros(actual[sum(gpu.CHUNKED[3]) :])
 
 
 @pytest.mark.parametrize("form", routing.FORMS)

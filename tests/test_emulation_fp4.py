@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
 BF16, F16 = ml_dtypes.bfloat16, np.float16
 modes = pytest.mark.parametrize("mode", fp4.MODES)
-# Blocks of a product: one does all; few have several sums each; many share each sum.
+# Blocks of threads: one computes all output tiles; few have several each; many split each tile.
 multiprocessors = pytest.mark.parametrize("count", [1, 3, 20])
 LARGER = {
     "sorted_by_two_blocks": (2100, 1, 5, 32, 16, gpu.uniform(2100, 1, 5)),

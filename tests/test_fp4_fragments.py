@@ -135,7 +135,7 @@ def nvcc():
 def test_an_architecture_without_its_suffix_does_not_compile(tmp_path, architecture, compiles):
     """Plain sm_120 has no such product; emulated there it would be right, and slow, in silence."""
     source = tmp_path / "product.cu"
-    source.write_text('#include "cuda/fp4_mma.cuh"\n', encoding="utf-8")
+    source.write_text('#include "cuda/instructions/fp4_mma.cuh"\n', encoding="utf-8")
     ffi = HERE.parent / "ffi"
     code = f"arch=compute_{architecture},code=sm_{architecture}"
     command = [nvcc(), "-std=c++17", f"-I{ffi}", "-gencode", code, "-cubin", source]

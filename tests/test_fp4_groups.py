@@ -82,7 +82,6 @@ def program(tmp_path_factory):
         cuda,
         cuda / "cccl",
         HERE.parent / "ffi",
-        HERE.parent / "ffi/cuda",
     ]
     source = HERE / "cpp/cute_scale_layout.cc"
     flags = ["-std=c++17", "-O1", "-w", *(f"-I{folder}" for folder in includes)]

@@ -48,6 +48,16 @@ def test_every_layout_comes_back(layout, lead, n, blocks, seed):
     np.testing.assert_array_equal(back[1].view(jnp.uint8), scales.view(jnp.uint8))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_no_matrices_have_every_layout(layout):
+    packed, scales = random_bytes((0,), 64, 32, 0)
+    one = to_layout(*random_bytes((1,), 64, 32, 0), layout)
+    there = to_layout(packed, scales, layout)
+    assert [a.shape[1:] for a in there] == [a.shape[1:] for a in one]
+    back = there_and_back(packed, scales, layout)
+    assert [a.shape for a in back] == [packed.shape, scales.shape]
+
+
 @pytest.mark.parametrize("layout", sorted(SIGNLESS))
 @matrices
 @settings(deadline=None, max_examples=10)

@@ -125,6 +125,45 @@ def test_token_counts(tokens):
     assert_as_accurate_as(actual, yardstick, moe_mlp_float64(x, params, ids, weights, call))
 
 
+def no_experts():
+    """Return the parameters of a layer without experts."""
+    return jax.tree.map(lambda leaf: leaf[:0], layer()[1])
+
+
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("experts", [0, E])
+@pytest.mark.parametrize("top_k", [0, K])
+def test_no_choices_and_no_experts_give_zeros(experts, top_k, backend):
+    """Forward and backward: the output depends on nothing."""
+    x, params, ids, weights = layer(dtype=jnp.bfloat16)
+    if experts and top_k:
+        assert run(x, params, ids, weights, backend=backend).any()
+        return
+    params = params if experts else no_experts()
+    ids, weights = ids[:, :top_k], weights[:, :top_k]
+    y = run(x, params, ids, weights, backend=backend)
+    assert y.shape == x.shape
+    assert not y.any()
+
+    def total(x, weights):
+        return run(x, params, ids, weights, backend=backend).astype(jnp.float32).sum()
+
+    for bar in jax.grad(total, argnums=(0, 1))(x, weights):
+        assert not bar.any()
+
+
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_a_grouped_gemm_without_groups_gives_zeros(backend):
+    x, weight = jnp.ones((5, H)), no_experts().gate_up
+
+    def product(x):
+        sizes = jnp.zeros(0, jnp.int32)
+        return nvfp4.ops.grouped_gemm(x, weight, sizes, scheme="w4a16", backend=backend)
+
+    assert not product(x).any()
+    assert not jax.grad(lambda x: product(x).sum())(x).any()
+
+
 def test_a_token_with_nan_or_inf_keeps_it_to_itself():
     x, params, ids, weights = layer()
     bad = x.at[2, 5].set(jnp.nan).at[4, 7].set(jnp.inf)

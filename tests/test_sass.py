@@ -14,6 +14,8 @@ import subprocess
 
 import pytest
 
+from jax_nvfp4_moe.backends.cuda_notes import few_slots_shared_bytes
+
 pytestmark = pytest.mark.cuda_build
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
@@ -65,18 +67,29 @@ def run(*arguments):
 
 
 @pytest.fixture(scope="module")
-def code(extension):
-    """Return architecture -> kernel -> counts of instructions."""
-    counts = {}
-    arch = kernel = None
+def listing(extension):
+    """Return arch -> kernel -> its instructions in order, with their modifiers."""
+    listings, arch, current = {}, {}, []
     for line in run("--dump-sass", extension).splitlines():
         if found := re.match(r"\s*code for (\w+)", line):
-            arch = counts.setdefault(SASS_NAMES.get(found[1], found[1]), {})
+            arch = listings.setdefault(SASS_NAMES.get(found[1], found[1]), {})
         elif found := re.match(r"\s*Function : (\S+)", line):
-            kernel = arch.setdefault(found[1], collections.Counter())
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)", line):
-            kernel[found[1]] += 1
-    return counts
+            current = arch.setdefault(found[1], [])
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", line):
+            current.append(found[1])
+    return listings
+
+
+@pytest.fixture(scope="module")
+def code(listing):
+    """Return architecture -> kernel -> counts of instructions, whatever their modifiers."""
+    return {
+        arch: {
+            kernel: collections.Counter(op.split(".")[0] for op in instructions)
+            for kernel, instructions in kernels.items()
+        }
+        for arch, kernels in listing.items()
+    }
 
 
 def kernels(code, arch, name):
@@ -110,6 +123,14 @@ def test_products_use_their_units(code, arch):
     assert len(single) == FLOAT_KERNELS
     for name, count in single.items():
         assert count["FFMA"] + 2 * count["FFMA2"] >= 8 * 32, name
+
+
+def test_few_slots_have_the_static_shared_memory_that_is_counted(extension):
+    """Besides the rows, that is what a block needs."""
+    usage = run("--dump-resource-usage", extension)
+    found = re.findall(r"Function (\S*ExpertGemmFew\S*):\s.* SHARED:(\d+)", usage)
+    assert len(found) == 4 * len(ARCHITECTURES)
+    assert {int(count) for _, count in found} == {few_slots_shared_bytes(0, 1, 16, rounds=False)}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -195,18 +216,23 @@ def test_products_keep_their_registers(code, arch):
 
 
 @pytest.fixture(scope="module")
-def hopper_listing(extension):
+def hopper_listing(listing):
     """Return name -> instructions in order, of each ExpertGemmSm90 for the smallest tiles."""
-    listings, current = {}, None
-    for line in run("--dump-sass", "--gpu-architecture", "sm_90a", extension).splitlines():
-        if found := re.match(r"\s*Function : (\S+)", line):
-            small = "ExpertGemmSm90" in found[1] and "ConfigILi8E" in found[1]
-            current = listings.setdefault(found[1], []) if small else None
-        elif current is not None and (
-            found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", line)
-        ):
-            current.append(found[1])
-    return listings
+    return {
+        name: instructions
+        for name, instructions in listing["sm_90a"].items()
+        if "ExpertGemmSm90" in name and "ConfigILi8E" in name
+    }
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_rounding_in_place_reads_through_the_coherent_cache(listing, arch):
+    """QuantizeRows may write the rows that it reads; LDG.CONSTANT would be undefined there."""
+    rows = kernels(listing, arch, "QuantizeRows")
+    assert len(rows) == 3  # one for each type of the rows
+    for name, instructions in rows.items():
+        assert any(op.startswith("LDG") for op in instructions), name
+        assert not any("CONSTANT" in op for op in instructions), name
 
 
 def second_tile(instructions):

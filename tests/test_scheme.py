@@ -232,6 +232,54 @@ def test_explain_prints_the_choice_for_each_device():
         assert able - {"reference"} <= {choice.backend}
 
 
+def test_a_kernel_that_needs_more_shared_memory_than_a_block_may_have_is_refused():
+    problem = Problem("moe_mlp", Scheme.W4A16, cuda(8, 9))
+    can = dataclasses.replace(BACKENDS[3].can, shared_bytes=101377)
+    reason = "needs 101377 bytes of shared memory for a block of threads, and cuda 8.9 has 101376"
+    assert can.reason_against(problem) == reason
+    backends = (dataclasses.replace(BACKENDS[3], can=can), *BACKENDS[4:])
+    assert choose_backend(problem, backends).name == "reference"
+    larger = dataclasses.replace(problem, target=cuda(8, 0))
+    assert choose_backend(larger, backends).name == "moe_w4a16_sm80"
+
+
+def test_a_gpu_that_is_not_in_the_table_counts_as_the_smallest():
+    assert cuda(12, 9).shared_bytes == cuda(8, 6).shared_bytes == 99 << 10
+    assert CPU.shared_bytes == 0
+
+
+LAYER = {"num_experts": 4, "top_k": 2, "hidden": 64, "activation": "silu"}
+
+
+@pytest.mark.parametrize("scheme", [Scheme.W4A16, Scheme.W4A4])
+def test_explain_says_where_few_tokens_are_sorted_for_want_of_shared_memory(scheme):
+    """A token takes two rows of 2832 bytes in the second product, beside 13312 bytes."""
+    problem = Problem("moe_mlp", scheme, cuda(8, 9), intermediate=1408, **LAYER)
+    text = str(nvfp4.explain(problem))
+    assert "note: calls of more than 15 tokens sort them first" in text
+    assert "103936 bytes of shared memory for 16, and cuda 8.9 has 101376" in text
+    assert "note:" not in str(nvfp4.explain(problem, target=cuda(9, 0)))
+    narrow = dataclasses.replace(problem, intermediate=704)
+    assert "note:" not in str(nvfp4.explain(narrow))
+
+
+@pytest.mark.parametrize("op", ["moe_mlp", "grouped_gemm"])
+def test_explain_says_where_the_plain_kernels_run(op):
+    problem = Problem(op, Scheme.W4A16, cuda(9, 0), intermediate=2**18, **LAYER)
+    assert "plain" not in str(nvfp4.explain(problem))
+    wide = dataclasses.replace(problem, intermediate=2**18 + 16)
+    assert "up to 262144 rows and columns, got 262160" in str(nvfp4.explain(wide))
+    single = dataclasses.replace(problem, dtype="float32")
+    assert "note: float32 runs the plain kernels" in str(nvfp4.explain(single))
+
+
+def test_matrices_over_the_limit_of_an_engine_go_to_the_next_backend():
+    wide = Problem("grouped_gemm", Scheme.W4A4, cuda(12, 0), intermediate=2**18 + 16)
+    choice = nvfp4.explain(wide)
+    assert choice.backend == "moe_w4a16_sm80"
+    assert "at most 262144 rows and columns, got 262160" in choice.reasons["moe_w4a4_sm120"]
+
+
 def test_explain_refuses_what_it_cannot_explain():
     with pytest.raises(ValueError, match=r"subject: expected a Problem, .*got int"):
         nvfp4.explain(3)

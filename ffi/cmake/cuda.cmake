@@ -103,7 +103,7 @@ if(IS_DIRECTORY "${nvfp4_cuda_root}/lib" AND NOT IS_DIRECTORY "${nvfp4_cuda_root
 endif()
 enable_language(CUDA)
 
-file(GLOB nvfp4_cuda_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu")
+file(GLOB_RECURSE nvfp4_cuda_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu")
 set(nvfp4_sm90_sources ${nvfp4_cuda_sources})
 list(FILTER nvfp4_sm90_sources INCLUDE REGEX "_sm90\\.cu$")
 set(nvfp4_sm120_sources ${nvfp4_cuda_sources})
@@ -127,7 +127,7 @@ set(nvfp4_libraries nvfp4_cuda_kernels nvfp4_sm90_kernels nvfp4_sm120_kernels)
 nvfp4_find_cutlass(nvfp4_cutlass)
 if(nvfp4_cutlass)
   message(STATUS "CUTLASS: ${nvfp4_cutlass}")
-  add_library(nvfp4_sm100_kernels STATIC cuda/fp4_gemm_sm100.cu)
+  add_library(nvfp4_sm100_kernels STATIC cuda/gemm/fp4_gemm_sm100.cu)
   set_target_properties(nvfp4_sm100_kernels PROPERTIES CUDA_ARCHITECTURES 100f-real)
   target_include_directories(nvfp4_sm100_kernels SYSTEM PRIVATE "${nvfp4_cutlass}")
   target_compile_options(nvfp4_sm100_kernels PRIVATE

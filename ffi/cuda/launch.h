@@ -1,19 +1,20 @@
 // What cuda_bindings.cc may ask of the CUDA files: plain pointers in, an error code out.
 //
-// Every function only launches kernels on `stream`: no allocation, no copy to the host, no
-// synchronisation, so all of them can be captured in a CUDA graph. Pointers are device pointers,
+// Every function only launches kernels and fills on `stream`: no allocation, no copy to the host,
+// no synchronisation, so all of them can be captured in a CUDA graph. Pointers are device pointers,
 // row-major, aligned to 16 bytes. Nothing here depends on values that live on the device.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "shapes.h"
 
 namespace nvfp4 {
 
-// More experts than any known model; routing.cu keeps 16 counters of each in shared memory.
+// More experts than any known model; sort_by_expert.cu keeps 16 counters of each in shared memory.
 constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxTopK = 32;
 // Rows and tiles are counted, and k and n indexed, in 32 bits; n is also cut into 65535 tiles.
@@ -51,6 +52,11 @@ struct MoECall {
   ActivationScale activation_scale;
   bool weight_on_input;
   EngineKind engine;
+
+  // Without choices or without experts the layer's output is zeros, and no kernel runs: most of
+  // them divide by top_k, or search the rows of experts.
+  bool is_empty() const { return shape.slots() == 0 || shape.e == 0; }
+  int64_t output_bytes() const { return shape.t * shape.h * Bytes(type); }
 };
 
 // Same formula as backends/cuda.py; a test compares the two.
@@ -69,6 +75,15 @@ cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuf
 
 // Whether this build has code of that engine for the current device.
 bool HasSm120();
+
+// Bytes of shared memory that a block needs: of the kernel of an engine that needs most, and of the
+// kernel for few slots, which takes a layer only where the device has as many
+// (expert_gemm_few.cuh). backends/cuda.py has the same numbers; tests compare them.
+int64_t MaxSharedBytesSm80();
+int64_t MaxSharedBytesSm90();
+int64_t MaxSharedBytesSm120();
+int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds);
+
 // The same in W4A4 by FP4 tensor cores of compute capability 10.x. Weights are in the layout
 // "fp4_128x64", call.type is bf16 and activations are quantized.
 constexpr int64_t kMaxChunkSlots = 65536;  // that go through at once
@@ -88,15 +103,25 @@ struct GroupedGemmCall {
   DataType type;  // of x and y
   ActivationScale activation_scale;
   EngineKind engine;
+
+  // Without experts no row has an owner, so that the output is zeros and no kernel runs.
+  bool is_empty() const { return shape.m == 0 || shape.n == 0 || shape.e == 0; }
+  int64_t output_bytes() const { return shape.m * shape.n * Bytes(type); }
 };
 
 int64_t GroupedGemmWorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmCall& call,
                               const GroupedGemmBuffers& buffers);
 
-// The same on call.engine; call.type is bf16 or f16, activations are not quantized, n, k and parts
-// are at most kMaxEngineExtent, m at most kMaxEngineRows, and m * k is below 2^35.
-constexpr int64_t kMaxEngineRows = 1 << 18;
+// Rows that go through an engine at once, which bounds its workspace. The tile scheduler counts the
+// cost of up to 2^18 rows, and the engines find a row by 32 bits, in units of 16 bytes.
+inline int64_t EngineChunkRows(const GroupedGemmShape& shape) {
+  constexpr int64_t kMaxRowsAtOnce = 1 << 18, kUnits = (int64_t{1} << 32) - 1;
+  return std::min({shape.m, kMaxRowsAtOnce, kUnits / (shape.k / 8)});
+}
+
+// The same on call.engine; call.type is bf16 or f16, and n, k and parts are at most
+// kMaxEngineExtent. m * k may be any.
 int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape);
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers);

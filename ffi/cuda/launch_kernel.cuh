@@ -59,8 +59,15 @@ cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_b
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// The dynamic shared memory of a kernel.
-#define NVFP4_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]
+// Fills `bytes` bytes with zeros, which are 0.0 in every type of this package.
+inline cudaError_t LaunchZeros(cudaStream_t stream, void* values, int64_t bytes) {
+  return bytes == 0 ? cudaSuccess : cudaMemsetAsync(values, 0, static_cast<size_t>(bytes), stream);
+}
+
+// The dynamic shared memory of a kernel. It begins behind the static one, aligned.
+constexpr int64_t kDynamicAlignment = 1024;
+#define NVFP4_DYNAMIC_SHARED(name) \
+  extern __shared__ __align__(::nvfp4::kDynamicAlignment) uint8_t name[]
 
 // An attribute of the current device; `otherwise` where there is none.
 inline int DeviceAttribute(cudaDeviceAttr attribute, int otherwise) {
@@ -71,6 +78,10 @@ inline int DeviceAttribute(cudaDeviceAttr attribute, int otherwise) {
 inline int MultiprocessorCount() { return DeviceAttribute(cudaDevAttrMultiProcessorCount, 1); }
 inline int ComputeCapabilityMajor() {
   return DeviceAttribute(cudaDevAttrComputeCapabilityMajor, 0);
+}
+// Of shared memory: what one block may have, and what all blocks of a multiprocessor share.
+inline int BlockSharedBytes() {
+  return DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 << 10);
 }
 inline int MultiprocessorSharedBytes() {
   return DeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0);

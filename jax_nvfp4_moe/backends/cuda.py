@@ -1,5 +1,6 @@
 """The CUDA kernels: records and lowerings. The kernels are in ``ffi/cuda``."""
 
+from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
     lower_grouped_gemm,
     lower_moe,
@@ -7,21 +8,23 @@ from jax_nvfp4_moe.backends.custom_call import (
     lower_route,
 )
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
-from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Scheme
+from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Scheme, no_notes
 
 _EXTENSION = "_nvfp4_cuda"
 
 
-# The workspace is cut in C++ (ffi/cuda/workspace.cuh, moe*.cu, grouped_gemm*.cu); a test compares.
+# The workspace is cut in C++ (the files of ffi/cuda/layers); a test compares.
 _SECTION_BYTES = 256
 _TILE_ROWS = 64
 _CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so many slots
 _SEGMENTS = 32  # that the slots of a chunk are cut into to sort them
 _ENGINE_CHUNK_SLOTS = 65536
+_ENGINE_CHUNK_ROWS = 1 << 18  # rows of a product go through in chunks of at most so many
 _ENGINE_TILE_ROWS = 8  # of the smallest tile
 _ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
-_ENGINE_WALK = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
+_ENGINE_SCHEDULE = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
 _ENGINE_PARTIAL_SUMS = 32 << 20
+_MAX_EXTENT = 1 << 22  # rows or columns of a matrix that any kernel indexes
 _FP4_K = 128  # rows of the engine on FP4 are padded to whole multiples of
 QUANTIZE_PARTIALS = 256  # pieces of x whose largest magnitudes are found first
 
@@ -71,8 +74,8 @@ def moe_w4a16_workspace_bytes(
     own = _row_tables(slots, num_experts, _ENGINE_TILE_ROWS) + _sections(
         4 * slots,
         4 * _SEGMENTS * num_experts,
-        *_ENGINE_WALK,
-        *_ENGINE_WALK,
+        *_ENGINE_SCHEDULE,
+        *_ENGINE_SCHEDULE,
         _ENGINE_PARTIAL_SUMS,
         2 * slots * intermediate,
         2 * slots * hidden,
@@ -89,14 +92,25 @@ def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *,
     return _row_tables(rows, num_experts) + _quantized_rows(rows, k)
 
 
+def _chunk_rows(rows: int, k: int) -> int:
+    """Return how many rows of a grouped product go through an engine at once."""
+    return min(rows, _ENGINE_CHUNK_ROWS, ((1 << 32) - 1) // (k // 8))
+
+
 def grouped_gemm_w4a16_workspace_bytes(
     rows: int, num_experts: int, n: int, k: int, *, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one w4a16 grouped product needs."""
-    own = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS) + _sections(
-        *_ENGINE_WALK, _ENGINE_PARTIAL_SUMS, 2 * rows * k, 4 * rows
+    """Return the bytes of scratch memory that one w4a16 grouped product needs.
+
+    That of the engines, which take a chunk of rows at a time, or that of the plain kernels, which
+    run float32 and matrices of very many rows or columns.
+    """
+    if dtype.itemsize > 2 or max(n, k) > ENGINE_MAX_EXTENT:
+        return grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype)
+    rows = _chunk_rows(rows, k)
+    return _row_tables(rows, num_experts, _ENGINE_TILE_ROWS) + _sections(
+        *_ENGINE_SCHEDULE, _ENGINE_PARTIAL_SUMS, 2 * rows * k, 4 * rows
     )
-    return max(own, grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype))
 
 
 def _fp4_rows(rows: int, k: int) -> int:
@@ -115,7 +129,7 @@ def moe_w4a4_workspace_bytes(
     slots = min(tokens, _ENGINE_CHUNK_SLOTS // max(top_k, 1)) * top_k
     return (
         _row_tables(slots, num_experts, _ENGINE_TILE_ROWS)
-        + _sections(4 * slots, 4 * _SEGMENTS * num_experts, *_ENGINE_WALK, *_ENGINE_WALK)
+        + _sections(4 * slots, 4 * _SEGMENTS * num_experts, *_ENGINE_SCHEDULE, *_ENGINE_SCHEDULE)
         + _sections(_ENGINE_PARTIAL_SUMS, 2 * slots * max(hidden, intermediate))
         + _fp4_rows(slots, hidden)
         + _fp4_rows(slots, intermediate)
@@ -125,20 +139,18 @@ def moe_w4a4_workspace_bytes(
 def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
     """Return the bytes of scratch memory that one grouped product on FP4 engines needs."""
     del n, dtype
+    rows = _chunk_rows(rows, k)
     tables = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS)
-    return tables + _sections(*_ENGINE_WALK, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
+    return tables + _sections(*_ENGINE_SCHEDULE, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
 
 
-def _record(
-    suffix,
-    devices,
-    status,
-    moe_workspace=moe_workspace_bytes,
-    grouped_gemm_workspace=grouped_gemm_workspace_bytes,
-    layout="mma_64x64",
-    dtypes=frozenset({"bfloat16", "float16", "float32"}),
-):
-    """Return the record of the kernels whose names end in `suffix`."""
+def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no_notes, **limits):
+    """Return the record of the kernels whose names end in `suffix`.
+
+    `workspaces` are the formulas of the layer and of the product, `limits` fields of its
+    `Capability`.
+    """
+    moe_workspace, grouped_gemm_workspace = workspaces
     return Backend(
         name=f"moe_{suffix}",
         can=Capability(
@@ -146,7 +158,7 @@ def _record(
             devices=devices,
             platform="cuda",
             extension=_EXTENSION,
-            dtypes=dtypes,
+            **{"max_extent": _MAX_EXTENT, **limits},
         ),
         layout=layout,
         lower={
@@ -154,6 +166,7 @@ def _record(
             "grouped_gemm": lower_grouped_gemm(f"grouped_gemm_{suffix}", grouped_gemm_workspace),
         },
         status=status,
+        notes=notes,
     )
 
 
@@ -162,17 +175,19 @@ MOE_W4A4_SM120 = _record(
     (Device(W4A4_SCHEMES, (12, 0), (13, 0)),),
     "mma.sync on FP4: executed by emulation of its one instruction, compiled for 120f, not executed"
     " natively",
-    moe_w4a4_workspace_bytes,
-    grouped_gemm_w4a4_workspace_bytes,
+    (moe_w4a4_workspace_bytes, grouped_gemm_w4a4_workspace_bytes),
     layout="fp4_64x64",
     dtypes=frozenset({"bfloat16", "float16"}),
+    max_extent=ENGINE_MAX_EXTENT,
+    shared_bytes=83104,
 )
 MOE_W4A16_SM90 = _record(
     "w4a16_sm90",
     (Device(frozenset(Scheme), (9, 0), (10, 0)),),
     "wgmma and mma.sync in 16 bits, plain kernels for float32: executed",
-    moe_w4a16_workspace_bytes,
-    grouped_gemm_w4a16_workspace_bytes,
+    (moe_w4a16_workspace_bytes, grouped_gemm_w4a16_workspace_bytes),
+    notes=note_engines,
+    shared_bytes=225280,
 )
 # sm_80 code is also the weight-only path of Blackwell, and behind the records above its path for
 # all else: float32, or a device of 10.x to 12.x that they do not name.
@@ -183,8 +198,9 @@ MOE_W4A16_SM80 = _record(
         Device(frozenset(Scheme), (10, 0), (13, 0)),
     ),
     "mma.sync in 16 bits, plain kernels for float32: executed on Hopper",
-    moe_w4a16_workspace_bytes,
-    grouped_gemm_w4a16_workspace_bytes,
+    (moe_w4a16_workspace_bytes, grouped_gemm_w4a16_workspace_bytes),
+    notes=note_engines,
+    shared_bytes=67232,
 )
 
 QUANTIZE_CUDA = Backend(

@@ -139,7 +139,7 @@ def combine_experts(
         return by_pieces(run, starts[expert], ends[expert], y)
 
     y = jnp.zeros((t, h if width is None else width), jnp.float32)
-    if t == 0 or top_k == 0:
+    if t == 0 or top_k == 0 or e == 0:
         return y.astype(x.dtype)
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
 
@@ -187,6 +187,8 @@ def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):
         return by_pieces(run, starts[expert], ends[expert], y)
 
     y = jnp.zeros((m, n), jnp.float32)
+    if e == 0:
+        return y.astype(x.dtype)
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
 
 

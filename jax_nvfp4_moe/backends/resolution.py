@@ -81,7 +81,8 @@ def explain_problem(problem: Problem, why: str = "", backend: str | None = None)
         problem = dataclasses.replace(problem, unavailable=unavailable_for(problem.target))
     chosen = choose_backend(problem, BACKENDS, backend)
     reasons = {n: r for n, r in reasons_against(problem, BACKENDS).items() if r is not None}
-    return Choice(problem.scheme, chosen.name, reasons, why, problem)
+    notes = chosen.notes(problem)
+    return Choice(problem.scheme, chosen.name, reasons, why, problem, notes=notes)
 
 
 def explain(subject, *, target: Target | None = None) -> Choice:

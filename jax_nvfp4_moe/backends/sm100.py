@@ -1,14 +1,14 @@
 """W4A4 on FP4 tensor cores of compute capability 10.x: its record, and the size of its workspace.
 
-The kernels are in ``ffi/cuda/moe_w4a4_sm100.cu`` and ``grouped_gemm_w4a4_sm100.cu``; the product
-itself is CUTLASS's, so a build has them only where it found CUTLASS's headers.
+The kernels are in ``ffi/cuda/layers/moe_w4a4_sm100.cu`` and ``grouped_gemm_w4a4_sm100.cu``; the
+product itself is CUTLASS's, so a build has them only where it found CUTLASS's headers.
 """
 
 from jax_nvfp4_moe.backends.cuda import _SEGMENTS, _row_tables, _sections
 from jax_nvfp4_moe.backends.custom_call import lower_grouped_gemm, lower_moe
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device
 
-# The workspace is cut in C++ (ffi/cuda/fp4_groups.cuh and the files above); a test compares.
+# The workspace is cut in C++ (ffi/cuda/gemm/fp4_groups.cuh and the files above); a test compares.
 _CHUNK_SLOTS = 65536  # tokens of a layer go through in chunks of at most so many slots
 _SCALE_TILE_ROWS, _SCALE_TILE_K, _SCALE_TILE_BYTES = 128, 64, 512
 _COLLECTIVE_BYTES = 512 << 10  # bound of what CUTLASS asks for

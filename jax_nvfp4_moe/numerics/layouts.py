@@ -94,11 +94,14 @@ def _undo_cpu(packed, scales, rows, columns):
 
 
 def _as_words(packed):
-    return lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 4), jnp.uint32)
+    # No -1 in the shape: it is undefined for an array of no experts.
+    words = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
+    return lax.bitcast_convert_type(words, jnp.uint32)
 
 
 def _as_bytes(words):
-    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
+    shape = (*words.shape[:-1], 4 * words.shape[-1])
+    return lax.bitcast_convert_type(words, jnp.uint8).reshape(shape)
 
 
 # swizzle_128x4: codes as they are, scales in tiles of 128 rows x 4 blocks.
@@ -184,8 +187,9 @@ def _pad_tiles(array, columns, halves):
     if not halves:
         return _pad(array, _up(array.shape[-2], 64), columns)
     *lead, n, here = array.shape
-    array = _pad(array.reshape(*lead, 2, n // 2, here), _up(n // 2, 32), columns)
-    return array.reshape(*lead, -1, columns)
+    rows = _up(n // 2, 32)
+    array = _pad(array.reshape(*lead, 2, n // 2, here), rows, columns)
+    return array.reshape(*lead, 2 * rows, columns)
 
 
 def _cut_tiles(array, rows, columns, halves):

@@ -76,7 +76,7 @@ def _expert_bars(layer, operands, y_bar):
     """Return the float32 cotangents of tokens, expert weights and biases."""
     x, expert_weights, biases, frozen, expert_ids = operands
     bars = jax.tree.map(_zeros, (x, expert_weights.reshape(-1), biases))
-    if expert_ids.size:
+    if expert_ids.size and layer.num_experts:
         slots, starts, ends = sort_slots(expert_ids, layer.num_experts)
         given = x, expert_weights.reshape(-1), biases, y_bar
 
@@ -150,7 +150,7 @@ def _product_bars(bias, weight, group_sizes, y_bar):
     """Return the float32 cotangents of rows and biases."""
     m, (e, _, k) = y_bar.shape[0], weight.shape
     bars = jnp.zeros((m, k), jnp.float32), jax.tree.map(jnp.zeros_like, bias)
-    if m == 0:
+    if m == 0 or e == 0:
         return bars
     starts, ends = group_bounds(group_sizes, m)
     piece = m if e == 1 else PIECE  # one matrix, `linear`: one product

@@ -1,12 +1,12 @@
-// Holds ffi/cuda/fp4_groups.cuh and nvfp4.h against CUTLASS's own types: the numbers that stand for
+// Holds ffi/cuda/gemm/fp4_groups.cuh and nvfp4.h against CUTLASS's own types: the numbers that stand for
 // a layout of scales, where it puts the scale of each row and block, and the strides of operands.
 // Prints how many were compared and how many differ; with an argument, rows are one too many.
 #include <cstdio>
 #include <cstring>
 
+#include "cuda/gemm/fp4_groups.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/detail/sm100_blockscaled_layout.hpp"
-#include "fp4_groups.cuh"
 
 namespace {
 

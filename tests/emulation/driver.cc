@@ -1,9 +1,9 @@
 // What tests/emulation.py calls: the layer and the product of launch.h on host memory.
 #include <vector>
 
-#include "fp4_groups.cuh"
-#include "fp4_mma.cuh"
-#include "launch.h"
+#include "cuda/gemm/fp4_groups.cuh"
+#include "cuda/instructions/fp4_mma.cuh"
+#include "cuda/launch.h"
 
 namespace emulation {
 extern bool backwards;
@@ -11,7 +11,9 @@ extern bool backwards;
 
 namespace nvfp4 {
 int multiprocessors = 1;
-}
+int block_shared_bytes = 0;
+int largest_shared_bytes = 0;
+}  // namespace nvfp4
 
 using namespace nvfp4;
 
@@ -62,10 +64,20 @@ TakenGroups TakeGroups(void* buffer, int64_t experts) {
 
 extern "C" {
 
-// How the next calls run: on how many multiprocessors, and from which end the threads of a block.
-void configure(int count, int backwards) {
+// How the next calls run: on how many multiprocessors, with how many bytes of shared memory a
+// block, and from which end the threads of a block.
+void configure(int count, int shared_bytes, int backwards) {
   multiprocessors = count;
+  block_shared_bytes = shared_bytes;
+  largest_shared_bytes = 0;
   emulation::backwards = backwards != 0;
+}
+
+// Most dynamic shared memory of a kernel since `configure`.
+int largest_dynamic_bytes() { return largest_shared_bytes; }
+
+int64_t few_slots_shared_bytes(int64_t slots, int64_t slots_per_row, int64_t k, int rounds) {
+  return FewSlotsSharedBytes(slots, slots_per_row, k, rounds != 0);
 }
 
 int64_t moe_workspace_bytes(const MoEShape* shape, int engine) {

@@ -1,0 +1,146 @@
+// The end of an expert layer: y[t] = sum of weight[t, j] * output(t, j) over j in order, where
+// output(t, j) is what expert j of token t gave. Sums are float32.
+//
+// Where the outputs of the second product come from is a template parameter, a struct with
+//   Value, stride            the type and the distance of rows in memory
+//   Row(slot)                the row of a slot, slot = t * top_k + j
+//   Values()                 the first row
+//   Scale(row, expert)       loaded with the values
+//   Output(value, scale, expert, column)
+// Outputs of slots that are not routed are never read: nobody wrote them.
+//
+// Bottleneck: reading the outputs. A thread takes 16 bytes of each row: 8 columns, of float32 4.
+// Test: test_cuda_kernel.py, test_emulation.py.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/quantizers/elements.cuh"
+#include "shapes.h"
+
+namespace nvfp4 {
+
+struct CombineTokens {
+  const int32_t* expert_ids;    // [t, top_k], any value
+  const float* expert_weights;  // [t, top_k], or null: all 1
+  void* y;                      // [t, h]
+  int64_t t;
+  int32_t h;  // a multiple of 16
+  int32_t top_k, num_experts;
+};
+
+// Outputs [t, top_k, h] as the second product stored them, scaled and with their bias.
+template <typename T>
+struct FinishedOutputs {
+  using Value = T;
+  const T* values;
+  int64_t stride;
+
+  __device__ __forceinline__ const T* Values() const { return values; }
+  __device__ __forceinline__ int32_t Row(int32_t slot) const { return slot; }
+  __device__ __forceinline__ float Scale(int64_t, int32_t) const { return 1.0f; }
+  __device__ __forceinline__ float Output(T value, float, int32_t, int32_t) const {
+    return ToFloat(value);
+  }
+};
+
+constexpr int kCombineThreads = 256;
+constexpr int kChoices = 8;  // of a token, loaded at once: one after the other they would wait
+
+// Choices `first` to first + kChoices - 1 of a token; a row is -1 where none is routed.
+struct Choices {
+  int32_t experts[kChoices];
+  int32_t rows[kChoices];
+  float weights[kChoices];
+};
+
+template <typename Source>
+__device__ __forceinline__ Choices LoadChoices(const CombineTokens& p, const Source& source,
+                                               int32_t token, int first) {
+  Choices choices;
+#pragma unroll
+  for (int j = 0; j < kChoices; ++j) {
+    const int32_t slot = token * p.top_k + first + j;
+    const int32_t expert = first + j < p.top_k ? p.expert_ids[slot] : -1;
+    const bool routed = expert >= 0 && expert < p.num_experts;
+    choices.experts[j] = expert;
+    choices.rows[j] = routed ? source.Row(slot) : -1;
+    choices.weights[j] = routed && p.expert_weights != nullptr ? p.expert_weights[slot] : 1.0f;
+  }
+  return choices;
+}
+
+// 16 bytes of the rows of a token for each thread.
+template <typename T, typename Source>
+__global__ void __launch_bounds__(kCombineThreads)
+    Combine(const CombineTokens p, const Source source) {
+  using Value = typename Source::Value;
+  constexpr int kVector = 16 / sizeof(Value);
+  const int32_t vectors = p.h / kVector;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kCombineThreads + threadIdx.x;
+  if (index >= p.t * vectors) return;
+  const auto token = static_cast<int32_t>(index / vectors);
+  const auto column = static_cast<int32_t>(index % vectors) * kVector;
+  // Ids, weights and rows are older than the kernel before this one.
+  Choices choices = LoadChoices(p, source, token, 0);
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+#endif
+  const Value* outputs = source.Values() + column;
+  float sums[kVector] = {};
+  for (int first = 0; first < p.top_k; first += kChoices) {
+    if (first > 0) choices = LoadChoices(p, source, token, first);
+    uint4 loaded[kChoices];
+    float scales[kChoices];
+#pragma unroll
+    for (int j = 0; j < kChoices; ++j) {
+      if (choices.rows[j] < 0) continue;
+      const int64_t row = choices.rows[j];
+      loaded[j] = __ldcs(reinterpret_cast<const uint4*>(outputs + row * source.stride));
+      scales[j] = source.Scale(row, choices.experts[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kChoices; ++j) {
+      if (choices.rows[j] < 0) continue;
+      Value values[kVector];
+      *reinterpret_cast<uint4*>(values) = loaded[j];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        sums[i] += choices.weights[j] *
+                   source.Output(values[i], scales[j], choices.experts[j], column + i);
+      }
+    }
+  }
+  T rounded[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) rounded[i] = FromFloat<T>(sums[i]);
+  T* y = static_cast<T*>(p.y) + static_cast<int64_t>(token) * p.h + column;
+  if constexpr (sizeof(rounded) == sizeof(uint4)) {
+    *reinterpret_cast<uint4*>(y) = *reinterpret_cast<uint4*>(rounded);
+  } else {
+    static_assert(sizeof(rounded) == sizeof(uint2), "8 or 16 bytes");
+    *reinterpret_cast<uint2*>(y) = *reinterpret_cast<uint2*>(rounded);
+  }
+}
+
+// `overlaps`: the kernel may start before the one ahead of it in the stream has ended. Ids, weights
+// and rows must then be older than that one, and the values of `source` not newer.
+template <typename T, typename Source>
+cudaError_t LaunchCombine(cudaStream_t stream, const CombineTokens& tokens, const Source& source,
+                          bool overlaps) {
+  constexpr int64_t kVector = 16 / sizeof(typename Source::Value);
+  const int64_t blocks = CeilDiv(tokens.t * (tokens.h / kVector), kCombineThreads);
+  return LaunchWide(stream, dim3(static_cast<unsigned>(blocks)), kCombineThreads, 0, overlaps,
+                    Combine<T, Source>, tokens, source);
+}
+
+// Of outputs [t, top_k, h] of `type`, bf16 or f16; overlaps.
+cudaError_t LaunchCombineOutputs(cudaStream_t stream, DataType type, const CombineTokens& tokens,
+                                 const void* outputs);
+
+}  // namespace nvfp4

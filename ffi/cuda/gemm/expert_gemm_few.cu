@@ -1,0 +1,378 @@
+// Computes `out[r] = act(W[expert] @ x[r])` for the rows of at most kFewSlots slots, bf16 and f16,
+// without a sort before it; see expert_gemm.cuh for the whole equation.
+//
+//   expert_ids [slots] -> the plan, in every block's shared memory
+//
+// An output tile is 64 weight rows of one expert by at most 8 of its slots, over all of k. A block
+// of 16 warps computes one output tile after the other. Its four teams of four warps each take
+// every fourth weight tile of k, straight from memory into registers, kDepth tiles ahead, also of
+// the next output tile. The partial sums of the teams are added in the order of the teams. All rows
+// of x are in shared memory from the start. In W4A4 each slot has a row of its own there: the row
+// of x, rounded to NVFP4 under the scale of the slot's expert. Each block rounds rows for the
+// experts of its own output tiles.
+//
+// The kernel may start while the one before it ends. Of that one it reads `left` alone; the ids and
+// the weights are older. As a layer's first product it brings the second one's weights into the L2
+// cache as soon as its own are on their way.
+//
+// Bottleneck: latency of memory, then reading weights.
+// Needs: sm_80. Test: test_cuda_kernel.py, test_emulation.py.
+#include <cstring>
+
+#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/gemm/expert_gemm_few.cuh"
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/instructions/mma.cuh"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/quantizers/quantize_block.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr int kTeams = 4;
+constexpr int kTeamThreads = 128;
+constexpr int kThreads = kTeams * kTeamThreads;
+constexpr int kBlocksPerSm = 2;
+// On 12.x, where layers in W4A4 have another kernel, rounding in f16 would spill at two.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kRoundingBlocksPerSm = 1;
+#else
+constexpr int kRoundingBlocksPerSm = kBlocksPerSm;
+#endif
+constexpr int kDepth = 2;     // weight tiles of a warp on their way
+constexpr int kRows = 8;      // of a tile: one product's columns
+constexpr int kPadding = 16;  // bytes between rows in shared memory: other banks
+constexpr int kZeroBytes = 2 * kTileK;
+
+struct Plan {
+  int32_t num_tiles;
+  uint32_t routed;           // a bit for each slot
+  int32_t slots[kFewSlots];  // of sorted rows
+  RowTile tiles[kFewSlots];
+};
+
+// By one warp, a slot for each lane: a stable sort by expert, then tiles of kRows rows.
+__device__ void MakePlan(const int32_t* expert_ids, int num_slots, int num_experts, Plan* plan) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int32_t id = lane < num_slots ? expert_ids[lane] : -1;
+  if (id >= num_experts || id < 0) id = INT32_MAX;  // after all others
+  const uint32_t routed = __ballot_sync(kAllLanes, id != INT32_MAX);
+  int place = 0;
+  for (int other = 0; other < num_slots; ++other) {
+    const int32_t its = __shfl_sync(kAllLanes, id, other);
+    place += its < id || (its == id && other < lane);
+  }
+  if (lane >= num_slots) place = lane;
+  plan->slots[place] = lane;
+  __syncwarp();
+  const int slot = plan->slots[lane];
+  const int32_t expert = __shfl_sync(kAllLanes, id, slot);
+  const uint32_t equal = __match_any_sync(kAllLanes, expert);
+  const int before = lane - (__ffs(static_cast<int>(equal)) - 1);  // rows of the expert
+  const bool first = expert != INT32_MAX && before % kRows == 0;
+  const uint32_t firsts = __ballot_sync(kAllLanes, first);
+  if (first) {
+    plan->tiles[__popc(firsts & ((1u << lane) - 1))] = {expert, lane,
+                                                        min(kRows, __popc(equal) - before)};
+  }
+  if (lane == 0) {
+    plan->num_tiles = __popc(firsts);
+    plan->routed = routed;
+  }
+}
+
+struct Packed {
+  uint4 codes;
+  uint2 scales;
+};
+
+// Up to kDepth weight tiles of a team, in the order of k.
+struct Round {
+  int32_t output_tile;
+  int32_t begin;  // of the team's weight tiles of the output tile
+  int32_t tile;   // of all weight tiles: where it begins
+};
+
+struct Worker {
+  const ExpertGemm& p;
+  const Plan& plan;
+  const int32_t m_tiles, k_tiles;
+  const int32_t output_tiles;
+  const int32_t items;  // weight tiles of this team in an output tile
+  const int team;
+  const int thread;  // of the team
+
+  __device__ __forceinline__ Worker(const ExpertGemm& gemm, const Plan& made)
+      : p(gemm),
+        plan(made),
+        m_tiles(gemm.m_tiles()),
+        k_tiles((gemm.k + kTileK - 1) / kTileK),
+        output_tiles(made.num_tiles * m_tiles),
+        items((k_tiles - static_cast<int>(threadIdx.x / kTeamThreads) + kTeams - 1) / kTeams),
+        team(static_cast<int>(threadIdx.x / kTeamThreads)),
+        thread(static_cast<int>(threadIdx.x % kTeamThreads)) {}
+
+  __device__ __forceinline__ Round FirstRound(int32_t output_tile) const {
+    if (output_tile >= output_tiles) return {output_tile, 0, 0};
+    const uint32_t tile = static_cast<uint32_t>(output_tile) / static_cast<uint32_t>(m_tiles);
+    const int32_t m_tile = output_tile - static_cast<int32_t>(tile) * m_tiles;
+    return {output_tile, 0, (plan.tiles[tile].expert * m_tiles + m_tile) * k_tiles + team};
+  }
+
+  __device__ __forceinline__ Round NextRound(const Round& round) const {
+    const bool last = round.begin + kDepth >= items;
+    if (last) return FirstRound(round.output_tile + static_cast<int32_t>(gridDim.x));
+    return {round.output_tile, round.begin + kDepth, round.tile + kDepth * kTeams};
+  }
+
+  // Past the end the first tile, to be multiplied by zeros: a branch for each tile would keep the
+  // compiler from working at several at a time.
+  __device__ __forceinline__ Packed Load(const Round& round, int d) const {
+    const bool inside = round.output_tile < output_tiles && round.begin + d < items;
+    const int64_t tile = inside ? round.tile + d * kTeams : 0;
+    return {
+        __ldcs(reinterpret_cast<const uint4*>(p.weight.packed + tile * kTileCodeBytes) + thread),
+        __ldcs(reinterpret_cast<const uint2*>(p.weight.block_scale + tile * kTileScaleBytes) +
+               thread / 4)};
+  }
+};
+
+// sums += W @ x for a weight tile; `rows` is where this lane's row of ldmatrix begins.
+template <typename T>
+__device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t* rows,
+                                             const TileConstants& constants, float (&sums)[4]) {
+  const uint32_t words[4] = {packed.codes.x, packed.codes.y, packed.codes.z, packed.codes.w};
+  const uint32_t scales[2] = {packed.scales.x, packed.scales.y};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t even[4], odd[4], b[4];
+    LoadMatrices(rows + 64 * half, b);
+    UnpackPair<T>(words[2 * half], words[2 * half + 1], scales[half], constants, even, odd);
+    MultiplyAdd<T>(sums, even, b[0], b[1]);
+    MultiplyAdd<T>(sums, odd, b[2], b[3]);
+  }
+}
+
+// Starts to bring the rows of x, `stride` bytes apart, zeros behind the end of k; of the second
+// product those of `routed` slots, since others were not written.
+__device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, int num_rows,
+                                          int k_tiles, int stride, uint8_t* rows) {
+  const int chunks = k_tiles * (kTileK / 8);
+  const uint32_t target = SharedAddress(rows);
+  for (int i = static_cast<int>(threadIdx.x); i < num_rows * chunks; i += kThreads) {
+    const int row = i / chunks, chunk = i - row * chunks;
+    if ((routed >> row & 1) == 0) continue;
+    const bool inside = chunk * 8 < p.k;
+    const auto* source = static_cast<const uint16_t*>(p.left.values) +
+                         static_cast<int64_t>(row) * p.k + (inside ? chunk * 8 : 0);
+    CopyOrZero(target + row * stride + chunk * 16, source, inside ? 16 : 0);
+  }
+  CommitCopies();
+}
+
+// A bit for each slot that an output tile of this block has.
+__device__ __forceinline__ uint32_t OwnSlots(const Worker& worker) {
+  uint32_t own = 0;
+  for (int i = static_cast<int>(blockIdx.x); i < worker.output_tiles; i += gridDim.x) {
+    const RowTile& tile = worker.plan.tiles[i / worker.m_tiles];
+    for (int row = 0; row < tile.rows; ++row) own |= 1u << worker.plan.slots[tile.row + row];
+  }
+  return own;
+}
+
+// rounded[slot] = rows[slot / slots_per_row], rounded, for each of `slots`; they may be the same.
+template <typename T>
+__device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& few, uint32_t slots,
+                                          int k_tiles, int stride, const uint8_t* rows,
+                                          uint8_t* rounded) {
+  const int blocks = k_tiles * (kTileK / kBlock), count = __popc(slots);
+  for (int i = static_cast<int>(threadIdx.x); i < count * blocks; i += kThreads) {
+    const int index = i / blocks, block = i - index * blocks;
+    uint32_t after = slots;  // and, of the rest, the lowest is slot number `index`
+    for (int before = 0; before < index; ++before) after &= after - 1;
+    const int slot = __ffs(static_cast<int>(after)) - 1;
+    const auto* source =
+        reinterpret_cast<const uint4*>(rows + slot / p.left.slots_per_row * stride) + 2 * block;
+    T values[kBlock];
+    uint4 words[2] = {source[0], source[1]};
+    std::memcpy(values, words, sizeof(values));
+    RoundActivations(p.left.input_scale[few.expert_ids[slot]], values);
+    std::memcpy(words, values, sizeof(values));
+    auto* place = reinterpret_cast<uint4*>(rounded + slot * stride) + 2 * block;
+    place[0] = words[0];
+    place[1] = words[1];
+  }
+}
+
+// Asks for the weights of this block's output tiles of the next product.
+__device__ __forceinline__ void PrefetchNext(const ExpertWeights& weight, int m_tiles, int k_tiles,
+                                             const Plan& plan) {
+#if __CUDA_ARCH__ >= 900
+  for (int i = static_cast<int>(blockIdx.x); i < plan.num_tiles * m_tiles; i += gridDim.x) {
+    const int64_t before =
+        (static_cast<int64_t>(plan.tiles[i / m_tiles].expert) * m_tiles + i % m_tiles) * k_tiles;
+    PrefetchL2(weight.packed + before * kTileCodeBytes, k_tiles * kTileCodeBytes);
+    PrefetchL2(weight.block_scale + before * kTileScaleBytes, k_tiles * kTileScaleBytes);
+  }
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ OutputPairs FinishTile(const TileStore<T>& store,
+                                                  const float (&sums)[4]) {
+  switch (ChooseFinish(store.p)) {
+    case Finish::kPlain:
+      return store.template Finished<Finish::kPlain>(0, sums[0], sums[1], sums[2], sums[3]);
+    case Finish::kSilu:
+      return store.template Finished<Finish::kSilu>(0, sums[0], sums[1], sums[2], sums[3]);
+    default:
+      return store.template Finished<Finish::kAny>(0, sums[0], sums[1], sums[2], sums[3]);
+  }
+}
+
+template <typename T, bool kRounds>
+__global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBlocksPerSm)
+    ExpertGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
+                  const TileConstants constants) {
+  NVFP4_DYNAMIC_SHARED(rows);
+  __shared__ Plan plan;
+  __shared__ __align__(16) uint8_t zeros[kZeroBytes];
+  __shared__ float4 partials[2][(kTeams - 1) * kTeamThreads];
+#if __CUDA_ARCH__ >= 900
+  StartNextKernel();
+#endif
+  const bool first = few.next.packed != nullptr;
+  const int k_tiles = (p.k + kTileK - 1) / kTileK, stride = k_tiles * kTileK * 2 + kPadding;
+  const int num_rows = (few.num_slots + p.left.slots_per_row - 1) / p.left.slots_per_row;
+  if (first) BringRows(p, kAllLanes, num_rows, k_tiles, stride, rows);
+  if (threadIdx.x < sizeof(zeros)) zeros[threadIdx.x] = 0;
+  if (threadIdx.x < 32) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
+  __syncthreads();
+  const Worker worker(p, plan);
+  Round round = worker.FirstRound(static_cast<int32_t>(blockIdx.x));
+  Packed packed[kDepth];
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) packed[d] = worker.Load(round, d);
+  if (!first) {
+#if __CUDA_ARCH__ >= 900
+    WaitForPrecedingKernel();
+#endif
+    BringRows(p, plan.routed, num_rows, k_tiles, stride, rows);
+  }
+  WaitCopies<0>();
+  __syncthreads();
+  const uint8_t* left = rows;  // of slots where rounded, else of tokens
+  if constexpr (kRounds) {
+    uint8_t* rounded = p.left.slots_per_row == 1 ? rows : rows + num_rows * stride;
+    RoundRows<T>(p, few, OwnSlots(worker), k_tiles, stride, rows, rounded);
+    __syncthreads();
+    left = rounded;
+  }
+
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = worker.thread / 32;
+  int buffer = 0;
+  bool prefetched = !first;
+  while (round.output_tile < worker.output_tiles) {
+    const int32_t output_tile = round.output_tile;
+    const RowTile tile = plan.tiles[output_tile / worker.m_tiles];
+    const int m_tile = output_tile % worker.m_tiles;
+    LaneRows lane_rows = {};
+    if (worker.team == 0) lane_rows = LoadLaneRows(p, tile.expert, m_tile, warp);
+    const int slot = plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
+    const int row = kRounds ? slot : slot / p.left.slots_per_row;
+    const uint8_t* b = left + row * stride + lane / 8 * 16 + worker.team * kTileK * 2;
+    float halves[2][4] = {};  // of the even and the odd tiles, so that products overlap
+    do {
+      const Round next = worker.NextRound(round);
+      if (!prefetched && next.output_tile >= worker.output_tiles) {
+        if (threadIdx.x == 0) PrefetchNext(few.next, few.next_m_tiles, few.next_k_tiles, plan);
+        prefetched = true;
+      }
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        const uint8_t* source =
+            round.begin + d < worker.items ? b + d * kTeams * kTileK * 2 : zeros + lane / 8 * 16;
+        MultiplyTile<T>(packed[d], source, constants, halves[d % 2]);
+        packed[d] = worker.Load(next, d);
+      }
+      b += kDepth * kTeams * kTileK * 2;
+      round = next;
+    } while (round.output_tile == output_tile);
+    float sums[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];
+    if (worker.team > 0) {
+      partials[buffer][(worker.team - 1) * kTeamThreads + worker.thread] =
+          make_float4(sums[0], sums[1], sums[2], sums[3]);
+    }
+    __syncthreads();
+    if (worker.team == 0) {
+#pragma unroll
+      for (int team = 0; team < kTeams - 1; ++team) {
+        const float4 partial = partials[buffer][team * kTeamThreads + worker.thread];
+        sums[0] += partial.x, sums[1] += partial.y, sums[2] += partial.z, sums[3] += partial.w;
+      }
+      const TileStore<T> store = MakeTileStore<T>(p, tile, lane_rows, m_tile, warp);
+      if (store.first < p.columns) {
+        store.Store(0, plan.slots[tile.row + min(store.g, tile.rows - 1)], FinishTile(store, sums));
+      }
+    }
+    buffer ^= 1;
+  }
+}
+
+// Of dynamic shared memory: the rows of x, and those of slots where they are others.
+int64_t RowsBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
+  const int64_t rows = CeilDiv(slots, slots_per_row) + (rounds && slots_per_row > 1 ? slots : 0);
+  return rows * (CeilDiv(k, kTileK) * kTileK * 2 + kPadding);
+}
+
+// Beyond, a sort and an engine are faster: on an H200 a layer took 17 us here and 26 there at 38
+// million weights (one token of Qwen3-30B-A3B), 32 and 30 at 75 million.
+constexpr int64_t kMaxWeights = int64_t{64} << 20;
+
+// Two blocks share a multiprocessor of 228 KiB; others may have less, see FewSlotsFit.
+constexpr int64_t kMaxRowsBytes = 90 * 1024;
+
+// What a block has besides its rows: static shared memory, up to where the dynamic one may begin.
+constexpr int64_t kStaticBytes =
+    CeilDiv(sizeof(Plan) + kZeroBytes + sizeof(float4) * 2 * (kTeams - 1) * kTeamThreads,
+            kDynamicAlignment) *
+    kDynamicAlignment;
+
+template <typename T, bool kRounds>
+cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
+                        bool overlaps) {
+  const int64_t bytes = RowsBytes(few.num_slots, gemm.left.slots_per_row, gemm.k, kRounds);
+  const auto blocks = static_cast<unsigned>(kBlocksPerSm * MultiprocessorCount());
+  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), overlaps,
+                    ExpertGemmFew<T, kRounds>, gemm, few, MakeTileConstants<T>());
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
+                     bool overlaps) {
+  return gemm.left.input_scale == nullptr ? LaunchTyped<T, false>(stream, gemm, few, overlaps)
+                                          : LaunchTyped<T, true>(stream, gemm, few, overlaps);
+}
+
+}  // namespace
+
+bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds, int64_t weights) {
+  return slots <= kFewSlots && weights <= kMaxWeights &&
+         RowsBytes(slots, slots_per_row, k, rounds) <= kMaxRowsBytes &&
+         FewSlotsSharedBytes(slots, slots_per_row, k, rounds) <= BlockSharedBytes();
+}
+
+int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
+  return RowsBytes(slots, slots_per_row, k, rounds) + kStaticBytes;
+}
+
+cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
+                                bool overlaps) {
+  return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, few, overlaps)
+                                     : LaunchOf<__nv_bfloat16>(stream, gemm, few, overlaps);
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,503 @@
+// The grouped product with mma.sync: out[r] = act(W[e(r)] @ x[r]), bf16 and f16; see
+// expert_gemm.cuh. For everything since Ampere that has no kernel of its own.
+//
+// The weights are the A operand and the sorted rows its N, so that a tile of rows is padded to 8
+// and not to 16. Bound by: reading weights up to about 32 rows of an expert, tensor cores above.
+// Unpacking costs about 1.7 instructions a weight, of a thread, and hides behind either.
+//
+// A block works on kTiles weight tiles of 64 rows, two warps for each. A warp owns two slabs of 16
+// weight rows, one after the other, and all rows of the tile: two slabs for each fragment of x keep
+// reads of shared memory below the time of the products. A step is kStepTiles 64s of k; kStages of
+// them are in shared memory, each with, for each 64 of k:
+//   x        [kRows][128 bytes], chunk c of 16 bytes of row r at c ^ (r % 8): ldmatrix and cp.async
+//            both touch all banks; zeros past the tile's rows and past k
+//   codes    [kTiles][2048 bytes], scales [kTiles][256 bytes]: as they are in memory; zeros past k
+// Copies run kStages - 1 steps ahead of the products, across the ends of sums over k. A block works
+// on the work units of tile_scheduler.cuh and stores or adds partial sums at the ends of its range
+// (partial_sums.cuh). A work unit is found once, by what copies, which leaves it in shared memory
+// for what multiplies.
+//
+// Needs: sm_80; 99 KiB of shared memory. Test: test_cuda_kernel.py, test_sass.py.
+#include <algorithm>
+#include <iterator>
+
+#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/gemm/expert_gemm.cuh"
+#include "cuda/instructions/ampere.cuh"
+#include "cuda/instructions/async_copy.cuh"
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/instructions/mma.cuh"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/scheduling/partial_sums.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kTileThreads = 128;      // that a weight tile has 16 bytes for
+constexpr int kSlabs = 2;              // of 16 weight rows, of a warp
+constexpr int kRowBytes = 2 * kTileK;  // of a row of x in a tile of k
+constexpr int kRowChunks = kRowBytes / 16;
+constexpr int kBarrier = 1;
+
+// A work unit that steps in shared memory are of, and where the block goes on after it.
+struct SharedWorkUnit {
+  WorkUnit work;  // begins at -1 where it is the end
+  int32_t next;
+  WorkStart at;
+};
+
+// kRows: most rows of a tile; a tile runs the products of its rows rounded up to kRowStep.
+// kTiles: weight tiles of a block. kStepTiles: 64s of k of a step.
+template <int kRows_, int kRowStep_, int kTiles_, int kStepTiles_, int kStages_, int kBlocksPerSm_>
+struct Config {
+  static constexpr int kRows = kRows_;
+  static constexpr int kRowStep = kRowStep_;
+  static constexpr int kTiles = kTiles_;
+  static constexpr int kStepTiles = kStepTiles_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;
+  static constexpr int kThreads = kTiles * kTileThreads / kSlabs;
+  // Straight code for each number of columns; of more than 64 for full tiles, while the others
+  // share one body with branches.
+  static constexpr bool kExactColumns = kRows <= 64;
+  // Eights of rows whose products take turns: those of one sum must not follow each other closely.
+  static constexpr int kTurn = kRows <= 32 ? 4 : 2;
+  static constexpr int kBuffers = kRows <= 64 ? 1 : 2;  // of their fragments
+  // Halves of 64 of k in one piece of code: the more, the better mixed, and the more registers.
+  static constexpr int kUnroll = kRows <= 16 ? 2 * kStepTiles : kRows <= 32 ? 2 : 1;
+  static constexpr int kXBytes = kRows * kRowBytes;  // of a tile of k
+  static constexpr int kCodesBytes = kTiles * kTileCodeBytes;
+  static constexpr int kScalesBytes = kTiles * kTileScaleBytes;
+  static constexpr int kCodes = kStepTiles * kXBytes;  // offsets in a stage
+  static constexpr int kScales = kCodes + kStepTiles * kCodesBytes;
+  static constexpr int kStageBytes = kScales + kStepTiles * kScalesBytes;
+  static constexpr int kWorkUnits = kStages + 1;  // more than have steps in shared memory
+  static constexpr int kRowsApart = kThreads / kRowChunks;
+  static constexpr int kCopies = (kRows + kRowsApart - 1) / kRowsApart;  // of x by a thread
+  static constexpr int kSourcesAt = kStages * kStageBytes;
+  static constexpr int kWorkUnitsAt = kSourcesAt + kCopies * kThreads * 4;
+  static constexpr int kSharedBytes = kWorkUnitsAt + kWorkUnits * sizeof(SharedWorkUnit);
+  static constexpr int kPartialSumFloats = kThreads * kSlabs * kRows / 2;
+  static_assert(kStages > 2, "a barrier between writing a work unit and reading it");
+  static_assert(kSharedBytes <= 99 * 1024, "shared memory of a block on sm_86, sm_89, sm_120");
+};
+
+// Brings one step after another to shared memory, and what work units they are of. For each 64 of k
+// thread t of the block copies
+//   codes    16 bytes for each slab of a warp
+//   scales   where it is one of the last: 16 bytes
+//   x        rows t / 8 + kRowsApart i, 16 bytes: to place t % 8 chunk (t % 8) ^ (t / 8 % 8)
+// Pointers move from step to step: addresses made anew would take a third of all instructions.
+template <typename C>
+struct Producer {
+  static constexpr int kScaleThread = C::kThreads - C::kScalesBytes / 16;
+  static constexpr uint32_t kCodeUnits = kTileCodeBytes / 16, kScaleUnits = kTileScaleBytes / 16;
+  static constexpr int kSlabTiles = C::kTiles / kSlabs;  // between the slabs of a thread
+  static constexpr uint32_t kZeros = 0xffffffffu;    // in place of a source: past the tile's rows
+  static constexpr uint32_t kNothing = 0xfffffffeu;  // and past those that are multiplied
+
+  const ExpertGemm& p;
+  uint8_t* const shared;
+  const int thread;
+  int32_t steps = 0;       // of the work, to be copied; -1 at the end of all
+  int32_t k;               // from here to the end
+  int slot = -1;           // of the work unit
+  uint32_t codes[kSlabs];  // of the next step, in units of 16 bytes
+  uint32_t scales;
+
+  static __device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
+    return reinterpret_cast<SharedWorkUnit*>(shared + C::kWorkUnitsAt);
+  }
+
+  // Place of a row's source, in units of 16 bytes, which bounds rows * k.
+  __device__ __forceinline__ uint32_t& Source(int thread, int i) {
+    return reinterpret_cast<uint32_t*>(shared + C::kSourcesAt)[i * C::kThreads + thread];
+  }
+
+  // After a barrier since the work unit before began.
+  __device__ __forceinline__ void Next() {
+    TileScheduler scheduler(p.rows, p.rule, p.schedule);
+    if (slot >= 0) {
+      const SharedWorkUnit& before = SharedWorkUnits(shared)[slot];
+      scheduler.next = before.next;
+      scheduler.at = before.at;
+    }
+    slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
+    const bool more = scheduler.Next();
+    if (!more) scheduler.work = {{}, -1, 0, -1, -2};
+    const int own = ReadThread();
+    if (own == 0) SharedWorkUnits(shared)[slot] = {scheduler.work, scheduler.next, scheduler.at};
+    steps = scheduler.work.end - scheduler.work.begin;
+    if (more) BeginWork(scheduler.work, own);
+  }
+
+  // Rows that are multiplied for a tile of `rows`.
+  static __device__ __forceinline__ int32_t PadRows(int32_t rows) {
+    return (rows + C::kRowStep - 1) / C::kRowStep * C::kRowStep;
+  }
+
+  // First weight tile of tile `tile` of the block; past the expert's, whose sums are not stored,
+  // the last one.
+  __device__ __forceinline__ uint32_t WeightTile(const WorkUnit& work, int tile) const {
+    const int row = min(work.m_block * C::kTiles + tile, p.m_tiles() - 1);
+    const uint32_t k_tiles = (p.k + kTileK - 1) / kTileK;
+    return (static_cast<uint32_t>(work.tile.expert) * p.m_tiles() + row) * k_tiles +
+           work.begin * C::kStepTiles;
+  }
+
+  __device__ __forceinline__ void BeginWork(const WorkUnit& work, int own) {
+    const RowTile& tile = work.tile;
+    const int first = work.begin * C::kStepTiles * kTileK;
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) {
+      codes[s] =
+          WeightTile(work, s * kSlabTiles + own / kTileThreads) * kCodeUnits + own % kTileThreads;
+    }
+    const int chunk = max(own - kScaleThread, 0);
+    scales = WeightTile(work, chunk / 16) * kScaleUnits + chunk % 16;
+    k = p.k - first;
+#pragma unroll 1
+    for (int i = 0; i < C::kCopies; ++i) {
+      const int row = own / kRowChunks + C::kRowsApart * i;
+      uint32_t source = row < PadRows(tile.rows) ? kZeros : kNothing;
+      if (row < tile.rows) {
+        int32_t index = tile.row + row;
+        if (p.left.slots != nullptr) index = p.left.slots[index] / p.left.slots_per_row;
+        source = static_cast<uint32_t>(index) * static_cast<uint32_t>(p.k / 8) + Chunk(own);
+      }
+      Source(own, i) = source;
+    }
+  }
+
+  // Of a row, that this thread copies.
+  static __device__ __forceinline__ int Chunk(int thread) {
+    return (thread ^ thread / kRowChunks) % kRowChunks;
+  }
+
+  __device__ __forceinline__ void CopyWeights(uint32_t target) {
+#pragma unroll
+    for (int d = 0; d < C::kStepTiles; ++d) {
+      const int bytes = d == 0 || d * kTileK < k ? 16 : 0;
+#pragma unroll
+      for (int s = 0; s < kSlabs; ++s) {
+        CopyOrZero(
+            target + C::kCodes + d * C::kCodesBytes + s * C::kThreads * 16,
+            reinterpret_cast<const uint4*>(p.weight.packed) + (codes[s] + uint64_t{d * kCodeUnits}),
+            bytes);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) codes[s] += C::kStepTiles * kCodeUnits;
+    if (thread >= kScaleThread) {
+#pragma unroll
+      for (int d = 0; d < C::kStepTiles; ++d) {
+        const int bytes = d == 0 || d * kTileK < k ? 16 : 0;
+        CopyOrZero(target + C::kScales + d * C::kScalesBytes - kScaleThread * 16,
+                   reinterpret_cast<const uint4*>(p.weight.block_scale) +
+                       (scales + uint64_t{d * kScaleUnits}),
+                   bytes);
+      }
+      scales += C::kStepTiles * kScaleUnits;
+    }
+  }
+
+  __device__ __forceinline__ void CopyRows(uint32_t target) {
+    const int column = 8 * Chunk(thread);
+    const uint4* values = static_cast<const uint4*>(p.left.values) + (p.k - k) / 8;
+#pragma unroll
+    for (int i = 0; i < C::kCopies; ++i) {
+      const uint32_t source = Source(thread, i);
+      if (source == kNothing) break;
+      const uint4* row = values + (source == kZeros ? 0u : source);
+#pragma unroll
+      for (int d = 0; d < C::kStepTiles; ++d) {
+        const bool copied = column + d * kTileK < k && source != kZeros;
+        CopyOrZero(target + d * C::kXBytes + C::kRowsApart * i * kRowBytes, row + d * kRowChunks,
+                   copied ? 16 : 0);
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t Target(int stage) const {
+    return SharedAddress(shared + stage * C::kStageBytes + thread * 16);
+  }
+
+  // Starts the copies of weights of the first stages, as far as they are of one work. Returns how
+  // many.
+  __device__ __forceinline__ int CopyFirstWeights() {
+    Next();
+    const int count = min(steps, C::kStages - 1);
+#pragma unroll 1
+    for (int stage = 0; stage < count; ++stage) {
+      CopyWeights(Target(stage));
+      k -= C::kStepTiles * kTileK;
+    }
+    k += max(count, 0) * C::kStepTiles * kTileK;
+    return count;
+  }
+
+  // Starts the copies of the next step, if there is one, and ends their group.
+  __device__ __forceinline__ void CopyStep(int stage, bool has_weights = false) {
+    if (steps == 0) Next();
+    if (steps > 0) {
+      const uint32_t target = Target(stage);
+      if (!has_weights) CopyWeights(target);
+      CopyRows(target);
+      k -= C::kStepTiles * kTileK;
+      --steps;
+    }
+    CommitCopies();
+  }
+};
+
+template <typename T, typename C>
+struct Consumer {
+  const ExpertGemm& p;
+  const uint8_t* const shared;
+  const TileConstants constants;
+  const int thread;
+  float sums[kSlabs][C::kRows / 2];
+
+  // Slab of the block: 4 of them are a tile. The two of a warp hold whole blocks of 16 outputs.
+  static __device__ __forceinline__ int Slab(int s, int thread) { return thread / 32 * kSlabs + s; }
+
+  // sums += W @ x for the first `rows` rows, at most kColumns, and 32 of k, where `x` is what this
+  // lane loads of the first eight. Fragments of x are loaded one turn ahead.
+  template <int kColumns, bool kExact>
+  __device__ __forceinline__ void MultiplyHalf(const uint8_t* x, int rows,
+                                               const uint32_t (&even)[kSlabs][4],
+                                               const uint32_t (&odd)[kSlabs][4],
+                                               uint32_t (&words)[C::kBuffers][C::kTurn][4]) {
+    constexpr int kTurn = C::kTurn;
+#pragma unroll
+    for (int first = 0; first < kColumns / 8; first += kTurn) {
+      if (!kExact && first * 8 >= rows) break;
+      const uint32_t (&b)[kTurn][4] = words[first / kTurn % C::kBuffers];
+      if (C::kBuffers > 1)
+        LoadTurn<kColumns>(x, first + kTurn, words[(first / kTurn + 1) % C::kBuffers]);
+#pragma unroll
+      for (int j = 0; j < 2 * kTurn * kSlabs; ++j) {
+        const int s = j % kSlabs, turn = j / kSlabs % kTurn, column = first + turn;
+        if (column >= kColumns / 8) continue;
+        auto& column_sums = reinterpret_cast<float (&)[4]>(sums[s][4 * column]);
+        if (j < kTurn * kSlabs) {
+          MultiplyAdd<T>(column_sums, even[s], b[turn][0], b[turn][1]);
+        } else {
+          MultiplyAdd<T>(column_sums, odd[s], b[turn][2], b[turn][3]);
+        }
+      }
+      if (C::kBuffers == 1) LoadTurn<kColumns>(x, first + kTurn, words[0]);
+    }
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void LoadTurn(const uint8_t* x, int first,
+                                           uint32_t (&words)[C::kTurn][4]) const {
+#pragma unroll
+    for (int j = 0; j < C::kTurn; ++j) {
+      if (first + j < kColumns / 8) LoadMatrices(x + (first + j) * 8 * kRowBytes, words[j]);
+    }
+  }
+
+  template <int kColumns, bool kExact>
+  __device__ __forceinline__ void MultiplyColumns(const uint8_t* stage, int rows) {
+    const int lane = thread % 32;
+    const int place = lane % 8 * kRowBytes + (lane / 8 ^ lane % 8) * 16;
+#pragma unroll(C::kUnroll)
+    for (int h = 0; h < 2 * C::kStepTiles; ++h) {
+      const int d = h / 2, half = h % 2;
+      const uint8_t* codes = stage + C::kCodes + d * C::kCodesBytes + half * 8;
+      const uint8_t* scales = stage + C::kScales + d * C::kScalesBytes + half * 4;
+      const uint8_t* x = stage + d * C::kXBytes + (place ^ half * 64);
+      uint32_t even[kSlabs][4], odd[kSlabs][4], words[C::kBuffers][C::kTurn][4];
+      LoadTurn<kColumns>(x, 0, words[0]);
+#pragma unroll
+      for (int s = 0; s < kSlabs; ++s) {
+        const int owner = Slab(s, thread) * 32 + lane;
+        const uint2 pair = *reinterpret_cast<const uint2*>(codes + owner * 16);
+        const uint32_t scale = *reinterpret_cast<const uint32_t*>(scales + owner / 4 * 8);
+        UnpackPair<T>(pair.x, pair.y, scale, constants, even[s], odd[s]);
+      }
+      MultiplyHalf<kColumns, kExact>(x, rows, even, odd, words);
+    }
+  }
+
+  // sums += W @ x for the rows of a tile and one step.
+  template <int kColumns = C::kExactColumns ? C::kRowStep : C::kRows>
+  __device__ __forceinline__ void MultiplyStep(const uint8_t* stage, int rows) {
+    if constexpr (kColumns < C::kRows) {
+      if (rows > kColumns) return MultiplyStep<kColumns + C::kRowStep>(stage, rows);
+    } else if constexpr (!C::kExactColumns) {
+      if (rows <= C::kRows - C::kRowStep) return MultiplyColumns<kColumns, false>(stage, rows);
+    }
+    MultiplyColumns<kColumns, true>(stage, rows);
+  }
+
+  __device__ __forceinline__ FixUp<kSlabs, C::kRows / 2> MakeFixUp() const {
+    return {p.schedule, p.partial_sums, 0, 1, ReadThread(), C::kThreads, kBarrier};
+  }
+
+  // Slab after slab, the sums of the second in place of the first's: an index would put them into
+  // memory. All that is loaded is loaded before.
+  __device__ __forceinline__ void Store(const WorkUnit& work) {
+    const int own = ReadThread();
+    const int32_t* slots = p.output.slots == nullptr ? nullptr : p.output.slots + work.tile.row;
+    const OutputPlaces<C::kRows> places(slots, work.tile);
+    LaneRows rows[kSlabs];
+#pragma unroll
+    for (int s = 0; s < kSlabs; ++s) {
+      rows[s] = LoadLaneRows(p, work.tile.expert, MTile(work, s, own), Slab(s, own) % 4);
+    }
+    if (p.output.input_scale != nullptr) return StoreRounded(work, rows, own);
+#pragma unroll 1
+    for (int s = 0; s < kSlabs; ++s) {
+      StoreLoadedTile<T>(p, work.tile, MTile(work, s, own), Slab(s, own) % 4, rows[0], places,
+                         sums[0]);
+      rows[0] = rows[1];
+#pragma unroll
+      for (int i = 0; i < C::kRows / 2; ++i) sums[0][i] = sums[1][i];
+    }
+  }
+
+  __device__ __forceinline__ void StoreRounded(const WorkUnit& work, const LaneRows (&rows)[kSlabs],
+                                               int own) {
+    const auto make = [&](int s) {
+      return MakeTileStore<T>(p, work.tile, rows[s], MTile(work, s, own), Slab(s, own) % 4);
+    };
+    const TileStore<T> stores[kSlabs] = {make(0), make(1)};
+    StoreRoundedSlabs(stores, sums);
+  }
+
+  static __device__ __forceinline__ int MTile(const WorkUnit& work, int s, int thread) {
+    return work.m_block * C::kTiles + Slab(s, thread) / 4;
+  }
+
+  // Stores a partial sum, or adds those of other blocks and stores the outputs.
+  __device__ __forceinline__ void Finish(const WorkUnit& work) {
+    if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
+    if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
+    Store(work);
+  }
+};
+
+template <typename T, typename C>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
+    ExpertGemmSm80(const __grid_constant__ ExpertGemm p, const TileConstants constants) {
+  NVFP4_DYNAMIC_SHARED(shared);
+  const int thread = static_cast<int>(threadIdx.x);
+  Producer<C> producer{p, shared, thread};
+  // What is older than the kernel before this one need not wait for it.
+  const int copied = p.plan_is_older ? producer.CopyFirstWeights() : 0;
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+  StartNextKernel();
+#endif
+#pragma unroll 1
+  for (int stage = 0; stage < C::kStages - 1; ++stage) {
+    __syncthreads();
+    producer.CopyStep(stage, stage < copied);
+  }
+  __syncthreads();
+
+  Consumer<T, C> consumer{p, shared, constants, thread, {}};
+  int stage = 0;
+  const SharedWorkUnit* const work_units = Producer<C>::SharedWorkUnits(shared);
+  for (int slot = 0; work_units[slot].work.begin >= 0;
+       slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1) {
+    const WorkUnit& work = work_units[slot].work;
+    ClearSums(consumer.sums);
+#pragma unroll 1
+    for (int32_t steps = work.end - work.begin; steps > 0; --steps) {
+      // After the barrier the copies of all threads are here, and all have read the stage before.
+      WaitCopies<C::kStages - 2>();
+      __syncthreads();
+      producer.CopyStep((stage == 0 ? C::kStages : stage) - 1);
+      consumer.MultiplyStep(shared + stage * C::kStageBytes, work.tile.rows);
+      stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    }
+    consumer.Finish(work);
+  }
+}
+
+// rows of a tile, step of rows, weight tiles, tiles of a step, stages, blocks of an SM
+using Rows16 = Config<16, 8, 2, 2, 3, 5>;
+using Rows32 = Config<32, 8, 2, 2, 3, 4>;
+using Rows48 = Config<48, 8, 4, 1, 4, 2>;
+using Rows64 = Config<64, 16, 2, 1, 4, 3>;
+using Rows128 = Config<128, 16, 2, 1, 3, 2>;
+
+struct Variant {
+  int64_t max_mean_rows;  // of an expert, up to which this is the one
+  int32_t rows, tiles, step_tiles, blocks_per_sm, shared_bytes, partial_sum_bytes;
+  cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
+};
+
+template <typename T, typename C>
+cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
+  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.schedule.blocks)), C::kThreads,
+                    C::kSharedBytes, /*overlaps=*/true, ExpertGemmSm80<T, C>, gemm,
+                    MakeTileConstants<T>());
+}
+
+template <typename C>
+cudaError_t LaunchVariant(cudaStream_t stream, const ExpertGemm& gemm) {
+  return gemm.type == DataType::kF16 ? LaunchConfig<__half, C>(stream, gemm)
+                                     : LaunchConfig<__nv_bfloat16, C>(stream, gemm);
+}
+
+template <typename C>
+constexpr Variant MakeVariant(int64_t max_mean_rows) {
+  return {max_mean_rows,
+          C::kRows,
+          C::kTiles,
+          C::kStepTiles,
+          C::kBlocksPerSm,
+          C::kSharedBytes,
+          C::kPartialSumFloats * 4,
+          LaunchVariant<C>};
+}
+
+constexpr Variant kVariants[] = {
+    MakeVariant<Rows16>(10), MakeVariant<Rows32>(26),         MakeVariant<Rows48>(40),
+    MakeVariant<Rows64>(56), MakeVariant<Rows128>(INT64_MAX),
+};
+
+// Rows for which the products of a weight take as long as reading it, on the devices known.
+constexpr int32_t kMinCost = 32;
+constexpr int kReservedBytes = 1024;  // of shared memory, for each block
+
+const Variant& ChooseVariant(int64_t rows, int64_t experts) {
+  const int64_t mean = rows / std::max<int64_t>(experts, 1);
+  for (const Variant& variant : kVariants) {
+    // One expert has them all; of many, some have several times the mean.
+    if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
+  }
+  return kVariants[std::size(kVariants) - 1];
+}
+
+// Blocks of one multiprocessor: as many as its shared memory holds.
+int BlocksPerSm(const Variant& variant) {
+  const int fitting = MultiprocessorSharedBytes() / (variant.shared_bytes + kReservedBytes);
+  return std::clamp(fitting, 1, variant.blocks_per_sm);
+}
+
+}  // namespace
+
+int64_t MaxSharedBytesSm80() {
+  int64_t most = 0;
+  for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
+  return most;
+}
+
+GemmPlan PlanSm80(int64_t rows, int64_t experts) {
+  const Variant& variant = ChooseVariant(rows, experts);
+  const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
+  const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
+  return {{variant.rows, kMinCost},
+          variant.tiles,
+          variant.step_tiles,
+          static_cast<int32_t>(std::min(blocks, most)),
+          variant.launch};
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,518 @@
+// Computes `out[r] = act(W[expert] @ x[r])` for rows that are sorted by expert, with wgmma on
+// Hopper, bf16 and f16; see expert_gemm.cuh for the whole equation.
+//
+// wgmma wants M = 64. Weight rows take the M dimension and tokens take N, because N can be as small
+// as 8: an expert with 3 tokens wastes 5 columns instead of 61 rows. The weights are therefore the
+// register operand (A): each thread unpacks FP4 codes into the registers that wgmma reads.
+//
+// A block of threads is kGroups consumer warpgroups and one producer warpgroup. A step is kDepth
+// times 64 of k:
+//   producer warps 0, 1    codes and scales by bulk copies, a lane for each weight tile
+//   producer warps 2, 3    rows of x by 16-byte cp.async into the 128-byte swizzle, zeros past k
+//   consumers              unpack a tile to fragments while the products of the one before run
+// kStages steps are in flight. The tile scheduler hands a block its work units; where an output
+// tile is split, the block stores a partial sum or adds those of others (partial_sums.cuh).
+//
+// The kernel may start while the one before it ends: what it reads first, the schedule and the
+// weights, is older than that (see moe_w4a16.cu).
+//
+// Bottleneck: memory bandwidth up to about 50 rows of an expert, tensor cores above. Unpacking
+// takes 0.84 logic operations a weight and hides behind both; test_sass.py checks that number.
+// Needs: sm_90a. Test: test_cuda_kernel.py, test_sass.py.
+#include <algorithm>
+
+#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/staged_store.cuh"
+#include "cuda/gemm/expert_gemm.cuh"
+#include "cuda/instructions/ampere.cuh"
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/scheduling/partial_sums.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr uint32_t kGroupThreads = 128;  // of a warpgroup
+constexpr int kGatherThreads = 64;
+constexpr int kRowBytes = 2 * kTileK;  // of a row of x in a step
+constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
+
+// kRows: most rows of a tile; a tile runs the products of its rows rounded up to kRowStep.
+// kTiles: weight tiles of a consumer warpgroup. kDepth: tiles along k in a step. A warpgroup has
+// two tiles of weights in a step, either way.
+template <int kRows_, int kRowStep_, int kTiles_, int kGroups_, int kStages_>
+struct Config {
+  static constexpr int kRows = kRows_;
+  static constexpr int kRowStep = kRowStep_;
+  static constexpr int kTiles = kTiles_;
+  static constexpr int kDepth = 2 / kTiles;
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kBlockTiles = kTiles * kGroups;
+  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  // Registers of a thread: as many as the launch gives each, moved from producers to consumers.
+  enum {
+    kLaunchRegisters = 65536 / kThreads / 8 * 8,
+    kProducerRegisters = kRows <= 64 ? 40 : 56,
+    kConsumerRegisters = ((kGroups + 1) * kLaunchRegisters - kProducerRegisters) / kGroups / 8 * 8,
+  };
+  static constexpr int kSliceBytes = kRows * kRowBytes;  // rows by 64 of k
+  static constexpr int kRowsBytes = kDepth * kSliceBytes;
+  static constexpr int kScaleOffset = 2 * kGroups * kTileCodeBytes;
+  static constexpr int kWeightBytes = 2 * kGroups * kTileBytes;
+  using Staged = StagedStore<kRows, kTiles>;
+  static constexpr int kAlignment = 1024;  // of the swizzle
+  static constexpr int kSharedBytes =
+      kStages * (kRowsBytes + kWeightBytes) + kGroups * Staged::kBytes + kAlignment;
+  static_assert(kSharedBytes + 1024 + 48 * kStages <= 228 * 1024, "shared memory of an SM");
+  static_assert(48 * kStages <= kDynamicAlignment, "barriers, before the dynamic shared memory");
+};
+
+// A value that is the same for all lanes, so that the compiler knows it, too.
+template <typename Value>
+__device__ __forceinline__ Value Uniform(Value value) {
+  return __shfl_sync(kAllLanes, value, 0);
+}
+
+struct Shared {
+  uint32_t rows;     // [kStages][kDepth][kRows][128 bytes]
+  uint32_t weights;  // [kStages]: codes [kBlockTiles][kDepth][2048], scales [..][256]
+  uint32_t outputs;  // [kGroups]: see staged_store.cuh
+  uint32_t full;     // [kStages] mbarriers
+  uint32_t empty;
+};
+
+// Position in the ring of stages.
+template <typename C>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void Next() {
+    if (++stage == C::kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// One warp brings codes, another scales: of the weight tiles of `weights`, kBytes each, lane t
+// brings tile t of the block to `target` in the stage. One of them also announces each work unit
+// with its first stage, and the end with an empty one, so that consumers need not look for theirs.
+template <typename C, int kBytes>
+__device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared& shared,
+                                               const uint8_t* weights, uint32_t target,
+                                               WorkUnit* announced, int lane) {
+  Ring<C> ring;
+  const int32_t m_tiles = p.m_tiles(), k_tiles = (p.k + kTileK - 1) / kTileK;
+  target += lane * C::kDepth * kBytes;
+  TileScheduler scheduler(p.rows, p.rule, p.schedule);
+  while (scheduler.Next()) {
+    const WorkUnit& work = scheduler.work;
+    const int32_t first = work.m_block * C::kBlockTiles;
+    const int32_t count = min(C::kBlockTiles, m_tiles - first);
+    const int64_t row = static_cast<int64_t>(work.tile.expert) * m_tiles + first + lane;
+    const uint8_t* source = weights + (row * k_tiles + work.begin * C::kDepth) * kBytes;
+    for (int32_t step = work.begin; step < work.end; ++step) {
+      const uint32_t full = shared.full + 8 * ring.stage;
+      const uint32_t stage = target + ring.stage * C::kWeightBytes;
+      WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+      if (lane == 0) {
+        if (announced != nullptr && step == work.begin) announced[ring.stage] = work;
+        ArriveExpect(full, count * C::kDepth * kBytes);
+      }
+      __syncwarp();
+      if (lane < count) {
+        // Where k ends inside a step its last tile comes twice, the second time against zeros.
+        const bool whole = C::kDepth == 1 || (step + 1) * C::kDepth <= k_tiles;
+        BulkCopy(stage, source, whole ? C::kDepth * kBytes : kBytes, full);
+        if (!whole) BulkCopy(stage + kBytes, source, kBytes, full);
+      }
+      source += C::kDepth * kBytes;
+      ring.Next();
+    }
+  }
+  WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+  if (lane == 0) {
+    if (announced != nullptr) announced[ring.stage].begin = announced[ring.stage].end = 0;
+    Arrive(shared.full + 8 * ring.stage);
+  }
+}
+
+// Thread `thread` of 64 brings 16 bytes, chunk thread % 8, of rows thread / 8 + 8 i. What lies
+// past the tile's rows stays as it is: it gives sums that nobody stores.
+template <typename C>
+__device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& shared, int thread) {
+  constexpr int kCopies = C::kRows * 8 / kGatherThreads;
+  Ring<C> ring;
+  const int chunk = thread % 8;
+  const uint32_t place = thread / 8 * kRowBytes + ((chunk ^ (thread / 8)) << 4);
+  const uint4* values = static_cast<const uint4*>(p.left.values);
+  TileScheduler scheduler(p.rows, p.rule, p.schedule);
+  while (scheduler.Next()) {
+    const WorkUnit& work = scheduler.work;
+    const int copies = (work.tile.rows - thread / 8 + 7) / 8;
+    uint32_t source[kCopies];  // in units of 16 bytes; see kMaxEngineExtent
+    // All loads of slots before the first use of one, which would wait for it.
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (i >= copies) break;
+      source[i] = work.tile.row + thread / 8 + 8 * i;
+      if (p.left.slots != nullptr) source[i] = p.left.slots[source[i]];
+    }
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (i >= copies) break;
+      if (p.left.slots != nullptr) source[i] /= static_cast<uint32_t>(p.left.slots_per_row);
+      source[i] = source[i] * static_cast<uint32_t>(p.k / 8) + chunk;
+    }
+    for (int32_t step = work.begin; step < work.end; ++step) {
+      WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+      uint32_t target = shared.rows + ring.stage * C::kRowsBytes + place;
+#pragma unroll
+      for (int d = 0; d < C::kDepth; ++d) {
+        const int32_t k = (step * C::kDepth + d) * kTileK;
+        const int bytes = k + chunk * 8 < p.k ? 16 : 0;
+        const void* base = values + (bytes == 0 ? 0 : k / 8);
+        if (copies == kCopies) {
+#pragma unroll
+          for (int i = 0; i < kCopies; ++i) {
+            CopyOrZero(target + 8 * i * kRowBytes, Advance(base, source[i]), bytes);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kCopies; ++i) {
+            if (i < copies) {
+              CopyOrZero(target + 8 * i * kRowBytes, Advance(base, source[i]), bytes);
+            }
+          }
+        }
+        target += C::kSliceBytes;
+      }
+      ArriveWhenCopied(shared.full + 8 * ring.stage);
+      ring.Next();
+    }
+  }
+  WaitBarrier(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+  Arrive(shared.full + 8 * ring.stage);
+}
+
+template <typename T, typename C>
+struct Consumer {
+  const ExpertGemm& p;
+  const Shared& shared;
+  const TileConstants constants;
+  const uint32_t codes;  // this thread's, in the first stage
+  const uint32_t scales;
+  const uint32_t rows;  // address in descriptors of the first stage
+  Ring<C> ring;
+  float sums[C::kTiles][C::kRows / 2];
+
+  // Read from the hardware each time, which saves registers in the loops.
+  static __device__ __forceinline__ uint32_t Group() {
+    return Uniform(threadIdx.x / kGroupThreads);
+  }
+  static __device__ __forceinline__ uint32_t Thread() { return threadIdx.x % kGroupThreads; }
+
+  __device__ __forceinline__ void AwaitStage() {
+    WaitBarrier(shared.full + 8 * ring.stage, ring.phase);
+    FenceAsyncProxy();  // rows came by cp.async, which tensor cores do not see without it
+  }
+
+  static __device__ __forceinline__ WorkUnit BroadcastWork(const WorkUnit& work) {
+    const RowTile& tile = work.tile;
+    return {{Uniform(tile.expert), Uniform(tile.row), Uniform(tile.rows)},
+            Uniform(work.output_tile),
+            Uniform(work.m_block),
+            Uniform(work.begin),
+            Uniform(work.end)};
+  }
+
+  struct Packed {
+    uint4 codes;
+    uint2 scales;
+  };
+
+  // The weights of tile `tile` of this warpgroup's two of the stage.
+  __device__ __forceinline__ Packed Load(int tile) {
+    const uint32_t offset = ring.stage * C::kWeightBytes;
+    return {LoadShared16(codes + offset + tile * kTileCodeBytes),
+            LoadShared8(scales + offset + tile * kTileScaleBytes)};
+  }
+
+  __device__ __forceinline__ void Unpack(const Packed& packed, uint32_t (&fragments)[4][4]) {
+    UnpackTile<T>(packed.codes, packed.scales, constants, fragments);
+  }
+
+  // Where wgmma finds the rows of this stage.
+  __device__ __forceinline__ uint32_t Rows() const {
+    return rows + ring.stage * (C::kRowsBytes / 16);
+  }
+
+  // The products of `columns` rows, rounded up to kLast * kRowStep at most, found by bisection.
+  template <int kFirst, int kLast>
+  __device__ __forceinline__ void Multiply(int columns, uint32_t b,
+                                           float (&tile_sums)[C::kRows / 2],
+                                           const uint32_t (&fragments)[4][4]) {
+    if constexpr (kFirst < kLast) {
+      constexpr int kMiddle = (kFirst + kLast) / 2;
+      if (columns > kMiddle * C::kRowStep) {
+        return Multiply<kMiddle + 1, kLast>(columns, b, tile_sums, fragments);
+      }
+      return Multiply<kFirst, kMiddle>(columns, b, tile_sums, fragments);
+    } else {
+      WgmmaFence();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        Wgmma<T, kLast * C::kRowStep>::Run(tile_sums, fragments[j], TileDescriptor(b + 2 * j));
+      }
+      WgmmaCommit();
+    }
+  }
+
+  __device__ __forceinline__ void Release(int stage) {
+    if (Thread() % 32 == 0) Arrive(shared.empty + 8 * stage);
+  }
+
+  // sums = W @ x over `steps` stages. Two sets of fragments take turns, so that the products of one
+  // run while the other is unpacked; each has a name, since an index would move it to memory. What
+  // comes from shared memory is asked for before each wait for products.
+  template <int kFirst, int kLast>
+  __device__ __forceinline__ void AccumulateSteps(int columns, int steps) {
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < C::kRows / 2; ++i) sums[t][i] = 0.0f;
+    }
+    uint32_t even[4][4], odd[4][4];
+    uint32_t b = Rows();
+    Unpack(Load(0), even);
+    int before = -1;  // stage that the products still in flight read
+    while (true) {
+      Multiply<kFirst, kLast>(columns, b, sums[0], even);
+      const Packed second = Load(1);
+      WgmmaWait<1>();
+      if (before >= 0) Release(before);
+      before = ring.stage;
+      Unpack(second, odd);
+      Multiply<kFirst, kLast>(columns, b + (C::kDepth - 1) * (C::kSliceBytes / 16),
+                              sums[C::kTiles - 1], odd);
+      ring.Next();
+      if (--steps == 0) break;
+      AwaitStage();
+      b = Rows();
+      const Packed first = Load(0);
+      WgmmaWait<1>();
+      Unpack(first, even);
+    }
+    WgmmaWait<0>();
+    Release(before);
+  }
+
+  // Finds the code for `columns` rows before the loop over k where it may: inside, the branches
+  // take a fifth of the tensor cores' time at 128 rows. With four warpgroups there are no registers
+  // for that, and it would gain little.
+  __device__ __forceinline__ void Accumulate(int columns, int steps) {
+    constexpr int kLast = C::kRows / C::kRowStep;
+    if constexpr (C::kTiles == 2) {
+      if (columns > (kLast - 1) * C::kRowStep) {
+        AccumulateSteps<kLast, kLast>(columns, steps);
+      } else {
+        AccumulateSteps<1, kLast - 1>(columns, steps);
+      }
+    } else {
+      AccumulateSteps<1, kLast>(columns, steps);
+    }
+  }
+
+  __device__ __forceinline__ FixUp<C::kTiles, C::kRows / 2> MakeFixUp() const {
+    const int group = static_cast<int>(Group());
+    return {p.schedule,    p.partial_sums, group, C::kGroups, static_cast<int>(Thread()),
+            kGroupThreads, group + 1};
+  }
+
+  // The output row of this thread's sorted row.
+  __device__ __forceinline__ int32_t OutputRow(const RowTile& tile) const {
+    const int row = static_cast<int>(Thread());
+    const bool listed = p.output.slots != nullptr && row < tile.rows;
+    return listed ? p.output.slots[tile.row + row] : tile.row + row;
+  }
+
+  __device__ __forceinline__ void Store(const RowTile& tile, int m_tile, int32_t output_row,
+                                        const LaneRows (&lane_rows)[C::kTiles]) {
+    if (!CanStage(p)) {
+#pragma unroll
+      for (int t = 0; t < C::kTiles; ++t) {
+        StoreTile<T>(p, tile, m_tile + t, Thread() / 32, sums[t]);
+      }
+      return;
+    }
+    const typename C::Staged staged = {p, shared.outputs + Group() * C::Staged::kBytes,
+                                       static_cast<int>(Group() + 1), static_cast<int>(Thread())};
+    staged.Begin(output_row);
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+      staged.template Put<T>(tile, m_tile + t, t, lane_rows[t], sums[t]);
+    }
+    staged.template Send<T>(tile, FirstRow(p, m_tile, 0));
+  }
+
+  __device__ __forceinline__ void Run(const WorkUnit* announced) {
+    while (true) {
+      AwaitStage();
+      const WorkUnit work = BroadcastWork(announced[ring.stage]);
+      if (work.begin == work.end) return;
+      // Loads for the outputs come early, so that they are there when the sums are.
+      const int32_t output_row = OutputRow(work.tile);
+      LaneRows lane_rows[C::kTiles];
+      const int m_tile = work.m_block * C::kBlockTiles + Group() * C::kTiles;
+#pragma unroll
+      for (int t = 0; t < C::kTiles; ++t) {
+        lane_rows[t] = LoadLaneRows(p, work.tile.expert, m_tile + t, Thread() / 32);
+      }
+      Accumulate(work.tile.rows, work.end - work.begin);
+      if (work.begin > 0) {
+        MakeFixUp().StorePartialSums(sums);
+        continue;
+      }
+      if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
+      Store(work.tile, m_tile, output_row, lane_rows);
+    }
+  }
+};
+
+template <typename T, typename C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    ExpertGemmSm90(const __grid_constant__ ExpertGemm p, const TileConstants constants) {
+  NVFP4_DYNAMIC_SHARED(dynamic);
+  __shared__ __align__(8) uint64_t barriers[2 * C::kStages];
+  __shared__ WorkUnit announced[C::kStages];
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < C::kStages; ++stage) {
+      InitBarrier(SharedAddress(barriers + stage), kGatherThreads + 2);
+      InitBarrier(SharedAddress(barriers + C::kStages + stage), C::kGroups * (kGroupThreads / 32));
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  if (!p.plan_is_older) WaitForPrecedingKernel();
+
+  // Passed through a shuffle so that they stay in registers: computing them again is slower.
+  const auto find_shared = [&] {
+    Shared shared;
+    shared.rows = (SharedAddress(dynamic) + C::kAlignment - 1) / C::kAlignment * C::kAlignment;
+    shared.rows = Uniform(shared.rows);
+    shared.weights = shared.rows + C::kStages * C::kRowsBytes;
+    shared.outputs = shared.weights + C::kStages * C::kWeightBytes;
+    shared.full = Uniform(SharedAddress(barriers));
+    shared.empty = shared.full + 8 * C::kStages;
+    return shared;
+  };
+  const uint32_t group = Uniform(threadIdx.x / kGroupThreads), thread = threadIdx.x % kGroupThreads;
+  if (group == C::kGroups) {
+    ShrinkRegisters<C::kProducerRegisters>();
+    const Shared shared = find_shared();
+    if (thread < 32) {
+      ProduceWeights<C, kTileCodeBytes>(p, shared, p.weight.packed, shared.weights, announced,
+                                        thread);
+    } else if (thread < 64) {
+      ProduceWeights<C, kTileScaleBytes>(p, shared, p.weight.block_scale,
+                                         shared.weights + C::kScaleOffset, nullptr, thread - 32);
+    } else {
+      WaitForPrecedingKernel();
+      if (thread == kGroupThreads - 1) StartNextKernel();
+      ProduceRows<C>(p, shared, thread - 64);
+    }
+  } else {
+    GrowRegisters<C::kConsumerRegisters>();
+    const Shared shared = find_shared();
+    const uint32_t codes = shared.weights + 2 * group * kTileCodeBytes + thread * 16;
+    const uint32_t scales =
+        shared.weights + C::kScaleOffset + 2 * group * kTileScaleBytes + thread / 4 * 8;
+    Consumer<T, C> consumer{p,  shared, constants, codes, scales, DescriptorAddress(shared.rows),
+                            {}, {}};
+    consumer.Run(announced);
+  }
+}
+
+// rows, step of rows, tiles, groups, stages. Measured on an H200: one block of four warpgroups on a
+// multiprocessor reads weights faster than two blocks of two, which bring the rows twice.
+using Rows8 = Config<8, 8, 1, 4, 10>;
+using Rows16 = Config<16, 8, 1, 4, 9>;
+using Rows32 = Config<32, 8, 1, 4, 7>;
+using Rows64 = Config<64, 16, 1, 4, 5>;
+using Rows96 = Config<96, 16, 1, 3, 4>;
+using Rows128 = Config<128, 16, 2, 2, 6>;
+
+constexpr int kMaxSms = 132;  // of Hopper
+// Rows up to which no expert is likely to have two: the smallest tile.
+constexpr int64_t kFewRows = 16;
+
+struct Variant {
+  int64_t max_mean_rows;  // of an expert, up to which this is the one
+  int32_t rows, min_cost, block_tiles, step_tiles, shared_bytes;
+  cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
+};
+
+template <typename T, typename C>
+cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
+  return LaunchWide(stream, dim3(static_cast<unsigned>(gemm.schedule.blocks)), C::kThreads,
+                    C::kSharedBytes, /*overlaps=*/true, ExpertGemmSm90<T, C>, gemm,
+                    MakeTileConstants<T>());
+}
+
+template <typename C>
+cudaError_t LaunchVariant(cudaStream_t stream, const ExpertGemm& gemm) {
+  return gemm.type == DataType::kF16 ? LaunchConfig<__half, C>(stream, gemm)
+                                     : LaunchConfig<__nv_bfloat16, C>(stream, gemm);
+}
+
+template <typename C>
+constexpr Variant MakeVariant(int64_t max_mean_rows) {
+  static_assert(int64_t{kMaxSms} * C::kGroups * kGroupThreads * C::kTiles * (C::kRows / 2) * 4 <=
+                    kPartialSumBytes,
+                "the workspace holds a partial sum of each block");
+  return {max_mean_rows,   C::kRows,  C::kRows >= 64 ? 64 : 32,
+          C::kBlockTiles,  C::kDepth, C::kSharedBytes + kDynamicAlignment,
+          LaunchVariant<C>};
+}
+
+constexpr Variant kVariants[] = {
+    MakeVariant<Rows8>(-1),  MakeVariant<Rows16>(5),  MakeVariant<Rows32>(18),
+    MakeVariant<Rows64>(56), MakeVariant<Rows96>(80), MakeVariant<Rows128>(INT64_MAX),
+};
+
+const Variant& ChooseVariant(int64_t rows, int64_t experts) {
+  if (experts > 1 && rows <= kFewRows) return kVariants[0];
+  const int64_t mean = rows / std::max<int64_t>(experts, 1);
+  for (const Variant& variant : kVariants) {
+    // One expert has them all; of many, some have several times the mean.
+    if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
+  }
+  return kVariants[std::size(kVariants) - 1];
+}
+
+}  // namespace
+
+// Where many experts have few rows each, the time goes to getting weights into fragments, which
+// mma.sync allows more warps to do at once. On an H200 wgmma took 1552 us for DeepSeek-V3's layer
+// at 64 tokens, mma.sync 1475; at a mean of 8 rows and with few experts wgmma is as fast or faster.
+constexpr int64_t kMmaMeanRows = 7, kMmaExperts = 32;
+
+int64_t MaxSharedBytesSm90() {
+  int64_t most = MaxSharedBytesSm80();  // which some layers take
+  for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
+  return most;
+}
+
+GemmPlan PlanSm90(int64_t rows, int64_t experts) {
+  if (experts >= kMmaExperts && rows <= kMmaMeanRows * experts) return PlanSm80(rows, experts);
+  const Variant& variant = ChooseVariant(rows, experts);
+  return {{variant.rows, variant.min_cost},
+          variant.block_tiles,
+          variant.step_tiles,
+          std::min(MultiprocessorCount(), kMaxSms),
+          variant.launch};
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,118 @@
+// Weights in the byte order "mma_64x64" of layouts.py, on their way into registers.
+//
+// A tile is 64 rows by 64 of k: 2048 bytes of codes and 256 bytes of scales. Thread t of the 128
+// that share a tile, warp w, lane 4 g + q, owns 16 bytes of codes: its fragments of the four
+// products of 16 x 16 of k that make 64 (see mma.cuh), rows "low" 16 w + g and "high" 8 below.
+// Scales: 8 bytes for a row pair, which four threads share.
+//
+// Codes. Bits 15, 8, 7, 6 of a 16-bit half hold a code so that the half, read as bf16, is
+// code * 2^-126: sign, two exponent bits, one mantissa bit. Sixteen codes fill two words with four
+// rotations (see UnpackPair), which costs one logic operation a weight.
+// Scales. E5M3 without a sign, exponent bias 10: eight bits put below the exponent bits 0x7000
+// read as bf16 are scale * 2^107. The product is code * scale * 2^-19, exact.
+// In f16 the same bits move up by three: code * 2^-14, scale * 2^7, product * 2^-7, exact too.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/instructions/ampere.cuh"
+
+namespace nvfp4 {
+
+constexpr int kTileM = 64;            // rows of a tile
+constexpr int kTileK = 64;            // of k
+constexpr int kTileCodeBytes = 2048;  // 16 for each of 128 threads
+constexpr int kTileScaleBytes = 256;  // 8 for each of 32 row pairs
+constexpr uint32_t kCodeBits = 0x81c081c0u;
+constexpr uint32_t kFirstWordBits = 0x60306030u;  // bits of the leftover codes that word a holds
+
+// What a float32 sum of products has to be multiplied by.
+template <typename T>
+constexpr float kProductUnit = 0x1p19f;
+template <>
+constexpr float kProductUnit<__half> = 0x1p7f;
+
+// An argument of the kernel, so that the compiler takes it for a register: as an immediate it would
+// cost a logic operation its third input.
+struct TileConstants {
+  uint32_t scale_exponent;
+};
+
+template <typename T>
+__host__ __device__ constexpr TileConstants MakeTileConstants() {
+  return {std::is_same_v<T, __half> ? 0x30003000u : 0x70007000u};
+}
+
+__device__ __forceinline__ uint32_t RotateRight(uint32_t word, int bits) {
+  return __funnelshift_r(word, word, bits);
+}
+
+// The code bits of `word`, as a pair of T.
+template <typename T>
+__device__ __forceinline__ uint32_t CodePair(uint32_t word) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return ((word & 0x01c001c0u) << 3) | (word & 0x80008000u);
+  } else {
+    return word & kCodeBits;
+  }
+}
+
+// pair * (low or high half of scales), both halves.
+template <typename T, bool kHigh>
+__device__ __forceinline__ uint32_t ScalePair(uint32_t pair, uint32_t scales) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 s = *reinterpret_cast<const __half2*>(&scales);
+    const __half2 p =
+        __hmul2(*reinterpret_cast<const __half2*>(&pair), kHigh ? __high2half2(s) : __low2half2(s));
+    return *reinterpret_cast<const uint32_t*>(&p);
+  } else {
+    const __nv_bfloat162 s = *reinterpret_cast<const __nv_bfloat162*>(&scales);
+    const __nv_bfloat162 p = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair),
+                                     kHigh ? __high2bfloat162(s) : __low2bfloat162(s));
+    return *reinterpret_cast<const uint32_t*>(&p);
+  }
+}
+
+// Scales of the low and the high row for one step of 16 of k, as a pair of T. `word` holds two
+// steps: even at bits 4 and 20, odd eight further.
+template <typename T>
+__device__ __forceinline__ uint32_t StepScales(uint32_t word, bool odd, uint32_t exponent) {
+  const uint32_t bits = (odd ? RotateRight(word, 8) : word) & 0x0ff00ff0u;
+  if constexpr (std::is_same_v<T, __half>) {
+    return (bits << 3) + exponent;
+  } else {
+    return bits | exponent;
+  }
+}
+
+// Two words of codes and one of scales -> fragments of two steps of 16 of k.
+template <typename T>
+__device__ __forceinline__ void UnpackPair(uint32_t a, uint32_t b, uint32_t scales,
+                                           const TileConstants& constants, uint32_t (&even)[4],
+                                           uint32_t (&odd)[4]) {
+  const uint32_t se = StepScales<T>(scales, false, constants.scale_exponent);
+  const uint32_t so = StepScales<T>(scales, true, constants.scale_exponent);
+  const uint32_t rest = Select(a, RotateRight(b, 30), kFirstWordBits);
+  even[0] = ScalePair<T, false>(CodePair<T>(a), se);
+  even[1] = ScalePair<T, true>(CodePair<T>(RotateRight(a, 4)), se);
+  even[2] = ScalePair<T, false>(CodePair<T>(a << 6), se);
+  even[3] = ScalePair<T, true>(CodePair<T>(RotateRight(rest, 8)), se);
+  odd[0] = ScalePair<T, false>(CodePair<T>(b), so);
+  odd[1] = ScalePair<T, true>(CodePair<T>(RotateRight(b, 4)), so);
+  odd[2] = ScalePair<T, false>(CodePair<T>(b << 6), so);
+  odd[3] = ScalePair<T, true>(CodePair<T>(rest << 2), so);
+}
+
+// All four steps of a tile.
+template <typename T>
+__device__ __forceinline__ void UnpackTile(const uint4& codes, const uint2& scales,
+                                           const TileConstants& constants,
+                                           uint32_t (&fragments)[4][4]) {
+  UnpackPair<T>(codes.x, codes.y, scales.x, constants, fragments[0], fragments[1]);
+  UnpackPair<T>(codes.z, codes.w, scales.y, constants, fragments[2], fragments[3]);
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,226 @@
+// The Hopper instructions that the kernels of sm_90a are made of, one function each.
+//
+// Shared memory is named by its 32-bit address. A full or empty barrier of a pipeline stage is an
+// mbarrier whose phase the caller tracks as one bit. Source: PTX ISA 9.0, "mbarrier",
+// "cp.async.bulk", "wgmma", "stmatrix", "griddepcontrol".
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/instructions/async_copy.cuh"
+
+namespace nvfp4 {
+
+__device__ __forceinline__ void InitBarrier(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine; before the block's barrier.
+__device__ __forceinline__ void FenceBarrierInit() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void Arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and adds `bytes` to what the phase waits for.
+__device__ __forceinline__ void ArriveExpect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Arrives once all copies of cp.async that this thread has started are done.
+__device__ __forceinline__ void ArriveWhenCopied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Whether the phase is over, perhaps after a while.
+__device__ __forceinline__ bool TryWait(uint32_t barrier, uint32_t phase) {
+  uint32_t over;
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n"
+      "}"
+      : "=r"(over)
+      : "r"(barrier), "r"(phase)
+      : "memory");
+  return over != 0;
+}
+
+// For whole warps: their vote tells the compiler that lanes stay together, so that it keeps in
+// uniform registers what the products after the wait are told.
+__device__ __forceinline__ void WaitBarrier(uint32_t barrier, uint32_t phase) {
+  while (!__all_sync(0xffffffffu, TryWait(barrier, phase))) {
+  }
+}
+
+// `bytes` contiguous bytes, a multiple of 16, to shared memory; they count on `barrier`.
+__device__ __forceinline__ void BulkCopy(uint32_t target, const void* source, uint32_t bytes,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Transposes an 8x8 matrix of 16-bit elements, of which the lane 4 g + q has row g, columns 2 q and
+// 2 q + 1, into shared memory; lanes 0 to 7 name the 16 bytes of a row of the result each.
+__device__ __forceinline__ void StoreMatrix(uint32_t row, uint32_t pair) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(row), "r"(pair)
+               : "memory");
+}
+
+// Two of them; lanes 8 to 15 name the rows of the second.
+__device__ __forceinline__ void StoreMatrices(uint32_t row, uint32_t first, uint32_t second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row),
+               "r"(first), "r"(second)
+               : "memory");
+}
+
+// Asks for `bytes` contiguous bytes, a multiple of 16, to be in the L2 cache.
+__device__ __forceinline__ void PrefetchL2(const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+// Orders what this thread knows to be in shared memory before what the tensor cores read next.
+__device__ __forceinline__ void FenceAsyncProxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Waits for the kernels before this one in the stream, where it was launched to overlap them.
+__device__ __forceinline__ void WaitForPrecedingKernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the next kernel's blocks start where there is room; they wait by the function above.
+__device__ __forceinline__ void StartNextKernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void GrowRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void ShrinkRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Descriptor of a K-major tile of 16-bit elements, rows of 128 bytes in the 128-byte swizzle (16
+// bytes c of row r at c ^ r % 8), 1024-byte aligned: its low word for a tile in shared memory, to
+// which 2 is added for 16 elements of k further, and the whole from that.
+__device__ __forceinline__ uint32_t DescriptorAddress(uint32_t tile) {
+  return tile / 16 | 1u << 16;
+}
+
+__device__ __forceinline__ uint64_t TileDescriptor(uint32_t address) {
+  constexpr uint32_t kSwizzle128 = 1u << 30, kEightRows = 1024 >> 4;
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(address), "n"(kSwizzle128 | kEightRows));
+  return descriptor;
+}
+
+__device__ __forceinline__ void WgmmaFence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void WgmmaCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Returns when at most the last kGroups committed groups of products are still running.
+template <int kGroups>
+__device__ __forceinline__ void WgmmaWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+}
+
+// sums += a @ b for 64 rows, kN columns and 16 of k: a from registers (the fragments of mma.cuh,
+// warp w of the warpgroup has rows 16 w to 16 w + 15), b from shared memory. sums[4 j + i] is
+// element i of the fragment of columns 8 j to 8 j + 7.
+template <typename T, int kN>
+struct Wgmma;
+
+#define NVFP4_SUMS_4(s, i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
+#define NVFP4_SUMS_16(s, i) \
+  NVFP4_SUMS_4(s, i), NVFP4_SUMS_4(s, i + 4), NVFP4_SUMS_4(s, i + 8), NVFP4_SUMS_4(s, i + 12)
+#define NVFP4_SUMS_OF_8(s) NVFP4_SUMS_4(s, 0)
+#define NVFP4_SUMS_OF_16(s) NVFP4_SUMS_4(s, 0), NVFP4_SUMS_4(s, 4)
+#define NVFP4_SUMS_OF_24(s) NVFP4_SUMS_4(s, 0), NVFP4_SUMS_4(s, 4), NVFP4_SUMS_4(s, 8)
+#define NVFP4_SUMS_OF_32(s) NVFP4_SUMS_16(s, 0)
+#define NVFP4_SUMS_OF_48(s) NVFP4_SUMS_16(s, 0), NVFP4_SUMS_4(s, 16), NVFP4_SUMS_4(s, 20)
+#define NVFP4_SUMS_OF_64(s) NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16)
+#define NVFP4_SUMS_OF_80(s) \
+  NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16), NVFP4_SUMS_4(s, 32), NVFP4_SUMS_4(s, 36)
+#define NVFP4_SUMS_OF_96(s) NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16), NVFP4_SUMS_16(s, 32)
+#define NVFP4_SUMS_OF_112(s)                                                            \
+  NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16), NVFP4_SUMS_16(s, 32), NVFP4_SUMS_4(s, 48), \
+      NVFP4_SUMS_4(s, 52)
+#define NVFP4_SUMS_OF_128(s) \
+  NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16), NVFP4_SUMS_16(s, 32), NVFP4_SUMS_16(s, 48)
+
+#define NVFP4_WGMMA(type, ptx_type, n, sums_text, rest_text)                                 \
+  template <>                                                                                \
+  struct Wgmma<type, n> {                                                                    \
+    template <int kSize>                                                                     \
+    static __device__ __forceinline__ void Run(float (&sums)[kSize], const uint32_t (&a)[4], \
+                                               uint64_t b) {                                 \
+      static_assert(kSize >= n / 2, "room for the sums");                                    \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx_type "." ptx_type   \
+                   " {" sums_text "}, " rest_text ", 1, 1, 1, 0;"                            \
+                   : NVFP4_SUMS_OF_##n(sums)                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                    \
+    }                                                                                        \
+  };
+#define NVFP4_WGMMA_BOTH(n, sums_text, rest_text)             \
+  NVFP4_WGMMA(__nv_bfloat16, "bf16", n, sums_text, rest_text) \
+  NVFP4_WGMMA(__half, "f16", n, sums_text, rest_text)
+
+NVFP4_WGMMA_BOTH(8, "%0, %1, %2, %3", "{%4, %5, %6, %7}, %8")
+NVFP4_WGMMA_BOTH(16, "%0, %1, %2, %3, %4, %5, %6, %7", "{%8, %9, %10, %11}, %12")
+NVFP4_WGMMA_BOTH(24, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11",
+                 "{%12, %13, %14, %15}, %16")
+NVFP4_WGMMA_BOTH(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+                 "{%16, %17, %18, %19}, %20")
+NVFP4_WGMMA_BOTH(48,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                 "%18, %19, %20, %21, %22, %23",
+                 "{%24, %25, %26, %27}, %28")
+NVFP4_WGMMA_BOTH(64,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+                 "{%32, %33, %34, %35}, %36")
+NVFP4_WGMMA_BOTH(80,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+                 "%34, %35, %36, %37, %38, %39",
+                 "{%40, %41, %42, %43}, %44")
+NVFP4_WGMMA_BOTH(96,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+                 "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47",
+                 "{%48, %49, %50, %51}, %52")
+NVFP4_WGMMA_BOTH(112,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+                 "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+                 "%50, %51, %52, %53, %54, %55",
+                 "{%56, %57, %58, %59}, %60")
+NVFP4_WGMMA_BOTH(128,
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+                 "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+                 "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
+                 "{%64, %65, %66, %67}, %68")
+#undef NVFP4_WGMMA_BOTH
+#undef NVFP4_WGMMA
+
+}  // namespace nvfp4

@@ -1,0 +1,185 @@
+// Products of the engines, set up: what layers and grouped products have in common before anything
+// is rounded or quantized.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/epilogues/combine.cuh"
+#include "cuda/gemm/expert_gemm.cuh"
+#include "cuda/launch.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/layers/workspace.cuh"
+#include "cuda/quantizers/elements.cuh"
+#include "cuda/routing/group_rows.cuh"
+#include "cuda/routing/sort_by_expert.cuh"
+
+namespace nvfp4 {
+
+// Tables of up to two products of the same rows.
+struct ProductTables {
+  ExpertRows rows;
+  WorkStart* starts[2];
+  int32_t* ready[2];
+  float* partial_sums;
+};
+
+// For `products` products of `max_rows` rows; `sorted` rows need no list of their slots.
+inline ProductTables TakeProductTables(Sections* sections, int64_t max_rows, int64_t experts,
+                                       bool sorted, int products) {
+  ProductTables tables = {};
+  tables.rows = TakeExpertRows(sections, max_rows, experts, kMinTileRows, sorted);
+  for (int product = 0; product < products; ++product) {
+    tables.starts[product] = sections->Take<WorkStart>(kMaxBlocks + 1);
+    tables.ready[product] = sections->Take<int32_t>(kReadyFlags * kMaxBlocks);
+  }
+  tables.partial_sums = sections->Take<float>(kPartialSumBytes / 4);
+  return tables;
+}
+
+// Tokens of a layer that go through at once, so that memory stays bounded: what sort_by_expert.cu
+// sorts.
+inline int64_t ChunkTokens(const MoEShape& shape) {
+  constexpr int64_t kChunkSlots = 65536;
+  return std::min(shape.t, kChunkSlots / std::max<int64_t>(shape.top_k, 1));
+}
+
+// The tokens of a layer from `first` on.
+struct TokenChunk {
+  const void* x;
+  const int32_t* expert_ids;
+  const float* expert_weights;
+  void* y;
+  int64_t tokens;
+  int64_t slots;
+};
+
+inline TokenChunk MakeTokenChunk(const MoECall& call, const MoEBuffers& buffers, int64_t first) {
+  const MoEShape& shape = call.shape;
+  const int64_t tokens = std::min(ChunkTokens(shape), shape.t - first);
+  const int64_t bytes = first * shape.h * Bytes(call.type);
+  return {static_cast<const uint8_t*>(buffers.x) + bytes,
+          buffers.expert_ids + first * shape.top_k,
+          buffers.expert_weights + first * shape.top_k,
+          static_cast<uint8_t*>(buffers.y) + bytes,
+          tokens,
+          tokens * shape.top_k};
+}
+
+struct LayerProducts {
+  ExpertGemm up;
+  ExpertGemm down;
+};
+
+// Product 1 gathers x and leaves `activated` [slots, i] in sorted order; product 2 leaves its
+// outputs in `outputs` [slots, h], at their slots. Both are 16 bits of call.type. Product 2 reads
+// the plan and its weights early: the sort is older than product 1, which waited for it before
+// letting anyone start.
+inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& buffers,
+                                       const TokenChunk& chunk, const ProductTables& tables,
+                                       const GemmPlan& plan, void* activated, void* outputs) {
+  const MoEShape& shape = call.shape;
+  ExpertGemm up = {};
+  up.rows = tables.rows;
+  up.rule = plan.rule;
+  up.partial_sums = tables.partial_sums;
+  up.type = call.type;
+  up.left = {chunk.x, tables.rows.slots, static_cast<int32_t>(shape.top_k), nullptr, nullptr};
+  up.weight = buffers.gate_up;
+  up.bias_rows = static_cast<int32_t>(shape.n1);
+  up.parts = call.activation.gated ? 2 : 1;
+  up.k = static_cast<int32_t>(shape.h);
+  up.columns = static_cast<int32_t>(shape.i);
+  up.activate = true;
+  up.activation = call.activation;
+  up.output = {activated, call.type, nullptr};
+  up.schedule = MakeTileSchedule(plan, up, tables.starts[0], tables.ready[0]);
+
+  ExpertGemm down = up;
+  down.plan_is_older = true;
+  down.left = {activated, nullptr, 1, nullptr, nullptr};
+  down.weight = buffers.down;
+  down.bias_rows = up.k;
+  down.parts = 1;
+  down.k = up.columns;
+  down.columns = up.k;
+  down.activate = false;
+  down.output = {outputs, call.type, tables.rows.slots};
+  down.schedule = MakeTileSchedule(plan, down, tables.starts[1], tables.ready[1]);
+  return {up, down};
+}
+
+inline cudaError_t LaunchSort(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
+                              const LayerProducts& products) {
+  return LaunchSortByExpert(stream, chunk.expert_ids, chunk.slots, call.shape.e, products.up.rows,
+                            products.up.rule,
+                            TileSchedules{2, {products.up.schedule, products.down.schedule}});
+}
+
+// y of the chunk from the outputs of product 2.
+inline cudaError_t LaunchCombineChunk(cudaStream_t stream, const MoECall& call,
+                                      const TokenChunk& chunk, const void* outputs) {
+  const MoEShape& shape = call.shape;
+  const CombineTokens tokens = {chunk.expert_ids,
+                                call.weight_on_input ? nullptr : chunk.expert_weights,
+                                chunk.y,
+                                chunk.tokens,
+                                static_cast<int32_t>(shape.h),
+                                static_cast<int32_t>(shape.top_k),
+                                static_cast<int32_t>(shape.e)};
+  return LaunchCombineOutputs(stream, call.type, tokens, outputs);
+}
+
+// The rows of a grouped product from `first` on that go through at once.
+struct RowChunk {
+  const uint8_t* x;
+  uint8_t* y;
+  int64_t first;
+  int64_t rows;
+};
+
+// Calls launch(chunk) for one chunk of rows after the other, until one fails.
+template <typename Function>
+cudaError_t ForRowChunks(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers,
+                         const Function& launch) {
+  const GroupedGemmShape& shape = call.shape;
+  const int64_t step = EngineChunkRows(shape), bytes = Bytes(call.type);
+  for (int64_t first = 0; first < shape.m; first += step) {
+    const RowChunk chunk = {static_cast<const uint8_t*>(buffers.x) + first * shape.k * bytes,
+                            static_cast<uint8_t*>(buffers.y) + first * shape.n * bytes, first,
+                            std::min(step, shape.m - first)};
+    NVFP4_RETURN_IF_CUDA_ERROR(launch(chunk));
+  }
+  return cudaSuccess;
+}
+
+// A grouped product of the rows of a chunk; LaunchTables comes before it.
+inline ExpertGemm MakeGroupedProduct(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers,
+                                     const RowChunk& chunk, const ProductTables& tables,
+                                     const GemmPlan& plan) {
+  const GroupedGemmShape& shape = call.shape;
+  ExpertGemm gemm = {};
+  gemm.rows = tables.rows;
+  gemm.rule = plan.rule;
+  gemm.partial_sums = tables.partial_sums;
+  gemm.type = call.type;
+  gemm.left = {chunk.x, nullptr, 1, nullptr, nullptr};
+  gemm.weight = buffers.weight;
+  gemm.bias_rows = static_cast<int32_t>(shape.n);
+  gemm.parts = static_cast<int32_t>(shape.parts);
+  gemm.k = static_cast<int32_t>(shape.k);
+  gemm.columns = static_cast<int32_t>(shape.n);
+  gemm.output = {chunk.y, call.type, nullptr};
+  gemm.schedule = MakeTileSchedule(plan, gemm, tables.starts[0], tables.ready[0]);
+  return gemm;
+}
+
+inline cudaError_t LaunchTables(cudaStream_t stream, const GroupedGemmCall& call,
+                                const GroupedGemmBuffers& buffers, const RowChunk& chunk,
+                                const ExpertGemm& gemm) {
+  const GroupedGemmShape& shape = call.shape;
+  return LaunchGroupTiles(stream, buffers.group_sizes, chunk.first, chunk.rows, shape.e, gemm.rows,
+                          gemm.rule, TileSchedules{1, {gemm.schedule, {}}},
+                          {chunk.y, shape.n * Bytes(call.type)});
+}
+
+}  // namespace nvfp4

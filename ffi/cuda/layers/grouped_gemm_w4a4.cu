@@ -1,0 +1,55 @@
+// The grouped product of sorted rows on FP4 tensor cores, bf16 and f16: y[r] = W[e(r)] @ q(x[r]) +
+// bias, where q rounds to NVFP4. A linear layer is the case of one expert.
+//
+// Launches, for each chunk of rows: tiles, the schedule, and zeros for the rows that no expert owns
+// (sort_by_expert.cu), the quantizer (quantize.cu), then the product (expert_gemm_sm120.cu).
+#include "cuda/launch_kernel.cuh"
+#include "cuda/layers/engine_products.cuh"
+#include "cuda/quantizers/round_rows.cuh"
+
+namespace nvfp4 {
+namespace {
+
+struct Workspace {
+  ProductTables tables;
+  QuantizedRows inputs;  // [rows of a chunk, k]
+  int64_t bytes;
+};
+
+Workspace TakeWorkspace(void* buffer, const GroupedGemmShape& shape) {
+  Sections sections(buffer);
+  Workspace workspace;
+  const int64_t rows = EngineChunkRows(shape);
+  workspace.tables = TakeProductTables(&sections, rows, shape.e, /*sorted=*/true, 1);
+  workspace.inputs = TakeQuantizedRows(&sections, rows, PadK(shape.k));
+  workspace.bytes = sections.bytes();
+  return workspace;
+}
+
+cudaError_t LaunchChunk(cudaStream_t stream, const GroupedGemmCall& call,
+                        const GroupedGemmBuffers& buffers, const Workspace& workspace,
+                        const RowChunk& chunk) {
+  const GemmPlan plan = PlanSm120(chunk.rows, call.shape.e);
+  ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, plan);
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchTables(stream, call, buffers, chunk, gemm));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, chunk.rows,
+                                              call.shape.e, nullptr, workspace.inputs, &gemm));
+  return plan.launch(stream, gemm);
+}
+
+}  // namespace
+
+int64_t GroupedGemmW4A4WorkspaceBytes(const GroupedGemmShape& shape) {
+  return TakeWorkspace(nullptr, shape).bytes;
+}
+
+cudaError_t LaunchGroupedGemmW4A4(cudaStream_t stream, const GroupedGemmCall& call,
+                                  const GroupedGemmBuffers& buffers) {
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
+  const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
+  return ForRowChunks(call, buffers, [&](const RowChunk& chunk) {
+    return LaunchChunk(stream, call, buffers, workspace, chunk);
+  });
+}
+
+}  // namespace nvfp4

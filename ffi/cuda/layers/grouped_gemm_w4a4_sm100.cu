@@ -1,0 +1,91 @@
+// The grouped product of sorted rows in W4A4 on FP4 tensor cores of compute capability 10.x:
+// y[r] = W[e(r)] @ q(x[r]) + bias, q the rounding to NVFP4; bf16. A linear layer is the case of one
+// expert.
+//
+// Launches: the experts' rows, and zeros for the rows that none owns (sort_by_expert.cu), the
+// packing of what the collective is told (fp4_groups.cu), the quantization of x (fp4_rows.cu), the
+// product (fp4_gemm_sm100.cu), and scales and bias on its sums (fp4_rows.cu). Where one number
+// scales all of an expert's sums, and y suits the collective, it writes y itself.
+#include "cuda/launch_kernel.cuh"
+#include "cuda/quantizers/fp4_rows.cuh"
+#include "cuda/routing/group_rows.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr TileRule kRule = {64, 1};     // of the list of tiles, which nothing here reads
+constexpr int64_t kOutputMultiple = 8;  // 16 bytes
+
+struct Workspace {
+  ExpertRows rows;
+  Fp4Groups groups;
+  uint8_t* codes;
+  uint8_t* block_scale;
+  float* row_scale;     // [m]
+  __nv_bfloat16* sums;  // [m, n up to 8], room that a product which writes y leaves unused
+  void* collective;
+  int64_t bytes;
+};
+
+Workspace TakeWorkspace(void* buffer, const GroupedGemmShape& shape) {
+  Sections sections(buffer);
+  const int64_t k = PadTo(shape.k, kScaleTileK);
+  Workspace workspace;
+  workspace.rows = TakeExpertRows(&sections, shape.m, shape.e, kRule.tile_rows, /*sorted=*/true);
+  workspace.groups = TakeFp4Groups(&sections, shape.e);
+  workspace.codes = sections.Take<uint8_t>(shape.m * (k / 2));
+  workspace.block_scale =
+      sections.Take<uint8_t>(MaxScaleTiles(shape.m, shape.e) * (k / kScaleTileK) * kScaleTileBytes);
+  workspace.row_scale = sections.Take<float>(shape.m);
+  workspace.sums = sections.Take<__nv_bfloat16>(shape.m * PadTo(shape.n, kOutputMultiple));
+  workspace.collective = sections.Take<uint8_t>(kCollectiveBytes);
+  workspace.bytes = sections.bytes();
+  return workspace;
+}
+
+}  // namespace
+
+int64_t GroupedGemmW4A4Sm100WorkspaceBytes(const GroupedGemmShape& shape) {
+  return TakeWorkspace(nullptr, shape).bytes;
+}
+
+cudaError_t LaunchGroupedGemmW4A4Sm100(cudaStream_t stream, const GroupedGemmCall& call,
+                                       const GroupedGemmBuffers& buffers) {
+  const GroupedGemmShape& shape = call.shape;
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
+  const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
+  const auto m = static_cast<int32_t>(shape.m), k = static_cast<int32_t>(shape.k);
+  const bool by_expert = call.activation_scale == ActivationScale::kStatic;
+  const bool direct = by_expert && shape.parts == 1 && buffers.weight.bias == nullptr &&
+                      shape.n % kOutputMultiple == 0;
+  const int64_t stride = PadTo(shape.n, kOutputMultiple);
+  auto* y = static_cast<__nv_bfloat16*>(buffers.y);
+  const Fp4Rows rows = {workspace.codes, workspace.block_scale,
+                        static_cast<int32_t>(PadTo(shape.k, kScaleTileK))};
+  const Fp4Product product = {workspace.groups,
+                              buffers.weight,
+                              static_cast<int32_t>(shape.n),
+                              rows,
+                              direct ? y : workspace.sums,
+                              stride,
+                              direct};
+
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchGroupTiles(stream, buffers.group_sizes, 0, shape.m, shape.e,
+                                              workspace.rows, kRule, TileSchedules{},
+                                              {y, shape.n * Bytes(call.type)}));
+  NVFP4_RETURN_IF_CUDA_ERROR(
+      LaunchPackGroups(stream, {1, {product, {}}, workspace.rows, m, /*places=*/nullptr}));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchQuantizeFp4(
+      stream,
+      Fp4Quantizer{workspace.rows, shape.m, static_cast<int32_t>(shape.e),
+                   by_expert ? buffers.weight.input_scale : nullptr, workspace.row_scale, rows},
+      GatheredRows{static_cast<const __nv_bfloat16*>(buffers.x), nullptr, 1, nullptr, k}));
+  NVFP4_RETURN_IF_CUDA_ERROR(
+      LaunchFp4Gemm(stream, workspace.groups, shape.m, workspace.collective));
+  if (direct) return cudaSuccess;
+  const Fp4Sums sums = MakeFp4Sums(workspace.sums, stride, shape.n, buffers.weight, shape.parts,
+                                   by_expert, workspace.row_scale);
+  return LaunchFinishFp4(stream, sums, workspace.rows, shape.m, shape.e, y);
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,196 @@
+// One expert layer in bf16 or f16 on an engine: y[t] = sum_j w[t, j] *
+// (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]), e = ids[t, j]. In W4A4 the rows of both products are
+// rounded to NVFP4 first: code * block scale is exact in 16 bits, so that the products are those of
+// FP4 tensor cores, term by term.
+//
+// Launches, for each chunk of tokens:
+//   sort        slots by expert, tiles, the schedules of both products   sort_by_expert.cu
+//   scale       x[t] * w[t, j], sorted, where weights go on inputs
+//   round       x[t], or that, in W4A4; sorted, unless rows have scales of their own: then each
+//               token once                                           quantize.cu
+//   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm*.cu
+//   round       a, in place, in W4A4, where product 1 does not: where rows have scales of their
+//               own, and where gate and up alternate
+//   product 2   W2, bias -> d [slots, h], in the type of x           the same
+//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order      combine.cu
+//
+// For a handful of slots there is no sort: the products of expert_gemm_few.cu plan for themselves,
+// and round their own rows.
+//
+// From sm_90 on each of the last three may start while the one before it ends.
+#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/gemm/expert_gemm_few.cuh"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/layers/engine_products.cuh"
+#include "cuda/quantizers/elements.cuh"
+#include "cuda/quantizers/round_rows.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVector = 8;  // 16-bit elements of 16 bytes
+
+struct Workspace {
+  ProductTables tables;
+  uint8_t* activated;  // [slots, i], sorted
+  uint8_t* down;       // [slots, h]; before that the scaled or rounded inputs
+  float* row_scale;    // [slots] of rounded rows that have scales of their own
+  int64_t bytes;
+};
+
+Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
+  Sections sections(buffer);
+  const int64_t slots = ChunkTokens(shape) * shape.top_k;
+  Workspace workspace;
+  workspace.tables = TakeProductTables(&sections, slots, shape.e, /*sorted=*/false, 2);
+  workspace.activated = sections.Take<uint8_t>(2 * slots * shape.i);
+  workspace.down = sections.Take<uint8_t>(2 * slots * shape.h);
+  workspace.row_scale = sections.Take<float>(slots);
+  workspace.bytes = sections.bytes();
+  return workspace;
+}
+
+// out[r] = x[slots[r] / top_k] * weights[slots[r]] for sorted rows r, rounded to T.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    ScaleRows(const T* x, const float* weights, ExpertRows rows, int32_t num_experts, int32_t top_k,
+              int32_t h, T* out) {
+  const int32_t vectors = h / kVector;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = index / vectors, column = index % vectors * kVector;
+  if (row >= rows.starts[num_experts]) return;
+  const int32_t slot = rows.slots[row];
+  T values[kVector];
+  *reinterpret_cast<uint4*>(values) =
+      *reinterpret_cast<const uint4*>(x + static_cast<int64_t>(slot / top_k) * h + column);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    values[i] = FromFloat<T>(ToFloat(values[i]) * weights[slot]);
+  }
+  *reinterpret_cast<uint4*>(out + row * h + column) = *reinterpret_cast<uint4*>(values);
+}
+
+template <typename T>
+cudaError_t LaunchScaleRows(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
+                            const Workspace& workspace, ExpertGemm* up) {
+  T* scaled = reinterpret_cast<T*>(workspace.down);
+  const int64_t vectors = chunk.slots * (call.shape.h / kVector);
+  const dim3 grid(static_cast<unsigned>(CeilDiv(vectors, kThreads)));
+  NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, grid, kThreads, ScaleRows<T>,
+                                    static_cast<const T*>(up->left.values), chunk.expert_weights,
+                                    up->rows, static_cast<int32_t>(call.shape.e),
+                                    up->left.slots_per_row, up->k, scaled));
+  up->left = {scaled, nullptr, 1, nullptr, nullptr};
+  return cudaSuccess;
+}
+
+// row_scale[r] = scales[slots[r] / top_k] for sorted rows r.
+__global__ void __launch_bounds__(kThreads)
+    SortScales(const float* scales, ExpertRows rows, int32_t num_experts, int32_t top_k,
+               float* row_scale) {
+  const int32_t row = static_cast<int32_t>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (row < rows.starts[num_experts]) row_scale[row] = scales[rows.slots[row] / top_k];
+}
+
+// Rounds each token once, under a scale of its own.
+cudaError_t LaunchRoundTokens(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
+                              const Workspace& workspace, ExpertGemm* up) {
+  auto* scales = reinterpret_cast<float*>(workspace.activated);  // product 1 comes later
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundGathered(stream, chunk.tokens, scales, workspace.down, up));
+  up->left.row_scale = workspace.row_scale;
+  const dim3 grid(static_cast<unsigned>(CeilDiv(chunk.slots, kThreads)));
+  return Launch(stream, grid, kThreads, SortScales, scales, up->rows,
+                static_cast<int32_t>(call.shape.e), up->left.slots_per_row, workspace.row_scale);
+}
+
+// Whether both products go without a sort before them.
+bool FewFit(const MoECall& call, int64_t slots) {
+  const MoEShape& shape = call.shape;
+  const int64_t weights = slots * shape.h * (shape.n1 + shape.i);
+  const bool rounds = call.activation_scale == ActivationScale::kStatic;
+  return !call.weight_on_input && call.activation_scale != ActivationScale::kToken &&
+         FewSlotsFit(slots, shape.top_k, shape.h, rounds, weights) &&
+         FewSlotsFit(slots, 1, shape.i, rounds, weights);
+}
+
+cudaError_t LaunchFewProducts(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
+                              LayerProducts products) {
+  auto& [up, down] = products;
+  if (call.activation_scale == ActivationScale::kStatic) {
+    up.left.input_scale = up.weight.input_scale;
+    down.left.input_scale = down.weight.input_scale;
+  }
+  const auto slots = static_cast<int32_t>(chunk.slots), e = static_cast<int32_t>(call.shape.e);
+  const FewSlots last = {chunk.expert_ids, slots, e, {}, 0, 0};
+  const FewSlots first = {chunk.expert_ids, slots,          e,
+                          down.weight,      down.m_tiles(), (down.k + kTileK - 1) / kTileK};
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchExpertGemmFew(stream, up, first, /*overlaps=*/false));
+  return LaunchExpertGemmFew(stream, down, last, /*overlaps=*/true);
+}
+
+// What is done to x between the sort and product 1.
+cudaError_t LaunchInputs(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
+                         const Workspace& workspace, ExpertGemm* up) {
+  const float* weights = call.weight_on_input ? chunk.expert_weights : nullptr;
+  if (call.activation_scale == ActivationScale::kToken && weights == nullptr) {
+    return LaunchRoundTokens(stream, call, chunk, workspace, up);
+  }
+  if (call.activation_scale != ActivationScale::kNone) {
+    return LaunchRoundRows(stream, call.activation_scale, chunk.slots, call.shape.e, weights,
+                           workspace.row_scale, workspace.down, up);
+  }
+  if (weights == nullptr) return cudaSuccess;
+  return call.type == DataType::kF16
+             ? LaunchScaleRows<__half>(stream, call, chunk, workspace, up)
+             : LaunchScaleRows<__nv_bfloat16>(stream, call, chunk, workspace, up);
+}
+
+cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
+                                 const Workspace& workspace, const GemmPlan& plan,
+                                 LayerProducts products) {
+  auto& [up, down] = products;
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSort(stream, call, chunk, products));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchInputs(stream, call, chunk, workspace, &up));
+  // Product 1 rounds its own outputs where their scale is known before they are.
+  const bool fused =
+      call.activation_scale == ActivationScale::kStatic && CanRoundOutputs(call.activation);
+  if (fused) up.output.input_scale = down.left.input_scale = down.weight.input_scale;
+  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, up));
+  if (call.activation_scale != ActivationScale::kNone && !fused) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, chunk.slots,
+                                               call.shape.e, nullptr, workspace.row_scale,
+                                               workspace.activated, &down));
+  }
+  return plan.launch(stream, down);
+}
+
+cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
+                        const Workspace& workspace, int64_t first) {
+  const TokenChunk chunk = MakeTokenChunk(call, buffers, first);
+  const GemmPlan plan = PlanGemm(call.engine, chunk.slots, call.shape.e);
+  const LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, plan,
+                                                   workspace.activated, workspace.down);
+  NVFP4_RETURN_IF_CUDA_ERROR(
+      FewFit(call, chunk.slots)
+          ? LaunchFewProducts(stream, call, chunk, products)
+          : LaunchSortedProducts(stream, call, chunk, workspace, plan, products));
+  return LaunchCombineChunk(stream, call, chunk, workspace.down);
+}
+
+}  // namespace
+
+int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape) {
+  return TakeWorkspace(nullptr, shape).bytes;
+}
+
+cudaError_t LaunchMoEW4A16(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
+  const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
+  for (int64_t first = 0; first < call.shape.t; first += ChunkTokens(call.shape)) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchChunk(stream, call, buffers, workspace, first));
+  }
+  return cudaSuccess;
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,85 @@
+// One expert layer in bf16 or f16 on FP4 tensor cores: y[t] = sum_j w[t, j] *
+// (W2[e] @ q(act(W1[e] @ q(x[t]) + b1[e])) + b2[e]), e = ids[t, j], where q rounds to NVFP4.
+//
+// Launches, for each chunk of tokens:
+//   sort        slots by expert, tiles, the schedules of both products      sort_by_expert.cu
+//   quantize    x[t], or x[t] * w[t, j], gathered in sorted order       quantize.cu
+//   product 1   W1, bias, activation, quantized -> a [rows, i]          expert_gemm_sm120.cu
+//   product 2   W2, bias -> d [slots, h], in the type of x              the same
+//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order         combine.cu
+//
+// A scale for each token needs whole rows, and where gate and up alternate, a block of outputs is
+// not one warp's: there product 1 stores 16 bits, and a launch of its own quantizes them.
+//
+// Products and combine may each start while the one before ends.
+#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/layers/engine_products.cuh"
+#include "cuda/quantizers/round_rows.cuh"
+
+namespace nvfp4 {
+namespace {
+
+struct Workspace {
+  ProductTables tables;
+  QuantizedRows inputs;     // [slots, h]
+  QuantizedRows activated;  // [slots, i]
+  uint8_t* down;            // [slots, h]; before that a [slots, i], where 16 bits of it are stored
+  int64_t bytes;
+};
+
+Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
+  Sections sections(buffer);
+  const int64_t slots = ChunkTokens(shape) * shape.top_k;
+  Workspace workspace;
+  workspace.tables = TakeProductTables(&sections, slots, shape.e, /*sorted=*/false, 2);
+  workspace.inputs = TakeQuantizedRows(&sections, slots, PadK(shape.h));
+  workspace.activated = TakeQuantizedRows(&sections, slots, PadK(shape.i));
+  workspace.down = sections.Take<uint8_t>(2 * slots * std::max(shape.h, shape.i));
+  workspace.bytes = sections.bytes();
+  return workspace;
+}
+
+cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
+                        const Workspace& workspace, int64_t first) {
+  const MoEShape& shape = call.shape;
+  const TokenChunk chunk = MakeTokenChunk(call, buffers, first);
+  const GemmPlan plan = PlanSm120(chunk.slots, shape.e);
+  LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, plan,
+                                             workspace.down, workspace.down);
+  auto& [up, down] = products;
+  const bool fused =
+      call.activation_scale == ActivationScale::kStatic && CanRoundOutputs(call.activation);
+  if (fused) {
+    const QuantizedRows& activated = workspace.activated;
+    const float* input_scale = buffers.down.input_scale;
+    up.output = {activated.codes, call.type, nullptr, activated.block_scale, input_scale};
+    down.left = {activated.codes, nullptr, 1, nullptr, input_scale, activated.block_scale};
+  }
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSort(stream, call, chunk, products));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, chunk.slots, shape.e,
+                                              call.weight_on_input ? chunk.expert_weights : nullptr,
+                                              workspace.inputs, &up));
+  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, up));
+  if (!fused) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchEncodeRows(stream, call.activation_scale, chunk.slots, shape.e,
+                                                nullptr, workspace.activated, &down));
+  }
+  NVFP4_RETURN_IF_CUDA_ERROR(plan.launch(stream, down));
+  return LaunchCombineChunk(stream, call, chunk, workspace.down);
+}
+
+}  // namespace
+
+int64_t MoEW4A4WorkspaceBytes(const MoEShape& shape) { return TakeWorkspace(nullptr, shape).bytes; }
+
+cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers) {
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
+  const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
+  for (int64_t first = 0; first < call.shape.t; first += ChunkTokens(call.shape)) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchChunk(stream, call, buffers, workspace, first));
+  }
+  return cudaSuccess;
+}
+
+}  // namespace nvfp4

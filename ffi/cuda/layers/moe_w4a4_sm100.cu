@@ -1,0 +1,139 @@
+// One expert layer in W4A4 on FP4 tensor cores of compute capability 10.x: y[t] = sum_j w[t, j] *
+// (W2[e] @ q(act(W1[e] @ q(x[t]) + b1[e])) + b2[e]), e = ids[t, j], q the rounding to NVFP4; bf16.
+//
+// Launches, for each chunk of tokens:
+//   sort        slots by expert                                            sort_by_expert.cu
+//   pack        what the collectives are told about both products          fp4_groups.cu
+//   quantize    x[t], or x[t] * w[t, j], sorted                            fp4_rows.cu
+//   product 1   W1 -> sums [rows, n1] in bf16                              fp4_gemm_sm100.cu
+//   activate    scales, bias, activation, quantization                     fp4_rows.cu
+//   product 2   W2 -> sums [rows, h] in bf16                               fp4_gemm_sm100.cu
+//   combine     y[t] = sum of w[t, j] * (scales * sums + b2) over j        fp4_rows.cu
+//
+// The collectives run with alpha = 1: gate and up may have scales of their own, rows too, and so
+// each is applied once, in float32, by the kernel that reads the sums. Sums of products of codes
+// and block scales are below 2^23 * k and so never overflow bf16.
+#include <algorithm>
+
+#include "cuda/launch_kernel.cuh"
+#include "cuda/quantizers/fp4_rows.cuh"
+#include "cuda/routing/sort_by_expert.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr TileRule kRule = {64, 1};  // of the list of tiles, which nothing here reads
+
+int64_t ChunkTokens(const MoEShape& shape) {
+  return std::min(shape.t, kMaxChunkSlots / std::max<int64_t>(shape.top_k, 1));
+}
+
+struct Workspace {
+  ExpertRows rows;
+  int32_t* places;       // [slots]: sorted row of a slot
+  Fp4Groups groups[2];   // of each product
+  float* row_scale[2];   // [slots]: of the rows of each product
+  uint8_t* codes;        // of the rows of product 1, then of product 2
+  uint8_t* block_scale;  // likewise
+  __nv_bfloat16* sums;   // [slots, n1], then [slots, h]
+  void* collective;
+  int64_t bytes;
+};
+
+Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
+  Sections sections(buffer);
+  const int64_t slots = ChunkTokens(shape) * shape.top_k;
+  const int64_t k = PadTo(std::max(shape.h, shape.i), kScaleTileK);
+  Workspace workspace;
+  workspace.rows = TakeExpertRows(&sections, slots, shape.e, kRule.tile_rows, /*sorted=*/false);
+  workspace.places = sections.Take<int32_t>(slots);
+  for (int product = 0; product < 2; ++product) {
+    workspace.groups[product] = TakeFp4Groups(&sections, shape.e);
+    workspace.row_scale[product] = sections.Take<float>(slots);
+  }
+  workspace.codes = sections.Take<uint8_t>(slots * (k / 2));
+  workspace.block_scale =
+      sections.Take<uint8_t>(MaxScaleTiles(slots, shape.e) * (k / kScaleTileK) * kScaleTileBytes);
+  workspace.sums = sections.Take<__nv_bfloat16>(slots * std::max(shape.n1, shape.h));
+  workspace.collective = sections.Take<uint8_t>(kCollectiveBytes);
+  workspace.bytes = sections.bytes();
+  return workspace;
+}
+
+// What is known of one product of a chunk.
+struct Product {
+  Fp4Product packed;
+  Fp4Quantizer quantizer;  // of its rows
+  Fp4Sums sums;
+};
+
+// Product `index` of a chunk: rows of `k` values by `columns` weight rows.
+Product MakeProduct(const MoECall& call, const Workspace& workspace, int index, int64_t slots,
+                    const ExpertWeights& weight, int64_t k, int64_t columns, int64_t parts) {
+  const bool by_expert = call.activation_scale == ActivationScale::kStatic;
+  const Fp4Rows rows = {workspace.codes, workspace.block_scale,
+                        static_cast<int32_t>(PadTo(k, kScaleTileK))};
+  float* row_scale = workspace.row_scale[index];
+  return {{workspace.groups[index], weight, static_cast<int32_t>(columns), rows, workspace.sums,
+           columns, /*scaled=*/false},
+          {workspace.rows, slots, static_cast<int32_t>(call.shape.e),
+           by_expert ? weight.input_scale : nullptr, row_scale, rows},
+          MakeFp4Sums(workspace.sums, columns, columns, weight, parts, by_expert, row_scale)};
+}
+
+cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers,
+                        const Workspace& workspace, int64_t first, int64_t tokens) {
+  const MoEShape& shape = call.shape;
+  const int64_t slots = tokens * shape.top_k;
+  const auto e = static_cast<int32_t>(shape.e), top_k = static_cast<int32_t>(shape.top_k);
+  const auto* x = static_cast<const __nv_bfloat16*>(buffers.x) + first * shape.h;
+  const int32_t* expert_ids = buffers.expert_ids + first * shape.top_k;
+  const float* expert_weights = buffers.expert_weights + first * shape.top_k;
+  auto* y = static_cast<__nv_bfloat16*>(buffers.y) + first * shape.h;
+
+  const int64_t parts = call.activation.gated ? 2 : 1;
+  Product up = MakeProduct(call, workspace, 0, slots, buffers.gate_up, shape.h, shape.n1, parts);
+  up.sums.interleaved = call.activation.interleaved;
+  const Product down = MakeProduct(call, workspace, 1, slots, buffers.down, shape.i, shape.h, 1);
+
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortByExpert(stream, expert_ids, slots, shape.e, workspace.rows,
+                                                kRule, TileSchedules{}));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchPackGroups(stream, {2,
+                                                       {up.packed, down.packed},
+                                                       workspace.rows,
+                                                       static_cast<int32_t>(slots),
+                                                       workspace.places}));
+  const GatheredRows gathered = {x, workspace.rows.slots, top_k,
+                                 call.weight_on_input ? expert_weights : nullptr,
+                                 static_cast<int32_t>(shape.h)};
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchQuantizeFp4(stream, up.quantizer, gathered));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchFp4Gemm(stream, up.packed.groups, slots, workspace.collective));
+  const ActivatedRows activated = {up.sums, call.activation, static_cast<int32_t>(shape.i)};
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchQuantizeFp4(stream, down.quantizer, activated));
+  NVFP4_RETURN_IF_CUDA_ERROR(
+      LaunchFp4Gemm(stream, down.packed.groups, slots, workspace.collective));
+  return LaunchCombineFp4(stream,
+                          {down.sums, workspace.places, expert_ids,
+                           call.weight_on_input ? nullptr : expert_weights, y, tokens, top_k, e});
+}
+
+}  // namespace
+
+int64_t MoEW4A4Sm100WorkspaceBytes(const MoEShape& shape) {
+  return TakeWorkspace(nullptr, shape).bytes;
+}
+
+cudaError_t LaunchMoEW4A4Sm100(cudaStream_t stream, const MoECall& call,
+                               const MoEBuffers& buffers) {
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
+  const MoEShape& shape = call.shape;
+  const Workspace workspace = TakeWorkspace(buffers.workspace, shape);
+  const int64_t chunk = ChunkTokens(shape);
+  for (int64_t first = 0; first < shape.t; first += chunk) {
+    const int64_t tokens = std::min(chunk, shape.t - first);
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchChunk(stream, call, buffers, workspace, first, tokens));
+  }
+  return cudaSuccess;
+}
+
+}  // namespace nvfp4

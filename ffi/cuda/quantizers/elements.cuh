@@ -1,0 +1,122 @@
+// Blocks of 16 activations or weights on their way from global memory to registers.
+//
+// 16 is the NVFP4 block and the divisor of every k, so all loads here are aligned and whole:
+// 32 or 64 bytes of activations, 8 bytes of codes and 1 byte of scale.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstring>
+
+#include "nvfp4.h"
+
+namespace nvfp4 {
+
+__device__ __forceinline__ float ToFloat(float value) { return value; }
+__device__ __forceinline__ float ToFloat(__half value) { return __half2float(value); }
+__device__ __forceinline__ float ToFloat(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <typename T>
+__device__ __forceinline__ T FromFloat(float value);
+template <>
+__device__ __forceinline__ float FromFloat<float>(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ __half FromFloat<__half>(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+// scale * value of the eight codes of `word`, lowest nibble first; exact.
+// The three magnitude bits, put at the top of a float's mantissa, read as value * 2^-126.
+NVFP4_HOST_DEVICE void DecodeWord(uint32_t word, float scale, float* values) {
+  for (int j = 0; j < 8; ++j) {
+    const uint32_t top = word << (28 - 4 * j);
+    const float tiny = BitsFloat((top & 0x80000000u) | ((top >> 6) & 0x01c00000u));
+    values[j] = tiny * 0x1p126f * scale;
+  }
+}
+
+// Whether a kernel may write the memory that it reads. What it never writes may be read by __ldg;
+// after a write in the same kernel, the value that __ldg returns is undefined.
+enum class Access { kReadOnly, kReadWrite };
+
+template <Access kAccess, typename Vector>
+__device__ __forceinline__ Vector LoadAs(const Vector* source) {
+  if constexpr (kAccess == Access::kReadOnly) {
+    return __ldg(source);
+  } else {
+    return *source;
+  }
+}
+
+// A row of T in global memory, 16 values at a time; each is multiplied by `weight` and rounded
+// to T where `weighted`. A null row reads as zeros.
+template <typename T, Access kAccess = Access::kReadOnly>
+struct PlainRow {
+  const T* row = nullptr;
+  int num_blocks = 0;
+  bool weighted = false;
+  float weight = 1.0f;
+  uint4 words[sizeof(T)];
+
+  __device__ __forceinline__ void Load(int block) {
+    const bool inside = row != nullptr && block < num_blocks;
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(sizeof(T)); ++w) {
+      const uint4* source = reinterpret_cast<const uint4*>(row + static_cast<int64_t>(block) * 16);
+      words[w] = inside ? LoadAs<kAccess>(source + w) : make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  __device__ __forceinline__ void Values(T (&values)[16]) const {
+    std::memcpy(values, words, sizeof(words));
+    if (!weighted) return;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) values[j] = FromFloat<T>(ToFloat(values[j]) * weight);
+  }
+};
+
+// 16 values to aligned memory, 16 bytes at a time.
+template <typename T>
+__device__ __forceinline__ void StoreBlock(T* target, const T (&values)[16]) {
+  uint4 words[sizeof(T)];
+  std::memcpy(words, values, sizeof(words));
+#pragma unroll
+  for (int w = 0; w < static_cast<int>(sizeof(T)); ++w) {
+    reinterpret_cast<uint4*>(target)[w] = words[w];
+  }
+}
+
+// A row of codes and block scales, 16 values at a time: code * scale without the global scale,
+// which is exact in every T. A null row reads as zeros.
+struct QuantizedRow {
+  const uint8_t* codes = nullptr;
+  const uint8_t* scales = nullptr;
+  int num_blocks = 0;
+  uint2 words;
+  uint32_t scale;
+
+  __device__ __forceinline__ void Load(int block) {
+    const bool inside = codes != nullptr && block < num_blocks;
+    words = inside ? __ldg(reinterpret_cast<const uint2*>(codes) + block) : make_uint2(0, 0);
+    scale = inside ? __ldg(scales + block) : 0;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void Values(T (&values)[16]) const {
+    float decoded[16];
+    const float s = DecodeE4M3(scale);
+    DecodeWord(words.x, s, decoded);
+    DecodeWord(words.y, s, decoded + 8);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) values[j] = FromFloat<T>(decoded[j]);
+  }
+};
+
+}  // namespace nvfp4

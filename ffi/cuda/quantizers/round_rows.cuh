@@ -1,0 +1,73 @@
+// Rows of a product on an engine, rounded to NVFP4, with the global scale left to the epilogue:
+// code * block scale in the type of the rows, or codes and scales for the engine on FP4.
+#pragma once
+
+#include "cuda/gemm/expert_gemm.cuh"
+#include "cuda/layers/workspace.cuh"
+#include "cuda/quantizers/quantize.cuh"
+
+namespace nvfp4 {
+
+// For the rows of `gemm`, at most `max_rows`, which come out in sorted order. A row is multiplied
+// by slot_weights[its slot] first where they are set. `row_scale` [max_rows] is scratch for rows
+// that have scales of their own.
+inline RowQuantizer MakeRowQuantizer(ActivationScale scale, int64_t max_rows, int64_t experts,
+                                     const float* slot_weights, float* row_scale,
+                                     const ExpertGemm* gemm) {
+  const bool by_expert = scale == ActivationScale::kStatic;
+  RowQuantizer quantizer = {};
+  quantizer.rows = gemm->rows;
+  quantizer.max_rows = max_rows;
+  quantizer.num_experts = static_cast<int32_t>(experts);
+  quantizer.type = gemm->type;
+  quantizer.values = gemm->left.values;
+  quantizer.slots = gemm->left.slots;
+  quantizer.slots_per_row = gemm->left.slots_per_row;
+  quantizer.slot_weights = slot_weights;
+  quantizer.k = gemm->k;
+  quantizer.input_scale = by_expert ? gemm->weight.input_scale : nullptr;
+  quantizer.row_scale = by_expert ? nullptr : row_scale;
+  return quantizer;
+}
+
+// Rounds the rows of `gemm` to `rounded`, and points it there.
+inline cudaError_t LaunchRoundRows(cudaStream_t stream, ActivationScale scale, int64_t max_rows,
+                                   int64_t experts, const float* slot_weights, float* row_scale,
+                                   void* rounded, ExpertGemm* gemm) {
+  RowQuantizer quantizer =
+      MakeRowQuantizer(scale, max_rows, experts, slot_weights, row_scale, gemm);
+  quantizer.rounded = rounded;
+  gemm->left = {rounded, nullptr, 1, quantizer.row_scale, quantizer.input_scale};
+  return LaunchQuantizeRows(stream, quantizer);
+}
+
+// Rounds the `num_rows` rows that `gemm` gathers, each once and under a scale of its own, to
+// `rounded`, and points it there; the scales are left to the caller.
+inline cudaError_t LaunchRoundGathered(cudaStream_t stream, int64_t num_rows, float* scales,
+                                       void* rounded, ExpertGemm* gemm) {
+  RowQuantizer quantizer = {};
+  quantizer.max_rows = num_rows;
+  quantizer.type = gemm->type;
+  quantizer.values = gemm->left.values;
+  quantizer.k = gemm->k;
+  quantizer.row_scale = scales;
+  quantizer.rounded = rounded;
+  gemm->left.values = rounded;
+  return LaunchQuantizeRows(stream, quantizer);
+}
+
+// Quantizes the rows of `gemm` to `quantized`, which has PadK(k) columns, and points it there.
+inline cudaError_t LaunchEncodeRows(cudaStream_t stream, ActivationScale scale, int64_t max_rows,
+                                    int64_t experts, const float* slot_weights,
+                                    const QuantizedRows& quantized, ExpertGemm* gemm) {
+  RowQuantizer quantizer =
+      MakeRowQuantizer(scale, max_rows, experts, slot_weights, quantized.row_scale, gemm);
+  quantizer.codes = quantized.codes;
+  quantizer.block_scale = quantized.block_scale;
+  quantizer.padded_k = static_cast<int32_t>(PadK(gemm->k));
+  gemm->left = {quantized.codes,      nullptr, 1, quantizer.row_scale, quantizer.input_scale,
+                quantized.block_scale};
+  return LaunchQuantizeRows(stream, quantizer);
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,43 @@
+// Rows grouped by expert, in device memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "nvfp4.h"
+
+namespace nvfp4 {
+
+// `rows` consecutive sorted rows, all of one expert.
+struct RowTile {
+  int32_t expert;
+  int32_t row;
+  int32_t rows;
+};
+
+// An entry of the list of tiles, in one load: the first row of the tile, and the rows of its
+// expert.
+struct alignas(16) ListedTile {
+  int32_t expert;
+  int32_t row;
+  int32_t start;
+  int32_t end;
+};
+
+struct ExpertRows {
+  int32_t* starts;     // [e + 1]: expert i owns sorted rows starts[i] to starts[i + 1]
+  int32_t* slots;      // [rows]: slot of a sorted row; null where rows come sorted
+  ListedTile* tiles;   // [MaxTiles(rows, e, rows of a tile)], by expert
+  int32_t* num_tiles;  // [1]
+  int32_t* counts;     // [kMaxSegments, e]: rows of an expert in a segment of the slots
+};
+
+constexpr int64_t kMaxSegments = 32;
+
+// Each expert that has rows ends in at most one tile that is not full.
+constexpr int64_t MaxTiles(int64_t rows, int64_t experts, int64_t tile_rows) {
+  return rows / tile_rows + (rows < experts ? rows : experts);
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,22 @@
+// Rows that come sorted by expert; see group_rows.cu.
+#pragma once
+
+#include "cuda/scheduling/tile_scheduler.cuh"
+
+namespace nvfp4 {
+
+// Rows of a product's output; those that no expert owns become zeros.
+struct OutputRows {
+  void* values;
+  int64_t row_bytes;  // even
+};
+
+// Writes what LaunchSortByExpert writes, for rows that are sorted already, and zeros to the rows of
+// `y` that no expert owns. The call is about rows first_row to first_row + num_rows - 1 of those
+// that `group_sizes` counts; `rows` and `y` count from first_row on. At least one expert.
+cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t first_row,
+                             int64_t num_rows, int64_t num_experts, const ExpertRows& rows,
+                             const TileRule& rule, const TileSchedules& schedules,
+                             const OutputRows& y);
+
+}  // namespace nvfp4

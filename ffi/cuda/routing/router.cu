@@ -1,0 +1,239 @@
+// A router: from logits to the experts of each token and their weights, as routing.route does.
+//
+//   logits [t, e], bias [e] or null -> expert_ids [t, top_k], expert_weights [t, top_k]
+//
+// Bound by: latency; 64 tokens of 512 experts are 128 KiB. One warp takes a token, and lane l holds
+// experts l, 32 + l, 64 + l, ... in registers. Each of top_k rounds finds the largest key of the
+// warp, then the lowest expert that has it, and lane j keeps the j-th. Weights come last: lane j
+// computes the score of its expert again, which costs less than keeping scores beside keys.
+//
+// Keys are floats as unsigned numbers of the same order, so a maximum is one instruction (redux).
+// The order is that of lax.top_k: -0 below +0, NaN above everything, ties to the lower expert.
+// Key 0 belongs to no float and marks experts that are taken or do not exist.
+// Groups are ranked in the same way, each as its two best keys, which pass through shared memory.
+// Needs: e <= 1024, top_k <= 32 and at most the eligible experts (checked in cuda_bindings.cc).
+// Test: test_route.py.
+#include "cuda/launch.h"
+#include "cuda/launch_kernel.cuh"
+#include "nvfp4.h"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr uint32_t kNoKey = 0;
+constexpr uint32_t kNanKey = 0xffffffffu;
+constexpr uint32_t kLowestKey = 0x007fffffu;  // of minus infinity
+constexpr float kTiny = 1e-20f;               // as in routing.py
+
+static_assert(kMaxTopK <= 32, "a lane keeps one choice");
+
+__device__ __forceinline__ uint32_t KeyOf(float value) {
+  if (isnan(value)) return kNanKey;
+  const uint32_t bits = FloatBits(value);
+  return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
+}
+
+// The float of a key; kNanKey gives a NaN.
+__device__ __forceinline__ float ValueOf(uint32_t key) {
+  return BitsFloat(key ^ ((key >> 31) != 0 ? 0x80000000u : 0xffffffffu));
+}
+
+__device__ __forceinline__ float WarpSum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+
+// a / d for 0 <= a <= 1 <= d, as IEEE division rounds it in all but rare cases. Division itself
+// would branch for each expert, and the divisions of a lane would run one after another.
+__device__ __forceinline__ float Quotient(float a, float d) {
+  const float reciprocal = __fdividef(1.0f, d);
+  const float near = a * reciprocal;
+  const float refined = fmaf(fmaf(-near, d, a), reciprocal, near);
+  return d < 0x1p126f ? refined : near;  // not for infinity, where it would be NaN
+}
+
+// Of the logits that a softmax runs over; the other scores do not read it.
+struct Softmax {
+  float largest = 0.0f;
+  float sum = 1.0f;
+};
+
+template <int kPerLane>
+__device__ __forceinline__ Softmax SoftmaxOf(const float (&logits)[kPerLane]) {
+  uint32_t largest = kNoKey;
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) largest = max(largest, KeyOf(logits[r]));
+  Softmax softmax;
+  softmax.largest = ValueOf(__reduce_max_sync(kAllLanes, largest));
+  float sum = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) sum += expf(logits[r] - softmax.largest);
+  softmax.sum = WarpSum(sum);
+  return softmax;
+}
+
+template <RouterScore kScore>
+__device__ __forceinline__ float Score(float logit, const Softmax& softmax) {
+  if constexpr (kScore == RouterScore::kSoftmax) {
+    return Quotient(expf(logit - softmax.largest), softmax.sum);
+  } else if constexpr (kScore == RouterScore::kSigmoid) {
+    return Quotient(1.0f, 1.0f + expf(-logit));
+  } else {
+    return sqrtf(fmaxf(logit, 0.0f) + log1pf(expf(-fabsf(logit))));
+  }
+}
+
+// Takes the largest key of the warp away; its index is that of lane l's keys[r], 32 * r + l.
+template <int kPerLane>
+__device__ __forceinline__ int TakeBest(uint32_t (&keys)[kPerLane], int lane) {
+  uint32_t best = keys[0];
+#pragma unroll
+  for (int r = 1; r < kPerLane; ++r) best = max(best, keys[r]);
+  best = __reduce_max_sync(kAllLanes, best);
+  int index = INT32_MAX;
+#pragma unroll
+  for (int r = kPerLane - 1; r >= 0; --r) index = keys[r] == best ? 32 * r + lane : index;
+  index = __reduce_min_sync(kAllLanes, index);
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) keys[r] = 32 * r + lane == index ? kNoKey : keys[r];
+  return index;
+}
+
+// Where expert i stands in a warp's row of shared memory: groups of 32 start in different banks.
+__device__ __forceinline__ int RowPlace(int i) { return i + i / 32; }
+
+// The key of the sum of a group's two best keys, or of its one.
+__device__ __forceinline__ uint32_t GroupKey(const uint32_t* row, int first, int size) {
+  uint32_t best = kNoKey, second = kNoKey;
+  for (int i = first; i < first + size; ++i) {
+    const uint32_t key = row[RowPlace(i)];
+    second = max(second, min(best, key));
+    best = max(best, key);
+  }
+  return size == 1 ? best : KeyOf(ValueOf(best) + ValueOf(second));
+}
+
+// Gives the experts of all but the best groups the key of minus infinity. Lane l owns groups l,
+// 32 + l, ... and is the only one to touch their places in the row until the end: first the keys
+// of their experts, then the group's own key in the first place, then kNoKey in all if dropped.
+template <int kPerLane>
+__device__ __forceinline__ void DropGroups(const RouterCall& call, uint32_t (&keys)[kPerLane],
+                                           uint32_t* row, int lane) {
+  const int size = call.e / call.num_groups;
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) row[RowPlace(32 * r + lane)] = keys[r];
+  __syncwarp();
+#pragma unroll 1
+  for (int group = lane; group < call.num_groups; group += 32) {
+    row[RowPlace(group * size)] = GroupKey(row, group * size, size);
+  }
+  uint32_t left[kPerLane];
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) {
+    const int group = 32 * r + lane;
+    left[r] = group < call.num_groups ? row[RowPlace(group * size)] : kNoKey;
+  }
+#pragma unroll 1
+  for (int kept = 0; kept < call.groups_kept; ++kept) TakeBest(left, lane);
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) {
+    const int first = (32 * r + lane) * size;
+#pragma unroll 1
+    for (int i = first; left[r] != kNoKey && i < first + size; ++i) row[RowPlace(i)] = kNoKey;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) {
+    const int expert = 32 * r + lane;
+    if (expert < call.e && row[RowPlace(expert)] == kNoKey) keys[r] = kLowestKey;
+  }
+}
+
+template <int kPerLane>
+__device__ __forceinline__ void LoadExperts(const float* source, int e, float absent,
+                                            float (&values)[kPerLane], int lane) {
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) {
+    values[r] = source != nullptr && 32 * r + lane < e ? source[32 * r + lane] : absent;
+  }
+}
+
+// Keys of what experts are chosen by: their logits, or their scores with the bias.
+template <int kPerLane, RouterScore kScore>
+__device__ __forceinline__ Softmax ChoiceKeys(const RouterCall& call, const float* logits,
+                                              const float* bias, uint32_t (&keys)[kPerLane],
+                                              int lane) {
+  float values[kPerLane], biases[kPerLane];
+  LoadExperts(logits, call.e, -INFINITY, values, lane);
+  LoadExperts(bias, call.e, 0.0f, biases, lane);
+  Softmax softmax;
+  if (!call.select_logits) {
+    if constexpr (kScore == RouterScore::kSoftmax) softmax = SoftmaxOf(values);
+#pragma unroll
+    for (int r = 0; r < kPerLane; ++r) values[r] = Score<kScore>(values[r], softmax) + biases[r];
+  }
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) keys[r] = 32 * r + lane < call.e ? KeyOf(values[r]) : kNoKey;
+  return softmax;
+}
+
+template <int kPerLane, RouterScore kScore>
+__global__ void __launch_bounds__(kThreads, 1) Route(const RouterCall call, const RouterBuffers p) {
+  __shared__ uint32_t rows[kWarps][33 * kPerLane];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+  if (token >= call.t) return;
+  const float* logits = p.logits + token * call.e;
+  uint32_t keys[kPerLane];
+  Softmax softmax = ChoiceKeys<kPerLane, kScore>(call, logits, p.bias, keys, lane);
+  if (call.groups_kept < call.num_groups) DropGroups(call, keys, rows[warp], lane);
+
+  int mine = 0;
+#pragma unroll 1
+  for (int choice = 0; choice < call.top_k; ++choice) {
+    const int best = TakeBest(keys, lane);
+    if (lane == choice) mine = best;
+  }
+
+  const bool chosen = lane < call.top_k;
+  const float logit = chosen ? logits[mine] : -INFINITY;
+  if (call.select_logits && kScore == RouterScore::kSoftmax) {
+    const float only[1] = {logit};
+    softmax = SoftmaxOf(only);
+  }
+  float weight = chosen ? Score<kScore>(logit, softmax) : 0.0f;
+  if (call.renormalize) weight = Divide(weight, WarpSum(weight) + kTiny);
+  if (!chosen) return;
+  p.expert_ids[token * call.top_k + lane] = mine;
+  p.expert_weights[token * call.top_k + lane] = weight * call.scaling;
+}
+
+// The instance with the fewest registers that hold all experts.
+template <int kPerLane, RouterScore kScore>
+cudaError_t LaunchRouteOf(cudaStream_t stream, const RouterCall& call, const RouterBuffers& p) {
+  if constexpr (32 * kPerLane < kMaxExperts) {
+    if (call.e > 32 * kPerLane) return LaunchRouteOf<2 * kPerLane, kScore>(stream, call, p);
+  }
+  const dim3 grid(static_cast<unsigned>(CeilDiv(call.t, kWarps)));
+  return Launch(stream, grid, kThreads, Route<kPerLane, kScore>, call, p);
+}
+
+}  // namespace
+
+cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& p) {
+  switch (call.score) {
+    case RouterScore::kSoftmax:
+      return LaunchRouteOf<1, RouterScore::kSoftmax>(stream, call, p);
+    case RouterScore::kSigmoid:
+      return LaunchRouteOf<1, RouterScore::kSigmoid>(stream, call, p);
+    case RouterScore::kSqrtSoftplus:
+      return LaunchRouteOf<1, RouterScore::kSqrtSoftplus>(stream, call, p);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace nvfp4

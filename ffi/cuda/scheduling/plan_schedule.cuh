@@ -1,0 +1,247 @@
+// Cuts the rows of each expert into tiles and writes the schedules of tile_scheduler.cuh, inside
+// the kernels that know how many rows each expert has: sort_by_expert.cu and group_rows.cu.
+//
+// Bottleneck: latency. A thread has two experts; prefix sums over experts take rows, tiles and
+// costs together. Then a thread for each range finds its start by a search in these sums.
+#pragma once
+
+#include "cuda/launch.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/routing/find_expert.cuh"
+#include "cuda/scheduling/tile_scheduler.cuh"
+
+namespace nvfp4 {
+
+constexpr int kPlanWarps = 16;
+constexpr int kPlanThreads = 32 * kPlanWarps;
+static_assert(2 * kPlanThreads >= kMaxExperts, "a pair of experts for each thread");
+
+// A range that would begin or end within this fraction of an output tile, at one of its ends,
+// begins or ends at that end instead.
+constexpr int kSnapFraction = 8;
+
+// Steps of each block that splitting tiles has to save: a fix-up takes that long.
+constexpr int kWorthSplitting = 8;
+
+// Experts, rounded up to what a search in padded tables may read.
+__device__ __forceinline__ int PaddedExperts(int experts) {
+  return (experts + kSearchReach - 1) / kSearchReach * kSearchReach;
+}
+
+// Divides numbers below 2^31 by one that the host knows; a division takes ten times as long.
+struct Divisor {
+  uint32_t factor;
+  int32_t shift;
+
+  __device__ __forceinline__ int32_t Divide(uint32_t number) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(number) * factor >> shift);
+  }
+};
+
+inline Divisor MakeDivisor(int32_t divisor) {
+  int32_t shift = 31;
+  while ((int64_t{1} << (shift - 31)) < divisor) ++shift;
+  return {static_cast<uint32_t>(CeilDiv(int64_t{1} << shift, divisor)), shift};
+}
+
+// The arguments of a kernel that cuts tiles and writes schedules.
+struct SchedulePlan {
+  TileRule rule;
+  TileSchedules schedules;
+  Divisor by_tile_rows;
+  Divisor by_blocks[2];  // of each schedule
+};
+
+inline SchedulePlan MakeSchedulePlan(const TileRule& rule, const TileSchedules& schedules) {
+  SchedulePlan plan = {rule, schedules, MakeDivisor(rule.tile_rows), {}};
+  for (int i = 0; i < schedules.count; ++i)
+    plan.by_blocks[i] = MakeDivisor(schedules.schedule[i].blocks);
+  return plan;
+}
+
+// Totals of one expert, or of all experts before it. The costs of all output tiles of a product
+// stay below 2^31: up to 2^18 for a block of weight rows, of which there are up to 2^12.
+struct alignas(16) ExpertTotals {
+  int32_t rows;
+  int32_t tiles;
+  int32_t cost;  // of the tiles
+};
+
+__device__ __forceinline__ ExpertTotals operator+(const ExpertTotals& a, const ExpertTotals& b) {
+  return {a.rows + b.rows, a.tiles + b.tiles, a.cost + b.cost};
+}
+
+__device__ __forceinline__ ExpertTotals operator-(const ExpertTotals& a, const ExpertTotals& b) {
+  return {a.rows - b.rows, a.tiles - b.tiles, a.cost - b.cost};
+}
+
+// The cost of each tile of an expert that has `rows`.
+__device__ __forceinline__ int32_t TileCost(int32_t rows, const TileRule& rule) {
+  return max(min(rows, rule.tile_rows), rule.min_cost);
+}
+
+__device__ __forceinline__ ExpertTotals TotalsOf(int32_t rows, const SchedulePlan& plan) {
+  const int32_t tiles = plan.by_tile_rows.Divide(rows + plan.rule.tile_rows - 1);
+  return {rows, tiles, tiles * TileCost(rows, plan.rule)};
+}
+
+// Where the stream-K part of a schedule starts.
+struct StreamKStart {
+  int32_t first;  // output tile; those before it are data-parallel
+  int32_t cost;   // of the output tiles before it
+};
+
+// Prefix sums over experts, in shared memory. Entries past the experts, which FindExpert may read,
+// are the totals of all.
+struct PlanTables {
+  int32_t starts[kMaxExperts + 1];      // rows before an expert
+  int32_t first_tile[kMaxExperts + 1];  // tiles before it
+  int32_t first_cost[kMaxExperts + 1];  // cost of those tiles
+  ExpertTotals all;
+  StreamKStart stream_k[2];  // of each schedule
+};
+
+// The first output tile of the stream-K part. No branches, so that the two products' instructions
+// run side by side.
+__device__ __forceinline__ int32_t FindStreamKStart(const TileSchedule& schedule,
+                                                    const Divisor& by_blocks,
+                                                    int32_t output_tiles) {
+  const int32_t idle = schedule.blocks - output_tiles;  // blocks, if every tile is computed whole
+  const bool whole = (idle >= 0) & (idle * schedule.k_steps < kWorthSplitting * schedule.blocks);
+  const int32_t full_rounds = max(by_blocks.Divide(output_tiles) - 1, 0) * schedule.blocks;
+  return (output_tiles == 0) | whole ? output_tiles : full_rounds;
+}
+
+// Writes the entries of a thread's two experts: totals before the first, before the second, and
+// after both.
+__device__ __forceinline__ void WritePlanTables(const ExpertTotals (&at)[3],
+                                                const ExpertTotals& all,
+                                                const int32_t (&own_rows)[2], int experts,
+                                                const ExpertRows& rows, const SchedulePlan& plan,
+                                                PlanTables* tables) {
+  const int32_t tile_cost[2] = {TileCost(own_rows[0], plan.rule), TileCost(own_rows[1], plan.rule)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int expert = 2 * static_cast<int>(threadIdx.x) + i;
+    tables->starts[expert] = at[i].rows;
+    tables->first_tile[expert] = at[i].tiles;
+    tables->first_cost[expert] = at[i].cost;
+    if (blockIdx.x == 0 && expert < experts) rows.starts[expert] = at[i].rows;
+  }
+  if (threadIdx.x == 0) {
+    tables->all = all;
+    tables->starts[PaddedExperts(experts)] = all.rows;
+    if (blockIdx.x == 0) rows.starts[experts] = all.rows;
+    if (blockIdx.x == 0) *rows.num_tiles = all.tiles;
+  }
+#pragma unroll
+  for (int product = 0; product < 2; ++product) {
+    const TileSchedule& schedule = plan.schedules.schedule[product];  // zeros where there is none
+    const int32_t output_tiles = all.tiles * schedule.m_blocks;
+    const int32_t first = FindStreamKStart(schedule, plan.by_blocks[product], output_tiles);
+    if (first == output_tiles && threadIdx.x == 0) tables->stream_k[product] = {output_tiles, 0};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // the expert that it falls into knows what is before it
+      const int32_t inside = first - at[i].tiles * schedule.m_blocks;
+      if (inside < 0 || first >= at[i + 1].tiles * schedule.m_blocks) continue;
+      tables->stream_k[product] = {first, at[i].cost * schedule.m_blocks + inside * tile_cost[i]};
+    }
+  }
+}
+
+// Fills `tables`, and writes starts and the number of tiles. Thread t brings the rows of experts
+// 2 t and 2 t + 1, zero where there is none. All threads of the block; ends at a barrier.
+__device__ __forceinline__ void FillPlanTables(const int32_t (&own_rows)[2], int experts,
+                                               const ExpertRows& rows, const SchedulePlan& plan,
+                                               PlanTables* tables) {
+  __shared__ ExpertTotals warp_totals[kPlanWarps];
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // uniform
+  const int warps = PaddedExperts(experts) / 64;  // others would only delay these
+  ExpertTotals own[2], totals;
+  if (warp < warps) {
+    own[0] = TotalsOf(own_rows[0], plan);
+    own[1] = TotalsOf(own_rows[1], plan);
+    totals = own[0] + own[1];
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const ExpertTotals other = {__shfl_up_sync(0xffffffffu, totals.rows, step),
+                                  __shfl_up_sync(0xffffffffu, totals.tiles, step),
+                                  __shfl_up_sync(0xffffffffu, totals.cost, step)};
+      if (lane >= step) totals = totals + other;
+    }
+    if (lane == 31) warp_totals[warp] = totals;
+  }
+  __syncthreads();
+  if (warp < warps) {
+    ExpertTotals all = {}, of_warps = {};  // of the warps before this one
+#pragma unroll 1
+    for (int i = 0; i < warps; i += 4) {
+#pragma unroll
+      for (int j = i; j < i + 4; ++j) {
+        all = all + warp_totals[j];
+        if (j < warp) of_warps = all;
+      }
+    }
+    totals = totals + of_warps;
+    const ExpertTotals middle = totals - own[1];
+    WritePlanTables({middle - own[0], middle, totals}, all, own_rows, experts, rows, plan, tables);
+  }
+  __syncthreads();
+}
+static_assert(kSearchReach % 256 == 0, "warps in fours");
+
+// The start of the stream-K range that has `place` cost before it.
+__device__ __forceinline__ WorkStart FindStart(const TileSchedule& schedule, const TileRule& rule,
+                                               const PlanTables& tables, int experts,
+                                               int32_t place) {
+  const int expert = FindExpert<true>(tables.first_cost, experts, place, schedule.m_blocks);
+  // Unsigned: division of numbers with a sign takes half as long again.
+  const uint32_t cost = TileCost(tables.starts[expert + 1] - tables.starts[expert], rule);
+  const uint32_t inside = place - tables.first_cost[expert] * schedule.m_blocks;
+  const uint32_t tile = inside / cost;
+  WorkStart start = {tables.first_tile[expert] * schedule.m_blocks + static_cast<int32_t>(tile),
+                     static_cast<int32_t>((inside - tile * cost) * schedule.k_steps / cost)};
+  const int32_t snap = schedule.k_steps / kSnapFraction;
+  if (start.step <= snap) start.step = 0;
+  if (schedule.k_steps - start.step <= snap) start = {start.output_tile + 1, 0};
+  return start;
+}
+
+// Writes the ranges of all blocks. All threads of a block call it, half of them for each product.
+__device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const PlanTables& tables,
+                                               int experts) {
+  const int product = threadIdx.x < kPlanThreads / 2 ? 0 : 1;
+  if (product >= plan.schedules.count) return;
+  // Not by an index, for which the compiler would copy the plan.
+  const TileSchedule schedule =
+      product == 0 ? plan.schedules.schedule[0] : plan.schedules.schedule[1];
+  const Divisor by_blocks = product == 0 ? plan.by_blocks[0] : plan.by_blocks[1];
+  const StreamKStart stream_k = tables.stream_k[product];
+  const int32_t output_tiles = tables.all.tiles * schedule.m_blocks;
+  const int32_t cost = tables.all.cost * schedule.m_blocks - stream_k.cost;
+  const int32_t range_cost = by_blocks.Divide(cost);
+  const int32_t rest = cost - range_cost * schedule.blocks;  // ranges that cost one unit more
+#pragma unroll 1
+  for (int block = threadIdx.x % (kPlanThreads / 2); block <= schedule.blocks;
+       block += kPlanThreads / 2) {
+    const int32_t place = stream_k.cost + range_cost * block + min(block, rest);
+    schedule.starts[block] = stream_k.first < output_tiles && block < schedule.blocks
+                                 ? FindStart(schedule, plan.rule, tables, experts, place)
+                                 : WorkStart{output_tiles, 0};
+  }
+}
+
+__device__ __forceinline__ void ZeroReadyFlags(const TileSchedules& schedules) {
+#pragma unroll
+  for (int product = 0; product < 2; ++product) {
+    if (product >= schedules.count) break;
+    uint4* flags = reinterpret_cast<uint4*>(schedules.schedule[product].ready);
+    const int count = kReadyFlags / 4 * schedules.schedule[product].blocks;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += kPlanThreads) flags[i] = uint4{};
+  }
+}
+static_assert(kReadyFlags % 4 == 0, "flags are zeroed by fours");
+
+}  // namespace nvfp4

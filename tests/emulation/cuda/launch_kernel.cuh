@@ -1,0 +1,57 @@
+// launch_kernel.cuh on a CPU.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda_on_cpu.h"
+
+namespace nvfp4 {
+
+extern int multiprocessors;
+
+constexpr int64_t kDynamicAlignment = 1024;
+
+constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int MultiprocessorCount() { return multiprocessors; }
+inline int ComputeCapabilityMajor() { return 0; }
+extern int block_shared_bytes;    // of the device that is emulated
+extern int largest_shared_bytes;  // dynamic ones of a launch, since the last `configure`
+inline int BlockSharedBytes() { return block_shared_bytes; }
+inline int MultiprocessorSharedBytes() { return block_shared_bytes + 1024; }
+
+template <typename... Parameters>
+bool HasCode(void (*)(Parameters...)) {
+  return true;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchWide(cudaStream_t, dim3 grid, int threads, int shared_bytes, bool,
+                       void (*kernel)(Parameters...), const Arguments&... arguments) {
+  if (shared_bytes > block_shared_bytes) return cudaErrorInvalidValue;
+  largest_shared_bytes = std::max(largest_shared_bytes, shared_bytes);
+  emulation::dynamic_bytes = shared_bytes;
+  std::memset(emulation::dynamic, 0xff, shared_bytes);
+  emulation::Run(grid, threads, [&] { kernel(arguments...); });
+  return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(Parameters...),
+                   Arguments... arguments) {
+  return LaunchWide(stream, grid, threads, 0, false, kernel, arguments...);
+}
+
+inline cudaError_t LaunchZeros(cudaStream_t, void* values, int64_t bytes) {
+  std::memset(values, 0, bytes);
+  return cudaSuccess;
+}
+
+}  // namespace nvfp4
+
+#define NVFP4_DYNAMIC_SHARED(name) uint8_t* const name = emulation::dynamic
+
+#define NVFP4_RETURN_IF_CUDA_ERROR(expression)            \
+  do {                                                    \
+    const cudaError_t nvfp4_status = (expression);        \
+    if (nvfp4_status != cudaSuccess) return nvfp4_status; \
+  } while (false)
