@@ -196,13 +196,12 @@ class _Writer:
         """Return the tensors that stay as they are, floats in `dtype` where it is not None."""
         made: dict[str, Writable] = {}
         for name, part in self._plan.kept.items():
-            stored = part.read(self._tensors)
-            target = stored.dtype
+            target = part.dtype(self._tensors)
             # A correction bias moves the choice of experts: tools keep it in float32.
-            if dtype is not None and _is_float(stored) and "correction_bias" not in name:
+            if dtype is not None and _is_float(target) and "correction_bias" not in name:
                 target = dtype
             read = functools.partial(_read_as, part, self._tensors, target)
-            made[name] = self._lazy(name, stored.shape, target, read)
+            made[name] = self._lazy(name, part.shape(self._tensors), target, read)
         return made
 
     def _lazy(self, name, shape, dtype, make) -> LazyTensor:
@@ -278,8 +277,8 @@ class _Writer:
         return largest / np.float32(SCALE_RANGE) if largest > 0 else np.float32(1)
 
 
-def _is_float(array) -> bool:
-    return array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16
+def _is_float(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 
 def _read_as(part, tensors, dtype) -> np.ndarray:
