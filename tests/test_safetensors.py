@@ -172,6 +172,18 @@ def test_lazy_tensors_are_made_one_at_a_time_and_checked(tmp_path):
         write_safetensors(tmp_path / "w", {"a": np.zeros(3, np.complex128)})
 
 
+def test_a_full_device_is_named_and_nothing_is_left(tmp_path):
+    """`/dev/full` answers every write as a full disk does."""
+    (tmp_path / "model.safetensors.partial").symlink_to("/dev/full")
+    with pytest.raises(
+        OSError, match=r"model\.safetensors: No space left on device.* mounted at /"
+    ):
+        write_safetensors(tmp_path / "model.safetensors", {"a": np.zeros(1000)})
+    assert os.listdir(tmp_path) == []
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.zeros(1000)})
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
 BAD_FILES = {
     "empty": (b"", "truncated: 0 bytes"),
     "short": (b"1234567", "truncated: 7 bytes"),
