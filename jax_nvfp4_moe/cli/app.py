@@ -4,7 +4,6 @@ import contextlib
 import importlib.resources
 import json
 import logging
-import os
 import pathlib
 import sys
 import time
@@ -17,7 +16,9 @@ import numpy as np
 import typer
 from jax.sharding import Mesh
 
+from jax_nvfp4_moe.checkpoint.folder import find_folder
 from jax_nvfp4_moe.cli.bench import layer_times
+from jax_nvfp4_moe.cli.errors import reporting_errors
 from jax_nvfp4_moe.cli.inspection import inspect, table
 from jax_nvfp4_moe.cli.process_options import over_devices
 from jax_nvfp4_moe.inference.evaluation import evaluate, summary_rows, window_rows
@@ -34,7 +35,6 @@ from jax_nvfp4_moe.quantization.layer_errors import (
     plot_errors,
 )
 from jax_nvfp4_moe.quantization.pipeline import quantize_model
-from jax_nvfp4_moe.scheme import Target
 
 EXAMPLE = "tiny-python-moe"
 PROMPT = "import jax\nimport jax.numpy as jnp\n\n\ndef softmax("
@@ -64,6 +64,7 @@ ExchangeOption = Annotated[
 
 
 @app.command("inspect")
+@reporting_errors
 def inspect_command(
     path: Folder,
     errors: Annotated[
@@ -122,6 +123,7 @@ def inspect_command(
 
 
 @app.command("generate")
+@reporting_errors
 @over_devices
 def generate_command(
     *,
@@ -183,6 +185,7 @@ def generate_command(
 
 
 @app.command("eval")
+@reporting_errors
 @over_devices
 def eval_command(
     *,
@@ -212,7 +215,7 @@ def eval_command(
     if original is not None:
         check_original(path, original)
         runs.insert(0, (original, how))
-    ids = load_tokenizer(path).encode(text.read_text(encoding="utf-8"))
+    ids = load_tokenizer(path).encode(_read_text(text))
     windows = {"window": window, "skip_tokens": skip_tokens, "max_windows": max_windows}
     results = {}
     for folder, options in runs:
@@ -245,6 +248,7 @@ def _evaluate(folder, options, ids, windows):
 
 
 @app.command("quantize")
+@reporting_errors
 def quantize_command(
     source: Annotated[pathlib.Path, typer.Argument(help="Folder of an unquantized checkpoint.")],
     destination: Annotated[pathlib.Path, typer.Argument(help="Folder to write; new or empty.")],
@@ -270,7 +274,7 @@ def quantize_command(
     """Quantize a checkpoint to NVFP4; print what was done as one JSON object."""
     ids = None
     if text is not None:
-        ids = load_tokenizer(source).encode(text.read_text(encoding="utf-8"))
+        ids = load_tokenizer(source).encode(_read_text(text))
         if not 1 <= calibration_tokens <= len(ids):
             raise ValueError(
                 f"calibration_tokens: expected 1 to {len(ids)}, the tokens of {text}; got "
@@ -294,6 +298,7 @@ def quantize_command(
 
 
 @app.command("bench")
+@reporting_errors
 def bench_command(
     tokens: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16,64",
     experts: Annotated[int, typer.Option(help="Number of experts.")] = 128,
@@ -320,31 +325,16 @@ def bench_command(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; an error is one message and exit status 2.
+    """Run the command line; an error that a user can mend is one message and exit status 2.
 
     Args:
       arguments: without the program's name; those of the process where None.
     """
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("jax_nvfp4_moe").setLevel(logging.INFO)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     with distributed.leaving_at_once():
-        _run(list(sys.argv[1:] if arguments is None else arguments))
-
-
-def _run(arguments):
-    """Run the command; commands find `arguments` in the context."""
-    try:
-        app(args=arguments, obj=arguments)
-    except BrokenPipeError:
-        # The reader has gone, as with `| head`: nobody to tell. Python would try to flush again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except (ValueError, OSError, MemoryError) as error:
-        _fail(distributed.explain_loss(error) or str(error) or type(error).__name__)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        _fail(f"out of memory on {Target.current()} while the model ran: {error}")
+        app(args=given, obj=given)  # commands find the arguments in the context
 
 
 def _each(schemes: list[str] | None) -> list[str | None]:
@@ -362,7 +352,7 @@ def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
     """Return the first tokens of a text, and each as text; random ones without a tokenizer."""
     if tokens < 1:
         raise ValueError(f"tokens: expected at least 1, got {tokens}")
-    if text is None and path.is_dir() and not (path / TOKENIZER).exists():
+    if text is None and not (find_folder(path) / TOKENIZER).exists():
         _say(f"{path} has no {TOKENIZER}: {tokens} random token ids")
         size = abstract_model(path).model.config.vocab_size
         return np.random.default_rng(0).integers(0, size, tokens), None
@@ -371,14 +361,17 @@ def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
         source = importlib.resources.files("jax_nvfp4_moe") / "numerics" / "nvfp4.py"
         said = source.read_text(encoding="utf-8")
     else:
-        said = text.read_text(encoding="utf-8")
+        said = _read_text(text)
     ids = tokenizer.encode(said)[:tokens]
     return ids, [tokenizer.decode([token]) for token in ids]
 
 
-def _fail(message):
-    _say(f"error: {message}")
-    sys.exit(2)
+def _read_text(path) -> str:
+    path = path.expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text in UTF-8, got {error}") from None
 
 
 def _report(message):

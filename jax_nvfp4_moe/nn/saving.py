@@ -53,7 +53,7 @@ def save_prepared(folder: str | pathlib.Path, module: Any) -> None:
     """
     import orbax.checkpoint  # on demand: heavy, and needed nowhere else
 
-    folder = pathlib.Path(folder).resolve()
+    folder = pathlib.Path(folder).expanduser().resolve()
     record = json.dumps(_description(module), indent=1)
     _in_first_process(lambda: _begin(folder, record))
     arrays = {name: leaf for _, leaves in _leaves(module) for name, leaf in leaves}
@@ -82,7 +82,7 @@ def restore_prepared(folder: str | pathlib.Path, like: Saved) -> Saved:
     """
     import orbax.checkpoint
 
-    folder = pathlib.Path(folder).resolve()
+    folder = pathlib.Path(folder).expanduser().resolve()
     _check(read_json(folder, LAYOUTS), _description(like), folder)
     variables = _leaves(like)
     abstract = {

@@ -104,7 +104,7 @@ def quantize_model(
     chosen = _check_arguments(scheme, form, modules, algorithm, token_ids)
     _check_lists(exclude, shard_bytes)
     kept_dtype = None if dtype is None else np.dtype(find_dtype(dtype))
-    destination = pathlib.Path(destination)
+    destination = pathlib.Path(destination).expanduser()
     _check_destination(destination)
     with open_checkpoint(source) as checkpoint:
         if checkpoint.quant.rules:
