@@ -14,6 +14,7 @@ from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config, ref
 
 from jax_nvfp4_moe.checkpoint.lazy_array import overlap
 from jax_nvfp4_moe.cli import app as cli
+from jax_nvfp4_moe.cli.generate import PROMPT
 from jax_nvfp4_moe.cli.inspection import TARGETS
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
@@ -46,8 +47,8 @@ def test_generate_streams_the_prompt_and_its_continuation(run):
 def test_generate_without_arguments_runs_the_example(run):
     status, out, _ = run("generate", "--max-new-tokens", 3)
     assert status == 0
-    assert out.startswith(cli.PROMPT)
-    assert len(out) > len(cli.PROMPT) + 1
+    assert out.startswith(PROMPT)
+    assert len(out) > len(PROMPT) + 1
 
 
 def test_a_seed_decides_a_sample(run):

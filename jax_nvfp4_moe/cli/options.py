@@ -2,7 +2,29 @@
 
 import functools
 import inspect
+import pathlib
 from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+Folder = Annotated[pathlib.Path, typer.Argument(help="Folder of a checkpoint.")]
+SchemeOption = Annotated[
+    str | None,
+    typer.Option("--scheme", help="checkpoint, w4a16, w4a4, w4a4_unit_scale, w4a4_token_scale."),
+]
+SchemesOption = Annotated[
+    list[str] | None, typer.Option("--scheme", help="As elsewhere; repeat it to compare.")
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
+BackendOption = Annotated[str | None, typer.Option("--backend", help="Name of a backend.")]
+DispatchOption = Annotated[
+    str,
+    typer.Option(
+        "--dispatch",
+        help="How tokens reach experts over a mesh: psum, all_to_all, or ragged on GPUs.",
+    ),
+]
 
 
 def with_options(
@@ -28,3 +50,22 @@ def with_options(
     run.__signature__ = inspect.Signature(joined)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in joined}
     return run
+
+
+def each_once(schemes: list[str] | None) -> list[str | None]:
+    """Return the schemes that the user asks for, each once; None alone where they name none."""
+    return [*dict.fromkeys(schemes or [None])]
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Return the text of a file that an option names, a leading ``~`` expanded.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is not UTF-8.
+    """
+    path = path.expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text in UTF-8, got {error}") from None
