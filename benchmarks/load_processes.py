@@ -7,7 +7,7 @@ Each process is on this host, with one CPU device; collectives are Gloo's. The p
 resident memory above what the imports took, as in `load.py`; its bound is 1.1 x the share of the
 process, the prepared bytes of its shards. What each holds beside experts (embedding, norms,
 attention) is whole along `expert` and counts in the share. Bytes read are those of `read` calls
-(Linux's rchar); what a mapped file brings by pages is not in them.
+(Linux's rchar).
 
 Writes ``benchmarks/results/load_processes.json``; exit status 1 where a peak is over its bound.
 """

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.cli.inspection import table
+from jax_nvfp4_moe.cli.output import table
 from jax_nvfp4_moe.inference.evaluation import standard_error
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.numerics import nvfp4 as formats

@@ -1,20 +1,27 @@
-"""One process of several, for `test_distributed`: sums over all in a loop, or a model's logits.
+"""One process of several, for `test_distributed`: a sum in a loop, a save, or a model's logits.
 
-python several_processes.py ADDRESS PROCESSES INDEX PEER_TIMEOUT (sum | FOLDER MESH OUTPUT)
+python several_processes.py ADDRESS PROCESSES INDEX PEER_TIMEOUT WHAT, which is one of
+  sum, save FOLDER, FOLDER MESH OUTPUT
 """
 
+import pathlib
 import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe import generate, load_model, testing
 from jax_nvfp4_moe.inference import balance
+from jax_nvfp4_moe.nn import saving
+from jax_nvfp4_moe.parallel import find_expert_mesh, shard_experts
 from jax_nvfp4_moe.parallel import processes as distributed
 from jax_nvfp4_moe.parallel.placement import place
+
+SIZES = {"num_experts": 4, "hidden": 64, "intermediate": 32}
 
 
 def add_up_for_ever(mesh):
@@ -26,6 +33,42 @@ def add_up_for_ever(mesh):
     while True:
         print(float(total(x)), flush=True)
         time.sleep(0.05)
+
+
+def save_with_others(folder):
+    """Save sharded parameters to a folder that fills up meanwhile, and to one that stays free."""
+    mesh = distributed.make_mesh()
+    params = jax.tree.map(np.asarray, testing.random_moe_params(jax.random.key(0), **SIZES))
+    experts = shard_experts(params, find_expert_mesh(mesh))
+    if distributed.is_first():
+        time.sleep(2)  # the others have come, and have seen that nothing is there
+        (folder / "used").mkdir(parents=True)
+        (folder / "used" / "file").write_text("")
+    try:
+        saving.save_prepared(folder / "used", experts)
+    except ValueError as error:
+        print(error, flush=True)
+    if not distributed.is_first():
+        delay(saving, "_description", 1)
+    saving.save_prepared(folder / "free", experts)
+    written = (folder / "free" / saving.LAYOUTS).stat()
+    multihost_utils.sync_global_devices("all have saved")
+    assert (folder / "free" / saving.LAYOUTS).stat().st_mtime_ns == written.st_mtime_ns
+    restored = saving.restore_prepared(folder / "free", experts)
+    for new, old in zip(jax.tree.leaves(restored), jax.tree.leaves(experts), strict=True):
+        for one, other in zip(new.addressable_shards, old.addressable_shards, strict=True):
+            np.testing.assert_array_equal(one.data, other.data)
+
+
+def delay(module, name, seconds):
+    """Make a function of `module` slow."""
+    function = getattr(module, name)
+
+    def late(*args):
+        time.sleep(seconds)
+        return function(*args)
+
+    setattr(module, name, late)
 
 
 def run_model(folder, shape, output):
@@ -53,9 +96,13 @@ def main(address, processes, index, peer_timeout, what, *rest):
     limits = {"peer_timeout": int(peer_timeout), "start_timeout": 60}
     distributed.join(address, int(processes), int(index), **limits)
     distributed.report_joined(int(pipe))
+    rest = [part for part in rest if part != distributed.SUPERVISED]
     if what == "sum":
         add_up_for_ever(distributed.make_mesh())
-    run_model(what, *(part for part in rest if part != distributed.SUPERVISED))
+    elif what == "save":
+        save_with_others(pathlib.Path(*rest))
+    else:
+        run_model(what, *rest)
 
 
 if __name__ == "__main__":

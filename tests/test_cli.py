@@ -1,15 +1,20 @@
 """The command line: results alone on standard output, one message and status 2 for an error."""
 
 import json
+import pathlib
 import re
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config, reference_facts
 
+from jax_nvfp4_moe.checkpoint.lazy_array import overlap
 from jax_nvfp4_moe.cli import app as cli
+from jax_nvfp4_moe.cli.generate import PROMPT
 from jax_nvfp4_moe.cli.inspection import TARGETS
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
@@ -42,8 +47,8 @@ def test_generate_streams_the_prompt_and_its_continuation(run):
 def test_generate_without_arguments_runs_the_example(run):
     status, out, _ = run("generate", "--max-new-tokens", 3)
     assert status == 0
-    assert out.startswith(cli.PROMPT)
-    assert len(out) > len(cli.PROMPT) + 1
+    assert out.startswith(PROMPT)
+    assert len(out) > len(PROMPT) + 1
 
 
 def test_a_seed_decides_a_sample(run):
@@ -166,9 +171,7 @@ def test_bench_prints_a_table(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "/nowhere"], "'/nowhere' is not a folder"),
         (["eval", EXAMPLE, "--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
-        (["generate", "/nowhere"], "'tokenizer.json' is missing"),
         (["generate", EXAMPLE, "--scheme", "w8a8"], "scheme: expected"),
         (["generate", EXAMPLE, "--dtype", "int8"], "dtype: expected"),
         (
@@ -204,6 +207,79 @@ def test_errors_are_one_message_and_status_2(run, arguments, message):
     assert out == ""
     assert message in err
     assert "Traceback" not in err
+
+
+COMMANDS = (
+    ["inspect", "{}"],
+    ["inspect", "{}", "--errors"],
+    ["inspect", EXAMPLE, "--errors", "--original", "{}"],
+    ["generate", "{}"],
+    ["eval", "{}", "--text", TEXT],
+    ["eval", EXAMPLE, "--text", TEXT, "--original", "{}"],
+    ["quantize", "{}", "destination"],
+    ["quantize", "{}", "destination", "--text", TEXT],
+)
+HOME = pathlib.Path.home()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(map(str, c[:1] + c[-1:])))
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nowhere", "'/nowhere' is not a folder that exists; pass the folder of a checkpoint"),
+        ("./nowhere", "'nowhere' is not a folder that exists; pass the folder of a checkpoint"),
+        ("~/nowhere", f"'{HOME}/nowhere' is not a folder that exists; pass"),
+        ("~nobody-of-that-name/m", "'~nobody-of-that-name/m': "),
+        ("nvidia/Qwen3-30B-A3B-FP4", "with `hf download nvidia/Qwen3-30B-A3B-FP4 --local-dir F"),
+        (__file__, "is a file; pass the folder"),
+    ],
+)
+def test_a_path_that_is_not_there_gets_one_sentence(run, command, path, message):
+    status, out, err = run(*(str(word).format(path) for word in command))
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_a_home_is_expanded(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").symlink_to(EXAMPLE)
+    (tmp_path / "t.txt").write_text("import jax\n" * 40)
+    status, _, err = run("eval", "~/m", "--text", "~/t.txt", "--window", 16, "--max-windows", 1)
+    assert status == 0, err
+    source = str(CHECKPOINTS / "sources" / "qwen3_moe-small" / "source")
+    assert run("quantize", source, "~/q")[0] == 0
+    assert (tmp_path / "q" / "config.json").exists()
+
+
+def test_text_that_is_not_utf8_is_the_users_error(run, tmp_path):
+    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
+    status, _, err = run("eval", EXAMPLE, "--text", tmp_path / "latin")
+    assert status == 2
+    assert "latin: expected text in UTF-8" in err
+
+
+def test_a_fault_of_the_package_is_no_error_of_the_user(monkeypatch):
+    """A `ValueError` of a library, or of Python, whose cause is a mistake in our code."""
+    faults = (
+        lambda: np.zeros(3) + np.zeros(4),
+        lambda: jax.jit(jnp.add)(jnp.zeros(3), jnp.zeros(4)),
+        lambda: overlap((0,), (2, 3), (slice(0, 1),)),  # zip(..., strict=True) inside
+    )
+    for fault in faults:
+        monkeypatch.setattr("jax_nvfp4_moe.inference.generation._start", lambda *_, f=fault: f())
+        with pytest.raises((ValueError, TypeError)) as caught:
+            cli.main(["generate", str(EXAMPLE)])
+        assert "This is a fault of jax-nvfp4-moe" in caught.value.__notes__[-1]
+
+
+def test_a_traceback_is_shown_on_request(run):
+    status, out, err = run("inspect", "/nowhere", "--traceback")
+    assert (status, out) == (2, "")
+    assert err.startswith("Traceback")
+    assert "in open_checkpoint" in err
+    assert err.splitlines()[-1].startswith("error: '/nowhere' is not a folder")
 
 
 def test_commands_over_devices_declare_their_options_once(run):
@@ -247,4 +323,4 @@ def test_a_process_of_its_own():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "error: '/nowhere' is not a folder; expected a checkpoint's folder\n"
+    assert done.stderr.startswith("error: '/nowhere' is not a folder that exists; pass the folder")

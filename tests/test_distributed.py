@@ -22,7 +22,7 @@ from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.parallel import processes as distributed
 
 SCRIPT = pathlib.Path(__file__).parent / "several_processes.py"
-ROOT = pathlib.Path(distributed.__file__).parents[1]
+ROOT = pathlib.Path(distributed.__file__).parents[2]
 SMALL = CHECKPOINTS / "qwen3moe-modelopt-w4a16"
 GREEDY = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]["w4a16_greedy"]
 PEER_TIMEOUT = 10
@@ -93,6 +93,14 @@ def test_two_processes_generate_what_one_does_again_after_one_was_killed():
         assert status == 0, err
         assert out == GREEDY["text"] + "\n"
         assert finish(second)[:2] == (0, "")
+
+
+def test_processes_agree_on_whether_a_folder_is_free_and_one_writes_the_record(tmp_path):
+    with run_script(2, "save", tmp_path) as processes:
+        for process in processes:
+            status, out, err = finish(process)
+            assert status == 0, err
+            assert "folder: expected an empty or a new one" in out
 
 
 @pytest.mark.slow

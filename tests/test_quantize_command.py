@@ -2,6 +2,10 @@
 
 import json
 import logging
+import os
+import resource
+import subprocess
+import sys
 
 import pytest
 from checkpoint_edits import read_all
@@ -89,3 +93,64 @@ def test_the_command_says_what_is_wrong(source_with_tokenizer, tmp_path, capsys)
     status, _, err = call(capsys, "quantize", EXAMPLE, tmp_path / "q")
     assert status == 2
     assert "is quantized already" in err
+
+
+LIMITED = """
+import resource, sys
+from jax_nvfp4_moe.cli.app import main
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+main(sys.argv[2:])
+"""
+
+
+def test_a_disk_that_is_full_is_named_and_a_second_try_works(tmp_path):
+    """No file may grow past 30 KB: the weights do not fit, all other files do."""
+    q = tmp_path / "q"
+    arguments = [str(SMALL / "source"), str(q)]
+    command = [sys.executable, "-c", LIMITED, "30000", "quantize", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "model.safetensors: File too large" in line
+    assert f"mounted at {mount_point(tmp_path)}, which has" in line
+    assert not q.exists()
+    command[3] = str(resource.RLIM_INFINITY)
+    subprocess.run(command, capture_output=True, check=True)
+    assert "config.json" in os.listdir(q)
+
+
+def mount_point(path):
+    return next(str(one) for one in (path, *path.parents) if one.is_mount())
+
+
+def test_what_a_process_that_was_killed_left_is_replaced(tmp_path, monkeypatch):
+    """Killed in the middle of writing; `os._exit` leaves no chance to clean up."""
+    q = tmp_path / "q"
+    killed = (
+        "import os, sys, jax_nvfp4_moe\n"
+        "from jax_nvfp4_moe.checkpoint import export\n"
+        "export._bytes = lambda *_: os._exit(9)\n"
+        "jax_nvfp4_moe.quantize_model(*sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", killed, str(SMALL / "source"), str(q)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 9
+    assert not (q / "config.json").exists()
+    quantize_model(SMALL / "source", q)
+    quantize_model(SMALL / "source", tmp_path / "other")
+    assert sorted(os.listdir(q)) == sorted(os.listdir(tmp_path / "other"))
+    with pytest.raises(ValueError, match="destination: expected a new or an empty folder"):
+        quantize_model(SMALL / "source", q)
+
+
+def test_an_error_leaves_an_empty_folder_empty(tmp_path, monkeypatch):
+    (tmp_path / "q").mkdir()
+
+    def fail(*_):
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr("jax_nvfp4_moe.checkpoint.export._bytes", fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        quantize_model(SMALL / "source", tmp_path / "q")
+    assert os.listdir(tmp_path / "q") == []

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 
 import ml_dtypes
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from jax_nvfp4_moe.checkpoint.byte_runs import find_runs, index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.export import LazyTensor, write_checkpoint, write_safetensors
 from jax_nvfp4_moe.checkpoint.folder import read_config, read_size
@@ -72,15 +75,72 @@ def test_four_bit_elements_are_read_as_bytes(tmp_path):
         assert tensors.read("b").tolist() == [4, 5, 6]
 
 
-def test_views_outlive_the_file(tmp_path):
+def test_arrays_outlive_the_file(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", {"a": np.arange(5)})
     with open_tensors(tmp_path) as tensors:
-        view = tensors.read("a")
-    assert view.tolist() == [0, 1, 2, 3, 4]
-    assert not view.flags.writeable
+        array = tensors.read("a")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert array.tolist() == [0, 1, 2, 3, 4]
+
+
+INDICES = st.one_of(
+    st.integers(0, 2),
+    st.builds(slice, st.integers(0, 3), st.integers(0, 3), st.integers(1, 2)),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    index=st.lists(INDICES, max_size=3).map(tuple),
+    gap=st.integers(0, 60),
+    longest=st.sampled_from((2, 16, 1000)),
+    bounded=st.booleans(),
+)
+def test_a_part_is_read_as_numpy_indexes_it(tmp_path, index, gap, longest, bounded):
+    """Whether the bytes between its runs are read over or left out, and however long a run is."""
+    array = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
+    write_safetensors(tmp_path / "model.safetensors", {"odd": np.zeros(3, np.int8), "a": array})
+    with open_tensors(tmp_path) as tensors:
+        np.testing.assert_array_equal(tensors.read("a", index), array[index])
+        found = np.full_like(array[index], -1)
+        limits = {"gap": gap, "longest": longest, "bounded": bounded}
+        for run in find_runs(array.shape, 2, index, **limits):
+            found[run.at] = tensors.read_run("a", run)
+            assert run.nbytes <= max(longest, 2) or (run.contiguous and not bounded)
+        np.testing.assert_array_equal(found, array[index])
+
+
+@pytest.mark.parametrize("index", [(2, slice(16, 32)), (slice(1, 3), slice(512, 528))])
+def test_a_part_reads_its_own_bytes_alone(index):
+    """Rows of a matrix; and some rows of each matrix of a stack, far apart in the file."""
+    shape = (4, 1024, 256)
+    runs = list(find_runs(shape, 1, index))
+    assert sum(run.nbytes for run in runs) == math.prod(index_shape(shape, index))
+    assert all(run.contiguous for run in runs)
+
+
+SHRINKS = """
+import os, sys
+from jax_nvfp4_moe.checkpoint.byte_runs import find_runs, index_shape
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
+
+with open_tensors(sys.argv[1]) as tensors:
+    tensors.read("a")
+    os.truncate(sys.argv[1] + "/model.safetensors", 100)
+    try:
+        print(tensors.read("a").sum())
+    except CheckpointError as error:
+        print(error)
+"""
 
 
 def test_reading_a_file_that_shrank_is_an_error(tmp_path):
+    """In a process of its own: touching a mapped page that is gone would end it by SIGBUS."""
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.arange(5000)})
+    command = [sys.executable, "-c", SHRINKS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "'model.safetensors' shrank while it was read\n")
     write_safetensors(tmp_path / "model.safetensors", {"a": np.arange(5000)})
     with open_tensors(tmp_path) as tensors:
         os.truncate(tmp_path / "model.safetensors", 100)
@@ -110,6 +170,18 @@ def test_lazy_tensors_are_made_one_at_a_time_and_checked(tmp_path):
     assert not (tmp_path / "w").exists()
     with pytest.raises(ValueError, match="has no dtype complex128"):
         write_safetensors(tmp_path / "w", {"a": np.zeros(3, np.complex128)})
+
+
+def test_a_full_device_is_named_and_nothing_is_left(tmp_path):
+    """`/dev/full` answers every write as a full disk does."""
+    (tmp_path / "model.safetensors.partial").symlink_to("/dev/full")
+    with pytest.raises(
+        OSError, match=r"model\.safetensors: No space left on device.* mounted at /"
+    ):
+        write_safetensors(tmp_path / "model.safetensors", {"a": np.zeros(1000)})
+    assert os.listdir(tmp_path) == []
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.zeros(1000)})
+    assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 BAD_FILES = {

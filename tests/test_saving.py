@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 
@@ -138,6 +139,28 @@ def test_other_shapes_are_refused(tmp_path):
     wider = NVFP4MoE(4, 64, 48, top_k=2, rngs=nnx.Rngs(0), backend="reference")
     with pytest.raises(CheckpointError, match="dtype and shape: expected"):
         restore_prepared(tmp_path / "m", wider)
+
+
+LIMITED = """
+import resource, sys, jax
+from jax_nvfp4_moe.nn.saving import save_prepared
+from jax_nvfp4_moe.testing import random_moe_params
+
+params = random_moe_params(jax.random.key(0), num_experts=16, hidden=256, intermediate=128)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+save_prepared(sys.argv[1], params)
+"""
+
+
+def test_a_second_try_works_after_the_disk_was_full(tmp_path):
+    """No file may grow past 20 KB: arrays do not fit, the record does."""
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "m")]
+    done = subprocess.run([*command, "20000"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert str(tmp_path / "m") in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "m" / LAYOUTS).exists()
+    subprocess.run([*command, str(resource.RLIM_INFINITY)], capture_output=True, check=True)
+    assert sorted(os.listdir(tmp_path / "m")) == ["arrays", LAYOUTS]
 
 
 def test_folders_that_do_not_serve(tmp_path):

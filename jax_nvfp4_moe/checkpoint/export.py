@@ -1,9 +1,9 @@
 """Write checkpoints: safetensors files, one tensor in memory at a time, and their index."""
 
 import dataclasses
+import itertools
 import json
 import math
-import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from jax_nvfp4_moe.checkpoint.folder import CONFIG
 from jax_nvfp4_moe.checkpoint.modelopt import QUANT_FILE, declaration
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, SINGLE_FILE, STORED_TYPES
+from jax_nvfp4_moe.checkpoint.writing import write_file
 
 SHARD_BYTES = 5_000_000_000  # what Hugging Face's tools write
 _STORED_NAMES = {
@@ -63,6 +64,7 @@ def write_safetensors(
     Raises:
       ValueError: a dtype is unknown to the format, or a `LazyTensor` makes another array than it
         said.
+      OSError: the file cannot be written; names it and its device.
     """
     path = pathlib.Path(path)
     order = sorted(tensors, key=lambda name: (-np.dtype(tensors[name].dtype).itemsize, name))
@@ -77,13 +79,8 @@ def write_safetensors(
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as stream:
-        stream.write(len(encoded).to_bytes(8, "little"))
-        stream.write(encoded)
-        for name in order:
-            stream.write(_bytes(name, tensors[name]))
-    os.replace(partial, path)
+    head = len(encoded).to_bytes(8, "little") + encoded
+    write_file(path, itertools.chain([head], (_bytes(name, tensors[name]) for name in order)))
 
 
 def write_checkpoint(
@@ -191,4 +188,4 @@ def _bytes(name, tensor) -> memoryview:
 
 
 def _write_json(path, value) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_file(path, [(json.dumps(value, indent=2) + "\n").encode()])

@@ -6,6 +6,7 @@ must end in the folder. Nothing from the folder is executed.
 
 import json
 import pathlib
+import re
 import stat
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,32 @@ from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 JSON_BYTES = 100_000_000  # the cap that the safetensors format puts on its header
 CONFIG = "config.json"
 TEXT_CONFIGS = ("text_config", "llm_config")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # an owner and a model
+
+
+def find_folder(path: str | pathlib.Path) -> pathlib.Path:
+    """Return the checkpoint folder that a user names, a leading ``~`` expanded.
+
+    Raises:
+      CheckpointError: there is no such folder; says how to get the files.
+    """
+    try:
+        folder = pathlib.Path(path).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError([f"{str(path)!r}: {error}"]) from None
+    if folder.is_dir():
+        return folder
+    missing = f"{str(folder)!r} is not a folder that exists"
+    if folder.is_file():
+        problem = f"{str(folder)!r} is a file; pass the folder of a checkpoint that holds it"
+    elif _HUB_NAME.fullmatch(str(path)):
+        problem = (
+            f"{missing}; download a model of the Hugging Face Hub with "
+            f"`hf download {path} --local-dir FOLDER`, and pass FOLDER"
+        )
+    else:
+        problem = f"{missing}; pass the folder of a checkpoint, with {CONFIG} and safetensors files"
+    raise CheckpointError([problem])
 
 
 def locate(folder: pathlib.Path, name: str) -> pathlib.Path:
@@ -105,9 +132,7 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
     Raises:
       CheckpointError: `folder` is no folder, or the file is missing or not a JSON object.
     """
-    folder = pathlib.Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError([f"{str(folder)!r} is not a folder; expected a checkpoint's folder"])
+    folder = find_folder(folder)
     try:
         return read_json(folder, CONFIG)
     except CheckpointError as error:

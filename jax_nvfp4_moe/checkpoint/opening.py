@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.folder import read_config
+from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_spelling
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
@@ -42,7 +42,7 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
     Raises:
       CheckpointError: lists everything that is wrong with any of them.
     """
-    folder = pathlib.Path(folder)
+    folder = find_folder(folder)
     config = read_config(folder)
     problems: list[str] = []
     renamed: dict[str, str] = {}

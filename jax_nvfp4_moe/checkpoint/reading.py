@@ -3,13 +3,12 @@
 import concurrent.futures
 import functools
 import logging
-import math
-import mmap
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.formats import TensorNames
 from jax_nvfp4_moe.checkpoint.lazy_array import (
@@ -19,6 +18,7 @@ from jax_nvfp4_moe.checkpoint.lazy_array import (
     region_shape,
     whole,
 )
+from jax_nvfp4_moe.checkpoint.memory import aligned_empty
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, TensorSlice
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
@@ -26,8 +26,6 @@ from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 
 log = logging.getLogger("jax_nvfp4_moe")
 
-_ALIGNMENT = 64  # bytes; XLA's CPU client then takes the array without a copy
-_OWN_PAGES = 1 << 18  # bytes
 _THREADS = 8  # that read at once, in the operating system and without Python's lock
 _THREAD_BYTES = 1 << 20  # fewest for each, so that starting it does not count
 Check = Callable[[np.ndarray], str | None]  # a part of an array -> what is wrong with it
@@ -97,8 +95,7 @@ class Reader:
             and start < end
             and (common := overlap(piece.at, buffer.shape, region)) is not None
         ]
-        reads = [self._fill(array, *each, buffer.shape) for each in found]
-        self._copy([read for read in reads if read is not None])
+        self._copy([read for each in found for read in self._fill(array, *each, buffer.shape)])
         for piece, common in found:
             self._check(piece, array[(*common[0], ...)], check)
         return array
@@ -187,28 +184,30 @@ class Reader:
         """Copy what `piece` has of a region into its `array`; `common` is of `overlap`.
 
         Returns:
-          Arguments of `Tensors.read_into` that are still to be read; None where all is copied.
+          Arguments of `Tensors.read_into` for what is still to be read, as it lies in the file.
         """
         info = self._tensors.info(piece.name)
         inside, of_piece = common
         place = array[(*inside, ...)]
-        straight = not piece.part and not piece.swapped
-        straight &= STORED_TYPES[info.dtype].numpy == array.dtype and place.flags.c_contiguous
-        if straight and place.nbytes == info.nbytes:
-            self._advance(info.nbytes)
-            return piece.name, place, 0
-        file = self._tensors.read(piece.name)  # a view of pages that are read when touched
-        stored = file[(*piece.part, ...)]
-        if piece.swapped:
-            stored = np.swapaxes(stored, -1, -2)
-        if piece.shape is not None:
-            stored = stored.reshape(piece.shape)
-        self._advance(min(stored.nbytes, place.nbytes))
-        stored = np.broadcast_to(stored, _held_shape(piece.at, shape))[(*of_piece, ...)]
-        if straight and stored.flags.c_contiguous and place.nbytes <= info.nbytes:
-            return piece.name, place, stored.ctypes.data - file.ctypes.data
-        place[...] = stored
-        return None
+        stored_dtype = STORED_TYPES[info.dtype].numpy
+        index = _stored_index(piece, info, of_piece, _held_shape(piece.at, shape))
+        if index is None:  # a scale or a few, spread
+            stored = self._tensors.read(piece.name, piece.part)
+            stored = stored if piece.shape is None else stored.reshape(piece.shape)
+            self._advance(min(stored.nbytes, place.nbytes))
+            place[...] = np.broadcast_to(stored, _held_shape(piece.at, shape))[(*of_piece, ...)]
+            return []
+        self._advance(place.size * stored_dtype.itemsize)
+        place = np.swapaxes(place, -1, -2) if piece.swapped else place
+        as_stored = stored_dtype == array.dtype and not piece.swapped
+        reads = []
+        for run in self._tensors.runs(piece.name, index, bounded=not as_stored):
+            part = place[run.at]
+            if as_stored and run.contiguous and part.flags.c_contiguous:
+                reads.append((piece.name, part, run.start))
+            else:
+                part[...] = self._tensors.read_run(piece.name, run)
+        return reads
 
     def _check(self, piece, part, check):
         message = None if check is None else check(part)
@@ -264,6 +263,28 @@ def _bad_scales(part):
     return None if np.isfinite(part).all() else "a scale of the weights is not finite"
 
 
+def _stored_index(piece, info, of_piece, held):
+    """Return the index into a stored tensor of the elements `of_piece` of what `piece` holds.
+
+    None where the tensor takes another shape, or is repeated, to become what `piece` holds.
+    """
+    shape = index_shape(info.array_shape, piece.part)
+    given = (*shape[:-2], shape[-1], shape[-2]) if piece.swapped else shape
+    if piece.shape is not None or given != held:
+        return None
+    wanted = list(of_piece)
+    if piece.swapped:
+        wanted[-2:] = wanted[-1], wanted[-2]
+    index = []
+    rest = [slice(None)] * (len(info.array_shape) - len(piece.part))
+    for one, size in zip([*piece.part, *rest], info.array_shape, strict=True):
+        if isinstance(one, slice):
+            index.append(range(*one.indices(size))[wanted.pop(0)])
+        else:
+            index.append(one)
+    return index
+
+
 def _held_shape(at, shape):
     """Return the shape of the part ``at`` of an array."""
     kept = [
@@ -272,22 +293,6 @@ def _held_shape(at, shape):
         if isinstance(one, slice)
     ]
     return (*kept, *shape[len(at) :])
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an array of unspecified values whose first byte is at a multiple of 64.
-
-    A large one has pages of its own, which the system gets back with the array: malloc would keep
-    those of arrays that come and go, up to 64 MB of every thread.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes >= _OWN_PAGES:
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        raw = np.frombuffer(pages, np.uint8)
-    else:
-        raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _covers(buffer):

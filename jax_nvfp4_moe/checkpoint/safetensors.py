@@ -11,7 +11,6 @@ import bisect
 import dataclasses
 import itertools
 import math
-import mmap
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,10 @@ from collections.abc import Iterator, Mapping
 import ml_dtypes
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.byte_runs import Index, Run, find_runs, index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import JSON_BYTES, exists, locate, parse_object, read_json
+from jax_nvfp4_moe.checkpoint.memory import aligned_empty
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -121,7 +122,6 @@ class Tensors:
         self._infos = dict(infos)
         self._sorted = sorted(infos)
         self._files: dict[str, int] = {}
-        self._maps: dict[str, mmap.mmap] = {}
         try:
             for file, path in paths.items():
                 self._files[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -158,23 +158,42 @@ class Tensors:
         rest = itertools.islice(self._sorted, first, None)
         return itertools.takewhile(lambda name: name.startswith(prefix), rest)
 
-    def read(self, name: str) -> np.ndarray:
-        """Return the tensor as a read-only view of the file's pages: nothing is copied."""
+    def runs(self, name: str, index: Index = (), *, bounded: bool = False) -> Iterator[Run]:
+        """Yield where the file holds a part of the tensor; see `byte_runs.find_runs`."""
         info = self._infos[name]
-        dtype = STORED_TYPES[info.dtype].numpy
-        if not info.nbytes:
-            return np.empty(info.array_shape, dtype)
-        if info.file not in self._maps:
-            self._maps[info.file] = mmap.mmap(self._files[info.file], 0, access=mmap.ACCESS_READ)
-        count = info.nbytes // dtype.itemsize
-        flat = np.frombuffer(self._maps[info.file], dtype, count, info.start)
-        return flat.reshape(info.array_shape)
+        itemsize = STORED_TYPES[info.dtype].numpy.itemsize
+        return find_runs(info.array_shape, itemsize, index, bounded=bounded)
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Return ``tensor[index]``, an array of its own; no other part of the tensor is kept.
+
+        Nothing is mapped: a mapped page of a file that shrinks ends the process by SIGBUS.
+
+        Args:
+          name: of the tensor.
+          index: numbers of 0 and more, and slices of positive step, for the first axes.
+
+        Raises:
+          CheckpointError: the file has become shorter than its header said.
+        """
+        info = self._infos[name]
+        shape = index_shape(info.array_shape, index)
+        array = aligned_empty(shape, STORED_TYPES[info.dtype].numpy)
+        for run in self.runs(name, index):
+            if run.contiguous and run.nbytes == array.nbytes:
+                self.read_into(name, array, run.start)
+            else:
+                array[run.at] = self.read_run(name, run)
+        return array
+
+    def read_run(self, name: str, run: Run) -> np.ndarray:
+        """Return the elements of one of the tensor's runs; errors are those of `read`."""
+        raw = aligned_empty((run.nbytes,), np.dtype(np.uint8))
+        self._read_bytes(name, raw.data, run.start)
+        return run.pick(raw, STORED_TYPES[self._infos[name].dtype].numpy)
 
     def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:
         """Copy the tensor's bytes from `start` on into `out`, C-contiguous and of the same dtype.
-
-        Reads the file rather than its mapping, so that a file that shrinks meanwhile gives an
-        error and no bus error.
 
         Raises:
           ValueError: `out` does not fit.
@@ -186,9 +205,13 @@ class Tensors:
                 f"out: expected up to {info.nbytes - start} contiguous bytes for {name}, "
                 f"got {out.nbytes}"
             )
-        view = out.reshape(-1).view(np.uint8).data
+        self._read_bytes(name, out.reshape(-1).view(np.uint8).data, start)
+
+    def _read_bytes(self, name, view, start):
+        """Fill `view` from byte `start` of a tensor on."""
+        info = self._infos[name]
         done = 0
-        while done < out.nbytes:
+        while done < len(view):
             part = view[done : done + _ONE_READ]
             count = os.preadv(self._files[info.file], [part], info.start + start + done)
             if not count:
@@ -197,7 +220,6 @@ class Tensors:
 
     def close(self) -> None:
         """Close the files."""
-        self._maps.clear()  # each is unmapped when the last view of it goes
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()

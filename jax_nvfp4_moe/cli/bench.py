@@ -1,18 +1,54 @@
-"""The time of one expert layer of random weights on this device, by the number of tokens."""
+"""The subcommand `bench`: the time of one expert layer of random weights on this device."""
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 
 from jax_nvfp4_moe.backends.resolution import explain_problem
+from jax_nvfp4_moe.cli.options import BackendOption, DtypeOption, SchemeOption
+from jax_nvfp4_moe.cli.output import table
 from jax_nvfp4_moe.models.loading import find_dtype
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
+
+
+def bench_command(
+    tokens: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16,64",
+    experts: Annotated[int, typer.Option(help="Number of experts.")] = 128,
+    hidden: Annotated[int, typer.Option(help="Width of tokens.")] = 2048,
+    intermediate: Annotated[int, typer.Option(help="Width of an expert.")] = 768,
+    top_k: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    scheme: SchemeOption = None,
+    dtype: DtypeOption = "bfloat16",
+    backend: BackendOption = None,
+) -> None:
+    """Time one expert layer (of Qwen3-30B-A3B's sizes) on this device."""
+    counts = _positive_numbers("tokens", tokens)
+    rows = layer_times(
+        counts,
+        experts=experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        top_k=top_k,
+        scheme=scheme,
+        dtype=dtype,
+        backend=backend,
+    )
+    print("\n".join(table(rows)))
+
+
+def _positive_numbers(name, text) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{name}: expected positive numbers separated by commas, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def layer_times(
@@ -29,7 +65,7 @@ def layer_times(
     """Return a table of one row for each number of tokens: microseconds and GB/s of weights.
 
     Args:
-      tokens: how many go through the layer together, in turn.
+      tokens: numbers of tokens to time, one after the other.
       experts, hidden, intermediate, top_k: sizes of the layer.
       scheme, dtype, backend: as for `ops.moe_mlp`, of weights with input scales.
 

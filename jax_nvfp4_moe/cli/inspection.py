@@ -3,7 +3,7 @@
 import math
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 from flax import nnx
@@ -11,6 +11,7 @@ from flax import nnx
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.backends.resolution import explain
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
+from jax_nvfp4_moe.cli.output import table
 from jax_nvfp4_moe.models.loading import abstract_model
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
@@ -150,13 +151,3 @@ def _choices(kinds) -> Iterator[str]:
 def mebibytes(size: float) -> str:
     """Return a size in bytes as text."""
     return f"{size / 2**20:.2f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
-
-
-def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return `rows` as lines of aligned columns."""
-    rows = [tuple(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -1,6 +1,5 @@
 """The options of commands that run over several devices, in one process or in many."""
 
-import functools
 import inspect
 import logging
 import os
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 from jax.sharding import Mesh
 
+from jax_nvfp4_moe.cli.options import with_options
 from jax_nvfp4_moe.parallel import processes as distributed
 
 _PANEL = "Several processes"
@@ -75,20 +75,11 @@ def find_devices(
 
 
 def over_devices(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `find_devices`; it gets what they say as `devices`.
-
-    Typer reads a command's options off its signature, so the one returned has both signatures
-    joined.
-    """
+    """Give a command the options of `find_devices`; it gets what they say as `devices`."""
     shared = inspect.signature(find_devices).parameters
-    own = [one for one in inspect.signature(command).parameters.values() if one.name != "devices"]
-    joined = [one.replace(kind=one.KEYWORD_ONLY) for one in (*own, *shared.values())]
 
-    @functools.wraps(command)
-    def run(**given):
+    def run(command, **given):
         devices = find_devices(**{name: given.pop(name) for name in shared})
         command(**given, devices=devices)
 
-    run.__signature__ = inspect.Signature(joined)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in joined}
-    return run
+    return with_options(command, *shared.values(), runs=run, made="devices")

@@ -13,30 +13,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.parallel import ShardedExperts
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, check_parts
 from jax_nvfp4_moe.parallel.placement import (
-    Count,
-    ExpertLoad,
     ExpertSlots,
     Placement,
     SlotTable,
+    count_choices,
     find_sources,
     place_params,
+    to_physical_ids,
 )
 
 
 def count_experts(model: Any, input_ids, lengths=None) -> np.ndarray:
     """Return how many tokens chose each logical expert, int64 ``[layers, e]``.
 
-    The counters are in a copy of the modules, which shares their arrays: calls of `model` itself
-    stay as they are.
+    It reads what the blocks record of one call; `model` stays as it is.
 
     Args:
       model: as `load_model` returns, or a block; its experts may be placed.
@@ -48,13 +47,7 @@ def count_experts(model: Any, input_ids, lengths=None) -> np.ndarray:
       ValueError: there are no experts, or layers with different numbers of them; `lengths` is of
         another size, or not of 0 to t.
     """
-    tables = [_table(block) for block in _blocks(model)]
-    rows = []
-    for row, table in zip(_count_slots(model, input_ids, lengths), tables, strict=True):
-        if table is not None:
-            slots, copies = np.asarray(table.slots), np.asarray(table.copies)
-            row = np.where(np.arange(slots.shape[1]) < copies[:, None], row[slots], 0).sum(axis=-1)
-        rows.append(row)
+    rows = _count(model, input_ids, lengths, stored=False)
     if len({row.size for row in rows}) > 1:
         raise ValueError(f"model: expected one number of experts, got {[r.size for r in rows]}")
     return np.stack(rows)
@@ -152,7 +145,7 @@ def device_load(model: Any, input_ids, num_devices: int, lengths=None) -> np.nda
     Raises:
       ValueError: the experts of a layer do not fill the devices; `lengths` as there.
     """
-    rows = _count_slots(model, input_ids, lengths)
+    rows = _count(model, input_ids, lengths, stored=True)
     for row in rows:
         if num_devices < 1 or row.size % num_devices:
             raise ValueError(
@@ -161,15 +154,12 @@ def device_load(model: Any, input_ids, num_devices: int, lengths=None) -> np.nda
     return np.stack([row.reshape(num_devices, -1).sum(axis=-1) for row in rows])
 
 
-def _count_slots(model, input_ids, lengths):
-    """Return how many tokens each expert that is held got: int64 ``[p]`` of each block."""
+def _count(model, input_ids, lengths, stored):
+    """Return how many tokens each expert got: int64 ``[e]`` of each block, as stored or logical."""
+    _blocks(model)
     input_ids = jnp.asarray(input_ids)
     counted = None if lengths is None else _true_tokens(input_ids.shape[:2], np.asarray(lengths))
-    counting = nnx.merge(*nnx.split(model))
-    for block in _blocks(counting):
-        chosen = jnp.zeros(block.params.get_value().num_experts, jnp.int32)
-        block.load = ExpertLoad(Count(chosen, counted))
-    return [np.asarray(row, np.int64) for row in _run(counting, input_ids)]
+    return [np.asarray(row, np.int64) for row in _run(model, input_ids, counted, stored)]
 
 
 def _true_tokens(shape, lengths):
@@ -180,7 +170,23 @@ def _true_tokens(shape, lengths):
     return jnp.asarray((np.arange(t) < lengths[:, None]).reshape(-1))
 
 
-@jax.jit
-def _run(model, input_ids):
-    model(input_ids)
-    return [block.load.get_value().chosen for block in _blocks(model) if block.load is not None]
+@functools.partial(jax.jit, static_argnames="stored")
+def _run(model, input_ids, counted, stored):
+    """Return how often the experts of each block were chosen in one call."""
+    with capture(model) as seen:
+        model(input_ids)
+    return [
+        sum(_choices(block, call.expert_ids, counted, stored) for call in seen[path])
+        for path, block in expert_blocks(model)
+        if path in seen
+    ]
+
+
+def _choices(block, expert_ids, counted, stored):
+    ids, table = expert_ids.reshape(-1, expert_ids.shape[-1]), _table(block)
+    size = block.params.get_value().num_experts
+    if stored:
+        ids = to_physical_ids(ids, block.slots)
+    elif table is not None:
+        size = table.copies.shape[0]
+    return count_choices(ids, size, counted)

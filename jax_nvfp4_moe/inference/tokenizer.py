@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, locate, read_json
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, exists, find_folder, locate, read_json
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -90,7 +90,7 @@ def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
     """
     import tokenizers  # on demand: only text needs it
 
-    folder = pathlib.Path(folder)
+    folder = find_folder(folder)
     try:
         text = locate(folder, TOKENIZER).read_text(encoding="utf-8")
         config = read_json(folder, TOKENIZER_CONFIG) if exists(folder, TOKENIZER_CONFIG) else {}

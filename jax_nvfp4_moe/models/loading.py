@@ -341,7 +341,7 @@ def _check_dispatch(dispatch, expert_mesh, target):
         axes = "no mesh" if expert_mesh is None else f"axes {dict(expert_mesh.mesh.shape)}"
         raise ValueError(
             f"dispatch: expected a mesh with an axis '{EXPERT}' with {dispatch!r}, along which "
-            f"tokens are shared out; got {axes}. Pass mesh=, or leave exchange at 'psum'"
+            f"tokens are shared out; got {axes}. Pass mesh=, or leave dispatch at 'psum'"
         )
     if dispatch == "ragged" and target.platform == "cpu":
         raise ValueError("dispatch: expected GPUs with 'ragged', got CPUs; use 'all_to_all'")

@@ -42,7 +42,7 @@ from jax_nvfp4_moe.parallel import (
     share_rows,
 )
 from jax_nvfp4_moe.parallel.expert_mesh import check_context, check_row_scales, replicate
-from jax_nvfp4_moe.parallel.placement import ExpertLoad, ExpertSlots, to_physical_ids
+from jax_nvfp4_moe.parallel.placement import ExpertSlots, to_physical_ids
 from jax_nvfp4_moe.parallel.tensor_parallel import run_by_rows
 from jax_nvfp4_moe.scheme import (
     CheckpointScheme,
@@ -55,16 +55,19 @@ from jax_nvfp4_moe.scheme import (
 
 
 class RoutedTokens(NamedTuple):
-    """What the routed experts of a block read; what `nn.intermediates` records of a block.
+    """What the routed experts of a block read and give; what `nn.intermediates` records of a block.
 
     Attributes:
       x: tokens ``[..., h]``.
-      expert_ids, expert_weights: ``[..., k]``.
+      expert_ids, expert_weights: ``[..., k]``; ids are those of the checkpoint, wherever the
+        experts are stored.
+      y: what the experts give, ``[..., h]``; None where nobody has run them.
     """
 
     x: jax.Array
     expert_ids: jax.Array
     expert_weights: jax.Array
+    y: jax.Array | None = None
 
 
 class RouterCorrection(nnx.Variable):
@@ -83,7 +86,8 @@ class NVFP4MoE(QuantizedModule):
       router_weight: `nnx.Param` ``[e, h]``; router logits are float32.
       router_logit_bias: `nnx.Param` ``[e]``, part of the logits, or None.
       router_bias: `RouterCorrection` ``[e]``, or None.
-      slots, load: None, but where `balance` has placed the experts, or counts how they are chosen.
+      slots: `ExpertSlots`, or None. Where each expert is stored after `place_model` has replicated
+        or moved it. None means that expert i is stored at index i.
       router: static `numerics.routing.Router`.
       activation: static `numerics.activations.ActivationCall`.
       scheme, target, dtype: static; see the constructor.
@@ -110,7 +114,6 @@ class NVFP4MoE(QuantizedModule):
         latent: int | None = None,
         latent_in: Callable | None = None,
         latent_out: Callable | None = None,
-        run_dense: Callable = dense_moe,
         checkpoint_scheme: CheckpointScheme | str = Scheme.W4A16,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
@@ -138,7 +141,6 @@ class NVFP4MoE(QuantizedModule):
           shared_gate: called with `x`; its sigmoid ``[..., 1]`` multiplies the shared experts.
           latent: width that the routed experts see where it is not `hidden`.
           latent_in, latent_out: ``[..., h] -> [..., latent]`` and back; needed with `latent`.
-          run_dense: called as `ops.dense_moe.dense_moe` for `DenseExperts`; a quantizer watches.
           checkpoint_scheme: what the checkpoint says of the experts: "w4a16" or "w4a4"; an
             `FP8ActivationScaling`, or None for a float dtype, with `DenseExperts`.
           scheme, target, backend: as for `ops.moe_mlp`.
@@ -192,9 +194,7 @@ class NVFP4MoE(QuantizedModule):
         self.router_logit_bias = wrap_value(nnx.Param, biases["router_logit_bias"])
         self.shared_experts, self.shared_gate = shared_experts, shared_gate
         self.latent_in, self.latent_out = latent_in, latent_out
-        self.run_dense = run_dense
         self.slots: ExpertSlots | None = nnx.data(None)
-        self.load: ExpertLoad | None = nnx.data(None)
 
     def _prepared(self, params, mesh):
         """Return the experts as the op takes them: in their layout, and over `mesh`."""
@@ -259,12 +259,11 @@ class NVFP4MoE(QuantizedModule):
           expert_ids: an id of -1 or out of range contributes nothing.
           expert_weights: of the same shape.
         """
-        record(self, RoutedTokens(x, expert_ids, expert_weights))
         call = self.activation
         run: Callable = moe_mlp
         how = self._op_arguments()
         if self.scheme is None:
-            run, how = self.run_dense, {"activations": self._activations()}
+            run, how = dense_moe, {"activations": self._activations()}
         with jax.named_scope("experts"):
             params = self.params.get_value()
             run = functools.partial(
@@ -288,12 +287,11 @@ class NVFP4MoE(QuantizedModule):
             y = run(
                 x.reshape(-1, x.shape[-1]).astype(self.dtype),
                 params,
-                to_physical_ids(
-                    expert_ids.reshape(-1, expert_ids.shape[-1]), self.slots, self.load
-                ),
+                to_physical_ids(expert_ids.reshape(-1, expert_ids.shape[-1]), self.slots),
                 expert_weights.reshape(-1, expert_weights.shape[-1]),
-            )
-            return y.reshape(x.shape)
+            ).reshape(x.shape)
+        record(self, RoutedTokens(x, expert_ids, expert_weights, y))
+        return y
 
     def _activations(self) -> FP8ActivationScaling:
         """Return how the inputs of FP8 experts are rounded."""
@@ -365,7 +363,7 @@ def _check_dispatch(dispatch, capacity):
         raise ValueError(f"dispatch: expected one of {', '.join(DISPATCHES)}; got {dispatch!r}")
     if capacity is not None and (dispatch != "all_to_all" or capacity < 1):
         raise ValueError(
-            "capacity: expected None, or at least 1 with exchange 'all_to_all'; "
+            "capacity: expected None, or at least 1 with dispatch 'all_to_all'; "
             f"got {capacity} with {dispatch!r}"
         )
     return dispatch

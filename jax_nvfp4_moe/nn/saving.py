@@ -1,27 +1,36 @@
 """Save modules with their weights as they are, in a kernel's layout, and restore them: with Orbax.
 
 A folder holds ``arrays``, written by Orbax's `StandardCheckpointer`, and ``layouts.json``, which
-says in which layout, and which version of it, each NVFP4 weight stands. A module that expects
+says in which layout, and which version of it, each NVFP4 weight stands. The record has another name
+until all arrays are written. A module that expects
 another is refused, since the same bytes would mean other numbers.
 """
 
 import json
+import os
 import pathlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_json
+from jax_nvfp4_moe.checkpoint.writing import PARTIAL, write_file
 from jax_nvfp4_moe.numerics.layouts import find_layout
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.parallel.processes import is_first
 
 ARRAYS = "arrays"
 LAYOUTS = "layouts.json"
+_UNFINISHED = LAYOUTS + PARTIAL
 _VERSION = 2
+_TEXT_BYTES = 1000  # of an error, between processes
 
 Saved = TypeVar("Saved")
 
@@ -29,25 +38,28 @@ Saved = TypeVar("Saved")
 def save_prepared(folder: str | pathlib.Path, module: Any) -> None:
     """Save all variables of `module`, or all arrays of a tree.
 
+    Over several processes all of them call it. Process 0 decides whether the folder is free, and
+    writes the record; all return when the folder is complete.
+
     Args:
-      folder: must not exist, or be empty.
+      folder: new or empty, or what a save left that did not come to its end, which is replaced.
       module: of this package, or any `nnx.Module` with modules of it inside; or `MoEParams`, an
         `NVFP4Tensor`, any tree of them. Arrays may be sharded.
 
     Raises:
-      ValueError: `folder` is not empty.
+      ValueError: `folder` is not empty; in all processes.
+      OSError: the record cannot be written; process 0 names the file and its device.
       ImportError: orbax-checkpoint is not installed.
     """
     import orbax.checkpoint  # on demand: heavy, and needed nowhere else
 
-    folder = pathlib.Path(folder).resolve()
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"folder: expected an empty or a new one, got {folder}")
+    folder = pathlib.Path(folder).expanduser().resolve()
+    record = json.dumps(_description(module), indent=1)
+    _in_first_process(lambda: _begin(folder, record))
     arrays = {name: leaf for _, leaves in _leaves(module) for name, leaf in leaves}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / ARRAYS, arrays)
-    # Last: a folder without it was not finished.
-    (folder / LAYOUTS).write_text(json.dumps(_description(module), indent=1), encoding="utf-8")
+    _in_first_process(lambda: os.replace(folder / _UNFINISHED, folder / LAYOUTS))
 
 
 def restore_prepared(folder: str | pathlib.Path, like: Saved) -> Saved:
@@ -70,7 +82,7 @@ def restore_prepared(folder: str | pathlib.Path, like: Saved) -> Saved:
     """
     import orbax.checkpoint
 
-    folder = pathlib.Path(folder).resolve()
+    folder = pathlib.Path(folder).expanduser().resolve()
     _check(read_json(folder, LAYOUTS), _description(like), folder)
     variables = _leaves(like)
     abstract = {
@@ -92,6 +104,42 @@ def restore_prepared(folder: str | pathlib.Path, like: Saved) -> Saved:
         for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True)
     ]
     return nnx.merge(graph, nnx.from_flat_state(restored))
+
+
+def _begin(folder, record):
+    """Write the record under the name that marks a folder as unfinished, for lack of the arrays."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    unfinished = any(name.startswith(_UNFINISHED) for name in names)
+    own = all(name.startswith((_UNFINISHED, ARRAYS)) for name in names)
+    if names and not (unfinished and own):
+        raise ValueError(f"folder: expected an empty or a new one, got {folder}")
+    if names:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / _UNFINISHED, [record.encode()])
+
+
+def _in_first_process(action: Callable[[], None]) -> None:
+    """Run `action` in process 0 while the others wait; if it fails there, fail everywhere.
+
+    Raises:
+      ValueError, OSError: that of `action`; in the other processes with the same text.
+    """
+    error: Exception | None = None
+    if is_first():
+        try:
+            action()
+        except (ValueError, OSError) as caught:
+            error = caught
+    if jax.process_count() > 1:
+        text = np.zeros(_TEXT_BYTES, np.uint8)
+        said = f"{error or ''}".encode()[:_TEXT_BYTES]
+        text[: len(said)] = np.frombuffer(said, np.uint8)
+        text = np.asarray(multihost_utils.broadcast_one_to_all(text))
+        if text.any() and not is_first():
+            error = ValueError(text.tobytes().rstrip(b"\0").decode(errors="replace"))
+    if error is not None:
+        raise error
 
 
 def _sharding(leaf):

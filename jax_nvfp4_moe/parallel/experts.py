@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.checkpoint.reading import aligned_empty
+from jax_nvfp4_moe.checkpoint.memory import aligned_empty
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK

@@ -11,7 +11,7 @@ expert-parallel load balancer (arXiv:2412.19437, section 3.4; github.com/deepsee
 import dataclasses
 import functools
 import heapq
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -56,46 +56,41 @@ class ExpertSlots(nnx.Variable):
     """A `SlotTable`: where the copies of each expert of a block are."""
 
 
-class Count(NamedTuple):
-    """How often each physical expert of a block was chosen.
-
-    Attributes:
-      chosen: int32 ``[p]``.
-      counted: bool ``[t]``, the tokens of a call that count; all where None.
-    """
-
-    chosen: Int[Array, " p"]
-    counted: Bool[Array, " t"] | None = None
-
-
-class ExpertLoad(nnx.Variable):
-    """A `Count`: what is kept while a block counts."""
-
-
-def to_physical_ids(
-    expert_ids: Int[Array, "t k"], slots: ExpertSlots | None, load: ExpertLoad | None
-) -> Int[Array, "t k"]:
-    """Return the physical experts of logical ones; add them to `load` where it is given.
+def to_physical_ids(expert_ids: Int[Array, "t k"], slots: ExpertSlots | None) -> Int[Array, "t k"]:
+    """Return the physical experts of logical ones.
 
     Args:
       expert_ids: logical.
       slots: where they are; None where the two are the same.
-      load: is changed.
     """
-    if slots is None and load is None:
+    if slots is None:
         return expert_ids
+    return slots.get_value().physical_ids(_replicated(expert_ids))
+
+
+def count_choices(
+    expert_ids: Int[Array, "t k"], num_experts: int, counted: Bool[Array, " t"] | None = None
+) -> Int32[Array, " e"]:
+    """Return how often each expert is chosen.
+
+    Args:
+      expert_ids: logical or physical; -1 or out of range counts for none.
+      num_experts: e.
+      counted: the tokens that count; all where None.
+    """
+    expert_ids = _replicated(expert_ids)
+    outside = expert_ids < 0  # -1 would be the last one
+    outside = outside if counted is None else outside | ~counted[:, None]
+    chosen = jnp.zeros(num_experts, jnp.int32)
+    return chosen.at[jnp.where(outside, num_experts, expert_ids)].add(1, mode="drop")
+
+
+def _replicated(expert_ids):
+    """Return ids that are on each device, as tables of slots are; of Auto axes XLA sees to that."""
     mesh = jax.typeof(expert_ids).sharding.mesh
-    if AxisType.Explicit in mesh.axis_types:  # tables are whole on each device; so are ids, then
-        expert_ids = reshard(expert_ids, NamedSharding(mesh, PartitionSpec()))
-    if slots is not None:
-        expert_ids = slots.get_value().physical_ids(expert_ids)
-    if load is not None:
-        chosen, counted = load.get_value()
-        outside = expert_ids < 0  # -1 would be the last one
-        outside = outside if counted is None else outside | ~counted[:, None]
-        inside = jnp.where(outside, chosen.size, expert_ids)
-        load.set_value(Count(chosen.at[inside].add(1, mode="drop"), counted))
-    return expert_ids
+    if AxisType.Explicit not in mesh.axis_types:
+        return expert_ids
+    return reshard(expert_ids, NamedSharding(mesh, PartitionSpec()))
 
 
 @dataclasses.dataclass(frozen=True)

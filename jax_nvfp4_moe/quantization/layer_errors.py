@@ -18,6 +18,7 @@ import numpy as np
 
 from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.models.loading import abstract_model, load_model
+from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.scheme import Scheme
 
@@ -158,21 +159,13 @@ def _record(model, ids: np.ndarray) -> dict[str, _Call]:
 
 @jax.jit
 def _run_recorded(model, ids):
-    """Return what enters and leaves each block's `experts`; `model` is this trace's own copy."""
+    """Return what enters and leaves the routed experts of each block."""
+    with capture(model) as seen:
+        model(ids)
     calls = {}
-    for name, block in expert_blocks(model):
-        block.experts = _recorder(name, block.experts, calls)
-    model(ids)
+    for name, _ in expert_blocks(model):
+        (calls[name],) = seen[name]
     return calls
-
-
-def _recorder(name, experts, calls):
-    def run(x, expert_ids, expert_weights):
-        y = experts(x, expert_ids, expert_weights)
-        calls[name] = x, expert_ids, expert_weights, y
-        return y
-
-    return run
 
 
 def _sizes(path) -> dict[str, tuple[int, ...]]:

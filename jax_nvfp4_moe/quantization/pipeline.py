@@ -11,7 +11,6 @@ import functools
 import importlib.metadata
 import logging
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, Tensors
+from jax_nvfp4_moe.checkpoint.writing import copy_file, is_free, staged_folder
 from jax_nvfp4_moe.inference.evaluation import split_windows
 from jax_nvfp4_moe.models.loading import find_dtype, plan_unquantized, read_model_config
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, SCALE_RANGE
@@ -97,13 +97,14 @@ def quantize_model(
 
     Raises:
       ValueError: an argument is wrong, or `destination` is not empty.
-      CheckpointError: lists all that is wrong with the source; nothing is written then. Or a weight
-        is not finite: `destination` is then without a config.
+      CheckpointError: lists all that is wrong with the source, or a weight is not finite.
+      OSError: the disk is full or a file cannot be written; names the file and its device. After
+        any error `destination` is as it was, so the same call can run again.
     """
     chosen = _check_arguments(scheme, form, modules, algorithm, token_ids)
     _check_lists(exclude, shard_bytes)
     kept_dtype = None if dtype is None else np.dtype(find_dtype(dtype))
-    destination = pathlib.Path(destination)
+    destination = pathlib.Path(destination).expanduser()
     _check_destination(destination)
     with open_checkpoint(source) as checkpoint:
         if checkpoint.quant.rules:
@@ -123,13 +124,13 @@ def quantize_model(
         tensors = writer.quantized() | writer.kept(kept_dtype)
         total = sum(tensor.nbytes for tensor in tensors.values())
         config, quant_file = _configs(checkpoint, plan, chosen, form, kept_dtype)
-        destination.mkdir(parents=True, exist_ok=True)
-        _copy_beside(checkpoint, destination)
         writer.note = log_layers(progress, "quantizing")
-        with draw_progress(progress, total, "quantizing") as writer.advance:
-            write_folder(
-                destination, tensors, config, quant_file=quant_file, shard_bytes=shard_bytes
-            )
+        with (
+            staged_folder(destination, last=CONFIG) as stage,
+            draw_progress(progress, total, "quantizing") as writer.advance,
+        ):
+            _copy_beside(checkpoint, stage)
+            write_folder(stage, tensors, config, quant_file=quant_file, shard_bytes=shard_bytes)
         source_bytes = sum(
             checkpoint.tensors.info(name).nbytes for name in checkpoint.tensors.names()
         )
@@ -196,13 +197,12 @@ class _Writer:
         """Return the tensors that stay as they are, floats in `dtype` where it is not None."""
         made: dict[str, Writable] = {}
         for name, part in self._plan.kept.items():
-            stored = part.read(self._tensors)
-            target = stored.dtype
+            target = part.dtype(self._tensors)
             # A correction bias moves the choice of experts: tools keep it in float32.
-            if dtype is not None and _is_float(stored) and "correction_bias" not in name:
+            if dtype is not None and _is_float(target) and "correction_bias" not in name:
                 target = dtype
             read = functools.partial(_read_as, part, self._tensors, target)
-            made[name] = self._lazy(name, stored.shape, target, read)
+            made[name] = self._lazy(name, part.shape(self._tensors), target, read)
         return made
 
     def _lazy(self, name, shape, dtype, make) -> LazyTensor:
@@ -278,8 +278,8 @@ class _Writer:
         return largest / np.float32(SCALE_RANGE) if largest > 0 else np.float32(1)
 
 
-def _is_float(array) -> bool:
-    return array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16
+def _is_float(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 
 def _read_as(part, tensors, dtype) -> np.ndarray:
@@ -343,7 +343,7 @@ def _check_lists(exclude, shard_bytes):
 
 
 def _check_destination(destination: pathlib.Path) -> None:
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+    if not is_free(destination):
         raise ValueError(f"destination: expected a new or an empty folder, got {destination}")
 
 
@@ -395,7 +395,7 @@ def _version() -> str:
 def _copy_beside(checkpoint: Checkpoint, destination: pathlib.Path) -> None:
     """Copy the files that go with the weights; none is opened but to copy it."""
     for path in _beside(checkpoint.folder):
-        shutil.copyfile(locate(checkpoint.folder, path.name), destination / path.name)
+        copy_file(locate(checkpoint.folder, path.name), destination / path.name)
 
 
 def _beside(folder: pathlib.Path) -> Iterator[pathlib.Path]:

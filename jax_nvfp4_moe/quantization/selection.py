@@ -7,11 +7,12 @@ from typing import Literal
 
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming, Requests
 from jax_nvfp4_moe.checkpoint.formats import fused_name, parents
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
-from jax_nvfp4_moe.checkpoint.safetensors import Tensors
+from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 
 Modules = Literal["all", "experts"]
@@ -43,9 +44,18 @@ class Slice:
     swapped: bool = False
 
     def read(self, tensors: Tensors) -> np.ndarray:
-        """Return a view of the file's pages."""
-        found = tensors.read(self.tensor)[(*self.part, ...)]
+        """Return the part as an array; no other part of the tensor is kept."""
+        found = tensors.read(self.tensor, self.part)
         return np.swapaxes(found, -1, -2) if self.swapped else found
+
+    def shape(self, tensors: Tensors) -> tuple[int, ...]:
+        """Return the shape of what `read` gives, from the header."""
+        shape = index_shape(tensors.info(self.tensor).array_shape, self.part)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.swapped else shape
+
+    def dtype(self, tensors: Tensors) -> np.dtype:
+        """Return the dtype of what `read` gives, from the header."""
+        return STORED_TYPES[tensors.info(self.tensor).dtype].numpy
 
 
 @dataclasses.dataclass(frozen=True)

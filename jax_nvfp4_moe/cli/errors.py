@@ -1,0 +1,79 @@
+"""What a command says of an error: one line where the user can mend it, a traceback where not."""
+
+import inspect
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated
+
+import jax
+import typer
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.cli.options import with_options
+from jax_nvfp4_moe.parallel import processes as distributed
+from jax_nvfp4_moe.scheme import NoBackendError, Target
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_OPTION = inspect.Parameter(
+    "show_traceback",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, typer.Option("--traceback", help="Show where an error comes from, too.")
+    ],
+)
+
+
+def reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose errors are one message and exit status 2, and its option --traceback.
+
+    An error that no user can mend is a fault of the package, and is raised.
+    """
+    return with_options(command, _OPTION, runs=_run)
+
+
+def _run(command, *, show_traceback, **given):
+    try:
+        command(**given)
+    except BrokenPipeError:
+        # The reader has gone, as with `| head`: nobody to tell. Python would try to flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        message = _message(error)
+        if message is None:
+            error.add_note("This is a fault of jax-nvfp4-moe: please report it with these lines.")
+            raise
+        if show_traceback:
+            traceback.print_exception(error)
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _message(error: Exception) -> str | None:
+    """Return what to tell the user, None of a fault of the package."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return f"out of memory on {Target.current()} while the model ran: {error}"
+        return None
+    theirs = isinstance(error, (CheckpointError, NoBackendError, OSError, MemoryError))
+    lost = isinstance(error, (ValueError, OSError)) and distributed.explain_loss(error)
+    if lost:
+        return lost
+    if theirs or (isinstance(error, ValueError) and _is_raised_here(error)):
+        return str(error) or type(error).__name__
+    return None
+
+
+def _is_raised_here(error: Exception) -> bool:
+    """Return whether a `raise` of this package is where `error` comes from.
+
+    Every `ValueError` that the package raises is documented, and says what was expected of whom. A
+    library or Python raises one where our own code is wrong.
+    """
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    ours = pathlib.Path(origin.filename).is_relative_to(_PACKAGE)
+    return ours and (origin.line or "").startswith("raise ")

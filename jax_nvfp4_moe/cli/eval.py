@@ -1,0 +1,86 @@
+"""The subcommand `eval`: mean cross-entropy and perplexity on a text."""
+
+import json
+import pathlib
+import time
+from typing import Annotated
+
+import typer
+from jax.sharding import Mesh
+
+from jax_nvfp4_moe.cli.options import (
+    BackendOption,
+    DispatchOption,
+    DtypeOption,
+    Folder,
+    SchemesOption,
+    each_once,
+    read_text,
+)
+from jax_nvfp4_moe.cli.output import progress_bar, report, table
+from jax_nvfp4_moe.cli.process_options import over_devices
+from jax_nvfp4_moe.inference.evaluation import evaluate, summary_rows, window_rows
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.models.loading import load_model
+from jax_nvfp4_moe.quantization.layer_errors import check_original
+
+
+@over_devices
+def eval_command(
+    *,
+    devices: Mesh | None,
+    path: Folder,
+    text: Annotated[pathlib.Path, typer.Option(help="Text to predict, UTF-8.")],
+    window: Annotated[int, typer.Option(help="Tokens in a window, each on its own.")] = 512,
+    skip_tokens: Annotated[int, typer.Option(help="Leading tokens to leave out.")] = 0,
+    max_windows: Annotated[int | None, typer.Option(help="At most so many windows.")] = None,
+    by_window: Annotated[
+        bool, typer.Option("--by-window", help="Each window's figures too, and a table of them.")
+    ] = False,
+    original: Annotated[
+        pathlib.Path | None, typer.Option(help="Unquantized checkpoint, to compare with.")
+    ] = None,
+    scheme: SchemesOption = None,
+    dtype: DtypeOption = "float32",
+    backend: BackendOption = None,
+    dispatch: DispatchOption = "psum",
+) -> None:
+    """Print the mean cross-entropy and the perplexity on a text, a JSON object for each scheme.
+
+    In float32 unless asked otherwise, as quantization tools state theirs.
+    """
+    how = {"dtype": dtype, "mesh": devices, "dispatch": dispatch}
+    runs = [(path, {"scheme": one, "backend": backend, **how}) for one in each_once(scheme)]
+    if original is not None:
+        check_original(path, original)
+        runs.insert(0, (original, how))
+    ids = load_tokenizer(path).encode(read_text(text))
+    windows = {"window": window, "skip_tokens": skip_tokens, "max_windows": max_windows}
+    results = {}
+    for folder, options in runs:
+        used, result = _evaluate(folder, options, ids, windows)
+        name = "original" if folder is original else options["scheme"] or used or "not quantized"
+        results[name] = result
+        shown = {"path": str(folder), "scheme": used, **result}
+        hidden = () if by_window else ("cross_entropies", "perplexities")
+        print(json.dumps({k: v for k, v in shown.items() if k not in hidden}), flush=True)
+    if by_window:
+        report("\n".join(table(window_rows(results))))
+    if len(results) > 1:
+        report("\n".join(table(summary_rows(results))))
+
+
+def _evaluate(folder, options, ids, windows):
+    """Return the scheme of a model, None of one without NVFP4, and what `evaluate` says of it.
+
+    The model is freed on the way out: one at a time is in memory.
+    """
+    model = load_model(folder, **options)
+    used = sorted({str(problem.scheme) for _, problem, *_ in model.nvfp4_problems()})
+    label = " and ".join(used)
+    start = time.perf_counter()
+    with progress_bar(f"windows, {label or folder.name}") as progress:
+        result = evaluate(model, ids, **windows, by_window=True, progress=progress)
+    tokens = result["windows"] * result["window"]
+    report(f"{tokens} tokens, {tokens / (time.perf_counter() - start):.0f} tokens/s")
+    return label or None, result

@@ -1,0 +1,95 @@
+"""The subcommand `generate`: a prompt and its continuation, token by token."""
+
+import contextlib
+import importlib.resources
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import typer
+from jax.sharding import Mesh
+
+from jax_nvfp4_moe.cli.options import BackendOption, DispatchOption, DtypeOption, SchemeOption
+from jax_nvfp4_moe.cli.output import report
+from jax_nvfp4_moe.cli.process_options import over_devices
+from jax_nvfp4_moe.inference.generation import stream
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.models.loading import load_model
+
+EXAMPLE = "tiny-python-moe"
+PROMPT = "import jax\nimport jax.numpy as jnp\n\n\ndef softmax("
+_NEW_TOKENS = 128
+
+
+@over_devices
+def generate_command(
+    *,
+    devices: Mesh | None,
+    path: Annotated[
+        pathlib.Path | None, typer.Argument(help="Folder of a checkpoint; the example where none.")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
+    max_new_tokens: Annotated[int | None, typer.Option(help="128, or what room there is.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.")] = None,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest up to this.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt as a user's message; print the answer.")
+    ] = False,
+    scheme: SchemeOption = None,
+    dtype: DtypeOption = "bfloat16",
+    backend: BackendOption = None,
+    dispatch: DispatchOption = "psum",
+) -> None:
+    """Print a prompt and its continuation, token by token."""
+    with _example_or(path) as folder:
+        tokenizer = load_tokenizer(folder)
+        text = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
+        ids = tokenizer.encode(text, special=not chat)
+        how = {"dtype": dtype, "backend": backend, "mesh": devices, "dispatch": dispatch}
+        model = load_model(folder, scheme=scheme, **how)
+    room = model.config.max_positions - len(ids)
+    if max_new_tokens is None:
+        max_new_tokens = max(1, min(_NEW_TOKENS, room))
+    arrivals: list[float] = []
+
+    def tokens():
+        for token in stream(
+            model,
+            jnp.asarray(ids)[None, :],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop_ids=tokenizer.stop_ids,
+            key=jax.random.key(seed),
+        ):
+            arrivals.append(time.perf_counter())
+            yield token[0]
+
+    pieces = tokenizer.decode_stream(tokens())
+    first = next(pieces, "")  # so that an error comes before any output
+    for piece in (*([] if chat else [text]), first):
+        print(piece, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print(flush=True)
+    # The first token waits for two compilations, the second for the rest of them.
+    if len(arrivals) > 2:
+        rate = (len(arrivals) - 2) / (arrivals[-1] - arrivals[1])
+        report(f"{len(arrivals)} tokens, {rate:.1f} tokens/s after the second")
+
+
+@contextlib.contextmanager
+def _example_or(path) -> Iterator[pathlib.Path]:
+    """Give `path`, or the example model as a folder on disk."""
+    if path is not None:
+        yield path
+        return
+    example = importlib.resources.files("jax_nvfp4_moe") / "examples" / EXAMPLE
+    with importlib.resources.as_file(example) as folder:
+        yield folder

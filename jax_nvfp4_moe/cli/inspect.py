@@ -1,0 +1,112 @@
+"""The subcommand `inspect`: what a checkpoint holds, or what each scheme costs its layers."""
+
+import importlib.resources
+import json
+import logging
+import pathlib
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from jax_nvfp4_moe.checkpoint.folder import find_folder
+from jax_nvfp4_moe.cli.inspection import inspect
+from jax_nvfp4_moe.cli.options import (
+    BackendOption,
+    DtypeOption,
+    Folder,
+    SchemesOption,
+    each_once,
+    read_text,
+)
+from jax_nvfp4_moe.cli.output import progress_bar, say, table
+from jax_nvfp4_moe.inference.tokenizer import TOKENIZER, load_tokenizer
+from jax_nvfp4_moe.models.loading import abstract_model
+from jax_nvfp4_moe.quantization.layer_errors import (
+    check_plot,
+    error_report,
+    error_rows,
+    measure_errors,
+    plot_errors,
+)
+
+
+def inspect_command(
+    path: Folder,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Show the error of each layer's experts instead.")
+    ] = False,
+    original: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Errors against this unquantized checkpoint, not dequantized weights."),
+    ] = None,
+    text: Annotated[
+        pathlib.Path | None, typer.Option(help="Text to run, UTF-8; some Python by default.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text, at most.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Errors as JSON, by token too.")] = False,
+    plot: Annotated[
+        pathlib.Path | None, typer.Option(help="Draw the errors too, such as errors.png.")
+    ] = None,
+    scheme: SchemesOption = None,
+    dtype: DtypeOption = "bfloat16",
+    backend: BackendOption = None,
+) -> None:
+    """Show layers, formats, bytes, and the scheme and backend that each layer gets and why.
+
+    With --errors: what each scheme costs each layer's routed experts, all on the same inputs: those
+    of --scheme, else w4a16, and w4a4 where the checkpoint has input scales.
+    """
+    logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)  # the table says it all
+    if not errors:
+        _only_with_errors(original=original, text=text, json=as_json, plot=plot, backend=backend)
+        only, *others = each_once(scheme)
+        if others:
+            raise ValueError(f"--scheme: expected one without --errors, got {only}, {others[0]}")
+        print(inspect(path, scheme=only, dtype=dtype))
+        return
+    if plot is not None:
+        check_plot(plot)  # now, not after minutes
+    ids, words = _sample(path, text, tokens)
+    found = measure_errors(
+        path,
+        ids,
+        original=original,
+        schemes=dict.fromkeys(scheme) if scheme else None,
+        dtype=dtype,
+        backend=backend,
+        progress=progress_bar,
+    )
+    truth = "its weights dequantized" if original is None else f"{original.resolve().name}"
+    if plot is not None:
+        plot_errors(found, plot, truth=truth)
+        say(f"wrote {plot}")
+    if as_json:
+        print(json.dumps({"truth": truth, "tokens": len(ids), "errors": error_report(found)}))
+        return
+    print(f"errors of routed experts against {truth}, in float32, of {len(ids)} tokens\n")
+    print("\n".join(table(error_rows(found, words))))
+
+
+def _only_with_errors(**options):
+    given = [f"--{name}" for name, value in options.items() if value]
+    if given:
+        raise ValueError(f"{', '.join(given)}: expected together with --errors")
+
+
+def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
+    """Return the first tokens of a text, and each as text; random ones without a tokenizer."""
+    if tokens < 1:
+        raise ValueError(f"tokens: expected at least 1, got {tokens}")
+    if text is None and not (find_folder(path) / TOKENIZER).exists():
+        say(f"{path} has no {TOKENIZER}: {tokens} random token ids")
+        size = abstract_model(path).model.config.vocab_size
+        return np.random.default_rng(0).integers(0, size, tokens), None
+    tokenizer = load_tokenizer(path)
+    if text is None:  # Python source that is always there
+        source = importlib.resources.files("jax_nvfp4_moe") / "numerics" / "nvfp4.py"
+        said = source.read_text(encoding="utf-8")
+    else:
+        said = read_text(text)
+    ids = tokenizer.encode(said)[:tokens]
+    return ids, [tokenizer.decode([token]) for token in ids]
