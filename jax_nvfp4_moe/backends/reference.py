@@ -98,8 +98,8 @@ def sort_slots(expert_ids, num_experts: int):
     e = num_experts
     flat = jnp.where((expert_ids >= 0) & (expert_ids < e), expert_ids, e).reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    experts = jnp.arange(e, dtype=flat.dtype)
-    ends = jnp.searchsorted(flat[order], experts, side="right").astype(jnp.int32)
+    counts = jnp.zeros(e, jnp.int32).at[flat].add(1, mode="drop")
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     slots = jnp.concatenate([order.astype(jnp.int32), jnp.zeros(PIECE, jnp.int32)])
     return slots, starts, ends
