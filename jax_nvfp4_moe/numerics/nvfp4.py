@@ -24,10 +24,7 @@ CODE_VALUES = np.array(
 # Bits of the float32 value of each byte of a block scale. As bits, because two of the values are
 # NaN: `jax_debug_nans` would raise at a constant that holds them.
 _SCALE_BITS = (
-    np.arange(256, dtype=np.uint8)
-    .view(ml_dtypes.float8_e4m3fn)
-    .astype(np.float32)
-    .view(np.uint32)
+    np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32).view(np.uint32)
 )
 
 
