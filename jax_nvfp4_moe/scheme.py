@@ -86,11 +86,13 @@ class Target:
     """The device that a program is lowered for.
 
     Attributes:
-      platform: "cpu" or "cuda".
+      platform: "cpu", "cuda", or another that XLA compiles for, such as "tpu" or "rocm", where
+        every op runs the reference.
       compute_capability: of a CUDA device, such as ``(9, 0)``; None elsewhere.
 
     Raises:
-      ValueError: the platform is unknown, or a CUDA target has no compute capability.
+      ValueError: the platform has no name, a CUDA target has no compute capability, or another
+        target has one.
     """
 
     platform: str
@@ -98,40 +100,30 @@ class Target:
 
     def __post_init__(self):
         """Check the platform and that it goes with the compute capability."""
-        if self.platform not in ("cpu", "cuda"):
-            raise ValueError(f"platform: expected 'cpu' or 'cuda', got {self.platform!r}")
+        if not self.platform:
+            raise ValueError(f"platform: expected a name such as 'cpu', got {self.platform!r}")
         if (self.platform == "cuda") != (self.compute_capability is not None):
             raise ValueError(
                 "compute_capability: expected a pair such as (9, 0) with platform 'cuda' and None "
-                f"with 'cpu'; got {self.compute_capability} with {self.platform!r}"
+                f"with any other; got {self.compute_capability} with {self.platform!r}"
             )
 
     @classmethod
     def current(cls) -> "Target":
-        """Return the target of JAX's default device; only this and `of` look at a device.
-
-        Raises:
-          ValueError: the default device is neither a CPU nor an NVIDIA GPU.
-        """
+        """Return the target of JAX's default device; only this and `of` look at a device."""
         default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         device = default or jax.devices()[0]
         return cls.of(jax.devices(device)[0] if isinstance(device, str) else device)
 
     @classmethod
     def of(cls, device: Any) -> "Target":
-        """Return the target of a `jax.Device`.
-
-        Raises:
-          ValueError: it is neither a CPU nor an NVIDIA GPU.
-        """
-        if device.platform == "cpu":
-            return cls("cpu")
-        if device.platform not in ("gpu", "cuda"):
-            raise ValueError(
-                f"target: expected a CPU or an NVIDIA GPU, got platform {device.platform!r}"
-            )
-        major, minor = str(device.compute_capability).split(".")
-        return cls("cuda", (int(major), int(minor)))
+        """Return the target of a `jax.Device`."""
+        if device.platform not in ("gpu", "cuda", "rocm"):
+            return cls(device.platform.lower())
+        # JAX calls every GPU "gpu". That of NVIDIA has a version such as "9.0", that of AMD the
+        # name of an architecture such as "gfx942".
+        major, dot, minor = str(device.compute_capability).partition(".")
+        return cls("cuda", (int(major), int(minor))) if dot else cls("rocm")
 
     @property
     def has_fp4_tensor_cores(self) -> bool:
@@ -146,7 +138,7 @@ class Target:
         return _SHARED_BYTES.get(self.compute_capability, min(_SHARED_BYTES.values()))
 
     def __str__(self) -> str:
-        """Return "cpu" or "cuda 9.0"."""
+        """Return the platform, with the compute capability if there is one: "cuda 9.0"."""
         if self.compute_capability is None:
             return self.platform
         return f"{self.platform} {self.compute_capability[0]}.{self.compute_capability[1]}"

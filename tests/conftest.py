@@ -9,6 +9,7 @@ import pathlib
 import jax
 import jaxlib
 import pytest
+from hypothesis import settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -81,11 +82,17 @@ def _processor():
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
 
 
+# The same examples in each run, so that a change alone decides whether the tests pass.
+settings.register_profile("default", derandomize=True, deadline=None)
+settings.register_profile("more", deadline=None)
+
+
 def pytest_configure(config):
-    """Choose XLA's settings before the first program is compiled.
+    """Choose XLA's settings before the first program is compiled, and the examples of hypothesis.
 
     A machine with an NVIDIA driver is left alone: its tests are about the program that users get.
     """
+    settings.load_profile("more" if config.getoption("--more-examples") else "default")
     if pathlib.Path("/dev/nvidiactl").exists():
         return
     if not config.getoption("--default-xla"):
@@ -102,6 +109,11 @@ def pytest_configure(config):
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--more-examples",
+        action="store_true",
+        help="new random examples for property tests; the default repeats the same ones",
+    )
     parser.addoption(
         "--default-xla",
         action="store_true",

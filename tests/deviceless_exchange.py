@@ -70,6 +70,7 @@ def compile_block(target_config: str, dispatch: str, tokens: int, options: dict)
             shared_experts=SharedExpert(),
             mesh=mesh,
             dispatch=dispatch,
+            rngs=nnx.Rngs(0),
         )
 
     def place(path, leaf):

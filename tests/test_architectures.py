@@ -62,6 +62,7 @@ FAULTS = [
 ]
 
 run = jax.jit(lambda model, ids: model(ids))
+run_padded = jax.jit(lambda model, ids, lengths: model(ids, lengths=lengths))
 step = jax.jit(lambda model, ids, cache, lengths: model(ids, cache, lengths=lengths))
 
 
@@ -178,12 +179,25 @@ def test_a_cache_filled_in_uneven_pieces(case):
     assert case.error(np.concatenate(pieces, axis=1), expected) <= 1
 
 
+def real_tokens(rows, lengths):
+    """Return the tokens of all rows that are not padding, one behind the other."""
+    return np.concatenate([np.asarray(row)[:n] for row, n in zip(rows, lengths, strict=True)])
+
+
+def test_padding_without_a_cache(case):
+    """Real tokens are as in a row of their own: padding sees no key of a window or a chunk."""
+    lengths = np.array([case.ids.shape[1], 5], np.int32)
+    found = real_tokens(run_padded(case.model, case.ids, lengths), lengths)
+    assert case.error(found, real_tokens(case.expected, lengths)) <= 1
+
+
 def test_prompts_of_different_lengths(case):
     """The shorter prompt is padded, then both decode; each row is as if it were alone."""
     model, ids, expected = case.model, case.ids, case.expected
     t = ids.shape[1]
     lengths = np.array([t - 3, t // 2 - 2])
-    _, cache = take(model, model.init_cache(2, t), ids, [0, 0], lengths)
+    logits, cache = take(model, model.init_cache(2, t), ids, [0, 0], lengths)
+    assert case.error(real_tokens(logits, lengths), real_tokens(expected, lengths)) <= 1
     pieces = []
     for offset in range(3):
         logits, cache = take(model, cache, ids, lengths + offset, [1, 1])

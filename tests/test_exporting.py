@@ -121,3 +121,58 @@ def test_structures_come_back():
     np.testing.assert_array_equal(again.call(padded), padded.down.global_scale)
     with pytest.raises(ValueError, match="structure"):
         again.call(canonical)
+
+
+def symbolic_tokens(top_k=2):
+    """Return the shapes of `layer_arguments` for any number of tokens."""
+    (t,) = jax.export.symbolic_shape("t")
+    _, params, _, _ = layer_arguments()
+    return (
+        jax.ShapeDtypeStruct((t, 64), jnp.bfloat16),
+        params.to_layout("canonical"),
+        jax.ShapeDtypeStruct((t, top_k), jnp.int32),
+        jax.ShapeDtypeStruct((t, top_k), jnp.float32),
+    )
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_layer_for_any_number_of_tokens(backend):
+    def forward(x, params, ids, weights):
+        return nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a4", backend=backend)
+
+    exported = export(forward, symbolic_tokens(), platforms=("cpu",))
+    params = symbolic_tokens()[1]
+    for tokens in (1, 5, 300):
+        keys = jax.random.split(jax.random.key(tokens), 2)
+        x = jax.random.normal(keys[0], (tokens, 64), jnp.bfloat16)
+        given = x, params, *random_routing(keys[1], tokens, 4, 2)
+        np.testing.assert_array_equal(exported.call(*given), jax.jit(forward)(*given))
+
+
+def test_a_product_for_any_number_of_rows():
+    weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (48, 64)))
+    x = jax.random.normal(jax.random.key(1), (7, 64), jnp.bfloat16)
+
+    def forward(x):
+        return nvfp4.ops.linear(x, weight)
+
+    exported = export(forward, symbolic_tokens()[:1], platforms=("cpu",))
+    np.testing.assert_array_equal(exported.call(x), jax.jit(forward)(x))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_a_gpu_kernel_says_that_it_needs_a_number_of_tokens(capability):
+    target = nvfp4.Target("cuda", capability)
+    weight = nvfp4.quantize(jnp.ones((48, 64)))
+
+    def forward(x, params, ids, weights):
+        return nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a4", target=target)
+
+    def product(x):
+        return nvfp4.ops.linear(x, weight, target=target)
+
+    message = r"x: nvfp4_.* needs a known number of tokens .* got the symbolic size t"
+    with pytest.raises(ValueError, match=message):
+        export(forward, symbolic_tokens(), platforms=("cuda",))
+    with pytest.raises(ValueError, match=message):
+        export(product, symbolic_tokens()[:1], platforms=("cuda",))

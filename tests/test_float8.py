@@ -221,7 +221,7 @@ def test_experts_that_are_not_nvfp4(how):
     assert relative(np.roll(np.asarray(y), 1, axis=0), expected) > 0.1
     module = NVFP4MoE(
         e, h, i, top_k=k, params=params, checkpoint_scheme=how, scheme="checkpoint", target=CPU,
-        dtype=jnp.float32,
+        dtype=jnp.float32, rngs=nnx.Rngs(0),
     )  # fmt: skip
     again = module.experts(jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights))
     assert relative(again, expected) < bound
@@ -233,5 +233,12 @@ def test_experts_need_a_declaration_that_fits():
     for checkpoint_scheme in (Scheme.W4A16, Scheme.W4A4):
         with pytest.raises(ValueError, match="expected an FP8ActivationScaling or None"):
             NVFP4MoE(
-                2, 32, 16, top_k=1, params=params, checkpoint_scheme=checkpoint_scheme, target=CPU
+                2,
+                32,
+                16,
+                top_k=1,
+                params=params,
+                checkpoint_scheme=checkpoint_scheme,
+                target=CPU,
+                rngs=nnx.Rngs(0),
             )

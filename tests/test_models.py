@@ -337,3 +337,42 @@ def test_a_scheme_that_nothing_can_follow_is_said(caplog):
         assert "says nothing" not in caplog.text
         load_model(SMALL / "source", scheme="w4a16")
     assert "scheme w4a16 says nothing here: no weight of this checkpoint is NVFP4" in caplog.text
+
+
+def test_values_out_of_range_are_refused_where_they_are_known():
+    """An id past the vocabulary, a full cache, a position past those of the model."""
+    model = load_model(QWEN, **EXACT)
+    vocabulary, positions = model.config.vocab_size, model.config.max_positions
+    ids = np.ones((2, 4), np.int32)
+    for wrong in (-1, vocabulary):
+        with pytest.raises(ValueError, match=rf"input_ids: .* 0 to {vocabulary - 1}.*{wrong}"):
+            model(jnp.asarray(np.where(np.arange(4) == 3, wrong, ids)))
+    padded = jnp.asarray(np.where(np.arange(4) == 3, vocabulary, ids))
+    assert bool(jnp.isfinite(model(padded, lengths=jnp.array([3, 2]))[:, :2]).all())
+    for lengths in ([5, 1], [-1, 1], [1]):
+        with pytest.raises(ValueError, match=r"lengths: expected 2 numbers from 0 to 4"):
+            model(ids, lengths=jnp.array(lengths))
+    _, cache = model(ids, model.init_cache(2, 6))
+    with pytest.raises(ValueError, match=r"cache: full; .* 8 tokens and there is room for 6"):
+        model(ids, cache)
+    _, cache = model(ids, cache, lengths=jnp.array([2, 0]))
+    with pytest.raises(ValueError, match=r"cache: full; .* 7 tokens"):
+        model(ids, cache, lengths=jnp.array([1, 0]))
+    long = model.init_cache(2, positions + 4)
+    near = dataclasses.replace(long, lengths=jnp.array([0, positions - 3], jnp.int32))
+    with pytest.raises(ValueError, match=rf"input_ids: .*{positions + 1} tokens.*{positions} pos"):
+        model(ids, near)
+    with pytest.raises(ValueError, match=rf"{positions + 1} tokens"):
+        model(np.ones((1, positions + 1), np.int32))
+
+
+def test_inside_a_trace_a_full_cache_drops_tokens():
+    """What the docstring of `Decoder` promises: nothing that was written changes."""
+    model = load_model(QWEN, **EXACT)
+    ids = jnp.ones((1, 4), jnp.int32)
+    _, cache = step(model, ids, model.init_cache(1, 4))
+    logits, full = step(model, ids[:, :1], cache)
+    assert bool(jnp.isfinite(logits).all())
+    jax.tree.map(np.testing.assert_array_equal, full.layers, cache.layers)
+    wild = run(model, jnp.full((1, 4), 2**20, jnp.int32))
+    assert bool(jnp.isfinite(wild).all())

@@ -194,7 +194,7 @@ def test_a_linear_with_a_bias():
     truth = np.asarray(x, np.float64) @ np.asarray(weight.dequantize(), np.float64).T
     yardstick = jnp.einsum("btk,nk->btn", x, weight.dequantize()) + bias.reshape(1, 1, -1)
     assert_as_accurate_as(module(x), yardstick, truth + np.arange(48))
-    assert NVFP4Linear(64, 48, use_bias=True).bias[...].shape == (48,)
+    assert NVFP4Linear(64, 48, weight=weight, use_bias=True).bias[...].shape == (48,)
 
 
 def test_a_dense_linear_sums_in_float32():
@@ -282,10 +282,16 @@ def test_given_weights_in_a_linen_model():
     np.testing.assert_array_equal(linen.apply(variables, x), expected)
 
 
-def test_without_weights_and_without_rngs():
-    moe = make(rngs=None)
-    y = moe(tokens(3))
-    np.testing.assert_array_equal(y, jnp.zeros_like(y))
+def test_without_weights_rngs_are_required():
+    """A router of zeros would send every token to the same experts."""
+    with pytest.raises(ValueError, match=r"rngs: .* params, router_weight; got None"):
+        make(rngs=None)
+    params = random_moe_params(jax.random.key(0), **SIZES)
+    with pytest.raises(ValueError, match=r"rngs: .* router_weight; got None"):
+        make(params=params, rngs=None)
+    make(params=params, router_weight=jnp.zeros((8, 64)), rngs=None)
+    with pytest.raises(ValueError, match=r"rngs: .* weight; got None"):
+        NVFP4Linear(64, 32)
     shapes = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     assert shapes.params.get_value().num_experts == 8
 
@@ -323,3 +329,24 @@ def test_weights_that_do_not_fit():
         make(params=params)
     with pytest.raises(ValueError, match=r"weight: expected sizes \(32, 64\)"):
         NVFP4Linear(64, 32, weight=quantize(jnp.ones((16, 64))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bias": jnp.zeros(31)}, r"bias: expected sizes \(32,\), got \(31,\)"),
+        ({"scheme": "w4a4"}, r"input_scale: scheme w4a4 needs .*; got None"),
+        ({"input_scale": jnp.ones(2)}, r"input_scale: expected sizes \(\), got \(2,\)"),
+    ],
+)
+def test_a_linear_refuses_at_construction(changes, message):
+    with pytest.raises(ValueError, match=message):
+        NVFP4Linear(64, 32, checkpoint_scheme="w4a4", rngs=nnx.Rngs(0), **changes)
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "ragged"])
+def test_dispatch_needs_an_axis_of_experts(dispatch):
+    mesh = jax.make_mesh((1,), ("tensor",))
+    with pytest.raises(ValueError, match=rf"dispatch: '{dispatch}' .* axis 'expert'.*'tensor': 1"):
+        make(mesh=mesh, dispatch=dispatch)
+    make(mesh=mesh)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from host_devices import SHAPES, start
 
 from jax_nvfp4_moe import NVFP4MoE
@@ -281,12 +282,12 @@ def test_ragged_pieces():
 )
 def test_exchanges_that_there_are_not(options, message):
     with pytest.raises(ValueError, match=message):
-        NVFP4MoE(8, 64, 32, top_k=2, **options)
+        NVFP4MoE(8, 64, 32, top_k=2, rngs=nnx.Rngs(0), **options)
 
 
 def test_one_device_knows_nothing_of_meshes():
     """No mesh, no sharding, no collective in the program."""
-    moe = NVFP4MoE(8, 64, 32, top_k=2)
+    moe = NVFP4MoE(8, 64, 32, top_k=2, rngs=nnx.Rngs(0))
     text = jax.jit(lambda moe, x: moe(x)).lower(moe, jnp.zeros((3, 64))).as_text()
     assert "nvfp4_moe" in text
     assert not [word for word in ("sdy", "mesh", "shard", "all_reduce") if word in text]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from given import CHECKPOINTS
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -171,11 +171,18 @@ def test_search_finds_the_best_of_all_scales(x):
 
 
 @given(BLOCKS, IMPORTANCE)
+@example(np.full((3, 16), 0.3, np.float32), np.full(16, 1e-45, np.float32))
+@example(
+    np.linspace(0.1, 1, 48, dtype=np.float32).reshape(3, 16),
+    np.where(np.arange(16) == 3, 1e-45, 0).astype(np.float32),
+)
 @settings(deadline=None, max_examples=150)
 def test_weighted_search_finds_the_best_of_its_window(x, importance):
+    """Importance that is subnormal counts as zero, so the yardstick takes it for that too."""
     g = np.float32(1 / (6 * 256))
     first = run("max", x, g)
     _, _, _, values = run("weighted_search", x, g, importance)
+    importance = np.where(importance < np.finfo(np.float32).tiny, 0, importance)
     found = norms(x, values, importance)
     bound = NOISE * largest(x, importance)
     assert (found <= norms(x, first[3], importance) + bound).all()
@@ -183,6 +190,25 @@ def test_weighted_search_finds_the_best_of_its_window(x, importance):
     codes = np.arange(1, 127)
     window = (codes >= center - 14) & (codes <= center + 7)
     assert (np.abs(found - least_norms(x, float(g), importance, window)) <= bound).all()
+
+
+def test_importance_that_is_subnormal_counts_as_zero():
+    """On every device and in every program, whether or not it flushes subnormals."""
+    x = rows((8, 32), "normal")
+    usual = np.random.default_rng(0).exponential(size=32).astype(np.float32)
+    smallest = np.finfo(np.float32).tiny
+    below = np.where(np.arange(32) % 2, usual, np.float32(1e-45))
+    zeros = np.where(np.arange(32) % 2, usual, np.float32(0))
+    for tiny in (np.float32(1e-45), smallest / 2, np.nextafter(smallest, np.float32(0))):
+        alone = run("weighted_search", x, importance=np.full(32, tiny, np.float32))
+        plain = run("weighted_search", x, importance=np.zeros(32, np.float32))
+        np.testing.assert_array_equal(alone[1], plain[1])
+    np.testing.assert_array_equal(
+        run("weighted_search", x, importance=below)[1],
+        run("weighted_search", x, importance=zeros)[1],
+    )
+    normal = run("weighted_search", x, importance=usual * 0 + smallest)
+    np.testing.assert_array_equal(normal[1], run("search", x, jnp.float32(normal[2]))[1])
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])

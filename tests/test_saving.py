@@ -87,9 +87,9 @@ def test_sharded_experts_come_back_sharded_and_not(tmp_path, layout):
 def test_another_layout_is_refused(tmp_path):
     """The bytes have the same shapes in both layouts: only the record can tell."""
     params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
-    moe = NVFP4MoE(4, 64, 32, top_k=2, params=params, backend="reference")
+    moe = NVFP4MoE(4, 64, 32, top_k=2, params=params, rngs=nnx.Rngs(0), backend="reference")
     save_prepared(tmp_path / "m", moe)
-    other = NVFP4MoE(4, 64, 32, top_k=2, params=params, backend="reference")
+    other = NVFP4MoE(4, 64, 32, top_k=2, params=params, rngs=nnx.Rngs(0), backend="reference")
     other.params = NVFP4Param(params.to_layout("cpu_16x16"))
     with pytest.raises(CheckpointError, match="cpu_16x16") as caught:
         restore_prepared(tmp_path / "m", other)
@@ -101,7 +101,9 @@ def moe_for_hopper(hidden, intermediate):
     params = random_moe_params(
         jax.random.key(0), num_experts=4, hidden=hidden, intermediate=intermediate
     )
-    moe = NVFP4MoE(4, hidden, intermediate, top_k=2, params=params, backend="reference")
+    moe = NVFP4MoE(
+        4, hidden, intermediate, top_k=2, params=params, rngs=nnx.Rngs(0), backend="reference"
+    )
     moe.params = NVFP4Param(prepare(params, target=Target("cuda", (9, 0))))
     return moe
 
@@ -164,7 +166,7 @@ def test_a_second_try_works_after_the_disk_was_full(tmp_path):
 
 
 def test_folders_that_do_not_serve(tmp_path):
-    moe = NVFP4MoE(4, 64, 32, top_k=2)
+    moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0))
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="expected an empty or a new one"):
         save_prepared(tmp_path, moe)

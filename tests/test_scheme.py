@@ -192,8 +192,10 @@ def test_sizes_over_a_kernels_limit_go_to_the_reference():
 
 
 def test_targets_check_themselves():
-    with pytest.raises(ValueError, match="platform: expected 'cpu' or 'cuda', got 'tpu'"):
-        Target("tpu")
+    with pytest.raises(ValueError, match="platform: expected a name such as 'cpu', got ''"):
+        Target("")
+    with pytest.raises(ValueError, match=r"compute_capability: .* with platform 'cuda' and None"):
+        Target("tpu", (9, 0))
     with pytest.raises(ValueError, match=r"compute_capability: expected a pair such as \(9, 0\)"):
         Target("cuda")
     assert str(cuda(9, 0)) == "cuda 9.0"
@@ -295,3 +297,32 @@ def test_a_choice_is_said_once(caplog):
     said = [r.message for r in caplog.records if r.message.startswith("scheme w4a16")]
     assert len(said) == 1
     assert "no FP4 tensor cores" in said[0]
+
+
+class OtherDevice:
+    """A device of another vendor, as `jax.devices()` lists it."""
+
+    def __init__(self, platform, **facts):
+        self.platform = platform
+        vars(self).update(facts)
+
+
+@pytest.mark.parametrize(
+    ("device", "platform"),
+    [
+        (OtherDevice("tpu"), "tpu"),
+        (OtherDevice("METAL"), "metal"),
+        (OtherDevice("gpu", compute_capability="gfx942"), "rocm"),
+        (OtherDevice("rocm", compute_capability="gfx942"), "rocm"),
+    ],
+)
+@pytest.mark.parametrize("op", ["moe_mlp", "grouped_gemm", "quantize_nvfp4", "route"])
+def test_any_other_device_runs_the_reference(device, platform, op):
+    target = Target.of(device)
+    assert target == Target(platform)
+    assert not target.has_fp4_tensor_cores
+    scheme = Scheme.W4A16 if op in ("moe_mlp", "grouped_gemm") else None
+    chosen = nvfp4.explain(Problem(op, scheme, target))
+    assert chosen.backend == "reference"
+    assert f"got {platform}" in str(chosen)
+    assert choose_scheme("w4a4", None, target)[0] is Scheme.W4A16

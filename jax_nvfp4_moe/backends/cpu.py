@@ -1,6 +1,7 @@
 """The CPU kernels: records and lowerings. The kernels are in ``ffi/cpu``."""
 
 import jax.numpy as jnp
+from jax.core import min_dim
 
 from jax_nvfp4_moe.backends.custom_call import lower_grouped_gemm, lower_moe, lower_quantize
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
@@ -25,14 +26,15 @@ def moe_workspace_bytes(
     row = 4 * max(hidden, intermediate)
     slot = _prepared_row(hidden, dtype) + _prepared_row(intermediate, dtype) + row + 16
     fits = max(1, _ROUND_BYTES // (slot * max(top_k, 1)))
-    return _fixed_bytes(num_experts) + slot * (min(tokens, fits) * top_k + 16)
+    return _fixed_bytes(num_experts) + slot * (min_dim(tokens, fits) * top_k + 16)
 
 
 def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
     """Return the bytes of scratch memory that one grouped product wants; `n` does not matter."""
     del n
     row = _prepared_row(k, dtype) + 16
-    return _fixed_bytes(num_experts) + row * (min(rows, max(1, _ROUND_BYTES // row)) + 16)
+    fits = max(1, _ROUND_BYTES // row)
+    return _fixed_bytes(num_experts) + row * (min_dim(rows, fits) + 16)
 
 
 def _prepared_row(k, dtype):
@@ -56,8 +58,10 @@ MOE_W4A16_CPU = Backend(
     ),
     layout="cpu_16x16",
     lower={
-        "moe_mlp": lower_moe("moe_w4a16_cpu", moe_workspace_bytes),
-        "grouped_gemm": lower_grouped_gemm("grouped_gemm_w4a16_cpu", grouped_gemm_workspace_bytes),
+        "moe_mlp": lower_moe("moe_w4a16_cpu", moe_workspace_bytes, symbolic_rows=True),
+        "grouped_gemm": lower_grouped_gemm(
+            "grouped_gemm_w4a16_cpu", grouped_gemm_workspace_bytes, symbolic_rows=True
+        ),
     },
     status="executed, measured",
 )

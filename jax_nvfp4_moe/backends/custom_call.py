@@ -65,18 +65,34 @@ def _call(target, y, workspace, operands, attributes):
     return call(*operands, **attributes)[0]
 
 
-def lower_moe(target, workspace_bytes):
+def _check_known(name, rows, symbolic_rows):
+    """Check that the number of rows is a number where the size of the workspace needs one.
+
+    Raises:
+      ValueError: it is a symbol of `jax.export.symbolic_shape`.
+    """
+    if not (symbolic_rows or isinstance(rows, int)):
+        raise ValueError(
+            f"x: {name} needs a known number of tokens to size its workspace, got the symbolic "
+            f"size {rows}. Export the program once for each number of tokens, or with "
+            "backend='reference'"
+        )
+
+
+def lower_moe(target, workspace_bytes, *, symbolic_rows=False):
     """Return the lowering of `moe_mlp` to the FFI target ``nvfp4_<target>``.
 
     Args:
       target: the stem of the kernel.
       workspace_bytes: ``(tokens, top_k, num_experts, hidden, intermediate, gated, dtype) -> int``,
         the size of the scratch result; the handler checks it.
+      symbolic_rows: whether `workspace_bytes` takes a symbolic number of tokens (`jax.export`).
     """
     name = f"nvfp4_{target}"
 
     def lower(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
         (t, h), (e, top_k) = x.shape, (params.num_experts, expert_ids.shape[1])
+        _check_known(name, t, symbolic_rows)
         size = workspace_bytes(
             t, top_k, e, h, params.intermediate, gated=params.gated, dtype=x.dtype
         )
@@ -109,17 +125,19 @@ def lower_moe(target, workspace_bytes):
     return CustomCall(name, lower)
 
 
-def lower_grouped_gemm(target, workspace_bytes):
+def lower_grouped_gemm(target, workspace_bytes, *, symbolic_rows=False):
     """Return the lowering of `grouped_gemm` to the FFI target ``nvfp4_<target>``.
 
     Args:
       target: the stem of the kernel.
       workspace_bytes: ``(rows, num_experts, n, k, dtype) -> int``.
+      symbolic_rows: whether `workspace_bytes` takes a symbolic number of rows (`jax.export`).
     """
     name = f"nvfp4_{target}"
 
     def lower(x, weight, group_sizes, *, input_scale, bias, scheme):
         (m, k), (e, n, _) = x.shape, weight.shape
+        _check_known(name, m, symbolic_rows)
         operands = (
             x,
             weight.packed,

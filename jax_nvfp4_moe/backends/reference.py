@@ -98,7 +98,8 @@ def sort_slots(expert_ids, num_experts: int):
     e = num_experts
     flat = jnp.where((expert_ids >= 0) & (expert_ids < e), expert_ids, e).reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    ends = jnp.searchsorted(flat[order], jnp.arange(e), side="right").astype(jnp.int32)
+    counts = jnp.zeros(e, jnp.int32).at[flat].add(1, mode="drop")
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     slots = jnp.concatenate([order.astype(jnp.int32), jnp.zeros(PIECE, jnp.int32)])
     return slots, starts, ends
@@ -124,7 +125,7 @@ def combine_experts(
 
     def run_piece(expert, start, y):
         here = lax.dynamic_slice(slots, (start,), (PIECE,))
-        alive = start + jnp.arange(PIECE) < ends[expert]
+        alive = start + jnp.arange(PIECE, dtype=jnp.int32) < ends[expert]
         rows, weight = x[here // top_k], weights[here]
         if weight_on_input:
             rows = round_to(rows.astype(jnp.float32) * weight[:, None], x.dtype)
@@ -173,7 +174,7 @@ def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):
     weight = weight.to_layout(CANONICAL)
     e, n, _ = weight.shape
     starts, ends = group_bounds(group_sizes, m)
-    row = jnp.arange(PIECE)
+    row = jnp.arange(PIECE, dtype=jnp.int32)
     padded = jnp.concatenate([x, jnp.zeros((PIECE, x.shape[1]), x.dtype)])
 
     def run_piece(expert, start, y):

@@ -206,7 +206,7 @@ def _choose(sampling: Sampling, logits: Float[Array, "b v"], key) -> Int32[Array
 def _fill(state):
     """Repeat the last token, a stop id, to the end; all rows have stopped if any is missing."""
     last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
-    drawn = jnp.arange(state.tokens.shape[1])[None, :] < state.count
+    drawn = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :] < state.count
     return jnp.where(drawn, state.tokens, last)
 
 

@@ -187,8 +187,12 @@ def _attend(q, k, v, positions, scale, window, chunk, sinks):
     (b, t, n, d), (m, s) = q.shape, k.shape[1:3]
     grouped = jnp.moveaxis(q.reshape(b, t, m, n // m, d), 1, 3)
     scores = _batched(grouped, k, 3)
-    visible = _visible(jnp.arange(s)[None, None, :], positions[:, :, None], window, chunk)
-    scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
+    keys = jnp.arange(s, dtype=jnp.int32)[None, None, :]
+    visible = _visible(keys, positions[:, :, None], window, chunk)
+    # A finite score for keys that are not visible. Padding sees no key of a window or a chunk: with
+    # -inf its softmax would be NaN, and 0 * NaN in the next layer would spread to real tokens.
+    hidden = jnp.finfo(scores.dtype).min
+    scores = jnp.where(visible[:, None, None], scores * scale, hidden)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:

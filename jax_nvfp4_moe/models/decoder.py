@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Int32
 
 from jax_nvfp4_moe.models.attention import PADDING
@@ -151,16 +153,24 @@ class Decoder(nnx.Module):
         """Return float32 logits ``[b, t, vocab]``, and the extended cache where one is given.
 
         Args:
-          input_ids: not checked: ids lie in the vocabulary.
-          cache: each row's tokens follow those that it has taken in. Not checked: that they fit;
-            tokens past max_length are dropped.
+          input_ids: from 0 to ``config.vocab_size - 1``.
+          cache: each row's tokens follow those that it has taken in, and must fit.
           lengths: true tokens of each row, 0 to t, the rest being padding; t where None.
           logits_at: an index into t for each row: logits of that position alone, ``[b, 1, vocab]``.
 
+        Values are checked where they are known: outside of ``jax.jit``, and of arrays that this
+        process holds whole. Inside a trace nothing can be raised. There an id past the vocabulary
+        is some id inside it or, over a mesh, a token of zeros; keys and values past the end of a
+        full cache are dropped, so that later tokens do not see them; and positions past
+        ``config.max_positions`` are computed as any other, beyond what the model was trained on.
+
         Raises:
-          ValueError: a shape or dtype is wrong, or ``jax.set_mesh`` has Explicit axes.
+          ValueError: a shape or dtype is wrong, ``jax.set_mesh`` has Explicit axes, or a value that
+            is known is out of range: an id, a length, a token without room in the cache, or a
+            position past ``config.max_positions``.
         """
         _check_call(input_ids, cache)
+        _check_values(self.config, input_ids, cache, lengths)
         b, t = input_ids.shape
         start = jnp.zeros(b, jnp.int32) if cache is None else cache.lengths
         steps = jnp.arange(t, dtype=jnp.int32)[None, :]
@@ -220,6 +230,50 @@ def _check_call(input_ids, cache):
         raise ValueError(
             f"input_ids: expected [{rows}, t] with t of at most {length}, as the cache has; "
             f"got {input_ids.shape}"
+        )
+
+
+def _known(array) -> np.ndarray | None:
+    """Return the values of `array`; None while it is traced, or lies on other processes too."""
+    if isinstance(array, Tracer) or not getattr(array, "is_fully_addressable", True):
+        return None
+    return np.asarray(array)
+
+
+def _check_values(config, input_ids, cache, lengths):
+    """Check ids, lengths, room in the cache and positions, as far as they are known."""
+    b, t = input_ids.shape
+    counts = np.full(b, t) if lengths is None else _known(lengths)
+    if counts is None:
+        return
+    if counts.shape != (b,) or ((counts < 0) | (counts > t)).any():
+        raise ValueError(f"lengths: expected {b} numbers from 0 to {t}, got {counts.tolist()}")
+    ids = _known(input_ids)
+    if ids is not None:
+        _check_ids(ids[np.arange(t)[None, :] < counts[:, None]], config.vocab_size)
+    taken = np.zeros(b, np.int32) if cache is None else _known(cache.lengths)
+    if taken is not None:
+        _check_room((taken + counts).max(initial=0), cache, config.max_positions)
+
+
+def _check_ids(ids, vocabulary):
+    if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+        raise ValueError(
+            f"input_ids: expected ids from 0 to {vocabulary - 1}, the model's vocabulary; got "
+            f"{ids.min()} to {ids.max()}"
+        )
+
+
+def _check_room(end, cache, positions):
+    if cache is not None and end > cache.max_length:
+        raise ValueError(
+            f"cache: full; a row would hold {end} tokens and there is room for "
+            f"{cache.max_length}. Make the cache longer with init_cache(batch, max_length)"
+        )
+    if end > positions:
+        raise ValueError(
+            f"input_ids: a row would reach {end} tokens, and the model has {positions} positions "
+            "(max_position_embeddings)"
         )
 
 

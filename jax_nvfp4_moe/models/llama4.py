@@ -207,7 +207,7 @@ def _grow(q, positions, scale, floor):
     """
     steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / floor)
     factors = jnp.log1p(steps) * scale + 1.0
-    return (q * factors[:, :, None, None]).astype(q.dtype)
+    return (q.astype(jnp.float32) * factors[:, :, None, None]).astype(q.dtype)
 
 
 def build_attention(config: Llama4Config, layer: int, make: Builder):

@@ -110,7 +110,7 @@ class NVFP4Linear(QuantizedModule):
         Args:
           in_features, out_features: k, a multiple of 16, and n.
           use_bias: whether to make a bias of zeros where none is given.
-          weight: ``[n, k]``; random where it is None and `rngs` is given, else zeros.
+          weight: ``[n, k]``; random where it is None, which needs `rngs`.
           bias: ``[n]``.
           input_scale: needed by scheme w4a4.
           checkpoint_scheme: what the checkpoint says of this module: "w4a16" or "w4a4".
@@ -118,20 +118,26 @@ class NVFP4Linear(QuantizedModule):
           target: the device to run on; the current one where None.
           backend: name of a record, or None to choose.
           dtype: of the result; inputs are cast to it.
-          rngs: where random weights come from (stream "params").
+          rngs: where random weights come from (stream "params"); required without `weight`.
+            `nnx.bridge.to_linen` passes its own.
 
         Raises:
-          ValueError: a shape disagrees, or the scheme is unknown or lacks input scales.
+          ValueError: a shape disagrees, the scheme is unknown or lacks input scales, or `weight`
+            and `rngs` are both None.
           NoBackendError: no backend fits.
         """
         self._settle(checkpoint_scheme, scheme, target, backend, dtype)
         shape = (out_features, in_features)
+        check_rngs(rngs, weight=weight)
         if weight is None:
             weight = random_tensor(shape, rngs)
         check_shape("weight", weight.shape, shape)
         self.weight = NVFP4Param(prepare_linear(weight, **self._op_arguments()))
         if bias is None and use_bias:
             bias = jnp.zeros(out_features, self.dtype)
+        if bias is not None:
+            check_shape("bias", bias.shape, (out_features,))
+        _check_input_scale(input_scale, self.scheme)
         self.bias = None if bias is None else nnx.Param(bias)
         self.input_scale = wrap_scale(input_scale)
 
@@ -159,6 +165,17 @@ class NVFP4Linear(QuantizedModule):
         return problem, self.checkpoint_scheme, self.requested_scheme, self.backend
 
 
+def _check_input_scale(input_scale, scheme):
+    """Check that the scale of activations is one number, and there where `scheme` reads it."""
+    if input_scale is not None:
+        check_shape("input_scale", jnp.shape(input_scale), ())
+    elif scheme is Scheme.W4A4:
+        raise ValueError(
+            "input_scale: scheme w4a4 needs the global scale of the activations, amax / 2688; got "
+            "None. Pass it, or use scheme w4a4_unit_scale or w4a4_token_scale, which need none"
+        )
+
+
 def read_value(variable):
     """Return the array of a variable; None of None."""
     return None if variable is None else variable.get_value()
@@ -184,10 +201,22 @@ def check_shape(name, shape, expected):
         raise ValueError(f"{name}: expected sizes {tuple(expected)}, got {tuple(shape)}")
 
 
+def check_rngs(rngs, **weights):
+    """Check that what `weights` lacks can be made at random.
+
+    Raises:
+      ValueError: a weight and `rngs` are None; names all weights that are missing.
+    """
+    missing = [name for name, value in weights.items() if value is None]
+    if missing and rngs is None:
+        raise ValueError(
+            "rngs: expected an nnx.Rngs, which makes random weights, or these weights: "
+            f"{', '.join(missing)}; got None"
+        )
+
+
 def random_matrix(shape, rngs):
-    """Return float32 normal values of variance ``1 / k``, or zeros without `rngs`."""
-    if rngs is None:
-        return jnp.zeros(shape, jnp.float32)
+    """Return float32 normal values of variance ``1 / k``."""
     return jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[-1])
 
 

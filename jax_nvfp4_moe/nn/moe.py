@@ -14,6 +14,7 @@ from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import (
     QuantizedModule,
+    check_rngs,
     check_shape,
     random_matrix,
     read_value,
@@ -41,7 +42,7 @@ from jax_nvfp4_moe.parallel import (
     shard_experts,
     share_rows,
 )
-from jax_nvfp4_moe.parallel.expert_mesh import check_context, check_row_scales, replicate
+from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, check_context, check_row_scales, replicate
 from jax_nvfp4_moe.parallel.placement import ExpertSlots, to_physical_ids
 from jax_nvfp4_moe.parallel.tensor_parallel import run_by_rows
 from jax_nvfp4_moe.scheme import (
@@ -131,8 +132,8 @@ class NVFP4MoE(QuantizedModule):
           top_k: experts per token; short for ``router=Router(top_k)``.
           router: how tokens choose; one of `top_k` and `router` is needed.
           activation, alpha, beta, limit: as for `ops.moe_mlp`.
-          params: the experts; random where None and `rngs` is given, else zeros.
-          router_weight: ``[e, h]``; made as `params` is where None.
+          params: the experts; random where None, which needs `rngs`.
+          router_weight: ``[e, h]``; random where None, which needs `rngs`.
           router_bias: correction of the choice ``[e]`` (e_score_correction_bias), or None; the
             weights do not see it.
           router_logit_bias: added to the logits ``[e]``, so that choice and weights see it
@@ -151,10 +152,12 @@ class NVFP4MoE(QuantizedModule):
           dispatch: over a mesh, "psum" where all devices have all tokens; "all_to_all", or "ragged"
             on GPUs, where tokens are shared out along `expert`, see `parallel.dispatch`.
           capacity: rows of "all_to_all" for each pair of shards in one round; None for one round.
-          rngs: where random weights come from (stream "params").
+          rngs: where random weights come from (stream "params"); required without `params` or
+            `router_weight`. `nnx.bridge.to_linen` passes its own.
 
         Raises:
-          ValueError: sizes disagree, an argument is unknown, or `mesh` does not divide the sizes.
+          ValueError: sizes disagree, an argument is unknown, `mesh` does not divide the sizes or
+            lacks the axis that `dispatch` needs, or weights and `rngs` are both missing.
           NoBackendError: no backend fits.
         """
         if mesh is not None:
@@ -166,6 +169,7 @@ class NVFP4MoE(QuantizedModule):
         if (latent is None) != (latent_in is None) or (latent is None) != (latent_out is None):
             raise ValueError("latent: expected latent, latent_in and latent_out together or none")
         width = hidden if latent is None else latent
+        check_rngs(rngs, params=params, router_weight=router_weight)
         if params is None:
             params = _fresh_experts(num_experts, width, intermediate, self.activation.row, rngs)
         check_sizes(params, num_experts, width, intermediate)
@@ -208,6 +212,7 @@ class NVFP4MoE(QuantizedModule):
                 interleaved=self.activation.row.interleaved,
             )
         if isinstance(params, ShardedExperts):
+            _check_dispatch_axis(self.dispatch, params.expert_mesh)
             check_row_scales(params.expert_mesh, self.scheme or self._activations())
             return params
         return prepare(params, **how) if isinstance(params, MoEParams) else params
@@ -367,6 +372,14 @@ def _check_dispatch(dispatch, capacity):
             f"got {capacity} with {dispatch!r}"
         )
     return dispatch
+
+
+def _check_dispatch_axis(dispatch, expert_mesh):
+    if dispatch != "psum" and EXPERT not in expert_mesh.axes:
+        raise ValueError(
+            f"dispatch: {dispatch!r} sends tokens along the mesh axis '{EXPERT}', which is missing "
+            f"in {dict(expert_mesh.mesh.shape)}. Add the axis, or use dispatch='psum'"
+        )
 
 
 def _fresh_experts(num_experts, hidden, intermediate, row, rngs):

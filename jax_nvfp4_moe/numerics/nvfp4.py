@@ -21,8 +21,11 @@ CODE_VALUES = np.array(
     np.float32,
 )
 
-# Value of each byte of a block scale.
-_SCALE_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+# Bits of the float32 value of each byte of a block scale. As bits, because two of the values are
+# NaN: `jax_debug_nans` would raise at a constant that holds them.
+_SCALE_BITS = (
+    np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32).view(np.uint32)
+)
 
 
 def pack(codes: UInt8[Array, "... k"]) -> UInt8[Array, "... half_k"]:
@@ -55,7 +58,8 @@ def decode_scale(block_scale: Array) -> Float[Array, "..."]:
 
     By table, not by cast: XLA may take a cast to E4M3 and back for excess precision and drop both.
     """
-    return jnp.asarray(_SCALE_VALUES)[lax.bitcast_convert_type(block_scale, jnp.uint8)]
+    bits = jnp.asarray(_SCALE_BITS)[lax.bitcast_convert_type(block_scale, jnp.uint8)]
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def encode(y: Float[Array, "... k"]) -> UInt8[Array, "... k"]:
@@ -175,13 +179,16 @@ def quantize(
     g = scale[..., None, None]
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     block_amax = amax(blocks, -1)
-    # Clamp first: a cast to E4M3 gives NaN above 464. 0 / 0 comes of a zero global scale.
-    ratio = jnp.where(block_amax == 0, 0.0, divide(block_amax, jnp.float32(E2M1_MAX) * g))
+    # A block of zeros is divided by 1: where g is 0 too, 0 / 0 would be NaN.
+    divisor = jnp.where(block_amax == 0, 1.0, jnp.float32(E2M1_MAX) * g)
+    ratio = divide(block_amax, divisor)
     ratio = jnp.where(jnp.isnan(ratio), jnp.nan, ratio)  # one NaN for all devices
+    # Clamp first: a cast to E4M3 gives NaN above 464.
     block_scale = jnp.minimum(ratio, jnp.float32(E4M3_MAX)).astype(jnp.float8_e4m3fn)
     s = decode_scale(block_scale) * g
     zero = s == 0
-    codes = encode(jnp.where(zero[..., None], 0.0, divide(blocks, s[..., None])))
+    codes = divide(blocks, jnp.where(zero, 1.0, s)[..., None])
+    codes = encode(jnp.where(zero[..., None], 0.0, codes))
     return pack(codes.reshape(x.shape)), block_scale, scale
 
 

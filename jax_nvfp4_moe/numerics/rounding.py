@@ -32,6 +32,8 @@ _BELOW, _ABOVE = 14, 7  # bytes around that of "max" that can be best, see `sear
 # What counts as less: beyond the roundings of residuals (2^-22 of the block's largest magnitude
 # each), and of their sum.
 _NOISE, _LESS = 2.0**-44, 1 - 2.0**-20
+# Of float32: what is below is subnormal.
+_SMALLEST_NORMAL = 2.0**-126
 
 Blocks = Float[Array, "16 n b"]
 Bytes = UInt8[Array, "n b"]
@@ -79,7 +81,8 @@ def quantize_weight(
       algorithm: a key of `ALGORITHMS`.
       importance: mean square of each of the k inputs, broadcastable to ``[..., k]`` of each matrix;
         needed by the algorithms that weight errors. Not checked: finite, none negative. Only ratios
-        within a block count; where all 16 are 0, the block is rounded as by "max".
+        within a block count. Values below 2^-126, the subnormal ones, count as 0. Where all 16 are
+        0, the block is rounded as by "max".
 
     Returns:
       packed uint8 ``[..., n, k/2]``, block_scale float8_e4m3fn ``[..., n, k/16]`` and
@@ -144,7 +147,12 @@ def _quantize_matrix(row, x, g=None, importance=None):
 
 
 def _within_blocks(importance):
-    """Scale importance ``[16, b]`` such that the largest of a block is 1: no square vanishes."""
+    """Scale importance ``[16, b]`` such that the largest of a block is 1: no square vanishes.
+
+    Subnormal importance becomes zero here, because some devices and programs flush it to zero and
+    others do not. Ratios of subnormal numbers are too coarse to mean anything.
+    """
+    importance = jnp.where(importance < _SMALLEST_NORMAL, 0.0, importance)
     largest = jnp.max(importance, axis=0, keepdims=True)
     return jnp.where(largest > 0, importance / jnp.where(largest > 0, largest, 1.0), 0.0)
 

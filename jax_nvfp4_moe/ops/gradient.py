@@ -85,7 +85,7 @@ def _expert_bars(layer, operands, y_bar):
 
             def run_piece(start, bars):
                 here = lax.dynamic_slice(slots, (start,), (PIECE,))
-                alive = start + jnp.arange(PIECE) < ends[expert]
+                alive = start + jnp.arange(PIECE, dtype=jnp.int32) < ends[expert]
                 token = here // expert_ids.shape[1]
                 return _add_piece(layer, weights, given, expert, (token, here, alive), bars)
 
@@ -161,7 +161,7 @@ def _product_bars(bias, weight, group_sizes, y_bar):
         one = take_expert(weight, group).dequantize(jnp.float32)
 
         def run_piece(start, bars):
-            row = start + jnp.arange(piece)
+            row = start + jnp.arange(piece, dtype=jnp.int32)
             alive = row < ends[group]
             bar = lax.dynamic_slice_in_dim(padded, start, piece).astype(jnp.float32)
             bar = jnp.where(alive[:, None], bar, 0.0)

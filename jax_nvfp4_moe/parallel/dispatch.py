@@ -267,7 +267,7 @@ class Rows:
     def visits(self, shards: int) -> Bool[Array, "r s"]:
         """Return which of `shards` each row visits."""
         owner = jnp.where(self.ids >= 0, self.ids // self.local_experts, -1)
-        return (owner[:, :, None] == jnp.arange(shards)[None, None, :]).any(axis=1)
+        return (owner[:, :, None] == jnp.arange(shards, dtype=jnp.int32)[None, None, :]).any(axis=1)
 
     def dispatch(self, plan: DispatchPlan, run_own: Callable, shards: int):
         """Return float32 ``[r, h]``: what all visits of each row add up to."""

@@ -1,0 +1,74 @@
+"""Everything under ``jax_debug_nans``: what a user turns on to find a NaN must not find ours.
+
+In and outside of ``jax.jit``; zeros are among all inputs, since a block of zeros has no scale.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from given import CHECKPOINTS
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
+
+BACKENDS = [None, "reference"]
+ROWS = np.concatenate([np.random.default_rng(0).standard_normal((3, 64)), np.zeros((2, 64))])
+
+
+@pytest.fixture(autouse=True)
+def debug_nans():
+    with jax.debug_nans(True):
+        yield
+
+
+@pytest.fixture(params=[jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def rows(request):
+    return jnp.asarray(ROWS, request.param)
+
+
+@pytest.mark.parametrize("x", [ROWS, np.zeros((4, 64))], ids=["rows", "zeros"])
+def test_quantize(x):
+    x = jnp.asarray(x, jnp.float32)
+    weight = nvfp4.quantize(x)
+    np.testing.assert_allclose(weight.dequantize(jnp.float32), x, atol=0.5)
+    np.testing.assert_array_equal(weight.dequantize(jnp.bfloat16)[-2:], jnp.zeros((2, 64)))
+    assert not jax.jit(nvfp4.quantize)(x).packed[-2:].any()
+    assert not nvfp4.quantize(jnp.zeros((4, 64))).packed.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scheme", nvfp4.Scheme)
+def test_linear(rows, scheme, backend):
+    how = {"checkpoint_scheme": "w4a4", "input_scale": 1e-3, "scheme": scheme}
+    linear = nvfp4.NVFP4Linear(64, 32, backend=backend, rngs=nnx.Rngs(0), **how)
+    assert bool(jnp.isfinite(linear(rows)).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a4_unit_scale", "w4a4_token_scale"])
+def test_moe(rows, scheme, backend):
+    moe = nvfp4.NVFP4MoE(
+        4, 64, 32, top_k=2, scheme=scheme, backend=backend, rngs=nnx.Rngs(0), dtype=rows.dtype
+    )
+    assert bool(jnp.isfinite(moe(rows)).all())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rounding_of_weights(algorithm):
+    importance = jnp.ones(64) if ALGORITHMS[algorithm].needs_importance else None
+    for x in (ROWS, np.zeros((4, 64))):
+        quantize_weight(jnp.asarray(x), algorithm=algorithm, importance=importance)
+
+
+def test_a_model_that_dequantizes_while_it_loads():
+    """Latent attention reads its expanding matrix in its own dtype."""
+    model = nvfp4.load_model(CHECKPOINTS / "deepseek_v3-direct-modelopt-w4a16")
+    logits = model(jnp.ones((2, 6), jnp.int32), lengths=jnp.array([6, 2]))
+    assert bool(jnp.isfinite(logits).all())
+
+
+def test_a_nan_of_the_user_is_found():
+    with pytest.raises(FloatingPointError):
+        nvfp4.quantize(jnp.asarray(ROWS) * jnp.float32(np.nan))
