@@ -44,7 +44,6 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.filling import fill
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.parallel import ExpertMesh
-from jax_nvfp4_moe.parallel.expert_mesh import replicate
 
 SIZES = SyntheticSizes(
     layers=2,
