@@ -25,7 +25,7 @@ from unquantized import dequantized
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.models import deepseek_v3, llama4, minimax_m2, olmoe
-from jax_nvfp4_moe.models.grouped_query import Attention
+from jax_nvfp4_moe.nn.grouped_query import Attention
 from jax_nvfp4_moe.parallel import ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import divided_axes
 

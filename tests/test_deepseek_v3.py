@@ -11,8 +11,9 @@ from given import CHECKPOINTS, copy_with_config
 
 from jax_nvfp4_moe import CheckpointError, load_model
 from jax_nvfp4_moe.models import deepseek_v3
-from jax_nvfp4_moe.models.deepseek_v3 import HeadMatrices
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
+from jax_nvfp4_moe.nn import latent_attention
+from jax_nvfp4_moe.nn.latent_attention import HeadMatrices
 
 DEEPSEEK = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
 LITE = CHECKPOINTS / "glm4_moe_lite-modelopt-w4a16"
@@ -26,7 +27,7 @@ def config_of(folder):
 
 def attended(attention, absorbs, monkeypatch):
     """Return what 5 tokens see of themselves, with the matrices on one side or the other."""
-    monkeypatch.setattr(deepseek_v3.LatentAttention, "_absorbs", lambda *_: absorbs)
+    monkeypatch.setattr(latent_attention.LatentAttention, "_absorbs", lambda *_: absorbs)
     x = jax.random.normal(jax.random.key(0), (2, 5, attention.config.hidden))
     positions = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (2, 5))
     y, _ = jax.jit(lambda module, x: module(x, positions, None))(attention, x)
@@ -41,7 +42,7 @@ def test_attending_to_latents_is_attending_to_what_they_expand_to(folder, monkey
     expanded = attended(attention, False, monkeypatch)
     config = attention.config
     bound = (
-        (config.qk_nope_head_dim + config.rope_width + config.kv_lora_rank)
+        (config.qk_nope_head_dim + config.qk_rope_head_dim + config.kv_lora_rank)
         * 2.0**-24
         * np.abs(expanded).max()
     )
@@ -67,10 +68,10 @@ def test_decoding_attends_to_latents_and_prefill_does_not():
         num_heads=128,
         kv_lora_rank=512,
         qk_nope_head_dim=128,
-        rope_width=64,
+        qk_rope_head_dim=64,
         v_head_dim=128,
     )
-    attention = object.__new__(deepseek_v3.LatentAttention)
+    attention = object.__new__(latent_attention.LatentAttention)
     object.__setattr__(attention, "config", sizes)
     assert attention._absorbs(1, 4096)
     assert attention._absorbs(64, 4096)
@@ -82,7 +83,7 @@ def test_the_cache_keeps_latents():
     model = load_model(LITE, **EXACT)
     config = model.config.attention
     (entry,) = model.init_cache(3, 7).layers[0].values()
-    assert entry.shape == (3, 1, 7, config.kv_lora_rank + config.rope_width)
+    assert entry.shape == (3, 1, 7, config.kv_lora_rank + config.qk_rope_head_dim)
 
 
 def test_fields_that_files_leave_out_have_the_values_of_transformers():

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.models.convolution import convolve
-from jax_nvfp4_moe.models.gated_delta_net import delta_chunks, delta_step
+from jax_nvfp4_moe.nn.convolution import convolve
+from jax_nvfp4_moe.nn.gated_delta_net import delta_chunks, delta_step
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 B, M, R, D, E = 2, 2, 3, 16, 8  # rows, key heads, value heads of each, channels of both

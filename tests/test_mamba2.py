@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe.models import mamba2
-from jax_nvfp4_moe.models.convolution import convolve
+from jax_nvfp4_moe.nn import mamba2
+from jax_nvfp4_moe.nn.convolution import convolve
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 HEADS, WIDTH, GROUPS, STATE = 4, 8, 2, 16

@@ -23,9 +23,9 @@ from unquantized import SMALL
 from jax_nvfp4_moe import CheckpointError, Scheme, Target, explain, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
-from jax_nvfp4_moe.models.attention import attend
 from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.loading import abstract_model
+from jax_nvfp4_moe.nn.attention import attend
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 
 QWEN = CHECKPOINTS / "qwen3moe-modelopt-w4a16"

@@ -11,11 +11,11 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Int32
 
-from jax_nvfp4_moe.models.attention import PADDING
-from jax_nvfp4_moe.models.division import say_replicated
-from jax_nvfp4_moe.models.gated_mlp import build_gated_mlp
+from jax_nvfp4_moe.nn.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear
+from jax_nvfp4_moe.nn.division import say_replicated
+from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.keys import KeyTable
 from jax_nvfp4_moe.nn.linear import ModuleProblem, find_problems
 from jax_nvfp4_moe.nn.norm import RMSNorm
@@ -23,15 +23,6 @@ from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import gather_columns, look_up
-
-# Where the parts of the usual model stand in its file.
-DECODER_KEYS: KeyTable = {
-    "embedding": "model.embed_tokens.weight",
-    "layers.*.attention_norm": "model.layers.*.input_layernorm",
-    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
 
 
 @dataclasses.dataclass(frozen=True)

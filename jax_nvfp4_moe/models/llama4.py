@@ -10,13 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.models.attention import KEY_AXES, attend, build_keys_and_values
 from jax_nvfp4_moe.models.config import Fields, read_rope
-from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_decoder
-from jax_nvfp4_moe.models.gated_mlp import build_gated_mlp, gated_mlp_keys
-from jax_nvfp4_moe.models.grouped_query import build_heads, gqa_keys
-from jax_nvfp4_moe.models.sparse import moe_keys, require_experts
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
+from jax_nvfp4_moe.models.sparse import require_experts
+from jax_nvfp4_moe.nn.attention import KEY_AXES, attend, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
+from jax_nvfp4_moe.nn.grouped_query import build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router

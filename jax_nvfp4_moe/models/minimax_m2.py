@@ -7,20 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_decoder
-from jax_nvfp4_moe.models.grouped_query import (
-    build_attention,
-    gqa_keys,
-    read_grouped_query,
-)
-from jax_nvfp4_moe.models.sparse import (
-    SparseConfig,
-    build_block,
-    moe_keys,
-    read_sparse,
-    read_top_k,
-)
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
+from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
+from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse, read_top_k
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.grouped_query import build_attention
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 

@@ -18,13 +18,14 @@ from flax import nnx
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.decoder import DECODER_KEYS, Architecture, Decoder, build_around
-from jax_nvfp4_moe.models.division import divide
-from jax_nvfp4_moe.models.grouped_query import GQAConfig, build_heads, gqa_keys
-from jax_nvfp4_moe.models.mamba2 import Mamba2Config, build_mamba2, mamba2_keys
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_around
+from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
 from jax_nvfp4_moe.models.sparse import read_grouped_router
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.grouped_query import GQAConfig, build_heads
 from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.nn.mamba2 import Mamba2Config, build_mamba2
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.numerics.activations import activate, find_activation

@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.models.config import Fields
-from jax_nvfp4_moe.models.gated_mlp import build_gated_mlp, gated_mlp_keys
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 
@@ -192,23 +191,3 @@ def build_block(config: SparseConfig, layer: int, make: Builder, *, bias: bool =
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),
     )
-
-
-def moe_keys(*names: str, router: str = "gate", bias: str = "", shared: str = "") -> KeyTable:
-    """Return where the parts of an expert block at ``layers.*.mlp`` stand in the file.
-
-    Args:
-      names: of the block; of several, the first that the file has counts.
-      router: name of the router's linear in the block.
-      bias: name of its correction bias; empty for none.
-      shared: name of the shared experts; empty for none.
-    """
-    path = "layers.*.mlp"
-    parts = {"params": "experts", "router_weight": f"{router}.weight"}
-    if bias:
-        parts["router_bias"] = bias
-    table = dict(below(path, names, parts))
-    if shared:
-        stems = tuple(f"{name}.{shared}" for name in names)
-        table |= gated_mlp_keys(f"{path}.shared_experts", stems)
-    return table

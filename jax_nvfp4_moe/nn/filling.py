@@ -8,7 +8,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jax_nvfp4_moe.nn.building import ExpertPart, Part, Values, expert_layout, values_of_shard
+from jax_nvfp4_moe.nn.building import (
+    ExpertPart,
+    Part,
+    Values,
+    expert_layout,
+    values_of_shard,
+)
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, replicate
 from jax_nvfp4_moe.parallel.experts import shard_experts

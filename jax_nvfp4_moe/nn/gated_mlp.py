@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.models.division import divide
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import TensorParallel
 
@@ -44,9 +43,3 @@ def build_gated_mlp(make: Builder, path: str, hidden: int, intermediate: int) ->
         last=f"{path}.down",
         width=intermediate,
     )
-
-
-def gated_mlp_keys(path: str, name: str | tuple[str, ...]) -> KeyTable:
-    """Return where the linears of a `GatedMLP` at `path` stand below `name` of the file."""
-    parts = {"gate_up.gate": "gate_proj", "gate_up.up": "up_proj", "down": "down_proj"}
-    return below(path, name, parts)

@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.models.attention import PADDING
-from jax_nvfp4_moe.models.convolution import convolve
-from jax_nvfp4_moe.models.division import divide
+from jax_nvfp4_moe.nn.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.nn.convolution import convolve
+from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -184,13 +183,6 @@ def build_mamba2(config: Mamba2Config, path: str, make: Builder):
         width=config.inner,
         reason=reason,
     )
-
-
-def mamba2_keys(path: str, name: str) -> KeyTable:
-    """Return where the parts of a Mamba-2 mixer at `path` stand below `name` of the file."""
-    parts = {name: name for name in ("in_proj", "out_proj", "A_log", "dt_bias", "D")}
-    parts |= {"conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "norm": "norm.weight"}
-    return below(path, name, parts)
 
 
 def ssd(

@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.models.attention import PADDING
-from jax_nvfp4_moe.models.convolution import convolve
-from jax_nvfp4_moe.models.division import divide
+from jax_nvfp4_moe.nn.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.keys import KeyTable, below
+from jax_nvfp4_moe.nn.convolution import convolve
+from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -191,14 +190,6 @@ def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
         width=sizes.values,
         reason=reason,
     )
-
-
-def delta_keys(path: str, name: str) -> KeyTable:
-    """Return where the parts of a gated delta net at `path` stand below `name` of the file."""
-    projections = ("qkvz", "ba", "qkv", "z", "b", "a")
-    parts = {f"projections.{one}": f"in_proj_{one}" for one in projections}
-    parts |= {"out_proj": "out_proj", "conv_weight": "conv1d.weight", "norm": "norm.weight"}
-    return below(path, name, parts | {"A_log": "A_log", "dt_bias": "dt_bias"})
 
 
 def delta_step(

@@ -1,0 +1,240 @@
+"""Multi-head latent attention, as DeepSeek-V3 has it.
+
+Source: `modeling_deepseek_v3` of transformers; arXiv:2412.19437.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from jax_nvfp4_moe.nn.attention import append, attend, build_keys_and_values, empty_entries
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.linear import NVFP4Linear
+from jax_nvfp4_moe.nn.rope import Rope, rotate
+from jax_nvfp4_moe.ops.dense import dense, precision_for
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
+
+_LATENT_EPS = 1e-6  # of the norms of latents: their code passes over rms_norm_eps
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAConfig:
+    """Sizes of a latent attention; static.
+
+    Attributes:
+      q_lora_rank: width of the query's latent, None where queries are projected at once.
+      kv_lora_rank: width of the latent of keys and values.
+      qk_nope_head_dim, qk_rope_head_dim: channels of a query head without and with rotation.
+      v_head_dim: channels of a value head.
+      interleaved: whether rotated pairs stand side by side in the file.
+      bias: whether the projections of and to the model's width add a bias.
+    """
+
+    hidden: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    interleaved: bool
+    bias: bool
+    rope: Rope
+
+    @property
+    def scale(self) -> float:
+        """What the attention's scores are multiplied by."""
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.attention_scale
+
+
+class HeadMatrices(nnx.Module):
+    """What makes keys and values of a latent: ``key = keys[head] @ latent``, and so for values.
+
+    Attributes:
+      keys: `nnx.Param` ``[n, nope, rank]``.
+      values: `nnx.Param` ``[n, d, rank]``.
+    """
+
+    def __init__(self, keys: Float[Array, "n nope rank"], values: Float[Array, "n d rank"]):
+        """Make one of its matrices."""
+        self.keys, self.values = nnx.Param(keys), nnx.Param(values)
+
+
+class LatentAttention(HeadParallel):
+    """Multi-head latent attention: the cache keeps one latent and one rotated key a token.
+
+    Keys and values of all heads are two matrices times the latent. Many queries expand the latents
+    that they see, as the model was trained; few multiply the first matrix into the query and the
+    second into the result instead, and attend to the latents themselves. The products are the same,
+    and a token decoded reads the cache once where the other way would expand all of it.
+    """
+
+    cache_axes: ClassVar[Mapping[str, int | None]] = {"latent": None}  # whole, that of all heads
+
+    def __init__(self, config: MLAConfig, make: Builder, path: str):
+        """Make one with the heads of one shard."""
+        heads, h, bias = config.num_heads, config.hidden, config.bias
+        width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+        rank = config.kv_lora_rank
+        self.config, self.dtype = config, make.settings.dtype
+        if config.q_lora_rank is None:
+            first, own_bias = width, False
+        else:
+            first, own_bias = config.q_lora_rank, bias
+            self.q_norm = make.norm(f"{path}.q_norm", first, _LATENT_EPS)
+            self.q = make.linear(f"{path}.q", width, first)
+        self.down = make.merged_linear(
+            f"{path}.down",
+            h,
+            {"q": first, "kv": rank + config.qk_rope_head_dim},
+            {"q": own_bias, "kv": bias},
+        )
+        self.kv_norm = make.norm(f"{path}.kv_norm", rank, _LATENT_EPS)
+        width = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        self.kv_up = make.converted_linear(
+            f"{path}.kv_up", width, rank, functools.partial(_apart, config)
+        )
+        shape = (heads, 1)
+        self.kv = build_keys_and_values(make, f"{path}.kv", kept_rounded=False, k=shape, v=shape)
+        self.out = make.linear(f"{path}.out", h, heads * config.v_head_dim, bias)
+
+    def empty_cache(self, batch: int, max_length: int):
+        """Return empty cache entries: latents with their rotated keys behind them, one head."""
+        shape = (1, self.config.kv_lora_rank + self.config.qk_rope_head_dim)
+        return empty_entries(batch, max_length, self.dtype, latent=shape)
+
+    def mix(self, x, positions, entries):
+        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
+        config, (b, t, _) = self.config, x.shape
+        down = self.down(x)
+        rope = down.shape[-1] - config.qk_rope_head_dim
+        q, latent, key = jnp.split(down, [rope - config.kv_lora_rank, rope], axis=-1)
+        if config.q_lora_rank is not None:
+            q = self.q(self.q_norm(q))
+        q = q.reshape(b, t, config.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
+        plain, turning = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+        turned = self._rotate(turning, positions)
+        key = self._rotate(key[:, :, None, :], positions)
+        latent = jnp.concatenate([self.kv_norm(latent)[:, :, None, :], key], axis=-1)
+        seen, entries = append(entries, positions, latent=latent)
+        # The matrices of all heads may be multiplied into queries and results instead.
+        record(self.kv_up, latent[:, :, 0, : config.kv_lora_rank])
+        absorbs = self._absorbs(t, seen["latent"].shape[2])
+        # What is rounded to FP8 are the keys and values of all heads, which have to be made then.
+        if isinstance(self.kv_up, HeadMatrices) and absorbs and self.kv.scales is None:
+            y = self._attend_to_latents(self.kv_up, plain, turned, seen["latent"], positions)
+        else:
+            k, v = self._expand(seen["latent"])
+            k, v = self.kv.rounded(k=k, v=v).values()
+            q = jnp.concatenate([plain, turned], axis=-1)
+            y = attend(q, k, v, positions, config.scale)
+        return self.out(y.reshape(b, t, -1)), entries
+
+    def _rotate(self, x, positions):
+        """Rotate; pairs that stand side by side are first put half a width apart."""
+        if self.config.interleaved:
+            x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        return rotate(x, positions, self.config.rope)
+
+    def _absorbs(self, t: int, s: int) -> bool:
+        """Whether `t` queries of `s` keys cost less with the matrices on the queries' side."""
+        config = self.config
+        head = config.qk_nope_head_dim + config.v_head_dim
+        absorbed = t * config.kv_lora_rank * head + 2 * t * s * config.kv_lora_rank
+        return absorbed <= s * config.kv_lora_rank * head + t * s * head
+
+    def _attend_to_latents(self, up: HeadMatrices, plain, turned, latent, positions):
+        """Attend with all heads' queries to the cache as one key head and one value head."""
+        q = _each_head(plain, up.keys, contracted=1)
+        q = jnp.concatenate([q, turned], axis=-1)
+        # The values' last channels are the rotated keys, which no head asks for: cutting them off
+        # beforehand would copy the cache.
+        y = attend(q, latent, latent, positions, self.config.scale)
+        return _each_head(y[..., : self.config.kv_lora_rank], up.values, contracted=2)
+
+    def _expand(self, seen):
+        """Return keys and values of all heads ``[b, n, s, d]`` from what the cache keeps."""
+        config, (b, _, s, _) = self.config, seen.shape
+        latent, rotated = jnp.split(seen, [config.kv_lora_rank], axis=-1)
+
+        def spread(rows):
+            return jnp.moveaxis(rows.reshape(b, s, config.num_heads, -1), 2, 1)
+
+        if isinstance(self.kv_up, HeadMatrices):
+            each = (self.kv_up.keys, self.kv_up.values)
+            matrices = (part.get_value().reshape(-1, config.kv_lora_rank) for part in each)
+            plain, v = (spread(dense(latent, matrix).astype(seen.dtype)) for matrix in matrices)
+        else:
+            plain, v = jnp.split(spread(self.kv_up(latent)), [config.qk_nope_head_dim], axis=-1)
+        shared = jnp.broadcast_to(rotated, (*plain.shape[:-1], config.qk_rope_head_dim))
+        return jnp.concatenate([plain, shared], axis=-1), v
+
+
+def _apart(config, expansion):
+    """Return `expansion` as two matrices of each head where those give its numbers, else itself.
+
+    A matrix that is quantized alone is dequantized, once. Where its input is quantized too, no
+    product of the two matrices rounds as it does, and latents are always expanded.
+    """
+    if isinstance(expansion, DenseLinear):
+        matrix = expansion.weight.get_value()
+    elif _weights_only(expansion):
+        matrix = expansion.weight.get_value().dequantize(expansion.dtype)
+    else:
+        return expansion
+    matrix = matrix.reshape(config.num_heads, -1, config.kv_lora_rank)
+    return HeadMatrices(matrix[:, : config.qk_nope_head_dim], matrix[:, config.qk_nope_head_dim :])
+
+
+def _weights_only(part) -> bool:
+    """Whether a quantized linear takes its input as it is."""
+    if isinstance(part, FP8Linear):
+        return part.activations is FP8ActivationScaling.WEIGHTS
+    return isinstance(part, NVFP4Linear) and part.scheme is Scheme.W4A16
+
+
+def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Array, "b t n m"]:
+    """Multiply each head by its own matrix of ``[n, ., .]``, over the axis `contracted` of it."""
+    y = lax.dot_general(
+        x,
+        matrix.get_value(),
+        (((3,), (contracted,)), ((2,), (0,))),
+        precision=precision_for(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.moveaxis(y, 0, 2).astype(x.dtype)
+
+
+def build_latent_attention(config: MLAConfig, path: str, make: Builder) -> LatentAttention:
+    """Make the latent attention at `path`.
+
+    Over a mesh it is divided by heads along `tensor`: what makes queries, keys and values of
+    latents, and the output. The down-projections and the latent cache are replicated.
+    """
+    heads, shards = config.num_heads, make.settings.shards
+    rows = ShardSpec("rows", shards)
+    # Queries of latents are made by `q`, those without a latent by a part of `down`.
+    query = "attention.q" if config.q_lora_rank is not None else "down.q"
+    # No linear is called k or v: these are names of the scales of an FP8 cache.
+    by_heads = (query, "kv_up", "k", "v")
+    return divide(
+        make,
+        lambda make, sizes: LatentAttention(sizes, make, path),
+        config,
+        dataclasses.replace(config, num_heads=heads // shards),
+        specs=dict.fromkeys(by_heads, rows) | {"out": ShardSpec("columns", shards)},
+        last=f"{path}.out",
+        width=heads * config.v_head_dim,
+        reason=f"{heads} heads do not make {shards} parts" if heads % shards else None,
+    )
