@@ -20,7 +20,7 @@ SENT = {
     "normalized": (2 + 2 + 0 + 1 + 2, 0),
     "minimax": (2 + 2 + 0 + 1 + 2, 0),
 }
-LATENT = {"q": 4, "kv_up": 4, "out": 4, "down.q": 1, "down.kv": 1, "q_norm": 1, "kv_norm": 1}
+LATENT = {"q": 4, "kv_up": 4, "out": 4, "down.q_a": 1, "down.kv": 1, "q_norm": 1, "kv_norm": 1}
 # Four shards of two key heads: a device has one of them.
 GROUPED = {"qkv.q": 4, "qkv.k": 2, "qkv.v": 2, "out": 4}
 SHARES = {

@@ -102,6 +102,8 @@ _PARTS = {
     "kv": "",
     "q_norm": "q_a_layernorm",
     "q": "q_b_proj",
+    "down.q": "q_proj",  # without a latent for queries
+    "down.q_a": "q_a_proj",
     "down.kv": "kv_a_proj_with_mqa",
     "kv_norm": "kv_a_layernorm",
     "kv_up": "kv_b_proj",
@@ -111,8 +113,6 @@ _ATTENTION = "model.layers.*.self_attn"
 KEYS: KeyTable = {
     **DECODER_KEYS,
     **below("layers.*.attention", _ATTENTION, _PARTS),
-    # Queries are projected to a latent, or at once.
-    "layers.*.attention.down.q": (f"{_ATTENTION}.q_a_proj", f"{_ATTENTION}.q_proj"),
     **gated_mlp_keys("layers.*.mlp", "model.layers.*.mlp"),
     **moe_keys("model.layers.*.mlp", bias="gate.e_score_correction_bias", shared="shared_experts"),
 }

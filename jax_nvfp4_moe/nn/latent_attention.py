@@ -89,16 +89,16 @@ class LatentAttention(HeadParallel):
         rank = config.kv_lora_rank
         self.config, self.dtype = config, make.settings.dtype
         if config.q_lora_rank is None:
-            first, own_bias = width, False
+            name, first, own_bias = "q", width, False
         else:
-            first, own_bias = config.q_lora_rank, bias
+            name, first, own_bias = "q_a", config.q_lora_rank, bias
             self.q_norm = make.norm(f"{path}.q_norm", first, _LATENT_EPS)
             self.q = make.linear(f"{path}.q", width, first)
         self.down = make.merged_linear(
             f"{path}.down",
             h,
-            {"q": first, "kv": rank + config.qk_rope_head_dim},
-            {"q": own_bias, "kv": bias},
+            {name: first, "kv": rank + config.qk_rope_head_dim},
+            {name: own_bias, "kv": bias},
         )
         self.kv_norm = make.norm(f"{path}.kv_norm", rank, _LATENT_EPS)
         width = heads * (config.qk_nope_head_dim + config.v_head_dim)
