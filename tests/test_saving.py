@@ -90,7 +90,7 @@ def test_another_layout_is_refused(tmp_path):
     moe = NVFP4MoE(4, 64, 32, top_k=2, params=params, rngs=nnx.Rngs(0), backend="reference")
     save_prepared(tmp_path / "m", moe)
     other = NVFP4MoE(4, 64, 32, top_k=2, params=params, rngs=nnx.Rngs(0), backend="reference")
-    other.params = NVFP4Param(params.to_layout("cpu_16x16"))
+    other.experts.params = NVFP4Param(params.to_layout("cpu_16x16"))
     with pytest.raises(CheckpointError, match="cpu_16x16") as caught:
         restore_prepared(tmp_path / "m", other)
     assert len(caught.value.problems) == 2
@@ -104,7 +104,7 @@ def moe_for_hopper(hidden, intermediate):
     moe = NVFP4MoE(
         4, hidden, intermediate, top_k=2, params=params, rngs=nnx.Rngs(0), backend="reference"
     )
-    moe.params = NVFP4Param(prepare(params, target=Target("cuda", (9, 0))))
+    moe.experts.params = NVFP4Param(prepare(params, target=Target("cuda", (9, 0))))
     return moe
 
 
@@ -112,7 +112,7 @@ def test_padded_columns_come_back(tmp_path):
     moe = moe_for_hopper(80, 48)
     save_prepared(tmp_path / "m", moe)
     restored = restore_prepared(tmp_path / "m", nnx.eval_shape(lambda: moe))
-    params = restored.params.get_value()
+    params = restored.experts.params.get_value()
     assert (params.hidden, params.intermediate, params.layout) == (80, 48, "mma_64x64")
     np.testing.assert_array_equal(restored(X[:, :80]), moe(X[:, :80]))
 
