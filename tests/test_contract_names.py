@@ -15,6 +15,14 @@ SIGNATURES = {
     "dispatch='psum'",
     "generate": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
     "top_p=1.0, stop_ids=(), key=None",
+    "stream": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
+    "top_p=1.0, stop_ids=(), key=None",
+    "save": "folder, module",
+    "restore": "folder, like",
+    "load_tokenizer": "folder",
+    "quantize_experts": "gate, up, down",
+    "NVFP4Linear.from_dense": "kernel, options",
+    "NVFP4MoE.from_dense": "gate, up, down, router_kernel, options",
     "quantize": "x, global_scale=None",
     "prepare": "params, *, scheme=None, target=None, backend=None, dtype=bfloat16, top_k=1",
     "ops.grouped_gemm": "x, weight, group_sizes, *, input_scale=None, scheme=None, target=None, "
