@@ -16,7 +16,7 @@ from timing import time_program
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.ops.preparation import find_moe_layout
+from jax_nvfp4_moe.ops.preparation import find_checkpoint_scheme, plan_experts
 from jax_nvfp4_moe.parallel import ExpertMesh, run_dispatched, shard_experts
 from jax_nvfp4_moe.parallel.dispatch import choose_wire_format
 from jax_nvfp4_moe.scheme import Scheme
@@ -63,7 +63,9 @@ def make_layer(form: str, devices: int, scheme: Scheme, case: Case):
     expert_mesh = make_grid(form, devices)
     how = {"scheme": scheme, "target": expert_mesh.target}
     whole = random_params(case)
-    experts = shard_experts(whole, expert_mesh, layout=find_moe_layout(whole, **how))
+    local = {"top_k": case.top_k, "shards": (expert_mesh.expert, expert_mesh.tensor)}
+    plan = plan_experts(whole, checkpoint_scheme=find_checkpoint_scheme(whole), **how, **local)
+    experts = shard_experts(whole, expert_mesh, layout=plan.layout)
     one = nvfp4.prepare(whole, **how)
     del whole
     run_one = functools.partial(nvfp4.ops.moe_mlp, activation=case.activation, **how)

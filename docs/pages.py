@@ -47,13 +47,20 @@ PAGES = {
         "Load a checkpoint, run it, save it as it is loaded.",
         ("models", "inference.generation", "nn.saving", "inference.tokenizer"),
         ("nn.saving",),
-        ("models.decoder.Decoder", "models.decoder.Cache", "inference.generation.stream"),
+        ("models.decoder.Decoder", "models.decoder.Cache"),
     ),
     "layers": Page(
         "Layers",
         "Flax NNX modules, for models of your own.",
-        ("nn.linear", "nn.moe", "nn.dense"),
-        more=("numerics.routing.Router", "numerics.activations.find_activation"),
+        ("nn.linear", "nn.moe", "nn.dense", "numerics.routing", "numerics.activations"),
+        more=(
+            "nn.moe.GatedExperts",
+            "nn.moe.LatentProjections",
+            "nn.experts.NVFP4Experts",
+            "nn.experts.FP8Experts",
+            "nn.experts.UnquantizedExperts",
+            "nn.experts.ExpertOptions",
+        ),
     ),
     "ops": Page(
         "Ops",
@@ -73,7 +80,7 @@ PAGES = {
     "choice": Page(
         "Scheme and backend",
         "The scheme is what the numbers are, the backend which kernel computes them.",
-        ("scheme", "backends"),
+        ("scheme", "backends", "nn.explanation"),
     ),
     "checkpoints": Page(
         "Checkpoints",

@@ -15,12 +15,13 @@ checkpoint, the user and the device:
 | any | w4a4_unit_scale | any | activations rounded to FP4 with global scales of 1 |
 | any | w4a4_token_scale | any | activations rounded to FP4 with one global scale per token |
 
-`choose_backend` decides the second: the first record of an ordered tuple that accepts the problem.
+`backends.resolution.resolve` decides the second: the first record of an ordered tuple that accepts
+the problem. Both decisions stand in one `Plan`; preparing weights, the call and `explain` read it.
 """
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -305,7 +306,7 @@ def no_notes(problem: Problem) -> tuple[str, ...]:
     return ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Backend:
     """One way to compute ops: a record in the ordered tuple ``backends.BACKENDS``.
 
@@ -316,6 +317,7 @@ class Backend:
       lower: op -> function that emits the computation.
       status: what has been shown of it, for tables.
       notes: problem -> which of its kernels run, and why, where a user may expect another.
+      ffi_targets: names of the FFI targets that `lower` calls; none for plain XLA.
     """
 
     name: str
@@ -324,6 +326,65 @@ class Backend:
     lower: Mapping[str, Callable]
     status: str
     notes: Callable[[Problem], tuple[str, ...]] = no_notes
+    ffi_targets: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one op runs: its scheme, its backend, and the layout in which that reads weights.
+
+    A plan is resolved once for a layer, by `backends.resolution.resolve`. Preparing weights, the
+    call and `explain` all read it, so that weights are prepared for the kernel that the call takes.
+
+    Attributes:
+      problem: the static facts, the chosen scheme among them.
+      backend: the chosen record.
+      why: why this scheme, in words for a user; empty where the problem came with its scheme.
+      checkpoint_scheme, requested_scheme, requested_backends: what the choice was made from.
+        `explain` chooses again from them for another device.
+    """
+
+    problem: Problem
+    backend: Backend
+    why: str = ""
+    checkpoint_scheme: Scheme | None = None
+    requested_scheme: str | None = None
+    requested_backends: tuple[str, ...] | None = None
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The chosen scheme; None for ops that have none."""
+        return self.problem.scheme
+
+    @property
+    def target(self) -> Target:
+        """The device that the op is lowered for."""
+        return self.problem.target
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout in which the backend reads weights."""
+        return self.backend.layout
+
+    @property
+    def lower(self) -> Callable:
+        """The backend's function that emits the computation."""
+        return self.backend.lower[self.problem.op]
+
+    def check(self, **facts: Any) -> None:
+        """Check that the planned backend also runs a call with other `facts`, fields of `Problem`.
+
+        Raises:
+          NoBackendError: it does not; says why.
+        """
+        problem = dataclasses.replace(self.problem, **facts)
+        if problem == self.problem:
+            return
+        if reason := self.backend.can.reason_against(problem):
+            raise NoBackendError(
+                f"plan: weights are prepared for backend {self.backend.name!r}, which cannot run "
+                f"{problem}: {reason}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,34 +422,3 @@ class Choice:
 
 class NoBackendError(ValueError):
     """No backend can run a problem; the message carries every backend's reason."""
-
-
-def reasons_against(problem: Problem, backends: Sequence[Backend]) -> dict[str, str | None]:
-    """Return backend name -> why it cannot run `problem`, None where it can, in order."""
-    return {backend.name: backend.can.reason_against(problem) for backend in backends}
-
-
-def choose_backend(
-    problem: Problem, backends: Sequence[Backend], name: str | None = None
-) -> Backend:
-    """Choose the first of `backends`, in order of preference, that accepts `problem`.
-
-    Args:
-      problem: the static facts.
-      backends: the records to walk.
-      name: the one record to consider, or None for all.
-
-    Raises:
-      NoBackendError: none accepts it; the message lists each with its reason.
-      ValueError: there is no backend called `name`.
-    """
-    if name is not None and name not in {backend.name for backend in backends}:
-        raise ValueError(f"backend: expected one of {[b.name for b in backends]}, got {name!r}")
-    reasons = reasons_against(problem, backends)
-    for backend in backends:
-        if reasons[backend.name] is None and name in (None, backend.name):
-            return backend
-    wanted = f"backend {name!r}" if name else "no backend"
-    verb = "cannot run" if name else "can run"
-    lines = "\n".join(f"  {other}: {why or 'could run it'}" for other, why in reasons.items())
-    raise NoBackendError(f"{wanted} {verb} {problem}:\n{lines}")

@@ -4,6 +4,7 @@ python tests/eight_devices.py NAME ...      prints one line of JSON for each: [n
 """
 
 import functools
+import logging
 import os
 import re
 import unittest.mock
@@ -106,10 +107,23 @@ def unshifted():
     """The error where ids are one off: the negative control of all others."""
     x, one, eight = tokens(24), block()(), block()(mesh=make_mesh((8, 1)))
     ids, weights = one.route(x)
-    experts = eight.params.get_value()
+    experts = eight.experts.params.get_value()
     run = functools.partial(nvfp4.ops.moe_mlp, scheme="w4a16")
     wrong = run_sharded(run, x, experts, (ids + 1) % 16, weights)
     return difference(wrong, one.experts(x, ids, weights))
+
+
+def many_experts():
+    """The log of a call: 1024 experts on two devices, of which one kernel takes 512."""
+    sizes = {"num_experts": 1024, "hidden": 16, "intermediate": 16}
+    params = random_moe_params(jax.random.key(0), **sizes)
+    given = {"params": params, "mesh": make_mesh((2, 1)), "rngs": nnx.Rngs(0)}
+    block = nvfp4.NVFP4MoE(**sizes, top_k=2, **given)
+    with unittest.mock.patch.object(logging.getLogger("jax_nvfp4_moe"), "info") as info:
+        program = jax.jit(lambda block, x: block(x)).lower(block, jnp.zeros((4, 16))).as_text()
+    said = [entry.args[0] for entry in info.call_args_list]
+    converts = any("converts weights" in text for text in said)
+    return ["nvfp4_moe_w4a16_cpu" in program, converts]
 
 
 def refusals():
@@ -230,7 +244,7 @@ def gradients():
 
         grad = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True, allow_int=True))
         (x_bar, chosen_bar, bars), y = grad(x, chosen, state)
-        bars = bars["params"].get_value()
+        bars = bars["experts"]["params"].get_value()
         bars = getattr(bars, "stacked", bars)
         return [y, x_bar, chosen_bar, bars.gate_up_bias, bars.down_bias]
 
@@ -307,6 +321,7 @@ CHECKS = {
         traced,
         one_axis,
         unshifted,
+        many_experts,
         refusals,
         dispatched,
         explicit_sum,

@@ -133,7 +133,7 @@ def exchanged_models():
             errors.append(difference(decode(eight, ids)[0], decode(one, ids)[0]))
             figures[f"{rows} rows"] = [errors, collectives(compiled)["all-to-all"]]
         block = nvfp4.load_moe(folder, 0, mesh=make_mesh((8, 1)), dispatch="all_to_all")
-        figures["load_moe"] = block.dispatch
+        figures["load_moe"] = block.experts.options.dispatch
     return figures
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe.nn.saving import restore_prepared, save_prepared
+from jax_nvfp4_moe.nn.saving import restore, save
 from jax_nvfp4_moe.testing import random_moe_params
 
 
@@ -29,14 +29,15 @@ def shard(params, devices):
 
 def main(folder, layout):
     params = shard(params_in(layout), 8)
-    save_prepared(folder, params)
-    for devices in (8, 2):
-        like = shard(params_in(layout), devices)
+    save(folder, params)
+    other = "cpu_16x16" if layout == "canonical" else "canonical"
+    for devices, wanted in ((8, layout), (2, layout), (8, other)):
+        like, params = shard(params_in(wanted), devices), params_in(wanted)
         if devices == 2:  # shapes alone, which take no memory
             like = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
             )
-        restored = restore_prepared(folder, like)
+        restored = restore(folder, like)
         for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(params), strict=True):
             assert len(got.addressable_shards) == devices
             assert got.addressable_shards[0].data.shape[0] == 8 // devices

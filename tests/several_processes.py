@@ -45,16 +45,16 @@ def save_with_others(folder):
         (folder / "used").mkdir(parents=True)
         (folder / "used" / "file").write_text("")
     try:
-        saving.save_prepared(folder / "used", experts)
+        saving.save(folder / "used", experts)
     except ValueError as error:
         print(error, flush=True)
     if not distributed.is_first():
         delay(saving, "_description", 1)
-    saving.save_prepared(folder / "free", experts)
+    saving.save(folder / "free", experts)
     written = (folder / "free" / saving.LAYOUTS).stat()
     multihost_utils.sync_global_devices("all have saved")
     assert (folder / "free" / saving.LAYOUTS).stat().st_mtime_ns == written.st_mtime_ns
-    restored = saving.restore_prepared(folder / "free", experts)
+    restored = saving.restore(folder / "free", experts)
     for new, old in zip(jax.tree.leaves(restored), jax.tree.leaves(experts), strict=True):
         for one, other in zip(new.addressable_shards, old.addressable_shards, strict=True):
             np.testing.assert_array_equal(one.data, other.data)

@@ -66,7 +66,7 @@ def test_the_example_is_balanced_and_computes_the_same(model, text):
     unbalanced = [imbalance(row) for row in device_load(model, new, 4)]
     physical = config.num_experts + 4
     place_model(model, [place(row, 4, physical) for row in load])
-    assert {m.params.get_value().num_experts for _, m in expert_blocks(model)} == {physical}
+    assert {m.experts.params.get_value().num_experts for _, m in expert_blocks(model)} == {physical}
     placed = [imbalance(row) for row in device_load(model, new, 4)]
     assert np.mean(placed) < np.mean(unbalanced)
     assert max(placed) < max(unbalanced)

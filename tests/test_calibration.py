@@ -13,7 +13,7 @@ from unquantized import SMALL, dequantized, tokens
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
-from jax_nvfp4_moe.nn.moe import RoutedTokens
+from jax_nvfp4_moe.nn.experts import RoutedTokens
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.quantization.calibration import Inputs, calibrate, observe_experts

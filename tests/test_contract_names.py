@@ -15,12 +15,20 @@ SIGNATURES = {
     "dispatch='psum'",
     "generate": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
     "top_p=1.0, stop_ids=(), key=None",
+    "stream": "model, input_ids, *, max_new_tokens, lengths=None, temperature=0.0, top_k=None, "
+    "top_p=1.0, stop_ids=(), key=None",
+    "save": "folder, module",
+    "restore": "folder, like",
+    "load_tokenizer": "folder",
+    "quantize_experts": "gate, up, down",
+    "NVFP4Linear.from_dense": "kernel, options",
+    "NVFP4MoE.from_dense": "gate, up, down, router_kernel, options",
     "quantize": "x, global_scale=None",
-    "prepare": "params, *, scheme=None, target=None, backend=None",
+    "prepare": "params, *, scheme=None, target=None, backend=None, dtype=bfloat16, top_k=1",
     "ops.grouped_gemm": "x, weight, group_sizes, *, input_scale=None, scheme=None, target=None, "
     "backend=None",
     "ops.linear": "x, weight, *, input_scale=None, bias=None, scheme=None, target=None, "
-    "backend=None",
+    "backend=None, plan=None",
     "ops.quantize_nvfp4": "x, *, global_scale=None, scale_layout='linear', target=None, "
     "backend=None",
     "ops.route": "router, logits, bias=None, *, target=None, backend=None",
@@ -114,5 +122,6 @@ def test_modules_are_flax_modules():
     for module in (nvfp4.NVFP4MoE, nvfp4.NVFP4Linear):
         assert issubclass(module, nnx.Module)
         assert inspect.signature(module.__init__).parameters["rngs"].default is None
-    for method in ("route", "experts", "__call__"):
-        assert callable(getattr(nvfp4.NVFP4MoE, method))
+    block = nvfp4.NVFP4MoE(2, 32, 16, top_k=1, rngs=nnx.Rngs(0))
+    for part in (block, block.route, block.experts):
+        assert callable(part)

@@ -120,13 +120,13 @@ def test_logits_are_those_of_one_process(count, mesh, tmp_path):
     for name in {"logits", "placed"} & set(found):
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=bound)
     block = next(block for _, block in expert_blocks(model))
-    params = block.params.get_value()
+    params = block.experts.params.get_value()
     scale = params.down.global_scale * 1.01  # of one layer's experts, which the bound must see
     down = dataclasses.replace(params.down, global_scale=scale)
-    block.params.set_value(dataclasses.replace(params, down=down))
+    block.experts.params.set_value(dataclasses.replace(params, down=down))
     wrong = jax.jit(lambda model, ids: model(ids))(model, ids)
     assert np.abs(found["logits"] - wrong).max() > 10 * bound
-    block.params.set_value(params)
+    block.experts.params.set_value(params)
     if "load" in found:
         np.testing.assert_array_equal(found["load"], count_experts(model, ids))
     else:

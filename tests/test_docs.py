@@ -30,7 +30,7 @@ def test_no_name_is_there_twice():
 def test_a_module_that_no_page_names_gets_its_own():
     reference = pages.reference({})
     assert left_out(nvfp4, reference) == set()
-    assert list(reference["inference.generation"][1]) == ["generate"]
+    assert list(reference["inference.generation"][1]) == ["generate", "stream"]
 
 
 def test_a_name_that_is_on_no_page_is_noticed():
@@ -40,7 +40,7 @@ def test_a_name_that_is_on_no_page_is_noticed():
 def test_a_page_asks_for_its_names_under_their_public_paths():
     text = pages.render(*pages.reference()["models"])
     assert ".. autofunction:: jax_nvfp4_moe.load_model\n" in text
-    assert ".. autofunction:: jax_nvfp4_moe.nn.saving.save_prepared\n" in text
+    assert ".. autofunction:: jax_nvfp4_moe.save\n" in text
 
 
 def test_the_command_line_is_described_in_full():

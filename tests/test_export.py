@@ -71,7 +71,7 @@ def expert_tensors(params, prefix):
 def test_canonical_parameters_come_back(tmp_path, name):
     """Loaded, put back under the names of the file, written, and loaded again."""
     source, how = CHECKPOINTS / name, {"scheme": "checkpoint", "backend": "reference"}
-    before = load_moe(source, 1, **how).params.get_value()
+    before = load_moe(source, 1, **how).experts.params.get_value()
     assert before.layout == "canonical"
     written = read_all(source)
     experts = re.compile(r"model\.layers\.1\.mlp\.experts\.\d+\.")
@@ -83,7 +83,7 @@ def test_canonical_parameters_come_back(tmp_path, name):
     write_again(
         source, tmp_path, {k: v for k, v in written.items() if not experts.match(k)} | again
     )
-    after = load_moe(tmp_path, 1, **how).params.get_value()
+    after = load_moe(tmp_path, 1, **how).experts.params.get_value()
     assert jax.tree.structure(after) == jax.tree.structure(before)
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

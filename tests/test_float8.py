@@ -10,6 +10,7 @@ from flax import nnx
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.models.decoder import MergedLinear
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.explanation import find_plans
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, fake_round_fp8, round_fp8
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
@@ -225,7 +226,7 @@ def test_experts_that_are_not_nvfp4(how):
     )  # fmt: skip
     again = module.experts(jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights))
     assert relative(again, expected) < bound
-    assert list(module.nvfp4_problems()) == []
+    assert list(find_plans(module)) == []
 
 
 def test_experts_need_a_declaration_that_fits():

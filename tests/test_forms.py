@@ -73,7 +73,7 @@ def test_linears_in_fp8_beside_nvfp4_experts(name, checkpoint_scheme, scales):
         assert part.weight.get_value().values.dtype == jnp.float8_e4m3fn
         assert (part.input_scale is None) == (scales is None)
     assert isinstance(model.head, DenseLinear)
-    assert isinstance(model.layers[0].mlp.params.get_value(), MoEParams)
+    assert isinstance(model.layers[0].mlp.experts.params.get_value(), MoEParams)
 
 
 def test_sixteen_bit_activations_where_asked():
@@ -126,7 +126,7 @@ def test_layers_that_are_not_quantized_run_with_the_same_weights(tmp_path, layer
     )
     requested_scheme = {"scheme": "w4a16"}
     model = load_model(folder, **(EXACT | requested_scheme))
-    assert isinstance(model.layers[1].mlp.params.get_value(), DenseExperts)
+    assert isinstance(model.layers[1].mlp.experts.params.get_value(), DenseExperts)
     assert isinstance(model.layers[1].attention.out, DenseLinear)
     whole = logits_of(CHECKPOINTS / MIXED, **requested_scheme)
     assert relative(model(IDS), whole) < BOUND
@@ -171,7 +171,7 @@ def test_experts_in_fp8(tmp_path):
         tmp_path, MIXED, edit, quantized_layers=table, exclude_modules=router, ignore=router
     )
     moe = load_moe(folder, 1, **EXACT)
-    assert moe.checkpoint_scheme is FP8ActivationScaling.STATIC
+    assert moe.experts.checkpoint_scheme is FP8ActivationScaling.STATIC
     x = jnp.asarray(np.random.default_rng(0).standard_normal((7, 64), np.float32))
     same = load_moe(CHECKPOINTS / MIXED, 1, **EXACT)
     assert 1e-4 < relative(moe(x), np.asarray(same(x))) < 0.2
@@ -237,7 +237,7 @@ def test_faults_of_tools_are_survived(caplog):
     """Null characters, a string as group_size, missing and zero scales, distant global scales."""
     caplog.set_level(logging.INFO, "jax_nvfp4_moe")
     model = load_model(CHECKPOINTS / FAULTS, **EXACT)
-    params = model.layers[0].mlp.params.get_value()
+    params = model.layers[0].mlp.experts.params.get_value()
     ratio = np.asarray(params.gate_up.global_scale[:, 0] / params.gate_up.global_scale[:, 1])
     assert params.gate_up.global_scale.shape == (8, 2)
     assert max(ratio.max(), 1 / ratio.min()) > 4
@@ -336,8 +336,8 @@ def test_global_scales_of_gate_and_up_that_differ_are_kept_exactly(tmp_path):
             name = f"model.layers.1.mlp.experts.{expert}.up_proj.weight_scale_2"
             tensors[name] = np.float32(tensors[name] * (1 + expert % 10))
 
-    params = load_moe(edited(tmp_path, W4A4, edit), 1, **EXACT).params.get_value()
-    given = load_moe(GIVEN / W4A4, 1, **EXACT).params.get_value()
+    params = load_moe(edited(tmp_path, W4A4, edit), 1, **EXACT).experts.params.get_value()
+    given = load_moe(GIVEN / W4A4, 1, **EXACT).experts.params.get_value()
     factor = np.float32(1) + np.arange(16, dtype=np.float32) % 10
     np.testing.assert_array_equal(
         params.gate_up.global_scale[:, 0], given.gate_up.global_scale[:, 0]

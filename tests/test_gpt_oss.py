@@ -82,7 +82,7 @@ def test_alternating_rows_come_out_in_halves():
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1)
     scale = np.swapaxes(tensors[f"{prefix}_weight_scale"], 1, 2).astype(np.float32)
     values = E2M1[codes] * np.repeat(scale * tensors[f"{prefix}_weight_scale_2"], 16, axis=-1)
-    params = load_moe(STACKED, 1, **EXACT).params.get_value()
+    params = load_moe(STACKED, 1, **EXACT).experts.params.get_value()
     weight = params.gate_up.dequantize()
     np.testing.assert_array_equal(weight[:, :48], values[:, 0::2])
     np.testing.assert_array_equal(weight[:, 48:], values[:, 1::2])
@@ -104,8 +104,8 @@ def test_row_major_stacks_with_dotted_names_are_the_same(tmp_path):
                 value = np.swapaxes(value, 1, 2)
             tensors[f"{stem}{found}.{suffix.lstrip('_') or 'weight'}"] = value
 
-    turned = load_moe(edited(tmp_path, STACKED.name, turn), 0, **EXACT).params.get_value()
-    plain = load_moe(STACKED, 0, **EXACT).params.get_value()
+    turned = load_moe(edited(tmp_path, STACKED.name, turn), 0, **EXACT).experts.params.get_value()
+    plain = load_moe(STACKED, 0, **EXACT).experts.params.get_value()
     for ours, theirs in ((turned.gate_up, plain.gate_up), (turned.down, plain.down)):
         np.testing.assert_array_equal(ours.packed, theirs.packed)
         np.testing.assert_array_equal(ours.dequantize(), theirs.dequantize())

@@ -1,9 +1,13 @@
 """Imports point one way: the rows below are the architecture. Modules stay short."""
 
 import ast
+import importlib
+import importlib.metadata
 import pathlib
+import pkgutil
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -68,6 +72,51 @@ def test_the_run_time_reads_no_environment_variable():
         p.name for p in SOURCES if "os.environ" in p.read_text() or "getenv" in p.read_text()
     ]
     assert offenders == []
+
+
+def packages(package):
+    """Return a package and all packages inside."""
+    yield package
+    for found in pkgutil.iter_modules(package.__path__):
+        if found.ispkg:
+            yield from packages(importlib.import_module(f"{package.__name__}.{found.name}"))
+
+
+def shadowed(package):
+    """Return the names of submodules that `package` has as something else."""
+    names = {found.name for found in pkgutil.iter_modules(package.__path__)} - {"__main__"}
+    for name in sorted(names):
+        if name.startswith("_nvfp4_"):  # compiled, and loaded when a kernel is asked for
+            continue
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        if getattr(package, name) is not module:
+            yield f"{package.__name__}.{name}"
+
+
+def test_no_submodule_is_hidden_by_another_name():
+    assert [name for package in packages(jax_nvfp4_moe) for name in shadowed(package)] == []
+
+
+def test_a_submodule_that_is_hidden_is_caught(monkeypatch):
+    monkeypatch.setattr(jax_nvfp4_moe.ops, "quantize", jax_nvfp4_moe.ops.quantize_nvfp4)
+    assert list(shadowed(jax_nvfp4_moe.ops)) == ["jax_nvfp4_moe.ops.quantize"]
+
+
+def test_public_names_are_modules_or_not_as_they_are_spelled():
+    """`ops` and `testing` alone are modules; all others can be called, or are types."""
+    assert sorted(jax_nvfp4_moe.__all__) == list(jax_nvfp4_moe.__all__)
+    values = {name: getattr(jax_nvfp4_moe, name) for name in jax_nvfp4_moe.__all__}
+    modules = {name for name, value in values.items() if isinstance(value, types.ModuleType)}
+    assert modules == {"ops", "testing"}
+    assert all(callable(values[name]) for name in values.keys() - modules - {"__version__"})
+
+
+def test_the_version_is_that_of_the_installed_package():
+    found = importlib.metadata.packages_distributions().get("jax_nvfp4_moe")
+    if found:
+        assert jax_nvfp4_moe.__version__ == importlib.metadata.version(found[0])
+    else:  # sources that nobody installed have no version to tell
+        assert jax_nvfp4_moe.__version__ == "0+uninstalled"
 
 
 def test_import_leaves_heavy_packages_alone():

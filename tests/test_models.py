@@ -213,7 +213,7 @@ def test_a_relabelled_checkpoint_is_weight_only(tmp_path):
     (folder / "hf_quant_config.json").unlink()
     moe = load_moe(folder, 1, scheme="checkpoint")
     assert moe.scheme is Scheme.W4A16
-    assert not moe.params.get_value().has_input_scales
+    assert not moe.experts.params.get_value().has_input_scales
     with pytest.raises(ValueError, match="w4a4 needs input scales"):
         load_moe(folder, 1, scheme="w4a4")
 

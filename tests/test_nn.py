@@ -19,7 +19,7 @@ from jax_nvfp4_moe import (
 )
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.nn.dense import DenseLinear, NVFP4Param
-from jax_nvfp4_moe.nn.moe import RouterCorrection
+from jax_nvfp4_moe.nn.moe import LatentProjections, RouterCorrection
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router, route
 from jax_nvfp4_moe.testing import (
@@ -144,20 +144,18 @@ def test_latent_projections_narrow_the_experts_alone():
     enter = NVFP4Linear(64, 32, rngs=nnx.Rngs(1))
     leave = NVFP4Linear(32, 64, rngs=nnx.Rngs(2))
     shared = NVFP4Linear(64, 64, rngs=nnx.Rngs(3))
-    moe = make(latent=32, latent_in=enter, latent_out=leave, shared_experts=shared)
-    assert moe.params.get_value().hidden == 32
+    moe = make(latent=LatentProjections(32, enter, leave), shared_experts=shared)
+    assert moe.experts.params.get_value().hidden == 32
     x = tokens(3, dtype=jnp.bfloat16)
     routed = leave(moe.experts(enter(x), *moe.route(x)))
     np.testing.assert_array_equal(moe(x), routed + shared(x))
-    with pytest.raises(ValueError, match="latent, latent_in and latent_out together"):
-        make(latent=32)
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swigluoai", "gelu_pytorch_tanh"])
 def test_activations_with_and_without_a_gate(activation):
     moe = make(activation=activation)
     rows = 32 if activation == "relu2" else 64
-    assert moe.params.get_value().gate_up.shape == (8, rows, 64)
+    assert moe.experts.params.get_value().gate_up.shape == (8, rows, 64)
     assert bool(jnp.isfinite(moe(tokens(3))).all())
 
 
@@ -176,9 +174,7 @@ def test_parameters_of_an_activation():
     """An alpha of 0 halves the gate: half of what the up rows give is left."""
     params = random_moe_params(jax.random.key(0), **SIZES)
     call = find_activation("swigluoai_uninterleave", 0.0, 2.0, 0.5)
-    moe = make(
-        params=params, activation=call.name, alpha=0.0, beta=2.0, limit=0.5, dtype=jnp.float32
-    )
+    moe = make(params=params, activation=call, dtype=jnp.float32)
     x = tokens(5)
     ids, weights = moe.route(x)
     truth = moe_mlp_float64(x, params, ids, weights, call)
@@ -208,9 +204,9 @@ def test_a_dense_linear_sums_in_float32():
 def test_the_scheme_is_settled_at_construction():
     params = random_moe_params(jax.random.key(0), **SIZES)
     given = {"params": params, "checkpoint_scheme": "w4a4"}
-    assert make(**given, target=Target("cpu")).scheme is Scheme.W4A16
-    assert make(**given, target=Target("cpu"), scheme="checkpoint").scheme is Scheme.W4A4
-    assert make(**given, target=Target("cuda", (10, 0))).scheme is Scheme.W4A4
+    assert make(**given, target=Target("cpu")).experts.scheme is Scheme.W4A16
+    assert make(**given, target=Target("cpu"), scheme="checkpoint").experts.scheme is Scheme.W4A4
+    assert make(**given, target=Target("cuda", (10, 0))).experts.scheme is Scheme.W4A4
     with pytest.raises(ValueError, match="w4a4 needs input scales"):
         make(scheme="w4a4")
 
@@ -224,7 +220,7 @@ def test_own_experts_without_input_scales_are_told_what_to_do():
         make(params=own, scheme="w4a4", checkpoint_scheme="w4a4")
     scale = jnp.full(8, 1 / 2688, jnp.float32)
     own = dataclasses.replace(own, gate_up_input_scale=scale, down_input_scale=scale)
-    assert make(params=own, scheme="w4a4", checkpoint_scheme="w4a4").scheme is Scheme.W4A4
+    assert make(params=own, scheme="w4a4", checkpoint_scheme="w4a4").experts.scheme is Scheme.W4A4
 
 
 def test_experts_the_other_way_around_are_told_which_axis_is_which():
@@ -240,7 +236,7 @@ def test_explain_names_every_module_inside():
     shared = NVFP4Linear(64, 64, rngs=nnx.Rngs(1), target=HOPPER)
     choice = explain(make(target=HOPPER, shared_experts=shared))
     assert choice.backend == "moe_w4a16_sm90"
-    assert [path for path, _ in choice.modules] == ["shared_experts", ""]
+    assert [path for path, _ in choice.modules] == ["experts", "shared_experts"]
     problem = choice.problem
     assert (problem.num_experts, problem.top_k, problem.hidden) == (8, 2, 64)
     assert "moe_w4a4_sm100" in str(choice)
@@ -249,13 +245,13 @@ def test_explain_names_every_module_inside():
 def test_weights_stand_in_the_layout_of_their_kernel():
     for module in (make(backend="reference"), make()):
         (record,) = (b for b in BACKENDS if b.name == explain(module).backend)
-        assert module.params.get_value().layout == record.layout
+        assert module.experts.params.get_value().layout == record.layout
 
 
 def test_no_optimizer_sees_the_frozen_weights():
     moe = make(router_bias=jnp.zeros(8))
     assert list(nnx.to_pure_dict(nnx.state(moe, nnx.Param))) == ["router_weight"]
-    assert isinstance(moe.params, NVFP4Param)
+    assert isinstance(moe.experts.params, NVFP4Param)
     gradient = nnx.grad(lambda moe: moe.route(tokens(3))[1].sum())(moe)
     assert [path for path, _ in nnx.to_flat_state(gradient)] == [("router_weight",)]
 
@@ -293,7 +289,7 @@ def test_without_weights_rngs_are_required():
     with pytest.raises(ValueError, match=r"rngs: .* weight; got None"):
         NVFP4Linear(64, 32)
     shapes = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
-    assert shapes.params.get_value().num_experts == 8
+    assert shapes.experts.params.get_value().num_experts == 8
 
 
 def test_split_and_merge():
@@ -350,3 +346,85 @@ def test_dispatch_needs_an_axis_of_experts(dispatch):
     with pytest.raises(ValueError, match=rf"dispatch: '{dispatch}' .* axis 'expert'.*'tensor': 1"):
         make(mesh=mesh, dispatch=dispatch)
     make(mesh=mesh)
+
+
+def dense_block(xp, dtype, top_k, *given):
+    """A block as Flax models write it, with kernels inputs first, in numpy or XLA."""
+    x, gate, up, down, router = (xp.asarray(array, dtype) for array in given)
+    logits = x @ router
+    ids = xp.argsort(-logits, axis=-1)[:, :top_k]
+    weights = xp.exp(xp.take_along_axis(logits, ids, axis=-1))
+    weights = weights / weights.sum(-1, keepdims=True)
+    gates = xp.einsum("th,ehi->eti", x, gate)
+    inner = gates / (1 + xp.exp(-gates)) * xp.einsum("th,ehi->eti", x, up)
+    every = xp.einsum("eti,eih->teh", inner, down)
+    return (xp.take_along_axis(every, ids[..., None], axis=1) * weights[..., None]).sum(1)
+
+
+def rounded(kernel):
+    """What NVFP4 makes of a kernel ``[..., inputs, outputs]``."""
+    return quantize(kernel.swapaxes(-1, -2)).dequantize().swapaxes(-1, -2)
+
+
+@pytest.mark.parametrize("intermediate", [32, 64], ids=["oblong", "square"])
+def test_a_block_from_the_kernels_of_flax(intermediate):
+    """By value: among square kernels a missing transpose has the right shape."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    gate, up = (jax.random.normal(key, (64, 64, intermediate)) / 8 for key in keys[:2])
+    down = jax.random.normal(keys[2], (64, intermediate, 64)) / 8
+    router = jax.random.normal(keys[3], (64, 64))
+    kernels = gate, up, down, router
+    x = tokens(6)
+    given = x, *map(rounded, kernels[:3]), router
+    yardstick = dense_block(jnp, jnp.float32, 2, *given)
+    truth = dense_block(np, np.float64, 2, *given)
+    moe = NVFP4MoE.from_dense(*kernels, top_k=2, dtype=jnp.float32)
+    assert_as_accurate_as(moe(x), yardstick, truth)
+    for turned in range(4 if intermediate == 64 else 0):
+        wrong = [w.swapaxes(-1, -2) if n == turned else w for n, w in enumerate(kernels)]
+        other = NVFP4MoE.from_dense(*wrong, top_k=2, dtype=jnp.float32)(x)
+        with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+            assert_as_accurate_as(other, yardstick, truth)
+
+
+def test_a_block_without_a_gate_from_the_kernels_of_flax():
+    up, down = jnp.ones((4, 64, 32)) / 8, jnp.ones((4, 32, 64))
+    moe = NVFP4MoE.from_dense(None, up, down, jnp.ones((64, 4)), top_k=1, activation="relu2")
+    y = moe(jnp.ones((1, 64), jnp.bfloat16))
+    np.testing.assert_array_equal(y, jnp.full((1, 64), 8.0**2 * 32, y.dtype))
+
+
+@pytest.mark.parametrize(
+    ("turned", "message"),
+    [
+        (0, r"gate: expected shape \(4, 64, 32\) to go with up .*, inputs before outputs as in Fl"),
+        (1, r"gate: expected shape \(4, 32, 64\)"),
+        (2, r"down: expected shape \(4, 32, 64\) .* got \(4, 64, 32\)"),
+        (3, r"router_kernel: expected shape \(64, 4\) .* got \(4, 64\)"),
+    ],
+)
+def test_kernels_the_other_way_around_are_refused(turned, message):
+    kernels = [jnp.ones((4, 64, 32))] * 2 + [jnp.ones((4, 32, 64)), jnp.ones((64, 4))]
+    kernels[turned] = kernels[turned].swapaxes(-1, -2)
+    with pytest.raises(ValueError, match=message):
+        NVFP4MoE.from_dense(*kernels, top_k=2)
+
+
+@pytest.mark.parametrize("outputs", [48, 64], ids=["oblong", "square"])
+def test_a_linear_from_a_kernel_of_flax(outputs):
+    dense = nnx.Linear(64, outputs, rngs=nnx.Rngs(0))
+    kernel, bias = dense.kernel[...], jnp.arange(outputs, dtype=jnp.float32)
+    linear = NVFP4Linear.from_dense(kernel, bias=bias, dtype=jnp.float32)
+    x = tokens(5)
+    values = rounded(kernel)
+    yardstick = x @ values + bias[None]
+    truth = np.asarray(x, np.float64) @ np.asarray(values, np.float64) + np.asarray(bias)
+    assert_as_accurate_as(linear(x), yardstick, truth)
+    if outputs == 64:
+        wrong = NVFP4Linear.from_dense(kernel.T, bias=bias, dtype=jnp.float32)(x)
+        with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+            assert_as_accurate_as(wrong, yardstick, truth)
+    with pytest.raises(
+        ValueError, match=r"kernel: expected \[inputs, outputs\], got shape \(64,\)"
+    ):
+        NVFP4Linear.from_dense(kernel[:, 0])

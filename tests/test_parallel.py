@@ -68,6 +68,12 @@ def test_a_wrong_shard_is_seen(figures):
     assert figures["unshifted"] > 1e-2
 
 
+def test_shards_are_prepared_for_their_own_number_of_experts(figures):
+    runs_the_kernel, converts = figures["many_experts"]
+    assert runs_the_kernel
+    assert not converts
+
+
 @pytest.mark.parametrize("name", ["qwen", "deepseek", "mixed", "example"])
 def test_checkpoints_over_a_mesh_equal_one_device(figures, name):
     """A mesh changes logits as much as the reference backend's order of sums does, at most double.

@@ -363,7 +363,7 @@ def test_an_expert_of_zeros(tmp_path):
     source = write_source(tmp_path / "source", tensors, read_config(SMALL / "source"))
     for form in ("modelopt", "compressed-tensors"):
         quantize_model(source, tmp_path / form, form=form)
-        params = load_moe(tmp_path / form, 0, **EXACT).params.get_value()
+        params = load_moe(tmp_path / form, 0, **EXACT).experts.params.get_value()
         for weight in (params.gate_up, params.down):
             assert not np.asarray(weight.dequantize()[2]).any()
 
@@ -444,12 +444,12 @@ def test_inputs_that_blocks_do_not_divide_are_refused(tmp_path):
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "max"])
 def test_other_algorithms_write_the_same_format(tmp_path, algorithm):
     """The same reader finds weights that are nearer to the source's than those of "max"."""
-    truth = np.asarray(load_moe(SMALL / "source", 0, **EXACT).params.get_value().down)
+    truth = np.asarray(load_moe(SMALL / "source", 0, **EXACT).experts.params.get_value().down)
     errors = {}
     for name in ("max", algorithm):
         ids = IDS if ALGORITHMS[name].needs_importance else None
         options = {"scheme": "w4a16", "algorithm": name, "token_ids": ids, "window": WINDOW}
         quantize_model(SMALL / "source", tmp_path / name, **options)
-        down = load_moe(tmp_path / name, 0, **EXACT).params.get_value().down
+        down = load_moe(tmp_path / name, 0, **EXACT).experts.params.get_value().down
         errors[name] = np.linalg.norm(np.asarray(down.dequantize()) - truth)
     assert errors[algorithm] < 0.99 * errors["max"]

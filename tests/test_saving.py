@@ -19,7 +19,7 @@ from given import CHECKPOINTS, EXAMPLE
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
 from jax_nvfp4_moe.nn.dense import NVFP4Param
-from jax_nvfp4_moe.nn.saving import LAYOUTS, restore_prepared, save_prepared
+from jax_nvfp4_moe.nn.saving import LAYOUTS, restore, save
 from jax_nvfp4_moe.testing import random_moe_params
 
 X = jax.random.normal(jax.random.key(0), (3, 256), jnp.bfloat16)
@@ -32,8 +32,8 @@ def same(first, second):
 
 def test_a_model_comes_back(tmp_path):
     model = load_model(EXAMPLE)
-    save_prepared(tmp_path / "m", model)
-    restored = restore_prepared(tmp_path / "m", nnx.eval_shape(lambda: model))
+    save(tmp_path / "m", model)
+    restored = restore(tmp_path / "m", nnx.eval_shape(lambda: model))
     same(nnx.state(restored), nnx.state(model))
     ids = jnp.arange(8, dtype=jnp.int32)[None]
     np.testing.assert_array_equal(restored(ids), model(ids))
@@ -42,8 +42,8 @@ def test_a_model_comes_back(tmp_path):
 def test_a_block_with_shared_experts_comes_back(tmp_path):
     folder = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
     moe = load_moe(folder, 1, scheme="checkpoint")
-    save_prepared(tmp_path / "m", moe)
-    restored = restore_prepared(tmp_path / "m", load_moe(folder, 2, scheme="checkpoint"))
+    save(tmp_path / "m", moe)
+    restored = restore(tmp_path / "m", load_moe(folder, 2, scheme="checkpoint"))
     np.testing.assert_array_equal(restored(X), moe(X))
 
 
@@ -60,14 +60,17 @@ def test_the_state_alone_through_a_standard_checkpointer(tmp_path):
 def test_parameters_alone(tmp_path, layout):
     params = random_moe_params(jax.random.key(0), num_experts=4, hidden=80, intermediate=48)
     params = params.to_layout(layout)
-    save_prepared(tmp_path / "m", params)
+    save(tmp_path / "m", params)
     shapes = jax.eval_shape(lambda: params)
-    restored = restore_prepared(tmp_path / "m", shapes)
+    restored = restore(tmp_path / "m", shapes)
     assert jax.tree.structure(restored) == jax.tree.structure(params)
     same(restored, params)
-    other = params.to_layout("canonical" if layout == "cpu_16x16" else "cpu_16x16")
-    with pytest.raises(CheckpointError, match="layout, version"):
-        restore_prepared(tmp_path / "m", other)
+    for other in ("canonical", "cpu_16x16", "mma_64x64", "fp4_64x64"):
+        wanted = params.to_layout(other)
+        for like in (wanted, jax.eval_shape(lambda wanted=wanted: wanted)):
+            converted = restore(tmp_path / "m", like)
+            assert jax.tree.structure(converted) == jax.tree.structure(wanted)
+            same(converted, wanted)
 
 
 @pytest.mark.parametrize("layout", ["canonical", "mma_64x64"])
@@ -81,18 +84,49 @@ def test_sharded_experts_come_back_sharded_and_not(tmp_path, layout):
         env={**os.environ, "PYTHONPATH": path},
     )
     params = save_sharded.params_in(layout)
-    same(restore_prepared(tmp_path / "m", jax.eval_shape(lambda: params)), params)
+    same(restore(tmp_path / "m", jax.eval_shape(lambda: params)), params)
 
 
-def test_another_layout_is_refused(tmp_path):
-    """The bytes have the same shapes in both layouts: only the record can tell."""
+def test_a_block_is_restored_for_another_kernel(tmp_path):
+    """The bytes have the same shapes in both layouts: only the record can tell them apart."""
     params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
-    moe = NVFP4MoE(4, 64, 32, top_k=2, params=params, rngs=nnx.Rngs(0), backend="reference")
-    save_prepared(tmp_path / "m", moe)
-    other = NVFP4MoE(4, 64, 32, top_k=2, params=params, rngs=nnx.Rngs(0), backend="reference")
-    other.params = NVFP4Param(params.to_layout("cpu_16x16"))
-    with pytest.raises(CheckpointError, match="cpu_16x16") as caught:
-        restore_prepared(tmp_path / "m", other)
+    moe = NVFP4MoE(4, 64, 32, top_k=2, params=params, backend="reference", rngs=nnx.Rngs(0))
+    save(tmp_path / "m", moe)
+
+    def other(target):
+        return NVFP4MoE(4, 64, 32, top_k=2, params=params, target=target, rngs=nnx.Rngs(1))
+
+    for target in (Target("cpu"), Target("cuda", (9, 0)), Target("cuda", (8, 0))):
+        restored = restore(tmp_path / "m", nnx.eval_shape(lambda target=target: other(target)))
+        wanted = other(target).experts.params.get_value()
+        assert wanted.layout != "canonical"
+        assert restored.experts.plan.layout == wanted.layout
+        same(restored.experts.params.get_value(), wanted)
+    again = restore(tmp_path / "m", other(Target("cpu")))
+    np.testing.assert_array_equal(again.route(X[:, :64])[0], moe.route(X[:, :64])[0])
+    save(tmp_path / "n", restored)
+    back = restore(tmp_path / "n", moe)
+    same(nnx.state(back), nnx.state(moe))
+    np.testing.assert_array_equal(back(X[:, :64]), moe(X[:, :64]))
+
+
+def test_a_model_is_restored_for_another_kernel(tmp_path):
+    model = load_model(EXAMPLE)
+    save(tmp_path / "m", model)
+    like = load_model(EXAMPLE, backend="reference")
+    restored = restore(tmp_path / "m", nnx.eval_shape(lambda: like))
+    same(nnx.state(restored), nnx.state(like))
+
+
+def test_a_layout_that_nobody_knows_is_refused(tmp_path):
+    moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0), backend="reference")
+    save(tmp_path / "m", moe)
+    record = json.loads((tmp_path / "m" / LAYOUTS).read_text())
+    for value in record["layouts"].values():
+        value[0] = "of_tomorrow"
+    (tmp_path / "m" / LAYOUTS).write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="saved \\['of_tomorrow'") as caught:
+        restore(tmp_path / "m", moe)
     assert len(caught.value.problems) == 2
 
 
@@ -104,53 +138,53 @@ def moe_for_hopper(hidden, intermediate):
     moe = NVFP4MoE(
         4, hidden, intermediate, top_k=2, params=params, rngs=nnx.Rngs(0), backend="reference"
     )
-    moe.params = NVFP4Param(prepare(params, target=Target("cuda", (9, 0))))
+    moe.experts.params = NVFP4Param(prepare(params, target=Target("cuda", (9, 0))))
     return moe
 
 
 def test_padded_columns_come_back(tmp_path):
     moe = moe_for_hopper(80, 48)
-    save_prepared(tmp_path / "m", moe)
-    restored = restore_prepared(tmp_path / "m", nnx.eval_shape(lambda: moe))
-    params = restored.params.get_value()
+    save(tmp_path / "m", moe)
+    restored = restore(tmp_path / "m", nnx.eval_shape(lambda: moe))
+    params = restored.experts.params.get_value()
     assert (params.hidden, params.intermediate, params.layout) == (80, 48, "mma_64x64")
     np.testing.assert_array_equal(restored(X[:, :80]), moe(X[:, :80]))
 
 
 def test_other_columns_in_the_same_bytes_are_refused(tmp_path):
     """Intermediate sizes 48 and 64 pad to the same shapes: only the record can tell."""
-    save_prepared(tmp_path / "m", moe_for_hopper(64, 48))
+    save(tmp_path / "m", moe_for_hopper(64, 48))
     with pytest.raises(CheckpointError, match="rows and columns: expected"):
-        restore_prepared(tmp_path / "m", moe_for_hopper(64, 64))
+        restore(tmp_path / "m", moe_for_hopper(64, 64))
 
 
 def test_another_version_of_a_layout_is_refused(tmp_path):
     moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0), backend="reference")
-    save_prepared(tmp_path / "m", moe)
+    save(tmp_path / "m", moe)
     record = json.loads((tmp_path / "m" / LAYOUTS).read_text())
     for value in record["layouts"].values():
         value[1] += 1
     (tmp_path / "m" / LAYOUTS).write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="layout, version, rows and columns"):
-        restore_prepared(tmp_path / "m", moe)
+        restore(tmp_path / "m", moe)
 
 
 def test_other_shapes_are_refused(tmp_path):
     moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0), backend="reference")
-    save_prepared(tmp_path / "m", moe)
+    save(tmp_path / "m", moe)
     wider = NVFP4MoE(4, 64, 48, top_k=2, rngs=nnx.Rngs(0), backend="reference")
     with pytest.raises(CheckpointError, match="dtype and shape: expected"):
-        restore_prepared(tmp_path / "m", wider)
+        restore(tmp_path / "m", wider)
 
 
 LIMITED = """
 import resource, sys, jax
-from jax_nvfp4_moe.nn.saving import save_prepared
+from jax_nvfp4_moe.nn.saving import save
 from jax_nvfp4_moe.testing import random_moe_params
 
 params = random_moe_params(jax.random.key(0), num_experts=16, hidden=256, intermediate=128)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-save_prepared(sys.argv[1], params)
+save(sys.argv[1], params)
 """
 
 
@@ -169,9 +203,9 @@ def test_folders_that_do_not_serve(tmp_path):
     moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0))
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="expected an empty or a new one"):
-        save_prepared(tmp_path, moe)
+        save(tmp_path, moe)
     with pytest.raises(CheckpointError, match=r"layouts\.json' is missing"):
-        restore_prepared(tmp_path, moe)
+        restore(tmp_path, moe)
 
 
 def test_tensors_know_their_layout_in_a_tree():

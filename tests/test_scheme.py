@@ -12,8 +12,8 @@ import pytest
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.backends import resolution as choice
-from jax_nvfp4_moe.backends.resolution import log_scheme
-from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_backend, choose_scheme
+from jax_nvfp4_moe.backends.resolution import choose_backend, log_scheme
+from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
 from jax_nvfp4_moe.testing import random_moe_params
 
 CPU = Target("cpu")
@@ -111,7 +111,7 @@ def test_float32_on_12_x_takes_16_bit_engines(op):
     problem = Problem(op, Scheme.W4A4, cuda(12, 0), "float32")
     assert choose_backend(problem, BACKENDS).name == "moe_w4a16_sm80"
     with pytest.raises(nvfp4.NoBackendError, match="needs bfloat16 or float16, got float32"):
-        choose_backend(problem, BACKENDS, "moe_w4a4_sm120")
+        choose_backend(problem, BACKENDS, ("moe_w4a4_sm120",))
 
 
 @pytest.mark.parametrize("target", [CPU, *(cuda(*c) for c in [(8, 0), (9, 0), (10, 0), (12, 1)])])
@@ -138,8 +138,8 @@ def test_routers_are_found(target, experts, want):
 def test_the_reference_of_a_router_is_nothing_to_warn_of(caplog):
     choice._log_backend.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_nvfp4_moe"):
-        choice.resolve_backend(Problem("route", None, CPU, "float32"), None)
-        choice.resolve_backend(Problem("quantize_nvfp4", None, cuda(7, 5)), None)
+        choice.resolve(Problem("route", None, CPU, "float32"))
+        choice.resolve(Problem("quantize_nvfp4", None, cuda(7, 5)))
     said = {r.levelname: r.message for r in caplog.records}
     assert said["INFO"].startswith("backend reference for route")
     assert said["WARNING"].startswith("quantize_nvfp4")
@@ -148,7 +148,7 @@ def test_the_reference_of_a_router_is_nothing_to_warn_of(caplog):
 def test_the_error_carries_every_reason():
     problem = Problem("moe_mlp", Scheme.W4A4, cuda(9, 0))
     with pytest.raises(nvfp4.NoBackendError) as caught:
-        choose_backend(problem, BACKENDS, "moe_w4a4_sm100")
+        choose_backend(problem, BACKENDS, ("moe_w4a4_sm100",))
     text = str(caught.value)
     assert "moe_w4a4_sm100: needs compute capability in [10.0, 11.0), got cuda 9.0" in text
     assert "moe_w4a16_sm90: could run it" in text
@@ -161,26 +161,26 @@ def test_an_extension_that_is_missing_is_a_reason_and_the_reference_still_runs()
     problem = Problem("moe_mlp", Scheme.W4A16, CPU, unavailable=(("_nvfp4_cpu", reason),))
     assert choose_backend(problem, BACKENDS).name == "reference"
     with pytest.raises(nvfp4.NoBackendError, match="_nvfp4_cpu is not usable here"):
-        choose_backend(problem, BACKENDS, "moe_w4a16_cpu")
+        choose_backend(problem, BACKENDS, ("moe_w4a16_cpu",))
 
 
 def test_a_part_that_is_missing_is_a_reason():
     lacking = (("_nvfp4_cuda.w4a4_sm100", "built without CUTLASS's headers"),)
     problem = Problem("moe_mlp", Scheme.W4A4, cuda(10, 0), unavailable=lacking)
     with pytest.raises(nvfp4.NoBackendError, match="moe_w4a4_sm100: built without CUTLASS's"):
-        choose_backend(problem, BACKENDS, "moe_w4a4_sm100")
+        choose_backend(problem, BACKENDS, ("moe_w4a4_sm100",))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_fp4_tensor_cores_of_10_take_bfloat16(dtype):
     problem = Problem("moe_mlp", Scheme.W4A4, cuda(10, 0), dtype)
     with pytest.raises(nvfp4.NoBackendError, match=f"needs bfloat16, got {dtype}"):
-        choose_backend(problem, BACKENDS, "moe_w4a4_sm100")
+        choose_backend(problem, BACKENDS, ("moe_w4a4_sm100",))
 
 
 def test_an_unknown_backend_is_named():
     with pytest.raises(ValueError, match=r"backend: expected one of .*'reference'.*got 'marlin'"):
-        choose_backend(Problem("moe_mlp", Scheme.W4A16, CPU), BACKENDS, "marlin")
+        choose_backend(Problem("moe_mlp", Scheme.W4A16, CPU), BACKENDS, ("marlin",))
 
 
 def test_sizes_over_a_kernels_limit_go_to_the_reference():

@@ -109,7 +109,11 @@ def test_a_multimodal_checkpoint_loads_as_its_language_model(tmp_path, prefix, h
             load_model(folder, scheme=asked)(ids), load_model(GIVEN / W4A4, scheme=asked)(ids)
         )
     block, given = load_moe(folder, 1), load_moe(GIVEN / W4A4, 1)
-    jax.tree.map(np.testing.assert_array_equal, block.params.get_value(), given.params.get_value())
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        block.experts.params.get_value(),
+        given.experts.params.get_value(),
+    )
 
 
 def test_problems_name_tensors_as_the_file_does(tmp_path):

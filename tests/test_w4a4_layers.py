@@ -86,7 +86,12 @@ def operands_of(name, layer):
     ids = given["topk_indices"].reshape(-1, given["topk_indices"].shape[-1]).astype(np.int32)
     weights = given["topk_weights"].reshape(ids.shape).astype(np.float32)
     x = given["experts_input"]
-    return x.reshape(-1, x.shape[-1]).astype(BF16), to_layer(moe.params.get_value()), ids, weights
+    return (
+        x.reshape(-1, x.shape[-1]).astype(BF16),
+        to_layer(moe.experts.params.get_value()),
+        ids,
+        weights,
+    )
 
 
 def product_in_bf16(x, w):

@@ -58,12 +58,13 @@ MOE_W4A16_CPU = Backend(
     ),
     layout="cpu_16x16",
     lower={
-        "moe_mlp": lower_moe("moe_w4a16_cpu", moe_workspace_bytes, symbolic_rows=True),
+        "moe_mlp": lower_moe("nvfp4_moe_w4a16_cpu", moe_workspace_bytes, symbolic_rows=True),
         "grouped_gemm": lower_grouped_gemm(
-            "grouped_gemm_w4a16_cpu", grouped_gemm_workspace_bytes, symbolic_rows=True
+            "nvfp4_grouped_gemm_w4a16_cpu", grouped_gemm_workspace_bytes, symbolic_rows=True
         ),
     },
     status="executed, measured",
+    ffi_targets=("nvfp4_moe_w4a16_cpu", "nvfp4_grouped_gemm_w4a16_cpu"),
 )
 
 QUANTIZE_CPU = Backend(
@@ -75,6 +76,7 @@ QUANTIZE_CPU = Backend(
         extension=_EXTENSION,
     ),
     layout=CANONICAL,
-    lower={"quantize_nvfp4": lower_quantize("quantize_cpu", 0)},
+    lower={"quantize_nvfp4": lower_quantize("nvfp4_quantize_cpu", 0)},
     status="executed",
+    ffi_targets=("nvfp4_quantize_cpu",),
 )

@@ -151,6 +151,7 @@ def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no
     `Capability`.
     """
     moe_workspace, grouped_gemm_workspace = workspaces
+    moe, grouped_gemm = f"nvfp4_moe_{suffix}", f"nvfp4_grouped_gemm_{suffix}"
     return Backend(
         name=f"moe_{suffix}",
         can=Capability(
@@ -162,11 +163,12 @@ def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no
         ),
         layout=layout,
         lower={
-            "moe_mlp": lower_moe(f"moe_{suffix}", moe_workspace),
-            "grouped_gemm": lower_grouped_gemm(f"grouped_gemm_{suffix}", grouped_gemm_workspace),
+            "moe_mlp": lower_moe(moe, moe_workspace),
+            "grouped_gemm": lower_grouped_gemm(grouped_gemm, grouped_gemm_workspace),
         },
         status=status,
         notes=notes,
+        ffi_targets=(moe, grouped_gemm),
     )
 
 
@@ -212,8 +214,9 @@ QUANTIZE_CUDA = Backend(
         extension=_EXTENSION,
     ),
     layout=CANONICAL,
-    lower={"quantize_nvfp4": lower_quantize("quantize_cuda", QUANTIZE_PARTIALS)},
+    lower={"quantize_nvfp4": lower_quantize("nvfp4_quantize_cuda", QUANTIZE_PARTIALS)},
     status="executed",
+    ffi_targets=("nvfp4_quantize_cuda",),
 )
 
 ROUTE_CUDA = Backend(
@@ -227,6 +230,7 @@ ROUTE_CUDA = Backend(
         max_experts=1024,
     ),
     layout=CANONICAL,
-    lower={"route": lower_route("route_cuda")},
+    lower={"route": lower_route("nvfp4_route_cuda")},
     status="executed",
+    ffi_targets=("nvfp4_route_cuda",),
 )

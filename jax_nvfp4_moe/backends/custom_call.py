@@ -1,8 +1,5 @@
 """Emit one XLA FFI call for an op: the operand order that every kernel of this package shares."""
 
-import dataclasses
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,23 +14,6 @@ ACTIVATION_SCALE = {
     Scheme.W4A4_UNIT_SCALE: "static",
     Scheme.W4A4_TOKEN_SCALE: "token",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class CustomCall:
-    """A lowering to one FFI target.
-
-    Attributes:
-      target: the name that the extension registers.
-      emit: emits the call.
-    """
-
-    target: str
-    emit: Callable
-
-    def __call__(self, *operands, **static):
-        """Emit the call."""
-        return self.emit(*operands, **static)
 
 
 def _input_scale(scale, num_experts, scheme):
@@ -59,13 +39,7 @@ def _bias(bias):
     return jnp.zeros((0, 0), jnp.float32) if bias is None else bias.astype(jnp.float32)
 
 
-def _call(target, y, workspace, operands, attributes):
-    outputs = (y, jax.ShapeDtypeStruct((workspace,), jnp.uint8))
-    call = jax.ffi.ffi_call(target, outputs, vmap_method="sequential")
-    return call(*operands, **attributes)[0]
-
-
-def _check_known(name, rows, symbolic_rows):
+def _check_known(ffi_target, rows, symbolic_rows):
     """Check that the number of rows is a number where the size of the workspace needs one.
 
     Raises:
@@ -73,26 +47,25 @@ def _check_known(name, rows, symbolic_rows):
     """
     if not (symbolic_rows or isinstance(rows, int)):
         raise ValueError(
-            f"x: {name} needs a known number of tokens to size its workspace, got the symbolic "
-            f"size {rows}. Export the program once for each number of tokens, or with "
+            f"x: {ffi_target} needs a known number of tokens to size its workspace, got the "
+            f"symbolic size {rows}. Export the program once for each number of tokens, or with "
             "backend='reference'"
         )
 
 
-def lower_moe(target, workspace_bytes, *, symbolic_rows=False):
-    """Return the lowering of `moe_mlp` to the FFI target ``nvfp4_<target>``.
+def lower_moe(ffi_target, workspace_bytes, *, symbolic_rows=False):
+    """Return the lowering of `moe_mlp` to an FFI target.
 
     Args:
-      target: the stem of the kernel.
+      ffi_target: the name that the extension registers.
       workspace_bytes: ``(tokens, top_k, num_experts, hidden, intermediate, gated, dtype) -> int``,
         the size of the scratch result; the handler checks it.
       symbolic_rows: whether `workspace_bytes` takes a symbolic number of tokens (`jax.export`).
     """
-    name = f"nvfp4_{target}"
 
     def lower(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
         (t, h), (e, top_k) = x.shape, (params.num_experts, expert_ids.shape[1])
-        _check_known(name, t, symbolic_rows)
+        _check_known(ffi_target, t, symbolic_rows)
         size = workspace_bytes(
             t, top_k, e, h, params.intermediate, gated=params.gated, dtype=x.dtype
         )
@@ -120,24 +93,25 @@ def lower_moe(target, workspace_bytes, *, symbolic_rows=False):
             "weight_on_input": bool(weight_on_input),
             "intermediate": np.int64(params.intermediate),  # the layout may have padded it
         }
-        return _call(name, jax.ShapeDtypeStruct((t, h), x.dtype), size, operands, attributes)
+        outputs = jax.ShapeDtypeStruct((t, h), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8)
+        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+        return call(*operands, **attributes)[0]
 
-    return CustomCall(name, lower)
+    return lower
 
 
-def lower_grouped_gemm(target, workspace_bytes, *, symbolic_rows=False):
-    """Return the lowering of `grouped_gemm` to the FFI target ``nvfp4_<target>``.
+def lower_grouped_gemm(ffi_target, workspace_bytes, *, symbolic_rows=False):
+    """Return the lowering of `grouped_gemm` to an FFI target.
 
     Args:
-      target: the stem of the kernel.
+      ffi_target: the name that the extension registers.
       workspace_bytes: ``(rows, num_experts, n, k, dtype) -> int``.
       symbolic_rows: whether `workspace_bytes` takes a symbolic number of rows (`jax.export`).
     """
-    name = f"nvfp4_{target}"
 
-    def lower(x, weight, group_sizes, *, input_scale, bias, scheme):
+    def lower(x, weight, group_sizes, input_scale, bias, *, scheme):
         (m, k), (e, n, _) = x.shape, weight.shape
-        _check_known(name, m, symbolic_rows)
+        _check_known(ffi_target, m, symbolic_rows)
         operands = (
             x,
             weight.packed,
@@ -149,22 +123,23 @@ def lower_grouped_gemm(target, workspace_bytes, *, symbolic_rows=False):
         )
         size = workspace_bytes(m, e, n, k, dtype=x.dtype)
         attributes = {"activation_scale": ACTIVATION_SCALE[scheme]}
-        return _call(name, jax.ShapeDtypeStruct((m, n), x.dtype), size, operands, attributes)
+        outputs = jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8)
+        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+        return call(*operands, **attributes)[0]
 
-    return CustomCall(name, lower)
+    return lower
 
 
-def lower_quantize(target, partials):
-    """Return the lowering of `quantize_nvfp4` to the FFI target ``nvfp4_<target>``.
+def lower_quantize(ffi_target, partials):
+    """Return the lowering of `quantize_nvfp4` to an FFI target.
 
     It returns packed uint8, block_scale float8_e4m3fn, swizzled ones padded to whole tiles, and the
     global scale; where none is given, the kernel takes it from x.
 
     Args:
-      target: the stem of the kernel.
+      ffi_target: the name that the extension registers.
       partials: words of scratch memory that finding the largest magnitude takes.
     """
-    name = f"nvfp4_{target}"
 
     def lower(x, global_scale, scale_layout):
         m, k = x.shape
@@ -176,18 +151,20 @@ def lower_quantize(target, partials):
             jax.ShapeDtypeStruct((4 * partials if global_scale is None else 0,), jnp.uint8),
         )
         scale = jnp.zeros(0, jnp.float32) if global_scale is None else global_scale
-        call = jax.ffi.ffi_call(name, outputs, vmap_method="sequential")
+        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
         return call(x, scale, scale_layout=scale_layout)[:3]
 
-    return CustomCall(name, lower)
+    return lower
 
 
-def lower_route(target):
-    """Return the lowering of `route` to the FFI target ``nvfp4_<target>``.
+def lower_route(ffi_target):
+    """Return the lowering of `route` to an FFI target.
 
     Choosing by logits uses neither correction, groups nor renormalization, so it passes none.
+
+    Args:
+      ffi_target: the name that the extension registers.
     """
-    name = f"nvfp4_{target}"
 
     def lower(router, logits, bias):
         shape, by_score = (logits.shape[0], router.top_k), router.select == "scores"
@@ -195,7 +172,7 @@ def lower_route(target):
             jax.ShapeDtypeStruct(shape, jnp.int32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         )
-        call = jax.ffi.ffi_call(name, outputs, vmap_method="sequential")
+        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
         ids, weights = call(
             logits,
             bias if bias is not None and by_score else jnp.zeros(0, jnp.float32),
@@ -208,4 +185,4 @@ def lower_route(target):
         )
         return ids, weights
 
-    return CustomCall(name, lower)
+    return lower

@@ -168,7 +168,7 @@ def group_bounds(group_sizes, rows: int):
     return jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]]), ends
 
 
-def grouped_gemm(x, weight, group_sizes, *, input_scale, bias, scheme):
+def grouped_gemm(x, weight, group_sizes, input_scale, bias, *, scheme):
     """Multiply each row by the weight of its group; see `ops.grouped_gemm` for the meaning."""
     m = x.shape[0]
     weight = weight.to_layout(CANONICAL)

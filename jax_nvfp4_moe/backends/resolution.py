@@ -1,19 +1,21 @@
-"""Resolve what a caller left open, say it once in the log, and explain it on request."""
+"""Resolve the static facts of an op into its plan; say its choices once in the log."""
 
 import dataclasses
 import functools
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from jax_nvfp4_moe.backends import BACKENDS, _ffi
 from jax_nvfp4_moe.scheme import (
     Backend,
     Choice,
+    NoBackendError,
+    Plan,
     Problem,
     Scheme,
     Target,
-    choose_backend,
     choose_scheme,
-    reasons_against,
 )
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
@@ -34,16 +36,88 @@ def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:
     return _ffi.missing((extension, *parts))
 
 
-def resolve_backend(problem: Problem, backend: str | None) -> Backend:
-    """Choose the backend of `problem` on the target it names; see `scheme.choose_backend`.
+def resolve(
+    problem: Problem,
+    *,
+    checkpoint_scheme: Scheme | str | None = None,
+    requested_scheme: Scheme | str | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> Plan:
+    """Choose the scheme and the backend of one op: the only place where both are decided.
+
+    Args:
+      problem: the static facts. Its scheme is replaced by the chosen one where `checkpoint_scheme`
+        is given.
+      checkpoint_scheme: what the checkpoint says of the weights, "w4a16" or "w4a4"; None where the
+        problem has its scheme already, or needs none.
+      requested_scheme: None, "checkpoint" or a scheme; see `scheme.choose_scheme`.
+      backend: name of a record; a sequence of names, tried in that order; None to choose.
 
     Raises:
-      NoBackendError: none fits, or the one asked for does not.
+      ValueError: the scheme or a backend is unknown, or the scheme does not go with the weights.
+      NoBackendError: no backend fits; says why, one by one.
     """
-    problem = dataclasses.replace(problem, unavailable=unavailable_for(problem.target))
-    chosen = choose_backend(problem, BACKENDS, backend)
-    _log_backend(problem.op, problem.scheme, problem.target, chosen.name, backend is None)
-    return chosen
+    why = ""
+    if checkpoint_scheme is not None:
+        checkpoint_scheme = Scheme(checkpoint_scheme)
+        scheme, why = choose_scheme(checkpoint_scheme, requested_scheme, problem.target)
+        problem = dataclasses.replace(problem, scheme=scheme)
+        if requested_scheme is None:
+            log_scheme(checkpoint_scheme, scheme, why)
+    if not problem.unavailable:
+        problem = dataclasses.replace(problem, unavailable=unavailable_for(problem.target))
+    names = find_names(backend)
+    chosen = choose_backend(problem, BACKENDS, names)
+    _log_backend(problem.op, problem.scheme, problem.target, chosen.name, names is None)
+    requested = None if requested_scheme is None else str(requested_scheme)
+    return Plan(problem, chosen, why, checkpoint_scheme, requested, names)
+
+
+def find_names(backend: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of the argument `backend`, in the order in which they are tried.
+
+    Raises:
+      ValueError: it is empty, or has something else than names.
+    """
+    if backend is None:
+        return None
+    names = (backend,) if isinstance(backend, str) else tuple(backend)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"backend: expected a name or a sequence of names, got {backend!r}")
+    return names
+
+
+def choose_backend(
+    problem: Problem, backends: Sequence[Backend], names: Sequence[str] | None = None
+) -> Backend:
+    """Choose the first of `backends`, in order of preference, that accepts `problem`.
+
+    Args:
+      problem: the static facts.
+      backends: the records to walk.
+      names: the records to consider, in this order instead; None for all.
+
+    Raises:
+      NoBackendError: none accepts it; the message lists each with its reason.
+      ValueError: there is no backend with one of `names`.
+    """
+    records = {backend.name: backend for backend in backends}
+    for name in names or ():
+        if name not in records:
+            raise ValueError(f"backend: expected one of {list(records)}, got {name!r}")
+    reasons = reasons_against(problem, backends)
+    for name in names or records:
+        if reasons[name] is None:
+            return records[name]
+    asked = " or ".join(map(repr, names or ()))
+    wanted = f"backend {asked} cannot run" if names else "no backend can run"
+    lines = "\n".join(f"  {name}: {why or 'could run it'}" for name, why in reasons.items())
+    raise NoBackendError(f"{wanted} {problem}:\n{lines}")
+
+
+def reasons_against(problem: Problem, backends: Sequence[Backend]) -> dict[str, str | None]:
+    """Return backend name -> why it cannot run `problem`, None where it can, in order."""
+    return {backend.name: backend.can.reason_against(problem) for backend in backends}
 
 
 @functools.cache
@@ -71,50 +145,19 @@ def _log_backend(op, scheme, target, name, automatic):
         _LOG.info("backend %s for %s on %s", name, f"{op} {scheme}" if scheme else op, target)
 
 
-def explain_problem(problem: Problem, why: str = "", backend: str | None = None) -> Choice:
-    """Return the choice of backend for one problem with every reason.
-
-    Raises:
-      NoBackendError: no backend fits.
-    """
-    if not problem.unavailable:
-        problem = dataclasses.replace(problem, unavailable=unavailable_for(problem.target))
-    chosen = choose_backend(problem, BACKENDS, backend)
-    reasons = {n: r for n, r in reasons_against(problem, BACKENDS).items() if r is not None}
-    notes = chosen.notes(problem)
-    return Choice(problem.scheme, chosen.name, reasons, why, problem, notes=notes)
+def explain_plan(plan: Plan) -> Choice:
+    """Return what `plan` chose, with the reason against every other backend."""
+    reasons = reasons_against(plan.problem, BACKENDS)
+    against = {name: reason for name, reason in reasons.items() if reason is not None}
+    notes = plan.backend.notes(plan.problem)
+    return Choice(plan.scheme, plan.backend.name, against, plan.why, plan.problem, notes=notes)
 
 
-def explain(subject, *, target: Target | None = None) -> Choice:
-    """Tell which scheme and backend `subject` gets, and why every other backend is passed over.
-
-    Args:
-      subject: a `Problem`, a `NVFP4MoE` or `NVFP4Linear` module, or a model made of them.
-      target: the device to decide for, the subject's own or the current one where None. A target
-        other than the current device is judged as if its extension were there.
-
-    Returns:
-      A `Choice` that prints as a table; that of a model is its first expert layer's, with all
-      modules under `modules`.
-
-    Raises:
-      ValueError: `subject` is none of these.
-    """
-    if isinstance(subject, Problem):
-        problem = subject if target is None else dataclasses.replace(subject, target=target)
-        return explain_problem(problem)
-    if not hasattr(subject, "nvfp4_problems"):
-        raise ValueError(
-            "subject: expected a Problem, an NVFP4 module or a model of them; "
-            f"got {type(subject).__name__}"
-        )
-    choices = []
-    for path, problem, checkpoint_scheme, requested_scheme, backend in subject.nvfp4_problems():
-        where = target or problem.target
-        scheme, why = choose_scheme(checkpoint_scheme, requested_scheme, where)
-        problem = dataclasses.replace(problem, scheme=scheme, target=where)
-        choices.append((path, explain_problem(problem, why, backend)))
-    if not choices:
-        raise ValueError("subject: expected a model with NVFP4 modules, found none")
-    first = next((c for _, c in choices if c.problem.op == "moe_mlp"), choices[0][1])
-    return dataclasses.replace(first, modules=tuple(choices) if len(choices) > 1 else ())
+def resolve_again(plan: Plan, **facts: Any) -> Plan:
+    """Return the plan of the same requests with other `facts`, fields of `Problem`."""
+    return resolve(
+        dataclasses.replace(plan.problem, unavailable=(), **facts),
+        checkpoint_scheme=plan.checkpoint_scheme,
+        requested_scheme=plan.requested_scheme,
+        backend=plan.requested_backends,
+    )

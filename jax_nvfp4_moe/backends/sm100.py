@@ -13,6 +13,7 @@ _CHUNK_SLOTS = 65536  # tokens of a layer go through in chunks of at most so man
 _SCALE_TILE_ROWS, _SCALE_TILE_K, _SCALE_TILE_BYTES = 128, 64, 512
 _COLLECTIVE_BYTES = 512 << 10  # bound of what CUTLASS asks for
 _OUTPUT_MULTIPLE = 8
+_MOE, _GROUPED_GEMM = "nvfp4_moe_w4a4_sm100", "nvfp4_grouped_gemm_w4a4_sm100"
 _OPERAND_ENTRY = (8, 8, 8, 20)  # pointer, stride, pointer to scales, layout of scales
 
 
@@ -73,8 +74,9 @@ MOE_W4A4_SM100 = Backend(
     ),
     layout="fp4_128x64",
     lower={
-        "moe_mlp": lower_moe("moe_w4a4_sm100", moe_workspace_bytes),
-        "grouped_gemm": lower_grouped_gemm("grouped_gemm_w4a4_sm100", grouped_gemm_workspace_bytes),
+        "moe_mlp": lower_moe(_MOE, moe_workspace_bytes),
+        "grouped_gemm": lower_grouped_gemm(_GROUPED_GEMM, grouped_gemm_workspace_bytes),
     },
+    ffi_targets=(_MOE, _GROUPED_GEMM),
     status="CUTLASS's product compiled, not executed; the rest executed on Hopper, that emulated",
 )

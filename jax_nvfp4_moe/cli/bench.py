@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from jax_nvfp4_moe.backends.resolution import explain_problem
 from jax_nvfp4_moe.cli.options import BackendOption, DtypeOption, SchemeOption
 from jax_nvfp4_moe.cli.output import table
 from jax_nvfp4_moe.models.loading import find_dtype
 from jax_nvfp4_moe.ops.moe import moe_mlp
-from jax_nvfp4_moe.ops.preparation import prepare
-from jax_nvfp4_moe.scheme import Problem, Scheme, Target, choose_scheme
+from jax_nvfp4_moe.ops.preparation import convert, plan_experts
+from jax_nvfp4_moe.scheme import Scheme
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
 
@@ -60,7 +59,7 @@ def layer_times(
     top_k: int,
     scheme: str | None = None,
     dtype: str = "bfloat16",
-    backend: str | None = None,
+    backend: str | Sequence[str] | None = None,
 ) -> Iterator[tuple[str, ...]]:
     """Return a table of one row for each number of tokens: microseconds and GB/s of weights.
 
@@ -73,21 +72,17 @@ def layer_times(
       ValueError: an argument is unknown, or a size is no multiple of 16.
       NoBackendError: no backend fits.
     """
-    target, kind = Target.current(), find_dtype(dtype)
-    chosen, _ = choose_scheme(Scheme.W4A4, scheme, target)
-    problem = Problem(
-        "moe_mlp", chosen, target, kind.name, experts, top_k, hidden, intermediate, "silu"
-    )
-    choice = explain_problem(problem, backend=backend)
+    kind = find_dtype(dtype)
     params = random_moe_params(
         jax.random.key(0), num_experts=experts, hidden=hidden, intermediate=intermediate
     )
-    arguments = {"scheme": chosen, "target": target, "backend": choice.backend}
-    params = prepare(params, **arguments)
+    how = {"scheme": scheme, "backend": backend, "dtype": kind, "top_k": top_k}
+    plan = plan_experts(params, checkpoint_scheme=Scheme.W4A4, **how)
+    params = convert(params, plan.layout)
 
     @jax.jit
     def layer(x, params, ids, weights):
-        return moe_mlp(x, params, ids, weights, **arguments)
+        return moe_mlp(x, params, ids, weights, plan=plan)
 
     yield "tokens", "us", "GB/s of weights", "scheme", "backend"
     for count in tokens:
@@ -96,7 +91,7 @@ def layer_times(
         seconds = _median_seconds(lambda x=x, i=ids, w=weights: layer(x, params, i, w))
         read = params.nbytes / experts * len(np.unique(ids))
         rate = f"{read / seconds / 1e9:.1f}"
-        yield str(count), f"{seconds * 1e6:.1f}", rate, str(chosen), choice.backend
+        yield str(count), f"{seconds * 1e6:.1f}", rate, str(plan.scheme), plan.backend.name
 
 
 def _median_seconds(call) -> float:

@@ -22,6 +22,7 @@ from jax_nvfp4_moe.cli.process_options import over_devices
 from jax_nvfp4_moe.inference.evaluation import evaluate, summary_rows, window_rows
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model
+from jax_nvfp4_moe.nn.explanation import find_plans
 from jax_nvfp4_moe.quantization.layer_errors import check_original
 
 
@@ -76,7 +77,7 @@ def _evaluate(folder, options, ids, windows):
     The model is freed on the way out: one at a time is in memory.
     """
     model = load_model(folder, **options)
-    used = sorted({str(problem.scheme) for _, problem, *_ in model.nvfp4_problems()})
+    used = sorted({str(plan.scheme) for _, plan in find_plans(model)})
     label = " and ".join(used)
     start = time.perf_counter()
     with progress_bar(f"windows, {label or folder.name}") as progress:

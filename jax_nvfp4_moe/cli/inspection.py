@@ -9,13 +9,13 @@ import jax
 from flax import nnx
 
 from jax_nvfp4_moe.backends import BACKENDS
-from jax_nvfp4_moe.backends.resolution import explain
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.cli.output import table
 from jax_nvfp4_moe.models.loading import abstract_model
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.experts import RoutedExperts
+from jax_nvfp4_moe.nn.explanation import explain
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.scheme import Target
@@ -63,7 +63,7 @@ def _kinds(model) -> dict[tuple[str, str], list[nnx.Module]]:
     """Return the modules that hold weights by path, layer numbers left out, and description."""
     kinds: dict[tuple[str, str], list[nnx.Module]] = {}
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, (NVFP4MoE, NVFP4Linear, DenseLinear, FP8Linear)):
+        if isinstance(module, (RoutedExperts, NVFP4Linear, DenseLinear, FP8Linear)):
             name = _any_layer(".".join(map(str, path)))
             kinds.setdefault((name, _describe(module)), []).append(module)
     return kinds
@@ -86,11 +86,11 @@ def _decided(decisions) -> Iterator[tuple[str, ...]]:
 
 
 def _describe(module) -> str:
-    if isinstance(module, NVFP4MoE):
+    if isinstance(module, RoutedExperts):
         params = module.params.get_value()
         experts, h, i = params.num_experts, params.hidden, params.intermediate
         kind = _kind(module, params.down)
-        return f"{experts} experts {h} > {i}, top {module.router.top_k}; {kind}"
+        return f"{experts} experts {h} > {i}, top {module.options.top_k}; {kind}"
     weight = module.weight.get_value()
     n, k = weight.shape
     return f"{k} > {n}; {_kind(module, weight)}"
@@ -105,7 +105,7 @@ def _kind(module, weight) -> str:
 
 def _bytes(module) -> int:
     """Return the bytes of a module's own weights; those of modules inside it have their own row."""
-    own = module.params if isinstance(module, NVFP4MoE) else module.weight
+    own = module.params if isinstance(module, RoutedExperts) else module.weight
     return _tree_bytes(own.get_value())
 
 

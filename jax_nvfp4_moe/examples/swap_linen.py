@@ -70,7 +70,7 @@ def swap(variables):
     router = {"router_weight": dense["router"]["kernel"].T}
     return {
         "params": {**variables["params"], "moe": router},
-        "NVFP4Param": {"moe": {"params": params}},  # no optimizer looks here
+        "NVFP4Param": {"moe": {"experts": {"params": params}}},  # no optimizer looks here
     }
 
 

@@ -52,18 +52,8 @@ class Model(nnx.Module):
 
 def swap(block: DenseMoE, dtype=jnp.bfloat16) -> nvfp4.NVFP4MoE:
     """Return a block with the same router and the same experts in NVFP4."""
-    # Kernels stand inputs first; NVFP4 packs along the inputs, so they come last.
-    gate, up, down = (w[...].swapaxes(1, 2) for w in (block.gate, block.up, block.down))
-    num_experts, intermediate, hidden = up.shape
-    return nvfp4.NVFP4MoE(
-        num_experts,
-        hidden,
-        intermediate,
-        top_k=block.top_k,
-        params=nvfp4.quantize_experts(gate, up, down),
-        router_weight=block.router.kernel[...].T,
-        dtype=dtype,
-    )
+    kernels = (param[...] for param in (block.gate, block.up, block.down, block.router.kernel))
+    return nvfp4.NVFP4MoE.from_dense(*kernels, top_k=block.top_k, dtype=dtype)
 
 
 def main():

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jax_nvfp4_moe.models.blocks import expert_blocks
-from jax_nvfp4_moe.nn.dense import NVFP4Param
+from jax_nvfp4_moe.models.blocks import expert_blocks, experts_path
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.parallel import ShardedExperts
@@ -73,13 +72,13 @@ def place_model(model: Any, placements: Sequence[Placement]) -> None:
         raise ValueError(f"placements: expected {len(blocks)}, one a layer; got {len(placements)}")
     sources = [_sources(block, to) for block, to in zip(blocks, placements, strict=True)]
     for block, to, index in zip(blocks, placements, sources, strict=True):
-        params = block.params.get_value()
+        params = block.experts.params.get_value()
         if isinstance(params, ShardedExperts):
             params, table = _place_shards(params, to, index)
         else:
             params, table = place_params(params, to, _table(block)), to.slot_table()
-        block.params = NVFP4Param(params)
-        block.slots = ExpertSlots(table)
+        block.experts.replace_params(params)
+        block.experts.slots = ExpertSlots(table)
 
 
 def _blocks(model) -> list[NVFP4MoE]:
@@ -91,12 +90,13 @@ def _blocks(model) -> list[NVFP4MoE]:
 
 
 def _table(block) -> SlotTable | None:
-    return None if block.slots is None else block.slots.get_value()
+    slots = block.experts.slots
+    return None if slots is None else slots.get_value()
 
 
 def _sources(block, placement):
     """Return what each slot copies, after all checks."""
-    params = block.params.get_value()
+    params = block.experts.params.get_value()
     if isinstance(params, ShardedExperts):
         check_parts(EXPERT, params.expert_mesh.expert, "num_physical", placement.num_physical)
         if placement.num_devices != params.expert_mesh.expert:
@@ -176,17 +176,17 @@ def _run(model, input_ids, counted, stored):
     with capture(model) as seen:
         model(input_ids)
     return [
-        sum(_choices(block, call.expert_ids, counted, stored) for call in seen[path])
+        sum(_choices(block, call.expert_ids, counted, stored) for call in seen[experts_path(path)])
         for path, block in expert_blocks(model)
-        if path in seen
+        if experts_path(path) in seen
     ]
 
 
 def _choices(block, expert_ids, counted, stored):
     ids, table = expert_ids.reshape(-1, expert_ids.shape[-1]), _table(block)
-    size = block.params.get_value().num_experts
+    size = block.experts.params.get_value().num_experts
     if stored:
-        ids = to_physical_ids(ids, block.slots)
+        ids = to_physical_ids(ids, block.experts.slots)
     elif table is not None:
         size = table.copies.shape[0]
     return count_choices(ids, size, counted)

@@ -20,7 +20,6 @@ import jax
 import jax.export
 
 from jax_nvfp4_moe.backends import BACKENDS, _ffi
-from jax_nvfp4_moe.backends.custom_call import CustomCall
 from jax_nvfp4_moe.models.decoder import Cache
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
@@ -33,10 +32,9 @@ _OF_XLA = ("LayoutConstraint",)
 def _extensions() -> dict[str, str]:
     """Return FFI target -> what must be there to run it: an extension, or a part of one."""
     return {
-        call.target: backend.can.extension or ""
+        target: backend.can.extension or ""
         for backend in BACKENDS
-        for call in backend.lower.values()
-        if isinstance(call, CustomCall)
+        for target in backend.ffi_targets
     }
 
 

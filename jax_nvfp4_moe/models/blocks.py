@@ -14,3 +14,8 @@ def expert_blocks(model: Any) -> Iterator[tuple[str, NVFP4MoE]]:
     # Indices of layers are numbers: in their order, not in that of their digits.
     for path, block in sorted(found, key=lambda pair: [(isinstance(p, str), p) for p in pair[0]]):
         yield ".".join(map(str, path)), block
+
+
+def experts_path(block: str) -> str:
+    """Return the path of the routed experts of the block at path `block`."""
+    return f"{block}.experts" if block else "experts"

@@ -17,7 +17,6 @@ from jax_nvfp4_moe.nn.dense import DenseLinear
 from jax_nvfp4_moe.nn.division import say_replicated
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.keys import KeyTable
-from jax_nvfp4_moe.nn.linear import ModuleProblem, find_problems
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
@@ -193,11 +192,6 @@ class Decoder(nnx.Module):
             if self.expert_mesh is None:
                 return _score(head, x)
             return gather_columns(_score, head, x, self.expert_mesh)
-
-    def nvfp4_problems(self):
-        """Return what each NVFP4 module asks of a backend, for `explain`."""
-        found: list[ModuleProblem] = list(find_problems(self))
-        return found
 
 
 def _score(head, x):

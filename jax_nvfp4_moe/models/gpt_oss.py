@@ -18,6 +18,7 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.grouped_query import build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.rope import Rope, rotate
+from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -170,14 +171,16 @@ def build_moe(config: GptOssConfig, layer: int, make: Builder) -> NVFP4MoE:
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
     stored = {"bias": True, "interleaved": True, "inputs_first": True}
-    params, checkpoint_scheme = make.experts(f"{path}.params", e, h, config.intermediate, **stored)
+    params, checkpoint_scheme = make.experts(
+        f"{path}.experts.params", e, h, config.intermediate, **stored
+    )
     return NVFP4MoE(
         e,
         h,
         config.intermediate,
         router=config.router,
-        activation="swigluoai_uninterleave",  # loading has put gate rows before up rows
-        limit=_LIMIT,
+        # Loading has put gate rows before up rows.
+        activation=find_activation("swigluoai_uninterleave", limit=_LIMIT),
         params=params,
         router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
         router_logit_bias=make.array(f"{path}.router_logit_bias", (e,), dtype=jnp.float32),

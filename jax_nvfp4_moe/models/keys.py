@@ -58,7 +58,7 @@ def moe_keys(*names: str, router: str = "gate", bias: str = "", shared: str = ""
       shared: name of the shared experts; empty for none.
     """
     path = "layers.*.mlp"
-    parts = {"params": "experts", "router_weight": f"{router}.weight"}
+    parts = {"experts.params": "experts", "router_weight": f"{router}.weight"}
     if bias:
         parts["router_bias"] = bias
     table = dict(below(path, names, parts))

@@ -229,7 +229,7 @@ def build_moe(config: Llama4Config, layer: int, make: Builder) -> NVFP4MoE:
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
     params, checkpoint_scheme = make.experts(
-        f"{path}.params", e, h, config.intermediate, inputs_first=True
+        f"{path}.experts.params", e, h, config.intermediate, inputs_first=True
     )
     shared = build_gated_mlp(make, f"{path}.shared_experts", h, config.intermediate)
     return NVFP4MoE(

@@ -89,7 +89,7 @@ def load_model(
     *,
     scheme: Scheme | str | None = None,
     dtype=jnp.bfloat16,
-    backend: str | None = None,
+    backend: str | Sequence[str] | None = None,
     mesh: Any = None,
     dispatch: str = "psum",
 ) -> Decoder:
@@ -99,7 +99,8 @@ def load_model(
       path: folder with ``config.json`` and safetensors files.
       scheme: None (by the checkpoint and the device), "checkpoint" or a `Scheme`.
       dtype: of activations, dense weights and cache: bfloat16, float16 or float32.
-      backend: name of a record for all NVFP4 modules, or None to choose.
+      backend: name of a record for all NVFP4 modules; a sequence of names, tried in that order;
+        None to choose.
       mesh: devices to load onto, with axes `expert` and `tensor`, either of which may be missing;
         see `parallel`. None for one device. `input_ids` and logits are whole on every device.
         Explicit axes become Auto ones, so call the model outside ``jax.set_mesh`` of Explicit ones.
@@ -131,7 +132,7 @@ def load_moe(
     *,
     scheme: Scheme | str | None = None,
     dtype=jnp.bfloat16,
-    backend: str | None = None,
+    backend: str | Sequence[str] | None = None,
     mesh: Any = None,
     dispatch: str = "psum",
 ) -> NVFP4MoE:

@@ -26,7 +26,7 @@ from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.grouped_query import GQAConfig, build_heads
 from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.mamba2 import Mamba2Config, build_mamba2
-from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.moe import LatentProjections, NVFP4MoE
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.routing import Router
@@ -303,12 +303,13 @@ def build_moe(config: NemotronHConfig, layer: int, make: Builder) -> NVFP4MoE:
     bias = config.mlp_bias and make.has(f"{path}.expert_bias")
     width = sizes.latent or h
     params, checkpoint_scheme = make.experts(
-        f"{path}.params", e, width, sizes.intermediate, gated=False, bias=bias
+        f"{path}.experts.params", e, width, sizes.intermediate, gated=False, bias=bias
     )
-    latent = {}
+    latent = None
     if sizes.latent is not None:
-        latent["latent_in"] = make.linear(f"{path}.latent_in", width, h, config.mlp_bias)
-        latent["latent_out"] = make.linear(f"{path}.latent_out", h, width, config.mlp_bias)
+        down = make.linear(f"{path}.latent.down", width, h, config.mlp_bias)
+        up = make.linear(f"{path}.latent.up", h, width, config.mlp_bias)
+        latent = LatentProjections(width, down, up)
     return NVFP4MoE(
         e,
         h,
@@ -319,9 +320,8 @@ def build_moe(config: NemotronHConfig, layer: int, make: Builder) -> NVFP4MoE:
         router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
         router_bias=make.array(f"{path}.router_bias", (e,), dtype=jnp.float32),
         shared_experts=build_mlp(config, make, f"{path}.shared_experts", sizes.shared_intermediate),
-        latent=sizes.latent,
+        latent=latent,
         checkpoint_scheme=checkpoint_scheme,
-        **latent,
         **make.settings.block_arguments(),
     )
 
@@ -364,14 +364,14 @@ KEYS: KeyTable = {
         {
             "up": "up_proj",
             "down": "down_proj",
-            "params": "experts",
+            "experts.params": "experts",
             "expert_bias": "experts.0.down_proj.bias",
             "router_weight": "gate.weight",
             "router_bias": "gate.e_score_correction_bias",
             "shared_experts.up": "shared_experts.up_proj",
             "shared_experts.down": "shared_experts.down_proj",
-            "latent_in": "fc1_latent_proj",
-            "latent_out": "fc2_latent_proj",
+            "latent.down": "fc1_latent_proj",
+            "latent.up": "fc2_latent_proj",
         },
     ),
 }

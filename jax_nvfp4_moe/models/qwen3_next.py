@@ -229,7 +229,7 @@ def build_moe(config: Qwen3NextConfig, layer: int, make: Builder) -> NVFP4MoE:
     """
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
-    params, checkpoint_scheme = make.experts(f"{path}.params", e, h, config.intermediate)
+    params, checkpoint_scheme = make.experts(f"{path}.experts.params", e, h, config.intermediate)
     shared = build_gated_mlp(make, f"{path}.shared_experts", h, config.shared_intermediate)
     return NVFP4MoE(
         e,

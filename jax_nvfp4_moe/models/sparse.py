@@ -173,7 +173,7 @@ def build_block(config: SparseConfig, layer: int, make: Builder, *, bias: bool =
     """
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
-    params, checkpoint_scheme = make.experts(f"{path}.params", e, h, config.intermediate)
+    params, checkpoint_scheme = make.experts(f"{path}.experts.params", e, h, config.intermediate)
     shared = router_bias = None
     if config.shared_intermediate:
         shared = build_gated_mlp(make, f"{path}.shared_experts", h, config.shared_intermediate)

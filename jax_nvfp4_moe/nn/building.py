@@ -25,7 +25,6 @@ from jax_nvfp4_moe.nn.merged_linear import MergedLinear
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
-from jax_nvfp4_moe.ops.preparation import find_moe_layout
 from jax_nvfp4_moe.parallel.experts import ShardedExperts, check_experts, shard_experts
 from jax_nvfp4_moe.parallel.shard_spec import (
     ShardSpec,
@@ -35,7 +34,7 @@ from jax_nvfp4_moe.parallel.shard_spec import (
     take_scales,
     take_shard,
 )
-from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme, choose_scheme
+from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling
 
 Values = Mapping[str, Any]  # name of a source -> its value
 
@@ -272,7 +271,11 @@ class Builder:
     def experts(
         self, path: str, num_experts: int, hidden: int, intermediate: int, **options: Any
     ) -> ExpertWeights:
-        """Make the experts of one layer; `options` are those of `WeightTable.experts`."""
+        """Make the experts of one layer, canonical; `options` are those of `WeightTable.experts`.
+
+        The module that takes them plans its kernel, and its abstract weights then say in which
+        layout `filling.fill` puts what it reads.
+        """
         source = self._table.experts(self.key(path), num_experts, hidden, intermediate, **options)
         self.parts.append(ExpertPart(path, source))
         params, expert_mesh = source.value, self.settings.expert_mesh
@@ -280,8 +283,7 @@ class Builder:
             check_experts(params, expert_mesh)
         params = _zeros(params)
         if expert_mesh is not None:
-            layout = expert_layout(source, self.settings)
-            params = shard_experts(params, expert_mesh, layout=layout)
+            params = shard_experts(params, expert_mesh)
         return ExpertWeights(params, source.checkpoint_scheme)
 
     def _spec(self, path) -> ShardSpec | None:
@@ -342,14 +344,6 @@ def make_linear(
         mark(made.bias, layout if spec.axis == "rows" else None)
         made.adds_bias_once = spec.axis == "columns"
     return made
-
-
-def expert_layout(source: Source, how: Settings) -> str | None:
-    """Return the layout that the kernel of these experts reads; None where they are not NVFP4."""
-    if not isinstance(source.value, MoEParams):
-        return None
-    scheme, _ = choose_scheme(Scheme(source.checkpoint_scheme or ""), how.scheme, how.target)
-    return find_moe_layout(source.value, scheme=scheme, target=how.target, backend=how.backend)
 
 
 def values_of_shard(values: Values, specs: Mapping[str, Any], index: int, shards: int) -> Values:

@@ -18,6 +18,14 @@ class NVFP4Param(nnx.Variable):
     """
 
 
+def find_activation_scaling(
+    checkpoint_scheme: FP8ActivationScaling, scheme: Scheme | str | None, target: Target | None
+) -> FP8ActivationScaling:
+    """Return how the inputs of FP8 products are rounded; see `scheme.rounds_to_fp8`."""
+    rounds = rounds_to_fp8(scheme, target or Target.current())
+    return checkpoint_scheme if rounds else FP8ActivationScaling.WEIGHTS
+
+
 class DenseLinear(nnx.Module):
     """A linear that is not quantized: ``y = x @ weight.T + bias``, float32 sums.
 
@@ -93,8 +101,7 @@ class FP8Linear(nnx.Module):
         """
         self.dtype = jnp.dtype(dtype)
         self.checkpoint_scheme = FP8ActivationScaling(checkpoint_scheme)
-        rounds = rounds_to_fp8(scheme, target or Target.current())
-        self.activations = self.checkpoint_scheme if rounds else FP8ActivationScaling.WEIGHTS
+        self.activations = find_activation_scaling(self.checkpoint_scheme, scheme, target)
         if self.activations is FP8ActivationScaling.STATIC and input_scale is None:
             raise ValueError("input_scale: expected a scalar with declared 'fp8', got None")
         self.multiply_by_reciprocal = multiply_by_reciprocal

@@ -8,16 +8,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jax_nvfp4_moe.nn.building import (
-    ExpertPart,
-    Part,
-    Values,
-    expert_layout,
-    values_of_shard,
-)
+from jax_nvfp4_moe.nn.building import ExpertPart, Part, Values, values_of_shard
 from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, replicate
-from jax_nvfp4_moe.parallel.experts import shard_experts
+from jax_nvfp4_moe.parallel.experts import ShardedExperts, shard_experts
 from jax_nvfp4_moe.parallel.shard_spec import (
     axis_spec,
     module_axes,
@@ -42,21 +37,28 @@ def fill(root: Any, prefix: str, parts: Sequence[Part | ExpertPart], reader: Any
     scope = f"{prefix}." if prefix else ""
     for part in parts:
         if part.path.startswith(scope):
-            _set(root, part.path.removeprefix(scope), place(part, reader, how))
+            owner, name = _find(root, part.path.removeprefix(scope))
+            abstract = getattr(owner, name)
+            _set(owner, name, place(part, reader, how, abstract))
 
 
-def place(part: Part | ExpertPart, reader: Any, how: Settings) -> Any:
-    """Read one part, and return it on its devices; arguments and errors as for `fill`."""
-    value = _place(part, reader, how)
+def place(part: Part | ExpertPart, reader: Any, how: Settings, abstract: Any = None) -> Any:
+    """Read one part, and return it on its devices; arguments and errors as for `fill`.
+
+    `abstract` is what stands for it in the abstract model. NVFP4 experts are put into the layout
+    that it has, that of the kernel which their module has planned; canonical where it is None.
+    """
+    value = _place(part, reader, how, abstract)
     reader.raise_problems()
     return value
 
 
-def _place(part, reader, how):
+def _place(part, reader, how, abstract):
     try:
         # One part at a time: reading the next must not begin while this one is in two forms.
         if isinstance(part, ExpertPart):
-            return jax.block_until_ready(_place_experts(part, reader, how))
+            layout = _find_layout(abstract)
+            return jax.block_until_ready(_place_experts(part, reader, how, layout))
         return jax.block_until_ready(_place_part(part, reader, how))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -118,8 +120,15 @@ def _on_host(leaf, device):
     return np.asarray(leaf) if device.platform == "cpu" else leaf
 
 
-def _place_experts(part: ExpertPart, reader, how: Settings) -> Any:
-    params, layout = part.source.read(reader), expert_layout(part.source, how)
+def _find_layout(abstract: nnx.Variable | None) -> str | None:
+    """Return the layout of the NVFP4 experts that a variable holds, None of anything else."""
+    params = None if abstract is None else abstract.get_value()
+    params = params.stacked if isinstance(params, ShardedExperts) else params
+    return params.layout if isinstance(params, MoEParams) else None
+
+
+def _place_experts(part: ExpertPart, reader, how: Settings, layout: str | None) -> Any:
+    params = part.source.read(reader)
     if how.expert_mesh is not None:
         return shard_experts(params, how.expert_mesh, layout=layout)
     if layout is None:
@@ -132,13 +141,18 @@ def _place_experts(part: ExpertPart, reader, how: Settings) -> Any:
     return join_pieces(read, params.num_experts, step, layout)
 
 
-def _set(root, path, value):
-    """Set the module, the variable or the variable's value at `path` below `root`."""
+def _find(root, path):
+    """Return the module that has what is at `path` below `root`, and its name there."""
     *parents, name = path.split(".")
     for parent in parents:
         root = root[int(parent)] if parent.isdigit() else getattr(root, parent)
-    old = getattr(root, name)
+    return root, name
+
+
+def _set(owner, name, value):
+    """Set the module, the variable or the variable's value called `name`."""
+    old = getattr(owner, name)
     if isinstance(old, nnx.Variable) and not isinstance(value, nnx.Variable):
         old.set_value(value)
     else:
-        setattr(root, name, value)
+        setattr(owner, name, value)

@@ -1,89 +1,33 @@
-"""NVFP4Linear, and what every module with NVFP4 weights settles when it is made."""
+"""NVFP4Linear, and what modules with NVFP4 weights share."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends.resolution import log_scheme
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.numerics.tensor import (
-    NVFP4Tensor,
-    quantize,
-)
-from jax_nvfp4_moe.ops.moe import DTYPES
-from jax_nvfp4_moe.ops.preparation import prepare_linear
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor, quantize
+from jax_nvfp4_moe.ops.moe import check_dtype
+from jax_nvfp4_moe.ops.preparation import convert, plan_product
 from jax_nvfp4_moe.ops.products import linear
 from jax_nvfp4_moe.parallel.tensor_parallel import first_shard_only
-from jax_nvfp4_moe.scheme import (
-    CheckpointScheme,
-    FP8ActivationScaling,
-    Problem,
-    Scheme,
-    Target,
-    choose_scheme,
-)
-
-# What `explain` asks a module for: path, problem, declared scheme, asked scheme, asked backend.
-ModuleProblem = tuple[str, Problem, CheckpointScheme, str | None, str | None]
+from jax_nvfp4_moe.scheme import Scheme, Target
 
 
-def find_problems(module: nnx.Module) -> Iterator[ModuleProblem]:
-    """Return what each NVFP4 module inside `module` asks of a backend, with its path."""
-    for path, part in nnx.iter_modules(module):
-        if isinstance(part, QuantizedModule) and part.scheme is not None:
-            yield (".".join(map(str, path)), *part.own_problem())
-
-
-class QuantizedModule(nnx.Module):
-    """What an NVFP4 module settles at construction."""
-
-    checkpoint_scheme: CheckpointScheme
-    scheme: Scheme | None
-
-    def _settle(self, checkpoint_scheme, scheme, target, backend, dtype):
-        self.dtype = jnp.dtype(dtype)
-        if self.dtype.name not in DTYPES:
-            raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {self.dtype.name}")
-        self.requested_scheme = None if scheme is None else str(scheme)
-        self.target = target or Target.current()
-        self.backend = backend
-        if checkpoint_scheme is None or checkpoint_scheme in list(
-            FP8ActivationScaling
-        ):  # no backend, no decision of NVFP4
-            self.checkpoint_scheme, self.scheme = (
-                checkpoint_scheme and FP8ActivationScaling(checkpoint_scheme),
-                None,
-            )
-            return
-        self.checkpoint_scheme = Scheme(checkpoint_scheme)
-        self.scheme, why = choose_scheme(self.checkpoint_scheme, scheme, self.target)
-        log_scheme(self.checkpoint_scheme, self.scheme, why)
-
-    def _op_arguments(self):
-        return {"scheme": self.scheme, "target": self.target, "backend": self.backend}
-
-    def own_problem(self) -> tuple[Problem, CheckpointScheme, str | None, str | None]:
-        """Return what this module asks of a backend: see `ModuleProblem`."""
-        raise TypeError(f"{type(self).__name__} has no problem of its own")
-
-    def nvfp4_problems(self) -> Iterator[ModuleProblem]:
-        """Return what this module and those inside it ask of a backend, for `explain`."""
-        return find_problems(self)
-
-
-class NVFP4Linear(QuantizedModule):
+class NVFP4Linear(nnx.Module):
     """A linear with an NVFP4 matrix: ``y = x @ dequantize(weight).T + bias``.
 
     Attributes:
       weight: `NVFP4Param` of an `NVFP4Tensor` ``[n, k]``, in the layout of its backend.
       bias: `nnx.Param` ``[n]``, or None.
       input_scale: `NVFP4Param` of the activations' float32 global scale, or None.
-      scheme, target, dtype: static; see the constructor.
+      plan: static; the scheme, the kernel and the layout of `weight`. The call follows it.
+      dtype: static; of the result.
       adds_bias_once: static; whether shards add up their results, so that one of them adds it.
     """
 
@@ -101,7 +45,7 @@ class NVFP4Linear(QuantizedModule):
         checkpoint_scheme: Scheme | str = Scheme.W4A16,
         scheme: Scheme | str | None = None,
         target: Target | None = None,
-        backend: str | None = None,
+        backend: str | Sequence[str] | None = None,
         dtype=jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
@@ -116,7 +60,7 @@ class NVFP4Linear(QuantizedModule):
           checkpoint_scheme: what the checkpoint says of this module: "w4a16" or "w4a4".
           scheme: as for `ops.linear`.
           target: the device to run on; the current one where None.
-          backend: name of a record, or None to choose.
+          backend: name of a record; a sequence of names, tried in that order; None to choose.
           dtype: of the result; inputs are cast to it.
           rngs: where random weights come from (stream "params"); required without `weight`.
             `nnx.bridge.to_linen` passes its own.
@@ -126,13 +70,21 @@ class NVFP4Linear(QuantizedModule):
             and `rngs` are both None.
           NoBackendError: no backend fits.
         """
-        self._settle(checkpoint_scheme, scheme, target, backend, dtype)
+        self.dtype = check_dtype(dtype)
         shape = (out_features, in_features)
         check_rngs(rngs, weight=weight)
         if weight is None:
             weight = random_tensor(shape, rngs)
         check_shape("weight", weight.shape, shape)
-        self.weight = NVFP4Param(prepare_linear(weight, **self._op_arguments()))
+        self.plan = plan_product(
+            weight,
+            checkpoint_scheme=checkpoint_scheme,
+            scheme=scheme,
+            target=target,
+            backend=backend,
+            dtype=self.dtype,
+        )
+        self.weight = NVFP4Param(convert(weight, self.plan.layout))
         if bias is None and use_bias:
             bias = jnp.zeros(out_features, self.dtype)
         if bias is not None:
@@ -140,6 +92,28 @@ class NVFP4Linear(QuantizedModule):
         _check_input_scale(input_scale, self.scheme)
         self.bias = None if bias is None else nnx.Param(bias)
         self.input_scale = wrap_scale(input_scale)
+
+    @classmethod
+    def from_dense(cls, kernel: Float[Array, "k n"], **options: Any) -> "NVFP4Linear":
+        """Quantize the kernel of a Flax linear, such as that of `flax.nnx.Linear`.
+
+        Flax stores kernels as ``[inputs, outputs]`` and computes ``x @ kernel``; NVFP4 matrices are
+        ``[outputs, inputs]``. This method transposes. With ``amax / 2688`` as the global scale::
+
+          linear = NVFP4Linear.from_dense(dense.kernel[...], bias=dense.bias[...])
+
+        Args:
+          kernel: ``[inputs, outputs]`` in any float dtype; inputs a multiple of 16.
+          options: keyword arguments of the constructor other than `weight`, such as `bias`.
+
+        Raises:
+          ValueError: `kernel` has no two axes, or inputs is no multiple of 16; also as the
+            constructor.
+        """
+        kernel = jnp.asarray(kernel)
+        if kernel.ndim != 2:
+            raise ValueError(f"kernel: expected [inputs, outputs], got shape {kernel.shape}")
+        return cls(*kernel.shape, weight=quantize(kernel.T), **options)
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Multiply; `x` is cast to the module's dtype, which the result has."""
@@ -149,20 +123,22 @@ class NVFP4Linear(QuantizedModule):
             self.weight.get_value(),
             input_scale=read_value(self.input_scale),
             bias=self._own_bias(),
-            **self._op_arguments(),
+            plan=self.plan,
         )
 
     def _own_bias(self):
         bias = read_value(self.bias)
         return first_shard_only(bias) if bias is not None and self.adds_bias_once else bias
 
-    def own_problem(self) -> tuple[Problem, CheckpointScheme, str | None, str | None]:
-        """Return what the product asks of a backend."""
-        n, k = self.weight.get_value().shape
-        problem = Problem(
-            "grouped_gemm", self.scheme, self.target, self.dtype.name, hidden=k, intermediate=n
-        )
-        return problem, self.checkpoint_scheme, self.requested_scheme, self.backend
+    @property
+    def scheme(self) -> Scheme | None:
+        """How activations enter the product."""
+        return self.plan.scheme
+
+    @property
+    def checkpoint_scheme(self) -> Scheme | None:
+        """What the checkpoint says of the weight."""
+        return self.plan.checkpoint_scheme
 
 
 def _check_input_scale(input_scale, scheme):

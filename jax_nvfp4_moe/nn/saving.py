@@ -2,8 +2,8 @@
 
 A folder holds ``arrays``, written by Orbax's `StandardCheckpointer`, and ``layouts.json``, which
 says in which layout, and which version of it, each NVFP4 weight stands. The record has another name
-until all arrays are written. A module that expects
-another is refused, since the same bytes would mean other numbers.
+until all arrays are written. If a module expects another layout, the weights are converted through
+the canonical one while they are restored.
 """
 
 import json
@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_json
 from jax_nvfp4_moe.checkpoint.writing import PARTIAL, write_file
+from jax_nvfp4_moe.numerics.layouts import LAYOUTS as LAYOUT_NAMES
 from jax_nvfp4_moe.numerics.layouts import find_layout
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.parallel.processes import is_first
@@ -35,7 +36,7 @@ _TEXT_BYTES = 1000  # of an error, between processes
 Saved = TypeVar("Saved")
 
 
-def save_prepared(folder: str | pathlib.Path, module: Any) -> None:
+def save(folder: str | pathlib.Path, module: Any) -> None:
     """Save all variables of `module`, or all arrays of a tree.
 
     Over several processes all of them call it. Process 0 decides whether the folder is free, and
@@ -54,48 +55,56 @@ def save_prepared(folder: str | pathlib.Path, module: Any) -> None:
     import orbax.checkpoint  # on demand: heavy, and needed nowhere else
 
     folder = pathlib.Path(folder).expanduser().resolve()
-    record = json.dumps(_description(module), indent=1)
+    trees = _trees(module)
+    record = json.dumps(_description(trees), indent=1)
     _in_first_process(lambda: _begin(folder, record))
-    arrays = {name: leaf for _, leaves in _leaves(module) for name, leaf in leaves}
+    arrays = {name: leaf for _, leaves in _leaves(trees) for name, leaf in leaves}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / ARRAYS, arrays)
     _in_first_process(lambda: os.replace(folder / _UNFINISHED, folder / LAYOUTS))
 
 
-def restore_prepared(folder: str | pathlib.Path, like: Saved) -> Saved:
-    """Restore what `save_prepared` wrote.
+def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
+    """Restore what `save` wrote.
+
+    Weights that were saved in another layout than `like` expects, such as that of another GPU's
+    kernel, are converted one at a time. ::
+
+      moe = nvfp4.restore(folder, nnx.eval_shape(lambda: NVFP4MoE(8, 64, 32, top_k=2, rngs=rngs)))
 
     Args:
       folder: where it is.
       like: a module or a tree of the same structure, or ``nnx.eval_shape(lambda: ...)`` of a
-        module, which takes no memory. Made for the same backend, so that it expects the same
-        layouts. Its arrays, or `jax.ShapeDtypeStruct`, say by their sharding where the values go,
-        however they were saved; to the default device where they have none.
+        module, which takes no memory. Its arrays, or `jax.ShapeDtypeStruct`, say by their sharding
+        where the values go, however they were saved; to the default device where they have none.
 
     Returns:
-      What `like` is, with the saved values.
+      What `like` is, with the saved values in the layouts of `like`.
 
     Raises:
-      CheckpointError: the folder is incomplete, or names, shapes, dtypes, layouts or their
-        versions differ; lists all.
+      CheckpointError: the folder is incomplete, or names, shapes, dtypes or versions of layouts
+        differ; lists all.
       ImportError: orbax-checkpoint is not installed.
     """
     import orbax.checkpoint
 
     folder = pathlib.Path(folder).expanduser().resolve()
-    _check(read_json(folder, LAYOUTS), _description(like), folder)
-    variables = _leaves(like)
+    record = read_json(folder, LAYOUTS)
+    trees = _trees(like)
+    stored = [(name, _as_stored(name, tree, record)) for name, tree in trees]
+    _check(record, _description(stored), folder)
     abstract = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf))
-        for _, leaves in variables
+        for _, leaves in _leaves(stored)
         for name, leaf in leaves
     }
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore(folder / ARRAYS, abstract)
-    values = [
-        jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name, _ in leaves])
-        for (_, tree), (_, leaves) in zip(_trees(like), variables, strict=True)
-    ]
+    values = []
+    for (_, tree), (_, before), (_, leaves) in zip(trees, stored, _leaves(stored), strict=True):
+        # Popped: what was read must not stay in memory beside what it is converted to.
+        read = [arrays.pop(name) for name, _ in leaves]
+        values.append(_convert(jax.tree.unflatten(jax.tree.structure(before), read), tree))
     if not isinstance(like, nnx.Module):
         return values[0]
     graph, state = nnx.split(like)
@@ -156,20 +165,59 @@ def _trees(module) -> list[tuple[str, Any]]:
     return [("/".join(map(str, path)), variable.get_value()) for path, variable in found]
 
 
-def _leaves(module) -> list[tuple[str, list[tuple[str, Any]]]]:
+def _is_tensor(value) -> bool:
+    return isinstance(value, NVFP4Tensor)
+
+
+def _as_stored(name, tree, record):
+    """Return `tree` with its NVFP4 tensors, abstract, in the layouts in which they were saved."""
+    layouts = record.get("layouts")
+    layouts = layouts if isinstance(layouts, dict) else {}
+
+    def replace(keys, value):
+        saved = layouts.get(name + jax.tree_util.keystr(keys))
+        saved = saved[0] if isinstance(saved, list) and saved else None
+        if not _is_tensor(value) or saved not in LAYOUT_NAMES or saved == value.layout:
+            return value
+        there = jax.eval_shape(lambda tensor: tensor.to_layout(saved), value)
+        # Layouts change the last two axes: what a sharding says of the others stays right.
+        return jax.tree.map(
+            lambda leaf, own: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=getattr(own, "sharding", None)
+            ),
+            there,
+            jax.tree.unflatten(jax.tree.structure(there), jax.tree.leaves(value)),
+        )
+
+    return jax.tree.map_with_path(replace, tree, is_leaf=_is_tensor)
+
+
+def _convert(tree, like):
+    """Return `tree` with its NVFP4 tensors in the layouts of `like`."""
+
+    def convert(value, own):
+        if not _is_tensor(value) or value.layout == own.layout:
+            return value
+        shardings = jax.tree.map(_sharding, own)
+        return jax.jit(lambda v: v.to_layout(own.layout), out_shardings=shardings)(value)
+
+    return jax.tree.map(convert, tree, like, is_leaf=_is_tensor)
+
+
+def _leaves(trees) -> list[tuple[str, list[tuple[str, Any]]]]:
     """Return for each variable its path, and name -> array of all that it holds."""
     found = []
-    for name, tree in _trees(module):
+    for name, tree in trees:
         leaves = jax.tree.leaves_with_path(tree)
         found.append((name, [(name + jax.tree_util.keystr(keys), leaf) for keys, leaf in leaves]))
     return found
 
 
-def _description(module) -> dict[str, Any]:
-    """Return what must agree between the saved and the restored module; plain JSON."""
+def _description(trees) -> dict[str, Any]:
+    """Return what must agree between what is saved and what is restored; plain JSON."""
     arrays = {
         name: [leaf.dtype.name, *leaf.shape]
-        for _, leaves in _leaves(module)
+        for _, leaves in _leaves(trees)
         for name, leaf in leaves
     }
     layouts = {
@@ -179,18 +227,15 @@ def _description(module) -> dict[str, Any]:
             tensor.rows,
             tensor.columns,
         ]
-        for name, tensor in _tensors(module)
+        for name, tensor in _tensors(trees)
     }
     return {"version": _VERSION, "layouts": layouts, "arrays": arrays}
 
 
-def _tensors(module) -> Iterator[tuple[str, NVFP4Tensor]]:
-    for name, tree in _trees(module):
-        values = jax.tree.leaves_with_path(
-            tree, is_leaf=lambda value: isinstance(value, NVFP4Tensor)
-        )
-        for keys, value in values:
-            if isinstance(value, NVFP4Tensor):
+def _tensors(trees) -> Iterator[tuple[str, NVFP4Tensor]]:
+    for name, tree in trees:
+        for keys, value in jax.tree.leaves_with_path(tree, is_leaf=_is_tensor):
+            if _is_tensor(value):
                 yield name + jax.tree_util.keystr(keys), value
 
 

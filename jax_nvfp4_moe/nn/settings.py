@@ -1,6 +1,7 @@
 """Settings: what the caller of `load_model` asked for."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ class Settings:
 
     target: Target
     scheme: str | None = None
-    backend: str | None = None
+    backend: str | Sequence[str] | None = None
     dtype: Any = jnp.bfloat16
     expert_mesh: ExpertMesh | None = None
     dispatch: str = "psum"

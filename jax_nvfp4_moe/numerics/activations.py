@@ -84,14 +84,27 @@ class ActivationCall:
 
 
 def find_activation(
-    name: str, alpha: float | None = None, beta: float | None = None, limit: float | None = None
+    name: str | ActivationCall,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
 ) -> ActivationCall:
     """Return the activation called `name`, with the table's parameters where None is given.
 
+    Args:
+      name: a row of `ACTIVATIONS` or an alias of one. An `ActivationCall`, whose parameters are
+        settled, is returned as it is.
+      alpha, beta: for rows that take them; None for the row's own.
+      limit: where the inputs are clamped; None for the row's own.
+
     Raises:
       ValueError: the name is unknown (the message lists those that are), it takes no `alpha` and
-        `beta`, or `limit` is not positive.
+        `beta`, `limit` is not positive, or parameters come beside an `ActivationCall`.
     """
+    if isinstance(name, ActivationCall):
+        if (alpha, beta, limit) != (None, None, None):
+            raise ValueError(f"alpha, beta, limit: expected None beside {name}, which has them")
+        return name
     name = ALIASES.get(name, name)
     if name not in ACTIVATIONS:
         raise ValueError(

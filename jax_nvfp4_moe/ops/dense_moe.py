@@ -1,16 +1,20 @@
 """dense_moe: an expert layer that is not NVFP4, one expert at a time."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.reference import combine_experts
-from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
-from jax_nvfp4_moe.ops.gradient import ExpertLayer, take_expert, with_expert_gradient
+from jax_nvfp4_moe.ops.gradient import (
+    BIASES,
+    ExpertLayer,
+    in_float32,
+    take_expert,
+    with_expert_gradient,
+)
 from jax_nvfp4_moe.ops.moe import check_call
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
@@ -22,7 +26,7 @@ def dense_moe(
     expert_weights: Float[Array, "t k"],
     *,
     activations: FP8ActivationScaling = FP8ActivationScaling.WEIGHTS,
-    activation: str = "silu",
+    activation: str | ActivationCall = "silu",
     alpha: float | None = None,
     beta: float | None = None,
     limit: float | None = None,
@@ -52,9 +56,6 @@ def dense_moe(
     call = find_activation(activation, alpha, beta, limit)
     check_call(x, experts, expert_ids, expert_weights, call)
 
-    names = ("gate_up_bias", "down_bias")
-    biases = {name: _float32(getattr(experts, name)) for name in names}
-
     def run_rows(one, biases, rows):
         def product(rows, weight, input_scale, bias):
             rows = rows.astype(x.dtype)
@@ -73,9 +74,11 @@ def dense_moe(
         second = one.down, one.down_input_scale, biases["down_bias"]
         return product(inner, *second)
 
-    def forward(x, expert_weights, biases, frozen, expert_ids):
+    def forward(x, experts, expert_ids, expert_weights):
+        biases = {name: getattr(experts, name) for name in BIASES}
+
         def run_expert(expert, rows):
-            return run_rows(take_expert(frozen, expert), take_expert(biases, expert), rows)
+            return run_rows(take_expert(experts, expert), take_expert(biases, expert), rows)
 
         return combine_experts(
             x,
@@ -87,14 +90,6 @@ def dense_moe(
         )
 
     layer = ExpertLayer(experts.num_experts, take_expert, run_rows, weight_on_input)
-    return with_expert_gradient(forward, layer)(
-        x,
-        expert_weights.astype(jnp.float32),
-        biases,
-        dataclasses.replace(experts, **dict.fromkeys(names)),
-        expert_ids.astype(jnp.int32),
-    )
-
-
-def _float32(array):
-    return None if array is None else array.astype(jnp.float32)
+    run = with_expert_gradient(forward, layer)
+    ids, weights = expert_ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
+    return run(x, in_float32(experts), ids, weights)

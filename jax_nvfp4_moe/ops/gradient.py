@@ -9,6 +9,7 @@ Roundings count as the identity (straight-through): of activations to NVFP4 unde
 and of what stands between the two products to the dtype of the tokens.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -32,12 +33,31 @@ def take_expert(weights, expert):
     return jax.tree.map(lambda leaf: leaf[expert], weights)
 
 
+BIASES = "gate_up_bias", "down_bias"
+
+
+def in_float32(params):
+    """Return expert parameters with their biases in float32, the dtype of the cotangents."""
+    biases = {name: getattr(params, name) for name in BIASES}
+    return dataclasses.replace(params, **jax.tree.map(lambda b: b.astype(jnp.float32), biases))
+
+
+def _only(params, biases):
+    """Return the cotangent of expert parameters, of which all but `biases` are frozen."""
+    frozen = dict.fromkeys(field.name for field in dataclasses.fields(params) if _has_arrays(field))
+    return dataclasses.replace(params, **(frozen | biases))
+
+
+def _has_arrays(field):
+    return not field.metadata.get("static")
+
+
 class ExpertLayer(NamedTuple):
     """An expert layer as a backward pass sees it: the rows of one expert, in float32.
 
     Attributes:
       num_experts: ids from it on, and below 0, contribute nothing.
-      read_expert: ``(frozen, expert) -> weights`` of one expert.
+      read_expert: ``(params, expert) -> weights`` of one expert, without its biases.
       run_rows: ``(weights, its biases, rows [m, h]) -> [m, h]``, in differentiable operations.
       weight_on_input: multiply the rows by their weight instead of the result.
     """
@@ -51,12 +71,12 @@ class ExpertLayer(NamedTuple):
 def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
     """Return `forward` with a gradient to tokens, expert weights and biases.
 
-    ``y[t] = sum_j expert_weights[t, j] * run_rows(read_expert(frozen, e), biases[e], x[t])`` with
+    ``y[t] = sum_j expert_weights[t, j] * run_rows(read_expert(params, e), biases[e], x[t])`` with
     ``e = expert_ids[t, j]`` is what is differentiated; the forward pass stays as it is.
 
     Args:
-      forward: ``(x [t, h], expert_weights float32 [t, k], biases, frozen, expert_ids [t, k])``
-        to ``[t, h]`` in the dtype of x; `biases` is a tree of float32 ``[e, n]`` or None.
+      forward: ``(x [t, h], params, expert_ids [t, k], expert_weights float32 [t, k])`` to
+        ``[t, h]`` in the dtype of x; `params` are `MoEParams` or `DenseExperts`, biases in float32.
       layer: the same, expert by expert.
     """
     run = jax.custom_vjp(forward)
@@ -66,7 +86,7 @@ def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
 
     def back(operands, y_bar):
         x_bar, weights_bar, biases_bar = _expert_bars(layer, operands, y_bar)
-        return x_bar.astype(y_bar.dtype), weights_bar, biases_bar, None, None
+        return x_bar.astype(y_bar.dtype), _only(operands[1], biases_bar), None, weights_bar
 
     run.defvjp(ahead, back)
     return run
@@ -74,14 +94,15 @@ def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
 
 def _expert_bars(layer, operands, y_bar):
     """Return the float32 cotangents of tokens, expert weights and biases."""
-    x, expert_weights, biases, frozen, expert_ids = operands
+    x, params, expert_ids, expert_weights = operands
+    biases = {name: getattr(params, name) for name in BIASES}
     bars = jax.tree.map(_zeros, (x, expert_weights.reshape(-1), biases))
     if expert_ids.size and layer.num_experts:
         slots, starts, ends = sort_slots(expert_ids, layer.num_experts)
         given = x, expert_weights.reshape(-1), biases, y_bar
 
         def visit(expert, bars):
-            weights = layer.read_expert(frozen, expert)
+            weights = layer.read_expert(params, expert)
 
             def run_piece(start, bars):
                 here = lax.dynamic_slice(slots, (start,), (PIECE,))
@@ -128,19 +149,18 @@ def with_product_gradient(forward: Callable) -> Callable:
     ``x_bar[i] = W[g].T @ y_bar[i]``, and the cotangent of a bias is the sum of its ``y_bar``.
 
     Args:
-      forward: ``(x [m, k], bias float32 [e, n] or None, weight, input_scale, group_sizes [e])`` to
-        ``[m, n]`` in the dtype of x; `weight` is an `NVFP4Tensor` ``[e, n, k]``.
+      forward: ``(x [m, k], weight, group_sizes [e], input_scale, bias)`` to ``[m, n]`` in the dtype
+        of x; `weight` is an `NVFP4Tensor` ``[e, n, k]``, `bias` float32 ``[e, n]`` or None.
     """
     run = jax.custom_vjp(forward)
 
-    def ahead(x, bias, weight, input_scale, group_sizes):
-        y = run(x, bias, weight, input_scale, group_sizes)
-        return y, (bias, weight, group_sizes)
+    def ahead(x, weight, group_sizes, input_scale, bias):
+        return run(x, weight, group_sizes, input_scale, bias), (bias, weight, group_sizes)
 
     def back(kept, y_bar):
         bias, weight, group_sizes = kept
         x_bar, bias_bar = _product_bars(bias, weight, group_sizes, y_bar)
-        return x_bar.astype(y_bar.dtype), bias_bar, None, None, None
+        return x_bar.astype(y_bar.dtype), None, None, None, bias_bar
 
     run.defvjp(ahead, back)
     return run

@@ -2,24 +2,38 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.reference import round_activations, round_to
-from jax_nvfp4_moe.backends.resolution import log_conversion, log_scheme, resolve_backend
-from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.backends.resolution import log_conversion
+from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
 from jax_nvfp4_moe.numerics.tensor import MoEParams, check_moe_params
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.gradient import (
     ExpertLayer,
+    in_float32,
     straight_through,
     take_expert,
     with_expert_gradient,
 )
-from jax_nvfp4_moe.scheme import NEEDS_INPUT_SCALES, Problem, Scheme, Target, choose_scheme
+from jax_nvfp4_moe.ops.preparation import find_checkpoint_scheme, plan_experts
+from jax_nvfp4_moe.scheme import NEEDS_INPUT_SCALES, Plan, Scheme, Target
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_dtype(dtype) -> jnp.dtype:
+    """Return `dtype`, that of a module, as a type that kernels take.
+
+    Raises:
+      ValueError: it is another one.
+    """
+    if jnp.dtype(dtype).name not in DTYPES:
+        raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {jnp.dtype(dtype).name}")
+    return jnp.dtype(dtype)
 
 
 def check_activations(name, x):
@@ -32,19 +46,6 @@ def check_activations(name, x):
         raise ValueError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {x.dtype.name}")
 
 
-def find_checkpoint_scheme(params) -> Scheme:
-    """Return what parameters without a checkpoint stand for: w4a4 where they have input scales."""
-    return Scheme.W4A4 if params.has_input_scales else Scheme.W4A16
-
-
-def resolve_scheme(checkpoint_scheme, requested_scheme, target) -> Scheme:
-    """Choose the scheme; where the caller left it open, say the choice once in the log."""
-    scheme, why = choose_scheme(checkpoint_scheme, requested_scheme, target)
-    if requested_scheme is None:
-        log_scheme(Scheme(checkpoint_scheme), scheme, why)
-    return scheme
-
-
 def moe_mlp(
     x: Float[Array, "t h"],
     params: MoEParams,
@@ -53,12 +54,13 @@ def moe_mlp(
     *,
     scheme: Scheme | str | None = None,
     target: Target | None = None,
-    backend: str | None = None,
-    activation: str = "silu",
+    backend: str | Sequence[str] | None = None,
+    activation: str | ActivationCall = "silu",
     alpha: float | None = None,
     beta: float | None = None,
     limit: float | None = None,
     weight_on_input: bool = False,
+    plan: Plan | None = None,
 ) -> Float[Array, "t h"]:
     """Run each token through its experts and add up their weighted outputs.
 
@@ -83,10 +85,13 @@ def moe_mlp(
       scheme: None, "checkpoint" or a `Scheme`; parameters count as w4a4 where they have input
         scales.
       target: the device to lower for; the current one where None.
-      backend: name of a record, or None to choose.
-      activation: name of a row of `numerics.activations.ACTIVATIONS`.
+      backend: name of a record; a sequence of names, tried in that order; None to choose.
+      activation: name of a row of `numerics.activations.ACTIVATIONS`, or what `find_activation`
+        returns.
       alpha, beta, limit: parameters of the activation, its row's where None.
       weight_on_input: multiply the expert's input by its weight instead of its output (Llama-4).
+      plan: of `ops.preparation.plan_experts`, in place of `scheme`, `target` and `backend`: modules
+        pass the plan that their weights were prepared for.
 
     Returns:
       ``[t, h]`` in the dtype of `x`.
@@ -101,49 +106,23 @@ def moe_mlp(
     call = find_activation(activation, alpha, beta, limit)
     check_moe_params(params)
     check_call(x, params, expert_ids, expert_weights, call)
-    target = target or Target.current()
-    problem = Problem(
-        op="moe_mlp",
-        scheme=resolve_scheme(find_checkpoint_scheme(params), scheme, target),
-        target=target,
-        dtype=x.dtype.name,
-        num_experts=params.num_experts,
-        top_k=expert_ids.shape[1],
-        hidden=params.hidden,
-        intermediate=params.intermediate,
-        activation=call.name,
-    )
-    chosen = resolve_backend(problem, backend)
-    if params.layout != chosen.layout:
-        log_conversion("moe_mlp", params.layout, chosen.layout)
-    how = {"scheme": problem.scheme, "call": call, "weight_on_input": weight_on_input}
-
-    def forward(x, expert_weights, biases, params, expert_ids):
-        params = dataclasses.replace(params, **biases)
-        return chosen.lower["moe_mlp"](x, params, expert_ids, expert_weights, **how)
-
-    layer = ExpertLayer(
-        params.num_experts,
-        _read_expert,
-        functools.partial(_run_rows, call, problem.scheme, x.dtype),
-        weight_on_input,
-    )
-    params = params.to_layout(chosen.layout)
-    names = ("gate_up_bias", "down_bias")
-    biases = {name: _float32(getattr(params, name)) for name in names}
-    if problem.scheme is not Scheme.W4A4:  # nobody reads them
-        names += ("gate_up_input_scale", "down_input_scale")
-    return with_expert_gradient(forward, layer)(
-        x,
-        expert_weights.astype(jnp.float32),
-        biases,
-        dataclasses.replace(params, **dict.fromkeys(names)),
-        expert_ids.astype(jnp.int32),
-    )
-
-
-def _float32(array):
-    return None if array is None else array.astype(jnp.float32)
+    facts = {"dtype": x.dtype.name, "top_k": expert_ids.shape[1]}
+    if plan is None:
+        declared = find_checkpoint_scheme(params)
+        how = {"checkpoint_scheme": declared, "scheme": scheme, "target": target}
+        plan = plan_experts(params, **how, backend=backend, activation=call.name, **facts)
+    else:
+        plan.check(num_experts=params.num_experts, **facts)
+    if params.layout != plan.layout:
+        log_conversion("moe_mlp", params.layout, plan.layout)
+    params = in_float32(params.to_layout(plan.layout))
+    if plan.scheme is not Scheme.W4A4:  # no kernel reads them
+        params = dataclasses.replace(params, gate_up_input_scale=None, down_input_scale=None)
+    static = {"scheme": plan.scheme, "call": call, "weight_on_input": weight_on_input}
+    rows = functools.partial(_run_rows, call, plan.scheme, x.dtype)
+    layer = ExpertLayer(params.num_experts, _read_expert, rows, weight_on_input)
+    run = with_expert_gradient(functools.partial(plan.lower, **static), layer)
+    return run(x, params, expert_ids.astype(jnp.int32), expert_weights.astype(jnp.float32))
 
 
 def _read_expert(params, expert):

@@ -1,46 +1,41 @@
 """grouped_gemm and linear: products with NVFP4 weights."""
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.resolution import log_conversion, resolve_backend
+from jax_nvfp4_moe.backends.resolution import log_conversion
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.gradient import with_product_gradient
-from jax_nvfp4_moe.ops.moe import check_activations, resolve_scheme
-from jax_nvfp4_moe.scheme import Problem, Scheme, Target
+from jax_nvfp4_moe.ops.moe import check_activations
+from jax_nvfp4_moe.ops.preparation import plan_product
+from jax_nvfp4_moe.scheme import Plan, Scheme, Target
 
 
-def _product(op, x, weight, group_sizes, input_scale, bias, scheme, target, backend):
-    """Choose the scheme and the backend of one product of sorted rows, and lower it."""
+def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
+    """Multiply sorted rows by the weights of their groups, as `plan` or what is requested says."""
     check_activations("x", x)
     check_blocks("weight", weight.shape)
-    e, n, k = weight.shape
+    e, n, _ = weight.shape
     if bias is not None and bias.shape != (e, n):
         raise ValueError(f"bias: expected shape {(e, n)}, got {bias.shape}")
-    target = target or Target.current()
-    checkpoint_scheme = Scheme.W4A16 if input_scale is None else Scheme.W4A4
-    scheme = resolve_scheme(checkpoint_scheme, scheme, target)
-    problem = Problem("grouped_gemm", scheme, target, x.dtype.name, e, 1, k, n)
-    chosen = resolve_backend(problem, backend)
-    if weight.layout != chosen.layout:
-        log_conversion(op, weight.layout, chosen.layout)
+    if plan is None:
+        declared = Scheme.W4A16 if input_scale is None else Scheme.W4A4
+        plan = plan_product(weight, checkpoint_scheme=declared, dtype=x.dtype, **requested)
+    else:
+        plan.check(dtype=x.dtype.name, num_experts=e)
+    if weight.layout != plan.layout:
+        log_conversion(op, weight.layout, plan.layout)
     if input_scale is not None:
         input_scale = jnp.broadcast_to(jnp.asarray(input_scale, jnp.float32), (e,))
-
-    def forward(x, bias, weight, input_scale, group_sizes):
-        return chosen.lower["grouped_gemm"](
-            x, weight, group_sizes, input_scale=input_scale, bias=bias, scheme=scheme
-        )
-
-    return with_product_gradient(forward)(
-        x,
-        None if bias is None else bias.astype(jnp.float32),
-        weight.to_layout(chosen.layout),
-        input_scale,
-        group_sizes.astype(jnp.int32),
-    )
+    run = with_product_gradient(functools.partial(plan.lower, scheme=plan.scheme))
+    bias = None if bias is None else bias.astype(jnp.float32)
+    weight, group_sizes = weight.to_layout(plan.layout), group_sizes.astype(jnp.int32)
+    return run(x, weight, group_sizes, input_scale, bias)
 
 
 def grouped_gemm(
@@ -51,7 +46,7 @@ def grouped_gemm(
     input_scale: Float[Array, "*e"] | None = None,
     scheme: Scheme | str | None = None,
     target: Target | None = None,
-    backend: str | None = None,
+    backend: str | Sequence[str] | None = None,
 ) -> Float[Array, "m n"]:
     """Multiply each row of `x` by the weight of the group that owns it.
 
@@ -67,7 +62,7 @@ def grouped_gemm(
       input_scale: float32 scalar or ``[e]``, the activations' global scale for w4a4.
       scheme: None, "checkpoint" or a `Scheme`; counts as w4a4 where `input_scale` is given.
       target: the device to lower for; the current one where None.
-      backend: name of a record, or None to choose.
+      backend: name of a record; a sequence of names, tried in that order; None to choose.
 
     Returns:
       ``[m, n]`` in the dtype of `x`; sums are float32.
@@ -89,9 +84,8 @@ def grouped_gemm(
             f"group_sizes: expected integers of shape {(e,)}, one per group; got "
             f"{group_sizes.dtype.name} {group_sizes.shape}"
         )
-    return _product(
-        "grouped_gemm", x, weight, group_sizes, input_scale, None, scheme, target, backend
-    )
+    requested = {"scheme": scheme, "target": target, "backend": backend}
+    return _product("grouped_gemm", x, weight, group_sizes, input_scale, None, None, requested)
 
 
 def linear(
@@ -102,7 +96,8 @@ def linear(
     bias: Float[Array, " n"] | None = None,
     scheme: Scheme | str | None = None,
     target: Target | None = None,
-    backend: str | None = None,
+    backend: str | Sequence[str] | None = None,
+    plan: Plan | None = None,
 ) -> Float[Array, "... n"]:
     """Multiply by one NVFP4 matrix: ``y = x @ dequantize(weight).T + bias``.
 
@@ -115,7 +110,9 @@ def linear(
       bias: ``[n]``, taken as float32, or None.
       scheme: None, "checkpoint" or a `Scheme`; counts as w4a4 where `input_scale` is given.
       target: the device to lower for; the current one where None.
-      backend: name of a record, or None to choose.
+      backend: name of a record; a sequence of names, tried in that order; None to choose.
+      plan: of `ops.preparation.plan_product`, in place of `scheme`, `target` and `backend`: modules
+        pass the plan that their weights were prepared for.
 
     Returns:
       ``[..., n]`` in the dtype of `x`; sums are float32.
@@ -138,5 +135,6 @@ def linear(
     rows = x.reshape(-1, k)
     sizes = jnp.full(1, rows.shape[0], jnp.int32)
     bias = None if bias is None else bias[None]
-    y = _product("linear", rows, one, sizes, input_scale, bias, scheme, target, backend)
+    requested = {"scheme": scheme, "target": target, "backend": backend}
+    y = _product("linear", rows, one, sizes, input_scale, bias, plan, requested)
     return y.reshape(*x.shape[:-1], n)

@@ -1,9 +1,11 @@
 """quantize_nvfp4: activations to NVFP4 on the device."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends.resolution import resolve_backend
+from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.nvfp4 import check_blocks
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
@@ -20,7 +22,7 @@ def quantize_nvfp4(
     global_scale: Float[Array, ""] | None = None,
     scale_layout: str = "linear",
     target: Target | None = None,
-    backend: str | None = None,
+    backend: str | Sequence[str] | None = None,
 ) -> NVFP4Tensor:
     """Quantize rows to NVFP4 on the device, to the bit as `numerics.nvfp4.quantize` does.
 
@@ -34,7 +36,7 @@ def quantize_nvfp4(
       scale_layout: "linear" ``[m, k/16]``, or "swizzle_128x4", the tiles that Blackwell's matrix
         units read, padded with zeros.
       target: the device to lower for; the current one where None.
-      backend: name of a record, or None to choose.
+      backend: name of a record; a sequence of names, tried in that order; None to choose.
 
     Raises:
       ValueError: a shape, dtype or layout is wrong.
@@ -53,9 +55,6 @@ def quantize_nvfp4(
     if scale is not None and scale.shape != ():
         raise ValueError(f"global_scale: expected one number, got shape {scale.shape}")
     target = target or Target.current()
-    chosen = resolve_backend(
-        Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1]), backend
-    )
-    return NVFP4Tensor(
-        *chosen.lower["quantize_nvfp4"](x, scale, scale_layout), layout=_LAYOUTS[scale_layout]
-    )
+    problem = Problem("quantize_nvfp4", None, target, x.dtype.name, hidden=x.shape[1])
+    plan = resolve(problem, backend=backend)
+    return NVFP4Tensor(*plan.lower(x, scale, scale_layout), layout=_LAYOUTS[scale_layout])

@@ -1,13 +1,14 @@
 """route: from router logits to the experts of each token and their weights."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.resolution import resolve_backend
+from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.routing import Router, check_experts, weigh
 from jax_nvfp4_moe.scheme import Problem, Target
 
@@ -18,7 +19,7 @@ def route(
     bias: Float[Array, " e"] | None = None,
     *,
     target: Target | None = None,
-    backend: str | None = None,
+    backend: str | Sequence[str] | None = None,
 ) -> tuple[Int32[Array, "t top_k"], Float[Array, "t top_k"]]:
     """Choose `top_k` experts for each token, best first, and their weights.
 
@@ -29,7 +30,7 @@ def route(
       logits: ``[t, e]``; computed in float32.
       bias: score correction ``[e]``, or None.
       target: the device to lower for; the current one where None.
-      backend: name of a record, or None to choose.
+      backend: name of a record; a sequence of names, tried in that order; None to choose.
 
     Returns:
       expert_ids int32 ``[t, top_k]`` and expert_weights float32 ``[t, top_k]``.
@@ -50,9 +51,9 @@ def route(
     check_experts(router, e)
     target = target or Target.current()
     problem = Problem("route", None, target, "float32", num_experts=e, top_k=router.top_k)
-    chosen = resolve_backend(problem, backend)
+    plan = resolve(problem, backend=backend)
     bias = None if bias is None else bias.astype(jnp.float32)
-    return _differentiable(chosen.lower["route"], router, logits.astype(jnp.float32), bias)
+    return _differentiable(plan.lower, router, logits.astype(jnp.float32), bias)
 
 
 # A kernel has no derivative of its own; that of the weights needs the ids it chose and no more.

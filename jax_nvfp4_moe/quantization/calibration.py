@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.checkpoint.progress import log_layers
-from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.models.loading import LoadPlan
 from jax_nvfp4_moe.nn.building import ExpertPart
+from jax_nvfp4_moe.nn.experts import RoutedExperts, RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
-from jax_nvfp4_moe.nn.moe import RoutedTokens
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense
@@ -136,17 +136,17 @@ def _run(layer, x, positions, squares):
     """Return what `layer` makes of ``x [b, t, h]``, and what its linears and experts read."""
     with capture(layer) as seen:
         y, _ = layer(x, positions, None)
-    blocks = dict(expert_blocks(layer))
+    parts = {".".join(map(str, path)): part for path, part in nnx.iter_modules(layer)}
     linears, experts = {}, {}
     for path, values in seen.items():
         (value,) = values
-        if path in blocks:
-            block = blocks[path]
+        part = parts[path]
+        if isinstance(part, RoutedExperts):
             experts[path] = observe_experts(
-                block.params.get_value(),
-                block.activation,
+                part.params.get_value(),
+                part.options.activation,
                 value,
-                weight_on_input=block.router.weight_on_input,
+                weight_on_input=part.options.weight_on_input,
                 squares=squares,
             )
         else:
@@ -237,8 +237,8 @@ def _keep(found: Calibration, plan: LoadPlan, layer: str, linears, experts, note
         if path == part.path:
             continue
         if isinstance(part, ExpertPart):
-            block = path.rpartition(".")[0]
-            first, second = map(_inputs, experts[block])
+            module = path.rpartition(".")[0]
+            first, second = map(_inputs, experts[module])
             found.experts[part.source.name] = first, second
         elif path in linears:
             for source in part.sources.values():

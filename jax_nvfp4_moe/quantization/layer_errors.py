@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.models.blocks import expert_blocks
+from jax_nvfp4_moe.models.blocks import expert_blocks, experts_path
 from jax_nvfp4_moe.models.loading import abstract_model, load_model
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.numerics.tensor import MoEParams
@@ -70,7 +70,7 @@ def available_schemes(path: str | pathlib.Path) -> tuple[str, ...]:
       ValueError: no layer has NVFP4 experts.
     """
     model = abstract_model(path).model
-    params = [module.params.get_value() for _, module in expert_blocks(model)]
+    params = [module.experts.params.get_value() for _, module in expert_blocks(model)]
     quantized = [p for p in params if isinstance(p, MoEParams)]
     if not quantized:
         raise ValueError(f"path: {path} has no layer of NVFP4 experts, of which errors are taken")
@@ -131,7 +131,7 @@ def measure_errors(
 def _measure(path, scheme, calls, dtype, backend, progress) -> Iterator[LayerErrors]:
     """Load the model in one scheme and run the recorded calls of its NVFP4 layers."""
     model = load_model(path, scheme=scheme, dtype=dtype, backend=backend)
-    blocks = [(name, block) for name, block in expert_blocks(model) if block.scheme is not None]
+    blocks = [(name, block) for name, block in expert_blocks(model) if block.experts.scheme]
     with contextlib.nullcontext() if progress is None else progress(f"layers, {scheme}") as advance:
         for done, (name, block) in enumerate(blocks, 1):
             call = calls[name]
@@ -164,7 +164,7 @@ def _run_recorded(model, ids):
         model(ids)
     calls = {}
     for name, _ in expert_blocks(model):
-        (calls[name],) = seen[name]
+        (calls[name],) = seen[experts_path(name)]
     return calls
 
 
@@ -174,7 +174,7 @@ def _sizes(path) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     found["vocabulary, hidden"] = model.config.vocab_size, model.config.hidden
     for name, block in expert_blocks(model):
-        params = block.params.get_value()
+        params = block.experts.params.get_value()
         found[f"experts of {name}"] = (params.num_experts, params.hidden, params.intermediate)
     return found
 
