@@ -253,8 +253,8 @@ def _plan(checkpoint, row, build, path, settings, options):
     only = None
     if path:
         # The names of all parts of the block begin with that of the block itself.
-        only = os.path.commonprefix([f"{make.key(part.path)}." for part in make.parts])
-        only = only.rpartition(".")[0]
+        names = [f"{source.name}." for part in make.parts for source in part.all_sources]
+        only = os.path.commonprefix(names).rpartition(".")[0]
     table.check(only)
     return LoadPlan(model, path, make.parts, table, settings)
 

@@ -57,6 +57,11 @@ class Part:
     specs: Mapping[str, Any]
     shards: int
 
+    @property
+    def all_sources(self) -> tuple[Source, ...]:
+        """What is read, without names."""
+        return tuple(self.sources.values())
+
 
 class ExpertPart(NamedTuple):
     """The experts of one layer, which are read a few at a time.
@@ -68,6 +73,11 @@ class ExpertPart(NamedTuple):
 
     path: str
     source: Source
+
+    @property
+    def all_sources(self) -> tuple[Source, ...]:
+        """What is read."""
+        return (self.source,)
 
 
 class ExpertWeights(NamedTuple):

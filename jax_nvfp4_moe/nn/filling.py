@@ -63,12 +63,9 @@ def _place(part, reader, how, abstract):
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        sources = [part.source] if isinstance(part, ExpertPart) else part.sources.values()
-        size = sum(
-            leaf.size * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves([source.value for source in sources])
-        )
-        name = next(iter(sources)).name
+        leaves = jax.tree.leaves([source.value for source in part.all_sources])
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        name = part.all_sources[0].name
         raise MemoryError(
             f"out of memory on {how.target}: {size / 2**20:.1f} MiB for {name}"
         ) from error
