@@ -23,7 +23,7 @@
 //
 // Needs: 12.x, or anything since sm_80 where emulated; 99 KiB of shared memory.
 // Test: test_emulation_fp4.py, test_cuda_fp4.py, test_sass.py.
-#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/direct_store.cuh"
 #include "cuda/epilogues/quantized_store.cuh"
 #include "cuda/gemm/mma_pipeline.cuh"
 #include "cuda/instructions/fp4_mma.cuh"

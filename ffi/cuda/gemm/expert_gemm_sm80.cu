@@ -18,7 +18,8 @@
 // for what multiplies.
 //
 // Needs: sm_80; 99 KiB of shared memory. Test: test_cuda_kernel.py, test_sass.py.
-#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/direct_store.cuh"
+#include "cuda/epilogues/rounded_store.cuh"
 #include "cuda/gemm/mma_pipeline.cuh"
 #include "cuda/instructions/mma.cuh"
 
