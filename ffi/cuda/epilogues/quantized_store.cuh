@@ -7,7 +7,7 @@
 // further. Values are rounded to T first: the same bits as storing them and launching QuantizeRows.
 #pragma once
 
-#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/finish.cuh"
 #include "cuda/quantizers/round_block.cuh"
 
 namespace nvfp4 {

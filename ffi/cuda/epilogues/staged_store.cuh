@@ -7,8 +7,9 @@
 // that stmatrix writes at once are in different banks.
 #pragma once
 
-#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/finish.cuh"
 #include "cuda/instructions/hopper.cuh"
+#include "cuda/quantizers/round_block.cuh"
 
 namespace nvfp4 {
 

@@ -19,7 +19,7 @@
 // Needs: sm_80. Test: test_cuda_kernel.py, test_emulation.py.
 #include <cstring>
 
-#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/direct_store.cuh"
 #include "cuda/gemm/expert_gemm_few.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
@@ -315,7 +315,8 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
       }
       const TileStore<T> store = MakeTileStore<T>(p, tile, lane_rows, m_tile, warp);
       if (store.first < p.columns) {
-        store.Store(0, plan.slots[tile.row + min(store.g, tile.rows - 1)], FinishTile(store, sums));
+        StoreRows(store, 0, plan.slots[tile.row + min(store.g, tile.rows - 1)],
+                  FinishTile(store, sums));
       }
     }
     buffer ^= 1;

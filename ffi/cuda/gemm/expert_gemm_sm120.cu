@@ -23,54 +23,38 @@
 //
 // Needs: 12.x, or anything since sm_80 where emulated; 99 KiB of shared memory.
 // Test: test_emulation_fp4.py, test_cuda_fp4.py, test_sass.py.
-#include <algorithm>
-#include <iterator>
-
-#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/direct_store.cuh"
 #include "cuda/epilogues/quantized_store.cuh"
-#include "cuda/gemm/expert_gemm.cuh"
-#include "cuda/instructions/ampere.cuh"
-#include "cuda/instructions/async_copy.cuh"
+#include "cuda/gemm/mma_pipeline.cuh"
 #include "cuda/instructions/fp4_mma.cuh"
-#include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
-#include "cuda/launch_kernel.cuh"
-#include "cuda/scheduling/partial_sums.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kSlabs = 2;      // of 16 weight rows, of a warp
-constexpr int kStepTiles = 2;  // of 64 of k, of a step
-constexpr int kStepK = kStepTiles * kTileK;
+constexpr int kTilesOfStep = 2;  // of 64 of k, of a step
+constexpr int kStepK = kTilesOfStep * kTileK;
 constexpr int kRowBytes = kStepK / 2;  // of codes of a row of x in a step
 constexpr int kRowChunks = kRowBytes / 16;
 constexpr int kRowScaleBytes = kStepK / kBlock;
 constexpr int kSlabCodeBytes = kTileCodeBytes / 4;
 constexpr int kSlabScaleBytes = kTileScaleBytes / 4;
 constexpr float kUnit = 1.0f;  // of a sum of products
-constexpr int kBarrier = 1;
-
-// A work unit that steps in shared memory are of, and where the block goes on after it.
-struct SharedWorkUnit {
-  WorkUnit work;  // begins at -1 where it is the end
-  int32_t next;
-  WorkStart at;
-};
 
 // kRows: most rows of a tile. kTiles: weight tiles of a block.
 template <int kRows_, int kTiles_, int kStages_, int kBlocksPerSm_>
 struct Config {
   static constexpr int kRows = kRows_;
   static constexpr int kTiles = kTiles_;
+  static constexpr int kStepTiles = kTilesOfStep;
   static constexpr int kStages = kStages_;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr int kThreads = kTiles * 32 * 4 / kSlabs;
   static constexpr int kCodesBytes = kTiles * kTileCodeBytes;  // of 64 of k
   static constexpr int kScalesBytes = kTiles * kTileScaleBytes;
   static constexpr int kCodes = kRows * kRowBytes;  // offsets in a stage
-  static constexpr int kScales = kCodes + kStepTiles * kCodesBytes;
-  static constexpr int kRowScales = kScales + kStepTiles * kScalesBytes;
+  static constexpr int kScales = kCodes + kTilesOfStep * kCodesBytes;
+  static constexpr int kRowScales = kScales + kTilesOfStep * kScalesBytes;
   static constexpr int kStageBytes = kRowScales + kRows * kRowScaleBytes;
   static constexpr int kWorkUnits = kStages + 1;  // more than have steps in shared memory
   static constexpr int kRowsApart = kThreads / kRowChunks;
@@ -80,7 +64,8 @@ struct Config {
   static constexpr int kPartialSumFloats = kThreads * kSlabs * kRows / 2;
   static_assert(kStages > 2, "a barrier between writing a work unit and reading it");
   static_assert(kStageBytes % 16 == 0, "aligned copies");
-  static_assert(kStepTiles * kScalesBytes / 16 <= kThreads / 2, "half of the threads copy scales");
+  static_assert(kTilesOfStep * kScalesBytes / 16 <= kThreads / 2,
+                "half of the threads copy scales");
   static_assert(kRows <= kThreads / 2, "and the others those of x");
   static_assert(kSharedBytes <= 99 * 1024, "shared memory of a block on sm_120");
 };
@@ -92,60 +77,34 @@ struct Config {
 //   x scales  of row t - kThreads / 2
 // Pointers move from step to step, in units of 16 bytes, for scales of x of 8.
 template <typename C>
-struct Producer {
+struct Producer : PipelineProducer<Producer<C>, C> {
+  using Base = PipelineProducer<Producer<C>, C>;
+  using Base::k;
+  using Base::p;
+  using Base::shared;
+  using Base::thread;
+  using Base::WeightTile;
+
   static constexpr uint32_t kCodeUnits = kTileCodeBytes / 16, kScaleUnits = kTileScaleBytes / 16;
   static constexpr int kChunks = C::kScalesBytes / 16;  // of scales for 64 of k
 
-  const ExpertGemm& p;
-  uint8_t* const shared;
-  const int thread;
-  int32_t steps = 0;  // of the work, to be copied; -1 at the end of all
-  int32_t k;          // from here to the end
-  int32_t rows;       // of the tile
-  int slot = -1;      // of the work unit
-  uint32_t codes;     // of the next step
+  int32_t rows;    // of the tile
+  uint32_t codes;  // of the next step
   uint32_t scales;
   uint32_t row;
   uint32_t row_scales;
 
-  static __device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
-    return reinterpret_cast<SharedWorkUnit*>(shared + C::kWorkUnitsAt);
-  }
-
-  // After a barrier since the work unit before began.
-  __device__ __forceinline__ void Next() {
-    TileScheduler scheduler(p.rows, p.rule, p.schedule);
-    if (slot >= 0) {
-      const SharedWorkUnit& before = SharedWorkUnits(shared)[slot];
-      scheduler.next = before.next;
-      scheduler.at = before.at;
-    }
-    slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
-    const bool more = scheduler.Next();
-    if (!more) scheduler.work = {{}, -1, 0, -1, -2};
-    if (thread == 0) SharedWorkUnits(shared)[slot] = {scheduler.work, scheduler.next, scheduler.at};
-    steps = scheduler.work.end - scheduler.work.begin;
-    if (more) BeginWork(scheduler.work);
-  }
-
-  // First weight tile of tile `tile` of the block; past the expert's, whose sums are not stored,
-  // the last one.
-  __device__ __forceinline__ uint32_t WeightTile(const WorkUnit& work, int tile) const {
-    const int index = min(work.m_block * C::kTiles + tile, p.m_tiles() - 1);
-    const uint32_t k_tiles = (p.k + kTileK - 1) / kTileK;
-    return (static_cast<uint32_t>(work.tile.expert) * p.m_tiles() + index) * k_tiles +
-           work.begin * kStepTiles;
-  }
+  __device__ __forceinline__ int OwnThread() const { return thread; }
 
   __device__ __forceinline__ uint32_t RowUnits() const {
     return static_cast<uint32_t>(PadK(p.k)) / (2 * 16);
   }
 
-  __device__ __forceinline__ void BeginWork(const WorkUnit& work) {
+  __device__ __forceinline__ void BeginWork(const WorkUnit& work, int) {
     const int slab = kSlabs * (thread / 32), chunk = thread % kChunks;
     codes = WeightTile(work, slab / 4) * kCodeUnits + slab % 4 * 32 + thread % 32;
     scales =
-        (WeightTile(work, chunk / 16) + thread / kChunks % kStepTiles) * kScaleUnits + chunk % 16;
+        (WeightTile(work, chunk / 16) + thread / kChunks % kTilesOfStep) * kScaleUnits + chunk % 16;
     const uint32_t first = work.tile.row;
     row = (first + thread / kRowChunks) * RowUnits() + work.begin * kRowChunks + Chunk();
     row_scales = (first + thread % (C::kThreads / 2)) * (RowUnits() / kRowChunks) + work.begin;
@@ -164,7 +123,7 @@ struct Producer {
     const uint32_t target =
         SharedAddress(stage + C::kCodes + slab * kSlabCodeBytes + thread % 32 * 16);
 #pragma unroll
-    for (int d = 0; d < kStepTiles; ++d) {
+    for (int d = 0; d < kTilesOfStep; ++d) {
       const int bytes = d == 0 || d * kTileK < k ? 16 : 0;
 #pragma unroll
       for (int s = 0; s < kSlabs; ++s) {
@@ -174,12 +133,12 @@ struct Producer {
                    bytes);
       }
     }
-    codes += kStepTiles * kCodeUnits;
-    if (thread < kStepTiles * kChunks) {
+    codes += kTilesOfStep * kCodeUnits;
+    if (thread < kTilesOfStep * kChunks) {
       CopyOrZero(SharedAddress(stage + C::kScales + thread * 16),
                  reinterpret_cast<const uint4*>(p.weight.block_scale) + scales,
                  thread < kChunks || kTileK < k ? 16 : 0);
-      scales += kStepTiles * kScaleUnits;
+      scales += kTilesOfStep * kScaleUnits;
     }
   }
 
@@ -202,43 +161,19 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ uint8_t* Stage(int stage) const {
+  __device__ __forceinline__ uint8_t* Place(int stage) const {
     return shared + stage * C::kStageBytes;
-  }
-
-  // Starts the copies of weights of the first stages, as far as they are of one work. Returns how
-  // many.
-  __device__ __forceinline__ int CopyFirstWeights() {
-    Next();
-    const int count = min(steps, C::kStages - 1);
-#pragma unroll 1
-    for (int stage = 0; stage < count; ++stage) {
-      CopyWeights(Stage(stage));
-      k -= kStepK;
-    }
-    k += max(count, 0) * kStepK;
-    return count;
-  }
-
-  // Starts the copies of the next step, if there is one, and ends their group.
-  __device__ __forceinline__ void CopyStep(int stage, bool has_weights = false) {
-    if (steps == 0) Next();
-    if (steps > 0) {
-      if (!has_weights) CopyWeights(Stage(stage));
-      CopyRows(Stage(stage));
-      k -= kStepK;
-      --steps;
-    }
-    CommitCopies();
   }
 };
 
 template <typename T, typename C>
-struct Consumer {
-  const ExpertGemm& p;
-  const uint8_t* const shared;
-  const int thread;
-  float sums[kSlabs][C::kRows / 2];
+struct Consumer : PipelineConsumer<Consumer<T, C>, C> {
+  using Base = PipelineConsumer<Consumer<T, C>, C>;
+  using Base::p;
+  using Base::sums;
+  using Base::thread;
+
+  __device__ __forceinline__ int OwnThread() const { return thread; }
 
   // First slab of this warp in the block: 4 of them are a tile.
   static __device__ __forceinline__ int Slab(int thread) { return kSlabs * (thread / 32); }
@@ -247,9 +182,9 @@ struct Consumer {
   template <bool kFull>
   __device__ __forceinline__ void MultiplyStep(const uint8_t* stage, int rows) {
     const int lane = thread % 32, g = lane / 4, slab = Slab(thread);
-    uint32_t a[kStepTiles][kSlabs][4], scales_a[kStepTiles][kSlabs];
+    uint32_t a[kTilesOfStep][kSlabs][4], scales_a[kTilesOfStep][kSlabs];
 #pragma unroll
-    for (int d = 0; d < kStepTiles; ++d) {
+    for (int d = 0; d < kTilesOfStep; ++d) {
 #pragma unroll
       for (int s = 0; s < kSlabs; ++s) {
         const uint4 words = *reinterpret_cast<const uint4*>(
@@ -269,7 +204,7 @@ struct Consumer {
       LoadMatrices(x + 8 * j * kRowBytes, b);
       const uint2 scales = *reinterpret_cast<const uint2*>(x_scales + 8 * j * kRowScaleBytes);
 #pragma unroll
-      for (int d = 0; d < kStepTiles; ++d) {
+      for (int d = 0; d < kTilesOfStep; ++d) {
 #pragma unroll
         for (int s = 0; s < kSlabs; ++s) {
           MultiplyAddFp4(reinterpret_cast<float (&)[4]>(sums[s][4 * j]), a[d][s],
@@ -280,8 +215,12 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ FixUp<kSlabs, C::kRows / 2> MakeFixUp() const {
-    return {p.schedule, p.partial_sums, 0, 1, thread, C::kThreads, kBarrier};
+  __device__ __forceinline__ void Multiply(const uint8_t* stage, int rows, bool full) {
+    if (full) {
+      MultiplyStep<true>(stage, rows);
+    } else {
+      MultiplyStep<false>(stage, rows);
+    }
   }
 
   // All that is loaded is loaded before the first output is made.
@@ -306,13 +245,6 @@ struct Consumer {
       for (int i = 0; i < C::kRows / 2; ++i) sums[0][i] = sums[1][i];
     }
   }
-
-  // Stores a partial sum, or adds those of other blocks and stores the outputs.
-  __device__ __forceinline__ void Finish(const WorkUnit& work) {
-    if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
-    if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
-    Store(work);
-  }
 };
 
 template <typename T, typename C>
@@ -320,43 +252,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     ExpertGemmSm120(const __grid_constant__ ExpertGemm p) {
   NVFP4_DYNAMIC_SHARED(shared);
   const int thread = static_cast<int>(threadIdx.x);
-  Producer<C> producer{p, shared, thread};
-  // What is older than the kernel before this one need not wait for it.
-  const int copied = p.plan_is_older ? producer.CopyFirstWeights() : 0;
-#if __CUDA_ARCH__ >= 900
-  WaitForPrecedingKernel();
-  StartNextKernel();
-#endif
-#pragma unroll 1
-  for (int stage = 0; stage < C::kStages - 1; ++stage) {
-    __syncthreads();
-    producer.CopyStep(stage, stage < copied);
-  }
-  __syncthreads();
-
-  Consumer<T, C> consumer{p, shared, thread, {}};
-  int stage = 0;
-  const SharedWorkUnit* const work_units = Producer<C>::SharedWorkUnits(shared);
-  for (int slot = 0; work_units[slot].work.begin >= 0;
-       slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1) {
-    const WorkUnit& work = work_units[slot].work;
-    const bool full = work.tile.rows > C::kRows - 8;
-    ClearSums(consumer.sums);
-#pragma unroll 1
-    for (int32_t steps = work.end - work.begin; steps > 0; --steps) {
-      // After the barrier the copies of all threads are here, and all have read the stage before.
-      WaitCopies<C::kStages - 2>();
-      __syncthreads();
-      producer.CopyStep((stage == 0 ? C::kStages : stage) - 1);
-      if (full) {
-        consumer.template MultiplyStep<true>(shared + stage * C::kStageBytes, work.tile.rows);
-      } else {
-        consumer.template MultiplyStep<false>(shared + stage * C::kStageBytes, work.tile.rows);
-      }
-      stage = stage + 1 == C::kStages ? 0 : stage + 1;
-    }
-    consumer.Finish(work);
-  }
+  Producer<C> producer{{p, shared, thread}};
+  RunPipeline<C>(p, shared, producer, [&] { return Consumer<T, C>{{p, shared, thread, {}}}; });
 }
 
 // rows of a tile, weight tiles, stages, blocks of an SM
@@ -364,12 +261,6 @@ using Rows16 = Config<16, 2, 4, 2>;
 using Rows32 = Config<32, 2, 4, 2>;
 using Rows64 = Config<64, 2, 3, 2>;
 using Rows128 = Config<128, 4, 3, 1>;
-
-struct Variant {
-  int64_t max_mean_rows;  // of an expert, up to which this is the one
-  int32_t rows, tiles, blocks_per_sm, shared_bytes, partial_sum_bytes;
-  cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
-};
 
 template <typename T, typename C>
 cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
@@ -384,13 +275,11 @@ cudaError_t LaunchVariant(cudaStream_t stream, const ExpertGemm& gemm) {
 }
 
 template <typename C>
-constexpr Variant MakeVariant(int64_t max_mean_rows) {
-  return {max_mean_rows,   C::kRows,        C::kTiles,
-          C::kBlocksPerSm, C::kSharedBytes, C::kPartialSumFloats * 4,
-          LaunchVariant<C>};
+constexpr PipelineVariant MakeVariant(int64_t max_mean_rows) {
+  return MakePipelineVariant<C>(max_mean_rows, LaunchVariant<C>);
 }
 
-constexpr Variant kVariants[] = {
+constexpr PipelineVariant kVariants[] = {
     MakeVariant<Rows16>(10),
     MakeVariant<Rows32>(26),
     MakeVariant<Rows64>(56),
@@ -400,42 +289,15 @@ constexpr Variant kVariants[] = {
 // From memory the weights of any tile take as long as the products of a full one, from the L2
 // cache, for the later tiles of an expert, a fifth of that. Between the two, and not measured.
 constexpr int32_t kMinCost = 96;
-constexpr int kReservedBytes = 1024;  // of shared memory, for each block
-
-const Variant& ChooseVariant(int64_t rows, int64_t experts) {
-  const int64_t mean = rows / std::max<int64_t>(experts, 1);
-  for (const Variant& variant : kVariants) {
-    // One expert has them all; of many, some have several times the mean.
-    if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
-  }
-  return kVariants[std::size(kVariants) - 1];
-}
-
-// Blocks of one multiprocessor: as many as its shared memory holds.
-int BlocksPerSm(const Variant& variant) {
-  const int fitting = MultiprocessorSharedBytes() / (variant.shared_bytes + kReservedBytes);
-  return std::clamp(fitting, 1, variant.blocks_per_sm);
-}
 
 }  // namespace
 
 bool HasSm120() { return HasCode(ExpertGemmSm120<__nv_bfloat16, Rows16>); }
 
-int64_t MaxSharedBytesSm120() {
-  int64_t most = 0;
-  for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
-  return most;
-}
+int64_t MaxSharedBytesSm120() { return MaxSharedBytes(kVariants); }
 
 GemmPlan PlanSm120(int64_t rows, int64_t experts) {
-  const Variant& variant = ChooseVariant(rows, experts);
-  const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
-  const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
-  return {{variant.rows, kMinCost},
-          variant.tiles,
-          kStepTiles,
-          static_cast<int32_t>(std::min(blocks, most)),
-          variant.launch};
+  return PlanPipeline(kVariants, kMinCost, rows, experts);
 }
 
 }  // namespace nvfp4

@@ -18,33 +18,17 @@
 // for what multiplies.
 //
 // Needs: sm_80; 99 KiB of shared memory. Test: test_cuda_kernel.py, test_sass.py.
-#include <algorithm>
-#include <iterator>
-
-#include "cuda/epilogues/epilogue.cuh"
-#include "cuda/gemm/expert_gemm.cuh"
-#include "cuda/instructions/ampere.cuh"
-#include "cuda/instructions/async_copy.cuh"
-#include "cuda/instructions/hopper.cuh"
+#include "cuda/epilogues/direct_store.cuh"
+#include "cuda/epilogues/rounded_store.cuh"
+#include "cuda/gemm/mma_pipeline.cuh"
 #include "cuda/instructions/mma.cuh"
-#include "cuda/launch_kernel.cuh"
-#include "cuda/scheduling/partial_sums.cuh"
 
 namespace nvfp4 {
 namespace {
 
 constexpr int kTileThreads = 128;      // that a weight tile has 16 bytes for
-constexpr int kSlabs = 2;              // of 16 weight rows, of a warp
 constexpr int kRowBytes = 2 * kTileK;  // of a row of x in a tile of k
 constexpr int kRowChunks = kRowBytes / 16;
-constexpr int kBarrier = 1;
-
-// A work unit that steps in shared memory are of, and where the block goes on after it.
-struct SharedWorkUnit {
-  WorkUnit work;  // begins at -1 where it is the end
-  int32_t next;
-  WorkStart at;
-};
 
 // kRows: most rows of a tile; a tile runs the products of its rows rounded up to kRowStep.
 // kTiles: weight tiles of a block. kStepTiles: 64s of k of a step.
@@ -89,60 +73,33 @@ struct Config {
 //   x        rows t / 8 + kRowsApart i, 16 bytes: to place t % 8 chunk (t % 8) ^ (t / 8 % 8)
 // Pointers move from step to step: addresses made anew would take a third of all instructions.
 template <typename C>
-struct Producer {
+struct Producer : PipelineProducer<Producer<C>, C> {
+  using Base = PipelineProducer<Producer<C>, C>;
+  using Base::k;
+  using Base::p;
+  using Base::shared;
+  using Base::thread;
+  using Base::WeightTile;
+
   static constexpr int kScaleThread = C::kThreads - C::kScalesBytes / 16;
   static constexpr uint32_t kCodeUnits = kTileCodeBytes / 16, kScaleUnits = kTileScaleBytes / 16;
   static constexpr int kSlabTiles = C::kTiles / kSlabs;  // between the slabs of a thread
   static constexpr uint32_t kZeros = 0xffffffffu;    // in place of a source: past the tile's rows
   static constexpr uint32_t kNothing = 0xfffffffeu;  // and past those that are multiplied
 
-  const ExpertGemm& p;
-  uint8_t* const shared;
-  const int thread;
-  int32_t steps = 0;       // of the work, to be copied; -1 at the end of all
-  int32_t k;               // from here to the end
-  int slot = -1;           // of the work unit
   uint32_t codes[kSlabs];  // of the next step, in units of 16 bytes
   uint32_t scales;
-
-  static __device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
-    return reinterpret_cast<SharedWorkUnit*>(shared + C::kWorkUnitsAt);
-  }
 
   // Place of a row's source, in units of 16 bytes, which bounds rows * k.
   __device__ __forceinline__ uint32_t& Source(int thread, int i) {
     return reinterpret_cast<uint32_t*>(shared + C::kSourcesAt)[i * C::kThreads + thread];
   }
 
-  // After a barrier since the work unit before began.
-  __device__ __forceinline__ void Next() {
-    TileScheduler scheduler(p.rows, p.rule, p.schedule);
-    if (slot >= 0) {
-      const SharedWorkUnit& before = SharedWorkUnits(shared)[slot];
-      scheduler.next = before.next;
-      scheduler.at = before.at;
-    }
-    slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
-    const bool more = scheduler.Next();
-    if (!more) scheduler.work = {{}, -1, 0, -1, -2};
-    const int own = ReadThread();
-    if (own == 0) SharedWorkUnits(shared)[slot] = {scheduler.work, scheduler.next, scheduler.at};
-    steps = scheduler.work.end - scheduler.work.begin;
-    if (more) BeginWork(scheduler.work, own);
-  }
+  __device__ __forceinline__ int OwnThread() const { return ReadThread(); }
 
   // Rows that are multiplied for a tile of `rows`.
   static __device__ __forceinline__ int32_t PadRows(int32_t rows) {
     return (rows + C::kRowStep - 1) / C::kRowStep * C::kRowStep;
-  }
-
-  // First weight tile of tile `tile` of the block; past the expert's, whose sums are not stored,
-  // the last one.
-  __device__ __forceinline__ uint32_t WeightTile(const WorkUnit& work, int tile) const {
-    const int row = min(work.m_block * C::kTiles + tile, p.m_tiles() - 1);
-    const uint32_t k_tiles = (p.k + kTileK - 1) / kTileK;
-    return (static_cast<uint32_t>(work.tile.expert) * p.m_tiles() + row) * k_tiles +
-           work.begin * C::kStepTiles;
   }
 
   __device__ __forceinline__ void BeginWork(const WorkUnit& work, int own) {
@@ -218,45 +175,21 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ uint32_t Target(int stage) const {
+  __device__ __forceinline__ uint32_t Place(int stage) const {
     return SharedAddress(shared + stage * C::kStageBytes + thread * 16);
-  }
-
-  // Starts the copies of weights of the first stages, as far as they are of one work. Returns how
-  // many.
-  __device__ __forceinline__ int CopyFirstWeights() {
-    Next();
-    const int count = min(steps, C::kStages - 1);
-#pragma unroll 1
-    for (int stage = 0; stage < count; ++stage) {
-      CopyWeights(Target(stage));
-      k -= C::kStepTiles * kTileK;
-    }
-    k += max(count, 0) * C::kStepTiles * kTileK;
-    return count;
-  }
-
-  // Starts the copies of the next step, if there is one, and ends their group.
-  __device__ __forceinline__ void CopyStep(int stage, bool has_weights = false) {
-    if (steps == 0) Next();
-    if (steps > 0) {
-      const uint32_t target = Target(stage);
-      if (!has_weights) CopyWeights(target);
-      CopyRows(target);
-      k -= C::kStepTiles * kTileK;
-      --steps;
-    }
-    CommitCopies();
   }
 };
 
 template <typename T, typename C>
-struct Consumer {
-  const ExpertGemm& p;
-  const uint8_t* const shared;
+struct Consumer : PipelineConsumer<Consumer<T, C>, C> {
+  using Base = PipelineConsumer<Consumer<T, C>, C>;
+  using Base::p;
+  using Base::sums;
+  using Base::thread;
+
   const TileConstants constants;
-  const int thread;
-  float sums[kSlabs][C::kRows / 2];
+
+  __device__ __forceinline__ int OwnThread() const { return ReadThread(); }
 
   // Slab of the block: 4 of them are a tile. The two of a warp hold whole blocks of 16 outputs.
   static __device__ __forceinline__ int Slab(int s, int thread) { return thread / 32 * kSlabs + s; }
@@ -333,8 +266,8 @@ struct Consumer {
     MultiplyColumns<kColumns, true>(stage, rows);
   }
 
-  __device__ __forceinline__ FixUp<kSlabs, C::kRows / 2> MakeFixUp() const {
-    return {p.schedule, p.partial_sums, 0, 1, ReadThread(), C::kThreads, kBarrier};
+  __device__ __forceinline__ void Multiply(const uint8_t* stage, int rows, bool) {
+    MultiplyStep(stage, rows);
   }
 
   // Slab after slab, the sums of the second in place of the first's: an index would put them into
@@ -371,13 +304,6 @@ struct Consumer {
   static __device__ __forceinline__ int MTile(const WorkUnit& work, int s, int thread) {
     return work.m_block * C::kTiles + Slab(s, thread) / 4;
   }
-
-  // Stores a partial sum, or adds those of other blocks and stores the outputs.
-  __device__ __forceinline__ void Finish(const WorkUnit& work) {
-    if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
-    if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
-    Store(work);
-  }
 };
 
 template <typename T, typename C>
@@ -385,38 +311,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     ExpertGemmSm80(const __grid_constant__ ExpertGemm p, const TileConstants constants) {
   NVFP4_DYNAMIC_SHARED(shared);
   const int thread = static_cast<int>(threadIdx.x);
-  Producer<C> producer{p, shared, thread};
-  // What is older than the kernel before this one need not wait for it.
-  const int copied = p.plan_is_older ? producer.CopyFirstWeights() : 0;
-#if __CUDA_ARCH__ >= 900
-  WaitForPrecedingKernel();
-  StartNextKernel();
-#endif
-#pragma unroll 1
-  for (int stage = 0; stage < C::kStages - 1; ++stage) {
-    __syncthreads();
-    producer.CopyStep(stage, stage < copied);
-  }
-  __syncthreads();
-
-  Consumer<T, C> consumer{p, shared, constants, thread, {}};
-  int stage = 0;
-  const SharedWorkUnit* const work_units = Producer<C>::SharedWorkUnits(shared);
-  for (int slot = 0; work_units[slot].work.begin >= 0;
-       slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1) {
-    const WorkUnit& work = work_units[slot].work;
-    ClearSums(consumer.sums);
-#pragma unroll 1
-    for (int32_t steps = work.end - work.begin; steps > 0; --steps) {
-      // After the barrier the copies of all threads are here, and all have read the stage before.
-      WaitCopies<C::kStages - 2>();
-      __syncthreads();
-      producer.CopyStep((stage == 0 ? C::kStages : stage) - 1);
-      consumer.MultiplyStep(shared + stage * C::kStageBytes, work.tile.rows);
-      stage = stage + 1 == C::kStages ? 0 : stage + 1;
-    }
-    consumer.Finish(work);
-  }
+  Producer<C> producer{{p, shared, thread}};
+  RunPipeline<C>(p, shared, producer,
+                 [&] { return Consumer<T, C>{{p, shared, thread, {}}, constants}; });
 }
 
 // rows of a tile, step of rows, weight tiles, tiles of a step, stages, blocks of an SM
@@ -425,12 +322,6 @@ using Rows32 = Config<32, 8, 2, 2, 3, 4>;
 using Rows48 = Config<48, 8, 4, 1, 4, 2>;
 using Rows64 = Config<64, 16, 2, 1, 4, 3>;
 using Rows128 = Config<128, 16, 2, 1, 3, 2>;
-
-struct Variant {
-  int64_t max_mean_rows;  // of an expert, up to which this is the one
-  int32_t rows, tiles, step_tiles, blocks_per_sm, shared_bytes, partial_sum_bytes;
-  cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
-};
 
 template <typename T, typename C>
 cudaError_t LaunchConfig(cudaStream_t stream, const ExpertGemm& gemm) {
@@ -446,58 +337,24 @@ cudaError_t LaunchVariant(cudaStream_t stream, const ExpertGemm& gemm) {
 }
 
 template <typename C>
-constexpr Variant MakeVariant(int64_t max_mean_rows) {
-  return {max_mean_rows,
-          C::kRows,
-          C::kTiles,
-          C::kStepTiles,
-          C::kBlocksPerSm,
-          C::kSharedBytes,
-          C::kPartialSumFloats * 4,
-          LaunchVariant<C>};
+constexpr PipelineVariant MakeVariant(int64_t max_mean_rows) {
+  return MakePipelineVariant<C>(max_mean_rows, LaunchVariant<C>);
 }
 
-constexpr Variant kVariants[] = {
+constexpr PipelineVariant kVariants[] = {
     MakeVariant<Rows16>(10), MakeVariant<Rows32>(26),         MakeVariant<Rows48>(40),
     MakeVariant<Rows64>(56), MakeVariant<Rows128>(INT64_MAX),
 };
 
 // Rows for which the products of a weight take as long as reading it, on the devices known.
 constexpr int32_t kMinCost = 32;
-constexpr int kReservedBytes = 1024;  // of shared memory, for each block
-
-const Variant& ChooseVariant(int64_t rows, int64_t experts) {
-  const int64_t mean = rows / std::max<int64_t>(experts, 1);
-  for (const Variant& variant : kVariants) {
-    // One expert has them all; of many, some have several times the mean.
-    if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
-  }
-  return kVariants[std::size(kVariants) - 1];
-}
-
-// Blocks of one multiprocessor: as many as its shared memory holds.
-int BlocksPerSm(const Variant& variant) {
-  const int fitting = MultiprocessorSharedBytes() / (variant.shared_bytes + kReservedBytes);
-  return std::clamp(fitting, 1, variant.blocks_per_sm);
-}
 
 }  // namespace
 
-int64_t MaxSharedBytesSm80() {
-  int64_t most = 0;
-  for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
-  return most;
-}
+int64_t MaxSharedBytesSm80() { return MaxSharedBytes(kVariants); }
 
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {
-  const Variant& variant = ChooseVariant(rows, experts);
-  const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
-  const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
-  return {{variant.rows, kMinCost},
-          variant.tiles,
-          variant.step_tiles,
-          static_cast<int32_t>(std::min(blocks, most)),
-          variant.launch};
+  return PlanPipeline(kVariants, kMinCost, rows, experts);
 }
 
 }  // namespace nvfp4

@@ -21,7 +21,7 @@
 // Needs: sm_90a. Test: test_cuda_kernel.py, test_sass.py.
 #include <algorithm>
 
-#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/direct_store.cuh"
 #include "cuda/epilogues/staged_store.cuh"
 #include "cuda/gemm/expert_gemm.cuh"
 #include "cuda/instructions/ampere.cuh"

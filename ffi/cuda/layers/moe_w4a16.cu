@@ -18,7 +18,7 @@
 // and round their own rows.
 //
 // From sm_90 on each of the last three may start while the one before it ends.
-#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/finish.cuh"
 #include "cuda/gemm/expert_gemm_few.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"

@@ -12,7 +12,7 @@
 // not one warp's: there product 1 stores 16 bits, and a launch of its own quantizes them.
 //
 // Products and combine may each start while the one before ends.
-#include "cuda/epilogues/epilogue.cuh"
+#include "cuda/epilogues/finish.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
 #include "cuda/quantizers/round_rows.cuh"

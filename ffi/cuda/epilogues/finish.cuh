@@ -1,0 +1,190 @@
+// From float32 sums in fragments to finished outputs in registers: scales, bias, activation,
+// rounding to 16 bits. How outputs reach memory is in direct_store.cuh, rounded_store.cuh,
+// staged_store.cuh and quantized_store.cuh.
+//
+// Sums are those of one 64-row weight tile, warp w of four. Lane 4 g + q holds, for each eight
+// sorted rows 8 j to 8 j + 7, sums[4 j + {0, 1}] of its low weight row for sorted rows 2 q and 2 q
+// + 1, and sums[4 j + {2, 3}] of its high weight row (see weight_tile.cuh). In a gated layer the
+// low row is a gate row and the high one its up row, so that the activation stays in registers.
+// Where gate and up alternate in the checkpoint (swigluoai) the pair is in the neighboring lane.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cfloat>
+
+#include "cuda/epilogues/activations.cuh"
+#include "cuda/gemm/expert_gemm.cuh"
+#include "cuda/instructions/ampere.cuh"
+#include "cuda/quantizers/elements.cuh"
+
+namespace nvfp4 {
+
+template <typename T>
+__device__ __forceinline__ uint32_t MakePair(float first, float second);
+template <>
+__device__ __forceinline__ uint32_t MakePair<__nv_bfloat16>(float first, float second) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t MakePair<__half>(float first, float second) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// What a lane knows of its two weight rows, low and high; of rows that are padding, anything.
+struct LaneRows {
+  float scale[2];  // global scales
+  float bias[2];
+};
+
+// First weight row of a warp; of a gated layer the first pair of gate and up.
+__device__ __forceinline__ int FirstRow(const ExpertGemm& p, int m_tile, int warp) {
+  return p.gated() ? m_tile * (kTileM / 2) + warp * 8 : m_tile * kTileM + warp * 16;
+}
+
+// Which of one or two global scales is that of weight row `row` of `all_rows`.
+__device__ __forceinline__ int PartOf(const ExpertGemm& p, int row, int all_rows) {
+  if (p.parts == 1) return 0;
+  const bool alternate = p.gated() && p.activation.interleaved;
+  return alternate ? row & 1 : static_cast<int>(2 * row >= all_rows);
+}
+
+// Only starts the loads: what is done with them here would wait for each.
+__device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert, int m_tile,
+                                                 int warp) {
+  const int all_rows = p.gated() ? 2 * p.columns : p.columns;
+  const int low = FirstRow(p, m_tile, warp) + static_cast<int>(threadIdx.x % 32 / 4);
+  const int high = p.gated() ? low + p.columns : low + 8;
+  const int of[2] = {min(low, all_rows - 1), min(high, all_rows - 1)};
+  const float* scales = p.weight.global_scale + static_cast<int64_t>(expert) * p.parts;
+  LaneRows rows;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    rows.scale[i] = scales[PartOf(p, of[i], all_rows)];
+    rows.bias[i] = 0.0f;
+  }
+  if (p.weight.bias != nullptr) {
+    const float* bias = p.weight.bias + static_cast<int64_t>(expert) * p.bias_rows;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rows.bias[i] = bias[of[i]];
+  }
+  return rows;
+}
+
+// What is done to sums. Most products are of the first three kinds, which are written out where
+// that pays; the last has every other case, and is a rolled loop, since ten copies of erfc for
+// every eight rows would be a megabyte of code.
+enum class Finish { kPlain, kSilu, kRelu2, kAny };
+
+__host__ __device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
+  if (p.left.row_scale != nullptr) return Finish::kAny;
+  if (!p.activate) return Finish::kPlain;
+  const Activation kind = p.activation.kind;
+  if (kind == Activation::kSilu && p.activation.gated && !p.activation.interleaved &&
+      p.activation.limit > FLT_MAX) {
+    return Finish::kSilu;
+  }
+  return kind == Activation::kRelu2 && !p.activation.gated ? Finish::kRelu2 : Finish::kAny;
+}
+
+// Whether the epilogues can round outputs to NVFP4 on their way. Where gate and up alternate,
+// neighbouring outputs come from different tiles.
+inline bool CanRoundOutputs(const ActivationParameters& activation) {
+  return !(activation.gated && activation.interleaved);
+}
+
+// Outputs of two sorted rows, rounded: of the low weight row and of the high one, which is void
+// where the two were a gate and an up row.
+struct OutputPairs {
+  uint32_t low;
+  uint32_t high;
+};
+
+// What a lane does with one weight tile's sums, to outputs of type T.
+template <typename T>
+struct TileStore {
+  const ExpertGemm& p;
+  const RowTile& tile;
+  const LaneRows rows;
+  const int first;  // weight row, or pair, of the warp
+  const int g, q;
+
+  __device__ __forceinline__ float RowScale(int row) const {
+    return p.left.row_scale != nullptr && row < tile.rows ? p.left.row_scale[tile.row + row] : 1.0f;
+  }
+
+  // low and high of one sorted row -> outputs, both in the places of their weight rows; where
+  // gated the output is in low.
+  template <Finish kFinish>
+  __device__ __forceinline__ void Activate(float& low, float& high) const {
+    if constexpr (kFinish == Finish::kSilu) {
+      // low * sigmoid(low) * high, off by no more than |low| * 2^-23 of it: to 16-bit outputs that
+      // is nothing, and a third of the instructions.
+      const float sigmoid = FastReciprocal(1.0f + FastExp2(low * -1.4426950408889634f));
+      low = low * sigmoid * high;
+    } else if constexpr (kFinish == Finish::kRelu2) {
+      low = ActivateGate({Activation::kRelu2, false, false, 1.0f, 0.0f, p.activation.limit}, low);
+      high = ActivateGate({Activation::kRelu2, false, false, 1.0f, 0.0f, p.activation.limit}, high);
+    } else if constexpr (kFinish == Finish::kAny) {
+      if (!p.activate) return;
+      if (!p.activation.gated) {
+        low = ActivateGate(p.activation, low);
+        high = ActivateGate(p.activation, high);
+        return;
+      }
+      if (p.activation.interleaved) {
+        // Even g has both gates and odd g both ups: one exchange gives each lane a pair.
+        const bool odd = g & 1;
+        const float other = __shfl_xor_sync(0xffffffffu, odd ? low : high, 4);
+        low = odd ? other : low;
+        high = odd ? high : other;
+      }
+      low = ActivateGated(p.activation, low, high);
+    }
+  }
+
+  // Of the fragment of sorted rows row to row + 7.
+  template <Finish kFinish>
+  __device__ __forceinline__ OutputPairs Finished(int row, float a, float b, float c,
+                                                  float d) const {
+    if constexpr (kFinish == Finish::kAny) {
+      const float even = RowScale(row + 2 * q), odd = RowScale(row + 2 * q + 1);
+      a *= even, b *= odd, c *= even, d *= odd;
+    }
+    float low[2] = {a * rows.scale[0] + rows.bias[0], b * rows.scale[0] + rows.bias[0]};
+    float high[2] = {c * rows.scale[1] + rows.bias[1], d * rows.scale[1] + rows.bias[1]};
+    Activate<kFinish>(low[0], high[0]);
+    Activate<kFinish>(low[1], high[1]);
+    return {MakePair<T>(low[0], low[1]), MakePair<T>(high[0], high[1])};
+  }
+};
+
+// `unit` is what the engine's sums have to be multiplied by.
+template <typename T>
+__device__ __forceinline__ TileStore<T> MakeTileStore(const ExpertGemm& p, const RowTile& tile,
+                                                      const LaneRows& rows, int m_tile, int warp,
+                                                      float unit = kProductUnit<T>) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if (p.left.input_scale != nullptr) unit *= p.left.input_scale[tile.expert];
+  const LaneRows scaled = {{unit * rows.scale[0], unit * rows.scale[1]},
+                           {rows.bias[0], rows.bias[1]}};
+  return {p, tile, scaled, FirstRow(p, m_tile, warp), lane / 4, lane % 4};
+}
+
+// Calls store(row, pairs) for each eight sorted rows of the tile, the sums passing through the
+// first four: in little code. Uses up `sums`.
+template <typename T, int kSize, typename Function>
+__device__ __forceinline__ void FinishRolled(const TileStore<T>& tile_store, float (&sums)[kSize],
+                                             const Function& store) {
+#pragma unroll 1
+  for (int row = 0; row < tile_store.tile.rows; row += 8) {
+    store(row, tile_store.template Finished<Finish::kAny>(row, sums[0], sums[1], sums[2], sums[3]));
+#pragma unroll
+    for (int i = 4; i < kSize; ++i) sums[i - 4] = sums[i];
+  }
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,237 @@
+// The pipeline of the engines on mma.sync, expert_gemm_sm80.cu and expert_gemm_sm120.cu: which
+// copies run while which products do. What is copied and multiplied is theirs.
+//
+// A block works through its work units (tile_scheduler.cuh) in steps over k. kStages steps are in
+// shared memory. All threads copy and multiply: copies run kStages - 1 steps ahead of the products,
+// also across the ends of work units. A work unit is found once, by the side that copies, which
+// leaves it in shared memory for the side that multiplies.
+//
+// A Config has kRows, kTiles, kStepTiles, kStages, kThreads, kStageBytes, kWorkUnits and
+// kWorkUnitsAt. Needs: sm_80.
+#pragma once
+
+#include <algorithm>
+#include <iterator>
+
+#include "cuda/gemm/expert_gemm.cuh"
+#include "cuda/instructions/ampere.cuh"
+#include "cuda/instructions/async_copy.cuh"
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/scheduling/partial_sums.cuh"
+
+namespace nvfp4 {
+
+constexpr int kSlabs = 2;  // of 16 weight rows, of a warp
+constexpr int kPipelineBarrier = 1;
+
+// A work unit that has steps in shared memory, and where the block goes on after it.
+struct SharedWorkUnit {
+  WorkUnit work;  // begins at -1 where it is the end
+  int32_t next;
+  WorkStart at;
+};
+
+template <typename C>
+__device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
+  return reinterpret_cast<SharedWorkUnit*>(shared + C::kWorkUnitsAt);
+}
+
+// Brings one step after another to shared memory, and the work units that they are of. Engine adds
+//   OwnThread()        this thread; an engine may read it again to save a register
+//   BeginWork(work, thread)   points to the first step of a work unit, and sets k
+//   Place(stage)       where this thread's copies of a stage go
+//   CopyWeights(place), CopyRows(place)   start the copies of one step
+template <typename Engine, typename C>
+struct PipelineProducer {
+  static constexpr int kStepK = C::kStepTiles * kTileK;
+
+  const ExpertGemm& p;
+  uint8_t* const shared;
+  const int thread;
+  int32_t steps = 0;  // of the work unit, to be copied; -1 at the end of all
+  int32_t k;          // from here to the end
+  int slot = -1;      // of the work unit
+
+  __device__ __forceinline__ Engine& engine() { return static_cast<Engine&>(*this); }
+
+  // After a barrier since the work unit before began.
+  __device__ __forceinline__ void Next() {
+    TileScheduler scheduler(p.rows, p.rule, p.schedule);
+    if (slot >= 0) {
+      const SharedWorkUnit& before = SharedWorkUnits<C>(shared)[slot];
+      scheduler.next = before.next;
+      scheduler.at = before.at;
+    }
+    slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
+    const bool more = scheduler.Next();
+    if (!more) scheduler.work = {{}, -1, 0, -1, -2};
+    const int own = engine().OwnThread();
+    if (own == 0) SharedWorkUnits<C>(shared)[slot] = {scheduler.work, scheduler.next, scheduler.at};
+    steps = scheduler.work.end - scheduler.work.begin;
+    if (more) engine().BeginWork(scheduler.work, own);
+  }
+
+  // First weight tile of tile `tile` of the block; past the expert's, whose sums are not stored,
+  // the last one.
+  __device__ __forceinline__ uint32_t WeightTile(const WorkUnit& work, int tile) const {
+    const int index = min(work.m_block * C::kTiles + tile, p.m_tiles() - 1);
+    const uint32_t k_tiles = (p.k + kTileK - 1) / kTileK;
+    return (static_cast<uint32_t>(work.tile.expert) * p.m_tiles() + index) * k_tiles +
+           work.begin * C::kStepTiles;
+  }
+
+  // Starts the copies of weights of the first stages, as far as they are of one work unit. Returns
+  // how many.
+  __device__ __forceinline__ int CopyFirstWeights() {
+    Next();
+    const int count = min(steps, C::kStages - 1);
+#pragma unroll 1
+    for (int stage = 0; stage < count; ++stage) {
+      engine().CopyWeights(engine().Place(stage));
+      k -= kStepK;
+    }
+    k += max(count, 0) * kStepK;
+    return count;
+  }
+
+  // Starts the copies of the next step, if there is one, and ends their group.
+  __device__ __forceinline__ void CopyStep(int stage, bool has_weights = false) {
+    if (steps == 0) Next();
+    if (steps > 0) {
+      const auto place = engine().Place(stage);
+      if (!has_weights) engine().CopyWeights(place);
+      engine().CopyRows(place);
+      k -= kStepK;
+      --steps;
+    }
+    CommitCopies();
+  }
+};
+
+// Multiplies steps in shared memory. Engine adds
+//   OwnThread()                    as above
+//   Multiply(stage, rows, full)    sums += W @ x for one step and the rows of a tile
+//   Store(work)                    the outputs of a tile
+template <typename Engine, typename C>
+struct PipelineConsumer {
+  const ExpertGemm& p;
+  const uint8_t* const shared;
+  const int thread;
+  float sums[kSlabs][C::kRows / 2];
+
+  __device__ __forceinline__ Engine& engine() { return static_cast<Engine&>(*this); }
+
+  __device__ __forceinline__ FixUp<kSlabs, C::kRows / 2> MakeFixUp() {
+    return {p.schedule, p.partial_sums, 0, 1, engine().OwnThread(), C::kThreads, kPipelineBarrier};
+  }
+
+  // Stores a partial sum, or adds those of other blocks and stores the outputs.
+  __device__ __forceinline__ void Finish(const WorkUnit& work) {
+    if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
+    if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
+    engine().Store(work);
+  }
+};
+
+// A block's part of the product. `make_consumer` is called when the first copies are on their way.
+template <typename C, typename Producer, typename MakeConsumer>
+__device__ __forceinline__ void RunPipeline(const ExpertGemm& p, uint8_t* shared,
+                                            Producer& producer, const MakeConsumer& make_consumer) {
+  // What is older than the kernel before this one need not wait for it.
+  const int copied = p.plan_is_older ? producer.CopyFirstWeights() : 0;
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+  StartNextKernel();
+#endif
+#pragma unroll 1
+  for (int stage = 0; stage < C::kStages - 1; ++stage) {
+    __syncthreads();
+    producer.CopyStep(stage, stage < copied);
+  }
+  __syncthreads();
+
+  auto consumer = make_consumer();
+  int stage = 0;
+  const SharedWorkUnit* const work_units = SharedWorkUnits<C>(shared);
+  for (int slot = 0; work_units[slot].work.begin >= 0;
+       slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1) {
+    const WorkUnit& work = work_units[slot].work;
+    const bool full = work.tile.rows > C::kRows - 8;
+    ClearSums(consumer.sums);
+#pragma unroll 1
+    for (int32_t steps = work.end - work.begin; steps > 0; --steps) {
+      // After the barrier the copies of all threads are here, and all have read the stage before.
+      WaitCopies<C::kStages - 2>();
+      __syncthreads();
+      producer.CopyStep((stage == 0 ? C::kStages : stage) - 1);
+      consumer.Multiply(shared + stage * C::kStageBytes, work.tile.rows, full);
+      stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    }
+    consumer.Finish(work);
+  }
+}
+
+// A kernel of an engine, for experts of up to so many rows on average.
+struct PipelineVariant {
+  int64_t max_mean_rows;
+  int32_t rows, tiles, step_tiles, blocks_per_sm, shared_bytes, partial_sum_bytes;
+  cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
+};
+
+template <typename C>
+constexpr PipelineVariant MakePipelineVariant(int64_t max_mean_rows,
+                                              cudaError_t (*launch)(cudaStream_t stream,
+                                                                    const ExpertGemm& gemm)) {
+  return {max_mean_rows,
+          C::kRows,
+          C::kTiles,
+          C::kStepTiles,
+          C::kBlocksPerSm,
+          C::kSharedBytes,
+          C::kPartialSumFloats * 4,
+          launch};
+}
+
+template <size_t kCount>
+const PipelineVariant& ChooseVariant(const PipelineVariant (&variants)[kCount], int64_t rows,
+                                     int64_t experts) {
+  const int64_t mean = rows / std::max<int64_t>(experts, 1);
+  for (const PipelineVariant& variant : variants) {
+    // One expert has them all; of many, some have several times the mean.
+    if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
+  }
+  return variants[kCount - 1];
+}
+
+// Blocks of one multiprocessor: as many as its shared memory holds.
+inline int BlocksPerSm(const PipelineVariant& variant) {
+  constexpr int kReservedBytes = 1024;  // of shared memory, for each block
+  const int fitting = MultiprocessorSharedBytes() / (variant.shared_bytes + kReservedBytes);
+  return std::clamp(fitting, 1, variant.blocks_per_sm);
+}
+
+template <size_t kCount>
+int64_t MaxSharedBytes(const PipelineVariant (&variants)[kCount]) {
+  int64_t most = 0;
+  for (const PipelineVariant& variant : variants) {
+    most = std::max<int64_t>(most, variant.shared_bytes);
+  }
+  return most;
+}
+
+// `min_cost` is that of TileRule.
+template <size_t kCount>
+GemmPlan PlanPipeline(const PipelineVariant (&variants)[kCount], int32_t min_cost, int64_t rows,
+                      int64_t experts) {
+  const PipelineVariant& variant = ChooseVariant(variants, rows, experts);
+  const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
+  const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
+  return {{variant.rows, min_cost},
+          variant.tiles,
+          variant.step_tiles,
+          static_cast<int32_t>(std::min(blocks, most)),
+          variant.launch};
+}
+
+}  // namespace nvfp4
