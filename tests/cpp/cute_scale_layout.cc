@@ -1,6 +1,7 @@
-// Holds ffi/cuda/gemm/fp4_groups.cuh and nvfp4.h against CUTLASS's own types: the numbers that stand for
-// a layout of scales, where it puts the scale of each row and block, and the strides of operands.
-// Prints how many were compared and how many differ; with an argument, rows are one too many.
+// Holds ffi/cuda/gemm/fp4_groups.cuh and nvfp4.h against CUTLASS's own types: the numbers that
+// stand for a layout of scales, where it puts the scale of each row and block, and the strides of
+// operands. Prints how many were compared and how many differ; with an argument, rows are one too
+// many.
 #include <cstdio>
 #include <cstring>
 
