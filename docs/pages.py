@@ -54,6 +54,7 @@ PAGES = {
         "Flax NNX modules, for models of your own.",
         ("nn.linear", "nn.moe", "nn.dense", "numerics.routing", "numerics.activations"),
         more=(
+            "nn.moe.LatentProjections",
             "nn.experts.NVFP4Experts",
             "nn.experts.FP8Experts",
             "nn.experts.UnquantizedExperts",
