@@ -63,7 +63,7 @@ class RandomWeights:
     def __init__(self, case: Case, dtype=jnp.bfloat16):
         self._case = case
         self._dtype = dtype
-        self._key = jax.random.key(0)
+        self._arrays = 0
 
     def has_under(self, prefix):
         """Whatever is looked for is there."""
@@ -71,12 +71,13 @@ class RandomWeights:
 
     def array(self, name, shape, *, dtype=None):
         shape, dtype = tuple(shape), jnp.dtype(dtype or self._dtype)
+        self._arrays += 1
+        seed = self._arrays
 
         def make():
             if len(shape) == 1:  # a norm
                 return jnp.ones(shape, dtype)
-            self._key, key = jax.random.split(self._key)
-            return _normal(key, shape, dtype)
+            return _normal(jax.random.key(seed), shape, dtype)
 
         return _source(name, make)
 

@@ -97,7 +97,9 @@ def grouped_gemm(
 
 def quantize(x, global_scale=None, scale_layout="linear"):
     """Quantize rows; packed uint8, block_scale e4m3, swizzled ones padded, and global_scale."""
-    return lower_quantize("quantize_cuda", cuda.QUANTIZE_PARTIALS)(x, global_scale, scale_layout)
+    return lower_quantize("nvfp4_quantize_cuda", cuda.QUANTIZE_PARTIALS)(
+        x, global_scale, scale_layout
+    )
 
 
 def graphs_hold_custom_call(dump) -> bool:

@@ -27,7 +27,7 @@ for kernel in $kernels; do
   # $choose holds two words.
   # shellcheck disable=SC2086
   "$sanitizer" --tool racecheck --racecheck-report all --print-limit 1000 --error-exitcode 9 \
-    $choose="$kernel" "${PYTHON:-python3}" "$here/sanitize_cuda.py" --token-scales "$repeats" \
+    $choose="$kernel" ${PYTHON:-python3} "$here/sanitize_cuda.py" --token-scales "$repeats" \
     >"$logs/$kernel.log" 2>&1 &
   running="$running $kernel:$!"
 done

@@ -135,6 +135,14 @@ def symbolic_tokens(top_k=2):
     )
 
 
+@pytest.fixture
+def on_cpu():
+    """Make a CPU the default device, also where there is a GPU."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_a_layer_for_any_number_of_tokens(backend):
     def forward(x, params, ids, weights):
@@ -149,6 +157,7 @@ def test_a_layer_for_any_number_of_tokens(backend):
         np.testing.assert_array_equal(exported.call(*given), jax.jit(forward)(*given))
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_a_product_for_any_number_of_rows():
     weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (48, 64)))
     x = jax.random.normal(jax.random.key(1), (7, 64), jnp.bfloat16)

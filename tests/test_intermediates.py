@@ -66,7 +66,7 @@ def test_a_block_records_what_its_experts_read_and_give():
         return y, seen
 
     y, seen = look(moe, x)
-    (call,) = seen[""]
+    (call,) = seen["experts"]
     ids, weights = moe.route(x)
     np.testing.assert_array_equal(call.x, x)
     np.testing.assert_array_equal(call.expert_ids, ids)

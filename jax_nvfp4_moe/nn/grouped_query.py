@@ -95,16 +95,12 @@ class Attention(HeadParallel):
         if config.normalize == "heads":
             qk, v = jnp.split(qkv, [rows + kv_rows], axis=-1)
             each = qk.reshape(*qk.shape[:-1], -1, config.head_dim)
-            # One weight of all query heads and one of all key heads, in one operation.
-            weight = jnp.concatenate(
-                [
-                    jnp.broadcast_to(norm.weight.get_value(), (count, config.head_dim))
-                    for norm, count in (
-                        (self.q_norm, config.num_heads),
-                        (self.k_norm, config.num_kv_heads),
-                    )
-                ]
+            # The weight of queries or of keys for each head, which XLA fuses into the product.
+            is_query = jnp.arange(each.shape[-2])[:, None] < config.num_heads
+            q_weight, k_weight = (
+                norm.weight.get_value()[None] for norm in (self.q_norm, self.k_norm)
             )
+            weight = jnp.where(is_query, q_weight, k_weight)
             normal = normalize(each, weight, config.eps)
             return jnp.concatenate([normal.reshape(qk.shape), v], axis=-1)
         return qkv
