@@ -77,8 +77,8 @@ NEEDS_INPUT_SCALES = (
     "w4a4 needs input scales, and these weights come without. `jax-nvfp4-moe quantize SOURCE "
     "DESTINATION --text FILE` calibrates those of a checkpoint; experts of your own take them as "
     "gate_up_input_scale and down_input_scale of MoEParams, float32 [e], amax / 2688 of what "
-    "enters each product, and say so by NVFP4MoE(declared='w4a4'). Schemes w4a4_unit_scale and "
-    "w4a4_token_scale need none"
+    "enters each product, and say so by NVFP4MoE(checkpoint_scheme='w4a4'). Schemes "
+    "w4a4_unit_scale and w4a4_token_scale need none"
 )
 
 

@@ -100,9 +100,11 @@ def pytest_configure(config):
         if FAST_XLA_FLAGS not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {FAST_XLA_FLAGS}".strip()
         _set("jax_disable_most_optimizations", True)
-    # Workers, the processes that tests start and later runs share what was compiled.
+    # The processes that a worker starts, and later runs, take what was compiled before.
     key = [jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS"), *_processor()]
-    name = f"xla-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    # JAX writes entries in place, so a worker has a folder of its own: nobody reads half an entry.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    name = f"xla-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}-{worker}"
     _set("jax_compilation_cache_dir", str(config.cache.mkdir(name)))
     _set("jax_persistent_cache_min_compile_time_secs", 0)
     _set("jax_persistent_cache_min_entry_size_bytes", -1)
