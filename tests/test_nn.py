@@ -214,7 +214,8 @@ def test_the_scheme_is_settled_at_construction():
 def test_own_experts_without_input_scales_are_told_what_to_do():
     own = quantize_experts(*jnp.ones((2, 8, 32, 64)), jnp.ones((8, 64, 32)))
     told = (
-        r"w4a4 needs input scales.*gate_up_input_scale.*checkpoint_scheme='w4a4'.*w4a4_token_scale"
+        r"w4a4 needs input scales.*gate_up_input_scale.*checkpoint_scheme='w4a4'"
+        r".*w4a4_token_scale"
     )
     with pytest.raises(ValueError, match=f"scheme: {told}"):
         make(params=own, scheme="w4a4")
