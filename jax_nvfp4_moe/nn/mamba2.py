@@ -244,7 +244,7 @@ def _chunks(operands, state):
     x, decay, B, C = operands
     # Sums of decays after token j up to token i, never a difference of two sums from the start:
     # where those are large, rounding would change what they leave.
-    not_after = jnp.tri(decay.shape[2])  # [i, k]: k <= i
+    not_after = jnp.tri(decay.shape[2], dtype=jnp.float32)  # [i, k]: k <= i
     later = jnp.tri(decay.shape[2], k=-1, dtype=bool)[None, None, :, None, None, :]  # [k, j]: k > j
     logs = _product("ik,bckgrj->bcgrij", not_after, jnp.where(later, decay[..., None], 0.0))
     seen = not_after[None, None, None, None] > 0
