@@ -22,7 +22,7 @@ from resized import write_resized
 from unquantized import dequantized
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.parallel.shard_spec import find_layout, join_shards
+from jax_nvfp4_moe.parallel.shard_spec import find_layout
 
 SHARDS = 4
 # Two key heads for four shards and biases of outputs; a delta net of four key heads.
@@ -40,6 +40,19 @@ SIZES = {
         },
     ),
 }
+
+
+def join_shards(array, layout, axis, shards):
+    """Return a divided array in the order that it has on one device."""
+    total, own = sum(width for width, _ in layout.pieces), array.shape[axis] // shards
+    joined, start = [], 0
+    for width, parts in layout.pieces:
+        width = width * own // total  # codes of NVFP4 share a byte, and blocks a scale
+        for part in range(parts):
+            first = part * shards // parts * own + start
+            joined.append(array[(*(slice(None),) * axis, slice(first, first + width))])
+        start += width
+    return np.concatenate(joined, axis)
 
 
 @nnx.jit

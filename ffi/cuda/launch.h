@@ -76,9 +76,9 @@ cudaError_t LaunchMoEW4A4(cudaStream_t stream, const MoECall& call, const MoEBuf
 // Whether this build has code of that engine for the current device.
 bool HasSm120();
 
-// Bytes of shared memory that a block needs: of the kernel of an engine that needs most, and of the
-// kernel for few slots, which takes a layer only where the device has as many
-// (expert_gemm_few.cuh). backends/cuda.py has the same numbers; tests compare them.
+// Bytes of shared memory that a block needs. The first three are those of the largest kernel of an
+// engine. The last is that of the kernel for few slots, which takes a layer only where the device
+// has that much (expert_gemm_few.cuh). backends/cuda.py has the same numbers; tests compare them.
 int64_t MaxSharedBytesSm80();
 int64_t MaxSharedBytesSm90();
 int64_t MaxSharedBytesSm120();

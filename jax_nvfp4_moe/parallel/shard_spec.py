@@ -115,26 +115,6 @@ def module_axes(module: Any) -> list[int | None]:
     return [axis for variable in found for axis in divided_axes(variable)]
 
 
-def join_shards(array: Any, layout: ShardLayout, axis: int, shards: int) -> Any:
-    """Return a divided array in the order that it has on one device.
-
-    Args:
-      array: global; entries of shard 0 first.
-      layout: how it is divided.
-      axis: the divided one.
-      shards: their number.
-    """
-    total, own = sum(width for width, _ in layout.pieces), array.shape[axis] // shards
-    joined, start = [], 0
-    for width, parts in layout.pieces:
-        width = width * own // total  # codes of NVFP4 share a byte, and blocks a scale
-        for part in range(parts):
-            first = part * shards // parts * own + start
-            joined.append(array[(*(slice(None),) * axis, slice(first, first + width))])
-        start += width
-    return jnp.concatenate(joined, axis)
-
-
 def axis_spec(expert_mesh: ExpertMesh, axis: int | None) -> PartitionSpec:
     """Return the specification of an array that is divided along `axis`; None: replicated."""
     return expert_mesh.spec() if axis is None else expert_mesh.spec(*(None,) * axis, TENSOR)

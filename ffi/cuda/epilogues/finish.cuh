@@ -2,9 +2,10 @@
 // rounding to 16 bits. How outputs reach memory is in direct_store.cuh, rounded_store.cuh,
 // staged_store.cuh and quantized_store.cuh.
 //
-// Sums are those of one 64-row weight tile, warp w of four. Lane 4 g + q holds, for each eight
-// sorted rows 8 j to 8 j + 7, sums[4 j + {0, 1}] of its low weight row for sorted rows 2 q and 2 q
-// + 1, and sums[4 j + {2, 3}] of its high weight row (see weight_tile.cuh). In a gated layer the
+// Sums are those of one 64-row weight tile, warp w of four. Lane 4 g + q holds two sums of its low
+// weight row and two of its high one, for each eight sorted rows 8 j to 8 j + 7. They belong to
+// sorted rows 2 q and 2 q + 1 of the eight. Those of the low row are sums[4 j + {0, 1}], and those
+// of the high row are sums[4 j + {2, 3}] (see weight_tile.cuh). In a gated layer the
 // low row is a gate row and the high one its up row, so that the activation stays in registers.
 // Where gate and up alternate in the checkpoint (swigluoai) the pair is in the neighboring lane.
 #pragma once
@@ -74,9 +75,9 @@ __device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert
   return rows;
 }
 
-// What is done to sums. Most products are of the first three kinds, which are written out where
-// that pays; the last has every other case, and is a rolled loop, since ten copies of erfc for
-// every eight rows would be a megabyte of code.
+// What is done to sums. Most products are of the first three kinds, which are unrolled where that
+// pays. The last kind has every other case. It is a rolled loop: ten copies of erfc for every eight
+// rows would be a megabyte of code.
 enum class Finish { kPlain, kSilu, kRelu2, kAny };
 
 __host__ __device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {

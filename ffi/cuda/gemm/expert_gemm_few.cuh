@@ -20,9 +20,9 @@ struct FewSlots {
   int32_t next_k_tiles;
 };
 
-// Whether a product fits into a block's shared memory on the current device, and is done faster
-// than after a sort: its rows have to be there, where `rounds` also those of the slots, and
-// `weights` is how many weights all slots have at most, of both products of a layer.
+// Whether a product fits into a block's shared memory on the current device, and is faster than
+// after a sort. Shared memory holds the rows and, where `rounds` is set, those of the slots too.
+// `weights` is the largest number of weights that all slots read, of both products of a layer.
 bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds, int64_t weights);
 
 cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,

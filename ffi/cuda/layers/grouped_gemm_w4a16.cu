@@ -1,9 +1,9 @@
 // The grouped product of sorted rows on an engine, bf16 and f16: y[r] = W[e(r)] @ x[r] + bias; in
 // W4A4 of rows rounded to NVFP4 (see moe_w4a16.cu).
 //
-// Launches, for each chunk of rows: tiles, the schedule, and zeros for the rows that no expert owns
-// (sort_by_expert.cu), then the product (expert_gemm_sm90.cu, expert_gemm_sm80.cu), which may start
-// while the first ends. A linear layer is the case of one expert.
+// Two launches for each chunk of rows. The first makes the tiles, the schedule, and zeros for the
+// rows that no expert owns (sort_by_expert.cu). The second is the product (expert_gemm_sm90.cu,
+// expert_gemm_sm80.cu), which may start while the first ends. A linear layer has one expert.
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
 #include "cuda/quantizers/round_rows.cuh"

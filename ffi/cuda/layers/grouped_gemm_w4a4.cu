@@ -1,8 +1,9 @@
 // The grouped product of sorted rows on FP4 tensor cores, bf16 and f16: y[r] = W[e(r)] @ q(x[r]) +
 // bias, where q rounds to NVFP4. A linear layer is the case of one expert.
 //
-// Launches, for each chunk of rows: tiles, the schedule, and zeros for the rows that no expert owns
-// (sort_by_expert.cu), the quantizer (quantize.cu), then the product (expert_gemm_sm120.cu).
+// Three steps for each chunk of rows. The first makes the tiles, the schedule, and zeros for the
+// rows that no expert owns (sort_by_expert.cu). The quantizer (quantize.cu) and the product
+// (expert_gemm_sm120.cu) follow.
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
 #include "cuda/quantizers/round_rows.cuh"
