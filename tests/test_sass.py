@@ -33,6 +33,10 @@ COLLECTIVES = {
     "many_rows": ("SM100_MMA_MXF4_2x1SM", {"UTCOMMA": 8, "UTMALDG": 8, "UTCCP": 24}),
 }
 FP4_ROWS = (16, 32, 64, 128)  # of the tiles of ExpertGemmSm120, two types each
+# The driver keeps 1 KiB of shared memory a block. From 9.0 on the listing counts it; what a device
+# says that a block may have never does.
+RESERVED_SHARED_BYTES = 1024
+LISTS_RESERVED = ("sm_90a", "sm_100f", "sm_120f")
 # Kernels that one architecture alone has, by a part of their names.
 OWN_KERNELS = {"sm_90a": "sm90", "sm_120f": "sm120"}
 # For one tile a thread unpacks 32 weights and starts four products. Per weight, at most so many
@@ -127,10 +131,16 @@ def test_products_use_their_units(code, arch):
 
 def test_few_slots_have_the_static_shared_memory_that_is_counted(extension):
     """Besides the rows, that is what a block needs."""
-    usage = run("--dump-resource-usage", extension)
-    found = re.findall(r"Function (\S*ExpertGemmFew\S*):\s.* SHARED:(\d+)", usage)
-    assert len(found) == 4 * len(ARCHITECTURES)
-    assert {int(count) for _, count in found} == {few_slots_shared_bytes(0, 1, 16, rounds=False)}
+    ours = few_slots_shared_bytes(0, 1, 16, rounds=False)
+    _, *cubins = re.split(r"^arch = ", run("--dump-resource-usage", extension), flags=re.MULTILINE)
+    found = {}
+    for cubin in cubins:
+        sizes = re.findall(r"Function \S*ExpertGemmFew\S*:\s.* SHARED:(\d+)", cubin)
+        found |= {cubin.split()[0]: sizes} if sizes else {}
+    reserved = {
+        arch: RESERVED_SHARED_BYTES if arch in LISTS_RESERVED else 0 for arch in ARCHITECTURES
+    }
+    assert found == {arch: [str(ours + reserved[arch])] * 4 for arch in ARCHITECTURES}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
