@@ -92,6 +92,9 @@ def pytest_configure(config):
 
     A machine with an NVIDIA driver is left alone: its tests are about the program that users get.
     """
+    shared = (str(pathlib.Path(__file__).parent / name) for name in ("support", "programs"))
+    given = (os.environ["PYTHONPATH"],) if os.environ.get("PYTHONPATH") else ()
+    os.environ["PYTHONPATH"] = os.pathsep.join((*shared, *given))  # of programs that tests start
     settings.load_profile("more" if config.getoption("--more-examples") else "default")
     if pathlib.Path("/dev/nvidiactl").exists():
         return

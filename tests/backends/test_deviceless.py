@@ -1,0 +1,91 @@
+"""XLA's CUDA compiler, without a GPU, on programs that hold our FFI targets.
+
+It proves that the programs compile for Hopper and Blackwell, take the packed bytes as they are,
+keep nothing as large as a dequantized matrix, gather nothing, and can be put into a CUDA graph.
+It runs no kernel.
+"""
+
+import cuda_calls
+import pytest
+from deviceless import read_report, run_program
+
+TARGETS = {
+    "h100": ("w4a16_sm90", "w4a16_sm80"),
+    "b200": ("w4a4_sm100", "w4a16_sm80"),
+    "rtx_pro_6000": ("w4a4_sm120", "w4a16_sm80"),
+}
+CASES = [
+    pytest.param(device, suffix, marks=pytest.mark.cutlass if suffix == "w4a4_sm100" else ())
+    for device, suffixes in TARGETS.items()
+    for suffix in suffixes
+]
+
+pytestmark = [pytest.mark.deviceless, pytest.mark.cuda_build]
+
+
+def compile_for(device, program, suffix, flags=""):
+    """Run deviceless_compile.py; return its process."""
+    return run_program("deviceless_compile.py", device, program, suffix, flags=flags)
+
+
+def report(device, program, suffix, flags=""):
+    """Return what deviceless_compile.py says of a program that must compile."""
+    return read_report(compile_for(device, program, suffix, flags))
+
+
+@pytest.mark.parametrize(("device", "suffix"), CASES)
+def test_layer_compiles_packed(device, suffix):
+    found = report(device, "kernel", suffix)
+    assert found["custom_calls"] == [f"nvfp4_moe_{suffix}"]
+    # The next 4 KiB are for alignment; half a byte more for each weight would be 48 MiB.
+    assert found["packed_bytes"] <= found["argument_bytes"] <= found["packed_bytes"] + 4096
+    assert found["temporary_bytes"] < found["dequantized_bytes"]
+
+
+def test_bound_catches_dequantized_weights():
+    found = report("h100", "dequantized", "none")
+    assert found["temporary_bytes"] >= found["dequantized_bytes"]
+
+
+def test_shard_map_gathers_nothing():
+    found = report("h100", "shard_map", "w4a16_sm90")
+    assert found["all_gathers"] == 0
+    assert found["argument_bytes"] <= found["packed_bytes"] + 4096
+    assert found["temporary_bytes"] < found["dequantized_bytes"]
+
+
+def test_bound_catches_a_gather():
+    assert report("h100", "unwrapped", "w4a16_sm90")["all_gathers"] > 0
+
+
+def test_unknown_target_is_named():
+    process = compile_for("h100", "kernel", "w4a16_sm70")
+    assert process.returncode != 0
+    assert "nvfp4_moe_w4a16_sm70" in process.stderr
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_layer_goes_into_a_cuda_graph(tmp_path, allowed):
+    kinds = "CUSTOM_CALL" if allowed else "FUSION"
+    flags = (
+        f"--xla_gpu_enable_command_buffer={kinds} --xla_gpu_graph_min_graph_size=1 "
+        f"--xla_dump_to={tmp_path}"
+    )
+    report("h100", "kernel", "w4a16_sm90", flags)
+    assert cuda_calls.graphs_hold_custom_call(tmp_path) == allowed
+
+
+@pytest.mark.parametrize(("batch", "most"), [(1, 16), (8, 17), (64, 16)])
+def test_a_decoding_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, most):
+    """Each kernel costs a microsecond or more, 48 times a step; two of them are calls of ours."""
+    flags = f"--xla_dump_to={tmp_path}"
+    found = read_report(run_program("deviceless_decode.py", "h100", batch, tmp_path, flags=flags))
+    assert found["in_one_graph"]
+    assert found["kernels_a_layer"] <= most
+
+
+def test_rounding_to_fp8_is_not_optimized_away():
+    """And without the barrier it is: the test would see it."""
+    found = read_report(run_program("deviceless_float8.py", "h100"))
+    assert found["rounded"] == 1
+    assert found["converted"] == 0

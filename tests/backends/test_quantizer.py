@@ -1,0 +1,126 @@
+"""The CPU quantizer, byte for byte, and the arithmetic that the CUDA one takes its codes from."""
+
+import subprocess
+
+import cpu_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quantizer_cases as cases
+from given import ROOT, TESTS
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.numerics import nvfp4 as formats
+
+CPU = jax.devices("cpu")[0]
+isas = pytest.mark.parametrize("isa", cpu_calls.isa_levels())
+dtypes = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES.keys())
+layouts = pytest.mark.parametrize("layout", cases.LAYOUTS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu():
+    """A machine with a GPU tests these kernels too."""
+    with jax.default_device(CPU):
+        yield
+
+
+def assert_exact(x, g, layout="linear", isa="auto"):
+    scale = None if g is None else jnp.float32(g)
+    got = cpu_calls.quantize(jnp.asarray(x), scale, layout, isa)
+    assert cases.differing_bytes(x, g, layout, got) == 0
+
+
+def test_short_division_and_rounding_are_exact(tmp_path):
+    """Every significand of the divisor at every threshold; the control shows that it takes care."""
+    program = tmp_path / "exact_quantizer"
+    flags = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off"]
+    source = TESTS / "cpp" / "exact_quantizer.cc"
+    include = f"-I{ROOT / 'ffi'}"
+    subprocess.run(["g++", *flags, include, source, "-o", program], check=True)
+    printed = subprocess.run([program, "1000000"], capture_output=True, text=True, check=True)
+    lines = (line.split() for line in printed.stdout.splitlines())
+    counts = {name: (int(tried), int(differ)) for name, tried, differ in lines}
+    assert counts.pop("control")[1] > 1e8
+    assert counts["thresholds"] == (9 * 16 << 23, 0)
+    assert counts["random_codes"] == counts["random_scales"] == (1000000, 0)
+    assert not any(differ for _, differ in counts.values())
+
+
+@isas
+@dtypes
+@layouts
+@pytest.mark.parametrize("g", cases.SCALES)
+def test_quantizer_on_awkward_values(isa, dtype, layout, g):
+    assert_exact(cases.awkward(dtype), g, layout, isa)
+    assert_exact(cases.numbers(dtype), g, layout, isa)
+
+
+@isas
+@pytest.mark.parametrize("dtype", [cases.BF16, cases.F16], ids=["bf16", "f16"])
+def test_quantizer_on_every_finite_value(isa, dtype):
+    for g in cases.SCALES:
+        assert_exact(cases.finite(dtype), g, isa=isa)
+        assert_exact(cases.alone(dtype), g, isa=isa)
+    assert_exact(cases.beside_six(dtype), 1.0, isa=isa)
+
+
+@isas
+@dtypes
+@layouts
+@pytest.mark.parametrize("shape", cases.SHAPES)
+def test_quantizer_on_any_shape(isa, dtype, layout, shape):
+    x = np.random.default_rng(4).normal(0, 1, shape).astype(dtype)
+    assert_exact(x, 1 / 2688, layout, isa)
+    assert_exact(x, None, layout, isa)
+
+
+@isas
+@dtypes
+def test_quantizer_on_random_values(isa, dtype):
+    assert_exact(cases.random(dtype, 500, 3), 0.0173, isa=isa)
+    assert_exact(cases.random(dtype, 500, 4), None, isa=isa)
+
+
+def test_bound_catches_round_half_up():
+    x = cases.numbers(cases.F32)[:4]
+    got = cpu_calls.quantize(jnp.asarray(np.nextafter(x, np.float32(np.inf))), jnp.float32(1))
+    assert cases.differing_bytes(x, 1.0, "linear", got) > 0
+
+
+@dtypes
+@pytest.mark.parametrize("given", [True, False])
+def test_op_is_formats_quantize(dtype, given):
+    x = jnp.asarray(cases.random(dtype, 37, 5))
+    g = jnp.float32(0.0173) if given else None
+    got = nvfp4.ops.quantize_nvfp4(x, global_scale=g, backend="quantize_cpu")
+    want = jax.jit(formats.quantize)(x, g)
+    np.testing.assert_array_equal(got.packed, want[0])
+    np.testing.assert_array_equal(got.block_scale.view(jnp.uint8), want[1].view(jnp.uint8))
+    np.testing.assert_array_equal(got.global_scale, want[2])
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_op_is_formats_quantize_where_there_is_no_scale(value):
+    x = jnp.asarray(cases.random(cases.F32, 3, 6)).at[1, 7].set(value)
+    got = nvfp4.ops.quantize_nvfp4(x, backend="quantize_cpu")
+    want = jax.jit(formats.quantize)(x)
+    np.testing.assert_array_equal(got.packed, want[0])
+    np.testing.assert_array_equal(got.block_scale.view(jnp.uint8), want[1].view(jnp.uint8))
+    np.testing.assert_array_equal(got.global_scale, want[2])
+
+
+@pytest.mark.parametrize("backend", ["quantize_cpu", "quantize_cuda"])
+def test_largest_magnitude_is_found_inside_the_call(backend):
+    platform = backend.removeprefix("quantize_")
+    capability = (9, 0) if platform == "cuda" else None
+    target = nvfp4.Target(platform=platform, compute_capability=capability)
+
+    def op(x):
+        return nvfp4.ops.quantize_nvfp4(x, target=target, backend=backend).packed
+
+    text = str(jax.make_jaxpr(op)(jnp.ones((4, 64), jnp.bfloat16)))
+    assert f"nvfp4_{backend}" in text
+    assert "reduce" not in text
+    assert "div" not in text

@@ -1,0 +1,379 @@
+"""Quantization configs: each form, what they exclude, and what is refused."""
+
+import json
+import pathlib
+
+import pytest
+from checkpoint_edits import DEEPSEEK, QWEN
+
+from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.folder import read_config
+from jax_nvfp4_moe.checkpoint.formats import spellings
+from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES
+from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, declaration
+from jax_nvfp4_moe.checkpoint.quantization import read_quant_config
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
+
+GIVEN = pathlib.Path(__file__).parents[1] / "checkpoints"
+GATE = "model.layers.0.mlp.gate"
+EXPERT = "model.layers.0.mlp.experts.3.gate_proj"
+
+
+def modelopt_file(algorithm="NVFP4", exclude=(), version="0.47.0", **fields):
+    section = {"quant_algo": algorithm, "exclude_modules": list(exclude), **fields}
+    return {"producer": {"name": "modelopt", "version": version}, "quantization": section}
+
+
+def modelopt_section(algorithm="NVFP4", ignore=(), **fields):
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": list(ignore), **fields}
+
+
+def nvfp4(**fields):
+    return {"type": "float", "num_bits": 4, "group_size": 16, **fields}
+
+
+def tensors_section(inputs=None, ignore=(), targets=("Linear",), **fields):
+    group = {"targets": list(targets), "weights": nvfp4(), "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        **fields,
+    }
+
+
+def read(folder, section=None, file=None):
+    if file is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(file))
+    config = {} if section is None else {"quantization_config": section}
+    return read_quant_config(folder, config)
+
+
+def refused(folder, section=None, file=None):
+    with pytest.raises(CheckpointError) as caught:
+        read(folder, section, file)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*QWEN, DEEPSEEK])
+def test_real_configs(name):
+    quant = read_quant_config(GIVEN / name, read_config(GIVEN / name))
+    layer = "model.layers.1.mlp"
+    assert quant.form is (COMPRESSED_TENSORS if "-ct-" in name else MODELOPT)
+    assert quant.checkpoint_scheme(f"{layer}.gate") is None
+    assert quant.checkpoint_scheme("lm_head") is None
+    assert quant.checkpoint_scheme(f"{layer}.experts.3.gate_proj") == name.rpartition("-")[2]
+
+
+def test_modelopt_in_either_file(tmp_path):
+    for arguments in (
+        {"file": modelopt_file(exclude=[GATE], group_size="16")},
+        {"section": modelopt_section(ignore=[GATE])},
+    ):
+        folder = tmp_path / next(iter(arguments))
+        folder.mkdir()
+        quant = read(folder, **arguments)
+        assert quant.checkpoint_scheme(EXPERT) == "w4a4"
+        assert quant.checkpoint_scheme(GATE) is None
+
+
+def test_a_section_of_the_text_config(tmp_path):
+    config = {"text_config": {"quantization_config": modelopt_section("W4A16_NVFP4")}}
+    assert read_quant_config(tmp_path, config).checkpoint_scheme(EXPERT) == "w4a16"
+
+
+def test_unquantized_checkpoints(tmp_path):
+    assert read(tmp_path).checkpoint_scheme(EXPERT) is None
+    assert read(tmp_path, file=modelopt_file(None)).checkpoint_scheme(EXPERT) is None
+
+
+def test_the_two_files_must_agree(tmp_path):
+    message = refused(tmp_path, modelopt_section("W4A16_NVFP4"), modelopt_file("NVFP4"))
+    assert "hf_quant_config.json: quantization says ModelOpt NVFP4" in message
+    assert "config.json: quantization_config says ModelOpt W4A16_NVFP4" in message
+    assert "disagree" in refused(tmp_path, tensors_section(), modelopt_file())
+    assert "disagree" in refused(tmp_path, modelopt_section(), modelopt_file(None))
+    quant = read(tmp_path, modelopt_section(ignore=["lm_head"]), modelopt_file())
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
+    with pytest.raises(CheckpointError, match=r"'lm_head'.* says w4a4; .* says dense"):
+        quant.checkpoint_scheme("lm_head")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "excluded", "kept"),
+    [
+        (GATE, [GATE], ["model.layers.0.mlp.gate_proj", "model.layers.10.mlp.gate"]),
+        ("model.layers.1", ["model.layers.1.mlp.gate"], ["model.layers.10.mlp.gate"]),
+        ("model.layers.1.*", ["model.layers.1.mlp.gate"], ["model.layers.10.mlp.gate", "lm_head"]),
+        ("*.self_attn*", ["model.layers.0.self_attn.q_proj"], [EXPERT]),
+        ("model.layers.[02].mlp.gate", [GATE], ["model.layers.1.mlp.gate"]),
+        ("a.qkv_proj", ["a.q_proj", "a.k_proj", "a.v_proj"], ["a.o_proj"]),
+        ("a.gate_up_proj", ["a.gate_proj", "a.up_proj"], ["a.down_proj"]),
+        ("lm_head", ["lm_head", "language_model.lm_head"], ["model.lm_head_norm"]),
+        ("model.language_model.a", ["language_model.model.a", "model.language_model.a"], ["b"]),
+        ("unrelated", ["model.visual.blocks.0.attn"], ["model.visualize"]),
+    ],
+)
+def test_modelopt_exclusions(tmp_path, pattern, excluded, kept):
+    quant = read(tmp_path, file=modelopt_file(exclude=[pattern]))
+    assert [m for m in excluded if quant.checkpoint_scheme(m) is not None] == []
+    assert [m for m in kept if quant.checkpoint_scheme(m) is None] == []
+
+
+def test_old_exporters_name_parts(tmp_path):
+    module = "model.layers.7.block_sparse_moe.gate"
+    for version, scheme in (("0.37.1", None), ("0.39.0", "w4a4"), ("1.2", "w4a4")):
+        file = modelopt_file(exclude=["block_sparse_moe.gate"], version=version)
+        quant = read(tmp_path, file=file)
+        assert quant.checkpoint_scheme(module) == scheme
+        assert quant.checkpoint_scheme(module + "_proj") == "w4a4"
+
+
+@pytest.mark.parametrize("algorithm", ["MXFP8", "NVFP4_AWQ", "FP8_PB_WO", "W8A8", "", 7])
+def test_unknown_algorithms_are_named(tmp_path, algorithm):
+    message = refused(tmp_path, file=modelopt_file(algorithm))
+    assert "hf_quant_config.json: quantization" in message
+    assert repr(algorithm) in message
+    assert (
+        "supported: NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN, MIXED_PRECISION" in message
+    )
+
+
+def test_lower_case_algorithms_are_accepted(tmp_path):
+    assert read(tmp_path, file=modelopt_file("w4a16_nvfp4")).checkpoint_scheme(EXPERT) == "w4a16"
+
+
+@pytest.mark.parametrize("size", [32, "32", 16.0, True, [16]])
+def test_other_group_sizes_are_refused(tmp_path, size):
+    message = refused(tmp_path, file=modelopt_file(group_size=size))
+    assert "group_size: NVFP4 has blocks of 16 elements" in message
+    groups = {"group_0": {"weights": nvfp4(group_size=size)}}
+    assert "group_0" in refused(tmp_path, modelopt_section(config_groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"quant_method": "gptq"}, "unknown quant_method 'gptq'; supported: modelopt, compressed"),
+        ({}, "unknown quant_method None"),
+        ([], "quantization_config: expected an object"),
+        ({"quant_method": "modelopt"}, "quant_algo: missing"),
+        (modelopt_section(ignore={}) | {"ignore": "x"}, "ignore: expected a list of names"),
+        (modelopt_section(ignore=[1]), "ignore: expected a list of names"),
+        (modelopt_section("MIXED_PRECISION"), "needs quantized_layers"),
+        (tensors_section(config_groups={}), "expected at least one group"),
+        (tensors_section(config_groups={"a": 1}), "a: expected an object, got 1"),
+        (tensors_section(format="pack-quantized"), "format 'pack-quantized' is not supported"),
+        (tensors_section(nvfp4(num_bits=8)), "input_activations: expected type 'float' of 4 bits"),
+        (tensors_section(nvfp4(group_size=32)), "blocks of 16 elements, got 32"),
+        (tensors_section(ignore=["re:("]), "is no regular expression"),
+        (tensors_section(ignore=["re:(a+)+$"]), "repeats too much to be safe"),
+        (tensors_section(ignore=["re:.*a.*b.*c.*d.*"]), "repeats too much to be safe"),
+    ],
+)
+def test_sections_that_make_no_sense(tmp_path, section, expected):
+    message = refused(tmp_path, section)
+    assert expected in message
+    assert "config.json: quantization_config" in message
+
+
+def test_problems_of_both_files_come_together(tmp_path):
+    message = refused(tmp_path, {"quant_method": "gptq"}, modelopt_file("MXFP8"))
+    assert "gptq" in message
+    assert "MXFP8" in message
+
+
+def test_compressed_tensors_schemes(tmp_path):
+    assert read(tmp_path, tensors_section()).checkpoint_scheme(EXPERT) == "w4a16"
+    local = nvfp4(dynamic="local", strategy="tensor_group")
+    assert read(tmp_path, tensors_section(local)).checkpoint_scheme(EXPERT) == "w4a4"
+    old = {"compression_config": tensors_section(local)}
+    assert read_quant_config(tmp_path, old).checkpoint_scheme(EXPERT) == "w4a4"
+
+
+def test_compressed_tensors_names_and_patterns(tmp_path):
+    ignore = ["lm_head", r"re:.*\.mlp\.gate$", "re:.*q_proj.*|.*k_proj.*|.*v_proj.*", "re:visual"]
+    quant = read(tmp_path, tensors_section(ignore=ignore))
+    for module in ("lm_head", GATE, "a.k_proj", "visual.blocks.0"):
+        assert quant.checkpoint_scheme(module) is None
+    for module in (EXPERT, "model.layers.0.mlp.gate_proj", "a.o_proj", "model.visual"):
+        assert quant.checkpoint_scheme(module) == "w4a16"
+
+
+def fp8(**fields):
+    return {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "channel", **fields}
+
+
+def test_compressed_tensors_groups(tmp_path):
+    groups = {
+        "all": {"targets": ["Linear"], "weights": nvfp4(), "format": "nvfp4-pack-quantized"},
+        "experts": {
+            "targets": [r"re:.*\.experts\..*"],
+            "weights": nvfp4(),
+            "input_activations": nvfp4(),
+            "format": "nvfp4-pack-quantized",
+        },
+        "eight": {
+            "targets": ["a.o_proj", "re:b"],
+            "weights": fp8(),
+            "input_activations": fp8(dynamic=True, strategy="token"),
+            "format": "float-quantized",
+        },
+    }
+    quant = read(tmp_path, tensors_section(format="mixed-precision", config_groups=groups))
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
+    assert quant.checkpoint_scheme("a.q_proj") == "w4a16"
+    assert quant.checkpoint_scheme("a.o_proj") is FP8ActivationScaling.TOKEN
+    assert (
+        quant.checkpoint_scheme("b.experts.0.up_proj") is Scheme.W4A4
+    )  # patterns in order of the alphabet
+    assert "'eight': targets 'a.o_proj'" in quant.decide("a.o_proj").source
+    only = tensors_section(targets=["a.o_proj"])
+    assert read(tmp_path, only).checkpoint_scheme("a.q_proj") is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "scheme"),
+    [
+        (None, FP8ActivationScaling.WEIGHTS),
+        (fp8(dynamic=True, strategy="token"), FP8ActivationScaling.TOKEN),
+        (fp8(dynamic=True, strategy="tensor"), FP8ActivationScaling.TENSOR),
+        (fp8(dynamic=False, strategy="tensor"), FP8ActivationScaling.STATIC),
+        (fp8(dynamic=False, strategy="token"), "input_activations: strategy 'token', dynamic Fal"),
+        ({**fp8(), "type": "int"}, "input_activations: type 'int' of 8 bits is not supported"),
+    ],
+)
+def test_compressed_tensors_fp8(tmp_path, inputs, scheme):
+    group = {"targets": ["Linear"], "weights": fp8(), "input_activations": inputs}
+    section = tensors_section(format="float-quantized", config_groups={"group_0": group})
+    if isinstance(scheme, FP8ActivationScaling):
+        assert read(tmp_path, section).checkpoint_scheme(EXPERT) is scheme
+    else:
+        assert scheme in refused(tmp_path, section)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"weights": fp8(strategy="block")}, "weights: strategy 'block' is not supported for FP8"),
+        ({"weights": fp8(symmetric=False)}, "symmetric false"),
+        ({"weights": None, "input_activations": fp8()}, "weights: missing"),
+        ({"output_activations": fp8()}, "output_activations are not supported"),
+        ({"format": "int-quantized"}, "format 'int-quantized' is not supported for weights of"),
+        ({"format": "mxfp8-quantized"}, "format 'mxfp8-quantized' is not supported for weights"),
+    ],
+)
+def test_other_groups_are_refused(tmp_path, change, expected):
+    group = {"targets": ["Linear"], "weights": fp8(), **change}
+    section = tensors_section(format="float-quantized", config_groups={"group_0": group})
+    assert expected in refused(tmp_path, section)
+
+
+def test_digits_in_patterns_are_free(tmp_path):
+    pattern = r"re:.*layers\.\d+\..*mlp\.experts\.[0-9]+\.(gate|up|down)_proj.*"
+    assert read(tmp_path, tensors_section(targets=[pattern])).checkpoint_scheme(EXPERT) == "w4a16"
+
+
+def test_cache_of_keys_and_values(tmp_path):
+    file = modelopt_file(kv_cache_quant_algo="FP8")
+    section = modelopt_section(kv_cache_scheme={"type": "float", "num_bits": 8, "dynamic": False})
+    for arguments in ({"file": file}, {"section": section}, {"file": file, "section": section}):
+        folder = tmp_path / "-".join(arguments)
+        folder.mkdir()
+        found = read(folder, **arguments).kv_cache
+        assert (found.algorithm, found.multiply_by_reciprocal) == ("FP8", True)
+    assert read(tmp_path, modelopt_section()).kv_cache is None
+    found = read(tmp_path, tensors_section(kv_cache_scheme=fp8(strategy="tensor"))).kv_cache
+    assert (found.algorithm, found.multiply_by_reciprocal) == ("FP8", False)
+    other = read(tmp_path, tensors_section(kv_cache_scheme={"type": "int", "num_bits": 8}))
+    assert "'int' of 8 bits" in other.kv_cache.algorithm
+
+
+def test_names_end_at_a_null_character(tmp_path):
+    garbage = [f"{GATE}\0\0\u1234garbage", "lm_head\0", "\0"]
+    garbage += ["backbone.layers.1.\0backbone.pt_name_sentinel*"]
+    quant = read(tmp_path, file=modelopt_file(exclude=garbage))
+    assert quant.checkpoint_scheme(GATE) is None
+    assert quant.checkpoint_scheme("model.layers.1.mixer.in_proj") is None
+    assert quant.checkpoint_scheme("model.layers.10.mixer.in_proj") == "w4a4"
+    assert quant.checkpoint_scheme("lm_head") is None
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
+    layers = {f"{EXPERT}.\0backbone.pt_name_sentinel": {"quant_algo": "NVFP4", "group_size": "16"}}
+    quant = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
+
+
+def test_missing_lists(tmp_path):
+    file = modelopt_file()
+    del file["quantization"]["exclude_modules"]
+    assert read(tmp_path, file=file).checkpoint_scheme(EXPERT) == "w4a4"
+
+
+def test_every_decision_says_where_it_comes_from(tmp_path):
+    layers = {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}}
+    mixed = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
+    said = mixed.decide(EXPERT).source
+    assert said == (
+        "hf_quant_config.json: quantization: quantized_layers: 'model.layers.0.mlp.experts' NVFP4"
+    )
+    assert mixed.decide("a.q_proj").source == "hf_quant_config.json: quantization: in no list"
+    quant = read(tmp_path, file=modelopt_file(exclude=["model.language_model.layers.0.mlp.gate*"]))
+    assert quant.decide(GATE).source.endswith(
+        "exclude_modules 'model.language_model.layers.0.mlp.gate*'"
+    )
+    assert quant.decide("a.q_proj").source.endswith("quant_algo NVFP4")
+
+
+def test_modelopt_mixed_precision(tmp_path):
+    layers = {
+        "model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.1.mlp.experts.0.gate_proj": {"quant_algo": "W4A16_NVFP4"},
+        "model.layers.1.mlp.experts.1.gate_proj": {"quant_algo": "W4A16_NVFP4"},
+        "a.qkv_proj": {"quant_algo": "NVFP4"},
+        "a.o_proj": {"quant_algo": "FP8"},
+        "a.mx": {"quant_algo": "MXFP8", "group_size": 32},
+        "b": {"quant_algo": "NVFP4", "group_size": 32},
+        "c": 7,
+        "d.experts.0.up_proj": {"quant_algo": "NVFP4"},
+        "d.experts.1.up_proj": {"quant_algo": "W4A16_NVFP4"},
+    }
+    quant = read(tmp_path, file=modelopt_file("MIXED_PRECISION", quantized_layers=layers))
+    assert quant.checkpoint_scheme(EXPERT) == "w4a4"
+    assert quant.checkpoint_scheme("model.layers.1.mlp.experts.gate_up_proj") == "w4a16"
+    assert quant.checkpoint_scheme("a.k_proj") == "w4a4"
+    assert quant.checkpoint_scheme("a.o_proj") == FP8ActivationScaling.STATIC
+    assert quant.checkpoint_scheme("lm_head") is None
+    for module, expected in (
+        ("a.mx", "'a.mx': quant_algo 'MXFP8' is not supported; supported: NVFP4, W4A16"),
+        ("b", "blocks of 16 elements, got 32"),
+        ("c", "expected an object, got 7"),
+        ("d.experts.down_proj", "algorithms differ inside 'd.experts.down_proj'"),
+    ):
+        with pytest.raises(CheckpointError, match=expected):
+            quant.checkpoint_scheme(module)
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+def test_our_own_declaration_is_understood(tmp_path, algorithm):
+    file, section = declaration(algorithm, ["lm_head"], "1.0")
+    quant = read(tmp_path, section, file)
+    assert quant.checkpoint_scheme(EXPERT) == {"NVFP4": "w4a4", "W4A16_NVFP4": "w4a16"}[algorithm]
+    assert quant.checkpoint_scheme("lm_head") is None
+
+
+def test_spellings_of_a_module():
+    names = spellings("language_model.model.layers.0.q_proj")
+    assert names[:2] == [
+        "language_model.model.layers.0.q_proj",
+        "language_model.model.layers.0.qkv_proj",
+    ]
+    assert set(names) == {
+        f"{prefix}layers.0.{name}" for prefix in PREFIXES for name in ("q_proj", "qkv_proj")
+    }
+    assert set(spellings("lm_head")) == {"lm_head", *(f"{prefix}lm_head" for prefix in PREFIXES)}
+    assert spellings("mtp.fc") == ["mtp.fc"]
+    assert "model.layers.0.mlp.experts.3.gate_proj" in spellings(
+        "model.layers.0.block_sparse_moe.experts.3.w1"
+    )

@@ -1,0 +1,145 @@
+"""Expert load of the trained example: counted, placed, measured; numbers stay what they were."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from given import EXAMPLE, EXAMPLE_REFERENCE, PROGRAMS
+
+from jax_nvfp4_moe import NVFP4MoE, load_model
+from jax_nvfp4_moe.inference.balance import count_experts, device_load, place_model
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.models.blocks import expert_blocks
+from jax_nvfp4_moe.parallel.placement import imbalance, place, unplaced
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Two batches ``[4, 128]`` of held-out text, one to place by and one to measure on."""
+    text = (EXAMPLE_REFERENCE / "heldout.txt").read_text(encoding="utf-8")
+    return np.asarray(load_tokenizer(EXAMPLE).encode(text)[4096:5120]).reshape(2, 4, 128)
+
+
+@pytest.fixture
+def model():
+    return load_model(EXAMPLE, scheme="w4a16", dtype=jnp.float32)
+
+
+def lowered(model, ids):
+    return jax.jit(lambda model, ids: model(ids)).lower(model, ids).as_text()
+
+
+def test_padding_does_not_count(model, text):
+    ids, lengths = text[0][:3], (128, 40, 0)
+    padded = np.where(np.arange(128) < np.array(lengths)[:, None], ids, 0)
+    rows = [count_experts(model, ids[i : i + 1, :n]) for i, n in enumerate(lengths) if n]
+    alone = np.sum(rows, axis=0)
+    np.testing.assert_array_equal(count_experts(model, padded, lengths), alone)
+    assert (count_experts(model, padded) != alone).any()
+    load = device_load(model, padded, 4, lengths)
+    np.testing.assert_array_equal(load, alone.reshape(len(load), 4, -1).sum(axis=-1))
+
+
+@pytest.mark.parametrize("lengths", [(1, 2, 3), (1, 2, 3, 129), (1, 2, 3, -1)])
+def test_lengths_that_do_not_fit(model, text, lengths):
+    with pytest.raises(ValueError, match="lengths: expected 4 numbers of 0 to 128, got"):
+        count_experts(model, text[0], lengths)
+
+
+def test_the_example_is_balanced_and_computes_the_same(model, text):
+    seen, new = text
+    before_text = lowered(model, new)
+    load = count_experts(model, seen)
+    assert lowered(model, new) == before_text  # the counters have left nothing behind
+    config = model.config
+    assert load.shape == (config.num_layers, config.num_experts)
+    assert (load.sum(axis=-1) == seen.size * config.router.top_k).all()
+
+    logits = jax.jit(lambda model, ids: model(ids))(model, new)
+    unbalanced = [imbalance(row) for row in device_load(model, new, 4)]
+    physical = config.num_experts + 4
+    place_model(model, [place(row, 4, physical) for row in load])
+    assert {m.experts.params.get_value().num_experts for _, m in expert_blocks(model)} == {physical}
+    placed = [imbalance(row) for row in device_load(model, new, 4)]
+    assert np.mean(placed) < np.mean(unbalanced)
+    assert max(placed) < max(unbalanced)
+    np.testing.assert_array_equal(count_experts(model, seen), load)
+    # Each layer adds the outputs of its experts in another order.
+    moved = jax.jit(lambda model, ids: model(ids))(model, new)
+    assert jnp.abs(moved - logits).max() <= 2e-5 * jnp.abs(logits).max()
+
+
+def block(rngs=1):
+    return NVFP4MoE(8, 64, 32, top_k=2, dtype=jnp.float32, rngs=nnx.Rngs(rngs))
+
+
+def test_counts_are_those_of_the_router():
+    moe = block()
+    x = jax.random.normal(jax.random.key(0), (50, 64), jnp.float32)
+    ids, _ = moe.route(x)
+    expected = np.bincount(np.asarray(ids).ravel(), minlength=8)
+    np.testing.assert_array_equal(count_experts(moe, x), expected[None, :])
+
+
+def test_the_measured_load_is_that_of_the_placement():
+    moe = block()
+    x = jax.random.normal(jax.random.key(0), (50, 64), jnp.float32)
+    ids, _ = moe.route(x)
+    placed = place(count_experts(moe, x)[0], 4, 12)
+    y = moe(x)
+    place_model(moe, [placed])
+    np.testing.assert_array_equal(device_load(moe, x, 4)[0], placed.routed_load(ids))
+    assert jnp.abs(moe(x) - y).max() <= 1e-6
+    place_model(moe, [unplaced(8, 4)])
+    np.testing.assert_array_equal(moe(x), y)
+
+
+@pytest.mark.slow
+def test_experts_are_placed_over_a_mesh():
+    """Also with axes that are Explicit, and with tokens that travel."""
+    script = PROGRAMS / "placed_devices.py"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 4
+    for row in rows:
+        # Two outputs of about 1 add up in another order, and shards of experts do.
+        assert row["error"] <= 1e-6, row["case"]
+        assert max(row["copies"]) > 1
+        assert sum(row["device_load"]) == sum(row["load"]) == 32
+
+
+def test_ids_of_no_expert_are_not_counted():
+    moe = nnx.merge(*nnx.split(block()))
+    x = jnp.ones((3, 64), jnp.float32)
+    ids = jnp.array([[-1, 2], [8, 2], [7, -5]])
+
+    class Given(nnx.Module):
+        def __init__(self):
+            self.moe = moe
+
+        def __call__(self, x):
+            return self.moe.experts(x, ids, jnp.ones((3, 2), jnp.float32))
+
+    np.testing.assert_array_equal(count_experts(Given(), x)[0], [0, 0, 2, 0, 0, 0, 0, 1])
+
+
+def test_bad_arguments():
+    moe, x = block(), jnp.ones((3, 64), jnp.float32)
+    with pytest.raises(ValueError, match="placements: expected 1, one a layer; got 2"):
+        place_model(moe, [unplaced(8, 2)] * 2)
+    with pytest.raises(ValueError, match="params: expected 4 experts"):
+        place_model(moe, [unplaced(4, 2)])
+    with pytest.raises(ValueError, match="num_devices: expected a divisor of 8"):
+        device_load(moe, x, 3)
+    with pytest.raises(ValueError, match="expected a model with an NVFP4MoE inside"):
+        count_experts(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), x)

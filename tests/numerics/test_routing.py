@@ -1,0 +1,98 @@
+"""Every router of the table against plain numpy, written from the models' own descriptions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routers import FAMILIES, inputs
+
+from jax_nvfp4_moe.numerics.routing import Router, route
+
+# float32 of a handful of operations against float64.
+BOUND = 8 * np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    expected, router, biased = FAMILIES[family]
+    logits, bias = inputs()
+    ids, weights = jax.jit(route, static_argnums=0)(router, logits, bias if biased else None)
+    assert (ids.dtype, weights.dtype) == (jnp.int32, jnp.float32)
+    true_ids, true_weights = expected(np.asarray(logits, np.float64), np.asarray(bias, np.float64))
+    np.testing.assert_array_equal(ids, true_ids)
+    np.testing.assert_allclose(weights, true_weights, rtol=BOUND)
+
+
+def test_the_bound_catches_weights_with_the_bias():
+    logits, bias = inputs()
+    ids, weights = route(Router(8, score="sigmoid", scaling=2.827), logits, bias)
+    biased = np.take_along_axis(
+        np.asarray(jax.nn.sigmoid(logits) + bias[None]), np.asarray(ids), -1
+    )
+    wrong = 2.827 * biased / biased.sum(-1, keepdims=True)
+    assert np.abs(weights / wrong - 1).max() > 1000 * BOUND
+
+
+def test_ties_go_to_the_lower_expert():
+    ids, weights = route(Router(3), jnp.zeros((2, 8)))
+    np.testing.assert_array_equal(ids, [[0, 1, 2]] * 2)
+    np.testing.assert_allclose(weights, 1 / 3, rtol=BOUND)
+
+
+def test_scores_that_all_underflow_stay_finite():
+    _, weights = route(Router(2, score="sigmoid"), jnp.full((1, 4), -200.0))
+    assert bool(jnp.isfinite(weights).all())
+
+
+def test_low_precision_logits_are_computed_in_float32():
+    logits = inputs()[0].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(
+        route(Router(4), logits)[1], route(Router(4), logits.astype(jnp.float32))[1]
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(0, 5),
+    st.sampled_from([(8, 1, 1), (12, 3, 2), (16, 4, 1)]),
+    st.integers(1, 4),
+    st.integers(0, 2**31 - 1),
+)
+def test_laws(tokens, groups, top_k, seed):
+    """A token's experts are distinct and in the groups kept; its weights add up to scaling."""
+    experts, num_groups, kept = groups
+    router = Router(top_k, score="sigmoid", num_groups=num_groups, groups_kept=kept, scaling=1.5)
+    logits = jax.random.normal(jax.random.key(seed), (tokens, experts))
+    ids, weights = map(np.asarray, route(router, logits))
+    assert ids.shape == weights.shape == (tokens, top_k)
+    assert ((ids >= 0) & (ids < experts)).all()
+    for row in ids:
+        assert len(set(row)) == top_k
+        assert len({expert // (experts // num_groups) for expert in row}) <= kept
+    np.testing.assert_allclose(weights.sum(-1), np.full(tokens, 1.5), rtol=BOUND)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"top_k": 0}, "top_k: expected at least 1"),
+        ({"top_k": 2, "score": "tanh"}, "score: expected one of"),
+        ({"top_k": 2, "select": "best"}, "select: expected one of"),
+        (
+            {"top_k": 2, "num_groups": 2, "groups_kept": 3},
+            "groups_kept: expected 1 to num_groups=2",
+        ),
+    ],
+)
+def test_fields_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Router(**arguments)
+
+
+def test_experts_that_do_not_fit():
+    with pytest.raises(ValueError, match="top_k: expected at most 4 eligible"):
+        route(Router(5), jnp.zeros((1, 4)))
+    with pytest.raises(ValueError, match="num_groups: expected a divisor of 10"):
+        route(Router(2, num_groups=4, groups_kept=2), jnp.zeros((1, 10)))

@@ -1,0 +1,337 @@
+"""The CUDA kernels of the engines and the router, compiled for the CPU from the same sources.
+
+A kernel's assembly is in six headers, of which `emulation` has a second form each; everything else
+is compiled as it stands. Threads are fibers, so the kernels must not depend on their order: every
+call runs twice, from both ends. Operands lie in memory that ends at a protected page.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import mmap
+import pathlib
+import shutil
+import subprocess
+from typing import ClassVar
+
+import cuda_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+from float64_layer import Layer, Options
+from given import ROOT, TESTS
+
+from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS
+from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
+from jax_nvfp4_moe.numerics.routing import Router
+
+ENGINES = {"sm80": 0, "sm90": 1}  # of 16 bits; those of launch.h, EngineKind
+_ENGINES = {**ENGINES, "sm100": 2, "sm120": 3}
+_LAYOUTS = {"sm100": "fp4_128x64", "sm120": "fp4_64x64"}  # of other engines "mma_64x64"
+HOPPER_SHARED_BYTES = 227 << 10  # of a block
+_FORMS = TESTS / "emulation"
+_FFI = ROOT / "ffi"
+# Of ffi/cuda, what is not compiled: the plain kernels, for which nothing here has the instructions,
+# and the product of CUTLASS.
+_LEFT_OUT = {"plain_gemm", "moe", "grouped_gemm", "fp4_gemm_sm100"}
+# Jumps go from stack to stack, which a fortified longjmp forbids.
+_FLAGS = (
+    "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE "
+    "-DNVFP4_EMULATE_BLACKWELL=1"
+)
+_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+_SCALES = ("none", "static", "token")
+_SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+_KINDS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
+_GUARD = mmap.PAGESIZE
+
+
+def cuda_include() -> pathlib.Path:
+    """Return the folder of CUDA's headers."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = (
+        [pathlib.Path(root) / "cu13" for root in (spec.submodule_search_locations or ())]
+        if (spec)
+        else []
+    )
+    nvcc = shutil.which("nvcc")
+    roots = [*([pathlib.Path(nvcc).resolve().parents[1]] if nvcc else []), *wheels]
+    for root in [*roots, *sorted(pathlib.Path("/usr/local").glob("cuda*"))]:
+        if (root / "include" / "cuda_bf16.h").exists():
+            return root / "include"
+    raise FileNotFoundError("cuda_bf16.h: install the CUDA toolkit or pip's nvidia-cuda-runtime")
+
+
+def cutlass_include() -> pathlib.Path:
+    """Return the folder of CUTLASS's headers; importing the package would run its generator."""
+    spec = importlib.util.find_spec("cutlass_library")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError("cutlass.h: pip install --no-deps nvidia-cutlass==4.2.0.0")
+    return pathlib.Path(spec.submodule_search_locations[0]) / "source/include"
+
+
+def build(folder: pathlib.Path) -> ctypes.CDLL:
+    """Compile the kernels in `folder` and load them."""
+    for header in _FFI.glob("*.h"):
+        shutil.copy(header, folder)
+    for tree in (_FFI / "cuda", _FORMS / "cuda"):  # the second forms replace the first
+        shutil.copytree(tree, folder / "cuda", dirs_exist_ok=True)
+    for source in _FORMS.glob("*.*"):
+        shutil.copy(source, folder)
+    compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{cuda_include()}"]
+    kernels = sorted(p for p in folder.glob("cuda/*/*.cu") if p.stem not in _LEFT_OUT)
+    names = [str(p.relative_to(folder)) for p in kernels] + ["cuda_on_cpu.cc", "driver.cc"]
+    running = [
+        subprocess.Popen(
+            [*compiler, "-include", "cuda_on_cpu.h", "-x", "c++", "-c", name, "-o", f"{name}.o"],
+            cwd=folder,
+        )
+        for name in names
+    ]
+    if any(process.wait() for process in running):
+        raise RuntimeError("g++ could not compile the kernels for the CPU")
+    library = folder / "libemulation.so"
+    objects = [f"{name}.o" for name in names]
+    subprocess.run(["g++", "-shared", *objects, "-o", library], cwd=folder, check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.moe_workspace_bytes.restype = ctypes.c_int64
+    loaded.few_slots_shared_bytes.restype = ctypes.c_int64
+    loaded.few_slots_shared_bytes.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int]
+    loaded.grouped_gemm_workspace_bytes.restype = ctypes.c_int64
+    return loaded
+
+
+class Guarded:
+    """Bytes that end, but for alignment to 16, at a page that cannot be touched."""
+
+    def __init__(self, size: int, content: np.ndarray | None = None):
+        pages = -(-max(size, 1) // _GUARD)
+        self._memory = mmap.mmap(-1, (pages + 1) * _GUARD)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + pages * _GUARD), _GUARD, 0)
+        self.address = (begin + pages * _GUARD - size) // 16 * 16
+        self._size = size
+        ctypes.memset(self.address, 0xFF, size)
+        self._content = None if content is None else np.ascontiguousarray(content).tobytes()
+        if self._content:
+            ctypes.memmove(self.address, self._content, size)
+
+    def read(self) -> bytes:
+        return ctypes.string_at(self.address, self._size)
+
+    def check(self):
+        """Raise where an operand has changed."""
+        if self._content is not None and self.read() != self._content:
+            raise RuntimeError("a kernel wrote to an operand")
+
+
+class _MoEShape(ctypes.Structure):
+    _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("t", "top_k", "e", "h", "i", "n1")]
+
+
+class _ProductShape(ctypes.Structure):
+    _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("m", "n", "n_pad", "k", "e", "parts")]
+
+
+class _Activation(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("kind", ctypes.c_int),
+        ("gated", ctypes.c_bool),
+        ("interleaved", ctypes.c_bool),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    ]
+
+
+class _RouterCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("t", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("e", "top_k", "num_groups", "groups_kept")),
+        ("score", ctypes.c_int),
+        ("select_logits", ctypes.c_bool),
+        ("renormalize", ctypes.c_bool),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+def _activation(options: Options) -> _Activation:
+    name = options.activation.removesuffix("_no_mul").removesuffix("_uninterleave")
+    interleaved = options.activation == "swigluoai"
+    values = options.gated, interleaved, options.alpha, options.beta, options.limit
+    return _Activation(_KINDS.index(name), *values)
+
+
+def _run(
+    library, call, operands, likes, workspace, multiprocessors, shared_bytes=HOPPER_SHARED_BYTES
+):
+    """Call twice, with the threads of a block from either end; returns outputs as `likes`.
+
+    They must be the same in both calls. `shared_bytes` is what a block may have of shared memory.
+    """
+    outputs = []
+    for backwards in (0, 1):
+        library.configure(multiprocessors, shared_bytes, backwards)
+        guarded = [None if a is None else Guarded(a.nbytes, a) for a in operands]
+        results = [Guarded(like.nbytes) for like in likes]
+        places = [*guarded, *results, Guarded(workspace)]
+        addresses = [None if place is None else place.address for place in places]
+        if error := call((ctypes.c_void_p * len(places))(*addresses)):
+            raise RuntimeError(f"CUDA error {error}")
+        for operand in filter(None, guarded):
+            operand.check()
+        outputs.append([result.read() for result in results])
+    if outputs[0] != outputs[1]:
+        raise RuntimeError("the result depends on the order of the threads")
+    return [
+        np.frombuffer(content, like.dtype).reshape(like.shape)
+        for content, like in zip(outputs[0], likes, strict=True)
+    ]
+
+
+def _weights(packed, block_scale, global_scale, input_scale, bias):
+    scales = np.asarray(block_scale), global_scale, input_scale
+    return [np.asarray(packed), *scales, bias if bias.size else None]
+
+
+def moe(
+    library,
+    engine,
+    x,
+    layer: Layer,
+    ids,
+    weights,
+    options: Options,
+    multiprocessors,
+    shared_bytes=HOPPER_SHARED_BYTES,
+):
+    """Run an expert layer on canonical weights; [t, h] in the dtype of x."""
+    layout = _LAYOUTS.get(engine, "mma_64x64")
+    prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), layout, gated=options.gated)
+    i = layer.down_packed.shape[2] * 2
+    gate_up_rows = (2 if options.gated else 1) * i
+    shape = _MoEShape(
+        x.shape[0], ids.shape[1], layer.down_packed.shape[0], x.shape[1], i, gate_up_rows
+    )
+    gate_up = _weights(*prepared[:3], layer.gate_up_input_scale, layer.gate_up_bias)
+    down = _weights(
+        prepared.down_packed,
+        prepared.down_block_scale,
+        layer.down_global_scale,
+        layer.down_input_scale,
+        layer.down_bias,
+    )
+    call = functools.partial(
+        library.moe,
+        ctypes.byref(shape),
+        ctypes.byref(_activation(options)),
+        _TYPES[x.dtype.name],
+        _ENGINES[engine],
+        int(options.weight_on_input),
+        _SCALES.index(options.activation_scale),
+    )
+    size = library.moe_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
+    operands = [x, *gate_up, *down, ids, weights]
+    operands = [_array(a) for a in operands]
+    return _run(library, call, operands, [x], size, multiprocessors, shared_bytes)[0]
+
+
+def _array(operand):
+    return None if operand is None else np.asarray(operand)
+
+
+def grouped_gemm(library, engine, operands, mode, multiprocessors):
+    """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x.
+
+    `operands` and `mode` are those of `float64_layer.grouped_gemm`.
+    """
+    x, packed, block_scale, global_scale, input_scale, bias, sizes = operands
+    (m, k), (e, n, _) = x.shape, packed.shape
+    packed, block_scale = to_layout(
+        jnp.asarray(packed),
+        jnp.asarray(block_scale),
+        find_layout(_LAYOUTS.get(engine, "mma_64x64")),
+    )
+    shape = _ProductShape(m, n, n, k, e, global_scale.shape[1])
+    call = functools.partial(
+        library.grouped_gemm,
+        ctypes.byref(shape),
+        _TYPES[x.dtype.name],
+        _ENGINES[engine],
+        _SCALES.index(mode),
+    )
+    size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
+    weights = _weights(packed, block_scale, global_scale, input_scale, bias)
+    operands = [_array(a) for a in (x, *weights, sizes)]
+    y = np.empty((m, n), x.dtype)
+    return _run(library, call, operands, [y], size, multiprocessors)[0]
+
+
+def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):
+    """Return the sums ``[32, 4]`` of one FP4 product of fragments, a row for each lane.
+
+    `shuffled`: as a GPU without the instruction makes it, else as the kernels here do.
+    """
+    operands = [np.ascontiguousarray(x, np.uint32) for x in (a, b, scale_a, scale_b)]
+    like = np.empty((32, 4), np.float32)
+    call = functools.partial(library.multiply_fp4, int(shuffled))
+    return _run(library, call, operands, [like], 0, multiprocessors=1)[0]
+
+
+def pack_groups(library, starts, slots, scales, weight_rows, k, scaled):
+    """Return what a collective is told about one product, by name, an entry for each expert.
+
+    ``scales [2, e]`` are global and input scales. Offsets are bytes, of the codes and scales of
+    weights, of those of rows, and of the output.
+    """
+    e = len(starts) - 1
+    likes = {
+        "shapes": np.empty((e, 3), np.int32),
+        "strides": np.empty((e, 3), np.int64),
+        "scale_layouts": np.empty((e, 10), np.int32),
+        "offsets": np.empty((e, 5), np.int64),
+        "alpha": np.empty(e, np.float32),
+        "places": np.empty(len(slots), np.int32),
+    }
+    call = functools.partial(library.pack_groups, e, len(slots), weight_rows, k, int(scaled))
+    operands = [starts, slots, scales[0], scales[1]]
+    arrays = _run(library, call, operands, [*likes.values()], 0, multiprocessors=1)
+    return dict(zip(likes, arrays, strict=True))
+
+
+def route(library, router: Router, logits, bias=None):
+    """Return expert_ids and expert_weights ``[t, top_k]`` of `logits`."""
+    logits = np.asarray(logits)
+    t, e = logits.shape
+    call = _RouterCall(
+        t,
+        e,
+        router.top_k,
+        router.num_groups,
+        router.groups_kept,
+        _SCORES.index(router.score),
+        router.select == "logits",
+        router.renormalize and router.select == "scores",  # as the lowering passes it
+        router.scaling,
+    )
+    likes = [np.empty((t, router.top_k), dtype) for dtype in (np.int32, np.float32)]
+    bound = functools.partial(library.route, ctypes.byref(call))
+    return _run(library, bound, [logits, _array(bias)], likes, 0, multiprocessors=1)
+
+
+def quantize(library, x, global_scale=None, scale_layout="linear"):
+    """Quantize rows; packed uint8, block_scale as bytes, swizzled ones padded, and global_scale."""
+    m, k = x.shape
+    swizzled = scale_layout != "linear"
+    scales = (-(-m // 128) * 128, -(-k // 64) * 4) if swizzled else (m, k // 16)
+    likes = [np.empty((m, k // 2), np.uint8), np.empty(scales, np.uint8), np.empty((), np.float32)]
+    call = functools.partial(
+        library.quantize,
+        ctypes.c_int64(m),
+        ctypes.c_int64(k),
+        _TYPES[x.dtype.name],
+        int(swizzled),
+    )
+    scale = None if global_scale is None else np.float32(global_scale)
+    workspace = 4 * QUANTIZE_PARTIALS if global_scale is None else 0
+    return _run(library, call, [x, scale], likes, workspace, multiprocessors=1)

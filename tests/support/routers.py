@@ -1,0 +1,97 @@
+"""Routers of the model families in plain numpy, and what they are called with."""
+
+import jax
+import numpy as np
+
+from jax_nvfp4_moe.numerics.routing import Router
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def top(values, k):
+    return np.argsort(-values, axis=-1, kind="stable")[:, :k]
+
+
+def qwen3(x, bias):
+    s = softmax(x)
+    ids = top(s, 4)
+    w = np.take_along_axis(s, ids, -1)
+    return ids, w / w.sum(-1, keepdims=True)
+
+
+def unnormalized(x, bias):
+    s = softmax(x)
+    ids = top(s, 2)
+    return ids, np.take_along_axis(s, ids, -1)
+
+
+def gpt_oss(x, bias):
+    ids = top(x, 4)
+    return ids, softmax(np.take_along_axis(x, ids, -1))
+
+
+def deepseek_v3(x, bias):
+    """4 groups of 4; a group counts as its two best biased scores; the 2 best groups are kept."""
+    s = sigmoid(x)
+    biased = s + bias
+    ids, weights = [], []
+    for row, scores in zip(biased, s, strict=True):
+        groups = row.reshape(4, 4)
+        best = np.argsort(-np.sort(groups, axis=-1)[:, -2:].sum(-1), kind="stable")[:2]
+        eligible = [e for e in range(16) if e // 4 in best]
+        chosen = sorted(eligible, key=lambda e, row=row: (-row[e], e))[:4]
+        w = scores[chosen]
+        ids.append(chosen)
+        weights.append(2.5 * w / w.sum())
+    return np.array(ids), np.array(weights)
+
+
+def kimi_k2(x, bias):
+    s = sigmoid(x)
+    ids = top(s + bias, 8)
+    w = np.take_along_axis(s, ids, -1)
+    return ids, 2.827 * w / w.sum(-1, keepdims=True)
+
+
+def deepseek_v4(x, bias):
+    s = np.sqrt(np.log1p(np.exp(x)))
+    ids = top(s + bias, 4)
+    w = np.take_along_axis(s, ids, -1)
+    return ids, w / w.sum(-1, keepdims=True)
+
+
+def llama4(x, bias):
+    ids = top(x, 1)
+    return ids, sigmoid(np.take_along_axis(x, ids, -1))
+
+
+FAMILIES = {
+    "qwen3": (qwen3, Router(4), False),
+    "unnormalized": (
+        unnormalized,
+        Router(2, renormalize=False),
+        False,
+    ),
+    "gpt_oss": (gpt_oss, Router(4, select="logits"), False),
+    "deepseek_v3": (
+        deepseek_v3,
+        Router(4, score="sigmoid", num_groups=4, groups_kept=2, scaling=2.5),
+        True,
+    ),
+    "kimi_k2": (kimi_k2, Router(8, score="sigmoid", scaling=2.827), True),
+    "deepseek_v4": (deepseek_v4, Router(4, score="sqrt_softplus"), True),
+    "llama4": (llama4, Router(1, score="sigmoid", select="logits", weight_on_input=True), False),
+}
+
+
+def inputs(tokens=200, experts=16):
+    logits = jax.random.normal(jax.random.key(0), (tokens, experts)) * 2
+    bias = jax.random.normal(jax.random.key(1), (experts,)) * 0.3
+    return logits, bias
