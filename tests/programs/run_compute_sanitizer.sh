@@ -7,6 +7,7 @@
 # guarded, and no kernel hides inside a CUDA graph. Exit status 0: all four tools saw no error.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
+export PYTHONPATH=$here/../support${PYTHONPATH:+:$PYTHONPATH}
 logs=${1:-$(mktemp -d)}
 mkdir -p "$logs"
 export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_PYTHON_CLIENT_PREALLOCATE=false

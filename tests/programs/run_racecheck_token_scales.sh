@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Look for hazards in shared memory where rows have scales of their own, kernel by kernel.
 #
-#   bash tests/programs/run_racecheck_token_scales.sh [LOG_FOLDER] [REPEATS, 20 where none]
+#   bash tests/programs/run_racecheck_token_scales.sh [LOG_FOLDER] [REPEATS, 20] [AT_ONCE, 2]
 #
-# One process for each kernel, all at once: racecheck follows that kernel alone, in each of the
-# repeated calls, and prints every hazard with its address. Exit status 0: no kernel has one.
+# Each kernel has a process of its own. Racecheck follows that kernel alone, in each of the repeated
+# calls, and prints every hazard with its address. AT_ONCE processes run at a time: racecheck keeps
+# records on the GPU, and eight processes at once ran out of its memory. Exit status 0: no hazard.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
+export PYTHONPATH=$here/../support${PYTHONPATH:+:$PYTHONPATH}
 logs=${1:-$(mktemp -d)}
 repeats=${2:-20}
+at_once=${3:-2}
 mkdir -p "$logs"
 export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_PYTHON_CLIENT_PREALLOCATE=false
 export XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
@@ -22,24 +25,26 @@ case $help in
 esac
 kernels="QuantizeRows SortScales SortByExpert GroupTiles ExpertGemmSm80 ExpertGemmSm90 PlainGemm
   Combine"
-running=
-for kernel in $kernels; do
+check() { # KERNEL: exit status into a file beside its log
   # $choose holds two words.
   # shellcheck disable=SC2086
   "$sanitizer" --tool racecheck --racecheck-report all --print-limit 1000 --error-exitcode 9 \
-    $choose="$kernel" ${PYTHON:-python3} "$here/sanitize_cuda.py" --token-scales "$repeats" \
-    >"$logs/$kernel.log" 2>&1 &
-  running="$running $kernel:$!"
+    $choose="$1" ${PYTHON:-python3} "$here/sanitize_cuda.py" --token-scales "$repeats" \
+    >"$logs/$1.log" 2>&1
+  echo $? >"$logs/$1.status"
+}
+for kernel in $kernels; do
+  while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n; done
+  check "$kernel" &
 done
+wait
 failed=0
-for one in $running; do
-  kernel=${one%%:*}
-  wait "${one##*:}"
-  status=$?
+for kernel in $kernels; do
+  status=$(cat "$logs/$kernel.status")
   log=$logs/$kernel.log
   echo "$kernel: exit $status, $(grep -c '^layer\|^product' "$log") calls," \
     "$(grep 'RACECHECK SUMMARY' "$log" | tail -1)"
-  if [ $status -ne 0 ] || ! grep -q 'RACECHECK SUMMARY' "$log"; then
+  if [ "$status" -ne 0 ] || ! grep -q 'RACECHECK SUMMARY' "$log"; then
     failed=1
     grep -vE '^layer|^product' "$log" | head -60
   fi

@@ -1,28 +1,29 @@
-// The grouped product on FP4 tensor cores: out[r] = act(W[e(r)] @ x[r]), codes by codes; see
-// expert_gemm.cuh. For 12.x: RTX PRO 6000, RTX 50, DGX Spark. Compiled for anything else the one
-// instruction is emulated (fp4_mma.cuh), which is how it was tested.
+// Computes out = act(W[expert] @ x) for rows that are sorted by expert, on FP4 tensor cores: both
+// operands are NVFP4 codes with block scales. For compute capability 12.x (RTX PRO 6000, RTX 50,
+// DGX Spark). Compiled for any other GPU, the one FP4 instruction is emulated (fp4_mma.cuh); that
+// is how this engine was tested.
 //
-// As in expert_gemm_sm80.cu the weights are the A operand and the sorted rows its N, padded to 8.
-// Bound by: reading weights up to some 250 rows of an expert, by published rates (1.7 PFLOP/s
-// at 1.8 TB/s), tensor cores above. A weight tile is 2304 bytes, and 64 products of 16 x 8 x 64 for
-// 128 rows.
+// As in expert_gemm_sm80.cu, weight rows are operand A and tokens take N, padded to 8.
 //
-// A block works on kTiles weight tiles of 64 rows, two warps for each. A warp owns two neighbouring
-// slabs of 16 weight rows and all rows of the tile. A step is 128 of k; kStages of them are in
-// shared memory, each with
-//   x        [kRows][64 bytes] of codes, chunk c of 16 bytes of row r at c ^ (r / 2 % 4): ldmatrix
-//            and cp.async both touch all banks; zeros past k, as in memory, anything past the
-//            tile's rows, which are columns of the product that nobody reads
-//   codes    [2][kTiles][2048 bytes], scales [2][kTiles][256 bytes]: as they are in memory, layout
-//            "fp4_64x64"; zeros past k
-//   x scales [kRows][8 bytes], zeros past k, as in memory
-// Copies run kStages - 1 steps ahead of the products, across the ends of sums over k. A block works
-// on the work units of tile_scheduler.cuh and stores or adds partial sums at the ends of its range
-// (partial_sums.cuh). A work unit is found once, by what copies, which leaves it in shared memory
-// for what multiplies.
+// Bottleneck by published rates (1.7 PFLOP/s, 1.8 TB/s): memory bandwidth below about 250 tokens
+// per expert, tensor cores above. A weight tile has 2304 bytes and takes 64 MMAs of 16 x 8 x 64 for
+// 128 tokens.
 //
-// Needs: 12.x, or anything since sm_80 where emulated; 99 KiB of shared memory.
-// Test: test_emulation_fp4.py, test_cuda_fp4.py, test_sass.py.
+// A block multiplies kTiles weight tiles of 64 rows, with two warps for each. A warp multiplies two
+// neighboring slabs of 16 weight rows by all tokens of the tile. One step of the pipeline covers
+// 128 of k. Shared memory holds kStages steps. Each step has:
+//   x        [kRows][64 bytes] of codes. Chunk c (16 bytes) of row r is stored at c ^ (r / 2 % 4),
+//            so that neither ldmatrix nor cp.async has bank conflicts. Zeros past k, as in device
+//            memory. Rows past the last token hold anything: nobody reads their columns of the
+//            product.
+//   codes    [2][kTiles][2048 bytes] and scales [2][kTiles][256 bytes], in the order of device
+//            memory (layout "fp4_64x64"). Zeros past k.
+//   x scales [kRows][8 bytes]. Zeros past k, as in device memory.
+// mma_pipeline.cuh copies and multiplies; tile_scheduler.cuh divides the work; partial_sums.cuh
+// adds the sums of blocks that share an output tile.
+//
+// Needs: 12.x, or any GPU since sm_80 where emulated; 99 KiB of shared memory.
+// Tests: tests/emulation/test_emulation_fp4.py, tests/gpu/test_cuda_fp4.py, test_sass.py.
 #include "cuda/epilogues/direct_store.cuh"
 #include "cuda/epilogues/quantized_store.cuh"
 #include "cuda/gemm/mma_pipeline.cuh"
@@ -32,16 +33,16 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kTilesOfStep = 2;  // of 64 of k, of a step
+constexpr int kTilesOfStep = 2;  // a step covers that many times 64 of k
 constexpr int kStepK = kTilesOfStep * kTileK;
-constexpr int kRowBytes = kStepK / 2;  // of codes of a row of x in a step
+constexpr int kRowBytes = kStepK / 2;  // codes of one row of x in a step
 constexpr int kRowChunks = kRowBytes / 16;
 constexpr int kRowScaleBytes = kStepK / kBlock;
 constexpr int kSlabCodeBytes = kTileCodeBytes / 4;
 constexpr int kSlabScaleBytes = kTileScaleBytes / 4;
-constexpr float kUnit = 1.0f;  // of a sum of products
+constexpr float kUnit = 1.0f;  // what an accumulator is multiplied by; see kProductUnit
 
-// kRows: most rows of a tile. kTiles: weight tiles of a block.
+// kRows: the most tokens of a tile. kTiles: weight tiles of a block.
 template <int kRows_, int kTiles_, int kStages_, int kBlocksPerSm_>
 struct Config {
   static constexpr int kRows = kRows_;
@@ -50,15 +51,16 @@ struct Config {
   static constexpr int kStages = kStages_;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr int kThreads = kTiles * 32 * 4 / kSlabs;
-  static constexpr int kCodesBytes = kTiles * kTileCodeBytes;  // of 64 of k
+  static constexpr int kCodesBytes = kTiles * kTileCodeBytes;  // 64 of k
   static constexpr int kScalesBytes = kTiles * kTileScaleBytes;
   static constexpr int kCodes = kRows * kRowBytes;  // offsets in a stage
   static constexpr int kScales = kCodes + kTilesOfStep * kCodesBytes;
   static constexpr int kRowScales = kScales + kTilesOfStep * kScalesBytes;
   static constexpr int kStageBytes = kRowScales + kRows * kRowScaleBytes;
-  static constexpr int kWorkUnits = kStages + 1;  // more than have steps in shared memory
+  static constexpr int kWorkUnits = kStages + 1;  // one more than can have steps in shared memory
   static constexpr int kRowsApart = kThreads / kRowChunks;
-  static constexpr int kCopies = (kRows + kRowsApart - 1) / kRowsApart;  // of x by a thread
+  static constexpr int kCopies =
+      (kRows + kRowsApart - 1) / kRowsApart;  // copies of x by one thread
   static constexpr int kWorkUnitsAt = kStages * kStageBytes;
   static constexpr int kSharedBytes = kWorkUnitsAt + kWorkUnits * sizeof(SharedWorkUnit);
   static constexpr int kPartialSumFloats = kThreads * kSlabs * kRows / 2;
@@ -70,12 +72,12 @@ struct Config {
   static_assert(kSharedBytes <= 99 * 1024, "shared memory of a block on sm_120");
 };
 
-// Brings one step after another to shared memory, and what work units they are of. Thread t copies
-//   codes     its own, for each 64 of k those of the slabs that it multiplies
-//   x         rows t / 4 + kRowsApart i, 16 bytes: to place t % 4 chunk (t % 4) ^ (t / 8 % 4)
-//   scales    16 bytes, where it is in the lower half of the threads
-//   x scales  of row t - kThreads / 2
-// Pointers move from step to step, in units of 16 bytes, for scales of x of 8.
+// Copies one step after another to shared memory, and finds their work units. Thread t copies
+//   codes     for each 64 of k, those of the slabs that it multiplies itself
+//   x         16 bytes of rows t / 4 + kRowsApart i: chunk (t % 4) ^ (t / 8 % 4), to place t % 4
+//   scales    16 bytes, if t is in the lower half of the threads
+//   x scales  of row t - kThreads / 2, if t is in the upper half
+// Pointers advance from step to step, in units of 16 bytes (8 bytes for scales of x).
 template <typename C>
 struct Producer : PipelineProducer<Producer<C>, C> {
   using Base = PipelineProducer<Producer<C>, C>;
@@ -86,10 +88,10 @@ struct Producer : PipelineProducer<Producer<C>, C> {
   using Base::WeightTile;
 
   static constexpr uint32_t kCodeUnits = kTileCodeBytes / 16, kScaleUnits = kTileScaleBytes / 16;
-  static constexpr int kChunks = C::kScalesBytes / 16;  // of scales for 64 of k
+  static constexpr int kChunks = C::kScalesBytes / 16;  // 16-byte chunks of scales for 64 of k
 
-  int32_t rows;    // of the tile
-  uint32_t codes;  // of the next step
+  int32_t rows;    // tokens of the tile
+  uint32_t codes;  // this and the following: where the next step begins
   uint32_t scales;
   uint32_t row;
   uint32_t row_scales;
@@ -112,12 +114,12 @@ struct Producer : PipelineProducer<Producer<C>, C> {
     k = p.k - work.begin * kStepK;
   }
 
-  // Of a row, that this thread copies.
+  // The chunk of a row that this thread copies.
   __device__ __forceinline__ int Chunk() const {
     return (thread ^ thread / (2 * kRowChunks)) % kRowChunks;
   }
 
-  // All of the weights of a step; what a step has past k becomes zeros and is not read.
+  // Copies all weights of a step. What lies past k becomes zeros and is not read.
   __device__ __forceinline__ void CopyWeights(uint8_t* stage) {
     const int slab = kSlabs * (thread / 32);
     const uint32_t target =

@@ -1,23 +1,24 @@
-// The grouped product with mma.sync: out[r] = act(W[e(r)] @ x[r]), bf16 and f16; see
-// expert_gemm.cuh. For everything since Ampere that has no kernel of its own.
+// Computes out = act(W[expert] @ x) for rows that are sorted by expert, with mma.sync in bf16 and
+// f16. This is the engine for every GPU since Ampere that has no engine of its own.
 //
-// The weights are the A operand and the sorted rows its N, so that a tile of rows is padded to 8
-// and not to 16. Bound by: reading weights up to about 32 rows of an expert, tensor cores above.
-// Unpacking costs about 1.7 instructions a weight, of a thread, and hides behind either.
+// mma.sync multiplies 16 x 16 by 16 x 8. Weight rows take the 16 (operand A) and tokens take the 8,
+// so that an expert with 3 tokens wastes 5 columns instead of 13 rows.
 //
-// A block works on kTiles weight tiles of 64 rows, two warps for each. A warp owns two slabs of 16
-// weight rows, one after the other, and all rows of the tile: two slabs for each fragment of x keep
-// reads of shared memory below the time of the products. A step is kStepTiles 64s of k; kStages of
-// them are in shared memory, each with, for each 64 of k:
-//   x        [kRows][128 bytes], chunk c of 16 bytes of row r at c ^ (r % 8): ldmatrix and cp.async
-//            both touch all banks; zeros past the tile's rows and past k
-//   codes    [kTiles][2048 bytes], scales [kTiles][256 bytes]: as they are in memory; zeros past k
-// Copies run kStages - 1 steps ahead of the products, across the ends of sums over k. A block works
-// on the work units of tile_scheduler.cuh and stores or adds partial sums at the ends of its range
-// (partial_sums.cuh). A work unit is found once, by what copies, which leaves it in shared memory
-// for what multiplies.
+// Bottleneck: memory bandwidth below about 32 tokens per expert, tensor cores above. Unpacking
+// takes about 1.7 instructions per weight and hides behind both.
 //
-// Needs: sm_80; 99 KiB of shared memory. Test: test_cuda_kernel.py, test_sass.py.
+// A block multiplies kTiles weight tiles of 64 rows, with two warps for each. A warp multiplies two
+// slabs of 16 weight rows by all tokens of the tile: it uses each fragment of x twice, which keeps
+// the time of reads from shared memory below that of the MMAs. One step of the pipeline covers
+// kStepTiles times 64 of k. Shared memory holds kStages steps. For each 64 of k a step has:
+//   x        [kRows][128 bytes]. Chunk c (16 bytes) of row r is stored at c ^ (r % 8), so that
+//            neither ldmatrix nor cp.async has bank conflicts. Zeros past the last token and k.
+//   codes    [kTiles][2048 bytes] and scales [kTiles][256 bytes], in the order of device memory.
+//            Zeros past k.
+// mma_pipeline.cuh copies and multiplies; tile_scheduler.cuh divides the work; partial_sums.cuh
+// adds the sums of blocks that share an output tile.
+//
+// Needs: sm_80 and 99 KiB of shared memory. Tests: tests/gpu/test_cuda_kernel.py, test_sass.py.
 #include "cuda/epilogues/direct_store.cuh"
 #include "cuda/epilogues/rounded_store.cuh"
 #include "cuda/gemm/mma_pipeline.cuh"
@@ -26,12 +27,12 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kTileThreads = 128;      // that a weight tile has 16 bytes for
-constexpr int kRowBytes = 2 * kTileK;  // of a row of x in a tile of k
+constexpr int kTileThreads = 128;      // each copies 16 bytes of the codes of a weight tile
+constexpr int kRowBytes = 2 * kTileK;  // one row of x, 64 of k
 constexpr int kRowChunks = kRowBytes / 16;
 
-// kRows: most rows of a tile; a tile runs the products of its rows rounded up to kRowStep.
-// kTiles: weight tiles of a block. kStepTiles: 64s of k of a step.
+// kRows: the most tokens of a tile. The MMAs of a tile cover its tokens rounded up to kRowStep.
+// kTiles: weight tiles of a block. kStepTiles: how many times 64 of k a step covers.
 template <int kRows_, int kRowStep_, int kTiles_, int kStepTiles_, int kStages_, int kBlocksPerSm_>
 struct Config {
   static constexpr int kRows = kRows_;
@@ -41,23 +42,25 @@ struct Config {
   static constexpr int kStages = kStages_;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr int kThreads = kTiles * kTileThreads / kSlabs;
-  // Straight code for each number of columns; of more than 64 for full tiles, while the others
-  // share one body with branches.
+  // Up to 64 columns, each number of columns has straight code of its own. Above, only full tiles
+  // do, and the others share one body with branches.
   static constexpr bool kExactColumns = kRows <= 64;
-  // Eights of rows whose products take turns: those of one sum must not follow each other closely.
+  // Several accumulators take turns, so that consecutive MMAs do not depend on each other.
   static constexpr int kTurn = kRows <= 32 ? 4 : 2;
-  static constexpr int kBuffers = kRows <= 64 ? 1 : 2;  // of their fragments
-  // Halves of 64 of k in one piece of code: the more, the better mixed, and the more registers.
+  static constexpr int kBuffers = kRows <= 64 ? 1 : 2;  // buffers for fragments of x
+  // How often the loop over 32 of k is unrolled. Longer code overlaps unpacking with MMAs better,
+  // and needs more registers.
   static constexpr int kUnroll = kRows <= 16 ? 2 * kStepTiles : kRows <= 32 ? 2 : 1;
-  static constexpr int kXBytes = kRows * kRowBytes;  // of a tile of k
+  static constexpr int kXBytes = kRows * kRowBytes;  // 64 of k
   static constexpr int kCodesBytes = kTiles * kTileCodeBytes;
   static constexpr int kScalesBytes = kTiles * kTileScaleBytes;
   static constexpr int kCodes = kStepTiles * kXBytes;  // offsets in a stage
   static constexpr int kScales = kCodes + kStepTiles * kCodesBytes;
   static constexpr int kStageBytes = kScales + kStepTiles * kScalesBytes;
-  static constexpr int kWorkUnits = kStages + 1;  // more than have steps in shared memory
+  static constexpr int kWorkUnits = kStages + 1;  // one more than can have steps in shared memory
   static constexpr int kRowsApart = kThreads / kRowChunks;
-  static constexpr int kCopies = (kRows + kRowsApart - 1) / kRowsApart;  // of x by a thread
+  static constexpr int kCopies =
+      (kRows + kRowsApart - 1) / kRowsApart;  // copies of x by one thread
   static constexpr int kSourcesAt = kStages * kStageBytes;
   static constexpr int kWorkUnitsAt = kSourcesAt + kCopies * kThreads * 4;
   static constexpr int kSharedBytes = kWorkUnitsAt + kWorkUnits * sizeof(SharedWorkUnit);
@@ -66,12 +69,13 @@ struct Config {
   static_assert(kSharedBytes <= 99 * 1024, "shared memory of a block on sm_86, sm_89, sm_120");
 };
 
-// Brings one step after another to shared memory, and what work units they are of. For each 64 of k
+// Copies one step after another to shared memory, and finds their work units. For each 64 of k,
 // thread t of the block copies
 //   codes    16 bytes for each slab of a warp
-//   scales   where it is one of the last: 16 bytes
-//   x        rows t / 8 + kRowsApart i, 16 bytes: to place t % 8 chunk (t % 8) ^ (t / 8 % 8)
-// Pointers move from step to step: addresses made anew would take a third of all instructions.
+//   scales   16 bytes, if t is one of the last threads
+//   x        16 bytes of rows t / 8 + kRowsApart i: chunk (t % 8) ^ (t / 8 % 8), to place t % 8
+// Pointers advance from step to step. Computing addresses anew would take a third of all
+// instructions.
 template <typename C>
 struct Producer : PipelineProducer<Producer<C>, C> {
   using Base = PipelineProducer<Producer<C>, C>;
@@ -84,13 +88,15 @@ struct Producer : PipelineProducer<Producer<C>, C> {
   static constexpr int kScaleThread = C::kThreads - C::kScalesBytes / 16;
   static constexpr uint32_t kCodeUnits = kTileCodeBytes / 16, kScaleUnits = kTileScaleBytes / 16;
   static constexpr int kSlabTiles = C::kTiles / kSlabs;  // between the slabs of a thread
-  static constexpr uint32_t kZeros = 0xffffffffu;    // in place of a source: past the tile's rows
-  static constexpr uint32_t kNothing = 0xfffffffeu;  // and past those that are multiplied
+  // In place of a source: a row past the tile's last token, which is multiplied and must be zeros,
+  // and a row that no MMA reads.
+  static constexpr uint32_t kZeros = 0xffffffffu;
+  static constexpr uint32_t kNothing = 0xfffffffeu;
 
   uint32_t codes[kSlabs];  // of the next step, in units of 16 bytes
   uint32_t scales;
 
-  // Place of a row's source, in units of 16 bytes, which bounds rows * k.
+  // Where a row's source is stored. A source is in units of 16 bytes of x, which bounds rows * k.
   __device__ __forceinline__ uint32_t& Source(int thread, int i) {
     return reinterpret_cast<uint32_t*>(shared + C::kSourcesAt)[i * C::kThreads + thread];
   }
@@ -126,7 +132,7 @@ struct Producer : PipelineProducer<Producer<C>, C> {
     }
   }
 
-  // Of a row, that this thread copies.
+  // The chunk of a row that this thread copies.
   static __device__ __forceinline__ int Chunk(int thread) {
     return (thread ^ thread / kRowChunks) % kRowChunks;
   }

@@ -13,8 +13,8 @@
 #include <cuda_runtime.h>
 
 #include "cuda/launch.h"
-#include "cuda/layers/workspace.cuh"
 #include "cuda/routing/expert_rows.cuh"
+#include "cuda/workspace.cuh"
 #include "nvfp4.h"
 
 namespace nvfp4 {

@@ -1,10 +1,10 @@
-// The pipeline of the engines on mma.sync, expert_gemm_sm80.cu and expert_gemm_sm120.cu: which
-// copies run while which products do. What is copied and multiplied is theirs.
+// The software pipeline of the engines on mma.sync (expert_gemm_sm80.cu, expert_gemm_sm120.cu): it
+// overlaps copies with MMAs. Each engine says what is copied and multiplied.
 //
 // A block works through its work units (tile_scheduler.cuh) in steps over k. kStages steps are in
-// shared memory. All threads copy and multiply: copies run kStages - 1 steps ahead of the products,
-// also across the ends of work units. A work unit is found once, by the side that copies, which
-// leaves it in shared memory for the side that multiplies.
+// shared memory. All threads copy and multiply. Copies run kStages - 1 steps ahead of the MMAs,
+// also across the ends of work units. The producer finds each work unit once and leaves it in
+// shared memory for the consumer.
 //
 // A Config has kRows, kTiles, kStepTiles, kStages, kThreads, kStageBytes, kWorkUnits and
 // kWorkUnitsAt. Needs: sm_80.
@@ -25,7 +25,7 @@ namespace nvfp4 {
 constexpr int kSlabs = 2;  // of 16 weight rows, of a warp
 constexpr int kPipelineBarrier = 1;
 
-// A work unit that has steps in shared memory, and where the block goes on after it.
+// A work unit that has steps in shared memory, and the block's next work unit.
 struct SharedWorkUnit {
   WorkUnit work;  // begins at -1 where it is the end
   int32_t next;
@@ -37,7 +37,7 @@ __device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
   return reinterpret_cast<SharedWorkUnit*>(shared + C::kWorkUnitsAt);
 }
 
-// Brings one step after another to shared memory, and the work units that they are of. Engine adds
+// Copies one step after another to shared memory, and finds their work units. An engine defines
 //   OwnThread()        this thread; an engine may read it again to save a register
 //   BeginWork(work, thread)   points to the first step of a work unit, and sets k
 //   Place(stage)       where this thread's copies of a stage go

@@ -1,26 +1,26 @@
-// out[r] = act(W[e(r)] @ x[r] * global_scale + bias): grouped product with NVFP4 weights, for
-// every architecture of the list.
+// Computes out[r] = act(W[expert of r] @ x[r] * global_scale + bias) with NVFP4 weights, on every
+// architecture since sm_80.
 //
 //   x            [rows, k]     bf16, f16 or f32, read through an index; or NVFP4 codes with a
-//                              float32 scale for each row (W4A4: the products are the same)
+//                              float32 scale for each row (W4A4)
 //   packed       [e, n, k/2]   layout "mma_64x64", or "mma_64x64_gated" for gate and up
-//   block_scale  [e, n, k/16]  of the same layout
-//   out          [rows, columns] bf16, f16 or f32, float32 sums
+//   block_scale  [e, n, k/16]  in the order of that layout
+//   out          [rows, columns] bf16, f16 or f32; sums are float32
 //
-// The plain form: correct for any type, size and scheme, with the memory traffic of a tiled product
-// and no more. The kernels for single architectures take over what they are made for.
+// This is the plain form: a tiled product for any type, size and scheme. The engines for single
+// architectures are faster where they apply.
 //
-// Work: a block owns 64 rows of one expert (a tile of sort_by_expert.cu) and 128 weight rows, and
-// schedules k. Where the activation is gated the layout alternates 8 gate rows and their 8 up rows,
-// so that both halves of an output meet in one block. Blocks past the last tile leave at once.
+// A block computes one tile: 64 rows of one expert (from sort_by_expert.cu) by 128 weight rows, for
+// all of k. Where the activation is gated, the layout alternates 8 gate rows and their 8 up rows,
+// so that a block has both halves of each output. Blocks past the last tile exit early.
 //
-// Pipeline, per k-step: registers -> shared memory, loads of the next step into registers, product
-// from shared memory. Weights are decoded on the way into shared memory: e2m1 * e4m3 is exact in
-// bf16, f16 and f32. Global scales, row scales and biases are applied to the float32 sums.
-//   bf16, f16   mma.sync m16n8k16, 8 warps of 32x32 outputs, 64 of k a step
-//   f32         FFMA, 256 threads of 4x8 outputs, 32 of k a step, sums in the order of k
+// Each step over k loads the next step into registers, multiplies from shared memory, and then
+// stores the registers to shared memory. Weights are decoded before they are stored: e2m1 * e4m3 is
+// exact in bf16, f16 and f32. Global scales, row scales and biases are applied to the float32 sums.
+//   bf16, f16   mma.sync m16n8k16; 8 warps, each with 32x32 outputs; 64 of k a step
+//   f32         FFMA; 256 threads, each with 4x8 outputs; 32 of k a step; sums in the order of k
 //
-// Needs: sm_80 or later; k % 16 == 0. Test: test_cuda_kernel.py.
+// Needs: sm_80 or later; k % 16 == 0. Test: tests/gpu/test_cuda_kernel.py.
 #include "cuda/epilogues/activations.cuh"
 #include "cuda/gemm/plain_gemm.cuh"
 #include "cuda/gemm/weight_tile.cuh"
@@ -33,20 +33,20 @@ namespace {
 
 constexpr int kTileWeights = 128;
 constexpr int kThreads = 256;
-constexpr int kTileThreads = 128;              // that share a 64 x 64 tile of weights
+constexpr int kTileThreads = 128;              // threads that load a 64 x 64 tile of weights
 constexpr int kSumsStride = kTileWeights + 4;  // floats between rows of the tile of sums
 
-// One weight row of a tile: which row of the expert, and which of its global scales.
+// One weight row of a tile: its row in the expert, and which global scale it has.
 struct WeightRow {
-  int32_t row;  // -1: past the last column
-  int32_t part;
+  int32_t row;   // -1: past the last column
+  int32_t part;  // 0 or 1, where gate and up have a global scale each
 };
 
 __device__ __forceinline__ bool IsGated(const PlainGemm& p) {
   return p.activate && p.activation.gated;
 }
 
-// log2 of the columns of a tile: 64 where each takes two weight rows.
+// log2 of the columns of a tile. A gated output takes two weight rows, so that a tile has 64.
 __device__ __forceinline__ int TileShift(const PlainGemm& p) { return IsGated(p) ? 6 : 7; }
 
 // Row `index` (0 to 127) of the tile's weights, tile blockIdx.y of the columns. In a gated layer
@@ -85,7 +85,7 @@ __device__ TileColumn ColumnOfTile(const PlainGemm& p, int offset) {
           index(2 * pair + 1, half)};
 }
 
-// The bytes of one thread of 256 for 64 of k: two tiles of 64 rows stand side by side.
+// What one of 256 threads loads for 64 of k. Two tiles of 64 weight rows lie side by side.
 struct WeightThread {
   const uint8_t* codes = nullptr;  // null: past the last tile of rows
   const uint8_t* scales = nullptr;
@@ -132,7 +132,7 @@ __device__ void OpenWeights(const PlainGemm& p, int expert, WeightThread* weight
   weight->scales = p.weight.block_scale + tile * kTileScaleBytes + thread / 4 * 8;
 }
 
-// 16 bytes at a time, from shared memory.
+// Loads 16 bytes from shared memory.
 __device__ __forceinline__ void Load4(const float* source, float* values) {
   const float4 loaded = *reinterpret_cast<const float4*>(source);
   values[0] = loaded.x;
@@ -161,8 +161,8 @@ __device__ __forceinline__ RowTile FindTile(const PlainGemm& p) {
   return {tile.expert, tile.row, min(kTileRows, tile.end - tile.row)};
 }
 
-// Scales, biases, activation: sums [64][kSumsStride] in shared memory, in units of `unit` ->
-// output.
+// Applies scales, bias and activation to `sums` [64][kSumsStride] in shared memory, and stores the
+// outputs. A sum of the products is `unit` times what lies there.
 __device__ void StoreTile(const PlainGemm& p, const RowTile& tile, float unit, const float* sums) {
   const float* global_scale = p.weight.global_scale + static_cast<int64_t>(tile.expert) * p.parts;
   const float* bias =
@@ -177,7 +177,7 @@ __device__ void StoreTile(const PlainGemm& p, const RowTile& tile, float unit, c
   for (int index = threadIdx.x; index < tile.rows << shift; index += kThreads) {
     const int row = index >> shift;
     const TileColumn at = ColumnOfTile(p, index & ((1 << shift) - 1));
-    // Of a gated tile only whole groups of 16 weight rows can be padding.
+    // The padding of a gated tile is whole groups of 16 weight rows, so that gate decides for up.
     if (at.column >= p.columns || WeightRowOfTile(p, at.gate).row < 0) continue;
     const int sorted_row = tile.row + row;
     const float row_scale = p.left.row_scale == nullptr ? 1.0f : p.left.row_scale[sorted_row];
@@ -191,8 +191,8 @@ __device__ void StoreTile(const PlainGemm& p, const RowTile& tile, float unit, c
   }
 }
 
-// bf16 and f16: tensor cores. A k-step is 64: a thread brings one block of the left operand and its
-// fragments of a weight tile.
+// The product in bf16 and f16, on tensor cores. In each step over 64 of k, a thread loads one block
+// of x and its fragments of a weight tile.
 template <typename T, typename Left>
 __global__ void __launch_bounds__(kThreads, 2) PlainGemmTensor(const PlainGemm p) {
   constexpr int kStep = 64;
@@ -218,12 +218,13 @@ __global__ void __launch_bounds__(kThreads, 2) PlainGemmTensor(const PlainGemm p
   WeightThread weight;
   OpenWeights(p, tile.expert, &weight);
   const TileConstants constants = MakeTileConstants<T>();
-  // Fragment registers 0 and 2 are row `low`, 1 and 3 the row 8 below; 2 and 3 are 8 of k further.
+  // Fragment registers 0 and 2 hold row lane / 4, and 1 and 3 the row 8 below; 2 and 3 are 8 of k
+  // further.
   T* weight_place = weight_tile + (warp * 16 + lane / 4) * kStride + lane % 4 * 2;
 
-  // A warp owns rows warp_row to + 31 and columns warp_column to + 31. Of the four matrices that
-  // LoadMatrices brings, the left operand's are rows 0 to 7 and 8 to 15, then both at k + 8; the
-  // weights' are k and k + 8, then both 8 rows further.
+  // A warp computes rows warp_row to + 31 and columns warp_column to + 31. LoadMatrices loads four
+  // 8x8 matrices. Those of x are rows 0 to 7 and 8 to 15, then both at k + 8. Those of the weights
+  // are k and k + 8, then both 8 rows further.
   const int warp_row = warp / 4 * 32, warp_column = warp % 4 * 32;
   const T* left_lane = left_tile + (warp_row + lane % 16) * kStride + lane / 16 * 8;
   const T* weight_lane =
@@ -287,8 +288,8 @@ __global__ void __launch_bounds__(kThreads, 2) PlainGemmTensor(const PlainGemm p
   StoreTile(p, tile, kProductUnit<T>, tile_sums);
 }
 
-// f32: FFMA. A k-step is 32, half a tile of weights; both operands lie transposed, [k][row], so
-// that a thread reads its 4 rows and 8 columns as vectors.
+// The product in f32, with FFMA. A step covers 32 of k, half a tile of weights. Both operands are
+// stored transposed, [k][row], so that a thread reads its 4 rows and 8 columns as vectors.
 template <typename Left>
 __global__ void __launch_bounds__(kThreads) PlainGemmFloat(const PlainGemm p) {
   constexpr int kStep = 32;
@@ -315,7 +316,8 @@ __global__ void __launch_bounds__(kThreads) PlainGemmFloat(const PlainGemm p) {
   float* weight_place =
       weight_tile + thread % 32 % 4 * 2 * kWeightStride + thread / 32 * 16 + thread % 32 / 4;
 
-  // Rows first_row to + 3; columns first_column to + 3 and first_column + 64 to + 67.
+  // This thread computes rows first_row to + 3, columns first_column to + 3 and, from 64 columns
+  // further on, 4 more.
   const int first_row = thread / 16 * 4, first_column = thread % 16 * 4;
   float sums[4][8] = {};
 
@@ -402,7 +404,7 @@ cudaError_t LaunchPlainGemm(cudaStream_t stream, const PlainGemm& gemm) {
       }
       break;
   }
-  // Codes times block scales are exact in bf16 whatever the type of the activations was.
+  // Codes times block scales are exact in bf16, whatever type the activations had.
   return Launch(stream, grid, kThreads, PlainGemmTensor<__nv_bfloat16, QuantizedRow>, gemm);
 }
 

@@ -1,5 +1,4 @@
-// Products of the engines, set up: what layers and grouped products have in common before anything
-// is rounded or quantized.
+// Sets up the GEMMs of the engines: what expert layers and grouped GEMMs share.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +7,14 @@
 #include "cuda/gemm/expert_gemm.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/layers/workspace.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/routing/group_rows.cuh"
 #include "cuda/routing/sort_by_expert.cuh"
+#include "cuda/workspace.cuh"
 
 namespace nvfp4 {
 
-// Tables of up to two products of the same rows.
+// Tables of up to two GEMMs that have the same rows.
 struct ProductTables {
   ExpertRows rows;
   WorkStart* starts[2];
@@ -23,7 +22,7 @@ struct ProductTables {
   float* partial_sums;
 };
 
-// For `products` products of `max_rows` rows; `sorted` rows need no list of their slots.
+// Takes tables for `products` GEMMs of `max_rows` rows. `sorted` rows need no list of their slots.
 inline ProductTables TakeProductTables(Sections* sections, int64_t max_rows, int64_t experts,
                                        bool sorted, int products) {
   ProductTables tables = {};
@@ -36,14 +35,13 @@ inline ProductTables TakeProductTables(Sections* sections, int64_t max_rows, int
   return tables;
 }
 
-// Tokens of a layer that go through at once, so that memory stays bounded: what sort_by_expert.cu
-// sorts.
+// How many tokens one chunk has, which bounds memory: as many as sort_by_expert.cu sorts.
 inline int64_t ChunkTokens(const MoEShape& shape) {
   constexpr int64_t kChunkSlots = 65536;
   return std::min(shape.t, kChunkSlots / std::max<int64_t>(shape.top_k, 1));
 }
 
-// The tokens of a layer from `first` on.
+// The chunk of tokens that begins at `first`.
 struct TokenChunk {
   const void* x;
   const int32_t* expert_ids;
@@ -70,10 +68,9 @@ struct LayerProducts {
   ExpertGemm down;
 };
 
-// Product 1 gathers x and leaves `activated` [slots, i] in sorted order; product 2 leaves its
-// outputs in `outputs` [slots, h], at their slots. Both are 16 bits of call.type. Product 2 reads
-// the plan and its weights early: the sort is older than product 1, which waited for it before
-// letting anyone start.
+// GEMM 1 gathers x and writes `activated` [slots, i] in sorted order. GEMM 2 writes `outputs`
+// [slots, h] at their slots. Both have call.type, of 16 bits. GEMM 2 may read the plan and its
+// weights before GEMM 1 ends: GEMM 1 waits for the sort before it lets GEMM 2 start.
 inline LayerProducts MakeLayerProducts(const MoECall& call, const MoEBuffers& buffers,
                                        const TokenChunk& chunk, const ProductTables& tables,
                                        const GemmPlan& plan, void* activated, void* outputs) {
@@ -115,7 +112,7 @@ inline cudaError_t LaunchSort(cudaStream_t stream, const MoECall& call, const To
                             TileSchedules{2, {products.up.schedule, products.down.schedule}});
 }
 
-// y of the chunk from the outputs of product 2.
+// Combines the outputs of GEMM 2 into y, for one chunk.
 inline cudaError_t LaunchCombineChunk(cudaStream_t stream, const MoECall& call,
                                       const TokenChunk& chunk, const void* outputs) {
   const MoEShape& shape = call.shape;
@@ -129,7 +126,7 @@ inline cudaError_t LaunchCombineChunk(cudaStream_t stream, const MoECall& call,
   return LaunchCombineOutputs(stream, call.type, tokens, outputs);
 }
 
-// The rows of a grouped product from `first` on that go through at once.
+// The chunk of rows of a grouped GEMM that begins at `first`.
 struct RowChunk {
   const uint8_t* x;
   uint8_t* y;
@@ -137,7 +134,7 @@ struct RowChunk {
   int64_t rows;
 };
 
-// Calls launch(chunk) for one chunk of rows after the other, until one fails.
+// Calls launch(chunk) for each chunk of rows in order, until one fails.
 template <typename Function>
 cudaError_t ForRowChunks(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers,
                          const Function& launch) {
@@ -152,7 +149,7 @@ cudaError_t ForRowChunks(const GroupedGemmCall& call, const GroupedGemmBuffers& 
   return cudaSuccess;
 }
 
-// A grouped product of the rows of a chunk; LaunchTables comes before it.
+// The grouped GEMM of a chunk of rows. LaunchTables must run first.
 inline ExpertGemm MakeGroupedProduct(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers,
                                      const RowChunk& chunk, const ProductTables& tables,
                                      const GemmPlan& plan) {

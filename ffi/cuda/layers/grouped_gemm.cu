@@ -1,14 +1,15 @@
-// y[r] = W[e(r)] @ x[r] * global_scale + bias for rows that come sorted by expert.
+// Computes y[r] = W[e(r)] @ x[r] * global_scale + bias for rows that come sorted by expert, with
+// the plain products. A linear layer is the case of one expert. This target takes every call that
+// grouped_gemm_w4a16.cu does not.
 //
-// Launches: tiles from group_sizes and zeros for the rows that no expert owns (sort_by_expert.cu),
-// quantization of x where asked (quantize.cu), the product (plain_gemm.cu). A linear layer is the
-// case of one expert. What grouped_gemm_w4a16.cu does not do, it does.
+// Launches: tiles from group_sizes, and zeros for rows that no expert owns (sort_by_expert.cu);
+// quantization of x in W4A4 (quantize.cu); the product (plain_gemm.cu).
 #include "cuda/gemm/plain_gemm.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/layers/workspace.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
 #include "cuda/routing/group_rows.cuh"
+#include "cuda/workspace.cuh"
 
 namespace nvfp4 {
 namespace {

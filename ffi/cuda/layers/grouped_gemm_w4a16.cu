@@ -1,19 +1,20 @@
-// The grouped product of sorted rows on an engine, bf16 and f16: y[r] = W[e(r)] @ x[r] + bias; in
-// W4A4 of rows rounded to NVFP4 (see moe_w4a16.cu).
+// Computes y[r] = W[e(r)] @ x[r] + bias for rows that come sorted by expert, in bf16 or f16 on the
+// engine of an architecture. A linear layer is the case of one expert. In W4A4, rows are rounded to
+// NVFP4 first (see moe_w4a16.cu).
 //
-// Two launches for each chunk of rows. The first makes the tiles, the schedule, and zeros for the
-// rows that no expert owns (sort_by_expert.cu). The second is the product (expert_gemm_sm90.cu,
-// expert_gemm_sm80.cu), which may start while the first ends. A linear layer has one expert.
+// Two launches for each chunk of rows. The first lists tiles, plans the GEMM, and writes zeros to
+// rows that no expert owns (sort_by_expert.cu). The second is the GEMM (expert_gemm_sm90.cu or
+// expert_gemm_sm80.cu), which may start before the first ends.
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
-#include "cuda/quantizers/round_rows.cuh"
+#include "cuda/layers/round_rows.cuh"
 
 namespace nvfp4 {
 namespace {
 
 struct Workspace {
   ProductTables tables;
-  uint8_t* rounded;  // [rows of a chunk, k], room that W4A16 leaves unused
+  uint8_t* rounded;  // [rows of a chunk, k]; unused in W4A16
   float* row_scale;  // [rows of a chunk]
   int64_t bytes;
 };

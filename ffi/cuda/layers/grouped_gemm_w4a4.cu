@@ -1,12 +1,13 @@
-// The grouped product of sorted rows on FP4 tensor cores, bf16 and f16: y[r] = W[e(r)] @ q(x[r]) +
-// bias, where q rounds to NVFP4. A linear layer is the case of one expert.
+// Computes y[r] = W[e(r)] @ q(x[r]) + bias for rows that come sorted by expert, in bf16 or f16 on
+// FP4 tensor cores of compute capability 12.x; q rounds to NVFP4. A linear layer is the case of one
+// expert.
 //
-// Three steps for each chunk of rows. The first makes the tiles, the schedule, and zeros for the
-// rows that no expert owns (sort_by_expert.cu). The quantizer (quantize.cu) and the product
-// (expert_gemm_sm120.cu) follow.
+// Three launches for each chunk of rows. The first lists tiles, plans the GEMM, and writes zeros to
+// rows that no expert owns (sort_by_expert.cu). The second quantizes x (quantize.cu). The third is
+// the GEMM (expert_gemm_sm120.cu).
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
-#include "cuda/quantizers/round_rows.cuh"
+#include "cuda/layers/round_rows.cuh"
 
 namespace nvfp4 {
 namespace {

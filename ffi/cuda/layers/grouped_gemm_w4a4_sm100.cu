@@ -1,11 +1,13 @@
-// The grouped product of sorted rows in W4A4 on FP4 tensor cores of compute capability 10.x:
-// y[r] = W[e(r)] @ q(x[r]) + bias, q the rounding to NVFP4; bf16. A linear layer is the case of one
-// expert.
+// Computes y[r] = W[e(r)] @ q(x[r]) + bias in W4A4 on FP4 tensor cores of compute capability 10.x,
+// in bf16; q rounds to NVFP4. Rows come sorted by expert. A linear layer is the case of one expert.
 //
-// Launches: the experts' rows, and zeros for the rows that none owns (sort_by_expert.cu), the
-// packing of what the collective is told (fp4_groups.cu), the quantization of x (fp4_rows.cu), the
-// product (fp4_gemm_sm100.cu), and scales and bias on its sums (fp4_rows.cu). Where one number
-// scales all of an expert's sums, and y suits the collective, it writes y itself.
+// Launches:
+//   rows        of each expert; zeros for rows that no expert owns          sort_by_expert.cu
+//   pack        the arguments of the collective                             fp4_groups.cu
+//   quantize    x                                                           fp4_rows.cu
+//   GEMM        y itself, where one number scales all sums of an expert and y is aligned; otherwise
+//               unscaled sums                                               fp4_gemm_sm100.cu
+//   scale       scales and bias on those sums                               fp4_rows.cu
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/fp4_rows.cuh"
 #include "cuda/routing/group_rows.cuh"
@@ -13,7 +15,7 @@
 namespace nvfp4 {
 namespace {
 
-constexpr TileRule kRule = {64, 1};     // of the list of tiles, which nothing here reads
+constexpr TileRule kRule = {64, 1};     // the sort needs a rule; nothing here reads its tiles
 constexpr int64_t kOutputMultiple = 8;  // 16 bytes
 
 struct Workspace {
@@ -22,7 +24,7 @@ struct Workspace {
   uint8_t* codes;
   uint8_t* block_scale;
   float* row_scale;     // [m]
-  __nv_bfloat16* sums;  // [m, n up to 8], room that a product which writes y leaves unused
+  __nv_bfloat16* sums;  // [m, n up to 8]; unused where the GEMM writes y
   void* collective;
   int64_t bytes;
 };

@@ -1,26 +1,26 @@
-// One expert layer: y[t] = sum_j w[t, j] * (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]), e = ids[t,
-// j].
+// Computes one expert layer with the plain products, for any type:
+//   y[t] = sum_j w[t, j] * (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]), e = ids[t, j]
 //
-// Launches, for each chunk of tokens:
-//   sort        slots by expert, tiles                            sort_by_expert.cu
-//   quantize    x, gathered, where activations are quantized      quantize.cu
-//   product 1   gather, W1, bias, activation -> a [rows, i]       plain_gemm.cu
-//   quantize    a, likewise
-//   product 2   W2, bias -> d [slots, h] float32                  plain_gemm.cu
-//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order
+// Launches for each chunk of tokens:
+//   sort        sorts slots by expert, and lists tiles           sort_by_expert.cu
+//   quantize    gathers and quantizes x, in W4A4                 quantize.cu
+//   GEMM 1      gathers x; W1, bias, activation -> a [rows, i]   plain_gemm.cu
+//   quantize    quantizes a, in W4A4                             quantize.cu
+//   GEMM 2      W2, bias -> d [slots, h] float32                 plain_gemm.cu
+//   combine     y[t] = sum of w[t, j] * d[t, j], in order of j   combine.cu
 //
-// Chunks bound the workspace (d is 4 h bytes a slot) and let slots be counted in 16 bits; a chunk
-// of 32768 slots is long past the point where reading the weights again costs anything.
-// Every target of the extension's expert layers runs this sequence.
+// Chunks bound the workspace (d has 4 h bytes a slot) and keep slot counts within 16 bits. A chunk
+// of 32768 slots is large enough that reading the weights again for the next chunk costs nothing.
+// The engines' layers run the same sequence with faster kernels.
 #include <algorithm>
 
 #include "cuda/epilogues/combine.cuh"
 #include "cuda/gemm/plain_gemm.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/layers/workspace.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/quantizers/quantize.cuh"
 #include "cuda/routing/sort_by_expert.cuh"
+#include "cuda/workspace.cuh"
 
 namespace nvfp4 {
 namespace {

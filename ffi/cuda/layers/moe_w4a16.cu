@@ -1,29 +1,28 @@
-// One expert layer in bf16 or f16 on an engine: y[t] = sum_j w[t, j] *
-// (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]), e = ids[t, j]. In W4A4 the rows of both products are
-// rounded to NVFP4 first: code * block scale is exact in 16 bits, so that the products are those of
-// FP4 tensor cores, term by term.
+// Computes one expert layer in bf16 or f16 on the engine of an architecture:
+//   y[t] = sum_j w[t, j] * (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]), e = ids[t, j]
+// In W4A4, the rows of both GEMMs are rounded to NVFP4 first. Code * block scale is exact in 16
+// bits, so that each product equals that of FP4 tensor cores.
 //
-// Launches, for each chunk of tokens:
-//   sort        slots by expert, tiles, the schedules of both products   sort_by_expert.cu
-//   scale       x[t] * w[t, j], sorted, where weights go on inputs
-//   round       x[t], or that, in W4A4; sorted, unless rows have scales of their own: then each
-//               token once                                           quantize.cu
-//   product 1   gather, W1, bias, activation -> a [rows, i]          expert_gemm_sm*.cu
-//   round       a, in place, in W4A4, where product 1 does not: where rows have scales of their
-//               own, and where gate and up alternate
-//   product 2   W2, bias -> d [slots, h], in the type of x           the same
-//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order      combine.cu
+// Launches for each chunk of tokens:
+//   sort        sorts slots by expert, lists tiles, plans both GEMMs       sort_by_expert.cu
+//   scale       x[t] * w[t, j], sorted, where weights multiply inputs      below
+//   round       in W4A4: rounds the rows of GEMM 1. With token scales, each token once and in its
+//               own place; otherwise in sorted order                       quantize.cu
+//   GEMM 1      gathers x; W1, bias, activation -> a [rows, i]             expert_gemm_sm*.cu
+//   round       in W4A4: rounds a in place, if the epilogue of GEMM 1 cannot: with token scales,
+//               and where gate and up alternate                            quantize.cu
+//   GEMM 2      W2, bias -> d [slots, h], in the type of x                 expert_gemm_sm*.cu
+//   combine     y[t] = sum of w[t, j] * d[t, j], in order of j             combine.cu
 //
-// For a handful of slots there is no sort: the products of expert_gemm_few.cu plan for themselves,
-// and round their own rows.
+// A handful of slots needs no sort: expert_gemm_few.cu plans and rounds inside its GEMMs.
 //
-// From sm_90 on each of the last three may start while the one before it ends.
+// From sm_90 on, GEMM 1, GEMM 2 and combine may each start before the launch before them ends.
 #include "cuda/epilogues/finish.cuh"
 #include "cuda/gemm/expert_gemm_few.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
+#include "cuda/layers/round_rows.cuh"
 #include "cuda/quantizers/elements.cuh"
-#include "cuda/quantizers/round_rows.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -34,8 +33,8 @@ constexpr int kVector = 8;  // 16-bit elements of 16 bytes
 struct Workspace {
   ProductTables tables;
   uint8_t* activated;  // [slots, i], sorted
-  uint8_t* down;       // [slots, h]; before that the scaled or rounded inputs
-  float* row_scale;    // [slots] of rounded rows that have scales of their own
+  uint8_t* down;       // [slots, h]; until GEMM 2 runs, the scaled or rounded inputs
+  float* row_scale;    // [slots]; scales of rounded rows, with token scales
   int64_t bytes;
 };
 
@@ -93,10 +92,10 @@ __global__ void __launch_bounds__(kThreads)
   if (row < rows.starts[num_experts]) row_scale[row] = scales[rows.slots[row] / top_k];
 }
 
-// Rounds each token once, under a scale of its own.
+// Rounds each token once, with the scale of that token.
 cudaError_t LaunchRoundTokens(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
                               const Workspace& workspace, ExpertGemm* up) {
-  auto* scales = reinterpret_cast<float*>(workspace.activated);  // product 1 comes later
+  auto* scales = reinterpret_cast<float*>(workspace.activated);  // free until GEMM 1
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundGathered(stream, chunk.tokens, scales, workspace.down, up));
   up->left.row_scale = workspace.row_scale;
   const dim3 grid(static_cast<unsigned>(CeilDiv(chunk.slots, kThreads)));
@@ -104,7 +103,7 @@ cudaError_t LaunchRoundTokens(cudaStream_t stream, const MoECall& call, const To
                 static_cast<int32_t>(call.shape.e), up->left.slots_per_row, workspace.row_scale);
 }
 
-// Whether both products go without a sort before them.
+// Whether both GEMMs can run in expert_gemm_few.cu, without a sort.
 bool FewFit(const MoECall& call, int64_t slots) {
   const MoEShape& shape = call.shape;
   const int64_t weights = slots * shape.h * (shape.n1 + shape.i);
@@ -129,7 +128,7 @@ cudaError_t LaunchFewProducts(cudaStream_t stream, const MoECall& call, const To
   return LaunchExpertGemmFew(stream, down, last, /*overlaps=*/true);
 }
 
-// What is done to x between the sort and product 1.
+// Launches what changes x between the sort and GEMM 1.
 cudaError_t LaunchInputs(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
                          const Workspace& workspace, ExpertGemm* up) {
   const float* weights = call.weight_on_input ? chunk.expert_weights : nullptr;
@@ -152,7 +151,7 @@ cudaError_t LaunchSortedProducts(cudaStream_t stream, const MoECall& call, const
   auto& [up, down] = products;
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchSort(stream, call, chunk, products));
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchInputs(stream, call, chunk, workspace, &up));
-  // Product 1 rounds its own outputs where their scale is known before they are.
+  // The epilogue of GEMM 1 rounds its outputs if their scale is known beforehand.
   const bool fused =
       call.activation_scale == ActivationScale::kStatic && CanRoundOutputs(call.activation);
   if (fused) up.output.input_scale = down.left.input_scale = down.weight.input_scale;

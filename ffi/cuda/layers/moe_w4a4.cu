@@ -1,21 +1,23 @@
-// One expert layer in bf16 or f16 on FP4 tensor cores: y[t] = sum_j w[t, j] *
-// (W2[e] @ q(act(W1[e] @ q(x[t]) + b1[e])) + b2[e]), e = ids[t, j], where q rounds to NVFP4.
+// Computes one expert layer in bf16 or f16 on FP4 tensor cores of compute capability 12.x:
+//   y[t] = sum_j w[t, j] * (W2[e] @ q(act(W1[e] @ q(x[t]) + b1[e])) + b2[e]), e = ids[t, j]
+// where q rounds to NVFP4.
 //
-// Launches, for each chunk of tokens:
-//   sort        slots by expert, tiles, the schedules of both products      sort_by_expert.cu
+// Launches for each chunk of tokens:
+//   sort        sorts slots by expert, lists tiles, plans both GEMMs    sort_by_expert.cu
 //   quantize    x[t], or x[t] * w[t, j], gathered in sorted order       quantize.cu
-//   product 1   W1, bias, activation, quantized -> a [rows, i]          expert_gemm_sm120.cu
-//   product 2   W2, bias -> d [slots, h], in the type of x              the same
-//   combine     y[t] = sum of w[t, j] * d[t, j] over j in order         combine.cu
+//   GEMM 1      W1, bias, activation, quantization -> a [rows, i]       expert_gemm_sm120.cu
+//   GEMM 2      W2, bias -> d [slots, h], in the type of x              expert_gemm_sm120.cu
+//   combine     y[t] = sum of w[t, j] * d[t, j], in order of j          combine.cu
 //
-// A scale for each token needs whole rows, and where gate and up alternate, a block of outputs is
-// not one warp's: there product 1 stores 16 bits, and a launch of its own quantizes them.
+// The epilogue of GEMM 1 cannot quantize in two cases: a token scale needs the whole row, and where
+// gate and up alternate, several warps hold the outputs of one block. GEMM 1 then stores 16 bits,
+// and a launch of quantize.cu follows.
 //
-// Products and combine may each start while the one before ends.
+// GEMM 1, GEMM 2 and combine may each start before the launch before them ends.
 #include "cuda/epilogues/finish.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
-#include "cuda/quantizers/round_rows.cuh"
+#include "cuda/layers/round_rows.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -24,7 +26,7 @@ struct Workspace {
   ProductTables tables;
   QuantizedRows inputs;     // [slots, h]
   QuantizedRows activated;  // [slots, i]
-  uint8_t* down;            // [slots, h]; before that a [slots, i], where 16 bits of it are stored
+  uint8_t* down;            // [slots, h]; until GEMM 2 runs, a [slots, i] where it has 16 bits
   int64_t bytes;
 };
 

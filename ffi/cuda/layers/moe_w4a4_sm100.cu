@@ -1,18 +1,19 @@
-// One expert layer in W4A4 on FP4 tensor cores of compute capability 10.x: y[t] = sum_j w[t, j] *
-// (W2[e] @ q(act(W1[e] @ q(x[t]) + b1[e])) + b2[e]), e = ids[t, j], q the rounding to NVFP4; bf16.
+// Computes one expert layer in W4A4 on FP4 tensor cores of compute capability 10.x, in bf16:
+//   y[t] = sum_j w[t, j] * (W2[e] @ q(act(W1[e] @ q(x[t]) + b1[e])) + b2[e]), e = ids[t, j]
+// where q rounds to NVFP4.
 //
-// Launches, for each chunk of tokens:
-//   sort        slots by expert                                            sort_by_expert.cu
-//   pack        what the collectives are told about both products          fp4_groups.cu
+// Launches for each chunk of tokens:
+//   sort        sorts slots by expert                                      sort_by_expert.cu
+//   pack        the arguments of the collectives of both GEMMs             fp4_groups.cu
 //   quantize    x[t], or x[t] * w[t, j], sorted                            fp4_rows.cu
-//   product 1   W1 -> sums [rows, n1] in bf16                              fp4_gemm_sm100.cu
+//   GEMM 1      W1 -> sums [rows, n1] in bf16                              fp4_gemm_sm100.cu
 //   activate    scales, bias, activation, quantization                     fp4_rows.cu
-//   product 2   W2 -> sums [rows, h] in bf16                               fp4_gemm_sm100.cu
+//   GEMM 2      W2 -> sums [rows, h] in bf16                               fp4_gemm_sm100.cu
 //   combine     y[t] = sum of w[t, j] * (scales * sums + b2) over j        fp4_rows.cu
 //
-// The collectives run with alpha = 1: gate and up may have scales of their own, rows too, and so
-// each is applied once, in float32, by the kernel that reads the sums. Sums of products of codes
-// and block scales are below 2^23 * k and so never overflow bf16.
+// The collectives run with alpha = 1. Gate and up may have scales of their own, and rows too, so
+// that the kernel that reads the sums applies each scale once, in float32. Unscaled sums stay below
+// 2^23 * k and never overflow bf16.
 #include <algorithm>
 
 #include "cuda/launch_kernel.cuh"
@@ -22,7 +23,7 @@
 namespace nvfp4 {
 namespace {
 
-constexpr TileRule kRule = {64, 1};  // of the list of tiles, which nothing here reads
+constexpr TileRule kRule = {64, 1};  // the sort needs a rule; nothing here reads its tiles
 
 int64_t ChunkTokens(const MoEShape& shape) {
   return std::min(shape.t, kMaxChunkSlots / std::max<int64_t>(shape.top_k, 1));
@@ -30,11 +31,11 @@ int64_t ChunkTokens(const MoEShape& shape) {
 
 struct Workspace {
   ExpertRows rows;
-  int32_t* places;       // [slots]: sorted row of a slot
-  Fp4Groups groups[2];   // of each product
-  float* row_scale[2];   // [slots]: of the rows of each product
-  uint8_t* codes;        // of the rows of product 1, then of product 2
-  uint8_t* block_scale;  // likewise
+  int32_t* places;       // [slots]: the sorted row of a slot
+  Fp4Groups groups[2];   // of each GEMM
+  float* row_scale[2];   // [slots]: scales of the rows of each GEMM
+  uint8_t* codes;        // rows of GEMM 1, then of GEMM 2
+  uint8_t* block_scale;  // rows of GEMM 1, then of GEMM 2
   __nv_bfloat16* sums;   // [slots, n1], then [slots, h]
   void* collective;
   int64_t bytes;
@@ -60,14 +61,14 @@ Workspace TakeWorkspace(void* buffer, const MoEShape& shape) {
   return workspace;
 }
 
-// What is known of one product of a chunk.
+// One GEMM of a chunk.
 struct Product {
   Fp4Product packed;
   Fp4Quantizer quantizer;  // of its rows
   Fp4Sums sums;
 };
 
-// Product `index` of a chunk: rows of `k` values by `columns` weight rows.
+// GEMM `index` of a chunk: rows of `k` values by `columns` weight rows.
 Product MakeProduct(const MoECall& call, const Workspace& workspace, int index, int64_t slots,
                     const ExpertWeights& weight, int64_t k, int64_t columns, int64_t parts) {
   const bool by_expert = call.activation_scale == ActivationScale::kStatic;

@@ -1,17 +1,19 @@
-// Quantizes to NVFP4, bit for bit as formats.quantize does.
+// Quantizes to NVFP4, with the same bits as `numerics.nvfp4.quantize`.
 //
-//   Quantize      x [m, k], one global scale -> packed [m, k/2], block_scale linear or 128x4
+//   Quantize      x [m, k] with one global scale -> packed [m, k/2] and block_scale, in linear or
+//                 128x4 order
 //   QuantizeRows  rows of experts -> codes, block scales, and a global scale for each row; or
-//                 their products code * block scale in the type of the rows, for the engines
+//                 code * block scale in the type of the rows, for the engines on 16 bits
 //
-// Bound by: reading x. A thread has two blocks of 16 in flight: 32 or 64 bytes in, 9 out (or as
-// many) each, in 15 instructions a value. Quotients are those of IEEE division (nvfp4.h),
-// which is what makes ties fall as they do in the reference. Where the global scale is to come from
-// x, FindAmax reads x before, and leaves the last step, over its 256 blocks, to each block of
-// Quantize.
+// Bottleneck: reading x. A thread has two blocks of 16 values in flight (32 or 64 bytes in, 9 bytes
+// or as many out), and spends 15 instructions per value. Quotients are those of IEEE division
+// (nvfp4.h), so that ties fall as in the reference.
 //
-// QuantizeRows differs in one thing: see FindActivationScale.
-// Test: test_cuda_quantizer.py.
+// If the caller gives no global scale, FindAmax reads x first and leaves 256 partial maxima. Each
+// block of Quantize reduces them again, which saves a launch.
+//
+// QuantizeRows differs from the reference in one point, which FindActivationScale explains.
+// Test: tests/gpu/test_cuda_quantizer.py.
 #include <cstring>
 
 #include "cuda/launch_kernel.cuh"
@@ -24,13 +26,13 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMaxRowThreads = 1024;  // that share a row of QuantizeRows
-constexpr int kChunk = 512;  // blocks that a thread block quantizes: a tile of the 128x4 order
+constexpr int kMaxRowThreads = 1024;  // most threads that share a row in QuantizeRows
+constexpr int kChunk = 512;           // blocks per thread block: one tile of the 128x4 order
 constexpr int kTileRows = 128, kTileBlocks = 4;
 static_assert(kAmaxPartials == kThreads);
 
-// Largest of what the `threads` threads of a block bring, as bits: unsigned order is that of
-// magnitudes, with NaN above infinity.
+// Block-wide maximum of the bits of magnitudes. Bits as unsigned numbers are ordered as the
+// magnitudes are, with NaN above infinity, so that a NaN is not lost.
 __device__ __forceinline__ uint32_t LargestOfBlock(uint32_t bits, int threads) {
   __shared__ uint32_t warp_largest[kMaxRowThreads / 32];
   bits = __reduce_max_sync(0xffffffffu, bits);
@@ -40,7 +42,7 @@ __device__ __forceinline__ uint32_t LargestOfBlock(uint32_t bits, int threads) {
   return bits;
 }
 
-// 16 values, 32 or 64 bytes.
+// Loads 16 values, which are 32 or 64 bytes.
 template <typename T>
 __device__ __forceinline__ void LoadBlock(const T* source, T (&values)[kBlock]) {
   uint4 words[sizeof(T)];
@@ -53,11 +55,12 @@ __device__ __forceinline__ void LoadBlock(const T* source, T (&values)[kBlock]) 
 
 struct QuantizeShape {
   int64_t m;
-  int64_t blocks;      // of a row
+  int64_t blocks;      // per row
   uint32_t row_tiles;  // tiles of the 128x4 order in 128 rows
 };
 
-// partials[b] = bits of the largest magnitude of every kAmaxPartials-th kThreads vectors of x.
+// partials[b] = bits of the largest magnitude that block b reads. Block b reads kThreads vectors of
+// x, then those kAmaxPartials * kThreads further, and so on.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) FindAmax(const QuantizeBuffers p, int64_t vectors) {
   constexpr int kAhead = 8;  // loads in flight
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) FindAmax(const QuantizeBuffers p, in
   if (threadIdx.x == 0) p.partials[blockIdx.x] = bits;
 }
 
-// One tile of the 128x4 order, or as many blocks in a row.
+// A thread block quantizes one tile of the 128x4 order, or kChunk consecutive blocks.
 template <typename T, bool kSwizzled>
 __global__ void __launch_bounds__(kThreads)
     Quantize(const QuantizeBuffers p, const QuantizeShape shape) {
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
     if constexpr (kSwizzled) {
-      // Scales in the order of their bytes, so that a warp writes whole sectors.
+      // Threads follow the order in which scales are stored, so that a warp writes whole sectors.
       const uint32_t place = threadIdx.x + i * kThreads;
       const int64_t row = int64_t{blockIdx.x / shape.row_tiles} * kTileRows + place / 16 +
                           place % 16 / kTileBlocks * 32;
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
   const BlockDivisor divisor = MakeBlockDivisor(g);
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) {
-    uint8_t byte = 0;  // of a scale that pads
+    uint8_t byte = 0;  // padding scales are zero
     if (inside[i]) {
       const SplitBlock<T> split(values[i]);
       const BlockScale scale = FindBlockScale(split.largest, divisor);
@@ -127,11 +130,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The rows that QuantizeRows reads may be those that it writes (RowQuantizer::rounded).
+// QuantizeRows may write to the rows that it reads (RowQuantizer::rounded), so that loads must not
+// use the read-only cache.
 template <typename T>
 using SourceRow = PlainRow<T, Access::kReadWrite>;
 
-// Row of the source, and its weight, of a sorted row.
+// Finds the source row of a sorted row, and the weight that multiplies it.
 template <typename T>
 __device__ SourceRow<T> OpenSource(const RowQuantizer& p, int64_t sorted_row) {
   SourceRow<T> source;
@@ -146,7 +150,7 @@ __device__ SourceRow<T> OpenSource(const RowQuantizer& p, int64_t sorted_row) {
   return source;
 }
 
-// amax(row) / 2688, by the `threads` threads of a block.
+// amax(row) / 2688, computed by the `threads` threads of a block.
 template <typename T>
 __device__ __forceinline__ float ScaleOfRow(SourceRow<T> source, int threads) {
   LargestMagnitude<T> largest;
@@ -162,8 +166,7 @@ __device__ __forceinline__ float ScaleOfRow(SourceRow<T> source, int threads) {
   return GlobalScale(BitsFloat(LargestOfBlock(FloatBits(largest.Value()), threads)));
 }
 
-// One row. Where its scale is its own, it is read twice: the second time from the first level
-// cache.
+// A block quantizes one row. A row with a scale of its own is read twice; the second read hits L1.
 template <typename T>
 __global__ void __launch_bounds__(kMaxRowThreads) QuantizeRows(const RowQuantizer p, int threads) {
   const int64_t sorted_row = blockIdx.x;
@@ -191,7 +194,8 @@ __global__ void __launch_bounds__(kMaxRowThreads) QuantizeRows(const RowQuantize
       StoreBlock(static_cast<T*>(p.rounded) + index * kBlock, values);
     }
   }
-  const int pad = source.num_blocks + static_cast<int>(threadIdx.x);  // less than a warp of them
+  const int pad =
+      source.num_blocks + static_cast<int>(threadIdx.x);  // fewer than 32 padding blocks
   if (pad < stride) {
     reinterpret_cast<uint2*>(p.codes)[sorted_row * stride + pad] = make_uint2(0, 0);
     p.block_scale[sorted_row * stride + pad] = 0;
@@ -218,7 +222,7 @@ cudaError_t LaunchQuantizeOf(cudaStream_t stream, const QuantizeCall& call,
   const QuantizeShape shape = {call.m, blocks, static_cast<uint32_t>(row_tiles)};
   const int64_t chunks = call.swizzle_128x4 ? CeilDiv(call.m, kTileRows) * row_tiles
                                             : CeilDiv(call.m * blocks, kChunk);
-  // One at least: it writes the scale that was used.
+  // At least one block runs, since it writes the scale that was used.
   const dim3 grid(static_cast<unsigned>(chunks > 0 ? chunks : 1));
   return chunks > 0 && call.swizzle_128x4
              ? Launch(stream, grid, kThreads, Quantize<T, true>, p, shape)

@@ -1,16 +1,16 @@
-// Rows of a product on an engine, rounded to NVFP4, with the global scale left to the epilogue:
-// code * block scale in the type of the rows, or codes and scales for the engine on FP4.
+// Rounds the rows of a GEMM to NVFP4: to code * block scale in the type of the rows, or to codes
+// and scales for the engine on FP4 tensor cores. The epilogue of the GEMM applies the global scale.
 #pragma once
 
 #include "cuda/gemm/expert_gemm.cuh"
-#include "cuda/layers/workspace.cuh"
 #include "cuda/quantizers/quantize.cuh"
+#include "cuda/workspace.cuh"
 
 namespace nvfp4 {
 
-// For the rows of `gemm`, at most `max_rows`, which come out in sorted order. A row is multiplied
-// by slot_weights[its slot] first where they are set. `row_scale` [max_rows] is scratch for rows
-// that have scales of their own.
+// Describes the quantization of the rows of `gemm`, at most `max_rows`, into sorted order. If
+// `slot_weights` is set, each row is first multiplied by the weight of its slot. `row_scale`
+// [max_rows] is scratch for token scales.
 inline RowQuantizer MakeRowQuantizer(ActivationScale scale, int64_t max_rows, int64_t experts,
                                      const float* slot_weights, float* row_scale,
                                      const ExpertGemm* gemm) {
@@ -30,7 +30,7 @@ inline RowQuantizer MakeRowQuantizer(ActivationScale scale, int64_t max_rows, in
   return quantizer;
 }
 
-// Rounds the rows of `gemm` to `rounded`, and points it there.
+// Rounds the rows of `gemm` to `rounded`, and makes `gemm` read them there.
 inline cudaError_t LaunchRoundRows(cudaStream_t stream, ActivationScale scale, int64_t max_rows,
                                    int64_t experts, const float* slot_weights, float* row_scale,
                                    void* rounded, ExpertGemm* gemm) {
@@ -41,8 +41,8 @@ inline cudaError_t LaunchRoundRows(cudaStream_t stream, ActivationScale scale, i
   return LaunchQuantizeRows(stream, quantizer);
 }
 
-// Rounds the `num_rows` rows that `gemm` gathers, each once and under a scale of its own, to
-// `rounded`, and points it there; the scales are left to the caller.
+// Rounds the `num_rows` rows that `gemm` gathers to `rounded`, each once and with a token scale,
+// and makes `gemm` read them there. The caller sorts the scales.
 inline cudaError_t LaunchRoundGathered(cudaStream_t stream, int64_t num_rows, float* scales,
                                        void* rounded, ExpertGemm* gemm) {
   RowQuantizer quantizer = {};
@@ -56,7 +56,8 @@ inline cudaError_t LaunchRoundGathered(cudaStream_t stream, int64_t num_rows, fl
   return LaunchQuantizeRows(stream, quantizer);
 }
 
-// Quantizes the rows of `gemm` to `quantized`, which has PadK(k) columns, and points it there.
+// Quantizes the rows of `gemm` to `quantized`, which has PadK(k) columns, and makes `gemm` read
+// them there.
 inline cudaError_t LaunchEncodeRows(cudaStream_t stream, ActivationScale scale, int64_t max_rows,
                                     int64_t experts, const float* slot_weights,
                                     const QuantizedRows& quantized, ExpertGemm* gemm) {

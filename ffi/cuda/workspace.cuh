@@ -1,4 +1,4 @@
-// Cuts one buffer into arrays. The same calls with a null buffer gives the number of bytes.
+// Divides one workspace buffer into arrays. With a null buffer, the same calls count its bytes.
 #pragma once
 
 #include <cstdint>
