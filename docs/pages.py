@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -21,6 +22,25 @@ import jax_nvfp4_moe
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = jax_nvfp4_moe.__name__
+# In the order in which a new user needs them.
+GUIDES = tuple(
+    f"docs/guides/{name}.md"
+    for name in (
+        "load",
+        "schemes",
+        "flax_models",
+        "quantize",
+        "fine_tune",
+        "save",
+        "several_gpus",
+        "several_hosts",
+        "hardware",
+        "performance",
+        "accuracy",
+        "how_it_works",
+        "build",
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,11 +239,17 @@ def _row(parameter) -> str:
     return f"| {spelled} | {default} | {words} |"
 
 
-def linked(text: str) -> Iterator[str]:
-    """Yield the repository's files that Markdown links to, as paths from its root."""
+def linked(text: str, folder: str = "") -> Iterator[str]:
+    """Yield the repository's files that Markdown links to, as paths from its root.
+
+    Args:
+      text: the Markdown.
+      folder: where it stands in the repository, from which its links count.
+    """
     for target in re.findall(r"\]\(([^)#:\s]+)\)", text):
-        if (ROOT / target).is_file():
-            yield target
+        path = os.path.normpath(os.path.join(folder, target))
+        if (ROOT / path).is_file():
+            yield path
 
 
 def notebook_page(path: pathlib.Path, folder: pathlib.Path) -> str:
@@ -249,19 +275,27 @@ def _contents(title, pages) -> str:
     return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```", ""])
 
 
+def _read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 def write(folder: pathlib.Path) -> None:
     """Write all sources into `folder`, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
-    home = (ROOT / "README.md").read_text(encoding="utf-8")
+    home = _read("README.md")
     notebooks = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("notebooks/*.ipynb"))
-    own = list(dict.fromkeys([*linked(home), "CONTRIBUTING.md", "CHANGELOG.md"]))
-    own = [path for path in own if path not in notebooks]
+    guides = {path: _read(path) for path in GUIDES}
     chapters = {f"reference/{key}": render(*page) for key, page in reference().items()}
     chapters["reference/command_line"] = command_line()
-    pages = {f"{name}.md": text for name, text in chapters.items()}
+    found = [*linked(home), "CONTRIBUTING.md", "CHANGELOG.md"]
+    for path, text in guides.items():
+        found += linked(text, os.path.dirname(path))
+    own = [path for path in dict.fromkeys(found) if path not in (*notebooks, *guides)]
+    pages = {f"{name}.md": text for name, text in chapters.items()} | guides
     pages["index.md"] = home + "".join(
         _contents(title, listed)
         for title, listed in (
+            ("Guides", guides),
             ("Notebooks", [path.replace(".ipynb", ".md") for path in notebooks]),
             ("Reference", chapters),
             ("Project", [path for path in own if path.endswith(".md")]),

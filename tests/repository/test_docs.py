@@ -2,6 +2,7 @@
 
 import collections
 
+import draw_pictures
 import pages
 import pytest
 
@@ -66,3 +67,9 @@ def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
     assert len(pictures) == 5
     assert all(f"![]({name})" in text for name in pictures)
     assert (tmp_path / pictures[0]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("draw", [draw_pictures.data_flow, draw_pictures.packed_layout])
+def test_pictures_are_those_that_the_script_draws(draw):
+    stored = draw_pictures.HERE / f"{draw.__name__}.svg"
+    assert stored.read_text(encoding="utf-8") == draw()

@@ -1,48 +1,66 @@
-"""The README's Python examples run as they stand, one after the other."""
+"""README and guides: their Python runs as it stands, their links lead somewhere, lines fit."""
 
+import os
 import re
 import subprocess
 import sys
 
+import pages
+import pytest
 from given import ROOT
 
-PATH = ROOT / "README.md"
-README = PATH.read_text(encoding="utf-8")
+README = "README.md"
+PAGES = (README, *pages.GUIDES)
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(page, language):
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return re.findall(pattern, TEXTS[page], re.MULTILINE | re.DOTALL)
 
 
-def test_files_that_it_links_to_are_there():
-    links = re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", README)
-    files = [link or source for link, source in links if "://" not in (link or source)]
-    assert "notebooks/01_format.ipynb" in files
-    assert "benchmarks/results/moe.NVIDIA-H200.dark.svg" in files
-    assert [file for file in files if not (PATH.parent / file).is_file()] == []
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_links_to_are_there(page):
+    pattern = r"\]\(([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\""
+    links = [link or source for link, source in re.findall(pattern, TEXTS[page])]
+    folder = ROOT / os.path.dirname(page)
+    files = [link for link in links if "://" not in link]
+    assert [file for file in files if not (folder / file).exists()] == []
 
 
-def test_all_notebooks_are_listed():
-    listed = set(re.findall(r"\(notebooks/(\w+)\.ipynb\)", README))
-    assert listed == {path.stem for path in (PATH.parent / "notebooks").glob("*.ipynb")}
+def test_readme_leads_to_all_guides_and_notebooks():
+    linked = set(pages.linked(TEXTS[README]))
+    guides = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/guides/*.md")}
+    notebooks = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("notebooks/*.ipynb")}
+    assert guides == set(pages.GUIDES)
+    assert notebooks and (guides | notebooks) - linked == set()
 
 
 def test_the_first_two_commands_install_generate_and_test():
-    first, second = blocks("bash")[:2]
+    first, second = blocks(README, "bash")[:2]
     assert "pip install ." in first
     assert "jax-nvfp4-moe generate" in first
     assert "pytest" in second
 
 
-def test_the_python_examples_run(tmp_path):
-    examples = blocks("python")
-    assert max(len(example.strip().splitlines()) for example in examples) <= 25
+def test_readme_is_a_landing_page():
+    assert len(TEXTS[README].splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_needs_no_scroll_bar(page):
+    code = re.findall(r"^```\w*\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL)
+    long = [line for block in code for line in block.splitlines() if len(line) > 80]
+    assert long == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_the_python_examples_run(page, tmp_path):
+    """One after the other, in one program."""
+    code = "".join(blocks(page, "python"))
     done = subprocess.run(
-        [sys.executable, "-c", "".join(examples)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "scheme   w4a16" in done.stdout
+    if page == README:
+        assert "scheme   w4a16" in done.stdout
