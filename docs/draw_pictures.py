@@ -124,13 +124,9 @@ def packed_layout():
             parts += [box(x, y, 90, 30, fill, color)]
             parts.append(text(x + 45, y + 20, f"register {register}", 12, color))
     parts += [
-        text(
-            x0, top + 290, "registers 0 and 2: row 0; registers 1 and 3: row 8.", 12, INK, "start"
-        ),
-        text(
-            x0, top + 312, "Two steps share two 32-bit words, so that a register", 12, INK, "start"
-        ),
-        text(x0, top + 330, "is unpacked by one rotation and one AND.", 12, INK, "start"),
+        text(x0, top + 290, "Registers 0 and 2 hold row 0; 1 and 3 hold row 8.", 12, INK, "start"),
+        text(x0, top + 312, "Two steps share two 32-bit words. One rotation", 12, INK, "start"),
+        text(x0, top + 330, "and one AND unpack a register.", 12, INK, "start"),
     ]
     return picture(930, 470, "Canonical bytes and the bytes that one thread reads", parts)
 
