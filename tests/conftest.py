@@ -95,6 +95,7 @@ def pytest_configure(config):
     shared = (str(pathlib.Path(__file__).parent / name) for name in ("support", "programs"))
     given = (os.environ["PYTHONPATH"],) if os.environ.get("PYTHONPATH") else ()
     os.environ["PYTHONPATH"] = os.pathsep.join((*shared, *given))  # of programs that tests start
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a name of the Hub must not start a download
     settings.load_profile("more" if config.getoption("--more-examples") else "default")
     if pathlib.Path("/dev/nvidiactl").exists():
         return

@@ -6,24 +6,27 @@ must end in the folder. Nothing from the folder is executed.
 
 import json
 import pathlib
-import re
 import stat
 from collections.abc import Mapping
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
+from jax_nvfp4_moe.checkpoint.hub import fetch, parse_hub_name
 
 JSON_BYTES = 100_000_000  # the cap that the safetensors format puts on its header
 CONFIG = "config.json"
 TEXT_CONFIGS = ("text_config", "llm_config")
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # an owner and a model
 
 
 def find_folder(path: str | pathlib.Path) -> pathlib.Path:
     """Return the checkpoint folder that a user names, a leading ``~`` expanded.
 
+    Args:
+      path: a folder, or a name on the Hugging Face Hub, such as "nvidia/Qwen3-30B-A3B-FP4", with
+        "@" and a revision behind it or not. A folder of that name comes first.
+
     Raises:
-      CheckpointError: there is no such folder; says how to get the files.
+      CheckpointError: there is neither; says how to get the files.
     """
     try:
         folder = pathlib.Path(path).expanduser()
@@ -34,11 +37,8 @@ def find_folder(path: str | pathlib.Path) -> pathlib.Path:
     missing = f"{str(folder)!r} is not a folder that exists"
     if folder.is_file():
         problem = f"{str(folder)!r} is a file; pass the folder of a checkpoint that holds it"
-    elif _HUB_NAME.fullmatch(str(path)):
-        problem = (
-            f"{missing}; download a model of the Hugging Face Hub with "
-            f"`hf download {path} --local-dir FOLDER`, and pass FOLDER"
-        )
+    elif (name := parse_hub_name(str(path))) is not None:
+        return fetch(name)
     else:
         problem = f"{missing}; pass the folder of a checkpoint, with {CONFIG} and safetensors files"
     raise CheckpointError([problem])

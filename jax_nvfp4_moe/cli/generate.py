@@ -29,7 +29,7 @@ def generate_command(
     *,
     devices: Mesh | None,
     path: Annotated[
-        pathlib.Path | None, typer.Argument(help="Folder of a checkpoint; the example where none.")
+        pathlib.Path | None, typer.Argument(help="Folder or Hub name; the example where none.")
     ] = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
     max_new_tokens: Annotated[int | None, typer.Option(help="128, or what room there is.")] = None,

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
-Folder = Annotated[pathlib.Path, typer.Argument(help="Folder of a checkpoint.")]
+Folder = Annotated[
+    pathlib.Path,
+    typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face Hub."),
+]
 SchemeOption = Annotated[
     str | None,
     typer.Option("--scheme", help="checkpoint, w4a16, w4a4, w4a4_unit_scale, w4a4_token_scale."),

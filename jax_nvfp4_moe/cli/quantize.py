@@ -12,7 +12,9 @@ from jax_nvfp4_moe.quantization.pipeline import quantize_model
 
 
 def quantize_command(
-    source: Annotated[pathlib.Path, typer.Argument(help="Folder of an unquantized checkpoint.")],
+    source: Annotated[
+        pathlib.Path, typer.Argument(help="Folder or Hub name of an unquantized checkpoint.")
+    ],
     destination: Annotated[pathlib.Path, typer.Argument(help="Folder to write; new or empty.")],
     text: Annotated[
         pathlib.Path | None, typer.Option(help="Calibration text, UTF-8; w4a4 needs one.")

@@ -96,7 +96,8 @@ def load_model(
     """Load a checkpoint as a `flax.nnx` model, its experts in the layout of their kernels.
 
     Args:
-      path: folder with ``config.json`` and safetensors files.
+      path: folder with ``config.json`` and safetensors files, or a name on the Hugging Face Hub,
+        such as "nvidia/Qwen3-30B-A3B-FP4" or "owner/model@revision".
       scheme: None (by the checkpoint and the device), "checkpoint" or a `Scheme`.
       dtype: of activations, dense weights and cache: bfloat16, float16 or float32.
       backend: name of a record for all NVFP4 modules; a sequence of names, tried in that order;
@@ -139,7 +140,7 @@ def load_moe(
     """Load the expert block of one layer; no other tensor is read.
 
     Args:
-      path: folder of the checkpoint.
+      path: as for `load_model`.
       layer: index of the decoder layer, from 0.
       scheme, dtype, backend, mesh, dispatch: as for `load_model`.
 

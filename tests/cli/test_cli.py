@@ -230,7 +230,7 @@ HOME = pathlib.Path.home()
         ("./nowhere", "'nowhere' is not a folder that exists; pass the folder of a checkpoint"),
         ("~/nowhere", f"'{HOME}/nowhere' is not a folder that exists; pass"),
         ("~nobody-of-that-name/m", "'~nobody-of-that-name/m': "),
-        ("nvidia/Qwen3-30B-A3B-FP4", "with `hf download nvidia/Qwen3-30B-A3B-FP4 --local-dir F"),
+        ("nvidia/Qwen3-30B-A3B-FP4", "run `hf download nvidia/Qwen3-30B-A3B-FP4 --local-dir F"),
         (__file__, "is a file; pass the folder"),
     ],
 )

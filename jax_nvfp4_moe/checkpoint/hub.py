@@ -1,0 +1,94 @@
+"""Find checkpoints by their names on the Hugging Face Hub, through `huggingface_hub`."""
+
+import pathlib
+import re
+from typing import NamedTuple
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+
+# What a checkpoint consists of. Folders inside a repository hold other forms of the same model.
+FILES = ("*.json", "*.jinja", "*.safetensors")
+FOLDERS = ("*/*",)
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+
+
+class HubName(NamedTuple):
+    """A model on the Hub.
+
+    Attributes:
+      repository: owner and model, such as "nvidia/Qwen3-30B-A3B-FP4".
+      revision: a branch, a tag or a commit; None for the repository's main branch.
+    """
+
+    repository: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return self.repository + (f"@{self.revision}" if self.revision else "")
+
+
+def parse_hub_name(path: str) -> HubName | None:
+    """Return the model that ``owner/model`` or ``owner/model@revision`` names, else None."""
+    found = _NAME.fullmatch(path)
+    return HubName(*found.groups()) if found else None
+
+
+def fetch(name: HubName) -> pathlib.Path:
+    """Return the folder of a model in the Hub's cache, where missing files are fetched first.
+
+    Weights are files of safetensors; other forms and files of the repository are left out. Several
+    processes may fetch one model at a time: each file is fetched once. Without a network, what the
+    cache holds is taken as it is.
+
+    Args:
+      name: of the model. Private ones need the token of ``hf auth login``.
+
+    Raises:
+      CheckpointError: the model, or its revision, is not on the Hub; or the Hub cannot be reached
+        and the cache does not hold the model. Says how to get the files.
+
+    Source: https://huggingface.co/docs/huggingface_hub/guides/download
+    """
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = snapshot_download(
+            name.repository,
+            revision=name.revision,
+            allow_patterns=list(FILES),
+            ignore_patterns=list(FOLDERS),
+        )
+    except errors.RevisionNotFoundError:
+        problem = f"the Hub has {name.repository}, but no revision {name.revision!r}"
+    except errors.GatedRepoError:
+        problem = f"{name} is gated: accept its terms on {_page(name)}, then run `hf auth login`"
+    except errors.RepositoryNotFoundError:
+        problem = (
+            f"{str(name)!r} is neither a folder here nor a model on the Hub, or it is private: "
+            "check the name, or run `hf auth login`"
+        )
+    except errors.LocalEntryNotFoundError as error:
+        problem = (
+            f"{str(name)!r} is not a folder that exists, and the Hub cannot be reached "
+            f"({_cause(error)}). Where there is a network, run `hf download {name.repository}"
+            f"{f' --revision {name.revision}' if name.revision else ''} --local-dir FOLDER`, "
+            "and pass FOLDER"
+        )
+    except (errors.HfHubHTTPError, OSError) as error:
+        problem = f"{name}: fetching it from the Hub failed: {_cause(error)}"
+    else:
+        return pathlib.Path(folder)
+    raise CheckpointError([problem])
+
+
+def _page(name: HubName) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{name.repository}"
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first line of what an exception, and the one that caused it, say."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
