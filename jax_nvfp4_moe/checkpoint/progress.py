@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 
-_LOG = logging.getLogger("jax_nvfp4_moe")
+LOG = logging.getLogger("jax_nvfp4_moe.progress")
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -56,6 +56,6 @@ def log_layers(wanted: bool | None, label: str) -> Callable[[str], None]:
         if silent or layer is None or layer[0] in seen:
             return
         seen.add(layer[0])
-        _LOG.info("%s %s", label, layer[0])
+        LOG.info("%s %s", label, layer[0])
 
     return note

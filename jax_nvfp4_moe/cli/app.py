@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from jax_nvfp4_moe.cli.bench import bench_command
+from jax_nvfp4_moe.cli.chat import chat_command
 from jax_nvfp4_moe.cli.errors import reporting_errors
 from jax_nvfp4_moe.cli.eval import eval_command
 from jax_nvfp4_moe.cli.generate import generate_command
@@ -17,6 +18,7 @@ from jax_nvfp4_moe.parallel import processes as distributed
 COMMANDS = {
     "inspect": inspect_command,
     "generate": generate_command,
+    "chat": chat_command,
     "eval": eval_command,
     "quantize": quantize_command,
     "bench": bench_command,
@@ -40,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
       arguments: without the program's name; those of the process where None.
     """
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    logging.getLogger("jax_nvfp4_moe").setLevel(logging.INFO)
     given = list(sys.argv[1:] if arguments is None else arguments)
     with distributed.leaving_at_once():
         app(args=given, obj=given)  # commands find the arguments in the context

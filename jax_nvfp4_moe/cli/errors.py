@@ -1,6 +1,7 @@
 """What a command says of an error: one line where the user can mend it, a traceback where not."""
 
 import inspect
+import logging
 import os
 import pathlib
 import sys
@@ -11,31 +12,40 @@ from typing import Annotated
 import jax
 import typer
 
+from jax_nvfp4_moe.checkpoint import progress
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.cli.options import with_options
 from jax_nvfp4_moe.parallel import processes as distributed
 from jax_nvfp4_moe.scheme import NoBackendError, Target
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-_OPTION = inspect.Parameter(
-    "show_traceback",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool, typer.Option("--traceback", help="Show where an error comes from, too.")
-    ],
+
+
+def _flag(name: str, option: str, words: str) -> inspect.Parameter:
+    annotation = Annotated[bool, typer.Option(option, help=words)]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=False, annotation=annotation)
+
+
+_OPTIONS = (
+    _flag("verbose", "--verbose", "Say which scheme and backend runs, and why."),
+    _flag("show_traceback", "--traceback", "Show where an error comes from, too."),
 )
 
 
 def reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose errors are one message and exit status 2, and its option --traceback.
+    """Return a command whose errors are one message and exit status 2.
 
-    An error that no user can mend is a fault of the package, and is raised.
+    The command also gets the options --verbose and --traceback. An error that no user can mend is
+    a fault of the package, and is raised.
     """
-    return with_options(command, _OPTION, runs=_run)
+    return with_options(command, *_OPTIONS, runs=_run)
 
 
-def _run(command, *, show_traceback, **given):
+def _run(command, *, verbose, show_traceback, **given):
+    level = logging.INFO if verbose else logging.WARNING
+    logging.getLogger("jax_nvfp4_moe").setLevel(level)
+    progress.LOG.setLevel(logging.INFO)
     try:
         command(**given)
     except BrokenPipeError:

@@ -1,10 +1,6 @@
 """The subcommand `generate`: a prompt and its continuation, token by token."""
 
-import contextlib
-import importlib.resources
-import pathlib
 import time
-from collections.abc import Iterator
 from typing import Annotated
 
 import jax
@@ -12,6 +8,7 @@ import jax.numpy as jnp
 import typer
 from jax.sharding import Mesh
 
+from jax_nvfp4_moe.cli.example import ModelPath, example_or
 from jax_nvfp4_moe.cli.options import BackendOption, DispatchOption, DtypeOption, SchemeOption
 from jax_nvfp4_moe.cli.output import report
 from jax_nvfp4_moe.cli.process_options import over_devices
@@ -19,7 +16,6 @@ from jax_nvfp4_moe.inference.generation import stream
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model
 
-EXAMPLE = "tiny-python-moe"
 PROMPT = "import jax\nimport jax.numpy as jnp\n\n\ndef softmax("
 _NEW_TOKENS = 128
 
@@ -28,9 +24,7 @@ _NEW_TOKENS = 128
 def generate_command(
     *,
     devices: Mesh | None,
-    path: Annotated[
-        pathlib.Path | None, typer.Argument(help="Folder or Hub name; the example where none.")
-    ] = None,
+    path: ModelPath = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
     max_new_tokens: Annotated[int | None, typer.Option(help="128, or what room there is.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
@@ -46,7 +40,7 @@ def generate_command(
     dispatch: DispatchOption = "psum",
 ) -> None:
     """Print a prompt and its continuation, token by token."""
-    with _example_or(path) as folder:
+    with example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         text = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
         ids = tokenizer.encode(text, special=not chat)
@@ -82,14 +76,3 @@ def generate_command(
     if len(arrivals) > 2:
         rate = (len(arrivals) - 2) / (arrivals[-1] - arrivals[1])
         report(f"{len(arrivals)} tokens, {rate:.1f} tokens/s after the second")
-
-
-@contextlib.contextmanager
-def _example_or(path) -> Iterator[pathlib.Path]:
-    """Give `path`, or the example model as a folder on disk."""
-    if path is not None:
-        yield path
-        return
-    example = importlib.resources.files("jax_nvfp4_moe") / "examples" / EXAMPLE
-    with importlib.resources.as_file(example) as folder:
-        yield folder

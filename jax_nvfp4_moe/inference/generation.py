@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-_PROMPT_STEP = 32  # prompts are padded to a multiple of it
-_NEW_STEP = 64  # room for new tokens is made in multiples of it
+PROMPT_STEP = 32  # prompts are padded to a multiple of it
+NEW_STEP = 64  # room for new tokens is made in multiples of it
 # One CUDA graph of the whole loop. XLA makes one of each trip by itself, but then the host reads
 # after each token whether there is another trip, and the GPU waits for it. The kinds are XLA's own
 # and WHILE; a graph of one thing, the loop, is below the size from which XLA makes any. Other
@@ -106,9 +106,9 @@ def generate(
       ValueError: an argument is out of range, or prompt and new tokens exceed the model's
         positions.
     """
-    sampling = _sampling(temperature, top_k, top_p, stop_ids, key)
+    sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
     state = _start(model, input_ids, lengths, max_new_tokens, sampling)
-    state = _decode(model, sampling, state, jnp.int32(max_new_tokens))
+    state = decode(model, sampling, state, jnp.int32(max_new_tokens))
     return _fill(state)[:, :max_new_tokens]
 
 
@@ -128,10 +128,10 @@ def stream(
 
     Args and errors are those of `generate`; nothing is computed before the first is asked for.
     """
-    sampling = _sampling(temperature, top_k, top_p, stop_ids, key)
+    sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
     state = _start(model, input_ids, lengths, max_new_tokens, sampling)
     for count in range(1, max_new_tokens + 1):
-        state = _decode(model, sampling, state, jnp.int32(count))
+        state = decode(model, sampling, state, jnp.int32(count))
         yield np.asarray(state.tokens[:, count - 1])
         if bool(state.stopped.all()):
             return
@@ -141,9 +141,9 @@ def _start(model, input_ids, lengths, max_new_tokens, sampling):
     """Check the arguments, pad the prompts and run them through the model."""
     ids, true_lengths = _check_prompts(model, input_ids, lengths, max_new_tokens)
     b, t = ids.shape
-    padded = np.zeros((b, _up(t, _PROMPT_STEP)), np.int32)
+    padded = np.zeros((b, round_up(t, PROMPT_STEP)), np.int32)
     padded[:, :t] = ids
-    room = _up(max_new_tokens, _NEW_STEP)
+    room = round_up(max_new_tokens, NEW_STEP)
     return _prefill(model, sampling, padded, true_lengths, room)
 
 
@@ -155,11 +155,11 @@ def _prefill(model, sampling, padded, lengths, room):
     logits, cache = model(padded, cache, lengths=lengths, logits_at=lengths - 1)
     tokens = jnp.zeros((b, room), jnp.int32)
     state = State(cache, tokens, jnp.int32(0), jnp.zeros(b, jnp.bool_))
-    return _draw(sampling, logits[:, 0], state)
+    return draw(sampling, logits[:, 0], state)
 
 
 @functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)
-def _decode(model, sampling, state, limit):
+def decode(model, sampling, state, limit):
     """Draw tokens until there are `limit` of each row or all rows have stopped."""
 
     def more(state):
@@ -168,12 +168,12 @@ def _decode(model, sampling, state, limit):
     def step(state):
         last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
         logits, cache = model(last, state.cache)
-        return _draw(sampling, logits[:, 0], dataclasses.replace(state, cache=cache))
+        return draw(sampling, logits[:, 0], dataclasses.replace(state, cache=cache))
 
     return lax.while_loop(more, step, state)
 
 
-def _draw(sampling, logits, state):
+def draw(sampling, logits, state):
     """Add the next token of each row to `state`; a stopped row repeats its last."""
     token = _choose(sampling, logits, jax.random.fold_in(sampling.key, state.count))
     last = lax.dynamic_slice_in_dim(state.tokens, jnp.maximum(state.count - 1, 0), 1, axis=1)[:, 0]
@@ -210,11 +210,19 @@ def _fill(state):
     return jnp.where(drawn, state.tokens, last)
 
 
-def _up(n, step):
+def round_up(n: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is at least `n`."""
     return -(-n // step) * step
 
 
-def _sampling(temperature, top_k, top_p, stop_ids, key):
+def make_sampling(
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    stop_ids: Sequence[int],
+    key: jax.Array | None,
+) -> Sampling:
+    """Check how tokens shall be drawn; arguments and errors are those of `generate`."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: expected 0 or more, got {temperature}")
     if top_k is not None and top_k < 1:

@@ -1,0 +1,116 @@
+"""The command `chat`: turns, and a terminal in which a user types, interrupts and leaves."""
+
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from given import EXAMPLE
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.cli.chat import Turns
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+# Keys reach a program as signals where the terminal is that of its session.
+IN_TERMINAL = """
+import fcntl, runpy, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+runpy.run_module("jax_nvfp4_moe", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """Return the example's tokenizer with a chat template."""
+    folder = tmp_path / "model"
+    shutil.copytree(EXAMPLE, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return nvfp4.load_tokenizer(folder)
+
+
+def test_turns_keep_the_tokens_that_were_said(tokenizer):
+    """Another tokenization of the same text would not fit the cache."""
+    turns = Turns(tokenizer, "be brief")
+    first = turns.ask("hi")
+    text = "<system>be brief</system><user>hi</user><assistant>"
+    np.testing.assert_array_equal(first, tokenizer.encode(text, special=False))
+    spoken = [int(tokenizer.encode(c, special=False)[0]) for c in "return"]  # letter by letter
+    assert len(spoken) > len(tokenizer.encode("return", special=False))
+    turns.answered([*spoken, tokenizer.stop_ids[0]])
+    second = turns.ask("why")
+    np.testing.assert_array_equal(second[: len(first) + len(spoken)], [*first, *spoken])
+    rest = tokenizer.encode("</assistant><user>why</user><assistant>", special=False)
+    np.testing.assert_array_equal(second[len(first) + len(spoken) :], rest)
+
+
+def test_a_template_that_shows_earlier_turns_in_another_way(tokenizer):
+    """As templates do that leave out what a model thought."""
+    turns = Turns(tokenizer)
+    first = turns.ask("hi")
+    turns.answered([7, 8, 9])
+    turns._messages[-1]["content"] = "short"
+    text = "<user>hi</user><assistant>short</assistant><user>why</user><assistant>"
+    assert len(first)
+    np.testing.assert_array_equal(turns.ask("why"), tokenizer.encode(text, special=False))
+
+
+def test_without_a_template_the_text_goes_on():
+    tokenizer = nvfp4.load_tokenizer(EXAMPLE)
+    turns = Turns(tokenizer)
+    np.testing.assert_array_equal(turns.ask("def f("), tokenizer.encode("def f("))
+    turns.answered([11, 12])
+    more = turns.ask("x")
+    assert more[-3:].tolist() == [11, 12, *tokenizer.encode("x", special=False)]
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.master, slave = pty.openpty()
+        command = [sys.executable, "-c", IN_TERMINAL, *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+        )
+        os.close(slave)
+        self.shown = ""
+
+    def type(self, text):
+        """Press keys."""
+        os.write(self.master, text.encode())
+
+    def wait_for(self, pattern, seconds=120):
+        """Read until `pattern` has been shown since the last call; return what was."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.shown, re.DOTALL)):
+            assert time.monotonic() < end, f"{pattern!r} did not come: {self.shown!r}"
+            if select.select([self.master], [], [], 1)[0]:
+                self.shown += os.read(self.master, 4096).decode()
+        before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
+        return before
+
+
+def test_a_conversation_in_a_terminal():
+    """An answer; one that is interrupted; a new conversation; a second interrupt at the prompt."""
+    terminal = Terminal("chat", "--max-new-tokens", "1500", "--temperature", "1")
+    terminal.wait_for("no chat template.*> $")
+    terminal.type("def add(a, b):\n")
+    terminal.wait_for(r"\r\n[^>]*\w{3}")  # the answer begins
+    terminal.type("\x03")
+    terminal.wait_for(r"Stopped\.\r\n.*> $")
+    terminal.type("\x03")
+    terminal.wait_for("/reset begins anew.*> $")
+    terminal.type("/reset\n")
+    terminal.wait_for(r"A new conversation\..*> $")
+    terminal.type("/exit\n")
+    assert terminal.process.wait(30) == 0

@@ -1,0 +1,79 @@
+"""Conversations: each answer is that of the whole text, and only what is new is computed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from given import CHECKPOINTS, EXAMPLE
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.inference.conversation import Conversation
+
+MODELS = {
+    "attention": EXAMPLE,
+    "delta net": CHECKPOINTS / "qwen3_next-modelopt-w4a16",
+    "latent": CHECKPOINTS / "deepseek_v3-direct-modelopt-w4a16",
+}
+FIRST, SECOND = np.arange(5, 16, dtype=np.int32), np.asarray([3, 9, 4], np.int32)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return nvfp4.load_model(MODELS[request.param], dtype=jnp.float32)
+
+
+def expected(model, ids, new):
+    return np.asarray(nvfp4.generate(model, jnp.asarray(ids)[None], max_new_tokens=new))[0]
+
+
+def test_turns_equal_the_whole_text(model):
+    talk = Conversation(model, max_length=60)
+    first = list(talk.answer(FIRST, 6))
+    np.testing.assert_array_equal(first, expected(model, FIRST, 6))
+    np.testing.assert_array_equal(talk.ids, [*FIRST, *first[:-1]])
+    whole = np.concatenate([FIRST, first, SECOND])
+    np.testing.assert_array_equal(list(talk.answer(whole, 6)), expected(model, whole, 6))
+
+
+def test_the_second_turn_reads_the_cache(model):
+    """With other values in the cache it gives another answer."""
+    talk = Conversation(model, max_length=60)
+    whole = np.concatenate([FIRST, list(talk.answer(FIRST, 6)), SECOND])
+    layers = jax.tree.map(lambda x: jnp.full_like(x, 3), talk._cache.layers)
+    talk._cache = dataclasses.replace(talk._cache, layers=layers)
+    assert list(talk.answer(whole, 6)) != expected(model, whole, 6).tolist()
+
+
+def test_another_text_begins_anew(model):
+    talk = Conversation(model, max_length=60)
+    list(talk.answer(FIRST, 6))
+    other = FIRST[::-1]
+    np.testing.assert_array_equal(list(talk.answer(other, 6)), expected(model, other, 6))
+
+
+def test_an_answer_may_be_left(model):
+    """What was drawn until then is part of the text."""
+    talk = Conversation(model, max_length=60)
+    answer = talk.answer(FIRST, 12)
+    drawn = [next(answer) for _ in range(3)]
+    answer.close()
+    whole = np.concatenate([FIRST, drawn, SECOND])
+    np.testing.assert_array_equal(list(talk.answer(whole, 6)), expected(model, whole, 6))
+
+
+def test_stops_and_room():
+    model = nvfp4.load_model(EXAMPLE)
+    free = list(Conversation(model, max_length=40).answer(FIRST, 8))
+    stop = free[3]
+    talk = Conversation(model, max_length=40, stop_ids=(stop,))
+    assert list(talk.answer(FIRST, 8)) == free[: free.index(stop) + 1]
+    full = Conversation(model, max_length=len(FIRST) + 2)
+    assert list(full.answer(FIRST, 8)) == free[:2]
+    with pytest.raises(
+        ValueError, match="text: it has 13 tokens, and a conversation has room for 13"
+    ):
+        next(full.answer(np.concatenate([FIRST, free[:2]]), 1))
+    with pytest.raises(ValueError, match="max_length: expected 1 to 2048"):
+        Conversation(model, max_length=2049)
