@@ -62,7 +62,7 @@ class Conversation:
         self._sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
 
     def answer(self, text: Sequence[int], max_new_tokens: int) -> Iterator[int]:
-        """Yield the tokens that follow `text`, until a stop id, `max_new_tokens` or the end of room.
+        """Yield the tokens that follow `text`: until a stop id, or as many as there is room for.
 
         An answer may be left before its end: close the iterator.
 

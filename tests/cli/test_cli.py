@@ -51,14 +51,18 @@ def test_generate_without_arguments_runs_the_example(run):
     assert len(out) > len(PROMPT) + 1
 
 
-def test_backends_are_named_where_the_user_asks(run):
+def test_backends_are_named_where_the_user_asks():
     """Else a load shows its progress, and then the text alone."""
-    short = ("generate", EXAMPLE, "--max-new-tokens", 3)
-    quiet, verbose = (run(*short, *more)[2].splitlines() for more in ((), ("--verbose",)))
-    assert len(quiet) == 1
-    assert "tokens/s" in quiet[0]
-    assert any(line.startswith("scheme w4a16 for a w4a4 checkpoint: cpu has") for line in verbose)
-    assert any(line.startswith("backend moe_w4a16_cpu for moe_mlp") for line in verbose)
+    command = [sys.executable, "-m", "jax_nvfp4_moe", "generate", "--max-new-tokens", "3"]
+    quiet, verbose = (
+        subprocess.run([*command, *more], capture_output=True, text=True, check=True)
+        for more in ((), ("--verbose",))
+    )
+    (line,) = quiet.stderr.splitlines()
+    assert "tokens/s" in line
+    lines = verbose.stderr.splitlines()
+    assert any(line.startswith("scheme w4a16 for a w4a4 checkpoint: cpu has") for line in lines)
+    assert any(line.startswith("backend moe_w4a16_cpu for moe_mlp") for line in lines)
 
 
 def test_a_seed_decides_a_sample(run):
