@@ -73,7 +73,8 @@ def make_layer(form: str, devices: int, scheme: Scheme, case: Case):
     split = PartitionSpec() if dispatch == "psum" else PartitionSpec("expert")
 
     def over(run):
-        return functools.partial(run_dispatched, run, dispatch=dispatch, scheme=scheme)
+        how = {"expert_mesh": expert_mesh, "dispatch": dispatch, "scheme": scheme}
+        return functools.partial(run_dispatched, run, **how)
 
     def time_tokens(tokens):
         padded = -(-tokens // devices) * devices if dispatch != "psum" else tokens

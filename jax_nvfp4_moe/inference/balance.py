@@ -5,7 +5,6 @@ place_model(model, [place(row, 8, 288) for row in load])      # 288 copies on 8 
 device_load(model, input_ids, 8)                              # [layers, 8]
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from jax_nvfp4_moe.models.blocks import expert_blocks, experts_path
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
-from jax_nvfp4_moe.parallel import ShardedExperts
-from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, check_parts
+from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, ExpertMesh, check_parts
 from jax_nvfp4_moe.parallel.placement import (
     ExpertSlots,
     Placement,
@@ -72,13 +69,15 @@ def place_model(model: Any, placements: Sequence[Placement]) -> None:
         raise ValueError(f"placements: expected {len(blocks)}, one a layer; got {len(placements)}")
     sources = [_sources(block, to) for block, to in zip(blocks, placements, strict=True)]
     for block, to, index in zip(blocks, placements, sources, strict=True):
-        params = block.experts.params.get_value()
-        if isinstance(params, ShardedExperts):
-            params, table = _place_shards(params, to, index)
+        experts, table = block.experts, to.slot_table()
+        params, expert_mesh = experts.params.get_value(), experts.expert_mesh
+        if expert_mesh is None:
+            params = place_params(params, to, _table(block))
         else:
-            params, table = place_params(params, to, _table(block)), to.slot_table()
-        block.experts.replace_params(params)
-        block.experts.slots = ExpertSlots(table)
+            params = _place_shards(params, index, expert_mesh)
+            table = jax.device_put(table, expert_mesh.sharding())
+        experts.replace_params(params)
+        experts.slots = ExpertSlots(table)
 
 
 def _blocks(model) -> list[NVFP4MoE]:
@@ -96,42 +95,30 @@ def _table(block) -> SlotTable | None:
 
 def _sources(block, placement):
     """Return what each slot copies, after all checks."""
-    params = block.experts.params.get_value()
-    if isinstance(params, ShardedExperts):
-        check_parts(EXPERT, params.expert_mesh.expert, "num_physical", placement.num_physical)
-        if placement.num_devices != params.expert_mesh.expert:
+    params, expert_mesh = block.experts.params.get_value(), block.experts.expert_mesh
+    if expert_mesh is not None:
+        check_parts(EXPERT, expert_mesh.expert, "num_physical", placement.num_physical)
+        if placement.num_devices != expert_mesh.expert:
             raise ValueError(
-                f"placements: expected those of {params.expert_mesh.expert} devices, "
-                f"axis '{EXPERT}' of "
+                f"placements: expected those of {expert_mesh.expert} devices, axis '{EXPERT}' of "
                 f"the mesh; got {placement.num_devices}"
             )
     return find_sources(params.num_experts, placement, _table(block))
 
 
-def _place_shards(experts, placement, index):
-    """Return placed experts over their mesh, and their table on all its devices."""
-    expert_mesh = experts.expert_mesh
-    spec, whole = expert_mesh.spec(TENSOR, EXPERT), expert_mesh.sharding()
+def _place_shards(params, index, expert_mesh: ExpertMesh):
+    """Return the experts `index` over their mesh."""
     # XLA finds out what to send; axes that are Explicit would ask for it in the program.
-    mesh = Mesh(expert_mesh.mesh.devices, expert_mesh.mesh.axis_names)
-
-    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, spec))
-    def take(leaf):
-        return jnp.take(leaf, index, axis=1)
+    auto = expert_mesh.automatic()
 
     def move(leaf):
-        with jax.set_mesh(mesh):
-            moved = take(jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)))
-        return jax.device_put(moved, expert_mesh.sharding(TENSOR, EXPERT))
+        sharding = auto.named_sharding(leaf.sharding.spec)
+        take = jax.jit(lambda leaf: jnp.take(leaf, index, axis=0), out_shardings=sharding)
+        with jax.set_mesh(auto.mesh):
+            moved = take(jax.device_put(leaf, sharding))
+        return jax.device_put(moved, leaf.sharding)
 
-    scale = experts.row_scale
-    placed = dataclasses.replace(
-        experts,
-        stacked=jax.tree.map(move, experts.stacked),
-        row_scale=None if scale is None else jax.device_put(np.asarray(scale)[index], whole),
-        num_experts=placement.num_physical,
-    )
-    return placed, jax.device_put(placement.slot_table(), whole)
+    return jax.tree.map(move, params)
 
 
 def device_load(model: Any, input_ids, num_devices: int, lengths=None) -> np.ndarray:

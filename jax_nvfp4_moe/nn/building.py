@@ -25,7 +25,7 @@ from jax_nvfp4_moe.nn.merged_linear import MergedLinear
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
-from jax_nvfp4_moe.parallel.experts import ShardedExperts, check_experts, shard_experts
+from jax_nvfp4_moe.parallel.experts import check_experts
 from jax_nvfp4_moe.parallel.shard_spec import (
     ShardSpec,
     join_layouts,
@@ -81,9 +81,9 @@ class ExpertPart(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """The experts of one layer, and the scheme that the file declares for them."""
+    """The experts of one layer, whole, and the scheme that the file declares for them."""
 
-    params: MoEParams | DenseExperts | ShardedExperts
+    params: MoEParams | DenseExperts
     checkpoint_scheme: CheckpointScheme
 
 
@@ -156,7 +156,7 @@ class Builder:
 
         def construct(values):
             made = kind(values[""])
-            mark(made, spec and spec.layout(shape[0]))
+            mark(made, spec and spec.layout(shape[0], self.shards))
             return made
 
         return self._note(path, {"": source}, construct, {"": spec})
@@ -176,7 +176,7 @@ class Builder:
 
         def construct(values):
             made = RMSNorm(1 + values[""] if centered else values[""], eps)
-            mark(made.weight, spec and spec.layout(width))
+            mark(made.weight, spec and spec.layout(width, self.shards))
             return made
 
         return self._note(path, {"": source}, construct, {"": spec})
@@ -240,11 +240,11 @@ class Builder:
             merged = MergedLinear(**linears)
             if merged.joined is not None and self.shards > 1:
                 layouts = [
-                    spec and spec.layout(n)
+                    spec and spec.layout(n, self.shards)
                     for spec, n in zip(specs.values(), rows.values(), strict=True)
                 ]
                 for variable in (merged.joined.weight, merged.joined.bias):
-                    mark(variable, join_layouts(layouts))
+                    mark(variable, join_layouts(layouts, rows.values()))
             return merged
 
         return self._note(path, sources, construct, specs)
@@ -273,7 +273,7 @@ class Builder:
         def make(values):
             made = construct(values[""])
             for name, spec in specs.items():
-                mark(made.scales[name], spec and spec.layout(heads[name]))
+                mark(made.scales[name], spec and spec.layout(heads[name], self.shards))
             return made
 
         return self._note(path, {"": source}, make, {"": specs})
@@ -291,10 +291,7 @@ class Builder:
         params, expert_mesh = source.value, self.settings.expert_mesh
         if expert_mesh is not None:
             check_experts(params, expert_mesh)
-        params = _zeros(params)
-        if expert_mesh is not None:
-            params = shard_experts(params, expert_mesh)
-        return ExpertWeights(params, source.checkpoint_scheme)
+        return ExpertWeights(_zeros(params), source.checkpoint_scheme)
 
     def _spec(self, path) -> ShardSpec | None:
         *_, parent, name = ("", *path.split("."))
@@ -349,7 +346,7 @@ def make_linear(
             **settings.module_arguments(),
         )
     if spec is not None:
-        layout = spec.layout(n if spec.axis == "rows" else k)
+        layout = spec.layout(n if spec.axis == "rows" else k, settings.shards)
         mark(made.weight, layout)
         mark(made.bias, layout if spec.axis == "rows" else None)
         made.adds_bias_once = spec.axis == "columns"

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
-from jax_nvfp4_moe.parallel.tensor_parallel import first_shard_only
+from jax_nvfp4_moe.parallel.expert_mesh import first_shard_only
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, Target, rounds_to_fp8
 
 

@@ -22,17 +22,17 @@ from jax_nvfp4_moe.ops.preparation import convert, plan_experts
 from jax_nvfp4_moe.parallel import (
     DISPATCHES,
     ExpertMesh,
-    ShardedExperts,
     find_expert_mesh,
     run_dispatched,
     shard_experts,
 )
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, check_row_scales
+from jax_nvfp4_moe.parallel.experts import convert_shards, expert_layout
 from jax_nvfp4_moe.parallel.placement import ExpertSlots, to_physical_ids
-from jax_nvfp4_moe.parallel.streaming import on_shards
+from jax_nvfp4_moe.parallel.shard_spec import find_layout, mark
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Plan, Scheme, Target
 
-AnyExperts = MoEParams | DenseExperts | ShardedExperts
+AnyExperts = MoEParams | DenseExperts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +93,12 @@ class RoutedExperts(nnx.Module):
     ``y[t] = sum_j expert_weights[t, j] * expert[expert_ids[t, j]](x[t])``
 
     Attributes:
-      params: `NVFP4Param` of `MoEParams` in the layout of their plan, of `DenseExperts`, or of
-        `ShardedExperts` of either.
+      params: `NVFP4Param` of `MoEParams` in the layout of their plan, or of `DenseExperts`; on a
+        mesh global arrays, see `parallel.experts`.
       slots: `ExpertSlots`, or None. Where each expert is stored after `place_model` has replicated
         or moved it. None means that expert i is stored at index i.
       options: static `ExpertOptions`.
+      expert_mesh: static; the devices that share the experts, None for one device.
       scheme: static; how activations enter NVFP4 products, None for other weights.
       checkpoint_scheme: static; what the checkpoint says of the weights.
     """
@@ -105,10 +106,29 @@ class RoutedExperts(nnx.Module):
     scheme: Scheme | None = None
     checkpoint_scheme: CheckpointScheme = None
 
-    def __init__(self, params: AnyExperts, options: ExpertOptions):
-        """Hold `params`, prepared and sharded already; subclasses see to both."""
-        self.options = options
+    def __init__(
+        self,
+        params: AnyExperts,
+        options: ExpertOptions,
+        *,
+        expert_mesh: ExpertMesh | None = None,
+        layout: str | None = None,
+    ):
+        """Divide `params`, the whole layer, over a mesh.
+
+        Args:
+          params: canonical, or prepared already where there is no mesh.
+          options: what all experts need to know.
+          expert_mesh: the devices that share the experts; None for one device.
+          layout: that each shard's part takes; canonical where None.
+        """
+        self.options, self.expert_mesh, divided = options, expert_mesh, None
+        if expert_mesh is not None:
+            how = {"interleaved": options.activation.row.interleaved}
+            divided = expert_layout(params, expert_mesh, **how)
+            params = shard_experts(params, expert_mesh, layout=layout, **how)
         self.params = NVFP4Param(params)
+        mark(self.params, divided)
         self.slots: ExpertSlots | None = nnx.data(None)
 
     def __call__(
@@ -126,10 +146,11 @@ class RoutedExperts(nnx.Module):
         """
         with jax.named_scope("experts"):
             run, params = self.op(), self.params.get_value()
-            if isinstance(params, ShardedExperts):
+            if self.expert_mesh is not None:
                 run = functools.partial(
                     run_dispatched,
                     run,
+                    expert_mesh=self.expert_mesh,
                     dispatch=self.options.dispatch,
                     capacity=self.options.capacity,
                     scheme=self.scheme,
@@ -150,14 +171,14 @@ class RoutedExperts(nnx.Module):
         raise NotImplementedError
 
     def replace_params(self, params: AnyExperts) -> None:
-        """Take other weights of the same widths, such as those that `place_model` has ordered."""
-        self.params = NVFP4Param(params)
+        """Take other weights of the same widths, such as those that `place_model` has ordered.
 
-    @property
-    def expert_mesh(self) -> ExpertMesh | None:
-        """The devices that the experts lie on; None for one device."""
-        params = self.params.get_value()
-        return params.expert_mesh if isinstance(params, ShardedExperts) else None
+        Args:
+          params: in the layout of the old ones; on a mesh global arrays divided as they are.
+        """
+        divided = find_layout(self.params)
+        self.params = NVFP4Param(params)
+        mark(self.params, divided)
 
 
 class NVFP4Experts(RoutedExperts):
@@ -169,7 +190,7 @@ class NVFP4Experts(RoutedExperts):
 
     def __init__(
         self,
-        params: AnyExperts,
+        params: MoEParams,
         options: ExpertOptions,
         *,
         checkpoint_scheme: Scheme | str = Scheme.W4A16,
@@ -181,19 +202,16 @@ class NVFP4Experts(RoutedExperts):
         """Plan the layer, and put `params` into the layout of its kernel.
 
         Args:
-          params: `MoEParams` in any layout, or over a mesh already.
+          params: `MoEParams` of the whole layer, in any layout.
           options: what all experts need to know.
           checkpoint_scheme: what the checkpoint says of the weights, "w4a16" or "w4a4".
           scheme, target, backend: as for `ops.moe_mlp`.
-          expert_mesh: the devices that share the experts; None for one device, or for those of
-            `params`.
+          expert_mesh: the devices that share the experts; None for one device.
 
         Raises:
           ValueError: the weights do not go with the scheme, the activation or the mesh.
           NoBackendError: no backend fits.
         """
-        if isinstance(params, ShardedExperts):
-            expert_mesh = params.expert_mesh
         self.plan: Plan = plan_experts(
             params,
             checkpoint_scheme=checkpoint_scheme,
@@ -206,11 +224,14 @@ class NVFP4Experts(RoutedExperts):
             shards=(expert_mesh.expert, expert_mesh.tensor) if expert_mesh else (1, 1),
         )
         self.scheme, self.checkpoint_scheme = self.plan.scheme, self.plan.checkpoint_scheme
-        stored = params.stacked if isinstance(params, ShardedExperts) else params
-        check_row_order(stored, options.activation)
-        check_input_scales("params", stored, self.scheme)
-        interleaved = options.activation.row.interleaved
-        super().__init__(_prepare(params, self.plan, expert_mesh, interleaved), options)
+        check_row_order(params, options.activation)
+        check_input_scales("params", params, self.scheme)
+        if expert_mesh is None:
+            check_moe_params(params)
+            params = convert(params, self.plan.layout)
+        else:
+            check_row_scales(expert_mesh, self.scheme)
+        super().__init__(params, options, expert_mesh=expert_mesh, layout=self.plan.layout)
 
     def op(self) -> Callable:
         """Return `ops.moe_mlp` with the plan that `params` were prepared for."""
@@ -221,13 +242,15 @@ class NVFP4Experts(RoutedExperts):
             weight_on_input=self.options.weight_on_input,
         )
 
-    def replace_params(self, params: AnyExperts) -> None:
+    def replace_params(self, params: Any) -> None:
         """Take other weights of the same widths, and plan for their number."""
-        sharded = isinstance(params, ShardedExperts)
-        count = params.local_experts if sharded else params.num_experts
-        self.plan = resolve_again(self.plan, num_experts=count)
-        mesh = params.expert_mesh if sharded else None
-        self.params = NVFP4Param(_prepare(params, self.plan, mesh, False))
+        shards = 1 if self.expert_mesh is None else self.expert_mesh.expert
+        self.plan = resolve_again(self.plan, num_experts=params.num_experts // shards)
+        if self.expert_mesh is None:
+            params = convert(params, self.plan.layout)
+        else:
+            params = convert_shards(params, self.expert_mesh, self.plan.layout)
+        super().replace_params(params)
 
 
 class FP8Experts(RoutedExperts):
@@ -250,7 +273,7 @@ class FP8Experts(RoutedExperts):
         """Settle how activations are rounded, and lay `params` out over the mesh.
 
         Args:
-          params: `DenseExperts`, or over a mesh already.
+          params: `DenseExperts` of the whole layer.
           options: what all experts need to know.
           checkpoint_scheme: what the checkpoint says of activations.
           scheme, target: activations are rounded where `scheme.rounds_to_fp8` says so.
@@ -261,7 +284,9 @@ class FP8Experts(RoutedExperts):
         """
         self.checkpoint_scheme = FP8ActivationScaling(checkpoint_scheme)
         self.activations = find_activation_scaling(self.checkpoint_scheme, scheme, target)
-        super().__init__(_shard(params, expert_mesh, options, self.activations), options)
+        if expert_mesh is not None:
+            check_row_scales(expert_mesh, self.activations)
+        super().__init__(params, options, expert_mesh=expert_mesh)
 
     def op(self) -> Callable:
         """Return `ops.dense_moe` with this rounding."""
@@ -276,16 +301,6 @@ class FP8Experts(RoutedExperts):
 class UnquantizedExperts(RoutedExperts):
     """Experts in a float dtype, which run as plain XLA."""
 
-    def __init__(
-        self,
-        params: AnyExperts,
-        options: ExpertOptions,
-        *,
-        expert_mesh: ExpertMesh | None = None,
-    ):
-        """Lay `params` out over the mesh; arguments and errors are those of `FP8Experts`."""
-        super().__init__(_shard(params, expert_mesh, options, None), options)
-
     def op(self) -> Callable:
         """Return `ops.dense_moe`."""
         return functools.partial(
@@ -296,7 +311,7 @@ class UnquantizedExperts(RoutedExperts):
 
 
 def make_experts(
-    params: AnyExperts,
+    params: Any,
     options: ExpertOptions,
     *,
     checkpoint_scheme: CheckpointScheme | str = Scheme.W4A16,
@@ -308,8 +323,8 @@ def make_experts(
     """Make the experts that `params` and `checkpoint_scheme` ask for.
 
     Args:
-      params: `MoEParams`, or `DenseExperts` with an `FP8ActivationScaling` or None as
-        `checkpoint_scheme`; or either over a mesh already.
+      params: the whole layer: `MoEParams`, or `DenseExperts` with an `FP8ActivationScaling` or None
+        as `checkpoint_scheme`.
       options: what all experts need to know.
       checkpoint_scheme, scheme, target, backend, mesh: as for `NVFP4MoE`.
 
@@ -318,17 +333,14 @@ def make_experts(
       NoBackendError: no backend fits.
     """
     expert_mesh = None if mesh is None else find_expert_mesh(mesh)
-    if isinstance(params, ShardedExperts):
-        expert_mesh = params.expert_mesh
     if expert_mesh is not None:
         _check_dispatch_axis(options.dispatch, expert_mesh)
         target = target or expert_mesh.target
-    stored = params.stacked if isinstance(params, ShardedExperts) else params
     dense = checkpoint_scheme is None or checkpoint_scheme in list(FP8ActivationScaling)
-    if isinstance(stored, DenseExperts) != dense:
+    if isinstance(params, DenseExperts) != dense:
         raise ValueError(
             "checkpoint_scheme: expected an FP8ActivationScaling or None with DenseExperts alone, "
-            f"got {checkpoint_scheme} with {type(stored).__name__}"
+            f"got {checkpoint_scheme} with {type(params).__name__}"
         )
     if checkpoint_scheme is None:
         return UnquantizedExperts(params, options, expert_mesh=expert_mesh)
@@ -344,30 +356,3 @@ def _check_dispatch_axis(dispatch, expert_mesh):
             f"dispatch: {dispatch!r} sends tokens along the mesh axis '{EXPERT}', which is missing "
             f"in {dict(expert_mesh.mesh.shape)}. Add the axis, or use dispatch='psum'"
         )
-
-
-def _prepare(params: Any, plan: Plan, expert_mesh: ExpertMesh | None, interleaved: bool):
-    """Return NVFP4 experts over their mesh, in the layout of `plan`."""
-    if expert_mesh is None:
-        check_moe_params(params)
-        return convert(params, plan.layout)
-    check_row_scales(expert_mesh, plan.scheme)
-    if not isinstance(params, ShardedExperts):
-        return shard_experts(params, expert_mesh, layout=plan.layout, interleaved=interleaved)
-    stored: Any = params.stacked
-    if stored.layout == plan.layout:
-        return params
-    to_layout = on_shards(lambda own: own.to_layout(plan.layout), expert_mesh)
-    return dataclasses.replace(params, stacked=jax.jit(to_layout)(params.stacked))
-
-
-def _shard(params, expert_mesh, options, activations):
-    """Return experts that are not NVFP4 over their mesh."""
-    if isinstance(params, ShardedExperts):
-        expert_mesh = params.expert_mesh
-    if expert_mesh is None:
-        return params
-    check_row_scales(expert_mesh, activations)
-    if isinstance(params, ShardedExperts):
-        return params
-    return shard_experts(params, expert_mesh, interleaved=options.activation.row.interleaved)

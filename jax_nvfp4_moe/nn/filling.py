@@ -6,18 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from jax_nvfp4_moe.nn.building import ExpertPart, Part, Values, values_of_shard
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import MoEParams
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh, replicate
-from jax_nvfp4_moe.parallel.experts import ShardedExperts, shard_experts
-from jax_nvfp4_moe.parallel.shard_spec import (
-    axis_spec,
-    module_axes,
-)
-from jax_nvfp4_moe.parallel.streaming import join_pieces, piece_size
+from jax_nvfp4_moe.parallel.experts import shard_experts
+from jax_nvfp4_moe.parallel.shard_spec import axis_spec, module_axes
+from jax_nvfp4_moe.parallel.streaming import chunk_size, join_chunks
 
 
 def fill(root: Any, prefix: str, parts: Sequence[Part | ExpertPart], reader: Any, how: Settings):
@@ -100,13 +96,13 @@ def _place_shards(part: Part, values: Values, expert_mesh: ExpertMesh) -> Any:
         shape = list(leaves[0].shape)
         if axis is not None:
             shape[axis] *= part.shards
-        pieces = [
+        own = [
             jax.device_put(_on_host(leaf, device), device)
             for leaf, devices in zip(leaves, owners.values(), strict=True)
             for device in devices
         ]
-        spec = NamedSharding(expert_mesh.mesh, axis_spec(expert_mesh, axis))
-        return jax.make_array_from_single_device_arrays(tuple(shape), spec, pieces)
+        spec = expert_mesh.named_sharding(axis_spec(expert_mesh, axis))
+        return jax.make_array_from_single_device_arrays(tuple(shape), spec, own)
 
     tree = jax.tree.structure(made)
     return tree.unflatten(map(join, module_axes(made), *shards))
@@ -120,7 +116,6 @@ def _on_host(leaf, device):
 def _find_layout(abstract: nnx.Variable | None) -> str | None:
     """Return the layout of the NVFP4 experts that a variable holds, None of anything else."""
     params = None if abstract is None else abstract.get_value()
-    params = params.stacked if isinstance(params, ShardedExperts) else params
     return params.layout if isinstance(params, MoEParams) else None
 
 
@@ -130,12 +125,12 @@ def _place_experts(part: ExpertPart, reader, how: Settings, layout: str | None) 
         return shard_experts(params, how.expert_mesh, layout=layout)
     if layout is None:
         return jax.device_put(jax.tree.map(lambda leaf: leaf[()], params))
-    step = piece_size(params, params.num_experts, how.target)
+    step = chunk_size(params, params.num_experts, how.target)
 
     def read(first):
         return jax.tree.map(lambda leaf: leaf[first : first + step], params)
 
-    return join_pieces(read, params.num_experts, step, layout)
+    return join_chunks(read, params.num_experts, step, layout)
 
 
 def _find(root, path):

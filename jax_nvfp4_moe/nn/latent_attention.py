@@ -21,7 +21,7 @@ from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.ops.dense import dense, precision_for
-from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
@@ -194,7 +194,13 @@ def _apart(config, expansion):
     else:
         return expansion
     matrix = matrix.reshape(config.num_heads, -1, config.kv_lora_rank)
-    return HeadMatrices(matrix[:, : config.qk_nope_head_dim], matrix[:, config.qk_nope_head_dim :])
+    made = HeadMatrices(matrix[:, : config.qk_nope_head_dim], matrix[:, config.qk_nope_head_dim :])
+    layout = find_layout(expansion.weight)
+    if layout is not None:
+        layout = layout._replace(segments=((config.num_heads, layout.shards),))
+    for variable in (made.keys, made.values):
+        mark(variable, layout)
+    return made
 
 
 def _weights_only(part) -> bool:

@@ -15,7 +15,7 @@ from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor, quantize
 from jax_nvfp4_moe.ops.moe import check_dtype
 from jax_nvfp4_moe.ops.preparation import convert, plan_product
 from jax_nvfp4_moe.ops.products import linear
-from jax_nvfp4_moe.parallel.tensor_parallel import first_shard_only
+from jax_nvfp4_moe.parallel.expert_mesh import first_shard_only
 from jax_nvfp4_moe.scheme import Scheme, Target
 
 

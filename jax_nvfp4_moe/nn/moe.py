@@ -29,7 +29,7 @@ from jax_nvfp4_moe.numerics.tensor import (
 )
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.routing import route
-from jax_nvfp4_moe.parallel import ShardedExperts, find_expert_mesh, share_rows
+from jax_nvfp4_moe.parallel import find_expert_mesh, share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import check_context, replicate
 from jax_nvfp4_moe.parallel.tensor_parallel import run_by_rows
 from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme, Target
@@ -82,7 +82,7 @@ class NVFP4MoE(nnx.Module):
         top_k: int | None = None,
         router: Router | None = None,
         activation: str | ActivationCall = "silu",
-        params: MoEParams | DenseExperts | ShardedExperts | None = None,
+        params: MoEParams | DenseExperts | None = None,
         router_weight: Float[Array, "e h"] | None = None,
         router_bias: Float[Array, " e"] | None = None,
         router_logit_bias: Float[Array, " e"] | None = None,
@@ -121,8 +121,7 @@ class NVFP4MoE(nnx.Module):
           scheme, target, backend: as for `ops.moe_mlp`.
           dtype: of the result; inputs are cast to it.
           mesh: divides the experts among devices along its axis `expert`, and each along `tensor`,
-            see `parallel.experts`; all else in the block is replicated. None for one device, or
-            with `params` that are sharded already.
+            see `parallel.experts`; all else in the block is replicated. None for one device.
           dispatch: over a mesh, "psum" where all devices have all tokens; "all_to_all", or "ragged"
             on GPUs, where tokens are divided along `expert`, see `parallel.dispatch`.
           capacity: rows of "all_to_all" for each pair of shards in one round; None for one round.

@@ -44,4 +44,5 @@ class Settings:
 
     def block_arguments(self) -> dict[str, Any]:
         """Return the arguments that all blocks with experts take."""
-        return {**self.module_arguments(), "dispatch": self.dispatch}
+        mesh = None if self.expert_mesh is None else self.expert_mesh.mesh
+        return {**self.module_arguments(), "mesh": mesh, "dispatch": self.dispatch}

@@ -2,12 +2,11 @@
 
 from jax_nvfp4_moe.parallel.dispatch import DISPATCHES, run_dispatched, share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, find_expert_mesh
-from jax_nvfp4_moe.parallel.experts import ShardedExperts, run_sharded, shard_experts
+from jax_nvfp4_moe.parallel.experts import run_sharded, shard_experts
 
 __all__ = [
     "DISPATCHES",
     "ExpertMesh",
-    "ShardedExperts",
     "find_expert_mesh",
     "run_dispatched",
     "run_sharded",

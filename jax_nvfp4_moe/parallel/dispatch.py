@@ -37,8 +37,10 @@ from jax_nvfp4_moe.numerics.nvfp4 import (
     divide,
     quantize,
 )
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
-from jax_nvfp4_moe.parallel.experts import ShardedExperts, own_part, run_sharded
+from jax_nvfp4_moe.parallel.expert_specs import expert_specs
+from jax_nvfp4_moe.parallel.experts import own_part, run_sharded
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme
 
 
@@ -68,10 +70,11 @@ class DispatchPlan(NamedTuple):
 def run_dispatched(
     run: Callable,
     x: Float[Array, "t h"],
-    experts: ShardedExperts,
+    params: MoEParams | DenseExperts,
     expert_ids: Int[Array, "t k"],
     expert_weights: Float[Array, "t k"],
     *,
+    expert_mesh: ExpertMesh,
     dispatch: str = "psum",
     capacity: int | None = None,
     scheme: Scheme | None = None,
@@ -85,8 +88,9 @@ def run_dispatched(
     Args:
       run: ``(x, params, expert_ids, expert_weights) -> [t, h]``; skips ids that are out of range.
       x: tokens; with "psum" whole on every device, else shared out along `expert`.
-      experts: the weights.
+      params: the weights, as `shard_experts` returns them.
       expert_ids, expert_weights: as `x`.
+      expert_mesh: of `params`.
       dispatch: "psum", "all_to_all" or "ragged".
       capacity: rows of a shard for another one in one round of "all_to_all"; all where None.
       scheme: w4a4 schemes may send quantized rows; see `choose_wire_format`.
@@ -95,10 +99,11 @@ def run_dispatched(
     Returns:
       ``[t, h]``, as `x` over the devices.
     """
-    if dispatch == "psum" or EXPERT not in experts.expert_mesh.axes or not x.shape[0]:
-        return run_sharded(run, x, experts, expert_ids, expert_weights)
-    ids = jnp.where((expert_ids >= 0) & (expert_ids < experts.num_experts), expert_ids, -1)
-    (t, hidden), shards = x.shape, experts.expert_mesh.expert
+    psum = functools.partial(run_sharded, run, expert_mesh=expert_mesh)
+    if dispatch == "psum" or EXPERT not in expert_mesh.axes or not x.shape[0]:
+        return psum(x, params, expert_ids, expert_weights)
+    ids = jnp.where((expert_ids >= 0) & (expert_ids < params.num_experts), expert_ids, -1)
+    (t, hidden), shards = x.shape, expert_mesh.expert
     wire = choose_wire_format(
         None if weight_on_input else scheme,
         hidden=hidden,
@@ -107,20 +112,20 @@ def run_dispatched(
         shards=shards,
         rounds=(capacity or t) < -(-t // shards),
     )
-    near = experts.expert_mesh.in_one_process(EXPERT)
+    near = expert_mesh.in_one_process(EXPERT)
     plan = functools.partial(_PLANS[dispatch], capacity=capacity, near=near)
-    forward = functools.partial(_send_rows, run, wire, plan)
-    given = x, experts, ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
-    return _with_psum_gradient(forward, run)(*given)
+    forward = functools.partial(_send_rows, run, wire, plan, expert_mesh)
+    given = x, params, ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
+    return _with_psum_gradient(forward, psum)(*given)
 
 
-def _send_rows(run, wire, plan, x, experts, ids, weights):
+def _send_rows(run, wire, plan, expert_mesh, x, params, ids, weights):
     """Return ``[t, h]``: `run` on rows that go to their experts and back."""
-    expert_mesh = experts.expert_mesh
+    local_experts = params.num_experts // expert_mesh.expert
 
-    def body(rows, stacked, scales):
+    def body(rows, params):
         x, ids, weights = rows
-        own = own_part(stacked, expert_mesh)
+        own = own_part(params, expert_mesh)
 
         def run_own(x, ids, weights):
             y = run(x, own, ids, weights)
@@ -132,19 +137,18 @@ def _send_rows(run, wire, plan, x, experts, ids, weights):
         if wire.by_slot:
             x, ids = jnp.repeat(x, k, axis=0), ids.reshape(-1, 1)
             weights = weights.reshape(-1, 1)
-        rows = Rows(x, ids, weights, experts.local_experts, wire, scales)
+        rows = Rows(x, ids, weights, local_experts, wire, params.gate_up_input_scale)
         y = plan(rows, run_own, shards)
         # One by one: a reduction may add in an order that hangs on what it is fused with.
         slots = jnp.unstack(y.reshape(r, -1, x.shape[1]), axis=1)
         return functools.reduce(jnp.add, slots).astype(x.dtype)
 
-    specs = expert_mesh.spec(TENSOR, EXPERT), expert_mesh.spec()
-    rows = x, ids, weights
-    return share_rows(body, expert_mesh, rows, experts.stacked, experts.row_scale, specs=specs)
+    specs = (expert_specs(params, expert_mesh),)
+    return share_rows(body, expert_mesh, (x, ids, weights), params, specs=specs)
 
 
-def _with_psum_gradient(forward, run):
-    """Return `forward` with the gradient of `run_sharded`.
+def _with_psum_gradient(forward, psum):
+    """Return `forward` with the gradient of `psum`.
 
     Rows travel as words, whose derivative JAX takes to be zero.
     """
@@ -154,7 +158,7 @@ def _with_psum_gradient(forward, run):
         return dispatched(*operands), operands
 
     def back(operands, y_bar):
-        return jax.vjp(functools.partial(run_sharded, run), *operands)[1](y_bar)
+        return jax.vjp(psum, *operands)[1](y_bar)
 
     dispatched.defvjp(ahead, back)
     return dispatched

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -56,7 +58,11 @@ class ExpertMesh:
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         """Return the sharding of `spec`; without `axes` all devices hold the whole array."""
-        return NamedSharding(self.mesh, self.spec(*axes))
+        return self.named_sharding(self.spec(*axes))
+
+    def named_sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Return the sharding of a specification that `spec` returned."""
+        return NamedSharding(self.mesh, spec)
 
     def shard_map(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Return `body` as it runs on every shard, on its own parts of the arguments."""
@@ -187,3 +193,11 @@ def stack_parts(shape: Sequence[int], sharding: NamedSharding, part: Any) -> jax
         return made[key]
 
     return jax.make_array_from_callback(tuple(shape), sharding, once)
+
+
+def first_shard_only(bias: jax.Array) -> jax.Array:
+    """Return a bias on the first shard along `tensor` and zeros on the others.
+
+    A linear whose columns are divided adds its bias once in the sum over the shards.
+    """
+    return jnp.where(lax.axis_index(TENSOR) == 0, bias, jnp.zeros_like(bias))

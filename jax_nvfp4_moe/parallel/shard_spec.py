@@ -1,11 +1,13 @@
 """How arrays are divided along the mesh axis `tensor`: what a shard holds, and how it is marked.
 
 A `ShardSpec` says how one tensor of a checkpoint is divided. A `ShardLayout` is metadata of an
-`nnx.Variable` whose array is global: the rows, or the columns, of shard 0 come first, then those of
-shard 1. So each shard's part is contiguous, and a `NamedSharding` gives it to its device.
+`nnx.Variable` whose arrays are global: the rows, or the columns, of shard 0 come first, then those
+of shard 1. So each shard's part is contiguous, and a `NamedSharding` gives it to its device. An
+`ArrayLayout` says the same of one array of the variable.
 """
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
-from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
 
 _METADATA = "shard"  # name of the metadata of a variable
@@ -47,31 +49,80 @@ class ShardSpec(NamedTuple):
             start += own * self.parts
         return ranges
 
-    def layout(self, width: int) -> "ShardLayout":
-        """Return the layout of a variable whose axis has `width` entries in one shard."""
+    def layout(self, width: int, shards: int) -> "ShardLayout":
+        """Return the layout of a variable whose axis has `width` entries in each of `shards`."""
         total = sum(self.segments)
         widths = (segment * width // total for segment in self.segments)
-        return ShardLayout(self.axis, tuple((own, self.parts) for own in widths))
+        return ShardLayout(self.axis, tuple((own, self.parts) for own in widths), shards)
 
 
 class ShardLayout(NamedTuple):
-    """How a variable's global array is divided: metadata of the variable.
+    """How a variable's global arrays are divided: metadata of the variable.
 
     Attributes:
-      axis: the divided axis of its matrices.
-      pieces: what one shard holds along the axis, in order: pairs of entries, and of how many
+      axis: the divided axis of its matrices. Of experts it is the axis of `gate_up`; the columns of
+        `down` are divided into one range for each shard.
+      segments: what one shard holds along the axis, in order: pairs of entries, and of how many
         shards hold different ones. Neighbors hold the same ones where these are fewer than shards.
+      shards: into how many the arrays are divided.
     """
 
     axis: Axis
-    pieces: tuple[tuple[int, int], ...]
+    segments: tuple[tuple[int, int], ...]
+    shards: int
 
 
-def join_layouts(layouts: list[ShardLayout | None]) -> ShardLayout | None:
-    """Return the layout of matrices one behind the other, each of which has one of `layouts`."""
-    if any(layout is None for layout in layouts):
+@dataclasses.dataclass(frozen=True)
+class ArrayLayout:
+    """How one array is divided.
+
+    Attributes:
+      axis: the divided axis; None where every shard holds the whole array.
+      segments: as those of a `ShardLayout`, in any unit: bytes of codes and block scales are fewer
+        than columns.
+      shards: into how many the array is divided.
+    """
+
+    axis: int | None = None
+    segments: tuple[tuple[int, int], ...] = ()
+    shards: int = 1
+
+    def ranges(self, width: int, index: int) -> list[slice]:
+        """Return what shard `index` holds of an axis that has `width` entries on one device.
+
+        Raises:
+          ValueError: the segments do not divide the axis.
+        """
+        ranges, start = [], 0
+        total = sum(own * parts for own, parts in self.segments)
+        for own, parts in self.segments:
+            if own * width % total:
+                raise ValueError(
+                    f"segments: expected such that divide an axis of {width}, got {self.segments}"
+                )
+            own = own * width // total
+            first = start + index * parts // self.shards * own
+            ranges.append(slice(first, first + own))
+            start += own * parts
+        return ranges
+
+
+def join_layouts(
+    layouts: Sequence[ShardLayout | None], widths: Iterable[int]
+) -> ShardLayout | None:
+    """Return the layout of matrices one behind the other; None where all are replicated.
+
+    Args:
+      layouts: of the matrices; None: that one is replicated.
+      widths: rows of the matrices in one shard.
+    """
+    shards = next((layout.shards for layout in layouts if layout), None)
+    if shards is None:
         return None
-    return ShardLayout("rows", tuple(p for layout in layouts if layout for p in layout.pieces))
+    segments = []
+    for layout, width in zip(layouts, widths, strict=True):
+        segments += layout.segments if layout else ((width, 1),)
+    return ShardLayout("rows", tuple(segments), shards)
 
 
 def mark(variable: nnx.Variable | None, layout: ShardLayout | None) -> None:
@@ -85,21 +136,46 @@ def find_layout(variable: nnx.Variable) -> ShardLayout | None:
     return variable.get_metadata(_METADATA, None)
 
 
+def array_layouts(value: Any, layout: ShardLayout | None) -> Any:
+    """Return `value` with each array replaced by its `ArrayLayout`.
+
+    Args:
+      value: of a variable: an array, an `NVFP4Tensor`, an `FP8Tensor`, or experts of either.
+      layout: of the variable; None where it is replicated.
+    """
+    whole = ArrayLayout()
+    if layout is None:
+        return jax.tree.map(lambda _: whole, value)
+    if not isinstance(value, (MoEParams, DenseExperts)):
+        return _matrix_layouts(value, layout, 0)
+    columns = ShardLayout("columns", ((1, layout.shards),), layout.shards)
+    made = jax.tree.map(lambda _: whole, value)
+    bias = value.gate_up_bias
+    return dataclasses.replace(
+        made,
+        gate_up=_matrix_layouts(value.gate_up, layout, 1),
+        down=_matrix_layouts(value.down, columns, 1),
+        gate_up_bias=None if bias is None else _matrix_layouts(bias, layout, 1),
+    )
+
+
+def _matrix_layouts(value, layout, first: int):
+    """Return the array layouts of matrices whose rows are the axis `first`."""
+    rows = layout.axis == "rows"
+    divided = ArrayLayout(first if rows else first + 1, layout.segments, layout.shards)
+    if isinstance(value, NVFP4Tensor):
+        made = jax.tree.map(lambda _: ArrayLayout(), value)
+        return dataclasses.replace(made, packed=divided, block_scale=divided)
+    if isinstance(value, FP8Tensor):
+        scale = divided if rows else ArrayLayout()
+        return dataclasses.replace(value, values=divided, scale=scale)
+    return divided
+
+
 def divided_axes(variable: nnx.Variable) -> list[int | None]:
     """Return the divided axis of each array of a variable, None for those that are replicated."""
-    value, layout = variable.get_value(), find_layout(variable)
-    if layout is None:
-        return [None] * len(jax.tree.leaves(value))
-    axis = 0 if layout.axis == "rows" else 1
-    if isinstance(value, NVFP4Tensor):
-        scales = {name: None for name in ("global_scale", "global_divisor")}
-        axes = {"packed": axis, "block_scale": axis, **scales}
-    elif isinstance(value, FP8Tensor):
-        axes = {"values": axis, "scale": None if axis else 0}
-    else:
-        return [axis]
-    names = (field.name for field in dataclasses.fields(value))
-    return [axes[name] for name in names if name in axes and getattr(value, name) is not None]
+    made = array_layouts(variable.get_value(), find_layout(variable))
+    return [one.axis for one in jax.tree.leaves(made)]
 
 
 def variables(module: Any) -> list[nnx.Variable]:
@@ -149,10 +225,10 @@ def _take(leaf, spec: ShardSpec | None, index: int, shards: int, axis: int):
     if spec is None:
         return leaf[()]
     ranges = spec.ranges(leaf.shape[axis], index * spec.parts // shards)
-    pieces = [leaf[(*(slice(None),) * axis, own)] for own in ranges]
-    if len(pieces) == 1:
-        return pieces[0]
-    return (jnp if isinstance(pieces[0], jax.Array) else np).concatenate(pieces, axis)
+    segments = [leaf[(*(slice(None),) * axis, own)] for own in ranges]
+    if len(segments) == 1:
+        return segments[0]
+    return (jnp if isinstance(segments[0], jax.Array) else np).concatenate(segments, axis)
 
 
 def _take_linear(value: LinearWeights, spec, index, shards) -> LinearWeights:

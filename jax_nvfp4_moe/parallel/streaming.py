@@ -1,8 +1,8 @@
 """Experts from the host to their devices a few at a time, so that no layer is there twice.
 
-A piece is read, put on its devices, converted there, and written into the arrays of all experts,
-whose memory is given away and taken back; a thread reads the next one meanwhile. What is needed
-beside the layer is a few pieces.
+A chunk is a few experts. It is read, put on its devices, converted there, and written into the
+arrays of all experts, whose memory is donated and returned. A thread reads the next chunk
+meanwhile. So loading needs the layer and a few chunks.
 """
 
 import concurrent.futures
@@ -16,46 +16,47 @@ import numpy as np
 from jax import lax
 
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
-from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
+from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh
+from jax_nvfp4_moe.parallel.expert_specs import on_shards
 from jax_nvfp4_moe.scheme import Target
 
 Experts = TypeVar("Experts", MoEParams, DenseExperts)
 
-# Most bytes of a piece in one shard. A CPU has pieces and experts in one memory, and malloc keeps
-# what the conversion of pieces needed; a GPU wants few and large transfers.
+# Most bytes of a chunk in one shard. A CPU has chunks and experts in one memory, and malloc keeps
+# what the conversion of chunks needed; a GPU wants few and large transfers.
 _CPU_BYTES, _GPU_BYTES = 4 << 20, 64 << 20
 
 
-def piece_size(params: Any, count: int, target: Target, parts: int = 1) -> int:
-    """Return how many experts make a piece: a divisor of `count`, and at least one.
+def chunk_size(params: Any, count: int, target: Target, shards: int = 1) -> int:
+    """Return how many experts make a chunk: a divisor of `count`, and at least one.
 
     Args:
       params: `MoEParams` or `DenseExperts` of the whole layer.
       count: experts of one shard.
       target: the device that takes them.
-      parts: into how many shards an expert is cut.
+      shards: into how many an expert is divided.
     """
-    expert = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // params.num_experts // parts
+    expert = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // params.num_experts // shards
     largest = _CPU_BYTES if target.platform == "cpu" else _GPU_BYTES
     most = min(count, max(1, largest // max(1, expert)))
     return next(size for size in range(most, 0, -1) if count % size == 0)
 
 
-def join_pieces(
+def join_chunks(
     read: Callable[[int], Experts],
     count: int,
     step: int,
     layout: str | None,
     expert_mesh: ExpertMesh | None = None,
 ) -> Experts:
-    """Return the experts of all pieces, in `layout`.
+    """Return the experts of all chunks, in `layout`.
 
     Args:
-      read: first expert of a piece, counted in each shard -> that piece, canonical: numpy arrays
-        ``[step, ...]``, or ``[tensor, expert * step, ...]`` on the devices of a grid. Called in
-        another thread, where the caller's `jax.default_device` does not hold.
+      read: first expert of a chunk, counted in each shard -> that chunk, canonical: numpy arrays
+        ``[step, ...]``, or global arrays ``[expert * step, ...]`` on the devices of a mesh. Called
+        in another thread, where the caller's `jax.default_device` does not hold.
       count: experts of one shard, a multiple of `step`.
-      step: experts of a piece.
+      step: experts of a chunk.
       layout: name of that of the result; None leaves the arrays as they are.
       expert_mesh: of the shards; None for one device.
     """
@@ -63,37 +64,37 @@ def join_pieces(
     with concurrent.futures.ThreadPoolExecutor(1) as reader:
         coming = reader.submit(read, 0)
         for first in range(0, count, step):
-            piece = coming.result()
+            chunk = coming.result()
             if first + step < count:
                 coming = reader.submit(read, first + step)
-            piece = piece if expert_mesh else jax.device_put(piece)
+            chunk = chunk if expert_mesh else jax.device_put(chunk)
             if joined is None:
-                joined = _allocate(piece, count, layout, expert_mesh)
-            # No more than the piece that is read waits beside this one.
+                joined = _allocate(chunk, count, layout, expert_mesh)
+            # No more than the chunk that is read waits beside this one.
             joined = jax.block_until_ready(
-                _write(joined, piece, np.int32(first), layout, expert_mesh)
+                _write(joined, chunk, np.int32(first), layout, expert_mesh)
             )
     assert joined is not None
     return joined
 
 
 @functools.partial(jax.jit, static_argnames=("count", "layout", "expert_mesh"))
-def _allocate(piece, count, layout, expert_mesh):
-    """Return zeros for `count` experts a shard, like those of `piece` in `layout`."""
+def _allocate(chunk, count, layout, expert_mesh):
+    """Return zeros for `count` experts a shard, like those of `chunk` in `layout`."""
 
-    def make(piece):
-        made = jax.eval_shape(lambda: _convert(piece, layout))
+    def make(chunk):
+        made = jax.eval_shape(lambda: _convert(chunk, layout))
         return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape[1:]), leaf.dtype), made)
 
-    return on_shards(make, expert_mesh)(piece)
+    return on_shards(make, expert_mesh)(chunk)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "expert_mesh"), donate_argnames="joined")
-def _write(joined, piece, first, layout, expert_mesh):
-    """Return `joined`, its experts from `first` on being those of `piece` in `layout`."""
+def _write(joined, chunk, first, layout, expert_mesh):
+    """Return `joined`, its experts from `first` on being those of `chunk` in `layout`."""
 
-    def write(joined, piece):
-        return jax.tree.map(update, joined, _convert(piece, layout))
+    def write(joined, chunk):
+        return jax.tree.map(update, joined, _convert(chunk, layout))
 
     def update(whole, part):
         # As integers: XLA's CPU compiler converts a whole array of FP8 or bfloat16, forth and back.
@@ -102,24 +103,8 @@ def _write(joined, piece, first, layout, expert_mesh):
         updated = lax.dynamic_update_slice_in_dim(words, new, first, axis=0)
         return lax.bitcast_convert_type(updated, whole.dtype)
 
-    return on_shards(write, expert_mesh)(joined, piece)
+    return on_shards(write, expert_mesh)(joined, chunk)
 
 
 def _convert(experts, layout):
     return experts if layout is None else experts.to_layout(layout)
-
-
-def on_shards(run: Callable, expert_mesh: ExpertMesh | None) -> Callable:
-    """Return `run` as it runs on the experts ``[e, ...]`` of each shard; as it is without a grid.
-
-    Over a grid arrays are ``[tensor, e, ...]``, cut along these two.
-    """
-    if expert_mesh is None:
-        return run
-
-    def body(*args):
-        own = jax.tree.map(lambda leaf: leaf[0], args)
-        return jax.tree.map(lambda leaf: leaf[None], run(*own))
-
-    spec = expert_mesh.spec(TENSOR, EXPERT)
-    return lambda *args: expert_mesh.shard_map(body, (spec,) * len(args), spec)(*args)

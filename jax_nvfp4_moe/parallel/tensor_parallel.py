@@ -71,7 +71,7 @@ def _tie(leaf, layout: ShardLayout | None, axis: int | None):
     if layout is None or axis != 0 or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
     shards = lax.axis_size(TENSOR)
-    if all(parts == shards for _, parts in layout.pieces):
+    if all(parts == shards for _, parts in layout.segments):
         return leaf
     return _tied(layout, leaf)
 
@@ -86,11 +86,11 @@ def _tied_bar(layout, _, bar):
     shards, index = lax.axis_size(TENSOR), lax.axis_index(TENSOR)
     everyone = lax.all_gather(bar, TENSOR)
     summed, start = [], 0
-    for width, parts in layout.pieces:
+    for width, parts in layout.segments:
         mine = jnp.arange(shards) * parts // shards == index * parts // shards
-        piece = lax.slice_in_dim(everyone, start, start + width, axis=1)
-        keep = jnp.expand_dims(mine, range(1, piece.ndim))
-        summed.append(jnp.sum(jnp.where(keep, piece, jnp.zeros_like(piece)), axis=0))
+        segment = lax.slice_in_dim(everyone, start, start + width, axis=1)
+        keep = jnp.expand_dims(mine, range(1, segment.ndim))
+        summed.append(jnp.sum(jnp.where(keep, segment, jnp.zeros_like(segment)), axis=0))
         start += width
     return (jnp.concatenate(summed),)
 
@@ -231,14 +231,6 @@ def gather_columns(
         return lax.all_gather(run(part, x), TENSOR, axis=x.ndim - 1, tiled=True)
 
     return run_shards(expert_mesh, score, module, x)
-
-
-def first_shard_only(bias: Array) -> Array:
-    """Return a bias on the first shard along `tensor` and zeros on the others.
-
-    A linear whose columns are divided adds its bias once in the sum over the shards.
-    """
-    return jnp.where(lax.axis_index(TENSOR) == 0, bias, jnp.zeros_like(bias))
 
 
 def _add_up(y):

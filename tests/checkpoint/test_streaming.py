@@ -1,4 +1,4 @@
-"""Experts put on their device piece by piece: equal to the bit, and without a second layer."""
+"""Experts put on their device chunk by chunk: equal to the bit, and without a second layer."""
 
 import jax
 import numpy as np
@@ -26,26 +26,26 @@ def reader(params, step):
 
 @pytest.mark.parametrize("step", [1, 2, 6])
 @pytest.mark.parametrize("layout", [*LAYOUTS, None])
-def test_pieces_make_the_whole(params, layout, step):
-    made = streaming.join_pieces(reader(params, step), 6, step, layout)
+def test_chunks_make_the_whole(params, layout, step):
+    made = streaming.join_chunks(reader(params, step), 6, step, layout)
     expected = params if layout is None else jax.jit(lambda p: p.to_layout(layout))(params)
     assert jax.tree.structure(made) == jax.tree.structure(expected)
     for got, want in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
-def test_pieces_are_prepared_as_the_whole_is(params):
-    made = streaming.join_pieces(reader(params, 3), 6, 3, prepare(params).layout)
+def test_chunks_are_prepared_as_the_whole_is(params):
+    made = streaming.join_chunks(reader(params, 3), 6, 3, prepare(params).layout)
     jax.tree.map(np.testing.assert_array_equal, made, prepare(params))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_piece_is_written_in_place(params, layout):
-    """The program needs room for some pieces; a copy of the layer, or of one array, is more."""
+def test_a_chunk_is_written_in_place(params, layout):
+    """The program needs room for some chunks; a copy of the layer, or of one array, is more."""
     count = 600
-    piece = jax.device_put(reader(params, 1)(0))
-    joined = streaming._allocate(piece, count, layout, None)
-    program = streaming._write.lower(joined, piece, np.int32(0), layout, None).compile()
+    chunk = jax.device_put(reader(params, 1)(0))
+    joined = streaming._allocate(chunk, count, layout, None)
+    program = streaming._write.lower(joined, chunk, np.int32(0), layout, None).compile()
     memory = program.memory_analysis()
     assert memory is not None
     smallest = joined.down.block_scale.nbytes
@@ -53,22 +53,22 @@ def test_a_piece_is_written_in_place(params, layout):
     assert memory.temp_size_in_bytes < smallest
 
 
-def test_sizes_of_pieces(params):
+def test_sizes_of_chunks(params):
     """A divisor of the experts of a shard, at least one; larger on a GPU."""
     expert = params.nbytes // 6
     assert expert * 6 < streaming._CPU_BYTES
-    assert streaming.piece_size(params, 6, CPU) == 6
+    assert streaming.chunk_size(params, 6, CPU) == 6
     many = random_moe_params(jax.random.key(0), num_experts=1024, hidden=64, intermediate=64)
     most = streaming._CPU_BYTES // (many.nbytes // 1024)
-    assert streaming.piece_size(many, 1024, CPU) == max(
+    assert streaming.chunk_size(many, 1024, CPU) == max(
         n for n in range(1, most + 1) if 1024 % n == 0
     )
-    assert streaming.piece_size(many, 1021, CPU) == 1  # a prime, of more than fit
-    assert streaming.piece_size(many, 1024, GPU) == 1024
-    assert streaming.piece_size(many, 1024, CPU, 2) == 2 * streaming.piece_size(many, 1024, CPU)
+    assert streaming.chunk_size(many, 1021, CPU) == 1  # a prime, of more than fit
+    assert streaming.chunk_size(many, 1024, GPU) == 1024
+    assert streaming.chunk_size(many, 1024, CPU, 2) == 2 * streaming.chunk_size(many, 1024, CPU)
 
 
-def test_one_piece_is_read_ahead(monkeypatch, params):
+def test_one_chunk_is_read_ahead(monkeypatch, params):
     """While one is written the next is read, and no more; an error of a read is the caller's."""
     read, written = reader(params, 1), []
     alive = []
@@ -86,6 +86,6 @@ def test_one_piece_is_read_ahead(monkeypatch, params):
     original = streaming._write
     monkeypatch.setattr(streaming, "_write", write)
     with pytest.raises(OSError, match="the disk is gone"):
-        streaming.join_pieces(counted, 6, 1, None)
+        streaming.join_chunks(counted, 6, 1, None)
     assert len(alive) == 5
     assert max(alive) <= 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from host_devices import BOUND, NAMES, start
+from host_devices import BOUND, NAMES, SHAPES, start
 
 from jax_nvfp4_moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, decode_scale, dequantize, divide
@@ -93,6 +93,15 @@ def test_a_model_runs_on_all_four_shapes(figures, name):
     assert error <= BOUND
     cut = {"all-reduce": 2 + 2 + 1, "all-gather": 1}
     assert sent == ({"all-reduce": 2} if name == "8x1" else cut)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "deepseek_v3-direct", "kimi_k2"])
+def test_the_tree_of_a_model_does_not_depend_on_the_mesh(figures, name):
+    """Paths and dtypes are those of one device; devices that hold the same part agree on it."""
+    for shape in SHAPES:
+        same, differing = figures["trees"][f"{name} {shape}"]
+        assert same
+        assert differing == []
 
 
 def test_heads_with_sinks_and_biases(figures):
@@ -186,7 +195,7 @@ def test_a_sum_of_explicit_tokens_that_are_cut(figures):
 def test_gradients_over_a_mesh_equal_one_device(figures):
     """To tokens, weights and biases, with ids out of range; one device's are not zero.
 
-    Biases of parts are put together, that of down by adding: it counts in one part alone.
+    The bias of gate and up is put into the order of one device; that of down counts once.
     """
     assert len(figures["gradients"]) == 2 * 2 * 3
     for errors in figures["gradients"].values():

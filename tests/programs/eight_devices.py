@@ -30,6 +30,8 @@ import jax_nvfp4_moe.parallel.experts
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel import ExpertMesh, run_sharded
+from jax_nvfp4_moe.parallel.shard_order import join_shards
+from jax_nvfp4_moe.parallel.shard_spec import array_layouts, find_layout
 from jax_nvfp4_moe.testing import random_moe_params
 
 LAYER = {"num_experts": 16, "hidden": 64, "intermediate": 128}
@@ -107,9 +109,9 @@ def unshifted():
     """The error where ids are one off: the negative control of all others."""
     x, one, eight = tokens(24), block()(), block()(mesh=make_mesh((8, 1)))
     ids, weights = one.route(x)
-    experts = eight.experts.params.get_value()
+    experts, expert_mesh = eight.experts.params.get_value(), eight.experts.expert_mesh
     run = functools.partial(nvfp4.ops.moe_mlp, scheme="w4a16")
-    wrong = run_sharded(run, x, experts, (ids + 1) % 16, weights)
+    wrong = run_sharded(run, x, experts, (ids + 1) % 16, weights, expert_mesh=expert_mesh)
     return difference(wrong, one.experts(x, ids, weights))
 
 
@@ -245,8 +247,9 @@ def gradients():
         grad = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True, allow_int=True))
         (x_bar, chosen_bar, bars), y = grad(x, chosen, state)
         bars = bars["experts"]["params"].get_value()
-        bars = getattr(bars, "stacked", bars)
-        return [y, x_bar, chosen_bar, bars.gate_up_bias, bars.down_bias]
+        layout = find_layout(module.experts.params)
+        gate_up_bias = join_shards(bars.gate_up_bias, array_layouts(bars, layout).gate_up_bias)
+        return [y, x_bar, chosen_bar, gate_up_bias, bars.down_bias]
 
     for scheme in ("w4a16", "w4a4"):
         one = block(scheme=scheme)
@@ -255,20 +258,9 @@ def gradients():
             for kind, shape in (("Auto", (4, 1)), ("Explicit", (4, 1)), ("Auto", (2, 2))):
                 mesh = make_mesh(shape, AxisType[kind])
                 pairs = list(zip(run(one(mesh=mesh, dispatch=dispatch)), expected, strict=True))
-                errors = [difference(join_parts(a, b.shape), b) for a, b in pairs]
+                errors = [difference(a, b) for a, b in pairs]
                 figures[f"{scheme} {dispatch} {kind} {shape}"] = errors
     return figures
-
-
-def join_parts(array, shape):
-    """Return the whole array of a gradient: parts of gate and of up, or parts to be added."""
-    array = np.asarray(array)
-    if array.ndim == len(shape):
-        return array
-    parts, e, n = array.shape
-    if n == shape[1]:
-        return array.sum(axis=0)
-    return array.reshape(parts, e, 2, -1).transpose(1, 2, 0, 3).reshape(shape)
 
 
 def bytes_sent():

@@ -25,12 +25,15 @@ from host_devices import (
     call,
     collectives,
     compare,
+    describe,
     difference,
+    differing_copies,
     make_mesh,
     run_checks,
     tokens,
 )
 from jax.sharding import AxisType
+from unquantized import dequantized
 
 import jax_nvfp4_moe as nvfp4
 import jax_nvfp4_moe.parallel.dispatch
@@ -93,6 +96,28 @@ def synthetic():
                 figures["cache"] = cache
             figures["x".join(map(str, shape))] = [max(errors), collectives(compiled)]
         figures["read"] = bytes_read(folder)
+    return figures
+
+
+def trees():
+    """Paths and dtypes of a model's arrays over each mesh and on one device; copies that differ.
+
+    Figures are of a random model of NVFP4 experts, and of DeepSeek's attentions unquantized.
+    """
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_synthetic(f"{folder}/nvfp4", SIZES, algorithm="W4A16_NVFP4")
+        folders = {"nvfp4": f"{folder}/nvfp4"}
+        for name in ("deepseek_v3-direct", "kimi_k2"):
+            os.mkdir(f"{folder}/{name}")
+            folders[name] = dequantized(f"{name}-modelopt-w4a16", f"{folder}/{name}")
+        for name, path in folders.items():
+            load = functools.partial(nvfp4.load_model, path, dtype=jnp.float32)
+            expected = describe(load())
+            for shape in SHAPES:
+                model = load(mesh=make_mesh(shape))
+                same = describe(model) == expected
+                figures[f"{name} {shape}"] = [same, differing_copies(model)]
     return figures
 
 
@@ -246,6 +271,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         synthetic,
+        trees,
         exchanged_models,
         shared_experts,
         sinks,

@@ -22,12 +22,15 @@ from resized import write_resized
 from unquantized import dequantized
 
 import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.parallel.shard_order import to_one_device
 from jax_nvfp4_moe.parallel.shard_spec import find_layout
 
 SHARDS = 4
-# Two key heads for four shards and biases of outputs; a delta net of four key heads.
+# Two key heads for four shards and biases of outputs; latents beside queries without one; a delta
+# net of four key heads.
 SIZES = {
     "olmoe": ("olmoe-bias-modelopt-w4a16", None),
+    "deepseek_v3": ("deepseek_v3-direct-modelopt-w4a16", None),
     "qwen3_next": (
         "qwen3_next-options-modelopt-w4a16",
         {
@@ -40,19 +43,6 @@ SIZES = {
         },
     ),
 }
-
-
-def join_shards(array, layout, axis, shards):
-    """Return a divided array in the order that it has on one device."""
-    total, own = sum(width for width, _ in layout.pieces), array.shape[axis] // shards
-    joined, start = [], 0
-    for width, parts in layout.pieces:
-        width = width * own // total  # codes of NVFP4 share a byte, and blocks a scale
-        for part in range(parts):
-            first = part * shards // parts * own + start
-            joined.append(array[(*(slice(None),) * axis, slice(first, first + width))])
-        start += width
-    return np.concatenate(joined, axis)
 
 
 @nnx.jit
@@ -71,9 +61,7 @@ def flat(model, state):
     found = {}
     for path, gradient in nnx.to_flat_state(state):
         value, layout = gradient.get_value(), find_layout(variables[path])
-        if layout is not None:
-            axis = 0 if layout.axis == "rows" else 1
-            value = join_shards(value, layout, axis, SHARDS)
+        value = jax.jit(to_one_device, static_argnums=1)(value, layout)
         found[".".join(map(str, path))] = np.asarray(value, np.float64)
     return found
 
@@ -88,7 +76,7 @@ def copies_differ(state):
         axis = 0 if layout.axis == "rows" else 1
         blocks = np.split(np.asarray(gradient.get_value()), SHARDS, axis)
         start = 0
-        for width, parts in layout.pieces:
+        for width, parts in layout.segments:
             each = [np.take(block, range(start, start + width), axis) for block in blocks]
             for shard in range(SHARDS):
                 first = each[shard * parts // SHARDS * SHARDS // parts]

@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from given import PROGRAMS
 from jax.sharding import AxisType
 
@@ -69,6 +70,25 @@ def compare(make, x, shapes=SHAPES, kind=AxisType.Auto):
         error = difference(compiled(module, x), expected)
         figures["x".join(map(str, shape))] = [error, collectives(compiled)]
     return figures
+
+
+def describe(module):
+    """Return the path and the dtype of each array of a module."""
+    leaves = jax.tree.leaves_with_path(nnx.state(module))
+    return [[jax.tree_util.keystr(path), leaf.dtype.name] for path, leaf in leaves]
+
+
+def differing_copies(module):
+    """Return the paths of arrays of which two devices hold the same part with other values."""
+    found = []
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(module)):
+        parts = {}
+        for shard in leaf.addressable_shards:
+            values = np.asarray(shard.data).tobytes()
+            if parts.setdefault(str(shard.index), values) != values:
+                found.append(jax.tree_util.keystr(path))
+                break
+    return found
 
 
 def tokens(count, dtype=jnp.float32):

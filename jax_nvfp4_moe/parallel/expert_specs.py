@@ -1,0 +1,60 @@
+"""Where the arrays of an expert layer lie on a mesh, and functions that run on each shard."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, TENSOR, ExpertMesh
+from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, array_layouts
+
+
+def expert_specs(params: Any, expert_mesh: ExpertMesh) -> Any:
+    """Return `params` with each array replaced by its `PartitionSpec`.
+
+    Experts are divided along `expert`; rows of `gate_up` and columns of `down` along `tensor`.
+    `gate_up_input_scale` is replicated: dispatch rounds rows for experts of other shards.
+
+    Args:
+      params: `MoEParams` or `DenseExperts`.
+      expert_mesh: of the devices.
+    """
+    rows = ShardLayout("rows", ((1, expert_mesh.tensor),), expert_mesh.tensor)
+
+    def spec(layout):
+        if layout.axis is None:
+            return expert_mesh.spec(EXPERT)
+        return expert_mesh.spec(EXPERT, *(None,) * (layout.axis - 1), TENSOR)
+
+    specs = jax.tree.map(spec, array_layouts(params, rows))
+    if params.gate_up_input_scale is None:
+        return specs
+    return dataclasses.replace(specs, gate_up_input_scale=expert_mesh.spec())
+
+
+def on_shards(run: Callable, expert_mesh: ExpertMesh | None) -> Callable:
+    """Return `run` as it runs on the experts of each shard; as it is without a mesh.
+
+    Args:
+      run: maps experts to experts with the same arrays as the first of them, which may have another
+        layout.
+      expert_mesh: of the experts; None for one device.
+    """
+    if expert_mesh is None:
+        return run
+
+    def call(*args):
+        specs = tuple(expert_specs(params, expert_mesh) for params in args)
+        trees = []
+
+        def body(*args):
+            leaves, tree = jax.tree.flatten(run(*args))
+            trees.append(tree)
+            return leaves
+
+        # A layout changes static fields of the tree, but neither its arrays nor where they lie.
+        leaves = expert_mesh.shard_map(body, specs, jax.tree.leaves(specs[0]))(*args)
+        return trees[-1].unflatten(leaves)
+
+    return call
