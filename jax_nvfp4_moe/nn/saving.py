@@ -1,20 +1,20 @@
 """Save modules with their weights as they are, in a kernel's layout, and restore them: with Orbax.
 
-A folder holds ``arrays``, written by Orbax's `StandardCheckpointer`, and ``layouts.json``, which
-says in which layout, and which version of it, each NVFP4 weight stands. The record has another name
-until all arrays are written. If a module expects another layout, the weights are converted through
-the canonical one while they are restored.
+A folder holds ``arrays``, written by Orbax's `StandardCheckpointer`, and ``layouts.json``, the
+record. It says in which layout, and which version of it, each NVFP4 weight stands, and how a mesh
+divides each variable. The record has another name until all arrays are written. If a module expects
+another layout or lies on another mesh, its weights become canonical weights in the order of one
+device while they are restored, and then those of the module.
 """
 
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -22,15 +22,14 @@ from jax.experimental import multihost_utils
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_json
 from jax_nvfp4_moe.checkpoint.writing import PARTIAL, write_file
-from jax_nvfp4_moe.numerics.layouts import LAYOUTS as LAYOUT_NAMES
+from jax_nvfp4_moe.nn.resharding import convert, find_entries, find_stored, leaves, tensors
 from jax_nvfp4_moe.numerics.layouts import find_layout
-from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.parallel.processes import is_first
 
 ARRAYS = "arrays"
 LAYOUTS = "layouts.json"
 _UNFINISHED = LAYOUTS + PARTIAL
-_VERSION = 2
+_VERSION = 3
 _TEXT_BYTES = 1000  # of an error, between processes
 
 Saved = TypeVar("Saved")
@@ -45,7 +44,8 @@ def save(folder: str | pathlib.Path, module: Any) -> None:
     Args:
       folder: new or empty, or what a save left that did not come to its end, which is replaced.
       module: of this package, or any `nnx.Module` with modules of it inside; or `MoEParams`, an
-        `NVFP4Tensor`, any tree of them. Arrays may be sharded.
+        `NVFP4Tensor`, any tree of them. Arrays may be sharded. Only a module knows how a mesh
+        divides its weights: a tree comes back on the same number of shards alone.
 
     Raises:
       ValueError: `folder` is not empty; in all processes.
@@ -55,10 +55,10 @@ def save(folder: str | pathlib.Path, module: Any) -> None:
     import orbax.checkpoint  # on demand: heavy, and needed nowhere else
 
     folder = pathlib.Path(folder).expanduser().resolve()
-    trees = _trees(module)
-    record = json.dumps(_description(trees), indent=1)
+    entries = find_entries(module)
+    record = json.dumps(_description(entries), indent=1)
     _in_first_process(lambda: _begin(folder, record))
-    arrays = {name: leaf for _, leaves in _leaves(trees) for name, leaf in leaves}
+    arrays = {name: leaf for entry in entries for name, leaf in leaves(entry)}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / ARRAYS, arrays)
     _in_first_process(lambda: os.replace(folder / _UNFINISHED, folder / LAYOUTS))
@@ -68,7 +68,8 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
     """Restore what `save` wrote.
 
     Weights that were saved in another layout than `like` expects, such as that of another GPU's
-    kernel, are converted one at a time. ::
+    kernel, or on another mesh than that of `like`, are converted one variable at a time. No
+    checkpoint is read again. ::
 
       moe = nvfp4.restore(folder, nnx.eval_shape(lambda: NVFP4MoE(8, 64, 32, top_k=2, rngs=rngs)))
 
@@ -90,21 +91,18 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
 
     folder = pathlib.Path(folder).expanduser().resolve()
     record = read_json(folder, LAYOUTS)
-    trees = _trees(like)
-    stored = [(name, _as_stored(name, tree, record)) for name, tree in trees]
+    entries = find_entries(like)
+    stored = _find_stored(entries, record, folder)
     _check(record, _description(stored), folder)
-    abstract = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(leaf))
-        for _, leaves in _leaves(stored)
-        for name, leaf in leaves
-    }
+    abstract = {name: leaf for entry in stored for name, leaf in leaves(entry)}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore(folder / ARRAYS, abstract)
     values = []
-    for (_, tree), (_, before), (_, leaves) in zip(trees, stored, _leaves(stored), strict=True):
+    for entry, before in zip(entries, stored, strict=True):
         # Popped: what was read must not stay in memory beside what it is converted to.
-        read = [arrays.pop(name) for name, _ in leaves]
-        values.append(_convert(jax.tree.unflatten(jax.tree.structure(before), read), tree))
+        read = [arrays.pop(name) for name, _ in leaves(before)]
+        value = jax.tree.unflatten(jax.tree.structure(before.value), read)
+        values.append(convert(before._replace(value=value), entry))
     if not isinstance(like, nnx.Module):
         return values[0]
     graph, state = nnx.split(like)
@@ -151,74 +149,27 @@ def _in_first_process(action: Callable[[], None]) -> None:
         raise error
 
 
-def _sharding(leaf):
-    """Return where a leaf goes; arrays that were saved on other devices must go somewhere."""
-    default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
-    return getattr(leaf, "sharding", None) or default
+def _find_stored(entries, record, folder):
+    """Return `entries` as they were saved.
+
+    Raises:
+      CheckpointError: the shards of the record do not divide the variables; lists all.
+    """
+    stored, problems = [], []
+    for entry in entries:
+        try:
+            stored.append(find_stored(entry, record))
+        except (TypeError, ValueError) as error:
+            problems.append(f"{LAYOUTS}: shards of {entry.name}: {error}")
+    if problems:
+        raise CheckpointError(problems, str(folder))
+    return stored
 
 
-def _trees(module) -> list[tuple[str, Any]]:
-    """Return each variable's path and what it holds; a tree stands for itself."""
-    if not isinstance(module, nnx.Module):
-        return [("tree", module)]
-    found = nnx.to_flat_state(nnx.state(module))
-    return [("/".join(map(str, path)), variable.get_value()) for path, variable in found]
-
-
-def _is_tensor(value) -> bool:
-    return isinstance(value, NVFP4Tensor)
-
-
-def _as_stored(name, tree, record):
-    """Return `tree` with its NVFP4 tensors, abstract, in the layouts in which they were saved."""
-    layouts = record.get("layouts")
-    layouts = layouts if isinstance(layouts, dict) else {}
-
-    def replace(keys, value):
-        saved = layouts.get(name + jax.tree_util.keystr(keys))
-        saved = saved[0] if isinstance(saved, list) and saved else None
-        if not _is_tensor(value) or saved not in LAYOUT_NAMES or saved == value.layout:
-            return value
-        there = jax.eval_shape(lambda tensor: tensor.to_layout(saved), value)
-        # Layouts change the last two axes: what a sharding says of the others stays right.
-        return jax.tree.map(
-            lambda leaf, own: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=getattr(own, "sharding", None)
-            ),
-            there,
-            jax.tree.unflatten(jax.tree.structure(there), jax.tree.leaves(value)),
-        )
-
-    return jax.tree.map_with_path(replace, tree, is_leaf=_is_tensor)
-
-
-def _convert(tree, like):
-    """Return `tree` with its NVFP4 tensors in the layouts of `like`."""
-
-    def convert(value, own):
-        if not _is_tensor(value) or value.layout == own.layout:
-            return value
-        shardings = jax.tree.map(_sharding, own)
-        return jax.jit(lambda v: v.to_layout(own.layout), out_shardings=shardings)(value)
-
-    return jax.tree.map(convert, tree, like, is_leaf=_is_tensor)
-
-
-def _leaves(trees) -> list[tuple[str, list[tuple[str, Any]]]]:
-    """Return for each variable its path, and name -> array of all that it holds."""
-    found = []
-    for name, tree in trees:
-        leaves = jax.tree.leaves_with_path(tree)
-        found.append((name, [(name + jax.tree_util.keystr(keys), leaf) for keys, leaf in leaves]))
-    return found
-
-
-def _description(trees) -> dict[str, Any]:
+def _description(entries) -> dict[str, Any]:
     """Return what must agree between what is saved and what is restored; plain JSON."""
     arrays = {
-        name: [leaf.dtype.name, *leaf.shape]
-        for _, leaves in _leaves(trees)
-        for name, leaf in leaves
+        name: [leaf.dtype.name, *leaf.shape] for entry in entries for name, leaf in leaves(entry)
     }
     layouts = {
         name: [
@@ -227,16 +178,10 @@ def _description(trees) -> dict[str, Any]:
             tensor.rows,
             tensor.columns,
         ]
-        for name, tensor in _tensors(trees)
+        for name, tensor in tensors(entries)
     }
-    return {"version": _VERSION, "layouts": layouts, "arrays": arrays}
-
-
-def _tensors(trees) -> Iterator[tuple[str, NVFP4Tensor]]:
-    for name, tree in trees:
-        for keys, value in jax.tree.leaves_with_path(tree, is_leaf=_is_tensor):
-            if _is_tensor(value):
-                yield name + jax.tree_util.keystr(keys), value
+    shards = {entry.name: list(entry.shards) for entry in entries if entry.shards is not None}
+    return {"version": _VERSION, "layouts": layouts, "shards": shards, "arrays": arrays}
 
 
 def _check(saved, expected, folder):

@@ -1,0 +1,182 @@
+"""Saved weights in the layouts and on the mesh of the module that takes them.
+
+An `Entry` is one variable of a module. From the record of a folder `find_stored` tells in which
+layouts and on which shards the variable was saved; `convert` makes the module's of what was read.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_nvfp4_moe.numerics.layouts import LAYOUTS
+from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.parallel.shard_order import is_tensor, to_one_device, to_shards
+from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, find_layout
+
+
+class Entry(NamedTuple):
+    """One variable of a module, or a whole tree.
+
+    Attributes:
+      name: path of the variable.
+      value: what it holds: arrays, or what stands for them.
+      shards: how a mesh divides it; None where every device holds all of it.
+    """
+
+    name: str
+    value: Any
+    shards: ShardLayout | None
+
+
+def find_entries(module: Any) -> list[Entry]:
+    """Return the variables of a module; a tree stands for itself."""
+    if not isinstance(module, nnx.Module):
+        return [Entry("tree", module, None)]
+    return [
+        Entry("/".join(map(str, path)), variable.get_value(), find_layout(variable))
+        for path, variable in nnx.to_flat_state(nnx.state(module))
+    ]
+
+
+def find_stored(entry: Entry, record: Mapping[str, Any]) -> Entry:
+    """Return an entry, abstract, in the layouts and on the shards in which it was saved.
+
+    Args:
+      entry: of the module that is restored.
+      record: of a folder; what it lacks is as in `entry`.
+
+    Raises:
+      TypeError, ValueError: the shards of the record do not divide the variable.
+    """
+    layouts, shards = (_table(record, kind) for kind in ("layouts", "shards"))
+    names = tuple(_saved_layout(layouts, name, tensor) for name, tensor in tensors([entry]))
+    saved = _read_shards(shards.get(entry.name))
+    return Entry(entry.name, _abstract(entry, saved, names), saved)
+
+
+def _table(record, kind):
+    found = record.get(kind)
+    return found if isinstance(found, dict) else {}
+
+
+def _saved_layout(layouts, name, tensor) -> str:
+    """Return the layout in which a tensor was saved; its own where the record has none that is."""
+    saved = layouts.get(name)
+    saved = saved[0] if isinstance(saved, list) and saved else None
+    return saved if saved in LAYOUTS else tensor.layout
+
+
+def _read_shards(saved) -> ShardLayout | None:
+    """Return how a variable was divided, from the record.
+
+    Raises:
+      TypeError, ValueError: the record says something else.
+    """
+    if saved is None:
+        return None
+    axis, segments, shards = saved
+    numbers = [shards, *(number for segment in segments for number in segment)]
+    pairs = tuple((width, parts) for width, parts in segments)
+    positive = all(isinstance(number, int) and number > 0 for number in numbers)
+    if axis not in ("rows", "columns") or not pairs or not positive:
+        raise ValueError(f"expected an axis, pairs of numbers and a number, got {saved}")
+    return ShardLayout(axis, pairs, shards)
+
+
+def _reorder(value, here: ShardLayout | None, there: ShardLayout | None, names: tuple[str, ...]):
+    """Return the value of a variable that `here` divides as `there` divides it.
+
+    Args:
+      value: in any layouts.
+      here, there: None: every device holds all of it.
+      names: the layout of each NVFP4 tensor in the result.
+    """
+    return to_shards(to_one_device(value, here), there, names)
+
+
+def _layout_names(value) -> tuple[str, ...]:
+    return tuple(tensor.layout for _, tensor in tensors([Entry("", value, None)]))
+
+
+def _abstract(entry, shards, names):
+    """Return what stands for the arrays of `entry` as they were saved, and where they go."""
+    plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), entry.value)
+    if (shards, names) == (entry.shards, _layout_names(entry.value)):
+        return jax.tree.map(_struct, plain, jax.tree.map(_sharding, entry.value))
+    made = jax.eval_shape(lambda value: _reorder(value, entry.shards, shards, names), plain)
+    arrays, tree = jax.tree.flatten(made)
+    owners = jax.tree.leaves(entry.value)
+    return tree.unflatten(
+        [
+            _struct(leaf, _fitting_sharding(own, leaf.shape))
+            for leaf, own in zip(arrays, owners, strict=True)
+        ]
+    )
+
+
+def _struct(leaf, sharding):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _sharding(leaf):
+    """Return where a leaf goes; arrays that were saved on other devices must go somewhere."""
+    default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
+    return getattr(leaf, "sharding", None) or default
+
+
+def _auto_sharding(leaf):
+    """Return where a leaf goes, on Auto axes: XLA finds out what devices send to each other."""
+    own = _sharding(leaf)
+    if not isinstance(own, NamedSharding):
+        return own
+    mesh = own.mesh
+    assert isinstance(mesh, Mesh)
+    axes = (AxisType.Auto,) * len(mesh.axis_names)
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names, axis_types=axes), own.spec)
+
+
+def _fitting_sharding(leaf, shape):
+    """Return where an array of `shape` goes that is converted to `leaf`.
+
+    Axes that the mesh of `leaf` does not divide are replicated until then.
+    """
+    own = _auto_sharding(leaf)
+    if not isinstance(own, NamedSharding):
+        return own
+    fits = []
+    for size, axes in zip(shape, own.spec, strict=False):
+        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        count = np.prod([own.mesh.shape[name] for name in names], dtype=np.int64)
+        fits.append(axes if size % count == 0 else None)
+    return NamedSharding(own.mesh, PartitionSpec(*fits))
+
+
+def convert(stored: Entry, like: Entry) -> Any:
+    """Return the value of `stored` in the layouts and on the shards of `like`."""
+    names = _layout_names(like.value)
+    if (stored.shards, _layout_names(stored.value)) == (like.shards, names):
+        return stored.value
+    reorder = jax.jit(
+        _reorder, static_argnums=(1, 2, 3), out_shardings=jax.tree.map(_auto_sharding, like.value)
+    )
+    converted = reorder(stored.value, stored.shards, like.shards, names)
+    return jax.device_put(converted, jax.tree.map(_sharding, like.value))
+
+
+def leaves(entry: Entry) -> list[tuple[str, Any]]:
+    """Return name -> array of all that a variable holds."""
+    found = jax.tree.leaves_with_path(entry.value)
+    return [(entry.name + jax.tree_util.keystr(keys), leaf) for keys, leaf in found]
+
+
+def tensors(entries: Sequence[Entry]) -> Iterator[tuple[str, NVFP4Tensor]]:
+    """Return path and value of each NVFP4 tensor of all entries."""
+    for entry in entries:
+        for keys, value in jax.tree.leaves_with_path(entry.value, is_leaf=is_tensor):
+            if is_tensor(value):
+                yield entry.name + jax.tree_util.keystr(keys), value

@@ -1,0 +1,99 @@
+"""The order of entries on a mesh: what each shard holds, and the way back; on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, NVFP4Tensor, quantize
+from jax_nvfp4_moe.parallel.shard_order import to_one_device, to_shards
+from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, array_layouts
+from jax_nvfp4_moe.testing import random_moe_params
+
+PARAMS = random_moe_params(jax.random.key(0), num_experts=3, hidden=80, intermediate=96)
+HALVES = ShardLayout("rows", ((48, 2), (48, 2)), 2)  # gate and up rows of two shards
+
+
+def same(first, second):
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("layout", ["canonical", "cpu_16x16", "mma_64x64", "fp4_64x64"])
+def test_each_shard_has_the_layout_of_its_own_sizes(layout):
+    """Also where the layout pads 48 columns of a shard to 64."""
+    names = PARAMS.to_layout(layout).gate_up.layout, layout
+    divided = to_shards(PARAMS, HALVES, names)
+    rows = np.r_[48:96, 144:192]  # of shard 1
+    own = [
+        jax.tree.map(lambda x: x[:, rows], (PARAMS.gate_up.packed, PARAMS.gate_up.block_scale)),
+        (PARAMS.down.packed[..., 24:], PARAMS.down.block_scale[..., 3:]),
+    ]
+    scales = PARAMS.gate_up.global_scale, PARAMS.down.global_scale
+    for (packed, block_scale), scale, name, axis, tensor in zip(
+        own, scales, names, (1, 2), (divided.gate_up, divided.down), strict=True
+    ):
+        wanted = NVFP4Tensor(packed, block_scale, scale).to_layout(name)
+        assert (tensor.rows, tensor.columns) == (wanted.rows, wanted.columns)
+        for array, part in (
+            (tensor.packed, wanted.packed),
+            (tensor.block_scale, wanted.block_scale),
+        ):
+            shard = jnp.split(array, 2, axis)[1]
+            np.testing.assert_array_equal(np.asarray(shard), np.asarray(part))
+    same(to_one_device(divided, HALVES), PARAMS)
+
+
+def test_segments_that_shards_share():
+    """Queries of four shards, keys of which two shards hold the same half, and a bias of all."""
+    layout = ShardLayout("rows", ((2, 4), (3, 2), (1, 1)), 4)
+    rows = jnp.arange(8 + 6 + 1)
+    divided = to_shards(rows, layout, ())
+    np.testing.assert_array_equal(
+        divided.reshape(4, 6),
+        [
+            [0, 1, 8, 9, 10, 14],
+            [2, 3, 8, 9, 10, 14],
+            [4, 5, 11, 12, 13, 14],
+            [6, 7, 11, 12, 13, 14],
+        ],
+    )
+    np.testing.assert_array_equal(to_one_device(divided, layout), rows)
+
+
+def test_columns_of_a_tensor():
+    tensor = quantize(jax.random.normal(jax.random.key(0), (32, 64)))
+    layout = ShardLayout("columns", ((16, 4),), 4)
+    divided = to_shards(tensor, layout, ("mma_64x64",))
+    assert (divided.rows, divided.columns) == (32, 16)
+    same(to_one_device(divided, layout), tensor)
+
+
+def test_experts_in_fp8():
+    """Scales of the rows of gate and up go with them; those of down belong to all shards."""
+
+    def matrices(n, k):
+        values = jnp.arange(2 * n * k, dtype=jnp.float32).reshape(2, n, k) % 240
+        scale = jnp.arange(2 * n, dtype=jnp.float32).reshape(2, n)
+        return FP8Tensor(values.astype(jnp.float8_e4m3fn), scale)
+
+    experts = DenseExperts(matrices(16, 4), matrices(4, 8), jnp.arange(32.0).reshape(2, 16))
+    layout = ShardLayout("rows", ((4, 2), (4, 2)), 2)
+    divided = to_shards(experts, layout, ())
+    order = np.r_[0:4, 8:12, 4:8, 12:16]
+    np.testing.assert_array_equal(divided.gate_up.scale, experts.gate_up.scale[:, order])
+    np.testing.assert_array_equal(divided.gate_up_bias, experts.gate_up_bias[:, order])
+    np.testing.assert_array_equal(divided.down.scale, experts.down.scale)
+    same(to_one_device(divided, layout), experts)
+    axes = [layout.axis for layout in jax.tree.leaves(array_layouts(experts, layout))]
+    assert axes == [1, 1, 2, None, 1]
+
+
+def test_segments_that_do_not_divide():
+    layout = ShardLayout("rows", ((3, 2),), 2)
+    with pytest.raises(ValueError, match="segments: expected such that divide an axis of 7"):
+        to_shards(jnp.zeros(7), layout, ())
+    with pytest.raises(ValueError, match="array: expected shape that"):
+        to_one_device(jnp.zeros(7), layout)
