@@ -18,7 +18,7 @@ from provenance import provenance, write_page
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.inference import balance
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
-from jax_nvfp4_moe.parallel.placement import imbalance, place, unplaced
+from jax_nvfp4_moe.parallel.placement import balance_experts, imbalance, unplaced
 
 HERE = pathlib.Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "jax_nvfp4_moe" / "examples" / "tiny-python-moe"
@@ -40,7 +40,9 @@ def measure_routing(experts, top_k, exponent, devices, physical, tokens=TOKENS) 
     ids = zipf_routing(experts, tokens, top_k, exponent)
     seen, new = np.split(ids, 2)
     load = np.bincount(seen.ravel(), minlength=experts)
-    after = [imbalance(place(load, devices, p).routed_load(new)) for p in (experts, physical)]
+    after = [
+        imbalance(balance_experts(load, devices, p).routed_load(new)) for p in (experts, physical)
+    ]
     before = imbalance(unplaced(experts, devices).routed_load(new))
     routing = f"Zipf, s = {exponent}, {experts} experts, top {top_k}"
     return _row(routing, devices, physical, [before], *([x] for x in after))
@@ -53,8 +55,8 @@ def measure_model(model, ids, devices, physical) -> dict:
     found = []
     for place_row in (
         lambda row: unplaced(row.size, devices),
-        lambda row: place(row, devices),
-        lambda row: place(row, devices, physical),
+        lambda row: balance_experts(row, devices),
+        lambda row: balance_experts(row, devices, physical),
     ):
         balance.place_model(model, [place_row(row) for row in load])
         found.append([imbalance(row) for row in balance.device_load(model, new, devices)])

@@ -1,4 +1,4 @@
-"""The form of compressed-tensors (llm-compressor): NVFP4 packed, and FP8 beside it.
+"""The format of compressed-tensors (llm-compressor): NVFP4 packed, and FP8 beside it.
 
 NVFP4: ``w = e2m1 * (float32(weight_scale) / weight_global_scale)`` and the same sense for
 ``input_global_scale``: both scalars divide. FP8: ``w = e4m3 * weight_scale``, one of the matrix or
@@ -16,9 +16,9 @@ from jax_nvfp4_moe.checkpoint.formats import (
     KVCache,
     TensorNames,
     check_group_size,
+    equivalent_names,
     names_in,
     object_in,
-    spellings,
 )
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -54,7 +54,7 @@ class _Matcher:
 
     def find(self, module: str) -> str | None:
         """Return the entry that matches `module`: a name first, then the first pattern."""
-        names = spellings(module)
+        names = equivalent_names(module)
         for name in names:
             if name in self._names:
                 return name
@@ -135,7 +135,7 @@ class _Group:
 
 
 class CompressedTensorsRules:
-    """`forms.Rules` of ``config_groups`` and ``ignore``."""
+    """`formats.Rules` of ``config_groups`` and ``ignore``."""
 
     def __init__(self, section: Mapping[str, Any], source: str):
         self.source = source

@@ -91,7 +91,7 @@ def plan_dense_experts(
 
 def _plan_dense_one(planner, module, weight, bias, at, n):
     planner.take(f"{module}.weight", FLOATS, (n, weight.shape[-1]))
-    weight.pieces.append(TensorSlice(f"{module}.weight", at))
+    weight.slices.append(TensorSlice(f"{module}.weight", at))
     planner.ignore([f"{module}.{planner.names.input_global}"], "input scales of dense modules")
     _plan_bias(planner, module, bias, at, n)
 
@@ -99,7 +99,7 @@ def _plan_dense_one(planner, module, weight, bias, at, n):
 def _plan_bias(planner, module, bias, at, n):
     if bias is not None:
         planner.take(f"{module}.bias", FLOATS, (n,))
-        bias.pieces.append(TensorSlice(f"{module}.bias", at))
+        bias.slices.append(TensorSlice(f"{module}.bias", at))
 
 
 def _plan_dense_stack(planner, stem, weight, inputs_first, alternate, dtypes=FLOATS):
@@ -114,7 +114,7 @@ def _plan_dense_stack(planner, stem, weight, inputs_first, alternate, dtypes=FLO
             f"{quoted(stem)} may be [e, n, k] or [e, k, n] with n = {n} and k = {k}: ambiguous"
         )
     planner.take(stem, dtypes, shapes[bool(swapped)])
-    weight.pieces += stack(stem, e, bool(swapped), alternate)
+    weight.slices += stack(stem, e, bool(swapped), alternate)
 
 
 def plan_fp8_experts(
@@ -181,16 +181,18 @@ def _plan_fp8_stack(planner, stem, matrices, checkpoint_scheme, inputs_first, al
     single = [(), (1,), (e,), (e, 1), (e, 1, 1)]
     info = planner.take(scale, FLOATS, *single, (e, n), (e, n, 1), (e, 1, n))
     if info is None or math.prod(info.shape) == 1:
-        matrices.scale.pieces.append(TensorSlice(scale, shape=()))
+        matrices.scale.slices.append(TensorSlice(scale, shape=()))
     elif info.shape in single:
-        matrices.scale.pieces.append(TensorSlice(scale, shape=(e, 1)))
+        matrices.scale.slices.append(TensorSlice(scale, shape=(e, 1)))
     else:
-        pieces = stack(scale, e, False, alternate)
+        slices = stack(scale, e, False, alternate)
         if alternate is not None and len(info.shape) == 3:
             planner.problems.append(
                 f"{quoted(scale)}: {info} with alternating rows is not supported; expected [e, n]"
             )
-        matrices.scale.pieces += [dataclasses.replace(piece, shape=(e, -1)) for piece in pieces]
+        matrices.scale.slices += [
+            dataclasses.replace(tensor_slice, shape=(e, -1)) for tensor_slice in slices
+        ]
     name = f"{stem}{join}{FP8_INPUT_SCALE}"
     info = planner.find(name)
     spread = () if info is None or math.prod(info.shape) == 1 else (e, 1)

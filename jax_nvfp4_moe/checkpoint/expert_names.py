@@ -90,11 +90,11 @@ def plan_stacked_bias(
         return
     name = f"{stem}.bias" if f"{stem}.bias" in planner.tensors else f"{stem}_bias"
     planner.take(name, FLOATS, bias.shape)
-    bias.pieces += stack(name, bias.shape[0], False, alternate)
+    bias.slices += stack(name, bias.shape[0], False, alternate)
 
 
 def stack(name: str, e: int, swapped: bool, alternate: int | None) -> list[TensorSlice]:
-    """Return the pieces that fill ``[e, n, ...]`` from the tensor `name` of all `e` experts.
+    """Return the slices that fill ``[e, n, ...]`` from the tensor `name` of all `e` experts.
 
     Args:
       name: of the tensor.

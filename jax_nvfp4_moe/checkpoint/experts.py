@@ -107,7 +107,7 @@ def _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme):
 
 
 def _empty_plan(prefix, sizes) -> ExpertPlan:
-    """Return buffers without pieces."""
+    """Return buffers without slices."""
     e, h, i = sizes.num_experts, sizes.hidden, sizes.intermediate
     plan = ExpertPlan(
         None,
@@ -196,15 +196,15 @@ def _plan_one(planner, module, checkpoint_scheme, matrices, at, part, shape):
     planner.take_packed(f"{module}.{names.packed}", n, k)
     planner.take(f"{module}.{names.block_scale}", ["F8_E4M3"], (n, k // BLOCK))
     planner.take(f"{module}.{names.weight_global}", ["F32"], (), (1,))
-    matrices.packed.pieces.append(TensorSlice(f"{module}.{names.packed}", at))
-    matrices.block_scale.pieces.append(TensorSlice(f"{module}.{names.block_scale}", at))
+    matrices.packed.slices.append(TensorSlice(f"{module}.{names.packed}", at))
+    matrices.block_scale.slices.append(TensorSlice(f"{module}.{names.block_scale}", at))
     scalar = at[:1] if len(matrices.weight_global.shape) == 1 else (at[0], part)
-    matrices.weight_global.pieces.append(TensorSlice(f"{module}.{names.weight_global}", scalar, ()))
+    matrices.weight_global.slices.append(TensorSlice(f"{module}.{names.weight_global}", scalar, ()))
     place = TensorSlice("", (at[0], part), ())
     planner.input_scale(matrices, f"{module}.{names.input_global}", place, checkpoint_scheme)
     if matrices.bias is not None:
         planner.take(f"{module}.bias", FLOATS, (n,))
-        matrices.bias.pieces.append(TensorSlice(f"{module}.bias", at))
+        matrices.bias.slices.append(TensorSlice(f"{module}.bias", at))
 
 
 def _plan_stacked(planner, prefix, sizes, plan):
@@ -250,15 +250,15 @@ def _plan_stack(planner, stored, checkpoint_scheme, matrices, shape, alternate):
         shapes = [(e, n, columns), (e, columns, n)]
         # Where neither order is known both are named, as what was expected.
         planner.take(name, [dtype], *(shapes if swapped is None else [shapes[swapped]]))
-        buffer.pieces += stack(name, e, bool(swapped), alternate)
+        buffer.slices += stack(name, e, bool(swapped), alternate)
     parts = matrices.input_global.shape[-1]
     name = stem + names.weight_global
     info = planner.take(name, ["F32"], *_global_shapes(e, parts))
-    piece = TensorSlice(name, shape=_global_shape(info, e))
+    tensor_slice = TensorSlice(name, shape=_global_shape(info, e))
     whole = matrices.weight_global
-    if piece.shape and len(whole.shape) == 1:
-        piece = dataclasses.replace(piece, shape=(e,))
-    whole.pieces.append(piece)
+    if tensor_slice.shape and len(whole.shape) == 1:
+        tensor_slice = dataclasses.replace(tensor_slice, shape=(e,))
+    whole.slices.append(tensor_slice)
     name = stem + names.input_global
     place = TensorSlice("", shape=_global_shape(planner.find(name), e))
     planner.input_scale(matrices, name, place, checkpoint_scheme, *_global_shapes(e, parts))

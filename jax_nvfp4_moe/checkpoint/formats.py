@@ -1,4 +1,4 @@
-"""What the checkpoint forms have in common: tensor names as a record, schemes by module name."""
+"""What the checkpoint formats have in common: tensor names as a record, schemes by module name."""
 
 import dataclasses
 import re
@@ -30,13 +30,13 @@ _FUSED = {
 _LOADED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _SPARSE = ".block_sparse_moe."
 _GARBAGE = re.compile(r"\0[^*]*")
-# The name of the weight's scale of an FP8 linear, and that of its activations, in all forms.
+# The name of the weight's scale of an FP8 linear, and that of its activations, in all formats.
 FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """How a checkpoint form stores one quantized linear, ``MODULE.NAME`` for each name.
+    """How a checkpoint format stores one quantized linear, ``MODULE.NAME`` for each name.
 
     Attributes:
       packed: uint8 ``[n, k/2]``, low nibble = even k.
@@ -113,7 +113,7 @@ class Rules(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFormat:
-    """A checkpoint form: how to recognize, parse and read it.
+    """A checkpoint format: how to recognize, parse and read it.
 
     Attributes:
       name: for messages.
@@ -129,13 +129,13 @@ class CheckpointFormat:
     parse: Callable[[Mapping[str, Any], str], Rules | None]
 
     def claims(self, quant_method: Any) -> bool:
-        """Whether `quant_method`, from a file, means this form."""
+        """Whether `quant_method`, from a file, means this format."""
         return isinstance(quant_method, str) and (
             quant_method == self.quant_method or quant_method.startswith(self.quant_method + "_")
         )
 
 
-def spellings(module: str) -> list[str]:
+def equivalent_names(module: str) -> list[str]:
     """Return the names by which a config may mean `module`, its own first.
 
     Exporters disagree on where the language model sits, even with their own files, and may name

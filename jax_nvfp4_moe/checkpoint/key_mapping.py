@@ -64,7 +64,7 @@ class KeyMapping:
         return CANONICAL + rest
 
 
-def find_spelling(names: Iterable[str], problems: list[str]) -> KeyMapping:
+def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
     """Find how a file spells its language model.
 
     Args:

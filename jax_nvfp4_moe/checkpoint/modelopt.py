@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's checkpoint form: a file of its own or a section of ``config.json``.
+"""NVIDIA ModelOpt's checkpoint format: a file of its own or a section of ``config.json``.
 
 NVFP4: ``w = e2m1 * (float32(weight_scale) * weight_scale_2)`` and the same sense for
 ``input_scale``. FP8: ``w = e4m3 * weight_scale``.
@@ -18,11 +18,11 @@ from jax_nvfp4_moe.checkpoint.formats import (
     TensorNames,
     check_group_size,
     clean_name,
+    equivalent_names,
     names_in,
     object_in,
     parents,
     shards,
-    spellings,
 )
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -59,7 +59,7 @@ class _Exclusions:
 
     def find(self, module: str) -> str | None:
         """Return what excludes `module` as it stands in the file, None if nothing does."""
-        found = next(filter(None, map(self._match, spellings(module))), None)
+        found = next(filter(None, map(self._match, equivalent_names(module))), None)
         return found and f"{self._source} {quoted(found)}"
 
     def _match(self, name):
@@ -77,7 +77,7 @@ class _Exclusions:
 
 
 class ModelOptRules:
-    """`forms.Rules` of one algorithm for all modules but the excluded."""
+    """`formats.Rules` of one algorithm for all modules but the excluded."""
 
     def __init__(
         self, source: str, summary: str, exclusions: _Exclusions, kv_cache: KVCache | None
@@ -101,7 +101,7 @@ class ModelOptRules:
 
 
 class MixedRules(ModelOptRules):
-    """`forms.Rules` of a table module -> algorithm; modules that it does not name are dense."""
+    """`formats.Rules` of a table module -> algorithm; modules that it does not name are dense."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class MixedRules(ModelOptRules):
         self._parsed: dict[str, Decision] = {}
 
     def _decide(self, module):
-        names = spellings(module)
+        names = equivalent_names(module)
         for name in names:
             for key in (name, *parents(name)):
                 if key in self._layers:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config
-from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_spelling
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_key_mapping
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 
@@ -54,7 +54,7 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
         problems += error.problems
     try:
         tensors = open_tensors(folder)
-        key_mapping = find_spelling(tensors.names(), problems)
+        key_mapping = find_key_mapping(tensors.names(), problems)
         renamed = canonical_names(tensors.names(), key_mapping, problems)
     except CheckpointError as error:
         problems += error.problems

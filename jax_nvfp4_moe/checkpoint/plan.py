@@ -59,13 +59,13 @@ class Buffer:
 
     Attributes:
       shape: of the array.
-      dtype: of the array; pieces stored in another are converted.
-      pieces: what fills it; elements that no piece covers are NaN.
+      dtype: of the array; slices stored in another are converted.
+      slices: what fills it; elements that no slice covers are NaN.
     """
 
     shape: Shape
     dtype: np.dtype
-    pieces: list[TensorSlice] = dataclasses.field(default_factory=list)
+    slices: list[TensorSlice] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -267,7 +267,7 @@ class Planner:
 
         Args:
           module: holds ``weight``, and ``weight_scale``: one number, or one of each row.
-          matrices: takes the pieces.
+          matrices: takes the slices.
           checkpoint_scheme: how activations enter the product.
           shape: n and k.
           at: index of the rows.
@@ -278,13 +278,13 @@ class Planner:
         self.take(f"{module}.weight", ["F8_E4M3"], shape)
         info = self.take(scale, FLOATS, (), (1,), (1, 1), (n,), (n, 1))
         single = info is None or math.prod(info.shape) == 1
-        matrices.values.pieces.append(TensorSlice(f"{module}.weight", at))
-        matrices.scale.pieces.append(TensorSlice(scale, at, () if single else (n,)))
-        piece = TensorSlice("", place, ())
-        self.input_scale(matrices, f"{module}.{FP8_INPUT_SCALE}", piece, checkpoint_scheme)
+        matrices.values.slices.append(TensorSlice(f"{module}.weight", at))
+        matrices.scale.slices.append(TensorSlice(scale, at, () if single else (n,)))
+        tensor_slice = TensorSlice("", place, ())
+        self.input_scale(matrices, f"{module}.{FP8_INPUT_SCALE}", tensor_slice, checkpoint_scheme)
 
     def cache_scale(self, prefix: str, name: str, heads: int) -> Buffer:
-        """Plan the scale of what `prefix` keeps as `name`, "k" or "v"; no piece if there is none.
+        """Plan the scale of what `prefix` keeps as `name`, "k" or "v"; no slice if there is none.
 
         Returns:
           float32 ``[heads]``.
@@ -297,7 +297,7 @@ class Planner:
                 lengths += [(heads, *(1,) * axes) for axes in range(3)]
                 info = self.take(found, FLOATS, *lengths)
                 single = info is None or math.prod(info.shape) == 1
-                buffer.pieces.append(TensorSlice(found, shape=() if single else (heads,)))
+                buffer.slices.append(TensorSlice(found, shape=() if single else (heads,)))
                 break
         return buffer
 
@@ -334,9 +334,9 @@ class Planner:
         self.take_packed(f"{prefix}.{names.packed}", n, k)
         self.take(f"{prefix}.{names.block_scale}", ["F8_E4M3"], (n, k // BLOCK))
         self.take(f"{prefix}.{names.weight_global}", ["F32"], (), (1,))
-        matrices.packed.pieces.append(TensorSlice(f"{prefix}.{names.packed}"))
-        matrices.block_scale.pieces.append(TensorSlice(f"{prefix}.{names.block_scale}"))
-        matrices.weight_global.pieces.append(
+        matrices.packed.slices.append(TensorSlice(f"{prefix}.{names.packed}"))
+        matrices.block_scale.slices.append(TensorSlice(f"{prefix}.{names.block_scale}"))
+        matrices.weight_global.slices.append(
             TensorSlice(f"{prefix}.{names.weight_global}", shape=())
         )
         self.input_scale(
@@ -352,16 +352,16 @@ class Planner:
         self,
         matrices: Matrices | FP8Matrices,
         name: str,
-        piece: TensorSlice,
+        tensor_slice: TensorSlice,
         checkpoint_scheme: CheckpointScheme,
         *shapes: Shape,
     ) -> None:
-        """Plan the input scale `name`, which may be missing, at `piece`.
+        """Plan the input scale `name`, which may be missing, at `tensor_slice`.
 
         Args:
-          matrices: takes the piece; without a buffer where the scale is not wanted.
+          matrices: takes the slice; without a buffer where the scale is not wanted.
           name: of the tensor.
-          piece: its place.
+          tensor_slice: its place.
           checkpoint_scheme: scheme of the module.
           shapes: allowed ones; one number where none is given.
         """
@@ -376,13 +376,13 @@ class Planner:
             name, _SCALE_TYPES[type(checkpoint_scheme)], *(shapes or ((), (1,), (1, 1)))
         ):
             assert matrices.input_global is not None
-            matrices.input_global.pieces.append(dataclasses.replace(piece, name=name))
+            matrices.input_global.slices.append(dataclasses.replace(tensor_slice, name=name))
 
     def check_calibrated(
         self, matrices: Matrices | FP8Matrices, checkpoint_scheme: CheckpointScheme
     ) -> None:
         """Drop the buffer of input scales where there is none at all; a problem if required."""
-        if matrices.input_global is None or matrices.input_global.pieces:
+        if matrices.input_global is None or matrices.input_global.slices:
             return
         matrices.input_global = None
         if self.input_scales == "required" and checkpoint_scheme in _CALIBRATED:
@@ -398,7 +398,7 @@ class Planner:
 
 
 def empty_fp8_matrices(label: str, lead: Shape, n: int, k: int, parts: int) -> FP8Matrices:
-    """Return buffers without pieces for ``[*lead, n, k]``; arguments as for `empty_matrices`."""
+    """Return buffers without slices for ``[*lead, n, k]``; arguments as for `empty_matrices`."""
     return FP8Matrices(
         label,
         Buffer((*lead, n, k), _E4M3),
@@ -408,7 +408,7 @@ def empty_fp8_matrices(label: str, lead: Shape, n: int, k: int, parts: int) -> F
 
 
 def empty_matrices(label: str, lead: Shape, n: int, k: int, parts: int) -> Matrices:
-    """Return buffers without pieces for ``[*lead, n, k]``.
+    """Return buffers without slices for ``[*lead, n, k]``.
 
     Args:
       label: the module, for messages.

@@ -12,7 +12,7 @@ from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, KVCache
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
-FORMS = (MODELOPT, COMPRESSED_TENSORS)
+FORMATS = (MODELOPT, COMPRESSED_TENSORS)
 _MXFP4 = "mxfp4"  # OpenAI's own gpt-oss
 _SECTIONS = ("quantization_config", "compression_config")  # the second: old llm-compressor
 
@@ -22,18 +22,18 @@ class QuantConfig:
     """What a checkpoint declares about its modules.
 
     Attributes:
-      form: None where nothing is quantized.
+      format: None where nothing is quantized.
       rules: one for each place that declares; they must agree on every module that is loaded.
     """
 
-    form: CheckpointFormat | None = None
+    format: CheckpointFormat | None = None
     rules: tuple[Rules, ...] = ()
     _known: dict[str, Decision] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def names(self) -> TensorNames:
         """Names of the tensors of a quantized linear; ModelOpt's where nothing is quantized."""
-        return (self.form or MODELOPT).names
+        return (self.format or MODELOPT).names
 
     @property
     def kv_cache(self) -> KVCache | None:
@@ -84,10 +84,10 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
             found += read(pathlib.Path(folder), config)
         except CheckpointError as error:
             problems += error.problems
-    if not problems and len({_verdict(form, rules) for form, rules in found}) > 1:
+    if not problems and len({_verdict(format, rules) for format, rules in found}) > 1:
         problems.append(
             "the quantization configs disagree: "
-            + "; ".join(_describe(form, rules) for form, rules in found)
+            + "; ".join(_describe(format, rules) for format, rules in found)
         )
     if problems:
         raise CheckpointError(problems, str(folder))
@@ -114,10 +114,10 @@ def _parse_section(section, source):
     if not isinstance(section, dict):
         raise CheckpointError([f"{source}: expected an object, got {quoted(section)}"])
     method = section.get("quant_method")
-    for form in FORMS:
-        if form.claims(method):
-            return form, form.parse(section, source)
-    supported = ", ".join(form.quant_method for form in FORMS)
+    for format in FORMATS:
+        if format.claims(method):
+            return format, format.parse(section, source)
+    supported = ", ".join(format.quant_method for format in FORMATS)
     if method == _MXFP4:
         raise CheckpointError(
             [
@@ -131,13 +131,13 @@ def _parse_section(section, source):
     )
 
 
-def _verdict(form, rules):
-    return None if rules is None else (form.name, rules.summary)
+def _verdict(format, rules):
+    return None if rules is None else (format.name, rules.summary)
 
 
-def _describe(form, rules):
+def _describe(format, rules):
     return (
-        f"{form.name} without an algorithm"
+        f"{format.name} without an algorithm"
         if rules is None
-        else (f"{rules.source} says {form.name} {rules.summary}")
+        else (f"{rules.source} says {format.name} {rules.summary}")
     )

@@ -65,7 +65,7 @@ class Reader:
         """Return an array that fills the parts of a buffer that are asked for.
 
         Args:
-          buffer: 64-byte aligned in memory; elements that no piece covers are NaN.
+          buffer: 64-byte aligned in memory; elements that no slice covers are NaN.
           check: says what is wrong with a part, which becomes a problem; None for nothing.
         """
         read = functools.partial(self._read, buffer, self._in_order(buffer), check)
@@ -76,28 +76,30 @@ class Reader:
         return self._read(buffer, self._in_order(buffer), check, whole(buffer.shape))
 
     def _in_order(self, buffer):
-        """Return first and last index of each piece, and the piece, in the order of the files.
+        """Return first and last index of each slice, and the slice, in the order of the files.
 
         So a disk reads ahead, and what has other experts is passed over at little cost.
         """
-        pieces = sorted(buffer.pieces, key=self._position)
-        return [(*first_axis(piece.at, buffer.shape), piece) for piece in pieces]
+        slices = sorted(buffer.slices, key=self._position)
+        return [
+            (*first_axis(tensor_slice.at, buffer.shape), tensor_slice) for tensor_slice in slices
+        ]
 
-    def _read(self, buffer, pieces, check, region):
+    def _read(self, buffer, slices, check, region):
         array = aligned_empty(region_shape(region), buffer.dtype)
         if buffer.dtype == np.float32 and not _covers(buffer):
             array.fill(np.nan)
         start, stop = first_axis(region, buffer.shape)
         found = [
-            (piece, common)
-            for first, end, piece in pieces
+            (tensor_slice, common)
+            for first, end, tensor_slice in slices
             if first < stop
             and start < end
-            and (common := overlap(piece.at, buffer.shape, region)) is not None
+            and (common := overlap(tensor_slice.at, buffer.shape, region)) is not None
         ]
         self._copy([read for each in found for read in self._fill(array, *each, buffer.shape)])
-        for piece, common in found:
-            self._check(piece, array[(*common[0], ...)], check)
+        for tensor_slice, common in found:
+            self._check(tensor_slice, array[(*common[0], ...)], check)
         return array
 
     def _copy(self, reads):
@@ -176,50 +178,51 @@ class Reader:
             log.info("%s: %d experts' input scales differ; the larger counts", label, differ)
         return widest
 
-    def _position(self, piece: TensorSlice):
-        info = self._tensors.info(piece.name)
+    def _position(self, tensor_slice: TensorSlice):
+        info = self._tensors.info(tensor_slice.name)
         return info.file, info.start
 
-    def _fill(self, array, piece, common, shape):
-        """Copy what `piece` has of a region into its `array`; `common` is of `overlap`.
+    def _fill(self, array, tensor_slice, common, shape):
+        """Copy what `tensor_slice` has of a region into its `array`; `common` is of `overlap`.
 
         Returns:
           Arguments of `Tensors.read_into` for what is still to be read, as it lies in the file.
         """
-        info = self._tensors.info(piece.name)
-        inside, of_piece = common
+        info = self._tensors.info(tensor_slice.name)
+        inside, of_slice = common
         place = array[(*inside, ...)]
         stored_dtype = STORED_TYPES[info.dtype].numpy
-        index = _stored_index(piece, info, of_piece, _held_shape(piece.at, shape))
+        index = _stored_index(tensor_slice, info, of_slice, _held_shape(tensor_slice.at, shape))
         if index is None:  # a scale or a few, spread
-            stored = self._tensors.read(piece.name, piece.part)
-            stored = stored if piece.shape is None else stored.reshape(piece.shape)
+            stored = self._tensors.read(tensor_slice.name, tensor_slice.part)
+            stored = stored if tensor_slice.shape is None else stored.reshape(tensor_slice.shape)
             self._advance(min(stored.nbytes, place.nbytes))
-            place[...] = np.broadcast_to(stored, _held_shape(piece.at, shape))[(*of_piece, ...)]
+            held = _held_shape(tensor_slice.at, shape)
+            place[...] = np.broadcast_to(stored, held)[(*of_slice, ...)]
             return []
         self._advance(place.size * stored_dtype.itemsize)
-        place = np.swapaxes(place, -1, -2) if piece.swapped else place
-        as_stored = stored_dtype == array.dtype and not piece.swapped
+        place = np.swapaxes(place, -1, -2) if tensor_slice.swapped else place
+        as_stored = stored_dtype == array.dtype and not tensor_slice.swapped
         reads = []
-        for run in self._tensors.runs(piece.name, index, bounded=not as_stored):
+        for run in self._tensors.runs(tensor_slice.name, index, bounded=not as_stored):
             part = place[run.at]
             if as_stored and run.contiguous and part.flags.c_contiguous:
-                reads.append((piece.name, part, run.start))
+                reads.append((tensor_slice.name, part, run.start))
             else:
-                part[...] = self._tensors.read_run(piece.name, run)
+                part[...] = self._tensors.read_run(tensor_slice.name, run)
         return reads
 
-    def _check(self, piece, part, check):
+    def _check(self, tensor_slice, part, check):
         message = None if check is None else check(part)
         if message is not None:
-            self._report(piece, message)
+            self._report(tensor_slice, message)
 
     def _bad_global(self, stored):
         finite = np.isfinite(stored) & np.isfinite(self._names.to_scale(stored))
         return None if finite.all() else f"global scale {stored[~finite].flat[0]} is not usable"
 
-    def _report(self, piece, what):
-        info = self._tensors.info(piece.name)
+    def _report(self, tensor_slice, what):
+        info = self._tensors.info(tensor_slice.name)
         self.problems.append(f"{quoted(info.name)} ({quoted(info.file)}): {what}")
 
     def cache_scale(self, prefix: str, name: str, buffer: Buffer) -> np.ndarray:
@@ -228,7 +231,7 @@ class Reader:
         A scale that is missing, or not a positive finite number, is 1.
         """
         scale = self.read(buffer)
-        if not buffer.pieces:
+        if not buffer.slices:
             scale[...] = 1
         valid = np.isfinite(scale) & (scale > 0)
         if not valid.all():
@@ -263,21 +266,21 @@ def _bad_scales(part):
     return None if np.isfinite(part).all() else "a scale of the weights is not finite"
 
 
-def _stored_index(piece, info, of_piece, held):
-    """Return the index into a stored tensor of the elements `of_piece` of what `piece` holds.
+def _stored_index(tensor_slice, info, of_slice, held):
+    """Return the index into a stored tensor of the elements `of_slice` of a slice.
 
-    None where the tensor takes another shape, or is repeated, to become what `piece` holds.
+    None where the tensor takes another shape, or is repeated, to become what `tensor_slice` holds.
     """
-    shape = index_shape(info.array_shape, piece.part)
-    given = (*shape[:-2], shape[-1], shape[-2]) if piece.swapped else shape
-    if piece.shape is not None or given != held:
+    shape = index_shape(info.array_shape, tensor_slice.part)
+    given = (*shape[:-2], shape[-1], shape[-2]) if tensor_slice.swapped else shape
+    if tensor_slice.shape is not None or given != held:
         return None
-    wanted = list(of_piece)
-    if piece.swapped:
+    wanted = list(of_slice)
+    if tensor_slice.swapped:
         wanted[-2:] = wanted[-1], wanted[-2]
     index = []
-    rest = [slice(None)] * (len(info.array_shape) - len(piece.part))
-    for one, size in zip([*piece.part, *rest], info.array_shape, strict=True):
+    rest = [slice(None)] * (len(info.array_shape) - len(tensor_slice.part))
+    for one, size in zip([*tensor_slice.part, *rest], info.array_shape, strict=True):
         if isinstance(one, slice):
             index.append(range(*one.indices(size))[wanted.pop(0)])
         else:
@@ -296,5 +299,5 @@ def _held_shape(at, shape):
 
 
 def _covers(buffer):
-    """Whether the first piece fills the whole buffer."""
-    return bool(buffer.pieces) and buffer.pieces[0].at == ()
+    """Whether the first slice fills the whole buffer."""
+    return bool(buffer.slices) and buffer.slices[0].at == ()

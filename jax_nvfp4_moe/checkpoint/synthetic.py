@@ -67,7 +67,7 @@ def write_synthetic(
     algorithm: str = "NVFP4",
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a Qwen3-MoE checkpoint in ModelOpt's form with seeded random weights.
+    """Write a Qwen3-MoE checkpoint in ModelOpt's format with seeded random weights.
 
     Args:
       folder: created where it is missing.

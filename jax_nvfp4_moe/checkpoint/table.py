@@ -183,7 +183,7 @@ class WeightTable:
           inputs_first: whether stacked matrices that are not NVFP4 are ``[e, k, n]`` (Llama 4,
             gpt-oss) or ``[e, n, k]``; None tells by the shapes, and refuses square ones.
 
-        Names and layouts are those of `expert_names.PER_EXPERT` and the stacked forms. The rows
+        Names and layouts are those of `expert_names.PER_EXPERT` and the stacked formats. The rows
         come out as gate rows, then up rows, whatever the file has.
         """
         sizes = ExpertSizes(

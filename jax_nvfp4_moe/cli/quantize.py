@@ -24,7 +24,7 @@ def quantize_command(
     scheme: Annotated[
         str | None, typer.Option(help="w4a4 or w4a16; w4a4 where there is a text.")
     ] = None,
-    form: Annotated[str, typer.Option(help="modelopt or compressed-tensors.")] = "modelopt",
+    format: Annotated[str, typer.Option(help="modelopt or compressed-tensors.")] = "modelopt",
     modules: Annotated[str, typer.Option(help="all or experts.")] = "all",
     exclude: Annotated[
         list[str] | None, typer.Option(help="Module to leave alone; wildcards; repeatable.")
@@ -50,7 +50,7 @@ def quantize_command(
         destination,
         token_ids=ids,
         scheme=scheme,
-        form=form,
+        format=format,
         modules=modules,  # type: ignore[arg-type] - checked there
         exclude=exclude or (),
         algorithm=algorithm,

@@ -1,7 +1,7 @@
 """The load of experts: count it in a run, place the experts of a model, measure what it brought.
 
 load = count_experts(model, input_ids)                        # [layers, e]
-place_model(model, [place(row, 8, 288) for row in load])      # 288 copies on 8 devices
+place_model(model, [balance_experts(row, 8, 288) for row in load])  # 288 copies on 8 devices
 device_load(model, input_ids, 8)                              # [layers, 8]
 """
 

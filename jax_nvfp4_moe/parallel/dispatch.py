@@ -173,7 +173,7 @@ def share_rows(
       run: what each shard runs; the rows that it returns are those that it was given.
       expert_mesh: of the shards.
       rows: arrays ``[t, ...]``; where shards do not divide t, some get rows of zeros. Over
-        Explicit axes the result is cut as the first of them.
+        Explicit axes the result is sharded as the first of them.
       args: whole on every device, or as `specs` say.
       specs: of `args`.
     """

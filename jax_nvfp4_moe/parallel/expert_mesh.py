@@ -1,4 +1,4 @@
-"""Grid: the two axes of a mesh that weights are cut along, and what may be cut."""
+"""ExpertMesh: the two axes of a mesh along which weights are divided, and what they divide."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class ExpertMesh:
 
     @property
     def tensor(self) -> int:
-        """Number of shards that one expert, or the heads of an attention, is cut into."""
+        """Number of shards into which one expert, or the heads of an attention, is divided."""
         return self.mesh.shape.get(TENSOR, 1)
 
     @property
@@ -53,7 +53,7 @@ class ExpertMesh:
         return bool((owners == owners.take([0], axis=index)).all())
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """Return the specification that cuts the leading axes of an array along `axes`."""
+        """Return the specification that divides the leading axes of an array along `axes`."""
         return PartitionSpec(*(name if name in self.mesh.shape else None for name in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
@@ -72,7 +72,7 @@ class ExpertMesh:
         )
 
     def reshard(self, array: Any, *axes: str | None) -> Any:
-        """Return `array` cut along `axes` if the mesh has Explicit ones; XLA sees to Auto ones."""
+        """Return `array` sharded along `axes` if they are Explicit; XLA sees to Auto ones."""
         if AxisType.Explicit not in self.mesh.axis_types:
             return array
         return jax.sharding.reshard(array, self.sharding(*axes))
@@ -84,7 +84,7 @@ class ExpertMesh:
 
 
 def find_expert_mesh(mesh: Any) -> ExpertMesh:
-    """Return the grid of `mesh`.
+    """Return the `ExpertMesh` of `mesh`.
 
     Raises:
       ValueError: `mesh` is no `jax.sharding.Mesh`, has neither axis, or another that is not 1.
@@ -122,13 +122,13 @@ def check_context(array: Any) -> None:
 
 
 def divisors(n: int, multiple: int = 1) -> list[int]:
-    """Return the numbers of equal parts, each a multiple of `multiple`, that n can be cut into."""
+    """Return the numbers of equal parts, each a multiple of `multiple`, into which n divides."""
     units = n // multiple if n % multiple == 0 else 0
     return [parts for parts in range(1, units + 1) if units % parts == 0]
 
 
 def check_parts(axis: str, parts: int, what: str, n: int, multiple: int = 1) -> None:
-    """Check that n can be cut into `parts` equal parts, each a multiple of `multiple`.
+    """Check that n divides into `parts` equal parts, each a multiple of `multiple`.
 
     Raises:
       ValueError: it cannot; lists the sizes of `axis` that are legal.
@@ -137,13 +137,13 @@ def check_parts(axis: str, parts: int, what: str, n: int, multiple: int = 1) -> 
     if parts not in legal:
         blocks = f" of whole blocks of {multiple}" if multiple > 1 else ""
         raise ValueError(
-            f"mesh: axis '{axis}' of {parts} does not cut {what} = {n} into equal parts{blocks}; "
-            f"legal sizes of '{axis}': {', '.join(map(str, legal)) or 'none'}"
+            f"mesh: axis '{axis}' of {parts} does not divide {what} = {n} into equal parts"
+            f"{blocks}; legal sizes of '{axis}': {', '.join(map(str, legal)) or 'none'}"
         )
 
 
 def check_row_scales(expert_mesh: ExpertMesh, scheme: CheckpointScheme) -> None:
-    """Check that no row of activations is cut whose scale is that of the whole row.
+    """Check that no row of activations is divided whose scale is that of the whole row.
 
     Raises:
       ValueError: one is; a shard would find another scale, and other numbers.
@@ -170,7 +170,7 @@ def put_parts(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """Return the array `leaf`, of which each device gets its part and no more is read.
 
     Args:
-      leaf: has a shape, a dtype, and parts ``leaf[index]``: a numpy or JAX array, or a deferred
+      leaf: has a shape, a dtype, and parts ``leaf[index]``: a numpy or JAX array, or a lazy
         one.
       sharding: says which parts.
     """

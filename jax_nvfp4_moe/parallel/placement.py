@@ -170,7 +170,7 @@ def unplaced(num_experts: int, num_devices: int) -> Placement:
     return Placement(tuple(range(num_experts)), num_experts, num_devices)
 
 
-def place(load, num_devices: int, num_physical: int | None = None) -> Placement:
+def balance_experts(load, num_devices: int, num_physical: int | None = None) -> Placement:
     """Place experts on devices so that their loads come out nearly equal.
 
     First each further copy goes to the expert with the largest load per copy, which makes the

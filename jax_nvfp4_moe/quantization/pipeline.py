@@ -40,7 +40,7 @@ from jax_nvfp4_moe.scheme import Scheme
 
 log = logging.getLogger("jax_nvfp4_moe")
 
-FORMS: Mapping[str, CheckpointFormat] = {
+FORMATS: Mapping[str, CheckpointFormat] = {
     "modelopt": MODELOPT,
     "compressed-tensors": COMPRESSED_TENSORS,
 }
@@ -59,7 +59,7 @@ def quantize_model(
     *,
     token_ids: Any = None,
     scheme: Scheme | str | None = None,
-    form: str = "modelopt",
+    format: str = "modelopt",
     modules: Modules = "all",
     exclude: Sequence[str] = (),
     algorithm: str = "max",
@@ -81,7 +81,7 @@ def quantize_model(
         shorter than a window is left out.
       scheme: "w4a4", which needs `token_ids`, or "w4a16"; None takes w4a4 where there are
         `token_ids`.
-      form: "modelopt" or "compressed-tensors".
+      format: "modelopt" or "compressed-tensors".
       modules: "all" linears and experts, or "experts" alone.
       exclude: modules to leave alone, by name or with wildcards; what is inside them too.
       algorithm: a key of `rounding.ALGORITHMS`: how weights are rounded.
@@ -92,7 +92,7 @@ def quantize_model(
         line for each layer elsewhere.
 
     Returns:
-      ``quantized_matrices``, ``scheme``, ``form``, ``source_bytes``, ``bytes``, ``tokens``, and
+      ``quantized_matrices``, ``scheme``, ``format``, ``source_bytes``, ``bytes``, ``tokens``, and
       ``experts_without_tokens``: the experts' module -> indices.
 
     Raises:
@@ -101,7 +101,7 @@ def quantize_model(
       OSError: the disk is full or a file cannot be written; names the file and its device. After
         any error `destination` is as it was, so the same call can run again.
     """
-    chosen = _check_arguments(scheme, form, modules, algorithm, token_ids)
+    chosen = _check_arguments(scheme, format, modules, algorithm, token_ids)
     _check_lists(exclude, shard_bytes)
     kept_dtype = None if dtype is None else np.dtype(find_dtype(dtype))
     destination = pathlib.Path(destination).expanduser()
@@ -120,10 +120,10 @@ def quantize_model(
             windows = split_windows(read_model_config(checkpoint), token_ids, window)
             seen = calibrate(load, windows, squares=weighs, progress=progress)
         unseen = _report_unseen(plan, seen)
-        writer = _Writer(checkpoint.tensors, plan, seen, FORMS[form], chosen, algorithm)
+        writer = _Writer(checkpoint.tensors, plan, seen, FORMATS[format], chosen, algorithm)
         tensors = writer.quantized() | writer.kept(kept_dtype)
         total = sum(tensor.nbytes for tensor in tensors.values())
-        config, quant_file = _configs(checkpoint, plan, chosen, form, kept_dtype)
+        config, quant_file = _configs(checkpoint, plan, chosen, format, kept_dtype)
         writer.note = log_layers(progress, "quantizing")
         with (
             staged_folder(destination, last=CONFIG) as stage,
@@ -137,7 +137,7 @@ def quantize_model(
     return {
         "quantized_matrices": len(plan.matrices),
         "scheme": str(chosen),
-        "form": form,
+        "format": format,
         "source_bytes": source_bytes,
         "bytes": total,
         "tokens": windows.size,
@@ -158,14 +158,14 @@ class _Writer:
         tensors: Tensors,
         plan: Plan,
         seen: Calibration | None,
-        form: CheckpointFormat,
+        format: CheckpointFormat,
         scheme: Scheme,
         algorithm: str,
     ):
         self.note: Callable[[str], None] = lambda name: None
         self.advance: Callable[[int], None] = lambda nbytes: None
         self._tensors, self._plan, self._seen = tensors, plan, seen
-        self._form, self._scheme, self._algorithm = form, scheme, algorithm
+        self._format, self._scheme, self._algorithm = format, scheme, algorithm
         self._groups: dict[str, list[Matrix]] = {}
         for matrix in plan.matrices:
             self._groups.setdefault(matrix.group, []).append(matrix)
@@ -183,7 +183,7 @@ class _Writer:
 
     def _parts(self, matrix: Matrix):
         """Return name, shape, dtype and maker of each tensor that a matrix becomes."""
-        names, (n, k) = self._form.names, matrix.shape
+        names, (n, k) = self._format.names, matrix.shape
         codes, scale = self._codes, self._stored_scale
         shape = (1,) if names.divides else ()
         yield names.packed, (n, k // 2), np.dtype(np.uint8), functools.partial(codes, part=0)
@@ -231,9 +231,9 @@ class _Writer:
         return self._last[1][part]
 
     def _stored_scale(self, matrix: Matrix, scale) -> np.ndarray:
-        """Return a scalar as the form stores it."""
+        """Return a scalar as the format stores it."""
         value = scale(matrix)
-        if self._form.names.divides:
+        if self._format.names.divides:
             return np.array([np.float32(1) / value], np.float32)
         return np.array(value, np.float32)
 
@@ -266,12 +266,12 @@ class _Writer:
     def _input_scale(self, matrix: Matrix) -> np.float32:
         """Return ``amax / 2688`` of what enters.
 
-        One of a layer's experts for each product as ModelOpt has it; in compressed-tensors' form
+        One of a layer's experts for each product as ModelOpt has it; in compressed-tensors' format
         the second product of each expert has its own, an expert without tokens the layer's largest.
         """
         amax = self._inputs(matrix).amax
         largest = np.float32(amax.max())
-        if matrix.expert is not None and matrix.product and self._form.names.divides:
+        if matrix.expert is not None and matrix.product and self._format.names.divides:
             largest = amax[matrix.expert] or largest
         if not np.isfinite(largest):
             raise CheckpointError([f"{matrix.owner}: its calibrated inputs are not finite"])
@@ -308,9 +308,9 @@ def _largest(matrix: Matrix, weight: np.ndarray) -> np.float32:
     return largest
 
 
-def _check_arguments(scheme, form, modules, algorithm, token_ids) -> Scheme:
+def _check_arguments(scheme, format, modules, algorithm, token_ids) -> Scheme:
     for name, value, known in (
-        ("form", form, tuple(FORMS)),
+        ("format", format, tuple(FORMATS)),
         ("modules", modules, MODULES),
         ("scheme", scheme, (*map(str, SCHEMES), None)),
     ):
@@ -366,7 +366,7 @@ def _report_unseen(plan: Plan, seen: Calibration | None) -> dict[str, list[int]]
     return unseen
 
 
-def _configs(checkpoint: Checkpoint, plan: Plan, scheme: Scheme, form: str, dtype):
+def _configs(checkpoint: Checkpoint, plan: Plan, scheme: Scheme, format: str, dtype):
     """Return the contents of ``config.json`` and of ModelOpt's own file, None for no such file."""
     config = {
         key: value for key, value in checkpoint.config.items() if key != "quantization_config"
@@ -375,7 +375,7 @@ def _configs(checkpoint: Checkpoint, plan: Plan, scheme: Scheme, form: str, dtyp
         for holder in (config, *(part for part in config.values() if isinstance(part, dict))):
             for key in {"dtype", "torch_dtype"} & holder.keys():
                 holder[key] = dtype.name
-    if form == "modelopt":
+    if format == "modelopt":
         algorithm = "NVFP4" if scheme is Scheme.W4A4 else "W4A16_NVFP4"
         file, config["quantization_config"] = modelopt.declaration(
             algorithm, plan.excluded, _version()

@@ -1,4 +1,4 @@
-"""Quantization configs: each form, what they exclude, and what is refused."""
+"""Quantization configs: each format, what they exclude, and what is refused."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ from checkpoint_edits import DEEPSEEK, QWEN
 from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_config
-from jax_nvfp4_moe.checkpoint.formats import spellings
+from jax_nvfp4_moe.checkpoint.formats import equivalent_names
 from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, declaration
 from jax_nvfp4_moe.checkpoint.quantization import read_quant_config
@@ -61,7 +61,7 @@ def refused(folder, section=None, file=None):
 def test_real_configs(name):
     quant = read_quant_config(GIVEN / name, read_config(GIVEN / name))
     layer = "model.layers.1.mlp"
-    assert quant.form is (COMPRESSED_TENSORS if "-ct-" in name else MODELOPT)
+    assert quant.format is (COMPRESSED_TENSORS if "-ct-" in name else MODELOPT)
     assert quant.checkpoint_scheme(f"{layer}.gate") is None
     assert quant.checkpoint_scheme("lm_head") is None
     assert quant.checkpoint_scheme(f"{layer}.experts.3.gate_proj") == name.rpartition("-")[2]
@@ -364,7 +364,7 @@ def test_our_own_declaration_is_understood(tmp_path, algorithm):
 
 
 def test_spellings_of_a_module():
-    names = spellings("language_model.model.layers.0.q_proj")
+    names = equivalent_names("language_model.model.layers.0.q_proj")
     assert names[:2] == [
         "language_model.model.layers.0.q_proj",
         "language_model.model.layers.0.qkv_proj",
@@ -372,8 +372,11 @@ def test_spellings_of_a_module():
     assert set(names) == {
         f"{prefix}layers.0.{name}" for prefix in PREFIXES for name in ("q_proj", "qkv_proj")
     }
-    assert set(spellings("lm_head")) == {"lm_head", *(f"{prefix}lm_head" for prefix in PREFIXES)}
-    assert spellings("mtp.fc") == ["mtp.fc"]
-    assert "model.layers.0.mlp.experts.3.gate_proj" in spellings(
+    assert set(equivalent_names("lm_head")) == {
+        "lm_head",
+        *(f"{prefix}lm_head" for prefix in PREFIXES),
+    }
+    assert equivalent_names("mtp.fc") == ["mtp.fc"]
+    assert "model.layers.0.mlp.experts.3.gate_proj" in equivalent_names(
         "model.layers.0.block_sparse_moe.experts.3.w1"
     )

@@ -10,7 +10,7 @@ from checkpoint_edits import GIVEN, W4A4, edited, read_all
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
-from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_spelling
+from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_key_mapping
 
 LAYER = "layers.0.mlp.gate.weight"
 
@@ -29,8 +29,8 @@ LAYER = "layers.0.mlp.gate.weight"
 def test_a_prefix_is_found_from_the_names(prefix, head):
     names = [f"{prefix}{LAYER}", f"{prefix}norm.weight", f"{head}weight", "visual.norm.weight"]
     problems = []
-    assert find_spelling(names, problems) == KeyMapping(prefix, head)
-    assert list(canonical_names(names, find_spelling(names, problems), problems).values()) == [
+    assert find_key_mapping(names, problems) == KeyMapping(prefix, head)
+    assert list(canonical_names(names, find_key_mapping(names, problems), problems).values()) == [
         f"model.{LAYER}",
         "model.norm.weight",
         "lm_head.weight",
@@ -46,7 +46,7 @@ def test_names_of_nemotron():
             "backbone.norm_f.weight",
             "backbone.layers.0.norm.weight",
         ]
-        assert list(canonical_names(names, find_spelling(names, []), []).values()) == [
+        assert list(canonical_names(names, find_key_mapping(names, []), []).values()) == [
             "model.embed_tokens.weight",
             "model.norm.weight",
             "model.layers.0.norm.weight",
@@ -55,7 +55,7 @@ def test_names_of_nemotron():
 
 def test_vision_beside_the_language_model_keeps_its_names():
     names = [f"model.language_model.{LAYER}", "model.visual.blocks.0.norm.weight"]
-    assert canonical_names(names, find_spelling(names, []), [])[names[1]] == names[1]
+    assert canonical_names(names, find_key_mapping(names, []), [])[names[1]] == names[1]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_vision_beside_the_language_model_keeps_its_names():
 )
 def test_ambiguous_names_are_refused(names, expected):
     problems = []
-    canonical_names(names, find_spelling(names, problems), problems)
+    canonical_names(names, find_key_mapping(names, problems), problems)
     assert len(problems) == 1
     assert problems[0].startswith("ambiguous: ")
     assert expected in problems[0]

@@ -16,7 +16,7 @@ from jax_nvfp4_moe import NVFP4MoE, load_model
 from jax_nvfp4_moe.inference.balance import count_experts, device_load, place_model
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.blocks import expert_blocks
-from jax_nvfp4_moe.parallel.placement import imbalance, place, unplaced
+from jax_nvfp4_moe.parallel.placement import balance_experts, imbalance, unplaced
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_example_is_balanced_and_computes_the_same(model, text):
     logits = jax.jit(lambda model, ids: model(ids))(model, new)
     unbalanced = [imbalance(row) for row in device_load(model, new, 4)]
     physical = config.num_experts + 4
-    place_model(model, [place(row, 4, physical) for row in load])
+    place_model(model, [balance_experts(row, 4, physical) for row in load])
     assert {m.experts.params.get_value().num_experts for _, m in expert_blocks(model)} == {physical}
     placed = [imbalance(row) for row in device_load(model, new, 4)]
     assert np.mean(placed) < np.mean(unbalanced)
@@ -91,7 +91,7 @@ def test_the_measured_load_is_that_of_the_placement():
     moe = block()
     x = jax.random.normal(jax.random.key(0), (50, 64), jnp.float32)
     ids, _ = moe.route(x)
-    placed = place(count_experts(moe, x)[0], 4, 12)
+    placed = balance_experts(count_experts(moe, x)[0], 4, 12)
     y = moe(x)
     place_model(moe, [placed])
     np.testing.assert_array_equal(device_load(moe, x, 4)[0], placed.routed_load(ids))

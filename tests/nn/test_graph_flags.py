@@ -13,7 +13,7 @@ from unquantized import SMALL
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference.balance import count_experts, place_model
-from jax_nvfp4_moe.parallel.placement import place
+from jax_nvfp4_moe.parallel.placement import balance_experts
 from jax_nvfp4_moe.quantization.layer_errors import measure_errors
 
 OFF = [("mode",), ("updates",), ("mode", "updates")]
@@ -82,7 +82,7 @@ def test_a_model_generates_and_counts_its_experts(tmp_path):
     )
     load = count_experts(model, IDS)
     assert (load.sum(axis=1) == IDS.size * model.config.router.top_k).all()
-    place_model(model, [place(row, 2, 20) for row in load])
+    place_model(model, [balance_experts(row, 2, 20) for row in load])
     assert nvfp4.generate(model, IDS, max_new_tokens=3).shape == tokens.shape
     nvfp4.save(tmp_path / "m", model)
     restored = nvfp4.restore(tmp_path / "m", nnx.eval_shape(lambda: model))

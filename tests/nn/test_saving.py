@@ -129,7 +129,7 @@ def test_rows_in_the_order_of_another_mesh_are_seen(restored):
 @pytest.mark.parametrize(
     "shards",
     [
-        ["rows", [[3, 2]], 2],  # three parts of 64 rows
+        ["rows", [[32, 3]], 3],  # three parts of 64 rows
         ["diagonal", [[32, 2]], 2],
         ["rows", [], 2],
         ["rows", [[32, 0]], 2],

@@ -306,8 +306,8 @@ def test_one_device_knows_nothing_of_meshes():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("experts", "axis 'expert' of 3 does not cut num_experts = 16 .* 1, 2, 4, 8, 16"),
-        ("blocks", "axis 'tensor' of 3 does not cut intermediate = 128 .* 16; .* 1, 2, 4, 8"),
+        ("experts", "axis 'expert' of 3 does not divide num_experts = 16 .* 1, 2, 4, 8, 16"),
+        ("blocks", "axis 'tensor' of 3 does not divide intermediate = 128 .* 16; .* 1, 2, 4, 8"),
         ("axes", "mesh: expected axes 'expert' and 'tensor'.* got {'data': 8}"),
         ("type", r"mesh: expected a jax.sharding.Mesh .* got list"),
         ("rows", "mesh: expected axis 'tensor' of 1 with w4a4_token_scale"),
@@ -317,7 +317,7 @@ def test_one_device_knows_nothing_of_meshes():
         ("exchange alone", "dispatch: expected a mesh .* with 'all_to_all'.* got no mesh"),
         ("exchange axes", "dispatch: expected a mesh with an axis 'expert' .* got axes {'tensor'"),
         ("exchange platform", "dispatch: expected GPUs with 'ragged', got CPUs"),
-        ("checkpoint", "axis 'tensor' of 4 does not cut intermediate = 96 .* 1, 2, 3, 6"),
+        ("checkpoint", "axis 'tensor' of 4 does not divide intermediate = 96 .* 1, 2, 3, 6"),
     ],
 )
 def test_refusals_name_what_is_legal(figures, case, message):

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from jax_nvfp4_moe import prepare
 from jax_nvfp4_moe.ops import moe_mlp
-from jax_nvfp4_moe.parallel.placement import Placement, imbalance, place, place_params, unplaced
+from jax_nvfp4_moe.parallel.placement import (
+    Placement,
+    balance_experts,
+    imbalance,
+    place_params,
+    unplaced,
+)
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
 
@@ -31,7 +37,7 @@ def problems(draw):
 @settings(max_examples=300, deadline=None)
 def test_laws_of_a_placement(problem):
     load, devices, physical = problem
-    placed = place(load, devices, physical)
+    placed = balance_experts(load, devices, physical)
     assert len(placed.experts) == physical
     assert set(placed.experts) == set(range(len(load)))
     assert placed.copies.sum() == physical
@@ -50,7 +56,7 @@ def test_the_bound_catches_experts_in_their_order():
     each = unplaced(8, 2).expected_load(load)
     assert each.max() - each.min() > max(load)
     assert imbalance(each) == 1.8
-    assert imbalance(place(load, 2).expected_load(load)) == 1
+    assert imbalance(balance_experts(load, 2).expected_load(load)) == 1
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 3), st.data())
@@ -63,14 +69,14 @@ def test_no_other_copies_have_a_smaller_largest_share(load, devices, data):
         for counts in itertools.product(range(1, devices + 1), repeat=len(load))
         if sum(counts) == physical
     )
-    placed = place(load, devices, physical)
+    placed = balance_experts(load, devices, physical)
     assert (np.asarray(load) / placed.copies).max() == min(shares)
 
 
 @given(st.lists(st.integers(0, 99), min_size=6, max_size=6), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
 def test_physical_ids_are_copies_in_turn(load, random):
-    placed = place(load, 4, 12)
+    placed = balance_experts(load, 4, 12)
     ids = np.array([[random.randint(-2, 7) for _ in range(3)] for _ in range(9)], np.int32)
     slots = np.asarray(placed.slot_table().physical_ids(jnp.asarray(ids)))
     for token, column in np.ndindex(ids.shape):
@@ -85,11 +91,11 @@ def test_physical_ids_are_copies_in_turn(load, random):
 
 def test_the_same_loads_give_the_same_placement():
     load = np.random.default_rng(0).integers(0, 50, 64)
-    assert place(load, 8, 72) == place(load.tolist(), 8, 72)
-    assert hash(place(load, 8, 72)) == hash(place(load, 8, 72))
+    assert balance_experts(load, 8, 72) == balance_experts(load.tolist(), 8, 72)
+    assert hash(balance_experts(load, 8, 72)) == hash(balance_experts(load, 8, 72))
 
 
-PLACED = place([5, 0, 40, 3, 7, 9, 1, 30], 4, 12)
+PLACED = balance_experts([5, 0, 40, 3, 7, 9, 1, 30], 4, 12)
 
 
 def layer_case():
@@ -153,7 +159,7 @@ def test_zipf_routing_is_balanced(experts, physical):
     """Placed by one half of the tokens, measured on the other."""
     ids = zipf_routing(experts, 8192, 8)
     seen, new = ids[:4096], ids[4096:]
-    placed = place(np.bincount(seen.ravel(), minlength=experts), 8, physical)
+    placed = balance_experts(np.bincount(seen.ravel(), minlength=experts), 8, physical)
     before = imbalance(unplaced(experts, 8).routed_load(new))
     after = imbalance(placed.routed_load(new))
     assert before > 1.15
@@ -164,14 +170,17 @@ def test_zipf_routing_is_balanced(experts, physical):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: place([1, 2, 3], 2, 3), "num_devices: expected a divisor of 3"),
-        (lambda: place([1, 2, 3], 0), "num_devices: expected a divisor of 0"),
-        (lambda: place([1, 2, 3], 2, 2), "num_physical: expected 3 experts to 6"),
-        (lambda: place([1, 2, 3], 2, 8), "num_physical: expected 3 experts to 6"),
-        (lambda: place([1, -2], 2), "load: expected finite numbers of at least 0, got -2"),
-        (lambda: place([1, float("nan")], 2), "load: expected finite"),
-        (lambda: place([[1, 2]], 2), r"load: expected shape \[2\], got \(1, 2\)"),
-        (lambda: place([], 2), r"load: expected shape \[e\]"),
+        (lambda: balance_experts([1, 2, 3], 2, 3), "num_devices: expected a divisor of 3"),
+        (lambda: balance_experts([1, 2, 3], 0), "num_devices: expected a divisor of 0"),
+        (lambda: balance_experts([1, 2, 3], 2, 2), "num_physical: expected 3 experts to 6"),
+        (lambda: balance_experts([1, 2, 3], 2, 8), "num_physical: expected 3 experts to 6"),
+        (
+            lambda: balance_experts([1, -2], 2),
+            "load: expected finite numbers of at least 0, got -2",
+        ),
+        (lambda: balance_experts([1, float("nan")], 2), "load: expected finite"),
+        (lambda: balance_experts([[1, 2]], 2), r"load: expected shape \[2\], got \(1, 2\)"),
+        (lambda: balance_experts([], 2), r"load: expected shape \[e\]"),
         (lambda: unplaced(6, 4), "num_devices: expected a divisor of 6"),
         (lambda: Placement((0, 0, 3), 3, 1), r"missing \[1, 2\], unknown \[3\]"),
         (lambda: place_params(layer_case()[0], unplaced(4, 2)), "params: expected 4 experts"),
@@ -184,4 +193,4 @@ def test_bad_arguments(call, message):
 
 def test_loads_of_nothing_are_even():
     assert imbalance([0, 0]) == 1
-    assert place([0, 0, 0], 2, 4).num_physical == 4
+    assert balance_experts([0, 0, 0], 2, 4).num_physical == 4

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import NVFP4MoE
 from jax_nvfp4_moe.inference.balance import count_experts, device_load, place_model
-from jax_nvfp4_moe.parallel.placement import place
+from jax_nvfp4_moe.parallel.placement import balance_experts
 from jax_nvfp4_moe.testing import random_moe_params
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -49,7 +49,7 @@ def measure(kind, dispatch, scheme):
         x = jax.device_put(x, NamedSharding(mesh, spec))
         block = make_block(scheme, mesh=mesh, dispatch=dispatch)
         load = count_experts(block, x)[0]
-        placed = place(load, shape[0], 8 + shape[0])
+        placed = balance_experts(load, shape[0], 8 + shape[0])
         place_model(block, [placed])
         actual = np.asarray(call(block, x))
         return {

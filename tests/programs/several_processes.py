@@ -19,7 +19,7 @@ from jax_nvfp4_moe.inference import balance
 from jax_nvfp4_moe.nn import saving
 from jax_nvfp4_moe.parallel import find_expert_mesh, shard_experts
 from jax_nvfp4_moe.parallel import processes as distributed
-from jax_nvfp4_moe.parallel.placement import place
+from jax_nvfp4_moe.parallel.placement import balance_experts
 
 SIZES = {"num_experts": 4, "hidden": 64, "intermediate": 32}
 
@@ -84,7 +84,7 @@ def run_model(folder, shape, output):
     else:
         results["load"] = load = balance.count_experts(model, ids)
         copies = load.shape[1] + devices
-        balance.place_model(model, [place(row, devices, copies) for row in load])
+        balance.place_model(model, [balance_experts(row, devices, copies) for row in load])
         results["placed"] = jax.jit(lambda model, ids: model(ids))(model, ids)
     if distributed.is_first():
         np.savez(output, **{name: np.asarray(value) for name, value in results.items()})

@@ -1,4 +1,4 @@
-"""Post-training quantization: the tool's own bytes, every architecture, both forms, bad input."""
+"""Post-training quantization: the tool's own bytes, every architecture, both formats, bad input."""
 
 import json
 import logging
@@ -34,13 +34,13 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Quantize `SMALL` in both forms; returns folders and reports."""
+    """Quantize `SMALL` in both formats; returns folders and reports."""
     folder = tmp_path_factory.mktemp("small")
     reports = {
-        form: quantize_model(
-            SMALL / "source", folder / form, token_ids=IDS, window=WINDOW, form=form
+        format: quantize_model(
+            SMALL / "source", folder / format, token_ids=IDS, window=WINDOW, format=format
         )
-        for form in ("modelopt", "compressed-tensors")
+        for format in ("modelopt", "compressed-tensors")
     }
     return folder, reports
 
@@ -132,9 +132,9 @@ def test_compressed_tensors_has_an_input_scale_for_the_second_product_of_each_ex
 def test_what_was_written_loads_and_comes_near_the_source(small):
     ids = jnp.asarray(IDS.reshape(-1, WINDOW)[:2])
     expected = np.asarray(run(load_model(SMALL / "source", dtype=jnp.float32), ids))
-    for form, scheme, bound in (("modelopt", "w4a4", 0.6), ("compressed-tensors", "w4a16", 0.35)):
+    for format, scheme, bound in (("modelopt", "w4a4", 0.6), ("compressed-tensors", "w4a16", 0.35)):
         asked = EXACT | {"scheme": scheme}
-        actual = np.asarray(run(load_model(small[0] / form, **asked), ids))
+        actual = np.asarray(run(load_model(small[0] / format, **asked), ids))
         error = np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
         assert 0.02 < error < bound  # of random weights, rounded to 4 bits
 
@@ -277,7 +277,7 @@ def test_modules_can_be_excluded(tmp_path):
     quantize_model(SMALL / "source", tmp_path / "a", exclude=patterns[:1])
     assert read_all(tmp_path / "a")["model.layers.0.self_attn.q_proj.weight"].dtype != np.uint8
     quantize_model(
-        SMALL / "source", tmp_path / "b", exclude=patterns[1:], form="compressed-tensors"
+        SMALL / "source", tmp_path / "b", exclude=patterns[1:], format="compressed-tensors"
     )
     written = read_all(tmp_path / "b")
     assert "model.layers.0.self_attn.q_proj.weight_packed" in written
@@ -315,7 +315,11 @@ def test_files_that_go_with_the_weights_are_copied(tmp_path):
 def test_experts_without_tokens_are_reported(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "jax_nvfp4_moe"):
         report = quantize_model(
-            SMALL / "source", tmp_path / "q", token_ids=[5, 5], window=2, form="compressed-tensors"
+            SMALL / "source",
+            tmp_path / "q",
+            token_ids=[5, 5],
+            window=2,
+            format="compressed-tensors",
         )
     (unseen,) = report["experts_without_tokens"].values()
     assert len(unseen) == 2  # two of four are chosen for the one token
@@ -361,9 +365,9 @@ def test_an_expert_of_zeros(tmp_path):
     for part in ("gate", "up", "down"):
         tensors[f"{EXPERTS}.2.{part}_proj.weight"] *= 0
     source = write_source(tmp_path / "source", tensors, read_config(SMALL / "source"))
-    for form in ("modelopt", "compressed-tensors"):
-        quantize_model(source, tmp_path / form, form=form)
-        params = load_moe(tmp_path / form, 0, **EXACT).experts.params.get_value()
+    for format in ("modelopt", "compressed-tensors"):
+        quantize_model(source, tmp_path / format, format=format)
+        params = load_moe(tmp_path / format, 0, **EXACT).experts.params.get_value()
         for weight in (params.gate_up, params.down):
             assert not np.asarray(weight.dequantize()[2]).any()
 
@@ -379,7 +383,7 @@ def broken(tmp_path, **changes):
     [
         ({"scheme": "w4a4"}, "token_ids: expected a calibration text"),
         ({"scheme": "fp8"}, "scheme: expected w4a16 or w4a4, got 'fp8'"),
-        ({"form": "gguf"}, "form: expected modelopt or compressed-tensors, got 'gguf'"),
+        ({"format": "gguf"}, "format: expected modelopt or compressed-tensors, got 'gguf'"),
         ({"modules": "some"}, "modules: expected all or experts"),
         ({"algorithm": "best"}, f"algorithm: expected one of {', '.join(ALGORITHMS)}"),
         ({"dtype": "int8"}, "dtype: expected one of"),
