@@ -1,4 +1,4 @@
-"""One spelling of a language model's tensors, whatever prefix the file has for them.
+"""Map a language model's tensors to one set of names, whatever prefix the file has for them.
 
 Models ask for ``model.layers.L...``, ``model.embed_tokens``, ``model.norm`` and ``lm_head``.
 Files put the same below ``model.language_model.`` (multimodal models), ``language_model.model.``
@@ -65,7 +65,7 @@ class KeyMapping:
 
 
 def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
-    """Find how a file spells its language model.
+    """Find how a file names the tensors of its language model.
 
     Args:
       names: of all its tensors.
@@ -86,7 +86,7 @@ def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
         if len(found) > 1:
             problems.append(
                 f"ambiguous: {' and '.join(map(quoted, found.values()))} may both belong to the "
-                "language model; expected one of these spellings"
+                "language model; expected one of these names"
             )
     return KeyMapping(next(iter(prefixes), CANONICAL), next(iter(heads), _HEAD))
 

@@ -424,12 +424,12 @@ _BLOCKS = 512
 
 
 def _count_updates(r: int, shards: int, near: bool) -> int:
-    """Return how many pieces what goes from one shard to another is sent in.
+    """Return in how many chunks a shard sends its rows to another.
 
-    Between GPUs of one process XLA runs a kernel with one block of 128 threads for each piece: on
+    Between GPUs of one process XLA runs a kernel with one block of 128 threads for each chunk: on
     two H200 two blocks moved 3 to 5 GB/s, 514 move 70, and 4098 no more. Their number is odd, since
-    of an even one the blocks take turns at each other's pieces, in case those are unequal, and ours
-    are equal. Elsewhere each piece is an NCCL send and receive, and one is best. openxla/xla,
+    of an even one the blocks take turns at each other's chunks, in case those are unequal, and ours
+    are equal. Elsewhere each chunk is an NCCL send and receive, and one is best. openxla/xla,
     xla/backends/gpu/runtime/ragged_all_to_all.cc (RunRaggedAllToAllKernelImpl) and
     ragged_all_to_all_thunk.cc (RunCollective); issue 33386.
 
@@ -442,7 +442,7 @@ def _count_updates(r: int, shards: int, near: bool) -> int:
 
 
 def _cut_rows(starts, counts, updates):
-    """Return int32 ``[shards * updates]``: first rows and numbers of rows of all pieces."""
+    """Return int32 ``[shards * updates]``: first rows and numbers of rows of all chunks."""
     ends = counts[:, None] * jnp.arange(updates + 1, dtype=jnp.int32)[None, :] // updates
     return (starts[:, None] + ends[:, :-1]).reshape(-1), jnp.diff(ends, axis=1).reshape(-1)
 
@@ -476,9 +476,9 @@ def _from_words(words, forms):
     for shape, dtype in forms:
         count, size = int(np.prod(shape, dtype=np.int64)), jnp.dtype(dtype).itemsize
         width = -(-count * size // _WORD)
-        piece = lax.bitcast_convert_type(words[:, start : start + width], dtype)
+        values = lax.bitcast_convert_type(words[:, start : start + width], dtype)
         start += width
-        parts.append(piece.reshape(words.shape[0], -1)[:, :count].reshape(-1, *shape))
+        parts.append(values.reshape(words.shape[0], -1)[:, :count].reshape(-1, *shape))
     return parts
 
 
