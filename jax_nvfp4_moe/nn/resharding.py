@@ -14,9 +14,12 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe.numerics.layouts import LAYOUTS
-from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_order import is_tensor, to_one_device, to_shards
 from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, find_layout
+
+TREE = "tree"  # name of the entry that is no module's variable
 
 
 class Entry(NamedTuple):
@@ -36,11 +39,34 @@ class Entry(NamedTuple):
 def find_entries(module: Any) -> list[Entry]:
     """Return the variables of a module; a tree stands for itself."""
     if not isinstance(module, nnx.Module):
-        return [Entry("tree", module, None)]
+        return [Entry(TREE, module, None)]
     return [
         Entry("/".join(map(str, path)), variable.get_value(), find_layout(variable))
         for path, variable in nnx.to_flat_state(nnx.state(module))
     ]
+
+
+def tree_shards(entries: Sequence[Entry]) -> int:
+    """Return into how many shards along `tensor` the experts of a tree are divided; 1 of a module.
+
+    A tree does not know in which order the rows of its shards stand, so it can come back on as many
+    shards alone.
+    """
+    kinds = (MoEParams, DenseExperts)
+    values = [entry.value for entry in entries if entry.name == TREE]
+    found = jax.tree.leaves(values, is_leaf=lambda value: isinstance(value, kinds))
+    shardings = (
+        getattr(leaf, "sharding", None)
+        for experts in found
+        if isinstance(experts, kinds)
+        for leaf in jax.tree.leaves(experts)
+    )
+    counts = (
+        sharding.mesh.shape[TENSOR]
+        for sharding in shardings
+        if isinstance(sharding, NamedSharding) and TENSOR in jax.tree.leaves(tuple(sharding.spec))
+    )
+    return max(counts, default=1)
 
 
 def find_stored(entry: Entry, record: Mapping[str, Any]) -> Entry:

@@ -22,8 +22,16 @@ from jax.experimental import multihost_utils
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_json
 from jax_nvfp4_moe.checkpoint.writing import PARTIAL, write_file
-from jax_nvfp4_moe.nn.resharding import convert, find_entries, find_stored, leaves, tensors
+from jax_nvfp4_moe.nn.resharding import (
+    convert,
+    find_entries,
+    find_stored,
+    leaves,
+    tensors,
+    tree_shards,
+)
 from jax_nvfp4_moe.numerics.layouts import find_layout
+from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.processes import is_first
 
 ARRAYS = "arrays"
@@ -56,7 +64,7 @@ def save(folder: str | pathlib.Path, module: Any) -> None:
 
     folder = pathlib.Path(folder).expanduser().resolve()
     entries = find_entries(module)
-    record = json.dumps(_description(entries), indent=1)
+    record = json.dumps(_description(entries) | {"tree_shards": tree_shards(entries)}, indent=1)
     _in_first_process(lambda: _begin(folder, record))
     arrays = {name: leaf for entry in entries for name, leaf in leaves(entry)}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
@@ -94,6 +102,16 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
     entries = find_entries(like)
     stored = _find_stored(entries, record, folder)
     _check(record, _description(stored), folder)
+    saved, wanted = record.get("tree_shards"), tree_shards(entries)
+    if saved != wanted:
+        raise CheckpointError(
+            [
+                f"{LAYOUTS}: experts were saved on {saved} shards along '{TENSOR}', and like has "
+                f"{wanted}. A tree comes back on as many shards alone; save a module, which knows "
+                "how they are divided"
+            ],
+            str(folder),
+        )
     abstract = {name: leaf for entry in stored for name, leaf in leaves(entry)}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         arrays = checkpointer.restore(folder / ARRAYS, abstract)

@@ -9,9 +9,12 @@ import sys
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.nn.saving import restore, save
+from jax_nvfp4_moe.parallel import find_expert_mesh, shard_experts
 from jax_nvfp4_moe.testing import random_moe_params
 
 
@@ -42,6 +45,22 @@ def main(folder, layout):
             assert len(got.addressable_shards) == devices
             assert got.addressable_shards[0].data.shape[0] == 8 // devices
             np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    check_divided_tree(folder.with_name("divided"), layout)
+
+
+def check_divided_tree(folder, layout):
+    """Experts that are divided along `tensor` come back so, and not in a wrong order elsewhere."""
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 3), ("expert", "tensor"), kinds, devices=jax.devices()[:6])
+    params = shard_experts(params_in("canonical"), find_expert_mesh(mesh))
+    save(folder, params)
+    for got, want in zip(*map(jax.tree.leaves, (restore(folder, params), params)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    for like in (params_in("canonical"), shard(params_in(layout), 8)):
+        with pytest.raises(
+            CheckpointError, match="saved on 3 shards along 'tensor', and like has 1"
+        ):
+            restore(folder, like)
 
 
 if __name__ == "__main__":
