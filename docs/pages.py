@@ -30,6 +30,7 @@ GUIDES = tuple(
         "schemes",
         "flax_models",
         "quantize",
+        "evaluate",
         "fine_tune",
         "save",
         "several_gpus",

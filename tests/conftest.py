@@ -43,6 +43,7 @@ def _why_absent(marker):
         "fp4_sm100": capability is not None and (capability[0] == 10 or _emulates_blackwell()),
         "cuda_build": importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda") is not None,
         "cutlass": importlib.util.find_spec("cutlass_library") is not None,
+        "lm_eval": importlib.util.find_spec("lm_eval") is not None,
         "deviceless": importlib.util.find_spec("jax_cuda13_plugin") is not None,
     }
     return None if has[marker] else f"this machine has no {marker}"
@@ -57,6 +58,7 @@ MARKERS = (
     "fp4_sm100",
     "cuda_build",
     "cutlass",
+    "lm_eval",
     "deviceless",
 )
 

@@ -12,6 +12,7 @@ from jax_nvfp4_moe.cli.errors import reporting_errors
 from jax_nvfp4_moe.cli.eval import eval_command
 from jax_nvfp4_moe.cli.generate import generate_command
 from jax_nvfp4_moe.cli.inspect import inspect_command
+from jax_nvfp4_moe.cli.lm_eval import CONTEXT, lm_eval_command
 from jax_nvfp4_moe.cli.quantize import quantize_command
 from jax_nvfp4_moe.parallel import processes as distributed
 
@@ -20,6 +21,7 @@ COMMANDS = {
     "generate": generate_command,
     "chat": chat_command,
     "eval": eval_command,
+    "lm-eval": lm_eval_command,
     "quantize": quantize_command,
     "bench": bench_command,
 }
@@ -32,7 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for name, command in COMMANDS.items():
-    app.command(name)(reporting_errors(command))
+    settings = CONTEXT if command is lm_eval_command else {}
+    app.command(name, context_settings=settings)(reporting_errors(command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -61,11 +61,12 @@ class Tokenizer:
         if seen and (rest := self.decode(seen)[len(shown) :]):
             yield rest
 
-    def chat(self, messages: Messages) -> str:
+    def chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         """Render `messages` by the chat template, up to where the answer begins.
 
         Args:
           messages: each with "role" and "content".
+          add_generation_prompt: whether what begins an answer follows the last message.
 
         Raises:
           CheckpointError: there is no template, or it fails.
@@ -76,7 +77,9 @@ class Tokenizer:
             )
         try:
             template = _environment().from_string(self.template)
-            return template.render(messages=messages, add_generation_prompt=True, **self.special)
+            return template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self.special
+            )
         except Exception as error:  # a template can raise anything that an expression can
             raise CheckpointError([f"chat template: {type(error).__name__}: {error}"]) from None
 

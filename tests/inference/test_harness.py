@@ -1,0 +1,182 @@
+"""lm-evaluation-harness on the example: its own evaluator and command, with local tasks."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from given import EXAMPLE, EXAMPLE_REFERENCE
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.cli import app as cli
+
+# The harness and what it needs take tens of seconds to import.
+pytestmark = [pytest.mark.lm_eval, pytest.mark.slow]
+
+TEXT = (EXAMPLE_REFERENCE / "heldout.txt").read_text(encoding="utf-8")
+CHOICES = """
+task: python_ends
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{start}}"
+target_delimiter: ""
+doc_to_choice: "{{ends}}"
+doc_to_target: 0
+metric_list: [{metric: acc}]
+"""
+TEXTS = """
+task: python_texts
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: byte_perplexity}]
+"""
+WRITES = """
+task: python_writes
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{start}}"
+doc_to_target: "{{end}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 24}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture(scope="module")
+def harness():
+    """Return the model; the harness and what it needs take seconds to import."""
+    from jax_nvfp4_moe.inference.harness import HarnessModel
+
+    return HarnessModel(str(EXAMPLE), scheme="w4a16", max_length=64, batch_size=3)
+
+
+def instances(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, given, i) for i, given in enumerate(arguments)]
+
+
+def log_likelihood(harness, context, continuation):
+    """Compute one in float64, without a batch or padding."""
+    logits = np.asarray(harness.model(np.asarray([[*context, *continuation]]))[0], np.float64)
+    largest = logits.max(-1, keepdims=True)
+    logits -= largest + np.log(np.exp(logits - largest).sum(-1, keepdims=True))
+    rows = logits[len(context) - 1 : -1]
+    value = sum(row[token] for row, token in zip(rows, continuation, strict=True))
+    return value, rows.argmax(-1).tolist() == continuation
+
+
+def test_log_likelihoods(harness):
+    """Of pairs of unequal length in batches; one continuation is what the model would write."""
+    encode = harness.tok_encode
+    pairs = [
+        ("import ", "numpy as np"),
+        ("def f(x):\n    return", " x"),
+        ("", "class"),
+        ("x", " = 1"),
+    ]
+    prompt = encode("import jax\nimport jax.")
+    new = nvfp4.generate(harness.model, np.asarray([prompt]), max_new_tokens=3)[0].tolist()
+    pairs.append(("import jax\nimport jax.", harness.text_tokenizer.decode(new)))
+    found = harness.loglikelihood(instances("loglikelihood", *pairs))
+    for (context, continuation), (value, likeliest) in zip(pairs, found, strict=True):
+        if context:
+            left, right = harness._encode_pair(context, continuation)
+        else:
+            left, right = [harness.prefix_token_id], encode(continuation)
+        expected, greedy = log_likelihood(harness, left, right)
+        assert value == pytest.approx(expected, abs=1e-4)
+        assert likeliest == greedy
+    assert [greedy for _, greedy in found].count(True) >= 1
+
+
+def test_a_long_text_in_windows(harness):
+    """Each token is predicted once, from at most `max_length` before it."""
+    ids = harness.tok_encode(TEXT)[:150]
+    text = harness.text_tokenizer.decode(ids)
+    ids = harness.tok_encode(text)
+    (found,) = harness.loglikelihood_rolling(instances("loglikelihood_rolling", (text,)))
+    whole, expected = [harness.prefix_token_id, *ids], 0.0
+    done = 1
+    while done < len(whole):
+        end = min(done + 64, len(whole))
+        start = max(0, end - 65)
+        expected += log_likelihood(harness, whole[start:done], whole[done:end])[0]
+        done = end
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_mean_is_that_of_evaluate(harness):
+    """One window of 64 tokens, of which all but the first are predicted."""
+    ids = harness.tok_encode(TEXT)[:64]
+    ours = nvfp4.evaluate(harness.model, np.asarray(ids), window=64)["mean_cross_entropy"]
+    ((value, _),) = harness._loglikelihood_tokens([(("", ""), ids[:1], ids[1:])])
+    assert -value / 63 == pytest.approx(ours, rel=1e-6)
+
+
+def test_generation_ends_at_a_stop_string(harness):
+    options = {"until": ["\n"], "max_gen_toks": 24}
+    contexts = ("import numpy as", "def add(a, b):\n    return", "for i in range(")
+    found = harness.generate_until(
+        instances("generate_until", *((context, options) for context in contexts))
+    )
+    for context, text in zip(contexts, found, strict=True):
+        prompt = np.asarray([harness.tok_encode(context)])
+        tokens = nvfp4.generate(
+            harness.model, prompt, max_new_tokens=24, stop_ids=harness.text_tokenizer.stop_ids
+        )[0]
+        assert text == harness.text_tokenizer.decode(tokens.tolist()).split("\n")[0]
+    assert found[0] == " np"
+
+
+def test_the_command(harness, tmp_path, capsys):
+    """Three kinds of tasks, from files."""
+    rows = [
+        {"start": "import numpy as", "end": " np", "ends": [" np", " sq", "(((("]},
+        {"start": "for i in", "end": " range", "ends": [" range", "))", " return"]},
+        {"start": "def __init__", "end": "(self", "ends": ["(self", " = = =", "::"]},
+    ]
+    for row in rows:
+        row["text"] = TEXT[:200]
+    data = tmp_path / "data.json"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    for name, task in (("choices", CHOICES), ("texts", TEXTS), ("writes", WRITES)):
+        (tmp_path / f"{name}.yaml").write_text(task.replace("DATA", str(data)))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(
+            ["lm-eval", str(EXAMPLE), "--scheme", "w4a16", "--max-length", "256",
+             "--tasks", "python_ends,python_texts,python_writes",
+             "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
+        )  # fmt: skip
+    assert not ended.value.code
+    assert "|python_ends" in capsys.readouterr().out
+    (written,) = tmp_path.glob("out/**/results_*.json")
+    results = json.loads(written.read_text())["results"]
+    right = []
+    for row in rows:
+        parts = [harness._encode_pair(row["start"], end) for end in row["ends"]]
+        right.append(np.argmax([log_likelihood(harness, *part)[0] for part in parts]) == 0)
+    assert sum(right) >= 2
+    assert results["python_ends"]["acc,none"] == np.mean(right)
+    assert results["python_writes"]["exact_match,none"] >= 1 / 3
+    model = nvfp4.load_model(EXAMPLE, scheme="w4a16", dtype="float32")
+    tokenizer = nvfp4.load_tokenizer(EXAMPLE)
+    ids = np.asarray([tokenizer.stop_ids[0], *tokenizer.encode(TEXT[:200], special=False)])
+    nats = nvfp4.evaluate(model, ids, window=len(ids))["mean_cross_entropy"] * (len(ids) - 1)
+    expected = math.exp(nats / len(TEXT[:200].encode()))
+    assert results["python_texts"]["byte_perplexity,none"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.__main__", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["lm-eval", str(EXAMPLE), "--tasks", "x"])
+    assert ended.value.code == 2
+    assert 'pip install "jax-nvfp4-moe[eval]"' in capsys.readouterr().err
