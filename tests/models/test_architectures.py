@@ -12,16 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given import CHECKPOINTS, copy_with_config, reference_tensors
+from given import CHECKPOINTS, MODELS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import Scheme, explain, generate, load_model, load_moe
 
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
-FOLDERS = sorted(
-    path.parent.name
-    for path in CHECKPOINTS.glob("*/reference.safetensors")
-    if (path.parent / "model.safetensors").exists()
-)
 # Of one block, as the README of the given checkpoints has it: float32 sums in another order.
 BLOCK_BOUND = 1e-5
 # Of whole-model logits, in units of their root mean square: float32 sums of a few layers. Where
@@ -95,7 +90,7 @@ class Case:
         return np.median(errors) / ROUNDED_BOUND if self.rounds else np.max(errors) / LOGIT_BOUND
 
 
-@pytest.fixture(scope="module", params=FOLDERS)
+@pytest.fixture(scope="module", params=MODELS)
 def case(request):
     yield load_case(request.param)
     jax.clear_caches()
@@ -208,7 +203,7 @@ def test_prompts_of_different_lengths(case):
 
 def test_the_bound_of_caches_catches_padding_that_counts():
     """The negative control of both: one position of padding taken for a token."""
-    case = load_case(FOLDERS[0])
+    case = load_case(MODELS[0])
     model, ids, expected = case.model, case.ids, case.expected
     t = ids.shape[1]
     _, cache = take(model, model.init_cache(2, t), ids, [0, 0], [t - 4] * 2)

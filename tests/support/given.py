@@ -12,6 +12,12 @@ TESTS = pathlib.Path(__file__).parents[1]
 ROOT = TESTS.parent  # of the repository
 PROGRAMS = TESTS / "programs"
 CHECKPOINTS = TESTS / "checkpoints"
+# Folders that hold a model and what its tool computed with it.
+MODELS = sorted(
+    path.parent.name
+    for path in CHECKPOINTS.glob("*/reference.safetensors")
+    if (path.parent / "model.safetensors").exists()
+)
 EXAMPLE = pathlib.Path(jax_nvfp4_moe.__file__).parent / "examples" / "tiny-python-moe"
 EXAMPLE_REFERENCE = CHECKPOINTS / "tiny-python-moe-reference"
 
