@@ -1,0 +1,101 @@
+"""Texts of 900 tokens in float32: as one prompt, one token at a time, and written by `generate`.
+
+One token at a time has fewer queries than attention takes at once, and fewer tokens than a chunk of
+a recurrent mixer. `test_architectures` proves its numbers on shorter texts.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config
+
+from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.nn import attention
+
+PROMPT, NEW = 700, 200
+TEXT = PROMPT + NEW
+# Of the worst logit, in units of the root mean square of all. Float32 sums in another order reach
+# 1.4e-6 to 8.6e-6, the most of it in gated delta nets.
+BOUND = 2e-5
+WINDOW_AND_SINKS = "gpt_oss-modelopt-w4a16"
+CHUNKS = "llama4_text-modelopt-w4a16"
+LATENTS = "deepseek_v3-direct-modelopt-w4a16"
+RECURRENT = ("qwen3_next-modelopt-w4a16", "nemotron_h-modelopt-w4a16")
+FOLDERS = (WINDOW_AND_SINKS, "mixtral-window-modelopt-w4a16", CHUNKS, LATENTS, *RECURRENT)
+run = jax.jit(lambda model, ids: model(ids))
+
+
+@jax.jit
+def one_at_a_time(model, ids):
+    """Return the logits of all tokens, each taken in by itself."""
+
+    def take(cache, token):
+        logits, cache = model(token[:, None], cache)
+        return cache, logits[:, 0]
+
+    _, logits = jax.lax.scan(take, model.init_cache(*ids.shape), ids.T)
+    return jnp.moveaxis(logits, 0, 1)
+
+
+def load(name, folder):
+    """Load the checkpoint `name` with as many positions as a text has; `folder` is a new one."""
+    copy = copy_with_config(CHECKPOINTS / name, folder, max_position_embeddings=TEXT)
+    return load_model(copy, dtype=jnp.float32)
+
+
+def random_text(model, tokens):
+    """Return random tokens ``[1, tokens]``."""
+    vocabulary = model.config.vocab_size
+    return np.random.default_rng(0).integers(vocabulary, size=(1, tokens), dtype=np.int32)
+
+
+def error(logits, expected):
+    """Return the worst error in units of the root mean square."""
+    return np.abs(np.asarray(logits) - expected).max() / np.sqrt(np.mean(np.square(expected)))
+
+
+def check(model, prompt):
+    """Check that a text's logits do not depend on how it is taken in, nor its end on the cache."""
+    assert prompt.shape[1] > attention._QUERIES
+    tokens = generate(model, prompt, max_new_tokens=NEW)
+    assert tokens.shape == (1, NEW)
+    text = jnp.concatenate([prompt, tokens], axis=1)
+    expected = np.asarray(one_at_a_time(model, text))
+    assert error(run(model, text), expected) <= BOUND
+    before = expected[:, PROMPT - 1 : -1]
+    chosen = np.take_along_axis(before, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+    assert error(chosen, before.max(axis=-1)) <= BOUND
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_long_text_of_each_mixer(name, tmp_path):
+    model = load(name, tmp_path / "m")
+    check(model, random_text(model, PROMPT))
+
+
+def test_a_long_text_of_the_example():
+    model = load_model(EXAMPLE, dtype=jnp.float32)
+    text = (EXAMPLE_REFERENCE / "heldout.txt").read_text(encoding="utf-8")
+    check(model, load_tokenizer(EXAMPLE).encode(text)[None, :PROMPT])
+
+
+def test_the_last_position_is_the_last_that_is_taken(tmp_path):
+    """`check` fills all positions of `TEXT`; one more is refused, by a model and by `generate`."""
+    model = load(FOLDERS[1], tmp_path / "m")
+    ids = random_text(model, TEXT + 1)
+    jax.eval_shape(lambda: model(ids[:, :TEXT]))
+    with pytest.raises(ValueError, match=f"would reach {TEXT + 1} tokens, and .* {TEXT} positions"):
+        model(ids)
+    cache = model.init_cache(1, TEXT + 1)
+    before = dataclasses.replace(cache, lengths=np.array([TEXT - 1], np.int32))
+    jax.eval_shape(lambda: model(ids[:, :1], before))
+    full = dataclasses.replace(cache, lengths=np.array([TEXT], np.int32))
+    with pytest.raises(ValueError, match=f"would reach {TEXT + 1} tokens"):
+        model(ids[:, :1], full)
+    prompt = ids[:, : PROMPT + 1]
+    with pytest.raises(ValueError, match=f"{PROMPT + 1} prompt and {NEW} new .* {TEXT} positions"):
+        generate(model, prompt, max_new_tokens=NEW)
