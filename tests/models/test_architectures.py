@@ -14,14 +14,18 @@ import numpy as np
 import pytest
 from given import CHECKPOINTS, MODELS, copy_with_config, reference_tensors
 
-from jax_nvfp4_moe import Scheme, explain, generate, load_model, load_moe
+from jax_nvfp4_moe import generate, load_model, load_moe
 
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 # Of one block, as the README of the given checkpoints has it: float32 sums in another order.
 BLOCK_BOUND = 1e-5
-# Of whole-model logits, in units of their root mean square: float32 sums of a few layers. Where
-# activations are rounded, the last bit may flip a rounding, and there the median token counts.
-LOGIT_BOUND, ROUNDED_BOUND = 1e-5, 1e-3
+# Of whole-model logits, in units of their root mean square: float32 sums of a few layers. It holds
+# for the worst token, also where activations are rounded: 7e-7 to 3.8e-6 are reached there.
+LOGIT_BOUND = 1e-5
+# There the median token alone is held to it. Embeddings that move by 1e-6 flip a rounding in the
+# tool's own run and carry a token away: by 0.1 in FP4 and by 4e-5 in FP8, where the median moves by
+# 1e-5 and by 4e-6 (sensitivity_to_1e6_noise of reference.json). The other folders' tools saw none.
+FLIPS = ("qwen3moe-modelopt-w4a4", "qwen3_moe-ct-mixed")
 
 # Folder, and fields of its config that are changed.
 FAULTS = [
@@ -54,6 +58,16 @@ FAULTS = [
         "qwen3_next-options-modelopt-w4a16",
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    # Where activations are rounded, to FP4 or to FP8.
+    ("deepseek_v3-modelopt-mixed-w4a16-kv8", {"rope_interleave": False}),
+    ("deepseekv3-modelopt-w4a4", {"norm_topk_prob": False}),
+    ("gpt_oss-ct-w4a4", {"sliding_window": 7}),
+    ("qwen3_moe-ct-mixed", {"norm_topk_prob": False}),
+    ("qwen3_moe-ct-w4a4-kv8", {"rms_norm_eps": 1e-3}),
+    ("qwen3_moe-modelopt-mixed-w4a16-kv8", {"norm_topk_prob": False}),
+    ("qwen3_moe-modelopt-w4a4-faults", {"norm_topk_prob": False}),
+    ("qwen3moe-ct-w4a4", {"norm_topk_prob": False}),
+    ("qwen3moe-modelopt-w4a4", {"rms_norm_eps": 1e-3}),
 ]
 
 run = jax.jit(lambda model, ids: model(ids))
@@ -68,14 +82,12 @@ class Case:
     Attributes:
       folder: its name.
       model: as loaded.
-      rounds: whether activations are rounded, to FP4 or to FP8.
       ids: two prompts, the same where the file has one.
       expected: their logits.
     """
 
     folder: str
     model: Any
-    rounds: bool
     ids: jax.Array
     expected: np.ndarray
 
@@ -87,7 +99,8 @@ class Case:
 
     def excess(self, errors):
         """Return in units of the bound what counts of `errors`, one a token."""
-        return np.median(errors) / ROUNDED_BOUND if self.rounds else np.max(errors) / LOGIT_BOUND
+        count = np.median if self.folder in FLIPS else np.max
+        return count(errors) / LOGIT_BOUND
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -101,12 +114,9 @@ def load_case(name, folder=None):
     folder = folder or CHECKPOINTS / name
     tensors = reference_tensors(CHECKPOINTS / name)
     model = load_model(folder, **EXACT)
-    checkpoint_scheme = (folder / "config.json").read_text()
-    eight_bits = "FP8" in checkpoint_scheme or '"num_bits": 8' in checkpoint_scheme
     given = tensors["input_ids"], tensors["logits"]
     ids, logits = (np.resize(value, (2, *value.shape[1:])) for value in given)
-    rounds = eight_bits or explain(model).scheme is not Scheme.W4A16
-    return Case(name, model, rounds, jnp.asarray(ids, jnp.int32), logits)
+    return Case(name, model, jnp.asarray(ids, jnp.int32), logits)
 
 
 def relative(actual, expected):
