@@ -23,6 +23,8 @@ from jax_nvfp4_moe.parallel.dispatch import (
 from jax_nvfp4_moe.parallel.expert_mesh import check_parts, divisors
 from jax_nvfp4_moe.scheme import Scheme
 
+REORDERED = 4e-6  # of the largest logit: another order of float32 sums in a whole model
+
 
 @pytest.fixture(scope="module")
 def figures():
@@ -73,6 +75,7 @@ def test_shards_are_prepared_for_their_own_number_of_experts(figures):
 def test_checkpoints_over_a_mesh_equal_one_device(figures, name):
     """A mesh changes logits as much as the reference backend's order of sums does, at most double.
 
+    That order changes 3e-7 to 1.8e-6 of the largest logit, and a mesh 2e-7 to 9e-7.
     All-reduces: one of each expert layer; of each attention and the embedding if those are cut.
     DeepSeek's dense layer and two shared experts are cut too. The gather is that of the logits.
     """
@@ -82,8 +85,10 @@ def test_checkpoints_over_a_mesh_equal_one_device(figures, name):
         "mixed": {"all-reduce": 2},
         "example": {"all-reduce": 5 + 5 + 1, "all-gather": 1},
     }
+    reordered = figures[name]["reordered"]
+    assert reordered <= REORDERED
     for error, found in figures[name]["meshes"].values():
-        assert error <= 2 * figures[name]["reordered"]
+        assert error <= 2 * reordered
         assert found == sent[name]
 
 

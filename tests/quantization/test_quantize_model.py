@@ -132,11 +132,15 @@ def test_compressed_tensors_has_an_input_scale_for_the_second_product_of_each_ex
 def test_what_was_written_loads_and_comes_near_the_source(small):
     ids = jnp.asarray(IDS.reshape(-1, WINDOW)[:2])
     expected = np.asarray(run(load_model(SMALL / "source", dtype=jnp.float32), ids))
-    for format, scheme, bound in (("modelopt", "w4a4", 0.6), ("compressed-tensors", "w4a16", 0.35)):
+    for format, scheme, reached in (
+        ("modelopt", "w4a4", 0.132),
+        ("compressed-tensors", "w4a16", 0.091),
+    ):
         asked = EXACT | {"scheme": scheme}
         actual = np.asarray(run(load_model(small[0] / format, **asked), ids))
         error = np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
-        assert 0.02 < error < bound  # of random weights, rounded to 4 bits
+        # What rounding random weights to 4 bits changes; a tenth more or less is another rounding.
+        assert 0.9 * reached < error < 1.1 * reached
 
 
 # Checkpoints that ModelOpt wrote of each architecture; what is stacked there has one scale a layer.

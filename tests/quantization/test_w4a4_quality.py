@@ -1,9 +1,10 @@
 """Mean cross-entropy of the example model in W4A4 on each kernel, beside NVIDIA ModelOpt's.
 
 What moves an activation in its last bits may move its FP4 code, and all that comes after: runs in
-bfloat16 whose embeddings differ by a rounding scatter by 0.0013 to 0.0018 nats (standard deviation
+bfloat16 whose embeddings differ by a rounding scatter by 0.0011 to 0.0018 nats (standard deviation
 of 8 to 12), and ModelOpt's figure is one such run. So the mean of eight is held to the bound, give
-or take two standard errors of its difference from one.
+or take that scatter, and the scatter to its own. Reached: means 0.0024 below the tool's on a CPU,
+0.0013 on sm90 and 0.0007 on sm100.
 """
 
 import jax
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.slow
 FACTS = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]
 RUNS = 8
 BOUND = 0.002  # nats: the project's own
+SCATTER = 0.002  # nats: standard deviation of runs
 # What the device says that it is -> the backend that runs.
 KERNELS = [
     pytest.param(nvfp4.Target("cpu"), "moe_w4a16_cpu", id="cpu"),
@@ -68,6 +70,7 @@ def test_the_quality_of_the_tool(monkeypatch, target, backend):
                 move_embeddings(model, seed)
             found.append(mean_cross_entropy(model))
     assert len(set(found)) > RUNS // 2  # the embeddings did move
-    reach = BOUND + 2 * np.std(found, ddof=1) * (1 + 1 / RUNS) ** 0.5
-    assert abs(np.mean(found) - FACTS["w4a4"]) <= reach, found
-    assert abs(FACTS["w4a16"] - FACTS["w4a4"]) > 5 * reach  # it would catch unrounded activations
+    assert np.std(found, ddof=1) <= SCATTER
+    assert abs(np.mean(found) - FACTS["w4a4"]) <= BOUND + SCATTER, found
+    # It would catch unrounded activations.
+    assert abs(FACTS["w4a16"] - FACTS["w4a4"]) > 5 * (BOUND + SCATTER)
