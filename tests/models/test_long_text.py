@@ -1,10 +1,11 @@
-"""Texts of 900 tokens in float32: as one prompt, one token at a time, and written by `generate`.
+"""Texts of 900 tokens in float32: as one prompt, in small pieces, and written by `generate`.
 
-One token at a time has fewer queries than attention takes at once, and fewer tokens than a chunk of
-a recurrent mixer. `test_architectures` proves its numbers on shorter texts.
+A piece has fewer queries than attention takes at once, and fewer tokens than a chunk of a recurrent
+mixer. `test_architectures` proves its numbers on shorter texts.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +30,18 @@ FOLDERS = (WINDOW_AND_SINKS, "mixtral-window-modelopt-w4a16", CHUNKS, LATENTS, *
 run = jax.jit(lambda model, ids: model(ids))
 
 
-@jax.jit
-def one_at_a_time(model, ids):
-    """Return the logits of all tokens, each taken in by itself."""
+@functools.partial(jax.jit, static_argnames="count")
+def in_pieces(model, ids, count):
+    """Return the logits of all tokens, `count` taken in at a time."""
+    b, t = ids.shape
 
-    def take(cache, token):
-        logits, cache = model(token[:, None], cache)
-        return cache, logits[:, 0]
+    def take(cache, piece):
+        logits, cache = model(piece, cache)
+        return cache, logits
 
-    _, logits = jax.lax.scan(take, model.init_cache(*ids.shape), ids.T)
-    return jnp.moveaxis(logits, 0, 1)
+    pieces = jnp.moveaxis(ids.reshape(b, -1, count), 1, 0)
+    _, logits = jax.lax.scan(take, model.init_cache(b, t), pieces)
+    return jnp.moveaxis(logits, 0, 1).reshape(b, t, -1)
 
 
 def load(name, folder):
@@ -58,13 +61,19 @@ def error(logits, expected):
     return np.abs(np.asarray(logits) - expected).max() / np.sqrt(np.mean(np.square(expected)))
 
 
-def check(model, prompt):
-    """Check that a text's logits do not depend on how it is taken in, nor its end on the cache."""
+def check(model, prompt, piece=1):
+    """Check that a text's logits do not depend on how it is taken in, nor its end on the cache.
+
+    Args:
+      model: in float32.
+      prompt: ``[1, PROMPT]``.
+      piece: tokens that are taken in at a time.
+    """
     assert prompt.shape[1] > attention._QUERIES
     tokens = generate(model, prompt, max_new_tokens=NEW)
     assert tokens.shape == (1, NEW)
     text = jnp.concatenate([prompt, tokens], axis=1)
-    expected = np.asarray(one_at_a_time(model, text))
+    expected = np.asarray(in_pieces(model, text, piece))
     assert error(run(model, text), expected) <= BOUND
     before = expected[:, PROMPT - 1 : -1]
     chosen = np.take_along_axis(before, np.asarray(tokens)[..., None], axis=-1)[..., 0]
@@ -80,7 +89,7 @@ def test_a_long_text_of_each_mixer(name, tmp_path):
 def test_a_long_text_of_the_example():
     model = load_model(EXAMPLE, dtype=jnp.float32)
     text = (EXAMPLE_REFERENCE / "heldout.txt").read_text(encoding="utf-8")
-    check(model, load_tokenizer(EXAMPLE).encode(text)[None, :PROMPT])
+    check(model, load_tokenizer(EXAMPLE).encode(text)[None, :PROMPT], piece=9)
 
 
 def test_the_last_position_is_the_last_that_is_taken(tmp_path):
