@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import CHECKPOINTS
+from given import CHECKPOINTS, EXAMPLE
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
@@ -69,6 +69,15 @@ def test_a_model_that_dequantizes_while_it_loads():
     model = nvfp4.load_model(CHECKPOINTS / "deepseek_v3-direct-modelopt-w4a16")
     logits = model(jnp.ones((2, 6), jnp.int32), lengths=jnp.array([6, 2]))
     assert bool(jnp.isfinite(logits).all())
+
+
+def test_generate():
+    """The same tokens, with the checks after each program."""
+    model = nvfp4.load_model(EXAMPLE)
+    prompt = np.array([[5, 6, 7]])
+    tokens = nvfp4.generate(model, prompt, max_new_tokens=4)
+    with jax.debug_nans(False):
+        np.testing.assert_array_equal(tokens, nvfp4.generate(model, prompt, max_new_tokens=4))
 
 
 def test_a_nan_of_the_user_is_found():

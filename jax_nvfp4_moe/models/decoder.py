@@ -161,6 +161,8 @@ class Decoder(nnx.Module):
         """
         _check_call(input_ids, cache)
         _check_values(self.config, input_ids, cache, lengths)
+        input_ids = jnp.asarray(input_ids, jnp.int32)  # int8 cannot index a large vocabulary
+        lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
         b, t = input_ids.shape
         start = jnp.zeros(b, jnp.int32) if cache is None else cache.lengths
         steps = jnp.arange(t, dtype=jnp.int32)[None, :]

@@ -15,6 +15,7 @@ from jax_nvfp4_moe.backends.resolution import resolve_again
 from jax_nvfp4_moe.nn.dense import NVFP4Param, find_activation_scaling
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.numerics.activations import ActivationCall
+from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, check_moe_params
 from jax_nvfp4_moe.ops.dense_moe import dense_moe
 from jax_nvfp4_moe.ops.moe import check_dtype, check_input_scales, check_row_order, moe_mlp
@@ -156,7 +157,7 @@ class RoutedExperts(nnx.Module):
                     scheme=self.scheme,
                     weight_on_input=self.options.weight_on_input,
                 )
-            ids = expert_ids.reshape(-1, expert_ids.shape[-1])
+            ids = narrow_ids(expert_ids.reshape(-1, expert_ids.shape[-1]))
             y = run(
                 x.reshape(-1, x.shape[-1]).astype(self.options.dtype),
                 params,

@@ -18,7 +18,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 _SCORES = {
     "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
@@ -113,6 +113,17 @@ def weigh(
     if router.renormalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
     return weights * router.scaling
+
+
+def narrow_ids(expert_ids: Int[Array, "..."]) -> Int32[Array, "..."]:
+    """Return expert ids as int32; an id that does not fit becomes -1, which is no expert.
+
+    A cast alone would wrap around: expert 0 of an id of ``2**32``.
+    """
+    if expert_ids.dtype.itemsize <= 4:  # uint32 past the largest int32 becomes negative
+        return expert_ids.astype(jnp.int32)
+    fits = (expert_ids >= 0) & (expert_ids <= jnp.iinfo(jnp.int32).max)
+    return jnp.where(fits, expert_ids.astype(jnp.int32), -1)
 
 
 def _choose(router, logits, bias):

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 from jax_nvfp4_moe.backends.reference import combine_experts
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
 from jax_nvfp4_moe.ops.gradient import (
@@ -91,5 +92,5 @@ def dense_moe(
 
     layer = ExpertLayer(experts.num_experts, take_expert, run_rows, weight_on_input)
     run = with_expert_gradient(forward, layer)
-    ids, weights = expert_ids.astype(jnp.int32), expert_weights.astype(jnp.float32)
+    ids, weights = narrow_ids(expert_ids), expert_weights.astype(jnp.float32)
     return run(x, in_float32(experts), ids, weights)

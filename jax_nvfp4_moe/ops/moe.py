@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from jax_nvfp4_moe.backends.reference import round_activations, round_to
 from jax_nvfp4_moe.backends.resolution import log_conversion
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
+from jax_nvfp4_moe.numerics.routing import narrow_ids
 from jax_nvfp4_moe.numerics.tensor import MoEParams, check_moe_params
 from jax_nvfp4_moe.ops.dense import precision_for
 from jax_nvfp4_moe.ops.gradient import (
@@ -122,7 +123,7 @@ def moe_mlp(
     rows = functools.partial(_run_rows, call, plan.scheme, x.dtype)
     layer = ExpertLayer(params.num_experts, _read_expert, rows, weight_on_input)
     run = with_expert_gradient(functools.partial(plan.lower, **static), layer)
-    return run(x, params, expert_ids.astype(jnp.int32), expert_weights.astype(jnp.float32))
+    return run(x, params, narrow_ids(expert_ids), expert_weights.astype(jnp.float32))
 
 
 def _read_expert(params, expert):
