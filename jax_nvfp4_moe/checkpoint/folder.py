@@ -18,6 +18,18 @@ CONFIG = "config.json"
 TEXT_CONFIGS = ("text_config", "llm_config")
 
 
+def expand_home(path: str | pathlib.Path) -> pathlib.Path:
+    """Return a path that a user names, a leading ``~`` or ``~name`` expanded.
+
+    Raises:
+      ValueError: there is no such user.
+    """
+    try:
+        return pathlib.Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{str(path)!r}: {error}") from None
+
+
 def find_folder(path: str | pathlib.Path) -> pathlib.Path:
     """Return the checkpoint folder that a user names, a leading ``~`` expanded.
 
@@ -29,9 +41,9 @@ def find_folder(path: str | pathlib.Path) -> pathlib.Path:
       CheckpointError: there is neither; says how to get the files.
     """
     try:
-        folder = pathlib.Path(path).expanduser()
-    except RuntimeError as error:
-        raise CheckpointError([f"{str(path)!r}: {error}"]) from None
+        folder = expand_home(path)
+    except ValueError as error:
+        raise CheckpointError([str(error)]) from None
     if folder.is_dir():
         return folder
     missing = f"{str(folder)!r} is not a folder that exists"

@@ -1,5 +1,6 @@
 """The command ``jax-nvfp4-moe``: results on standard output, all else on standard error."""
 
+import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
       arguments: without the program's name; those of the process where None.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes what it cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     given = list(sys.argv[1:] if arguments is None else arguments)
     with distributed.leaving_at_once():

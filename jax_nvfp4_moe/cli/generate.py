@@ -9,7 +9,13 @@ import typer
 from jax.sharding import Mesh
 
 from jax_nvfp4_moe.cli.example import ModelPath, example_or
-from jax_nvfp4_moe.cli.options import BackendOption, DispatchOption, DtypeOption, SchemeOption
+from jax_nvfp4_moe.cli.options import (
+    BackendOption,
+    DispatchOption,
+    DtypeOption,
+    SchemeOption,
+    read_argument,
+)
 from jax_nvfp4_moe.cli.output import report
 from jax_nvfp4_moe.cli.process_options import over_devices
 from jax_nvfp4_moe.inference.generation import stream
@@ -40,6 +46,7 @@ def generate_command(
     dispatch: DispatchOption = "psum",
 ) -> None:
     """Print a prompt and its continuation, token by token."""
+    prompt = read_argument("prompt", prompt)
     with example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         text = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt

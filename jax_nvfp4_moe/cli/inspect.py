@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from jax_nvfp4_moe.checkpoint.folder import find_folder
+from jax_nvfp4_moe.checkpoint.folder import expand_home, find_folder
 from jax_nvfp4_moe.cli.inspection import inspect
 from jax_nvfp4_moe.cli.options import (
     BackendOption,
@@ -77,7 +77,7 @@ def inspect_command(
         backend=backend,
         progress=progress_bar,
     )
-    truth = "its weights dequantized" if original is None else f"{original.resolve().name}"
+    truth = "its weights dequantized" if original is None else expand_home(original).resolve().name
     if plot is not None:
         plot_errors(found, plot, truth=truth)
         say(f"wrote {plot}")

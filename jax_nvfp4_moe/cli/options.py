@@ -2,11 +2,14 @@
 
 import functools
 import inspect
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
+
+from jax_nvfp4_moe.checkpoint.folder import expand_home
 
 Folder = Annotated[
     pathlib.Path,
@@ -67,8 +70,29 @@ def read_text(path: pathlib.Path) -> str:
       OSError: it cannot be read.
       ValueError: it is not UTF-8.
     """
-    path = path.expanduser()
+    path = expand_home(path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected text in UTF-8, got {error}") from None
+
+
+def read_argument(name: str, text: str) -> str:
+    """Return the text of an argument; in an ASCII locale Python leaves its bytes undecoded.
+
+    Args:
+      name: of the argument.
+      text: as Python gives it, with surrogates for bytes that it could not decode.
+
+    Raises:
+      ValueError: it is not UTF-8.
+    """
+    try:
+        return os.fsencode(text).decode("utf-8") if has_surrogates(text) else text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: expected text in UTF-8, got {error}") from None
+
+
+def has_surrogates(text: str) -> bool:
+    """Return whether Python could not decode all bytes of an argument."""
+    return any("\ud800" <= character <= "\udfff" for character in text)

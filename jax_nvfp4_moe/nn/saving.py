@@ -20,7 +20,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
-from jax_nvfp4_moe.checkpoint.folder import read_json
+from jax_nvfp4_moe.checkpoint.folder import expand_home, read_json
 from jax_nvfp4_moe.checkpoint.writing import PARTIAL, write_file
 from jax_nvfp4_moe.nn.resharding import (
     convert,
@@ -62,7 +62,7 @@ def save(folder: str | pathlib.Path, module: Any) -> None:
     """
     import orbax.checkpoint  # on demand: heavy, and needed nowhere else
 
-    folder = pathlib.Path(folder).expanduser().resolve()
+    folder = expand_home(folder).resolve()
     entries = find_entries(module)
     record = json.dumps(_description(entries) | {"tree_shards": tree_shards(entries)}, indent=1)
     _in_first_process(lambda: _begin(folder, record))
@@ -97,7 +97,7 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
     """
     import orbax.checkpoint
 
-    folder = pathlib.Path(folder).expanduser().resolve()
+    folder = expand_home(folder).resolve()
     record = read_json(folder, LAYOUTS)
     entries = find_entries(like)
     stored = _find_stored(entries, record, folder)

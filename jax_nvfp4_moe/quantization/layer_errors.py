@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_nvfp4_moe.checkpoint.folder import expand_home
 from jax_nvfp4_moe.models.blocks import expert_blocks, experts_path
 from jax_nvfp4_moe.models.loading import abstract_model, load_model
 from jax_nvfp4_moe.nn.intermediates import capture
@@ -274,6 +275,7 @@ def plot_errors(errors: Sequence[LayerErrors], path: str | pathlib.Path, *, trut
       ValueError: as `check_plot`.
     """
     check_plot(path)
+    path = expand_home(path)
     figure = _matplotlib()(figsize=(10, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
     for index, scheme in enumerate(dict.fromkeys(error.scheme for error in errors)):
@@ -323,7 +325,7 @@ def check_plot(path: str | pathlib.Path) -> None:
       ValueError: matplotlib is not installed, or knows no such kind of file; or no such folder.
     """
     kinds = _matplotlib()().canvas.get_supported_filetypes()
-    path = pathlib.Path(path)
+    path = expand_home(path)
     if path.suffix.lower().removeprefix(".") not in kinds:
         raise ValueError(f"plot: expected a name ending in .{' or .'.join(kinds)}; got {path}")
     if not path.parent.is_dir():

@@ -22,7 +22,7 @@ from jax_nvfp4_moe.checkpoint import compressed_tensors, modelopt
 from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
-from jax_nvfp4_moe.checkpoint.folder import CONFIG, locate
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home, locate
 from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
@@ -104,7 +104,7 @@ def quantize_model(
     chosen = _check_arguments(scheme, format, modules, algorithm, token_ids)
     _check_lists(exclude, shard_bytes)
     kept_dtype = None if dtype is None else np.dtype(find_dtype(dtype))
-    destination = pathlib.Path(destination).expanduser()
+    destination = expand_home(destination)
     _check_destination(destination)
     with open_checkpoint(source) as checkpoint:
         if checkpoint.quant.rules:

@@ -1,7 +1,10 @@
 """The command line: results alone on standard output, one message and status 2 for an error."""
 
+import contextlib
 import json
+import os
 import pathlib
+import pty
 import re
 import subprocess
 import sys
@@ -13,9 +16,11 @@ import pytest
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config, reference_facts
 
 from jax_nvfp4_moe.checkpoint.lazy_array import overlap
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.cli import app as cli
 from jax_nvfp4_moe.cli.generate import PROMPT
 from jax_nvfp4_moe.cli.inspection import TARGETS
+from jax_nvfp4_moe.quantization.layer_errors import LayerErrors, check_plot, plot_errors
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
 TEXT = EXAMPLE_REFERENCE / "heldout.txt"
@@ -265,6 +270,95 @@ def test_a_home_is_expanded(run, tmp_path, monkeypatch):
     source = str(CHECKPOINTS / "sources" / "qwen3_moe-small" / "source")
     assert run("quantize", source, "~/q")[0] == 0
     assert (tmp_path / "q" / "config.json").exists()
+
+
+def test_a_home_is_expanded_where_a_picture_goes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check_plot("~/errors.png")
+    errors = [LayerErrors("layers.0", "w4a4", 0.15, np.array([0.1, 0.2]))]
+    plot_errors(errors, "~/errors.png", truth="its weights")
+    assert (tmp_path / "errors.png").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["quantize", EXAMPLE, "~nobody-of-that-name/q"],
+        ["eval", EXAMPLE, "--text", "~nobody-of-that-name/t"],
+        ["inspect", EXAMPLE, "--errors", "--plot", "~nobody-of-that-name/e.png"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_the_home_of_nobody_is_the_users_error(run, command):
+    status, out, err = run(*command)
+    assert (status, out) == (2, "")
+    assert "error: '~nobody-of-that-name/" in err
+
+
+# What Python makes of a terminal that knows ASCII alone, with arguments in UTF-8 and without.
+ASCII_TERMINALS = {
+    "encoding": {"PYTHONIOENCODING": "ascii"},
+    "locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+
+
+@pytest.fixture(params=ASCII_TERMINALS.values(), ids=ASCII_TERMINALS.keys())
+def in_a_terminal(request):
+    """Start the command line in an ASCII terminal; returns its status and all that it shows."""
+
+    def call(*arguments):
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "jax_nvfp4_moe", *map(str, arguments)]
+        environment = os.environ | request.param | {"TERM": "xterm"}
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        process = subprocess.Popen(command, env=environment, **streams)
+        os.close(theirs)
+        shown = b""
+        with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+            while block := terminal.read(1 << 16):  # OSError: the other end is closed
+                shown += block
+        return process.wait(), shown
+
+    return call
+
+
+def test_text_in_a_terminal_that_knows_ascii_alone(in_a_terminal):
+    status, shown = in_a_terminal("generate", "--prompt", "# größe ∑", "--max-new-tokens", 3)
+    assert status == 0, shown
+    assert rb"# gr\xf6\xdfe \u2211" in shown
+    assert shown.isascii()
+
+
+def test_a_bar_in_a_terminal_that_knows_ascii_alone(in_a_terminal, tmp_path):
+    source = CHECKPOINTS / "sources" / "qwen3_moe-small" / "source"
+    status, shown = in_a_terminal("quantize", source, tmp_path / "größe")
+    assert status == 0, shown
+    assert b"quantizing" in shown
+    assert b"-----" in shown
+    assert shown.isascii()
+
+
+def test_a_prompt_that_is_not_utf8_is_the_users_error(run):
+    status, out, err = run("generate", "--prompt", "caf\udce9")
+    assert (status, out) == (2, "")
+    assert "prompt: expected text in UTF-8" in err
+
+
+def test_a_file_that_shrinks_while_a_model_loads(run, tmp_path, monkeypatch):
+    folder = copy_with_config(EXAMPLE, tmp_path / "m")
+    original, reads = Tensors._read_bytes, []
+
+    def shrinking(self, *given):
+        reads.append(1)
+        if len(reads) == 100:
+            os.truncate(folder / "model.safetensors", 100_000)
+        return original(self, *given)
+
+    monkeypatch.setattr(Tensors, "_read_bytes", shrinking)
+    status, out, err = run("generate", folder)
+    assert (status, out) == (2, "")
+    assert "error: " in err
+    assert "'model.safetensors' shrank while it was read" in err
 
 
 def test_text_that_is_not_utf8_is_the_users_error(run, tmp_path):

@@ -1,0 +1,70 @@
+"""Run a command, or a function twice, and send this process SIGINT in the middle, as Ctrl-C does.
+
+``interrupted.py STAGE command ARGUMENT...`` runs the command line. ``interrupted.py STAGE call
+FOLDER...`` calls the function behind it, prints what came out of it, and calls it again.
+"""
+
+import functools
+import os
+import signal
+import sys
+
+import numpy as np
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.checkpoint import export
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors
+from jax_nvfp4_moe.cli.app import main
+from jax_nvfp4_moe.inference import generation
+
+# The function in whose middle the signal comes, and at which of its calls: while threads read a
+# checkpoint, between two tokens, while a file is written.
+STAGES = {
+    "load": (Tensors, "_read_bytes", 100),
+    "generate": (generation, "_decode", 3),
+    "quantize": (export, "_bytes", 20),
+}
+
+
+def interrupt(owner, name, call):
+    """Let the call number `call` of a function send SIGINT to this process."""
+    original, calls = getattr(owner, name), []
+
+    @functools.wraps(original)
+    def counted(*given):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*given)
+
+    setattr(owner, name, counted)
+
+
+def load(folder):
+    """Return the sum of all leaves, for comparison."""
+    return float(np.asarray(nvfp4.load_model(folder).embedding[...], np.float64).sum())
+
+
+def generate(folder):
+    """Return some tokens, one at a time."""
+    tokens = nvfp4.stream(nvfp4.load_model(folder), np.array([[5, 6, 7]]), max_new_tokens=6)
+    return [int(token[0]) for token in tokens]
+
+
+def quantize(source, destination):
+    """Return what was written."""
+    nvfp4.quantize_model(source, destination)
+    return sorted(os.listdir(destination))
+
+
+if __name__ == "__main__":
+    stage, how, *arguments = sys.argv[1:]
+    interrupt(*STAGES[stage])
+    if how == "command":
+        main(arguments)
+    call = {"load": load, "generate": generate, "quantize": quantize}[stage]
+    try:
+        print(call(*arguments))
+    except KeyboardInterrupt:
+        print("interrupted")
+    print(call(*arguments))
