@@ -1,5 +1,6 @@
 """Strict promotion, XLA settings that compile fast, and markers for what a machine must have."""
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -30,6 +31,12 @@ def _emulates_blackwell():
     return importlib.import_module("jax_nvfp4_moe._nvfp4_cuda").emulates_blackwell()
 
 
+@functools.cache
+def _isas():
+    """Instruction sets of the CPU kernels that this machine has."""
+    return importlib.import_module("jax_nvfp4_moe._nvfp4_cpu").isa_levels()
+
+
 def _why_absent(marker):
     """Say why this machine lacks what `marker` needs; None where it has it."""
     capability = _compute_capability()
@@ -45,6 +52,7 @@ def _why_absent(marker):
         "cutlass": importlib.util.find_spec("cutlass_library") is not None,
         "lm_eval": importlib.util.find_spec("lm_eval") is not None,
         "deviceless": importlib.util.find_spec("jax_cuda13_plugin") is not None,
+        **{f"isa_{isa}": isa in _isas() for isa in ("amx", "avx512", "avx2")},
     }
     return None if has[marker] else f"this machine has no {marker}"
 
@@ -60,6 +68,9 @@ MARKERS = (
     "cutlass",
     "lm_eval",
     "deviceless",
+    "isa_amx",
+    "isa_avx512",
+    "isa_avx2",
 )
 
 

@@ -13,7 +13,13 @@ import typer
 from jax.sharding import Mesh
 
 from jax_nvfp4_moe.cli.example import ModelPath, example_or
-from jax_nvfp4_moe.cli.options import BackendOption, DispatchOption, DtypeOption, SchemeOption
+from jax_nvfp4_moe.cli.options import (
+    BackendOption,
+    DispatchOption,
+    DtypeOption,
+    SchemeOption,
+    read_argument,
+)
 from jax_nvfp4_moe.cli.output import report, say
 from jax_nvfp4_moe.cli.process_options import over_devices
 from jax_nvfp4_moe.inference.conversation import Conversation
@@ -49,6 +55,8 @@ def chat_command(
         tokenizer = load_tokenizer(folder)
         how = {"dtype": dtype, "backend": backend, "mesh": devices, "dispatch": dispatch}
         model = load_model(folder, scheme=scheme, **how)
+    if system is not None:
+        system = read_argument("system", system)
     conversation = Conversation(
         model,
         max_length=max_length or min(_CONTEXT, model.config.max_positions),
@@ -123,7 +131,7 @@ def _lines() -> Iterator[str]:
         import readline  # noqa: F401 - lets the user edit a line, and find earlier ones
     while True:
         try:
-            yield input(prompt)
+            yield read_argument("input", input(prompt))
         except EOFError:
             return
         except KeyboardInterrupt:

@@ -36,12 +36,12 @@ ACTIVATIONS = (
     "gelu_no_mul",
     "gelu_tanh_no_mul",
 )
-ISAS = cpu_calls.isa_levels()
+ISAS = cpu_calls.present_isas()
 CPU = jax.devices("cpu")[0]
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 modes = pytest.mark.parametrize("mode", ["none", "static", "token"])
-isas = pytest.mark.parametrize("isa", ISAS)
+isas = pytest.mark.parametrize("isa", cpu_calls.isa_levels())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -331,6 +331,17 @@ def test_grouped_gemm_in_rounds():
     for isa in ISAS:
         actual = cpu_calls.grouped_gemm(*operands, "none", isa, small)
         assert_as_accurate_as(actual, yardstick, truth)
+
+
+def test_every_instruction_set_has_its_marker():
+    """So that a machine shows those that it lacks as skipped."""
+    assert {*ISAS} - {*cpu_calls.NEED_CPU} == {"scalar"}
+
+
+@isas
+def test_a_layer_of_each_instruction_set(isa):
+    """Tests that go through all sets in one piece do not show which this machine has."""
+    assert_accurate(make("fills_no_tile", BF16, Options()), [isa])
 
 
 def test_unknown_isa_names_what_this_cpu_has():

@@ -22,7 +22,7 @@ W4A4_RUNS = [name for name in RUNS if name.endswith("w4a4")]
 
 
 def on_cpu(x, layer, ids, weights):
-    cpu_calls.isa_levels()
+    cpu_calls.present_isas()
     with jax.default_device(jax.devices("cpu")[0]):
         return cpu_calls.moe(x, cpu_calls.prepare(layer), ids, weights, OPTIONS)
 

@@ -5,14 +5,24 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from float64_layer import Layer, Options
 
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.backends.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 
+NEED_CPU = ("amx", "avx512", "avx2")  # each has a marker; the scalar kernels run anywhere
+
 
 def isa_levels():
+    """Return all instruction sets as parameters of tests; a machine skips those that it lacks."""
+    present_isas()
+    marked = [pytest.param(isa, marks=getattr(pytest.mark, f"isa_{isa}")) for isa in NEED_CPU]
+    return [*marked, "scalar"]
+
+
+def present_isas():
     """Register the targets, or raise with the reason why that cannot be; return this CPU's ISAs."""
     if reason := _ffi.why_unavailable("_nvfp4_cpu"):
         raise RuntimeError(reason)
