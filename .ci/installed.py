@@ -63,12 +63,15 @@ def check_layer():
 
 
 def check_command():
-    """Check that the command completes some Python."""
+    """Check that the command completes some Python as it does in float32.
+
+    24 tokens: rounding to bfloat16 moves the distance of the two likeliest by at most 0.3 of it in
+    each, so that no machine's order of summation takes another one.
+    """
     command = pathlib.Path(sys.prefix, "bin", "jax-nvfp4-moe")
     arguments = ["generate", "--prompt", "def softmax(x", "--max-new-tokens", "24"]
     done = subprocess.run([command, *arguments], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("def softmax(x"), done.stdout
-    assert len(done.stdout) > len("def softmax(x") + 24, done.stdout
+    assert done.stdout == pathlib.Path(__file__).with_name("greedy.txt").read_text(), done.stdout
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ def _processor():
 # The same examples in each run, so that a change alone decides whether the tests pass.
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("more", deadline=None)
+MORE = 10  # times as many
 
 
 def pytest_configure(config):
@@ -131,7 +132,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--more-examples",
         action="store_true",
-        help="new random examples for property tests; the default repeats the same ones",
+        help="run property tests on ten times as many examples, and on new ones each time",
     )
     parser.addoption(
         "--default-xla",
@@ -145,6 +146,18 @@ def pytest_addoption(parser):
         choices=MARKERS,
         help="fail instead of skipping where the machine lacks this",
     )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Multiply the examples of each property test; a profile does not reach those that count."""
+    if not config.getoption("--more-examples"):
+        return
+    tests = {getattr(item.function, "__func__", item.function) for item in items}
+    name = "_hypothesis_internal_use_settings"  # hypothesis lets nobody replace a test's settings
+    for test in tests:
+        if given := getattr(test, name, None):
+            more = {"max_examples": MORE * given.max_examples, "derandomize": False}
+            setattr(test, name, settings(given, **more))
 
 
 def pytest_runtest_setup(item):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config, reference_facts
+from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, ROOT, copy_with_config, reference_facts
 
 from jax_nvfp4_moe.checkpoint.lazy_array import overlap
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
@@ -47,6 +47,14 @@ def test_generate_streams_the_prompt_and_its_continuation(run):
     assert status == 0
     assert out == GREEDY["text"] + "\n"
     assert "tokens/s" in err
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["float32", "default"])
+def test_the_text_that_ci_expects_of_an_installed_package(run, exact):
+    expected = (ROOT / ".ci" / "greedy.txt").read_text()
+    how = ("--dtype", "float32") if exact else ()
+    command = ("generate", "--prompt", "def softmax(x", "--max-new-tokens", 24)
+    assert run(*command, *how)[:2] == (0, expected)
 
 
 def test_generate_without_arguments_runs_the_example(run):

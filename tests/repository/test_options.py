@@ -1,0 +1,21 @@
+"""Options that this repository adds to pytest."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from given import ROOT
+
+# A quick property test that asks for 30 examples.
+PROPERTY = "tests/parallel/test_placement.py::test_physical_ids_are_copies_in_turn"
+
+
+@pytest.mark.parametrize(("option", "examples"), [([], 30), (["--more-examples"], 300)])
+def test_more_examples_are_more(option, examples):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", PROPERTY]
+    command += ["--hypothesis-show-statistics", *option]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    phases = re.findall(r"(\d+) passing,", done.stdout)
+    assert sum(map(int, phases)) == examples
