@@ -1,5 +1,6 @@
 """Cases, random parameters and the accuracy rule, for tests and benchmarks."""
 
+import functools
 import math
 
 import jax
@@ -24,13 +25,17 @@ def random_moe_params(
       num_experts, hidden, intermediate: sizes; the last two multiples of 16.
       gated: whether gate_up holds two halves.
     """
+    return _random_moe_params(key, num_experts, hidden, intermediate, 2 if gated else 1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _random_moe_params(key, num_experts, hidden, intermediate, halves):
     keys = jax.random.split(key, 3)
-    halves = 2 if gated else 1
     gate_up = _random_weight(keys[0], (num_experts, halves, intermediate, hidden))
     gate_up = NVFP4Tensor(
         gate_up.packed.reshape(num_experts, halves * intermediate, hidden // 2),
         gate_up.block_scale.reshape(num_experts, halves * intermediate, hidden // 16),
-        gate_up.global_scale if gated else gate_up.global_scale[:, 0],
+        gate_up.global_scale if halves == 2 else gate_up.global_scale[:, 0],
     )
     down = _random_weight(keys[1], (num_experts, hidden, intermediate))
     spread = jax.random.uniform(keys[2], (2, num_experts), jnp.float32, 0.5, 1.0)
@@ -44,11 +49,16 @@ def _random_weight(key, shape):
     def one(key):
         return quantize(jax.random.normal(key, shape[1:], jnp.float32) * shape[-1] ** -0.5)
 
-    return jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
+    return jax.lax.map(one, keys)
 
 
 def random_routing(key: jax.Array, tokens: int, num_experts: int, top_k: int):
     """Return distinct uniform expert_ids int32 ``[t, k]`` and weights that add up to 1."""
+    return _random_routing(key, tokens, num_experts, top_k)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _random_routing(key, tokens, num_experts, top_k):
     id_key, weight_key = jax.random.split(key)
     scores = jax.random.uniform(id_key, (tokens, num_experts))
     ids = jax.lax.top_k(scores, top_k)[1].astype(jnp.int32)
@@ -103,8 +113,8 @@ def moe_mlp_float64(x, params: MoEParams, expert_ids, expert_weights, call, *, r
     rounded = rounded or (lambda rows, expert, product: rows)
     for expert in np.unique(ids[(ids >= 0) & (ids < params.num_experts)]):
         gate_up, down = (
-            np.asarray(jax.tree.map(lambda leaf, e=expert: leaf[e], w).dequantize(), np.float64)
-            for w in (params.gate_up, params.down)
+            np.asarray(_matrix(weight, expert), np.float64)
+            for weight in (params.gate_up, params.down)
         )
         tokens, slots = np.nonzero(ids == expert)
         u = rounded(x[tokens], expert, 0) @ gate_up.T + _bias(params.gate_up_bias, expert)
@@ -113,8 +123,14 @@ def moe_mlp_float64(x, params: MoEParams, expert_ids, expert_weights, call, *, r
     return y
 
 
+@jax.jit
+def _matrix(weight, expert):
+    """Return one expert's matrix in float32."""
+    return jax.tree.map(lambda leaf: leaf[expert], weight).dequantize()
+
+
 def _bias(bias, expert):
-    return 0.0 if bias is None else np.asarray(bias[expert], np.float64)
+    return 0.0 if bias is None else np.asarray(bias, np.float64)[expert]
 
 
 def activate_float64(call, u):
@@ -151,6 +167,9 @@ _FUNCTIONS = {
 }
 
 
+_dequantize = jax.jit(NVFP4Tensor.dequantize, static_argnums=1)
+
+
 def moe_mlp_xla(x, params: MoEParams, expert_ids, expert_weights, call, dtype=jnp.bfloat16):
     """Return ``ops.moe_mlp`` (w4a16) as plain XLA computes it with all arrays in `dtype`.
 
@@ -158,8 +177,7 @@ def moe_mlp_xla(x, params: MoEParams, expert_ids, expert_weights, call, dtype=jn
     float32 accumulation inside a product and `dtype` between them.
     """
     x = jnp.asarray(x).astype(dtype)
-    gate_up = params.gate_up.dequantize(dtype)
-    down = params.down.dequantize(dtype)
+    gate_up, down = _dequantize(params.gate_up, dtype), _dequantize(params.down, dtype)
     u = jnp.einsum("th,enh->etn", x, gate_up)
     u = u if params.gate_up_bias is None else u + params.gate_up_bias[:, None].astype(dtype)
     d = jnp.einsum("eti,ehi->eth", activate(call, u).astype(dtype), down)

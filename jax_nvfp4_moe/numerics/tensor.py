@@ -306,7 +306,12 @@ def quantize(x, global_scale=None) -> NVFP4Tensor:
     Raises:
       ValueError: k is not a multiple of 16.
     """
-    return NVFP4Tensor(*quantize_arrays(jnp.asarray(x), global_scale))
+    return _quantize(jnp.asarray(x), global_scale)
+
+
+@jax.jit
+def _quantize(x, global_scale):  # one program, where each operation alone would be one
+    return NVFP4Tensor(*quantize_arrays(x, global_scale))
 
 
 def quantize_experts(gate, up, down) -> MoEParams:

@@ -104,7 +104,7 @@ def flat(params):
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_part_equals_that_of_the_whole(name, data):
     arrays, deferred = experts(name)

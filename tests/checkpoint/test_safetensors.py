@@ -359,9 +359,7 @@ def open_or_refuse(raw):
                     assert tensors.read(info.name).nbytes == info.nbytes
 
 
-FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FUZZ

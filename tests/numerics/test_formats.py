@@ -11,6 +11,14 @@ from hypothesis.extra import numpy as hnp
 
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 
+quantize = jax.jit(formats.quantize)
+
+
+@jax.jit
+def dequantize(packed, block_scale, global_scale):
+    scale = block_scale.astype(jnp.float32) * global_scale[..., None, None]
+    return formats.dequantize(packed, scale)
+
 
 def numpy_quantize(x, g):
     """The definition, once more, in numpy and ml_dtypes."""
@@ -27,16 +35,17 @@ def numpy_quantize(x, g):
 
 
 def assert_same_bytes(x, g):
-    packed, block_scale, _ = jax.jit(formats.quantize)(x, g)
+    packed, block_scale, _ = quantize(x, g)
     want = numpy_quantize(np.asarray(x), g)
     np.testing.assert_array_equal(np.asarray(block_scale).view(np.uint8), want[1])
     np.testing.assert_array_equal(np.asarray(packed), want[0])
 
 
-@given(hnp.arrays(np.uint8, hnp.array_shapes(min_dims=1, max_dims=3).map(lambda s: (*s, 8))))
-@settings(deadline=None, max_examples=30)
-def test_pack_undoes_unpack(packed):
-    np.testing.assert_array_equal(formats.pack(formats.unpack(packed)), packed)
+@pytest.mark.parametrize("shape", [(256,), (37, 8), (2, 3, 48), (0, 8)])
+def test_pack_undoes_unpack(shape):
+    packed = np.resize(np.arange(256, dtype=np.uint8), shape)  # every byte
+    back = jax.jit(lambda packed: formats.pack(formats.unpack(packed)))(packed)
+    np.testing.assert_array_equal(back, packed)
 
 
 def test_even_elements_take_the_low_nibble():
@@ -99,7 +108,7 @@ def test_quantize_matches_numpy_on_every_finite_bfloat16():
     ),
     st.floats(2.0**-60, 2.0**60, width=32),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_quantize_matches_numpy_on_anything(x, g):
     assert_same_bytes(x, np.float32(g))
 
@@ -133,30 +142,30 @@ def test_division_by_integers_is_ieee_division():
 
 def test_quantizing_what_was_quantized_changes_nothing():
     """Holds since each block's largest code is 6 or the scale it got is the one it gets again."""
-    x = jax.random.normal(jax.random.key(0), (3, 40, 64))
-    packed, block_scale, g = formats.quantize(x)
-    values = formats.dequantize(packed, block_scale.astype(jnp.float32) * g[:, None, None])
-    again = formats.quantize(values, g)
+    x = np.random.default_rng(0).standard_normal((3, 40, 64), np.float32)
+    packed, block_scale, g = quantize(x)
+    values = np.asarray(dequantize(packed, block_scale, g))  # what was made is all that is known
+    again = quantize(values, g)
     np.testing.assert_array_equal(again[0], packed)
-    np.testing.assert_array_equal(again[1].view(jnp.uint8), block_scale.view(jnp.uint8))
+    np.testing.assert_array_equal(np.asarray(again[1]), np.asarray(block_scale))
 
 
 def test_zero_blocks_underflow_and_a_zero_global_scale_give_zeros():
     x = np.zeros((4, 16), np.float32)
     x[1] = 1e-12  # amax / 6 below half of the smallest block scale
     x[2, 0] = -5.0
-    packed, block_scale, _ = formats.quantize(x, jnp.float32(1))
+    packed, block_scale, _ = quantize(x, np.float32(1))
     assert np.asarray(block_scale).astype(np.float32)[:2].tolist() == [[0.0], [0.0]]
     assert not np.asarray(packed)[:2].any()
-    packed, _, _ = formats.quantize(x, jnp.float32(0))
-    assert not np.asarray(formats.unpack(packed) & 7).any()
+    packed, _, _ = quantize(x, np.float32(0))
+    assert not (np.asarray(packed) & 0x77).any()
 
 
 def test_nan_marks_its_block_and_infinity_saturates():
     x = np.ones((128, 32), np.float32)  # many rows: XLA's vectorised reductions
     x[0, 3], x[1, 3] = np.nan, -np.inf
-    packed, block_scale, g = formats.quantize(x, jnp.float32(1))
-    values = np.asarray(formats.dequantize(packed, block_scale.astype(jnp.float32) * g))
+    packed, block_scale, g = quantize(x, np.float32(1))
+    values = np.asarray(dequantize(packed, block_scale, g))
     assert np.isnan(values[0, :16]).all()
     assert np.isfinite(values[0, 16:]).all()
     assert values[1, 3] == -6 * 448
@@ -164,7 +173,7 @@ def test_nan_marks_its_block_and_infinity_saturates():
 
 def test_scale_above_448_is_clamped_before_the_cast():
     x = np.full((1, 16), 6.0 * 1000, np.float32)
-    assert np.asarray(formats.quantize(x, jnp.float32(1))[1]).astype(np.float32) == 448
+    assert np.asarray(quantize(x, np.float32(1))[1]).astype(np.float32) == 448
 
 
 def test_blocks_must_be_whole():

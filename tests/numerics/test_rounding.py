@@ -162,7 +162,7 @@ def test_squared_error_against_numpy(name, kind):
 
 
 @given(BLOCKS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_search_finds_the_best_of_all_scales(x):
     g = np.float32(1 / (6 * 256))
     _, _, _, values = run("search", x, g)
@@ -176,7 +176,7 @@ def test_search_finds_the_best_of_all_scales(x):
     np.linspace(0.1, 1, 48, dtype=np.float32).reshape(3, 16),
     np.where(np.arange(16) == 3, 1e-45, 0).astype(np.float32),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_weighted_search_finds_the_best_of_its_window(x, importance):
     """Importance that is subnormal counts as zero, so the yardstick takes it for that too."""
     g = np.float32(1 / (6 * 256))
@@ -232,7 +232,7 @@ def test_importance_counts_by_its_ratios_alone(scale):
     hnp.arrays(np.uint8, (2, 2), elements=st.integers(20, 119)),
     st.floats(2.0**-20, 2.0**10, width=32),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_what_can_be_represented_stays(codes, scale, g):
     """The largest code of each block is 6, so that "max" finds the scale that they came with."""
     codes[:, ::16] |= 7

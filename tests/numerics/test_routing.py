@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routers import FAMILIES, inputs
+from routers import FAMILIES, inputs, sigmoid
 
 from jax_nvfp4_moe.numerics.routing import Router, route
 
@@ -28,9 +28,7 @@ def test_families(family):
 def test_the_bound_catches_weights_with_the_bias():
     logits, bias = inputs()
     ids, weights = route(Router(8, score="sigmoid", scaling=2.827), logits, bias)
-    biased = np.take_along_axis(
-        np.asarray(jax.nn.sigmoid(logits) + bias[None]), np.asarray(ids), -1
-    )
+    biased = np.take_along_axis(np.asarray(sigmoid(logits) + bias[None]), np.asarray(ids), -1)
     wrong = 2.827 * biased / biased.sum(-1, keepdims=True)
     assert np.abs(weights / wrong - 1).max() > 1000 * BOUND
 
@@ -53,19 +51,17 @@ def test_low_precision_logits_are_computed_in_float32():
     )
 
 
-@settings(deadline=None, max_examples=25)
-@given(
-    st.integers(0, 5),
-    st.sampled_from([(8, 1, 1), (12, 3, 2), (16, 4, 1)]),
-    st.integers(1, 4),
-    st.integers(0, 2**31 - 1),
+@settings(max_examples=10)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "num_groups", "kept", "top_k"),
+    [(5, 8, 1, 1, 1), (4, 12, 3, 2, 3), (5, 16, 4, 1, 4), (1, 12, 3, 2, 4), (0, 8, 1, 1, 2)],
 )
-def test_laws(tokens, groups, top_k, seed):
+@given(st.integers(0, 2**32 - 1))
+def test_laws(tokens, experts, num_groups, kept, top_k, seed):
     """A token's experts are distinct and in the groups kept; its weights add up to scaling."""
-    experts, num_groups, kept = groups
     router = Router(top_k, score="sigmoid", num_groups=num_groups, groups_kept=kept, scaling=1.5)
-    logits = jax.random.normal(jax.random.key(seed), (tokens, experts))
-    ids, weights = map(np.asarray, route(router, logits))
+    logits = np.random.default_rng(seed).standard_normal((tokens, experts), np.float32)
+    ids, weights = map(np.asarray, jax.jit(route, static_argnums=0)(router, logits))
     assert ids.shape == weights.shape == (tokens, top_k)
     assert ((ids >= 0) & (ids < experts)).all()
     for row in ids:

@@ -1,6 +1,7 @@
 """The public ops on the reference: meaning, edge cases, errors. Kernels have files of their own."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,24 @@ from jax_nvfp4_moe.testing import (
 def run(x, params, ids, weights, **options):
     options = {"scheme": "w4a16", "backend": "reference", **options}
     return jax.jit(lambda *a: nvfp4.ops.moe_mlp(*a, **options))(x, params, ids, weights)
+
+
+def normal(*shape):
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+@functools.partial(jax.jit, static_argnames="scheme")
+def linear(x, weight, **options):
+    return nvfp4.ops.linear(x, weight, backend="reference", **options)
+
+
+round_rows = jax.jit(fake_quantize)
+
+
+@jax.jit
+def product(x, y):
+    """The yardstick: plain float32."""
+    return jnp.matmul(x, y, precision="highest")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -75,7 +94,7 @@ def rounding(params, scheme):
         if scheme == "w4a4_token_scale":
             scale = np.abs(rows).max(-1) / np.float32(2688)
         scales = np.broadcast_to(scale, rows.shape[:1])
-        out = [fake_quantize(r[None], s) for r, s in zip(rows, scales, strict=True)]
+        out = [round_rows(r[None], s) for r, s in zip(rows, scales, strict=True)]
         return np.concatenate(out).astype(np.float64)
 
     return rounded
@@ -241,12 +260,9 @@ def test_padded_weights_run_as_canonical_ones():
     ready = nvfp4.prepare(params, target=HOPPER)
     assert ready.down.packed.shape == (E, 64, 32)
     np.testing.assert_array_equal(run(x, ready, ids, weights), run(x, params, ids, weights))
-    weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (24, 80)))
-    rows = jax.random.normal(jax.random.key(1), (3, 80))
-    np.testing.assert_array_equal(
-        nvfp4.ops.linear(rows, weight.to_layout("mma_64x64"), backend="reference"),
-        nvfp4.ops.linear(rows, weight, backend="reference"),
-    )
+    weight, rows = nvfp4.quantize(normal(24, 80)), normal(3, 80)
+    padded = jax.jit(lambda weight: weight.to_layout("mma_64x64"))(weight)
+    np.testing.assert_array_equal(linear(rows, padded), linear(rows, weight))
 
 
 MESSAGES = [
@@ -293,35 +309,26 @@ def test_grouped_gemm_is_its_equation(sizes):
 
 
 def test_linear_takes_leading_axes_bias_and_input_scale():
-    weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (24, H)))
-    x = jax.random.normal(jax.random.key(1), (2, 3, H))
-    bias = jnp.arange(24, dtype=jnp.float32)
-    y = nvfp4.ops.linear(x, weight, bias=bias, backend="reference")
-    want = np.asarray(x, np.float64) @ np.asarray(weight.dequantize(), np.float64).T + np.arange(24)
+    weight, x = nvfp4.quantize(normal(24, H)), normal(2, 3, H)
+    values, bias = np.asarray(weight.dequantize()), np.arange(24, dtype=np.float32)
+    y = linear(x, weight, bias=bias)
     assert y.shape == (2, 3, 24)
-    yardstick = jnp.matmul(x, weight.dequantize().T, precision="highest") + jnp.broadcast_to(
-        bias, y.shape
-    )
-    assert_as_accurate_as(y, yardstick, want)
-    scale = jnp.float32(4 / 2688)
-    y = nvfp4.ops.linear(x, weight, input_scale=scale, scheme="w4a4", backend="reference")
-    rounded = np.asarray(fake_quantize(x, scale), np.float64)
-    want = rounded @ np.asarray(weight.dequantize(), np.float64).T
-    yardstick = jnp.matmul(
-        jnp.asarray(rounded, jnp.float32), weight.dequantize().T, precision="highest"
-    )
-    assert_as_accurate_as(y, yardstick, want)
+    yardstick = np.asarray(product(x, values.T)) + bias
+    assert_as_accurate_as(y, yardstick, x.astype(np.float64) @ values.T + bias)
+    scale = np.float32(4 / 2688)
+    y = linear(x, weight, input_scale=scale, scheme="w4a4")
+    rounded = np.asarray(round_rows(x, scale))
+    want = rounded.astype(np.float64) @ values.T
+    assert_as_accurate_as(y, product(rounded, values.T), want)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 127, 128, 129])
 def test_a_compiled_linear_of_any_number_of_rows(rows):
     """As many as a loop by pieces of 128 takes in: less than one, one, and more."""
-    weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (24, H)))
-    x = jax.random.normal(jax.random.key(1), (rows, H))
-    y = jax.jit(lambda x, w: nvfp4.ops.linear(x, w, backend="reference"))(x, weight)
-    want = np.asarray(x, np.float64) @ np.asarray(weight.dequantize(), np.float64).T
-    yardstick = jnp.matmul(x, weight.dequantize().T, precision="highest")
-    assert_as_accurate_as(y, yardstick, want)
+    weight, x = nvfp4.quantize(normal(24, H)), normal(rows, H)
+    values = np.asarray(weight.dequantize())
+    want = x.astype(np.float64) @ values.T
+    assert_as_accurate_as(linear(x, weight), product(x, values.T), want)
 
 
 def test_grouped_gemm_and_linear_name_bad_arguments():

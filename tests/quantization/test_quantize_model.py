@@ -333,7 +333,7 @@ def test_experts_without_tokens_are_reported(tmp_path, caplog):
     assert all(scales[e] == min(scales) for e in unseen)  # it divides: the layer's largest input
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["bfloat16", "float16", "float32"]),

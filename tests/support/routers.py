@@ -1,6 +1,5 @@
 """Routers of the model families in plain numpy, and what they are called with."""
 
-import jax
 import numpy as np
 
 from jax_nvfp4_moe.numerics.routing import Router
@@ -92,6 +91,6 @@ FAMILIES = {
 
 
 def inputs(tokens=200, experts=16):
-    logits = jax.random.normal(jax.random.key(0), (tokens, experts)) * 2
-    bias = jax.random.normal(jax.random.key(1), (experts,)) * 0.3
-    return logits, bias
+    rng = np.random.default_rng(0)
+    logits = 2 * rng.standard_normal((tokens, experts), np.float32)
+    return logits, np.float32(0.3) * rng.standard_normal(experts, np.float32)
