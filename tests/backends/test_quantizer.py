@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import quantizer_cases as cases
+import quantizer_suite as cases
+from axes import axis
 from given import ROOT, TESTS
+from quantizer_suite import EveryScaleSuite, QuantizerSuite
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 
 CPU = jax.devices("cpu")[0]
-isas = pytest.mark.parametrize("isa", cpu_calls.isa_levels())
 dtypes = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES.keys())
-layouts = pytest.mark.parametrize("layout", cases.LAYOUTS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,12 +24,6 @@ def _on_the_cpu():
     """A machine with a GPU tests these kernels too."""
     with jax.default_device(CPU):
         yield
-
-
-def assert_exact(x, g, layout="linear", isa="auto"):
-    scale = None if g is None else jnp.float32(g)
-    got = cpu_calls.quantize(jnp.asarray(x), scale, layout, isa)
-    assert cases.differing_bytes(x, g, layout, got) == 0
 
 
 def test_short_division_and_rounding_are_exact(tmp_path):
@@ -48,45 +42,12 @@ def test_short_division_and_rounding_are_exact(tmp_path):
     assert not any(differ for _, differ in counts.values())
 
 
-@isas
-@dtypes
-@layouts
-@pytest.mark.parametrize("g", cases.SCALES)
-def test_quantizer_on_awkward_values(isa, dtype, layout, g):
-    assert_exact(cases.awkward(dtype), g, layout, isa)
-    assert_exact(cases.numbers(dtype), g, layout, isa)
+class TestQuantizer(QuantizerSuite, EveryScaleSuite):
+    isa = axis(*cpu_calls.isa_levels())
 
-
-@isas
-@pytest.mark.parametrize("dtype", [cases.BF16, cases.F16], ids=["bf16", "f16"])
-def test_quantizer_on_every_finite_value(isa, dtype):
-    for g in cases.SCALES:
-        assert_exact(cases.finite(dtype), g, isa=isa)
-        assert_exact(cases.alone(dtype), g, isa=isa)
-    assert_exact(cases.beside_six(dtype), 1.0, isa=isa)
-
-
-@isas
-@dtypes
-@layouts
-@pytest.mark.parametrize("shape", cases.SHAPES)
-def test_quantizer_on_any_shape(isa, dtype, layout, shape):
-    x = np.random.default_rng(4).normal(0, 1, shape).astype(dtype)
-    assert_exact(x, 1 / 2688, layout, isa)
-    assert_exact(x, None, layout, isa)
-
-
-@isas
-@dtypes
-def test_quantizer_on_random_values(isa, dtype):
-    assert_exact(cases.random(dtype, 500, 3), 0.0173, isa=isa)
-    assert_exact(cases.random(dtype, 500, 4), None, isa=isa)
-
-
-def test_bound_catches_round_half_up():
-    x = cases.numbers(cases.F32)[:4]
-    got = cpu_calls.quantize(jnp.asarray(np.nextafter(x, np.float32(np.inf))), jnp.float32(1))
-    assert cases.differing_bytes(x, 1.0, "linear", got) > 0
+    @pytest.fixture
+    def run(self, isa):
+        return lambda x, g, layout: cpu_calls.quantize(x, g, layout, isa)
 
 
 @dtypes

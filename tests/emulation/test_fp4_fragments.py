@@ -44,11 +44,6 @@ def maps(tmp_path_factory):
     return {name: np.array(offsets, int).reshape(32, -1) for name, *offsets in rows}
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return cuda_emulation.build(tmp_path_factory.mktemp("emulation"))
-
-
 def words(values, bits):
     """Pack values [32, n] of `bits` bits into words, the first in the low bits."""
     count = 32 // bits

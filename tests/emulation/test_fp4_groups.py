@@ -19,11 +19,6 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return cuda_emulation.build(tmp_path_factory.mktemp("emulation"))
-
-
 def up(n, multiple):
     return -(-n // multiple) * multiple
 

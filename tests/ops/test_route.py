@@ -3,7 +3,6 @@
 `test_routing` holds the latter against plain numpy.
 """
 
-import dataclasses
 import re
 
 import cuda_calls
@@ -11,24 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from routers import FAMILIES, inputs, sigmoid, softmax
+from axes import axis
+from router_suite import (
+    FORMS,
+    RouterSuite,
+    assert_routes_alike,
+    exact_weights,
+    with_experts,
+)
+from routers import FAMILIES, inputs
 
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.numerics.routing import Router, route
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
-# The table's families and one with groups, with top_k as it comes.
-FORMS = {
-    "softmax": Router(1),
-    "unnormalized": Router(1, renormalize=False, scaling=0.5),
-    "softmax_of_the_best": Router(1, select="logits"),
-    "sigmoid": Router(1, score="sigmoid", scaling=2.827),
-    "sigmoid_of_the_best": Router(1, score="sigmoid", select="logits"),
-    "sqrt_softplus": Router(1, score="sqrt_softplus"),
-    "sqrt_softplus_of_the_best": Router(1, score="sqrt_softplus", select="logits"),
-    "groups": Router(1, score="sigmoid", num_groups=4, groups_kept=2, scaling=2.5),
-    "softmax_groups": Router(1, num_groups=4, groups_kept=3),
-}
 forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -40,84 +35,14 @@ def on_cuda(router, logits, bias=None):
     return tuple(map(np.asarray, call(logits, bias)))
 
 
-def with_experts(router, experts, top_k):
-    """Return `router` for so many experts: `top_k` of them at most, groups only where they fit."""
-    if experts % router.num_groups:
-        router = dataclasses.replace(router, num_groups=1, groups_kept=1)
-    eligible = experts // router.num_groups * router.groups_kept
-    return dataclasses.replace(router, top_k=min(top_k, eligible))
-
-
-def tied_inputs(experts):
-    """Return logits and corrections of few values, so that most scores tie, and groups do."""
-    rng = np.random.default_rng(2)
-    return np.float32(rng.integers(0, 3, (70, experts))), np.float32(rng.integers(0, 2, experts))
-
-
-SCORES = {
-    "softmax": softmax,
-    "sigmoid": sigmoid,
-    "sqrt_softplus": lambda x: np.sqrt(np.log1p(np.exp(x))),
-}
-
-
-def choice_values(router, logits, bias):
-    """Return what experts are chosen by, in the dtype of `logits`."""
-    if router.select == "logits":
-        return logits
-    return SCORES[router.score](logits) + (0 if bias is None else np.asarray(bias, logits.dtype))
-
-
-def exact_weights(router, logits, ids):
-    """Return the float64 weights of the experts `ids`."""
-    logits = np.asarray(logits, np.float64)
-    if router.select == "logits":
-        return SCORES[router.score](np.take_along_axis(logits, ids, -1)) * router.scaling
-    weights = np.take_along_axis(SCORES[router.score](logits), ids, -1)
-    if router.renormalize:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return weights * router.scaling
-
-
-def assert_weights_accurate(router, logits, bias, got):
-    """Assert weights, each of its own expert, with at most twice the worst error of `route`."""
-    ids, weights = got
-    want_ids, want_weights = map(np.asarray, route(router, logits, bias))
-    if not weights.size:
-        return
-    truth = exact_weights(router, logits, ids)
-    errors = want_weights - exact_weights(router, logits, want_ids)
-    assert_as_accurate_as(weights, truth + errors, truth)
-
-
-def assert_routes_alike(router, logits, bias, got):
-    """Assert equal ids, except where scores differ by rounding, and accurate weights."""
-    ids, weights = got
-    want_ids, want_weights = map(np.asarray, route(router, logits, bias))
-    assert (ids.dtype, weights.dtype) == (np.int32, np.float32)
-    assert ids.shape == weights.shape == want_ids.shape == want_weights.shape
-    other = (ids != want_ids).any(-1)
-    assert other.sum() <= len(ids) // 50, "more than rounding can explain"
-    assert all(len(set(row)) == len(row) for row in ids[other])
-    assert_weights_accurate(router, logits, bias, got)
-    exact = choice_values(router, np.asarray(logits, np.float64), bias)
-    if other.any():
-        # Both sides may err, each by twice what plain float32 does.
-        rounding = np.abs(choice_values(router, np.asarray(logits), bias) - exact).max()
-        taken, best = (np.take_along_axis(exact, which, -1) for which in (ids, want_ids))
-        assert np.abs(taken - best).max() <= 4 * rounding
-
-
 @pytest.mark.gpu
-@forms
-@pytest.mark.parametrize("experts", [1, 8, 60, 128, 256, 512])
-@pytest.mark.parametrize("top_k", [1, 8, 32])
-def test_kernel_routes_as_the_reference(form, experts, top_k):
-    router = with_experts(FORMS[form], experts, top_k)
-    logits, bias = inputs(70, experts)
-    for correction in (None, bias):
-        got = on_cuda(router, logits, correction)
-        assert_routes_alike(router, logits, correction, got)
+class TestRouter(RouterSuite):
+    experts = axis(1, 8, 60, 128, 256, 512)
+    top_k = axis(1, 8, 32)
+
+    @pytest.fixture
+    def run(self):
+        return on_cuda
 
 
 @pytest.mark.gpu
@@ -149,17 +74,6 @@ def test_kernel_on_many_groups(experts, groups, kept):
     router = Router(9, score="sigmoid", num_groups=groups, groups_kept=kept)
     logits, bias = inputs(70, experts)
     assert_routes_alike(router, logits, bias, on_cuda(router, logits, bias))
-
-
-@pytest.mark.gpu
-@forms
-@pytest.mark.parametrize("experts", [8, 60, 512])
-def test_kernel_gives_ties_to_the_lower_expert(form, experts):
-    router = with_experts(FORMS[form], experts, 32)
-    logits, bias = tied_inputs(experts)
-    got = on_cuda(router, logits, bias)
-    np.testing.assert_array_equal(got[0], route(router, logits, bias)[0])
-    assert_weights_accurate(router, logits, bias, got)
 
 
 @pytest.mark.gpu

@@ -7,16 +7,15 @@ import cuda_calls
 import float64_layer
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from float64_layer import Layer, Options
 from given import RUNS, reference_tensors
+from kernel_cases import BF16, xla
 
 from jax_nvfp4_moe import load_moe
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
-BF16 = ml_dtypes.bfloat16
 OPTIONS = Options(activation_scale="static")
 W4A4_RUNS = [name for name in RUNS if name.endswith("w4a4")]
 
@@ -94,11 +93,6 @@ def operands_of(name, layer):
     )
 
 
-def product_in_bf16(x, w):
-    """Return x @ w.T by plain XLA."""
-    return np.asarray(jnp.matmul(jnp.asarray(x.astype(BF16)), jnp.asarray(w.astype(BF16)).T))
-
-
 @pytest.mark.parametrize("run", KERNELS)
 @pytest.mark.parametrize("name", W4A4_RUNS)
 def test_experts_are_as_accurate_as_plain_xla(name, run):
@@ -106,14 +100,14 @@ def test_experts_are_as_accurate_as_plain_xla(name, run):
     for layer in sorted(layers):
         operands = operands_of(name, layer)
         truth = float64_layer.moe(*operands, OPTIONS)
-        yardstick = float64_layer.moe(*operands, OPTIONS, matmul=product_in_bf16).astype(BF16)
+        yardstick = float64_layer.moe(*operands, OPTIONS, matmul=xla(BF16)).astype(BF16)
         assert_as_accurate_as(run(*operands), yardstick, truth)
 
 
 def test_the_bound_catches_activations_that_are_not_rounded():
     operands = operands_of("qwen3-w4a4", 0)
     truth = float64_layer.moe(*operands, OPTIONS)
-    yardstick = float64_layer.moe(*operands, OPTIONS, matmul=product_in_bf16).astype(BF16)
+    yardstick = float64_layer.moe(*operands, OPTIONS, matmul=xla(BF16)).astype(BF16)
     plain = float64_layer.moe(*operands, Options()).astype(BF16)
     with pytest.raises(AssertionError, match=r"over 2\.0 x"):
         assert_as_accurate_as(plain, yardstick, truth)

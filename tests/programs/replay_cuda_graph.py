@@ -16,21 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import sm100_cases
-import test_cuda_kernel as gpu
 from float64_layer import Options
+from kernel_cases import BF16, make_layer, uniform
 
 CALLS, TOKENS, TOP_K, EXPERTS = 8, 33, 3, 6
-CASE = (TOKENS, TOP_K, EXPERTS, 128, 64, gpu.uniform(TOKENS, TOP_K, EXPERTS))
+CASE = (TOKENS, TOP_K, EXPERTS, 128, 64, uniform(TOKENS, TOP_K, EXPERTS))
 
 
 def main(suffix, mode):
     """Run the calls and count outputs that differ from the first and from the truth."""
     cuda_calls.register()
     rng, options = np.random.default_rng(0), Options(activation_scale=mode)
-    if suffix == "w4a4_sm100":
-        case, truth = sm100_cases.make(CASE, options), sm100_cases.truth
-    else:
-        case, truth = gpu.make(CASE, gpu.BF16, options), gpu.Call.truth
+    make = sm100_cases.make if suffix == "w4a4_sm100" else make_layer
+    case = make(CASE, BF16, options)
     layer, weights = jax.tree.map(jnp.asarray, (case.layer, case.weights))
     call = jax.jit(lambda x, ids: cuda_calls.moe(x, layer, ids, weights, options, suffix))
     outputs, wrong = set(), 0
@@ -38,7 +36,7 @@ def main(suffix, mode):
         ids = rng.integers(-1, EXPERTS, (TOKENS, TOP_K)).astype(np.int32)
         y = np.asarray(call(jnp.asarray(case.x), jnp.asarray(ids)), np.float64)
         outputs.add(y.tobytes())
-        exact = truth(dataclasses.replace(case, ids=ids))
+        exact = dataclasses.replace(case, ids=ids).truth
         wrong += bool(np.abs(y - exact).max() > 0.05 * np.abs(exact).max())
     print(json.dumps({"calls": CALLS, "different_outputs": len(outputs), "wrong": wrong}))
 

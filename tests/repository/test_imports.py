@@ -10,6 +10,7 @@ import sys
 import types
 
 import pytest
+from given import TESTS
 
 import jax_nvfp4_moe
 
@@ -128,3 +129,26 @@ def test_import_leaves_heavy_packages_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def imported_tests(source):
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("test_"))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("test_"):
+            yield node.module
+
+
+def test_nothing_imports_a_test_module():
+    """What test modules share stands in `tests/support`."""
+    found = {
+        str(path.relative_to(TESTS)): names
+        for path in TESTS.rglob("*.py")
+        if (names := [*imported_tests(path.read_text())])
+    }
+    assert found == {}
+
+
+def test_an_import_of_a_test_module_is_caught():
+    assert [*imported_tests("import test_cuda_kernel as gpu")] == ["test_cuda_kernel"]
+    assert [*imported_tests("from test_route import FORMS")] == ["test_route"]

@@ -29,8 +29,9 @@ def present_isas():
     return _ffi.load("_nvfp4_cpu").isa_levels()
 
 
+@jax.jit
 def _prepare(packed, block_scale):
-    return to_layout(jnp.asarray(packed), jnp.asarray(block_scale), find_layout("cpu_16x16"))
+    return to_layout(packed, block_scale, find_layout("cpu_16x16"))
 
 
 def prepare(layer: Layer):

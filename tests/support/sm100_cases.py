@@ -7,75 +7,108 @@ whether sums are rounded before or after they are scaled.
 """
 
 import dataclasses
+import functools
 
 import float64_layer
-import ml_dtypes
 import numpy as np
-import test_cuda_kernel as gpu
+import pytest
+from axes import axis
+from kernel_cases import BF16, PRODUCTS, LayerCall, ProductCall, make_layer, uniform
+from kernel_suite import bits, combinations
 
-BF16 = ml_dtypes.bfloat16
-CASES = {
-    **gpu.CASES,
-    "odd_sizes": (37, 3, 5, 320, 112, gpu.uniform(37, 3, 5)),
-    "two_scale_tiles": (300, 2, 3, 144, 48, gpu.uniform(300, 2, 3)),
-    "no_tokens": (0, 2, 4, 64, 48, gpu.uniform(0, 2, 4)),
-}
 MODES = ("static", "token")
+
+
+class RoundedCall(LayerCall):
+    """A layer whose truth rounds the sums of its first product."""
+
+    @functools.cached_property
+    def truth(self):
+        return self.rounded_truth(products=1)
+
+    def rounded_truth(self, products):
+        """Return the layer in float64, but for the rounding of the sums of its first `products`."""
+        first = self.layer.gate_up_packed.shape[1], self.x.shape[1]
+
+        def product(x, w):
+            sums = float64_layer.exact(x, w)
+            rounded = products == 2 or w.shape == first
+            return sums.astype(BF16).astype(np.float64) if rounded else sums
+
+        return float64_layer.moe(*self.operands, matmul=product)
 
 
 def _power_of_two(scale):
     return np.exp2(np.round(np.log2(scale))).astype(np.float32)
 
 
-def make(case, options, bias=False):
-    """A call in which every scale that a kernel can meet before the last product is 2^n."""
-    call = gpu.make(CASES.get(case, case), BF16, options, bias=bias)
+@functools.cache
+def make(case, dtype, options, *, bias=False):
+    """Return a layer in which every scale that a kernel can meet before the last product is 2^n."""
+    call = make_layer(case, dtype, options, bias=bias)
     scales = call.layer._asdict().items()
     ends = "global_scale", "input_scale"
     changed = {name: _power_of_two(scale) for name, scale in scales if name.endswith(ends)}
     largest = 2688 * 2.0**-10  # of each row, so that its own scale is 2^-10
     x = np.clip(call.x.astype(np.float32), -largest, largest).astype(BF16)
     x[:, 0] = largest
-    layer, weights = call.layer._replace(**changed), _power_of_two(call.weights)
-    return dataclasses.replace(call, x=x, layer=layer, weights=weights)
-
-
-def truth(call, products=1):
-    """The layer in float64, but for the rounding of the sums of its first `products`."""
-    first = call.layer.gate_up_packed.shape[1], call.x.shape[1]
-
-    def product(x, w):
-        sums = float64_layer.exact(x, w)
-        rounded = products == 2 or w.shape == first
-        return sums.astype(BF16).astype(np.float64) if rounded else sums
-
-    operands = (call.x, call.layer, call.ids, call.weights, call.options)
-    return float64_layer.moe(*operands, matmul=product)
+    layer = call.layer._replace(**changed)
+    return RoundedCall(x, layer, call.ids, _power_of_two(call.weights), options)
 
 
 def make_exact():
-    """A call whose sums are exact in float32 in any order: block scales lie within a factor of 4.
+    """Return a layer whose sums are exact in float32 in any order: block scales within 4 times.
 
-    Tokens have one expert and the activation is a square, so `truth(call, 2)` has its bits.
+    Tokens have one expert and the activation is a square, so `rounded_truth(2)` has its bits.
     """
     options = float64_layer.Options(activation="relu2", activation_scale="static")
-    call = make((45, 1, 3, 208, 80, gpu.uniform(45, 1, 3)), options)
+    call = make((45, 1, 3, 208, 80, uniform(45, 1, 3)), BF16, options)
     rng = np.random.default_rng(3)
 
     def scales(old):
         return rng.choice([0.5, 1.0, 2.0], old.shape).astype(old.dtype)
 
-    layer = call.layer._replace(
+    call = call.with_layer(
         gate_up_block_scale=scales(call.layer.gate_up_block_scale),
         down_block_scale=scales(call.layer.down_block_scale),
     )
-    return dataclasses.replace(call, layer=layer, weights=np.ones_like(call.weights))
+    return dataclasses.replace(call, weights=np.ones_like(call.weights))
 
 
-def make_exact_product():
-    """The operands of a grouped product whose sums are exact; rows are scaled by 2^n."""
+def make_exact_product(mode):
+    """Return a grouped product whose sums are exact; rows are scaled by 2^n."""
     call = make_exact()
     layer, empty = call.layer, np.zeros((0, 0), np.float32)
     sizes = np.array([20, 0, 22], np.int32)
     weight = layer.gate_up_packed, layer.gate_up_block_scale, layer.gate_up_global_scale
-    return (call.x, *weight, layer.gate_up_input_scale, empty, sizes)
+    return ProductCall((call.x, *weight, layer.gate_up_input_scale, empty, sizes), mode)
+
+
+class Sm100Layers:
+    """What `kernel_suite.LayerSuite` binds for these kernels, and sums that are exact."""
+
+    make = staticmethod(make)
+    numbers = axis(*combinations(("bf16",), MODES))
+    case_numbers = axis(*combinations(("bf16",), MODES))
+    activation_numbers = axis(*combinations(("bf16",), MODES))
+
+    def test_exact_sums_have_the_bits_of_numpy(self, run):
+        call = make_exact()
+        want = call.rounded_truth(products=2).astype(np.float32).astype(BF16)
+        assert np.count_nonzero(want.astype(np.float32)) > want.size / 2
+        assert bits(run, call) == want.tobytes()
+
+
+class Sm100Products:
+    """What `kernel_suite.ProductSuite` binds for these kernels, and sums that are exact."""
+
+    case = axis(*(name for name, (_, n, *_) in PRODUCTS.items() if n % 8 == 0))
+    numbers = axis(*combinations(("bf16",), MODES))
+    case_numbers = axis(*combinations(("bf16",), MODES))
+    exact_dtype = axis("bf16")
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_exact_product_has_the_bits_of_numpy(self, run, mode):
+        call = make_exact_product(mode)
+        want = call.truth.astype(np.float32).astype(BF16)
+        assert bits(run, call) == want.tobytes()

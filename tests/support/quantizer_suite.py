@@ -1,8 +1,13 @@
-"""Values that are hard to quantize, and the bytes that they must become; for every backend."""
+"""Values that are hard to quantize, and the bytes that they must become; for every quantizer.
+
+A test module subclasses the suites, and binds its contestant by the fixture `run`.
+"""
 
 import float64_layer
 import ml_dtypes
 import numpy as np
+import pytest
+from axes import axis
 from float64_layer import E4M3
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -86,3 +91,61 @@ def differing_bytes(x, g, scale_layout, quantized):
     assert block_scale.shape == want_scale.shape
     same_scale = np.array_equal(scale, np.float32(g), equal_nan=True)
     return int((packed != want_packed).sum() + (block_scale != want_scale).sum()) + (not same_scale)
+
+
+def assert_exact(run, x, g, layout="linear"):
+    scale = None if g is None else np.float32(g)
+    assert differing_bytes(x, g, layout, run(x, scale, layout)) == 0
+
+
+class QuantizerSuite:
+    """Every byte is that of numpy.
+
+    ``run(x, g, layout)`` returns packed, block_scale and global_scale; g is float32 or None.
+    """
+
+    dtype = axis(*DTYPES)
+    layout = axis(*LAYOUTS)
+    random_rows = 500
+
+    @pytest.fixture
+    def run(self):
+        raise NotImplementedError("a subclass says how to call its quantizer")
+
+    @pytest.mark.parametrize("g", SCALES)
+    def test_quantizer_on_awkward_values(self, run, dtype, layout, g):
+        assert_exact(run, awkward(DTYPES[dtype]), g, layout)
+        assert_exact(run, numbers(DTYPES[dtype]), g, layout)
+
+    @pytest.mark.parametrize("g", SCALES)
+    @pytest.mark.parametrize("dtype_of_16_bits", [BF16, F16], ids=["bf16", "f16"])
+    def test_quantizer_on_every_finite_value(self, run, dtype_of_16_bits, g):
+        assert_exact(run, finite(dtype_of_16_bits), g)
+
+    @pytest.mark.parametrize("dtype_of_16_bits", [BF16, F16], ids=["bf16", "f16"])
+    def test_quantizer_on_every_value_beside_six(self, run, dtype_of_16_bits):
+        assert_exact(run, beside_six(dtype_of_16_bits), 1.0)
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_quantizer_on_any_shape(self, run, dtype, layout, shape):
+        x = np.random.default_rng(4).normal(0, 1, shape).astype(DTYPES[dtype])
+        assert_exact(run, x, 1 / 2688, layout)
+        assert_exact(run, x, None, layout)
+
+    def test_quantizer_on_random_values(self, run, dtype):
+        assert_exact(run, random(DTYPES[dtype], self.random_rows, 3), 0.0173)
+        assert_exact(run, random(DTYPES[dtype], self.random_rows, 4), None)
+
+    def test_comparison_catches_round_half_up(self, run):
+        x = numbers(F32)[:4]
+        quantized = run(np.nextafter(x, np.float32(np.inf)), np.float32(1), "linear")
+        assert differing_bytes(x, 1.0, "linear", quantized) > 0
+
+
+class EveryScaleSuite:
+    """With `QuantizerSuite`: every finite value sets the scale of a block."""
+
+    @pytest.mark.parametrize("g", SCALES)
+    @pytest.mark.parametrize("dtype_of_16_bits", [BF16, F16], ids=["bf16", "f16"])
+    def test_quantizer_on_every_value_alone(self, run, dtype_of_16_bits, g):
+        assert_exact(run, alone(dtype_of_16_bits), g)

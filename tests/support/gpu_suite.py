@@ -1,0 +1,99 @@
+"""What the expert layers of a GPU must do beside `kernel_suite`: bits, many tokens, CUDA graphs."""
+
+import json
+import os
+import subprocess
+import sys
+
+import cuda_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from axes import axis
+from given import PROGRAMS
+from kernel_cases import uniform
+from kernel_suite import LayerSuite, bits
+
+
+def run_layer(suffix, call):
+    """Run a `kernel_cases.LayerCall` by a target."""
+    program = jax.jit(lambda *operands: cuda_calls.moe(*operands, call.options, suffix))
+    return program(*jax.tree.map(jnp.asarray, call.operands[:-1]))
+
+
+def run_product(suffix, call):
+    """Run a `kernel_cases.ProductCall` by a target."""
+    program = jax.jit(lambda *operands: cuda_calls.grouped_gemm(*operands, call.mode, suffix))
+    return program(*map(jnp.asarray, call.operands))
+
+
+# A chunk is 32768 or 65536 slots of two or three to a token.
+CHUNK_ENDS = (10922, 16384, 21845, 32768, 43690)
+
+
+def assert_graph_follows_the_routing(tmp_path, suffix, mode):
+    """Run one compiled program inside a CUDA graph, called with changing routing."""
+    environment = dict(
+        os.environ,
+        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} "
+        "--xla_gpu_enable_command_buffer=CUSTOM_CALL "
+        f"--xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}",
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+    )
+    process = subprocess.run(
+        [sys.executable, PROGRAMS / "replay_cuda_graph.py", suffix, mode],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    calls = json.loads(process.stdout.splitlines()[-1])
+    assert calls["different_outputs"] == calls["calls"]
+    assert calls["wrong"] == 0
+    assert cuda_calls.graphs_hold_custom_call(tmp_path)
+
+
+class GpuLayerSuite(LayerSuite):
+    """Expert layers by the targets `suffix`; calls of many tokens have `many_tokens_numbers`."""
+
+    many_tokens_numbers = axis("bf16-static", "bf16-token")
+
+    @pytest.fixture
+    def run(self, suffix):
+        cuda_calls.register()
+        return lambda call: run_layer(suffix, call)
+
+    def test_same_bits_twice(self, run, numbers):
+        call = self.call("several_tiles", numbers, bias=True)
+        assert bits(run, call) == bits(run, call)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("top_k", [2, 3])
+    def test_many_tokens_equal_few(self, run, top_k, many_tokens_numbers):
+        """65536 tokens go through in chunks; each token's output is that of a short call."""
+        case = (65536, top_k, 8, 64, 32, uniform(65536, top_k, 8))
+        call = self.call(case, many_tokens_numbers)
+        actual = np.asarray(run(call))
+        for middle in (8, *CHUNK_ENDS, 65536 - 8):
+            rows = slice(middle - 8, middle + 8)
+            assert bits(run, call.of_tokens(rows)) == actual[rows].tobytes()
+
+
+class TokensAloneSuite:
+    """With `GpuLayerSuite`, of kernels whose sums do not depend on the other tokens."""
+
+    def test_tokens_have_the_bits_that_they_have_alone(self, run, numbers):
+        call, rows = self.call("several_tiles", numbers, bias=True), slice(77, 97)
+        assert bits(run, call.of_tokens(rows)) == np.asarray(run(call))[rows].tobytes()
+
+
+class GpuProducts:
+    """Runs grouped products by the targets `suffix`."""
+
+    @pytest.fixture
+    def run(self, suffix):
+        cuda_calls.register()
+        return lambda call: run_product(suffix, call)

@@ -1,0 +1,285 @@
+"""Expert layers and grouped products that every kernel must compute, with truth and yardstick.
+
+Truth and yardstick are in `float64_layer`. The yardstick is the same computation in plain XLA, with
+products in the dtype of the activations; for float32 it is a plain float32 loop over k. The sizes
+cross every boundary inside the kernels: less than a tile, whole tiles, rests of tiles, one row, and
+more rows than a kernel takes at once.
+"""
+
+import dataclasses
+import functools
+
+import float64_layer
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from float64_layer import Layer, Options
+
+BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
+DTYPES = {"bf16": BF16, "f16": F16, "f32": F32}
+MODES = ("none", "static", "token")  # values of the attribute activation_scale
+ACTIVATIONS = (
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "swigluoai",
+    "swigluoai_uninterleave",
+    "relu2",
+    "silu_no_mul",
+    "gelu_no_mul",
+    "gelu_tanh_no_mul",
+)
+
+
+def uniform(t, k, e):
+    return lambda rng: rng.integers(0, e, (t, k))
+
+
+def constant(t, k, expert):
+    return lambda rng: np.full((t, k), expert)
+
+
+def _extreme_ids(rng):
+    return np.array([[2**31 - 1, 1], [-(2**31), 4], [-1, 3]])
+
+
+# tokens, top_k, experts, hidden, intermediate, expert_ids
+LAYERS = {
+    "no_tokens": (0, 2, 4, 64, 48, uniform(0, 2, 4)),
+    "one_token": (1, 2, 4, 64, 48, uniform(1, 2, 4)),
+    "smallest": (3, 1, 1, 16, 16, constant(3, 1, 0)),
+    "fills_no_tile": (5, 3, 7, 80, 48, uniform(5, 3, 7)),
+    "two_rows_each": (8, 2, 8, 96, 32, uniform(8, 2, 8)),
+    "sixteen_rows": (16, 1, 1, 64, 64, constant(16, 1, 0)),
+    "thirty_one_rows": (31, 1, 1, 64, 64, constant(31, 1, 0)),
+    "thirty_three_rows": (33, 1, 1, 544, 64, constant(33, 1, 0)),
+    "several_tiles": (150, 2, 3, 144, 208, uniform(150, 2, 3)),
+    "one_takes_all": (300, 1, 5, 64, 32, constant(300, 1, 3)),
+    "long_rows": (3, 2, 3, 1040, 1856, uniform(3, 2, 3)),
+    "out_of_range": (40, 4, 6, 64, 32, lambda rng: rng.integers(-3, 9, (40, 4))),
+    "extreme_ids": (3, 2, 4, 32, 32, _extreme_ids),
+    "none_routed": (9, 2, 4, 32, 32, constant(9, 2, -1)),
+    "same_expert_twice": (10, 4, 3, 48, 16, constant(10, 4, 1)),
+    "many_experts": (9, 32, 512, 32, 16, uniform(9, 32, 512)),
+}
+# Those with boundaries of the CUDA kernels alone.
+CUDA_LAYERS = {
+    "fills_tiles": (128, 2, 2, 256, 128, uniform(128, 2, 2)),
+    "odd_sizes": (37, 3, 5, 320, 112, uniform(37, 3, 5)),
+    "two_tiles_of_scales": (300, 2, 3, 144, 48, uniform(300, 2, 3)),
+    "few_slots_of_one_expert": (8, 4, 3, 80, 48, constant(8, 4, 1)),
+    "few_slots_long_k": (3, 8, 16, 1104, 592, uniform(3, 8, 16)),
+    # Of shared memory dynamic 40 and 36 KiB, in W4A16 and W4A4, and with the rest over 48.
+    "few_slots_of_four_rows": (4, 2, 4, 5120, 16, uniform(4, 2, 4)),
+    "few_slots_of_one_row": (1, 8, 16, 2048, 16, uniform(1, 8, 16)),
+    "slots_in_one_warp_segment": (70, 8, 16, 32, 16, uniform(70, 8, 16)),
+    "more_blocks_than_threads": (40, 1, 2, 16448, 16, uniform(40, 1, 2)),
+}
+# Layers whose output is zeros, because no token has an expert.
+EMPTY = {
+    "no_choices": (5, 0, 4, 64, 48, uniform(5, 0, 4)),
+    "no_experts": (5, 2, 0, 64, 48, lambda rng: rng.integers(-1, 3, (5, 2))),
+    "neither": (5, 0, 0, 64, 48, uniform(5, 0, 1)),
+}
+# Grouped products: m, n, k, group sizes.
+PRODUCTS = {
+    "one_row": (1, 32, 64, [1]),
+    "no_rows": (0, 64, 32, [3, 4]),
+    "linear": (130, 200, 96, [130]),
+    "odd_width": (43, 77, 48, [3, 40]),
+    "linear_of_many_rows": (270, 40, 48, [270]),
+    "groups": (37, 112, 80, [5, 0, 11, 21]),
+    "one_row_each": (4, 48, 64, [1, 1, 1, 1]),
+    "empty_groups": (48, 128, 128, [0, 32, 0, 0, 16, 0]),
+    "padding_rows": (100, 48, 80, [7, 0, 60]),
+    "negative_size": (40, 48, 80, [-5, 20, -(2**31), 20]),
+    "sum_over_m": (20, 64, 32, [9, 40, 3]),
+    "sizes_over_m": (40, 48, 80, [30, 2**31 - 1, 2**31 - 1]),
+    "all_padding": (70, 24, 16, [0, 0]),
+    "full_tiles": (192, 256, 64, [64, 128]),
+}
+NO_EXPERTS = (70, 24, 16, [])
+# More rows than a CUDA kernel takes at once: a group over the end of the first chunk, an empty one
+# beside it, and rows past all groups.
+CHUNKED = (2**18 + 70, 24, 16, [2**18 - 40, 0, 60, 29])
+
+
+@jax.jit
+def _matmul(x, w):
+    return jnp.matmul(x, w.T)
+
+
+def xla(dtype):
+    """Return x @ w.T by plain XLA in `dtype`.
+
+    Rows are padded to a power of two, so that groups of different sizes share a program.
+    """
+
+    def product(x, w):
+        rows = 1 << max(len(x) - 1, 0).bit_length()
+        padded = np.pad(x.astype(dtype), ((0, rows - len(x)), (0, 0)))
+        return np.asarray(_matmul(padded, w.astype(dtype)))[: len(x)]
+
+    return product
+
+
+def _yardstick_product(dtype):
+    return float64_layer.sequential_float32 if dtype == F32 else xla(dtype)
+
+
+def _frozen(arrays):
+    """Return the arrays read-only: tests share them."""
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One expert layer with its tokens, in numpy."""
+
+    x: np.ndarray
+    layer: Layer
+    ids: np.ndarray
+    weights: np.ndarray
+    options: Options
+
+    @property
+    def operands(self):
+        return self.x, self.layer, self.ids, self.weights, self.options
+
+    @functools.cached_property
+    def truth(self):
+        return float64_layer.moe(*self.operands)
+
+    @functools.cached_property
+    def yardstick(self):
+        product = _yardstick_product(self.x.dtype)
+        return float64_layer.moe(*self.operands, matmul=product).astype(self.x.dtype)
+
+    def of_tokens(self, rows):
+        """Return the call of some tokens alone."""
+        own = {"x": self.x[rows], "ids": self.ids[rows], "weights": self.weights[rows]}
+        return dataclasses.replace(self, **own)
+
+    def with_layer(self, **changes):
+        """Return the call with operands of its layer replaced."""
+        return dataclasses.replace(self, layer=self.layer._replace(**changes))
+
+    def with_value(self, row, column, value):
+        """Return the call with one element of its tokens replaced."""
+        x = self.x.copy()
+        x[row, column] = value
+        return dataclasses.replace(self, x=x)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProductCall:
+    """One grouped product, in numpy: `operands` and `mode` are those of `float64_layer`."""
+
+    operands: tuple
+    mode: str
+
+    @property
+    def x(self):
+        return self.operands[0]
+
+    @functools.cached_property
+    def truth(self):
+        return float64_layer.grouped_gemm(*self.operands, self.mode)
+
+    @functools.cached_property
+    def yardstick(self):
+        product = _yardstick_product(self.x.dtype)
+        found = float64_layer.grouped_gemm(*self.operands, self.mode, matmul=product)
+        return found.astype(self.x.dtype)
+
+    @property
+    def rows(self):
+        """Rows that a group owns; those after them are zeros."""
+        sizes = np.clip(self.operands[-1].astype(np.int64), 0, None)
+        return int(min(sizes.sum(), len(self.x)))
+
+
+@functools.lru_cache(maxsize=256)
+def _make_layer(case, dtype, options, seed, bias):
+    t, k, e, h, i, draw_ids = case
+    rng = np.random.default_rng(seed)
+    layer = float64_layer.random_layer(rng, e, h, i, gated=options.gated, bias=bias)
+    x = rng.normal(0, 1, (t, h)).astype(dtype)
+    weights = rng.uniform(0.1, 1, (t, k)).astype(np.float32)
+    ids = draw_ids(rng).astype(np.int32)
+    _frozen((x, ids, weights, *layer))
+    return LayerCall(x, layer, ids, weights, options)
+
+
+def make_layer(case, dtype, options, *, seed=0, bias=False) -> LayerCall:
+    """Return a layer of the tables or of any sizes; the same object for the same arguments."""
+    return _make_layer(
+        {**LAYERS, **CUDA_LAYERS, **EMPTY}.get(case, case), dtype, options, seed, bias
+    )
+
+
+def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCall:
+    """Return a product of PRODUCTS or any such sizes."""
+    m, n, k, sizes = PRODUCTS[case] if isinstance(case, str) else case
+    rng, e = np.random.default_rng(1), len(sizes)
+    packed, block_scale = float64_layer.random_weight(rng, e, n, k)
+    operands = (
+        rng.normal(0, 1, (m, k)).astype(dtype),
+        packed,
+        block_scale,
+        rng.uniform(0.5, 1, (e, parts)).astype(np.float32),
+        rng.uniform(0.5, 1, e).astype(np.float32) / np.float32(400),
+        rng.normal(0, 1, (e, n)).astype(np.float32) if bias else np.zeros((0, 0), np.float32),
+        np.array(sizes, np.int32),
+    )
+    return ProductCall(_frozen(operands), mode)
+
+
+# What a kernel could get wrong, as a change of the weights: each is over the bound.
+
+
+def _up_under_the_scale_of_gate(call):
+    wrong = call.layer.gate_up_global_scale.copy()
+    wrong[:, 1] = wrong[:, 0]
+    return call.with_layer(gate_up_global_scale=wrong)
+
+
+def _one_scale_of_an_expert(call):
+    wrong = call.layer.down_global_scale.copy()
+    wrong[call.ids[0, 0]] *= 1.1
+    return call.with_layer(down_global_scale=wrong)
+
+
+def _block_scales_of_an_expert(call):
+    wrong, expert = call.layer.down_block_scale.copy(), call.ids[0, 0]
+    wrong[expert] = np.roll(wrong[expert], 1, axis=-1)
+    return call.with_layer(down_block_scale=wrong)
+
+
+def _one_byte_of_block_scales(call):
+    wrong = call.layer.down_block_scale.copy()
+    wrong.view(np.uint8)[call.ids[0, 0], 0, 0] ^= 0x40
+    return call.with_layer(down_block_scale=wrong)
+
+
+# The layer in which a fault is noticed, and the fault.
+FAULTS = {
+    "up_under_the_scale_of_gate": ("fills_no_tile", _up_under_the_scale_of_gate),
+    "block_scales_of_an_expert": ("fills_no_tile", _block_scales_of_an_expert),
+    "one_byte_of_block_scales": ("fills_no_tile", _one_byte_of_block_scales),
+}
+# Where activations are rounded to FP4, the yardstick's own error covers these.
+FAULTS_OF_W4A16 = {
+    "one_scale_of_an_expert": ("fills_no_tile", _one_scale_of_an_expert),
+    "block_scales_over_long_rows": ("few_slots_long_k", _block_scales_of_an_expert),
+}
+
+
+def with_wrong_row_of_scales(call: ProductCall) -> ProductCall:
+    """Return the product with the block scales of one row of one group moved on by one."""
+    wrong = call.operands[2].copy()
+    wrong[2, 17] = np.roll(wrong[2, 17], 1)
+    return dataclasses.replace(call, operands=(*call.operands[:2], wrong, *call.operands[3:]))
