@@ -1,7 +1,7 @@
 """The meaning of every op in float32 jnp; runs on any device, one expert at a time.
 
 Nothing here is fast. Memory stays bounded: no more than one expert is dequantized at once, and its
-tokens go through in pieces of a fixed number of rows.
+tokens go through in chunks of a fixed number of rows.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax_nvfp4_moe.numerics.routing import route
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
 
-PIECE = 128  # rows of one expert that go through at once
+CHUNK_ROWS = 128  # rows of one expert that go through at once
 
 
 def round_activations(x, input_scale, scheme: Scheme):
@@ -48,13 +48,13 @@ def _multiply(x, weight: NVFP4Tensor, expert):
     return jnp.matmul(x, one.dequantize(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 
-def by_pieces(run_piece, start, end, carry, piece: int = PIECE):
-    """Run the rows `start` to `end` by pieces: ``carry = run_piece(row, carry)`` for each.
+def by_chunks(run_chunk, start, end, carry, chunk: int = CHUNK_ROWS):
+    """Run the rows `start` to `end` by chunks: ``carry = run_chunk(row, carry)`` for each.
 
-    The loop counts pieces: XLA drops one that counts rows by `piece` up to a constant of 1.
+    The loop counts chunks: XLA drops one that counts rows by `chunk` up to a constant of 1.
     """
-    pieces = (end - start + (piece - 1)) // piece
-    return lax.fori_loop(0, pieces, lambda i, carry: run_piece(start + i * piece, carry), carry)
+    chunks = (end - start + (chunk - 1)) // chunk
+    return lax.fori_loop(0, chunks, lambda i, carry: run_chunk(start + i * chunk, carry), carry)
 
 
 def _pick(array, expert):
@@ -92,8 +92,8 @@ def sort_slots(expert_ids, num_experts: int):
       expert_ids: ``[t, k]``; ids from `num_experts` on, and below 0, are no expert.
 
     Returns:
-      slots int32 ``[t * k + PIECE]``, zeros at its end, and for each expert where its slots start
-      and end, int32 ``[e]``.
+      slots int32 ``[t * k + CHUNK_ROWS]`` with zeros at its end, and the start and the end of the
+      slots of each expert, int32 ``[e]``.
     """
     e = num_experts
     flat = jnp.where((expert_ids >= 0) & (expert_ids < e), expert_ids, e).reshape(-1)
@@ -101,7 +101,7 @@ def sort_slots(expert_ids, num_experts: int):
     counts = jnp.zeros(e, jnp.int32).at[flat].add(1, mode="drop")
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    slots = jnp.concatenate([order.astype(jnp.int32), jnp.zeros(PIECE, jnp.int32)])
+    slots = jnp.concatenate([order.astype(jnp.int32), jnp.zeros(CHUNK_ROWS, jnp.int32)])
     return slots, starts, ends
 
 
@@ -123,9 +123,9 @@ def combine_experts(
     slots, starts, ends = sort_slots(expert_ids, e)
     weights = expert_weights.reshape(-1).astype(jnp.float32)
 
-    def run_piece(expert, start, y):
-        here = lax.dynamic_slice(slots, (start,), (PIECE,))
-        alive = start + jnp.arange(PIECE, dtype=jnp.int32) < ends[expert]
+    def run_chunk(expert, start, y):
+        here = lax.dynamic_slice(slots, (start,), (CHUNK_ROWS,))
+        alive = start + jnp.arange(CHUNK_ROWS, dtype=jnp.int32) < ends[expert]
         rows, weight = x[here // top_k], weights[here]
         if weight_on_input:
             rows = round_to(rows.astype(jnp.float32) * weight[:, None], x.dtype)
@@ -136,8 +136,8 @@ def combine_experts(
         return y.at[jnp.where(alive, here // top_k, t)].add(d, mode="drop")
 
     def run_expert(expert, y):
-        run = functools.partial(run_piece, expert)
-        return by_pieces(run, starts[expert], ends[expert], y)
+        run = functools.partial(run_chunk, expert)
+        return by_chunks(run, starts[expert], ends[expert], y)
 
     y = jnp.zeros((t, h if width is None else width), jnp.float32)
     if t == 0 or top_k == 0 or e == 0:
@@ -174,18 +174,18 @@ def grouped_gemm(x, weight, group_sizes, input_scale, bias, *, scheme):
     weight = weight.to_layout(CANONICAL)
     e, n, _ = weight.shape
     starts, ends = group_bounds(group_sizes, m)
-    row = jnp.arange(PIECE, dtype=jnp.int32)
-    padded = jnp.concatenate([x, jnp.zeros((PIECE, x.shape[1]), x.dtype)])
+    row = jnp.arange(CHUNK_ROWS, dtype=jnp.int32)
+    padded = jnp.concatenate([x, jnp.zeros((CHUNK_ROWS, x.shape[1]), x.dtype)])
 
-    def run_piece(expert, start, y):
-        rows = lax.dynamic_slice_in_dim(padded, start, PIECE).astype(jnp.float32)
+    def run_chunk(expert, start, y):
+        rows = lax.dynamic_slice_in_dim(padded, start, CHUNK_ROWS).astype(jnp.float32)
         rows = round_activations(rows, _pick(input_scale, expert), scheme)
         d = _multiply(rows, weight, expert) + _bias(bias, expert)
         return y.at[jnp.where(start + row < ends[expert], start + row, m)].set(d, mode="drop")
 
     def run_expert(expert, y):
-        run = functools.partial(run_piece, expert)
-        return by_pieces(run, starts[expert], ends[expert], y)
+        run = functools.partial(run_chunk, expert)
+        return by_chunks(run, starts[expert], ends[expert], y)
 
     y = jnp.zeros((m, n), jnp.float32)
     if e == 0:

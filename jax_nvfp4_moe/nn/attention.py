@@ -167,18 +167,18 @@ def attend(
     """
     b, t = positions.shape
 
-    def attend_piece(q, positions):
+    def attend_block(q, positions):
         return _attend(q, k, v, positions, scale, window, chunk, sinks)
 
     if t <= _QUERIES:
-        return attend_piece(q, positions)
+        return attend_block(q, positions)
     padded = -(-t // _QUERIES) * _QUERIES
 
     def split(x):
         x = jnp.pad(x, [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(b, -1, _QUERIES, *x.shape[2:]), 1, 0)
 
-    y = lax.map(lambda piece: attend_piece(*piece), (split(q), split(positions)))
+    y = lax.map(lambda block: attend_block(*block), (split(q), split(positions)))
     return jnp.moveaxis(y, 0, 1).reshape(b, padded, *y.shape[3:])[:, :t]
 
 

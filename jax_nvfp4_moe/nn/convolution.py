@@ -6,25 +6,25 @@ from jaxtyping import Array, Bool, Float
 
 def convolve(
     x: Float[Array, "b t c"],
-    past: Float[Array, "b taps-1 c"],
-    taps: Float[Array, "c taps"],
+    past: Float[Array, "b n c"],
+    weight: Float[Array, "c n+1"],
     present: Bool[Array, "b t"],
-) -> tuple[Float[Array, "b t c"], Float[Array, "b taps-1 c"]]:
-    """Convolve each channel with its own taps: ``y_t = sum_j taps_j x_{t-n+j}``, j from 0 to n.
+) -> tuple[Float[Array, "b t c"], Float[Array, "b n c"]]:
+    """Convolve each channel with its weights: ``y_t = sum_j weight_j x_{t-n+j}``, j from 0 to n.
 
     Args:
       x: inputs.
       past: the n inputs before them, zeros at the start.
-      taps: of each channel, the newest token's the last.
+      weight: of each channel; the last multiplies the newest token.
       present: False for padding, which is behind all other tokens of its row.
 
     Returns:
       float32 results, and the last inputs of each row without its padding.
     """
-    t, count = x.shape[1], taps.shape[1]
+    t, count = x.shape[1], weight.shape[1]
     inputs = jnp.concatenate([past, x.astype(past.dtype)], axis=1)
     y = jnp.zeros(x.shape, jnp.float32)
     for j in range(count):
-        y += inputs[:, j : j + t].astype(jnp.float32) * taps[:, j].reshape(1, 1, -1)
+        y += inputs[:, j : j + t].astype(jnp.float32) * weight[:, j].reshape(1, 1, -1)
     last = jnp.sum(present, axis=1)[:, None] + jnp.arange(count - 1)[None, :]
     return y, jnp.take_along_axis(inputs, last[..., None], axis=1)

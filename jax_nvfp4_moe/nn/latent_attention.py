@@ -62,11 +62,11 @@ class HeadMatrices(nnx.Module):
     """What makes keys and values of a latent: ``key = keys[head] @ latent``, and so for values.
 
     Attributes:
-      keys: `nnx.Param` ``[n, nope, rank]``.
+      keys: `nnx.Param` ``[n, qk_nope, rank]``.
       values: `nnx.Param` ``[n, d, rank]``.
     """
 
-    def __init__(self, keys: Float[Array, "n nope rank"], values: Float[Array, "n d rank"]):
+    def __init__(self, keys: Float[Array, "n qk_nope rank"], values: Float[Array, "n d rank"]):
         """Make one of its matrices."""
         self.keys, self.values = nnx.Param(keys), nnx.Param(values)
 

@@ -31,7 +31,7 @@ from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _CHUNK = 64  # tokens multiplied with each other
-_PIECE = 2048  # tokens of all rows at once, which bounds the memory of the products
+_BATCH_TOKENS = 2048  # tokens of all rows at once, which bounds the memory of the products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,17 +214,17 @@ def ssd(
         return y.reshape(b, 1, h, p), grouped.reshape(state.shape)
     chunk = min(t, _CHUNK)
     chunks = -(-t // chunk)
-    pieces = -(-chunks * chunk * b // _PIECE)
-    per_piece = -(-chunks // pieces)
-    pieces = -(-chunks // per_piece)
+    batches = -(-chunks * chunk * b // _BATCH_TOKENS)
+    per_batch = -(-chunks // batches)
+    batches = -(-chunks // per_batch)
 
     def split(x):
-        padded = pieces * per_piece * chunk
+        padded = batches * per_batch * chunk
         x = jnp.pad(x, [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(b, pieces, per_piece, chunk, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(b, batches, per_batch, chunk, *x.shape[2:]), 1, 0)
 
-    def run(grouped, piece):
-        y, grouped = _chunks(piece, grouped)
+    def run(grouped, batch):
+        y, grouped = _chunks(batch, grouped)
         return grouped, y
 
     operands = tuple(map(split, (x, decay, B, C)))

@@ -36,7 +36,7 @@ def dense_moe(
     """Run each token through its experts and add up their weighted outputs.
 
     The meaning of `ops.moe_mlp` with matrices in a float dtype or in FP8. Memory stays bounded: one
-    expert is converted at once, and its tokens go through in pieces. No kernel: mixed checkpoints
+    expert is converted at once, and its tokens go through in chunks. No kernel: mixed checkpoints
     keep a layer or two in BF16 or FP8, and those run, slowly, rather than be refused. Gradients
     flow as there; the matrices are frozen.
 

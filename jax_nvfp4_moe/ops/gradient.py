@@ -2,7 +2,7 @@
 
 The kernels have no derivative of their own. A backward pass is plain XLA, whatever backend ran the
 forward pass: expert by expert, it dequantizes that expert's weights to float32, runs its rows again
-a piece at a time, and differentiates that. So nothing but the operands is kept between the passes,
+a chunk at a time, and differentiates that. So nothing but the operands is kept between the passes,
 and no more than one expert's weights exist in float32.
 
 Roundings count as the identity (straight-through): of activations to NVFP4 under the w4a4 schemes,
@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.backends.reference import PIECE, by_pieces, group_bounds, round_to, sort_slots
+from jax_nvfp4_moe.backends.reference import (
+    CHUNK_ROWS,
+    by_chunks,
+    group_bounds,
+    round_to,
+    sort_slots,
+)
 from jax_nvfp4_moe.ops.dense import precision_for
 
 
@@ -104,13 +110,13 @@ def _expert_bars(layer, operands, y_bar):
         def visit(expert, bars):
             weights = layer.read_expert(params, expert)
 
-            def run_piece(start, bars):
-                here = lax.dynamic_slice(slots, (start,), (PIECE,))
-                alive = start + jnp.arange(PIECE, dtype=jnp.int32) < ends[expert]
+            def run_chunk(start, bars):
+                here = lax.dynamic_slice(slots, (start,), (CHUNK_ROWS,))
+                alive = start + jnp.arange(CHUNK_ROWS, dtype=jnp.int32) < ends[expert]
                 token = here // expert_ids.shape[1]
                 return _add_piece(layer, weights, given, expert, (token, here, alive), bars)
 
-            return by_pieces(run_piece, starts[expert], ends[expert], bars)
+            return by_chunks(run_chunk, starts[expert], ends[expert], bars)
 
         bars = _visit_each(starts, ends, visit, bars)
     x_bar, weights_bar, biases_bar = bars
@@ -118,7 +124,7 @@ def _expert_bars(layer, operands, y_bar):
 
 
 def _add_piece(layer, weights, given, expert, rows, bars):
-    """Add what one piece of an expert's rows contributes to the cotangents."""
+    """Add what one chunk of an expert's rows contributes to the cotangents."""
     x, expert_weights, biases, y_bar = given
     token, slot, alive = rows
 
@@ -173,17 +179,17 @@ def _product_bars(bias, weight, group_sizes, y_bar):
     if m == 0 or e == 0:
         return bars
     starts, ends = group_bounds(group_sizes, m)
-    piece = m if e == 1 else PIECE  # one matrix, `linear`: one product
-    padded = jnp.concatenate([y_bar, jnp.zeros((piece, y_bar.shape[1]), y_bar.dtype)])
+    chunk = m if e == 1 else CHUNK_ROWS  # one matrix, `linear`: one product
+    padded = jnp.concatenate([y_bar, jnp.zeros((chunk, y_bar.shape[1]), y_bar.dtype)])
     precision = precision_for(y_bar.dtype)
 
     def visit(group, bars):
         one = take_expert(weight, group).dequantize(jnp.float32)
 
-        def run_piece(start, bars):
-            row = start + jnp.arange(piece, dtype=jnp.int32)
+        def run_chunk(start, bars):
+            row = start + jnp.arange(chunk, dtype=jnp.int32)
             alive = row < ends[group]
-            bar = lax.dynamic_slice_in_dim(padded, start, piece).astype(jnp.float32)
+            bar = lax.dynamic_slice_in_dim(padded, start, chunk).astype(jnp.float32)
             bar = jnp.where(alive[:, None], bar, 0.0)
             x_bar, bias_bar = bars
             back = jnp.matmul(bar, one, precision=precision)
@@ -192,7 +198,7 @@ def _product_bars(bias, weight, group_sizes, y_bar):
                 jax.tree.map(lambda sums: sums.at[group].add(bar.sum(0)), bias_bar),
             )
 
-        return by_pieces(run_piece, starts[group], ends[group], bars, piece)
+        return by_chunks(run_chunk, starts[group], ends[group], bars, chunk)
 
     return _visit_each(starts, ends, visit, bars)
 

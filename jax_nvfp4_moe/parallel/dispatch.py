@@ -237,7 +237,7 @@ def choose_wire_format(
     Args:
       scheme: as for `run_dispatched`; None where rows cannot be quantized before they are weighted.
       hidden, top_k, dtype: of the tokens, and how many experts each of them chooses.
-      shards: of the exchange.
+      shards: along `expert`.
       rounds: whether rows go in rounds, in less room than all could need.
     """
     if scheme not in W4A4_SCHEMES:
@@ -331,7 +331,7 @@ class Rows:
 
 
 def _run_fixed(rows: Rows, run_own, shards, capacity, near):
-    """Exchange in slots of `capacity` rows for each pair of shards, in as many rounds as needed."""
+    """Dispatch in slots of `capacity` rows for each pair of shards, in as many rounds as needed."""
     del near
     visits, r = rows.visits(shards), rows.x.shape[0]
     capacity = r if capacity is None else min(capacity, r)
@@ -392,7 +392,7 @@ def _pack(slots, travels, size, send, back) -> DispatchPlan:
 
 
 def _run_ragged(rows: Rows, run_own, shards, capacity, near):
-    """Exchange rows without empty slots; `capacity` has no meaning here."""
+    """Dispatch rows without empty slots; `capacity` has no meaning here."""
     del capacity
     visits, (r, k) = rows.visits(shards), rows.ids.shape
     size, received, me = r * min(k, shards), r * shards, lax.axis_index(EXPERT)
@@ -435,7 +435,7 @@ def _count_updates(r: int, shards: int, near: bool) -> int:
 
     Args:
       r: most rows for one shard.
-      shards: of the exchange.
+      shards: along `expert`.
       near: whether they are of one process.
     """
     return min(r, _BLOCKS // shards) | 1 if near and shards <= _MOST_POINTERS else 1

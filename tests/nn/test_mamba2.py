@@ -44,7 +44,7 @@ def assert_is_its_equation(actual, given):
 @pytest.mark.parametrize("t", [1, 2, 7, 63, 64, 65, 130, 200])
 def test_chunks_are_the_steps(t, monkeypatch):
     """Lengths that fill no chunk, or no piece of chunks; pieces of two chunks of one row each."""
-    monkeypatch.setattr(mamba2, "_PIECE", 256)
+    monkeypatch.setattr(mamba2, "_BATCH_TOKENS", 256)
     given = operands(t)
     assert_is_its_equation(jax.jit(mamba2.ssd)(*given), given)
 
