@@ -53,6 +53,7 @@ def _why_absent(marker):
         "lm_eval": importlib.util.find_spec("lm_eval") is not None,
         "deviceless": importlib.util.find_spec("jax_cuda13_plugin") is not None,
         **{f"isa_{isa}": isa in _isas() for isa in ("amx", "avx512", "avx2")},
+        "eight_devices": len(jax.devices()) >= CPU_DEVICES and jax.default_backend() == "cpu",
     }
     return None if has[marker] else f"this machine has no {marker}"
 
@@ -71,6 +72,7 @@ MARKERS = (
     "isa_amx",
     "isa_avx512",
     "isa_avx2",
+    "eight_devices",
 )
 
 
@@ -95,6 +97,9 @@ def _processor():
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
 
 
+# Of each worker: tests of meshes take the first of them, all others run on device 0.
+CPU_DEVICES = 8
+
 # The same examples in each run, so that a change alone decides whether the tests pass.
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("more", deadline=None)
@@ -111,6 +116,9 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join((*shared, *given))  # of programs that tests start
     os.environ["HF_HUB_OFFLINE"] = "1"  # a name of the Hub must not start a download
     settings.load_profile("more" if config.getoption("--more-examples") else "default")
+    if not pathlib.Path("/dev/nvidiactl").exists() or os.environ.get("JAX_PLATFORMS") == "cpu":
+        # For meshes. By the option alone: programs that tests start have one device.
+        jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
     if pathlib.Path("/dev/nvidiactl").exists():
         return
     if not config.getoption("--default-xla"):

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sharded_attention
-import sharded_mixers
 from architecture import logit_error, run
-from eight_devices import block
+from divided_attention import IDS
+from expert_block import block
 from flax import nnx
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_tensors
-from host_devices import call, difference, tokens
+from host_devices import call, decode, difference, tokens
+from mixer_cases import CASES as MIXERS
 from resized import write_resized
 from unquantized import dequantized
 
@@ -91,7 +91,7 @@ def assert_cut_alike(folder, ids):
     cut = load(mesh=jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]))
     mixers = [m for _, m in nnx.iter_modules(cut) if isinstance(m, HeadParallel)]
     assert any(mixer.expert_mesh is not None for mixer in mixers)
-    whole, parts = ([call(m, ids), sharded_mixers.decode(m, ids)[0]] for m in (one, cut))
+    whole, parts = ([call(m, ids), decode(m, ids)[0]] for m in (one, cut))
     for expected, found in zip(whole, parts, strict=True):
         assert difference(found, expected) < 2e-5
 
@@ -99,14 +99,14 @@ def assert_cut_alike(folder, ids):
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attentions_cut_by_heads(name, tmp_path):
     """Latent, Llama 4's, and those that normalize all heads together; without quantization."""
-    assert_cut_alike(dequantized(f"{name}-modelopt-w4a16", tmp_path), sharded_attention.IDS)
+    assert_cut_alike(dequantized(f"{name}-modelopt-w4a16", tmp_path), IDS)
 
 
-@pytest.mark.parametrize("name", sharded_mixers.CASES)
+@pytest.mark.parametrize("name", MIXERS)
 def test_mixers_cut_by_heads_and_groups(name, tmp_path):
-    given, changes = sharded_mixers.CASES[name]
+    given, changes = MIXERS[name]
     write_resized(CHECKPOINTS / given, tmp_path, **changes)
-    assert_cut_alike(tmp_path, sharded_attention.IDS)
+    assert_cut_alike(tmp_path, IDS)
 
 
 @pytest.mark.parametrize("dispatch", ["all_to_all", "ragged"])

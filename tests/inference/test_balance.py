@@ -1,22 +1,20 @@
 """Expert load of the trained example: counted, placed, measured; numbers stay what they were."""
 
-import json
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import EXAMPLE, EXAMPLE_REFERENCE, PROGRAMS
+from given import EXAMPLE, EXAMPLE_REFERENCE
+from host_devices import call, make_mesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import NVFP4MoE, load_model
 from jax_nvfp4_moe.inference.balance import count_experts, device_load, place_model
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.blocks import expert_blocks
 from jax_nvfp4_moe.parallel.placement import balance_experts, imbalance, unplaced
+from jax_nvfp4_moe.testing import random_moe_params
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +98,42 @@ def test_the_measured_load_is_that_of_the_placement():
     np.testing.assert_array_equal(moe(x), y)
 
 
-@pytest.mark.slow
-def test_experts_are_placed_over_a_mesh():
+def mesh_block(scheme, **over):
+    params = random_moe_params(jax.random.key(0), num_experts=8, hidden=64, intermediate=64)
+    weight = jax.random.normal(jax.random.key(1), (8, 64), jnp.float32) / 8
+    arguments = {"checkpoint_scheme": scheme, "scheme": scheme, "dtype": jnp.float32, **over}
+    return NVFP4MoE(8, 64, 64, top_k=2, params=params, router_weight=weight, **arguments)
+
+
+@pytest.mark.eight_devices
+@pytest.mark.parametrize(
+    ("kind", "dispatch", "scheme"),
+    [
+        ("Auto", "psum", "w4a16"),
+        ("Auto", "all_to_all", "w4a4"),
+        ("Explicit", "psum", "w4a4"),
+        ("Explicit", "all_to_all", "w4a4"),
+    ],
+)
+def test_experts_are_placed_over_a_mesh(kind, dispatch, scheme):
     """Also with axes that are Explicit, and with tokens that travel."""
-    script = PROGRAMS / "placed_devices.py"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 4
-    for row in rows:
-        # Two outputs of about 1 add up in another order, and shards of experts do.
-        assert row["error"] <= 1e-6, row["case"]
-        assert max(row["copies"]) > 1
-        assert sum(row["device_load"]) == sum(row["load"]) == 32
+    shape = (2, 2) if dispatch == "psum" else (4, 1)
+    mesh = make_mesh(shape, AxisType[kind])
+    x = jax.random.normal(jax.random.key(2), (16, 64), jnp.float32)
+    expected = call(mesh_block(scheme), x)
+    with jax.set_mesh(mesh):
+        spec = PartitionSpec("expert" if dispatch == "all_to_all" else None)
+        x = jax.device_put(x, NamedSharding(mesh, spec))
+        moe = mesh_block(scheme, mesh=mesh, dispatch=dispatch)
+        load = count_experts(moe, x)[0]
+        placed = balance_experts(load, shape[0], 8 + shape[0])
+        place_model(moe, [placed])
+        actual = np.asarray(call(moe, x))
+        measured = device_load(moe, x, shape[0])[0]
+    # Two outputs of about 1 add up in another order, and shards of experts do.
+    assert np.abs(actual - expected).max() <= 1e-6
+    assert placed.copies.max() > 1
+    assert measured.sum() == load.sum() == 32
 
 
 def test_ids_of_no_expert_are_not_counted():

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
-import restore_on_meshes
 import save_sharded
 from flax import nnx
 from given import CHECKPOINTS, EXAMPLE
-from host_devices import BOUND, start
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
 from jax_nvfp4_moe.nn.dense import NVFP4Param
@@ -87,43 +85,6 @@ def test_sharded_experts_come_back_sharded_and_not(tmp_path, layout):
     )
     params = save_sharded.params_in(layout)
     same(restore(tmp_path / "m", jax.eval_shape(lambda: params)), params)
-
-
-@pytest.fixture(scope="module")
-def restored():
-    """Return the figures of every check, which take a process of their own."""
-    return start("restore_on_meshes.py", restore_on_meshes.CHECKS)
-
-
-@pytest.mark.parametrize("case", ["silu", "w4a4", "relu2", "swigluoai", "explicit"])
-def test_a_block_is_restored_on_another_mesh(restored, case):
-    """Arrays are equal to those of a new block on that mesh, to the bit."""
-    for error, differing in restored["blocks"][case].values():
-        assert error <= BOUND
-        assert differing == []
-
-
-@pytest.mark.parametrize("name", ["synthetic", "olmoe", "deepseek_v3", "delta_net"])
-def test_a_model_is_restored_on_another_mesh(restored, name):
-    """Saved on (2, 2): on one device the logits are equal to the bit."""
-    found = restored[name]
-    other = "(2, 1)" if name in ("olmoe", "deepseek_v3") else "(4, 1)"  # six experts, or eight
-    assert list(found) == ["None", "(1, 4)", other]
-    assert found["None"][0] == 0.0
-    for error, differing in found.values():
-        assert error <= BOUND
-        assert differing == []
-
-
-def test_a_block_of_one_device_is_restored_on_a_mesh(restored):
-    error, differing = restored["one_device"]
-    assert error <= BOUND
-    assert differing == []
-
-
-def test_rows_in_the_order_of_another_mesh_are_seen(restored):
-    """Weights of four devices that one takes as its own give this error."""
-    assert restored["control"] > 1e-2
 
 
 @pytest.mark.parametrize(

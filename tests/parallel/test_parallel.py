@@ -1,338 +1,226 @@
-"""Experts over a mesh of eight host devices, in one process of its own: `eight_devices.py`."""
+"""Experts over a mesh of eight CPU devices equal those of one device; refusals of meshes."""
 
-import dataclasses
+import functools
+import logging
+import unittest.mock
 
-import eight_devices
-import eight_devices_models
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from expert_block import block, make_block, weights
 from flax import nnx
-from host_devices import BOUND, NAMES, SHAPES, start
+from given import CHECKPOINTS, EXAMPLE
+from host_devices import BOUND, SHAPES, call, difference, make_mesh, name_shape, run_counted, tokens
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe import NVFP4MoE
-from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, decode_scale, dequantize, divide
-from jax_nvfp4_moe.parallel.dispatch import (
-    Rows,
-    WireFormat,
-    _count_updates,
-    _cut_rows,
-    choose_wire_format,
-)
-from jax_nvfp4_moe.parallel.expert_mesh import check_parts, divisors
-from jax_nvfp4_moe.scheme import Scheme
+from jax_nvfp4_moe import NVFP4MoE, load_model, load_moe, ops
+from jax_nvfp4_moe.backends.resolution import log_conversion
+from jax_nvfp4_moe.parallel import run_sharded
+from jax_nvfp4_moe.parallel.shard_order import join_shards
+from jax_nvfp4_moe.parallel.shard_spec import array_layouts, find_layout
+from jax_nvfp4_moe.testing import random_moe_params
 
-REORDERED = 4e-6  # of the largest logit: another order of float32 sums in a whole model
+pytestmark = pytest.mark.eight_devices
 
-
-@pytest.fixture(scope="module")
-def figures():
-    """Return name -> figures of every check."""
-    scripts = eight_devices, eight_devices_models
-    started = [start(f"{script.__name__}.py", script.CHECKS) for script in scripts]
-    return started[0] | started[1]
+# Schemes, activations with and without a gate, alternating rows; biases in all.
+BLOCKS = {
+    "w4a16": {},
+    "w4a4": {"scheme": "w4a4"},
+    "relu2": {"activation": "relu2"},
+    "swigluoai": {"activation": "swigluoai"},
+    "reference": {"backend": "reference"},
+}
 
 
-@pytest.mark.parametrize("case", ["w4a16", "w4a4", "relu2", "swigluoai", "reference", "explicit"])
-def test_a_block_over_a_mesh_equals_one_device(figures, case):
-    """One all-reduce, and nothing else is sent."""
-    for error, sent in figures["blocks"][case].values():
-        assert error <= BOUND
-        assert sent == {"all-reduce": 1}
-
-
-def test_a_block_runs_on_all_four_shapes(figures):
-    assert list(figures["blocks"]["w4a16"]) == NAMES
-
-
-def test_sums_of_half_precision_are_float32(figures):
-    """Outputs of shards are rounded to bfloat16 each, their sum once more: at most double."""
-    one, eight = figures["half_precision"]
-    assert 0 < eight <= 2 * one
-
-
-def test_a_block_made_inside_jit(figures):
-    assert figures["traced"] <= BOUND
-
-
-def test_a_mesh_of_one_axis(figures):
-    assert max(figures["one_axis"]) <= BOUND
-
-
-def test_a_wrong_shard_is_seen(figures):
-    """Ids that are one off, as a shard's that counts from a wrong expert, give this error."""
-    assert figures["unshifted"] > 1e-2
-
-
-def test_shards_are_prepared_for_their_own_number_of_experts(figures):
-    runs_the_kernel, converts = figures["many_experts"]
-    assert runs_the_kernel
-    assert not converts
-
-
-@pytest.mark.parametrize("name", ["qwen", "deepseek", "mixed", "example"])
-def test_checkpoints_over_a_mesh_equal_one_device(figures, name):
-    """A mesh changes logits as much as the reference backend's order of sums does, at most double.
-
-    That order changes 3e-7 to 1.8e-6 of the largest logit, and a mesh 2e-7 to 9e-7.
-    All-reduces: one of each expert layer; of each attention and the embedding if those are cut.
-    DeepSeek's dense layer and two shared experts are cut too. The gather is that of the logits.
-    """
-    sent = {
-        "qwen": {"all-reduce": 2 + 2 + 1, "all-gather": 1},
-        "deepseek": {"all-reduce": 2 + 3 + 3 + 1, "all-gather": 1},
-        "mixed": {"all-reduce": 2},
-        "example": {"all-reduce": 5 + 5 + 1, "all-gather": 1},
-    }
-    reordered = figures[name]["reordered"]
-    assert reordered <= REORDERED
-    for error, found in figures[name]["meshes"].values():
-        assert error <= 2 * reordered
-        assert found == sent[name]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_runs_on_all_four_shapes(figures, name):
-    error, sent = figures["synthetic"][name]
-    assert error <= BOUND
-    cut = {"all-reduce": 2 + 2 + 1, "all-gather": 1}
-    assert sent == ({"all-reduce": 2} if name == "8x1" else cut)
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "deepseek_v3-direct", "kimi_k2"])
-def test_the_tree_of_a_model_does_not_depend_on_the_mesh(figures, name):
-    """Paths and dtypes are those of one device; devices that hold the same part agree on it."""
-    for shape in SHAPES:
-        same, differing = figures["trees"][f"{name} {shape}"]
-        assert same
-        assert differing == []
-
-
-def test_heads_with_sinks_and_biases(figures):
-    assert figures["sinks"] <= BOUND
-
-
-def test_decoding_over_a_mesh(figures):
-    """Four shards of two key heads: pairs of shards keep the same one."""
-    assert figures["synthetic"]["same_tokens"]
-    shape, sharding = figures["synthetic"]["cache"]
-    assert shape == [2, 4, 12, 16]
-    assert "PartitionSpec(None, 'tensor'" in sharding or "P(None, 'tensor'" in sharding
-
-
-@pytest.mark.parametrize("rows", ["2 rows", "3 rows"])
-def test_a_model_whose_tokens_are_exchanged(figures, rows):
-    """Prompts, a prefill and a step, of tokens that shards divide and do not; two expert layers."""
-    errors, sent = figures["exchanged_models"][rows]
-    assert max(errors) <= BOUND
-    assert sent == 2 * 2
-    assert figures["exchanged_models"]["load_moe"] == "all_to_all"
-
-
-@pytest.mark.parametrize(("dispatch", "rows"), [("psum", 24), ("all_to_all", 6)])
-def test_shared_experts_run_where_their_tokens_are(figures, dispatch, rows):
-    """Each of four shards has a quarter of them, in the custom calls of NVFP4 linears too."""
-    error, seen = figures["shared_experts"][dispatch]
-    assert error <= BOUND
-    assert seen == [rows]
-
-
-def test_a_model_goes_where_the_caller_says(figures):
-    assert figures["elsewhere"] == [3]
-
-
-def test_a_shard_reads_its_own_experts_alone(figures):
-    """Shard 3 of 8 has expert 3; input scales, 4 bytes each, are not read in w4a16."""
-    experts, share = figures["synthetic"]["read"]
-    assert experts == [3]
-    assert share <= 1 / 8
+@functools.cache
+def one_device(case):
+    """Return what one device computes of 24 tokens."""
+    return call(block(**BLOCKS[case])(), tokens(24))
 
 
 @pytest.mark.parametrize(
-    ("case", "reduced"),
+    ("case", "shape", "kind"),
     [
-        ("w4a16", 0),
-        ("product", 1),
-        ("w4a4", 1),
-        ("w4a4 by slot", 0),
-        ("w4a4_unit_scale", 0),
-        ("w4a4_token_scale", 0),
+        *(("w4a16", shape, "Auto") for shape in SHAPES),
+        ("w4a4", (2, 4), "Auto"),
+        ("relu2", (2, 4), "Auto"),
+        ("swigluoai", (2, 4), "Auto"),
+        ("reference", (2, 4), "Auto"),
+        ("w4a16", (4, 2), "Explicit"),
     ],
+    ids=name_shape,
 )
-def test_exchanged_tokens_equal_one_device(figures, case, reduced):
-    """Rows go out and come back; rounds need one more all-reduce, of their number."""
-    for (error, sent), rounds in zip(figures["dispatched"][case], (0, 1), strict=False):
-        assert error <= BOUND
-        reduces = {"all-reduce": reduced + rounds} if reduced + rounds else {}
-        assert sent == {"all-to-all": 2} | reduces
+def test_a_block_over_a_mesh_equals_one_device(case, shape, kind):
+    """One all-reduce, and nothing else is sent."""
+    eight = block(**BLOCKS[case])(mesh=make_mesh(shape, AxisType[kind]))
+    found, sent = run_counted(eight, tokens(24))
+    assert difference(found, one_device(case)) <= BOUND
+    assert sent == {"all-reduce": 1}
 
 
-def test_counts_of_tokens_that_shards_do_not_divide(figures):
-    """The result cannot lie in equal parts, so that one gather makes it whole; or there is none."""
-    for error, sent in figures["dispatched"]["uneven"]:
-        assert error <= BOUND
-        assert sent["all-gather"] == 1
-    assert figures["dispatched"]["nothing"] == [[0.0, {}]]
+def test_sums_of_half_precision_are_float32():
+    """Outputs of shards are rounded to bfloat16 each, their sum once more: at most double."""
+    x = tokens(256).astype(jnp.bfloat16)
+    exact = call(block()(), x.astype(jnp.float32))
+    make = block(dtype=jnp.bfloat16)
+    one, eight = (
+        difference(call(module, x), exact) for module in (make(), make(mesh=make_mesh((8, 1))))
+    )
+    assert 0 < eight <= 2 * one
 
 
-@pytest.mark.parametrize("scheme", ["w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
-def test_rows_with_weights_on_the_input_are_quantized_once(figures, scheme):
-    [[error, sent]] = figures["dispatched"][f"{scheme} on input"]
-    assert error <= BOUND
-    assert sent == {"all-to-all": 2}
+def test_a_block_made_inside_jit():
+    """Over a mesh and not."""
+
+    def run(mesh):
+        make = functools.partial(make_block, top_k=4, mesh=mesh, dtype=jnp.float32)
+        return jax.jit(lambda x: make()(x))(tokens(8))
+
+    assert difference(run(make_mesh((2, 4))), run(None)) <= BOUND
 
 
-def test_explicit_tokens_of_any_count(figures):
-    """Cut as they came in, whether shards divide them or not."""
-    assert {"(1,) ", "(5,) ", "(1, 5) ", "(3, 1) ", "(8, 3) expert"} < {*figures["explicit_tokens"]}
-    for error, same in figures["explicit_tokens"].values():
-        assert error <= BOUND
-        assert same
+@pytest.mark.parametrize("name", ["expert", "tensor"])
+def test_a_mesh_of_one_axis(name):
+    mesh, x = make_mesh((2,), names=(name,)), tokens(24)
+    assert difference(call(block()(mesh=mesh), x), one_device("w4a16")) <= BOUND
 
 
-def test_a_sum_of_explicit_tokens_that_are_cut(figures):
-    error, spec = figures["explicit_sum"]
-    assert error <= BOUND
-    assert "expert" in spec
+def test_a_wrong_shard_is_seen():
+    """Ids that are one off, as a shard's that counts from a wrong expert: the negative control."""
+    x, one, eight = tokens(24), block()(), block()(mesh=make_mesh((8, 1)))
+    ids, chosen = one.route(x)
+    experts, expert_mesh = eight.experts.params.get_value(), eight.experts.expert_mesh
+    run = functools.partial(ops.moe_mlp, scheme="w4a16")
+    wrong = run_sharded(run, x, experts, (ids + 1) % 16, chosen, expert_mesh=expert_mesh)
+    assert difference(wrong, one.experts(x, ids, chosen)) > 1e-2
 
 
-def test_gradients_over_a_mesh_equal_one_device(figures):
+def test_shards_are_prepared_for_their_own_number_of_experts():
+    """1024 experts on two devices, of which one kernel takes 512."""
+    sizes = {"num_experts": 1024, "hidden": 16, "intermediate": 16}
+    params = random_moe_params(jax.random.key(0), **sizes)
+    given = {"params": params, "mesh": make_mesh((2, 1)), "rngs": nnx.Rngs(0)}
+    moe = NVFP4MoE(**sizes, top_k=2, **given)
+    log_conversion.cache_clear()  # it says a thing once in a process
+    with unittest.mock.patch.object(logging.getLogger("jax_nvfp4_moe"), "info") as info:
+        program = jax.jit(lambda moe, x: moe(x)).lower(moe, jnp.zeros((4, 16))).as_text()
+    assert "nvfp4_moe_w4a16_cpu" in program
+    assert not [entry for entry in info.call_args_list if "converts weights" in entry.args[0]]
+
+
+def test_a_sum_of_explicit_tokens_that_are_cut():
+    """They come in cut with "psum" over Explicit axes, and so they come out."""
+    mesh = make_mesh((8, 1), AxisType.Explicit)
+    x = jax.device_put(tokens(24), NamedSharding(mesh, PartitionSpec("expert")))
+    found = call(block()(mesh=mesh), x)
+    assert difference(found, one_device("w4a16")) <= BOUND
+    assert "expert" in str(found.sharding.spec)
+
+
+def gradients(scheme, **options):
+    """Return the result, and gradients to tokens, weights and biases.
+
+    Some ids are -1 or out of range; shards do not divide the tokens.
+    """
+    x, module = tokens(21), block(scheme=scheme)(**options)
+    y_bar = jax.random.normal(jax.random.key(3), x.shape)
+    ids, chosen = block()().route(x)
+    ids = ids.at[:3, 0].set(-1).at[3:6, 1].set(16).at[6:9].set(99)
+    graph, state = nnx.split(module)
+
+    def loss(x, chosen, state):
+        y = nnx.merge(graph, state).experts(x, ids, chosen)
+        return (y * y_bar).sum(), y
+
+    grad = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True, allow_int=True))
+    (x_bar, chosen_bar, bars), y = grad(x, chosen, state)
+    bars = bars["experts"]["params"].get_value()
+    layout = find_layout(module.experts.params)
+    gate_up_bias = join_shards(bars.gate_up_bias, array_layouts(bars, layout).gate_up_bias)
+    return [y, x_bar, chosen_bar, gate_up_bias, bars.down_bias]
+
+
+one_device_gradients = functools.cache(gradients)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("Auto", (4, 1)), ("Explicit", (4, 1)), ("Auto", (2, 2))],
+    ids=name_shape,
+)
+@pytest.mark.parametrize("dispatch", ["psum", "all_to_all"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a4"])
+def test_gradients_over_a_mesh_equal_one_device(scheme, dispatch, kind, shape):
     """To tokens, weights and biases, with ids out of range; one device's are not zero.
 
     The bias of gate and up is put into the order of one device; that of down counts once.
     """
-    assert len(figures["gradients"]) == 2 * 2 * 3
-    for errors in figures["gradients"].values():
-        assert len(errors) == 5
-        assert max(errors) <= BOUND
+    found = gradients(scheme, mesh=make_mesh(shape, AxisType[kind]), dispatch=dispatch)
+    for own, expected in zip(found, one_device_gradients(scheme), strict=True):
+        assert difference(own, expected) <= BOUND
 
 
-def test_quantized_rows_are_a_quarter(figures):
-    """8 rows of 64 values to each of 8 shards, 2 or 9 / 16 bytes each, and 8 for each of 4 ids.
-
-    In words of 4 bytes, an even number of them.
-    """
-    assert figures["bytes_sent"]["w4a16"] == [f"8x8x{(2 * 64 + 4 * 8) // 4}"]
-    assert figures["bytes_sent"]["w4a4_unit_scale"] == [f"8x8x{(64 * 9 // 16 + 4 * 8 + 4) // 4}"]
+def call_in_context(module):
+    with jax.set_mesh(make_mesh((8, 1), AxisType.Explicit)):
+        return call(module, tokens(8))
 
 
-def test_a_ragged_exchange_lowers_for_a_gpu(figures):
-    assert figures["ragged"] == ["ragged_all_to_all", "nvfp4_moe_w4a16_sm90", "ragged_all_to_all"]
+# What is refused, and how it is said.
+REFUSALS = {
+    "experts": (
+        lambda: block()(mesh=make_mesh((3,), names=("expert",))),
+        "axis 'expert' of 3 does not divide num_experts = 16 .* 1, 2, 4, 8, 16",
+    ),
+    "blocks": (
+        lambda: block()(mesh=make_mesh((3,), names=("tensor",))),
+        "axis 'tensor' of 3 does not divide intermediate = 128 .* 16; .* 1, 2, 4, 8",
+    ),
+    "axes": (
+        lambda: block()(mesh=make_mesh((8,), names=("data",))),
+        "mesh: expected axes 'expert' and 'tensor'.* got {'data': 8}",
+    ),
+    "type": (
+        lambda: block()(mesh=jax.devices()),
+        r"mesh: expected a jax.sharding.Mesh .* got list",
+    ),
+    "rows": (
+        lambda: block(scheme="w4a4_token_scale")(mesh=make_mesh((1, 2))),
+        "mesh: expected axis 'tensor' of 1 with w4a4_token_scale",
+    ),
+    "alternating": (
+        lambda: block(activation="swigluoai", params=weights())(mesh=make_mesh((1, 2))),
+        "takes gate and up rows that alternate",
+    ),
+    "context": (
+        lambda: call_in_context(block()(mesh=make_mesh((8, 1)))),
+        "mesh: expected a call outside jax.set_mesh of Explicit axes",
+    ),
+    "exchange name": (
+        lambda: load_model(EXAMPLE, dispatch="broadcast"),
+        "dispatch: expected one of psum, all_to_all, ragged; got 'broadcast'",
+    ),
+    "exchange alone": (
+        lambda: load_model(EXAMPLE, dispatch="all_to_all"),
+        "dispatch: expected a mesh .* with 'all_to_all'.* got no mesh",
+    ),
+    "exchange axes": (
+        lambda: load_moe(
+            EXAMPLE, 0, dispatch="all_to_all", mesh=make_mesh((2,), names=("tensor",))
+        ),
+        "dispatch: expected a mesh with an axis 'expert' .* got axes {'tensor'",
+    ),
+    "exchange platform": (
+        lambda: load_model(EXAMPLE, dispatch="ragged", mesh=make_mesh((8, 1))),
+        "dispatch: expected GPUs with 'ragged', got CPUs",
+    ),
+    "checkpoint": (
+        lambda: load_model(CHECKPOINTS / "deepseekv3-modelopt-w4a4", mesh=make_mesh((2, 4))),
+        "axis 'tensor' of 4 does not divide intermediate = 96 .* 1, 2, 3, 6",
+    ),
+}
 
 
-def test_a_ragged_exchange_equals_all_to_all(figures):
-    """To the bit, and in however many pieces; each case has some of them and one."""
-    assert [name.rsplit(" ", 1)[1] for name in figures["ragged_numbers"]] == [
-        "3",
-        "1",
-        "3",
-        "1",
-        "33",
-        "1",
-    ]
-    assert set(figures["ragged_numbers"].values()) == {0.0}
-
-
-@pytest.mark.parametrize(
-    ("scheme", "top_k", "shards", "rounds", "codes", "by_slot"),
-    [
-        ("w4a16", 8, 64, True, False, False),
-        ("w4a4_unit_scale", 8, 2, False, True, False),
-        ("w4a4_token_scale", 8, 2, False, True, False),
-        ("w4a4", 8, 2, False, False, False),
-        ("w4a4", 8, 64, False, False, False),  # room for eight rows of each token
-        ("w4a4", 1, 2, False, True, True),
-        ("w4a4", 8, 4, True, False, False),
-        ("w4a4", 8, 8, True, True, True),
-    ],
-)
-def test_rows_go_in_the_fewest_bytes(scheme, top_k, shards, rounds, codes, by_slot):
-    row = {"hidden": 7168, "top_k": top_k, "dtype": jnp.bfloat16}
-    wire = choose_wire_format(Scheme(scheme), **row, shards=shards, rounds=rounds)
-    assert (wire.scheme is not None, wire.by_slot) == (codes, by_slot)
-    token_scale = 8 if scheme == "w4a4_token_scale" else 0  # 4, up to a multiple of 8
-    sent = 7168 * 9 // 16 if codes else 7168 * 2
-    assert wire.row_bytes(**row) == sent + 8 * (1 if by_slot else top_k) + token_scale
-    block = {"hidden": 64, "top_k": 4, "dtype": jnp.float32}  # of `eight_devices.exchanged`
-    assert choose_wire_format(Scheme.W4A4, **block, shards=8, rounds=True).by_slot
-
-
-def test_rows_that_come_are_codes_as_sent():
-    """By scales of their own, in float32: what is received quantizes to the same bits.
-
-    A scale made of the largest value's product, an ulp off in some rows, would not give them.
-    """
-    x = jax.random.normal(jax.random.key(0), (3000, 64)) * jnp.linspace(0.1, 3, 3000)[:, None]
-    ids, scheme = jnp.zeros((3000, 1), jnp.int32), Scheme.W4A4_TOKEN_SCALE
-    rows = Rows(x, ids, ids, 1, WireFormat(scheme=scheme), None)
-    decode = jax.vmap(rows._decoded, in_axes=None, axis_name="expert", axis_size=1)
-    packed, block_scale, largest = sent = rows._encoded()
-    again = dataclasses.replace(rows, x=decode(sent, ids)[0])._encoded()
-    for before, after in zip(sent, again, strict=True):
-        np.testing.assert_array_equal(before.view(jnp.uint8), after.view(jnp.uint8))
-    scale = divide(largest, jnp.float32(SCALE_RANGE))
-    product = dequantize(packed, decode_scale(block_scale) * scale[:, None])
-    assert (amax(product, -1) != largest).any()
-
-
-def test_ragged_pieces():
-    """Of whole rows, an odd number, hundreds for all GPUs together; one where NCCL sends them."""
-    assert [_count_updates(2048, n, near=True) for n in (2, 4, 8)] == [257, 129, 65]
-    assert _count_updates(4, 2, near=True) == 5
-    assert _count_updates(2048, 16, near=True) == _count_updates(2048, 8, near=False) == 1
-    starts, counts = jnp.asarray([3, 20]), jnp.asarray([7, 1])
-    first, sizes = (cut.reshape(2, 3) for cut in _cut_rows(starts, counts, 3))
-    np.testing.assert_array_equal(first, [[3, 5, 7], [20, 20, 20]])
-    np.testing.assert_array_equal(sizes, [[2, 2, 3], [0, 0, 1]])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dispatch": "broadcast"}, "dispatch: expected one of psum, all_to_all, ragged; got"),
-        ({"capacity": 4}, "capacity: expected None, .* got 4 with 'psum'"),
-        ({"dispatch": "all_to_all", "capacity": 0}, "capacity: .* got 0 with 'all_to_all'"),
-    ],
-)
-def test_exchanges_that_there_are_not(options, message):
+@pytest.mark.parametrize(("refused", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals_name_what_is_legal(refused, message):
     with pytest.raises(ValueError, match=message):
-        NVFP4MoE(8, 64, 32, top_k=2, rngs=nnx.Rngs(0), **options)
-
-
-def test_one_device_knows_nothing_of_meshes():
-    """No mesh, no sharding, no collective in the program."""
-    moe = NVFP4MoE(8, 64, 32, top_k=2, rngs=nnx.Rngs(0))
-    text = jax.jit(lambda moe, x: moe(x)).lower(moe, jnp.zeros((3, 64))).as_text()
-    assert "nvfp4_moe" in text
-    assert not [word for word in ("sdy", "mesh", "shard", "all_reduce") if word in text]
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("experts", "axis 'expert' of 3 does not divide num_experts = 16 .* 1, 2, 4, 8, 16"),
-        ("blocks", "axis 'tensor' of 3 does not divide intermediate = 128 .* 16; .* 1, 2, 4, 8"),
-        ("axes", "mesh: expected axes 'expert' and 'tensor'.* got {'data': 8}"),
-        ("type", r"mesh: expected a jax.sharding.Mesh .* got list"),
-        ("rows", "mesh: expected axis 'tensor' of 1 with w4a4_token_scale"),
-        ("alternating", "takes gate and up rows that alternate"),
-        ("context", "mesh: expected a call outside jax.set_mesh of Explicit axes"),
-        ("exchange name", "dispatch: expected one of psum, all_to_all, ragged; got 'broadcast'"),
-        ("exchange alone", "dispatch: expected a mesh .* with 'all_to_all'.* got no mesh"),
-        ("exchange axes", "dispatch: expected a mesh with an axis 'expert' .* got axes {'tensor'"),
-        ("exchange platform", "dispatch: expected GPUs with 'ragged', got CPUs"),
-        ("checkpoint", "axis 'tensor' of 4 does not divide intermediate = 96 .* 1, 2, 3, 6"),
-    ],
-)
-def test_refusals_name_what_is_legal(figures, case, message):
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(figures["refusals"][case])
-
-
-def test_divisors():
-    assert divisors(96, 16) == [1, 2, 3, 6]
-    assert divisors(100, 16) == []
-    check_parts("tensor", 3, "intermediate", 96, 16)
-    with pytest.raises(ValueError, match="legal sizes of 'tensor': none"):
-        check_parts("tensor", 2, "intermediate", 100, 16)
+        refused()

@@ -1,5 +1,7 @@
 """The order of entries on a mesh: what each shard holds, and the way back; on one device."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, NVFP4Tensor, quantize
 from jax_nvfp4_moe.parallel.shard_order import to_one_device, to_shards
-from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, array_layouts
+from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, ShardSpec, array_layouts
 from jax_nvfp4_moe.testing import random_moe_params
 
 PARAMS = random_moe_params(jax.random.key(0), num_experts=3, hidden=80, intermediate=96)
@@ -97,3 +99,15 @@ def test_segments_that_do_not_divide():
         to_shards(jnp.zeros(7), layout, ())
     with pytest.raises(ValueError, match="array: expected shape that"):
         to_one_device(jnp.zeros(7), layout)
+
+
+@pytest.mark.parametrize("segments", [(1,), (8, 8, 24), (2, 2, 6)])
+def test_parts_of_segments_are_all_of_an_axis_once(segments):
+    """Segments are proportions: of rows, or of columns of which two lie in a byte."""
+    split = ShardSpec("rows", 4, segments)
+    parts = [[x for one in split.ranges(40, i) for x in range(40)[one]] for i in range(4)]
+    assert sorted(itertools.chain(*parts)) == list(range(40))
+    if len(segments) > 1:
+        assert parts[1] == [2, 3, 10, 11, *range(22, 28)]
+    else:
+        assert parts[1] == list(range(10, 20))

@@ -1,16 +1,40 @@
 """Attentions divided by heads: latent ones, Llama 4's, those normalized as a whole."""
 
 import functools
+import re
+import unittest.mock
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from host_devices import start
-from sharded_attention import ATTENTIONS
+from divided_attention import IDS, load_attention
+from flax import nnx
+from given import CHECKPOINTS
+from host_devices import call, decode, difference, make_mesh, name_shape, run_counted
+from unquantized import dequantized
 
-pytestmark = pytest.mark.slow
+from jax_nvfp4_moe import load_model
+from jax_nvfp4_moe.models import deepseek_v3, llama4, minimax_m2, olmoe
+from jax_nvfp4_moe.nn.grouped_query import Attention
+from jax_nvfp4_moe.parallel import ExpertMesh
+from jax_nvfp4_moe.parallel.shard_spec import divided_axes
+
+pytestmark = [pytest.mark.slow, pytest.mark.eight_devices]
 
 # Sums of float32 in another order, up to four of them for each all-reduce; logits pass through
 # some layers of that.
 BOUND = 1e-6
+SHAPES = ((4, 2), (2, 4), (1, 2))
+# Models without quantization: checkpoint, and the meshes of each.
+MODELS = {
+    # Over (8, 1) its one expert block alone is shared out.
+    "latent": ("kimi_k2-modelopt-w4a16", ((8, 1), *SHAPES)),
+    "direct": ("deepseek_v3-direct-modelopt-w4a16", ((2, 4),)),
+    "llama4": ("llama4_text-modelopt-w4a16", SHAPES),
+    "normalized": ("olmoe-bias-modelopt-w4a16", ((2, 4), (1, 2))),
+    "minimax": ("minimax_m2-modelopt-w4a16", ((2, 4),)),
+}
 # All-reduces: of attentions, experts, dense MLPs, the embedding, means of queries and keys; and of
 # shared experts, which go with those of the experts where both are of the same devices.
 SENT = {
@@ -20,6 +44,20 @@ SENT = {
     "normalized": (2 + 2 + 0 + 1 + 2, 0),
     "minimax": (2 + 2 + 0 + 1 + 2, 0),
 }
+# Folder, its architecture, and the scheme to load with.
+ATTENTIONS = {
+    "latent-w4a16": ("glm4_moe_lite-modelopt-w4a16", deepseek_v3, None),
+    "latent-biases": ("deepseek_v3-direct-modelopt-w4a16", deepseek_v3, None),
+    "latent-w4a4": ("deepseekv3-modelopt-w4a4", deepseek_v3, "checkpoint"),
+    "latent-fp8": ("deepseek_v3-modelopt-mixed-w4a16-kv8", deepseek_v3, "checkpoint"),
+    "latent-fp8-weights": ("deepseek_v3-modelopt-mixed-w4a16-kv8", deepseek_v3, None),
+    "llama4-w4a16": ("llama4_text-modelopt-w4a16", llama4, None),
+    "llama4-w4a4": ("llama4-ct-w4a4", llama4, "checkpoint"),
+    "normalized-biases": ("olmoe-bias-modelopt-w4a16", olmoe, None),
+    "normalized": ("minimax_m2-modelopt-w4a16", minimax_m2, None),
+}
+
+
 LATENT = {"q": 4, "kv_up": 4, "out": 4, "down.q_a": 1, "down.kv": 1, "q_norm": 1, "kv_norm": 1}
 # Four shards of two key heads: a device has one of them.
 GROUPED = {"qkv.q": 4, "qkv.k": 2, "qkv.v": 2, "out": 4}
@@ -37,51 +75,140 @@ SHARES = {
 }
 
 
+load = functools.partial(load_model, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return a function from a model's name to its folder, which it writes once."""
+    return functools.cache(lambda name: dequantized(MODELS[name][0], tmp_path_factory.mktemp(name)))
+
+
 @functools.cache
-def figures(name):
-    """Return the figures of one check, which takes a process of its own."""
-    return start("sharded_attention.py", [name])[name]
+def one_device(folder):
+    """Return the logits of one device, and those of a prefill and one step."""
+    model = load(folder)
+    return call(model, IDS), decode(model, IDS, [11])[0]
 
 
-@pytest.mark.parametrize("name", SENT)
-def test_models_with_cut_heads_equal_one_device(name):
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, shape) for name, (_, shapes) in MODELS.items() for shape in shapes],
+    ids=name_shape,
+)
+def test_models_with_cut_heads_equal_one_device(written, name, shape):
     """Logits, and over (2, 4) those of a prefill and one step; the gather is that of the logits."""
-    found, (joint, shared) = figures(name), SENT[name]
-    assert "2x4" in found
-    for shape, (error, sent) in found.items():
-        assert error <= BOUND
-        reduced = joint if shape.startswith("1x") else joint + shared
-        uncut = shape.endswith("x1")
-        assert sent == ({"all-reduce": 1} if uncut else {"all-reduce": reduced, "all-gather": 1})
+    logits, steps = one_device(written(name))
+    cut = load(written(name), mesh=make_mesh(shape))
+    found, sent = run_counted(cut, IDS)
+    assert difference(found, logits) <= BOUND
+    joint, shared = SENT[name]
+    reduced = joint if shape[0] == 1 else joint + shared
+    uncut = shape[1] == 1
+    assert sent == ({"all-reduce": 1} if uncut else {"all-reduce": reduced, "all-gather": 1})
+    if shape == (2, 4):
+        assert difference(decode(cut, IDS, [11])[0], steps) <= BOUND
 
 
-def test_a_latent_model_runs_on_all_four_shapes():
-    """Over (8, 1) its one expert block alone is shared out."""
-    assert list(figures("latent")) == ["8x1", "4x2", "2x4", "1x2"]
+@functools.cache
+def attention(case, shape=None):
+    """Load the attention of one case alone, as its file quantizes it, over a mesh or not."""
+    name, architecture, scheme = ATTENTIONS[case]
+    mesh = shape and ExpertMesh(make_mesh(shape))
+    return load_attention(CHECKPOINTS / name, architecture, mesh, scheme=scheme)
+
+
+@functools.cache
+def expected(case):
+    return run(attention(case))
+
+
+def run(attention, apply=call):
+    """Return what seven tokens and one after them see, and the entries of the cache."""
+    hidden = attention.config.hidden
+    x = np.asarray(jax.random.normal(jax.random.key(2), (2, 8, hidden)))
+    positions = np.broadcast_to(np.arange(8, dtype=np.int32), (2, 8))
+    first, cache = apply(attention, x[:, :7], positions[:, :7], attention.init_cache(2, 8))
+    last, cache = apply(attention, x[:, 7:], positions[:, 7:], cache)
+    return [np.concatenate([first, last], axis=1), *map(np.asarray, cache.values())]
+
+
+def misplaced(cut):
+    """Return an attention whose parts have another part's columns of the output."""
+    graph, state = nnx.split(cut.out)
+
+    def roll(variable):
+        leaves, tree = jax.tree.flatten(variable)
+        axes = divided_axes(variable)
+        rolled = [
+            leaf if axis is None else jnp.roll(leaf, leaf.shape[axis] // 4, axis=axis)
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        return tree.unflatten(rolled)
+
+    other = nnx.clone(cut)
+    other.out = nnx.merge(graph, jax.tree.map(roll, state, is_leaf=is_variable))
+    return other
+
+
+def is_variable(leaf):
+    return isinstance(leaf, nnx.Variable)
+
+
+def held(tree):
+    """Return the bytes of all arrays on the device 3, or on the only one; they are equally many."""
+    found = 0
+    for leaf in jax.tree.leaves(tree):
+        on = {shard.device.id: shard.data.nbytes for shard in leaf.addressable_shards}
+        assert len(set(on.values())) == 1
+        found += on[max(on)]
+    return found
+
+
+def shares(one, stacked):
+    """Return how many times larger than on each device the largest array of each module is."""
+    largest, found = {}, {}
+    wholes, parts = map(jax.tree_util.tree_leaves_with_path, (one, stacked))
+    for (path, whole), (_, part) in zip(wholes, parts, strict=True):
+        name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+        name = re.match(r"((?:down|qkv)\.)?\w+", name.replace("..", ".").lstrip("."))[0]
+        if whole.nbytes > largest.get(name, 0):
+            largest[name], found[name] = whole.nbytes, whole.nbytes / held(part)
+    return found
 
 
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_quantized_attentions_by_heads(case):
-    """As their files quantize them, over four shards: prefill, one step, and the cache."""
-    found = figures("attentions")[case]
-    assert found["result"] <= BOUND
-    assert found["cache"] <= BOUND
+    """As their files quantize them, over four shards: prefill, one step, and the cache.
+
+    Where four shards share two key heads, pairs of them keep the same one.
+    """
+    for own, alone in zip(run(attention(case, (1, 4))), expected(case), strict=True):
+        copies = own.shape[1] // alone.shape[1]
+        assert difference(own, np.repeat(alone, copies, axis=1)) <= BOUND
 
 
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_heads_out_of_place_are_seen(case):
     """Parts with another part's columns of the output, the negative control of the bound."""
-    assert figures("attentions")[case]["control"] > 0.1
+    wrong = run(misplaced(attention(case, (1, 4))))
+    assert difference(wrong[0], expected(case)[0]) > 0.1
 
 
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_a_device_holds_its_own_heads(case):
     """One part in four of what heads have of their own, and a latent cache whole."""
-    found = figures("attentions")[case]
-    assert found["shares"] == SHARES[case]
-    whole, part = found["cache_bytes"]
+    one, cut = attention(case), attention(case, (1, 4))
+    assert shares(one, cut) == SHARES[case]
+    whole, part = (held(module.init_cache(2, 8)) for module in (one, cut))
     assert whole == part * (1 if "latent" in case else 2)
 
 
 def test_a_part_does_not_normalize_its_heads_alone():
-    assert figures("unshared") > 1e-2
+    """What the mean over all heads is for: the error where each part takes its own."""
+    name, architecture, _ = ATTENTIONS["normalized-biases"]
+    cut = load_attention(CHECKPOINTS / name, architecture, ExpertMesh(make_mesh((1, 4))))
+    apply = jax.jit(lambda module, *args: module(*args))  # `call` may know the mean already
+    with unittest.mock.patch.object(Attention, "_means", return_value=(None, None)):
+        wrong = run(cut, apply)[0]
+    assert difference(wrong, expected("normalized-biases")[0]) > 1e-2

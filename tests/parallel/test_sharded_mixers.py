@@ -1,14 +1,35 @@
-"""Attention, delta nets and Mamba-2 cut by heads over eight host devices: `sharded_mixers.py`."""
+"""Attention, delta nets and Mamba-2 cut by heads over eight CPU devices."""
 
-import itertools
+import functools
+import logging
+import unittest.mock
 
+import jax
+import jax.numpy as jnp
 import pytest
-from host_devices import BOUND, NAMES, start
-from sharded_mixers import CASES
+from flax import nnx
+from given import CHECKPOINTS
+from host_devices import (
+    BOUND,
+    IDS,
+    SHAPES,
+    call,
+    decode,
+    difference,
+    make_mesh,
+    name_shape,
+    over_shapes,
+    run_counted,
+)
+from mixer_cases import CASES
+from resized import write_resized
 
+from jax_nvfp4_moe import load_model
+from jax_nvfp4_moe.nn.division import say_replicated
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.eight_devices]
 
 # What each device holds whole: one number a matrix, what is added once, norms that heads share.
 WHOLE = ("global_scale", "out.bias.value", "q_norm.weight.value", "k_norm.weight.value")
@@ -23,73 +44,119 @@ CUT = {
 EXPERT_LAYERS = {"qwen3_next": 2, "qwen3_5": 2, "nemotron_h": 1}
 
 
+load = functools.partial(load_model, dtype=jnp.float32)
+
+
 @pytest.fixture(scope="module")
-def figures():
-    """Return name -> figures of every model."""
-    return start("sharded_mixers.py", CASES)
+def written(tmp_path_factory):
+    """Return a function from a model's name to its folder, which it writes once."""
+
+    @functools.cache
+    def write(name):
+        given, changes = CASES[name]
+        folder = tmp_path_factory.mktemp(name)
+        write_resized(CHECKPOINTS / given, folder, **changes)
+        return folder
+
+    return write
 
 
-@pytest.mark.parametrize("shape", NAMES)
+@functools.cache
+def one_device(folder):
+    """Return token ids that the model of one device knows, and its logits."""
+    model = load(folder)
+    ids = IDS % model.config.vocab_size
+    return ids, call(model, ids)
+
+
+@over_shapes
 @pytest.mark.parametrize("name", CASES)
-def test_a_model_over_a_mesh_equals_one_device(figures, name, shape):
-    error, sent = figures[name][shape]
-    assert error <= BOUND
-    if shape == "8x1":
+def test_a_model_over_a_mesh_equals_one_device(written, name, shape):
+    ids, logits = one_device(written(name))
+    found, sent = run_counted(load(written(name), mesh=make_mesh(shape)), ids)
+    assert difference(found, logits) <= BOUND
+    if shape == (8, 1):
         assert sent == {"all-reduce": EXPERT_LAYERS[name]}
     else:
-        assert sent == {"all-reduce": CUT[name][shape], "all-gather": 1}
+        assert sent == {"all-reduce": CUT[name][name_shape(shape)], "all-gather": 1}
+
+
+def held(tree, whole):
+    """Return path -> bytes of the whole array over those that one device holds of it."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = jax.tree.leaves(whole)
+    return {
+        jax.tree_util.keystr(path): leaf.nbytes / own.addressable_shards[0].data.nbytes
+        for (path, own), leaf in zip(paths, leaves, strict=True)
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_decoding_with_cut_states(figures, name):
+def test_decoding_with_cut_states(written, name):
     """A prefill, one token and two more; states are cut by heads, keys held twice each.
 
     The two key heads of all models are shared by four shards, as is all of what stays whole.
     """
-    assert figures[name]["decoding"] <= BOUND
-    entries = figures[name]["cache"]
+    ids, _ = one_device(written(name))
+    steps, whole = decode(load(written(name)), ids)
+    found, cache = decode(load(written(name), mesh=make_mesh((2, 4))), ids)
+    assert difference(found, steps) <= BOUND
+    entries = held(cache.layers, whole.layers)
     assert len(entries) == 2 * (3 if name == "qwen3_next" else 2)
     recurrent = 1.0 if name == "qwen3_5" else 4.0
-    for path, held in entries.items():
-        assert held == (2.0 if path.endswith(("['k']", "['v']")) else recurrent)
+    for path, count in entries.items():
+        assert count == (2.0 if path.endswith(("['k']", "['v']")) else recurrent)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_device_holds_its_part_of_a_mixer(figures, name):
-    """A quarter of all on four shards, but half of what makes two key heads."""
-    mixers = figures[name]["mixers"]
+def test_a_device_holds_its_part_of_a_mixer(written, name):
+    """A quarter of all on four shards, but half of what makes two key heads.
+
+    In the canonical layout, which pads nothing.
+    """
+    whole = dict(nnx.iter_modules(load(written(name), backend="reference")))
+    cut = load(written(name), backend="reference", mesh=make_mesh((2, 4)))
+    mixers = [
+        held(module, whole[path])
+        for path, module in nnx.iter_modules(cut)
+        if isinstance(module, HeadParallel) and module.expert_mesh is not None
+    ]
     assert len(mixers) == {"qwen3_next": 3, "qwen3_5": 1, "nemotron_h": 2}[name]
-    for leaves in mixers.values():
+    for leaves in mixers:
         delta = ".A_log.value" in leaves and ".D.value" not in leaves  # Mamba-2 has a D
-        for path, held in leaves.items():
+        for path, count in leaves.items():
             if path.endswith(WHOLE) or (delta and path == ".norm.value"):
-                assert held == 1.0
+                assert count == 1.0
             elif path.startswith((".qkv.k", ".qkv.v")):
-                assert held == 2.0
+                assert count == 2.0
             else:
-                assert held == 4.0
-
-
-def test_what_stays_whole_is_said(figures):
-    assert [figures[name]["said"] for name in ("qwen3_next", "nemotron_h")] == [[], []]
-    [line] = figures["qwen3_5"]["said"]
-    assert "out_proj are whole on each of 4 shards" in line
-    assert "2 key heads do not make 4 parts" in line
+                assert count == 4.0
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_channels_in_a_wrong_order_are_seen(figures, name):
+def test_what_stays_whole_is_said(written, name, caplog):
+    """Once, of all meshes: four shards along `tensor` are more than the key heads of qwen3_5."""
+    caplog.set_level(logging.INFO, logger="jax_nvfp4_moe")
+    say_replicated.cache_clear()  # it says a thing once in a process
+    for shape in SHAPES:
+        load(written(name), mesh=make_mesh(shape))
+    lines = [line for line in caplog.messages if "are whole on each" in line]
+    assert len(lines) == (1 if name == "qwen3_5" else 0)
+    for line in lines:
+        assert "out_proj are whole on each of 4 shards" in line
+        assert "2 key heads do not make 4 parts" in line
+
+
+def one_range(split, width, index):
+    """Cut as if there were no segments: the negative control of their order."""
+    own = width // split.parts
+    return [slice(index * own, (index + 1) * own)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_channels_in_a_wrong_order_are_seen(written, name):
     """Rows cut in one range, across the bounds of queries, keys and values, give this error."""
-    assert figures[name]["unordered"] > 1e-2
-
-
-@pytest.mark.parametrize("segments", [(1,), (8, 8, 24), (2, 2, 6)])
-def test_parts_of_segments_are_all_of_an_axis_once(segments):
-    """Segments are proportions: of rows, or of columns of which two lie in a byte."""
-    split = ShardSpec("rows", 4, segments)
-    parts = [[x for one in split.ranges(40, i) for x in range(40)[one]] for i in range(4)]
-    assert sorted(itertools.chain(*parts)) == list(range(40))
-    if len(segments) > 1:
-        assert parts[1] == [2, 3, 10, 11, *range(22, 28)]
-    else:
-        assert parts[1] == list(range(10, 20))
+    ids, logits = one_device(written(name))
+    with unittest.mock.patch.object(ShardSpec, "ranges", one_range):
+        wrong = call(load(written(name), mesh=make_mesh((1, 2))), ids)
+    assert difference(wrong, logits) > 1e-2

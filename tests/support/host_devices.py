@@ -1,23 +1,16 @@
-"""What scripts of checks over host devices share; a test starts such a script and judges."""
+"""What tests over a mesh of eight CPU devices share: meshes, collectives, differences."""
 
 import collections
-import json
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
-from given import PROGRAMS
 from jax.sharding import AxisType
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
 SHAPES = ((8, 1), (4, 2), (2, 4), (1, 2))
-NAMES = ["x".join(map(str, shape)) for shape in SHAPES]
 # Sums of float32 in another order, up to eight of them for each all-reduce; logits pass through
 # some layers of that.
 BOUND = 1e-6
@@ -28,48 +21,35 @@ IDS = np.random.default_rng(0).integers(0, 512, (2, 12)).astype(np.int32)
 call = jax.jit(lambda module, *args: module(*args))
 
 
-def start(script, names):
-    """Run the checks `names` of a script such as this in a process; return name -> figures."""
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / script, *names],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(map(json.loads, done.stdout.splitlines()))
+def name_shape(value):
+    """Return the name of a shape in the name of a test; None, which leaves pytest's, for others."""
+    return "x".join(map(str, value)) if isinstance(value, tuple) else None
 
 
-def make_mesh(shape, kind=AxisType.Auto):
-    devices = jax.devices()[: shape[0] * shape[1]]
-    return jax.make_mesh(shape, ("expert", "tensor"), (kind, kind), devices=devices)
+over_shapes = pytest.mark.parametrize("shape", SHAPES, ids=name_shape)
+
+
+def make_mesh(shape, kind=AxisType.Auto, names=("expert", "tensor")):
+    """Return a mesh of the first devices."""
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, (kind,) * len(names), devices=devices)
 
 
 def collectives(compiled):
+    """Return name -> how many collectives of that name a compiled program has."""
     return dict(collections.Counter(COLLECTIVE.findall(compiled.as_text())))
 
 
-def run_checks(checks):
-    """Print a line of JSON, [name, figures], for each check that the command line names."""
-    for name in sys.argv[1:]:
-        print(json.dumps([name, checks[name]()]), flush=True)
+def run_counted(module, *args):
+    """Return the result of a module, and the collectives of the program that gives it."""
+    compiled = call.lower(module, *args).compile()
+    return compiled(module, *args), collectives(compiled)
 
 
 def difference(actual, expected):
+    """Return the largest difference over the largest expected magnitude, in float64."""
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
-
-
-def compare(make, x, shapes=SHAPES, kind=AxisType.Auto):
-    """Return for each mesh the difference of ``make(mesh=mesh)(x)`` and what it sends."""
-    expected, figures = call(make(), x), {}
-    for shape in shapes:
-        module = make(mesh=make_mesh(shape, kind))
-        compiled = call.lower(module, x).compile()
-        error = difference(compiled(module, x), expected)
-        figures["x".join(map(str, shape))] = [error, collectives(compiled)]
-    return figures
 
 
 def describe(module):
@@ -92,4 +72,14 @@ def differing_copies(module):
 
 
 def tokens(count, dtype=jnp.float32):
+    """Return random tokens of width 64."""
     return jax.random.normal(jax.random.key(2), (count, 64), dtype)
+
+
+def decode(model, ids, cuts=(9, 10)):
+    """Return the logits of a prefill and of each piece of `ids` after it, and the cache."""
+    cache, pieces = model.init_cache(*ids.shape), []
+    for piece in np.split(ids, cuts, axis=1):
+        logits, cache = call(model, piece, cache)
+        pieces.append(logits)
+    return np.concatenate(pieces, axis=1), cache

@@ -1,0 +1,149 @@
+"""Modules saved on a mesh of four CPU devices and restored on one device or another mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_block import block
+from flax import nnx
+from given import CHECKPOINTS
+from host_devices import BOUND, IDS, call, difference, make_mesh, name_shape, tokens
+from jax.sharding import AxisType
+from mixer_cases import CASES
+from resized import write_resized
+from synthetic_model import write_model
+from unquantized import dequantized
+
+from jax_nvfp4_moe import load_model, restore, save
+from jax_nvfp4_moe.nn.dense import NVFP4Param
+
+pytestmark = pytest.mark.eight_devices
+
+
+def blank(module):
+    """Return the abstract arrays of a module: its shapes and where they lie, and no value."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), module
+    )
+
+
+def differing(module, wanted):
+    """Return the paths of arrays that differ in bytes or in where they lie."""
+    found = []
+    restored, made = (jax.tree.leaves_with_path(nnx.state(one)) for one in (module, wanted))
+    for (path, leaf), (_, other) in zip(restored, made, strict=True):
+        same = leaf.sharding == other.sharding and leaf.dtype == other.dtype
+        if not same or np.asarray(leaf).tobytes() != np.asarray(other).tobytes():
+            found.append(jax.tree_util.keystr(path))
+    return found
+
+
+# Blocks with biases: halves, input scales, no gate, alternating rows.
+BLOCKS = {
+    "silu": {},
+    "w4a4": {"scheme": "w4a4"},
+    "relu2": {"activation": "relu2"},
+    "swigluoai": {"activation": "swigluoai"},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        *(("silu", shape) for shape in (None, (1, 4), (4, 1))),
+        *((case, (1, 4)) for case in ("w4a4", "relu2", "swigluoai")),
+    ],
+    ids=name_shape,
+)
+def test_a_block_is_restored_on_another_mesh(tmp_path, case, shape):
+    """Saved on (2, 2): arrays are equal to those of a new block on that mesh, to the bit."""
+    make, x = block(**BLOCKS[case]), tokens(8)
+    save(tmp_path / "m", make(mesh=make_mesh((2, 2))))
+    wanted = make(mesh=shape and make_mesh(shape))
+    restored = restore(tmp_path / "m", blank(wanted))
+    assert differing(restored, wanted) == []
+    assert difference(call(restored, x), call(make(), x)) <= BOUND
+
+
+def test_a_block_is_restored_on_another_mesh_of_explicit_axes(tmp_path):
+    make, x = block(), tokens(8)
+    save(tmp_path / "m", make(mesh=make_mesh((2, 2), AxisType.Explicit)))
+    wanted = make(mesh=make_mesh((1, 4), AxisType.Explicit))
+    restored = restore(tmp_path / "m", wanted)
+    assert differing(restored, wanted) == []
+    assert difference(call(restored, x), call(make(), x)) <= BOUND
+
+
+def test_a_block_of_one_device_is_restored_on_a_mesh(tmp_path):
+    make, x = block(), tokens(8)
+    save(tmp_path / "m", make())
+    wanted = make(mesh=make_mesh((2, 2)))
+    restored = restore(tmp_path / "m", blank(wanted))
+    assert differing(restored, wanted) == []
+    assert difference(call(restored, x), call(make(), x)) <= BOUND
+
+
+def test_rows_in_the_order_of_another_mesh_are_seen(tmp_path):
+    """Weights of four devices that one takes as its own: the record says nothing of shards."""
+    make, x = block(), tokens(8)
+    module = make(mesh=make_mesh((2, 2)))
+    module.experts.params = NVFP4Param(module.experts.params.get_value())
+    save(tmp_path / "m", module)
+    restored = restore(tmp_path / "m", blank(make()))
+    assert difference(call(restored, x), call(make(), x)) > 1e-2
+
+
+def write_delta_net(folder):
+    given, changes = CASES["qwen3_next"]
+    write_resized(CHECKPOINTS / given, folder, **changes)
+    return folder
+
+
+def unquantized(name):
+    return functools.partial(dequantized, f"{name}-modelopt-w4a16")
+
+
+# How a model is written, and a mesh of which its number of experts is a multiple.
+MODELS = {
+    # NVFP4 experts, heads and vocabulary; two key heads that four shards share.
+    "synthetic": (write_model, (4, 1)),
+    # Joined linears, matrices of heads, biases; six experts.
+    "olmoe": (unquantized("olmoe-bias"), (2, 1)),
+    "deepseek_v3": (unquantized("deepseek_v3-direct"), (2, 1)),
+    # Channels of several segments, and experts of NVFP4.
+    "delta_net": (write_delta_net, (4, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a function from a model's name to what loads it, its logits, and its saved folder.
+
+    The logits are those of one device; the model was saved on (2, 2).
+    """
+
+    @functools.cache
+    def prepare(name):
+        source, folder = (tmp_path_factory.mktemp(f"{name}-{kind}") for kind in ("given", "saved"))
+        load = functools.partial(load_model, MODELS[name][0](source), dtype=jnp.float32)
+        save(folder / "m", load(mesh=make_mesh((2, 2))))
+        return load, call(load(), IDS % 64), folder / "m"
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, shape) for name, (_, other) in MODELS.items() for shape in (None, (1, 4), other)],
+    ids=name_shape,
+)
+def test_a_model_is_restored_on_another_mesh(saved, name, shape):
+    """Arrays are equal to those of a model loaded there; on one device the logits are too."""
+    load, logits, folder = saved(name)
+    wanted = load(mesh=shape and make_mesh(shape))
+    restored = restore(folder, blank(wanted))
+    assert differing(restored, wanted) == []
+    error = difference(call(restored, IDS % 64), logits)
+    assert error <= (BOUND if shape else 0.0)

@@ -1,0 +1,158 @@
+"""Tokens exchanged between eight CPU devices: results and collectives equal what they must."""
+
+import functools
+import re
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_block import block
+from host_devices import BOUND, call, difference, make_mesh, name_shape, run_counted, tokens
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from ragged_emulation import emulate_ragged
+
+from jax_nvfp4_moe import Target
+from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.parallel import ExpertMesh
+from jax_nvfp4_moe.parallel.dispatch import _count_updates
+
+pytestmark = pytest.mark.eight_devices
+
+
+@functools.cache
+def one_device(scheme, count=24):
+    return call(block(scheme=scheme)(), tokens(24)[:count])
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+@pytest.mark.parametrize(
+    ("scheme", "shape", "reduced"),
+    [("w4a16", (8, 1), 0), ("w4a16", (2, 2), 1), ("w4a4", (8, 1), 0)],
+    ids=name_shape,
+)
+def test_exchanged_tokens_equal_one_device_in_rounds_too(scheme, shape, reduced, capacity):
+    """Rows go out and come back; rounds of two rows need one more all-reduce, of their number.
+
+    In such rounds over eight shards rows of w4a4 go as codes, once for each expert.
+    """
+    how = {"mesh": make_mesh(shape), "dispatch": "all_to_all", "capacity": capacity}
+    found, sent = run_counted(block(scheme=scheme)(**how), tokens(24))
+    assert difference(found, one_device(scheme)) <= BOUND
+    reduces = reduced + (capacity is not None)
+    assert sent == {"all-to-all": 2} | ({"all-reduce": reduces} if reduces else {})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "reduced"),
+    [("w4a4", (2, 2), 1), ("w4a4_unit_scale", (2, 1), 0), ("w4a4_token_scale", (2, 1), 0)],
+    ids=name_shape,
+)
+def test_exchanged_tokens_equal_one_device(scheme, shape, reduced):
+    eight = block(scheme=scheme)(mesh=make_mesh(shape), dispatch="all_to_all")
+    found, sent = run_counted(eight, tokens(24))
+    assert difference(found, one_device(scheme)) <= BOUND
+    assert sent == {"all-to-all": 2} | ({"all-reduce": reduced} if reduced else {})
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_a_count_of_tokens_that_shards_do_not_divide(capacity):
+    """The result cannot lie in equal parts, so that one gather makes it whole."""
+    how = {"mesh": make_mesh((8, 1)), "dispatch": "all_to_all", "capacity": capacity}
+    found, sent = run_counted(block()(**how), tokens(24)[:21])
+    assert difference(found, one_device(None, 21)) <= BOUND
+    assert sent["all-gather"] == 1
+
+
+def test_no_token_is_not_exchanged():
+    eight = block()(mesh=make_mesh((2, 1)), dispatch="all_to_all")
+    found, sent = run_counted(eight, tokens(24)[:0])
+    assert found.shape == (0, 64)
+    assert sent == {}
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
+def test_rows_with_weights_on_the_input_are_quantized_once(scheme):
+    router = Router(4, score="sigmoid", weight_on_input=True)
+    one, x = block(top_k=None, router=router, scheme=scheme), tokens(24)
+    found, sent = run_counted(one(mesh=make_mesh((2, 1)), dispatch="all_to_all"), x)
+    assert difference(found, call(one(), x)) <= BOUND
+    assert sent == {"all-to-all": 2}
+
+
+# The leading axes of tokens, and the axis along which they come in cut.
+EXPLICIT = [((1,), None), ((5,), None), ((1, 5), None), ((3, 1), None), ((3, 8), None)]
+EXPLICIT += [(lead, axis) for lead in ((8, 3), (24,)) for axis in (None, "expert")]
+
+
+@functools.cache
+def explicit_block():
+    return block()(mesh=make_mesh((8, 1), AxisType.Explicit), dispatch="all_to_all")
+
+
+@pytest.mark.parametrize(("lead", "axis"), EXPLICIT, ids=name_shape)
+def test_explicit_tokens_of_any_count(lead, axis):
+    """Cut as they came in, whether shards divide them or not."""
+    x = tokens(24)[: np.prod(lead)].reshape(*lead, 64)
+    mesh = make_mesh((8, 1), AxisType.Explicit)
+    given = jax.device_put(x, NamedSharding(mesh, PartitionSpec(axis)))
+    found = call(explicit_block(), given)
+    assert difference(found, call(block()(), x)) <= BOUND
+    assert found.sharding.is_equivalent_to(given.sharding, x.ndim)
+
+
+def test_explicit_axes_and_tokens_of_no_mesh():
+    assert difference(call(explicit_block(), tokens(24)), one_device(None)) <= BOUND
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("w4a16", (2 * 64 + 4 * 8) // 4),
+        ("w4a4_unit_scale", (64 * 9 // 16 + 4 * 8 + 4) // 4),
+    ],
+)
+def test_quantized_rows_are_a_quarter(scheme, words):
+    """8 rows of 64 values to each of 8 shards, 2 or 9 / 16 bytes each, and 8 for each of 4 ids.
+
+    In words of 4 bytes, an even number of them.
+    """
+    make = block(scheme=scheme, dtype=jnp.bfloat16)
+    text = call.lower(make(mesh=make_mesh((8, 1)), dispatch="all_to_all"), tokens(64)).as_text()
+    assert re.findall(r"all_to_all.*-> tensor<([0-9x]+)xui32>", text) == [f"8x8x{words}"]
+
+
+def test_a_ragged_exchange_lowers_for_a_gpu():
+    """The names of collectives in the program; a CPU cannot run it."""
+    eight = block(target=Target("cuda", (9, 0)))(mesh=make_mesh((8, 1)), dispatch="ragged")
+    text = call.trace(eight, tokens(64)).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"custom_call @(ragged_all_to_all|nvfp4_moe_w4a16_sm90)", text)
+    assert found == ["ragged_all_to_all", "nvfp4_moe_w4a16_sm90", "ragged_all_to_all"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "count", "near", "pieces"),
+    [
+        ("w4a16", (8, 1), 24, True, 3),
+        ("w4a16", (8, 1), 24, False, 1),
+        ("w4a4", (2, 1), 5, True, 3),
+        ("w4a4", (2, 1), 5, False, 1),
+        ("w4a4_token_scale", (2, 1), 64, True, 33),
+        ("w4a4_token_scale", (2, 1), 64, False, 1),
+    ],
+    ids=name_shape,
+)
+def test_a_ragged_exchange_equals_all_to_all(scheme, shape, count, near, pieces, monkeypatch):
+    """To the bit, and in however many pieces: GPUs of one process have some, others have one.
+
+    A CPU has no `ragged_all_to_all`: an emulation of what XLA's documentation says of it stands in.
+    """
+    x, one = tokens(count), block(scheme=scheme)
+    expected = call(one(mesh=make_mesh(shape), dispatch="all_to_all"), x)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulate_ragged)
+    with unittest.mock.patch.object(ExpertMesh, "in_one_process", return_value=near):
+        # A new function, since JAX keeps what it traced with the other number of pieces.
+        found = jax.jit(lambda m, x: m(x))(one(mesh=make_mesh(shape), dispatch="ragged"), x)
+    assert _count_updates(-(-count // shape[0]), shape[0], near) == pieces
+    np.testing.assert_array_equal(found, expected)

@@ -1,0 +1,33 @@
+"""Attentions alone, read from checkpoints, and the token ids of models that are divided."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_nvfp4_moe import Target
+from jax_nvfp4_moe.checkpoint import LoadOptions, WeightTable, open_checkpoint
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.filling import fill
+from jax_nvfp4_moe.nn.settings import Settings
+
+IDS = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
+
+
+def load_attention(folder, architecture, expert_mesh, scheme=None, layer=0):
+    """Load the attention of one layer and nothing else, over a mesh or not (None)."""
+    settings = Settings(Target("cpu"), scheme, dtype=jnp.float32, expert_mesh=expert_mesh)
+    options = LoadOptions(
+        dtype=jnp.float32,
+        only=f"model.layers.{layer}.self_attn",
+        input_scales="required" if scheme == "checkpoint" else "ignored",
+    )
+    with open_checkpoint(folder) as checkpoint:
+        config = architecture.read_config(merge_text_config(checkpoint.config))
+        table = WeightTable(checkpoint, options)
+        make = Builder(table, architecture.KEYS, settings)
+        attention = nnx.eval_shape(lambda: architecture.build_attention(config, layer, make))
+        table.check()
+        with table.open_reader() as reader:
+            fill(attention, f"layers.{layer}.attention", make.parts, reader, settings)
+    return attention

@@ -1,0 +1,24 @@
+"""Models of several mixers, at sizes that meshes divide."""
+
+# The given checkpoint of each, and the sizes that experts must have to be cut. The delta nets of
+# qwen3_5 keep their two key heads, which do not make four parts.
+EXPERTS = {"moe_intermediate_size": 64}
+SHARED = EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 64}
+CASES = {
+    "qwen3_next": (
+        "qwen3_next-options-modelopt-w4a16",
+        SHARED
+        | {"intermediate_size": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 12},
+    ),
+    "qwen3_5": ("qwen3_5_moe-modelopt-w4a16", SHARED),
+    "nemotron_h": (
+        "nemotron_h-modelopt-w4a16",
+        EXPERTS
+        | {
+            "n_routed_experts": 8,
+            "moe_shared_expert_intermediate_size": 128,
+            "intermediate_size": 128,
+            "n_groups": 4,
+        },
+    ),
+}
