@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import subprocess
+import sys
 import unittest.mock
 
 import jax
@@ -13,7 +15,7 @@ from given import CHECKPOINTS, EXAMPLE
 from host_devices import BOUND, SHAPES, call, difference, make_mesh, name_shape, run_counted, tokens
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_nvfp4_moe import NVFP4MoE, load_model, load_moe, ops
+from jax_nvfp4_moe import NVFP4MoE, Target, load_model, load_moe, ops
 from jax_nvfp4_moe.backends.resolution import log_conversion
 from jax_nvfp4_moe.parallel import run_sharded
 from jax_nvfp4_moe.parallel.shard_order import join_shards
@@ -30,6 +32,16 @@ BLOCKS = {
     "swigluoai": {"activation": "swigluoai"},
     "reference": {"backend": "reference"},
 }
+
+
+def test_only_this_process_has_eight_devices():
+    """What names no mesh runs on the first device; programs that tests start have one device."""
+    first = jax.devices()[0]
+    assert jnp.zeros(3).devices() == {first}
+    assert Target.current() == Target.of(first)
+    code = "import jax; print(jax.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (jax.device_count(), done.stdout) == (8, "1\n")
 
 
 @functools.cache
