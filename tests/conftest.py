@@ -115,6 +115,8 @@ def pytest_configure(config):
     given = (os.environ["PYTHONPATH"],) if os.environ.get("PYTHONPATH") else ()
     os.environ["PYTHONPATH"] = os.pathsep.join((*shared, *given))  # of programs that tests start
     os.environ["HF_HUB_OFFLINE"] = "1"  # a name of the Hub must not start a download
+    # Programs that tests start take the package that is installed, not the folder they start in.
+    os.environ["PYTHONSAFEPATH"] = "1"
     settings.load_profile("more" if config.getoption("--more-examples") else "default")
     if not pathlib.Path("/dev/nvidiactl").exists() or os.environ.get("JAX_PLATFORMS") == "cpu":
         # For meshes. By the option alone: programs that tests start have one device.

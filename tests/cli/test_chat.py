@@ -89,13 +89,19 @@ class Terminal:
         """Press keys."""
         os.write(self.master, text.encode())
 
-    def wait_for(self, pattern, seconds=120):
-        """Read until `pattern` has been shown since the last call; return what was."""
+    def wait_for(self, pattern, again="", seconds=120):
+        """Read until `pattern` has been shown since the last call; return what was.
+
+        Keys to press `again`, each second that shows nothing: Python's input() does not see an
+        interrupt that comes between its prompt and its wait for a key.
+        """
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown, re.DOTALL)):
             assert time.monotonic() < end, f"{pattern!r} did not come: {self.shown!r}"
             if select.select([self.master], [], [], 1)[0]:
                 self.shown += os.read(self.master, 4096).decode()
+            else:
+                self.type(again)
         before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
         return before
 
@@ -109,7 +115,7 @@ def test_a_conversation_in_a_terminal():
     terminal.type("\x03")
     terminal.wait_for(r"Stopped\.\r\n.*> $")
     terminal.type("\x03")
-    terminal.wait_for("/reset begins anew.*> $")
+    terminal.wait_for("/reset begins anew.*> $", again="\x03")
     terminal.type("/reset\n")
     terminal.wait_for(r"A new conversation\..*> $")
     terminal.type("/exit\n")

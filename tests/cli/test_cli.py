@@ -417,11 +417,12 @@ def test_commands_over_devices_declare_their_options_once(run):
 
 
 def test_generate_shares_tokens_out(run):
-    """Over a mesh of this machine's one device; over more the same modules are tested."""
+    """Over a mesh of all devices that this process has."""
     arguments = ("generate", EXAMPLE, "--dtype", "float32", "--max-new-tokens", "4")
     _, expected, _ = run(*arguments)
-    status, out, _ = run(*arguments, "--mesh", "expert=1", "--dispatch", "all_to_all")
-    assert (status, out) == (0, expected)
+    over = ("--mesh", f"expert={len(jax.devices())}", "--dispatch", "all_to_all")
+    status, out, err = run(*arguments, *over)
+    assert (status, out) == (0, expected), err
 
 
 def test_out_of_memory_names_the_tensor_and_its_size(run, monkeypatch):

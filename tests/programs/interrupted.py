@@ -21,7 +21,7 @@ from jax_nvfp4_moe.inference import generation
 # checkpoint, between two tokens, while a file is written.
 STAGES = {
     "load": (Tensors, "_read_bytes", 100),
-    "generate": (generation, "_decode", 3),
+    "generate": (generation, "decode", 3),
     "quantize": (export, "_bytes", 20),
 }
 
