@@ -87,7 +87,7 @@ def make_model(layers):
 
 def compile_loop(model, batch, sharding):
     """Return the HLO text of greedy decoding."""
-    sampling = jax.eval_shape(lambda: generation._sampling(0.0, None, 1.0, (), None))
+    sampling = jax.eval_shape(lambda: generation.make_sampling(0.0, None, 1.0, (), None))
     limit = jax.ShapeDtypeStruct((), jnp.int32)
     state = generation.State(
         jax.eval_shape(lambda: model.init_cache(batch, LENGTH)),
@@ -99,7 +99,7 @@ def compile_loop(model, batch, sharding):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         (model, sampling, state, limit),
     )
-    return generation._decode.lower(*placed).compile().as_text()
+    return generation.decode.lower(*placed).compile().as_text()
 
 
 def count_kernels(text):

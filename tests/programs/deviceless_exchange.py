@@ -74,8 +74,9 @@ def compile_block(target_config: str, dispatch: str, tokens: int, options: dict)
         )
 
     def place(path, leaf):
-        cut = PartitionSpec(None, "expert") if "stacked" in str(path) else PartitionSpec()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, cut))
+        divided = "experts.params" in jax.tree_util.keystr(path)
+        spec = PartitionSpec("expert") if divided else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     with unittest.mock.patch.object(_ffi, "missing", return_value=()):
         block = jax.tree_util.tree_map_with_path(place, nnx.eval_shape(make))
