@@ -237,7 +237,7 @@ def test_explain_prints_the_choice_for_each_device():
 def test_a_kernel_that_needs_more_shared_memory_than_a_block_may_have_is_refused():
     problem = Problem("moe_mlp", Scheme.W4A16, cuda(8, 9))
     can = dataclasses.replace(BACKENDS[3].can, shared_bytes=101377)
-    reason = "needs 101377 bytes of shared memory for a block of threads, and cuda 8.9 has 101376"
+    reason = "needs 101377 bytes of shared memory per thread block, and cuda 8.9 has 101376"
     assert can.reason_against(problem) == reason
     backends = (dataclasses.replace(BACKENDS[3], can=can), *BACKENDS[4:])
     assert choose_backend(problem, backends).name == "reference"
