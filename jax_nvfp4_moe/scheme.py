@@ -157,8 +157,8 @@ class Target:
         """Return the target of a `jax.Device`."""
         if device.platform not in ("gpu", "cuda", "rocm"):
             return cls(device.platform.lower())
-        # JAX calls every GPU "gpu". An NVIDIA GPU has a version such as "9.0" as its compute
-        # capability, and an AMD GPU has the name of an architecture such as "gfx942".
+        # JAX calls every GPU "gpu". The compute capability of an NVIDIA GPU is a version such as
+        # "9.0". That of an AMD GPU is the name of an architecture such as "gfx942".
         major, dot, minor = str(device.compute_capability).partition(".")
         return cls("cuda", (int(major), int(minor))) if dot else cls("rocm")
 

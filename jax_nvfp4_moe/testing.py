@@ -48,6 +48,7 @@ def random_moe_params(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _random_moe_params(key, num_experts, hidden, intermediate, halves):
+    """Implement `random_moe_params`; `halves` is 2 for gated experts, else 1."""
     keys = jax.random.split(key, 3)
     gate_up = _random_weight(keys[0], (num_experts, halves, intermediate, hidden))
     gate_up = NVFP4Tensor(
@@ -97,6 +98,7 @@ def random_routing(key: jax.Array, tokens: int, num_experts: int, top_k: int):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _random_routing(key, tokens, num_experts, top_k):
+    """Implement `random_routing` under jit."""
     id_key, weight_key = jax.random.split(key)
     scores = jax.random.uniform(id_key, (tokens, num_experts))
     ids = jax.lax.top_k(scores, top_k)[1].astype(jnp.int32)

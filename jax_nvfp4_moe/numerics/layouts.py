@@ -81,6 +81,7 @@ def _exchange(words, shift, mask):
 
 
 def _apply_cpu(packed, scales):
+    """Convert to cpu_16x16."""
     n, half_k = _up(packed.shape[-2], 16), packed.shape[-1]
     words = _as_words(_pad(packed, n, half_k))
     words = _exchange(_exchange(words, 4, 0x00F000F0), 8, 0x0000FF00)
@@ -91,6 +92,7 @@ def _apply_cpu(packed, scales):
 
 
 def _undo_cpu(packed, scales, rows, columns):
+    """Convert from cpu_16x16."""
     del columns  # this layout does not pad columns
     n, half_k = packed.shape[-2:]
     words = _permute(_as_words(packed), (n // 16, half_k // 4, 16), (0, 2, 1), (n, half_k // 4))
@@ -102,11 +104,13 @@ def _undo_cpu(packed, scales, rows, columns):
 
 def _as_words(packed):
     # A -1 in the shape would be undefined for an array of no experts.
+    """View four bytes along the last axis as one uint32 word."""
     words = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
     return lax.bitcast_convert_type(words, jnp.uint32)
 
 
 def _as_bytes(words):
+    """View each uint32 word along the last axis as four bytes; the inverse of `_as_words`."""
     shape = (*words.shape[:-1], 4 * words.shape[-1])
     return lax.bitcast_convert_type(words, jnp.uint8).reshape(shape)
 
@@ -122,12 +126,14 @@ def _as_bytes(words):
 
 
 def _apply_swizzle(packed, scales):
+    """Convert to swizzle_128x4."""
     rows, blocks = _up(scales.shape[-2], 128), _up(scales.shape[-1], 4)
     tiles = (rows // 128, 4, 32, blocks // 4, 4)
     return packed, _permute(_pad(scales, rows, blocks), tiles, (0, 3, 2, 1, 4), (rows, blocks))
 
 
 def _undo_swizzle(packed, scales, rows, columns):
+    """Convert from swizzle_128x4."""
     shape = scales.shape[-2:]
     tiles = (shape[0] // 128, shape[1] // 4, 32, 4, 4)
     scales = _permute(scales, tiles, (0, 3, 2, 1, 4), shape)
@@ -142,12 +148,14 @@ def _undo_swizzle(packed, scales, rows, columns):
 
 
 def _apply_fp4_swizzled(packed, scales):
+    """Convert to fp4_128x64."""
     rows, blocks = _up(scales.shape[-2], 128), _up(scales.shape[-1], 4)
     packed = _pad(_without_signs(packed, scales), rows, 8 * blocks)
     return packed, _apply_swizzle(packed, scales & 0x7F)[1]
 
 
 def _undo_fp4_swizzled(packed, scales, rows, columns):
+    """Convert from fp4_128x64."""
     _, scales = _undo_swizzle(packed, scales, rows, columns)
     return packed[..., :rows, : columns // 2], scales
 
@@ -199,6 +207,7 @@ def _cut_tiles(array, rows, columns, halves):
 
 
 def _apply_mma(packed, scales, halves=False):
+    """Convert to mma_64x64, or with `halves` to mma_64x64_gated."""
     *lead, n, half_k = packed.shape
     blocks = _up(half_k // 8, 4)
     packed = _pad_tiles(_without_signs(packed, scales), 8 * blocks, halves)
@@ -214,6 +223,7 @@ def _apply_mma(packed, scales, halves=False):
 
 
 def _undo_mma(packed, scales, rows, columns, halves=False):
+    """Convert from mma_64x64, or with `halves` from mma_64x64_gated."""
     *lead, n, blocks = scales.shape
     words = _split_words(_as_words(packed.reshape(*lead, n * blocks // 2, 16)))
     packed = _unpermute(
@@ -341,6 +351,7 @@ _HALVES_FP4_SCALES = (1, 4, 2, 0, 3, 5)
 
 
 def _apply_fp4(packed, scales, halves=False):
+    """Convert to fp4_64x64, or with `halves` to fp4_64x64_gated."""
     blocks = _up(scales.shape[-1], 4)
     packed = _pad_tiles(_without_signs(packed, scales), 8 * blocks, halves)
     scales = _pad_tiles(scales & 0x7F, blocks, halves)
@@ -353,6 +364,7 @@ def _apply_fp4(packed, scales, halves=False):
 
 
 def _undo_fp4(packed, scales, rows, columns, halves=False):
+    """Convert from fp4_64x64, or with `halves` from fp4_64x64_gated."""
     n, blocks = scales.shape[-2:]
     axes = _row_axes(n, halves)
     order = _HALVES_FP4_CODES if halves else _PLAIN_FP4_CODES

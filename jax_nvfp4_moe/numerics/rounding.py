@@ -212,10 +212,9 @@ def nearest_scale(blocks: Blocks, g, importance=None) -> Bytes:
 def four_or_six(blocks: Blocks, g, importance=None) -> Bytes:
     """Give the largest magnitude of each block code 6 or code 4, whichever has less squared error.
 
-    There is no code between 4 and 6. If many values of a block lie between two thirds of the
-    largest value and the largest value, code 4 for the largest represents them better. Scales are
-    then 1.5 times larger, so the global scale should leave room for them: `largest` is 256 instead
-    of 448.
+    There is no code between 4 and 6. Values between two thirds of the block's largest value and
+    that value are represented better if the largest value gets code 4. Scales are then 1.5 times
+    larger, so the global scale should leave room for them: `largest` is 256 instead of 448.
 
     Args:
       blocks: float32 ``[16, n, b]``.
@@ -309,10 +308,12 @@ def _scale_for(largest, code, g):
 
 
 def _scale(chosen):
+    """View bytes of block scales as float8_e4m3fn."""
     return lax.bitcast_convert_type(chosen, jnp.float8_e4m3fn)
 
 
 def _value(chosen):
+    """Return the float32 values of bytes of block scales."""
     return decode_scale(_scale(chosen))
 
 

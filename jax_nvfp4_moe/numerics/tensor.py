@@ -468,5 +468,6 @@ def quantize_experts(gate, up, down) -> MoEParams:
 
 
 def _check_dtype(name, array, dtype):
+    """Check the dtype of an argument that the error message calls `name`."""
     if array.dtype != dtype:
         raise ValueError(f"{name}: expected dtype {jnp.dtype(dtype).name}, got {array.dtype.name}")

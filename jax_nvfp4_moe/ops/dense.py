@@ -33,6 +33,7 @@ def dense(x: Float[Array, "... k"], weight: Float[Array, "n k"]) -> Float[Array,
 
 
 def _multiply(x, weight):
+    """Compute ``x @ weight.T`` as one XLA dot with float32 sums."""
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(
         x,

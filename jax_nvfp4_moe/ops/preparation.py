@@ -89,6 +89,7 @@ def find_checkpoint_scheme(params: MoEParams) -> Scheme:
 
 
 def _to_layout(weights, layout):
+    """Return `weights` in `layout`; a function that `jax.jit` can take."""
     return weights.to_layout(layout)
 
 

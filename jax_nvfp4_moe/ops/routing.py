@@ -72,6 +72,7 @@ def route(
 # The kernels have no derivative. The derivative of the weights depends on the chosen ids only.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable(lower, router, logits, bias):
+    """Run the lowered op; `_differentiate` is its derivative."""
     return lower(router, logits, bias)
 
 

@@ -8,11 +8,10 @@ the order of the shards::
   y[t] = sum over shards d of back(run(sent(x[t]), part of shard d, its ids, weights))
 
 Under w4a4 schemes, rows may travel as NVFP4 codes and scales, with 0.28 of the bytes of bfloat16.
-If every expert has its own calibrated scale, this takes one row per chosen expert in both
-directions. Rows then travel unquantized if that takes fewer bytes. The receiver quantizes again and
-gets the same codes, except for blocks below half of the smallest scale. With one scale per token,
-the largest value of the row travels too, because the product of code and scale may be off by an
-ulp.
+The receiver quantizes again and gets the same codes, except for blocks below half of the smallest
+scale. With one scale per token, the largest value of the row travels too. Without it, the product
+of code and scale could be off by an ulp. If every expert has its own calibrated scale, one row per
+chosen expert travels in both directions. Rows then travel unquantized if that takes fewer bytes.
 
 "all_to_all" uses slots of a fixed number of rows per pair of shards, on any platform. If `capacity`
 is below a shard's number of tokens, it takes several rounds, so that no row is dropped. "ragged"
@@ -366,10 +365,12 @@ def _run_fixed(rows: Rows, run_own, shards, capacity, near):
 
 
 def _repeat_rows(part, shards):
+    """Return ``[shards * r, n]``: the rows of `part`, once for each shard."""
     return jnp.broadcast_to(part, (shards, *part.shape)).reshape(-1, part.shape[1])
 
 
 def _pick_part(y, d, shards):
+    """Return the rows that came back from shard `d`, out of the rows of all shards."""
     return y.reshape(shards, -1, y.shape[1])[d]
 
 
@@ -478,6 +479,7 @@ def _as_words(parts):
 
 
 def _from_words(words, forms):
+    """Undo `_as_words`: return arrays of the shapes and dtypes in `forms`."""
     parts, start = [], 0
     for shape, dtype in forms:
         count, size = int(np.prod(shape, dtype=np.int64)), jnp.dtype(dtype).itemsize
@@ -489,4 +491,5 @@ def _from_words(words, forms):
 
 
 def _up(n, step):
+    """Round `n` up to a multiple of `step`."""
     return -(-n // step) * step

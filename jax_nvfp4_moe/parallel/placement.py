@@ -339,6 +339,7 @@ def _pack(shares, num_devices):
 
 
 def _check_load(load, num_experts):
+    """Return the loads of the experts as float64 ``[e]``, if they are finite and at least 0."""
     load = np.asarray(load, np.float64)
     if load.shape != (num_experts,) or not load.size:
         raise ValueError(f"load: expected shape [{num_experts or 'e'}], got {load.shape}")
@@ -350,6 +351,7 @@ def _check_load(load, num_experts):
 
 
 def _check_sizes(num_experts, num_devices, num_physical):
+    """Check that the numbers of experts, devices and slots fit together."""
     if num_devices < 1 or num_physical % num_devices:
         raise ValueError(
             f"num_devices: expected a divisor of {num_physical}, the number of physical experts; "

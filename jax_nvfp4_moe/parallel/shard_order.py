@@ -111,6 +111,7 @@ def divide_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
 
 
 def _slice(array, axis, entries):
+    """Return `entries`, a slice, of `array` along `axis`."""
     return array[(*(slice(None),) * axis, entries)]
 
 
