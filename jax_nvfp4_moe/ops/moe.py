@@ -195,9 +195,9 @@ def check_call(x, params, expert_ids, expert_weights, call) -> None:
             f"got {expert_weights.shape}"
         )
     if call.row.gated != params.gated:
-        kind = "a gated" if params.gated else "a non-gated"
+        kind = "a gated activation" if params.gated else "an activation that is not gated"
         raise ValueError(
-            f"activation: expected {kind} one, because gate_up has shape {params.gate_up.shape} "
+            f"activation: expected {kind}, because gate_up has shape {params.gate_up.shape} "
             f"and down has shape {params.down.shape}; got {call.name!r}"
         )
     check_row_order(params, call)
