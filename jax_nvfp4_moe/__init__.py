@@ -1,4 +1,14 @@
-"""NVFP4 mixture-of-experts inference for JAX and Flax."""
+"""NVFP4 mixture-of-experts inference for JAX and Flax.
+
+Load a checkpoint and generate, or run one expert layer in your own model::
+
+  import jax_nvfp4_moe as nvfp4
+
+  model = nvfp4.load_model("path/to/checkpoint")
+  tokens = nvfp4.generate(model, input_ids, max_new_tokens=16)
+
+`explain` prints which kernel runs each layer, and why.
+"""
 
 import importlib.metadata
 
@@ -22,7 +32,7 @@ from jax_nvfp4_moe.scheme import Choice, NoBackendError, Problem, Scheme, Target
 
 try:
     __version__ = importlib.metadata.version("jax-nvfp4-moe")
-except importlib.metadata.PackageNotFoundError:  # sources on the path that nobody installed
+except importlib.metadata.PackageNotFoundError:  # the sources are used without installation
     __version__ = "0+uninstalled"
 
 __all__ = [

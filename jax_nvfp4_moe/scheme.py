@@ -1,22 +1,24 @@
-"""The two decisions: which numbers (scheme) and which kernel (backend). Pure, static facts only.
+"""The two decisions about an op: the scheme (which numbers) and the backend (which kernel).
 
-The scheme changes the numbers, the backend must not. `choose_scheme` decides the first from the
-checkpoint, the user and the device:
+The scheme changes the results. The backend must not change them beyond rounding. Both decisions are
+pure functions of static facts. `choose_scheme` decides the scheme from the checkpoint, the request
+of the user and the device:
 
-| checkpoint | asked | device | scheme |
+| checkpoint | requested | device | scheme |
 |---|---|---|---|
 | weights only | nothing | any | w4a16; input scales in the file are ignored with a note |
-| w4a4 | nothing | FP4 tensor cores (10.x, 12.x) | w4a4 |
-| w4a4 | nothing | any other | w4a16: at least as accurate there, and faster |
-| any | checkpoint | any | what the file says, module by module |
-| w4a4 | w4a16 or w4a4 | any | as asked |
+| w4a4 | nothing | with FP4 tensor cores (10.x, 12.x) | w4a4 |
+| w4a4 | nothing | any other | w4a16, which is at least as accurate and faster there |
+| any | checkpoint | any | as the file declares, module by module |
+| w4a4 | w4a16 or w4a4 | any | as requested |
 | weights only | w4a16 | any | w4a16 |
-| weights only | w4a4 | any | error: no input scales |
+| weights only | w4a4 | any | error: there are no input scales |
 | any | w4a4_unit_scale | any | activations rounded to FP4 with global scales of 1 |
 | any | w4a4_token_scale | any | activations rounded to FP4 with one global scale per token |
 
-`backends.resolution.resolve` decides the second: the first record of an ordered tuple that accepts
-the problem. Both decisions stand in one `Plan`; preparing weights, the call and `explain` read it.
+`backends.resolution.resolve` decides the backend: the first record of an ordered tuple that accepts
+the problem. A `Plan` holds both decisions. Weight preparation, the call and `explain` all read the
+plan.
 """
 
 import dataclasses
@@ -30,26 +32,51 @@ ComputeCapability = tuple[int, int]
 
 
 class Scheme(enum.StrEnum):
-    """How activations enter the products; weights are NVFP4 in all of them."""
+    """How activations enter the GEMMs; the weights are NVFP4 in all schemes.
 
-    W4A16 = "w4a16"  # bfloat16, float16 or float32 activations, as they are
-    W4A4 = "w4a4"  # rounded to NVFP4 with the calibrated input scales
-    W4A4_UNIT_SCALE = "w4a4_unit_scale"  # rounded to NVFP4 with global scales of 1
-    W4A4_TOKEN_SCALE = "w4a4_token_scale"  # rounded to NVFP4, each row with amax / 2688
+    Every function that takes a scheme also takes its string.
+
+    Attributes:
+      W4A16: "w4a16". Activations stay in bfloat16, float16 or float32.
+      W4A4: "w4a4". Activations are rounded to NVFP4 with calibrated input scales.
+      W4A4_UNIT_SCALE: "w4a4_unit_scale". Activations are rounded to NVFP4 with a global scale of 1.
+      W4A4_TOKEN_SCALE: "w4a4_token_scale". Activations are rounded to NVFP4, each row with its own
+        global scale ``amax / 2688``.
+
+    Example:
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> nvfp4.Scheme("w4a4") is nvfp4.Scheme.W4A4
+      True
+
+    Source: vLLM and compressed-tensors use the names "w4a16" and "w4a4" for bits of weights and
+    activations.
+    """
+
+    W4A16 = "w4a16"
+    W4A4 = "w4a4"
+    W4A4_UNIT_SCALE = "w4a4_unit_scale"
+    W4A4_TOKEN_SCALE = "w4a4_token_scale"
 
 
 class FP8ActivationScaling(enum.StrEnum):
-    """How activations enter the products of a matrix in FP8 (E4M3)."""
+    """How activations enter the GEMMs with matrices in FP8 (E4M3).
 
-    STATIC = "fp8"  # rounded to E4M3 with one calibrated scale
-    TOKEN = "fp8_token"  # rounded to E4M3, each row with amax / 448
-    TENSOR = "fp8_tensor"  # rounded to E4M3, all with amax / 448
-    WEIGHTS = "fp8_weights"  # as they are
+    Attributes:
+      STATIC: activations are rounded to E4M3 with one calibrated scale.
+      TOKEN: activations are rounded to E4M3, each row with its own scale ``amax / 448``.
+      TENSOR: activations are rounded to E4M3 with one scale ``amax / 448`` for all rows.
+      WEIGHTS: activations are not rounded.
+    """
+
+    STATIC = "fp8"
+    TOKEN = "fp8_token"
+    TENSOR = "fp8_tensor"
+    WEIGHTS = "fp8_weights"
 
 
-# Compute capability -> bytes of shared memory that a block of threads may have at most ("maximum
-# amount of shared memory per thread block" in the CUDA C++ Programming Guide). Other GPUs count as
-# the smallest.
+# Compute capability -> the largest number of bytes of shared memory that a thread block may use
+# ("maximum amount of shared memory per thread block" in the CUDA C++ Programming Guide). For a GPU
+# that is not listed, the smallest value is assumed.
 _SHARED_BYTES = {
     (8, 0): 163 << 10,
     (8, 6): 99 << 10,
@@ -63,44 +90,50 @@ _SHARED_BYTES = {
     (12, 1): 99 << 10,
 }
 
-# Schemes whose scales are found while running, of a whole row of activations or more.
+# Schemes that compute their scales at run time, from at least a whole row of activations.
 DYNAMIC = frozenset(
     {Scheme.W4A4_TOKEN_SCALE, FP8ActivationScaling.TOKEN, FP8ActivationScaling.TENSOR}
 )
-CheckpointScheme = (
-    Scheme | FP8ActivationScaling | None
-)  # what a file says of one module; None: it is not quantized
+# What a checkpoint declares for one module. None means that the module is not quantized.
+CheckpointScheme = Scheme | FP8ActivationScaling | None
 
-CHECKPOINT = "checkpoint"  # asks for what the file declares
+CHECKPOINT = "checkpoint"  # requests the scheme that the file declares
 W4A4_SCHEMES = frozenset(Scheme) - {Scheme.W4A16}
 NEEDS_INPUT_SCALES = (
-    "w4a4 needs input scales, and these weights come without. `jax-nvfp4-moe quantize SOURCE "
-    "DESTINATION --text FILE` calibrates those of a checkpoint; experts of your own take them as "
-    "gate_up_input_scale and down_input_scale of MoEParams, float32 [e], amax / 2688 of what "
-    "enters each product, and say so by NVFP4MoE(checkpoint_scheme='w4a4'). Schemes "
-    "w4a4_unit_scale and w4a4_token_scale need none"
+    "w4a4 needs input scales, and these weights have none. To calibrate a checkpoint, run "
+    "`jax-nvfp4-moe quantize SOURCE DESTINATION --text FILE`. For your own experts, set "
+    "gate_up_input_scale and down_input_scale of MoEParams (float32 [e], amax / 2688 of the "
+    "activations that enter each GEMM) and pass NVFP4MoE(checkpoint_scheme='w4a4'). The schemes "
+    "w4a4_unit_scale and w4a4_token_scale need no input scales"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The device that a program is lowered for.
+    """The device for which a program is lowered; the machine need not have it.
 
     Attributes:
-      platform: "cpu", "cuda", or another that XLA compiles for, such as "tpu" or "rocm", where
-        every op runs the reference.
-      compute_capability: of a CUDA device, such as ``(9, 0)``; None elsewhere.
+      platform: "cpu", "cuda", or another platform of XLA such as "tpu" or "rocm", where every op
+        runs the reference.
+      compute_capability: pair such as ``(9, 0)`` for a CUDA device; None (default) for any other
+        platform.
 
     Raises:
-      ValueError: the platform has no name, a CUDA target has no compute capability, or another
-        target has one.
+      ValueError: if `platform` is empty, a CUDA target has no compute capability, or another target
+        has one.
+
+    Example:
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> hopper = nvfp4.Target("cuda", (9, 0))
+      >>> print(hopper, hopper.has_fp4_tensor_cores)
+      cuda 9.0 False
     """
 
     platform: str
     compute_capability: ComputeCapability | None = None
 
     def __post_init__(self):
-        """Check the platform and that it goes with the compute capability."""
+        """Check that the platform and the compute capability belong together."""
         if not self.platform:
             raise ValueError(f"platform: expected a name such as 'cpu', got {self.platform!r}")
         if (self.platform == "cuda") != (self.compute_capability is not None):
@@ -111,7 +144,10 @@ class Target:
 
     @classmethod
     def current(cls) -> "Target":
-        """Return the target of JAX's default device; only this and `of` look at a device."""
+        """Return the target of JAX's default device.
+
+        Only this method and `of` look at a device; everything else reads the static fields.
+        """
         default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         device = default or jax.devices()[0]
         return cls.of(jax.devices(device)[0] if isinstance(device, str) else device)
@@ -121,25 +157,25 @@ class Target:
         """Return the target of a `jax.Device`."""
         if device.platform not in ("gpu", "cuda", "rocm"):
             return cls(device.platform.lower())
-        # JAX calls every GPU "gpu". That of NVIDIA has a version such as "9.0", that of AMD the
-        # name of an architecture such as "gfx942".
+        # JAX calls every GPU "gpu". The compute capability of an NVIDIA GPU is a version such as
+        # "9.0". That of an AMD GPU is the name of an architecture such as "gfx942".
         major, dot, minor = str(device.compute_capability).partition(".")
         return cls("cuda", (int(major), int(minor))) if dot else cls("rocm")
 
     @property
     def has_fp4_tensor_cores(self) -> bool:
-        """Whether the device multiplies FP4 by FP4 natively (10.x and 12.x)."""
+        """Whether the device multiplies FP4 by FP4 natively: compute capability 10.x and 12.x."""
         return self.compute_capability is not None and self.compute_capability[0] in (10, 12)
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that a block of threads may have; 0 on a CPU."""
+        """Bytes of shared memory that a thread block may use; 0 without a compute capability."""
         if self.compute_capability is None:
             return 0
         return _SHARED_BYTES.get(self.compute_capability, min(_SHARED_BYTES.values()))
 
     def __str__(self) -> str:
-        """Return the platform, with the compute capability if there is one: "cuda 9.0"."""
+        """Return the platform and, if there is one, the compute capability: "cuda 9.0"."""
         if self.compute_capability is None:
             return self.platform
         return f"{self.platform} {self.compute_capability[0]}.{self.compute_capability[1]}"
@@ -148,18 +184,18 @@ class Target:
 def choose_scheme(
     checkpoint_scheme: Scheme | str, requested_scheme: Scheme | str | None, target: Target
 ) -> tuple[Scheme, str]:
-    """Choose the scheme of one module; the table of this module's docstring.
+    """Choose the scheme of one module, by the table at the top of `scheme`.
 
     Args:
-      checkpoint_scheme: what the checkpoint says of the module, "w4a16" or "w4a4".
-      requested_scheme: None, "checkpoint" or a scheme.
+      checkpoint_scheme: what the checkpoint declares for the module, "w4a16" or "w4a4".
+      requested_scheme: None, "checkpoint" or a `Scheme`.
       target: the device.
 
     Returns:
-      The scheme and, in words for a user, why.
+      A tuple of the scheme and of the reason, in words for a user.
 
     Raises:
-      ValueError: `requested_scheme` is no scheme, or is "w4a4" where the checkpoint has no input
+      ValueError: if `requested_scheme` is unknown, or is "w4a4" and the checkpoint has no input
         scales.
     """
     checkpoint_scheme = Scheme(checkpoint_scheme)
@@ -178,16 +214,17 @@ def choose_scheme(
 
 
 def rounds_to_fp8(requested_scheme: Scheme | str | None, target: Target) -> bool:
-    """Whether activations, keys and values that a file declares FP8 are rounded to it.
+    """Whether activations, keys and values that a checkpoint declares as FP8 are rounded to FP8.
 
-    Where those that it declares NVFP4 are rounded, with the file's scales: by scheme "checkpoint",
-    by w4a4, and on FP4 tensor cores where nothing is asked. Elsewhere they keep the model's dtype,
-    which is at least as accurate; weights in FP8 stay in FP8 either way.
+    They are rounded if w4a4 activations with the scales of the file are: for scheme "checkpoint",
+    for "w4a4", and without a request on FP4 tensor cores. Otherwise they keep the dtype of the
+    model, which is at least as accurate. Weights in FP8 stay in FP8 in both cases.
     """
     return choose_scheme(Scheme.W4A4, requested_scheme, target)[0] is Scheme.W4A4
 
 
 def _as_asked(checkpoint_scheme, requested_scheme):
+    """Return the requested scheme and the reason, or raise if the checkpoint does not allow it."""
     if requested_scheme not in list(Scheme):
         raise ValueError(
             f"scheme: expected None, {CHECKPOINT!r} or one of {[str(s) for s in Scheme]}; "
@@ -200,18 +237,28 @@ def _as_asked(checkpoint_scheme, requested_scheme):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static facts of one op: all that a choice of backend may depend on.
+    """The static facts of one op: all that the choice of a backend may depend on.
 
     Attributes:
-      op: "moe_mlp", "grouped_gemm", "linear", "quantize_nvfp4" or "route".
-      scheme: the numbers; None for quantize_nvfp4 and route.
+      op: "moe_mlp", "grouped_gemm" (also for `linear`), "quantize_nvfp4" or "route".
+      scheme: a `Scheme`; None for "quantize_nvfp4" and "route".
       target: the device.
-      dtype: name of the activations' dtype.
-      num_experts, top_k, hidden, intermediate: the layer's sizes; a product has hidden = k and
-        intermediate = n.
-      activation: name of the activation, or None.
+      dtype: name of the dtype of the activations, "bfloat16" by default.
+      num_experts: number of experts or groups, 1 by default.
+      top_k: number of experts per token, 1 by default.
+      hidden: number of features of a token, or k of a GEMM; 16 by default.
+      intermediate: number of features between the two GEMMs of an expert, or n of a GEMM; 16 by
+        default.
+      activation: name of the activation, or None (default) for an op without one.
       unavailable: pairs (extension, reason) of compiled modules that this process lacks. Empty
-        for a target other than the current device: lowering asks for none.
+        (default) for a target other than the current device, because lowering needs no extension.
+
+    Example:
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> target = nvfp4.Target("cuda", (9, 0))
+      >>> problem = nvfp4.Problem("moe_mlp", nvfp4.Scheme.W4A16, target, num_experts=128, top_k=8)
+      >>> nvfp4.explain(problem).backend
+      'moe_w4a16_sm90'
     """
 
     op: str
@@ -228,35 +275,38 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Compute capabilities ``[low, high)`` on which a backend implements `schemes`."""
+    """The compute capabilities ``[low, high)`` on which a backend implements `schemes`.
+
+    A CPU counts as (0, 0). The scheme None stands for ops without a scheme.
+    """
 
     schemes: frozenset[Scheme | None]
     low: ComputeCapability = (0, 0)
     high: ComputeCapability = (1000, 0)
 
     def __contains__(self, problem: Problem) -> bool:
-        """Whether the scheme and the device of `problem` are both inside."""
+        """Whether both the scheme and the device of `problem` are in this range."""
         return problem.scheme in self.schemes and self.reaches(problem)
 
     def reaches(self, problem: Problem) -> bool:
-        """Whether the device of `problem` is inside."""
+        """Whether the device of `problem` is in this range, whatever its scheme."""
         return self.low <= (problem.target.compute_capability or (0, 0)) < self.high
 
 
 @dataclasses.dataclass(frozen=True)
 class Capability:
-    """What a backend accepts. A field left at its default accepts everything.
+    """What a backend accepts. A field with its default value accepts everything that it can.
 
     Attributes:
-      ops: the ops that it implements.
-      devices: where it implements which schemes.
-      platform: "cpu", "cuda" or None for both.
-      extension: the compiled module that holds it, or a part of one (`_ffi.PARTS`), or None.
-      dtypes: of the activations.
-      max_experts, max_top_k: largest sizes.
-      max_extent: most rows or columns of a matrix.
-      shared_bytes: bytes of shared memory that a block of threads needs, in the kernel of this
-        backend that needs most.
+      ops: names of the ops that the backend implements.
+      devices: the devices on which it implements certain schemes.
+      platform: "cpu", "cuda", or None (default) for any platform.
+      extension: name of the compiled module with the kernels, or of a part of one (`_ffi.PARTS`);
+        None (default) for plain XLA.
+      dtypes: names of the dtypes of activations.
+      max_experts, max_top_k: largest number of experts, in all and per token.
+      max_extent: largest number of rows or columns of a matrix.
+      shared_bytes: bytes of shared memory per thread block that the most demanding kernel needs.
     """
 
     ops: frozenset[str]
@@ -270,7 +320,7 @@ class Capability:
     shared_bytes: int = 0
 
     def reason_against(self, p: Problem) -> str | None:
-        """Say why this backend cannot run `p`, in words for a user; None if it can."""
+        """Return in words why this backend cannot run the problem `p`; None if it can."""
         missing = dict(p.unavailable).get(self.extension or "")
         reached = [d for d in self.devices if d.reaches(p)]
         checks = (
@@ -279,12 +329,15 @@ class Capability:
             (bool(reached), f"needs {self._ranges()}, got {p.target}"),
             (
                 self.shared_bytes <= p.target.shared_bytes,
-                f"needs {self.shared_bytes} bytes of shared memory for a block of threads, and "
+                f"needs {self.shared_bytes} bytes of shared memory per thread block, and "
                 f"{p.target} has {p.target.shared_bytes}",
             ),
             (any(p in d for d in reached), f"does not implement {p.scheme} on {p.target}"),
             (p.dtype in self.dtypes, f"needs {' or '.join(sorted(self.dtypes))}, got {p.dtype}"),
-            (p.num_experts <= self.max_experts, f"needs at most {self.max_experts} experts"),
+            (
+                p.num_experts <= self.max_experts,
+                f"needs at most {self.max_experts} experts, got {p.num_experts}",
+            ),
             (p.top_k <= self.max_top_k, f"needs top_k of at most {self.max_top_k}, got {p.top_k}"),
             (
                 max(p.hidden, p.intermediate) <= self.max_extent,
@@ -296,12 +349,13 @@ class Capability:
         return next((why for ok, why in checks if not ok), None)
 
     def _ranges(self):
+        """Return the ranges of compute capability in words."""
         spans = (f"[{d.low[0]}.{d.low[1]}, {d.high[0]}.{d.high[1]})" for d in self.devices)
         return "compute capability in " + " or ".join(spans)
 
 
 def no_notes(problem: Problem) -> tuple[str, ...]:
-    """Return the notes of a backend that has one kernel for an op: none."""
+    """Return no notes: for a backend that has one kernel for an op."""
     del problem
     return ()
 
@@ -311,13 +365,14 @@ class Backend:
     """One way to compute ops: a record in the ordered tuple ``backends.BACKENDS``.
 
     Attributes:
-      name: the stem that its kernel file, FFI target and tests share.
-      can: what it accepts.
-      layout: name of the layout that it reads weights in.
+      name: the common stem of the names of its kernel file, FFI targets and tests.
+      can: the problems that it accepts.
+      layout: name of the layout in which it reads weights.
       lower: op -> function that emits the computation.
-      status: what has been shown of it, for tables.
-      notes: problem -> which of its kernels run, and why, where a user may expect another.
-      ffi_targets: names of the FFI targets that `lower` calls; none for plain XLA.
+      status: on which hardware it has been executed, emulated or only compiled.
+      notes: function of a problem that returns which of its kernels run, in cases in which a user
+        may expect another one.
+      ffi_targets: names of the FFI targets that `lower` calls; empty (default) for plain XLA.
     """
 
     name: str
@@ -331,17 +386,19 @@ class Backend:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How one op runs: its scheme, its backend, and the layout in which that reads weights.
+    """How one op runs: its scheme, its backend, and the layout in which the backend reads weights.
 
-    A plan is resolved once for a layer, by `backends.resolution.resolve`. Preparing weights, the
-    call and `explain` all read it, so that weights are prepared for the kernel that the call takes.
+    `backends.resolution.resolve` creates one plan per layer. Weight preparation, the call and
+    `explain` read that plan, so that weights are always prepared for the kernel that the call uses.
 
     Attributes:
-      problem: the static facts, the chosen scheme among them.
+      problem: the static facts, including the chosen scheme.
       backend: the chosen record.
-      why: why this scheme, in words for a user; empty where the problem came with its scheme.
-      checkpoint_scheme, requested_scheme, requested_backends: what the choice was made from.
-        `explain` chooses again from them for another device.
+      why: the reason for the scheme in words; empty if the problem already had a scheme.
+      checkpoint_scheme: the scheme that the checkpoint declares, or None.
+      requested_scheme: the requested scheme, or None; `explain` chooses again from the requests for
+        another device.
+      requested_backends: names of the requested backends, or None.
     """
 
     problem: Problem
@@ -353,12 +410,12 @@ class Plan:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The chosen scheme; None for ops that have none."""
+        """The chosen scheme; None for an op without a scheme."""
         return self.problem.scheme
 
     @property
     def target(self) -> Target:
-        """The device that the op is lowered for."""
+        """The device for which the op is lowered."""
         return self.problem.target
 
     @property
@@ -372,33 +429,40 @@ class Plan:
         return self.backend.lower[self.problem.op]
 
     def check(self, **facts: Any) -> None:
-        """Check that the planned backend also runs a call with other `facts`, fields of `Problem`.
+        """Check that the planned backend can run a call with other `facts`, fields of `Problem`.
 
         Raises:
-          NoBackendError: it does not; says why.
+          NoBackendError: if it cannot; the message says why.
         """
         problem = dataclasses.replace(self.problem, **facts)
         if problem == self.problem:
             return
         if reason := self.backend.can.reason_against(problem):
             raise NoBackendError(
-                f"plan: weights are prepared for backend {self.backend.name!r}, which cannot run "
-                f"{problem}: {reason}"
+                f"plan: the weights are prepared for backend {self.backend.name!r}, which cannot "
+                f"run {problem}: {reason}. Prepare the weights again with the facts of this call"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What `explain` returns: a scheme, a backend and every reason; prints as a table.
+    """The result of `explain`: a scheme, a backend and all reasons. It prints as a table.
 
     Attributes:
-      scheme: the chosen scheme.
+      scheme: the chosen `Scheme`, or None for an op without a scheme.
       backend: name of the chosen backend.
-      reasons: name of each backend passed over -> why not.
-      why: why this scheme.
-      problem: what was asked.
-      modules: of a model, pairs (module path, its choice); empty for one problem.
-      notes: which kernels of the backend run, where a user may expect others.
+      reasons: name of each backend that cannot run the problem -> the reason.
+      why: the reason for the scheme, in words for a user.
+      problem: the `Problem` that was explained, or None.
+      modules: for a model, pairs (path of a module, its `Choice`); empty for one problem.
+      notes: which kernels of the backend run, in cases in which a user may expect others.
+
+    Example:
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> problem = nvfp4.Problem("moe_mlp", nvfp4.Scheme.W4A4, nvfp4.Target("cuda", (12, 0)))
+      >>> choice = nvfp4.explain(problem)
+      >>> choice.backend, choice.reasons["moe_w4a16_cpu"]
+      ('moe_w4a4_sm120', 'needs cpu, got cuda 12.0')
     """
 
     scheme: Scheme | None
@@ -410,7 +474,7 @@ class Choice:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the table."""
+        """Return the table: scheme, backend, notes, reasons against other backends, modules."""
         target = f" on {self.problem.target}" if self.problem else ""
         lines = [f"scheme   {self.scheme}{f': {self.why}' if self.why else ''}"]
         lines.append(f"backend  {self.backend}{target}")
@@ -421,4 +485,14 @@ class Choice:
 
 
 class NoBackendError(ValueError):
-    """No backend can run a problem; the message carries every backend's reason."""
+    """No backend can run a problem; the message lists every backend with its reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> try:
+      ...     nvfp4.ops.quantize_nvfp4(jnp.ones((4, 32)), backend="route_cuda")
+      ... except nvfp4.NoBackendError as error:
+      ...     print(str(error).splitlines()[0][:39])
+      backend 'route_cuda' cannot run Problem
+    """

@@ -1,4 +1,4 @@
-"""Cases, random parameters and the accuracy rule, for tests and benchmarks."""
+"""Random parameters, exact results and the accuracy rule, for tests and benchmarks."""
 
 import functools
 import math
@@ -14,22 +14,41 @@ from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, quantize
 def random_moe_params(
     key: jax.Array, *, num_experts: int, hidden: int, intermediate: int, gated: bool = True
 ) -> MoEParams:
-    """Return canonical experts with scales as in real checkpoints.
+    """Return random NVFP4 experts whose scales vary as in real checkpoints.
 
-    Weights are normal with standard deviation ``1 / sqrt(k)``, quantized with ``amax / 2688`` of
-    each expert's matrix (gate and up apart), so block scales span what trained weights do and
-    global scales differ from expert to expert. Input scales fit activations of about unit size.
+    Weights are normal with standard deviation ``1 / sqrt(k)``. They are quantized with the global
+    scale ``amax / 2688`` of each matrix of each expert, with separate scales of gate and up. So
+    global scales differ from expert to expert, and block scales span the range that they have for
+    trained weights. Input scales fit activations of about unit size.
 
     Args:
-      key: of `jax.random.key`.
-      num_experts, hidden, intermediate: sizes; the last two multiples of 16.
-      gated: whether gate_up holds two halves.
+      key: a key of `jax.random.key`.
+      num_experts: number of experts e.
+      hidden: number of features of a token h, a multiple of 16.
+      intermediate: number of features between the GEMMs i, a multiple of 16.
+      gated: whether `gate_up` holds gate and up rows (default), or up rows alone.
+
+    Returns:
+      `MoEParams` in the canonical layout with input scales and without biases.
+
+    Raises:
+      ValueError: if `hidden` or `intermediate` is not a multiple of 16.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> params = nvfp4.testing.random_moe_params(
+      ...     jax.random.key(0), num_experts=4, hidden=64, intermediate=32
+      ... )
+      >>> params.gate_up.shape, params.down.shape, params.has_input_scales
+      ((4, 64, 64), (4, 64, 32), True)
     """
     return _random_moe_params(key, num_experts, hidden, intermediate, 2 if gated else 1)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _random_moe_params(key, num_experts, hidden, intermediate, halves):
+    """Implement `random_moe_params`; `halves` is 2 for gated experts, else 1."""
     keys = jax.random.split(key, 3)
     gate_up = _random_weight(keys[0], (num_experts, halves, intermediate, hidden))
     gate_up = NVFP4Tensor(
@@ -43,7 +62,7 @@ def _random_moe_params(key, num_experts, hidden, intermediate, halves):
 
 
 def _random_weight(key, shape):
-    """Quantize normal weights, one leading slice at a time so that memory stays small."""
+    """Quantize normal weights, one leading slice at a time to save memory."""
     keys = jax.random.split(key, shape[0])
 
     def one(key):
@@ -53,12 +72,33 @@ def _random_weight(key, shape):
 
 
 def random_routing(key: jax.Array, tokens: int, num_experts: int, top_k: int):
-    """Return distinct uniform expert_ids int32 ``[t, k]`` and weights that add up to 1."""
+    """Return random experts and weights for each token.
+
+    The experts of a token are distinct and uniformly distributed. The weights are positive, and
+    those of a token add up to 1.
+
+    Args:
+      key: a key of `jax.random.key`.
+      tokens: number of tokens t.
+      num_experts: number of experts, at least `top_k`.
+      top_k: number of experts per token k.
+
+    Returns:
+      A tuple ``(expert_ids, expert_weights)``: int32 ``[t, k]`` and float32 ``[t, k]``.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> ids, weights = nvfp4.testing.random_routing(jax.random.key(0), 5, 8, 2)
+      >>> ids.shape, weights.shape, round(float(weights.sum()), 4)
+      ((5, 2), (5, 2), 5.0)
+    """
     return _random_routing(key, tokens, num_experts, top_k)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _random_routing(key, tokens, num_experts, top_k):
+    """Implement `random_routing` under jit."""
     id_key, weight_key = jax.random.split(key)
     scores = jax.random.uniform(id_key, (tokens, num_experts))
     ids = jax.lax.top_k(scores, top_k)[1].astype(jnp.int32)
@@ -67,19 +107,32 @@ def _random_routing(key, tokens, num_experts, top_k):
 
 
 def assert_as_accurate_as(actual, yardstick, truth, factor: float = 2.0) -> None:
-    """Assert that the worst error of `actual` is within `factor` of the yardstick's worst.
+    """Assert that the worst error of `actual` is at most `factor` times that of a yardstick.
 
-    ``max |actual - truth| <= factor * max |yardstick - truth| + ulp``, where ulp is the rounding of
-    the largest ``|truth|`` to the dtype of `actual`, for cases that the yardstick gets exactly.
+    The condition is ``max |actual - truth| <= factor * max |yardstick - truth| + ulp``. The term
+    ulp is half the epsilon of the dtype of `actual`, times the largest ``|truth|``. Without it, an
+    exact yardstick would allow no rounding at all.
 
     Args:
-      actual: what is tested.
-      yardstick: the same computed by plain XLA in bfloat16 (or the dtype in question).
-      truth: float64, on the same codes and scales.
-      factor: how much worse is allowed.
+      actual: the array under test, of any float dtype.
+      yardstick: the same result, computed by plain XLA in bfloat16 or in the dtype under test.
+      truth: the exact result in float64, from the same codes and scales.
+      factor: allowed ratio of the errors, 2 by default.
 
     Raises:
-      AssertionError: with the worst element, its value and the bound.
+      AssertionError: if the error is larger, or `actual` contains NaN; the message gives the worst
+        element, its value and the bound.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> actual, yardstick = jnp.array([1.01]), jnp.array([1.02])
+      >>> nvfp4.testing.assert_as_accurate_as(actual, yardstick, [1.0])  # passes
+      >>> try:
+      ...     nvfp4.testing.assert_as_accurate_as(jnp.array([1.05]), yardstick, [1.0])
+      ... except AssertionError as error:
+      ...     print(str(error)[:20])
+      error 0.05 at (0,) i
     """
     truth = np.asarray(truth, np.float64)
     if truth.size == 0:
@@ -91,21 +144,43 @@ def assert_as_accurate_as(actual, yardstick, truth, factor: float = 2.0) -> None
     if not error[worst] <= allowed:
         raise AssertionError(
             f"error {error[worst]:.3g} at {tuple(map(int, worst))} is over {factor} x the "
-            f"yardstick's ({allowed:.3g} allowed): got {np.asarray(actual)[worst]}, "
-            f"exact {truth[worst]:.6g}"
+            f"yardstick's error ({allowed:.3g} allowed): got {np.asarray(actual)[worst]}, "
+            f"expected {truth[worst]:.6g}"
         )
 
 
 def moe_mlp_float64(x, params: MoEParams, expert_ids, expert_weights, call, *, rounded=None):
-    """Return ``ops.moe_mlp`` in float64 numpy, on the same codes and scales; the truth of tests.
+    """Compute ``ops.moe_mlp`` in float64 numpy from the same codes and scales: the truth of tests.
 
-    Nothing is rounded on the way but what `rounded` rounds.
+    Nothing is rounded except by `rounded`.
 
     Args:
-      x, params, expert_ids, expert_weights: as for the op; params canonical.
-      call: of `numerics.activations.find_activation`.
-      rounded: ``(rows float64 [m, k], expert, product) -> rows``, applied to the input of product 0
-        (gate_up) and 1 (down) of an expert: the rounding of activations to NVFP4; None for w4a16.
+      x: tokens ``[t, h]`` of any float dtype.
+      params: `MoEParams` in the canonical layout.
+      expert_ids: integers ``[t, k]``; an id that is -1 or out of range contributes nothing.
+      expert_weights: ``[t, k]`` of any float dtype.
+      call: the activation, as `find_activation` returns it.
+      rounded: function ``(rows, expert, product) -> rows`` that rounds float64 rows ``[m, k]`` to
+        NVFP4 before a GEMM of an expert: product 0 is gate_up, product 1 is down. None (default)
+        rounds nothing, as in w4a16.
+
+    Returns:
+      float64 ``[t, h]``.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> params = nvfp4.testing.random_moe_params(
+      ...     keys[0], num_experts=4, hidden=64, intermediate=32
+      ... )
+      >>> x = jax.random.normal(keys[1], (5, 64))
+      >>> ids, weights = nvfp4.testing.random_routing(keys[2], 5, 4, 2)
+      >>> call = nvfp4.find_activation("silu")
+      >>> truth = nvfp4.testing.moe_mlp_float64(x, params, ids, weights, call)
+      >>> y = nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a16")
+      >>> yardstick = nvfp4.testing.moe_mlp_xla(x, params, ids, weights, call)
+      >>> nvfp4.testing.assert_as_accurate_as(y, yardstick, truth)
     """
     x, ids = np.asarray(x, np.float64), np.asarray(expert_ids)
     weights = np.asarray(expert_weights, np.float64)
@@ -125,16 +200,32 @@ def moe_mlp_float64(x, params: MoEParams, expert_ids, expert_weights, call, *, r
 
 @jax.jit
 def _matrix(weight, expert):
-    """Return one expert's matrix in float32."""
+    """Return the matrix of one expert, dequantized to float32."""
     return jax.tree.map(lambda leaf: leaf[expert], weight).dequantize()
 
 
 def _bias(bias, expert):
+    """Return the bias of one expert in float64, or 0 if there is no bias."""
     return 0.0 if bias is None else np.asarray(bias, np.float64)[expert]
 
 
 def activate_float64(call, u):
-    """Return ``numerics.activations.activate`` in float64 numpy."""
+    """Compute ``numerics.activations.activate`` in float64 numpy.
+
+    Args:
+      call: the activation, as `find_activation` returns it.
+      u: float64 ``[m, 2i]`` if the activation is gated, else ``[m, i]``.
+
+    Returns:
+      float64 ``[m, i]``.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> call = nvfp4.find_activation("relu2")
+      >>> nvfp4.testing.activate_float64(call, np.array([[-1.0, 3.0]])).tolist()
+      [[0.0, 9.0]]
+    """
     if not call.row.gated:
         return _FUNCTIONS[call.name](np.minimum(u, call.limit))
     gate, up = (u[:, 0::2], u[:, 1::2]) if call.row.interleaved else np.split(u, 2, axis=-1)
@@ -171,10 +262,35 @@ _dequantize = jax.jit(NVFP4Tensor.dequantize, static_argnums=1)
 
 
 def moe_mlp_xla(x, params: MoEParams, expert_ids, expert_weights, call, dtype=jnp.bfloat16):
-    """Return ``ops.moe_mlp`` (w4a16) as plain XLA computes it with all arrays in `dtype`.
+    """Compute ``ops.moe_mlp`` (w4a16) as plain XLA does with all arrays in `dtype`.
 
-    The yardstick of tests: weights dequantized to `dtype`, every token through every expert,
-    float32 accumulation inside a product and `dtype` between them.
+    This is the yardstick of tests. Weights are dequantized to `dtype`, and every token runs through
+    every expert. Sums inside a GEMM are float32, and results between the GEMMs are rounded to
+    `dtype`.
+
+    Args:
+      x: tokens ``[t, h]`` of any float dtype, cast to `dtype`.
+      params: `MoEParams` in any layout.
+      expert_ids: integers ``[t, k]``; an id that is -1 or out of range contributes nothing.
+      expert_weights: float32 ``[t, k]``.
+      call: the activation, as `find_activation` returns it.
+      dtype: dtype of all arrays, bfloat16 by default.
+
+    Returns:
+      ``[t, h]`` of `dtype`.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> params = nvfp4.testing.random_moe_params(
+      ...     jax.random.key(0), num_experts=4, hidden=64, intermediate=32
+      ... )
+      >>> x = jax.random.normal(jax.random.key(1), (5, 64))
+      >>> ids, weights = nvfp4.testing.random_routing(jax.random.key(2), 5, 4, 2)
+      >>> call = nvfp4.find_activation("silu")
+      >>> y = nvfp4.testing.moe_mlp_xla(x, params, ids, weights, call)
+      >>> y.shape, y.dtype.name
+      ((5, 64), 'bfloat16')
     """
     x = jnp.asarray(x).astype(dtype)
     gate_up, down = _dequantize(params.gate_up, dtype), _dequantize(params.down, dtype)

@@ -237,7 +237,7 @@ def test_explain_prints_the_choice_for_each_device():
 def test_a_kernel_that_needs_more_shared_memory_than_a_block_may_have_is_refused():
     problem = Problem("moe_mlp", Scheme.W4A16, cuda(8, 9))
     can = dataclasses.replace(BACKENDS[3].can, shared_bytes=101377)
-    reason = "needs 101377 bytes of shared memory for a block of threads, and cuda 8.9 has 101376"
+    reason = "needs 101377 bytes of shared memory per thread block, and cuda 8.9 has 101376"
     assert can.reason_against(problem) == reason
     backends = (dataclasses.replace(BACKENDS[3], can=can), *BACKENDS[4:])
     assert choose_backend(problem, backends).name == "reference"
@@ -258,8 +258,8 @@ def test_explain_says_where_few_tokens_are_sorted_for_want_of_shared_memory(sche
     """A token takes two rows of 2832 bytes in the second product, beside 13312 bytes."""
     problem = Problem("moe_mlp", scheme, cuda(8, 9), intermediate=1408, **LAYER)
     text = str(nvfp4.explain(problem))
-    assert "note: calls of more than 15 tokens sort them first" in text
-    assert "103936 bytes of shared memory for 16, and cuda 8.9 has 101376" in text
+    assert "note: calls with more than 15 tokens sort the tokens by expert first" in text
+    assert "103936 bytes of shared memory for 16 tokens; cuda 8.9 has 101376" in text
     assert "note:" not in str(nvfp4.explain(problem, target=cuda(9, 0)))
     narrow = dataclasses.replace(problem, intermediate=704)
     assert "note:" not in str(nvfp4.explain(narrow))

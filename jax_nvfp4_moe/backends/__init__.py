@@ -1,4 +1,4 @@
-"""Backends: the one ordered tuple of records, and the choice among them."""
+"""The backends: one ordered tuple of records. `resolution` chooses among them."""
 
 import copyreg
 
@@ -14,7 +14,7 @@ from jax_nvfp4_moe.backends.reference import REFERENCE
 from jax_nvfp4_moe.backends.sm100 import MOE_W4A4_SM100
 from jax_nvfp4_moe.scheme import Backend
 
-# In order of preference. The reference is last: it runs everywhere and is slow.
+# In order of preference. The reference comes last, because it runs everywhere and is slow.
 BACKENDS = (
     MOE_W4A4_SM120,
     MOE_W4A4_SM100,
@@ -32,7 +32,7 @@ def find_backend(name: str) -> Backend:
     """Return the record called `name`.
 
     Raises:
-      ValueError: there is none.
+      ValueError: if there is no such backend; the message lists the known ones.
     """
     for record in BACKENDS:
         if record.name == name:
@@ -41,6 +41,6 @@ def find_backend(name: str) -> Backend:
     raise ValueError(f"backend: expected one of {known}; got {name!r}")
 
 
-# A copy of a module, by `copy.deepcopy` or `pickle`, names its records: a copy of a record would be
-# another static part, and compile every program again.
+# `copy.deepcopy` and `pickle` of a module store the names of its records. Copied records would be
+# unequal static fields, and JAX would compile every program again for them.
 copyreg.pickle(Backend, lambda record: (find_backend, (record.name,)))

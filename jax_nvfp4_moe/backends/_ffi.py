@@ -1,4 +1,4 @@
-"""Load the compiled extensions, check their ABI, register their targets, say what is missing."""
+"""Load the compiled extensions and register their FFI targets, or say why that is not possible."""
 
 import functools
 import importlib
@@ -10,7 +10,7 @@ import jaxlib.version
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
-# Extension module -> the platform its targets are registered for, and how to get it.
+# Extension module -> the platform for which its targets are registered, and how to install it.
 EXTENSIONS = {
     "_nvfp4_cpu": ("cpu", "reinstall the package with a C++17 compiler at hand"),
     "_nvfp4_cuda": (
@@ -19,8 +19,8 @@ EXTENSIONS = {
     ),
 }
 
-# What a build of an extension may lack -> the extension, a target that it then does not register,
-# and how to get it.
+# Optional parts of an extension -> the extension, an FFI target that is registered only if the part
+# was built, and how to build it.
 PARTS = {
     "_nvfp4_cuda.w4a4_sm100": (
         "_nvfp4_cuda",
@@ -33,19 +33,21 @@ PARTS = {
 
 @functools.cache
 def load(extension: str) -> types.ModuleType | None:
-    """Import `extension` and register its FFI targets, once; None where that cannot be.
+    """Import `extension` and register its FFI targets, once per process.
 
-    `why_unavailable` tells the reason.
+    Returns:
+      The module, or None if it cannot be used; `why_unavailable` returns the reason.
     """
     return None if why_unavailable(extension) else _module(extension)
 
 
 @functools.cache
 def why_unavailable(extension: str) -> str | None:
-    """Say why `extension`, or a part, cannot be used, in words; None once it is registered.
+    """Return why `extension`, or an optional part of one, cannot be used; None if it can be.
 
-    A handler built against newer FFI headers than the running jaxlib breaks the whole backend when
-    it is registered, so the versions are compared first.
+    The first call registers the FFI targets. The version of the FFI headers is compared before
+    that. Registering a handler that was built with newer headers than those of the running jaxlib
+    would break the whole platform.
     """
     if extension in PARTS:
         return _why_part_is_missing(*PARTS[extension])
@@ -58,7 +60,7 @@ def why_unavailable(extension: str) -> str | None:
     if built[0] != running[0] or built > running:
         return (
             f"the extension {extension} was built for XLA FFI {built[0]}.{built[1]}, and jaxlib "
-            f"{jaxlib.version.__version__} speaks {running[0]}.{running[1]}: {remedy}, "
+            f"{jaxlib.version.__version__} supports {running[0]}.{running[1]}: {remedy}, "
             "or upgrade jax"
         )
     for name, capsule in module.registrations().items():
@@ -68,7 +70,7 @@ def why_unavailable(extension: str) -> str | None:
 
 
 def _why_part_is_missing(extension, target, remedy):
-    """Say why `extension`, or `target` in it, cannot be used."""
+    """Return why `extension`, or the FFI target `target` in it, cannot be used, else None."""
     if reason := why_unavailable(extension):
         return reason
     if target in _module(extension).registrations():
@@ -77,19 +79,20 @@ def _why_part_is_missing(extension, target, remedy):
 
 
 def missing(extensions=tuple(EXTENSIONS)) -> tuple[tuple[str, str], ...]:
-    """Return pairs (extension or part, reason) of what cannot be used in this process."""
+    """Return pairs (extension or part, reason) for those that this process cannot use."""
     reasons = ((name, why_unavailable(name)) for name in extensions)
     return tuple((name, reason) for name, reason in reasons if reason)
 
 
 @functools.cache
 def _module(extension):
+    """Import an extension of this package."""
     return importlib.import_module(f"jax_nvfp4_moe.{extension}")
 
 
 @functools.cache
 def _running_ffi_api_version():
-    """Read the FFI version of the running jaxlib from the header that it ships."""
+    """Read the FFI version of the running jaxlib from the header that jaxlib ships."""
     header = f"{jax.ffi.include_dir()}/xla/ffi/api/c_api.h"
     found = {}
     with open(header, encoding="utf-8") as lines:

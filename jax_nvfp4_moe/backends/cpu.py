@@ -1,4 +1,4 @@
-"""The CPU kernels: records and lowerings. The kernels are in ``ffi/cpu``."""
+"""Records and lowerings of the CPU kernels; the kernels themselves are in ``ffi/cpu``."""
 
 import jax.numpy as jnp
 from jax.core import min_dim
@@ -10,19 +10,20 @@ from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
 _EXTENSION = "_nvfp4_cpu"
 
 
-# A call works on as many tokens at a time as fit into this.
+# A call processes as many tokens at a time as fit into this many bytes.
 _ROUND_BYTES = 256 * 2**20
 
 
 def moe_workspace_bytes(
     tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one call of the expert layer wants.
+    """Return the bytes of scratch memory for one call of the expert layer.
 
-    A slot (a token's visit to one expert) takes its two prepared rows and a float32 row of `down`;
-    the handler works in rounds of as many tokens as fit, at least one.
+    A slot is a pair of a token and one of its experts. Each slot takes its two prepared rows and
+    one float32 row of the output of `down`. The handler works in rounds. A round has as many tokens
+    as fit into the memory, and at least one.
     """
-    del gated  # the activation's output has `intermediate` columns either way
+    del gated  # the output of the activation has `intermediate` columns in both cases
     row = 4 * max(hidden, intermediate)
     slot = _prepared_row(hidden, dtype) + _prepared_row(intermediate, dtype) + row + 16
     fits = max(1, _ROUND_BYTES // (slot * max(top_k, 1)))
@@ -30,7 +31,7 @@ def moe_workspace_bytes(
 
 
 def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
-    """Return the bytes of scratch memory that one grouped product wants; `n` does not matter."""
+    """Return the bytes of scratch memory for one grouped GEMM; `n` does not matter."""
     del n
     row = _prepared_row(k, dtype) + 16
     fits = max(1, _ROUND_BYTES // row)
@@ -38,13 +39,13 @@ def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *,
 
 
 def _prepared_row(k, dtype):
-    """Bytes of a row as any of the instruction sets wants it (``ffi/cpu/kernels.h``), at most."""
+    """Return the most bytes that any instruction set needs for a row (``ffi/cpu/kernels.h``)."""
     bytes_per_value = 6 if jnp.dtype(dtype) == jnp.float32 else 4
     return -(-k // 32) * 32 * bytes_per_value + 64
 
 
 def _fixed_bytes(num_experts):
-    """Offsets and row blocks of the experts, and the alignment of every piece."""
+    """Return the bytes for the offsets and row blocks of the experts, and for alignment."""
     return 32 * num_experts + 2048
 
 

@@ -1,4 +1,8 @@
-"""The CUDA kernels: records and lowerings. The kernels are in ``ffi/cuda``."""
+"""Records and lowerings of the CUDA kernels; the kernels themselves are in ``ffi/cuda``.
+
+A slot is a pair of a token and one of its experts. "Engines" are the fast GEMM kernels for 16-bit
+activations. "Plain kernels" are the ones for everything that the engines do not accept.
+"""
 
 from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
@@ -13,45 +17,46 @@ from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Sche
 _EXTENSION = "_nvfp4_cuda"
 
 
-# The workspace is cut in C++ (the files of ffi/cuda/layers); a test compares.
+# C++ code divides the workspace into arrays (the files of ffi/cuda/layers). The sizes here must
+# agree with it, and a test compares them.
 _SECTION_BYTES = 256
 _TILE_ROWS = 64
-_CHUNK_SLOTS = 32768  # tokens of a layer go through in chunks of at most so many slots
-_SEGMENTS = 32  # that the slots of a chunk are cut into to sort them
+_CHUNK_SLOTS = 32768  # a layer processes its tokens in chunks of at most this many slots
+_SEGMENTS = 32  # the slots of a chunk are divided into this many segments for sorting
 _ENGINE_CHUNK_SLOTS = 65536
-_ENGINE_CHUNK_ROWS = 1 << 18  # rows of a product go through in chunks of at most so many
-_ENGINE_TILE_ROWS = 8  # of the smallest tile
+_ENGINE_CHUNK_ROWS = 1 << 18  # a grouped GEMM processes its rows in chunks of at most this many
+_ENGINE_TILE_ROWS = 8  # rows of the smallest output tile
 _ENGINE_MAX_BLOCKS, _ENGINE_FLAGS = 768, 8
 _ENGINE_SCHEDULE = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MAX_BLOCKS)
 _ENGINE_PARTIAL_SUMS = 32 << 20
-_MAX_EXTENT = 1 << 22  # rows or columns of a matrix that any kernel indexes
-_FP4_K = 128  # rows of the engine on FP4 are padded to whole multiples of
-QUANTIZE_PARTIALS = 256  # pieces of x whose largest magnitudes are found first
+_MAX_EXTENT = 1 << 22  # the most rows or columns of a matrix that the kernels can index
+_FP4_K = 128  # the FP4 engine pads the length of a row to a multiple of this number
+QUANTIZE_PARTIALS = 256  # number of pieces of x whose largest magnitudes are found first
 
 
 def _sections(*sizes: int) -> int:
-    """Return the bytes of arrays that each start at a multiple of 256."""
+    """Return the total bytes of arrays that each start at a multiple of 256 bytes."""
     return sum(-(-size // _SECTION_BYTES) * _SECTION_BYTES for size in sizes)
 
 
 def _row_tables(rows: int, num_experts: int, tile_rows: int = _TILE_ROWS) -> int:
-    """Return the bytes of the starts of experts, the tiles and their number."""
+    """Return the bytes for the first rows of the experts, the tiles, and the number of tiles."""
     tiles = rows // tile_rows + min(rows, num_experts)
     return _sections(4 * (num_experts + 1), 16 * tiles, 4)
 
 
 def _quantized_rows(rows: int, k: int) -> int:
-    """Return the bytes of codes, block scales and a float32 scale for each row."""
+    """Return the bytes for codes, block scales and one float32 scale per row."""
     return _sections(rows * (k // 2), rows * (k // 16), 4 * rows)
 
 
 def moe_workspace_bytes(
     tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one call of the expert layer needs.
+    """Return the bytes of scratch memory for one call of the expert layer with the plain kernels.
 
-    It holds one chunk of tokens: their order by expert, activations ``[slots, i]`` of `dtype`,
-    outputs ``[slots, h]`` in float32, and room for quantized rows.
+    The memory holds one chunk of tokens: the order of its slots by expert, activations
+    ``[slots, i]`` of `dtype`, outputs ``[slots, h]`` in float32, and quantized rows.
     """
     slots = min(tokens, _CHUNK_SLOTS // max(top_k, 1)) * top_k
     activated, down = slots * intermediate * dtype.itemsize, 4 * slots * hidden
@@ -65,10 +70,11 @@ def moe_workspace_bytes(
 def moe_w4a16_workspace_bytes(
     tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one call of a w4a16 expert layer needs.
+    """Return the bytes of scratch memory for one call of a w4a16 expert layer.
 
-    Room for the engines, which keep activations and outputs in 16 bits and hand partial sums over
-    in float32; or for the plain kernels, which run float32 and quantized activations.
+    The memory is large enough for both kinds of kernels. The engines keep activations and outputs
+    in 16 bits, and pass partial sums in float32. The plain kernels run float32 and quantized
+    activations.
     """
     slots = min(tokens, _ENGINE_CHUNK_SLOTS // max(top_k, 1)) * top_k
     own = _row_tables(slots, num_experts, _ENGINE_TILE_ROWS) + _sections(
@@ -88,22 +94,22 @@ def moe_w4a16_workspace_bytes(
 
 
 def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
-    """Return the bytes of scratch memory that one grouped product needs."""
+    """Return the bytes of scratch memory for one grouped GEMM with the plain kernels."""
     return _row_tables(rows, num_experts) + _quantized_rows(rows, k)
 
 
 def _chunk_rows(rows: int, k: int) -> int:
-    """Return how many rows of a grouped product go through an engine at once."""
+    """Return how many rows of a grouped GEMM an engine processes at once."""
     return min(rows, _ENGINE_CHUNK_ROWS, ((1 << 32) - 1) // (k // 8))
 
 
 def grouped_gemm_w4a16_workspace_bytes(
     rows: int, num_experts: int, n: int, k: int, *, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one w4a16 grouped product needs.
+    """Return the bytes of scratch memory for one w4a16 grouped GEMM.
 
-    That of the engines, which take a chunk of rows at a time, or that of the plain kernels, which
-    run float32 and matrices of very many rows or columns.
+    The engines process a chunk of rows at a time. The plain kernels run float32, and matrices with
+    very many rows or columns.
     """
     if dtype.itemsize > 2 or max(n, k) > ENGINE_MAX_EXTENT:
         return grouped_gemm_workspace_bytes(rows, num_experts, n, k, dtype=dtype)
@@ -114,18 +120,19 @@ def grouped_gemm_w4a16_workspace_bytes(
 
 
 def _fp4_rows(rows: int, k: int) -> int:
-    """Return the bytes of quantized rows, each padded."""
+    """Return the bytes for quantized rows that are padded for the FP4 engine."""
     return _quantized_rows(rows, -(-k // _FP4_K) * _FP4_K)
 
 
 def moe_w4a4_workspace_bytes(
     tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one call of an expert layer on FP4 engines needs.
+    """Return the bytes of scratch memory for one call of an expert layer on FP4 engines.
 
-    The quantized rows of both products, outputs in 16 bits, and partial sums in float32.
+    The memory holds the quantized rows of both GEMMs, outputs in 16 bits, and partial sums in
+    float32.
     """
-    del gated, dtype  # the activation's output has `intermediate` columns either way
+    del gated, dtype  # the output of the activation has `intermediate` columns in both cases
     slots = min(tokens, _ENGINE_CHUNK_SLOTS // max(top_k, 1)) * top_k
     return (
         _row_tables(slots, num_experts, _ENGINE_TILE_ROWS)
@@ -137,7 +144,7 @@ def moe_w4a4_workspace_bytes(
 
 
 def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
-    """Return the bytes of scratch memory that one grouped product on FP4 engines needs."""
+    """Return the bytes of scratch memory for one grouped GEMM on FP4 engines."""
     del n, dtype
     rows = _chunk_rows(rows, k)
     tables = _row_tables(rows, num_experts, _ENGINE_TILE_ROWS)
@@ -147,8 +154,14 @@ def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: in
 def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no_notes, **limits):
     """Return the record of the kernels whose names end in `suffix`.
 
-    `workspaces` are the formulas of the layer and of the product, `limits` fields of its
-    `Capability`.
+    Args:
+      suffix: end of the names of the record and of its FFI targets.
+      devices: where the kernels implement which schemes.
+      status: on which hardware they were executed, emulated or only compiled.
+      workspaces: functions that return the workspace bytes of the layer and of the grouped GEMM.
+      layout: name of the layout of the weights.
+      notes: see `Backend`.
+      limits: further fields of `Capability`.
     """
     moe_workspace, grouped_gemm_workspace = workspaces
     moe, grouped_gemm = f"nvfp4_moe_{suffix}", f"nvfp4_grouped_gemm_{suffix}"
@@ -175,8 +188,8 @@ def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no
 MOE_W4A4_SM120 = _record(
     "w4a4_sm120",
     (Device(W4A4_SCHEMES, (12, 0), (13, 0)),),
-    "mma.sync on FP4: executed by emulation of its one instruction, compiled for 120f, not executed"
-    " natively",
+    "mma.sync on FP4: executed on Hopper with its one instruction emulated; compiled for 120f, not"
+    " executed natively",
     (moe_w4a4_workspace_bytes, grouped_gemm_w4a4_workspace_bytes),
     layout="fp4_64x64",
     dtypes=frozenset({"bfloat16", "float16"}),
@@ -191,8 +204,8 @@ MOE_W4A16_SM90 = _record(
     notes=note_engines,
     shared_bytes=225280,
 )
-# sm_80 code is also the weight-only path of Blackwell, and behind the records above its path for
-# all else: float32, or a device of 10.x to 12.x that they do not name.
+# The sm_80 kernels are also the weight-only path of Blackwell. They also run whatever the Blackwell
+# records above do not accept: float32, and devices of 10.x to 12.x that no record names.
 MOE_W4A16_SM80 = _record(
     "w4a16_sm80",
     (

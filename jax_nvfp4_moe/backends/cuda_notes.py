@@ -1,18 +1,18 @@
-"""Which kernels the CUDA records of 16-bit engines run for a problem, as ``ffi/cuda`` chooses them.
+"""Notes on which kernels a CUDA record of 16-bit engines runs, as ``ffi/cuda`` chooses them.
 
-A record has three kinds: the engines; a kernel for layers of a few slots, which sorts nothing
-before it; and the plain kernels, for what the engines do not take.
+A record has three kinds of kernels: the engines, a kernel for layers with few slots that needs no
+sorting, and plain kernels for everything that the engines do not accept. A slot is a pair of a
+token and one of its experts.
 """
 
 from jax_nvfp4_moe.numerics.activations import ACTIVATIONS
 from jax_nvfp4_moe.scheme import Problem, Scheme
 
-ENGINE_MAX_EXTENT = 1 << 18  # rows or columns of a matrix
+ENGINE_MAX_EXTENT = 1 << 18  # the most rows or columns of a matrix that the engines accept
 
-# Of the kernel for few slots (ffi/cuda/gemm/expert_gemm_few.cu); a test compares. A slot is the
-# visit of a token to one expert.
+# Limits of the kernel for few slots (ffi/cuda/gemm/expert_gemm_few.cu); a test compares them.
 _MAX_SLOTS = 32
-_MAX_WEIGHTS = 64 << 20  # that the slots of a layer multiply by, in both products
+_MAX_WEIGHTS = 64 << 20  # the most weights that the slots of a layer read in both GEMMs
 _MAX_ROWS_BYTES = 90 << 10
 _STATIC_BYTES = 13 << 10
 _K_TILE, _ROW_PADDING = 64, 16
@@ -20,27 +20,31 @@ _FEW_SCHEMES = frozenset({Scheme.W4A16, Scheme.W4A4, Scheme.W4A4_UNIT_SCALE})
 
 
 def few_slots_shared_bytes(slots: int, slots_per_row: int, k: int, *, rounds: bool) -> int:
-    """Return the bytes of shared memory that a block of the kernel for few slots needs.
+    """Return the bytes of shared memory per thread block that the kernel for few slots needs.
 
     Args:
-      slots: slots of the product.
-      slots_per_row: slots that share a row of its left operand.
+      slots: number of slots of the GEMM.
+      slots_per_row: number of slots that share a row of the left operand.
       k: length of a row.
-      rounds: whether rows are rounded to NVFP4 on their way, each slot's under its expert's scale.
+      rounds: whether rows are rounded to NVFP4 inside the kernel, for each slot with the scale of
+        its expert.
     """
     rows = -(-slots // slots_per_row) + (slots if rounds and slots_per_row > 1 else 0)
     return rows * (2 * _K_TILE * -(-k // _K_TILE) + _ROW_PADDING) + _STATIC_BYTES
 
 
 def _layer_shared_bytes(problem: Problem, tokens: int) -> int:
-    """Return what the larger of a layer's two products needs for `tokens` tokens."""
+    """Return the shared memory for `tokens` tokens: the larger need of the layer's two GEMMs."""
     slots, rounds = tokens * problem.top_k, problem.scheme is not Scheme.W4A16
     first = few_slots_shared_bytes(slots, problem.top_k, problem.hidden, rounds=rounds)
     return max(first, few_slots_shared_bytes(slots, 1, problem.intermediate, rounds=rounds))
 
 
 def _few_tokens(problem: Problem, gate_up_rows: int) -> tuple[int, int]:
-    """Return up to how many tokens need no sort, and how many would if shared memory had no end."""
+    """Return up to how many tokens a layer runs without sorting, on this device and at most.
+
+    The second number would hold if shared memory were unlimited.
+    """
     weights = problem.top_k * problem.hidden * (gate_up_rows + problem.intermediate)
     most = min(_MAX_SLOTS // problem.top_k, _MAX_WEIGHTS // weights)
     limit = min(_MAX_ROWS_BYTES + _STATIC_BYTES, problem.target.shared_bytes)
@@ -49,13 +53,13 @@ def _few_tokens(problem: Problem, gate_up_rows: int) -> tuple[int, int]:
 
 
 def note_engines(problem: Problem) -> tuple[str, ...]:
-    """Say where the plain kernels run, and up to how many tokens a layer needs no sort."""
+    """Return notes that say when plain kernels run, and up to how many tokens need no sorting."""
     extent = max(problem.hidden, problem.intermediate)
     if problem.dtype == "float32":
-        return ("float32 runs the plain kernels; the fast ones take bfloat16 and float16",)
+        return ("float32 runs the plain kernels; the fast ones need bfloat16 or float16",)
     if extent > ENGINE_MAX_EXTENT:
         return (
-            f"the plain kernels run, since the fast ones take matrices of up to "
+            f"the plain kernels run, because the fast ones accept matrices of up to "
             f"{ENGINE_MAX_EXTENT} rows and columns, got {extent}",
         )
     if problem.op != "moe_mlp" or problem.scheme not in _FEW_SCHEMES or problem.top_k < 1:
@@ -65,8 +69,8 @@ def note_engines(problem: Problem) -> tuple[str, ...]:
     if tokens == most:
         return ()
     return (
-        f"calls of more than {tokens} tokens sort them first: the kernel that does not would need "
-        f"{_layer_shared_bytes(problem, tokens + 1)} bytes of shared memory for {tokens + 1}, and "
-        f"{problem.target} has {problem.target.shared_bytes}, of which it takes at most "
-        f"{_MAX_ROWS_BYTES + _STATIC_BYTES}",
+        f"calls with more than {tokens} tokens sort the tokens by expert first: the kernel that "
+        f"does not sort needs {_layer_shared_bytes(problem, tokens + 1)} bytes of shared memory "
+        f"for {tokens + 1} tokens; {problem.target} has {problem.target.shared_bytes}, and the "
+        f"kernel uses at most {_MAX_ROWS_BYTES + _STATIC_BYTES}",
     )

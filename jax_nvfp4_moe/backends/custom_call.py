@@ -1,4 +1,4 @@
-"""Emit one XLA FFI call for an op: the operand order that every kernel of this package shares."""
+"""Emit one XLA FFI call for an op, with the operand order that all kernels here share."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.scheme import Scheme
 
-# What a kernel is told to do with activations before each product.
+# How a kernel scales activations before each GEMM, by scheme.
 ACTIVATION_SCALE = {
     Scheme.W4A16: "none",
     Scheme.W4A4: "static",
@@ -17,50 +17,55 @@ ACTIVATION_SCALE = {
 
 
 def _input_scale(scale, num_experts, scheme):
-    """Return the operand ``[e]``, or ``[0]`` where the kernel reads none."""
+    """Return the operand ``[e]``, or ``[0]`` if the kernel reads no input scales."""
     if scheme is Scheme.W4A4_UNIT_SCALE:
         return jnp.ones(num_experts, jnp.float32)
     if scheme is not Scheme.W4A4:
         return jnp.zeros(0, jnp.float32)
     if scale is None:
-        raise ValueError("input_scale: w4a4 needs one per expert, got None")
+        raise ValueError(
+            "input_scale: expected one scale per expert, because scheme w4a4 multiplies by it; "
+            "got None"
+        )
     return jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (num_experts,))
 
 
 def _global_scale(weight: NVFP4Tensor, parts: int):
-    """Return the operand ``[e, parts]``."""
+    """Return the operand ``[e, parts]``: the global scales of a weight, broadcast to its parts."""
     scale = weight.global_scale.astype(jnp.float32)
     scale = scale[:, None] if scale.ndim == 1 else scale
     return jnp.broadcast_to(scale, (scale.shape[0], max(parts, scale.shape[1])))
 
 
 def _bias(bias):
-    """Return the operand ``[e, n]``, or ``[0, 0]`` where there is none."""
+    """Return the operand ``[e, n]``, or ``[0, 0]`` if there is no bias."""
     return jnp.zeros((0, 0), jnp.float32) if bias is None else bias.astype(jnp.float32)
 
 
 def _check_known(ffi_target, rows, symbolic_rows):
-    """Check that the number of rows is a number where the size of the workspace needs one.
+    """Check that the number of rows is known if the size of the workspace depends on it.
 
     Raises:
-      ValueError: it is a symbol of `jax.export.symbolic_shape`.
+      ValueError: if the number is a symbol of `jax.export.symbolic_shape`.
     """
     if not (symbolic_rows or isinstance(rows, int)):
         raise ValueError(
-            f"x: {ffi_target} needs a known number of tokens to size its workspace, got the "
-            f"symbolic size {rows}. Export the program once for each number of tokens, or with "
-            "backend='reference'"
+            f"x: expected a known number of tokens, because the kernel {ffi_target} computes the "
+            f"size of its workspace from it; got the symbolic size {rows}. Export the program once "
+            "for each number of tokens, or with backend='reference'"
         )
 
 
 def lower_moe(ffi_target, workspace_bytes, *, symbolic_rows=False):
-    """Return the lowering of `moe_mlp` to an FFI target.
+    """Return the function that lowers `moe_mlp` to an FFI target.
 
     Args:
-      ffi_target: the name that the extension registers.
-      workspace_bytes: ``(tokens, top_k, num_experts, hidden, intermediate, gated, dtype) -> int``,
-        the size of the scratch result; the handler checks it.
-      symbolic_rows: whether `workspace_bytes` takes a symbolic number of tokens (`jax.export`).
+      ffi_target: name under which the extension registers the target.
+      workspace_bytes:
+        ``(tokens, top_k, num_experts, hidden, intermediate, *, gated, dtype) -> int``, the size of
+        the scratch result; the handler checks it.
+      symbolic_rows: whether `workspace_bytes` accepts a symbolic number of tokens (`jax.export`);
+        False by default.
     """
 
     def lower(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
@@ -91,7 +96,7 @@ def lower_moe(ffi_target, workspace_bytes, *, symbolic_rows=False):
             "limit": np.float32(call.limit),
             "activation_scale": ACTIVATION_SCALE[scheme],
             "weight_on_input": bool(weight_on_input),
-            "intermediate": np.int64(params.intermediate),  # the layout may have padded it
+            "intermediate": np.int64(params.intermediate),  # arrays may have the padded size
         }
         outputs = jax.ShapeDtypeStruct((t, h), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8)
         call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
@@ -101,12 +106,14 @@ def lower_moe(ffi_target, workspace_bytes, *, symbolic_rows=False):
 
 
 def lower_grouped_gemm(ffi_target, workspace_bytes, *, symbolic_rows=False):
-    """Return the lowering of `grouped_gemm` to an FFI target.
+    """Return the function that lowers `grouped_gemm` to an FFI target.
 
     Args:
-      ffi_target: the name that the extension registers.
-      workspace_bytes: ``(rows, num_experts, n, k, dtype) -> int``.
-      symbolic_rows: whether `workspace_bytes` takes a symbolic number of rows (`jax.export`).
+      ffi_target: name under which the extension registers the target.
+      workspace_bytes: ``(rows, num_experts, n, k, *, dtype) -> int``, the size of the scratch
+        result; the handler checks it.
+      symbolic_rows: whether `workspace_bytes` accepts a symbolic number of rows (`jax.export`);
+        False by default.
     """
 
     def lower(x, weight, group_sizes, input_scale, bias, *, scheme):
@@ -131,14 +138,15 @@ def lower_grouped_gemm(ffi_target, workspace_bytes, *, symbolic_rows=False):
 
 
 def lower_quantize(ffi_target, partials):
-    """Return the lowering of `quantize_nvfp4` to an FFI target.
+    """Return the function that lowers `quantize_nvfp4` to an FFI target.
 
-    It returns packed uint8, block_scale float8_e4m3fn, swizzled ones padded to whole tiles, and the
-    global scale; where none is given, the kernel takes it from x.
+    The call returns packed uint8, block_scale float8_e4m3fn and the global scale. Swizzled block
+    scales are padded to whole tiles. Without a given global scale, the kernel computes it from x.
 
     Args:
-      ffi_target: the name that the extension registers.
-      partials: words of scratch memory that finding the largest magnitude takes.
+      ffi_target: name under which the extension registers the target.
+      partials: number of 4-byte words of scratch memory that the search for the largest magnitude
+        needs.
     """
 
     def lower(x, global_scale, scale_layout):
@@ -158,12 +166,13 @@ def lower_quantize(ffi_target, partials):
 
 
 def lower_route(ffi_target):
-    """Return the lowering of `route` to an FFI target.
+    """Return the function that lowers `route` to an FFI target.
 
-    Choosing by logits uses neither correction, groups nor renormalization, so it passes none.
+    Routing by logits uses no correction, no groups and no renormalization, so the call then passes
+    neutral values.
 
     Args:
-      ffi_target: the name that the extension registers.
+      ffi_target: name under which the extension registers the target.
     """
 
     def lower(router, logits, bias):

@@ -1,7 +1,7 @@
-"""The meaning of every op in float32 jnp; runs on any device, one expert at a time.
+"""The definition of every op in float32 `jax.numpy`; it runs on any device and is slow.
 
-Nothing here is fast. Memory stays bounded: no more than one expert is dequantized at once, and its
-tokens go through in chunks of a fixed number of rows.
+Memory stays bounded: only one expert is dequantized at a time, and its tokens go through in chunks
+of a fixed number of rows.
 """
 
 import functools
@@ -17,17 +17,20 @@ from jax_nvfp4_moe.numerics.routing import route
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
 
-CHUNK_ROWS = 128  # rows of one expert that go through at once
+CHUNK_ROWS = 128  # number of rows of one expert that are processed at once
 
 
 def round_activations(x, input_scale, scheme: Scheme):
-    """Round rows ``x [m, k]`` to NVFP4 and back as `scheme` says; float32.
+    """Round rows ``x [m, k]`` to NVFP4 and back, by `scheme`, in float32.
 
     Args:
-      x: float32 rows.
-      input_scale: float32 scalar or ``[m]``; read by w4a4 alone.
-      scheme: w4a16 leaves `x` alone, w4a4 uses `input_scale`, w4a4_unit_scale 1 and
-        w4a4_token_scale ``amax / 2688`` of each row.
+      x: float32 rows ``[m, k]``.
+      input_scale: float32 scalar or ``[m]``; only w4a4 reads it.
+      scheme: w4a16 does not change `x`. The other schemes round with the global scale `input_scale`
+        (w4a4), 1 (w4a4_unit_scale), or ``amax / 2688`` of each row (w4a4_token_scale).
+
+    Returns:
+      float32 ``[m, k]``. NaN and infinite values become NaN.
     """
     if scheme is Scheme.W4A16:
         return x
@@ -38,7 +41,8 @@ def round_activations(x, input_scale, scheme: Scheme):
     else:
         scale = jnp.asarray(input_scale, jnp.float32)
     rounded = fake_quantize(x[:, None, :], jnp.broadcast_to(scale, x.shape[:1]))[:, 0, :]
-    # An infinity would saturate to an ordinary number, and hide what went wrong in its token.
+    # An infinity would saturate at the largest number, and the finite result would hide the error
+    # in that token.
     return jnp.where(jnp.isfinite(x), rounded, jnp.nan)
 
 
@@ -49,35 +53,36 @@ def _multiply(x, weight: NVFP4Tensor, expert):
 
 
 def by_chunks(run_chunk, start, end, carry, chunk: int = CHUNK_ROWS):
-    """Run the rows `start` to `end` by chunks: ``carry = run_chunk(row, carry)`` for each.
+    """Process the rows from `start` to `end` in chunks: ``carry = run_chunk(row, carry)``.
 
-    The loop counts chunks: XLA drops one that counts rows by `chunk` up to a constant of 1.
+    `row` is the first row of each chunk. The loop counts chunks. XLA removes a loop that counts
+    rows in steps of `chunk` up to a constant of 1.
     """
     chunks = (end - start + (chunk - 1)) // chunk
     return lax.fori_loop(0, chunks, lambda i, carry: run_chunk(start + i * chunk, carry), carry)
 
 
 def _pick(array, expert):
-    """Return ``array[expert]`` in float32, or zero where there is no array."""
+    """Return ``array[expert]`` in float32, or zero if `array` is None."""
     return jnp.float32(0) if array is None else array[expert].astype(jnp.float32)
 
 
 def _bias(array, expert):
-    """Return the bias of one expert as a row ``[1, n]``, or zero where there is none."""
+    """Return the bias of one expert as a row ``[1, n]``, or zero if there is no bias."""
     return 0.0 if array is None else array[expert][None].astype(jnp.float32)
 
 
 def round_to(x, dtype):
-    """Round float32 values to `dtype`, and keep them in float32.
+    """Round float32 values to the precision of `dtype`, and keep them in float32.
 
-    XLA may drop a pair of casts as excess precision; this it must not.
+    XLA may remove a pair of casts as excess precision. It does not remove `lax.reduce_precision`.
     """
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
 def _expert_mlp(x, params: MoEParams, expert, scheme, call: ActivationCall, dtype):
-    """Run rows ``x [m, h]`` of one expert through both products; float32 ``[m, h]``."""
+    """Run rows ``x [m, h]`` of one expert through both GEMMs; return float32 ``[m, h]``."""
     x = round_activations(x, _pick(params.gate_up_input_scale, expert), scheme)
     u = _multiply(x, params.gate_up, expert) + _bias(params.gate_up_bias, expert)
     a = round_to(activate(call, u), dtype)
@@ -86,14 +91,19 @@ def _expert_mlp(x, params: MoEParams, expert, scheme, call: ActivationCall, dtyp
 
 
 def sort_slots(expert_ids, num_experts: int):
-    """Sort slots, ``t * k + j``, by their expert; those of no expert come last.
+    """Sort slots by their expert.
+
+    The slot ``t * k + j`` stands for token t and its j-th expert. Slots without an expert come
+    last.
 
     Args:
-      expert_ids: ``[t, k]``; ids from `num_experts` on, and below 0, are no expert.
+      expert_ids: integers ``[t, k]``. Ids below 0, and ids from `num_experts` on, stand for no
+        expert.
+      num_experts: number of experts e.
 
     Returns:
-      slots int32 ``[t * k + CHUNK_ROWS]`` with zeros at its end, and the start and the end of the
-      slots of each expert, int32 ``[e]``.
+      A tuple ``(slots, starts, ends)``. `slots` is int32 ``[t * k + CHUNK_ROWS]`` and ends with
+      zeros. `starts` and `ends`, int32 ``[e]``, are the bounds of each expert's slots.
     """
     e = num_experts
     flat = jnp.where((expert_ids >= 0) & (expert_ids < e), expert_ids, e).reshape(-1)
@@ -111,12 +121,17 @@ def combine_experts(
     """Return ``y[t] = sum_j expert_weights[t, j] * run_rows(expert_ids[t, j], x[t])``.
 
     Args:
-      x: ``[t, h]``.
-      num_experts: ids from it on, and below 0, contribute nothing.
-      expert_ids, expert_weights: ``[t, k]``.
-      run_rows: expert, float32 rows ``[m, h]`` -> float32 ``[m, width]``.
-      weight_on_input: multiply the rows by their weight instead of the result.
-      width: of the result; h where it is None.
+      x: ``[t, h]`` of any float dtype.
+      num_experts: number of experts. Ids below 0, and ids from this number on, contribute nothing.
+      expert_ids: integers ``[t, k]``.
+      expert_weights: ``[t, k]`` of any float dtype.
+      run_rows: ``(expert, float32 rows [m, h]) -> float32 [m, width]``.
+      weight_on_input: whether the weight multiplies the rows before `run_rows` instead of the
+        result.
+      width: number of columns of the result; None (default) for h.
+
+    Returns:
+      ``[t, width]`` in the dtype of `x`.
     """
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = num_experts
@@ -131,7 +146,8 @@ def combine_experts(
             rows = round_to(rows.astype(jnp.float32) * weight[:, None], x.dtype)
             weight = jnp.ones_like(weight)
         d = run_rows(expert, rows.astype(jnp.float32))
-        # Rows past the end are other experts': select, so that their NaN cannot leak.
+        # A chunk may extend into the rows of the next expert. `where` drops them, so that their NaN
+        # cannot spread.
         d = jnp.where(alive[:, None], d * weight[:, None], 0.0)
         return y.at[jnp.where(alive, here // top_k, t)].add(d, mode="drop")
 
@@ -146,7 +162,7 @@ def combine_experts(
 
 
 def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
-    """Run the experts of each token; see `ops.moe_mlp` for the meaning."""
+    """Compute an expert layer; `ops.moe_mlp` describes the result."""
     params = params.to_layout(CANONICAL)
 
     def run_rows(expert, rows):
@@ -163,13 +179,18 @@ def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_in
 
 
 def group_bounds(group_sizes, rows: int):
-    """Return where the rows of each group start and end, of `rows` in all; int32 ``[e]``."""
+    """Return the first row of each group and the row after its last one, int32 ``[e]`` each.
+
+    Args:
+      group_sizes: integers ``[e]``; a negative size counts as 0.
+      rows: number of rows that exist; no group extends past it.
+    """
     ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), rows)
     return jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]]), ends
 
 
 def grouped_gemm(x, weight, group_sizes, input_scale, bias, *, scheme):
-    """Multiply each row by the weight of its group; see `ops.grouped_gemm` for the meaning."""
+    """Multiply each row by the weight of its group; `ops.grouped_gemm` describes the result."""
     m = x.shape[0]
     weight = weight.to_layout(CANONICAL)
     e, n, _ = weight.shape
@@ -194,7 +215,7 @@ def grouped_gemm(x, weight, group_sizes, input_scale, bias, *, scheme):
 
 
 def quantize_nvfp4(x, global_scale, scale_layout):
-    """Quantize rows ``[m, k]``; `numerics.nvfp4.quantize` is the meaning."""
+    """Quantize rows ``[m, k]`` with `numerics.nvfp4.quantize`; convert scales to `scale_layout`."""
     packed, block_scale, scale = quantize(x, global_scale)
     if scale_layout != "linear":
         packed, block_scale = to_layout(packed, block_scale, find_layout(scale_layout))

@@ -1,4 +1,4 @@
-"""Resolve the static facts of an op into its plan; say its choices once in the log."""
+"""Resolve the static facts of an op into its plan, and log each choice once."""
 
 import dataclasses
 import functools
@@ -20,14 +20,14 @@ from jax_nvfp4_moe.scheme import (
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
-# Ops whose reference is as good as a kernel on a CPU: running it there is nothing to warn of.
+# On a CPU, the reference of these ops is as good as a kernel, so that running it needs no warning.
 _PLAIN_OPS = frozenset({"route"})
 
 
 def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:
-    """Return the extensions that `target` would lack if a program ran now.
+    """Return the extensions that `target` needs and this process lacks, with reasons.
 
-    Only the current device is asked for its extension: another target is for lowering alone.
+    Only the current device needs its extension. Any other target is for lowering, which needs none.
     """
     if target != Target.current():
         return ()
@@ -43,19 +43,25 @@ def resolve(
     requested_scheme: Scheme | str | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> Plan:
-    """Choose the scheme and the backend of one op: the only place where both are decided.
+    """Choose the scheme and the backend of one op; both are decided nowhere else.
 
     Args:
-      problem: the static facts. Its scheme is replaced by the chosen one where `checkpoint_scheme`
-        is given.
-      checkpoint_scheme: what the checkpoint says of the weights, "w4a16" or "w4a4"; None where the
-        problem has its scheme already, or needs none.
-      requested_scheme: None, "checkpoint" or a scheme; see `scheme.choose_scheme`.
-      backend: name of a record; a sequence of names, tried in that order; None to choose.
+      problem: the static facts. If `checkpoint_scheme` is given, the chosen scheme replaces that of
+        the problem.
+      checkpoint_scheme: what the checkpoint declares for the weights, "w4a16" or "w4a4". None
+        (default) if the problem already has a scheme or needs none.
+      requested_scheme: None (default), "checkpoint" or a scheme; see `scheme.choose_scheme`.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+
+    Returns:
+      The `Plan` of the op.
 
     Raises:
-      ValueError: the scheme or a backend is unknown, or the scheme does not go with the weights.
-      NoBackendError: no backend fits; says why, one by one.
+      ValueError: if the scheme or a backend is unknown, or the scheme needs input scales that the
+        weights lack.
+      NoBackendError: if no backend accepts the problem; the message lists every backend and its
+        reason.
     """
     why = ""
     if checkpoint_scheme is not None:
@@ -74,10 +80,10 @@ def resolve(
 
 
 def find_names(backend: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of the argument `backend`, in the order in which they are tried.
+    """Return the names in the argument `backend`, in the order in which they are tried.
 
     Raises:
-      ValueError: it is empty, or has something else than names.
+      ValueError: if it is empty, or contains anything other than names.
     """
     if backend is None:
         return None
@@ -90,16 +96,17 @@ def find_names(backend: str | Sequence[str] | None) -> tuple[str, ...] | None:
 def choose_backend(
     problem: Problem, backends: Sequence[Backend], names: Sequence[str] | None = None
 ) -> Backend:
-    """Choose the first of `backends`, in order of preference, that accepts `problem`.
+    """Choose the first of `backends` that accepts `problem`.
 
     Args:
       problem: the static facts.
-      backends: the records to walk.
-      names: the records to consider, in this order instead; None for all.
+      backends: the records, in order of preference.
+      names: names of the records to consider, in the order in which they are tried; None (default)
+        for all.
 
     Raises:
-      NoBackendError: none accepts it; the message lists each with its reason.
-      ValueError: there is no backend with one of `names`.
+      NoBackendError: if none accepts it; the message lists every backend and its reason.
+      ValueError: if there is no backend with one of `names`.
     """
     records = {backend.name: backend for backend in backends}
     for name in names or ():
@@ -116,21 +123,21 @@ def choose_backend(
 
 
 def reasons_against(problem: Problem, backends: Sequence[Backend]) -> dict[str, str | None]:
-    """Return backend name -> why it cannot run `problem`, None where it can, in order."""
+    """Return backend name -> why it cannot run `problem`, or None if it can, in order."""
     return {backend.name: backend.can.reason_against(problem) for backend in backends}
 
 
 @functools.cache
 def log_scheme(checkpoint_scheme: Scheme, scheme: Scheme, why: str) -> None:
-    """Log the choice of a scheme, once for each distinct one."""
+    """Log the choice of a scheme, once for each distinct choice."""
     _LOG.info("scheme %s for a %s checkpoint: %s", scheme, checkpoint_scheme, why)
 
 
 @functools.cache
 def log_conversion(op: str, here: str, there: str) -> None:
-    """Log, once for each pair, that an op converts weights inside the trace."""
+    """Log, once for each pair of layouts, that an op converts weights inside the trace."""
     _LOG.info(
-        "%s converts weights from layout %s to %s on each call; `prepare` does it once",
+        "%s converts weights from layout %s to %s on each call; call `prepare` to do it once",
         op,
         here,
         there,
@@ -139,14 +146,15 @@ def log_conversion(op: str, here: str, there: str) -> None:
 
 @functools.cache
 def _log_backend(op, scheme, target, name, automatic):
+    """Log the choice of a backend once; warn if an automatic choice is the slow reference."""
     if automatic and name == "reference" and op not in _PLAIN_OPS:
-        _LOG.warning("%s %s on %s runs the slow reference; `explain` tells why", op, scheme, target)
+        _LOG.warning("%s %s on %s runs the slow reference; `explain` says why", op, scheme, target)
     else:
         _LOG.info("backend %s for %s on %s", name, f"{op} {scheme}" if scheme else op, target)
 
 
 def explain_plan(plan: Plan) -> Choice:
-    """Return what `plan` chose, with the reason against every other backend."""
+    """Return the choices of `plan`, with the reason against every other backend."""
     reasons = reasons_against(plan.problem, BACKENDS)
     against = {name: reason for name, reason in reasons.items() if reason is not None}
     notes = plan.backend.notes(plan.problem)
@@ -154,7 +162,7 @@ def explain_plan(plan: Plan) -> Choice:
 
 
 def resolve_again(plan: Plan, **facts: Any) -> Plan:
-    """Return the plan of the same requests with other `facts`, fields of `Problem`."""
+    """Resolve the requests of `plan` again with other `facts`, which are fields of `Problem`."""
     return resolve(
         dataclasses.replace(plan.problem, unavailable=(), **facts),
         checkpoint_scheme=plan.checkpoint_scheme,

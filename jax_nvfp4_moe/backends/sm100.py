@@ -1,34 +1,36 @@
-"""W4A4 on FP4 tensor cores of compute capability 10.x: its record, and the size of its workspace.
+"""The record of W4A4 kernels for compute capability 10.x, and the sizes of their workspaces.
 
-The kernels are in ``ffi/cuda/layers/moe_w4a4_sm100.cu`` and ``grouped_gemm_w4a4_sm100.cu``; the
-product itself is CUTLASS's, so a build has them only where it found CUTLASS's headers.
+The kernels are in ``ffi/cuda/layers/moe_w4a4_sm100.cu`` and ``grouped_gemm_w4a4_sm100.cu``. The
+GEMM itself is CUTLASS's. A build contains these kernels only if it found the headers of CUTLASS.
 """
 
 from jax_nvfp4_moe.backends.cuda import _SEGMENTS, _row_tables, _sections
 from jax_nvfp4_moe.backends.custom_call import lower_grouped_gemm, lower_moe
 from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device
 
-# The workspace is cut in C++ (ffi/cuda/gemm/fp4_groups.cuh and the files above); a test compares.
-_CHUNK_SLOTS = 65536  # tokens of a layer go through in chunks of at most so many slots
+# C++ code divides the workspace into arrays (ffi/cuda/gemm/fp4_groups.cuh and the files above). The
+# sizes here must agree with it, and a test compares them.
+_CHUNK_SLOTS = 65536  # a layer processes its tokens in chunks of at most this many slots
 _SCALE_TILE_ROWS, _SCALE_TILE_K, _SCALE_TILE_BYTES = 128, 64, 512
-_COLLECTIVE_BYTES = 512 << 10  # bound of what CUTLASS asks for
+_COLLECTIVE_BYTES = 512 << 10  # upper bound of the workspace that CUTLASS requests
 _OUTPUT_MULTIPLE = 8
 _MOE, _GROUPED_GEMM = "nvfp4_moe_w4a4_sm100", "nvfp4_grouped_gemm_w4a4_sm100"
-_OPERAND_ENTRY = (8, 8, 8, 20)  # pointer, stride, pointer to scales, layout of scales
+_OPERAND_ENTRY = (8, 8, 8, 20)  # bytes of pointer, stride, pointer to scales, layout of scales
 
 
 def _up(n, multiple):
+    """Round `n` up to a multiple of `multiple`."""
     return -(-n // multiple) * multiple
 
 
 def _groups(num_experts):
-    """Return the bytes of what the collective is told about one product."""
+    """Return the bytes of the arguments that describe one grouped GEMM to CUTLASS."""
     entry = (12, *_OPERAND_ENTRY, *_OPERAND_ENTRY, 8, 8, 8, 4)
     return _sections(*(size * num_experts for size in entry))
 
 
 def _fp4_rows(rows, num_experts, k):
-    """Return the bytes of codes and of block scales in tiles; experts begin at tiles."""
+    """Return the bytes for codes and for block scales in tiles; each expert starts a new tile."""
     k = _up(k, _SCALE_TILE_K)
     tiles = (rows // _SCALE_TILE_ROWS + num_experts) * (k // _SCALE_TILE_K)
     return _sections(rows * (k // 2), tiles * _SCALE_TILE_BYTES)
@@ -37,10 +39,10 @@ def _fp4_rows(rows, num_experts, k):
 def moe_workspace_bytes(
     tokens: int, top_k: int, num_experts: int, hidden: int, intermediate: int, *, gated: bool, dtype
 ) -> int:
-    """Return the bytes of scratch memory that one call of the expert layer needs.
+    """Return the bytes of scratch memory for one call of the expert layer.
 
-    It holds one chunk of tokens: their order by expert, what both products are told, quantized
-    rows, and the sums of a product in bfloat16.
+    The memory holds one chunk of tokens: the order of its slots by expert, the arguments of both
+    GEMMs, quantized rows, and the sums of a GEMM in bfloat16.
     """
     slots = min(tokens, _CHUNK_SLOTS // max(top_k, 1)) * top_k
     columns = max((2 if gated else 1) * intermediate, hidden)
@@ -54,7 +56,7 @@ def moe_workspace_bytes(
 
 
 def grouped_gemm_workspace_bytes(rows: int, num_experts: int, n: int, k: int, *, dtype) -> int:
-    """Return the bytes of scratch memory that one grouped product needs."""
+    """Return the bytes of scratch memory for one grouped GEMM."""
     return (
         _row_tables(rows, num_experts)
         + _groups(num_experts)
@@ -78,5 +80,6 @@ MOE_W4A4_SM100 = Backend(
         "grouped_gemm": lower_grouped_gemm(_GROUPED_GEMM, grouped_gemm_workspace_bytes),
     },
     ffi_targets=(_MOE, _GROUPED_GEMM),
-    status="CUTLASS's product compiled, not executed; the rest executed on Hopper, that emulated",
+    status="CUTLASS's GEMM compiled, not executed; the rest executed on Hopper with that GEMM"
+    " emulated",
 )

@@ -1,1 +1,1 @@
-"""Number formats, weights, routers and activations: pure functions and pytrees."""
+"""Pure functions and pytrees for number formats, weights, routers and activations."""

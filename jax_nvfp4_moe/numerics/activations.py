@@ -1,8 +1,9 @@
-"""The activations between an expert's two products: one table, gated and not.
+"""Activation functions between the two GEMMs of an expert, gated and not gated.
 
-A gated activation takes gate ``g`` and up ``u`` and returns ``act(g) * u``; one that is not takes
-``x`` alone. All arithmetic is float32. A finite `limit` clamps first: ``g = min(g, limit)``,
-``u = clip(u, -limit, limit)``, ``x = min(x, limit)``.
+A gated activation takes a gate ``g`` and an up value ``u`` and returns ``act(g) * u``. An
+activation that is not gated takes one input ``x``. All arithmetic is in float32. A finite `limit`
+clamps the inputs first: ``g = min(g, limit)``, ``u = clip(u, -limit, limit)`` and
+``x = min(x, limit)``.
 """
 
 import dataclasses
@@ -15,14 +16,18 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """One row of the table.
+    """One activation: a row of the table `ACTIVATIONS`.
 
     Attributes:
-      gated: whether the first product yields gate and up.
-      function: ``(gate, alpha) -> value`` in float32, before the multiplication by up.
-      parametrised: whether a caller may set alpha and beta.
-      interleaved: whether its rows alternate gate, up, gate, up instead of standing in halves.
-      alpha, beta, limit: what they are where the caller names none; ``(up + beta)`` is multiplied.
+      gated: whether the first GEMM returns gate and up columns.
+      function: ``(gate, alpha) -> value`` in float32. For a gated activation, the result is then
+        multiplied by ``up + beta``.
+      interleaved: whether gate and up rows of the weight alternate. If False, all gate rows come
+        first, then all up rows.
+      parametrised: whether a caller may set `alpha` and `beta`.
+      alpha: default factor inside `function`.
+      beta: default number that is added to up.
+      limit: default bound of the inputs. Infinity means that nothing is clamped.
     """
 
     gated: bool
@@ -64,13 +69,22 @@ ACTIVATIONS = {
     "gelu_tanh_no_mul": Activation(False, _gelu_tanh),
 }
 
-# Other names that configurations use for the same row.
+# Other names that configurations of models use for the same activations.
 ALIASES = {"gelu_pytorch_tanh": "gelu_tanh", "relu2_no_mul": "relu2", "swish": "silu"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationCall:
-    """An activation with its parameters settled: what a backend is told."""
+    """An activation with all its parameters resolved, as backends receive it.
+
+    `find_activation` returns it.
+
+    Attributes:
+      name: a key of `ACTIVATIONS`.
+      alpha: factor inside the activation, for example in ``x * sigmoid(alpha * x)``.
+      beta: number that is added to up before the multiplication.
+      limit: bound of the inputs. Infinity means that nothing is clamped.
+    """
 
     name: str
     alpha: float
@@ -79,7 +93,7 @@ class ActivationCall:
 
     @property
     def row(self) -> Activation:
-        """Its row of the table."""
+        """The entry of `ACTIVATIONS` with this name."""
         return ACTIVATIONS[self.name]
 
 
@@ -89,21 +103,46 @@ def find_activation(
     beta: float | None = None,
     limit: float | None = None,
 ) -> ActivationCall:
-    """Return the activation called `name`, with the table's parameters where None is given.
+    """Return the activation called `name`, with all its parameters resolved.
+
+    The computed function is
+    ``function(min(gate, limit), alpha) * (clip(up, -limit, limit) + beta)`` for gated activations,
+    and ``function(min(x, limit), alpha)`` for the others. All arithmetic is in float32.
 
     Args:
-      name: a row of `ACTIVATIONS` or an alias of one. An `ActivationCall`, whose parameters are
-        settled, is returned as it is.
-      alpha, beta: for rows that take them; None for the row's own.
-      limit: where the inputs are clamped; None for the row's own.
+      name: a key of `ACTIVATIONS` or one of its `ALIASES`, such as "silu". An `ActivationCall` is
+        returned unchanged.
+      alpha: factor inside the activation. None, the default, takes the value of the activation.
+        Only "swigluoai" and "swigluoai_uninterleave" accept a number.
+      beta: number that is added to up. None, the default, takes the value of the activation. The
+        same activations accept a number as for `alpha`.
+      limit: bound of the inputs, a positive number. None, the default, takes the value of the
+        activation.
+
+    Returns:
+      An `ActivationCall`, which `ops.moe_mlp` and the modules accept as `activation`.
 
     Raises:
-      ValueError: the name is unknown (the message lists those that are), it takes no `alpha` and
-        `beta`, `limit` is not positive, or parameters come beside an `ActivationCall`.
+      ValueError: if the name is unknown; the message lists the known names.
+      ValueError: if `alpha` or `beta` is given for an activation that has no such parameter.
+      ValueError: if `limit` is not positive.
+      ValueError: if `name` is an `ActivationCall` and a parameter is given too.
+
+    Example:
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> nvfp4.find_activation("swigluoai", limit=5.0)
+      ActivationCall(name='swigluoai', alpha=1.702, beta=1.0, limit=5.0)
+      >>> nvfp4.find_activation("gelu_pytorch_tanh").name
+      'gelu_tanh'
+
+    Source: "swigluoai" is the activation of OpenAI's gpt-oss, with its constants.
     """
     if isinstance(name, ActivationCall):
         if (alpha, beta, limit) != (None, None, None):
-            raise ValueError(f"alpha, beta, limit: expected None beside {name}, which has them")
+            raise ValueError(
+                f"alpha, beta, limit: expected None, because {name} already contains these "
+                f"parameters; got {alpha}, {beta}, {limit}"
+            )
         return name
     name = ALIASES.get(name, name)
     if name not in ACTIVATIONS:
@@ -113,7 +152,10 @@ def find_activation(
     row = ACTIVATIONS[name]
     if not row.parametrised and (alpha is not None or beta is not None):
         takes = sorted(other for other, its in ACTIVATIONS.items() if its.parametrised)
-        raise ValueError(f"alpha, beta: expected None but with one of {takes}, got {name!r}")
+        raise ValueError(
+            f"alpha, beta: expected None, because only {takes} take these parameters; "
+            f"got {name!r} with alpha={alpha}, beta={beta}"
+        )
     call = ActivationCall(
         name,
         row.alpha if alpha is None else float(alpha),
@@ -126,9 +168,17 @@ def find_activation(
 
 
 def activate(call: ActivationCall, u: jax.Array) -> jax.Array:
-    """Apply `call` to the first product, ``[..., 2i]`` (gated) or ``[..., i]``; gives ``[..., i]``.
+    """Apply the activation `call` to the output of the first GEMM.
 
-    ``function(min(gate, limit), alpha) * (clip(up, -limit, limit) + beta)``; float32 throughout.
+    Computes ``function(min(gate, limit), alpha) * (clip(up, -limit, limit) + beta)`` for gated
+    activations and ``function(min(u, limit), alpha)`` for the others, all in float32.
+
+    Args:
+      call: the activation, as `find_activation` returns it.
+      u: any float dtype, ``[..., 2i]`` if the activation is gated, else ``[..., i]``.
+
+    Returns:
+      float32 ``[..., i]``.
     """
     u = u.astype(jnp.float32)
     if not call.row.gated:
@@ -143,4 +193,5 @@ def activate(call: ActivationCall, u: jax.Array) -> jax.Array:
 
 
 def _at_most(x, limit):
+    """Return ``min(x, limit)``; an infinite `limit` adds no operation to the program."""
     return jnp.minimum(x, limit) if math.isfinite(limit) else x

@@ -1,7 +1,7 @@
-"""FP8 (E4M3) as numbers: weights with one scale a matrix or a row, and the rounding of activations.
+"""FP8 (E4M3) weights with one scale per matrix or per row, and rounding of activations to FP8.
 
-``w[n, k] = values[n, k] * scale[n]``. Products of two E4M3 values are exact in float32, and each
-E4M3 value is exact in bfloat16 and float16.
+The value of a weight is ``w[n, k] = values[n, k] * scale[n]``. Each E4M3 value is exact in bfloat16
+and in float16, and the product of two E4M3 values is exact in float32.
 """
 
 import dataclasses
@@ -12,17 +12,18 @@ from jax import lax
 
 from jax_nvfp4_moe.numerics.nvfp4 import amax, divide
 
-LARGEST = 448.0  # E4M3 has no infinities
+LARGEST = 448.0  # the largest E4M3 value; the format has no infinities
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FP8Tensor:
-    """Matrices in FP8: ``w[..., n, k] = values * scale``.
+    """Matrices in FP8 (E4M3): ``w[..., n, k] = values[..., n, k] * scale[..., n]``.
 
     Attributes:
       values: float8_e4m3fn ``[..., n, k]``.
-      scale: float32 ``[..., n]``; where a file has one of the whole matrix, all are equal.
+      scale: float32 ``[..., n]``, one scale per row. If a file stores one scale for the whole
+        matrix, all rows have that scale.
     """
 
     values: jax.Array
@@ -30,7 +31,7 @@ class FP8Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape ``[..., n, k]``."""
+        """Shape ``[..., n, k]`` of the matrices."""
         return self.values.shape
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
@@ -39,17 +40,23 @@ class FP8Tensor:
 
 
 def round_fp8(x, scale, *, multiply_by_reciprocal: bool):
-    """Round ``x / scale`` to E4M3: ties to even, saturating at 448; NaN and infinity give NaN.
+    """Round ``x / scale`` to E4M3.
+
+    Ties round to even, and finite values saturate at 448. NaN and infinity become NaN.
 
     Args:
-      x: any float dtype.
-      scale: float32, broadcast to `x`.
-      multiply_by_reciprocal: round ``x * (448 / amax)`` with ``amax = 448 * scale``, as ModelOpt
-        does; it
-        differs from the quotient, which compressed-tensors takes, by a unit in the last place, and
-        that can move a value that lies between two E4M3 numbers to the other.
+      x: array of any float dtype and shape.
+      scale: float32, of a shape that broadcasts to `x`.
+      multiply_by_reciprocal: if True, round ``x * (448 / amax)`` with ``amax = 448 * scale``, as
+        ModelOpt does. If False, round the quotient ``x / scale``, as compressed-tensors does. The
+        two results differ by a unit in the last place, which can change how a value between two
+        E4M3 numbers rounds.
 
-    Source: `tensor_quant.fp8_eager` of nvidia-modelopt, `lifecycle.forward` of compressed-tensors.
+    Returns:
+      float8_e4m3fn, of the shape of `x`.
+
+    Source: `tensor_quant.fp8_eager` of nvidia-modelopt and `lifecycle.forward` of
+    compressed-tensors.
     """
     x = x.astype(jnp.float32)
     scale = jnp.asarray(scale, jnp.float32)
@@ -58,21 +65,25 @@ def round_fp8(x, scale, *, multiply_by_reciprocal: bool):
     else:
         scaled = divide(x, scale)
     rounded = jnp.clip(scaled, -LARGEST, LARGEST)
-    # An infinity would saturate to an ordinary number, and hide what went wrong in its token.
+    # An infinity would saturate at 448, and the finite result would hide the error in that token.
     values = jnp.where(jnp.isfinite(x), rounded, jnp.nan).astype(jnp.float8_e4m3fn)
-    # XLA may take a conversion and the one back for none (xla_allow_excess_precision); it does on
-    # CUDA.
+    # With xla_allow_excess_precision, XLA may remove a conversion to E4M3 that is followed by the
+    # conversion back, and it does so on CUDA. The barrier keeps the rounding.
     return lax.optimization_barrier(values)
 
 
 def dynamic_scale(x, axis):
-    """Return ``amax(|x|) / 448`` in float32 over `axis`, kept; 1 where all are zero."""
+    """Return ``max(|x|) / 448`` over `axis`, in float32.
+
+    The reduced axes stay with size 1. The scale is 1 where all values are zero, because a scale of
+    0 would divide 0 by 0.
+    """
     largest = jnp.expand_dims(amax(x, axis), axis)
     return jnp.where(largest == 0, jnp.float32(1), divide(largest, jnp.float32(LARGEST)))
 
 
 def fake_round_fp8(x, scale, *, multiply_by_reciprocal: bool):
-    """Round to E4M3 and back: float32 ``round_fp8(x, scale) * scale``."""
+    """Return ``round_fp8(x, scale) * scale`` in float32: `x` rounded to E4M3 and back."""
     return (
         round_fp8(x, scale, multiply_by_reciprocal=multiply_by_reciprocal).astype(jnp.float32)
         * scale

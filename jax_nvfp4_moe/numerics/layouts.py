@@ -1,11 +1,15 @@
 """Byte orders of packed weights for kernels, each a pair of inverse pure functions.
 
-A `Layout` puts the bytes of ``packed [..., n, k/2]`` and ``block_scale [..., n, k/16]`` into
-another order without changing the values that they stand for. It may pad with zeros, which the
-inverse cuts off again. Undoing a layout gives the same bytes back, with one exception: the ``mma``
-and ``fp4`` layouts keep no sign of a block scale. There a block with a negative scale comes back
-with the positive one and its codes negated, and a block whose scale is zero comes back with zero
-codes: other bytes, same values.
+A `Layout` permutes the bytes of ``packed [..., n, k/2]`` and ``block_scale [..., n, k/16]`` without
+changing the values of the weights. It may pad with zeros, which the inverse removes.
+
+A layout and its inverse return the same bytes, with one exception. The ``mma`` and ``fp4`` layouts
+do not store the sign of a block scale:
+
+* A block with a negative scale returns with the positive scale and with negated codes.
+* A block with a zero scale returns with zero codes.
+
+These are other bytes with the same values.
 """
 
 import dataclasses
@@ -20,16 +24,16 @@ CANONICAL = "canonical"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A named byte order: what a kernel reads, and how to get there and back.
+    """A named byte order that a kernel reads, with the functions that convert to it and back.
 
     Attributes:
-      name: the static tag that a tensor in this layout carries.
-      version: raised when the bytes change, so that a saved tensor is not misread.
-      apply: ``(packed, scales) -> (packed, scales)`` from the canonical order; both uint8.
-      undo: ``(packed, scales, rows, columns) -> (packed, scales)``, its inverse; `rows` and
-        `columns` are n and k before padding.
-      of_halves: name of the layout that a matrix of two halves, gate rows then up rows, takes in
-        place of this one; None where it takes this one.
+      name: the name that a tensor in this layout stores as a static field.
+      version: increased whenever the bytes change, so that a saved tensor is never misread.
+      apply: ``(packed, scales) -> (packed, scales)`` from the canonical order; both are uint8.
+      undo: ``(packed, scales, rows, columns) -> (packed, scales)``, the inverse of `apply`. `rows`
+        and `columns` are n and k before padding.
+      of_halves: name of the layout for a matrix of two halves, all gate rows and then all up rows.
+        None (default) if such a matrix takes this layout too.
     """
 
     name: str
@@ -46,34 +50,38 @@ def _pad(array, rows, columns):
 
 
 def _up(n, multiple):
+    """Round `n` up to a multiple of `multiple`."""
     return -(-n // multiple) * multiple
 
 
 def _permute(array, tiles, order, shape):
-    """View the last two axes as `tiles`, permute those by `order`, view the result as `shape`."""
+    """View the last two axes as `tiles`, permute these axes by `order`, and reshape to `shape`."""
     lead = array.shape[:-2]
     axes = (*range(len(lead)), *(len(lead) + axis for axis in order))
     return array.reshape(*lead, *tiles).transpose(axes).reshape(*lead, *shape)
 
 
-# cpu_16x16: 16 rows side by side in a vector register.
+# cpu_16x16: each vector register of a CPU holds 16 rows side by side.
 #
-# One tile is 16 rows x 16 columns: 128 bytes of codes, two 64-byte vectors z. The 16-bit word
-# 2 * row + p of vector z holds, in nibble j, column 8 z + 2 j + p. So four shifts of a vector give
-# bfloat16 pairs (k, k + 1) of 16 rows, in the order that dot-product instructions take.
+# A tile has 16 rows x 16 columns: 128 bytes of codes, which are two 64-byte vectors z. The 16-bit
+# word 2 * row + p of vector z holds column 8 z + 2 j + p in nibble j. Four shifts of a vector
+# therefore give bfloat16 pairs (k, k + 1) of 16 rows, in the order that dot-product instructions
+# read.
 
 
-# Four bytes of a row, eight codes, become the two words of a row: all even codes, then all odd
-# ones. That is a permutation of the nibbles of 32 bits, by two exchanges that undo themselves.
+# Four bytes of a row contain eight codes. They become the two words of that row: first all even
+# codes, then all odd codes. This permutes the nibbles of 32 bits by two exchanges, and each
+# exchange is its own inverse.
 
 
 def _exchange(words, shift, mask):
-    """Exchange the bits of `mask` with those `shift` places above them."""
+    """Exchange the bits of `mask` with the bits that are `shift` places above them."""
     moved = (words ^ (words >> jnp.uint32(shift))) & jnp.uint32(mask)
     return words ^ moved ^ (moved << jnp.uint32(shift))
 
 
 def _apply_cpu(packed, scales):
+    """Convert to cpu_16x16."""
     n, half_k = _up(packed.shape[-2], 16), packed.shape[-1]
     words = _as_words(_pad(packed, n, half_k))
     words = _exchange(_exchange(words, 4, 0x00F000F0), 8, 0x0000FF00)
@@ -84,7 +92,8 @@ def _apply_cpu(packed, scales):
 
 
 def _undo_cpu(packed, scales, rows, columns):
-    del columns  # not padded
+    """Convert from cpu_16x16."""
+    del columns  # this layout does not pad columns
     n, half_k = packed.shape[-2:]
     words = _permute(_as_words(packed), (n // 16, half_k // 4, 16), (0, 2, 1), (n, half_k // 4))
     words = _exchange(_exchange(words, 8, 0x0000FF00), 4, 0x00F000F0)
@@ -94,96 +103,92 @@ def _undo_cpu(packed, scales, rows, columns):
 
 
 def _as_words(packed):
-    # No -1 in the shape: it is undefined for an array of no experts.
+    # A -1 in the shape would be undefined for an array of no experts.
+    """View four bytes along the last axis as one uint32 word."""
     words = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
     return lax.bitcast_convert_type(words, jnp.uint32)
 
 
 def _as_bytes(words):
+    """View each uint32 word along the last axis as four bytes; the inverse of `_as_words`."""
     shape = (*words.shape[:-1], 4 * words.shape[-1])
     return lax.bitcast_convert_type(words, jnp.uint8).reshape(shape)
 
 
-# swizzle_128x4: codes as they are, scales in tiles of 128 rows x 4 blocks.
+# swizzle_128x4: codes in canonical order, scales in tiles of 128 rows x 4 blocks.
 #
-# The scale of row m and block b lands at ((m // 128) * ceil(K / 4) + b // 4) * 512 + (m % 32) * 16
-# + (m % 128) // 32 * 4 + b % 4, K blocks in a row: the order that Blackwell's block-scaled matrix
-# units read (cuBLAS documentation, "1D block scaling factors layout").
+# If a row has K blocks, the scale of row m and block b is at this index:
+#
+#   ((m // 128) * ceil(K / 4) + b // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + b % 4
+#
+# The block-scaled matrix instructions of Blackwell read this order (cuBLAS documentation, "1D block
+# scaling factors layout").
 
 
 def _apply_swizzle(packed, scales):
+    """Convert to swizzle_128x4."""
     rows, blocks = _up(scales.shape[-2], 128), _up(scales.shape[-1], 4)
     tiles = (rows // 128, 4, 32, blocks // 4, 4)
     return packed, _permute(_pad(scales, rows, blocks), tiles, (0, 3, 2, 1, 4), (rows, blocks))
 
 
 def _undo_swizzle(packed, scales, rows, columns):
+    """Convert from swizzle_128x4."""
     shape = scales.shape[-2:]
     tiles = (shape[0] // 128, shape[1] // 4, 32, 4, 4)
     scales = _permute(scales, tiles, (0, 3, 2, 1, 4), shape)
     return packed, scales[..., :rows, : columns // 16]
 
 
-# fp4_128x64: what the FP4 tensor cores of compute capability 10.x take.
+# fp4_128x64: the layout for the FP4 tensor cores of compute capability 10.x.
 #
-# Codes as they are, padded with zeros to a multiple of 128 rows and 64 columns; scales in tiles as
-# above. Those units read a scale as a number without a sign, so the codes bear it.
+# Codes are in canonical order, padded with zeros to a multiple of 128 rows and 64 columns. Scales
+# are in the tiles of swizzle_128x4. These tensor cores read scales as unsigned numbers, so the sign
+# of a scale moves into its codes.
 
 
 def _apply_fp4_swizzled(packed, scales):
+    """Convert to fp4_128x64."""
     rows, blocks = _up(scales.shape[-2], 128), _up(scales.shape[-1], 4)
     packed = _pad(_without_signs(packed, scales), rows, 8 * blocks)
     return packed, _apply_swizzle(packed, scales & 0x7F)[1]
 
 
 def _undo_fp4_swizzled(packed, scales, rows, columns):
+    """Convert from fp4_128x64."""
     _, scales = _undo_swizzle(packed, scales, rows, columns)
     return packed[..., :rows, : columns // 2], scales
 
 
-# mma_64x64: what the matrix instructions of CUDA GPUs take, thread by thread.
+# mma_64x64: the layout for the matrix instructions of CUDA GPUs, with contiguous bytes per thread.
 #
-# A matrix is padded to whole tiles of 64 rows x 64 columns, which stand one after the other in
-# memory, those of the same rows together. A tile is 2048 bytes of codes and 256 bytes of scales.
-# Thread t of 128 owns 16 bytes of codes; it is lane 4 g + q of warp w. Its rows are lo = 16 w + g
-# and hi = lo + 8 of the tile. For 16 columns from k = 16 j on, step j of four, a fragment has four
-# registers, each made of one canonical byte, the codes of two columns:
-#
-#   register 0: row lo, columns k + 2 q and k + 2 q + 1    register 2: row lo, 8 columns further
-#   register 1: row hi, the same columns                   register 3: row hi, 8 columns further
-#
-# In a register a code stands where bfloat16 has its sign, the last two bits of its exponent and the
-# first of its mantissa: bits 15, 8, 7 and 6 of either half, the mask _CODES. Two steps share two
-# words, out of which every register comes by a rotation and an AND (`_split_words`).
-#
-# The scales of a pair of rows (w, g) are two words, steps 0 and 1, then 2 and 3. A byte E has five
-# bits of exponent and three of mantissa, and no sign, so that one AND puts it into the exponent and
-# mantissa of a bfloat16. In a word the even step has E(lo) at bits 4 to 11 and E(hi) at 20 to 27;
-# rotated right by 8, the odd step has them there.
-#
-# mma_64x64_gated: the same for a matrix of two halves, gate and up. A tile takes 32 rows of each:
-# lo = 8 w + g in the first half and hi = the same row of the second, so that one thread gets both
-# operands of the activation. Each half is padded to a multiple of 32 rows.
+# A matrix is padded to whole tiles of 64 rows x 64 columns. The tiles are contiguous in memory, and
+# the tiles of the same rows follow each other. A tile has 2048 bytes of codes and 256 bytes of
+# scales. Thread t of 128 owns 16 bytes of codes; it is lane 4 g + q of warp w. The thread has two
+# rows of the tile, lo = 16 w + g and hi = lo + 8. For the 16 columns from k = 16 j on (step j of
+# four), a fragment has four registers. Each register is made of one canonical byte, which holds the
+# codes of two columns:
 
 _CODES = 0x81C081C0
-_SHARED = 0x60306030  # the bits of a word that _CODES, rotated left by 0, 4 and 26, leaves free
+_SHARED = 0x60306030  # the bits of a word that _CODES rotated left by 0, 4 and 26 does not use
 
-# Axes of the bytes of a matrix in the canonical order, and where each goes. Codes: row tile, w,
-# lo or hi, g, column tile, j, k or k + 8, q. Scales: ..., column tile, pair of steps, odd step.
+# The axes of the bytes of a matrix in canonical order, and the position to which each axis moves.
+# Codes have the axes row tile, w, lo or hi, g, column tile, j, k or k + 8, q. Scales have the same
+# row axes and then column tile, pair of steps, odd step.
 _PLAIN_CODES = (0, 4, 1, 3, 7, 5, 6, 2)
 _PLAIN_SCALES = (0, 4, 1, 3, 5, 2, 6)
-# The same for halves: lo or hi is the first axis.
+# For a matrix of two halves, the first axis selects the half, which is lo or hi.
 _HALVES_CODES = (1, 4, 2, 3, 7, 5, 6, 0)
 _HALVES_SCALES = (1, 4, 2, 3, 5, 0, 6)
 
 
 def _row_axes(rows, halves):
-    """Return the axes that the rows of a padded matrix are viewed as."""
+    """Return the sizes of the axes into which the rows of a padded matrix are split."""
     return (2, rows // 64, 4, 8) if halves else (rows // 64, 4, 2, 8)
 
 
 def _pad_tiles(array, columns, halves):
-    """Pad rows, or those of each half, and columns with zeros to whole tiles."""
+    """Pad the rows, or the rows of each half, and the columns with zeros to whole tiles."""
     if not halves:
         return _pad(array, _up(array.shape[-2], 64), columns)
     *lead, n, here = array.shape
@@ -193,7 +198,7 @@ def _pad_tiles(array, columns, halves):
 
 
 def _cut_tiles(array, rows, columns, halves):
-    """Undo `_pad_tiles`."""
+    """Remove the padding of `_pad_tiles`."""
     if not halves:
         return array[..., :rows, :columns]
     *lead, n, here = array.shape
@@ -202,6 +207,7 @@ def _cut_tiles(array, rows, columns, halves):
 
 
 def _apply_mma(packed, scales, halves=False):
+    """Convert to mma_64x64, or with `halves` to mma_64x64_gated."""
     *lead, n, half_k = packed.shape
     blocks = _up(half_k // 8, 4)
     packed = _pad_tiles(_without_signs(packed, scales), 8 * blocks, halves)
@@ -217,6 +223,7 @@ def _apply_mma(packed, scales, halves=False):
 
 
 def _undo_mma(packed, scales, rows, columns, halves=False):
+    """Convert from mma_64x64, or with `halves` from mma_64x64_gated."""
     *lead, n, blocks = scales.shape
     words = _split_words(_as_words(packed.reshape(*lead, n * blocks // 2, 16)))
     packed = _unpermute(
@@ -237,13 +244,13 @@ def _undo_mma(packed, scales, rows, columns, halves=False):
 
 
 def _unpermute(array, tiles, order, shape):
-    """Undo a `_permute` that viewed an array as `tiles`; view the result as `shape`."""
+    """Undo a `_permute` that viewed an array as `tiles`, and reshape to `shape`."""
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return _permute(array, [tiles[axis] for axis in order], inverse, shape)
 
 
 def _without_signs(packed, scales):
-    """Move the sign of each block scale into its codes; clear the codes of zero scales."""
+    """Move the sign of each block scale into its codes, and clear the codes of zero scales."""
     blocks = packed.reshape(*scales.shape, 8)
     scales = scales[..., None]
     negated = jnp.where(scales >= 0x80, jnp.uint8(0x88), jnp.uint8(0))
@@ -251,11 +258,12 @@ def _without_signs(packed, scales):
     return ((blocks ^ negated) & kept).reshape(packed.shape)
 
 
-# E5M3: five bits of exponent, of bias 10, and three of mantissa; subnormals of E4M3 are normal.
+# E5M3 has five bits of exponent with a bias of 10, and three bits of mantissa. Subnormal numbers of
+# E4M3 are normal numbers in E5M3.
 
 
 def _to_e5m3(scales):
-    """Return the magnitude of E4M3 bytes as E5M3 bytes; NaN is 0xFF."""
+    """Return the magnitude of E4M3 bytes as E5M3 bytes. NaN becomes 0xFF."""
     m = scales.astype(jnp.uint32) & 0x7F
     subnormal = (jnp.uint32(0xFEDCA840) >> (4 * (m & 7)) & 15) * 2  # 0 8 16 20 24 26 28 30
     e = jnp.where(m < 8, subnormal, m + 24)
@@ -263,7 +271,7 @@ def _to_e5m3(scales):
 
 
 def _from_e5m3(scales):
-    """Undo `_to_e5m3`; the result is positive."""
+    """Undo `_to_e5m3`; the resulting E4M3 bytes are positive."""
     e = scales.astype(jnp.uint32)
     m = jnp.where(e < 32, (8 + e % 8) >> (4 - jnp.minimum(e // 8, 4)), e - 24)
     return jnp.where(e == 0xFF, 0x7F, m).astype(jnp.uint8)
@@ -274,19 +282,22 @@ def _rotate_left(words, bits):
 
 
 def _register(word, index):
-    """Return the register made of byte `index` of `word`: its two codes at the bits of _CODES."""
+    """Return the register of byte `index` of `word`: its two codes at the bits of _CODES."""
     byte = word >> jnp.uint32(8 * index)
     return (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24
 
 
 def _byte(register, index):
-    """Undo `_register`, the other bytes zero; reads no bits but those of _CODES."""
+    """Undo `_register`: return the byte at position `index`, with zeros in the other bytes.
+
+    Only the bits of _CODES are read.
+    """
     low = register >> 6 & 7 | register >> 12 & 8
     return (low | register >> 18 & 0x70 | register >> 24 & 0x80) << jnp.uint32(8 * index)
 
 
 def _join_words(words):
-    """Make two words of the bytes of two steps, for each pair of steps along the last axis."""
+    """Make two words from the bytes of two steps, for each pair of steps along the last axis."""
     even, odd = words[..., 0::2], words[..., 1::2]
     shared = _rotate_left(_register(even, 3), 8) | _register(odd, 3) >> 2
     first, second = (
@@ -299,7 +310,10 @@ def _join_words(words):
 
 
 def _split_words(words):
-    """Undo `_join_words`, as kernels do, except that they need registers and not bytes."""
+    """Undo `_join_words`.
+
+    Kernels split words in the same way, but stop at the registers and do not build bytes.
+    """
     first, second = words[..., 0::2], words[..., 1::2]
     shared = first & _SHARED | _rotate_left(second, 2) & ~jnp.uint32(_SHARED)
     even, odd = (
@@ -310,23 +324,26 @@ def _split_words(words):
     return jnp.stack([even, odd], axis=-1).reshape(words.shape)
 
 
-# fp4_64x64: what FP4 tensor cores take, m16n8k64 products of codes with block scales.
+# fp4_64x64: the layout for FP4 tensor cores that run m16n8k64 instructions with block scales.
 #
-# Tiles of 64 rows x 64 columns as above: 2048 bytes of codes and 256 bytes of scales. Thread t of
-# 128, lane 4 g + q of warp w, owns 16 bytes of codes, the four registers of its fragment, for rows
-# lo = 16 w + g and hi = lo + 8 of the tile, nibbles as in the canonical order:
+# Tiles have 64 rows x 64 columns as in mma_64x64: 2048 bytes of codes and 256 bytes of scales.
+# Thread t of 128, which is lane 4 g + q of warp w, owns 16 bytes of codes. These are the four
+# registers of its fragment for the rows lo = 16 w + g and hi = lo + 8 of the tile. Nibbles have the
+# canonical order:
 #
 #   register 0: row lo, columns 8 q to 8 q + 7    register 2: row lo, 32 columns further
 #   register 1: row hi, the same columns          register 3: row hi, 32 columns further
 #
-# The scales of a row are one word, a byte for each 16 columns; rows stand in the order of w, then
-# lo before hi, then g. The units take scales without a sign (UE4M3), so the sign moves into codes.
+# The scales of a row are one word, with a byte for each 16 columns. Rows are in the order of w,
+# then lo before hi, then g. The tensor cores read scales without a sign (UE4M3), so the sign moves
+# into the codes.
 #
-# fp4_64x64_gated: the same of two halves, with lo and hi chosen as in mma_64x64_gated: 16 outputs
-# that share a scale, once activated, come from slabs 2 w and 2 w + 1, which one warp multiplies.
+# fp4_64x64_gated: the variant for a matrix of two halves, with lo and hi chosen as in
+# mma_64x64_gated. After the activation, 16 outputs share a scale. They come from the slabs 2 w and
+# 2 w + 1, which one warp multiplies.
 
-# Axes of the rows as above; of bytes then column tile, half of it, q, byte; of scales column tile,
-# block.
+# Rows have the same axes as in mma_64x64. Codes then have column tile, half of the column tile, q,
+# byte. Scales then have column tile, block.
 _PLAIN_FP4_CODES = (0, 4, 1, 3, 6, 5, 2, 7)
 _PLAIN_FP4_SCALES = (0, 4, 1, 2, 3, 5)
 _HALVES_FP4_CODES = (1, 4, 2, 3, 6, 5, 0, 7)
@@ -334,6 +351,7 @@ _HALVES_FP4_SCALES = (1, 4, 2, 0, 3, 5)
 
 
 def _apply_fp4(packed, scales, halves=False):
+    """Convert to fp4_64x64, or with `halves` to fp4_64x64_gated."""
     blocks = _up(scales.shape[-1], 4)
     packed = _pad_tiles(_without_signs(packed, scales), 8 * blocks, halves)
     scales = _pad_tiles(scales & 0x7F, blocks, halves)
@@ -346,6 +364,7 @@ def _apply_fp4(packed, scales, halves=False):
 
 
 def _undo_fp4(packed, scales, rows, columns, halves=False):
+    """Convert from fp4_64x64, or with `halves` from fp4_64x64_gated."""
     n, blocks = scales.shape[-2:]
     axes = _row_axes(n, halves)
     order = _HALVES_FP4_CODES if halves else _PLAIN_FP4_CODES
@@ -359,6 +378,7 @@ def _undo_fp4(packed, scales, rows, columns, halves=False):
 
 
 def _keep(packed, scales, rows=None, columns=None):
+    """Return the arrays unchanged: the canonical order is its own layout."""
     del rows, columns
     return packed, scales
 
@@ -391,8 +411,11 @@ LAYOUTS = {
 def find_layout(name: str) -> Layout:
     """Return the layout called `name`.
 
+    Args:
+      name: a key of `LAYOUTS`.
+
     Raises:
-      ValueError: there is none; the message lists those that there are.
+      ValueError: if there is no such layout; the message lists the known ones.
     """
     if name not in LAYOUTS:
         raise ValueError(f"layout: expected one of {sorted(LAYOUTS)}, got {name!r}")
@@ -400,13 +423,34 @@ def find_layout(name: str) -> Layout:
 
 
 def to_layout(packed, block_scale, layout: Layout):
-    """Put canonical ``packed [..., n, k/2]`` and ``block_scale [..., n, k/16]`` into `layout`."""
+    """Convert canonical arrays to `layout`.
+
+    Args:
+      packed: uint8 ``[..., n, k/2]`` in canonical order.
+      block_scale: float8_e4m3fn ``[..., n, k/16]`` in canonical order.
+      layout: the wanted byte order.
+
+    Returns:
+      A tuple ``(packed, block_scale)`` of the same dtypes; a layout may pad rows and columns.
+    """
     packed, scales = layout.apply(packed, lax.bitcast_convert_type(block_scale, jnp.uint8))
     return packed, lax.bitcast_convert_type(scales, block_scale.dtype)
 
 
 def from_layout(packed, block_scale, layout: Layout, rows: int, columns: int):
-    """Undo `to_layout`; `rows` and `columns` are n and k before padding."""
+    """Convert arrays in `layout` to canonical order; the inverse of `to_layout`.
+
+    Args:
+      packed: uint8 codes in `layout`.
+      block_scale: float8_e4m3fn block scales in `layout`.
+      layout: the byte order of the arrays.
+      rows: n, the number of rows before padding.
+      columns: k, the number of columns before padding.
+
+    Returns:
+      A tuple ``(packed, block_scale)``: uint8 ``[..., n, k/2]`` and float8_e4m3fn
+      ``[..., n, k/16]``.
+    """
     scales = lax.bitcast_convert_type(block_scale, jnp.uint8)
     packed, scales = layout.undo(packed, scales, rows, columns)
     return packed, lax.bitcast_convert_type(scales, block_scale.dtype)

@@ -1,8 +1,8 @@
-"""Named ways to round weights to NVFP4: which E4M3 scale each block of 16 takes; pure jnp.
+"""Named algorithms that round weights to NVFP4; plain `jax.numpy`.
 
-All of them write the same format, ``w = code * (block_scale * global_scale)`` with codes nearest to
-``w / scale``, so a reader cannot tell them apart. What differs is the scale of each block, and what
-error it makes small.
+All algorithms write the same format: ``w = code * (block_scale * global_scale)``, with the code
+nearest to ``w / scale``. They differ in the E4M3 scale that they choose for each block of 16, and
+so in the error that they minimize. A reader of the weights does not need to know the algorithm.
 """
 
 import dataclasses
@@ -26,13 +26,16 @@ from jax_nvfp4_moe.numerics.nvfp4 import (
     pack,
 )
 
-_SMALLEST, _LARGEST = 1, 126  # bytes of 2^-9 and 448: positive E4M3 values are ordered as integers
-_ONE = 56  # byte of 1.0, the scale of a block of zeros
-_BELOW, _ABOVE = 14, 7  # bytes around that of "max" that can be best, see `search`
-# What counts as less: beyond the roundings of residuals (2^-22 of the block's largest magnitude
-# each), and of their sum.
+# The bytes of 2^-9 and 448. Positive E4M3 values have the same order as their bytes.
+_SMALLEST, _LARGEST = 1, 126
+_ONE = 56  # the byte of 1.0, the scale of a block of zeros
+# `search` tries this many bytes below and above the one that "max" chooses.
+_BELOW, _ABOVE = 14, 7
+# A candidate replaces the best scale so far only if its error is smaller by more than rounding
+# noise. Each residual has a rounding error of 2^-22 of the block's largest magnitude, and their sum
+# is rounded too.
 _NOISE, _LESS = 2.0**-44, 1 - 2.0**-20
-# Of float32: what is below is subnormal.
+# The smallest normal float32; smaller numbers are subnormal.
 _SMALLEST_NORMAL = 2.0**-126
 
 Blocks = Float[Array, "16 n b"]
@@ -41,14 +44,15 @@ Bytes = UInt8[Array, "n b"]
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """One way to round weights.
+    """An algorithm that rounds weights to NVFP4.
 
     Attributes:
-      choose: blocks ``[16, n, b]``, g and importance ``[16, b]`` or None -> bytes of the block
-        scales ``[n, b]``.
-      largest: block scale that the largest magnitude of a matrix gets under "max".
-      needs_importance: whether it weights errors by the inputs that the weights meet.
-      meaning: one sentence.
+      choose: function of blocks ``[16, n, b]``, the global scale g, and importance ``[16, b]`` or
+        None. It returns the bytes of the block scales, uint8 ``[n, b]``.
+      largest: block scale that "max" gives to the block with the largest magnitude of a matrix. The
+        default global scale follows from it.
+      needs_importance: whether the algorithm weights errors by the mean square of the inputs.
+      meaning: one sentence that describes the algorithm.
     """
 
     choose: Callable[[Blocks, Array, Array | None], Bytes]
@@ -57,7 +61,14 @@ class Algorithm:
     meaning: str
 
     def global_scale(self, largest: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return ``largest / (6 * self.largest)``, the global scale of matrices with that amax."""
+        """Return the global scale ``largest / (6 * self.largest)`` for matrices with that amax.
+
+        Args:
+          largest: float32, the largest magnitude of each matrix.
+
+        Returns:
+          float32 of the same shape.
+        """
         return divide(largest, jnp.float32(E2M1_MAX * self.largest))
 
 
@@ -71,37 +82,50 @@ def quantize_weight(
 ) -> tuple[UInt8[Array, "... n half_k"], Array, Float[Array, "..."]]:
     """Quantize weights to NVFP4 by a named algorithm, one matrix after the other.
 
-    ``s = e4m3 * g`` of each block as the algorithm chooses, ``codes = e2m1(x / s)``, in float32,
-    ties to even. As in ModelOpt, a block of zeros has scale 1, and no block scale is below 2^-9.
+    Each block gets the scale ``s = e4m3 * g`` that the algorithm chooses, and
+    ``codes = e2m1(x / s)``, in float32 with ties to even. As in ModelOpt, a block of zeros gets
+    scale 1, and no block scale is below 2^-9. Memory holds the results, a copy of `x`, and a few
+    float32 copies of one matrix.
 
     Args:
-      x: any float dtype; last axis a multiple of 16. Not checked: finite.
-      global_scale: g, float32, broadcastable to ``x.shape[:-2]``; `Algorithm.global_scale` of the
-        largest magnitude of each matrix where not given.
-      algorithm: a key of `ALGORITHMS`.
-      importance: mean square of each of the k inputs, broadcastable to ``[..., k]`` of each matrix;
-        needed by the algorithms that weight errors. Not checked: finite, none negative. Only ratios
-        within a block count. Values below 2^-126, the subnormal ones, count as 0. Where all 16 are
-        0, the block is rounded as by "max".
+      x: array ``[..., n, k]`` of any float dtype; k is a multiple of 16. The function does not
+        check that it is finite.
+      global_scale: g, float32, of a shape that broadcasts to ``x.shape[:-2]``. None, the default,
+        takes `Algorithm.global_scale` of the largest magnitude of each matrix.
+      algorithm: a key of `ALGORITHMS`; "max" by default.
+      importance: float32, the mean square of each of the k inputs, of a shape that broadcasts to
+        ``[..., k]``. Only the algorithms that weight errors take it, and they require it; None for
+        the others. Only ratios within a block matter, and values below 2^-126 count as 0. A block
+        whose 16 values are all 0 is rounded as by "max". The function does not check that the
+        values are finite and not negative.
 
     Returns:
-      packed uint8 ``[..., n, k/2]``, block_scale float8_e4m3fn ``[..., n, k/16]`` and
-      global_scale float32 ``x.shape[:-2]``. Memory: results, a copy of x, some
-      float32 copies of one matrix.
+      A tuple ``(packed, block_scale, global_scale)``: uint8 ``[..., n, k/2]``, float8_e4m3fn
+      ``[..., n, k/16]`` and float32 ``x.shape[:-2]``.
 
     Raises:
-      ValueError: the last axis is not a multiple of 16, the algorithm is unknown, or importance is
-        missing, or given to an algorithm that takes none.
+      ValueError: if k is not a multiple of 16, or the algorithm is unknown.
+      ValueError: if `importance` is missing, or is given to an algorithm that does not use it.
 
-    Source: "max" is NVIDIA ModelOpt's export to the bit (`NVFP4QTensor`).
+    Example:
+      >>> import jax
+      >>> from jax_nvfp4_moe.numerics.rounding import quantize_weight
+      >>> weight = jax.random.normal(jax.random.key(0), (4, 32))
+      >>> packed, block_scale, global_scale = quantize_weight(weight, algorithm="search")
+      >>> packed.shape, block_scale.shape, global_scale.shape
+      ((4, 16), (4, 2), ())
+
+    Source: "max" has the same bits as NVIDIA ModelOpt's export (`NVFP4QTensor`).
     """
     check_blocks("x", x.shape)
     row = find_algorithm(algorithm)
     if row.needs_importance != (importance is not None):
         wanted = "one value for each input" if row.needs_importance else "None"
-        raise ValueError(f"importance: algorithm {algorithm!r} expects {wanted}")
+        came = "None" if importance is None else "an array"
+        raise ValueError(f"importance: algorithm {algorithm!r} expects {wanted}, got {came}")
     *lead, n, k = x.shape
-    # The loop carries integers: XLA's CPU compiler slices small floats by widening all of them.
+    # The loop carries integers, because XLA's CPU compiler widens a whole array of small floats in
+    # order to slice it.
     bits, kind = f"uint{8 * x.dtype.itemsize}", x.dtype
     operands = {"x": lax.bitcast_convert_type(x, bits).reshape(-1, n, k)}
     if global_scale is not None:
@@ -121,10 +145,18 @@ def quantize_weight(
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return the row of `ALGORITHMS` called `name`.
+    """Return the entry of `ALGORITHMS` called `name`.
+
+    Args:
+      name: "max", "four_or_six", "search" or "weighted_search".
 
     Raises:
-      ValueError: there is none; lists those that there are.
+      ValueError: if there is no such algorithm; the message lists the known ones.
+
+    Example:
+      >>> from jax_nvfp4_moe.numerics.rounding import find_algorithm
+      >>> find_algorithm("weighted_search").needs_importance
+      True
     """
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}; got {name!r}")
@@ -132,11 +164,13 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def _quantize_matrix(row, x, g=None, importance=None):
+    """Quantize one matrix ``[n, k]``; return packed codes, bytes of the block scales, and g."""
     n, k = x.shape
     x = x.astype(jnp.float32)
     g = row.global_scale(amax(x, (0, 1))) if g is None else g
-    x = jnp.where(x == 0, 0.0, x)  # -0 gets code 0
-    # Blocks along the first axis: sums over them are sums of whole arrays, which vectorize.
+    x = jnp.where(x == 0, 0.0, x)  # negative zero gets code 0, not code 8
+    # The elements of a block form the first axis, so that a sum over a block is a sum of whole
+    # arrays, which vectorizes.
     blocks = jnp.moveaxis(x.reshape(n, k // BLOCK, BLOCK), -1, 0)
     if importance is not None:
         importance = _within_blocks(importance.reshape(-1, BLOCK).T)
@@ -147,10 +181,11 @@ def _quantize_matrix(row, x, g=None, importance=None):
 
 
 def _within_blocks(importance):
-    """Scale importance ``[16, b]`` such that the largest of a block is 1: no square vanishes.
+    """Scale importance ``[16, b]`` so that the largest value of each block is 1.
 
-    Subnormal importance becomes zero here, because some devices and programs flush it to zero and
-    others do not. Ratios of subnormal numbers are too coarse to mean anything.
+    Without this, the products with squared errors could vanish. Subnormal importance becomes zero
+    here, because some devices and programs flush it to zero and others do not. Ratios of subnormal
+    numbers are too coarse to be useful.
     """
     importance = jnp.where(importance < _SMALLEST_NORMAL, 0.0, importance)
     largest = jnp.max(importance, axis=0, keepdims=True)
@@ -158,16 +193,37 @@ def _within_blocks(importance):
 
 
 def nearest_scale(blocks: Blocks, g, importance=None) -> Bytes:
-    """Map each block's largest magnitude to code 6: ``e4m3(amax / (6 g))`` within 2^-9 and 448."""
+    """Give the largest magnitude of each block code 6: ``e4m3(amax / (6 g))``.
+
+    The scale is at least 2^-9 and at most 448.
+
+    Args:
+      blocks: float32 ``[16, n, b]``.
+      g: global scale, a float32 scalar.
+      importance: not used.
+
+    Returns:
+      Bytes of the E4M3 scales, uint8 ``[n, b]``.
+    """
     del importance
     return _scale_for(amax(blocks, 0), E2M1_MAX, g)
 
 
 def four_or_six(blocks: Blocks, g, importance=None) -> Bytes:
-    """Map each block's largest magnitude to code 6 or to code 4, whichever has less squared error.
+    """Give the largest magnitude of each block code 6 or code 4, whichever has less squared error.
 
-    There is no code between 4 and 6: a block with many values there fares better where its largest
-    is 4. Scales are half as large again then, so "max" should leave room for them (largest 256).
+    There is no code between 4 and 6. Values between two thirds of the block's largest value and
+    that value are represented better if the largest value gets code 4. Scales are then 1.5 times
+    larger, so the global scale should leave room for them: `largest` is 256 instead of 448.
+
+    Args:
+      blocks: float32 ``[16, n, b]``.
+      g: global scale, a float32 scalar.
+      importance: float32 ``[16, b]``, the weights of squared errors; None, the default, for equal
+        weights.
+
+    Returns:
+      Bytes of the E4M3 scales, uint8 ``[n, b]``.
 
     Source: Cook, Guo, Xiao, Lin, Han, "Four Over Six: More Accurate NVFP4 Quantization with
     Adaptive Block Scaling", arXiv:2512.02010, 2025.
@@ -178,14 +234,27 @@ def four_or_six(blocks: Blocks, g, importance=None) -> Bytes:
 
 
 def search(blocks: Blocks, g, importance=None) -> Bytes:
-    """Take the E4M3 scale of least squared error, weighted by importance where it is given.
+    """Choose the E4M3 scale of least squared error, weighted by `importance` if it is given.
 
-    With s of "max", any 2 t with t >= s is no better than t, element by element: its grid up to
-    7 t is part of that of t. And t below 0.2885 s loses more on the largest element alone, which it
-    clips, than all 16 lose at s (1 s for 15 of them, 0.4 s for the largest). So the 7 bytes above
-    that of s and the 14 below hold the best of all E4M3 scales, where those are normal numbers.
-    With importance, one that gives the largest element up for lost, and clips it by two thirds or
-    more, may lie below them and is not looked at.
+    The search tries the 7 bytes above and the 14 bytes below the byte of s, the scale of "max". If
+    these are normal numbers, the best E4M3 scale is among them:
+
+    * For t >= s, a scale of 2 t is no better than t for any element, because the grid of 2 t up to
+      7 t is part of the grid of t.
+    * A scale below 0.2885 s clips the largest element. That error alone exceeds the largest
+      possible error of all 16 elements at s (1 s for 15 of them, 0.4 s for the largest).
+
+    With importance, a scale that clips the largest element by two thirds or more may be best. Such
+    a scale may lie below the range, and the search does not try it.
+
+    Args:
+      blocks: float32 ``[16, n, b]``.
+      g: global scale, a float32 scalar.
+      importance: float32 ``[16, b]``, the weights of squared errors; None, the default, for equal
+        weights.
+
+    Returns:
+      Bytes of the E4M3 scales, uint8 ``[n, b]``.
     """
     first = nearest_scale(blocks, g)
     reach = jnp.int32(_BELOW + _ABOVE + 1)
@@ -198,9 +267,9 @@ def search(blocks: Blocks, g, importance=None) -> Bytes:
 
 
 def _best(blocks, g, importance, first, candidate, count):
-    """Return of `first` and `count` candidates those of least error; of equal ones the first.
+    """Return the scale of least error among `first` and the candidates; a tie keeps the earlier.
 
-    Squared errors are in units of g, so that they neither vanish nor overflow.
+    Squared errors are in units of g, so that they neither underflow nor overflow.
     """
     weights = jnp.ones((BLOCK, 1), jnp.float32) if importance is None else importance
     noise = _NOISE * jnp.square(amax(blocks, 0) / g) * jnp.sum(weights, axis=0)[None, :]
@@ -225,36 +294,49 @@ def _best(blocks, g, importance, first, candidate, count):
 
 
 def _nearest_code(magnitude):
-    """Return ``decode(encode(magnitude))`` by arithmetic, which is faster than the table."""
+    """Return ``decode(encode(magnitude))`` by arithmetic, which is faster than a table."""
     halves = jnp.round(2 * magnitude) * 0.5
     wholes = jnp.where(magnitude < 4, jnp.round(magnitude), 2 * jnp.round(0.5 * magnitude))
     return jnp.minimum(jnp.where(magnitude < 2, halves, wholes), E2M1_MAX)
 
 
 def _scale_for(largest, code, g):
-    """Return the byte of ``e4m3(largest / (code * g))``, within 2^-9 and 448."""
+    """Return the byte of ``e4m3(largest / (code * g))``, clamped to 2^-9 and 448."""
     ratio = jnp.where(largest == 0, 1.0, divide(largest, jnp.float32(code) * g))
     scale = jnp.clip(ratio, 2.0**-9, E4M3_MAX).astype(jnp.float8_e4m3fn)
     return lax.bitcast_convert_type(scale, jnp.uint8)
 
 
 def _scale(chosen):
+    """View bytes of block scales as float8_e4m3fn."""
     return lax.bitcast_convert_type(chosen, jnp.float8_e4m3fn)
 
 
 def _value(chosen):
+    """Return the float32 values of bytes of block scales."""
     return decode_scale(_scale(chosen))
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "max": Algorithm(
-        nearest_scale, E4M3_MAX, False, "round to nearest, the block's largest at code 6 (ModelOpt)"
+        nearest_scale,
+        E4M3_MAX,
+        False,
+        "gives the largest magnitude of each block code 6, as ModelOpt does",
     ),
     "four_or_six": Algorithm(
-        four_or_six, 256.0, False, "the block's largest at code 6 or 4, by squared error"
+        four_or_six,
+        256.0,
+        False,
+        "gives the largest magnitude of each block code 6 or 4, whichever has less squared error",
     ),
-    "search": Algorithm(search, 256.0, False, "the scale of least squared error"),
+    "search": Algorithm(
+        search, 256.0, False, "searches for the block scale of least squared error"
+    ),
     "weighted_search": Algorithm(
-        search, 256.0, True, "the scale of least squared error weighted by mean squared inputs"
+        search,
+        256.0,
+        True,
+        "searches for the block scale of least squared error, weighted by mean squared inputs",
     ),
 }

@@ -1,16 +1,16 @@
-"""Routers: from router logits to the experts of each token and their weights; float32 jnp.
+"""Routers: from router logits to the experts of each token and their weights; float32 `jax.numpy`.
 
-| family | `Router` |
+| model family | `Router` |
 |---|---|
-| Qwen3-MoE, Mixtral (softmax, top-k, renormalise) | ``Router(top_k)`` |
-| softmax, top-k, weights as they are | ``Router(top_k, renormalize=False)`` |
-| gpt-oss (top-k of the logits, softmax over those) | ``Router(top_k, select="logits")`` |
+| Qwen3-MoE, Mixtral (softmax, top-k, renormalize) | ``Router(top_k)`` |
+| softmax, top-k, weights without renormalization | ``Router(top_k, renormalize=False)`` |
+| gpt-oss (top-k of the logits, softmax over these) | ``Router(top_k, select="logits")`` |
 | DeepSeek-V3, GLM, Kimi-K2, Nemotron-3, MiniMax | ``Router(top_k, score="sigmoid", ...)`` |
 | DeepSeek-V4 | ``Router(top_k, score="sqrt_softplus")`` |
 | Llama-4 (top-1, sigmoid, weight on input) | ``Router(1, score="sigmoid", select="logits", ...)`` |
 
-A correction bias moves the choice of experts but not their weights. A bias of the router's own
-linear, as gpt-oss has it, is part of the logits that come in.
+A correction bias changes which experts are chosen, but not their weights. If the router's linear
+layer has a bias, as in gpt-oss, the caller adds it to the logits.
 """
 
 import dataclasses
@@ -30,21 +30,40 @@ _SELECT = ("scores", "logits")
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """How a layer turns logits into experts; static, so it may be a field of any module.
+    """How a layer chooses experts from router logits; static, so it may be a field of any module.
+
+    With ``s = score(logits)`` and ``select="scores"``, `route` computes ``ids = top_k(s + bias)``
+    and ``weights = scaling * s[ids] / sum(s[ids])``. With ``select="logits"`` it computes
+    ``ids = top_k(logits)`` and ``weights = scaling * score(logits[ids])``.
 
     Attributes:
-      top_k: experts per token.
-      score: "softmax", "sigmoid" or "sqrt_softplus".
-      renormalize: whether the chosen weights are divided by their sum.
-      select: "scores" chooses by score (plus correction bias) over all experts; "logits" chooses
-        by logit and scores only the chosen ones.
-      num_groups, groups_kept: experts stand in equal groups; only those of the `groups_kept` best
-        groups are eligible. A group counts as its two best (biased) scores together.
-      scaling: the weights are multiplied by it at the end (routed_scaling_factor).
-      weight_on_input: whether the weight multiplies the expert's input instead of its output.
+      top_k: number of experts per token, at least 1.
+      score: "softmax" (default), "sigmoid" or "sqrt_softplus".
+      renormalize: whether the weights of the chosen experts are divided by their sum; True by
+        default. Not used with ``select="logits"``.
+      select: "scores" (default) chooses by score plus correction bias and scores all experts.
+        "logits" chooses by logit and scores only the chosen experts.
+      num_groups: number of equal groups into which the experts are divided; 1 by default.
+      groups_kept: number of groups whose experts may be chosen; 1 by default. The groups with the
+        largest sum of their two best biased scores are kept.
+      scaling: factor that multiplies the weights at the end, 1 by default (routed_scaling_factor).
+      weight_on_input: whether the weight multiplies the expert's input instead of its output; False
+        by default.
 
     Raises:
-      ValueError: a field is out of range; names it.
+      ValueError: if a field is out of range; the message names the field.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> router = nvfp4.Router(top_k=2, score="sigmoid", scaling=2.5)
+      >>> ids, weights = nvfp4.ops.route(router, jnp.array([[0.0, 3.0, 1.0]]))
+      >>> ids.tolist()
+      [[1, 2]]
+      >>> round(float(weights.sum()), 4)
+      2.5
+
+    Source: the reference implementations of the models in the table of `numerics.routing`.
     """
 
     top_k: int
@@ -57,7 +76,7 @@ class Router:
     weight_on_input: bool = False
 
     def __post_init__(self):
-        """Check the fields against their ranges."""
+        """Check each field against its range."""
         if self.score not in _SCORES:
             raise ValueError(f"score: expected one of {sorted(_SCORES)}, got {self.score!r}")
         if self.select not in _SELECT:
@@ -66,36 +85,39 @@ class Router:
             raise ValueError(f"top_k: expected at least 1, got {self.top_k}")
         if not 1 <= self.groups_kept <= self.num_groups:
             raise ValueError(
-                f"groups_kept: expected 1 to num_groups={self.num_groups}, got {self.groups_kept}"
+                f"groups_kept: expected a number from 1 to num_groups={self.num_groups}, got "
+                f"{self.groups_kept}"
             )
 
 
-# DeepSeek divides by (sum + 1e-20), so that tokens whose scores all underflow stay finite.
+# DeepSeek divides by (sum + 1e-20). Without this term, a token whose scores all underflow to 0
+# would get NaN weights.
 _TINY = 1e-20
 
 
 def route(
     router: Router, logits: Float[Array, "t e"], bias: Float[Array, " e"] | None = None
 ) -> tuple[Int32[Array, "t top_k"], Float[Array, "t top_k"]]:
-    """Choose `top_k` experts for each token, best first, and their weights.
+    """Choose `top_k` experts for each token, best first, and compute their weights.
 
-    ``weights = scaling * s[ids] / sum(s[ids])`` with ``s = score(logits)`` and ``ids`` the largest
-    ``s + bias`` among the eligible groups; see `Router` for the other forms. Ties go to the lower
-    expert id.
+    With ``s = score(logits)``, the ids are those of the largest ``s + bias`` among the kept groups,
+    and ``weights = scaling * s[ids] / sum(s[ids])``. `Router` describes the other forms. A tie goes
+    to the lower expert id.
 
     Args:
       router: how to route.
-      logits: ``[t, e]``; computed in float32.
-      bias: score correction ``[e]`` (e_score_correction_bias), or None.
+      logits: ``[t, e]`` of any float dtype; the computation is in float32.
+      bias: correction of the scores ``[e]`` (e_score_correction_bias). None, the default, for no
+        correction.
 
     Returns:
-      expert_ids int32 ``[t, top_k]`` and expert_weights float32 ``[t, top_k]``.
+      A tuple ``(expert_ids, expert_weights)``: int32 ``[t, top_k]`` and float32 ``[t, top_k]``.
 
     Raises:
-      ValueError: there are fewer experts than `top_k`, or they do not fill the groups.
+      ValueError: if the groups do not divide the experts, or the kept groups have fewer than
+        `top_k` experts.
 
-    Source: the routers of the models named in the table of this module, as their reference
-    implementations compute them.
+    Source: the reference implementations of the models in the table of this module.
     """
     logits = logits.astype(jnp.float32)
     check_experts(router, logits.shape[-1])
@@ -106,7 +128,18 @@ def route(
 def weigh(
     router: Router, logits: Float[Array, "t e"], ids: Int32[Array, "t top_k"]
 ) -> Float[Array, "t top_k"]:
-    """Return the weights of the experts `ids`; all that gradients see of `route`."""
+    """Return the weights of the experts `ids`.
+
+    Gradients of `route` flow through this function alone, because the choice of experts has none.
+
+    Args:
+      router: how to route.
+      logits: float32 ``[t, e]``.
+      ids: int32 ``[t, top_k]``, the chosen experts.
+
+    Returns:
+      float32 ``[t, top_k]``.
+    """
     if router.select == "logits":
         return _SCORES[router.score](jnp.take_along_axis(logits, ids, axis=-1)) * router.scaling
     weights = jnp.take_along_axis(_SCORES[router.score](logits), ids, axis=-1)
@@ -116,18 +149,18 @@ def weigh(
 
 
 def narrow_ids(expert_ids: Int[Array, "..."]) -> Int32[Array, "..."]:
-    """Return expert ids as int32; an id that does not fit becomes -1, which is no expert.
+    """Return expert ids as int32; an id that does not fit becomes -1, which means no expert.
 
-    A cast alone would wrap around: expert 0 of an id of ``2**32``.
+    A plain cast would wrap around: the id ``2**32`` would become expert 0.
     """
-    if expert_ids.dtype.itemsize <= 4:  # uint32 past the largest int32 becomes negative
+    if expert_ids.dtype.itemsize <= 4:  # a uint32 above the int32 range becomes negative
         return expert_ids.astype(jnp.int32)
     fits = (expert_ids >= 0) & (expert_ids <= jnp.iinfo(jnp.int32).max)
     return jnp.where(fits, expert_ids.astype(jnp.int32), -1)
 
 
 def _choose(router, logits, bias):
-    """Return the ids of the best experts, float32 logits given."""
+    """Return the ids of the best `top_k` experts for float32 logits."""
     if router.select == "logits":
         return lax.top_k(logits, router.top_k)[1]
     scores = _SCORES[router.score](logits)
@@ -138,7 +171,7 @@ def _choose(router, logits, bias):
 
 
 def _drop_groups(router, choice):
-    """Put the experts of all but the best groups out of reach."""
+    """Set the scores of all experts outside the best groups to minus infinity."""
     t, e = choice.shape
     size = e // router.num_groups
     grouped = choice.reshape(t, router.num_groups, size)
@@ -149,15 +182,19 @@ def _drop_groups(router, choice):
 
 
 def check_experts(router: Router, num_experts: int) -> None:
-    """Check that the experts fill the groups of `router` and are enough for it.
+    """Check that the groups of `router` divide `num_experts` and keep at least `top_k` experts.
 
     Raises:
-      ValueError: they do not, or are not.
+      ValueError: if they do not.
     """
     if num_experts % router.num_groups:
         raise ValueError(
-            f"num_groups: expected a divisor of {num_experts} experts, got {router.num_groups}"
+            f"num_groups: expected a divisor of {num_experts}, the number of experts; got "
+            f"{router.num_groups}"
         )
     eligible = num_experts // router.num_groups * router.groups_kept
     if router.top_k > eligible:
-        raise ValueError(f"top_k: expected at most {eligible} eligible experts, got {router.top_k}")
+        raise ValueError(
+            f"top_k: expected at most {eligible}, the number of experts in the kept groups "
+            f"({router.groups_kept} of {router.num_groups}); got {router.top_k}"
+        )

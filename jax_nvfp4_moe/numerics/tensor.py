@@ -1,4 +1,7 @@
-"""NVFP4Tensor and MoEParams, canonical or in a kernel's layout; DenseExperts beside them."""
+"""Weights as pytrees: `NVFP4Tensor`, `MoEParams` and `DenseExperts`.
+
+NVFP4 weights are either in the canonical layout or in the layout of a kernel.
+"""
 
 import dataclasses
 from typing import Any
@@ -12,10 +15,10 @@ from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, from_layout, 
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK, check_blocks, decode_scale, dequantize, divide
 from jax_nvfp4_moe.numerics.nvfp4 import quantize as quantize_arrays
 
-# What messages about axes end with.
+# Errors about shapes end with this hint, because a missing transpose is the usual cause.
 _OUTPUTS_FIRST = (
-    "Matrices are outputs before inputs: turn a Flax kernel [e, in, out] around with "
-    "kernel.swapaxes(1, 2)"
+    "Matrices are [experts, outputs, inputs]. Flax stores kernels as [experts, inputs, outputs]: "
+    "transpose them with kernel.swapaxes(1, 2)"
 )
 
 
@@ -24,20 +27,37 @@ _OUTPUTS_FIRST = (
 class NVFP4Tensor:
     """Matrices in NVFP4: ``w[..., n, k] = code * (block_scale * global_scale)``.
 
-    Attributes:
-      packed: uint8 ``[..., n, k/2]``, two E2M1 codes in a byte, even k in the low nibble.
-      block_scale: float8_e4m3fn ``[..., n, k/16]``, one per 16 elements of a row.
-      global_scale: float32 ``[...]``, one per matrix; or ``[..., 2]``, one for each half of the
-        rows (the gate and up halves of an expert).
-      global_divisor: float32 like `global_scale`, or None. Where a file stores the reciprocal, as
-        compressed-tensors does, dequantization divides by it, so that values are equal to that
-        tool's to the bit; kernels multiply by `global_scale`, its rounded reciprocal.
-      layout: static name of the byte order, see `numerics.layouts`.
-      rows, columns: static; n and k before a layout padded them, None where it did not.
+    In the canonical layout the arrays have the shapes below. Another layout permutes bytes inside
+    `packed` and `block_scale`, and may pad rows and columns. The constructor checks nothing, so
+    that tree operations may store any leaf in the fields; `from_packed` checks dtypes and shapes.
 
-    Shapes are those of the canonical layout; another layout permutes bytes inside `packed` and
-    `block_scale` and may pad rows and columns. Nothing is checked on construction, so that tree
-    operations may put any leaf here; `from_packed` checks.
+    Attributes:
+      packed: uint8 ``[..., n, k/2]``, two E2M1 codes per byte, with the even column in the low
+        nibble.
+      block_scale: float8_e4m3fn ``[..., n, k/16]``, one scale for each 16 elements of a row.
+      global_scale: float32 ``[...]``, one scale per matrix, or ``[..., 2]``, one for each half of
+        the rows (the gate and up halves of an expert).
+      global_divisor: float32 of the shape of `global_scale`, or None (default). compressed-tensors
+        stores the reciprocal of the global scale. Dequantization then divides by it, so that values
+        have the same bits as that tool's. Kernels multiply by `global_scale`, its rounded
+        reciprocal.
+      layout: name of the byte order, a key of `numerics.layouts.LAYOUTS`; "canonical" by default.
+        Static.
+      rows: n before the layout padded it; None if the layout did not pad rows. Static.
+      columns: k before the layout padded it; None if the layout did not pad columns. Static.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (8, 64)))
+      >>> weight.shape, weight.packed.shape, weight.block_scale.shape
+      ((8, 64), (8, 32), (8, 4))
+      >>> weight.nbytes  # 4.5 bits per value and one float32
+      292
+      >>> weight.dequantize().dtype.name
+      'float32'
+
+    Source: NVIDIA ModelOpt's NVFP4 checkpoints store the same bytes.
     """
 
     packed: jax.Array
@@ -50,15 +70,29 @@ class NVFP4Tensor:
 
     @classmethod
     def from_packed(cls, packed, block_scale, global_scale) -> "NVFP4Tensor":
-        """Build a canonical tensor from its bytes and scales.
+        """Build a tensor in the canonical layout from its bytes and scales.
 
         Args:
-          packed: uint8 ``[..., n, k/2]``.
+          packed: uint8 ``[..., n, k/2]``, two E2M1 codes per byte, with the even column in the low
+            nibble.
           block_scale: float8_e4m3fn ``[..., n, k/16]``.
-          global_scale: float32 ``[...]`` or ``[..., 2]``, or a number for one scale.
+          global_scale: ``[...]``, one scale per matrix, or ``[..., 2]``, one for each half of the
+            rows; taken as float32. A number is allowed for a single matrix.
+
+        Returns:
+          An `NVFP4Tensor` with logical shape ``[..., n, k]``.
 
         Raises:
-          ValueError: a dtype is wrong, the shapes disagree, or k is not a multiple of 16.
+          ValueError: if a dtype is wrong, the shapes disagree, or k is not a multiple of 16.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jax_nvfp4_moe as nvfp4
+          >>> packed = jnp.full((4, 8), 0x22, jnp.uint8)  # all codes are 2, which stands for 1
+          >>> block_scale = jnp.ones((4, 1), jnp.float8_e4m3fn)
+          >>> tensor = nvfp4.NVFP4Tensor.from_packed(packed, block_scale, 0.5)
+          >>> tensor.dequantize()[0, :2].tolist()
+          [0.5, 0.5]
         """
         packed, block_scale = jnp.asarray(packed), jnp.asarray(block_scale)
         global_scale = jnp.asarray(global_scale, jnp.float32)
@@ -69,26 +103,26 @@ class NVFP4Tensor:
         scales = (*packed.shape[:-1], packed.shape[-1] // 8)
         if block_scale.shape != scales:
             raise ValueError(
-                f"block_scale: expected shape {scales}, one per {BLOCK} codes; "
+                f"block_scale: expected shape {scales}, one scale per {BLOCK} codes; "
                 f"got {block_scale.shape}"
             )
         if global_scale.shape not in (lead, (*lead, 2)):
             raise ValueError(
-                f"global_scale: expected shape {lead}, one per matrix, or {(*lead, 2)}, one per "
-                f"half; got {global_scale.shape}"
+                f"global_scale: expected shape {lead}, one scale per matrix, or {(*lead, 2)}, one "
+                f"per half of the rows; got {global_scale.shape}"
             )
         return cls(packed, block_scale, global_scale)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical shape ``[..., n, k]``."""
+        """Logical shape ``[..., n, k]``, without the padding of a layout."""
         *lead, n, half_k = self.packed.shape
         n = n if self.rows is None else self.rows
         return (*lead, n, 2 * half_k if self.columns is None else self.columns)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the codes and scales occupy."""
+        """Number of bytes of all arrays: codes and scales, with the padding of the layout."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
@@ -98,7 +132,7 @@ class NVFP4Tensor:
         return pairs.reshape(*self.packed.shape[:-1], 2 * self.packed.shape[-1])
 
     def scale(self) -> jax.Array:
-        """Return ``block_scale * global_scale`` in float32, canonical ``[..., n, k/16]``."""
+        """Return ``block_scale * global_scale``, float32 in canonical order, ``[..., n, k/16]``."""
         tensor = self.to_layout(CANONICAL)
         block_scale = decode_scale(tensor.block_scale)
         if tensor.global_divisor is not None:
@@ -106,17 +140,25 @@ class NVFP4Tensor:
         return block_scale * self._per_row(tensor.global_scale)
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
-        """Return the values ``[..., n, k]``, computed in float32 and rounded once to `dtype`."""
+        """Return the values ``[..., n, k]``, computed in float32 and rounded once to `dtype`.
+
+        Args:
+          dtype: dtype of the result, float32 by default.
+        """
         return dequantize(self.to_layout(CANONICAL).packed, self.scale(), dtype)
 
     def to_layout(self, name: str) -> "NVFP4Tensor":
         """Return the same values in the layout called `name`.
 
-        Bytes come back as they were, but for blocks whose scale is not positive in layouts that
-        keep no sign of it, see `numerics.layouts`.
+        A conversion to another layout and back returns the same bytes, with one exception: some
+        layouts store no sign of block scales. There, blocks with a negative or zero scale return
+        with other bytes of the same value; `numerics.layouts` has the details.
+
+        Args:
+          name: a key of `numerics.layouts.LAYOUTS`.
 
         Raises:
-          ValueError: there is no such layout.
+          ValueError: if there is no such layout; the message lists the known ones.
         """
         if name == self.layout:
             return self
@@ -134,52 +176,69 @@ class NVFP4Tensor:
         )
 
     def _per_row(self, scale):
-        """Spread ``[...]`` or ``[..., halves]`` over the rows: ``[..., n or 1, 1]``."""
+        """Broadcast scales ``[...]`` or ``[..., halves]`` to the rows: ``[..., n or 1, 1]``."""
         if scale.ndim == self.packed.ndim - 2:
             return scale[..., None, None]
         return jnp.repeat(scale, self.shape[-2] // scale.shape[-1], axis=-1)[..., None]
 
 
 class _ExpertSizes:
-    """Sizes of experts, read off their two weights."""
+    """The sizes of an expert layer, which are read from the shapes of its two weights."""
 
     gate_up: Any
     down: Any
 
     @property
     def num_experts(self) -> int:
-        """Number of experts."""
+        """Number of experts e."""
         return self.down.shape[0]
 
     @property
     def hidden(self) -> int:
-        """Width of the tokens."""
+        """Number of features of a token, h."""
         return self.down.shape[1]
 
     @property
     def intermediate(self) -> int:
-        """Width between the two products."""
+        """Number of features between the two GEMMs, i."""
         return self.down.shape[2]
 
     @property
     def gated(self) -> bool:
-        """Whether `gate_up` holds two halves."""
+        """Whether `gate_up` holds gate and up rows: 2i rows instead of i."""
         return self.gate_up.shape[1] == 2 * self.intermediate
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEParams(_ExpertSizes):
-    """The weights of one expert layer; `e` experts, hidden size h, intermediate size i.
+    """The NVFP4 weights of one expert layer.
+
+    Shapes use e for the number of experts, h for the hidden size and i for the intermediate size.
 
     Attributes:
-      gate_up: `NVFP4Tensor` ``[e, 2i, h]``, gate rows then up rows; ``[e, i, h]`` where the
-        activation is not gated. Its global_scale is ``[e]`` or, for gate and up apart, ``[e, 2]``.
-        Where gate and up rows alternate (activation `swigluoai`) it is ``[e]``.
+      gate_up: `NVFP4Tensor` ``[e, 2i, h]``, all gate rows and then all up rows of each expert;
+        ``[e, i, h]`` if the activation is not gated. Its global_scale is ``[e]``, or ``[e, 2]`` for
+        separate scales of gate and up. If gate and up rows alternate (activation "swigluoai"), it
+        must be ``[e]``.
       down: `NVFP4Tensor` ``[e, h, i]``.
-      gate_up_input_scale, down_input_scale: float32 ``[e]``, the calibrated global scale of the
-        activations that each product takes in (it multiplies); None in a weight-only checkpoint.
-      gate_up_bias, down_bias: float32 ``[e, 2i]`` and ``[e, h]``, or None.
+      gate_up_input_scale: float32 ``[e]``, the calibrated global scale of the activations that
+        enter the first GEMM: amax / 2688. None (default) in a weight-only checkpoint.
+      down_input_scale: float32 ``[e]``, the same for the activations that enter the second GEMM, or
+        None.
+      gate_up_bias: ``[e, 2i]`` (``[e, i]`` if not gated), or None (default) for no bias.
+      down_bias: ``[e, h]``, or None (default) for no bias.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> gate, up = (jax.random.normal(key, (4, 32, 64)) for key in keys[:2])
+      >>> params = nvfp4.quantize_experts(gate, up, jax.random.normal(keys[2], (4, 64, 32)))
+      >>> params.num_experts, params.hidden, params.intermediate, params.gated
+      (4, 64, 32, True)
+      >>> params.gate_up.shape, params.has_input_scales
+      ((4, 64, 64), False)
     """
 
     gate_up: NVFP4Tensor
@@ -191,26 +250,34 @@ class MoEParams(_ExpertSizes):
 
     @property
     def has_input_scales(self) -> bool:
-        """Whether the activations of both products were calibrated."""
+        """Whether the activations of both GEMMs have calibrated input scales, which w4a4 needs."""
         return self.gate_up_input_scale is not None and self.down_input_scale is not None
 
     @property
     def layout(self) -> str:
-        """Name of the layout of `down`; `gate_up` has it too, or that for two halves."""
+        """Name of the layout of `down`.
+
+        `gate_up` is in the same layout or, if it is gated, in the variant of this layout for two
+        halves.
+        """
         return self.down.layout
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all arrays occupy."""
+        """Number of bytes of all arrays."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def to_layout(self, name: str) -> "MoEParams":
-        """Return the same weights in the layout called `name`, see `NVFP4Tensor.to_layout`.
+        """Return the same weights in the layout called `name`.
 
-        A gated `gate_up` takes the layout for two halves where that is another one.
+        A gated `gate_up` takes the variant of the layout for two halves, if there is one.
+        `NVFP4Tensor.to_layout` says which bytes change.
+
+        Args:
+          name: a key of `numerics.layouts.LAYOUTS`.
 
         Raises:
-          ValueError: there is no such layout.
+          ValueError: if there is no such layout; the message lists the known ones.
         """
         gate_up = self.gate_up.to_layout(_gate_up_layout(name, self.gated))
         return dataclasses.replace(self, gate_up=gate_up, down=self.down.to_layout(name))
@@ -219,16 +286,21 @@ class MoEParams(_ExpertSizes):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseExperts(_ExpertSizes):
-    """The weights of one expert layer that is not NVFP4: in a float dtype, or in FP8.
+    """The weights of one expert layer that is not NVFP4: in a float dtype or in FP8.
+
+    Shapes use e for the number of experts, h for the hidden size and i for the intermediate size.
 
     Attributes:
-      gate_up: ``[e, 2i, h]``, gate rows then up rows, or ``[e, i, h]``: an array or an `FP8Tensor`.
-      down: ``[e, h, i]``.
-      gate_up_bias, down_bias: ``[e, 2i]`` and ``[e, h]``, or None.
-      gate_up_input_scale, down_input_scale: float32 ``[e]`` where FP8 activations are rounded with
-        calibrated scales, else None.
-      multiply_by_reciprocal: static; how activations are rounded to FP8, see
-        `numerics.fp8.round_fp8`.
+      gate_up: array or `FP8Tensor` ``[e, 2i, h]``, all gate rows and then all up rows of each
+        expert; ``[e, i, h]`` if the activation is not gated.
+      down: array or `FP8Tensor` ``[e, h, i]``.
+      gate_up_bias: ``[e, 2i]``, or None (default) for no bias.
+      down_bias: ``[e, h]``, or None (default) for no bias.
+      gate_up_input_scale: float32 ``[e]``, the calibrated scale with which the activations of the
+        first GEMM are rounded to FP8; None (default) if there is none.
+      down_input_scale: the same for the second GEMM.
+      multiply_by_reciprocal: how activations are rounded to FP8, see `numerics.fp8.round_fp8`;
+        False by default. Static.
     """
 
     gate_up: jax.Array | FP8Tensor
@@ -241,29 +313,29 @@ class DenseExperts(_ExpertSizes):
 
 
 def _gate_up_layout(name, gated):
-    """Return the name of the layout that `gate_up` has where `down` has that called `name`."""
+    """Return the layout of `gate_up` if `down` is in the layout called `name`."""
     return (find_layout(name).of_halves or name) if gated else name
 
 
 def check_moe_params(params: MoEParams) -> None:
-    """Check that the shapes of `params` belong to one expert layer.
+    """Check that the shapes and layouts in `params` belong to one expert layer.
 
     Raises:
-      ValueError: they do not; names the first field that is wrong.
+      ValueError: if they do not; the message names the first wrong field.
     """
     check_blocks("down", params.down.shape)
     check_blocks("gate_up", params.gate_up.shape)
     e, h, i = params.down.shape
     if params.gate_up.shape not in ((e, 2 * i, h), (e, i, h)):
         raise ValueError(
-            f"gate_up: expected {(e, 2 * i, h)} (gated) or {(e, i, h)} (not gated) to go with "
-            f"down {params.down.shape}; got {params.gate_up.shape}"
+            f"gate_up: expected shape {(e, 2 * i, h)} (gated) or {(e, i, h)} (not gated), because "
+            f"down has shape {params.down.shape}; got {params.gate_up.shape}"
         )
     layout = _gate_up_layout(params.layout, params.gated)
     if params.gate_up.layout != layout:
         raise ValueError(
-            f"gate_up: expected layout {layout!r} to go with down in {params.layout!r}; "
-            f"got {params.gate_up.layout!r}"
+            f"gate_up: expected layout {layout!r}, because down has layout {params.layout!r}; "
+            f"got {params.gate_up.layout!r}. Convert both with MoEParams.to_layout"
         )
     rows = params.gate_up.shape[1]
     for name, shape in (
@@ -278,54 +350,98 @@ def check_moe_params(params: MoEParams) -> None:
 
 
 def check_sizes(params, num_experts: int, hidden: int, intermediate: int) -> None:
-    """Check the sizes of experts, and say of wrong ones which axis is which.
+    """Check the sizes of experts; the message of the error says which axis is which.
+
+    Args:
+      params: `MoEParams` or `DenseExperts`.
+      num_experts: expected number of experts.
+      hidden: expected number of features of a token.
+      intermediate: expected number of features between the two GEMMs.
 
     Raises:
-      ValueError: they differ, as those of untransposed Flax kernels do.
+      ValueError: if a size differs. The usual cause is a Flax kernel that was not transposed.
     """
     wanted = num_experts, hidden, intermediate
     sizes = params.num_experts, params.hidden, params.intermediate
     if sizes != wanted:
         raise ValueError(
-            f"params: expected params.down [e, h, i] of {wanted}, num_experts, the width of tokens "
-            f"and intermediate; got {sizes}. {_OUTPUTS_FIRST}"
+            f"params: expected params.down of shape {wanted}: num_experts, the hidden size and the "
+            f"intermediate size; got {sizes}. {_OUTPUTS_FIRST}"
         )
 
 
 def quantize(x, global_scale=None) -> NVFP4Tensor:
-    """Quantize `x` to NVFP4 with blocks of 16 along its last axis.
+    """Quantize `x` to NVFP4 in blocks of 16 along its last axis.
 
-    ``s8 = e4m3(min(amax16 / (6 g), 448))``, ``codes = e2m1(x / (s8 g))``, all in float32, ties to
-    even; see `numerics.nvfp4.quantize`.
+    With ``g = global_scale``, each block gets ``s8 = e4m3(min(amax / (6 g), 448))`` and
+    ``codes = e2m1(x / (s8 g))``. All steps are in float32 and ties round to even.
+    `numerics.nvfp4.quantize` says what NaN and infinity become.
 
     Args:
-      x: any float dtype, ``[..., n, k]`` with k a multiple of 16.
-      global_scale: g, float32, broadcastable to ``x.shape[:-2]``; ``amax(|x|) / 2688`` of each
-        matrix where not given. Not checked: positive and finite.
+      x: array ``[..., n, k]`` of any float dtype; k is a multiple of 16.
+      global_scale: g, float32, of a shape that broadcasts to ``x.shape[:-2]``. None, the default,
+        takes ``amax(|x|) / 2688`` of each matrix. The function does not check that it is positive
+        and finite.
+
+    Returns:
+      An `NVFP4Tensor` ``[..., n, k]`` in the canonical layout.
 
     Raises:
-      ValueError: k is not a multiple of 16.
+      ValueError: if `x` has fewer than two axes, or k is not a multiple of 16.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> x = jax.random.normal(jax.random.key(0), (8, 64))
+      >>> weight = nvfp4.quantize(x)
+      >>> weight.packed.shape, weight.global_scale.shape
+      ((8, 32), ())
+      >>> bool(jnp.abs(weight.dequantize() - x).max() < 0.25 * jnp.abs(x).max())
+      True
+
+    Source: NVIDIA ModelOpt's NVFP4 export; the result has the same bits.
     """
     return _quantize(jnp.asarray(x), global_scale)
 
 
 @jax.jit
-def _quantize(x, global_scale):  # one program, where each operation alone would be one
+def _quantize(x, global_scale):  # without jit, XLA would compile each operation on its own
     return NVFP4Tensor(*quantize_arrays(x, global_scale))
 
 
 def quantize_experts(gate, up, down) -> MoEParams:
-    """Quantize the dense experts of one layer to NVFP4: canonical parameters, weights only.
+    """Quantize the dense experts of one layer to NVFP4, weights only.
 
-    Each matrix of each expert gets ``amax / 2688`` as its global scale, gate and up apart.
+    Each matrix of each expert gets ``amax / 2688`` as its global scale; gate and up get separate
+    scales.
+
+    The axes are outputs before inputs. Flax stores kernels as ``[e, inputs, outputs]``: transpose
+    them first with ``kernel.swapaxes(1, 2)``. For square matrices a missing transpose passes the
+    shape check and gives wrong results.
 
     Args:
-      gate: any float dtype, ``[e, i, h]``; None where the activation is not gated.
-      up: ``[e, i, h]``, outputs before inputs: the transpose of what Flax calls a kernel.
+      gate: ``[e, i, h]`` of any float dtype, or None if the activation is not gated.
+      up: ``[e, i, h]``; h and i are multiples of 16.
       down: ``[e, h, i]``.
 
+    Returns:
+      `MoEParams` in the canonical layout, without input scales and biases.
+
     Raises:
-      ValueError: shapes disagree, or h or i is not a multiple of 16.
+      ValueError: if the shapes disagree, or h or i is not a multiple of 16.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> gate, up = (jax.random.normal(key, (4, 64, 32)) for key in keys[:2])  # Flax kernels
+      >>> down = jax.random.normal(keys[2], (4, 32, 64))
+      >>> params = nvfp4.quantize_experts(*(w.swapaxes(1, 2) for w in (gate, up, down)))
+      >>> params.gate_up.shape, params.down.shape
+      ((4, 64, 64), (4, 64, 32))
+
+    Source: global scales follow NVIDIA ModelOpt's NVFP4 export.
     """
     up, down = jnp.asarray(up), jnp.asarray(down)
     halves = [up] if gate is None else [jnp.asarray(gate), up]
@@ -335,7 +451,7 @@ def quantize_experts(gate, up, down) -> MoEParams:
     ):
         if array.ndim != 3 or array.shape != shape:
             raise ValueError(
-                f"{name}: expected shape [e, i, h], {shape} to go with down [e, h, i], "
+                f"{name}: expected shape [e, i, h] = {shape}, because down [e, h, i] has shape "
                 f"{down.shape}; got {array.shape}. {_OUTPUTS_FIRST}"
             )
     for name, array in (("up", up), ("down", down)):
@@ -352,5 +468,6 @@ def quantize_experts(gate, up, down) -> MoEParams:
 
 
 def _check_dtype(name, array, dtype):
+    """Check the dtype of an argument that the error message calls `name`."""
     if array.dtype != dtype:
         raise ValueError(f"{name}: expected dtype {jnp.dtype(dtype).name}, got {array.dtype.name}")

@@ -1,4 +1,4 @@
-"""The public ops: checks, the two choices, one call."""
+"""The public ops: each checks its arguments, chooses a plan and lowers to one call."""
 
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.preparation import prepare

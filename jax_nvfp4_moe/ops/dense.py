@@ -1,4 +1,4 @@
-"""Products with matrices that are not NVFP4: plain XLA dots, float32 sums."""
+"""GEMMs with matrices that are not NVFP4: plain XLA dots with float32 sums."""
 
 import functools
 import math
@@ -13,18 +13,27 @@ from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 
 def precision_for(dtype) -> lax.Precision:
-    """Return the precision of dense products: full in float32, the device's default below."""
+    """Return the precision of dense GEMMs: highest for float32, else the default of the device."""
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else lax.Precision.DEFAULT
 
 
 def dense(x: Float[Array, "... k"], weight: Float[Array, "n k"]) -> Float[Array, "... n"]:
-    """Return ``x @ weight.T`` of one dtype, summed and returned in float32."""
+    """Compute ``x @ weight.T`` with float32 sums.
+
+    Args:
+      x: ``[..., k]`` of any float dtype.
+      weight: ``[n, k]`` of the dtype of `x`.
+
+    Returns:
+      float32 ``[..., n]``.
+    """
     if math.prod(x.shape[:-1]) == 1:
         return lax.platform_dependent(x, weight, cuda=_reduce, default=_multiply)
     return _multiply(x, weight)
 
 
 def _multiply(x, weight):
+    """Compute ``x @ weight.T`` as one XLA dot with float32 sums."""
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(
         x,
@@ -36,7 +45,10 @@ def _multiply(x, weight):
 
 
 def _reduce(x, weight):
-    """Multiply one row: XLA's matrix products read weights at a third of a GPU's bandwidth."""
+    """Multiply one row by a sum of elementwise products.
+
+    XLA's GEMMs with a single row read weights at a third of a GPU's bandwidth.
+    """
     products = x.reshape(1, -1).astype(jnp.float32) * weight.astype(jnp.float32)
     return jnp.sum(products, axis=-1).reshape(*x.shape[:-1], -1)
 
@@ -49,17 +61,21 @@ def dense_fp8(
     input_scale=None,
     multiply_by_reciprocal: bool = False,
 ) -> Float[Array, "... n"]:
-    """Return ``x @ dequantize(weight).T`` in float32, `x` rounded to E4M3 first as asked.
+    """Compute ``x @ dequantize(weight).T`` in float32; `x` may be rounded to E4M3 first.
 
-    ``y = (e4m3(x / s) @ values.T) * (s * scale)``: E4M3 values are exact in the dtype of `x`, so
-    that the operands of the product are, whatever the device multiplies.
+    The result is ``y = (e4m3(x / s) @ values.T) * (s * scale)``. E4M3 values are exact in the dtype
+    of `x`, so the operands of the GEMM are exact on every device.
 
     Args:
-      x: bfloat16, float16 or float32.
-      weight: ``[n, k]``.
-      activations: how `x` is rounded.
-      input_scale: s of `FP8ActivationScaling.STATIC`, float32 scalar.
-      multiply_by_reciprocal: see `numerics.fp8.round_fp8`.
+      x: ``[..., k]``, bfloat16, float16 or float32.
+      weight: `FP8Tensor` ``[n, k]``.
+      activations: how `x` is rounded; by default it is not rounded.
+      input_scale: s, a float32 scalar. It is required for `FP8ActivationScaling.STATIC` and
+        otherwise not used.
+      multiply_by_reciprocal: how `x` is rounded, see `numerics.fp8.round_fp8`; False by default.
+
+    Returns:
+      float32 ``[..., n]``.
     """
     values = weight.values.astype(x.dtype)
     scale = weight.scale.astype(jnp.float32)
@@ -87,7 +103,10 @@ def _round(x, scale, multiply_by_reciprocal):
 
 @_round.defjvp
 def _round_straight_through(multiply_by_reciprocal, primals, tangents):
-    """Take the derivative of ``x / scale``; that of a cast would be rounded to E4M3 as well."""
+    """Return the rounded value with the derivative of ``x / scale``.
+
+    JAX's derivative of the cast would round the tangent to E4M3 too.
+    """
     x, scale = primals
     tangent = tangents[0].astype(jnp.float32) / scale
     return _round(x, scale, multiply_by_reciprocal), tangent.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""dense_moe: an expert layer that is not NVFP4, one expert at a time."""
+"""`dense_moe`: an expert layer that is not NVFP4, computed expert by expert."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -35,24 +35,24 @@ def dense_moe(
 ) -> Float[Array, "t h"]:
     """Run each token through its experts and add up their weighted outputs.
 
-    The meaning of `ops.moe_mlp` with matrices in a float dtype or in FP8. Memory stays bounded: one
-    expert is converted at once, and its tokens go through in chunks. No kernel: mixed checkpoints
-    keep a layer or two in BF16 or FP8, and those run, slowly, rather than be refused. Gradients
-    flow as there; the matrices are frozen.
+    This is the function of `ops.moe_mlp` for matrices in a float dtype or in FP8. It uses plain XLA
+    and is slow. Mixed checkpoints keep a layer or two in BF16 or FP8, and this op lets them run.
+    Only one expert is converted at a time, and its tokens go through in chunks, so memory stays
+    bounded. Gradients flow to `x`, `expert_weights` and biases; the matrices are frozen.
 
     Args:
       x: tokens ``[t, h]``, bfloat16, float16 or float32.
-      experts: of the layer.
-      expert_ids: an id of -1 or out of range contributes nothing.
-      expert_weights: of the same shape, taken as float32.
-      activations: how the inputs of products with FP8 matrices are rounded.
-      activation, alpha, beta, limit, weight_on_input: as for `ops.moe_mlp`.
+      experts: the `DenseExperts` of the layer.
+      expert_ids: integers ``[t, k]``. An id that is -1 or out of range contributes nothing.
+      expert_weights: ``[t, k]`` of any float dtype, taken as float32.
+      activations: how the inputs of GEMMs with FP8 matrices are rounded; by default they are not.
+      activation, alpha, beta, limit, weight_on_input: as in `ops.moe_mlp`.
 
     Returns:
       ``[t, h]`` in the dtype of `x`.
 
     Raises:
-      ValueError: shapes or dtypes disagree, or the activation is unknown.
+      ValueError: if shapes or dtypes disagree, or the activation is unknown.
     """
     call = find_activation(activation, alpha, beta, limit)
     check_call(x, experts, expert_ids, expert_weights, call)

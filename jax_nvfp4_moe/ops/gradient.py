@@ -1,12 +1,13 @@
-"""Gradients of the ops: to activations, expert weights and biases; quantized weights are frozen.
+"""Gradients of the ops to activations, expert weights and biases; quantized weights are frozen.
 
-The kernels have no derivative of their own. A backward pass is plain XLA, whatever backend ran the
-forward pass: expert by expert, it dequantizes that expert's weights to float32, runs its rows again
-a chunk at a time, and differentiates that. So nothing but the operands is kept between the passes,
-and no more than one expert's weights exist in float32.
+The kernels have no derivative. The backward pass is plain XLA for every backend. It visits one
+expert at a time: it dequantizes the weights of the expert to float32, runs the rows of the expert
+again in chunks, and differentiates that computation. So only the operands are kept for the backward
+pass, and only one expert's weights exist in float32.
 
-Roundings count as the identity (straight-through): of activations to NVFP4 under the w4a4 schemes,
-and of what stands between the two products to the dtype of the tokens.
+Roundings count as the identity (straight-through estimator). This concerns activations that w4a4
+schemes round to NVFP4, and the values between the two GEMMs, which are rounded to the dtype of the
+tokens.
 """
 
 import dataclasses
@@ -29,13 +30,18 @@ from jax_nvfp4_moe.ops.dense import precision_for
 
 
 def straight_through(function: Callable, x):
-    """Return ``function(x)``, of the shape and dtype of `x`, with the derivative of `x`."""
+    """Return ``function(x)`` with the derivative of the identity.
+
+    Args:
+      function: maps an array to one of the same shape and dtype.
+      x: its argument.
+    """
     fixed = lax.stop_gradient(x)
     return function(fixed) + (x - fixed)
 
 
 def take_expert(weights, expert):
-    """Return the weights of one expert: every array of a tree, at `expert`."""
+    """Return the weights of one expert: every array of the tree `weights` at index `expert`."""
     return jax.tree.map(lambda leaf: leaf[expert], weights)
 
 
@@ -43,29 +49,31 @@ BIASES = "gate_up_bias", "down_bias"
 
 
 def in_float32(params):
-    """Return expert parameters with their biases in float32, the dtype of the cotangents."""
+    """Return expert parameters with biases in float32, the dtype of their cotangents."""
     biases = {name: getattr(params, name) for name in BIASES}
     return dataclasses.replace(params, **jax.tree.map(lambda b: b.astype(jnp.float32), biases))
 
 
 def _only(params, biases):
-    """Return the cotangent of expert parameters, of which all but `biases` are frozen."""
+    """Return the cotangent of expert parameters that are frozen except for `biases`."""
     frozen = dict.fromkeys(field.name for field in dataclasses.fields(params) if _has_arrays(field))
     return dataclasses.replace(params, **(frozen | biases))
 
 
 def _has_arrays(field):
+    """Whether a dataclass field holds arrays, and is not static."""
     return not field.metadata.get("static")
 
 
 class ExpertLayer(NamedTuple):
-    """An expert layer as a backward pass sees it: the rows of one expert, in float32.
+    """An expert layer as the backward pass needs it: the rows of one expert, in float32.
 
     Attributes:
-      num_experts: ids from it on, and below 0, contribute nothing.
+      num_experts: number of experts. Ids below 0, and ids from this number on, contribute nothing.
       read_expert: ``(params, expert) -> weights`` of one expert, without its biases.
-      run_rows: ``(weights, its biases, rows [m, h]) -> [m, h]``, in differentiable operations.
-      weight_on_input: multiply the rows by their weight instead of the result.
+      run_rows: ``(weights, biases of the expert, rows [m, h]) -> [m, h]``, in differentiable
+        operations.
+      weight_on_input: whether the weight of an expert multiplies its input instead of its output.
     """
 
     num_experts: int
@@ -77,13 +85,15 @@ class ExpertLayer(NamedTuple):
 def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
     """Return `forward` with a gradient to tokens, expert weights and biases.
 
-    ``y[t] = sum_j expert_weights[t, j] * run_rows(read_expert(params, e), biases[e], x[t])`` with
-    ``e = expert_ids[t, j]`` is what is differentiated; the forward pass stays as it is.
+    With ``e = expert_ids[t, j]``, the backward pass differentiates
+    ``y[t] = sum_j expert_weights[t, j] * run_rows(read_expert(params, e), biases[e], x[t])``. The
+    forward pass does not change.
 
     Args:
       forward: ``(x [t, h], params, expert_ids [t, k], expert_weights float32 [t, k])`` to
-        ``[t, h]`` in the dtype of x; `params` are `MoEParams` or `DenseExperts`, biases in float32.
-      layer: the same, expert by expert.
+        ``[t, h]`` in the dtype of x. `params` are `MoEParams` or `DenseExperts` with biases in
+        float32.
+      layer: the same computation, expert by expert.
     """
     run = jax.custom_vjp(forward)
 
@@ -124,7 +134,7 @@ def _expert_bars(layer, operands, y_bar):
 
 
 def _add_piece(layer, weights, given, expert, rows, bars):
-    """Add what one chunk of an expert's rows contributes to the cotangents."""
+    """Add the contribution of one chunk of an expert's rows to the cotangents."""
     x, expert_weights, biases, y_bar = given
     token, slot, alive = rows
 
@@ -134,7 +144,8 @@ def _add_piece(layer, weights, given, expert, rows, bars):
             return layer.run_rows(weights, own, scaled)
         return layer.run_rows(weights, own, rows) * weight[:, None]
 
-    # Rows past the end are other experts'. As zeros they add nothing, and their NaN cannot leak.
+    # A chunk may extend into the rows of the next expert. These rows become zeros: they then add
+    # nothing, and their NaN cannot spread.
     own_rows = jnp.where(alive[:, None], x[token].astype(jnp.float32), 0.0)
     own_weights = jnp.where(alive, expert_weights[slot], 0.0)
     own_biases = take_expert(biases, expert)
@@ -149,14 +160,15 @@ def _add_piece(layer, weights, given, expert, rows, bars):
 
 
 def with_product_gradient(forward: Callable) -> Callable:
-    """Return `forward`, a grouped product, with a gradient to rows and biases.
+    """Return `forward`, a grouped GEMM, with a gradient to rows and biases.
 
-    ``y[i] = W[g] @ x[i] + bias[g]`` for row i of group g is what is differentiated:
-    ``x_bar[i] = W[g].T @ y_bar[i]``, and the cotangent of a bias is the sum of its ``y_bar``.
+    The backward pass differentiates ``y[i] = W[g] @ x[i] + bias[g]`` for row i of group g:
+    ``x_bar[i] = W[g].T @ y_bar[i]``. The cotangent of a bias is the sum of the ``y_bar`` of its
+    group.
 
     Args:
       forward: ``(x [m, k], weight, group_sizes [e], input_scale, bias)`` to ``[m, n]`` in the dtype
-        of x; `weight` is an `NVFP4Tensor` ``[e, n, k]``, `bias` float32 ``[e, n]`` or None.
+        of x. `weight` is an `NVFP4Tensor` ``[e, n, k]``; `bias` is float32 ``[e, n]`` or None.
     """
     run = jax.custom_vjp(forward)
 
@@ -179,7 +191,7 @@ def _product_bars(bias, weight, group_sizes, y_bar):
     if m == 0 or e == 0:
         return bars
     starts, ends = group_bounds(group_sizes, m)
-    chunk = m if e == 1 else CHUNK_ROWS  # one matrix, `linear`: one product
+    chunk = m if e == 1 else CHUNK_ROWS  # `linear` has one matrix: all rows in one GEMM
     padded = jnp.concatenate([y_bar, jnp.zeros((chunk, y_bar.shape[1]), y_bar.dtype)])
     precision = precision_for(y_bar.dtype)
 
@@ -204,10 +216,10 @@ def _product_bars(bias, weight, group_sizes, y_bar):
 
 
 def _visit_each(starts, ends, visit, carry):
-    """Return ``carry = visit(expert, carry)`` over the experts that have rows."""
+    """Run ``carry = visit(expert, carry)`` for each expert that has rows; return the last carry."""
 
     def run_expert(expert, carry):
-        there = ends[expert] > starts[expert]  # do not dequantize what has no rows
+        there = ends[expert] > starts[expert]  # without rows, do not dequantize the weights
         return lax.cond(there, functools.partial(visit, expert), lambda carry: carry, carry)
 
     return lax.fori_loop(0, ends.shape[0], run_expert, carry)

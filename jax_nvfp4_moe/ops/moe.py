@@ -1,4 +1,4 @@
-"""moe_mlp: a whole expert layer as one op."""
+"""`moe_mlp`: a whole expert layer as one op."""
 
 import dataclasses
 import functools
@@ -27,10 +27,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def check_dtype(dtype) -> jnp.dtype:
-    """Return `dtype`, that of a module, as a type that kernels take.
+    """Return the dtype of a module as a `jnp.dtype`, if kernels accept it.
 
     Raises:
-      ValueError: it is another one.
+      ValueError: if it is not bfloat16, float16 or float32.
     """
     if jnp.dtype(dtype).name not in DTYPES:
         raise ValueError(f"dtype: expected {' or '.join(DTYPES)}, got {jnp.dtype(dtype).name}")
@@ -38,10 +38,14 @@ def check_dtype(dtype) -> jnp.dtype:
 
 
 def check_activations(name, x):
-    """Check that `x` has a dtype that kernels take.
+    """Check that `x` has a dtype that kernels accept.
+
+    Args:
+      name: what the error message calls the argument.
+      x: the activations.
 
     Raises:
-      ValueError: it has not; names the argument.
+      ValueError: if the dtype is not bfloat16, float16 or float32.
     """
     if x.dtype.name not in DTYPES:
         raise ValueError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {x.dtype.name}")
@@ -65,41 +69,59 @@ def moe_mlp(
 ) -> Float[Array, "t h"]:
     """Run each token through its experts and add up their weighted outputs.
 
-    With ``W1 = dequantize(params.gate_up)``, ``W2 = dequantize(params.down)`` and ``act`` of
-    `numerics.activations`::
+    With ``W1 = dequantize(params.gate_up)``, ``W2 = dequantize(params.down)`` and the activation
+    function ``act``::
 
       y[t] = sum_j expert_weights[t, j] * (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]),
       e = expert_ids[t, j]
 
-    The result of ``act`` is rounded to the dtype of `x`; sums are float32. Under the w4a4 schemes
-    the inputs of both products are first rounded to NVFP4.
+    The result of ``act`` is rounded to the dtype of `x`, and sums are float32. Under the w4a4
+    schemes, the inputs of both GEMMs are rounded to NVFP4 first.
 
-    Gradients flow to `x`, `expert_weights` and biases, in plain XLA, as if nothing was rounded;
-    the weights are frozen. See `ops.gradient`.
+    Gradients flow to `x`, `expert_weights` and biases, with every rounding as the identity. The
+    backward pass is plain XLA; the weights are frozen.
 
     Args:
       x: tokens ``[t, h]``, bfloat16, float16 or float32; t may be 0.
-      params: the experts; canonical, or as `prepare` returns them. Another layout than the
-        backend's is converted inside the trace.
-      expert_ids: ``[t, k]`` integers. An id of -1 or out of range contributes nothing.
-      expert_weights: ``[t, k]``, taken as float32.
-      scheme: None, "checkpoint" or a `Scheme`; parameters count as w4a4 where they have input
-        scales.
-      target: the device to lower for; the current one where None.
-      backend: name of a record; a sequence of names, tried in that order; None to choose.
-      activation: name of a row of `numerics.activations.ACTIVATIONS`, or what `find_activation`
-        returns.
-      alpha, beta, limit: parameters of the activation, its row's where None.
-      weight_on_input: multiply the expert's input by its weight instead of its output (Llama-4).
-      plan: of `ops.preparation.plan_experts`, in place of `scheme`, `target` and `backend`: modules
-        pass the plan that their weights were prepared for.
+      params: the `MoEParams` of the layer, canonical or as `prepare` returns them. If the layout is
+        not that of the chosen backend, each call converts the weights, and the log says so.
+      expert_ids: integers ``[t, k]``. An id that is -1 or out of range contributes nothing.
+      expert_weights: ``[t, k]`` of any float dtype, taken as float32.
+      scheme: "checkpoint", a `Scheme` or its name. None (default) lets the weights and the device
+        decide. Parameters with input scales count as a w4a4 checkpoint.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+      activation: name of an activation, "silu" by default, or the result of `find_activation`.
+      alpha: parameter of the activation; None (default) for the value of the activation.
+      beta: parameter of the activation; None (default) for the value of the activation.
+      limit: bound of the activation's inputs; None (default) for the value of the activation.
+      weight_on_input: whether the weight of an expert multiplies its input instead of its output
+        (Llama-4); False by default.
+      plan: a `Plan` that replaces `scheme`, `target` and `backend`. Modules pass the plan for which
+        their weights were prepared. None (default) makes a plan.
 
     Returns:
       ``[t, h]`` in the dtype of `x`.
 
     Raises:
-      ValueError: shapes or dtypes disagree, or the scheme or the activation is unknown.
-      NoBackendError: no backend can run this; says why, one by one.
+      ValueError: if shapes or dtypes disagree, or the scheme or the activation is unknown.
+      ValueError: if scheme "w4a4" is requested and `params` have no input scales.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> params = nvfp4.testing.random_moe_params(
+      ...     jax.random.key(0), num_experts=4, hidden=64, intermediate=32
+      ... )
+      >>> params = nvfp4.prepare(params, scheme="w4a16", dtype="float32")
+      >>> x = jax.random.normal(jax.random.key(1), (5, 64))
+      >>> ids, weights = nvfp4.testing.random_routing(jax.random.key(2), 5, 4, 2)
+      >>> y = nvfp4.ops.moe_mlp(x, params, ids, weights, scheme="w4a16")
+      >>> y.shape, y.dtype.name
+      ((5, 64), 'float32')
 
     Reference:
       `backends.reference.moe_mlp` defines the result, up to the order of summation.
@@ -117,7 +139,7 @@ def moe_mlp(
     if params.layout != plan.layout:
         log_conversion("moe_mlp", params.layout, plan.layout)
     params = in_float32(params.to_layout(plan.layout))
-    if plan.scheme is not Scheme.W4A4:  # no kernel reads them
+    if plan.scheme is not Scheme.W4A4:  # kernels read input scales under w4a4 only
         params = dataclasses.replace(params, gate_up_input_scale=None, down_input_scale=None)
     static = {"scheme": plan.scheme, "call": call, "weight_on_input": weight_on_input}
     rows = functools.partial(_run_rows, call, plan.scheme, x.dtype)
@@ -127,14 +149,14 @@ def moe_mlp(
 
 
 def _read_expert(params, expert):
-    """Return one expert's two matrices and its input scales, for the backward pass."""
+    """Return the two matrices and the input scales of one expert for the backward pass."""
     one = take_expert(params, expert)
     matrices = (weight.dequantize(jnp.float32) for weight in (one.gate_up, one.down))
     return *matrices, one.gate_up_input_scale, one.down_input_scale
 
 
 def _run_rows(call, scheme, dtype, weights, biases, rows):
-    """Run rows of one expert through both products, differentiably; see `ExpertLayer`."""
+    """Run rows of one expert through both GEMMs in differentiable operations; see `ExpertLayer`."""
     gate_up, down, gate_up_scale, down_scale = weights
 
     def product(rows, weight, scale, bias):
@@ -148,10 +170,17 @@ def _run_rows(call, scheme, dtype, weights, biases, rows):
 
 
 def check_call(x, params, expert_ids, expert_weights, call) -> None:
-    """Check that the arguments of an expert layer go together.
+    """Check that the arguments of an expert layer fit together.
+
+    Args:
+      x: tokens ``[t, h]``.
+      params: `MoEParams` or `DenseExperts`.
+      expert_ids: integers ``[t, k]``.
+      expert_weights: ``[t, k]``.
+      call: the activation.
 
     Raises:
-      ValueError: they do not; names the argument.
+      ValueError: if they do not; the message names the argument.
     """
     check_activations("x", x)
     if x.ndim != 2 or x.shape[1] != params.hidden:
@@ -162,42 +191,49 @@ def check_call(x, params, expert_ids, expert_weights, call) -> None:
         raise ValueError(f"expert_ids: expected integers, got {expert_ids.dtype.name}")
     if expert_weights.shape != expert_ids.shape:
         raise ValueError(
-            f"expert_weights: expected shape {expert_ids.shape}, that of expert_ids; "
+            f"expert_weights: expected shape {expert_ids.shape}, the shape of expert_ids; "
             f"got {expert_weights.shape}"
         )
     if call.row.gated != params.gated:
-        kind = "a gated" if params.gated else "a non-gated"
+        kind = "a gated activation" if params.gated else "an activation that is not gated"
         raise ValueError(
-            f"activation: expected {kind} one, since gate_up is {params.gate_up.shape} and down "
-            f"{params.down.shape}; got {call.name!r}"
+            f"activation: expected {kind}, because gate_up has shape {params.gate_up.shape} "
+            f"and down has shape {params.down.shape}; got {call.name!r}"
         )
     check_row_order(params, call)
 
 
 def check_row_order(params, call) -> None:
-    """Check that the global scales of `gate_up` go with the order in which `call` takes its rows.
+    """Check that the global scales of `gate_up` fit the order in which `call` expects its rows.
 
-    Two scales an expert belong to the halves of its rows, which is gate and up where they stand in
-    halves and nothing where they alternate: kernels would take one for gate and one for up.
+    Two scales per expert belong to the two halves of the rows. These are gate and up if the rows
+    are in halves. If gate and up rows alternate, kernels would still apply one scale to gate and
+    the other to up, and the result would be wrong.
 
     Raises:
-      ValueError: gate and up rows alternate, and `gate_up` has two scales an expert.
+      ValueError: if gate and up rows alternate, and `gate_up` has two scales per expert.
     """
-    scale = getattr(params.gate_up, "global_scale", None)  # those of DenseExperts have none
+    scale = getattr(params.gate_up, "global_scale", None)  # DenseExperts have no global scale
     if call.row.interleaved and scale is not None and scale.ndim > params.down.global_scale.ndim:
         raise ValueError(
-            f"activation: {call.name!r} takes gate and up rows that alternate, with one global "
-            f"scale an expert; got {call.name!r} with gate_up.global_scale {scale.shape}, one for "
-            "each half of the rows. Give gate rows, then up rows (as quantize_experts returns "
-            "them) with activation 'swigluoai_uninterleave', or quantize both with one scale"
+            f"activation: {call.name!r} expects gate and up rows that alternate, with one global "
+            f"scale per expert; got gate_up.global_scale of shape {scale.shape}, one scale for "
+            "each half of the rows. Use activation 'swigluoai_uninterleave' if all gate rows come "
+            "first, as quantize_experts returns them, or quantize both with one scale"
         )
 
 
 def check_input_scales(name, params, scheme) -> None:
-    """Check that experts have the input scales that `scheme` multiplies by.
+    """Check that experts have the input scales that `scheme` needs.
+
+    Args:
+      name: what the error message calls the argument.
+      params: `MoEParams`.
+      scheme: the chosen scheme.
 
     Raises:
-      ValueError: they have none; says how to get them, and which schemes need none.
+      ValueError: if `scheme` is w4a4 and the experts have no input scales; the message says how to
+        get them, and which schemes need none.
     """
     if scheme is Scheme.W4A4 and not params.has_input_scales:
         raise ValueError(f"{name}: {NEEDS_INPUT_SCALES}")

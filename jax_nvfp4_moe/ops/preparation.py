@@ -1,4 +1,4 @@
-"""Plans of the ops on NVFP4 weights, and weights in the layout of the kernel that reads them."""
+"""Plans of ops on NVFP4 weights, and conversion of weights to the layout of their kernel."""
 
 from collections.abc import Sequence
 
@@ -22,20 +22,24 @@ def plan_experts(
     activation: str | None = None,
     shards: tuple[int, int] = (1, 1),
 ) -> Plan:
-    """Return the plan of `moe_mlp` on experts of these sizes; no array is read.
+    """Return the plan of `moe_mlp` for experts of the given sizes; no array is read.
 
     Args:
-      params: the experts of the whole layer: what has num_experts, hidden and intermediate.
-      checkpoint_scheme: what the checkpoint says of them, "w4a16" or "w4a4".
-      scheme, target, backend: as for `ops.moe_mlp`.
-      dtype: of the tokens.
-      top_k: experts of a token.
-      activation: name of the activation.
-      shards: into how many parts a mesh divides the experts, and each expert's width.
+      params: the experts of the whole layer, or any object with the attributes num_experts, hidden
+        and intermediate.
+      checkpoint_scheme: what the checkpoint declares for the experts, "w4a16" or "w4a4".
+      scheme, target, backend: as in `ops.moe_mlp`.
+      dtype: dtype of the tokens, bfloat16 by default.
+      top_k: number of experts per token, 1 by default.
+      activation: name of the activation, or None (default) if it is unknown.
+      shards: number of parts into which a mesh divides the experts, and number of parts into which
+        it divides the intermediate size; (1, 1) by default.
 
     Raises:
-      ValueError: the scheme or a backend is unknown, or the scheme does not go with the weights.
-      NoBackendError: no backend can run this; says why, one by one.
+      ValueError: if the scheme or a backend is unknown, or the scheme needs input scales that the
+        weights lack.
+      NoBackendError: if no backend can run the problem; the message lists every backend and its
+        reason.
     """
     problem = Problem(
         op="moe_mlp",
@@ -61,9 +65,9 @@ def plan_product(
     backend: str | Sequence[str] | None = None,
     dtype=jnp.bfloat16,
 ) -> Plan:
-    """Return the plan of a product with `weight` ``[n, k]``, or ``[e, n, k]`` by groups of rows.
+    """Return the plan of a GEMM with `weight` ``[n, k]``, or of a grouped GEMM with ``[e, n, k]``.
 
-    Arguments and errors are those of `plan_experts`; no array is read.
+    No array is read. The other arguments and the errors are those of `plan_experts`.
     """
     *groups, n, k = weight.shape
     problem = Problem(
@@ -80,11 +84,12 @@ def plan_product(
 
 
 def find_checkpoint_scheme(params: MoEParams) -> Scheme:
-    """Return what parameters without a checkpoint stand for: w4a4 where they have input scales."""
+    """Return the scheme that parameters stand for: w4a4 if they have input scales, else w4a16."""
     return Scheme.W4A4 if params.has_input_scales else Scheme.W4A16
 
 
 def _to_layout(weights, layout):
+    """Return `weights` in `layout`; a function that `jax.jit` can take."""
     return weights.to_layout(layout)
 
 
@@ -101,21 +106,47 @@ def prepare(
     dtype=jnp.bfloat16,
     top_k: int = 1,
 ) -> MoEParams:
-    """Return `params` in the layout of the backend that `ops.moe_mlp` takes for such calls.
+    """Convert experts to the layout of the backend that `ops.moe_mlp` will use.
 
-    Values do not change: ``prepare(p).gate_up.dequantize() == p.gate_up.dequantize()``. If calls
-    differ from what is said here in a way that leads to another backend, they convert the weights
-    each time, and the log says so.
+    Call it once per layer, after loading or quantizing. The values do not change:
+    ``prepare(p).gate_up.dequantize() == p.gate_up.dequantize()``. Without it, `ops.moe_mlp`
+    converts the weights on every call. This also happens if calls differ from the arguments given
+    here so that another backend runs; the log then says so.
 
     Args:
-      params: the experts of one layer, in any layout; on one device, all that a call sees.
-      scheme, target, backend: as for `ops.moe_mlp`.
-      dtype: of the tokens of the calls: bfloat16, float16 or float32. Some backends take only some.
-      top_k: experts of a token. The kernels take at most 32; up to that it makes no difference.
+      params: the `MoEParams` of one layer on one device, in any layout.
+      scheme: as in `ops.moe_mlp`: "checkpoint", a `Scheme` or its name. None (default) lets the
+        weights and the device decide.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+      dtype: dtype of the tokens of the calls: bfloat16 (default), float16 or float32. Some backends
+        accept only some of them.
+      top_k: number of experts per token of the calls, 1 by default. It matters only above 32, which
+        is the most that the kernels accept.
+
+    Returns:
+      `MoEParams` with the same values in the layout of the chosen backend.
 
     Raises:
-      ValueError: shapes disagree, or the scheme is unknown.
-      NoBackendError: no backend can run this; says why, one by one.
+      ValueError: if shapes disagree, the scheme or a backend is unknown, or the scheme needs input
+        scales that `params` lack.
+      NoBackendError: if no backend can run such calls; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> params = nvfp4.testing.random_moe_params(
+      ...     jax.random.key(0), num_experts=4, hidden=64, intermediate=32
+      ... )
+      >>> hopper = nvfp4.Target("cuda", (9, 0))
+      >>> prepared = nvfp4.prepare(params, scheme="w4a16", target=hopper)
+      >>> params.layout, prepared.layout
+      ('canonical', 'mma_64x64')
+
+    Reference:
+      `numerics.layouts` defines the layouts.
     """
     how = {"scheme": scheme, "target": target, "backend": backend, "dtype": dtype, "top_k": top_k}
     return convert(params, _plan(params, **how).layout)
@@ -130,15 +161,16 @@ def prepare_donated(
     dtype=jnp.bfloat16,
     top_k: int = 1,
 ) -> MoEParams:
-    """Return what `prepare` does, and give the arrays of `params` away.
+    """Do what `prepare` does, and reuse the memory of the arrays in `params`.
 
-    Their memory holds the result, and they cannot be used again; `prepare` needs the bytes of a
-    layer twice. Arguments and errors are those of `prepare`.
+    The arrays of `params` cannot be used afterwards. `prepare` needs the memory of a layer twice;
+    this function needs it once. Arguments and errors are those of `prepare`.
     """
     how = {"scheme": scheme, "target": target, "backend": backend, "dtype": dtype, "top_k": top_k}
     return _convert_donated(params, _plan(params, **how).layout)
 
 
 def _plan(params, **how):
+    """Check `params` and return the plan for calls with them."""
     check_moe_params(params)
     return plan_experts(params, checkpoint_scheme=find_checkpoint_scheme(params), **how)

@@ -1,4 +1,4 @@
-"""grouped_gemm and linear: products with NVFP4 weights."""
+"""`grouped_gemm` and `linear`: GEMMs with NVFP4 weights."""
 
 import functools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from jax_nvfp4_moe.scheme import Plan, Scheme, Target
 
 
 def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
-    """Multiply sorted rows by the weights of their groups, as `plan` or what is requested says."""
+    """Multiply sorted rows by the weights of their groups, by `plan` or as `requested` says."""
     check_activations("x", x)
     check_blocks("weight", weight.shape)
     e, n, _ = weight.shape
@@ -48,28 +48,47 @@ def grouped_gemm(
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> Float[Array, "m n"]:
-    """Multiply each row of `x` by the weight of the group that owns it.
+    """Multiply each row of `x` by the weight of the group to which the row belongs.
 
-    With ``W = dequantize(weight)`` of shape ``[e, n, k]`` and rows sorted by group, row ``i`` of
-    group ``g`` gives ``y[i] = W[g] @ x[i]``. Rows past ``sum(group_sizes)`` come back as zeros.
-    Gradients flow to `x`, in plain XLA, as if nothing was rounded; `weight` is frozen.
+    With ``W = dequantize(weight)`` of shape ``[e, n, k]`` and rows that are sorted by group, row
+    ``i`` of group ``g`` gives ``y[i] = W[g] @ x[i]``. Rows after the first ``sum(group_sizes)``
+    rows give zeros. Sums are float32.
+
+    Gradients flow to `x`, with every rounding as the identity. The backward pass is plain XLA;
+    `weight` is frozen.
 
     Args:
-      x: rows ``[m, k]``, bfloat16, float16 or float32, sorted by group.
+      x: rows ``[m, k]``, sorted by group; bfloat16, float16 or float32.
       weight: `NVFP4Tensor` ``[e, n, k]``.
-      group_sizes: rows per group ``[e]``, integers. Their values are unknown while tracing: a
-        negative one counts as 0, and rows past m do not exist.
-      input_scale: float32 scalar or ``[e]``, the activations' global scale for w4a4.
-      scheme: None, "checkpoint" or a `Scheme`; counts as w4a4 where `input_scale` is given.
-      target: the device to lower for; the current one where None.
-      backend: name of a record; a sequence of names, tried in that order; None to choose.
+      group_sizes: integers ``[e]``, the number of rows of each group. The values are unknown during
+        tracing and are not checked. A negative size counts as 0, and rows after the m-th do not
+        exist.
+      input_scale: float32 scalar or ``[e]``, the global scale of the activations for w4a4: amax /
+        2688. None (default) if the activations are not calibrated.
+      scheme: "checkpoint", a `Scheme` or its name. None (default) lets the arguments and the device
+        decide. With `input_scale`, the weight counts as a w4a4 checkpoint.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
 
     Returns:
-      ``[m, n]`` in the dtype of `x`; sums are float32.
+      ``[m, n]`` in the dtype of `x`.
 
     Raises:
-      ValueError: shapes or dtypes disagree.
-      NoBackendError: no backend can run this; says why, one by one.
+      ValueError: if shapes or dtypes disagree, or the scheme is unknown.
+      ValueError: if scheme "w4a4" is requested without `input_scale`.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (3, 32, 64)))
+      >>> x = jnp.ones((5, 64))
+      >>> y = nvfp4.ops.grouped_gemm(x, weight, jnp.array([2, 0, 2]))
+      >>> y.shape, float(jnp.abs(y[4]).max())  # row 4 belongs to no group
+      ((5, 32), 0.0)
 
     Reference:
       `backends.reference.grouped_gemm` defines the result, up to the order of summation.
@@ -81,7 +100,7 @@ def grouped_gemm(
         raise ValueError(f"x: expected shape [m, {k}], got {x.shape}")
     if group_sizes.shape != (e,) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
-            f"group_sizes: expected integers of shape {(e,)}, one per group; got "
+            f"group_sizes: expected integers of shape {(e,)}, one number per group; got "
             f"{group_sizes.dtype.name} {group_sizes.shape}"
         )
     requested = {"scheme": scheme, "target": target, "backend": backend}
@@ -101,28 +120,43 @@ def linear(
 ) -> Float[Array, "... n"]:
     """Multiply by one NVFP4 matrix: ``y = x @ dequantize(weight).T + bias``.
 
-    Gradients flow to `x` and `bias`, in plain XLA, as if nothing was rounded; `weight` is frozen.
+    Sums are float32. Gradients flow to `x` and `bias`, with every rounding as the identity. The
+    backward pass is plain XLA; `weight` is frozen.
 
     Args:
       x: ``[..., k]``, bfloat16, float16 or float32.
       weight: `NVFP4Tensor` ``[n, k]``.
-      input_scale: float32 scalar, the activations' global scale for w4a4.
-      bias: ``[n]``, taken as float32, or None.
-      scheme: None, "checkpoint" or a `Scheme`; counts as w4a4 where `input_scale` is given.
-      target: the device to lower for; the current one where None.
-      backend: name of a record; a sequence of names, tried in that order; None to choose.
-      plan: of `ops.preparation.plan_product`, in place of `scheme`, `target` and `backend`: modules
-        pass the plan that their weights were prepared for.
+      input_scale: float32 scalar, the global scale of the activations for w4a4: amax / 2688. None
+        (default) if the activations are not calibrated.
+      bias: ``[n]`` of any float dtype, taken as float32; None (default) for no bias.
+      scheme: "checkpoint", a `Scheme` or its name. None (default) lets the arguments and the device
+        decide. With `input_scale`, the weight counts as a w4a4 checkpoint.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+      plan: a `Plan` that replaces `scheme`, `target` and `backend`. Modules pass the plan for which
+        their weights were prepared. None (default) makes a plan.
 
     Returns:
-      ``[..., n]`` in the dtype of `x`; sums are float32.
+      ``[..., n]`` in the dtype of `x`.
 
     Raises:
-      ValueError: shapes or dtypes disagree.
-      NoBackendError: no backend can run this; says why, one by one.
+      ValueError: if shapes or dtypes disagree, or the scheme is unknown.
+      ValueError: if scheme "w4a4" is requested without `input_scale`.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> weight = nvfp4.quantize(jax.random.normal(jax.random.key(0), (32, 64)))
+      >>> nvfp4.ops.linear(jnp.ones((2, 5, 64)), weight).shape
+      (2, 5, 32)
 
     Reference:
-      `backends.reference.grouped_gemm` with one group.
+      `backends.reference.grouped_gemm` with one group defines the result, up to the order of
+      summation.
     """
     if len(weight.shape) != 2:
         raise ValueError(f"weight: expected shape [n, k], got {weight.shape}")

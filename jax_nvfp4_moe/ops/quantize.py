@@ -1,4 +1,4 @@
-"""quantize_nvfp4: activations to NVFP4 on the device."""
+"""`quantize_nvfp4`: quantize activations to NVFP4 on the device."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.ops.moe import check_activations
 from jax_nvfp4_moe.scheme import Problem, Target
 
-# Value of `scale_layout` -> layout tag of the result.
+# Value of `scale_layout` -> name of the layout of the result.
 _LAYOUTS = {"linear": CANONICAL, "swizzle_128x4": "swizzle_128x4"}
 
 
@@ -24,26 +24,40 @@ def quantize_nvfp4(
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> NVFP4Tensor:
-    """Quantize rows to NVFP4 on the device, to the bit as `numerics.nvfp4.quantize` does.
+    """Quantize rows to NVFP4 on the device, with the same bits as `numerics.nvfp4.quantize`.
 
-    ``s8 = e4m3(min(amax16 / (6 g), 448))``, ``codes = e2m1(x / (s8 g))``, float32, ties to even.
-    NaN and infinities do what they do there; subnormals are kept.
+    With ``g = global_scale``, each block of 16 values gets ``s8 = e4m3(min(amax / (6 g), 448))``
+    and ``codes = e2m1(x / (s8 g))``. All steps are in float32 and ties round to even. NaN and
+    infinity have the same results as in `numerics.nvfp4.quantize`; subnormal numbers are kept.
 
     Args:
-      x: ``[m, k]``, bfloat16, float16 or float32; k a multiple of 16.
-      global_scale: g, float32 scalar; ``amax(|x|) / 2688`` where None. Not checked: positive and
-        finite.
-      scale_layout: "linear" ``[m, k/16]``, or "swizzle_128x4", the tiles that Blackwell's matrix
-        units read, padded with zeros.
-      target: the device to lower for; the current one where None.
-      backend: name of a record; a sequence of names, tried in that order; None to choose.
+      x: ``[m, k]``, bfloat16, float16 or float32; k is a multiple of 16.
+      global_scale: g, a float32 scalar. None (default) takes ``amax(|x|) / 2688``. The op does not
+        check that it is positive and finite.
+      scale_layout: "linear" (default) for block scales ``[m, k/16]``, or "swizzle_128x4" for the
+        tiles that Blackwell's matrix units read, padded with zeros.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+
+    Returns:
+      An `NVFP4Tensor` ``[m, k]`` with layout "canonical" or "swizzle_128x4".
 
     Raises:
-      ValueError: a shape, dtype or layout is wrong.
-      NoBackendError: no backend can run this; says why, one by one.
+      ValueError: if a shape, a dtype or `scale_layout` is wrong.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> x = jnp.arange(64, dtype=jnp.bfloat16).reshape(2, 32)
+      >>> quantized = nvfp4.ops.quantize_nvfp4(x)
+      >>> quantized.packed.shape, quantized.block_scale.shape
+      ((2, 16), (2, 2))
 
     Reference:
-      `numerics.nvfp4.quantize`.
+      `numerics.nvfp4.quantize` defines the result.
     """
     check_activations("x", x)
     check_blocks("x", x.shape)

@@ -1,4 +1,4 @@
-"""route: from router logits to the experts of each token and their weights."""
+"""`route`: from router logits to the experts of each token and their weights."""
 
 import functools
 from collections.abc import Sequence
@@ -21,24 +21,37 @@ def route(
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> tuple[Int32[Array, "t top_k"], Float[Array, "t top_k"]]:
-    """Choose `top_k` experts for each token, best first, and their weights.
+    """Choose `top_k` experts for each token, best first, and compute their weights.
 
-    Gradients flow from the weights to the logits, with the choice of experts held fixed.
+    By default, ``s = score(logits)``, the ids are those of the largest ``s + bias``, and
+    ``weights = scaling * s[ids] / sum(s[ids])``. `Router` describes the other forms. Gradients flow
+    from the weights to the logits, with the choice of experts held fixed.
 
     Args:
-      router: how to route; see `numerics.routing.Router`.
-      logits: ``[t, e]``; computed in float32.
-      bias: score correction ``[e]``, or None.
-      target: the device to lower for; the current one where None.
-      backend: name of a record; a sequence of names, tried in that order; None to choose.
+      router: the `Router` that says how to route.
+      logits: ``[t, e]`` of any float dtype; the computation is in float32.
+      bias: correction of the scores ``[e]``, which changes the choice but not the weights. None
+        (default) for no correction.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
 
     Returns:
-      expert_ids int32 ``[t, top_k]`` and expert_weights float32 ``[t, top_k]``.
+      A tuple ``(expert_ids, expert_weights)``: int32 ``[t, top_k]`` and float32 ``[t, top_k]``.
 
     Raises:
-      ValueError: shapes disagree, there are fewer experts than `top_k`, or they do not fill the
-        groups.
-      NoBackendError: no backend can run this; says why, one by one.
+      ValueError: if shapes disagree, the groups do not divide the experts, or the kept groups have
+        fewer than `top_k` experts.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> logits = jnp.array([[0.0, 2.0, 1.0, -1.0]])
+      >>> ids, weights = nvfp4.ops.route(nvfp4.Router(top_k=2), logits)
+      >>> ids.tolist(), [round(float(w), 3) for w in weights[0]]
+      ([[1, 2]], [0.731, 0.269])
 
     Reference:
       `numerics.routing.route` defines the result, up to the rounding of scores.
@@ -56,15 +69,16 @@ def route(
     return _differentiable(plan.lower, router, logits.astype(jnp.float32), bias)
 
 
-# A kernel has no derivative of its own; that of the weights needs the ids it chose and no more.
+# The kernels have no derivative. The derivative of the weights depends on the chosen ids only.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable(lower, router, logits, bias):
+    """Run the lowered op; `_differentiate` is its derivative."""
     return lower(router, logits, bias)
 
 
 @_differentiable.defjvp
 def _differentiate(lower, router, primals, tangents):
-    """Take the tangent of the weights at the ids that the primal chose."""
+    """Compute the tangent of the weights for the ids that the forward pass chose."""
     ids, weights = _differentiable(lower, router, *primals)
     _, tangent = jax.jvp(lambda logits: weigh(router, logits, ids), primals[:1], tangents[:1])
     return (ids, weights), (np.zeros(ids.shape, jax.dtypes.float0), tangent)

@@ -1,4 +1,4 @@
-"""Experts and layers over the devices of a mesh with axes named `expert` and `tensor`."""
+"""Experts and layers on a mesh of devices with the axes `expert` and `tensor`."""
 
 from jax_nvfp4_moe.parallel.dispatch import DISPATCHES, run_dispatched, share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, find_expert_mesh

@@ -1,20 +1,21 @@
-"""Experts and tokens both shared out along `expert`: rows go to their experts and come back.
+"""Dispatch of tokens to experts, with both sharded along `expert`, and combination of the results.
 
-Each shard has a share of the tokens. It sends a token once to every shard with an expert that the
-token chose, together with the ids and weights of those, as words in one collective; the shard runs
-its experts, and what comes back is added up in float32, in the order of the shards::
+Each shard holds a part of the tokens. It sends a token once to every shard that holds one of the
+token's experts. The ids and weights of those experts travel with it, as words of the same
+collective. That shard runs its experts, and the results return. They are added up in float32, in
+the order of the shards::
 
-  y[t] = sum over shards d of back(run(sent(x[t]), own part of d, own ids, weights))
+  y[t] = sum over shards d of back(run(sent(x[t]), part of shard d, its ids, weights))
 
-Under w4a4 the rows go as the NVFP4 codes and scales that the first product would make of them, 0.28
-of the bytes of bfloat16. Scales calibrated for each expert make that a row for each expert chosen,
-there and back, so then they go as they are where that is fewer bytes. Quantizing what was quantized
-gives the same codes but for blocks below half of the smallest scale: where the scale is the row's
-own, the largest value goes along, since a product would be an ulp off.
+Under w4a4 schemes, rows may travel as NVFP4 codes and scales, with 0.28 of the bytes of bfloat16.
+The receiver quantizes again and gets the same codes, except for blocks below half of the smallest
+scale. With one scale per token, the largest value of the row travels too. Without it, the product
+of code and scale could be off by an ulp. If every expert has its own calibrated scale, one row per
+chosen expert travels in both directions. Rows then travel unquantized if that takes fewer bytes.
 
-Two ways to send: "all_to_all" in slots of a fixed number of rows for each pair of shards, on any
-platform, in rounds where `capacity` is less than a shard's tokens, so that no row is ever dropped;
-"ragged" by ``lax.ragged_all_to_all``, which moves no empty slots, on GPUs.
+"all_to_all" uses slots of a fixed number of rows per pair of shards, on any platform. If `capacity`
+is below a shard's number of tokens, it takes several rounds, so that no row is dropped. "ragged"
+uses ``lax.ragged_all_to_all`` on GPUs, which sends no empty slots.
 """
 
 import dataclasses
@@ -45,17 +46,17 @@ from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Scheme
 
 
 class DispatchPlan(NamedTuple):
-    """One collective there and one back, of buffers of `size` rows.
+    """One collective to the experts and one back, with buffers of `size` rows.
 
     Attributes:
-      shard: int32 ``[size]``, where each row of the buffer goes.
-      taken: bool ``[size]``, which of them are rows; all where None.
-      travels: bool ``[r, shards]``, which shards each row visits this time.
-      pack: ``[r, n]`` -> ``[size, n]``, rows in their places.
-      unpack: ``[size, h]`` and a shard -> ``[r, h]``, what came back from there; any row for one
-        that was not there.
-      send: words ``[size, n]`` -> words ``[received, n]``; ids of empty rows are -1.
-      back: ``[received, h]`` -> ``[size, h]``.
+      shard: int32 ``[size]``, the shard to which each row of the buffer goes.
+      taken: bool ``[size]``, which rows of the buffer are used; None if all are.
+      travels: bool ``[r, shards]``, which shards each row visits in this round.
+      pack: ``[r, n] -> [size, n]``, puts rows at their places in the buffer.
+      unpack: ``([size, h], shard) -> [r, h]``, the results from that shard; arbitrary values for
+        rows that did not visit it.
+      send: words ``[size, n] -> [received, n]``; ids of empty rows are -1.
+      back: ``[received, h] -> [size, h]``.
     """
 
     shard: Int[Array, " size"]
@@ -80,24 +81,26 @@ def run_dispatched(
     scheme: Scheme | None = None,
     weight_on_input: bool = False,
 ) -> Float[Array, "t h"]:
-    """Run an expert layer over a mesh.
+    """Run an expert layer on a mesh.
 
-    The gradient is that of "psum", whatever `dispatch` is: a backward pass gathers the tokens. As
-    the kernels it has no forward mode: of `jax.jvp` and `jax.jacfwd` JAX raises a TypeError.
+    The gradient is that of "psum" for every `dispatch`: the backward pass gathers the tokens. There
+    is no forward-mode derivative, so `jax.jvp` and `jax.jacfwd` raise TypeError.
 
     Args:
       run: ``(x, params, expert_ids, expert_weights) -> [t, h]``; skips ids that are out of range.
-      x: tokens; with "psum" whole on every device, else shared out along `expert`.
+      x: tokens ``[t, h]``: replicated for "psum", else sharded along `expert`.
       params: the weights, as `shard_experts` returns them.
-      expert_ids, expert_weights: as `x`.
-      expert_mesh: of `params`.
-      dispatch: "psum", "all_to_all" or "ragged".
-      capacity: rows of a shard for another one in one round of "all_to_all"; all where None.
-      scheme: w4a4 schemes may send quantized rows; see `choose_wire_format`.
-      weight_on_input: whether `run` weights rows before it quantizes them; those go as they are.
+      expert_ids, expert_weights: ``[t, k]``, on the devices of `x`.
+      expert_mesh: the mesh of `params`.
+      dispatch: "psum" (default), "all_to_all" or "ragged".
+      capacity: rows from one shard to another in one round of "all_to_all"; None (default) for all.
+      scheme: w4a4 schemes may send quantized rows, see `choose_wire_format`; None (default) sends
+        rows unquantized.
+      weight_on_input: whether `run` weights rows before it quantizes them; they then travel
+        unquantized.
 
     Returns:
-      ``[t, h]``, as `x` over the devices.
+      ``[t, h]``, on the devices of `x`.
     """
     psum = functools.partial(run_sharded, run, expert_mesh=expert_mesh)
     if dispatch == "psum" or EXPERT not in expert_mesh.axes or not x.shape[0]:
@@ -120,7 +123,7 @@ def run_dispatched(
 
 
 def _send_rows(run, wire, plan, expert_mesh, x, params, ids, weights):
-    """Return ``[t, h]``: `run` on rows that go to their experts and back."""
+    """Return ``[t, h]``: send rows to the shards of their experts, apply `run`, and combine."""
     local_experts = params.num_experts // expert_mesh.expert
 
     def body(rows, params):
@@ -139,7 +142,7 @@ def _send_rows(run, wire, plan, expert_mesh, x, params, ids, weights):
             weights = weights.reshape(-1, 1)
         rows = Rows(x, ids, weights, local_experts, wire, params.gate_up_input_scale)
         y = plan(rows, run_own, shards)
-        # One by one: a reduction may add in an order that hangs on what it is fused with.
+        # A reduction may add in an order that depends on its fusion, so slots are added one by one.
         slots = jnp.unstack(y.reshape(r, -1, x.shape[1]), axis=1)
         return functools.reduce(jnp.add, slots).astype(x.dtype)
 
@@ -150,7 +153,7 @@ def _send_rows(run, wire, plan, expert_mesh, x, params, ids, weights):
 def _with_psum_gradient(forward, psum):
     """Return `forward` with the gradient of `psum`.
 
-    Rows travel as words, whose derivative JAX takes to be zero.
+    Rows travel as integer words, and JAX takes the derivative of integers to be zero.
     """
     dispatched = jax.custom_vjp(forward)
 
@@ -167,27 +170,27 @@ def _with_psum_gradient(forward, psum):
 def share_rows(
     run: Callable, expert_mesh: ExpertMesh, rows: Any, *args: Any, specs: Any = None
 ) -> Any:
-    """Return ``run(rows, *args)`` with rows shared out along `expert`, and what it returns too.
+    """Return ``run(rows, *args)`` with the rows and the result sharded along `expert`.
 
     Args:
-      run: what each shard runs; the rows that it returns are those that it was given.
-      expert_mesh: of the shards.
-      rows: arrays ``[t, ...]``; where shards do not divide t, some get rows of zeros. Over
-        Explicit axes the result is sharded as the first of them.
-      args: whole on every device, or as `specs` say.
-      specs: of `args`.
+      run: the function of each shard; it returns one row for each given row.
+      expert_mesh: the mesh of the shards.
+      rows: arrays ``[t, ...]``; if the shards do not divide t, rows of zeros are added. Over
+        Explicit axes the result is sharded like the first array.
+      args: further arguments, replicated or sharded by `specs`.
+      specs: specifications of `args`; None (default) if they are replicated.
     """
     leaves = jax.tree.leaves(rows)
     t = leaves[0].shape[0]
     missing = -t % expert_mesh.expert
 
     def pad(leaf):
-        # Zeros are rows as others, which cost a visit to an expert and come to nothing below.
+        # Rows of zeros also visit experts; `crop` removes their results.
         leaf = jnp.pad(leaf, [(0, missing), *[(0, 0)] * (leaf.ndim - 1)]) if missing else leaf
         return expert_mesh.reshard(leaf, EXPERT)
 
     def crop(leaf):
-        # Parts that are not equal are no sharding: such a result is whole on every device.
+        # A sharding needs equal parts, so a result that is cropped is replicated first.
         leaf = expert_mesh.reshard(leaf)[:t] if missing else leaf
         return expert_mesh.reshard(leaf, jax.typeof(leaves[0]).sharding.spec[0])
 
@@ -199,11 +202,11 @@ def share_rows(
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-    """How rows travel.
+    """The format in which rows travel.
 
     Attributes:
-      by_slot: whether a row goes once for each expert and not once for each shard.
-      scheme: of the quantized rows; None where they go as they are.
+      by_slot: whether a row travels once per chosen expert instead of once per shard.
+      scheme: the scheme that quantizes the rows; None (default) if they travel unquantized.
     """
 
     by_slot: bool = False
@@ -213,9 +216,9 @@ class WireFormat:
         """Return the bytes of one row on its way to an expert; the way back has `hidden` values.
 
         Args:
-          hidden: width of a token.
-          top_k: ids and weights that go along where a row is not one of a single expert.
-          dtype: of activations.
+          hidden: number of features of a token.
+          top_k: number of ids and weights that travel with a row, unless `by_slot`.
+          dtype: dtype of the activations.
         """
         if self.scheme is None:
             row = _up(hidden * jnp.dtype(dtype).itemsize, _WORD)
@@ -228,22 +231,22 @@ class WireFormat:
 def choose_wire_format(
     scheme: Scheme | None, *, hidden: int, top_k: int, dtype: Any, shards: int, rounds: bool
 ) -> WireFormat:
-    """Return how rows travel: so that the fewest bytes go there and back, if routing is uniform.
+    """Return the format with the fewest bytes in both directions if routing is uniform.
 
-    Buffers have room for all tokens of another shard, `top_k` times as many where a row is one of
-    a single expert. In rounds they have room for as many rows as there are, a mean of
-    ``1 - (1 - 1 / shards)^top_k`` of the tokens, or ``top_k / shards`` rows for each of them.
+    Without rounds, buffers have room for all tokens of the other shard, or `top_k` times as many
+    rows if a row travels once per expert. With rounds, they have room for the expected rows:
+    ``1 - (1 - 1 / shards)^top_k`` of the tokens, or ``top_k / shards`` rows per token.
 
     Args:
-      scheme: as for `run_dispatched`; None where rows cannot be quantized before they are weighted.
-      hidden, top_k, dtype: of the tokens, and how many experts each of them chooses.
-      shards: along `expert`.
-      rounds: whether rows go in rounds, in less room than all could need.
+      scheme: scheme of the layer; None if rows cannot be quantized before they are weighted.
+      hidden, top_k, dtype: features of a token, experts per token, dtype of the tokens.
+      shards: number of shards along `expert`.
+      rounds: whether rows travel in rounds, with less room than all rows could need.
     """
     if scheme not in W4A4_SCHEMES:
         return WireFormat()
     if scheme is not Scheme.W4A4:
-        return WireFormat(scheme=scheme)  # no more rows than of those as they are
+        return WireFormat(scheme=scheme)  # the scale is not per expert: one row per shard suffices
     visits, slots = (1 - (1 - 1 / shards) ** top_k, top_k / shards) if rounds else (1, top_k)
     rows = {WireFormat(): visits, WireFormat(True, scheme): slots}
     back = hidden * jnp.dtype(dtype).itemsize
@@ -252,13 +255,13 @@ def choose_wire_format(
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What one shard sends: rows, and the experts that each one visits.
+    """The rows that one shard sends, and the experts that each of them visits.
 
     Attributes:
       x, ids, weights: ``[r, h]``, ``[r, k]``, ``[r, k]``.
-      local_experts: of one shard.
-      wire: how rows travel.
-      scales: float32 ``[e]``, scales of the rows of each expert where those are calibrated.
+      local_experts: number of experts of one shard.
+      wire: the format in which rows travel.
+      scales: float32 ``[e]``, the calibrated input scales of the experts, or None.
     """
 
     x: Any
@@ -269,12 +272,12 @@ class Rows:
     scales: Any
 
     def visits(self, shards: int) -> Bool[Array, "r s"]:
-        """Return which of `shards` each row visits."""
+        """Return which of the `shards` each row visits."""
         owner = jnp.where(self.ids >= 0, self.ids // self.local_experts, -1)
         return (owner[:, :, None] == jnp.arange(shards, dtype=jnp.int32)[None, None, :]).any(axis=1)
 
     def dispatch(self, plan: DispatchPlan, run_own: Callable, shards: int):
-        """Return float32 ``[r, h]``: what all visits of each row add up to."""
+        """Return float32 ``[r, h]``: the sum over all visits of each row."""
         r, h = self.x.shape
         ids = plan.pack(self.ids) - plan.shard[:, None] * self.local_experts
         own = (ids >= 0) & (ids < self.local_experts)
@@ -289,13 +292,13 @@ class Rows:
         weights, *parts = _from_words(words, forms)
         y = plan.back(run_own(self._decoded(parts, ids), ids, weights))
         total = jnp.zeros((r, h), jnp.float32)
-        for d in range(shards):  # in the order of the shards, so that runs are equal to the bit
+        for d in range(shards):  # a fixed order, so that all runs have the same bits
             back = plan.unpack(y, d).astype(jnp.float32)
             total += jnp.where(plan.travels[:, d : d + 1], back, 0.0)
         return total
 
     def _encoded(self):
-        """Return the arrays that stand for the rows on the wire."""
+        """Return the arrays that represent the rows while they travel."""
         if self.wire.scheme is None:
             return [self.x]
         x = self.x.astype(jnp.float32)
@@ -306,7 +309,7 @@ class Rows:
         return parts if largest is None else [*parts, largest]
 
     def _decoded(self, parts, ids):
-        """Return rows that quantize to what came in."""
+        """Return rows that quantize to the codes and scales that were received."""
         if self.wire.scheme is None:
             return parts[0]
         packed, block_scale, *rest = parts
@@ -322,7 +325,7 @@ class Rows:
         return values.astype(self.x.dtype)
 
     def _scale(self, largest, ids):
-        """Return the global scale of each row, whose own `largest` value counts under some."""
+        """Return the global scale of each row; token scales follow from its `largest` value."""
         if self.wire.scheme is Scheme.W4A4_TOKEN_SCALE:
             return divide(largest, jnp.float32(SCALE_RANGE))
         if self.wire.scheme is Scheme.W4A4:
@@ -331,7 +334,7 @@ class Rows:
 
 
 def _run_fixed(rows: Rows, run_own, shards, capacity, near):
-    """Dispatch in slots of `capacity` rows for each pair of shards, in as many rounds as needed."""
+    """Dispatch in slots of `capacity` rows per pair of shards, in as many rounds as needed."""
     del near
     visits, r = rows.visits(shards), rows.x.shape[0]
     capacity = r if capacity is None else min(capacity, r)
@@ -341,7 +344,7 @@ def _run_fixed(rows: Rows, run_own, shards, capacity, near):
         cut = array.reshape(shards, capacity, -1)
         return lax.all_to_all(cut, EXPERT, 0, 0).reshape(size, -1)
 
-    if capacity == r:  # each row has its own slot for each shard, and nothing has to be counted
+    if capacity == r:  # each row has its own slot for each shard, so rows need no counting
         shard = jnp.repeat(jnp.arange(shards, dtype=jnp.int32), r)
         pack = functools.partial(_repeat_rows, shards=shards)
         unpack = functools.partial(_pick_part, shards=shards)
@@ -356,26 +359,28 @@ def _run_fixed(rows: Rows, run_own, shards, capacity, near):
         plan = _pack(slots, travels, size, dispatch, dispatch)
         return total + rows.dispatch(plan, run_own, shards)
 
-    most = lax.pmax(visits.sum(axis=0).max(), EXPERT)  # all shards make as many rounds
+    most = lax.pmax(visits.sum(axis=0).max(), EXPERT)  # all shards need the same number of rounds
     rounds = (most + capacity - 1) // capacity
     return lax.fori_loop(0, rounds, run_round, jnp.zeros(rows.x.shape, jnp.float32))
 
 
 def _repeat_rows(part, shards):
+    """Return ``[shards * r, n]``: the rows of `part`, once for each shard."""
     return jnp.broadcast_to(part, (shards, *part.shape)).reshape(-1, part.shape[1])
 
 
 def _pick_part(y, d, shards):
+    """Return the rows that came back from shard `d`, out of the rows of all shards."""
     return y.reshape(shards, -1, y.shape[1])[d]
 
 
 def _rank(visits):
-    """Return int32 ``[r, shards]``: how many rows before each one visit the same shard."""
+    """Return int32 ``[r, shards]``: how many earlier rows visit the same shard."""
     return jnp.cumsum(visits.astype(jnp.int32), axis=0) - 1
 
 
 def _pack(slots, travels, size, send, back) -> DispatchPlan:
-    """Return the trip of rows that have the places `slots [r, s]` where they travel."""
+    """Return the plan of rows whose places in the buffer are `slots` ``[r, s]`` if they travel."""
     r, shards = slots.shape
     slots = jnp.where(travels, slots, size)
     number = jnp.arange(r * shards, dtype=jnp.int32).reshape(r, shards)
@@ -392,7 +397,7 @@ def _pack(slots, travels, size, send, back) -> DispatchPlan:
 
 
 def _run_ragged(rows: Rows, run_own, shards, capacity, near):
-    """Dispatch rows without empty slots; `capacity` has no meaning here."""
+    """Dispatch rows without empty slots; `capacity` has no effect here."""
     del capacity
     visits, (r, k) = rows.visits(shards), rows.ids.shape
     size, received, me = r * min(k, shards), r * shards, lax.axis_index(EXPERT)
@@ -418,45 +423,47 @@ def _run_ragged(rows: Rows, run_own, shards, capacity, near):
     return rows.dispatch(plan, run_own, shards)
 
 
-# XLA's kernel for GPUs that reach each other's memory takes so many of them.
+# XLA's kernel for GPUs with access to each other's memory accepts this many pointers.
 _MOST_POINTERS = 8
 _BLOCKS = 512
 
 
 def _count_updates(r: int, shards: int, near: bool) -> int:
-    """Return in how many chunks a shard sends its rows to another.
+    """Return the number of chunks in which a shard sends its rows to another shard.
 
-    Between GPUs of one process XLA runs a kernel with one block of 128 threads for each chunk: on
-    two H200 two blocks moved 3 to 5 GB/s, 514 move 70, and 4098 no more. Their number is odd, since
-    of an even one the blocks take turns at each other's chunks, in case those are unequal, and ours
-    are equal. Elsewhere each chunk is an NCCL send and receive, and one is best. openxla/xla,
-    xla/backends/gpu/runtime/ragged_all_to_all.cc (RunRaggedAllToAllKernelImpl) and
-    ragged_all_to_all_thunk.cc (RunCollective); issue 33386.
+    If the GPUs belong to one process, XLA runs a kernel with one block of 128 threads per chunk. On
+    two H200s, two blocks moved 3 to 5 GB/s, 514 blocks 70 GB/s, and 4098 blocks no more. The number
+    of chunks is odd: with an even number, blocks alternate between the chunks in case their sizes
+    differ, and ours are equal. Otherwise each chunk is an NCCL send and receive, and one chunk is
+    best.
+
+    Source: openxla/xla, xla/backends/gpu/runtime/ragged_all_to_all.cc (RunRaggedAllToAllKernelImpl)
+    and ragged_all_to_all_thunk.cc (RunCollective); issue 33386.
 
     Args:
-      r: most rows for one shard.
-      shards: along `expert`.
-      near: whether they are of one process.
+      r: largest number of rows for one shard.
+      shards: number of shards along `expert`.
+      near: whether the shards belong to one process.
     """
     return min(r, _BLOCKS // shards) | 1 if near and shards <= _MOST_POINTERS else 1
 
 
 def _cut_rows(starts, counts, updates):
-    """Return int32 ``[shards * updates]``: first rows and numbers of rows of all chunks."""
+    """Return int32 ``[shards * updates]``: the first row and the number of rows of each chunk."""
     ends = counts[:, None] * jnp.arange(updates + 1, dtype=jnp.int32)[None, :] // updates
     return (starts[:, None] + ends[:, :-1]).reshape(-1), jnp.diff(ends, axis=1).reshape(-1)
 
 
 _PLANS = {"all_to_all": _run_fixed, "ragged": _run_ragged}
 DISPATCHES = ("psum", *_PLANS)
-_WORD, _ROW = 4, 8  # bytes; XLA's kernel copies rows of whole eights by eight
+_WORD, _ROW = 4, 8  # bytes; XLA's kernel copies 8 bytes at a time if rows are a multiple of 8
 
 
 def _as_words(parts):
-    """Join arrays ``[r, ...]`` to uint32 ``[r, n]``; returns what undoes it too.
+    """Join arrays ``[r, ...]`` to uint32 ``[r, n]``; also return the shapes that undo it.
 
-    In words, since XLA makes a buffer of what it converts from one width to another: ids and
-    weights have this one, and tokens have their buffer already.
+    XLA copies what it converts from one width to another. Ids and weights already have the width of
+    words, and tokens are in a buffer anyway, so words avoid further copies.
     """
     joined = []
     for part in parts:
@@ -472,6 +479,7 @@ def _as_words(parts):
 
 
 def _from_words(words, forms):
+    """Undo `_as_words`: return arrays of the shapes and dtypes in `forms`."""
     parts, start = [], 0
     for shape, dtype in forms:
         count, size = int(np.prod(shape, dtype=np.int64)), jnp.dtype(dtype).itemsize
@@ -483,4 +491,5 @@ def _from_words(words, forms):
 
 
 def _up(n, step):
+    """Round `n` up to a multiple of `step`."""
     return -(-n // step) * step

@@ -1,4 +1,4 @@
-"""Where the arrays of an expert layer lie on a mesh, and functions that run on each shard."""
+"""The sharding of an expert layer's arrays on a mesh, and functions that run on each shard."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,12 +13,13 @@ from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, array_layouts
 def expert_specs(params: Any, expert_mesh: ExpertMesh) -> Any:
     """Return `params` with each array replaced by its `PartitionSpec`.
 
-    Experts are divided along `expert`; rows of `gate_up` and columns of `down` along `tensor`.
-    `gate_up_input_scale` is replicated: dispatch rounds rows for experts of other shards.
+    Experts are sharded along `expert`. The rows of `gate_up` and the columns of `down` are sharded
+    along `tensor`. `gate_up_input_scale` is replicated, because dispatch quantizes rows for experts
+    of other shards.
 
     Args:
       params: `MoEParams` or `DenseExperts`.
-      expert_mesh: of the devices.
+      expert_mesh: the mesh of the devices.
     """
     rows = ShardLayout("rows", ((1, expert_mesh.tensor),), expert_mesh.tensor)
 
@@ -34,12 +35,12 @@ def expert_specs(params: Any, expert_mesh: ExpertMesh) -> Any:
 
 
 def on_shards(run: Callable, expert_mesh: ExpertMesh | None) -> Callable:
-    """Return `run` as it runs on the experts of each shard; as it is without a mesh.
+    """Return a function that applies `run` to the experts of each shard.
 
     Args:
-      run: maps experts to experts with the same arrays as the first of them, which may have another
+      run: maps experts to experts with the same arrays as its first argument, possibly in another
         layout.
-      expert_mesh: of the experts; None for one device.
+      expert_mesh: the mesh of the experts; None for one device, which returns `run` itself.
     """
     if expert_mesh is None:
         return run
@@ -53,7 +54,8 @@ def on_shards(run: Callable, expert_mesh: ExpertMesh | None) -> Callable:
             trees.append(tree)
             return leaves
 
-        # A layout changes static fields of the tree, but neither its arrays nor where they lie.
+        # A layout changes static fields of the tree, but not which arrays it has or how they are
+        # sharded.
         leaves = expert_mesh.shard_map(body, specs, jax.tree.leaves(specs[0]))(*args)
         return trees[-1].unflatten(leaves)
 

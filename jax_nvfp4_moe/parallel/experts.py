@@ -1,15 +1,15 @@
-"""Experts over a mesh: divided among the shards along `expert`, and each one along `tensor`.
+"""Experts on a mesh: sharded along `expert`, and each expert divided along `tensor`.
 
-Along `tensor` the intermediate dimension is divided: a shard has the same rows of gate and of up,
-and the columns of down that multiply them. Blocks of 16 stay whole. Weights are global arrays: the
-rows of shard 0 come first, gate rows before up rows, then those of shard 1. Each shard's part is in
-the layout of a kernel for its own sizes.
+Along `tensor` the intermediate dimension is divided. A shard holds the same rows of gate and of up,
+and the columns of down that multiply them. Blocks of 16 are never divided. Weights are global
+arrays: first the rows of shard 0 (gate rows before up rows), then those of shard 1, and so on. The
+part of each shard is in the layout of a kernel for its own sizes.
 
-All shards see all tokens, and their results add up, in float32 whatever the dtype::
+With "psum", all shards see all tokens. Their results are added up in float32 for every dtype::
 
   y = psum(moe_mlp(x, own part, ids counted from the first own expert, weights))
 
-So one all-reduce of the tokens is all that the shards send.
+The only communication is then one all-reduce of the tokens.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ Experts = TypeVar("Experts", MoEParams, DenseExperts)
 def expert_layout(
     params: MoEParams | DenseExperts, expert_mesh: ExpertMesh, *, interleaved: bool = False
 ) -> ShardLayout | None:
-    """Return how the experts of one layer are divided along `tensor`; None where they are not.
+    """Return how the experts of one layer are divided along `tensor`; None if they are not divided.
 
     Args:
-      params: the whole layer, canonical.
-      expert_mesh: of the devices.
-      interleaved: whether gate and up rows alternate, as `swigluoai` has them.
+      params: the whole layer in the canonical layout.
+      expert_mesh: the mesh of the devices.
+      interleaved: whether gate and up rows alternate, as for `swigluoai`; False by default.
     """
     shards = expert_mesh.tensor
     if shards == 1:
@@ -70,23 +70,37 @@ def shard_experts(
     layout: str | None = None,
     interleaved: bool = False,
 ) -> Any:
-    """Divide one expert layer among the devices of `expert_mesh`; a device gets only its own part.
+    """Shard one expert layer over the devices of `expert_mesh`; each device receives only its part.
 
-    `expert_layout` says in which order the entries of the result stand. In a layout that pads,
-    `rows` and `columns` of the result's tensors are those of one shard. `gate_up_input_scale` is
-    replicated, because dispatch rounds rows for experts of other shards.
+    `expert_layout` describes the order of the entries in the result. If a layout pads, `rows` and
+    `columns` of the resulting tensors are those of one shard. `gate_up_input_scale` is replicated,
+    because dispatch quantizes rows for experts of other shards.
 
     Args:
-      params: the whole layer; its arrays may be numpy, JAX or lazy ones.
-      expert_mesh: of the devices.
-      layout: that each shard takes; canonical where None. `DenseExperts` have none.
-      interleaved: whether gate and up rows alternate, as `swigluoai` has them.
+      params: `MoEParams` or `DenseExperts` of the whole layer, with numpy, JAX or lazy arrays.
+      expert_mesh: the mesh of the devices.
+      layout: layout of each shard; None (default) for the canonical layout. `DenseExperts` have no
+        layout.
+      interleaved: whether gate and up rows alternate, as for `swigluoai`; False by default.
 
     Returns:
-      The same experts, of the same class, as global arrays.
+      Experts of the same class, as global arrays.
 
     Raises:
-      ValueError: the axes do not divide the experts or the blocks; lists the legal sizes.
+      ValueError: if the axes do not divide the experts or the blocks of 16; the message lists the
+        legal sizes.
+
+    Example:
+      >>> import jax
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> from jax_nvfp4_moe.parallel import find_expert_mesh, shard_experts
+      >>> params = nvfp4.testing.random_moe_params(
+      ...     jax.random.key(0), num_experts=4, hidden=64, intermediate=32
+      ... )
+      >>> mesh = jax.make_mesh((1, 1), ("expert", "tensor"))
+      >>> sharded = shard_experts(params, find_expert_mesh(mesh))
+      >>> tuple(sharded.down.packed.sharding.spec)
+      ('expert', None, 'tensor')
     """
     check_experts(params, expert_mesh)
     if isinstance(params, MoEParams) and params.layout != CANONICAL:
@@ -98,10 +112,10 @@ def shard_experts(
 
 
 def check_experts(params: MoEParams | DenseExperts, expert_mesh: ExpertMesh) -> None:
-    """Check that `expert_mesh` divides the experts and the intermediate dimension by blocks.
+    """Check that `expert_mesh` divides the experts, and the intermediate size into whole blocks.
 
     Raises:
-      ValueError: it does not; lists the legal sizes.
+      ValueError: if it does not; the message lists the legal sizes.
     """
     check_parts(EXPERT, expert_mesh.expert, "num_experts", params.num_experts)
     block = BLOCK if isinstance(params, MoEParams) else 1
@@ -109,14 +123,14 @@ def check_experts(params: MoEParams | DenseExperts, expert_mesh: ExpertMesh) -> 
 
 
 def convert_shards(params: Any, expert_mesh: ExpertMesh, layout: str) -> Any:
-    """Return `MoEParams` over a mesh with each shard's part in `layout`."""
+    """Return sharded `MoEParams` with the part of each shard in `layout`."""
     if params.layout == layout:
         return params
     return jax.jit(on_shards(lambda own: own.to_layout(layout), expert_mesh))(params)
 
 
 def _divide_traced(params, layout, divided: ShardLayout | None, expert_mesh: ExpertMesh):
-    """Return the parts of all shards, traced, in `layout`."""
+    """Return the parts of all shards in `layout`, inside a trace."""
     params = jax.tree.map(divide_shards, params, array_layouts(params, divided))
     if layout is None:
         return params
@@ -124,7 +138,7 @@ def _divide_traced(params, layout, divided: ShardLayout | None, expert_mesh: Exp
 
 
 def _read_chunks(params, layout, divided: ShardLayout | None, expert_mesh: ExpertMesh):
-    """Return the parts of all shards in `layout`; each process reads its own, chunk by chunk."""
+    """Return the parts of all shards in `layout`; each process reads its own parts in chunks."""
     params = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, params)
     scale = replicate(params.gate_up_input_scale, expert_mesh)
     params = dataclasses.replace(params, gate_up_input_scale=None)
@@ -152,10 +166,10 @@ def _read_part(leaf, layout: ArrayLayout, index, experts: slice):
     """Return what one shard holds of `experts` of one array ``[e, ...]``.
 
     Args:
-      leaf: the array on one device.
-      layout: how it is divided.
-      index: of the shard in the global array.
-      experts: those to read.
+      leaf: the array in the order of one device.
+      layout: how the array is divided.
+      index: position of the shard in the global array.
+      experts: the experts to read.
     """
     if layout.axis is None:
         return leaf[experts]
@@ -182,12 +196,15 @@ def run_sharded(
 
     Args:
       run: ``(x, params, expert_ids, expert_weights) -> [t, h]``; skips ids that are out of range.
-      x: tokens; over Explicit axes they are gathered where they are sharded, and the result has
+      x: tokens ``[t, h]``. Over Explicit axes, sharded tokens are gathered, and the result gets
         their sharding.
       params: the weights, as `shard_experts` returns them.
-      expert_ids: of the whole layer.
-      expert_weights: of the same shape.
-      expert_mesh: of `params`.
+      expert_ids: ``[t, k]``, ids of the whole layer.
+      expert_weights: ``[t, k]``.
+      expert_mesh: the mesh of `params`.
+
+    Returns:
+      ``[t, h]`` in the dtype that `run` returns.
     """
     local_experts = params.num_experts // expert_mesh.expert
 
@@ -204,11 +221,11 @@ def run_sharded(
 
 
 def own_part(params: Experts, expert_mesh: ExpertMesh) -> Experts:
-    """Return the weights of the shard that this runs in, as `run` takes them.
+    """Return the weights of the current shard, in the form that `run` expects.
 
     Args:
-      params: what the shard holds: `expert_specs` says so.
-      expert_mesh: of the shards.
+      params: what the shard holds, by `expert_specs`.
+      expert_mesh: the mesh of the shards.
     """
     scale: Any = params.gate_up_input_scale
     if scale is not None and expert_mesh.expert > 1:

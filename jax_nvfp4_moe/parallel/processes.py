@@ -1,15 +1,18 @@
-"""Several processes, on one host or many: they join, share their devices, and end together.
+"""Several processes on one or more hosts: they join, share their devices, and end together.
 
-Everything is JAX's own runtime: `jax.distributed` lets processes find each other and notices when
-one is gone; collectives are NCCL's on GPUs and Gloo's on CPUs. Each process runs the same program.
+All of this uses JAX's own runtime. `jax.distributed` lets processes find each other, and notices if
+one ends. Collectives are NCCL's on GPUs and Gloo's on CPUs. Each process runs the same program.
 
-What happens when a process dies, t being `peer_timeout`:
+If a process dies, the following happens; t is `peer_timeout`:
 
-* Collectives of a CPU (Gloo) and the loss of process 0 are noticed at once, a process that is alive
-  but silent, and one of GPUs, after t at the latest.
-* JAX then ends the other processes by SIGABRT, unless a collective has raised an error before.
-  Either way nobody waits: under `supervise` each says one line and exits with status 2.
-* Nothing is kept: the same command starts the run again, which loads, and gives the same tokens.
+* Collectives on CPUs (Gloo) fail at once, and the loss of process 0 is noticed at once. A process
+  that is alive but does not respond, and a lost process in a run on GPUs, are noticed after at most
+  t.
+* JAX then ends the other processes by SIGABRT, unless a collective has raised an error before. In
+  both cases no process waits forever. Under `supervise` each process prints one line and exits with
+  status 2.
+* No state is kept. The same command starts the run again, loads the model, and generates the same
+  tokens.
 """
 
 import contextlib
@@ -31,12 +34,13 @@ STATUS = 2
 SUPERVISED = "--supervised"
 _AXES = ("expert", "tensor")
 _COLLECTIVES = ("Gloo", "NCCL")
-# What JAX, Gloo and NCCL say, in any case of letters, where another process is gone or silent, ...
+# Lower-case parts of messages of JAX, Gloo and NCCL. These mean that another process has ended or
+# does not respond. The first two are JAX's own services; the others count in collectives only.
 _LOST = (
     "coordination service", "distributed service", "by peer", "remote process exited", "timed out",
     "timeout", "broken pipe", "connection refused", "socket closed",
 )  # fmt: skip
-# ... and where it is this program or device.
+# These mean that this process or its device has failed.
 _OWN = ("invalid usage", "invalid argument", "out of memory", "unimplemented")
 _JOINED = b"j"
 
@@ -49,24 +53,30 @@ def join(
     peer_timeout: int = PEER_TIMEOUT,
     start_timeout: int = START_TIMEOUT,
 ) -> None:
-    """Join the other processes of a run; before anything else asks JAX for its devices.
+    """Join the other processes of a run.
+
+    Call it before any other use of JAX's devices. Each process runs the same program with its own
+    `process_id`.
 
     Args:
-      coordinator: ``host:port`` of process 0, a free port there; None, with the next two, takes all
-        three from what started the processes, if it is one that JAX knows: Slurm, Open MPI, a
-        Kubernetes job, Cloud TPU.
-      processes: how many there are.
-      process_id: which this is, from 0.
-      peer_timeout: seconds without a sign of life after which a process counts as dead.
-      start_timeout: seconds that processes have to come together; JAX ends them after that.
+      coordinator: ``host:port`` of process 0, with a port that is free on that host. None (default)
+        takes all three values from the scheduler that started the processes, if JAX knows it:
+        Slurm, Open MPI, a Kubernetes job, Cloud TPU.
+      processes: number of processes; None (default) as for `coordinator`.
+      process_id: number of this process, from 0; None (default) as for `coordinator`.
+      peer_timeout: seconds without a response after which a process counts as dead; at least 5, 60
+        by default.
+      start_timeout: seconds that processes may take to find each other, 300 by default. JAX ends
+        them after that time.
 
     Raises:
-      ValueError: an argument is missing or out of range, JAX knows no scheduler here, or has
-        computed already.
+      ValueError: if an argument is missing or out of range.
+      ValueError: if JAX finds no known scheduler, or has already used its devices.
     """
     check_join(coordinator, processes, process_id, peer_timeout, start_timeout)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would catch SIGTERM and wait for a program that asks: a scheduler could not stop this one.
+    # The service would catch SIGTERM and wait for a program that asks it. A scheduler could then
+    # not stop this program.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -78,7 +88,7 @@ def join(
         )
     except (ValueError, RuntimeError) as error:
         if coordinator is None:
-            what = "found no scheduler that says where the others are; pass them"
+            what = "found no scheduler that names the other processes; pass all three"
             raise ValueError(f"coordinator, processes, process_id: {what} ({error})") from error
         raise ValueError(f"coordinator: could not join at {coordinator}: {error}") from error
 
@@ -90,24 +100,27 @@ def check_join(
     peer_timeout: int,
     start_timeout: int,
 ) -> None:
-    """Check the arguments of `join`.
+    """Check the arguments of `join`, which describes them.
 
     Raises:
-      ValueError: one is missing or out of range.
+      ValueError: if one is missing or out of range.
     """
     given = [value is not None for value in (coordinator, processes, process_id)]
     if any(given) and not all(given):
         raise ValueError(
-            "coordinator, processes, process_id: expected all three, or none to take them from the "
-            f"scheduler; got {coordinator}, {processes}, {process_id}"
+            "coordinator, processes, process_id: expected all three, or none of them to use the "
+            f"scheduler's values; got {coordinator}, {processes}, {process_id}"
         )
     if coordinator is not None and not re.fullmatch(r"\S+:\d{1,5}", coordinator):
         raise ValueError(f"coordinator: expected host:port, got {coordinator!r}")
     if processes is not None and processes < 1:
         raise ValueError(f"processes: expected at least 1, got {processes}")
     if process_id is not None and processes is not None and not 0 <= process_id < processes:
-        raise ValueError(f"process_id: expected 0 to {processes - 1}, got {process_id}")
-    # XLA checks at a fraction of the timeout; below it takes a busy host for a dead one.
+        raise ValueError(
+            f"process_id: expected a number from 0 to {processes - 1}, got {process_id}"
+        )
+    # XLA checks for responses several times within the timeout. With a shorter timeout it would
+    # take a busy host for a dead one.
     for name, value, least in (("peer", peer_timeout, 5), ("start", start_timeout, 1)):
         if value < least:
             raise ValueError(f"{name}_timeout: expected at least {least} s, got {value}")
@@ -117,11 +130,21 @@ def make_mesh(shape: str | None = None) -> Mesh:
     """Return the devices of all processes as a mesh.
 
     Args:
-      shape: such as ``"expert=8,tensor=2"``, either of which may be missing; all devices along
-        `expert` where None.
+      shape: sizes of the axes, such as ``"expert=8,tensor=2"``; one axis may be missing. None
+        (default) puts all devices along `expert`.
+
+    Returns:
+      A `jax.sharding.Mesh` with Auto axes.
 
     Raises:
-      ValueError: it is not of that form, or the sizes do not multiply to the number of devices.
+      ValueError: if `shape` has another form, or its sizes do not multiply to the number of
+        devices.
+
+    Example:
+      >>> import jax
+      >>> from jax_nvfp4_moe.parallel.processes import make_mesh
+      >>> make_mesh().shape["expert"] == len(jax.devices())
+      True
     """
     devices = jax.devices()
     text = f"expert={len(devices)}" if shape is None else shape
@@ -129,7 +152,9 @@ def make_mesh(shape: str | None = None) -> Mesh:
     names = [name for name, _ in pairs]
     wellformed = ",".join(f"{name}={size}" for name, size in pairs) == text.replace(" ", "")
     if not (pairs and wellformed) or not set(names) <= set(_AXES) or len(set(names)) != len(names):
-        raise ValueError(f"mesh: expected expert=N, tensor=N or both with a comma, got {shape!r}")
+        raise ValueError(
+            f"mesh: expected expert=N, tensor=N or both, separated by a comma; got {shape!r}"
+        )
     sizes = [int(size) for _, size in pairs]
     if np.prod(sizes) != len(devices):
         raise ValueError(
@@ -140,15 +165,15 @@ def make_mesh(shape: str | None = None) -> Mesh:
 
 
 def is_first() -> bool:
-    """Return whether this process is the one that speaks: process 0."""
+    """Return whether this is process 0, the only process that prints results."""
     return jax.process_index() == 0
 
 
 def explain_loss(error: BaseException) -> str | None:
-    """Return what to tell the user where `error` comes, or may, from the loss of another process.
+    """Return a message for the user if the loss of another process may have caused `error`.
 
-    A collective fails for reasons of this process too; None where it says so, and where `error` is
-    none of a collective or of JAX's runtime.
+    A collective can also fail because of this process. The result is None if the text of the error
+    says so, and if the error comes neither from a collective nor from JAX's runtime.
     """
     text = str(error)
     lower = text.lower()
@@ -160,16 +185,17 @@ def explain_loss(error: BaseException) -> str | None:
     if collective:
         return (
             f"a collective has failed ({text}): another process has ended, or a device, driver or "
-            "network has failed; see what the others say, and start all of them again"
+            "network has failed; read the messages of the other processes, and start all of them "
+            "again"
         )
     return None
 
 
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """End this process without waiting for the others where its work has failed.
+    """End this process without waiting for the others if its work fails.
 
-    Python's own way out would wait for all processes to come to the end, which they cannot.
+    Python's normal exit would wait until all processes reach their end, which they then cannot.
     """
     try:
         yield
@@ -188,6 +214,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 def _leave(status):
+    """Flush the output and end the process, if it runs together with others."""
     if jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -195,21 +222,26 @@ def _leave(status):
 
 
 def supervise(command: Sequence[str], peer_timeout: int, start_timeout: int) -> int:
-    """Run `command` as a child, and say why where JAX's runtime has ended it; return its status.
+    """Run `command` as a child process, and print the reason if JAX's runtime ends it.
 
-    JAX ends a process whose peers are gone from inside, and no Python of it comes to speak. The
-    child lives as long as this process: each ends the other.
+    JAX ends a process whose peers are lost from C++ code, so that no Python code of the process can
+    print a message. The child does not outlive this process, and this process ends with the child.
 
     Args:
-      command: takes the option `SUPERVISED` with a number, calls `be_supervised`, `join`, and
-        `report_joined` with the number.
-      peer_timeout, start_timeout: as for `join`.
+      command: command line of the child. It must accept the option `SUPERVISED` with a number, and
+        call `be_supervised`, `join`, and `report_joined` with that number.
+      peer_timeout: as in `join`, for the message.
+      start_timeout: as in `join`, for the message.
+
+    Returns:
+      The exit status for this process.
     """
     reader, writer = os.pipe()
     command = [*command, SUPERVISED, str(writer)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writer]) as child:
         os.close(writer)
-        # Control-C reaches the child by itself: both are in the terminal's foreground.
+        # Control-C reaches the child by itself, because both processes are in the foreground of the
+        # terminal.
         handlers = {signal.SIGTERM: lambda *_: child.terminate(), signal.SIGINT: signal.SIG_IGN}
         before = {number: signal.signal(number, do) for number, do in handlers.items()}
         try:
@@ -224,21 +256,21 @@ def supervise(command: Sequence[str], peer_timeout: int, start_timeout: int) -> 
     if status != -signal.SIGABRT:
         return 128 - status
     lost = (
-        f"another process of this run has ended, or was silent for {peer_timeout} s (above is what "
-        "JAX says of it); start all of them again"
+        f"another process of this run has ended, or was silent for {peer_timeout} s (JAX's message "
+        "is above); start all of them again"
     )
     absent = (
         f"coordinator: not all processes came together within {start_timeout} s; check that the "
-        "number of processes is right, and that its host and port can be reached from all"
+        "number of processes is right, and that every host can reach the coordinator's port"
     )
     print(f"error: {lost if joined else absent}", file=sys.stderr, flush=True)
     return STATUS
 
 
 def be_supervised() -> None:
-    """End when the parent, in `supervise`, ends; keep standard output for results.
+    """End this process when its parent, in `supervise`, ends; keep standard output for results.
 
-    What libraries print there, as Gloo its greetings, goes to standard error.
+    Messages that libraries print to standard output, such as Gloo's, go to standard error.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     results = os.dup(1)
@@ -247,16 +279,17 @@ def be_supervised() -> None:
 
 
 def report_joined(pipe: int) -> None:
-    """Tell `supervise` that this process has joined.
+    """Tell `supervise` that this process has joined the others.
 
     Args:
-      pipe: the number behind the option `SUPERVISED`.
+      pipe: the number that followed the option `SUPERVISED`.
     """
     os.write(pipe, _JOINED)
     os.close(pipe)
 
 
 def _end_with_parent():
-    while os.read(0, 1):  # nothing is ever written: it returns when the other end is closed
+    """Wait until the parent closes its end of standard input, then end this process."""
+    while os.read(0, 1):  # the parent writes nothing: read returns when the pipe is closed
         pass
     os._exit(STATUS)

@@ -1,8 +1,9 @@
-"""The order of entries on one device and on a mesh, and the way from each to the other.
+"""The order of array entries on one device and on a mesh, and conversions in both directions.
 
-On one device weights stand in the order of the checkpoint. On a mesh the entries of shard 0 come
-first, then those of shard 1, and each shard's NVFP4 matrices have the layout of its kernel. Both
-ways go through canonical weights, so any mesh leads to any other::
+On one device, weights are in the order of the checkpoint. On a mesh, the entries of shard 0 come
+first, then those of shard 1, and so on. The NVFP4 matrices of each shard are in the layout of its
+kernel. Both conversions go through canonical weights, so that weights can move from any mesh to any
+other::
 
   to_one_device(to_shards(weights, layout, names), layout) == weights
 """
@@ -20,14 +21,14 @@ from jax_nvfp4_moe.parallel.shard_spec import ArrayLayout, ShardLayout, array_la
 
 
 def to_one_device(value: Any, layout: ShardLayout | None) -> Any:
-    """Return the weights of a mesh as one device has them, canonical.
+    """Return the canonical weights in the order of one device.
 
     Args:
-      value: of a variable: an array, or a tree with NVFP4 tensors in any layout.
-      layout: how the variable is divided; None where it is replicated.
+      value: value of a variable on a mesh: an array, or a tree with NVFP4 tensors in any layout.
+      layout: how the variable is divided; None if it is replicated.
 
     Raises:
-      ValueError: `layout` does not divide the arrays.
+      ValueError: if `layout` does not divide the arrays.
     """
     tensors, tree = jax.tree.flatten(value, is_leaf=is_tensor)
     layouts = tree.flatten_up_to(array_layouts(value, layout))
@@ -37,15 +38,15 @@ def to_one_device(value: Any, layout: ShardLayout | None) -> Any:
 
 
 def to_shards(value: Any, layout: ShardLayout | None, names: Sequence[str]) -> Any:
-    """Return the weights of one device as the shards of a mesh have them.
+    """Return the weights in the order of the shards of a mesh.
 
     Args:
-      value: canonical, of a variable.
-      layout: how the variable is to be divided; None: it is replicated.
-      names: the layout that each NVFP4 tensor takes in a shard, in the order of `jax.tree.leaves`.
+      value: value of a variable on one device, canonical.
+      layout: how to divide the variable; None to replicate it.
+      names: layout of each NVFP4 tensor inside a shard, in the order of `jax.tree.leaves`.
 
     Raises:
-      ValueError: `layout` does not divide the arrays, or there is no layout of such a name.
+      ValueError: if `layout` does not divide the arrays, or a layout name is unknown.
     """
     value = jax.tree.map(divide_shards, value, array_layouts(value, layout))
     tensors, tree = jax.tree.flatten(value, is_leaf=is_tensor)
@@ -60,33 +61,36 @@ def to_shards(value: Any, layout: ShardLayout | None, names: Sequence[str]) -> A
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether `value` is an `NVFP4Tensor`, for ``is_leaf``."""
+    """Return whether `value` is an `NVFP4Tensor`; used as ``is_leaf``."""
     return isinstance(value, NVFP4Tensor)
 
 
 def join_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
-    """Return a divided array in the order that it has on one device.
+    """Return a divided array in the order of one device.
 
-    Entries that several shards hold are those of the first of these shards.
+    If several shards hold the same entries, those of the first of them are taken.
 
     Args:
-      array: the shards' entries, one shard after the other along the divided axis.
-      layout: how it is divided.
+      array: the entries of all shards, one shard after the other along the divided axis.
+      layout: how the array is divided.
 
     Raises:
-      ValueError: the shards or their segments are not equal parts of the axis.
+      ValueError: if the shards or their segments are not equal parts of the axis.
     """
     if layout.axis is None:
         return array
     shards, own = layout.shards, array.shape[layout.axis] // layout.shards
     total = sum(width for width, _ in layout.segments)
     if own * shards != array.shape[layout.axis] or any(w * own % total for w, _ in layout.segments):
-        raise ValueError(f"array: expected shape that {layout} divides, got {array.shape}")
+        raise ValueError(
+            f"array: expected a shape that {layout} divides into equal parts, got {array.shape}"
+        )
     joined, start = [], 0
     for width, parts in layout.segments:
-        width = width * own // total  # codes of NVFP4 share a byte, and blocks share a scale
+        # Widths count columns, but two codes share a byte and a block shares a scale: rescale.
+        width = width * own // total
         for part in range(parts):
-            first = -(-part * shards // parts) * own + start  # of the first shard that holds it
+            first = -(-part * shards // parts) * own + start  # in the first shard that holds it
             joined.append(_slice(array, layout.axis, slice(first, first + width)))
         start += width
     return jnp.concatenate(joined, layout.axis)
@@ -96,7 +100,7 @@ def divide_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
     """Undo `join_shards`: return the entries of shard 0, then those of shard 1, and so on.
 
     Raises:
-      ValueError: the segments do not divide the axis.
+      ValueError: if the segments do not divide the axis.
     """
     if layout.axis is None:
         return array
@@ -107,11 +111,12 @@ def divide_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
 
 
 def _slice(array, axis, entries):
+    """Return `entries`, a slice, of `array` along `axis`."""
     return array[(*(slice(None),) * axis, entries)]
 
 
 def _convert(value, layouts, name):
-    """Return `value`, each shard of an NVFP4 tensor in the layout called `name`."""
+    """Return `value`; if it is an NVFP4 tensor, each shard is converted to the layout `name`."""
     if not is_tensor(value) or value.layout == name:
         return value
     layout = layouts.packed
@@ -129,7 +134,7 @@ def _convert(value, layouts, name):
         shape = array.shape
         return array.reshape(*shape[:axis], shards * shape[axis + 1], *shape[axis + 2 :])
 
-    # The leading axes of a tensor are of matrices: here of shards, then of experts.
+    # The leading axes of a tensor count matrices. Here they are shards, and then experts.
     each = dataclasses.replace(
         value, packed=split(value.packed), block_scale=split(value.block_scale)
     ).to_layout(name)

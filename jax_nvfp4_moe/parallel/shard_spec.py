@@ -1,9 +1,10 @@
-"""How arrays are divided along the mesh axis `tensor`: what a shard holds, and how it is marked.
+"""How arrays are divided along the mesh axis `tensor`.
 
-A `ShardSpec` says how one tensor of a checkpoint is divided. A `ShardLayout` is metadata of an
-`nnx.Variable` whose arrays are global: the rows, or the columns, of shard 0 come first, then those
-of shard 1. So each shard's part is contiguous, and a `NamedSharding` gives it to its device. An
-`ArrayLayout` says the same of one array of the variable.
+* A `ShardSpec` says how one tensor of a checkpoint is divided.
+* A `ShardLayout` is metadata of an `nnx.Variable` with global arrays. The rows or columns of shard
+  0 come first, then those of shard 1, and so on. The part of each shard is therefore contiguous,
+  and a `NamedSharding` assigns it to its device.
+* An `ArrayLayout` says how one array of the variable is divided.
 """
 
 import dataclasses
@@ -21,19 +22,20 @@ from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
 
-_METADATA = "shard"  # name of the metadata of a variable
+_METADATA = "shard"  # the name under which a variable stores its `ShardLayout`
 
 Axis = Literal["rows", "columns"]
 
 
 class ShardSpec(NamedTuple):
-    """How one linear or array of a checkpoint is divided.
+    """How one linear layer or array of a checkpoint is divided.
 
     Attributes:
-      axis: its rows (outputs) or its columns (inputs).
-      parts: into how many; fewer than shards where some of them hold the same part.
-      segments: proportions of what stands side by side along the axis, such as queries, keys and
-        values; each of them is divided.
+      axis: "rows" (outputs) or "columns" (inputs).
+      parts: number of parts. If it is below the number of shards, several shards hold the same
+        part.
+      segments: proportions of the segments along the axis, such as queries, keys and values; each
+        segment is divided into parts. One segment by default.
     """
 
     axis: Axis
@@ -41,7 +43,7 @@ class ShardSpec(NamedTuple):
     segments: tuple[int, ...] = (1,)
 
     def ranges(self, width: int, index: int) -> list[slice]:
-        """Return what the part `index` has of an axis of `width`, one range of each segment."""
+        """Return the entries of part `index` of an axis of `width`, one range per segment."""
         ranges, start, total = [], 0, sum(self.segments)
         for segment in self.segments:
             own = segment * width // (total * self.parts)
@@ -50,21 +52,22 @@ class ShardSpec(NamedTuple):
         return ranges
 
     def layout(self, width: int, shards: int) -> "ShardLayout":
-        """Return the layout of a variable whose axis has `width` entries in each of `shards`."""
+        """Return the layout of a variable with `width` entries in each of `shards` shards."""
         total = sum(self.segments)
         widths = (segment * width // total for segment in self.segments)
         return ShardLayout(self.axis, tuple((own, self.parts) for own in widths), shards)
 
 
 class ShardLayout(NamedTuple):
-    """How a variable's global arrays are divided: metadata of the variable.
+    """How the global arrays of a variable are divided; stored as metadata of the variable.
 
     Attributes:
-      axis: the divided axis of its matrices. Of experts it is the axis of `gate_up`; the columns of
-        `down` are divided into one range for each shard.
-      segments: what one shard holds along the axis, in order: pairs of entries, and of how many
-        shards hold different ones. Neighbors hold the same ones where these are fewer than shards.
-      shards: into how many the arrays are divided.
+      axis: the divided axis of the matrices. For experts it is the axis of `gate_up`; the columns
+        of `down` are divided into one range per shard.
+      segments: what one shard holds along the axis, in order, as pairs (number of entries, number
+        of different parts). If there are fewer parts than shards, neighboring shards hold the same
+        part.
+      shards: number of shards.
     """
 
     axis: Axis
@@ -77,10 +80,10 @@ class ArrayLayout:
     """How one array is divided.
 
     Attributes:
-      axis: the divided axis; None where every shard holds the whole array.
-      segments: as those of a `ShardLayout`, in any unit: bytes of codes and block scales are fewer
+      axis: the divided axis; None (default) if every shard holds the whole array.
+      segments: as in `ShardLayout`, in any unit, because bytes of codes and block scales are fewer
         than columns.
-      shards: into how many the array is divided.
+      shards: number of shards, 1 by default.
     """
 
     axis: int | None = None
@@ -88,17 +91,18 @@ class ArrayLayout:
     shards: int = 1
 
     def ranges(self, width: int, index: int) -> list[slice]:
-        """Return what shard `index` holds of an axis that has `width` entries on one device.
+        """Return the entries of shard `index`, for an axis that has `width` entries on one device.
 
         Raises:
-          ValueError: the segments do not divide the axis.
+          ValueError: if the segments do not divide the axis.
         """
         ranges, start = [], 0
         total = sum(own * parts for own, parts in self.segments)
         for own, parts in self.segments:
             if own * width % total:
                 raise ValueError(
-                    f"segments: expected such that divide an axis of {width}, got {self.segments}"
+                    f"segments: expected segments that divide an axis of {width}, got "
+                    f"{self.segments}"
                 )
             own = own * width // total
             first = start + index * parts // self.shards * own
@@ -110,11 +114,11 @@ class ArrayLayout:
 def join_layouts(
     layouts: Sequence[ShardLayout | None], widths: Iterable[int]
 ) -> ShardLayout | None:
-    """Return the layout of matrices one behind the other; None where all are replicated.
+    """Return the layout of several matrices stacked by rows; None if all are replicated.
 
     Args:
-      layouts: of the matrices; None: that one is replicated.
-      widths: rows of the matrices in one shard.
+      layouts: layout of each matrix; None for a replicated matrix.
+      widths: number of rows of each matrix in one shard.
     """
     shards = next((layout.shards for layout in layouts if layout), None)
     if shards is None:
@@ -126,13 +130,13 @@ def join_layouts(
 
 
 def mark(variable: nnx.Variable | None, layout: ShardLayout | None) -> None:
-    """Say of a variable how its global array is divided; None: it is not."""
+    """Store in a variable how its global array is divided; without a layout, do nothing."""
     if variable is not None and layout is not None:
         variable.set_metadata(_METADATA, layout)
 
 
 def find_layout(variable: nnx.Variable) -> ShardLayout | None:
-    """Return how a variable is divided, None where it is replicated."""
+    """Return how a variable is divided; None if it is replicated."""
     return variable.get_metadata(_METADATA, None)
 
 
@@ -140,8 +144,8 @@ def array_layouts(value: Any, layout: ShardLayout | None) -> Any:
     """Return `value` with each array replaced by its `ArrayLayout`.
 
     Args:
-      value: of a variable: an array, an `NVFP4Tensor`, an `FP8Tensor`, or experts of either.
-      layout: of the variable; None where it is replicated.
+      value: value of a variable: an array, an `NVFP4Tensor`, an `FP8Tensor`, or experts.
+      layout: layout of the variable; None if it is replicated.
     """
     whole = ArrayLayout()
     if layout is None:
@@ -160,7 +164,7 @@ def array_layouts(value: Any, layout: ShardLayout | None) -> Any:
 
 
 def _matrix_layouts(value, layout, first: int):
-    """Return the array layouts of matrices whose rows are the axis `first`."""
+    """Return the array layouts of matrices whose rows are at the axis `first`."""
     rows = layout.axis == "rows"
     divided = ArrayLayout(first if rows else first + 1, layout.segments, layout.shards)
     if isinstance(value, NVFP4Tensor):
@@ -173,21 +177,25 @@ def _matrix_layouts(value, layout, first: int):
 
 
 def divided_axes(variable: nnx.Variable) -> list[int | None]:
-    """Return the divided axis of each array of a variable, None for those that are replicated."""
+    """Return the divided axis of each array of a variable; None for replicated arrays."""
     made = array_layouts(variable.get_value(), find_layout(variable))
     return [one.axis for one in jax.tree.leaves(made)]
 
 
 def variables(module: Any) -> list[nnx.Variable]:
-    """Return the variables of a module, in the order of its leaves."""
+    """Return the variables of a module in the order of its leaves."""
     return jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def module_axes(module: Any) -> list[int | None]:
-    """Return the divided axis of each leaf of a module, as `jax.tree.leaves` orders them."""
+    """Return the divided axis of each leaf of a module, in the order of `jax.tree.leaves`.
+
+    Raises:
+      TypeError: if a leaf is not in an `nnx.Variable`.
+    """
     found = variables(module)
     if not all(isinstance(one, nnx.Variable) for one in found):
-        raise TypeError("module: expected all arrays in an nnx.Variable")
+        raise TypeError("module: expected every array in an nnx.Variable, got a plain array")
     return [axis for variable in found for axis in divided_axes(variable)]
 
 
@@ -197,13 +205,13 @@ def axis_spec(expert_mesh: ExpertMesh, axis: int | None) -> PartitionSpec:
 
 
 def take_shard(value: Any, spec: ShardSpec | None, index: int, shards: int) -> Any:
-    """Return what one shard holds of a value of a checkpoint.
+    """Return what one shard holds of a value from a checkpoint.
 
     Args:
-      value: `LinearWeights`, or an array: numpy, traced, or a `LazyArray`, which is read.
-      spec: how it is divided; None: the shard holds all of it.
-      index: of the shard.
-      shards: their number.
+      value: `LinearWeights`, or an array: numpy, traced, or a `LazyArray`, which is then read.
+      spec: how the value is divided; None if the shard holds all of it.
+      index: index of the shard.
+      shards: number of shards.
     """
     if isinstance(value, LinearWeights):
         return _take_linear(value, spec, index, shards)
@@ -211,7 +219,14 @@ def take_shard(value: Any, spec: ShardSpec | None, index: int, shards: int) -> A
 
 
 def take_scales(value: CacheScales, specs: Any, index: int, shards: int) -> CacheScales:
-    """Return what one shard holds of the scales of a cache, divided by heads as `specs` say."""
+    """Return what one shard holds of the scales of a cache.
+
+    Args:
+      value: the scales from the checkpoint.
+      specs: name of a scale -> how its heads are divided; a scale without an entry is not divided.
+      index: index of the shard.
+      shards: number of shards.
+    """
     scales = {
         name: _take(scale, specs.get(name), index, shards, 0)
         for name, scale in value.scales.items()
@@ -220,6 +235,7 @@ def take_scales(value: CacheScales, specs: Any, index: int, shards: int) -> Cach
 
 
 def _take(leaf, spec: ShardSpec | None, index: int, shards: int, axis: int):
+    """Return the entries of one shard along `axis`; None for a missing array."""
     if leaf is None:
         return None
     if spec is None:
@@ -232,6 +248,7 @@ def _take(leaf, spec: ShardSpec | None, index: int, shards: int, axis: int):
 
 
 def _take_linear(value: LinearWeights, spec, index, shards) -> LinearWeights:
+    """Return what one shard holds of the weight, bias and scales of a linear layer."""
     axis = 1 if spec is not None and spec.axis == "columns" else 0
 
     def take(leaf, spec=spec, axis=axis):

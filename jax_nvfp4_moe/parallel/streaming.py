@@ -1,8 +1,9 @@
-"""Experts from the host to their devices a few at a time, so that no layer is there twice.
+"""Load experts from the host to their devices in chunks, so that a layer never exists twice.
 
-A chunk is a few experts. It is read, put on its devices, converted there, and written into the
-arrays of all experts, whose memory is donated and returned. A thread reads the next chunk
-meanwhile. So loading needs the layer and a few chunks.
+A chunk is a few experts. Each chunk is read, copied to its devices, converted to the kernel layout
+there, and written into the arrays of all experts. These arrays are donated, so that their memory is
+reused. A thread reads the next chunk in the meantime. Loading therefore needs memory for the layer
+and a few chunks.
 """
 
 import concurrent.futures
@@ -22,19 +23,20 @@ from jax_nvfp4_moe.scheme import Target
 
 Experts = TypeVar("Experts", MoEParams, DenseExperts)
 
-# Most bytes of a chunk in one shard. A CPU has chunks and experts in one memory, and malloc keeps
-# what the conversion of chunks needed; a GPU wants few and large transfers.
+# The largest number of bytes of a chunk in one shard. On a CPU, chunks and experts share one
+# memory, and malloc keeps what the conversion of a chunk needed. A GPU prefers few and large
+# transfers.
 _CPU_BYTES, _GPU_BYTES = 4 << 20, 64 << 20
 
 
 def chunk_size(params: Any, count: int, target: Target, shards: int = 1) -> int:
-    """Return how many experts make a chunk: a divisor of `count`, and at least one.
+    """Return the number of experts per chunk: a divisor of `count`, and at least one.
 
     Args:
       params: `MoEParams` or `DenseExperts` of the whole layer.
-      count: experts of one shard.
-      target: the device that takes them.
-      shards: into how many an expert is divided.
+      count: number of experts of one shard.
+      target: the device that receives the chunks.
+      shards: number of parts into which each expert is divided, 1 by default.
     """
     expert = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // params.num_experts // shards
     largest = _CPU_BYTES if target.platform == "cpu" else _GPU_BYTES
@@ -49,16 +51,17 @@ def join_chunks(
     layout: str | None,
     expert_mesh: ExpertMesh | None = None,
 ) -> Experts:
-    """Return the experts of all chunks, in `layout`.
+    """Return the experts of all chunks in `layout`.
 
     Args:
-      read: first expert of a chunk, counted in each shard -> that chunk, canonical: numpy arrays
-        ``[step, ...]``, or global arrays ``[expert * step, ...]`` on the devices of a mesh. Called
-        in another thread, where the caller's `jax.default_device` does not hold.
-      count: experts of one shard, a multiple of `step`.
-      step: experts of a chunk.
-      layout: name of that of the result; None leaves the arrays as they are.
-      expert_mesh: of the shards; None for one device.
+      read: function that maps the first expert of a chunk, counted within each shard, to the
+        canonical chunk: numpy arrays ``[step, ...]``, or global arrays ``[expert * step, ...]`` on
+        the devices of a mesh. It runs in another thread, in which the caller's `jax.default_device`
+        has no effect.
+      count: number of experts of one shard, a multiple of `step`.
+      step: number of experts per chunk.
+      layout: name of the layout of the result; None for no conversion.
+      expert_mesh: the mesh of the shards; None (default) for one device.
     """
     joined = None
     with concurrent.futures.ThreadPoolExecutor(1) as reader:
@@ -70,7 +73,8 @@ def join_chunks(
             chunk = chunk if expert_mesh else jax.device_put(chunk)
             if joined is None:
                 joined = _allocate(chunk, count, layout, expert_mesh)
-            # No more than the chunk that is read waits beside this one.
+            # Wait here, so that at most one further chunk, the one that is being read, is in
+            # memory.
             joined = jax.block_until_ready(
                 _write(joined, chunk, np.int32(first), layout, expert_mesh)
             )
@@ -80,7 +84,7 @@ def join_chunks(
 
 @functools.partial(jax.jit, static_argnames=("count", "layout", "expert_mesh"))
 def _allocate(chunk, count, layout, expert_mesh):
-    """Return zeros for `count` experts a shard, like those of `chunk` in `layout`."""
+    """Return zeros for `count` experts per shard, with the arrays that `chunk` has in `layout`."""
 
     def make(chunk):
         made = jax.eval_shape(lambda: _convert(chunk, layout))
@@ -91,13 +95,14 @@ def _allocate(chunk, count, layout, expert_mesh):
 
 @functools.partial(jax.jit, static_argnames=("layout", "expert_mesh"), donate_argnames="joined")
 def _write(joined, chunk, first, layout, expert_mesh):
-    """Return `joined`, its experts from `first` on being those of `chunk` in `layout`."""
+    """Return `joined` with the experts of `chunk`, in `layout`, written from index `first` on."""
 
     def write(joined, chunk):
         return jax.tree.map(update, joined, _convert(chunk, layout))
 
     def update(whole, part):
-        # As integers: XLA's CPU compiler converts a whole array of FP8 or bfloat16, forth and back.
+        # Update integers, because XLA's CPU compiler converts a whole array of FP8 or bfloat16 to a
+        # wider type and back.
         bits = jnp.dtype(f"uint{8 * whole.dtype.itemsize}")
         words, new = (lax.bitcast_convert_type(one, bits) for one in (whole, part))
         updated = lax.dynamic_update_slice_in_dim(words, new, first, axis=0)
@@ -107,4 +112,5 @@ def _write(joined, chunk, first, layout, expert_mesh):
 
 
 def _convert(experts, layout):
+    """Return the experts in `layout`; None leaves them unchanged."""
     return experts if layout is None else experts.to_layout(layout)

@@ -1,8 +1,9 @@
-"""Modules divided along `tensor`: each shard runs a part of the heads or of the columns.
+"""Modules divided along `tensor`: each shard computes a part of the heads or of the columns.
 
-A module's static sizes are those of one shard, and its arrays are global: inside `run_shards` each
-shard sees its own rows of the first linears and its own columns of the last, as the module that one
-device would run. The outputs of all shards add up to that of the whole::
+The static sizes of a module are those of one shard, and its arrays are global. Inside `run_shards`
+each shard sees its own rows of the first linear layers and its own columns of the last one. So it
+runs the same code as a module on one device. The sum over the shards is the output of the whole
+module::
 
   y = psum(part(x))
 """
@@ -32,14 +33,15 @@ from jax_nvfp4_moe.parallel.shard_spec import (
 def run_shards(
     expert_mesh: ExpertMesh, run: Callable, module: Any, *args: Any, specs: Any = None
 ) -> Any:
-    """Return ``run(part, *args)`` of each shard.
+    """Run ``run(part, *args)`` on each shard, and return the result.
 
     Args:
-      expert_mesh: of the shards.
-      run: what each shard runs on its part of the module.
+      expert_mesh: the mesh of the shards.
+      run: function that each shard runs on its part of the module.
       module: an `nnx.Module` or `nnx.Variable` whose variables say how they are divided.
-      args: replicated, or as `specs` say.
-      specs: of the arguments and of the result; both replicated where None.
+      args: further arguments, replicated or sharded by `specs`.
+      specs: pair of the specifications of `args` and of the result; None (default) if all are
+        replicated.
     """
     given, returned = specs or ((expert_mesh.spec(),) * len(args), expert_mesh.spec())
     leaves, unflatten = _open(module)
@@ -52,7 +54,7 @@ def run_shards(
 
 
 def _open(module):
-    """Return the leaves of a module, and what makes a module of the leaves of one shard."""
+    """Return the leaves of a module, and a function that makes a module of one shard's leaves."""
     leaves, tree = jax.tree.flatten(module)
     layouts = []
     for variable in variables(module):
@@ -67,7 +69,7 @@ def _open(module):
 
 
 def _tie(leaf, layout: ShardLayout | None, axis: int | None):
-    """Return `leaf` with one gradient for all shards that hold the same entries of it."""
+    """Return `leaf` with one common gradient for all shards that hold the same entries."""
     if layout is None or axis != 0 or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
     shards = lax.axis_size(TENSOR)
@@ -78,6 +80,7 @@ def _tie(leaf, layout: ShardLayout | None, axis: int | None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tied(layout, leaf):
+    """Return `leaf`; its derivative is `_tied_bar`."""
     return leaf
 
 
@@ -101,41 +104,41 @@ _tied.defvjp(lambda layout, leaf: (leaf, None), _tied_bar)
 class TensorParallel(nnx.Module):
     """A module that maps rows, on one device or divided along `tensor`.
 
-    A subclass implements `run`, with the sizes of one shard.
+    A subclass implements `run` with the sizes of one shard.
 
     Attributes:
-      expert_mesh: static; None on one device.
+      expert_mesh: the mesh of the shards, static; None (default) on one device.
     """
 
     expert_mesh: ExpertMesh | None = None
 
     def run(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
-        """Run the part of one shard."""
+        """Compute the part of one shard."""
         raise NotImplementedError
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
-        """Run all parts on `x`, which is replicated, and add up in float32."""
+        """Compute all parts for replicated `x`, and add them up in float32."""
         if self.expert_mesh is None:
             return self.run(x)
         return run_shards(self.expert_mesh, lambda part, x: _add_up(part.run(x)), self, x)
 
 
 class HeadParallel(nnx.Module):
-    """An attention or another mixer, on one device or divided by heads, each with its cache.
+    """An attention or another mixer, on one device or divided by heads with their caches.
 
-    A subclass implements `mix` and `empty_cache`, with the sizes of one shard.
+    A subclass implements `mix` and `empty_cache` with the sizes of one shard.
 
     Attributes:
-      expert_mesh: static; None on one device.
-      cache_axes: name of a cache entry -> the axis along which shards have their own; None where
-        all shards have the same, which is replicated.
+      expert_mesh: the mesh of the shards, static; None (default) on one device.
+      cache_axes: name of a cache entry -> the axis along which it is divided among the shards; None
+        for a replicated entry.
     """
 
     expert_mesh: ExpertMesh | None = None
     cache_axes: ClassVar[Mapping[str, int | None]]
 
     def mix(self, x, positions, entries):
-        """Run the part of one shard; as `__call__`."""
+        """Compute the part of one shard, with the arguments and results of `__call__`."""
         raise NotImplementedError
 
     def empty_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
@@ -143,15 +146,15 @@ class HeadParallel(nnx.Module):
         raise NotImplementedError
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
-        """Return empty cache entries for `batch` rows of up to `max_length` tokens."""
+        """Return empty cache entries for `batch` rows of at most `max_length` tokens."""
         if self.expert_mesh is None:
             return self.empty_cache(batch, max_length)
-        # The entries depend on static sizes alone.
+        # The entries depend on static sizes only, so the function needs no arguments.
         make = functools.partial(self.empty_cache, batch, max_length)
         return self.expert_mesh.shard_map(make, (), self._cache_specs())()
 
     def __call__(self, x, positions, entries):
-        """Mix ``x [b, t, h]`` at `positions` ``[b, t]``; returns ``[b, t, h]`` and the entries."""
+        """Mix ``x [b, t, h]`` at `positions` ``[b, t]``; return ``[b, t, h]`` and cache entries."""
         if self.expert_mesh is None:
             return self.mix(x, positions, entries)
 
@@ -165,6 +168,7 @@ class HeadParallel(nnx.Module):
         return run_shards(self.expert_mesh, run, self, x, positions, entries, specs=specs)
 
     def _cache_specs(self):
+        """Return the specification of each cache entry."""
         assert self.expert_mesh is not None
         return {name: axis_spec(self.expert_mesh, axis) for name, axis in self.cache_axes.items()}
 
@@ -172,17 +176,18 @@ class HeadParallel(nnx.Module):
 def run_by_rows(
     module: Any, expert_mesh: ExpertMesh, x: Float[Array, "... h"]
 ) -> Float[Array, "... n"]:
-    """Run a module on rows that the shards along `expert` share out.
+    """Run a module on rows that are sharded along `expert`.
 
-    XLA cannot divide the rows of a custom call: all devices would run it on all of them.
+    XLA cannot divide the rows of a custom call: without this function, every device would compute
+    all rows.
 
     Args:
       module: maps rows, and must not change its own state.
-      expert_mesh: of the devices.
-      x: rows.
+      expert_mesh: the mesh of the devices.
+      x: rows ``[..., h]``.
 
     Returns:
-      The module's result, divided over the devices as rows of a dispatch are.
+      The result of the module ``[..., n]``, sharded like the rows of a dispatch.
     """
     divided = isinstance(module, TensorParallel) and module.expert_mesh is not None
     leaves, unflatten = _open(module)
@@ -200,9 +205,9 @@ def run_by_rows(
 def look_up(
     table: nnx.Variable, ids: Int[Array, "b t"], expert_mesh: ExpertMesh
 ) -> Float[Array, "b t h"]:
-    """Return the rows `ids` of a table ``[v, h]`` divided by rows.
+    """Return the rows `ids` of a table ``[v, h]`` that is divided by rows.
 
-    Exact: of the sum over the shards, one term at most is not zero.
+    The result is exact: in the sum over the shards, at most one term is not zero.
     """
 
     def look(table, ids):
@@ -218,13 +223,15 @@ def look_up(
 def gather_columns(
     run: Callable, module: Any, x: Float[Array, "... h"], expert_mesh: ExpertMesh
 ) -> Float[Array, "... n"]:
-    """Return ``run(part, x)`` of all shards side by side: the one gather, of logits.
+    """Return the columns of ``run(part, x)`` of all shards side by side.
+
+    Logits are the only values that are gathered in this way.
 
     Args:
-      run: makes the columns of one shard.
-      module: a variable or a module divided by rows.
-      x: replicated.
-      expert_mesh: of the shards.
+      run: computes the columns of one shard.
+      module: a variable or a module that is divided by rows.
+      x: replicated input.
+      expert_mesh: the mesh of the shards.
     """
 
     def score(part, x):
@@ -234,4 +241,5 @@ def gather_columns(
 
 
 def _add_up(y):
+    """Add up the results of all shards along `tensor` in float32."""
     return lax.psum(y.astype(jnp.float32), TENSOR).astype(y.dtype)

@@ -41,7 +41,7 @@ def test_newer_headers_are_refused_before_registration(fresh, major, minor):
     fresh.setattr(_ffi.jax.ffi, "register_ffi_target", lambda *a, **k: registered.append(a))
     reason = _ffi.why_unavailable("_nvfp4_cpu")
     assert f"was built for XLA FFI {built[0]}.{built[1]}" in reason
-    assert f"speaks {running[0]}.{running[1]}" in reason
+    assert f"supports {running[0]}.{running[1]}" in reason
     assert _ffi.load("_nvfp4_cpu") is None
     assert registered == []
 

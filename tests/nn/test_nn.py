@@ -161,7 +161,7 @@ def test_activations_with_and_without_a_gate(activation):
 
 def test_rows_in_halves_are_refused_where_they_should_alternate():
     params = random_moe_params(jax.random.key(0), **SIZES)
-    with pytest.raises(ValueError, match=r"alternate.*gate_up.global_scale \(8, 2\)"):
+    with pytest.raises(ValueError, match=r"alternate.*gate_up.global_scale of shape \(8, 2\)"):
         make(params=params, activation="swigluoai")
     with pytest.raises(ValueError, match="activation 'swigluoai_uninterleave'"):
         make(

@@ -78,7 +78,7 @@ def test_laws(tokens, experts, num_groups, kept, top_k, seed):
         ({"top_k": 2, "select": "best"}, "select: expected one of"),
         (
             {"top_k": 2, "num_groups": 2, "groups_kept": 3},
-            "groups_kept: expected 1 to num_groups=2",
+            "groups_kept: expected a number from 1 to num_groups=2",
         ),
     ],
 )
@@ -88,7 +88,7 @@ def test_fields_out_of_range(arguments, message):
 
 
 def test_experts_that_do_not_fit():
-    with pytest.raises(ValueError, match="top_k: expected at most 4 eligible"):
+    with pytest.raises(ValueError, match="top_k: expected at most 4, the number of experts"):
         route(Router(5), jnp.zeros((1, 4)))
     with pytest.raises(ValueError, match="num_groups: expected a divisor of 10"):
         route(Router(2, num_groups=4, groups_kept=2), jnp.zeros((1, 10)))

@@ -197,7 +197,7 @@ def test_params_that_disagree_are_named(params, change, message):
 @pytest.mark.parametrize(
     ("gate", "up", "down", "message"),
     [
-        ((2, 16, 32), (2, 32, 16), (2, 32, 16), r"up: expected shape \[e, i, h\], \(2, 16, 32\)"),
+        ((2, 16, 32), (2, 32, 16), (2, 32, 16), r"up: expected shape \[e, i, h\] = \(2, 16, 32\)"),
         ((2, 32, 16), (2, 16, 32), (2, 32, 16), r"gate: .* got \(2, 32, 16\)\. .*swapaxes\(1, 2\)"),
         ((2, 16, 24), (2, 16, 24), (2, 24, 16), "up: .*multiple of 16"),
         (None, (2, 24, 32), (2, 32, 24), "down: .*multiple of 16"),

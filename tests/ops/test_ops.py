@@ -274,7 +274,7 @@ MESSAGES = [
     ({"ids": jnp.zeros((8, K), jnp.int32)}, r"expert_ids: expected shape \[9, k\]"),
     ({"ids": jnp.zeros((9, K))}, "expert_ids: expected integers, got float32"),
     ({"weights": jnp.zeros((9, K + 1))}, r"expert_weights: expected shape \(9, 3\)"),
-    ({"activation": "relu2"}, "activation: expected a gated one.*got 'relu2'"),
+    ({"activation": "relu2"}, "activation: expected a gated activation.*got 'relu2'"),
     ({"activation": "mish"}, "activation: expected one of"),
     ({"scheme": "w8a8"}, "scheme: expected None"),
     ({"backend": "cutlass"}, "backend: expected one of"),

@@ -206,7 +206,7 @@ def test_errors_that_come_of_a_lost_process(text, said, monkeypatch):
         (("x:1", 2), "expected all three, or none"),
         (("nowhere", 2, 0), "coordinator: expected host:port, got 'nowhere'"),
         (("x:1", 0, 0), "processes: expected at least 1, got 0"),
-        (("x:1", 2, 2), "process_id: expected 0 to 1, got 2"),
+        (("x:1", 2, 2), "process_id: expected a number from 0 to 1, got 2"),
         ((), "found no scheduler"),
     ],
 )

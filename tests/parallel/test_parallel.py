@@ -201,7 +201,7 @@ REFUSALS = {
     ),
     "alternating": (
         lambda: block(activation="swigluoai", params=weights())(mesh=make_mesh((1, 2))),
-        "takes gate and up rows that alternate",
+        "expects gate and up rows that alternate",
     ),
     "context": (
         lambda: call_in_context(block()(mesh=make_mesh((8, 1)))),

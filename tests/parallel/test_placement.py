@@ -172,8 +172,14 @@ def test_zipf_routing_is_balanced(experts, physical):
     [
         (lambda: balance_experts([1, 2, 3], 2, 3), "num_devices: expected a divisor of 3"),
         (lambda: balance_experts([1, 2, 3], 0), "num_devices: expected a divisor of 0"),
-        (lambda: balance_experts([1, 2, 3], 2, 2), "num_physical: expected 3 experts to 6"),
-        (lambda: balance_experts([1, 2, 3], 2, 8), "num_physical: expected 3 experts to 6"),
+        (
+            lambda: balance_experts([1, 2, 3], 2, 2),
+            "num_physical: expected a number from 3,",
+        ),
+        (
+            lambda: balance_experts([1, 2, 3], 2, 8),
+            "num_physical: expected a number from 3,",
+        ),
         (
             lambda: balance_experts([1, -2], 2),
             "load: expected finite numbers of at least 0, got -2",

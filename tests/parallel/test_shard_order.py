@@ -95,9 +95,9 @@ def test_experts_in_fp8():
 
 def test_segments_that_do_not_divide():
     layout = ShardLayout("rows", ((3, 2),), 2)
-    with pytest.raises(ValueError, match="segments: expected such that divide an axis of 7"):
+    with pytest.raises(ValueError, match="segments: expected segments that divide an axis of 7"):
         to_shards(jnp.zeros(7), layout, ())
-    with pytest.raises(ValueError, match="array: expected shape that"):
+    with pytest.raises(ValueError, match="array: expected a shape that"):
         to_one_device(jnp.zeros(7), layout)
 
 
