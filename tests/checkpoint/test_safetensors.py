@@ -214,8 +214,11 @@ BAD_FILES = {
     "reversed offsets": (pack_file({"a": entry(offsets=[8, 0])}, bytes(8)), "expected .begin, end"),
     "three offsets": (pack_file({"a": entry(offsets=[0, 8, 8])}, bytes(8)), "expected .begin"),
     "boolean offset": (pack_file({"a": entry(offsets=[False, 8])}, bytes(8)), "expected .begin"),
-    "past the end": (pack_file({"a": entry()}, bytes(7)), "truncated: ends at byte"),
-    "bytes left over": (pack_file({"a": entry()}, bytes(9)), "1 bytes after the last tensor"),
+    "past the end": (pack_file({"a": entry()}, bytes(7)), "truncated: the tensor ends at byte"),
+    "bytes left over": (
+        pack_file({"a": entry()}, bytes(9)),
+        "to end with its last tensor, got 1 more bytes",
+    ),
     "hole": (pack_file({"a": entry(offsets=[1, 9])}, bytes(9)), "leaves a hole after the header"),
     "overlap": (
         pack_file({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)),
@@ -246,7 +249,7 @@ def test_all_problems_come_at_once(tmp_path):
         "'2.safetensors': truncated: 1 bytes",
         "'3.safetensors' is missing",
         "'../4.safetensors' lies outside the checkpoint's folder",
-        "'e': expected a file, got 5",
+        "'e': expected a file's name, got 5",
         "'lost' is not in '1.safetensors'",
     ):
         assert expected in found

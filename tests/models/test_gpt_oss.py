@@ -137,7 +137,7 @@ def test_mxfp4_is_refused_by_name(tmp_path):
         STACKED, tmp_path / "m", quantization_config={"quant_method": "mxfp4"}
     )
     (folder / "hf_quant_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"holds MXFP4 .* not NVFP4"):
+    with pytest.raises(CheckpointError, match=r"stored in MXFP4.* Expected NVFP4"):
         load_model(folder)
 
     def blocks(tensors):
@@ -150,7 +150,7 @@ def test_mxfp4_is_refused_by_name(tmp_path):
                 tensors[f"{name}_scales"] = np.zeros((6, rows, 2), np.uint8)
                 tensors[f"{name}_bias"] = np.zeros((6, rows), ml_dtypes.bfloat16)
 
-    with pytest.raises(CheckpointError, match=r"experts are MXFP4 .*gate_up_proj_blocks"):
+    with pytest.raises(CheckpointError, match=r"stored in MXFP4 .*gate_up_proj_blocks"):
         load_model(edited(tmp_path, STACKED.name, blocks))
 
 
