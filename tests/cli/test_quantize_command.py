@@ -142,7 +142,7 @@ def test_what_a_process_that_was_killed_left_is_replaced(tmp_path, monkeypatch):
     quantize_model(SMALL / "source", q)
     quantize_model(SMALL / "source", tmp_path / "other")
     assert sorted(os.listdir(q)) == sorted(os.listdir(tmp_path / "other"))
-    with pytest.raises(ValueError, match="destination: expected a new or an empty folder"):
+    with pytest.raises(ValueError, match="destination: expected a folder that is empty"):
         quantize_model(SMALL / "source", q)
 
 
