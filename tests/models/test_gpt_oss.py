@@ -177,9 +177,9 @@ def test_published_spellings_of_one_config():
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
         ({"layer_types": ["sliding_attention"]}, "layer_types: expected 2 of"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types: expected 2 of"),
-        ({"sliding_window": None}, "sliding_window: null"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok: 7 of 6 experts"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: gpt-oss rotates whole heads"),
+        ({"sliding_window": None}, "sliding_window: expected a number"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most 6 experts, got 7"),
+        ({"partial_rotary_factor": 0.5}, "expected 1, because gpt-oss rotates whole heads"),
     ],
 )
 def test_configs_that_do_not_fit(changes, message):
