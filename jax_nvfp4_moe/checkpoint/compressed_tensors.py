@@ -112,6 +112,7 @@ class _Group:
         return self._fp8() if eight else self._nvfp4()
 
     def _nvfp4(self):
+        """Return the scheme of a group with 4-bit weights."""
         self._check("weights", self._weights)
         if not self._inputs:
             return Scheme.W4A16
@@ -128,6 +129,7 @@ class _Group:
         check_group_size(arguments.get("group_size"), source)
 
     def _fp8(self):
+        """Return the scheme of a group with 8-bit weights."""
         strategy = self._weights.get("strategy")
         self._require("weights", strategy in ("tensor", "channel"), f"strategy {quoted(strategy)}")
         symmetric = self._weights.get("symmetric", True) is not False
@@ -182,8 +184,8 @@ class CompressedTensorsRules:
     def decide(self, module: str) -> Decision:
         """Return how the linear `module` is quantized.
 
-        An entry of ``ignore`` comes first, then a target that names the module, then a target whose
-        pattern matches it, and last a target that means all linears.
+        An entry of ``ignore`` comes first, then a target that names the module. A target whose
+        pattern matches the module follows, and a target that means all linears comes last.
         """
         ignored = self._ignored.find(module)
         if ignored:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 
-# The files of a checkpoint. Folders inside a repository hold other forms of the same model, such
-# as ONNX, and are not fetched.
+# The files of a checkpoint. Folders inside a repository hold other forms of the same model and are
+# not fetched.
 FILES = ("*.json", "*.jinja", "*.safetensors")
 FOLDERS = ("*/*",)
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)

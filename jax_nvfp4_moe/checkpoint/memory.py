@@ -13,7 +13,8 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an array with unspecified values whose first byte lies at a multiple of 64.
 
     A large array gets memory pages of its own, which return to the system when the array is
-    dropped. malloc would keep the memory of dropped arrays instead, up to 64 MB in each thread.
+    dropped. With `malloc`, the process would keep the memory of dropped arrays, up to 64 MB in each
+    thread.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= _OWN_PAGES:

@@ -74,6 +74,7 @@ class _Exclusions:
         return found and f"{self._source} {quoted(found)}"
 
     def _match(self, name):
+        """Return the entry that matches the name, or the name of a module that contains it."""
         for whole in (name, *parents(name)):
             if whole in self._names:
                 return whole

@@ -302,6 +302,7 @@ def _chunks(name, place, start):
 
 
 def _bad_block_scales(part):
+    """Return what is wrong with E4M3 block scales: none may be NaN."""
     part = part.view(np.uint8)
     count = np.count_nonzero((part & _NAN_BITS) == _NAN_BITS)
     return f"{count} of {part.size} block scales are NaN" if count else None

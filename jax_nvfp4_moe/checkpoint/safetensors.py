@@ -385,6 +385,7 @@ def _parse_entry(name, entry, file, start, size):
 
 def _are_sizes(value):
     # `isinstance` would accept True and False, which are integers in Python.
+    """Return whether a value from a header is a list of nonnegative 64-bit integers."""
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**63 for v in value)
 
 

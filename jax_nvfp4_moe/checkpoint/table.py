@@ -314,6 +314,7 @@ class WeightTable:
             )
 
     def _source(self, name, read, checkpoint_scheme=None) -> Source:
+        """Return a source whose value has the shapes from the headers."""
         return Source(name, read(self._headers), read, checkpoint_scheme)
 
     def _dense_source(self, prefix, plan: DenseExpertPlan | FP8ExpertPlan) -> Source:
@@ -323,6 +324,7 @@ class WeightTable:
         )
 
     def _moe_params(self, reader, plan: ExpertPlan) -> MoEParams:
+        """Return NVFP4 experts, read by a `Reader` or, as shapes alone, by `Headers`."""
         return MoEParams(
             gate_up=reader.weight(plan.gate_up),
             down=reader.weight(plan.down),
@@ -333,6 +335,7 @@ class WeightTable:
         )
 
     def _dense_experts(self, reader, plan: DenseExpertPlan | FP8ExpertPlan) -> DenseExperts:
+        """Return experts in FP8 or a float dtype, read as in `_moe_params`."""
         if isinstance(plan, DenseExpertPlan):
             matrices = reader.array(plan.gate_up), reader.array(plan.down)
             scales = None, None
@@ -350,6 +353,7 @@ class WeightTable:
         )
 
     def _linear(self, reader, plan: LinearPlan) -> LinearWeights:
+        """Return a linear in the format in which the file stores it, read as in `_moe_params`."""
         bias = _optional(reader, plan.bias)
         quantized = plan.matrices or plan.fp8
         if quantized is None:

@@ -162,6 +162,7 @@ def _measure(path, scheme, calls, dtype, backend, progress) -> Iterator[LayerErr
 
 
 def _compare(name, scheme, y, truth) -> LayerErrors:
+    """Return the errors of one layer: `y` beside `truth`, the output of the float32 model."""
     y, truth = y.astype(np.float64), truth.astype(np.float64)
     off, size = (np.linalg.norm(rows, axis=-1) for rows in (y - truth, truth))
     rows = np.where(size > 0, off / np.where(size > 0, size, 1.0), np.nan)

@@ -71,10 +71,13 @@ def quantize_model(
 ) -> dict[str, Any]:
     """Quantize an unquantized checkpoint of a supported architecture to NVFP4.
 
-    The global scale of a matrix is ``amax / 2688``, where amax is the largest magnitude of its
-    weights. Matrices that runtimes merge share one global scale: q, k and v of an attention, and
-    gate and up of an expert. With ``scheme="w4a4"``, each input scale is ``amax / 2688`` of the
-    activations that enter the product while the calibration text runs through the model in float32.
+    Scales follow from amax, the largest magnitude of the values that they scale:
+
+    * The global scale of a matrix is ``amax / 2688`` of its weights with algorithm "max", and
+      ``amax / 1536`` with any other. Matrices that runtimes merge share one global scale: q, k and
+      v of an attention, and gate and up of an expert.
+    * With ``scheme="w4a4"``, an input scale is ``amax / 2688`` of the activations that enter the
+      product. The calibration text runs through the model in float32 to find them.
 
     Routers, embeddings, norms, convolutions and the head are not quantized. Tokenizer files, chat
     templates and licenses are copied.
@@ -334,8 +337,8 @@ class _Writer:
         """Return the input scale ``amax / 2688`` of a matrix.
 
         As in ModelOpt, all experts of a layer share one input scale per product. The
-        compressed-tensors format is the exception for the second product: each expert has its own
-        scale there, and an expert without tokens takes the largest of the layer.
+        compressed-tensors format is the exception for the second product, where each expert has its
+        own scale. An expert without tokens takes the largest of the layer there.
         """
         amax = self._inputs(matrix).amax
         largest = np.float32(amax.max())

@@ -254,7 +254,7 @@ def _biases(checkpoint, prefix, sizes) -> dict[str, Slice]:
 
 
 def _choose(candidates: list[Matrix], modules: Modules, exclude: Sequence[str]) -> list[Matrix]:
-    """Return the matrices to quantize."""
+    """Return the candidates to quantize, after checking that every entry of `exclude` is valid."""
     unused = [p for p in exclude if not any(_matches(matrix, [p]) for matrix in candidates)]
     if unused:
         names = sorted({matrix.module for matrix in candidates})

@@ -116,7 +116,7 @@ def test_a_disk_that_is_full_is_named_and_a_second_try_works(tmp_path):
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "model.safetensors: File too large" in line
-    assert f"mounted at {mount_point(tmp_path)}, which has" in line
+    assert f"mounted at {mount_point(tmp_path)} has" in line
     assert not q.exists()
     command[3] = str(resource.RLIM_INFINITY)
     subprocess.run(command, capture_output=True, check=True)
