@@ -109,7 +109,9 @@ def _plan_dense_one(planner, module, weight, bias, at, n):
     """Plan one expert's projection in a float dtype as the rows `at` of the layer's buffers."""
     planner.take(f"{module}.weight", FLOATS, (n, weight.shape[-1]))
     weight.slices.append(TensorSlice(f"{module}.weight", at))
-    planner.ignore([f"{module}.{planner.names.input_global}"], "input scales of dense modules")
+    planner.ignore(
+        [f"{module}.{planner.names.input_global}"], "input scales of dense modules are ignored"
+    )
     _plan_bias(planner, module, bias, at, n)
 
 

@@ -208,7 +208,9 @@ def read_size(config: Mapping[str, Any], *names: str, default: int | None = None
             )
         return value
     if default is None:
-        raise CheckpointError([f"{CONFIG}: {' or '.join(names)}: missing"])
+        raise CheckpointError(
+            [f"{CONFIG}: {' or '.join(names)}: missing; expected a positive integer"]
+        )
     return default
 
 

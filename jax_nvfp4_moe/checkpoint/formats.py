@@ -187,7 +187,7 @@ def check_group_size(value: Any, source: str) -> None:
       source: where the value was read, for the message.
 
     Raises:
-      CheckpointError: the group size is another.
+      CheckpointError: the group size is not 16.
     """
     if (type(value) is int and value == BLOCK) or value == str(BLOCK):
         return

@@ -105,7 +105,7 @@ def canonical_names(
     Args:
       names: the names of all tensors in the file.
       key_mapping: how the file spells names.
-      problems: receives a sentence for each two tensors that map to the same name.
+      problems: receives a sentence for each pair of tensors that map to the same name.
     """
     renamed: dict[str, str] = {}
     owner: dict[str, str] = {}

@@ -330,7 +330,9 @@ class Planner:
             self.taken.update(self.tensors.under(f"{prefix}."))
             return Buffer((n, k), np.dtype(dtype or _F32))
         if info is not None:
-            self.ignore([f"{prefix}.{self.names.input_global}"], "input scales of dense modules")
+            self.ignore(
+                [f"{prefix}.{self.names.input_global}"], "input scales of dense modules are ignored"
+            )
         return self.array(name, (n, k), dtype)
 
     def _is_quantized(self, prefix) -> bool:

@@ -51,7 +51,7 @@ class Reader:
         Args:
           tensors: the tensors of the checkpoint.
           names: the names of the tensors of its quantized modules.
-          advance: called with the number of bytes after each read, for a progress bar.
+          advance: called with the number of bytes of each read, for a progress bar.
           where: the checkpoint's folder, for messages.
         """
         self._tensors = tensors
@@ -80,7 +80,8 @@ class Reader:
     def _in_order(self, buffer):
         """Return the slices in the order of the files, each with its first and last index.
 
-        In this order the operating system can read ahead.
+        In this order the operating system can read ahead. The indices show cheaply which slices
+        hold none of the experts that a shard asks for.
         """
         slices = sorted(buffer.slices, key=self._position)
         return [

@@ -103,7 +103,8 @@ class TensorInfo:
     def array_shape(self) -> tuple[int, ...]:
         """The shape of the array that is read.
 
-        It equals `shape`, unless elements are smaller than a byte: then the last axis counts bytes.
+        It equals `shape`, unless elements are smaller than a byte. Then the last axis counts bytes,
+        or the array is flat if a row does not end at a whole byte.
         """
         bits = STORED_TYPES[self.dtype].bits
         if bits >= 8 or not self.shape:
@@ -294,7 +295,8 @@ def _merge(headers, problems) -> dict[str, TensorInfo]:
         for name, info in header.items():
             if name in infos:
                 problems.append(
-                    f"{quoted(name)} is in {quoted(infos[name].file)} and {quoted(file)}"
+                    f"{quoted(name)} is stored twice, in {quoted(infos[name].file)} and "
+                    f"{quoted(file)}"
                 )
             elif info is not None:
                 infos[name] = info
@@ -340,7 +342,8 @@ def _parse_header(stream, size):
     raw = stream.read(_LENGTH_BYTES)
     if len(raw) < _LENGTH_BYTES:
         raise ValueError(
-            f"truncated: {size} bytes; expected at least {_LENGTH_BYTES}, the length of the header"
+            f"truncated: {size} bytes; expected at least {_LENGTH_BYTES}, which hold the length of "
+            "the header"
         )
     length = int.from_bytes(raw, "little")
     if length > JSON_BYTES:
@@ -364,12 +367,12 @@ def _parse_entry(name, entry, file, start, size):
     """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         keys = quoted(sorted(entry)) if isinstance(entry, dict) else type(entry).__name__
-        raise ValueError(f"expected an object of dtype, shape and data_offsets, got {keys}")
+        raise ValueError(f"expected an object with dtype, shape and data_offsets, got {keys}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in STORED_TYPES:
         raise ValueError(f"unknown dtype {quoted(dtype)}; known: {', '.join(STORED_TYPES)}")
     if not _are_sizes(shape) or len(shape) > _MOST_AXES:
-        raise ValueError(f"shape: expected up to {_MOST_AXES} sizes, got {quoted(shape)}")
+        raise ValueError(f"shape: expected at most {_MOST_AXES} sizes, got {quoted(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"data_offsets: expected [begin, end], got {quoted(offsets)}")
     begin, end = offsets

@@ -51,7 +51,7 @@ def find_unexpected_keys(
         extra = _known_extra(name, num_layers)
         beside = name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
         if extra is None and beside:
-            extra = "modules beside the language model"
+            extra = "modules outside of the language model"
         if extra is not None:
             planner.note(f"tensors left out: {extra}")
             continue

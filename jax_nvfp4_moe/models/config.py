@@ -63,8 +63,8 @@ class Fields:
         if known and len(value) == count:
             return tuple(value)
         self.problems.append(
-            f"{CONFIG}: layer_types: expected {count} of {', '.join(map(quoted, allowed))}; "
-            f"got {quoted(value)}"
+            f"{CONFIG}: layer_types: expected a list of {count} values from "
+            f"{', '.join(map(quoted, allowed))}; got {quoted(value)}"
         )
         return tuple(default)
 

@@ -362,7 +362,7 @@ def build_around(
     settings, rows, h = make.settings, config.vocab_size, config.hidden
     expert_mesh, vocabulary = None, make
     if settings.shards > 1 and rows % settings.shards:
-        say_replicated("the vocabulary", settings.shards, f"{rows} rows do not divide")
+        say_replicated("the vocabulary", settings.shards, f"it does not divide {rows} rows")
     elif settings.shards > 1:
         spec = ShardSpec("rows", settings.shards)
         vocabulary, rows = make.divided({"embedding": spec, "head": spec}), rows // settings.shards

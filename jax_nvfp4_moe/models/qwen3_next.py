@@ -175,7 +175,8 @@ def _read_attention_layers(fields, config, layers):
         return frozenset(layer for layer, kind in enumerate(types) if _ATTENDS[kind])
     found = f"a list of {len(types)}" if known else quoted(types)
     fields.require(
-        False, f"layer_types: expected {layers} names of {', '.join(_ATTENDS)}; got {found}"
+        False,
+        f"layer_types: expected a list of {layers} values from {', '.join(_ATTENDS)}; got {found}",
     )
     return frozenset()
 

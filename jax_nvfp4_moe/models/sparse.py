@@ -167,7 +167,10 @@ def read_layer_types(
         return None
     layers = fields.size("num_hidden_layers")
     sound = isinstance(types, list) and len(types) == layers and all(t in allowed for t in types)
-    fields.require(sound, f"{name}: expected {layers} of {', '.join(allowed)}; got {types!r}")
+    fields.require(
+        sound,
+        f"{name}: expected a list of {layers} values from {', '.join(allowed)}; got {types!r}",
+    )
     return tuple(types) if sound else None
 
 

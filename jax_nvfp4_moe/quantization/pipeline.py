@@ -3,7 +3,7 @@
 The work has two steps:
 
 1. If activations are quantized, a text runs through the model layer by layer, and `calibration`
-records the largest input of each product. Memory holds one layer.
+   records the largest input of each product. Memory holds one layer.
 2. Each tensor of the source is read, quantized or copied, and written. Memory holds two tensors.
 """
 
@@ -84,7 +84,7 @@ def quantize_model(
 
     Args:
       source: str or path, a folder with ``config.json`` and safetensors files in float32, float16
-        or bfloat16, or the name of a model on the Hugging Face Hub.
+        or bfloat16. It may also be the name of a model on the Hugging Face Hub.
       destination: str or path, the folder to write. It must be empty or not exist.
       token_ids: int ``[n]``, the token ids of the calibration text. The model reads it in windows
         that do not see each other; tokens after the last full window are not used. None, the

@@ -260,8 +260,7 @@ def _choose(candidates: list[Matrix], modules: Modules, exclude: Sequence[str]) 
         names = sorted({matrix.module for matrix in candidates})
         raise ValueError(
             f"exclude: no linear or experts match {', '.join(map(repr, unused))}; expected names "
-            "such as "
-            f"{', '.join(map(repr, names[:3]))}, or wildcards such as '*self_attn*'"
+            f"such as {', '.join(map(repr, names[:3]))}, or wildcards such as '*self_attn*'"
         )
     chosen = []
     for matrix in candidates:

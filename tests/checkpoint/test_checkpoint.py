@@ -237,8 +237,8 @@ def test_known_extras_are_noted_and_left_out(tmp_path, caplog):
         "vision tower (2)",
         "KV-cache scales (2)",
         "layers beyond the 2 that the config declares (2)",
-        "modules beside the language model (1)",
-        "input scales of dense modules (1)",
+        "modules outside of the language model (1)",
+        "input scales of dense modules are ignored (1)",
     ):
         assert expected in caplog.text
     with open_checkpoint(folder) as checkpoint:

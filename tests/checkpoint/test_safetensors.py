@@ -197,7 +197,7 @@ BAD_FILES = {
     "repeated name": (pack_file(b'{"a": 1, "a": 2}'), "repeated keys: 'a'"),
     "repeated field": (pack_file(b'{"a": {"dtype": "U8", "dtype": "I8"}}'), "repeated keys: 'd"),
     "metadata": (pack_file({"__metadata__": {"a": 1}}), "__metadata__: expected an object"),
-    "entry is no object": (pack_file({"a": 7}), "'a': expected an object of dtype"),
+    "entry is no object": (pack_file({"a": 7}), "'a': expected an object with dtype"),
     "entry lacks a field": (pack_file({"a": {"dtype": "U8"}}), r"got \['dtype'\]"),
     "unknown dtype": (pack_file({"a": entry("F7")}, bytes(8)), "unknown dtype 'F7'; known: F4"),
     "dtype is a list": (pack_file({"a": entry(["F32"])}, bytes(8)), "unknown dtype"),
@@ -205,7 +205,7 @@ BAD_FILES = {
     "boolean size": (pack_file({"a": entry(shape=[True, 2])}, bytes(8)), r"got \[True, 2\]"),
     "fractional size": (pack_file({"a": entry(shape=[2.0])}, bytes(8)), r"got \[2.0\]"),
     "shape is a string": (pack_file({"a": entry(shape="2")}, bytes(8)), "shape: expected"),
-    "too many axes": (pack_file({"a": entry(shape=[1] * 33)}, bytes(8)), "up to 32 sizes"),
+    "too many axes": (pack_file({"a": entry(shape=[1] * 33)}, bytes(8)), "at most 32 sizes"),
     "huge product": (pack_file({"a": entry(shape=[2**62] * 8)}, bytes(8)), "does not fill 8"),
     "product wraps to 8": (pack_file({"a": entry("U8", [2**32 + 1] * 2)}, bytes(1)), "truncated"),
     "size does not match": (pack_file({"a": entry(shape=[3])}, bytes(8)), "does not fill 8 bytes"),
@@ -288,7 +288,7 @@ def test_a_tensor_in_two_files_and_one_not_where_the_index_says(tmp_path):
     weight_map = {"a": "1.safetensors", "b": "2.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert problems_of(tmp_path) == (
-        "'a' is in '1.safetensors' and '2.safetensors'",
+        "'a' is stored twice, in '1.safetensors' and '2.safetensors'",
         f"'{INDEX}': 'b' is not in '2.safetensors'",
     )
 

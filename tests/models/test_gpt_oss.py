@@ -175,8 +175,8 @@ def test_published_spellings_of_one_config():
     [
         ({"swiglu_limit": 5.0}, "swiglu_limit: 5.0 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types: expected 2 of"),
-        ({"layer_types": ["chunked_attention"] * 2}, "layer_types: expected 2 of"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types: expected a list of 2 values"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types: expected a list of 2 values"),
         ({"sliding_window": None}, "sliding_window: expected a number"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most 6 experts, got 7"),
         ({"partial_rotary_factor": 0.5}, "expected 1, because gpt-oss rotates whole heads"),

@@ -112,7 +112,7 @@ def test_published_configs():
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
-        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: expected 4 of"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: expected a list of 4 values"),
         ({"attention_chunk_size": None}, "attention_chunk_size: expected a number"),
         ({"no_rope_layers": [1]}, "no_rope_layers: expected 4 integers, got 1"),
         ({"floor_scale": 0}, "floor_scale: expected a positive number"),

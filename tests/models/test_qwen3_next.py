@@ -81,10 +81,13 @@ def test_spellings_of_one_rotation():
     [
         (
             {"layer_types": ["full_attention"]},
-            "layer_types: expected 2 names of .* got a list of 1",
+            "layer_types: expected a list of 2 values .* got a list of 1",
         ),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected 2 names"),
-        ({"layer_types": "full_attention"}, "layer_types: expected 2 names"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: expected a list of 2",
+        ),
+        ({"layer_types": "full_attention"}, "layer_types: expected a list of 2"),
         ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval"),
         (
             {"linear_num_value_heads": 3},
