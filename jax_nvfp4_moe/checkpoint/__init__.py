@@ -1,4 +1,7 @@
-"""Read and write checkpoints: safetensors files in the formats of NVFP4's quantization tools."""
+"""Read and write checkpoints: safetensors files in the formats of the NVFP4 quantization tools.
+
+The supported formats are those of NVIDIA ModelOpt and of compressed-tensors (llm-compressor).
+"""
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import read_config, read_size

@@ -1,4 +1,8 @@
-"""Which bytes of a stored array hold a part of it: runs of the file, to be read one by one."""
+"""Find the bytes of a stored array that hold a part of it, as runs that are read one by one.
+
+A run is a range of consecutive bytes. A process that needs one shard of a tensor reads only the
+runs of that shard instead of the whole tensor.
+"""
 
 import dataclasses
 import math
@@ -7,26 +11,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-Index = Sequence[int | slice | range]  # for the first axes; the rest is taken whole
+# Indexes the first axes of an array. Axes that it does not mention are taken whole.
+Index = Sequence[int | slice | range]
 
-# Bytes between two runs below which they are read as one: a system call costs as much.
+# Two runs that are at most this many bytes apart are read as one run. Reading the bytes between
+# them costs about as much time as another system call.
 _GAP = 1 << 16
-# Most bytes of a run from which elements are picked or converted: a core's cache holds them and
-# malloc reuses them. It bounds the memory of bytes that are dropped, too.
+# The most bytes in a run whose elements are picked or converted. A run of this size fits into the
+# cache of a core, and malloc reuses its memory. The limit also bounds the memory that holds bytes
+# which nobody asked for.
 _LONGEST = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Consecutive bytes of a stored array, and the elements in them.
+    """Consecutive bytes of a stored array, and the elements of the array that they hold.
 
     Attributes:
-      start: first byte, counted from the first of the array.
-      nbytes: how many there are.
-      at: index of the elements in the part that was asked for.
-      shape: of the elements, without leading axes of size 1.
-      strides: in bytes, from the first element on.
-      contiguous: whether the run holds these elements in their order, and nothing else.
+      start: the offset of the first byte from the first byte of the array.
+      nbytes: the number of bytes.
+      at: where the elements belong in the requested part, as an index into it.
+      shape: the shape of the elements, without the leading axes of size 1.
+      strides: the strides of the elements in bytes, counted from the first element.
+      contiguous: True if the run holds exactly these elements, in order, and nothing between them.
     """
 
     start: int
@@ -37,7 +44,12 @@ class Run:
     contiguous: bool
 
     def pick(self, raw: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return the elements, a view of the run's bytes `raw`."""
+        """Return the elements of the run as a read-only view.
+
+        Args:
+          raw: uint8 ``[nbytes]``, the bytes of the run.
+          dtype: the dtype of the elements.
+        """
         flat = raw.view(dtype)
         return np.lib.stride_tricks.as_strided(flat, self.shape, self.strides, writeable=False)
 
@@ -54,13 +66,14 @@ def find_runs(
     """Yield the runs that hold ``array[index]`` of a row-major array.
 
     Args:
-      shape: of the array.
-      itemsize: bytes of an element.
-      index: numbers of 0 and more, and slices or ranges of positive step, for the first axes.
-      gap: runs that are at most this many bytes apart are read as one.
-      longest: most bytes of a run that is not contiguous.
-      bounded: whether `longest` counts for contiguous runs too: where elements are converted on
-        their way, and not read into their place.
+      shape: the shape of the array.
+      itemsize: the bytes of one element.
+      index: nonnegative integers, and slices or ranges with a positive step, for the first axes.
+      gap: two runs that are at most this many bytes apart are read as one.
+      longest: the most bytes in a run that is not contiguous.
+      bounded: whether `longest` also limits contiguous runs. Set it if elements are converted on
+        the way, because such a run needs a buffer of its own. A contiguous run that is read
+        directly into its destination needs none.
     """
     start, axes = 0, []
     for axis, wanted in enumerate(_ranges(shape, index)):
@@ -74,32 +87,42 @@ def find_runs(
 
 
 def index_shape(shape: Sequence[int], index: Index) -> tuple[int, ...]:
-    """Return the shape of ``array[index]``; nothing is read."""
+    """Return the shape of ``array[index]`` without reading anything."""
     return tuple(len(one) for one in _ranges(shape, index) if isinstance(one, range))
 
 
 class _Limits(NamedTuple):
+    """The limits on runs; `find_runs` describes them."""
+
     gap: int
     longest: int
     bounded: bool
 
 
 class _Axis(NamedTuple):
-    """Indices along one axis, its stride in bytes, and where they begin in the result."""
+    """The indices along one axis.
+
+    Attributes:
+      wanted: the indices into the stored array.
+      stride: the bytes from one index of the stored array to the next.
+      first: the position of the first index in the result.
+    """
 
     wanted: range
     stride: int
     first: int
 
     def place(self) -> slice:
+        """Return where the indices belong in the result."""
         return slice(self.first, self.first + len(self.wanted))
 
     def part(self, begin: int, count: int) -> "_Axis":
+        """Return the axis reduced to `count` indices from number `begin` on."""
         return _Axis(self.wanted[begin : begin + count], self.stride, self.first + begin)
 
 
 def _ranges(shape, index) -> list[int | range]:
-    """Return what each axis gives: the number that picks one index, or a range of them."""
+    """Return for each axis the integer that selects one index, or the range of selected indices."""
     whole = [slice(None)] * (len(shape) - len(index))
     return [
         range(*one.indices(size)) if isinstance(one, slice) else one
@@ -108,12 +131,12 @@ def _ranges(shape, index) -> list[int | range]:
 
 
 def _span(axes, itemsize) -> int:
-    """Return the bytes from the first element to the end of the last."""
+    """Return the number of bytes from the first element to the end of the last one."""
     return itemsize + sum((len(axis.wanted) - 1) * axis.wanted.step * axis.stride for axis in axes)
 
 
 def _cut(start, at, axes, itemsize, limits) -> Iterator[Run]:
-    """Yield the runs of one block: one run, or those of its parts along its first axis."""
+    """Yield the runs of one block: a single run, or the runs of its parts along its first axis."""
     shape = tuple(len(axis.wanted) for axis in axes)
     nbytes = _span(axes, itemsize)
     contiguous = nbytes == itemsize * math.prod(shape)

@@ -1,8 +1,10 @@
-"""The format of compressed-tensors (llm-compressor): NVFP4 packed, and FP8 beside it.
+"""The checkpoint format of compressed-tensors (llm-compressor): packed NVFP4, and FP8.
 
-NVFP4: ``w = e2m1 * (float32(weight_scale) / weight_global_scale)`` and the same sense for
-``input_global_scale``: both scalars divide. FP8: ``w = e4m3 * weight_scale``, one of the matrix or
-of each row.
+NVFP4 weights are ``w = e2m1 * (float32(weight_scale) / weight_global_scale)``. Activations use
+``input_global_scale`` in the same way: both global scales divide. FP8 weights are ``w = e4m3 *
+weight_scale``, with one scale per matrix or one per row.
+
+Source: https://github.com/vllm-project/compressed-tensors
 """
 
 import re
@@ -25,12 +27,13 @@ from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
 PACKED_FORMAT = "nvfp4-pack-quantized"
 FP8_FORMATS = ("float-quantized", "naive-quantized")
-_MIXED = "mixed-precision"  # of the whole file: groups have formats of their own
-_LINEARS = ("Linear", "LinearBase")  # the class of linears, here and in runtimes
+_MIXED = "mixed-precision"  # the format of a file in which each group states its own format
+_LINEARS = ("Linear", "LinearBase")  # targets that mean every linear: torch's class, and vLLM's
 _REGEX = "re:"
-# A pattern is untrusted and Python's `re` backtracks: with these limits a name of 200 characters
-# takes at most seconds, where a nested repetition could take for ever. Digits do not overlap with
-# what stands around them in names, so that their repetitions come for free.
+# A pattern comes from an untrusted file, and Python's `re` backtracks. A nested repetition could
+# run forever; within these limits, a name of 200 characters takes a few seconds at most.
+# Repeated digits are not counted: the characters around them in a module's name are no digits, so
+# they cause no backtracking.
 _MOST_REPEATS = 4
 _DIGITS = re.compile(r"(\\d|\[0-9\])[*+]")
 _NESTED_REPEAT = re.compile(r"[*+}]\??\)+[*+{]")
@@ -42,7 +45,11 @@ _FP8_INPUTS: Mapping[tuple[bool, Any], FP8ActivationScaling] = {
 
 
 class _Matcher:
-    """Module names: whole, or regular expressions that match from the start."""
+    """Finds the entry of a list that matches a module.
+
+    An entry is either the whole name of a module or a regular expression that matches from the
+    start of the name.
+    """
 
     def __init__(self, patterns: Iterable[str], source: str):
         self._names = frozenset(p for p in patterns if not p.startswith(_REGEX))
@@ -53,7 +60,10 @@ class _Matcher:
         ]
 
     def find(self, module: str) -> str | None:
-        """Return the entry that matches `module`: a name first, then the first pattern."""
+        """Return the entry that matches `module`, or None.
+
+        A whole name takes precedence over a pattern. Patterns are tried in alphabetical order.
+        """
         names = equivalent_names(module)
         for name in names:
             if name in self._names:
@@ -65,7 +75,7 @@ class _Matcher:
 
 
 class _Group:
-    """One entry of ``config_groups``: which modules it targets and how it quantizes them."""
+    """One entry of ``config_groups``: the modules that it targets and how it quantizes them."""
 
     def __init__(self, group: Mapping[str, Any], whole_format: Any, source: str):
         self.targets = names_in(group, "targets", source)
@@ -75,13 +85,20 @@ class _Group:
         self._inputs = object_in(group, "input_activations", source)
         if not self._weights:
             raise CheckpointError(
-                [f"{source}: weights: missing; quantized activations alone are not supported"]
+                [
+                    f"{source}: weights: missing; a group that quantizes activations alone is not "
+                    "supported"
+                ]
             )
         if group.get("output_activations"):
             raise CheckpointError([f"{source}: output_activations are not supported"])
 
     def scheme(self) -> CheckpointScheme:
-        """Return the scheme; CheckpointError where the group is neither NVFP4 nor FP8."""
+        """Return the scheme of the group.
+
+        Raises:
+          CheckpointError: the group is neither NVFP4 nor a supported form of FP8.
+        """
         eight = _kind(self._weights) == ("float", 8)
         supported = (*FP8_FORMATS, _MIXED) if eight else (PACKED_FORMAT, _MIXED)
         if self._format not in supported:
@@ -89,12 +106,13 @@ class _Group:
             raise CheckpointError(
                 [
                     f"{self.source}: format {quoted(self._format)} is not supported for weights "
-                    f"of type {_described(self._weights)}; supported: {named}"
+                    f"of type {_described(self._weights)}; supported formats: {named}"
                 ]
             )
         return self._fp8() if eight else self._nvfp4()
 
     def _nvfp4(self):
+        """Return the scheme of a group with 4-bit weights."""
         self._check("weights", self._weights)
         if not self._inputs:
             return Scheme.W4A16
@@ -102,14 +120,16 @@ class _Group:
         return Scheme.W4A4
 
     def _check(self, key, arguments):
+        """Check that the weights or the activations, named by `key`, are NVFP4."""
         source = f"{self.source}: {key}"
         if _kind(arguments) != ("float", 4):
             raise CheckpointError(
-                [f"{source}: expected type 'float' of 4 bits, got {_described(arguments)}"]
+                [f"{source}: expected type 'float' with 4 bits, got {_described(arguments)}"]
             )
         check_group_size(arguments.get("group_size"), source)
 
     def _fp8(self):
+        """Return the scheme of a group with 8-bit weights."""
         strategy = self._weights.get("strategy")
         self._require("weights", strategy in ("tensor", "channel"), f"strategy {quoted(strategy)}")
         symmetric = self._weights.get("symmetric", True) is not False
@@ -124,18 +144,19 @@ class _Group:
         return _FP8_INPUTS[how]
 
     def _require(self, key, holds, found):
+        """Raise `CheckpointError` with the supported forms of FP8, unless `holds`."""
         if not holds:
             raise CheckpointError(
                 [
-                    f"{self.source}: {key}: {found} is not supported for FP8; supported: weights "
-                    "by tensor or channel, activations dynamic by token or tensor, or static by "
-                    "tensor"
+                    f"{self.source}: {key}: {found} is not supported for FP8. Supported are "
+                    "symmetric weights with strategy tensor or channel, dynamic activations with "
+                    "strategy token or tensor, and static activations with strategy tensor"
                 ]
             )
 
 
 class CompressedTensorsRules:
-    """`formats.Rules` of ``config_groups`` and ``ignore``."""
+    """Applies ``config_groups`` and ``ignore`` to modules; implements `formats.Rules`."""
 
     def __init__(self, section: Mapping[str, Any], source: str):
         self.source = source
@@ -155,11 +176,17 @@ class CompressedTensorsRules:
         self._groups = {target: group for group in read for target in group.targets}
         self._targets = _Matcher(self._groups, source)
         self._ignored = _Matcher(names_in(section, "ignore", source), source)
-        if len(read) == 1:  # nothing else can be meant: say at once if it is not supported
+        # If there is only one group, every quantized module belongs to it. An unsupported group
+        # then raises here, before the headers of the files are read.
+        if len(read) == 1:
             read[0].scheme()
 
     def decide(self, module: str) -> Decision:
-        """Return how `module`, a linear, is quantized: by name, by pattern, then as any linear."""
+        """Return how the linear `module` is quantized.
+
+        An entry of ``ignore`` comes first, then a target that names the module. A target whose
+        pattern matches the module follows, and a target that means all linears comes last.
+        """
         ignored = self._ignored.find(module)
         if ignored:
             return Decision(None, f"{self.source}: ignore {quoted(ignored)}")
@@ -172,6 +199,12 @@ class CompressedTensorsRules:
 
 
 def _kv_cache(section, source) -> KVCache | None:
+    """Read ``kv_cache_scheme``.
+
+    Returns:
+      None if the key is missing. Otherwise a `KVCache`, whose algorithm is "FP8" or a description
+      of an unsupported form.
+    """
     scheme = object_in(section, "kv_cache_scheme", source)
     if not scheme:
         return None
@@ -184,12 +217,12 @@ def _kv_cache(section, source) -> KVCache | None:
 
 
 def declaration(activations: bool, exclude: Iterable[str], version: str) -> dict[str, Any]:
-    """Write ``quantization_config`` of a model in NVFP4, such as `CompressedTensorsRules` reads.
+    """Return the ``quantization_config`` of a model in NVFP4, in the form that runtimes read.
 
     Args:
-      activations: whether they are rounded too, with calibrated global scales.
-      exclude: modules that are not quantized, each by its name.
-      version: of compressed-tensors, whose fields these are.
+      activations: whether activations are rounded to NVFP4 too, with calibrated global scales.
+      exclude: the full names of the modules that are not quantized.
+      version: the version of compressed-tensors that defines the fields.
     """
     weights = {
         "num_bits": 4,
@@ -217,25 +250,31 @@ def _kind(arguments):
 
 
 def _described(arguments) -> str:
+    """Return the type and the bits of weights or activations as text for a message."""
     kind, bits = _kind(arguments)
     return f"{quoted(kind)} of {quoted(bits)} bits"
 
 
 def _compile(pattern, source):
+    """Compile a pattern of the config.
+
+    Raises:
+      CheckpointError: the pattern is no regular expression, or matching it could take too long.
+    """
     alternatives = [pattern] if "(" in pattern else pattern.split("|")
     repeats = max(len(re.findall(r"[*+{]", _DIGITS.sub("", part))) for part in alternatives)
     if repeats > _MOST_REPEATS or _NESTED_REPEAT.search(pattern):
         raise CheckpointError(
             [
-                f"{source}: pattern {quoted(pattern)} repeats too much to be safe; at most "
-                f"{_MOST_REPEATS} repetitions, none inside another"
+                f"{source}: pattern {quoted(pattern)} repeats too much to be safe: expected at "
+                f"most {_MOST_REPEATS} repetitions, and none inside another"
             ]
         )
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            [f"{source}: {quoted(pattern)} is no regular expression: {error}"]
+            [f"{source}: pattern {quoted(pattern)} is no regular expression: {error}"]
         ) from None
 
 

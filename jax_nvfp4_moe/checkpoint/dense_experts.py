@@ -1,4 +1,4 @@
-"""Plan experts that are not NVFP4: in a float dtype or in FP8."""
+"""Plan experts that are not stored in NVFP4 but in FP8 or in a float dtype such as bfloat16."""
 
 import dataclasses
 import math
@@ -30,7 +30,14 @@ from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 @dataclasses.dataclass
 class DenseExpertPlan:
-    """Buffers of one layer's experts in a float dtype; shapes as in `ExpertPlan`."""
+    """The buffers of one layer's experts in a float dtype.
+
+    Attributes:
+      gate_up: ``[e, 2i, h]``, the gate rows before the up rows; ``[e, i, h]`` without a gate.
+      down: ``[e, h, i]``.
+      gate_up_bias: ``[e, 2i]`` or ``[e, i]``; None if the model has no bias.
+      down_bias: ``[e, h]``; None if the model has no bias.
+    """
 
     gate_up: Buffer
     down: Buffer
@@ -40,12 +47,14 @@ class DenseExpertPlan:
 
 @dataclasses.dataclass
 class FP8ExpertPlan:
-    """Buffers of one layer's experts in FP8; shapes as in `ExpertPlan`.
+    """The buffers of one layer's experts in FP8.
 
     Attributes:
-      checkpoint_scheme: how activations enter the products.
-      gate_up, down: the matrices.
-      gate_up_bias, down_bias: float32, or None.
+      checkpoint_scheme: how activations are scaled before they are multiplied.
+      gate_up: ``[e, 2i, h]``, the gate rows before the up rows; ``[e, i, h]`` without a gate.
+      down: ``[e, h, i]``.
+      gate_up_bias: float32 ``[e, 2i]`` or ``[e, i]``; None if the model has no bias.
+      down_bias: float32 ``[e, h]``; None if the model has no bias.
     """
 
     checkpoint_scheme: FP8ActivationScaling
@@ -58,7 +67,14 @@ class FP8ExpertPlan:
 def plan_dense_experts(
     planner: Planner, prefix: str, sizes: ExpertSizes, dtype: np.dtype | None
 ) -> DenseExpertPlan:
-    """Plan experts that are not quantized; `dtype` None keeps that of the file."""
+    """Plan the experts of one layer in a float dtype.
+
+    Args:
+      planner: looks tensors up, and collects problems.
+      prefix: the module of the experts, such as "model.layers.0.mlp.experts".
+      sizes: the sizes of the layer.
+      dtype: the dtype of the buffers. None keeps the dtype of the file.
+    """
     e, h, i = sizes.num_experts, sizes.hidden, sizes.intermediate
     rows = sizes.parts * i
     naming = find_naming(planner, prefix, sizes)
@@ -90,19 +106,34 @@ def plan_dense_experts(
 
 
 def _plan_dense_one(planner, module, weight, bias, at, n):
+    """Plan one expert's projection in a float dtype as the rows `at` of the layer's buffers."""
     planner.take(f"{module}.weight", FLOATS, (n, weight.shape[-1]))
     weight.slices.append(TensorSlice(f"{module}.weight", at))
-    planner.ignore([f"{module}.{planner.names.input_global}"], "input scales of dense modules")
+    planner.ignore(
+        [f"{module}.{planner.names.input_global}"], "input scales of dense modules are ignored"
+    )
     _plan_bias(planner, module, bias, at, n)
 
 
 def _plan_bias(planner, module, bias, at, n):
+    """Plan the bias ``[n]`` of one expert's projection if the model has one."""
     if bias is not None:
         planner.take(f"{module}.bias", FLOATS, (n,))
         bias.slices.append(TensorSlice(f"{module}.bias", at))
 
 
 def _plan_dense_stack(planner, stem, weight, inputs_first, alternate, dtypes=FLOATS):
+    """Plan one projection of all experts from a single tensor without block scales.
+
+    Args:
+      planner: looks tensors up, and collects problems.
+      stem: the name of the tensor.
+      weight: the buffer ``[e, n, k]``.
+      inputs_first: whether the tensor is ``[e, k, n]``. None decides by its shape, which is a
+        problem if n equals k.
+      alternate: as for `expert_names.stack`.
+      dtypes: the allowed dtypes of the tensor.
+    """
     e, n, k = weight.shape
     shapes = {False: (e, n, k), True: (e, k, n)}
     info = planner.find(stem)
@@ -111,7 +142,8 @@ def _plan_dense_stack(planner, stem, weight, inputs_first, alternate, dtypes=FLO
         swapped = info is not None and info.shape == shapes[True]
     elif swapped is None:
         planner.problems.append(
-            f"{quoted(stem)} may be [e, n, k] or [e, k, n] with n = {n} and k = {k}: ambiguous"
+            f"{quoted(stem)} is ambiguous: it may be [e, n, k] or [e, k, n], because n = {n} and "
+            f"k = {k} are equal"
         )
     planner.take(stem, dtypes, shapes[bool(swapped)])
     weight.slices += stack(stem, e, bool(swapped), alternate)
@@ -124,11 +156,20 @@ def plan_fp8_experts(
     naming: Naming | None,
     checkpoint_scheme: FP8ActivationScaling,
 ) -> FP8ExpertPlan:
-    """Plan experts in FP8: one tensor an expert and projection, or all experts stacked."""
+    """Plan the experts of one layer in FP8.
+
+    Args:
+      planner: looks tensors up, and collects problems.
+      prefix: the module of the experts, such as "model.layers.0.mlp.experts".
+      sizes: the sizes of the layer.
+      naming: the names of one expert's projections. None if one tensor holds all experts.
+      checkpoint_scheme: how activations are scaled before they are multiplied.
+    """
     if checkpoint_scheme is FP8ActivationScaling.TENSOR:
         planner.problems.append(
-            f"{quoted(prefix)}: experts whose activations have one dynamic scale of the whole "
-            "tensor are not supported: it would depend on how tokens are batched"
+            f"{quoted(prefix)}: dynamic activations with strategy tensor are not supported for "
+            "experts, because the scale would depend on which tokens are in the batch; supported: "
+            "strategy token, or static scales"
         )
     e, h, i = sizes.num_experts, sizes.hidden, sizes.intermediate
     rows, float32 = sizes.parts * i, np.dtype(np.float32)
@@ -165,7 +206,7 @@ def plan_fp8_experts(
 
 
 def _plan_fp8_one(planner, module, matrices, checkpoint_scheme, at, part):
-    """Plan the matrix `module` as the rows `at` of one expert."""
+    """Plan one expert's projection in FP8 as the rows `at` of the layer's buffers."""
     n = matrices.scale.shape[1] if len(at) == 1 else at[1].stop - at[1].start
     planner.take_fp8(
         module, matrices, checkpoint_scheme, (n, matrices.values.shape[-1]), at, (at[0], part)
@@ -173,7 +214,10 @@ def _plan_fp8_one(planner, module, matrices, checkpoint_scheme, at, part):
 
 
 def _plan_fp8_stack(planner, stem, matrices, checkpoint_scheme, inputs_first, alternate):
-    """Plan one projection of all experts; scales are one of all, of each, or of each row."""
+    """Plan one projection of all experts in FP8 from a single tensor.
+
+    The file may have one scale for all experts, one per expert, or one per row.
+    """
     e, n, _ = matrices.values.shape
     name, join = packed_name(planner, stem)
     _plan_dense_stack(planner, name, matrices.values, inputs_first, alternate, ["F8_E4M3"])
@@ -188,7 +232,8 @@ def _plan_fp8_stack(planner, stem, matrices, checkpoint_scheme, inputs_first, al
         slices = stack(scale, e, False, alternate)
         if alternate is not None and len(info.shape) == 3:
             planner.problems.append(
-                f"{quoted(scale)}: {info} with alternating rows is not supported; expected [e, n]"
+                f"{quoted(scale)}: {info} is not supported for gate and up rows that alternate; "
+                f"expected {[e, n]}"
             )
         matrices.scale.slices += [
             dataclasses.replace(tensor_slice, shape=(e, -1)) for tensor_slice in slices

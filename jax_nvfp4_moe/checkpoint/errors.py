@@ -1,19 +1,36 @@
-"""CheckpointError: everything that is wrong with a checkpoint, in one error."""
+"""`CheckpointError` reports everything that is wrong with a checkpoint in one error."""
 
 from collections.abc import Iterable
 
-_LONGEST = 160  # characters of a name from a file that a message repeats
+_LONGEST = 160  # the most characters that a message repeats of a text from a file
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or does not hold what the model needs.
+    """Report that a checkpoint cannot be read, or does not hold what the model needs.
+
+    The loader checks all files before it raises, so that one error lists every problem. Nothing is
+    loaded after a problem. `CheckpointError` is a `ValueError`.
+
+    Args:
+      problems: one sentence for each problem. Repeated sentences are dropped.
+      where: the checkpoint's folder, which begins the message; None for no folder.
 
     Attributes:
-      problems: one sentence each, with the file or tensor that it is about, in the order found.
+      problems: tuple of str. Each sentence names the file or the tensor that it is about, in the
+        order in which the problems were found.
+      where: str or None, the checkpoint's folder.
+
+    Example:
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> try:
+      ...     nvfp4.load_model("a folder that is not there")
+      ... except nvfp4.CheckpointError as error:
+      ...     print(error.problems[0].partition(";")[0])
+      'a folder that is not there' is not a folder that exists
     """
 
     def __init__(self, problems: Iterable[str], where: str | None = None):
-        self.problems = tuple(dict.fromkeys(problems))  # the same fact may be met twice
+        self.problems = tuple(dict.fromkeys(problems))  # two modules may find the same problem
         self.where = where
         super().__init__(self._message())
 
@@ -25,10 +42,14 @@ class CheckpointError(ValueError):
         return f"{place}{len(self.problems)} problems:{lines}"
 
     def __reduce__(self):
+        """Return what pickle needs: the default would pass the message in place of the problems."""
         return type(self), (self.problems, self.where)
 
 
 def quoted(value: object) -> str:
-    """Return `value`, which comes from a file, as short printable text for a message."""
+    """Return text for a message: `value`, which comes from a file, shortened and with escapes.
+
+    Escapes keep control characters of an untrusted file out of the user's terminal.
+    """
     text = ascii(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]}...{text[-1]}"

@@ -1,6 +1,6 @@
-"""How experts are named and stacked in checkpoints.
+"""The names and the stacked forms of experts in checkpoints.
 
-Adding a naming is adding a row to `PER_EXPERT`.
+To support another naming of the projections, add a row to `PER_EXPERT`.
 """
 
 import dataclasses
@@ -10,7 +10,13 @@ from jax_nvfp4_moe.checkpoint.plan import FLOATS, Buffer, Planner, TensorSlice
 
 @dataclasses.dataclass(frozen=True)
 class Naming:
-    """Names of the projections of one expert, below ``EXPERTS.E.``."""
+    """The names of one expert's projections, which follow ``EXPERTS.E.`` in a tensor's name.
+
+    Attributes:
+      gate: the gate projection; None if the naming has none.
+      up: the up projection.
+      down: the down projection.
+    """
 
     gate: str | None
     up: str
@@ -18,7 +24,7 @@ class Naming:
 
 
 PER_EXPERT = (
-    Naming("gate_proj", "up_proj", "down_proj"),  # Qwen, DeepSeek, GLM, Kimi; Nemotron: no gate
+    Naming("gate_proj", "up_proj", "down_proj"),  # Qwen, DeepSeek, GLM, Kimi, Nemotron (no gate)
     Naming("w1", "w3", "w2"),  # Mixtral, MiniMax
     Naming("linear", "linear_v", "linear_1"),  # Grok
 )
@@ -26,16 +32,17 @@ PER_EXPERT = (
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSizes:
-    """The sizes that a model asks for.
+    """The sizes of one layer's experts, as the model asks for them.
 
     Attributes:
-      num_experts: e.
-      hidden: h.
-      intermediate: i.
-      gated: whether there are gate rows.
+      num_experts: e, the number of experts.
+      hidden: h, the size of the activations that enter and leave the layer.
+      intermediate: i, the size of one expert's intermediate activations.
+      gated: whether experts have a gate projection.
       bias: whether both products add a bias.
-      interleaved: whether gate and up rows alternate where one tensor holds both.
-      inputs_first: whether stacked dense matrices are ``[e, k, n]``; None tells by their shapes.
+      interleaved: whether gate and up rows alternate if one tensor holds both.
+      inputs_first: whether stacked matrices that are not NVFP4 are ``[e, k, n]``. None decides by
+        their shapes.
     """
 
     num_experts: int
@@ -48,16 +55,16 @@ class ExpertSizes:
 
     @property
     def parts(self) -> int:
-        """Projections in the first product."""
+        """The number of projections in the first product: 2 with a gate, else 1."""
         return 2 if self.gated else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """What a model has asked for that can be quantized; in that order.
+    """The linears and experts that a model has asked for, in order. All of them can be quantized.
 
     Attributes:
-      linears: module -> n and k.
+      linears: module -> n and k, the outputs and the inputs.
       experts: the experts' module -> their sizes.
     """
 
@@ -66,7 +73,12 @@ class Requests:
 
 
 def find_naming(planner: Planner, prefix: str, sizes: ExpertSizes) -> Naming | None:
-    """Return the naming in use, None for all experts in one tensor."""
+    """Return the naming that the file uses.
+
+    Returns:
+      None if one tensor holds all experts. If the file has no experts at all, the first naming, so
+      that messages have names to ask for.
+    """
 
     def used(stem):
         return next(planner.tensors.under(stem), None) is not None
@@ -78,14 +90,21 @@ def find_naming(planner: Planner, prefix: str, sizes: ExpertSizes) -> Naming | N
 
 
 def first_projection(prefix: str, sizes: ExpertSizes) -> str:
-    """Return the name that stacked experts have for the matrices of their first product."""
+    """Return the name of the first product's tensor in a file that stacks experts."""
     return f"{prefix}.gate_up_proj" if sizes.gated else f"{prefix}.up_proj"
 
 
 def plan_stacked_bias(
     planner: Planner, stem: str, bias: Buffer | None, alternate: int | None
 ) -> None:
-    """Plan the bias ``[e, n]`` of one projection, where the model has one."""
+    """Plan the bias ``[e, n]`` of one projection of all experts, if the model has one.
+
+    Args:
+      planner: looks tensors up, and collects problems.
+      stem: the name of the projection.
+      bias: the buffer; None if the model has no bias.
+      alternate: as for `stack`.
+    """
     if bias is None:
         return
     name = f"{stem}.bias" if f"{stem}.bias" in planner.tensors else f"{stem}_bias"
@@ -94,13 +113,15 @@ def plan_stacked_bias(
 
 
 def stack(name: str, e: int, swapped: bool, alternate: int | None) -> list[TensorSlice]:
-    """Return the slices that fill ``[e, n, ...]`` from the tensor `name` of all `e` experts.
+    """Return the slices that fill a buffer ``[e, n, ...]`` from one tensor of all `e` experts.
+
+    The slices put the gate rows before the up rows, and the outputs before the inputs.
 
     Args:
-      name: of the tensor.
-      e: experts.
-      swapped: whether it is ``[e, ..., n]``.
-      alternate: number of gate rows, where gate and up rows alternate; None where they do not.
+      name: the name of the tensor.
+      e: the number of experts.
+      swapped: whether the tensor is ``[e, ..., n]``.
+      alternate: the number of gate rows if gate and up rows alternate. None if they do not.
     """
     every = slice(None)
     rows = [(every, every)]
@@ -119,7 +140,11 @@ def stack(name: str, e: int, swapped: bool, alternate: int | None) -> list[Tenso
 
 
 def packed_name(planner: Planner, stem: str) -> tuple[str, str]:
-    """Return the name of stacked weights and what stands between `stem` and the names of scales."""
+    """Find the tensor that holds the weights of one projection of all experts.
+
+    Returns:
+      The name of the tensor, and the text between `stem` and the names of its scales.
+    """
     packed = planner.names.packed
     for name, join in (
         (stem, "_"),

@@ -1,7 +1,7 @@
-"""Plan the experts of one layer: one tensor an expert and projection, or all experts stacked.
+"""Plan the experts of one layer, stored as one tensor per projection or all in one tensor.
 
-Stacked matrices are ``[e, n, k]`` or, as Llama 4 and gpt-oss store them, ``[e, k, n]``; in gpt-oss
-gate and up rows alternate as well. Experts that are not NVFP4 are planned by `dense_experts`.
+Stacked matrices are ``[e, n, k]``, or ``[e, k, n]`` as Llama 4 and gpt-oss store them. In gpt-oss,
+gate and up rows alternate as well. `dense_experts` plans experts that are not NVFP4.
 """
 
 import dataclasses
@@ -40,11 +40,12 @@ from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
 @dataclasses.dataclass
 class ExpertPlan:
-    """Buffers of one layer's experts.
+    """The buffers of one layer's experts in NVFP4.
 
     Attributes:
-      checkpoint_scheme: the scheme of all of them.
-      gate_up: ``[e, 2i, h]``, or ``[e, i, h]`` without a gate.
+      checkpoint_scheme: the scheme of all experts of the layer. None if the experts cannot be
+        loaded, which the planner reports as a problem.
+      gate_up: ``[e, 2i, h]``, the gate rows before the up rows; ``[e, i, h]`` without a gate.
       down: ``[e, h, i]``.
     """
 
@@ -56,20 +57,22 @@ class ExpertPlan:
 def plan_experts(
     planner: Planner, prefix: str, sizes: ExpertSizes, dtype: np.dtype | None = None
 ) -> ExpertPlan | FP8ExpertPlan | DenseExpertPlan:
-    """Plan the experts under `prefix`, such as "model.layers.0.mlp.experts", as the file has them.
+    """Plan the experts of one layer in the format in which the file stores them.
 
-    What is missing or wrong goes to ``planner.problems``; the plan's buffers have the right
-    shapes in any case.
+    Missing or wrong tensors are added to ``planner.problems``. The buffers of the plan have the
+    right shapes in any case, so that later steps can find more problems.
 
     Args:
-      planner: looks up, and remembers.
-      prefix: the module of the experts.
-      sizes: of the layer.
-      dtype: of experts that are not quantized; None keeps that of the file.
+      planner: looks tensors up, and collects problems.
+      prefix: the module of the experts, such as "model.layers.0.mlp.experts".
+      sizes: the sizes of the layer.
+      dtype: the dtype of experts that are not quantized. None keeps the dtype of the file.
     """
     naming = find_naming(planner, prefix, sizes)
     if next(planner.tensors.under(f"{prefix}."), None) is None:
-        planner.problems.append(f"{quoted(prefix)}: no experts; expected {_examples(prefix)}")
+        planner.problems.append(
+            f"{quoted(prefix)}: the file has no experts there; expected {_examples(prefix)}"
+        )
         return _empty_plan(prefix, sizes)
     if naming is None and _refuse_mxfp4(planner, prefix, sizes):
         return _empty_plan(prefix, sizes)
@@ -94,6 +97,7 @@ def plan_experts(
 
 
 def _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme):
+    """Plan experts in NVFP4."""
     plan = _empty_plan(prefix, sizes)
     plan.checkpoint_scheme = checkpoint_scheme
     planner.check_blocks(quoted(prefix), hidden=sizes.hidden, intermediate=sizes.intermediate)
@@ -107,7 +111,7 @@ def _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme):
 
 
 def _empty_plan(prefix, sizes) -> ExpertPlan:
-    """Return buffers without slices."""
+    """Return the buffers of a layer without the slices that fill them."""
     e, h, i = sizes.num_experts, sizes.hidden, sizes.intermediate
     plan = ExpertPlan(
         None,
@@ -121,11 +125,16 @@ def _empty_plan(prefix, sizes) -> ExpertPlan:
 
 
 def _examples(prefix):
+    """Return names of tensors that a file with experts would have, for a message."""
     return f"tensors such as {prefix}.0.down_proj.weight or {prefix}.down_proj"
 
 
 def _stored_type(planner, prefix, naming: Naming | None) -> str | None:
-    """Return the dtype in which the file has the matrices, of the first expert's down."""
+    """Return the dtype in which the file stores the first expert's down projection.
+
+    Returns:
+      A key of `safetensors.STORED_TYPES`; None if the tensor is missing.
+    """
     if naming is None:
         info = planner.find(packed_name(planner, f"{prefix}.down_proj")[0])
         return info and info.dtype
@@ -135,9 +144,9 @@ def _stored_type(planner, prefix, naming: Naming | None) -> str | None:
 
 
 def _checkpoint_scheme(planner, prefix, sizes, naming) -> CheckpointScheme:
-    """Return the scheme of the experts, on which all of them must agree."""
+    """Return the scheme of the experts; a layer whose experts differ is a problem."""
     before = len(planner.problems)
-    decisions = {}  # and the first module of each scheme
+    decisions = {}  # scheme -> the first module that has it, and its decision
     for module in _modules(prefix, sizes, naming):
         decision = planner.decide(module)
         decisions.setdefault(decision.scheme, (module, decision))
@@ -145,7 +154,10 @@ def _checkpoint_scheme(planner, prefix, sizes, naming) -> CheckpointScheme:
         return None
     if len(decisions) > 1:
         said = ", ".join(f"{quoted(m)} {s or 'dense'}" for s, (m, _) in decisions.items())
-        planner.problems.append(f"{quoted(prefix)}: experts of one layer differ: {said}")
+        planner.problems.append(
+            f"{quoted(prefix)}: all experts of a layer must have one scheme, but they differ: "
+            f"{said}"
+        )
         return None
     scheme, (_, decision) = next(iter(decisions.items()))
     planner.decisions[f"{prefix}.*"] = decision
@@ -153,7 +165,7 @@ def _checkpoint_scheme(planner, prefix, sizes, naming) -> CheckpointScheme:
 
 
 def _modules(prefix, sizes, naming) -> Iterator[str]:
-    """Return the modules that a config may speak of."""
+    """Yield the names by which a quantization config may refer to the experts."""
     if naming is None:
         yield from (first_projection(prefix, sizes), f"{prefix}.down_proj")
         return
@@ -163,7 +175,7 @@ def _modules(prefix, sizes, naming) -> Iterator[str]:
 
 
 def _plan_each(planner, prefix, sizes, naming, plan):
-    """Plan ``PREFIX.E.PROJECTION.NAME``."""
+    """Plan experts that are stored as ``PREFIX.E.PROJECTION.NAME``."""
     e, h, i = sizes.num_experts, sizes.hidden, sizes.intermediate
     ups = [naming.gate, naming.up] if sizes.gated else [naming.up]
     for x in range(e):
@@ -208,7 +220,7 @@ def _plan_one(planner, module, checkpoint_scheme, matrices, at, part, shape):
 
 
 def _plan_stacked(planner, prefix, sizes, plan):
-    """Plan ``PREFIX.PROJECTION*`` with all experts in one tensor."""
+    """Plan experts that are stored as ``PREFIX.PROJECTION...``, with all experts in one tensor."""
     h, i = sizes.hidden, sizes.intermediate
     first = first_projection(prefix, sizes)
     stems = [(first, plan.gate_up, sizes.parts * i, h), (f"{prefix}.down_proj", plan.down, h, i)]
@@ -223,22 +235,25 @@ def _plan_stacked(planner, prefix, sizes, plan):
 
 
 def _refuse_mxfp4(planner, prefix, sizes) -> bool:
-    """Whether the experts are MXFP4, which is then one of the problems."""
+    """Return whether the experts are stored in MXFP4, and add a problem if they are."""
     stems = first_projection(prefix, sizes), f"{prefix}.down_proj"
     name = next((f"{stem}_blocks" for stem in stems if f"{stem}_blocks" in planner.tensors), None)
     if name is None:
         return False
     planner.problems.append(
-        f"{quoted(prefix)}: experts are MXFP4 ({quoted(name)} is {planner.find(name)}), blocks of "
-        "32 with scales that are powers of two, and not NVFP4: quantize the checkpoint to NVFP4 "
-        "first"
+        f"{quoted(prefix)}: the experts are stored in MXFP4 ({quoted(name)} is "
+        f"{planner.find(name)}), which has blocks of 32 and scales that are powers of two. "
+        "Expected NVFP4: quantize the checkpoint to NVFP4 first"
     )
     planner.taken.update(planner.tensors.under(f"{prefix}."))
     return True
 
 
 def _plan_stack(planner, stored, checkpoint_scheme, matrices, shape, alternate):
-    """Plan one projection of all experts, logical ``[e, n, k]``; `alternate` as in `stack`."""
+    """Plan one projection ``[e, n, k]`` of all experts from one tensor and its scales.
+
+    `alternate` is as for `expert_names.stack`.
+    """
     packed, stem = stored
     names = planner.names
     e, n, k = shape
@@ -248,7 +263,7 @@ def _plan_stack(planner, stored, checkpoint_scheme, matrices, shape, alternate):
         (matrices.block_scale, stem + names.block_scale, "F8_E4M3", k // BLOCK),
     ):
         shapes = [(e, n, columns), (e, columns, n)]
-        # Where neither order is known both are named, as what was expected.
+        # If the order is unknown, the message about a wrong shape names both orders.
         planner.take(name, [dtype], *(shapes if swapped is None else [shapes[swapped]]))
         buffer.slices += stack(name, e, bool(swapped), alternate)
     parts = matrices.input_global.shape[-1]
@@ -265,9 +280,10 @@ def _plan_stack(planner, stored, checkpoint_scheme, matrices, shape, alternate):
 
 
 def _is_swapped(planner, packed, block_scale, shape) -> bool | None:
-    """Whether k comes before n; where the codes fit both ways, their scales tell.
+    """Return whether k comes before n in the stored tensors.
 
-    None where neither fits, or nothing tells: then that is a problem.
+    If the codes fit both orders, the shape of their block scales decides. The result is None if
+    neither order fits or nothing decides, which is a problem.
     """
     e, n, k = shape
     for name, columns in ((packed, k // 2), (block_scale, k // BLOCK)):
@@ -278,19 +294,24 @@ def _is_swapped(planner, packed, block_scale, shape) -> bool | None:
             return fits[1]
     if planner.find(block_scale) is None and planner.find(packed) is not None:
         planner.problems.append(
-            f"{quoted(packed)}: {planner.find(packed)} may be [e, n, k/2] or [e, k/2, n] with "
-            f"n = {n} and k = {k}: ambiguous without {quoted(block_scale)}"
+            f"{quoted(packed)} is ambiguous: {planner.find(packed)} may be [e, n, k/2] or "
+            f"[e, k/2, n] with n = {n} and k = {k}; expected {quoted(block_scale)} beside it, "
+            "whose shape would tell"
         )
     return None
 
 
 def _global_shapes(e, parts) -> list[Shape]:
+    """Return the shapes that global scales of one projection may have."""
     shapes = [(), (1,), (e,), (e, 1), (e, 1, 1)]
     return [*shapes, (e, parts)] if parts > 1 else shapes
 
 
 def _global_shape(info, e) -> Shape:
-    """Return the shape that spreads one number, one an expert, or one an expert and part."""
+    """Return the shape to reshape global scales to before they are broadcast to ``[e, parts]``.
+
+    The stored scales may be one number, one per expert, or one per expert and part.
+    """
     if info is None or info.shape in ((), (1,)):
         return ()
     return info.shape if len(info.shape) == 2 else (e, 1)

@@ -1,4 +1,7 @@
-"""Write checkpoints: safetensors files, one tensor in memory at a time, and their index."""
+"""Write checkpoint folders: safetensors files, their index, and the JSON files beside them.
+
+Tensors are made one at a time, so that memory never holds the whole checkpoint.
+"""
 
 import dataclasses
 import itertools
@@ -15,7 +18,7 @@ from jax_nvfp4_moe.checkpoint.modelopt import QUANT_FILE, declaration
 from jax_nvfp4_moe.checkpoint.safetensors import INDEX, SINGLE_FILE, STORED_TYPES
 from jax_nvfp4_moe.checkpoint.writing import write_file
 
-SHARD_BYTES = 5_000_000_000  # what Hugging Face's tools write
+SHARD_BYTES = 5_000_000_000  # the size that Hugging Face's tools write by default
 _STORED_NAMES = {
     stored.numpy: name
     for name, stored in STORED_TYPES.items()
@@ -25,12 +28,12 @@ _STORED_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made when it is written.
+    """A tensor that is made when its turn to be written comes.
 
     Attributes:
-      shape: of the array.
-      dtype: of the array.
-      make: returns the array; called once.
+      shape: the shape of the array.
+      dtype: the dtype of the array.
+      make: returns the array. It is called once.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +42,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
+        """The number of bytes of the array."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -51,20 +54,21 @@ def write_safetensors(
     tensors: Mapping[str, Writable],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file, complete or not at all.
+    """Write one safetensors file. After an error, no incomplete file remains.
 
-    Tensors lie in the order of upstream's writer: widest dtype first, then by name, so that each
-    begins at a multiple of its element.
+    Tensors are written in the order of the reference writer: the widest dtype first, then by name.
+    Each tensor therefore begins at a multiple of its element size.
 
     Args:
-      path: of the file, replaced if it exists.
-      tensors: by name; a `LazyTensor` is made when its turn comes, and dropped.
-      metadata: strings for the header's ``__metadata__``.
+      path: the file to write. An existing file is replaced.
+      tensors: name -> array. A `LazyTensor` is made when its turn comes, and dropped once it is
+        written.
+      metadata: strings for ``__metadata__`` of the header. None writes no metadata.
 
     Raises:
-      ValueError: a dtype is unknown to the format, or a `LazyTensor` makes another array than it
-        said.
-      OSError: the file cannot be written; names it and its device.
+      ValueError: the format has no such dtype, or a `LazyTensor` makes an array of another shape or
+        dtype than it declares.
+      OSError: the file cannot be written. The message names the file and its device.
     """
     path = pathlib.Path(path)
     order = sorted(tensors, key=lambda name: (-np.dtype(tensors[name].dtype).itemsize, name))
@@ -95,22 +99,24 @@ def write_checkpoint(
     version: str = "0",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint folder: config, one file or shards with an index, and the declaration.
+    """Write a checkpoint folder: the config, the tensors, and the quantization config of ModelOpt.
+
+    The tensors go into one file, or into several files with an index.
 
     Args:
-      folder: created where it is missing.
-      tensors: by name, as `write_safetensors`.
-      config: for ``config.json``; its quantization section is replaced.
-      algorithm: a key of `modelopt.ALGORITHMS`, "MIXED_PRECISION", or None for an unquantized
-        checkpoint.
-      exclude: modules that are not quantized.
-      layers: of a mixed checkpoint: module or experts' container -> a key of `ALGORITHMS`.
-      kv_cache: "FP8" where the tensors have its scales, else None.
-      version: of the writer, for the declaration.
-      shard_bytes: a file grows no larger than this, unless one tensor does.
+      folder: the folder to write. It is created if it is missing.
+      tensors: name -> array, as for `write_safetensors`.
+      config: the contents of ``config.json``. Its quantization config is replaced.
+      algorithm: a key of `modelopt.ALGORITHMS`, or "MIXED_PRECISION". None for a checkpoint that is
+        not quantized.
+      exclude: the modules that are not quantized.
+      layers: for "MIXED_PRECISION", a module or the experts' module -> a key of `ALGORITHMS`.
+      kv_cache: "FP8" if the tensors include the scales of an FP8 KV cache, else None.
+      version: the version of the writer, for the quantization config.
+      shard_bytes: the most bytes in one file. A tensor that is larger gets a file of its own.
 
     Raises:
-      ValueError: what is to be declared could not be read back; nothing is written.
+      ValueError: the quantization config could not be read back. Nothing is written then.
     """
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     file = None
@@ -129,12 +135,17 @@ def write_folder(
     quant_file: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write tensors and the two configs; ``config.json`` comes last, as it makes a checkpoint.
+    """Write the tensors and the JSON files of a checkpoint folder.
+
+    ``config.json`` is written last: a folder without it is not a checkpoint, so an interrupted
+    write cannot be mistaken for a complete one.
 
     Args:
-      folder, tensors, shard_bytes: as for `write_checkpoint`.
-      config: for ``config.json``, as it is.
-      quant_file: for ``hf_quant_config.json``, None for no such file.
+      folder: as for `write_checkpoint`.
+      tensors: as for `write_checkpoint`.
+      config: the contents of ``config.json``, written unchanged.
+      quant_file: the contents of ``hf_quant_config.json``. None writes no such file.
+      shard_bytes: as for `write_checkpoint`.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +168,7 @@ def write_folder(
 
 
 def _shards(tensors, shard_bytes) -> Iterator[list[str]]:
-    """Split the names, in their order, into groups of at most `shard_bytes`."""
+    """Yield the names, in order, in groups whose tensors have at most `shard_bytes`."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -170,14 +181,16 @@ def _shards(tensors, shard_bytes) -> Iterator[list[str]]:
 
 
 def _stored_name(name, dtype) -> str:
+    """Return the format's name for the dtype of the tensor `name`."""
     dtype = np.dtype(dtype)
     if dtype not in _STORED_NAMES or dtype.byteorder == ">":
         known = ", ".join(sorted(dtype.name for dtype in _STORED_NAMES))
-        raise ValueError(f"{name}: safetensors has no dtype {dtype}; known: {known}")
+        raise ValueError(f"{name}: safetensors has no dtype {dtype}; expected one of {known}")
     return _STORED_NAMES[dtype]
 
 
 def _bytes(name, tensor) -> memoryview:
+    """Return the bytes of a tensor, made now if it is a `LazyTensor`."""
     array = tensor.make() if isinstance(tensor, LazyTensor) else np.asarray(tensor)
     if array.shape != tuple(tensor.shape) or array.dtype != tensor.dtype:
         raise ValueError(

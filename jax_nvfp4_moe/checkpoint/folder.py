@@ -1,7 +1,7 @@
-"""Reach the files of a checkpoint folder without leaving it, and read its JSON.
+"""Find the files of a checkpoint folder without leaving it, and read its JSON files.
 
-A checkpoint is untrusted: names in it decide which files are opened, so each name is resolved and
-must end in the folder. Nothing from the folder is executed.
+A checkpoint is untrusted, and names inside it decide which files are opened. Each name is therefore
+resolved first and must lie in the folder. Nothing from the folder is executed.
 """
 
 import json
@@ -13,16 +13,16 @@ from typing import Any
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.hub import fetch, parse_hub_name
 
-JSON_BYTES = 100_000_000  # the cap that the safetensors format puts on its header
+JSON_BYTES = 100_000_000  # the limit that the safetensors format sets for its header
 CONFIG = "config.json"
 TEXT_CONFIGS = ("text_config", "llm_config")
 
 
 def expand_home(path: str | pathlib.Path) -> pathlib.Path:
-    """Return a path that a user names, a leading ``~`` or ``~name`` expanded.
+    """Return the path that a user named, with a leading ``~`` or ``~name`` expanded.
 
     Raises:
-      ValueError: there is no such user.
+      ValueError: the system has no user of that name.
     """
     try:
         return pathlib.Path(path).expanduser()
@@ -31,14 +31,16 @@ def expand_home(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def find_folder(path: str | pathlib.Path) -> pathlib.Path:
-    """Return the checkpoint folder that a user names, a leading ``~`` expanded.
+    """Return the folder of the checkpoint that a user named.
 
     Args:
-      path: a folder, or a name on the Hugging Face Hub, such as "nvidia/Qwen3-30B-A3B-FP4", with
-        "@" and a revision behind it or not. A folder of that name comes first.
+      path: a folder, in which a leading ``~`` is expanded, or the name of a model on the Hugging
+        Face Hub. A Hub name may end in "@" and a revision: "nvidia/Qwen3-30B-A3B-FP4@main". If a
+        folder of that name exists, the folder is taken.
 
     Raises:
-      CheckpointError: there is neither; says how to get the files.
+      CheckpointError: there is neither a folder nor a model of that name. The message says how to
+        get the files.
     """
     try:
         folder = expand_home(path)
@@ -48,7 +50,7 @@ def find_folder(path: str | pathlib.Path) -> pathlib.Path:
         return folder
     missing = f"{str(folder)!r} is not a folder that exists"
     if folder.is_file():
-        problem = f"{str(folder)!r} is a file; pass the folder of a checkpoint that holds it"
+        problem = f"{str(folder)!r} is a file; pass the folder of the checkpoint that contains it"
     elif (name := parse_hub_name(str(path))) is not None:
         return fetch(name)
     else:
@@ -57,13 +59,14 @@ def find_folder(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def locate(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Return the path of the regular file `name` of `folder`.
+    """Return the path of the regular file `name` in `folder`, with links resolved.
 
-    Symbolic links may point inside the folder and, in the cache of `huggingface_hub`, where every
-    file of ``snapshots/REVISION`` is a link, to ``blobs`` of the same repository.
+    A symbolic link may point to a file inside the folder. In the cache of `huggingface_hub`, every
+    file of ``snapshots/REVISION`` is a link to ``blobs`` of the same repository, which is allowed
+    too.
 
     Raises:
-      CheckpointError: `name` leaves the folder, does not exist or is no regular file.
+      CheckpointError: `name` lies outside the folder, does not exist, or is not a regular file.
     """
     try:
         path = (folder / name).resolve()
@@ -72,11 +75,11 @@ def locate(folder: pathlib.Path, name: str) -> pathlib.Path:
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise CheckpointError([f"{quoted(name)} is missing"]) from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+    except (OSError, RuntimeError) as error:  # before Python 3.13, a loop of links: RuntimeError
         raise CheckpointError([f"{quoted(name)} cannot be reached: {error}"]) from None
     except CheckpointError:
         raise
-    except ValueError as error:  # a null byte in the name
+    except ValueError as error:  # the name contains a null byte
         raise CheckpointError([f"{quoted(name)} is not a file name: {error}"]) from None
     if not stat.S_ISREG(mode):
         raise CheckpointError([f"{quoted(name)} is not a regular file"])
@@ -84,7 +87,7 @@ def locate(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def exists(folder: pathlib.Path, name: str) -> bool:
-    """Whether `folder` has an entry called `name`, a broken link included."""
+    """Return whether `folder` has an entry called `name`, which may be a broken link."""
     path = folder / name
     return path.exists() or path.is_symlink()
 
@@ -93,13 +96,15 @@ def read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
     """Read the JSON object in the file `name` of `folder`.
 
     Raises:
-      CheckpointError: the file is missing, leaves the folder, is over 100 MB or is not one JSON
-        object with distinct keys.
+      CheckpointError: the file is missing, lies outside the folder, is larger than 100 MB, or is
+        not one JSON object with distinct keys.
     """
     path = locate(folder, name)
     size = path.stat().st_size
     if size > JSON_BYTES:
-        raise CheckpointError([f"{quoted(name)}: {size} bytes, at most {JSON_BYTES} are read"])
+        raise CheckpointError(
+            [f"{quoted(name)} has {size} bytes; expected at most {JSON_BYTES} in a JSON file"]
+        )
     try:
         return parse_object(path.read_bytes())
     except ValueError as error:
@@ -110,7 +115,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     """Parse bytes that must be one JSON object with distinct keys at every level.
 
     Raises:
-      ValueError: they are not; says what and, for a repeated key, which.
+      ValueError: they are not. The message says why, and names repeated keys.
     """
     repeated: dict[str, None] = {}
     try:
@@ -119,7 +124,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         )
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
-    except ValueError as error:  # UnicodeDecodeError, JSONDecodeError, integers too long to parse
+    except ValueError as error:  # UnicodeDecodeError, JSONDecodeError, an integer that is too long
         raise ValueError(f"not JSON: {error}") from None
     if repeated:
         raise ValueError(f"repeated keys: {', '.join(map(quoted, repeated))}")
@@ -129,7 +134,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def _distinct(pairs, repeated):
-    """Return the object of `pairs`; keys that occur again go to `repeated`."""
+    """Return the object of `pairs`, and add keys that occur more than once to `repeated`."""
     parsed: dict[str, Any] = {}
     for key, value in pairs:
         if key in parsed:
@@ -141,8 +146,12 @@ def _distinct(pairs, repeated):
 def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
     """Read ``config.json`` of a checkpoint folder.
 
+    Args:
+      folder: a folder or a Hub name, as for `find_folder`.
+
     Raises:
-      CheckpointError: `folder` is no folder, or the file is missing or not a JSON object.
+      CheckpointError: the folder does not exist, or ``config.json`` is missing or not a JSON
+        object.
     """
     folder = find_folder(folder)
     try:
@@ -152,10 +161,16 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
 
 
 def merge_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the language model of a multimodal model, that of others as it is.
+    """Return the config of the language model.
 
-    Values of ``text_config`` (``llm_config`` in some) count, but for ``architectures``, of which
-    all are kept, and ``tie_word_embeddings``, which the whole model decides where it says so.
+    The config of a multimodal model holds the language model's config under ``text_config``, or
+    under ``llm_config``. Values of that inner config replace those of the outer one, with two
+    exceptions:
+
+    * ``architectures`` lists the names of both.
+    * ``tie_word_embeddings`` is taken from the outer config if it is set there.
+
+    The config of another model is returned unchanged.
     """
     for key in TEXT_CONFIGS:
         text = config.get(key)
@@ -173,15 +188,15 @@ def merge_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the positive integer that `config` holds under the first of `names` present.
+    """Return the positive integer that `config` holds under the first of `names` that is present.
 
     Args:
-      config: a parsed ``config.json`` or a part of it.
-      names: spellings of one size, such as "num_experts" and "num_local_experts".
-      default: returned where none of them is present or all are null.
+      config: a parsed ``config.json``, or a part of one.
+      names: the spellings of one size, such as "num_experts" and "num_local_experts".
+      default: the result if every name is missing or null. None makes that an error.
 
     Raises:
-      CheckpointError: the value is no integer over 0, or there is none and no default.
+      CheckpointError: the value is not a positive integer, or it is missing and has no default.
     """
     for name in names:
         value = config.get(name)
@@ -193,11 +208,14 @@ def read_size(config: Mapping[str, Any], *names: str, default: int | None = None
             )
         return value
     if default is None:
-        raise CheckpointError([f"{CONFIG}: {' or '.join(names)}: missing"])
+        raise CheckpointError(
+            [f"{CONFIG}: {' or '.join(names)}: missing; expected a positive integer"]
+        )
     return default
 
 
 def _roots(folder):
+    """Return the folders that may hold the checkpoint's files."""
     folder = folder.resolve()
     roots = [folder]
     if folder.parent.name == "snapshots":

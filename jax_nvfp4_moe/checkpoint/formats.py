@@ -1,4 +1,4 @@
-"""What the checkpoint formats have in common: tensor names as a record, schemes by module name."""
+"""What the checkpoint formats have in common: names of tensors, and schemes of modules."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
-# Runtimes run these projections as one, and exclusion lists may name that one.
+# Runtimes merge these projections into one linear. Exclusion lists may name the merged linear.
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -26,25 +26,27 @@ _FUSED = {
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
 }
-# Files keep the first names of Mixtral's modules; tools load them under the second.
+# Mixtral's files use the first names. Tools rename the modules to the second ones, and may write
+# either into a quantization config.
 _LOADED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _SPARSE = ".block_sparse_moe."
 _GARBAGE = re.compile(r"\0[^*]*")
-# The name of the weight's scale of an FP8 linear, and that of its activations, in all formats.
+# All formats use these names for the scales of an FP8 linear's weight and activations.
 FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """How a checkpoint format stores one quantized linear, ``MODULE.NAME`` for each name.
+    """The names of one quantized linear's tensors, each stored as ``MODULE.NAME``.
 
     Attributes:
-      packed: uint8 ``[n, k/2]``, low nibble = even k.
-      block_scale: float8_e4m3fn ``[n, k/16]``; multiplies.
-      weight_global: float32 scalar of the weights.
-      input_global: float32 scalar of the activations.
-      divides: the two scalars are the reciprocals of the scales.
-      fp8_by_factor: how activations are rounded to FP8; see `numerics.fp8.round_fp8`.
+      packed: uint8 ``[n, k/2]``, two codes per byte. The low nibble holds the even k.
+      block_scale: float8_e4m3fn ``[n, k/16]``. The scale of a block multiplies its codes.
+      weight_global: float32 scalar, the global scale of the weight.
+      input_global: float32 scalar, the global scale of the activations.
+      divides: whether the file stores the reciprocals of the two global scales.
+      fp8_by_factor: how the tool rounds activations to FP8, as `multiply_by_reciprocal` of
+        `numerics.fp8.round_fp8`.
     """
 
     packed: str
@@ -55,19 +57,19 @@ class TensorNames:
     fp8_by_factor: bool
 
     def to_scale(self, stored: np.ndarray) -> Any:
-        """Return the float32 factors that multiply: `stored`, or its rounded reciprocals."""
+        """Return the global scales that multiply: `stored`, or its float32 reciprocals."""
         if not self.divides:
             return stored
-        with np.errstate(divide="ignore", over="ignore"):  # callers look for infinities
+        with np.errstate(divide="ignore", over="ignore"):  # callers check for infinities
             return np.asarray(np.float32(1) / stored)
 
 
 class Decision(NamedTuple):
-    """How one module is quantized, and what said so.
+    """How one module is quantized, and which entry of the checkpoint decided that.
 
     Attributes:
-      scheme: None where it is not quantized.
-      source: the file, its key and the name or pattern that decided.
+      scheme: the module's scheme. None if the module is not quantized.
+      source: the file, its key, and the name or the pattern that decided.
     """
 
     scheme: CheckpointScheme
@@ -76,11 +78,11 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """What a config says of the cache of keys and values.
+    """What a config declares about the KV cache.
 
     Attributes:
-      algorithm: "FP8", or another that is not supported.
-      source: where it was read.
+      algorithm: "FP8", or the description of an algorithm that is not supported.
+      source: the file and the key that declare it.
       multiply_by_reciprocal: how the tool rounds; see `numerics.fp8.round_fp8`.
     """
 
@@ -90,12 +92,12 @@ class KVCache:
 
 
 class Rules(Protocol):
-    """Which modules a quantization config quantizes, and how.
+    """Tells which modules a quantization config quantizes, and how.
 
     Attributes:
-      source: where it was read, for messages.
-      summary: the algorithm as written, such as "NVFP4".
-      kv_cache: of keys and values; None where nothing is said.
+      source: the file and the key of the config, for messages.
+      summary: the algorithm as the config spells it, such as "NVFP4".
+      kv_cache: what the config declares about the KV cache. None if it declares nothing.
     """
 
     source: str
@@ -106,21 +108,22 @@ class Rules(Protocol):
         """Return how `module` is quantized.
 
         Raises:
-          CheckpointError: in a way that is not supported.
+          CheckpointError: the config quantizes the module in a way that is not supported.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFormat:
-    """A checkpoint format: how to recognize, parse and read it.
+    """A checkpoint format: how to recognize it, and how to parse its quantization config.
 
     Attributes:
-      name: for messages.
-      quant_method: of ``quantization_config``, whole or before an underscore.
-      names: its tensors.
-      parse: the section and where it was read -> `Rules`, None where it quantizes nothing;
-        CheckpointError if it makes no sense.
+      name: the name of the format, for messages.
+      quant_method: the value of ``quant_method`` in ``quantization_config``. A file may add an
+        underscore and more.
+      names: the names of a quantized linear's tensors.
+      parse: takes the config and its source, and returns `Rules`, or None if the config quantizes
+        nothing. It raises `CheckpointError` if the config is not valid.
     """
 
     name: str
@@ -129,17 +132,17 @@ class CheckpointFormat:
     parse: Callable[[Mapping[str, Any], str], Rules | None]
 
     def claims(self, quant_method: Any) -> bool:
-        """Whether `quant_method`, from a file, means this format."""
+        """Return whether `quant_method`, a value from a file, means this format."""
         return isinstance(quant_method, str) and (
             quant_method == self.quant_method or quant_method.startswith(self.quant_method + "_")
         )
 
 
 def equivalent_names(module: str) -> list[str]:
-    """Return the names by which a config may mean `module`, its own first.
+    """Return all names by which a quantization config may mean `module`, its own name first.
 
-    Exporters disagree on where the language model sits, even with their own files, and may name
-    the product that runtimes make of some projections.
+    Exporters disagree on the prefix of the language model, sometimes even with their own files.
+    They may also name the linear into which runtimes merge several projections.
     """
     names = [module]
     parent, dot, leaf = module.rpartition(".")
@@ -157,49 +160,57 @@ def equivalent_names(module: str) -> list[str]:
 
 
 def fused_name(module: str) -> str:
-    """Return the name of the product that runtimes make of `module` and others, or its own."""
+    """Return the name of the linear into which runtimes merge `module`.
+
+    A module that is not merged keeps its own name.
+    """
     parent, dot, leaf = module.rpartition(".")
     return parent + dot + _FUSED.get(leaf, leaf)
 
 
 def shards(leaf: str) -> list[str]:
-    """Return the projections that `leaf`, a name such as "qkv_proj", is the product of."""
+    """Return the projections that runtimes merge into `leaf`, a name such as "qkv_proj"."""
     return [shard for shard, fused in _FUSED.items() if fused == leaf]
 
 
 def parents(module: str) -> list[str]:
-    """Return the modules that contain `module`, innermost first: a.b.c -> a.b, a."""
+    """Return the modules that contain `module`, innermost first: "a.b", "a" for "a.b.c"."""
     parts = module.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
 def check_group_size(value: Any, source: str) -> None:
-    """Check that `value`, an integer or its decimal text, is the block of NVFP4.
+    """Check that a group size is the block size of NVFP4.
+
+    Args:
+      value: the group size, as an integer or as its decimal text.
+      source: where the value was read, for the message.
 
     Raises:
-      CheckpointError: it is not.
+      CheckpointError: the group size is not 16.
     """
     if (type(value) is int and value == BLOCK) or value == str(BLOCK):
         return
     raise CheckpointError(
-        [f"{source}: group_size: NVFP4 has blocks of {BLOCK} elements, got {quoted(value)}"]
+        [f"{source}: group_size: expected {BLOCK}, the block size of NVFP4; got {quoted(value)}"]
     )
 
 
 def clean_name(name: str) -> str:
-    r"""Return a module's name or pattern without what stands behind a null character.
+    r"""Return the name or pattern of a module without the part after a null character.
 
-    Exporters of models with renamed tensors leave a mark, such as
-    ``backbone.layers.0.mixer.in_proj.\\0backbone.pt_name_sentinel``; a star behind it is meant.
+    Exporters that rename tensors leave such a part behind, as in
+    ``backbone.layers.0.mixer.in_proj.\0backbone.pt_name_sentinel``. A star after it belongs to the
+    pattern and is kept.
     """
     return _GARBAGE.sub("", name).rstrip(".") if "\0" in name else name
 
 
 def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]:
-    """Return the list of strings at `key`, empty where it is missing or null.
+    """Return the list of strings at `key`, or an empty list if the key is missing or null.
 
     Raises:
-      CheckpointError: it is something else.
+      CheckpointError: the value is not a list of strings.
     """
     value = section.get(key)
     if value is None:
@@ -210,10 +221,10 @@ def names_in(section: Mapping[str, Any], key: str, source: str) -> Sequence[str]
 
 
 def object_in(section: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
-    """Return the object at `key`, empty where it is missing or null.
+    """Return the object at `key`, or an empty one if the key is missing or null.
 
     Raises:
-      CheckpointError: it is something else.
+      CheckpointError: the value is not an object.
     """
     value = section.get(key)
     if value is None:

@@ -1,4 +1,4 @@
-"""Find checkpoints by their names on the Hugging Face Hub, through `huggingface_hub`."""
+"""Fetch checkpoints from the Hugging Face Hub by their names, through `huggingface_hub`."""
 
 import pathlib
 import re
@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 
-# What a checkpoint consists of. Folders inside a repository hold other forms of the same model.
+# The files of a checkpoint. Folders inside a repository hold other forms of the same model and are
+# not fetched.
 FILES = ("*.json", "*.jinja", "*.safetensors")
 FOLDERS = ("*/*",)
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 
 
 class HubName(NamedTuple):
-    """A model on the Hub.
+    """The name of a model on the Hub.
 
     Attributes:
-      repository: owner and model, such as "nvidia/Qwen3-30B-A3B-FP4".
-      revision: a branch, a tag or a commit; None for the repository's main branch.
+      repository: the owner and the model, such as "nvidia/Qwen3-30B-A3B-FP4".
+      revision: a branch, a tag or a commit. None means the repository's main branch.
     """
 
     repository: str
@@ -28,24 +29,24 @@ class HubName(NamedTuple):
 
 
 def parse_hub_name(path: str) -> HubName | None:
-    """Return the model that ``owner/model`` or ``owner/model@revision`` names, else None."""
+    """Parse ``owner/model`` or ``owner/model@revision``; return None if `path` has another form."""
     found = _NAME.fullmatch(path)
     return HubName(*found.groups()) if found else None
 
 
 def fetch(name: HubName) -> pathlib.Path:
-    """Return the folder of a model in the Hub's cache, where missing files are fetched first.
+    """Return the folder of a model in the Hub's local cache, after fetching what is missing.
 
-    Weights are files of safetensors; other forms and files of the repository are left out. Several
-    processes may fetch one model at a time: each file is fetched once. Without a network, what the
-    cache holds is taken as it is.
+    Only safetensors files, JSON files and chat templates are fetched. Several processes may fetch a
+    model at the same time: each file is fetched once. Without a network, the files in the cache are
+    used as they are.
 
     Args:
-      name: of the model. Private ones need the token of ``hf auth login``.
+      name: the name of the model. A private model needs the token that ``hf auth login`` stores.
 
     Raises:
-      CheckpointError: the model, or its revision, is not on the Hub; or the Hub cannot be reached
-        and the cache does not hold the model. Says how to get the files.
+      CheckpointError: the Hub has no such model or revision, or the Hub cannot be reached and the
+        cache does not hold the model. The message says how to get the files.
 
     Source: https://huggingface.co/docs/huggingface_hub/guides/download
     """
@@ -59,7 +60,10 @@ def fetch(name: HubName) -> pathlib.Path:
             ignore_patterns=list(FOLDERS),
         )
     except errors.RevisionNotFoundError:
-        problem = f"the Hub has {name.repository}, but no revision {name.revision!r}"
+        problem = (
+            f"the Hub has {name.repository}, but it has no revision {name.revision!r}: pass a "
+            "branch, a tag or a commit after '@'"
+        )
     except errors.GatedRepoError:
         problem = f"{name} is gated: accept its terms on {_page(name)}, then run `hf auth login`"
     except errors.RepositoryNotFoundError:
@@ -82,13 +86,14 @@ def fetch(name: HubName) -> pathlib.Path:
 
 
 def _page(name: HubName) -> str:
+    """Return the address of a model's page."""
     from huggingface_hub import constants
 
     return f"{constants.ENDPOINT}/{name.repository}"
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of what an exception, and the one that caused it, say."""
+    """Return the first line of an exception's message, or of the message of its first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,8 +1,13 @@
-"""Map a language model's tensors to one set of names, whatever prefix the file has for them.
+"""Map the tensor names of a file to the names by which models ask for tensors.
 
-Models ask for ``model.layers.L...``, ``model.embed_tokens``, ``model.norm`` and ``lm_head``.
-Files put the same below ``model.language_model.`` (multimodal models), ``language_model.model.``
-(older ones of them) or ``backbone.`` (Nemotron-H); which, their tensor names tell.
+Models ask for ``model.layers.L...``, ``model.embed_tokens``, ``model.norm`` and ``lm_head``. Files
+may put another prefix in place of ``model.``:
+
+* ``model.language_model.`` in multimodal models,
+* ``language_model.model.`` in older multimodal models,
+* ``backbone.`` in Nemotron-H.
+
+The tensor names in the file show which prefix it uses.
 """
 
 import dataclasses
@@ -12,7 +17,8 @@ from collections.abc import Iterable, Mapping
 from jax_nvfp4_moe.checkpoint.errors import quoted
 
 CANONICAL = "model."
-# Where the language model may begin; a prefix stands behind those that it is the beginning of.
+# The prefixes that a language model may have. A regular expression takes the first that matches,
+# so that a longer prefix must come before its own beginning.
 PREFIXES = (
     "model.language_model.",
     "language_model.model.",
@@ -23,13 +29,13 @@ PREFIXES = (
 )
 _HEAD = "lm_head."
 _HEADS = (_HEAD, *(f"{prefix}{_HEAD}" for prefix in PREFIXES))
-# Names right behind the prefix: that of Nemotron-H and what others call it.
+# Names that follow the prefix: Nemotron-H's, and the name that all other models use.
 _ALIASES: Mapping[str, str] = {
     "embeddings.": "embed_tokens.",
     "embedding.": "embed_tokens.",
     "norm_f.": "norm.",
 }
-# Only these tell where the language model is: a vision tower may have a norm of its own.
+# Only layers and the embedding identify the language model: a vision tower may have a norm too.
 _TELLING = re.compile(
     f"({'|'.join(map(re.escape, PREFIXES))})(?:layers\\.\\d+|embed_tokens|embeddings?)\\."
 )
@@ -37,18 +43,18 @@ _TELLING = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class KeyMapping:
-    """How one file spells the names of the language model.
+    """How one file spells the names of the language model's tensors.
 
     Attributes:
-      prefix: what stands in the file for "model.".
-      head: what stands in the file for "lm_head.".
+      prefix: the text that the file has in place of "model.".
+      head: the text that the file has in place of "lm_head.".
     """
 
     prefix: str = CANONICAL
     head: str = _HEAD
 
     def owns(self, name: str) -> bool:
-        """Whether the tensor `name` of the file is one of the language model."""
+        """Return whether the tensor `name` of the file belongs to the language model."""
         return name.startswith((self.prefix, self.head))
 
     def canonical(self, name: str) -> str:
@@ -65,15 +71,15 @@ class KeyMapping:
 
 
 def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
-    """Find how a file names the tensors of its language model.
+    """Find how a file spells the names of its language model's tensors.
 
     Args:
-      names: of all its tensors.
-      problems: takes a sentence where several prefixes hold layers or an embedding, or several
-        heads are there: which one is meant is ambiguous.
+      names: the names of all tensors in the file.
+      problems: receives a sentence if the file is ambiguous: several prefixes have layers or an
+        embedding, or there are several heads.
     """
     names = list(names)
-    prefixes: dict[str, str] = {}  # and the first tensor of each
+    prefixes: dict[str, str] = {}  # prefix -> the first tensor that has it
     heads: dict[str, str] = {}
     for name in names:
         found = _TELLING.match(name)
@@ -86,7 +92,7 @@ def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
         if len(found) > 1:
             problems.append(
                 f"ambiguous: {' and '.join(map(quoted, found.values()))} may both belong to the "
-                "language model; expected one of these names"
+                "language model; expected only one of these names"
             )
     return KeyMapping(next(iter(prefixes), CANONICAL), next(iter(heads), _HEAD))
 
@@ -94,12 +100,12 @@ def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:
 def canonical_names(
     names: Iterable[str], key_mapping: KeyMapping, problems: list[str]
 ) -> dict[str, str]:
-    """Return for each tensor of a file the name by which models ask for it.
+    """Return a mapping of a file's tensor names to the names by which models ask for them.
 
     Args:
-      names: of all tensors.
-      key_mapping: of the file.
-      problems: takes a sentence where two tensors come to have one name.
+      names: the names of all tensors in the file.
+      key_mapping: how the file spells names.
+      problems: receives a sentence for each pair of tensors that map to the same name.
     """
     renamed: dict[str, str] = {}
     owner: dict[str, str] = {}
@@ -107,7 +113,7 @@ def canonical_names(
         new = key_mapping.canonical(name)
         if new in owner:
             problems.append(
-                f"ambiguous: {quoted(owner[new])} and {quoted(name)} mean {quoted(new)}"
+                f"ambiguous: {quoted(owner[new])} and {quoted(name)} both mean {quoted(new)}"
             )
         owner[new] = name
         renamed[name] = new

@@ -1,19 +1,20 @@
-"""Arrays in memory that files are read into."""
+"""Allocate the arrays that files are read into."""
 
 import math
 import mmap
 
 import numpy as np
 
-_ALIGNMENT = 64  # bytes; XLA's CPU client then takes the array without a copy
-_OWN_PAGES = 1 << 18  # bytes
+_ALIGNMENT = 64  # bytes; XLA's CPU client uses an array with this alignment without a copy
+_OWN_PAGES = 1 << 18  # bytes from which on an array gets memory pages of its own
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an array of unspecified values whose first byte is at a multiple of 64.
+    """Return an array with unspecified values whose first byte lies at a multiple of 64.
 
-    A large one has pages of its own, which the system gets back with the array: malloc would keep
-    those of arrays that come and go, up to 64 MB of every thread.
+    A large array gets memory pages of its own, which return to the system when the array is
+    dropped. With `malloc`, the process would keep the memory of dropped arrays, up to 64 MB in each
+    thread.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= _OWN_PAGES:

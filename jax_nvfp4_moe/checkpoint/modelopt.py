@@ -1,7 +1,10 @@
-"""NVIDIA ModelOpt's checkpoint format: a file of its own or a section of ``config.json``.
+"""The checkpoint format of NVIDIA ModelOpt.
 
-NVFP4: ``w = e2m1 * (float32(weight_scale) * weight_scale_2)`` and the same sense for
-``input_scale``. FP8: ``w = e4m3 * weight_scale``.
+ModelOpt declares the quantization in ``hf_quant_config.json`` or in ``config.json``. NVFP4 weights
+are ``w = e2m1 * (float32(weight_scale) * weight_scale_2)``. Activations use ``input_scale`` in the
+same way: both global scales multiply. FP8 weights are ``w = e4m3 * weight_scale``.
+
+Source: https://github.com/NVIDIA/Model-Optimizer
 """
 
 import bisect
@@ -38,18 +41,26 @@ ALGORITHMS: Mapping[str, CheckpointScheme] = {
 _SUPPORTED = ", ".join((*ALGORITHMS, MIXED))
 _WILDCARD = re.compile(r"[*?\[]")
 _VISION = frozenset({"vision_tower", "vision_model", "visual"})
-# Exporters before this version wrote parts of names; later ones write names and wildcards.
+# Before this version, ModelOpt's exclusion lists hold parts of names, which match anywhere in a
+# name. From this version on, they hold whole names and wildcards.
 _FIRST_WITH_WILDCARDS = (0, 39)
 
 
 class _Exclusions:
-    """Modules that are not quantized: names, their insides, and wildcards."""
+    """The modules that a config excludes: by name with everything inside them, or by wildcard.
+
+    Args:
+      patterns: the entries of the config's list.
+      parts_match: whether an entry matches anywhere in a module's name.
+      source: the file and the key of the list, for messages.
+    """
 
     def __init__(self, patterns: Iterable[str], parts_match: bool, source: str):
         self._source = source
         self._names = frozenset(p for p in patterns if not _WILDCARD.search(p))
         wild = [p for p in patterns if _WILDCARD.search(p)]
-        # Exporters write hundreds of "NAME*": looked up by length, not matched one by one.
+        # Exporters write hundreds of patterns "NAME*". A set of their beginnings finds a match in
+        # one look-up per length; matching every pattern against every module would be slow.
         self._beginnings = frozenset(p[:-1] for p in wild if not _WILDCARD.search(p[:-1]))
         self._lengths = sorted({len(beginning) for beginning in self._beginnings})
         self._wildcards = [
@@ -58,18 +69,20 @@ class _Exclusions:
         self._parts = [f".{name}." for name in self._names] if parts_match else []
 
     def find(self, module: str) -> str | None:
-        """Return what excludes `module` as it stands in the file, None if nothing does."""
+        """Return the entry that excludes `module`, as the file spells it, or None."""
         found = next(filter(None, map(self._match, equivalent_names(module))), None)
         return found and f"{self._source} {quoted(found)}"
 
     def _match(self, name):
+        """Return the entry that matches the name, or the name of a module that contains it."""
         for whole in (name, *parents(name)):
             if whole in self._names:
                 return whole
         for length in self._lengths:
             if name[:length] in self._beginnings:
                 return f"{name[:length]}*"
-        # Whole components, so that an excluded router "mlp.gate" leaves "mlp.gate_proj" alone.
+        # Only whole components match. Otherwise an excluded router "mlp.gate" would exclude
+        # "mlp.gate_proj" too.
         for part in self._parts:
             if part in f".{name}.":
                 return part.strip(".")
@@ -77,7 +90,7 @@ class _Exclusions:
 
 
 class ModelOptRules:
-    """`formats.Rules` of one algorithm for all modules but the excluded."""
+    """Applies one algorithm to all modules that are not excluded; implements `formats.Rules`."""
 
     def __init__(
         self, source: str, summary: str, exclusions: _Exclusions, kv_cache: KVCache | None
@@ -88,7 +101,7 @@ class ModelOptRules:
         self._exclusions = exclusions
 
     def decide(self, module: str) -> Decision:
-        """Return how `module` is quantized; not, where it is excluded."""
+        """Return how `module` is quantized. Excluded modules and vision towers are not."""
         excluded = self._exclusions.find(module)
         if excluded:
             return Decision(None, excluded)
@@ -101,7 +114,10 @@ class ModelOptRules:
 
 
 class MixedRules(ModelOptRules):
-    """`formats.Rules` of a table module -> algorithm; modules that it does not name are dense."""
+    """Applies a table of modules and their algorithms; implements `formats.Rules`.
+
+    Modules that the table does not name are not quantized.
+    """
 
     def __init__(
         self,
@@ -116,6 +132,12 @@ class MixedRules(ModelOptRules):
         self._parsed: dict[str, Decision] = {}
 
     def _decide(self, module):
+        """Return the decision of the table.
+
+        The entry of the module, or of a module that contains it, comes first. A merged projection
+        takes the entry of its parts, and stacked experts take the entries of the single experts.
+        All those entries must agree.
+        """
         names = equivalent_names(module)
         for name in names:
             for key in (name, *parents(name)):
@@ -125,20 +147,23 @@ class MixedRules(ModelOptRules):
         for decisions in (fused, [self._parse(key) for key in self._inside(names)]):
             if len({decision.scheme for decision in decisions}) > 1:
                 raise CheckpointError(
-                    [f"{self.source}: quantized_layers: algorithms differ inside {quoted(module)}"]
+                    [
+                        f"{self.source}: quantized_layers: expected one algorithm for everything "
+                        f"inside {quoted(module)}, got several"
+                    ]
                 )
             if decisions:
                 return decisions[0]
-        return Decision(None, f"{self.source}: in no list")
+        return Decision(None, f"{self.source}: not listed in quantized_layers")
 
     def _shards(self, name):
-        """Return the keys that a file has for the parts of the fused projection `name`."""
+        """Return the entries that the table has for the parts of the merged projection `name`."""
         parent, dot, leaf = name.rpartition(".")
         keys = (parent + dot + shard for shard in shards(leaf))
         return [key for key in keys if key in self._layers]
 
     def _inside(self, names):
-        """Return the keys below the experts' modules that contain `names`, none for others."""
+        """Yield the entries of single experts if `names` are names of stacked experts."""
         for name in names:
             container = name.rpartition(".")[0] + "."
             if not container.endswith(".experts."):
@@ -154,6 +179,7 @@ class MixedRules(ModelOptRules):
         return self._parsed[key]
 
     def _read(self, key):
+        """Return the decision of the entry `key`."""
         source = f"{self.source}: quantized_layers: {quoted(key)}"
         entry = self._layers[key]
         if not isinstance(entry, dict):
@@ -175,18 +201,18 @@ class MixedRules(ModelOptRules):
 
 
 def parse(section: Mapping[str, Any], source: str) -> ModelOptRules | None:
-    """Parse ``quantization`` of `QUANT_FILE` or ``quantization_config`` of ``config.json``.
+    """Parse the quantization config that ModelOpt wrote.
 
     Args:
-      section: with ``producer`` beside the algorithm, as ``config.json`` has it.
-      source: where it was read.
+      section: ``quantization_config`` of ``config.json``, or ``quantization`` of
+        ``hf_quant_config.json`` with ``producer`` added.
+      source: the file and the key of the config, for messages.
 
     Returns:
-      The rules, None where the algorithm is null: nothing is quantized.
+      The rules. None if the algorithm is null, which means that nothing is quantized.
 
     Raises:
-      CheckpointError: the algorithm is missing, unknown or not supported, or a field makes no
-        sense.
+      CheckpointError: the algorithm is missing, unknown or not supported, or a field is not valid.
     """
     if "quant_algo" not in section:
         raise CheckpointError([f"{source}: quant_algo: missing; supported: {_SUPPORTED}"])
@@ -216,7 +242,7 @@ def parse(section: Mapping[str, Any], source: str) -> ModelOptRules | None:
 
 
 def parse_file(contents: Mapping[str, Any]) -> ModelOptRules | None:
-    """Parse the contents of `QUANT_FILE`; as `parse`."""
+    """Parse the contents of ``hf_quant_config.json``; otherwise as `parse`."""
     section = object_in(contents, "quantization", QUANT_FILE)
     return parse({"producer": contents.get("producer"), **section}, f"{QUANT_FILE}: quantization")
 
@@ -229,20 +255,20 @@ def declaration(
     layers: Mapping[str, str] | None = None,
     kv_cache: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write what `parse` reads.
+    """Return the quantization configs of a checkpoint, in the form that `parse` reads.
 
     Args:
-      algorithm: a key of `ALGORITHMS`, or `MIXED`.
-      exclude: modules that are not quantized.
-      version: of the writer.
-      layers: with `MIXED`, module or experts' container -> a key of `ALGORITHMS`.
-      kv_cache: "FP8", or None for a cache in the model's dtype.
+      algorithm: a key of `ALGORITHMS`, or "MIXED_PRECISION".
+      exclude: the modules that are not quantized.
+      version: the version of the writer.
+      layers: for "MIXED_PRECISION" only, a module or the experts' module -> a key of `ALGORITHMS`.
+      kv_cache: "FP8", or None for a KV cache in the model's dtype.
 
     Returns:
-      The contents of `QUANT_FILE`, and ``quantization_config`` for ``config.json``.
+      The contents of ``hf_quant_config.json``, and ``quantization_config`` for ``config.json``.
 
     Raises:
-      ValueError: an algorithm is not one of these, or `layers` does not go with it.
+      ValueError: an algorithm is unknown, or `layers` does not fit the algorithm.
     """
     unknown = {algorithm, *(layers or {}).values()} - {*ALGORITHMS, MIXED}
     if unknown or kv_cache not in (None, "FP8"):
@@ -251,7 +277,10 @@ def declaration(
             f"got {sorted(unknown) or kv_cache}"
         )
     if (algorithm == MIXED) != bool(layers):
-        raise ValueError(f"layers: expected some with {MIXED} alone, got {layers}")
+        raise ValueError(
+            f"layers: expected entries with algorithm {MIXED}, and None with any other algorithm; "
+            f"got algorithm {algorithm} and layers {layers}"
+        )
     exclude = sorted(exclude)
     producer = {"name": "jax_nvfp4_moe", "version": version}
     described = {"quant_algo": algorithm, "kv_cache_quant_algo": kv_cache}
@@ -270,6 +299,7 @@ def declaration(
 
 
 def _described(algorithm):
+    """Return the entry of ``quantized_layers`` for a module with this algorithm."""
     entry: dict[str, Any] = {"quant_algo": algorithm}
     if isinstance(ALGORITHMS[algorithm], Scheme):
         entry["group_size"] = BLOCK
@@ -277,7 +307,7 @@ def _described(algorithm):
 
 
 def _bits(algorithm):
-    """Return the entries of a config group: weights, and activations where they are rounded."""
+    """Return the entries of a config group: weights, and activations if they are rounded."""
     checkpoint_scheme = ALGORITHMS[algorithm]
     bits: dict[str, Any] = {"dynamic": False, "num_bits": 8, "type": "float"}
     if isinstance(checkpoint_scheme, Scheme):
@@ -303,6 +333,7 @@ def _kv_cache(section, source) -> KVCache | None:
 
 
 def _check_group_sizes(section, source):
+    """Check the group size of the config and of each of its groups."""
     _check_group_size(section, source)
     for name, group in object_in(section, "config_groups", source).items():
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -311,12 +342,13 @@ def _check_group_sizes(section, source):
 
 
 def _check_group_size(section, source):
-    """Check the size if there is one: some exporters leave it out."""
+    """Check the group size if there is one. Some exporters leave it out."""
     if section.get("group_size") is not None:
         check_group_size(section["group_size"], source)
 
 
 def _algorithm(section, source):
+    """Return the algorithm in upper case, or None if it is null."""
     algorithm = section.get("quant_algo")
     if algorithm is None:
         return None
@@ -331,7 +363,11 @@ def _algorithm(section, source):
 
 
 def _version(section):
-    """Return (major, minor) of ModelOpt, (0, 39) where another producer or none is named."""
+    """Return ModelOpt's version as (major, minor).
+
+    A config of another producer, or without one, is read as one of the first version with
+    wildcards.
+    """
     producer = section.get("producer")
     producer = producer if isinstance(producer, dict) else {}
     found = re.match(r"(\d{1,9})\.(\d{1,9})", str(producer.get("version")))

@@ -1,4 +1,4 @@
-"""Open a checkpoint folder: its config, what is quantized, and the headers of its files."""
+"""Open a checkpoint folder: read its configs and the headers of its files."""
 
 import dataclasses
 import pathlib
@@ -13,14 +13,14 @@ from jax_nvfp4_moe.checkpoint.safetensors import Tensors, open_tensors
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint folder; a context manager.
+    """An open checkpoint folder. As a context manager, it closes its files at the end of the block.
 
     Attributes:
-      folder: where it is.
-      config: the parsed ``config.json``; its values are not checked.
-      tensors: with headers checked, under the names by which models ask for them.
-      quant: what is quantized, and how.
-      key_mapping: how the file spells the names of the language model.
+      folder: the path of the folder.
+      config: the parsed ``config.json``. Its values are not checked.
+      tensors: the tensors, under the names by which models ask for them. Their headers are checked.
+      quant: which modules are quantized, and how.
+      key_mapping: how the file spells the names of the language model's tensors.
     """
 
     folder: pathlib.Path
@@ -37,10 +37,13 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
-    """Open a checkpoint folder: config, quantization config and the headers of all its files.
+    """Open a checkpoint folder, and read its configs and the headers of all its files.
+
+    Args:
+      folder: a folder or a Hub name, as for `folder.find_folder`.
 
     Raises:
-      CheckpointError: lists everything that is wrong with any of them.
+      CheckpointError: lists everything that is wrong with the configs and the headers.
     """
     folder = find_folder(folder)
     config = read_config(folder)

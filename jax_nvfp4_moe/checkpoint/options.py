@@ -1,4 +1,4 @@
-"""How a checkpoint is read: what the caller of `table.WeightTable` chooses."""
+"""Options for reading a checkpoint through `table.WeightTable`."""
 
 import dataclasses
 from typing import Any
@@ -8,15 +8,17 @@ from jax_nvfp4_moe.checkpoint.plan import InputScales
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """How to load.
+    """How to read a checkpoint.
 
     Attributes:
-      dtype: of dense float arrays, None for that in the file.
-      input_scales: "required" takes them from modules that declare W4A4 and fails where there are
-        none; "optional" gives None there; "ignored" reads none.
-      only: prefix such as "model.layers.3.mlp" of all that is asked for. Tensors elsewhere are not
-        unexpected.
-      num_layers: tensors of later layers are not unexpected; by the config where it is None.
+      dtype: the dtype of dense float arrays. None keeps the dtype of the file.
+      input_scales: whether to read the input scales of modules that declare W4A4 or static FP8.
+        "required" reports a module without them as a problem, "optional" gives None for that
+        module, and "ignored" reads none.
+      only: the prefix of all tensors that are asked for, such as "model.layers.3.mlp". Tensors
+        elsewhere are not reported as unexpected. None means the whole checkpoint.
+      num_layers: tensors of layers from this number on are not reported as unexpected. None takes
+        the number from the config.
     """
 
     dtype: Any = None

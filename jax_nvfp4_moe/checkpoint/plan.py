@@ -1,7 +1,7 @@
-"""Plan, from headers alone, which tensors fill which arrays; nothing is read here.
+"""Plan from the headers alone which tensors fill which arrays.
 
-Both passes of a load make the same plans: the first only looks at what they found wrong, the
-second fills their buffers.
+A load has two steps. The first makes the plan, reads no values, and collects everything that is
+wrong with the headers. The second reads the tensors into the buffers of the plan.
 """
 
 import dataclasses
@@ -24,11 +24,13 @@ INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "BOOL")
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
 
-# Declared schemes that round activations with scales in the file, and the dtypes of those.
+# The declared schemes that round activations with scales from the file, and the dtypes that those
+# scales may have.
 _CALIBRATED = (Scheme.W4A4, FP8ActivationScaling.STATIC)
 _SCALE_TYPES = {Scheme: ["F32"], FP8ActivationScaling: FLOATS}
 
-# Of modules that declare such a scheme: there must be one, there may be one, none is read.
+# Whether modules with a calibrated scheme must have input scales, may have them, or are read
+# without them.
 InputScales = Literal["required", "optional", "ignored"]
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
@@ -36,14 +38,14 @@ Index = tuple[int | slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorSlice:
-    """One stored tensor, or a part of it, and its place: ``buffer[at] = tensor[part]``, broadcast.
+    """A stored tensor, or a part of it, and its place: ``buffer[at] = tensor[part]``, broadcast.
 
     Attributes:
-      name: of the tensor.
-      at: index into the buffer.
-      shape: that the tensor takes first, None for its own.
-      part: index into the tensor, all of it where it is empty.
-      swapped: whether the part's last two axes are exchanged.
+      name: the name of the tensor.
+      at: the index into the buffer.
+      shape: the shape to which the tensor is reshaped first. None keeps its own shape.
+      part: the index into the tensor. An empty index takes the whole tensor.
+      swapped: whether the last two axes of the part are exchanged.
     """
 
     name: str
@@ -58,9 +60,9 @@ class Buffer:
     """An array to fill.
 
     Attributes:
-      shape: of the array.
-      dtype: of the array; slices stored in another are converted.
-      slices: what fills it; elements that no slice covers are NaN.
+      shape: the shape of the array.
+      dtype: the dtype of the array. Slices that are stored in another dtype are converted.
+      slices: the slices that fill the array. In a float32 array, elements without a slice are NaN.
     """
 
     shape: Shape
@@ -70,15 +72,17 @@ class Buffer:
 
 @dataclasses.dataclass
 class Matrices:
-    """Buffers of one NVFP4 weight ``[..., n, k]``.
+    """The buffers of one NVFP4 weight ``[..., n, k]``.
 
     Attributes:
-      label: its module, for messages.
+      label: the module of the weight, for messages.
       packed: uint8 ``[..., n, k/2]``.
       block_scale: float8_e4m3fn ``[..., n, k/16]``.
-      weight_global: float32 ``[...]`` or ``[..., 2]`` as stored: it may divide.
-      input_global: float32 ``[e, parts]`` as stored, or None where it is not wanted.
-      bias: float32 ``[..., n]`` or None.
+      weight_global: float32 ``[...]`` or ``[..., 2]``, as the file stores it. In some formats it is
+        a divisor.
+      input_global: float32 ``[e, parts]``, as the file stores it. None if input scales are not
+        read.
+      bias: float32 ``[..., n]``, or None.
     """
 
     label: str
@@ -91,13 +95,13 @@ class Matrices:
 
 @dataclasses.dataclass
 class FP8Matrices:
-    """Buffers of one FP8 weight ``[..., n, k]``.
+    """The buffers of one FP8 weight ``[..., n, k]``.
 
     Attributes:
-      label: its module, for messages.
+      label: the module of the weight, for messages.
       values: float8_e4m3fn ``[..., n, k]``.
       scale: float32 ``[..., n]``.
-      input_global: float32 ``[e, parts]``, or None where it is not wanted.
+      input_global: float32 ``[e, parts]``. None if input scales are not read.
     """
 
     label: str
@@ -108,14 +112,14 @@ class FP8Matrices:
 
 @dataclasses.dataclass
 class LinearPlan:
-    """Buffers of one linear: one of `matrices`, `fp8` and `dense` is set.
+    """The buffers of one linear. Exactly one of `matrices`, `fp8` and `dense` is set.
 
     Attributes:
-      checkpoint_scheme: scheme of the module, None where it is dense.
-      matrices: of an NVFP4 weight; its bias is the plan's.
-      fp8: of an FP8 weight.
+      checkpoint_scheme: the scheme of the module. None if it is dense.
+      matrices: the buffers of an NVFP4 weight. Its own `bias` is not used.
+      fp8: the buffers of an FP8 weight.
       dense: ``[n, k]`` in a float dtype.
-      bias: ``[n]`` or None.
+      bias: ``[n]``, or None.
     """
 
     checkpoint_scheme: CheckpointScheme
@@ -126,17 +130,19 @@ class LinearPlan:
 
 
 class Planner:
-    """Looks tensors up, and remembers which were taken and what was wrong.
+    """Looks up tensors, and keeps a record of the tensors taken and the problems found.
 
     Attributes:
-      tensors: of the checkpoint.
-      quant: its quantization config.
-      input_scales: whether modules that declare W4A4 must have them; see `InputScales`.
+      tensors: the tensors of the checkpoint.
+      quant: the quantization config of the checkpoint.
+      input_scales: whether modules with a calibrated scheme must have input scales; see
+        `options.LoadOptions`.
       problems: sentences for a `CheckpointError`.
-      notes: fact -> how often; for the log.
-      taken: names of the tensors that a plan uses or knowingly ignores.
-      decisions: module -> how it is quantized and what said so, of all that a plan asked about;
-        the experts of a layer as one, ``PREFIX.experts.*``.
+      notes: a fact for the log -> how often it was noted.
+      taken: the names of the tensors that a plan uses or ignores on purpose.
+      decisions: module -> how it is quantized and what decided that, for every module that a plan
+        asked for. The experts of a layer are one entry, ``PREFIX.experts.*``.
+      nbytes: the bytes of all tensors that the plans read.
     """
 
     def __init__(
@@ -149,11 +155,11 @@ class Planner:
         self.notes: dict[str, int] = {}
         self.taken: set[str] = set()
         self.decisions: dict[str, Decision] = {}
-        self.nbytes = 0  # of the tensors that plans read
+        self.nbytes = 0
 
     @property
     def names(self) -> TensorNames:
-        """Names of the tensors of a quantized linear."""
+        """The names of a quantized linear's tensors."""
         return self.quant.names
 
     def note(self, fact: str) -> None:
@@ -161,14 +167,15 @@ class Planner:
         self.notes[fact] = self.notes.get(fact, 0) + 1
 
     def find(self, name: str) -> TensorInfo | None:
-        """Return what the header says of `name`, None if there is no such tensor."""
+        """Return what the header says about the tensor `name`, or None if it does not exist."""
         return self.tensors.info(name) if name in self.tensors else None
 
     def take(self, name: str, dtypes: Sequence[str], *shapes: Shape) -> TensorInfo | None:
         """Take the tensor `name`, which must have one of `dtypes` and one of `shapes`.
 
         Returns:
-          Its info; None where it is missing or differs, which is then one of the problems.
+          What the header says about the tensor. None if it is missing or differs, which is added to
+          the problems.
         """
         info = self.find(name)
         if info is not None:
@@ -186,14 +193,14 @@ class Planner:
         return None
 
     def ignore(self, names: Iterable[str], reason: str) -> None:
-        """Leave out the tensors `names`, those that exist, and note why."""
+        """Leave out those of the tensors `names` that exist, and note the reason."""
         for name in names:
             if name in self.tensors and name not in self.taken:
                 self.taken.add(name)
                 self.note(reason)
 
     def decide(self, module: str) -> Decision:
-        """Return how `module` is quantized; what is wrong with it becomes a problem."""
+        """Return how `module` is quantized. Errors of the config are added to the problems."""
         try:
             return self.quant.decide(module)
         except CheckpointError as error:
@@ -201,22 +208,22 @@ class Planner:
             return Decision(None, str(error))
 
     def checkpoint_scheme(self, module: str) -> CheckpointScheme:
-        """Return the scheme of `module`, and enter it into the table of decisions."""
+        """Return the scheme of `module`, and record the decision in `decisions`."""
         self.decisions[module] = self.decide(module)
         return self.decisions[module].scheme
 
     def check_blocks(self, module: str, **sizes: int) -> None:
-        """Add a problem for each of `sizes` that blocks of 16 do not divide."""
+        """Add a problem for each of `sizes` that is not a multiple of 16."""
         for name, size in sizes.items():
             if size % BLOCK:
                 self.problems.append(f"{module}: {name} = {size} is not a multiple of {BLOCK}")
 
     def needs_input_scale(self, checkpoint_scheme: CheckpointScheme) -> bool:
-        """Whether the input scales of a module with this scheme are read."""
+        """Return whether the load reads the input scales of a module with this scheme."""
         return self.input_scales != "ignored" and checkpoint_scheme in _CALIBRATED
 
     def take_packed(self, name: str, n: int, k: int) -> None:
-        """Take the codes of one matrix ``[n, k]``, as bytes or as 4-bit elements."""
+        """Take the codes of one matrix ``[n, k]``, stored as bytes or as 4-bit elements."""
         info = self.find(name)
         if info is not None and info.dtype == "F4":
             self.take(name, ["F4"], (n, k))
@@ -224,7 +231,7 @@ class Planner:
             self.take(name, ["U8"], (n, k // 2))
 
     def array(self, name: str, shape: Shape, dtype: np.dtype | None) -> Buffer:
-        """Plan one dense array; `dtype` None keeps that of the file."""
+        """Plan one dense array. If `dtype` is None, the array keeps the dtype of the file."""
         integer = dtype is not None and np.dtype(dtype).kind in "iub"
         info = self.take(name, INTEGERS if integer else FLOATS, shape)
         stored = STORED_TYPES[info.dtype].numpy if info else _F32
@@ -233,11 +240,19 @@ class Planner:
     def linear(
         self, prefix: str, n: int, k: int, bias: bool | None, dtype: np.dtype | None
     ) -> LinearPlan:
-        """Plan one linear with weight ``[n, k]``; `bias` None takes one if there is one."""
+        """Plan one linear, in the format in which the file stores it.
+
+        Args:
+          prefix: the module.
+          n: the number of outputs.
+          k: the number of inputs.
+          bias: whether the linear has a bias. None takes a bias if the file has one.
+          dtype: the dtype of dense arrays. None keeps the dtype of the file.
+        """
         checkpoint_scheme = self.checkpoint_scheme(prefix)
         if checkpoint_scheme is not None and self._is_dense(prefix):
             self.note("modules declared quantized are stored dense and stay dense")
-            source = f"stored dense, though declared ({self.decisions[prefix].source})"
+            source = f"stored dense, but declared quantized ({self.decisions[prefix].source})"
             self.decisions[prefix] = Decision(None, source)
             checkpoint_scheme = None
         plan = LinearPlan(checkpoint_scheme)
@@ -266,12 +281,13 @@ class Planner:
         """Plan the FP8 matrix `module` ``[n, k]`` as the rows `at` of `matrices`.
 
         Args:
-          module: holds ``weight``, and ``weight_scale``: one number, or one of each row.
-          matrices: takes the slices.
-          checkpoint_scheme: how activations enter the product.
+          module: the module, with the tensors ``weight`` and ``weight_scale``. The scale is one
+            number or has one element per row.
+          matrices: receives the slices.
+          checkpoint_scheme: how activations are scaled before they are multiplied.
           shape: n and k.
-          at: index of the rows.
-          place: of the input scale.
+          at: the index of the rows.
+          place: the index of the input scale.
         """
         n, _ = shape
         scale = f"{module}.{FP8_SCALE}"
@@ -284,10 +300,15 @@ class Planner:
         self.input_scale(matrices, f"{module}.{FP8_INPUT_SCALE}", tensor_slice, checkpoint_scheme)
 
     def cache_scale(self, prefix: str, name: str, heads: int) -> Buffer:
-        """Plan the scale of what `prefix` keeps as `name`, "k" or "v"; no slice if there is none.
+        """Plan the scales with which an attention module stores its keys or values in FP8.
+
+        Args:
+          prefix: the attention module.
+          name: "k" or "v".
+          heads: the number of key and value heads.
 
         Returns:
-          float32 ``[heads]``.
+          A buffer float32 ``[heads]``. It has no slice if the file has no such scale.
         """
         buffer = Buffer((heads,), _F32)
         for place in (f"{name}_proj.{name}_scale", f"{name}_scale", f"attn.{name}_scale"):
@@ -302,17 +323,23 @@ class Planner:
         return buffer
 
     def _dense(self, prefix, n, k, dtype):
+        """Plan the weight of a linear that is declared dense."""
         name = f"{prefix}.weight"
         info = self.find(name)
         if self._is_quantized(prefix):
             self.taken.update(self.tensors.under(f"{prefix}."))
             return Buffer((n, k), np.dtype(dtype or _F32))
         if info is not None:
-            self.ignore([f"{prefix}.{self.names.input_global}"], "input scales of dense modules")
+            self.ignore(
+                [f"{prefix}.{self.names.input_global}"], "input scales of dense modules are ignored"
+            )
         return self.array(name, (n, k), dtype)
 
     def _is_quantized(self, prefix) -> bool:
-        """Whether `prefix`, declared dense, is stored quantized, which is then a problem."""
+        """Return whether `prefix`, which is declared dense, is stored quantized.
+
+        If it is, a problem is added.
+        """
         stored = self.find(f"{prefix}.{self.names.packed}") or self.find(f"{prefix}.weight")
         scaled = f"{prefix}.{self.names.block_scale}" in self.tensors
         held = {"U8": "NVFP4 codes", "F8_E4M3": "FP8 values"}.get(stored.dtype if stored else "")
@@ -323,11 +350,13 @@ class Planner:
         return True
 
     def _is_dense(self, prefix):
+        """Return whether the weight of `prefix` is stored in a float dtype without block scales."""
         info = self.find(f"{prefix}.weight")
         scaled = f"{prefix}.{self.names.block_scale}" in self.tensors
         return info is not None and info.dtype in FLOATS and not scaled
 
     def _matrices(self, prefix, n, k, checkpoint_scheme):
+        """Plan the weight of a linear in NVFP4."""
         names = self.names
         self.check_blocks(quoted(prefix), k=k)
         matrices = empty_matrices(prefix, (), n, k, parts=1)
@@ -356,21 +385,23 @@ class Planner:
         checkpoint_scheme: CheckpointScheme,
         *shapes: Shape,
     ) -> None:
-        """Plan the input scale `name`, which may be missing, at `tensor_slice`.
+        """Plan the input scale `name`, which may be missing in the file.
 
         Args:
-          matrices: takes the slice; without a buffer where the scale is not wanted.
-          name: of the tensor.
-          tensor_slice: its place.
-          checkpoint_scheme: scheme of the module.
-          shapes: allowed ones; one number where none is given.
+          matrices: receives the slice. Its buffer of input scales is removed if the load reads
+            none.
+          name: the name of the tensor.
+          tensor_slice: the place of the scale; its name is ignored.
+          checkpoint_scheme: the scheme of the module.
+          shapes: the shapes that the tensor may have. Without any, it must hold one number.
         """
         if not self.needs_input_scale(checkpoint_scheme):
             matrices.input_global = None
             reason = "this load does not round activations"
             if checkpoint_scheme not in _CALIBRATED:
                 weights = checkpoint_scheme in (Scheme.W4A16, FP8ActivationScaling.WEIGHTS)
-                reason = f"the checkpoint declares {'weights only' if weights else 'dynamic ones'}"
+                declared = "quantized weights only" if weights else "dynamic input scales"
+                reason = f"the checkpoint declares {declared}"
             self.ignore([name], f"input scales are ignored: {reason}")
         elif name in self.tensors and self.take(
             name, _SCALE_TYPES[type(checkpoint_scheme)], *(shapes or ((), (1,), (1, 1)))
@@ -381,7 +412,10 @@ class Planner:
     def check_calibrated(
         self, matrices: Matrices | FP8Matrices, checkpoint_scheme: CheckpointScheme
     ) -> None:
-        """Drop the buffer of input scales where there is none at all; a problem if required."""
+        """Remove the buffer of input scales if the file has none, which may be a problem.
+
+        It is a problem if the module has a calibrated scheme and `input_scales` is "required".
+        """
         if matrices.input_global is None or matrices.input_global.slices:
             return
         matrices.input_global = None
@@ -392,13 +426,16 @@ class Planner:
                 else self.names.input_global
             )
             self.problems.append(
-                f"{quoted(matrices.label)}: declared {checkpoint_scheme} but has no input scales "
-                f"({name})"
+                f"{quoted(matrices.label)} is declared {checkpoint_scheme}, but the file has no "
+                f"input scales for it; expected tensors named {name}"
             )
 
 
 def empty_fp8_matrices(label: str, lead: Shape, n: int, k: int, parts: int) -> FP8Matrices:
-    """Return buffers without slices for ``[*lead, n, k]``; arguments as for `empty_matrices`."""
+    """Return the buffers of an FP8 weight ``[*lead, n, k]`` without the slices that fill them.
+
+    The arguments are those of `empty_matrices`.
+    """
     return FP8Matrices(
         label,
         Buffer((*lead, n, k), _E4M3),
@@ -408,14 +445,15 @@ def empty_fp8_matrices(label: str, lead: Shape, n: int, k: int, parts: int) -> F
 
 
 def empty_matrices(label: str, lead: Shape, n: int, k: int, parts: int) -> Matrices:
-    """Return buffers without slices for ``[*lead, n, k]``.
+    """Return the buffers of an NVFP4 weight ``[*lead, n, k]`` without the slices that fill them.
 
     Args:
-      label: the module, for messages.
-      lead: ``()`` or ``(e,)``.
-      n: rows.
-      k: columns; rounded up to whole blocks, a problem reported elsewhere.
-      parts: 2 where gate and up have global scales of their own, else 1.
+      label: the module of the weight, for messages.
+      lead: ``()`` for one matrix, ``(e,)`` for those of e experts.
+      n: the number of rows.
+      k: the number of columns. It is rounded up to whole blocks here; `Planner.check_blocks`
+        reports the problem.
+      parts: 2 if gate and up have separate global scales, else 1.
     """
     k = -(-k // BLOCK) * BLOCK
     globals_shape = (*lead, parts) if parts > 1 else lead

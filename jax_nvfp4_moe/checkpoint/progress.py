@@ -1,4 +1,4 @@
-"""How far a load or a quantizer is: a bar of bytes, or lines in the log, one a layer."""
+"""Show the progress of a load or of a quantization: a bar of bytes, or a log line per layer."""
 
 import contextlib
 import logging
@@ -14,17 +14,17 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 def progress(
     wanted: bool | None, total: int, label: str = "loading"
 ) -> Iterator[Callable[[int], None]]:
-    """Draw a bar of bytes on standard error; give the function that advances it.
+    """Draw a progress bar of bytes on standard error, and yield the function that advances it.
 
     Args:
-      wanted: None draws one on a terminal.
-      total: bytes.
-      label: stands before the bar.
+      wanted: whether to draw the bar. None draws it if standard error is a terminal.
+      total: the total number of bytes.
+      label: the text before the bar.
     """
     if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda nbytes: None
         return
-    import rich.console  # on demand: it takes longer to import than this package
+    import rich.console  # imported on demand, because it takes longer than this package does
     import rich.progress
 
     with rich.progress.Progress(
@@ -40,13 +40,13 @@ def progress(
 
 
 def log_layers(wanted: bool | None, label: str) -> Callable[[str], None]:
-    """Return a function that takes names of tensors, and logs each layer at its first.
+    """Return a function that takes the names of tensors and logs each layer once.
 
-    Where `progress` draws a bar, and where the caller wants none, it logs nothing.
+    It logs nothing if `progress` draws a bar, or if the caller turned the bar on or off.
 
     Args:
       wanted: as for `progress`.
-      label: stands before the layer.
+      label: the text before the layer.
     """
     seen: set[str] = set()
     silent = wanted is not None or sys.stderr.isatty()

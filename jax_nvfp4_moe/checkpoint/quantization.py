@@ -1,4 +1,7 @@
-"""Which modules of a checkpoint are quantized, and how: every place that says so, read at once."""
+"""Read which modules of a checkpoint are quantized, and how.
+
+A checkpoint may declare that in two places. Both are read, and both must agree.
+"""
 
 import dataclasses
 import pathlib
@@ -13,17 +16,18 @@ from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
 FORMATS = (MODELOPT, COMPRESSED_TENSORS)
-_MXFP4 = "mxfp4"  # OpenAI's own gpt-oss
-_SECTIONS = ("quantization_config", "compression_config")  # the second: old llm-compressor
+_MXFP4 = "mxfp4"  # the quant_method of OpenAI's gpt-oss checkpoints, which are not supported
+_SECTIONS = ("quantization_config", "compression_config")  # the latter in old llm-compressor files
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantConfig:
-    """What a checkpoint declares about its modules.
+    """What a checkpoint declares about the quantization of its modules.
 
     Attributes:
-      format: None where nothing is quantized.
-      rules: one for each place that declares; they must agree on every module that is loaded.
+      format: the checkpoint format. None if nothing is quantized.
+      rules: the rules of each place that declares a quantization. They must agree on every module
+        that is loaded.
     """
 
     format: CheckpointFormat | None = None
@@ -32,30 +36,33 @@ class QuantConfig:
 
     @property
     def names(self) -> TensorNames:
-        """Names of the tensors of a quantized linear; ModelOpt's where nothing is quantized."""
+        """The names of a quantized linear's tensors. ModelOpt's names if nothing is quantized."""
         return (self.format or MODELOPT).names
 
     @property
     def kv_cache(self) -> KVCache | None:
-        """What the first place that says anything says of the cache of keys and values."""
+        """What the checkpoint declares about the KV cache. None if it declares nothing."""
         return next((rules.kv_cache for rules in self.rules if rules.kv_cache), None)
 
     def decide(self, module: str) -> Decision:
-        """Return how `module`, such as "model.layers.0.self_attn.q_proj", is quantized, and why.
+        """Return how `module` is quantized, and what decided that.
+
+        Args:
+          module: the module, such as "model.layers.0.self_attn.q_proj".
 
         Raises:
-          CheckpointError: two places disagree about it, or it is quantized to a format that is
-            not supported.
+          CheckpointError: two places disagree about the module, or its format is not supported.
         """
         if module not in self._known:
             self._known[module] = self._agreed(module)
         return self._known[module]
 
     def checkpoint_scheme(self, module: str) -> CheckpointScheme:
-        """Return the scheme of `module` as `decide` does; None = dense."""
+        """Return the scheme of `module`, or None if it is dense; otherwise as `decide`."""
         return self.decide(module).scheme
 
     def _agreed(self, module):
+        """Return the decision on which all rules agree."""
         if not self.rules:
             return Decision(None, "no quantization config")
         said = {rules.source: rules.decide(module) for rules in self.rules}
@@ -63,19 +70,19 @@ class QuantConfig:
             each = "; ".join(
                 f"{source} says {decision.scheme or 'dense'}" for source, decision in said.items()
             )
-            raise CheckpointError([f"{quoted(module)}: {each}"])
+            raise CheckpointError([f"{quoted(module)}: the quantization configs disagree: {each}"])
         return next(iter(said.values()))
 
 
 def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> QuantConfig:
-    """Read the quantization config of a checkpoint.
+    """Read the quantization config of a checkpoint from every place that may hold one.
 
     Args:
-      folder: may hold ``hf_quant_config.json``.
-      config: the parsed ``config.json``, which may have ``quantization_config``.
+      folder: the checkpoint's folder, which may contain ``hf_quant_config.json``.
+      config: the parsed ``config.json``, which may contain ``quantization_config``.
 
     Raises:
-      CheckpointError: an algorithm is unknown or not supported, or the two disagree.
+      CheckpointError: an algorithm is unknown or not supported, or two places disagree.
     """
     problems: list[str] = []
     found: list[tuple[CheckpointFormat, Rules | None]] = []
@@ -96,11 +103,13 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
 
 
 def _from_file(folder, _):
+    """Yield the format and the rules of ``hf_quant_config.json`` if the file exists."""
     if exists(folder, QUANT_FILE):
         yield MODELOPT, parse_file(read_json(folder, QUANT_FILE))
 
 
 def _from_config(_, config):
+    """Yield the format and the rules of ``config.json`` if it has a quantization config."""
     holders = [("", config), *((f"{key}: ", config.get(key)) for key in TEXT_CONFIGS)]
     for place, holder in holders:
         for key in _SECTIONS:
@@ -111,6 +120,7 @@ def _from_config(_, config):
 
 
 def _parse_section(section, source):
+    """Return the format and the rules of one quantization config."""
     if not isinstance(section, dict):
         raise CheckpointError([f"{source}: expected an object, got {quoted(section)}"])
     method = section.get("quant_method")
@@ -121,9 +131,9 @@ def _parse_section(section, source):
     if method == _MXFP4:
         raise CheckpointError(
             [
-                f"{source}: quant_method {quoted(method)}: the checkpoint holds MXFP4 (blocks of "
-                "32, scales that are powers of two), not NVFP4: quantize it to NVFP4 first; "
-                f"supported: {supported}"
+                f"{source}: quant_method {quoted(method)}: the checkpoint is stored in MXFP4, "
+                "which has blocks of 32 and scales that are powers of two. Expected NVFP4: "
+                f"quantize the checkpoint to NVFP4 first; supported: {supported}"
             ]
         )
     raise CheckpointError(
@@ -132,10 +142,12 @@ def _parse_section(section, source):
 
 
 def _verdict(format, rules):
+    """Return what two configs must agree on; None if the config quantizes nothing."""
     return None if rules is None else (format.name, rules.summary)
 
 
 def _describe(format, rules):
+    """Return what one config says, for a message."""
     return (
         f"{format.name} without an algorithm"
         if rules is None

@@ -1,4 +1,4 @@
-"""Fill planned buffers from the files, and check the values that headers cannot show."""
+"""Read tensors into planned buffers, and check the values that the headers do not show."""
 
 import concurrent.futures
 import functools
@@ -26,17 +26,17 @@ from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 
 log = logging.getLogger("jax_nvfp4_moe")
 
-_THREADS = 8  # that read at once, in the operating system and without Python's lock
-_THREAD_BYTES = 1 << 20  # fewest for each, so that starting it does not count
-Check = Callable[[np.ndarray], str | None]  # a part of an array -> what is wrong with it
-_NAN_BITS = 0x7F  # E4M3 has no infinities, and NaN where all bits but the sign are set
+_THREADS = 8  # the most threads that read at once; a read releases Python's lock
+_THREAD_BYTES = 1 << 20  # the fewest bytes for a thread; for fewer, starting it costs too much
+Check = Callable[[np.ndarray], str | None]  # takes a part of an array, returns what is wrong
+_NAN_BITS = 0x7F  # an E4M3 value is NaN if all bits but the sign are set; it has no infinities
 
 
 class Reader:
-    """Turns buffers into arrays that read what is asked for.
+    """Turns buffers into lazy arrays, which read the parts that are asked for.
 
     Attributes:
-      problems: what the values have wrong; the caller raises them.
+      problems: what is wrong with the values read so far. The caller raises them.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Reader:
         """Make a reader.
 
         Args:
-          tensors: of the checkpoint.
-          names: of the tensors of its quantized modules.
-          advance: told how many bytes are read.
-          where: the checkpoint, for messages.
+          tensors: the tensors of the checkpoint.
+          names: the names of the tensors of its quantized modules.
+          advance: called with the number of bytes of each read, for a progress bar.
+          where: the checkpoint's folder, for messages.
         """
         self._tensors = tensors
         self._names = names
@@ -62,23 +62,26 @@ class Reader:
         self.problems: list[str] = []
 
     def array(self, buffer: Buffer, check: Check | None = None) -> LazyArray:
-        """Return an array that fills the parts of a buffer that are asked for.
+        """Return a lazy array that fills a buffer, part by part.
 
         Args:
-          buffer: 64-byte aligned in memory; elements that no slice covers are NaN.
-          check: says what is wrong with a part, which becomes a problem; None for nothing.
+          buffer: the buffer. Its parts are 64-byte aligned in memory. In a float32 array, elements
+            without a slice are NaN.
+          check: takes a part and returns what is wrong with it, which is added to the problems, or
+            None. Without a function, nothing is checked.
         """
         read = functools.partial(self._read, buffer, self._in_order(buffer), check)
         return LazyArray(buffer.shape, buffer.dtype, read)
 
     def read(self, buffer: Buffer, check: Check | None = None) -> np.ndarray:
-        """Return the filled buffer; as `array`, now."""
+        """Read a whole buffer now; otherwise as `array`."""
         return self._read(buffer, self._in_order(buffer), check, whole(buffer.shape))
 
     def _in_order(self, buffer):
-        """Return first and last index of each slice, and the slice, in the order of the files.
+        """Return the slices in the order of the files, each with its first and last index.
 
-        So a disk reads ahead, and what has other experts is passed over at little cost.
+        In this order the operating system can read ahead. The indices show cheaply which slices
+        hold none of the experts that a shard asks for.
         """
         slices = sorted(buffer.slices, key=self._position)
         return [
@@ -86,6 +89,7 @@ class Reader:
         ]
 
     def _read(self, buffer, slices, check, region):
+        """Read one region of a buffer."""
         array = aligned_empty(region_shape(region), buffer.dtype)
         if buffer.dtype == np.float32 and not _covers(buffer):
             array.fill(np.nan)
@@ -103,7 +107,10 @@ class Reader:
         return array
 
     def _copy(self, reads):
-        """Read tensors' bytes into their places, neighbours in a file by the same thread."""
+        """Read the bytes of tensors into their places, with several threads if they are many.
+
+        Each thread takes neighboring bytes of a file.
+        """
         threads = min(_THREADS, sum(place.nbytes for _, place, _ in reads) // _THREAD_BYTES)
         if threads < 2:
             self._copy_in_turn(reads)
@@ -112,7 +119,8 @@ class Reader:
         share = -(-len(chunks) // threads)
         parts = [chunks[first : first + share] for first in range(0, len(chunks), share)]
         futures = [self._pool.submit(self._copy_in_turn, part) for part in parts]
-        concurrent.futures.wait(futures)  # after an error the caller closes the files
+        # After an error the caller closes the files, so no thread may still be reading then.
+        concurrent.futures.wait(futures)
         for future in futures:
             future.result()
 
@@ -121,7 +129,7 @@ class Reader:
             self._tensors.read_into(*read)
 
     def weight(self, matrices: Matrices) -> NVFP4Tensor:
-        """Read one NVFP4 weight; NaN or infinite scales become problems."""
+        """Return one NVFP4 weight. Reading a NaN or infinite scale adds a problem."""
         stored = self.array(matrices.weight_global, self._bad_global)
         parts: dict[str, Any] = {
             "packed": self.array(matrices.packed),
@@ -132,24 +140,30 @@ class Reader:
         return NVFP4Tensor(**parts)
 
     def fp8(self, matrices: FP8Matrices) -> FP8Tensor:
-        """Read one FP8 weight; NaN or infinite scales become problems."""
+        """Return one FP8 weight. Reading a NaN or infinite scale adds a problem."""
         scale: Any = self.array(matrices.scale, _bad_scales)
         values: Any = self.array(matrices.values)
         return FP8Tensor(values, scale)
 
     def input_scale(self, matrices: Matrices | FP8Matrices, required: bool) -> np.ndarray | None:
-        """Read the input scales ``[e]`` of one product.
+        """Read the input scales of one product.
 
-        A scale that is missing or not a positive finite number takes the largest of the layer.
-        Gate and up read the same activations: where theirs differ, the larger counts.
+        A scale that is missing, or not a positive finite number, is replaced by the largest scale
+        of the layer. Gate and up read the same activations: if their scales differ, the larger one
+        is used.
 
         Args:
-          matrices: with a buffer ``[e, parts]``, or None for no scales.
-          required: whether it is a problem that there is no valid one; None is returned then.
+          matrices: the buffers of the product. Their `input_global` is ``[e, parts]``, or None.
+          required: whether it is a problem if no scale is valid.
+
+        Returns:
+          float32 ``[e]``. None if there is no buffer, or if no scale is valid.
         """
         if matrices.input_global is None:
             return None
-        scales = self.read(matrices.input_global)  # a shard needs all: the largest is the layer's
+        # Every shard reads the scales of all experts, because an invalid scale is replaced by the
+        # largest of the whole layer.
+        scales = self.read(matrices.input_global)
         if isinstance(matrices, Matrices):
             scales = self._names.to_scale(scales)
         valid = np.isfinite(scales) & (scales > 0)
@@ -159,13 +173,13 @@ class Reader:
             if required:
                 self.problems.append(message)
             else:
-                log.warning("%s; activations cannot be rounded with them", message)
+                log.warning("%s, so that activations cannot be rounded with them", message)
             return None
         largest = scales[valid].max()
         if not valid.all():
             log.warning(
-                "%s: %d of %d input scales are missing, zero or not finite and take the layer's "
-                "largest, %.6g",
+                "%s: %d of %d input scales are missing, zero or not finite; they are replaced by "
+                "the layer's largest input scale, %.6g",
                 label,
                 np.count_nonzero(~valid),
                 scales.size,
@@ -175,25 +189,38 @@ class Reader:
         widest = scales.max(axis=-1)
         differ = np.count_nonzero(scales.min(axis=-1) != widest)
         if differ:
-            log.info("%s: %d experts' input scales differ; the larger counts", label, differ)
+            log.info(
+                "%s: the input scales of gate and up differ in %d experts; the larger one is used",
+                label,
+                differ,
+            )
         return widest
 
     def _position(self, tensor_slice: TensorSlice):
+        """Return the file of a slice's tensor, and the position of the tensor in it."""
         info = self._tensors.info(tensor_slice.name)
         return info.file, info.start
 
     def _fill(self, array, tensor_slice, common, shape):
-        """Copy what `tensor_slice` has of a region into its `array`; `common` is of `overlap`.
+        """Copy the elements of a slice that need more than a read; return the reads that remain.
+
+        Args:
+          array: the array of the region to fill.
+          tensor_slice: the slice.
+          common: the elements that the slice and the region share, as `lazy_array.overlap` returns
+            them.
+          shape: the shape of the whole buffer.
 
         Returns:
-          Arguments of `Tensors.read_into` for what is still to be read, as it lies in the file.
+          The arguments of `Tensors.read_into` for bytes that only need to be read into their
+          places.
         """
         info = self._tensors.info(tensor_slice.name)
         inside, of_slice = common
         place = array[(*inside, ...)]
         stored_dtype = STORED_TYPES[info.dtype].numpy
         index = _stored_index(tensor_slice, info, of_slice, _held_shape(tensor_slice.at, shape))
-        if index is None:  # a scale or a few, spread
+        if index is None:  # the tensor is reshaped or broadcast: one scale, or a few
             stored = self._tensors.read(tensor_slice.name, tensor_slice.part)
             stored = stored if tensor_slice.shape is None else stored.reshape(tensor_slice.shape)
             self._advance(min(stored.nbytes, place.nbytes))
@@ -213,36 +240,55 @@ class Reader:
         return reads
 
     def _check(self, tensor_slice, part, check):
+        """Add a problem if `check` finds something wrong with a part."""
         message = None if check is None else check(part)
         if message is not None:
             self._report(tensor_slice, message)
 
     def _bad_global(self, stored):
+        """Return what is wrong with global scales.
+
+        The scales must be finite. If the format divides by them, their reciprocals must be finite
+        too.
+        """
         finite = np.isfinite(stored) & np.isfinite(self._names.to_scale(stored))
-        return None if finite.all() else f"global scale {stored[~finite].flat[0]} is not usable"
+        if finite.all():
+            return None
+        expected = "finite and not zero" if self._names.divides else "finite"
+        return f"expected a global scale that is {expected}, got {stored[~finite].flat[0]}"
 
     def _report(self, tensor_slice, what):
+        """Add a problem with the tensor of a slice."""
         info = self._tensors.info(tensor_slice.name)
         self.problems.append(f"{quoted(info.name)} ({quoted(info.file)}): {what}")
 
     def cache_scale(self, prefix: str, name: str, buffer: Buffer) -> np.ndarray:
-        """Read the scales ``[heads]`` of what `prefix` keeps as `name`, "k" or "v".
+        """Read the scales with which an attention module stores its keys or values in FP8.
 
-        A scale that is missing, or not a positive finite number, is 1.
+        A scale that is missing, or not a positive finite number, becomes 1.
+
+        Args:
+          prefix: the attention module, for messages.
+          name: "k" or "v".
+          buffer: float32 ``[heads]``. It has no slice if the file has no scale.
         """
         scale = self.read(buffer)
         if not buffer.slices:
             scale[...] = 1
         valid = np.isfinite(scale) & (scale > 0)
         if not valid.all():
-            log.warning("%s: a scale of %s is not a positive number and becomes 1", prefix, name)
+            log.warning(
+                "%s: a scale of the KV cache (%s) is not a positive finite number and becomes 1",
+                prefix,
+                name,
+            )
         return np.where(valid, scale, np.float32(1))
 
     def raise_problems(self) -> None:
-        """Raise what has been found since the last call.
+        """Raise the problems found since the last call, if there are any.
 
         Raises:
-          CheckpointError: something has.
+          CheckpointError: lists the problems.
         """
         if self.problems:
             problems, self.problems = self.problems, []
@@ -250,26 +296,28 @@ class Reader:
 
 
 def _chunks(name, place, start):
-    """Cut one read, so that several threads share a large tensor."""
+    """Cut one read into chunks, so that several threads can share a large tensor."""
     flat = place.reshape(-1).view(np.uint8)
     for first in range(0, max(1, flat.size), _THREAD_BYTES):
         yield name, flat[first : first + _THREAD_BYTES], start + first
 
 
 def _bad_block_scales(part):
+    """Return what is wrong with E4M3 block scales: none may be NaN."""
     part = part.view(np.uint8)
     count = np.count_nonzero((part & _NAN_BITS) == _NAN_BITS)
     return f"{count} of {part.size} block scales are NaN" if count else None
 
 
 def _bad_scales(part):
-    return None if np.isfinite(part).all() else "a scale of the weights is not finite"
+    return None if np.isfinite(part).all() else "expected finite scales, got NaN or infinity"
 
 
 def _stored_index(tensor_slice, info, of_slice, held):
-    """Return the index into a stored tensor of the elements `of_slice` of a slice.
+    """Return the index into the stored tensor of the elements `of_slice` of a slice.
 
-    None where the tensor takes another shape, or is repeated, to become what `tensor_slice` holds.
+    Returns:
+      None if the tensor is reshaped or broadcast to fill the slice. It then has no single index.
     """
     shape = index_shape(info.array_shape, tensor_slice.part)
     given = (*shape[:-2], shape[-1], shape[-2]) if tensor_slice.swapped else shape
@@ -289,7 +337,7 @@ def _stored_index(tensor_slice, info, of_slice, held):
 
 
 def _held_shape(at, shape):
-    """Return the shape of the part ``at`` of an array."""
+    """Return the shape of the part ``at`` of an array of this shape."""
     kept = [
         len(range(*one.indices(n)))
         for one, n in zip(at, shape, strict=False)
@@ -299,5 +347,5 @@ def _held_shape(at, shape):
 
 
 def _covers(buffer):
-    """Whether the first slice fills the whole buffer."""
+    """Return whether the first slice fills the whole buffer."""
     return bool(buffer.slices) and buffer.slices[0].at == ()

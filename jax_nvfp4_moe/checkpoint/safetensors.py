@@ -1,8 +1,13 @@
-"""Read safetensors files: headers checked in full first, tensors only when asked for.
+"""Read safetensors files. All headers are checked first, and tensors are read on demand.
 
-A file is 8 bytes with the length of the header (little endian), the header (a JSON object, name
--> dtype, shape and offsets), and the tensors, row-major and little endian, without holes.
-A folder holds one such file, or several and an index that says which file holds which tensor.
+A file has three parts:
+
+* 8 bytes, the length of the header as a little-endian integer,
+* the header, a JSON object that maps each name to its dtype, shape and offsets,
+* the tensors, row-major and little-endian, with no holes between them.
+
+A folder holds either one such file, or several and an index that tells which file holds which
+tensor.
 
 Source: https://github.com/huggingface/safetensors, README and ``safetensors/src/tensor.rs``.
 """
@@ -27,8 +32,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
-_MOST_AXES = 32  # no model has more; keeps the product of a hostile shape small
-_ONE_READ = 1 << 30  # Linux reads at most 2 GiB - 4096 bytes at once
+_MOST_AXES = 32  # bounds the cost of multiplying the sizes of a hostile shape; no model has more
+_ONE_READ = 1 << 30  # bytes; one read on Linux returns at most 2 GiB - 4096 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +41,9 @@ class StoredType:
     """A dtype of the file format.
 
     Attributes:
-      bits: per element, in the file.
-      numpy: dtype of the array read; bytes as they are where an element is smaller than one.
+      bits: the bits of one element in the file.
+      numpy: the dtype of the array that is read. Elements smaller than a byte are read as raw
+        bytes.
     """
 
     bits: int
@@ -47,7 +53,7 @@ class StoredType:
 STORED_TYPES: Mapping[str, StoredType] = {
     name: StoredType(bits, np.dtype(dtype))
     for name, bits, dtype in (
-        ("F4", 4, np.uint8),  # two E2M1 codes in a byte, even element in the low nibble
+        ("F4", 4, np.uint8),  # two E2M1 codes in a byte; the low nibble holds the even element
         ("F6_E2M3", 6, np.uint8),
         ("F6_E3M2", 6, np.uint8),
         ("F8_E4M3", 8, ml_dtypes.float8_e4m3fn),
@@ -75,15 +81,15 @@ STORED_TYPES: Mapping[str, StoredType] = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What the header says of one tensor.
+    """What the header says about one tensor.
 
     Attributes:
-      name: of the tensor.
-      file: its file's name in the folder.
+      name: the name of the tensor in the file.
+      file: the name of its file in the folder.
       dtype: a key of `STORED_TYPES`.
-      shape: in elements, as written.
-      start: its first byte, counted from the start of the file.
-      nbytes: its bytes.
+      shape: the shape in elements, as written in the header.
+      start: the offset of its first byte from the start of the file.
+      nbytes: the number of its bytes.
     """
 
     name: str
@@ -95,7 +101,11 @@ class TensorInfo:
 
     @property
     def array_shape(self) -> tuple[int, ...]:
-        """Shape of the array read: `shape`, or bytes where elements are smaller than one."""
+        """The shape of the array that is read.
+
+        It equals `shape`, unless elements are smaller than a byte. Then the last axis counts bytes,
+        or the array is flat if a row does not end at a whole byte.
+        """
         bits = STORED_TYPES[self.dtype].bits
         if bits >= 8 or not self.shape:
             return self.shape
@@ -104,18 +114,19 @@ class TensorInfo:
         return (*self.shape[:-1], self.shape[-1] * bits // 8)
 
     def __str__(self) -> str:
-        """Return "F8_E4M3 [256, 16]"."""
+        """Return the dtype and the shape, such as "F8_E4M3 [256, 16]"."""
         return f"{self.dtype} {list(self.shape)}"
 
 
-# What a file's header lists; None where an entry is not sound.
+# The tensors that a file's header lists, by name. An entry that is not valid is None.
 Header = dict[str, TensorInfo | None]
 
 
 class Tensors:
-    """The tensors of a checkpoint folder, read on demand; a context manager that closes its files.
+    """The tensors of a checkpoint folder, which are read on demand.
 
-    Arrays that `read` returned stay valid after `close`.
+    As a context manager, it closes its files at the end of the block. Arrays that `read` returned
+    stay valid after that.
     """
 
     def __init__(self, paths: Mapping[str, pathlib.Path], infos: Mapping[str, TensorInfo]):
@@ -130,10 +141,12 @@ class Tensors:
             raise
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Look tensors up by other names from now on; their `TensorInfo.name` stays the file's.
+        """Give the tensors other names, by which all methods find them from now on.
+
+        `TensorInfo.name` keeps the name of the file.
 
         Args:
-          names: the present name of every tensor -> its new one, all of which differ.
+          names: the present name of every tensor -> its new name. The new names must be distinct.
         """
         self._infos = {names[name]: info for name, info in self._infos.items()}
         self._sorted = sorted(self._infos)
@@ -149,32 +162,37 @@ class Tensors:
         return len(self._infos)
 
     def info(self, name: str) -> TensorInfo:
-        """Return what the header says of the tensor `name`; KeyError if there is none."""
+        """Return what the header says about the tensor `name`.
+
+        Raises:
+          KeyError: there is no such tensor.
+        """
         return self._infos[name]
 
     def under(self, prefix: str) -> Iterator[str]:
-        """Return the names that begin with `prefix`, sorted."""
+        """Yield the names that begin with `prefix`, sorted."""
         first = bisect.bisect_left(self._sorted, prefix)
         rest = itertools.islice(self._sorted, first, None)
         return itertools.takewhile(lambda name: name.startswith(prefix), rest)
 
     def runs(self, name: str, index: Index = (), *, bounded: bool = False) -> Iterator[Run]:
-        """Yield where the file holds a part of the tensor; see `byte_runs.find_runs`."""
+        """Yield the runs that hold ``tensor[index]``; see `byte_runs.find_runs`."""
         info = self._infos[name]
         itemsize = STORED_TYPES[info.dtype].numpy.itemsize
         return find_runs(info.array_shape, itemsize, index, bounded=bounded)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Return ``tensor[index]``, an array of its own; no other part of the tensor is kept.
+        """Return ``tensor[index]`` as an array with its own memory.
 
-        Nothing is mapped: a mapped page of a file that shrinks ends the process by SIGBUS.
+        The file is not memory-mapped: if a mapped file shrinks, reading it ends the process with
+        SIGBUS.
 
         Args:
-          name: of the tensor.
-          index: numbers of 0 and more, and slices of positive step, for the first axes.
+          name: the name of the tensor.
+          index: nonnegative integers, and slices with a positive step, for the first axes.
 
         Raises:
-          CheckpointError: the file has become shorter than its header said.
+          CheckpointError: the file has become shorter since its header was read.
         """
         info = self._infos[name]
         shape = index_shape(info.array_shape, index)
@@ -187,28 +205,33 @@ class Tensors:
         return array
 
     def read_run(self, name: str, run: Run) -> np.ndarray:
-        """Return the elements of one of the tensor's runs; errors are those of `read`."""
+        """Return the elements of one run of the tensor; raises the errors of `read`."""
         raw = aligned_empty((run.nbytes,), np.dtype(np.uint8))
         self._read_bytes(name, raw.data, run.start)
         return run.pick(raw, STORED_TYPES[self._infos[name].dtype].numpy)
 
     def read_into(self, name: str, out: np.ndarray, start: int = 0) -> None:
-        """Copy the tensor's bytes from `start` on into `out`, C-contiguous and of the same dtype.
+        """Read bytes of the tensor into an array.
+
+        Args:
+          name: the name of the tensor.
+          out: a C-contiguous array with the dtype of the tensor. It is filled.
+          start: the offset of the first byte, from the first byte of the tensor.
 
         Raises:
-          ValueError: `out` does not fit.
-          CheckpointError: the file has become shorter than its header said.
+          ValueError: the tensor has fewer bytes than `out`, or `out` is not contiguous.
+          CheckpointError: the file has become shorter since its header was read.
         """
         info = self._infos[name]
         if not out.flags.c_contiguous or start < 0 or start + out.nbytes > info.nbytes:
             raise ValueError(
-                f"out: expected up to {info.nbytes - start} contiguous bytes for {name}, "
-                f"got {out.nbytes}"
+                f"out: expected a C-contiguous array of at most {info.nbytes - start} bytes for "
+                f"{name}, got {out.nbytes} bytes"
             )
         self._read_bytes(name, out.reshape(-1).view(np.uint8).data, start)
 
     def _read_bytes(self, name, view, start):
-        """Fill `view` from byte `start` of a tensor on."""
+        """Fill `view` with the bytes of a tensor from offset `start` on."""
         info = self._infos[name]
         done = 0
         while done < len(view):
@@ -232,14 +255,14 @@ class Tensors:
 
 
 def open_tensors(folder: str | pathlib.Path) -> Tensors:
-    """Open the safetensors files of a checkpoint folder and check all their headers.
+    """Open the safetensors files of a checkpoint folder, and check all their headers.
 
     Args:
-      folder: holds ``model.safetensors.index.json`` and the files that it names, or
-        ``model.safetensors``.
+      folder: contains ``model.safetensors.index.json`` and the files that it names, or
+        ``model.safetensors`` alone.
 
     Raises:
-      CheckpointError: lists all that is wrong with the index and every file.
+      CheckpointError: lists everything that is wrong with the index and the headers.
     """
     folder = pathlib.Path(folder)
     problems: list[str] = []
@@ -266,13 +289,14 @@ def open_tensors(folder: str | pathlib.Path) -> Tensors:
 
 
 def _merge(headers, problems) -> dict[str, TensorInfo]:
-    """Return the sound entries of all files; a name in two of them is a problem."""
+    """Return the valid entries of all files; a name that two files contain is a problem."""
     infos: dict[str, TensorInfo] = {}
     for file, header in headers.items():
         for name, info in header.items():
             if name in infos:
                 problems.append(
-                    f"{quoted(name)} is in {quoted(infos[name].file)} and {quoted(file)}"
+                    f"{quoted(name)} is stored twice, in {quoted(infos[name].file)} and "
+                    f"{quoted(file)}"
                 )
             elif info is not None:
                 infos[name] = info
@@ -282,15 +306,16 @@ def _merge(headers, problems) -> dict[str, TensorInfo]:
 def read_header(path: pathlib.Path, file: str, problems: list[str]) -> Header | None:
     """Read and check the header of one file.
 
+    If the header adds no problem, the tensors cover the rest of the file without holes or overlap.
+
     Args:
-      path: of the file.
-      file: its name, for messages.
-      problems: takes what is wrong.
+      path: the path of the file.
+      file: the name of the file, for messages.
+      problems: receives a sentence for everything that is wrong.
 
     Returns:
-      Name -> info, None for an entry that is not sound; None where there is no readable header.
-      The bytes of each tensor lie in the file, and where no problem was added they cover it
-      without overlap.
+      Name -> info. An entry that is not valid is None. The bytes of every other entry lie inside
+      the file. The whole result is None if there is no readable header.
     """
     try:
         with path.open("rb") as stream:
@@ -307,43 +332,54 @@ def read_header(path: pathlib.Path, file: str, problems: list[str]) -> Header | 
         except ValueError as error:
             infos[name] = None
             problems.append(f"{quoted(file)}: {quoted(name)}: {error}")
-    if None not in infos.values():  # else holes are only what the bad entries left
+    if None not in infos.values():  # an entry that is not valid would show up as a hole, too
         _check_cover(infos, file, start, size, problems)
     return infos
 
 
 def _parse_header(stream, size):
+    """Return the JSON object of a header, and the offset of the first byte behind it."""
     raw = stream.read(_LENGTH_BYTES)
     if len(raw) < _LENGTH_BYTES:
-        raise ValueError(f"truncated: {size} bytes, shorter than the length of a header")
+        raise ValueError(
+            f"truncated: {size} bytes; expected at least {_LENGTH_BYTES}, which hold the length of "
+            "the header"
+        )
     length = int.from_bytes(raw, "little")
     if length > JSON_BYTES:
-        raise ValueError(f"header of {length} bytes, at most {JSON_BYTES} are allowed")
+        raise ValueError(f"the header has {length} bytes; expected at most {JSON_BYTES}")
     if length > size - _LENGTH_BYTES:
         raise ValueError(f"truncated: header of {length} bytes in a file of {size} bytes")
     return parse_object(stream.read(length)), _LENGTH_BYTES + length
 
 
 def _check_metadata(metadata, file, problems):
+    """Add a problem if the metadata of a header are not strings."""
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         problems.append(f"{quoted(file)}: {_METADATA}: expected an object of strings")
 
 
 def _parse_entry(name, entry, file, start, size):
-    """Return the `TensorInfo` of one entry of a header; ValueError says what is wrong."""
+    """Return the `TensorInfo` of one entry of a header.
+
+    Raises:
+      ValueError: the entry is not valid; the message says why.
+    """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         keys = quoted(sorted(entry)) if isinstance(entry, dict) else type(entry).__name__
-        raise ValueError(f"expected an object of dtype, shape and data_offsets, got {keys}")
+        raise ValueError(f"expected an object with dtype, shape and data_offsets, got {keys}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in STORED_TYPES:
         raise ValueError(f"unknown dtype {quoted(dtype)}; known: {', '.join(STORED_TYPES)}")
     if not _are_sizes(shape) or len(shape) > _MOST_AXES:
-        raise ValueError(f"shape: expected up to {_MOST_AXES} sizes, got {quoted(shape)}")
+        raise ValueError(f"shape: expected at most {_MOST_AXES} sizes, got {quoted(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"data_offsets: expected [begin, end], got {quoted(offsets)}")
     begin, end = offsets
     if start + end > size:
-        raise ValueError(f"truncated: ends at byte {start + end} of a file of {size} bytes")
+        raise ValueError(
+            f"truncated: the tensor ends at byte {start + end}, but the file has {size} bytes"
+        )
     bits = math.prod(shape) * STORED_TYPES[dtype].bits
     if bits != 8 * (end - begin):
         raise ValueError(f"{dtype} {quoted(shape)} does not fill {end - begin} bytes")
@@ -351,12 +387,13 @@ def _parse_entry(name, entry, file, start, size):
 
 
 def _are_sizes(value):
-    # type() and not isinstance: True is an int
+    # `isinstance` would accept True and False, which are integers in Python.
+    """Return whether a value from a header is a list of nonnegative 64-bit integers."""
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**63 for v in value)
 
 
 def _check_cover(infos, file, start, size, problems):
-    """Add a problem where tensors overlap, leave a hole, or leave bytes at the end."""
+    """Add a problem for each overlap, for each hole, and for bytes after the last tensor."""
     end, before = start, "the header"
     for info in sorted(infos.values(), key=lambda info: (info.start, info.nbytes)):
         if info.start != end:
@@ -364,11 +401,14 @@ def _check_cover(infos, file, start, size, problems):
             problems.append(f"{quoted(file)}: {quoted(info.name)} {relation} {before}")
         end, before = max(end, info.start + info.nbytes), quoted(info.name)
     if end < size:
-        problems.append(f"{quoted(file)}: {size - end} bytes after the last tensor")
+        problems.append(
+            f"{quoted(file)}: expected the file to end with its last tensor, got {size - end} more "
+            "bytes"
+        )
 
 
 def _read_index(folder, problems):
-    """Return name -> file of the index; what is wrong goes to `problems`."""
+    """Return the index as name -> file, and add everything that is wrong with it to `problems`."""
     try:
         weight_map = read_json(folder, INDEX).get("weight_map")
     except CheckpointError as error:
@@ -384,5 +424,7 @@ def _read_index(folder, problems):
         if isinstance(file, str) and file:
             listed[name] = file
         else:
-            problems.append(f"{quoted(INDEX)}: {quoted(name)}: expected a file, got {quoted(file)}")
+            problems.append(
+                f"{quoted(INDEX)}: {quoted(name)}: expected a file's name, got {quoted(file)}"
+            )
     return listed

@@ -1,4 +1,4 @@
-"""Write checkpoints of any size with random weights, for measuring a load and for tests."""
+"""Write checkpoints of any size with random weights, to measure loading and to test it."""
 
 import dataclasses
 import pathlib
@@ -12,7 +12,7 @@ import numpy as np
 from jax_nvfp4_moe.checkpoint.export import LazyTensor, write_checkpoint
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 
-# E4M3 bytes of 1 to 256, as real block scales spread around the middle of their range.
+# The E4M3 bytes of 1 and 256. The block scales of real checkpoints lie in about this range.
 _LOWEST_SCALE, _HIGHEST_SCALE = 0x38, 0x78
 _GLOBAL_SCALE = 2.0**-14  # weights up to 6 * 256 * 2^-14, about 0.1
 _INPUT_SCALE = 2.0**-9  # activations up to 2688 * 2^-9, about 5
@@ -20,7 +20,7 @@ _INPUT_SCALE = 2.0**-9  # activations up to 2688 * 2^-9, about 5
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticSizes:
-    """Sizes of a Qwen3-MoE checkpoint."""
+    """The sizes of a Qwen3-MoE model; each is one number of its ``config.json``."""
 
     layers: int
     num_experts: int
@@ -67,13 +67,13 @@ def write_synthetic(
     algorithm: str = "NVFP4",
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a Qwen3-MoE checkpoint in ModelOpt's format with seeded random weights.
+    """Write a Qwen3-MoE checkpoint in ModelOpt's format, with random weights from fixed seeds.
 
     Args:
-      folder: created where it is missing.
-      sizes: of the model.
+      folder: the folder to write. It is created if it is missing.
+      sizes: the sizes of the model.
       algorithm: a key of `modelopt.ALGORITHMS`.
-      shard_bytes: of a file, at most.
+      shard_bytes: the most bytes in one file.
     """
     dense = ["lm_head", "model.embed_tokens"]
     dense += [f"model.layers.{layer}.mlp.gate" for layer in range(sizes.layers)]
@@ -98,6 +98,7 @@ def write_synthetic(
 
 
 def _dense(sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and the shape of each tensor that is not quantized."""
     h = sizes.hidden
     yield "model.embed_tokens.weight", (sizes.vocab, h)
     yield "lm_head.weight", (sizes.vocab, h)
@@ -112,6 +113,7 @@ def _dense(sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _linears(sizes) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, the outputs and the inputs of each linear that is quantized."""
     h, i = sizes.hidden, sizes.intermediate
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     for layer in range(sizes.layers):
@@ -126,7 +128,7 @@ def _linears(sizes) -> Iterator[tuple[str, int, int]]:
 
 
 def _lazy(name, shape, dtype, draw) -> LazyTensor:
-    seed = zlib.crc32(name.encode())  # the same weights whatever the order of writing
+    seed = zlib.crc32(name.encode())  # weights depend on the name, not on the order of writing
     return LazyTensor(shape, np.dtype(dtype), lambda: draw(np.random.default_rng(seed), shape))
 
 

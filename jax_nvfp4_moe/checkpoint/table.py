@@ -1,8 +1,9 @@
-"""The table of a load: which tensors of the files fill which value of a model.
+"""The table of a load: which tensors of the files fill which values of a model.
 
-A `WeightTable` answers by name and size with a `Source`: the value's shapes, and how to read it.
-Headers alone are looked at. `WeightTable.check` then raises everything that is missing, misshapen
-or unexpected at once, so that no byte is read of a checkpoint that does not fit.
+A `WeightTable` is asked for a value by name and size. It answers with a `Source`, which holds the
+shapes of the value and reads it later. Only the headers are read to build the table.
+`WeightTable.check` then raises everything that is missing, misshapen or unexpected in one error. A
+checkpoint that does not fit is therefore refused before any tensor is read.
 """
 
 import contextlib
@@ -43,10 +44,11 @@ class Source:
     """What fills one value of a model.
 
     Attributes:
-      name: of the tensor or the module in the file, for messages.
-      value: the value, with a `jax.ShapeDtypeStruct` for each array.
-      read: reader -> the value. Its arrays are `LazyArray` or numpy arrays.
-      checkpoint_scheme: what the file declares for the module; None where it is not quantized.
+      name: the tensor or the module in the file, for messages.
+      value: the value, with a `jax.ShapeDtypeStruct` in place of each array.
+      read: takes a reader and returns the value. Its arrays are `LazyArray` or numpy arrays.
+      checkpoint_scheme: the scheme that the file declares for the module. None if it is not
+        quantized.
     """
 
     name: str
@@ -56,84 +58,97 @@ class Source:
 
 
 class Headers:
-    """Answers as a `Reader` does, with shapes alone."""
+    """Answers the questions that a `Reader` answers, with shapes and dtypes in place of arrays."""
 
     def __init__(self, divides: bool):
-        """Answer for a file whose weight global scales divide, or multiply."""
+        """Make the answers.
+
+        Args:
+          divides: whether the file stores the reciprocals of global scales.
+        """
         self._divides = divides
 
     def array(self, buffer: Buffer) -> jax.ShapeDtypeStruct:
-        """As `Reader.array`."""
+        """Return the shape and the dtype of `Reader.array`."""
         return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
 
     def weight(self, matrices: Matrices) -> NVFP4Tensor:
-        """As `Reader.weight`."""
+        """Return the shapes and the dtypes of `Reader.weight`."""
         scale: Any = self.array(matrices.weight_global)
         packed: Any = self.array(matrices.packed)
         block_scale: Any = self.array(matrices.block_scale)
         return NVFP4Tensor(packed, block_scale, scale, scale if self._divides else None)
 
     def fp8(self, matrices: FP8Matrices) -> FP8Tensor:
-        """As `Reader.fp8`."""
+        """Return the shapes and the dtypes of `Reader.fp8`."""
         values: Any = self.array(matrices.values)
         scale: Any = self.array(matrices.scale)
         return FP8Tensor(values, scale)
 
     def input_scale(self, matrices: Matrices | FP8Matrices, required: bool) -> Any:
-        """As `Reader.input_scale`."""
+        """Return the shape and the dtype of `Reader.input_scale`."""
         del required
         if matrices.input_global is None:
             return None
         return jax.ShapeDtypeStruct(matrices.input_global.shape[:1], matrices.input_global.dtype)
 
     def cache_scale(self, prefix: str, name: str, buffer: Buffer) -> jax.ShapeDtypeStruct:
-        """As `Reader.cache_scale`."""
+        """Return the shape and the dtype of `Reader.cache_scale`."""
         del prefix, name
         return self.array(buffer)
 
 
 class WeightTable:
-    """Finds the tensors of each value that a model asks for, by its name in the file."""
+    """Finds the tensors of each value that a model asks for, by the value's name in the file.
+
+    Attributes:
+      requests: the linears and the experts that were asked for.
+    """
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions | None = None):
-        """Make an empty table of an open checkpoint."""
+        """Make an empty table.
+
+        Args:
+          checkpoint: the open checkpoint.
+          options: how to read it. None takes the defaults of `LoadOptions`.
+        """
         self._checkpoint, self._options = checkpoint, options or LoadOptions()
         self._planner = Planner(checkpoint.tensors, checkpoint.quant, self._options.input_scales)
         self._headers = Headers(self._planner.names.divides)
         self.requests = Requests()
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor called `name`."""
+        """Return whether the checkpoint has a tensor called `name`."""
         return name in self._planner.tensors
 
     def has_under(self, prefix: str) -> bool:
-        """Whether the checkpoint has a tensor whose name begins with `prefix`."""
+        """Return whether the checkpoint has a tensor whose name begins with `prefix`."""
         return next(self._planner.tensors.under(prefix), None) is not None
 
     def checkpoint_scheme(self, module: str) -> CheckpointScheme:
-        """Return the scheme that the file declares for `module`, None for dense."""
+        """Return the scheme that the file declares for `module`, or None if it is dense."""
         return self._planner.checkpoint_scheme(module)
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
-        """Module -> how the file quantizes it and what said so, of all that was asked for.
+        """How the file quantizes each module that was asked for, and what decided that.
 
-        The experts of a layer are one row, ``PREFIX.experts.*``.
+        The experts of a layer are one entry, ``PREFIX.experts.*``.
         """
         return self._planner.decisions
 
     def ignore(self, prefix: str, reason: str) -> None:
-        """Say that tensors whose names begin with `prefix` are knowingly left out, and why."""
+        """Leave out the tensors whose names begin with `prefix`, and log the reason."""
         self._planner.ignore(list(self._planner.tensors.under(prefix)), reason)
 
     def array(self, name: str, shape: tuple[int, ...], *, dtype: Any = None) -> Source:
         """Find the dense tensor `name`.
 
         Args:
-          name: whole name, such as "model.norm.weight".
-          shape: that it must have.
-          dtype: of the result, `LoadOptions.dtype` where it is None. An integer dtype expects
-            integers in the file, any other floats.
+          name: the full name, such as "model.norm.weight".
+          shape: the shape that the tensor must have.
+          dtype: the dtype of the result. An integer dtype expects integers in the file, and any
+            other dtype expects floats. None takes `LoadOptions.dtype`.
         """
         buffer = self._planner.array(name, tuple(shape), dtype or self._options.dtype)
         return self._source(name, lambda reader: reader.array(buffer))
@@ -141,14 +156,17 @@ class WeightTable:
     def linear(
         self, prefix: str, n: int, k: int, *, bias: bool | None = False, dtype: Any = None
     ) -> Source:
-        """Find the linear `prefix`, quantized or dense as the file has it: a `LinearWeights`.
+        """Find the linear `prefix`, in the format in which the file stores it.
 
         Args:
-          prefix: module, such as "model.layers.0.self_attn.q_proj".
-          n: outputs.
-          k: inputs; a multiple of 16 where it is quantized.
-          bias: whether it has one; None: if the file does.
-          dtype: of dense arrays, `LoadOptions.dtype` where it is None.
+          prefix: the module, such as "model.layers.0.self_attn.q_proj".
+          n: the number of outputs.
+          k: the number of inputs, a multiple of 16 if the linear is NVFP4.
+          bias: whether the linear has a bias. None takes a bias if the file has one.
+          dtype: the dtype of dense arrays. None takes `LoadOptions.dtype`.
+
+        Returns:
+          A source of `LinearWeights`.
         """
         self.requests.linears[prefix] = n, k
         plan = self._planner.linear(prefix, n, k, bias, dtype or self._options.dtype)
@@ -168,23 +186,25 @@ class WeightTable:
         interleaved: bool = False,
         inputs_first: bool | None = None,
     ) -> Source:
-        """Find the experts below `prefix` as the file has them, canonical.
+        """Find the experts of one layer, in the format in which the file stores them.
 
-        The value is `MoEParams` where they are NVFP4, else `DenseExperts`.
+        `expert_names.PER_EXPERT` lists the names that experts may have. Stacked experts are found
+        too. The value has the gate rows before the up rows, whatever the order in the file.
 
         Args:
-          prefix: module, such as "model.layers.0.mlp.experts".
+          prefix: the module, such as "model.layers.0.mlp.experts".
           num_experts: e.
-          hidden: h, a multiple of 16.
-          intermediate: i, a multiple of 16.
-          gated: whether there are gate rows.
-          bias: whether both products have a bias.
-          interleaved: whether gate and up rows alternate where one tensor holds both.
-          inputs_first: whether stacked matrices that are not NVFP4 are ``[e, k, n]`` (Llama 4,
-            gpt-oss) or ``[e, n, k]``; None tells by the shapes, and refuses square ones.
+          hidden: h, a multiple of 16 if the experts are NVFP4.
+          intermediate: i, a multiple of 16 if the experts are NVFP4.
+          gated: whether experts have a gate projection.
+          bias: whether both products add a bias.
+          interleaved: whether gate and up rows alternate if one tensor holds both.
+          inputs_first: whether stacked matrices that are not NVFP4 are ``[e, k, n]``, as in Llama 4
+            and gpt-oss, or ``[e, n, k]``. None decides by the shapes, and reports square matrices
+            as a problem.
 
-        Names and layouts are those of `expert_names.PER_EXPERT` and the stacked formats. The rows
-        come out as gate rows, then up rows, whatever the file has.
+        Returns:
+          A source of canonical `MoEParams` if the experts are NVFP4, else of `DenseExperts`.
         """
         sizes = ExpertSizes(
             num_experts, hidden, intermediate, gated, bias, interleaved, inputs_first
@@ -198,34 +218,39 @@ class WeightTable:
         )
 
     def dense_experts(self, prefix: str, sizes: ExpertSizes, *, dtype: Any = None) -> Source:
-        """Find experts that are not quantized, as a quantizer needs them: `DenseExperts`.
+        """Find experts that are not quantized, for a quantizer to read.
 
         Args:
-          prefix: module.
-          sizes: of the layer.
+          prefix: the module of the experts.
+          sizes: the sizes of the layer.
           dtype: as for `array`.
+
+        Returns:
+          A source of `DenseExperts`.
         """
         plan = plan_dense_experts(self._planner, prefix, sizes, dtype or self._options.dtype)
         return self._dense_source(prefix, plan)
 
     def cache_scales(self, prefix: str, **heads: int) -> Source | None:
-        """Find how the file rounds keys and values of an attention to FP8: `CacheScales`.
+        """Find the scales with which an attention module stores keys and values in FP8.
+
+        A scale that the file lacks, or that is not a positive finite number, is 1.
 
         Args:
-          prefix: module, such as "model.layers.0.self_attn".
-          heads: number of heads of what is kept, under "k" and "v".
+          prefix: the attention module, such as "model.layers.0.self_attn".
+          heads: "k" or "v" -> the number of heads.
 
         Returns:
-          None if the file does not round them. Scales that the file lacks are 1; those that are
-          not positive and finite become 1.
+          A source of `CacheScales`. None if the file does not declare an FP8 KV cache.
         """
         cache = self._planner.quant.kv_cache
         if cache is None:
             return None
         if cache.algorithm != "FP8":
             self._planner.problems.append(
-                f"{cache.source}: {quoted(cache.algorithm)} is not supported; supported: FP8. "
-                "Load with scheme='w4a16', which keeps keys and values in the model's dtype"
+                f"{cache.source}: {quoted(cache.algorithm)} is not supported for the KV cache; "
+                "supported: FP8. Load with scheme='w4a16', which keeps keys and values in the "
+                "model's dtype"
             )
             return None
         buffers = {
@@ -242,14 +267,14 @@ class WeightTable:
         """Raise everything that is wrong with the tensors that were asked for.
 
         Args:
-          only: module such as "model.layers.3.mlp"; tensors elsewhere are not unexpected.
-            `LoadOptions.only` where None.
+          only: a module such as "model.layers.3.mlp". Tensors elsewhere are not reported as
+            unexpected. None takes `LoadOptions.only`.
 
         Returns:
-          Bytes of the tensors that reading all sources reads.
+          The bytes that reading all sources would read.
 
         Raises:
-          CheckpointError: tensors are missing, misshapen or unexpected; lists all of them.
+          CheckpointError: lists all tensors that are missing, misshapen or unexpected.
         """
         planner, checkpoint, options = self._planner, self._checkpoint, self._options
         num_layers = options.num_layers or _num_layers(checkpoint.config)
@@ -269,18 +294,18 @@ class WeightTable:
         """Raise what is wrong with the tensors asked for so far, if anything is.
 
         Raises:
-          CheckpointError: tensors are missing or misshapen.
+          CheckpointError: lists all tensors that are missing or misshapen.
         """
         if self._planner.problems:
             raise CheckpointError(self._planner.problems, str(self._checkpoint.folder))
 
     @contextlib.contextmanager
     def open_reader(self, show: bool | None = None, label: str = "loading") -> Iterator[Reader]:
-        """Yield a reader of all sources.
+        """Yield a reader for all sources.
 
         Args:
-          show: whether to draw a bar on standard error; None draws one on a terminal.
-          label: of the bar.
+          show: whether to draw a progress bar on standard error. None draws it on a terminal.
+          label: the text before the bar.
         """
         checkpoint = self._checkpoint
         with progress(show, self._planner.nbytes, label) as advance:
@@ -289,6 +314,7 @@ class WeightTable:
             )
 
     def _source(self, name, read, checkpoint_scheme=None) -> Source:
+        """Return a source whose value has the shapes from the headers."""
         return Source(name, read(self._headers), read, checkpoint_scheme)
 
     def _dense_source(self, prefix, plan: DenseExpertPlan | FP8ExpertPlan) -> Source:
@@ -298,6 +324,7 @@ class WeightTable:
         )
 
     def _moe_params(self, reader, plan: ExpertPlan) -> MoEParams:
+        """Return NVFP4 experts, read by a `Reader` or, as shapes alone, by `Headers`."""
         return MoEParams(
             gate_up=reader.weight(plan.gate_up),
             down=reader.weight(plan.down),
@@ -308,6 +335,7 @@ class WeightTable:
         )
 
     def _dense_experts(self, reader, plan: DenseExpertPlan | FP8ExpertPlan) -> DenseExperts:
+        """Return experts in FP8 or a float dtype, read as in `_moe_params`."""
         if isinstance(plan, DenseExpertPlan):
             matrices = reader.array(plan.gate_up), reader.array(plan.down)
             scales = None, None
@@ -325,6 +353,7 @@ class WeightTable:
         )
 
     def _linear(self, reader, plan: LinearPlan) -> LinearWeights:
+        """Return a linear in the format in which the file stores it, read as in `_moe_params`."""
         bias = _optional(reader, plan.bias)
         quantized = plan.matrices or plan.fp8
         if quantized is None:
@@ -347,7 +376,7 @@ class WeightTable:
 
 
 def read_source(source: Source, reader: Reader) -> Any:
-    """Read a source: numpy arrays alone, their values checked.
+    """Read a source into numpy arrays, and check their values.
 
     Raises:
       CheckpointError: a scale is NaN or infinite.
@@ -362,5 +391,6 @@ def _optional(reader, buffer: Buffer | None) -> Any:
 
 
 def _num_layers(config) -> int | None:
+    """Return the number of layers that the config declares, or None."""
     value = merge_text_config(config).get("num_hidden_layers")
     return value if type(value) is int and value > 0 else None

@@ -1,4 +1,7 @@
-"""Tensors that a checkpoint has and its model does not ask for: known extras, or a problem."""
+"""Find tensors that a checkpoint has but its model does not ask for.
+
+Such a tensor is either a known extra, which is left out, or a problem.
+"""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +11,7 @@ from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
 from jax_nvfp4_moe.checkpoint.plan import Planner
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# Tensors that real checkpoints carry and inference of the language model does not need.
+# Tensors that published checkpoints contain, but that the language model does not need to run.
 _KNOWN_EXTRAS = tuple(
     (re.compile(pattern), what)
     for pattern, what in (
@@ -30,13 +33,14 @@ _KNOWN_EXTRAS = tuple(
 def find_unexpected_keys(
     planner: Planner, key_mapping: KeyMapping, only: str | None, num_layers: int | None
 ) -> Iterator[str]:
-    """Say which tensors nobody asked for, though they lie in a module that is loaded.
+    """Yield a sentence for each tensor that nobody asked for in a module that is loaded.
 
     Args:
-      planner: has taken those that were; takes notes of what is knowingly left out.
-      key_mapping: of the file.
-      only: the module to look into, None for all.
-      num_layers: of the config; tensors of later layers are left out.
+      planner: knows the tensors that were asked for. It receives notes about tensors that are left
+        out.
+      key_mapping: how the file spells the names of the language model's tensors.
+      only: the module to search. None searches the whole checkpoint.
+      num_layers: the number of layers in the config. Tensors of later layers are left out.
     """
     scope = f"{only}." if only else ""
     loaded = {name.split(".")[0] for name in planner.taken}
@@ -47,7 +51,7 @@ def find_unexpected_keys(
         extra = _known_extra(name, num_layers)
         beside = name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
         if extra is None and beside:
-            extra = "modules beside the language model"
+            extra = "modules outside of the language model"
         if extra is not None:
             planner.note(f"tensors left out: {extra}")
             continue
@@ -55,7 +59,8 @@ def find_unexpected_keys(
 
 
 def _known_extra(name, num_layers) -> str | None:
+    """Return what kind of known extra a tensor is, or None."""
     layer = _LAYER.search(name)
     if layer and num_layers is not None and int(layer[1]) >= num_layers:
-        return f"layers after the {num_layers} of the config"
+        return f"layers beyond the {num_layers} that the config declares"
     return next((what for pattern, what in _KNOWN_EXTRAS if pattern.search(name)), None)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds for one module: a linear, the scales of a KV cache."""
+"""The values that a checkpoint holds for one module: a linear, or the scales of a KV cache."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from jax_nvfp4_moe.scheme import CheckpointScheme
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearWeights:
-    """One linear layer ``y = W x + bias``.
+    """The weights of one linear layer ``y = W x + bias``.
 
     Attributes:
-      weight: `NVFP4Tensor` ``[n, k]`` with a scalar global scale, `FP8Tensor` or a dense array
-        ``[n, k]``.
-      bias: ``[n]`` or None.
-      input_scale: float32 scalar where the file declares W4A4 or static FP8, else None.
-      checkpoint_scheme: the scheme in the file; None where the weight is dense.
+      weight: ``[n, k]``, an `NVFP4Tensor` with a scalar global scale, an `FP8Tensor`, or a dense
+        array.
+      bias: ``[n]``, or None.
+      input_scale: float32 scalar if the file declares W4A4 or static FP8, else None.
+      checkpoint_scheme: the scheme that the file declares. None if the weight is dense.
       multiply_by_reciprocal: how activations are rounded to FP8; see `numerics.fp8.round_fp8`.
     """
 
@@ -33,11 +33,12 @@ class LinearWeights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CacheScales:
-    """How one layer's keys and values are rounded to FP8.
+    """The scales with which the keys and values of one layer are rounded to FP8.
 
     Attributes:
-      scales: name -> float32 ``[heads]``.
-      multiply_by_reciprocal: static; see `numerics.fp8.round_fp8`.
+      scales: "k" or "v" -> float32 ``[heads]``.
+      multiply_by_reciprocal: how they are rounded; see `numerics.fp8.round_fp8`. This field is
+        static.
     """
 
     scales: Mapping[str, Any]

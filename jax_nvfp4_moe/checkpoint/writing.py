@@ -1,4 +1,4 @@
-"""Write files and folders that are complete or absent, with errors that name the full device."""
+"""Write files and folders that are either complete or absent, also after an error."""
 
 import contextlib
 import os
@@ -8,19 +8,19 @@ from collections.abc import Iterable, Iterator
 
 PARTIAL = ".partial"
 _STAGE = f".jax-nvfp4-moe{PARTIAL}"
-_COPIED = 1 << 20  # bytes at once
+_COPIED = 1 << 20  # bytes that are copied at once
 
 
 def write_file(path: pathlib.Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """Write one file, which has its name only once it is complete.
+    """Write one file, which gets its name only when it is complete.
 
     Args:
-      path: of the file, replaced if it exists.
-      blocks: its bytes, one block in memory at a time.
+      path: the file to write. An existing file is replaced.
+      blocks: the bytes of the file. Memory holds one block at a time.
 
     Raises:
-      OSError: the file cannot be written; names it, the device and the room on it. Whatever the
-        error is, nothing incomplete is left.
+      OSError: the file cannot be written. The message names the file, its device, and the free
+        space on it. After any error, no incomplete file remains.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -31,7 +31,7 @@ def write_file(path: pathlib.Path, blocks: Iterable[bytes | memoryview]) -> None
                 with _naming_device(path):
                     _write_all(stream, block)
             with _naming_device(path):
-                stream.close()  # a network's file system may find no room only now
+                stream.close()  # a network file system may report a full disk only now
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -39,7 +39,7 @@ def write_file(path: pathlib.Path, blocks: Iterable[bytes | memoryview]) -> None
 
 
 def copy_file(source: pathlib.Path, path: pathlib.Path) -> None:
-    """Copy the bytes of one file; errors are those of `write_file`."""
+    """Copy one file; raises the errors of `write_file`."""
     with source.open("rb") as stream:
         write_file(path, iter(lambda: stream.read(_COPIED), b""))
 
@@ -47,8 +47,7 @@ def copy_file(source: pathlib.Path, path: pathlib.Path) -> None:
 def is_free(folder: pathlib.Path) -> bool:
     """Return whether `staged_folder` may write to `folder`.
 
-    It may where there is nothing, or a folder that is empty but for what a process that was killed
-    has left there.
+    It may if the folder does not exist, or contains nothing but what a killed process left behind.
     """
     if not os.path.lexists(folder):
         return True
@@ -57,20 +56,21 @@ def is_free(folder: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def staged_folder(folder: pathlib.Path, last: str) -> Iterator[pathlib.Path]:
-    """Give a folder to write files into, which move to `folder` when the block ends without error.
+    """Yield a folder for new files, and move them to `folder` if the block ends without an error.
 
-    It lies inside `folder`, so that both are on one device and moving is renaming. After an error
-    `folder` is as it was: empty, or not there.
+    The yielded folder lies inside `folder`. Both are then on the same device, and a move is a
+    rename. After an error, `folder` is as it was before: empty or missing.
 
     Args:
-      folder: see `is_free`; made where it is missing.
-      last: the file that moves last, by which readers know that all are there.
+      folder: the destination, for which `is_free` must hold. It is created if it is missing.
+      last: the name of the file that moves last. Readers take its presence as a sign that all files
+        are there.
     """
     existed = folder.exists()
     stage = folder / _STAGE
     moved: list[pathlib.Path] = []
     try:
-        shutil.rmtree(stage, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(stage, ignore_errors=True)  # a killed process may have left it
         stage.mkdir(parents=True)
         yield stage
         for path in sorted(stage.iterdir(), key=lambda path: (path.name == last, path.name)):
@@ -82,20 +82,20 @@ def staged_folder(folder: pathlib.Path, last: str) -> Iterator[pathlib.Path]:
             path.unlink(missing_ok=True)
         shutil.rmtree(stage, ignore_errors=True)
         if not existed:
-            with contextlib.suppress(OSError):  # never made, or in use by somebody else
+            with contextlib.suppress(OSError):  # it was never created, or others write to it
                 folder.rmdir()
         raise
 
 
 def _write_all(stream, block) -> None:
     view = memoryview(block)
-    while view:  # a write of a file without a buffer may take a part
+    while view:  # an unbuffered write may write only a part of the bytes
         view = view[stream.write(view) :]
 
 
 @contextlib.contextmanager
 def _naming_device(path) -> Iterator[None]:
-    """Say of an error which file could not be written, and what room its device has."""
+    """Add the name of the file and the free space of its device to an `OSError`."""
     try:
         yield
     except OSError as error:
@@ -103,6 +103,6 @@ def _naming_device(path) -> Iterator[None]:
         free = shutil.disk_usage(mount).free / 2**20
         raise OSError(
             error.errno,
-            f"cannot write {path}: {error.strerror}, on the device mounted at {mount}, which has "
+            f"cannot write {path}: {error.strerror}. The device mounted at {mount} has "
             f"{free:.1f} MiB free; make room there or choose another folder, and try again",
         ) from error

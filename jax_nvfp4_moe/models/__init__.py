@@ -1,4 +1,4 @@
-"""Models: one readable file an architecture, and the loaders."""
+"""Models: one readable file per architecture, and the functions that load them."""
 
 from jax_nvfp4_moe.models.loading import ARCHITECTURES, load_model, load_moe
 

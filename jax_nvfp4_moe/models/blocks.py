@@ -1,4 +1,4 @@
-"""The blocks with experts inside a model."""
+"""Find the expert blocks of a model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,13 +9,13 @@ from jax_nvfp4_moe.nn.moe import NVFP4MoE
 
 
 def expert_blocks(model: Any) -> Iterator[tuple[str, NVFP4MoE]]:
-    """Return each block with its path, such as "layers.3.mlp", in the order of the layers."""
+    """Yield each expert block with its path, such as "layers.3.mlp", in the order of the layers."""
     found = [(path, part) for path, part in nnx.iter_modules(model) if isinstance(part, NVFP4MoE)]
-    # Indices of layers are numbers: in their order, not in that of their digits.
+    # Layer indices are compared as numbers. As text, layer 10 would come before layer 2.
     for path, block in sorted(found, key=lambda pair: [(isinstance(p, str), p) for p in pair[0]]):
         yield ".".join(map(str, path)), block
 
 
 def experts_path(block: str) -> str:
-    """Return the path of the routed experts of the block at path `block`."""
+    """Return the path of the routed experts in the block at the path `block`."""
     return f"{block}.experts" if block else "experts"

@@ -1,4 +1,4 @@
-"""Read a model's sizes from ``config.json``: every value checked, all problems in one error."""
+"""Read the sizes of a model from ``config.json``, and report all wrong values in one error."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,13 @@ _KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}
 
 
 class Fields:
-    """Checked look-ups in a parsed ``config.json``; problems add up until `finish`.
+    """Checked look-ups in a parsed ``config.json``.
 
-    A look-up that fails returns a value of the right type, so that reading can go on.
+    A look-up that fails adds a problem and returns a value of the right type, so that reading can
+    go on and find further problems. `finish` raises them all.
+
+    Attributes:
+      problems: a sentence for each value that is missing, wrong or not supported.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -42,7 +46,7 @@ class Fields:
         return self._typed(name, default, bool, default)
 
     def indices(self, name: str) -> tuple[int, ...]:
-        """Return the list of integers `name`, empty where it is missing."""
+        """Return the list of integers `name`, or an empty one if it is missing."""
         value = self._config.get(name) or []
         if isinstance(value, list) and all(type(item) is int for item in value):
             return tuple(value)
@@ -52,25 +56,27 @@ class Fields:
     def layer_types(
         self, count: int, allowed: Sequence[str], default: Sequence[str]
     ) -> tuple[str, ...]:
-        """Return ``layer_types``, one of `allowed` for each of `count` layers."""
+        """Return ``layer_types``, which has one of `allowed` for each of `count` layers."""
         value = self._config.get("layer_types")
         value = list(default) if value is None else value
         known = isinstance(value, list) and all(item in allowed for item in value)
         if known and len(value) == count:
             return tuple(value)
         self.problems.append(
-            f"{CONFIG}: layer_types: expected {count} of {', '.join(map(quoted, allowed))}; "
-            f"got {quoted(value)}"
+            f"{CONFIG}: layer_types: expected a list of {count} values from "
+            f"{', '.join(map(quoted, allowed))}; got {quoted(value)}"
         )
         return tuple(default)
 
     def count(self, name: str, default: int = 0) -> int:
-        """Return the integer `name` of 0 or more."""
+        """Return the integer `name`, which must not be negative."""
         value = self._config.get(name)
         value = default if value is None else value
         if type(value) is int and value >= 0:
             return value
-        self.problems.append(f"{CONFIG}: {name}: expected 0 or more, got {quoted(value)}")
+        self.problems.append(
+            f"{CONFIG}: {name}: expected an integer of 0 or more, got {quoted(value)}"
+        )
         return default
 
     def only(self, name: str, allowed: Sequence[Any], default: Any) -> Any:
@@ -86,16 +92,20 @@ class Fields:
         return default
 
     def present(self, name: str) -> bool:
-        """Whether `name` is there and not null."""
+        """Return whether `name` is present and not null."""
         return self._config.get(name) is not None
 
     def require(self, holds: bool, problem: str) -> None:
-        """Add a problem where `holds` is false."""
+        """Add a problem if `holds` is false."""
         if not holds:
             self.problems.append(f"{CONFIG}: {problem}")
 
     def relate(self, holds: bool, problem: str) -> None:
-        """Add a problem where values do not go together; only sound values are compared."""
+        """Add a problem if `holds`, a relation between values, is false.
+
+        Values are only compared if all of them are valid. Otherwise the problem is in the value
+        itself, which has been added already.
+        """
         self.require(holds or bool(self.problems), problem)
 
     def finish(self) -> None:
@@ -104,6 +114,7 @@ class Fields:
             raise CheckpointError(list(dict.fromkeys(self.problems)))
 
     def _typed(self, name, default, kind, fallback):
+        """Return the value of `name` if it is a finite number or a boolean, as `kind` says."""
         value = self._config.get(name)
         value = default if value is None else value
         wanted = (int, float) if kind is float else (bool,)
@@ -123,14 +134,17 @@ def read_rope(
     theta: float = 10000.0,
     share: float = 1.0,
 ) -> Rope:
-    """Read the rotary embedding: ``rope_parameters``, or older ``rope_theta`` and ``rope_scaling``.
+    """Read the rotary embedding.
+
+    Newer files have ``rope_parameters``. Older ones have ``rope_theta`` and ``rope_scaling``.
 
     Args:
-      fields: takes the problems.
+      fields: receives the problems.
       config: the parsed ``config.json``.
-      width: channels of a head; ``partial_rotary_factor`` of them are rotated.
-      positions: max_position_embeddings.
-      theta, share: rope_theta and partial_rotary_factor where the file has none.
+      width: the channels of a head. The factor ``partial_rotary_factor`` of them is rotated.
+      positions: the value of ``max_position_embeddings``.
+      theta: the default of ``rope_theta``.
+      share: the default of ``partial_rotary_factor``.
 
     Source: YaRN, arXiv:2309.00071; `modeling_rope_utils` of transformers for the details.
     """
@@ -170,7 +184,7 @@ def read_rope(
 
 
 def _linear(fields, given, frequencies):
-    """Slow down all frequencies by `factor`."""
+    """Return frequencies that are all divided by ``factor``."""
     factor = given.number("factor")
     given.relate(factor >= 1, f"rope factor: expected at least 1, got {factor}")
     fields.problems += given.problems
@@ -178,24 +192,34 @@ def _linear(fields, given, frequencies):
 
 
 def _llama3(fields, given, frequencies):
-    """Slow down frequencies of wavelengths past the original length by `factor`, blend below."""
+    """Return frequencies whose low ones are divided by ``factor``.
+
+    Frequencies that turn less than ``low_freq_factor`` times within the original context are
+    divided. Those that turn more than ``high_freq_factor`` times are kept, and those between are
+    blended.
+    """
     factor = given.number("factor")
     original = given.size("original_max_position_embeddings")
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
     given.relate(factor >= 1, f"rope factor: expected at least 1, got {factor}")
-    given.relate(0 < low <= high, f"low_freq_factor: expected at most {high}, got {low}")
+    given.relate(
+        0 < low <= high, f"low_freq_factor: expected a positive number up to {high}, got {low}"
+    )
     fields.problems += given.problems
     if given.problems:
         return Rope(tuple(frequencies.tolist()))
-    turns = original * frequencies / np.float32(2 * math.pi)  # within the original length
-    # Llama 4 Scout has low = high: no frequency is blended then.
+    turns = original * frequencies / np.float32(2 * math.pi)  # within the original context
+    # Llama 4 Scout has low = high, so that no frequency is blended. The blend would divide by 0.
     kept = np.clip((turns - low) / (high - low), 0, 1) if low < high else turns >= low
     blended = frequencies * kept + frequencies / np.float32(factor) * (1 - kept)
     return Rope(tuple(blended.astype(np.float32).tolist()))
 
 
 def _yarn(fields, given, frequencies, theta, positions):
-    """Slow down the low frequencies by `factor`, keep the high ones, blend between."""
+    """Return frequencies as YaRN changes them for a longer context.
+
+    High frequencies are kept, low ones are divided by ``factor``, and those between are blended.
+    """
     original = given.size("original_max_position_embeddings", default=positions)
     stretch = positions / original if given.present("original_max_position_embeddings") else None
     factor = given.number("factor", stretch)
@@ -204,7 +228,9 @@ def _yarn(fields, given, frequencies, theta, positions):
     mscale_all = given.number("mscale_all_dim", 0.0)
     truncate = given.flag("truncate", True)
     given.require(factor >= 1, f"rope factor: expected at least 1, got {factor}")
-    given.require(min(turns) > 0, f"beta_fast and beta_slow: expected over 0, got {turns}")
+    given.require(
+        min(turns) > 0, f"beta_fast and beta_slow: expected positive numbers, got {turns}"
+    )
     default = _mscale(factor, 1.0)
     if mscale and mscale_all:
         default = _mscale(factor, mscale) / _mscale(factor, mscale_all)
@@ -215,7 +241,7 @@ def _yarn(fields, given, frequencies, theta, positions):
     width = 2 * len(frequencies)
 
     def channel(turns):
-        """Return the channel that turns so many times within the original length."""
+        """Return the channel whose rotation turns this many times in the original context."""
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = channel(turns[0]), channel(turns[1])
@@ -230,4 +256,5 @@ def _yarn(fields, given, frequencies, theta, positions):
 
 
 def _mscale(factor, mscale):
+    """Return YaRN's factor on attention scores for this stretch of the context."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

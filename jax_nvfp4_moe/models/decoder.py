@@ -1,4 +1,4 @@
-"""What the decoder models share: cache, the loop of layers, embedding and head."""
+"""What all decoder models share: the cache, the loop over layers, the embedding and the head."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +26,15 @@ from jax_nvfp4_moe.parallel.tensor_parallel import gather_columns, look_up
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """One row of the table of architectures.
+    """One row of the table of supported architectures.
 
     Attributes:
-      read_config: parsed ``config.json`` -> a frozen dataclass; CheckpointError says what is wrong.
-      build_model: config, `Builder` -> `Decoder`.
-      build_moe: config, layer, `Builder` -> `NVFP4MoE`.
-      keys: path of a part of the model -> its name in the file; see `nn.keys`.
-      moe: path of the expert block of a layer, ``*`` for its index.
+      read_config: takes a parsed ``config.json`` and returns the sizes, a frozen dataclass. It
+        raises `CheckpointError` if values are wrong.
+      build_model: takes the sizes and a `Builder`, and returns a `Decoder`.
+      build_moe: takes the sizes, the index of a layer and a `Builder`, and returns an `NVFP4MoE`.
+      keys: the path of a part of the model -> its name in the file; see `nn.keys`.
+      moe: the path of a layer's expert block, with ``*`` in place of the layer's index.
     """
 
     read_config: Callable
@@ -46,14 +47,14 @@ class Architecture:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What a model keeps of past tokens.
+    """What a model stores about the tokens that it has read.
 
     Attributes:
-      layers: for each layer, name -> array: keys and values ``[b, m, max_length, d]`` of m heads,
-        or a recurrent state ``[b, ...]``.
-      lengths: int32 ``[b]``, tokens taken in of each row. Keys and values past it may hold
-        anything.
-      max_length: static; tokens that there is room for.
+      layers: one mapping per layer, name -> array. Attention stores keys and values ``[b, m,
+        max_length, d]`` with m heads; a recurrent mixer stores its state ``[b, ...]``.
+      lengths: int32 ``[b]``, the number of tokens that each row has read. Keys and values beyond
+        that number have no meaning.
+      max_length: the number of tokens that the cache has room for. This field is static.
     """
 
     layers: tuple[Mapping[str, jax.Array], ...]
@@ -62,7 +63,16 @@ class Cache:
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each on normalized input and added to the residual stream."""
+    """Attention and feed-forward, each with a norm before it and a residual connection around it.
+
+    ``x = x + attention(attention_norm(x)); y = x + mlp(mlp_norm(x))``
+
+    Attributes:
+      attention_norm: the norm before the attention.
+      attention: the attention, or another mixer of tokens.
+      mlp_norm: the norm before the feed-forward.
+      mlp: a dense MLP or an expert block.
+    """
 
     def __init__(self, attention_norm: RMSNorm, attention, mlp_norm: RMSNorm, mlp):
         """Make a layer of its four parts."""
@@ -70,11 +80,20 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
-        """Return empty cache entries of `batch` rows."""
+        """Return the empty cache entries of `batch` rows."""
         return self.attention.init_cache(batch, max_length)
 
     def __call__(self, x, positions, entries):
-        """Run the layer on ``x [b, t, h]``; returns the result and the updated cache entries."""
+        """Run the layer.
+
+        Args:
+          x: ``[b, t, h]``.
+          positions: int32 ``[b, t]``, the position of each token in its row.
+          entries: the layer's cache entries. None runs without a cache.
+
+        Returns:
+          The result ``[b, t, h]``, and the updated cache entries.
+        """
         with jax.named_scope("attention"):
             y, entries = self.attention(self.attention_norm(x), positions, entries)
         x = x + y
@@ -86,10 +105,14 @@ class Decoder(nnx.Module):
     """A causal language model: embedding, layers, norm, and logits over the vocabulary.
 
     Attributes:
-      config: static; has vocab_size, hidden, num_layers, max_positions and eps.
-      dtype: static; of activations, dense weights and cache.
-      layers: of `DecoderLayer`, or others called in the same way.
-      expert_mesh: static; where embedding and head are divided along the vocabulary, else None.
+      config: the sizes, with vocab_size, hidden, num_layers, max_positions and eps. Static.
+      dtype: the dtype of activations, dense weights and cache. Static.
+      embedding: ``[v, h]``.
+      layers: `DecoderLayer` modules, or modules with the same methods.
+      norm: the norm before the head.
+      head: the linear that makes logits. None means that the embedding's weights make them.
+      expert_mesh: the mesh over which embedding and head are divided along the vocabulary. None
+        means that they are not divided. Static.
     """
 
     def __init__(
@@ -103,16 +126,17 @@ class Decoder(nnx.Module):
         dtype: Any,
         expert_mesh: ExpertMesh | None = None,
     ):
-        """Make a model.
+        """Make a model of its parts.
 
         Args:
-          config: static; sizes.
+          config: the sizes. Static.
           embedding: ``[v, h]``.
-          layers, norm: parts.
-          head: linear of the logits; None shares the embedding (tied).
-          dtype: of activations, dense weights and cache.
-          expert_mesh: devices along which embedding and head are divided by rows; None: they
-            are not.
+          layers: the layers.
+          norm: the norm before the head.
+          head: the linear that makes logits. None uses the weights of the embedding (tied).
+          dtype: the dtype of activations, dense weights and cache.
+          expert_mesh: the mesh over which the rows of embedding and head are divided. None means
+            that they are not divided.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -128,7 +152,10 @@ class Decoder(nnx.Module):
           ValueError: a size is not positive.
         """
         if batch < 1 or max_length < 1:
-            raise ValueError(f"cache: expected positive sizes, got {batch} rows of {max_length}")
+            raise ValueError(
+                "cache: expected a positive batch and max_length, got batch "
+                f"{batch} and max_length {max_length}"
+            )
         layers = tuple(layer.init_cache(batch, max_length) for layer in self.layers)
         return Cache(layers, jnp.zeros(batch, jnp.int32), max_length)
 
@@ -140,24 +167,32 @@ class Decoder(nnx.Module):
         lengths: Int32[Array, " b"] | None = None,
         logits_at: Int32[Array, " b"] | None = None,
     ):
-        """Return float32 logits ``[b, t, vocab]``, and the extended cache where one is given.
+        """Return float32 logits ``[b, t, vocab]``, and with a cache also the updated cache.
 
         Args:
-          input_ids: from 0 to ``config.vocab_size - 1``.
-          cache: each row's tokens follow those that it has taken in, and must fit.
-          lengths: true tokens of each row, 0 to t, the rest being padding; t where None.
-          logits_at: an index into t for each row: logits of that position alone, ``[b, 1, vocab]``.
+          input_ids: ``[b, t]`` of any integer dtype, from 0 to ``config.vocab_size - 1``.
+          cache: what the model has read before. The new tokens follow in each row, and the cache
+            must have room for them. None, the default, reads `input_ids` as whole sequences.
+          lengths: int32 ``[b]``, the number of true tokens in each row, from 0 to t. The other
+            tokens are padding. None, the default, means t in every row.
+          logits_at: int32 ``[b]``, one index into t for each row. The logits are then those of that
+            position alone, ``[b, 1, vocab]``. None, the default, returns the logits of all
+            positions.
 
-        Values are checked where they are known: outside of ``jax.jit``, and of arrays that this
-        process holds whole. Inside a trace nothing can be raised. There an id past the vocabulary
-        is some id inside it or, over a mesh, a token of zeros; keys and values past the end of a
-        full cache are dropped, so that later tokens do not see them; and positions past
-        ``config.max_positions`` are computed as any other, beyond what the model was trained on.
+        Values are checked if they are known: outside of ``jax.jit``, and for arrays that this
+        process holds as a whole. A trace cannot raise an error for a value. Inside a trace, values
+        that are out of range have these effects:
+
+        * An id beyond the vocabulary is read as some other id or, over a mesh, as a token of zeros.
+        * Keys and values beyond the end of a full cache are dropped, and later tokens do not see
+          them.
+        * A position beyond ``config.max_positions`` is computed like any other, although the model
+          was not trained for it.
 
         Raises:
-          ValueError: a shape or dtype is wrong, ``jax.set_mesh`` has Explicit axes, or a value that
-            is known is out of range: an id, a length, a token without room in the cache, or a
-            position past ``config.max_positions``.
+          ValueError: a shape or dtype is wrong, ``jax.set_mesh`` has Explicit axes, or a known
+            value is out of range: an id, a length, a token without room in the cache, or a position
+            beyond ``config.max_positions``.
         """
         _check_call(input_ids, cache)
         _check_values(self.config, input_ids, cache, lengths)
@@ -189,6 +224,7 @@ class Decoder(nnx.Module):
         return logits, Cache(tuple(entries), grown, cache.max_length)
 
     def _logits(self, x):
+        """Return the logits of ``x [b, t, h]``, which the last norm has normalized."""
         head = self.embedding if self.head is None else self.head
         with jax.named_scope("head"):
             if self.expert_mesh is None:
@@ -197,7 +233,10 @@ class Decoder(nnx.Module):
 
 
 def _score(head, x):
-    """Return float32 logits; `head` is a linear, or a variable whose rows are its weights."""
+    """Return float32 logits.
+
+    `head` is a linear, or the embedding variable, whose rows are then the linear's weights.
+    """
     if isinstance(head, DenseLinear) and head.bias is None:
         return dense(x, head.weight.get_value())
     if isinstance(head, nnx.Module):
@@ -206,6 +245,7 @@ def _score(head, x):
 
 
 def _check_call(input_ids, cache):
+    """Check the shapes and the dtype of a call."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         raise ValueError(
             f"input_ids: expected integers [b, t], got {input_ids.dtype.name} {input_ids.shape}"
@@ -215,26 +255,29 @@ def _check_call(input_ids, cache):
     rows, length = cache.lengths.shape[0], cache.max_length
     if input_ids.shape[0] != rows or input_ids.shape[1] > length:
         raise ValueError(
-            f"input_ids: expected [{rows}, t] with t of at most {length}, as the cache has; "
-            f"got {input_ids.shape}"
+            f"input_ids: expected shape [{rows}, t] with t up to {length}, because the cache has "
+            f"{rows} rows of {length} tokens; got {input_ids.shape}"
         )
 
 
 def _known(array) -> np.ndarray | None:
-    """Return the values of `array`; None while it is traced, or lies on other processes too."""
+    """Return the values of `array`, or None if they are not known.
+
+    They are unknown while the array is traced, or if other processes hold a part of it.
+    """
     if isinstance(array, Tracer) or not getattr(array, "is_fully_addressable", True):
         return None
     return np.asarray(array)
 
 
 def _check_values(config, input_ids, cache, lengths):
-    """Check ids, lengths, room in the cache and positions, as far as they are known."""
+    """Check those ids, lengths, ends of rows and positions whose values are known."""
     b, t = input_ids.shape
     counts = np.full(b, t) if lengths is None else _known(lengths)
     if counts is None:
         return
     if counts.shape != (b,) or ((counts < 0) | (counts > t)).any():
-        raise ValueError(f"lengths: expected {b} numbers from 0 to {t}, got {counts.tolist()}")
+        raise ValueError(f"lengths: expected {b} integers from 0 to {t}, got {counts.tolist()}")
     ids = _known(input_ids)
     if ids is not None:
         _check_ids(ids[np.arange(t)[None, :] < counts[:, None]], config.vocab_size)
@@ -244,6 +287,7 @@ def _check_values(config, input_ids, cache, lengths):
 
 
 def _check_ids(ids, vocabulary):
+    """Check that ids are in the vocabulary. The ids of padding have been left out."""
     if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
         raise ValueError(
             f"input_ids: expected ids from 0 to {vocabulary - 1}, the model's vocabulary; got "
@@ -252,29 +296,30 @@ def _check_ids(ids, vocabulary):
 
 
 def _check_room(end, cache, positions):
+    """Check that rows of `end` tokens fit the cache and the model's positions."""
     if cache is not None and end > cache.max_length:
         raise ValueError(
-            f"cache: full; a row would hold {end} tokens and there is room for "
-            f"{cache.max_length}. Make the cache longer with init_cache(batch, max_length)"
+            f"cache: full; a row would hold {end} tokens, but the cache has room for "
+            f"{cache.max_length}. Make a longer one with init_cache(batch, max_length)"
         )
     if end > positions:
         raise ValueError(
-            f"input_ids: a row would reach {end} tokens, and the model has {positions} positions "
-            "(max_position_embeddings)"
+            f"input_ids: a row would have {end} tokens, but the model has {positions} positions "
+            "(max_position_embeddings); pass fewer tokens"
         )
 
 
 def build_decoder(
     config, make: Builder, build_attention, build_moe, *, centered: bool = False
 ) -> Decoder:
-    """Make a model of the usual shape, layer by layer, at the paths of `DECODER_KEYS`.
+    """Make a model whose layers are `DecoderLayer` modules, at the paths of `DECODER_KEYS`.
 
     Args:
-      config: also has `dense_layers`, `dense_intermediate` and `tied`.
+      config: the sizes, which include `dense_layers`, `dense_intermediate` and `tied`.
       make: builds the parts.
-      build_attention: ``(config, layer, make)`` makes the attention of a layer.
-      build_moe: makes the expert block of a layer in the same way.
-      centered: whether the file's norms hold ``weight - 1``.
+      build_attention: takes the sizes, the index of a layer and `make`, and returns its attention.
+      build_moe: takes the same arguments, and returns the expert block of the layer.
+      centered: whether the norms in the file store ``weight - 1``.
     """
     h, eps = config.hidden, config.eps
 
@@ -302,21 +347,22 @@ def build_around(
     tied: bool,
     centered: bool = False,
 ) -> Decoder:
-    """Make a model of layers: its embedding, the layers, the last norm, and the head.
+    """Make a model of layers that a function builds: add the embedding, the last norm and the head.
 
-    Embedding and head are divided by rows along `tensor` where that can be.
+    The rows of embedding and head are divided along the mesh axis `tensor` if it divides their
+    number.
 
     Args:
       config: has vocab_size, hidden, num_layers and eps.
       make: builds the parts.
-      build_layer: index -> layer.
-      tied: whether the head shares the embedding.
-      centered: whether the last norm holds ``weight - 1`` in the file.
+      build_layer: takes the index of a layer and returns the layer.
+      tied: whether the head shares the weights of the embedding.
+      centered: whether the last norm in the file stores ``weight - 1``.
     """
     settings, rows, h = make.settings, config.vocab_size, config.hidden
     expert_mesh, vocabulary = None, make
     if settings.shards > 1 and rows % settings.shards:
-        say_replicated("the vocabulary", settings.shards, f"{rows} rows do not divide")
+        say_replicated("the vocabulary", settings.shards, f"it does not divide {rows} rows")
     elif settings.shards > 1:
         spec = ShardSpec("rows", settings.shards)
         vocabulary, rows = make.divided({"embedding": spec, "head": spec}), rows // settings.shards

@@ -1,4 +1,6 @@
-"""DeepSeek-V3, R1, Kimi-K2 and GLM-4.7-Flash: latent attention, experts chosen in groups.
+"""DeepSeek-V3, R1, Kimi-K2 and GLM-4.7-Flash.
+
+They have latent attention, and routers that choose groups of experts first.
 
 Source: `modeling_deepseek_v3` and `modeling_glm4_moe_lite` of transformers; arXiv:2412.19437.
 """
@@ -38,7 +40,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def read_lite_config(config: Mapping[str, Any]) -> SparseConfig:
-    """Read a parsed ``config.json`` of GLM-4.7-Flash; errors are those of `read_config`."""
+    """Read a parsed ``config.json`` of GLM-4.7-Flash; raises the errors of `read_config`."""
     fields = Fields(config)
     router = read_grouped_router(fields, *_EXPERTS, scaling=1.8)
     types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
@@ -50,14 +52,15 @@ def read_lite_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def _read(fields, config, router, dense, eps):
-    """Read what both have."""
+    """Read the sizes that both have in common."""
     width, positions = fields.size("qk_rope_head_dim"), fields.size("max_position_embeddings")
     fields.only("moe_layer_freq", (1,), 1)
     fields.relate(width % 2 == 0, f"qk_rope_head_dim: expected an even number, got {width}")
     rope = read_rope(fields, config, width, positions)
     fields.relate(
         2 * len(rope.frequencies) == width,
-        "partial_rotary_factor: this architecture rotates all channels of qk_rope_head_dim",
+        "partial_rotary_factor: expected 1, because this architecture rotates all channels of "
+        "qk_rope_head_dim",
     )
     attention = MLAConfig(
         hidden=fields.size("hidden_size"),
@@ -84,17 +87,17 @@ def _read(fields, config, router, dense, eps):
 
 
 def build_attention(config: SparseConfig, layer: int, make: Builder):
-    """Make the attention of `layer`, over a mesh divided by heads along `tensor`."""
+    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
     return build_latent_attention(config.attention, f"layers.{layer}.attention", make)
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make, bias=True)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 
@@ -102,7 +105,7 @@ _PARTS = {
     "kv": "",
     "q_norm": "q_a_layernorm",
     "q": "q_b_proj",
-    "down.q": "q_proj",  # without a latent for queries
+    "down.q": "q_proj",  # in models without a latent for queries
     "down.q_a": "q_a_proj",
     "down.kv": "kv_a_proj_with_mqa",
     "kv_norm": "kv_a_layernorm",

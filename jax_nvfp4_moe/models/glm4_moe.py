@@ -1,4 +1,6 @@
-"""GLM-4.5, 4.6 and 4.7: grouped-query attention with partial rotation, DeepSeek's expert block.
+"""GLM-4.5, 4.6 and 4.7.
+
+They have grouped-query attention with partial rotation, and the expert block of DeepSeek-V3.
 
 Source: `modeling_glm4_moe` of transformers; arXiv:2508.06471.
 """
@@ -53,12 +55,12 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make, bias=True)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

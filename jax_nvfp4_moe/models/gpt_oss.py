@@ -1,4 +1,7 @@
-"""gpt-oss: attention with sinks, every other layer in a window; clamped experts with biases.
+"""gpt-oss.
+
+It has attention with sinks, a sliding window in every other layer, and experts with biases and a
+clamped activation.
 
 Source: `modeling_gpt_oss` of transformers.
 """
@@ -22,7 +25,7 @@ from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-_THETA = 150000.0  # where the config names none
+_THETA = 150000.0  # the default of rope_theta
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -32,17 +35,31 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_LIMIT = 7.0  # of gate and up; transformers reads it from no config
+_LIMIT = 7.0  # the clamp of gate and up; transformers has it in the code, not in the config
 
 
 @dataclasses.dataclass(frozen=True)
 class GptOssConfig:
-    """Sizes of a gpt-oss model.
+    """The sizes of a gpt-oss model.
 
     Attributes:
-      windows: for each layer, keys that a query sees; None for all.
-      dense_layers, dense_intermediate: no layer is dense.
-      tied: whether the head shares the embedding.
+      vocab_size: the number of token ids.
+      hidden: the size of the residual stream.
+      num_layers: the number of layers.
+      max_positions: the number of positions that the model was trained for.
+      eps: the epsilon of the norms.
+      num_heads: the number of query heads.
+      num_kv_heads: the number of key and value heads.
+      head_dim: the channels of a head.
+      attention_bias: whether the linears of the attention have biases.
+      rope: the rotary embedding.
+      windows: for each layer, the number of keys that a query sees. None means all keys.
+      num_experts: the number of experts in a layer.
+      intermediate: the intermediate size of one expert.
+      router: how tokens choose experts.
+      tied: whether the head shares the weights of the embedding.
+      dense_layers: empty, because every layer has experts.
+      dense_intermediate: not used.
     """
 
     vocab_size: int
@@ -80,14 +97,19 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
     top_k = fields.size("num_experts_per_tok", "experts_per_token")
     fields.only("hidden_act", ("silu",), "silu")
     fields.only("swiglu_limit", (_LIMIT,), _LIMIT)
-    fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
+    fields.relate(
+        heads % kv_heads == 0,
+        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
+    )
     fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
-    fields.relate(top_k <= experts, f"num_experts_per_tok: {top_k} of {experts} experts")
+    fields.relate(
+        top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
+    )
     named = config.get("rope_parameters") or config.get("rope_scaling")
     roped = config if named else {**config, "rope_parameters": _YARN}
     rope = read_rope(fields, roped, head_dim, positions, theta=_THETA)
     whole = 2 * len(rope.frequencies) == head_dim
-    fields.relate(whole, "partial_rotary_factor: gpt-oss rotates whole heads; expected 1")
+    fields.relate(whole, "partial_rotary_factor: expected 1, because gpt-oss rotates whole heads")
     read = GptOssConfig(
         vocab_size=fields.size("vocab_size"),
         hidden=hidden,
@@ -110,22 +132,27 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
 
 
 def _read_windows(fields, config, layers):
-    """Read the window of each layer: without ``layer_types`` the even ones have one."""
+    """Return the window of each layer. Without ``layer_types``, even layers have a window."""
     default = tuple(_FULL if layer % 2 else _SLIDING for layer in range(layers))
     types = fields.layer_types(layers, (_SLIDING, _FULL), default)
     window = fields.size("sliding_window", default=128)
     named = config.get("sliding_window", window) is not None or _SLIDING not in types
-    fields.require(named, "sliding_window: null, but layer_types has sliding_attention")
+    fields.require(
+        named, "sliding_window: expected a number, because layer_types has sliding_attention"
+    )
     return tuple(window if kind == _SLIDING else None for kind in types)
 
 
 class Attention(HeadParallel):
-    """Grouped-query attention; each head has a sink, a score whose value is zero."""
+    """Grouped-query attention with a sink in each head.
+
+    A sink is a learned score that takes part in the softmax, and whose value is zero.
+    """
 
     cache_axes = KEY_AXES
 
     def __init__(self, config: GptOssConfig, layer: int, make: Builder, path: str):
-        """Make one with the heads of one shard."""
+        """Make the attention of `layer` with the heads of one shard."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
         self.config, self.dtype = config, make.settings.dtype
@@ -138,11 +165,11 @@ class Attention(HeadParallel):
         self.sinks = make.variable(f"{path}.sinks", (heads,), dtype=jnp.float32)
 
     def empty_cache(self, batch: int, max_length: int):
-        """Return empty cache entries: keys and values."""
+        """Return the empty cache entries: keys and values."""
         return self.kv.init_cache(batch, max_length)
 
     def mix(self, x, positions, entries):
-        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
+        """Attend from ``x [b, t, h]``; return ``[b, t, h]`` and the updated cache entries."""
         config, (b, t, _) = self.config, x.shape
         heads = self.qkv(x).reshape(b, t, -1, config.head_dim)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
@@ -154,7 +181,7 @@ class Attention(HeadParallel):
 
 
 def build_attention(config: GptOssConfig, layer: int, make: Builder):
-    """Make the attention of `layer`, over a mesh divided along `tensor`."""
+    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
 
     def attention(sizes, make, path):
         return Attention(sizes, layer, make, path)
@@ -166,7 +193,7 @@ def build_moe(config: GptOssConfig, layer: int, make: Builder) -> NVFP4MoE:
     """Make the expert block of `layer`.
 
     Raises:
-      ValueError: there is no such layer.
+      ValueError: the model has no such layer.
     """
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
@@ -179,7 +206,7 @@ def build_moe(config: GptOssConfig, layer: int, make: Builder) -> NVFP4MoE:
         h,
         config.intermediate,
         router=config.router,
-        # Loading has put gate rows before up rows.
+        # The file alternates gate and up rows. Loading has put the gate rows before the up rows.
         activation=find_activation("swigluoai_uninterleave", limit=_LIMIT),
         params=params,
         router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
@@ -190,7 +217,7 @@ def build_moe(config: GptOssConfig, layer: int, make: Builder) -> NVFP4MoE:
 
 
 def build_model(config: GptOssConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

@@ -17,27 +17,31 @@ def read_grouped_query(
     share: float | None = None,
     **options: Any,
 ) -> GQAConfig:
-    """Read the sizes of an attention.
+    """Read the sizes of a grouped-query attention.
 
     Args:
-      fields: of ``config.json``; takes the problems.
-      config: the same, parsed.
-      eps, theta: of the norms and of the rotation, where the file names none.
-      head_dim: where the file has none; None for ``hidden_size / num_attention_heads``.
-      share: of a head's channels that are rotated where the file does not say; None for
-        models that rotate all of them.
+      fields: the fields of ``config.json``, which receive the problems.
+      config: the parsed ``config.json``.
+      eps: the default epsilon of the norms.
+      theta: the default of ``rope_theta``.
+      head_dim: the default of ``head_dim``. None means ``hidden_size / num_attention_heads``.
+      share: the default share of a head's channels that are rotated. None for models that always
+        rotate all of them.
       options: further fields of `GQAConfig`.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", default=heads)
     head_dim = fields.size("head_dim", default=head_dim or max(hidden // heads, 1))
-    fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
+    fields.relate(
+        heads % kv_heads == 0,
+        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
+    )
     fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
     positions = fields.size("max_position_embeddings")
     rope = read_rope(fields, config, head_dim, positions, theta=theta, share=share or 1.0)
     fields.relate(
         share is not None or 2 * len(rope.frequencies) == head_dim,
-        "partial_rotary_factor: this architecture rotates all channels of a head",
+        "partial_rotary_factor: expected 1, because this architecture rotates all channels",
     )
     return GQAConfig(
         hidden,
@@ -51,5 +55,5 @@ def read_grouped_query(
 
 
 def read_window(fields: Fields) -> int | None:
-    """Return ``sliding_window``, None where it is missing or null."""
+    """Return ``sliding_window``, or None if it is missing or null."""
     return fields.size("sliding_window") if fields.present("sliding_window") else None

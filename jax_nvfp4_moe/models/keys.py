@@ -1,8 +1,11 @@
-"""Key tables that architectures share: where the parts of a model stand in its file."""
+"""Key tables that architectures share.
+
+They map the parts of a model to the names of their tensors in a file; see `nn.keys`.
+"""
 
 from jax_nvfp4_moe.nn.keys import KeyTable, below
 
-# Where the parts of the usual model stand in its file.
+# The names that the parts of most models have in the file.
 DECODER_KEYS: KeyTable = {
     "embedding": "model.embed_tokens.weight",
     "layers.*.attention_norm": "model.layers.*.input_layernorm",
@@ -13,7 +16,12 @@ DECODER_KEYS: KeyTable = {
 
 
 def gqa_keys(path: str, name: str | tuple[str, ...]) -> KeyTable:
-    """Return where the parts of a grouped-query attention at `path` stand below `name`."""
+    """Return the key table of a grouped-query attention.
+
+    Args:
+      path: the path of the attention in the model.
+      name: its name in the file. If there are several, the first that the file has is used.
+    """
     parts = {
         "kv": "",
         "qkv.q": "q_proj",
@@ -28,13 +36,13 @@ def gqa_keys(path: str, name: str | tuple[str, ...]) -> KeyTable:
 
 
 def gated_mlp_keys(path: str, name: str | tuple[str, ...]) -> KeyTable:
-    """Return where the linears of a `GatedMLP` at `path` stand below `name` of the file."""
+    """Return the key table of a `GatedMLP`; the arguments are those of `gqa_keys`."""
     parts = {"gate_up.gate": "gate_proj", "gate_up.up": "up_proj", "down": "down_proj"}
     return below(path, name, parts)
 
 
 def delta_keys(path: str, name: str) -> KeyTable:
-    """Return where the parts of a gated delta net at `path` stand below `name` of the file."""
+    """Return the key table of a gated delta net; the arguments are those of `gqa_keys`."""
     projections = ("qkvz", "ba", "qkv", "z", "b", "a")
     parts = {f"projections.{one}": f"in_proj_{one}" for one in projections}
     parts |= {"out_proj": "out_proj", "conv_weight": "conv1d.weight", "norm": "norm.weight"}
@@ -42,20 +50,21 @@ def delta_keys(path: str, name: str) -> KeyTable:
 
 
 def mamba2_keys(path: str, name: str) -> KeyTable:
-    """Return where the parts of a Mamba-2 mixer at `path` stand below `name` of the file."""
+    """Return the key table of a Mamba-2 mixer; the arguments are those of `gqa_keys`."""
     parts = {name: name for name in ("in_proj", "out_proj", "A_log", "dt_bias", "D")}
     parts |= {"conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "norm": "norm.weight"}
     return below(path, name, parts)
 
 
 def moe_keys(*names: str, router: str = "gate", bias: str = "", shared: str = "") -> KeyTable:
-    """Return where the parts of an expert block at ``layers.*.mlp`` stand in the file.
+    """Return the key table of an expert block at ``layers.*.mlp``.
 
     Args:
-      names: of the block; of several, the first that the file has counts.
-      router: name of the router's linear in the block.
-      bias: name of its correction bias; empty for none.
-      shared: name of the shared experts; empty for none.
+      names: the names of the block in the file. If there are several, the first that the file has
+        is used.
+      router: the name of the router's linear in the block.
+      bias: the name of the router's correction bias. Empty for none.
+      shared: the name of the shared experts. Empty for none.
     """
     path = "layers.*.mlp"
     parts = {"experts.params": "experts", "router_weight": f"{router}.weight"}

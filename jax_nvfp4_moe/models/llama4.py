@@ -1,4 +1,7 @@
-"""Llama 4, text: chunked attention with rotation beside full attention without, sigmoid router.
+"""Llama 4, the language model.
+
+Most layers have attention within chunks of positions and a rotary embedding. The others attend to
+all positions, without a rotary embedding. The router has sigmoid scores.
 
 Source: `modeling_llama4` of transformers.
 """
@@ -23,21 +26,37 @@ from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-_THETA = 500000.0  # where the config names none
+_THETA = 500000.0  # the default of rope_theta
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama4Config:
-    """Sizes of a Llama 4 text model.
+    """The sizes of a Llama 4 language model.
 
     Attributes:
+      vocab_size: the number of token ids.
+      hidden: the size of the residual stream.
+      num_layers: the number of layers.
+      max_positions: the number of positions that the model was trained for.
+      eps: the epsilon of the norms.
+      num_heads: the number of query heads.
+      num_kv_heads: the number of key and value heads.
+      head_dim: the channels of a head.
+      attention_bias: whether the linears of the attention have biases.
+      rope: the rotary embedding.
       rotated: for each layer, whether queries and keys are rotated.
-      chunks: for each layer, the chunk of positions that a query sees; None for all.
+      chunks: for each layer, the size of the chunk of positions within which a query sees keys.
+        None means all positions.
       qk_norm: whether rotated queries and keys are normalized.
-      temperature: scale and floor of what unrotated queries grow by; None for nothing.
-      dense_layers: indices of layers whose feed-forward is one dense MLP.
-      tied: whether the head shares the embedding.
+      temperature: scale and floor of the factor on queries that are not rotated; see `_grow`. None
+        means no such factor.
+      dense_intermediate: the intermediate size of dense MLPs.
+      dense_layers: the indices of layers with one dense MLP in place of experts.
+      num_experts: the number of routed experts in a layer.
+      intermediate: the intermediate size of one expert.
+      router: how tokens choose experts.
+      tied: whether the head shares the weights of the embedding.
     """
 
     vocab_size: int
@@ -63,7 +82,7 @@ class Llama4Config:
 
 
 def read_config(config: Mapping[str, Any]) -> Llama4Config:
-    """Read a parsed ``config.json``, the fields of ``text_config`` at its top.
+    """Read a parsed ``config.json`` in which the fields of ``text_config`` are at the top level.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
@@ -77,12 +96,17 @@ def read_config(config: Mapping[str, Any]) -> Llama4Config:
     experts = fields.size("num_local_experts", "num_experts")
     top_k = fields.size("num_experts_per_tok", default=1)
     fields.only("hidden_act", ("silu",), "silu")
-    fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
+    fields.relate(
+        heads % kv_heads == 0,
+        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
+    )
     fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
-    fields.relate(top_k <= experts, f"num_experts_per_tok: {top_k} of {experts} experts")
+    fields.relate(
+        top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
+    )
     rope = read_rope(fields, config, head_dim, positions, theta=_THETA)
     whole = 2 * len(rope.frequencies) == head_dim
-    fields.relate(whole, "partial_rotary_factor: Llama 4 rotates whole heads; expected 1")
+    fields.relate(whole, "partial_rotary_factor: expected 1, because Llama 4 rotates whole heads")
     rotated = _read_rotated(fields, layers)
     dense = _read_dense(fields, layers)
     read = Llama4Config(
@@ -112,38 +136,44 @@ def read_config(config: Mapping[str, Any]) -> Llama4Config:
 
 
 def _read_rotated(fields, layers):
-    """Read ``no_rope_layers``: despite its name, 1 stands for a layer with rotation."""
+    """Return whether each layer has a rotary embedding.
+
+    Despite its name, ``no_rope_layers`` stores 1 for a layer that has one.
+    """
     given = fields.indices("no_rope_layers")
     if not given:
         interval = fields.size("no_rope_layer_interval", default=4)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
     fields.relate(
-        len(given) >= layers, f"no_rope_layers: expected {layers} of them, got {len(given)}"
+        len(given) >= layers, f"no_rope_layers: expected {layers} integers, got {len(given)}"
     )
     return tuple(bool(rotates) for rotates in given[:layers])
 
 
 def _read_chunks(fields, config, rotated):
-    """Read the chunk of each layer: without ``layer_types`` those with rotation have one."""
+    """Return the chunk of each layer. Without ``layer_types``, rotated layers have a chunk."""
     default = tuple(_CHUNKED if rotates else _FULL for rotates in rotated)
     types = fields.layer_types(len(rotated), (_CHUNKED, _FULL), default)
     chunk = fields.size("attention_chunk_size", default=8192)
     named = config.get("attention_chunk_size", chunk) is not None or _CHUNKED not in types
-    fields.require(named, "attention_chunk_size: null, but layer_types has chunked_attention")
+    fields.require(
+        named, "attention_chunk_size: expected a number, because layer_types has chunked_attention"
+    )
     return tuple(chunk if kind == _CHUNKED else None for kind in types)
 
 
 def _read_temperature(fields, config):
-    """Read how queries without rotation grow with their position, None for not at all."""
+    """Return scale and floor of the factor on queries that are not rotated; None for no factor."""
     scale, floor = fields.number("attn_scale", 0.1), fields.number("floor_scale", 8192.0)
     fields.relate(floor > 0, f"floor_scale: expected a positive number, got {floor}")
-    if type(config.get("attn_temperature_tuning")) is int:  # published configs hold 0 and 4
+    # The flag is an integer in published configs, which have 0 or 4.
+    if type(config.get("attn_temperature_tuning")) is int:
         return (scale, floor) if config["attn_temperature_tuning"] else None
     return (scale, floor) if fields.flag("attn_temperature_tuning", True) else None
 
 
 def _read_dense(fields, layers):
-    """Read which layers have no experts: those that ``moe_layers`` or the step leaves out."""
+    """Return the layers without experts: those that ``moe_layers``, or else the step, leave out."""
     step = fields.size("interleave_moe_layer_step", default=1)
     sparse = set(range(step - 1, layers, step))
     if fields.present("moe_layers"):
@@ -152,12 +182,16 @@ def _read_dense(fields, layers):
 
 
 class Attention(HeadParallel):
-    """Grouped-query attention: rotated and normalized within chunks, or neither over all."""
+    """Grouped-query attention, in one of two forms.
+
+    A rotated layer rotates queries and keys, normalizes them, and attends within chunks of
+    positions. Any other layer does neither, and attends to all positions.
+    """
 
     cache_axes = KEY_AXES
 
     def __init__(self, config: Llama4Config, layer: int, make: Builder, path: str):
-        """Make one with the heads of one shard."""
+        """Make the attention of `layer` with the heads of one shard."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
         self.config, self.dtype = config, make.settings.dtype
@@ -169,11 +203,11 @@ class Attention(HeadParallel):
         self.out = make.linear(f"{path}.out", h, heads * d, bias)
 
     def empty_cache(self, batch: int, max_length: int):
-        """Return empty cache entries: keys and values."""
+        """Return the empty cache entries: keys and values."""
         return self.kv.init_cache(batch, max_length)
 
     def mix(self, x, positions, entries):
-        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
+        """Attend from ``x [b, t, h]``; return ``[b, t, h]`` and the updated cache entries."""
         config, (b, t, _) = self.config, x.shape
         heads = self.qkv(x).reshape(b, t, -1, config.head_dim)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
@@ -188,9 +222,11 @@ class Attention(HeadParallel):
         return self.out(y.reshape(b, t, -1)), entries
 
     def _rotate(self, qk, positions):
-        """Rotate pairs that stand side by side, and normalize heads.
+        """Rotate and normalize queries and keys.
 
-        Pairs are first put half a width apart, in queries and keys alike: scores do not change.
+        The file's rotation pairs neighboring channels, and `rotate` pairs channels that are half a
+        head apart. Moving the channels of queries and keys in the same way does not change their
+        products.
         """
         apart = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)
         turned = rotate(apart, positions, self.config.rope)
@@ -204,6 +240,8 @@ class Attention(HeadParallel):
 def _grow(q, positions, scale, floor):
     """Return ``q * (1 + scale * log(1 + floor((position + 1) / floor)))``.
 
+    The factor keeps the attention of long contexts sharp.
+
     Source: arXiv:2501.19399.
     """
     steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / floor)
@@ -212,7 +250,7 @@ def _grow(q, positions, scale, floor):
 
 
 def build_attention(config: Llama4Config, layer: int, make: Builder):
-    """Make the attention of `layer`, over a mesh divided along `tensor`."""
+    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
 
     def attention(sizes, make, path):
         return Attention(sizes, layer, make, path)
@@ -221,10 +259,10 @@ def build_attention(config: Llama4Config, layer: int, make: Builder):
 
 
 def build_moe(config: Llama4Config, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`, shared expert included.
+    """Make the expert block of `layer` with its shared expert.
 
     Raises:
-      ValueError: that layer has none.
+      ValueError: the layer has no experts.
     """
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
@@ -246,7 +284,7 @@ def build_moe(config: Llama4Config, layer: int, make: Builder) -> NVFP4MoE:
 
 
 def build_model(config: Llama4Config, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

@@ -1,4 +1,7 @@
-"""From a checkpoint folder to modules: the table of architectures, and two loaders."""
+"""Load a model or one expert block from a checkpoint folder.
+
+`ARCHITECTURES` lists the supported architectures.
+"""
 
 import dataclasses
 import logging
@@ -41,6 +44,7 @@ from jax_nvfp4_moe.parallel import DISPATCHES
 from jax_nvfp4_moe.parallel.expert_mesh import EXPERT, find_expert_mesh
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
+# The names that ``architectures`` of a ``config.json`` may have.
 ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,
     "DeepseekV3ForCausalLM": deepseek_v3.ARCHITECTURE,
@@ -67,10 +71,10 @@ Folder = str | pathlib.Path
 
 
 def find_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return the row that ``architectures`` of a parsed ``config.json`` names.
+    """Return the architecture that a parsed ``config.json`` names under ``architectures``.
 
     Raises:
-      CheckpointError: it names none that is supported; lists those that are.
+      CheckpointError: none of the names is supported. The message lists the supported names.
     """
     names = config.get("architectures")
     for name in names if isinstance(names, list) else []:
@@ -93,30 +97,56 @@ def load_model(
     mesh: Any = None,
     dispatch: str = "psum",
 ) -> Decoder:
-    """Load a checkpoint as a `flax.nnx` model, its experts in the layout of their kernels.
+    """Load a checkpoint as a `flax.nnx` model, ready to run on this device or on a mesh.
+
+    The weights of NVFP4 experts and linears stay packed, in the layout of the kernels that run
+    them. All headers are checked before any weight is read. A progress bar is drawn on standard
+    error if it is a terminal.
 
     Args:
-      path: folder with ``config.json`` and safetensors files, or a name on the Hugging Face Hub,
-        such as "nvidia/Qwen3-30B-A3B-FP4" or "owner/model@revision".
-      scheme: None (by the checkpoint and the device), "checkpoint" or a `Scheme`.
-      dtype: of activations, dense weights and cache: bfloat16, float16 or float32.
-      backend: name of a record for all NVFP4 modules; a sequence of names, tried in that order;
-        None to choose.
-      mesh: devices to load onto, with axes `expert` and `tensor`, either of which may be missing;
-        see `parallel`. None for one device. `input_ids` and logits are whole on every device.
-        Explicit axes become Auto ones, so call the model outside ``jax.set_mesh`` of Explicit ones.
-      dispatch: how tokens reach their experts over a mesh: "psum", where all devices have all
-        tokens; "all_to_all", or "ragged" on GPUs, where expert blocks share them out along
-        `expert`, whatever their number; see `parallel.dispatch`.
+      path: str or path, a folder with ``config.json`` and safetensors files. It may also be the
+        name of a model on the Hugging Face Hub, such as "nvidia/Qwen3-30B-A3B-FP4" or
+        "owner/model@revision", whose missing files are fetched first.
+      scheme: a `Scheme` or its name, such as "w4a16", or "checkpoint" for what the file declares
+        for each module. None, the default, decides by the checkpoint and the device; `explain`
+        tells what it chose.
+      dtype: bfloat16 (the default), float16 or float32, the dtype of activations, dense weights and
+        the KV cache. A KV cache that the file declares FP8 is FP8 with scheme "checkpoint" or
+        "w4a4", and by default on devices with FP4 tensor cores.
+      backend: the name of a backend for all NVFP4 modules, or a sequence of names that are tried in
+        order. None, the default, takes the first one that fits the device; `explain` lists them.
+      mesh: a `jax.sharding.Mesh` with axes `expert` and `tensor`, either of which may be missing.
+        The model is divided over its devices; `input_ids` and logits are replicated. Explicit axes
+        are turned into Auto axes, so call the model outside of ``jax.set_mesh`` with Explicit axes.
+        None, the default, loads onto one device.
+      dispatch: how tokens reach their experts on a mesh. With "psum", the default, every device
+        runs its own experts on all tokens, and their results are summed. With "all_to_all", or
+        "ragged" on GPUs, tokens are divided along `expert` and travel to the devices of their
+        experts. See `parallel.dispatch`.
 
     Returns:
-      A model: ``model(input_ids [b, t]) -> float32 [b, t, vocab]``; see `models.decoder.Decoder`.
+      A `Decoder`: ``model(input_ids)`` takes int ``[b, t]`` and returns float32 logits ``[b, t,
+      vocab]``. ``model.config`` has the sizes, and ``model.init_cache`` makes a KV cache; see
+      `models.decoder.Decoder`.
 
     Raises:
-      CheckpointError: lists everything that is wrong with the folder; nothing is loaded then.
-      ValueError: an argument is wrong, or the scheme does not go with the checkpoint.
-      NoBackendError: no backend fits.
-      MemoryError: the device's memory is too small; names the tensor and its size.
+      CheckpointError: the folder, a config or a header is wrong, or a scale is NaN or infinite. The
+        error lists all problems of the configs and headers.
+      ValueError: an argument is wrong, or the scheme does not fit the checkpoint.
+      NoBackendError: no backend can run a module. The error lists every backend with its reason.
+      MemoryError: the device has too little memory. The message names the tensor and its size.
+
+    Example:
+      >>> import importlib.resources
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> path = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+      >>> model = nvfp4.load_model(path)
+      >>> logits = model(jnp.asarray([[1, 2, 3]]))
+      >>> logits.shape, logits.dtype
+      ((1, 3, 4096), dtype('float32'))
+
+    Source: the files of ``models/`` name the reference of each architecture.
     """
     settings = _settings(scheme, dtype, backend, mesh, dispatch)
     with open_checkpoint(path) as checkpoint:
@@ -137,15 +167,42 @@ def load_moe(
     mesh: Any = None,
     dispatch: str = "psum",
 ) -> NVFP4MoE:
-    """Load the expert block of one layer; no other tensor is read.
+    """Load the expert block of one layer, and read no other tensor.
+
+    The block routes each token to its experts and returns the weighted sum of their outputs, plus
+    the shared experts if the model has any: ``y = sum(weight[e] * expert[e](x)) + shared(x)``.
 
     Args:
-      path: as for `load_model`.
-      layer: index of the decoder layer, from 0.
-      scheme, dtype, backend, mesh, dispatch: as for `load_model`.
+      path: str or path, a checkpoint folder or a Hub name, as for `load_model`.
+      layer: int, the index of the decoder layer, from 0.
+      scheme: as for `load_model`. None, the default, decides by the checkpoint and the device.
+      dtype: as for `load_model`. The default is bfloat16.
+      backend: as for `load_model`. None, the default, takes the first one that fits the device.
+      mesh: as for `load_model`. None, the default, loads onto one device.
+      dispatch: as for `load_model`. The default is "psum".
+
+    Returns:
+      An `NVFP4MoE` module. It takes ``x [t, h]`` and returns ``[t, h]`` in the dtype of the module.
 
     Raises:
-      ValueError: that layer has no experts; also as `load_model`.
+      CheckpointError: as for `load_model`, but only the tensors of the block are checked for
+        presence and shape.
+      ValueError: the layer has no experts, an argument is wrong, or the scheme does not fit the
+        checkpoint.
+      NoBackendError: as for `load_model`.
+      MemoryError: as for `load_model`.
+
+    Example:
+      >>> import importlib.resources
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> path = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+      >>> moe = nvfp4.load_moe(path, 1, scheme="w4a16")
+      >>> y = moe(jnp.ones((8, 256), jnp.bfloat16))
+      >>> y.shape, y.dtype
+      ((8, 256), dtype(bfloat16))
+
+    Source: the files of ``models/`` name the reference of each architecture.
     """
     settings = _settings(scheme, dtype, backend, mesh, dispatch)
     with open_checkpoint(path) as checkpoint:
@@ -156,14 +213,14 @@ def load_moe(
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """What headers alone tell of a model: its modules, and what fills them.
+    """What the headers alone tell about a model: its modules, and the tensors that fill them.
 
     Attributes:
-      model: abstract: its arrays are `jax.ShapeDtypeStruct`.
-      path: of `model` in the whole model; empty for that itself.
-      parts: path -> what is read; see `nn.building`.
-      table: of the checkpoint's tensors.
-      settings: where the values go.
+      model: the model, with a `jax.ShapeDtypeStruct` in place of each array.
+      path: the path of `model` in the whole model. It is empty for the whole model itself.
+      parts: the parts of the model, and what is read for each; see `nn.building`.
+      table: the table of the checkpoint's tensors.
+      settings: the settings of the modules, such as dtype and mesh.
     """
 
     model: Any
@@ -174,22 +231,23 @@ class LoadPlan:
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
-        """Module of the file -> how the file quantizes it and what said so."""
+        """How the file quantizes each of its modules, and what decided that."""
         return self.table.decisions
 
     def open_reader(self, progress: bool | None = None, label: str = "loading"):
-        """Return a context with a reader; arguments as for `WeightTable.open_reader`."""
+        """Return a context manager that yields a reader; see `WeightTable.open_reader`."""
         return self.table.open_reader(progress, label)
 
     def read(self, path: str, reader: Reader) -> Any:
-        """Return the one part at `path`, such as "embedding": a module, a variable, or its value.
+        """Return one part with its weights: a module, a variable, or its value.
 
         Args:
-          path: of the part.
-          reader: of an `open_reader`.
+          path: the path of the part, such as "embedding".
+          reader: the reader that `open_reader` yields.
 
         Raises:
-          CheckpointError, MemoryError: as `materialize`.
+          CheckpointError: as for `materialize`.
+          MemoryError: as for `materialize`.
         """
         part = next(part for part in self.parts if part.path == path)
         return place(part, reader, self.settings)
@@ -198,18 +256,18 @@ class LoadPlan:
         """Return the model, or the part of it at `path`, with its weights.
 
         Args:
-          reader: of an `open_reader`.
-          path: such as "layers.3"; `model` where None.
+          reader: the reader that `open_reader` yields.
+          path: the path of the part, such as "layers.3". None returns the whole `model`.
 
         Raises:
           CheckpointError: a scale is NaN or infinite.
-          MemoryError: the device's memory is too small.
+          MemoryError: the device has too little memory.
         """
         found = self.model
         for name in () if path is None else path.split("."):
             found = found[int(name)] if name.isdigit() else getattr(found, name)
         leaves, tree = jax.tree.flatten(found)
-        made = tree.unflatten(leaves)  # the plan's own modules stay abstract
+        made = tree.unflatten(leaves)  # a copy: the modules of the plan stay without weights
         fill(made, self.path if path is None else path, self.parts, reader, self.settings)
         return made
 
@@ -220,19 +278,19 @@ def plan_model(
     """Plan the load of a whole model: build it without weights, and find its tensors.
 
     Args:
-      checkpoint: open.
-      settings: how modules are made.
-      options: how tensors are read; by `settings` where None.
+      checkpoint: the open checkpoint.
+      settings: the settings of the modules.
+      options: how to read tensors. None derives the options from `settings`.
 
     Raises:
-      CheckpointError: lists everything that is missing, misshapen or unexpected; nothing is read.
+      CheckpointError: lists everything that is missing, misshapen or unexpected. Nothing is read.
     """
     row, config = _read_config(checkpoint)
     return _plan(checkpoint, row, lambda make: row.build_model(config, make), "", settings, options)
 
 
 def plan_moe(checkpoint: Checkpoint, layer: int, settings: Settings) -> LoadPlan:
-    """Plan the load of the expert block of one layer; else as `plan_model`."""
+    """Plan the load of the expert block of one layer; otherwise as `plan_model`."""
     row, config = _read_config(checkpoint)
     path = row.moe.replace("*", str(layer))
     return _plan(
@@ -241,19 +299,22 @@ def plan_moe(checkpoint: Checkpoint, layer: int, settings: Settings) -> LoadPlan
 
 
 def _plan(checkpoint, row, build, path, settings, options):
+    """Build the abstract module at `path`, and check the headers of its tensors."""
     options = options or _options(settings)
     table = WeightTable(checkpoint, options)
     make = Builder(table, row.keys, settings)
     try:
         model = nnx.eval_shape(lambda: build(make))
     except Exception:
-        # Stand-ins for tensors that are wrong may break the model's own code.
+        # A missing or misshapen tensor may make the model's own code fail. The problem with the
+        # tensor is the better error.
         table.raise_problems()
         raise
     check_parts_cover(model, make.parts, path)
     only = None
     if path:
-        # The names of all parts of the block begin with that of the block itself.
+        # The names of all tensors of the block begin with the name of the block. Tensors outside
+        # of that name are not reported as unexpected.
         names = [f"{source.name}." for part in make.parts for source in part.all_sources]
         only = os.path.commonprefix(names).rpartition(".")[0]
     table.check(only)
@@ -263,13 +324,15 @@ def _plan(checkpoint, row, build, path, settings, options):
 def abstract_model(
     path: Folder, *, scheme: Scheme | str | None = None, dtype=jnp.bfloat16
 ) -> LoadPlan:
-    """Plan a load from headers alone, checking them all, for a look at the model.
+    """Plan a load from the headers, without input scales being required, to inspect a model.
 
     Args:
-      path, scheme, dtype: as for `load_model`.
+      path: as for `load_model`.
+      scheme: as for `load_model`.
+      dtype: as for `load_model`.
 
     Raises:
-      CheckpointError: as `load_model`.
+      CheckpointError: as for `load_model`.
     """
     settings = _settings(scheme, dtype, None)
     with open_checkpoint(path) as checkpoint:
@@ -277,10 +340,10 @@ def abstract_model(
 
 
 def plan_unquantized(checkpoint: Checkpoint) -> LoadPlan:
-    """Plan the load in float32 of a checkpoint that is not quantized.
+    """Plan the load of an unquantized checkpoint in float32.
 
     Raises:
-      CheckpointError: as `load_model`; all headers are checked.
+      CheckpointError: as for `load_model`. All headers are checked.
     """
     settings = _settings(None, jnp.float32, None)
     return plan_model(checkpoint, settings, _options(settings, input_scales="ignored"))
@@ -296,10 +359,10 @@ def read_model_config(checkpoint: Checkpoint) -> Any:
 
 
 def find_dtype(dtype) -> jnp.dtype:
-    """Return `dtype`, a name or a type, as one that modules take.
+    """Return `dtype`, a name or a type, as one of the dtypes that modules support.
 
     Raises:
-      ValueError: it is another; lists those.
+      ValueError: modules do not support it. The message lists the supported dtypes.
     """
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in DTYPES:
@@ -308,21 +371,22 @@ def find_dtype(dtype) -> jnp.dtype:
 
 
 def _say_where_scheme_is_idle(model, scheme):
-    """Warn of a scheme that a model without NVFP4 weights cannot follow."""
+    """Warn if the user asked for a scheme, but the model has no NVFP4 weights."""
     schemes = (getattr(module, "scheme", None) for _, module in nnx.iter_modules(model))
     if scheme not in (None, "checkpoint") and not any(isinstance(s, Scheme) for s in schemes):
         _LOG.warning(
-            "scheme %s says nothing here: no weight of this checkpoint is NVFP4; "
-            "`jax-nvfp4-moe quantize` makes one that is",
+            "scheme %s has no effect on this checkpoint, which has no NVFP4 weights; "
+            "`jax-nvfp4-moe quantize` makes a checkpoint that has",
             scheme,
         )
 
 
 def _settings(scheme, dtype, backend, mesh=None, dispatch="psum"):
+    """Return the settings of the modules after checking the arguments of `load_model`."""
     expert_mesh = None if mesh is None else find_expert_mesh(mesh).automatic()
     target = Target.current() if expert_mesh is None else expert_mesh.target
     _check_dispatch(dispatch, expert_mesh, target)
-    choose_scheme(Scheme.W4A4, scheme, target)  # an unknown name should not wait for the headers
+    choose_scheme(Scheme.W4A4, scheme, target)  # raises for an unknown name before files are read
     requested_scheme = None if scheme is None else str(scheme)
     return Settings(
         target,
@@ -335,6 +399,7 @@ def _settings(scheme, dtype, backend, mesh=None, dispatch="psum"):
 
 
 def _check_dispatch(dispatch, expert_mesh, target):
+    """Check that the mesh and the devices support `dispatch`."""
     if dispatch not in DISPATCHES:
         raise ValueError(f"dispatch: expected one of {', '.join(DISPATCHES)}; got {dispatch!r}")
     if dispatch == "psum":
@@ -342,14 +407,15 @@ def _check_dispatch(dispatch, expert_mesh, target):
     if expert_mesh is None or EXPERT not in expert_mesh.axes:
         axes = "no mesh" if expert_mesh is None else f"axes {dict(expert_mesh.mesh.shape)}"
         raise ValueError(
-            f"dispatch: expected a mesh with an axis '{EXPERT}' with {dispatch!r}, along which "
-            f"tokens are shared out; got {axes}. Pass mesh=, or leave dispatch at 'psum'"
+            f"dispatch: expected a mesh with an axis '{EXPERT}' for {dispatch!r}, which divides "
+            f"tokens along that axis; got {axes}. Pass mesh=, or leave dispatch at 'psum'"
         )
     if dispatch == "ragged" and target.platform == "cpu":
-        raise ValueError("dispatch: expected GPUs with 'ragged', got CPUs; use 'all_to_all'")
+        raise ValueError("dispatch: expected GPUs for 'ragged', got CPUs; use 'all_to_all'")
 
 
 def _read_config(checkpoint: Checkpoint) -> tuple[Architecture, Any]:
+    """Return the architecture of a checkpoint and the sizes of its model."""
     try:
         config = merge_text_config(checkpoint.config)
         row = find_architecture(config)
@@ -359,6 +425,7 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Architecture, Any]:
 
 
 def _options(settings, input_scales=None):
+    """Return how to read tensors for modules with these settings."""
     if input_scales is None:
         chosen, _ = choose_scheme(Scheme.W4A4, settings.scheme, settings.target)
         input_scales = "required" if chosen is Scheme.W4A4 else "ignored"

@@ -1,6 +1,9 @@
-"""MiniMax-M2: attention normalized over all heads and partly rotated, sigmoid-routed experts.
+"""MiniMax-M2.
 
-Source: `modeling_minimax_m2` of transformers, and the model's published ``config.json``.
+Queries and keys are normalized over all heads together and partly rotated. The router has sigmoid
+scores.
+
+Source: `modeling_minimax_m2` of transformers, and the ``config.json`` of the published model.
 """
 
 from collections.abc import Mapping
@@ -18,9 +21,9 @@ from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_local_experts", "num_experts")
 _EPS, _HEAD_DIM = 1e-6, 128
-# What published files call the block, and what transformers 5 calls it in memory.
+# The name of the expert block in published files, and its name in transformers 5.
 _BLOCKS = ("model.layers.*.block_sparse_moe", "model.layers.*.mlp")
-# Options of the config of which the published models know one value.
+# Options of the config that have this value in all published models. No other is supported.
 _ONLY = {
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
@@ -40,7 +43,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     for name, value in _ONLY.items():
         fields.only(name, (value,), value)
     kind = next((kind for kind in fields.indices("attn_type_list") if kind != 1), 1)
-    fields.require(kind == 1, f"attn_type_list: only 1 is supported, got {kind}")
+    fields.require(kind == 1, f"attn_type_list: expected 1 for every layer, got {kind}")
     attention = read_grouped_query(
         fields,
         config,
@@ -61,22 +64,22 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def _rotated(fields):
-    """Return the share of a head's channels that ``rotary_dim`` rotates, 1 where there is none.
+    """Return the share of a head's channels that is rotated.
 
-    ``partial_rotary_factor`` goes before it. Published files have this name alone, which
-    transformers up to 5.17 passes over (its issue 48241).
+    ``partial_rotary_factor`` takes precedence over this default. Published files have only
+    ``rotary_dim``, which transformers up to 5.17 does not read (its issue 48241).
     """
     head_dim = fields.size("head_dim", default=_HEAD_DIM)
     return min(fields.size("rotary_dim", default=head_dim) / head_dim, 1.0)
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make, bias=True)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

@@ -1,4 +1,6 @@
-"""Mixtral: grouped-query attention, in some models over a window, and softmax-routed experts.
+"""Mixtral.
+
+It has grouped-query attention, in some models with a sliding window, and a softmax router.
 
 Source: `modeling_mixtral` of transformers; arXiv:2401.04088.
 """
@@ -18,7 +20,7 @@ from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_local_experts", "num_experts")
 _EPS = 1e-5
-# What published files call the block, and what transformers 5 calls it in memory.
+# The name of the expert block in published files, and its name in transformers 5.
 _BLOCKS = ("model.layers.*.block_sparse_moe", "model.layers.*.mlp")
 
 
@@ -41,12 +43,12 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

@@ -1,10 +1,11 @@
-"""Nemotron-H and Nemotron-3: layers of one mixer each, Mamba-2, attention, an MLP or experts.
+"""Nemotron-H and Nemotron-3.
 
-A layer is ``x + mixer(norm(x))``. Attention knows no positions: the recurrent layers do. Experts
-and MLPs have no gate; those of Nemotron-3 Super are narrower than the model, between two
-projections.
+A layer is ``x + mixer(norm(x))``. Its one mixer is a Mamba-2 mixer, an attention, an MLP or an
+expert block. The attention has no positional embedding, because the recurrent layers carry
+positions. MLPs and experts have no gate. In Nemotron-3 Super, a projection shrinks the activations
+before the routed experts, and another one restores their size after them.
 
-Source: `modeling_nemotron_h` of transformers, and NVIDIA's own beside its checkpoints.
+Source: `modeling_nemotron_h` of transformers, and NVIDIA's code that comes with its checkpoints.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import TensorParallel
 
 MAMBA, ATTENTION, DENSE, MOE = "M", "*", "-", "E"
-# What lists of layers call them, older spellings behind newer ones.
+# The names of the layers in a list of layer types. Older names follow newer ones.
 _KINDS = {
     "linear_attention": MAMBA,
     "mamba": MAMBA,
@@ -54,11 +55,15 @@ _ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Sizes of an expert block.
+    """The sizes of an expert block.
 
     Attributes:
-      latent: width that the experts see, None for that of the model.
-      shared_intermediate: width of the shared expert.
+      count: the number of routed experts.
+      intermediate: the intermediate size of one expert.
+      latent: the size of the activations that enter the routed experts. None means the size of the
+        residual stream.
+      shared_intermediate: the intermediate size of the shared expert.
+      router: how tokens choose experts.
     """
 
     count: int
@@ -70,13 +75,22 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class NemotronHConfig:
-    """Sizes of a Nemotron-H model.
+    """The sizes of a Nemotron-H model.
 
     Attributes:
+      vocab_size: the number of token ids.
+      hidden: the size of the residual stream.
       pattern: the kind of each layer, a string of `MAMBA`, `ATTENTION`, `DENSE` and `MOE`.
-      wide_residual: whether layers add up in float32 whatever the dtype.
-      activation: name of a row of `numerics.activations.ACTIVATIONS`, of MLPs and experts.
-      experts: None where no layer has any.
+      max_positions: the number of positions that the model was trained for.
+      eps: the epsilon of the norms.
+      wide_residual: whether the residual stream is float32 whatever the dtype of the model.
+      attention: the sizes of the attention.
+      mamba: the sizes of the Mamba-2 mixer.
+      activation: the activation of MLPs and experts, a name in `numerics.activations.ACTIVATIONS`.
+      mlp_bias: whether MLPs, and the experts of some files, have biases.
+      dense_intermediate: the intermediate size of MLPs.
+      experts: the sizes of the expert block. None if no layer has one.
+      tied: whether the head shares the weights of the embedding.
     """
 
     vocab_size: int
@@ -95,7 +109,7 @@ class NemotronHConfig:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
+        """The number of layers."""
         return len(self.pattern)
 
 
@@ -129,7 +143,7 @@ def read_config(config: Mapping[str, Any]) -> NemotronHConfig:
 
 
 def _read_pattern(fields, config) -> str:
-    """Read the kinds of all layers: a list of names or, in older files, a string."""
+    """Return the kinds of all layers, from a list of names or, in older files, from a string."""
     names = config.get("layers_block_type") or config.get("layer_types")
     pattern = config.get("hybrid_override_pattern")
     if names is not None:
@@ -152,23 +166,35 @@ def _read_pattern(fields, config) -> str:
 
 
 def _read_attention(fields, hidden, eps) -> GQAConfig:
+    """Return the sizes of the attention."""
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", default=heads)
-    fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
-    # transformers does not look at it and NVIDIA's code does: no telling what is meant.
+    fields.relate(
+        heads % kv_heads == 0,
+        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
+    )
+    # transformers ignores the window, and NVIDIA's code applies it. Which of the two results is
+    # right for a file cannot be known.
     fields.require(not fields.present("sliding_window"), "sliding_window is not supported")
-    # Files of transformers have no biases even where the config has the flag.
+    # With the flag, NVIDIA's files have biases and those of transformers have none. None takes
+    # biases if the file has them.
     bias = None if fields.flag("attention_bias", False) else False
     head_dim = fields.size("head_dim", "attention_head_dim", default=128)
     return GQAConfig(hidden, heads, kv_heads, head_dim, eps, None, bias=bias, out_bias=bias)
 
 
 def _read_mamba(fields, config, hidden, eps) -> Mamba2Config:
-    """Read the sizes of the Mamba-2 mixers; names that begin with mamba are older files'."""
+    """Return the sizes of the Mamba-2 mixer.
+
+    Fields have names that begin with "mamba" in some files, and other names in the rest.
+    """
     bias = "mamba_conv_bias" if fields.present("mamba_conv_bias") else "use_conv_bias"
     heads = fields.size("mamba_num_heads", default=128)
     groups = fields.size("mamba_n_groups", "n_groups", default=8)
-    fields.relate(heads % groups == 0, f"mamba_num_heads: {heads} do not divide by {groups} groups")
+    fields.relate(
+        heads % groups == 0,
+        f"mamba_num_heads: expected a multiple of {groups} groups, got {heads}",
+    )
     return Mamba2Config(
         hidden=hidden,
         heads=heads,
@@ -185,11 +211,11 @@ def _read_mamba(fields, config, hidden, eps) -> Mamba2Config:
 
 
 def _read_step_limits(fields, config) -> tuple[float, float]:
-    """Read the smallest and largest time step.
+    """Return the smallest and the largest time step.
 
-    NVIDIA's own code, which a file with ``auto_map`` comes with and was trained with, keeps steps
-    within ``time_step_limit``. transformers (up to 5.17), whose class runs all other files, does
-    not read that and keeps them at ``time_step_min`` or above.
+    A file with ``auto_map`` comes with NVIDIA's own code, with which it was trained. That code
+    keeps time steps within ``time_step_limit``. All other files are run by transformers, whose
+    class (up to 5.17) does not read ``time_step_limit`` and only applies ``time_step_min``.
     """
     if not fields.present("auto_map"):
         name = "mamba_dt_min" if fields.present("mamba_dt_min") else "time_step_min"
@@ -199,23 +225,29 @@ def _read_step_limits(fields, config) -> tuple[float, float]:
     pair = given if isinstance(given, list) and len(given) == 2 else [None, None]
     low, high = map(_read_float, pair)
     fields.require(
-        0 <= low <= high, f"{name}: expected two numbers, the smaller first; got {quoted(given)}"
+        0 <= low <= high,
+        f"{name}: expected two nonnegative numbers, the smaller first; got {quoted(given)}",
     )
     return low, high
 
 
 def _read_float(value) -> float:
-    """Return a number that may be infinite, which transformers 5 writes as an object; else NaN."""
+    """Return a number, which may be infinite, or NaN if `value` is none.
+
+    transformers 5 writes infinity as an object.
+    """
     if value == {"__float__": "Infinity"}:
         return math.inf
     return float(value) if type(value) in (int, float) else math.nan
 
 
 def _read_activation(fields, name, default) -> str:
+    """Return the name that an activation of the config has in this package."""
     return _ACTIVATIONS[fields.only(name, tuple(_ACTIVATIONS), default)]
 
 
 def _read_experts(fields) -> Experts:
+    """Return the sizes of the expert block."""
     names = ("n_routed_experts", "num_local_experts")
     router = read_grouped_router(fields, *names)
     return Experts(
@@ -228,22 +260,28 @@ def _read_experts(fields) -> Experts:
 
 
 class MLP(TensorParallel):
-    """``down(activation(up(x)))``: dense layers and shared experts."""
+    """The MLP of dense layers and shared experts: ``down(activation(up(x)))``.
+
+    Attributes:
+      up: the first linear.
+      activation: the activation, which is computed in float32.
+      down: the second linear.
+    """
 
     def __init__(self, config: NemotronHConfig, make: Builder, path: str, intermediate: int):
-        """Make one with `intermediate` columns in one shard."""
+        """Make an MLP with the `intermediate` columns of one shard."""
         h, bias = config.hidden, config.mlp_bias
         self.activation = find_activation(config.activation)
         self.up = make.linear(f"{path}.up", intermediate, h, bias)
         self.down = make.linear(f"{path}.down", h, intermediate, bias)
 
     def run(self, x):
-        """Run the two products on ``x [..., h]``; the activation is float32."""
+        """Run the MLP on ``x [..., h]``."""
         return self.down(activate(self.activation, self.up(x)).astype(x.dtype))
 
 
 def build_mlp(config: NemotronHConfig, make: Builder, path: str, intermediate: int) -> MLP:
-    """Make an `MLP`, over a mesh divided along `tensor`."""
+    """Make an `MLP`, whose intermediate columns are divided along the mesh axis `tensor`."""
     shards = make.settings.shards
     return divide(
         make,
@@ -257,28 +295,46 @@ def build_mlp(config: NemotronHConfig, make: Builder, path: str, intermediate: i
 
 
 class Layer(nnx.Module):
-    """One mixer, on normalized input and added to the residual stream."""
+    """A mixer with a norm before it and a residual connection around it.
+
+    Attributes:
+      kind: `MAMBA`, `ATTENTION`, `DENSE` or `MOE`.
+      norm: the norm before the mixer.
+      mixer: the mixer.
+      dtype: the dtype that the mixer reads.
+      residual_dtype: the dtype of the layer's result.
+    """
 
     def __init__(self, kind: str, norm: RMSNorm, mixer, dtype, residual_dtype):
         """Make a layer of its two parts.
 
         Args:
-          kind: one of those in this module.
-          norm, mixer: its parts.
-          dtype: that the mixer reads.
-          residual_dtype: of the layer's result.
+          kind: `MAMBA`, `ATTENTION`, `DENSE` or `MOE`.
+          norm: the norm before the mixer.
+          mixer: the mixer.
+          dtype: the dtype that the mixer reads.
+          residual_dtype: the dtype of the layer's result.
         """
         self.kind, self.norm, self.mixer = kind, norm, mixer
         self.dtype, self.residual_dtype = dtype, residual_dtype
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, jax.Array]:
-        """Return empty cache entries of `batch` rows, none for an MLP or experts."""
+        """Return the empty cache entries of `batch` rows. An MLP or an expert block has none."""
         if self.kind in (DENSE, MOE):
             return {}
         return self.mixer.init_cache(batch, max_length)
 
     def __call__(self, x, positions, entries):
-        """Run the layer on ``x [b, t, h]``; returns the result and the updated cache entries."""
+        """Run the layer.
+
+        Args:
+          x: ``[b, t, h]``.
+          positions: int32 ``[b, t]``, the position of each token in its row.
+          entries: the layer's cache entries. None runs without a cache.
+
+        Returns:
+          The result ``[b, t, h]``, and the updated cache entries.
+        """
         normal = self.norm(x.astype(self.dtype))
         if self.kind in (DENSE, MOE):
             y = self.mixer(normal)
@@ -288,18 +344,19 @@ class Layer(nnx.Module):
 
 
 def build_moe(config: NemotronHConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`, shared expert and latent projections included.
+    """Make the expert block of `layer` with its shared expert and latent projections.
 
     Raises:
-      ValueError: that layer has none.
+      ValueError: the layer has no experts.
     """
     sizes = config.experts
     if sizes is None or not 0 <= layer < config.num_layers or config.pattern[layer] != MOE:
         raise ValueError(
-            f"layer: expected one with experts, {MOE} in {config.pattern}; got {layer}"
+            f"layer: expected the index of a layer with experts, {MOE} in the pattern "
+            f"{config.pattern}; got {layer}"
         )
     path, e, h = f"layers.{layer}.mixer", sizes.count, config.hidden
-    # transformers' experts have no biases even where the config has the flag.
+    # Files of transformers have no biases in experts, even if the config has the flag.
     bias = config.mlp_bias and make.has(f"{path}.expert_bias")
     width = sizes.latent or h
     params, checkpoint_scheme = make.experts(
@@ -327,6 +384,7 @@ def build_moe(config: NemotronHConfig, layer: int, make: Builder) -> NVFP4MoE:
 
 
 def _build_mixer(config, layer, make):
+    """Make the mixer of `layer`."""
     path, kind = f"layers.{layer}.mixer", config.pattern[layer]
     if kind == MAMBA:
         return build_mamba2(config.mamba, path, make)
@@ -338,7 +396,7 @@ def _build_mixer(config, layer, make):
 
 
 def build_model(config: NemotronHConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     dtype = make.settings.dtype
 
     def build_layer(layer):
@@ -348,7 +406,7 @@ def build_model(config: NemotronHConfig, make: Builder) -> Decoder:
         mixer = _build_mixer(config, layer, make)
         return Layer(config.pattern[layer], norm, mixer, dtype, residual)
 
-    # transformers' class never shares the embedding: its files have a head of their own.
+    # The class of transformers ignores the flag and stores a head. A stored head is used.
     return build_around(config, make, build_layer, tied=config.tied and not make.has("head"))
 
 

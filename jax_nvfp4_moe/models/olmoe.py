@@ -1,4 +1,6 @@
-"""OLMoE: attention whose queries and keys are normalized as one vector each, and routed experts.
+"""OLMoE.
+
+Queries and keys are normalized over all heads together. The router has softmax scores.
 
 Source: `modeling_olmoe` of transformers; arXiv:2409.02060.
 """
@@ -35,8 +37,8 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     )
     fields.relate(
         attention.num_heads * attention.head_dim == attention.hidden,
-        f"head_dim: expected {attention.num_heads} heads to fill hidden_size "
-        f"{attention.hidden}, got {attention.head_dim}",
+        f"head_dim: expected hidden_size {attention.hidden} divided by {attention.num_heads} "
+        f"heads, got {attention.head_dim}",
     )
     router = Router(read_top_k(fields, *_EXPERTS), renormalize=fields.flag("norm_topk_prob", False))
     return read_sparse(
@@ -50,12 +52,12 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

@@ -1,8 +1,12 @@
-"""Qwen3.5-MoE and Qwen3.6-MoE, the language model: Qwen3-Next with other names and fewer choices.
+"""Qwen3.5-MoE and Qwen3.6-MoE, the language model: a variant of Qwen3-Next.
 
-All layers have experts, whose weights are renormalized; the gated delta net has one linear for
-queries, keys and values and one each for z, beta and the decay. Of multimodal rotary embedding
-(``mrope_section``) nothing is left for text, whose three positions are one and the same.
+It differs from Qwen3-Next in these points:
+
+* All layers have experts, and the weights of the chosen experts always add up to 1.
+* The gated delta net has one linear for queries, keys and values, and separate linears for z, beta
+  and the decay.
+* The config has a multimodal rotary embedding (``mrope_section``). For text, its three positions
+  are equal, so that it is an ordinary rotary embedding.
 
 Source: `modeling_qwen3_5_moe` of transformers.
 """
@@ -16,7 +20,7 @@ from jax_nvfp4_moe.models.decoder import Architecture
 
 
 def read_config(config: Mapping[str, Any]) -> qwen3_next.Qwen3NextConfig:
-    """Read a parsed ``config.json``, its ``text_config`` at the top level.
+    """Read a parsed ``config.json`` in which the fields of ``text_config`` are at the top level.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.

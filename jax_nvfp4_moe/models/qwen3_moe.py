@@ -1,4 +1,6 @@
-"""Qwen3-MoE: grouped-query attention with normalized queries and keys, softmax-routed experts.
+"""Qwen3-MoE.
+
+It has grouped-query attention with normalized queries and keys, and a softmax router.
 
 Source: `modeling_qwen3_moe` of transformers.
 """
@@ -35,7 +37,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
         bias=bias,
         out_bias=bias,
         normalize="heads",
-        # All layers have the window: unlike Qwen2, this model knows no max_window_layers.
+        # The window holds for all layers. Unlike Qwen2, this model does not read max_window_layers.
         window=read_window(fields) if fields.flag("use_sliding_window", False) else None,
     )
     router = Router(read_top_k(fields, *_EXPERTS), renormalize=fields.flag("norm_topk_prob", False))
@@ -54,12 +56,12 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

@@ -1,4 +1,7 @@
-"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, a gated shared expert.
+"""Qwen3-Next.
+
+Every fourth layer has a gated attention, and the others have a gated delta net. The shared expert
+has a gate too.
 
 Source: `modeling_qwen3_next` of transformers.
 """
@@ -25,7 +28,8 @@ from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-# Whether a layer of this type attends; the second names are those of older files.
+# Layer type -> whether the layer has an attention. The names after the first of each kind occur in
+# older files.
 _ATTENDS = {
     "full_attention": True,
     "attention": True,
@@ -37,13 +41,28 @@ _ATTENDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3NextConfig:
-    """Sizes of a Qwen3-Next or Qwen3.5-MoE model.
+    """The sizes of a Qwen3-Next or Qwen3.5-MoE model.
 
     Attributes:
-      attention_layers: indices of layers that attend; the others hold a gated delta net.
-      dense_layers: indices of layers whose feed-forward is one dense MLP.
-      shared_intermediate: width of the shared expert.
-      tied: whether the head shares the embedding.
+      vocab_size: the number of token ids.
+      hidden: the size of the residual stream.
+      num_layers: the number of layers.
+      max_positions: the number of positions that the model was trained for.
+      eps: the epsilon of the norms.
+      attention_layers: the indices of layers with an attention. The others have a gated delta net.
+      num_heads: the number of query heads.
+      num_kv_heads: the number of key and value heads.
+      head_dim: the channels of a head.
+      attention_bias: whether the linears of the attention have biases.
+      rope: the rotary embedding.
+      delta: the sizes of the gated delta net.
+      dense_intermediate: the intermediate size of dense MLPs.
+      dense_layers: the indices of layers with one dense MLP in place of experts.
+      num_experts: the number of routed experts in a layer.
+      intermediate: the intermediate size of one expert.
+      shared_intermediate: the intermediate size of the shared expert.
+      router: how tokens choose experts.
+      tied: whether the head shares the weights of the embedding.
     """
 
     vocab_size: int
@@ -88,15 +107,18 @@ def read_sizes(
     dense_layers: frozenset[int],
     renormalize: bool,
 ) -> Qwen3NextConfig:
-    """Read what Qwen3-Next and Qwen3.5-MoE have in common; the defaults are those of transformers.
+    """Read the sizes that Qwen3-Next and Qwen3.5-MoE have in common.
+
+    Missing values take the defaults of transformers.
 
     Args:
-      fields: of `config`.
+      fields: the fields of `config`.
       config: a parsed ``config.json``.
-      dense_layers, renormalize: what they do not share.
+      dense_layers: the indices of layers without experts.
+      renormalize: whether the weights of the chosen experts are divided by their sum.
 
     Raises:
-      CheckpointError: as `read_config`.
+      CheckpointError: as for `read_config`.
     """
     hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
     heads = fields.size("num_attention_heads")
@@ -108,8 +130,13 @@ def read_sizes(
     fields.only("hidden_act", ("silu", "swish"), "silu")
     fields.only("attn_output_gate", (True,), True)
     fields.only("layer_scale", (False,), False)
-    fields.relate(heads % kv_heads == 0, f"{heads} heads do not divide by {kv_heads} key heads")
-    fields.relate(top_k <= experts, f"num_experts_per_tok: {top_k} of {experts} experts")
+    fields.relate(
+        heads % kv_heads == 0,
+        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
+    )
+    fields.relate(
+        top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
+    )
     read = Qwen3NextConfig(
         vocab_size=fields.size("vocab_size"),
         hidden=hidden,
@@ -136,7 +163,7 @@ def read_sizes(
 
 
 def _read_attention_layers(fields, config, layers):
-    """Return the layers that attend, by ``layer_types`` or else ``full_attention_interval``."""
+    """Return the layers with an attention, from ``layer_types`` or ``full_attention_interval``."""
     types = config.get("layer_types")
     if types is None:
         interval = fields.size("full_attention_interval", default=4)
@@ -146,19 +173,21 @@ def _read_attention_layers(fields, config, layers):
     )
     if known and len(types) == layers:
         return frozenset(layer for layer, kind in enumerate(types) if _ATTENDS[kind])
-    found = f"{len(types)} of them" if known else quoted(types)
+    found = f"a list of {len(types)}" if known else quoted(types)
     fields.require(
-        False, f"layer_types: expected {layers} names of {', '.join(_ATTENDS)}; got {found}"
+        False,
+        f"layer_types: expected a list of {layers} values from {', '.join(_ATTENDS)}; got {found}",
     )
     return frozenset()
 
 
 def _read_delta(fields, hidden, eps):
+    """Return the sizes of the gated delta net."""
     key_heads = fields.size("linear_num_key_heads", default=16)
     value_heads = fields.size("linear_num_value_heads", default=32)
     fields.relate(
         value_heads % key_heads == 0,
-        f"linear_num_value_heads: {value_heads} do not divide by {key_heads} key heads",
+        f"linear_num_value_heads: expected a multiple of {key_heads} key heads, got {value_heads}",
     )
     return DeltaSizes(
         hidden=hidden,
@@ -172,15 +201,16 @@ def _read_delta(fields, hidden, eps):
 
 
 class GatedAttention(HeadParallel):
-    """Grouped-query attention with normalized queries and keys; a gate for each channel it gives.
+    """Grouped-query attention with normalized queries and keys, and a gate on its output.
 
-    ``y = out(attention * sigmoid(gate))``, where each head's gate stands behind its query.
+    ``y = out(attention * sigmoid(gate))``. One linear makes queries and gates: the channels of each
+    head's gate follow those of its query.
     """
 
     cache_axes = KEY_AXES
 
     def __init__(self, config: Qwen3NextConfig, make: Builder, path: str):
-        """Make one with the heads of one shard."""
+        """Make an attention with the heads of one shard."""
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
         self.config, self.dtype = config, make.settings.dtype
@@ -195,11 +225,11 @@ class GatedAttention(HeadParallel):
         )
 
     def empty_cache(self, batch: int, max_length: int):
-        """Return empty cache entries: keys and values."""
+        """Return the empty cache entries: keys and values."""
         return self.kv.init_cache(batch, max_length)
 
     def mix(self, x, positions, entries):
-        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
+        """Attend from ``x [b, t, h]``; return ``[b, t, h]`` and the updated cache entries."""
         config, (b, t, _) = self.config, x.shape
         d, ends = config.head_dim, [2 * config.num_heads * config.head_dim]
         queries, kv = jnp.split(self.qkv(x), ends, axis=-1)
@@ -214,7 +244,10 @@ class GatedAttention(HeadParallel):
 
 
 def build_mixer(config: Qwen3NextConfig, layer: int, make: Builder):
-    """Make the attention or the gated delta net of `layer`, over a mesh divided by heads."""
+    """Make the attention or the gated delta net of `layer`.
+
+    Its heads are divided along the mesh axis `tensor`.
+    """
     path = f"layers.{layer}.attention"
     if layer in config.attention_layers:
         return build_heads(config, path, make, GatedAttention)
@@ -222,10 +255,10 @@ def build_mixer(config: Qwen3NextConfig, layer: int, make: Builder):
 
 
 def build_moe(config: Qwen3NextConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`, its shared expert included.
+    """Make the expert block of `layer` with its shared expert.
 
     Raises:
-      ValueError: that layer has none.
+      ValueError: the layer has no experts.
     """
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
@@ -246,7 +279,7 @@ def build_moe(config: Qwen3NextConfig, layer: int, make: Builder) -> NVFP4MoE:
 
 
 def build_model(config: Qwen3NextConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_mixer, build_moe, centered=True)
 
 

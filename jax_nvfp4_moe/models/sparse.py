@@ -1,4 +1,4 @@
-"""What decoders of attention and routed experts share: sizes, their readers, the expert block."""
+"""What decoders with attention and routed experts share: their sizes, and their expert block."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,19 +12,27 @@ from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
 
-ACTIVATIONS = ("silu", "swish")  # two names of one
+ACTIVATIONS = ("silu", "swish")  # two names of the same function
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseConfig:
-    """Sizes of a model.
+    """The sizes of a model with attention and routed experts.
 
     Attributes:
-      attention: sizes and options of the attention, as its own module reads them.
-      dense_layers: indices of layers whose feed-forward is one dense MLP.
-      dense_intermediate: width of those.
-      shared_intermediate: width of the shared experts together, 0 for none.
-      tied: whether the head shares the embedding.
+      vocab_size: the number of token ids.
+      hidden: the size of the residual stream.
+      num_layers: the number of layers.
+      max_positions: the number of positions that the model was trained for.
+      eps: the epsilon of the norms.
+      attention: the sizes and options of the attention, as the attention module reads them.
+      dense_layers: the indices of layers with one dense MLP in place of experts.
+      dense_intermediate: the intermediate size of those MLPs.
+      num_experts: the number of routed experts in a layer.
+      intermediate: the intermediate size of one expert.
+      shared_intermediate: the intermediate size of all shared experts together. 0 for none.
+      router: how tokens choose experts.
+      tied: whether the head shares the weights of the embedding.
     """
 
     vocab_size: int
@@ -53,16 +61,17 @@ def read_sparse(
     dense_layers: frozenset[int] = frozenset(),
     shared_experts: int = 0,
 ) -> SparseConfig:
-    """Read the sizes that all these models have under one name, and put the rest beside them.
+    """Read the sizes that all these models store under the same names, and return all sizes.
 
     Args:
-      fields: of ``config.json``.
-      attention, router: read before.
-      eps: of the norms, where the file names none.
-      experts: names of the number of experts.
-      intermediate: name of the width of one expert.
-      dense_layers: indices of layers without experts.
-      shared_experts: how many there are.
+      fields: the fields of ``config.json``.
+      attention: the sizes of the attention, which the caller has read.
+      router: the router, which the caller has read.
+      eps: the default epsilon of the norms.
+      experts: the names that the number of experts may have.
+      intermediate: the name of the intermediate size of one expert.
+      dense_layers: the indices of layers without experts.
+      shared_experts: the number of shared experts.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
@@ -89,22 +98,33 @@ def read_sparse(
 
 
 def read_top_k(fields: Fields, *experts: str) -> int:
-    """Return ``num_experts_per_tok``, checked against the number of experts named `experts`."""
+    """Return ``num_experts_per_tok``, which must not exceed the number of experts.
+
+    Args:
+      fields: the fields of ``config.json``.
+      experts: the names that the number of experts may have.
+    """
     top_k, total = fields.size("num_experts_per_tok"), fields.size(*experts)
-    fields.relate(top_k <= total, f"num_experts_per_tok: {top_k} of {total} experts")
+    fields.relate(
+        top_k <= total, f"num_experts_per_tok: expected at most {total} experts, got {top_k}"
+    )
     return top_k
 
 
 def read_grouped_router(
     fields: Fields, *experts: str, groups: int = 1, kept: int = 1, scaling: float = 1.0
 ) -> Router:
-    """Read a router of sigmoid scores, of which a correction bias and the best groups choose.
+    """Read a router with sigmoid scores that chooses groups of experts first.
+
+    A correction bias is added to the scores for the choice. The best groups are kept, and the best
+    experts of those groups are chosen.
 
     Args:
-      fields: of ``config.json``.
-      experts: names of the number of experts.
-      groups, kept, scaling: ``n_group``, ``topk_group`` and ``routed_scaling_factor`` where the
-        file has none.
+      fields: the fields of ``config.json``.
+      experts: the names that the number of experts may have.
+      groups: the default of ``n_group``.
+      kept: the default of ``topk_group``.
+      scaling: the default of ``routed_scaling_factor``.
 
     Source: arXiv:2412.19437, section 2.1.2.
     """
@@ -116,7 +136,8 @@ def read_grouped_router(
     fits = total % groups == 0 and kept <= groups and top_k <= total // groups * kept
     fields.relate(
         fits,
-        f"num_experts_per_tok: {top_k} experts do not fit {kept} of {groups} groups of {total}",
+        f"num_experts_per_tok: {top_k} experts cannot be chosen from {kept} of {groups} groups of "
+        f"{total} experts",
     )
     return Router(
         top_k,
@@ -129,47 +150,58 @@ def read_grouped_router(
 
 
 def read_leading_dense(fields: Fields, default: int) -> frozenset[int]:
-    """Return the ``first_k_dense_replace`` first layers."""
+    """Return the indices of the first ``first_k_dense_replace`` layers, which have no experts."""
     return frozenset(range(fields.count("first_k_dense_replace", default)))
 
 
 def read_layer_types(
     fields: Fields, config: Mapping[str, Any], name: str, allowed: Sequence[str]
 ) -> tuple[str, ...] | None:
-    """Return the list `name`, one of `allowed` for each layer; None where there is none."""
+    """Return the list `name` of the config, which has one of `allowed` for each layer.
+
+    Returns:
+      None if there is no such list, or if it is not valid, which is a problem.
+    """
     types = config.get(name)
     if types is None:
         return None
     layers = fields.size("num_hidden_layers")
     sound = isinstance(types, list) and len(types) == layers and all(t in allowed for t in types)
-    fields.require(sound, f"{name}: expected {layers} of {', '.join(allowed)}; got {types!r}")
+    fields.require(
+        sound,
+        f"{name}: expected a list of {layers} values from {', '.join(allowed)}; got {types!r}",
+    )
     return tuple(types) if sound else None
 
 
 def require_experts(config: Any, layer: int) -> None:
-    """Check that `layer` has experts: that there is such a layer, not of ``config.dense_layers``.
+    """Check that the model has a layer `layer` with experts.
+
+    Args:
+      config: has `num_layers` and `dense_layers`.
+      layer: the index.
 
     Raises:
-      ValueError: it has none.
+      ValueError: there is no such layer, or it has a dense MLP.
     """
     if not 0 <= layer < config.num_layers or layer in config.dense_layers:
         raise ValueError(
-            f"layer: expected one with experts, below {config.num_layers} and not of "
+            f"layer: expected a layer with experts, from 0 to {config.num_layers - 1} and not in "
             f"{sorted(config.dense_layers)}; got {layer}"
         )
 
 
 def build_block(config: SparseConfig, layer: int, make: Builder, *, bias: bool = False) -> NVFP4MoE:
-    """Make the expert block of `layer`, shared experts included, at the paths of `moe_keys`.
+    """Make the expert block of `layer` with its shared experts, at the paths of `keys.moe_keys`.
 
     Args:
-      config: of the model.
-      layer: index.
+      config: the sizes of the model.
+      layer: the index of the layer.
       make: builds the parts.
       bias: whether the router has a correction bias.
 
     Raises:
-      ValueError: that layer has no experts.
+      ValueError: the layer has no experts.
     """
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden

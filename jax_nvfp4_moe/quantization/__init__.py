@@ -1,1 +1,1 @@
-"""Quantize a model: calibration, choice of matrices, the pipeline, layer errors."""
+"""Quantize checkpoints: calibration, the selection of matrices, the pipeline, and layer errors."""

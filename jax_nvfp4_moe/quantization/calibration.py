@@ -1,7 +1,8 @@
-"""Calibration: what enters the products of an unquantized model while a text runs through it.
+"""Calibration: record what enters the linears and experts of a model while it reads a text.
 
-One decoder layer is in memory at a time: it is read, all windows of the text go through it in
-float32, what entered its linears and experts is kept as a few numbers, and it is dropped.
+Memory holds one decoder layer at a time. Each layer is read, and all windows of the text run
+through it in float32. A few numbers about the inputs of its linears and experts are recorded, and
+the layer is dropped before the next one is read.
 """
 
 import dataclasses
@@ -24,21 +25,24 @@ from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense
 
-Statistics = dict[str, Any]  # of rows that entered a product: amax, count and squares by group
+# The result of `observe`: "amax", "count" and maybe "squares" of the rows that entered a product.
+Statistics = dict[str, Any]
 
-# Tokens that go through a layer together; bounds the memory of what its experts make of them.
+# The number of tokens that run through a layer together. It bounds the memory for the
+# intermediate activations of the experts.
 _TOKENS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What entered one product, of one linear or of each expert of a layer.
+    """Statistics of the activations that entered one product, of a linear or of a layer's experts.
 
     Attributes:
-      amax: largest magnitude, float32 scalar or ``[e]``; 0 where nothing entered.
-      count: rows that entered, int32 of the same shape.
-      squares: sums of the squares of each channel, float32 ``[k]`` or ``[e, k]``; None where nobody
-        asked for them.
+      amax: float32 scalar, or ``[e]`` for experts; the largest magnitude. It is 0 if nothing
+        entered.
+      count: int32 scalar, or ``[e]`` for experts; the number of rows that entered.
+      squares: float32 ``[k]``, or ``[e, k]`` for experts; the sum of the squares of each channel.
+        None if squares were not recorded.
     """
 
     amax: np.ndarray
@@ -46,7 +50,11 @@ class Inputs:
     squares: np.ndarray | None
 
     def importance(self) -> np.ndarray | None:
-        """Return the mean square of each channel, that of all experts where one saw no row."""
+        """Return the mean square of each channel, float32 ``[k]`` or ``[e, k]``.
+
+        An expert that no row entered gets the mean over all experts. The result is None if squares
+        were not recorded.
+        """
         if self.squares is None:
             return None
         rows = np.maximum(self.count, 1)[..., None]
@@ -63,17 +71,18 @@ def observe(
     groups: int = 1,
     squares: bool = False,
 ) -> Statistics:
-    """Return what is kept of the rows that enter a product.
+    """Return statistics of the rows that enter a product.
 
     Args:
-      rows: that enter.
-      ids: group of each row; rows of other ids than 0 to `groups` leave no trace. All rows are of
-        the first group where None.
-      groups: number of groups, such as experts.
-      squares: whether squares of channels are summed.
+      rows: ``[m, k]``, the rows.
+      ids: int ``[m]``, the group of each row. A row whose id is negative, or at least `groups`, is
+        not counted. None puts all rows into group 0.
+      groups: the number of groups, such as the number of experts.
+      squares: whether to sum the squares of each channel.
 
     Returns:
-      "amax" float32 ``[groups]``, "count" int32 ``[groups]``, "squares" float32 ``[groups, k]``.
+      "amax" float32 ``[groups]``, "count" int32 ``[groups]``, and with `squares` also "squares"
+      float32 ``[groups, k]``.
     """
     wide = rows.astype(jnp.float32)
     ids = jnp.zeros(len(rows), jnp.int32) if ids is None else jnp.where(ids < 0, groups, ids)
@@ -95,14 +104,14 @@ def observe_experts(
     weight_on_input: bool,
     squares: bool,
 ) -> tuple[Statistics, Statistics]:
-    """Return what enters the first product and the second of each expert, see `observe`.
+    """Return statistics of the inputs of the first and of the second product, for each expert.
 
     Args:
-      experts: of one layer.
+      experts: the experts of one layer.
       call: their activation.
-      routed: tokens, their experts and weights.
-      weight_on_input: whether rows are weighted before the first product.
-      squares: whether squares of channels are summed.
+      routed: the tokens, their experts and their weights.
+      weight_on_input: whether routing weights multiply the rows before the first product.
+      squares: whether to sum the squares of each channel.
     """
     x = routed.x.reshape(-1, routed.x.shape[-1])
     top_k, e = routed.expert_ids.shape[-1], experts.num_experts
@@ -133,7 +142,11 @@ def _grouped(rows, weight, bias, ids):
 
 @functools.partial(jax.jit, static_argnames="squares")
 def _run(layer, x, positions, squares):
-    """Return what `layer` makes of ``x [b, t, h]``, and what its linears and experts read."""
+    """Run ``x [b, t, h]`` through `layer`.
+
+    Returns:
+      The output, and the statistics of the inputs of its linears and of its experts.
+    """
     with capture(layer) as seen:
         y, _ = layer(x, positions, None)
     parts = {".".join(map(str, path)): part for path, part in nnx.iter_modules(layer)}
@@ -155,7 +168,7 @@ def _run(layer, x, positions, squares):
 
 
 def _add(total: Any, seen: Any) -> Any:
-    """Return what was seen of two batches together."""
+    """Return the statistics of two batches together."""
     if total is None:
         return seen
     if isinstance(seen, tuple):
@@ -167,6 +180,7 @@ def _add(total: Any, seen: Any) -> Any:
 
 
 def _inputs(seen: Statistics, single: bool = False) -> Inputs:
+    """Return statistics as `Inputs`; `single` takes those of group 0, for a linear."""
     values = {name: np.asarray(value) for name, value in seen.items()}
     values = {name: value[0] for name, value in values.items()} if single else values
     return Inputs(values["amax"], values["count"], values.get("squares"))
@@ -174,10 +188,10 @@ def _inputs(seen: Statistics, single: bool = False) -> Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What entered all products of a model.
+    """The statistics of the inputs of all linears and experts of a model.
 
     Attributes:
-      linears: module of the file -> `Inputs`.
+      linears: the module in the file -> `Inputs`.
       experts: the experts' module -> `Inputs` of the first product and of the second, by expert.
     """
 
@@ -192,17 +206,17 @@ def calibrate(
     squares: bool = False,
     progress: bool | None = None,
 ) -> Calibration:
-    """Run windows of tokens through a model, layer by layer, and keep what its products read.
+    """Run windows of tokens through a model, layer by layer, and record what enters its products.
 
     Args:
-      plan: of a checkpoint that is not quantized, see `models.loading.plan_unquantized`.
-      windows: token ids ``[w, t]``, each on its own.
-      squares: whether channels' squares are summed too.
-      progress: whether to draw a bar on standard error; None draws one on a terminal, and logs a
-        line for each layer elsewhere.
+      plan: the load plan of an unquantized checkpoint; see `models.loading.plan_unquantized`.
+      windows: int ``[w, t]``, token ids. Each window is a sequence of its own.
+      squares: whether to sum the squares of each channel.
+      progress: whether to draw a progress bar on standard error. None draws it on a terminal, and
+        logs a line for each layer if standard error is no terminal.
 
     Raises:
-      CheckpointError: as `load_model`.
+      CheckpointError: as for `load_model`.
     """
     note, found = log_layers(progress, "calibrating"), Calibration({}, {})
     size = max(_TOKENS // windows.shape[1], 1)
@@ -221,17 +235,18 @@ def calibrate(
                 hidden[batch] = jax.block_until_ready(y)
                 linears = _merge(linears, own_linears)
                 experts = _merge(experts, own_experts)
-            del layer  # before the next one is read
+            del layer  # free its memory before the next layer is read
             _keep(found, plan, path, linears or {}, experts or {}, note)
     return found
 
 
 def _merge(total, seen):
+    """Return the statistics of a layer's modules in two batches together."""
     return seen if total is None else {path: _add(total[path], seen[path]) for path in seen}
 
 
 def _keep(found: Calibration, plan: LoadPlan, layer: str, linears, experts, note) -> None:
-    """Enter what one layer's products read, under their names in the file."""
+    """Add the statistics of one layer to `found`, by the names of its modules in the file."""
     for part in plan.parts:
         path = part.path.removeprefix(f"{layer}.")
         if path == part.path:

@@ -1,8 +1,9 @@
-"""Errors layer by layer: what rounding costs each layer's experts, on the inputs that it meets.
+"""Measure the error that quantization causes in the experts of each layer.
 
-One model at a time is in memory. The first runs a text and keeps what enters and leaves the routed
-experts of each layer; then each scheme's experts get those same inputs, so that no layer answers
-for the layers before it.
+Every layer gets the inputs of the unquantized model, so that its error does not include the errors
+of the layers before it. Memory holds one model at a time. First a float32 model runs a text and
+records what enters and leaves the routed experts of each layer. Then the experts of each scheme run
+on those recorded inputs.
 """
 
 import contextlib
@@ -28,13 +29,16 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class LayerErrors:
-    """Errors of one layer's routed experts in one scheme, y of the scheme beside y0 of the truth.
+    """The errors of one layer's routed experts in one scheme.
+
+    In the equations, y is the output of the scheme and y0 the output of the float32 model.
 
     Attributes:
-      module: path of the block in the model, such as "layers.3.mlp".
-      scheme: name of the scheme.
-      nrmse: ``|y - y0| / |y0|``, norms over all rows.
-      rows: ``|y[t] - y0[t]| / |y0[t]|`` of each token, float64 ``[t]``; NaN where y0[t] is zero.
+      module: the path of the block in the model, such as "layers.3.mlp".
+      scheme: the name of the scheme.
+      nrmse: ``|y - y0| / |y0|``, where the norms are over all tokens.
+      rows: float64 ``[t]``, ``|y[t] - y0[t]| / |y0[t]|`` for each token. It is NaN if y0[t] is
+        zero.
     """
 
     module: str
@@ -44,18 +48,25 @@ class LayerErrors:
 
     @property
     def worst_row(self) -> int:
-        """Index of the token of largest error; 0 where none has one."""
+        """The index of the token with the largest error. It is 0 if no token has an error."""
         return int(np.argmax(np.nan_to_num(self.rows, nan=-1.0)))
 
     @property
     def worst(self) -> float:
-        """Error of that token."""
+        """The largest error of a token."""
         return float(self.rows[self.worst_row])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What entered the experts of one layer and what left them, in host memory."""
+    """What entered the experts of one layer and what left them, in host memory.
+
+    Attributes:
+      x: ``[t, h]``, the tokens.
+      expert_ids: ``[t, k]``.
+      expert_weights: ``[t, k]``.
+      y: ``[t, h]``, the output.
+    """
 
     x: np.ndarray
     expert_ids: np.ndarray
@@ -64,17 +75,22 @@ class _Call:
 
 
 def available_schemes(path: str | pathlib.Path) -> tuple[str, ...]:
-    """Return "w4a16", and "w4a4" where all NVFP4 experts of a checkpoint have input scales.
+    """Return the schemes in which the experts of a checkpoint can run.
+
+    They are "w4a16", and also "w4a4" if all NVFP4 experts have input scales. Only headers are read.
 
     Raises:
-      CheckpointError: as `load_model`; headers alone are read.
+      CheckpointError: as for `load_model`.
       ValueError: no layer has NVFP4 experts.
     """
     model = abstract_model(path).model
     params = [module.experts.params.get_value() for _, module in expert_blocks(model)]
     quantized = [p for p in params if isinstance(p, MoEParams)]
     if not quantized:
-        raise ValueError(f"path: {path} has no layer of NVFP4 experts, of which errors are taken")
+        raise ValueError(
+            f"path: expected a checkpoint with NVFP4 experts, whose errors can be measured; {path} "
+            "has none"
+        )
     if all(p.has_input_scales for p in quantized):
         return str(Scheme.W4A16), str(Scheme.W4A4)
     return (str(Scheme.W4A16),)
@@ -90,27 +106,30 @@ def measure_errors(
     backend: str | None = None,
     progress: Callable[[str], contextlib.AbstractContextManager[Progress | None]] | None = None,
 ) -> list[LayerErrors]:
-    """Compare each layer's routed experts with those of a model in float32, on the same inputs.
+    """Compare the routed experts of each layer with those of a float32 model, on the same inputs.
 
     Args:
-      path: folder of an NVFP4 checkpoint.
-      token_ids: integers ``[t]``, one text from its beginning.
-      original: folder of the model before quantization: its weights, routing and activations are
-        the truth. None takes the weights of `path`, dequantized: what is left is the rounding of
-        activations, and the kernel's.
-      schemes: as for `load_model`; None for `available_schemes`.
-      dtype, backend: of what is compared, as for `load_model`.
-      progress: called with a name, gives a context whose value takes layers done and their total.
+      path: the folder of an NVFP4 checkpoint.
+      token_ids: int ``[t]``, one text from its beginning.
+      original: the folder of the model before quantization. Its weights, routing and activations
+        are the truth, so that the errors include the rounding of weights. With None, the
+        dequantized weights of `path` are the truth. The errors are then only those of rounding
+        activations, and of the kernel.
+      schemes: the schemes to measure, as for `load_model`. None takes `available_schemes`.
+      dtype: the dtype of the quantized models, as for `load_model`.
+      backend: the backend of the quantized models, as for `load_model`.
+      progress: called with a label. It returns a context manager whose value, if it is not None, is
+        called with the number of finished layers and their total.
 
     Returns:
-      Errors of each scheme, layer by layer. Layers without NVFP4 experts are left out.
+      The errors of each scheme, layer by layer. Layers without NVFP4 experts are left out.
 
     Raises:
-      CheckpointError: as `load_model`.
-      ValueError: token ids are out of range, no layer has NVFP4 experts, or `original` has other
-        layers than `path`.
+      CheckpointError: as for `load_model`.
+      ValueError: a token id is out of range, no layer has NVFP4 experts, or `original` has other
+        sizes than `path`.
     """
-    available = available_schemes(path)  # also refuses what has no NVFP4 experts
+    available = available_schemes(path)  # raises ValueError if there are no NVFP4 experts
     schemes = available if schemes is None else tuple(schemes)
     if original is not None:
         check_original(path, original)
@@ -130,7 +149,7 @@ def measure_errors(
 
 
 def _measure(path, scheme, calls, dtype, backend, progress) -> Iterator[LayerErrors]:
-    """Load the model in one scheme and run the recorded calls of its NVFP4 layers."""
+    """Load the model in one scheme, and yield the errors of its layers on the recorded calls."""
     model = load_model(path, scheme=scheme, dtype=dtype, backend=backend)
     blocks = [(name, block) for name, block in expert_blocks(model) if block.experts.scheme]
     with contextlib.nullcontext() if progress is None else progress(f"layers, {scheme}") as advance:
@@ -143,6 +162,7 @@ def _measure(path, scheme, calls, dtype, backend, progress) -> Iterator[LayerErr
 
 
 def _compare(name, scheme, y, truth) -> LayerErrors:
+    """Return the errors of one layer: `y` beside `truth`, the output of the float32 model."""
     y, truth = y.astype(np.float64), truth.astype(np.float64)
     off, size = (np.linalg.norm(rows, axis=-1) for rows in (y - truth, truth))
     rows = np.where(size > 0, off / np.where(size > 0, size, 1.0), np.nan)
@@ -151,7 +171,7 @@ def _compare(name, scheme, y, truth) -> LayerErrors:
 
 
 def _record(model, ids: np.ndarray) -> dict[str, _Call]:
-    """Run ``ids [t]``, and return what the expert blocks were called with."""
+    """Run ``ids [t]`` through a model, and return the calls of its expert blocks."""
     return {
         name: _Call(*(np.asarray(array).reshape(-1, array.shape[-1]) for array in entered))
         for name, entered in _run_recorded(model, jnp.asarray(ids)[None, :]).items()
@@ -170,7 +190,7 @@ def _run_recorded(model, ids):
 
 
 def _sizes(path) -> dict[str, tuple[int, ...]]:
-    """Return what two checkpoints of one model have in common, from headers alone."""
+    """Return the sizes in which two checkpoints of one model agree. Only headers are read."""
     model = abstract_model(path).model
     found: dict[str, tuple[int, ...]] = {}
     found["vocabulary, hidden"] = model.config.vocab_size, model.config.hidden
@@ -181,22 +201,23 @@ def _sizes(path) -> dict[str, tuple[int, ...]]:
 
 
 def check_original(path: str | pathlib.Path, original: str | pathlib.Path) -> None:
-    """Check that two checkpoints are of one model, by sizes; headers alone are read.
+    """Check by their sizes that two checkpoints are of the same model. Only headers are read.
 
     Raises:
-      CheckpointError: as `load_model`.
-      ValueError: vocabularies, widths or experts differ.
+      CheckpointError: as for `load_model`.
+      ValueError: the vocabularies, the hidden sizes or the experts differ.
     """
     sizes, others = _sizes(path), _sizes(original)
     for name in sorted(sizes.keys() | others.keys()):
         if sizes.get(name) != others.get(name):
             raise ValueError(
-                f"original: expected the model that {path} was made of; {name}: "
-                f"{others.get(name, 'none')} instead of {sizes.get(name, 'none')}"
+                f"original: expected the model from which {path} was quantized; {name}: expected "
+                f"{sizes.get(name, 'none')}, got {others.get(name, 'none')}"
             )
 
 
 def _check_ids(config, token_ids) -> np.ndarray:
+    """Return token ids as int32 ``[t]`` after checking them against the model's sizes."""
     ids = np.asarray(token_ids)
     limit, vocabulary = config.max_positions, config.vocab_size
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not 1 <= len(ids) <= limit:
@@ -213,11 +234,11 @@ def _check_ids(config, token_ids) -> np.ndarray:
 def error_rows(
     errors: Sequence[LayerErrors], tokens: Sequence[str] | None = None
 ) -> Iterator[tuple[str, ...]]:
-    """Return a table: one row for each layer, with the figures of all schemes side by side.
+    """Yield the rows of a table: the names of its columns, one row per layer, and two of summaries.
 
     Args:
-      errors: as `measure_errors` returns.
-      tokens: the text of each token, or None.
+      errors: the result of `measure_errors`.
+      tokens: the text of each token. None leaves the texts out.
     """
     schemes = list(dict.fromkeys(error.scheme for error in errors))
     yield "experts", *(f"{s} {of}" for s in schemes for of in ("NRMSE", "worst", "at token"))
@@ -239,13 +260,14 @@ def error_rows(
 
 
 def _cells(error, tokens):
+    """Return the cells of one layer and one scheme."""
     at = error.worst_row
     said = "" if tokens is None else f" {tokens[at]!r}"
     return f"{error.nrmse:.2e}", f"{error.worst:.2e}", f"{at}{said}"
 
 
 def error_report(errors: Sequence[LayerErrors]) -> list[dict[str, Any]]:
-    """Return what `measure_errors` found as values for JSON; NaN as None."""
+    """Return the result of `measure_errors` as values for JSON, with None in place of NaN."""
     return [
         {
             "module": error.module,
@@ -264,15 +286,15 @@ def _number(value):
 
 
 def plot_errors(errors: Sequence[LayerErrors], path: str | pathlib.Path, *, truth: str) -> None:
-    """Draw errors by layer, and how they spread over tokens, into a picture.
+    """Draw the errors by layer, and their distribution over tokens, and save the picture.
 
     Args:
-      errors: as `measure_errors` returns.
-      path: file to write; its ending says the kind, such as ".png" or ".svg".
-      truth: what `errors` are measured against, for the title.
+      errors: the result of `measure_errors`.
+      path: the file to write. Its suffix gives the format, such as ".png" or ".svg".
+      truth: what the errors are measured against, for the title.
 
     Raises:
-      ValueError: as `check_plot`.
+      ValueError: as for `check_plot`.
     """
     check_plot(path)
     path = expand_home(path)
@@ -297,7 +319,11 @@ def plot_errors(errors: Sequence[LayerErrors], path: str | pathlib.Path, *, trut
 
 
 def _draw_scheme(left, right, errors, color, scheme):
-    """Draw one scheme: NRMSE, the worst token and the middle half by layer; all tokens sorted."""
+    """Draw one scheme.
+
+    The left axes show for each layer the NRMSE, the worst token, and the range of the middle half
+    of the tokens. The right axes show all tokens, sorted by error.
+    """
     at = range(len(errors))
     rows = [error.rows[np.isfinite(error.rows)] for error in errors]
     low, high = ([np.quantile(r, q) if len(r) else np.nan for r in rows] for q in (0.25, 0.75))
@@ -322,7 +348,8 @@ def check_plot(path: str | pathlib.Path) -> None:
     """Check that `plot_errors` can write `path`.
 
     Raises:
-      ValueError: matplotlib is not installed, or knows no such kind of file; or no such folder.
+      ValueError: matplotlib is not installed or does not support the format, or the file's folder
+        does not exist.
     """
     kinds = _matplotlib()().canvas.get_supported_filetypes()
     path = expand_home(path)
@@ -333,10 +360,12 @@ def check_plot(path: str | pathlib.Path) -> None:
 
 
 def _matplotlib():
+    """Return matplotlib's class `Figure`."""
     try:
-        from matplotlib.figure import Figure  # on demand: optional, and slow to import
+        # Imported on demand: matplotlib is optional, and slow to import.
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
-            "plot: matplotlib is not installed; pip install 'jax-nvfp4-moe[plot]'"
+            "plot: matplotlib is not installed; run pip install 'jax-nvfp4-moe[plot]'"
         ) from error
     return Figure

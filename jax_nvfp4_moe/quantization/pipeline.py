@@ -1,9 +1,10 @@
-"""Post-training quantization: an unquantized checkpoint becomes one in NVFP4.
+"""Post-training quantization: turn an unquantized checkpoint into an NVFP4 checkpoint.
 
-First, where activations are to be rounded, a text runs through the model layer by layer and gives
-the largest input of each product (`calibration`). Then every tensor of the source becomes one or
-some of the destination, one at a time: memory holds a layer in the first part, and two tensors in
-the second.
+The work has two steps:
+
+1. If activations are quantized, a text runs through the model layer by layer, and `calibration`
+   records the largest input of each product. Memory holds one layer.
+2. Each tensor of the source is read, quantized or copied, and written. Memory holds two tensors.
 """
 
 import contextlib
@@ -47,8 +48,8 @@ FORMATS: Mapping[str, CheckpointFormat] = {
 SCHEMES = (Scheme.W4A16, Scheme.W4A4)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _F32 = np.dtype(np.float32)
-_FIELDS = "0.19.0"  # the version of compressed-tensors whose fields are written
-# Files beside the weights that go with a model: its tokenizer, templates, other configs, licences.
+_FIELDS = "0.19.0"  # the version of compressed-tensors that defines the fields of its config
+# The files beside the weights that are copied: tokenizer, chat template, other configs, licenses.
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE")
 
@@ -70,36 +71,88 @@ def quantize_model(
 ) -> dict[str, Any]:
     """Quantize an unquantized checkpoint of a supported architecture to NVFP4.
 
-    A global scale is ``amax / 2688`` of a matrix, of all those that runtimes multiply at once (gate
-    and up of an expert; q, k, v); an input scale is ``amax / 2688`` of what enters while the text
-    runs. Routers, embeddings, norms, convolutions and the head stay as they are.
+    Scales follow from amax, the largest magnitude of the values that they scale:
+
+    * The global scale of a matrix is ``amax / 2688`` of its weights with algorithm "max", and
+      ``amax / 1536`` with any other. Matrices that runtimes merge share one global scale: q, k and
+      v of an attention, and gate and up of an expert.
+    * With ``scheme="w4a4"``, an input scale is ``amax / 2688`` of the activations that enter the
+      product. The calibration text runs through the model in float32 to find them.
+
+    Routers, embeddings, norms, convolutions and the head are not quantized. Tokenizer files, chat
+    templates and licenses are copied.
 
     Args:
-      source: folder with ``config.json`` and float32, float16 or bfloat16 safetensors.
-      destination: folder to write; new or empty.
-      token_ids: integers ``[n]`` of the calibration text; windows of it run each on its own, a rest
-        shorter than a window is left out.
-      scheme: "w4a4", which needs `token_ids`, or "w4a16"; None takes w4a4 where there are
+      source: str or path, a folder with ``config.json`` and safetensors files in float32, float16
+        or bfloat16. It may also be the name of a model on the Hugging Face Hub.
+      destination: str or path, the folder to write. It must be empty or not exist.
+      token_ids: int ``[n]``, the token ids of the calibration text. The model reads it in windows
+        that do not see each other; tokens after the last full window are not used. None, the
+        default, means that there is no text.
+      scheme: "w4a16" to quantize weights alone, or "w4a4" to quantize activations too, which needs
+        `token_ids`. None, the default, means "w4a4" if `token_ids` are given and "w4a16" if not.
+      format: "modelopt", the default, or "compressed-tensors".
+      modules: "all" linears and experts, the default, or "experts" alone.
+      exclude: modules that are not quantized, by name or with wildcards such as "*self_attn*".
+        Everything inside them is excluded too. By default no modules are added to those above.
+      algorithm: how to choose the scale of each block of 16 weights: "max" (the default, which
+        gives ModelOpt's bytes), "four_or_six", "search", or "weighted_search", which needs
         `token_ids`.
-      format: "modelopt" or "compressed-tensors".
-      modules: "all" linears and experts, or "experts" alone.
-      exclude: modules to leave alone, by name or with wildcards; what is inside them too.
-      algorithm: a key of `rounding.ALGORITHMS`: how weights are rounded.
-      window: tokens in a window.
-      dtype: of float tensors that are not quantized; as they are where None.
-      shard_bytes: of one file, at most, unless one tensor is larger.
-      progress: whether to draw bars on standard error; None draws them on a terminal, and logs a
-        line for each layer elsewhere.
+      window: the number of tokens in a window, 512 by default.
+      dtype: bfloat16, float16 or float32, the dtype of tensors that are not quantized. None, the
+        default, keeps the dtype of the source.
+      shard_bytes: the most bytes in one file, 5e9 by default. A larger tensor gets a file of its
+        own.
+      progress: whether to draw progress bars on standard error. None, the default, draws them on a
+        terminal, and logs a line for each layer if standard error is no terminal.
 
     Returns:
-      ``quantized_matrices``, ``scheme``, ``format``, ``source_bytes``, ``bytes``, ``tokens``, and
-      ``experts_without_tokens``: the experts' module -> indices.
+      A dict with these entries:
+
+      * "quantized_matrices": the number of matrices that were quantized.
+      * "scheme" and "format": str, those that were written.
+      * "source_bytes" and "bytes": the bytes of all tensors before and after.
+      * "tokens": the number of tokens that the model read.
+      * "experts_without_tokens": the experts' module -> a list of the experts that no token
+        reached. With "w4a4" they take the largest input scale of their layer.
 
     Raises:
       ValueError: an argument is wrong, or `destination` is not empty.
-      CheckpointError: lists all that is wrong with the source, or a weight is not finite.
-      OSError: the disk is full or a file cannot be written; names the file and its device. After
-        any error `destination` is as it was, so the same call can run again.
+      CheckpointError: lists everything that is wrong with the source. It is also raised if the
+        source is quantized already, or if a weight is not finite.
+      OSError: a file cannot be written, for example because the disk is full. The message names the
+        file and its device.
+
+    After any error `destination` is as it was before, so that you can run the same call again.
+
+    Example:
+      The source here is the example model of this package, dequantized. Yours is the folder of a
+      model in bfloat16.
+
+      >>> import importlib.resources, pathlib, shutil, tempfile
+      >>> import numpy as np
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> from jax_nvfp4_moe.checkpoint import read_config
+      >>> from jax_nvfp4_moe.checkpoint.export import write_checkpoint
+      >>> from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
+      >>> example = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+      >>> weights = {}
+      >>> with open_tensors(example) as tensors:
+      ...     for name in tensors.names():
+      ...         if f"{name}_scale" in tensors:
+      ...             parts = [tensors.read(name + part) for part in ("", "_scale", "_scale_2")]
+      ...             weights[name] = np.asarray(nvfp4.NVFP4Tensor.from_packed(*parts).dequantize())
+      ...         elif not name.endswith(("_scale", "_scale_2")):
+      ...             weights[name] = tensors.read(name)
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> write_checkpoint(folder / "source", weights, read_config(example))
+      >>> report = nvfp4.quantize_model(folder / "source", folder / "nvfp4", progress=False)
+      >>> report["scheme"], report["quantized_matrices"]
+      ('w4a16', 260)
+      >>> model = nvfp4.load_model(folder / "nvfp4")
+      >>> shutil.rmtree(folder)
+
+    Source: https://github.com/NVIDIA/Model-Optimizer for "max", arXiv:2512.02010 for "four_or_six".
     """
     chosen = _check_arguments(scheme, format, modules, algorithm, token_ids)
     _check_lists(exclude, shard_bytes)
@@ -109,7 +162,10 @@ def quantize_model(
     with open_checkpoint(source) as checkpoint:
         if checkpoint.quant.rules:
             raise CheckpointError(
-                [f"is quantized already ({checkpoint.quant.rules[0].source}); expected BF16 or so"],
+                [
+                    f"the checkpoint is quantized already ({checkpoint.quant.rules[0].source}); "
+                    "expected one in float32, float16 or bfloat16"
+                ],
                 str(source),
             )
         load = plan_unquantized(checkpoint)
@@ -146,11 +202,11 @@ def quantize_model(
 
 
 class _Writer:
-    """Makes the tensors of a destination when their turn comes.
+    """Makes the tensors of the destination, each when its turn to be written comes.
 
     Attributes:
-      note: is told the name of each tensor that is about to be made.
-      advance: is told the bytes of each tensor made.
+      note: called with the name of each tensor before it is made.
+      advance: called with the bytes of each tensor after it is made.
     """
 
     def __init__(
@@ -173,7 +229,7 @@ class _Writer:
         self._last: tuple[Matrix | None, tuple[np.ndarray, ...]] = None, ()
 
     def quantized(self) -> dict[str, Writable]:
-        """Return the tensors that the plan's matrices become, in the order of the source."""
+        """Return the tensors that the matrices become, in the order of the source."""
         made: dict[str, Writable] = {}
         for matrix in sorted(self._plan.matrices, key=self._position):
             for part, shape, dtype, make in self._parts(matrix):
@@ -182,7 +238,7 @@ class _Writer:
         return made
 
     def _parts(self, matrix: Matrix):
-        """Return name, shape, dtype and maker of each tensor that a matrix becomes."""
+        """Yield the name, shape, dtype and maker of each tensor that a matrix becomes."""
         names, (n, k) = self._format.names, matrix.shape
         codes, scale = self._codes, self._stored_scale
         shape = (1,) if names.divides else ()
@@ -194,11 +250,12 @@ class _Writer:
             yield names.input_global, shape, _F32, functools.partial(scale, scale=self._input_scale)
 
     def kept(self, dtype: np.dtype | None) -> dict[str, Writable]:
-        """Return the tensors that stay as they are, floats in `dtype` where it is not None."""
+        """Return the tensors that are copied, with floats in `dtype` if it is not None."""
         made: dict[str, Writable] = {}
         for name, part in self._plan.kept.items():
             target = part.dtype(self._tensors)
-            # A correction bias moves the choice of experts: tools keep it in float32.
+            # A correction bias decides which experts are chosen. Tools keep it in float32, because
+            # its rounding would change the choice.
             if dtype is not None and _is_float(target) and "correction_bias" not in name:
                 target = dtype
             read = functools.partial(_read_as, part, self._tensors, target)
@@ -206,6 +263,8 @@ class _Writer:
         return made
 
     def _lazy(self, name, shape, dtype, make) -> LazyTensor:
+        """Return a tensor whose making is reported to `note` and `advance`."""
+
         def make_and_count():
             self.note(name)
             made = make()
@@ -215,11 +274,16 @@ class _Writer:
         return LazyTensor(tuple(shape), dtype, make_and_count)
 
     def _position(self, matrix):
+        """Return the sort key that orders matrices as the source stores them."""
         info = self._tensors.info(matrix.source.tensor)
         return info.file, info.start, matrix.expert or 0, matrix.module
 
     def _codes(self, matrix: Matrix, part: int) -> np.ndarray:
-        """Return codes (0) or block scales (1); they are asked for one behind the other."""
+        """Return the codes (part 0) or the block scales (part 1) of a matrix.
+
+        The two are asked for one after the other, so that the last matrix is kept for the second
+        one.
+        """
         if self._last[0] is not matrix:
             *found, _ = quantize_weight(
                 matrix.source.read(self._tensors),
@@ -231,14 +295,18 @@ class _Writer:
         return self._last[1][part]
 
     def _stored_scale(self, matrix: Matrix, scale) -> np.ndarray:
-        """Return a scalar as the format stores it."""
+        """Return a global scale or an input scale as the format stores it."""
         value = scale(matrix)
         if self._format.names.divides:
             return np.array([np.float32(1) / value], np.float32)
         return np.array(value, np.float32)
 
     def _global_scale(self, matrix: Matrix) -> np.float32:
-        """Return that of the largest magnitude of the group's matrices; 1 where they are zero."""
+        """Return the global scale of the matrix's group.
+
+        It follows from the largest magnitude of all matrices in the group. It is 1 if they are all
+        zero.
+        """
         if matrix.group not in self._scales:
             largest = max(
                 _largest(other, other.source.read(self._tensors))
@@ -250,31 +318,39 @@ class _Writer:
         return self._scales[matrix.group]
 
     def _inputs(self, matrix: Matrix) -> Inputs:
+        """Return the calibration statistics of what enters the matrix."""
         assert self._seen is not None
         if matrix.expert is None:
             return self._seen.linears[matrix.owner]
         return self._seen.experts[matrix.owner][matrix.product]
 
     def _importance(self, matrix: Matrix) -> np.ndarray | None:
+        """Return the weight of each input in the algorithm's error; None if it uses none."""
         if not find_algorithm(self._algorithm).needs_importance:
             return None
         found = self._inputs(matrix).importance()
-        if found is None:  # no token came by: all channels alike
+        if found is None:  # without statistics, all channels are equally important
             return np.ones(matrix.shape[1], np.float32)
         return found if matrix.expert is None else found[matrix.expert]
 
     def _input_scale(self, matrix: Matrix) -> np.float32:
-        """Return ``amax / 2688`` of what enters.
+        """Return the input scale ``amax / 2688`` of a matrix.
 
-        One of a layer's experts for each product as ModelOpt has it; in compressed-tensors' format
-        the second product of each expert has its own, an expert without tokens the layer's largest.
+        As in ModelOpt, all experts of a layer share one input scale per product. The
+        compressed-tensors format is the exception for the second product, where each expert has its
+        own scale. An expert without tokens takes the largest of the layer there.
         """
         amax = self._inputs(matrix).amax
         largest = np.float32(amax.max())
         if matrix.expert is not None and matrix.product and self._format.names.divides:
             largest = amax[matrix.expert] or largest
         if not np.isfinite(largest):
-            raise CheckpointError([f"{matrix.owner}: its calibrated inputs are not finite"])
+            raise CheckpointError(
+                [
+                    f"{matrix.owner}: the activations that enter it during calibration are not "
+                    "finite; check the weights of the source"
+                ]
+            )
         return largest / np.float32(SCALE_RANGE) if largest > 0 else np.float32(1)
 
 
@@ -283,32 +359,37 @@ def _is_float(dtype: np.dtype) -> bool:
 
 
 def _read_as(part, tensors, dtype) -> np.ndarray:
+    """Read a part of the source in another dtype."""
     stored = part.read(tensors)
     with np.errstate(over="ignore"):
         cast = stored.astype(dtype, copy=False)
     if dtype == np.float16 and np.isinf(cast).sum() > np.isinf(stored).sum():
-        raise CheckpointError([f"{part.tensor}: a value is beyond float16; take another dtype"])
+        raise CheckpointError(
+            [f"{part.tensor}: a value is too large for float16; pass dtype='bfloat16' or 'float32'"]
+        )
     return cast
 
 
 def _largest(matrix: Matrix, weight: np.ndarray) -> np.float32:
-    """Return the largest magnitude.
+    """Return the largest magnitude of a weight.
 
-    Magnitudes of one float dtype order as the integers of their bits, NaN and infinity on top.
+    The bits of the magnitudes, read as integers, have the same order as the magnitudes, with
+    infinity and NaN at the top. A NaN is therefore found, which a maximum of floats could miss.
 
     Raises:
-      CheckpointError: it is not finite.
+      CheckpointError: the largest magnitude is not finite.
     """
     bits = weight.view(f"u{weight.dtype.itemsize}")
     half = 1 << (8 * weight.dtype.itemsize - 1)
     found = np.array((bits & bits.dtype.type(half - 1)).max()).view(weight.dtype)
     largest = np.float32(found)
     if not np.isfinite(largest):
-        raise CheckpointError([f"{matrix.module}: a weight is {largest}; nothing can round that"])
+        raise CheckpointError([f"{matrix.module}: expected finite weights, got {largest}"])
     return largest
 
 
 def _check_arguments(scheme, format, modules, algorithm, token_ids) -> Scheme:
+    """Check the arguments of `quantize_model`, and return the scheme."""
     for name, value, known in (
         ("format", format, tuple(FORMATS)),
         ("modules", modules, MODULES),
@@ -324,31 +405,35 @@ def _check_arguments(scheme, format, modules, algorithm, token_ids) -> Scheme:
     weighs = find_algorithm(algorithm).needs_importance
     if token_ids is None and (scheme is Scheme.W4A4 or weighs):
         raise ValueError(
-            f"token_ids: expected a calibration text, which scheme {scheme} with algorithm "
-            f"{algorithm} needs (`quantize --text FILE`); got None"
+            f"token_ids: scheme {scheme} with algorithm {algorithm} needs a calibration text, got "
+            "None. Pass token_ids, or --text FILE on the command line"
         )
     if token_ids is not None and scheme is Scheme.W4A16 and not weighs:
         raise ValueError(
-            f"token_ids: scheme {scheme} with algorithm {algorithm} reads no text; leave it out, "
-            "or take scheme w4a4 or algorithm weighted_search"
+            f"token_ids: scheme {scheme} with algorithm {algorithm} uses no calibration text; "
+            "leave the text out, or choose scheme w4a4 or algorithm weighted_search"
         )
     return scheme
 
 
 def _check_lists(exclude, shard_bytes):
     if isinstance(exclude, str):
-        raise ValueError(f"exclude: expected a sequence of names, got the string {exclude!r}")
+        raise ValueError(
+            f"exclude: expected a sequence of names, got the string {exclude!r}; pass [{exclude!r}]"
+        )
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
 
 
 def _check_destination(destination: pathlib.Path) -> None:
     if not is_free(destination):
-        raise ValueError(f"destination: expected a new or an empty folder, got {destination}")
+        raise ValueError(
+            f"destination: expected a folder that is empty or does not exist, got {destination}"
+        )
 
 
 def _report_unseen(plan: Plan, seen: Calibration | None) -> dict[str, list[int]]:
-    """Return which experts saw no token, and say so in the log."""
+    """Return the experts that no token of the text reached, and log them."""
     unseen: dict[str, list[int]] = {}
     owners = {matrix.owner for matrix in plan.matrices if matrix.expert is not None}
     for owner, (first, _) in (seen.experts if seen else {}).items():
@@ -356,8 +441,8 @@ def _report_unseen(plan: Plan, seen: Calibration | None) -> dict[str, list[int]]
         if absent and owner in owners:
             unseen[owner] = absent
             log.warning(
-                "%s: %d of %d experts saw no token of the calibration text (%s) and take the "
-                "layer's largest input scale; a longer text may reach them",
+                "%s: %d of %d experts received no token of the calibration text (%s). They take "
+                "the layer's largest input scale; a longer text may reach them",
                 owner,
                 len(absent),
                 len(first.count),
@@ -367,7 +452,10 @@ def _report_unseen(plan: Plan, seen: Calibration | None) -> dict[str, list[int]]
 
 
 def _configs(checkpoint: Checkpoint, plan: Plan, scheme: Scheme, format: str, dtype):
-    """Return the contents of ``config.json`` and of ModelOpt's own file, None for no such file."""
+    """Return the contents of ``config.json`` and of ``hf_quant_config.json``.
+
+    The second is None in compressed-tensors' format, which has no such file.
+    """
     config = {
         key: value for key, value in checkpoint.config.items() if key != "quantization_config"
     }
@@ -387,18 +475,20 @@ def _configs(checkpoint: Checkpoint, plan: Plan, scheme: Scheme, format: str, dt
 
 
 def _version() -> str:
+    """Return the version of this package, or "0" if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("jax-nvfp4-moe")
     return "0"
 
 
 def _copy_beside(checkpoint: Checkpoint, destination: pathlib.Path) -> None:
-    """Copy the files that go with the weights; none is opened but to copy it."""
+    """Copy the files that go with the weights, without reading what they mean."""
     for path in _beside(checkpoint.folder):
         copy_file(locate(checkpoint.folder, path.name), destination / path.name)
 
 
 def _beside(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield the files of a checkpoint that go with the weights."""
     for path in sorted(folder.iterdir()):
         known = path.suffix in _BESIDE or path.name.startswith(_LICENCES)
         own = path.name in (CONFIG, QUANT_FILE, INDEX) or path.name.endswith(".index.json")

@@ -1,4 +1,4 @@
-"""Which matrices of an unquantized checkpoint are quantized, and what becomes of its tensors."""
+"""Select the matrices of a checkpoint to quantize, and plan what happens to all of its tensors."""
 
 import dataclasses
 import fnmatch
@@ -18,7 +18,8 @@ from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 Modules = Literal["all", "experts"]
 MODULES = ("all", "experts")
 
-# Linears that ModelOpt leaves alone: small, and of more weight than their size.
+# Linears that are never quantized, as in ModelOpt: they are small, and their errors cost much
+# quality.
 NEVER = (
     "lm_head",
     "*.lm_head",
@@ -31,11 +32,11 @@ NEVER = (
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A tensor of the source or a part of it, as numpy indexes it.
+    """A tensor of the source, or a part of one.
 
     Attributes:
       tensor: its name in the open checkpoint.
-      part: index into it.
+      part: the index of the part. An empty index takes the whole tensor.
       swapped: whether the last two axes of the part are exchanged.
     """
 
@@ -44,17 +45,17 @@ class Slice:
     swapped: bool = False
 
     def read(self, tensors: Tensors) -> np.ndarray:
-        """Return the part as an array; no other part of the tensor is kept."""
+        """Return the part as an array. Memory does not hold the rest of the tensor."""
         found = tensors.read(self.tensor, self.part)
         return np.swapaxes(found, -1, -2) if self.swapped else found
 
     def shape(self, tensors: Tensors) -> tuple[int, ...]:
-        """Return the shape of what `read` gives, from the header."""
+        """Return the shape of the array that `read` returns, from the header."""
         shape = index_shape(tensors.info(self.tensor).array_shape, self.part)
         return (*shape[:-2], shape[-1], shape[-2]) if self.swapped else shape
 
     def dtype(self, tensors: Tensors) -> np.dtype:
-        """Return the dtype of what `read` gives, from the header."""
+        """Return the dtype of the array that `read` returns, from the header."""
         return STORED_TYPES[tensors.info(self.tensor).dtype].numpy
 
 
@@ -63,13 +64,14 @@ class Matrix:
     """One matrix ``[n, k]`` to quantize.
 
     Attributes:
-      module: its name in the files that are written.
-      source: where it lies.
+      module: its module in the files that are written.
+      source: where it is stored.
       shape: n and k.
-      group: matrices with the same one share a global scale: runtimes multiply them at once.
+      group: the name of its group. The matrices of a group share a global scale, because runtimes
+        merge them into one matrix.
       owner: the linear, or the experts' module, by the name that models use.
-      expert: its index, and None for a linear.
-      product: of an expert, 0 for gate and up, 1 for down.
+      expert: the index of the expert. None for a linear.
+      product: for an expert, 0 for gate and up, and 1 for down.
     """
 
     module: str
@@ -83,13 +85,14 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is written.
+    """What to write.
 
     Attributes:
-      matrices: to be quantized.
-      kept: name in the files that are written -> what of the source it is, as it is.
-      dense: modules with matrices that are not quantized, as files name them.
-      excluded: the same with whole containers as one ``NAME*``.
+      matrices: the matrices to quantize.
+      kept: a name in the files that are written -> the part of the source that is copied there.
+      dense: the modules with matrices that are not quantized, by the names in the files.
+      excluded: the modules of `dense`, with each container that holds nothing quantized as one
+        entry ``NAME*``.
     """
 
     matrices: tuple[Matrix, ...]
@@ -104,18 +107,19 @@ def plan_matrices(
     modules: Modules = "all",
     exclude: Sequence[str] = (),
 ) -> Plan:
-    """Plan what becomes of each tensor of an unquantized checkpoint.
+    """Plan what happens to each tensor of an unquantized checkpoint.
 
     Args:
-      checkpoint: open; its headers have been checked against `requests`.
-      requests: what its model asks for.
+      checkpoint: the open checkpoint. Its headers have been checked against `requests`.
+      requests: the linears and experts that its model asks for.
       modules: "all" linears and experts, or "experts" alone.
-      exclude: names of modules, whole or with wildcards, that are not quantized; what is inside
-        them is not either.
+      exclude: modules that are not quantized, by name or with wildcards. Everything inside them is
+        excluded too.
 
     Raises:
-      ValueError: an entry of `exclude` matches nothing, or some experts of a layer and not all.
-      CheckpointError: a matrix is not made of whole blocks of 16.
+      ValueError: an entry of `exclude` matches nothing, or it matches some experts of a layer but
+        not all of them, or nothing is left to quantize.
+      CheckpointError: the number of inputs of a matrix is not a multiple of 16.
     """
     problems: list[str] = []
     candidates: list[Matrix] = []
@@ -128,12 +132,14 @@ def plan_matrices(
         split |= _biases(checkpoint, prefix, sizes)
     chosen = _choose(candidates, modules, exclude)
     if not chosen:
-        raise ValueError("exclude: nothing is left to quantize; leave some names out")
+        raise ValueError(
+            f"exclude: nothing is left to quantize with modules={modules!r}; exclude fewer modules"
+        )
     for matrix in chosen:
         if matrix.shape[1] % BLOCK:
             problems.append(
-                f"{quoted(matrix.module)}: {matrix.shape[1]} inputs are no multiple of {BLOCK}; "
-                "exclude it"
+                f"{quoted(matrix.module)} has {matrix.shape[1]} inputs; expected a multiple of "
+                f"{BLOCK}, the block size of NVFP4: pass its name in exclude"
             )
     if problems:
         raise CheckpointError(problems, str(checkpoint.folder))
@@ -152,25 +158,29 @@ def plan_matrices(
 
 
 def _owner(part: Slice, owners) -> bool:
+    """Return whether the part belongs to one of `owners`."""
     return any(part.tensor.startswith(f"{owner}.") for owner in owners)
 
 
 def _linear(checkpoint, prefix, shape, group) -> Matrix:
+    """Return the matrix of the linear `prefix`."""
     name = f"{prefix}.weight"
     module = checkpoint.tensors.info(name).name.removesuffix(".weight")
     return Matrix(module, Slice(name), shape, group, prefix)
 
 
 def _group(prefix, requests) -> str:
-    """Return what names the linears that read the same input as `prefix`."""
+    """Return the name of the group of linears that read the same input as `prefix`."""
     parent, _, leaf = prefix.rpartition(".")
-    direct = f"{parent}.q_proj"  # of latent attention without a latent for queries
+    # Latent attention without a latent for queries has a q_proj, which runtimes merge with
+    # kv_a_proj_with_mqa.
+    direct = f"{parent}.q_proj"
     alone = leaf != "kv_a_proj_with_mqa" or direct not in requests.linears
     return fused_name(prefix if alone else direct)
 
 
 def _experts(checkpoint, prefix, sizes) -> Iterator[Matrix]:
-    """Yield the matrices of all experts, by expert; gate and up share a global scale."""
+    """Yield the matrices of all experts of a layer. Gate and up of an expert share a group."""
     naming = _naming(checkpoint, prefix)
     place = _each if naming is not None else _stacked
     first = (sizes.intermediate, sizes.hidden)
@@ -186,7 +196,7 @@ def _experts(checkpoint, prefix, sizes) -> Iterator[Matrix]:
 
 
 def _naming(checkpoint, prefix) -> Naming | None:
-    """Return how experts are named; None where one tensor holds them all."""
+    """Return the naming of the experts, or None if one tensor holds all of them."""
     for naming in PER_EXPERT:
         if f"{prefix}.0.{naming.down}.weight" in checkpoint.tensors:
             return naming
@@ -194,6 +204,7 @@ def _naming(checkpoint, prefix) -> Naming | None:
 
 
 def _each(checkpoint, prefix, sizes, naming, expert, part):
+    """Return the module and the place of one expert's matrix, stored in a tensor of its own."""
     name = f"{prefix}.{expert}.{getattr(naming, part)}.weight"
     return checkpoint.tensors.info(name).name.removesuffix(".weight"), Slice(name)
 
@@ -207,18 +218,19 @@ def _stacked(checkpoint, prefix, sizes, naming, expert, part):
     n = sizes.hidden if part == "down" else sizes.parts * sizes.intermediate
     swapped = sizes.inputs_first
     if swapped is None:
-        swapped = info.shape[2] == n  # n and k differ: else the headers' check has refused it
+        swapped = info.shape[2] == n  # n and k differ, or the check of the headers had raised
     return module, Slice(name, (expert, every, rows) if swapped else (expert, rows), bool(swapped))
 
 
 def _stem(prefix, sizes, part) -> str:
+    """Return the name of the tensor that holds one projection of all experts."""
     if part == "down":
         return f"{prefix}.down_proj"
     return f"{prefix}.gate_up_proj" if sizes.gated else f"{prefix}.up_proj"
 
 
 def _rows(sizes: ExpertSizes, part: str) -> slice:
-    """Return the rows of one projection among those of its product."""
+    """Return the rows of one projection among the rows of its product."""
     i = sizes.intermediate
     if part == "down" or not sizes.gated:
         return slice(None)
@@ -227,7 +239,7 @@ def _rows(sizes: ExpertSizes, part: str) -> slice:
 
 
 def _biases(checkpoint, prefix, sizes) -> dict[str, Slice]:
-    """Return what stacked biases become: one for each expert and projection."""
+    """Return the biases of single experts, for a source that stacks the biases of all experts."""
     if not sizes.bias or _naming(checkpoint, prefix) is not None:
         return {}
     found: dict[str, Slice] = {}
@@ -242,13 +254,13 @@ def _biases(checkpoint, prefix, sizes) -> dict[str, Slice]:
 
 
 def _choose(candidates: list[Matrix], modules: Modules, exclude: Sequence[str]) -> list[Matrix]:
-    """Return the matrices to quantize."""
+    """Return the candidates to quantize, after checking that every entry of `exclude` is valid."""
     unused = [p for p in exclude if not any(_matches(matrix, [p]) for matrix in candidates)]
     if unused:
         names = sorted({matrix.module for matrix in candidates})
         raise ValueError(
-            f"exclude: no linear or experts are called {', '.join(map(repr, unused))}; wildcards "
-            f"count, as in '*self_attn*'; names begin with {', '.join(map(repr, names[:3]))}"
+            f"exclude: no linear or experts match {', '.join(map(repr, unused))}; expected names "
+            f"such as {', '.join(map(repr, names[:3]))}, or wildcards such as '*self_attn*'"
         )
     chosen = []
     for matrix in candidates:
@@ -262,38 +274,43 @@ def _choose(candidates: list[Matrix], modules: Modules, exclude: Sequence[str]) 
     partial = [owner for owner, (total, kept) in counts.items() if 0 < kept < total]
     if partial:
         raise ValueError(
-            f"exclude: a layer's experts are quantized all or none; some of {partial} are excluded"
+            f"exclude: expected all experts of a layer or none; some experts of {partial} match, "
+            "others do not"
         )
     return chosen
 
 
 def _matches(matrix: Matrix, patterns: Iterable[str]) -> bool:
-    """Whether a pattern means the matrix or a module around it, by the file's name or its own."""
+    """Return whether a pattern matches the matrix, or a module that contains it.
+
+    Patterns may use the names of the file or the names that models use.
+    """
     names = [matrix.module, *parents(matrix.module), matrix.owner, *parents(matrix.owner)]
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def _dense_modules(checkpoint, consumed) -> list[str]:
-    """Return the modules whose weights have two axes or more and stay as they are."""
+    """Return the modules that are not quantized and whose weights have two axes or more."""
     found = []
     for name in checkpoint.tensors.names():
         info = checkpoint.tensors.info(name)
         if name not in consumed and len(info.shape) > 1 and not info.name.endswith("bias"):
             found.append(info.name.removesuffix(".weight"))
-    # A head that shares the embedding has no tensor, and is a linear for runtimes all the same.
+    # A head that shares the weights of the embedding has no tensor. Runtimes still treat it as a
+    # linear, and would take it for quantized if it were not listed.
     head = checkpoint.key_mapping.head.removesuffix(".")
     return sorted({head, *found})
 
 
 def _collapse(dense: Sequence[str], quantized: Sequence[str]) -> list[str]:
-    """Return `dense` with each container of which nothing is quantized as one ``NAME*``."""
+    """Return `dense`, with each container that holds nothing quantized as one entry ``NAME*``."""
     holders = {parent for module in quantized for parent in parents(module)}
     found: dict[str, str] = {}
     for module in dense:
         free = [parent for parent in parents(module) if parent not in holders]
         name = free[-1] if free else module
         if name not in found:
-            # "layers.1*" would mean layer 10 as well, and "gate*" gate_proj.
+            # "layers.1*" would match layer 10 too, and "gate*" would match gate_proj.
             more = name[-1].isdigit() or any(other.startswith(name) for other in quantized)
             found[name] = name if not free else f"{name}.*" if more else f"{name}*"
     return list(found.values())

@@ -236,9 +236,9 @@ def test_known_extras_are_noted_and_left_out(tmp_path, caplog):
         "multi-token prediction (1)",
         "vision tower (2)",
         "KV-cache scales (2)",
-        "layers after the 2 of the config (2)",
-        "modules beside the language model (1)",
-        "input scales of dense modules (1)",
+        "layers beyond the 2 that the config declares (2)",
+        "modules outside of the language model (1)",
+        "input scales of dense modules are ignored (1)",
     ):
         assert expected in caplog.text
     with open_checkpoint(folder) as checkpoint:
@@ -281,7 +281,7 @@ def test_experts_that_are_excluded_or_absent(tmp_path):
     assert problem.startswith(f"'{EXPERTS}': experts are declared dense")
     (problem,) = problems_of(folder, lambda w: w.experts("model.none", 16, 256, 128), MOE)[:1]
     assert problem.startswith(
-        "'model.none': no experts; expected tensors such as model.none.0.down"
+        "'model.none': the file has no experts there; expected tensors such as model.none.0.down"
     )
 
 
@@ -289,7 +289,10 @@ def test_experts_that_differ_in_scheme(tmp_path):
     one = [f"{EXPERTS}.3.up_proj"]
     folder = edited(tmp_path, W4A16, lambda t: None, ignore=one, exclude_modules=one)
     problems = problems_of(folder, build_moe, MOE)
-    assert f"'{EXPERTS}': experts of one layer differ: " in problems[-1]
+    assert (
+        f"'{EXPERTS}': all experts of a layer must have one scheme, but they differ: "
+        in problems[-1]
+    )
     assert f"'{EXPERTS}.3.up_proj' dense" in problems[-1]
 
 

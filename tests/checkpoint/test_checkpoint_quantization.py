@@ -148,7 +148,7 @@ def test_lower_case_algorithms_are_accepted(tmp_path):
 @pytest.mark.parametrize("size", [32, "32", 16.0, True, [16]])
 def test_other_group_sizes_are_refused(tmp_path, size):
     message = refused(tmp_path, file=modelopt_file(group_size=size))
-    assert "group_size: NVFP4 has blocks of 16 elements" in message
+    assert "group_size: expected 16, the block size of NVFP4" in message
     groups = {"group_0": {"weights": nvfp4(group_size=size)}}
     assert "group_0" in refused(tmp_path, modelopt_section(config_groups=groups))
 
@@ -166,8 +166,11 @@ def test_other_group_sizes_are_refused(tmp_path, size):
         (tensors_section(config_groups={}), "expected at least one group"),
         (tensors_section(config_groups={"a": 1}), "a: expected an object, got 1"),
         (tensors_section(format="pack-quantized"), "format 'pack-quantized' is not supported"),
-        (tensors_section(nvfp4(num_bits=8)), "input_activations: expected type 'float' of 4 bits"),
-        (tensors_section(nvfp4(group_size=32)), "blocks of 16 elements, got 32"),
+        (
+            tensors_section(nvfp4(num_bits=8)),
+            "input_activations: expected type 'float' with 4 bits",
+        ),
+        (tensors_section(nvfp4(group_size=32)), "the block size of NVFP4; got 32"),
         (tensors_section(ignore=["re:("]), "is no regular expression"),
         (tensors_section(ignore=["re:(a+)+$"]), "repeats too much to be safe"),
         (tensors_section(ignore=["re:.*a.*b.*c.*d.*"]), "repeats too much to be safe"),
@@ -318,7 +321,10 @@ def test_every_decision_says_where_it_comes_from(tmp_path):
     assert said == (
         "hf_quant_config.json: quantization: quantized_layers: 'model.layers.0.mlp.experts' NVFP4"
     )
-    assert mixed.decide("a.q_proj").source == "hf_quant_config.json: quantization: in no list"
+    assert (
+        mixed.decide("a.q_proj").source
+        == "hf_quant_config.json: quantization: not listed in quantized_layers"
+    )
     quant = read(tmp_path, file=modelopt_file(exclude=["model.language_model.layers.0.mlp.gate*"]))
     assert quant.decide(GATE).source.endswith(
         "exclude_modules 'model.language_model.layers.0.mlp.gate*'"
@@ -347,9 +353,12 @@ def test_modelopt_mixed_precision(tmp_path):
     assert quant.checkpoint_scheme("lm_head") is None
     for module, expected in (
         ("a.mx", "'a.mx': quant_algo 'MXFP8' is not supported; supported: NVFP4, W4A16"),
-        ("b", "blocks of 16 elements, got 32"),
+        ("b", "the block size of NVFP4; got 32"),
         ("c", "expected an object, got 7"),
-        ("d.experts.down_proj", "algorithms differ inside 'd.experts.down_proj'"),
+        (
+            "d.experts.down_proj",
+            "expected one algorithm for everything inside 'd.experts.down_proj'",
+        ),
     ):
         with pytest.raises(CheckpointError, match=expected):
             quant.checkpoint_scheme(module)

@@ -85,7 +85,7 @@ def test_what_is_not_there_says_what_to_do(repository, tmp_path):
         )
     assert "neither a folder here nor a model on the Hub" in missing
     assert "accept its terms on" in gated
-    assert revision.endswith("the Hub has owner/model, but no revision 'v9'")
+    assert "the Hub has owner/model, but it has no revision 'v9': pass a branch" in revision
     (away,) = run("http://127.0.0.1:9", tmp_path / "empty", "owner/model@v1")
     assert "the Hub cannot be reached" in away
     assert "`hf download owner/model --revision v1 --local-dir FOLDER`, and pass FOLDER" in away

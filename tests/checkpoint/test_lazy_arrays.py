@@ -77,7 +77,7 @@ def test_indices(region):
     np.testing.assert_array_equal(deferred[1:, -2:], array[1:, -2:])
     np.testing.assert_array_equal(deferred[()], array)
     assert (deferred.ndim, deferred.nbytes, whole((4, 6))) == (2, 192, (slice(0, 4), slice(0, 6)))
-    with pytest.raises(ValueError, match="index: expected slices of step 1"):
+    with pytest.raises(ValueError, match="index: expected slices with step 1"):
         deferred[::2]
 
 

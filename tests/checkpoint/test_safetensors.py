@@ -197,7 +197,7 @@ BAD_FILES = {
     "repeated name": (pack_file(b'{"a": 1, "a": 2}'), "repeated keys: 'a'"),
     "repeated field": (pack_file(b'{"a": {"dtype": "U8", "dtype": "I8"}}'), "repeated keys: 'd"),
     "metadata": (pack_file({"__metadata__": {"a": 1}}), "__metadata__: expected an object"),
-    "entry is no object": (pack_file({"a": 7}), "'a': expected an object of dtype"),
+    "entry is no object": (pack_file({"a": 7}), "'a': expected an object with dtype"),
     "entry lacks a field": (pack_file({"a": {"dtype": "U8"}}), r"got \['dtype'\]"),
     "unknown dtype": (pack_file({"a": entry("F7")}, bytes(8)), "unknown dtype 'F7'; known: F4"),
     "dtype is a list": (pack_file({"a": entry(["F32"])}, bytes(8)), "unknown dtype"),
@@ -205,7 +205,7 @@ BAD_FILES = {
     "boolean size": (pack_file({"a": entry(shape=[True, 2])}, bytes(8)), r"got \[True, 2\]"),
     "fractional size": (pack_file({"a": entry(shape=[2.0])}, bytes(8)), r"got \[2.0\]"),
     "shape is a string": (pack_file({"a": entry(shape="2")}, bytes(8)), "shape: expected"),
-    "too many axes": (pack_file({"a": entry(shape=[1] * 33)}, bytes(8)), "up to 32 sizes"),
+    "too many axes": (pack_file({"a": entry(shape=[1] * 33)}, bytes(8)), "at most 32 sizes"),
     "huge product": (pack_file({"a": entry(shape=[2**62] * 8)}, bytes(8)), "does not fill 8"),
     "product wraps to 8": (pack_file({"a": entry("U8", [2**32 + 1] * 2)}, bytes(1)), "truncated"),
     "size does not match": (pack_file({"a": entry(shape=[3])}, bytes(8)), "does not fill 8 bytes"),
@@ -214,8 +214,11 @@ BAD_FILES = {
     "reversed offsets": (pack_file({"a": entry(offsets=[8, 0])}, bytes(8)), "expected .begin, end"),
     "three offsets": (pack_file({"a": entry(offsets=[0, 8, 8])}, bytes(8)), "expected .begin"),
     "boolean offset": (pack_file({"a": entry(offsets=[False, 8])}, bytes(8)), "expected .begin"),
-    "past the end": (pack_file({"a": entry()}, bytes(7)), "truncated: ends at byte"),
-    "bytes left over": (pack_file({"a": entry()}, bytes(9)), "1 bytes after the last tensor"),
+    "past the end": (pack_file({"a": entry()}, bytes(7)), "truncated: the tensor ends at byte"),
+    "bytes left over": (
+        pack_file({"a": entry()}, bytes(9)),
+        "to end with its last tensor, got 1 more bytes",
+    ),
     "hole": (pack_file({"a": entry(offsets=[1, 9])}, bytes(9)), "leaves a hole after the header"),
     "overlap": (
         pack_file({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12)),
@@ -246,7 +249,7 @@ def test_all_problems_come_at_once(tmp_path):
         "'2.safetensors': truncated: 1 bytes",
         "'3.safetensors' is missing",
         "'../4.safetensors' lies outside the checkpoint's folder",
-        "'e': expected a file, got 5",
+        "'e': expected a file's name, got 5",
         "'lost' is not in '1.safetensors'",
     ):
         assert expected in found
@@ -285,7 +288,7 @@ def test_a_tensor_in_two_files_and_one_not_where_the_index_says(tmp_path):
     weight_map = {"a": "1.safetensors", "b": "2.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert problems_of(tmp_path) == (
-        "'a' is in '1.safetensors' and '2.safetensors'",
+        "'a' is stored twice, in '1.safetensors' and '2.safetensors'",
         f"'{INDEX}': 'b' is not in '2.safetensors'",
     )
 

@@ -215,7 +215,7 @@ def test_bench_prints_a_table(run):
         ),
         (
             ["eval", EXAMPLE, "--text", TEXT, "--original", CHECKPOINTS / "qwen3moe-modelopt-w4a4"],
-            "original: expected the model that",
+            "original: expected the model from which",
         ),
         (["generate", EXAMPLE, "--mesh", "data=1"], "mesh: expected expert=N"),
         (["generate", EXAMPLE, "--dispatch", "all_to_all"], "dispatch: expected a mesh"),

@@ -109,9 +109,17 @@ def test_dense_layers_of_the_lite_model():
 @pytest.mark.parametrize(
     ("folder", "changes", "message"),
     [
-        (LITE, {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 2 of dense, sparse"),
-        (LITE, {"mlp_layer_types": ["dense", "moe"]}, "mlp_layer_types: expected 2 of dense"),
-        (LITE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: this architecture rot"),
+        (
+            LITE,
+            {"mlp_layer_types": ["dense"]},
+            "mlp_layer_types: expected a list of 2 values from dense",
+        ),
+        (
+            LITE,
+            {"mlp_layer_types": ["dense", "moe"]},
+            "mlp_layer_types: expected a list of 2 values",
+        ),
+        (LITE, {"partial_rotary_factor": 0.5}, "expected 1, because this architecture rot"),
         (DIRECT, {"moe_layer_freq": 2}, "moe_layer_freq: 2 is not supported"),
         (DIRECT, {"kv_lora_rank": None}, "kv_lora_rank: missing"),
         (DIRECT, {"q_lora_rank": 16}, "q_a_proj"),

@@ -137,7 +137,7 @@ def test_mxfp4_is_refused_by_name(tmp_path):
         STACKED, tmp_path / "m", quantization_config={"quant_method": "mxfp4"}
     )
     (folder / "hf_quant_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"holds MXFP4 .* not NVFP4"):
+    with pytest.raises(CheckpointError, match=r"stored in MXFP4.* Expected NVFP4"):
         load_model(folder)
 
     def blocks(tensors):
@@ -150,7 +150,7 @@ def test_mxfp4_is_refused_by_name(tmp_path):
                 tensors[f"{name}_scales"] = np.zeros((6, rows, 2), np.uint8)
                 tensors[f"{name}_bias"] = np.zeros((6, rows), ml_dtypes.bfloat16)
 
-    with pytest.raises(CheckpointError, match=r"experts are MXFP4 .*gate_up_proj_blocks"):
+    with pytest.raises(CheckpointError, match=r"stored in MXFP4 .*gate_up_proj_blocks"):
         load_model(edited(tmp_path, STACKED.name, blocks))
 
 
@@ -175,11 +175,11 @@ def test_published_spellings_of_one_config():
     [
         ({"swiglu_limit": 5.0}, "swiglu_limit: 5.0 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types: expected 2 of"),
-        ({"layer_types": ["chunked_attention"] * 2}, "layer_types: expected 2 of"),
-        ({"sliding_window": None}, "sliding_window: null"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok: 7 of 6 experts"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: gpt-oss rotates whole heads"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types: expected a list of 2 values"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types: expected a list of 2 values"),
+        ({"sliding_window": None}, "sliding_window: expected a number"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most 6 experts, got 7"),
+        ({"partial_rotary_factor": 0.5}, "expected 1, because gpt-oss rotates whole heads"),
     ],
 )
 def test_configs_that_do_not_fit(changes, message):

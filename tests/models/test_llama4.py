@@ -112,13 +112,13 @@ def test_published_configs():
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
-        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: expected 4 of"),
-        ({"attention_chunk_size": None}, "attention_chunk_size: null"),
-        ({"no_rope_layers": [1]}, "no_rope_layers: expected 4 of them, got 1"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: expected a list of 4 values"),
+        ({"attention_chunk_size": None}, "attention_chunk_size: expected a number"),
+        ({"no_rope_layers": [1]}, "no_rope_layers: expected 4 integers, got 1"),
         ({"floor_scale": 0}, "floor_scale: expected a positive number"),
         ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning: expected true or false"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 of 4 experts"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: Llama 4 rotates whole heads"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: expected at most 4 experts, got 9"),
+        ({"partial_rotary_factor": 0.5}, "expected 1, because Llama 4 rotates whole heads"),
     ],
 )
 def test_configs_that_do_not_fit(changes, message):

@@ -97,13 +97,13 @@ def test_the_last_position_is_the_last_that_is_taken(tmp_path):
     model = load(FOLDERS[1], tmp_path / "m")
     ids = random_text(model, TEXT + 1)
     jax.eval_shape(lambda: model(ids[:, :TEXT]))
-    with pytest.raises(ValueError, match=f"would reach {TEXT + 1} tokens, and .* {TEXT} positions"):
+    with pytest.raises(ValueError, match=f"would have {TEXT + 1} tokens, but .* {TEXT} positions"):
         model(ids)
     cache = model.init_cache(1, TEXT + 1)
     before = dataclasses.replace(cache, lengths=np.array([TEXT - 1], np.int32))
     jax.eval_shape(lambda: model(ids[:, :1], before))
     full = dataclasses.replace(cache, lengths=np.array([TEXT], np.int32))
-    with pytest.raises(ValueError, match=f"would reach {TEXT + 1} tokens"):
+    with pytest.raises(ValueError, match=f"would have {TEXT + 1} tokens"):
         model(ids[:, :1], full)
     prompt = ids[:, : PROMPT + 1]
     with pytest.raises(ValueError, match=f"{PROMPT + 1} prompt and {NEW} new .* {TEXT} positions"):

@@ -216,7 +216,10 @@ def test_scales_of_the_cache_that_cannot_be_are_one(tmp_path, caplog):
     first, second = (layer.attention.kv.scales for layer in model.layers)
     np.testing.assert_array_equal(first["k"].get_value(), [1, 1])
     np.testing.assert_array_equal(second["v"].get_value(), [1, 2])
-    assert "model.layers.0.self_attn: a scale of k is not a positive number" in caplog.text
+    assert (
+        "model.layers.0.self_attn: a scale of the KV cache (k) is not a positive finite number"
+        in caplog.text
+    )
 
 
 def test_latent_attention_rounds_the_keys_and_values_of_all_heads():
@@ -252,7 +255,9 @@ def test_an_input_scale_of_fp8_that_is_missing_is_a_problem_only_where_it_is_rea
         tensors["model.layers.1.self_attn.o_proj.input_scale"] = np.float32(0)
 
     folder = copied(tmp_path, MIXED, edit)
-    with pytest.raises(CheckpointError, match=r"o_proj': declared fp8 but has no input scales"):
+    with pytest.raises(
+        CheckpointError, match=r"o_proj' is declared fp8, but the file has no input"
+    ):
         load_model(folder, **EXACT)
     load_model(folder, scheme="w4a16")
 
@@ -260,7 +265,7 @@ def test_an_input_scale_of_fp8_that_is_missing_is_a_problem_only_where_it_is_rea
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("weight_scale", np.float32(np.inf), "a scale of the weights is not finite"),
+        ("weight_scale", np.float32(np.inf), "expected finite scales, got NaN or infinity"),
         ("weight_scale", np.ones((64, 4), np.float32), "o_proj.weight_scale' .* F32 .64, 4."),
         ("weight", np.zeros((64, 32), np.uint8), "o_proj.weight' .*expected F8_E4M3 .64, 64."),
     ],

@@ -79,16 +79,28 @@ def test_spellings_of_one_rotation():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": ["full_attention"]}, "layer_types: expected 2 names of .* got 1 of them"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected 2 names"),
-        ({"layer_types": "full_attention"}, "layer_types: expected 2 names"),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types: expected a list of 2 values .* got a list of 1",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: expected a list of 2",
+        ),
+        ({"layer_types": "full_attention"}, "layer_types: expected a list of 2"),
         ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval"),
-        ({"linear_num_value_heads": 3}, "linear_num_value_heads: 3 do not divide by 2 key heads"),
+        (
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads: expected a multiple of 2 key heads, got 3",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
         ({"attn_output_gate": False}, "attn_output_gate: False is not supported"),
         ({"layer_scale": True}, "layer_scale: True is not supported"),
-        ({"num_key_value_heads": 3}, "4 heads do not divide by 3 key heads"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok: 7 of 6 experts"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads: expected a multiple of 3 key heads, got 4",
+        ),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most 6 experts, got 7"),
         ({"linear_conv_kernel_dim": "4"}, "linear_conv_kernel_dim"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type: 'longrope'"),
         ({"attention_bias": None, "linear_key_head_dim": 0}, "linear_key_head_dim"),

@@ -213,7 +213,7 @@ REFUSALS = {
     ),
     "exchange alone": (
         lambda: load_model(EXAMPLE, dispatch="all_to_all"),
-        "dispatch: expected a mesh .* with 'all_to_all'.* got no mesh",
+        "dispatch: expected a mesh .* for 'all_to_all'.* got no mesh",
     ),
     "exchange axes": (
         lambda: load_moe(
@@ -223,7 +223,7 @@ REFUSALS = {
     ),
     "exchange platform": (
         lambda: load_model(EXAMPLE, dispatch="ragged", mesh=make_mesh((8, 1))),
-        "dispatch: expected GPUs with 'ragged', got CPUs",
+        "dispatch: expected GPUs for 'ragged', got CPUs",
     ),
     "checkpoint": (
         lambda: load_model(CHECKPOINTS / "deepseekv3-modelopt-w4a4", mesh=make_mesh((2, 4))),

@@ -123,7 +123,10 @@ def test_blocks_with_latent_and_shared_experts_and_layers_without():
         ({"token_ids": [512]}, "token_ids: expected ids from 0 to 511"),
         ({"schemes": ["w4a4"]}, "input scales"),
         ({"schemes": ["w8"]}, "scheme: expected"),
-        ({"original": EXAMPLE}, "original: expected the model that .* was made of; experts of"),
+        (
+            {"original": EXAMPLE},
+            "original: expected the model from which .* was quantized; experts of",
+        ),
         ({"original": "/nowhere"}, "is not a folder"),
     ],
 )
@@ -182,5 +185,5 @@ def test_pictures_that_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="plot: expected a folder that exists"):
         check_plot(tmp_path / "none" / "e.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match="plot: matplotlib is not installed; pip install"):
+    with pytest.raises(ValueError, match="plot: matplotlib is not installed; run pip install"):
         plot_errors(MADE, tmp_path / "e.png", truth="")
