@@ -1,9 +1,10 @@
-// What a binding says about a wrong operand: the only error text of the extension modules.
+// Checks of the operands of an FFI call. An error message names the operand, what was expected, and
+// what came:
 //
 //   packed [e, n, k/2]: expected [3, 128, 32], got [3, 128, 16]
 //
-// The Python ops check first and speak of parameters; these are the second net, for callers of
-// the FFI targets themselves.
+// The Python ops check their arguments before, and speak of those arguments. The checks in this
+// file protect callers who call the FFI targets directly.
 #pragma once
 
 #include <algorithm>
@@ -56,7 +57,7 @@ inline ffi::Error Expected(std::string_view what, const std::string& expected,
   return ffi::Error::InvalidArgument(std::string(what) + ": expected " + expected + ", got " + got);
 }
 
-// `what` names the operand and its letters: "packed [e, n, k/2]".
+// `what` names the operand and the letters of its dimensions, as in "packed [e, n, k/2]".
 inline ffi::Error ExpectDims(std::string_view what, ffi::Span<const int64_t> got,
                              std::initializer_list<int64_t> expected) {
   bool same = got.size() == expected.size();
@@ -84,15 +85,16 @@ inline ffi::Error ExpectAtLeast(std::string_view what, int64_t got, int64_t leas
   return Expected(what, "at least " + std::to_string(least), std::to_string(got));
 }
 
-// An operand with the name that a message gives it.
+// An operand, and its name in error messages.
 struct NamedOperand {
   std::string_view name;
   ffi::AnyBuffer buffer;
 };
 
-// Every operand starts at a multiple of `alignment` bytes, and of the size of its elements. XLA
-// keeps to more than any kernel asks for; a kernel that is given less reads the wrong bytes, or its
-// instruction faults and takes the process with it.
+// Expects each operand to start at a multiple of `alignment` bytes, and at a multiple of the size
+// of its elements. XLA aligns its buffers more strictly than any kernel needs. Without this check,
+// a kernel would read wrong bytes from a misaligned buffer, or its instruction would fault and end
+// the process.
 inline ffi::Error ExpectAligned(std::initializer_list<NamedOperand> operands, size_t alignment) {
   for (const NamedOperand& operand : operands) {
     const ffi::AnyBuffer& buffer = operand.buffer;
@@ -101,12 +103,13 @@ inline ffi::Error ExpectAligned(std::initializer_list<NamedOperand> operands, si
     if (buffer.element_count() == 0 || past == 0) continue;
     return Expected(operand.name,
                     "memory that starts at a multiple of " + std::to_string(bytes) + " bytes",
-                    "memory that starts " + std::to_string(past) + " bytes past one");
+                    "memory that starts " + std::to_string(past) + " bytes past such a multiple");
   }
   return ffi::Error::Success();
 }
 
-// An operand that may be left out: `expected` dims, or all of them zero.
+// An optional operand has the dimensions `expected`. If it is left out, all of its dimensions are
+// zero.
 inline ffi::Error ExpectDimsOrEmpty(std::string_view what, ffi::Span<const int64_t> got,
                                     std::initializer_list<int64_t> expected) {
   bool empty = got.size() == expected.size();
@@ -114,7 +117,7 @@ inline ffi::Error ExpectDimsOrEmpty(std::string_view what, ffi::Span<const int64
   return empty ? ffi::Error::Success() : ExpectDims(what, got, expected);
 }
 
-// One of a table's names; `table` is an array of records with a member `name`.
+// Finds the record that has the name `got`. `table` is an array of records with a member `name`.
 template <typename Record, size_t kSize>
 ffi::Error ExpectName(std::string_view what, std::string_view got, const Record (&table)[kSize],
                       const Record** record) {
@@ -129,7 +132,7 @@ ffi::Error ExpectName(std::string_view what, std::string_view got, const Record 
   return Expected(what, "one of " + names, std::string(got));
 }
 
-// Activations: bfloat16, float16 or float32.
+// Expects activations of bfloat16, float16 or float32.
 inline ffi::Error ExpectActivationType(std::string_view what, ffi::DataType got, DataType* type) {
   switch (got) {
     case ffi::BF16:
@@ -147,7 +150,8 @@ inline ffi::Error ExpectActivationType(std::string_view what, ffi::DataType got,
   return ffi::Error::Success();
 }
 
-// The operands of an expert layer that every backend takes, in the order of the FFI call.
+// The operands of an expert layer, which are the same for each backend, in the order of the FFI
+// call.
 struct MoEOperands {
   ffi::AnyBuffer x;
   ffi::AnyBuffer gate_up_packed;
@@ -171,23 +175,23 @@ struct MoEOptions {
   ActivationScale activation_scale;
 };
 
-// The rows and columns that the backend's layout pads a weight to whole multiples of.
+// The size of a weight tile. The layout of a backend pads each weight to whole tiles.
 struct WeightTile {
   int64_t rows;
   int64_t columns;
 };
 
-// What the kernels of a backend take for granted of their operands.
+// What the kernels of a backend assume about their operands.
 struct OperandRules {
   WeightTile tile;
-  size_t alignment;  // of the first byte; at least that of an element
+  size_t alignment;  // of the first byte of an operand; an element may need more
 };
 
 constexpr int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// One weight [e, n, k]; `letters` are those of its dims, as in "e, n1, h".
+// Checks one weight [e, n, k]. `letters` are those of its dimensions, as in "e, n1, h".
 inline ffi::Error ExpectWeight(const std::string& prefix, const std::string& letters,
                                ffi::AnyBuffer packed, ffi::AnyBuffer block_scale, int64_t e,
                                int64_t n, int64_t k, WeightTile tile) {
@@ -224,7 +228,7 @@ inline ffi::Error CheckMoETypes(const MoEOperands& o, DataType* type) {
 }
 
 // Fills `shape` from x, expert_ids, the number of experts in gate_up_packed and the attribute
-// `intermediate`, then holds every operand against it.
+// `intermediate`. Then checks the dimensions of each operand against it.
 inline ffi::Error CheckMoEDims(const MoEOperands& o, const MoEOptions& options,
                                int64_t intermediate, WeightTile tile, MoEShape* shape) {
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [t, h]", o.x.dimensions(), 2));
@@ -283,7 +287,7 @@ inline ffi::Error CheckMoEAlignment(const MoEOperands& o, size_t alignment) {
                        alignment);
 }
 
-// Everything about a MoE call that does not depend on the backend.
+// Checks everything about the call of an expert layer that does not depend on the backend.
 inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activation, float alpha,
                            float beta, float limit, std::string_view activation_scale,
                            int64_t intermediate, const OperandRules& rules, MoEShape* shape,
@@ -300,7 +304,7 @@ inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activat
   return CheckMoEAlignment(operands, rules.alignment);
 }
 
-// The operands of a grouped product, in the order of the FFI call.
+// The operands of a grouped GEMM, in the order of the FFI call.
 struct GroupedGemmOperands {
   ffi::AnyBuffer x;
   ffi::AnyBuffer packed;
@@ -323,7 +327,8 @@ inline ffi::Error CheckGroupedGemmTypes(const GroupedGemmOperands& o, DataType* 
   return ExpectType("y", o.y.element_type(), o.x.element_type());
 }
 
-// Fills `shape` from x, packed, global_scale and y, then holds every operand against it.
+// Fills `shape` from x, packed, global_scale and y. Then checks the dimensions of each operand
+// against it.
 inline ffi::Error CheckGroupedGemmDims(const GroupedGemmOperands& o, ActivationScale scale,
                                        WeightTile tile, GroupedGemmShape* shape) {
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [m, k]", o.x.dimensions(), 2));
@@ -347,7 +352,7 @@ inline ffi::Error CheckGroupedGemmDims(const GroupedGemmOperands& o, ActivationS
              : ExpectDimsOrEmpty("input_scale [e]", o.input_scale.dimensions(), {e});
 }
 
-// Everything about a grouped product that does not depend on the backend.
+// Checks everything about the call of a grouped GEMM that does not depend on the backend.
 inline ffi::Error CheckGroupedGemm(const GroupedGemmOperands& operands,
                                    std::string_view activation_scale, const OperandRules& rules,
                                    GroupedGemmShape* shape, DataType* type,
@@ -369,7 +374,7 @@ inline ffi::Error CheckGroupedGemm(const GroupedGemmOperands& operands,
                        rules.alignment);
 }
 
-// The operands of the quantizer; scales are padded to whole tiles where they are swizzled.
+// Checks the operands of the quantizer. Swizzled scales are padded to whole tiles.
 inline ffi::Error CheckQuantize(ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
                                 ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
                                 ffi::AnyBuffer used_scale, std::string_view scale_layout,
@@ -387,7 +392,7 @@ inline ffi::Error CheckQuantize(ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", k, 16));
   NVFP4_RETURN_IF_ERROR(ExpectType("used_scale", used_scale.element_type(), ffi::F32));
   NVFP4_RETURN_IF_ERROR(ExpectDims("used_scale []", used_scale.dimensions(), {}));
-  if (global_scale.element_count() > 0) {  // else [0]: it is to come from x
+  if (global_scale.element_count() > 0) {  // [0] means that the quantizer computes it from x
     NVFP4_RETURN_IF_ERROR(ExpectDims("global_scale []", global_scale.dimensions(), {}));
   }
   NVFP4_RETURN_IF_ERROR(ExpectDims("packed [m, k/2]", packed.dimensions(), {m, k / 2}));

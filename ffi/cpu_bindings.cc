@@ -1,10 +1,14 @@
-// The CPU ops as XLA FFI targets: decode, check, run. No arithmetic and no policy live here.
+// The module _nvfp4_cpu: the CPU ops as XLA FFI targets. A handler decodes its operands and
+// attributes, checks them, and runs the op. It computes nothing and decides nothing itself.
 //
 //   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu
 //
-// All three take an optional attribute `isa`: "auto" (the default) or a name of isa_levels().
-// Scratch memory is the last result, uint8 [bytes]: XLA gives CPU handlers no allocator. Its size
-// comes from backends/cpu.py; with less than that, work goes in several rounds.
+// All three take an optional attribute `isa`: "auto" (the default), or a name that isa_levels()
+// returns.
+//
+// XLA gives CPU handlers no allocator, so scratch memory is the last result, uint8 [bytes].
+// backends/cpu.py computes its size. If it is smaller than the whole call needs, the ops work in
+// several rounds.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
@@ -23,8 +27,8 @@ namespace nb = nanobind;
 namespace nvfp4 {
 namespace {
 
-// The layout "cpu_16x16". Vectors are loaded from any address, so that an operand needs the
-// alignment of its elements alone.
+// The layout "cpu_16x16". The kernels load vectors from any address, so that an operand needs no
+// more than the alignment of its elements.
 constexpr OperandRules kRules = {{cpu::kGroup, 16}, 1};
 
 class XlaThreadPool : public cpu::ThreadPool {
@@ -190,10 +194,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     kMoEW4A16Cpu, MoEW4A16Cpu,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()          // x                     [t, h] bf16, f16, f32
+        .Arg<ffi::AnyBuffer>()          // x                     [t, h] bf16, f16 or f32
         .Arg<ffi::AnyBuffer>()          // gate_up_packed        [e, n1, h/2] U8, cpu_16x16
         .Arg<ffi::AnyBuffer>()          // gate_up_block_scale   [e, n1, h/16] F8E4M3FN
-        .Arg<ffi::AnyBuffer>()          // gate_up_global_scale  [e, 2], not gated [e, 1] F32
+        .Arg<ffi::AnyBuffer>()          // gate_up_global_scale  [e, 2] if gated, else [e, 1] F32
         .Arg<ffi::AnyBuffer>()          // gate_up_input_scale   [e] or [0] F32
         .Arg<ffi::AnyBuffer>()          // gate_up_bias          [e, n1] or [0, 0] F32
         .Arg<ffi::AnyBuffer>()          // down_packed           [e, h, i/2] U8, cpu_16x16
@@ -203,22 +207,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()          // down_bias             [e, h] or [0, 0] F32
         .Arg<ffi::AnyBuffer>()          // expert_ids            [t, k] S32
         .Arg<ffi::AnyBuffer>()          // expert_weights        [t, k] F32
-        .Ret<ffi::AnyBuffer>()          // y                     [t, h] as x
+        .Ret<ffi::AnyBuffer>()          // y                     [t, h] in the type of x
         .Ret<ffi::BufferR1<ffi::U8>>()  // workspace             [bytes]
-        .Attrs());  // activation, alpha, beta, limit, activation_scale, weight_on_input, isa
+        // activation, alpha, beta, limit, activation_scale, weight_on_input, intermediate, isa
+        .Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     kGroupedGemmW4A16Cpu, GroupedGemmW4A16Cpu,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()          // x             [m, k] bf16, f16, f32
+        .Arg<ffi::AnyBuffer>()          // x             [m, k] bf16, f16 or f32
         .Arg<ffi::AnyBuffer>()          // packed        [e, n_pad, k/2] U8, cpu_16x16
         .Arg<ffi::AnyBuffer>()          // block_scale   [e, n_pad, k/16] F8E4M3FN
         .Arg<ffi::AnyBuffer>()          // global_scale  [e, parts] F32
         .Arg<ffi::AnyBuffer>()          // input_scale   [e] or [0] F32
         .Arg<ffi::AnyBuffer>()          // bias          [e, n] or [0, 0] F32
         .Arg<ffi::AnyBuffer>()          // group_sizes   [e] S32
-        .Ret<ffi::AnyBuffer>()          // y             [m, n] as x
+        .Ret<ffi::AnyBuffer>()          // y             [m, n] in the type of x
         .Ret<ffi::BufferR1<ffi::U8>>()  // workspace     [bytes]
         .Attrs());                      // activation_scale, isa
 
@@ -226,8 +231,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     kQuantizeCpu, QuantizeCpu,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()          // x             [m, k] bf16, f16, f32
-        .Arg<ffi::AnyBuffer>()          // global_scale  [] F32, or [0]: from x
+        .Arg<ffi::AnyBuffer>()          // x             [m, k] bf16, f16 or f32
+        .Arg<ffi::AnyBuffer>()          // global_scale  [] F32; [0] computes it from x
         .Ret<ffi::AnyBuffer>()          // packed        [m, k/2] U8
         .Ret<ffi::AnyBuffer>()          // block_scale   F8E4M3FN, linear or swizzled
         .Ret<ffi::AnyBuffer>()          // used_scale    [] F32
@@ -265,5 +270,5 @@ NB_MODULE(_nvfp4_cpu, m) {
           names.append(nb::str(name.data(), name.size()));
         return names;
       },
-      "Return what the attribute `isa` may be on this CPU, best first.");
+      "Return the names that the attribute `isa` may have on this CPU, best first.");
 }

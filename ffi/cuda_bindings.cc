@@ -1,8 +1,10 @@
-// The module _nvfp4_cuda: FFI handlers of the CUDA kernels. Decode, check, launch.
+// The module _nvfp4_cuda: the CUDA kernels as XLA FFI targets. A handler decodes its operands and
+// attributes, checks them, and launches kernels.
 //
-// The targets of sm_80 and sm_90a run their engines, and for what these do not do the plain
-// kernels, which are built for every architecture. Those of 10.x and 12.x run theirs alone; the
-// first are there where the build had CUTLASS's headers.
+// The targets for sm_80 and sm_90a run their engines. Calls that an engine does not support run on
+// the plain kernels, which are built for every architecture. The targets for compute capability
+// 10.x and 12.x run nothing but their own engines. Those for 10.x exist only if the build had the
+// headers of CUTLASS, or emulates their GEMM.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
@@ -22,24 +24,24 @@ namespace nb = nanobind;
 namespace nvfp4 {
 namespace {
 
-constexpr WeightTile kTile = {64, 64};  // of the layouts "mma_64x64" and "fp4_64x64"
+constexpr WeightTile kTile = {64, 64};  // in the layouts "mma_64x64" and "fp4_64x64"
 
-// Of the layout that an engine reads; kSm100 has "fp4_128x64".
+// The weight tile of the layout that an engine reads. kSm100 reads "fp4_128x64".
 constexpr WeightTile TileOf(EngineKind engine) {
   return engine == EngineKind::kSm100 ? WeightTile{128, 64} : kTile;
 }
 
-// Kernels copy 16 bytes at a time (launch.h).
+// Kernels copy 16 bytes at a time; see launch.h.
 constexpr size_t kAlignment = 16;
 
 constexpr OperandRules RulesOf(EngineKind engine) { return {TileOf(engine), kAlignment}; }
 
-// The targets of 10.x need their product, which is CUTLASS's or emulated.
+// Whether the targets for 10.x exist. Their GEMM is that of CUTLASS, or its emulation.
 constexpr bool kHasSm100 = NVFP4_CUTLASS || NVFP4_EMULATE_BLACKWELL;
 
 ffi::Error FromCuda(cudaError_t status, std::string_view what) {
   if (status == cudaSuccess) return ffi::Error::Success();
-  cudaGetLastError();  // which would else be taken for the next call's
+  cudaGetLastError();  // otherwise the next call would report this error as its own
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
@@ -54,26 +56,30 @@ ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
   return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
 }
 
-// What the engine on FP4 tensor cores of 12.x needs; nothing else reads its layout.
+// Checks what the engine for 12.x needs. No other kernel reads its layout, so that a call that it
+// does not support is an error.
 ffi::Error CheckSm120(DataType type, ActivationScale scale, int64_t largest_extent) {
   if (type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
   if (scale == ActivationScale::kNone) {
     return Expected("activation_scale", "static or token", "none");
   }
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("largest of n and k", largest_extent, kMaxEngineExtent));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectAtMost("largest dimension of a weight", largest_extent, kMaxEngineExtent));
   if (HasSm120()) return ffi::Error::Success();
   return Expected("device", "compute capability 12.x, or a build that emulates it",
-                  "one for which w4a4_sm120 has no code");
+                  "a GPU that this build has no W4A4 kernels for");
 }
 
-// What the kernels on FP4 tensor cores of 10.x take. Offsets of scales inside an expert are counted
-// in 32 bits: `values` are those of the largest operand.
+// Checks what the kernels for 10.x need. They count the offsets of scales inside an expert in 32
+// bits; `values` is the number of values of the largest operand.
 ffi::Error CheckSm100(DataType type, ActivationScale scale, int64_t values) {
-  if (type != DataType::kBF16) return Expected("x", "bfloat16", "another type");
+  if (type != DataType::kBF16) {
+    return Expected("x", "bfloat16", type == DataType::kF16 ? "float16" : "float32");
+  }
   if (scale == ActivationScale::kNone) {
     return Expected("activation_scale", "static or token", "none");
   }
-  return ExpectAtMost("values of an operand", values, (int64_t{1} << 35) - 1);
+  return ExpectAtMost("number of values of an operand", values, (int64_t{1} << 35) - 1);
 }
 
 template <typename T>
@@ -81,7 +87,7 @@ const T* Data(ffi::AnyBuffer buffer) {
   return static_cast<const T*>(buffer.untyped_data());
 }
 
-// Null for an operand that was left out.
+// Null if the operand was left out.
 const float* DataOrNull(ffi::AnyBuffer buffer) {
   return buffer.element_count() == 0 ? nullptr : Data<float>(buffer);
 }
@@ -93,7 +99,8 @@ ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
           DataOrNull(input_scale), DataOrNull(bias)};
 }
 
-// An engine runs what it is made for, the plain kernels the rest.
+// The handler of an expert layer. It runs the engine kEngine, or the plain kernels for calls that
+// the engine does not support.
 template <EngineKind kEngine>
 ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_packed,
                ffi::AnyBuffer gate_up_block_scale, ffi::AnyBuffer gate_up_global_scale,
@@ -287,7 +294,8 @@ ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer bias
   return FromCuda(LaunchRoute(stream, call, buffers), "nvfp4_route_cuda");
 }
 
-// kCmdBufferCompatible: the handlers only launch kernels and fills, which a CUDA graph may hold.
+// kCmdBufferCompatible: the handlers only launch kernels and fills, so that a CUDA graph can
+// capture them.
 auto BindMoE() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -348,17 +356,18 @@ XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm100, GroupedGemm<EngineKind::kSm100>, BindG
 XLA_FFI_DEFINE_HANDLER(kGroupedGemmSm120, GroupedGemm<EngineKind::kSm120>, BindGroupedGemm(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x             [m, k]
-                           .Arg<ffi::AnyBuffer>()  // global_scale  [], or [0]: from x
-                           .Ret<ffi::AnyBuffer>()  // packed        [m, k/2]
-                           .Ret<ffi::AnyBuffer>()  // block_scale   [m, k/16], or padded
-                           .Ret<ffi::AnyBuffer>()  // used_scale    []
-                           .Ret<ffi::AnyBuffer>()  // workspace     U8 [bytes]
-                           .Attr<std::string_view>("scale_layout"),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    kQuantize, Quantize,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // x             [m, k]
+        .Arg<ffi::AnyBuffer>()  // global_scale  []; [0] computes it from x
+        .Ret<ffi::AnyBuffer>()  // packed        [m, k/2]
+        .Ret<ffi::AnyBuffer>()  // block_scale   [m, k/16], or swizzled and padded
+        .Ret<ffi::AnyBuffer>()  // used_scale    []
+        .Ret<ffi::AnyBuffer>()  // workspace     U8 [bytes]
+        .Attr<std::string_view>("scale_layout"),
+    {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kRoute, Route,
                        ffi::Ffi::Bind()
@@ -428,14 +437,15 @@ constexpr GroupedWorkspace kGroupedWorkspaces[] = {
 }  // namespace nvfp4
 
 NB_MODULE(_nvfp4_cuda, m) {
-  m.def("registrations", &nvfp4::Registrations, "FFI target name -> handler.");
+  m.def("registrations", &nvfp4::Registrations, "Return {FFI target name: capsule}.");
   m.def(
       "ffi_api_version", [] { return std::pair<int, int>(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
-      "Version of the FFI headers that the handlers were built with.");
+      "Return the (major, minor) of the XLA FFI headers that this module was built with.");
   m.def(
       "emulates_blackwell", [] { return NVFP4_EMULATE_BLACKWELL != 0; },
-      "Whether the targets of 10.x and 12.x also run, by emulation, on 9.0.");
-  // For the tests that compare them with backends/cuda.py.
+      "Return whether GPUs of compute capability 9.0 can run the targets for 10.x and 12.x, by "
+      "emulation.");
+  // The following functions are for tests, which compare them with backends/cuda.py.
   m.def(
       "max_shared_bytes",
       [] {
@@ -445,16 +455,16 @@ NB_MODULE(_nvfp4_cuda, m) {
         bytes["moe_w4a4_sm120"] = nvfp4::MaxSharedBytesSm120();
         return bytes;
       },
-      "Record -> bytes of shared memory that a block of its largest engine kernel needs.");
+      "Return {backend record: bytes of shared memory that a block of its largest kernel needs}.");
   m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
-        "Bytes of shared memory that a block of the kernel for few slots needs.");
+        "Return the bytes of shared memory that a block of the kernel for few slots needs.");
   for (const nvfp4::LayerWorkspace& record : nvfp4::kLayerWorkspaces) {
     m.def(
         record.name,
         [bytes = record.bytes](int64_t t, int64_t top_k, int64_t e, int64_t h, int64_t i) {
           return bytes({t, top_k, e, h, i, 2 * i});
         },
-        "Bytes of workspace that an expert layer checks for.");
+        "Return the bytes of workspace that the handler of an expert layer expects.");
   }
   for (const nvfp4::GroupedWorkspace& record : nvfp4::kGroupedWorkspaces) {
     m.def(
@@ -462,6 +472,6 @@ NB_MODULE(_nvfp4_cuda, m) {
         [bytes = record.bytes](int64_t rows, int64_t e, int64_t n, int64_t k) {
           return bytes({rows, n, n, k, e, 1});
         },
-        "Bytes of workspace that a grouped product checks for.");
+        "Return the bytes of workspace that the handler of a grouped GEMM expects.");
   }
 }

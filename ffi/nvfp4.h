@@ -1,12 +1,16 @@
 // NVFP4 numbers, one at a time: E2M1 codes, E4M3 block scales, and the exact quantizer.
 //
-//   value = e2m1(code) * e4m3(block_scale) * global_scale      one block_scale per 16 values
+//   value = e2m1(code) * e4m3(block_scale) * global_scale      one block_scale for 16 values
 //   block_scale = e4m3(min(amax16 / (6 * g), 448)),  code = e2m1(x / (f32(block_scale) * g))
 //
-// Host and device. All rounding is to nearest, ties to even; division is IEEE division. Nothing
-// here needs subnormal float32 results, except quantizing subnormal activations.
-// Reference: formats.py. A product e2m1 * e4m3 has at most 6 significant bits and lies in
-// {0} U [2^-10, 2688], so it is exact in bfloat16 and float16.
+// These functions run on the host and on devices. They round to nearest, ties to even, and divide
+// as IEEE division does. They need no subnormal float32 results, except to quantize subnormal
+// activations.
+//
+// A product e2m1 * e4m3 has at most 6 significant bits and lies in {0} U [2^-10, 2688], so that it
+// is exact in bfloat16 and float16.
+//
+// Reference: jax_nvfp4_moe/numerics/nvfp4.py.
 #pragma once
 
 #include <cmath>
@@ -47,7 +51,8 @@ NVFP4_HOST_DEVICE float BitsFloat(uint32_t bits) {
 #endif
 }
 
-// Correctly rounded a / b, whatever the compiler's flags say about division on a device.
+// Correctly rounded a / b. On a device, the flags of the compiler could make `a / b` an
+// approximation.
 NVFP4_HOST_DEVICE float Divide(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fdiv_rn(a, b);
@@ -56,16 +61,17 @@ NVFP4_HOST_DEVICE float Divide(float a, float b) {
 #endif
 }
 
-// Value of the low 4 bits of `code`: sign, 2 exponent bits, 1 mantissa bit.
+// Returns the value of the low 4 bits of `code`: sign, 2 exponent bits, 1 mantissa bit.
 NVFP4_HOST_DEVICE float DecodeE2M1(uint32_t code) {
   const uint32_t magnitude = code & 7;
-  // 0.5 is the one subnormal; the others are the float with the same exponent and mantissa.
+  // 0.5 is the only subnormal. The other values are the float32 with the same exponent and
+  // mantissa.
   const float absolute = magnitude < 2 ? 0.5f * static_cast<float>(magnitude)
                                        : BitsFloat((magnitude + (126u << 1)) << 22);
   return (code & 8) ? -absolute : absolute;
 }
 
-// Value of an E4M3 byte; 0x7f and 0xff are NaN, there is no infinity.
+// Returns the value of an E4M3 byte. 0x7f and 0xff are NaN; E4M3 has no infinity.
 NVFP4_HOST_DEVICE float DecodeE4M3(uint32_t byte) {
   const uint32_t magnitude = byte & 0x7f;
   float absolute;
@@ -79,7 +85,7 @@ NVFP4_HOST_DEVICE float DecodeE4M3(uint32_t byte) {
   return (byte & 0x80) ? -absolute : absolute;
 }
 
-// Nearest E4M3 byte; magnitudes above 448 saturate, NaN gives 0x7f.
+// Returns the nearest E4M3 byte. Magnitudes above 448 saturate, and NaN gives 0x7f.
 NVFP4_HOST_DEVICE uint8_t EncodeE4M3(float value) {
   const uint32_t bits = FloatBits(value);
   const uint32_t sign = (bits >> 24) & 0x80;
@@ -87,7 +93,7 @@ NVFP4_HOST_DEVICE uint8_t EncodeE4M3(float value) {
   if (magnitude > 0x7f800000u) return kE4M3Nan;
   if (magnitude >= FloatBits(kE4M3Max)) return static_cast<uint8_t>(sign | 0x7e);
   if (magnitude < FloatBits(0x1p-6f)) {
-    // Subnormal: one unit is 2^-9, which is the unit in the last place of floats at 2^14.
+    // Subnormal: one unit is 2^-9, which is the unit in the last place of a float32 near 2^14.
     const float shifted = BitsFloat(magnitude) + 0x1p14f;
     return static_cast<uint8_t>(sign | (FloatBits(shifted) - FloatBits(0x1p14f)));
   }
@@ -95,7 +101,7 @@ NVFP4_HOST_DEVICE uint8_t EncodeE4M3(float value) {
   return static_cast<uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
 }
 
-// Nearest E2M1 code; magnitudes above 6 saturate, -0 gives 8, NaN gives 0.
+// Returns the nearest E2M1 code. Magnitudes above 6 saturate, -0 gives 8, and NaN gives 0.
 NVFP4_HOST_DEVICE uint32_t EncodeE2M1(float value) {
   const uint32_t bits = FloatBits(value);
   const float absolute = BitsFloat(bits & 0x7fffffffu);
@@ -106,31 +112,38 @@ NVFP4_HOST_DEVICE uint32_t EncodeE2M1(float value) {
   return ((bits >> 28) & 8) | magnitude;
 }
 
-// Block scale byte of 16 values with largest magnitude `amax` under global scale `g`. A NaN in
-// the block must reach `amax`; it gives the NaN byte.
+// Returns the block scale of 16 values whose largest magnitude is `amax`, under the global scale
+// `g`. For a block that holds NaN, `amax` must be NaN; the result is then the NaN byte.
 NVFP4_HOST_DEVICE uint8_t EncodeBlockScale(float amax, float g) {
-  // 0 / 0, of a zero row under its own zero scale, is a zero block.
+  // A row of zeros has 0 as its own global scale. Its block scales are 0; 0 / 0 would make them
+  // NaN.
   const float ratio = amax == 0.0f ? 0.0f : Divide(amax, kE2M1Max * g);
   return EncodeE4M3(ratio > kE4M3Max ? kE4M3Max : ratio);
 }
 
-// Code of x where the block's scale is `s` = DecodeE4M3(byte) * g; s of 0 or NaN gives 0.
+// Returns the code of x, where `s` = DecodeE4M3(byte) * g is the scale of its block. If s is 0 or
+// NaN, the code is 0.
 NVFP4_HOST_DEVICE uint32_t EncodeValue(float x, float s) {
   return s == 0.0f ? 0u : EncodeE2M1(Divide(x, s));
 }
 
-// Many values under one scale. A quotient q by the reciprocal of d, whose remainder a fused
-// multiply-add finds exactly, and q corrected by it (P. Markstein, IBM J. Res. Dev. 34, 1990): next
-// to every threshold of E2M1 and E4M3 that is RN(v / d), and elsewhere it is as far on the same
-// side, so codes are those of IEEE division. Test: test_quantizer_exact.py, every significand of d.
+// DivideBy divides many values by one divisor, without a division instruction for each.
 //
-// For d in [kDivisorMin, 1 / kDivisorMin] and quotients up to 2^20: nothing overflows, and the
-// remainder of a quotient of 2^-12 or more is no subnormal. What is less is below all thresholds.
+// It multiplies v by the reciprocal of d, which gives an approximation q. A fused multiply-add
+// finds the remainder v - q * d exactly, and a second one corrects q by it (P. Markstein, IBM J.
+// Res. Dev. 34, 1990). Next to each threshold of E2M1 and E4M3, the result is the correctly rounded
+// v / d. Elsewhere, it lies on the same side of all thresholds as v / d. The codes are therefore
+// those of IEEE division. tests/backends/test_quantizer.py checks this for every significand of d.
+//
+// It holds for d in [kDivisorMin, 1 / kDivisorMin] and for quotients up to 2^20. Nothing overflows
+// there, and a quotient of 2^-12 or more has no subnormal remainder. Smaller quotients are below
+// all thresholds.
 constexpr float kDivisorMin = 0x1p-90f;
 
 NVFP4_HOST_DEVICE bool IsDivisor(float d) { return d >= kDivisorMin && d <= 1 / kDivisorMin; }
 
-// RN(1 / d) of such a d: on a device the steps of its own division, an approximation improved once.
+// Returns the correctly rounded 1 / d of a d for which IsDivisor is true. A device uses an
+// approximation and one correction, which are the steps of its own division.
 NVFP4_HOST_DEVICE float Reciprocal(float d) {
 #if defined(__CUDA_ARCH__)
   float y;
@@ -146,13 +159,16 @@ NVFP4_HOST_DEVICE float DivideBy(float v, float d, float reciprocal) {
   return fmaf(fmaf(-q, d, v), reciprocal, q);
 }
 
-// A sum of float32 whose unit in the last place is that of a small format: `bits` holds the number
-// in its lowest byte once the exponent is added, and bits as a float, less `offset`, is its value.
+// A number that is rounded to a small format by an addition in float32: `sum` is the number plus
+// `offset`, which is large enough to make the unit in the last place of `sum` a step of the small
+// format. ValueOf subtracts `offset` again. CodeE2M1 and CodeE4M3 read the code from the bits of
+// `sum`.
 struct Rounded {
   float sum, offset;
 };
 
-// Bits of the larger of two magnitudes; on a CPU as integers, which compilers vectorize.
+// Returns the bits of the larger of two magnitudes. On a CPU it compares integers, because
+// compilers vectorize that.
 NVFP4_HOST_DEVICE uint32_t LargerBits(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return FloatBits(fmaxf(a, b));
@@ -161,22 +177,24 @@ NVFP4_HOST_DEVICE uint32_t LargerBits(float a, float b) {
 #endif
 }
 
-// E2M1 of q in [0, 7): adding 2^22 * 2^e, with e the exponent of max(q, 1), rounds to multiples of
-// 2^(e - 1), whose number, and 2 e, is the code. The 107 clears the rest of the lowest byte; it is
-// an even number of units, so ties go where they should.
+// Rounds q in [0, 7) to E2M1. Let e be the exponent of max(q, 1). Adding 2^22 * 2^e rounds q to a
+// multiple of 2^(e - 1). The code is the index of that multiple plus 2 e, which CodeE2M1 takes from
+// the exponent of the sum. The offset of 107 makes the lowest byte hold the code and nothing else.
+// It is an even number of units, so that ties still go to even.
 NVFP4_HOST_DEVICE Rounded RoundE2M1(float q) {
   const float power = BitsFloat(LargerBits(q, 1.0f) & 0x7f800000u);
   constexpr float kOffset = 0x1p22f + 107;
   return {power * kOffset + q, power * kOffset};  // the product is exact, fused or not
 }
 
-// Its code, in the lowest byte; the others hold garbage.
+// Returns the code of a number from RoundE2M1 in the lowest byte. The other bytes hold garbage.
 NVFP4_HOST_DEVICE uint32_t CodeE2M1(Rounded q) {
   const uint32_t bits = FloatBits(q.sum);
   return bits + (bits >> 22);
 }
 
-// The same for E4M3 of q in [0, 448]; exponents from -6, steps of 2^(e - 3).
+// Rounds q in [0, 448] to E4M3 in the same way. The exponent e is at least -6, and a step is 2^(e -
+// 3).
 NVFP4_HOST_DEVICE Rounded RoundE4M3(float q) {
   const float power = BitsFloat(LargerBits(q, 0x1p-6f) & 0x7f800000u);
   constexpr float kOffset = 0x1p20f + 19;
@@ -190,7 +208,8 @@ NVFP4_HOST_DEVICE uint32_t CodeE4M3(Rounded q) {
 
 NVFP4_HOST_DEVICE float ValueOf(Rounded q) { return q.sum - q.offset; }
 
-// 6 g, by which the largest magnitudes of blocks are divided.
+// The divisor of EncodeBlockScale, d = 6 g, with its reciprocal. `fast` says whether DivideBy may
+// divide by it.
 struct BlockDivisor {
   float d, reciprocal, g;
   bool fast;
@@ -206,7 +225,7 @@ struct BlockScale {
   float value;  // DecodeE4M3(byte)
 };
 
-// EncodeBlockScale(amax, g) and its value.
+// Returns EncodeBlockScale(amax, g) and the value of that byte.
 NVFP4_HOST_DEVICE BlockScale FindBlockScale(float amax, const BlockDivisor& divisor) {
   if (divisor.fast && amax <= BitsFloat(0x7f800000u)) {  // no NaN
     const float most = 512.0f * divisor.d;
@@ -218,20 +237,22 @@ NVFP4_HOST_DEVICE BlockScale FindBlockScale(float amax, const BlockDivisor& divi
   return {byte, DecodeE4M3(byte)};
 }
 
-// What a block that cannot be divided as it is takes before: its scale and values times a factor,
-// exact where that matters, and values cut to 6 times the new scale.
+// How to prepare a block that DivideBy and RoundE2M1 cannot take as it is. The scale and the values
+// of the block are multiplied by `factor`, which is exact wherever a code depends on it. The values
+// are then cut to `most`, which is 6 times the new scale.
 struct BlockRescue {
-  float factor;  // NaN where the block is to become zeros
+  float factor;  // NaN makes all codes of the block zero
   float most;
 };
 
-// Whether magnitudes up to `amax` can be divided by *s and rounded as they are: the quotients are
-// below 7, so none saturates.
+// Whether DivideBy and RoundE2M1 can take magnitudes up to `amax` under the scale `s` as they are.
+// The quotients are then below 7, as RoundE2M1 needs, and none overflows.
 NVFP4_HOST_DEVICE bool DividesBlock(float amax, float s) {
   return IsDivisor(s) && amax <= 6.75f * s;
 }
 
-// For a block that DividesBlock turns down: replaces *s.
+// For a block for which DividesBlock is false: replaces *s by the new scale, and returns what to do
+// to the values.
 NVFP4_HOST_DEVICE BlockRescue RescueBlock(float* s) {
   float factor = 1.0f;
   if (!(*s > 0.0f)) {
@@ -245,7 +266,8 @@ NVFP4_HOST_DEVICE BlockRescue RescueBlock(float* s) {
   return {factor, kE2M1Max * *s};
 }
 
-// Replaces a magnitude; returns all ones, or 0 where it becomes 0 without a sign, as NaN does.
+// Replaces a magnitude by its prepared value. Returns a mask for its sign: all ones, or 0 where the
+// magnitude is NaN or the factor makes it NaN. Such a magnitude becomes 0, without a sign.
 NVFP4_HOST_DEVICE uint32_t Rescue(const BlockRescue& rescue, float* magnitude) {
   const float value = *magnitude * rescue.factor;
   const float cut = value < rescue.most ? value : rescue.most;
@@ -254,11 +276,12 @@ NVFP4_HOST_DEVICE uint32_t Rescue(const BlockRescue& rescue, float* magnitude) {
   return number;
 }
 
-// Global scale that makes `amax` the largest representable value.
+// Returns the global scale for which `amax` is the largest value that NVFP4 can represent.
 NVFP4_HOST_DEVICE float GlobalScale(float amax) { return Divide(amax, kValueMax); }
 
-// Byte offset of scale (row, block) in the 128x4 swizzle: tiles of 128 rows by 4 blocks, and in a
-// tile 32 groups of 4 rows (row, row + 32, ...) by 4 blocks. `blocks_padded` is a multiple of 4.
+// Returns the byte offset of the scale of (row, block) in the 128x4 order. A tile covers 128 rows
+// by 4 blocks and takes 512 bytes. Inside a tile, 32 groups follow each other; a group has the 4
+// rows r, r + 32, r + 64 and r + 96, with 4 blocks each. `blocks_padded` is a multiple of 4.
 NVFP4_HOST_DEVICE int64_t Swizzle128x4(int64_t row, int64_t block, int64_t blocks_padded) {
   const int64_t tile = (row / 128) * (blocks_padded / 4) + block / 4;
   return tile * 512 + (row % 32) * 16 + ((row % 128) / 32) * 4 + block % 4;

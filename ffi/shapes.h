@@ -1,7 +1,9 @@
-// Sizes and options of the ops, as plain data: what a binding decodes and a kernel reads.
+// Sizes and options of the ops, as plain data. The bindings fill these structures from an FFI call,
+// and the kernels read them. This file uses neither XLA nor CUDA.
 //
-// Letters are those of the Python side: t tokens, k the reduction of a product, e experts,
-// h hidden, i intermediate, m rows, n outputs. No XLA and no CUDA here.
+// The letters are those of the Python side: t tokens, k reduction dimension of a GEMM, e experts, h
+// hidden size, i intermediate size, m rows, n outputs. Where k stands beside t, as in expert_ids
+// [t, k], it is the number of experts of a token.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +15,18 @@ enum class DataType { kBF16, kF16, kF32 };
 
 constexpr int64_t Bytes(DataType type) { return type == DataType::kF32 ? 4 : 2; }
 
-// What happens to a product's left operand: W4A16, or one of the two forms of W4A4.
+// How a GEMM treats its activations: W4A16, or one of the two forms of W4A4.
 enum class ActivationScale {
-  kNone,    // used as it is
+  kNone,    // not quantized
   kStatic,  // quantized to NVFP4 under input_scale[expert]
   kToken,   // quantized to NVFP4 under amax(row) / 2688
 };
 
 enum class Activation { kSilu, kGelu, kGeluTanh, kSwigluOai, kRelu2 };
 
-// A name that the attribute `activation` may have. Gated: act(gate) * up, with 2i rows in
-// gate_up; interleaved: these rows alternate gate, up.
+// A value of the attribute `activation`. A gated activation computes act(gate) * up, and gate_up
+// has 2i rows. If the activation is interleaved, gate rows and up rows alternate; otherwise all
+// gate rows come first.
 struct ActivationRecord {
   std::string_view name;
   Activation kind;
@@ -54,9 +57,11 @@ constexpr ActivationScaleRecord kActivationScales[] = {
     {"token", ActivationScale::kToken},
 };
 
-// act(g, u), after g = min(g, limit), u = clip(u, -limit, limit):
-//   silu g sigmoid(g) u;  gelu, gelu_tanh likewise;  swigluoai g sigmoid(alpha g) (u + beta);
-//   relu2 max(g, 0)^2;  not gated: without u.  limit = +inf clamps nothing.
+// The activation act(g, u), applied after g = min(g, limit) and u = clip(u, -limit, limit):
+//   silu       g sigmoid(g) u; gelu and gelu_tanh have the same form
+//   swigluoai  g sigmoid(alpha g) (u + beta)
+//   relu2      max(g, 0)^2
+// An activation that is not gated has no factor u. limit = +inf clamps nothing.
 struct ActivationParameters {
   Activation kind;
   bool gated;
@@ -68,24 +73,24 @@ struct ActivationParameters {
 
 // y[t] = sum_j weight[t, j] * down(act(gate_up(x[t]))) over the experts of token t.
 struct MoEShape {
-  int64_t t;      // tokens
-  int64_t top_k;  // experts of a token
-  int64_t e;      // experts
-  int64_t h;      // hidden
-  int64_t i;      // intermediate
-  int64_t n1;     // rows of gate_up: 2i gated, i not
+  int64_t t;      // number of tokens
+  int64_t top_k;  // number of experts of each token
+  int64_t e;      // number of experts
+  int64_t h;      // hidden size
+  int64_t i;      // intermediate size
+  int64_t n1;     // rows of gate_up: 2i if gated, otherwise i
 
   int64_t slots() const { return t * top_k; }
 };
 
-// y[r] = W[expert of r] @ x[r], rows sorted by expert.
+// y[r] = W[e(r)] @ x[r], where e(r) is the expert of row r. Rows are sorted by expert.
 struct GroupedGemmShape {
   int64_t m;      // rows
   int64_t n;      // outputs
-  int64_t n_pad;  // rows that the weight layout stores, n rounded up
-  int64_t k;      // reduction
-  int64_t e;      // experts
-  int64_t parts;  // global scales of an expert: row r uses part r * parts / n
+  int64_t n_pad;  // rows that the weight layout stores: n, rounded up to whole tiles
+  int64_t k;      // reduction dimension
+  int64_t e;      // number of experts
+  int64_t parts;  // number of global scales of an expert; output j uses number j * parts / n
 };
 
 }  // namespace nvfp4

@@ -1,17 +1,18 @@
-# The CUDA module, as NVFP4_CUDA says:
-#   AUTO  where nvcc >= 12.9 (the first with sm_100f) and an NVIDIA driver are found
-#   ON    with that nvcc alone; an error where there is none
+# The CUDA module. NVFP4_CUDA says when it is built:
+#   AUTO  if nvcc >= 12.9 (the first that knows sm_100f) and an NVIDIA driver are found
+#   ON    always; nvcc >= 12.9 must be there, a driver need not
 #   OFF   never
-# nvcc: CMAKE_CUDA_COMPILER, CUDA_HOME, PATH, /usr/local/cuda, or the PyPI wheels nvidia-cuda-nvcc,
-# nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime and nvidia-cuda-cccl of one version 13.x.
-# find_package(CUDAToolkit) is not used: it does not know the wheels' layout.
+# nvcc is looked for in CMAKE_CUDA_COMPILER, CUDA_HOME, PATH and /usr/local/cuda, and in the PyPI
+# wheels nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime and nvidia-cuda-cccl,
+# all of one version 13.x. find_package(CUDAToolkit) is not used, because it does not know the
+# layout of these wheels.
 
 set(NVFP4_CUDA_ARCHITECTURES "80-real;86-real;89-real;90a-real;100f-real;120f-real;80-virtual"
     CACHE STRING "Architectures of the CUDA kernels")
 set(NVFP4_CUDA_KERNELS "" CACHE PATH
-    "Build folder whose kernels to link instead of compiling them again, of the same options; for release wheels")
+    "Build folder with the same options, whose kernels are linked instead of compiled again; for release wheels")
 
-# nvcc and its version; empty where there is none.
+# Returns the path of nvcc and its version; both are empty if there is no nvcc.
 function(nvfp4_find_nvcc path_out version_out)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c
@@ -45,8 +46,8 @@ function(nvfp4_find_driver found_out)
   endif()
 endfunction()
 
-# The folder of CUTLASS's headers; empty where there is none. The package is not imported: that
-# would run its generator.
+# Returns the folder of the CUTLASS headers; it is empty if there are none. The Python package is
+# not imported, because that would run its kernel generator.
 function(nvfp4_find_cutlass include_out)
   set(include "${NVFP4_CUTLASS_INCLUDE}")
   if(include STREQUAL "")
@@ -67,7 +68,7 @@ if(NVFP4_CUDA STREQUAL "AUTO" OR NVFP4_CUDA STREQUAL "ON")
   if(nvfp4_nvcc STREQUAL "")
     set(nvfp4_why "no nvcc found")
   elseif(nvfp4_nvcc_version VERSION_LESS 12.9)
-    set(nvfp4_why "${nvfp4_nvcc} is ${nvfp4_nvcc_version}, 12.9 or newer is needed")
+    set(nvfp4_why "${nvfp4_nvcc} has version ${nvfp4_nvcc_version}, and 12.9 or newer is needed")
   elseif(NVFP4_CUDA STREQUAL "AUTO" AND NOT nvfp4_driver)
     set(nvfp4_why "no NVIDIA driver found (NVFP4_CUDA=ON builds without one)")
   else()
@@ -83,7 +84,7 @@ if(NOT nvfp4_build_cuda)
   if(NVFP4_CUDA STREQUAL "ON")
     message(FATAL_ERROR "NVFP4_CUDA=ON: ${nvfp4_why}")
   endif()
-  message(STATUS "CUDA kernels: not built, ${nvfp4_why}")
+  message(STATUS "CUDA kernels: not built: ${nvfp4_why}")
   return()
 endif()
 message(STATUS "CUDA kernels: ${nvfp4_nvcc} ${nvfp4_nvcc_version}, ${NVFP4_CUDA_ARCHITECTURES}")
@@ -93,7 +94,7 @@ set(CMAKE_CUDA_ARCHITECTURES "${NVFP4_CUDA_ARCHITECTURES}")
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-# nvcc's profile names lib64, the wheels have lib.
+# The profile of nvcc names lib64, but the wheels have lib.
 file(REAL_PATH "${nvfp4_nvcc}" nvfp4_cuda_root)
 cmake_path(GET nvfp4_cuda_root PARENT_PATH nvfp4_cuda_root)
 cmake_path(GET nvfp4_cuda_root PARENT_PATH nvfp4_cuda_root)
@@ -111,11 +112,11 @@ list(FILTER nvfp4_sm120_sources INCLUDE REGEX "_sm120\\.cu$")
 list(FILTER nvfp4_cuda_sources EXCLUDE REGEX "_sm(90|120)\\.cu$")
 list(FILTER nvfp4_cuda_sources EXCLUDE REGEX "fp4_gemm_sm100\\.cu$")
 add_library(nvfp4_cuda_kernels STATIC ${nvfp4_cuda_sources})
-# Instructions that sm_90a alone has.
+# These kernels use instructions that only sm_90a has.
 add_library(nvfp4_sm90_kernels STATIC ${nvfp4_sm90_sources})
 set_target_properties(nvfp4_sm90_kernels PROPERTIES CUDA_ARCHITECTURES 90a-real)
-# Instructions that 12.x alone has. One of them can be emulated, so that a Hopper GPU runs the same
-# kernels: slowly, for tests.
+# These kernels use one instruction that only 12.x has. An emulation of it lets a Hopper GPU run the
+# same kernels. That is slow, and meant for tests.
 add_library(nvfp4_sm120_kernels STATIC ${nvfp4_sm120_sources})
 if(NVFP4_EMULATE_BLACKWELL)
   set_target_properties(nvfp4_sm120_kernels PROPERTIES CUDA_ARCHITECTURES "90a-real;120f-real")
@@ -123,7 +124,7 @@ else()
   set_target_properties(nvfp4_sm120_kernels PROPERTIES CUDA_ARCHITECTURES 120f-real)
 endif()
 set(nvfp4_libraries nvfp4_cuda_kernels nvfp4_sm90_kernels nvfp4_sm120_kernels)
-# CUTLASS's collectives, for 10.x alone. One such compilation takes 7 GiB of memory.
+# The collectives of CUTLASS, for 10.x only. Compiling them takes 7 GiB of memory.
 nvfp4_find_cutlass(nvfp4_cutlass)
 if(nvfp4_cutlass)
   message(STATUS "CUTLASS: ${nvfp4_cutlass}")
@@ -134,13 +135,13 @@ if(nvfp4_cutlass)
     $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
   list(APPEND nvfp4_libraries nvfp4_sm100_kernels)
 else()
-  message(STATUS "CUTLASS: not found, so w4a4_sm100 is left out (it is in nvidia-cutlass 4.2.0.0 of PyPI)")
+  message(STATUS "CUTLASS: not found, so the kernels of moe_w4a4_sm100 are not built (to build them, install nvidia-cutlass 4.2.0.0 from PyPI)")
 endif()
 
 foreach(library ${nvfp4_libraries})
   target_include_directories(${library} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
   set_target_properties(${library} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
-  # No --use_fast_math anywhere: the quantizer is exact only with IEEE division and subnormals.
+  # Do not add --use_fast_math: the quantizer is exact only with IEEE division and subnormals.
   target_compile_options(${library} PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:-O3 -prec-div=true -ftz=false -Xcompiler=-Wall,-Wextra
                                --compress-mode=size>)
@@ -157,7 +158,8 @@ foreach(target _nvfp4_cuda nvfp4_cuda_kernels)
     NVFP4_CUTLASS=$<BOOL:${nvfp4_cutlass}>)
 endforeach()
 if(NVFP4_CUDA_KERNELS)
-  # Kernels know nothing of Python, so a second Python's module links those of the first.
+  # The kernels do not depend on Python, so that the module for a second Python links those of the
+  # first.
   set_target_properties(${nvfp4_libraries} PROPERTIES EXCLUDE_FROM_ALL ON)
   foreach(library ${nvfp4_libraries})
     add_library(${library}_built STATIC IMPORTED)

@@ -48,7 +48,7 @@ def test_kernels_of_gpus_name_the_operand(program, past):
     for (target, operand), message in messages(program, GPU, past).items():
         expected = (
             f"{operand}: expected memory that starts at a multiple of 16 bytes, got memory that "
-            f"starts {past} bytes past one"
+            f"starts {past} bytes past such a multiple"
         )
         assert message == ("accepted" if operand == "none" else expected), target
 
