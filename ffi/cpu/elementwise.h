@@ -1,18 +1,21 @@
-// Everything but the products: rows, activations, quantizer, sums. Plain loops over 16 values.
+// Everything except the matrix products: row formats, activations, the quantizer, and sums, as
+// plain loops over 16 or more values.
 //
-// Included once by each gemm_*.cc, below its target pragma, so that the compiler vectorizes the
-// same text for each instruction set; hence the unnamed namespace, and no include here. Loops are
-// free of branches (selects only), which is what lets them vectorize.
+// Each gemm_*.cc includes this file once, below its target pragma, so that the compiler vectorizes
+// the same text for each instruction set. For that reason everything is in an unnamed namespace,
+// and this file includes nothing. The loops have selects in place of branches; with branches,
+// compilers would not vectorize them.
 //
-// Accuracy: Exp 1 ulp, Erfc 1.2e-7 relative. Callers clear FTZ and DAZ (phases.h).
+// Accuracy: Exp has an error of 1 ulp, and Erfc a relative error of 1.2e-7. Callers must clear FTZ
+// and DAZ (phases.h).
 namespace nvfp4::cpu {
 namespace {
 
-constexpr int64_t kChunk = 256;  // values of a row that are in flight at once
+constexpr int64_t kChunk = 256;  // values of a row that are processed at a time
 
 inline float HalfToFloat(uint16_t half) {
   const uint32_t magnitude = (half & 0x7fffu) << 13;
-  // 2^112 moves the exponent bias from 15 to 127, and normalizes subnormals.
+  // Multiplying by 2^112 moves the exponent bias from 15 to 127, and normalizes subnormals.
   const uint32_t finite = FloatBits(BitsFloat(magnitude) * 0x1p112f);
   const uint32_t special = magnitude | 0x7f800000u;
   const uint32_t bits = magnitude >= 0x0f800000u ? special : finite;
@@ -23,7 +26,7 @@ inline uint16_t FloatToHalf(float value) {
   const uint32_t bits = FloatBits(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
-  // Subnormal halves: one unit is 2^-24, the unit in the last place of floats at 0.5.
+  // Subnormal halves: one unit is 2^-24, which is the unit in the last place of a float32 near 0.5.
   const uint32_t subnormal = FloatBits(BitsFloat(magnitude) + 0.5f) - FloatBits(0.5f);
   uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
   half = magnitude >= 0x477ff000u ? 0x7c00u : half;
@@ -40,7 +43,7 @@ inline uint16_t FloatToBFloat(float value) {
   return static_cast<uint16_t>(nan ? (bits >> 16 | 0x40u) : rounded);
 }
 
-// e^x. Cody and Waite's reduction by ln 2, then a polynomial on [-ln 2 / 2, ln 2 / 2].
+// e^x: Cody and Waite's reduction by ln 2, then a polynomial on [-ln 2 / 2, ln 2 / 2].
 inline float Exp(float x) {
   const float clamped = x > 89.0f ? 89.0f : (x < -104.0f ? -104.0f : x);
   const float n = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f;
@@ -52,7 +55,8 @@ inline float Exp(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = (p * r * r + r) + 1.0f;
-  // 2^n in two factors: n reaches 128 on one side and -150 on the other.
+  // 2^n is multiplied in as two factors, because n reaches from -150 to 128, which one float32
+  // exponent cannot hold.
   const int32_t whole = static_cast<int32_t>(n != n ? 0.0f : n);
   const int32_t half = whole / 2;
   const float low = BitsFloat(static_cast<uint32_t>(half + 127) << 23);
@@ -62,7 +66,7 @@ inline float Exp(float x) {
 
 inline float Sigmoid(float x) { return 1.0f / (1.0f + Exp(-x)); }
 
-// erfc(x). Chebyshev fit of W. H. Press et al., "Numerical Recipes", section 6.2.
+// erfc(x): the Chebyshev fit of W. H. Press et al., "Numerical Recipes", section 6.2.
 inline float Erfc(float x) {
   const float z = x < 0.0f ? -x : x;
   const float t = 1.0f / (1.0f + 0.5f * z);
@@ -156,7 +160,7 @@ void ActivateRows(const ActivationParameters& p, const Affine& affine, DataType 
 void Activate(const ActivationParameters& p, const Affine& affine, DataType type, int64_t rows,
               float* acc) {
   using Fn = void (*)(const ActivationParameters&, const Affine&, DataType, int64_t, float*);
-  // In the order of enum Activation.
+  // The entries are in the order of enum Activation.
   constexpr Fn kTable[] = {ActivateRows<SiluFn>, ActivateRows<GeluFn>, ActivateRows<GeluTanhFn>,
                            ActivateRows<SwigluOaiFn>, ActivateRows<Relu2Fn>};
   kTable[static_cast<int>(p.kind)](p, affine, type, rows, acc);
@@ -169,7 +173,7 @@ void ScaleAndBias(const Affine& affine, int64_t rows, float* acc) {
   }
 }
 
-// x[first : first + n] as float32.
+// Loads x[first : first + n] as float32.
 inline void LoadValues(const void* x, DataType type, int64_t first, int64_t n, float* values) {
   if (type == DataType::kF32) {
     std::memcpy(values, static_cast<const float*>(x) + first, n * sizeof(float));
@@ -184,8 +188,8 @@ inline void LoadValues(const void* x, DataType type, int64_t first, int64_t n, f
   }
 }
 
-// Columns [first, first + n) of a row. Pieces are cut, not rounded, so no piece overflows and
-// eight bits of x go into each.
+// Stores columns [first, first + n) of a row. Pieces are cut off and not rounded: rounding up could
+// overflow, and each piece takes the next eight bits of x.
 inline void StoreValues(const float* values, int64_t n, RowFormat format, int64_t k_pad,
                         int64_t first, uint8_t* row) {
   if (!format.bf16) {
@@ -210,7 +214,8 @@ void StoreColumns(const float* values, int64_t rows, int64_t columns, RowFormat 
     StoreValues(values, columns, format, k_pad, column, prepared);
 }
 
-// Largest magnitude; integer comparison makes NaN larger than infinity, so NaN survives.
+// Returns the largest magnitude. Integer comparison puts NaN above infinity, so that a NaN is not
+// lost.
 inline float MaxMagnitude(const float* values, int64_t n) {
   uint32_t largest = 0;
   for (int64_t c = 0; c < n; ++c) {
@@ -220,17 +225,18 @@ inline float MaxMagnitude(const float* values, int64_t n) {
   return BitsFloat(largest);
 }
 
-// The smaller of a magnitude, which may be NaN, and a number.
+// Returns the smaller of a magnitude and `most`. If the magnitude is NaN, returns `most`.
 inline float AtMost(float magnitude, float most) {
   const uint32_t bits = FloatBits(magnitude), limit = FloatBits(most);
   return BitsFloat(bits < limit ? bits : limit);
 }
 
-// All ones or none: what is selected by a mask, and not by ?:, vectorizes for AVX2 too.
+// Returns all ones or all zeros. Loops that select by a mask vectorize for AVX2 too; those that
+// select by ?: do not.
 inline uint32_t Mask(bool set) { return -uint32_t{set}; }
 
-// Scales of the blocks of a chunk of `n` values: bytes, as EncodeBlockScale gives them, and values.
-// Infinities, and what is above 448, become 448; NaN becomes the byte 0x7f.
+// Finds the block scales of a chunk of `n` values: their bytes, as EncodeBlockScale gives them, and
+// their values. Infinities, and magnitudes above 448, become 448. NaN becomes the byte 0x7f.
 inline void FindBlockScales(const float* values, int64_t n, float g, uint8_t* bytes, float* s8) {
   constexpr int64_t kBlocks = kChunk / kBlock;
   float largest[kBlocks];
@@ -254,8 +260,8 @@ inline void FindBlockScales(const float* values, int64_t n, float g, uint8_t* by
   for (int64_t b = 0; b < blocks; ++b) bytes[b] = static_cast<uint8_t>(codes[b]);
 }
 
-// 16 values -> e2m1(value / (s8 g)) * s8, exact in bfloat16. Infinities stay, so that the row shows
-// them.
+// Replaces 16 values by e2m1(value / (s8 * g)) * s8, which is exact in bfloat16. Infinities stay
+// infinite, so that the outputs of the row show them.
 inline void QuantizeBlock(float s8, float g, float* values) {
   const float s = s8 * g;
   const uint32_t kept = s == 0.0f ? 0 : 0xffffffffu;
@@ -285,7 +291,7 @@ inline void LoadRow(const RowSource& source, int64_t first, int64_t n, float* va
   }
 }
 
-// g of a row: given, or from its largest magnitude.
+// Returns the global scale of a row: the given one, or amax(row) / 2688.
 float RowGlobalScale(const RowSource& source) {
   if (source.quantize == ActivationScale::kNone) return 1.0f;
   if (source.quantize == ActivationScale::kStatic) return source.input_scale;
@@ -308,7 +314,8 @@ float PrepareRow(const RowSource& source, RowFormat format, uint8_t* row) {
     const int64_t n = std::min(kChunk, source.k - first);
     LoadRow(source, first, n, values);
     if (source.quantize != ActivationScale::kNone && g == 0.0f) {
-      for (int64_t c = 0; c < n; ++c) values[c] = 0.0f;  // a row of zeros stays one
+      for (int64_t c = 0; c < n; ++c)
+        values[c] = 0.0f;  // a row of zeros has scale 0, and stays a row of zeros
     } else if (source.quantize != ActivationScale::kNone) {
       QuantizeChunk(g, n, values);
     }
@@ -341,7 +348,8 @@ void Accumulate(const float* d, float weight, int64_t n, float* sum) {
   for (int64_t c = 0; c < n; ++c) sum[c] += weight * d[c];
 }
 
-// Codes of 16 values under scale s, one to a word; s of 0 or NaN gives zeros.
+// Finds the codes of 16 values under the scale s, one for each word. If s is 0 or NaN, the codes
+// are 0.
 inline void EncodeBlock(const float* values, float s, uint32_t* codes) {
   const float divisor = s == 0.0f ? BitsFloat(0x7fc00000u) : s;
   for (int c = 0; c < kBlock; ++c) {

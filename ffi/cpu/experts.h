@@ -1,4 +1,4 @@
-// Experts' weights, and which rows of x belong to which of them.
+// The weights of experts, and which rows of x belong to which expert.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ struct ExpertWeights {
   int64_t groups;  // of one expert
   int64_t k;
 
-  // Groups a and b of an expert; b past the end repeats a. `advance` is how far on the groups are
-  // that the caller takes next, 0 for none.
+  // Returns groups a and b of an expert. If b is past the last group, a stands in its place.
+  // `advance` is the distance to the groups that the caller takes next; it is 0 at the end.
   WeightPair pair(int64_t expert, int64_t a, int64_t b, int64_t advance) const {
     const int64_t first = expert * groups + a, second = expert * groups + (b < groups ? b : a);
     return {{Codes(first), Codes(second)},
@@ -28,19 +28,20 @@ struct ExpertWeights {
   const uint8_t* Scales(int64_t group) const { return scales + group * k; }
 };
 
-// Consecutive rows of one expert, at most kRowBlock.
+// At most kRowBlock consecutive rows of one expert.
 struct RowBlock {
   int64_t expert;
   int64_t first;
   int64_t count;
 };
 
-// Most blocks of `rows` rows sorted into `experts`.
+// An upper bound of the number of row blocks into which `rows` rows of `experts` experts are cut.
 constexpr int64_t MostBlocks(int64_t rows, int64_t experts) {
   return rows / kRowBlock + std::min(rows, experts);
 }
 
-// Cuts [first, first + count) of an expert into blocks of about equal height; returns how many.
+// Cuts the rows [first, first + count) of an expert into blocks of about equal height, and returns
+// the number of blocks.
 inline int64_t CutRows(int64_t expert, int64_t first, int64_t count, RowBlock* blocks) {
   const int64_t parts = (count + kRowBlock - 1) / kRowBlock;
   int64_t made = 0;
@@ -53,8 +54,9 @@ inline int64_t CutRows(int64_t expert, int64_t first, int64_t count, RowBlock* b
   return made;
 }
 
-// Column pairs that one work item takes: enough weight bytes to be worth a claim, few enough
-// items' worth of imbalance at the end of a phase.
+// Returns how many column pairs one work item takes. An item must read enough weight bytes to be
+// worth its claim. If items were too large, threads would wait for each other at the end of a
+// phase.
 inline int64_t PairsPerItem(int64_t k) {
   constexpr int64_t kItemBytes = 160 << 10;
   return std::max<int64_t>(1, kItemBytes / (kPair * k * 9 / 16));
@@ -62,7 +64,7 @@ inline int64_t PairsPerItem(int64_t k) {
 
 constexpr int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Hands out aligned pieces of a workspace, or only counts when it starts at null.
+// Divides a workspace into aligned arrays. If it starts at null, it only counts their bytes.
 class Carver {
  public:
   explicit Carver(uint8_t* base) : base_(base) {
@@ -82,7 +84,8 @@ class Carver {
   int64_t used_;
 };
 
-// Most units (tokens, rows) whose workspace fits: `bytes_for(units)` grows with units.
+// Returns the largest number of units (tokens or rows), at most `units`, whose workspace fits into
+// `bytes`, or 0 if not even one fits. `bytes_for(n)` must grow with n.
 template <typename BytesFor>
 int64_t LargestFit(int64_t units, int64_t bytes, BytesFor bytes_for) {
   if (bytes_for(units) <= bytes) return units;

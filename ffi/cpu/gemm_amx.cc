@@ -1,26 +1,28 @@
-// out[r, c] = sum_k W[c, k] x[r, k] for 32 outputs: AMX-BF16 tiles.
+// Computes out[r, c] = sum_k W[c, k] x[r, k] for 32 outputs with AMX-BF16 tiles.
 //
 //   weights  two groups of 16 rows in layout "cpu_16x16"
 //   rows     bfloat16 [count, pieces, k_pad], readable up to a multiple of 16 rows
-//   out      float32 [count rounded up to 16s, 32]
+//   out      float32 [count rounded up to a multiple of 16, 32]
 //
-// Bound by: reading weights up to some 16 rows an expert, then unpacking them, then the tiles.
+// Bottleneck: reading weights up to about 16 rows of an expert, then unpacking, then the tiles.
 //
-// Unpack: code times scale is exact in bfloat16 (nvfp4.h), so a panel holds the scaled weights and
-// nothing is left for the tiles but multiplying; only the global scale waits for the epilogue. The
-// layout's words are the pairs of k that a tile register wants: B tile = 16 pairs of k by 16
-// outputs, 1 KiB, in order.
+// Unpacking: a code times its block scale is exact in bfloat16 (nvfp4.h). A panel therefore holds
+// scaled weights, and only the global scale is left to the epilogue. The words of the layout are
+// the pairs of k that a tile register needs: a B tile is 16 pairs of k by 16 outputs, 1 KiB, in
+// order.
 //
-// Tiles: C 2x2 of 16 rows by 16 outputs, A 2 of 16 rows by 32 k, B 2. 2x2 loads one tile for every
-// product, which is what the load ports give.
+// Tiles: 2 x 2 tiles of C with 16 rows by 16 outputs, 2 of A with 16 rows by 32 k, and 2 of B. With
+// 2 x 2 tiles of C, each tile product needs one tile load, which is what the load ports can do.
 //
-//   few rows     DotRows (unpack_avx512.h): unpacking to memory costs more than it saves
+//   few rows     DotRows (unpack_avx512.h): unpacking to memory would cost more than it saves
 //   to 32 rows   C stays in tiles; while 32 k are multiplied, the next 32 are unpacked (2 KiB each)
-//   more rows    512 k at a time are unpacked (32 KiB), used for all rows; C goes through `out`
+//   more rows    512 k at a time are unpacked (32 KiB) and used for all rows; C is kept in `out`
 //
-// Needs the kernel's permission for tile state: Supported() asks. Tiles are configured and released
-// in every call, since XLA's threads are not ours.
-// Table: kernels.h. Test: test_cpu_kernel.py, isa="amx".
+// The operating system must permit the use of tiles; Supported() asks for that. Every call
+// configures and releases the tiles, because the threads belong to XLA.
+//
+// The table of kernels is in kernels.h. Test: tests/backends/test_cpu_kernel.py, isa="amx".
+//
 // Source: Intel 64 Software Developer's Manual, volume 1, chapter 18 (AMX, XTILEDATA).
 #if defined(__x86_64__)
 
@@ -53,13 +55,14 @@ namespace {
 
 constexpr int64_t kTile = 16;         // rows of a tile
 constexpr int64_t kTileBytes = 1024;  // 16 rows of 64 bytes
-constexpr int64_t kTileK = 32;        // k of a product
+constexpr int64_t kTileK = 32;        // k of a tile product
 constexpr int64_t kStepBytes = 2 * kTileBytes;
 constexpr int64_t kPanelSteps = 16;  // 512 k: 32 KiB
-constexpr int64_t kMostFewDots = 2;  // rows times pieces that DotRows does faster than tiles
+constexpr int64_t kMostFewDots = 2;  // rows times pieces up to which DotRows is faster than tiles
 constexpr int64_t kOutStride = kPair * sizeof(float);
 
-// C tiles 0 to 3 and A tiles 4, 5 have `height` rows, B tiles 6, 7 all 16.
+// Tiles 0 to 3 are C, and tiles 4 and 5 are A; these have `height` rows. Tiles 6 and 7 are B and
+// have 16 rows.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -73,11 +76,12 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64, "ldtilecfg reads 64 bytes");
 
-// GCC 12's tile intrinsics do not say that they read memory: without this, stores to what a tile
-// loads may be moved past the load, or dropped.
+// The tile intrinsics of GCC 12 do not say that they read memory. Without this barrier, the
+// compiler could move a store behind the load of the tile that needs it, or drop the store.
 inline void SettleMemory() { __asm__ volatile("" ::: "memory"); }
 
-// Scaled bfloat16 pairs: the two floats of a lane are exact, their low halves zero.
+// Stores scaled weights as pairs of bfloat16. The scaled weights are exact in bfloat16, so that the
+// low halves of the float32 lanes are zero.
 template <int kNibble>
 inline void UnpackNibble(__m512i v, __m512i table, __m512 scale, uint8_t* pairs) {
   const __m512i q = Codes<kNibble>(v, table);
@@ -86,7 +90,7 @@ inline void UnpackNibble(__m512i v, __m512i table, __m512 scale, uint8_t* pairs)
   _mm512_store_si512(pairs + kNibble * 64, _mm512_or_si512(_mm512_srli_epi32(even, 16), odd));
 }
 
-// One block of 16 k of a group -> half a B tile.
+// Unpacks one block of 16 k of a group to half a B tile.
 inline void UnpackBlock(const uint8_t* codes, const uint8_t* scales, __m512i table,
                         uint8_t* pairs) {
   const __m512 scale = ScaleVector(scales);
@@ -99,7 +103,8 @@ inline void UnpackBlock(const uint8_t* codes, const uint8_t* scales, __m512i tab
   }
 }
 
-// 32 k of both groups -> two B tiles side by side; where k ends half way, the rest is zeros.
+// Unpacks 32 k of both groups to two B tiles side by side. If k ends after the first 16, the rest
+// is zeros.
 inline void UnpackStep(const WeightPair& weights, int64_t step, __m512i table, uint8_t* tiles) {
   for (int g = 0; g < 2; ++g, tiles += kTileBytes) {
     const uint8_t* codes = weights.codes[g] + step * 256;
@@ -116,7 +121,8 @@ inline void UnpackStep(const WeightPair& weights, int64_t step, __m512i table, u
   }
 }
 
-// C (tiles 0, 1 and, of rows 16 to 31, 2, 3) += A (4, 5) B (6, 7) over 32 k.
+// C += A B over 32 k. C is in tiles 0 and 1, and in tiles 2 and 3 for rows 16 to 31. A is in 4 and
+// 5, B in 6 and 7.
 template <bool kTwoTiles>
 inline void MultiplyStep(const uint8_t* tiles, const uint8_t* x, const Rows& rows, int64_t k_pad) {
   for (int piece = 0; piece < rows.format.pieces; ++piece, x += k_pad * sizeof(uint16_t)) {
@@ -163,8 +169,8 @@ inline void StoreTiles(float* out) {
   }
 }
 
-// Steps [first, last) of one or two row tiles, unpacking each step while the one before it is
-// multiplied. Step s goes to place s - first of `panel`, modulo `places`.
+// Multiplies steps [first, last) of one or two row tiles, and unpacks each step while the step
+// before it is multiplied. Step s is stored at place (s - first) % places of `panel`.
 template <bool kTwoTiles>
 inline void UnpackAndMultiply(const WeightPair& weights, int64_t first, int64_t last,
                               const Rows& rows, int64_t k_pad, int64_t places, uint8_t* panel) {
@@ -181,7 +187,7 @@ inline void UnpackAndMultiply(const WeightPair& weights, int64_t first, int64_t 
   }
 }
 
-// At most 32 rows: sums never leave the tiles, and nobody reads a step twice.
+// Multiplies at most 32 rows. The sums stay in the tiles, and each step is read once.
 template <bool kTwoTiles>
 void MultiplyShort(const WeightPair& weights, const Rows& rows, float* out) {
   constexpr int64_t kPlaces = 2;
@@ -192,7 +198,7 @@ void MultiplyShort(const WeightPair& weights, const Rows& rows, float* out) {
   StoreTiles<kTwoTiles>(out);
 }
 
-// Steps [first, last) of one or two row tiles, from a panel.
+// Multiplies steps [first, last) of one or two row tiles by a panel that is already unpacked.
 template <bool kTwoTiles>
 void MultiplyPanel(const uint8_t* panel, int64_t first, int64_t last, const uint8_t* x,
                    const Rows& rows, int64_t k_pad, float* out) {
@@ -235,7 +241,8 @@ void Multiply(const WeightPair& weights, const Rows& rows, float* out) {
   _tile_release();
 }
 
-// Pieces of 8 bits: all of a bfloat16 or quantized value, 11 bits of a float16, 24 of a float32.
+// A piece holds 8 significant bits: all of a bfloat16 or quantized value, while float16 has 11 and
+// float32 has 24.
 RowFormat ChooseRows(DataType type, ActivationScale scale, int64_t) {
   if (type == DataType::kBF16 || scale != ActivationScale::kNone) return {true, 1};
   return {true, type == DataType::kF16 ? 2 : 3};
@@ -256,7 +263,8 @@ bool CpuHasAmx() {
   return (edx & kAmxBf16) && (edx & kAmxTile);
 }
 
-// Linux gives a process tile state when it asks, once for all its threads.
+// Linux lets a process use tiles only after it has asked. One request holds for all threads of the
+// process.
 bool TilePermission() {
 #if defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;

@@ -1,22 +1,24 @@
-// out[r, c] = sum_k W[c, k] x[r, k] for 32 outputs: AVX2, FMA, F16C.
+// Computes out[r, c] = sum_k W[c, k] x[r, k] for 32 outputs with AVX2, FMA and F16C.
 //
 //   weights  two groups of 16 rows in layout "cpu_16x16"    rows  float32 [count, k_pad]
 //   out      float32 [count, 32]
 //
-// Bound by: reading weights for one row of x, fused multiply-add (16 weights a cycle) for many.
+// Bottleneck: reading weights for one row of x, fused multiply-add (16 weights a cycle) for many
+// rows.
 //
-// Unpack: two byte shuffles turn 32 codes into the high and low bytes of their bfloat16, and an
-// interleave makes words of them. A 32-bit lane then holds two words of one weight row: shifted
-// left, or masked, it is a float32. Lanes of a vector are (row, parity of k); the pair x[k],
-// x[k + 1] is broadcast against them, and neighbouring lanes are added at the very end.
+// Unpacking: two byte shuffles turn 32 codes into the high and the low bytes of their bfloat16, and
+// an interleave joins these to words. A 32-bit lane then holds two words of one weight row. A shift
+// to the left makes a float32 of one word, and a mask makes one of the other. The lanes of a vector
+// are (row, parity of k). The pair x[k], x[k + 1] is broadcast to them, and neighboring lanes are
+// added after the last k.
 //
-//   one row    unpack in registers, a block's sum of 16 k, then fused multiply-add by its scales
-//   more rows  128 k are unpacked and scaled to a 16 KiB panel, then used for every row
+//   one row    unpacks in registers; the sum of a block of 16 k is multiplied by its scales
+//   more rows  unpacks and scales 128 k to a panel of 16 KiB, which is used for every row
 //
-// Panel: 4 slices of 8 outputs; in a slice, for every pair of k, two vectors: rows 0 1 4 5 and
-// 2 3 6 7 of the slice, each with both k. Their horizontal sum is rows 0 to 7 in order.
+// A panel has 4 slices of 8 outputs. A slice has two vectors for every pair of k: rows 0 1 4 5 and
+// rows 2 3 6 7 of the slice, each with both k. Their horizontal sum has rows 0 to 7 in order.
 //
-// Table: kernels.h. Test: test_cpu_kernel.py, isa="avx2".
+// The table of kernels is in kernels.h. Test: tests/backends/test_cpu_kernel.py, isa="avx2".
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -39,7 +41,8 @@ constexpr int64_t kPanel = 128;         // k of a panel: 16 KiB
 constexpr int64_t kSlice = kPanel * 8;  // floats of a panel for 8 outputs
 constexpr int kRows = 6;                // 6 rows x 2 vectors of sums fill the registers
 
-// bfloat16 of 256 * e2m1(code), cut into bytes: 256 undoes ScaleVector's 2^-8.
+// Holds 256 * e2m1(code) in bfloat16, as two tables of bytes. The factor 256 cancels the 2^-8 of
+// ScaleVector.
 struct CodeTables {
   __m256i high, low;
   CodeTables() {
@@ -54,7 +57,8 @@ struct CodeTables {
   }
 };
 
-// 2^-8 * e4m3 of 8 bytes. Through float16, because vcvtph2ps is exact for subnormals.
+// Returns 2^-8 * e4m3 of 8 bytes. The conversion goes through float16, because vcvtph2ps is exact
+// for subnormals.
 inline __m256 ScaleVector(const uint8_t* scales) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
   const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7),
@@ -62,7 +66,8 @@ inline __m256 ScaleVector(const uint8_t* scales) {
   return _mm256_cvtph_ps(half);
 }
 
-// 8 weight rows x 8 k: w[j][s] is k = 2 j and 2 j + 1 of rows 0 1 4 5 (s = 0), 2 3 6 7 (s = 1).
+// Unpacks 8 weight rows by 8 k. w[j][s] has k = 2 j and 2 j + 1 of rows 0 1 4 5 (s = 0) or rows 2 3
+// 6 7 (s = 1).
 inline void UnpackQuarter(const uint8_t* codes, const CodeTables& tables, __m256 w[4][2]) {
   const __m256i nibble = _mm256_set1_epi8(15);
   const __m256i mask = _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000));
@@ -79,15 +84,15 @@ inline void UnpackQuarter(const uint8_t* codes, const CodeTables& tables, __m256
   }
 }
 
-// The codes of the block that lies ahead of block b; scales are left to the hardware, which fetches
-// them better alone (asking for both was measured a third slower).
+// Prefetches the codes that lie ahead of block b. The hardware prefetches scales better by itself:
+// when this function asked for both, it was measured to be a third slower.
 inline void PrefetchBlock(const WeightPair& weights, int g, int64_t b) {
   const char* ahead = reinterpret_cast<const char*>(weights.codes_ahead(g, b));
   _mm_prefetch(ahead, _MM_HINT_T0);
   _mm_prefetch(ahead + kCacheLine, _MM_HINT_T0);
 }
 
-// x[k], x[k + 1] in every pair of lanes.
+// Returns x[k] and x[k + 1] in every pair of lanes.
 inline __m256 BroadcastPair(const float* x) {
   double pair;
   std::memcpy(&pair, x, sizeof(pair));
@@ -146,7 +151,7 @@ void UnpackPanel(const WeightPair& weights, int64_t first, int64_t count, float*
   }
 }
 
-// out[r, slice] += panel slice times kCount rows of x.
+// out[r, slice] += a slice of the panel times kCount rows of x.
 template <int kCount>
 void MultiplySlice(const float* slice, int64_t count, const uint8_t* x, int64_t stride,
                    float* out) {

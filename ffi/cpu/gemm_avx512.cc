@@ -1,19 +1,20 @@
-// out[r, c] = sum_k W[c, k] x[r, k] for 32 outputs: AVX-512 with BF16.
+// Computes out[r, c] = sum_k W[c, k] x[r, k] for 32 outputs with AVX-512 and its BF16 instructions.
 //
 //   weights  two groups of 16 rows in layout "cpu_16x16"
-//   rows     bfloat16 [count, k_pad] where experts have few rows, else float32 [count, k_pad]
+//   rows     bfloat16 [count, k_pad] if experts have few rows, otherwise float32 [count, k_pad]
 //   out      float32 [count, 32]
 //
-// Bound by: reading weights for few rows, fused multiply-add (32 weights a cycle) for many. Today
-// vdpbf16ps does half as many products a cycle as two float32 multiply-adds would, but saves the
-// widening; so it wins while the unpacking is the larger part of the work.
+// Bottleneck: reading weights for few rows, fused multiply-add (32 weights a cycle) for many. On
+// current CPUs, vdpbf16ps computes half as many products a cycle as float32 multiply-adds do. It
+// needs no conversion of the weights to float32, however, and is therefore faster as long as
+// unpacking is the larger part of the work.
 //
 //   few rows, bfloat16  DotRows (unpack_avx512.h)
-//   one row, float32    unpack in registers, a block's sum of 16 k, multiply-add by its scales
-//   otherwise           128 k are unpacked and scaled to a 16 KiB panel float32 [128, 32], used
-//                       for every row; 12 rows by 2 vectors of sums fill the registers
+//   one row, float32    unpacks in registers; multiplies the sum of each 16 k by its scales
+//   otherwise           unpacks and scales 128 k to a panel float32 [128, 32] of 16 KiB, and uses
+//                       it for every row; the sums of 12 rows, 2 vectors each, fill the registers
 //
-// Table: kernels.h. Test: test_cpu_kernel.py, isa="avx512".
+// The table of kernels is in kernels.h. Test: tests/backends/test_cpu_kernel.py, isa="avx512".
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -39,7 +40,7 @@ namespace {
 
 constexpr int64_t kPanel = 128;  // k of a panel
 constexpr int kRows = 12;        // rows of a register tile
-constexpr int64_t kFewRows = 2;  // mean rows of an expert up to which rows are bfloat16
+constexpr int64_t kFewRows = 2;  // rows are bfloat16 up to this mean number of rows of an expert
 
 template <int kNibble>
 inline void FmaNibble(__m512i v, __m512i table, const float* x, __m512 sum[2]) {
@@ -78,7 +79,7 @@ inline void UnpackNibble(__m512i v, __m512i table, __m512 scale, float* panel) {
   _mm512_store_ps(panel + (2 * kNibble + 1) * kPair, _mm512_mul_ps(OddFloats(q), scale));
 }
 
-// panel [k, 32] float32, scaled.
+// Unpacks `count` k to a panel float32 [k, 32] of scaled weights.
 void UnpackPanel(const WeightPair& weights, int64_t first, int64_t count, float* panel) {
   const __m512i table = CodeTable();
   for (int g = 0; g < 2; ++g) {
@@ -126,11 +127,11 @@ constexpr PanelFn kMultiplyPanel[kRows + 1] = {
     MultiplyPanel<5>,  MultiplyPanel<6>,  MultiplyPanel<7>, MultiplyPanel<8>, MultiplyPanel<9>,
     MultiplyPanel<10>, MultiplyPanel<11>, MultiplyPanel<12>};
 
-// Panels for rows of float32.
+// Multiplies rows of float32, panel by panel.
 void MultiplyFloat32(const WeightPair& weights, const Rows& rows, float* out) {
   std::fill(out, out + rows.count * kPair, 0.0f);
   alignas(kCacheLine) float panel[kPanel * kPair];
-  // Tiles of about equal height: 16 rows are 8 + 8, not 12 + 4.
+  // Rows are cut into tiles of about equal height: 16 rows become 8 + 8, not 12 + 4.
   const int64_t tiles = (rows.count + kRows - 1) / kRows;
   const int64_t height = (rows.count + tiles - 1) / tiles;
   for (int64_t first = 0; first < weights.k; first += kPanel) {

@@ -1,14 +1,16 @@
-// out[r, c] = sum_k W[c, k] x[r, k] for 32 outputs: portable C++, any CPU.
+// Computes out[r, c] = sum_k W[c, k] x[r, k] for 32 outputs in portable C++, for any CPU.
 //
 //   weights  two groups of 16 rows in layout "cpu_16x16"    rows  float32 [count, k_pad]
 //   out      float32 [count, 32]
 //
-// Bound by: float32 multiply-add. 64 k are unpacked to a panel float32 [64, 32] in the first-level
-// cache and used for every row; the inner loop runs over the 32 outputs, which a compiler turns
-// into whatever vectors its target has (NEON on AArch64, SSE2 on x86-64).
+// Bottleneck: float32 multiply-add. 64 k are unpacked to a panel float32 [64, 32] in the
+// first-level cache, which is used for every row. The inner loop runs over the 32 outputs. A
+// compiler turns it into the vectors of its target: NEON on AArch64, SSE2 on x86-64.
 //
-// Sums: over k in order, 64 at a time, then into out. Table: kernels.h. Reference: reference.py.
-// Test: test_cpu_kernel.py, isa="scalar".
+// Sums run over k in order, 64 at a time, and are then added to out.
+//
+// The table of kernels is in kernels.h. Reference: backends/reference.py.
+// Test: tests/backends/test_cpu_kernel.py, isa="scalar".
 #include <algorithm>
 #include <cmath>
 #include <cstring>

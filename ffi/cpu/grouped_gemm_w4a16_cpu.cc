@@ -1,17 +1,19 @@
-// y[r] = W[expert of r] @ x[r] + bias: rows sorted by expert.
+// Computes y[r] = W[e(r)] @ x[r] + bias for rows that are sorted by expert.
 //
 //   x, y          [m, k], [m, n]  bf16, f16 or f32; float32 sums
 //   packed        [e, n_pad, k]   NVFP4 in layout "cpu_16x16" (kernels.h)
-//   group_sizes   [e]  rows of each expert; negative counts as 0, rows past their sum are zeros
+//   group_sizes   [e]  number of rows of each expert; negative numbers count as 0
 //
-// Bound by: reading weights while experts have few rows, then by the products (gemm_*.cc).
+// Rows past the sum of group_sizes become zeros.
 //
-// Phases of a round (phases.h), which takes as many rows as the workspace holds:
-//   route     blocks of rows from the prefix sums of group_sizes
-//   prepare   x -> rows in the kernels' format, quantized for W4A4
-//   multiply  (row block, column pairs): product, scale, bias, round -> y
+// Bottleneck: reading weights while experts have few rows, then the matrix products (gemm_*.cc).
 //
-// Test: test_cpu_kernel.py. Reference: backends/reference.py.
+// A round takes as many rows as the workspace holds. It has these phases (phases.h):
+//   route     finds blocks of rows from the prefix sums of group_sizes
+//   prepare   converts x to rows in the format of the kernels; quantizes them in W4A4
+//   multiply  for each (row block, column pairs): product, scale, bias, rounding -> y
+//
+// Test: tests/backends/test_cpu_kernel.py. Reference: backends/reference.py.
 #include <cstring>
 
 #include "experts.h"
@@ -22,7 +24,7 @@ namespace {
 
 enum Stage : int64_t { kRoute, kPrepare, kMultiply, kStages };
 
-constexpr int64_t kItemValues = 1 << 16;  // values that an item of rows moves
+constexpr int64_t kItemValues = 1 << 16;  // values that one item of phase `prepare` converts
 
 class GroupedGemm {
  public:
@@ -57,7 +59,7 @@ class GroupedGemm {
       end = std::min<int64_t>(s_.m, end + std::max(0, p_.group_sizes[e]));
       ends_[e] = end;
     }
-    ends_[s_.e] = s_.m;  // an expert of zeros takes the rest
+    ends_[s_.e] = s_.m;  // the rest has no expert; Prepare writes zeros
     RunPhases(
         pool, CeilDivide(s_.m, round_rows_) * kStages,
         [this](int64_t phase) { return Items(phase / kStages, phase % kStages); },
@@ -98,7 +100,7 @@ class GroupedGemm {
     }
   }
 
-  // Blocks in rows of this round, so relative to its first row.
+  // Finds the row blocks of this round. They count rows from the first row of the round.
   void Route(int64_t round) {
     block_count_ = 0;
     const int64_t first = FirstRow(round), last = first + RoundRows(round);
@@ -173,10 +175,10 @@ class GroupedGemm {
   RowFormat format_;
   int64_t stride_, pairs_, step_;
   int64_t round_rows_ = 0;
-  int64_t* ends_ = nullptr;     // [e + 1] end of an expert's rows
-  RowBlock* blocks_ = nullptr;  // of this round
+  int64_t* ends_ = nullptr;     // [e + 1] where the rows of an expert end
+  RowBlock* blocks_ = nullptr;  // blocks of this round
   int64_t block_count_ = 0;     // written by Route, read by later phases
-  float* scale_ = nullptr;      // [rows] scale of a prepared row
+  float* scale_ = nullptr;      // [rows] scales of prepared rows
   uint8_t* x_ = nullptr;        // [rows, stride]
 };
 

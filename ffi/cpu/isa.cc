@@ -1,4 +1,4 @@
-// Which instruction sets this CPU runs, best first.
+// Finds the instruction sets that this CPU runs, best first.
 #include "kernels.h"
 
 namespace nvfp4::cpu {

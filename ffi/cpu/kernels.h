@@ -1,12 +1,14 @@
-// What an instruction set provides: one table of functions, and the operands they share.
+// The functions that each instruction set provides, as one table, and the operands that they share.
 //
-// Weights are in layout "cpu_16x16" (layouts.py): groups of 16 output rows, and in a group one
-// block of 128 bytes of codes and 16 bytes of E4M3 scales for every 16 k. In a block, 16-bit word
-// w of 64-byte vector z holds row w >> 1, and its nibble j holds k = 8 z + 2 j + (w & 1).
+// Weights are in the layout "cpu_16x16" (numerics/layouts.py). It has groups of 16 output rows. A
+// group has, for every 16 k, one block of 128 bytes of codes and 16 bytes of E4M3 scales. In a
+// block, 16-bit word w of 64-byte vector z holds codes of row w >> 1. Nibble j of that word has k =
+// 8 z + 2 j + (w & 1).
 //
-// Activations are "rows": x gathered by expert and converted once, so that every kernel walks
-// contiguous memory. A row is float32[k_pad], or `pieces` arrays bfloat16[k_pad] whose sum is x
-// (1 for bfloat16 and quantized values, 2 for float16, 3 for float32), zero from k to k_pad.
+// Activations are gathered by expert and converted once, before any product, so that every kernel
+// reads contiguous memory. A converted row is float32 [k_pad], or `pieces` arrays bfloat16 [k_pad]
+// whose sum is the row of x. One piece holds bfloat16 and quantized values exactly, two hold
+// float16, and three hold float32. The values from k to k_pad are zeros.
 #pragma once
 
 #include <cstdint>
@@ -18,30 +20,31 @@
 namespace nvfp4::cpu {
 
 constexpr int64_t kGroup = 16;         // output rows that the layout interleaves
-constexpr int64_t kPair = 2 * kGroup;  // outputs of one product: two groups
-constexpr int64_t kRowBlock = 256;     // most rows of one product
+constexpr int64_t kPair = 2 * kGroup;  // outputs of one call of Kernels::multiply: two groups
+constexpr int64_t kRowBlock = 256;     // most rows of one call of Kernels::multiply
 constexpr int64_t kRowPadding = 32;    // k_pad is a multiple of this
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kBlocksAhead = 32;  // blocks of 16 k to prefetch: 4 KiB of codes
+constexpr int64_t kBlocksAhead = 32;  // how many blocks of 16 k ahead codes are prefetched: 4 KiB
 
 constexpr int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// How a row is stored; see above.
+// How a row of activations is stored; see above.
 struct RowFormat {
-  bool bf16;   // else float32
+  bool bf16;   // otherwise float32
   int pieces;  // 1 for float32
 
-  // Rows are an odd number of cache lines apart: at k = 2048 a plain stride would put every row
-  // into the same sets of the first-level cache.
+  // Bytes between rows: an odd number of cache lines. With a plain stride, at k = 2048, all rows
+  // would fall into the same sets of the first-level cache.
   int64_t stride(int64_t k) const {
     const int64_t bytes = RoundUp(k, kRowPadding) * (bf16 ? 2 * pieces : 4);
     return bytes / kCacheLine % 2 ? bytes : bytes + kCacheLine;
   }
 };
 
-// x[r] for r in [0, count). A kernel may read, and ignore, rows up to the next multiple of 16.
+// Rows 0 to count - 1 of x. A kernel may read rows up to the next multiple of 16, and ignores what
+// it finds there.
 struct Rows {
   const uint8_t* data;
   int64_t stride;  // bytes
@@ -49,22 +52,22 @@ struct Rows {
   RowFormat format;
 };
 
-// Two groups of 16 weight rows; a missing second group repeats the first.
+// Two groups of 16 weight rows. If there is no second group, the first one stands in both places.
 struct WeightPair {
   const uint8_t* codes[2];
   const uint8_t* scales[2];
-  const uint8_t* next_codes[2];  // what will be multiplied next, to prefetch; only ever a hint
+  const uint8_t* next_codes[2];  // groups that are multiplied next; only prefetched
   int64_t k;
 
-  // Codes to prefetch when block b of group g is read. The streams of a pair are shorter
-  // than memory is away, so the end of one has to fetch the beginning of the next.
+  // Returns the codes to prefetch while block b of group g is read. A group is too short to hide
+  // the latency of memory, so that its last blocks prefetch the beginning of the next group.
   const uint8_t* codes_ahead(int g, int64_t b) const {
     const int64_t target = b + kBlocksAhead, blocks = k / 16;
     return target < blocks ? codes[g] + target * 128 : next_codes[g] + (target - blocks) * 128;
   }
 };
 
-// One row on its way into a product: load, weigh, round, quantize, store.
+// A row of activations to prepare: it is loaded, weighted, rounded, quantized, and stored.
 struct RowSource {
   const void* x;  // [k]
   DataType type;
@@ -86,37 +89,40 @@ struct Kernels {
   std::string_view name;
   bool (*supported)();
 
-  // `mean_rows`: rows of an expert on average.
+  // Chooses the format of rows. `mean_rows` is the mean number of rows of an expert.
   RowFormat (*row_format)(DataType type, ActivationScale scale, int64_t mean_rows);
 
-  // out[r, c] = sum_k W[c, k] x[r, k] without global scales, float32 [count up to 16s, 32].
+  // out[r, c] = sum_k W[c, k] x[r, k], without global scales; float32 [count rounded up to a
+  // multiple of 16, 32].
   void (*multiply)(const WeightPair& weights, const Rows& rows, float* out);
 
-  // Stores one row and returns the scale by which its products are to be multiplied.
+  // Stores one row, and returns the scale that its products must be multiplied by.
   float (*prepare_row)(const RowSource& source, RowFormat format, uint8_t* row);
 
-  // acc [rows, 32] -> act [rows, 32 or, gated, 16] in place (stride 32), rounded to `type`.
+  // Replaces acc [rows, 32] by the activations of its scaled sums, rounded to `type`. If gated,
+  // these are 16 columns, at an unchanged stride of 32.
   void (*activate)(const ActivationParameters& parameters, const Affine& affine, DataType type,
                    int64_t rows, float* acc);
 
-  // acc [rows, 32] -> affine, in place.
+  // Applies `affine` to acc [rows, 32], in place.
   void (*scale_and_bias)(const Affine& affine, int64_t rows, float* acc);
 
-  // values [rows, stride 32], `columns` of them a multiple of 16 -> columns of prepared rows.
+  // Stores `columns` columns of values, at a stride of 32, into prepared rows, from column `column`
+  // on. `columns` is a multiple of 16.
   void (*store_columns)(const float* values, int64_t rows, int64_t columns, RowFormat format,
                         int64_t k_pad, int64_t stride, int64_t column, uint8_t* prepared);
 
-  // values [n] float32 -> [n] of `type`.
+  // Rounds values [n] to `type`.
   void (*round)(const float* values, int64_t n, DataType type, void* out);
 
   // sum [n] += weight * d [n], float32.
   void (*accumulate)(const float* d, float weight, int64_t n, float* sum);
 
-  // x [k] -> packed [k/2], scales [k/16].
+  // Quantizes x [k] to packed [k/2] and scales [k/16].
   void (*quantize)(const void* x, DataType type, int64_t k, float global_scale, uint8_t* packed,
                    uint8_t* scales);
 
-  // max |x[i]| of [n], NaN where one is inside.
+  // Returns the largest |x[i]| of n values, or NaN if one of them is NaN.
   float (*largest_magnitude)(const void* x, DataType type, int64_t n);
 };
 
@@ -127,10 +133,11 @@ extern const Kernels kAvx512Kernels;
 extern const Kernels kAmxKernels;
 #endif
 
-// The kernels of that name, "auto" for the best that this CPU runs; null where it cannot.
+// Returns the kernels of that name; "auto" means the best that this CPU runs. Returns null if this
+// CPU cannot run them, or if there is no such name.
 const Kernels* ChooseKernels(std::string_view isa);
 
-// Names of the kernels that this CPU runs, best first.
+// Returns the names of the kernels that this CPU runs, best first.
 std::vector<std::string_view> SupportedIsas();
 
 }  // namespace nvfp4::cpu

@@ -1,23 +1,25 @@
-// y[t] = sum_j weight[t, j] * (W2[e] @ act(W1[e] @ x[t])), e = expert_ids[t, j]: an expert layer.
+// Computes one expert layer:
+//   y[t] = sum_j weight[t, j] * (W2[e] @ act(W1[e] @ x[t])), e = expert_ids[t, j]
 //
 //   x, y           [t, h]  bf16, f16 or f32; float32 sums
 //   gate_up, down  [e, n1, h], [e, h, i]  NVFP4 in layout "cpu_16x16" (kernels.h)
 //   expert_ids     [t, top_k]  ids outside [0, e) contribute nothing
 //
-// Bound by: reading weights, while experts have few rows; then by the products (gemm_*.cc).
+// Bottleneck: reading weights while experts have few rows, then the matrix products (gemm_*.cc).
 //
-// Phases of a round, each split into items that any thread takes (phases.h):
-//   route      sort the slots (t, j) by expert, stably: position[slot], blocks of rows
-//   prepare    x -> rows in sorted order, in the kernels' format; quantized for W4A4
-//   gate_up    (row block, column pairs): product, scale, bias, activation -> rows of `a`
-//   requantize W4A4 only: rows of `a` (float32) -> quantized rows
-//   down       (row block, column pairs): product, scale, bias -> d float32, one row a slot
+// A round takes as many tokens as the workspace holds. It has these phases, each of them split into
+// items that any thread can take (phases.h):
+//   route      sorts the slots (t, j) by expert, stably: position[slot], and blocks of rows
+//   prepare    converts x to sorted rows in the format of the kernels; quantizes them in W4A4
+//   gate_up    for each (row block, column pairs): product, scale, bias, activation -> rows of `a`
+//   requantize in W4A4: quantizes the rows of `a`, which are float32
+//   down       for each (row block, column pairs): product, scale, bias -> rows of `d`, float32
 //   combine    y[t] = sum over j, in order, of weight * d[position]
 //
-// A round takes as many tokens as the workspace holds. Every sum runs in an order fixed by the
-// operands' shapes, so results depend neither on threads nor on other calls.
+// Every sum runs in an order that the shapes of the operands fix. Results therefore depend neither
+// on the number of threads nor on other calls.
 //
-// Test: test_cpu_kernel.py. Reference: backends/reference.py.
+// Test: tests/backends/test_cpu_kernel.py. Reference: backends/reference.py.
 #include <cstring>
 
 #include "experts.h"
@@ -28,9 +30,10 @@ namespace {
 
 enum Stage : int64_t { kRoute, kPrepare, kGateUp, kRequantize, kDown, kCombine, kStages };
 
-constexpr int64_t kItemValues = 1 << 16;  // values that an item of rows or sums moves
+constexpr int64_t kItemValues =
+    1 << 16;  // values that one item of prepare, requantize or combine handles
 
-// Pieces of the workspace for rounds of up to `slots` slots.
+// The arrays in the workspace, for rounds of up to `slots` slots.
 struct Workspace {
   Workspace(Carver& carver, int64_t slots, int64_t experts, int64_t x_stride, int64_t a_stride,
             int64_t d_values) {
@@ -39,19 +42,19 @@ struct Workspace {
     blocks = carver.Take<RowBlock>(MostBlocks(slots, experts));
     x_scale = carver.Take<float>(slots);
     a_scale = carver.Take<float>(slots);
-    // Kernels may read up to 15 rows past the last.
+    // Kernels may read up to 15 rows past the last one.
     x = carver.Take<uint8_t>((slots + kGroup) * x_stride);
     a = carver.Take<uint8_t>((slots + kGroup) * a_stride);
     d = carver.Take<float>(slots * d_values);
   }
-  int32_t* position;  // [slots] row of a slot, -1 for none
+  int32_t* position;  // [slots] row of a slot; -1 if the slot is not routed
   int64_t* offsets;   // [experts + 1] first row of an expert
   RowBlock* blocks;
-  float* x_scale;  // [rows] scale of a prepared row
+  float* x_scale;  // [rows] scales of prepared rows
   float* a_scale;
   uint8_t* x;  // [rows, x_stride]
   uint8_t* a;
-  float* d;  // [rows, h]; before that, W4A4: [rows, i] activations
+  float* d;  // [rows, h]; in W4A4, first the activations [rows, i]
 };
 
 class Layer {
@@ -158,7 +161,7 @@ class Layer {
     blocks_ = rows_ = 0;
     for (int64_t e = 0; e < s_.e; ++e) {
       const int64_t count = offsets[e + 1];
-      offsets[e] = rows_;  // where the next slot of e goes
+      offsets[e] = rows_;  // the row of the next slot of e
       blocks_ += CutRows(e, rows_, count, w_->blocks + blocks_);
       rows_ += count;
     }
@@ -167,7 +170,7 @@ class Layer {
           Valid(ids[slot]) ? static_cast<int32_t>(offsets[ids[slot]]++) : int32_t{-1};
   }
 
-  // Rows of one token. Experts that see the same values share the conversion.
+  // Prepares the rows of one token. Experts whose rows have the same values share one conversion.
   void Prepare(int64_t first_token, int64_t token) {
     const int64_t row_bytes = Bytes(p_.type) * s_.h;
     RowSource source = {static_cast<const uint8_t*>(p_.x) + (first_token + token) * row_bytes,
@@ -206,7 +209,7 @@ class Layer {
     for (int64_t pair = first; pair < end; ++pair) (this->*run)(block, pair, pair + 1 == end);
   }
 
-  // Weight row of gate_up behind column c of a pair.
+  // Returns the weight row of gate_up that gives column c of a pair.
   int64_t GateUpRow(int64_t pair, int64_t c) const {
     const bool split = p_.activation.gated && !p_.activation.interleaved;
     return split ? pair * kGroup + c % kGroup + c / kGroup * s_.i : pair * kPair + c;
@@ -260,7 +263,7 @@ class Layer {
 
   void Requantize(int64_t item) const {
     const int64_t first = item * RowsPerItem(), end = std::min(first + RowsPerItem(), rows_);
-    const int64_t* ends = w_->offsets;  // after Route: the end of every expert's rows
+    const int64_t* ends = w_->offsets;  // after Route: where the rows of each expert end
     int64_t expert = std::upper_bound(ends, ends + s_.e, first) - ends;
     for (int64_t row = first; row < end; ++row) {
       while (row >= ends[expert]) ++expert;

@@ -1,5 +1,6 @@
-// What the bindings call: one function an op. All pointers are row-major arrays as in the FFI
-// signatures (cpu_bindings.cc); null stands for an operand that is left out.
+// The functions that the bindings call, one for each op. All pointers are row-major arrays with the
+// shapes of the FFI signatures in cpu_bindings.cc. A null pointer stands for an operand that is
+// left out.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +34,11 @@ struct MoEArguments {
   bool weight_on_input;
 };
 
-// Bytes that a layer needs to work on `tokens` of its tokens at once.
+// Returns the bytes of workspace that a layer needs to process `tokens` of its tokens in one round.
 int64_t MoEW4A16CpuWorkspace(const MoEShape& shape, const MoEArguments& arguments,
                              const Kernels& kernels, int64_t tokens);
 
-// False where the workspace does not hold a single token.
+// Returns false if the workspace is too small for a single token.
 bool RunMoEW4A16Cpu(const MoEShape& shape, const MoEArguments& arguments, const Kernels& kernels,
                     ThreadPool& pool);
 
@@ -56,12 +57,13 @@ struct GroupedGemmArguments {
   ActivationScale activation_scale;
 };
 
-// Bytes that a product needs to work on `rows` of its rows at once.
+// Returns the bytes of workspace that a grouped GEMM needs to process `rows` of its rows in one
+// round.
 int64_t GroupedGemmW4A16CpuWorkspace(const GroupedGemmShape& shape,
                                      const GroupedGemmArguments& arguments, const Kernels& kernels,
                                      int64_t rows);
 
-// False where the workspace does not hold a single row.
+// Returns false if the workspace is too small for a single row.
 bool RunGroupedGemmW4A16Cpu(const GroupedGemmShape& shape, const GroupedGemmArguments& arguments,
                             const Kernels& kernels, ThreadPool& pool);
 
@@ -70,11 +72,11 @@ struct QuantizeArguments {
   DataType type;
   int64_t m;
   int64_t k;
-  const float* global_scale;  // or null: amax(x) / 2688
-  bool swizzle;               // scales in the 128x4 order, padded with zeros; else [m, k/16]
+  const float* global_scale;  // if null, amax(x) / 2688
+  bool swizzle;               // scales in the 128x4 order, padded with zeros; otherwise [m, k/16]
   uint8_t* packed;
   uint8_t* block_scale;
-  float* used_scale;  // the global scale
+  float* used_scale;  // receives the global scale
 };
 
 void RunQuantizeCpu(const QuantizeArguments& arguments, const Kernels& kernels, ThreadPool& pool);

@@ -1,14 +1,15 @@
-// Work in phases on somebody else's thread pool, without ever waiting for the pool.
+// Runs work in phases on a thread pool that belongs to XLA, without ever waiting for the pool.
 //
-//   RunPhases(pool, count, items, body)   body(phase, item) for item in [0, items(phase)),
-//                                         all of a phase before any of the next
+//   RunPhases(pool, count, items, body)   calls body(phase, item) for item in [0, items(phase));
+//                                         each phase ends before the next one begins
 //
-// The caller takes items like everybody else, and only waits for items that some thread has
-// already begun; so a call ends even if the pool never runs one of its tasks, and many calls can
-// share a pool whose threads are all inside such calls. A task that comes late finds the work
-// finished and leaves without touching the caller's memory.
+// The calling thread takes items as the threads of the pool do. It only waits for items that some
+// thread has already begun. A call therefore ends even if the pool never runs one of its tasks, and
+// many calls can share a pool whose threads are all inside such calls. A task that starts late
+// finds that the work is done, and leaves without touching the memory of the caller.
 //
-// Which thread runs an item does not matter to its result, so results do not depend on threads.
+// The result of an item must not depend on the thread that runs it; then results do not depend on
+// the number of threads.
 #pragma once
 
 #include <atomic>
@@ -31,7 +32,8 @@ class ThreadPool {
   virtual void Schedule(std::function<void()> task) = 0;
 };
 
-// Round to nearest and keep subnormals, whatever the thread was set to. XLA may set FTZ and DAZ.
+// Sets the thread to round to nearest and to keep subnormals, and restores its settings at the end.
+// XLA may have set FTZ and DAZ, which would flush subnormals to zero.
 class DefaultFloatEnvironment {
  public:
 #if defined(__x86_64__)
@@ -68,13 +70,13 @@ class PhaseState {
     Open(0);
   }
 
-  // Takes items until the last phase is over.
+  // Takes items until the last phase has ended.
   void Work() {
     DefaultFloatEnvironment environment;
     int spins = 0;
     uint64_t now = claim_.load(std::memory_order_acquire);
     while (Phase(now) != kFinished) {
-      if (Next(now) >= Count(now)) {  // every item is taken: wait for those who work on them
+      if (Next(now) >= Count(now)) {  // all items are taken: wait until they are done
         ++spins < kSpins ? Pause() : std::this_thread::yield();
         now = claim_.load(std::memory_order_acquire);
       } else if (claim_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) {
@@ -87,8 +89,9 @@ class PhaseState {
   }
 
  private:
-  // One word: phase, items of the phase, next item. A claim by a thread that has slept through a
-  // change of phase fails, because the word has changed.
+  // One word holds the phase, the number of items of the phase, and the next item. A thread that
+  // was suspended during a change of phase cannot claim an item of the wrong phase: the word has
+  // changed, so that its compare-and-exchange fails.
   static constexpr int kBits = 24;
   static constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
   static constexpr int64_t kFinished = 0xffff;
@@ -98,7 +101,7 @@ class PhaseState {
   static int64_t Count(uint64_t word) { return static_cast<int64_t>(word >> kBits & kMask); }
   static int64_t Next(uint64_t word) { return static_cast<int64_t>(word & kMask); }
 
-  // Run by one thread, when nothing is claimed.
+  // Opens the next phase that has items. One thread calls it, when no item is claimed.
   void Open(int64_t phase) {
     int64_t items = 0;
     while (phase < count_ && (items = (*items_)(phase)) == 0) ++phase;
@@ -109,13 +112,13 @@ class PhaseState {
   }
 
   const int64_t count_;
-  const Items* items_;  // both live in RunPhases' caller, until the last phase is over
+  const Items* items_;  // both live in the caller of RunPhases until the last phase has ended
   const Body* body_;
   std::atomic<uint64_t> claim_{0};
   std::atomic<int64_t> done_{0};
 };
 
-// At most 65534 phases of at most 16 M items.
+// Takes at most 65534 phases of at most 16 M items each.
 inline void RunPhases(ThreadPool& pool, int64_t count, const PhaseState::Items& items,
                       const PhaseState::Body& body) {
   auto state = std::make_shared<PhaseState>(count, &items, &body);

@@ -1,9 +1,9 @@
-// packed, block_scale = NVFP4 of x under one global scale, bit for bit as formats.quantize.
+// Quantizes x to NVFP4 under one global scale, with the same bits as `numerics.nvfp4.quantize`.
 //
-//   x [m, k] bf16, f16 or f32  ->  packed [m, k/2], block_scale [m, k/16] or in the 128x4 order
+//   x [m, k] bf16, f16 or f32  ->  packed [m, k/2], and block_scale [m, k/16] or in the 128x4 order
 //
-// Bound by: a division for every value. Items are blocks of rows; the numbers are in
-// elementwise.h and nvfp4.h. Test: test_cpu_kernel.py.
+// Bottleneck: one division for each value. A work item is a block of rows. The arithmetic is in
+// elementwise.h and nvfp4.h. Test: tests/backends/test_quantizer.py.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -15,7 +15,7 @@
 namespace nvfp4::cpu {
 namespace {
 
-constexpr int64_t kTileRows = 128;  // of the 128x4 order; rows of an item
+constexpr int64_t kTileRows = 128;  // rows of a tile of the 128x4 order, and of a work item
 
 void FindAmax(const QuantizeArguments& p, const Kernels& kernels, int64_t tile,
               std::atomic<uint32_t>* largest) {
@@ -57,7 +57,8 @@ void RunQuantizeCpu(const QuantizeArguments& arguments, const Kernels& kernels, 
   if (arguments.global_scale != nullptr) {
     g = *arguments.global_scale;
   } else {
-    // Bits of magnitudes order as they do, with NaN on top, so the order of tiles does not matter.
+    // The bits of magnitudes are ordered as the magnitudes are, with NaN above infinity. Their
+    // maximum does not depend on the order of the tiles.
     std::atomic<uint32_t> largest{0};
     RunPhases(
         pool, 1, [&](int64_t) { return tiles; },

@@ -1,15 +1,18 @@
-// Codes and scales of layout "cpu_16x16" in AVX-512 registers, and products with few rows of x.
+// Unpacks codes and scales of the layout "cpu_16x16" in AVX-512 registers, and multiplies them by a
+// few rows of x.
 //
-// Included by gemm_avx512.cc and gemm_amx.cc below their target pragma; see elementwise.h.
+// gemm_avx512.cc and gemm_amx.cc include this file below their target pragma; see elementwise.h.
 //
-// A word shuffle with a table of 32 entries, which repeats the 16 codes, ignores all but 5 bits of
-// its index; so a shift by 0, 4, 8, 12 is all it takes to turn the nibble j of 32 words into 32
-// bfloat16, with no mask. Word w is row w >> 1 and k = 8 z + 2 j + (w & 1): the order of the
-// pairs that vdpbf16ps and AMX tiles read.
+// A word shuffle looks up 32 words at once in a table of 32 entries. It uses no more than 5 bits of
+// each index, and the table holds the 16 codes twice, so that the upper bits need no mask. A shift
+// by 0, 4, 8 or 12 therefore suffices to turn nibble j of 32 words into 32 bfloat16. Word w is row
+// w >> 1 and k = 8 z + 2 j + (w & 1), which is the order of pairs that vdpbf16ps and AMX tiles
+// read.
 namespace nvfp4::cpu {
 namespace {
 
-// bfloat16 of 256 * e2m1(code), twice over: 256 undoes ScaleVector's 2^-8.
+// Returns 256 * e2m1(code) in bfloat16, for each code twice. The factor 256 cancels the 2^-8 of
+// ScaleVector.
 inline __m512i CodeTable() {
   alignas(64) uint16_t table[32];
   for (int c = 0; c < 32; ++c)
@@ -17,7 +20,8 @@ inline __m512i CodeTable() {
   return _mm512_load_si512(table);
 }
 
-// 2^-8 * e4m3 of 16 bytes. Through float16, because vcvtph2ps is exact for subnormals.
+// Returns 2^-8 * e4m3 of 16 bytes. The conversion goes through float16, because vcvtph2ps is exact
+// for subnormals.
 inline __m512 ScaleVector(const uint8_t* scales) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7),
@@ -25,7 +29,7 @@ inline __m512 ScaleVector(const uint8_t* scales) {
   return _mm512_cvtph_ps(half);
 }
 
-// Table index of k = 8 z + 2 j, 8 z + 2 j + 1 in every word.
+// Returns the weights of k = 8 z + 2 j and 8 z + 2 j + 1, as pairs of bfloat16, where j is kNibble.
 template <int kNibble>
 inline __m512i Codes(__m512i vector, __m512i table) {
   const __m512i index = kNibble ? _mm512_srli_epi16(vector, 4 * kNibble) : vector;
@@ -41,15 +45,15 @@ inline __m512 OddFloats(__m512i pairs) {
       _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
 }
 
-// The codes of the block that lies ahead of block b; scales are left to the hardware, which fetches
-// them better alone (asking for both was measured a third slower).
+// Prefetches the codes that lie ahead of block b. The hardware prefetches scales better by itself:
+// when this function asked for both, it was measured to be a third slower.
 inline void PrefetchBlock(const WeightPair& weights, int g, int64_t b) {
   const char* ahead = reinterpret_cast<const char*>(weights.codes_ahead(g, b));
   _mm_prefetch(ahead, _MM_HINT_T0);
   _mm_prefetch(ahead + kCacheLine, _MM_HINT_T0);
 }
 
-// sum[g][n] += pairs of nibble kNibble, times x[n]: bfloat16 pairs.
+// sum[g][n] += the weights of nibble kNibble times x[n], as pairs of bfloat16.
 template <int kNibble, int kCount>
 inline void DotNibble(const __m512i v[2], __m512i table, const uint8_t* const* x, int64_t offset,
                       __m512 sum[2][kCount]) {
@@ -63,8 +67,8 @@ inline void DotNibble(const __m512i v[2], __m512i table, const uint8_t* const* x
   }
 }
 
-// Products of kCount bfloat16 vectors with both groups, weights unscaled inside a block. `out`
-// holds kCount rows of 32.
+// Multiplies both groups by kCount vectors of bfloat16. The sum of a block uses unscaled weights,
+// and is multiplied by the block scale afterwards. `out` holds kCount rows of 32.
 template <int kCount>
 void DotRows(const WeightPair& weights, const uint8_t* const* x, float* out) {
   const __m512i table = CodeTable();
@@ -95,9 +99,9 @@ void DotRows(const WeightPair& weights, const uint8_t* const* x, float* out) {
   }
 }
 
-constexpr int kMostDots = 4;  // vectors that DotRows takes at most: rows times pieces
+constexpr int kMostDots = 4;  // most vectors of DotRows: rows times pieces
 
-// Any rows with count * pieces <= kMostDots; pieces are summed, small ones first.
+// Multiplies rows for which count * pieces <= kMostDots. Pieces are added, the smallest first.
 void DotPieces(const WeightPair& weights, const Rows& rows, float* out) {
   using Fn = void (*)(const WeightPair&, const uint8_t* const*, float*);
   constexpr Fn kTable[kMostDots + 1] = {nullptr, DotRows<1>, DotRows<2>, DotRows<3>, DotRows<4>};
