@@ -1,4 +1,4 @@
-// One way to start a kernel, so that every launch checks its error and none has an empty grid.
+// Launches kernels, so that every launch checks its error and no grid is empty.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,8 @@ cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(P
   return cudaGetLastError();
 }
 
-// Whether the kernel's code for this device has the waits of kernels that overlap.
+// Whether the code of the kernel for this device waits for the kernel before it
+// (WaitForPrecedingKernel), so that the two may overlap.
 template <typename... Parameters>
 bool MayOverlap(void (*kernel)(Parameters...)) {
   cudaFuncAttributes attributes = {};
@@ -29,18 +30,19 @@ template <typename... Parameters>
 bool HasCode(void (*kernel)(Parameters...)) {
   cudaFuncAttributes attributes = {};
   if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return true;
-  cudaGetLastError();  // which would else be taken for the next launch's
+  cudaGetLastError();  // otherwise the next launch would report this error as its own
   return false;
 }
 
-// As Launch, with `shared_bytes` of dynamic shared memory; where `overlaps`, blocks may start
-// before the kernel ahead in the stream has ended, if they can: from sm_90 on they have to wait for
-// what it writes.
+// Launches a kernel with `shared_bytes` bytes of dynamic shared memory. If `overlaps` is set and
+// the device can, blocks may start before the kernel ahead in the stream has ended. From sm_90 on,
+// kernels that overlap must wait themselves for what that kernel writes.
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, bool overlaps,
                        void (*kernel)(Parameters...), const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
-  // What a kernel has of its own counts towards the 48 KiB that may be had without asking.
+  // More than 48 KiB of shared memory needs this attribute. The static shared memory of a kernel
+  // counts towards the 48 KiB, hence the lower bound here.
   if (shared_bytes > 16 * 1024) {
     const cudaError_t status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -59,17 +61,18 @@ cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_b
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Fills `bytes` bytes with zeros, which are 0.0 in every type of this package.
+// Fills `bytes` bytes with zeros, which are 0.0 in each floating-point type here.
 inline cudaError_t LaunchZeros(cudaStream_t stream, void* values, int64_t bytes) {
   return bytes == 0 ? cudaSuccess : cudaMemsetAsync(values, 0, static_cast<size_t>(bytes), stream);
 }
 
-// The dynamic shared memory of a kernel. It begins behind the static one, aligned.
+// Declares the dynamic shared memory of a kernel. It begins behind the static shared memory, at a
+// multiple of kDynamicAlignment.
 constexpr int64_t kDynamicAlignment = 1024;
 #define NVFP4_DYNAMIC_SHARED(name) \
   extern __shared__ __align__(::nvfp4::kDynamicAlignment) uint8_t name[]
 
-// An attribute of the current device; `otherwise` where there is none.
+// Returns an attribute of the current device, or `otherwise` if there is no device.
 inline int DeviceAttribute(cudaDeviceAttr attribute, int otherwise) {
   int device = 0, value = otherwise;
   if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&value, attribute, device);
@@ -79,7 +82,8 @@ inline int MultiprocessorCount() { return DeviceAttribute(cudaDevAttrMultiProces
 inline int ComputeCapabilityMajor() {
   return DeviceAttribute(cudaDevAttrComputeCapabilityMajor, 0);
 }
-// Of shared memory: what one block may have, and what all blocks of a multiprocessor share.
+// Return bytes of shared memory: how much one block may have, and how much all blocks of a
+// multiprocessor share.
 inline int BlockSharedBytes() {
   return DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 << 10);
 }

@@ -1,4 +1,5 @@
-// Divides one workspace buffer into arrays. With a null buffer, the same calls count its bytes.
+// Divides one workspace buffer into arrays. With a null buffer, the same calls only count its
+// bytes.
 #pragma once
 
 #include <cstdint>

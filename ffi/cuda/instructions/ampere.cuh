@@ -1,8 +1,8 @@
-// Instructions of sm_80 and later that C++ has no words for, one function each.
+// Instructions of sm_80 and later for which C++ has no expression, one function for each.
 //
-// Together with async_copy.cuh, mma.cuh and hopper.cuh these are all of the assembly in the kernels
-// of the engines: tests/emulation has another form of each file that runs on a CPU. Source: PTX
-// ISA 9.0, the sections of their names.
+// This file, async_copy.cuh, mma.cuh and hopper.cuh have all assembly of the kernels of the
+// engines. tests/emulation has another version of each file, which runs on a CPU. Source: PTX ISA
+// 9.0, the section that is named after each instruction.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,28 +13,31 @@
 
 namespace nvfp4 {
 
-// threadIdx.x, read where it stands: what is made of it is not kept in registers from before.
+// Returns threadIdx.x, and reads it again at each call. The compiler therefore does not keep the
+// thread, or what is computed from it, in registers between calls.
 __device__ __forceinline__ int ReadThread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Bits of `a` where `mask` is set, of `b` elsewhere; one LOP3.
+// Returns the bits of `a` where `mask` is set, and those of `b` elsewhere, in one LOP3.
 __device__ __forceinline__ uint32_t Select(uint32_t a, uint32_t b, uint32_t mask) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(result) : "r"(a), "r"(b), "r"(mask));
   return result;
 }
 
-// base + 16 * units, in one instruction; written as such the compiler would add up other things.
+// Returns base + 16 * units, in one instruction. From the C++ expression, the compiler would
+// combine other terms with this one.
 __device__ __forceinline__ const void* Advance(const void* base, uint32_t units) {
   const void* sum;
   asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(sum) : "r"(units), "l"(base));
   return sum;
 }
 
-// 2^x and 1 / x within 2 ulp; results and reciprocals of subnormals are zeros and infinities.
+// Return 2^x and 1 / x with an error of up to 2 ulp. A subnormal result becomes 0, and the
+// reciprocal of a subnormal infinity.
 __device__ __forceinline__ float FastExp2(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
@@ -46,7 +49,8 @@ __device__ __forceinline__ float FastReciprocal(float x) {
   return reciprocal;
 }
 
-// Element pairs of an 8x8 matrix of 16-bit elements, row g columns 2q and 2q + 1 -> transposed.
+// Transposes an 8x8 matrix of 16-bit elements. Lane 4 g + q gives columns 2 q and 2 q + 1 of row g,
+// and gets the same places of the transposed matrix.
 __device__ __forceinline__ uint32_t Transpose(uint32_t pair) {
   uint32_t turned;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
@@ -87,7 +91,7 @@ __device__ __forceinline__ void StoreRelease(int32_t* flag, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Barrier `id` (1 to 15) of `threads` threads of the block.
+// Waits at barrier `id` (1 to 15) for `threads` threads of the block.
 __device__ __forceinline__ void SyncGroup(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

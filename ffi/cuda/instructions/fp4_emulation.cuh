@@ -1,4 +1,5 @@
-// The block-scaled FP4 product of fp4_mma.cuh out of shuffles and float32, for devices without it.
+// Emulates the block-scaled FP4 MMA of fp4_mma.cuh with shuffles and float32, for devices that do
+// not have it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +10,7 @@
 
 namespace nvfp4 {
 
-// The sum of eight products of codes; exact, a multiple of 1/4.
+// Returns the sum of eight products of codes. It is a multiple of 1/4, and exact.
 __device__ __forceinline__ float DotCodes(uint32_t a, uint32_t b) {
   float dot = 0.0f;
 #pragma unroll
@@ -17,13 +18,14 @@ __device__ __forceinline__ float DotCodes(uint32_t a, uint32_t b) {
   return dot;
 }
 
-// Byte `block` of a word of scales, which have no sign.
+// Returns the value of byte `block` of a word of scales, which have no sign.
 __device__ __forceinline__ float ScaleOf(uint32_t word, int block) {
   return DecodeE4M3(word >> (8 * block) & 0x7f);
 }
 
-// For each 16 of k: the exact sum of 16 products, times both scales, which is exact too, added in
-// float32. By value and not inlined: it is long, and called in straight code.
+// For each 16 of k, adds the sum of 16 products times both scales, in float32. The sum of products
+// and its product with the scales are exact. Operands are passed by value and the function is not
+// inlined, because it is long and many places call it.
 static __device__ __noinline__ float4 EmulateFp4(float4 before, uint4 a, uint2 b, uint32_t scale_a,
                                                  uint32_t scale_b) {
   constexpr uint32_t kAll = 0xffffffffu;

@@ -1,17 +1,21 @@
-// The block-scaled FP4 product of tensor cores, which 12.x alone has, and the same product out of
-// other instructions for every other device: a kernel on it can run, slowly, on any of them.
+// The block-scaled FP4 MMA. Only compute capability 12.x has the instruction. On any other device,
+// the same function emulates it, so that a kernel that uses it runs there too, slowly.
 //
-// sums [16 x 8] += A [16 x 64] @ B [64 x 8]: E2M1 codes, and a UE4M3 scale for each 16 of k of a
-// row of A and of a column of B. Fragments of m16n8k64, lane = 4 g + q, 8 codes in a register with
-// the first in the low bits (PTX ISA, "Matrix fragments for mma.m16n8k64", "Block scaling"):
-//   a[0] row g, k 8q to 8q + 7;  a[1] row g + 8;  a[2], a[3] the same at k + 32
-//   b[0] column g, k 8q to 8q + 7;  b[1] at k + 32
-//   scale_a  row g + 8 (q % 2), scale_b  column g: byte b is that of k 16b to 16b + 15
+// sums [16 x 8] += A [16 x 64] @ B [64 x 8], where A and B are E2M1 codes. Each 16 of k of a row of
+// A, and of a column of B, has a UE4M3 scale. The fragments of m16n8k64, with lane = 4 g + q and 8
+// codes in a register, the first one in the low bits, are (PTX ISA, "Matrix fragments for
+// mma.m16n8k64" and "Block scaling"):
+//   a[0] row g, k 8q to 8q + 7;  a[1] row g + 8;  a[2], a[3] the same rows at k + 32
+//   b[0] column g, k 8q to 8q + 7;  b[1] the same column at k + 32
+//   scale_a  row g + 8 (q % 2), scale_b  column g: byte b is the scale of k 16b to 16b + 15
 //   sums[0], [1] row g, columns 2q and 2q + 1;  sums[2], [3] row g + 8
-// The instruction reads scales of A from lanes with q = 0 and 1, of B from those with q = 0; they
-// are given in all lanes, so that its selectors of lanes do not matter. A NaN scale makes NaN.
 //
-// Test: test_fp4_fragments.py has the maps from CuTe, test_sass.py counts the instructions.
+// The instruction reads scales of A from lanes with q = 0 and 1, and scales of B from lanes with q
+// = 0. All lanes hold scales here, so that its lane selectors do not matter. A NaN scale makes the
+// sums NaN.
+//
+// Tests: tests/emulation/test_fp4_fragments.py has these maps from CuTe, and tests/gpu/test_sass.py
+// counts the instructions.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,8 +1,8 @@
-// The Hopper instructions that the kernels of sm_90a are made of, one function each.
+// The instructions of Hopper that the kernels for sm_90a use, one function for each.
 //
-// Shared memory is named by its 32-bit address. A full or empty barrier of a pipeline stage is an
-// mbarrier whose phase the caller tracks as one bit. Source: PTX ISA 9.0, "mbarrier",
-// "cp.async.bulk", "wgmma", "stmatrix", "griddepcontrol".
+// Shared memory is named by its 32-bit address. The full and the empty barrier of a pipeline stage
+// are mbarriers. The caller tracks the phase of a barrier as one bit. Source: PTX ISA 9.0,
+// "mbarrier", "cp.async.bulk", "wgmma", "stmatrix", "griddepcontrol".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,7 +19,7 @@ __device__ __forceinline__ void InitBarrier(uint32_t barrier, uint32_t arrivals)
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine; before the block's barrier.
+// Makes initialized barriers visible to the copy engine. Call it before the block's barrier.
 __device__ __forceinline__ void FenceBarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -28,18 +28,18 @@ __device__ __forceinline__ void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and adds `bytes` to what the phase waits for.
+// Arrives, and adds `bytes` to the bytes that the phase waits for.
 __device__ __forceinline__ void ArriveExpect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Arrives once all copies of cp.async that this thread has started are done.
+// Arrives when all copies by cp.async that this thread has started are done.
 __device__ __forceinline__ void ArriveWhenCopied(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Whether the phase is over, perhaps after a while.
+// Returns whether the phase is over. It may wait for a while before.
 __device__ __forceinline__ bool TryWait(uint32_t barrier, uint32_t phase) {
   uint32_t over;
   asm volatile(
@@ -54,14 +54,14 @@ __device__ __forceinline__ bool TryWait(uint32_t barrier, uint32_t phase) {
   return over != 0;
 }
 
-// For whole warps: their vote tells the compiler that lanes stay together, so that it keeps in
-// uniform registers what the products after the wait are told.
+// Waits for a phase. Whole warps must call it. Their vote tells the compiler that the lanes stay
+// together, so that it can keep the operands of the following MMAs in uniform registers.
 __device__ __forceinline__ void WaitBarrier(uint32_t barrier, uint32_t phase) {
   while (!__all_sync(0xffffffffu, TryWait(barrier, phase))) {
   }
 }
 
-// `bytes` contiguous bytes, a multiple of 16, to shared memory; they count on `barrier`.
+// Copies `bytes` contiguous bytes, a multiple of 16, to shared memory. They count on `barrier`.
 __device__ __forceinline__ void BulkCopy(uint32_t target, const void* source, uint32_t bytes,
                                          uint32_t barrier) {
   asm volatile(
@@ -71,36 +71,37 @@ __device__ __forceinline__ void BulkCopy(uint32_t target, const void* source, ui
       : "memory");
 }
 
-// Transposes an 8x8 matrix of 16-bit elements, of which the lane 4 g + q has row g, columns 2 q and
-// 2 q + 1, into shared memory; lanes 0 to 7 name the 16 bytes of a row of the result each.
+// Transposes an 8x8 matrix of 16-bit elements into shared memory. Lane 4 g + q has columns 2 q and
+// 2 q + 1 of row g. Lanes 0 to 7 give the addresses of the 8 rows of the result, 16 bytes each.
 __device__ __forceinline__ void StoreMatrix(uint32_t row, uint32_t pair) {
   asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(row), "r"(pair)
                : "memory");
 }
 
-// Two of them; lanes 8 to 15 name the rows of the second.
+// Transposes two matrices. Lanes 8 to 15 give the addresses of the rows of the second one.
 __device__ __forceinline__ void StoreMatrices(uint32_t row, uint32_t first, uint32_t second) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row),
                "r"(first), "r"(second)
                : "memory");
 }
 
-// Asks for `bytes` contiguous bytes, a multiple of 16, to be in the L2 cache.
+// Prefetches `bytes` contiguous bytes, a multiple of 16, into the L2 cache.
 __device__ __forceinline__ void PrefetchL2(const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
-// Orders what this thread knows to be in shared memory before what the tensor cores read next.
+// Makes the shared memory that this thread can see visible to the tensor cores.
 __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Waits for the kernels before this one in the stream, where it was launched to overlap them.
+// Waits for the kernels ahead in the stream, if this kernel was launched to overlap with them.
 __device__ __forceinline__ void WaitForPrecedingKernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets the next kernel's blocks start where there is room; they wait by the function above.
+// Lets the blocks of the next kernel start where there is room. They call WaitForPrecedingKernel
+// themselves.
 __device__ __forceinline__ void StartNextKernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -115,9 +116,11 @@ __device__ __forceinline__ void ShrinkRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Descriptor of a K-major tile of 16-bit elements, rows of 128 bytes in the 128-byte swizzle (16
-// bytes c of row r at c ^ r % 8), 1024-byte aligned: its low word for a tile in shared memory, to
-// which 2 is added for 16 elements of k further, and the whole from that.
+// Descriptor of a K-major tile of 16-bit elements. Rows have 128 bytes in the 128-byte swizzle:
+// chunk c (16 bytes) of row r is stored at c ^ (r % 8). Tiles are aligned to 1024 bytes.
+//
+// DescriptorAddress returns the low word of the descriptor for a tile in shared memory. Adding 2 to
+// that word moves on by 16 elements of k. TileDescriptor makes the whole descriptor of the word.
 __device__ __forceinline__ uint32_t DescriptorAddress(uint32_t tile) {
   return tile / 16 | 1u << 16;
 }
@@ -137,15 +140,15 @@ __device__ __forceinline__ void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Returns when at most the last kGroups committed groups of products are still running.
+// Returns when no more than the last kGroups committed groups of MMAs are running.
 template <int kGroups>
 __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
-// sums += a @ b for 64 rows, kN columns and 16 of k: a from registers (the fragments of mma.cuh,
-// warp w of the warpgroup has rows 16 w to 16 w + 15), b from shared memory. sums[4 j + i] is
-// element i of the fragment of columns 8 j to 8 j + 7.
+// sums += a @ b for 64 rows, kN columns and 16 of k. a comes from registers: it has the fragments
+// of mma.cuh, and warp w of the warpgroup has rows 16 w to 16 w + 15. b comes from shared memory.
+// sums[4 j + i] is element i of the fragment of columns 8 j to 8 j + 7.
 template <typename T, int kN>
 struct Wgmma;
 

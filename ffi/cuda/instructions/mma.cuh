@@ -1,8 +1,8 @@
-// Tensor-core instructions of sm_80 and later, one function each.
+// Tensor-core instructions of sm_80 and later, one function for each.
 //
 // Fragments of m16n8k16, lane = 4 g + q (PTX ISA, "Matrix fragments for mma.m16n8k16"):
-//   a[0] row g, k 2q and 2q + 1;  a[1] row g + 8;  a[2], a[3] the same at k + 8
-//   b[0] column g, k 2q and 2q + 1;  b[1] at k + 8
+//   a[0] row g, k 2q and 2q + 1;  a[1] row g + 8;  a[2], a[3] the same rows at k + 8
+//   b[0] column g, k 2q and 2q + 1;  b[1] the same column at k + 8
 //   sums[0], [1] row g, columns 2q and 2q + 1;  sums[2], [3] row g + 8
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace nvfp4 {
 
-// Four 8x8 matrices of 16-bit elements from shared memory. Lane l names row l % 8 of matrix l / 8,
-// 16 bytes, and gets elements 2q and 2q + 1 of row g of each matrix.
+// Loads four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address of row l
+// % 8 of matrix l / 8, which has 16 bytes. It gets elements 2q and 2q + 1 of row g of each matrix.
 __device__ __forceinline__ void LoadMatrices(const void* row, uint32_t (&words)[4]) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

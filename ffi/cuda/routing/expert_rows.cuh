@@ -9,15 +9,15 @@
 
 namespace nvfp4 {
 
-// `rows` consecutive sorted rows, all of one expert.
+// `rows` consecutive sorted rows, all of one expert, from sorted row `row` on.
 struct RowTile {
   int32_t expert;
   int32_t row;
   int32_t rows;
 };
 
-// An entry of the list of tiles, in one load: the first row of the tile, and the rows of its
-// expert.
+// An entry of the list of tiles. It has the first row of the tile and the range of rows of its
+// expert, so that one load suffices.
 struct alignas(16) ListedTile {
   int32_t expert;
   int32_t row;
@@ -27,15 +27,16 @@ struct alignas(16) ListedTile {
 
 struct ExpertRows {
   int32_t* starts;     // [e + 1]: expert i owns sorted rows starts[i] to starts[i + 1]
-  int32_t* slots;      // [rows]: slot of a sorted row; null where rows come sorted
-  ListedTile* tiles;   // [MaxTiles(rows, e, rows of a tile)], by expert
+  int32_t* slots;      // [rows]: slot of a sorted row; null if rows come sorted
+  ListedTile* tiles;   // [MaxTiles(rows, e, rows of a tile)], in order of experts
   int32_t* num_tiles;  // [1]
   int32_t* counts;     // [kMaxSegments, e]: rows of an expert in a segment of the slots
 };
 
 constexpr int64_t kMaxSegments = 32;
 
-// Each expert that has rows ends in at most one tile that is not full.
+// An upper bound of the number of tiles: each expert that has rows has at most one tile that is not
+// full.
 constexpr int64_t MaxTiles(int64_t rows, int64_t experts, int64_t tile_rows) {
   return rows / tile_rows + (rows < experts ? rows : experts);
 }

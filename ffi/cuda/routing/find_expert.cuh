@@ -1,4 +1,4 @@
-// The expert that owns a sorted row.
+// Finds the expert that owns a sorted row.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,15 +9,17 @@
 
 namespace nvfp4 {
 
-// Entries of a padded table that a search may read come before the next multiple of this.
+// A search in a padded table may read entries up to the next multiple of this number.
 constexpr int kSearchReach = 256;
 static_assert(kMaxExperts == 4 * kSearchReach, "four steps of the first size");
 
-// The last of `experts` experts with starts[expert] * times <= place, where starts[0] is 0. `place`
-// is a row where `starts` counts rows. Experts that own nothing start where the next one does, so
-// they are never found before an expert that does own `place`. Three entries are compared at a
-// time, because each load takes as long as all three. kPadded: entries past the experts, up to
-// kSearchReach, may be read, and are above every `place`.
+// Returns the last of `experts` experts for which starts[expert] * times <= place; starts[0] must
+// be 0. If `starts` counts rows, `place` is a row. An expert that owns nothing starts where the
+// next one does, so that the search never stops at it before an expert that owns `place`.
+//
+// Each step compares three entries, because three loads at a time take as long as one. kPadded:
+// entries past the experts, up to a multiple of kSearchReach, can be read and are above every
+// `place`.
 template <bool kPadded = false>
 __device__ __forceinline__ int FindExpert(const int32_t* starts, int experts, int32_t place,
                                           int32_t times = 1) {
@@ -25,7 +27,7 @@ __device__ __forceinline__ int FindExpert(const int32_t* starts, int experts, in
 #pragma unroll
   for (int step = kSearchReach; step > 0; step /= 4) {
     if (step >= experts) continue;
-    const int base = kPadded ? 0 : low;  // which bounds are checked against
+    const int base = kPadded ? 0 : low;  // start of the checks against the number of experts
     const bool first = (kPadded || low + step < experts) && starts[low + step] * times <= place;
     const bool second = base + 2 * step < experts && starts[low + 2 * step] * times <= place;
     const bool third = base + 3 * step < experts && starts[low + 3 * step] * times <= place;

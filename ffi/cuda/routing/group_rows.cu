@@ -1,9 +1,11 @@
-// Plans the product of rows that come sorted by expert, from the number of rows of each expert.
+// Plans the GEMM of rows that come sorted by expert, from the number of rows of each expert.
 //
-//   group_sizes [e] -> starts [e + 1], tiles, and the schedule of the product
+//   group_sizes [e] -> starts [e + 1], tiles, and the schedule of the GEMM
 //
-// Bottleneck: latency. The first block plans (plan_schedule.cuh); every block writes zeros to some
-// of the output rows that no expert owns. Test: test_cuda_kernel.py, test_emulation.py.
+// Bottleneck: latency. The first block plans (plan_schedule.cuh). Every block writes zeros to some
+// of the output rows that no expert owns.
+//
+// Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
 #include "cuda/routing/group_rows.cuh"
 
 #include "cuda/instructions/hopper.cuh"
@@ -17,8 +19,9 @@ constexpr int kWarps = kPlanWarps;
 constexpr int kThreads = kPlanThreads;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// values[0 .. count] = exclusive prefix sums of values[0 .. count), negative values as 0, counted
-// from `first_counted` on and cut to [0, limit]. All threads of the block; count <= 2 * kThreads.
+// values[0 .. count] = exclusive prefix sums of values[0 .. count). Negative values count as 0.
+// Sums are counted from `first_counted` on, and cut to [0, limit]. All threads of the block must
+// call it; count <= 2 * kThreads.
 __device__ void PrefixSum(int32_t* values, int count, int64_t first_counted, int64_t limit) {
   __shared__ int64_t warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -41,13 +44,13 @@ __device__ void PrefixSum(int32_t* values, int count, int64_t first_counted, int
   };
   if (first <= count) values[first] = clip(before);
   if (first + 1 <= count) values[first + 1] = clip(before + a);
-  // The last entry, where the pairs of all threads end before it.
+  // The last entry, if no thread has a pair that begins there.
   if (first + 2 == count && count == 2 * kThreads) values[count] = clip(before + a + b);
   __syncthreads();
 }
-constexpr int kZeroedRows = 64;  // of a block
+constexpr int kZeroedRows = 64;  // output rows that a block may zero
 
-// The first block writes the tables, all of them zeros.
+// The first block writes the tables. All blocks write zeros to output rows.
 __global__ void __launch_bounds__(kThreads, 1)
     GroupTiles(const int32_t* group_sizes, int64_t first_row, int num_rows, int num_experts,
                ExpertRows rows, SchedulePlan plan, OutputRows y) {

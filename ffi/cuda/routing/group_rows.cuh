@@ -5,15 +5,17 @@
 
 namespace nvfp4 {
 
-// Rows of a product's output; those that no expert owns become zeros.
+// The output rows of a GEMM. Rows that no expert owns become zeros.
 struct OutputRows {
   void* values;
   int64_t row_bytes;  // even
 };
 
-// Writes what LaunchSortByExpert writes, for rows that are sorted already, and zeros to the rows of
-// `y` that no expert owns. The call is about rows first_row to first_row + num_rows - 1 of those
-// that `group_sizes` counts; `rows` and `y` count from first_row on. At least one expert.
+// Writes the tables that LaunchSortByExpert writes, for rows that are already sorted. Also writes
+// zeros to the rows of `y` that no expert owns.
+//
+// The call is about rows first_row to first_row + num_rows - 1 of the rows that `group_sizes`
+// counts. `rows` and `y` count rows from first_row on. There must be at least one expert.
 cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t first_row,
                              int64_t num_rows, int64_t num_experts, const ExpertRows& rows,
                              const TileRule& rule, const TileSchedules& schedules,

@@ -1,18 +1,24 @@
-// A router: from logits to the experts of each token and their weights, as routing.route does.
+// A router: chooses the experts of each token and their weights from logits, as `route` of
+// numerics/routing.py does.
 //
 //   logits [t, e], bias [e] or null -> expert_ids [t, top_k], expert_weights [t, top_k]
 //
-// Bound by: latency; 64 tokens of 512 experts are 128 KiB. One warp takes a token, and lane l holds
-// experts l, 32 + l, 64 + l, ... in registers. Each of top_k rounds finds the largest key of the
-// warp, then the lowest expert that has it, and lane j keeps the j-th. Weights come last: lane j
-// computes the score of its expert again, which costs less than keeping scores beside keys.
+// Bottleneck: latency; 64 tokens of 512 experts are only 128 KiB. One warp handles a token, and
+// lane l holds experts l, 32 + l, 64 + l, ... in registers. Each of top_k rounds finds the largest
+// key of the warp, and then the lowest expert that has this key. Lane j keeps the j-th choice. At
+// the end, lane j computes the score of its expert again, which costs less than keeping scores
+// beside the keys.
 //
-// Keys are floats as unsigned numbers of the same order, so a maximum is one instruction (redux).
-// The order is that of lax.top_k: -0 below +0, NaN above everything, ties to the lower expert.
-// Key 0 belongs to no float and marks experts that are taken or do not exist.
-// Groups are ranked in the same way, each as its two best keys, which pass through shared memory.
-// Needs: e <= 1024, top_k <= 32 and at most the eligible experts (checked in cuda_bindings.cc).
-// Test: test_route.py.
+// A key is a float that is mapped to an unsigned number of the same order, so that one instruction
+// (redux) finds a maximum. The order is that of lax.top_k: -0 is below +0, NaN is above everything,
+// and ties go to the lower expert. Key 0 belongs to no float. It marks experts that are already
+// chosen, or do not exist.
+//
+// Groups of experts are ranked in the same way. The key of a group comes from its two best experts,
+// which are found in shared memory.
+//
+// Needs: e <= 1024, top_k <= 32, and top_k at most the number of experts in the groups that are
+// kept. cuda_bindings.cc checks these. Test: tests/ops/test_route.py.
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
 #include "nvfp4.h"
@@ -25,7 +31,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr uint32_t kNoKey = 0;
 constexpr uint32_t kNanKey = 0xffffffffu;
-constexpr uint32_t kLowestKey = 0x007fffffu;  // of minus infinity
+constexpr uint32_t kLowestKey = 0x007fffffu;  // the key of minus infinity
 constexpr float kTiny = 1e-20f;               // as in routing.py
 
 static_assert(kMaxTopK <= 32, "a lane keeps one choice");
@@ -36,7 +42,7 @@ __device__ __forceinline__ uint32_t KeyOf(float value) {
   return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
 }
 
-// The float of a key; kNanKey gives a NaN.
+// Returns the float of a key. kNanKey gives a NaN.
 __device__ __forceinline__ float ValueOf(uint32_t key) {
   return BitsFloat(key ^ ((key >> 31) != 0 ? 0x80000000u : 0xffffffffu));
 }
@@ -47,16 +53,16 @@ __device__ __forceinline__ float WarpSum(float value) {
   return value;
 }
 
-// a / d for 0 <= a <= 1 <= d, as IEEE division rounds it in all but rare cases. Division itself
-// would branch for each expert, and the divisions of a lane would run one after another.
+// Returns a / d for 0 <= a <= 1 <= d. The result is that of IEEE division in all but rare cases. A
+// division would branch for each expert, and the divisions of a lane would run one after another.
 __device__ __forceinline__ float Quotient(float a, float d) {
   const float reciprocal = __fdividef(1.0f, d);
   const float near = a * reciprocal;
   const float refined = fmaf(fmaf(-near, d, a), reciprocal, near);
-  return d < 0x1p126f ? refined : near;  // not for infinity, where it would be NaN
+  return d < 0x1p126f ? refined : near;  // if d is infinite, `refined` would be NaN
 }
 
-// Of the logits that a softmax runs over; the other scores do not read it.
+// The maximum and the sum of a softmax over logits. The other scores do not read it.
 struct Softmax {
   float largest = 0.0f;
   float sum = 1.0f;
@@ -87,7 +93,8 @@ __device__ __forceinline__ float Score(float logit, const Softmax& softmax) {
   }
 }
 
-// Takes the largest key of the warp away; its index is that of lane l's keys[r], 32 * r + l.
+// Removes the largest key of the warp and returns its index. keys[r] of lane l has the index 32 * r
+// + l.
 template <int kPerLane>
 __device__ __forceinline__ int TakeBest(uint32_t (&keys)[kPerLane], int lane) {
   uint32_t best = keys[0];
@@ -103,10 +110,11 @@ __device__ __forceinline__ int TakeBest(uint32_t (&keys)[kPerLane], int lane) {
   return index;
 }
 
-// Where expert i stands in a warp's row of shared memory: groups of 32 start in different banks.
+// Returns the place of expert i in the row of shared memory of a warp. Groups of 32 start in
+// different banks.
 __device__ __forceinline__ int RowPlace(int i) { return i + i / 32; }
 
-// The key of the sum of a group's two best keys, or of its one.
+// Returns the key of a group: that of the sum of its two best keys, or its only key.
 __device__ __forceinline__ uint32_t GroupKey(const uint32_t* row, int first, int size) {
   uint32_t best = kNoKey, second = kNoKey;
   for (int i = first; i < first + size; ++i) {
@@ -117,9 +125,11 @@ __device__ __forceinline__ uint32_t GroupKey(const uint32_t* row, int first, int
   return size == 1 ? best : KeyOf(ValueOf(best) + ValueOf(second));
 }
 
-// Gives the experts of all but the best groups the key of minus infinity. Lane l owns groups l,
-// 32 + l, ... and is the only one to touch their places in the row until the end: first the keys
-// of their experts, then the group's own key in the first place, then kNoKey in all if dropped.
+// Gives the experts of all groups except the best ones the key of minus infinity.
+//
+// Lane l owns groups l, 32 + l, ... and is the only lane that accesses their places in the row
+// until the end. A place holds first the key of an expert. The first place of a group then holds
+// the key of the group. At the end, all places of a group that is dropped hold kNoKey.
 template <int kPerLane>
 __device__ __forceinline__ void DropGroups(const RouterCall& call, uint32_t (&keys)[kPerLane],
                                            uint32_t* row, int lane) {
@@ -162,7 +172,8 @@ __device__ __forceinline__ void LoadExperts(const float* source, int e, float ab
   }
 }
 
-// Keys of what experts are chosen by: their logits, or their scores with the bias.
+// Computes the keys by which experts are chosen: those of their logits, or of their scores plus
+// bias.
 template <int kPerLane, RouterScore kScore>
 __device__ __forceinline__ Softmax ChoiceKeys(const RouterCall& call, const float* logits,
                                               const float* bias, uint32_t (&keys)[kPerLane],
@@ -212,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1) Route(const RouterCall call, cons
   p.expert_weights[token * call.top_k + lane] = weight * call.scaling;
 }
 
-// The instance with the fewest registers that hold all experts.
+// Launches the instance that needs the fewest registers to hold all experts.
 template <int kPerLane, RouterScore kScore>
 cudaError_t LaunchRouteOf(cudaStream_t stream, const RouterCall& call, const RouterBuffers& p) {
   if constexpr (32 * kPerLane < kMaxExperts) {

@@ -1,22 +1,23 @@
-// Sorts (token, choice) slots by expert and plans the products of the sorted rows.
+// Sorts (token, choice) slots by expert, and plans the GEMMs of the sorted rows.
 //
-//   expert_ids [slots] -> starts [e + 1], slots [rows], tiles, and the schedules of the products
+//   expert_ids [slots] -> starts [e + 1], slots [rows], tiles, and the schedules of the GEMMs
 //
-// Bottleneck: latency, also that of fetching instructions, hence loops that are not unrolled. Up to
-// kSegmentSlots slots are one segment, and one block of threads does everything. More slots are cut
-// into segments, one for each block, and CountSegment counts them first. A block has 16 warps. Each
-// owns a contiguous part of its segment and a row of 16-bit counters:
-//   1. Each warp loads its ids, all at once, and counts them, 32 at a time. Lanes with equal ids
-//   find
-//      each other by match_any and are ranked by lane.
-//   2. The block takes prefix sums over warps and segments within an expert.
-//   3. It plans the tiles and schedules (plan_schedule.cuh).
-//   4. Each slot knows its row now, and the first slot of a tile writes the tile. The first block
-//      writes the schedules.
-// Three barriers are between. The order is that of a stable sort, and no step depends on timing.
+// Bottleneck: latency. Fetching instructions is part of it, so that most loops are not unrolled.
 //
-// Needs: 1 <= e <= kMaxExperts, slots <= 65536 (checked in cuda_bindings.cc, kept by the files of
-// layers). Test: test_cuda_kernel.py, test_emulation.py.
+// Up to kSegmentSlots slots form one segment, and one block of threads does everything. More slots
+// are cut into segments, one for each block, and CountSegment counts each segment first. A block
+// has 16 warps. Each warp owns a contiguous part of the segment and a row of 16-bit counters:
+//   1. Each warp loads all of its ids at once, and counts them 32 at a time. Lanes with equal ids
+//      find each other by match_any, and their order is that of the lanes.
+//   2. The block takes prefix sums over warps and segments, for each expert.
+//   3. The block plans the tiles and schedules (plan_schedule.cuh).
+//   4. Each slot now knows its sorted row, and the first slot of a tile writes the tile. The first
+//      block writes the schedules.
+// Three barriers separate these steps. The order is that of a stable sort, and no step depends on
+// timing.
+//
+// Needs: 1 <= e <= kMaxExperts, which cuda_bindings.cc checks, and at most 65536 slots, which the
+// files in layers/ ensure. Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
 #include "cuda/routing/sort_by_expert.cuh"
 
 #include <algorithm>
@@ -32,10 +33,10 @@ constexpr int kWarps = kPlanWarps;
 constexpr int kThreads = kPlanThreads;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kSegmentSlots = 2048;
-constexpr int kRounds = kSegmentSlots / kThreads;  // of 32 slots of a warp, at most
+constexpr int kRounds = kSegmentSlots / kThreads;  // at most; a warp counts 32 slots in a round
 static_assert(65536 / kSegmentSlots <= kMaxSegments, "counts of each segment");
 
-// counts[segment, expert] for the segment of this block.
+// Counts the rows of each expert in the segment of this block: counts[segment, expert].
 __global__ void __launch_bounds__(kThreads, 1)
     CountSegment(const int32_t* expert_ids, int num_slots, int num_experts, int32_t* counts) {
   __shared__ int32_t sums[kMaxExperts];
@@ -53,14 +54,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Counters of a warp; the last ones, which nobody reads, are for slots that are not routed.
+// The counters of a warp. The last ones are for slots that are not routed, and nobody reads them.
 using WarpCounts = uint16_t[kMaxExperts + 8];
 
-// counts[warp][expert] = rows of the expert before those of the warp, for experts `first` and
-// first + 1; `own_rows` = rows of each. `segment_counts` are those of CountSegment, if it ran.
+// Replaces counts[warp][expert] by the number of rows of the expert that come before those of the
+// warp, for experts `first` and first + 1. own_rows receives the number of rows of each.
+// `segment_counts` are those of CountSegment, if it ran.
 __device__ __forceinline__ void SumCounts(WarpCounts (&counts)[kWarps], int first, int num_experts,
                                           const int32_t* segment_counts, int32_t (&own_rows)[2]) {
-  // Both experts in one word: a half overflows only at 65536, where the other has no rows.
+  // One word counts both experts. A half overflows only at 65536 rows, and then the other expert
+  // has no rows.
   uint32_t before = 0;
   if (gridDim.x > 1) {
 #pragma unroll 4
@@ -90,16 +93,17 @@ __device__ __forceinline__ void SumCounts(WarpCounts (&counts)[kWarps], int firs
 __global__ void __launch_bounds__(kThreads, 1)
     SortByExpert(const int32_t* expert_ids, int num_slots, int num_experts, ExpertRows rows,
                  SchedulePlan plan) {
-  // Rows of a warp, by expert; then: rows before it.
+  // First the number of rows of a warp, by expert; later the number of rows before it.
   __shared__ __align__(16) WarpCounts counts[kWarps];
   __shared__ PlanTables tables;
 #if __CUDA_ARCH__ >= 900
-  StartNextKernel();  // it waits for what is written here, but has its barriers ready
+  StartNextKernel();  // that kernel waits for the tables, but initializes its barriers before
 #endif
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   uint16_t* warp_counts = counts[warp];
-  // A lone segment may have fewer slots; its warps share them evenly, for fewest rounds.
+  // A single segment may have fewer slots. Its warps then share them evenly, so that there are the
+  // fewest rounds.
   const int rounds = gridDim.x > 1 ? kRounds : (num_slots + kThreads - 1u) / kThreads;
   const int first_slot = (static_cast<int>(blockIdx.x) * kWarps + warp) * 32 * rounds + lane;
   int32_t ids[kRounds];
@@ -108,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int slot = first_slot + 32 * round;
     ids[round] = round < rounds && slot < num_slots ? expert_ids[slot] : -1;
   }
-  // What follows does not need the ids, which take a while.
+  // The following statements do not need the ids, whose loads take a while.
 #pragma unroll 1
   for (int i = lane; 8 * i < num_experts; i += 32) {
     reinterpret_cast<uint4*>(warp_counts)[i] = uint4{};
@@ -125,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int before = *counter;
     const uint32_t equal = __match_any_sync(kAllLanes, ids[round]);
     places[round] = before + __popc(equal & ((1u << lane) - 1));
-    __syncwarp();  // every lane has read the counter that the last of the equal ones moves on
+    __syncwarp();  // all lanes must read the counter before the last of the equal lanes adds to it
     if (equal >> lane == 1) *counter = static_cast<uint16_t>(places[round] + 1);
     __syncwarp();
   }

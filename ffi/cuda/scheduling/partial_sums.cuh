@@ -19,8 +19,8 @@
 
 namespace nvfp4 {
 
-// One thread's part of a partial sum: kCount floats. Those of one index lie side by side for all
-// threads.
+// Stores the part of a partial sum that one thread has: kCount floats. All threads store the same
+// index side by side.
 template <int kCount>
 __device__ __forceinline__ void StorePartialSum(float* partial, int thread, int threads,
                                                 const float (&sums)[kCount]) {
@@ -45,13 +45,13 @@ __device__ __forceinline__ void AddPartialSum(const float* partial, int thread, 
   }
 }
 
-// After all threads of the group have stored: raises the flag.
+// Raises the flag when all threads of the group have stored.
 __device__ __forceinline__ void RaiseFlag(int32_t* flag, int barrier, int thread, int threads) {
   SyncGroup(barrier, threads);
-  if (thread == 0) StoreRelease(flag, 1);  // and with it what the others stored before the barrier
+  if (thread == 0) StoreRelease(flag, 1);  // also publishes the stores of the other threads
 }
 
-// Returns when the flag is up, for all threads of the group.
+// Waits until the flag is raised, for all threads of the group.
 __device__ __forceinline__ void AwaitFlag(const int32_t* flag, int barrier, int thread,
                                           int threads) {
   if (thread == 0) {
@@ -60,12 +60,12 @@ __device__ __forceinline__ void AwaitFlag(const int32_t* flag, int barrier, int 
   SyncGroup(barrier, threads);
 }
 
-// Partial sums of one group of threads: kParts times kCount floats of each thread.
+// The partial sums of one group of threads: each thread has kParts times kCount floats.
 template <int kParts, int kCount>
 struct FixUp {
   const TileSchedule& schedule;
   float* const partials;    // of all blocks
-  const int group, groups;  // of a block
+  const int group, groups;  // this group, and the number of groups of a block
   const int thread, threads;
   const int barrier;
 
@@ -86,8 +86,8 @@ struct FixUp {
     RaiseFlag(Flag(block), barrier, thread, threads);
   }
 
-  // Adds the partial sums that later blocks have of an output tile, whose first steps this block
-  // has done.
+  // Adds the partial sums of an output tile that later blocks have stored. This block must have
+  // computed the first steps of the tile.
   __device__ __forceinline__ void AddPartialSums(int32_t output_tile,
                                                  float (&sums)[kParts][kCount]) const {
     for (int other = static_cast<int>(blockIdx.x) + 1; other < schedule.blocks; ++other) {

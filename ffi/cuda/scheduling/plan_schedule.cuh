@@ -1,8 +1,10 @@
-// Cuts the rows of each expert into tiles and writes the schedules of tile_scheduler.cuh, inside
-// the kernels that know how many rows each expert has: sort_by_expert.cu and group_rows.cu.
+// Cuts the rows of each expert into tiles, and writes the schedules of tile_scheduler.cuh. This
+// runs inside the kernels that know how many rows each expert has: sort_by_expert.cu and
+// group_rows.cu.
 //
-// Bottleneck: latency. A thread has two experts; prefix sums over experts take rows, tiles and
-// costs together. Then a thread for each range finds its start by a search in these sums.
+// Bottleneck: latency. Each thread has two experts, and one prefix sum over experts takes rows,
+// tiles and costs together. Then, for each range, a thread finds the start by a search in these
+// sums.
 #pragma once
 
 #include "cuda/launch.h"
@@ -16,19 +18,20 @@ constexpr int kPlanWarps = 16;
 constexpr int kPlanThreads = 32 * kPlanWarps;
 static_assert(2 * kPlanThreads >= kMaxExperts, "a pair of experts for each thread");
 
-// A range that would begin or end within this fraction of an output tile, at one of its ends,
-// begins or ends at that end instead.
+// If a range would begin or end near an end of an output tile, within this fraction of the tile, it
+// begins or ends at that end.
 constexpr int kSnapFraction = 8;
 
-// Steps of each block that splitting tiles has to save: a fix-up takes that long.
+// Tiles are split only if that saves each block this many steps, because a fix-up takes as long.
 constexpr int kWorthSplitting = 8;
 
-// Experts, rounded up to what a search in padded tables may read.
+// Returns the number of experts, rounded up to the entries that a search in padded tables may read.
 __device__ __forceinline__ int PaddedExperts(int experts) {
   return (experts + kSearchReach - 1) / kSearchReach * kSearchReach;
 }
 
-// Divides numbers below 2^31 by one that the host knows; a division takes ten times as long.
+// Divides numbers below 2^31 by a divisor that the host knows. A division instruction would take
+// ten times as long.
 struct Divisor {
   uint32_t factor;
   int32_t shift;
@@ -49,7 +52,7 @@ struct SchedulePlan {
   TileRule rule;
   TileSchedules schedules;
   Divisor by_tile_rows;
-  Divisor by_blocks[2];  // of each schedule
+  Divisor by_blocks[2];  // the blocks of each schedule
 };
 
 inline SchedulePlan MakeSchedulePlan(const TileRule& rule, const TileSchedules& schedules) {
@@ -59,12 +62,13 @@ inline SchedulePlan MakeSchedulePlan(const TileRule& rule, const TileSchedules& 
   return plan;
 }
 
-// Totals of one expert, or of all experts before it. The costs of all output tiles of a product
-// stay below 2^31: up to 2^18 for a block of weight rows, of which there are up to 2^12.
+// Totals of one expert, or of all experts before it. The costs of all output tiles of a GEMM must
+// stay below 2^31. They do: a block of weight rows costs up to 2^18, and there are up to 2^12 such
+// blocks.
 struct alignas(16) ExpertTotals {
   int32_t rows;
   int32_t tiles;
-  int32_t cost;  // of the tiles
+  int32_t cost;  // of these tiles
 };
 
 __device__ __forceinline__ ExpertTotals operator+(const ExpertTotals& a, const ExpertTotals& b) {
@@ -75,7 +79,7 @@ __device__ __forceinline__ ExpertTotals operator-(const ExpertTotals& a, const E
   return {a.rows - b.rows, a.tiles - b.tiles, a.cost - b.cost};
 }
 
-// The cost of each tile of an expert that has `rows`.
+// Returns the cost of one tile of an expert that has `rows` rows.
 __device__ __forceinline__ int32_t TileCost(int32_t rows, const TileRule& rule) {
   return max(min(rows, rule.tile_rows), rule.min_cost);
 }
@@ -91,29 +95,29 @@ struct StreamKStart {
   int32_t cost;   // of the output tiles before it
 };
 
-// Prefix sums over experts, in shared memory. Entries past the experts, which FindExpert may read,
-// are the totals of all.
+// Prefix sums over experts, in shared memory. FindExpert may read entries past the last expert;
+// those hold the totals of all experts.
 struct PlanTables {
   int32_t starts[kMaxExperts + 1];      // rows before an expert
-  int32_t first_tile[kMaxExperts + 1];  // tiles before it
+  int32_t first_tile[kMaxExperts + 1];  // tiles before an expert
   int32_t first_cost[kMaxExperts + 1];  // cost of those tiles
   ExpertTotals all;
   StreamKStart stream_k[2];  // of each schedule
 };
 
-// The first output tile of the stream-K part. No branches, so that the two products' instructions
-// run side by side.
+// Returns the first output tile of the stream-K part. The code has no branches, so that the
+// instructions for the two GEMMs of a layer overlap.
 __device__ __forceinline__ int32_t FindStreamKStart(const TileSchedule& schedule,
                                                     const Divisor& by_blocks,
                                                     int32_t output_tiles) {
-  const int32_t idle = schedule.blocks - output_tiles;  // blocks, if every tile is computed whole
+  const int32_t idle = schedule.blocks - output_tiles;  // blocks that are idle if no tile is split
   const bool whole = (idle >= 0) & (idle * schedule.k_steps < kWorthSplitting * schedule.blocks);
   const int32_t full_rounds = max(by_blocks.Divide(output_tiles) - 1, 0) * schedule.blocks;
   return (output_tiles == 0) | whole ? output_tiles : full_rounds;
 }
 
-// Writes the entries of a thread's two experts: totals before the first, before the second, and
-// after both.
+// Writes the entries of a thread's two experts. `at` has the totals before the first expert, before
+// the second, and after both.
 __device__ __forceinline__ void WritePlanTables(const ExpertTotals (&at)[3],
                                                 const ExpertTotals& all,
                                                 const int32_t (&own_rows)[2], int experts,
@@ -136,12 +140,12 @@ __device__ __forceinline__ void WritePlanTables(const ExpertTotals (&at)[3],
   }
 #pragma unroll
   for (int product = 0; product < 2; ++product) {
-    const TileSchedule& schedule = plan.schedules.schedule[product];  // zeros where there is none
+    const TileSchedule& schedule = plan.schedules.schedule[product];  // zeros if there is none
     const int32_t output_tiles = all.tiles * schedule.m_blocks;
     const int32_t first = FindStreamKStart(schedule, plan.by_blocks[product], output_tiles);
     if (first == output_tiles && threadIdx.x == 0) tables->stream_k[product] = {output_tiles, 0};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {  // the expert that it falls into knows what is before it
+    for (int i = 0; i < 2; ++i) {  // the expert that `first` falls into knows the cost before it
       const int32_t inside = first - at[i].tiles * schedule.m_blocks;
       if (inside < 0 || first >= at[i + 1].tiles * schedule.m_blocks) continue;
       tables->stream_k[product] = {first, at[i].cost * schedule.m_blocks + inside * tile_cost[i]};
@@ -149,15 +153,16 @@ __device__ __forceinline__ void WritePlanTables(const ExpertTotals (&at)[3],
   }
 }
 
-// Fills `tables`, and writes starts and the number of tiles. Thread t brings the rows of experts
-// 2 t and 2 t + 1, zero where there is none. All threads of the block; ends at a barrier.
+// Fills `tables`, and writes the starts and the number of tiles. Thread t gives the number of rows
+// of experts 2 t and 2 t + 1, which is zero if there is no such expert. All threads of the block
+// must call this function. It ends with a barrier.
 __device__ __forceinline__ void FillPlanTables(const int32_t (&own_rows)[2], int experts,
                                                const ExpertRows& rows, const SchedulePlan& plan,
                                                PlanTables* tables) {
   __shared__ ExpertTotals warp_totals[kPlanWarps];
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // uniform
-  const int warps = PaddedExperts(experts) / 64;  // others would only delay these
+  const int warps = PaddedExperts(experts) / 64;  // the other warps would only delay these
   ExpertTotals own[2], totals;
   if (warp < warps) {
     own[0] = TotalsOf(own_rows[0], plan);
@@ -191,12 +196,12 @@ __device__ __forceinline__ void FillPlanTables(const int32_t (&own_rows)[2], int
 }
 static_assert(kSearchReach % 256 == 0, "warps in fours");
 
-// The start of the stream-K range that has `place` cost before it.
+// Returns the start of the stream-K range that has the cost `place` before it.
 __device__ __forceinline__ WorkStart FindStart(const TileSchedule& schedule, const TileRule& rule,
                                                const PlanTables& tables, int experts,
                                                int32_t place) {
   const int expert = FindExpert<true>(tables.first_cost, experts, place, schedule.m_blocks);
-  // Unsigned: division of numbers with a sign takes half as long again.
+  // Unsigned numbers, because a signed division takes half as long again.
   const uint32_t cost = TileCost(tables.starts[expert + 1] - tables.starts[expert], rule);
   const uint32_t inside = place - tables.first_cost[expert] * schedule.m_blocks;
   const uint32_t tile = inside / cost;
@@ -208,12 +213,13 @@ __device__ __forceinline__ WorkStart FindStart(const TileSchedule& schedule, con
   return start;
 }
 
-// Writes the ranges of all blocks. All threads of a block call it, half of them for each product.
+// Writes the ranges of all blocks. All threads of one block must call this function; half of them
+// write the ranges of each GEMM.
 __device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const PlanTables& tables,
                                                int experts) {
   const int product = threadIdx.x < kPlanThreads / 2 ? 0 : 1;
   if (product >= plan.schedules.count) return;
-  // Not by an index, for which the compiler would copy the plan.
+  // Do not index by `product`: the compiler would copy the plan to memory.
   const TileSchedule schedule =
       product == 0 ? plan.schedules.schedule[0] : plan.schedules.schedule[1];
   const Divisor by_blocks = product == 0 ? plan.by_blocks[0] : plan.by_blocks[1];
@@ -221,7 +227,7 @@ __device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const P
   const int32_t output_tiles = tables.all.tiles * schedule.m_blocks;
   const int32_t cost = tables.all.cost * schedule.m_blocks - stream_k.cost;
   const int32_t range_cost = by_blocks.Divide(cost);
-  const int32_t rest = cost - range_cost * schedule.blocks;  // ranges that cost one unit more
+  const int32_t rest = cost - range_cost * schedule.blocks;  // this many ranges cost one more
 #pragma unroll 1
   for (int block = threadIdx.x % (kPlanThreads / 2); block <= schedule.blocks;
        block += kPlanThreads / 2) {

@@ -1,4 +1,5 @@
-// Which part of a grouped product each block of threads computes, and in which order.
+// The tile scheduler: which part of a grouped GEMM each block of threads computes, and in which
+// order.
 //
 // An output tile is one tile of rows by one block of weight rows, over all of k, in `k_steps`
 // steps. The scheduler is a hybrid of data-parallel tiles and stream-K:
@@ -17,15 +18,16 @@
 
 namespace nvfp4 {
 
-// How many rows a tile may have, and what an output tile costs: as many units as it has rows, and
-// at least `min_cost`, which is where reading the weights takes as long as the product.
+// How many rows a tile may have, and what an output tile costs. It costs as many units as it has
+// rows, and at least `min_cost`: with fewer rows, reading the weights takes longer than the MMAs.
 struct TileRule {
   int32_t tile_rows;
   int32_t min_cost;
 };
 
-// The tiles of one expert: `size` rows each, but the last may have fewer. Full tiles and a rest
-// beat equal ones: the engines' code for full tiles is the fastest.
+// The tiles of one expert. They have `size` rows each, and the last one may have fewer. Full tiles
+// and a rest are faster than equal tiles, because the engines have their fastest code for full
+// tiles.
 struct ExpertTiles {
   int32_t count;
   int32_t size;
@@ -39,12 +41,13 @@ NVFP4_HOST_DEVICE ExpertTiles CutRows(uint32_t rows, uint32_t tile_rows) {
 // Where a stream-K range starts.
 struct WorkStart {
   int32_t output_tile;
-  int32_t step;  // of k, in this tile
+  int32_t step;  // over k, in this tile
 };
 
-// The schedule of one product. Output tiles before starts[0].output_tile are data-parallel; of the
-// others block b computes those from starts[b] to starts[b + 1]. `ready` has kReadyFlags flags for
-// each block, zeroed with the plan and raised by the product where it has stored a partial sum.
+// The schedule of one GEMM. Output tiles before starts[0].output_tile are data-parallel. Of the
+// other tiles, block b computes those from starts[b] to starts[b + 1]. `ready` has kReadyFlags
+// flags for each block. They are zeroed when the schedule is planned, and the GEMM raises them when
+// it has stored a partial sum.
 struct TileSchedule {
   int32_t blocks;
   int32_t k_steps;
@@ -53,15 +56,15 @@ struct TileSchedule {
   int32_t* ready;     // [kReadyFlags * blocks]
 };
 
-// The schedules that are planned with one sort: none, one, or those of the two products of a layer.
+// The schedules that one sort plans: none, one, or those of the two GEMMs of a layer.
 struct TileSchedules {
   int count;
   TileSchedule schedule[2];
 };
 
-constexpr int kReadyFlags = 8;  // of a block: one for each of its warpgroups
+constexpr int kReadyFlags = 8;  // flags of a block: one for each of its warpgroups
 
-// A work unit: steps begin to end of one output tile.
+// A work unit: the steps from `begin` to `end` of one output tile.
 struct WorkUnit {
   RowTile tile;
   int32_t output_tile;
@@ -70,15 +73,16 @@ struct WorkUnit {
   int32_t end;
 };
 
-// Blocks of weight rows that all tiles of an expert pass through before the next ones: with the
-// rows of eight of them in the L2 cache, weights and rows are each read from memory about once.
+// How many blocks of weight rows all tiles of an expert pass through before the next ones. With the
+// weight rows of eight blocks in the L2 cache, weights and rows are each read from memory about
+// once.
 constexpr uint32_t kGroupBlocks = 8;
 
-// The rows and the block of weight rows of an output tile.
+// Finds the rows and the block of weight rows of an output tile.
 __device__ __forceinline__ void FindOutputTile(const ExpertRows& rows, const TileRule& rule,
                                                int32_t m_blocks, int32_t output_tile,
                                                WorkUnit* work) {
-  // Unsigned: division of numbers with a sign takes half as long again.
+  // Unsigned numbers, because a signed division takes half as long again.
   const uint32_t blocks = m_blocks, index = static_cast<uint32_t>(output_tile) / blocks;
   const ListedTile tile = rows.tiles[index];
   const ExpertTiles tiles = CutRows(tile.end - tile.start, rule.tile_rows);
@@ -95,14 +99,14 @@ __device__ __forceinline__ void FindOutputTile(const ExpertRows& rows, const Til
   work->tile = {tile.expert, row, min(tiles.size, tile.end - row)};
 }
 
-// Iterates over the work units of this block. The end of the block's range is loaded again for each
-// unit, which saves registers in the loops between.
+// Iterates over the work units of this block. The end of the range of the block is loaded again for
+// each work unit, which saves registers in the loops over k.
 struct TileScheduler {
   const ExpertRows& rows;
   const TileRule& rule;
   const TileSchedule& schedule;
-  int32_t next;  // data-parallel output tile
-  WorkStart at;  // in the stream-K range
+  int32_t next;  // next data-parallel output tile
+  WorkStart at;  // next step of the stream-K range
   WorkUnit work;
 
   __device__ __forceinline__ TileScheduler(const ExpertRows& rows_in, const TileRule& rule_in,
@@ -113,7 +117,7 @@ struct TileScheduler {
         next(static_cast<int32_t>(blockIdx.x)),
         at(schedule.starts[blockIdx.x]) {}
 
-  // Moves on to the next work unit; false after the last.
+  // Moves on to the next work unit. Returns false after the last one.
   __device__ __forceinline__ bool Next() {
     const WorkStart stop = schedule.starts[blockIdx.x + 1];
     work.begin = 0;
