@@ -1,22 +1,25 @@
-// Computes `out[r] = act(W[expert] @ x[r])` for the rows of at most kFewSlots slots, bf16 and f16,
-// without a sort before it; see expert_gemm.cuh for the whole equation.
+// Computes out[r] = act(W[expert] @ x[r]) for the rows of at most kFewSlots slots, in bf16 and f16,
+// without sorting them first. expert_gemm.cuh has the whole equation.
 //
-//   expert_ids [slots] -> the plan, in every block's shared memory
+//   expert_ids [slots] -> the plan, in shared memory of each block
 //
 // An output tile is 64 weight rows of one expert by at most 8 of its slots, over all of k. A block
-// of 16 warps computes one output tile after the other. Its four teams of four warps each take
-// every fourth weight tile of k, straight from memory into registers, kDepth tiles ahead, also of
-// the next output tile. The partial sums of the teams are added in the order of the teams. All rows
-// of x are in shared memory from the start. In W4A4 each slot has a row of its own there: the row
-// of x, rounded to NVFP4 under the scale of the slot's expert. Each block rounds rows for the
-// experts of its own output tiles.
+// of 16 warps computes one output tile after the other. It has four teams of four warps. Each team
+// takes every fourth weight tile of k, and loads it from memory to registers. Loads run kDepth
+// tiles ahead, also across the end of an output tile. The partial sums of the teams are added in
+// the order of the teams.
 //
-// The kernel may start while the one before it ends. Of that one it reads `left` alone; the ids and
-// the weights are older. As a layer's first product it brings the second one's weights into the L2
-// cache as soon as its own are on their way.
+// All rows of x are in shared memory from the start. In W4A4, each slot has its own row there: the
+// row of x, rounded to NVFP4 under the scale of the expert of the slot. A block rounds rows only
+// for the experts of its own output tiles.
+//
+// The kernel may start before the preceding one ends. It waits for that kernel before it reads
+// `left`; the ids and the weights are older. As the first GEMM of a layer, the kernel prefetches
+// the weights of the second GEMM into the L2 cache as soon as its own are in flight.
 //
 // Bottleneck: latency of memory, then reading weights.
-// Needs: sm_80. Test: test_cuda_kernel.py, test_emulation.py.
+//
+// Needs: sm_80. Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
 #include <cstring>
 
 #include "cuda/epilogues/direct_store.cuh"
@@ -34,29 +37,31 @@ constexpr int kTeams = 4;
 constexpr int kTeamThreads = 128;
 constexpr int kThreads = kTeams * kTeamThreads;
 constexpr int kBlocksPerSm = 2;
-// On 12.x, where layers in W4A4 have another kernel, rounding in f16 would spill at two.
+// On 12.x, rounding in f16 would spill registers with two blocks. Layers in W4A4 use another kernel
+// there.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kRoundingBlocksPerSm = 1;
 #else
 constexpr int kRoundingBlocksPerSm = kBlocksPerSm;
 #endif
-constexpr int kDepth = 2;     // weight tiles of a warp on their way
-constexpr int kRows = 8;      // of a tile: one product's columns
-constexpr int kPadding = 16;  // bytes between rows in shared memory: other banks
+constexpr int kDepth = 2;     // weight tiles of a warp in flight
+constexpr int kRows = 8;      // most rows of a tile: the columns of one MMA
+constexpr int kPadding = 16;  // bytes between rows in shared memory, against bank conflicts
 constexpr int kZeroBytes = 2 * kTileK;
 
 struct Plan {
   int32_t num_tiles;
   uint32_t routed;           // a bit for each slot
-  int32_t slots[kFewSlots];  // of sorted rows
+  int32_t slots[kFewSlots];  // slot of each sorted row
   RowTile tiles[kFewSlots];
 };
 
-// By one warp, a slot for each lane: a stable sort by expert, then tiles of kRows rows.
+// Makes the plan. One warp calls it, with one slot for each lane. It sorts slots by expert, stably,
+// and cuts them into tiles of kRows rows.
 __device__ void MakePlan(const int32_t* expert_ids, int num_slots, int num_experts, Plan* plan) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   int32_t id = lane < num_slots ? expert_ids[lane] : -1;
-  if (id >= num_experts || id < 0) id = INT32_MAX;  // after all others
+  if (id >= num_experts || id < 0) id = INT32_MAX;  // sorted behind all others
   const uint32_t routed = __ballot_sync(kAllLanes, id != INT32_MAX);
   int place = 0;
   for (int other = 0; other < num_slots; ++other) {
@@ -69,7 +74,7 @@ __device__ void MakePlan(const int32_t* expert_ids, int num_slots, int num_exper
   const int slot = plan->slots[lane];
   const int32_t expert = __shfl_sync(kAllLanes, id, slot);
   const uint32_t equal = __match_any_sync(kAllLanes, expert);
-  const int before = lane - (__ffs(static_cast<int>(equal)) - 1);  // rows of the expert
+  const int before = lane - (__ffs(static_cast<int>(equal)) - 1);  // earlier rows of the expert
   const bool first = expert != INT32_MAX && before % kRows == 0;
   const uint32_t firsts = __ballot_sync(kAllLanes, first);
   if (first) {
@@ -90,8 +95,8 @@ struct Packed {
 // Up to kDepth weight tiles of a team, in the order of k.
 struct Round {
   int32_t output_tile;
-  int32_t begin;  // of the team's weight tiles of the output tile
-  int32_t tile;   // of all weight tiles: where it begins
+  int32_t begin;  // first of the weight tiles that the team has in the output tile
+  int32_t tile;   // first weight tile, counted over all weights
 };
 
 struct Worker {
@@ -99,9 +104,9 @@ struct Worker {
   const Plan& plan;
   const int32_t m_tiles, k_tiles;
   const int32_t output_tiles;
-  const int32_t items;  // weight tiles of this team in an output tile
+  const int32_t items;  // weight tiles that this team has in an output tile
   const int team;
-  const int thread;  // of the team
+  const int thread;  // in the team
 
   __device__ __forceinline__ Worker(const ExpertGemm& gemm, const Plan& made)
       : p(gemm),
@@ -126,8 +131,8 @@ struct Worker {
     return {round.output_tile, round.begin + kDepth, round.tile + kDepth * kTeams};
   }
 
-  // Past the end the first tile, to be multiplied by zeros: a branch for each tile would keep the
-  // compiler from working at several at a time.
+  // Loads a weight tile. Past the end it loads the first tile, which is then multiplied by zeros:
+  // with a branch for each tile, the compiler could not overlap the work on several tiles.
   __device__ __forceinline__ Packed Load(const Round& round, int d) const {
     const bool inside = round.output_tile < output_tiles && round.begin + d < items;
     const int64_t tile = inside ? round.tile + d * kTeams : 0;
@@ -138,7 +143,8 @@ struct Worker {
   }
 };
 
-// sums += W @ x for a weight tile; `rows` is where this lane's row of ldmatrix begins.
+// sums += W @ x for one weight tile. `rows` is the address from which this lane loads its row of
+// ldmatrix.
 template <typename T>
 __device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t* rows,
                                              const TileConstants& constants, float (&sums)[4]) {
@@ -154,8 +160,9 @@ __device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t
   }
 }
 
-// Starts to bring the rows of x, `stride` bytes apart, zeros behind the end of k; of the second
-// product those of `routed` slots, since others were not written.
+// Starts the copies of rows of x to shared memory, `stride` bytes apart, with zeros past k. Only
+// the rows in `routed` are copied. The second GEMM must not read other rows, because nobody wrote
+// them.
 __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, int num_rows,
                                           int k_tiles, int stride, uint8_t* rows) {
   const int chunks = k_tiles * (kTileK / 8);
@@ -171,7 +178,7 @@ __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, 
   CommitCopies();
 }
 
-// A bit for each slot that an output tile of this block has.
+// Returns a bit for each slot that belongs to an output tile of this block.
 __device__ __forceinline__ uint32_t OwnSlots(const Worker& worker) {
   uint32_t own = 0;
   for (int i = static_cast<int>(blockIdx.x); i < worker.output_tiles; i += gridDim.x) {
@@ -181,7 +188,8 @@ __device__ __forceinline__ uint32_t OwnSlots(const Worker& worker) {
   return own;
 }
 
-// rounded[slot] = rows[slot / slots_per_row], rounded, for each of `slots`; they may be the same.
+// rounded[slot] = rows[slot / slots_per_row], rounded to NVFP4, for each slot in `slots`. `rounded`
+// may be `rows`.
 template <typename T>
 __device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& few, uint32_t slots,
                                           int k_tiles, int stride, const uint8_t* rows,
@@ -189,7 +197,7 @@ __device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& f
   const int blocks = k_tiles * (kTileK / kBlock), count = __popc(slots);
   for (int i = static_cast<int>(threadIdx.x); i < count * blocks; i += kThreads) {
     const int index = i / blocks, block = i - index * blocks;
-    uint32_t after = slots;  // and, of the rest, the lowest is slot number `index`
+    uint32_t after = slots;  // `slots` without its lowest `index` bits
     for (int before = 0; before < index; ++before) after &= after - 1;
     const int slot = __ffs(static_cast<int>(after)) - 1;
     const auto* source =
@@ -205,7 +213,7 @@ __device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& f
   }
 }
 
-// Asks for the weights of this block's output tiles of the next product.
+// Prefetches the weights of this block's output tiles of the next GEMM.
 __device__ __forceinline__ void PrefetchNext(const ExpertWeights& weight, int m_tiles, int k_tiles,
                                              const Plan& plan) {
 #if __CUDA_ARCH__ >= 900
@@ -262,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
   }
   WaitCopies<0>();
   __syncthreads();
-  const uint8_t* left = rows;  // of slots where rounded, else of tokens
+  const uint8_t* left = rows;  // rows of slots if rounded, otherwise of tokens
   if constexpr (kRounds) {
     uint8_t* rounded = p.left.slots_per_row == 1 ? rows : rows + num_rows * stride;
     RoundRows<T>(p, few, OwnSlots(worker), k_tiles, stride, rows, rounded);
@@ -282,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
     const int slot = plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
     const int row = kRounds ? slot : slot / p.left.slots_per_row;
     const uint8_t* b = left + row * stride + lane / 8 * 16 + worker.team * kTileK * 2;
-    float halves[2][4] = {};  // of the even and the odd tiles, so that products overlap
+    float halves[2][4] = {};  // for even and odd tiles, so that MMAs overlap
     do {
       const Round next = worker.NextRound(round);
       if (!prefetched && next.output_tile >= worker.output_tiles) {
@@ -323,20 +331,22 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
   }
 }
 
-// Of dynamic shared memory: the rows of x, and those of slots where they are others.
+// Returns the bytes of dynamic shared memory: for the rows of x, and for those of the slots if they
+// are separate.
 int64_t RowsBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
   const int64_t rows = CeilDiv(slots, slots_per_row) + (rounds && slots_per_row > 1 ? slots : 0);
   return rows * (CeilDiv(k, kTileK) * kTileK * 2 + kPadding);
 }
 
-// Beyond, a sort and an engine are faster: on an H200 a layer took 17 us here and 26 there at 38
-// million weights (one token of Qwen3-30B-A3B), 32 and 30 at 75 million.
+// With more weights, a sort and an engine are faster. On an H200, a layer with 38 million weights
+// (one token of Qwen3-30B-A3B) took 17 us with this kernel and 26 us with an engine. With 75
+// million weights it was 32 us and 30 us.
 constexpr int64_t kMaxWeights = int64_t{64} << 20;
 
-// Two blocks share a multiprocessor of 228 KiB; others may have less, see FewSlotsFit.
+// Two blocks share the 228 KiB of a multiprocessor. Other devices may have less; see FewSlotsFit.
 constexpr int64_t kMaxRowsBytes = 90 * 1024;
 
-// What a block has besides its rows: static shared memory, up to where the dynamic one may begin.
+// Static shared memory of a block, rounded up to where the dynamic shared memory may begin.
 constexpr int64_t kStaticBytes =
     CeilDiv(sizeof(Plan) + kZeroBytes + sizeof(float4) * 2 * (kTeams - 1) * kTeamThreads,
             kDynamicAlignment) *

@@ -33,14 +33,14 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kTilesOfStep = 2;  // a step covers that many times 64 of k
+constexpr int kTilesOfStep = 2;  // a step covers this many times 64 of k
 constexpr int kStepK = kTilesOfStep * kTileK;
 constexpr int kRowBytes = kStepK / 2;  // codes of one row of x in a step
 constexpr int kRowChunks = kRowBytes / 16;
 constexpr int kRowScaleBytes = kStepK / kBlock;
 constexpr int kSlabCodeBytes = kTileCodeBytes / 4;
 constexpr int kSlabScaleBytes = kTileScaleBytes / 4;
-constexpr float kUnit = 1.0f;  // what an accumulator is multiplied by; see kProductUnit
+constexpr float kUnit = 1.0f;  // factor of the sums; see kProductUnit
 
 // kRows: the most tokens of a tile. kTiles: weight tiles of a block.
 template <int kRows_, int kTiles_, int kStages_, int kBlocksPerSm_>
@@ -51,7 +51,7 @@ struct Config {
   static constexpr int kStages = kStages_;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr int kThreads = kTiles * 32 * 4 / kSlabs;
-  static constexpr int kCodesBytes = kTiles * kTileCodeBytes;  // 64 of k
+  static constexpr int kCodesBytes = kTiles * kTileCodeBytes;  // for 64 of k
   static constexpr int kScalesBytes = kTiles * kTileScaleBytes;
   static constexpr int kCodes = kRows * kRowBytes;  // offsets in a stage
   static constexpr int kScales = kCodes + kTilesOfStep * kCodesBytes;
@@ -91,7 +91,7 @@ struct Producer : PipelineProducer<Producer<C>, C> {
   static constexpr int kChunks = C::kScalesBytes / 16;  // 16-byte chunks of scales for 64 of k
 
   int32_t rows;    // tokens of the tile
-  uint32_t codes;  // this and the following: where the next step begins
+  uint32_t codes;  // where the next step begins, for these four operands
   uint32_t scales;
   uint32_t row;
   uint32_t row_scales;
@@ -114,7 +114,7 @@ struct Producer : PipelineProducer<Producer<C>, C> {
     k = p.k - work.begin * kStepK;
   }
 
-  // The chunk of a row that this thread copies.
+  // Returns the chunk of a row that this thread copies.
   __device__ __forceinline__ int Chunk() const {
     return (thread ^ thread / (2 * kRowChunks)) % kRowChunks;
   }
@@ -177,10 +177,11 @@ struct Consumer : PipelineConsumer<Consumer<T, C>, C> {
 
   __device__ __forceinline__ int OwnThread() const { return thread; }
 
-  // First slab of this warp in the block: 4 of them are a tile.
+  // Returns the first slab of a warp, counted in the block. A tile has 4 slabs.
   static __device__ __forceinline__ int Slab(int thread) { return kSlabs * (thread / 32); }
 
-  // sums += W @ x for the rows of a tile and one step; without a branch where the tile is full.
+  // sums += W @ x for one step and the rows of a tile. If the tile is full, the code has no
+  // branches.
   template <bool kFull>
   __device__ __forceinline__ void MultiplyStep(const uint8_t* stage, int rows) {
     const int lane = thread % 32, g = lane / 4, slab = Slab(thread);
@@ -225,7 +226,7 @@ struct Consumer : PipelineConsumer<Consumer<T, C>, C> {
     }
   }
 
-  // All that is loaded is loaded before the first output is made.
+  // Stores the outputs. Everything is loaded before the first output is computed.
   __device__ __forceinline__ void Store(const WorkUnit& work) {
     const int m_tile = work.m_block * C::kTiles + Slab(thread) / 4, warp = Slab(thread) % 4;
     LaneRows rows[kSlabs];
@@ -238,7 +239,8 @@ struct Consumer : PipelineConsumer<Consumer<T, C>, C> {
     }
     const int32_t* slots = p.output.slots == nullptr ? nullptr : p.output.slots + work.tile.row;
     const OutputPlaces<C::kRows> places(slots, work.tile);
-    // The second slab's sums in place of the first's: an index would put them into memory.
+    // The sums of the second slab move to the place of the first: an index would put all sums into
+    // local memory.
 #pragma unroll 1
     for (int s = 0; s < kSlabs; ++s) {
       StoreLoadedTile<T>(p, work.tile, m_tile, warp + s, rows[0], places, sums[0], kUnit);
@@ -258,7 +260,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   RunPipeline<C>(p, shared, producer, [&] { return Consumer<T, C>{{p, shared, thread, {}}}; });
 }
 
-// rows of a tile, weight tiles, stages, blocks of an SM
+// The arguments are kRows, kTiles, kStages and kBlocksPerSm.
 using Rows16 = Config<16, 2, 4, 2>;
 using Rows32 = Config<32, 2, 4, 2>;
 using Rows64 = Config<64, 2, 3, 2>;
@@ -288,8 +290,9 @@ constexpr PipelineVariant kVariants[] = {
     MakeVariant<Rows128>(INT64_MAX),
 };
 
-// From memory the weights of any tile take as long as the products of a full one, from the L2
-// cache, for the later tiles of an expert, a fifth of that. Between the two, and not measured.
+// Reading a weight tile from memory takes as long as the MMAs of a full tile of rows. Later row
+// tiles of an expert read it from the L2 cache, which takes a fifth of that time. This number is
+// between the two; it was not measured.
 constexpr int32_t kMinCost = 96;
 
 }  // namespace

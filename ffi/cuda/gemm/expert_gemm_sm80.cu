@@ -27,7 +27,7 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kTileThreads = 128;      // each copies 16 bytes of the codes of a weight tile
+constexpr int kTileThreads = 128;      // each copies 16 bytes of codes of a weight tile
 constexpr int kRowBytes = 2 * kTileK;  // one row of x, 64 of k
 constexpr int kRowChunks = kRowBytes / 16;
 
@@ -51,7 +51,7 @@ struct Config {
   // How often the loop over 32 of k is unrolled. Longer code overlaps unpacking with MMAs better,
   // and needs more registers.
   static constexpr int kUnroll = kRows <= 16 ? 2 * kStepTiles : kRows <= 32 ? 2 : 1;
-  static constexpr int kXBytes = kRows * kRowBytes;  // 64 of k
+  static constexpr int kXBytes = kRows * kRowBytes;  // bytes of x for 64 of k
   static constexpr int kCodesBytes = kTiles * kTileCodeBytes;
   static constexpr int kScalesBytes = kTiles * kTileScaleBytes;
   static constexpr int kCodes = kStepTiles * kXBytes;  // offsets in a stage
@@ -87,23 +87,24 @@ struct Producer : PipelineProducer<Producer<C>, C> {
 
   static constexpr int kScaleThread = C::kThreads - C::kScalesBytes / 16;
   static constexpr uint32_t kCodeUnits = kTileCodeBytes / 16, kScaleUnits = kTileScaleBytes / 16;
-  static constexpr int kSlabTiles = C::kTiles / kSlabs;  // between the slabs of a thread
-  // In place of a source: a row past the tile's last token, which is multiplied and must be zeros,
-  // and a row that no MMA reads.
+  static constexpr int kSlabTiles = C::kTiles / kSlabs;  // tiles between the slabs of a thread
+  // Two values that can stand in place of a source. kZeros is for a row past the last token of the
+  // tile that MMAs still read; it must be zeros. kNothing is for a row that no MMA reads.
   static constexpr uint32_t kZeros = 0xffffffffu;
   static constexpr uint32_t kNothing = 0xfffffffeu;
 
-  uint32_t codes[kSlabs];  // of the next step, in units of 16 bytes
+  uint32_t codes[kSlabs];  // where the next step begins, in units of 16 bytes
   uint32_t scales;
 
-  // Where a row's source is stored. A source is in units of 16 bytes of x, which bounds rows * k.
+  // Returns where the source of a row is stored. Sources count units of 16 bytes of x, in 32 bits,
+  // which bounds rows * k.
   __device__ __forceinline__ uint32_t& Source(int thread, int i) {
     return reinterpret_cast<uint32_t*>(shared + C::kSourcesAt)[i * C::kThreads + thread];
   }
 
   __device__ __forceinline__ int OwnThread() const { return ReadThread(); }
 
-  // Rows that are multiplied for a tile of `rows`.
+  // Returns how many rows the MMAs of a tile of `rows` tokens cover.
   static __device__ __forceinline__ int32_t PadRows(int32_t rows) {
     return (rows + C::kRowStep - 1) / C::kRowStep * C::kRowStep;
   }
@@ -132,7 +133,7 @@ struct Producer : PipelineProducer<Producer<C>, C> {
     }
   }
 
-  // The chunk of a row that this thread copies.
+  // Returns the chunk of a row that this thread copies.
   static __device__ __forceinline__ int Chunk(int thread) {
     return (thread ^ thread / kRowChunks) % kRowChunks;
   }
@@ -197,11 +198,13 @@ struct Consumer : PipelineConsumer<Consumer<T, C>, C> {
 
   __device__ __forceinline__ int OwnThread() const { return ReadThread(); }
 
-  // Slab of the block: 4 of them are a tile. The two of a warp hold whole blocks of 16 outputs.
+  // Returns slab s of a warp, counted in the block. A tile has 4 slabs. The two slabs of a warp
+  // hold whole blocks of 16 outputs.
   static __device__ __forceinline__ int Slab(int s, int thread) { return thread / 32 * kSlabs + s; }
 
-  // sums += W @ x for the first `rows` rows, at most kColumns, and 32 of k, where `x` is what this
-  // lane loads of the first eight. Fragments of x are loaded one turn ahead.
+  // sums += W @ x for 32 of k and the first `rows` rows, which are at most kColumns. `x` is the
+  // address from which this lane loads the first eight rows. Fragments of x are loaded one turn
+  // ahead.
   template <int kColumns, bool kExact>
   __device__ __forceinline__ void MultiplyHalf(const uint8_t* x, int rows,
                                                const uint32_t (&even)[kSlabs][4],
@@ -261,7 +264,7 @@ struct Consumer : PipelineConsumer<Consumer<T, C>, C> {
     }
   }
 
-  // sums += W @ x for the rows of a tile and one step.
+  // sums += W @ x for one step and the rows of a tile.
   template <int kColumns = C::kExactColumns ? C::kRowStep : C::kRows>
   __device__ __forceinline__ void MultiplyStep(const uint8_t* stage, int rows) {
     if constexpr (kColumns < C::kRows) {
@@ -276,8 +279,8 @@ struct Consumer : PipelineConsumer<Consumer<T, C>, C> {
     MultiplyStep(stage, rows);
   }
 
-  // Slab after slab, the sums of the second in place of the first's: an index would put them into
-  // memory. All that is loaded is loaded before.
+  // Stores one slab after the other. The sums of the second slab move to the place of the first: an
+  // index would put all sums into local memory. Everything is loaded before the first store.
   __device__ __forceinline__ void Store(const WorkUnit& work) {
     const int own = ReadThread();
     const int32_t* slots = p.output.slots == nullptr ? nullptr : p.output.slots + work.tile.row;
@@ -322,7 +325,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
                  [&] { return Consumer<T, C>{{p, shared, thread, {}}, constants}; });
 }
 
-// rows of a tile, step of rows, weight tiles, tiles of a step, stages, blocks of an SM
+// The arguments are kRows, kRowStep, kTiles, kStepTiles, kStages and kBlocksPerSm.
 using Rows16 = Config<16, 8, 2, 2, 3, 5>;
 using Rows32 = Config<32, 8, 2, 2, 3, 4>;
 using Rows48 = Config<48, 8, 4, 1, 4, 2>;
@@ -352,7 +355,8 @@ constexpr PipelineVariant kVariants[] = {
     MakeVariant<Rows64>(56), MakeVariant<Rows128>(INT64_MAX),
 };
 
-// Rows for which the products of a weight take as long as reading it, on the devices known.
+// With this many rows, the MMAs of a weight tile take as long as reading it, on the devices that
+// were measured.
 constexpr int32_t kMinCost = 32;
 
 }  // namespace

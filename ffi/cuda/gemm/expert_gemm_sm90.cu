@@ -1,24 +1,25 @@
-// Computes `out[r] = act(W[expert] @ x[r])` for rows that are sorted by expert, with wgmma on
-// Hopper, bf16 and f16; see expert_gemm.cuh for the whole equation.
+// Computes out = act(W[expert] @ x) for rows that are sorted by expert, with wgmma on Hopper, in
+// bf16 and f16. expert_gemm.cuh has the whole equation.
 //
 // wgmma wants M = 64. Weight rows take the M dimension and tokens take N, because N can be as small
 // as 8: an expert with 3 tokens wastes 5 columns instead of 61 rows. The weights are therefore the
 // register operand (A): each thread unpacks FP4 codes into the registers that wgmma reads.
 //
-// A block of threads is kGroups consumer warpgroups and one producer warpgroup. A step is kDepth
-// times 64 of k:
-//   producer warps 0, 1    codes and scales by bulk copies, a lane for each weight tile
-//   producer warps 2, 3    rows of x by 16-byte cp.async into the 128-byte swizzle, zeros past k
-//   consumers              unpack a tile to fragments while the products of the one before run
-// kStages steps are in flight. The tile scheduler hands a block its work units; where an output
-// tile is split, the block stores a partial sum or adds those of others (partial_sums.cuh).
+// Bottleneck: memory bandwidth below about 50 tokens per expert, tensor cores above. Unpacking
+// takes 0.84 logic instructions per weight and hides behind both; test_sass.py has an upper bound.
 //
-// The kernel may start while the one before it ends: what it reads first, the schedule and the
-// weights, is older than that (see moe_w4a16.cu).
+// A block of threads has kGroups consumer warpgroups and one producer warpgroup. One step of the
+// pipeline covers kDepth times 64 of k, and kStages steps are in flight:
+//   producer warps 0, 1    copy codes and scales by bulk copies, one lane for each weight tile
+//   producer warps 2, 3    copy rows of x by cp.async into the 128-byte swizzle, with zeros past k
+//   consumers              unpack a weight tile to fragments while the MMAs of the previous one run
+// tile_scheduler.cuh divides the work. If an output tile is split, the block stores a partial sum,
+// or adds the partial sums of other blocks (partial_sums.cuh).
 //
-// Bottleneck: memory bandwidth up to about 50 rows of an expert, tensor cores above. Unpacking
-// takes 0.84 logic operations a weight and hides behind both; test_sass.py checks that number.
-// Needs: sm_90a. Test: test_cuda_kernel.py, test_sass.py.
+// The kernel may start before the preceding one ends. What it reads first, the schedule and the
+// weights, is then older than the preceding kernel (see moe_w4a16.cu).
+//
+// Needs: sm_90a. Tests: tests/gpu/test_cuda_kernel.py, test_sass.py.
 #include <algorithm>
 
 #include "cuda/epilogues/direct_store.cuh"
@@ -33,14 +34,14 @@ namespace nvfp4 {
 namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr uint32_t kGroupThreads = 128;  // of a warpgroup
+constexpr uint32_t kGroupThreads = 128;  // threads of a warpgroup
 constexpr int kGatherThreads = 64;
-constexpr int kRowBytes = 2 * kTileK;  // of a row of x in a step
+constexpr int kRowBytes = 2 * kTileK;  // one row of x, 64 of k
 constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
 
-// kRows: most rows of a tile; a tile runs the products of its rows rounded up to kRowStep.
-// kTiles: weight tiles of a consumer warpgroup. kDepth: tiles along k in a step. A warpgroup has
-// two tiles of weights in a step, either way.
+// kRows: the most tokens of a tile. The MMAs of a tile cover its tokens rounded up to kRowStep.
+// kTiles: weight tiles of a consumer warpgroup. kDepth: how many times 64 of k a step covers. In
+// each step, a warpgroup has two weight tiles, either side by side or along k.
 template <int kRows_, int kRowStep_, int kTiles_, int kGroups_, int kStages_>
 struct Config {
   static constexpr int kRows = kRows_;
@@ -51,25 +52,26 @@ struct Config {
   static constexpr int kStages = kStages_;
   static constexpr int kBlockTiles = kTiles * kGroups;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-  // Registers of a thread: as many as the launch gives each, moved from producers to consumers.
+  // Registers of a thread. The launch gives each thread the same number, and setmaxnreg then moves
+  // registers from producers to consumers.
   enum {
     kLaunchRegisters = 65536 / kThreads / 8 * 8,
     kProducerRegisters = kRows <= 64 ? 40 : 56,
     kConsumerRegisters = ((kGroups + 1) * kLaunchRegisters - kProducerRegisters) / kGroups / 8 * 8,
   };
-  static constexpr int kSliceBytes = kRows * kRowBytes;  // rows by 64 of k
+  static constexpr int kSliceBytes = kRows * kRowBytes;  // rows of x for 64 of k
   static constexpr int kRowsBytes = kDepth * kSliceBytes;
   static constexpr int kScaleOffset = 2 * kGroups * kTileCodeBytes;
   static constexpr int kWeightBytes = 2 * kGroups * kTileBytes;
   using Staged = StagedStore<kRows, kTiles>;
-  static constexpr int kAlignment = 1024;  // of the swizzle
+  static constexpr int kAlignment = 1024;  // that the swizzle needs
   static constexpr int kSharedBytes =
       kStages * (kRowsBytes + kWeightBytes) + kGroups * Staged::kBytes + kAlignment;
   static_assert(kSharedBytes + 1024 + 48 * kStages <= 228 * 1024, "shared memory of an SM");
   static_assert(48 * kStages <= kDynamicAlignment, "barriers, before the dynamic shared memory");
 };
 
-// A value that is the same for all lanes, so that the compiler knows it, too.
+// Returns a value that is the same for all lanes, in a way that lets the compiler know it.
 template <typename Value>
 __device__ __forceinline__ Value Uniform(Value value) {
   return __shfl_sync(kAllLanes, value, 0);
@@ -83,7 +85,7 @@ struct Shared {
   uint32_t empty;
 };
 
-// Position in the ring of stages.
+// The position in the ring of stages.
 template <typename C>
 struct Ring {
   int stage = 0;
@@ -96,9 +98,11 @@ struct Ring {
   }
 };
 
-// One warp brings codes, another scales: of the weight tiles of `weights`, kBytes each, lane t
-// brings tile t of the block to `target` in the stage. One of them also announces each work unit
-// with its first stage, and the end with an empty one, so that consumers need not look for theirs.
+// Copies codes or scales of weight tiles, kBytes for each tile, from `weights` to `target` in the
+// stage. One warp copies codes, and another one scales. Lane t copies tile t of the block.
+//
+// If `announced` is set, the warp also announces each work unit with its first stage, and the end
+// by an empty work unit. Consumers therefore need not run the tile scheduler.
 template <typename C, int kBytes>
 __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared& shared,
                                                const uint8_t* weights, uint32_t target,
@@ -123,7 +127,8 @@ __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared
       }
       __syncwarp();
       if (lane < count) {
-        // Where k ends inside a step its last tile comes twice, the second time against zeros.
+        // If k ends inside a step, the last tile is copied twice. The second copy is multiplied by
+        // zeros.
         const bool whole = C::kDepth == 1 || (step + 1) * C::kDepth <= k_tiles;
         BulkCopy(stage, source, whole ? C::kDepth * kBytes : kBytes, full);
         if (!whole) BulkCopy(stage + kBytes, source, kBytes, full);
@@ -139,8 +144,9 @@ __device__ __forceinline__ void ProduceWeights(const ExpertGemm& p, const Shared
   }
 }
 
-// Thread `thread` of 64 brings 16 bytes, chunk thread % 8, of rows thread / 8 + 8 i. What lies
-// past the tile's rows stays as it is: it gives sums that nobody stores.
+// Copies rows of x. Thread `thread` of 64 copies 16 bytes, chunk thread % 8, of rows thread / 8 + 8
+// i. Shared memory past the rows of the tile keeps its old bytes; the sums of such rows are not
+// stored.
 template <typename C>
 __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& shared, int thread) {
   constexpr int kCopies = C::kRows * 8 / kGatherThreads;
@@ -153,7 +159,7 @@ __device__ __forceinline__ void ProduceRows(const ExpertGemm& p, const Shared& s
     const WorkUnit& work = scheduler.work;
     const int copies = (work.tile.rows - thread / 8 + 7) / 8;
     uint32_t source[kCopies];  // in units of 16 bytes; see kMaxEngineExtent
-    // All loads of slots before the first use of one, which would wait for it.
+    // All slots are loaded before the first one is used, because its use waits for the load.
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i >= copies) break;
@@ -202,13 +208,13 @@ struct Consumer {
   const ExpertGemm& p;
   const Shared& shared;
   const TileConstants constants;
-  const uint32_t codes;  // this thread's, in the first stage
-  const uint32_t scales;
-  const uint32_t rows;  // address in descriptors of the first stage
+  const uint32_t codes;   // codes of this thread in the first stage
+  const uint32_t scales;  // scales of this thread in the first stage
+  const uint32_t rows;    // descriptor address of the rows in the first stage
   Ring<C> ring;
   float sums[C::kTiles][C::kRows / 2];
 
-  // Read from the hardware each time, which saves registers in the loops.
+  // These two are read from the hardware each time, which saves registers in the loops.
   static __device__ __forceinline__ uint32_t Group() {
     return Uniform(threadIdx.x / kGroupThreads);
   }
@@ -216,7 +222,7 @@ struct Consumer {
 
   __device__ __forceinline__ void AwaitStage() {
     WaitBarrier(shared.full + 8 * ring.stage, ring.phase);
-    FenceAsyncProxy();  // rows came by cp.async, which tensor cores do not see without it
+    FenceAsyncProxy();  // without it, tensor cores do not see rows that came by cp.async
   }
 
   static __device__ __forceinline__ WorkUnit BroadcastWork(const WorkUnit& work) {
@@ -233,7 +239,7 @@ struct Consumer {
     uint2 scales;
   };
 
-  // The weights of tile `tile` of this warpgroup's two of the stage.
+  // Loads the weights of tile `tile`, one of the two tiles that this warpgroup has in the stage.
   __device__ __forceinline__ Packed Load(int tile) {
     const uint32_t offset = ring.stage * C::kWeightBytes;
     return {LoadShared16(codes + offset + tile * kTileCodeBytes),
@@ -244,12 +250,13 @@ struct Consumer {
     UnpackTile<T>(packed.codes, packed.scales, constants, fragments);
   }
 
-  // Where wgmma finds the rows of this stage.
+  // Returns the descriptor address of the rows of this stage.
   __device__ __forceinline__ uint32_t Rows() const {
     return rows + ring.stage * (C::kRowsBytes / 16);
   }
 
-  // The products of `columns` rows, rounded up to kLast * kRowStep at most, found by bisection.
+  // Multiplies `columns` rows, rounded up to at most kLast * kRowStep. A bisection finds the code
+  // for that number of rows.
   template <int kFirst, int kLast>
   __device__ __forceinline__ void Multiply(int columns, uint32_t b,
                                            float (&tile_sums)[C::kRows / 2],
@@ -274,9 +281,9 @@ struct Consumer {
     if (Thread() % 32 == 0) Arrive(shared.empty + 8 * stage);
   }
 
-  // sums = W @ x over `steps` stages. Two sets of fragments take turns, so that the products of one
-  // run while the other is unpacked; each has a name, since an index would move it to memory. What
-  // comes from shared memory is asked for before each wait for products.
+  // sums = W @ x over `steps` stages. Two sets of fragments take turns: the MMAs of one set run
+  // while the other is unpacked. Each set has a name, because an index would move it to local
+  // memory. Loads from shared memory start before each wait for MMAs.
   template <int kFirst, int kLast>
   __device__ __forceinline__ void AccumulateSteps(int columns, int steps) {
 #pragma unroll
@@ -287,7 +294,7 @@ struct Consumer {
     uint32_t even[4][4], odd[4][4];
     uint32_t b = Rows();
     Unpack(Load(0), even);
-    int before = -1;  // stage that the products still in flight read
+    int before = -1;  // stage that MMAs in flight read
     while (true) {
       Multiply<kFirst, kLast>(columns, b, sums[0], even);
       const Packed second = Load(1);
@@ -309,9 +316,9 @@ struct Consumer {
     Release(before);
   }
 
-  // Finds the code for `columns` rows before the loop over k where it may: inside, the branches
-  // take a fifth of the tensor cores' time at 128 rows. With four warpgroups there are no registers
-  // for that, and it would gain little.
+  // Finds the code for `columns` rows before the loop over k, if registers allow. Inside the loop,
+  // the branches would take a fifth of the time of the tensor cores at 128 rows. With four
+  // warpgroups there are not enough registers, and the gain would be small.
   __device__ __forceinline__ void Accumulate(int columns, int steps) {
     constexpr int kLast = C::kRows / C::kRowStep;
     if constexpr (C::kTiles == 2) {
@@ -331,7 +338,7 @@ struct Consumer {
             kGroupThreads, group + 1};
   }
 
-  // The output row of this thread's sorted row.
+  // Returns the output row of the sorted row that this thread has.
   __device__ __forceinline__ int32_t OutputRow(const RowTile& tile) const {
     const int row = static_cast<int>(Thread());
     const bool listed = p.output.slots != nullptr && row < tile.rows;
@@ -362,7 +369,7 @@ struct Consumer {
       AwaitStage();
       const WorkUnit work = BroadcastWork(announced[ring.stage]);
       if (work.begin == work.end) return;
-      // Loads for the outputs come early, so that they are there when the sums are.
+      // Loads for the outputs start early, so that they have arrived when the sums are ready.
       const int32_t output_row = OutputRow(work.tile);
       LaneRows lane_rows[C::kTiles];
       const int m_tile = work.m_block * C::kBlockTiles + Group() * C::kTiles;
@@ -397,7 +404,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncthreads();
   if (!p.plan_is_older) WaitForPrecedingKernel();
 
-  // Passed through a shuffle so that they stay in registers: computing them again is slower.
+  // The shuffles keep these addresses in registers. Computing them again would be slower.
   const auto find_shared = [&] {
     Shared shared;
     shared.rows = (SharedAddress(dynamic) + C::kAlignment - 1) / C::kAlignment * C::kAlignment;
@@ -435,8 +442,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
 }
 
-// rows, step of rows, tiles, groups, stages. Measured on an H200: one block of four warpgroups on a
-// multiprocessor reads weights faster than two blocks of two, which bring the rows twice.
+// The arguments are kRows, kRowStep, kTiles, kGroups and kStages. On an H200, one block of four
+// warpgroups on a multiprocessor reads weights faster than two blocks of two warpgroups, which copy
+// the rows twice.
 using Rows8 = Config<8, 8, 1, 4, 10>;
 using Rows16 = Config<16, 8, 1, 4, 9>;
 using Rows32 = Config<32, 8, 1, 4, 7>;
@@ -444,12 +452,12 @@ using Rows64 = Config<64, 16, 1, 4, 5>;
 using Rows96 = Config<96, 16, 1, 3, 4>;
 using Rows128 = Config<128, 16, 2, 2, 6>;
 
-constexpr int kMaxSms = 132;  // of Hopper
-// Rows up to which no expert is likely to have two: the smallest tile.
+constexpr int kMaxSms = 132;  // multiprocessors of a Hopper GPU, at most
+// Up to this many rows, hardly any expert has two, and the smallest tile is used.
 constexpr int64_t kFewRows = 16;
 
 struct Variant {
-  int64_t max_mean_rows;  // of an expert, up to which this is the one
+  int64_t max_mean_rows;  // used up to this mean number of rows of an expert
   int32_t rows, min_cost, block_tiles, step_tiles, shared_bytes;
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
@@ -486,7 +494,7 @@ const Variant& ChooseVariant(int64_t rows, int64_t experts) {
   if (experts > 1 && rows <= kFewRows) return kVariants[0];
   const int64_t mean = rows / std::max<int64_t>(experts, 1);
   for (const Variant& variant : kVariants) {
-    // One expert has them all; of many, some have several times the mean.
+    // A single expert has all rows. Of many experts, some have several times the mean.
     if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
   }
   return kVariants[std::size(kVariants) - 1];
@@ -494,13 +502,14 @@ const Variant& ChooseVariant(int64_t rows, int64_t experts) {
 
 }  // namespace
 
-// Where many experts have few rows each, the time goes to getting weights into fragments, which
-// mma.sync allows more warps to do at once. On an H200 wgmma took 1552 us for DeepSeek-V3's layer
-// at 64 tokens, mma.sync 1475; at a mean of 8 rows and with few experts wgmma is as fast or faster.
+// If many experts have few rows each, most of the time goes to unpacking weights, and mma.sync lets
+// more warps unpack at once. On an H200, a layer of DeepSeek-V3 with 64 tokens took 1552 us with
+// wgmma and 1475 us with mma.sync. At a mean of 8 rows, or with few experts, wgmma is as fast or
+// faster.
 constexpr int64_t kMmaMeanRows = 7, kMmaExperts = 32;
 
 int64_t MaxSharedBytesSm90() {
-  int64_t most = MaxSharedBytesSm80();  // which some layers take
+  int64_t most = MaxSharedBytesSm80();  // some layers run on that engine
   for (const Variant& variant : kVariants) most = std::max<int64_t>(most, variant.shared_bytes);
   return most;
 }

@@ -1,8 +1,9 @@
-// The product of fp4_groups.cuh by plain arithmetic, from the arrays that the collectives of
-// fp4_gemm_sm100.cu read: what lets everything around those run on other GPUs, and on a CPU. For
-// tests: in no build but those that ask for it.
+// Emulates the GEMM of fp4_groups.cuh with plain arithmetic. It reads the same arrays as the
+// collectives of fp4_gemm_sm100.cu, so that all other kernels for 10.x can run on other GPUs, and
+// on a CPU. It is for tests, and only builds with NVFP4_EMULATE_BLACKWELL have it.
 //
-// A sum of 16 products of codes is exact; it is scaled and added in float32, block after block.
+// A sum of 16 products of codes is exact. It is scaled and added in float32, one block after the
+// other.
 #include "cuda/gemm/fp4_groups.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/elements.cuh"
@@ -14,7 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One row of an operand.
+// One row of an operand of a group.
 struct OperandRow {
   const uint8_t* codes;
   const uint8_t* scales;

@@ -1,13 +1,15 @@
-// The product of fp4_groups.cuh on tcgen05, by two of CUTLASS's grouped block-scaled collectives.
+// Computes the GEMM of fp4_groups.cuh on tcgen05, with two of CUTLASS's grouped block-scaled
+// collectives.
 //
-//   few rows   tiles of 128 weight rows x  64 rows x 256 of k, one multiprocessor each
+//   few rows   tiles of 128 weight rows x  64 rows x 256 of k, on one multiprocessor each
 //   many rows  tiles of 256 weight rows x 256 rows x 256 of k, shared by two multiprocessors
 //
-// Compiled for sm_100f alone: for any other architecture, plain sm_100 included, CUTLASS leaves its
-// kernels empty without a word, which test_sass.py looks for. Never run: there was no such GPU.
+// This file is compiled for sm_100f only. For any other architecture, plain sm_100 included,
+// CUTLASS leaves its kernels empty without a warning; test_sass.py checks that they are not. The
+// kernels were never run, because no such GPU was available.
 //
-// Arguments point to device memory and no size is read back, so the launch can be captured in a
-// CUDA graph. The tensor maps in `workspace` are written by the kernel itself.
+// All arguments point to device memory and no size is read back, so that a CUDA graph can capture
+// the launch. The kernel itself writes the tensor maps in `workspace`.
 #include <cutlass/cutlass.h>
 
 #include <cutlass/gemm/device/gemm_universal_adapter.h>
@@ -63,7 +65,7 @@ struct Collective {
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Problems, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
-  // fp4_groups.cu writes these types as plain numbers.
+  // fp4_groups.cu writes arrays of these types as plain numbers.
   using Scales = typename Mainloop::InternalLayoutSFA;
   static_assert(std::is_same_v<Scales, typename Mainloop::InternalLayoutSFB>);
   static_assert(sizeof(Scales) == sizeof(ScaleLayout));

@@ -1,8 +1,8 @@
-// Writes the arrays of fp4_groups.cuh from where each expert's rows start, and chooses a
+// Writes the arrays of fp4_groups.cuh from the start of each expert's rows, and chooses a
 // collective.
 //
-// A thread writes the entry of one expert, for all products that share the rows, and the place of
-// one sorted row. Test: test_fp4_groups.py.
+// A thread writes the entries of one expert, for all GEMMs that share the rows, and the place of
+// one sorted row. Test: tests/emulation/test_fp4_groups.py.
 #include "cuda/gemm/fp4_groups.cuh"
 
 #include "cuda/launch_kernel.cuh"

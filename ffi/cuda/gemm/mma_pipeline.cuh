@@ -22,12 +22,12 @@
 
 namespace nvfp4 {
 
-constexpr int kSlabs = 2;  // of 16 weight rows, of a warp
+constexpr int kSlabs = 2;  // slabs of 16 weight rows that a warp multiplies
 constexpr int kPipelineBarrier = 1;
 
-// A work unit that has steps in shared memory, and the block's next work unit.
+// A work unit with steps in shared memory, and where the next work unit of the block begins.
 struct SharedWorkUnit {
-  WorkUnit work;  // begins at -1 where it is the end
+  WorkUnit work;  // work.begin is -1 after the last work unit
   int32_t next;
   WorkStart at;
 };
@@ -49,13 +49,14 @@ struct PipelineProducer {
   const ExpertGemm& p;
   uint8_t* const shared;
   const int thread;
-  int32_t steps = 0;  // of the work unit, to be copied; -1 at the end of all
-  int32_t k;          // from here to the end
-  int slot = -1;      // of the work unit
+  int32_t steps = 0;  // steps of the work unit to be copied; -1 after the last work unit
+  int32_t k;          // what is left of k
+  int slot = -1;      // place of the work unit in shared memory
 
   __device__ __forceinline__ Engine& engine() { return static_cast<Engine&>(*this); }
 
-  // After a barrier since the work unit before began.
+  // Finds the next work unit. A barrier must separate this call from the previous one, because the
+  // call reads what one thread has then written to shared memory.
   __device__ __forceinline__ void Next() {
     TileScheduler scheduler(p.rows, p.rule, p.schedule);
     if (slot >= 0) {
@@ -72,8 +73,8 @@ struct PipelineProducer {
     if (more) engine().BeginWork(scheduler.work, own);
   }
 
-  // First weight tile of tile `tile` of the block; past the expert's, whose sums are not stored,
-  // the last one.
+  // Returns the first weight tile, in the order of k, of tile `tile` of the block. Past the last
+  // tile of the expert it returns that last tile. The sums of such a tile are not stored.
   __device__ __forceinline__ uint32_t WeightTile(const WorkUnit& work, int tile) const {
     const int index = min(work.m_block * C::kTiles + tile, p.m_tiles() - 1);
     const uint32_t k_tiles = (p.k + kTileK - 1) / kTileK;
@@ -81,8 +82,8 @@ struct PipelineProducer {
            work.begin * C::kStepTiles;
   }
 
-  // Starts the copies of weights of the first stages, as far as they are of one work unit. Returns
-  // how many.
+  // Starts the copies of weights of the first stages, as far as they belong to the first work unit.
+  // Returns the number of these stages.
   __device__ __forceinline__ int CopyFirstWeights() {
     Next();
     const int count = min(steps, C::kStages - 1);
@@ -109,10 +110,10 @@ struct PipelineProducer {
   }
 };
 
-// Multiplies steps in shared memory. Engine adds
-//   OwnThread()                    as above
+// Multiplies steps in shared memory. An engine defines
+//   OwnThread()                    this thread, as in PipelineProducer
 //   Multiply(stage, rows, full)    sums += W @ x for one step and the rows of a tile
-//   Store(work)                    the outputs of a tile
+//   Store(work)                    stores the outputs of a tile
 template <typename Engine, typename C>
 struct PipelineConsumer {
   const ExpertGemm& p;
@@ -126,7 +127,7 @@ struct PipelineConsumer {
     return {p.schedule, p.partial_sums, 0, 1, engine().OwnThread(), C::kThreads, kPipelineBarrier};
   }
 
-  // Stores a partial sum, or adds those of other blocks and stores the outputs.
+  // Stores a partial sum; or adds the partial sums of other blocks, and stores the outputs.
   __device__ __forceinline__ void Finish(const WorkUnit& work) {
     if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
     if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
@@ -134,11 +135,12 @@ struct PipelineConsumer {
   }
 };
 
-// A block's part of the product. `make_consumer` is called when the first copies are on their way.
+// Computes this block's part of the GEMM. Calls `make_consumer` when the first copies have started.
 template <typename C, typename Producer, typename MakeConsumer>
 __device__ __forceinline__ void RunPipeline(const ExpertGemm& p, uint8_t* shared,
                                             Producer& producer, const MakeConsumer& make_consumer) {
-  // What is older than the kernel before this one need not wait for it.
+  // If the plan is older than the preceding kernel, copies of weights need not wait for that
+  // kernel.
   const int copied = p.plan_is_older ? producer.CopyFirstWeights() : 0;
 #if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
@@ -161,7 +163,8 @@ __device__ __forceinline__ void RunPipeline(const ExpertGemm& p, uint8_t* shared
     ClearSums(consumer.sums);
 #pragma unroll 1
     for (int32_t steps = work.end - work.begin; steps > 0; --steps) {
-      // After the barrier the copies of all threads are here, and all have read the stage before.
+      // After this barrier, the copies of all threads have arrived, and all threads have read the
+      // previous stage.
       WaitCopies<C::kStages - 2>();
       __syncthreads();
       producer.CopyStep((stage == 0 ? C::kStages : stage) - 1);
@@ -172,7 +175,7 @@ __device__ __forceinline__ void RunPipeline(const ExpertGemm& p, uint8_t* shared
   }
 }
 
-// A kernel of an engine, for experts of up to so many rows on average.
+// A kernel of an engine. It is used up to `max_mean_rows` rows of an expert, on average.
 struct PipelineVariant {
   int64_t max_mean_rows;
   int32_t rows, tiles, step_tiles, blocks_per_sm, shared_bytes, partial_sum_bytes;
@@ -198,15 +201,15 @@ const PipelineVariant& ChooseVariant(const PipelineVariant (&variants)[kCount], 
                                      int64_t experts) {
   const int64_t mean = rows / std::max<int64_t>(experts, 1);
   for (const PipelineVariant& variant : variants) {
-    // One expert has them all; of many, some have several times the mean.
+    // A single expert has all rows. Of many experts, some have several times the mean.
     if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
   }
   return variants[kCount - 1];
 }
 
-// Blocks of one multiprocessor: as many as its shared memory holds.
+// Returns how many blocks of a kernel run on one multiprocessor, as far as shared memory allows.
 inline int BlocksPerSm(const PipelineVariant& variant) {
-  constexpr int kReservedBytes = 1024;  // of shared memory, for each block
+  constexpr int kReservedBytes = 1024;  // shared memory that the driver reserves for each block
   const int fitting = MultiprocessorSharedBytes() / (variant.shared_bytes + kReservedBytes);
   return std::clamp(fitting, 1, variant.blocks_per_sm);
 }
@@ -220,7 +223,7 @@ int64_t MaxSharedBytes(const PipelineVariant (&variants)[kCount]) {
   return most;
 }
 
-// `min_cost` is that of TileRule.
+// Plans a GEMM. `min_cost` is that of TileRule.
 template <size_t kCount>
 GemmPlan PlanPipeline(const PipelineVariant (&variants)[kCount], int32_t min_cost, int64_t rows,
                       int64_t experts) {

@@ -155,7 +155,7 @@ __device__ void StoreOutput(const PlainOutput& output, int64_t index, float valu
   }
 }
 
-// The tile of this block.
+// Returns the tile of this block.
 __device__ __forceinline__ RowTile FindTile(const PlainGemm& p) {
   const ListedTile tile = p.rows.tiles[blockIdx.x];
   return {tile.expert, tile.row, min(kTileRows, tile.end - tile.row)};
@@ -177,7 +177,8 @@ __device__ void StoreTile(const PlainGemm& p, const RowTile& tile, float unit, c
   for (int index = threadIdx.x; index < tile.rows << shift; index += kThreads) {
     const int row = index >> shift;
     const TileColumn at = ColumnOfTile(p, index & ((1 << shift) - 1));
-    // The padding of a gated tile is whole groups of 16 weight rows, so that gate decides for up.
+    // Padding of a gated tile is whole groups of 16 weight rows. If the gate row is padding, so is
+    // the up row.
     if (at.column >= p.columns || WeightRowOfTile(p, at.gate).row < 0) continue;
     const int sorted_row = tile.row + row;
     const float row_scale = p.left.row_scale == nullptr ? 1.0f : p.left.row_scale[sorted_row];
@@ -404,7 +405,7 @@ cudaError_t LaunchPlainGemm(cudaStream_t stream, const PlainGemm& gemm) {
       }
       break;
   }
-  // Codes times block scales are exact in bf16, whatever type the activations had.
+  // Codes times block scales are exact in bf16, whatever the type of the activations was.
   return Launch(stream, grid, kThreads, PlainGemmTensor<__nv_bfloat16, QuantizedRow>, gemm);
 }
 

@@ -1,4 +1,4 @@
-// The grouped product that every op of this extension is made of; see plain_gemm.cu.
+// The plain grouped GEMM, for calls that no engine supports; see plain_gemm.cu.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,39 +8,39 @@
 
 namespace nvfp4 {
 
-constexpr int kTileRows = 64;  // of a row tile of the product
+constexpr int kTileRows = 64;  // most rows of a tile
 constexpr TileRule kPlainRule = {kTileRows, kTileRows};
 
-// Left operand: rows of T, or rows of NVFP4 codes with a float32 scale each.
+// The left operand: rows of T, or rows of NVFP4 codes with a float32 scale for each row.
 struct PlainLeft {
-  const void* values;    // [*, k] of `type`; null where quantized
-  const int32_t* slots;  // where set, sorted row r is row slots[r] / slots_per_row
+  const void* values;    // [*, k] of `type`; null if quantized
+  const int32_t* slots;  // if set, sorted row r is row slots[r] / slots_per_row
   int32_t slots_per_row;
-  const float* slot_weights;   // where set, row r is multiplied by slot_weights[slots[r]] first
+  const float* slot_weights;   // if set, row r is first multiplied by slot_weights[slots[r]]
   const uint8_t* codes;        // [rows, k/2], in sorted order
   const uint8_t* block_scale;  // [rows, k/16]
   const float* row_scale;      // [rows]
 };
 
-// PlainOutput: [*, columns] of `type`.
+// The output [*, columns] of `type`.
 struct PlainOutput {
   void* values;
   DataType type;
-  const int32_t* slots;  // where set, sorted row r goes to row slots[r]
+  const int32_t* slots;  // if set, sorted row r goes to row slots[r]
 };
 
 struct PlainGemm {
   ExpertRows rows;
-  int64_t max_tiles;  // bound of rows.num_tiles: the grid
-  DataType type;      // of the left operand as the caller has it
+  int64_t max_tiles;  // upper bound of rows.num_tiles; the size of the grid
+  DataType type;      // type of the activations of the caller
   PlainLeft left;
   ExpertWeights weight;
-  int64_t weight_rows;  // of an expert, without padding
-  int64_t bias_rows;    // likewise
-  int32_t parts;        // global scales of an expert
+  int64_t weight_rows;  // weight rows of an expert, without padding
+  int64_t bias_rows;    // elements of the bias of an expert
+  int32_t parts;        // number of global scales of an expert
   int32_t k;
   int32_t columns;  // outputs of a row, after the activation
-  bool activate;    // the columns are activations of one or two weight rows
+  bool activate;    // each column is the activation of one or two weight rows
   ActivationParameters activation;
   PlainOutput output;
 };

@@ -1,16 +1,20 @@
-// Weights in the byte order "mma_64x64" of layouts.py, on their way into registers.
+// Unpacks weights in the layout "mma_64x64" (numerics/layouts.py) to registers.
 //
-// A tile is 64 rows by 64 of k: 2048 bytes of codes and 256 bytes of scales. Thread t of the 128
-// that share a tile, warp w, lane 4 g + q, owns 16 bytes of codes: its fragments of the four
-// products of 16 x 16 of k that make 64 (see mma.cuh), rows "low" 16 w + g and "high" 8 below.
-// Scales: 8 bytes for a row pair, which four threads share.
+// A tile is 64 rows by 64 of k: 2048 bytes of codes and 256 bytes of scales. 128 threads share a
+// tile. Thread t, in lane 4 g + q of warp w, owns 16 bytes of codes. They are its fragments for the
+// four MMAs over 16 of k (see mma.cuh), for the "low" row 16 w + g and the "high" row, which is 8
+// rows below. Each pair of rows has 8 bytes of scales, which four threads share.
 //
-// Codes. Bits 15, 8, 7, 6 of a 16-bit half hold a code so that the half, read as bf16, is
-// code * 2^-126: sign, two exponent bits, one mantissa bit. Sixteen codes fill two words with four
-// rotations (see UnpackPair), which costs one logic operation a weight.
-// Scales. E5M3 without a sign, exponent bias 10: eight bits put below the exponent bits 0x7000
-// read as bf16 are scale * 2^107. The product is code * scale * 2^-19, exact.
-// In f16 the same bits move up by three: code * 2^-14, scale * 2^7, product * 2^-7, exact too.
+// Codes: bits 15, 8, 7 and 6 of a 16-bit half hold one code. The half, read as bf16, is then code *
+// 2^-126: a sign, two exponent bits, and one mantissa bit. Four rotations put sixteen codes in
+// place from two words (see UnpackPair), which takes one logic instruction per weight.
+//
+// Scales: a scale is E5M3 without a sign, with an exponent bias of 10. Its eight bits, placed below
+// the exponent bits 0x7000 and read as bf16, are scale * 2^107. The product is code * scale *
+// 2^-19, and is exact.
+//
+// In f16, the same bits move up by three: code * 2^-14, scale * 2^7, and the product code * scale *
+// 2^-7, which is exact too.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,21 +26,21 @@
 
 namespace nvfp4 {
 
-constexpr int kTileM = 64;            // rows of a tile
-constexpr int kTileK = 64;            // of k
+constexpr int kTileM = 64;            // weight rows of a tile
+constexpr int kTileK = 64;            // k of a tile
 constexpr int kTileCodeBytes = 2048;  // 16 for each of 128 threads
 constexpr int kTileScaleBytes = 256;  // 8 for each of 32 row pairs
 constexpr uint32_t kCodeBits = 0x81c081c0u;
-constexpr uint32_t kFirstWordBits = 0x60306030u;  // bits of the leftover codes that word a holds
+constexpr uint32_t kFirstWordBits = 0x60306030u;  // bits of the remaining codes that word a holds
 
-// What a float32 sum of products has to be multiplied by.
+// The factor that a float32 sum of products must be multiplied by.
 template <typename T>
 constexpr float kProductUnit = 0x1p19f;
 template <>
 constexpr float kProductUnit<__half> = 0x1p7f;
 
-// An argument of the kernel, so that the compiler takes it for a register: as an immediate it would
-// cost a logic operation its third input.
+// Constants that kernels take as an argument, so that the compiler keeps them in a register. As an
+// immediate, the constant would leave a logic instruction no room for its third input.
 struct TileConstants {
   uint32_t scale_exponent;
 };
@@ -50,7 +54,7 @@ __device__ __forceinline__ uint32_t RotateRight(uint32_t word, int bits) {
   return __funnelshift_r(word, word, bits);
 }
 
-// The code bits of `word`, as a pair of T.
+// Returns the code bits of `word`, as a pair of T.
 template <typename T>
 __device__ __forceinline__ uint32_t CodePair(uint32_t word) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -60,7 +64,7 @@ __device__ __forceinline__ uint32_t CodePair(uint32_t word) {
   }
 }
 
-// pair * (low or high half of scales), both halves.
+// Returns pair * s for both halves of `pair`, where s is the low or the high half of `scales`.
 template <typename T, bool kHigh>
 __device__ __forceinline__ uint32_t ScalePair(uint32_t pair, uint32_t scales) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -76,8 +80,8 @@ __device__ __forceinline__ uint32_t ScalePair(uint32_t pair, uint32_t scales) {
   }
 }
 
-// Scales of the low and the high row for one step of 16 of k, as a pair of T. `word` holds two
-// steps: even at bits 4 and 20, odd eight further.
+// Returns the scales of the low and the high row for one step of 16 of k, as a pair of T. `word`
+// holds two steps: the even one at bits 4 and 20, and the odd one 8 bits further.
 template <typename T>
 __device__ __forceinline__ uint32_t StepScales(uint32_t word, bool odd, uint32_t exponent) {
   const uint32_t bits = (odd ? RotateRight(word, 8) : word) & 0x0ff00ff0u;
@@ -88,7 +92,7 @@ __device__ __forceinline__ uint32_t StepScales(uint32_t word, bool odd, uint32_t
   }
 }
 
-// Two words of codes and one of scales -> fragments of two steps of 16 of k.
+// Unpacks two words of codes and one word of scales to the fragments of two steps of 16 of k.
 template <typename T>
 __device__ __forceinline__ void UnpackPair(uint32_t a, uint32_t b, uint32_t scales,
                                            const TileConstants& constants, uint32_t (&even)[4],
@@ -106,7 +110,7 @@ __device__ __forceinline__ void UnpackPair(uint32_t a, uint32_t b, uint32_t scal
   odd[3] = ScalePair<T, true>(CodePair<T>(rest << 2), so);
 }
 
-// All four steps of a tile.
+// Unpacks all four steps of a tile.
 template <typename T>
 __device__ __forceinline__ void UnpackTile(const uint4& codes, const uint2& scales,
                                            const TileConstants& constants,
