@@ -1,6 +1,7 @@
-// The expert activations in float32; the names and the clamps are those of shapes.h.
+// The activations of experts in float32. shapes.h has their names and clamps.
 //
-// Comparisons, not fminf and fmaxf: those drop a NaN, and a NaN must reach the output.
+// The clamps are comparisons and not fminf and fmaxf, which drop a NaN: a NaN must reach the
+// output.
 #pragma once
 
 #include <cmath>
@@ -10,7 +11,8 @@
 
 namespace nvfp4 {
 
-// On a device the quotient is within 2 ulp: IEEE division would triple the code of an epilogue.
+// On a device, the quotient has an error of up to 2 ulp. IEEE division would triple the code of an
+// epilogue.
 NVFP4_HOST_DEVICE float Sigmoid(float z) {
 #if defined(__CUDA_ARCH__)
   return __fdividef(1.0f, 1.0f + expf(-z));
@@ -22,7 +24,7 @@ NVFP4_HOST_DEVICE float Sigmoid(float z) {
 NVFP4_HOST_DEVICE float AtMost(float value, float limit) { return value > limit ? limit : value; }
 NVFP4_HOST_DEVICE float AtLeast(float value, float limit) { return value < limit ? limit : value; }
 
-// act(gate) without the factor `up`.
+// Returns act(gate) without the factor `up`.
 NVFP4_HOST_DEVICE float ActivateGate(const ActivationParameters& p, float gate) {
   const float g = AtMost(gate, p.limit);
   switch (p.kind) {
@@ -30,7 +32,7 @@ NVFP4_HOST_DEVICE float ActivateGate(const ActivationParameters& p, float gate) 
       return g * Sigmoid(g);
     case Activation::kSwigluOai:
       return g * Sigmoid(p.alpha * g);
-    // erfc keeps the relative accuracy of the negative tail, 1 + erf does not.
+    // erfc keeps the relative accuracy of the negative tail; 1 + erf does not.
     case Activation::kGelu:
       return 0.5f * g * erfcf(-0.70710678118654752f * g);
     // (1 + tanh z) / 2 = sigmoid(2 z)

@@ -1,4 +1,4 @@
-// The combination of 16-bit outputs, for the layers on engines; see combine.cuh.
+// Combines 16-bit outputs, for the layers that run on engines; see combine.cuh.
 #include "cuda/epilogues/combine.cuh"
 
 namespace nvfp4 {

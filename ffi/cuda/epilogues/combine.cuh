@@ -1,16 +1,16 @@
-// The end of an expert layer: y[t] = sum of weight[t, j] * output(t, j) over j in order, where
-// output(t, j) is what expert j of token t gave. Sums are float32.
+// The last step of an expert layer: y[t] = sum over j, in order, of weight[t, j] * output(t, j),
+// where output(t, j) is the output of expert j of token t. Sums are float32.
 //
-// Where the outputs of the second product come from is a template parameter, a struct with
-//   Value, stride            the type and the distance of rows in memory
-//   Row(slot)                the row of a slot, slot = t * top_k + j
-//   Values()                 the first row
-//   Scale(row, expert)       loaded with the values
+// The source of the outputs of GEMM 2 is a template parameter, a struct with
+//   Value, stride            the type of the outputs, and the distance of rows in memory
+//   Row(slot)                returns the row of a slot, where slot = t * top_k + j
+//   Values()                 returns the first row
+//   Scale(row, expert)       returns a scale, which is loaded together with the values
 //   Output(value, scale, expert, column)
-// Outputs of slots that are not routed are never read: nobody wrote them.
+// Outputs of slots that are not routed are never read, because nobody wrote them.
 //
-// Bottleneck: reading the outputs. A thread takes 16 bytes of each row: 8 columns, of float32 4.
-// Test: test_cuda_kernel.py, test_emulation.py.
+// Bottleneck: reading the outputs. A thread reads 16 bytes of each row: 8 columns of 16 bits, or 4
+// of float32. Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,15 +26,15 @@
 namespace nvfp4 {
 
 struct CombineTokens {
-  const int32_t* expert_ids;    // [t, top_k], any value
-  const float* expert_weights;  // [t, top_k], or null: all 1
+  const int32_t* expert_ids;    // [t, top_k]; any value
+  const float* expert_weights;  // [t, top_k]; if null, all weights are 1
   void* y;                      // [t, h]
   int64_t t;
   int32_t h;  // a multiple of 16
   int32_t top_k, num_experts;
 };
 
-// Outputs [t, top_k, h] as the second product stored them, scaled and with their bias.
+// The outputs [t, top_k, h] of GEMM 2, which has applied scales and bias.
 template <typename T>
 struct FinishedOutputs {
   using Value = T;
@@ -50,9 +50,9 @@ struct FinishedOutputs {
 };
 
 constexpr int kCombineThreads = 256;
-constexpr int kChoices = 8;  // of a token, loaded at once: one after the other they would wait
+constexpr int kChoices = 8;  // choices of a token that are loaded at once, so that loads overlap
 
-// Choices `first` to first + kChoices - 1 of a token; a row is -1 where none is routed.
+// Choices `first` to first + kChoices - 1 of a token. The row of a choice that is not routed is -1.
 struct Choices {
   int32_t experts[kChoices];
   int32_t rows[kChoices];
@@ -75,7 +75,7 @@ __device__ __forceinline__ Choices LoadChoices(const CombineTokens& p, const Sou
   return choices;
 }
 
-// 16 bytes of the rows of a token for each thread.
+// Combines the rows of a token. Each thread handles 16 bytes of each row.
 template <typename T, typename Source>
 __global__ void __launch_bounds__(kCombineThreads)
     Combine(const CombineTokens p, const Source source) {
@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(kCombineThreads)
   if (index >= p.t * vectors) return;
   const auto token = static_cast<int32_t>(index / vectors);
   const auto column = static_cast<int32_t>(index % vectors) * kVector;
-  // Ids, weights and rows are older than the kernel before this one.
+  // Ids, weights and rows were written before the preceding kernel, so that loading them need not
+  // wait for it.
   Choices choices = LoadChoices(p, source, token, 0);
 #if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
@@ -128,8 +129,9 @@ __global__ void __launch_bounds__(kCombineThreads)
   }
 }
 
-// `overlaps`: the kernel may start before the one ahead of it in the stream has ended. Ids, weights
-// and rows must then be older than that one, and the values of `source` not newer.
+// Launches Combine. If `overlaps` is set, the kernel may start before the one ahead of it in the
+// stream has ended. Ids, weights and rows must then be older than that kernel; only the values of
+// `source` may be its results.
 template <typename T, typename Source>
 cudaError_t LaunchCombine(cudaStream_t stream, const CombineTokens& tokens, const Source& source,
                           bool overlaps) {
@@ -139,7 +141,8 @@ cudaError_t LaunchCombine(cudaStream_t stream, const CombineTokens& tokens, cons
                     Combine<T, Source>, tokens, source);
 }
 
-// Of outputs [t, top_k, h] of `type`, bf16 or f16; overlaps.
+// Combines outputs [t, top_k, h] of `type`, bf16 or f16. The kernel overlaps with the one ahead of
+// it.
 cudaError_t LaunchCombineOutputs(cudaStream_t stream, DataType type, const CombineTokens& tokens,
                                  const void* outputs);
 

@@ -1,15 +1,15 @@
-// Finished outputs from registers straight to memory.
+// Stores finished outputs from registers directly to global memory.
 //
-// movmatrix transposes eight weight rows by eight sorted rows, so that lane 4 g + q stores columns
-// 2 q and 2 q + 1 of sorted row g.
+// movmatrix transposes eight weight rows by eight sorted rows. Lane 4 g + q then stores columns 2 q
+// and 2 q + 1 of sorted row g.
 #pragma once
 
 #include "cuda/epilogues/finish.cuh"
 
 namespace nvfp4 {
 
-// Columns `column` and `column` + 1 of a row of `columns`; `column` is even, rows of odd length are
-// aligned to two bytes only.
+// Stores columns `column` and `column` + 1 of a row of `columns`; `column` is even. If `columns` is
+// odd, rows are aligned to two bytes only, so that the columns are stored one by one.
 __device__ __forceinline__ void StorePair(uint16_t* row, int column, int columns, uint32_t pair) {
   if (columns % 2 == 0) {
     if (column < columns) *reinterpret_cast<uint32_t*>(row + column) = pair;
@@ -19,7 +19,7 @@ __device__ __forceinline__ void StorePair(uint16_t* row, int column, int columns
   if (column + 1 < columns) row[column + 1] = static_cast<uint16_t>(pair >> 16);
 }
 
-// Of sorted row row + g, which goes to output row `place`.
+// Stores the outputs of sorted row row + g to output row `place`.
 template <typename T>
 __device__ __forceinline__ void StoreRows(const TileStore<T>& store, int row, int32_t place,
                                           const OutputPairs& pairs) {
@@ -38,8 +38,8 @@ __device__ __forceinline__ void StoreRows(const TileStore<T>& store, int row, in
   if (!p.gated()) StorePair(out, first + 8 + 2 * q, p.columns, right);
 }
 
-// Stores the outputs of the tile's sorted rows, straight from registers; uses up `sums`. All lanes
-// of the warp take part.
+// Stores the outputs of the sorted rows of a tile, and uses up `sums`. All lanes of the warp must
+// call it.
 template <typename T, int kSize>
 __device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& tile, int m_tile,
                                           int warp, float (&sums)[kSize]) {
@@ -53,12 +53,12 @@ __device__ __forceinline__ void StoreTile(const ExpertGemm& p, const RowTile& ti
   });
 }
 
-// Output rows of the rows of a tile: lane l of a warp has those of rows l + 32 i.
+// The output rows of a tile: lane l of a warp has those of rows l + 32 i of the tile.
 template <int kRows>
 struct OutputPlaces {
   int32_t places[(kRows + 31) / 32];
 
-  // `slots` are those of the tile's rows, or null.
+  // `slots` are the slots of the tile's rows, or null.
   __device__ __forceinline__ OutputPlaces(const int32_t* slots, const RowTile& tile) {
 #pragma unroll
     for (int i = 0; i < (kRows + 31) / 32; ++i) {
@@ -68,7 +68,8 @@ struct OutputPlaces {
   }
 };
 
-// sums -> outputs in straight code for each eight rows: nothing waits for what is before it.
+// Stores outputs by code that is unrolled over groups of eight rows, so that no group waits for the
+// one before.
 template <Finish kFinish, typename T, int kSize, int kRows>
 __device__ __forceinline__ void StoreUnrolled(const TileStore<T>& store,
                                               const OutputPlaces<kRows>& places,
@@ -83,7 +84,7 @@ __device__ __forceinline__ void StoreUnrolled(const TileStore<T>& store,
   }
 }
 
-// As StoreTile, with the loads done before.
+// As StoreTile, for `rows` and `places` that were loaded before.
 template <typename T, int kSize, int kRows>
 __device__ __forceinline__ void StoreLoadedTile(const ExpertGemm& p, const RowTile& tile,
                                                 int m_tile, int warp, const LaneRows& rows,

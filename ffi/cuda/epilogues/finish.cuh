@@ -1,13 +1,15 @@
-// From float32 sums in fragments to finished outputs in registers: scales, bias, activation,
-// rounding to 16 bits. How outputs reach memory is in direct_store.cuh, rounded_store.cuh,
-// staged_store.cuh and quantized_store.cuh.
+// Turns float32 sums in fragments into finished outputs in registers: scales, bias, activation, and
+// rounding to 16 bits. direct_store.cuh, rounded_store.cuh, staged_store.cuh and
+// quantized_store.cuh store the outputs.
 //
-// Sums are those of one 64-row weight tile, warp w of four. Lane 4 g + q holds two sums of its low
-// weight row and two of its high one, for each eight sorted rows 8 j to 8 j + 7. They belong to
-// sorted rows 2 q and 2 q + 1 of the eight. Those of the low row are sums[4 j + {0, 1}], and those
-// of the high row are sums[4 j + {2, 3}] (see weight_tile.cuh). In a gated layer the
-// low row is a gate row and the high one its up row, so that the activation stays in registers.
-// Where gate and up alternate in the checkpoint (swigluoai) the pair is in the neighboring lane.
+// Sums are those of a weight tile of 64 rows, in warp w of four. For each eight sorted rows 8 j to
+// 8 j + 7, lane 4 g + q holds two sums of its low weight row and two of its high one. They belong
+// to sorted rows 2 q and 2 q + 1 of the eight. Those of the low row are sums[4 j + {0, 1}], and
+// those of the high row are sums[4 j + {2, 3}] (see weight_tile.cuh).
+//
+// In a gated layer, the low row is a gate row and the high row is its up row, so that the
+// activation needs no other lane. If gate and up alternate in the checkpoint (swigluoai), the two
+// rows of a pair are in neighboring lanes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,25 +37,27 @@ __device__ __forceinline__ uint32_t MakePair<__half>(float first, float second) 
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// What a lane knows of its two weight rows, low and high; of rows that are padding, anything.
+// The scales and biases of the two weight rows of a lane, low and high. For rows that are padding,
+// the values are arbitrary.
 struct LaneRows {
   float scale[2];  // global scales
   float bias[2];
 };
 
-// First weight row of a warp; of a gated layer the first pair of gate and up.
+// Returns the first weight row of a warp or, in a gated layer, its first pair of gate and up.
 __device__ __forceinline__ int FirstRow(const ExpertGemm& p, int m_tile, int warp) {
   return p.gated() ? m_tile * (kTileM / 2) + warp * 8 : m_tile * kTileM + warp * 16;
 }
 
-// Which of one or two global scales is that of weight row `row` of `all_rows`.
+// Returns which of one or two global scales weight row `row` of `all_rows` has.
 __device__ __forceinline__ int PartOf(const ExpertGemm& p, int row, int all_rows) {
   if (p.parts == 1) return 0;
   const bool alternate = p.gated() && p.activation.interleaved;
   return alternate ? row & 1 : static_cast<int>(2 * row >= all_rows);
 }
 
-// Only starts the loads: what is done with them here would wait for each.
+// Loads the rows of a lane. It only starts loads, because using a value here would wait for its
+// load.
 __device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert, int m_tile,
                                                  int warp) {
   const int all_rows = p.gated() ? 2 * p.columns : p.columns;
@@ -75,9 +79,9 @@ __device__ __forceinline__ LaneRows LoadLaneRows(const ExpertGemm& p, int expert
   return rows;
 }
 
-// What is done to sums. Most products are of the first three kinds, which are unrolled where that
-// pays. The last kind has every other case. It is a rolled loop: ten copies of erfc for every eight
-// rows would be a megabyte of code.
+// The kinds of epilogues. Most GEMMs have one of the first three kinds, which are unrolled where
+// that pays. The last kind handles every other case in a rolled loop: ten copies of erfc for every
+// eight rows would be a megabyte of code.
 enum class Finish { kPlain, kSilu, kRelu2, kAny };
 
 __host__ __device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
@@ -91,39 +95,39 @@ __host__ __device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
   return kind == Activation::kRelu2 && !p.activation.gated ? Finish::kRelu2 : Finish::kAny;
 }
 
-// Whether the epilogues can round outputs to NVFP4 on their way. Where gate and up alternate,
-// neighbouring outputs come from different tiles.
+// Whether an epilogue can round outputs to NVFP4. If gate and up alternate, it cannot, because
+// neighboring outputs come from different tiles.
 inline bool CanRoundOutputs(const ActivationParameters& activation) {
   return !(activation.gated && activation.interleaved);
 }
 
-// Outputs of two sorted rows, rounded: of the low weight row and of the high one, which is void
-// where the two were a gate and an up row.
+// The outputs of two sorted rows, rounded: those of the low weight row, and those of the high one.
+// `high` has no meaning if the two rows were a gate and an up row.
 struct OutputPairs {
   uint32_t low;
   uint32_t high;
 };
 
-// What a lane does with one weight tile's sums, to outputs of type T.
+// Computes the outputs that a lane has of one weight tile, in type T.
 template <typename T>
 struct TileStore {
   const ExpertGemm& p;
   const RowTile& tile;
   const LaneRows rows;
-  const int first;  // weight row, or pair, of the warp
+  const int first;  // first weight row, or pair, of the warp
   const int g, q;
 
   __device__ __forceinline__ float RowScale(int row) const {
     return p.left.row_scale != nullptr && row < tile.rows ? p.left.row_scale[tile.row + row] : 1.0f;
   }
 
-  // low and high of one sorted row -> outputs, both in the places of their weight rows; where
-  // gated the output is in low.
+  // Replaces the scaled sums low and high of one sorted row by outputs, each in the place of its
+  // weight row. If gated, the output is in low.
   template <Finish kFinish>
   __device__ __forceinline__ void Activate(float& low, float& high) const {
     if constexpr (kFinish == Finish::kSilu) {
-      // low * sigmoid(low) * high, off by no more than |low| * 2^-23 of it: to 16-bit outputs that
-      // is nothing, and a third of the instructions.
+      // low * sigmoid(low) * high with a relative error of at most |low| * 2^-23. That does not
+      // matter for 16-bit outputs, and takes a third of the instructions.
       const float sigmoid = FastReciprocal(1.0f + FastExp2(low * -1.4426950408889634f));
       low = low * sigmoid * high;
     } else if constexpr (kFinish == Finish::kRelu2) {
@@ -137,7 +141,8 @@ struct TileStore {
         return;
       }
       if (p.activation.interleaved) {
-        // Even g has both gates and odd g both ups: one exchange gives each lane a pair.
+        // A lane with even g has two gates, and its neighbor with odd g the two ups. One exchange
+        // gives each lane a pair.
         const bool odd = g & 1;
         const float other = __shfl_xor_sync(0xffffffffu, odd ? low : high, 4);
         low = odd ? other : low;
@@ -147,7 +152,7 @@ struct TileStore {
     }
   }
 
-  // Of the fragment of sorted rows row to row + 7.
+  // Computes the outputs of the fragment of sorted rows row to row + 7.
   template <Finish kFinish>
   __device__ __forceinline__ OutputPairs Finished(int row, float a, float b, float c,
                                                   float d) const {
@@ -163,7 +168,7 @@ struct TileStore {
   }
 };
 
-// `unit` is what the engine's sums have to be multiplied by.
+// Makes the TileStore of a weight tile. The sums of the engine must be multiplied by `unit`.
 template <typename T>
 __device__ __forceinline__ TileStore<T> MakeTileStore(const ExpertGemm& p, const RowTile& tile,
                                                       const LaneRows& rows, int m_tile, int warp,
@@ -175,8 +180,8 @@ __device__ __forceinline__ TileStore<T> MakeTileStore(const ExpertGemm& p, const
   return {p, tile, scaled, FirstRow(p, m_tile, warp), lane / 4, lane % 4};
 }
 
-// Calls store(row, pairs) for each eight sorted rows of the tile, the sums passing through the
-// first four: in little code. Uses up `sums`.
+// Calls store(row, pairs) for each eight sorted rows of the tile, in little code: a loop shifts the
+// sums through the first four places. Uses up `sums`.
 template <typename T, int kSize, typename Function>
 __device__ __forceinline__ void FinishRolled(const TileStore<T>& tile_store, float (&sums)[kSize],
                                              const Function& store) {

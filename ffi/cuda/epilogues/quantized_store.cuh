@@ -1,10 +1,13 @@
-// From float32 sums in fragments to NVFP4: the activation of one product as the left operand of the
-// next, without a pass over memory in between.
+// Turns float32 sums in fragments into NVFP4 codes and block scales: the activations of GEMM 1
+// become the left operand of GEMM 2, without a pass over memory in between.
 //
-// A block of 16 outputs that share a scale comes from one 16-row slab, or, of a gated layer, from
-// slabs 2 w and 2 w + 1 (see fp4_64x64_gated in layouts.py): always from one warp. Turned around by
-// Transpose, the four lanes of g have the block of sorted row g, columns 2 q, 2 q + 1 and 8
-// further. Values are rounded to T first: the same bits as storing them and launching QuantizeRows.
+// A block of 16 outputs that share a scale comes from one slab of 16 weight rows or, in a gated
+// layer, from slabs 2 w and 2 w + 1 (see fp4_64x64_gated in numerics/layouts.py). Both slabs are in
+// the same warp. After Transpose, the four lanes of g have the block of sorted row g. A lane has
+// columns 2 q and 2 q + 1, and the two columns 8 further.
+//
+// Values are rounded to T first. The bits are those of storing the values and launching
+// QuantizeRows.
 #pragma once
 
 #include "cuda/epilogues/finish.cuh"
@@ -19,8 +22,8 @@ struct QuantizedStore {
   const float input_scale;
   const int g, q;
 
-  // The block of columns from `column` on, of sorted row row + g: two pairs of it for each lane.
-  // The last block of a row brings the zeros that pad it.
+  // Stores the block of columns from `column` on, of sorted row row + g. Each lane gives two pairs
+  // of the block. The last block of a row also stores the zeros that pad the row.
   __device__ __forceinline__ void Store(int row, int column, uint32_t left, uint32_t right) const {
     const uint32_t pairs[2] = {left, right};
     uint32_t words[2] = {0, 0};
@@ -46,8 +49,8 @@ struct QuantizedStore {
   }
 };
 
-// Quantizes the outputs of two neighbouring slabs of one warp and uses up their sums. A loop: what
-// is done to eight rows is long, and the next warp's products can hide it.
+// Quantizes the outputs of two neighboring slabs of one warp, and uses up their sums. The loop is
+// not unrolled: the work on eight rows is long, and MMAs of other warps can hide it.
 template <Finish kFinish, typename T, int kSize>
 __device__ __forceinline__ void QuantizeSlabs(const TileStore<T> (&slabs)[2],
                                               const QuantizedStore<T>& store,

@@ -1,5 +1,5 @@
-// Finished outputs rounded to NVFP4 and stored as code * block scale in 16 bits, for the next
-// product of a W4A4 layer on a 16-bit engine. A block of 16 outputs is in one warp.
+// Rounds finished outputs to NVFP4 and stores them as code * block scale in 16 bits, for GEMM 2 of
+// a W4A4 layer on a 16-bit engine. A block of 16 outputs is in one warp.
 #pragma once
 
 #include "cuda/epilogues/finish.cuh"
@@ -7,8 +7,8 @@
 
 namespace nvfp4 {
 
-// Rounds the 16 columns from `first` on, of which `left` and `right` are eight each, and stores
-// those of sorted row row + g.
+// Rounds the block of 16 columns from store.first on, and stores those of sorted row row + g.
+// `left` and `right` have eight columns each.
 template <typename T>
 __device__ __forceinline__ void StoreRoundedBlock(const TileStore<T>& store, int row, uint32_t left,
                                                   uint32_t right, float input_scale) {
@@ -24,9 +24,9 @@ __device__ __forceinline__ void StoreRoundedBlock(const TileStore<T>& store, int
   *reinterpret_cast<uint32_t*>(out + 8) = pairs[1];
 }
 
-// Rounds and stores eight sorted rows of two slabs of 16 weight rows that follow each other. A
-// block of 16 is a slab; of a gated layer it is the eight outputs of each. `sums` are four of each
-// slab.
+// Rounds and stores eight sorted rows of two consecutive slabs of 16 weight rows. Without a gate,
+// each slab is a block of 16 outputs. In a gated layer, each slab gives eight outputs, and both
+// together are a block. `first` and `second` point to four sums of each slab.
 template <Finish kFinish, typename T>
 __device__ __forceinline__ void StoreRoundedRows(const TileStore<T> (&stores)[2], float input_scale,
                                                  int row, const float* first, const float* second) {
@@ -59,7 +59,8 @@ __device__ __forceinline__ void StoreRoundedUnrolled(const TileStore<T> (&stores
   }
 }
 
-// Of a whole tile, whose outputs are not listed; uses up `sums`.
+// Rounds and stores the outputs of a whole tile to consecutive rows, and uses up `sums`.
+// p.output.slots is not used.
 template <typename T, int kSize>
 __device__ __forceinline__ void StoreRoundedSlabs(const TileStore<T> (&stores)[2],
                                                   float (&sums)[2][kSize]) {

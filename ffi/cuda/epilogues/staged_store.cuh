@@ -1,10 +1,11 @@
-// Outputs of a warpgroup on their way to memory: registers, shared memory, then lines of each
-// output row. Stored straight from registers they would be 16 bytes each, which takes longer
-// than the products of a short k. (Bulk copies would not wait, but they are started lane by lane.)
+// Stores the outputs of a warpgroup by way of shared memory, so that they reach global memory as
+// long contiguous parts of each output row. Directly from registers, a store would have only 16
+// bytes of a row, and the stores would take longer than the MMAs of a short k. Bulk copies would
+// not have to wait, but lanes must start them one by one.
 //
-// In shared memory a sorted row has the outputs of the warpgroup's kTiles weight tiles, 128 bytes
-// each (64 where gate and up make one), and 16 bytes more: its output row, and so that eight rows
-// that stmatrix writes at once are in different banks.
+// In shared memory, a sorted row has the outputs of the kTiles weight tiles of the warpgroup, 128
+// bytes for each tile (64 bytes in a gated layer), and 16 bytes more. These hold the output row.
+// They also put the eight rows that stmatrix writes at once into different banks.
 #pragma once
 
 #include "cuda/epilogues/finish.cuh"
@@ -13,7 +14,8 @@
 
 namespace nvfp4 {
 
-// Units of 16 bytes are moved; interleaved pairs go to two places.
+// Whether outputs can be stored by way of shared memory. They move in units of 16 bytes, and
+// interleaved pairs would go to two places.
 __device__ __forceinline__ bool CanStage(const ExpertGemm& p) {
   return p.columns % 8 == 0 && !(p.gated() && p.activation.interleaved);
 }
@@ -26,17 +28,18 @@ struct StagedStore {
   static_assert(kRows <= kThreads, "a thread for each row");
 
   const ExpertGemm& p;
-  const uint32_t buffer;  // shared memory, kBytes
-  const int barrier;      // of the warpgroup
+  const uint32_t buffer;  // in shared memory, kBytes bytes
+  const int barrier;      // id of the barrier of the warpgroup
   const int thread;
 
-  // Returns when all have sent the last tile; thread r knows the output row of sorted row r.
+  // Waits until all threads have sent the previous tile. Thread r gives the output row of sorted
+  // row r.
   __device__ __forceinline__ void Begin(int32_t output_row) const {
     SyncGroup(barrier, kThreads);
     if (thread < kRows) StoreShared4(buffer + (thread + 1) * kRowBytes - 16, output_row);
   }
 
-  // Puts in the outputs of the warpgroup's weight tile `t`; uses up `sums`.
+  // Puts the outputs of weight tile `t` of the warpgroup into shared memory, and uses up `sums`.
   template <typename T, int kSize>
   __device__ __forceinline__ void Put(const RowTile& tile, int m_tile, int t, const LaneRows& rows,
                                       float (&sums)[kSize]) const {
@@ -59,7 +62,7 @@ struct StagedStore {
     }
   }
 
-  // Stores all; `first` is the first weight row or pair of the warpgroup.
+  // Stores all outputs. `first` is the first weight row, or pair, of the warpgroup.
   template <typename T>
   __device__ __forceinline__ void Send(const RowTile& tile, int first) const {
     SyncGroup(barrier, kThreads);
@@ -72,7 +75,7 @@ struct StagedStore {
   }
 
  private:
-  // Rows of kColumns outputs, 16 bytes a thread at a time.
+  // Stores rows of kColumns outputs; each thread stores 16 bytes at a time.
   template <int kColumns>
   __device__ __forceinline__ void SendRows(const RowTile& tile, int first) const {
     constexpr int kChunks = kColumns / 8, kRowsAtOnce = kThreads / kChunks;
@@ -102,8 +105,8 @@ struct StagedStore {
     }
   }
 
-  // As SendRows, rounding to NVFP4: two neighbouring lanes have a block of 16. Output rows are the
-  // sorted ones.
+  // As SendRows, but rounds to NVFP4. Two neighboring lanes have a block of 16. The output rows are
+  // the sorted rows.
   template <typename T>
   __device__ __forceinline__ void SendRounded(const RowTile& tile, int first) const {
     const int chunks = kTiles * kTileM / (p.gated() ? 16 : 8), rows_at_once = kThreads / chunks;
@@ -113,7 +116,7 @@ struct StagedStore {
                     static_cast<int64_t>(tile.row + own_row) * p.columns + column;
 #pragma unroll 1
     for (int row = 0; row < tile.rows; row += rows_at_once) {
-      const int source = min(row + own_row, kRows - 1);  // past the tile: anything, not stored
+      const int source = min(row + own_row, kRows - 1);  // rows past the tile are not stored
       const uint4 outputs = LoadShared16(buffer + source * kRowBytes + 16 * chunk);
       uint32_t pairs[4] = {outputs.x, outputs.y, outputs.z, outputs.w};
       RoundSpreadBlock<T, 2>(input_scale, pairs);
@@ -124,8 +127,8 @@ struct StagedStore {
     }
   }
 
-  // Full tiles have code without a branch for every eight rows, each of which would wait for the
-  // one before.
+  // Full tiles have code without a branch for every eight rows. With branches, each eight rows
+  // would wait for those before.
   template <Finish kFinish, typename T, int kSize>
   __device__ __forceinline__ void PutUnrolled(const TileStore<T>& store, uint32_t place,
                                               const float (&sums)[kSize]) const {

@@ -28,7 +28,7 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 8;  // 16-bit elements of 16 bytes
+constexpr int kVector = 8;  // 16-bit elements in 16 bytes
 
 struct Workspace {
   ProductTables tables;

@@ -1,7 +1,7 @@
-// Blocks of 16 activations or weights on their way from global memory to registers.
+// Loads blocks of 16 activations or weights from global memory to registers.
 //
-// 16 is the NVFP4 block and the divisor of every k, so all loads here are aligned and whole:
-// 32 or 64 bytes of activations, 8 bytes of codes and 1 byte of scale.
+// 16 is the size of an NVFP4 block and divides every k. All loads are therefore aligned and whole:
+// 32 or 64 bytes of activations, 8 bytes of codes, and 1 byte of scale.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,8 +32,9 @@ __device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float value) {
   return __float2bfloat16_rn(value);
 }
 
-// scale * value of the eight codes of `word`, lowest nibble first; exact.
-// The three magnitude bits, put at the top of a float's mantissa, read as value * 2^-126.
+// Computes scale * value of the eight codes of `word`, the lowest nibble first. The result is
+// exact. The three bits of a magnitude, placed at the top of the mantissa of a float32, read as
+// value * 2^-126.
 NVFP4_HOST_DEVICE void DecodeWord(uint32_t word, float scale, float* values) {
   for (int j = 0; j < 8; ++j) {
     const uint32_t top = word << (28 - 4 * j);
@@ -42,8 +43,8 @@ NVFP4_HOST_DEVICE void DecodeWord(uint32_t word, float scale, float* values) {
   }
 }
 
-// Whether a kernel may write the memory that it reads. What it never writes may be read by __ldg;
-// after a write in the same kernel, the value that __ldg returns is undefined.
+// Whether a kernel may write the memory that it reads. __ldg may read memory that the kernel never
+// writes. If the kernel has written it, the value that __ldg returns is undefined.
 enum class Access { kReadOnly, kReadWrite };
 
 template <Access kAccess, typename Vector>
@@ -55,8 +56,8 @@ __device__ __forceinline__ Vector LoadAs(const Vector* source) {
   }
 }
 
-// A row of T in global memory, 16 values at a time; each is multiplied by `weight` and rounded
-// to T where `weighted`. A null row reads as zeros.
+// A row of T in global memory, which is read 16 values at a time. If `weighted` is set, each value
+// is multiplied by `weight` and rounded to T. A null row reads as zeros.
 template <typename T, Access kAccess = Access::kReadOnly>
 struct PlainRow {
   const T* row = nullptr;
@@ -82,7 +83,7 @@ struct PlainRow {
   }
 };
 
-// 16 values to aligned memory, 16 bytes at a time.
+// Stores 16 values to aligned memory, 16 bytes at a time.
 template <typename T>
 __device__ __forceinline__ void StoreBlock(T* target, const T (&values)[16]) {
   uint4 words[sizeof(T)];
@@ -93,8 +94,8 @@ __device__ __forceinline__ void StoreBlock(T* target, const T (&values)[16]) {
   }
 }
 
-// A row of codes and block scales, 16 values at a time: code * scale without the global scale,
-// which is exact in every T. A null row reads as zeros.
+// A row of codes and block scales, which is read 16 values at a time. A value is code * scale
+// without the global scale, and is exact in each T. A null row reads as zeros.
 struct QuantizedRow {
   const uint8_t* codes = nullptr;
   const uint8_t* scales = nullptr;

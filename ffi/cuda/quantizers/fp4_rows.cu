@@ -1,12 +1,12 @@
-// Rows on their way into and out of the FP4 products of Blackwell's data-centre GPUs.
+// Prepares the rows of the FP4 GEMMs of compute capability 10.x, and processes their sums.
 //
-//   ScaleRows     row_scale[r] = amax(row r) / 2688, where scales are those of rows
-//   QuantizeRows  gathered or activated rows -> codes, and block scales in tiles of 128x4
-//   FinishRows    sums of a product -> y
+//   ScaleFp4Rows     row_scale[r] = amax(row r) / 2688, if each row has its own scale
+//   QuantizeFp4Rows  gathered or activated rows -> codes, and block scales in tiles of 128x4
+//   FinishFp4Rows    sums of a GEMM -> y
 //
-// Bound by: reading rows and sums. A thread takes a block of 16 values, or 8 where none is
-// quantized. Quotients are those of IEEE division (quantize_block.cuh). Ordinary code for every
-// GPU. Test: test_emulation_sm100.py.
+// Bottleneck: reading rows and sums. A thread processes a block of 16 values, or 8 values if
+// nothing is quantized. Quotients are those of IEEE division (quantize_block.cuh). The code runs on
+// every GPU. Test: tests/emulation/test_emulation_sm100.py.
 #include "cuda/quantizers/fp4_rows.cuh"
 
 #include "cuda/epilogues/combine.cuh"
@@ -19,7 +19,7 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 8;  // bfloat16 of 16 bytes
+constexpr int kVector = 8;  // bfloat16 in 16 bytes
 
 __device__ __forceinline__ float Round(float value) {
   return ToFloat(FromFloat<__nv_bfloat16>(value));
@@ -36,7 +36,7 @@ __device__ __forceinline__ void LoadValues(const __nv_bfloat16* source, float (&
   }
 }
 
-// Block `block` of sorted row `row`.
+// Loads block `block` of sorted row `row`.
 __device__ void LoadBlock(const GatheredRows& p, int64_t row, int32_t, int32_t block,
                           float (&values)[kBlock]) {
   const int64_t slot = p.slots != nullptr ? p.slots[row] : row;
@@ -48,7 +48,8 @@ __device__ void LoadBlock(const GatheredRows& p, int64_t row, int32_t, int32_t b
   for (int j = 0; j < kBlock; ++j) values[j] = Round(values[j] * weight);
 }
 
-// One choice for sixteen values: the instructions that run stand together.
+// Activates a block. The kind of activation is chosen once for sixteen values, so that the
+// instructions that run are contiguous.
 template <Activation kKind, bool kGated>
 __device__ __forceinline__ void ActivateAs(ActivationParameters p, const float (&gates)[kBlock],
                                            const float (&ups)[kBlock], float (&values)[kBlock]) {
@@ -111,7 +112,8 @@ __device__ void LoadBlock(const ActivatedRows& p, int64_t row, int32_t expert, i
   ActivateBlock<true>(p.activation, gates, ups, values);
 }
 
-// Largest magnitude as bits: unsigned order puts infinity above all numbers and NaN above it.
+// Returns the largest magnitude as bits. Their order as unsigned numbers puts infinity above all
+// numbers, and NaN above infinity.
 __device__ __forceinline__ uint32_t LargestBits(const float (&values)[kBlock]) {
   uint32_t largest = 0;
 #pragma unroll
@@ -119,7 +121,7 @@ __device__ __forceinline__ uint32_t LargestBits(const float (&values)[kBlock]) {
   return largest;
 }
 
-// One block of threads a row.
+// A block of threads computes the scale of one row.
 template <typename Source>
 __global__ void __launch_bounds__(kThreads)
     ScaleFp4Rows(const Fp4Quantizer p, const Source source) {
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
   StoreValues(y + row * p.columns, column, p.columns, values);
 }
 
-// The outputs of the second product, before scales and bias.
+// The outputs of GEMM 2, before scales and bias, as a source of Combine.
 struct Fp4Outputs {
   using Value = __nv_bfloat16;
   Fp4Sums sums;

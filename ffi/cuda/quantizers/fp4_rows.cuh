@@ -1,5 +1,6 @@
-// What stands between the products of moe_w4a4_sm100.cu and grouped_gemm_w4a4_sm100.cu: rows are
-// quantized to the form of fp4_groups.cuh, and the sums of a product become values.
+// The steps between the GEMMs of moe_w4a4_sm100.cu and grouped_gemm_w4a4_sm100.cu: rows are
+// quantized to the form of fp4_groups.cuh, and scales and biases turn the sums of a GEMM into
+// values.
 #pragma once
 
 #include "cuda/epilogues/activations.cuh"
@@ -7,19 +8,20 @@
 
 namespace nvfp4 {
 
-// value[r, j] = sum[r, j] * global_scale[e, part of j] * (scale of row r) + bias[e, j]
+// The sums of a GEMM: value[r, j] = sum[r, j] * global_scale[e, part of j] * (scale of row r) +
+// bias[e, j].
 struct Fp4Sums {
   const __nv_bfloat16* values;  // [rows, stride]
   int64_t stride;
   int32_t columns;
   const float* global_scale;  // [e, parts]
   int32_t parts;
-  bool interleaved;          // columns of the two parts alternate
-  const float* input_scale;  // [e], or null: scales are those of rows
+  bool interleaved;          // whether columns of the two parts alternate
+  const float* input_scale;  // [e]; null if each row has its own scale
   const float* row_scale;    // [rows]
   const float* bias;         // [e, columns] or null
 
-  // Of columns of one part: the scale of a row's sums.
+  // Returns the scale of the sums of a row, for columns of one part.
   __device__ __forceinline__ float Scale(int64_t row, int64_t expert, int part) const {
     return global_scale[expert * parts + part] *
            (input_scale != nullptr ? input_scale[expert] : row_scale[row]);
@@ -47,8 +49,8 @@ inline Fp4Sums MakeFp4Sums(const __nv_bfloat16* values, int64_t stride, int64_t 
           weight.bias};
 }
 
-// Row r of the sorted rows is x[slots[r] / slots_per_row] * slot_weights[slots[r]], rounded to
-// bfloat16; x[r] without slots, unweighted without weights.
+// Sorted row r is x[slots[r] / slots_per_row] * slot_weights[slots[r]], rounded to bfloat16.
+// Without slots it is x[r], and without slot_weights nothing is multiplied.
 struct GatheredRows {
   const __nv_bfloat16* x;  // [*, k]
   const int32_t* slots;
@@ -57,7 +59,7 @@ struct GatheredRows {
   int32_t k;
 };
 
-// Row r is the activation of the values of sums[r], rounded to bfloat16.
+// Sorted row r is the activation of the values of sums[r], rounded to bfloat16.
 struct ActivatedRows {
   Fp4Sums sums;
   ActivationParameters activation;
@@ -67,30 +69,31 @@ struct ActivatedRows {
 // How rows are quantized.
 struct Fp4Quantizer {
   ExpertRows rows;
-  int64_t max_rows;  // bound of rows.starts[num_experts]
+  int64_t max_rows;  // upper bound of rows.starts[num_experts]
   int32_t num_experts;
-  const float* input_scale;  // [e], or null: amax(row) / 2688
-  float* row_scale;          // [max_rows], written where input_scale is null
+  const float* input_scale;  // [e]; if null, amax(row) / 2688
+  float* row_scale;          // [max_rows]; written if input_scale is null
   Fp4Rows output;
 };
 
-// Quantizes as formats.quantize does, but that a block which holds NaN or infinity gets the scale
-// NaN; pads with zeros.
+// Quantizes rows with the same bits as `numerics.nvfp4.quantize`, with one exception: a block that
+// holds NaN or infinity gets the scale NaN. Pads rows with zeros.
 cudaError_t LaunchQuantizeFp4(cudaStream_t stream, const Fp4Quantizer& quantizer,
                               const GatheredRows& source);
 cudaError_t LaunchQuantizeFp4(cudaStream_t stream, const Fp4Quantizer& quantizer,
                               const ActivatedRows& source);
 
-// y[r, columns] = the values of sums, for the rows that experts own.
+// y[r] = the values of sums[r], for the rows that experts own.
 cudaError_t LaunchFinishFp4(cudaStream_t stream, const Fp4Sums& sums, const ExpertRows& rows,
                             int64_t max_rows, int64_t num_experts, __nv_bfloat16* y);
 
-// y[t] = sum over j in order of weights[t, j] * the values of sums[places[t, j]], of one part.
+// y[t] = sum over j, in order, of weights[t, j] * the values of sums[places[t, j]]. The sums have
+// one part.
 struct Fp4Combine {
   Fp4Sums sums;
-  const int32_t* places;        // [t, top_k], of slots that are routed
+  const int32_t* places;        // [t, top_k]; set for slots that are routed
   const int32_t* expert_ids;    // [t, top_k]
-  const float* expert_weights;  // [t, top_k], or null: all 1
+  const float* expert_weights;  // [t, top_k]; if null, all weights are 1
   __nv_bfloat16* y;             // [t, columns]
   int64_t t;
   int32_t top_k, num_experts;

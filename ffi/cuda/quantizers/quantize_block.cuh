@@ -1,11 +1,12 @@
-// One block of 16 values to NVFP4 in registers, bit for bit as EncodeValue does one by one.
+// Quantizes one block of 16 values to NVFP4 in registers, with the same bits as EncodeValue gives
+// for each value.
 //
 //   codes   SplitBlock, FindBlockScale, EncodeBlock: 8 bytes of codes, and the byte of the scale
 //   values  SplitBlock, FindBlockScale, RoundBlock: code * block scale in T, exact in 16 bits
 //
-// A value costs three instructions to divide and four to round (nvfp4.h); the tensor cores' own
-// format comes with a conversion instruction for two, which takes the place of those four. Blocks
-// with scales too extreme, or with values that saturate, take a few instructions more.
+// A value takes three instructions to divide and four to round (nvfp4.h). GPUs with FP4 tensor
+// cores have one instruction that converts two values, in place of those four. Blocks whose scale
+// is very large or small, or whose values saturate, take a few more instructions.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +18,7 @@
 #include "cuda/quantizers/elements.cuh"
 #include "nvfp4.h"
 
-// Devices whose family has the conversion to E2M1.
+// Devices that have the conversion to E2M1.
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)
 #if __CUDA_ARCH__ >= 1000
 #define NVFP4_NATIVE_E2M1
@@ -26,15 +27,16 @@
 
 namespace nvfp4 {
 
-// The largest magnitude of words of T, one or two values each; NaN where one of them is.
+// Finds the largest magnitude of words of T, which hold one or two values each. It is NaN if a
+// value is NaN.
 template <typename T>
 class LargestMagnitude {
  public:
-  // Clears the signs of a word, and returns it.
+  // Adds a word. Returns it without its signs.
   __device__ __forceinline__ uint32_t Add(uint32_t word) {
     const uint32_t bits = word & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu);
     if constexpr (sizeof(T) == 4) {
-      largest_ = max(largest_, bits);  // ordered as numbers, with infinity and NaN on top
+      largest_ = max(largest_, bits);  // as numbers, with infinity and NaN on top
     } else {
       Pair all, pair;
       std::memcpy(&all, &largest_, sizeof(all));
@@ -60,13 +62,13 @@ class LargestMagnitude {
   uint32_t largest_ = 0;
 };
 
-// 16 values taken apart.
+// The 16 values of a block, split into signs and magnitudes.
 template <typename T>
 struct SplitBlock {
   static constexpr int kWords = 4 * sizeof(T);
-  uint32_t words[kWords];  // as they are in memory; of these, the signs will count
+  uint32_t words[kWords];  // the values as in memory; only their signs are used
   float magnitudes[kBlock];
-  float largest;  // NaN where one of them is
+  float largest;  // NaN if one of them is NaN
 
   __device__ __forceinline__ explicit SplitBlock(const T (&values)[kBlock]) {
     std::memcpy(words, values, sizeof(words));
@@ -83,7 +85,7 @@ struct SplitBlock {
         magnitudes[2 * w] = both.x;
         magnitudes[2 * w + 1] = both.y;
       } else {
-        // Written as a shift, the compiler would clear the sign once more.
+        // With a shift in place of this instruction, the compiler would clear the sign once more.
         magnitudes[2 * w] = BitsFloat(__byte_perm(bits, 0, 0x1044));
         magnitudes[2 * w + 1] = BitsFloat(bits & 0xffff0000u);
       }
@@ -91,12 +93,13 @@ struct SplitBlock {
     largest = all.Value();
   }
 
-  // Bit of the sign of value j in its word.
+  // Returns the bit of the sign of value j in its word.
   static __device__ __forceinline__ uint32_t SignOf(int j) {
     return sizeof(T) == 4 || j % 2 == 1 ? 0x80000000u : 0x8000u;
   }
 
-  // Makes of magnitudes and the block's scale, of the sign of g squared, what RoundE2M1 takes.
+  // Divides the magnitudes by `s`, so that RoundE2M1 can take them. `s` is block scale * g. It is
+  // not negative, because the block scale has the sign of the global scale g.
   __device__ __forceinline__ void Divide(float s) {
     if (!DividesBlock(largest, s)) {
       const BlockRescue rescue = RescueBlock(&s);
@@ -111,7 +114,7 @@ struct SplitBlock {
   }
 };
 
-// Codes of eight quotients in [0, 7), the first in the lowest nibble.
+// Returns the codes of eight quotients in [0, 7), the first in the lowest nibble.
 __device__ __forceinline__ uint32_t EncodeQuotients(const float* q) {
 #if defined(NVFP4_NATIVE_E2M1)
   uint32_t codes;
@@ -137,7 +140,7 @@ __device__ __forceinline__ uint32_t EncodeQuotients(const float* q) {
 #endif
 }
 
-// Signs of eight values of T in memory order, at bits 3, 7, ..., 31.
+// Returns the signs of eight values of T in memory order, at bits 3, 7, ..., 31.
 template <typename T>
 __device__ __forceinline__ uint32_t GatherSigns(const uint32_t* words) {
   uint32_t even, odd;  // the highest bytes of values 0, 2, 4, 6 and of 1, 3, 5, 7
@@ -155,7 +158,8 @@ __device__ __forceinline__ uint32_t GatherSigns(const uint32_t* words) {
   return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
 }
 
-// Codes of a block under the scale `s` = block scale * g; `s` of 0 or NaN gives zeros.
+// Returns the codes of a block under the scale `s` = block scale * g. If s is 0 or NaN, the codes
+// are 0.
 template <typename T>
 __device__ __forceinline__ uint2 EncodeBlock(SplitBlock<T> block, float s) {
   block.Divide(s);
@@ -165,8 +169,8 @@ __device__ __forceinline__ uint2 EncodeBlock(SplitBlock<T> block, float s) {
       EncodeQuotients(block.magnitudes + 8) | GatherSigns<T>(words + SplitBlock<T>::kWords / 2));
 }
 
-// The scale of a block of activations. A block that holds NaN or infinity gets NaN, so that the
-// whole row of the product is NaN and no infinity turns into 6 * 448.
+// Returns the scale of a block of activations. A block that holds NaN or infinity gets NaN. The
+// whole row of the GEMM is then NaN; otherwise, an infinity would become 6 * 448.
 template <typename T>
 __device__ __forceinline__ BlockScale FindActivationScale(const SplitBlock<T>& block,
                                                           const BlockDivisor& divisor) {
@@ -174,7 +178,7 @@ __device__ __forceinline__ BlockScale FindActivationScale(const SplitBlock<T>& b
   return FindBlockScale(finite ? block.largest : BitsFloat(0x7fc00000u), divisor);
 }
 
-// code * block_scale of each value.
+// Replaces the values by code * block_scale.
 template <typename T>
 __device__ __forceinline__ void RoundBlock(SplitBlock<T> block, float block_scale, float s,
                                            T (&values)[kBlock]) {
@@ -193,7 +197,7 @@ __device__ __forceinline__ void RoundBlock(SplitBlock<T> block, float block_scal
   std::memcpy(values, words, sizeof(words));
 }
 
-// Rounds a block of activations under global scale g: code * block scale of each value.
+// Rounds a block of activations under the global scale g: each value becomes code * block scale.
 template <typename T>
 __device__ __forceinline__ void RoundActivations(float g, T (&values)[kBlock]) {
   const SplitBlock<T> block(values);

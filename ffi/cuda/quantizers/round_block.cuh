@@ -1,5 +1,5 @@
-// A block of 16 outputs, spread over lanes, to NVFP4, bit for bit what QuantizeRows makes of them
-// (quantize.cu), without another pass over memory.
+// Quantizes a block of 16 outputs that is spread over lanes, with the same bits as QuantizeRows
+// (quantize.cu). The outputs need no further pass over memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,15 +24,16 @@ __device__ __forceinline__ uint32_t HalfBits(float value) {
   return *reinterpret_cast<const uint16_t*>(&half);
 }
 
-// Quantizes a block of which kLanes neighbouring lanes hold kPairs pairs of T each; all lanes of
-// the warp take part. Calls put(j, E2M1 of the magnitude of value j, sign bit, block scale) for the
-// lane's values, and returns the byte of the scale: NaN where the block holds NaN or infinity.
+// Quantizes a block that kLanes neighboring lanes share; each lane holds kPairs pairs of T. All
+// lanes of the warp must call it. It calls put(j, E2M1 of the magnitude of value j, sign bit, block
+// scale) for each value of the lane. It returns the byte of the scale, which is NaN if the block
+// holds NaN or infinity.
 template <typename T, int kLanes, int kPairs, typename Put>
 __device__ __forceinline__ uint8_t QuantizeSpreadBlock(float input_scale,
                                                        const uint32_t (&pairs)[kPairs],
                                                        const Put& put) {
   static_assert(2 * kLanes * kPairs == kBlock, "the values of one block scale");
-  uint32_t largest = 0;  // as bits: NaN is above infinity and that above all numbers
+  uint32_t largest = 0;  // as bits: NaN is above infinity, and infinity above all numbers
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     largest = max(largest, max(pairs[i] & 0x7fffu, pairs[i] >> 16 & 0x7fffu));
@@ -60,7 +61,7 @@ __device__ __forceinline__ uint8_t QuantizeSpreadBlock(float input_scale,
   return scale.byte;
 }
 
-// Makes of each value code * block scale; of a block with NaN or infinity, NaN.
+// Replaces each value by code * block scale. All values of a block with NaN or infinity become NaN.
 template <typename T, int kLanes, int kPairs>
 __device__ __forceinline__ void RoundSpreadBlock(float input_scale, uint32_t (&pairs)[kPairs]) {
   uint32_t rounded[kPairs] = {};
