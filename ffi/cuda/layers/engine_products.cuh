@@ -35,7 +35,7 @@ inline ProductTables TakeProductTables(Sections* sections, int64_t max_rows, int
   return tables;
 }
 
-// How many tokens one chunk has, which bounds memory: as many as sort_by_expert.cu sorts.
+// How many tokens one chunk has: as many as sort_by_expert.cu can sort. Chunks bound the workspace.
 inline int64_t ChunkTokens(const MoEShape& shape) {
   constexpr int64_t kChunkSlots = 65536;
   return std::min(shape.t, kChunkSlots / std::max<int64_t>(shape.top_k, 1));

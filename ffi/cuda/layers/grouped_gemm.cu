@@ -1,9 +1,11 @@
 // Computes y[r] = W[e(r)] @ x[r] * global_scale + bias for rows that come sorted by expert, with
-// the plain products. A linear layer is the case of one expert. This target takes every call that
-// grouped_gemm_w4a16.cu does not.
+// the plain GEMM. A linear layer is the case of one expert. The targets for sm_80 and sm_90a run
+// every call here that grouped_gemm_w4a16.cu does not support.
 //
-// Launches: tiles from group_sizes, and zeros for rows that no expert owns (sort_by_expert.cu);
-// quantization of x in W4A4 (quantize.cu); the product (plain_gemm.cu).
+// Launches:
+//   rows        lists tiles, and writes zeros to rows that no expert owns   group_rows.cu
+//   quantize    in W4A4: quantizes x                                        quantize.cu
+//   GEMM        W, bias -> y                                                plain_gemm.cu
 #include "cuda/gemm/plain_gemm.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/elements.cuh"

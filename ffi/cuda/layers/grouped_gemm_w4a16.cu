@@ -2,9 +2,11 @@
 // engine of an architecture. A linear layer is the case of one expert. In W4A4, rows are rounded to
 // NVFP4 first (see moe_w4a16.cu).
 //
-// Two launches for each chunk of rows. The first lists tiles, plans the GEMM, and writes zeros to
-// rows that no expert owns (sort_by_expert.cu). The second is the GEMM (expert_gemm_sm90.cu or
-// expert_gemm_sm80.cu), which may start before the first ends.
+// Launches for each chunk of rows:
+//   rows        lists tiles, plans the GEMM, and writes zeros to rows
+//               that no expert owns                                         group_rows.cu
+//   round       in W4A4: rounds x                                           quantize.cu
+//   GEMM        W, bias -> y; may start before the launch before it ends    expert_gemm_sm*.cu
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
 #include "cuda/layers/round_rows.cuh"

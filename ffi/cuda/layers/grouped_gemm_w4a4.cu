@@ -1,10 +1,12 @@
 // Computes y[r] = W[e(r)] @ q(x[r]) + bias for rows that come sorted by expert, in bf16 or f16 on
-// FP4 tensor cores of compute capability 12.x; q rounds to NVFP4. A linear layer is the case of one
+// FP4 tensor cores of compute capability 12.x. q rounds to NVFP4. A linear layer is the case of one
 // expert.
 //
-// Three launches for each chunk of rows. The first lists tiles, plans the GEMM, and writes zeros to
-// rows that no expert owns (sort_by_expert.cu). The second quantizes x (quantize.cu). The third is
-// the GEMM (expert_gemm_sm120.cu).
+// Launches for each chunk of rows:
+//   rows        lists tiles, plans the GEMM, and writes zeros to rows
+//               that no expert owns                                         group_rows.cu
+//   quantize    quantizes x                                                 quantize.cu
+//   GEMM        W, bias -> y                                                expert_gemm_sm120.cu
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
 #include "cuda/layers/round_rows.cuh"

@@ -1,13 +1,15 @@
 // Computes y[r] = W[e(r)] @ q(x[r]) + bias in W4A4 on FP4 tensor cores of compute capability 10.x,
-// in bf16; q rounds to NVFP4. Rows come sorted by expert. A linear layer is the case of one expert.
+// in bf16. q rounds to NVFP4. Rows come sorted by expert. A linear layer is the case of one expert.
 //
 // Launches:
-//   rows        of each expert; zeros for rows that no expert owns          sort_by_expert.cu
-//   pack        the arguments of the collective                             fp4_groups.cu
-//   quantize    x                                                           fp4_rows.cu
-//   GEMM        y itself, where one number scales all sums of an expert and y is aligned; otherwise
-//               unscaled sums                                               fp4_gemm_sm100.cu
-//   scale       scales and bias on those sums                               fp4_rows.cu
+//   rows        starts of each expert; zeros for rows that no expert owns   group_rows.cu
+//   pack        packs the arguments of the collective                       fp4_groups.cu
+//   quantize    quantizes x                                                 fp4_rows.cu
+//   GEMM        writes y or, if y needs a further launch, unscaled sums     fp4_gemm_sm100.cu
+//   finish      applies scales and bias to these sums                       fp4_rows.cu
+//
+// The GEMM can write y itself if one number scales all sums of an expert, there is no bias, and the
+// rows of y are aligned to 16 bytes.
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/fp4_rows.cuh"
 #include "cuda/routing/group_rows.cuh"
@@ -24,7 +26,7 @@ struct Workspace {
   uint8_t* codes;
   uint8_t* block_scale;
   float* row_scale;     // [m]
-  __nv_bfloat16* sums;  // [m, n up to 8]; unused where the GEMM writes y
+  __nv_bfloat16* sums;  // [m, n rounded up to 8s]; unused if the GEMM writes y
   void* collective;
   int64_t bytes;
 };

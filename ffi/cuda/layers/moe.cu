@@ -1,17 +1,18 @@
-// Computes one expert layer with the plain products, for any type:
+// Computes one expert layer with the plain GEMM, for any type:
 //   y[t] = sum_j w[t, j] * (W2[e] @ act(W1[e] @ x[t] + b1[e]) + b2[e]), e = ids[t, j]
 //
 // Launches for each chunk of tokens:
 //   sort        sorts slots by expert, and lists tiles           sort_by_expert.cu
-//   quantize    gathers and quantizes x, in W4A4                 quantize.cu
+//   quantize    in W4A4: gathers and quantizes x                 quantize.cu
 //   GEMM 1      gathers x; W1, bias, activation -> a [rows, i]   plain_gemm.cu
-//   quantize    quantizes a, in W4A4                             quantize.cu
+//   quantize    in W4A4: quantizes a                             quantize.cu
 //   GEMM 2      W2, bias -> d [slots, h] float32                 plain_gemm.cu
-//   combine     y[t] = sum of w[t, j] * d[t, j], in order of j   combine.cu
+//   combine     y[t] = sum of w[t, j] * d[t, j], in order of j   combine.cuh
 //
-// Chunks bound the workspace (d has 4 h bytes a slot) and keep slot counts within 16 bits. A chunk
-// of 32768 slots is large enough that reading the weights again for the next chunk costs nothing.
-// The engines' layers run the same sequence with faster kernels.
+// Chunks bound the workspace (d has 4 h bytes for each slot) and keep slot counts within 16 bits.
+// Every chunk reads the weights again. With 32768 slots in a chunk, that time does not matter.
+//
+// The layers on engines run the same sequence with faster kernels.
 #include <algorithm>
 
 #include "cuda/epilogues/combine.cuh"
@@ -36,7 +37,7 @@ struct MoEWorkspace {
   ExpertRows rows;
   uint8_t* activated;       // [slots, i] of x's type, in sorted order
   float* down;              // [slots, h]
-  QuantizedRows quantized;  // room that W4A16 leaves unused, an eighth of the rest
+  QuantizedRows quantized;  // unused in W4A16; an eighth of the other arrays
   int64_t bytes;
 };
 
@@ -66,7 +67,7 @@ cudaError_t LaunchCombineFloats(cudaStream_t stream, DataType type, const Combin
   return cudaErrorInvalidValue;
 }
 
-// The tokens of one chunk, and what is known about it.
+// The tokens of one chunk.
 struct Chunk {
   const uint8_t* x;
   const int32_t* expert_ids;
@@ -76,7 +77,7 @@ struct Chunk {
   int64_t slots;
 };
 
-// Quantizes `operand` where the call asks for it, and points it to the codes.
+// Quantizes `operand` if the call asks for it, and points `operand` to the codes.
 cudaError_t QuantizeOperand(cudaStream_t stream, const MoECall& call, const MoEWorkspace& workspace,
                             int64_t max_rows, int64_t k, const float* input_scale,
                             PlainLeft* operand) {

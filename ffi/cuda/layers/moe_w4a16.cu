@@ -5,12 +5,12 @@
 //
 // Launches for each chunk of tokens:
 //   sort        sorts slots by expert, lists tiles, plans both GEMMs       sort_by_expert.cu
-//   scale       x[t] * w[t, j], sorted, where weights multiply inputs      below
+//   scale       x[t] * w[t, j], sorted, if weights multiply the inputs     below
 //   round       in W4A4: rounds the rows of GEMM 1. With token scales, each token once and in its
 //               own place; otherwise in sorted order                       quantize.cu
 //   GEMM 1      gathers x; W1, bias, activation -> a [rows, i]             expert_gemm_sm*.cu
 //   round       in W4A4: rounds a in place, if the epilogue of GEMM 1 cannot: with token scales,
-//               and where gate and up alternate                            quantize.cu
+//               and if gate and up alternate                               quantize.cu
 //   GEMM 2      W2, bias -> d [slots, h], in the type of x                 expert_gemm_sm*.cu
 //   combine     y[t] = sum of w[t, j] * d[t, j], in order of j             combine.cu
 //

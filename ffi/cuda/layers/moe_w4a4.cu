@@ -26,7 +26,7 @@ struct Workspace {
   ProductTables tables;
   QuantizedRows inputs;     // [slots, h]
   QuantizedRows activated;  // [slots, i]
-  uint8_t* down;            // [slots, h]; until GEMM 2 runs, a [slots, i] where it has 16 bits
+  uint8_t* down;            // [slots, h]; until GEMM 2 runs, a [slots, i] if it has 16 bits
   int64_t bytes;
 };
 

@@ -32,7 +32,7 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr uint32_t kNoKey = 0;
 constexpr uint32_t kNanKey = 0xffffffffu;
 constexpr uint32_t kLowestKey = 0x007fffffu;  // the key of minus infinity
-constexpr float kTiny = 1e-20f;               // as in routing.py
+constexpr float kTiny = 1e-20f;               // as in numerics/routing.py
 
 static_assert(kMaxTopK <= 32, "a lane keeps one choice");
 

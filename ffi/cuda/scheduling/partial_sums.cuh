@@ -1,15 +1,17 @@
 // Partial sums of output tiles that two or more blocks of threads compute, and the fix-up that adds
 // them.
 //
-// A block's stream-K range is contiguous (tile_scheduler.cuh), so at most its first work unit
-// begins inside an output tile and at most its last one ends inside one. The block that has the
-// first steps of a tile owns it. It waits until each later block with steps of the tile has stored
-// its partial sum, and adds these in the order of the blocks. The order is fixed, so results are
-// the same on each run. Partial sums are stored early in a block's work and added at the end of
-// one, so waits are short.
+// The stream-K range of a block is contiguous (tile_scheduler.cuh). At most its first work unit
+// begins inside an output tile, and at most its last one ends inside one. The block that has the
+// first steps of a tile owns the tile. It waits until each later block with steps of the tile has
+// stored its partial sum, and adds these in the order of the blocks. The order is fixed, so that
+// results are the same on each run. A block stores its partial sum at the beginning of its work and
+// adds those of others at the end, so that waits are short.
 //
-// `group` threads act together: the 128 of a warpgroup (one of kReadyFlags flags each), or all of
-// a block. Needs: all blocks of the launch run at the same time, or start in their order.
+// A group of threads acts together: either the 128 threads of a warpgroup, or all threads of a
+// block. Each group of a block has its own flag, so that a block has at most kReadyFlags groups.
+//
+// Needs: all blocks of the launch run at the same time, or start in their order.
 #pragma once
 
 #include <cstdint>
