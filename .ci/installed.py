@@ -1,7 +1,7 @@
-"""What must hold of an installed release wheel; needs no GPU. Run: python -I .ci/installed.py."""
+"""Check an installed release wheel; needs no GPU. Run: python -I .ci/installed.py."""
 
-# Run by the Python of a fresh environment that has the wheel, what it depends on and nothing else.
-# -I and a check keep the source tree out of it.
+# The Python of a new environment runs this file. The environment has the wheel, the packages that
+# it depends on, and nothing else. The option -I and check_files keep the source tree out of it.
 
 import importlib.metadata
 import pathlib
@@ -25,15 +25,15 @@ BACKENDS = {
 
 
 def check_files():
-    """Check where the package lies and which licences came with it."""
+    """Check that the package is in this environment, and that it has all licenses."""
     package = pathlib.Path(nvfp4.__file__).parent
-    assert package.is_relative_to(sys.prefix), f"{package} is not of this environment"
+    assert package.is_relative_to(sys.prefix), f"{package} is not in this environment"
     files = {path.name for path in importlib.metadata.files("jax-nvfp4-moe")}
     assert {"LICENSE", "LICENSE.cutlass", "LICENSE.nanobind"} <= files, files
 
 
 def check_kernels():
-    """Check that both extensions are there whole, and what devices would run."""
+    """Check that both extensions are complete, and which backends devices would choose."""
     missing = _ffi.missing((*_ffi.EXTENSIONS, *_ffi.PARTS))
     assert not missing, missing
     for (target, scheme), backend in BACKENDS.items():
@@ -65,8 +65,9 @@ def check_layer():
 def check_command():
     """Check that the command completes some Python as it does in float32.
 
-    24 tokens: rounding to bfloat16 moves the distance of the two likeliest by at most 0.3 of it in
-    each, so that no machine's order of summation takes another one.
+    The text has 24 tokens, for which rounding to bfloat16 cannot change the likeliest token: it
+    moves the distance between the two likeliest tokens by at most 0.3 of that distance. Greedy text
+    is therefore the same on each machine, whatever its order of summation.
     """
     command = pathlib.Path(sys.prefix, "bin", "jax-nvfp4-moe")
     arguments = ["generate", "--prompt", "def softmax(x", "--max-new-tokens", "24"]

@@ -1,7 +1,7 @@
 """Print the oldest versions that pyproject.toml allows, as pip's constraints: name==version.
 
-Of what users install, and of what modules are saved and exported with; tools of tests are free.
-Run: python .ci/oldest.py > constraints.txt
+These are the versions of the packages that users install, and of those that save and export
+modules. Tools for tests have no constraint. Run: python .ci/oldest.py > constraints.txt
 """
 
 import pathlib

@@ -1,12 +1,16 @@
-"""How evenly experts load their devices, before and after placement: ``max / mean`` of slots.
+"""Measure how evenly experts load their devices, before and after placement.
 
     python benchmarks/balance.py [--text FILE]
 
-Placed by the counts of one half of the tokens, measured on the other half, which it has not seen.
-Two sources of routing: the example model on a text, whose windows go to the halves in turn (the
-worst and the mean of its layers), and Zipf routing, where the expert of rank r is drawn with a
-chance that falls as 1 / r^s. "before" is experts in their order; "placed" has one copy of each, in
-another order; "copies" has p - e further ones. Writes ``benchmarks/results/balance.{json,md}``.
+The figure is the number of slots of the busiest device over the mean of all devices. Placement uses
+the counts of one half of the tokens; the figure is measured on the other half.
+
+There are two sources of routing. The first is the example model on a text: its windows go to the
+two halves in turn, and the figures are the worst and the mean of its layers. The second is Zipf
+routing, where the expert of rank r is drawn with a probability proportional to 1 / r^s.
+
+The columns are "before" (experts in their order), "placed" (one copy of each expert, in another
+order) and "copies" (p - e further copies). Writes ``benchmarks/results/balance.{json,md}``.
 """
 
 import argparse
@@ -27,16 +31,16 @@ TOKENS = 16384
 
 
 def zipf_routing(experts: int, tokens: int, top_k: int, exponent: float) -> np.ndarray:
-    """Return int32 ``[tokens, top_k]``, distinct in a token; ranks are in random order."""
+    """Return int32 ``[tokens, top_k]``, distinct within a token; the ranks are in random order."""
     rng = np.random.default_rng([experts, tokens])
     chances = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
-    # The k largest of log p + Gumbel noise are k draws without replacement.
+    # The k largest values of log p + Gumbel noise are k draws without replacement.
     scores = np.log(rng.permutation(chances)) + rng.gumbel(size=(tokens, experts))
     return np.argpartition(-scores, top_k - 1, axis=-1)[:, :top_k].astype(np.int32)
 
 
 def measure_routing(experts, top_k, exponent, devices, physical, tokens=TOKENS) -> dict:
-    """Return a row of Zipf routing."""
+    """Return the row of Zipf routing."""
     ids = zipf_routing(experts, tokens, top_k, exponent)
     seen, new = np.split(ids, 2)
     load = np.bincount(seen.ravel(), minlength=experts)
@@ -49,7 +53,7 @@ def measure_routing(experts, top_k, exponent, devices, physical, tokens=TOKENS) 
 
 
 def measure_model(model, ids, devices, physical) -> dict:
-    """Return a row of a model on tokens ``[2, b, t]``; the model is left placed."""
+    """Return the row of a model on tokens ``[2, b, t]``. The model keeps its last placement."""
     seen, new = ids
     load = balance.count_experts(model, seen)
     found = []
@@ -79,12 +83,13 @@ def _row(routing, devices, physical, before, placed, copies) -> dict:
 
 
 def make_page(result) -> str:
-    """Return the rows as Markdown."""
+    """Return the page of results as Markdown."""
     lines = [
         "# Balance of experts over devices",
         "",
-        "Busiest device over the mean, on tokens that the placement has not seen; of a model the "
-        f"mean of its layers and, in brackets, the worst. `{result['command']}`.",
+        "Each figure is the load of the busiest device over the mean of all devices, on tokens "
+        "that the placement has not seen. For a model, it is the mean of its layers and, in "
+        f"brackets, the worst layer. Command: `{result['command']}`.",
         "",
         "| routing | devices | physical experts | before | placed | with copies |",
         "|---|---|---|---|---|---|",
@@ -103,9 +108,13 @@ def make_page(result) -> str:
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--text", type=pathlib.Path, default=TEXT)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of Zipf routing")
-    parser.add_argument("--windows", type=int, default=48, help="of 512 tokens, of the text")
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, help="number of tokens of Zipf routing"
+    )
+    parser.add_argument(
+        "--windows", type=int, default=48, help="number of windows of 512 tokens of the text"
+    )
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "results")
     arguments = parser.parse_args()
     windows = arguments.windows // 2 * 2

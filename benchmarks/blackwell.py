@@ -1,20 +1,24 @@
-"""Predict the W4A4 expert layer on Blackwell GPUs, none of which has run it.
+"""Predict the time of the W4A4 expert layer on Blackwell GPUs, none of which has run it.
 
     python benchmarks/blackwell.py [--measured benchmarks/results/moe_w4a4.NVIDIA-H200.json]
 
-A PREDICTION, from three bounds of the two products of a layer:
+The result is a PREDICTION. It uses three bounds of the two GEMMs of a layer:
 
-    memory   bytes of the active experts, of quantized activations and of outputs, at the published
+    memory   the bytes of active experts, of quantized activations and of outputs, at the published
              bandwidth
-    tensor   their multiplications at the published dense FP4 rate, rows rounded up to eights
-    issue    (12.x) instructions for each tensor instruction, counted in the machine code of the
-             extension, at one a cycle and scheduler
+    tensor   the multiplications, at the published dense FP4 rate, with rows rounded up to a
+             multiple of 8
+    issue    for 12.x: the instructions for each tensor instruction, counted in the machine code of
+             the extension, at one instruction per cycle and scheduler
 
-The longest of the three is the floor. What is expected lies between the floor with the starts and
-ends of kernels (what one token takes on an H200 over its floor, with a scale for each token: with
-calibrated scales a Hopper kernel for few slots does all at once, which 10.x and 12.x have not), and
-the floor by the fraction of its own that the same layer reaches on an H200 (the same tokens, W4A4,
-from `--measured`). Needs cuobjdump. Writes ``benchmarks/results/blackwell_prediction.{json,md}``.
+The longest of the three is the floor. The expected time lies between two estimates. The first adds
+to the floor the time that kernels take to start and end. This is the time of one token on an H200
+minus its floor, with a scale for each token: with calibrated scales, Hopper has a kernel for few
+slots that does everything at once, which 10.x and 12.x do not have. The second divides the floor by
+the fraction of its own floor that the same layer reaches on an H200 (the same tokens in W4A4, from
+`--measured`).
+
+Needs cuobjdump. Writes ``benchmarks/results/blackwell_prediction.{json,md}``.
 """
 
 import argparse
@@ -31,9 +35,9 @@ from provenance import provenance, write_page
 HERE = pathlib.Path(__file__).resolve().parent
 TOKENS = (1, 16, 64, 256, 1024, 8192)
 FLOPS_OF_OMMA = 2 * 16 * 8 * 64
-BYTES_PER_VALUE = 0.5625  # of NVFP4, its block scale included
+BYTES_PER_VALUE = 0.5625  # of NVFP4, with the block scales
 MEASURED = "moe_w4a16_sm90 w4a4"
-SEVERAL_KERNELS = "moe_w4a16_sm90 w4a4_token_scale"  # at one token too
+SEVERAL_KERNELS = "moe_w4a16_sm90 w4a4_token_scale"  # runs several kernels for one token too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +45,14 @@ class Device:
     """Published figures of one GPU.
 
     Attributes:
-      name, capability, source: what it is and where the figures are from.
-      tb_per_s: memory bandwidth.
-      fp4_tflop_per_s: dense NVFP4, half of the figure with sparsity that data sheets give.
-      multiprocessors, ghz: number and boost clock; read for 12.x alone.
+      name: name of the GPU.
+      capability: its compute capability.
+      tb_per_s: memory bandwidth in TB/s.
+      fp4_tflop_per_s: rate of dense NVFP4 in TFLOP/s. It is half of the figure with sparsity that
+        data sheets give.
+      multiprocessors: number of multiprocessors; used for 12.x only.
+      ghz: boost clock in GHz; used for 12.x only.
+      source: where the figures come from.
     """
 
     name: str
@@ -66,7 +74,7 @@ DEVICES = (
 
 
 def disassemble(extension: str, architecture: str) -> dict[str, list[str]]:
-    """Return kernel -> its instructions, with the modifiers, in order."""
+    """Return the instructions of each kernel, with their modifiers, in order."""
     command = ["cuobjdump", "--dump-sass", "--gpu-architecture", architecture, extension]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kernels, current = {}, []
@@ -91,7 +99,7 @@ def straight_runs(instructions):
 
 
 def largest_run(instructions, stem):
-    """Return (instructions, those that begin with `stem`) of the run that has most of them."""
+    """Return the length of the run with most `stem` instructions, and their number."""
     counted = [
         (len(run), sum(name.startswith(stem) for name in run))
         for run in straight_runs(instructions)
@@ -100,7 +108,7 @@ def largest_run(instructions, stem):
 
 
 def count_omma(extension: str) -> list[dict]:
-    """Return a row for each ExpertGemmSm120: what one full step of a warp issues."""
+    """Return a row for each ExpertGemmSm120: the instructions that a warp issues in a full step."""
     rows = []
     for name, instructions in disassemble(extension, "sm_120f").items():
         found = re.search(r"ExpertGemmSm120I(\d+)(\w+?)NS0_6ConfigILi(\d+)E", name)
@@ -123,7 +131,7 @@ def count_omma(extension: str) -> list[dict]:
 
 
 def count_utcomma(extension: str) -> list[dict]:
-    """Return a row for each kernel of the sm_100f code with tensor-memory products."""
+    """Return a row for each kernel for sm_100f that uses tcgen05 MMAs."""
     rows = []
     for name, instructions in disassemble(extension, "sm_100f").items():
         count = sum(i.startswith("UTCOMMA") for i in instructions)
@@ -139,7 +147,7 @@ def count_utcomma(extension: str) -> list[dict]:
 
 
 def moved_bytes(case: Case, tokens: int) -> float:
-    """Bytes that a layer moves: weights, x, both quantized operands, outputs of slots, y."""
+    """Return the bytes that a layer moves: weights, x, both quantized operands, outputs, and y."""
     slots = tokens * case.top_k
     quantized = 2 * slots * (case.hidden + case.intermediate) * BYTES_PER_VALUE
     outputs = 2 * slots * case.hidden * 2 + 2 * tokens * case.hidden * 2
@@ -147,14 +155,14 @@ def moved_bytes(case: Case, tokens: int) -> float:
 
 
 def padded_flops(case: Case, tokens: int, multiple: int) -> float:
-    """FLOPs with each active expert's mean rows rounded up to `multiple`."""
+    """Return the FLOPs, with the mean rows of each active expert rounded up to `multiple`."""
     active = active_experts(case, tokens)
     rows = -(-tokens * case.top_k / active // multiple) * multiple
     return 2 * active * rows * case.expert_weights
 
 
 def issued_per_omma(counts, case: Case, tokens: int) -> float:
-    """Of the kernel for so many rows of an expert."""
+    """Return the instructions for each OMMA, in the kernel for this mean number of rows."""
     mean = tokens * case.top_k / active_experts(case, tokens)
     own = [row for row in counts if row["dtype"] == "bfloat16"]
     fitting = [row for row in own if row["rows"] >= mean] or own[-1:]
@@ -162,7 +170,7 @@ def issued_per_omma(counts, case: Case, tokens: int) -> float:
 
 
 def predict(device: Device, counts, case: Case, tokens: int, measured) -> dict:
-    """Return the bounds of one cell in microseconds."""
+    """Return the bounds of one cell, in microseconds."""
     flops = padded_flops(case, tokens, 8)
     bounds = {
         "memory": moved_bytes(case, tokens) / device.tb_per_s * 1e-6,
@@ -189,7 +197,10 @@ def predict(device: Device, counts, case: Case, tokens: int, measured) -> dict:
 
 
 def read_measured(path: pathlib.Path) -> dict[tuple[str, int | str], dict]:
-    """Return (case, tokens) -> the row of our W4A4 layer; (case, "starts") -> that of one token."""
+    """Return the measured rows of our W4A4 layer.
+
+    The keys are (case, tokens), and (case, "starts") for one token with a scale for each token.
+    """
     if not path.exists():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -217,9 +228,9 @@ def make_page(result) -> str:
     cells = {(c["device"], c["case"], c["tokens"]): c for c in result["cells"]}
     parts = [
         "# Blackwell: a prediction",
-        "Nothing on this page was measured on a Blackwell GPU. It is made by "
-        "`python benchmarks/blackwell.py`, whose first lines say how, from published rates and "
-        f"from the machine code at commit {result['commit']}.",
+        "Nothing on this page was measured on a Blackwell GPU. `python benchmarks/blackwell.py` "
+        "computes it from published rates and from the machine code at commit "
+        f"{result['commit']}. The docstring of that program explains the method.",
         "## Published rates",
         table(
             ("GPU", "TB/s", "dense FP4 TFLOP/s", "multiprocessors", "GHz", "source"),
@@ -229,10 +240,11 @@ def make_page(result) -> str:
             ],
         ),
         "## Machine code of `moe_w4a4_sm120`",
-        "A tile of 64 x 64 weights is 2304 bytes, and 8192 FLOP for each row of activations, which "
-        "brings 36 bytes; a tensor instruction (16 x 8 x 64) is 16384 FLOP and takes 16 cycles at "
-        "the published rate. A scheduler issues one instruction a cycle, so below 16 a product is "
-        "bound by tensor cores. Of one full step of a warp:",
+        "A tile of 64 x 64 weights has 2304 bytes. It takes 8192 FLOP for each row of "
+        "activations, and such a row has 36 bytes. A tensor instruction (16 x 8 x 64) is 16384 "
+        "FLOP and takes 16 cycles at the published rate. A scheduler issues one instruction per "
+        "cycle. With fewer than 16 instructions for each tensor instruction, the tensor cores are "
+        "therefore the bound. The table counts one full step of a warp.",
         table(
             (
                 "rows of a tile",
@@ -258,7 +270,7 @@ def make_page(result) -> str:
     if result["utcomma"]:
         parts += [
             "## Machine code of `moe_w4a4_sm100`",
-            "UTCOMMA is issued by one thread for a whole tile; the kernels are CUTLASS's.",
+            "One thread issues UTCOMMA for a whole tile. The kernels are those of CUTLASS.",
             table(
                 ("multiprocessors of a tile", "UTCOMMA", "instructions"),
                 [
@@ -269,9 +281,10 @@ def make_page(result) -> str:
         ]
     parts += [
         "## Microseconds of a layer",
-        "The floor, what bounds it (m memory, t tensor cores, i issue), and in brackets what is "
-        "expected: the floor and the starts and ends of kernels as on an H200, to the floor by the "
-        "fraction of its floor that the layer reaches on an H200.",
+        "Each cell has the floor and its bound (m memory, t tensor cores, i issue). The range in "
+        "brackets is the expected time. One end is the floor plus the time that kernels take to "
+        "start and end on an H200. The other end is the floor divided by the fraction of its "
+        "floor that the layer reaches on an H200.",
     ]
     for case in REAL_CASES:
         rows = [
@@ -286,13 +299,15 @@ def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = HERE / "results" / "moe_w4a4.NVIDIA-H200.json"
     parser.add_argument("--measured", type=pathlib.Path, default=default)
-    parser.add_argument("--extension", help="the extension's file; default: that installed")
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument(
+        "--extension", help="file of the CUDA extension; default: the installed one"
+    )
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "results")
     arguments = parser.parse_args()
     spec = None if arguments.extension else importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda")
     if not arguments.extension and (spec is None or spec.origin is None):
-        parser.error("--extension: the CUDA extension is not installed; name its file")
+        parser.error("--extension: the CUDA extension is not installed; give its file")
     extension = arguments.extension or spec.origin  # pyright: ignore[reportOptionalMemberAccess]
     counts, measured = count_omma(extension), read_measured(arguments.measured)
     facts = provenance(arguments.commit)

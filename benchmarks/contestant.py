@@ -1,4 +1,4 @@
-"""What the programs share that `moe.py` starts, one process each: arguments in, JSON lines out."""
+"""Shared code of the programs that `moe.py` starts: they take arguments and print JSON lines."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def emit(**line) -> None:
-    """Print one line of JSON at once: what a program has measured survives its end."""
+    """Print one line of JSON and flush it, so that it survives if the program ends early."""
     print(json.dumps(line), flush=True)
 
 
@@ -26,18 +26,19 @@ def time_cells(
     tokens: Iterable[int],
     make_layer: Callable[[Case], Callable[[int], dict[str, float]]],
 ) -> None:
-    """Time every cell and emit it; what fails is emitted with its reason.
+    """Time every cell and emit its figures, or the reason of its failure.
 
     Args:
-      contestant: its name in the table.
-      names, tokens: of the cells.
-      make_layer: makes the weights of a case and returns a function from tokens to figures
+      contestant: name of the contestant in the table.
+      names: names of the cases to time.
+      tokens: numbers of tokens to time.
+      make_layer: makes the weights of a case. Returns a function from a number of tokens to figures
         (``us``, ``low``, ``high`` and others).
     """
     for name in names:
         try:
             time_layer = make_layer(CASES[name])
-        except Exception as error:  # a peer may fail in any way: the others go on
+        except Exception as error:  # a peer may fail in any way; the others must still run
             emit(contestant=contestant, case=name, tokens=None, error=_short(error))
             continue
         for count in tokens:
@@ -46,7 +47,7 @@ def time_cells(
             except Exception as error:
                 figures = {"error": _short(error)}
             emit(contestant=contestant, case=name, tokens=count, **figures)
-        del time_layer  # its weights, before those of the next case are made
+        del time_layer  # frees its weights before the next case makes its own
 
 
 def _short(error):

@@ -1,15 +1,19 @@
-"""Time the CPU expert layer against this machine's floor and against ggml.
+"""Time the CPU expert layer against the floor of this machine and against ggml.
 
     python benchmarks/cpu_moe.py [--ggml FOLDER --ggml-include FOLDER] [--tokens 1 4 16 64 256]
 
-Prints a table and writes it to ``benchmarks/results/cpu_moe.json``. The sizes are Qwen3-30B-A3B's
-with 16 of its 128 experts: hidden 2048, intermediate 768, top 8, gated SiLU, bfloat16. Calls cycle
-through several layers, so that weights come from memory and not from a cache. The floor of a row is
-the longer of reading the weights that its tokens touch at the measured read bandwidth, and doing
-its arithmetic at the measured peak of that instruction set; both are measured in the same run.
+Prints a table and writes it to ``benchmarks/results/cpu_moe.json``. The sizes are those of
+Qwen3-30B-A3B with 16 of its 128 experts: hidden size 2048, intermediate size 768, top 8, gated
+SiLU, bfloat16. Calls cycle through several layers, so that weights come from memory and not from a
+cache.
 
-`--ggml` is the folder with libggml.so, libggml-cpu.so and libggml-base.so, `--ggml-include` that of
-its headers; the source is in the ``llama-cpp-python`` sdist, folder ``vendor/llama.cpp/ggml``:
+The floor of a row is the longer of two times. One is the time to read the weights that its tokens
+touch, at the measured read bandwidth. The other is the time of its arithmetic, at the measured peak
+of the instruction set. Both are measured in the same run.
+
+`--ggml` is the folder with libggml.so, libggml-cpu.so and libggml-base.so, and `--ggml-include` the
+folder of its headers. The source is in the ``llama-cpp-python`` sdist, in the folder
+``vendor/llama.cpp/ggml``:
 
     cmake -S ggml -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON && cmake --build build
 """
@@ -35,7 +39,7 @@ from jax_nvfp4_moe.testing import random_moe_params, random_routing
 HERE = pathlib.Path(__file__).parent
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 16, 8
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 9 // 16
-# Which measured peak bounds the arithmetic of an instruction set.
+# The measured peak that bounds the arithmetic of each instruction set.
 PEAK = {
     "amx": "amx_gflops",
     "avx512": "fma512_gflops",
@@ -45,12 +49,12 @@ PEAK = {
 
 
 def measure_peaks(folder, threads):
-    """Compile and run ``peers/cpu_peaks.cc``; a dict of GB/s and GFLOP/s."""
+    """Compile and run ``peers/cpu_peaks.cc``; return its figures in GB/s and GFLOP/s."""
     program = folder / "cpu_peaks"
     source = HERE / "peers" / "cpu_peaks.cc"
     subprocess.run(["g++", "-O3", "-march=native", "-pthread", source, "-o", program], check=True)
     peaks = {}
-    for _ in range(3):  # the best of several runs: neighbours on the machine only slow things down
+    for _ in range(3):  # the best run counts: other programs on the machine only slow runs down
         lines = subprocess.run(
             [program, str(threads), "300"], check=True, capture_output=True, text=True
         ).stdout.split()
@@ -60,7 +64,7 @@ def measure_peaks(folder, threads):
 
 
 def measure_ggml(folder, library, include, tokens, layers, threads, rounds):
-    """Compile and run ``peers/ggml_moe.c``; a dict tokens -> microseconds."""
+    """Compile and run ``peers/ggml_moe.c``; return microseconds by number of tokens."""
     program = folder / "ggml_moe"
     source = HERE / "peers" / "ggml_moe.c"
     libraries = ["-lggml", "-lggml-cpu", "-lggml-base", f"-Wl,-rpath,{library}"]
@@ -141,7 +145,7 @@ def time_layer(layers, tokens, isa, rounds):
 
 
 def describe(isa, tokens, microseconds, experts, peaks, ggml):
-    """Return one row of the table, as a dict."""
+    """Return one row of the table."""
     read = experts * EXPERT_BYTES
     flops = 6 * HIDDEN * INTERMEDIATE * TOP_K * tokens
     floor = 1e-3 * max(read / peaks["read_gbps"], flops / peaks.get(PEAK[isa], np.inf))
@@ -160,7 +164,7 @@ def describe(isa, tokens, microseconds, experts, peaks, ggml):
 
 
 def provenance(peaks, arguments):
-    """Return what a figure needs to be believed: machine, versions, commit."""
+    """Return the facts that make figures reproducible: machine, versions and commit."""
     cpuinfo = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line for line in cpuinfo if "model name" in line]
     commit = subprocess.run(
@@ -181,8 +185,12 @@ def provenance(peaks, arguments):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256])
-    parser.add_argument("--isa", nargs="+", default=None, help="default: all but scalar")
-    parser.add_argument("--layers", type=int, default=6, help="42 MB of weights each")
+    parser.add_argument(
+        "--isa", nargs="+", default=None, help="default: all of this CPU, except scalar"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=6, help="number of layers, of 42 MB of weights each"
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--ggml", type=pathlib.Path, help="folder of libggml*.so")

@@ -1,18 +1,19 @@
-"""Time decoding with a whole model of Qwen3-30B-A3B's sizes and random weights on one GPU.
+"""Time decoding of a whole model with the sizes of Qwen3-30B-A3B and random weights, on one GPU.
 
     python benchmarks/decode.py [--batch 1 8 64] [--prompt 128] [--new 64] [--backend NAME]
         [--layers 48 ...] [--output FILE]
 
-The model is made on the device: experts of random bytes, the rest bfloat16. A step is what
-`generate` takes for one more token: its time for all new tokens less that for the first. The floor
-of a step is that of its expert layers (`moe_cases.floor_us`, for the number of experts that uniform
-routing touches) and the time to read every dense weight and the keys and values once, at the copy
-bandwidth measured in the same run.
+The model is made on the device. Its experts are random bytes, and the rest is bfloat16. The time of
+a step is the time that `generate` takes for one more token: its time for all new tokens, minus that
+for the first token, divided by the number of steps. The floor of a step is the floor of its expert
+layers (`moe_cases.floor_us`, for the number of experts that uniform routing touches) plus the time
+to read each dense weight, and the keys and values, once. The bandwidth is that of a copy, measured
+in the same run.
 
-A profile of one more token tells, of one step: how many kernels the device runs, for how long
-(kernels that overlap count twice), which share of that is not in our kernels, and how many copies
-to the host there are, each a wait. No program may compile after the first round; the exit status is
-1 if one does. XLA_FLAGS count, and are written down. Writes
+A profile of one more token tells what one step does on the device. It has the number of kernels,
+their time (kernels that overlap count twice), the share of that time outside our kernels, and the
+number of copies to the host, each of which is a wait. No program may compile after the first round;
+otherwise the exit status is 1. XLA_FLAGS take effect and are recorded. Writes
 ``benchmarks/results/decode.DEVICE.json``.
 """
 
@@ -48,9 +49,10 @@ from jax_nvfp4_moe.scheme import Scheme
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROUNDS = 5
-COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, once for each program
-OUR_KERNELS = "nvfp4"  # their C++ namespace, mangled or not
-KINDS = (  # of the other kernels, by name; the first that matches
+# JAX reports this event once for each program that it compiles.
+COMPILED = "/jax/core/compile/backend_compile_duration"
+OUR_KERNELS = "nvfp4"  # the C++ namespace of our kernels, in mangled names too
+KINDS = (  # kinds of other kernels, by name; the first match counts
     ("copy", re.compile(r"memcpy|memset|copy|transpose", re.IGNORECASE)),
     ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|dot", re.IGNORECASE)),
     ("other", re.compile("")),
@@ -58,7 +60,7 @@ KINDS = (  # of the other kernels, by name; the first that matches
 
 
 class RandomWeights:
-    """Answers as a `WeightTable` of a model of random values, which are made on the device."""
+    """A `WeightTable` of a model of random values, which are made on the device."""
 
     def __init__(self, case: Case, dtype=jnp.bfloat16):
         self._case = case
@@ -66,7 +68,7 @@ class RandomWeights:
         self._arrays = 0
 
     def has_under(self, prefix):
-        """Whatever is looked for is there."""
+        """Return True: every weight exists."""
         return True
 
     def array(self, name, shape, *, dtype=None):
@@ -82,20 +84,20 @@ class RandomWeights:
         return _source(name, make)
 
     def linear(self, prefix, n, k, *, bias=False):
-        del bias  # this model has none
+        del bias  # this model has no biases
         weight = self.array(prefix, (n, k))
         return _source(prefix, lambda: LinearWeights(weight.read(None)))
 
     def experts(self, prefix, num_experts, hidden, intermediate):
-        del num_experts, hidden, intermediate  # those of the case
+        del num_experts, hidden, intermediate  # the case has the same sizes
         layer = int(re.findall(r"\d+", prefix)[0])
         return _source(prefix, lambda: random_params(self._case, seed=layer), Scheme.W4A16)
 
     def ignore(self, prefix, reason):
-        """Nothing is left over that could be missed."""
+        """Do nothing: no weight is left over."""
 
     def raise_problems(self):
-        """As `Reader.raise_problems`: values made here have no faults."""
+        """Do nothing: values that are made here have no faults."""
 
 
 def _source(name, make, scheme=None):
@@ -108,7 +110,7 @@ def _normal(key, shape, dtype):
 
 
 def build_model(sizes: SyntheticSizes, backend: str | None):
-    """Make the model, layer by layer."""
+    """Make the model, one layer after the other."""
     config = qwen3_moe.read_config(sizes.config())
     settings = Settings(nvfp4.Target.current(), backend=backend)
     weights = RandomWeights(expert_case(sizes))
@@ -129,21 +131,21 @@ def expected_active(case: Case, tokens: int) -> float:
 
 
 def dense_bytes(model) -> int:
-    """Bytes of the weights that a step reads whole: all but the experts and the embedding."""
+    """Return the bytes of weights that a step reads whole: not experts, and not the embedding."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     return sum(leaf.nbytes for leaf in leaves) - model.embedding.get_value().nbytes
 
 
 def cache_bytes(sizes: SyntheticSizes, batch: int, length: float) -> float:
-    """Bytes of keys and values of `length` tokens in each row, bfloat16."""
+    """Return the bytes of keys and values of `length` tokens in each row, in bfloat16."""
     return 2 * 2 * sizes.layers * batch * length * sizes.kv_heads * sizes.head_dim
 
 
 def step_floor(sizes, batch, length, dense, ceilings) -> dict[str, float]:
-    """Return the microseconds that a decoding step cannot beat, by what causes them."""
+    """Return the lower bounds of the time of a step, in microseconds, by their causes."""
     case = expert_case(sizes)
     layer = floor_us(case, batch, expected_active(case, batch), ceilings)
-    bandwidth = ceilings.copy_tb_per_s * 1e6  # bytes a microsecond
+    bandwidth = ceilings.copy_tb_per_s * 1e6  # bytes per microsecond
     parts = {
         "experts": sizes.layers * layer,
         "dense": dense / bandwidth,
@@ -164,7 +166,7 @@ class Compilations:
 
 
 def time_generate(model, prompt, new) -> float:
-    """Return the seconds that `new` tokens take."""
+    """Return the seconds that the generation of `new` tokens takes."""
     begin = time.perf_counter()
     jax.block_until_ready(nvfp4.generate(model, prompt, max_new_tokens=new))
     return time.perf_counter() - begin
@@ -174,7 +176,7 @@ def profile_generate(model, prompt, new) -> tuple[collections.Counter, collectio
     """Return how often each kernel or copy ran on the GPU, and for how many nanoseconds."""
     counts, nanoseconds = collections.Counter(), collections.Counter()
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # the host's events are not read
+    options.python_tracer_level = 0  # events of the host are not used
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             time_generate(model, prompt, new)
@@ -186,23 +188,23 @@ def profile_generate(model, prompt, new) -> tuple[collections.Counter, collectio
 
 
 def _gpu_events(profile):
-    """Yield the name and duration of what ran on the streams of GPUs."""
+    """Yield the name and the duration of each event on the streams of GPUs."""
     for plane in profile.planes:
         for line in plane.lines if plane.name.startswith("/device:GPU") else []:
-            if line.name.startswith("Stream"):  # other lines repeat the same time by operation
+            if line.name.startswith("Stream"):  # other lines repeat the same time, by operation
                 for event in line.events:
                     yield event.name, event.duration_ns
 
 
 def kind_of(name: str) -> str:
-    """Return "ours" or what kind of other kernel or copy `name` is."""
+    """Return "ours", or the kind of another kernel or copy."""
     if OUR_KERNELS in name:
         return "ours"
     return next(kind for kind, pattern in KINDS if pattern.search(name))
 
 
 def describe_step(two, one) -> dict:
-    """Return what one step does on the device, from the profiles of runs for two tokens and one."""
+    """Return what one step does on the device, from profiles of runs for two tokens and for one."""
     counts, nanoseconds = (
         {name: longer[name] - shorter[name] for name in longer}
         for longer, shorter in zip(two, one, strict=True)
@@ -225,7 +227,7 @@ def describe_step(two, one) -> dict:
 
 
 def measure(model, sizes, batch, arguments, ceilings, compilations) -> dict:
-    """Return one row: `batch` prompts."""
+    """Return the row of `batch` prompts."""
     rng = np.random.default_rng(batch)
     prompt = rng.integers(0, sizes.vocab, (batch, arguments.prompt), np.int32)
     steps = arguments.new - 1
@@ -240,7 +242,7 @@ def measure(model, sizes, batch, arguments, ceilings, compilations) -> dict:
     step_us = float(np.median(times))
     length = arguments.prompt + arguments.new / 2
     floor = step_floor(sizes, batch, length, dense_bytes(model), ceilings)
-    # Of a loop that is one CUDA graph the profiler sees the first trip alone.
+    # If a loop is one CUDA graph, the profiler sees only its first iteration.
     two, one = (profile_generate(model, prompt, new) for new in (2, 1))
     return {
         "batch": batch,
@@ -282,18 +284,18 @@ def make_table(rows, title):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--new", type=int, default=64, help="tokens, at least 2")
-    parser.add_argument("--backend", help="default: that of this device")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=64, help="new tokens, at least 2")
+    parser.add_argument("--backend", help="default: the backend for this device")
     add_sizes(parser)
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/decode.DEVICE.json")
     parser.add_argument("--small-ceilings", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def add_sizes(parser):
-    """Add the options that `sizes_of` reads; Qwen3-30B-A3B's by default."""
+    """Add the options that `sizes_of` reads. The defaults are the sizes of Qwen3-30B-A3B."""
     for option, value in (
         ("layers", 48),
         ("experts", 128),

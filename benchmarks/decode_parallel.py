@@ -1,16 +1,17 @@
-"""Time loading and decoding of a model of Qwen3-30B-A3B's sizes over several GPUs of one host.
+"""Time loading and decoding of a model of the sizes of Qwen3-30B-A3B on several GPUs of one host.
 
     python benchmarks/decode_parallel.py [--mesh 1x1 2x1 1x2 4x1 2x2 1x4] [--batch 1 8 64]
         [--folder DIR] [--layers 48 ...] [--output FILE]
 
-A checkpoint of random weights is written to `--folder` where there is none. Each mesh, of
-EXPERTSxTENSOR devices, is a process of its own: it loads the checkpoint over it, and decodes as
-`decode.py` does (a step is the time of all new tokens less that of the first). `efficiency` is the
-step of 1x1 over that of n devices times n. Peak memory is the largest of a device. The first load
-finds the files written a moment ago, so most are in memory.
+If `--folder` has no checkpoint, one with random weights is written there. Each mesh of
+EXPERTSxTENSOR devices runs in its own process. The process loads the checkpoint over the mesh and
+decodes as `decode.py` does: the time of a step is the time of all new tokens minus that of the
+first, divided by the number of steps. `efficiency` is the time of a step on 1x1, divided by n times
+the time on n devices. Peak memory is that of the device with the largest peak. The first load finds
+files that were written just before, so that most of them are in memory.
 
-NVLink multicast stays off: children run with NCCL_NVLS_ENABLE=0.
-Writes ``benchmarks/results/decode_parallel.DEVICE.json``.
+NVLink multicast stays off: the processes run with NCCL_NVLS_ENABLE=0. Writes
+``benchmarks/results/decode_parallel.DEVICE.json``.
 """
 
 import argparse
@@ -40,18 +41,18 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", nargs="+", default=["1x1", "2x1", "1x2", "4x1", "2x2", "1x4"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--new", type=int, default=64, help="tokens, at least 2")
-    parser.add_argument("--folder", type=pathlib.Path, help="of the checkpoint")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=64, help="new tokens, at least 2")
+    parser.add_argument("--folder", type=pathlib.Path, help="folder of the checkpoint")
     add_sizes(parser)
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def measure(arguments):
-    """Print a line of JSON for the load and for each batch; one mesh, in this process."""
+    """Print a line of JSON for each batch, on the one mesh of this process."""
     compilations = Compilations()
     shape = tuple(map(int, arguments.mesh[0].split("x")))
     devices = jax.devices()[: shape[0] * shape[1]]
@@ -90,11 +91,11 @@ def measure(arguments):
 
 
 def run(arguments):
-    """Yield the rows of all meshes, each measured by a child."""
+    """Yield the rows of all meshes; a child process measures each mesh."""
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
     given = sys.argv[1:]
     for mesh in arguments.mesh:
-        # The last of an option counts.
+        # If an option is given twice, the second one counts.
         own = ["--mesh", mesh, "--folder", str(arguments.folder), "--measure"]
         command = [sys.executable, __file__, *given, *own]
         done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True)
@@ -105,7 +106,7 @@ def run(arguments):
 
 
 def save(arguments, rows):
-    """Write the file of results; return the name of the device."""
+    """Write the file of results and return the name of the device."""
     name = next((row["kind"] for row in rows if "kind" in row), "unknown")
     result = {
         "device": name,

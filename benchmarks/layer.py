@@ -1,4 +1,4 @@
-"""Time our expert layer, after the ceilings of the device; started by `moe.py`.
+"""Time our expert layer, after the ceilings of the device. `moe.py` starts this program.
 
 python -m layer --case qwen3-30b-a3b --tokens 1 16 [--backend moe_w4a16_sm90] [--scheme w4a4]
 """
@@ -17,15 +17,15 @@ from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.ops.preparation import prepare_donated
 from jax_nvfp4_moe.scheme import Problem, Scheme
 
-# Kernels that also run on newer devices than those that choose them.
+# Kernels that newer devices can run, but do not choose by default.
 _OLDER_TARGETS = {"moe_w4a16_sm80": nvfp4.Target("cuda", (8, 0))}
 _LOWEST_SCALE, _HIGHEST_SCALE = 0x30, 0x50  # e4m3 bytes of 0.5 and 8
-_RMS = 9.9  # of random codes times such scales
-_LARGEST_INPUT = 8.0  # that w4a4 rounds without clamping: 8 deviations of normal ones
+_RMS = 9.9  # root mean square of random codes times such scales
+_LARGEST_INPUT = 8.0  # W4A4 rounds up to here without clamping: 8 standard deviations
 
 
 def random_params(case: Case, seed: int = 0) -> nvfp4.MoEParams:
-    """Return canonical weights of random bytes, made on the device, that keep values near 1."""
+    """Return canonical weights of random bytes, made on the device, which keep values near 1."""
     keys = jax.random.split(jax.random.key(seed))
     scales = (case.experts, 2) if case.gated else (case.experts,)
     input_scales = [jnp.full(case.experts, _LARGEST_INPUT / 2688, jnp.float32) for _ in range(2)]
@@ -50,7 +50,7 @@ def _random_tensor(key, experts, n, k, scales):
 
 
 def _random_bytes(key, experts, n, width):
-    """Draw expert by expert: the generator wants several times the memory of what it draws."""
+    """Draw one expert at a time: the generator needs several times the memory of its result."""
 
     def draw(key):
         words = jax.random.bits(key, (-(-n * width // 4),), jnp.uint32)
@@ -65,7 +65,7 @@ def layer_program(case: Case, arguments: dict):
 
     @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
     def program(outputs, params, xs, ids, weights):
-        del outputs  # their memory takes the new ones
+        del outputs  # donated: the new outputs take their memory
         return [
             nvfp4.ops.moe_mlp(x, params, chosen, weights, activation=case.activation, **arguments)
             for x, chosen in zip(xs, ids, strict=True)
@@ -78,7 +78,7 @@ PER_CALL = ("us", "low", "high")
 
 
 def make_layer(backend: str, scheme: Scheme, target: nvfp4.Target, case: Case):
-    """Prepare the weights of `case`; returns a function from tokens to figures."""
+    """Prepare the weights of `case` and return a function from a number of tokens to figures."""
     arguments = {"scheme": scheme, "target": target, "backend": backend}
     params = jax.block_until_ready(prepare_donated(random_params(case), **arguments))
 
@@ -101,7 +101,7 @@ def make_layer(backend: str, scheme: Scheme, target: nvfp4.Target, case: Case):
 
 
 def call_operands(case: Case, tokens: int):
-    """Return tokens and expert ids of each call, and the weights that they share."""
+    """Return the tokens and expert ids of each call, and the weights that all calls share."""
     keys = jax.random.split(jax.random.key(tokens), calls_of(tokens))
     xs = [jax.random.normal(key, (tokens, case.hidden), jnp.bfloat16) for key in keys]
     ids = [jnp.asarray(call) for call in draw_ids(case, tokens)]
@@ -109,22 +109,26 @@ def call_operands(case: Case, tokens: int):
 
 
 def choose_backend(scheme: Scheme, target: nvfp4.Target) -> str:
-    """Return the backend that a user gets who asks for none."""
+    """Return the backend that a user gets by default."""
     return nvfp4.explain(Problem("moe_mlp", scheme, target)).backend
 
 
 def name_contestant(backend: str, scheme: Scheme) -> str:
-    """Return the name in the table: that of the backend, and of a scheme other than w4a16."""
+    """Return the name in the table: the backend and, unless it is w4a16, the scheme."""
     return backend if scheme is Scheme.W4A16 else f"{backend} {scheme}"
 
 
 def main():
     parser = contestant.parser(__doc__)
-    parser.add_argument("--backend", nargs="*", default=[], help="default: that of this device")
+    parser.add_argument(
+        "--backend", nargs="*", default=[], help="default: the backend for this device"
+    )
     parser.add_argument(
         "--scheme", nargs="+", default=[Scheme.W4A16], type=Scheme, choices=list(Scheme)
     )
-    parser.add_argument("--small-ceilings", action="store_true", help="quick and wrong")
+    parser.add_argument(
+        "--small-ceilings", action="store_true", help="measure ceilings quickly, with wrong results"
+    )
     arguments = parser.parse_args()
     here = nvfp4.Target.current()
     _ffi.load("_nvfp4_cuda" if here.platform == "cuda" else "_nvfp4_cpu")

@@ -2,10 +2,12 @@
 
     python benchmarks/layout.py [--backend moe_w4a16_sm90] [--case NAME ...] [--output FILE]
 
-One row is `prepare` of the experts of one layer, compiled: the median of seven conversions of fresh
-arrays, the bytes of the codes and scales by that time, and the scratch memory that the compiled
-program asks for, with the arrays of the canonical form kept and given away. Prints a table with the
-seconds for 20 GB and writes ``benchmarks/results/layout.DEVICE.json``.
+One row is a compiled `prepare` of the experts of one layer. It has the median time of seven
+conversions of fresh arrays, and the bytes of codes and scales divided by that time. It also has the
+scratch memory that the compiled program needs, if the canonical arrays are kept and if they are
+donated.
+
+Prints a table with the seconds for 20 GB, and writes ``benchmarks/results/layout.DEVICE.json``.
 """
 
 import argparse
@@ -29,7 +31,7 @@ CHECKPOINT_BYTES = 20e9
 
 
 def scratch_bytes(params, *, give, **arguments):
-    """Return the temporary memory of the compiled conversion."""
+    """Return the bytes of temporary memory of the compiled conversion."""
     convert = jax.jit(
         lambda params: prepare(params, **arguments), donate_argnums=(0,) if give else ()
     )
@@ -37,7 +39,7 @@ def scratch_bytes(params, *, give, **arguments):
 
 
 def measure(name, backend):
-    """Time one case; returns its row."""
+    """Time one case and return its row."""
     case, arguments = CASES[name], {"target": Target.current(), "backend": backend}
     seconds = []
     for trial in range(8):
@@ -63,7 +65,7 @@ def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--backend", default="moe_w4a16_sm90")
     parser.add_argument("--case", nargs="+", choices=sorted(CASES), default=["qwen3-30b-a3b"])
-    parser.add_argument("--commit", help="what to name as the state of the code")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path)
     arguments = parser.parse_args()
     rows = [measure(name, arguments.backend) for name in arguments.case]

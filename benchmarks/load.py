@@ -1,14 +1,17 @@
-"""Load a synthetic NVFP4 checkpoint and show time, speed and peak memory.
+"""Load a synthetic NVFP4 checkpoint, and show time, speed and peak memory.
 
     python benchmarks/load.py [--gigabytes 20] [--experts 128] [--layers 48] [--folder DIR]
     python benchmarks/load.py --checkpoint DIR [--write]
 
-The files are dropped from the page cache before they are read, so that the disk counts. Peak memory
-of the host is anonymous resident memory above what the imports and a first program took
-(``runtime_bytes``: on a GPU its context and libraries), sampled every 2 ms while `load_model` runs
-in a process of its own, and of a GPU its ``peak_bytes_in_use``; the bound of each is 1.1 x the
-prepared bytes plus one layer.
-Prints a table and writes benchmarks/results/load.DEVICE.json.
+The files are dropped from the page cache before they are read, so that the time includes the disk.
+
+The peak memory of the host is anonymous resident memory above what the imports and a first program
+took. It is sampled every 2 ms while `load_model` runs in its own process. ``runtime_bytes`` is what
+that first program took; on a GPU, these are its context and libraries. The peak memory of a GPU is
+its ``peak_bytes_in_use``. The bound of both is 1.1 times the prepared bytes plus one layer.
+
+Prints a table and writes ``benchmarks/results/load.DEVICE.json``. The exit status is 1 if a peak is
+above its bound.
 """
 
 import argparse
@@ -28,7 +31,7 @@ BOUND = 1.1
 
 
 def anonymous_bytes():
-    """Bytes of resident memory that no file backs, of this process (Linux)."""
+    """Return the bytes of resident memory of this process that no file backs (Linux)."""
     with open("/proc/self/status", encoding="ascii") as status:
         for line in status:
             if line.startswith("RssAnon:"):
@@ -37,7 +40,7 @@ def anonymous_bytes():
 
 
 class Peak:
-    """The highest anonymous memory while it is entered."""
+    """Records the highest anonymous memory while its context is entered."""
 
     def __enter__(self):
         self.start = self.highest = anonymous_bytes()
@@ -60,7 +63,7 @@ class Peak:
 
 
 def measure(folder):
-    """Load `folder` in this process; returns what the table shows."""
+    """Load `folder` in this process and return the figures of the table."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -90,11 +93,11 @@ def measure(folder):
 
 
 def write_checkpoint(folder, gigabytes, experts, layers):
-    """Write about `gigabytes` of Qwen3-30B-A3B's width."""
+    """Write a checkpoint of about `gigabytes`, with the width of Qwen3-30B-A3B."""
     from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
 
     hidden, step = 2048, 64
-    column = layers * experts * 3 * hidden * 9 // 16  # bytes per unit of intermediate
+    column = layers * experts * 3 * hidden * 9 // 16  # bytes for each unit of the intermediate size
     intermediate = max(1, round(gigabytes * 1e9 / column / step)) * step
     write_synthetic(
         folder, SyntheticSizes(layers, experts, 8, hidden, intermediate, 32000, 32, 4, 128)
@@ -102,14 +105,14 @@ def write_checkpoint(folder, gigabytes, experts, layers):
 
 
 def layer_bytes(folder):
-    """Bytes of the experts of one layer."""
+    """Return the bytes of the experts of one layer."""
     config = json.loads((folder / "config.json").read_text())
     sizes = (config[name] for name in ("num_experts", "hidden_size", "moe_intermediate_size"))
     return math.prod(sizes) * 3 * 9 // 16
 
 
 def forget(folder):
-    """Write the files of `folder` back and drop them from the page cache (Linux)."""
+    """Write the files of `folder` to the disk, and drop them from the page cache (Linux)."""
     os.sync()
     for path in folder.glob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
@@ -118,7 +121,7 @@ def forget(folder):
 
 
 def run(folder, commit):
-    """Measure in a fresh process, so that nothing else counts."""
+    """Measure in a new process, so that no other memory counts."""
     forget(folder)
     command = [sys.executable, __file__, "--measure", str(folder)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -147,9 +150,13 @@ def main():
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--folder", type=pathlib.Path, help="where to write the checkpoint")
-    parser.add_argument("--checkpoint", type=pathlib.Path, help="one that is written, or is now")
+    parser.add_argument(
+        "--checkpoint",
+        type=pathlib.Path,
+        help="folder of an existing checkpoint, or of the one to write",
+    )
     parser.add_argument("--write", action="store_true", help="write --checkpoint and stop")
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/load.DEVICE.json")
     parser.add_argument("--measure", type=pathlib.Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

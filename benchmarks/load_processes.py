@@ -1,15 +1,16 @@
-"""Load a synthetic checkpoint over several processes, and show what each reads and holds.
+"""Load a synthetic checkpoint over several processes, and show what each process reads and holds.
 
     python benchmarks/load_processes.py [--processes 1 2 4] [--gigabytes 1.5] [--experts 64]
         [--layers 12] [--mesh expert=4 expert=2,tensor=2 ...] [--output FILE]
 
-Each process is on this host, with one CPU device; collectives are Gloo's. The peak is anonymous
-resident memory above what the imports took, as in `load.py`; its bound is 1.1 x the share of the
-process, the prepared bytes of its shards. What each holds beside experts (embedding, norms,
-attention) is whole along `expert` and counts in the share. Bytes read are those of `read` calls
-(Linux's rchar).
+All processes run on this host, with one CPU device each, and use Gloo for collectives. The peak is
+anonymous resident memory above what the imports took, as in `load.py`. Its bound is 1.1 times the
+share of the process, which is the prepared bytes of its shards. Weights other than experts
+(embedding, norms, attention) are replicated along `expert` and count in the share. The bytes read
+are those of `read` calls (rchar of Linux).
 
-Writes ``benchmarks/results/load_processes.json``; exit status 1 where a peak is over its bound.
+Writes ``benchmarks/results/load_processes.json``. The exit status is 1 if a peak is above its
+bound.
 """
 
 import argparse
@@ -28,13 +29,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def read_bytes():
-    """Bytes that this process has read by system calls (Linux)."""
+    """Return the bytes that this process has read by system calls (Linux)."""
     with open("/proc/self/io", encoding="ascii") as io:
         return int(next(line for line in io if line.startswith("rchar:")).split()[1])
 
 
 def measure(folder, processes, process_id, port, mesh):
-    """Load in this process, one of several; print what the table shows."""
+    """Load in this process, which is one of several, and print its figures."""
     import jax
     from flax import nnx
 
@@ -98,9 +99,9 @@ def main():
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument(
-        "--mesh", nargs="+", help="such as expert=2,tensor=2; all along expert where none"
+        "--mesh", nargs="+", help="such as expert=2,tensor=2; default: all along expert"
     )
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)

@@ -1,22 +1,24 @@
-"""Time the expert layer on one NVIDIA GPU against its floor, its targets and its peers.
+"""Time the expert layer on one NVIDIA GPU, beside its floor, its targets and its peers.
 
     python benchmarks/moe.py [--case qwen3-30b-a3b ...] [--tokens 1 16 ...] [--backend NAME ...]
         [--scheme w4a16 w4a4 ...] [--marlin _moe_C.so] [--humming FOLDER] [--tokamax [FOLDER]]
         [--ragged-dot] [--targets] [--output FILE]
     python benchmarks/moe.py --plot-only benchmarks/results/moe.NVIDIA-H200.json
 
-One row is one layer call in bfloat16 under `jax.jit`. A program holds 2 to 16 calls with different
-tokens and expert ids in a CUDA graph, so that small ones read weights from memory and not from L2;
-weights are random bytes, routing is uniform. Every contestant gets the same ids and runs in a
-process of its own, one after the other, on the same machine; ceilings are measured in the same run
-(`moe_cases.floor_us` says what bounds a row). Clocks are not locked: a claim against a peer is a
-ratio taken in one run.
+One row is one call of the layer in bfloat16 under `jax.jit`. A program holds 2 to 16 calls in a
+CUDA graph. The calls have different tokens and expert ids, so that small calls read weights from
+memory and not from the L2 cache. Weights are random bytes, and routing is uniform.
 
-Peers: `--marlin` takes the file ``_moe_C*.so`` of an unpacked vLLM wheel (0.25.1), `--humming` the
-folder of an unpacked humming-kernels wheel (0.1.19; its two products alone, without routing,
-activation and combine), `--tokamax` a folder to import it from if it is not installed.
+All contestants get the same ids. Each runs in its own process, one after the other, on the same
+machine. The ceilings are measured in the same run; `moe_cases.floor_us` computes the floor of a row
+from them. Clocks are not locked, so that only ratios of one run should be compared.
 
-Prints a table for each case and writes ``benchmarks/results/moe.DEVICE.json`` with a plot beside.
+Peers: `--marlin` takes the file ``_moe_C*.so`` of an unpacked vLLM wheel (0.25.1). `--humming`
+takes the folder of an unpacked humming-kernels wheel (0.1.19), and times its two GEMMs alone,
+without routing, activation and combine. `--tokamax` takes a folder to import tokamax from, if it is
+not installed.
+
+Prints a table for each case. Writes ``benchmarks/results/moe.DEVICE.json``, and a plot beside it.
 """
 
 import argparse
@@ -32,16 +34,19 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = pathlib.Path(__file__).resolve().parent
-# Layers go into CUDA graphs, in program order: calls of one program must not overlap.
+# Layers run in CUDA graphs, in program order: calls of one program must not overlap.
 GRAPHS = (
     "--xla_gpu_enable_command_buffer=CUSTOM_CALL,FUSION --xla_gpu_graph_min_graph_size=1 "
     "--xla_gpu_command_buffer_scheduling_mode=SERIALIZE"
 )
-HOST_BOUND = 0.9  # a host_share above says that the host was timed
+HOST_BOUND = 0.9  # with a larger host_share, the time is that of the host
 
 
 def run_contestant(module, arguments, *, flags=""):
-    """Start ``python -m module`` and yield its JSON lines; its end with an error is one more."""
+    """Start ``python -m module`` and yield its JSON lines.
+
+    If the program fails, one more line says so.
+    """
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(HERE), *filter(None, [environment.get("PYTHONPATH")])]
@@ -60,7 +65,7 @@ def run_contestant(module, arguments, *, flags=""):
 
 
 def contestants(arguments):
-    """Return (module, its arguments, XLA flags) of every program to run, ours first."""
+    """Return the module, arguments and XLA flags of each program to run, ours first."""
     cells = ["--case", *arguments.case, "--tokens", *arguments.tokens]
     small = ["--small-ceilings"] if arguments.small_ceilings else []
     own = ["--backend", *arguments.backend, "--scheme", *arguments.scheme]
@@ -78,7 +83,7 @@ def contestants(arguments):
 
 
 def measure(arguments):
-    """Run all contestants; returns the result that is written."""
+    """Run all contestants and return the result to write."""
     result, lines = {"rows": [], "errors": []}, []
     for module, own, flags in contestants(arguments):
         for line in run_contestant(module, own, flags=flags):
@@ -90,13 +95,13 @@ def measure(arguments):
             else:
                 lines.append(line)
     if "device" not in result:
-        raise SystemExit("our own layer did not start: see above")
+        raise SystemExit("our own layer did not start; its output above says why")
     result["rows"] = [describe(line, Ceilings(**result["ceilings"])) for line in lines]
     return result
 
 
 def describe(line, ceilings):
-    """Return one row: what was timed, with rates and the floor."""
+    """Return one row: the measured times, with rates and the floor."""
     case, tokens, us = CASES[line["case"]], line["tokens"], line["us"]
     active = active_experts(case, tokens)
     floor = floor_us(case, tokens, active, ceilings)
@@ -110,7 +115,7 @@ def describe(line, ceilings):
 
 
 def by_cell(rows, case):
-    """Return contestant -> tokens -> row, of one case."""
+    """Return the rows of one case, by contestant and number of tokens."""
     found = {}
     for row in rows:
         if row["case"] == case:
@@ -123,7 +128,7 @@ def is_ours(contestant):
 
 
 def make_table(rows, case, ours):
-    """Return the table of one case and one of our backends; peers with their ratio to it."""
+    """Return the table of one case and one of our backends, with the ratio of each peer to it."""
     cells = by_cell(rows, case)
     peers = [name for name in cells if not is_ours(name)]
     table = Table(title=f"{case}: {ours}")
@@ -151,13 +156,13 @@ def make_table(rows, case, ours):
 
 
 def times_of(rows, contestant):
-    """Return (case, tokens) -> microseconds."""
+    """Return the microseconds of a contestant by (case, tokens)."""
     own = [row for row in rows if row["contestant"] == contestant]
     return {(row["case"], row["tokens"]): row["us"] for row in own}
 
 
 def check_targets(rows, backend):
-    """Return (case, tokens, microseconds, target) of each cell of `TARGETS` that was timed."""
+    """Return (case, tokens, microseconds, target) for each cell of `TARGETS` that was timed."""
     timed = {
         (row["case"], row["tokens"]): row["us"] for row in rows if row["contestant"] == backend
     }
@@ -170,7 +175,7 @@ def check_targets(rows, backend):
 
 
 def slower_than_peers(rows, backend):
-    """Return (case, tokens, peer, ratio) of each cell at which a peer is faster."""
+    """Return (case, tokens, peer, ratio) for each cell in which a peer is faster."""
     peers = [row for row in rows if not is_ours(row["contestant"])]
     ours = times_of(rows, backend)
     return [
@@ -181,7 +186,7 @@ def slower_than_peers(rows, backend):
 
 
 def show(result, console, *, targets):
-    """Print all tables, then what is missing or failed."""
+    """Print all tables, and then what is missing or failed."""
     rows, ceilings = result["rows"], Ceilings(**result["ceilings"])
     ours = sorted({row["contestant"] for row in rows if is_ours(row["contestant"])})
     console.print(f"{result['device']}: {ceilings}")
@@ -196,13 +201,13 @@ def show(result, console, *, targets):
 
 
 def notes(result):
-    """Return what a reader of the tables must know: doubtful rows, missing columns, failures."""
+    """Yield what a reader of the tables must know: doubtful rows, missing columns, and failures."""
     rows = result["rows"]
     if any(row.get("host_share", 0) > HOST_BOUND for row in rows):
         yield "* bound by the host, not by the device"
     for peer, option in PEERS.items():
         if not any(row["contestant"].startswith(peer) for row in rows):
-            yield f"no column for {peer}: not given ({option}) or failed"
+            yield f"no column for {peer}: {option} was not given, or the peer failed"
     for error in result["errors"]:
         yield f"failed: {error}"
 
@@ -235,22 +240,26 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(REAL_CASES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--backend", nargs="+", default=[], help="default: that of this device")
-    parser.add_argument("--scheme", nargs="+", default=["w4a16"], help="of our own layers")
+    parser.add_argument(
+        "--backend", nargs="+", default=[], help="default: the backend for this device"
+    )
+    parser.add_argument("--scheme", nargs="+", default=["w4a16"], help="schemes of our own layers")
     parser.add_argument("--marlin", type=pathlib.Path, help="_moe_C*.so of a vLLM wheel")
     parser.add_argument("--humming", type=pathlib.Path, help="folder of a humming-kernels wheel")
     parser.add_argument("--tokamax", nargs="?", const="", help="folder that holds tokamax")
     parser.add_argument("--ragged-dot", action="store_true", help="lax.ragged_dot, two ways")
-    parser.add_argument("--targets", action="store_true", help="say which targets are met")
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--targets", action="store_true", help="print which targets are met")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/moe.DEVICE.json")
-    parser.add_argument("--plot-only", type=pathlib.Path, metavar="FILE", help="show and plot it")
+    parser.add_argument(
+        "--plot-only", type=pathlib.Path, metavar="FILE", help="show and plot FILE only"
+    )
     parser.add_argument("--small-ceilings", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def draw_plot(result, path):
-    """Draw the plot beside `path` if matplotlib is there."""
+    """Draw the plot beside `path`, if matplotlib is installed."""
     try:
         from moe_plot import draw
     except ImportError as error:

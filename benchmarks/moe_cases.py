@@ -1,4 +1,4 @@
-"""The expert layers that are timed, what they must read and compute, and their targets."""
+"""Define the expert layers that are timed, their bytes and FLOPs, and their targets."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 TOKENS = tuple(2**power for power in range(14))  # 1 to 8192
-BYTES_PER_WEIGHT = 0.5625  # half a byte of code, and a block scale for 16 of them
+BYTES_PER_WEIGHT = 0.5625  # half a byte of code, and one byte of scale for 16 weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Case:
 
     @property
     def expert_weights(self) -> int:
-        """Number of weights of one expert."""
+        """Return the number of weights of one expert."""
         return self.hidden * (self.gate_up_rows + self.intermediate)
 
     def packed_bytes(self, active: float) -> float:
-        """Bytes of codes and block scales of `active` experts."""
+        """Return the bytes of codes and block scales of `active` experts."""
         return active * self.expert_weights * BYTES_PER_WEIGHT
 
     def flops(self, tokens: int) -> int:
@@ -49,14 +49,15 @@ CASES = {
         Case("nemotron3-nano", 2688, 1856, 128, 6, gated=False),
         Case("mixtral-8x7b", 4096, 14336, 8, 2),
         Case("deepseek-v3", 7168, 2048, 256, 8),
-        Case("tiny", 64, 48, 8, 2),  # for trying the benchmark itself
+        Case("tiny", 64, 48, 8, 2),  # to try the benchmark itself
     )
 }
-# How a layer lies over several devices: experts shared out or cut, tokens everywhere or shared out.
+# How a layer uses several devices. Experts are sharded whole ("psum", "all_to_all", "ragged") or
+# each expert is cut ("tensor"). Tokens are replicated ("psum", "tensor") or sharded.
 FORMS = ("psum", "tensor", "all_to_all", "ragged")
 REAL_CASES = tuple(name for name in CASES if name != "tiny")
 
-# Microseconds of the whole layer on one H200, at most.
+# The most microseconds that the whole layer may take on one H200.
 TARGETS = {
     "qwen3-30b-a3b": {1: 16, 16: 68, 64: 100, 256: 125, 1024: 180, 8192: 1000},
     "qwen3.6-35b-a3b": {1: 14, 16: 56, 64: 118, 256: 145, 1024: 190, 8192: 720},
@@ -68,7 +69,7 @@ TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the device does at best, measured in the same run."""
+    """The highest rates of the device, measured in the same run."""
 
     copy_tb_per_s: float  # bytes read and written
     matmul_tflop_per_s: float  # bfloat16
@@ -80,14 +81,17 @@ class Ceilings:
 
 
 def calls_of(tokens: int) -> int:
-    """Number of different calls timed together, so that small ones find their weights cold."""
+    """Return how many different calls are timed together.
+
+    There are enough of them that small calls read their weights from memory and not from a cache.
+    """
     return max(2, min(16, 8192 // tokens))
 
 
 def draw_ids(case: Case, tokens: int) -> np.ndarray:
-    """Return int32 ``[calls, tokens, top_k]``: uniform, distinct within a token.
+    """Return int32 ``[calls, tokens, top_k]``: uniform, and distinct within a token.
 
-    Every contestant gets the same ones.
+    Every contestant gets the same ids.
     """
     rng = np.random.default_rng([case.experts, tokens])
     draws = rng.random((calls_of(tokens), tokens, case.experts), np.float32)
@@ -106,10 +110,11 @@ def active_experts(case: Case, tokens: int) -> float:
 
 
 def floor_us(case: Case, tokens: int, active: float, ceilings: Ceilings) -> float:
-    """Return the microseconds that no layer can beat.
+    """Return the lower bound of the time of a layer, in microseconds.
 
-    The longer of moving its bytes (the active experts' packed weights, hidden states in and out in
-    bfloat16) at the copy bandwidth, and doing its products at the rate of a large matmul.
+    It is the longer of two times. One is the time to move its bytes (the packed weights of active
+    experts, and hidden states in and out in bfloat16) at the copy bandwidth. The other is the time
+    of its GEMMs at the rate of a large matmul.
     """
     moved = case.packed_bytes(active) + 2 * tokens * case.hidden * 2
     return max(

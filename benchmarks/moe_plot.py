@@ -2,8 +2,8 @@
 
     python benchmarks/moe_plot.py benchmarks/results/moe.NVIDIA-H200.json
 
-writes the README's picture, the fractions of three layers, as ``moe.NVIDIA-H200.light.svg`` and
-``.dark.svg``; the PNG of all layers comes with `moe.py`.
+Writes the picture of the README, with the fractions of three layers, as
+``moe.NVIDIA-H200.light.svg`` and ``.dark.svg``. `moe.py` draws the PNG of all layers.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from moe_cases import CASES, Ceilings
 
 
 def draw(result, path: pathlib.Path) -> None:
-    """Write a PNG with a column a case: microseconds above, the fraction of the floor below."""
+    """Write a PNG with a column for each case: microseconds above, fraction of the floor below."""
     rows = result["rows"]
     cases = [name for name in CASES if any(row["case"] == name for row in rows)]
     contestants = list(dict.fromkeys(row["contestant"] for row in rows))
@@ -46,7 +46,7 @@ def _line(rows, case, contestant, figure):
     return [row["tokens"] for row in found], [row[figure] for row in found]
 
 
-# Many small experts, few large ones, many large ones.
+# Layers with many small experts, with few large ones, and with many large ones.
 SUMMARY_CASES = {
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "mixtral-8x7b": "Mixtral-8x7B",
@@ -58,7 +58,7 @@ SUMMARY_LABELS = {
     "marlin": "vLLM's Marlin layer",
 }
 PEERS = ("humming_gemms", "marlin")
-# Tokens at which our own time is written beside the curve, and where: points, alignment.
+# Tokens at which our own time is written beside the curve; its offset in points, and alignment.
 TIMED = {
     1: ((-6, 0), "right", "center"),
     16: ((0, 6), "center", "bottom"),
@@ -72,12 +72,12 @@ THEMES = {
 
 
 def draw_summary(result, path: pathlib.Path, theme: str) -> None:
-    """Write an SVG without background: per cent of the hardware's limit, by tokens.
+    """Write an SVG without a background: percent of the floor, by number of tokens.
 
     Args:
-      result: what `moe.py` writes.
-      path: of the SVG.
-      theme: "light" or "dark", the page that it stands on.
+      result: the result that `moe.py` writes.
+      path: path of the SVG.
+      theme: "light" or "dark", the theme of the page that shows it.
 
     Raises:
       KeyError: the result lacks a contestant.
@@ -91,7 +91,7 @@ def draw_summary(result, path: pathlib.Path, theme: str) -> None:
         **dict.fromkeys(("xtick.color", "ytick.color"), colors["text"]),
         "axes.edgecolor": colors["grid"],
         "grid.color": colors["grid"],
-        "svg.hashsalt": "moe",  # the same bytes from the same figures
+        "svg.hashsalt": "moe",  # the same figures then give the same bytes
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(10, 3.7), layout="constrained")

@@ -1,22 +1,25 @@
-"""Time an expert layer over several GPUs of one host: form against form, and against one GPU.
+"""Time an expert layer on several GPUs of one host: each form, and one GPU.
 
     python benchmarks/parallel.py [--devices 2 4] [--case deepseek-v3 qwen3-30b-a3b]
         [--tokens 1 16 256 4096] [--form psum tensor all_to_all ragged] [--scheme w4a16 w4a4]
         [--smoke] [--output FILE]
 
-Forms: "psum", experts shared out and tokens everywhere; "tensor", each expert cut and tokens
-everywhere; "all_to_all" and "ragged", experts and tokens shared out. A row is one call in bfloat16
-under `jax.jit`, weights random, routing uniform, as in `moe.py`; its `exchange_us` is the same
-program without experts, so sorting rows into buffers counts, and `wire_gb_per_s` are the bytes that
-a device sends (`sharded_layer.sent_bytes`) in that time. `efficiency` is the time on one device,
-measured in the same run, over that on n times n. `difference` is the largest from one device's
-result, relative to the largest value.
+In the form "psum", experts are sharded and tokens are replicated. In "tensor", each expert is cut
+and tokens are replicated. In "all_to_all" and "ragged", experts and tokens are sharded.
 
-NVLink multicast stays off: the child process runs with NCCL_NVLS_ENABLE=0. `--smoke` runs all of it
-on two CPU devices, with small sizes and meaningless times; "ragged" cannot run there.
+A row is one call in bfloat16 under `jax.jit`, with random weights and uniform routing, as in
+`moe.py`:
 
-Prints a table for each case and writes ``benchmarks/results/parallel.DEVICE.json``, row by row, so
-that a run that is cut off leaves what it had.
+* `exchange_us` is the time of the same program without experts; it includes sorting rows.
+* `wire_gb_per_s` is the bytes that a device sends (`sharded_layer.sent_bytes`) over that time.
+* `efficiency` is the time on one device, from the same run, over n times the time on n devices.
+* `difference` is the largest difference from the result of one device, over the largest value.
+
+NVLink multicast stays off: the child processes run with NCCL_NVLS_ENABLE=0. `--smoke` runs
+everything on two CPU devices, with small sizes and meaningless times; "ragged" cannot run there.
+
+Prints a table for each case. Writes ``benchmarks/results/parallel.DEVICE.json`` after each row, so
+that a run that is cut off keeps its rows.
 """
 
 import argparse
@@ -45,7 +48,7 @@ def parse(arguments=None):
     parser.add_argument("--form", nargs="+", default=FORMS, choices=FORMS)
     parser.add_argument("--scheme", nargs="+", default=["w4a16"])
     parser.add_argument("--smoke", action="store_true", help="two CPU devices, small sizes")
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args(arguments)
     if options.smoke:
@@ -54,8 +57,8 @@ def parse(arguments=None):
 
 
 def run(options):
-    """Yield the device's name and a row of a child at a time; one child a number of devices."""
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # of this process's children
+    """Yield the name of the device and one row at a time; a child runs each number of devices."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # the children inherit it
     device = "unknown"
     for count in options.devices:
         flags = ""

@@ -1,35 +1,39 @@
-"""Predict one expert layer on many GPUs: bytes, time, and the fastest form for so many tokens.
+"""Predict one expert layer on many GPUs: bytes, time, and the fastest form for a number of tokens.
 
     python benchmarks/parallel_prediction.py [--measured benchmarks/results/moe.NVIDIA-H200.json]
         [--one-host benchmarks/results/parallel.NVIDIA-H200.json]
 
-A PREDICTION. No run of this project on more than one host is behind any figure. What goes in is in
-`INPUTS`, each with its source. One layer takes in t tokens in all (of every host together), h wide,
-with k of e experts each, on n GPUs in hosts of 8. Nothing overlaps; routing is uniform, and
-`imbalance` is what is left of skew after placement. With p = max(e, n) physical experts (copies
-where GPUs outnumber experts):
+The result is a PREDICTION: no figure comes from a run of this project on more than one host.
+`INPUTS` has all inputs, each with its source.
 
-    products   start + hypot(bytes / copy / memory, flops / matmul / tensor) * imbalance, the three
-               as the same layer has them on one H200 (`--measured`): start is what one token takes
-               over its floor, memory and tensor the best fractions of either floor; bytes of the
-               experts that get a token, p / n (1 - (1 - k / p)^t) of them, flops of t k / n slots
-    psum       forms a (experts shared out), c (each cut into n), a x c (cut over the 8 of a host,
-               shared out over hosts); all tokens on all GPUs, sums float32:
-               2 (n - 1) / n * 4 h t bytes / bus + latency
-    ragged     form b (experts shared out, tokens too), true sizes: a token goes once to each GPU
-               that has one of its experts, d = 1 - C(p - p / n, k) / C(p, k) of the others (in
-               bfloat16 also under w4a4 with scales of each expert), and the sum comes back in
-               bfloat16: max(bytes to own host / NVLink, to other hosts / InfiniBand) + latency,
-               twice; bytes of a row are those of `parallel.dispatch.Wire`
-    all_to_all the same with equal room for each GPU: for all tokens that one has, or for `room`
-               times the mean d, in one round
+One layer gets t tokens in all (of every host together), with hidden size h and k of e experts for
+each token, on n GPUs in hosts of 8. Nothing overlaps. Routing is uniform, and `imbalance` is the
+skew that remains after placement. There are p = max(e, n) physical experts, with copies if there
+are more GPUs than experts:
 
-The same equations for the GPUs of one host stand beside what `parallel.py` measured there
-(`--one-host`); no input is taken from it.
+    products   start + hypot(bytes / copy / memory, flops / matmul / tensor) * imbalance. The three
+               numbers start, memory and tensor are those of the same layer on one H200
+               (`--measured`): start is the time of one token minus its floor, and memory and tensor
+               are the best fractions of the two floors. Bytes are those of the experts that get a
+               token, p / n (1 - (1 - k / p)^t) of them. Flops are those of t k / n slots.
+    psum       forms a (experts sharded), c (each expert cut into n) and a x c (experts cut over the
+               8 GPUs of a host, and sharded over hosts). All GPUs have all tokens, and sums are
+               float32: 2 (n - 1) / n * 4 h t bytes / bus + latency.
+    ragged     form b (experts and tokens sharded), with exact sizes. A token goes once to each GPU
+               that has one of its experts, d = 1 - C(p - p / n, k) / C(p, k) of the other GPUs. It
+               goes in bfloat16, also in W4A4 with scales of each expert. The sum comes back in
+               bfloat16: max(bytes to own host / NVLink, bytes to other hosts / InfiniBand) +
+               latency, twice. Bytes of a row are those of `parallel.dispatch.WireFormat`.
+    all_to_all form b with equal room for each GPU: for all tokens of a GPU, or for `room` times
+               the mean d, in one round.
 
-Latency grows with log2 of the hosts for sums, which go up and down a tree, and with the number of
-GPUs in other hosts for exchanges, which post one message for each. Form c is there where it cuts no
-block of 16. Writes ``benchmarks/results/parallel_prediction.{json,md}``.
+For the GPUs of one host, the page compares these equations with what `parallel.py` measured
+(`--one-host`). No input comes from those measurements.
+
+The latency of sums grows with log2 of the number of hosts, because sums go up and down a tree. The
+latency of exchanges grows with the number of GPUs in other hosts, because each gets a message. Form
+c exists only if it cuts no block of 16. Writes
+``benchmarks/results/parallel_prediction.{json,md}``.
 """
 
 import argparse
@@ -51,17 +55,18 @@ TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)
 MEASURED_CASES = ("deepseek-v3", "qwen3-30b-a3b")
 CONTESTANT = "moe_w4a16_sm90"
 MOST_TOKENS = 2**20
-FEW = 64  # tokens up to which a layer is bound by memory alone
+FEW = 64  # up to this many tokens, memory alone bounds a layer
 
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """One number that goes in.
+    """One input of the prediction.
 
     Attributes:
-      value, unit: what.
+      value: the number.
+      unit: its unit.
       kind: "measured elsewhere", "measured here", "model of NCCL" or "chosen".
-      source: where it is from.
+      source: where the number comes from.
     """
 
     value: float
@@ -123,13 +128,15 @@ INPUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer on one H200, as measured.
+    """One layer as measured on one H200.
 
     Attributes:
-      case: sizes.
-      copy_tb_per_s, matmul_tflop_per_s: what that GPU does at best.
-      start: microseconds over the floor at one token.
-      memory, tensor: best fractions of the floors of few tokens and of many.
+      case: sizes of the layer.
+      copy_tb_per_s: copy bandwidth of that GPU.
+      matmul_tflop_per_s: rate of a large matmul on that GPU.
+      start: microseconds above the floor at one token.
+      memory: best fraction of the floor at few tokens.
+      tensor: fraction of the floor at the most tokens.
     """
 
     case: Case
@@ -142,11 +149,13 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one layer costs the busiest GPU.
+    """The cost of one layer on the busiest GPU.
 
     Attributes:
-      nvlink, infiniband: bytes that it sends over each.
-      products, wire: microseconds.
+      nvlink: bytes that it sends over NVLink.
+      infiniband: bytes that it sends over InfiniBand.
+      products: microseconds of the GEMMs.
+      wire: microseconds of the exchange.
     """
 
     nvlink: float
@@ -178,18 +187,18 @@ def read_layer(case: str, path: pathlib.Path) -> Layer:
 
 
 def physical_experts(case: Case, gpus: int) -> int:
-    """Return how many experts are held in all: copies fill up GPUs that outnumber experts."""
+    """Return the number of physical experts; copies fill up GPUs if these outnumber experts."""
     return -(-max(case.experts, gpus) // gpus) * gpus
 
 
 def products_us(layer: Layer, tokens: int, shares: int, cut: int) -> float:
-    """Return the time of the products where `shares` GPUs share out experts, each cut in `cut`.
+    """Return the time of the GEMMs, without `imbalance`.
 
-    Without `imbalance`.
+    Experts are sharded over `shares` GPUs, and each expert is cut into `cut` parts.
     """
     case, physical = layer.case, physical_experts(layer.case, shares)
     active = physical / shares * -math.expm1(tokens * math.log1p(-case.top_k / physical))
-    # Not one expert in many GPUs: the busiest has at least one of those that are active.
+    # With few tokens, many GPUs have no active expert, but the busiest one has at least one.
     active = max(active, 1.0)
     moved = case.packed_bytes(active) / cut + 2 * tokens * case.hidden * 2
     flops = case.flops(tokens) / (shares * cut)
@@ -204,7 +213,7 @@ def _busiest_us(layer, tokens, shares, cut):
 
 
 def sum_latency(gpus: int) -> float:
-    """Microseconds of an all-reduce of nothing."""
+    """Return the microseconds of an all-reduce of no data."""
     if gpus <= HOST:
         return INPUTS["sum_in_host"].value
     doublings = math.log2(gpus / HOST) - 1
@@ -212,11 +221,11 @@ def sum_latency(gpus: int) -> float:
 
 
 def psum(layer: Layer, tokens: int, gpus: int, cut: int) -> Cost:
-    """Forms a (cut 1), c (cut `gpus`) and their product: one all-reduce of float32 tokens."""
+    """Return the cost of forms a (cut 1), c (cut `gpus`) and a x c: one float32 all-reduce."""
     sent = 2 * (gpus - 1) / gpus * tokens * layer.case.hidden * 4
     far = gpus > HOST
     bus = INPUTS["bus_hosts" if far else "bus_nvlink"].value
-    # A ring through all hosts leaves each host over its 8 ports: an eighth of the bytes each.
+    # A ring through all hosts uses the 8 ports of each host, with an eighth of the bytes each.
     return Cost(
         sent, sent / HOST if far else 0.0, products_us(layer, tokens, gpus // cut, cut),
         sent / bus * 1e-3 + sum_latency(gpus),
@@ -224,7 +233,7 @@ def psum(layer: Layer, tokens: int, gpus: int, cut: int) -> Cost:
 
 
 def hit_chance(case: Case, gpus: int) -> float:
-    """Return the chance that a GPU has one of the k experts of a token."""
+    """Return the probability that a GPU has one of the k experts of a token."""
     physical = physical_experts(case, gpus)
     own = physical // gpus
     missed = (max(physical - own - j, 0) / (physical - j) for j in range(case.top_k))
@@ -232,20 +241,23 @@ def hit_chance(case: Case, gpus: int) -> float:
 
 
 def ragged(layer: Layer, tokens: int, gpus: int, wire: WireFormat) -> Cost:
-    """Form b with true sizes: each token to the GPUs that have an expert of it, and back."""
+    """Return the cost of form b with exact sizes: each token goes to the GPUs of its experts."""
     rows = -(-tokens // gpus) * hit_chance(layer.case, gpus) * INPUTS["imbalance"].value
     return _exchanged(layer, tokens, gpus, rows, wire)
 
 
 def all_to_all(layer: Layer, tokens: int, gpus: int, room: float | None) -> Cost:
-    """Form b with equal room for each GPU: `room` times the mean, or for all tokens where None."""
+    """Return the cost of form b with equal room for each GPU.
+
+    The room is `room` times the mean; None means room for all tokens.
+    """
     own = -(-tokens // gpus)
     rows = own if room is None else math.ceil(own * hit_chance(layer.case, gpus) * room)
     return _exchanged(layer, tokens, gpus, min(rows, own), WireFormat())
 
 
 def _exchanged(layer, tokens, gpus, rows, how):
-    """Cost of so many rows to each other GPU, and back in bfloat16."""
+    """Return the cost of sending `rows` rows to each other GPU, and back in bfloat16."""
     near, far = min(gpus, HOST) - 1, max(gpus - HOST, 0)
     port = INPUTS["infiniband" if gpus <= 64 else "infiniband_far"].value
     latency = INPUTS["exchange_in_host"].value + far * INPUTS["exchange_message"].value
@@ -260,7 +272,7 @@ def _exchanged(layer, tokens, gpus, rows, how):
 
 
 def fits(case: Case, gpus: int, cut: int) -> bool:
-    """Whether experts can be cut into `cut` parts of whole blocks, and `gpus` into groups of it."""
+    """Return whether `cut` parts of an expert have whole blocks, and `cut` divides `gpus`."""
     return gpus % cut == 0 and case.intermediate % (16 * cut) == 0
 
 
@@ -281,15 +293,15 @@ _CUTS = {"c psum, cut": lambda gpus: gpus, "a x c psum, cut in hosts": lambda gp
 
 
 def forms_for(case: Case, gpus: int) -> list[str]:
-    """Return the forms that these sizes allow; the product of a and c only over several hosts."""
+    """Return the forms that these sizes allow. The form a x c needs several hosts."""
     legal = [name for name in FORMS if fits(case, gpus, _CUTS.get(name, lambda _: 1)(gpus))]
     return [name for name in legal if gpus > HOST or name != "a x c psum, cut in hosts"]
 
 
 def crossover(layer: Layer, gpus: int, first: str, second: str) -> int | None:
-    """Return the fewest tokens from which on form `second` is the faster one; None where nowhere.
+    """Return the fewest tokens from which on form `second` is the faster one, or None.
 
-    Steps of the tokens, by powers of two to `MOST_TOKENS`, then by halving.
+    The search goes through powers of two up to `MOST_TOKENS`, and then by halving.
     """
 
     def faster(tokens):
@@ -330,7 +342,7 @@ def predict(layer: Layer, gpus: int) -> dict:
     return {"case": layer.case.name, "gpus": gpus, "cells": cells, "crossovers": crossings}
 
 
-# Form as measured by parallel.py -> as predicted here.
+# The prediction of each form that parallel.py measures.
 _ONE_HOST = {
     "psum": lambda layer, tokens, gpus: psum(layer, tokens, gpus, 1),
     "tensor": lambda layer, tokens, gpus: psum(layer, tokens, gpus, gpus),
@@ -343,8 +355,8 @@ def compare(layers: list[Layer], rows: list[dict]) -> list[dict]:
     """Return prediction and measurement of each row of `parallel.py`, in microseconds.
 
     Args:
-      layers: as `read_layer` returns them.
-      rows: its results; those of other cases and schemes are left out.
+      layers: the layers that `read_layer` returns.
+      rows: results of `parallel.py`. Rows of other cases and schemes are left out.
     """
     by_name = {layer.case.name: layer for layer in layers}
     found = []
@@ -378,10 +390,11 @@ def _comparison(measured) -> list[str]:
     table = [(*key, *(describe(key, n) for n in tokens)) for key in keys]
     return [
         "## One host: prediction / measurement",
-        f"Measured here on GPUs of one host ({measured['device']}, commit {measured['commit']}, "
-        f"`{measured['file']}`), beside the same equations and inputs: microseconds of the layer, "
-        "and in brackets of its exchange alone. Nothing was fitted to these. A measured exchange "
-        f"has the kernels around it too. {measured['note']}".strip(),
+        f"This table compares the same equations and inputs with measurements on GPUs of one host "
+        f"({measured['device']}, commit {measured['commit']}, `{measured['file']}`). Each cell has "
+        "microseconds of the layer and, in brackets, of its exchange alone. Nothing was fitted to "
+        "these measurements. A measured exchange includes the kernels around it. "
+        f"{measured['note']}".strip(),
         _table(("case", "GPUs", "form", *(f"{n} token" + "s" * (n > 1) for n in tokens)), table),
     ]
 
@@ -429,18 +442,19 @@ def make_page(result) -> str:
     ]
     parts = [
         "# Many GPUs: a prediction",
-        "Nothing on this page was measured on more than one host; what was on one is in one table, "
-        "beside its prediction. It is made by "
-        "`python benchmarks/parallel_prediction.py`, whose first lines have the equations.",
-        "## What goes in",
+        "Nothing on this page was measured on more than one host. The last table compares the "
+        "prediction with measurements on one host. `python benchmarks/parallel_prediction.py` "
+        "computes this page; the docstring of that program has the equations.",
+        "## Inputs",
         _table(("input", "value", "kind", "source"), inputs),
-        f"Products of a layer, measured here on one H200 (`{result['measured']}`):",
+        f"GEMMs of a layer, as measured on one H200 (`{result['measured']}`):",
         _table(("case", "start, us", "memory", "tensor"), layers),
-        "With these the equation gives 0.82 to 1.12 of every measured time of one GPU, 1 to 8192 "
-        "tokens.",
-        "In each cell: microseconds of the layer on the busiest GPU, and in brackets those on the "
-        "wire, then megabytes that it sends over NVLink + InfiniBand. Tokens are those of all GPUs "
-        "together; bold is the fastest form.",
+        "With these numbers, the equation gives 0.82 to 1.12 times each measured time of one GPU, "
+        "from 1 to 8192 tokens.",
+        "Each cell of the following tables has the microseconds of the layer on the busiest GPU. "
+        "In brackets are the microseconds of the exchange, and the megabytes that this GPU sends "
+        "over NVLink + InfiniBand. Tokens are those of all GPUs together. The fastest form is "
+        "bold.",
     ]
     for part in result["parts"]:
         parts += _section(part)
@@ -454,7 +468,7 @@ def main():
     parser.add_argument("--measured", type=pathlib.Path, default=default)
     default = HERE / "results" / "parallel.NVIDIA-H200.json"
     parser.add_argument("--one-host", type=pathlib.Path, default=default)
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "results")
     arguments = parser.parse_args()
     layers = [read_layer(case, arguments.measured) for case in MEASURED_CASES]

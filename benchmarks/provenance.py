@@ -1,4 +1,4 @@
-"""What a figure needs to be believed: commit, date, driver, versions, command."""
+"""Record the facts that make a figure reproducible: commit, date, driver, versions and command."""
 
 import datetime
 import importlib.metadata
@@ -13,21 +13,21 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch")
 
 
 def provenance(commit: str | None) -> dict:
-    """Return the facts of this run; `commit` where there is no git to ask."""
+    """Return the facts of this run. `commit` is the commit to record; None asks git."""
     here = pathlib.Path(__file__).parent
     return {
         "commit": commit or _output("git", "-C", here, "rev-parse", "--short", "HEAD"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "driver": _output(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-        ).partition("\n")[0],  # a line for each GPU
+        ).partition("\n")[0],  # nvidia-smi prints a line for each GPU
         "versions": {"python": platform.python_version(), **dict(_versions())},
         "command": shlex.join(["python", *sys.argv]),
     }
 
 
 def write_page(stem: pathlib.Path, result: dict, page: str) -> None:
-    """Write `result` to ``stem.json`` and the page that shows it to ``stem.md``, and print that."""
+    """Write `result` to ``stem.json`` and its page to ``stem.md``, and print the page."""
     stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     stem.with_suffix(".md").write_text(page, encoding="utf-8")
     print(page)

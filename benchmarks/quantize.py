@@ -2,11 +2,13 @@
 
     python benchmarks/quantize.py [--tokens N ...] [--k N ...] [--dtype NAME] [--output FILE]
 
-One row is `quantize_nvfp4` of one array ``[tokens, k]``, with a given global scale or with one that
-it finds itself, and with scales in either layout. It stands beside `formats.quantize`, the same
-bytes by plain XLA, with linear scales, and beside a copy: the floor is the time that a copy of as
-many bytes takes, of the values once, or twice where the scale comes from them, of the codes and of
-the scales. Prints a table and writes ``benchmarks/results/quantize.DEVICE.json``.
+One row is `quantize_nvfp4` of one array ``[tokens, k]``. The global scale is given, or the
+quantizer finds it; block scales have one of two layouts. Each row has two comparisons. The first is
+`numerics.nvfp4.quantize`, which makes the same bytes by plain XLA, with linear scales. The second
+is the floor: the time that a copy of as many bytes takes. These are the bytes of the values (twice
+if the scale comes from them), of the codes and of the scales.
+
+Prints a table and writes ``benchmarks/results/quantize.DEVICE.json``.
 """
 
 import argparse
@@ -27,24 +29,24 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 
 HERE = pathlib.Path(__file__).resolve().parent
-# global scale, layout of the block scales
+# The global scale, and the layout of the block scales.
 CASES = {
     "given": (1e-3, "linear"),
     "given, swizzled": (1e-3, "swizzle_128x4"),
     "found": (None, "linear"),
     "found, swizzled": (None, "swizzle_128x4"),
 }
-_BYTES_IN_FLIGHT, _MOST_CALLS = 1 << 28, 4  # small arrays come from the L2 cache
+_BYTES_IN_FLIGHT, _MOST_CALLS = 1 << 28, 4  # one small array alone would stay in the L2 cache
 
 
 def moved_bytes(tokens, k, dtype, *, given):
-    """Return the bytes that have to be read and written."""
-    reads = 1 if given else 2  # the largest magnitude comes before the first code
+    """Return the bytes that must be read and written."""
+    reads = 1 if given else 2  # the largest magnitude must be known before the first code
     return tokens * k * (reads * jnp.dtype(dtype).itemsize + 1 / 2 + 1 / 16)
 
 
 def time_calls(quantize, arrays):
-    """Return the figures of one call: `quantize` of each of `arrays` in one program."""
+    """Return the figures of one call of `quantize`, timed on all `arrays` in one program."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state):
@@ -59,7 +61,7 @@ def time_calls(quantize, arrays):
 
 
 def measure(case, tokens, k, dtype, copy_tb_per_s):
-    """Time one case beside plain XLA; returns its row."""
+    """Time one case and plain XLA, and return the row."""
     given, layout = CASES[case]
     size = tokens * k * jnp.dtype(dtype).itemsize
     calls = max(1, min(_MOST_CALLS, _BYTES_IN_FLIGHT // size))
@@ -92,7 +94,7 @@ def main():
     parser.add_argument("--k", nargs="+", type=int, default=[2048, 7168])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--copy-gibibytes", type=float, default=4.0)
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/quantize.DEVICE.json")
     arguments = parser.parse_args()
     device = jax.devices()[0].device_kind

@@ -1,16 +1,20 @@
-"""What each way of rounding weights costs: random weights of real shapes, and a trained model.
+"""Measure the error of each algorithm that rounds weights.
 
     python benchmarks/rounding.py                                  # random weights alone
     python benchmarks/rounding.py BF16_FOLDER --text heldout.txt   # and a model that we quantize
 
-Random weights: NRMSE of normal and of Student-t values (4 degrees of freedom), plain and weighted
-by the importance of channels (log-normal, sigma 1), at two ranges of block scales.
-A model: its experts and linears are quantized with the first 4096 tokens of the text as calibration
-and judged on the windows after them: mean cross-entropy, and NRMSE of each layer's experts on the
-inputs of the original. Which way single weights round moves the cross-entropy at random, and the
-global scale decides that; so each algorithm runs at several (``--largest``) and has a mean with its
+Random weights have the shapes of real models. Their error is the NRMSE of normal and of Student-t
+values (4 degrees of freedom), at two ranges of block scales. It is computed without weights and
+with weights by the importance of channels (log-normal, sigma 1).
+
+A trained model: its experts and linears are quantized with the first 4096 tokens of the text as
+calibration, and judged on the windows after these. The figures are mean cross-entropy, and the
+NRMSE of the experts of each layer on the inputs of the original. The direction in which single
+weights round changes the cross-entropy at random, and the global scale decides it. Each algorithm
+therefore runs with several global scales (``--largest``), and the table has a mean with its
 standard error.
-Prints tables and writes benchmarks/results/rounding.json.
+
+Prints tables and writes ``benchmarks/results/rounding.json``.
 """
 
 import argparse
@@ -38,7 +42,7 @@ from jax_nvfp4_moe.quantization.layer_errors import measure_errors
 from jax_nvfp4_moe.quantization.pipeline import quantize_model
 
 HERE = pathlib.Path(__file__).resolve().parent
-# Rows and columns of one expert's matrices.
+# Rows and columns of the matrices of one expert.
 SHAPES = {
     "Qwen3-30B-A3B gate, up": (768, 2048),
     "Qwen3-30B-A3B down": (2048, 768),
@@ -54,16 +58,16 @@ CALIBRATION = 4096  # tokens
 
 
 def variant(name, largest):
-    """Return an algorithm's name with another range of block scales, known from now on."""
+    """Register an algorithm with another range of block scales, and return its name."""
     key = f"{name} at {largest:g}"
     row = dataclasses.replace(rounding.ALGORITHMS[name], largest=float(largest))
-    rounding.ALGORITHMS[key] = row  # the package's own table has one range for each
+    rounding.ALGORITHMS[key] = row  # the table of the package has one range for each algorithm
     return key
 
 
 @jax.jit
 def nrmse(x, quantized, importance):
-    """Return ``|w - x| / |x|`` with errors weighted by the importance of channels."""
+    """Return ``|w - x| / |x|``, with errors weighted by the importance of channels."""
     packed, block_scale, g = quantized
     error = formats.dequantize(packed, formats.decode_scale(block_scale) * g) - x
     weighted = [jnp.sum(jnp.square(v) * importance[None, :]) for v in (error, x)]
@@ -71,7 +75,7 @@ def nrmse(x, quantized, importance):
 
 
 def measure_weights(names, ranges):
-    """Return the errors of random weights, one record for each algorithm, range and matrix."""
+    """Yield the errors of random weights: one record for each algorithm, range and matrix."""
     cases = [(shape, kind) for shape in SHAPES for kind in DISTRIBUTIONS]
     for shape, kind in track(cases, "weights", console=Console(stderr=True)):
         rng = np.random.default_rng(0)
@@ -99,7 +103,7 @@ def measure_weights(names, ranges):
 
 
 def measure_model(source, ids, name, largest, windows, layers):
-    """Quantize once; return cross-entropies by scheme, and by layer where `layers`."""
+    """Quantize once; return cross-entropies by scheme and, if `layers` is set, errors by layer."""
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder) / "quantized"
         algorithm = variant(name, largest)
@@ -128,20 +132,20 @@ def measure_original(source, ids, windows):
 
 
 def weight_rows(records, names, ranges):
-    """One row for each algorithm and range: the mean over matrices, by distribution."""
+    """Yield a row for each algorithm and range: means over matrices, by distribution."""
     of = [(kind, error) for kind in DISTRIBUTIONS for error in ("nrmse", "weighted_nrmse")]
     yield "algorithm", "range", *(f"{kind} {error}" for kind, error in of), "M weights/s"
     for name in names:
         for largest in ranges:
             some = [r for r in records if (r["algorithm"], r["largest"]) == (name, largest)]
             cells = [np.mean([r[e] for r in some if r["values"] == kind]) for kind, e in of]
-            speed = max(r["weights_per_second"] for r in some) / 1e6  # slower ones compiled
+            speed = max(r["weights_per_second"] for r in some) / 1e6  # slower calls compiled
 
             yield name, f"{largest:g}", *(f"{cell:.5f}" for cell in cells), f"{speed:.0f}"
 
 
 def model_rows(records, names, original):
-    """One row for each algorithm: cross-entropies over the ranges, and errors of layers."""
+    """Yield a row for each algorithm: cross-entropies over the ranges, and errors of layers."""
     yield "algorithm", *(f"{s} {of}" for s in SCHEMES for of in ("nats", "+-", "lost", "layers"))
     for name in names:
         some = [record for record in records if record["algorithm"] == name]
@@ -161,12 +165,18 @@ def model_rows(records, names, original):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=pathlib.Path, nargs="?", help="BF16 checkpoint")
-    parser.add_argument("--text", type=pathlib.Path, help="calibration and evaluation")
+    parser.add_argument("--text", type=pathlib.Path, help="text for calibration and evaluation")
     parser.add_argument("--algorithms", nargs="+", default=list(rounding.ALGORITHMS))
-    parser.add_argument("--ranges", nargs="+", type=float, default=[448, 256], help="of weights")
+    parser.add_argument(
+        "--ranges",
+        nargs="+",
+        type=float,
+        default=[448, 256],
+        help="ranges of block scales for random weights",
+    )
     parser.add_argument("--largest", nargs="+", type=float, default=[256, 352, 448])
     parser.add_argument("--windows", type=int, default=48)
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "results" / "rounding.json")
     arguments = parser.parse_args()
     names = arguments.algorithms

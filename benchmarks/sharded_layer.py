@@ -1,4 +1,4 @@
-"""Time one expert layer over the devices of this process; started by `parallel.py`.
+"""Time one expert layer over the devices of this process. `parallel.py` starts this program.
 
 python -m sharded_layer --case qwen3-30b-a3b --tokens 1 16 --devices 2 [--form psum all_to_all]
 """
@@ -33,18 +33,18 @@ def make_grid(form: str, devices: int) -> ExpertMesh:
 
 
 def sent_bytes(form, case, tokens, devices, scheme) -> float:
-    """Return the bytes that the busiest way of a device carries in one call, out of it.
+    """Return the bytes that a device sends in one call.
 
-    Form (a) counts a ring all-reduce of float32. Form (b) with fixed slots sends as many rows to
-    every other device as a device has tokens; "ragged" sends those that the ids of the timed calls
-    need, on the mean of devices and calls.
+    "psum" and "tensor" count a ring all-reduce of float32. "all_to_all" sends as many rows to every
+    other device as a device has tokens. "ragged" sends the rows that the ids of the timed calls
+    need; the figure is the mean over devices and calls.
     """
     if form in ("psum", "tensor"):
         return 2 * (devices - 1) / devices * 4 * tokens * case.hidden
     row = {"hidden": case.hidden, "top_k": case.top_k, "dtype": jnp.bfloat16}
     wire = choose_wire_format(scheme, **row, shards=devices, rounds=False)
     own = -(-tokens // devices)
-    rows = (devices - 1) * own  # of a single expert only where each token has no other
+    rows = (devices - 1) * own  # the room for all own tokens, on each other device
     if form == "ragged":
         rows = _needed_rows(case, tokens, devices, own)
     return rows * (wire.row_bytes(**row) + 2 * case.hidden)
@@ -59,7 +59,7 @@ def _needed_rows(case, tokens, devices, own) -> float:
 
 
 def make_layer(form: str, devices: int, scheme: Scheme, case: Case):
-    """Return a function from tokens to figures of one form."""
+    """Return a function from a number of tokens to the figures of one form."""
     expert_mesh = make_grid(form, devices)
     how = {"scheme": scheme, "target": expert_mesh.target}
     whole = random_params(case)
@@ -104,11 +104,11 @@ def make_layer(form: str, devices: int, scheme: Scheme, case: Case):
 
 
 def time_layer(run, params, xs, ids, weights):
-    """Time calls of ``run(x, params, ids, weights)``; returns figures of one, and its result."""
+    """Time ``run(x, params, ids, weights)``; return the figures of one call, and its result."""
 
     @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
     def program(outputs, params, xs, ids, weights):
-        del outputs  # their memory takes the new ones
+        del outputs  # donated: the new outputs take their memory
         return [run(x, params, chosen, weights) for x, chosen in zip(xs, ids, strict=True)]
 
     last = []

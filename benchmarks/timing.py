@@ -1,4 +1,4 @@
-"""Time jitted programs on a device, and the device's ceilings."""
+"""Time jitted programs on a device, and measure the ceilings of the device."""
 
 import functools
 import time
@@ -12,24 +12,25 @@ import numpy as np
 _BATCHES, _SLOW_BATCHES = 7, 3
 _SLOW_SECONDS = 0.2
 _BATCH_SECONDS = 0.02
-_FEWEST, _MOST = 1, 20  # executions in flight: beyond about 30, enqueueing waits for the device
+_FEWEST, _MOST = 1, 20  # executions in flight; beyond about 30, enqueueing waits for the device
 
 
 def time_program(step: Callable[[Any], Any], state: Any) -> dict[str, float]:
-    """Time ``state = step(state)``, one program after the other without the host in between.
+    """Time ``state = step(state)``, one execution after the other without the host in between.
 
-    Executions are enqueued back to back, in a short batch and a long one: the difference leaves
-    out how long it takes to start the first and to hear of the last. That is the device's time as
-    long as enqueueing is faster, which `host_share` tells.
+    Executions are enqueued back to back, in a short batch and in a long one. The difference of
+    their times leaves out the start of the first execution and the wait for the last one. It is the
+    time of the device as long as enqueueing is faster; `host_share` tells whether it is.
 
     Args:
-      step: jitted, its argument donated, so that each execution writes to the same addresses
-        (a CUDA graph would be rebuilt for others).
-      state: what it takes and returns.
+      step: jitted function whose argument is donated, so that each execution writes to the same
+        addresses (for other addresses, a CUDA graph would be rebuilt).
+      state: the argument and result of `step`.
 
     Returns:
-      us: median of seven batches, three of a slow program; low, high: the fastest and the
-      slowest; host_share: time to enqueue a batch by the time to run it.
+      ``us``: the median of seven batches, or of three batches of a slow program. ``low``, ``high``:
+      the fastest and the slowest batch. ``host_share``: the time to enqueue a batch, divided by the
+      time to run it.
     """
     state = jax.block_until_ready(step(state))
 
@@ -56,7 +57,7 @@ def time_program(step: Callable[[Any], Any], state: Any) -> dict[str, float]:
 
 
 def measure_copy(gibibytes: float) -> float:
-    """Measure the bandwidth of a copy, bytes read and written, in TB/s."""
+    """Measure the bandwidth of a copy in TB/s; bytes read and bytes written both count."""
     words = int(gibibytes * 2**28)
     flip = jax.jit(lambda x: x ^ jnp.uint32(1), donate_argnums=0)
     return 8 * words / time_program(flip, jnp.zeros(words, jnp.uint32))["us"] * 1e-6

@@ -1,6 +1,6 @@
 """Build the documentation in build/docs/html, without a network: python docs.
 
-Needs the package installed with its extra "docs". A warning is an error.
+The package must be installed with its extra "docs". Every warning is an error.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""Sphinx's settings; ``python docs`` runs it."""
+"""Settings of Sphinx, which ``python docs`` runs."""
 
 import pathlib
 import re
@@ -11,31 +11,31 @@ release = tomllib.loads(
     (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
 )["project"]["version"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-html_theme = "sphinx_book_theme"  # that of JAX and Flax; it loads nothing from elsewhere
+html_theme = "sphinx_book_theme"  # the theme of JAX and Flax; it loads nothing from other sites
 html_title = f"{project} {release}"
 html_show_copyright = False
 html_show_sourcelink = False
 
-default_role = "py:obj"  # a name in single backticks is a link where it has a place
-autoclass_content = "both"  # of a class, then of its __init__
+default_role = "py:obj"  # a name in single backticks is a link, if the reference has that name
+autoclass_content = "both"  # the docstring of a class, and then that of its __init__
 autodoc_default_options = {"members": True, "special-members": "__call__"}
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
-# A line of "Args:" or "Attributes:" may describe several.
+# One line of "Args:" or "Attributes:" may describe several names.
 napoleon_use_param = False
 napoleon_custom_sections = ["Reference", ("Attributes", "params_style")]
 
 
 def _shorten(text):
-    """Spell JAX's types as the sources do."""
+    """Spell the types of JAX as the sources do."""
     text = text and re.sub(r"\b(?:jaxlib\._jax|jax)\.Array\b", "Array", text)
     return text and re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1", text)
 
 
 def _signature(_app, what, _name, value, _options, arguments, result):
-    """Return arguments and result as they read best; Flax hides those of a module's making."""
+    """Return arguments and result as they read best; Flax hides the arguments of a constructor."""
     if what == "class" and arguments and arguments.startswith("(*args"):
         made = inspect.signature(value.__init__, bound_method=True)
         arguments = inspect.stringify_signature(made, unqualified_typehints=True)
@@ -43,8 +43,8 @@ def _signature(_app, what, _name, value, _options, arguments, result):
 
 
 def setup(app):
-    """Connect to Sphinx."""
+    """Connect `_signature` to Sphinx."""
     app.connect("autodoc-process-signature", _signature)
 
 
-html_extra_path = ["../build/docs/source/extra"]  # pictures that the README takes by raw HTML
+html_extra_path = ["../build/docs/source/extra"]  # pictures of the README that raw HTML names

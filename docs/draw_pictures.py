@@ -33,7 +33,7 @@ def arrow(x1, y1, x2, y2):
 
 
 def picture(width, height, title, parts):
-    """Return a whole picture on white, which reads on dark pages too."""
+    """Return a whole picture. Its background is white, so that it can be read on dark pages too."""
     tip = (
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
         f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker></defs>'
@@ -46,7 +46,7 @@ def picture(width, height, title, parts):
 
 
 def data_flow():
-    """Draw loading above, and a call below; the plan is made once and read by both."""
+    """Draw loading above and a call below. The plan is made once, and both read it."""
     parts = [text(20, 34, "Once, when a model is loaded", 15, GRAY, "start", "bold")]
     load = [
         ("checkpoint files", "safetensors + config.json"),
@@ -84,13 +84,13 @@ def data_flow():
 
 
 def packed_layout():
-    """Draw what lane 1 of a warp multiplies in 16 x 16 weights, and where the bytes lie."""
+    """Draw the weights that lane 1 of a warp multiplies in a tile of 16 x 16, and their bytes."""
     size, left, top = 22, 70, 84
     parts = [
         text(left + 8 * size, 32, "Canonical: rows of the matrix", 15, INK, "middle", "bold"),
         text(left + 8 * size, 54, "what one thread multiplies lies in four places", 12, GRAY),
     ]
-    # Lane 4 g + q with g = 0 and q = 1: rows 0 and 8, columns 2 q and 2 q + 1, and 8 further.
+    # Lane 4 g + q with g = 0 and q = 1 has rows 0 and 8, columns 2 q and 2 q + 1, and 8 further.
     owned = {(r, c): 2 * (c // 8) + r // 8 for r in (0, 8) for c in (2, 3, 10, 11)}
     for row in range(16):
         for column in range(16):

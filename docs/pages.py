@@ -1,8 +1,8 @@
 """Write the sources of the documentation: the repository's Markdown, and a reference.
 
-The reference has a page for each row of `PAGES`. Names are read from the package, and a module that
-no row names gets a page of its own where the top level takes a name from it, so a new public name
-is never left out. ``python docs`` makes HTML of it.
+The reference has a page for each entry of `PAGES`, and reads the names from the package. If the top
+level exports a name from a module that no entry lists, that module gets its own page, so that a new
+public name is never left out. ``python docs`` makes HTML of these sources.
 """
 
 import base64
@@ -22,7 +22,7 @@ import jax_nvfp4_moe
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = jax_nvfp4_moe.__name__
-# In the order in which a new user needs them.
+# The guides, in the order in which a new user needs them.
 GUIDES = tuple(
     f"docs/guides/{name}.md"
     for name in (
@@ -49,10 +49,11 @@ class Page:
     """A page of the reference.
 
     Attributes:
-      title, text: what it begins with.
-      units: modules or subpackages; names that the top level takes from them stand here.
-      whole: modules all of whose public names stand here too; one that there is not is no error.
-      more: further names, by their paths in the package.
+      title: its title.
+      text: its first paragraph.
+      units: modules or subpackages. The page has the names that the top level exports from them.
+      whole: modules whose public names are all on the page. A missing module is skipped.
+      more: further names, as paths in the package.
     """
 
     title: str
@@ -65,14 +66,14 @@ class Page:
 PAGES = {
     "models": Page(
         "Models",
-        "Load a checkpoint, run it, save it as it is loaded.",
+        "Load a checkpoint, run the model, and save it as it was loaded.",
         ("models", "inference.generation", "nn.saving", "inference.tokenizer"),
         ("nn.saving",),
         ("models.decoder.Decoder", "models.decoder.Cache"),
     ),
     "layers": Page(
         "Layers",
-        "Flax NNX modules, for models of your own.",
+        "Flax NNX modules for your own models.",
         ("nn.linear", "nn.moe", "nn.dense", "numerics.routing", "numerics.activations"),
         more=(
             "nn.moe.LatentProjections",
@@ -84,13 +85,13 @@ PAGES = {
     ),
     "ops": Page(
         "Ops",
-        "Functions of arrays. Each chooses scheme and backend while it is traced.",
+        "Functions of arrays. Each function chooses scheme and backend while it is traced.",
         ("ops",),
         ("ops",),
     ),
     "weights": Page(
         "Weights",
-        "NVFP4 as pytrees and as numbers.",
+        "NVFP4 tensors as pytrees, and functions of NVFP4 numbers.",
         ("numerics.tensor", "numerics.nvfp4", "numerics.layouts", "numerics.fp8"),
         more=tuple(
             f"numerics.nvfp4.{name}"
@@ -99,19 +100,19 @@ PAGES = {
     ),
     "choice": Page(
         "Scheme and backend",
-        "The scheme is what the numbers are, the backend which kernel computes them.",
+        "The scheme says which numbers are computed, and the backend which kernel does it.",
         ("scheme", "backends", "nn.explanation"),
     ),
     "checkpoints": Page(
         "Checkpoints",
-        "What is inside a folder, what is refused, and how one is written.",
+        "Read and write checkpoint folders, and inspect what is inside.",
         ("checkpoint", "cli.inspection"),
         ("checkpoint.export",),
         ("cli.inspection.inspect",),
     ),
     "quantizing": Page(
         "Quantizing and quality",
-        "Make an NVFP4 model, and measure what it lost.",
+        "Make an NVFP4 model, and measure how much accuracy it lost.",
         (
             "quantization.pipeline",
             "quantization.calibration",
@@ -134,7 +135,7 @@ PAGES = {
     ),
     "testing": Page(
         "Testing",
-        "Cases, random parameters and the accuracy rule, for tests of your own.",
+        "Cases, random parameters and the accuracy rule, for your own tests.",
         ("testing",),
         ("testing",),
     ),
@@ -142,9 +143,10 @@ PAGES = {
 
 
 def public(module: types.ModuleType) -> dict[str, Any]:
-    """Return the public names of `module` and what they are, modules left out.
+    """Return the public names of `module` and their values, without modules.
 
-    Those of its ``__all__``; of the package itself what it imports; else what it defines.
+    These are the names in its ``__all__``. Without ``__all__``, they are the names that the module
+    defines or, for the package itself, the names that it imports.
     """
     names = getattr(module, "__all__", None)
     found = {n: getattr(module, n) for n in names or vars(module) if not n.startswith("_")}
@@ -159,7 +161,7 @@ def public(module: types.ModuleType) -> dict[str, Any]:
 
 
 def _members(path) -> dict[str, Any]:
-    """Return the public names of a module of the package; none where there is no module."""
+    """Return the public names of a module of the package; none if there is no such module."""
     try:
         module = importlib.import_module(f"{PACKAGE}.{path}")
     except ModuleNotFoundError as error:
@@ -175,12 +177,12 @@ def _at(path) -> Any:
 
 
 def _is_in(value, unit: str) -> bool:
-    """Whether the module or subpackage `unit` defines what a public name stands for."""
+    """Return whether the module or subpackage `unit` defines a value."""
     return f"{value.__module__}.".startswith(f"{PACKAGE}.{unit}.")
 
 
 def reference(pages: Mapping[str, Page] = PAGES) -> dict[str, tuple[Page, dict[str, Any]]]:
-    """Return name of a page -> the page, and public name -> what it is of all that stands there."""
+    """Return the pages of the reference by their keys, each with its names and their values."""
     left = public(jax_nvfp4_moe)
     units = {unit for page in pages.values() for unit in page.units}
     missed = [v for v in left.values() if not any(_is_in(v, unit) for unit in units)]
@@ -201,7 +203,7 @@ def reference(pages: Mapping[str, Page] = PAGES) -> dict[str, tuple[Page, dict[s
 
 
 def _directive(value) -> str:
-    """Return the autodoc directive of what a name stands for."""
+    """Return the autodoc directive for a value."""
     if not inspect.isclass(value):
         return "autofunction" if callable(value) else "autodata"
     return "autoexception" if issubclass(value, BaseException) else "autoclass"
@@ -217,12 +219,14 @@ def render(page: Page, names: Mapping[str, Any]) -> str:
 
 
 def command_line() -> str:
-    """Return the Markdown of the page on the command, from its own help."""
+    """Return the Markdown of the page about the command, from its own help."""
     import typer.main
 
     from jax_nvfp4_moe.cli.app import app
 
-    blocks = ["# Command line\n\nResults go to standard output, all else to standard error."]
+    blocks = [
+        "# Command line\n\nResults go to standard output. Everything else goes to standard error."
+    ]
     for name, command in typer.main.get_command(app).commands.items():
         blocks.append(f"\n## {name}\n\n{inspect.cleandoc(command.help or '')}\n")
         blocks.append("| argument | default | |\n|---|---|---|")
@@ -231,7 +235,7 @@ def command_line() -> str:
 
 
 def _row(parameter) -> str:
-    """Return the table's row of one argument of a command."""
+    """Return the table row of one argument of a command."""
     option = parameter.param_type_name == "option"
     spelled = ", ".join(f"`{o}`" for o in parameter.opts) if option else f"`{parameter.name}`"
     plain = parameter.default is None or isinstance(parameter.default, bool)
@@ -241,11 +245,11 @@ def _row(parameter) -> str:
 
 
 def linked(text: str, folder: str = "") -> Iterator[str]:
-    """Yield the repository's files that Markdown links to, as paths from its root.
+    """Yield the files of the repository that Markdown links to, as paths from its root.
 
     Args:
       text: the Markdown.
-      folder: where it stands in the repository, from which its links count.
+      folder: folder of the Markdown in the repository; its links are relative to that folder.
     """
     for target in re.findall(r"\]\(([^)#:\s]+)\)", text):
         path = os.path.normpath(os.path.join(folder, target))
@@ -254,7 +258,7 @@ def linked(text: str, folder: str = "") -> Iterator[str]:
 
 
 def notebook_page(path: pathlib.Path, folder: pathlib.Path) -> str:
-    """Return the Markdown of a notebook with what it printed; its pictures go to `folder`."""
+    """Return the Markdown of a notebook and its outputs; write its pictures to `folder`."""
     blocks, pictures = [], 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
@@ -304,12 +308,12 @@ def write(folder: pathlib.Path) -> None:
     )
     (folder / "notebooks").mkdir(parents=True)
     pages |= {path: notebook_page(ROOT / path, folder / "notebooks") for path in notebooks}
-    # Links to notebooks lead to their pages.
+    # Links to notebooks become links to the pages of the notebooks.
     pages = {
         path.replace(".ipynb", ".md"): re.sub(r"(\(|/)(\d\d_\w+)\.ipynb", r"\1\2.md", text)
         for path, text in pages.items()
     }
-    for path in re.findall(r'(?:src|srcset)="([^":]+)"', home):  # of raw HTML: copied as they are
+    for path in re.findall(r'(?:src|srcset)="([^":]+)"', home):  # pictures that raw HTML names
         (folder / "extra" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / "extra" / path)
     for path in own:

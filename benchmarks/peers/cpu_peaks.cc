@@ -1,12 +1,12 @@
-// What this machine can do at most: reading memory, and multiplying. Prints "name value" lines.
+// Measures the peaks of this machine: reading memory, and multiplying. Prints "name value" lines.
 //
 //   cpu_peaks THREADS MEGABYTES
 //
-//   read_gbps    reading MEGABYTES per thread in order, larger than any cache
+//   read_gbps    reading MEGABYTES per thread in order, which must be more than any cache holds
 //   fma256_gflops, fma512_gflops  float32 fused multiply-add in vectors of 256 and 512 bits
-//   bf16_gflops  vdpbf16ps;  amx_gflops  tdpbf16ps   (left out where the CPU lacks them)
+//   bf16_gflops  vdpbf16ps;  amx_gflops  tdpbf16ps   (left out if the CPU does not have them)
 //
-// Compile with -O3 -march=native -pthread; benchmarks/cpu_moe.py does.
+// Compile with -O3 -march=native -pthread, as benchmarks/cpu_moe.py does.
 #include <immintrin.h>
 
 #include <chrono>
@@ -30,7 +30,7 @@ double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Best time of `work` run by all threads at once.
+// Returns the best time of `work`, which all threads run at once.
 template <typename Work>
 double Best(int threads, Work work) {
   double best = 1e30;
@@ -84,7 +84,8 @@ void Dot(int) {
 void Tiles(int) {
   alignas(64) uint8_t config[64] = {1};
   for (int tile = 0; tile < 8; ++tile) config[16 + 2 * tile] = 64, config[48 + tile] = 16;
-  asm volatile("ldtilecfg %0" ::"m"(config));  // GCC 12's intrinsic names 8 of the 64 bytes
+  // The intrinsic of GCC 12 says that it reads 8 of the 64 bytes.
+  asm volatile("ldtilecfg %0" ::"m"(config));
   for (int64_t i = 0; i < kLoops / 4; ++i) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);

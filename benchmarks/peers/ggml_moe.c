@@ -1,10 +1,13 @@
-// Times ggml's expert layer on NVFP4 weights: three mul_mat_id and a SiLU, as llama.cpp runs them.
+// Times the expert layer of ggml on NVFP4 weights: three mul_mat_id and a SiLU, as llama.cpp runs
+// it.
 //
 //   ggml_moe HIDDEN INTERMEDIATE EXPERTS TOP_K LAYERS THREADS ROUNDS TOKENS...
 //
 // Prints one line "tokens microseconds" for each TOKENS: the best mean over LAYERS different
-// layers, so that weights come from memory. ggml rounds activations to int8, which is not W4A16.
-// Needs a ggml with GGML_TYPE_NVFP4 (0.25 or newer); benchmarks/cpu_moe.py compiles this file.
+// layers, so that weights come from memory. ggml rounds activations to int8, so that the layer is
+// not W4A16.
+//
+// Needs a ggml with GGML_TYPE_NVFP4 (0.25 or newer). benchmarks/cpu_moe.py compiles this file.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +22,8 @@ static double microseconds(void) {
   return now.tv_sec * 1e6 + now.tv_nsec / 1e3;
 }
 
-// Every expert holds the same random matrix: quantizing is slow, and speed does not depend on it.
+// All experts have the same random matrix: quantizing is slow, and the speed of a layer does not
+// depend on the values.
 static struct ggml_tensor* random_experts(struct ggml_context* context, int k, int n, int experts) {
   struct ggml_tensor* w = ggml_new_tensor_3d(context, GGML_TYPE_NVFP4, k, n, experts);
   const size_t bytes = ggml_nbytes(w) / experts;

@@ -1,7 +1,7 @@
-"""Time Humming's NVFP4 grouped products (humming-kernels 0.1.19); started by `moe.py`.
+"""Time Humming's NVFP4 grouped GEMMs (humming-kernels 0.1.19). `moe.py` starts this program.
 
-The two products of an expert layer alone, without routing, activation and combine, with Humming's
-own heuristics; the better of its grouped and its indexed form.
+It times the two GEMMs of an expert layer alone, without routing, activation and combine, with
+Humming's own heuristics. The figure is the better of its grouped and its indexed form.
 """
 
 import dataclasses
@@ -13,19 +13,19 @@ from moe_cases import Case, draw_ids
 from peers.torch_timing import time_graph
 
 _LOCKS = 4096
-_ANY_ROWS = 1 << 30  # upper bound of the range of rows that a configuration is for
+_ANY_ROWS = 1 << 30  # a configuration is for all numbers of rows up to this one
 
 
 @dataclasses.dataclass
 class Product:
-    """One product ``[n, k]`` of all experts, in one form: weights and their description."""
+    """One GEMM ``[n, k]`` of all experts in one form: its weights and their description."""
 
     runner: object
     indexed: bool
-    reads_slots: bool  # rows of x are slots (a token's visit to an expert), not tokens
+    reads_slots: bool  # rows of x are slots (token, expert), not tokens
 
     def launches(self, case: Case, tokens: int, ids):
-        """Return what enqueues the product for each call in `ids`."""
+        """Return a function that enqueues the GEMM for each call in `ids`."""
         from humming import ops
         from humming.kernel.humming import HummingKernel
         from humming.testing.tuning import generate_heuristics_configs
@@ -79,7 +79,7 @@ class Product:
 
 
 def make_layer(case: Case):
-    """Make the weights of `case`; returns a function from tokens to figures."""
+    """Make the weights of `case` and return a function from a number of tokens to figures."""
     made = [
         _forms(case, "gate_up", case.gate_up_rows, case.hidden, reads_slots=False),
         _forms(case, "down", case.hidden, case.intermediate, reads_slots=True),
@@ -92,7 +92,7 @@ def make_layer(case: Case):
         for products in forms:
             try:
                 tried.append(_time_form(products, case, tokens, ids))
-            except Exception as error:  # one of the forms may refuse a size
+            except Exception as error:  # one of the forms may not support a size
                 failed.append(error)
         if not tried:
             raise failed[0]
@@ -108,7 +108,7 @@ def _time_form(products, case, tokens, ids):
 
 
 def _forms(case, name, n, k, *, reads_slots):
-    """Return the product in both forms, over the same weights."""
+    """Return the GEMM in both forms, over the same weights."""
     from humming.config import ComputeConfig, GemmType
     from humming.testing.runner import KernelTestCase, KernelTestRunner
 
@@ -121,7 +121,8 @@ def _forms(case, name, n, k, *, reads_slots):
             top_k=case.top_k,
         )
     )
-    other = KernelTestRunner.__new__(KernelTestRunner)  # its constructor would draw weights again
+    # The constructor would draw the weights again.
+    other = KernelTestRunner.__new__(KernelTestRunner)
     other.__dict__.update(runner.__dict__)
     other.compute_config = ComputeConfig(gemm_type=GemmType.INDEXED)
     other.test_case = dataclasses.replace(runner.test_case, compute_config=other.compute_config)
@@ -149,9 +150,11 @@ def _layer_config(case, n, k):
 
 def main():
     parser = contestant.parser(__doc__)
-    parser.add_argument("--folder", required=True, help="of an unpacked humming-kernels wheel")
+    parser.add_argument(
+        "--folder", required=True, help="folder of an unpacked humming-kernels wheel"
+    )
     arguments = parser.parse_args()
-    sys.path.insert(0, arguments.folder)  # so humming is imported where it is used
+    sys.path.insert(0, arguments.folder)  # other functions import humming from there
     contestant.time_cells("humming_gemms", arguments.case, arguments.tokens, make_layer)
 
 

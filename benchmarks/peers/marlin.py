@@ -1,11 +1,12 @@
-"""Time vLLM's Marlin NVFP4 expert layer; started by `moe.py`.
+"""Time vLLM's Marlin NVFP4 expert layer. `moe.py` starts this program.
 
-The whole layer from the op library of a vLLM 0.25.1 wheel, ``vllm/_moe_C*.so``: sort by expert,
-product, activation, product, sum over the experts. vLLM's own Python is not needed: weights are
-random bytes in the ranges of Marlin's preparation, and one fused kernel stands for the activation.
+It runs the whole layer from the op library of a vLLM 0.25.1 wheel, ``vllm/_moe_C*.so``: sort by
+expert, GEMM, activation, GEMM, and the sum over experts. The Python code of vLLM is not needed:
+weights are random bytes in the ranges that Marlin's preparation gives, and one fused kernel
+computes the activation.
 
-For Hopper the library holds Marlin's products as PTX of compute_80 alone: the first call compiles
-them, some fifteen seconds, and a library that was stripped of its PTX cannot run them.
+For Hopper, the library has Marlin's GEMMs only as PTX for compute_80. The first call compiles them,
+which takes about fifteen seconds. A library that was stripped of its PTX cannot run them.
 """
 
 import math
@@ -17,7 +18,7 @@ import triton.language as tl
 from moe_cases import Case, draw_ids
 from peers.torch_timing import time_graph
 
-FLOAT4_E2M1F = 562949953487106  # vLLM's id of the scalar type
+FLOAT4_E2M1F = 562949953487106  # vLLM's id of this scalar type
 LOWEST_SCALE, HIGHEST_SCALE = 0x88, 0xC0  # bytes of prepared block scales
 GLOBAL_SCALE = 2.0**-60
 BLOCK_SIZES = (8, 16, 32, 48, 64)
@@ -39,7 +40,7 @@ def _activate(x, y, width, gated: tl.constexpr, block: tl.constexpr):
 
 
 def choose_block(tokens: int, case: Case) -> int:
-    """Return the rows of a tile, by vLLM's rule."""
+    """Return the number of rows of a tile, by vLLM's rule."""
     per_expert = tokens * case.top_k / case.experts
     return next((size for size in BLOCK_SIZES if per_expert / size < 0.9), BLOCK_SIZES[-1])
 
@@ -64,7 +65,7 @@ class Layer:
         ids = [torch.from_numpy(call).cuda() for call in draw_ids(case, tokens)]
         xs = [_normal(tokens, case.hidden) for _ in ids]
         buffers = Buffers(case, tokens, choose_block(tokens, case))
-        buffers.output.fill_(math.nan)  # a product that did not run must not look finite
+        buffers.output.fill_(math.nan)  # if a GEMM does not run, the output must not look finite
 
         def launch():
             for x, chosen in zip(xs, ids, strict=True):
@@ -119,18 +120,18 @@ class Layer:
             m,
             n,
             k,
-            True,  # all of k is there
+            True,  # this device has all of k
             False,  # no atomic addition
             True,  # float32 reduction
-            False,  # zero points are no floats
-            -1,  # threads along k, along n, and blocks per multiprocessor: its own choice
+            False,  # zero points are not floats
+            -1,  # threads along k, along n, and blocks per multiprocessor: Marlin chooses
             -1,
             -1,
         )
 
 
 class Buffers:
-    """Routing tables, intermediate results and the output of one number of tokens."""
+    """The routing tables, intermediate results and output for one number of tokens."""
 
     def __init__(self, case: Case, tokens: int, block: int):
         slots = tokens * case.top_k

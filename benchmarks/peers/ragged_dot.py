@@ -1,7 +1,7 @@
-"""Time `jax.lax.ragged_dot` in an expert layer; started by `moe.py`.
+"""Time `jax.lax.ragged_dot` in an expert layer. `moe.py` starts this program.
 
-Twice: on bfloat16 weights, four times larger than NVFP4, and on packed weights that jnp
-dequantizes in each call.
+It is timed on bfloat16 weights, which are four times larger than NVFP4, and on packed weights that
+jnp dequantizes in each call.
 """
 
 import functools
@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from moe_cases import Case
 from peers.ragged_layer import TOKENS, random_weights, time_layer
 
-# XLA multiplies every row by every expert: beyond this a cell takes minutes.
+# XLA multiplies every row by every expert. With more FLOPs, a cell takes minutes.
 MOST_FLOPS = 1e14
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
 def random_packed(case: Case):
-    """Return pairs of codes ``[e, k/2, n]`` and scales ``[e, k/16, n]`` for both products."""
+    """Return pairs of codes ``[e, k/2, n]`` and scales ``[e, k/16, n]`` for both GEMMs."""
     h, i = case.hidden, case.intermediate
     keys = jax.random.split(jax.random.key(0))
     return [
@@ -34,7 +34,7 @@ def _packed(key, experts, k, n):
 
 
 def dequantize(packed, scale):
-    """Return ``[e, k, n]`` in bfloat16."""
+    """Return the weights ``[e, k, n]`` in bfloat16."""
     table = jnp.array(E2M1, jnp.bfloat16)
     e, half_k, n = packed.shape
     values = jnp.stack([table[packed & 15], table[packed >> 4]], axis=2).reshape(e, 2 * half_k, n)

@@ -1,4 +1,4 @@
-"""An expert layer on some `ragged_dot`: what the JAX peers share."""
+"""The expert layer that the JAX peers share; each peer gives its own `ragged_dot`."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from moe_cases import Case, draw_ids
 from timing import time_program
 
-TOKENS = (1, 16, 128, 1024, 8192)  # compiling them takes long
+TOKENS = (1, 16, 128, 1024, 8192)  # only these, because compiling takes long
 
 
 def random_weights(case: Case) -> list[jax.Array]:
@@ -22,19 +22,20 @@ def random_weights(case: Case) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _normal(key, shape):
-    """Draw expert by expert, which bounds the generator's memory."""
+    """Draw one expert at a time, which bounds the memory of the generator."""
     scale = jnp.bfloat16(shape[1] ** -0.5)
     keys = jax.random.split(key, shape[0])
     return jax.lax.map(lambda key: jax.random.normal(key, shape[1:], jnp.bfloat16) * scale, keys)
 
 
 def run_layer(case: Case, ragged_dot: Callable, x, ids, weights):
-    """Return the layer's output.
+    """Return the output of the layer.
 
     Args:
-      case: its sizes.
+      case: sizes of the layer.
       ragged_dot: ``(rows sorted by expert, one of `weights`, group sizes) -> rows``.
-      x, ids: one call.
+      x: tokens ``[t, h]``.
+      ids: expert ids ``[t, top_k]``.
       weights: gate_up and down.
     """
     order = jnp.argsort(ids.reshape(-1))

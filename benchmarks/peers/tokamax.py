@@ -1,7 +1,7 @@
-"""Time tokamax's `ragged_dot` (0.0.17, its Hopper kernel) in an expert layer; started by `moe.py`.
+"""Time tokamax's `ragged_dot` (0.0.17, its Hopper kernel) in an expert layer.
 
-On bfloat16 weights, and on int4 weights with a scale for 128: the nearest to W4A16 that it runs on
-Hopper.
+`moe.py` starts this program. It is timed on bfloat16 weights, and on int4 weights with a scale for
+each 128 values, which is the nearest to W4A16 that tokamax runs on Hopper.
 """
 
 import functools
@@ -20,7 +20,7 @@ def make_layer(quantize, dot, case: Case):
 
 def main():
     parser = contestant.parser(__doc__)
-    parser.add_argument("--folder", help="that holds tokamax and qwix if they are not installed")
+    parser.add_argument("--folder", help="folder with tokamax and qwix, if they are not installed")
     arguments = parser.parse_args()
     if arguments.folder:
         sys.path.append(arguments.folder)

@@ -1,4 +1,4 @@
-"""Time calls of a torch peer: one CUDA graph of all of them, replayed between two events."""
+"""Time calls of a torch peer: one CUDA graph of all calls, replayed between two events."""
 
 import ctypes
 import statistics
@@ -19,22 +19,22 @@ def time_graph(launch, calls: int) -> dict[str, float]:
 
 
 def _run_once(launch):
-    """Compile, allocate and fail here: a capture must do none of them."""
+    """Run `launch` once: a capture must not compile or allocate, and errors should show here."""
     launch()
     torch.cuda.synchronize()
-    # A launch that a library does not check leaves its error behind; torch checks this one.
+    # If a library does not check a launch, its error remains; torch checks this call and raises.
     torch.zeros(1, device="cuda")
 
 
 def _capture(launch):
-    """Return the graph of what `launch` enqueues."""
+    """Return the graph of the work that `launch` enqueues."""
     graph = torch.cuda.CUDAGraph()
     try:
-        # The outer stream is left even where torch's own exit from a failed capture raises.
+        # The outer context restores the stream even if torch raises at the end of a failed capture.
         with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.graph(graph):
             launch()
     except Exception:
-        # torch 2.11 ends the process when a graph of a failed capture is freed: it never is.
+        # torch 2.11 ends the process when a graph of a failed capture is freed; never free it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
         raise
     return graph
