@@ -65,9 +65,9 @@ def check_layer():
 def check_command():
     """Check that the command completes some Python as it does in float32.
 
-    The text has 24 tokens, for which rounding to bfloat16 cannot change the likeliest token: it
-    moves the distance between the two likeliest tokens by at most 0.3 of that distance. Greedy text
-    is therefore the same on each machine, whatever its order of summation.
+    The text has 24 tokens. For each of them, rounding to bfloat16 moves the distance between the
+    two likeliest tokens by at most 0.3 of that distance, and so does not change the likeliest one.
+    Greedy text is therefore the same on each machine, whatever its order of summation.
     """
     command = pathlib.Path(sys.prefix, "bin", "jax-nvfp4-moe")
     arguments = ["generate", "--prompt", "def softmax(x", "--max-new-tokens", "24"]

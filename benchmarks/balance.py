@@ -5,8 +5,8 @@
 The figure is the number of slots of the busiest device over the mean of all devices. Placement uses
 the counts of one half of the tokens; the figure is measured on the other half.
 
-There are two sources of routing. The first is the example model on a text: its windows go to the
-two halves in turn, and the figures are the worst and the mean of its layers. The second is Zipf
+There are two sources of routing. The first is the example model on a text. Its windows go to the
+two halves in turn. The figures are the worst and the mean of its layers. The second is Zipf
 routing, where the expert of rank r is drawn with a probability proportional to 1 / r^s.
 
 The columns are "before" (experts in their order), "placed" (one copy of each expert, in another

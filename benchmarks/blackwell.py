@@ -12,11 +12,11 @@ The result is a PREDICTION. It uses three bounds of the two GEMMs of a layer:
              the extension, at one instruction per cycle and scheduler
 
 The longest of the three is the floor. The expected time lies between two estimates. The first adds
-to the floor the time that kernels take to start and end. This is the time of one token on an H200
-minus its floor, with a scale for each token: with calibrated scales, Hopper has a kernel for few
-slots that does everything at once, which 10.x and 12.x do not have. The second divides the floor by
-the fraction of its own floor that the same layer reaches on an H200 (the same tokens in W4A4, from
-`--measured`).
+to the floor the time that kernels take to start and end. This is the time of one token on an H200,
+with a scale for each token, minus its floor. (With calibrated scales, Hopper runs one kernel for
+few slots, which 10.x and 12.x do not have.) The second divides the floor by the fraction of its own
+floor that the layer reaches on an H200. That fraction is for the same tokens in W4A4, from
+`--measured`.
 
 Needs cuobjdump. Writes ``benchmarks/results/blackwell_prediction.{json,md}``.
 """

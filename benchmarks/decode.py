@@ -4,16 +4,16 @@
         [--layers 48 ...] [--output FILE]
 
 The model is made on the device. Its experts are random bytes, and the rest is bfloat16. The time of
-a step is the time that `generate` takes for one more token: its time for all new tokens, minus that
-for the first token, divided by the number of steps. The floor of a step is the floor of its expert
-layers (`moe_cases.floor_us`, for the number of experts that uniform routing touches) plus the time
-to read each dense weight, and the keys and values, once. The bandwidth is that of a copy, measured
-in the same run.
+a step is the time of `generate` for all new tokens, minus that for the first token, divided by the
+number of steps. The floor of a step is the sum of two parts. The first is the floor of its expert
+layers (`moe_cases.floor_us`), for the number of experts that uniform routing touches. The second is
+the time to read each dense weight, and the keys and values, once. The bandwidth is that of a copy,
+measured in the same run.
 
 A profile of one more token tells what one step does on the device. It has the number of kernels,
-their time (kernels that overlap count twice), the share of that time outside our kernels, and the
-number of copies to the host, each of which is a wait. No program may compile after the first round;
-otherwise the exit status is 1. XLA_FLAGS take effect and are recorded. Writes
+their time, and the share of that time outside our kernels. Kernels that overlap count twice. It
+also has the number of copies to the host, each of which is a wait. No program may compile after the
+first round; otherwise the exit status is 1. XLA_FLAGS take effect and are recorded. Writes
 ``benchmarks/results/decode.DEVICE.json``.
 """
 

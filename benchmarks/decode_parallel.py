@@ -5,7 +5,7 @@
 
 If `--folder` has no checkpoint, one with random weights is written there. Each mesh of
 EXPERTSxTENSOR devices runs in its own process. The process loads the checkpoint over the mesh and
-decodes as `decode.py` does: the time of a step is the time of all new tokens minus that of the
+decodes as `decode.py` does. The time of a step is the time of all new tokens minus that of the
 first, divided by the number of steps. `efficiency` is the time of a step on 1x1, divided by n times
 the time on n devices. Peak memory is that of the device with the largest peak. The first load finds
 files that were written just before, so that most of them are in memory.

@@ -112,9 +112,9 @@ def active_experts(case: Case, tokens: int) -> float:
 def floor_us(case: Case, tokens: int, active: float, ceilings: Ceilings) -> float:
     """Return the lower bound of the time of a layer, in microseconds.
 
-    It is the longer of two times. One is the time to move its bytes (the packed weights of active
-    experts, and hidden states in and out in bfloat16) at the copy bandwidth. The other is the time
-    of its GEMMs at the rate of a large matmul.
+    It is the longer of two times. One is the time to move its bytes at the copy bandwidth: the
+    packed weights of active experts, and hidden states in and out in bfloat16. The other is the
+    time of its GEMMs at the rate of a large matmul.
     """
     moved = case.packed_bytes(active) + 2 * tokens * case.hidden * 2
     return max(

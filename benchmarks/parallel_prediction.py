@@ -6,10 +6,10 @@
 The result is a PREDICTION: no figure comes from a run of this project on more than one host.
 `INPUTS` has all inputs, each with its source.
 
-One layer gets t tokens in all (of every host together), with hidden size h and k of e experts for
-each token, on n GPUs in hosts of 8. Nothing overlaps. Routing is uniform, and `imbalance` is the
-skew that remains after placement. There are p = max(e, n) physical experts, with copies if there
-are more GPUs than experts:
+One layer runs on n GPUs in hosts of 8. It gets t tokens in all (of every host together), with
+hidden size h and k of e experts for each token. Nothing overlaps. Routing is uniform, and
+`imbalance` is the skew that remains after placement. There are p = max(e, n) physical experts, with
+copies if there are more GPUs than experts:
 
     products   start + hypot(bytes / copy / memory, flops / matmul / tensor) * imbalance. The three
                numbers start, memory and tensor are those of the same layer on one H200

@@ -1,8 +1,8 @@
 """Write the sources of the documentation: the repository's Markdown, and a reference.
 
 The reference has a page for each entry of `PAGES`, and reads the names from the package. If the top
-level exports a name from a module that no entry lists, that module gets its own page, so that a new
-public name is never left out. ``python docs`` makes HTML of these sources.
+level exports a name from a module that no entry lists, that module gets its own page. A new public
+name is therefore never left out. ``python docs`` makes HTML of these sources.
 """
 
 import base64

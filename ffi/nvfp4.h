@@ -7,8 +7,8 @@
 // as IEEE division does. They need no subnormal float32 results, except to quantize subnormal
 // activations.
 //
-// A product e2m1 * e4m3 has at most 6 significant bits and lies in {0} U [2^-10, 2688], so that it
-// is exact in bfloat16 and float16.
+// A product e2m1 * e4m3 is exact in bfloat16 and float16: it has at most 6 significant bits and
+// lies in {0} U [2^-10, 2688].
 //
 // Reference: jax_nvfp4_moe/numerics/nvfp4.py.
 #pragma once
@@ -159,8 +159,8 @@ NVFP4_HOST_DEVICE float DivideBy(float v, float d, float reciprocal) {
   return fmaf(fmaf(-q, d, v), reciprocal, q);
 }
 
-// A number that is rounded to a small format by an addition in float32: `sum` is the number plus
-// `offset`, which is large enough to make the unit in the last place of `sum` a step of the small
+// A number that is rounded to a small format by an addition in float32. `sum` is the number plus
+// `offset`. The offset is so large that the unit in the last place of `sum` is a step of the small
 // format. ValueOf subtracts `offset` again. CodeE2M1 and CodeE4M3 read the code from the bits of
 // `sum`.
 struct Rounded {
@@ -280,7 +280,7 @@ NVFP4_HOST_DEVICE uint32_t Rescue(const BlockRescue& rescue, float* magnitude) {
 NVFP4_HOST_DEVICE float GlobalScale(float amax) { return Divide(amax, kValueMax); }
 
 // Returns the byte offset of the scale of (row, block) in the 128x4 order. A tile covers 128 rows
-// by 4 blocks and takes 512 bytes. Inside a tile, 32 groups follow each other; a group has the 4
+// by 4 blocks and takes 512 bytes. Inside a tile, 32 groups follow each other. A group has the 4
 // rows r, r + 32, r + 64 and r + 96, with 4 blocks each. `blocks_padded` is a multiple of 4.
 NVFP4_HOST_DEVICE int64_t Swizzle128x4(int64_t row, int64_t block, int64_t blocks_padded) {
   const int64_t tile = (row / 128) * (blocks_padded / 4) + block / 4;

@@ -1,9 +1,9 @@
 """Time vLLM's Marlin NVFP4 expert layer. `moe.py` starts this program.
 
 It runs the whole layer from the op library of a vLLM 0.25.1 wheel, ``vllm/_moe_C*.so``: sort by
-expert, GEMM, activation, GEMM, and the sum over experts. The Python code of vLLM is not needed:
-weights are random bytes in the ranges that Marlin's preparation gives, and one fused kernel
-computes the activation.
+expert, GEMM, activation, GEMM, and the sum over experts. The Python code of vLLM is not needed.
+Weights are random bytes in the ranges that Marlin's preparation gives. One fused kernel computes
+the activation.
 
 For Hopper, the library has Marlin's GEMMs only as PTX for compute_80. The first call compiles them,
 which takes about fifteen seconds. A library that was stripped of its PTX cannot run them.

@@ -1,7 +1,7 @@
 """Time tokamax's `ragged_dot` (0.0.17, its Hopper kernel) in an expert layer.
 
 `moe.py` starts this program. It is timed on bfloat16 weights, and on int4 weights with a scale for
-each 128 values, which is the nearest to W4A16 that tokamax runs on Hopper.
+each 128 values. The latter is the nearest to W4A16 that tokamax runs on Hopper.
 """
 
 import functools

@@ -2,10 +2,10 @@
 #   AUTO  if nvcc >= 12.9 (the first that knows sm_100f) and an NVIDIA driver are found
 #   ON    always; nvcc >= 12.9 must be there, a driver need not
 #   OFF   never
-# nvcc is looked for in CMAKE_CUDA_COMPILER, CUDA_HOME, PATH and /usr/local/cuda, and in the PyPI
-# wheels nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime and nvidia-cuda-cccl,
-# all of one version 13.x. find_package(CUDAToolkit) is not used, because it does not know the
-# layout of these wheels.
+# CMake looks for nvcc in CMAKE_CUDA_COMPILER, CUDA_HOME, PATH and /usr/local/cuda, and in PyPI
+# wheels. The wheels are nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime and
+# nvidia-cuda-cccl, all of one version 13.x. find_package(CUDAToolkit) is not used, because it does
+# not know the layout of these wheels.
 
 set(NVFP4_CUDA_ARCHITECTURES "80-real;86-real;89-real;90a-real;100f-real;120f-real;80-virtual"
     CACHE STRING "Architectures of the CUDA kernels")

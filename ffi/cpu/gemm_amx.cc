@@ -8,7 +8,7 @@
 //
 // Unpacking: a code times its block scale is exact in bfloat16 (nvfp4.h). A panel therefore holds
 // scaled weights, and only the global scale is left to the epilogue. The words of the layout are
-// the pairs of k that a tile register needs: a B tile is 16 pairs of k by 16 outputs, 1 KiB, in
+// the pairs of k that a tile register needs. A B tile is 16 pairs of k by 16 outputs, 1 KiB, in
 // order.
 //
 // Tiles: 2 x 2 tiles of C with 16 rows by 16 outputs, 2 of A with 16 rows by 32 k, and 2 of B. With

@@ -4,8 +4,8 @@
 //                                         each phase ends before the next one begins
 //
 // The calling thread takes items as the threads of the pool do. It only waits for items that some
-// thread has already begun. A call therefore ends even if the pool never runs one of its tasks, and
-// many calls can share a pool whose threads are all inside such calls. A task that starts late
+// thread has already begun. A call therefore ends even if the pool never runs one of its tasks.
+// Many calls can share a pool whose threads are all inside such calls. A task that starts late
 // finds that the work is done, and leaves without touching the memory of the caller.
 //
 // The result of an item must not depend on the thread that runs it; then results do not depend on
@@ -90,7 +90,7 @@ class PhaseState {
 
  private:
   // One word holds the phase, the number of items of the phase, and the next item. A thread that
-  // was suspended during a change of phase cannot claim an item of the wrong phase: the word has
+  // was suspended during a change of phase cannot claim an item of the wrong phase. The word has
   // changed, so that its compare-and-exchange fails.
   static constexpr int kBits = 24;
   static constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;

@@ -6,8 +6,7 @@
 // A word shuffle looks up 32 words at once in a table of 32 entries. It uses no more than 5 bits of
 // each index, and the table holds the 16 codes twice, so that the upper bits need no mask. A shift
 // by 0, 4, 8 or 12 therefore suffices to turn nibble j of 32 words into 32 bfloat16. Word w is row
-// w >> 1 and k = 8 z + 2 j + (w & 1), which is the order of pairs that vdpbf16ps and AMX tiles
-// read.
+// w >> 1 and k = 8 z + 2 j + (w & 1). vdpbf16ps and AMX tiles read pairs in this order.
 namespace nvfp4::cpu {
 namespace {
 

@@ -70,7 +70,7 @@ int64_t MoEWorkspaceBytes(const MoEShape& shape, DataType type);
 cudaError_t LaunchMoE(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
 
 // An expert layer on call.engine, which is kSm80 or kSm90. call.type must be bf16 or f16, and h and
-// i at most kMaxEngineExtent: the engines find a row of a chunk by a 32-bit number of 16-byte
+// i at most kMaxEngineExtent. The engines find a row of a chunk by a 32-bit number of 16-byte
 // units.
 constexpr int64_t kMaxEngineExtent = 1 << 18;
 int64_t MoEW4A16WorkspaceBytes(const MoEShape& shape);

@@ -1,5 +1,5 @@
-// The last step of an expert layer: y[t] = sum over j, in order, of weight[t, j] * output(t, j),
-// where output(t, j) is the output of expert j of token t. Sums are float32.
+// The last step of an expert layer: y[t] = sum over j, in order, of weight[t, j] * output(t, j).
+// output(t, j) is the output of expert j of token t. Sums are float32.
 //
 // The source of the outputs of GEMM 2 is a template parameter, a struct with
 //   Value, stride            the type of the outputs, and the distance of rows in memory

@@ -1,9 +1,9 @@
-// Turns float32 sums in fragments into NVFP4 codes and block scales: the activations of GEMM 1
+// Turns float32 sums in fragments into NVFP4 codes and block scales. The activations of GEMM 1
 // become the left operand of GEMM 2, without a pass over memory in between.
 //
-// A block of 16 outputs that share a scale comes from one slab of 16 weight rows or, in a gated
-// layer, from slabs 2 w and 2 w + 1 (see fp4_64x64_gated in numerics/layouts.py). Both slabs are in
-// the same warp. After Transpose, the four lanes of g have the block of sorted row g. A lane has
+// A block of 16 outputs that share a scale comes from one slab of 16 weight rows. In a gated layer,
+// it comes from slabs 2 w and 2 w + 1 (see fp4_64x64_gated in numerics/layouts.py). Both slabs are
+// in the same warp. After Transpose, the four lanes of g have the block of sorted row g. A lane has
 // columns 2 q and 2 q + 1, and the two columns 8 further.
 //
 // Values are rounded to T first. The bits are those of storing the values and launching

@@ -1,11 +1,11 @@
 // Stores the outputs of a warpgroup by way of shared memory, so that they reach global memory as
-// long contiguous parts of each output row. Directly from registers, a store would have only 16
-// bytes of a row, and the stores would take longer than the MMAs of a short k. Bulk copies would
-// not have to wait, but lanes must start them one by one.
+// long contiguous parts of each output row. A store directly from registers would have only 16
+// bytes of a row. Such stores would take longer than the MMAs of a short k. Bulk copies would not
+// have to wait, but lanes must start them one by one.
 //
-// In shared memory, a sorted row has the outputs of the kTiles weight tiles of the warpgroup, 128
-// bytes for each tile (64 bytes in a gated layer), and 16 bytes more. These hold the output row.
-// They also put the eight rows that stmatrix writes at once into different banks.
+// In shared memory, a sorted row has the outputs of the kTiles weight tiles of the warpgroup. A
+// tile has 128 bytes of a row, or 64 bytes in a gated layer. The row has 16 bytes more, which hold
+// the output row. They also put the eight rows that stmatrix writes at once into different banks.
 #pragma once
 
 #include "cuda/epilogues/finish.cuh"

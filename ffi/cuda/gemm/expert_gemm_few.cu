@@ -14,8 +14,8 @@
 // for the experts of its own output tiles.
 //
 // The kernel may start before the preceding one ends. It waits for that kernel before it reads
-// `left`; the ids and the weights are older. As the first GEMM of a layer, the kernel prefetches
-// the weights of the second GEMM into the L2 cache as soon as its own are in flight.
+// `left`; the ids and the weights are older. As the first GEMM of a layer, the kernel also
+// prefetches the weights of the second one into the L2 cache, as soon as its own are in flight.
 //
 // Bottleneck: latency of memory, then reading weights.
 //
@@ -131,8 +131,8 @@ struct Worker {
     return {round.output_tile, round.begin + kDepth, round.tile + kDepth * kTeams};
   }
 
-  // Loads a weight tile. Past the end it loads the first tile, which is then multiplied by zeros:
-  // with a branch for each tile, the compiler could not overlap the work on several tiles.
+  // Loads a weight tile. Past the end it loads the first tile, which is then multiplied by zeros.
+  // With a branch for each tile, the compiler could not overlap the work on several tiles.
   __device__ __forceinline__ Packed Load(const Round& round, int d) const {
     const bool inside = round.output_tile < output_tiles && round.begin + d < items;
     const int64_t tile = inside ? round.tile + d * kTeams : 0;

@@ -8,9 +8,9 @@
 // takes about 1.7 instructions per weight and hides behind both.
 //
 // A block multiplies kTiles weight tiles of 64 rows, with two warps for each. A warp multiplies two
-// slabs of 16 weight rows by all tokens of the tile: it uses each fragment of x twice, which keeps
-// the time of reads from shared memory below that of the MMAs. One step of the pipeline covers
-// kStepTiles times 64 of k. Shared memory holds kStages steps. For each 64 of k a step has:
+// slabs of 16 weight rows by all tokens of the tile. It uses each fragment of x twice, so that
+// reads from shared memory take less time than the MMAs. One step of the pipeline covers kStepTiles
+// times 64 of k. Shared memory holds kStages steps. For each 64 of k a step has:
 //   x        [kRows][128 bytes]. Chunk c (16 bytes) of row r is stored at c ^ (r % 8), so that
 //            neither ldmatrix nor cp.async has bank conflicts. Zeros past the last token and k.
 //   codes    [kTiles][2048 bytes] and scales [kTiles][256 bytes], in the order of device memory.

@@ -1,5 +1,5 @@
 // Emulates the GEMM of fp4_groups.cuh with plain arithmetic. It reads the same arrays as the
-// collectives of fp4_gemm_sm100.cu, so that all other kernels for 10.x can run on other GPUs, and
+// collectives of fp4_gemm_sm100.cu. All other kernels for 10.x can therefore run on other GPUs, and
 // on a CPU. It is for tests, and only builds with NVFP4_EMULATE_BLACKWELL have it.
 //
 // A sum of 16 products of codes is exact. It is scaled and added in float32, one block after the

@@ -1,5 +1,6 @@
-// A GEMM of NVFP4 rows by the NVFP4 weights of their experts, in the form of CUTLASS's grouped
-// block-scaled collectives: arrays in device memory, with one entry for each expert.
+// A GEMM of NVFP4 rows by the NVFP4 weights of their experts, in the form that CUTLASS's grouped
+// block-scaled collectives need. It consists of arrays in device memory, with one entry for each
+// expert.
 //
 //   output[r, j] = alpha[e] * sum_b (weight_scale[j, b] * row_scale[r, b] * dot of 16 codes)
 //

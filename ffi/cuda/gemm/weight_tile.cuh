@@ -2,8 +2,9 @@
 //
 // A tile is 64 rows by 64 of k: 2048 bytes of codes and 256 bytes of scales. 128 threads share a
 // tile. Thread t, in lane 4 g + q of warp w, owns 16 bytes of codes. They are its fragments for the
-// four MMAs over 16 of k (see mma.cuh), for the "low" row 16 w + g and the "high" row, which is 8
-// rows below. Each pair of rows has 8 bytes of scales, which four threads share.
+// four MMAs over 16 of k (see mma.cuh). The fragments have two rows: the "low" row 16 w + g, and
+// the "high" row, which is 8 rows below. Each pair of rows has 8 bytes of scales, which four
+// threads share.
 //
 // Codes: bits 15, 8, 7 and 6 of a 16-bit half hold one code. The half, read as bf16, is then code *
 // 2^-126: a sign, two exponent bits, and one mantissa bit. Four rotations put sixteen codes in

@@ -2,9 +2,9 @@
 // the same function emulates it, so that a kernel that uses it runs there too, slowly.
 //
 // sums [16 x 8] += A [16 x 64] @ B [64 x 8], where A and B are E2M1 codes. Each 16 of k of a row of
-// A, and of a column of B, has a UE4M3 scale. The fragments of m16n8k64, with lane = 4 g + q and 8
-// codes in a register, the first one in the low bits, are (PTX ISA, "Matrix fragments for
-// mma.m16n8k64" and "Block scaling"):
+// A, and of a column of B, has a UE4M3 scale. The following are the fragments of m16n8k64, with
+// lane = 4 g + q. A register has 8 codes, the first one in the low bits (PTX ISA, "Matrix fragments
+// for mma.m16n8k64" and "Block scaling"):
 //   a[0] row g, k 8q to 8q + 7;  a[1] row g + 8;  a[2], a[3] the same rows at k + 32
 //   b[0] column g, k 8q to 8q + 7;  b[1] the same column at k + 32
 //   scale_a  row g + 8 (q % 2), scale_b  column g: byte b is the scale of k 16b to 16b + 15

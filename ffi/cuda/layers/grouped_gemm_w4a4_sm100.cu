@@ -8,8 +8,8 @@
 //   GEMM        writes y or, if y needs a further launch, unscaled sums     fp4_gemm_sm100.cu
 //   finish      applies scales and bias to these sums                       fp4_rows.cu
 //
-// The GEMM can write y itself if one number scales all sums of an expert, there is no bias, and the
-// rows of y are aligned to 16 bytes.
+// The GEMM can write y itself under three conditions: one number scales all sums of an expert,
+// there is no bias, and the rows of y are aligned to 16 bytes.
 #include "cuda/launch_kernel.cuh"
 #include "cuda/quantizers/fp4_rows.cuh"
 #include "cuda/routing/group_rows.cuh"

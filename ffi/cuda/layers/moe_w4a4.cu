@@ -9,9 +9,9 @@
 //   GEMM 2      W2, bias -> d [slots, h], in the type of x              expert_gemm_sm120.cu
 //   combine     y[t] = sum of w[t, j] * d[t, j], in order of j          combine.cu
 //
-// The epilogue of GEMM 1 cannot quantize in two cases: a token scale needs the whole row, and where
-// gate and up alternate, several warps hold the outputs of one block. GEMM 1 then stores 16 bits,
-// and a launch of quantize.cu follows.
+// The epilogue of GEMM 1 cannot quantize in two cases. A token scale needs the whole row. If gate
+// and up alternate, several warps hold the outputs of one block. GEMM 1 then stores 16 bits, and a
+// launch of quantize.cu follows.
 //
 // GEMM 1, GEMM 2 and combine may each start before the launch before them ends.
 #include "cuda/epilogues/finish.cuh"

@@ -11,9 +11,9 @@
 //   GEMM 2      W2 -> sums [rows, h] in bf16                               fp4_gemm_sm100.cu
 //   combine     y[t] = sum of w[t, j] * (scales * sums + b2) over j        fp4_rows.cu
 //
-// The collectives run with alpha = 1. Gate and up may have scales of their own, and rows too, so
-// that the kernel that reads the sums applies each scale once, in float32. Unscaled sums stay below
-// 2^23 * k and never overflow bf16.
+// The collectives run with alpha = 1. Gate and up may have scales of their own, and rows too. The
+// kernel that reads the sums therefore applies each scale once, in float32. Unscaled sums stay
+// below 2^23 * k and never overflow bf16.
 #include <algorithm>
 
 #include "cuda/launch_kernel.cuh"

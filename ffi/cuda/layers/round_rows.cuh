@@ -1,5 +1,6 @@
-// Rounds the rows of a GEMM to NVFP4: to code * block scale in the type of the rows, or to codes
-// and scales for the engine on FP4 tensor cores. The epilogue of the GEMM applies the global scale.
+// Rounds the rows of a GEMM to NVFP4. The result is code * block scale in the type of the rows or,
+// for the engine on FP4 tensor cores, codes and scales. The epilogue of the GEMM applies the global
+// scale.
 #pragma once
 
 #include "cuda/gemm/expert_gemm.cuh"

@@ -1,5 +1,5 @@
-// The steps between the GEMMs of moe_w4a4_sm100.cu and grouped_gemm_w4a4_sm100.cu: rows are
-// quantized to the form of fp4_groups.cuh, and scales and biases turn the sums of a GEMM into
+// The steps before and after the GEMMs of moe_w4a4_sm100.cu and grouped_gemm_w4a4_sm100.cu. Rows
+// are quantized to the form of fp4_groups.cuh. Scales and biases turn the sums of a GEMM into
 // values.
 #pragma once
 

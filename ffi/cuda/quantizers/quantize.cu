@@ -5,9 +5,9 @@
 //   QuantizeRows  rows of experts -> codes, block scales, and a global scale for each row; or
 //                 code * block scale in the type of the rows, for the engines on 16 bits
 //
-// Bottleneck: reading x. A thread has two blocks of 16 values in flight (32 or 64 bytes in, 9 bytes
-// or as many out), and spends 15 instructions per value. Quotients are those of IEEE division
-// (nvfp4.h), so that ties fall as in the reference.
+// Bottleneck: reading x. A thread has two blocks of 16 values in flight. A block is 32 or 64 bytes
+// in, and 9 bytes or as many out. A value takes 15 instructions. Quotients are those of IEEE
+// division (nvfp4.h), so that ties fall as in the reference.
 //
 // If the caller gives no global scale, FindAmax reads x first and leaves 256 partial maxima. Each
 // block of Quantize reduces them again, which saves a launch.

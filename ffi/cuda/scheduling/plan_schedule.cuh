@@ -18,8 +18,8 @@ constexpr int kPlanWarps = 16;
 constexpr int kPlanThreads = 32 * kPlanWarps;
 static_assert(2 * kPlanThreads >= kMaxExperts, "a pair of experts for each thread");
 
-// If a range would begin or end near an end of an output tile, within this fraction of the tile, it
-// begins or ends at that end.
+// A range does not begin or end near an end of an output tile, within this fraction of the tile. It
+// begins or ends at that end instead.
 constexpr int kSnapFraction = 8;
 
 // Tiles are split only if that saves each block this many steps, because a fix-up takes as long.
