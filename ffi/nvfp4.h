@@ -180,7 +180,7 @@ NVFP4_HOST_DEVICE uint32_t LargerBits(float a, float b) {
 // Rounds q in [0, 7) to E2M1. Let e be the exponent of max(q, 1). Adding 2^22 * 2^e rounds q to a
 // multiple of 2^(e - 1). The code is the index of that multiple plus 2 e, which CodeE2M1 takes from
 // the exponent of the sum. The offset of 107 makes the lowest byte hold the code and nothing else.
-// It is an even number of units, so that ties still go to even.
+// It is an even number of steps, so that ties still go to even.
 NVFP4_HOST_DEVICE Rounded RoundE2M1(float q) {
   const float power = BitsFloat(LargerBits(q, 1.0f) & 0x7f800000u);
   constexpr float kOffset = 0x1p22f + 107;
@@ -193,8 +193,8 @@ NVFP4_HOST_DEVICE uint32_t CodeE2M1(Rounded q) {
   return bits + (bits >> 22);
 }
 
-// Rounds q in [0, 448] to E4M3 in the same way. The exponent e is at least -6, and a step is 2^(e -
-// 3).
+// Rounds q in [0, 448] to E4M3 in the same way. The exponent e is at least -6, and a step is 2^e /
+// 8.
 NVFP4_HOST_DEVICE Rounded RoundE4M3(float q) {
   const float power = BitsFloat(LargerBits(q, 0x1p-6f) & 0x7f800000u);
   constexpr float kOffset = 0x1p20f + 19;
@@ -246,7 +246,7 @@ struct BlockRescue {
 };
 
 // Whether DivideBy and RoundE2M1 can take magnitudes up to `amax` under the scale `s` as they are.
-// The quotients are then below 7, as RoundE2M1 needs, and none overflows.
+// The quotients are then below 7, as RoundE2M1 needs.
 NVFP4_HOST_DEVICE bool DividesBlock(float amax, float s) {
   return IsDivisor(s) && amax <= 6.75f * s;
 }
