@@ -9,8 +9,9 @@ There are two sources of routing. The first is the example model on a text. Its 
 two halves in turn. The figures are the worst and the mean of its layers. The second is Zipf
 routing, where the expert of rank r is drawn with a probability proportional to 1 / r^s.
 
-The columns are "before" (experts in their order), "placed" (one copy of each expert, in another
-order) and "copies" (p - e further copies). Writes ``benchmarks/results/balance.{json,md}``.
+The columns are "before" (experts in their order), "placed" (the same experts in another order) and
+"with replicas" (p - e experts more, which are replicas). Writes
+``benchmarks/results/balance.{json,md}``.
 """
 
 import argparse
@@ -91,7 +92,7 @@ def make_page(result) -> str:
         "that the placement has not seen. For a model, it is the mean of its layers and, in "
         f"brackets, the worst layer. Command: `{result['command']}`.",
         "",
-        "| routing | devices | physical experts | before | placed | with copies |",
+        "| routing | devices | physical experts | before | placed | with replicas |",
         "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:

@@ -8,8 +8,8 @@ The result is a PREDICTION: no figure comes from a run of this project on more t
 
 One layer runs on n GPUs in hosts of 8. It gets t tokens in all (of every host together), with
 hidden size h and k of e experts for each token. Nothing overlaps. Routing is uniform, and
-`imbalance` is the skew that remains after placement. There are p = max(e, n) physical experts, with
-copies if there are more GPUs than experts:
+`imbalance` is the skew that remains after placement. There are p = max(e, n) physical experts, some
+of them replicas if there are more GPUs than experts:
 
     products   start + hypot(bytes / copy / memory, flops / matmul / tensor) * imbalance. The three
                numbers start, memory and tensor are those of the same layer on one H200
@@ -187,7 +187,7 @@ def read_layer(case: str, path: pathlib.Path) -> Layer:
 
 
 def physical_experts(case: Case, gpus: int) -> int:
-    """Return the number of physical experts; copies fill up GPUs if these outnumber experts."""
+    """Return the number of physical experts; replicas fill up GPUs if these outnumber experts."""
     return -(-max(case.experts, gpus) // gpus) * gpus
 
 
