@@ -7,7 +7,6 @@ import gc
 import importlib
 import io
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import moe_cases
 import moe_plot
 import numpy as np
 import pytest
+from given import user_environment
 import quantize
 import timing
 from moe_cases import CASES, Ceilings
@@ -252,10 +252,8 @@ def test_scripts_run(script, arguments, tmp_path):
     output = tmp_path / "result.json"
     common = ["--commit", "abc", "--output", output]
     command = [sys.executable, HERE / script, *arguments.split(), *common]
-    # As a user starts it: Python finds what stands beside a script.
-    safe = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=safe
+        command, capture_output=True, text=True, timeout=300, check=False, env=user_environment()
     )
     assert process.returncode == 0, process.stderr[-3000:]
     written = json.loads(output.read_text())

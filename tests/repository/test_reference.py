@@ -5,12 +5,17 @@ import subprocess
 import sys
 
 import pytest
-from given import CHECKPOINTS, ROOT
+from given import CHECKPOINTS, ROOT, user_environment
 
 
 def command(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=user_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

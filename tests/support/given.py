@@ -1,6 +1,7 @@
 """The given checkpoints and their reference files, as tests read them."""
 
 import json
+import os
 import pathlib
 
 import numpy as np
@@ -61,3 +62,8 @@ def copy_with_config(source, folder, **changes):
     config = {name: value for name, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def user_environment() -> dict[str, str]:
+    """Return the environment of a user, whose programs find modules where they are started."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
