@@ -21,9 +21,9 @@ import moe_cases
 import moe_plot
 import numpy as np
 import pytest
-from given import user_environment
 import quantize
 import timing
+from given import user_environment
 from moe_cases import CASES, Ceilings
 from rich.console import Console
 
