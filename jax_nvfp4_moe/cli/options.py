@@ -109,7 +109,7 @@ def read_text(path: pathlib.Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8, got {error}") from None
+        raise ValueError(f"{path}: expected text in UTF-8; decoding failed: {error}") from None
 
 
 def read_argument(name: str, text: str) -> str:
@@ -128,7 +128,7 @@ def read_argument(name: str, text: str) -> str:
     try:
         return os.fsencode(text).decode("utf-8") if has_surrogates(text) else text
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: expected text in UTF-8, got {error}") from None
+        raise ValueError(f"{name}: expected text in UTF-8; decoding failed: {error}") from None
 
 
 def has_surrogates(text: str) -> bool:

@@ -58,8 +58,8 @@ def quantize_command(
         ids = load_tokenizer(source).encode(read_text(text))
         if not 1 <= calibration_tokens <= len(ids):
             raise ValueError(
-                f"calibration_tokens: expected 1 to {len(ids)}, the tokens of {text}; got "
-                f"{calibration_tokens}"
+                f"calibration_tokens: expected 1 to {len(ids)}, the number of tokens in {text}; "
+                f"got {calibration_tokens}"
             )
         ids = ids[:calibration_tokens]
     result = quantize_model(

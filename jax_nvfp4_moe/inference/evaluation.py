@@ -42,14 +42,11 @@ def evaluate(
         or None.
 
     Returns:
-      A dictionary with these entries:
-
-      * ``mean_cross_entropy``, in nats per token
-      * ``perplexity``, the exponential of the mean
-      * ``standard_error`` of the mean over windows; see `standard_error`
-      * ``windows``, ``window``, ``skip_tokens`` and ``predicted_tokens``, the numbers behind the
-        mean
-      * with `by_window`, the lists ``cross_entropies`` and ``perplexities``, one entry per window
+      A dictionary. ``mean_cross_entropy`` is in nats per token, and ``perplexity`` is its
+      exponential. ``standard_error`` belongs to the mean over windows; see `standard_error`.
+      ``windows``, ``window``, ``skip_tokens`` and ``predicted_tokens`` are the numbers behind the
+      mean. With `by_window`, the lists ``cross_entropies`` and ``perplexities`` have one entry per
+      window.
 
     Raises:
       ValueError: an argument is out of range, an id is not in the vocabulary, or the text is

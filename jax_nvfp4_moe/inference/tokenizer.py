@@ -142,7 +142,7 @@ def load_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
         try:
             encoder = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the binding raises plain `Exception`
-            raise CheckpointError([f"{TOKENIZER}: {error}"]) from None
+            raise CheckpointError([f"{TOKENIZER}: it cannot be parsed: {error}"]) from None
         special = {
             name: _token_text(value) for name, value in config.items() if name.endswith("_token")
         }

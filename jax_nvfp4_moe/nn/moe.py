@@ -168,11 +168,12 @@ class NVFP4MoE(nnx.Module):
           mesh: `jax.sharding.Mesh` with axes `expert` and `tensor`, either of which may be missing.
             The routed experts are distributed along `expert`, and each expert is divided along
             `tensor`; see `parallel.experts`. The router is replicated. None runs on one device.
-          dispatch: how tokens reach their experts over `mesh`; see `parallel.dispatch`. "psum" (the
-            default) runs all tokens on every device. "all_to_all", or "ragged" on GPUs, divides the
-            tokens along `expert`.
-          capacity: number of rows that one shard sends to another in one round of "all_to_all".
-            None sends all rows in one round.
+          dispatch: how tokens reach their experts over `mesh`; see `parallel.dispatch`. With "psum"
+            (the default), every device runs its own experts on all tokens, and the results are
+            summed. With "all_to_all", or "ragged" on GPUs, the tokens are divided along `expert`
+            and sent to their experts.
+          capacity: largest number of rows that one shard sends to another in one round of
+            "all_to_all". None sends all rows in one round.
           rngs: source of random weights, from its stream "params". Required if `params` or
             `router_weight` is None. `nnx.bridge.to_linen` passes its own.
 

@@ -263,7 +263,7 @@ def _check(saved, expected, folder):
         for name in sorted({*here, *there}):
             if here.get(name) != there.get(name):
                 problems.append(
-                    f"{name}: {what}: expected {here.get(name)}, saved {there.get(name)}"
+                    f"{name}: {what}: expected {here.get(name)}, the folder has {there.get(name)}"
                 )
     if problems:
         raise CheckpointError(problems, str(folder))

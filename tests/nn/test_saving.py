@@ -146,7 +146,7 @@ def test_a_layout_that_nobody_knows_is_refused(tmp_path):
     for value in record["layouts"].values():
         value[0] = "of_tomorrow"
     (tmp_path / "m" / LAYOUTS).write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match="saved \\['of_tomorrow'") as caught:
+    with pytest.raises(CheckpointError, match="the folder has \\['of_tomorrow'") as caught:
         restore(tmp_path / "m", moe)
     assert len(caught.value.problems) == 2
 
