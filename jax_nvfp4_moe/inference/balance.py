@@ -66,8 +66,8 @@ def place_model(model: Any, placements: Sequence[Placement]) -> None:
     still returns the expert ids of the checkpoint, and `experts` still takes them. You can call
     `place_model` again with other placements.
 
-    The function needs memory for a second copy of one layer. Over a mesh, one array of a layer may
-    be replicated on every device for a moment.
+    The function needs memory for a second copy of one layer. Over a mesh, one array of a layer at a
+    time is replicated on every device for a moment.
 
     Args:
       model: model from `load_model`, or an `NVFP4MoE`.

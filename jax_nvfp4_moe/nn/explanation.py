@@ -42,8 +42,8 @@ def explain(subject: Any, *, target: Target | None = None) -> Choice:
       >>> choice = nvfp4.explain(nvfp4.Problem("moe_mlp", nvfp4.Scheme.W4A16, hopper))
       >>> choice.backend
       'moe_w4a16_sm90'
-      >>> choice.reasons["moe_w4a16_cpu"]
-      'needs cpu, got cuda 9.0'
+      >>> "moe_w4a16_cpu" in choice.reasons  # name of a backend -> why it does not run
+      True
     """
     if isinstance(subject, Problem):
         problem = subject if target is None else dataclasses.replace(subject, target=target)

@@ -74,7 +74,7 @@ class NVFP4MoE(nnx.Module):
     NVFP4. A checkpoint that mixes formats may also store them in FP8 or leave them unquantized.
 
     Quantized weights are stored as `NVFP4Param`, which is not an `nnx.Param`, so optimizers skip
-    them. Gradients flow to the input, the router and the biases.
+    them. Gradients flow to the input and to the router.
 
     Attributes:
       experts: `nn.experts.RoutedExperts`. ``moe.experts(x, expert_ids, expert_weights)`` runs the
