@@ -102,9 +102,9 @@ def chat_command(
 class Turns:
     """The turns of user and model, kept as messages, as text and as tokens.
 
-    The tokens of earlier turns never change: only new text is encoded. Encoding a whole
-    conversation again could split the same text into other tokens, which would not match the
-    model's cache.
+    Only new text is encoded, as long as the chat template renders earlier turns as before. Encoding
+    the whole conversation again could split the same text into other tokens, which would not match
+    the model's cache.
 
     Attributes:
       tokenizer: tokenizer of the model.

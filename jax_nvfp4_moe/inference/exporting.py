@@ -48,7 +48,8 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     the operands of a kernel in another order.
 
     Returns:
-      A list of `jax.export.DisabledSafetyCheck`, one for each kernel.
+      A list of `jax.export.DisabledSafetyCheck`, one for each kernel, and one for the call with
+      which XLA constrains the memory layout of a cache.
 
     Example:
       >>> import jax

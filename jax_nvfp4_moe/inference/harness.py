@@ -265,8 +265,8 @@ def _log_likelihoods(model, ids, lengths, counts):
       counts: int32 ``[b]``, number of tokens to score in each row.
 
     Returns:
-      Their summed log-likelihoods, float32 ``[b]``, and whether each of them is the likeliest
-      token, bool ``[b]``.
+      The summed log-likelihood of these tokens, float32 ``[b]``, and whether all of them are the
+      most likely ones, bool ``[b]``.
     """
     logits = model(ids[:, :-1], lengths=lengths)
     targets = ids[:, 1:]

@@ -91,7 +91,7 @@ class ExpertWeights(NamedTuple):
 
 
 class Builder:
-    """Makes the parts of one model, abstract, and notes the sources that fill them.
+    """Builds the parts of one abstract model, and notes the sources that fill them.
 
     Attributes:
       settings: how modules are made.

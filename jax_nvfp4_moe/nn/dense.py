@@ -12,11 +12,10 @@ from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, Target, rounds_to
 
 
 class NVFP4Param(nnx.Variable):
-    """A variable that holds quantized weights or their scales.
+    """A variable that holds frozen weights: quantized matrices, their scales, and routed experts.
 
-    The value is an `NVFP4Tensor`, `MoEParams`, an `FP8Tensor`, `DenseExperts` or a float32 scale.
-    Quantized values have no useful gradient. The class is therefore not an `nnx.Param`, so
-    optimizers, `nnx.grad` and LoRA skip it.
+    The value is an `NVFP4Tensor`, `MoEParams`, `DenseExperts`, an `FP8Tensor` or a float32 scale.
+    The class is not an `nnx.Param`, so optimizers, `nnx.grad` and LoRA skip it.
     """
 
 
