@@ -1,1 +1,1 @@
-"""The command `jax-nvfp4-moe`."""
+"""The command line, `jax-nvfp4-moe`."""

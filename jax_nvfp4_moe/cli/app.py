@@ -1,4 +1,7 @@
-"""The command ``jax-nvfp4-moe``: results on standard output, all else on standard error."""
+"""The command ``jax-nvfp4-moe``.
+
+Commands print results on standard output, and messages and progress on standard error.
+"""
 
 import io
 import logging
@@ -40,14 +43,19 @@ for name, command in COMMANDS.items():
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; an error that a user can mend is one message and exit status 2.
+    """Run the command line.
+
+    An error that the user can correct is printed as one message, and the exit status is 2.
 
     Args:
-      arguments: without the program's name; those of the process where None.
+      arguments: command line without the name of the program. None takes the arguments of the
+        process.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes what it cannot encode
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal may not be able to encode the text of a model. Escape such characters, as
+        # Python already does on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     given = list(sys.argv[1:] if arguments is None else arguments)
     with distributed.leaving_at_once():
-        app(args=given, obj=given)  # commands find the arguments in the context
+        app(args=given, obj=given)  # `find_devices` reads the arguments from the context

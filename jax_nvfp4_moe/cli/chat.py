@@ -1,4 +1,4 @@
-"""The subcommand `chat`: a conversation in a terminal."""
+"""The subcommand `chat`: a conversation with a model in a terminal."""
 
 import contextlib
 import itertools
@@ -18,6 +18,10 @@ from jax_nvfp4_moe.cli.options import (
     DispatchOption,
     DtypeOption,
     SchemeOption,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     read_argument,
 )
 from jax_nvfp4_moe.cli.output import report, say
@@ -27,7 +31,7 @@ from jax_nvfp4_moe.inference.tokenizer import Tokenizer, load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model
 
 _CONTEXT = 8192
-_HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+_HELP = "Type /reset to start over, /exit or Ctrl-D to leave. Ctrl-C stops an answer."
 
 
 @over_devices
@@ -35,22 +39,33 @@ def chat_command(
     *,
     devices: Mesh | None,
     path: ModelPath = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Of one answer, at most.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens in an answer.")] = (
+        1024
+    ),
     max_length: Annotated[
         int | None,
-        typer.Option("--context", help="Tokens of all turns; 8192, or what the model has."),
+        typer.Option(
+            "--context",
+            help="Largest number of tokens in all turns; by default 8192, or fewer if the model "
+            "has fewer positions.",
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.")] = None,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest up to this.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    system: Annotated[
+        str | None, typer.Option(help="System message that begins the conversation.")
+    ] = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = None,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
     scheme: SchemeOption = None,
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
     dispatch: DispatchOption = "psum",
 ) -> None:
-    """Talk to a model: it answers each line that you type, and remembers the lines before."""
+    """Talk to a model.
+
+    The model answers each line that you type, and remembers the lines before.
+    """
     with example_or(path) as folder:
         tokenizer = load_tokenizer(folder)
         how = {"dtype": dtype, "backend": backend, "mesh": devices, "dispatch": dispatch}
@@ -67,7 +82,9 @@ def chat_command(
         key=jax.random.key(seed),
     )
     if tokenizer.template is None:
-        report("This checkpoint has no chat template: the model continues your text as it is.")
+        report(
+            "This checkpoint has no chat template. The model continues your text as you type it."
+        )
     report(_HELP)
     turns = Turns(tokenizer, system)
     for line in _lines():
@@ -75,7 +92,7 @@ def chat_command(
             return
         if line.strip() == "/reset":
             turns = Turns(tokenizer, system)
-            report("A new conversation.")
+            report("Started a new conversation.")
         elif line.strip() == "/help":
             report(_HELP)
         elif line.strip():
@@ -83,23 +100,25 @@ def chat_command(
 
 
 class Turns:
-    """What user and model have said, as messages, as text and as tokens.
+    """The turns of user and model, kept as messages, as text and as tokens.
 
-    Tokens of earlier turns stay what they were: only text behind them is encoded.
+    Only new text is encoded, as long as the chat template renders earlier turns as before. Encoding
+    the whole conversation again could split the same text into other tokens, which would not match
+    the model's cache.
 
     Attributes:
-      tokenizer: of the model.
-      ids: tokens of the text so far, with the last answer.
+      tokenizer: tokenizer of the model.
+      ids: int32 ``[n]``, tokens of the whole text, with the last answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
-        """Begin with a system message, or with nothing."""
+        """Begin with a system message, or with no text."""
         self.tokenizer = tokenizer
         self._messages = [] if system is None else [{"role": "system", "content": system}]
         self._text, self.ids = "", np.zeros(0, np.int32)
 
     def ask(self, line: str) -> np.ndarray:
-        """Add what the user says; return all tokens up to where the answer begins."""
+        """Add a message of the user, and return all tokens up to the beginning of the answer."""
         encode = self.tokenizer.encode
         if self.tokenizer.template is None:
             new = encode(line, special=not len(self.ids))
@@ -110,13 +129,13 @@ class Turns:
         if self._text and text.startswith(self._text):
             new = encode(text[len(self._text) :], special=False)
             self.ids = np.concatenate([self.ids, new])
-        else:  # the template shows earlier turns in another way than they were said
+        else:  # the template renders earlier turns differently now, so the old tokens do not fit
             self.ids = encode(text, special=False)
         self._text = text
         return self.ids
 
     def answered(self, tokens: list[int]) -> None:
-        """Add what the model has said, without the token that ended it."""
+        """Add the model's answer, without the token that ended it."""
         spoken = [token for token in tokens if token not in self.tokenizer.stop_ids]
         said = self.tokenizer.decode(spoken)
         self._messages.append({"role": "assistant", "content": said})
@@ -125,10 +144,10 @@ class Turns:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what the user types, until the end of the input."""
+    """Yield the lines that the user types, until the end of the input."""
     prompt = "> " if sys.stdin.isatty() else ""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - lets the user edit a line, and find earlier ones
+        import readline  # noqa: F401 - adds line editing and a history to `input`
     while True:
         try:
             yield read_argument("input", input(prompt))
@@ -139,7 +158,7 @@ def _lines() -> Iterator[str]:
 
 
 def _reply(conversation, turns, line, max_new_tokens):
-    """Print the answer to a line as it comes; Ctrl-C ends it."""
+    """Print the answer to a line as it is generated; Ctrl-C stops the answer."""
     tokens: list[int] = []
     with _interrupts() as stopped:
 
@@ -160,9 +179,10 @@ def _reply(conversation, turns, line, max_new_tokens):
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Give a list that Ctrl-C adds to in place of raising; a second Ctrl-C raises.
+    """Yield a list to which Ctrl-C appends, instead of raising `KeyboardInterrupt`.
 
-    An interrupt in the middle of a step would lose the cache, whose arrays the step has taken.
+    The caller can then stop between two steps. An exception in the middle of a step would lose the
+    cache, because the step has taken over its arrays. A second Ctrl-C raises.
     """
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What a command says of an error: one line where the user can mend it, a traceback where not."""
+"""Error messages of commands: one line if the user can correct the error, otherwise a traceback."""
 
 import inspect
 import logging
@@ -22,40 +22,45 @@ _PACKAGE = pathlib.Path(__file__).parents[1]
 
 
 def _flag(name: str, option: str, words: str) -> inspect.Parameter:
+    """Return an option of commands that is False unless the user passes it."""
     annotation = Annotated[bool, typer.Option(option, help=words)]
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=False, annotation=annotation)
 
 
 _OPTIONS = (
-    _flag("verbose", "--verbose", "Say which scheme and backend runs, and why."),
-    _flag("show_traceback", "--traceback", "Show where an error comes from, too."),
+    _flag("verbose", "--verbose", "Log which scheme and backend runs, and why."),
+    _flag("show_traceback", "--traceback", "Also print the traceback of an error."),
 )
 
 
 def reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose errors are one message and exit status 2.
+    """Return a command that prints an error as one message, and exits with status 2.
 
-    The command also gets the options --verbose and --traceback. An error that no user can mend is
-    a fault of the package, and is raised.
+    The command also gets the options --verbose and --traceback. An error that no user can correct
+    is a fault of the package. It is raised, so that its traceback can be reported.
     """
     return with_options(command, *_OPTIONS, runs=_run)
 
 
 def _run(command, *, verbose, show_traceback, **given):
+    """Run a command, and print an error that the user can correct."""
     level = logging.INFO if verbose else logging.WARNING
     logging.getLogger("jax_nvfp4_moe").setLevel(level)
     progress.LOG.setLevel(logging.INFO)
     try:
         command(**given)
     except BrokenPipeError:
-        # The reader has gone, as with `| head`: nobody to tell. Python would try to flush again.
+        # The reader of our output has ended, as in `| head`. Point standard output to the null
+        # device: Python flushes it at exit, and would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
         message = _message(error)
         if message is None:
-            error.add_note("This is a fault of jax-nvfp4-moe: please report it with these lines.")
+            error.add_note(
+                "This is a fault of jax-nvfp4-moe: please report it with the traceback above."
+            )
             raise
         if show_traceback:
             traceback.print_exception(error)
@@ -64,7 +69,7 @@ def _run(command, *, verbose, show_traceback, **given):
 
 
 def _message(error: Exception) -> str | None:
-    """Return what to tell the user, None of a fault of the package."""
+    """Return the message for the user, or None if the error is a fault of the package."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         if "RESOURCE_EXHAUSTED" in str(error):
             return f"out of memory on {Target.current()} while the model ran: {error}"
@@ -79,10 +84,10 @@ def _message(error: Exception) -> str | None:
 
 
 def _is_raised_here(error: Exception) -> bool:
-    """Return whether a `raise` of this package is where `error` comes from.
+    """Return whether a `raise` statement of this package raised `error`.
 
-    Every `ValueError` that the package raises is documented, and says what was expected of whom. A
-    library or Python raises one where our own code is wrong.
+    The package documents every `ValueError` that it raises, and its message says how to correct the
+    call. A `ValueError` of Python or of a library means that our own code is wrong.
     """
     origin = traceback.extract_tb(error.__traceback__)[-1]
     ours = pathlib.Path(origin.filename).is_relative_to(_PACKAGE)

@@ -1,4 +1,4 @@
-"""The subcommand `eval`: mean cross-entropy and perplexity on a text."""
+"""The subcommand `eval`: mean cross-entropy and perplexity of a model on a text."""
 
 import json
 import pathlib
@@ -31,24 +31,31 @@ def eval_command(
     *,
     devices: Mesh | None,
     path: Folder,
-    text: Annotated[pathlib.Path, typer.Option(help="Text to predict, UTF-8.")],
-    window: Annotated[int, typer.Option(help="Tokens in a window, each on its own.")] = 512,
-    skip_tokens: Annotated[int, typer.Option(help="Leading tokens to leave out.")] = 0,
-    max_windows: Annotated[int | None, typer.Option(help="At most so many windows.")] = None,
+    text: Annotated[pathlib.Path, typer.Option(help="Text file to predict, in UTF-8.")],
+    window: Annotated[
+        int, typer.Option(help="Number of tokens in a window. Windows are independent.")
+    ] = 512,
+    skip_tokens: Annotated[
+        int, typer.Option(help="Number of tokens to skip at the beginning of the text.")
+    ] = 0,
+    max_windows: Annotated[
+        int | None, typer.Option(help="Largest number of windows; all by default.")
+    ] = None,
     by_window: Annotated[
-        bool, typer.Option("--by-window", help="Each window's figures too, and a table of them.")
+        bool, typer.Option("--by-window", help="Also report the figures of each window.")
     ] = False,
     original: Annotated[
-        pathlib.Path | None, typer.Option(help="Unquantized checkpoint, to compare with.")
+        pathlib.Path | None,
+        typer.Option(help="Unquantized checkpoint of the same model, to compare with."),
     ] = None,
     scheme: SchemesOption = None,
     dtype: DtypeOption = "float32",
     backend: BackendOption = None,
     dispatch: DispatchOption = "psum",
 ) -> None:
-    """Print the mean cross-entropy and the perplexity on a text, a JSON object for each scheme.
+    """Print the mean cross-entropy and the perplexity on a text, as one JSON object per scheme.
 
-    In float32 unless asked otherwise, as quantization tools state theirs.
+    The default dtype is float32, as in the published figures of quantization tools.
     """
     how = {"dtype": dtype, "mesh": devices, "dispatch": dispatch}
     runs = [(path, {"scheme": one, "backend": backend, **how}) for one in each_once(scheme)]
@@ -72,9 +79,10 @@ def eval_command(
 
 
 def _evaluate(folder, options, ids, windows):
-    """Return the scheme of a model, None of one without NVFP4, and what `evaluate` says of it.
+    """Load a model, and return its schemes and the result of `evaluate`.
 
-    The model is freed on the way out: one at a time is in memory.
+    The schemes are None if the model has no NVFP4 modules. The model is freed on return, so that
+    only one model is in memory at a time.
     """
     model = load_model(folder, **options)
     used = sorted({str(plan.scheme) for _, plan in find_plans(model)})

@@ -1,4 +1,4 @@
-"""The model that comes with the package, for commands that run without a path."""
+"""The example model that comes with the package, for commands without a path."""
 
 import contextlib
 import importlib.resources
@@ -10,13 +10,17 @@ import typer
 
 EXAMPLE = "tiny-python-moe"
 ModelPath = Annotated[
-    pathlib.Path | None, typer.Argument(help="Folder or Hub name; the example where none.")
+    pathlib.Path | None,
+    typer.Argument(
+        help="Folder of a checkpoint, or its name on the Hugging Face Hub. Without it, the command "
+        "runs the example model of this package."
+    ),
 ]
 
 
 @contextlib.contextmanager
 def example_or(path: pathlib.Path | None) -> Iterator[pathlib.Path]:
-    """Give `path`, or the example model as a folder on disk."""
+    """Yield `path`, or the folder of the example model if `path` is None."""
     if path is not None:
         yield path
         return

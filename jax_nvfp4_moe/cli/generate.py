@@ -1,4 +1,4 @@
-"""The subcommand `generate`: a prompt and its continuation, token by token."""
+"""The subcommand `generate`: print a prompt and its continuation, token by token."""
 
 import time
 from typing import Annotated
@@ -14,6 +14,10 @@ from jax_nvfp4_moe.cli.options import (
     DispatchOption,
     DtypeOption,
     SchemeOption,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     read_argument,
 )
 from jax_nvfp4_moe.cli.output import report
@@ -32,13 +36,22 @@ def generate_command(
     devices: Mesh | None,
     path: ModelPath = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
-    max_new_tokens: Annotated[int | None, typer.Option(help="128, or what room there is.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.")] = None,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest up to this.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of tokens to generate; by default 128, or fewer if the model has fewer "
+            "positions left."
+        ),
+    ] = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = None,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt as a user's message; print the answer.")
+        bool,
+        typer.Option(
+            "--chat", help="Send the prompt as a chat message of the user; print only the answer."
+        ),
     ] = False,
     scheme: SchemeOption = None,
     dtype: DtypeOption = "bfloat16",
@@ -73,13 +86,13 @@ def generate_command(
             yield token[0]
 
     pieces = tokenizer.decode_stream(tokens())
-    first = next(pieces, "")  # so that an error comes before any output
+    first = next(pieces, "")  # an error in the arguments must come before any output
     for piece in (*([] if chat else [text]), first):
         print(piece, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print(flush=True)
-    # The first token waits for two compilations, the second for the rest of them.
+    # The first two tokens wait for compilations, so they are not part of the speed.
     if len(arrivals) > 2:
         rate = (len(arrivals) - 2) / (arrivals[-1] - arrivals[1])
-        report(f"{len(arrivals)} tokens, {rate:.1f} tokens/s after the second")
+        report(f"{len(arrivals)} tokens, {rate:.1f} tokens/s after the second token")

@@ -1,13 +1,19 @@
-"""The subcommand `lm-eval`: lm-evaluation-harness on one of our models."""
+"""The subcommand `lm-eval`: run lm-evaluation-harness on one of our models."""
 
 import sys
 from typing import Annotated
 
 import typer
 
-from jax_nvfp4_moe.cli.options import BackendOption, DispatchOption, Folder, SchemeOption
+from jax_nvfp4_moe.cli.options import (
+    BackendOption,
+    DispatchOption,
+    DtypeOption,
+    Folder,
+    SchemeOption,
+)
 
-# Options that we do not know go to the harness as they are.
+# Settings that make Typer keep unknown options, which are then passed on to the harness.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -15,20 +21,24 @@ def lm_eval_command(
     context: typer.Context,
     path: Folder,
     scheme: SchemeOption = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+    dtype: DtypeOption = "float32",
     backend: BackendOption = None,
     mesh: Annotated[
-        str | None, typer.Option(help="How to share out the devices: expert=8,tensor=2.")
+        str | None, typer.Option(help="Sizes of the mesh axes, such as expert=8,tensor=2.")
     ] = None,
     dispatch: DispatchOption = "psum",
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens that the model sees; 2048, or what it has.")
+        int | None,
+        typer.Option(
+            help="Largest number of tokens that the model sees; by default 2048, or fewer if the "
+            "model has fewer positions."
+        ),
     ] = None,
 ) -> None:
     """Run tasks of lm-evaluation-harness: lm-eval PATH --tasks NAME ...
 
-    All other options are those of the harness's own command, such as --tasks, --limit,
-    --num_fewshot, --include_path and --output_path. Needs the extra "eval".
+    All other options are passed on to the command of the harness, such as --tasks, --limit,
+    --num_fewshot, --include_path and --output_path. This command needs the extra "eval".
     """
     try:
         from lm_eval.__main__ import cli_evaluate
@@ -36,8 +46,8 @@ def lm_eval_command(
         from jax_nvfp4_moe.inference.harness import NAME
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"lm-eval needs lm-evaluation-harness ({error}): install it with "
-            'pip install "jax-nvfp4-moe[eval]"'
+            f"lm-eval needs lm-evaluation-harness, which is not installed ({error}). Install it "
+            'with: pip install "jax-nvfp4-moe[eval]"'
         ) from None
     given = {
         "path": str(path),

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Command-line options that several commands share."""
 
 import functools
 import inspect
@@ -17,18 +17,51 @@ Folder = Annotated[
 ]
 SchemeOption = Annotated[
     str | None,
-    typer.Option("--scheme", help="checkpoint, w4a16, w4a4, w4a4_unit_scale, w4a4_token_scale."),
+    typer.Option(
+        "--scheme",
+        help="Scheme to run: checkpoint, w4a16, w4a4, w4a4_unit_scale or w4a4_token_scale. By "
+        "default, the checkpoint and the device decide.",
+    ),
 ]
 SchemesOption = Annotated[
-    list[str] | None, typer.Option("--scheme", help="As elsewhere; repeat it to compare.")
+    list[str] | None,
+    typer.Option(
+        "--scheme",
+        help="Scheme to run: checkpoint, w4a16, w4a4, w4a4_unit_scale or w4a4_token_scale. Repeat "
+        "the option to compare schemes.",
+    ),
 ]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
-BackendOption = Annotated[str | None, typer.Option("--backend", help="Name of a backend.")]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--dtype", help="Dtype of activations and dense weights: bfloat16, float16 or float32."
+    ),
+]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Name of the backend of NVFP4 modules, as `inspect` lists them. By default, the first "
+        "backend that can run a module.",
+    ),
+]
+TemperatureOption = Annotated[
+    float,
+    typer.Option(help="Temperature of sampling. 0 always takes the most likely token."),
+]
+TopKOption = Annotated[
+    int | None, typer.Option(help="Sample from the k most likely tokens; from all by default.")
+]
+TopPOption = Annotated[
+    float,
+    typer.Option(help="Sample from the most likely tokens whose probabilities add up to this."),
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of the random numbers.")]
 DispatchOption = Annotated[
     str,
     typer.Option(
         "--dispatch",
-        help="How tokens reach experts over a mesh: psum, all_to_all, or ragged on GPUs.",
+        help="How tokens reach their experts over a mesh: psum, all_to_all, or ragged on GPUs.",
     ),
 ]
 
@@ -36,15 +69,17 @@ DispatchOption = Annotated[
 def with_options(
     command: Callable[..., None], *options: inspect.Parameter, runs: Callable, made: str = ""
 ) -> Callable[..., None]:
-    """Return a command with more options.
+    """Return a command that takes more options.
 
-    Typer reads a command's options off its signature, so the one returned has both joined.
+    Typer reads the options of a command from its signature. The returned command therefore has a
+    signature with the options of `command` and the new ones.
 
     Args:
       command: a function whose parameters are options.
-      options: those to add.
-      runs: called with `command` and the values of all options.
-      made: name of the parameter of `command` that `runs` fills in: no option.
+      options: parameters to add.
+      runs: function that is called with `command` and the values of all options.
+      made: name of the parameter of `command` that `runs` provides. It is not an option. Empty if
+        there is none.
     """
     own = [one for one in inspect.signature(command).parameters.values() if one.name != made]
     joined = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *options)]
@@ -59,40 +94,43 @@ def with_options(
 
 
 def each_once(schemes: list[str] | None) -> list[str | None]:
-    """Return the schemes that the user asks for, each once; None alone where they name none."""
+    """Return the schemes that the user names, without repetitions; ``[None]`` if there are none."""
     return [*dict.fromkeys(schemes or [None])]
 
 
 def read_text(path: pathlib.Path) -> str:
-    """Return the text of a file that an option names, a leading ``~`` expanded.
+    """Return the text of a file that an option names; a leading ``~`` is expanded.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is not UTF-8.
+      OSError: the file cannot be read.
+      ValueError: the file is not UTF-8.
     """
     path = expand_home(path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8, got {error}") from None
+        raise ValueError(f"{path}: expected text in UTF-8; decoding failed: {error}") from None
 
 
 def read_argument(name: str, text: str) -> str:
-    """Return the text of an argument; in an ASCII locale Python leaves its bytes undecoded.
+    """Return the text of an argument.
+
+    In an ASCII locale, Python does not decode the bytes of an argument that are not ASCII. This
+    function decodes them as UTF-8.
 
     Args:
-      name: of the argument.
-      text: as Python gives it, with surrogates for bytes that it could not decode.
+      name: name of the argument, for the message.
+      text: the argument as Python passes it, with surrogates for bytes that are not decoded.
 
     Raises:
-      ValueError: it is not UTF-8.
+      ValueError: the bytes are not UTF-8.
     """
     try:
         return os.fsencode(text).decode("utf-8") if has_surrogates(text) else text
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: expected text in UTF-8, got {error}") from None
+        raise ValueError(f"{name}: expected text in UTF-8; decoding failed: {error}") from None
 
 
 def has_surrogates(text: str) -> bool:
-    """Return whether Python could not decode all bytes of an argument."""
+    """Return whether Python left bytes of an argument undecoded."""
     return any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,4 +1,4 @@
-"""What commands print: results as tables, and what is said once on standard error."""
+"""Print the results of commands as tables, and messages on standard error."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from jax_nvfp4_moe.parallel import processes as distributed
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return `rows` as lines of aligned columns."""
+    """Return `rows` as lines with aligned columns."""
     rows = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -18,19 +18,26 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def report(message: str) -> None:
-    """Say what is worth saying once, however many processes there are."""
+    """Print a message on standard error, once even if several processes run."""
     if distributed.is_first():
         say(message)
 
 
 def say(message: str) -> None:
-    """Print a line on standard error."""
+    """Print a message on standard error."""
     print(message, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress_bar(what: str):
-    """Draw a bar on standard error where it is a terminal; give the function that advances it."""
+    """Draw a progress bar on standard error, and yield the function that advances it.
+
+    If standard error is not a terminal, or if this is not process 0, no bar is drawn and the
+    function is None.
+
+    Args:
+      what: label of the bar.
+    """
     if not (sys.stderr.isatty() and distributed.is_first()):
         yield None
         return

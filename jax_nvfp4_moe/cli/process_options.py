@@ -1,4 +1,4 @@
-"""The options of commands that run over several devices, in one process or in many."""
+"""Options of the commands that run on several devices, in one process or in several."""
 
 import inspect
 import logging
@@ -20,43 +20,64 @@ def find_devices(
     context: typer.Context,
     mesh: Annotated[
         str | None,
-        typer.Option(help="How to share out the devices: expert=8,tensor=2, or one of them."),
+        typer.Option(
+            help="Sizes of the mesh axes, such as expert=8,tensor=2; either may be missing. By "
+            "default, one device, or all devices of several processes along expert."
+        ),
     ] = None,
     detect: Annotated[
         bool,
         typer.Option(
             "--distributed",
-            help="One of several processes, as Slurm, Open MPI or Kubernetes started them.",
+            help="Join the other processes that Slurm, Open MPI or Kubernetes started.",
             rich_help_panel=_PANEL,
         ),
     ] = False,
     coordinator: Annotated[
         str | None,
-        typer.Option(help="host:port of process 0, with the next two.", rich_help_panel=_PANEL),
+        typer.Option(
+            help="Address host:port of process 0. Requires --processes and --process-id.",
+            rich_help_panel=_PANEL,
+        ),
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="How many.", rich_help_panel=_PANEL)] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Number of processes.", rich_help_panel=_PANEL)
+    ] = None,
     process_id: Annotated[
-        int | None, typer.Option(help="Which, from 0.", rich_help_panel=_PANEL)
+        int | None,
+        typer.Option(help="Index of this process, starting at 0.", rich_help_panel=_PANEL),
     ] = None,
     peer_timeout: Annotated[
         int,
-        typer.Option(help="Seconds until a silent one counts as dead.", rich_help_panel=_PANEL),
+        typer.Option(
+            help="Seconds after which a silent process counts as dead.", rich_help_panel=_PANEL
+        ),
     ] = distributed.PEER_TIMEOUT,
     start_timeout: Annotated[
-        int, typer.Option(help="Seconds to come together.", rich_help_panel=_PANEL)
+        int,
+        typer.Option(help="Seconds that all processes have to join.", rich_help_panel=_PANEL),
     ] = distributed.START_TIMEOUT,
     supervised: Annotated[int | None, typer.Option(distributed.SUPERVISED, hidden=True)] = None,
 ) -> Mesh | None:
-    """Join the other processes where there are any; return the mesh to run over, None for none.
+    """Join the other processes if there are any, and return the mesh to run on.
 
-    The process that the user started becomes the parent of one that does the work. The parameters
-    are the options; `over_devices` gives them to a command.
+    In a run of several processes, the process that the user starts becomes a supervisor. Its child
+    does the work. The parameters of this function are the options that `over_devices` adds to a
+    command.
 
     Args:
-      context: has the arguments of the command line as its object.
-      mesh: as for `distributed.make_mesh`.
-      detect, supervised: whether to look for a scheduler, and the number of the parent's pipe.
-      coordinator, processes, process_id, peer_timeout, start_timeout: as for `distributed.join`.
+      context: Typer's context, whose object is the list of command-line arguments.
+      mesh: sizes of the mesh axes, as for `processes.make_mesh`.
+      detect: whether to take the addresses of the other processes from a scheduler.
+      coordinator: as for `processes.join`.
+      processes: as for `processes.join`.
+      process_id: as for `processes.join`.
+      peer_timeout: as for `processes.join`.
+      start_timeout: as for `processes.join`.
+      supervised: in a child, the number of the pipe to its supervisor; otherwise None.
+
+    Returns:
+      The mesh, or None to run on one device.
     """
     others = coordinator, processes, process_id
     if not detect and all(value is None for value in others):
@@ -68,14 +89,17 @@ def find_devices(
     distributed.be_supervised()
     distributed.join(*others, peer_timeout=peer_timeout, start_timeout=start_timeout)
     distributed.report_joined(supervised)
-    if not distributed.is_first():  # all compute the same; one speaks
+    if not distributed.is_first():  # all processes compute the same result; process 0 prints it
         logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     return distributed.make_mesh(mesh)
 
 
 def over_devices(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `find_devices`; it gets what they say as `devices`."""
+    """Add the options of `find_devices` to a command.
+
+    The command receives the mesh, or None, as its argument `devices`.
+    """
     shared = inspect.signature(find_devices).parameters
 
     def run(command, **given):

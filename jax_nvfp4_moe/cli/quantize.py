@@ -1,4 +1,4 @@
-"""The subcommand `quantize`: an unquantized checkpoint becomes one in NVFP4."""
+"""The subcommand `quantize`: convert an unquantized checkpoint to NVFP4."""
 
 import json
 import pathlib
@@ -15,34 +15,51 @@ def quantize_command(
     source: Annotated[
         pathlib.Path, typer.Argument(help="Folder or Hub name of an unquantized checkpoint.")
     ],
-    destination: Annotated[pathlib.Path, typer.Argument(help="Folder to write; new or empty.")],
+    destination: Annotated[
+        pathlib.Path, typer.Argument(help="Folder to write; it must be new or empty.")
+    ],
     text: Annotated[
-        pathlib.Path | None, typer.Option(help="Calibration text, UTF-8; w4a4 needs one.")
+        pathlib.Path | None,
+        typer.Option(help="Text file for calibration, in UTF-8. Scheme w4a4 needs one."),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="Leading tokens that are used.")] = 4096,
-    window: Annotated[int, typer.Option(help="Tokens in a window, each on its own.")] = 512,
+    calibration_tokens: Annotated[
+        int, typer.Option(help="Number of tokens at the beginning of the text to calibrate with.")
+    ] = 4096,
+    window: Annotated[
+        int, typer.Option(help="Number of tokens in a window. Windows are independent.")
+    ] = 512,
     scheme: Annotated[
-        str | None, typer.Option(help="w4a4 or w4a16; w4a4 where there is a text.")
+        str | None,
+        typer.Option(help="Scheme to write: w4a4 or w4a16. By default w4a4 if there is a text."),
     ] = None,
-    format: Annotated[str, typer.Option(help="modelopt or compressed-tensors.")] = "modelopt",
-    modules: Annotated[str, typer.Option(help="all or experts.")] = "all",
+    format: Annotated[
+        str, typer.Option(help="Checkpoint format to write: modelopt or compressed-tensors.")
+    ] = "modelopt",
+    modules: Annotated[
+        str, typer.Option(help="Modules to quantize: all (linear layers and experts) or experts.")
+    ] = "all",
     exclude: Annotated[
-        list[str] | None, typer.Option(help="Module to leave alone; wildcards; repeatable.")
+        list[str] | None,
+        typer.Option(help="Module to leave unquantized. May have wildcards, and be repeated."),
     ] = None,
-    algorithm: Annotated[str, typer.Option(help="max, search, four_or_six, ...")] = "max",
+    algorithm: Annotated[
+        str,
+        typer.Option(help="How to choose scales: max, search, weighted_search or four_or_six."),
+    ] = "max",
     dtype: Annotated[
-        str | None, typer.Option(help="Of what is not quantized; as it is by default.")
+        str | None,
+        typer.Option(help="Dtype of float tensors that are not quantized; unchanged by default."),
     ] = None,
-    shard_gb: Annotated[float, typer.Option(help="Largest file in GB.")] = 5.0,
+    shard_gb: Annotated[float, typer.Option(help="Largest size of a file, in GB.")] = 5.0,
 ) -> None:
-    """Quantize a checkpoint to NVFP4; print what was done as one JSON object."""
+    """Quantize a checkpoint to NVFP4, and print a summary as one JSON object."""
     ids = None
     if text is not None:
         ids = load_tokenizer(source).encode(read_text(text))
         if not 1 <= calibration_tokens <= len(ids):
             raise ValueError(
-                f"calibration_tokens: expected 1 to {len(ids)}, the tokens of {text}; got "
-                f"{calibration_tokens}"
+                f"calibration_tokens: expected 1 to {len(ids)}, the number of tokens in {text}; "
+                f"got {calibration_tokens}"
             )
         ids = ids[:calibration_tokens]
     result = quantize_model(
@@ -51,7 +68,7 @@ def quantize_command(
         token_ids=ids,
         scheme=scheme,
         format=format,
-        modules=modules,  # type: ignore[arg-type] - checked there
+        modules=modules,  # type: ignore[arg-type] - `quantize_model` checks the value
         exclude=exclude or (),
         algorithm=algorithm,
         window=window,

@@ -1,4 +1,4 @@
-"""Train LoRA on the attention of a loaded NVFP4 checkpoint; its experts stay packed and frozen.
+"""Train LoRA on the attention of an NVFP4 checkpoint. The experts stay packed and frozen.
 
 Run it: ``python -m jax_nvfp4_moe.examples.lora``.
 """
@@ -24,7 +24,13 @@ def haiku(season):
 
 
 def add_lora(model, rank, rngs):
-    """Put a low-rank product beside the projections of each attention."""
+    """Add a low-rank product to the projections of each attention.
+
+    Args:
+      model: model from `load_model`, changed in place.
+      rank: rank of the low-rank products.
+      rngs: `nnx.Rngs` for their initial values.
+    """
     for layer in model.layers:
         attention, sizes = layer.attention, layer.attention.config
         widths = {"qkv": sizes.hidden, "out": sizes.num_heads * sizes.head_dim}
@@ -36,13 +42,20 @@ def add_lora(model, rank, rngs):
 
 
 def loss(model, ids):
-    """Return the mean cross-entropy of each token after those before it."""
+    """Return the mean cross-entropy of a text, given its token ids ``[b, t]``."""
     logits = model(ids[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
 
 def train(model, ids, steps, learning_rate=3e-3):
-    """Run Adam over the LoRA parameters; return the loss before each step."""
+    """Run Adam on the LoRA parameters, and return the loss before each step.
+
+    Args:
+      model: model with LoRA parameters, changed in place.
+      ids: int32 ``[b, t]``, the text to learn.
+      steps: number of steps.
+      learning_rate: learning rate of Adam. Defaults to 0.003.
+    """
     optimizer = nnx.Optimizer(model, optax.adam(learning_rate), wrt=nnx.LoRAParam)
 
     @nnx.jit
@@ -56,7 +69,7 @@ def train(model, ids, steps, learning_rate=3e-3):
 
 
 def main(steps=20):
-    """Teach the example model a text that it has not seen."""
+    """Teach the example model a text that it has never seen, and return the losses."""
     model = nvfp4.load_model(CHECKPOINT)
     add_lora(model, rank=8, rngs=nnx.Rngs(0))
     ids = jnp.asarray([load_tokenizer(CHECKPOINT).encode(TEXT)], jnp.int32)

@@ -1,4 +1,4 @@
-"""Swap the mixture of experts of a Flax Linen model for `NVFP4MoE`, and its weights with it.
+"""Replace the mixture of experts of a Flax Linen model by `NVFP4MoE`, and convert its weights.
 
 Run it: ``python -m jax_nvfp4_moe.examples.swap_linen``.
 """
@@ -17,11 +17,15 @@ HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 256, 128, 16, 4
 
 
 class DenseMoE(nn.Module):
-    """A block as people write it: every expert sees every token, and most results are dropped."""
+    """A mixture of experts in plain JAX.
+
+    Every expert runs on every token, and most results are then dropped. It stands for the block of
+    your own model.
+    """
 
     @nn.compact
     def __call__(self, x):
-        """Run the block on ``x [t, h]``."""
+        """Run the block on tokens ``x [t, h]``."""
         init = nn.initializers.lecun_normal(batch_axis=0)
         kernel = NUM_EXPERTS, HIDDEN, INTERMEDIATE
         gate, up = (self.param(name, init, kernel) for name in ("gate", "up"))
@@ -36,17 +40,21 @@ class DenseMoE(nn.Module):
 
 
 class Model(nn.Module):
-    """A norm and such a block around a residual; `make_moe` says which block."""
+    """A residual block with a norm in front: ``y = x + moe(norm(x))``.
+
+    Attributes:
+      make_moe: function that makes the mixture of experts.
+    """
 
     make_moe: Callable[..., nn.Module] = DenseMoE
 
     @nn.compact
     def __call__(self, x):
-        """Run the model on ``x [t, h]``."""
+        """Run the model on tokens ``x [t, h]``."""
         return x + self.make_moe(name="moe")(nn.RMSNorm(name="norm")(x))
 
 
-# The same model with our block. `to_linen` wraps an NNX module class and its arguments.
+# The same model with NVFP4MoE. `to_linen` wraps an NNX module class and its arguments.
 NVFP4Model = functools.partial(
     Model,
     functools.partial(
@@ -62,20 +70,20 @@ NVFP4Model = functools.partial(
 
 
 def swap(variables):
-    """Return the variables of `NVFP4Model` for those of `Model`."""
+    """Convert the variables of `Model` to variables of `NVFP4Model`."""
     dense = variables["params"]["moe"]
-    # Kernels stand inputs first; NVFP4 packs along the inputs, so they come last.
+    # Flax stores kernels as [inputs, outputs]. NVFP4 packs along the inputs, so they must be last.
     experts = (dense[name].swapaxes(1, 2) for name in ("gate", "up", "down"))
     params = nvfp4.prepare(nvfp4.quantize_experts(*experts), scheme="w4a16")
     router = {"router_weight": dense["router"]["kernel"].T}
     return {
         "params": {**variables["params"], "moe": router},
-        "NVFP4Param": {"moe": {"experts": {"params": params}}},  # no optimizer looks here
+        "NVFP4Param": {"moe": {"experts": {"params": params}}},  # a collection of frozen weights
     }
 
 
 def main():
-    """Swap the block, and say what that takes and changes."""
+    """Replace the block, and print how memory and results change."""
     x = jax.random.normal(jax.random.key(1), (32, HIDDEN))
     variables = Model().init(jax.random.key(0), x)
     before = jax.jit(Model().apply)(variables, x)

@@ -1,4 +1,4 @@
-"""Swap the mixture of experts of a Flax NNX model for `NVFP4MoE`: its weights, its router.
+"""Replace the mixture of experts of a Flax NNX model by `NVFP4MoE`, with its weights and router.
 
 Run it: ``python -m jax_nvfp4_moe.examples.swap_nnx``.
 """
@@ -13,7 +13,11 @@ import jax_nvfp4_moe as nvfp4
 
 
 class DenseMoE(nnx.Module):
-    """A block as people write it: every expert sees every token, and most results are dropped."""
+    """A mixture of experts in plain JAX.
+
+    Every expert runs on every token, and most results are then dropped. It stands for the block of
+    your own model.
+    """
 
     def __init__(self, hidden, intermediate, num_experts, top_k, rngs):
         self.top_k = top_k
@@ -25,7 +29,7 @@ class DenseMoE(nnx.Module):
         self.down = nnx.Param(init(rngs.params(), (num_experts, intermediate, hidden)))
 
     def __call__(self, x):
-        """Run the block on ``x [t, h]``."""
+        """Run the block on tokens ``x [t, h]``."""
         weights, ids = jax.lax.top_k(jax.nn.softmax(self.router(x)), self.top_k)
         weights /= weights.sum(-1, keepdims=True)
         inner = jax.nn.silu(jnp.einsum("th,ehi->eti", x, self.gate[...]))
@@ -36,7 +40,7 @@ class DenseMoE(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Some layers of it, each after a norm and around a residual."""
+    """Several residual blocks with a norm in front: ``x = x + block(norm(x))``."""
 
     def __init__(self, hidden, intermediate, num_experts, top_k, num_layers, rngs):
         sizes = hidden, intermediate, num_experts, top_k
@@ -44,20 +48,20 @@ class Model(nnx.Module):
         self.blocks: nnx.List[Any] = nnx.List([DenseMoE(*sizes, rngs) for _ in range(num_layers)])
 
     def __call__(self, x):
-        """Run the layers on ``x [t, h]``."""
+        """Run all layers on tokens ``x [t, h]``."""
         for norm, block in zip(self.norms, self.blocks, strict=True):
             x = x + block(norm(x))
         return x
 
 
 def swap(block: DenseMoE, dtype=jnp.bfloat16) -> nvfp4.NVFP4MoE:
-    """Return a block with the same router and the same experts in NVFP4."""
+    """Return an `NVFP4MoE` with the router of `block`, and its experts quantized to NVFP4."""
     kernels = (param[...] for param in (block.gate, block.up, block.down, block.router.kernel))
     return nvfp4.NVFP4MoE.from_dense(*kernels, top_k=block.top_k, dtype=dtype)
 
 
 def main():
-    """Swap all blocks, and say what that takes and changes."""
+    """Replace all blocks, and print how memory and results change."""
     model = Model(256, 128, 16, 4, num_layers=2, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (32, 256))
     before = nnx.jit(model)(x)

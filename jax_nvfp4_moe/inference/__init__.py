@@ -1,1 +1,1 @@
-"""Generation, tokenizers, evaluation, export, and balancing of experts."""
+"""Generation, tokenizers, evaluation, export, and balancing of experts over devices."""

@@ -1,8 +1,12 @@
-"""The load of experts: count it in a run, place the experts of a model, measure what it brought.
+"""Balance the experts of a model over devices: count their load, place them, measure the result.
 
-load = count_experts(model, input_ids)                        # [layers, e]
-place_model(model, [balance_experts(row, 8, 288) for row in load])  # 288 copies on 8 devices
-device_load(model, input_ids, 8)                              # [layers, 8]
+A step waits for the device with the most routed tokens. Replicas of busy experts, and a better
+order of the experts, even out the load::
+
+  load = count_experts(model, input_ids)  # [layers, e]
+  placements = [balance_experts(row, 8, 288) for row in load]  # 288 physical experts, 8 devices
+  place_model(model, placements)
+  device_load(model, input_ids, 8)  # [layers, 8]
 """
 
 import functools
@@ -29,44 +33,56 @@ from jax_nvfp4_moe.parallel.placement import (
 
 
 def count_experts(model: Any, input_ids, lengths=None) -> np.ndarray:
-    """Return how many tokens chose each logical expert, int64 ``[layers, e]``.
+    """Return how many tokens chose each expert, int64 ``[layers, e]``.
 
-    It reads what the blocks record of one call; `model` stays as it is.
+    The function runs the model once and reads the expert ids that its blocks record. It does not
+    change `model`.
 
     Args:
-      model: as `load_model` returns, or a block; its experts may be placed.
-      input_ids: what it takes: ``[b, t]`` tokens, or ``[b, t, h]`` and ``[t, h]`` for a block.
-      lengths: true tokens of each row ``[b]``, 0 to t; the rest is padding and does not count. All
-        count where None.
+      model: model from `load_model`, or an `NVFP4MoE`. Its experts may already be placed; the
+        counts are of logical experts in either case.
+      input_ids: token ids ``[b, t]`` for a model; activations ``[b, t, h]`` or ``[t, h]`` for a
+        block.
+      lengths: integers ``[b]`` from 0 to t, the number of tokens in each row. Tokens behind them
+        are padding and do not count. None counts all tokens.
 
     Raises:
-      ValueError: there are no experts, or layers with different numbers of them; `lengths` is of
-        another size, or not of 0 to t.
+      ValueError: there are no experts, layers have different numbers of experts, or `lengths` has a
+        wrong size or value.
     """
     rows = _count(model, input_ids, lengths, stored=False)
     if len({row.size for row in rows}) > 1:
-        raise ValueError(f"model: expected one number of experts, got {[r.size for r in rows]}")
+        raise ValueError(
+            "model: expected the same number of experts in every layer, got "
+            f"{[row.size for row in rows]}"
+        )
     return np.stack(rows)
 
 
 def place_model(model: Any, placements: Sequence[Placement]) -> None:
-    """Copy and order the experts of each block as its placement says, in place.
+    """Replicate and reorder the experts of each block in place, as its placement says.
 
-    The model computes what it did, up to the order of summation over experts. Ids that `route`
-    gives and `experts` takes stay logical, those of the checkpoint. May be called again, with other
-    placements. One layer is in memory twice; of experts over a mesh, one array of a layer is whole
-    on each device for a moment.
+    The model computes the same results, up to the order in which it sums over experts. `route`
+    still returns the expert ids of the checkpoint, and `experts` still takes them. You can call
+    `place_model` again with other placements.
+
+    The function needs memory for a second copy of one layer. Over a mesh, one array of a layer at a
+    time is replicated on every device for a moment.
 
     Args:
-      model: as `load_model` returns, or a block.
-      placements: one for each block; over a mesh, its axis `expert` is their devices.
+      model: model from `load_model`, or an `NVFP4MoE`.
+      placements: one `Placement` per block. Over a mesh, the devices of a placement are the shards
+        along the axis `expert`.
 
     Raises:
-      ValueError: their number, or that of the experts, is another; nothing is changed then.
+      ValueError: the number of placements, experts or devices is wrong. The model is then
+        unchanged.
     """
     blocks = _blocks(model)
     if len(placements) != len(blocks):
-        raise ValueError(f"placements: expected {len(blocks)}, one a layer; got {len(placements)}")
+        raise ValueError(
+            f"placements: expected {len(blocks)}, one per layer with experts; got {len(placements)}"
+        )
     sources = [_sources(block, to) for block, to in zip(blocks, placements, strict=True)]
     for block, to, index in zip(blocks, placements, sources, strict=True):
         experts, table = block.experts, to.slot_table()
@@ -81,34 +97,41 @@ def place_model(model: Any, placements: Sequence[Placement]) -> None:
 
 
 def _blocks(model) -> list[NVFP4MoE]:
-    """Return the blocks with experts inside `model`; there must be one."""
+    """Return the blocks with experts inside `model`.
+
+    Raises:
+      ValueError: there are none.
+    """
     found = [block for _, block in expert_blocks(model)]
     if not found:
-        raise ValueError("model: expected a model with an NVFP4MoE inside, found none")
+        raise ValueError(
+            f"model: expected a module that contains an NVFP4MoE; {type(model).__name__} has none"
+        )
     return found
 
 
 def _table(block) -> SlotTable | None:
+    """Return where the experts of a block are stored; None if expert i is stored at index i."""
     slots = block.experts.slots
     return None if slots is None else slots.get_value()
 
 
 def _sources(block, placement):
-    """Return what each slot copies, after all checks."""
+    """Check a placement, and return for each slot the index of the stored expert that it copies."""
     params, expert_mesh = block.experts.params.get_value(), block.experts.expert_mesh
     if expert_mesh is not None:
         check_parts(EXPERT, expert_mesh.expert, "num_physical", placement.num_physical)
         if placement.num_devices != expert_mesh.expert:
             raise ValueError(
-                f"placements: expected those of {expert_mesh.expert} devices, axis '{EXPERT}' of "
-                f"the mesh; got {placement.num_devices}"
+                f"placements: expected placements on {expert_mesh.expert} devices, the size of the "
+                f"mesh axis '{EXPERT}'; got {placement.num_devices}"
             )
     return find_sources(params.num_experts, placement, _table(block))
 
 
 def _place_shards(params, index, expert_mesh: ExpertMesh):
-    """Return the experts `index` over their mesh."""
-    # XLA finds out what to send; axes that are Explicit would ask for it in the program.
+    """Return the experts at `index`, sharded like `params`."""
+    # With Auto axes, XLA inserts the communication. Explicit axes would need it in the program.
     auto = expert_mesh.automatic()
 
     def move(leaf):
@@ -124,13 +147,17 @@ def _place_shards(params, index, expert_mesh: ExpertMesh):
 def device_load(model: Any, input_ids, num_devices: int, lengths=None) -> np.ndarray:
     """Return how many routed tokens each device gets, int64 ``[layers, num_devices]``.
 
+    Device d holds an equal, contiguous part of the stored experts, as on the axis `expert` of a
+    mesh.
+
     Args:
-      model, input_ids, lengths: as for `count_experts`.
-      num_devices: the experts that a block holds are on them in equal, contiguous parts, as on
-        the `expert` axis of a mesh.
+      model: as for `count_experts`.
+      input_ids: as for `count_experts`.
+      num_devices: number of devices; it must divide the number of stored experts.
+      lengths: as for `count_experts`.
 
     Raises:
-      ValueError: the experts of a layer do not fill the devices; `lengths` as there.
+      ValueError: `num_devices` does not divide the experts of a layer, or `lengths` is wrong.
     """
     rows = _count(model, input_ids, lengths, stored=True)
     for row in rows:
@@ -142,7 +169,14 @@ def device_load(model: Any, input_ids, num_devices: int, lengths=None) -> np.nda
 
 
 def _count(model, input_ids, lengths, stored):
-    """Return how many tokens each expert got: int64 ``[e]`` of each block, as stored or logical."""
+    """Return how many tokens each expert of each block got, int64 ``[e]`` per block.
+
+    Args:
+      model: as for `count_experts`.
+      input_ids: as for `count_experts`.
+      lengths: as for `count_experts`.
+      stored: whether to count stored (physical) experts instead of logical ones.
+    """
     _blocks(model)
     input_ids = jnp.asarray(input_ids)
     counted = None if lengths is None else _true_tokens(input_ids.shape[:2], np.asarray(lengths))
@@ -150,16 +184,16 @@ def _count(model, input_ids, lengths, stored):
 
 
 def _true_tokens(shape, lengths):
-    """Return bool ``[b * t]``: which tokens of all rows are no padding."""
+    """Return which of all tokens are not padding, bool ``[b * t]``."""
     rows, t = shape
     if lengths.shape != (rows,) or not ((lengths >= 0) & (lengths <= t)).all():
-        raise ValueError(f"lengths: expected {rows} numbers of 0 to {t}, got {lengths.tolist()}")
+        raise ValueError(f"lengths: expected {rows} numbers from 0 to {t}, got {lengths.tolist()}")
     return jnp.asarray((np.arange(t) < lengths[:, None]).reshape(-1))
 
 
 @functools.partial(jax.jit, static_argnames="stored")
 def _run(model, input_ids, counted, stored):
-    """Return how often the experts of each block were chosen in one call."""
+    """Run the model once, and return how often each expert of each block was chosen."""
     with capture(model) as seen:
         model(input_ids)
     return [
@@ -170,6 +204,7 @@ def _run(model, input_ids, counted, stored):
 
 
 def _choices(block, expert_ids, counted, stored):
+    """Return how often one call of a block chose each of its experts."""
     ids, table = expert_ids.reshape(-1, expert_ids.shape[-1]), _table(block)
     size = block.experts.params.get_value().num_experts
     if stored:

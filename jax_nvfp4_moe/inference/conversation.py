@@ -1,4 +1,4 @@
-"""Conversation: answers of a model turn after turn, with the cache kept between them."""
+"""Conversation: several turns with a model, with the cache kept between them."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,12 @@ from jax_nvfp4_moe.inference.generation import (
 class Conversation:
     """A text that a user and a model continue in turns.
 
-    The cache of the model is kept, so that a turn reads only what is new. A text that does not
-    begin with what the cache holds starts with an empty cache.
+    The model's cache is kept between turns, so each turn reads only new tokens. If a text does not
+    begin with the tokens in the cache, the cache is emptied and the whole text is read.
 
     Attributes:
-      ids: tokens that the cache holds.
-      max_length: tokens that a whole conversation may have.
+      ids: int32 ``[n]``, the tokens in the cache.
+      max_length: largest number of tokens in the whole conversation.
     """
 
     def __init__(
@@ -45,9 +45,14 @@ class Conversation:
         """Begin an empty conversation.
 
         Args:
-          model: as `load_model` returns.
-          max_length: tokens of all turns together, at most the model's positions.
-          temperature, top_k, top_p, stop_ids, key: as for `generate`.
+          model: model from `load_model`.
+          max_length: largest number of tokens of all turns together; at most the positions of the
+            model.
+          temperature: as for `generate`. Defaults to 0, greedy decoding.
+          top_k: as for `generate`. Defaults to None.
+          top_p: as for `generate`. Defaults to 1.
+          stop_ids: as for `generate`. Defaults to none.
+          key: as for `generate`. Defaults to None.
 
         Raises:
           ValueError: an argument is out of range.
@@ -55,30 +60,32 @@ class Conversation:
         positions = model.config.max_positions
         if not 1 <= max_length <= positions:
             raise ValueError(
-                f"max_length: expected 1 to {positions}, the model's positions; got {max_length}"
+                f"max_length: expected 1 to {positions}, the positions of the model; "
+                f"got {max_length}"
             )
         self.max_length, self.ids = max_length, np.zeros(0, np.int32)
         self._model, self._cache = model, None
         self._sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
 
     def answer(self, text: Sequence[int], max_new_tokens: int) -> Iterator[int]:
-        """Yield the tokens that follow `text`: until a stop id, or as many as there is room for.
+        """Yield the tokens that follow `text`, until a stop id or until there is no room for more.
 
-        An answer may be left before its end: close the iterator.
+        To stop an answer early, close the iterator. The conversation can then continue.
 
         Args:
-          text: the tokens of all turns so far.
-          max_new_tokens: at least 1.
+          text: integers ``[n]``, the tokens of all turns so far.
+          max_new_tokens: largest number of tokens in the answer, at least 1.
 
         Raises:
-          ValueError: the text leaves no room for a token.
+          ValueError: the text leaves no room for another token.
         """
         ids = np.asarray(text, np.int32)
         room = min(max_new_tokens, self.max_length - len(ids))
         if room < 1:
             raise ValueError(
                 f"text: it has {len(ids)} tokens, and a conversation has room for "
-                f"{self.max_length}. Begin a new one, or make max_length larger"
+                f"{self.max_length}. Begin a new conversation, or increase max_length (--context "
+                "on the command line)"
             )
         held = len(self.ids)
         if self._cache is None or held >= len(ids) or not np.array_equal(ids[:held], self.ids):
@@ -86,7 +93,7 @@ class Conversation:
         new = np.zeros((1, min(round_up(len(ids) - held, PROMPT_STEP), self.max_length)), np.int32)
         new[0, : len(ids) - held] = ids[held:]
         count = np.asarray([len(ids) - held], np.int32)
-        cache, self._cache = self._cache, None  # its arrays are given away
+        cache, self._cache = self._cache, None  # the arrays are donated: nobody may use them again
         state = _extend(
             self._model, self._sampling, cache, new, count, room=round_up(room, NEW_STEP)
         )
@@ -99,17 +106,18 @@ class Conversation:
                 if bool(state.stopped[0]):
                     break
         finally:
-            # The last token has been drawn, and no layer has seen it.
+            # The last token was drawn but not yet run through the model: it is not in the cache.
             self.ids = np.concatenate([ids, np.asarray(drawn[:-1], np.int32)])
             self._cache = state.cache
 
 
 @functools.partial(jax.jit, static_argnames="room", donate_argnames="cache")
 def _extend(model, sampling, cache, new, count, room):
-    """Run new tokens through the model and draw the first one of the answer."""
+    """Run new tokens through the model, and draw the first token of the answer."""
     logits, cache = model(new, cache, lengths=count, logits_at=count - 1)
     tokens = jnp.zeros((1, room), jnp.int32)
-    # jax.jit gives no donated memory to a result whose layout the model constrains.
+    # Without the barrier, jax.jit does not reuse the donated memory of the cache, because the model
+    # constrains the layout of the result.
     cache = lax.optimization_barrier(cache)
     state = State(cache, tokens, jnp.int32(0), jnp.zeros(1, jnp.bool_))
     return draw(sampling, logits[:, 0], state)

@@ -1,4 +1,4 @@
-"""Quality in one number: the mean cross-entropy of a model on a text."""
+"""Measure the quality of a model as its mean cross-entropy on a text."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_BATCH = 4  # windows that go through the model together
+_BATCH = 4  # windows per call of the model
 
 
 def evaluate(
@@ -21,29 +21,51 @@ def evaluate(
     by_window: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Return the mean cross-entropy, in nats a token, over windows that do not overlap.
+    """Return the mean cross-entropy of a model on a text, in nats per token.
 
-    Window w holds ids ``w * window`` to ``(w + 1) * window - 1`` after the skipped ones. Each is
-    on its own: the model sees nothing before it, and predicts all its tokens but the first, so
-    ``mean = -sum log softmax(logits[i])[id[i + 1]] / (windows * (window - 1))``.
+    The text is divided into windows that do not overlap. The model predicts all tokens of a window
+    except the first, and sees no token outside the window::
+
+      mean = -sum log softmax(logits[i])[id[i + 1]] / (windows * (window - 1))
+
+    The sum runs over all positions i of all windows except the last position of each window.
 
     Args:
-      model: as `load_model` returns.
-      token_ids: integers ``[n]``.
-      window: tokens in a window, at least 2; a rest shorter than it is left out.
-      skip_tokens: leading tokens to leave out.
-      max_windows: at most so many windows; None for all.
-      by_window: whether the result holds each window's own mean too.
-      progress: called with the windows done and their total.
+      model: model from `load_model`.
+      token_ids: integers ``[n]``, the token ids of the text.
+      window: number of tokens in a window, at least 2. Defaults to 512. A rest of the text that is
+        shorter than a window is not used.
+      skip_tokens: number of tokens to skip at the beginning of the text. Defaults to 0.
+      max_windows: largest number of windows. None (the default) takes all.
+      by_window: whether the result also holds the figures of each window. Defaults to False.
+      progress: function that is called with the number of finished windows and their total number,
+        or None.
 
     Returns:
-      ``mean_cross_entropy``; ``perplexity``, its exponential; ``standard_error`` of the mean over
-      windows, see `standard_error`; ``windows``, ``window``, ``skip_tokens`` and
-      ``predicted_tokens``. With `by_window` also the lists ``cross_entropies`` and
-      ``perplexities``.
+      A dictionary. ``mean_cross_entropy`` is in nats per token, and ``perplexity`` is its
+      exponential. ``standard_error`` belongs to the mean over windows; see `standard_error`.
+      ``windows``, ``window``, ``skip_tokens`` and ``predicted_tokens`` are the numbers behind the
+      mean. With `by_window`, the lists ``cross_entropies`` and ``perplexities`` have one entry per
+      window.
 
     Raises:
-      ValueError: an argument is out of range, or no whole window is left.
+      ValueError: an argument is out of range, an id is not in the vocabulary, or the text is
+        shorter than one window.
+
+    Example:
+      >>> import importlib.resources
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> folder = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+      >>> model = nvfp4.load_model(folder)
+      >>> token_ids = nvfp4.load_tokenizer(folder).encode("import numpy as np; " * 20)
+      >>> result = nvfp4.evaluate(model, token_ids, window=16, max_windows=4)
+      >>> result["windows"], result["predicted_tokens"]
+      (4, 60)
+      >>> result["perplexity"] > 1
+      True
+
+    Source: perplexity over windows of fixed length,
+    https://huggingface.co/docs/transformers/perplexity.
     """
     windows = split_windows(model.config, token_ids, window, skip_tokens, max_windows)
     losses: list[float] = []
@@ -68,15 +90,22 @@ def evaluate(
 
 
 def perplexity(cross_entropy: float) -> float:
-    """Return ``exp(cross_entropy)``, and ``exp(709)`` where that is beyond a float64."""
+    """Return ``exp(cross_entropy)``, or ``exp(709)`` if that would overflow a float64."""
     return math.exp(min(cross_entropy, 709.0))
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Return ``std(values) / sqrt(n)`` with ``n - 1`` degrees of freedom; None of less than two.
+    """Return the standard error of a mean, ``std(values) / sqrt(n)``.
 
-    Of windows of one text it says how far another part of that text would move the mean. Two models
-    on the same windows differ by much less: take the standard error of their differences.
+    The standard deviation has ``n - 1`` degrees of freedom. For windows of one text, the standard
+    error estimates how much the mean would change on another part of that text. Two models on the
+    same windows differ by much less. To compare them, pass the differences of their values.
+
+    Args:
+      values: n numbers.
+
+    Returns:
+      The standard error, or None if there are fewer than two values.
     """
     if len(values) < 2:
         return None
@@ -84,12 +113,13 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def summary_rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Return a table of one row for each result, beside the first: a difference window by window.
+    """Yield a table with one row per result, compared with the first result window by window.
 
     Args:
-      results: name -> what `evaluate` returns with `by_window`, all of the same windows.
+      results: name -> dictionary that `evaluate` returned with `by_window`. All must be of the same
+        windows.
     """
-    yield "scheme", "cross-entropy", "+-", "perplexity", "over the first", "+-"
+    yield "scheme", "cross-entropy", "std error", "perplexity", "difference to first", "std error"
     first: list[float] | None = None
     for name, result in results.items():
         losses = result["cross_entropies"]
@@ -100,7 +130,7 @@ def summary_rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str
 
 
 def window_rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Return a table of one row for each window: cross-entropy and perplexity of each result.
+    """Yield a table with one row per window: cross-entropy and perplexity of each result.
 
     Args:
       results: as for `summary_rows`.
@@ -117,6 +147,7 @@ def window_rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
 
 
 def _with_error(values):
+    """Return the mean of `values` and its standard error as text; the error is empty if unknown."""
     error = standard_error(values)
     return f"{np.mean(values):.5f}", "" if error is None else f"{error:.5f}"
 
@@ -130,7 +161,11 @@ def _losses(model, batch):
 
 
 def _batches(windows) -> Iterator[tuple[int, np.ndarray]]:
-    """Return how many windows came before, and batches of one size, the last filled up."""
+    """Yield the index of the first window of each batch, and the batch.
+
+    The last batch repeats its last window until it has the size of the others, so that all batches
+    share one compiled program.
+    """
     size = min(_BATCH, len(windows))
     for start in range(0, len(windows), size):
         batch = windows[start : start + size]
@@ -140,21 +175,29 @@ def _batches(windows) -> Iterator[tuple[int, np.ndarray]]:
 def split_windows(
     config: Any, token_ids, window: int, skip_tokens: int = 0, max_windows: int | None = None
 ) -> np.ndarray:
-    """Return ids in windows that do not overlap, int32 ``[windows, window]``.
+    """Return token ids as windows that do not overlap, int32 ``[windows, window]``.
 
     Args:
-      config: of the model; has max_positions and vocab_size.
-      token_ids, window, skip_tokens, max_windows: as for `evaluate`.
+      config: configuration of the model, with `max_positions` and `vocab_size`.
+      token_ids: as for `evaluate`.
+      window: as for `evaluate`.
+      skip_tokens: as for `evaluate`.
+      max_windows: as for `evaluate`.
 
     Raises:
-      ValueError: an argument is out of range, or no whole window is left.
+      ValueError: an argument is out of range, an id is not in the vocabulary, or the text is
+        shorter than one window.
     """
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"token_ids: expected integers [n], got {ids.dtype} {ids.shape}")
+        raise ValueError(
+            f"token_ids: expected integers of shape [n], got {ids.dtype} of shape {ids.shape}"
+        )
     limit = config.max_positions
     if not 2 <= window <= limit:
-        raise ValueError(f"window: expected 2 to {limit}, the model's positions; got {window}")
+        raise ValueError(
+            f"window: expected 2 to {limit} tokens, the positions of the model; got {window}"
+        )
     if skip_tokens < 0:
         raise ValueError(f"skip_tokens: expected 0 or more, got {skip_tokens}")
     if max_windows is not None and max_windows < 1:
@@ -163,7 +206,8 @@ def split_windows(
     count = count if max_windows is None else min(count, max_windows)
     if count < 1:
         raise ValueError(
-            f"token_ids: {len(ids)} tokens less {skip_tokens} skipped hold no window of {window}"
+            f"token_ids: expected at least {window} tokens, one window, after the first "
+            f"{skip_tokens}; got {len(ids)} tokens in all"
         )
     kept = ids[skip_tokens : skip_tokens + count * window]
     if kept.min() < 0 or kept.max() >= config.vocab_size:

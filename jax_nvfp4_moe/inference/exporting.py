@@ -1,7 +1,8 @@
-"""`jax.export` of programs that call this package's kernels.
+"""Export programs that call the kernels of this package with `jax.export`.
 
-An exported program names its kernels and holds none of them. `jax.export` must be told that they
-are trusted, and the process that runs it again must have them registered::
+An exported program contains the names of its kernels, not the kernels themselves. `export_checks`
+tells `jax.export` that the kernels may be exported. `load_exported` registers them in the process
+that runs the program::
 
   exported = jax.export.export(jax.jit(step), disabled_checks=nvfp4.export_checks())(*arguments)
   path.write_bytes(exported.serialize())           # needs the package flatbuffers
@@ -9,8 +10,8 @@ are trusted, and the process that runs it again must have them registered::
   step = nvfp4.load_exported(path.read_bytes())    # in another process
   y = step.call(*arguments)
 
-Arguments may hold `NVFP4Tensor`, `MoEParams`, `DenseExperts`, `FP8Tensor` and a model's `Cache`. Of
-an `nnx.State` pass ``jax.tree.leaves(state)``: its own nodes have no serialized form.
+Arguments may contain `NVFP4Tensor`, `MoEParams`, `DenseExperts`, `FP8Tensor` and the `Cache` of a
+model. An `nnx.State` cannot be serialized; pass ``jax.tree.leaves(state)`` instead.
 """
 
 import json
@@ -25,12 +26,13 @@ from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.scheme import NoBackendError
 
-# What XLA itself knows and `jax.export` does not list: the byte order of a model's cache.
+# A custom call of XLA itself, which sets the memory layout of a model's cache. `jax.export` does
+# not list it among the calls that are safe to export.
 _OF_XLA = ("LayoutConstraint",)
 
 
 def _extensions() -> dict[str, str]:
-    """Return FFI target -> what must be there to run it: an extension, or a part of one."""
+    """Return each FFI target -> the compiled extension, or part of one, that contains it."""
     return {
         target: backend.can.extension or ""
         for backend in BACKENDS
@@ -39,24 +41,61 @@ def _extensions() -> dict[str, str]:
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """Return the `disabled_checks` that `jax.export.export` needs: one for each kernel.
+    """Return the value of `disabled_checks` with which `jax.export.export` accepts our kernels.
 
-    They say that whoever runs the program has the same kernels. That is so for the version of this
-    package that wrote it; others may order operands in another way.
+    The checks exist because a custom call may not exist, or may differ, where a program is loaded.
+    Load a program with the same version of this package that exported it. Other versions may expect
+    the operands of a kernel in another order.
+
+    Returns:
+      A list of `jax.export.DisabledSafetyCheck`, one for each kernel, and one for the call with
+      which XLA constrains the memory layout of a cache.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> weight = nvfp4.quantize(jnp.ones((32, 64)))
+      >>> x = jnp.ones((5, 64), jnp.bfloat16)
+      >>> export = jax.export.export(
+      ...     jax.jit(nvfp4.ops.linear), disabled_checks=nvfp4.export_checks()
+      ... )
+      >>> export(x, weight).out_avals[0].shape
+      (5, 32)
+
+    Source: https://docs.jax.dev/en/latest/export/export.html.
     """
     names = (*sorted(_extensions()), *_OF_XLA)
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
 
 
 def load_exported(serialized: bytes | bytearray) -> jax.export.Exported:
-    """Return an exported program, its kernels registered.
+    """Load an exported program, and register the kernels that it calls.
 
     Args:
-      serialized: what ``Exported.serialize`` returned.
+      serialized: bytes that ``Exported.serialize`` returned.
+
+    Returns:
+      A `jax.export.Exported`; its method `call` runs the program.
 
     Raises:
-      NoBackendError: a kernel that the program calls is not in this installation; lists all.
-      ImportError: flatbuffers is not installed.
+      NoBackendError: this installation lacks kernels that the program calls; lists all of them.
+      ImportError: flatbuffers is not installed; the extra "export" installs it.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> weight = nvfp4.quantize(jnp.ones((32, 64)))
+      >>> x = jnp.ones((5, 64), jnp.bfloat16)
+      >>> export = jax.export.export(
+      ...     jax.jit(nvfp4.ops.linear), disabled_checks=nvfp4.export_checks()
+      ... )
+      >>> program = export(x, weight).serialize()
+      >>> nvfp4.load_exported(program).call(x, weight).shape
+      (5, 32)
+
+    Source: https://docs.jax.dev/en/latest/export/export.html.
     """
     exported = jax.export.deserialize(bytearray(serialized))
     called = set(re.findall(rb"nvfp4_\w+", exported.mlir_module_serialized))
@@ -64,19 +103,24 @@ def load_exported(serialized: bytes | bytearray) -> jax.export.Exported:
     reasons = dict(_ffi.missing(tuple(sorted(set(needed.values())))))
     problems = [f"{name}: {reasons[part]}" for name, part in needed.items() if part in reasons]
     if problems:
-        raise NoBackendError("the program calls kernels that are missing:\n" + "\n".join(problems))
+        raise NoBackendError(
+            "the exported program calls kernels that this installation lacks:\n"
+            + "\n".join(problems)
+        )
     return exported
 
 
 def _serialize_static(static) -> bytes:
+    """Return the static fields of a pytree as JSON."""
     return json.dumps(list(static)).encode()
 
 
 def _read_static(serialized) -> tuple:
+    """Return the static fields of a pytree from JSON."""
     return tuple(json.loads(bytes(serialized)))
 
 
-# So that `jax.export` can write the structure of arguments: static fields, as JSON.
+# `jax.export` can serialize only pytree classes that are registered here.
 for _node in (NVFP4Tensor, MoEParams, DenseExperts, FP8Tensor, Cache):
     jax.export.register_pytree_node_serialization(
         _node,

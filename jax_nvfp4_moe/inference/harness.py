@@ -1,6 +1,6 @@
-"""HarnessModel: a model for lm-evaluation-harness. Needs the extra "eval".
+"""HarnessModel: run lm-evaluation-harness on our models. Needs the extra "eval".
 
-Importing this module registers the model with the harness, under the name "jax-nvfp4-moe".
+Importing this module registers the class with the harness under the name "jax-nvfp4-moe".
 
 Source: https://github.com/EleutherAI/lm-evaluation-harness, ``docs/model_guide.md``.
 """
@@ -23,13 +23,13 @@ from jax_nvfp4_moe.models.loading import load_model
 from jax_nvfp4_moe.parallel.processes import make_mesh
 
 NAME = "jax-nvfp4-moe"
-_STEP = 64  # texts are padded to a multiple of it, so that they share compiled programs
-_LOOK = 8  # new tokens between two searches for stop strings
+_STEP = 64  # pad texts to a multiple of this length, so that they share compiled programs
+_LOOK = 8  # number of new tokens between two searches for stop strings
 
 
 @register_model(NAME)
 class HarnessModel(TemplateLM):
-    """A checkpoint as lm-evaluation-harness asks it: log-likelihoods and generated texts.
+    """A checkpoint as a model of lm-evaluation-harness.
 
     On the command line: ``jax-nvfp4-moe lm-eval PATH --tasks NAME``. In Python::
 
@@ -40,10 +40,10 @@ class HarnessModel(TemplateLM):
       results = lm_eval.simple_evaluate(model, tasks=["arc_easy"])
 
     Attributes:
-      model: as `load_model` returns.
-      tokenizer: None, for the harness; ours is `text_tokenizer`.
+      model: model from `load_model`.
+      tokenizer: None, as in the harness's base class. The tokenizer is `text_tokenizer`.
       text_tokenizer: the checkpoint's `Tokenizer`.
-      max_length: tokens that the model sees at most.
+      max_length: largest number of tokens that the model sees.
     """
 
     def __init__(
@@ -63,17 +63,22 @@ class HarnessModel(TemplateLM):
         """Load a checkpoint.
 
         Args:
-          path, scheme, dtype, dispatch: as for `load_model`.
-          kernel: name of a backend, `backend` of `load_model`.
-          mesh: how to share out the devices, such as "expert=4,tensor=2"; None for one device.
-          max_length: tokens that the model sees at most; 2048, or its positions, where None.
-          batch_size: texts that go through the model together; 8 where None or "auto".
-          max_gen_toks: new tokens where a task does not say.
-          seed: of sampled texts.
-          ignored: what the harness passes to all models, such as a device.
+          path: folder or Hub name, as for `load_model`.
+          scheme: as for `load_model`. Defaults to None.
+          dtype: as for `load_model`. Defaults to "float32".
+          kernel: name of a backend, the argument `backend` of `load_model`. Defaults to None.
+          mesh: sizes of the mesh axes, such as "expert=4,tensor=2". None runs on one device.
+          dispatch: as for `load_model`. Defaults to "psum".
+          max_length: largest number of tokens that the model sees. None takes 2048, or the
+            positions of the model if there are fewer.
+          batch_size: number of texts per call of the model. None and "auto" mean 8.
+          max_gen_toks: largest number of new tokens if a task does not set it. Defaults to 256.
+          seed: seed of sampled texts. Defaults to 0.
+          **ignored: arguments that the harness passes to every model, such as a device.
 
         Raises:
-          CheckpointError, ValueError: as `load_model` and `load_tokenizer`.
+          CheckpointError: the checkpoint or its tokenizer cannot be loaded.
+          ValueError: an argument is wrong; see `load_model`.
         """
         super().__init__()
         self.text_tokenizer: Tokenizer = load_tokenizer(path)
@@ -87,39 +92,46 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Id of the token that ends a text."""
         if not self.text_tokenizer.stop_ids:
-            raise ValueError(f"{self._path}: expected eos_token_id in its configuration, got none")
+            raise ValueError(
+                f"{self._path}: expected eos_token_id in generation_config.json or config.json, "
+                "found it in neither"
+            )
         return self.text_tokenizer.stop_ids[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context: its first token, or the one that ends."""
+        """Id of the token in front of a text without context: bos_token, or the end of a text."""
         name = self.text_tokenizer.special.get("bos_token")
         found = None if name is None else self.text_tokenizer.encoder.token_to_id(name)
         return self.eot_token_id if found is None else found
 
     @property
     def tokenizer_name(self) -> str:
-        """What requests are stored under."""
+        """Name under which the harness stores requests of this tokenizer."""
         return self._path.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **ignored: Any
     ) -> list[int]:
-        """Return the ids of a text; special tokens where they are asked for."""
+        """Return the token ids of a text, with special tokens if the caller asks for them."""
         return self.text_tokenizer.encode(string, special=bool(add_special_tokens)).tolist()
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the source of the checkpoint's chat template."""
+        """Return the source of the checkpoint's chat template, or an empty text."""
         return self.text_tokenizer.template or ""
 
     def apply_chat_template(self, chat_history, add_generation_prompt: bool = True) -> str:
-        """Return messages as one text."""
+        """Return messages as one text, rendered by the chat template."""
         return self.text_tokenizer.chat(chat_history, add_generation_prompt=add_generation_prompt)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text, predicted from as much as the model can see."""
+        """Return the log-likelihood of each whole text.
+
+        A text that is longer than the model's window is scored in several windows. Each token is
+        predicted exactly once.
+        """
         pairs, owners = [], []
         for index, request in enumerate(requests):
             windows = get_rolling_token_windows(
@@ -137,9 +149,10 @@ class HarnessModel(TemplateLM):
         return sums
 
     def _loglikelihood_tokens(self, requests, **ignored) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each pair's second part, and whether it is the likeliest.
+        """Return the log-likelihood of each continuation, and whether greedy decoding yields it.
 
-        The longest go first, so that memory runs out at once or not at all.
+        The longest texts run first. If memory does not suffice, the run then fails at the start and
+        not after an hour.
         """
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i][1:])))
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
@@ -151,11 +164,19 @@ class HarnessModel(TemplateLM):
         return found
 
     def _cut(self, context, continuation) -> tuple[list[int], int]:
-        """Return what the model sees and predicts, and how many of it count, of the last tokens."""
+        """Return the last tokens that fit the model, and how many of them to score.
+
+        One token more than `max_length` fits, because the last token is only predicted.
+        """
         whole = [*context, *continuation][-(self.max_length + 1) :]
         return whole, min(len(continuation), len(whole) - 1)
 
     def _score(self, texts: Sequence[tuple[list[int], int]]) -> Iterator[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding yields it.
+
+        Args:
+          texts: pairs of token ids and the number of last tokens to score; at most one batch.
+        """
         width = round_up(max(len(whole) for whole, _ in texts) - 1, _STEP)
         ids = np.zeros((self._batch, min(width, self.max_length) + 1), np.int32)
         lengths, counts = (np.ones(self._batch, np.int32) for _ in range(2))
@@ -183,6 +204,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _continue(self, contexts: list[str], options) -> list[str]:
+        """Return the texts that follow one batch of contexts, which share all options."""
         new = min(options["max_gen_toks"], self.max_length - 1)
         prompts = [self.tok_encode(text)[-(self.max_length - new) :] for text in contexts]
         prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
@@ -211,7 +233,10 @@ class HarnessModel(TemplateLM):
         return [self._until(row, options["until"])[0] for row in rows]
 
     def _until(self, tokens, stops) -> tuple[str, bool]:
-        """Return the text of tokens before its end, and whether it has ended."""
+        """Return the text of `tokens` up to its end, and whether an end was found.
+
+        A stop id or a stop string ends the text.
+        """
         ends = np.flatnonzero(np.isin(tokens, self.text_tokenizer.stop_ids))
         text = self.text_tokenizer.decode(tokens[: ends[0]] if len(ends) else tokens)
         places = [place for stop in stops if stop and (place := text.find(stop)) >= 0]
@@ -219,7 +244,10 @@ class HarnessModel(TemplateLM):
 
 
 def _chunks(values: Iterable, count: int) -> Iterator[tuple]:
-    """Yield tuples of `count` values and a rest: `itertools.batched` of Python 3.12 and newer."""
+    """Yield tuples of `count` values, and a shorter last one.
+
+    `itertools.batched` does the same, but needs Python 3.12.
+    """
     iterator = iter(values)
     while some := tuple(itertools.islice(iterator, count)):
         yield some
@@ -227,13 +255,18 @@ def _chunks(values: Iterable, count: int) -> Iterator[tuple]:
 
 @jax.jit
 def _log_likelihoods(model, ids, lengths, counts):
-    """Return the summed log-likelihood of the last `counts` tokens of each row, and if likeliest.
+    """Score the last `counts` tokens of each row.
 
     Args:
       model: a `Decoder`.
-      ids: ``[b, t + 1]``, left-aligned.
-      lengths: of what the model sees of each row, one less than its tokens.
-      counts: of the tokens that count.
+      ids: int32 ``[b, t + 1]``, token ids, left-aligned.
+      lengths: int32 ``[b]``, number of tokens that the model sees of each row. The token behind
+        them is only predicted.
+      counts: int32 ``[b]``, number of tokens to score in each row.
+
+    Returns:
+      The summed log-likelihood of these tokens, float32 ``[b]``, and whether all of them are the
+      most likely ones, bool ``[b]``.
     """
     logits = model(ids[:, :-1], lengths=lengths)
     targets = ids[:, 1:]

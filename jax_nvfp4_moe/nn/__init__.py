@@ -1,1 +1,1 @@
-"""Flax NNX modules with NVFP4, FP8 and dense weights."""
+"""Flax NNX modules whose weights are NVFP4, FP8 or not quantized."""

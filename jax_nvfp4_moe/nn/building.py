@@ -1,10 +1,11 @@
-"""Build a model without its weights, noting what fills each part.
+"""Build a model without its weights, and note which tensors fill each part.
 
-(1) A model's constructor asks a `Builder` for its parts, by their paths in the model. Under
-`nnx.eval_shape` that gives the abstract model; what each part needs is noted as a `Part`.
-(2) Each part's `Source`s come from a table of the checkpoint's headers, by the model's key table,
-so that everything that is missing or unexpected is known before any byte is read.
-(3) `filling.fill` reads one part after another, puts it on its devices, and sets it into the model.
+1. The constructor of a model asks a `Builder` for its parts, by their paths in the model. Under
+   `nnx.eval_shape` the result is an abstract model, and the builder notes a `Part` for each part.
+2. A `checkpoint.table.WeightTable` finds the `Source` of each part in the headers of the files. The
+   key table of the model translates paths to names in the file. Missing and unexpected tensors are
+   therefore known before any weight is read.
+3. `filling.fill` reads one part after another, puts it on its devices, and sets it into the model.
 """
 
 import copy
@@ -36,19 +37,21 @@ from jax_nvfp4_moe.parallel.shard_spec import (
 )
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling
 
-Values = Mapping[str, Any]  # name of a source -> its value
+Values = Mapping[str, Any]  # name of a source -> value that was read for it
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of a model, and what fills it.
+    """One part of a model, and the sources that fill it.
 
     Attributes:
-      path: of the part, such as "layers.3.attention.out": a module, or a variable.
-      sources: name -> what is read for it.
-      construct: values of the sources -> the module, the variable, or the variable's value.
-      specs: name of a source -> how it is divided along `tensor`, or None.
-      shards: into how many shards the part is divided; 1 where every device holds all of it.
+      path: path of a module or a variable, such as "layers.3.attention.out".
+      sources: name -> source of a value that the part needs.
+      construct: function from the values of the sources to the module, the variable, or the value
+        of the variable.
+      specs: name of a source -> how its value is divided along `tensor`, or None if it is
+        replicated.
+      shards: number of shards into which the part is divided; 1 if it is replicated.
     """
 
     path: str
@@ -59,16 +62,16 @@ class Part:
 
     @property
     def all_sources(self) -> tuple[Source, ...]:
-        """What is read, without names."""
+        """All sources that the part reads."""
         return tuple(self.sources.values())
 
 
 class ExpertPart(NamedTuple):
-    """The experts of one layer, which are read a few at a time.
+    """The routed experts of one layer, which are read a few at a time.
 
     Attributes:
-      path: of the variable that holds them.
-      source: what is read.
+      path: path of the variable that holds the experts.
+      source: source of the experts.
     """
 
     path: str
@@ -76,32 +79,32 @@ class ExpertPart(NamedTuple):
 
     @property
     def all_sources(self) -> tuple[Source, ...]:
-        """What is read."""
+        """All sources that the part reads."""
         return (self.source,)
 
 
 class ExpertWeights(NamedTuple):
-    """The experts of one layer, whole, and the scheme that the file declares for them."""
+    """The routed experts of one layer, and the scheme that the checkpoint declares for them."""
 
     params: MoEParams | DenseExperts
     checkpoint_scheme: CheckpointScheme
 
 
 class Builder:
-    """Makes the parts of one model, abstract, and notes what fills them.
+    """Builds the parts of one abstract model, and notes the sources that fill them.
 
     Attributes:
       settings: how modules are made.
-      parts: what has been made, in that order.
-      shards: into how many shards the next parts are divided.
+      parts: all parts made so far, in order.
+      shards: number of shards into which the next parts are divided.
     """
 
     def __init__(self, table: Any, keys: KeyTable, settings: Settings):
         """Make a builder.
 
         Args:
-          table: a `checkpoint.table.WeightTable`, or what answers as it does.
-          keys: where the model's parts stand in the file.
+          table: a `checkpoint.table.WeightTable`, or an object with the same methods.
+          keys: key table of the model; see `nn.keys`.
           settings: how modules are made.
         """
         self.settings, self._table, self._keys = settings, table, keys
@@ -109,13 +112,13 @@ class Builder:
         self.shards, self._specs = 1, {}
 
     def divided(self, specs: Mapping[str, ShardSpec]) -> "Builder":
-        """Return a builder of the parts of a module that is divided along `tensor`.
+        """Return a builder for the parts of a module that is divided along `tensor`.
 
-        The sizes that it is asked for are those of one shard.
+        Sizes that are passed to the returned builder are those of one shard.
 
         Args:
-          specs: last name of a path, or last two -> how that part is divided. All others are
-            replicated.
+          specs: the last name of a path, or its last two names, -> how the part at that path is
+            divided. All other parts are replicated.
         """
         other = copy.copy(self)
         other.shards, other._specs = self.settings.shards, dict(specs)
@@ -126,19 +129,25 @@ class Builder:
         return find_key(self._keys, path, self._table.has_under)
 
     def has(self, path: str) -> bool:
-        """Whether the file has tensors of the part at `path`."""
+        """Return whether the file has tensors for the part at `path`."""
         return self._table.has_under(self.key(path))
 
     def checkpoint_scheme(self, path: str) -> CheckpointScheme:
-        """Return the scheme that the file declares for the part at `path`, None for dense."""
+        """Return the scheme that the file declares for the part; None if it is unquantized."""
         return self._table.checkpoint_scheme(self.key(path))
 
     def ignore(self, path: str, reason: str) -> None:
-        """Say that the file's tensors of the part at `path` are knowingly left out, and why."""
+        """Declare that the file's tensors of a part are left out on purpose, and why."""
         self._table.ignore(f"{self.key(path)}.", reason)
 
     def array(self, path: str, shape: Sequence[int], *, dtype: Any = None) -> jax.Array:
-        """Make the value of a variable that every device holds whole."""
+        """Make the value of a variable that is replicated on all devices.
+
+        Args:
+          path: path of the variable.
+          shape: its shape.
+          dtype: dtype of the value. None takes the model's dtype.
+        """
         source = self._table.array(self.key(path), tuple(shape), dtype=dtype)
         return self._note(path, {"": source}, lambda values: values[""])
 
@@ -150,7 +159,14 @@ class Builder:
         dtype: Any = None,
         kind: Callable[[Any], nnx.Variable] = nnx.Param,
     ) -> Any:
-        """Make a variable of class `kind` of the dense array at `path`; `shape` is one shard's."""
+        """Make a variable that holds the unquantized array at `path`.
+
+        Args:
+          path: path of the variable.
+          shape: shape of one shard.
+          dtype: dtype of the value. None takes the model's dtype.
+          kind: class of the variable. Defaults to `nnx.Param`.
+        """
         spec = self._spec(path)
         source = self._table.array(self.key(path), _whole(shape, spec), dtype=dtype)
 
@@ -162,13 +178,14 @@ class Builder:
         return self._note(path, {"": source}, construct, {"": spec})
 
     def norm(self, path: str, width: int, eps: float, *, centered: bool = False) -> RMSNorm:
-        """Make a norm of `width` channels.
+        """Make an RMS norm.
 
         Args:
-          path: of the norm.
-          width: channels of one shard.
-          eps: added to the mean square.
-          centered: whether the file has ``weight - 1``, which is kept in float32.
+          path: path of the norm.
+          width: number of channels in one shard.
+          eps: added to the mean of the squares.
+          centered: whether the file stores ``weight - 1``. The weight is then kept in float32.
+            Defaults to False.
         """
         spec, dtype = self._spec(path), jnp.float32 if centered else None
         name = f"{self.key(path)}.weight"
@@ -182,12 +199,13 @@ class Builder:
         return self._note(path, {"": source}, construct, {"": spec})
 
     def linear(self, path: str, n: int, k: int, bias: bool | None = False) -> Any:
-        """Make the linear at `path` ``[n, k]``, quantized or dense as the file has it.
+        """Make the linear layer at `path`, quantized or unquantized as in the file.
 
         Args:
-          path: of the linear.
-          n, k: outputs and inputs of one shard.
-          bias: whether it has one; None: if the file does.
+          path: path of the layer.
+          n: number of outputs of one shard.
+          k: number of inputs of one shard.
+          bias: whether the layer has a bias. None takes one if the file has it. Defaults to False.
         """
         return self.converted_linear(path, n, k, lambda linear: linear, bias)
 
@@ -199,7 +217,15 @@ class Builder:
         convert: Callable[[Any], Any],
         bias: bool | None = False,
     ) -> Any:
-        """Make the module ``convert(linear)`` of the linear at `path`; else as `linear`."""
+        """Make the module ``convert(linear)`` for the linear layer at `path`.
+
+        Args:
+          path: path of the layer.
+          n: number of outputs of one shard.
+          k: number of inputs of one shard.
+          convert: function from the linear layer to the module.
+          bias: as for `linear`.
+        """
         spec = self._spec(path)
         source = self._linear_source(path, n, k, spec, bias)
         settings = self.settings
@@ -216,13 +242,13 @@ class Builder:
         rows: Mapping[str, int],
         bias: bool | None | Mapping[str, bool | None] = False,
     ) -> MergedLinear:
-        """Make linears that read the same input, as one where none of them is quantized.
+        """Make linear layers that read the same input, joined if none of them is quantized.
 
         Args:
-          path: of the merged linear; that of a linear is ``path.name``.
-          k: inputs.
-          rows: name -> outputs of one shard.
-          bias: as for `linear`; of all linears, or by name.
+          path: path of the merged layer. The path of one of its layers is ``path.name``.
+          k: number of inputs.
+          rows: name of each layer -> its number of outputs in one shard.
+          bias: as for `linear`, for all layers or by name.
         """
         settings = self.settings
         specs = {name: self._spec(f"{path}.{name}") for name in rows}
@@ -252,12 +278,12 @@ class Builder:
     def cache_scales(
         self, path: str, construct: Callable[[CacheScales | None], Any], **heads: int
     ) -> Any:
-        """Make the module at `path` of how keys and values of an attention are rounded to FP8.
+        """Make the module at `path` that rounds the keys and values of an attention to FP8.
 
         Args:
-          path: of the module.
-          construct: the scales, None where nothing is rounded -> the module.
-          heads: of one shard: number of heads of what is kept, under "k" and "v".
+          path: path of the module.
+          construct: function from the scales to the module. It gets None if nothing is rounded.
+          heads: number of heads in one shard of each cache entry, by the names "k" and "v".
         """
         specs = {name: self._specs.get(name) for name in heads}
         source = None
@@ -281,10 +307,17 @@ class Builder:
     def experts(
         self, path: str, num_experts: int, hidden: int, intermediate: int, **options: Any
     ) -> ExpertWeights:
-        """Make the experts of one layer, canonical; `options` are those of `WeightTable.experts`.
+        """Make the routed experts of one layer, in the canonical layout.
 
-        The module that takes them plans its kernel, and its abstract weights then say in which
-        layout `filling.fill` puts what it reads.
+        The module that takes them chooses a kernel. Its abstract weights then have the layout to
+        which `filling.fill` converts the values.
+
+        Args:
+          path: path of the variable that holds the experts.
+          num_experts: number of experts.
+          hidden: width of the tokens.
+          intermediate: width between the two products.
+          **options: options of `WeightTable.experts`.
         """
         source = self._table.experts(self.key(path), num_experts, hidden, intermediate, **options)
         self.parts.append(ExpertPart(path, source))
@@ -294,16 +327,18 @@ class Builder:
         return ExpertWeights(_zeros(params), source.checkpoint_scheme)
 
     def _spec(self, path) -> ShardSpec | None:
+        """Return how the part at `path` is divided, or None if it is replicated."""
         *_, parent, name = ("", *path.split("."))
         return self._specs.get(f"{parent}.{name}", self._specs.get(name))
 
     def _linear_source(self, path, n, k, spec, bias) -> Source:
+        """Return the source of a linear layer, with the sizes of all shards together."""
         parts = spec.parts if spec else 1
         rows, columns = (1, parts) if spec and spec.axis == "columns" else (parts, 1)
         return self._table.linear(self.key(path), n * rows, k * columns, bias=bias)
 
     def _note(self, path, sources, construct, specs=None):
-        """Return the part at `path`, abstract, with the shapes of all shards together."""
+        """Note a part, and return it, abstract, with the shapes of all shards together."""
         part = Part(path, sources, construct, specs or {}, self.shards)
         self.parts.append(part)
         values = {name: _zeros(source.value) for name, source in sources.items()}
@@ -314,13 +349,17 @@ class Builder:
 def make_linear(
     found: LinearWeights, n: int, k: int, settings: Settings, spec: ShardSpec | None = None
 ) -> DenseLinear | FP8Linear | NVFP4Linear:
-    """Make a linear ``[n, k]`` of what the file holds for it.
+    """Make a linear layer from its weights in the file.
 
     Args:
-      found: the weights of one shard.
-      n, k: sizes of one shard.
+      found: weights of one shard.
+      n: number of outputs of one shard.
+      k: number of inputs of one shard.
       settings: how modules are made.
-      spec: how it is divided along `tensor`; None: it is not.
+      spec: how the layer is divided along `tensor`. None means that it is replicated.
+
+    Returns:
+      The module that fits the format of the weights.
     """
     if found.checkpoint_scheme is None:
         made = DenseLinear(found.weight, found.bias, dtype=settings.dtype)
@@ -354,7 +393,14 @@ def make_linear(
 
 
 def values_of_shard(values: Values, specs: Mapping[str, Any], index: int, shards: int) -> Values:
-    """Return what one shard holds of the values of a part."""
+    """Return the part of each value that one shard holds.
+
+    Args:
+      values: values of all sources of a part.
+      specs: name of a source -> how its value is divided.
+      index: index of the shard.
+      shards: number of shards; with 1, the values are returned unchanged.
+    """
     if shards == 1:
         return values
     return {
@@ -366,7 +412,7 @@ def values_of_shard(values: Values, specs: Mapping[str, Any], index: int, shards
 
 
 def _widen(made: Any, shards: int) -> Any:
-    """Return an abstract module of one shard with the shapes of all shards together."""
+    """Return the abstract module of one shard with the shapes of all shards together."""
     leaves, tree = jax.tree.flatten(made)
 
     def widen(leaf, axis):
@@ -380,28 +426,31 @@ def _widen(made: Any, shards: int) -> Any:
 
 
 def _whole(shape: Sequence[int], spec: ShardSpec | None) -> tuple[int, ...]:
-    """Return the shape in the file of an array of which one shard has `shape`."""
+    """Return the shape in the file of an array whose shards have `shape`."""
     return (shape[0] * (spec.parts if spec else 1), *shape[1:])
 
 
 def _zeros(tree):
+    """Return zeros with the shapes and dtypes of the leaves of `tree`."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
 def check_parts_cover(model: Any, parts: Sequence[Part | ExpertPart], prefix: str) -> None:
-    """Check that parts fill every variable of an abstract model.
+    """Check that the parts fill every variable of an abstract model.
 
     Args:
-      model: abstract.
-      parts: of the model.
-      prefix: path of `model` in the whole model, empty for that itself.
+      model: abstract model, or one of its modules.
+      parts: all parts of the model.
+      prefix: path of `model` in the whole model; empty for the whole model.
 
     Raises:
-      RuntimeError: a variable would stay without a value: a fault of the architecture's code.
+      RuntimeError: a variable would have no value. This is a fault in the code of the architecture.
     """
     scope = f"{prefix}." if prefix else ""
     paths = tuple(f"{part.path}." for part in parts)
     found = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model)))
     missing = [path for path in found if not f"{scope}{path}.".startswith(paths)]
     if missing:
-        raise RuntimeError(f"no part fills {missing}")
+        raise RuntimeError(
+            f"{missing}: the code of this architecture names no tensors for these variables"
+        )

@@ -1,4 +1,4 @@
-"""The short causal convolution before the recurrence of Mamba-2 and of gated delta nets."""
+"""The short causal convolution in front of the recurrence of Mamba-2 and of gated delta nets."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -10,16 +10,17 @@ def convolve(
     weight: Float[Array, "c n+1"],
     present: Bool[Array, "b t"],
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b n c"]]:
-    """Convolve each channel with its weights: ``y_t = sum_j weight_j x_{t-n+j}``, j from 0 to n.
+    """Convolve each channel with its weights: ``y_t = sum_j weight_j x_{t-n+j}``, j = 0, ..., n.
 
     Args:
-      x: inputs.
-      past: the n inputs before them, zeros at the start.
-      weight: of each channel; the last multiplies the newest token.
-      present: False for padding, which is behind all other tokens of its row.
+      x: inputs ``[b, t, c]``.
+      past: the n inputs before `x`, ``[b, n, c]``; zeros at the start of a text.
+      weight: ``[c, n + 1]``, one row per channel. The last column multiplies the newest token.
+      present: bool ``[b, t]``, False for padding, which must follow all tokens of its row.
 
     Returns:
-      float32 results, and the last inputs of each row without its padding.
+      The results, float32 ``[b, t, c]``, and the last n inputs of each row, ``[b, n, c]`` in the
+      dtype of `past`. Padding does not count as input.
     """
     t, count = x.shape[1], weight.shape[1]
     inputs = jnp.concatenate([past, x.astype(past.dtype)], axis=1)

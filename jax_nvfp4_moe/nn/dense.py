@@ -1,4 +1,4 @@
-"""Flax NNX linears that are not NVFP4: dense, and FP8."""
+"""Flax NNX linear layers whose weights are not NVFP4: a float dtype, or FP8."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,27 +12,41 @@ from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme, Target, rounds_to
 
 
 class NVFP4Param(nnx.Variable):
-    """Frozen quantized state: an `NVFP4Tensor`, `MoEParams`, an `FP8Tensor` or a scale.
+    """A variable that holds frozen weights: quantized matrices, their scales, and routed experts.
 
-    Its own class and no `nnx.Param`, so that optimizers, `nnx.grad` and LoRA pass it by.
+    The value is an `NVFP4Tensor`, `MoEParams`, `DenseExperts`, an `FP8Tensor` or a float32 scale.
+    The class is not an `nnx.Param`, so optimizers, `nnx.grad` and LoRA skip it.
     """
 
 
 def find_activation_scaling(
     checkpoint_scheme: FP8ActivationScaling, scheme: Scheme | str | None, target: Target | None
 ) -> FP8ActivationScaling:
-    """Return how the inputs of FP8 products are rounded; see `scheme.rounds_to_fp8`."""
+    """Return how the inputs of FP8 products are rounded when the model runs.
+
+    `scheme.rounds_to_fp8` decides whether the inputs are rounded at all. If they are, the result is
+    `checkpoint_scheme`; otherwise it is `FP8ActivationScaling.WEIGHTS`, which rounds nothing.
+
+    Args:
+      checkpoint_scheme: the rounding that the checkpoint declares.
+      scheme: the scheme that the caller asked for, or None.
+      target: the device; None takes JAX's default device.
+    """
     rounds = rounds_to_fp8(scheme, target or Target.current())
     return checkpoint_scheme if rounds else FP8ActivationScaling.WEIGHTS
 
 
 class DenseLinear(nnx.Module):
-    """A linear that is not quantized: ``y = x @ weight.T + bias``, float32 sums.
+    """A linear layer that is not quantized: ``y = x @ weight.T + bias``.
+
+    Sums are float32.
 
     Attributes:
       weight: `nnx.Param` ``[n, k]`` in the module's dtype.
-      bias: `nnx.Param` ``[n]``, or None.
-      adds_bias_once: static; whether shards add up their results, so that one of them adds it.
+      bias: `nnx.Param` ``[n]`` in the module's dtype, or None.
+      dtype: static dtype of the result; inputs are cast to it.
+      adds_bias_once: static bool, False by default. True if the columns of `weight` are divided
+        over shards whose results are summed. Then only the first shard adds the bias.
     """
 
     adds_bias_once: bool = False
@@ -44,13 +58,26 @@ class DenseLinear(nnx.Module):
         *,
         dtype=jnp.bfloat16,
     ):
-        """Make a linear of `weight` ``[n, k]`` and `bias` ``[n]``, both cast to `dtype`."""
+        """Make a layer from its weights.
+
+        Args:
+          weight: ``[n, k]`` (outputs, inputs), cast to `dtype`.
+          bias: ``[n]``, cast to `dtype`, or None.
+          dtype: dtype of the weights and of the result. Defaults to bfloat16.
+        """
         self.dtype = jnp.dtype(dtype)
         self.weight = nnx.Param(jnp.asarray(weight, self.dtype))
         self.bias = None if bias is None else nnx.Param(jnp.asarray(bias, self.dtype))
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
-        """Multiply; `x` is cast to the module's dtype, which the result has."""
+        """Multiply `x` by the weight and add the bias.
+
+        Args:
+          x: ``[..., k]``; cast to the module's dtype.
+
+        Returns:
+          ``[..., n]`` in the module's dtype.
+        """
         record(self, x)
         y = dense(x.astype(self.dtype), self.weight.get_value())
         if self.bias is not None:
@@ -59,16 +86,22 @@ class DenseLinear(nnx.Module):
 
 
 class FP8Linear(nnx.Module):
-    """A linear with an FP8 matrix: ``y = round(x) @ (values * scale).T + bias``, float32 sums.
+    """A linear layer whose weight matrix is stored in FP8 (E4M3).
+
+    ``y = round(x) @ (values * scale).T + bias``, where ``round`` is the identity or rounds to E4M3,
+    as `activations` says. Sums are float32.
 
     Attributes:
-      weight: `NVFP4Param` of an `FP8Tensor` ``[n, k]``.
-      bias: `nnx.Param` ``[n]``, or None.
-      adds_bias_once: static; whether shards add up their results, so that one of them adds it.
-      input_scale: `NVFP4Param` of the activations' float32 scale, or None.
-      checkpoint_scheme: static; how the checkpoint says that activations are rounded.
-      activations: static; how they are.
-      multiply_by_reciprocal: static; see `numerics.fp8.round_fp8`.
+      weight: `NVFP4Param` that holds an `FP8Tensor` ``[n, k]``.
+      bias: `nnx.Param` ``[n]`` in the module's dtype, or None.
+      input_scale: `NVFP4Param` that holds the float32 scale of the activations; None unless they
+        are rounded with a calibrated scale.
+      dtype: static dtype of the result; inputs are cast to it.
+      checkpoint_scheme: static `FP8ActivationScaling`. The rounding that the checkpoint declares.
+      activations: static `FP8ActivationScaling`. The rounding that runs.
+      multiply_by_reciprocal: static bool; see `numerics.fp8.round_fp8`.
+      adds_bias_once: static bool, False by default. True if the columns of `weight` are divided
+        over shards whose results are summed. Then only the first shard adds the bias.
     """
 
     adds_bias_once: bool = False
@@ -85,25 +118,33 @@ class FP8Linear(nnx.Module):
         target: Target | None = None,
         dtype=jnp.bfloat16,
     ):
-        """Make a linear of `weight` ``[n, k]``.
+        """Make a layer from its weights.
 
         Args:
-          weight: values and scales.
-          bias: ``[n]``, cast to `dtype`.
-          input_scale: needed where activations are rounded with a calibrated scale.
-          checkpoint_scheme: what the checkpoint says of activations.
-          multiply_by_reciprocal: see `numerics.fp8.round_fp8`.
-          scheme, target: activations are rounded where `scheme.rounds_to_fp8` says so.
-          dtype: of the result; inputs are cast to it.
+          weight: `FP8Tensor` ``[n, k]`` (outputs, inputs): values and scales.
+          bias: ``[n]``, cast to `dtype`, or None.
+          input_scale: float32 scalar. Required if activations are rounded with a calibrated scale,
+            ignored otherwise. Defaults to None.
+          checkpoint_scheme: the rounding of activations that the checkpoint declares: an
+            `FP8ActivationScaling` or its name. Defaults to "fp8_weights", which rounds nothing.
+          multiply_by_reciprocal: how values are scaled before they are rounded; see
+            `numerics.fp8.round_fp8`. Defaults to False.
+          scheme: the scheme that the caller asked for, or None. `scheme.rounds_to_fp8` decides from
+            it and from `target` whether activations are rounded.
+          target: the device to run on. None takes JAX's default device.
+          dtype: dtype of the result, to which inputs are cast. Defaults to bfloat16.
 
         Raises:
-          ValueError: activations are to be rounded with a calibrated scale, and there is none.
+          ValueError: activations are rounded with a calibrated scale, and `input_scale` is None.
         """
         self.dtype = jnp.dtype(dtype)
         self.checkpoint_scheme = FP8ActivationScaling(checkpoint_scheme)
         self.activations = find_activation_scaling(self.checkpoint_scheme, scheme, target)
         if self.activations is FP8ActivationScaling.STATIC and input_scale is None:
-            raise ValueError("input_scale: expected a scalar with declared 'fp8', got None")
+            raise ValueError(
+                "input_scale: checkpoint scheme 'fp8' rounds activations with a calibrated scale, "
+                "a float32 scalar; got None. Pass it, or use scheme 'w4a16', which does not round"
+            )
         self.multiply_by_reciprocal = multiply_by_reciprocal
         self.weight = NVFP4Param(weight)
         self.bias = None if bias is None else nnx.Param(jnp.asarray(bias, self.dtype))
@@ -111,7 +152,14 @@ class FP8Linear(nnx.Module):
         self.input_scale = NVFP4Param(jnp.asarray(input_scale, jnp.float32)) if used else None
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
-        """Multiply; `x` is cast to the module's dtype, which the result has."""
+        """Multiply `x` by the weight and add the bias.
+
+        Args:
+          x: ``[..., k]``; cast to the module's dtype.
+
+        Returns:
+          ``[..., n]`` in the module's dtype.
+        """
         record(self, x)
         y = dense_fp8(
             x.astype(self.dtype),
@@ -126,7 +174,7 @@ class FP8Linear(nnx.Module):
 
 
 def _bias_of(linear: DenseLinear | FP8Linear):
-    """Return what a linear with a bias adds, in float32."""
+    """Return the bias that this shard adds, in float32."""
     assert linear.bias is not None
     bias = linear.bias.get_value().astype(jnp.float32)
     return first_shard_only(bias) if linear.adds_bias_once else bias

@@ -1,6 +1,7 @@
-"""Which modules are divided along the mesh axis `tensor`: by heads, columns, or not at all.
+"""Decide which modules are divided along the mesh axis `tensor`, and build them.
 
-What cannot be divided is replicated, which changes speed and memory and no number.
+A module that cannot be divided is replicated. Replication costs speed and memory but changes no
+result.
 """
 
 import functools
@@ -28,16 +29,20 @@ def divide(
     width: int,
     reason: str | None = None,
 ) -> Any:
-    """Build a module divided along `tensor`, or replicated where it cannot be divided.
+    """Build a module that is divided along `tensor`, or replicated if it cannot be divided.
 
     Args:
-      make: builds the parts.
-      build: ``(make, sizes)`` makes the module.
-      whole, own: sizes of the whole module and of one shard.
-      specs: last name of a path -> how that part is divided.
-      last: path of the linear whose columns are divided.
-      width: columns of that, of all shards together.
-      reason: what else stands against dividing; None for nothing.
+      make: builder that makes the parts.
+      build: function ``(make, sizes) -> module``.
+      whole: sizes of the whole module, passed to `build` if the module is replicated.
+      own: sizes of one shard, passed to `build` if the module is divided.
+      specs: last name of a path -> how the part at that path is divided.
+      last: path of the linear layer whose columns are divided.
+      width: number of columns of that layer, over all shards.
+      reason: a reason of the caller why the module cannot be divided; None if there is none.
+
+    Returns:
+      The module that `build` made.
     """
     settings = make.settings
     if settings.shards == 1:
@@ -52,7 +57,7 @@ def divide(
 
 
 def _reason_against(make, last, width) -> str | None:
-    """Say why the columns of a linear cannot be divided, None if they can."""
+    """Return why the columns of a linear layer cannot be divided, or None if they can."""
     settings, shards = make.settings, make.settings.shards
     checkpoint_scheme = make.checkpoint_scheme(last)
     block, used = 1, None
@@ -62,15 +67,15 @@ def _reason_against(make, last, width) -> str | None:
         block = BLOCK
         used, _ = choose_scheme(checkpoint_scheme, settings.scheme, settings.target)
     if used in DYNAMIC:
-        return f"{used} takes scales from whole rows"
+        return f"{used} computes the scales of activations from whole rows"
     if width % (shards * block):
-        return f"{width} columns do not make {shards} parts of whole blocks of {block}"
+        return f"{width} columns do not divide into {shards} parts, each a multiple of {block}"
     return None
 
 
 @functools.cache
 def say_replicated(name: str, shards: int, reason: str) -> None:
-    """Log once what is replicated."""
+    """Log, once for each case, which modules are replicated and why."""
     log.info(
-        "modules with %s are whole on each of %d shards of '%s': %s", name, shards, TENSOR, reason
+        "modules with %s are replicated on all %d shards of '%s': %s", name, shards, TENSOR, reason
     )

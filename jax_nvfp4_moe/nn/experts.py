@@ -1,4 +1,4 @@
-"""The routed experts of one layer: NVFP4, FP8 or not quantized; on one device or over a mesh."""
+"""The routed experts of one layer: NVFP4, FP8 or unquantized, on one device or over a mesh."""
 
 import dataclasses
 import functools
@@ -38,17 +38,21 @@ AnyExperts = MoEParams | DenseExperts
 
 @dataclasses.dataclass(frozen=True)
 class ExpertOptions:
-    """What the experts of a layer need to know, whatever their weights are; static.
+    """Options of the routed experts of one layer that do not depend on the weights; static.
 
     Attributes:
-      top_k: experts of a token.
-      activation: between the two products.
-      weight_on_input: multiply the expert's input by its weight instead of its output (Llama-4).
-      dtype: of the result; inputs are cast to it.
-      dispatch, capacity: as for `NVFP4MoE`.
+      top_k: number of experts per token.
+      activation: `ActivationCall` between the two products.
+      weight_on_input: whether the expert weight multiplies the expert's input (Llama 4) instead of
+        its output. Defaults to False.
+      dtype: dtype of the result, to which inputs are cast: bfloat16 (the default), float16 or
+        float32.
+      dispatch: "psum" (the default), "all_to_all" or "ragged"; see `NVFP4MoE`.
+      capacity: rows per pair of shards and round of "all_to_all", or None; see `NVFP4MoE`.
 
     Raises:
-      ValueError: the dtype is not supported, or `dispatch` and `capacity` do not fit together.
+      ValueError: the dtype or `dispatch` is not supported, or `capacity` is given with another
+        `dispatch` than "all_to_all".
     """
 
     top_k: int
@@ -59,7 +63,7 @@ class ExpertOptions:
     capacity: int | None = None
 
     def __post_init__(self):
-        """Check the fields."""
+        """Check the fields, and normalize `dtype` to a `jnp.dtype`."""
         object.__setattr__(self, "dtype", check_dtype(self.dtype))
         if self.dispatch not in DISPATCHES:
             raise ValueError(
@@ -67,19 +71,20 @@ class ExpertOptions:
             )
         if self.capacity is not None and (self.dispatch != "all_to_all" or self.capacity < 1):
             raise ValueError(
-                "capacity: expected None, or at least 1 with dispatch 'all_to_all'; "
+                "capacity: expected None, or at least 1 together with dispatch 'all_to_all'; "
                 f"got {self.capacity} with {self.dispatch!r}"
             )
 
 
 class RoutedTokens(NamedTuple):
-    """What the experts of a layer read and give; what `nn.intermediates` records of them.
+    """The inputs and outputs of the routed experts in one call, recorded by `nn.intermediates`.
 
     Attributes:
-      x: tokens ``[..., h]``.
-      expert_ids, expert_weights: ``[..., k]``; ids are those of the checkpoint, wherever the
-        experts are stored.
-      y: what the experts give, ``[..., h]``; None where nobody has run them.
+      x: tokens ``[..., h]``, as the caller passed them.
+      expert_ids: integers ``[..., k]``, numbered as in the checkpoint even if `place_model` has
+        moved or replicated the experts.
+      expert_weights: ``[..., k]``.
+      y: output ``[..., h]``, or None if the experts have not run.
     """
 
     x: jax.Array
@@ -89,19 +94,20 @@ class RoutedTokens(NamedTuple):
 
 
 class RoutedExperts(nnx.Module):
-    """The experts of one layer, called with tokens and the experts that each token chose.
+    """The routed experts of one layer, called with tokens and the experts that each token chose.
 
     ``y[t] = sum_j expert_weights[t, j] * expert[expert_ids[t, j]](x[t])``
 
     Attributes:
-      params: `NVFP4Param` of `MoEParams` in the layout of their plan, or of `DenseExperts`; on a
-        mesh global arrays, see `parallel.experts`.
+      params: `NVFP4Param`. Holds `MoEParams` in the layout of the plan, or `DenseExperts`. On a
+        mesh its arrays are global arrays; see `parallel.experts`.
       slots: `ExpertSlots`, or None. Where each expert is stored after `place_model` has replicated
         or moved it. None means that expert i is stored at index i.
       options: static `ExpertOptions`.
-      expert_mesh: static; the devices that share the experts, None for one device.
-      scheme: static; how activations enter NVFP4 products, None for other weights.
-      checkpoint_scheme: static; what the checkpoint says of the weights.
+      expert_mesh: static `ExpertMesh` that holds the experts, or None for one device.
+      scheme: static `Scheme` that runs; None if the experts are not NVFP4.
+      checkpoint_scheme: static scheme that the checkpoint declares; None if the experts are
+        unquantized.
     """
 
     scheme: Scheme | None = None
@@ -115,13 +121,15 @@ class RoutedExperts(nnx.Module):
         expert_mesh: ExpertMesh | None = None,
         layout: str | None = None,
     ):
-        """Divide `params`, the whole layer, over a mesh.
+        """Store `params`, sharded over the mesh if there is one.
 
         Args:
-          params: canonical, or prepared already where there is no mesh.
-          options: what all experts need to know.
-          expert_mesh: the devices that share the experts; None for one device.
-          layout: that each shard's part takes; canonical where None.
+          params: weights of the whole layer, canonical. Without a mesh, any layout is stored as it
+            is.
+          options: options that do not depend on the weights.
+          expert_mesh: devices that hold the experts, or None for one device.
+          layout: name of the layout of each shard's weights. None means canonical. Without a mesh
+            it is not used.
         """
         self.options, self.expert_mesh, divided = options, expert_mesh, None
         if expert_mesh is not None:
@@ -138,12 +146,15 @@ class RoutedExperts(nnx.Module):
         expert_ids: Int[Array, "... k"],
         expert_weights: Float[Array, "... k"],
     ) -> Float[Array, "... h"]:
-        """Run the experts.
+        """Run the routed experts.
 
         Args:
-          x: tokens; cast to the module's dtype, which the result has.
-          expert_ids: an id of -1 or out of range contributes nothing.
-          expert_weights: of the same shape.
+          x: tokens ``[..., h]``; cast to the module's dtype.
+          expert_ids: integers ``[..., k]``. An id of -1 or out of range contributes nothing.
+          expert_weights: floats ``[..., k]``.
+
+        Returns:
+          ``[..., h]`` in the module's dtype.
         """
         with jax.named_scope("experts"):
             run, params = self.op(), self.params.get_value()
@@ -168,14 +179,15 @@ class RoutedExperts(nnx.Module):
         return y
 
     def op(self) -> Callable:
-        """Return the op: ``(x [t, h], params, expert_ids [t, k], expert_weights) -> [t, h]``."""
+        """Return the op to run: ``(x [t, h], params, ids [t, k], weights [t, k]) -> [t, h]``."""
         raise NotImplementedError
 
     def replace_params(self, params: AnyExperts) -> None:
-        """Take other weights of the same widths, such as those that `place_model` has ordered.
+        """Replace the weights by others of the same widths, such as those that `place_model` made.
 
         Args:
-          params: in the layout of the old ones; on a mesh global arrays divided as they are.
+          params: weights in the layout of the old ones. On a mesh, global arrays that are sharded
+            like the old ones.
         """
         divided = find_layout(self.params)
         self.params = NVFP4Param(params)
@@ -183,10 +195,11 @@ class RoutedExperts(nnx.Module):
 
 
 class NVFP4Experts(RoutedExperts):
-    """Experts in NVFP4.
+    """Routed experts in NVFP4.
 
     Attributes:
-      plan: static; the scheme, the kernel and the layout of `params`. The call follows it.
+      plan: static `scheme.Plan`. The scheme, the backend and the layout of `params`, chosen once
+        when the module is made. Every call follows it.
     """
 
     def __init__(
@@ -200,18 +213,20 @@ class NVFP4Experts(RoutedExperts):
         backend: str | Sequence[str] | None = None,
         expert_mesh: ExpertMesh | None = None,
     ):
-        """Plan the layer, and put `params` into the layout of its kernel.
+        """Choose scheme and backend, and convert `params` to the layout of the backend.
 
         Args:
           params: `MoEParams` of the whole layer, in any layout.
-          options: what all experts need to know.
-          checkpoint_scheme: what the checkpoint says of the weights, "w4a16" or "w4a4".
-          scheme, target, backend: as for `ops.moe_mlp`.
-          expert_mesh: the devices that share the experts; None for one device.
+          options: options that do not depend on the weights.
+          checkpoint_scheme: scheme that the checkpoint declares: "w4a16" (the default) or "w4a4".
+          scheme: None, "checkpoint" or a `Scheme`, as for `NVFP4MoE`.
+          target: the device to run on. None takes JAX's default device.
+          backend: None, a name or a sequence of names, as for `NVFP4MoE`.
+          expert_mesh: devices that hold the experts, or None for one device.
 
         Raises:
-          ValueError: the weights do not go with the scheme, the activation or the mesh.
-          NoBackendError: no backend fits.
+          ValueError: the weights do not fit the scheme, the activation or the mesh.
+          NoBackendError: no backend can run the experts.
         """
         self.plan: Plan = plan_experts(
             params,
@@ -244,7 +259,11 @@ class NVFP4Experts(RoutedExperts):
         )
 
     def replace_params(self, params: Any) -> None:
-        """Take other weights of the same widths, and plan for their number."""
+        """Replace the weights by others of the same widths, and plan again for their number.
+
+        Args:
+          params: `MoEParams`. On a mesh, global arrays that are sharded like the old ones.
+        """
         shards = 1 if self.expert_mesh is None else self.expert_mesh.expert
         self.plan = resolve_again(self.plan, num_experts=params.num_experts // shards)
         if self.expert_mesh is None:
@@ -255,10 +274,10 @@ class NVFP4Experts(RoutedExperts):
 
 
 class FP8Experts(RoutedExperts):
-    """Experts in FP8, which run as plain XLA.
+    """Routed experts in FP8. They run in plain XLA.
 
     Attributes:
-      activations: static; how the inputs of both products are rounded.
+      activations: static `FP8ActivationScaling`. How the inputs of both products are rounded.
     """
 
     def __init__(
@@ -271,17 +290,20 @@ class FP8Experts(RoutedExperts):
         target: Target | None = None,
         expert_mesh: ExpertMesh | None = None,
     ):
-        """Settle how activations are rounded, and lay `params` out over the mesh.
+        """Decide how activations are rounded, and shard `params` over the mesh if there is one.
 
         Args:
           params: `DenseExperts` of the whole layer.
-          options: what all experts need to know.
-          checkpoint_scheme: what the checkpoint says of activations.
-          scheme, target: activations are rounded where `scheme.rounds_to_fp8` says so.
-          expert_mesh: as for `NVFP4Experts`.
+          options: options that do not depend on the weights.
+          checkpoint_scheme: the rounding of activations that the checkpoint declares.
+          scheme: the scheme that the caller asked for, or None. `scheme.rounds_to_fp8` decides from
+            it and from `target` whether activations are rounded.
+          target: the device to run on. None takes JAX's default device.
+          expert_mesh: devices that hold the experts, or None for one device.
 
         Raises:
-          ValueError: the weights do not go with the activation or the mesh.
+          ValueError: the weights do not fit the mesh, or a shard cannot compute the scales of
+            activations because they need whole rows.
         """
         self.checkpoint_scheme = FP8ActivationScaling(checkpoint_scheme)
         self.activations = find_activation_scaling(self.checkpoint_scheme, scheme, target)
@@ -290,7 +312,7 @@ class FP8Experts(RoutedExperts):
         super().__init__(params, options, expert_mesh=expert_mesh)
 
     def op(self) -> Callable:
-        """Return `ops.dense_moe` with this rounding."""
+        """Return `ops.dense_moe` with the rounding of activations."""
         return functools.partial(
             dense_moe,
             activations=self.activations,
@@ -300,10 +322,10 @@ class FP8Experts(RoutedExperts):
 
 
 class UnquantizedExperts(RoutedExperts):
-    """Experts in a float dtype, which run as plain XLA."""
+    """Routed experts in a float dtype. They run in plain XLA."""
 
     def op(self) -> Callable:
-        """Return `ops.dense_moe`."""
+        """Return `ops.dense_moe` without rounding of activations."""
         return functools.partial(
             dense_moe,
             activation=self.options.activation,
@@ -321,17 +343,25 @@ def make_experts(
     backend: str | Sequence[str] | None = None,
     mesh: Mesh | None = None,
 ) -> RoutedExperts:
-    """Make the experts that `params` and `checkpoint_scheme` ask for.
+    """Make the module that fits `params` and `checkpoint_scheme`.
 
     Args:
-      params: the whole layer: `MoEParams`, or `DenseExperts` with an `FP8ActivationScaling` or None
-        as `checkpoint_scheme`.
-      options: what all experts need to know.
-      checkpoint_scheme, scheme, target, backend, mesh: as for `NVFP4MoE`.
+      params: weights of the whole layer. `MoEParams`, or `DenseExperts` if `checkpoint_scheme` is
+        an `FP8ActivationScaling` or None.
+      options: options that do not depend on the weights.
+      checkpoint_scheme: scheme that the checkpoint declares; None for unquantized experts.
+      scheme: None, "checkpoint" or a `Scheme`, as for `NVFP4MoE`.
+      target: the device to run on. None takes the devices of `mesh`, or JAX's default device.
+      backend: None, a name or a sequence of names, as for `NVFP4MoE`.
+      mesh: `jax.sharding.Mesh` to shard the experts over, or None for one device.
+
+    Returns:
+      `NVFP4Experts`, `FP8Experts` or `UnquantizedExperts`.
 
     Raises:
-      ValueError: `checkpoint_scheme` does not go with `params`; also as the modules.
-      NoBackendError: no backend fits.
+      ValueError: `checkpoint_scheme` does not fit the class of `params`. Also the errors of the
+        modules.
+      NoBackendError: no backend can run the experts.
     """
     expert_mesh = None if mesh is None else find_expert_mesh(mesh)
     if expert_mesh is not None:
@@ -340,8 +370,9 @@ def make_experts(
     dense = checkpoint_scheme is None or checkpoint_scheme in list(FP8ActivationScaling)
     if isinstance(params, DenseExperts) != dense:
         raise ValueError(
-            "checkpoint_scheme: expected an FP8ActivationScaling or None with DenseExperts alone, "
-            f"got {checkpoint_scheme} with {type(params).__name__}"
+            "checkpoint_scheme: expected 'w4a16' or 'w4a4' with MoEParams, and an "
+            f"FP8ActivationScaling or None with DenseExperts; got {checkpoint_scheme} with "
+            f"{type(params).__name__}"
         )
     if checkpoint_scheme is None:
         return UnquantizedExperts(params, options, expert_mesh=expert_mesh)
@@ -352,8 +383,9 @@ def make_experts(
 
 
 def _check_dispatch_axis(dispatch, expert_mesh):
+    """Check that the mesh has the axis along which `dispatch` sends tokens."""
     if dispatch != "psum" and EXPERT not in expert_mesh.axes:
         raise ValueError(
-            f"dispatch: {dispatch!r} sends tokens along the mesh axis '{EXPERT}', which is missing "
-            f"in {dict(expert_mesh.mesh.shape)}. Add the axis, or use dispatch='psum'"
+            f"dispatch: {dispatch!r} sends tokens along the mesh axis '{EXPERT}', but the mesh has "
+            f"axes {dict(expert_mesh.mesh.shape)}. Add the axis, or use dispatch='psum'"
         )

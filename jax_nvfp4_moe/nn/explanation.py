@@ -1,4 +1,4 @@
-"""explain: which scheme and backend each NVFP4 module gets, and why not another."""
+"""explain: the scheme and the backend of each NVFP4 module, and the reasons against the others."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from jax_nvfp4_moe.scheme import Choice, Plan, Problem, Target
 
 
 def find_plans(module: nnx.Module) -> Iterator[tuple[str, Plan]]:
-    """Return the plan of each NVFP4 module inside `module`, with its path."""
+    """Yield the path and the plan of each NVFP4 module inside `module`."""
     for path, part in nnx.iter_modules(module):
         plan = getattr(part, "plan", None)
         if isinstance(plan, Plan):
@@ -19,32 +19,46 @@ def find_plans(module: nnx.Module) -> Iterator[tuple[str, Plan]]:
 
 
 def explain(subject: Any, *, target: Target | None = None) -> Choice:
-    """Tell which scheme and backend `subject` gets, and why every other backend is passed over.
+    """Explain which scheme and backend run, and why the other backends do not.
 
     Args:
-      subject: a `Problem`, or a Flax NNX module that is, or contains, an `NVFP4MoE` or
+      subject: a `Problem`, or a Flax NNX module that is or contains an `NVFP4MoE` or an
         `NVFP4Linear`.
-      target: the device to decide for, the subject's own where None. A target other than the
-        current device is judged as if its extension were there.
+      target: the device to decide for. None takes the device that `subject` was made for. If
+        `target` is not the current device, `explain` assumes that its compiled extension is
+        installed.
 
     Returns:
-      A `Choice` that prints as a table; that of a model is its first expert layer's, with all
-      modules under `modules`.
+      A `Choice`, which prints as a table. For a model it describes the first expert layer, and its
+      field `modules` lists the choice of every NVFP4 module.
 
     Raises:
-      ValueError: `subject` is neither, or has no NVFP4 modules inside.
+      ValueError: `subject` is neither a `Problem` nor a module, or it contains no NVFP4 module.
+      NoBackendError: no backend can run `subject` on `target`.
+
+    Example:
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> hopper = nvfp4.Target("cuda", (9, 0))
+      >>> choice = nvfp4.explain(nvfp4.Problem("moe_mlp", nvfp4.Scheme.W4A16, hopper))
+      >>> choice.backend
+      'moe_w4a16_sm90'
+      >>> "moe_w4a16_cpu" in choice.reasons  # name of a backend -> why it does not run
+      True
     """
     if isinstance(subject, Problem):
         problem = subject if target is None else dataclasses.replace(subject, target=target)
         return explain_plan(resolve(problem))
     if not isinstance(subject, nnx.Module):
         raise ValueError(
-            "subject: expected a Problem, an NVFP4 module or a model of them; "
-            f"got {type(subject).__name__}"
+            "subject: expected a Problem, or a Flax NNX module that is or contains an NVFP4MoE or "
+            f"an NVFP4Linear; got {type(subject).__name__}"
         )
     plans = list(find_plans(subject))
     if not plans:
-        raise ValueError("subject: expected a model with NVFP4 modules, found none")
+        raise ValueError(
+            "subject: expected a module that contains an NVFP4MoE or an NVFP4Linear; "
+            f"{type(subject).__name__} contains neither"
+        )
     if target is not None:
         plans = [(path, resolve_again(plan, target=target)) for path, plan in plans]
     choices = [(path, explain_plan(plan)) for path, plan in plans]

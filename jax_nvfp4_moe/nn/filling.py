@@ -1,4 +1,4 @@
-"""Fill an abstract model: read its parts, put them on their devices, set them into it."""
+"""Fill an abstract model: read each part, put it on its devices, and set it into the model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,18 +17,18 @@ from jax_nvfp4_moe.parallel.streaming import chunk_size, join_chunks
 
 
 def fill(root: Any, prefix: str, parts: Sequence[Part | ExpertPart], reader: Any, how: Settings):
-    """Read parts and set them into a model or one of its modules.
+    """Read parts and set them into a model or into one of its modules.
 
     Args:
-      root: abstract; holds the parts.
-      prefix: path of `root` in the model, empty for the model itself.
-      parts: those below `prefix` are filled, in their order.
-      reader: of the sources.
-      how: where the values go.
+      root: abstract model, or the module that contains the parts.
+      prefix: path of `root` in the model; empty for the model itself.
+      parts: parts of the model. Those below `prefix` are filled, in this order.
+      reader: open reader of the checkpoint.
+      how: settings, which say where the values go.
 
     Raises:
       CheckpointError: a scale is NaN or infinite.
-      MemoryError: the device's memory is too small; names the part and its size.
+      MemoryError: the memory of the device is too small. The message names the part and its size.
     """
     scope = f"{prefix}." if prefix else ""
     for part in parts:
@@ -39,10 +39,19 @@ def fill(root: Any, prefix: str, parts: Sequence[Part | ExpertPart], reader: Any
 
 
 def place(part: Part | ExpertPart, reader: Any, how: Settings, abstract: Any = None) -> Any:
-    """Read one part, and return it on its devices; arguments and errors as for `fill`.
+    """Read one part and return it on its devices.
 
-    `abstract` is what stands for it in the abstract model. NVFP4 experts are put into the layout
-    that it has, that of the kernel which their module has planned; canonical where it is None.
+    Args:
+      part: the part to read.
+      reader: open reader of the checkpoint.
+      how: settings, which say where the values go.
+      abstract: the variable of the abstract model that the part fills. NVFP4 experts are converted
+        to its layout, the layout of the kernel that their module has chosen. None keeps them
+        canonical.
+
+    Raises:
+      CheckpointError: a scale is NaN or infinite.
+      MemoryError: the memory of the device is too small. The message names the part and its size.
     """
     value = _place(part, reader, how, abstract)
     reader.raise_problems()
@@ -50,8 +59,10 @@ def place(part: Part | ExpertPart, reader: Any, how: Settings, abstract: Any = N
 
 
 def _place(part, reader, how, abstract):
+    """Read one part, wait for its devices, and turn a failed allocation into a `MemoryError`."""
     try:
-        # One part at a time: reading the next must not begin while this one is in two forms.
+        # Wait for each part. During its conversion a part is in memory twice, and reading the next
+        # part at that time would raise the peak memory of a load.
         if isinstance(part, ExpertPart):
             layout = _find_layout(abstract)
             return jax.block_until_ready(_place_experts(part, reader, how, layout))
@@ -63,11 +74,13 @@ def _place(part, reader, how, abstract):
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         name = part.all_sources[0].name
         raise MemoryError(
-            f"out of memory on {how.target}: {size / 2**20:.1f} MiB for {name}"
+            f"out of memory on {how.target}: {size / 2**20:.1f} MiB for {name} could not be "
+            "allocated. Load onto a device with more memory, or onto several devices with a mesh"
         ) from error
 
 
 def _place_part(part: Part, reader, how: Settings) -> Any:
+    """Return a part that is not an `ExpertPart`, on its devices."""
     values = {name: source.read(reader) for name, source in part.sources.items()}
     if part.shards > 1:
         assert how.expert_mesh is not None
@@ -78,7 +91,7 @@ def _place_part(part: Part, reader, how: Settings) -> Any:
 
 
 def _place_shards(part: Part, values: Values, expert_mesh: ExpertMesh) -> Any:
-    """Return a divided part: each process reads and holds what its devices do."""
+    """Return a divided part. Each process reads and stores only the shards of its own devices."""
     sharding = expert_mesh.sharding(TENSOR)
     owners: dict[int, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map((part.shards,)).items():
@@ -109,17 +122,21 @@ def _place_shards(part: Part, values: Values, expert_mesh: ExpertMesh) -> Any:
 
 
 def _on_host(leaf, device):
-    """Return `leaf`; on a CPU its memory, which another device of the host then shares."""
+    """Return `leaf` as a view of host memory if `device` is a CPU.
+
+    All CPU devices of a process can then share one buffer instead of each holding a copy.
+    """
     return np.asarray(leaf) if device.platform == "cpu" else leaf
 
 
 def _find_layout(abstract: nnx.Variable | None) -> str | None:
-    """Return the layout of the NVFP4 experts that a variable holds, None of anything else."""
+    """Return the layout of the NVFP4 experts in a variable; None if it holds other values."""
     params = None if abstract is None else abstract.get_value()
     return params.layout if isinstance(params, MoEParams) else None
 
 
 def _place_experts(part: ExpertPart, reader, how: Settings, layout: str | None) -> Any:
+    """Return the experts of one layer on their devices, in `layout`; read a few at a time."""
     params = part.source.read(reader)
     if how.expert_mesh is not None:
         return shard_experts(params, how.expert_mesh, layout=layout)
@@ -134,7 +151,7 @@ def _place_experts(part: ExpertPart, reader, how: Settings, layout: str | None) 
 
 
 def _find(root, path):
-    """Return the module that has what is at `path` below `root`, and its name there."""
+    """Return the module that owns the part at `path` below `root`, and the part's name in it."""
     *parents, name = path.split(".")
     for parent in parents:
         root = root[int(parent)] if parent.isdigit() else getattr(root, parent)
@@ -142,7 +159,7 @@ def _find(root, path):
 
 
 def _set(owner, name, value):
-    """Set the module, the variable or the variable's value called `name`."""
+    """Replace the submodule, the variable or the value of the variable called `name`."""
     old = getattr(owner, name)
     if isinstance(old, nnx.Variable) and not isinstance(value, nnx.Variable):
         old.set_value(value)

@@ -1,13 +1,15 @@
-"""Intermediates: what modules read while a caller looks, in the manner of `nnx.sow`.
+"""Record intermediate values of modules, in the manner of `nnx.sow`.
 
-A module calls `record` with what it reads. Outside of `capture` that does nothing, so a model that
-nobody looks into keeps no values and compiles to the same program::
+A module calls `record` with a value that may interest a caller, such as its input. Outside of
+`capture`, `record` does nothing, so a model that nobody inspects keeps no values and compiles to
+the same program::
 
   with capture(model) as seen:
       y = model(x)
-  seen["layers.0.attention.out"]  # a list: what each call of that module recorded
+  seen["layers.0.attention.out"]  # list of the values that each call of that module recorded
 
-Under `jax.jit` both belong into the traced function, which returns what it needs of `seen`.
+Under `jax.jit`, use `capture` inside the traced function and return the values that you need.
+Values that leave the function in another way are leaked tracers.
 """
 
 import contextlib
@@ -17,7 +19,7 @@ from typing import Any
 
 from flax import nnx
 
-Seen = dict[str, list[Any]]  # path of a module -> what its calls recorded
+Seen = dict[str, list[Any]]  # path of a module -> values that its calls recorded
 
 _captures: contextvars.ContextVar[tuple[tuple[dict[int, str], Seen], ...]] = contextvars.ContextVar(
     "captures", default=()
@@ -26,9 +28,10 @@ _captures: contextvars.ContextVar[tuple[tuple[dict[int, str], Seen], ...]] = con
 
 @contextlib.contextmanager
 def capture(root: nnx.Module) -> Iterator[Seen]:
-    """Yield a dictionary that takes what `root` and the modules inside it record.
+    """Yield a dictionary that collects the values that `root` and the modules inside it record.
 
-    Paths are those of `nnx.iter_modules`, such as "layers.0.attention.out"; that of `root` is "".
+    The keys are paths as `nnx.iter_modules` returns them, such as "layers.0.attention.out". The
+    path of `root` is "".
     """
     paths = {id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(root)}
     seen: Seen = {}
@@ -40,7 +43,7 @@ def capture(root: nnx.Module) -> Iterator[Seen]:
 
 
 def record(module: nnx.Module, value: Any) -> None:
-    """Give `value` to each `capture` of `module`; nothing happens where there is none."""
+    """Add `value` to every active `capture` that contains `module`."""
     for paths, seen in _captures.get():
         path = paths.get(id(module))
         if path is not None:

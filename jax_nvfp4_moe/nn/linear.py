@@ -1,4 +1,4 @@
-"""NVFP4Linear, and what modules with NVFP4 weights share."""
+"""NVFP4Linear, and helpers that modules with NVFP4 weights share."""
 
 import math
 from collections.abc import Sequence
@@ -20,15 +20,38 @@ from jax_nvfp4_moe.scheme import Scheme, Target
 
 
 class NVFP4Linear(nnx.Module):
-    """A linear with an NVFP4 matrix: ``y = x @ dequantize(weight).T + bias``.
+    """A linear layer whose weight matrix is stored in NVFP4.
+
+    With ``W = dequantize(weight)`` of shape ``[n, k]``::
+
+      y = x @ W.T + bias
+
+    Depending on the scheme, `x` enters the product as it is or is first rounded to NVFP4. Sums are
+    float32. Gradients flow to `x` and `bias`. The weight is stored as `NVFP4Param`, which is not an
+    `nnx.Param`, so optimizers skip it.
 
     Attributes:
-      weight: `NVFP4Param` of an `NVFP4Tensor` ``[n, k]``, in the layout of its backend.
-      bias: `nnx.Param` ``[n]``, or None.
-      input_scale: `NVFP4Param` of the activations' float32 global scale, or None.
-      plan: static; the scheme, the kernel and the layout of `weight`. The call follows it.
-      dtype: static; of the result.
-      adds_bias_once: static; whether shards add up their results, so that one of them adds it.
+      weight: `NVFP4Param` that holds an `NVFP4Tensor` ``[n, k]``, in the layout of the chosen
+        backend.
+      bias: `nnx.Param` ``[n]``, or None if the layer has no bias.
+      input_scale: `NVFP4Param` that holds a float32 scalar, the calibrated global scale of the
+        activations (``amax / 2688``); None if there is none.
+      plan: static `scheme.Plan`. The scheme, the backend and the weight layout, chosen once when
+        the module is made. Every call follows it.
+      dtype: static dtype of the result; inputs are cast to it.
+      adds_bias_once: static bool, False by default. True if the columns of `weight` are divided
+        over shards whose results are summed. Then only the first shard adds the bias.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> linear = nvfp4.NVFP4Linear(64, 32, use_bias=True, rngs=nnx.Rngs(0))
+      >>> y = linear(jnp.ones((5, 64), jnp.bfloat16))
+      >>> y.shape, y.dtype.name
+      ((5, 32), 'bfloat16')
+
+    Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025.
     """
 
     adds_bias_once: bool = False
@@ -49,26 +72,35 @@ class NVFP4Linear(nnx.Module):
         dtype=jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
-        """Make a linear of ``k = in_features`` and ``n = out_features``.
+        """Make a layer with ``k = in_features`` inputs and ``n = out_features`` outputs.
 
         Args:
-          in_features, out_features: k, a multiple of 16, and n.
-          use_bias: whether to make a bias of zeros where none is given.
-          weight: ``[n, k]``; random where it is None, which needs `rngs`.
-          bias: ``[n]``.
-          input_scale: needed by scheme w4a4.
-          checkpoint_scheme: what the checkpoint says of this module: "w4a16" or "w4a4".
-          scheme: as for `ops.linear`.
-          target: the device to run on; the current one where None.
-          backend: name of a record; a sequence of names, tried in that order; None to choose.
-          dtype: of the result; inputs are cast to it.
-          rngs: where random weights come from (stream "params"); required without `weight`.
+          in_features: k, a multiple of 16.
+          out_features: n.
+          use_bias: whether to add a bias of zeros if `bias` is None. A `bias` that you pass is used
+            either way. Defaults to False.
+          weight: `NVFP4Tensor` ``[n, k]`` in any layout. None draws random weights from `rngs`:
+            normal values of variance ``1 / k``, quantized to NVFP4.
+          bias: float array ``[n]``, or None.
+          input_scale: float32 scalar, the global scale of the activations, ``amax / 2688``. Scheme
+            "w4a4" requires it; the other schemes ignore it. Defaults to None.
+          checkpoint_scheme: the scheme that the checkpoint declares for this weight: "w4a16" (the
+            default) or "w4a4".
+          scheme: the scheme to run. None chooses from `checkpoint_scheme` and the device;
+            "checkpoint" takes `checkpoint_scheme`; otherwise a `Scheme` or its name.
+          target: the device to run on. None takes JAX's default device.
+          backend: name of a backend, or a sequence of names to try in order. None chooses the first
+            backend that can run the layer.
+          dtype: dtype of the result, to which inputs are cast: bfloat16 (the default), float16 or
+            float32.
+          rngs: source of random weights, from its stream "params". Required if `weight` is None.
             `nnx.bridge.to_linen` passes its own.
 
         Raises:
-          ValueError: a shape disagrees, the scheme is unknown or lacks input scales, or `weight`
-            and `rngs` are both None.
-          NoBackendError: no backend fits.
+          ValueError: a shape, the dtype or the scheme is wrong, or `in_features` is not a multiple
+            of 16. Also if scheme "w4a4" has no `input_scale`, or if `weight` and `rngs` are both
+            None.
+          NoBackendError: no backend can run the layer; the message gives the reason of each.
         """
         self.dtype = check_dtype(dtype)
         shape = (out_features, in_features)
@@ -95,28 +127,49 @@ class NVFP4Linear(nnx.Module):
 
     @classmethod
     def from_dense(cls, kernel: Float[Array, "k n"], **options: Any) -> "NVFP4Linear":
-        """Quantize the kernel of a Flax linear, such as that of `flax.nnx.Linear`.
+        """Quantize the kernel of a Flax linear layer, such as `flax.nnx.Linear`.
 
-        Flax stores kernels as ``[inputs, outputs]`` and computes ``x @ kernel``; NVFP4 matrices are
-        ``[outputs, inputs]``. This method transposes. With ``amax / 2688`` as the global scale::
-
-          linear = NVFP4Linear.from_dense(dense.kernel[...], bias=dense.bias[...])
+        Flax stores a kernel as ``[inputs, outputs]`` and computes ``x @ kernel``. An `NVFP4Tensor`
+        is ``[outputs, inputs]``, so this method transposes the kernel. The global scale is
+        ``amax(|kernel|) / 2688``.
 
         Args:
-          kernel: ``[inputs, outputs]`` in any float dtype; inputs a multiple of 16.
-          options: keyword arguments of the constructor other than `weight`, such as `bias`.
+          kernel: ``[inputs, outputs]`` in any float dtype; inputs must be a multiple of 16.
+          **options: keyword arguments of the constructor other than `weight`, such as `bias`.
+
+        Returns:
+          An `NVFP4Linear` with ``in_features = inputs`` and ``out_features = outputs``.
 
         Raises:
-          ValueError: `kernel` has no two axes, or inputs is no multiple of 16; also as the
-            constructor.
+          ValueError: `kernel` does not have two axes, or inputs is not a multiple of 16. Also the
+            errors of the constructor.
+          NoBackendError: no backend can run the layer.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> import jax_nvfp4_moe as nvfp4
+          >>> dense = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+          >>> linear = nvfp4.NVFP4Linear.from_dense(dense.kernel[...], bias=dense.bias[...])
+          >>> linear(jnp.ones((5, 64), jnp.bfloat16)).shape
+          (5, 32)
         """
         kernel = jnp.asarray(kernel)
         if kernel.ndim != 2:
-            raise ValueError(f"kernel: expected [inputs, outputs], got shape {kernel.shape}")
+            raise ValueError(
+                f"kernel: expected two axes, [inputs, outputs]; got shape {kernel.shape}"
+            )
         return cls(*kernel.shape, weight=quantize(kernel.T), **options)
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
-        """Multiply; `x` is cast to the module's dtype, which the result has."""
+        """Multiply `x` by the weight and add the bias.
+
+        Args:
+          x: ``[..., k]``; cast to the module's dtype.
+
+        Returns:
+          ``[..., n]`` in the module's dtype.
+        """
         record(self, x)
         return linear(
             x.astype(self.dtype),
@@ -127,75 +180,85 @@ class NVFP4Linear(nnx.Module):
         )
 
     def _own_bias(self):
+        """Return the bias that this shard adds."""
         bias = read_value(self.bias)
         return first_shard_only(bias) if bias is not None and self.adds_bias_once else bias
 
     @property
     def scheme(self) -> Scheme | None:
-        """How activations enter the product."""
+        """The scheme that runs: how activations enter the product."""
         return self.plan.scheme
 
     @property
     def checkpoint_scheme(self) -> Scheme | None:
-        """What the checkpoint says of the weight."""
+        """The scheme that the checkpoint declares for the weight."""
         return self.plan.checkpoint_scheme
 
 
 def _check_input_scale(input_scale, scheme):
-    """Check that the scale of activations is one number, and there where `scheme` reads it."""
+    """Check that the input scale is a scalar, and that it is present if `scheme` reads it."""
     if input_scale is not None:
         check_shape("input_scale", jnp.shape(input_scale), ())
     elif scheme is Scheme.W4A4:
         raise ValueError(
             "input_scale: scheme w4a4 needs the global scale of the activations, amax / 2688; got "
-            "None. Pass it, or use scheme w4a4_unit_scale or w4a4_token_scale, which need none"
+            "None. Pass it, or use scheme w4a4_unit_scale or w4a4_token_scale, which do not need it"
         )
 
 
 def read_value(variable):
-    """Return the array of a variable; None of None."""
+    """Return the array that `variable` holds, or None if `variable` is None."""
     return None if variable is None else variable.get_value()
 
 
 def wrap_value(kind, value):
-    """Return a variable of class `kind`; None of None."""
+    """Return a variable of class `kind` that holds `value`, or None if `value` is None."""
     return None if value is None else kind(value)
 
 
 def wrap_scale(value):
-    """Return the variable of a float32 scale; None of None."""
+    """Return `value` as an `NVFP4Param` in float32, or None if `value` is None."""
     return None if value is None else NVFP4Param(jnp.asarray(value, jnp.float32))
 
 
 def check_shape(name, shape, expected):
     """Check the shape of an argument.
 
+    Args:
+      name: name of the argument, for the message.
+      shape: its shape.
+      expected: the shape that it must have.
+
     Raises:
-      ValueError: it differs; names the argument.
+      ValueError: the shapes differ.
     """
     if tuple(shape) != tuple(expected):
-        raise ValueError(f"{name}: expected sizes {tuple(expected)}, got {tuple(shape)}")
+        raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(shape)}")
 
 
 def check_rngs(rngs, **weights):
-    """Check that what `weights` lacks can be made at random.
+    """Check that `rngs` is present if any weight has to be drawn at random.
+
+    Args:
+      rngs: `nnx.Rngs`, or None.
+      **weights: name -> weight that the caller passed, or None.
 
     Raises:
-      ValueError: a weight and `rngs` are None; names all weights that are missing.
+      ValueError: `rngs` and at least one weight are None; names all missing weights.
     """
     missing = [name for name, value in weights.items() if value is None]
     if missing and rngs is None:
         raise ValueError(
-            "rngs: expected an nnx.Rngs, which makes random weights, or these weights: "
+            "rngs: expected an nnx.Rngs to draw random weights from, or the weights themselves: "
             f"{', '.join(missing)}; got None"
         )
 
 
 def random_matrix(shape, rngs):
-    """Return float32 normal values of variance ``1 / k``."""
+    """Return float32 normal values of variance ``1 / k``, where k is the last entry of `shape`."""
     return jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[-1])
 
 
 def random_tensor(shape, rngs):
-    """Return a random matrix in NVFP4, see `random_matrix`."""
+    """Return the values of `random_matrix` as an `NVFP4Tensor`."""
     return quantize(random_matrix(shape, rngs))

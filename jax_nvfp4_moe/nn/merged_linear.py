@@ -1,4 +1,4 @@
-"""MergedLinear: linears that read the same input."""
+"""MergedLinear: several linear layers that read the same input, computed as one GEMM."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,26 +9,28 @@ from jax_nvfp4_moe.nn.intermediates import record
 
 
 class MergedLinear(nnx.Module):
-    """Linears that read the same input: one product, where none of them is quantized.
+    """Several linear layers that read the same input.
 
-    ``y[..., n1 + n2] = concatenate([first(x), second(x)])``. While decoding, a product of one token
-    is bound by reading its weights: one large read is faster than some small ones.
+    ``y = concatenate([first(x), second(x), ...], axis=-1)``
+
+    If no layer is quantized, their weights are joined and one GEMM computes all results. Decoding
+    one token is bound by reading weights, and one large read is faster than several small ones.
 
     Attributes:
-      joined: `DenseLinear` of all rows, or None where a linear is quantized. Then each linear is an
-        attribute under its own name.
-      names: static; of the linears, in the order of their rows.
+      joined: `DenseLinear` with the rows of all layers, or None if a layer is quantized. In that
+        case each layer is an attribute under its own name.
+      names: static tuple of the names of the layers, in the order of their rows.
     """
 
     def __init__(self, **linears):
-        """Join `linears`."""
+        """Join the layers, which are passed by name in the order of their rows."""
         self.names = tuple(linears)
         self.joined = _join(tuple(linears.values()))
         for name, part in linears.items() if self.joined is None else ():
             setattr(self, name, part)
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
-        """Return the results of all linears, one behind the other."""
+        """Return the results of all layers, concatenated along the last axis."""
         record(self, x)
         if self.joined is not None:
             return self.joined(x)
@@ -36,7 +38,7 @@ class MergedLinear(nnx.Module):
 
 
 def _join(linears) -> DenseLinear | None:
-    """Return one linear of all rows, or None."""
+    """Return one layer with the rows of all `linears`, or None if one of them is quantized."""
     if not all(isinstance(part, DenseLinear) for part in linears):
         return None
     biases = [part.bias for part in linears]

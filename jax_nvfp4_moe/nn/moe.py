@@ -1,4 +1,4 @@
-"""NVFP4MoE: a mixture-of-experts block with NVFP4 experts."""
+"""NVFP4MoE: a mixture-of-experts block whose routed experts are stored in NVFP4."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -36,41 +36,73 @@ from jax_nvfp4_moe.scheme import CheckpointScheme, Scheme, Target
 
 
 class RouterCorrection(nnx.Variable):
-    """A bias that moves the choice of experts alone; set by load balancing, not by gradients."""
+    """A bias on the router's scores that changes which experts are chosen, but not their weights.
+
+    Load balancing sets it during training. It is not an `nnx.Param`, so optimizers skip it.
+    """
 
 
 class LatentProjections(nnx.Module):
     """Projections around routed experts that are narrower than the tokens.
 
     Attributes:
-      width: static; of what the routed experts see.
-      down, up: called with ``[..., h]`` and with ``[..., width]``, and give the other.
+      width: static int, the width l that the routed experts see.
+      down: module that maps ``[..., h]`` to ``[..., l]``.
+      up: module that maps ``[..., l]`` to ``[..., h]``.
     """
 
     def __init__(self, width: int, down: Callable[..., Any], up: Callable[..., Any]):
-        """Hold the two projections."""
+        """Hold the two projections.
+
+        Args:
+          width: the width l that the routed experts see.
+          down: module that maps ``[..., h]`` to ``[..., l]``.
+          up: module that maps ``[..., l]`` to ``[..., h]``.
+        """
         self.width, self.down, self.up = width, down, up
 
 
 class NVFP4MoE(nnx.Module):
-    """A mixture-of-experts block: a router, its experts, shared experts, latent projections.
+    """A mixture-of-experts block: router, routed experts, shared experts and latent projections.
 
     With ``shared(x) = sigmoid(shared_gate(x)) * shared_experts(x)``::
 
-      y = latent.up(experts(latent.down(x), *route(x))) + shared(x)
+      expert_ids, expert_weights = route(x)
+      y = latent.up(experts(latent.down(x), expert_ids, expert_weights)) + shared(x)
 
-    Shared experts, their gate and latent projections are optional. The experts are NVFP4, or such
-    as a mixed checkpoint has beside them: FP8, or not quantized.
+    The shared experts, their gate and the latent projections are optional. The routed experts are
+    NVFP4. A checkpoint that mixes formats may also store them in FP8 or leave them unquantized.
+
+    Quantized weights are stored as `NVFP4Param`, which is not an `nnx.Param`, so optimizers skip
+    them. Gradients flow to the input and to the router.
 
     Attributes:
-      experts: `nn.experts.RoutedExperts`; ``moe.experts(x, expert_ids, expert_weights)`` runs the
-        routed experts alone, on what is as wide as they are.
-      router_weight: `nnx.Param` ``[e, h]``; router logits are float32.
-      router_logit_bias: `nnx.Param` ``[e]``, part of the logits, or None.
+      experts: `nn.experts.RoutedExperts`. ``moe.experts(x, expert_ids, expert_weights)`` runs the
+        routed experts alone. If the block has latent projections, `x` has the latent width.
+      router_weight: `nnx.Param` ``[e, h]``. Router logits are computed in float32.
       router_bias: `RouterCorrection` ``[e]``, or None.
-      shared_experts, shared_gate, latent: see the constructor.
-      router: static `numerics.routing.Router`.
-      target, dtype: static; see the constructor.
+      router_logit_bias: `nnx.Param` ``[e]``, or None.
+      shared_experts: module, or None; see the constructor.
+      shared_gate: module, or None; see the constructor.
+      latent: `LatentProjections`, or None.
+      router: static `numerics.routing.Router`, which says how tokens choose experts.
+      target: static `Target`, the device that the block was made for.
+      dtype: static dtype of the result; inputs are cast to it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> moe = nvfp4.NVFP4MoE(8, 64, 32, top_k=2, rngs=nnx.Rngs(0))
+      >>> x = jnp.ones((5, 64), jnp.bfloat16)
+      >>> moe(x).shape
+      (5, 64)
+      >>> expert_ids, expert_weights = moe.route(x)
+      >>> moe.experts(x, expert_ids, expert_weights).shape
+      (5, 64)
+
+    Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
+    Mixture-of-Experts Layer", arXiv:1701.06538; for shared experts DeepSeekMoE, arXiv:2401.06066.
     """
 
     def __init__(
@@ -99,39 +131,57 @@ class NVFP4MoE(nnx.Module):
         capacity: int | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        """Make a block of `num_experts` experts `intermediate` wide, on tokens `hidden` wide.
+        """Make a block of `num_experts` experts.
 
         Args:
-          num_experts, hidden, intermediate: sizes; the last two multiples of 16.
-          top_k: experts per token; short for ``router=Router(top_k)``.
-          router: how tokens choose; one of `top_k` and `router` is needed.
-          activation: name of a row of `numerics.activations.ACTIVATIONS`, or what
-            `find_activation` returns for one with other parameters than its row's.
-          params: the experts; random where None, which needs `rngs`.
-          router_weight: ``[e, h]``; random where None, which needs `rngs`.
-          router_bias: correction of the choice ``[e]`` (e_score_correction_bias), or None; the
-            weights do not see it.
-          router_logit_bias: added to the logits ``[e]``, so that choice and weights see it
-            (gpt-oss), or None.
-          shared_experts: called with `x [..., h]`, added to the routed experts.
-          shared_gate: called with `x`; its sigmoid ``[..., 1]`` multiplies the shared experts.
-          latent: projections to the width that the routed experts see, where it is not `hidden`.
-          checkpoint_scheme: what the checkpoint says of the experts: "w4a16" or "w4a4"; an
-            `FP8ActivationScaling`, or None for a float dtype, with `DenseExperts`.
-          scheme, target, backend: as for `ops.moe_mlp`.
-          dtype: of the result; inputs are cast to it.
-          mesh: divides the experts among devices along its axis `expert`, and each along `tensor`,
-            see `parallel.experts`; all else in the block is replicated. None for one device.
-          dispatch: over a mesh, "psum" where all devices have all tokens; "all_to_all", or "ragged"
-            on GPUs, where tokens are divided along `expert`, see `parallel.dispatch`.
-          capacity: rows of "all_to_all" for each pair of shards in one round; None for one round.
-          rngs: where random weights come from (stream "params"); required without `params` or
-            `router_weight`. `nnx.bridge.to_linen` passes its own.
+          num_experts: number of routed experts, e.
+          hidden: width of the tokens, h; a multiple of 16.
+          intermediate: width between the two products of an expert, i; a multiple of 16.
+          top_k: number of experts per token; short for ``router=Router(top_k)``. Pass either
+            `top_k` or `router`.
+          router: `Router` that says how tokens choose experts.
+          activation: name of a row of `numerics.activations.ACTIVATIONS`, or the result of
+            `find_activation`, which can change the parameters of a row. Defaults to "silu".
+          params: weights of the routed experts. `MoEParams` (NVFP4) in any layout, or
+            `DenseExperts` (FP8 or unquantized). None draws random NVFP4 weights from `rngs`.
+          router_weight: float array ``[e, h]``. None draws random values from `rngs`.
+          router_bias: float array ``[e]``, added to the scores when experts are chosen, but not
+            part of their weights (``e_score_correction_bias``). Defaults to None.
+          router_logit_bias: float array ``[e]``, added to the logits, so that it affects both the
+            choice and the weights (gpt-oss). Defaults to None.
+          shared_experts: module that maps ``x [..., h]`` to ``[..., h]``, added to the routed
+            experts. Defaults to None.
+          shared_gate: module that maps ``x [..., h]`` to ``[..., 1]``. Its sigmoid multiplies the
+            output of `shared_experts`. Defaults to None.
+          latent: `LatentProjections`, if the routed experts are narrower than `hidden`. Defaults to
+            None.
+          checkpoint_scheme: the scheme that the checkpoint declares for the experts. "w4a16" (the
+            default) or "w4a4" with `MoEParams`; an `FP8ActivationScaling` or None (unquantized)
+            with `DenseExperts`.
+          scheme: the scheme to run. None chooses from `checkpoint_scheme` and the device;
+            "checkpoint" takes `checkpoint_scheme`; otherwise a `Scheme` or its name.
+          target: the device to run on. None takes the devices of `mesh`, or JAX's default device.
+          backend: name of a backend, or a sequence of names to try in order. None chooses the first
+            backend that can run the experts.
+          dtype: dtype of the result, to which inputs are cast: bfloat16 (the default), float16 or
+            float32.
+          mesh: `jax.sharding.Mesh` with axes `expert` and `tensor`, either of which may be missing.
+            The routed experts are distributed along `expert`, and each expert is divided along
+            `tensor`; see `parallel.experts`. The router is replicated. None runs on one device.
+          dispatch: how tokens reach their experts over `mesh`; see `parallel.dispatch`. With "psum"
+            (the default), every device runs its own experts on all tokens, and the results are
+            summed. With "all_to_all", or "ragged" on GPUs, the tokens are divided along `expert`
+            and sent to their experts.
+          capacity: largest number of rows that one shard sends to another in one round of
+            "all_to_all". None sends all rows in one round.
+          rngs: source of random weights, from its stream "params". Required if `params` or
+            `router_weight` is None. `nnx.bridge.to_linen` passes its own.
 
         Raises:
-          ValueError: sizes disagree, an argument is unknown, `mesh` does not divide the sizes or
-            lacks the axis that `dispatch` needs, or weights and `rngs` are both missing.
-          NoBackendError: no backend fits.
+          ValueError: shapes disagree, an argument is unknown, or a required weight and `rngs` are
+            both None. Also if `mesh` does not divide the sizes or lacks the axis that `dispatch`
+            needs.
+          NoBackendError: no backend can run the experts; the message lists the reason of each.
         """
         self.router = _one_router(top_k, router)
         call = find_activation(activation)
@@ -173,7 +223,7 @@ class NVFP4MoE(nnx.Module):
 
     @property
     def scheme(self) -> Scheme | None:
-        """How activations enter the routed experts' NVFP4 products; None for other weights."""
+        """The scheme that the NVFP4 experts run; None if the experts are not NVFP4."""
         return self.experts.scheme
 
     @classmethod
@@ -187,27 +237,44 @@ class NVFP4MoE(nnx.Module):
     ) -> "NVFP4MoE":
         """Quantize the kernels of a mixture of experts as Flax models store them.
 
-        Flax stores kernels as ``[inputs, outputs]`` and computes ``x @ kernel``; NVFP4 matrices are
-        ``[outputs, inputs]``. This method transposes, and quantizes the experts as
-        `quantize_experts` does; the router is not quantized::
-
-          moe = NVFP4MoE.from_dense(gate, up, down, router.kernel[...], top_k=2)
+        Flax stores kernels as ``[inputs, outputs]`` and computes ``x @ kernel``. NVFP4 matrices are
+        ``[outputs, inputs]``, so this method transposes the kernels. It quantizes the experts like
+        `quantize_experts` and keeps the router unquantized.
 
         Args:
-          gate: ``[e, h, i]`` in any float dtype; None where the activation is not gated.
-          up: ``[e, h, i]``; h and i are multiples of 16.
-          down: ``[e, i, h]``.
-          router_kernel: ``[h, e]``.
-          options: keyword arguments of the constructor other than `params` and `router_weight`,
+          gate: ``[e, h, i]`` in any float dtype, or None if the activation is not gated.
+          up: ``[e, h, i]`` in any float dtype; h and i are multiples of 16.
+          down: ``[e, i, h]`` in any float dtype.
+          router_kernel: ``[h, e]`` in any float dtype.
+          **options: keyword arguments of the constructor other than `params` and `router_weight`,
             such as `top_k`.
 
+        Returns:
+          An `NVFP4MoE` of e experts, with ``hidden = h`` and ``intermediate = i``.
+
         Raises:
-          ValueError: shapes disagree, or are no multiples of 16; also as the constructor.
+          ValueError: shapes disagree, or h or i is not a multiple of 16. Also the errors of the
+            constructor.
+          NoBackendError: no backend can run the experts.
+
+        Example:
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> import jax_nvfp4_moe as nvfp4
+          >>> keys = jax.random.split(jax.random.key(0), 4)
+          >>> gate, up = (jax.random.normal(key, (8, 64, 32)) for key in keys[:2])
+          >>> down = jax.random.normal(keys[2], (8, 32, 64))
+          >>> router_kernel = jax.random.normal(keys[3], (64, 8))
+          >>> moe = nvfp4.NVFP4MoE.from_dense(gate, up, down, router_kernel, top_k=2)
+          >>> moe(jnp.ones((5, 64), jnp.bfloat16)).shape
+          (5, 64)
         """
         kernels = {"gate": gate, "up": up, "down": down, "router_kernel": router_kernel}
         shapes = {name: jnp.shape(array) for name, array in kernels.items() if array is not None}
         if len(shapes["up"]) != 3:
-            raise ValueError(f"up: expected [experts, inputs, outputs], got shape {shapes['up']}")
+            raise ValueError(
+                f"up: expected three axes, [experts, inputs, outputs]; got shape {shapes['up']}"
+            )
         e, h, i = shapes["up"]
         wanted = {"gate": (e, h, i), "down": (e, i, h), "router_kernel": (h, e)}
         for name, shape in wanted.items():
@@ -223,11 +290,18 @@ class NVFP4MoE(nnx.Module):
     def route(
         self, x: Float[Array, "... h"]
     ) -> tuple[Int32[Array, "... k"], Float[Array, "... k"]]:
-        """Choose the experts of each token, best first, and their float32 weights.
+        """Choose the experts of each token.
 
-        Logits are ``x @ router_weight.T + router_logit_bias`` in float32; see
-        `numerics.routing.route` for what follows. The block's `backend` is that of its experts and
-        does not apply to the router.
+        The logits are ``x @ router_weight.T + router_logit_bias`` in float32.
+        `numerics.routing.route` turns them into experts and weights. The argument `backend` of the
+        constructor applies to the experts, not to the router.
+
+        Args:
+          x: tokens ``[..., h]``; cast to the module's dtype.
+
+        Returns:
+          Expert ids, int32 ``[..., k]``, best expert first, and their weights, float32
+          ``[..., k]``.
         """
         with jax.named_scope("router"):
             rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
@@ -244,8 +318,9 @@ class NVFP4MoE(nnx.Module):
     def _route_rows(self, rows, weight, bias, logit_bias):
         """Choose the experts of ``rows [t, h]``.
 
-        A GPU sums exact products of bfloat16 in float32, so both operands go in as they are. XLA's
-        CPU dot of bfloat16 loses up to twice as much as that of float32.
+        On a GPU, bfloat16 operands are not cast: tensor cores multiply them exactly and sum in
+        float32. On a CPU they are cast to float32, because XLA's bfloat16 dot has up to twice the
+        error of its float32 dot.
         """
         if not (rows.dtype == weight.dtype == jnp.bfloat16 and self.target.platform == "cuda"):
             rows, weight = rows.astype(jnp.float32), weight.astype(jnp.float32)
@@ -255,13 +330,21 @@ class NVFP4MoE(nnx.Module):
         return route(self.router, logits, bias, target=self.target)
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
-        """Run the whole block; `x` is cast to the module's dtype, which the result has."""
+        """Run the whole block: router, routed experts, shared experts and latent projections.
+
+        Args:
+          x: tokens ``[..., h]``; cast to the module's dtype.
+
+        Returns:
+          ``[..., h]`` in the module's dtype.
+        """
         x = x.astype(self.dtype)
         chosen = self.route(x)
         own = x
         if self.experts.expert_mesh is not None:
-            # Or XLA joins the first product of the shared experts with the router's, and the sum
-            # over the devices, or the way back of the rows, has less work to hide behind.
+            # Without the barrier, XLA merges the first GEMM of the shared experts with the GEMM of
+            # the router. It could then no longer overlap with the all-reduce, or the combine, of
+            # the routed experts.
             own, chosen = jax.lax.optimization_barrier((x, chosen))
         if self.latent is None:
             y = self.experts(x, *chosen)
@@ -277,7 +360,7 @@ class NVFP4MoE(nnx.Module):
         return y + shared.astype(self.dtype)
 
     def _beside_experts(self, module, x):
-        """Return ``module(x)``, by each device on its own tokens where dispatch divides them."""
+        """Return ``module(x)``; if dispatch divides the tokens, each device runs its own tokens."""
         expert_mesh = self.experts.expert_mesh
         if (
             expert_mesh is None
@@ -289,19 +372,25 @@ class NVFP4MoE(nnx.Module):
 
 
 def _one_router(top_k, router):
+    """Return `router`, or the router that `top_k` stands for."""
     if (top_k is None) == (router is None):
-        raise ValueError(f"router: expected one of top_k and router, got {top_k} and {router}")
+        raise ValueError(
+            "router: expected one of top_k and router, and None for the other; "
+            f"got {top_k} and {router}"
+        )
     return Router(top_k) if router is None else router
 
 
 def _transpose(kernel):
+    """Return kernels ``[e, inputs, outputs]`` as ``[e, outputs, inputs]``; None stays None."""
     return None if kernel is None else jnp.swapaxes(jnp.asarray(kernel), 1, 2)
 
 
 def _fresh_experts(num_experts, hidden, intermediate, row, rngs):
-    """Return random experts, gate and up with a global scale each, as exporters make them.
+    """Return random experts in NVFP4.
 
-    Where their rows alternate, with one for both.
+    Gate and up get a global scale each, as in exported checkpoints. If their rows alternate, a
+    matrix can have only one global scale, so both share it.
     """
     first = random_matrix((num_experts, 2 if row.gated else 1, intermediate, hidden), rngs)
     down = random_matrix((num_experts, hidden, intermediate), rngs)

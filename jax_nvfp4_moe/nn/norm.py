@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm, and the functions that compute it."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -7,28 +7,35 @@ from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis, float32 inside.
+    """Normalize by the root mean square: ``weight * x / sqrt(mean(x^2) + eps)`` over the last axis.
 
-    The product with the weight is in the weight's dtype.
+    The normalization runs in float32. The normalized values are then cast to the dtype of `weight`
+    and multiplied by it.
 
     Attributes:
       weight: `nnx.Param` ``[h]``.
-      eps: static.
+      eps: static float, added to the mean of the squares.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
 
     def __init__(self, weight: Float[Array, " h"], eps: float):
-        """Make a norm of `weight` ``[h]``."""
+        """Make a norm from its `weight` ``[h]`` and `eps`."""
         self.weight = nnx.Param(weight)
         self.eps = eps
 
     def __call__(
         self, x: Float[Array, "... h"], mean: Float[Array, "... 1"] | None = None
     ) -> Float[Array, "... h"]:
-        """Normalize; the result has the dtype of `x`.
+        """Normalize `x` over its last axis.
 
         Args:
-          x: a vector, or the part of one that `weight` is for.
-          mean: of the squares of the whole vector; None where `x` is that.
+          x: ``[..., h]``, a whole vector or one shard's part of it.
+          mean: float32 ``[..., 1]``, the mean of the squares of the whole vector. None computes it
+            from `x`, which must then be the whole vector.
+
+        Returns:
+          ``[..., h]`` in the dtype of `x`.
         """
         return normalize(x, self.weight.get_value(), self.eps, mean)
 
@@ -38,9 +45,9 @@ def normalize(x, weight, eps: float, mean=None):
 
     Args:
       x: ``[..., h]``.
-      weight: ``[h]``, or ``[n, h]`` for n heads.
+      weight: ``[h]``, or ``[n, h]`` with one row for each of n heads.
       eps: added to the mean.
-      mean: of the squares, ``[..., 1]``; None: that of `x` over its last axis.
+      mean: mean of the squares, float32 ``[..., 1]``. None computes it from `x`.
     """
     wide = x.astype(jnp.float32)
     mean = mean_square(x) if mean is None else mean

@@ -1,7 +1,7 @@
-"""Saved weights in the layouts and on the mesh of the module that takes them.
+"""Convert saved weights to the layouts and the mesh of the module that is restored.
 
-An `Entry` is one variable of a module. From the record of a folder `find_stored` tells in which
-layouts and on which shards the variable was saved; `convert` makes the module's of what was read.
+An `Entry` is one variable of a module. `find_stored` reads from the record of a folder in which
+layouts, and on which shards, the variable was saved. `convert` then converts the saved value.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,16 +19,16 @@ from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_order import is_tensor, to_one_device, to_shards
 from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, find_layout
 
-TREE = "tree"  # name of the entry that is no module's variable
+TREE = "tree"  # name of the single entry of a tree that is not a module
 
 
 class Entry(NamedTuple):
     """One variable of a module, or a whole tree.
 
     Attributes:
-      name: path of the variable.
-      value: what it holds: arrays, or what stands for them.
-      shards: how a mesh divides it; None where every device holds all of it.
+      name: path of the variable, or `TREE`.
+      value: value of the variable, with arrays or `jax.ShapeDtypeStruct` as leaves.
+      shards: how a mesh divides the variable. None means that every device holds all of it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 
 def find_entries(module: Any) -> list[Entry]:
-    """Return the variables of a module; a tree stands for itself."""
+    """Return one entry for each variable of a module, or one for a whole tree."""
     if not isinstance(module, nnx.Module):
         return [Entry(TREE, module, None)]
     return [
@@ -47,10 +47,11 @@ def find_entries(module: Any) -> list[Entry]:
 
 
 def tree_shards(entries: Sequence[Entry]) -> int:
-    """Return into how many shards along `tensor` the experts of a tree are divided; 1 of a module.
+    """Return the number of shards along `tensor` of the experts in a tree; 1 for a module.
 
-    A tree does not know in which order the rows of its shards stand, so it can come back on as many
-    shards alone.
+    The order of the rows depends on the number of shards. A module records that number for each
+    variable, but a tree does not. A tree can therefore only be restored on the same number of
+    shards.
     """
     kinds = (MoEParams, DenseExperts)
     values = [entry.value for entry in entries if entry.name == TREE]
@@ -70,14 +71,14 @@ def tree_shards(entries: Sequence[Entry]) -> int:
 
 
 def find_stored(entry: Entry, record: Mapping[str, Any]) -> Entry:
-    """Return an entry, abstract, in the layouts and on the shards in which it was saved.
+    """Return `entry`, abstract, in the layouts and on the shards in which it was saved.
 
     Args:
-      entry: of the module that is restored.
-      record: of a folder; what it lacks is as in `entry`.
+      entry: entry of the module that is restored.
+      record: the parsed record of the folder. Facts that it lacks are taken from `entry`.
 
     Raises:
-      TypeError, ValueError: the shards of the record do not divide the variable.
+      TypeError, ValueError: the recorded shards do not divide the variable.
     """
     layouts, shards = (_table(record, kind) for kind in ("layouts", "shards"))
     names = tuple(_saved_layout(layouts, name, tensor) for name, tensor in tensors([entry]))
@@ -86,22 +87,27 @@ def find_stored(entry: Entry, record: Mapping[str, Any]) -> Entry:
 
 
 def _table(record, kind):
+    """Return the JSON object under `kind` in the record, or an empty one."""
     found = record.get(kind)
     return found if isinstance(found, dict) else {}
 
 
 def _saved_layout(layouts, name, tensor) -> str:
-    """Return the layout in which a tensor was saved; its own where the record has none that is."""
+    """Return the layout in which a tensor was saved.
+
+    If the record names no layout that this version knows, return the tensor's own layout. The check
+    of the whole record reports the difference afterwards.
+    """
     saved = layouts.get(name)
     saved = saved[0] if isinstance(saved, list) and saved else None
     return saved if saved in LAYOUTS else tensor.layout
 
 
 def _read_shards(saved) -> ShardLayout | None:
-    """Return how a variable was divided, from the record.
+    """Return the `ShardLayout` of a variable from the record.
 
     Raises:
-      TypeError, ValueError: the record says something else.
+      TypeError, ValueError: the record has another form.
     """
     if saved is None:
         return None
@@ -110,27 +116,35 @@ def _read_shards(saved) -> ShardLayout | None:
     pairs = tuple((width, parts) for width, parts in segments)
     positive = all(isinstance(number, int) and number > 0 for number in numbers)
     if axis not in ("rows", "columns") or not pairs or not positive:
-        raise ValueError(f"expected an axis, pairs of numbers and a number, got {saved}")
+        raise ValueError(
+            "expected [axis, [[width, parts], ...], shards] with axis 'rows' or 'columns' and "
+            f"positive numbers, got {saved}"
+        )
     return ShardLayout(axis, pairs, shards)
 
 
 def _reorder(value, here: ShardLayout | None, there: ShardLayout | None, names: tuple[str, ...]):
-    """Return the value of a variable that `here` divides as `there` divides it.
+    """Return `value`, which is divided as `here` says, divided as `there` says.
 
     Args:
-      value: in any layouts.
-      here, there: None: every device holds all of it.
-      names: the layout of each NVFP4 tensor in the result.
+      value: value of a variable, in any layouts.
+      here: how `value` is divided; None means that it is replicated.
+      there: how the result is divided; None means that it is replicated.
+      names: name of the layout of each NVFP4 tensor in the result.
     """
     return to_shards(to_one_device(value, here), there, names)
 
 
 def _layout_names(value) -> tuple[str, ...]:
+    """Return the name of the layout of each NVFP4 tensor in `value`."""
     return tuple(tensor.layout for _, tensor in tensors([Entry("", value, None)]))
 
 
 def _abstract(entry, shards, names):
-    """Return what stands for the arrays of `entry` as they were saved, and where they go."""
+    """Return `jax.ShapeDtypeStruct`s for the arrays of `entry` as they were saved.
+
+    Their shardings say where Orbax puts the arrays that it reads.
+    """
     plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), entry.value)
     if (shards, names) == (entry.shards, _layout_names(entry.value)):
         return jax.tree.map(_struct, plain, jax.tree.map(_sharding, entry.value))
@@ -146,17 +160,26 @@ def _abstract(entry, shards, names):
 
 
 def _struct(leaf, sharding):
+    """Return the shape and dtype of `leaf` as a `jax.ShapeDtypeStruct` with `sharding`."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _sharding(leaf):
-    """Return where a leaf goes; arrays that were saved on other devices must go somewhere."""
+    """Return the sharding of `leaf`, or the default device if it has none.
+
+    Without a sharding, Orbax would put an array on the devices on which it was saved, and those may
+    not exist here.
+    """
     default = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     return getattr(leaf, "sharding", None) or default
 
 
 def _auto_sharding(leaf):
-    """Return where a leaf goes, on Auto axes: XLA finds out what devices send to each other."""
+    """Return the sharding of `leaf` with Auto axes.
+
+    XLA then inserts the communication of a conversion by itself. With Explicit axes the traced
+    program would have to spell it out.
+    """
     own = _sharding(leaf)
     if not isinstance(own, NamedSharding):
         return own
@@ -167,9 +190,9 @@ def _auto_sharding(leaf):
 
 
 def _fitting_sharding(leaf, shape):
-    """Return where an array of `shape` goes that is converted to `leaf`.
+    """Return a sharding for an array of `shape` that will be converted to `leaf`.
 
-    Axes that the mesh of `leaf` does not divide are replicated until then.
+    It replicates each axis of the array that the mesh of `leaf` does not divide evenly.
     """
     own = _auto_sharding(leaf)
     if not isinstance(own, NamedSharding):
@@ -195,13 +218,13 @@ def convert(stored: Entry, like: Entry) -> Any:
 
 
 def leaves(entry: Entry) -> list[tuple[str, Any]]:
-    """Return name -> array of all that a variable holds."""
+    """Return the name and the array of each leaf of a variable."""
     found = jax.tree.leaves_with_path(entry.value)
     return [(entry.name + jax.tree_util.keystr(keys), leaf) for keys, leaf in found]
 
 
 def tensors(entries: Sequence[Entry]) -> Iterator[tuple[str, NVFP4Tensor]]:
-    """Return path and value of each NVFP4 tensor of all entries."""
+    """Yield the name and the value of each NVFP4 tensor in `entries`."""
     for entry in entries:
         for keys, value in jax.tree.leaves_with_path(entry.value, is_leaf=is_tensor):
             if is_tensor(value):

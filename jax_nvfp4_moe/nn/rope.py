@@ -1,4 +1,8 @@
-"""Rotary position embedding."""
+"""Rotary position embedding.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+arXiv:2104.09864.
+"""
 
 import dataclasses
 
@@ -8,12 +12,13 @@ from jaxtyping import Array, Float, Int32
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of one model; static.
+    """Parameters of a model's rotary embedding; static.
 
     Attributes:
-      frequencies: radians per position of each pair of channels, float32.
-      scale: multiplies cosines and sines.
-      attention_scale: multiplies the attention's logits (DeepSeek's ``mscale_all_dim``).
+      frequencies: radians per position for each pair of channels.
+      scale: factor on the cosines and sines. Defaults to 1.
+      attention_scale: factor on the attention logits (``mscale_all_dim`` of DeepSeek). Defaults to
+        1.
     """
 
     frequencies: tuple[float, ...]
@@ -22,9 +27,16 @@ class Rope:
 
 
 def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rope):
-    """Rotate channel pairs ``(i, i + r/2)`` by ``position * frequency_i``, in float32.
+    """Rotate each channel pair ``(i, i + r/2)`` by ``position * frequency_i``, in float32.
 
-    Only the first r channels are rotated, two for each frequency of `rope`; the rest pass.
+    Args:
+      x: queries or keys ``[b, t, n, d]``, n heads of d channels.
+      positions: int32 ``[b, t]``.
+      rope: parameters with ``r/2`` frequencies. Only the first r channels are rotated; the others
+        pass unchanged.
+
+    Returns:
+      ``[b, t, n, d]`` in the dtype of `x`.
     """
     width = 2 * len(rope.frequencies)
     if width < x.shape[-1]:
@@ -34,7 +46,7 @@ def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rop
         rope.frequencies, jnp.float32
     ).reshape(1, 1, -1)
     cos, sin = (f(angles)[:, :, None, None, :] * rope.scale for f in (jnp.cos, jnp.sin))
-    # Halves are turned over rather than concatenated, so that XLA fuses this into what reads it.
+    # Flip the halves instead of concatenating them: XLA can fuse a flip into its consumer.
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
     rotated = halves * cos + jnp.flip(halves, axis=-2) * (signs * sin)

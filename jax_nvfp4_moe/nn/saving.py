@@ -1,10 +1,15 @@
-"""Save modules with their weights as they are, in a kernel's layout, and restore them: with Orbax.
+"""Save modules in the layout of their kernels, and restore them on any device, with Orbax.
 
-A folder holds ``arrays``, written by Orbax's `StandardCheckpointer`, and ``layouts.json``, the
-record. It says in which layout, and which version of it, each NVFP4 weight stands, and how a mesh
-divides each variable. The record has another name until all arrays are written. If a module expects
-another layout or lies on another mesh, its weights become canonical weights in the order of one
-device while they are restored, and then those of the module.
+A saved folder holds two things:
+
+* ``arrays``, written by Orbax's `StandardCheckpointer`;
+* ``layouts.json``, the record. It stores the layout of each NVFP4 weight with the version of that
+  layout, and how a mesh divides each variable.
+
+The record has a temporary name until all arrays are written, so an interrupted save is never
+mistaken for a complete one. A module that expects another layout, or that lies on another mesh, can
+still be restored. `restore` then converts its weights to canonical weights of one device, and from
+there to the layout and mesh of the module.
 """
 
 import json
@@ -38,29 +43,43 @@ ARRAYS = "arrays"
 LAYOUTS = "layouts.json"
 _UNFINISHED = LAYOUTS + PARTIAL
 _VERSION = 3
-_TEXT_BYTES = 1000  # of an error, between processes
+_TEXT_BYTES = 1000  # longest error text that process 0 sends to the others
 
 Saved = TypeVar("Saved")
 
 
 def save(folder: str | pathlib.Path, module: Any) -> None:
-    """Save all variables of `module`, or all arrays of a tree.
+    """Save all variables of a module, or all arrays of a tree.
 
-    Over several processes all of them call it. Process 0 decides whether the folder is free, and
-    writes the record; all return when the folder is complete.
+    The arrays are written in their present layout and are not converted. If a program runs in
+    several processes, all of them must call `save`. Process 0 checks the folder and writes the
+    record. Every process returns when the folder is complete.
 
     Args:
-      folder: new or empty, or what a save left that did not come to its end, which is replaced.
-      module: of this package, or any `nnx.Module` with modules of it inside; or `MoEParams`, an
-        `NVFP4Tensor`, any tree of them. Arrays may be sharded. Only a module knows how a mesh
-        divides its weights: a tree comes back on the same number of shards alone.
+      folder: a new or empty folder. A folder that an interrupted save has left is replaced. A
+        leading ``~`` is expanded.
+      module: an `nnx.Module`, of this package or one that contains such modules. Or `MoEParams`, an
+        `NVFP4Tensor`, or any tree of arrays. Arrays may be sharded. A tree does not record how a
+        mesh divides it, so it can only be restored on the same number of shards.
 
     Raises:
-      ValueError: `folder` is not empty; in all processes.
-      OSError: the record cannot be written; process 0 names the file and its device.
+      ValueError: `folder` contains other files. All processes raise it.
+      OSError: the record cannot be written. The message of process 0 names the file and its device.
       ImportError: orbax-checkpoint is not installed.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from flax import nnx
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> moe = nvfp4.NVFP4MoE(8, 64, 32, top_k=2, rngs=nnx.Rngs(0))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     nvfp4.save(f"{folder}/moe", moe)
+      ...     print(sorted(path.name for path in pathlib.Path(folder, "moe").iterdir()))
+      ['arrays', 'layouts.json']
+
+    Source: https://orbax.readthedocs.io, the page on `StandardCheckpointer`.
     """
-    import orbax.checkpoint  # on demand: heavy, and needed nowhere else
+    import orbax.checkpoint  # slow to import, and only saving and restoring need it
 
     folder = expand_home(folder).resolve()
     entries = find_entries(module)
@@ -75,25 +94,38 @@ def save(folder: str | pathlib.Path, module: Any) -> None:
 def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
     """Restore what `save` wrote.
 
-    Weights that were saved in another layout than `like` expects, such as that of another GPU's
-    kernel, or on another mesh than that of `like`, are converted one variable at a time. No
-    checkpoint is read again. ::
-
-      moe = nvfp4.restore(folder, nnx.eval_shape(lambda: NVFP4MoE(8, 64, 32, top_k=2, rngs=rngs)))
+    `restore` converts weights that were saved in another layout than `like` expects, such as the
+    layout of another GPU's kernel. It also converts weights that were saved on another mesh. It
+    converts one variable at a time, and does not need the original checkpoint.
 
     Args:
-      folder: where it is.
-      like: a module or a tree of the same structure, or ``nnx.eval_shape(lambda: ...)`` of a
-        module, which takes no memory. Its arrays, or `jax.ShapeDtypeStruct`, say by their sharding
-        where the values go, however they were saved; to the default device where they have none.
+      folder: folder that `save` wrote. A leading ``~`` is expanded.
+      like: a module or a tree of the same structure. To save memory, pass
+        ``nnx.eval_shape(lambda: ...)`` of a module, which allocates no arrays. The shardings of its
+        arrays, or `jax.ShapeDtypeStruct`, say where the values go. Leaves without a sharding go to
+        the default device.
 
     Returns:
-      What `like` is, with the saved values in the layouts of `like`.
+      A module or tree like `like`, with the saved values in the layouts of `like`.
 
     Raises:
-      CheckpointError: the folder is incomplete, or names, shapes, dtypes or versions of layouts
-        differ; lists all.
+      CheckpointError: the folder is incomplete, or names, shapes, dtypes or layout versions differ.
+        The message lists all differences. Also if a tree was saved on another number of shards.
       ImportError: orbax-checkpoint is not installed.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> def make():
+      ...     return nvfp4.NVFP4MoE(8, 64, 32, top_k=2, rngs=nnx.Rngs(0))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     nvfp4.save(f"{folder}/moe", make())
+      ...     moe = nvfp4.restore(f"{folder}/moe", nnx.eval_shape(make))
+      >>> moe.router_weight[...].shape
+      (8, 64)
+
+    Source: https://orbax.readthedocs.io, the page on `StandardCheckpointer`.
     """
     import orbax.checkpoint
 
@@ -106,9 +138,9 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
     if saved != wanted:
         raise CheckpointError(
             [
-                f"{LAYOUTS}: experts were saved on {saved} shards along '{TENSOR}', and like has "
-                f"{wanted}. A tree comes back on as many shards alone; save a module, which knows "
-                "how they are divided"
+                f"{LAYOUTS}: experts were saved on {saved} shards along '{TENSOR}', but those of "
+                f"`like` are on {wanted}. Restore a tree on {saved} shards, or save a module, "
+                "which records how a mesh divides it"
             ],
             str(folder),
         )
@@ -117,7 +149,7 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
         arrays = checkpointer.restore(folder / ARRAYS, abstract)
     values = []
     for entry, before in zip(entries, stored, strict=True):
-        # Popped: what was read must not stay in memory beside what it is converted to.
+        # Pop the arrays, so that their memory is free once the variable is converted.
         read = [arrays.pop(name) for name, _ in leaves(before)]
         value = jax.tree.unflatten(jax.tree.structure(before.value), read)
         values.append(convert(before._replace(value=value), entry))
@@ -132,12 +164,19 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
 
 
 def _begin(folder, record):
-    """Write the record under the name that marks a folder as unfinished, for lack of the arrays."""
+    """Make the folder, and write the record under its temporary name.
+
+    The temporary name marks the folder as unfinished until the arrays are written. A folder that an
+    interrupted save has left is replaced; a folder with other files raises `ValueError`.
+    """
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     unfinished = any(name.startswith(_UNFINISHED) for name in names)
     own = all(name.startswith((_UNFINISHED, ARRAYS)) for name in names)
     if names and not (unfinished and own):
-        raise ValueError(f"folder: expected an empty or a new one, got {folder}")
+        raise ValueError(
+            f"folder: expected a new or an empty folder, but {folder} has files in it; "
+            "choose another folder, or delete them"
+        )
     if names:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,10 +184,11 @@ def _begin(folder, record):
 
 
 def _in_first_process(action: Callable[[], None]) -> None:
-    """Run `action` in process 0 while the others wait; if it fails there, fail everywhere.
+    """Run `action` in process 0 while the others wait; if it fails, raise in every process.
 
     Raises:
-      ValueError, OSError: that of `action`; in the other processes with the same text.
+      ValueError, OSError: the error of `action`. The other processes raise a `ValueError` with the
+        same text.
     """
     error: Exception | None = None
     if is_first():
@@ -168,10 +208,10 @@ def _in_first_process(action: Callable[[], None]) -> None:
 
 
 def _find_stored(entries, record, folder):
-    """Return `entries` as they were saved.
+    """Return `entries` in the layouts and on the shards of the saved folder.
 
     Raises:
-      CheckpointError: the shards of the record do not divide the variables; lists all.
+      CheckpointError: the recorded shards do not divide the variables; lists all of them.
     """
     stored, problems = [], []
     for entry in entries:
@@ -185,7 +225,7 @@ def _find_stored(entries, record, folder):
 
 
 def _description(entries) -> dict[str, Any]:
-    """Return what must agree between what is saved and what is restored; plain JSON."""
+    """Return what must agree between the saved and the restored entries, as plain JSON values."""
     arrays = {
         name: [leaf.dtype.name, *leaf.shape] for entry in entries for name, leaf in leaves(entry)
     }
@@ -203,9 +243,17 @@ def _description(entries) -> dict[str, Any]:
 
 
 def _check(saved, expected, folder):
+    """Check that the record of a folder agrees with `expected`, a `_description`.
+
+    Raises:
+      CheckpointError: they differ; lists all differences.
+    """
     problems = []
     if saved.get("version") != _VERSION:
-        problems.append(f"{LAYOUTS}: expected version {_VERSION}, got {saved.get('version')!r}")
+        problems.append(
+            f"{LAYOUTS}: expected format version {_VERSION}, got {saved.get('version')!r}; restore "
+            "with the version of jax-nvfp4-moe that saved this folder"
+        )
     for kind, what in (
         ("layouts", "layout, version, rows and columns"),
         ("arrays", "dtype and shape"),
@@ -215,7 +263,7 @@ def _check(saved, expected, folder):
         for name in sorted({*here, *there}):
             if here.get(name) != there.get(name):
                 problems.append(
-                    f"{name}: {what}: expected {here.get(name)}, saved {there.get(name)}"
+                    f"{name}: {what}: expected {here.get(name)}, the folder has {there.get(name)}"
                 )
     if problems:
         raise CheckpointError(problems, str(folder))

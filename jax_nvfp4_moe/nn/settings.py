@@ -1,4 +1,4 @@
-"""Settings: what the caller of `load_model` asked for."""
+"""Settings: the arguments of `load_model` that all modules of a model need."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,12 +12,15 @@ from jax_nvfp4_moe.scheme import Target, rounds_to_fp8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the modules of one model are made: what the caller of `load_model` asked for.
+    """How to make the modules of one model: the arguments of `load_model`.
 
     Attributes:
-      target, scheme, backend, dtype: as for `load_model`.
-      expert_mesh: the devices that share the model; None for one.
-      dispatch: how tokens reach experts over the mesh; see `NVFP4MoE`.
+      target: device that the model runs on.
+      scheme: None, "checkpoint" or the name of a `Scheme`, as for `load_model`.
+      backend: None, a name or a sequence of names, as for `load_model`.
+      dtype: dtype of activations, dense weights and cache. Defaults to bfloat16.
+      expert_mesh: devices that the model is sharded over, or None for one device.
+      dispatch: how tokens reach their experts over the mesh; see `NVFP4MoE`.
     """
 
     target: Target
@@ -29,20 +32,20 @@ class Settings:
 
     @property
     def shards(self) -> int:
-        """Number of shards that heads and the columns of dense parts are divided into."""
+        """Number of shards into which heads and dense columns are divided; 1 without a mesh."""
         return 1 if self.expert_mesh is None else self.expert_mesh.tensor
 
     @property
     def rounds_to_fp8(self) -> bool:
-        """Whether keys and values that the file declares FP8 are rounded to it."""
+        """Whether activations, keys and values that are declared FP8 are rounded to FP8."""
         return rounds_to_fp8(self.scheme, self.target)
 
     def module_arguments(self) -> dict[str, Any]:
-        """Return the arguments that all NVFP4 modules take."""
+        """Return the constructor arguments that all NVFP4 modules share."""
         names = ("target", "scheme", "backend", "dtype")
         return {name: getattr(self, name) for name in names}
 
     def block_arguments(self) -> dict[str, Any]:
-        """Return the arguments that all blocks with experts take."""
+        """Return the constructor arguments that all blocks with experts share."""
         mesh = None if self.expert_mesh is None else self.expert_mesh.mesh
         return {**self.module_arguments(), "mesh": mesh, "dispatch": self.dispatch}

@@ -115,8 +115,8 @@ def test_a_conversation_in_a_terminal():
     terminal.type("\x03")
     terminal.wait_for(r"Stopped\.\r\n.*> $")
     terminal.type("\x03")
-    terminal.wait_for("/reset begins anew.*> $", again="\x03")
+    terminal.wait_for("/reset to start over.*> $", again="\x03")
     terminal.type("/reset\n")
-    terminal.wait_for(r"A new conversation\..*> $")
+    terminal.wait_for(r"Started a new conversation\..*> $")
     terminal.type("/exit\n")
     assert terminal.process.wait(30) == 0

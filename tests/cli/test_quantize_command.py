@@ -89,7 +89,7 @@ def test_the_command_says_what_is_wrong(source_with_tokenizer, tmp_path, capsys)
     arguments = ("quantize", source_with_tokenizer, tmp_path / "q", "--text", tmp_path / "text.txt")
     status, out, err = call(capsys, *arguments)
     assert (status, out) == (2, "")
-    assert "calibration_tokens: expected 1 to 280, the tokens of" in err
+    assert "calibration_tokens: expected 1 to 280, the number of tokens in" in err
     status, _, err = call(capsys, "quantize", EXAMPLE, tmp_path / "q")
     assert status == 2
     assert "is quantized already" in err

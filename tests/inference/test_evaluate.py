@@ -107,7 +107,7 @@ def test_the_quality_of_the_tool(heldout, scheme, dtype):
         ({"window": 4096}, "window: expected 2 to 2048"),
         ({"skip_tokens": -1}, "skip_tokens"),
         ({"max_windows": 0}, "max_windows"),
-        ({"skip_tokens": 10**9}, "hold no window of 512"),
+        ({"skip_tokens": 10**9}, "expected at least 512 tokens, one window"),
     ],
 )
 def test_arguments_out_of_range(model, heldout, arguments, message):

@@ -146,7 +146,7 @@ def test_a_layout_that_nobody_knows_is_refused(tmp_path):
     for value in record["layouts"].values():
         value[0] = "of_tomorrow"
     (tmp_path / "m" / LAYOUTS).write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match="saved \\['of_tomorrow'") as caught:
+    with pytest.raises(CheckpointError, match="the folder has \\['of_tomorrow'") as caught:
         restore(tmp_path / "m", moe)
     assert len(caught.value.problems) == 2
 
@@ -227,7 +227,7 @@ def test_a_second_try_works_after_the_disk_was_full(tmp_path):
 def test_folders_that_do_not_serve(tmp_path):
     moe = NVFP4MoE(4, 64, 32, top_k=2, rngs=nnx.Rngs(0))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="expected an empty or a new one"):
+    with pytest.raises(ValueError, match="expected a new or an empty folder"):
         save(tmp_path, moe)
     with pytest.raises(CheckpointError, match=r"layouts\.json' is missing"):
         restore(tmp_path, moe)

@@ -100,7 +100,7 @@ def test_processes_agree_on_whether_a_folder_is_free_and_one_writes_the_record(t
         for process in processes:
             status, out, err = finish(process)
             assert status == 0, err
-            assert "folder: expected an empty or a new one" in out
+            assert "folder: expected a new or an empty folder" in out
 
 
 @pytest.mark.slow

@@ -140,10 +140,10 @@ def test_what_stays_whole_is_said(written, name, caplog):
     say_replicated.cache_clear()  # it says a thing once in a process
     for shape in SHAPES:
         load(written(name), mesh=make_mesh(shape))
-    lines = [line for line in caplog.messages if "are whole on each" in line]
+    lines = [line for line in caplog.messages if "are replicated on all" in line]
     assert len(lines) == (1 if name == "qwen3_5" else 0)
     for line in lines:
-        assert "out_proj are whole on each of 4 shards" in line
+        assert "out_proj are replicated on all 4 shards" in line
         assert "2 key heads do not make 4 parts" in line
 
 

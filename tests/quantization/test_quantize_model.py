@@ -400,7 +400,7 @@ def broken(tmp_path, **changes):
             {"token_ids": [1, 2, 3], "scheme": "w4a16"},
             "token_ids: scheme w4a16 .* uses no calibration text",
         ),
-        ({"token_ids": [1, 2, 3]}, "hold no window of 512"),
+        ({"token_ids": [1, 2, 3]}, "expected at least 512 tokens, one window"),
         ({"token_ids": [1, 64], "window": 2}, "ids from 0 to 63, got 1 to 64"),
     ],
 )
