@@ -159,6 +159,9 @@ def test_arrays_of_numpy(expected):
     for params in (jax.device_get(PARAMS), jax.device_get(nvfp4.prepare(PARAMS))):
         for run in (op, plain):
             assert_same_bits(run(x, params, ids, weights), expected)
+    reference = functools.partial(op, backend="reference")
+    given = jax.jit(reference)(X, PARAMS, IDS, WEIGHTS)
+    assert_same_bits(reference(x, jax.device_get(PARAMS), ids, weights), given)
 
 
 @pytest.fixture(scope="module")

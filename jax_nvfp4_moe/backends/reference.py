@@ -136,7 +136,8 @@ def combine_experts(
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = num_experts
     slots, starts, ends = sort_slots(expert_ids, e)
-    weights = expert_weights.reshape(-1).astype(jnp.float32)
+    # The loop over experts cannot index numpy arrays.
+    x, weights = jnp.asarray(x), jnp.asarray(expert_weights, jnp.float32).reshape(-1)
 
     def run_chunk(expert, start, y):
         here = lax.dynamic_slice(slots, (start,), (CHUNK_ROWS,))
@@ -163,6 +164,7 @@ def combine_experts(
 
 def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
     """Compute an expert layer; `ops.moe_mlp` describes the result."""
+    params = jax.tree.map(jnp.asarray, params)  # a loop over experts cannot index numpy arrays
     params = params.to_layout(CANONICAL)
 
     def run_rows(expert, rows):
@@ -191,6 +193,7 @@ def group_bounds(group_sizes, rows: int):
 
 def grouped_gemm(x, weight, group_sizes, input_scale, bias, *, scheme):
     """Multiply each row by the weight of its group; `ops.grouped_gemm` describes the result."""
+    weight, bias = jax.tree.map(jnp.asarray, (weight, bias))  # as in `moe_mlp`
     m = x.shape[0]
     weight = weight.to_layout(CANONICAL)
     e, n, _ = weight.shape
