@@ -63,17 +63,21 @@ def measure_copy(gibibytes: float) -> float:
     return 8 * words / time_program(flip, jnp.zeros(words, jnp.uint32))["us"] * 1e-6
 
 
-def measure_ceilings(gibibytes: float = 4.0, side: int = 8192) -> dict[str, float]:
-    """Measure the bandwidth of a copy (bytes read and written) and the rate of a bf16 matmul."""
-    state = jax.random.normal(jax.random.key(0), (3, side, side), jnp.bfloat16)
+def measure_matmul(side: int, dtype: Any = jnp.bfloat16) -> float:
+    """Measure the rate of a product of two square matrices of `side` rows, in TFLOP/s."""
+    state = jax.random.normal(jax.random.key(0), (3, side, side), dtype)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def multiply(state):
         a, b, _ = state
         return a, b, a @ b
 
-    matmul = time_program(multiply, tuple(state))["us"]
+    return 2 * side**3 / time_program(multiply, tuple(state))["us"] * 1e-6
+
+
+def measure_ceilings(gibibytes: float = 4.0, side: int = 8192) -> dict[str, float]:
+    """Measure the bandwidth of a copy (bytes read and written) and the rate of a bf16 matmul."""
     return {
         "copy_tb_per_s": measure_copy(gibibytes),
-        "matmul_tflop_per_s": 2 * side**3 / matmul * 1e-6,
+        "matmul_tflop_per_s": measure_matmul(side),
     }
