@@ -74,6 +74,6 @@ def _figure_class():
         from matplotlib.figure import Figure  # on demand: optional, and slow to import
     except ImportError as error:
         raise ValueError(
-            "plot: matplotlib is not installed; pip install 'jax-nvfp4-moe[plot]'"
+            "plot: matplotlib is not installed; run pip install 'jax-nvfp4-moe[plot]'"
         ) from error
     return Figure

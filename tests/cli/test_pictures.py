@@ -225,7 +225,7 @@ def test_without_matplotlib_the_extra_is_named(run, command, monkeypatch):
     status, out, err, _ = run(*command, "--plot", "picture.png")
     assert (status, out) == (2, "")
     (line,) = err.splitlines()
-    assert "matplotlib is not installed; pip install 'jax-nvfp4-moe[plot]'" in line
+    assert "matplotlib is not installed; run pip install 'jax-nvfp4-moe[plot]'" in line
 
 
 def test_pictures_are_light_whatever_the_users_settings_are(tmp_path):
