@@ -20,6 +20,7 @@ _FORMATS = {
     "float32": "#424a53",
 }
 _OTHER_FORMATS = ("#8250df", "#1a7f37", "#bf3989")
+_ABOVE = "#f0f2f4"  # the area that no device reaches, and its labels
 _SMALL, _LINE = 9, 12  # points: size of a label, and height of its line
 _BESIDE = {  # a label beside what it describes; no line of the grid crosses it
     "textcoords": "offset points",
@@ -169,7 +170,7 @@ def draw_roofline(figure, cells: Sequence[Cell], limits: Limits, title: str) -> 
     roof = [limits.gflop_per_s(x) / scale for x in corners]
     highest = 3 * max(*ys, top)
     axes.plot(corners, roof, color="#424a53", linewidth=1.5)
-    axes.fill_between(corners, roof, highest, color="#f0f2f4", linewidth=0)
+    axes.fill_between(corners, roof, highest, color=_ABOVE, linewidth=0)
     axes.plot(xs, ys, "o-", color=_FORMATS["NVFP4 w4a4"], linewidth=1, markersize=6)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(*ys, roof[0]) / 2, highest))
     axes.set_xlabel("operations for each byte moved (weights read, tokens in and out)")
@@ -234,6 +235,7 @@ def _label_roof(axes, bends, memory, products) -> None:
         axes.annotate(
             words, axes.transData.inverted().transform(at), offset, textcoords="offset points",
             rotation=turn, rotation_mode="anchor", ha=side, va="bottom", fontsize=_SMALL,
+            bbox={**_BESIDE["bbox"], "facecolor": _ABOVE},
         )  # fmt: skip
 
 
