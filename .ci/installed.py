@@ -25,11 +25,12 @@ BACKENDS = {
 
 
 def check_files():
-    """Check that the package is in this environment, and that it has all licenses."""
+    """Check that the package is in this environment, with all licenses and its type marker."""
     package = pathlib.Path(nvfp4.__file__).parent
     assert package.is_relative_to(sys.prefix), f"{package} is not in this environment"
     files = {path.name for path in importlib.metadata.files("jax-nvfp4-moe")}
     assert {"LICENSE", "LICENSE.cutlass", "LICENSE.nanobind"} <= files, files
+    assert (package / "py.typed").is_file()  # else type checkers ignore the annotations
 
 
 def check_kernels():

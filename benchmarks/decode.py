@@ -36,11 +36,11 @@ from moe_cases import Case, Ceilings, floor_us
 from provenance import provenance
 from rich.console import Console
 from rich.table import Table
-from timing import measure_ceilings
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint import LinearWeights, Source
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes
+from jax_nvfp4_moe.cli.timing import measure_ceilings
 from jax_nvfp4_moe.models import qwen3_moe
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.filling import fill

@@ -10,10 +10,10 @@ import contestant
 import jax
 import jax.numpy as jnp
 from moe_cases import Case, calls_of, draw_ids
-from timing import measure_ceilings, time_program
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.cli.timing import measure_ceilings, time_program
 from jax_nvfp4_moe.ops.preparation import prepare_donated
 from jax_nvfp4_moe.scheme import Problem, Scheme
 

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from provenance import provenance
 from rich.console import Console
 from rich.table import Table
-from timing import measure_copy, time_program
 
 import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.cli.timing import measure_copy, time_program
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 
 HERE = pathlib.Path(__file__).resolve().parent

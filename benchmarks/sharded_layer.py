@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from layer import PER_CALL, call_operands, random_params
 from moe_cases import FORMS, Case, draw_ids
-from timing import time_program
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.cli.timing import time_program
 from jax_nvfp4_moe.ops.preparation import find_checkpoint_scheme, plan_experts
 from jax_nvfp4_moe.parallel import ExpertMesh, run_dispatched, shard_experts
 from jax_nvfp4_moe.parallel.dispatch import choose_wire_format

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from moe_cases import Case, draw_ids
-from timing import time_program
+
+from jax_nvfp4_moe.cli.timing import time_program
 
 TOKENS = (1, 16, 128, 1024, 8192)  # only these, because compiling takes long
 

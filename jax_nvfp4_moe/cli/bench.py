@@ -1,8 +1,12 @@
 """The subcommand `bench`: the time of one expert layer of random weights on this device."""
 
-import time
-from collections.abc import Iterator, Sequence
-from typing import Annotated
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +14,19 @@ import numpy as np
 import typer
 
 from jax_nvfp4_moe.cli.options import BackendOption, DtypeOption, SchemeOption
-from jax_nvfp4_moe.cli.output import table
+from jax_nvfp4_moe.cli.output import say, table
+from jax_nvfp4_moe.cli.pictures import Cell, Limits, draw_roofline
+from jax_nvfp4_moe.cli.timing import measure_copy, measure_matmul, time_program
+from jax_nvfp4_moe.figures import check_plot, drawing
 from jax_nvfp4_moe.models.loading import find_dtype
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.preparation import convert, plan_experts
 from jax_nvfp4_moe.scheme import Scheme
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
+
+_HOST_BOUND = 0.9  # where starting the calls takes this share of the time, the host was timed
+# Of the copy in GiB, and of the matrices in rows: larger than caches, and quick on the device.
+_CPU_SIZES, _OTHER_SIZES = (0.5, 1024), (1.0, 8192)
 
 
 def bench_command(
@@ -24,23 +35,39 @@ def bench_command(
     hidden: Annotated[int, typer.Option(help="Width of tokens.")] = 2048,
     intermediate: Annotated[int, typer.Option(help="Width of an expert.")] = 768,
     top_k: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with the measured limits of the device.")
+    ] = False,
+    plot: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Also draw a roofline to this file, such as roofline.png."),
+    ] = None,
     scheme: SchemeOption = None,
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
 ) -> None:
     """Time one expert layer (of Qwen3-30B-A3B's sizes) on this device."""
     counts = _positive_numbers("tokens", tokens)
-    rows = layer_times(
-        counts,
-        experts=experts,
-        hidden=hidden,
-        intermediate=intermediate,
-        top_k=top_k,
-        scheme=scheme,
-        dtype=dtype,
-        backend=backend,
-    )
-    print("\n".join(table(rows)))
+    if plot is not None:
+        check_plot(plot)  # now, not after minutes
+    sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "top_k": top_k}
+    cells = time_layer(counts, **sizes, scheme=scheme, dtype=dtype, backend=backend)
+    for cell in cells:
+        if cell.host_share > _HOST_BOUND and jax.default_backend() != "cpu":
+            say(f"{cell.tokens} tokens: starting the calls took as long as running them")
+    if plot is None and not as_json:
+        print("\n".join(table(_rows(cells))))
+        return
+    limits, device = measure_limits(dtype), jax.devices()[0].device_kind
+    if plot is not None:
+        title = f"{experts} experts {hidden} > {intermediate}, top {top_k}, {dtype}, on {device}"
+        with drawing(plot, (10.0, 5.6)) as figure:
+            draw_roofline(figure, cells, limits, title)
+        say(f"wrote {plot}")
+    if as_json:
+        print(json.dumps({"device": device, "dtype": dtype, **sizes, **report(cells, limits)}))
+    else:
+        print("\n".join(table(_rows(cells))))
 
 
 def _positive_numbers(name, text) -> list[int]:
@@ -50,7 +77,31 @@ def _positive_numbers(name, text) -> list[int]:
     return [int(part) for part in parts]
 
 
-def layer_times(
+def _rows(cells):
+    yield "tokens", "us", "GB/s of weights", "scheme", "backend"
+    for cell in cells:
+        rate = f"{cell.weight_bytes / cell.us * 1e-3:.1f}"
+        yield str(cell.tokens), f"{cell.us:.1f}", rate, cell.scheme, cell.backend
+
+
+def report(cells: Sequence[Cell], limits: Limits) -> dict[str, Any]:
+    """Return measured cells and limits as values for JSON, with the rates that a roofline shows."""
+    return {
+        "limits": dataclasses.asdict(limits),
+        "rows": [
+            dataclasses.asdict(cell)
+            | {
+                "intensity": cell.intensity,
+                "gflop_per_s": cell.gflop_per_s,
+                "limit_us": limits.us(cell),
+                "of_limit": limits.us(cell) / cell.us,
+            }
+            for cell in cells
+        ],
+    }
+
+
+def time_layer(
     tokens: Sequence[int],
     *,
     experts: int,
@@ -60,8 +111,11 @@ def layer_times(
     scheme: str | None = None,
     dtype: str = "bfloat16",
     backend: str | Sequence[str] | None = None,
-) -> Iterator[tuple[str, ...]]:
-    """Return a table of one row for each number of tokens: microseconds and GB/s of weights.
+) -> list[Cell]:
+    """Time one expert layer under `jax.jit` for each number of tokens.
+
+    Calls take turns with different tokens and different experts. A layer that is larger than the
+    caches is therefore read from memory, as in a model.
 
     Args:
       tokens: numbers of tokens to time, one after the other.
@@ -80,27 +134,55 @@ def layer_times(
     plan = plan_experts(params, checkpoint_scheme=Scheme.W4A4, **how)
     params = convert(params, plan.layout)
 
-    @jax.jit
-    def layer(x, params, ids, weights):
+    # The memory of the last output is the next one's: one call waits for the other.
+    @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+    def layer(last, x, params, ids, weights):
+        del last
         return moe_mlp(x, params, ids, weights, plan=plan)
 
-    yield "tokens", "us", "GB/s of weights", "scheme", "backend"
+    cells = []
     for count in tokens:
-        ids, weights = random_routing(jax.random.key(1), count, experts, top_k)
-        x = jax.random.normal(jax.random.key(2), (count, hidden), jnp.float32).astype(kind)
-        seconds = _median_seconds(lambda x=x, i=ids, w=weights: layer(x, params, i, w))
-        read = params.nbytes / experts * len(np.unique(ids))
-        rate = f"{read / seconds / 1e9:.1f}"
-        yield str(count), f"{seconds * 1e6:.1f}", rate, str(plan.scheme), plan.backend.name
+        calls = _draw_calls(count, experts, hidden, top_k, kind)
+        active = float(np.mean([len(np.unique(ids)) for _, ids, _ in calls]))
+        turns = itertools.cycle(calls)
+
+        def step(last, turns=turns):
+            x, ids, weights = next(turns)
+            return layer(last, x, params, ids, weights)
+
+        figures = time_program(step, jnp.zeros((count, hidden), kind))
+        read = params.nbytes / experts * active
+        cells.append(
+            Cell(
+                tokens=count,
+                us=figures["us"],
+                low_us=figures["low"],
+                high_us=figures["high"],
+                host_share=figures["host_share"],
+                weight_bytes=read,
+                moved_bytes=read + 2 * count * hidden * kind.itemsize,
+                operations=6 * count * top_k * hidden * intermediate,
+                scheme=str(plan.scheme),
+                backend=plan.backend.name,
+            )
+        )
+    return cells
 
 
-def _median_seconds(call) -> float:
-    """Return the median time of one call of several, the first ones left out."""
-    jax.block_until_ready(call())
-    times = []
-    begin = time.perf_counter()
-    while len(times) < 5 or (time.perf_counter() - begin < 1.0 and len(times) < 200):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+def _draw_calls(count, experts, hidden, top_k, dtype):
+    """Return tokens, expert ids and expert weights of several calls; fewer of large ones."""
+    keys = jax.random.split(jax.random.key(1), max(2, min(16, 8192 // count)))
+    x = jax.random.normal(jax.random.key(2), (count, hidden), jnp.float32).astype(dtype)
+    return [(x, *random_routing(key, count, experts, top_k)) for key in keys]
+
+
+def measure_limits(dtype: str) -> Limits:
+    """Measure what bounds every layer on this device: its memory, and its matrix products.
+
+    The memory's figure is that of a large copy. The products' figure is that of the faster of two
+    large products by XLA, in `dtype` and in float32: some CPUs have no arithmetic for 16 bits.
+    """
+    gibibytes, side = _CPU_SIZES if jax.default_backend() == "cpu" else _OTHER_SIZES
+    rates = {name: 1e3 * measure_matmul(side, find_dtype(name)) for name in {dtype, "float32"}}
+    best = max(rates, key=rates.__getitem__)
+    return Limits(1e3 * measure_copy(gibibytes), rates[best], best)

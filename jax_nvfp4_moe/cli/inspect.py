@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from jax_nvfp4_moe.checkpoint.folder import expand_home, find_folder
-from jax_nvfp4_moe.cli.inspection import inspect
+from jax_nvfp4_moe.cli.inspection import bytes_report, describe, measure_bytes
 from jax_nvfp4_moe.cli.options import (
     BackendOption,
     DtypeOption,
@@ -20,10 +20,11 @@ from jax_nvfp4_moe.cli.options import (
     read_text,
 )
 from jax_nvfp4_moe.cli.output import progress_bar, say, table
+from jax_nvfp4_moe.cli.pictures import chart_size, draw_bytes
+from jax_nvfp4_moe.figures import check_plot, drawing
 from jax_nvfp4_moe.inference.tokenizer import TOKENIZER, load_tokenizer
 from jax_nvfp4_moe.models.loading import abstract_model
 from jax_nvfp4_moe.quantization.layer_errors import (
-    check_plot,
     error_report,
     error_rows,
     measure_errors,
@@ -44,9 +45,12 @@ def inspect_command(
         pathlib.Path | None, typer.Option(help="Text to run, UTF-8; some Python by default.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text, at most.")] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="Errors as JSON, by token too.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: modules and bytes, or errors by token.")
+    ] = False,
     plot: Annotated[
-        pathlib.Path | None, typer.Option(help="Draw the errors too, such as errors.png.")
+        pathlib.Path | None,
+        typer.Option(help="Also draw bytes by module and format, or errors, to this file."),
     ] = None,
     scheme: SchemesOption = None,
     dtype: DtypeOption = "bfloat16",
@@ -58,15 +62,15 @@ def inspect_command(
     of --scheme, else w4a16, and w4a4 where the checkpoint has input scales.
     """
     logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)  # the table says it all
+    if plot is not None:
+        check_plot(plot)  # now, not after minutes
     if not errors:
-        _only_with_errors(original=original, text=text, json=as_json, plot=plot, backend=backend)
+        _only_with_errors(original=original, text=text, backend=backend)
         only, *others = each_once(scheme)
         if others:
             raise ValueError(f"--scheme: expected one without --errors, got {only}, {others[0]}")
-        print(inspect(path, scheme=only, dtype=dtype))
+        _show(path, abstract_model(path, scheme=only, dtype=dtype), as_json, plot)
         return
-    if plot is not None:
-        check_plot(plot)  # now, not after minutes
     ids, words = _sample(path, text, tokens)
     found = measure_errors(
         path,
@@ -86,6 +90,17 @@ def inspect_command(
         return
     print(f"errors of routed experts against {truth}, in float32, of {len(ids)} tokens\n")
     print("\n".join(table(error_rows(found, words))))
+
+
+def _show(path, plan, as_json, plot) -> None:
+    """Print what a checkpoint holds, and draw it where the user asks for a picture."""
+    if plot is not None:
+        modules = measure_bytes(plan.model)
+        with drawing(plot, chart_size(modules)) as figure:
+            folder = expand_home(path)
+            draw_bytes(figure, modules, folder.resolve().name if folder.is_dir() else str(path))
+        say(f"wrote {plot}")
+    print(json.dumps(bytes_report(path, plan)) if as_json else describe(path, plan))
 
 
 def _only_with_errors(**options):

@@ -1,9 +1,12 @@
 """What is in a checkpoint, and which scheme and backend each layer gets: from headers alone."""
 
+import collections
+import dataclasses
 import math
 import pathlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from flax import nnx
@@ -11,7 +14,7 @@ from flax import nnx
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.cli.output import table
-from jax_nvfp4_moe.models.loading import abstract_model
+from jax_nvfp4_moe.models.loading import LoadPlan, abstract_model
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.experts import RoutedExperts
 from jax_nvfp4_moe.nn.explanation import explain
@@ -24,6 +27,7 @@ TARGETS = (
     Target("cpu"),
     *(Target("cuda", capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))),
 )
+OTHERS = "embedding, routers, norms"
 
 
 def inspect(path: str | pathlib.Path, *, scheme: str | None = None, dtype="bfloat16") -> str:
@@ -37,12 +41,79 @@ def inspect(path: str | pathlib.Path, *, scheme: str | None = None, dtype="bfloa
       CheckpointError: as `load_model`.
       ValueError: `scheme` does not go with the checkpoint.
     """
-    plan = abstract_model(path, scheme=scheme, dtype=dtype)
-    model, decisions = plan.model, plan.decisions
-    kinds = _kinds(model)
-    parts = [*_header(path), "", *table(_rows(model, kinds)), ""]
-    parts += [*table(_decided(decisions)), "", *_choices(kinds)]
+    return describe(path, abstract_model(path, scheme=scheme, dtype=dtype))
+
+
+def describe(path: str | pathlib.Path, plan: LoadPlan) -> str:
+    """Return what `inspect` returns, of a checkpoint whose headers are read already."""
+    model, kinds = plan.model, _kinds(plan.model)
+    parts = [*_header(path), "", *table(_rows(model)), ""]
+    parts += [*table(_decided(plan.decisions)), "", *_choices(kinds)]
     return "\n".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleBytes:
+    """Bytes of all modules of one kind, as `load_model` loads them.
+
+    Attributes:
+      module: path in the model with stars for layer numbers, such as "layers.*.mlp.experts".
+      count: number of modules; None of what has no modules of its own, such as norms.
+      weights: sizes, such as "256 > 128" of a linear with 256 inputs and 128 outputs.
+      format: of the weights, such as "NVFP4 w4a4", "FP8 fp8" or "bfloat16".
+      nbytes: bytes of all of them together.
+    """
+
+    module: str
+    count: int | None
+    weights: str
+    format: str
+    nbytes: int
+
+
+def measure_bytes(model: nnx.Module) -> list[ModuleBytes]:
+    """Return the bytes of a model by kind of module and format; their sum is that of the model.
+
+    Args:
+      model: a model as `load_model` returns it, or one without values.
+    """
+    found = []
+    for (name, description), modules in _kinds(model).items():
+        weights, form = description.split("; ")
+        found.append(ModuleBytes(name, len(modules), weights, form, sum(map(_bytes, modules))))
+    left = _bytes_by_dtype(nnx.state(model))
+    for modules in _kinds(model).values():
+        for module in modules:
+            left.subtract(_bytes_by_dtype(_own_weights(module)))
+    others = [ModuleBytes(OTHERS, None, "", dtype, size) for dtype, size in left.items() if size]
+    return found + others
+
+
+def bytes_report(path: str | pathlib.Path, plan: LoadPlan) -> dict[str, Any]:
+    """Return what a checkpoint holds, as values for JSON.
+
+    Args:
+      path: folder of the checkpoint.
+      plan: as `models.loading.abstract_model` returns it.
+
+    Returns:
+      "path", "architectures", "tensors" and "file_bytes" of the files, "loaded_bytes" of the model,
+      and "modules": the fields of each `ModuleBytes`, `nbytes` as "bytes".
+    """
+    found = measure_bytes(plan.model)
+    modules = [dataclasses.asdict(one) for one in found]
+    for module in modules:
+        module["bytes"] = module.pop("nbytes")
+    with open_checkpoint(path) as checkpoint:
+        names = checkpoint.tensors.names()
+        return {
+            "path": str(path),
+            "architectures": list(checkpoint.config["architectures"]),
+            "tensors": len(names),
+            "file_bytes": sum(checkpoint.tensors.info(name).nbytes for name in names),
+            "loaded_bytes": sum(one.nbytes for one in found),
+            "modules": modules,
+        }
 
 
 def _header(path) -> Iterator[str]:
@@ -103,26 +174,30 @@ def _kind(module, weight) -> str:
     return f"FP8 {module.checkpoint_scheme}" if isinstance(weight, FP8Tensor) else weight.dtype.name
 
 
-def _bytes(module) -> int:
-    """Return the bytes of a module's own weights; those of modules inside it have their own row."""
+def _own_weights(module):
+    """Return a module's own weights; those of modules inside it have their own row."""
     own = module.params if isinstance(module, RoutedExperts) else module.weight
-    return _tree_bytes(own.get_value())
+    return own.get_value()
 
 
-def _tree_bytes(tree) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def _bytes(module) -> int:
+    return _bytes_by_dtype(_own_weights(module)).total()
 
 
-def _rows(model, kinds) -> Iterator[tuple[str, ...]]:
+def _bytes_by_dtype(tree) -> collections.Counter[str]:
+    found = collections.Counter()
+    for leaf in jax.tree.leaves(tree):
+        found[leaf.dtype.name] += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return found
+
+
+def _rows(model) -> Iterator[tuple[str, ...]]:
     yield "module", "count", "weights; format", "bytes of all"
-    total = 0
-    for (name, description), modules in kinds.items():
-        size = sum(map(_bytes, modules))
-        total += size
-        yield name, str(len(modules)), description, mebibytes(size)
-    whole = _tree_bytes(nnx.state(model))
-    yield "embedding, routers, norms", "", model.dtype.name, mebibytes(whole - total)
-    yield "all, as loaded", "", "", mebibytes(whole)
+    found = measure_bytes(model)
+    for one in found:
+        description = "; ".join(filter(None, (one.weights, one.format)))
+        yield one.module, str(one.count or ""), description, mebibytes(one.nbytes)
+    yield "all, as loaded", "", "", mebibytes(sum(one.nbytes for one in found))
 
 
 def _choices(kinds) -> Iterator[str]:
@@ -150,4 +225,6 @@ def _choices(kinds) -> Iterator[str]:
 
 def mebibytes(size: float) -> str:
     """Return a size in bytes as text."""
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**20:.2f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"

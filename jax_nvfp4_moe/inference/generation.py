@@ -105,6 +105,17 @@ def generate(
     Raises:
       ValueError: an argument is out of range, or prompt and new tokens exceed the model's
         positions.
+
+    Example:
+      >>> import importlib.resources
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> path = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+      >>> model, tokenizer = nvfp4.load_model(path), nvfp4.load_tokenizer(path)
+      >>> prompt = jnp.asarray([tokenizer.encode("def softmax(x")])
+      >>> tokens = nvfp4.generate(model, prompt, max_new_tokens=3)
+      >>> tokenizer.decode(tokens[0])
+      ', axis='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
     state = _start(model, input_ids, lengths, max_new_tokens, sampling)
@@ -127,6 +138,19 @@ def stream(
     """Yield the tokens of `generate` as they come, int32 ``[b]`` each, until all rows stopped.
 
     Args and errors are those of `generate`; nothing is computed before the first is asked for.
+
+    Example:
+      >>> import importlib.resources
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> path = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+      >>> model, tokenizer = nvfp4.load_model(path), nvfp4.load_tokenizer(path)
+      >>> prompt = jnp.asarray([tokenizer.encode("def softmax(x")])
+      >>> for tokens in nvfp4.stream(model, prompt, max_new_tokens=3):
+      ...     print(repr(tokenizer.decode(tokens)))
+      ','
+      ' axis'
+      '='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
     state = _start(model, input_ids, lengths, max_new_tokens, sampling)

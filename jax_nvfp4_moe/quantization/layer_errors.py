@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.checkpoint.folder import expand_home
+from jax_nvfp4_moe.figures import drawing
 from jax_nvfp4_moe.models.blocks import expert_blocks, experts_path
 from jax_nvfp4_moe.models.loading import abstract_model, load_model
 from jax_nvfp4_moe.nn.intermediates import capture
@@ -294,11 +294,14 @@ def plot_errors(errors: Sequence[LayerErrors], path: str | pathlib.Path, *, trut
       truth: what the errors are measured against, for the title.
 
     Raises:
-      ValueError: as for `check_plot`.
+      ValueError: matplotlib is not installed, or cannot write this kind of file; or the folder
+        of `path` does not exist.
     """
-    check_plot(path)
-    path = expand_home(path)
-    figure = _matplotlib()(figsize=(10, 4.8), layout="constrained")
+    with drawing(path, (10, 4.8)) as figure:
+        _draw_errors(figure, errors, truth)
+
+
+def _draw_errors(figure, errors, truth):
     left, right = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
     for index, scheme in enumerate(dict.fromkeys(error.scheme for error in errors)):
         some = [error for error in errors if error.scheme == scheme]
@@ -315,7 +318,6 @@ def plot_errors(errors: Sequence[LayerErrors], path: str | pathlib.Path, *, trut
     for axes in (left, right):
         axes.grid(True, which="both", alpha=0.2)
     figure.suptitle(f"Error of routed experts against {truth}, each layer on the same inputs")
-    figure.savefig(path, dpi=150)
 
 
 def _draw_scheme(left, right, errors, color, scheme):
@@ -336,36 +338,9 @@ def _draw_scheme(left, right, errors, color, scheme):
     right.plot(share, every, color=color, label=scheme)
     for quantile, away, side in ((0.5, (6, -12), "left"), (0.99, (-8, 2), "right")):
         value = float(np.quantile(every, quantile)) if len(every) else math.nan
-        said = f"{quantile:.0%}: {value:.1e}"
+        said = f"{quantile:.0%}: {value:.2g}"
         right.plot([quantile], [value], "o", color=color, markersize=4)
         right.annotate(
             said, (quantile, value), away, textcoords="offset points", ha=side, color=color,
             fontsize="small",
         )  # fmt: skip
-
-
-def check_plot(path: str | pathlib.Path) -> None:
-    """Check that `plot_errors` can write `path`.
-
-    Raises:
-      ValueError: matplotlib is not installed or does not support the format, or the file's folder
-        does not exist.
-    """
-    kinds = _matplotlib()().canvas.get_supported_filetypes()
-    path = expand_home(path)
-    if path.suffix.lower().removeprefix(".") not in kinds:
-        raise ValueError(f"plot: expected a name ending in .{' or .'.join(kinds)}; got {path}")
-    if not path.parent.is_dir():
-        raise ValueError(f"plot: expected a folder that exists; got {path.parent}")
-
-
-def _matplotlib():
-    """Return matplotlib's class `Figure`."""
-    try:
-        # Imported on demand: matplotlib is optional, and slow to import.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "plot: matplotlib is not installed; run pip install 'jax-nvfp4-moe[plot]'"
-        ) from error
-    return Figure

@@ -20,7 +20,8 @@ from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.cli import app as cli
 from jax_nvfp4_moe.cli.generate import PROMPT
 from jax_nvfp4_moe.cli.inspection import TARGETS
-from jax_nvfp4_moe.quantization.layer_errors import LayerErrors, check_plot, plot_errors
+from jax_nvfp4_moe.figures import check_plot
+from jax_nvfp4_moe.quantization.layer_errors import LayerErrors, plot_errors
 from jax_nvfp4_moe.scheme import Scheme, Target, choose_scheme
 
 TEXT = EXAMPLE_REFERENCE / "heldout.txt"
@@ -208,7 +209,10 @@ def test_bench_prints_a_table(run):
         (["generate", EXAMPLE, "--prompt", ""], "at least one token"),
         (["generate", EXAMPLE, "--top-p", "2"], "top_p: expected"),
         (["generate", EXAMPLE, "--chat"], "no chat template"),
-        (["inspect", EXAMPLE, "--json", "--plot", "e.png"], "--json, --plot: expected together"),
+        (
+            ["inspect", EXAMPLE, "--text", "t.txt", "--backend", "b"],
+            "--text, --backend: expected tog",
+        ),
         (
             ["inspect", EXAMPLE, "--scheme", "w4a4", "--scheme", "w4a16"],
             "--scheme: expected one without --errors, got w4a4, w4a16",

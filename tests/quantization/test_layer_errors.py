@@ -11,11 +11,11 @@ from checkpoint_edits import edited
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_moe
+from jax_nvfp4_moe.figures import check_plot
 from jax_nvfp4_moe.quantization.layer_errors import (
     LayerErrors,
     _compare,
     available_schemes,
-    check_plot,
     error_report,
     error_rows,
     measure_errors,

@@ -22,10 +22,11 @@ import moe_plot
 import numpy as np
 import pytest
 import quantize
-import timing
 from given import user_environment
 from moe_cases import CASES, Ceilings
 from rich.console import Console
+
+from jax_nvfp4_moe.cli.timing import time_program
 
 HERE = pathlib.Path(moe.__file__).parent
 H200 = Ceilings(copy_tb_per_s=4.24, matmul_tflop_per_s=797.0)
@@ -139,7 +140,7 @@ def test_quantizer_reads_values_again_to_find_their_scale():
 
 
 def test_time_program_counts_in_microseconds():
-    figures = timing.time_program(lambda x: x + 1, jnp.zeros(8))
+    figures = time_program(lambda x: x + 1, jnp.zeros(8))
     assert 0 < figures["us"] < 1e5
     assert figures["low"] <= figures["us"] <= figures["high"]
 

@@ -23,7 +23,7 @@ ROWS = (
     {"checkpoint"},
     {"parallel"},
     {"nn"},
-    {"models", "testing"},
+    {"figures", "models", "testing"},
     {"inference"},
     {"quantization"},
     {"cli"},

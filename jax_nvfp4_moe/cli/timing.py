@@ -22,6 +22,9 @@ def time_program(step: Callable[[Any], Any], state: Any) -> dict[str, float]:
     their times leaves out the start of the first execution and the wait for the last one. It is the
     time of the device as long as enqueueing is faster; `host_share` tells whether it is.
 
+    On a CPU the start takes next to no time, and the difference of two noisy times could be
+    negative. On a CPU, a long batch is therefore timed alone.
+
     Args:
       step: jitted function whose argument is donated, so that each execution writes to the same
         addresses (for other addresses, a CUDA graph would be rebuilt).
@@ -46,8 +49,9 @@ def time_program(step: Callable[[Any], Any], state: Any) -> dict[str, float]:
     once = min(batch(1)[0] for _ in range(2))
     more = int(np.clip(_BATCH_SECONDS / once, _FEWEST, _MOST))
     batches = _BATCHES if once < _SLOW_SECONDS else _SLOW_BATCHES
-    samples = [(batch(_FEWEST + more), batch(_FEWEST)) for _ in range(batches)]
-    times = [(long[0] - short[0]) / more * 1e6 for long, short in samples]
+    short = 0 if jax.default_backend() == "cpu" else _FEWEST
+    samples = [(batch(short + more), batch(short)) for _ in range(batches)]
+    times = [(long[0] - start[0]) / more * 1e6 for long, start in samples]
     return {
         "us": float(np.median(times)),
         "low": min(times),
@@ -63,17 +67,21 @@ def measure_copy(gibibytes: float) -> float:
     return 8 * words / time_program(flip, jnp.zeros(words, jnp.uint32))["us"] * 1e-6
 
 
-def measure_ceilings(gibibytes: float = 4.0, side: int = 8192) -> dict[str, float]:
-    """Measure the bandwidth of a copy (bytes read and written) and the rate of a bf16 matmul."""
-    state = jax.random.normal(jax.random.key(0), (3, side, side), jnp.bfloat16)
+def measure_matmul(side: int, dtype: Any = jnp.bfloat16) -> float:
+    """Measure the rate of a product of two square matrices of `side` rows, in TFLOP/s."""
+    state = jax.random.normal(jax.random.key(0), (3, side, side), dtype)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def multiply(state):
         a, b, _ = state
         return a, b, a @ b
 
-    matmul = time_program(multiply, tuple(state))["us"]
+    return 2 * side**3 / time_program(multiply, tuple(state))["us"] * 1e-6
+
+
+def measure_ceilings(gibibytes: float = 4.0, side: int = 8192) -> dict[str, float]:
+    """Measure the bandwidth of a copy (bytes read and written) and the rate of a bf16 matmul."""
     return {
         "copy_tb_per_s": measure_copy(gibibytes),
-        "matmul_tflop_per_s": 2 * side**3 / matmul * 1e-6,
+        "matmul_tflop_per_s": measure_matmul(side),
     }
