@@ -2,6 +2,7 @@
 
 import copyreg
 
+from jax_nvfp4_moe.backends.attention import ATTENTION_CPU
 from jax_nvfp4_moe.backends.cpu import MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
     MOE_W4A4_SM120,
@@ -24,6 +25,7 @@ BACKENDS = (
     ROUTE_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
+    ATTENTION_CPU,
     REFERENCE,
 )
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_nvfp4_moe.backends.attention import attend
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, divide, fake_quantize, quantize
@@ -228,7 +229,7 @@ def quantize_nvfp4(x, global_scale, scale_layout):
 REFERENCE = Backend(
     name="reference",
     can=Capability(
-        ops=frozenset({"moe_mlp", "grouped_gemm", "quantize_nvfp4", "route"}),
+        ops=frozenset({"moe_mlp", "grouped_gemm", "attention", "quantize_nvfp4", "route"}),
         devices=(Device(frozenset({*Scheme, None})),),
         max_experts=1 << 30,
         max_top_k=1 << 30,
@@ -237,6 +238,7 @@ REFERENCE = Backend(
     lower={
         "moe_mlp": moe_mlp,
         "grouped_gemm": grouped_gemm,
+        "attention": attend,
         "quantize_nvfp4": quantize_nvfp4,
         "route": route,
     },

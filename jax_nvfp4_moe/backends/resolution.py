@@ -20,8 +20,8 @@ from jax_nvfp4_moe.scheme import (
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
-# On a CPU, the reference of these ops is as good as a kernel, so that running it needs no warning.
-_PLAIN_OPS = frozenset({"route"})
+# Ops that run the reference on devices where it is the intended path: no warning is due.
+_PLAIN_OPS = frozenset({"attention", "route"})
 
 
 def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Int32
 
-from jax_nvfp4_moe.nn.attention import PADDING
+from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear
 from jax_nvfp4_moe.nn.division import say_replicated

@@ -16,13 +16,14 @@ from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import require_experts
-from jax_nvfp4_moe.nn.attention import KEY_AXES, attend, build_keys_and_values
+from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.grouped_query import build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.ops.attention import attention
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _THETA = 150000.0  # the default of rope_theta
@@ -156,6 +157,7 @@ class Attention(HeadParallel):
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
         self.config, self.dtype = config, make.settings.dtype
+        self.target = make.settings.target
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
         self.window = config.windows[layer]
@@ -175,8 +177,8 @@ class Attention(HeadParallel):
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
         q, k = jnp.split(rotate(qk, positions, config.rope), [config.num_heads], axis=2)
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        scale, sinks = config.head_dim**-0.5, self.sinks.get_value()
-        y = attend(q, seen["k"], seen["v"], positions, scale, window=self.window, sinks=sinks)
+        how = {"window": self.window, "sinks": self.sinks.get_value(), "target": self.target}
+        y = attention(q, seen["k"], seen["v"], positions, **how)
         return self.out(y.reshape(b, t, -1)), entries
 
 

@@ -17,13 +17,14 @@ from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import require_experts
-from jax_nvfp4_moe.nn.attention import KEY_AXES, attend, build_keys_and_values
+from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.grouped_query import build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.ops.attention import attention
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _THETA = 500000.0  # the default of rope_theta
@@ -195,6 +196,7 @@ class Attention(HeadParallel):
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
         self.config, self.dtype = config, make.settings.dtype
+        self.target = make.settings.target
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
         self.rotated, self.chunk = config.rotated[layer], config.chunks[layer]
@@ -217,8 +219,8 @@ class Attention(HeadParallel):
         if not self.rotated and config.temperature is not None:
             q = _grow(q, positions, *config.temperature)
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        scale = config.head_dim**-0.5
-        y = attend(q, seen["k"], seen["v"], positions, scale, chunk=self.chunk)
+        how = {"chunk": self.chunk, "target": self.target}
+        y = attention(q, seen["k"], seen["v"], positions, **how)
         return self.out(y.reshape(b, t, -1)), entries
 
     def _rotate(self, qk, positions):

@@ -18,7 +18,7 @@ from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, delta_keys, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import require_experts
-from jax_nvfp4_moe.nn.attention import KEY_AXES, attend, build_keys_and_values
+from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.gated_delta_net import DeltaSizes, build_delta_net
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
@@ -26,6 +26,7 @@ from jax_nvfp4_moe.nn.grouped_query import build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.ops.attention import attention
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 # Layer type -> whether the layer has an attention. The names after the first of each kind occur in
@@ -214,6 +215,7 @@ class GatedAttention(HeadParallel):
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         h, bias = config.hidden, config.attention_bias
         self.config, self.dtype = config, make.settings.dtype
+        self.target = make.settings.target
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
         rows = {"q": 2 * heads * d, "k": kv_heads * d, "v": kv_heads * d}
@@ -238,7 +240,7 @@ class GatedAttention(HeadParallel):
         q = rotate(self.q_norm(q), positions, config.rope)
         k = rotate(self.k_norm(k), positions, config.rope)
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        y = attend(q, seen["k"], seen["v"], positions, d**-0.5)
+        y = attention(q, seen["k"], seen["v"], positions, target=self.target)
         y = (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
         return self.out(y.reshape(b, t, -1)), entries
 

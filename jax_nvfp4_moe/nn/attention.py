@@ -1,25 +1,18 @@
-"""Attention's parts: cached keys and values, and the attention itself."""
+"""How an attention keeps keys and values."""
 
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
-from jax_nvfp4_moe.ops.dense import precision_for
 
-# A token at this position or after it is padding: nothing is cached for it, and no recurrent state
-# takes it in. What a model computes for it is not defined.
-PADDING = 2**30
 # The axis of heads in entries of `KeysAndValues`.
 KEY_AXES: Mapping[str, int | None] = {"k": 1, "v": 1}
-_QUERIES = 512  # attended at once, which bounds the memory of the scores
 
 
 class CacheScale(nnx.Variable):
@@ -140,90 +133,6 @@ def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d
         # For one row XLA would keep keys transposed in its loops, and copy them at each call.
         written[name] = with_layout_constraint(put, Layout((0, 1, 2, 3)))
     return written, written
-
-
-def attend(
-    q: Float[Array, "b t n d"],
-    k: Float[Array, "b m s d"],
-    v: Float[Array, "b m s dv"],
-    positions: Int32[Array, "b t"],
-    scale: float,
-    *,
-    window: int | None = None,
-    chunk: int | None = None,
-    sinks: Float[Array, " n"] | None = None,
-) -> Float[Array, "b t n dv"]:
-    """Attend causally: the query at position p sees keys 0 to p; softmax in float32.
-
-    ``y = softmax(scale * q @ k.T) @ v`` for each head, n / m query heads to a key head.
-
-    Args:
-      q, k, v: queries in order of time, keys and values in order of position.
-      positions: of the queries.
-      scale: of the scores.
-      window: keys that a query sees, its own the last; None for all.
-      chunk: a query sees only keys of its own chunk of so many positions; None for all.
-      sinks: a further score of each head, whose value is zero; None for none.
-    """
-    b, t = positions.shape
-
-    def attend_block(q, positions):
-        return _attend(q, k, v, positions, scale, window, chunk, sinks)
-
-    if t <= _QUERIES:
-        return attend_block(q, positions)
-    padded = -(-t // _QUERIES) * _QUERIES
-
-    def split(x):
-        x = jnp.pad(x, [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(b, -1, _QUERIES, *x.shape[2:]), 1, 0)
-
-    y = lax.map(lambda block: attend_block(*block), (split(q), split(positions)))
-    return jnp.moveaxis(y, 0, 1).reshape(b, padded, *y.shape[3:])[:, :t]
-
-
-def _attend(q, k, v, positions, scale, window, chunk, sinks):
-    """Attend with all queries at once; every product is a batch over rows and key heads."""
-    (b, t, n, d), (m, s) = q.shape, k.shape[1:3]
-    grouped = jnp.moveaxis(q.reshape(b, t, m, n // m, d), 1, 3)
-    scores = _batched(grouped, k, 3)
-    keys = jnp.arange(s, dtype=jnp.int32)[None, None, :]
-    visible = _visible(keys, positions[:, :, None], window, chunk)
-    # A finite score for keys that are not visible. Padding sees no key of a window or a chunk: with
-    # -inf its softmax would be NaN, and 0 * NaN in the next layer would spread to real tokens.
-    hidden = jnp.finfo(scores.dtype).min
-    scores = jnp.where(visible[:, None, None], scores * scale, hidden)
-    if sinks is None:
-        weights = jax.nn.softmax(scores, axis=-1)
-    else:
-        sink = jnp.broadcast_to(
-            sinks.astype(jnp.float32).reshape(1, m, n // m, 1, 1), (*scores.shape[:-1], 1)
-        )
-        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :s]
-    weights = weights.astype(v.dtype)
-    y = _batched(weights, v, 2).astype(q.dtype)
-    return jnp.moveaxis(y, 3, 1).reshape(b, t, n, v.shape[-1])
-
-
-def _visible(keys, queries, window, chunk) -> Bool[Array, "b t s"]:
-    """Whether the query at each position sees the key at each."""
-    visible = keys <= queries
-    if window is not None:
-        visible &= keys > queries - window
-    if chunk is not None:
-        visible &= keys // chunk == queries // chunk
-    return visible
-
-
-def _batched(x, y, contracted):
-    """Return the float32 products of ``x [b, m, g, t, k]`` and `y` over its axis `contracted`."""
-    return lax.dot_general(
-        x,
-        y,
-        (((4,), (contracted,)), ((0, 1), (0, 1))),
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
 
 
 def build_keys_and_values(

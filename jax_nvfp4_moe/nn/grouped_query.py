@@ -6,11 +6,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.nn.attention import KEY_AXES, attend, build_keys_and_values
+from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.norm import mean_square, normalize
 from jax_nvfp4_moe.nn.rope import Rope, rotate
+from jax_nvfp4_moe.ops.attention import attention
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -54,6 +55,7 @@ class Attention(HeadParallel):
         h, d = config.hidden, config.head_dim
         rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
         self.config, self.dtype = config, make.settings.dtype
+        self.target = make.settings.target
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
         self.qkv = make.merged_linear(
@@ -80,8 +82,7 @@ class Attention(HeadParallel):
             qk = rotate(qk, positions, config.rope)
         q, k = jnp.split(qk, [config.num_heads], axis=2)
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        scale = config.head_dim**-0.5
-        y = attend(q, seen["k"], seen["v"], positions, scale, window=config.window)
+        y = attention(q, seen["k"], seen["v"], positions, window=config.window, target=self.target)
         return self.out(y.reshape(b, t, -1)), entries
 
     def _normalized(self, qkv):

@@ -13,13 +13,14 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.nn.attention import append, attend, build_keys_and_values, empty_entries
+from jax_nvfp4_moe.nn.attention import append, build_keys_and_values, empty_entries
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.rope import Rope, rotate
+from jax_nvfp4_moe.ops.attention import attention
 from jax_nvfp4_moe.ops.dense import dense, precision_for
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -88,6 +89,7 @@ class LatentAttention(HeadParallel):
         width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
         rank = config.kv_lora_rank
         self.config, self.dtype = config, make.settings.dtype
+        self.target = make.settings.target
         if config.q_lora_rank is None:
             name, first, own_bias = "q", width, False
         else:
@@ -138,7 +140,7 @@ class LatentAttention(HeadParallel):
             k, v = self._expand(seen["latent"])
             k, v = self.kv.rounded(k=k, v=v).values()
             q = jnp.concatenate([plain, turned], axis=-1)
-            y = attend(q, k, v, positions, config.scale)
+            y = attention(q, k, v, positions, scale=config.scale, target=self.target)
         return self.out(y.reshape(b, t, -1)), entries
 
     def _rotate(self, x, positions):
@@ -160,7 +162,8 @@ class LatentAttention(HeadParallel):
         q = jnp.concatenate([q, turned], axis=-1)
         # The values' last channels are the rotated keys, which no head asks for: cutting them off
         # beforehand would copy the cache.
-        y = attend(q, latent, latent, positions, self.config.scale)
+        scale = self.config.scale
+        y = attention(q, latent, latent, positions, scale=scale, target=self.target)
         return _each_head(y[..., : self.config.kv_lora_rank], up.values, contracted=2)
 
     def _expand(self, seen):

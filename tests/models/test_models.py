@@ -25,7 +25,6 @@ from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.models import deepseek_v3, qwen3_moe
 from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.loading import abstract_model
-from jax_nvfp4_moe.nn.attention import attend
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 
 QWEN = CHECKPOINTS / "qwen3moe-modelopt-w4a16"
@@ -159,22 +158,6 @@ def test_logits_are_float32_in_any_dtype(dtype):
     assert logits.dtype == jnp.float32
     assert bool(jnp.isfinite(logits).all())
     assert model.init_cache(1, 4).layers[0]["k"].dtype == dtype
-
-
-def test_long_attention_is_cut_into_pieces():
-    """600 queries go in two pieces; the same as all at once, here in float64."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (1, 600, 4, 8))
-    k, v = (jax.random.normal(key, (1, 2, 600, 8)) for key in keys[1:])
-    y = attend(q, k, v, jnp.arange(600, dtype=jnp.int32)[None], 0.3)
-    q64, k64, v64 = (np.asarray(x, np.float64)[0] for x in (q, k, v))
-    expected = np.zeros((600, 4, 8))
-    for head in range(4):
-        scores = 0.3 * q64[:, head] @ k64[head // 2].T
-        weights = np.where(np.tri(600, dtype=bool), np.exp(scores), 0)
-        expected[:, head] = weights / weights.sum(-1, keepdims=True) @ v64[head // 2]
-    # Sums of 600 float32 terms, each of at most max|v|.
-    assert np.abs(y[0] - expected).max() < 600 * 2.0**-24 * np.abs(v64).max()
 
 
 def test_frozen_weights_are_no_params():

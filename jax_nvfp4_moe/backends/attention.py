@@ -1,0 +1,205 @@
+"""Attention in jnp: the reference, and a form for CPUs that visits only keys that queries see.
+
+Both read keys and values of the positions 0 to s - 1, of which a query sees those up to its own.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.scheme import Backend, Capability, Device
+
+# A token at this position or after it is padding: nothing is cached for it, and no recurrent state
+# takes it in. What a model computes for it is finite and otherwise undefined.
+PADDING = 2**30
+_REFERENCE_QUERIES = 512  # attended at once by the reference, which bounds the memory of the scores
+# Queries and keys of one block of scores on a CPU. With 8 query heads to a key head, the scores of
+# a block of one key head take 4 MiB in float32, about what a core keeps in its caches.
+_QUERIES, _KEYS = 256, 512
+
+
+def attend(
+    q: Float[Array, "b t n d"],
+    k: Float[Array, "b m s d"],
+    v: Float[Array, "b m s dv"],
+    positions: Int32[Array, "b t"],
+    sinks: Float[Array, " n"] | None,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+) -> Float[Array, "b t n dv"]:
+    """Return attention as `ops.attention` defines it; up to 512 queries times all keys at once."""
+
+    def attend_block(q, positions):
+        return _attend_to_all(q, k, v, positions, sinks, scale, window, chunk)
+
+    if positions.shape[1] <= _REFERENCE_QUERIES:
+        return attend_block(q, positions)
+    return _map_queries(attend_block, q, positions, _REFERENCE_QUERIES)
+
+
+def _map_queries(attend_block, q, positions, block):
+    """Run ``attend_block(q, positions)`` on blocks of queries, one after the other."""
+    b, t = positions.shape
+    padded = -(-t // block) * block
+
+    def split(x, fill):
+        pad = [(0, 0), (0, padded - t)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, pad, constant_values=fill)
+        return jnp.moveaxis(x.reshape(b, -1, block, *x.shape[2:]), 1, 0)
+
+    y = lax.map(lambda each: attend_block(*each), (split(q, 0), split(positions, PADDING)))
+    return jnp.moveaxis(y, 0, 1).reshape(b, padded, *y.shape[3:])[:, :t]
+
+
+def _attend_to_all(q, k, v, positions, sinks, scale, window, chunk):
+    """Attend with all queries at once; every product is a batch over rows and key heads."""
+    s = k.shape[2]
+    grouped = _group(q, k.shape[1])
+    keys = jnp.arange(s, dtype=jnp.int32)
+    scores = _scores(grouped, k, keys, positions, scale, window, chunk)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = jnp.broadcast_to(_of_heads(sinks, grouped)[..., None], (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :s]
+    return _ungroup(_batched(weights.astype(v.dtype), v, 2), q)
+
+
+def attend_to_blocks(
+    q: Float[Array, "b t n d"],
+    k: Float[Array, "b m s d"],
+    v: Float[Array, "b m s dv"],
+    positions: Int32[Array, "b t"],
+    sinks: Float[Array, " n"] | None,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+) -> Float[Array, "b t n dv"]:
+    """Return what `attend` returns, in blocks of keys with a running maximum and sum.
+
+    A block of queries visits the blocks of keys that one of its queries sees. So the cost grows
+    with the filled part of a cache and not with its room, and no array holds scores of all keys.
+    """
+    if k.shape[2] <= _KEYS:
+        return attend(q, k, v, positions, sinks, scale=scale, window=window, chunk=chunk)
+    attend_block = functools.partial(
+        _attend_block, k=k, v=v, sinks=sinks, scale=scale, window=window, chunk=chunk
+    )
+    if positions.shape[1] <= _QUERIES:
+        return attend_block(q, positions)
+    return _map_queries(attend_block, q, positions, _QUERIES)
+
+
+def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
+    """Attend with one block of queries to the blocks of keys that it sees."""
+    s = k.shape[2]
+    grouped = _group(q, k.shape[1])
+    first, last = _visible_blocks(positions, s, window, chunk)
+
+    def add_block(index, carry):
+        largest, total, y = carry
+        # The last block ends with the keys; those that the block before it took are masked.
+        start = jnp.minimum(index * _KEYS, s - _KEYS)
+        block_k, block_v = (lax.dynamic_slice_in_dim(x, start, _KEYS, axis=2) for x in (k, v))
+        keys = start + jnp.arange(_KEYS, dtype=jnp.int32)
+        new = (keys >= index * _KEYS)[None, None, :]
+        scores = _scores(grouped, block_k, keys, positions, scale, window, chunk, new)
+        grown = jnp.maximum(largest, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - grown[..., None])
+        # What a row summed before it saw its first key vanishes here, since the factor is 0.
+        shrink = jnp.exp(largest - grown)
+        total = total * shrink + jnp.sum(weights, axis=-1)
+        y = y * shrink[..., None] + _batched(weights.astype(v.dtype), block_v, 2)
+        return grown, total, y
+
+    rows = grouped.shape[:-1]
+    largest, total = jnp.full(rows, jnp.finfo(jnp.float32).min), jnp.zeros(rows, jnp.float32)
+    if sinks is not None:
+        largest = jnp.broadcast_to(_of_heads(sinks, grouped), rows)
+        total = jnp.ones(rows, jnp.float32)
+    y = jnp.zeros((*rows, v.shape[-1]), jnp.float32)
+    _, total, y = lax.fori_loop(first, last, add_block, (largest, total, y))
+    # A block of padding alone visits no key, and its sum is 0.
+    return _ungroup(y / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None], q)
+
+
+def _visible_blocks(positions, s, window, chunk):
+    """Return the first block of keys that a query sees, and the one after the last."""
+    real = positions < PADDING
+    first = jnp.int32(0)
+    if window is not None:
+        first = positions - window + 1
+    if chunk is not None:
+        first = jnp.maximum(first, positions // chunk * chunk)
+    low = jnp.min(jnp.where(real, jnp.clip(first, 0, s), s))
+    high = jnp.max(jnp.where(real, jnp.minimum(positions + 1, s), 0))
+    return low // _KEYS, (high + _KEYS - 1) // _KEYS
+
+
+def _group(q, m):
+    """Return queries ``[b, t, n, d]`` by key heads: ``[b, m, n / m, t, d]``."""
+    b, t, n, d = q.shape
+    return jnp.moveaxis(q.reshape(b, t, m, n // m, d), 1, 3)
+
+
+def _ungroup(y, q):
+    """Return ``[b, m, n / m, t, d]`` as ``[b, t, n, d]``, in the dtype of `q`."""
+    return jnp.moveaxis(y.astype(q.dtype), 3, 1).reshape(*q.shape[:3], y.shape[-1])
+
+
+def _of_heads(sinks, grouped):
+    """Return sinks ``[n]`` in float32, as they broadcast over ``[b, m, n / m, t]``."""
+    return sinks.astype(jnp.float32).reshape(1, *grouped.shape[1:3], 1)
+
+
+def _scores(grouped, k, keys, positions, scale, window, chunk, new=True):
+    """Return float32 scores ``[b, m, n / m, t, s]``, the lowest number where a key is not visible.
+
+    It is finite. Padding sees no key of a window or a chunk: with -inf its softmax would be NaN,
+    and 0 * NaN in the next layer would spread to real tokens.
+    """
+    scores = _batched(grouped, k, 3)
+    visible = new & _visible(keys[None, None, :], positions[:, :, None], window, chunk)
+    return jnp.where(visible[:, None, None], scores * scale, jnp.finfo(scores.dtype).min)
+
+
+def _visible(keys, queries, window, chunk) -> Bool[Array, "b t s"]:
+    """Whether the query at each position sees the key at each."""
+    visible = keys <= queries
+    if window is not None:
+        visible &= keys > queries - window
+    if chunk is not None:
+        visible &= keys // chunk == queries // chunk
+    return visible
+
+
+def _batched(x, y, contracted):
+    """Return the float32 products of ``x [b, m, g, t, k]`` and `y` over its axis `contracted`."""
+    exact = x.dtype == jnp.float32
+    return lax.dot_general(
+        x,
+        y,
+        (((4,), (contracted,)), ((0, 1), (0, 1))),
+        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+ATTENTION_CPU = Backend(
+    name="attention_cpu",
+    can=Capability(
+        ops=frozenset({"attention"}),
+        devices=(Device(frozenset({None})),),
+        platform="cpu",
+    ),
+    layout=CANONICAL,
+    lower={"attention": attend_to_blocks},
+    status="executed, measured",
+)

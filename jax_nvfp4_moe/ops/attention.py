@@ -1,0 +1,118 @@
+"""attention: causal attention of new tokens to keys and values of all positions so far."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jax_nvfp4_moe.backends.attention import attend
+from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.scheme import Problem, Target
+
+
+def attention(
+    q: Float[Array, "b t n d"],
+    k: Float[Array, "b m s d"],
+    v: Float[Array, "b m s dv"],
+    positions: Int[Array, "b t"],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Float[Array, " n"] | None = None,
+    target: Target | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> Float[Array, "b t n dv"]:
+    """Attend causally: the query at position p sees the keys at positions 0 to p.
+
+    ``y[h] = softmax(scale * q[h] @ k[h // g].T) @ v[h // g]`` for each query head h, where
+    ``g = n / m`` query heads share one key head. The softmax is computed in float32.
+
+    Args:
+      q: queries ``[b, t, n, d]`` of t tokens in each of b rows; bfloat16, float16 or float32.
+      k: keys ``[b, m, s, d]``, those of position i at index i. The array may be a cache with room
+        behind the last token: no query sees what lies there, but it must be finite.
+      v: values ``[b, m, s, dv]``, in the same order.
+      positions: position of each query, integers ``[b, t]``, ascending in each row. A query at
+        position 2**30 or after it is padding; its result is finite and otherwise undefined.
+      scale: factor of the scores; ``d ** -0.5`` if None.
+      window: number of keys that a query sees, of which its own position is the last; None for
+        all.
+      chunk: a query sees only keys of its own chunk of so many positions; None for all.
+      sinks: one further score for each query head, ``[n]``, whose value is zero; None for none.
+      target: device to lower for; the current device if None.
+      backend: name of a record, or a sequence of names to try in that order; None to choose.
+
+    Returns:
+      ``[b, t, n, dv]`` in the dtype of `q`. Gradients flow to `q`, `k`, `v` and `sinks`, in plain
+      XLA.
+
+    Raises:
+      ValueError: a shape or dtype does not fit the others, or `window` or `chunk` is below 1.
+      NoBackendError: no backend can run the call; the message gives each backend's reason.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> q = jax.random.normal(jax.random.key(0), (1, 3, 4, 16))
+      >>> k = v = jax.random.normal(jax.random.key(1), (1, 2, 8, 16))  # room for 8 tokens
+      >>> nvfp4.ops.attention(q, k, v, jnp.arange(3)[None]).shape
+      (1, 3, 4, 16)
+    """
+    _check(q, k, v, positions, sinks, window, chunk)
+    target = target or Target.current()
+    plan = resolve(Problem("attention", None, target, q.dtype.name), backend=backend)
+    options = {
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "window": window,
+        "chunk": chunk,
+    }
+    operands = (q, k, v, positions.astype("int32"), sinks)
+    if plan.lower is attend:
+        return attend(*operands, **options)
+
+    # The loop over the blocks that a query sees has no reverse mode; that of the reference has.
+    @jax.custom_jvp
+    def run(*operands):
+        return plan.lower(*operands, **options)
+
+    @run.defjvp
+    def differentiate(primals, tangents):
+        _, tangent = jax.jvp(lambda *each: attend(*each, **options), primals, tangents)
+        return run(*primals), tangent
+
+    return run(*operands)
+
+
+def _check(q, k, v, positions, sinks, window, chunk):
+    """Raise a ValueError that names the argument which does not fit."""
+    if q.ndim != 4 or q.dtype.name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(
+            f"q: expected bfloat16, float16 or float32 [b, t, n, d], got {q.dtype.name} {q.shape}"
+        )
+    b, t, n, d = q.shape
+    _check_keys(q, k, v)
+    if k.shape[3] != d or n % k.shape[1]:
+        raise ValueError(
+            f"k: expected heads of width {d}, in a number that divides the {n} query heads; got "
+            f"shape {k.shape}"
+        )
+    if positions.shape != (b, t) or positions.dtype.kind not in "iu":
+        raise ValueError(
+            f"positions: expected integers {(b, t)}, got {positions.dtype.name} {positions.shape}"
+        )
+    if sinks is not None and sinks.shape != (n,):
+        raise ValueError(f"sinks: expected shape {(n,)}, got {sinks.shape}")
+    for name, size in (("window", window), ("chunk", chunk)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
+
+
+def _check_keys(q, k, v):
+    """Raise a ValueError where keys or values do not fit the rows of `q`, or each other."""
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != 4 or x.dtype != q.dtype or x.shape[:3] != (q.shape[0], *k.shape[1:3]):
+            raise ValueError(
+                f"{name}: expected {q.dtype.name} [{q.shape[0]}, m, s, width], keys and values "
+                f"with the same m and s; got {x.dtype.name} {x.shape}, and keys {k.shape}"
+            )

@@ -1,0 +1,200 @@
+"""ops.attention on each record that runs here, against float64."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe import NoBackendError, Target
+from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.ops import attention
+
+# More keys than a block of 512, and not a multiple of it; more queries than a block of 256.
+ROWS, KEYS, HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 2, 1200, 4, 2, 16, 24
+OPTIONS = {
+    "causal": {},
+    "window": {"window": 100},
+    "window of one": {"window": 1},
+    "chunk": {"chunk": 300},
+    "window and sinks": {"window": 700, "sinks": np.array([0.5, -1.0, 3.0, 0.0], np.float32)},
+    "sinks": {"sinks": np.array([2.0, -30.0, 0.0, 8.0], np.float32)},
+    "scale": {"scale": 0.7},
+}
+# First position of each row, and the number of queries. The cache is filled up to the last query.
+QUERIES = {
+    "whole": ((0, 0), 1200),
+    "one": ((1199, 700), 1),
+    "one at the start": ((0, 3), 1),
+    "piece": ((600, 130), 300),
+    "eight over a border": ((508, 1020), 8),
+}
+BACKENDS = ("reference", "attention_cpu") if jax.default_backend() == "cpu" else ("reference",)
+
+
+@functools.cache
+def make(dtype, queries):
+    """Return queries, keys, values and positions; room behind the last position is not zero."""
+    starts, t = QUERIES[queries]
+    rng = np.random.default_rng(0)
+    shapes = ((ROWS, t, HEADS, WIDTH), (ROWS, KEY_HEADS, KEYS, WIDTH))
+    q, k = (rng.normal(size=shape) * 1.5 for shape in shapes)
+    v = rng.normal(size=(ROWS, KEY_HEADS, KEYS, VALUE_WIDTH))
+    positions = np.asarray(starts, np.int32)[:, None] + np.arange(t, dtype=np.int32)
+    return (*(np.asarray(x, dtype) for x in (q, k, v)), positions)
+
+
+def in_float64(q, k, v, positions, scale=None, window=None, chunk=None, sinks=None):
+    """The definition, row by row and head by head."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    y = np.zeros((*q.shape[:3], v.shape[3]))
+    keys = np.arange(k.shape[2])[None]
+    for row, head in itertools.product(range(q.shape[0]), range(q.shape[2])):
+        at = positions[row][:, None]
+        seen = keys <= at
+        if window is not None:
+            seen &= keys > at - window
+        if chunk is not None:
+            seen &= keys // chunk == at // chunk
+        own = head // (q.shape[2] // k.shape[1])
+        scores = (scale or q.shape[3] ** -0.5) * q[row, :, head] @ k[row, own].T
+        scores = np.where(seen, scores, -np.inf)
+        extra = np.full((len(at), 1), -np.inf if sinks is None else sinks[head])
+        every = np.concatenate([scores, extra], axis=1)
+        weights = np.exp(every - every.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        y[row, :, head] = weights[:, :-1] @ v[row, own]
+    return y
+
+
+def worst(y, expected):
+    """The largest error of a query, relative to the norm of its result."""
+    norms = np.linalg.norm(expected, axis=-1)
+    return (np.linalg.norm(np.asarray(y, np.float64) - expected, axis=-1) / norms).max()
+
+
+@functools.cache
+def expected_of(dtype, queries, options):
+    return in_float64(*make(dtype, queries), **OPTIONS[options])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("queries", QUERIES)
+def test_float32(queries, options, backend):
+    """The reference stays below 4e-6, what scores of up to 40 lose in float32; blocks below twice."""
+    y = attention(*make("float32", queries), **OPTIONS[options], backend=backend)
+    assert y.shape == (ROWS, QUERIES[queries][1], HEADS, VALUE_WIDTH)
+    most = 4e-6 if backend == "reference" else 8e-6
+    assert worst(y, expected_of("float32", queries, options)) < most
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("options", ["causal", "window and sinks"])
+@pytest.mark.parametrize("queries", ["whole", "one"])
+def test_16_bits(queries, options, dtype):
+    """By default, at most twice the error of the plain form; a wrong window is far above it."""
+    operands = make(jnp.dtype(dtype), queries)
+    expected = expected_of(jnp.dtype(dtype), queries, options)
+    plain = worst(attention(*operands, **OPTIONS[options], backend="reference"), expected)
+    y = attention(*operands, **OPTIONS[options])
+    assert y.dtype == dtype
+    assert worst(y, expected) <= 2 * plain
+    wrong = {**OPTIONS[options], "window": 90}
+    assert worst(attention(*operands, **wrong), expected) > 10 * plain
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", ["causal", "window", "chunk", "sinks"])
+def test_padding_is_finite_and_changes_nothing(options, backend):
+    q, k, v, positions = make("float32", "piece")
+    run = functools.partial(attention, **OPTIONS[options], backend=backend)
+    alone = run(q[:1, :150], k[:1], v[:1], positions[:1, :150])
+    padded = positions.copy()
+    padded[0, 150:] = PADDING + np.arange(150)
+    padded[1] = PADDING + np.arange(300)  # no token at all
+    y = run(q, k, v, padded)
+    assert np.isfinite(y).all()
+    np.testing.assert_allclose(y[:1, :150], alone, rtol=0, atol=1e-6)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """To the bit: blocks of keys that only another row sees add nothing."""
+    q, k, v, positions = make("float32", "piece")
+    early, late = (np.stack([positions[0], positions[1] + shift]) for shift in (-130, 770))
+    one, other = (attention(q, k, v, at, window=200) for at in (early, late))
+    np.testing.assert_array_equal(one[0], other[0])
+    assert (one[1] != other[1]).any()
+
+
+@pytest.mark.parametrize("options", ["causal", "window and sinks", "chunk"])
+def test_gradients(options):
+    """Of queries, keys, values and sinks, as those of the plain form; also forward mode."""
+    given = OPTIONS[options]
+    sinks = given.get("sinks")
+    others = {name: value for name, value in given.items() if name != "sinks"}
+    q, k, v, positions = make("float32", "piece")
+    weights = np.random.default_rng(1).normal(size=(*q.shape[:3], VALUE_WIDTH))
+
+    def loss(operands, backend):
+        q, k, v, sinks = operands
+        y = attention(q, k, v, positions, sinks=sinks, backend=backend, **others)
+        return jnp.sum(y * jnp.asarray(weights, jnp.float32))
+
+    operands = (q, k, v, sinks)
+    plain, own = (jax.jit(jax.grad(loss), static_argnums=1)(operands, b) for b in BACKENDS[-2:])
+    for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(plain), strict=True):
+        assert float(jnp.abs(other).max()) > 0
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(jnp.abs(other).max()))
+    along = jax.tree.map(jnp.ones_like, operands)
+    tangents = [jax.jvp(lambda o: loss(o, b), (operands,), (along,))[1] for b in BACKENDS[-2:]]  # noqa: B023
+    np.testing.assert_allclose(*tangents, rtol=1e-4)
+
+
+def test_the_room_of_a_cache_costs_nothing():
+    """A step at 128 tokens visits one block of keys, whatever room the cache has."""
+    if "attention_cpu" not in BACKENDS:
+        pytest.skip("the record for CPUs")
+    visited = []
+    q = np.ones((1, 1, 2, 16), np.float32)
+    for room in (513, 4096):
+        k = np.full((1, 1, room, 16), np.nan, np.float32)
+        k[:, :, :512] = 1  # 0 * NaN would spread if more than the first block were read
+        visited.append(attention(q, k, k, np.array([[128]], np.int32)))
+    np.testing.assert_array_equal(*visited)
+    assert np.isfinite(visited[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"q": np.ones((2, 3, 4), np.float32)}, "q: expected"),
+        ({"q": np.ones((2, 3, 4, 16), np.int8)}, "q: expected"),
+        ({"k": np.ones((2, 3, 8, 16), np.float32)}, "v: expected"),
+        ({"k": np.ones((2, 2, 8, 12), np.float32)}, "k: expected heads of width 16"),
+        ({"v": np.ones((1, 2, 8, 16), np.float32)}, "v: expected"),
+        ({"v": np.ones((2, 2, 8, 16), np.float16)}, "v: expected float32"),
+        ({"positions": np.ones((2, 3), np.float32)}, "positions: expected integers"),
+        ({"positions": np.ones((3, 2), np.int32)}, "positions: expected integers"),
+        ({"sinks": np.ones(2, np.float32)}, "sinks: expected shape"),
+        ({"window": 0}, "window: expected at least 1"),
+        ({"chunk": -1}, "chunk: expected at least 1"),
+    ],
+)
+def test_errors_name_the_argument(changed, words):
+    given = {
+        "q": np.ones((2, 3, 4, 16), np.float32),
+        "k": np.ones((2, 2, 8, 16), np.float32),
+        "v": np.ones((2, 2, 8, 16), np.float32),
+        "positions": np.zeros((2, 3), np.int32),
+    }
+    with pytest.raises(ValueError, match=words):
+        attention(**{**given, **changed})
+
+
+def test_a_record_for_another_device_says_why():
+    operands = make("float32", "one")
+    with pytest.raises(NoBackendError, match=r"needs cpu, got cuda 9\.0"):
+        attention(*operands, target=Target("cuda", (9, 0)), backend="attention_cpu")
