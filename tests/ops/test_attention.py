@@ -84,7 +84,7 @@ def expected_of(dtype, queries, options):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("queries", QUERIES)
 def test_float32(queries, options, backend):
-    """The reference stays below 4e-6, what scores of up to 40 lose in float32; blocks below twice."""
+    """The reference stays below 4e-6, which scores of up to 40 lose; blocks may lose twice that."""
     y = attention(*make("float32", queries), **OPTIONS[options], backend=backend)
     assert y.shape == (ROWS, QUERIES[queries][1], HEADS, VALUE_WIDTH)
     most = 4e-6 if backend == "reference" else 8e-6
