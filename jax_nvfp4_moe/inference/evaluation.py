@@ -1,5 +1,6 @@
 """Measure the quality of a model as its mean cross-entropy on a text."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_BATCH = 4  # windows per call of the model
+from jax_nvfp4_moe.inference.prefill import sum_losses
+
+_BATCH, _BATCH_TOKENS = 4, 8192  # windows, and about their tokens, that are in memory together
+_CHUNK = 2048  # tokens of a window that go through the model together: so many logits are kept
 
 
 def evaluate(
@@ -70,7 +74,8 @@ def evaluate(
     windows = split_windows(model.config, token_ids, window, skip_tokens, max_windows)
     losses: list[float] = []
     for done, batch in _batches(windows):
-        summed = np.asarray(_losses(model, batch), np.float64)
+        run = _losses if window <= _CHUNK else functools.partial(sum_losses, chunk=_CHUNK)
+        summed = np.asarray(run(model, batch), np.float64)
         losses += (summed[: len(windows) - done] / (window - 1)).tolist()
         if progress is not None:
             progress(min(done + len(batch), len(windows)), len(windows))
@@ -166,7 +171,7 @@ def _batches(windows) -> Iterator[tuple[int, np.ndarray]]:
     The last batch repeats its last window until it has the size of the others, so that all batches
     share one compiled program.
     """
-    size = min(_BATCH, len(windows))
+    size = min(_BATCH, len(windows), max(1, _BATCH_TOKENS // windows.shape[1]))
     for start in range(0, len(windows), size):
         batch = windows[start : start + size]
         yield start, np.concatenate([batch, np.repeat(batch[-1:], size - len(batch), axis=0)])

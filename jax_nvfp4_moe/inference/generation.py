@@ -1,4 +1,4 @@
-"""Sample from a model: one compiled prefill, one compiled decoding loop.
+"""Sample from a model: a compiled prefill, and one compiled decoding loop.
 
 Shapes are rounded up, so that prompts of similar length and any number of new tokens below the same
 bound share both. The loop stops on the device: `generate` asks it to run to the end, `stream` to
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
+
+from jax_nvfp4_moe.inference.prefill import CHUNK, empty_cache, padded_length, prefill_chunks
 
 PROMPT_STEP = 32  # prompts are padded to a multiple of it
 NEW_STEP = 64  # room for new tokens is made in multiples of it
@@ -81,6 +83,7 @@ def generate(
     top_p: float = 1.0,
     stop_ids: Sequence[int] = (),
     key: jax.Array | None = None,
+    prefill_chunk: int = CHUNK,
 ) -> Int32[Array, "b new"]:
     """Continue each prompt by up to `max_new_tokens` tokens.
 
@@ -98,6 +101,8 @@ def generate(
       top_p: in (0, 1].
       stop_ids: tokens that end a row; all rows ended ends the run.
       key: of `jax.random.key`; needed where the temperature is over 0.
+      prefill_chunk: tokens of each prompt that go through the model together. Longer prompts go
+        through it chunk by chunk, which bounds the memory.
 
     Returns:
       int32 ``[b, max_new_tokens]``, the new tokens alone, the stop id repeated after a stop.
@@ -118,7 +123,7 @@ def generate(
       ', axis='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
-    state = _start(model, input_ids, lengths, max_new_tokens, sampling)
+    state = _start(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
     state = decode(model, sampling, state, jnp.int32(max_new_tokens))
     return _fill(state)[:, :max_new_tokens]
 
@@ -134,6 +139,7 @@ def stream(
     top_p: float = 1.0,
     stop_ids: Sequence[int] = (),
     key: jax.Array | None = None,
+    prefill_chunk: int = CHUNK,
 ) -> Iterator[np.ndarray]:
     """Yield the tokens of `generate` as they come, int32 ``[b]`` each, until all rows stopped.
 
@@ -153,7 +159,7 @@ def stream(
       '='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
-    state = _start(model, input_ids, lengths, max_new_tokens, sampling)
+    state = _start(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
     for count in range(1, max_new_tokens + 1):
         state = decode(model, sampling, state, jnp.int32(count))
         yield np.asarray(state.tokens[:, count - 1])
@@ -161,10 +167,17 @@ def stream(
             return
 
 
-def _start(model, input_ids, lengths, max_new_tokens, sampling):
+def _start(model, input_ids, lengths, max_new_tokens, sampling, chunk):
     """Check the arguments, pad the prompts and run them through the model."""
     ids, true_lengths = _check_prompts(model, input_ids, lengths, max_new_tokens)
+    if chunk < 1:
+        raise ValueError(f"prefill_chunk: expected at least 1, got {chunk}")
     b, t = ids.shape
+    if t > chunk:
+        room = round_up(max_new_tokens, NEW_STEP)
+        cache = empty_cache(model, b, padded_length(t, chunk) + room)
+        logits, cache = prefill_chunks(model, cache, ids, true_lengths, chunk)
+        return _begin(sampling, logits, cache, room)
     padded = np.zeros((b, round_up(t, PROMPT_STEP)), np.int32)
     padded[:, :t] = ids
     room = round_up(max_new_tokens, NEW_STEP)
@@ -180,6 +193,15 @@ def _prefill(model, sampling, padded, lengths, room):
     tokens = jnp.zeros((b, room), jnp.int32)
     state = State(cache, tokens, jnp.int32(0), jnp.zeros(b, jnp.bool_))
     return draw(sampling, logits[:, 0], state)
+
+
+@functools.partial(jax.jit, static_argnames="room", donate_argnames="cache")
+def _begin(sampling, logits, cache, room):
+    """Draw the first token after a prefill by chunks."""
+    b = logits.shape[0]
+    cache = lax.optimization_barrier(cache)
+    tokens, stopped = jnp.zeros((b, room), jnp.int32), jnp.zeros(b, jnp.bool_)
+    return draw(sampling, logits, State(cache, tokens, jnp.int32(0), stopped))
 
 
 @functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)

@@ -14,8 +14,8 @@ import pytest
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config
 
 from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe.backends import attention
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
-from jax_nvfp4_moe.nn import attention
 
 PROMPT, NEW = 700, 200
 TEXT = PROMPT + NEW
@@ -69,7 +69,7 @@ def check(model, prompt, piece=1):
       prompt: ``[1, PROMPT]``.
       piece: tokens that are taken in at a time.
     """
-    assert prompt.shape[1] > attention._QUERIES
+    assert prompt.shape[1] > attention._REFERENCE_QUERIES
     tokens = generate(model, prompt, max_new_tokens=NEW)
     assert tokens.shape == (1, NEW)
     text = jnp.concatenate([prompt, tokens], axis=1)
