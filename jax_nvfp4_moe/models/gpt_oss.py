@@ -23,7 +23,7 @@ from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.nn.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.ops.attention import attention
+from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _THETA = 150000.0  # the default of rope_theta

@@ -11,7 +11,7 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.norm import mean_square, normalize
 from jax_nvfp4_moe.nn.rope import Rope, rotate
-from jax_nvfp4_moe.ops.attention import attention
+from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel

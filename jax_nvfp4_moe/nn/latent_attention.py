@@ -20,7 +20,7 @@ from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.rope import Rope, rotate
-from jax_nvfp4_moe.ops.attention import attention
+from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.dense import dense, precision_for
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel

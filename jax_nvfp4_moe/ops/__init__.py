@@ -1,6 +1,6 @@
 """The public ops: each checks its arguments, chooses a plan and lowers to one call."""
 
-from jax_nvfp4_moe.ops.attention import attention
+from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.ops.products import grouped_gemm, linear
