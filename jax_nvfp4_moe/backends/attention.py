@@ -18,8 +18,8 @@ from jax_nvfp4_moe.scheme import Backend, Capability, Device
 PADDING = 2**30
 _REFERENCE_QUERIES = 512  # attended at once by the reference, which bounds the memory of the scores
 # Queries and keys of one block of scores on a CPU. With 8 query heads to a key head, the scores of
-# a block of one key head take 2 MiB in float32, about what a core keeps in its caches. Blocks of 256
-# queries, or of 1024 keys, take 1.2 to 1.4 x the time (2048 tokens, an EPYC with AVX512-BF16).
+# a block of one key head take 2 MiB in float32, about what a core keeps in its caches. Blocks of
+# 256 queries, or of 1024 keys, take more of the CPU's time.
 _QUERIES, _KEYS = 128, 512
 
 
