@@ -1,4 +1,4 @@
-"""The subcommand `bench`: the time of one expert layer of random weights on this device."""
+"""The subcommand `bench`: time one expert layer with random weights on this device."""
 
 import dataclasses
 import functools
@@ -24,17 +24,22 @@ from jax_nvfp4_moe.ops.preparation import convert, plan_experts
 from jax_nvfp4_moe.scheme import Scheme
 from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
-_HOST_BOUND = 0.9  # where starting the calls takes this share of the time, the host was timed
-# Of the copy in GiB, and of the matrices in rows: larger than caches, and quick on the device.
+_HOST_BOUND = 0.9  # above this share, the time is that of the host and not of the device
+# Size of the copy in GiB, and rows of the matrices. Both are larger than the caches, and small
+# enough to run in a short time.
 _CPU_SIZES, _OTHER_SIZES = (0.5, 1024), (1.0, 8192)
 
 
 def bench_command(
-    tokens: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16,64",
+    tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens to time, separated by commas.")
+    ] = "1,16,64",
     experts: Annotated[int, typer.Option(help="Number of experts.")] = 128,
-    hidden: Annotated[int, typer.Option(help="Width of tokens.")] = 2048,
-    intermediate: Annotated[int, typer.Option(help="Width of an expert.")] = 768,
-    top_k: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    hidden: Annotated[int, typer.Option(help="Width of the tokens.")] = 2048,
+    intermediate: Annotated[
+        int, typer.Option(help="Width between the two products of an expert.")
+    ] = 768,
+    top_k: Annotated[int, typer.Option(help="Number of experts per token.")] = 8,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, with the measured limits of the device.")
     ] = False,
@@ -46,10 +51,13 @@ def bench_command(
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
 ) -> None:
-    """Time one expert layer (of Qwen3-30B-A3B's sizes) on this device."""
+    """Time one expert layer on this device.
+
+    The default sizes are those of Qwen3-30B-A3B. The weights are random.
+    """
     counts = _positive_numbers("tokens", tokens)
     if plot is not None:
-        check_plot(plot)  # now, not after minutes
+        check_plot(plot)  # a wrong file name must not fail only after minutes of work
     sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "top_k": top_k}
     cells = time_layer(counts, **sizes, scheme=scheme, dtype=dtype, backend=backend)
     for cell in cells:
@@ -71,6 +79,7 @@ def bench_command(
 
 
 def _positive_numbers(name, text) -> list[int]:
+    """Return the positive numbers in `text`, which commas separate."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(f"{name}: expected positive numbers separated by commas, got {text!r}")
@@ -78,6 +87,7 @@ def _positive_numbers(name, text) -> list[int]:
 
 
 def _rows(cells):
+    """Yield a table with one row per number of tokens."""
     yield "tokens", "us", "GB/s of weights", "scheme", "backend"
     for cell in cells:
         rate = f"{cell.weight_bytes / cell.us * 1e-3:.1f}"
@@ -85,7 +95,7 @@ def _rows(cells):
 
 
 def report(cells: Sequence[Cell], limits: Limits) -> dict[str, Any]:
-    """Return measured cells and limits as values for JSON, with the rates that a roofline shows."""
+    """Return measured cells and limits as values for JSON, with the rates of a roofline."""
     return {
         "limits": dataclasses.asdict(limits),
         "rows": [
@@ -118,13 +128,21 @@ def time_layer(
     caches is therefore read from memory, as in a model.
 
     Args:
-      tokens: numbers of tokens to time, one after the other.
-      experts, hidden, intermediate, top_k: sizes of the layer.
-      scheme, dtype, backend: as for `ops.moe_mlp`, of weights with input scales.
+      tokens: numbers of tokens to time, one after another.
+      experts: number of experts.
+      hidden: width of the tokens, a multiple of 16.
+      intermediate: width between the two products, a multiple of 16.
+      top_k: number of experts per token.
+      scheme: as for `ops.moe_mlp`; the random weights have input scales.
+      dtype: dtype of the tokens. Defaults to "bfloat16".
+      backend: as for `ops.moe_mlp`.
+
+    Returns:
+      One `Cell` per number of tokens.
 
     Raises:
-      ValueError: an argument is unknown, or a size is no multiple of 16.
-      NoBackendError: no backend fits.
+      ValueError: an argument is unknown, or a size is not a multiple of 16.
+      NoBackendError: no backend can run the layer.
     """
     kind = find_dtype(dtype)
     params = random_moe_params(
@@ -134,7 +152,7 @@ def time_layer(
     plan = plan_experts(params, checkpoint_scheme=Scheme.W4A4, **how)
     params = convert(params, plan.layout)
 
-    # The memory of the last output is the next one's: one call waits for the other.
+    # Each call donates the output of the call before, so calls run one after another.
     @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
     def layer(last, x, params, ids, weights):
         del last
@@ -170,7 +188,7 @@ def time_layer(
 
 
 def _draw_calls(count, experts, hidden, top_k, dtype):
-    """Return tokens, expert ids and expert weights of several calls; fewer of large ones."""
+    """Return tokens, expert ids and expert weights of several calls; large calls are fewer."""
     keys = jax.random.split(jax.random.key(1), max(2, min(16, 8192 // count)))
     x = jax.random.normal(jax.random.key(2), (count, hidden), jnp.float32).astype(dtype)
     return [(x, *random_routing(key, count, experts, top_k)) for key in keys]
@@ -179,8 +197,12 @@ def _draw_calls(count, experts, hidden, top_k, dtype):
 def measure_limits(dtype: str) -> Limits:
     """Measure what bounds every layer on this device: its memory, and its matrix products.
 
-    The memory's figure is that of a large copy. The products' figure is that of the faster of two
-    large products by XLA, in `dtype` and in float32: some CPUs have no arithmetic for 16 bits.
+    The limit of the memory is the bandwidth of a large copy. The limit of the products is the rate
+    of a large product by XLA, in `dtype` or in float32, whichever is faster. Some CPUs have no
+    16-bit arithmetic, so float32 is faster on them.
+
+    Args:
+      dtype: name of the dtype of the layer.
     """
     gibibytes, side = _CPU_SIZES if jax.default_backend() == "cpu" else _OTHER_SIZES
     rates = {name: 1e3 * measure_matmul(side, find_dtype(name)) for name in {dtype, "float32"}}

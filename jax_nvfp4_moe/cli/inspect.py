@@ -1,4 +1,4 @@
-"""The subcommand `inspect`: what a checkpoint holds, or what each scheme costs its layers."""
+"""The subcommand `inspect`: show what a checkpoint contains, or the errors of each scheme."""
 
 import importlib.resources
 import json
@@ -35,16 +35,23 @@ from jax_nvfp4_moe.quantization.layer_errors import (
 def inspect_command(
     path: Folder,
     errors: Annotated[
-        bool, typer.Option("--errors", help="Show the error of each layer's experts instead.")
+        bool,
+        typer.Option(
+            "--errors", help="Measure instead the error of the routed experts in each layer."
+        ),
     ] = False,
     original: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Errors against this unquantized checkpoint, not dequantized weights."),
+        typer.Option(
+            help="Unquantized checkpoint to measure errors against; by default the dequantized "
+            "weights."
+        ),
     ] = None,
     text: Annotated[
-        pathlib.Path | None, typer.Option(help="Text to run, UTF-8; some Python by default.")
+        pathlib.Path | None,
+        typer.Option(help="Text file to run, in UTF-8; some Python source code by default."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text, at most.")] = 256,
+    tokens: Annotated[int, typer.Option(help="Largest number of tokens of the text to run.")] = 256,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: modules and bytes, or errors by token.")
     ] = False,
@@ -56,19 +63,24 @@ def inspect_command(
     dtype: DtypeOption = "bfloat16",
     backend: BackendOption = None,
 ) -> None:
-    """Show layers, formats, bytes, and the scheme and backend that each layer gets and why.
+    """Show the layers of a checkpoint with format, size, scheme and backend.
 
-    With --errors: what each scheme costs each layer's routed experts, all on the same inputs: those
-    of --scheme, else w4a16, and w4a4 where the checkpoint has input scales.
+    For each kind of device, the output says which scheme and backend a layer gets, and why.
+
+    With --errors: measure how much each scheme changes the output of the routed experts in each
+    layer. All schemes get the same inputs. The schemes are those of --scheme; by default w4a16, and
+    w4a4 if the checkpoint has input scales.
     """
-    logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)  # the table says it all
+    logging.getLogger("jax_nvfp4_moe").setLevel(logging.WARNING)  # the log would repeat the table
     if plot is not None:
-        check_plot(plot)  # now, not after minutes
+        check_plot(plot)  # a wrong file name must not fail only after minutes of work
     if not errors:
         _only_with_errors(original=original, text=text, backend=backend)
         only, *others = each_once(scheme)
         if others:
-            raise ValueError(f"--scheme: expected one without --errors, got {only}, {others[0]}")
+            raise ValueError(
+                f"--scheme: expected at most one without --errors, got {only}, {others[0]}"
+            )
         _show(path, abstract_model(path, scheme=only, dtype=dtype), as_json, plot)
         return
     ids, words = _sample(path, text, tokens)
@@ -81,19 +93,19 @@ def inspect_command(
         backend=backend,
         progress=progress_bar,
     )
-    truth = "its weights dequantized" if original is None else expand_home(original).resolve().name
+    truth = "its dequantized weights" if original is None else expand_home(original).resolve().name
     if plot is not None:
         plot_errors(found, plot, truth=truth)
         say(f"wrote {plot}")
     if as_json:
         print(json.dumps({"truth": truth, "tokens": len(ids), "errors": error_report(found)}))
         return
-    print(f"errors of routed experts against {truth}, in float32, of {len(ids)} tokens\n")
+    print(f"errors of routed experts against {truth}, in float32, on {len(ids)} tokens\n")
     print("\n".join(table(error_rows(found, words))))
 
 
 def _show(path, plan, as_json, plot) -> None:
-    """Print what a checkpoint holds, and draw it where the user asks for a picture."""
+    """Print what a checkpoint contains, and draw it if the user asks for a picture."""
     if plot is not None:
         modules = measure_bytes(plan.model)
         with drawing(plot, chart_size(modules)) as figure:
@@ -104,21 +116,26 @@ def _show(path, plan, as_json, plot) -> None:
 
 
 def _only_with_errors(**options):
+    """Raise `ValueError` if any of these options has a value: they need --errors."""
     given = [f"--{name}" for name, value in options.items() if value]
     if given:
-        raise ValueError(f"{', '.join(given)}: expected together with --errors")
+        raise ValueError(f"{', '.join(given)}: expected together with --errors; add --errors")
 
 
 def _sample(path, text, tokens) -> tuple[np.ndarray, list[str] | None]:
-    """Return the first tokens of a text, and each as text; random ones without a tokenizer."""
+    """Return the first tokens of a text, and the text of each token.
+
+    If the checkpoint has no tokenizer and the user gives no text, the tokens are random, and None
+    stands for their text.
+    """
     if tokens < 1:
         raise ValueError(f"tokens: expected at least 1, got {tokens}")
     if text is None and not (find_folder(path) / TOKENIZER).exists():
-        say(f"{path} has no {TOKENIZER}: {tokens} random token ids")
+        say(f"{path} has no {TOKENIZER}; the text is {tokens} random token ids")
         size = abstract_model(path).model.config.vocab_size
         return np.random.default_rng(0).integers(0, size, tokens), None
     tokenizer = load_tokenizer(path)
-    if text is None:  # Python source that is always there
+    if text is None:  # a file of this package, which always exists
         source = importlib.resources.files("jax_nvfp4_moe") / "numerics" / "nvfp4.py"
         said = source.read_text(encoding="utf-8")
     else:

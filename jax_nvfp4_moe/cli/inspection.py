@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and which scheme and backend each layer gets: from headers alone."""
+"""Describe a checkpoint: its layers, and the scheme and backend of each. Reads headers only."""
 
 import collections
 import dataclasses
@@ -31,21 +31,22 @@ OTHERS = "embedding, routers, norms"
 
 
 def inspect(path: str | pathlib.Path, *, scheme: str | None = None, dtype="bfloat16") -> str:
-    """Describe a checkpoint as text: layers, formats, bytes, and the choices for each device.
+    """Describe a checkpoint as text: layers, formats, sizes, and the choices for each device.
 
     Args:
-      path: folder of the checkpoint; no weight is read.
-      scheme, dtype: as for `load_model`.
+      path: folder or Hub name of the checkpoint. No weight is read.
+      scheme: as for `load_model`. Defaults to None.
+      dtype: as for `load_model`. Defaults to "bfloat16".
 
     Raises:
-      CheckpointError: as `load_model`.
-      ValueError: `scheme` does not go with the checkpoint.
+      CheckpointError: the checkpoint cannot be read; see `load_model`.
+      ValueError: `scheme` does not fit the checkpoint.
     """
     return describe(path, abstract_model(path, scheme=scheme, dtype=dtype))
 
 
 def describe(path: str | pathlib.Path, plan: LoadPlan) -> str:
-    """Return what `inspect` returns, of a checkpoint whose headers are read already."""
+    """Describe a checkpoint whose headers have been read, as text; see `inspect`."""
     model, kinds = plan.model, _kinds(plan.model)
     parts = [*_header(path), "", *table(_rows(model)), ""]
     parts += [*table(_decided(plan.decisions)), "", *_choices(kinds)]
@@ -54,14 +55,14 @@ def describe(path: str | pathlib.Path, plan: LoadPlan) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleBytes:
-    """Bytes of all modules of one kind, as `load_model` loads them.
+    """Size of all modules of one kind, as `load_model` loads them.
 
     Attributes:
-      module: path in the model with stars for layer numbers, such as "layers.*.mlp.experts".
-      count: number of modules; None of what has no modules of its own, such as norms.
-      weights: sizes, such as "256 > 128" of a linear with 256 inputs and 128 outputs.
-      format: of the weights, such as "NVFP4 w4a4", "FP8 fp8" or "bfloat16".
-      nbytes: bytes of all of them together.
+      module: path in the model with a star for each layer number, such as "layers.*.mlp.experts".
+      count: number of modules; None for weights outside of such modules, such as norms.
+      weights: sizes, such as "256 > 128" for a linear layer with 256 inputs and 128 outputs.
+      format: format of the weights, such as "NVFP4 w4a4", "FP8 fp8" or "bfloat16".
+      nbytes: total size in bytes.
     """
 
     module: str
@@ -72,10 +73,10 @@ class ModuleBytes:
 
 
 def measure_bytes(model: nnx.Module) -> list[ModuleBytes]:
-    """Return the bytes of a model by kind of module and format; their sum is that of the model.
+    """Return the size of a model by kind of module and format; the sizes add up to the model's.
 
     Args:
-      model: a model as `load_model` returns it, or one without values.
+      model: model from `load_model`, or an abstract one without values.
     """
     found = []
     for (name, description), modules in _kinds(model).items():
@@ -90,15 +91,16 @@ def measure_bytes(model: nnx.Module) -> list[ModuleBytes]:
 
 
 def bytes_report(path: str | pathlib.Path, plan: LoadPlan) -> dict[str, Any]:
-    """Return what a checkpoint holds, as values for JSON.
+    """Return what a checkpoint contains, as values for JSON.
 
     Args:
       path: folder of the checkpoint.
-      plan: as `models.loading.abstract_model` returns it.
+      plan: plan from `models.loading.abstract_model`.
 
     Returns:
-      "path", "architectures", "tensors" and "file_bytes" of the files, "loaded_bytes" of the model,
-      and "modules": the fields of each `ModuleBytes`, `nbytes` as "bytes".
+      A dictionary. "path", "architectures", "tensors" and "file_bytes" describe the files.
+      "loaded_bytes" is the size of the model. "modules" lists the fields of each `ModuleBytes`,
+      with `nbytes` under the name "bytes".
     """
     found = measure_bytes(plan.model)
     modules = [dataclasses.asdict(one) for one in found]
@@ -117,6 +119,7 @@ def bytes_report(path: str | pathlib.Path, plan: LoadPlan) -> dict[str, Any]:
 
 
 def _header(path) -> Iterator[str]:
+    """Yield lines about the whole checkpoint: architecture, size and quantization."""
     with open_checkpoint(path) as checkpoint:
         names = checkpoint.tensors.names()
         size = sum(checkpoint.tensors.info(name).nbytes for name in names)
@@ -131,7 +134,11 @@ def _header(path) -> Iterator[str]:
 
 
 def _kinds(model) -> dict[tuple[str, str], list[nnx.Module]]:
-    """Return the modules that hold weights by path, layer numbers left out, and description."""
+    """Return the modules that hold weights, grouped by path and description.
+
+    Layer numbers in a path are replaced by stars, so that equal modules of all layers form one
+    group.
+    """
     kinds: dict[tuple[str, str], list[nnx.Module]] = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, (RoutedExperts, NVFP4Linear, DenseLinear, FP8Linear)):
@@ -141,22 +148,26 @@ def _kinds(model) -> dict[tuple[str, str], list[nnx.Module]]:
 
 
 def _any_layer(name: str) -> str:
-    """Return a module's name with stars for numbers."""
+    """Return a module's name with a star for each layer number."""
     return re.sub(r"\.\d+(?=\.|\W|$)", ".*", name)
 
 
 def _decided(decisions) -> Iterator[tuple[str, ...]]:
-    """Say of each module what decides how it is quantized; layers that agree once."""
+    """Yield a table of how the file quantizes each module, and which entry of the file says so.
+
+    Equal modules of different layers share a row.
+    """
     counts: dict[tuple[str, ...], int] = {}
     for module, (scheme, source) in decisions.items():
         row = _any_layer(module), str(scheme or "not quantized"), _any_layer(source)
         counts[row] = counts.get(row, 0) + 1
-    yield "module in the file", "count", "declared", "by"
+    yield "module in the file", "count", "scheme", "declared by"
     for (module, scheme, source), count in counts.items():
         yield module, str(count), scheme, source
 
 
 def _describe(module) -> str:
+    """Return the sizes and the format of a module's weights."""
     if isinstance(module, RoutedExperts):
         params = module.params.get_value()
         experts, h, i = params.num_experts, params.hidden, params.intermediate
@@ -168,23 +179,25 @@ def _describe(module) -> str:
 
 
 def _kind(module, weight) -> str:
-    """Return the format of one module's matrices."""
+    """Return the format of a module's matrices."""
     if isinstance(weight, NVFP4Tensor):
         return f"NVFP4 {module.checkpoint_scheme}"
     return f"FP8 {module.checkpoint_scheme}" if isinstance(weight, FP8Tensor) else weight.dtype.name
 
 
 def _own_weights(module):
-    """Return a module's own weights; those of modules inside it have their own row."""
+    """Return a module's own weights; modules inside it have rows of their own."""
     own = module.params if isinstance(module, RoutedExperts) else module.weight
     return own.get_value()
 
 
 def _bytes(module) -> int:
+    """Return the size of a module's own weights in bytes."""
     return _bytes_by_dtype(_own_weights(module)).total()
 
 
 def _bytes_by_dtype(tree) -> collections.Counter[str]:
+    """Return the name of each dtype in `tree` -> the size of its leaves in bytes."""
     found = collections.Counter()
     for leaf in jax.tree.leaves(tree):
         found[leaf.dtype.name] += math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -192,21 +205,25 @@ def _bytes_by_dtype(tree) -> collections.Counter[str]:
 
 
 def _rows(model) -> Iterator[tuple[str, ...]]:
-    yield "module", "count", "weights; format", "bytes of all"
+    """Yield a table of modules with their number, weights and size."""
+    yield "module", "count", "weights; format", "total size"
     found = measure_bytes(model)
     for one in found:
         description = "; ".join(filter(None, (one.weights, one.format)))
         yield one.module, str(one.count or ""), description, mebibytes(one.nbytes)
-    yield "all, as loaded", "", "", mebibytes(sum(one.nbytes for one in found))
+    yield "total, as loaded", "", "", mebibytes(sum(one.nbytes for one in found))
 
 
 def _choices(kinds) -> Iterator[str]:
-    """Say for each device what the kinds of layers get and why; equal answers once."""
+    """Yield for each device the scheme and backend of each kind of layer, and the reasons.
+
+    Layers with equal answers share one answer.
+    """
     for target in TARGETS:
         answers: dict[str, list[str]] = {}
         for (name, _), modules in kinds.items():
             if getattr(modules[0], "scheme", None) is None:
-                continue  # no kernel of ours: plain XLA
+                continue  # the module runs in plain XLA, so there is no backend to choose
             choice = explain(modules[0], target=target)
             assert choice.problem is not None
             lines = [f"    scheme  {choice.scheme}: {choice.why}", f"    backend {choice.backend}"]
@@ -224,7 +241,7 @@ def _choices(kinds) -> Iterator[str]:
 
 
 def mebibytes(size: float) -> str:
-    """Return a size in bytes as text."""
+    """Return a number of bytes as text, in KiB, MiB or GiB."""
     if size < 2**20:
         return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**20:.2f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"

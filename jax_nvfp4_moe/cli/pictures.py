@@ -1,4 +1,4 @@
-"""Pictures of the commands: the bytes of a checkpoint for `inspect`, a roofline for `bench`."""
+"""Pictures of the commands: sizes by module for `inspect`, and a roofline for `bench`."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,8 @@ import numpy as np
 
 from jax_nvfp4_moe.cli.inspection import ModuleBytes, mebibytes
 
-# The same color means the same format in every picture; others take those of `_OTHER_FORMATS`.
+# A format has the same color in every picture. Formats that are not listed take the next color of
+# `_OTHER_FORMATS`.
 _FORMATS = {
     "NVFP4 w4a4": "#0969da",
     "NVFP4 w4a16": "#54aeff",
@@ -22,7 +23,7 @@ _FORMATS = {
 _OTHER_FORMATS = ("#8250df", "#1a7f37", "#bf3989")
 _ABOVE = "#f0f2f4"  # the area that no device reaches, and its labels
 _SMALL, _LINE = 9, 12  # points: size of a label, and height of its line
-_BESIDE = {  # a label beside what it describes; no line of the grid crosses it
+_BESIDE = {  # a label beside its bar, with a background that hides the lines of the grid
     "textcoords": "offset points",
     "bbox": {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
 }
@@ -30,17 +31,17 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
 def chart_size(modules: Sequence[ModuleBytes]) -> tuple[float, float]:
-    """Return width and height in inches that `draw_bytes` needs."""
+    """Return the width and the height in inches that `draw_bytes` needs."""
     return 10.0, 2.0 + 0.34 * (1 + len({one.module for one in modules}))
 
 
 def draw_bytes(figure, modules: Sequence[ModuleBytes], name: str) -> None:
-    """Draw a bar for the whole model and one for each kind of module, stacked by format.
+    """Draw one bar for the whole model and one for each kind of module, stacked by format.
 
     Args:
-      figure: empty, of about `chart_size`.
-      modules: as `measure_bytes` returns.
-      name: of the checkpoint, for the title.
+      figure: empty figure of about `chart_size`.
+      modules: result of `measure_bytes`.
+      name: name of the checkpoint, for the title.
     """
     total = sum(one.nbytes for one in modules)
     unit, spelled = next((size, unit) for size, unit in _UNITS if total >= size)
@@ -71,11 +72,12 @@ def draw_bytes(figure, modules: Sequence[ModuleBytes], name: str) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", linewidth=0.6)
     axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=3)  # outside: it can hide no bar
+    figure.legend(loc="outside lower center", ncols=3)  # outside of the axes, it hides no bar
     figure.suptitle(f"{name}: bytes by module and format")
 
 
 def _by_format(modules) -> dict[str, int]:
+    """Return the name of each format -> its size in bytes."""
     sizes: dict[str, int] = {}
     for one in modules:
         sizes[one.format] = sizes.get(one.format, 0) + one.nbytes
@@ -83,27 +85,32 @@ def _by_format(modules) -> dict[str, int]:
 
 
 def _label(kind, modules) -> str:
+    """Return the label of a bar: the kind of module, and the number of modules."""
     counts = [one.count for one in modules if one.count]
     return f"{kind} ({sum(counts)})" if counts else kind
 
 
 def _percent(size, total) -> str:
+    """Return a share of the total as text."""
     share = 100 * size / total
     return f"{share:.0f} %" if share >= 10 else f"{share:.1f} %"
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One measured size of an expert layer.
+    """The measured time of an expert layer for one number of tokens.
 
     Attributes:
-      tokens: number of tokens of a call.
-      us, low_us, high_us: microseconds of a call: median, fastest and slowest of several batches.
-      host_share: share of the time that the host needed to start the calls.
-      weight_bytes: bytes of the experts that a call reads, in the mean.
-      moved_bytes: those, and the bytes of the tokens in and out.
-      operations: multiplications and additions of the products.
-      scheme, backend: what ran.
+      tokens: number of tokens in a call.
+      us: time of a call in microseconds, the median of several batches.
+      low_us: time of a call in the fastest batch.
+      high_us: time of a call in the slowest batch.
+      host_share: time that the host needs to start the calls, divided by the time to run them.
+      weight_bytes: bytes of expert weights that a call reads, on average.
+      moved_bytes: `weight_bytes`, and the bytes of the tokens that a call reads and writes.
+      operations: multiplications and additions in the products.
+      scheme: scheme that ran.
+      backend: backend that ran.
     """
 
     tokens: int
@@ -119,23 +126,23 @@ class Cell:
 
     @property
     def intensity(self) -> float:
-        """Operations for each byte moved."""
+        """Operations per byte moved."""
         return self.operations / self.moved_bytes
 
     @property
     def gflop_per_s(self) -> float:
-        """Billions of operations in a second."""
+        """Billions of operations per second."""
         return self.operations / self.us * 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a device does at most, measured.
+    """The measured limits of a device.
 
     Attributes:
-      copy_gb_per_s: of a large copy, bytes read and written.
-      matmul_gflop_per_s: of a large matrix product.
-      matmul_dtype: of that product.
+      copy_gb_per_s: bandwidth of a large copy, counting bytes read and written.
+      matmul_gflop_per_s: rate of a large matrix product.
+      matmul_dtype: name of the dtype of that product.
     """
 
     copy_gb_per_s: float
@@ -143,22 +150,22 @@ class Limits:
     matmul_dtype: str
 
     def gflop_per_s(self, intensity: float) -> float:
-        """Return the roof: the most operations in a second, in billions, at an intensity."""
+        """Return the largest possible rate at an intensity, in billions of operations a second."""
         return min(intensity * self.copy_gb_per_s, self.matmul_gflop_per_s)
 
     def us(self, cell: Cell) -> float:
-        """Return the microseconds that a call cannot beat."""
+        """Return the shortest possible time of a call in microseconds."""
         return cell.operations / self.gflop_per_s(cell.intensity) * 1e-3
 
 
 def draw_roofline(figure, cells: Sequence[Cell], limits: Limits, title: str) -> None:
-    """Draw measured cells below the limits of memory and of matrix products.
+    """Draw measured cells below the limits of the memory and of the matrix products.
 
     Args:
-      figure: empty.
-      cells: as `time_layer` returns.
-      limits: of the same device.
-      title: says what was measured, and where.
+      figure: empty figure.
+      cells: result of `bench.time_layer`.
+      limits: limits of the same device.
+      title: what was measured, and on which device.
     """
     axes = figure.subplots()
     scale, unit = (1e3, "TFLOP/s") if limits.matmul_gflop_per_s >= 1e3 else (1.0, "GFLOP/s")
@@ -187,11 +194,11 @@ def draw_roofline(figure, cells: Sequence[Cell], limits: Limits, title: str) -> 
         fontsize=_SMALL, linespacing=1.4,
     )  # fmt: skip
 
-    figure.draw_without_rendering()  # places the axes: labels need to know where points are
+    figure.draw_without_rendering()  # lays out the axes, so that the points have their places
     points, bends = (
         axes.transData.transform(np.column_stack(line)) for line in ((xs, ys), (corners, roof))
     )
-    above = bends + np.array([0, figure.dpi / 72 * _LINE])  # where the roof's own labels stand
+    above = bends + np.array([0, figure.dpi / 72 * _LINE])  # line through the labels of the roof
     memory = f"{limits.copy_gb_per_s:.3g} GB/s"
     if limits.copy_gb_per_s >= 1e3:
         memory = f"{limits.copy_gb_per_s / 1e3:.3g} TB/s"
@@ -207,7 +214,7 @@ def draw_roofline(figure, cells: Sequence[Cell], limits: Limits, title: str) -> 
 
 
 def _figures(cells, limits) -> str:
-    """Return the table beside a roofline: tokens as at the points, time, share of the limit."""
+    """Return the table beside a roofline: tokens, time, and the share of the limit."""
     rows = [("tokens", "time", "of limit")]
     rows += [(str(c.tokens), _duration(c.us), f"{100 * limits.us(c) / c.us:.0f} %") for c in cells]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -218,6 +225,7 @@ def _figures(cells, limits) -> str:
 
 
 def _duration(us) -> str:
+    """Return a time as text, in us, ms or s."""
     for scale, unit in ((1e6, "s"), (1e3, "ms")):
         if us >= scale:
             return f"{us / scale:.3g} {unit}"
@@ -225,7 +233,14 @@ def _duration(us) -> str:
 
 
 def _label_roof(axes, bends, memory, products) -> None:
-    """Write what each part of the roof stands for along it, and above; `bends` in pixels."""
+    """Write the meaning of both parts of the roof above them.
+
+    Args:
+      axes: axes of the roofline.
+      bends: corners of the roof in pixels.
+      memory: label of the rising part.
+      products: label of the flat part.
+    """
     begin, bend, end = bends
     angle = math.degrees(math.atan2(*(bend - begin)[::-1]))
     for words, at, offset, turn, side in (
@@ -239,7 +254,7 @@ def _label_roof(axes, bends, memory, products) -> None:
         )  # fmt: skip
 
 
-# Where a label may stand beside its point, in points; the first place that is free is taken.
+# Offsets of a label from its point, in typographic points. The first free place is taken.
 _PLACES = tuple(
     (distance * x, distance * y)
     for distance in (8, 12, 16)
@@ -248,13 +263,16 @@ _PLACES = tuple(
 
 
 def _label_points(axes, points, words, lines) -> None:
-    """Write words beside points where they hide nothing: no line, no point and no other label.
+    """Write labels beside points where they cover no line, no point and no other label.
+
+    A label without a free place is left out. Labels are placed from both ends to the middle, so
+    that the first and the last point get theirs.
 
     Args:
-      axes: placed, with all else drawn.
-      points: their places in pixels, ``[n, 2]``.
-      words: of each point. A label without a free place is left out; the ends come first.
-      lines: corners of the lines of the picture in pixels.
+      axes: axes with their final layout and everything else drawn.
+      points: places of the points in pixels, ``[n, 2]``.
+      words: label of each point.
+      lines: pairs of ends of the lines in the picture, in pixels.
     """
     taken = np.concatenate([np.linspace(a, b, 200) for a, b in lines])
     pixels = axes.figure.dpi / 72
@@ -265,7 +283,7 @@ def _label_points(axes, points, words, lines) -> None:
             low = points[index] + pixels * np.array(place) - size * (1 - np.sign(place)) / 2
             high = low + size
             if np.linalg.norm(points - (low + high) / 2, axis=1).argmin() != index:
-                continue  # it would seem to belong to another point
+                continue  # the label would be closer to another point
             if (low < frame.min).any() or (high > frame.max).any():
                 continue
             if ((taken > low - 1) & (taken < high + 1)).all(axis=1).any():
@@ -278,7 +296,7 @@ def _label_points(axes, points, words, lines) -> None:
 
 
 def _text_size(axes, words) -> np.ndarray:
-    """Return width and height of a label in pixels."""
+    """Return the width and the height of a label in pixels."""
     text = axes.text(0, 0, words, fontsize=_SMALL)
     size = text.get_window_extent().size
     text.remove()

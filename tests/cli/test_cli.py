@@ -165,7 +165,7 @@ def test_inspect_shows_errors_by_layer(run, tmp_path):
     options = ("--errors", "--tokens", 16, "--plot", tmp_path / "errors.png")
     status, out, err = run("inspect", EXAMPLE, *options)
     assert status == 0
-    assert "errors of routed experts against its weights dequantized, in float32, of 16" in out
+    assert "errors of routed experts against its dequantized weights, in float32, on 16" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("layers.")]
     assert [row[0] for row in rows] == [f"layers.{i}.mlp" for i in range(5)]
     assert "w4a4 NRMSE" in out
@@ -215,7 +215,7 @@ def test_bench_prints_a_table(run):
         ),
         (
             ["inspect", EXAMPLE, "--scheme", "w4a4", "--scheme", "w4a16"],
-            "--scheme: expected one without --errors, got w4a4, w4a16",
+            "--scheme: expected at most one without --errors, got w4a4, w4a16",
         ),
         (
             ["eval", EXAMPLE, "--text", TEXT, "--original", CHECKPOINTS / "qwen3moe-modelopt-w4a4"],
