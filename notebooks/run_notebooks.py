@@ -3,7 +3,8 @@
     python notebooks/run_notebooks.py [01_format ...]
 
 A page ``NAME.md`` is what people edit; ``NAME.ipynb`` is the page with its outputs, for those who
-read it on a website. Each runs in this folder, as Jupyter would run it. Needs the `test` extra.
+read it on a website. Each runs in this folder, as Jupyter would run it. Needs the `test` extra, and
+08_compare_schemes the `eval` extra too.
 """
 
 import base64

@@ -11,6 +11,12 @@ import run_notebooks as run
 MACHINE = re.compile(r"/(?:home|root|work|tmp|usr|opt|Users|var)/")
 LIMIT = 300_000  # bytes of a stored notebook
 
+# Those that run lm-evaluation-harness need the `eval` extra.
+RUNS = [
+    pytest.param(page, marks=pytest.mark.lm_eval) if "import lm_eval" in page.read_text() else page
+    for page in run.PAGES
+]
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook machinery
 
 
@@ -78,7 +84,7 @@ def stream(name, text):
 
 
 @pytest.mark.notebook
-@pytest.mark.parametrize("page", run.PAGES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", RUNS, ids=lambda p: p.stem)
 def test_notebook_runs(page):
     before = sorted(run.HERE.iterdir())
     notebook = run.execute(page)
