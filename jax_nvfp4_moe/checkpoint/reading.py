@@ -19,6 +19,7 @@ from jax_nvfp4_moe.checkpoint.lazy_array import (
     whole,
 )
 from jax_nvfp4_moe.checkpoint.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices, read_mxfp4
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, TensorSlice
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
@@ -128,8 +129,13 @@ class Reader:
         for read in reads:
             self._tensors.read_into(*read)
 
-    def weight(self, matrices: Matrices) -> NVFP4Tensor:
-        """Return one NVFP4 weight. Reading a NaN or infinite scale adds a problem."""
+    def weight(self, matrices: Matrices | MXFP4Matrices) -> NVFP4Tensor:
+        """Return one NVFP4 weight, or the cast of one in MXFP4.
+
+        Reading a NaN or infinite scale, or exponents that no cast can keep, adds a problem.
+        """
+        if isinstance(matrices, MXFP4Matrices):
+            return read_mxfp4(self, matrices)
         stored = self.array(matrices.weight_global, self._bad_global)
         parts: dict[str, Any] = {
             "packed": self.array(matrices.packed),
@@ -145,7 +151,9 @@ class Reader:
         values: Any = self.array(matrices.values)
         return FP8Tensor(values, scale)
 
-    def input_scale(self, matrices: Matrices | FP8Matrices, required: bool) -> np.ndarray | None:
+    def input_scale(
+        self, matrices: Matrices | FP8Matrices | MXFP4Matrices, required: bool
+    ) -> np.ndarray | None:
         """Read the input scales of one product.
 
         A scale that is missing, or not a positive finite number, is replaced by the largest scale
@@ -243,7 +251,7 @@ class Reader:
         """Add a problem if `check` finds something wrong with a part."""
         message = None if check is None else check(part)
         if message is not None:
-            self._report(tensor_slice, message)
+            self.report(tensor_slice, message)
 
     def _bad_global(self, stored):
         """Return what is wrong with global scales.
@@ -257,7 +265,7 @@ class Reader:
         expected = "finite and not zero" if self._names.divides else "finite"
         return f"expected a global scale that is {expected}, got {stored[~finite].flat[0]}"
 
-    def _report(self, tensor_slice, what):
+    def report(self, tensor_slice: TensorSlice, what: str) -> None:
         """Add a problem with the tensor of a slice."""
         info = self._tensors.info(tensor_slice.name)
         self.problems.append(f"{quoted(info.name)} ({quoted(info.file)}): {what}")

@@ -25,6 +25,7 @@ from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, LinearPlan, Matrices, Planner
@@ -72,8 +73,10 @@ class Headers:
         """Return the shape and the dtype of `Reader.array`."""
         return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
 
-    def weight(self, matrices: Matrices) -> NVFP4Tensor:
+    def weight(self, matrices: Matrices | MXFP4Matrices) -> NVFP4Tensor:
         """Return the shapes and the dtypes of `Reader.weight`."""
+        if isinstance(matrices, MXFP4Matrices):
+            return matrices.map_arrays(lambda _, *array: jax.ShapeDtypeStruct(*array))
         scale: Any = self.array(matrices.weight_global)
         packed: Any = self.array(matrices.packed)
         block_scale: Any = self.array(matrices.block_scale)
@@ -85,7 +88,7 @@ class Headers:
         scale: Any = self.array(matrices.scale)
         return FP8Tensor(values, scale)
 
-    def input_scale(self, matrices: Matrices | FP8Matrices, required: bool) -> Any:
+    def input_scale(self, matrices: Matrices | FP8Matrices | MXFP4Matrices, required: bool) -> Any:
         """Return the shape and the dtype of `Reader.input_scale`."""
         del required
         if matrices.input_global is None:

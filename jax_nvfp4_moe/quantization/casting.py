@@ -1,0 +1,198 @@
+"""Cast a checkpoint whose experts are MXFP4 to NVFP4 without loss: no weight changes its value."""
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming
+from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_checkpoint
+from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home
+from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT
+from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
+from jax_nvfp4_moe.checkpoint.progress import log_layers
+from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
+from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
+from jax_nvfp4_moe.checkpoint.writing import staged_folder
+from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
+from jax_nvfp4_moe.nn.building import ExpertPart
+from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
+from jax_nvfp4_moe.quantization.pipeline import check_destination, copy_beside, writer_version
+from jax_nvfp4_moe.quantization.selection import find_excluded
+from jax_nvfp4_moe.scheme import Scheme
+
+_ALGORITHM = "W4A16_NVFP4"
+
+
+def cast_model(
+    source: str | pathlib.Path,
+    destination: str | pathlib.Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Cast a checkpoint whose experts are MXFP4, such as gpt-oss, to NVFP4 in ModelOpt's form.
+
+    ``code * 2^e`` becomes ``code * (2^(e - g) * 2^g)`` with one g for each matrix, gate and up of
+    an expert together where that is exact. No value changes, and no other tensor does. Loading the
+    source itself gives the same weights; the cast is for other runtimes that read NVFP4.
+
+    Args:
+      source: folder or Hub name of a checkpoint of a supported architecture with ``quant_method:
+        mxfp4``.
+      destination: folder to write; new or empty.
+      shard_bytes: of one file, at most, unless one tensor is larger.
+      progress: whether to draw a bar on standard error; None draws one on a terminal, and logs a
+        line for each layer elsewhere.
+
+    Returns:
+      ``cast_matrices``, ``scheme``, ``format``, ``source_bytes`` and ``bytes``.
+
+    Raises:
+      ValueError: `destination` is not empty, or `shard_bytes` is not positive.
+      CheckpointError: lists all that is wrong with the source; it holds no MXFP4, or a matrix whose
+        exponents span more powers of two than NVFP4 has.
+      OSError: the disk is full or a file cannot be written; names the file and its device. After
+        any error `destination` is as it was.
+
+    Example:
+      >>> jax_nvfp4_moe.cast_model("gpt-oss-20b", "gpt-oss-20b-nvfp4")  # doctest: +SKIP
+    """
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
+    destination = expand_home(destination)
+    check_destination(destination)
+    with open_checkpoint(source) as checkpoint:
+        if checkpoint.quant.format is None or not checkpoint.quant.format.mx_experts:
+            said = [rules.source for rules in checkpoint.quant.rules] or ["nothing is quantized"]
+            raise CheckpointError(
+                [f"holds no MXFP4 ({said[0]}); expected quant_method mxfp4"], str(source)
+            )
+        load = plan_unquantized(checkpoint)
+        with load.open_reader(progress=False) as reader:
+            writer = _Writer(checkpoint, load, reader)
+            tensors = writer.tensors()
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            writer.note = log_layers(progress, "casting")
+            with (
+                staged_folder(destination, last=CONFIG) as stage,
+                draw_progress(progress, total, "casting") as writer.advance,
+            ):
+                copy_beside(checkpoint, stage)
+                write_checkpoint(
+                    stage,
+                    tensors,
+                    checkpoint.config,
+                    algorithm=_ALGORITHM,
+                    exclude=find_excluded(checkpoint, writer.consumed, writer.modules),
+                    version=writer_version(),
+                    shard_bytes=shard_bytes,
+                )
+        infos = map(checkpoint.tensors.info, checkpoint.tensors.names())
+        return {
+            "cast_matrices": len(writer.modules),
+            "scheme": str(Scheme.W4A16),
+            "format": "modelopt",
+            "source_bytes": sum(info.nbytes for info in infos),
+            "bytes": total,
+        }
+
+
+class _Writer:
+    """Makes the tensors of a destination when their turn comes.
+
+    Attributes:
+      modules: linears that are written in NVFP4.
+      consumed: tensors of the source that are not written as they are.
+      note: is told the name of each tensor that is about to be made.
+      advance: is told the bytes of each tensor made.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, load: LoadPlan, reader: Any):
+        self.modules: list[str] = []
+        self.consumed: set[str] = set()
+        self.note: Callable[[str], None] = lambda name: None
+        self.advance: Callable[[int], None] = lambda nbytes: None
+        self._checkpoint, self._load, self._reader = checkpoint, load, reader
+
+    def tensors(self) -> dict[str, Writable]:
+        """Return what is written: experts one by one, and all other tensors as they are."""
+        made: dict[str, Writable] = {}
+        for part in self._load.parts:
+            if isinstance(part, ExpertPart) and isinstance(part.source.value, MoEParams):
+                made |= dict(self._experts(part))
+        tensors = self._checkpoint.tensors
+        for name in tensors.names():
+            if name not in self.consumed:
+                info = tensors.info(name)
+                stored = STORED_TYPES[info.dtype].numpy
+                read = functools.partial(tensors.read, name)
+                made[info.name] = self._lazy(info.name, info.array_shape, stored, read)
+        return made
+
+    def _experts(self, part: ExpertPart) -> Iterator[tuple[str, Writable]]:
+        prefix = part.source.name
+        sizes = self._load.table.requests.experts[prefix]
+        names = list(self._checkpoint.tensors.under(f"{prefix}."))
+        self.consumed |= set(names)
+        info = self._checkpoint.tensors.info(names[0])
+        owner = info.name.removesuffix(names[0].removeprefix(prefix))
+        params = part.source.read(self._reader)
+        for expert in range(sizes.num_experts):
+            for name, weight, bias, index, rows in _projections(params, sizes, PER_EXPERT[0]):
+                module = f"{owner}.{expert}.{name}"
+                self.modules.append(module)
+                yield from self._matrix(module, weight, (expert, rows), index)
+                if bias is not None:
+                    dtype = self._bias_dtype(names)
+                    yield self._named(f"{module}.bias", bias, (expert, rows), dtype)
+
+    def _matrix(self, module, weight: NVFP4Tensor, part, index):
+        """Yield the tensors of one projection, the part `part` of the experts' `weight`."""
+        names = MODELOPT.names
+        yield self._named(f"{module}.{names.packed}", weight.packed, part)
+        yield self._named(f"{module}.{names.block_scale}", weight.block_scale, part)
+        apart = len(weight.global_scale.shape) > 1
+        scale = (part[0], index) if apart else part[:1]
+        yield self._named(f"{module}.{names.weight_global}", weight.global_scale, scale)
+
+    def _named(self, name, array, part, dtype=None) -> tuple[str, LazyTensor]:
+        dtype = np.dtype(dtype or array.dtype)
+        shape = (
+            tuple(one.stop - one.start for one in part if isinstance(one, slice))
+            + array.shape[len(part) :]
+        )
+
+        def make():
+            found = array[part]
+            self._reader.raise_problems()
+            return np.ascontiguousarray(found).astype(dtype, copy=False).reshape(shape)
+
+        return name, self._lazy(name, shape, dtype, make)
+
+    def _bias_dtype(self, names) -> np.dtype:
+        """Return the dtype of the experts' biases in the source, to which float32 goes back."""
+        found = next(name for name in names if name.endswith("bias"))
+        return STORED_TYPES[self._checkpoint.tensors.info(found).dtype].numpy
+
+    def _lazy(self, name, shape, dtype, make) -> LazyTensor:
+        def make_and_count():
+            self.note(name)
+            made = make()
+            self.advance(made.nbytes)
+            return made
+
+        return LazyTensor(tuple(shape), dtype, make_and_count)
+
+
+def _projections(params: MoEParams, sizes: ExpertSizes, naming: Naming):
+    """Yield name, matrices, biases, index and rows of each projection of an expert."""
+    i = sizes.intermediate
+    first = params.gate_up, params.gate_up_bias
+    names = [naming.gate, naming.up] if sizes.gated else [naming.up]
+    for index, name in enumerate(names):
+        yield name, *first, index, slice(index * i, (index + 1) * i)
+    yield naming.down, params.down, params.down_bias, 0, slice(0, sizes.hidden)
