@@ -25,6 +25,8 @@ from jax_nvfp4_moe.checkpoint.expert_names import (
     plan_stacked_bias,
     stack,
 )
+from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_experts
 from jax_nvfp4_moe.checkpoint.mxfp4_experts import (
     MXFP4Matrices,
     is_mxfp4,
@@ -39,6 +41,7 @@ from jax_nvfp4_moe.checkpoint.plan import (
     TensorSlice,
     empty_matrices,
 )
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
@@ -88,10 +91,8 @@ def plan_experts(
         if checkpoint_scheme is not None:
             planner.note("experts declared quantized are stored dense and stay dense")
         return plan_dense_experts(planner, prefix, sizes, dtype)
-    if isinstance(checkpoint_scheme, FP8ActivationScaling):
-        return plan_fp8_experts(planner, prefix, sizes, naming, checkpoint_scheme)
     if checkpoint_scheme is not None:
-        return _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme)
+        return _plan_quantized(planner, prefix, sizes, naming, checkpoint_scheme, dtype)
     if len(planner.problems) == before:
         sources = planner.decisions[f"{prefix}.*"].source
         planner.problems.append(
@@ -99,6 +100,15 @@ def plan_experts(
         )
     planner.taken.update(planner.tensors.under(f"{prefix}."))
     return _empty_plan(prefix, sizes)
+
+
+def _plan_quantized(planner, prefix, sizes, naming, checkpoint_scheme, dtype):
+    """Plan experts that are stored as they are declared."""
+    if isinstance(checkpoint_scheme, FP8ActivationScaling):
+        return plan_fp8_experts(planner, prefix, sizes, naming, checkpoint_scheme)
+    if isinstance(checkpoint_scheme, BlockFP8):
+        return plan_block_experts(planner, prefix, sizes, naming, checkpoint_scheme, dtype)
+    return _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme)
 
 
 def _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme):
@@ -244,7 +254,12 @@ def _plan_mxfp4(planner, prefix, sizes, naming):
     before = len(planner.problems)
     scheme = _checkpoint_scheme(planner, prefix, sizes, naming)
     format = planner.quant.format
-    mx = format is not None and format.mx_experts and scheme is Scheme.W4A16
+    mx = format is not None and format.mx_experts
+    if mx and isinstance(scheme, BlockFP8):  # DeepSeek-V4 declares FP8 for all, experts included
+        source = f"stored in MXFP4, though declared ({planner.decisions[f'{prefix}.*'].source})"
+        planner.decisions[f"{prefix}.*"] = Decision(Scheme.W4A16, source)
+        scheme = Scheme.W4A16
+    mx = mx and scheme is Scheme.W4A16
     if not mx and len(planner.problems) == before:
         source = planner.decisions[f"{prefix}.*"].source
         planner.problems.append(

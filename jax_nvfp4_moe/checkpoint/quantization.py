@@ -12,11 +12,12 @@ from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
 from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, KVCache, Rules, TensorNames
+from jax_nvfp4_moe.checkpoint.fp8_blocks import FP8_BLOCKS
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
 from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
-FORMATS = (MODELOPT, COMPRESSED_TENSORS, MXFP4)
+FORMATS = (MODELOPT, COMPRESSED_TENSORS, MXFP4, FP8_BLOCKS)
 _SECTIONS = ("quantization_config", "compression_config")  # the latter in old llm-compressor files
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax_nvfp4_moe.checkpoint.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.formats import TensorNames
+from jax_nvfp4_moe.checkpoint.fp8_block_weights import BlockBuffer, read_blocks
 from jax_nvfp4_moe.checkpoint.lazy_array import (
     LazyArray,
     first_axis,
@@ -21,7 +22,7 @@ from jax_nvfp4_moe.checkpoint.lazy_array import (
 from jax_nvfp4_moe.checkpoint.memory import aligned_empty
 from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices, read_mxfp4
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, TensorSlice
-from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
+from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 
@@ -71,8 +72,14 @@ class Reader:
           check: takes a part and returns what is wrong with it, which is added to the problems, or
             None. Without a function, nothing is checked.
         """
+        if isinstance(buffer, BlockBuffer):
+            return read_blocks(self, buffer)
         read = functools.partial(self._read, buffer, self._in_order(buffer), check)
         return LazyArray(buffer.shape, buffer.dtype, read)
+
+    def find(self, name: str) -> TensorInfo:
+        """Return what the header says of the tensor `name`."""
+        return self._tensors.info(name)
 
     def read(self, buffer: Buffer, check: Check | None = None) -> np.ndarray:
         """Read a whole buffer now; otherwise as `array`."""

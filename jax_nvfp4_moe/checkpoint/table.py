@@ -25,6 +25,7 @@ from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_linear
 from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
@@ -34,6 +35,7 @@ from jax_nvfp4_moe.checkpoint.reading import Reader
 from jax_nvfp4_moe.checkpoint.unexpected_keys import find_unexpected_keys
 from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
@@ -129,8 +131,12 @@ class WeightTable:
         return next(self._planner.tensors.under(prefix), None) is not None
 
     def checkpoint_scheme(self, module: str) -> CheckpointScheme:
-        """Return the scheme that the file declares for `module`, or None if it is dense."""
-        return self._planner.checkpoint_scheme(module)
+        """Return the scheme that the file declares for `module`, or None if it is dense.
+
+        Weights that are decoded while they are read count as dense.
+        """
+        declared = self._planner.checkpoint_scheme(module)
+        return None if isinstance(declared, BlockFP8) else declared
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -172,7 +178,8 @@ class WeightTable:
           A source of `LinearWeights`.
         """
         self.requests.linears[prefix] = n, k
-        plan = self._planner.linear(prefix, n, k, bias, dtype or self._options.dtype)
+        asked = prefix, n, k, bias, dtype or self._options.dtype
+        plan = plan_block_linear(self._planner, *asked) or self._planner.linear(*asked)
         return self._source(
             prefix, lambda reader: self._linear(reader, plan), plan.checkpoint_scheme
         )

@@ -12,6 +12,7 @@ from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Namin
 from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_checkpoint
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT
+from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.progress import log_layers
 from jax_nvfp4_moe.checkpoint.progress import progress as draw_progress
@@ -66,7 +67,8 @@ def cast_model(
     destination = expand_home(destination)
     check_destination(destination)
     with open_checkpoint(source) as checkpoint:
-        if checkpoint.quant.format is None or not checkpoint.quant.format.mx_experts:
+        # DeepSeek's format may hold MXFP4 too, beside FP8 that ModelOpt's config cannot declare.
+        if checkpoint.quant.format is not MXFP4:
             said = [rules.source for rules in checkpoint.quant.rules] or ["nothing is quantized"]
             raise CheckpointError(
                 [f"holds no MXFP4 ({said[0]}); expected quant_method mxfp4"], str(source)
