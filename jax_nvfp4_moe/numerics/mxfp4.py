@@ -152,9 +152,9 @@ def find_problem(scales: np.ndarray, needed: ExponentRange | None) -> str | None
     if needed is None or needed.fits:
         return None
     return (
-        f"no cast from MXFP4 to NVFP4 without loss: blocks that are not zero have scales from "
-        f"2^{needed.lowest} to 2^{needed.highest}; NVFP4 has {SPAN} consecutive powers of two for "
-        "a matrix. Dequantize the checkpoint to bfloat16 and quantize that"
+        f"the nonzero blocks need scales from 2^{needed.lowest} to 2^{needed.highest}, but NVFP4 "
+        f"holds {SPAN} consecutive powers of two in a matrix. A cast from MXFP4 would change "
+        "values: dequantize the checkpoint to bfloat16 and quantize it instead"
     )
 
 

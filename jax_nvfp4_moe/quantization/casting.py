@@ -35,32 +35,70 @@ def cast_model(
     shard_bytes: int = SHARD_BYTES,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Cast a checkpoint whose experts are MXFP4, such as gpt-oss, to NVFP4 in ModelOpt's form.
+    """Cast a checkpoint whose experts are MXFP4, such as gpt-oss, to NVFP4 without loss.
 
-    ``code * 2^e`` becomes ``code * (2^(e - g) * 2^g)`` with one g for each matrix, gate and up of
-    an expert together where that is exact. No value changes, and no other tensor does. Loading the
-    source itself gives the same weights; the cast is for other runtimes that read NVFP4.
+    ``code * 2^e`` becomes ``code * (2^(e - g) * 2^g)``: a block scale and a global scale. Each
+    matrix has one g. Gate and up of an expert share it if it is exact for both. No weight changes
+    its value, and tensors outside the experts are copied.
+
+    `load_model` reads the source too, with the same weights. Cast it for runtimes that read NVFP4
+    alone.
 
     Args:
-      source: folder or Hub name of a checkpoint of a supported architecture with ``quant_method:
-        mxfp4``.
-      destination: folder to write; new or empty.
-      shard_bytes: of one file, at most, unless one tensor is larger.
-      progress: whether to draw a bar on standard error; None draws one on a terminal, and logs a
-        line for each layer elsewhere.
+      source: str or path, a folder with ``quant_method: mxfp4`` in its ``config.json`` and a
+        supported architecture. It may also be the name of a model on the Hugging Face Hub.
+      destination: str or path, the folder to write, in ModelOpt's format. It must be empty or not
+        exist.
+      shard_bytes: the most bytes in one file, 5e9 by default. A larger tensor gets a file of its
+        own.
+      progress: whether to draw a progress bar on standard error. None, the default, draws one on a
+        terminal, and logs a line for each layer if standard error is no terminal.
 
     Returns:
-      ``cast_matrices``, ``scheme``, ``format``, ``source_bytes`` and ``bytes``.
+      A dict with these entries:
+
+      * "cast_matrices": the number of matrices that were cast.
+      * "scheme" and "format": str, "w4a16" and "modelopt".
+      * "source_bytes" and "bytes": the bytes of all tensors before and after.
 
     Raises:
-      ValueError: `destination` is not empty, or `shard_bytes` is not positive.
-      CheckpointError: lists all that is wrong with the source; it holds no MXFP4, or a matrix whose
-        exponents span more powers of two than NVFP4 has.
-      OSError: the disk is full or a file cannot be written; names the file and its device. After
-        any error `destination` is as it was.
+      ValueError: `shard_bytes` is not positive, or `destination` is not empty.
+      CheckpointError: lists everything that is wrong with the source. It is also raised if the
+        source holds no MXFP4, or if the scales of a matrix span more than 18 powers of two.
+      OSError: a file cannot be written, for example because the disk is full. The message names the
+        file and its device.
+
+    After any error `destination` is as it was before, so that you can run the same call again.
 
     Example:
-      >>> jax_nvfp4_moe.cast_model("gpt-oss-20b", "gpt-oss-20b-nvfp4")  # doctest: +SKIP
+      The source here is the example model of this package, whose experts keep their codes and take
+      the scale 2^-9 of MXFP4. Yours is the folder of gpt-oss.
+
+      >>> import importlib.resources, pathlib, tempfile
+      >>> import numpy as np
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> from jax_nvfp4_moe.checkpoint import read_config
+      >>> from jax_nvfp4_moe.checkpoint.export import write_folder
+      >>> from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
+      >>> example = importlib.resources.files(nvfp4) / "examples" / "tiny-python-moe"
+      >>> weights = {}
+      >>> with open_tensors(example) as tensors:
+      ...     for name in tensors.names():
+      ...         if f"{name}_scale" in tensors and ".experts." in name:
+      ...             weights[name] = tensors.read(name)
+      ...             rows, half = weights[name].shape
+      ...             weights[f"{name}_scale"] = np.full((rows, half // 16), 127 - 9, np.uint8)
+      ...         elif f"{name}_scale" in tensors:
+      ...             parts = [tensors.read(name + part) for part in ("", "_scale", "_scale_2")]
+      ...             weights[name] = np.asarray(nvfp4.NVFP4Tensor.from_packed(*parts).dequantize())
+      ...         elif not name.endswith("_scale") and not name.endswith("_scale_2"):
+      ...             weights[name] = tensors.read(name)
+      >>> config = read_config(example) | {"quantization_config": {"quant_method": "mxfp4"}}
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> write_folder(folder / "source", weights, config)
+      >>> report = nvfp4.cast_model(folder / "source", folder / "nvfp4", progress=False)
+      >>> report["scheme"], report["cast_matrices"]
+      ('w4a16', 240)
     """
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
@@ -143,14 +181,24 @@ class _Writer:
         info = self._checkpoint.tensors.info(names[0])
         owner = info.name.removesuffix(names[0].removeprefix(prefix))
         params = part.source.read(self._reader)
+        naming = self._naming(prefix)
         for expert in range(sizes.num_experts):
-            for name, weight, bias, index, rows in _projections(params, sizes, PER_EXPERT[0]):
+            for name, weight, bias, index, rows in _projections(params, sizes, naming):
                 module = f"{owner}.{expert}.{name}"
                 self.modules.append(module)
                 yield from self._matrix(module, weight, (expert, rows), index)
                 if bias is not None:
                     dtype = self._bias_dtype(names)
                     yield self._named(f"{module}.bias", bias, (expert, rows), dtype)
+
+    def _naming(self, prefix) -> Naming:
+        """Return the names that the file has for the projections of an expert, or the usual ones.
+
+        A file that stacks all experts in one tensor has no such names.
+        """
+        tensors = self._checkpoint.tensors
+        used = (one for one in PER_EXPERT if f"{prefix}.0.{one.down}.weight" in tensors)
+        return next(used, PER_EXPERT[0])
 
     def _matrix(self, module, weight: NVFP4Tensor, part, index):
         """Yield the tensors of one projection, the part `part` of the experts' `weight`."""

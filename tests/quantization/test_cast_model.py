@@ -10,7 +10,8 @@ from checkpoint_edits import edited, read_all
 from given import CHECKPOINTS, reference_tensors
 from host_devices import call
 
-from jax_nvfp4_moe import CheckpointError, cast_model, load_model
+from jax_nvfp4_moe import CheckpointError, cast_model, load_model, load_moe
+from jax_nvfp4_moe.checkpoint.export import write_folder
 from jax_nvfp4_moe.cli import app as cli
 
 GPT_OSS = CHECKPOINTS / "gpt_oss-mxfp4"
@@ -56,6 +57,39 @@ def test_all_other_tensors_stay_as_they_are(tmp_path):
     up = after["model.layers.0.mlp.experts.3.up_proj.bias"]
     assert up.dtype == bias.dtype
     np.testing.assert_array_equal(up, bias[3, 1::2])
+
+
+def test_experts_one_by_one_keep_their_names(tmp_path):
+    """The experts of Mixtral are called w1, w3 and w2."""
+    source = CHECKPOINTS / "mixtral-window-modelopt-w4a16"
+    tensors, rng = read_all(source), np.random.default_rng(0)
+    written = {}
+    for name, value in tensors.items():
+        module, _, last = name.rpartition(".")
+        if f"{module}.weight_scale_2" not in tensors:
+            written[name] = value
+        elif last == "weight" and ".experts." in name:
+            n, k = value.shape[0], 2 * value.shape[1] // 32
+            written[name] = np.resize(value, (n, 16 * k)).astype(np.uint8)
+            written[f"{module}.weight_scale"] = rng.integers(110, 125, (n, k), np.uint8)
+        elif last == "weight":
+            written[name] = np.ones((value.shape[0], 2 * value.shape[1]), np.float32)
+    config = json.loads((source / "config.json").read_text())
+    width = config["intermediate_size"] // 32 * 32
+    for name in list(written):
+        if ".experts." in name and ".w2." not in name:
+            written[name] = written[name][:width]
+    config |= {"intermediate_size": width, "quantization_config": {"quant_method": "mxfp4"}}
+    write_folder(tmp_path / "m", written, config)
+    cast_model(tmp_path / "m", tmp_path / "q")
+    after = read_all(tmp_path / "q")
+    assert any(name.endswith("experts.3.w2.weight_scale_2") for name in after)
+    ours, theirs = (
+        load_moe(tmp_path / one, 0, **EXACT).experts.params.get_value() for one in ("q", "m")
+    )
+    for found, expected in ((ours.gate_up, theirs.gate_up), (ours.down, theirs.down)):
+        np.testing.assert_array_equal(found.packed, expected.packed)
+        np.testing.assert_array_equal(found.dequantize(), expected.dequantize())
 
 
 def test_gate_and_up_share_a_scale_where_it_serves_both(tmp_path):
