@@ -27,6 +27,7 @@ from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor, quantize, quantize_experts
 from jax_nvfp4_moe.ops.preparation import prepare
+from jax_nvfp4_moe.quantization.casting import cast_model
 from jax_nvfp4_moe.quantization.pipeline import quantize_model
 from jax_nvfp4_moe.scheme import Choice, NoBackendError, Problem, Scheme, Target
 
@@ -48,6 +49,7 @@ __all__ = [
     "Scheme",
     "Target",
     "__version__",
+    "cast_model",
     "evaluate",
     "explain",
     "export_checks",

@@ -28,6 +28,8 @@ from typing import Any
 
 import jax
 
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
+
 ComputeCapability = tuple[int, int]
 
 
@@ -95,7 +97,7 @@ DYNAMIC = frozenset(
     {Scheme.W4A4_TOKEN_SCALE, FP8ActivationScaling.TOKEN, FP8ActivationScaling.TENSOR}
 )
 # What a checkpoint declares for one module. None means that the module is not quantized.
-CheckpointScheme = Scheme | FP8ActivationScaling | None
+CheckpointScheme = Scheme | FP8ActivationScaling | BlockFP8 | None
 
 CHECKPOINT = "checkpoint"  # requests the scheme that the file declares
 W4A4_SCHEMES = frozenset(Scheme) - {Scheme.W4A16}

@@ -22,6 +22,7 @@ from jax_nvfp4_moe.checkpoint.formats import (
     names_in,
     object_in,
 )
+from jax_nvfp4_moe.numerics.fp8_blocks import SQUARE, BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
@@ -131,6 +132,8 @@ class _Group:
     def _fp8(self):
         """Return the scheme of a group with 8-bit weights."""
         strategy = self._weights.get("strategy")
+        if strategy == "block":
+            return self._fp8_blocks()
         self._require("weights", strategy in ("tensor", "channel"), f"strategy {quoted(strategy)}")
         symmetric = self._weights.get("symmetric", True) is not False
         self._require("weights", symmetric, "symmetric false")
@@ -143,6 +146,20 @@ class _Group:
         self._require("input_activations", how in _FP8_INPUTS, described)
         return _FP8_INPUTS[how]
 
+    def _fp8_blocks(self):
+        """Return the scheme of blocks; inputs are rounded in groups by the tool, and kept here."""
+        size = self._weights.get("block_structure")
+        self._require("weights", size == list(SQUARE), f"block_structure {quoted(size)}")
+        inputs = self._inputs
+        grouped = (
+            _kind(inputs) == ("float", 8)
+            and inputs.get("dynamic") is True
+            and inputs.get("strategy") == "group"
+        )
+        described = f"strategy {quoted(inputs.get('strategy'))} beside weights by block"
+        self._require("input_activations", not inputs or grouped, described)
+        return BlockFP8.SQUARE
+
     def _require(self, key, holds, found):
         """Raise `CheckpointError` with the supported forms of FP8, unless `holds`."""
         if not holds:
@@ -150,7 +167,8 @@ class _Group:
                 [
                     f"{self.source}: {key}: {found} is not supported for FP8. Supported are "
                     "symmetric weights with strategy tensor or channel, dynamic activations with "
-                    "strategy token or tensor, and static activations with strategy tensor"
+                    "strategy token or tensor, and static activations with strategy tensor; also "
+                    "weights in blocks of 128 x 128, with dynamic activations by group"
                 ]
             )
 

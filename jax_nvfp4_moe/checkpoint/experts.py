@@ -25,6 +25,13 @@ from jax_nvfp4_moe.checkpoint.expert_names import (
     plan_stacked_bias,
     stack,
 )
+from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_experts
+from jax_nvfp4_moe.checkpoint.mxfp4_experts import (
+    MXFP4Matrices,
+    is_mxfp4,
+    plan_mxfp4_experts,
+)
 from jax_nvfp4_moe.checkpoint.plan import (
     FLOATS,
     Buffer,
@@ -34,6 +41,7 @@ from jax_nvfp4_moe.checkpoint.plan import (
     TensorSlice,
     empty_matrices,
 )
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
@@ -50,8 +58,8 @@ class ExpertPlan:
     """
 
     checkpoint_scheme: Scheme | None
-    gate_up: Matrices
-    down: Matrices
+    gate_up: Matrices | MXFP4Matrices
+    down: Matrices | MXFP4Matrices
 
 
 def plan_experts(
@@ -74,8 +82,8 @@ def plan_experts(
             f"{quoted(prefix)}: the file has no experts there; expected {_examples(prefix)}"
         )
         return _empty_plan(prefix, sizes)
-    if naming is None and _refuse_mxfp4(planner, prefix, sizes):
-        return _empty_plan(prefix, sizes)
+    if is_mxfp4(planner, prefix, sizes, naming):
+        return _plan_mxfp4(planner, prefix, sizes, naming)
     before = len(planner.problems)
     checkpoint_scheme = _checkpoint_scheme(planner, prefix, sizes, naming)
     stored = _stored_type(planner, prefix, naming)
@@ -83,10 +91,8 @@ def plan_experts(
         if checkpoint_scheme is not None:
             planner.note("experts declared quantized are stored dense and stay dense")
         return plan_dense_experts(planner, prefix, sizes, dtype)
-    if isinstance(checkpoint_scheme, FP8ActivationScaling):
-        return plan_fp8_experts(planner, prefix, sizes, naming, checkpoint_scheme)
     if checkpoint_scheme is not None:
-        return _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme)
+        return _plan_quantized(planner, prefix, sizes, naming, checkpoint_scheme, dtype)
     if len(planner.problems) == before:
         sources = planner.decisions[f"{prefix}.*"].source
         planner.problems.append(
@@ -94,6 +100,15 @@ def plan_experts(
         )
     planner.taken.update(planner.tensors.under(f"{prefix}."))
     return _empty_plan(prefix, sizes)
+
+
+def _plan_quantized(planner, prefix, sizes, naming, checkpoint_scheme, dtype):
+    """Plan experts that are stored as they are declared."""
+    if isinstance(checkpoint_scheme, FP8ActivationScaling):
+        return plan_fp8_experts(planner, prefix, sizes, naming, checkpoint_scheme)
+    if isinstance(checkpoint_scheme, BlockFP8):
+        return plan_block_experts(planner, prefix, sizes, naming, checkpoint_scheme, dtype)
+    return _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme)
 
 
 def _plan_nvfp4(planner, prefix, sizes, naming, checkpoint_scheme):
@@ -234,19 +249,27 @@ def _plan_stacked(planner, prefix, sizes, plan):
         plan_stacked_bias(planner, stem, matrices.bias, alternate)
 
 
-def _refuse_mxfp4(planner, prefix, sizes) -> bool:
-    """Return whether the experts are stored in MXFP4, and add a problem if they are."""
-    stems = first_projection(prefix, sizes), f"{prefix}.down_proj"
-    name = next((f"{stem}_blocks" for stem in stems if f"{stem}_blocks" in planner.tensors), None)
-    if name is None:
-        return False
-    planner.problems.append(
-        f"{quoted(prefix)}: the experts are stored in MXFP4 ({quoted(name)} is "
-        f"{planner.find(name)}), which has blocks of 32 and scales that are powers of two. "
-        "Expected NVFP4: quantize the checkpoint to NVFP4 first"
-    )
-    planner.taken.update(planner.tensors.under(f"{prefix}."))
-    return True
+def _plan_mxfp4(planner, prefix, sizes, naming):
+    """Plan experts in MXFP4, which the config must declare."""
+    before = len(planner.problems)
+    scheme = _checkpoint_scheme(planner, prefix, sizes, naming)
+    format = planner.quant.format
+    mx = format is not None and format.mx_experts
+    if mx and isinstance(scheme, BlockFP8):  # DeepSeek-V4 declares FP8 for all, experts included
+        source = f"stored in MXFP4, though declared ({planner.decisions[f'{prefix}.*'].source})"
+        planner.decisions[f"{prefix}.*"] = Decision(Scheme.W4A16, source)
+        scheme = Scheme.W4A16
+    mx = mx and scheme is Scheme.W4A16
+    if not mx and len(planner.problems) == before:
+        source = planner.decisions[f"{prefix}.*"].source
+        planner.problems.append(
+            f"{quoted(prefix)}: experts are stored in MXFP4 but declared {scheme or 'dense'} "
+            f"({source}); expected quant_method mxfp4"
+        )
+    matrices = plan_mxfp4_experts(planner, prefix, sizes, naming)
+    if not mx:
+        planner.taken.update(planner.tensors.under(f"{prefix}."))
+    return ExpertPlan(Scheme.W4A16, *matrices)
 
 
 def _plan_stack(planner, stored, checkpoint_scheme, matrices, shape, alternate):

@@ -124,12 +124,14 @@ class CheckpointFormat:
       names: the names of a quantized linear's tensors.
       parse: takes the config and its source, and returns `Rules`, or None if the config quantizes
         nothing. It raises `CheckpointError` if the config is not valid.
+      mx_experts: whether experts may be stored in MXFP4. They are weights only then.
     """
 
     name: str
     quant_method: str
     names: TensorNames
     parse: Callable[[Mapping[str, Any], str], Rules | None]
+    mx_experts: bool = False
 
     def claims(self, quant_method: Any) -> bool:
         """Return whether `quant_method`, a value from a file, means this format."""

@@ -27,6 +27,7 @@ from jax_nvfp4_moe.checkpoint.formats import (
     parents,
     shards,
 )
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
 
@@ -37,7 +38,11 @@ ALGORITHMS: Mapping[str, CheckpointScheme] = {
     "W4A16_NVFP4": Scheme.W4A16,
     "FP8": FP8ActivationScaling.STATIC,
     "FP8_PER_CHANNEL_PER_TOKEN": FP8ActivationScaling.TOKEN,
+    "FP8_PB_WO": BlockFP8.SQUARE,
+    "MXFP8": BlockFP8.MX,
 }
+# What `declaration` writes; the rest is read alone.
+_WRITTEN = tuple(key for key, scheme in ALGORITHMS.items() if not isinstance(scheme, BlockFP8))
 _SUPPORTED = ", ".join((*ALGORITHMS, MIXED))
 _WILDCARD = re.compile(r"[*?\[]")
 _VISION = frozenset({"vision_tower", "vision_model", "visual"})
@@ -270,10 +275,10 @@ def declaration(
     Raises:
       ValueError: an algorithm is unknown, or `layers` does not fit the algorithm.
     """
-    unknown = {algorithm, *(layers or {}).values()} - {*ALGORITHMS, MIXED}
+    unknown = {algorithm, *(layers or {}).values()} - {*_WRITTEN, MIXED}
     if unknown or kv_cache not in (None, "FP8"):
         raise ValueError(
-            f"algorithm: expected {_SUPPORTED}, and kv_cache FP8 or None; "
+            f"algorithm: expected {', '.join((*_WRITTEN, MIXED))}, and kv_cache FP8 or None; "
             f"got {sorted(unknown) or kv_cache}"
         )
     if (algorithm == MIXED) != bool(layers):

@@ -12,11 +12,12 @@ from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
 from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, KVCache, Rules, TensorNames
+from jax_nvfp4_moe.checkpoint.fp8_blocks import FP8_BLOCKS
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
+from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
-FORMATS = (MODELOPT, COMPRESSED_TENSORS)
-_MXFP4 = "mxfp4"  # the quant_method of OpenAI's gpt-oss checkpoints, which are not supported
+FORMATS = (MODELOPT, COMPRESSED_TENSORS, MXFP4, FP8_BLOCKS)
 _SECTIONS = ("quantization_config", "compression_config")  # the latter in old llm-compressor files
 
 
@@ -128,14 +129,6 @@ def _parse_section(section, source):
         if format.claims(method):
             return format, format.parse(section, source)
     supported = ", ".join(format.quant_method for format in FORMATS)
-    if method == _MXFP4:
-        raise CheckpointError(
-            [
-                f"{source}: quant_method {quoted(method)}: the checkpoint is stored in MXFP4, "
-                "which has blocks of 32 and scales that are powers of two. Expected NVFP4: "
-                f"quantize the checkpoint to NVFP4 first; supported: {supported}"
-            ]
-        )
     raise CheckpointError(
         [f"{source}: unknown quant_method {quoted(method)}; supported: {supported}"]
     )

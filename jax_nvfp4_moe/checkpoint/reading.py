@@ -11,6 +11,7 @@ import numpy as np
 from jax_nvfp4_moe.checkpoint.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.formats import TensorNames
+from jax_nvfp4_moe.checkpoint.fp8_block_weights import BlockBuffer, read_blocks
 from jax_nvfp4_moe.checkpoint.lazy_array import (
     LazyArray,
     first_axis,
@@ -19,8 +20,9 @@ from jax_nvfp4_moe.checkpoint.lazy_array import (
     whole,
 )
 from jax_nvfp4_moe.checkpoint.memory import aligned_empty
+from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices, read_mxfp4
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, Matrices, TensorSlice
-from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, Tensors
+from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 
@@ -70,8 +72,14 @@ class Reader:
           check: takes a part and returns what is wrong with it, which is added to the problems, or
             None. Without a function, nothing is checked.
         """
+        if isinstance(buffer, BlockBuffer):
+            return read_blocks(self, buffer)
         read = functools.partial(self._read, buffer, self._in_order(buffer), check)
         return LazyArray(buffer.shape, buffer.dtype, read)
+
+    def find(self, name: str) -> TensorInfo:
+        """Return what the header says of the tensor `name`."""
+        return self._tensors.info(name)
 
     def read(self, buffer: Buffer, check: Check | None = None) -> np.ndarray:
         """Read a whole buffer now; otherwise as `array`."""
@@ -128,8 +136,13 @@ class Reader:
         for read in reads:
             self._tensors.read_into(*read)
 
-    def weight(self, matrices: Matrices) -> NVFP4Tensor:
-        """Return one NVFP4 weight. Reading a NaN or infinite scale adds a problem."""
+    def weight(self, matrices: Matrices | MXFP4Matrices) -> NVFP4Tensor:
+        """Return one NVFP4 weight, or the cast of one in MXFP4.
+
+        Reading a NaN or infinite scale, or exponents that no cast can keep, adds a problem.
+        """
+        if isinstance(matrices, MXFP4Matrices):
+            return read_mxfp4(self, matrices)
         stored = self.array(matrices.weight_global, self._bad_global)
         parts: dict[str, Any] = {
             "packed": self.array(matrices.packed),
@@ -145,7 +158,9 @@ class Reader:
         values: Any = self.array(matrices.values)
         return FP8Tensor(values, scale)
 
-    def input_scale(self, matrices: Matrices | FP8Matrices, required: bool) -> np.ndarray | None:
+    def input_scale(
+        self, matrices: Matrices | FP8Matrices | MXFP4Matrices, required: bool
+    ) -> np.ndarray | None:
         """Read the input scales of one product.
 
         A scale that is missing, or not a positive finite number, is replaced by the largest scale
@@ -243,7 +258,7 @@ class Reader:
         """Add a problem if `check` finds something wrong with a part."""
         message = None if check is None else check(part)
         if message is not None:
-            self._report(tensor_slice, message)
+            self.report(tensor_slice, message)
 
     def _bad_global(self, stored):
         """Return what is wrong with global scales.
@@ -257,7 +272,7 @@ class Reader:
         expected = "finite and not zero" if self._names.divides else "finite"
         return f"expected a global scale that is {expected}, got {stored[~finite].flat[0]}"
 
-    def _report(self, tensor_slice, what):
+    def report(self, tensor_slice: TensorSlice, what: str) -> None:
         """Add a problem with the tensor of a slice."""
         info = self._tensors.info(tensor_slice.name)
         self.problems.append(f"{quoted(info.name)} ({quoted(info.file)}): {what}")

@@ -25,6 +25,8 @@ from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_linear
+from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
 from jax_nvfp4_moe.checkpoint.plan import Buffer, FP8Matrices, LinearPlan, Matrices, Planner
@@ -33,6 +35,7 @@ from jax_nvfp4_moe.checkpoint.reading import Reader
 from jax_nvfp4_moe.checkpoint.unexpected_keys import find_unexpected_keys
 from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
@@ -72,8 +75,10 @@ class Headers:
         """Return the shape and the dtype of `Reader.array`."""
         return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
 
-    def weight(self, matrices: Matrices) -> NVFP4Tensor:
+    def weight(self, matrices: Matrices | MXFP4Matrices) -> NVFP4Tensor:
         """Return the shapes and the dtypes of `Reader.weight`."""
+        if isinstance(matrices, MXFP4Matrices):
+            return matrices.map_arrays(lambda _, *array: jax.ShapeDtypeStruct(*array))
         scale: Any = self.array(matrices.weight_global)
         packed: Any = self.array(matrices.packed)
         block_scale: Any = self.array(matrices.block_scale)
@@ -85,7 +90,7 @@ class Headers:
         scale: Any = self.array(matrices.scale)
         return FP8Tensor(values, scale)
 
-    def input_scale(self, matrices: Matrices | FP8Matrices, required: bool) -> Any:
+    def input_scale(self, matrices: Matrices | FP8Matrices | MXFP4Matrices, required: bool) -> Any:
         """Return the shape and the dtype of `Reader.input_scale`."""
         del required
         if matrices.input_global is None:
@@ -126,8 +131,12 @@ class WeightTable:
         return next(self._planner.tensors.under(prefix), None) is not None
 
     def checkpoint_scheme(self, module: str) -> CheckpointScheme:
-        """Return the scheme that the file declares for `module`, or None if it is dense."""
-        return self._planner.checkpoint_scheme(module)
+        """Return the scheme that the file declares for `module`, or None if it is dense.
+
+        Weights that are decoded while they are read count as dense.
+        """
+        declared = self._planner.checkpoint_scheme(module)
+        return None if isinstance(declared, BlockFP8) else declared
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -169,7 +178,8 @@ class WeightTable:
           A source of `LinearWeights`.
         """
         self.requests.linears[prefix] = n, k
-        plan = self._planner.linear(prefix, n, k, bias, dtype or self._options.dtype)
+        asked = prefix, n, k, bias, dtype or self._options.dtype
+        plan = plan_block_linear(self._planner, *asked) or self._planner.linear(*asked)
         return self._source(
             prefix, lambda reader: self._linear(reader, plan), plan.checkpoint_scheme
         )

@@ -8,6 +8,7 @@ import typer
 
 from jax_nvfp4_moe.cli.options import read_text
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
+from jax_nvfp4_moe.quantization.casting import cast_model
 from jax_nvfp4_moe.quantization.pipeline import quantize_model
 
 
@@ -51,8 +52,17 @@ def quantize_command(
         typer.Option(help="Dtype of float tensors that are not quantized; unchanged by default."),
     ] = None,
     shard_gb: Annotated[float, typer.Option(help="Largest size of a file, in GB.")] = 5.0,
+    cast: Annotated[
+        bool,
+        typer.Option("--cast", help="Cast a checkpoint in MXFP4, such as gpt-oss, without loss."),
+    ] = False,
 ) -> None:
     """Quantize a checkpoint to NVFP4, and print a summary as one JSON object."""
+    shard_bytes = int(min(max(shard_gb, 0.0), 1e9) * 1e9)
+    if cast:
+        _check_cast(text, scheme, format, modules, exclude, algorithm, dtype)
+        print(json.dumps(cast_model(source, destination, shard_bytes=shard_bytes)))
+        return
     ids = None
     if text is not None:
         ids = load_tokenizer(source).encode(read_text(text))
@@ -73,6 +83,25 @@ def quantize_command(
         algorithm=algorithm,
         window=window,
         dtype=dtype,
-        shard_bytes=int(min(max(shard_gb, 0.0), 1e9) * 1e9),
+        shard_bytes=shard_bytes,
     )
     print(json.dumps(result))
+
+
+def _check_cast(text, scheme, format, modules, exclude, algorithm, dtype):
+    """Check that no option asks for what a cast does not do."""
+    given = {
+        "--text": text is not None,
+        "--scheme": scheme not in (None, "w4a16"),
+        "--format": format != "modelopt",
+        "--modules": modules != "all",
+        "--exclude": bool(exclude),
+        "--algorithm": algorithm != "max",
+        "--dtype": dtype is not None,
+    }
+    if any(given.values()):
+        names = ", ".join(name for name, there in given.items() if there)
+        raise ValueError(
+            f"{names}: expected no such option with --cast, which changes no number and writes "
+            "ModelOpt's format with scheme w4a16. Leave out --cast or the others"
+        )

@@ -158,7 +158,7 @@ def quantize_model(
     _check_lists(exclude, shard_bytes)
     kept_dtype = None if dtype is None else np.dtype(find_dtype(dtype))
     destination = expand_home(destination)
-    _check_destination(destination)
+    check_destination(destination)
     with open_checkpoint(source) as checkpoint:
         if checkpoint.quant.rules:
             raise CheckpointError(
@@ -185,7 +185,7 @@ def quantize_model(
             staged_folder(destination, last=CONFIG) as stage,
             draw_progress(progress, total, "quantizing") as writer.advance,
         ):
-            _copy_beside(checkpoint, stage)
+            copy_beside(checkpoint, stage)
             write_folder(stage, tensors, config, quant_file=quant_file, shard_bytes=shard_bytes)
         source_bytes = sum(
             checkpoint.tensors.info(name).nbytes for name in checkpoint.tensors.names()
@@ -425,7 +425,8 @@ def _check_lists(exclude, shard_bytes):
         raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
 
 
-def _check_destination(destination: pathlib.Path) -> None:
+def check_destination(destination: pathlib.Path) -> None:
+    """Raise ValueError if something stands at `destination`."""
     if not is_free(destination):
         raise ValueError(
             f"destination: expected a folder that is empty or does not exist, got {destination}"
@@ -466,7 +467,7 @@ def _configs(checkpoint: Checkpoint, plan: Plan, scheme: Scheme, format: str, dt
     if format == "modelopt":
         algorithm = "NVFP4" if scheme is Scheme.W4A4 else "W4A16_NVFP4"
         file, config["quantization_config"] = modelopt.declaration(
-            algorithm, plan.excluded, _version()
+            algorithm, plan.excluded, writer_version()
         )
         return config, file
     rounds = scheme is Scheme.W4A4
@@ -474,14 +475,14 @@ def _configs(checkpoint: Checkpoint, plan: Plan, scheme: Scheme, format: str, dt
     return config, None
 
 
-def _version() -> str:
+def writer_version() -> str:
     """Return the version of this package, or "0" if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("jax-nvfp4-moe")
     return "0"
 
 
-def _copy_beside(checkpoint: Checkpoint, destination: pathlib.Path) -> None:
+def copy_beside(checkpoint: Checkpoint, destination: pathlib.Path) -> None:
     """Copy the files that go with the weights, without reading what they mean."""
     for path in _beside(checkpoint.folder):
         copy_file(locate(checkpoint.folder, path.name), destination / path.name)

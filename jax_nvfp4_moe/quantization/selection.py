@@ -289,6 +289,19 @@ def _matches(matrix: Matrix, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
+def find_excluded(
+    checkpoint: Checkpoint, consumed: Iterable[str], quantized: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the modules that a config must exclude from quantization.
+
+    Args:
+      checkpoint: open.
+      consumed: tensors that are not written as they are.
+      quantized: modules that are written in NVFP4.
+    """
+    return tuple(_collapse(_dense_modules(checkpoint, frozenset(consumed)), quantized))
+
+
 def _dense_modules(checkpoint, consumed) -> list[str]:
     """Return the modules that are not quantized and whose weights have two axes or more."""
     found = []

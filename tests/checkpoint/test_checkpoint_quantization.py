@@ -13,6 +13,7 @@ from jax_nvfp4_moe.checkpoint.formats import equivalent_names
 from jax_nvfp4_moe.checkpoint.key_mapping import PREFIXES
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, declaration
 from jax_nvfp4_moe.checkpoint.quantization import read_quant_config
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
 GIVEN = pathlib.Path(__file__).parents[1] / "checkpoints"
@@ -131,13 +132,14 @@ def test_old_exporters_name_parts(tmp_path):
         assert quant.checkpoint_scheme(module + "_proj") == "w4a4"
 
 
-@pytest.mark.parametrize("algorithm", ["MXFP8", "NVFP4_AWQ", "FP8_PB_WO", "W8A8", "", 7])
+@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W8A8", "", 7])
 def test_unknown_algorithms_are_named(tmp_path, algorithm):
     message = refused(tmp_path, file=modelopt_file(algorithm))
     assert "hf_quant_config.json: quantization" in message
     assert repr(algorithm) in message
     assert (
-        "supported: NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN, MIXED_PRECISION" in message
+        "supported: NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, "
+        "MIXED_PRECISION" in message
     )
 
 
@@ -183,9 +185,9 @@ def test_sections_that_make_no_sense(tmp_path, section, expected):
 
 
 def test_problems_of_both_files_come_together(tmp_path):
-    message = refused(tmp_path, {"quant_method": "gptq"}, modelopt_file("MXFP8"))
+    message = refused(tmp_path, {"quant_method": "gptq"}, modelopt_file("NVFP4_AWQ"))
     assert "gptq" in message
-    assert "MXFP8" in message
+    assert "NVFP4_AWQ" in message
 
 
 def test_compressed_tensors_schemes(tmp_path):
@@ -260,7 +262,7 @@ def test_compressed_tensors_fp8(tmp_path, inputs, scheme):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"weights": fp8(strategy="block")}, "weights: strategy 'block' is not supported for FP8"),
+        ({"weights": fp8(strategy="block")}, "weights: block_structure None is not supported"),
         ({"weights": fp8(symmetric=False)}, "symmetric false"),
         ({"weights": None, "input_activations": fp8()}, "weights: missing"),
         ({"output_activations": fp8()}, "output_activations are not supported"),
@@ -340,6 +342,7 @@ def test_modelopt_mixed_precision(tmp_path):
         "a.qkv_proj": {"quant_algo": "NVFP4"},
         "a.o_proj": {"quant_algo": "FP8"},
         "a.mx": {"quant_algo": "MXFP8", "group_size": 32},
+        "a.awq": {"quant_algo": "NVFP4_AWQ", "group_size": 16},
         "b": {"quant_algo": "NVFP4", "group_size": 32},
         "c": 7,
         "d.experts.0.up_proj": {"quant_algo": "NVFP4"},
@@ -350,9 +353,10 @@ def test_modelopt_mixed_precision(tmp_path):
     assert quant.checkpoint_scheme("model.layers.1.mlp.experts.gate_up_proj") == "w4a16"
     assert quant.checkpoint_scheme("a.k_proj") == "w4a4"
     assert quant.checkpoint_scheme("a.o_proj") == FP8ActivationScaling.STATIC
+    assert quant.checkpoint_scheme("a.mx") is BlockFP8.MX
     assert quant.checkpoint_scheme("lm_head") is None
     for module, expected in (
-        ("a.mx", "'a.mx': quant_algo 'MXFP8' is not supported; supported: NVFP4, W4A16"),
+        ("a.awq", "'a.awq': quant_algo 'NVFP4_AWQ' is not supported; supported: NVFP4, W4A16"),
         ("b", "the block size of NVFP4; got 32"),
         ("c", "expected an object, got 7"),
         (

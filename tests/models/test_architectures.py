@@ -58,6 +58,7 @@ FAULTS = [
         "qwen3_next-options-modelopt-w4a16",
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    ("gpt_oss-mxfp4", {"sliding_window": 7}),
     # Where activations are rounded, to FP4 or to FP8.
     ("deepseek_v3-modelopt-mixed-w4a16-kv8", {"rope_interleave": False}),
     ("deepseekv3-modelopt-w4a4", {"norm_topk_prob": False}),

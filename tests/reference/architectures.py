@@ -208,6 +208,18 @@ ARCHITECTURES = {
         ),
         stacked="interleaved",
     ),
+    "gpt_oss-mxfp4": Architecture(
+        "gpt_oss",
+        dense(
+            head_dim=16,
+            intermediate_size=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            vocab_size=64,
+        ),
+        stacked="interleaved",
+    ),
     "llama4": Architecture(
         "llama4",
         {

@@ -1,0 +1,286 @@
+"""FP8 with a scale for each block: as DeepSeek, ModelOpt and compressed-tensors store it."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint_edits import W4A16, check, edited, load, problems_of, read_all, tool_weight
+from given import CHECKPOINTS
+from host_devices import call, difference, make_mesh
+
+from jax_nvfp4_moe import CheckpointError, load_model
+from jax_nvfp4_moe.checkpoint import LoadOptions, WeightTable, open_checkpoint
+from jax_nvfp4_moe.checkpoint.export import write_safetensors
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
+from jax_nvfp4_moe.cli.inspection import inspect
+from jax_nvfp4_moe.numerics import fp8_blocks
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
+from jax_nvfp4_moe.scheme import Scheme
+
+E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
+DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+BLOCK_WEIGHTS = {
+    "type": "float",
+    "num_bits": 8,
+    "strategy": "block",
+    "block_structure": [128, 128],
+    "symmetric": True,
+}
+GROUP_INPUTS = {"type": "float", "num_bits": 8, "strategy": "group", "dynamic": True}
+LINEARS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "a": {
+            "targets": ["Linear"],
+            "weights": BLOCK_WEIGHTS,
+            "input_activations": GROUP_INPUTS | {"group_size": 128},
+        }
+    },
+}
+# What config.json says, how a module's scales are called, and how they lie.
+FORMATS = {
+    "deepseek": (DEEPSEEK, "weight_scale_inv", "grid"),
+    "deepseek_v4": (DEEPSEEK | {"scale_fmt": "ue8m0"}, "scale", "e8m0"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "weight_scale", "axes"),
+    "modelopt_inv": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+        "weight_scale_inv",
+        "grid",
+    ),
+    "compressed-tensors": (LINEARS, "weight_scale", "bf16"),
+    "mxfp8": ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "weight_scale", "mx"),
+}
+
+
+def stored(case):
+    path, problems = CHECKPOINTS / "fp8-blocks" / "values.safetensors", []
+    with Tensors({path.name: path}, read_header(path, path.name, problems)) as tensors:
+        names = ("weight", "scale", "float32", "bfloat16")
+        return [tensors.read(f"{case}.{name}") for name in names]
+
+
+@pytest.mark.parametrize("case", ["float32", "e8m0", "mxfp8"])
+def test_values_are_those_of_transformers(case):
+    values, scales, *made = stored(case)
+    block = fp8_blocks.MX if case == "mxfp8" else fp8_blocks.SQUARE
+    assert scales.shape == fp8_blocks.grid_shape(*values.shape, block)
+    for expected in made:
+        found = fp8_blocks.dequantize(
+            values, fp8_blocks.decode_scales(scales), block, expected.dtype
+        )
+        step = len(found) // len(expected)
+        np.testing.assert_array_equal(found[::step], expected)
+
+
+def draw(n, k, how, seed=0):
+    """Return values and scales as a file has them, and the float32 weight that they mean."""
+    rng = np.random.default_rng(seed)
+    values = rng.uniform(-448, 448, (n, k)).astype(E4M3)
+    block = (1, 32) if how == "mx" else (128, 128)
+    shape = -(-n // block[0]), -(-k // block[1])
+    scales = rng.uniform(1e-4, 1e-2, shape).astype(np.float32)
+    if how in ("mx", "e8m0"):
+        powers = rng.integers(110, 125, shape, np.uint8)
+        scales = 2.0 ** (powers.astype(np.float32) - 127)
+    elif how == "bf16":
+        scales = scales.astype(ml_dtypes.bfloat16).astype(np.float32)
+    weight = values.astype(np.float32)
+    for row in range(n):
+        for column in range(k):
+            weight[row, column] *= scales[row // block[0], column // block[1]]
+    kept = {
+        "mx": lambda: powers,
+        "e8m0": lambda: powers.view(E8M0),
+        "axes": lambda: scales[:, None, :, None],
+        "bf16": lambda: scales.astype(ml_dtypes.bfloat16),
+        "grid": lambda: scales,
+    }
+    return values, kept[how](), weight
+
+
+def write(folder, tensors, section):
+    folder.mkdir(exist_ok=True)
+    write_safetensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_linear_is_decoded(tmp_path, name, dtype):
+    """Edge blocks are not whole: 160 rows and 192 columns."""
+    section, scale, how = FORMATS[name]
+    values, scales, weight = draw(160, 192, how)
+    tensors = {"x.weight": values, f"x.{scale}": scales}
+    with open_checkpoint(write(tmp_path / "m", tensors, section)) as checkpoint:
+        found = load(checkpoint, lambda w: w.linear("x", 160, 192), LoadOptions(dtype=dtype))
+    assert found.checkpoint_scheme is None
+    np.testing.assert_array_equal(np.asarray(found.weight), weight.astype(dtype))
+
+
+@pytest.mark.parametrize("name", ["deepseek", "mxfp8"])
+def test_experts_one_by_one_are_decoded(tmp_path, name):
+    section, scale, how = FORMATS[name]
+    tensors, expected = {}, {}
+    for x in range(2):
+        for index, (part, n, k) in enumerate(
+            (("gate_proj", 96, 160), ("up_proj", 96, 160), ("down_proj", 160, 96))
+        ):
+            values, scales, weight = draw(n, k, how, seed=3 * x + index)
+            tensors[f"x.experts.{x}.{part}.weight"] = values
+            tensors[f"x.experts.{x}.{part}.{scale}"] = scales
+            expected[x, part] = weight
+    with open_checkpoint(write(tmp_path / "m", tensors, section)) as checkpoint:
+        found = load(checkpoint, lambda w: w.experts("x.experts", 2, 160, 96)).params
+    for x in range(2):
+        np.testing.assert_array_equal(found.gate_up[x, :96], expected[x, "gate_proj"])
+        np.testing.assert_array_equal(found.gate_up[x, 96:], expected[x, "up_proj"])
+        np.testing.assert_array_equal(found.down[x], expected[x, "down_proj"])
+
+
+def test_any_part_of_a_matrix_is_what_the_whole_has(tmp_path):
+    values, scales, weight = draw(300, 288, "grid")
+    tensors = {"x.weight": values, "x.weight_scale_inv": scales}
+    with open_checkpoint(write(tmp_path / "m", tensors, DEEPSEEK)) as checkpoint:
+        table = WeightTable(checkpoint)
+        source = table.linear("x", 300, 288)
+        table.check()
+        with table.open_reader() as reader:
+            lazy = source.read(reader).weight
+            for part in (
+                (slice(0, 300), slice(0, 288)),
+                (slice(127, 129), slice(127, 129)),
+                (slice(130, 259), slice(16, 32)),
+                (299, slice(256, 288)),
+            ):
+                np.testing.assert_array_equal(lazy[part], weight[part])
+
+
+def deepseek_v4_experts():
+    """Experts in MXFP4 below a declaration of FP8 for all modules."""
+    rng, tensors = np.random.default_rng(0), {}
+    for name, n, k in (("w1", 32, 64), ("w3", 32, 64), ("w2", 64, 32)):
+        tensors[f"x.experts.0.{name}.weight"] = rng.integers(-128, 128, (n, k // 2), np.int8)
+        scales = rng.integers(110, 125, (n, k // 32), np.uint8)
+        tensors[f"x.experts.0.{name}.scale"] = scales.view(E8M0)
+    return tensors
+
+
+def test_deepseek_v4_mixes_both(tmp_path):
+    values, scales, weight = draw(64, 64, "e8m0")
+    tensors = deepseek_v4_experts() | {"x.wq.weight": values, "x.wq.scale": scales}
+    section = FORMATS["deepseek_v4"][0]
+    with open_checkpoint(write(tmp_path / "m", tensors, section)) as checkpoint:
+        experts, linear = load(
+            checkpoint, lambda w: [w.experts("x.experts", 1, 64, 32), w.linear("x.wq", 64, 64)]
+        )
+    assert experts.checkpoint_scheme is Scheme.W4A16
+    np.testing.assert_array_equal(np.asarray(linear.weight), weight)
+
+
+def with_blocks(tensors, modules, dense=False):
+    """Turn modules of a ModelOpt file into FP8 with blocks, or into what that means."""
+    for module in modules:
+        weight = tool_weight(tensors, module, divides=False)
+        for name in ("weight", "weight_scale", "weight_scale_2"):
+            del tensors[f"{module}.{name}"]
+        n, k = weight.shape
+        padded = np.pad(weight, [(0, -n % 128), (0, -k % 128)])
+        blocks = padded.reshape(len(padded) // 128, 128, -1, 128)
+        scales = np.abs(blocks).max(axis=(1, 3)).astype(np.float32) / np.float32(448)
+        spread = np.repeat(np.repeat(scales, 128, 0), 128, 1)[:n, :k]
+        values = (weight / spread).astype(E4M3)
+        if dense:
+            tensors[f"{module}.weight"] = values.astype(np.float32) * spread
+        else:
+            tensors |= {f"{module}.weight": values, f"{module}.weight_scale": scales}
+
+
+def mixed(tmp_path, dense):
+    """Experts in NVFP4 beside attention in FP8 with blocks, or in float32 of the same values."""
+    modules = [f"model.layers.{layer}.self_attn.{x}_proj" for layer in (0, 1) for x in "qkvo"]
+    tensors = read_all(CHECKPOINTS / W4A16)
+    layers = {
+        name.rpartition(".")[0]: {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+        for name in tensors
+        if name.endswith("weight_scale_2")
+    }
+    kind = {"quant_algo": None} if dense else {"quant_algo": "FP8_PB_WO"}
+    layers |= dict.fromkeys(modules, kind)
+    fields = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    return edited(tmp_path, W4A16, lambda t: with_blocks(t, modules, dense), **fields)
+
+
+@pytest.mark.eight_devices
+def test_a_mixed_file_gives_the_logits_of_its_values(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 512, (2, 12)), jnp.int32)
+    folder = mixed(tmp_path / "a", dense=False)
+    found = load_model(folder, **EXACT)
+    expected = call(load_model(mixed(tmp_path / "b", dense=True), **EXACT), ids)
+    np.testing.assert_array_equal(call(found, ids), expected)
+    divided = load_model(folder, mesh=make_mesh((2, 2)), **EXACT)
+    assert difference(call(divided, ids), expected) < 1e-5
+    shown = inspect(folder)
+    assert "fp8_blocks" in shown
+    assert "FP8_PB_WO" in shown
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"x.weight_scale_inv": None}, "x.weight_scale_inv' is missing: expected BF16 or"),
+        ({"x.weight_scale_inv": np.ones((2, 2), np.float32)}, r"expected .* \[2, 3\]"),
+        ({"x.weight": np.zeros((160, 300), np.uint8)}, r"expected F8_E4M3 \[160, 300\]"),
+    ],
+    ids=["no scale", "another grid", "another dtype"],
+)
+def test_what_is_wrong_is_named(tmp_path, edit, message):
+    values, scales, _ = draw(160, 300, "grid")
+    tensors = {"x.weight": values, "x.weight_scale_inv": scales} | edit
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    folder = write(tmp_path / "m", tensors, DEEPSEEK)
+    found = problems_of(folder, lambda w: w.linear("x", 160, 300), run=check)
+    assert any(re.search(message, problem) for problem in found)
+
+
+def test_scales_that_are_not_finite_are_named(tmp_path):
+    values, scales, _ = draw(32, 64, "mx")
+    scales[3, 1] = 255
+    tensors = {"x.weight": values, "x.weight_scale": scales}
+    folder = write(tmp_path / "m", tensors, FORMATS["mxfp8"][0])
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="not finite"):
+        load(checkpoint, lambda w: w.linear("x", 32, 64))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (DEEPSEEK | {"weight_block_size": [64, 64]}, r"weight_block_size: \[64, 64\] is not"),
+        ({"quant_method": "fp8"}, "weight_block_size: None is not supported"),
+        (DEEPSEEK | {"fmt": "e5m2"}, "fmt: 'e5m2' is not supported"),
+    ],
+)
+def test_other_blocks_are_refused(tmp_path, section, message):
+    folder = write(tmp_path / "m", {"x": np.zeros(2, np.float32)}, section)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder)
+
+
+def test_what_is_excluded_or_stored_dense_stays_so(tmp_path):
+    dense = np.ones((16, 16), np.float32)
+    section = DEEPSEEK | {"modules_to_not_convert": ["lm_head"]}
+    folder = write(tmp_path / "m", {"x.weight": dense, "lm_head.weight": dense}, section)
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.quant.checkpoint_scheme("lm_head") is None
+        assert checkpoint.quant.checkpoint_scheme("x") is BlockFP8.SQUARE
+        for found in load(checkpoint, lambda w: [w.linear(x, 16, 16) for x in ("x", "lm_head")]):
+            np.testing.assert_array_equal(found.weight, dense)
