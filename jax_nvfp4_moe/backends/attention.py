@@ -1,6 +1,7 @@
-"""Attention in jnp: the reference, and a form for CPUs that visits only keys that queries see.
+"""Attention in jnp: the reference, and a backend for CPUs that skips keys that no query sees.
 
-Both read keys and values of the positions 0 to s - 1, of which a query sees those up to its own.
+Both read the keys and values of positions 0 to s - 1. The query at position p sees those of
+positions 0 to p.
 """
 
 import functools
@@ -13,13 +14,14 @@ from jaxtyping import Array, Bool, Float, Int32
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
-# A token at this position or after it is padding: nothing is cached for it, and no recurrent state
-# takes it in. What a model computes for it is finite and otherwise undefined.
+# A token at this position or a later one is padding. It changes no cache and no recurrent state.
+# The results for padding are finite and otherwise undefined.
 PADDING = 2**30
-_REFERENCE_QUERIES = 512  # attended at once by the reference, which bounds the memory of the scores
-# Queries and keys of one block of scores on a CPU. With 8 query heads to a key head, the scores of
-# a block of one key head take 2 MiB in float32, about what a core keeps in its caches. Blocks of
-# 256 queries, or of 1024 keys, take more of the CPU's time.
+# Number of queries that the reference computes at once. It bounds the memory of the scores.
+_REFERENCE_QUERIES = 512
+# Number of queries and keys in one block of scores on a CPU. If 8 query heads share a key head, the
+# scores of one block and key head take 2 MiB in float32, which is about the size of a core's
+# caches. Blocks of 256 queries or of 1024 keys take more CPU time.
 _QUERIES, _KEYS = 128, 512
 
 
@@ -34,7 +36,7 @@ def attend(
     window: int | None,
     chunk: int | None,
 ) -> Float[Array, "b t n dv"]:
-    """Return attention as `ops.attention` defines it; up to 512 queries times all keys at once."""
+    """Compute `ops.attention`, with at most 512 queries and all keys at once."""
 
     def attend_block(q, positions):
         return _attend_to_all(q, k, v, positions, sinks, scale, window, chunk)
@@ -45,7 +47,7 @@ def attend(
 
 
 def _map_queries(attend_block, q, positions, block):
-    """Run ``attend_block(q, positions)`` on blocks of queries, one after the other."""
+    """Run ``attend_block(q, positions)`` for one block of queries after the other."""
     b, t = positions.shape
     padded = -(-t // block) * block
 
@@ -59,7 +61,7 @@ def _map_queries(attend_block, q, positions, block):
 
 
 def _attend_to_all(q, k, v, positions, sinks, scale, window, chunk):
-    """Attend with all queries at once; every product is a batch over rows and key heads."""
+    """Compute attention for all queries at once, with products batched over rows and key heads."""
     s = k.shape[2]
     grouped = _group(q, k.shape[1])
     keys = jnp.arange(s, dtype=jnp.int32)
@@ -83,10 +85,13 @@ def attend_to_blocks(
     window: int | None,
     chunk: int | None,
 ) -> Float[Array, "b t n dv"]:
-    """Return what `attend` returns, in blocks of keys with a running maximum and sum.
+    """Compute `ops.attention` in blocks of keys, with a running maximum and sum of the softmax.
 
-    A block of queries visits the blocks of keys that one of its queries sees. So the cost grows
-    with the filled part of a cache and not with its room, and no array holds scores of all keys.
+    A block of queries visits only the range of key blocks that its queries see. Therefore the cost
+    depends on the filled part of a cache and not on its size. No array holds the scores of all
+    keys.
+
+    Source: arXiv:1805.02867 for the running maximum and sum.
     """
     if k.shape[2] <= _KEYS:
         return attend(q, k, v, positions, sinks, scale=scale, window=window, chunk=chunk)
@@ -99,14 +104,15 @@ def attend_to_blocks(
 
 
 def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
-    """Attend with one block of queries to the blocks of keys that it sees."""
+    """Compute attention for one block of queries, over the blocks of keys that it sees."""
     s = k.shape[2]
     grouped = _group(q, k.shape[1])
     first, last = _visible_blocks(positions, s, window, chunk)
 
     def add_block(index, carry):
         largest, total, y = carry
-        # The last block ends with the keys; those that the block before it took are masked.
+        # The last block ends at the last key and may overlap the block before it. The keys of the
+        # overlap are masked; otherwise they would count twice.
         start = jnp.minimum(index * _KEYS, s - _KEYS)
         block_k, block_v = (lax.dynamic_slice_in_dim(x, start, _KEYS, axis=2) for x in (k, v))
         keys = start + jnp.arange(_KEYS, dtype=jnp.int32)
@@ -114,7 +120,8 @@ def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
         scores = _scores(grouped, block_k, keys, positions, scale, window, chunk, new)
         grown = jnp.maximum(largest, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - grown[..., None])
-        # What a row summed before it saw its first key vanishes here, since the factor is 0.
+        # Until a query sees its first key, it sums the weights of masked keys, exp(0) = 1. At the
+        # first visible key `shrink` is 0, which removes them.
         shrink = jnp.exp(largest - grown)
         total = total * shrink + jnp.sum(weights, axis=-1)
         y = y * shrink[..., None] + _batched(weights.astype(v.dtype), block_v, 2)
@@ -127,12 +134,12 @@ def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
         total = jnp.ones(rows, jnp.float32)
     y = jnp.zeros((*rows, v.shape[-1]), jnp.float32)
     _, total, y = lax.fori_loop(first, last, add_block, (largest, total, y))
-    # A block of padding alone visits no key, and its sum is 0.
+    # A block of padding alone visits no key. Its sum is 0, and 0 / 0 would be NaN.
     return _ungroup(y / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None], q)
 
 
 def _visible_blocks(positions, s, window, chunk):
-    """Return the first block of keys that a query sees, and the one after the last."""
+    """Return the first block of keys that any query sees, and the block after the last one."""
     real = positions < PADDING
     first = jnp.int32(0)
     if window is not None:
@@ -145,26 +152,27 @@ def _visible_blocks(positions, s, window, chunk):
 
 
 def _group(q, m):
-    """Return queries ``[b, t, n, d]`` by key heads: ``[b, m, n / m, t, d]``."""
+    """Group queries ``[b, t, n, d]`` by key head, ``[b, m, n / m, t, d]``."""
     b, t, n, d = q.shape
     return jnp.moveaxis(q.reshape(b, t, m, n // m, d), 1, 3)
 
 
 def _ungroup(y, q):
-    """Return ``[b, m, n / m, t, d]`` as ``[b, t, n, d]``, in the dtype of `q`."""
+    """Undo `_group`: return ``[b, t, n, d]``, in the dtype of `q`."""
     return jnp.moveaxis(y.astype(q.dtype), 3, 1).reshape(*q.shape[:3], y.shape[-1])
 
 
 def _of_heads(sinks, grouped):
-    """Return sinks ``[n]`` in float32, as they broadcast over ``[b, m, n / m, t]``."""
+    """Return sinks ``[n]`` in float32, in a shape that broadcasts to ``[b, m, n / m, t]``."""
     return sinks.astype(jnp.float32).reshape(1, *grouped.shape[1:3], 1)
 
 
 def _scores(grouped, k, keys, positions, scale, window, chunk, new=True):
-    """Return float32 scores ``[b, m, n / m, t, s]``, the lowest number where a key is not visible.
+    """Return float32 scores ``[b, m, n / m, t, s]``, masked where a query does not see a key.
 
-    It is finite. Padding sees no key of a window or a chunk: with -inf its softmax would be NaN,
-    and 0 * NaN in the next layer would spread to real tokens.
+    Masked scores are the lowest finite number, not -inf. With a window or a chunk, padding sees no
+    key at all. The softmax of -inf alone would be NaN, and 0 * NaN in the next layer would spread
+    to real tokens.
     """
     scores = _batched(grouped, k, 3)
     visible = new & _visible(keys[None, None, :], positions[:, :, None], window, chunk)
@@ -172,7 +180,7 @@ def _scores(grouped, k, keys, positions, scale, window, chunk, new=True):
 
 
 def _visible(keys, queries, window, chunk) -> Bool[Array, "b t s"]:
-    """Whether the query at each position sees the key at each."""
+    """Return whether the query at each position sees the key at each position."""
     visible = keys <= queries
     if window is not None:
         visible &= keys > queries - window
@@ -182,7 +190,7 @@ def _visible(keys, queries, window, chunk) -> Bool[Array, "b t s"]:
 
 
 def _batched(x, y, contracted):
-    """Return the float32 products of ``x [b, m, g, t, k]`` and `y` over its axis `contracted`."""
+    """Multiply ``x [b, m, g, t, k]`` by `y` in float32, summing over axis `contracted` of `y`."""
     exact = x.dtype == jnp.float32
     return lax.dot_general(
         x,

@@ -1,8 +1,8 @@
-"""Sample from a model: a compiled prefill, and one compiled decoding loop.
+"""Generate text with a compiled prefill and a compiled decoding loop.
 
-Shapes are rounded up, so that prompts of similar length and any number of new tokens below the same
-bound share both. The loop stops on the device: `generate` asks it to run to the end, `stream` to
-run one token at a time.
+The lengths of prompts and of generated text are rounded up. Calls with similar lengths therefore
+share compiled programs. The decoding loop runs on the device. `generate` starts it once for all
+tokens, and `stream` once per token.
 """
 
 import dataclasses
@@ -18,12 +18,13 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.inference.prefill import CHUNK, empty_cache, padded_length, prefill_chunks
 
-PROMPT_STEP = 32  # prompts are padded to a multiple of it
-NEW_STEP = 64  # room for new tokens is made in multiples of it
-# One CUDA graph of the whole loop. XLA makes one of each trip by itself, but then the host reads
-# after each token whether there is another trip, and the GPU waits for it. The kinds are XLA's own
-# and WHILE; a graph of one thing, the loop, is below the size from which XLA makes any. Other
-# devices pass this by.
+PROMPT_STEP = 32  # prompts are padded to a multiple of this number of tokens
+NEW_STEP = 64  # the room for new tokens is rounded up to a multiple of this number
+# Compile the whole loop into one CUDA graph. By default XLA makes a graph of the loop's body: after
+# each token, the host then reads whether the loop continues, and the GPU waits for the host.
+# The first option lists XLA's default kinds of commands and WHILE. The second one is necessary
+# because the graph has a single command, the loop, which is below XLA's default minimum. Devices
+# other than GPUs ignore both options.
 _ONE_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
@@ -37,12 +38,14 @@ class Sampling:
     """How the next token is drawn.
 
     Attributes:
-      temperature, top_p: float32 scalars.
-      stop_ids: int32 ``[s]``; a row that draws one repeats it from then on.
-      key: of `jax.random.key`.
-      greedy: static; take the largest logit, and read none of the others.
-      top_k: static; draw from the k largest logits, None for all.
-      nucleus: static; whether top_p is below 1.
+      temperature: float32 scalar.
+      top_p: float32 scalar.
+      stop_ids: int32 ``[s]``. A row that draws one of them repeats it from then on.
+      key: random key, as `jax.random.key` returns it.
+      greedy: whether to take the token with the largest logit; the other options then have no
+        effect, except `stop_ids`. Static.
+      top_k: number of largest logits to draw from; None for all. Static.
+      nucleus: whether `top_p` is below 1. Static.
     """
 
     temperature: jax.Array
@@ -57,13 +60,13 @@ class Sampling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What decoding carries from token to token.
+    """The state of the decoding loop.
 
     Attributes:
-      cache: of the model; holds all but the last token.
-      tokens: int32 ``[b, room]``, the new tokens; those from `count` on are zeros.
-      count: int32 scalar, new tokens so far.
-      stopped: bool ``[b]``, rows that have drawn a stop id.
+      cache: cache of the model. It holds the prompt and all new tokens except the last one.
+      tokens: the new tokens, int32 ``[b, room]``; zeros from index `count` on.
+      count: number of new tokens so far, int32 scalar.
+      stopped: bool ``[b]``, True for rows that have drawn a stop id.
     """
 
     cache: Any
@@ -85,31 +88,42 @@ def generate(
     key: jax.Array | None = None,
     prefill_chunk: int = CHUNK,
 ) -> Int32[Array, "b new"]:
-    """Continue each prompt by up to `max_new_tokens` tokens.
+    """Generate up to `max_new_tokens` tokens after each prompt.
 
-    The next token is the largest logit at temperature 0, else drawn from
-    ``softmax(logits / temperature)`` cut first to the `top_k` largest and then to the smallest set
-    whose probability reaches `top_p`. Each row comes out as if it were alone.
+    At temperature 0, the next token is the one with the largest logit. Otherwise it is drawn at
+    random::
+
+      next ~ softmax(logits / temperature)
+
+    `top_k` first keeps the tokens with the k largest logits. `top_p` then keeps the smallest set of
+    the most probable tokens whose probabilities add up to `top_p` or more. Tokens that tie with the
+    last one kept are kept too. No prompt influences the other rows of its batch.
 
     Args:
-      model: as `load_model` returns.
-      input_ids: prompts ``[b, t]``, left-aligned; what stands behind a shorter one is not read.
-      max_new_tokens: at least 1.
-      lengths: true length of each prompt ``[b]``, 1 to t; t where None.
-      temperature: 0 or more.
-      top_k: at least 1, or None for all.
-      top_p: in (0, 1].
-      stop_ids: tokens that end a row; all rows ended ends the run.
-      key: of `jax.random.key`; needed where the temperature is over 0.
-      prefill_chunk: tokens of each prompt that go through the model together. Longer prompts go
-        through it chunk by chunk, which bounds the memory.
+      model: model, as `load_model` returns it.
+      input_ids: prompts, integers ``[b, t]`` from 0 to ``model.config.vocab_size - 1``,
+        left-aligned. Numbers after the end of a shorter prompt are ignored.
+      max_new_tokens: largest number of new tokens in each row, at least 1.
+      lengths: number of tokens in each prompt, integers ``[b]`` from 1 to t. None (default) means t
+        for every prompt.
+      temperature: finite number, 0 or more. Defaults to 0, greedy decoding.
+      top_k: number of tokens to draw from, at least 1. None (default) keeps all tokens.
+      top_p: probability of the tokens to draw from, in (0, 1]. Defaults to 1, which keeps all
+        tokens.
+      stop_ids: tokens that end a row. Generation ends early once all rows have ended. Defaults to
+        none.
+      key: random key, as `jax.random.key` returns it. Required if the temperature is above 0. None
+        by default.
+      prefill_chunk: number of tokens of each prompt that go through the model together. Longer
+        prompts are run chunk by chunk, which limits the memory. Defaults to 4096.
 
     Returns:
-      int32 ``[b, max_new_tokens]``, the new tokens alone, the stop id repeated after a stop.
+      The new tokens without the prompts, int32 ``[b, max_new_tokens]``. A row that has ended
+      repeats its stop id.
 
     Raises:
-      ValueError: an argument is out of range, or prompt and new tokens exceed the model's
-        positions.
+      ValueError: an argument is out of range, or a prompt and its new tokens need more positions
+        than ``model.config.max_positions``.
 
     Example:
       >>> import importlib.resources
@@ -141,9 +155,28 @@ def stream(
     key: jax.Array | None = None,
     prefill_chunk: int = CHUNK,
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of `generate` as they come, int32 ``[b]`` each, until all rows stopped.
+    """Generate tokens as `generate` does, and yield each one as soon as it is drawn.
 
-    Args and errors are those of `generate`; nothing is computed before the first is asked for.
+    The arguments are checked and the prompts are run when you request the first token.
+
+    Args:
+      model: as for `generate`.
+      input_ids: as for `generate`.
+      max_new_tokens: as for `generate`.
+      lengths: as for `generate`. Defaults to None.
+      temperature: as for `generate`. Defaults to 0.
+      top_k: as for `generate`. Defaults to None.
+      top_p: as for `generate`. Defaults to 1.
+      stop_ids: as for `generate`. Defaults to none.
+      key: as for `generate`. Defaults to None.
+      prefill_chunk: as for `generate`. Defaults to 4096.
+
+    Yields:
+      The next token of each row, a NumPy array int32 ``[b]``. A row that has ended repeats its stop
+      id. The iterator ends once all rows have ended, or after `max_new_tokens` tokens.
+
+    Raises:
+      ValueError: as for `generate`.
 
     Example:
       >>> import importlib.resources
@@ -168,7 +201,7 @@ def stream(
 
 
 def _start(model, input_ids, lengths, max_new_tokens, sampling, chunk):
-    """Check the arguments, pad the prompts and run them through the model."""
+    """Check the arguments, run the prompts through the model, and draw the first token."""
     ids, true_lengths = _check_prompts(model, input_ids, lengths, max_new_tokens)
     if chunk < 1:
         raise ValueError(f"prefill_chunk: expected at least 1, got {chunk}")
@@ -186,7 +219,7 @@ def _start(model, input_ids, lengths, max_new_tokens, sampling, chunk):
 
 @functools.partial(jax.jit, static_argnames="room")
 def _prefill(model, sampling, padded, lengths, room):
-    """Fill the cache and draw the first token."""
+    """Run padded prompts through the model and draw the first token."""
     b, t = padded.shape
     cache = model.init_cache(b, t + room)
     logits, cache = model(padded, cache, lengths=lengths, logits_at=lengths - 1)
@@ -197,7 +230,7 @@ def _prefill(model, sampling, padded, lengths, room):
 
 @functools.partial(jax.jit, static_argnames="room", donate_argnames="cache")
 def _begin(sampling, logits, cache, room):
-    """Draw the first token after a prefill by chunks."""
+    """Draw the first token after a chunked prefill."""
     b = logits.shape[0]
     cache = lax.optimization_barrier(cache)
     tokens, stopped = jnp.zeros((b, room), jnp.int32), jnp.zeros(b, jnp.bool_)
@@ -206,7 +239,7 @@ def _begin(sampling, logits, cache, room):
 
 @functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)
 def decode(model, sampling, state, limit):
-    """Draw tokens until there are `limit` of each row or all rows have stopped."""
+    """Draw tokens until each row has `limit` new tokens, or until all rows have stopped."""
 
     def more(state):
         return (state.count < limit) & ~state.stopped.all()
@@ -220,7 +253,7 @@ def decode(model, sampling, state, limit):
 
 
 def draw(sampling, logits, state):
-    """Add the next token of each row to `state`; a stopped row repeats its last."""
+    """Add the next token of each row to `state`; a stopped row repeats its last token."""
     token = _choose(sampling, logits, jax.random.fold_in(sampling.key, state.count))
     last = lax.dynamic_slice_in_dim(state.tokens, jnp.maximum(state.count - 1, 0), 1, axis=1)[:, 0]
     token = jnp.where(state.stopped, last, token)
@@ -230,7 +263,7 @@ def draw(sampling, logits, state):
 
 
 def _choose(sampling: Sampling, logits: Float[Array, "b v"], key) -> Int32[Array, " b"]:
-    """Draw one token of each row."""
+    """Draw one token for each row."""
     if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / sampling.temperature
@@ -250,7 +283,10 @@ def _choose(sampling: Sampling, logits: Float[Array, "b v"], key) -> Int32[Array
 
 @jax.jit
 def _fill(state):
-    """Repeat the last token, a stop id, to the end; all rows have stopped if any is missing."""
+    """Return the tokens, with the last one of each row repeated to the end.
+
+    Tokens are missing only if all rows have stopped. The last token of each row is then a stop id.
+    """
     last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
     drawn = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :] < state.count
     return jnp.where(drawn, state.tokens, last)
@@ -268,15 +304,18 @@ def make_sampling(
     stop_ids: Sequence[int],
     key: jax.Array | None,
 ) -> Sampling:
-    """Check how tokens shall be drawn; arguments and errors are those of `generate`."""
+    """Check the arguments of `generate` that say how tokens are drawn, and return them."""
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature: expected 0 or more, got {temperature}")
+        raise ValueError(f"temperature: expected a finite number, 0 or more; got {temperature}")
     if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: expected at least 1 or None, got {top_k}")
+        raise ValueError(f"top_k: expected at least 1, or None to keep all tokens; got {top_k}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected a number in (0, 1], got {top_p}")
     if temperature > 0 and key is None:
-        raise ValueError(f"key: expected a jax.random.key with temperature {temperature}, got None")
+        raise ValueError(
+            f"key: expected a jax.random.key, because temperature {temperature} draws tokens at "
+            "random; got None. Pass a key, or use temperature 0"
+        )
     return Sampling(
         jnp.float32(temperature),
         jnp.float32(top_p),
@@ -289,27 +328,31 @@ def make_sampling(
 
 
 def _check_prompts(model, input_ids, lengths, max_new_tokens):
-    """Return the prompts and their lengths as numpy arrays."""
+    """Return the prompts and their lengths as NumPy arrays, with zeros after each prompt."""
     ids = np.asarray(input_ids)
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"input_ids: expected integers [b, t], got {ids.dtype} {ids.shape}")
     b, t = ids.shape
     if not b or not t:
-        raise ValueError(f"input_ids: expected at least one token, got shape {ids.shape}")
+        raise ValueError(
+            f"input_ids: expected at least one row and at least one token; got shape {ids.shape}"
+        )
     true = np.full(b, t, np.int32) if lengths is None else np.asarray(lengths, np.int32)
     if true.shape != (b,) or true.min() < 1 or true.max() > t:
-        raise ValueError(f"lengths: expected {b} numbers from 1 to {t}, got {true.tolist()}")
+        raise ValueError(f"lengths: expected {b} integers from 1 to {t}, got {true.tolist()}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
     positions, vocabulary = model.config.max_positions, model.config.vocab_size
     if true.max() + max_new_tokens > positions:
         raise ValueError(
-            f"max_new_tokens: {true.max()} prompt and {max_new_tokens} new tokens exceed the "
-            f"model's {positions} positions (max_position_embeddings)"
+            f"max_new_tokens: a prompt of {true.max()} tokens and {max_new_tokens} new tokens "
+            f"exceed the model's {positions} positions (max_position_embeddings). Shorten the "
+            "prompt, or ask for fewer new tokens"
         )
     read = np.where(np.arange(t)[None, :] < true[:, None], ids, 0)
     if read.min() < 0 or read.max() >= vocabulary:
         raise ValueError(
-            f"input_ids: expected ids from 0 to {vocabulary - 1}, got {read.min()} to {read.max()}"
+            f"input_ids: expected ids from 0 to {vocabulary - 1}, the model's vocabulary; got "
+            f"{read.min()} to {read.max()}"
         )
     return read, true

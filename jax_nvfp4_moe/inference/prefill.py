@@ -1,6 +1,7 @@
-"""Chunked prefill: long prompts go through the model chunk by chunk.
+"""Chunked prefill: run long prompts through the model chunk by chunk.
 
-The memory of a prefill then depends on the chunk and not on the prompt, but for the cache itself.
+Apart from the cache, the memory of a prefill then depends on the size of a chunk and not on the
+length of the prompt.
 """
 
 import functools
@@ -13,13 +14,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-CHUNK = 4096  # tokens of each row in a chunk, unless the caller says otherwise
-# The last chunk is padded to a multiple of it, so that prompts of many lengths share programs.
+CHUNK = 4096  # default number of tokens that each row has in a chunk
+# The last chunk is padded to a multiple of this number, so that prompts of different lengths share
+# compiled programs.
 _LAST_STEP = 512
 
 
 def chunk_ranges(length: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each chunk; the last end is `length` rounded up."""
+    """Yield the start and end of each chunk. The last end is `length`, rounded up."""
     for start in range(0, length, chunk):
         step = min(_LAST_STEP, chunk)
         yield start, start + min(chunk, -(-(length - start) // step) * step)
@@ -33,7 +35,7 @@ def padded_length(length: int, chunk: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def empty_cache(model: Any, batch: int, max_length: int) -> Any:
-    """Return an empty cache, made by one program, so that over a mesh it is born divided."""
+    """Return an empty cache. On a mesh, each device allocates its own part only."""
     return model.init_cache(batch, max_length)
 
 
@@ -44,17 +46,19 @@ def prefill_chunks(
     lengths: Int32[np.ndarray, " b"],
     chunk: int,
 ) -> tuple[Float[Array, "b vocab"], Any]:
-    """Extend a cache by the tokens of each row, chunk by chunk.
+    """Run new tokens of each row through the model, chunk by chunk, and extend the cache.
 
     Args:
-      model: as `load_model` returns.
-      cache: with room for `padded_length` tokens more; its arrays are given away.
-      ids: tokens of each row; those behind its length are not read.
-      lengths: number of new tokens of each row, 1 to t.
-      chunk: tokens of each row that go through the model together.
+      model: model, as `load_model` returns it.
+      cache: cache with room for `padded_length` more tokens in each row. Its arrays are donated:
+        do not use them again.
+      ids: new tokens, int32 ``[b, t]``, left-aligned. Tokens after the length of a row have no
+        effect.
+      lengths: number of new tokens in each row, int32 ``[b]``, from 1 to t.
+      chunk: number of tokens of each row that go through the model together.
 
     Returns:
-      Float32 logits after the last token of each row, and the cache.
+      The logits after the last token of each row, float32 ``[b, vocab]``, and the extended cache.
     """
     b, t = ids.shape
     logits = jnp.zeros((b, model.config.vocab_size), jnp.float32)
@@ -68,20 +72,25 @@ def prefill_chunks(
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _extend(model, cache, ids, counts, logits):
-    """Run one chunk; rows that have ended before it keep their logits."""
+    """Run one chunk; rows that ended before this chunk keep their `logits`."""
     new, cache = model(ids, cache, lengths=counts, logits_at=jnp.maximum(counts - 1, 0))
-    # jax.jit gives no donated memory to a result whose layout the model constrains.
+    # The model constrains the layout of its cache. Without the barrier, jax.jit would not store
+    # such a result in donated memory.
     cache = lax.optimization_barrier(cache)
     return jnp.where(counts[:, None] > 0, new[:, 0], logits), cache
 
 
 def sum_losses(model: Any, ids: Int32[np.ndarray, "b t"], chunk: int) -> Float[Array, " b"]:
-    """Return the summed cross-entropy of each row's tokens but the first, chunk by chunk.
+    """Sum the cross-entropy of all tokens of each row except the first, chunk by chunk.
 
     Args:
-      model: as `load_model` returns.
-      ids: tokens ``[b, t]``.
-      chunk: tokens of each row that go through the model together; logits of so many are kept.
+      model: model, as `load_model` returns it.
+      ids: tokens, int32 ``[b, t]``, without padding.
+      chunk: number of tokens of each row that go through the model together. The logits of one
+        chunk are in memory at a time.
+
+    Returns:
+      float32 ``[b]``, in nats.
     """
     b, t = ids.shape
     cache, losses = empty_cache(model, b, padded_length(t, chunk)), jnp.zeros(b, jnp.float32)
@@ -99,7 +108,7 @@ def _add_losses(model, cache, ids, targets, count, predicted, losses):
     """Add the cross-entropy of the first `predicted` targets of a chunk of `count` tokens."""
     b, t = ids.shape
     logits, cache = model(ids, cache, lengths=jnp.broadcast_to(count, (b,)))
-    cache = lax.optimization_barrier(cache)
+    cache = lax.optimization_barrier(cache)  # as in `_extend`
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     each = jax.nn.logsumexp(logits, axis=-1) - chosen
     real = jnp.arange(t, dtype=jnp.int32)[None, :] < predicted

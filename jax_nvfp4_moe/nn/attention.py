@@ -1,4 +1,4 @@
-"""How an attention keeps keys and values."""
+"""Store the keys and values of an attention layer, in the model's dtype or in FP8."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,23 +11,30 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
 
-# The axis of heads in entries of `KeysAndValues`.
+# Name of a cache entry of `KeysAndValues` -> its axis of heads.
 KEY_AXES: Mapping[str, int | None] = {"k": 1, "v": 1}
 
 
 class CacheScale(nnx.Variable):
-    """What multiplies the FP8 keys or values of a cache; frozen."""
+    """Scale by which FP8 keys or values are multiplied.
+
+    It is not an `nnx.Param`, so optimizers skip it.
+    """
 
 
 def empty_entries(
     batch: int, max_length: int, dtype: Any, **shapes: tuple[int, int]
 ) -> Mapping[str, Array]:
-    """Return cache entries of zeros ``[batch, heads, max_length, width]``.
+    """Return cache entries of zeros, ``[batch, heads, max_length, width]`` each.
 
     Args:
-      batch, max_length: of the cache.
-      dtype: of the arrays.
-      shapes: heads and width of what is kept of one token, by name.
+      batch: number of rows.
+      max_length: number of tokens for which each row has room.
+      dtype: dtype of the entries.
+      **shapes: name of an entry -> number of heads and width of a head.
+
+    Returns:
+      Name -> array.
     """
     return {
         name: jnp.zeros((batch, heads, max_length, width), dtype)
@@ -36,17 +43,25 @@ def empty_entries(
 
 
 class KeysAndValues(nnx.Module):
-    """How one attention layer keeps keys and values: in the model's dtype, or rounded to FP8.
+    """Keys and values of one attention layer, in the model's dtype or rounded to FP8.
 
-    Where the file declares FP8 and the load rounds to it (`scheme.rounds_to_fp8`), the cache holds
-    ``e4m3(x / scale)``, half the bytes of bfloat16, and attention sees ``e4m3(x / scale) * scale``,
-    without a cache too: so a prefill of the whole sequence equals decoding. By default only
-    devices where W4A4 runs as declared round: the model's dtype is at least as accurate, and no
-    product reads FP8 faster here.
+    They are rounded if the checkpoint declares FP8 and `scheme.rounds_to_fp8` is True. Then::
+
+      cache entry = e4m3(x / scale)
+      attention sees e4m3(x / scale) * scale
+
+    An FP8 cache takes half the bytes of a bfloat16 cache. Attention sees the rounded numbers
+    without a cache too, so that one call on a whole sequence gives the results of decoding.
+
+    Without a requested scheme, only devices with FP4 tensor cores round. Other devices keep the
+    model's dtype: it is at least as accurate, and no product here reads FP8 faster.
 
     Attributes:
-      scales: `CacheScale` float32 ``[heads]`` by name, or None where nothing is rounded.
-      shapes: static; heads and width of what is kept of one token, by name.
+      scales: "k" or "v" -> `CacheScale`, float32 ``[heads]``; None if nothing is rounded.
+      shapes: "k" or "v" -> number of heads and width of a head, static.
+      dtype: dtype of the model, static.
+      kept_rounded: whether the cache holds the rounded numbers, static.
+      multiply_by_reciprocal: how numbers are rounded; see `numerics.fp8.round_fp8`. Static.
     """
 
     def __init__(
@@ -57,14 +72,16 @@ class KeysAndValues(nnx.Module):
         kept_rounded: bool = True,
         **shapes: tuple[int, int],
     ):
-        """Keep what `shapes` says.
+        """Store the sizes and the scales.
 
         Args:
-          scales: of the FP8 values, float32 ``[heads]`` by name; None keeps them in `dtype`.
-          dtype: of the model.
-          kept_rounded: whether what is rounded is also what the cache keeps; latent attention
-            keeps latents, and rounds the keys and values that it makes of them with `rounded`.
-          shapes: heads and width of "k" and "v".
+          scales: scales of the FP8 numbers, float32 ``[heads]`` by name. None keeps keys and values
+            in `dtype`.
+          dtype: dtype of the model.
+          kept_rounded: whether the cache holds the rounded numbers. True by default. Latent
+            attention passes False: its cache holds latents, and it rounds the expanded keys and
+            values with `rounded`.
+          **shapes: "k" or "v" -> number of heads and width of a head.
         """
         self.dtype, self.shapes = jnp.dtype(dtype), shapes
         self.kept_rounded = kept_rounded
@@ -74,16 +91,22 @@ class KeysAndValues(nnx.Module):
         self.scales = nnx.data(nnx.Dict(each) if each else None)
 
     def init_cache(self, batch: int, max_length: int) -> Mapping[str, Array]:
-        """Return empty entries for all that is kept."""
+        """Return empty cache entries, ``[batch, heads, max_length, width]`` each."""
         rounded = self.scales is not None and self.kept_rounded
         dtype = jnp.float8_e4m3fn if rounded else self.dtype
         return empty_entries(batch, max_length, dtype, **self.shapes)
 
     def append(self, entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
-        """Write `new` as `attention.append` does, rounded where the file says so.
+        """Write `new` into the cache as the function `append` does, rounded if there are scales.
+
+        Args:
+          entries: cache entries by name, or None without a cache.
+          positions: position of each token, int32 ``[b, t]``.
+          **new: keys and values of the new tokens by name, ``[b, t, m, d]``.
 
         Returns:
-          What attention sees of all entries, in the dtype of `new`, and the entries.
+          The keys and values that attention sees, ``[b, m, s, d]`` in the dtype of `new`, and the
+          updated entries.
         """
         if self.scales is None:
             return append(entries, positions, **new)
@@ -93,7 +116,7 @@ class KeysAndValues(nnx.Module):
         return seen, entries
 
     def rounded(self, **values: Float[Array, "b m s d"]) -> Mapping[str, Array]:
-        """Return keys and values that no cache keeps as attention sees them: rounded, or as is."""
+        """Return keys and values ``[b, m, s, d]``, rounded to FP8 and back if there are scales."""
         if self.scales is None:
             return values
         return {
@@ -111,26 +134,34 @@ class KeysAndValues(nnx.Module):
         )
 
     def _widen(self, name, value, dtype):
-        """Return ``[b, m, s, d]`` of E4M3 times the scale of each head."""
+        """Return E4M3 numbers ``[b, m, s, d]`` times the scale of each head, in `dtype`."""
         return (value.astype(jnp.float32) * self._scale(name, 1)).astype(dtype)
 
 
 def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
-    """Write `new` into the cache `entries` at `positions`; those past the end are dropped.
+    """Write new tokens into the cache.
+
+    Args:
+      entries: cache entries ``[b, m, s, d]`` by name, or None without a cache.
+      positions: position of each token, int32 ``[b, t]``, all different in a row. Tokens at
+        positions of s or more are dropped.
+      **new: arrays to write by name, ``[b, t, m, d]``.
 
     Returns:
-      The arrays ``[b, m, s, d]`` to attend to, all entries or without a cache just `new`, and the
-      entries.
+      The arrays to attend to, ``[b, m, s, d]`` by name, and the updated entries. With a cache both
+      are the entries. Without a cache they are `new` and None.
     """
     if entries is None:
         return {name: jnp.moveaxis(value, 1, 2) for name, value in new.items()}, None
     row = jnp.arange(positions.shape[0])[:, None, None]
     written = {}
     for name, value in new.items():
-        # An index for each head: XLA turns a scatter of one index into copies of all entries.
+        # The heads are indexed too. Without their index, XLA turns the scatter into copies of all
+        # entries.
         place = entries[name].at[row, jnp.arange(value.shape[2]), positions[:, :, None]]
         put = place.set(value, mode="drop", unique_indices=True)
-        # For one row XLA would keep keys transposed in its loops, and copy them at each call.
+        # Without the constraint, XLA would store the keys of a single row transposed inside its
+        # loops, and copy them at each call.
         written[name] = with_layout_constraint(put, Layout((0, 1, 2, 3)))
     return written, written
 
@@ -138,7 +169,14 @@ def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d
 def build_keys_and_values(
     make: Any, path: str, *, kept_rounded: bool = True, **shapes: tuple[int, int]
 ) -> KeysAndValues:
-    """Make the `KeysAndValues` at `path`; arguments as for the class, heads those of one shard."""
+    """Make the `KeysAndValues` of one attention layer.
+
+    Args:
+      make: the `Builder` of the model.
+      path: path of the module.
+      kept_rounded: as for `KeysAndValues`.
+      **shapes: as for `KeysAndValues`, with the number of heads in one shard.
+    """
 
     def construct(scales):
         dtype = make.settings.dtype

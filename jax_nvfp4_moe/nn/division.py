@@ -39,7 +39,8 @@ def divide(
       specs: last name of a path -> how the part at that path is divided.
       last: path of the linear layer whose columns are divided.
       width: number of columns of that layer, over all shards.
-      reason: a reason of the caller why the module cannot be divided; None if there is none.
+      reason: why the caller cannot divide the module. None (default) if the caller knows of no
+        reason.
 
     Returns:
       The module that `build` made.
@@ -67,9 +68,10 @@ def _reason_against(make, last, width) -> str | None:
         block = BLOCK
         used, _ = choose_scheme(checkpoint_scheme, settings.scheme, settings.target)
     if used in DYNAMIC:
-        return f"{used} computes the scales of activations from whole rows"
+        return f"{used} computes the scales of activations from whole rows, which no shard has"
     if width % (shards * block):
-        return f"{width} columns do not divide into {shards} parts, each a multiple of {block}"
+        blocks = f" of whole blocks of {block}" if block > 1 else ""
+        return f"{width} columns cannot be divided into {shards} equal parts{blocks}"
     return None
 
 
@@ -77,5 +79,10 @@ def _reason_against(make, last, width) -> str | None:
 def say_replicated(name: str, shards: int, reason: str) -> None:
     """Log, once for each case, which modules are replicated and why."""
     log.info(
-        "modules with %s are replicated on all %d shards of '%s': %s", name, shards, TENSOR, reason
+        "modules with %s are replicated on all %d shards of the mesh axis '%s', which costs memory "
+        "and speed but changes no result: %s",
+        name,
+        shards,
+        TENSOR,
+        reason,
     )

@@ -1,12 +1,14 @@
-"""Gated delta net: a mixer whose past is one matrix a head, which each token fades and corrects.
+"""Gated delta net: a recurrent mixer whose state is one matrix per head.
 
-Of one head, with keys and queries of length 1, decay ``a = exp(g)`` and rate ``beta``:
+Each token first decays the state, then corrects the value that the state stores for its key. One
+head with keys and queries of length 1, decay ``a = exp(g)`` and rate ``beta`` computes::
 
-``S_t = a_t S_{t-1} + beta_t k_t (v_t - k_t.T a_t S_{t-1})`` and ``y_t = q_t.T S_t / sqrt(d)``
+  S_t = a_t S_{t-1} + beta_t k_t (v_t - k_t.T a_t S_{t-1})
+  y_t = q_t.T S_t / sqrt(d)
 
-A prompt is taken in chunks: within one, all corrections solve one triangular system.
+Prompts are computed in chunks. All corrections of one chunk solve one triangular system.
 
-Source: arXiv:2412.06464; for the chunks arXiv:2406.06484; `modeling_qwen3_next` and
+Source: arXiv:2412.06464; arXiv:2406.06484 for the chunks; `modeling_qwen3_next` and
 `modeling_qwen3_5_moe` of transformers for the details.
 """
 
@@ -26,20 +28,23 @@ from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-_CHUNK = 64  # tokens whose corrections are solved together
-_TINY = 1e-6  # added to the squared length of keys and queries
+_CHUNK = 64  # number of tokens whose corrections are solved together
+_TINY = 1e-6  # added to the squared length of keys and queries, against a division by zero
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaSizes:
-    """Sizes of one gated delta net.
+    """Sizes of one gated delta net. All fields are static.
 
     Attributes:
-      key_heads: m, heads of queries and keys.
-      value_heads: heads of values and states, a multiple of m: each key head serves r of them.
-      key_head_dim, value_head_dim: d and e, channels of a head.
-      conv_size: tokens that the convolution sees, its own the last.
-      eps: of the norm.
+      hidden: width of the tokens.
+      key_heads: m, the number of query heads and of key heads.
+      value_heads: number of value heads and of states, a multiple of m. The r = value_heads / m
+        value heads of a group share one key head.
+      key_head_dim: d, the width of a query or key head.
+      value_head_dim: e, the width of a value head.
+      conv_size: number of tokens that the convolution sees, the current one included.
+      eps: epsilon of the norm.
     """
 
     hidden: int
@@ -52,32 +57,51 @@ class DeltaSizes:
 
     @property
     def keys(self) -> int:
-        """Channels of all keys."""
+        """Number of channels of all key heads together."""
         return self.key_heads * self.key_head_dim
 
     @property
     def values(self) -> int:
-        """Channels of all values."""
+        """Number of channels of all value heads together."""
         return self.value_heads * self.value_head_dim
 
     @property
     def convolved(self) -> int:
-        """Channels of queries, keys and values."""
+        """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
 
 class GatedDeltaNet(HeadParallel):
-    """Linears, a causal convolution, the delta rule, and a norm gated by ``silu(z)``.
+    """A gated delta net with its projections, convolution and gated norm.
+
+    ::
+
+      q, k, v = silu(convolve(qkv(x)))
+      y = out_proj(norm(delta_rule(q, k, v, g, beta)) * silu(z(x)))
+
+    Queries and keys are scaled to length 1 before the delta rule. The weights ``a`` and ``b``
+    project the tokens to the inputs of the decay and the rate::
+
+      g = -exp(A_log) * softplus(a(x) + dt_bias)
+      beta = sigmoid(b(x))
+
+    The norm applies to each head by itself. Everything between the projections is computed in
+    float32.
 
     Attributes:
-      interleaved: static; whether projected channels stand key head by key head (Qwen3-Next), or
-        all queries before all keys before all values (Qwen3.5).
+      sizes: sizes of one shard, static.
+      interleaved: order of the projected channels, static. True: key head by key head, each with
+        its queries, keys, values and z (Qwen3-Next). False: all queries, then all keys, then all
+        values (Qwen3.5).
     """
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2, "state": 1}
 
     def __init__(self, sizes: DeltaSizes, make: Builder, path: str):
-        """Make one with the heads of one shard; the file's names tell how channels stand."""
+        """Build the mixer at `path`; `sizes` are those of one shard.
+
+        The names in the checkpoint tell the order of the projected channels.
+        """
         self.sizes, self.dtype = sizes, jnp.dtype(make.settings.dtype)
         self.interleaved = make.has(f"{path}.projections.qkvz")
         rows = {"qkv": sizes.convolved, "z": sizes.values}
@@ -96,7 +120,7 @@ class GatedDeltaNet(HeadParallel):
         self.norm = variable("norm", sizes.value_head_dim)
 
     def empty_cache(self, batch: int, max_length: int):
-        """Return empty cache entries: the last inputs of the convolution, and the states."""
+        """Return zeros for the last inputs of the convolution and for the states of one shard."""
         del max_length
         sizes = self.sizes
         return {
@@ -105,10 +129,10 @@ class GatedDeltaNet(HeadParallel):
         }
 
     def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
-        """Mix ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
+        """Return the output for tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries.
 
-        Tokens at `positions` of `PADDING` and later, behind all others of their row, leave the
-        entries as they are.
+        Tokens at positions of `PADDING` or more do not change the entries. They must follow all
+        other tokens of their row.
         """
         sizes, (b, t, _) = self.sizes, x.shape
         old = self.empty_cache(b, 0) if entries is None else entries
@@ -121,7 +145,7 @@ class GatedDeltaNet(HeadParallel):
         rate = jnp.exp(self.A_log.get_value())[None, None]
         bias = self.dt_bias.get_value()[None, None]
         g = -rate * jax.nn.softplus(step.astype(jnp.float32) + bias)
-        # A decay of 1 and a rate of 0 leave the state as it is.
+        # Padding gets g = 0, a decay of 1, and a rate of 0, which leave the state unchanged.
         g, beta = (
             jnp.where(present[..., None], value, 0).reshape(heads)
             for value in (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
@@ -134,7 +158,7 @@ class GatedDeltaNet(HeadParallel):
         return y, None if entries is None else {"inputs": inputs, "state": state}
 
     def _project(self, x):
-        """Return channels to convolve (queries, keys, values), z, and what rates are made of."""
+        """Return the projected channels: queries, keys and values together, z, rates and steps."""
         sizes, lead = self.sizes, x.shape[:-1]
         projected = self.projections(x)
         if not self.interleaved:
@@ -152,7 +176,7 @@ class GatedDeltaNet(HeadParallel):
         return jnp.concatenate([q, k, v], axis=-1), z, beta, step
 
     def _gated_norm(self, y, z):
-        """Return ``norm(y) * silu(z)`` in the module's dtype, each head normalized by itself."""
+        """Return ``norm(y) * silu(z)`` in the module's dtype; normalize each head by itself."""
         mean = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
         weight = self.norm.get_value().reshape(1, 1, 1, -1)
         normal = weight * (y * lax.rsqrt(mean + self.sizes.eps))
@@ -160,20 +184,20 @@ class GatedDeltaNet(HeadParallel):
 
 
 def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
-    """Make a gated delta net, over a mesh divided by whole key heads along `tensor`.
+    """Build a gated delta net, divided by key heads along the mesh axis `tensor`.
 
     Args:
-      sizes: of the whole.
-      path: of the mixer.
-      make: builds its parts.
+      sizes: sizes of the whole mixer.
+      path: path of the mixer.
+      make: the `Builder` of the model.
     """
     shards, reason = make.settings.shards, None
     if sizes.key_heads % shards:
-        reason = f"{sizes.key_heads} key heads do not make {shards} parts"
+        reason = f"{sizes.key_heads} key heads cannot be divided into {shards} equal parts"
     own = dataclasses.replace(
         sizes, key_heads=sizes.key_heads // shards, value_heads=sizes.value_heads // shards
     )
-    # Of what stands key head by key head, or is one thing of each head.
+    # For tensors in the order of the heads: interleaved channels, z, and one number per head.
     rows = ShardSpec("rows", shards)
     channels = ShardSpec("rows", shards, (sizes.keys, sizes.keys, sizes.values))
     return divide(
@@ -200,7 +224,7 @@ def delta_step(
     beta: Float[Array, "b 1 m r"],
     state: Float[Array, "b m r d e"],
 ) -> tuple[Float[Array, "b 1 m r e"], Float[Array, "b m r d e"]]:
-    """Take in one token; arguments and results as for `delta_chunks`."""
+    """Compute the delta rule for one token; arguments and results are those of `delta_chunks`."""
     q, k = (part[:, 0, :, None, :, None] for part in (q, k))
     state = state * jnp.exp(g[:, 0])[..., None, None]
     missing = v[:, 0] - jnp.sum(state * k, axis=-2)
@@ -217,22 +241,24 @@ def delta_chunks(
     state: Float[Array, "b m r d e"],
     chunk: int = _CHUNK,
 ) -> tuple[Float[Array, "b t m r e"], Float[Array, "b m r d e"]]:
-    """Take in tokens by chunks; the same as `delta_step` token by token.
+    """Compute the delta rule chunk by chunk, with the results of `delta_step` token by token.
 
-    Within a chunk that begins with the state S, the corrections u that tokens write solve
-    ``u_i + beta_i sum_{j<i} D_ij (k_i . k_j) u_j = beta_i (v_i - exp(G_i) k_i.T S)``, where
-    ``G_i`` is the sum of g up to i and ``D_ij = exp(G_i - G_j)``.
+    Let S be the state before a chunk, ``G_i`` the sum of g over its tokens up to i, and ``D_ij =
+    exp(G_i - G_j)``. The corrections ``u_i`` that the tokens add to the state solve::
+
+      u_i + beta_i sum_{j<i} D_ij (k_i . k_j) u_j = beta_i (v_i - exp(G_i) k_i.T S)
 
     Args:
-      q, k: queries and keys of length 1, queries already scaled.
-      v: values.
-      g: logarithm of the decay, at most 0.
-      beta: rate of correction.
-      state: before the first token.
-      chunk: tokens of a chunk.
+      q: queries, float32 ``[b, t, m, d]``: vectors of length 1, times ``d ** -0.5``.
+      k: keys of length 1, float32 ``[b, t, m, d]``.
+      v: values, float32 ``[b, t, m, r, e]``.
+      g: logarithm of the decay, float32 ``[b, t, m, r]``, at most 0.
+      beta: rate of correction, float32 ``[b, t, m, r]``.
+      state: state before the first token, float32 ``[b, m, r, d, e]``.
+      chunk: number of tokens in a chunk. 64 by default.
 
     Returns:
-      float32 results, and the state after the last token.
+      The results, float32 ``[b, t, m, r, e]``, and the state after the last token.
     """
     t = q.shape[1]
     chunk = min(chunk, t)
@@ -242,21 +268,24 @@ def delta_chunks(
         x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
         return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
 
-    q, k = (split(part)[:, :, :, None] for part in (q, k))  # one for the r heads that share it
+    q, k = (split(part)[:, :, :, None] for part in (q, k))  # an axis for the r value heads
     v, g, beta = split(v), split(g[..., None])[..., 0], split(beta[..., None])
     causal = jnp.expand_dims(jnp.tri(chunk, dtype=jnp.float32), range(4))
-    # Sums of g from j to i; differences of sums from the chunk's beginning would lose digits.
+    # since[i, j] is the sum of g over the tokens j + 1 to i. The difference G_i - G_j of two sums
+    # from the beginning of the chunk would lose digits.
     behind = jnp.tri(chunk, k=-1, dtype=jnp.float32)
     since = _matmul(causal, g[..., None] * jnp.expand_dims(behind, range(4)))
     decay = causal * jnp.exp(since)
     faded = jnp.exp(jnp.cumsum(g, axis=-1))[..., None]
     system = beta * decay * _matmul(k, jnp.swapaxes(k, -1, -2))
+    # The right-hand side is linear in the state. Solving for both of its terms here leaves only
+    # u = wanted - known @ S for the scan.
     given = jnp.concatenate([beta * v, beta * faded * k], axis=-1)
     solved = lax.linalg.triangular_solve(
         system, given, left_side=True, lower=True, unit_diagonal=True
     )
     wanted, known = jnp.split(solved, [v.shape[-1]], axis=-1)
-    reads = jnp.concatenate([known, faded * q], axis=-2)  # what meets the state, in one product
+    reads = jnp.concatenate([known, faded * q], axis=-2)  # one product with the state
     writes = jnp.swapaxes(decay[..., -1, :, None] * k, -1, -2)
 
     def take_in(state, parts):
@@ -278,7 +307,7 @@ def _matmul(x, y):
 
 
 def _unit(x):
-    """Return float32 `x` of length 1 along the last axis."""
+    """Scale float32 `x` to length 1 along the last axis."""
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)
 
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention with the options of the models that have no more than that."""
+"""Grouped-query attention with optional biases, norms, rotation, clipping and a window."""
 
 import dataclasses
 from typing import Any, Literal
@@ -19,17 +19,24 @@ from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 @dataclasses.dataclass(frozen=True)
 class GQAConfig:
-    """Sizes and options of an attention; static.
+    """Sizes and options of an attention layer. All fields are static.
 
     Attributes:
-      rope: None where heads know no positions.
-      bias: whether the projections of queries, keys and values add a bias; None: if the file has
-        one.
-      out_bias: whether that of the output does.
-      normalize: "heads" normalizes each query and key head, "whole" all query heads as one vector
-        and all key heads as another; None neither.
-      clip: queries, keys and values are cut to this magnitude; None for none.
-      window: keys that a query sees, its own the last; None for all.
+      hidden: width of the tokens.
+      num_heads: number of query heads.
+      num_kv_heads: number of key heads and of value heads.
+      head_dim: width of a head.
+      eps: epsilon of the norms of queries and keys.
+      rope: rotation of queries and keys; None if the layer has no position embedding.
+      bias: whether the projections of queries, keys and values have a bias. None means that they
+        have one if the checkpoint contains it. False by default.
+      out_bias: as `bias`, for the output projection.
+      normalize: "heads" normalizes each query head and each key head by itself. "whole" normalizes
+        all query heads as one vector and all key heads as another. None (default) normalizes
+        nothing.
+      clip: queries, keys and values are clipped to ``[-clip, clip]``; None (default) for no limit.
+      window: number of keys that a query sees, the last at its own position; None (default) for all
+        keys.
     """
 
     hidden: int
@@ -46,12 +53,12 @@ class GQAConfig:
 
 
 class Attention(HeadParallel):
-    """Attention of the sizes and options of a `GQAConfig`."""
+    """Grouped-query attention with the sizes and options of a `GQAConfig`."""
 
     cache_axes = KEY_AXES
 
     def __init__(self, config: GQAConfig, make: Builder, path: str):
-        """Make one with the heads of one shard."""
+        """Build the layer at `path`; the sizes in `config` are those of one shard."""
         h, d = config.hidden, config.head_dim
         rows, kv_rows = config.num_heads * d, config.num_kv_heads * d
         self.config, self.dtype = config, make.settings.dtype
@@ -68,11 +75,11 @@ class Attention(HeadParallel):
             self.k_norm = make.norm(f"{path}.k_norm", widths[1], config.eps)
 
     def empty_cache(self, batch: int, max_length: int):
-        """Return empty cache entries: keys and values."""
+        """Return empty cache entries for the keys and values of one shard."""
         return self.kv.init_cache(batch, max_length)
 
     def mix(self, x, positions, entries):
-        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
+        """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
         config, (b, t, _) = self.config, x.shape
         heads = self._normalized(self.qkv(x)).reshape(b, t, -1, config.head_dim)
         if config.clip is not None:
@@ -86,7 +93,7 @@ class Attention(HeadParallel):
         return self.out(y.reshape(b, t, -1)), entries
 
     def _normalized(self, qkv):
-        """Return queries, keys and values ``[b, t, n d]`` with the first two normalized."""
+        """Return queries, keys and values ``[b, t, n d]``, with the queries and keys normalized."""
         config = self.config
         rows, kv_rows = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         if config.normalize == "whole":
@@ -96,7 +103,8 @@ class Attention(HeadParallel):
         if config.normalize == "heads":
             qk, v = jnp.split(qkv, [rows + kv_rows], axis=-1)
             each = qk.reshape(*qk.shape[:-1], -1, config.head_dim)
-            # The weight of queries or of keys for each head, which XLA fuses into the product.
+            # Queries and keys are normalized together. XLA fuses the choice between the two weights
+            # into the product.
             is_query = jnp.arange(each.shape[-2])[:, None] < config.num_heads
             q_weight, k_weight = (
                 norm.weight.get_value()[None] for norm in (self.q_norm, self.k_norm)
@@ -107,10 +115,11 @@ class Attention(HeadParallel):
         return qkv
 
     def _means(self, q, k):
-        """Return the mean squares of all query and of all key heads, None where `q`, `k` are all.
+        """Return the mean squares over the query heads and over the key heads of all shards.
 
-        Shards are equally wide, and each key head is in equally many: the mean of all is that of
-        the shards' means.
+        All shards have the same width, and each key head is in the same number of shards.
+        Therefore the mean over all heads is the mean of the shards' means. On one device both
+        results are None, and the norms compute the means themselves.
         """
         if self.expert_mesh is None:
             return None, None
@@ -119,29 +128,37 @@ class Attention(HeadParallel):
 
 
 def build_attention(config, layer: int, make: Builder):
-    """Make the attention of `layer` of a model whose ``config.attention`` is a `GQAConfig`.
+    """Build the attention of a layer, divided by heads along the mesh axis `tensor`.
 
-    Over a mesh it is divided by heads along `tensor`; where there are more shards than key heads,
-    some shards have the same one. Heads that are normalized as a whole share their means.
+    If there are more shards than key heads, several shards hold the same key head.
+
+    Args:
+      config: configuration of the model; its field `attention` is a `GQAConfig`.
+      layer: index of the layer.
+      make: the `Builder` of the model.
     """
     return build_heads(config.attention, f"layers.{layer}.attention", make)
 
 
 def build_heads(config: Any, path: str, make: Builder, attention: Any = Attention):
-    """Make an attention, over a mesh divided by heads along `tensor`.
+    """Build an attention layer, divided by heads along the mesh axis `tensor`.
 
     Args:
-      config: sizes of the whole, a `GQAConfig` or one with num_heads, num_kv_heads and head_dim.
-      path: of the attention.
-      make: builds its parts.
-      attention: ``(config, make, path)`` makes the module.
+      config: sizes of the whole layer: a `GQAConfig`, or another dataclass with the fields
+        `num_heads`, `num_kv_heads` and `head_dim`.
+      path: path of the layer.
+      make: the `Builder` of the model.
+      attention: function ``(config, make, path) -> module``. `Attention` by default.
     """
     shards = make.settings.shards
     heads, kv_heads = config.num_heads, config.num_kv_heads
     kv_parts = min(shards, kv_heads)
     reason = None
     if heads % shards or max(shards, kv_heads) % kv_parts:
-        reason = f"{heads} query and {kv_heads} key heads do not make {shards} parts"
+        reason = (
+            f"{heads} query heads and {kv_heads} key heads cannot be divided into {shards} equal "
+            "parts"
+        )
     own = dataclasses.replace(
         config, num_heads=max(heads // shards, 1), num_kv_heads=kv_heads // kv_parts
     )

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, as DeepSeek-V3 has it.
+"""Multi-head latent attention (MLA) of DeepSeek-V3.
 
 Source: `modeling_deepseek_v3` of transformers; arXiv:2412.19437.
 """
@@ -26,20 +26,28 @@ from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
-_LATENT_EPS = 1e-6  # of the norms of latents: their code passes over rms_norm_eps
+# Epsilon of the norms of latents. `modeling_deepseek_v3` does not pass rms_norm_eps to these norms.
+_LATENT_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
-    """Sizes of a latent attention; static.
+    """Sizes of a latent attention layer. All fields are static.
 
     Attributes:
-      q_lora_rank: width of the query's latent, None where queries are projected at once.
+      hidden: width of the tokens.
+      num_heads: number of heads.
+      q_lora_rank: width of the latent of the queries. None means that one matrix projects the
+        tokens to queries, without a latent.
       kv_lora_rank: width of the latent of keys and values.
-      qk_nope_head_dim, qk_rope_head_dim: channels of a query head without and with rotation.
-      v_head_dim: channels of a value head.
-      interleaved: whether rotated pairs stand side by side in the file.
-      bias: whether the projections of and to the model's width add a bias.
+      qk_nope_head_dim: number of channels of a query or key head that are not rotated.
+      qk_rope_head_dim: number of channels of a query or key head that are rotated.
+      v_head_dim: width of a value head.
+      interleaved: whether the two channels of a rotated pair are adjacent in the checkpoint. If
+        not, they are half of `qk_rope_head_dim` apart.
+      bias: whether the down-projections and the output projection have a bias. A query projection
+        without a latent never has one.
+      rope: rotation of queries and keys.
     """
 
     hidden: int
@@ -55,12 +63,17 @@ class MLAConfig:
 
     @property
     def scale(self) -> float:
-        """What the attention's scores are multiplied by."""
+        """The factor of the attention scores."""
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.attention_scale
 
 
 class HeadMatrices(nnx.Module):
-    """What makes keys and values of a latent: ``key = keys[head] @ latent``, and so for values.
+    """The matrices that expand a latent to the keys and values of each head.
+
+    ::
+
+      key[head] = keys[head] @ latent
+      value[head] = values[head] @ latent
 
     Attributes:
       keys: `nnx.Param` ``[n, qk_nope, rank]``.
@@ -68,23 +81,30 @@ class HeadMatrices(nnx.Module):
     """
 
     def __init__(self, keys: Float[Array, "n qk_nope rank"], values: Float[Array, "n d rank"]):
-        """Make one of its matrices."""
+        """Store the matrices, in any float dtype."""
         self.keys, self.values = nnx.Param(keys), nnx.Param(values)
 
 
 class LatentAttention(HeadParallel):
-    """Multi-head latent attention: the cache keeps one latent and one rotated key a token.
+    """Multi-head latent attention: the cache holds one latent and one rotated key per token.
 
-    Keys and values of all heads are two matrices times the latent. Many queries expand the latents
-    that they see, as the model was trained; few multiply the first matrix into the query and the
-    second into the result instead, and attend to the latents themselves. The products are the same,
-    and a token decoded reads the cache once where the other way would expand all of it.
+    Two matrices expand a latent to the keys and values of all heads. A call computes one of two
+    forms, whichever needs fewer operations:
+
+    * Many queries: expand all latents that the queries see, and attend to keys and values.
+    * Few queries: multiply the key matrix into the queries, attend to the latents themselves, and
+      multiply the value matrix into the result.
+
+    Both forms compute the same products in another order. The second one suits decoding: it reads
+    the cache once per token, and expands nothing. The first one is always used if keys and values
+    are rounded to FP8, or if the layer that expands latents quantizes its input.
     """
 
-    cache_axes: ClassVar[Mapping[str, int | None]] = {"latent": None}  # whole, that of all heads
+    # All heads read the same latents: every shard holds them.
+    cache_axes: ClassVar[Mapping[str, int | None]] = {"latent": None}
 
     def __init__(self, config: MLAConfig, make: Builder, path: str):
-        """Make one with the heads of one shard."""
+        """Build the layer at `path`; the number of heads in `config` is that of one shard."""
         heads, h, bias = config.num_heads, config.hidden, config.bias
         width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
         rank = config.kv_lora_rank
@@ -112,12 +132,15 @@ class LatentAttention(HeadParallel):
         self.out = make.linear(f"{path}.out", h, heads * config.v_head_dim, bias)
 
     def empty_cache(self, batch: int, max_length: int):
-        """Return empty cache entries: latents with their rotated keys behind them, one head."""
+        """Return an empty cache entry with one head.
+
+        Its channels are those of the latent, then those of the rotated key.
+        """
         shape = (1, self.config.kv_lora_rank + self.config.qk_rope_head_dim)
         return empty_entries(batch, max_length, self.dtype, latent=shape)
 
     def mix(self, x, positions, entries):
-        """Attend from ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries."""
+        """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
         config, (b, t, _) = self.config, x.shape
         down = self.down(x)
         rope = down.shape[-1] - config.qk_rope_head_dim
@@ -130,10 +153,11 @@ class LatentAttention(HeadParallel):
         key = self._rotate(key[:, :, None, :], positions)
         latent = jnp.concatenate([self.kv_norm(latent)[:, :, None, :], key], axis=-1)
         seen, entries = append(entries, positions, latent=latent)
-        # The matrices of all heads may be multiplied into queries and results instead.
+        # Calibration needs the inputs of `kv_up`. They are recorded here, because the second form
+        # never multiplies `kv_up` by a latent.
         record(self.kv_up, latent[:, :, 0, : config.kv_lora_rank])
         absorbs = self._absorbs(t, seen["latent"].shape[2])
-        # What is rounded to FP8 are the keys and values of all heads, which have to be made then.
+        # With FP8 scales, the keys and values of all heads are rounded: they must be expanded.
         if isinstance(self.kv_up, HeadMatrices) and absorbs and self.kv.scales is None:
             y = self._attend_to_latents(self.kv_up, plain, turned, seen["latent"], positions)
         else:
@@ -144,30 +168,30 @@ class LatentAttention(HeadParallel):
         return self.out(y.reshape(b, t, -1)), entries
 
     def _rotate(self, x, positions):
-        """Rotate; pairs that stand side by side are first put half a width apart."""
+        """Rotate queries or keys; channels of adjacent pairs are first moved half a width apart."""
         if self.config.interleaved:
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
         return rotate(x, positions, self.config.rope)
 
     def _absorbs(self, t: int, s: int) -> bool:
-        """Whether `t` queries of `s` keys cost less with the matrices on the queries' side."""
+        """Return whether attending to latents takes no more work for `t` queries and `s` keys."""
         config = self.config
         head = config.qk_nope_head_dim + config.v_head_dim
         absorbed = t * config.kv_lora_rank * head + 2 * t * s * config.kv_lora_rank
         return absorbed <= s * config.kv_lora_rank * head + t * s * head
 
     def _attend_to_latents(self, up: HeadMatrices, plain, turned, latent, positions):
-        """Attend with all heads' queries to the cache as one key head and one value head."""
+        """Attend to the latents, which serve as the one key head and value head of all queries."""
         q = _each_head(plain, up.keys, contracted=1)
         q = jnp.concatenate([q, turned], axis=-1)
-        # The values' last channels are the rotated keys, which no head asks for: cutting them off
-        # beforehand would copy the cache.
+        # The last channels of the result belong to the rotated keys and are dropped. Dropping them
+        # from the values before the product would copy the cache.
         scale = self.config.scale
         y = attention(q, latent, latent, positions, scale=scale, target=self.target)
         return _each_head(y[..., : self.config.kv_lora_rank], up.values, contracted=2)
 
     def _expand(self, seen):
-        """Return keys and values of all heads ``[b, n, s, d]`` from what the cache keeps."""
+        """Expand cache entries ``[b, 1, s, d]`` to the keys and values of all heads."""
         config, (b, _, s, _) = self.config, seen.shape
         latent, rotated = jnp.split(seen, [config.kv_lora_rank], axis=-1)
 
@@ -185,10 +209,12 @@ class LatentAttention(HeadParallel):
 
 
 def _apart(config, expansion):
-    """Return `expansion` as two matrices of each head where those give its numbers, else itself.
+    """Split the linear layer `expansion` into `HeadMatrices`, or return it if its input is rounded.
 
-    A matrix that is quantized alone is dequantized, once. Where its input is quantized too, no
-    product of the two matrices rounds as it does, and latents are always expanded.
+    * A layer without quantization is split.
+    * A layer with quantized weights alone is dequantized once and then split.
+    * A layer that also quantizes its input stays as it is. Products with its two matrices would not
+      round the input as the layer does, so latents are always expanded.
     """
     if isinstance(expansion, DenseLinear):
         matrix = expansion.weight.get_value()
@@ -207,14 +233,14 @@ def _apart(config, expansion):
 
 
 def _weights_only(part) -> bool:
-    """Whether a quantized linear takes its input as it is."""
+    """Return whether a linear layer quantizes its weights alone, and not its input."""
     if isinstance(part, FP8Linear):
         return part.activations is FP8ActivationScaling.WEIGHTS
     return isinstance(part, NVFP4Linear) and part.scheme is Scheme.W4A16
 
 
 def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Array, "b t n m"]:
-    """Multiply each head by its own matrix of ``[n, ., .]``, over the axis `contracted` of it."""
+    """Multiply each head by its matrix in ``matrix [n, ., .]``, summing over axis `contracted`."""
     y = lax.dot_general(
         x,
         matrix.get_value(),
@@ -226,16 +252,23 @@ def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Arr
 
 
 def build_latent_attention(config: MLAConfig, path: str, make: Builder) -> LatentAttention:
-    """Make the latent attention at `path`.
+    """Build a latent attention layer, divided by heads along the mesh axis `tensor`.
 
-    Over a mesh it is divided by heads along `tensor`: what makes queries, keys and values of
-    latents, and the output. The down-projections and the latent cache are replicated.
+    The projections from latents to heads and the output projection are divided. Without a latent of
+    the queries, so is their projection. The other down-projections and the latent cache are
+    replicated on every device.
+
+    Args:
+      config: sizes of the whole layer.
+      path: path of the layer.
+      make: the `Builder` of the model.
     """
     heads, shards = config.num_heads, make.settings.shards
     rows = ShardSpec("rows", shards)
-    # Queries of latents are made by `q`, those without a latent by a part of `down`.
+    # The linear layer `q` projects latents to queries. Without a latent, a part of `down` projects
+    # tokens to queries.
     query = "attention.q" if config.q_lora_rank is not None else "down.q"
-    # No linear is called k or v: these are names of the scales of an FP8 cache.
+    # "k" and "v" name the scales of FP8 keys and values; no linear layer has these names.
     by_heads = (query, "kv_up", "k", "v")
     return divide(
         make,
@@ -245,5 +278,7 @@ def build_latent_attention(config: MLAConfig, path: str, make: Builder) -> Laten
         specs=dict.fromkeys(by_heads, rows) | {"out": ShardSpec("columns", shards)},
         last=f"{path}.out",
         width=heads * config.v_head_dim,
-        reason=f"{heads} heads do not make {shards} parts" if heads % shards else None,
+        reason=(
+            f"{heads} heads cannot be divided into {shards} equal parts" if heads % shards else None
+        ),
     )

@@ -1,15 +1,17 @@
-"""Mamba-2: a recurrent mixer whose state is one matrix a head.
+"""Mamba-2: a recurrent mixer whose state is one matrix per head.
 
-With x the inputs of one head ``[p]``, b and c ``[n]`` and a step dt > 0 at each token, and a < 0
-and d of the head:
+Each head computes for every token::
 
-    state = exp(dt * a) * state + dt * outer(x, b)
-    y = state @ c + d * x
+  state = exp(dt * a) * state + dt * outer(x, b)
+  y = state @ c + d * x
 
-One token takes one such step. More are cut into chunks: inside a chunk all tokens are products of
-matrices, and the state goes from chunk to chunk.
+Here ``x [p]``, ``b [n]``, ``c [n]`` and the step ``dt > 0`` belong to the token and the head. The
+numbers ``a < 0`` and ``d`` are weights of the head.
 
-Source: arXiv:2405.21060, section 6; `modeling_nemotron_h` of transformers for what stands around
+A single token takes one such step. More tokens are divided into chunks. Inside a chunk, matrix
+products compute all tokens at once; the state passes from chunk to chunk.
+
+Source: arXiv:2405.21060, section 6; `modeling_nemotron_h` of transformers for the layers around
 the recurrence.
 """
 
@@ -30,22 +32,28 @@ from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-_CHUNK = 64  # tokens multiplied with each other
-_BATCH_TOKENS = 2048  # tokens of all rows at once, which bounds the memory of the products
+_CHUNK = 64  # number of tokens in a chunk
+# Number of tokens, over all rows, whose chunks are computed at once. It bounds the memory of the
+# products.
+_BATCH_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2Config:
-    """Sizes of a Mamba-2 mixer.
+    """Sizes of a Mamba-2 mixer. All fields are static.
 
     Attributes:
-      hidden: width of what it reads and writes.
-      heads, head_dim, state_size: the state is ``[heads, head_dim, state_size]``.
-      groups: heads of one group share b and c, and are normalized together.
-      conv_size: tokens that the convolution sees, its own the last.
-      activation: name of a row of `numerics.activations.ACTIVATIONS`, after the convolution.
-      bias, conv_bias: whether the linears and the convolution have one.
-      eps: of the norm.
+      hidden: width of the tokens.
+      heads: number of heads.
+      head_dim: p, the width of a head.
+      state_size: n. The state is ``[heads, head_dim, state_size]``.
+      groups: number of groups of heads. The heads of a group share b and c, and the norm treats
+        them as one vector.
+      conv_size: number of tokens that the convolution sees, the current one included.
+      activation: function after the convolution, a name in `numerics.activations.ACTIVATIONS`.
+      bias: whether the input and output projections have a bias.
+      conv_bias: whether the convolution has a bias.
+      eps: epsilon of the norm.
       step_limits: smallest and largest dt.
     """
 
@@ -63,26 +71,35 @@ class Mamba2Config:
 
     @property
     def inner(self) -> int:
-        """Channels of all heads together."""
+        """Number of channels of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: x, b and c."""
+        """Number of channels of the convolution: x, b and c."""
         return self.inner + 2 * self.groups * self.state_size
 
 
 class Mamba2(HeadParallel):
-    """Mamba-2 with a short convolution before the recurrence and a gated norm behind it.
+    """Mamba-2 with a short convolution before the recurrence and a gated norm after it.
 
-    ``out_proj(norm(ssd(act(conv(x, b, c)), dt) * silu(z)))`` with ``z, (x, b, c), dt`` the parts of
-    ``in_proj``'s result; all between the two products in float32.
+    ::
+
+      z, xbc, dt = split(in_proj(tokens))
+      x, b, c = split(act(conv(xbc)))
+      dt = clip(softplus(dt + dt_bias), *step_limits)
+      y = out_proj(norm((ssd(x, dt, a, b, c) + d * x) * silu(z)))
+
+    `ssd` is the recurrence without the term ``d * x``, and ``a = -exp(A_log)``. The norm applies to
+    each group of heads by itself.
+
+    Everything between the two projections is computed in float32.
     """
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"conv": 2, "state": 1}
 
     def __init__(self, config: Mamba2Config, make: Builder, path: str):
-        """Make one with the groups of one shard."""
+        """Build the mixer at `path`; the sizes in `config` are those of one shard."""
 
         def variable(name, *shape):
             return make.variable(f"{path}.{name}", shape, dtype=jnp.float32)
@@ -101,7 +118,7 @@ class Mamba2(HeadParallel):
         self.norm = variable("norm", inner)
 
     def empty_cache(self, batch: int, max_length: int):
-        """Return empty cache entries: the last inputs of the convolution, and the states."""
+        """Return zeros for the last inputs of the convolution and for the states of one shard."""
         del max_length
         config = self.config
         state = (batch, config.heads, config.head_dim, config.state_size)
@@ -111,10 +128,10 @@ class Mamba2(HeadParallel):
         }
 
     def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
-        """Mix ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
+        """Return the output for tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries.
 
-        Tokens at `positions` of `PADDING` and later, behind all others of their row, leave the
-        entries as they are.
+        Tokens at positions of `PADDING` or more do not change the entries. They must follow all
+        other tokens of their row.
         """
         config, (b, t, _) = self.config, x.shape
         old = self.empty_cache(b, 0) if entries is None else entries
@@ -141,12 +158,12 @@ class Mamba2(HeadParallel):
         return self.out_proj(y.astype(self.dtype)), entries
 
     def _steps(self, dt, present):
-        """Return dt of each head ``[b, t, heads]``; padding takes steps of 0, which do nothing."""
+        """Return dt ``[b, t, heads]``; it is 0 for padding, which leaves the state unchanged."""
         dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias.get_value()[None, None, :])
         return jnp.where(present[:, :, None], jnp.clip(dt, *self.config.step_limits), 0.0)
 
     def _normalize(self, y):
-        """Divide the channels of each group by their root mean square."""
+        """Divide the channels of each group by their root mean square; multiply by the weight."""
         grouped = y.reshape(*y.shape[:-1], self.config.groups, -1)
         mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
         normal = (grouped * lax.rsqrt(mean + self.config.eps)).reshape(y.shape)
@@ -154,16 +171,16 @@ class Mamba2(HeadParallel):
 
 
 def build_mamba2(config: Mamba2Config, path: str, make: Builder):
-    """Make a Mamba-2 mixer, over a mesh divided by whole groups along `tensor`.
+    """Build a Mamba-2 mixer, divided by groups along the mesh axis `tensor`.
 
     Args:
-      config: sizes of the whole.
-      path: of the mixer.
-      make: builds its parts.
+      config: sizes of the whole mixer.
+      path: path of the mixer.
+      make: the `Builder` of the model.
     """
     shards, reason = make.settings.shards, None
     if config.groups % shards:
-        reason = f"{config.groups} groups do not make {shards} parts"
+        reason = f"{config.groups} groups cannot be divided into {shards} equal parts"
     own = dataclasses.replace(config, heads=config.heads // shards, groups=config.groups // shards)
     rows = ShardSpec("rows", shards)
     convolved = (config.inner, *(config.groups * config.state_size,) * 2)  # x, B and C
@@ -193,17 +210,25 @@ def ssd(
     C: Float[Array, "b t g n"],
     state: Float[Array, "b h p n"],
 ) -> tuple[Float[Array, "b t h p"], Float[Array, "b h p n"]]:
-    """Run the recurrence of this module's page without its last term, ``d * x``; all float32.
+    """Run the recurrence for t tokens, without the term ``d * x``.
+
+    Each head computes for every token::
+
+      state = exp(dt * a) * state + dt * outer(x, b)
+      y = state @ c
+
+    All arrays are float32.
 
     Args:
-      x: inputs.
-      dt: steps, 0 where a token leaves the state as it is.
-      a: of each head, negative.
-      B, C: b and c of each group; heads of one group stand side by side.
-      state: before the first token.
+      x: inputs of the heads, ``[b, t, h, p]``.
+      dt: steps, ``[b, t, h]``. A step of 0 leaves the state unchanged.
+      a: negative numbers, ``[h]``.
+      B: b of each group, ``[b, t, g, n]``. Group 0 holds the first h / g heads, and so on.
+      C: c of each group, ``[b, t, g, n]``.
+      state: state before the first token, ``[b, h, p, n]``.
 
     Returns:
-      y, and the state behind the last token.
+      y ``[b, t, h, p]``, and the state after the last token, ``[b, h, p, n]``.
     """
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
     x = (x * dt[..., None]).reshape(b, t, g, h // g, p)
@@ -234,16 +259,16 @@ def ssd(
 
 
 def _step(x, decay, B, C, state):
-    """Take one token: ``x [b, g, r, p]``, ``decay [b, g, r]``, b and c ``[b, g, n]``."""
+    """Compute one token: ``x [b, g, r, p]``, ``decay [b, g, r]``, ``B`` and ``C [b, g, n]``."""
     state = jnp.exp(decay)[..., None, None] * state + x[..., None] * B[:, :, None, None, :]
     return jnp.sum(state * C[:, :, None, None, :], axis=-1), state
 
 
 def _chunks(operands, state):
-    """Take chunks of tokens: ``x [b, c, q, g, r, p]``, and the others in the same way."""
+    """Compute c chunks of q tokens: ``x [b, c, q, g, r, p]``; the other operands begin likewise."""
     x, decay, B, C = operands
-    # Sums of decays after token j up to token i, never a difference of two sums from the start:
-    # where those are large, rounding would change what they leave.
+    # logs[i, j] is the sum of the decays of tokens j + 1 to i. A difference of two sums from the
+    # start of the chunk would lose digits where both sums are large.
     not_after = jnp.tri(decay.shape[2], dtype=jnp.float32)  # [i, k]: k <= i
     later = jnp.tri(decay.shape[2], k=-1, dtype=bool)[None, None, :, None, None, :]  # [k, j]: k > j
     logs = _product("ik,bckgrj->bcgrij", not_after, jnp.where(later, decay[..., None], 0.0))
@@ -260,7 +285,7 @@ def _chunks(operands, state):
 
 
 def _carry(decay, added, state):
-    """Return the state before each chunk ``[b, c, g, r, p, n]``, and that behind the last.
+    """Return the state before each chunk, ``[b, c, g, r, p, n]``, and the state after the last one.
 
     ``state[c] = decay[c] * state[c - 1] + added[c]``.
     """

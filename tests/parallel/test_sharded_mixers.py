@@ -144,7 +144,7 @@ def test_what_stays_whole_is_said(written, name, caplog):
     assert len(lines) == (1 if name == "qwen3_5" else 0)
     for line in lines:
         assert "out_proj are replicated on all 4 shards" in line
-        assert "2 key heads do not make 4 parts" in line
+        assert "2 key heads cannot be divided into 4 equal parts" in line
 
 
 def one_range(split, width, index):
