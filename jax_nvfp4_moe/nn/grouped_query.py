@@ -27,9 +27,13 @@ class GQAConfig:
         one.
       out_bias: whether that of the output does.
       normalize: "heads" normalizes each query and key head, "whole" all query heads as one vector
-        and all key heads as another; None neither.
+        and all key heads as another; None neither. "rotated" normalizes each head as "heads" does,
+        but after the rotation.
       clip: queries, keys and values are cut to this magnitude; None for none.
       window: keys that a query sees, its own the last; None for all.
+      interleaved: whether the two channels of a rotated pair stand side by side in the file, and
+        not half a head apart.
+      scale: what the scores are multiplied by; None for ``head_dim ** -0.5``.
     """
 
     hidden: int
@@ -40,9 +44,11 @@ class GQAConfig:
     rope: Rope | None
     bias: bool | None = False
     out_bias: bool | None = False
-    normalize: Literal["heads", "whole"] | None = None
+    normalize: Literal["heads", "whole", "rotated"] | None = None
     clip: float | None = None
     window: int | None = None
+    interleaved: bool = False
+    scale: float | None = None
 
 
 class Attention(HeadParallel):
@@ -63,7 +69,7 @@ class Attention(HeadParallel):
         )
         self.out = make.linear(f"{path}.out", h, rows, config.out_bias)
         if config.normalize is not None:
-            widths = (d, d) if config.normalize == "heads" else (rows, kv_rows)
+            widths = (rows, kv_rows) if config.normalize == "whole" else (d, d)
             self.q_norm = make.norm(f"{path}.q_norm", widths[0], config.eps)
             self.k_norm = make.norm(f"{path}.k_norm", widths[1], config.eps)
 
@@ -78,11 +84,24 @@ class Attention(HeadParallel):
         if config.clip is not None:
             heads = jnp.clip(heads, -config.clip, config.clip)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
+        if config.interleaved:
+            # Queries and keys change alike, so that scores stay what they are.
+            qk = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)
         if config.rope is not None:
             qk = rotate(qk, positions, config.rope)
+        if config.normalize == "rotated":
+            qk = self._normalized_heads(qk)
         q, k = jnp.split(qk, [config.num_heads], axis=2)
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        y = attention(q, seen["k"], seen["v"], positions, window=config.window, target=self.target)
+        y = attention(
+            q,
+            seen["k"],
+            seen["v"],
+            positions,
+            scale=config.scale,
+            window=config.window,
+            target=self.target,
+        )
         return self.out(y.reshape(b, t, -1)), entries
 
     def _normalized(self, qkv):
@@ -95,16 +114,16 @@ class Attention(HeadParallel):
             return jnp.concatenate([self.q_norm(q, q_mean), self.k_norm(k, k_mean), v], axis=-1)
         if config.normalize == "heads":
             qk, v = jnp.split(qkv, [rows + kv_rows], axis=-1)
-            each = qk.reshape(*qk.shape[:-1], -1, config.head_dim)
-            # The weight of queries or of keys for each head, which XLA fuses into the product.
-            is_query = jnp.arange(each.shape[-2])[:, None] < config.num_heads
-            q_weight, k_weight = (
-                norm.weight.get_value()[None] for norm in (self.q_norm, self.k_norm)
-            )
-            weight = jnp.where(is_query, q_weight, k_weight)
-            normal = normalize(each, weight, config.eps)
+            normal = self._normalized_heads(qk.reshape(*qk.shape[:-1], -1, config.head_dim))
             return jnp.concatenate([normal.reshape(qk.shape), v], axis=-1)
         return qkv
+
+    def _normalized_heads(self, qk):
+        """Return query heads and key heads ``[b, t, n, d]``, each normalized by itself."""
+        # The weight of queries or of keys for each head, which XLA fuses into the product.
+        is_query = jnp.arange(qk.shape[-2])[:, None] < self.config.num_heads
+        q_weight, k_weight = (norm.weight.get_value()[None] for norm in (self.q_norm, self.k_norm))
+        return normalize(qk, jnp.where(is_query, q_weight, k_weight), self.config.eps)
 
     def _means(self, q, k):
         """Return the mean squares of all query and of all key heads, None where `q`, `k` are all.
@@ -121,10 +140,13 @@ class Attention(HeadParallel):
 def build_attention(config, layer: int, make: Builder):
     """Make the attention of `layer` of a model whose ``config.attention`` is a `GQAConfig`.
 
+    A tuple of them has one for each layer.
     Over a mesh it is divided by heads along `tensor`; where there are more shards than key heads,
     some shards have the same one. Heads that are normalized as a whole share their means.
     """
-    return build_heads(config.attention, f"layers.{layer}.attention", make)
+    sizes = config.attention
+    sizes = sizes[layer] if isinstance(sizes, tuple) else sizes
+    return build_heads(sizes, f"layers.{layer}.attention", make)
 
 
 def build_heads(config: Any, path: str, make: Builder, attention: Any = Attention):
