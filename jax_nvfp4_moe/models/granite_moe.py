@@ -275,7 +275,9 @@ def build_moe(config: GraniteConfig, layer: int, make: Builder) -> NVFP4MoE:
     """
     require_experts(config, layer)
     path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
-    params, checkpoint_scheme = make.experts(f"{path}.experts.params", e, h, config.intermediate)
+    params, checkpoint_scheme = make.experts(
+        f"{path}.experts.params", e, h, config.intermediate, inputs_first=False
+    )
     shared = None
     if config.shared_intermediate:
         shared = build_shared_experts(make, f"{path}.shared_experts", h, config.shared_intermediate)

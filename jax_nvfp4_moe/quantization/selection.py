@@ -223,7 +223,7 @@ def _stacked(checkpoint, prefix, sizes, naming, expert, part):
     """Return the module and the place of one expert's matrix in a tensor of all experts."""
     name = _stem(prefix, sizes, part)
     info = checkpoint.tensors.info(name)
-    module = f"{info.name.rpartition('.')[0]}.{expert}.{getattr(naming, part)}"
+    module = f"{checkpoint.key_mapping.stored(prefix)}.{expert}.{getattr(naming, part)}"
     every, rows = slice(None), _rows(sizes, part)
     n = sizes.hidden if part == "down" else sizes.parts * sizes.intermediate
     swapped = sizes.inputs_first
