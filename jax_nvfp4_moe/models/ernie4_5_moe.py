@@ -1,4 +1,7 @@
-"""ERNIE-4.5-MoE: rotated pairs side by side; a correction bias chooses among softmax scores.
+"""ERNIE-4.5-MoE.
+
+The two channels of a rotated pair stand side by side. The router adds a correction bias to softmax
+scores for the choice of experts.
 
 Source: `modeling_ernie4_5_moe` of transformers.
 """
@@ -28,7 +31,8 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
     fields = Fields(config)
-    # The linears of MLPs and shared experts would have biases too; no published model has any.
+    # With use_bias the linears of MLPs and shared experts would have biases too. No published model
+    # has any.
     fields.only("use_bias", (False,), False)
     attention = read_grouped_query(fields, config, eps=_EPS, theta=_THETA, interleaved=True)
     top_k, total = fields.size(*_TOP_K, default=6), fields.size(*_EXPERTS)
@@ -58,12 +62,12 @@ def _read_dense(fields, config):
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make, bias=True, stored_bias=(1, config.num_experts))
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

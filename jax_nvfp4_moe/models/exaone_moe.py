@@ -1,4 +1,6 @@
-"""EXAONE-MoE (K-EXAONE): most layers attend in a window, the others to all without rotation.
+"""EXAONE-MoE (K-EXAONE).
+
+Most layers attend over a window, with rotation. The other layers see all keys, without rotation.
 
 Source: `modeling_exaone_moe` of transformers.
 """
@@ -53,7 +55,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def _read_attentions(fields, config):
-    """Return the attention of each layer."""
+    """Return the sizes of the attention of each layer."""
     layers, window = fields.size("num_hidden_layers"), read_window(fields)
     pattern = config.get("sliding_window_pattern", 4) if window is not None else None
     if isinstance(pattern, str) and pattern and set(pattern) <= set("LG"):
@@ -73,19 +75,19 @@ def _read_attentions(fields, config):
     plain = read_grouped_query(
         fields, config, eps=_EPS, bias=bias, out_bias=bias, normalize="heads"
     )
-    # A model with windows knows positions in these alone.
+    # In a model with windows, only the layers with a window rotate queries and keys.
     full = plain if window is None else dataclasses.replace(plain, rope=None)
     sliding = dataclasses.replace(plain, window=window)
     return tuple(sliding if kind == _SLIDING else full for kind in types)
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make, bias=True)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 
@@ -95,7 +97,7 @@ KEYS = {
     **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
     **gated_mlp_keys("layers.*.mlp", _BLOCK),
     **moe_keys(_BLOCK, shared="shared_experts"),
-    # What files call it, and what transformers 5 calls it in memory.
+    # The name in published files, and the name that transformers 5 uses in memory.
     "layers.*.mlp.router_bias": (
         f"{_BLOCK}.e_score_correction_bias",
         f"{_BLOCK}.gate.e_score_correction_bias",

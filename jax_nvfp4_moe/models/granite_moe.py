@@ -1,7 +1,7 @@
-"""Granite-MoE and Granite 4: multipliers all along, shared experts, in hybrids Mamba-2.
+"""Granite-MoE, with shared experts or without, and the hybrids of Granite 4.
 
-The embedding, what each part adds to the residual stream, the scores of the attention and the
-logits are scaled by numbers of the config. Hybrids have Mamba-2 mixers in most layers.
+Numbers in the config scale the embedding, the scores of the attention, what each part of a layer
+adds to the residual stream, and the logits. Hybrids have Mamba-2 mixers in most layers.
 
 Source: `modeling_granitemoe`, `modeling_granitemoeshared` and `modeling_granitemoehybrid` of
 transformers.
@@ -33,7 +33,7 @@ from jax_nvfp4_moe.parallel.tensor_parallel import TensorParallel
 
 _EXPERTS = ("num_local_experts", "num_experts")
 _EPS = 1e-6
-# Whether a layer of this type holds Mamba-2; the second names are those of older files.
+# Whether a layer of this type has a Mamba-2 mixer. Older files use the second and fourth name.
 _RECURRENT = {
     "linear_attention": True,
     "mamba": True,
@@ -44,10 +44,10 @@ _RECURRENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Multipliers:
-    """What vectors and scores are scaled by.
+    """The numbers that scale vectors and logits.
 
     Attributes:
-      embedding: multiplies the vectors of tokens.
+      embedding: multiplies the vectors that the embedding returns.
       residual: multiplies what each part of a layer adds to the residual stream.
       logits: divides the logits.
     """
@@ -59,14 +59,24 @@ class Multipliers:
 
 @dataclasses.dataclass(frozen=True)
 class GraniteConfig:
-    """Sizes of a Granite-MoE model.
+    """The sizes of a Granite-MoE model.
 
     Attributes:
-      mamba: sizes of the Mamba-2 mixers; None in models without them.
-      recurrent: indices of layers that hold Mamba-2; the others attend.
-      shared_intermediate: width of the shared experts together, 0 for none.
-      dense_layers: no layer is dense.
-      tied: whether the head shares the embedding.
+      vocab_size: the number of token ids.
+      hidden: the size of the residual stream.
+      num_layers: the number of layers.
+      max_positions: the number of positions that the model was trained for.
+      eps: the epsilon of the norms.
+      attention: the sizes of the attention.
+      mamba: the sizes of the Mamba-2 mixers; None in models without them.
+      recurrent: the indices of layers with a Mamba-2 mixer. The other layers have attention.
+      num_experts: the number of routed experts in a layer.
+      intermediate: the intermediate size of one expert.
+      shared_intermediate: the intermediate size of all shared experts together. 0 for none.
+      router: how tokens choose experts.
+      multipliers: the numbers that scale vectors and logits.
+      tied: whether the head shares the weights of the embedding.
+      dense_layers: empty, because all layers have experts.
     """
 
     vocab_size: int
@@ -87,7 +97,7 @@ class GraniteConfig:
 
 
 def read_config(config: Mapping[str, Any]) -> GraniteConfig:
-    """Read a parsed ``config.json`` of a model without Mamba-2, shared experts or not.
+    """Read a parsed ``config.json`` of a model without Mamba-2 mixers.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
@@ -97,7 +107,7 @@ def read_config(config: Mapping[str, Any]) -> GraniteConfig:
 
 
 def read_hybrid_config(config: Mapping[str, Any]) -> GraniteConfig:
-    """Read a parsed ``config.json`` of a hybrid; errors are those of `read_config`."""
+    """Read a parsed ``config.json`` of a hybrid; raises the errors of `read_config`."""
     fields = Fields(config)
     layers = fields.size("num_hidden_layers")
     types = config.get("layer_types") or config.get("layers_block_type")
@@ -115,7 +125,7 @@ def read_hybrid_config(config: Mapping[str, Any]) -> GraniteConfig:
 
 
 def _read(fields, config, shared, mamba=None, recurrent=frozenset(), rotates=True):
-    """Read what all of them have, and put the rest beside it."""
+    """Read the sizes that all these models have, and return all sizes."""
     fields.only("hidden_act", ACTIVATIONS, "silu")
     bias = fields.flag("attention_bias", False)
     attention = read_grouped_query(
@@ -186,7 +196,7 @@ def _read_mamba(fields, config) -> Mamba2Config:
 
 
 def _read_step_limits(fields, config) -> tuple[float, float]:
-    """Return the smallest and largest time step, which transformers 5 may write as an object."""
+    """Return the smallest and the largest time step."""
     given = config.get("time_step_limit") or [0.0, math.inf]
     pair = given if isinstance(given, list) and len(given) == 2 else [None, None]
     low, high = map(_read_float, pair)
@@ -198,28 +208,28 @@ def _read_step_limits(fields, config) -> tuple[float, float]:
 
 
 def _read_float(value: Any) -> float:
-    """Return a number that may be infinite; NaN for anything else."""
+    """Return a number, NaN for anything else. transformers 5 writes infinity as an object."""
     if value == {"__float__": "Infinity"}:
         return math.inf
     return float(value) if type(value) in (int, float) else math.nan
 
 
 class SharedExperts(TensorParallel):
-    """``output(silu(gate) * up)``, with gate and up the halves of one linear's result."""
+    """``output(silu(gate) * up)``, where gate and up are the halves of the result of one linear."""
 
     def __init__(self, make: Builder, path: str, hidden: int, intermediate: int):
-        """Make one with `intermediate` columns in one shard."""
+        """Make the module with the `intermediate` columns of one shard."""
         self.input = make.linear(f"{path}.input", 2 * intermediate, hidden)
         self.output = make.linear(f"{path}.output", hidden, intermediate)
 
     def run(self, x):
-        """Run the two products; the activation is float32."""
+        """Run the two products. The activation is computed in float32."""
         gate, up = jnp.split(self.input(x).astype(jnp.float32), 2, axis=-1)
         return self.output((jax.nn.silu(gate) * up).astype(x.dtype))
 
 
 def build_shared_experts(make: Builder, path: str, hidden: int, intermediate: int) -> SharedExperts:
-    """Make `SharedExperts`, over a mesh divided along `tensor`."""
+    """Make `SharedExperts`. Over a mesh the intermediate size is divided along `tensor`."""
     shards = make.settings.shards
     return divide(
         make,
@@ -236,7 +246,11 @@ def build_shared_experts(make: Builder, path: str, hidden: int, intermediate: in
 
 
 class Layer(DecoderLayer):
-    """A layer whose parts are multiplied before they are added to the residual stream."""
+    """A layer whose results are multiplied before they are added to the residual stream.
+
+    Attributes:
+      multiplier: static; the factor.
+    """
 
     multiplier: float = 1.0
 
@@ -260,7 +274,7 @@ class GraniteDecoder(Decoder):
 
 
 def build_mixer(config: GraniteConfig, layer: int, make: Builder):
-    """Make the attention or the Mamba-2 mixer of `layer`, over a mesh divided by heads."""
+    """Make the attention or the Mamba-2 mixer of `layer`."""
     if layer in config.recurrent:
         assert config.mamba is not None
         return build_mamba2(config.mamba, f"layers.{layer}.attention", make)
@@ -268,7 +282,7 @@ def build_mixer(config: GraniteConfig, layer: int, make: Builder):
 
 
 def build_moe(config: GraniteConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`, shared experts included.
+    """Make the expert block of `layer` with its shared experts.
 
     Raises:
       ValueError: there is no such layer.
@@ -295,7 +309,7 @@ def build_moe(config: GraniteConfig, layer: int, make: Builder) -> NVFP4MoE:
 
 
 def build_model(config: GraniteConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
 
     def build_layer(index):
         path = f"layers.{index}"
@@ -319,7 +333,7 @@ KEYS = {
     **mamba2_keys("layers.*.attention", "model.layers.*.mamba"),
     **below("layers.*.mlp.shared_experts", "model.layers.*.shared_mlp", _SHARED),
     "layers.*.mlp.experts.params": f"{_BLOCK}.experts",
-    # What files call it, and what transformers 5 calls it in memory.
+    # The name in published files, and the name that transformers 5 uses in memory.
     "layers.*.mlp.router_weight": (f"{_BLOCK}.router.layer.weight", f"{_BLOCK}.router.weight"),
 }
 ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)

@@ -1,4 +1,6 @@
-"""Hunyuan-MoE (A13B): heads normalized after they are rotated, a shared expert in each layer.
+"""Hunyuan-MoE (A13B).
+
+Queries and keys are normalized after the rotation, and each layer has a shared expert.
 
 Source: `modeling_hunyuan_v1_moe` of transformers.
 """
@@ -20,7 +22,7 @@ from jax_nvfp4_moe.numerics.routing import Router
 _EXPERTS = ("num_experts", "num_local_experts")
 _TOP_K = ("moe_topk", "num_experts_per_tok")
 _EPS = 1e-5
-# Numbers that published files may give layer by layer.
+# Numbers that published files give as a list with one number for each layer.
 _LISTED = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
 
 
@@ -58,7 +60,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def _without_lists(config):
-    """Return the config with one number for each list of equal ones, and what is wrong with it."""
+    """Return the config with one number for each list of equal numbers, and a list of problems."""
     plain, problems = dict(config), []
     for name in _LISTED:
         value = config.get(name)
@@ -79,9 +81,9 @@ def _without_lists(config):
 
 
 def _with_theta(fields, config):
-    """Return the config with ``alpha`` of its rotation worked into the base.
+    """Return the config with a rotation whose base includes ``alpha``.
 
-    The file calls this "dynamic", but a fixed alpha makes the frequencies static.
+    The file calls this rotation "dynamic". A fixed alpha makes its frequencies static.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = given.get("rope_type", given.get("type")) if isinstance(given, dict) else None
@@ -100,12 +102,12 @@ def _with_theta(fields, config):
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

@@ -1,6 +1,7 @@
-"""Kimi-Linear and Ling 3: Kimi delta attention in most layers, latent attention in the others.
+"""Kimi-Linear and Ling 3.
 
-The latent attention of Kimi-Linear rotates nothing; that of Ling has a gate for each head.
+Most layers have Kimi delta attention, and the others have latent attention. The latent attention of
+Kimi-Linear does not rotate queries and keys. The latent attention of Ling has a gate for each head.
 
 Source: `modeling_kimi_linear` and `modeling_bailing_hybrid` of transformers; arXiv:2510.26692.
 """
@@ -29,7 +30,7 @@ from jax_nvfp4_moe.nn.moe import NVFP4MoE
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LINEAR, _FULL = "linear_attention", "full_attention"
-# Names of these models' own, and what the readers of other models call the same.
+# Names of sizes in these models' configs, and the names that other models use for the same sizes.
 _NAMES = {
     "num_experts_per_token": "num_experts_per_tok",
     "moe_renormalize": "norm_topk_prob",
@@ -41,11 +42,12 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Mixers:
-    """What stands before the feed-forward of each layer.
+    """The mixers of all layers.
 
     Attributes:
-      latent, delta: sizes of both kinds.
-      types: "full_attention" (latent) or "linear_attention" of each layer.
+      latent: the sizes of the latent attention.
+      delta: the sizes of the Kimi delta attention.
+      types: "full_attention" (latent) or "linear_attention" (delta) for each layer.
     """
 
     latent: MLAConfig
@@ -61,7 +63,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     """
     config = _renamed(config)
     given = config.get("linear_attn_config")
-    if isinstance(given, dict):  # published files have one for what transformers spreads out
+    if isinstance(given, dict):  # published files keep these sizes in an object
         config |= {
             "linear_head_dim": given.get("head_dim"),
             "linear_num_heads": given.get("num_heads"),
@@ -73,7 +75,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
     layers = fields.size("num_hidden_layers")
     default = [_FULL if n and n % 4 == 0 else _LINEAR for n in range(layers)]
     if isinstance(given, dict) and "full_attn_layers" in given:
-        full = Fields(given).indices("full_attn_layers")  # from 1 on
+        full = Fields(given).indices("full_attn_layers")  # the first layer is 1
         default = [_FULL if n + 1 in full else _LINEAR for n in range(layers)]
     mixers = Mixers(
         _read_latent(fields, None),
@@ -93,7 +95,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def read_ling_config(config: Mapping[str, Any]) -> SparseConfig:
-    """Read a parsed ``config.json`` of Ling 3; errors are those of `read_config`."""
+    """Read a parsed ``config.json`` of Ling 3; raises the errors of `read_config`."""
     config = _renamed(config)
     fields = Fields(config)
     layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
@@ -121,7 +123,7 @@ def read_ling_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def _renamed(config) -> dict[str, Any]:
-    """Return the config with the names that readers of other models know."""
+    """Return the config with the sizes also under the names that other models use."""
     known = {new: config.get(old) for old, new in _NAMES.items() if config.get(new) is None}
     return {**config, **known}
 
@@ -142,7 +144,7 @@ def _read_latent(fields, rope) -> MLAConfig:
 
 
 def _read(fields, config, mixers, router, leading, eps):
-    """Read what both have."""
+    """Read the sizes that both models have, and return all sizes."""
     types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
     dense = leading
     if types is not None:
@@ -160,7 +162,7 @@ def _read(fields, config, mixers, router, leading, eps):
 
 
 def build_mixer(config: SparseConfig, layer: int, make: Builder):
-    """Make the mixer of `layer`, over a mesh divided by heads along `tensor`."""
+    """Make the mixer of `layer`."""
     mixers, path = config.attention, f"layers.{layer}.attention"
     if mixers.types[layer] == _FULL:
         return build_latent_attention(mixers.latent, path, make)
@@ -168,16 +170,16 @@ def build_mixer(config: SparseConfig, layer: int, make: Builder):
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make, bias=True)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_mixer, build_moe)
 
 
-# What published files of Ling call the mixer, and what all others do.
+# The names of the mixer. Published files of Ling use the second one.
 _MIXERS = ("model.layers.*.self_attn", "model.layers.*.attention")
 _DELTA = {
     "qkv.q": "q_proj",
@@ -192,16 +194,17 @@ _DELTA = {
     "conv_k": "k_conv1d.weight",
     "conv_v": "v_conv1d.weight",
 }
-# What transformers 5 keeps one module deeper in memory, which ModelOpt's files follow.
+# transformers 5 keeps these one module deeper in memory, and so do ModelOpt's files.
 _FORGET = {"decay_down": "f_a_proj", "A_log": "A_log", "dt_bias": "dt_bias"}
 
 
 def _keys(up: str, decay: str, blocks: tuple[str, ...]) -> KeyTable:
-    """Return the table of a model.
+    """Return the key table of a model.
 
     Args:
-      up, decay: names of the last linears of the output's gate and of decays.
-      blocks: names of the expert block.
+      up: the name of the last linear of the output's gate.
+      decay: the name of the last linear of the decays.
+      blocks: the names that the expert block may have.
     """
     path = "layers.*.attention"
     forget = tuple(f"{name}.forget_gate" for name in _MIXERS)

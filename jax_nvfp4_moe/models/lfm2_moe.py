@@ -1,4 +1,6 @@
-"""LFM2-MoE: short gated convolutions in most layers, attention in the others.
+"""LFM2-MoE.
+
+Most layers have a gated short convolution, and the others have attention.
 
 Source: `modeling_lfm2_moe` of transformers.
 """
@@ -26,12 +28,13 @@ _CONVOLUTION, _ATTENTION = "conv", "full_attention"
 
 @dataclasses.dataclass(frozen=True)
 class Mixers:
-    """What stands before the feed-forward of each layer.
+    """The mixers of all layers.
 
     Attributes:
-      attention, convolution: sizes of both kinds.
-      types: "conv" or "full_attention" of each layer.
-      router_bias: whether routers have a correction bias.
+      attention: the sizes of the attention.
+      convolution: the sizes of the convolution.
+      types: "conv" or "full_attention" for each layer.
+      router_bias: whether the routers have a correction bias.
     """
 
     attention: GQAConfig
@@ -55,7 +58,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
         scaling=fields.number("routed_scaling_factor", 1.0),
         epsilon=1e-6,
     )
-    tied = fields.flag("tie_embedding", True)  # what older files call it
+    tied = fields.flag("tie_embedding", True)  # the name of tie_word_embeddings in older files
     return read_sparse(
         fields,
         _read_mixers(fields, config),
@@ -86,7 +89,7 @@ def _read_mixers(fields, config) -> Mixers:
 
 
 def build_mixer(config: SparseConfig, layer: int, make: Builder):
-    """Make the attention or the convolution of `layer`, over a mesh divided along `tensor`."""
+    """Make the attention or the convolution of `layer`."""
     mixers = config.attention
     if mixers.types[layer] == _CONVOLUTION:
         return build_short_convolution(mixers.convolution, f"layers.{layer}.attention", make)
@@ -94,12 +97,12 @@ def build_mixer(config: SparseConfig, layer: int, make: Builder):
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make, bias=config.attention.router_bias)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_mixer, build_moe)
 
 

@@ -1,4 +1,7 @@
-"""Mistral 4: latent attention whose queries grow with their position, softmax-routed experts.
+"""Mistral 4, the language model.
+
+It has the latent attention of DeepSeek-V3 with queries that grow with their position, and a softmax
+router that chooses groups of experts first.
 
 Source: `modeling_mistral4` of transformers.
 """
@@ -36,13 +39,13 @@ _YARN = {
 
 
 def read_config(config: Mapping[str, Any]) -> SparseConfig:
-    """Read a parsed ``config.json``, a ``text_config`` at the top level.
+    """Read a parsed ``config.json`` with the values of ``text_config`` at its top level.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
     fields = Fields(config)
-    # Mistral3ForConditionalGeneration is also the class of models without experts.
+    # Mistral3ForConditionalGeneration is also the class of models that have no experts.
     fields.only("model_type", ("mistral4",), "mistral4")
     return read_sparse(
         fields,
@@ -61,7 +64,7 @@ def _read_attention(fields, config) -> MLAConfig:
     positions = fields.size("max_position_embeddings")
     given = config.get("rope_parameters") or config.get("rope_scaling") or _YARN
     given = given if isinstance(given, dict) else {}
-    # The share of a head's channels that are rotated, which is that of these two widths.
+    # partial_rotary_factor must be the share of the rotated channels, which the widths say too.
     share = given.get("partial_rotary_factor", width / (plain + width))
     rope = read_rope(
         fields,
@@ -90,7 +93,7 @@ def _read_attention(fields, config) -> MLAConfig:
 
 
 def _read_temperature(fields, given):
-    """Return by how much queries grow each time they are so many positions further on."""
+    """Return the scale and the length of `MLAConfig.temperature`, or None without a scale."""
     rope = Fields(given)
     scale = rope.number("llama_4_scaling_beta", 0.0)
     floor = rope.size("original_max_position_embeddings", default=1)
@@ -99,12 +102,12 @@ def _read_temperature(fields, given):
 
 
 def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
-    """Make the expert block of `layer`; `build_block` says what is raised."""
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
     return build_block(config, layer, make)
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, deepseek_v3.build_attention, build_moe)
 
 

@@ -1,4 +1,6 @@
-"""Qwen1.5-MoE and Qwen2-MoE: biased attention, a shared expert with a gate of its own.
+"""Qwen1.5-MoE and Qwen2-MoE.
+
+They have attention with biases, in some layers over a window, and a shared expert with a gate.
 
 Source: `modeling_qwen2_moe` of transformers; arXiv:2407.10671.
 """
@@ -45,9 +47,9 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def _read_windows(fields, layers):
-    """Return the window of each layer: without ``layer_types`` the even ones of the first have one.
+    """Return the window of each layer, None for a layer that sees all keys.
 
-    ``max_window_layers`` is how many layers come first.
+    Without ``layer_types``, the even ones of the first ``max_window_layers`` layers have a window.
     """
     if not fields.flag("use_sliding_window", False):
         return (None,) * layers
@@ -59,7 +61,7 @@ def _read_windows(fields, layers):
 
 
 def build_model(config: SparseConfig, make: Builder) -> Decoder:
-    """Make the whole model, layer by layer."""
+    """Make the whole model."""
     return build_decoder(config, make, build_attention, build_moe)
 
 

@@ -95,7 +95,9 @@ def read_config(config: Mapping[str, Any]) -> Qwen3NextConfig:
     """
     fields = Fields(config)
     renormalize = fields.flag("norm_topk_prob", True)
-    return read_sizes(fields, config, dense_layers=read_sparse_step(fields), renormalize=renormalize)
+    return read_sizes(
+        fields, config, dense_layers=read_sparse_step(fields), renormalize=renormalize
+    )
 
 
 def read_sizes(

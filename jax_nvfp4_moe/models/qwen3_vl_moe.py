@@ -1,7 +1,8 @@
-"""Qwen3-VL-MoE, the language model: Qwen3-MoE, whose chosen weights always add up to one.
+"""Qwen3-VL-MoE, the language model.
 
-Multimodal rotary embedding (``mrope_section``) shares out the channels among positions in time,
-height and width. The three positions of text are one and the same, so that nothing is left of it.
+It is a Qwen3-MoE whose weights of the chosen experts always add up to one. The multimodal rotary
+embedding (``mrope_section``) divides the channels among positions in time, height and width. For
+text these three positions are equal, so that the embedding is the usual one.
 
 Source: `modeling_qwen3_vl_moe` of transformers.
 """

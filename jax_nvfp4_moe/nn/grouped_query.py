@@ -27,7 +27,7 @@ class GQAConfig:
         one.
       out_bias: whether that of the output does.
       normalize: "heads" normalizes each query and key head, "whole" all query heads as one vector
-        and all key heads as another; None neither. "rotated" normalizes each head as "heads" does,
+        and all key heads as another; None neither. "rotated" normalizes each head like "heads",
         but after the rotation.
       clip: queries, keys and values are cut to this magnitude; None for none.
       window: keys that a query sees, its own the last; None for all.

@@ -1,12 +1,13 @@
-"""Kimi delta attention: a gated delta net that fades each channel of its keys by itself.
+"""Kimi delta attention: a gated delta net with a decay for each channel of a key.
 
-Of one head, with keys and queries of length 1, decays ``a = exp(g)`` of each key channel and the
-rate ``beta``:
+For one head, with keys and queries of length 1, the decay ``a = exp(g)`` of each key channel and
+the rate ``beta``:
 
 ``S_t = diag(a_t) S_{t-1} + beta_t k_t (v_t - k_t.T diag(a_t) S_{t-1})`` and
 ``y_t = q_t.T S_t / sqrt(d)``
 
-A prompt is taken in chunks: within one, all corrections solve one triangular system.
+A prompt is processed in chunks. The corrections of all tokens of a chunk solve one triangular
+system.
 
 Source: arXiv:2510.26692; `modeling_kimi_linear` and `modeling_bailing_hybrid` of transformers for
 the details.
@@ -28,25 +29,27 @@ from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-# Tokens whose corrections are solved together. Their decays are one number for each pair of tokens
-# and each channel: 16 MB for 32 heads of 128 channels.
+# The number of tokens of a chunk. The decays of a chunk take one number for each pair of tokens and
+# each channel: 16 MB for 32 heads of 128 channels. A larger chunk would need more memory.
 _CHUNK = 32
 _TINY = 1e-6  # added to the squared length of keys and queries
 
 
 @dataclasses.dataclass(frozen=True)
 class KimiDeltaSizes:
-    """Sizes of one Kimi delta attention.
+    """The sizes of one Kimi delta attention.
 
     Attributes:
-      heads, head_dim: of queries, keys and values alike.
-      conv_size: tokens that the convolution sees, its own the last.
-      eps: of the norm.
-      low_rank: whether the projections of decays and of the output's gate pass through `head_dim`
-        channels (Kimi-Linear), or are one matrix each (Ling).
-      lower_bound: of the logarithm of a decay, which is then ``bound * sigmoid(rate * x)``; None
-        for ``-rate * softplus(x)``.
-      rate_shape: shape in the file of the logarithms of the rates; None for ``[heads]``.
+      hidden: the size of the input and of the output.
+      heads: the number of heads of queries, keys and values.
+      head_dim: the number of channels of a head.
+      conv_size: the number of tokens that the convolution sees: the current one and those before.
+      eps: the epsilon of the norm.
+      low_rank: whether the projections of the decays and of the output's gate are two matrices
+        with `head_dim` channels between them (Kimi-Linear), or one matrix each (Ling).
+      lower_bound: the smallest logarithm of a decay, which is ``bound * sigmoid(rate * x)``. None
+        means that there is no bound: the logarithm is ``-rate * softplus(x)``.
+      rate_shape: the shape that the logarithms of the rates have in the file; None for ``[heads]``.
     """
 
     hidden: int
@@ -60,7 +63,7 @@ class KimiDeltaSizes:
 
     @property
     def channels(self) -> int:
-        """Channels of all heads together."""
+        """The number of channels of all heads together."""
         return self.heads * self.head_dim
 
 
@@ -68,14 +71,14 @@ class KimiDelta(HeadParallel):
     """Linears, a causal convolution, the delta rule, and a norm gated by ``sigmoid``.
 
     Attributes:
-      one_convolution: static; whether one variable holds the convolution's weights of queries, keys
-        and values, as the file does.
+      one_convolution: static; whether one variable holds the weights of the convolution for
+        queries, keys and values. The file decides: it has one tensor for all three, or three.
     """
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2, "state": 1}
 
     def __init__(self, sizes: KimiDeltaSizes, make: Builder, path: str):
-        """Make one with the heads of one shard; the file's names tell what it holds."""
+        """Make the module with the heads of one shard."""
         h, n, d = sizes.hidden, sizes.channels, sizes.head_dim
         self.sizes, self.dtype = sizes, jnp.dtype(make.settings.dtype)
         self.qkv = make.merged_linear(f"{path}.qkv", h, {"q": n, "k": n, "v": n})
@@ -112,10 +115,10 @@ class KimiDelta(HeadParallel):
         }
 
     def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
-        """Mix ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
+        """Mix the tokens ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
 
-        Tokens at `positions` of `PADDING` and later, behind all others of their row, leave the
-        entries as they are.
+        Tokens whose position is `PADDING` or larger are padding. Padding stands behind all other
+        tokens of its row and does not change the entries.
         """
         sizes, (b, t, _) = self.sizes, x.shape
         old = self.empty_cache(b, 0) if entries is None else entries
@@ -123,7 +126,7 @@ class KimiDelta(HeadParallel):
         mixed, inputs = convolve(self.qkv(x), old["inputs"], self._conv_weight(), present)
         heads = (b, t, sizes.heads, sizes.head_dim)
         q, k, v = (part.reshape(heads) for part in jnp.split(jax.nn.silu(mixed), 3, axis=-1))
-        # A decay of 1 and a rate of 0 leave the state as it is.
+        # Padding gets a decay of 1 and a rate of 0, which do not change the state.
         g = jnp.where(present[..., None, None], self._log_decays(x).reshape(heads), 0)
         beta = jax.nn.sigmoid(self.rate(x).astype(jnp.float32))
         beta = jnp.where(present[..., None], beta, 0)
@@ -134,14 +137,14 @@ class KimiDelta(HeadParallel):
         return y, None if entries is None else {"inputs": inputs, "state": state}
 
     def _conv_weight(self):
-        """Return the convolution's weights of queries, keys and values ``[3 n, conv_size]``."""
+        """Return the weights of the convolution ``[3 n, conv_size]``: queries, keys, values."""
         if self.one_convolution:
             return self.conv.get_value()[:, 0]
         parts = (self.conv_q, self.conv_k, self.conv_v)
         return jnp.concatenate([part.get_value()[:, 0] for part in parts])
 
     def _log_decays(self, x):
-        """Return g of each channel, ``[b, t, n]``."""
+        """Return the logarithm of the decay of each channel, ``[b, t, n]``."""
         sizes = self.sizes
         given = _project(self.decay_down, self.decay_up, x).astype(jnp.float32)
         given = given + self.dt_bias.get_value()[None, None]
@@ -151,7 +154,7 @@ class KimiDelta(HeadParallel):
         return -rate * jax.nn.softplus(given)
 
     def _gated_norm(self, y, gate):
-        """Return ``norm(y) * sigmoid(gate)``, each head normalized by itself."""
+        """Return ``norm(y) * sigmoid(gate)``, where each head is normalized on its own."""
         mean = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
         normal = self.norm.get_value()[None, None, None] * (y * lax.rsqrt(mean + self.sizes.eps))
         gate = jax.nn.sigmoid(gate.astype(jnp.float32).reshape(y.shape))
@@ -159,17 +162,17 @@ class KimiDelta(HeadParallel):
 
 
 def _project(down, up, x):
-    """Return what one linear, or two in turn, give of `x`."""
+    """Return ``up(down(x))``, or ``up(x)`` if `down` is None."""
     return up(x if down is None else down(x))
 
 
 def build_kimi_delta(sizes: KimiDeltaSizes, path: str, make: Builder):
-    """Make a Kimi delta attention, over a mesh divided by heads along `tensor`.
+    """Make a Kimi delta attention. Over a mesh its heads are divided along `tensor`.
 
     Args:
-      sizes: of the whole.
-      path: of the mixer.
-      make: builds its parts.
+      sizes: the sizes of the whole mixer.
+      path: the path of the mixer in the model.
+      make: builds the parts.
     """
     shards, n, reason = make.settings.shards, sizes.channels, None
     if sizes.heads % shards:
@@ -200,7 +203,7 @@ def delta_step(
     beta: Float[Array, "b 1 n"],
     state: Float[Array, "b n d e"],
 ) -> tuple[Float[Array, "b 1 n e"], Float[Array, "b n d e"]]:
-    """Take in one token; arguments and results as for `delta_chunks`."""
+    """Process one token. The arguments and results are those of `delta_chunks`."""
     q, k = q[:, 0, ..., None], k[:, 0, ..., None]
     state = state * jnp.exp(g[:, 0])[..., None]
     missing = v[:, 0] - jnp.sum(state * k, axis=-2)
@@ -217,22 +220,23 @@ def delta_chunks(
     state: Float[Array, "b n d e"],
     chunk: int = _CHUNK,
 ) -> tuple[Float[Array, "b t n e"], Float[Array, "b n d e"]]:
-    """Take in tokens by chunks; the same as `delta_step` token by token.
+    """Process tokens in chunks. The result is that of `delta_step`, applied token by token.
 
-    Within a chunk that begins with the state S, the corrections u that tokens write solve
+    Let S be the state at the beginning of a chunk. The corrections u that its tokens write solve
     ``u_i + beta_i sum_{j<i} (k_i . D_ij k_j) u_j = beta_i (v_i - (exp(G_i) k_i).T S)``, where
     ``G_i`` is the sum of g up to i, and ``D_ij = diag(exp(G_i - G_j))``.
 
     Args:
-      q, k: queries and keys of length 1, queries already scaled.
-      v: values.
-      g: logarithm of the decay of each channel, at most 0.
-      beta: rate of correction.
-      state: before the first token.
-      chunk: tokens of a chunk.
+      q: the queries, of length 1 and then scaled.
+      k: the keys, of length 1.
+      v: the values.
+      g: the logarithm of the decay of each channel, at most 0.
+      beta: the rate of the correction.
+      state: the state before the first token.
+      chunk: the number of tokens of a chunk.
 
     Returns:
-      float32 results, and the state after the last token.
+      The results in float32, and the state after the last token.
     """
     (b, t, n, _), width = q.shape, v.shape[-1]
     chunk = min(chunk, t)
@@ -247,8 +251,8 @@ def delta_chunks(
 
     def take_in(state, parts):
         q, k, v, g, beta = parts
-        # Sums of g after j up to i; differences of sums from the chunk's beginning would lose
-        # digits where decays are strong.
+        # The sums of g after j up to i. Differences of sums that begin with the chunk would lose
+        # digits if the decays are strong.
         since = jnp.cumsum(jnp.where(later, g[:, :, :, None, :], 0.0), axis=2)
         faded = jnp.where(causal, jnp.exp(since), 0.0) * k[:, :, None, :, :]  # D_ij k_j
         from_start = jnp.exp(jnp.cumsum(g, axis=2))
@@ -277,5 +281,5 @@ def _matmul(x, y):
 
 
 def _unit(x):
-    """Return float32 `x` of length 1 along the last axis."""
+    """Return `x` in float32, scaled to length 1 along the last axis."""
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)

@@ -1,6 +1,6 @@
-"""Gated short convolution: a mixer that sees the last few tokens alone, as LFM2 has it.
+"""Gated short convolution: the mixer of LFM2, which sees the last few tokens only.
 
-``y = out_proj(c * conv(b * x))`` with ``b, c, x`` the thirds of ``in_proj``'s result.
+``y = out_proj(c * conv(b * x))``, where ``b, c, x`` are the thirds of the result of ``in_proj``.
 
 Source: `modeling_lfm2_moe` of transformers.
 """
@@ -22,12 +22,12 @@ from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 @dataclasses.dataclass(frozen=True)
 class ShortConvolutionSizes:
-    """Sizes of a gated short convolution.
+    """The sizes of a gated short convolution.
 
     Attributes:
-      hidden: width of what it reads and writes.
-      channels: of the convolution; `hidden` on one device.
-      conv_size: tokens that the convolution sees, its own the last.
+      hidden: the size of the input and of the output.
+      channels: the number of channels of the convolution; `hidden` on one device.
+      conv_size: the number of tokens that the convolution sees: the current one and those before.
       bias: whether the linears and the convolution add a bias.
     """
 
@@ -38,12 +38,12 @@ class ShortConvolutionSizes:
 
 
 class ShortConvolution(HeadParallel):
-    """A convolution of few tokens between two products with gates."""
+    """A convolution over a few tokens, with one gate before it and one behind it."""
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"inputs": 2}
 
     def __init__(self, sizes: ShortConvolutionSizes, make: Builder, path: str):
-        """Make one with the channels of one shard."""
+        """Make the module with the channels of one shard."""
         h, n, bias = sizes.hidden, sizes.channels, sizes.bias
         self.sizes, self.dtype = sizes, make.settings.dtype
         self.in_proj = make.linear(f"{path}.in_proj", 3 * n, h, bias)
@@ -61,10 +61,10 @@ class ShortConvolution(HeadParallel):
         return {"inputs": jnp.zeros(shape, self.dtype)}
 
     def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
-        """Mix ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
+        """Mix the tokens ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
 
-        Tokens at `positions` of `PADDING` and later, behind all others of their row, leave the
-        entries as they are.
+        Tokens whose position is `PADDING` or larger are padding. Padding stands behind all other
+        tokens of its row and does not change the entries.
         """
         old = self.empty_cache(x.shape[0], 0) if entries is None else entries
         b, c, inputs = jnp.split(self.in_proj(x), 3, axis=-1)
@@ -77,12 +77,12 @@ class ShortConvolution(HeadParallel):
 
 
 def build_short_convolution(sizes: ShortConvolutionSizes, path: str, make: Builder):
-    """Make a gated short convolution, over a mesh divided by channels along `tensor`.
+    """Make a gated short convolution. Over a mesh its channels are divided along `tensor`.
 
     Args:
-      sizes: of the whole.
-      path: of the mixer.
-      make: builds its parts.
+      sizes: the sizes of the whole mixer.
+      path: the path of the mixer in the model.
+      make: builds the parts.
     """
     shards, n = make.settings.shards, sizes.channels
     rows = ShardSpec("rows", shards)
