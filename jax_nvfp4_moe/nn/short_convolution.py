@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.nn.attention import PADDING
+from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.convolution import convolve
 from jax_nvfp4_moe.nn.division import divide

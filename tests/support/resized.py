@@ -115,7 +115,10 @@ def _alike(module, source):
     """Return a module of `source` whose values stand for those of `module`, which it lacks."""
     if ".experts." in module:
         prefix, _, rest = module.partition(".experts.")
-        return f"{prefix}.experts.0.{rest.partition('.')[2]}"
+        projection = rest.partition(".")[2]
+        found = f"{prefix}.experts.0.{projection}"
+        others = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        return found if f"{found}.weight" in source else f"{prefix}.experts.0.{others[projection]}"
     if module == "lm_head":
         return "model.embed_tokens"
     return next(n for n in source if n.endswith(".weight_scale")).removesuffix(".weight_scale")
