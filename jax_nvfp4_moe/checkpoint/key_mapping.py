@@ -35,6 +35,11 @@ _ALIASES: Mapping[str, str] = {
     "embedding.": "embed_tokens.",
     "norm_f.": "norm.",
 }
+# Stacked experts that a file names otherwise: those of Granite, as published.
+_STACKED: Mapping[str, str] = {
+    ".block_sparse_moe.input_linear.": ".block_sparse_moe.experts.gate_up_proj.",
+    ".block_sparse_moe.output_linear.": ".block_sparse_moe.experts.down_proj.",
+}
 # Only layers and the embedding identify the language model: a vision tower may have a norm too.
 _TELLING = re.compile(
     f"({'|'.join(map(re.escape, PREFIXES))})(?:layers\\.\\d+|embed_tokens|embeddings?)\\."
@@ -67,7 +72,14 @@ class KeyMapping:
         for alias, own in _ALIASES.items():
             if rest.startswith(alias):
                 rest = own + rest.removeprefix(alias)
+        for other, own in _STACKED.items():
+            if other in rest:
+                rest = rest.replace(other, own).removesuffix(".weight")
         return CANONICAL + rest
+
+    def stored(self, module: str) -> str:
+        """Return the name in the file of a module that models ask for, such as an expert block."""
+        return self.prefix + module.removeprefix(CANONICAL)
 
 
 def find_key_mapping(names: Iterable[str], problems: list[str]) -> KeyMapping:

@@ -230,12 +230,19 @@ class Planner:
         else:
             self.take(name, ["U8"], (n, k // 2))
 
-    def array(self, name: str, shape: Shape, dtype: np.dtype | None) -> Buffer:
-        """Plan one dense array. If `dtype` is None, the array keeps the dtype of the file."""
+    def array(
+        self, name: str, shape: Shape, dtype: np.dtype | None, stored_shape: Shape | None = None
+    ) -> Buffer:
+        """Plan one dense array.
+
+        If `dtype` is None, the array keeps the dtype of the file. If `stored_shape` is None, the
+        tensor has the shape of the array.
+        """
         integer = dtype is not None and np.dtype(dtype).kind in "iub"
-        info = self.take(name, INTEGERS if integer else FLOATS, shape)
+        info = self.take(name, INTEGERS if integer else FLOATS, stored_shape or shape)
         stored = STORED_TYPES[info.dtype].numpy if info else _F32
-        return Buffer(shape, np.dtype(dtype or stored), [TensorSlice(name)])
+        taken = TensorSlice(name, shape=shape if stored_shape else None)
+        return Buffer(shape, np.dtype(dtype or stored), [taken])
 
     def linear(
         self, prefix: str, n: int, k: int, bias: bool | None, dtype: np.dtype | None

@@ -9,7 +9,7 @@ checkpoint that does not fit is therefore refused before any tensor is read.
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -150,16 +150,25 @@ class WeightTable:
         """Leave out the tensors whose names begin with `prefix`, and log the reason."""
         self._planner.ignore(list(self._planner.tensors.under(prefix)), reason)
 
-    def array(self, name: str, shape: tuple[int, ...], *, dtype: Any = None) -> Source:
+    def array(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: Any = None,
+        stored: tuple[int, ...] | None = None,
+    ) -> Source:
         """Find the dense tensor `name`.
 
         Args:
           name: the full name, such as "model.norm.weight".
-          shape: the shape that the tensor must have.
+          shape: the shape of the result.
           dtype: the dtype of the result. An integer dtype expects integers in the file, and any
             other dtype expects floats. None takes `LoadOptions.dtype`.
+          stored: the shape that the tensor must have, if it has further axes of length 1. None
+            takes `shape`.
         """
-        buffer = self._planner.array(name, tuple(shape), dtype or self._options.dtype)
+        buffer = self._planner.array(name, tuple(shape), dtype or self._options.dtype, stored)
         return self._source(name, lambda reader: reader.array(buffer))
 
     def linear(
@@ -273,12 +282,12 @@ class WeightTable:
 
         return self._source(f"{prefix} cache scales", read)
 
-    def check(self, only: str | None = None) -> int:
+    def check(self, only: Sequence[str] = ()) -> int:
         """Raise everything that is wrong with the tensors that were asked for.
 
         Args:
-          only: a module such as "model.layers.3.mlp". Tensors elsewhere are not reported as
-            unexpected. None takes `LoadOptions.only`.
+          only: modules such as "model.layers.3.mlp". Tensors elsewhere are not reported as
+            unexpected. An empty sequence takes `LoadOptions.only`.
 
         Returns:
           The bytes that reading all sources would read.
@@ -288,11 +297,10 @@ class WeightTable:
         """
         planner, checkpoint, options = self._planner, self._checkpoint, self._options
         num_layers = options.num_layers or _num_layers(checkpoint.config)
+        scopes = only or ((options.only,) if options.only else ())
         problems = [
             *planner.problems,
-            *find_unexpected_keys(
-                planner, checkpoint.key_mapping, only or options.only, num_layers
-            ),
+            *find_unexpected_keys(planner, checkpoint.key_mapping, scopes, num_layers),
         ]
         if problems:
             raise CheckpointError(problems, str(checkpoint.folder))

@@ -4,7 +4,7 @@ Such a tensor is either a known extra, which is left out, or a problem.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping
@@ -31,7 +31,7 @@ _KNOWN_EXTRAS = tuple(
 
 
 def find_unexpected_keys(
-    planner: Planner, key_mapping: KeyMapping, only: str | None, num_layers: int | None
+    planner: Planner, key_mapping: KeyMapping, only: Sequence[str], num_layers: int | None
 ) -> Iterator[str]:
     """Yield a sentence for each tensor that nobody asked for in a module that is loaded.
 
@@ -39,12 +39,12 @@ def find_unexpected_keys(
       planner: knows the tensors that were asked for. It receives notes about tensors that are left
         out.
       key_mapping: how the file spells the names of the language model's tensors.
-      only: the module to search. None searches the whole checkpoint.
+      only: the modules to search. An empty sequence searches the whole checkpoint.
       num_layers: the number of layers in the config. Tensors of later layers are left out.
     """
-    scope = f"{only}." if only else ""
+    scopes = [f"{module}." for module in only] or [""]
     loaded = {name.split(".")[0] for name in planner.taken}
-    for name in planner.tensors.under(scope):
+    for name in (name for scope in scopes for name in planner.tensors.under(scope)):
         if name in planner.taken:
             continue
         info = planner.tensors.info(name)

@@ -206,10 +206,7 @@ class Decoder(nnx.Module):
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
         check_context(table)
-        if self.expert_mesh is None:
-            x = table[input_ids]
-        else:
-            x = look_up(self.embedding, input_ids, self.expert_mesh)
+        x = self._embed(table, input_ids)
         entries = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -222,6 +219,12 @@ class Decoder(nnx.Module):
             return logits
         grown = start + (t if lengths is None else lengths)
         return logits, Cache(tuple(entries), grown, cache.max_length)
+
+    def _embed(self, table, input_ids):
+        """Return the vectors of tokens ``[b, t, h]``; `table` is the embedding's value."""
+        if self.expert_mesh is None:
+            return table[input_ids]
+        return look_up(self.embedding, input_ids, self.expert_mesh)
 
     def _logits(self, x):
         """Return the logits of ``x [b, t, h]``, which the last norm has normalized."""
@@ -346,6 +349,7 @@ def build_around(
     *,
     tied: bool,
     centered: bool = False,
+    decoder: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
     """Make a model of layers that a function builds: add the embedding, the last norm and the head.
 
@@ -358,11 +362,13 @@ def build_around(
       build_layer: takes the index of a layer and returns the layer.
       tied: whether the head shares the weights of the embedding.
       centered: whether the last norm in the file stores ``weight - 1``.
+      decoder: makes the model from its parts: `Decoder` or a class derived from it.
     """
     settings, rows, h = make.settings, config.vocab_size, config.hidden
     expert_mesh, vocabulary = None, make
     if settings.shards > 1 and rows % settings.shards:
-        say_replicated("the vocabulary", settings.shards, f"it does not divide {rows} rows")
+        reason = f"{rows} rows cannot be divided into {settings.shards} equal parts"
+        say_replicated("the vocabulary", settings.shards, reason)
     elif settings.shards > 1:
         spec = ShardSpec("rows", settings.shards)
         vocabulary, rows = make.divided({"embedding": spec, "head": spec}), rows // settings.shards
@@ -375,6 +381,6 @@ def build_around(
         make.ignore("head", "the head shares the embedding")
     else:
         head = vocabulary.linear("head", rows, h)
-    return Decoder(
+    return decoder(
         config, embedding, layers, norm, head, dtype=settings.dtype, expert_mesh=expert_mesh
     )

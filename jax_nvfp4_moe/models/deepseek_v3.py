@@ -101,7 +101,8 @@ def build_model(config: SparseConfig, make: Builder) -> Decoder:
     return build_decoder(config, make, build_attention, build_moe)
 
 
-_PARTS = {
+# Where the parts of a latent attention stand below its name in the file.
+ATTENTION_PARTS = {
     "kv": "",
     "q_norm": "q_a_layernorm",
     "q": "q_b_proj",
@@ -115,7 +116,7 @@ _PARTS = {
 _ATTENTION = "model.layers.*.self_attn"
 KEYS: KeyTable = {
     **DECODER_KEYS,
-    **below("layers.*.attention", _ATTENTION, _PARTS),
+    **below("layers.*.attention", _ATTENTION, ATTENTION_PARTS),
     **gated_mlp_keys("layers.*.mlp", "model.layers.*.mlp"),
     **moe_keys("model.layers.*.mlp", bias="gate.e_score_correction_bias", shared="shared_experts"),
 }

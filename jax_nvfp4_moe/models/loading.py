@@ -5,7 +5,6 @@
 
 import dataclasses
 import logging
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,16 +22,25 @@ from jax_nvfp4_moe.checkpoint.reading import Reader
 from jax_nvfp4_moe.checkpoint.table import WeightTable
 from jax_nvfp4_moe.models import (
     deepseek_v3,
+    ernie4_5_moe,
+    exaone_moe,
     glm4_moe,
     gpt_oss,
+    granite_moe,
+    hunyuan_moe,
+    kimi_linear,
+    lfm2_moe,
     llama4,
     minimax_m2,
+    mistral4,
     mixtral,
     nemotron_h,
     olmoe,
+    qwen2_moe,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl_moe,
 )
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
 from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover
@@ -63,6 +71,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Llama4ForConditionalGeneration": llama4.ARCHITECTURE,
     "Llama4ForCausalLM": llama4.ARCHITECTURE,
     "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
+    "HunYuanMoEV1ForCausalLM": hunyuan_moe.ARCHITECTURE,
+    "ExaoneMoeForCausalLM": exaone_moe.ARCHITECTURE,
+    "Lfm2MoeForCausalLM": lfm2_moe.ARCHITECTURE,
+    "KimiLinearForCausalLM": kimi_linear.ARCHITECTURE,
+    "BailingHybridForCausalLM": kimi_linear.LING,
+    "GraniteMoeForCausalLM": granite_moe.ARCHITECTURE,
+    "GraniteMoeSharedForCausalLM": granite_moe.ARCHITECTURE,
+    "GraniteMoeHybridForCausalLM": granite_moe.HYBRID,
+    "Mistral4ForCausalLM": mistral4.ARCHITECTURE,
+    "Mistral3ForConditionalGeneration": mistral4.ARCHITECTURE,
+    "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe.ARCHITECTURE,
+    "Qwen2MoeForCausalLM": qwen2_moe.ARCHITECTURE,
+    "Ernie4_5_MoeForCausalLM": ernie4_5_moe.ARCHITECTURE,
 }
 
 _LOG = logging.getLogger("jax_nvfp4_moe")
@@ -311,13 +332,14 @@ def _plan(checkpoint, row, build, path, settings, options):
         table.raise_problems()
         raise
     check_parts_cover(model, make.parts, path)
-    only = None
+    modules: list[str] = []
     if path:
-        # The names of all tensors of the block begin with the name of the block. Tensors outside
-        # of that name are not reported as unexpected.
-        names = [f"{source.name}." for part in make.parts for source in part.all_sources]
-        only = os.path.commonprefix(names).rpartition(".")[0]
-    table.check(only)
+        # The modules directly below a layer that hold the block, such as model.layers.3.mlp. There
+        # are two of them if the shared experts stand beside the routed ones. Tensors outside of
+        # these modules are not reported as unexpected.
+        names = (source.name for part in make.parts for source in part.all_sources)
+        modules = sorted({".".join(name.split(".")[:4]) for name in names})
+    table.check(modules)
     return LoadPlan(model, path, make.parts, table, settings)
 
 

@@ -12,7 +12,13 @@ from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_window
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
-from jax_nvfp4_moe.models.sparse import SparseConfig, build_block, read_sparse, read_top_k
+from jax_nvfp4_moe.models.sparse import (
+    SparseConfig,
+    build_block,
+    read_sparse,
+    read_sparse_step,
+    read_top_k,
+)
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.grouped_query import build_attention
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
@@ -41,9 +47,6 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
         window=read_window(fields) if fields.flag("use_sliding_window", False) else None,
     )
     router = Router(read_top_k(fields, *_EXPERTS), renormalize=fields.flag("norm_topk_prob", False))
-    step = fields.size("decoder_sparse_step", default=1)
-    dense = set(fields.indices("mlp_only_layers"))
-    dense |= {layer for layer in range(fields.size("num_hidden_layers")) if (layer + 1) % step}
     return read_sparse(
         fields,
         attention,
@@ -51,7 +54,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
         eps=_EPS,
         experts=_EXPERTS,
         intermediate="moe_intermediate_size",
-        dense_layers=frozenset(dense),
+        dense_layers=read_sparse_step(fields),
     )
 
 

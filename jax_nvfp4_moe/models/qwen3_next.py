@@ -17,7 +17,7 @@ from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, delta_keys, gated_mlp_keys, gqa_keys, moe_keys
-from jax_nvfp4_moe.models.sparse import require_experts
+from jax_nvfp4_moe.models.sparse import read_sparse_step, require_experts
 from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.gated_delta_net import DeltaSizes, build_delta_net
@@ -94,11 +94,10 @@ def read_config(config: Mapping[str, Any]) -> Qwen3NextConfig:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
     fields = Fields(config)
-    step = fields.size("decoder_sparse_step", default=1)
-    dense = set(fields.indices("mlp_only_layers"))
-    dense |= {layer for layer in range(fields.size("num_hidden_layers")) if (layer + 1) % step}
     renormalize = fields.flag("norm_topk_prob", True)
-    return read_sizes(fields, config, dense_layers=frozenset(dense), renormalize=renormalize)
+    return read_sizes(
+        fields, config, dense_layers=read_sparse_step(fields), renormalize=renormalize
+    )
 
 
 def read_sizes(

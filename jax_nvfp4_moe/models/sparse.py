@@ -25,7 +25,8 @@ class SparseConfig:
       num_layers: the number of layers.
       max_positions: the number of positions that the model was trained for.
       eps: the epsilon of the norms.
-      attention: the sizes and options of the attention, as the attention module reads them.
+      attention: the sizes and options of the attention, as the attention module reads them. It is
+        a tuple with one element for each layer if layers differ.
       dense_layers: the indices of layers with one dense MLP in place of experts.
       dense_intermediate: the intermediate size of those MLPs.
       num_experts: the number of routed experts in a layer.
@@ -60,6 +61,8 @@ def read_sparse(
     intermediate: str,
     dense_layers: frozenset[int] = frozenset(),
     shared_experts: int = 0,
+    shared_intermediate: str | None = None,
+    tied: bool = False,
 ) -> SparseConfig:
     """Read the sizes that all these models store under the same names, and return all sizes.
 
@@ -72,6 +75,9 @@ def read_sparse(
       intermediate: the name of the intermediate size of one expert.
       dense_layers: the indices of layers without experts.
       shared_experts: the number of shared experts.
+      shared_intermediate: the name of the intermediate size of all shared experts together. None if
+        each shared expert is as wide as a routed expert.
+      tied: the default of ``tie_word_embeddings``.
 
     Raises:
       CheckpointError: lists all values that are missing, wrong or not supported.
@@ -89,9 +95,11 @@ def read_sparse(
         dense_intermediate=fields.size("intermediate_size") if dense_layers else width,
         num_experts=fields.size(*experts),
         intermediate=width,
-        shared_intermediate=shared_experts * width,
+        shared_intermediate=(
+            fields.size(shared_intermediate) if shared_intermediate else shared_experts * width
+        ),
         router=router,
-        tied=fields.flag("tie_word_embeddings", False),
+        tied=fields.flag("tie_word_embeddings", tied),
     )
     fields.finish()
     return read
@@ -112,9 +120,14 @@ def read_top_k(fields: Fields, *experts: str) -> int:
 
 
 def read_grouped_router(
-    fields: Fields, *experts: str, groups: int = 1, kept: int = 1, scaling: float = 1.0
+    fields: Fields,
+    *experts: str,
+    groups: int = 1,
+    kept: int = 1,
+    scaling: float = 1.0,
+    score: str = "sigmoid",
 ) -> Router:
-    """Read a router with sigmoid scores that chooses groups of experts first.
+    """Read a router that chooses groups of experts first.
 
     A correction bias is added to the scores for the choice. The best groups are kept, and the best
     experts of those groups are chosen.
@@ -125,10 +138,11 @@ def read_grouped_router(
       groups: the default of ``n_group``.
       kept: the default of ``topk_group``.
       scaling: the default of ``routed_scaling_factor``.
+      score: the score function, "sigmoid" or "softmax".
 
     Source: arXiv:2412.19437, section 2.1.2.
     """
-    fields.only("scoring_func", ("sigmoid",), "sigmoid")
+    fields.only("scoring_func", (score,), score)
     fields.only("topk_method", ("noaux_tc",), "noaux_tc")
     total = fields.size(*experts)
     top_k = fields.size("num_experts_per_tok")
@@ -141,12 +155,22 @@ def read_grouped_router(
     )
     return Router(
         top_k,
-        score="sigmoid",
+        score=score,
         renormalize=fields.flag("norm_topk_prob", True),
         num_groups=groups if fits else 1,
         groups_kept=kept if fits else 1,
         scaling=fields.number("routed_scaling_factor", scaling),
     )
+
+
+def read_sparse_step(fields: Fields) -> frozenset[int]:
+    """Return the layers without experts: ``mlp_only_layers``, and all but each n-th layer.
+
+    ``decoder_sparse_step`` is n, 1 where it is missing.
+    """
+    step = fields.size("decoder_sparse_step", default=1)
+    skipped = {layer for layer in range(fields.size("num_hidden_layers")) if (layer + 1) % step}
+    return frozenset(skipped.union(fields.indices("mlp_only_layers")))
 
 
 def read_leading_dense(fields: Fields, default: int) -> frozenset[int]:
@@ -191,7 +215,14 @@ def require_experts(config: Any, layer: int) -> None:
         )
 
 
-def build_block(config: SparseConfig, layer: int, make: Builder, *, bias: bool = False) -> NVFP4MoE:
+def build_block(
+    config: SparseConfig,
+    layer: int,
+    make: Builder,
+    *,
+    bias: bool = False,
+    stored_bias: Sequence[int] | None = None,
+) -> NVFP4MoE:
     """Make the expert block of `layer` with its shared experts, at the paths of `keys.moe_keys`.
 
     Args:
@@ -199,6 +230,7 @@ def build_block(config: SparseConfig, layer: int, make: Builder, *, bias: bool =
       layer: the index of the layer.
       make: builds the parts.
       bias: whether the router has a correction bias.
+      stored_bias: shape of that in the file; None for ``[experts]``.
 
     Raises:
       ValueError: the layer has no experts.
@@ -210,7 +242,7 @@ def build_block(config: SparseConfig, layer: int, make: Builder, *, bias: bool =
     if config.shared_intermediate:
         shared = build_gated_mlp(make, f"{path}.shared_experts", h, config.shared_intermediate)
     if bias:
-        router_bias = make.array(f"{path}.router_bias", (e,), dtype=jnp.float32)
+        router_bias = make.array(f"{path}.router_bias", (e,), dtype=jnp.float32, stored=stored_bias)
     return NVFP4MoE(
         e,
         h,

@@ -140,15 +140,26 @@ class Builder:
         """Declare that the file's tensors of a part are left out on purpose, and why."""
         self._table.ignore(f"{self.key(path)}.", reason)
 
-    def array(self, path: str, shape: Sequence[int], *, dtype: Any = None) -> jax.Array:
+    def array(
+        self,
+        path: str,
+        shape: Sequence[int],
+        *,
+        dtype: Any = None,
+        stored: Sequence[int] | None = None,
+    ) -> jax.Array:
         """Make the value of a variable that is replicated on all devices.
 
         Args:
           path: path of the variable.
           shape: its shape.
           dtype: dtype of the value. None takes the model's dtype.
+          stored: shape of the tensor in the file, if it has further axes of length 1. None takes
+            `shape`.
         """
-        source = self._table.array(self.key(path), tuple(shape), dtype=dtype)
+        source = self._table.array(
+            self.key(path), tuple(shape), dtype=dtype, stored=stored and tuple(stored)
+        )
         return self._note(path, {"": source}, lambda values: values[""])
 
     def variable(
@@ -158,6 +169,7 @@ class Builder:
         *,
         dtype: Any = None,
         kind: Callable[[Any], nnx.Variable] = nnx.Param,
+        stored: Sequence[int] | None = None,
     ) -> Any:
         """Make a variable that holds the unquantized array at `path`.
 
@@ -166,9 +178,13 @@ class Builder:
           shape: shape of one shard.
           dtype: dtype of the value. None takes the model's dtype.
           kind: class of the variable. Defaults to `nnx.Param`.
+          stored: shape of the tensor in the file, if it has further axes of length 1. None takes
+            `shape`.
         """
         spec = self._spec(path)
-        source = self._table.array(self.key(path), _whole(shape, spec), dtype=dtype)
+        source = self._table.array(
+            self.key(path), _whole(shape, spec), dtype=dtype, stored=stored and tuple(stored)
+        )
 
         def construct(values):
             made = kind(values[""])

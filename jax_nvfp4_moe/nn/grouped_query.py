@@ -32,11 +32,14 @@ class GQAConfig:
         have one if the checkpoint contains it. False by default.
       out_bias: as `bias`, for the output projection.
       normalize: "heads" normalizes each query head and each key head by itself. "whole" normalizes
-        all query heads as one vector and all key heads as another. None (default) normalizes
-        nothing.
+        all query heads as one vector and all key heads as another. "rotated" normalizes each head
+        like "heads", but after the rotation. None (default) normalizes nothing.
       clip: queries, keys and values are clipped to ``[-clip, clip]``; None (default) for no limit.
       window: number of keys that a query sees, the last at its own position; None (default) for all
         keys.
+      interleaved: whether the two channels of a rotated pair are adjacent in the checkpoint. If
+        not (default), they are half a head apart.
+      scale: factor of the scores; None (default) for ``head_dim ** -0.5``.
     """
 
     hidden: int
@@ -47,9 +50,11 @@ class GQAConfig:
     rope: Rope | None
     bias: bool | None = False
     out_bias: bool | None = False
-    normalize: Literal["heads", "whole"] | None = None
+    normalize: Literal["heads", "whole", "rotated"] | None = None
     clip: float | None = None
     window: int | None = None
+    interleaved: bool = False
+    scale: float | None = None
 
 
 class Attention(HeadParallel):
@@ -70,7 +75,7 @@ class Attention(HeadParallel):
         )
         self.out = make.linear(f"{path}.out", h, rows, config.out_bias)
         if config.normalize is not None:
-            widths = (d, d) if config.normalize == "heads" else (rows, kv_rows)
+            widths = (rows, kv_rows) if config.normalize == "whole" else (d, d)
             self.q_norm = make.norm(f"{path}.q_norm", widths[0], config.eps)
             self.k_norm = make.norm(f"{path}.k_norm", widths[1], config.eps)
 
@@ -85,11 +90,24 @@ class Attention(HeadParallel):
         if config.clip is not None:
             heads = jnp.clip(heads, -config.clip, config.clip)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
+        if config.interleaved:
+            # Queries and keys change alike, so that scores stay what they are.
+            qk = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)
         if config.rope is not None:
             qk = rotate(qk, positions, config.rope)
+        if config.normalize == "rotated":
+            qk = self._normalized_heads(qk)
         q, k = jnp.split(qk, [config.num_heads], axis=2)
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        y = attention(q, seen["k"], seen["v"], positions, window=config.window, target=self.target)
+        y = attention(
+            q,
+            seen["k"],
+            seen["v"],
+            positions,
+            scale=config.scale,
+            window=config.window,
+            target=self.target,
+        )
         return self.out(y.reshape(b, t, -1)), entries
 
     def _normalized(self, qkv):
@@ -102,17 +120,16 @@ class Attention(HeadParallel):
             return jnp.concatenate([self.q_norm(q, q_mean), self.k_norm(k, k_mean), v], axis=-1)
         if config.normalize == "heads":
             qk, v = jnp.split(qkv, [rows + kv_rows], axis=-1)
-            each = qk.reshape(*qk.shape[:-1], -1, config.head_dim)
-            # Queries and keys are normalized together. XLA fuses the choice between the two weights
-            # into the product.
-            is_query = jnp.arange(each.shape[-2])[:, None] < config.num_heads
-            q_weight, k_weight = (
-                norm.weight.get_value()[None] for norm in (self.q_norm, self.k_norm)
-            )
-            weight = jnp.where(is_query, q_weight, k_weight)
-            normal = normalize(each, weight, config.eps)
+            normal = self._normalized_heads(qk.reshape(*qk.shape[:-1], -1, config.head_dim))
             return jnp.concatenate([normal.reshape(qk.shape), v], axis=-1)
         return qkv
+
+    def _normalized_heads(self, qk):
+        """Return query heads and key heads ``[b, t, n, d]``, each normalized by itself."""
+        # The weight of queries or of keys for each head, which XLA fuses into the product.
+        is_query = jnp.arange(qk.shape[-2])[:, None] < self.config.num_heads
+        q_weight, k_weight = (norm.weight.get_value()[None] for norm in (self.q_norm, self.k_norm))
+        return normalize(qk, jnp.where(is_query, q_weight, k_weight), self.config.eps)
 
     def _means(self, q, k):
         """Return the mean squares over the query heads and over the key heads of all shards.
@@ -133,11 +150,14 @@ def build_attention(config, layer: int, make: Builder):
     If there are more shards than key heads, several shards hold the same key head.
 
     Args:
-      config: configuration of the model; its field `attention` is a `GQAConfig`.
+      config: configuration of the model; its field `attention` is a `GQAConfig`, or a tuple
+        with one for each layer.
       layer: index of the layer.
       make: the `Builder` of the model.
     """
-    return build_heads(config.attention, f"layers.{layer}.attention", make)
+    sizes = config.attention
+    sizes = sizes[layer] if isinstance(sizes, tuple) else sizes
+    return build_heads(sizes, f"layers.{layer}.attention", make)
 
 
 def build_heads(config: Any, path: str, make: Builder, attention: Any = Attention):

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -47,7 +48,11 @@ class MLAConfig:
         not, they are half of `qk_rope_head_dim` apart.
       bias: whether the down-projections and the output projection have a bias. A query projection
         without a latent never has one.
-      rope: rotation of queries and keys.
+      rope: rotation of queries and keys; None if the channels of `qk_rope_head_dim` are not rotated
+        either.
+      temperature: scale s and length f. The query at position p is multiplied by
+        ``1 + s * log(1 + floor(p / f))``. None for a factor of 1.
+      gated: whether the result of each head is multiplied by the sigmoid of a gate.
     """
 
     hidden: int
@@ -59,12 +64,15 @@ class MLAConfig:
     v_head_dim: int
     interleaved: bool
     bias: bool
-    rope: Rope
+    rope: Rope | None
+    temperature: tuple[float, float] | None = None
+    gated: bool = False
 
     @property
     def scale(self) -> float:
         """The factor of the attention scores."""
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.attention_scale
+        own = 1.0 if self.rope is None else self.rope.attention_scale
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * own
 
 
 class HeadMatrices(nnx.Module):
@@ -129,6 +137,7 @@ class LatentAttention(HeadParallel):
         )
         shape = (heads, 1)
         self.kv = build_keys_and_values(make, f"{path}.kv", kept_rounded=False, k=shape, v=shape)
+        self.gate = make.linear(f"{path}.gate", heads, h) if config.gated else None
         self.out = make.linear(f"{path}.out", h, heads * config.v_head_dim, bias)
 
     def empty_cache(self, batch: int, max_length: int):
@@ -148,6 +157,8 @@ class LatentAttention(HeadParallel):
         if config.q_lora_rank is not None:
             q = self.q(self.q_norm(q))
         q = q.reshape(b, t, config.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
+        if config.temperature is not None:
+            q = _grow(q, positions, *config.temperature)
         plain, turning = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         turned = self._rotate(turning, positions)
         key = self._rotate(key[:, :, None, :], positions)
@@ -165,10 +176,15 @@ class LatentAttention(HeadParallel):
             k, v = self.kv.rounded(k=k, v=v).values()
             q = jnp.concatenate([plain, turned], axis=-1)
             y = attention(q, k, v, positions, scale=config.scale, target=self.target)
+        if self.gate is not None:
+            gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(x.dtype)
+            y = y * gate[..., None]
         return self.out(y.reshape(b, t, -1)), entries
 
     def _rotate(self, x, positions):
         """Rotate queries or keys; channels of adjacent pairs are first moved half a width apart."""
+        if self.config.rope is None:
+            return x
         if self.config.interleaved:
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
         return rotate(x, positions, self.config.rope)
@@ -206,6 +222,13 @@ class LatentAttention(HeadParallel):
             plain, v = jnp.split(spread(self.kv_up(latent)), [config.qk_nope_head_dim], axis=-1)
         shared = jnp.broadcast_to(rotated, (*plain.shape[:-1], config.qk_rope_head_dim))
         return jnp.concatenate([plain, shared], axis=-1), v
+
+
+def _grow(q, positions, scale, length):
+    """Return ``q * (1 + scale * log(1 + floor(position / length)))``."""
+    steps = jnp.floor(positions.astype(jnp.float32) / length)
+    factors = 1.0 + scale * jnp.log1p(steps)
+    return (q.astype(jnp.float32) * factors[:, :, None, None]).astype(q.dtype)
 
 
 def _apart(config, expansion):
@@ -269,7 +292,7 @@ def build_latent_attention(config: MLAConfig, path: str, make: Builder) -> Laten
     # tokens to queries.
     query = "attention.q" if config.q_lora_rank is not None else "down.q"
     # "k" and "v" name the scales of FP8 keys and values; no linear layer has these names.
-    by_heads = (query, "kv_up", "k", "v")
+    by_heads = (query, "kv_up", "k", "v", "gate")
     return divide(
         make,
         lambda make, sizes: LatentAttention(sizes, make, path),

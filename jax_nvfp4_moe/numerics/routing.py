@@ -7,6 +7,7 @@
 | gpt-oss (top-k of the logits, softmax over these) | ``Router(top_k, select="logits")`` |
 | DeepSeek-V3, GLM, Kimi-K2, Nemotron-3, MiniMax | ``Router(top_k, score="sigmoid", ...)`` |
 | DeepSeek-V4 | ``Router(top_k, score="sqrt_softplus")`` |
+| LFM2-MoE | ``Router(top_k, score="sigmoid", epsilon=1e-6)`` |
 | Llama-4 (top-1, sigmoid, weight on input) | ``Router(1, score="sigmoid", select="logits", ...)`` |
 
 A correction bias changes which experts are chosen, but not their weights. If the router's linear
@@ -26,6 +27,9 @@ _SCORES = {
     "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
 }
 _SELECT = ("scores", "logits")
+# DeepSeek divides by (sum + 1e-20). Without this term, a token whose scores all underflow to 0
+# would get NaN weights.
+TINY = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Router:
       scaling: factor that multiplies the weights at the end, 1 by default (routed_scaling_factor).
       weight_on_input: whether the weight multiplies the expert's input instead of its output; False
         by default.
+      epsilon: number that is added to the sum by which the weights are divided; 1e-20 by default.
 
     Raises:
       ValueError: if a field is out of range; the message names the field.
@@ -74,6 +79,7 @@ class Router:
     groups_kept: int = 1
     scaling: float = 1.0
     weight_on_input: bool = False
+    epsilon: float = TINY
 
     def __post_init__(self):
         """Check each field against its range."""
@@ -88,11 +94,6 @@ class Router:
                 f"groups_kept: expected a number from 1 to num_groups={self.num_groups}, got "
                 f"{self.groups_kept}"
             )
-
-
-# DeepSeek divides by (sum + 1e-20). Without this term, a token whose scores all underflow to 0
-# would get NaN weights.
-_TINY = 1e-20
 
 
 def route(
@@ -144,8 +145,13 @@ def weigh(
         return _SCORES[router.score](jnp.take_along_axis(logits, ids, axis=-1)) * router.scaling
     weights = jnp.take_along_axis(_SCORES[router.score](logits), ids, axis=-1)
     if router.renormalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
+        weights = normalize_weights(router, weights)
     return weights * router.scaling
+
+
+def normalize_weights(router: Router, weights: Float[Array, "t top_k"]) -> Float[Array, "t top_k"]:
+    """Return the weights of the chosen experts divided by their sum plus ``router.epsilon``."""
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + router.epsilon)
 
 
 def narrow_ids(expert_ids: Int[Array, "..."]) -> Int32[Array, "..."]:

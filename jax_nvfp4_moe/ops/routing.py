@@ -1,5 +1,6 @@
 """`route`: from router logits to the experts of each token and their weights."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -9,7 +10,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.resolution import resolve
-from jax_nvfp4_moe.numerics.routing import Router, check_experts, weigh
+from jax_nvfp4_moe.numerics.routing import (
+    TINY,
+    Router,
+    check_experts,
+    normalize_weights,
+    weigh,
+)
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
@@ -73,7 +80,13 @@ def route(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable(lower, router, logits, bias):
     """Run the lowered op; `_differentiate` is its derivative."""
-    return lower(router, logits, bias)
+    if router.epsilon == TINY or not router.renormalize or router.select == "logits":
+        return lower(router, logits, bias)
+    # The kernels know one epsilon. For another they choose the experts, and the weights are
+    # divided here.
+    plain = dataclasses.replace(router, renormalize=False, scaling=1.0, epsilon=TINY)
+    ids, weights = lower(plain, logits, bias)
+    return ids, normalize_weights(router, weights) * router.scaling
 
 
 @_differentiable.defjvp

@@ -28,6 +28,16 @@ NEVER = (
     "*.linear_attn.in_proj_b*",
     "*router*",
 )
+# Linears that read the same input as q_proj, where there is one: of latent attention without a
+# latent for queries, and the gates, decays and rates of Kimi delta attention.
+_BESIDE_QUERIES = (
+    "kv_a_proj_with_mqa",
+    "g_proj",
+    "g_a_proj",
+    "f_proj",
+    "f_a_proj",
+    "b_proj",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +182,11 @@ def _linear(checkpoint, prefix, shape, group) -> Matrix:
 def _group(prefix, requests) -> str:
     """Return the name of the group of linears that read the same input as `prefix`."""
     parent, _, leaf = prefix.rpartition(".")
-    # Latent attention without a latent for queries has a q_proj, which runtimes merge with
-    # kv_a_proj_with_mqa.
-    direct = f"{parent}.q_proj"
-    alone = leaf != "kv_a_proj_with_mqa" or direct not in requests.linears
-    return fused_name(prefix if alone else direct)
+    if leaf == "w3":  # the up projection of LFM2, whose gate projection is w1
+        return f"{parent}.w1"
+    direct = f"{parent.removesuffix('.forget_gate')}.q_proj"
+    beside = leaf in _BESIDE_QUERIES and direct in requests.linears
+    return fused_name(direct if beside else prefix)
 
 
 def _experts(checkpoint, prefix, sizes) -> Iterator[Matrix]:
@@ -213,7 +223,7 @@ def _stacked(checkpoint, prefix, sizes, naming, expert, part):
     """Return the module and the place of one expert's matrix in a tensor of all experts."""
     name = _stem(prefix, sizes, part)
     info = checkpoint.tensors.info(name)
-    module = f"{info.name.rpartition('.')[0]}.{expert}.{getattr(naming, part)}"
+    module = f"{checkpoint.key_mapping.stored(prefix)}.{expert}.{getattr(naming, part)}"
     every, rows = slice(None), _rows(sizes, part)
     n = sizes.hidden if part == "down" else sizes.parts * sizes.intermediate
     swapped = sizes.inputs_first

@@ -25,7 +25,12 @@ BOUND = 2e-5
 WINDOW_AND_SINKS = "gpt_oss-modelopt-w4a16"
 CHUNKS = "llama4_text-modelopt-w4a16"
 LATENTS = "deepseek_v3-direct-modelopt-w4a16"
-RECURRENT = ("qwen3_next-modelopt-w4a16", "nemotron_h-modelopt-w4a16")
+RECURRENT = (
+    "qwen3_next-modelopt-w4a16",
+    "nemotron_h-modelopt-w4a16",
+    "kimi_linear-modelopt-w4a16",
+    "lfm2_moe-modelopt-w4a16",
+)
 FOLDERS = (WINDOW_AND_SINKS, "mixtral-window-modelopt-w4a16", CHUNKS, LATENTS, *RECURRENT)
 run = jax.jit(lambda model, ids: model(ids))
 

@@ -51,7 +51,9 @@ def test_the_state_alone_through_a_standard_checkpointer(tmp_path):
     state = nnx.state(load_moe(EXAMPLE, 1))
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "s", state)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         same(checkpointer.restore(tmp_path / "s", shapes), state)
 

@@ -34,6 +34,16 @@ MODELS = {
     "llama4": ("llama4_text-modelopt-w4a16", SHAPES),
     "normalized": ("olmoe-bias-modelopt-w4a16", ((2, 4), (1, 2))),
     "minimax": ("minimax_m2-modelopt-w4a16", ((2, 4),)),
+    "qwen3_vl": ("qwen3_vl_moe-modelopt-w4a16", ((2, 4),)),
+    "qwen2": ("qwen2_moe-modelopt-w4a16", ((2, 4),)),
+    "ernie": ("ernie4_5_moe-modelopt-w4a16", ((2, 4),)),
+    "mistral4": ("mistral4-modelopt-w4a16", ((2, 4),)),
+    "granite": ("granitemoeshared-modelopt-w4a16", ((2, 4),)),
+    "hunyuan": ("hunyuan_v1_moe-modelopt-w4a16", ((2, 4),)),
+    "exaone": ("exaone_moe-modelopt-w4a16", ((2, 4),)),
+    "lfm2": ("lfm2_moe-modelopt-w4a16", ((2, 4),)),
+    "kimi_linear": ("kimi_linear-modelopt-w4a16", ((2, 4),)),
+    "ling": ("bailing_hybrid-modelopt-w4a16", ((2, 4),)),
 }
 # All-reduces: of attentions, experts, dense MLPs, the embedding, means of queries and keys; and of
 # shared experts, which go with those of the experts where both are of the same devices.
@@ -43,6 +53,16 @@ SENT = {
     "llama4": (4 + 2 + 2 + 1, 2),
     "normalized": (2 + 2 + 0 + 1 + 2, 0),
     "minimax": (2 + 2 + 0 + 1 + 2, 0),
+    "qwen3_vl": (2 + 1 + 1 + 1, 0),
+    "qwen2": (3 + 2 + 1 + 1, 2),
+    "ernie": (2 + 1 + 1 + 1, 1),
+    "mistral4": (2 + 1 + 1 + 1, 1),
+    "granite": (2 + 2 + 0 + 1, 2),
+    "hunyuan": (2 + 2 + 0 + 1, 2),
+    "exaone": (3 + 2 + 1 + 1, 2),
+    "lfm2": (3 + 2 + 1 + 1, 0),
+    "kimi_linear": (2 + 1 + 1 + 1, 1),
+    "ling": (2 + 1 + 1 + 1, 1),
 }
 # Folder, its architecture, and the scheme to load with.
 ATTENTIONS = {

@@ -40,8 +40,9 @@ CUT = {
     "qwen3_next": {"4x2": 3 + 1 + 2 + 2 + 1, "2x4": 3 + 1 + 2 + 2 + 1, "1x2": 3 + 1 + 2 + 1},
     "qwen3_5": {"4x2": 2 + 2 + 2 + 1, "2x4": 1 + 2 + 2 + 1, "1x2": 2 + 2 + 1},
     "nemotron_h": {"4x2": 2 + 1 + 1 + 1 + 1, "2x4": 2 + 1 + 1 + 1 + 1, "1x2": 2 + 1 + 1 + 1},
+    "granite": {"4x2": 2 + 2 + 2 + 1, "2x4": 2 + 2 + 2 + 1, "1x2": 2 + 2 + 1},
 }
-EXPERT_LAYERS = {"qwen3_next": 2, "qwen3_5": 2, "nemotron_h": 1}
+EXPERT_LAYERS = {"qwen3_next": 2, "qwen3_5": 2, "nemotron_h": 1, "granite": 2}
 
 
 load = functools.partial(load_model, dtype=jnp.float32)
@@ -121,7 +122,7 @@ def test_a_device_holds_its_part_of_a_mixer(written, name):
         for path, module in nnx.iter_modules(cut)
         if isinstance(module, HeadParallel) and module.expert_mesh is not None
     ]
-    assert len(mixers) == {"qwen3_next": 3, "qwen3_5": 1, "nemotron_h": 2}[name]
+    assert len(mixers) == {"qwen3_next": 3, "qwen3_5": 1, "nemotron_h": 2, "granite": 2}[name]
     for leaves in mixers:
         delta = ".A_log.value" in leaves and ".D.value" not in leaves  # Mamba-2 has a D
         for path, count in leaves.items():

@@ -38,7 +38,7 @@ class Shapes:
     def has_under(self, prefix):
         return True
 
-    def array(self, name, shape, *, dtype=None):
+    def array(self, name, shape, *, dtype=None, stored=None):
         return source(name, array(shape, dtype or jnp.bfloat16))
 
     def linear(self, prefix, n, k, *, bias=False):

@@ -153,12 +153,30 @@ WRITTEN = (
     "qwen3_next-options-modelopt-w4a16",
     "qwen3_5_moe-modelopt-w4a16",
     "olmoe-bias-modelopt-w4a16",
+    "qwen3_vl_moe-modelopt-w4a16",
+    "qwen2_moe-modelopt-w4a16",
+    "ernie4_5_moe-modelopt-w4a16",
+    "mistral4-modelopt-w4a16",
+    "granitemoeshared-modelopt-w4a16",
+    "granitemoehybrid-modelopt-w4a16",
+    "hunyuan_v1_moe-modelopt-w4a16",
+    "exaone_moe-modelopt-w4a16",
+    "lfm2_moe-modelopt-w4a16",
+    "kimi_linear-modelopt-w4a16",
+    "bailing_hybrid-modelopt-w4a16",
 )
 
 
+NO_LINEARS = (".conv1d", ".conv.conv", ".A_log")
+
+
 def without_marks(names):
-    r"""Return sorted names without what the tool leaves at the end of Nemotron-H's."""
-    return sorted(name.split("\0")[0].rstrip(".") for name in names)
+    r"""Return sorted names without what the tool leaves at the end of Nemotron-H's.
+
+    It calls Granite's router as the model in memory does, where files have a `layer` below it.
+    """
+    plain = (name.replace("block_sparse_moe.router*", "block_sparse_moe.router") for name in names)
+    return sorted(name.split("\0")[0].rstrip(".") for name in plain)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -173,8 +191,12 @@ def test_a_dequantized_checkpoint_gets_its_bytes_back(tmp_path, name):
     for scale in changed:  # 2688 g was rounded
         np.testing.assert_array_max_ulp(ours[scale], theirs[scale], 1)
     key = "quantization_config"
-    excluded = (read_config(folder)[key]["ignore"] for folder in (tmp_path / "q", GIVEN / name))
-    assert without_marks(next(excluded)) == without_marks(next(excluded))
+    excluded, expected = (
+        without_marks(read_config(folder)[key]["ignore"])
+        for folder in (tmp_path / "q", GIVEN / name)
+    )
+    # What is no linear may be listed or not: the tool itself lists some convolutions.
+    assert [n for n in excluded if n in expected or not n.endswith(NO_LINEARS)] == expected
 
 
 @pytest.mark.slow

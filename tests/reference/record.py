@@ -116,6 +116,8 @@ class Recorder:
             for block in layer.modules():
                 if hasattr(block, "experts"):
                     self.attach_block(block, f"layers.{index}.moe")
+            if getattr(layer, "shared_mlp", None) is not None:
+                self.hook(layer.shared_mlp, self.added(f"layers.{index}.moe.output"))
 
     def detach(self) -> None:
         for handle in self.handles:
@@ -129,6 +131,14 @@ class Recorder:
 
     def output(self, name: str) -> Any:
         return lambda module, args, out: self.keep(name, first(out))
+
+    def added(self, name: str) -> Any:
+        """Granite has shared experts beside the block, called after it."""
+
+        def add(module: Any, args: Any, out: Any) -> None:
+            self.keep(name, self.tensors[name] + out)
+
+        return add
 
     def attach_block(self, block: Any, name: str) -> None:
         def whole(module: Any, args: Any, kwargs: Any, out: Any) -> None:

@@ -21,4 +21,13 @@ CASES = {
             "n_groups": 4,
         },
     ),
+    "granite": (
+        "granitemoehybrid-modelopt-w4a16",
+        {
+            "intermediate_size": 64,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 128,
+            "mamba_n_groups": 4,
+        },
+    ),
 }

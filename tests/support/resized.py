@@ -45,8 +45,8 @@ class Asked:
     def cache_scales(self, prefix, **heads):
         return None
 
-    def array(self, name, shape, *, dtype=None):
-        self.arrays[name] = tuple(shape)
+    def array(self, name, shape, *, dtype=None, stored=None):
+        self.arrays[name] = tuple(stored or shape)
         return abstract(name, jax.ShapeDtypeStruct(shape, dtype or jnp.float32))
 
     def linear(self, prefix, n, k, *, bias=False):
@@ -93,7 +93,7 @@ def write_resized(given, folder, **changes):
     tensors = {name: draw(name, source[name], shape) for name, shape in asked.arrays.items()}
     dense = []
     for module, (n, k) in asked.linears.items():
-        like = module if f"{module}.weight" in source else _first_expert(module)
+        like = module if f"{module}.weight" in source else _alike(module, source)
         parts = {"weight": (n, k)}
         if f"{like}.weight_scale" in source:
             parts = {"weight": (n, k // 2), "weight_scale": (n, k // BLOCK), "weight_scale_2": ()}
@@ -111,6 +111,14 @@ def draw(name, values, shape):
     return values[rng.integers(values.size, size=shape)]
 
 
-def _first_expert(module):
-    prefix, _, rest = module.partition(".experts.")
-    return f"{prefix}.experts.0.{rest.partition('.')[2]}"
+def _alike(module, source):
+    """Return a module of `source` whose values stand for those of `module`, which it lacks."""
+    if ".experts." in module:
+        prefix, _, rest = module.partition(".experts.")
+        projection = rest.partition(".")[2]
+        found = f"{prefix}.experts.0.{projection}"
+        others = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        return found if f"{found}.weight" in source else f"{prefix}.experts.0.{others[projection]}"
+    if module == "lm_head":
+        return "model.embed_tokens"
+    return next(n for n in source if n.endswith(".weight_scale")).removesuffix(".weight_scale")

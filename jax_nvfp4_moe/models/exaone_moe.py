@@ -1,0 +1,106 @@
+"""EXAONE-MoE (K-EXAONE).
+
+Most layers attend over a window, with rotation. The other layers see all keys, without rotation.
+
+Source: `modeling_exaone_moe` of transformers.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
+from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_window
+from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys, moe_keys
+from jax_nvfp4_moe.models.sparse import (
+    SparseConfig,
+    build_block,
+    read_grouped_router,
+    read_layer_types,
+    read_leading_dense,
+    read_sparse,
+)
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.grouped_query import build_attention
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EPS = 1e-5
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def read_config(config: Mapping[str, Any]) -> SparseConfig:
+    """Read a parsed ``config.json``.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
+    if types is None:
+        dense = read_leading_dense(fields, 1)
+    else:
+        dense = frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
+    return read_sparse(
+        fields,
+        _read_attentions(fields, config),
+        read_grouped_router(fields, *_EXPERTS, scaling=2.5),
+        eps=_EPS,
+        experts=_EXPERTS,
+        intermediate="moe_intermediate_size",
+        dense_layers=dense,
+        shared_experts=fields.count("num_shared_experts", 1),
+    )
+
+
+def _read_attentions(fields, config):
+    """Return the sizes of the attention of each layer."""
+    layers, window = fields.size("num_hidden_layers"), read_window(fields)
+    pattern = config.get("sliding_window_pattern", 4) if window is not None else None
+    if isinstance(pattern, str) and pattern and set(pattern) <= set("LG"):
+        letters = [pattern[layer % len(pattern)] for layer in range(layers)]
+        default = [_SLIDING if one == "L" else _FULL for one in letters]
+        default[-1] = _FULL
+    elif type(pattern) is int and pattern > 0:
+        default = [_FULL if (layer + 1) % pattern == 0 else _SLIDING for layer in range(layers)]
+    else:
+        default = [_FULL] * layers
+    types = fields.layer_types(layers, (_SLIDING, _FULL), default)
+    fields.relate(
+        window is not None or _SLIDING not in types,
+        "sliding_window: null, but layer_types has sliding_attention",
+    )
+    bias = fields.flag("attention_bias", False)
+    plain = read_grouped_query(
+        fields, config, eps=_EPS, bias=bias, out_bias=bias, normalize="heads"
+    )
+    # In a model with windows, only the layers with a window rotate queries and keys.
+    full = plain if window is None else dataclasses.replace(plain, rope=None)
+    sliding = dataclasses.replace(plain, window=window)
+    return tuple(sliding if kind == _SLIDING else full for kind in types)
+
+
+def build_moe(config: SparseConfig, layer: int, make: Builder) -> NVFP4MoE:
+    """Make the expert block of `layer`; raises the errors of `sparse.build_block`."""
+    return build_block(config, layer, make, bias=True)
+
+
+def build_model(config: SparseConfig, make: Builder) -> Decoder:
+    """Make the whole model."""
+    return build_decoder(config, make, build_attention, build_moe)
+
+
+_BLOCK = "model.layers.*.mlp"
+KEYS = {
+    **DECODER_KEYS,
+    **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
+    **gated_mlp_keys("layers.*.mlp", _BLOCK),
+    **moe_keys(_BLOCK, shared="shared_experts"),
+    # The name in published files, and the name that transformers 5 uses in memory.
+    "layers.*.mlp.router_bias": (
+        f"{_BLOCK}.e_score_correction_bias",
+        f"{_BLOCK}.gate.e_score_correction_bias",
+    ),
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)

@@ -1,0 +1,340 @@
+"""Granite-MoE, with shared experts or without, and the hybrids of Granite 4.
+
+Numbers in the config scale the embedding, the scores of the attention, what each part of a layer
+adds to the residual stream, and the logits. Hybrids have Mamba-2 mixers in most layers.
+
+Source: `modeling_granitemoe`, `modeling_granitemoeshared` and `modeling_granitemoehybrid` of
+transformers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
+from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
+from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
+from jax_nvfp4_moe.models.sparse import ACTIVATIONS, read_top_k, require_experts
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.grouped_query import GQAConfig, build_attention
+from jax_nvfp4_moe.nn.keys import below
+from jax_nvfp4_moe.nn.mamba2 import Mamba2Config, build_mamba2
+from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
+from jax_nvfp4_moe.parallel.tensor_parallel import TensorParallel
+
+_EXPERTS = ("num_local_experts", "num_experts")
+_EPS = 1e-6
+# Whether a layer of this type has a Mamba-2 mixer. Older files use the second and fourth name.
+_RECURRENT = {
+    "linear_attention": True,
+    "mamba": True,
+    "full_attention": False,
+    "attention": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Multipliers:
+    """The numbers that scale vectors and logits.
+
+    Attributes:
+      embedding: multiplies the vectors that the embedding returns.
+      residual: multiplies what each part of a layer adds to the residual stream.
+      logits: divides the logits.
+    """
+
+    embedding: float
+    residual: float
+    logits: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GraniteConfig:
+    """The sizes of a Granite-MoE model.
+
+    Attributes:
+      vocab_size: the number of token ids.
+      hidden: the size of the residual stream.
+      num_layers: the number of layers.
+      max_positions: the number of positions that the model was trained for.
+      eps: the epsilon of the norms.
+      attention: the sizes of the attention.
+      mamba: the sizes of the Mamba-2 mixers; None in models without them.
+      recurrent: the indices of layers with a Mamba-2 mixer. The other layers have attention.
+      num_experts: the number of routed experts in a layer.
+      intermediate: the intermediate size of one expert.
+      shared_intermediate: the intermediate size of all shared experts together. 0 for none.
+      router: how tokens choose experts.
+      multipliers: the numbers that scale vectors and logits.
+      tied: whether the head shares the weights of the embedding.
+      dense_layers: empty, because all layers have experts.
+    """
+
+    vocab_size: int
+    hidden: int
+    num_layers: int
+    max_positions: int
+    eps: float
+    attention: GQAConfig
+    mamba: Mamba2Config | None
+    recurrent: frozenset[int]
+    num_experts: int
+    intermediate: int
+    shared_intermediate: int
+    router: Router
+    multipliers: Multipliers
+    tied: bool
+    dense_layers: frozenset[int] = frozenset()
+
+
+def read_config(config: Mapping[str, Any]) -> GraniteConfig:
+    """Read a parsed ``config.json`` of a model without Mamba-2 mixers.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    return _read(fields, config, fields.count("shared_intermediate_size"))
+
+
+def read_hybrid_config(config: Mapping[str, Any]) -> GraniteConfig:
+    """Read a parsed ``config.json`` of a hybrid; raises the errors of `read_config`."""
+    fields = Fields(config)
+    layers = fields.size("num_hidden_layers")
+    types = config.get("layer_types") or config.get("layers_block_type")
+    types = ["linear_attention"] * layers if types is None else types
+    known = isinstance(types, list) and all(isinstance(t, str) and t in _RECURRENT for t in types)
+    fields.require(
+        known and len(types) == layers,
+        f"layer_types: expected {layers} of {', '.join(_RECURRENT)}; got {quoted(types)}",
+    )
+    recurrent = frozenset(n for n, kind in enumerate(types) if known and _RECURRENT[kind])
+    shared = fields.count("shared_intermediate_size", 1024)
+    mamba = _read_mamba(fields, config)
+    rotates = fields.only("position_embedding_type", (None, "nope", "rope"), None) == "rope"
+    return _read(fields, config, shared, mamba, recurrent, rotates)
+
+
+def _read(fields, config, shared, mamba=None, recurrent=frozenset(), rotates=True):
+    """Read the sizes that all these models have, and return all sizes."""
+    fields.only("hidden_act", ACTIVATIONS, "silu")
+    bias = fields.flag("attention_bias", False)
+    attention = read_grouped_query(
+        fields,
+        config,
+        eps=_EPS,
+        bias=bias,
+        out_bias=bias,
+        scale=fields.number("attention_multiplier", 1.0),
+    )
+    multipliers = Multipliers(
+        fields.number("embedding_multiplier", 1.0),
+        fields.number("residual_multiplier", 1.0),
+        fields.number("logits_scaling", 1.0),
+    )
+    fields.relate(
+        multipliers.logits != 0, f"logits_scaling: expected not zero, got {multipliers.logits}"
+    )
+    read = GraniteConfig(
+        vocab_size=fields.size("vocab_size"),
+        hidden=fields.size("hidden_size"),
+        num_layers=fields.size("num_hidden_layers"),
+        max_positions=fields.size("max_position_embeddings"),
+        eps=fields.number("rms_norm_eps", _EPS),
+        attention=attention if rotates else dataclasses.replace(attention, rope=None),
+        mamba=mamba,
+        recurrent=recurrent,
+        num_experts=fields.size(*_EXPERTS),
+        intermediate=fields.size("intermediate_size"),
+        shared_intermediate=shared,
+        router=Router(read_top_k(fields, *_EXPERTS), select="logits"),
+        multipliers=multipliers,
+        tied=fields.flag("tie_word_embeddings", False),
+    )
+    fields.finish()
+    return read
+
+
+def _read_mamba(fields, config) -> Mamba2Config:
+    hidden = fields.size("hidden_size")
+    heads, groups = (
+        fields.size("mamba_n_heads", default=128),
+        fields.size("mamba_n_groups", default=1),
+    )
+    inner = fields.size("mamba_expand", default=2) * hidden
+    if config.get("mamba_d_head", "auto") == "auto":
+        head_dim = max(inner // heads, 1)
+    else:
+        head_dim = fields.size("mamba_d_head")
+    fields.relate(heads % groups == 0, f"mamba_n_heads: {heads} do not divide by {groups} groups")
+    fields.relate(
+        heads * head_dim == inner,
+        f"mamba_d_head: expected {heads} heads to fill {inner} channels, got {head_dim}",
+    )
+    return Mamba2Config(
+        hidden=hidden,
+        heads=heads,
+        head_dim=head_dim,
+        state_size=fields.size("mamba_d_state", default=256),
+        groups=groups,
+        conv_size=fields.size("mamba_d_conv", default=4),
+        activation="silu_no_mul",
+        bias=fields.flag("mamba_proj_bias", False),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        eps=fields.number("rms_norm_eps", _EPS),
+        step_limits=_read_step_limits(fields, config),
+    )
+
+
+def _read_step_limits(fields, config) -> tuple[float, float]:
+    """Return the smallest and the largest time step."""
+    given = config.get("time_step_limit") or [0.0, math.inf]
+    pair = given if isinstance(given, list) and len(given) == 2 else [None, None]
+    low, high = map(_read_float, pair)
+    fields.require(
+        0 <= low <= high,
+        f"time_step_limit: expected two numbers, the smaller first; got {quoted(given)}",
+    )
+    return low, high
+
+
+def _read_float(value: Any) -> float:
+    """Return a number, NaN for anything else. transformers 5 writes infinity as an object."""
+    if value == {"__float__": "Infinity"}:
+        return math.inf
+    return float(value) if type(value) in (int, float) else math.nan
+
+
+class SharedExperts(TensorParallel):
+    """``output(silu(gate) * up)``, where gate and up are the halves of the result of one linear."""
+
+    def __init__(self, make: Builder, path: str, hidden: int, intermediate: int):
+        """Make the module with the `intermediate` columns of one shard."""
+        self.input = make.linear(f"{path}.input", 2 * intermediate, hidden)
+        self.output = make.linear(f"{path}.output", hidden, intermediate)
+
+    def run(self, x):
+        """Run the two products. The activation is computed in float32."""
+        gate, up = jnp.split(self.input(x).astype(jnp.float32), 2, axis=-1)
+        return self.output((jax.nn.silu(gate) * up).astype(x.dtype))
+
+
+def build_shared_experts(make: Builder, path: str, hidden: int, intermediate: int) -> SharedExperts:
+    """Make `SharedExperts`. Over a mesh the intermediate size is divided along `tensor`."""
+    shards = make.settings.shards
+    return divide(
+        make,
+        lambda make, width: SharedExperts(make, path, hidden, width),
+        intermediate,
+        intermediate // shards,
+        specs={
+            "input": ShardSpec("rows", shards, (intermediate, intermediate)),
+            "output": ShardSpec("columns", shards),
+        },
+        last=f"{path}.output",
+        width=intermediate,
+    )
+
+
+class Layer(DecoderLayer):
+    """A layer whose results are multiplied before they are added to the residual stream.
+
+    Attributes:
+      multiplier: static; the factor.
+    """
+
+    multiplier: float = 1.0
+
+    def __call__(self, x, positions, entries):
+        """Run the layer on ``x [b, t, h]``; returns the result and the updated cache entries."""
+        with jax.named_scope("attention"):
+            y, entries = self.attention(self.attention_norm(x), positions, entries)
+        x = x + y * self.multiplier
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)) * self.multiplier, entries
+
+
+class GraniteDecoder(Decoder):
+    """A decoder whose embedding and logits are scaled by ``config.multipliers``."""
+
+    def _embed(self, table, input_ids):
+        return super()._embed(table, input_ids) * self.config.multipliers.embedding
+
+    def _logits(self, x):
+        return super()._logits(x) / self.config.multipliers.logits
+
+
+def build_mixer(config: GraniteConfig, layer: int, make: Builder):
+    """Make the attention or the Mamba-2 mixer of `layer`."""
+    if layer in config.recurrent:
+        assert config.mamba is not None
+        return build_mamba2(config.mamba, f"layers.{layer}.attention", make)
+    return build_attention(config, layer, make)
+
+
+def build_moe(config: GraniteConfig, layer: int, make: Builder) -> NVFP4MoE:
+    """Make the expert block of `layer` with its shared experts.
+
+    Raises:
+      ValueError: there is no such layer.
+    """
+    require_experts(config, layer)
+    path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
+    params, checkpoint_scheme = make.experts(
+        f"{path}.experts.params", e, h, config.intermediate, inputs_first=False
+    )
+    shared = None
+    if config.shared_intermediate:
+        shared = build_shared_experts(make, f"{path}.shared_experts", h, config.shared_intermediate)
+    return NVFP4MoE(
+        e,
+        h,
+        config.intermediate,
+        router=config.router,
+        params=params,
+        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        shared_experts=shared,
+        checkpoint_scheme=checkpoint_scheme,
+        **make.settings.block_arguments(),
+    )
+
+
+def build_model(config: GraniteConfig, make: Builder) -> Decoder:
+    """Make the whole model."""
+
+    def build_layer(index):
+        path = f"layers.{index}"
+        layer = Layer(
+            make.norm(f"{path}.attention_norm", config.hidden, config.eps),
+            build_mixer(config, index, make),
+            make.norm(f"{path}.mlp_norm", config.hidden, config.eps),
+            build_moe(config, index, make),
+        )
+        layer.multiplier = config.multipliers.residual
+        return layer
+
+    return build_around(config, make, build_layer, tied=config.tied, decoder=GraniteDecoder)
+
+
+_BLOCK = "model.layers.*.block_sparse_moe"
+_SHARED = {"input": "input_linear", "output": "output_linear"}
+KEYS = {
+    **DECODER_KEYS,
+    **gqa_keys("layers.*.attention", "model.layers.*.self_attn"),
+    **mamba2_keys("layers.*.attention", "model.layers.*.mamba"),
+    **below("layers.*.mlp.shared_experts", "model.layers.*.shared_mlp", _SHARED),
+    "layers.*.mlp.experts.params": f"{_BLOCK}.experts",
+    # The name in published files, and the name that transformers 5 uses in memory.
+    "layers.*.mlp.router_weight": (f"{_BLOCK}.router.layer.weight", f"{_BLOCK}.router.weight"),
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
+HYBRID = Architecture(read_hybrid_config, build_model, build_moe, KEYS)

@@ -1,0 +1,46 @@
+"""Qwen3-VL-MoE, the language model.
+
+It is a Qwen3-MoE whose weights of the chosen experts always add up to one. The multimodal rotary
+embedding (``mrope_section``) divides the channels among positions in time, height and width. For
+text these three positions are equal, so that the embedding is the usual one.
+
+Source: `modeling_qwen3_vl_moe` of transformers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_nvfp4_moe.models import qwen3_moe
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import Architecture
+from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
+from jax_nvfp4_moe.models.sparse import SparseConfig, read_sparse, read_sparse_step, read_top_k
+from jax_nvfp4_moe.numerics.routing import Router
+
+_EXPERTS = ("num_experts", "num_local_experts")
+_EPS, _THETA = 1e-6, 5e5
+
+
+def read_config(config: Mapping[str, Any]) -> SparseConfig:
+    """Read a parsed ``config.json``, its ``text_config`` at the top level.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    bias = fields.flag("attention_bias", False)
+    attention = read_grouped_query(
+        fields, config, eps=_EPS, theta=_THETA, bias=bias, out_bias=bias, normalize="heads"
+    )
+    return read_sparse(
+        fields,
+        attention,
+        Router(read_top_k(fields, *_EXPERTS)),
+        eps=_EPS,
+        experts=_EXPERTS,
+        intermediate="moe_intermediate_size",
+        dense_layers=read_sparse_step(fields),
+    )
+
+
+ARCHITECTURE = Architecture(read_config, qwen3_moe.build_model, qwen3_moe.build_moe, qwen3_moe.KEYS)

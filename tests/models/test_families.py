@@ -1,0 +1,162 @@
+"""Files of new families as their owners publish them, and configs that are not supported."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from architecture import EXACT, logit_error, run
+from checkpoint_edits import edited, read_all
+from given import CHECKPOINTS, reference_tensors
+from unquantized import ROUNDABLE, dense_tensors, read_config, write_source
+
+from jax_nvfp4_moe import CheckpointError, load_model, quantize_model
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config
+from jax_nvfp4_moe.models.loading import find_architecture
+
+BOUND = 1e-5  # as of test_architectures
+
+
+def given(name):
+    return CHECKPOINTS / f"{name}-modelopt-w4a16"
+
+
+def read(name, **changes):
+    """Return the config of a checkpoint as its family reads it; None takes a field out."""
+    config = merge_text_config(json.loads((given(name) / "config.json").read_text())) | changes
+    config = {field: value for field, value in config.items() if value is not None}
+    return find_architecture(config).read_config(config)
+
+
+def publish_kimi(tensors):
+    """Spell Kimi-Linear as published: a convolution each, decays beside the other linears."""
+    for name in list(tensors):
+        new = name.replace(".forget_gate", "").replace("layers.1.mlp", "layers.1.block_sparse_moe")
+        if ".experts." in name and ".shared_experts." not in name:
+            for old, other in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+                new = new.replace(old, other)
+        tensors[new] = tensors.pop(name)
+    split_convolution(tensors, "model.layers.0.self_attn")
+
+
+def publish_ling(tensors):
+    """Spell Ling as published."""
+    for name in list(tensors):
+        new = name.replace(".forget_gate", "").replace(".self_attn.", ".attention.")
+        tensors[new.replace("embed_tokens", "word_embeddings")] = tensors.pop(name)
+    split_convolution(tensors, "model.layers.0.attention")
+
+
+def split_convolution(tensors, mixer):
+    for part, weight in zip("qkv", np.split(tensors.pop(f"{mixer}.conv1d.weight"), 3), strict=True):
+        tensors[f"{mixer}.{part}_conv1d.weight"] = weight
+
+
+def keep_in_memory(tensors):
+    """Spell EXAONE-MoE and Granite as transformers 5 does in memory."""
+    for name in list(tensors):
+        new = name.replace("mlp.e_score", "mlp.gate.e_score").replace("router.layer", "router")
+        tensors[new] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "rename"),
+    [
+        ("kimi_linear", publish_kimi),
+        ("bailing_hybrid", publish_ling),
+        ("exaone_moe", keep_in_memory),
+        ("granitemoe", keep_in_memory),
+    ],
+)
+def test_other_spellings_of_a_file(name, rename, tmp_path):
+    folder = edited(tmp_path, given(name).name, rename)
+    tensors = reference_tensors(given(name))
+    found = run(load_model(folder, **EXACT), jnp.asarray(tensors["input_ids"], jnp.int32))
+    assert logit_error(found, tensors["logits"]) < BOUND
+
+
+def test_granite_is_quantized_as_published(tmp_path):
+    """All experts in one tensor, gate rows before up rows: the bytes are the tool's."""
+    dense = dense_tensors(read_all(given("granitemoe")), ROUNDABLE)
+    for layer in range(2):
+        block = f"model.layers.{layer}.block_sparse_moe"
+        experts = [
+            [dense.pop(f"{block}.experts.{e}.{part}_proj.weight") for e in range(6)]
+            for part in ("gate", "up", "down")
+        ]
+        gate, up, down = map(np.stack, experts)
+        dense[f"{block}.input_linear.weight"] = np.concatenate([gate, up], axis=1)
+        dense[f"{block}.output_linear.weight"] = down
+    source = write_source(tmp_path / "source", dense, read_config(given("granitemoe")))
+    quantize_model(source, tmp_path / "q")
+    ours, theirs = read_all(tmp_path / "q"), read_all(given("granitemoe"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        if name.endswith("weight_scale_2"):  # 2688 g was rounded
+            np.testing.assert_array_max_ulp(tensor, theirs[name], 1)
+        else:
+            assert tensor.tobytes() == theirs[name].tobytes()
+
+
+def test_published_names_of_sizes():
+    """Kimi-Linear's sizes in an object of their own, Hunyuan's as lists of equal numbers."""
+    kimi = read(
+        "kimi_linear",
+        layer_types=None,
+        mlp_layer_types=None,
+        linear_head_dim=None,
+        linear_num_heads=None,
+        linear_conv_kernel_dim=None,
+        first_k_dense_replace=1,
+        linear_attn_config={
+            "full_attn_layers": [2],
+            "kda_layers": [1],
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+    )
+    assert kimi == read("kimi_linear")
+    hunyuan = read("hunyuan_v1_moe", moe_topk=[2, 2], moe_intermediate_size=[48, 48])
+    assert hunyuan == read("hunyuan_v1_moe")
+
+
+def test_layers_are_as_transformers_derives_them():
+    """Where a file leaves the lists out."""
+    qwen = read("qwen2_moe", layer_types=None)
+    assert qwen == read("qwen2_moe")
+    assert [one.window for one in qwen.attention] == [6, None, None]
+    plain = {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 4}
+    exaone = read("exaone_moe", **plain)
+    assert [one.window for one in exaone.attention] == [6, 6, 6, None]
+    assert [one.rope is None for one in exaone.attention] == [False, False, False, True]
+    assert exaone.dense_layers == {0}
+    other = read("exaone_moe", **plain, sliding_window_pattern="LG")
+    assert [one.window for one in other.attention] == [6, None, 6, None]
+    ernie = read("ernie4_5_moe", num_hidden_layers=6, moe_layer_end_index=-1, moe_layer_interval=2)
+    assert ernie.dense_layers == {0, 2, 4}
+    assert read("qwen3_vl_moe").router.renormalize
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias: True is not supported"),
+        ("ernie4_5_moe", {"moe_k": 9}, "moe_k: 9 of 8 experts"),
+        ("mistral4", {"model_type": "mistral"}, "model_type: .mistral. is not supported"),
+        ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling: expected not zero, got 0.0"),
+        ("granitemoehybrid", {"layer_types": ["conv", "conv"]}, "layer_types: expected 2 of"),
+        ("granitemoehybrid", {"mamba_d_head": 8}, "mamba_d_head: expected 8 heads to fill 128"),
+        ("granitemoehybrid", {"time_step_limit": [2.0, 1.0]}, "time_step_limit: expected two"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 1]}, "moe_topk: layers that differ"),
+        ("hunyuan_v1_moe", {"moe_intermediate_size": 32}, "moe_intermediate_size: expected"),
+        ("hunyuan_v1_moe", {"use_cla": True}, "use_cla: True is not supported"),
+        ("exaone_moe", {"sliding_window": None}, "sliding_window: null, but layer_types has"),
+        ("lfm2_moe", {"layer_types": None}, "layer_types: missing"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: False is not supported"),
+        ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound: expected a negative"),
+    ],
+)
+def test_what_is_not_supported_is_named(name, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(name, **changes)

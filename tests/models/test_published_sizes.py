@@ -1,0 +1,75 @@
+"""Families at the sizes that their configuration classes document: what is read, and what runs.
+
+``published_configurations.json`` holds the defaults of each class of transformers 5.23.0.
+"""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from given import CHECKPOINTS
+from resized import write_resized
+
+from jax_nvfp4_moe import load_model
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config
+from jax_nvfp4_moe.models.loading import find_architecture
+
+CONFIGURATIONS = json.loads((CHECKPOINTS / "published_configurations.json").read_text())
+# How layers follow each other, which the small checkpoints decide, and what makes files large.
+OF_LAYERS = (
+    "num_hidden_layers",
+    "layer_types",
+    "mlp_layer_types",
+    "mlp_only_layers",
+    "first_k_dense_replace",
+    "num_dense_layers",
+    "moe_layer_end_index",
+    "model_type",
+)
+# Fewer experts, as many as the routers' groups and top-k need.
+FEWER = {
+    "num_experts": 32,
+    "num_local_experts": 4,
+    "moe_num_experts": 8,
+    "n_routed_experts": 8,
+    "vocab_size": 256,
+}
+
+
+def given(name):
+    return CHECKPOINTS / f"{name}-modelopt-w4a16"
+
+
+def small_config(name):
+    return merge_text_config(read_config(given(name)))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_documented_configuration_is_read(name):
+    """All its layers and experts, by the reader that the family's files get."""
+    published = CONFIGURATIONS[name]
+    row = find_architecture(small_config(name))
+    config = row.read_config(published)
+    assert config.num_layers == published["num_hidden_layers"]
+    assert config.hidden == published["hidden_size"]
+    assert config.vocab_size == published["vocab_size"]
+    names = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
+    assert config.num_experts == next(published[n] for n in names if n in published)
+    assert config.tied == published["tie_word_embeddings"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_model_of_the_documented_widths_runs(name, tmp_path):
+    """Its widths, heads and top-k with few layers and experts, as `load_model` gives it."""
+    published = {n: v for n, v in CONFIGURATIONS[name].items() if n not in OF_LAYERS}
+    fewer = {n: min(v, published[n]) for n, v in FEWER.items() if n in published}
+    write_resized(given(name), tmp_path / "m", **published | fewer)
+    model = load_model(tmp_path / "m")
+    assert model.config.hidden == published["hidden_size"]
+    ids = np.arange(12, dtype=np.int32)[None] * 7 % 256
+    logits = jax.jit(lambda model, ids: model(ids))(model, ids)
+    assert logits.shape == (1, 12, 256)
+    assert np.isfinite(logits).all()
+    assert np.asarray(logits).std() > 0
