@@ -1,4 +1,4 @@
-"""Strict promotion, XLA settings that compile fast, and markers for what a machine must have."""
+"""Set strict promotion and fast XLA settings, and skip tests whose needs a machine lacks."""
 
 import functools
 import hashlib
@@ -33,12 +33,12 @@ def _emulates_blackwell():
 
 @functools.cache
 def _isas():
-    """Instruction sets of the CPU kernels that this machine has."""
+    """Return the instruction sets of the CPU kernels that this machine has."""
     return importlib.import_module("jax_nvfp4_moe._nvfp4_cpu").isa_levels()
 
 
 def _why_absent(marker):
-    """Say why this machine lacks what `marker` needs; None where it has it."""
+    """Return why this machine cannot run tests with `marker`, or None if it can."""
     capability = _compute_capability()
     has = {
         "gpu": capability is not None,
@@ -76,50 +76,53 @@ MARKERS = (
 )
 
 
-# XLA spends most of the tests' time on optimizing programs that run once. These settings change
-# how a CPU program is compiled, never what it must compute; `--default-xla` leaves them out.
-# The flag is one of jaxlib 0.10: XLA ends a process that names a flag it does not know.
+# XLA spends most of the tests' time on optimizing programs that run once. These settings change how
+# a CPU program is compiled, never what it must compute. `--default-xla` leaves them out. The flag
+# is passed to jaxlib 0.10 only, because XLA ends a process that names a flag it does not know.
 FAST_XLA_FLAGS = (
     "--xla_cpu_use_fusion_emitters=false" if jaxlib.__version__.startswith("0.10.") else ""
 )
 
 
 def _set(name, value):
-    """Set a JAX option in this process and, by its variable, in those that tests start."""
+    """Set a JAX option here and, by an environment variable, in processes that tests start."""
     os.environ[name.upper()] = str(value)
     jax.config.update(name, value)
 
 
 def _processor():
-    """Return what compiled programs depend on besides versions and flags."""
+    """Return the facts about the processor that compiled programs depend on."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
 
 
-# Of each worker: tests of meshes take the first of them, all others run on device 0.
+# Each worker has this many CPU devices. Tests of meshes use the first ones, all others the first.
 CPU_DEVICES = 8
 
-# The same examples in each run, so that a change alone decides whether the tests pass.
+# Each run uses the same examples, so that only a change of the code decides whether tests pass.
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("more", deadline=None)
-MORE = 10  # times as many
+MORE = 10  # --more-examples multiplies the number of examples by this
 
 
 def pytest_configure(config):
-    """Choose XLA's settings before the first program is compiled, and the examples of hypothesis.
+    """Choose the XLA settings and hypothesis examples before the first program is compiled.
 
-    A machine with an NVIDIA driver is left alone: its tests are about the program that users get.
+    On a machine with an NVIDIA driver, compilation stays as users have it, because the tests there
+    check the programs that users get.
     """
     shared = (str(pathlib.Path(__file__).parent / name) for name in ("support", "programs"))
     given = (os.environ["PYTHONPATH"],) if os.environ.get("PYTHONPATH") else ()
-    os.environ["PYTHONPATH"] = os.pathsep.join((*shared, *given))  # of programs that tests start
+    # Programs that tests start import modules from these folders.
+    os.environ["PYTHONPATH"] = os.pathsep.join((*shared, *given))
     os.environ["HF_HUB_OFFLINE"] = "1"  # a name of the Hub must not start a download
-    # Programs that tests start take the package that is installed, not the folder they start in.
+    # Programs that tests start import the installed package, not the folder that they start in.
     os.environ["PYTHONSAFEPATH"] = "1"
     settings.load_profile("more" if config.getoption("--more-examples") else "default")
     if not pathlib.Path("/dev/nvidiactl").exists() or os.environ.get("JAX_PLATFORMS") == "cpu":
-        # For meshes. By the option alone: programs that tests start have one device.
+        # Tests of meshes need several devices. Only the option is set and no environment variable,
+        # so that programs that tests start have one device.
         jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
     if pathlib.Path("/dev/nvidiactl").exists():
         return
@@ -128,9 +131,10 @@ def pytest_configure(config):
         if FAST_XLA_FLAGS not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {FAST_XLA_FLAGS}".strip()
         _set("jax_disable_most_optimizations", True)
-    # The processes that a worker starts, and later runs, take what was compiled before.
+    # Processes that a worker starts, and later runs, reuse the programs that were compiled before.
     key = [jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS"), *_processor()]
-    # JAX writes entries in place, so a worker has a folder of its own: nobody reads half an entry.
+    # JAX writes cache entries in place, and another worker could read half an entry. Each worker
+    # therefore has its own folder.
     worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
     name = f"xla-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}-{worker}"
     _set("jax_compilation_cache_dir", str(config.cache.mkdir(name)))
@@ -159,11 +163,15 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Multiply the examples of each property test; a profile does not reach those that count."""
+    """Multiply the number of examples of each property test.
+
+    A profile does not apply to tests that set their own number, so their settings are replaced.
+    """
     if not config.getoption("--more-examples"):
         return
     tests = {getattr(item.function, "__func__", item.function) for item in items}
-    name = "_hypothesis_internal_use_settings"  # hypothesis lets nobody replace a test's settings
+    # hypothesis has no public way to replace the settings of a test.
+    name = "_hypothesis_internal_use_settings"
     for test in tests:
         if given := getattr(test, name, None):
             more = {"max_examples": MORE * given.max_examples, "derandomize": False}

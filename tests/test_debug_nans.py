@@ -1,6 +1,7 @@
-"""Everything under ``jax_debug_nans``: what a user turns on to find a NaN must not find ours.
+"""Run ops and models under ``jax_debug_nans``: the package itself must never produce a NaN.
 
-In and outside of ``jax.jit``; zeros are among all inputs, since a block of zeros has no scale.
+Users turn this option on to find NaNs of their own. Programs run inside and outside of ``jax.jit``.
+The inputs include blocks of zeros, for which a plain division by the scale gives NaN.
 """
 
 import jax
@@ -32,7 +33,7 @@ def rows(request):
 def test_quantize(x):
     x = jnp.asarray(x, jnp.float32)
     weight = nvfp4.quantize(x)
-    # Codes are at most two apart, so a value is at most one scale away from the nearest.
+    # Codes are at most 2 apart, so rounding moves a value by at most one scale.
     error = np.abs(weight.dequantize(jnp.float32) - x)
     assert (error <= np.repeat(weight.scale(), 16, axis=-1)).all()
     np.testing.assert_array_equal(weight.dequantize(jnp.bfloat16)[-2:], jnp.zeros((2, 64)))
@@ -65,14 +66,14 @@ def test_rounding_of_weights(algorithm):
 
 
 def test_a_model_that_dequantizes_while_it_loads():
-    """Latent attention reads its expanding matrix in its own dtype."""
+    """Latent attention reads the matrices that expand latents in its own dtype."""
     model = nvfp4.load_model(CHECKPOINTS / "deepseek_v3-direct-modelopt-w4a16")
     logits = model(jnp.ones((2, 6), jnp.int32), lengths=jnp.array([6, 2]))
     assert bool(jnp.isfinite(logits).all())
 
 
 def test_generate():
-    """The same tokens, with the checks after each program."""
+    """The option, which adds checks after each program, does not change the tokens."""
     model = nvfp4.load_model(EXAMPLE)
     prompt = np.array([[5, 6, 7]])
     tokens = nvfp4.generate(model, prompt, max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""The two decisions, as tables: no device is needed for any of this."""
+"""Test the choice of scheme and backend by tables. No test needs a device."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ def cuda(major, minor):
     return Target("cuda", (major, minor))
 
 
-SCHEMES = [  # declared, asked, target -> scheme: the table of scheme.py
+SCHEMES = [  # declared, requested, target, chosen: the table of scheme.py
     ("w4a16", None, CPU, "w4a16"),
     ("w4a16", None, cuda(9, 0), "w4a16"),
     ("w4a16", None, cuda(10, 0), "w4a16"),
@@ -76,7 +76,7 @@ def test_strings_are_schemes():
     assert Scheme.W4A4 == "w4a4"
 
 
-BACKEND_OF = [  # scheme, target -> backend
+BACKEND_OF = [  # scheme, target, backend
     ("w4a16", CPU, "moe_w4a16_cpu"),
     ("w4a4", CPU, "moe_w4a16_cpu"),
     ("w4a4_token_scale", CPU, "moe_w4a16_cpu"),
@@ -206,14 +206,14 @@ LOWERED = [(s, t, b) for s, t, b in BACKEND_OF if t.platform == "cuda" and b != 
 
 @pytest.mark.parametrize(("scheme", "target", "backend"), LOWERED, ids=str)
 def test_any_gpu_lowers_without_one(scheme, target, backend):
-    """The program for each architecture calls that architecture's kernel and nothing else."""
+    """The program for each architecture calls that architecture's kernel and no other kernel."""
     params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
     x, ids = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((8, 2), jnp.int32)
     op = functools.partial(nvfp4.ops.moe_mlp, scheme=scheme, target=target)
     traced = jax.jit(op).trace(x, params, ids, jnp.ones((8, 2)))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"custom_call @(\S+?)\(", text) == [f"nvfp4_{backend}"]
-    assert "tensor<4x64x32xui8>" in text  # gate_up's packed bytes go in as they are
+    assert "tensor<4x64x32xui8>" in text  # the packed bytes of gate_up are passed unchanged
     product = functools.partial(nvfp4.ops.linear, scheme=scheme, target=target)
     weight = nvfp4.quantize(jnp.ones((32, 64)))
     traced = jax.jit(product).trace(x, weight, input_scale=jnp.float32(0.1))
@@ -226,7 +226,7 @@ def test_explain_prints_the_choice_for_each_device():
     for target, backend in [(CPU, "moe_w4a16_cpu"), (cuda(8, 9), "moe_w4a16_sm80")]:
         choice = nvfp4.explain(Problem("moe_mlp", Scheme.W4A16, target))
         text = str(choice)
-        if target != CPU:  # the CPU's extension may be missing in this process
+        if target != CPU:  # the CPU extension may be missing in this process
             assert choice.backend == backend
         assert "scheme   w4a16" in text
         assert "not moe_w4a4_sm100: needs c" in text
@@ -255,7 +255,7 @@ LAYER = {"num_experts": 4, "top_k": 2, "hidden": 64, "activation": "silu"}
 
 @pytest.mark.parametrize("scheme", [Scheme.W4A16, Scheme.W4A4])
 def test_explain_says_where_few_tokens_are_sorted_for_want_of_shared_memory(scheme):
-    """A token takes two rows of 2832 bytes in the second product, beside 13312 bytes."""
+    """In the second GEMM, a token takes two rows of 2832 bytes, besides 13312 bytes per block."""
     problem = Problem("moe_mlp", scheme, cuda(8, 9), intermediate=1408, **LAYER)
     text = str(nvfp4.explain(problem))
     assert "note: calls with more than 15 tokens sort the tokens by expert first" in text

@@ -1,10 +1,10 @@
-"""What users do with ops and modules, on the kernel that they get: JAX's transformations, copies.
+"""Test JAX transformations and copies of ops and modules, on the kernel that users get.
 
-The op is compared to the bit with its plain call: the kernel sees operands of the same shapes, and
-it is deterministic. A block's router is XLA's, which may sum in another order when it is mapped, so
-a block is compared with float64, and plain XLA in bfloat16 is the yardstick.
+A transformed op must equal the plain call bit for bit: the kernel sees operands of the same shapes,
+and it is deterministic. The router of a block runs in XLA, which may sum in another order when it
+is mapped. A block is therefore compared with float64, and the yardstick is plain XLA in bfloat16.
 
-``jax_debug_nans`` and 64-bit numbers have files of their own.
+``jax_debug_nans`` and 64-bit numbers have their own files.
 """
 
 import concurrent.futures
@@ -91,7 +91,7 @@ def test_scan_over_layers(expected, prepare):
 
 
 def test_checkpoint(expected):
-    """Rematerialized, forward and backward."""
+    """Rematerialization changes neither the output nor the gradient."""
 
     def total(run, x):
         return jnp.sum(run(x, PARAMS, IDS, WEIGHTS).astype(jnp.float32))
@@ -103,7 +103,7 @@ def test_checkpoint(expected):
 
 
 def test_donation(expected):
-    """Of tokens, whose buffer the output may take, and of weights, which come back in place."""
+    """Donate tokens, whose buffer the output may reuse, and weights, which return in place."""
     x, params = jax.tree.map(jnp.array, (X, nvfp4.prepare(PARAMS)))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -130,7 +130,7 @@ def test_ahead_of_time_compilation(expected):
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_ids_of_any_integer_type(expected, name):
-    """In numpy as they are; wide arrays of JAX exist under x64 alone."""
+    """numpy ids have any dtype. JAX has 64-bit arrays only under x64."""
     ids = np.asarray(IDS).astype(name)
     assert_same_bits(op(X, PARAMS, ids, WEIGHTS), expected)
     with jax.enable_x64(True):
@@ -139,7 +139,7 @@ def test_ids_of_any_integer_type(expected, name):
 
 @pytest.mark.parametrize("name", ["int64", "uint64", "uint32"])
 def test_ids_that_do_not_fit_32_bits_contribute_nothing(name):
-    """A cast would make expert 0 of 2**32."""
+    """A cast to int32 would turn 2**32 into expert 0."""
     ids = np.asarray(IDS).astype(name)
     none = np.asarray(IDS).copy()
     none[0, 0] = none[1, 1] = -1
@@ -154,7 +154,7 @@ def test_ids_that_do_not_fit_32_bits_contribute_nothing(name):
 
 
 def test_arrays_of_numpy(expected):
-    """Weights and routing as other libraries give them, with float64 and int64."""
+    """Pass weights and routing as other libraries give them: numpy arrays, float64 and int64."""
     x, ids, weights = np.asarray(X), np.asarray(IDS, np.int64), np.asarray(WEIGHTS, np.float64)
     for params in (jax.device_get(PARAMS), jax.device_get(nvfp4.prepare(PARAMS))):
         for run in (op, plain):
@@ -166,7 +166,7 @@ def test_arrays_of_numpy(expected):
 
 @pytest.fixture(scope="module")
 def layers():
-    """Weights of some blocks, and the same blocks stacked into one module."""
+    """Return the weights of some blocks, and the same blocks stacked into one module."""
     params = [random_moe_params(jax.random.key(i), **SIZES) for i in range(LAYERS)]
     routers = jax.random.normal(jax.random.key(5), (LAYERS, 8, 64), jnp.bfloat16)
     return params, nnx.vmap(make_block)(stack(*params), routers)
@@ -187,7 +187,7 @@ def one_of(stacked, index):
 
 
 def assert_is_the_block(y, x, block, params):
-    """Against float64 on the block's own routing."""
+    """Assert that `y` is the output of `block`: compare with float64 on the block's own routing."""
     given = x, params, *block.route(x), find_activation("silu")
     assert_as_accurate_as(y, moe_mlp_xla(*given), moe_mlp_float64(*given))
 
@@ -256,7 +256,7 @@ def test_copies_of_parameters(expected, copied):
 
 @copies
 def test_copies_of_modules(layers, copied):
-    """The same static parts, the record of the kernel too: no program is compiled again."""
+    """A copy has the same static parts and the same kernel record, so nothing is recompiled."""
     block = one_of(layers[1], 0)
     expected, programs = call(block, X), call._cache_size()
     again = copied(block)
@@ -281,7 +281,7 @@ def test_copies_of_models(model, copied):
 
 
 def test_generate_from_eight_threads(model):
-    """All at once, with the first compilation still to come."""
+    """All threads start at once, before anything is compiled."""
     prompts = [np.array([[5 + i, 6, 7 * i]]) for i in range(8)]
     run = functools.partial(nvfp4.generate, model, max_new_tokens=12)
     jax.clear_caches()
@@ -293,7 +293,7 @@ def test_generate_from_eight_threads(model):
 
 
 def test_generate_without_jit():
-    """Two steps of a tiny model: each operation is a program of its own."""
+    """Generate only two tokens, because without jit each operation is a program of its own."""
     tiny = nvfp4.load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", dtype="float32")
     prompt = np.array([[5, 6, 7, 8]])
     expected = nvfp4.generate(tiny, prompt, max_new_tokens=2)
@@ -304,7 +304,7 @@ def test_generate_without_jit():
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_a_model_takes_ids_of_any_integer_type(model, name):
-    """The vocabulary has more tokens than int8 has values; lengths may be as wide as ids."""
+    """The vocabulary has more tokens than int8 has values. Lengths have the same dtype as ids."""
     ids, lengths = np.array([[5, 6, 7, 8], [9, 3, 0, 0]]), np.array([4, 2])
     expected = call_padded(model, ids.astype(np.int32), lengths.astype(np.int32))
     found = call_padded(model, ids.astype(name), lengths.astype(name))

@@ -1,6 +1,7 @@
-"""Everything under ``jax_enable_x64``, where integers and Python numbers are wider, and strictly.
+"""Run the package under ``jax_enable_x64`` and strict promotion.
 
-Only shapes are computed where that is enough: a mistake in dtypes raises while a program is traced.
+Integers and Python numbers are then 64 bits wide. Most tests only compute shapes, because a wrong
+dtype raises an error while a program is traced.
 """
 
 import functools
