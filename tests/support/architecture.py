@@ -1,4 +1,4 @@
-"""Checks that every architecture's tests make, against the reference tensors of a checkpoint."""
+"""Checks that all architectures' tests share, against the reference tensors of a checkpoint."""
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ def relative(actual, expected):
 
 
 def moe_layers(tensors):
-    """Return the layers of which the reference has an expert block."""
+    """Return the layers that have an expert block in the reference tensors."""
     return sorted({int(name.split(".")[1]) for name in tensors if name.endswith("moe.input")})
 
 
 def block_errors(folder, layer, **changes):
-    """Return the relative errors of router weights, routed experts and block of one layer."""
+    """Return the relative errors of router weights, routed experts and the block of one layer."""
     prefix = f"layers.{layer}.moe."
     tensors = reference_tensors(folder)
     given = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
@@ -48,13 +48,13 @@ def block_errors(folder, layer, **changes):
 
 
 def logit_error(logits, expected):
-    """Return the worst error of a logit in units of the RMS of all."""
+    """Return the largest error of a logit, in units of the RMS of all expected logits."""
     rms = np.sqrt(np.mean(np.square(expected, dtype=np.float64)))
     return np.abs(np.asarray(logits, np.float64) - expected).max() / rms
 
 
 def decode(model, ids, first):
-    """Return logits of a prefill of `first` tokens and of one token at a time after it."""
+    """Prefill `first` tokens, decode the others one at a time, and return all logits."""
     cache, pieces = model.init_cache(*ids.shape), []
     for piece in (ids[:, :first], *jnp.split(ids[:, first:], ids.shape[1] - first, axis=1)):
         logits, cache = step(model, piece, cache)

@@ -1,4 +1,4 @@
-"""Given checkpoints with something changed, and the modules that tests build from them."""
+"""Edit copies of the given checkpoints, and build modules from them."""
 
 import json
 import pathlib
@@ -42,14 +42,14 @@ class ExpertWeights(NamedTuple):
 
 
 def check(checkpoint, build, options=None):
-    """Check what `build` asks a table for; return the bytes that reading it would read."""
+    """Check the tensors that `build` asks a table for. Return the bytes that reading would read."""
     table = WeightTable(checkpoint, options)
     build(table)
     return table.check()
 
 
 def load(checkpoint, build, options=None, progress=None):
-    """Return what `build` asks a table for, read and on the device."""
+    """Read the tensors that `build` asks a table for, and put them on the device."""
     table = WeightTable(checkpoint, options)
     asked = build(table)
     table.check()
@@ -92,7 +92,7 @@ def edited(tmp_path, name, edit, **config):
 
 
 def build_model(w):
-    """All weights of the small Qwen3 checkpoints."""
+    """Ask the table `w` for all weights of the small Qwen3 checkpoints."""
     linear = {
         "q_proj": (256, 256),
         "k_proj": (128, 256),
@@ -130,7 +130,7 @@ def problems_of(folder, build=build_model, options=None, run=check):
 
 
 def tool_weight(tensors, module, divides):
-    """The weight as the tool that wrote the file dequantizes it."""
+    """Return the weight as the tool that wrote the file dequantizes it."""
     packed = tensors[f"{module}.weight{'_packed' if divides else ''}"]
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
     scale = tensors[f"{module}.weight_scale"].astype(np.float32)

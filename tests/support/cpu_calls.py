@@ -16,14 +16,14 @@ NEED_CPU = ("amx", "avx512", "avx2")  # each has a marker; the scalar kernels ru
 
 
 def isa_levels():
-    """Return all instruction sets as parameters of tests; a machine skips those that it lacks."""
+    """Return all instruction sets as parameters of tests. A machine skips those that it lacks."""
     present_isas()
     marked = [pytest.param(isa, marks=getattr(pytest.mark, f"isa_{isa}")) for isa in NEED_CPU]
     return [*marked, "scalar"]
 
 
 def present_isas():
-    """Register the targets, or raise with the reason why that cannot be; return this CPU's ISAs."""
+    """Register the targets and return this CPU's instruction sets, or raise an error."""
     if reason := _ffi.why_unavailable("_nvfp4_cpu"):
         raise RuntimeError(reason)
     return _ffi.load("_nvfp4_cpu").isa_levels()
@@ -56,7 +56,7 @@ def moe(
     isa="auto",
     workspace: int | None = None,
 ):
-    """Run an expert layer; [t, h] in the dtype of x."""
+    """Run an expert layer, and return [t, h] in the dtype of x."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = prepared.down_packed.shape[0]
     i = prepared.down_packed.shape[2] * 2  # this layout pads no columns
@@ -105,7 +105,7 @@ def grouped_gemm(
     isa="auto",
     workspace: int | None = None,
 ):
-    """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x."""
+    """Multiply rows, sorted by group, by canonical weights; return [m, n] in the dtype of x."""
     codes, scales = _prepare(packed, block_scale)
     return _grouped_gemm(
         x,
@@ -124,7 +124,10 @@ def grouped_gemm(
 
 @functools.partial(jax.jit, static_argnames=("scale_layout", "isa"))
 def quantize(x, global_scale=None, scale_layout="linear", isa="auto"):
-    """Quantize rows; packed uint8, block_scale e4m3, swizzled ones padded, and global_scale."""
+    """Quantize rows.
+
+    Returns packed uint8, block_scale e4m3 (with padding if swizzled), and global_scale.
+    """
     m, k = x.shape
     scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
     outputs = (

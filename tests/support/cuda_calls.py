@@ -9,9 +9,11 @@ from jax_nvfp4_moe.backends import _ffi, cuda, sm100
 from jax_nvfp4_moe.backends.custom_call import lower_quantize
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 
-# Targets that any GPU runs; the others need one of 10.x or of 12.x, or a build that emulates them.
+# Any GPU runs these targets. The others need compute capability 10.x or 12.x, or a build that
+# emulates it.
 MOE_TARGETS = ("w4a16_sm80", "w4a16_sm90")
-_LAYOUTS = {"w4a4_sm100": "fp4_128x64", "w4a4_sm120": "fp4_64x64"}  # of others "mma_64x64"
+# The other targets use "mma_64x64".
+_LAYOUTS = {"w4a4_sm100": "fp4_128x64", "w4a4_sm120": "fp4_64x64"}
 _MOE_WORKSPACE = {
     "w4a4_sm100": sm100.moe_workspace_bytes,
     "w4a4_sm120": cuda.moe_w4a4_workspace_bytes,
@@ -23,7 +25,7 @@ _PRODUCT_WORKSPACE = {
 
 
 def register():
-    """Register the targets, or raise with the reason why that cannot be."""
+    """Register the targets, or raise an error that says why they cannot be used."""
     if reason := _ffi.why_unavailable("_nvfp4_cuda"):
         raise RuntimeError(reason)
 
@@ -43,7 +45,7 @@ def prepare(layer: Layer, layout="mma_64x64", *, gated):
 
 
 def moe(x, layer: Layer, expert_ids, expert_weights, options: Options, suffix="w4a16_sm90"):
-    """Run an expert layer on canonical weights; [t, h] in the dtype of x."""
+    """Run an expert layer on canonical weights, and return [t, h] in the dtype of x."""
     prepared = prepare(layer, _LAYOUTS.get(suffix, "mma_64x64"), gated=options.gated)
     i = layer.down_packed.shape[2] * 2
     return moe_prepared(x, prepared, expert_ids, expert_weights, options, i, suffix)
@@ -52,7 +54,7 @@ def moe(x, layer: Layer, expert_ids, expert_weights, options: Options, suffix="w
 def moe_prepared(
     x, layer: Layer, expert_ids, expert_weights, options: Options, i, suffix="w4a16_sm90"
 ):
-    """Run an expert layer on weights as `prepare` returns them; i is its intermediate size."""
+    """Run an expert layer on weights from `prepare`; i is the intermediate size."""
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = layer.down_packed.shape[0]
     workspace_bytes = _MOE_WORKSPACE.get(suffix, cuda.moe_w4a16_workspace_bytes)
@@ -79,7 +81,7 @@ def moe_prepared(
 def grouped_gemm(
     x, packed, block_scale, global_scale, input_scale, bias, sizes, mode, suffix="w4a16_sm90"
 ):
-    """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x."""
+    """Multiply rows, sorted by group, by canonical weights; return [m, n] in the dtype of x."""
     (m, k), (e, n, _) = x.shape, packed.shape
     layout = find_layout(_LAYOUTS.get(suffix, "mma_64x64"))
     packed, block_scale = to_layout(packed, block_scale, layout)
@@ -96,17 +98,20 @@ def grouped_gemm(
 
 
 def quantize(x, global_scale=None, scale_layout="linear"):
-    """Quantize rows; packed uint8, block_scale e4m3, swizzled ones padded, and global_scale."""
+    """Quantize rows.
+
+    Returns packed uint8, block_scale e4m3 (with padding if swizzled), and global_scale.
+    """
     return lower_quantize("nvfp4_quantize_cuda", cuda.QUANTIZE_PARTIALS)(
         x, global_scale, scale_layout
     )
 
 
 def graphs_hold_custom_call(dump) -> bool:
-    """Whether XLA put a custom call into a command buffer, a CUDA graph.
+    """Return whether XLA put a custom call into a command buffer, which is a CUDA graph.
 
-    Reads the thunk sequence that XLA writes into the folder `dump` under ``--xla_dump_to``: the
-    commands of a command buffer are indented below its line.
+    This function reads the thunk sequence that XLA writes into the folder `dump` under
+    ``--xla_dump_to``. The commands of a command buffer are indented below its line.
     """
     inside = False
     for path in dump.glob("*thunk_sequence*"):

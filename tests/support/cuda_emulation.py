@@ -1,8 +1,9 @@
-"""The CUDA kernels of the engines and the router, compiled for the CPU from the same sources.
+"""Compile the CUDA kernels of the engines and the router for the CPU, from the same sources.
 
-A kernel's assembly is in six headers, of which `emulation` has a second form each; everything else
-is compiled as it stands. Threads are fibers, so the kernels must not depend on their order: every
-call runs twice, from both ends. Operands lie in memory that ends at a protected page.
+All assembly is in six headers. `emulation` has a replacement for each of them, and everything else
+is compiled unchanged. Threads are fibers. A kernel must not depend on the order of its threads, so
+every call runs twice, with the threads in both orders. Operands end at a protected page, so that an
+access past their end fails.
 """
 
 import ctypes
@@ -25,16 +26,17 @@ from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 from jax_nvfp4_moe.numerics.routing import Router
 
-ENGINES = {"sm80": 0, "sm90": 1}  # of 16 bits; those of launch.h, EngineKind
+ENGINES = {"sm80": 0, "sm90": 1}  # the 16-bit engines; values of EngineKind in launch.h
 _ENGINES = {**ENGINES, "sm100": 2, "sm120": 3}
-_LAYOUTS = {"sm100": "fp4_128x64", "sm120": "fp4_64x64"}  # of other engines "mma_64x64"
-HOPPER_SHARED_BYTES = 227 << 10  # of a block
+# The other engines use "mma_64x64".
+_LAYOUTS = {"sm100": "fp4_128x64", "sm120": "fp4_64x64"}
+HOPPER_SHARED_BYTES = 227 << 10  # of shared memory for a block
 _FORMS = TESTS / "emulation"
 _FFI = ROOT / "ffi"
-# Of ffi/cuda, what is not compiled: the plain kernels, for which nothing here has the instructions,
-# and the product of CUTLASS.
+# Files of ffi/cuda that are not compiled: the plain kernels, whose instructions have no replacement
+# here, and the GEMM of CUTLASS.
 _LEFT_OUT = {"plain_gemm", "moe", "grouped_gemm", "fp4_gemm_sm100"}
-# Jumps go from stack to stack, which a fortified longjmp forbids.
+# The fibers jump from stack to stack, which a fortified longjmp forbids.
 _FLAGS = (
     "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE "
     "-DNVFP4_EMULATE_BLACKWELL=1"
@@ -63,7 +65,7 @@ def cuda_include() -> pathlib.Path:
 
 
 def cutlass_include() -> pathlib.Path:
-    """Return the folder of CUTLASS's headers; importing the package would run its generator."""
+    """Return the folder of CUTLASS's headers, without an import, which would run a generator."""
     spec = importlib.util.find_spec("cutlass_library")
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError("cutlass.h: pip install --no-deps nvidia-cutlass==4.2.0.0")
@@ -74,7 +76,7 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     """Compile the kernels in `folder` and load them."""
     for header in _FFI.glob("*.h"):
         shutil.copy(header, folder)
-    for tree in (_FFI / "cuda", _FORMS / "cuda"):  # the second forms replace the first
+    for tree in (_FFI / "cuda", _FORMS / "cuda"):  # the replacements overwrite the originals
         shutil.copytree(tree, folder / "cuda", dirs_exist_ok=True)
     for source in _FORMS.glob("*.*"):
         shutil.copy(source, folder)
@@ -102,7 +104,7 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
 
 
 class Guarded:
-    """Bytes that end, but for alignment to 16, at a page that cannot be touched."""
+    """Memory that ends at a protected page, except for alignment to 16 bytes."""
 
     def __init__(self, size: int, content: np.ndarray | None = None):
         pages = -(-max(size, 1) // _GUARD)
@@ -120,7 +122,7 @@ class Guarded:
         return ctypes.string_at(self.address, self._size)
 
     def check(self):
-        """Raise where an operand has changed."""
+        """Raise an error if a kernel has changed this operand."""
         if self._content is not None and self.read() != self._content:
             raise RuntimeError("a kernel wrote to an operand")
 
@@ -165,9 +167,10 @@ def _activation(options: Options) -> _Activation:
 def _run(
     library, call, operands, likes, workspace, multiprocessors, shared_bytes=HOPPER_SHARED_BYTES
 ):
-    """Call twice, with the threads of a block from either end; returns outputs as `likes`.
+    """Call twice, with the threads of a block in both orders. Return outputs like `likes`.
 
-    They must be the same in both calls. `shared_bytes` is what a block may have of shared memory.
+    Both calls must return the same bytes. `shared_bytes` is the shared memory that a block may
+    have.
     """
     outputs = []
     for backwards in (0, 1):
@@ -205,7 +208,7 @@ def moe(
     multiprocessors,
     shared_bytes=HOPPER_SHARED_BYTES,
 ):
-    """Run an expert layer on canonical weights; [t, h] in the dtype of x."""
+    """Run an expert layer on canonical weights, and return [t, h] in the dtype of x."""
     layout = _LAYOUTS.get(engine, "mma_64x64")
     prepared = cuda_calls.prepare(jax.tree.map(jnp.asarray, layer), layout, gated=options.gated)
     i = layer.down_packed.shape[2] * 2
@@ -241,7 +244,7 @@ def _array(operand):
 
 
 def grouped_gemm(library, engine, operands, mode, multiprocessors):
-    """Multiply rows sorted by group by canonical weights; [m, n] in the dtype of x.
+    """Multiply rows, sorted by group, by canonical weights; return [m, n] in the dtype of x.
 
     `operands` and `mode` are those of `float64_layer.grouped_gemm`.
     """
@@ -268,9 +271,10 @@ def grouped_gemm(library, engine, operands, mode, multiprocessors):
 
 
 def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):
-    """Return the sums ``[32, 4]`` of one FP4 product of fragments, a row for each lane.
+    """Return the sums ``[32, 4]`` of one FP4 MMA on fragments, with one row for each lane.
 
-    `shuffled`: as a GPU without the instruction makes it, else as the kernels here do.
+    If `shuffled`, the sums come from the emulation for GPUs without the instruction. Otherwise they
+    come from the replacement header that the kernels use here.
     """
     operands = [np.ascontiguousarray(x, np.uint32) for x in (a, b, scale_a, scale_b)]
     like = np.empty((32, 4), np.float32)
@@ -279,10 +283,11 @@ def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):
 
 
 def pack_groups(library, starts, slots, scales, weight_rows, k, scaled):
-    """Return what a collective is told about one product, by name, an entry for each expert.
+    """Return the arguments that a CUTLASS collective receives for one grouped GEMM, by name.
 
-    ``scales [2, e]`` are global and input scales. Offsets are bytes, of the codes and scales of
-    weights, of those of rows, and of the output.
+    Each array has one entry per expert, except that `places` has one per slot. ``scales [2, e]``
+    holds global scales and input scales. Offsets are in bytes: those of the codes and the scales of
+    weights, of the codes and the scales of rows, and of the output.
     """
     e = len(starts) - 1
     likes = {
@@ -300,7 +305,7 @@ def pack_groups(library, starts, slots, scales, weight_rows, k, scaled):
 
 
 def route(library, router: Router, logits, bias=None):
-    """Return expert_ids and expert_weights ``[t, top_k]`` of `logits`."""
+    """Return expert_ids and expert_weights ``[t, top_k]`` for `logits`."""
     logits = np.asarray(logits)
     t, e = logits.shape
     call = _RouterCall(
@@ -320,7 +325,10 @@ def route(library, router: Router, logits, bias=None):
 
 
 def quantize(library, x, global_scale=None, scale_layout="linear"):
-    """Quantize rows; packed uint8, block_scale as bytes, swizzled ones padded, and global_scale."""
+    """Quantize rows.
+
+    Returns packed uint8, block_scale as bytes (with padding if swizzled), and global_scale.
+    """
     m, k = x.shape
     swizzled = scale_layout != "linear"
     scales = (-(-m // 128) * 128, -(-k // 64) * 4) if swizzled else (m, k // 16)

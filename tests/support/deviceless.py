@@ -1,4 +1,4 @@
-"""Programs of `tests/programs` that compile for a GPU which is not there, and what they report."""
+"""Run programs of `tests/programs` that compile for an absent GPU, and read their reports."""
 
 import json
 import os
@@ -14,7 +14,7 @@ def run_program(script, device, *arguments, flags=""):
         os.environ,
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 {flags}",
-        JAX_DISABLE_MOST_OPTIMIZATIONS="false",  # the programs that users get are what is checked
+        JAX_DISABLE_MOST_OPTIMIZATIONS="false",  # check the programs that users get
         JAX_ENABLE_COMPILATION_CACHE="false",
     )
     target = TESTS / "targets" / f"{device}.txtpb"
@@ -25,6 +25,6 @@ def run_program(script, device, *arguments, flags=""):
 
 
 def read_report(process):
-    """Return what a process says of a program that must compile."""
+    """Return the report of a process that must succeed."""
     assert process.returncode == 0, process.stderr[-3000:]
     return json.loads(process.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Attentions alone, read from checkpoints, and the token ids of models that are divided."""
+"""Load attentions alone from checkpoints, for tests that divide them over a mesh."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ IDS = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
 
 
 def load_attention(folder, architecture, expert_mesh, scheme=None, layer=0):
-    """Load the attention of one layer and nothing else, over a mesh or not (None)."""
+    """Load only the attention of one layer, over a mesh unless `expert_mesh` is None."""
     settings = Settings(Target("cpu"), scheme, dtype=jnp.float32, expert_mesh=expert_mesh)
     options = LoadOptions(
         dtype=jnp.float32,

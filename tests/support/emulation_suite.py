@@ -1,4 +1,4 @@
-"""The suites of every kernel, with the CUDA kernels on a CPU as the contestant."""
+"""Run the suites of all kernels on the CUDA kernels that are compiled for the CPU."""
 
 import cuda_emulation
 import pytest
@@ -6,10 +6,12 @@ from axes import axis
 from kernel_cases import PRODUCTS, make_product
 from kernel_suite import assert_accurate, assert_zeros, split
 
-# Blocks of threads: one computes all output tiles; few have several each; many split each tile.
+# Numbers of thread blocks. One block computes all output tiles, three blocks compute several each,
+# and 20 blocks split each output tile.
 _FEW, _OTHERS = 3, (1, 20)
 multiprocessors = pytest.mark.parametrize("count", _OTHERS)
-# Sizes that other numbers of blocks divide in another way: many tiles, few, long sums, none.
+# Sizes that other numbers of blocks divide differently: many output tiles, few output tiles, long
+# sums, and no work.
 _DIVIDED_LAYERS = (
     "several_tiles",
     "one_takes_all",
@@ -39,7 +41,7 @@ def run_product(library, engine, call, count=_FEW):
 
 
 class EmulatedLayers:
-    """Runs layers by the engines `engine`; those of `block_numbers` by other numbers of blocks."""
+    """Run layers on the engines `engine`, and `block_numbers` also with other numbers of blocks."""
 
     block_numbers = axis("bf16-static")
 
@@ -55,7 +57,7 @@ class EmulatedLayers:
 
 
 class EmulatedProducts:
-    """Runs products by the engines `engine`, as `EmulatedLayers` does."""
+    """Run grouped GEMMs on the engines `engine`, as `EmulatedLayers` runs layers."""
 
     block_numbers = axis("bf16-static", "bf16-token")
 

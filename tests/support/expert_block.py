@@ -24,7 +24,7 @@ def weights(activation="silu"):
 
 
 def block(**changes):
-    """Return a function that makes the block, over a mesh or not."""
+    """Return a function that makes the block, over a mesh if `changes` has one."""
     options = {
         "top_k": 4,
         "params": weights(changes.get("activation", "silu")),

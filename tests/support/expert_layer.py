@@ -1,4 +1,4 @@
-"""One small expert layer on the codes and scales of `testing.random_moe_params`, and its tokens."""
+"""Make a small expert layer with weights of `testing.random_moe_params`, and its tokens."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def expert_layer(tokens=9, *, activation="silu", biased=False, dtype=jnp.float32
 
 
 def with_one_scale(params):
-    """Return the experts with the first global scale of each alone: rows may stand in any order."""
+    """Return the experts with one global scale each, the first, so that rows may have any order."""
     scale = params.gate_up.global_scale[:, 0]
     return dataclasses.replace(
         params, gate_up=dataclasses.replace(params.gate_up, global_scale=scale)

@@ -1,4 +1,4 @@
-"""What exported programs are called with, here and in the process that runs them again."""
+"""Arguments for exported programs, here and in the process that runs the programs again."""
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,6 @@ def layer_arguments():
 
 
 def step_arguments():
-    """The weights as a list, one token of each of two rows, and a cache with room for 16."""
+    """Return the weights as a list, one token for each of two rows, and a cache for 16 tokens."""
     model = nvfp4.load_model(EXAMPLE)
     return jax.tree.leaves(nnx.state(model)), jnp.array([[7], [9]]), model.init_cache(2, 16)

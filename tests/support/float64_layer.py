@@ -1,7 +1,7 @@
-"""Expert layers, grouped products and the quantizer in numpy, on the kernels' own operands.
+"""Compute expert layers, grouped GEMMs and the quantizer in numpy, on a kernel's own operands.
 
-The truth of the same-operand tier. Weights are bytes, as a kernel reads them; activations are
-rounded where an op says so (to their dtype, to NVFP4) and nowhere else.
+Tests compare a kernel with these results on the same operands. Weights are bytes, as a kernel reads
+them. Activations are rounded only where an op says so, to their dtype or to NVFP4.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Options:
 
 
 def random_weight(rng, e, n, k):
-    """Return random codes and block scales: all codes; scales of all kinds but NaN."""
+    """Return random codes and block scales: every code, and every kind of scale except NaN."""
     packed = rng.integers(0, 256, (e, n, k // 2), np.uint8)
     scale = rng.uniform(0.25, 2.0, (e, n, k // 16)).astype(E4M3).view(np.uint8)
     odd = rng.integers(0, 8, scale.shape)
@@ -58,7 +58,7 @@ def random_weight(rng, e, n, k):
 
 
 def random_layer(rng, e, h, i, *, gated=True, bias=False):
-    """Return an expert layer with distinct scales everywhere; outputs are of about unit size."""
+    """Return an expert layer whose scales are all distinct. Its outputs are of about unit size."""
     parts = 2 if gated else 1
     gate_up, gate_up_scale = random_weight(rng, e, parts * i, h)
     down, down_scale = random_weight(rng, e, h, i)
@@ -91,7 +91,7 @@ def dequantize(packed, block_scale, scale=1.0):
 
 
 def encode_e2m1(y):
-    """Return codes of float32 values: ties to even, saturating at 6, NaN becomes 0."""
+    """Return the codes of float32 values. Ties go to even, 6 is the limit, and NaN becomes 0."""
     a = np.abs(y)
     lower_even = (a[..., None] > np.array([0.25, 1.25, 2.5, 5.0], np.float32)).sum(-1)
     lower_odd = (a[..., None] >= np.array([0.75, 1.75, 3.5], np.float32)).sum(-1)
@@ -100,7 +100,7 @@ def encode_e2m1(y):
 
 
 def quantize(x, g):
-    """Quantize rows as formats.quantize does; `g` float32, scalar or [m, 1].
+    """Quantize rows as `numerics.nvfp4.quantize` does; `g` is float32, a scalar or [m, 1].
 
     Returns packed uint8 [m, k/2] and block_scale e4m3 [m, k/16].
     """
@@ -130,7 +130,7 @@ def swizzle_128x4(block_scale):
 
 
 def fake_quantize(x, mode, input_scale):
-    """Return rows rounded to NVFP4 and back, float64; `mode` is the attribute activation_scale."""
+    """Return rows rounded to NVFP4 and back, in float64; `mode` is activation_scale."""
     if mode == "none":
         return x.astype(np.float64)
     g = np.abs(x.astype(np.float32)).max(-1, keepdims=True) / np.float32(2688)
@@ -172,7 +172,7 @@ def activate(u, options):
 
 
 def _rows_by_part(scale, n, interleaved):
-    """Spread global scales [parts] over n weight rows."""
+    """Return the global scale of each of n weight rows, from scales [parts]."""
     parts = len(scale)
     index = np.arange(n) % parts if interleaved else np.arange(n) * parts // n
     return scale[index].astype(np.float64)[:, None]
@@ -193,9 +193,9 @@ def exact(x, w):
 
 
 def moe(x, layer, ids, weights, options, matmul=exact):
-    """Run an expert layer token by token; the truth where `matmul` is `exact`.
+    """Run an expert layer, expert by expert. With `exact` as `matmul`, the result is the truth.
 
-    Another `matmul` makes it a yardstick: its result's dtype is that of all later steps.
+    Another `matmul` makes the result a yardstick: all later steps use the dtype that it returns.
     """
     o, y = options, np.zeros(x.shape, np.float64)
     interleaved = o.activation == "swigluoai"
@@ -232,7 +232,7 @@ def moe(x, layer, ids, weights, options, matmul=exact):
 def grouped_gemm(
     x, packed, block_scale, global_scale, input_scale, bias, sizes, mode, matmul=exact
 ):
-    """Multiply rows sorted by group; rows past the sum of the sizes are zeros."""
+    """Multiply rows that are sorted by group. Rows past the sum of the sizes are zeros."""
     n, begin = packed.shape[1], 0
     y = np.zeros((x.shape[0], n), np.float64)
     for e, size in enumerate(sizes):

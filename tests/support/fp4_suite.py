@@ -1,4 +1,7 @@
-"""Layers whose first product's sums are exact: fused quantization has the bits of the quantizer."""
+"""Test that quantization fused into the first GEMM has the bits of the separate quantizer.
+
+The sums of the first GEMM are exact here, so that both quantize the same values.
+"""
 
 import kernel_cases as cases
 import numpy as np
@@ -15,7 +18,7 @@ FUSED_CASES = {
 
 
 def _make(case, activation):
-    """Return a layer whose second product takes single elements of the activations."""
+    """Return a layer whose second GEMM copies single elements of the activations."""
     t, e, h, i = FUSED_CASES[case]
     rng, options = np.random.default_rng(t), Options(activation, activation_scale="static")
     parts, g = 2 if options.gated else 1, np.float32(2.0**-5)
@@ -39,9 +42,10 @@ def _make(case, activation):
 
 
 class FusedQuantizationSuite:
-    """Kernels that quantize inside the first product.
+    """Test kernels that quantize inside the first GEMM.
 
-    `run` calls them, and `sixteen_bits` an engine of 16 bits, which rounds by a kernel of its own.
+    `run` calls such a kernel. `sixteen_bits` calls a 16-bit engine, which quantizes in a kernel of
+    its own.
     """
 
     @pytest.mark.parametrize("case", FUSED_CASES)

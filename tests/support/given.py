@@ -1,4 +1,4 @@
-"""The given checkpoints and their reference files, as tests read them."""
+"""Read the given checkpoints and their reference files."""
 
 import json
 import os
@@ -13,7 +13,7 @@ TESTS = pathlib.Path(__file__).parents[1]
 ROOT = TESTS.parent  # of the repository
 PROGRAMS = TESTS / "programs"
 CHECKPOINTS = TESTS / "checkpoints"
-# Folders that hold a model and what its tool computed with it.
+# Folders that hold a model and the outputs that its original tool computed with it.
 MODELS = sorted(
     path.parent.name
     for path in CHECKPOINTS.glob("*/reference.safetensors")
@@ -34,7 +34,10 @@ RUNS = {
 
 
 def reference_tensors(folder, prefix=""):
-    """Read `reference.safetensors`; names without `prefix`, those of other prefixes left out."""
+    """Read the tensors of `reference.safetensors` that have `prefix`, and drop it from names.
+
+    `input_ids` is always included.
+    """
     path, problems = folder / "reference.safetensors", []
     infos = read_header(path, path.name, problems)
     assert not problems
@@ -65,5 +68,5 @@ def copy_with_config(source, folder, **changes):
 
 
 def user_environment() -> dict[str, str]:
-    """Return the environment of a user, whose programs find modules where they are started."""
+    """Return a user's environment, in which Python finds modules in the folder where it starts."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}

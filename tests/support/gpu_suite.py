@@ -1,4 +1,4 @@
-"""What the expert layers of a GPU must do beside `kernel_suite`: bits, many tokens, CUDA graphs."""
+"""Tests of GPU kernels besides `kernel_suite`: equal bits, many tokens, and CUDA graphs."""
 
 import json
 import os
@@ -17,23 +17,23 @@ from kernel_suite import LayerSuite, bits
 
 
 def run_layer(suffix, call):
-    """Run a `kernel_cases.LayerCall` by a target."""
+    """Run a `kernel_cases.LayerCall` on the target `suffix`."""
     program = jax.jit(lambda *operands: cuda_calls.moe(*operands, call.options, suffix))
     return program(*jax.tree.map(jnp.asarray, call.operands[:-1]))
 
 
 def run_product(suffix, call):
-    """Run a `kernel_cases.ProductCall` by a target."""
+    """Run a `kernel_cases.ProductCall` on the target `suffix`."""
     program = jax.jit(lambda *operands: cuda_calls.grouped_gemm(*operands, call.mode, suffix))
     return program(*map(jnp.asarray, call.operands))
 
 
-# A chunk is 32768 or 65536 slots of two or three to a token.
+# Tokens at which chunks end. A chunk has 32768 or 65536 slots, and a token has two or three.
 CHUNK_ENDS = (10922, 16384, 21845, 32768, 43690)
 
 
 def assert_graph_follows_the_routing(tmp_path, suffix, mode):
-    """Run one compiled program inside a CUDA graph, called with changing routing."""
+    """Assert that one compiled program inside a CUDA graph follows routing that changes."""
     environment = dict(
         os.environ,
         XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} "
@@ -57,7 +57,10 @@ def assert_graph_follows_the_routing(tmp_path, suffix, mode):
 
 
 class GpuLayerSuite(LayerSuite):
-    """Expert layers by the targets `suffix`; calls of many tokens have `many_tokens_numbers`."""
+    """Test expert layers on the targets `suffix`.
+
+    `many_tokens_numbers` are the dtypes and activation scales for calls with many tokens.
+    """
 
     many_tokens_numbers = axis("bf16-static", "bf16-token")
 
@@ -73,7 +76,7 @@ class GpuLayerSuite(LayerSuite):
     @pytest.mark.slow
     @pytest.mark.parametrize("top_k", [2, 3])
     def test_many_tokens_equal_few(self, run, top_k, many_tokens_numbers):
-        """65536 tokens go through in chunks; each token's output is that of a short call."""
+        """65536 tokens run in chunks, and each token's output equals that of a short call."""
         case = (65536, top_k, 8, 64, 32, uniform(65536, top_k, 8))
         call = self.call(case, many_tokens_numbers)
         actual = np.asarray(run(call))
@@ -83,7 +86,7 @@ class GpuLayerSuite(LayerSuite):
 
 
 class TokensAloneSuite:
-    """With `GpuLayerSuite`, of kernels whose sums do not depend on the other tokens."""
+    """Add to `GpuLayerSuite` for kernels in which a sum does not depend on the other tokens."""
 
     def test_tokens_have_the_bits_that_they_have_alone(self, run, numbers):
         call, rows = self.call("several_tiles", numbers, bias=True), slice(77, 97)
@@ -91,7 +94,7 @@ class TokensAloneSuite:
 
 
 class GpuProducts:
-    """Runs grouped products by the targets `suffix`."""
+    """Run grouped GEMMs on the targets `suffix`."""
 
     @pytest.fixture
     def run(self, suffix):

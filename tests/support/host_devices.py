@@ -1,4 +1,4 @@
-"""What tests over a mesh of eight CPU devices share: meshes, collectives, differences."""
+"""Utilities for tests over a mesh of eight CPU devices: meshes, collectives and comparisons."""
 
 import collections
 import re
@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import AxisType
 
 SHAPES = ((8, 1), (4, 2), (2, 4), (1, 2))
-# Sums of float32 in another order, up to eight of them for each all-reduce; logits pass through
-# some layers of that.
+# Sharding changes the order of float32 sums: each all-reduce adds up to eight terms. Logits pass
+# through several such layers.
 BOUND = 1e-6
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+|ragged-\S+?)(?:-start)?\("
@@ -22,7 +22,7 @@ call = jax.jit(lambda module, *args: module(*args))
 
 
 def name_shape(value):
-    """Return the name of a shape in the name of a test; None, which leaves pytest's, for others."""
+    """Return how a shape reads in the name of a test. For None, pytest chooses the name."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else None
 
 
@@ -36,18 +36,18 @@ def make_mesh(shape, kind=AxisType.Auto, names=("expert", "tensor")):
 
 
 def collectives(compiled):
-    """Return name -> how many collectives of that name a compiled program has."""
+    """Return name -> how many collectives with that name a compiled program has."""
     return dict(collections.Counter(COLLECTIVE.findall(compiled.as_text())))
 
 
 def run_counted(module, *args):
-    """Return the result of a module, and the collectives of the program that gives it."""
+    """Return the result of a module, and the collectives of the compiled program."""
     compiled = call.lower(module, *args).compile()
     return compiled(module, *args), collectives(compiled)
 
 
 def difference(actual, expected):
-    """Return the largest difference over the largest expected magnitude, in float64."""
+    """Return the largest difference, divided by the largest expected magnitude, in float64."""
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
@@ -59,7 +59,7 @@ def describe(module):
 
 
 def differing_copies(module):
-    """Return the paths of arrays of which two devices hold the same part with other values."""
+    """Return the paths of arrays for which two devices hold different copies of the same part."""
     found = []
     for path, leaf in jax.tree.leaves_with_path(nnx.state(module)):
         parts = {}
@@ -77,7 +77,7 @@ def tokens(count, dtype=jnp.float32):
 
 
 def decode(model, ids, cuts=(9, 10)):
-    """Return the logits of a prefill and of each piece of `ids` after it, and the cache."""
+    """Prefill the first piece of `ids`, decode the others, and return all logits and the cache."""
     cache, pieces = model.init_cache(*ids.shape), []
     for piece in np.split(ids, cuts, axis=1):
         logits, cache = call(model, piece, cache)

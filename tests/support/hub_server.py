@@ -1,4 +1,7 @@
-"""A stand-in of the Hugging Face Hub on the loopback address: what its client asks for, no more."""
+"""A stand-in for the Hugging Face Hub on the loopback address.
+
+It answers only the requests that the Hub's client makes.
+"""
 
 import contextlib
 import hashlib
@@ -68,7 +71,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve(**repositories):
-    """Serve folders as repositories ``owner/NAME``; give the address and what was asked for."""
+    """Serve folders as repositories ``owner/NAME``; yield the address and the list of requests."""
     asked: list[str] = []
     known = {f"owner/{name}": folder for name, folder in repositories.items()}
     handler = type("Handler", (_Handler,), {"repositories": known, "asked": asked})

@@ -1,9 +1,9 @@
-"""Expert layers and grouped products that every kernel must compute, with truth and yardstick.
+"""Expert layers and grouped GEMMs that every kernel must compute, with truth and yardstick.
 
-Truth and yardstick are in `float64_layer`. The yardstick is the same computation in plain XLA, with
-products in the dtype of the activations; for float32 it is a plain float32 loop over k. The sizes
-cross every boundary inside the kernels: less than a tile, whole tiles, rests of tiles, one row, and
-more rows than a kernel takes at once.
+`float64_layer` computes both. The yardstick is the same computation in plain XLA, with GEMMs in the
+dtype of the activations. For float32, it is a plain float32 loop over k. The sizes cross every
+boundary inside the kernels: less than a tile, whole tiles, partial tiles, one row, and more rows
+than a kernel takes at once.
 """
 
 import dataclasses
@@ -63,14 +63,15 @@ LAYERS = {
     "same_expert_twice": (10, 4, 3, 48, 16, constant(10, 4, 1)),
     "many_experts": (9, 32, 512, 32, 16, uniform(9, 32, 512)),
 }
-# Those with boundaries of the CUDA kernels alone.
+# Sizes at boundaries that only the CUDA kernels have.
 CUDA_LAYERS = {
     "fills_tiles": (128, 2, 2, 256, 128, uniform(128, 2, 2)),
     "odd_sizes": (37, 3, 5, 320, 112, uniform(37, 3, 5)),
     "two_tiles_of_scales": (300, 2, 3, 144, 48, uniform(300, 2, 3)),
     "few_slots_of_one_expert": (8, 4, 3, 80, 48, constant(8, 4, 1)),
     "few_slots_long_k": (3, 8, 16, 1104, 592, uniform(3, 8, 16)),
-    # Of shared memory dynamic 40 and 36 KiB, in W4A16 and W4A4, and with the rest over 48.
+    # Four rows take 40 KiB of dynamic shared memory in W4A16, and one row with its eight rounded
+    # copies takes 36 KiB in W4A4. With static shared memory, both need more than 48 KiB.
     "few_slots_of_four_rows": (4, 2, 4, 5120, 16, uniform(4, 2, 4)),
     "few_slots_of_one_row": (1, 8, 16, 2048, 16, uniform(1, 8, 16)),
     "slots_in_one_warp_segment": (70, 8, 16, 32, 16, uniform(70, 8, 16)),
@@ -100,8 +101,8 @@ PRODUCTS = {
     "full_tiles": (192, 256, 64, [64, 128]),
 }
 NO_EXPERTS = (70, 24, 16, [])
-# More rows than a CUDA kernel takes at once: a group over the end of the first chunk, an empty one
-# beside it, and rows past all groups.
+# More rows than a CUDA kernel takes at once: a group crosses the end of the first chunk, an empty
+# group comes before it, and rows follow after all groups.
 CHUNKED = (2**18 + 70, 24, 16, [2**18 - 40, 0, 60, 29])
 
 
@@ -111,7 +112,7 @@ def _matmul(x, w):
 
 
 def xla(dtype):
-    """Return x @ w.T by plain XLA in `dtype`.
+    """Return a function that computes x @ w.T by plain XLA in `dtype`.
 
     Rows are padded to a power of two, so that groups of different sizes share a program.
     """
@@ -129,7 +130,7 @@ def _yardstick_product(dtype):
 
 
 def _frozen(arrays):
-    """Return the arrays read-only: tests share them."""
+    """Make the arrays read-only, because tests share them, and return them."""
     for array in arrays:
         array.flags.writeable = False
     return arrays
@@ -159,12 +160,12 @@ class LayerCall:
         return float64_layer.moe(*self.operands, matmul=product).astype(self.x.dtype)
 
     def of_tokens(self, rows):
-        """Return the call of some tokens alone."""
+        """Return the call for some of its tokens."""
         own = {"x": self.x[rows], "ids": self.ids[rows], "weights": self.weights[rows]}
         return dataclasses.replace(self, **own)
 
     def with_layer(self, **changes):
-        """Return the call with operands of its layer replaced."""
+        """Return the call with some operands of its layer replaced."""
         return dataclasses.replace(self, layer=self.layer._replace(**changes))
 
     def with_value(self, row, column, value):
@@ -176,7 +177,7 @@ class LayerCall:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProductCall:
-    """One grouped product, in numpy: `operands` and `mode` are those of `float64_layer`."""
+    """One grouped GEMM in numpy, with the operands and mode of `float64_layer.grouped_gemm`."""
 
     operands: tuple
     mode: str
@@ -197,7 +198,7 @@ class ProductCall:
 
     @property
     def rows(self):
-        """Rows that a group owns; those after them are zeros."""
+        """Return how many rows belong to a group. Output rows after them are zeros."""
         sizes = np.clip(self.operands[-1].astype(np.int64), 0, None)
         return int(min(sizes.sum(), len(self.x)))
 
@@ -215,14 +216,14 @@ def _make_layer(case, dtype, options, seed, bias):
 
 
 def make_layer(case, dtype, options, *, seed=0, bias=False) -> LayerCall:
-    """Return a layer of the tables or of any sizes; the same object for the same arguments."""
+    """Return a layer for a name in the tables or for any sizes. Equal arguments share an object."""
     return _make_layer(
         {**LAYERS, **CUDA_LAYERS, **EMPTY}.get(case, case), dtype, options, seed, bias
     )
 
 
 def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCall:
-    """Return a product of PRODUCTS or any such sizes."""
+    """Return a grouped GEMM for a name in PRODUCTS or for any such sizes."""
     m, n, k, sizes = PRODUCTS[case] if isinstance(case, str) else case
     rng, e = np.random.default_rng(1), len(sizes)
     packed, block_scale = float64_layer.random_weight(rng, e, n, k)
@@ -238,7 +239,7 @@ def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCal
     return ProductCall(_frozen(operands), mode)
 
 
-# What a kernel could get wrong, as a change of the weights: each is over the bound.
+# Faults that a kernel could have, as changes of the weights. Each one must exceed the bound.
 
 
 def _up_under_the_scale_of_gate(call):
@@ -265,13 +266,13 @@ def _one_byte_of_block_scales(call):
     return call.with_layer(down_block_scale=wrong)
 
 
-# The layer in which a fault is noticed, and the fault.
+# Fault -> the layer in which it shows, and the change.
 FAULTS = {
     "up_under_the_scale_of_gate": ("fills_no_tile", _up_under_the_scale_of_gate),
     "block_scales_of_an_expert": ("fills_no_tile", _block_scales_of_an_expert),
     "one_byte_of_block_scales": ("fills_no_tile", _one_byte_of_block_scales),
 }
-# Where activations are rounded to FP4, the yardstick's own error covers these.
+# If activations are rounded to FP4, the yardstick's own error hides these faults.
 FAULTS_OF_W4A16 = {
     "one_scale_of_an_expert": ("fills_no_tile", _one_scale_of_an_expert),
     "block_scales_over_long_rows": ("few_slots_long_k", _block_scales_of_an_expert),
@@ -279,7 +280,7 @@ FAULTS_OF_W4A16 = {
 
 
 def with_wrong_row_of_scales(call: ProductCall) -> ProductCall:
-    """Return the product with the block scales of one row of one group moved on by one."""
+    """Return the call with the block scales of one row of one group shifted by one block."""
     wrong = call.operands[2].copy()
     wrong[2, 17] = np.roll(wrong[2, 17], 1)
     return dataclasses.replace(call, operands=(*call.operands[:2], wrong, *call.operands[3:]))

@@ -1,7 +1,8 @@
-"""What every kernel of expert layers and grouped products must do, whoever runs it.
+"""Tests that every kernel of expert layers and grouped GEMMs must pass.
 
-A test module subclasses `LayerSuite` and `ProductSuite`, and binds its contestant: the fixture
-`run`, and what the contestant supports. An `axis` is a fixture of names; a subclass replaces it.
+A test module subclasses `LayerSuite` and `ProductSuite`. It defines the fixture `run`, which calls
+the kernel, and the axes, which say what the kernel supports. An `axis` is a fixture of names that a
+subclass can replace.
 """
 
 import dataclasses
@@ -59,11 +60,11 @@ def bits(run, call):
 
 
 class LayerSuite:
-    """Expert layers.
+    """Test expert layers.
 
     `run` calls a `kernel_cases.LayerCall`. The axes are dtypes with activation scales: `numbers`
-    are all that the contestant supports, `case_numbers` and `activation_numbers` those with which
-    it runs all sizes and all activations.
+    are all that the kernel supports, `case_numbers` run all sizes, and `activation_numbers` run all
+    activations.
     """
 
     numbers = axis(*combinations(DTYPES))
@@ -113,7 +114,7 @@ class LayerSuite:
 
     @pytest.mark.parametrize("activation", ["silu", "relu2"])
     def test_non_finite_token_stays_alone(self, run, activation, numbers):
-        """All other tokens have the bits that they had."""
+        """All other tokens keep their bits."""
         call = self.call("several_tiles", numbers, activation=activation)
         clean, others = np.asarray(run(call)), np.arange(len(call.x)) != 70
         for value in (np.nan, np.inf, -np.inf):
@@ -129,7 +130,7 @@ class LayerSuite:
 
 
 class UnroundedSuite:
-    """With `LayerSuite`, of kernels that leave activations as they are."""
+    """Add to `LayerSuite` for kernels that leave activations as they are."""
 
     unrounded_numbers = axis("bf16-none", "f16-none", "f32-none")
 
@@ -141,7 +142,10 @@ class UnroundedSuite:
 
 
 class RoundingSuite:
-    """Layers of exact sums: the outputs are the rounded activations. `run` as in `LayerSuite`."""
+    """Test layers with exact sums, whose outputs are the rounded activations.
+
+    `run` is that of `LayerSuite`.
+    """
 
     dtype = axis("bf16", "f16")
 
@@ -152,9 +156,9 @@ class RoundingSuite:
         np.testing.assert_array_equal(np.asarray(actual), expected)
 
 
-# Data whose sums have the same bits in every order: block scales s of [1, 2), multiples of 1/8, so
-# that products are multiples of 2^-8, and sums of their magnitudes below 2^16: 24 bits hold them.
-# m, n, k, group sizes
+# The sums of this data are exact, so that they have the same bits in every order. Block scales are
+# multiples of 1/8 in [1, 2), so that products are multiples of 2^-8. Sums of their magnitudes are
+# below 2^16, so that 24 bits hold them. Each entry is m, n, k, group sizes.
 EXACT_PRODUCTS = {
     "one_block": (1, 16, 16, [1]),
     "fills_no_tile": (11, 40, 80, [3, 0, 8]),
@@ -165,14 +169,17 @@ EXACT_PRODUCTS = {
 
 
 def exact_weight(rng, e, n, k):
-    """Return random codes, and block scales of [1, 2) and [-2, -1)."""
+    """Return random codes, and block scales in [1, 2) and (-2, -1]."""
     packed = rng.integers(0, 256, (e, n, k // 2), np.uint8)
     scale = rng.choice(np.array([0x38, 0xB8], np.uint8), (e, n, k // 16))
     return packed, (scale + rng.integers(0, 8, scale.shape, np.uint8)).view(E4M3)
 
 
 def exact_rows(rng, m, k, g, dtype):
-    """Return rows that NVFP4 with global scale g, a power of two, holds with scales of [1, 2)."""
+    """Return rows that NVFP4 holds exactly, with the global scale g, which is a power of two.
+
+    The block scales are in [1, 2).
+    """
     values = CODE_VALUES[rng.integers(0, 16, (m, k // 16, 16))]
     values[..., 0] = rng.choice([-6, 6], values.shape[:-1])
     scale = 1 + rng.integers(0, 8, (m, k // 16, 1)) / 8
@@ -180,7 +187,7 @@ def exact_rows(rng, m, k, g, dtype):
 
 
 class ProductSuite:
-    """Grouped products: `run` calls a `kernel_cases.ProductCall`."""
+    """Test grouped GEMMs; `run` calls a `kernel_cases.ProductCall`."""
 
     case = axis(*PRODUCTS)
     numbers = axis(*combinations(DTYPES))
@@ -214,7 +221,7 @@ class ProductSuite:
 
     @pytest.mark.parametrize("exact_case", EXACT_PRODUCTS)
     def test_order_independent_product_is_exact(self, run, exact_case, exact_dtype):
-        """Every bit is that of numpy."""
+        """Every bit equals that of numpy."""
         m, n, k, sizes = EXACT_PRODUCTS[exact_case]
         assert k * 36 * 1.875**2 <= 2**16
         rng, e, g = np.random.default_rng(k), len(sizes), 2.0**-5
@@ -231,7 +238,10 @@ class ProductSuite:
 
 
 class ChunkedProductSuite:
-    """Products of more rows than a kernel takes at once: `run` as in `ProductSuite`."""
+    """Test grouped GEMMs with more rows than a kernel takes at once.
+
+    `run` is that of `ProductSuite`.
+    """
 
     numbers = axis(*combinations(("bf16", "f16")))
 

@@ -1,7 +1,7 @@
-"""Models of several mixers, at sizes that meshes divide."""
+"""Models with several kinds of mixers, at sizes that meshes divide."""
 
-# The given checkpoint of each, and the sizes that experts must have to be cut. The delta nets of
-# qwen3_5 keep their two key heads, which do not make four parts.
+# Name -> a given checkpoint, and changes of its config that make experts and heads divisible. The
+# delta nets of qwen3_5 keep their two key heads, which four devices cannot divide.
 EXPERTS = {"moe_intermediate_size": 64}
 SHARED = EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 64}
 CASES = {

@@ -1,7 +1,8 @@
-"""The error that bfloat16 explains: a float32 model whose modules round what they read and give.
+"""Estimate the error of bfloat16 by a float32 model whose modules round inputs and outputs.
 
-The float32 program is the one that the tools' reference tensors prove. It shares with a bfloat16
-model nothing that depends on the dtype, so a fault that only bfloat16 has is on one side alone.
+Other tests compare the float32 model with the reference tensors of the tools. It shares nothing
+that depends on the dtype with a bfloat16 model, so a fault that only bfloat16 has is a difference
+between the two.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ def rounded_modules(model, rounds):
 
     Args:
       model: a `Decoder` in float32. Its logits are not rounded, as in a bfloat16 model.
-      rounds: bool scalar, may be traced: whether to round, so that one program serves for both.
+      rounds: bool scalar, which may be traced. Whether to round, so that one program serves both
+        cases.
     """
 
     def rounded(value):
@@ -54,17 +56,18 @@ def _owner_of_call(kind):
 
 @contextlib.contextmanager
 def followed_choices(choices):
-    """Replace the choice of a token whose router decides otherwise than `choices` says.
+    """Replace the experts of each token for which the router disagrees with `choices`.
 
-    A router's near tie may fall to the other side in bfloat16, and the token's logits then say
-    nothing of rounding. Where ids agree, the router's own weights stay.
+    A near tie in a router may fall to the other side in bfloat16. The logits of that token then say
+    nothing about rounding. If the ids agree, the router's own weights stay.
 
     Args:
-      choices: ids ``[b, t, k]`` and weights of each expert block, in the order of the calls; ids of
+      choices: ids ``[b, t, k]`` and weights of each expert block, in the order of the calls. Ids of
         -1 keep what the router decides.
 
     Yields:
-      A list that takes bool ``[b, t]`` of each block: whether the token's choice was replaced.
+      A list that receives bool ``[b, t]`` for each block: whether the token's experts were
+        replaced.
     """
     original, given, replaced = NVFP4MoE.route, iter(choices), []
 

@@ -1,6 +1,6 @@
-"""Values that are hard to quantize, and the bytes that they must become; for every quantizer.
+"""Tests that every quantizer must pass: values that are hard to quantize, and the exact bytes.
 
-A test module subclasses the suites, and binds its contestant by the fixture `run`.
+A test module subclasses the suites and defines the fixture `run`, which calls its quantizer.
 """
 
 import float64_layer
@@ -27,7 +27,10 @@ def finite(dtype):
 
 
 def beside_six(dtype):
-    """Return finite values up to 6, each beside a 6: of scale 1 where the global one is 1."""
+    """Return all finite values up to 6, in blocks that start with a 6.
+
+    The block scale is 1 if the global scale is 1.
+    """
     values = finite(dtype).reshape(-1)
     values = values[np.abs(values.astype(np.float32)) <= 6]
     rows = np.resize(values, (len(values) // 15 + 1, 15))
@@ -35,7 +38,7 @@ def beside_six(dtype):
 
 
 def alone(dtype):
-    """Return every finite value as the one that sets the scale of its block."""
+    """Return one block for each finite value, in which that value sets the scale."""
     values = finite(dtype).reshape(-1)
     rows = np.zeros((len(values), 16), dtype)
     rows[:, 3] = values
@@ -58,20 +61,20 @@ def awkward(dtype):
 
 
 def numbers(dtype):
-    """Return the awkward rows without NaN and infinities, which as a whole have a scale."""
+    """Return the awkward rows without NaN and infinities, which have a joint global scale."""
     rows = awkward(dtype)
     return rows[np.isfinite(rows.astype(np.float32)).all(-1)]
 
 
 def random(dtype, rows, seed):
-    """Return rows of 1024 normal values, each row of its own size."""
+    """Return rows of 1024 normal values, each row with a magnitude of its own."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, 1024), np.float32)
     return (x * np.exp2(rng.uniform(-12, 8, (rows, 1)).astype(np.float32))).astype(dtype)
 
 
 def differing_bytes(x, g, scale_layout, quantized):
-    """Count bytes of packed, block_scale and global_scale that are not numpy's, which are IEEE's.
+    """Count bytes of packed, block_scale and global_scale that differ from numpy's IEEE results.
 
     Args:
       x: ``[m, k]``.
@@ -99,7 +102,7 @@ def assert_exact(run, x, g, layout="linear"):
 
 
 class QuantizerSuite:
-    """Every byte is that of numpy.
+    """Test that every byte is that of numpy.
 
     ``run(x, g, layout)`` returns packed, block_scale and global_scale; g is float32 or None.
     """
@@ -143,7 +146,7 @@ class QuantizerSuite:
 
 
 class EveryScaleSuite:
-    """With `QuantizerSuite`: every finite value sets the scale of a block."""
+    """Add to `QuantizerSuite`: every finite value sets the scale of a block."""
 
     @pytest.mark.parametrize("g", SCALES)
     @pytest.mark.parametrize("dtype_of_16_bits", [BF16, F16], ids=["bf16", "f16"])

@@ -1,11 +1,11 @@
-"""What `lax.ragged_all_to_all` does, for CPUs, which have none."""
+"""Emulate `lax.ragged_all_to_all` for CPUs, which do not have it."""
 
 import jax
 import jax.numpy as jnp
 
 
 def emulate_ragged(operand, output, first, sizes, there, came, *, axis_name):
-    """Gather everything, and put each row where the description of the operation puts it."""
+    """Gather everything, and put each row where the description of the operation says."""
     shards, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     given = operand, first, sizes, there
     operands, *cuts = (jax.lax.all_gather(part, axis_name) for part in given)
@@ -16,6 +16,6 @@ def emulate_ragged(operand, output, first, sizes, there, came, *, axis_name):
     piece = inside.argmax(axis=1)
     source = first[piece] + row[:, 0] - there[piece]
     rows = operands[sender[piece], jnp.clip(source, 0, operand.shape[0] - 1)]
-    said = (came == sizes).all() & (inside.sum(axis=1) <= 1).all()  # nothing is written twice
+    said = (came == sizes).all() & (inside.sum(axis=1) <= 1).all()  # no row is written twice
     put = jnp.where(inside.any(axis=1)[:, None], rows, output)
     return jnp.where(said, put, jnp.zeros_like(output))

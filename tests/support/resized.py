@@ -1,4 +1,4 @@
-"""Given checkpoints at other sizes: each tensor drawn from the values of the given one."""
+"""Write given checkpoints at other sizes, with values drawn from the given tensors."""
 
 import zlib
 
@@ -21,15 +21,15 @@ BLOCK = 16
 
 
 class Asked:
-    """Answers as a `WeightTable` of dense tensors, and remembers what was asked for.
+    """Stand in for a `WeightTable` of dense tensors, and record what was asked for.
 
     Attributes:
       arrays: name -> shape.
-      linears: module -> n and k; of those that may be quantized.
+      linears: module -> n and k, for modules that may be quantized.
     """
 
     def __init__(self, tensors):
-        """Make one that has the tensors which `tensors`, an open checkpoint's, has."""
+        """Make a table that has the tensors of an open checkpoint."""
         self._tensors = tensors
         self.arrays, self.linears = {}, {}
 
@@ -73,18 +73,19 @@ class Asked:
 
 
 def abstract(name, value):
-    """Return a source of shapes alone."""
+    """Return a source that has a shape but no values."""
     return Source(name, value, lambda reader: pytest.fail("nothing is read"))
 
 
 def write_resized(given, folder, **changes):
-    """Write the ModelOpt W4A16 checkpoint `given` to `folder`, fields of its config replaced.
+    """Write the ModelOpt W4A16 checkpoint `given` to `folder`, with fields of its config replaced.
 
-    Its experts are the given ones, over and over.
+    Experts that the checkpoint lacks take values of its first expert.
     """
     with open_checkpoint(given) as checkpoint:
         config = merge_text_config(checkpoint.config) | changes
-        config.pop("text_config", None)  # merged above; read again, it would take back `changes`
+        # text_config is merged already. If it were merged again, it would undo `changes`.
+        config.pop("text_config", None)
         row, asked = find_architecture(config), Asked(checkpoint.tensors)
         settings = Settings(Target("cpu"), dtype=jnp.float32)
         make = Builder(asked, row.keys, settings)
@@ -105,14 +106,14 @@ def write_resized(given, folder, **changes):
 
 
 def draw(name, values, shape):
-    """Return an array of random elements of `values`, the same ones for each `name`."""
+    """Return random elements of `values`. A name always gives the same elements."""
     values = values.reshape(-1)
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     return values[rng.integers(values.size, size=shape)]
 
 
 def _alike(module, source):
-    """Return a module of `source` whose values stand for those of `module`, which it lacks."""
+    """Return the module of `source` that supplies values for `module`, which `source` lacks."""
     if ".experts." in module:
         prefix, _, rest = module.partition(".experts.")
         projection = rest.partition(".")[2]

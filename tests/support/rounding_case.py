@@ -1,31 +1,32 @@
-"""A W4A4 layer whose sums are exact, so that its outputs are the rounded activations, to the bit.
+"""A W4A4 layer with exact sums, whose outputs are the rounded activations to the bit.
 
-x lies on the grid of NVFP4 and product 2 is the identity: what comes out is Q(a), a the activation
-of exact sums. Gates are so large that their sigmoid is 1.
+NVFP4 represents x exactly, and the second GEMM is the identity. The outputs are Q(a), where a is
+the activation of exact sums. Gates are so large that their sigmoid is 1.
 """
 
 import numpy as np
 from float64_layer import E4M3, Layer, Options, encode_e2m1, moe
 
 HIDDEN, EXPERTS, TOKENS = 144, 5, 70
-# Those that the epilogues round; swigluoai's limit of 7 would keep the sigmoids below 1.
+# Activations that the epilogues round. The limit of swigluoai, 7, would keep the sigmoids below 1.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "gelu_tanh_no_mul")
-# Of activations up to a few hundred: within range, clamped at 448, scales that are subnormal.
+# Input scales for activations up to a few hundred. Block scales are within range, clamped at 448,
+# or subnormal.
 _INPUT_SCALES = np.array([2.0**-3 * 1.37, 0.031, 1.7, 40.0, 250.0], np.float32)
 _GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def _pack(values):
-    """Return packed codes of values on the grid and block scales of 1."""
+    """Return the packed codes of E2M1 values, with block scales of 1."""
     codes = encode_e2m1(values.astype(np.float32))
     packed = codes[..., 0::2] | codes[..., 1::2] << 4
     return packed, np.ones((*values.shape[:-1], values.shape[-1] // 16), E4M3)
 
 
 def _tokens(rng):
-    """Return rows of a few values on the grid, 6 the largest of every block that is not zero."""
+    """Return rows with a few E2M1 values. The largest of every nonzero block is 6."""
     x = np.zeros((TOKENS, HIDDEN // 16, 16), np.float32)
-    for row in x[1:]:  # the first stays zero
+    for row in x[1:]:  # the first row stays zero
         for block in rng.choice(HIDDEN // 16, 3, replace=False):
             row[block, rng.choice(16, 2, replace=False)] = 6, rng.choice(_GRID)
     return x.reshape(TOKENS, HIDDEN)
@@ -34,7 +35,7 @@ def _tokens(rng):
 def make(activation: str, dtype, seed=0):
     """Return the operands of `moe` and the outputs ``[t, h]`` that its kernel must give.
 
-    `float64_layer.moe` states them: with exact products its only roundings are those of the layer.
+    `float64_layer.moe` computes the outputs. Its GEMMs are exact, so that only the layer rounds.
     """
     rng, options = np.random.default_rng(seed), Options(activation, activation_scale="static")
     up = rng.choice([-4.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0], (EXPERTS, HIDDEN, HIDDEN))
@@ -56,5 +57,5 @@ def make(activation: str, dtype, seed=0):
     ids = rng.integers(-1, EXPERTS, (TOKENS, 1)).astype(np.int32)
     operands = _tokens(rng).astype(dtype), layer, ids, np.ones((TOKENS, 1), np.float32), options
     outputs = moe(*operands).astype(np.float32).astype(dtype)
-    assert len(np.unique(np.abs(outputs[outputs != 0]))) > 30  # it shows many codes and scales
+    assert len(np.unique(np.abs(outputs[outputs != 0]))) > 30  # outputs show many codes and scales
     return operands, outputs

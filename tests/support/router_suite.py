@@ -1,6 +1,6 @@
-"""What every router must do: choose as `routing.route`, and weigh as accurately.
+"""Tests that every router must pass: it chooses as `routing.route`, with the same accuracy.
 
-`test_routing` holds `routing.route` against plain numpy.
+`test_routing` compares `routing.route` with plain numpy.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from routers import inputs, sigmoid, softmax
 from jax_nvfp4_moe.numerics.routing import Router, route
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
-# The table's families and one with groups, with top_k as it comes.
+# The routers of the known families and one more with groups. Tests replace their top_k.
 FORMS = {
     "softmax": Router(1),
     "unnormalized": Router(1, renormalize=False, scaling=0.5),
@@ -28,7 +28,7 @@ FORMS = {
 
 
 def with_experts(router, experts, top_k):
-    """Return `router` for so many experts: `top_k` of them at most, groups only where they fit."""
+    """Return `router` for `experts` experts, with at most `top_k`, and groups only if they fit."""
     if experts % router.num_groups:
         router = dataclasses.replace(router, num_groups=1, groups_kept=1)
     eligible = experts // router.num_groups * router.groups_kept
@@ -36,7 +36,7 @@ def with_experts(router, experts, top_k):
 
 
 def tied_inputs(experts):
-    """Return logits and corrections of few values, so that most scores tie, and groups do."""
+    """Return logits and corrections with few distinct values: most scores and groups tie."""
     rng = np.random.default_rng(2)
     return np.float32(rng.integers(0, 3, (70, experts))), np.float32(rng.integers(0, 2, experts))
 
@@ -49,7 +49,7 @@ SCORES = {
 
 
 def choice_values(router, logits, bias):
-    """Return what experts are chosen by, in the dtype of `logits`."""
+    """Return the values by which experts are chosen, in the dtype of `logits`."""
     if router.select == "logits":
         return logits
     return SCORES[router.score](logits) + (0 if bias is None else np.asarray(bias, logits.dtype))
@@ -67,7 +67,7 @@ def exact_weights(router, logits, ids):
 
 
 def assert_weights_accurate(router, logits, bias, got):
-    """Assert weights, each of its own expert, with at most twice the worst error of `route`."""
+    """Assert that weights fit their experts, with at most twice the worst error of `route`."""
     ids, weights = got
     want_ids, want_weights = map(np.asarray, route(router, logits, bias))
     if not weights.size:
@@ -89,7 +89,7 @@ def assert_routes_alike(router, logits, bias, got):
     assert_weights_accurate(router, logits, bias, got)
     exact = choice_values(router, np.asarray(logits, np.float64), bias)
     if other.any():
-        # Both sides may err, each by twice what plain float32 does.
+        # Both routers may err, each by twice the error of plain float32.
         rounding = np.abs(choice_values(router, np.asarray(logits), bias) - exact).max()
         taken, best = (np.take_along_axis(exact, which, -1) for which in (ids, want_ids))
         assert np.abs(taken - best).max() <= 4 * rounding

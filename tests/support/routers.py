@@ -1,4 +1,4 @@
-"""Routers of the model families in plain numpy, and what they are called with."""
+"""Routers of the model families in plain numpy, and their inputs."""
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def gpt_oss(x, bias):
 
 
 def deepseek_v3(x, bias):
-    """4 groups of 4; a group counts as its two best biased scores; the 2 best groups are kept."""
+    """Keep 2 of 4 groups of 4 experts. A group counts as the sum of its two best biased scores."""
     s = sigmoid(x)
     biased = s + bias
     ids, weights = [], []

@@ -1,9 +1,9 @@
-"""Layers for the W4A4 kernels of compute capability 10.x, and what they must give.
+"""Layers for the W4A4 kernels for compute capability 10.x, and their expected outputs.
 
-Sums leave a product in bfloat16, as they do in plain XLA. After that rounding an activation may
-take the next FP4 code, so the truth of a layer rounds the sums of its first product, too: then both
-multiply the same codes in the second one. With scales that are powers of two it does not matter
-whether sums are rounded before or after they are scaled.
+A GEMM returns its sums in bfloat16, as plain XLA does. After that rounding, an activation may take
+the next FP4 code. The truth of a layer therefore rounds the sums of the first GEMM too, so that
+both multiply the same codes in the second GEMM. If scales are powers of two, sums may be rounded
+before or after they are scaled.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ MODES = ("static", "token")
 
 
 class RoundedCall(LayerCall):
-    """A layer whose truth rounds the sums of its first product."""
+    """A layer whose truth rounds the sums of the first GEMM."""
 
     @functools.cached_property
     def truth(self):
         return self.rounded_truth(products=1)
 
     def rounded_truth(self, products):
-        """Return the layer in float64, but for the rounding of the sums of its first `products`."""
+        """Return the layer in float64, with the sums of the first `products` GEMMs in bfloat16."""
         first = self.layer.gate_up_packed.shape[1], self.x.shape[1]
 
         def product(x, w):
@@ -44,12 +44,12 @@ def _power_of_two(scale):
 
 @functools.cache
 def make(case, dtype, options, *, bias=False):
-    """Return a layer in which every scale that a kernel can meet before the last product is 2^n."""
+    """Return a layer whose global, input and token scales and expert weights are powers of two."""
     call = make_layer(case, dtype, options, bias=bias)
     scales = call.layer._asdict().items()
     ends = "global_scale", "input_scale"
     changed = {name: _power_of_two(scale) for name, scale in scales if name.endswith(ends)}
-    largest = 2688 * 2.0**-10  # of each row, so that its own scale is 2^-10
+    largest = 2688 * 2.0**-10  # the largest of each row, whose token scale is then 2^-10
     x = np.clip(call.x.astype(np.float32), -largest, largest).astype(BF16)
     x[:, 0] = largest
     layer = call.layer._replace(**changed)
@@ -57,9 +57,10 @@ def make(case, dtype, options, *, bias=False):
 
 
 def make_exact():
-    """Return a layer whose sums are exact in float32 in any order: block scales within 4 times.
+    """Return a layer whose sums are exact in float32 in any order.
 
-    Tokens have one expert and the activation is a square, so `rounded_truth(2)` has its bits.
+    Its block scales differ by a factor of at most 4. Each token has one expert and the activation
+    is a square, so that the kernel has the bits of `rounded_truth(2)`.
     """
     options = float64_layer.Options(activation="relu2", activation_scale="static")
     call = make((45, 1, 3, 208, 80, uniform(45, 1, 3)), BF16, options)
@@ -76,7 +77,7 @@ def make_exact():
 
 
 def make_exact_product(mode):
-    """Return a grouped product whose sums are exact; rows are scaled by 2^n."""
+    """Return a grouped GEMM with exact sums; the scales of its rows are powers of two."""
     call = make_exact()
     layer, empty = call.layer, np.zeros((0, 0), np.float32)
     sizes = np.array([20, 0, 22], np.int32)
@@ -85,7 +86,7 @@ def make_exact_product(mode):
 
 
 class Sm100Layers:
-    """What `kernel_suite.LayerSuite` binds for these kernels, and sums that are exact."""
+    """Axes of `kernel_suite.LayerSuite` for these kernels, and a test of exact sums."""
 
     make = staticmethod(make)
     numbers = axis(*combinations(("bf16",), MODES))
@@ -100,7 +101,7 @@ class Sm100Layers:
 
 
 class Sm100Products:
-    """What `kernel_suite.ProductSuite` binds for these kernels, and sums that are exact."""
+    """Axes of `kernel_suite.ProductSuite` for these kernels, and a test of exact sums."""
 
     case = axis(*(name for name, (_, n, *_) in PRODUCTS.items() if n % 8 == 0))
     numbers = axis(*combinations(("bf16",), MODES))

@@ -1,4 +1,4 @@
-"""Unquantized checkpoints for the quantizer's tests: given ones, dequantized."""
+"""Write unquantized checkpoints for tests of the quantizer, by dequantizing given ones."""
 
 import json
 import pathlib
@@ -17,7 +17,8 @@ def tokens(folder=SMALL):
     return np.array(json.loads((folder / "tokens.json").read_text()), np.int32)
 
 
-# Code 8 comes of small negative values: the same, but for that it rounds to code 8 again.
+# The values of the codes, except that code 8, negative zero, is a small negative value. It rounds
+# to code 8 again.
 ROUNDABLE = np.where(np.arange(16) == 8, np.float32(-0.125), E2M1)
 
 
@@ -30,7 +31,7 @@ def dequantize(packed, block_scale, global_scale, axis=-1, values=E2M1):
 
 
 def dense_tensors(tensors, values=E2M1):
-    """Return a ModelOpt checkpoint's tensors, dequantized; in float32 what was quantized."""
+    """Return the tensors of a ModelOpt checkpoint, with quantized ones dequantized to float32."""
     dense = {}
     for name, tensor in tensors.items():
         stem, joint = (name.removesuffix(".weight"), ".") if ".weight" in name else (name, "_")
@@ -57,7 +58,7 @@ def read_config(folder):
 
 
 def dequantized(name, folder, values=E2M1):
-    """Write the given ModelOpt checkpoint called `name`, dequantized, to `folder`."""
+    """Dequantize the given ModelOpt checkpoint called `name`, and write it to `folder`."""
     given = GIVEN / name
     tensors = dense_tensors(read_all(given), values)
     return write_source(pathlib.Path(folder), tensors, read_config(given))
