@@ -1,14 +1,15 @@
-"""Compile an expert layer for GPUs that are not there; one line of JSON about the program.
+"""Compile an expert layer for absent GPUs and print one line of JSON about the program.
 
     python deviceless_compile.py TARGET.txtpb PROGRAM MOE_TARGET_SUFFIX
 
-jax's CUDA plugin wheels compile for a described device. The process must see no GPU backend, so
-`test_deviceless.py` runs this in a process of its own with JAX_PLATFORMS=cpu. The programs:
+JAX's CUDA plugin wheels can compile for a device that is only described. The process must see no
+GPU backend, so `test_deviceless.py` runs this program in its own process with JAX_PLATFORMS=cpu.
+PROGRAM is one of:
 
-    kernel        one device, the packed weights go into the FFI target
+    kernel        one device, the packed weights are passed to the FFI target
     dequantized   one device, plain XLA on weights that it dequantizes first
     shard_map     four devices, experts split by shard_map around the FFI target, then psum
-    unwrapped     four devices, experts split, the FFI target called as it is
+    unwrapped     four devices, experts split, the FFI target called without shard_map
 """
 
 import json
@@ -30,7 +31,7 @@ DEVICES = {"kernel": 1, "dequantized": 1, "shard_map": 4, "unwrapped": 4}
 
 
 def operands(mesh):
-    """Return the shapes of x, the layer, expert_ids and expert_weights; experts are split."""
+    """Return shapes of x, the layer, expert_ids and expert_weights. Only experts are split."""
     t, k, e, h, i = TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE
     u8, f8, f32 = jnp.uint8, jnp.float8_e4m3fn, jnp.float32
 
@@ -41,8 +42,8 @@ def operands(mesh):
         sharding = NamedSharding(mesh, PartitionSpec("expert"))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    # The layouts of the kernels pad nothing at these sizes.
-    # With biases: XLA of jaxlib 0.11.2 crashes on operands of no elements split by shard_map.
+    # The layouts of the kernels add no padding at these sizes. The layer has biases, because XLA of
+    # jaxlib 0.11.2 crashes if shard_map splits operands without elements.
     layer = Layer(
         split((e, 2 * i, h // 2), u8),
         split((e, 2 * i, h // 16), f8),
@@ -65,7 +66,7 @@ def kernel(suffix):
 
 
 def dequantized(x, layer, ids, weights):
-    """Run the layer in plain XLA: all experts' weights in bfloat16, one product each."""
+    """Run the layer in plain XLA: dequantize all experts to bfloat16, and run all on each token."""
 
     def dense(packed, block_scale):
         return formats.dequantize(packed, block_scale.astype(jnp.float32), jnp.bfloat16)
@@ -83,7 +84,7 @@ def dequantized(x, layer, ids, weights):
 
 
 def sharded(suffix, mesh):
-    """Return the layer with each device running its own experts on all tokens."""
+    """Return the layer under shard_map: each device runs its own experts on all tokens."""
 
     def local(x, layer, ids, weights):
         first = jax.lax.axis_index("expert") * layer.down_packed.shape[0]
@@ -97,7 +98,7 @@ def sharded(suffix, mesh):
 
 
 def report(target_config: str, program: str, suffix: str) -> dict:
-    """Compile for the described device; return sizes and what the program calls."""
+    """Compile for the described devices. Return sizes, and what the program calls."""
     devices = DEVICES[program]
     topology = topologies.get_topology_desc(
         "described", "cuda", target_config=target_config, topology=f"1x1x{devices}"
@@ -123,7 +124,7 @@ def report(target_config: str, program: str, suffix: str) -> dict:
         "all_gathers": len(re.findall(r"= \S+ all-gather", text)),
         "packed_bytes": sum(s.size * s.dtype.itemsize for s in layer) // devices
         + sum(s.size * s.dtype.itemsize for s in (x, ids, weights)),
-        "dequantized_bytes": 2 * EXPERTS * HIDDEN * INTERMEDIATE,  # the smaller of the two
+        "dequantized_bytes": 2 * EXPERTS * HIDDEN * INTERMEDIATE,  # of down, the smaller weight
     }
 
 

@@ -1,9 +1,10 @@
-"""Compile the loop of `generate` for a GPU that is not there; one line of JSON about a step.
+"""Compile the loop of `generate` for an absent GPU and print JSON about one decoding step.
 
     python deviceless_decode.py TARGET.txtpb BATCH DUMP_FOLDER
 
-The model has the sizes of Qwen3-30B-A3B, fewer layers and no values. `test_generate.py` runs this
-in a process of its own, as `deviceless_compile.py` is run.
+The model has the sizes of Qwen3-30B-A3B but fewer layers, and its weights are shapes without
+values. `test_deviceless.py` runs this program in its own process, as it runs
+`deviceless_compile.py`.
 """
 
 import json
@@ -26,14 +27,14 @@ from jax_nvfp4_moe.models import qwen3_moe
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.settings import Settings
 
-LAYERS = (2, 4)  # their difference is that of layers alone
+LAYERS = (2, 4)  # the difference between the two is due to layers alone
 LENGTH, ROOM = 192, 64
-# What XLA runs without a kernel.
+# XLA runs these instructions without a kernel.
 FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant"}
 
 
 class Shapes:
-    """Answers as a `WeightTable` of any checkpoint, with shapes alone."""
+    """Stand in for the `WeightTable` of any checkpoint, and give shapes without values."""
 
     def has_under(self, prefix):
         return True
@@ -103,7 +104,7 @@ def compile_loop(model, batch, sharding):
 
 
 def count_kernels(text):
-    """Return how many kernels and calls of ours one trip of the loop runs."""
+    """Return how many kernels and FFI calls one iteration of the loop runs."""
     body = re.search(r" while\(.*body=%?([\w.\-]+)", text)
     assert body
     inside = re.search(rf"^%?{re.escape(body[1])} [^\n]*\{{\n(.*?)^\}}", text, re.M | re.S)
@@ -113,7 +114,7 @@ def count_kernels(text):
 
 
 def in_one_graph(dump):
-    """Whether the loop stands inside a command buffer in all programs of `dump`."""
+    """Return whether the loop is inside a command buffer in all programs of `dump`."""
     texts = [path.read_text() for path in dump.glob("*decode.thunk_sequence_after*")]
     return bool(texts) and all(re.search(r"^\s+\d+: kWhile", text, re.M) for text in texts)
 

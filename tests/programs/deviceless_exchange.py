@@ -1,10 +1,11 @@
-"""Compile an expert block over four GPUs that are not there; one line of JSON about its schedule.
+"""Compile an expert block for four absent GPUs and print one line of JSON about its schedule.
 
     python deviceless_exchange.py TARGET.txtpb EXCHANGE TOKENS [joined] [hide]
 
-`joined` leaves out the barrier of `NVFP4MoE`; `hide` compiles with XLA's latency hiding scheduler.
-The block has a shared expert. `test_deviceless_exchange.py` runs this in a process of its own, as
-`deviceless_compile.py` is run. Nothing runs, so that any handler stands for those of the kernels.
+`joined` removes the barrier of `NVFP4MoE`. `hide` compiles with XLA's latency hiding scheduler. The
+block has a shared expert. `test_deviceless_exchange.py` runs this program in its own process, as
+`deviceless_compile.py` is run. No kernel runs, so that any handler can stand for those of the
+kernels.
 """
 
 import json
@@ -29,20 +30,20 @@ HIDE = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_analytical_sol_latency_estimator": False,
 }
-# What XLA runs without a kernel.
+# XLA runs these instructions without a kernel.
 FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant", "partition-id"}
 LINE = re.compile(r"^ +(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][\w\-]*)\(")
 
 
 def register():
-    """Make XLA take the calls of the CUDA extension, whether it is built or not."""
+    """Make XLA accept the calls of the CUDA extension, whether it is built or not."""
     handler = next(iter(_ffi._module("_nvfp4_cpu").registrations().values()))
     for name in KERNELS:
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
 
 
 class SharedExpert(nnx.Module):
-    """A gated MLP of two products."""
+    """A gated MLP with two GEMMs."""
 
     def __init__(self):
         self.first = DenseLinear(jnp.zeros((2 * INTERMEDIATE, HIDDEN), jnp.bfloat16))
@@ -89,19 +90,22 @@ def compile_block(target_config: str, dispatch: str, tokens: int, options: dict)
 
 
 def report(text: str) -> dict:
-    """Return what runs in the order that it is started in, and what stands beside a collective.
+    """Return the operations in the order of their starts, and what overlaps with a collective.
 
     Returns:
       collectives: pairs of a name and whether it is asynchronous.
-      shared: of the shared expert's products, how many stand between the start and the end of the
+      shared: how many GEMMs of the shared expert are scheduled between the start and the end of the
         last collective, and how many there are.
-      sending: kernels from the router to the first collective, and from there to the experts.
+      sending: number of kernels from the router to the first collective, and from there to the
+        experts.
+      order: names of all operations.
     """
     entry = re.search(r"^ENTRY.*?^\}", text, re.M | re.S)
     assert entry
     found = [(LINE.match(line), line) for line in entry[0].splitlines()]
     ran = [(m[1], m[2], line) for m, line in found if m and m[2] not in FREE]
-    # XLA may name a fusion for what is last in it, so that products are known by their kind.
+    # XLA may name a fusion after the last instruction in it, so that a name tells only that the
+    # operation is a GEMM, not whose GEMM it is.
     products = [i for i, (name, _, _) in enumerate(ran) if re.match(r"gemm|dot|cublas", name)]
     calls = [i for i, (_, _, line) in enumerate(ran) if 'custom_call_target="nvfp4' in line]
     starts = [i for i, (_, op, _) in enumerate(ran) if op.endswith("-start")]

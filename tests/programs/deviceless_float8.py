@@ -1,9 +1,9 @@
-"""Compile roundings to FP8 and back for a GPU that is not there; one line of JSON.
+"""Compile roundings to FP8 and back for an absent GPU and print one line of JSON.
 
     python deviceless_float8.py TARGET.txtpb
 
-`rounded` and `converted` count the conversions to float8_e4m3fn that are left of one by
-`float8.fake_round_fp8` and of one by `astype`.
+The line counts the conversions to float8_e4m3fn that the compiled program keeps: `rounded` for
+`fp8.fake_round_fp8`, and `converted` for a plain `astype`.
 """
 
 import json
@@ -20,7 +20,7 @@ from jax_nvfp4_moe.numerics.fp8 import fake_round_fp8
 
 
 def converted(x, scale):
-    """Round as `fake_round_fp8` does, but for what keeps XLA from seeing both conversions."""
+    """Round as `fake_round_fp8` does, but without the barrier that hides a conversion from XLA."""
     return (x / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
 
 

@@ -1,7 +1,8 @@
-"""Run a command, or a function twice, and send this process SIGINT in the middle, as Ctrl-C does.
+"""Run a command, or a function twice, and interrupt this process by SIGINT, as Ctrl-C does.
 
 ``interrupted.py STAGE command ARGUMENT...`` runs the command line. ``interrupted.py STAGE call
-FOLDER...`` calls the function behind it, prints what came out of it, and calls it again.
+FOLDER...`` calls the function behind the command, prints its result or that it was interrupted, and
+calls it again.
 """
 
 import functools
@@ -17,8 +18,8 @@ from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 from jax_nvfp4_moe.cli.app import main
 from jax_nvfp4_moe.inference import generation
 
-# The function in whose middle the signal comes, and at which of its calls: while threads read a
-# checkpoint, between two tokens, while a file is written.
+# Stage -> the function that sends the signal, and in which of its calls: while threads read a
+# checkpoint, between two tokens, or while a file is written.
 STAGES = {
     "load": (Tensors, "_read_bytes", 100),
     "generate": (generation, "decode", 3),
@@ -27,7 +28,7 @@ STAGES = {
 
 
 def interrupt(owner, name, call):
-    """Let the call number `call` of a function send SIGINT to this process."""
+    """Make call number `call` of a function send SIGINT to this process."""
     original, calls = getattr(owner, name), []
 
     @functools.wraps(original)
@@ -41,18 +42,18 @@ def interrupt(owner, name, call):
 
 
 def load(folder):
-    """Return the sum of all leaves, for comparison."""
+    """Load a model and return the sum of its embedding, so that two results can be compared."""
     return float(np.asarray(nvfp4.load_model(folder).embedding[...], np.float64).sum())
 
 
 def generate(folder):
-    """Return some tokens, one at a time."""
+    """Generate tokens one at a time, and return them."""
     tokens = nvfp4.stream(nvfp4.load_model(folder), np.array([[5, 6, 7]]), max_new_tokens=6)
     return [int(token[0]) for token in tokens]
 
 
 def quantize(source, destination):
-    """Return what was written."""
+    """Quantize a model and return the names of the written files."""
     nvfp4.quantize_model(source, destination)
     return sorted(os.listdir(destination))
 

@@ -1,10 +1,10 @@
-"""Call one compiled expert layer again and again with other routing; one line of JSON.
+"""Call one compiled expert layer repeatedly with changing routing, and print one line of JSON.
 
     python replay_cuda_graph.py MOE_TARGET_SUFFIX ACTIVATION_SCALE
 
-XLA puts the FFI call into a CUDA graph where XLA_FLAGS allow it, so tests run this in a process of
-its own. The truth is float64; a graph that kept the first routing would give every call the first
-output.
+XLA puts the FFI call into a CUDA graph if XLA_FLAGS allow it, so tests run this program in its own
+process. Outputs are compared with float64. A graph that kept the first routing would return the
+first output from every call.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ CASE = (TOKENS, TOP_K, EXPERTS, 128, 64, uniform(TOKENS, TOP_K, EXPERTS))
 
 
 def main(suffix, mode):
-    """Run the calls and count outputs that differ from the first and from the truth."""
+    """Run the calls. Count the distinct outputs, and those that are far from float64."""
     cuda_calls.register()
     rng, options = np.random.default_rng(0), Options(activation_scale=mode)
     make = sm100_cases.make if suffix == "w4a4_sm100" else make_layer

@@ -1,12 +1,13 @@
-"""Call every kernel of the CUDA extension once on awkward sizes; for compute-sanitizer.
+"""Call every kernel of the CUDA extension on awkward sizes, for compute-sanitizer.
 
     bash tests/programs/run_compute_sanitizer.sh
     bash tests/programs/run_racecheck_token_scales.sh
 
-With `--token-scales N` only the calls whose rows have scales of their own run, N times each.
+With `--token-scales N`, only the calls with one activation scale per token run, N times each.
 
-The sizes fill no tile, leave experts empty, route out of range, and cross the end of a chunk of
-tokens. The outputs must be finite: garbage that was read would not be, workspaces are not cleared.
+The sizes fill no tile, leave experts without tokens, route out of range, and cross the end of a
+chunk of tokens. The outputs must be finite. Workspaces are not cleared, so that a kernel that reads
+uninitialized memory would return values that are not finite.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from jax_nvfp4_moe.numerics.routing import Router
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 
-# tokens, top_k, experts, hidden, intermediate, lowest and highest expert id
+# tokens, top_k, experts, hidden, intermediate, lowest expert id, highest expert id + 1
 LAYERS = (
     (1, 2, 4, 80, 48, 0, 4),
     (70, 3, 5, 80, 48, -2, 7),
@@ -48,7 +49,7 @@ OPTIONS = (
 
 
 def check(name, y):
-    """Wait for `y`; raise where it is not finite."""
+    """Wait for `y`, and raise an error if it is not finite."""
     if not np.isfinite(np.asarray(y, np.float32)).all():
         raise RuntimeError(f"{name}: an output is not finite")
     print(name, flush=True)
@@ -85,7 +86,7 @@ def run_product(dtype, mode, suffix="w4a16_sm90"):
 
 
 def run_quantizer(dtype, scale_layout):
-    """Quantize rows that fill no tile of scales."""
+    """Quantize rows that do not fill a tile of scales."""
     x = np.random.default_rng(2).normal(0, 1, (130, 80)).astype(dtype)
     packed, block_scale, _ = cuda_calls.quantize(jnp.asarray(x), None, scale_layout)
     check(f"quantizer {np.dtype(dtype)} {scale_layout} codes", packed)
@@ -93,7 +94,7 @@ def run_quantizer(dtype, scale_layout):
 
 
 def run_router(tokens, experts, router):
-    """Route with a correction."""
+    """Route with a correction bias."""
     rng = np.random.default_rng(3)
     logits = jnp.asarray(rng.normal(0, 2, (tokens, experts)), jnp.float32)
     bias = jnp.asarray(rng.normal(0, 0.3, experts), jnp.float32)
@@ -103,7 +104,7 @@ def run_router(tokens, experts, router):
 
 
 def run_fp4(suffix):
-    """Run the kernels of FP4 tensor cores, which quantize all activations."""
+    """Run the kernels for FP4 tensor cores, which quantize all activations."""
     for options in (Options(activation_scale="static"), *OPTIONS[1:]):
         for case in LAYERS:
             run_layer(case, ml_dtypes.bfloat16, options, suffix)
@@ -111,7 +112,7 @@ def run_fp4(suffix):
 
 
 def run_token_scales(repeats):
-    """Run every kernel of a layer or product whose rows have scales of their own."""
+    """Run every kernel of a layer or a grouped GEMM with one activation scale per token."""
     options = (Options(activation_scale="token"), OPTIONS[2])
     suffixes = [*cuda_calls.MOE_TARGETS]
     if _ffi.load("_nvfp4_cuda").emulates_blackwell():
@@ -127,7 +128,7 @@ def run_token_scales(repeats):
 
 
 def main():
-    """Run everything once, or what the arguments name."""
+    """Run everything once, or only the calls that the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--token-scales", type=int, metavar="N")
     repeats = parser.parse_args().token_scales
@@ -148,7 +149,7 @@ def main():
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
         for suffix in cuda_calls.MOE_TARGETS:
             run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="static"), suffix)
-    # 1040 tokens of 32 experts are one chunk of 32768 slots and a short one.
+    # 1040 tokens with 32 experts each make one full chunk of 32768 slots and a short one.
     run_layer((1040, 32, 40, 16, 16, -1, 41), ml_dtypes.bfloat16, Options())
     if _ffi.load("_nvfp4_cuda").emulates_blackwell():
         run_fp4("w4a4_sm100")

@@ -1,7 +1,7 @@
-"""Save experts sharded over eight host devices, and restore them there: run by test_saving.py.
+"""Save experts sharded over eight host devices, and restore them on eight and on two devices.
 
-Usage: ``python save_sharded.py FOLDER LAYOUT``. A process of its own, since the number of devices
-is settled when jax starts.
+Usage: ``python save_sharded.py FOLDER LAYOUT``. test_saving.py runs this program in its own
+process, because the number of devices is fixed when JAX starts.
 """
 
 import pathlib
@@ -19,7 +19,7 @@ from jax_nvfp4_moe.testing import random_moe_params
 
 
 def params_in(layout):
-    """Experts that the test makes again on one device."""
+    """Return the experts. The test calls this function too, to make the same ones on one device."""
     params = random_moe_params(jax.random.key(0), num_experts=8, hidden=64, intermediate=48)
     return params.to_layout(layout)
 
@@ -36,7 +36,7 @@ def main(folder, layout):
     other = "cpu_16x16" if layout == "canonical" else "canonical"
     for devices, wanted in ((8, layout), (2, layout), (8, other)):
         like, params = shard(params_in(wanted), devices), params_in(wanted)
-        if devices == 2:  # shapes alone, which take no memory
+        if devices == 2:  # shapes are enough, and take no memory
             like = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
             )
@@ -49,7 +49,7 @@ def main(folder, layout):
 
 
 def check_divided_tree(folder, layout):
-    """Experts that are divided along `tensor` come back so, and not in a wrong order elsewhere."""
+    """Restore experts divided along `tensor`. Elsewhere, restoring must fail, not reorder rows."""
     kinds = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 3), ("expert", "tensor"), kinds, devices=jax.devices()[:6])
     params = shard_experts(params_in("canonical"), find_expert_mesh(mesh))

@@ -1,7 +1,8 @@
-"""One process of several, for `test_distributed`: a sum in a loop, a save, or a model's logits.
+"""Run one of several processes for `test_distributed`: a sum in a loop, a save, or a model.
 
-python several_processes.py ADDRESS PROCESSES INDEX PEER_TIMEOUT WHAT, which is one of
-  sum, save FOLDER, FOLDER MESH OUTPUT
+    python several_processes.py ADDRESS PROCESSES INDEX PEER_TIMEOUT WHAT
+
+WHAT is one of ``sum``, ``save FOLDER``, and ``FOLDER MESH OUTPUT``.
 """
 
 import pathlib
@@ -36,12 +37,12 @@ def add_up_for_ever(mesh):
 
 
 def save_with_others(folder):
-    """Save sharded parameters to a folder that fills up meanwhile, and to one that stays free."""
+    """Save sharded parameters to a folder that fills up meanwhile, then to one that stays free."""
     mesh = distributed.make_mesh()
     params = jax.tree.map(np.asarray, testing.random_moe_params(jax.random.key(0), **SIZES))
     experts = shard_experts(params, find_expert_mesh(mesh))
     if distributed.is_first():
-        time.sleep(2)  # the others have come, and have seen that nothing is there
+        time.sleep(2)  # by now the other processes have seen that the folder is missing
         (folder / "used").mkdir(parents=True)
         (folder / "used" / "file").write_text("")
     try:
@@ -61,7 +62,7 @@ def save_with_others(folder):
 
 
 def delay(module, name, seconds):
-    """Make a function of `module` slow."""
+    """Make the function `name` of `module` wait for `seconds` before it runs."""
     function = getattr(module, name)
 
     def late(*args):
@@ -72,7 +73,7 @@ def delay(module, name, seconds):
 
 
 def run_model(folder, shape, output):
-    """Save logits and greedy tokens; logits again after experts were copied and moved."""
+    """Save logits, and greedy tokens or the logits after experts are replicated and moved."""
     mesh = distributed.make_mesh(shape)
     model = load_model(folder, scheme="checkpoint", dtype=jnp.float32, mesh=mesh)
     ids = np.arange(12, dtype=np.int32).reshape(2, 6)
