@@ -1,7 +1,7 @@
-"""The engine on FP4 tensor cores: the target w4a4_sm120 on a GPU, by emulation on one of 9.0.
+"""Test the engine for FP4 tensor cores, the target w4a4_sm120, on a GPU.
 
-A build with the CMake option NVFP4_EMULATE_BLACKWELL runs it on a Hopper GPU: the same kernel, but
-for one instruction. The suites of this module also run on a CPU, in `test_emulation_fp4`.
+A build with the CMake option NVFP4_EMULATE_BLACKWELL runs the same kernel on a Hopper GPU, where
+one instruction is emulated. `test_emulation_fp4` runs the suites of this module on a CPU.
 """
 
 import importlib
@@ -73,5 +73,5 @@ def test_a_build_without_code_for_this_device_says_so():
         return
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"device: expected .*12\.x"):
         run_layer(SUFFIX, call).block_until_ready()
-    other = jnp.ones(3) + 1  # nothing of the error is left for the next kernel
+    other = jnp.ones(3) + 1  # the next kernel must not report this error
     assert other.sum() == 6

@@ -1,6 +1,6 @@
-"""The CUDA kernels on a GPU: the suites of every kernel, and what holds for these alone.
+"""Test the CUDA kernels on a GPU: the suites of all kernels, and tests for these kernels alone.
 
-Everything calls the FFI targets directly.
+All tests call the FFI targets directly.
 """
 
 import cuda_calls
@@ -46,7 +46,7 @@ class TestLayer(GpuLayerSuite, TokensAloneSuite, RoundingSuite, UnroundedSuite):
     many_tokens_numbers = axis(*combinations(("bf16",)))
 
     def test_few_tokens_beside_others_and_alone(self, run, numbers):
-        """A handful of slots may be another kernel's, with another order of sums."""
+        """A call with few slots may run on another kernel, which sums in another order."""
         call, rows = self.call("several_tiles", numbers, bias=True), slice(77, 80)
         few = call.of_tokens(rows)
         if numbers in ("bf16-none", "f16-none"):
@@ -72,13 +72,16 @@ def test_graph_replay_follows_the_routing(tmp_path):
 
 @pytest.mark.parametrize("k", [64, 2**18])
 def test_scratch_memory_of_products_does_not_grow_past_a_chunk(k):
-    """Products of 16 bits took the plain kernel from 2**18 rows on, and its memory with it."""
+    """The workspace stops growing at 2**18 rows.
+
+    16-bit GEMMs with more rows once ran on the plain kernel, which needs more memory.
+    """
     for formula in (grouped_gemm_w4a16_workspace_bytes, grouped_gemm_w4a4_workspace_bytes):
         sizes = [formula(rows, 4, 64, k, dtype=np.dtype(F16)) for rows in (2**18, 2**22)]
         assert sizes[0] == sizes[1]
 
 
-# What a target says of wrong operands.
+# The errors of a target for wrong operands.
 
 OPERANDS = (
     "x",
@@ -99,7 +102,8 @@ def test_wrong_operand_is_named(name, what):
     index = OPERANDS.index(name)
     if what == "shape":
         operands[index] = np.repeat(operands[index], 2, axis=-1)
-        # The hidden size is read from x, the number of experts from gate_up_packed.
+        # The hidden size is read from x, so that a wrong x shows as a wrong gate_up_packed. Wrong
+        # expert_ids show as a wrong later operand.
         named = {"x": "gate_up_packed", "expert_ids": "expert_weights|workspace"}.get(name, name)
     else:
         operands[index] = operands[index].view(np.int8)

@@ -1,4 +1,4 @@
-"""Whole models over the GPUs of one host give what one GPU gives."""
+"""Test that whole models on the GPUs of one host give the results of one GPU."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 pytestmark = pytest.mark.several_gpus
 SHAPES = [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
-# Folder, and the sizes of `tensor` that cut its experts into whole blocks.
+# Folder -> the sizes of `tensor` that divide its experts into whole blocks.
 MODELS = {
     EXAMPLE: (1, 2, 4),
     CHECKPOINTS / "qwen3moe-modelopt-w4a4": (1, 2, 4),
@@ -70,7 +70,7 @@ def test_logits_tokens_and_collectives(folder, shape):
     "folder", [EXAMPLE, CHECKPOINTS / "deepseekv3-modelopt-w4a4"], ids=lambda path: path.name
 )
 def test_tokens_that_are_shared_out_too(folder, count, dispatch):
-    """Prompts, and decoding of one row, which leaves all shards but one without tokens."""
+    """Run prompts, and decode one row, which leaves all shards but one without tokens."""
     if len(jax.devices()) < count:
         pytest.skip(f"this machine has no {count} GPUs")
     ids = given_ids(folder)
@@ -85,7 +85,7 @@ def test_tokens_that_are_shared_out_too(folder, count, dispatch):
 
 
 def assert_cut_alike(folder, ids):
-    """Two GPUs along `tensor` give one GPU's logits, of a prompt and of decoding after it."""
+    """Assert that two GPUs along `tensor` give one GPU's logits, for a prompt and for decoding."""
     load = functools.partial(load_model, folder, **FLOAT32)
     one = load()
     cut = load(mesh=jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2]))
@@ -98,7 +98,7 @@ def assert_cut_alike(folder, ids):
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attentions_cut_by_heads(name, tmp_path):
-    """Latent, Llama 4's, and those that normalize all heads together; without quantization."""
+    """Divide unquantized attentions: latent, Llama 4's, and with one norm over all heads."""
     assert_cut_alike(dequantized(f"{name}-modelopt-w4a16", tmp_path), IDS)
 
 
@@ -112,7 +112,7 @@ def test_mixers_cut_by_heads_and_groups(name, tmp_path):
 @pytest.mark.parametrize("dispatch", ["all_to_all", "ragged"])
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
 def test_rows_that_travel_as_codes(scheme, dispatch):
-    """Counts of tokens that two GPUs divide and do not; what comes is the same to the last sums."""
+    """Two GPUs match one GPU up to the order of sums, for even and odd numbers of tokens."""
     mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
     one, two = (block(scheme=scheme, **how)() for how in ({}, {"mesh": mesh, "dispatch": dispatch}))
     for count in (1, 24, 4097):

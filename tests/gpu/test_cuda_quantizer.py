@@ -1,4 +1,4 @@
-"""The CUDA quantizer against numpy's exact one: every byte of codes and scales."""
+"""Compare every byte of the CUDA quantizer with the exact quantizer in numpy."""
 
 import cuda_calls
 import jax
@@ -31,7 +31,10 @@ class TestQuantizer(QuantizerSuite, EveryScaleSuite):
     ("dtype", "values"), [(cases.BF16, 10**8), (cases.F16, 10**7), (cases.F32, 10**7)]
 )
 def test_quantizer_on_many_random_values(dtype, values):
-    """By turns under a scale that saturates some rows and leaves others to the smallest scales."""
+    """Three global scales take turns.
+
+    0.0173 saturates some rows and gives others the smallest block scales.
+    """
     rows = 4096
     for chunk in range(-(-values // (rows * 1024))):
         g = (0.0173, None, 1e-4)[chunk % 3]
@@ -40,7 +43,7 @@ def test_quantizer_on_many_random_values(dtype, values):
 
 @dtypes
 def test_op_is_formats_quantize(dtype):
-    """On this device as well: both sides of the same program, compiled."""
+    """Both quantizers run compiled on this device."""
     x = jnp.asarray(cases.random(dtype, 517, 5))
     got = jax.jit(nvfp4.ops.quantize_nvfp4)(x)
     want = jax.jit(formats.quantize)(x)

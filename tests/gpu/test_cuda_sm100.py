@@ -1,7 +1,7 @@
-"""The W4A4 kernels of compute capability 10.x on a GPU: one of that kind, or one that emulates.
+"""Test the W4A4 kernels for compute capability 10.x on a GPU that has or emulates it.
 
-A build with ``NVFP4_EMULATE_BLACKWELL`` runs everything but CUTLASS's product on any GPU, and that
-as plain arithmetic on the arrays that it reads. What they must give is in `sm100_cases`.
+A build with ``NVFP4_EMULATE_BLACKWELL`` runs everything except CUTLASS's GEMM on any GPU. Plain
+arithmetic on the same arrays replaces that GEMM. `sm100_cases` has the expected outputs.
 """
 
 import cuda_calls

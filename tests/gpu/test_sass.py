@@ -1,8 +1,8 @@
-"""The machine code inside the CUDA extension: every architecture is there, and none is empty.
+"""Test the machine code of the CUDA extension: each architecture has code, and no kernel is empty.
 
-A wrong architecture suffix compiles without a word and leaves empty kernels, so the cubins
-themselves are looked at. Needs cuobjdump, from the CUDA toolkit or from the PyPI package
-nvidia-cuda-cuobjdump with nvidia-cuda-nvdisasm; missing ones fail the tests.
+A wrong architecture suffix compiles without a warning and leaves empty kernels, so these tests read
+the cubins. They need cuobjdump, from the CUDA toolkit or from the PyPI package
+nvidia-cuda-cuobjdump with nvidia-cuda-nvdisasm. The tests fail if it is missing.
 """
 
 import collections
@@ -20,28 +20,30 @@ pytestmark = pytest.mark.cuda_build
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
 PTX = {"sm_80"}
-# A disassembly drops the suffix of a family; the test of the list does not.
+# A disassembly names a family without its suffix. Only the listing of cubins shows the suffix.
 SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
-HOPPER_KERNELS = 12  # of ExpertGemmSm90: six tile sizes, two types
-AMPERE_KERNELS = 10  # of ExpertGemmSm80: five tile sizes, two types
-# Of a collective for 10.x, instances that no loop repeats: products of 64 of 256 of k, first steps
-# apart where tiles of sums overlap; loads of two operands and their scales, before and in the loop;
-# copies of 128 rows' scales to the memory of the tensor cores.
+HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
+AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
+# Collective for 10.x -> a part of its kernel's name, and how often instructions occur in it.
+# UTCOMMA is an MMA over 64 of a step's 256 of k. The first steps have their own MMAs if accumulator
+# tiles overlap. UTMALDG loads one of two operands or their scales, before or in the loop. UTCCP
+# copies scales of 128 rows to the memory of the tensor cores.
 COLLECTIVES = {
     "few_rows": ("Li128EEENSC_ILi64EEENSC_ILi256", {"UTCOMMA": 4, "UTMALDG": 8, "UTCCP": 8}),
     "many_rows": ("SM100_MMA_MXF4_2x1SM", {"UTCOMMA": 8, "UTMALDG": 8, "UTCCP": 24}),
 }
-FP4_ROWS = (16, 32, 64, 128)  # of the tiles of ExpertGemmSm120, two types each
-# The driver keeps 1 KiB of shared memory a block. From 9.0 on the listing counts it; what a device
-# says that a block may have never does.
+FP4_ROWS = (16, 32, 64, 128)  # rows of the tiles of ExpertGemmSm120, for two dtypes each
+# The driver reserves 1 KiB of shared memory per block. From 9.0 on, the listing includes it. The
+# limit per block that a device reports never includes it.
 RESERVED_SHARED_BYTES = 1024
 LISTS_RESERVED = ("sm_90a", "sm_100f", "sm_120f")
-# Kernels that one architecture alone has, by a part of their names.
+# Architecture -> a part of the names of the kernels that only this architecture has.
 OWN_KERNELS = {"sm_90a": "sm90", "sm_120f": "sm120"}
-# For one tile a thread unpacks 32 weights and starts four products. Per weight, at most so many
-# operations of the logic unit, which takes one every other cycle, and instructions, the half of a
-# step's bookkeeping that falls between the products included; f16 has to move its codes.
+# For one tile, a thread unpacks 32 weights and starts four wgmmas. These are the most instructions
+# per weight: logic instructions, which issue every other cycle, and all instructions. They include
+# the half of a step's bookkeeping that falls between the wgmmas. float16 needs more instructions,
+# because it has to move its codes.
 LOGIC_BUDGET = {"bfloat16": 1.2, "half": 1.2}
 ISSUE_BUDGET = {"bfloat16": 2.4, "half": 2.6}
 LOGIC = {"LOP3", "SHF", "PRMT", "ISETP", "SEL", "VIADD", "IADD3", "LEA"}
@@ -72,7 +74,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def listing(extension):
-    """Return arch -> kernel -> its instructions in order, with their modifiers."""
+    """Return architecture -> kernel -> its instructions in order, with their modifiers."""
     listings, arch, current = {}, {}, []
     for line in run("--dump-sass", extension).splitlines():
         if found := re.match(r"\s*code for (\w+)", line):
@@ -86,7 +88,7 @@ def listing(extension):
 
 @pytest.fixture(scope="module")
 def code(listing):
-    """Return architecture -> kernel -> counts of instructions, whatever their modifiers."""
+    """Return architecture -> kernel -> counts of instructions, without their modifiers."""
     return {
         arch: {
             kernel: collections.Counter(op.split(".")[0] for op in instructions)
@@ -101,12 +103,12 @@ def kernels(code, arch, name):
 
 
 def own(code, arch):
-    """Return the kernels that are not CUTLASS's."""
+    """Return the kernels that do not come from CUTLASS."""
     return {k: c for k, c in code[arch].items() if "cutlass" not in k}
 
 
 def listed(extension, kind):
-    """Return the architectures of the code of `kind`, with their suffixes."""
+    """Return the architectures that have code of `kind`, with their suffixes."""
     return set(re.findall(rf"Fatbin {kind} code:\n=+\narch = (\w+)", run(extension)))
 
 
@@ -117,7 +119,11 @@ def test_cubins_are_those_of_the_list(extension):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_products_use_their_units(code, arch):
-    """64 of k a step, 2x2 fragments of 16x16: 4 * 4 * 2 MMAs a warp; 32 of k times 4x8 FFMAs."""
+    """The GEMMs use tensor cores and FFMAs.
+
+    A step of the tensor kernel has 64 of k and 2x2 fragments of 16x16: 4 * 4 * 2 MMAs per warp. A
+    step of the float32 kernel has 32 of k, with 4x8 FFMAs for each.
+    """
     tensor = kernels(code, arch, "PlainGemmTensor")
     assert len(tensor) == TENSOR_KERNELS
     for name, count in tensor.items():
@@ -130,7 +136,7 @@ def test_products_use_their_units(code, arch):
 
 
 def test_few_slots_have_the_static_shared_memory_that_is_counted(extension):
-    """Besides the rows, that is what a block needs."""
+    """A block needs this much static shared memory besides the rows."""
     ours = few_slots_shared_bytes(0, 1, 16, rounds=False)
     _, *cubins = re.split(r"^arch = ", run("--dump-resource-usage", extension), flags=re.MULTILINE)
     found = {}
@@ -161,12 +167,12 @@ def test_kernels_are_the_same_everywhere(code, arch):
 
 
 def test_hopper_product_uses_warpgroup_instructions(code):
-    """Two tiles a step, each four products of 16 of k; copies by the bulk engine."""
+    """A step has two tiles with four wgmmas of 16 of k each. The bulk engine copies the data."""
     hopper = kernels(code, "sm_90a", "ExpertGemmSm90")
     assert len(hopper) == HOPPER_KERNELS
     for name, count in hopper.items():
         assert count["HGMMA"] >= 8, name
-        # Where ptxas serialises products (C7510 and its like) each has a fence and a wait.
+        # If ptxas serializes the wgmmas (warning C7510 and others), each has a fence and a wait.
         assert count["WARPGROUP"] < count["HGMMA"], f"{name} waits after every product"
         assert count["UBLKCP"] >= 2, name
         assert count["HMMA"] == 0, name
@@ -174,7 +180,10 @@ def test_hopper_product_uses_warpgroup_instructions(code):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_ampere_product_copies_while_it_multiplies(code, arch):
-    """64 of k by two slabs of 16 rows: 8 MMAs for each 8 columns; copies that need no registers."""
+    """A step of 64 of k with two slabs of 16 rows takes 8 MMAs for each 8 columns.
+
+    Copies to shared memory bypass the registers.
+    """
     ampere = kernels(code, arch, "ExpertGemmSm80")
     assert len(ampere) == AMPERE_KERNELS
     for name, count in ampere.items():
@@ -186,7 +195,7 @@ def test_ampere_product_copies_while_it_multiplies(code, arch):
 @pytest.mark.cutlass
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_blackwell_product_uses_its_tensor_cores(code, name):
-    """For another architecture, plain sm_100 included, CUTLASS compiles kernels without these."""
+    """For other architectures, plain sm_100 included, CUTLASS compiles kernels without these."""
     part, expected = COLLECTIVES[name]
     (count,) = kernels(code, "sm_100f", part).values()
     assert {key: count[key] for key in expected} == expected
@@ -201,7 +210,10 @@ def test_collectives_are_in_no_other_cubin(code):
 
 @pytest.mark.parametrize("rows", FP4_ROWS)
 def test_fp4_product_uses_its_instruction(code, rows):
-    """128 of k by two slabs of 16 rows: 4 for each 8 rows, for full tiles and for others."""
+    """128 of k with two slabs of 16 rows take 4 MMAs for each 8 rows.
+
+    The kernel has them twice: for full tiles, and for others.
+    """
     fp4 = kernels(code, "sm_120f", f"ConfigILi{rows}E")
     fp4 = {name: count for name, count in fp4.items() if "ExpertGemmSm120" in name}
     assert len(fp4) == 2
@@ -220,14 +232,14 @@ def test_no_other_architecture_has_the_fp4_product(code, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_products_keep_their_registers(code, arch):
-    """Spills go to local memory."""
+    """Spilled registers would show as accesses to local memory."""
     for name, count in code[arch].items():
         assert count["LDL"] + count["STL"] == 0, name
 
 
 @pytest.fixture(scope="module")
 def hopper_listing(listing):
-    """Return name -> instructions in order, of each ExpertGemmSm90 for the smallest tiles."""
+    """Return name -> instructions in order, for each ExpertGemmSm90 with the smallest tiles."""
     return {
         name: instructions
         for name, instructions in listing["sm_90a"].items()
@@ -237,16 +249,16 @@ def hopper_listing(listing):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_rounding_in_place_reads_through_the_coherent_cache(listing, arch):
-    """QuantizeRows may write the rows that it reads; LDG.CONSTANT would be undefined there."""
+    """QuantizeRows may write the rows that it reads, so LDG.CONSTANT would be undefined there."""
     rows = kernels(listing, arch, "QuantizeRows")
-    assert len(rows) == 3  # one for each type of the rows
+    assert len(rows) == 3  # one for each dtype of the rows
     for name, instructions in rows.items():
         assert any(op.startswith("LDG") for op in instructions), name
         assert not any("CONSTANT" in op for op in instructions), name
 
 
 def second_tile(instructions):
-    """Return the instructions of the second of the two tiles of a step, products included."""
+    """Return the instructions of the second of the two tiles of a step, including its wgmmas."""
     products = [i for i, name in enumerate(instructions) if name.startswith("HGMMA")]
     assert len(products) == 8
     return instructions[products[3] + 1 : products[7] + 1]
@@ -254,7 +266,7 @@ def second_tile(instructions):
 
 @pytest.mark.parametrize("dtype", ISSUE_BUDGET)
 def test_unpacking_stays_within_its_budget(hopper_listing, dtype):
-    """Four warps share an issue slot; memory brings a weight to each in about three cycles."""
+    """Four warps share an issue slot, and memory brings each a weight in about three cycles."""
     (instructions,) = (code for name, code in hopper_listing.items() if dtype in name)
     tile = second_tile(instructions)
     assert sum(name.split(".")[0] in LOGIC for name in tile) <= 32 * LOGIC_BUDGET[dtype]
@@ -263,7 +275,7 @@ def test_unpacking_stays_within_its_budget(hopper_listing, dtype):
 
 @pytest.mark.parametrize("arch", ["sm_100f", "sm_120f"])
 def test_quantizer_converts_to_e2m1_natively(code, arch):
-    """Two blocks of 16 values for a thread, two values an instruction; Hopper has none of them."""
+    """A thread converts two blocks of 16 values, two per instruction, which Hopper lacks."""
     counts = [c["F2FP"] for c in kernels(code, arch, "8QuantizeI13__nv_bfloat16").values()]
     assert counts == [16, 16]
     assert not any(c["F2FP"] for c in kernels(code, "sm_90a", "8QuantizeI13__nv_bfloat16").values())
