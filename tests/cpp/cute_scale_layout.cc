@@ -1,7 +1,9 @@
-// Holds ffi/cuda/gemm/fp4_groups.cuh and nvfp4.h against CUTLASS's own types: the numbers that
-// stand for a layout of scales, where it puts the scale of each row and block, and the strides of
-// operands. Prints how many were compared and how many differ; with an argument, rows are one too
-// many.
+// Compares ffi/cuda/gemm/fp4_groups.cuh and nvfp4.h with CUTLASS's own types: the numbers that
+// describe a layout of scales, the offset of the scale of each row and block, and the strides of
+// operands.
+//
+// Prints how many values were compared and how many differ. With an argument, rows are off by one,
+// so that values must differ.
 #include <cstdio>
 #include <cstring>
 

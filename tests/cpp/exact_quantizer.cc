@@ -1,10 +1,11 @@
-// Counts where the quantizer's short way, of nvfp4.h, differs from IEEE division and comparisons.
+// Counts how often the quantizer's short arithmetic (nvfp4.h) differs from IEEE division and
+// comparisons.
 //
-//   exact_quantizer COUNT    one line a check: name, how many were tried, how many differ
+//   exact_quantizer COUNT    prints one line per check: name, how many were tried, how many differ
 //
-// Division is checked for every significand of the divisor, at every threshold of E2M1 and E4M3 and
-// the four floats on either side; exponents only shift. The rest tries all finite bfloat16 values,
-// and COUNT random numbers over all of float32. `control` leaves the correction out.
+// The first check divides by every significand, at every threshold of E2M1 and E4M3 and the four
+// floats on either side. Exponents only shift the result. The other checks try all finite bfloat16
+// values, and COUNT random numbers over all of float32. `control` leaves the correction out.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -41,7 +42,7 @@ class Random {
   uint64_t state_ = 88172645463325252u;
 };
 
-// Code of v in a block with largest magnitude `amax`, as EncodeBlock finds it.
+// Returns the code of v in a block with the largest magnitude `amax`, as EncodeBlock finds it.
 uint32_t ShortCode(float v, float amax, float s) {
   float magnitude = std::fabs(v);
   uint32_t number = 0xffffffffu;
@@ -113,9 +114,9 @@ void CheckRandom(Random& random, long count) {
       v = BitsFloat(random.Bits() & 0x7fffffffu);
     }
     if (std::isnan(v)) v = INFINITY;
-    const float amax = v * (random.Bits() % 4 == 0 ? random.Positive(0, 3) : 1.0f);  // or more
+    const float amax = v * (random.Bits() % 4 == 0 ? random.Positive(0, 3) : 1.0f);  // at least v
     codes.Add(SameCode(random.Bits() % 2 ? v : -v, s, amax));
-    // Of the same: thresholds of E4M3 under 6 g are, among others, those of E2M1.
+    // Every other scale is at a threshold of E4M3 times 6 g. Thresholds of E2M1 are among them.
     const float eighth = 1 + random.Bits() % 16 / 16.0f;
     const float largest = i % 2 ? v : std::ldexp(eighth, random.Bits() % 20 - 11) * (6 * s);
     scales.Add(SameScale(std::isnan(largest) ? INFINITY : largest, s));

@@ -1,6 +1,8 @@
-// Prints CuTe's maps of the block-scaled FP4 product m16n8k64, for test_fp4_fragments.py: for each
-// operand a line of numbers, that of lane l and value v at l * values + v. Offsets are m + 16 k of
-// A, n + 8 k of B, m + 16 n of the sums, m + 16 k of the scales of A, n + 8 k of those of B.
+// Prints CuTe's maps of the block-scaled FP4 MMA m16n8k64, for test_fp4_fragments.py. Each operand
+// is a line of offsets. That of value v in lane l is at l * values + v.
+//
+// Offsets are m + 16 k for A and its scales, n + 8 k for B and its scales, and m + 16 n for the
+// sums.
 #include <cstdio>
 #include <cute/atom/mma_traits_sm120.hpp>
 

@@ -1,7 +1,8 @@
-// Prints, for each operand that a handler checks, what the checks say where it alone is misaligned.
+// Prints, for each operand that a handler checks, the message of the checks if it alone is
+// misaligned.
 //   operand_alignment ALIGNMENT PAST
-// PAST bytes are added to the address of one operand after the other: "operand: message" a line,
-// and first what is said where none is. No kernel runs, and nothing is read from the operands.
+// Adds PAST bytes to the address of one operand after the other, and prints "operand: message" for
+// each. A line for aligned operands comes first. No kernel runs, and nothing reads the operands.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -22,7 +23,7 @@ struct Operand {
   std::vector<int64_t> dims;
 };
 
-// Calls `check` once with every operand aligned, then once for each that is not.
+// Calls `check` once with every operand aligned, then once with each operand misaligned.
 void Print(const std::vector<Operand>& operands, size_t past,
            const std::function<ffi::Error(const std::vector<ffi::AnyBuffer>&)>& check) {
   for (size_t wrong = 0; wrong <= operands.size(); ++wrong) {

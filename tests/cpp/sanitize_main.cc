@@ -1,7 +1,7 @@
 // Runs the CPU ops on edge cases with buffers of exactly the right size, for sanitizers.
 //
-// Every instruction set, dtype, scheme and thread count; the results of all thread counts must be
-// the same bytes. The numbers are checked by test_cpu_kernel.py. Built by run_sanitizers.sh.
+// The cases cover every instruction set, dtype and scheme. One and four threads must give the same
+// bytes. test_cpu_kernel.py checks the numbers, and run_sanitizers.sh builds this program.
 #include <cmath>
 #include <condition_variable>
 #include <cstdio>
@@ -88,7 +88,7 @@ constexpr Scheme kSchemes[] = {
     {ActivationScale::kToken, Activation::kRelu2, false, false, false},
 };
 
-// A heap block of exactly `count` elements, so that one byte too far is noticed.
+// A heap block of exactly `count` elements, so that an access one byte past the end is noticed.
 template <typename T>
 struct Exact {
   explicit Exact(int64_t count) : count(count), data(new T[count]) {}
@@ -111,7 +111,7 @@ void FillFloats(Random& random, Exact<float>& values) {
   for (int64_t i = 0; i < values.count; ++i) values.data[i] = 0.01f * (1 + random() % 8);
 }
 
-// Half of one in every format: the bits matter little, NaN would.
+// Fills x with numbers of magnitude at most 1. Their bits matter little, but NaN would matter.
 void FillActivations(Random& random, Exact<uint8_t>& x, DataType type) {
   for (int64_t i = 0; i < x.count / Bytes(type); ++i) {
     const float value = static_cast<float>(random() % 1000) / 500.0f - 1.0f;
@@ -164,7 +164,7 @@ struct LayerBuffers {
   Exact<uint8_t> y;
 };
 
-// Runs one layer; the output bytes.
+// Runs one layer, and returns the bytes of its output.
 std::vector<uint8_t> RunLayer(const Case& c, DataType type, const Scheme& scheme,
                               const Kernels& kernels, int threads, int64_t shrink) {
   LayerBuffers b(c, type, scheme);

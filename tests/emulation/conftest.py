@@ -1,4 +1,4 @@
-"""The kernels compiled for the CPU, once for all tests of a worker."""
+"""Compile the kernels for the CPU, once for all tests of a worker."""
 
 import cuda_emulation
 import pytest

@@ -1,4 +1,4 @@
-// Fibers for the threads of a block; see cuda_on_cpu.h.
+// Runs the threads of a block as fibers; see cuda_on_cpu.h.
 #include "cuda_on_cpu.h"
 
 #include <setjmp.h>
@@ -11,13 +11,13 @@ namespace emulation {
 namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
-constexpr int kIdleRounds = 1000;  // without progress: a deadlock
+constexpr int kIdleRounds = 1000;  // so many rounds without progress are a deadlock
 
 enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone };
 
 struct Fiber {
   ucontext_t context;  // where it starts
-  jmp_buf place;       // where it goes on: unlike swapcontext, jumps ask the system for nothing
+  jmp_buf place;       // where it goes on; unlike swapcontext, jumps make no system call
   bool started;
   State state;
 };
@@ -58,7 +58,7 @@ void Start(int threads) {
   }
 }
 
-// Opens the barrier `state` for threads begin to end if all that still run are at it.
+// Opens the barrier `state` for the threads in [begin, end) if all that still run have reached it.
 void Open(State state, int begin, int end) {
   for (int i = begin; i < end; ++i) {
     if (fibers[i].state != state && fibers[i].state != State::kDone) return;
@@ -111,7 +111,7 @@ void Yield() { Switch(State::kReady); }
 
 void Run(dim3 blocks, int threads, const std::function<void()>& body) {
   const unsigned rounding = _mm_getcsr();
-  _mm_setcsr(rounding & ~0x8040u);  // subnormals, as on a device
+  _mm_setcsr(rounding & ~0x8040u);  // keeps subnormals, as a device does
   kernel = &body;
   grid = blocks;
   if (fibers.size() < static_cast<size_t>(threads)) {

@@ -1,9 +1,9 @@
 // Just enough of CUDA to run the engines' kernels on a CPU, one block of threads at a time.
 //
 // Each thread of a block is a fiber that runs until it has to wait for others. Blocks run from the
-// last to the first: they only ever wait for later ones. Shared memory is static and starts as
-// garbage; what the real instructions forbid (alignment, bounds, a barrier that too many arrive at)
-// ends the process with a message.
+// last to the first, because a block only ever waits for later ones. Shared memory is static and
+// starts as garbage. A kernel that violates a rule of the real instructions (alignment, bounds,
+// arrivals at a barrier) ends the process with a message.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,7 +30,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __noinline__  // GNU's headers have it as the name of an attribute
+#define __noinline__  // GNU's headers use this name for an attribute
 #define __shared__ static
 
 namespace emulation {
@@ -44,7 +44,7 @@ constexpr int kWords = 8;
   std::abort();
 }
 
-// Of the block that runs.
+// The thread and the block that run now.
 extern unsigned thread, block;
 extern dim3 grid;
 inline unsigned Thread() { return thread; }
@@ -53,13 +53,13 @@ inline unsigned Blocks() { return grid.x; }
 
 void SyncBlock();
 void SyncWarp();
-// Lets the other threads run; `progress` counts what may end somebody's waiting.
+// Lets the other threads run. `progress` counts events that may end a thread's wait.
 void Yield();
 extern long progress;
-// The kWords words that a lane of a warp shows the others.
+// The kWords words that each lane of a warp shows to the others.
 extern uint64_t words[kMaxWarps][kWarp][kWords];
 inline uint64_t* WordsOf(unsigned warp, unsigned lane) { return words[warp][lane]; }
-// Operands of a warp's product, as numbers: a by rows, b by columns.
+// The operands of a warp's MMA, as numbers: a by rows, b by columns.
 struct Fragments {
   float a[16][16];
   float b[8][16];
@@ -68,11 +68,11 @@ extern Fragments fragments[kMaxWarps];
 
 void Run(dim3 grid, int threads, const std::function<void()>& kernel);
 
-// Dynamic shared memory of the kernel that runs.
+// The dynamic shared memory of the kernel that runs now.
 extern uint8_t dynamic[];
 extern int dynamic_bytes;
 
-// Of the calling thread.
+// The lane and the warp of the calling thread.
 inline unsigned Lane() { return Thread() % kWarp; }
 inline unsigned Warp() { return Thread() / kWarp; }
 
@@ -89,7 +89,7 @@ T Exchange(T value, unsigned lane) {
   return other;
 }
 
-// Folds what all lanes of the warp show, from lane 0 on: result = fold(result, value, lane).
+// Folds the values of all lanes of the warp, from lane 0 on: result = fold(result, value, lane).
 template <typename T, typename Result, typename Function>
 Result Fold(T value, Result result, Function fold) {
   static_assert(sizeof(T) <= 8);

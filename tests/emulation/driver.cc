@@ -1,4 +1,4 @@
-// What tests/emulation.py calls: the layer and the product of launch.h on host memory.
+// The functions that tests/support/cuda_emulation.py calls: those of launch.h, on host memory.
 #include <vector>
 
 #include "cuda/gemm/fp4_groups.cuh"
@@ -19,7 +19,7 @@ using namespace nvfp4;
 
 namespace {
 
-// The layer and the product of an engine.
+// The functions of an engine for a layer and for a grouped GEMM.
 struct Functions {
   int64_t (*moe_bytes)(const MoEShape& shape);
   cudaError_t (*moe)(cudaStream_t stream, const MoECall& call, const MoEBuffers& buffers);
@@ -42,7 +42,7 @@ Functions FunctionsOf(int engine) {
   }
 }
 
-// packed, block_scale, global_scale, input_scale, bias
+// Reads packed, block_scale, global_scale, input_scale and bias.
 ExpertWeights WeightsAt(void* const* operands) {
   return {static_cast<const uint8_t*>(operands[0]), static_cast<const uint8_t*>(operands[1]),
           static_cast<const float*>(operands[2]), static_cast<const float*>(operands[3]),
@@ -64,8 +64,8 @@ TakenGroups TakeGroups(void* buffer, int64_t experts) {
 
 extern "C" {
 
-// How the next calls run: on how many multiprocessors, with how many bytes of shared memory a
-// block, and from which end the threads of a block.
+// Sets how the next calls run: the number of multiprocessors, the bytes of shared memory per block,
+// and the order of the threads of a block.
 void configure(int count, int shared_bytes, int backwards) {
   multiprocessors = count;
   block_shared_bytes = shared_bytes;
@@ -73,7 +73,7 @@ void configure(int count, int shared_bytes, int backwards) {
   emulation::backwards = backwards != 0;
 }
 
-// Most dynamic shared memory of a kernel since `configure`.
+// Returns the most dynamic shared memory of a launch since `configure`.
 int largest_dynamic_bytes() { return largest_shared_bytes; }
 
 int64_t few_slots_shared_bytes(int64_t slots, int64_t slots_per_row, int64_t k, int rounds) {
@@ -84,7 +84,7 @@ int64_t moe_workspace_bytes(const MoEShape* shape, int engine) {
   return FunctionsOf(engine).moe_bytes(*shape);
 }
 
-// x, gate_up, down, expert_ids, expert_weights, y, workspace
+// The operands are x, gate_up, down, expert_ids, expert_weights, y, workspace.
 int moe(const MoEShape* shape, const ActivationParameters* activation, int type, int engine,
         int weight_on_input, int activation_scale, void* const* operands) {
   const MoECall call = {*shape,
@@ -107,7 +107,7 @@ int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape, int engine) 
   return FunctionsOf(engine).product_bytes(*shape);
 }
 
-// x, weight, group_sizes, y, workspace
+// The operands are x, weight, group_sizes, y, workspace.
 int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activation_scale,
                  void* const* operands) {
   const GroupedGemmCall call = {*shape, static_cast<DataType>(type),
@@ -119,8 +119,9 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activa
   return FunctionsOf(engine).product(nullptr, call, buffers);
 }
 
-// One FP4 product: a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums [32, 4]. By fp4_mma.cuh
-// as the kernels here have it, or, where `shuffled`, as a GPU without the instruction has it.
+// Computes one FP4 MMA. The operands are a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums
+// [32, 4]. If `shuffled`, the emulation for GPUs without the instruction runs. Otherwise
+// fp4_mma.cuh in this folder runs.
 int multiply_fp4(int shuffled, void* const* operands) {
   const auto a = static_cast<const uint32_t (*)[4]>(operands[0]);
   const auto b = static_cast<const uint32_t (*)[2]>(operands[1]);
@@ -142,12 +143,13 @@ int multiply_fp4(int shuffled, void* const* operands) {
   return cudaSuccess;
 }
 
-// What LaunchPackGroups writes of one product: starts, slots, global_scale, input_scale -> shapes
-// [e, 3], strides [e, 3], scale_layouts [e, 10], offsets [e, 5], alpha [e], places [slots].
+// Returns what LaunchPackGroups writes for one grouped GEMM. The operands are starts, slots,
+// global_scale, input_scale, and the results shapes [e, 3], strides [e, 3], scale_layouts [e, 10],
+// offsets [e, 5], alpha [e], places [slots].
 int pack_groups(int experts, int slots, int weight_rows, int k, int scaled, void* const* operands) {
   std::vector<uint8_t> memory(TakeGroups(nullptr, experts).bytes);
   const Fp4Groups groups = TakeGroups(memory.data(), experts).groups;
-  // Nothing is read or written there: only what is added to them matters.
+  // Nothing reads or writes at these addresses. Only what is added to them matters.
   auto* const codes = reinterpret_cast<uint8_t*>(uintptr_t{1} << 40);
   auto* const scales = reinterpret_cast<uint8_t*>(uintptr_t{1} << 41);
   auto* const output = reinterpret_cast<__nv_bfloat16*>(uintptr_t{1} << 42);
@@ -181,7 +183,7 @@ int pack_groups(int experts, int slots, int weight_rows, int k, int scaled, void
   return status;
 }
 
-// x, global_scale or null, packed, block_scale, used_scale, partials
+// The operands are x, global_scale or null, packed, block_scale, used_scale, partials.
 int quantize(int64_t m, int64_t k, int type, int swizzled, void* const* operands) {
   return LaunchQuantize(nullptr, {m, k, static_cast<DataType>(type), swizzled != 0},
                         {operands[0], static_cast<const float*>(operands[1]),
@@ -189,7 +191,7 @@ int quantize(int64_t m, int64_t k, int type, int swizzled, void* const* operands
                          static_cast<float*>(operands[4]), static_cast<uint32_t*>(operands[5])});
 }
 
-// logits, bias, expert_ids, expert_weights
+// The operands are logits, bias, expert_ids, expert_weights.
 int route(const RouterCall* call, void* const* operands) {
   return LaunchRoute(
       nullptr, *call,

@@ -1,7 +1,7 @@
-"""The engines' CUDA kernels, the router and the quantizer, run on a CPU: the suites of all kernels.
+"""Run the suites of all kernels on a CPU: the engines' CUDA kernels, the router, the quantizer.
 
-No GPU is needed, but g++ and CUDA's headers. What this cannot show is what the real instructions
-do, and how fast.
+The tests need g++ and CUDA's headers, but no GPU. They cannot show what the real instructions do,
+or how fast they are.
 """
 
 import cuda_emulation
@@ -24,7 +24,7 @@ from router_suite import RouterSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
-# 32 slots whose rows take 90624 bytes in the second product.
+# The rows of 32 slots take 90624 bytes in the second GEMM.
 WIDE_FEW_SLOTS = (16, 2, 4, 64, 1408, uniform(16, 2, 4))
 LARGER = {
     "sorted_by_two_blocks": (2100, 2, 5, 32, 16, uniform(2100, 2, 5)),
@@ -55,7 +55,7 @@ class TestProduct(EmulatedProducts, ProductSuite):
 
 
 class TestChunkedProduct(ChunkedProductSuite):
-    """On one engine: the chunks are the same for all, and this many rows take a while here."""
+    """Use one engine: the chunks are the same for all engines, and so many rows are slow here."""
 
     numbers = axis("bf16-none")
 
@@ -66,7 +66,7 @@ class TestChunkedProduct(ChunkedProductSuite):
 
 @pytest.mark.parametrize("mode", ["none", "static"])
 def test_few_slots_take_no_more_shared_memory_than_the_device_has(library, mode):
-    """On 8.6 and 8.9 the rows of these 32 slots fit only without what a block has besides them."""
+    """On 8.6 and 8.9, the rows of these 32 slots fit only without the other data of a block."""
     call = make_layer(WIDE_FEW_SLOTS, BF16, Options(activation_scale=mode))
     slots, width = call.ids.size, call.layer.down_packed.shape[2] * 2
     needed = library.few_slots_shared_bytes(slots, 1, width, mode == "static")

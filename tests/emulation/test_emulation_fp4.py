@@ -1,6 +1,6 @@
-"""The engine on FP4 tensor cores, its one instruction emulated, run on a CPU.
+"""Test the engine for FP4 tensor cores on a CPU, which emulates the FP4 instruction.
 
-What cannot be seen here is the instruction itself, and how fast it is.
+The tests cannot show what the instruction itself does, or how fast it is.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""The W4A4 layer of compute capability 10.x on a CPU, its one foreign product emulated.
+"""Test the W4A4 layer for compute capability 10.x on a CPU, with CUTLASS's GEMM emulated.
 
 Sorting, packing, quantization, activation and combination are the sources that a Blackwell GPU
-runs; the product of CUTLASS's collectives is plain arithmetic on the arrays that they read.
+runs. Plain arithmetic on the same arrays replaces the GEMM of CUTLASS's collectives.
 """
 
 import pytest

@@ -1,7 +1,8 @@
-"""The FP4 product's fragments against CuTe's maps, on the host: layouts, and both emulations.
+"""Compare the fragments of the FP4 MMA with CuTe's maps, on the host.
 
-CuTe's ``MMA_Traits`` come from CUTLASS's headers, in the PyPI package nvidia-cutlass, which is
-found without importing it: importing runs a generator.
+The tests cover the layouts and both emulations. CuTe's ``MMA_Traits`` come from CUTLASS's headers
+in the PyPI package nvidia-cutlass. The package is found without an import, because an import would
+run a generator.
 """
 
 import functools
@@ -45,7 +46,7 @@ def maps(tmp_path_factory):
 
 
 def words(values, bits):
-    """Pack values [32, n] of `bits` bits into words, the first in the low bits."""
+    """Pack values [32, n] of `bits` bits into words, with the first value in the low bits."""
     count = 32 // bits
     shifts = np.arange(count, dtype=np.uint32) * np.uint32(bits)
     return (values.reshape(32, -1, count).astype(np.uint32) << shifts).sum(-1, dtype=np.uint32)
@@ -60,14 +61,15 @@ def test_maps_are_those_of_the_kernels_comment(maps):
     np.testing.assert_array_equal(maps["b"], np.concatenate([g + N * k, g + N * (k + 32)], axis=1))
     sums = [r + M * (2 * q + c) for r in (g, g + 8) for c in (0, 1)]
     np.testing.assert_array_equal(maps["sums"], np.concatenate(sums, axis=1))
-    every_k = np.arange(K)  # of 16 the same scale, which is a byte of the lane's word
+    # Each 16 of k have the same scale, which is a byte of the lane's word.
+    every_k = np.arange(K)
     np.testing.assert_array_equal(maps["scale_a"], g + 8 * (q % 2) + M * every_k)
     np.testing.assert_array_equal(maps["scale_b"], g + N * every_k)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_layout_has_the_fragments_of_a(maps, gated):
-    """Each lane's 16 bytes and its word of scales, as the kernel finds them in a tile."""
+    """Each lane finds its 16 bytes and its word of scales where the kernel reads them in a tile."""
     rng = np.random.default_rng(0)
     packed = rng.integers(0, 256, (64, K // 2), np.uint8)
     scales = rng.integers(1, 127, (64, K // 16), np.uint8)
@@ -76,7 +78,7 @@ def test_layout_has_the_fragments_of_a(maps, gated):
     tile, tile_scales = (np.asarray(array) for array in there)
     codes, lane = unpack(packed), np.arange(32)
     for warp in range(4):
-        # What the product calls rows 0 to 7 and 8 to 15 of a slab.
+        # The rows of the tile that are rows 0 to 7 and 8 to 15 of the MMA.
         low = (8 if gated else 16) * warp + np.arange(8)
         rows = np.concatenate([low, low + (32 if gated else 8)])
         want = codes[rows][maps["a"] % M, maps["a"] // M]
@@ -91,12 +93,12 @@ def test_layout_has_the_fragments_of_a(maps, gated):
 @pytest.mark.parametrize("shuffled", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_product_of_fragments_is_that_of_matrices(maps, library, shuffled, seed):
-    """Bit for bit: scales of 1 to 2 keep every partial sum in 24 bits."""
+    """The sums are equal bit for bit: scales of 1 to 2 keep every partial sum in 24 bits."""
     rng = np.random.default_rng(seed)
     a, b = rng.integers(0, 16, (M, K)), rng.integers(0, 16, (N, K))
     scale_a, scale_b = (rng.integers(0x38, 0x40, (rows, K // 16)) for rows in (M, N))
     if seed == 3:
-        scale_b[5, 2] = 0x7F  # NaN, of one column
+        scale_b[5, 2] = 0x7F  # NaN in one column
 
     def fragment(values, name, rows, group=1):
         offsets = maps[name][:, ::group]
@@ -128,7 +130,7 @@ def nvcc():
 
 @pytest.mark.parametrize(("architecture", "compiles"), [("120f", True), ("120", False)])
 def test_an_architecture_without_its_suffix_does_not_compile(tmp_path, architecture, compiles):
-    """Plain sm_120 has no such product; emulated there it would be right, and slow, in silence."""
+    """Plain sm_120 lacks the instruction. An emulation would be correct, but silently slow."""
     source = tmp_path / "product.cu"
     source.write_text('#include "cuda/instructions/fp4_mma.cuh"\n', encoding="utf-8")
     ffi = ROOT / "ffi"

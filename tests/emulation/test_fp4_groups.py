@@ -1,4 +1,4 @@
-"""What CUTLASS's collectives are told about a product: against numpy, and against CuTe."""
+"""Compare the arguments that CUTLASS's collectives receive for a GEMM with numpy and with CuTe."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-// launch_kernel.cuh on a CPU.
+// Replaces launch_kernel.cuh on a CPU.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ constexpr int64_t kDynamicAlignment = 1024;
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int MultiprocessorCount() { return multiprocessors; }
 inline int ComputeCapabilityMajor() { return 0; }
-extern int block_shared_bytes;    // of the device that is emulated
-extern int largest_shared_bytes;  // dynamic ones of a launch, since the last `configure`
+extern int block_shared_bytes;    // the limit of the emulated device
+extern int largest_shared_bytes;  // most dynamic bytes of a launch since `configure`
 inline int BlockSharedBytes() { return block_shared_bytes; }
 inline int MultiprocessorSharedBytes() { return block_shared_bytes + 1024; }
 

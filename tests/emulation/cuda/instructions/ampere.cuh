@@ -1,4 +1,4 @@
-// ampere.cuh on a CPU.
+// Replaces ampere.cuh on a CPU.
 #pragma once
 
 #include <cmath>
@@ -22,7 +22,8 @@ inline uint32_t Transpose(uint32_t pair) {
   using namespace emulation;
   WordsOf(Warp(), Lane())[0] = pair;
   SyncWarp();
-  const unsigned row = Lane() / 4, column = Lane() % 4 * 2;  // of the result, and the next column
+  // This lane gets `column` and the next column of `row` of the result.
+  const unsigned row = Lane() / 4, column = Lane() % 4 * 2;
   uint32_t turned = 0;
   for (unsigned i = 0; i < 2; ++i) {
     const uint64_t word = WordsOf(Warp(), 4 * (column + i) + row / 2)[0];
@@ -50,7 +51,7 @@ inline int32_t LoadShared4(uint32_t address) {
 }
 inline void StoreShared4(uint32_t address, int32_t word) { std::memcpy(At(address, 4), &word, 4); }
 
-// Later blocks have run: what they have not raised will never be.
+// Later blocks have run already, so a flag that they have not raised will never be raised.
 inline int32_t LoadAcquire(const int32_t* flag) {
   if (*flag == 0) emulation::Fail("a flag that nobody raised");
   return *flag;

@@ -1,11 +1,12 @@
-// async_copy.cuh on a CPU: copies are done at once.
+// Replaces async_copy.cuh on a CPU: copies finish at once.
 #pragma once
 
 #include "cuda_on_cpu.h"
 
 namespace nvfp4 {
 
-// Dynamic shared memory is at 0; other shared variables at their distance from it.
+// Dynamic shared memory is at address 0. Other shared variables are at their distance from it, plus
+// this.
 constexpr uint32_t kElsewhere = 1u << 30;
 
 inline uint32_t SharedAddress(const void* pointer) {
@@ -14,7 +15,7 @@ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(inside ? offset : kElsewhere + offset);
 }
 
-// `bytes` bytes of dynamic shared memory.
+// Returns the address of `bytes` bytes of dynamic shared memory.
 inline uint8_t* At(uint32_t address, uint32_t bytes) {
   if (address + bytes > static_cast<uint32_t>(emulation::dynamic_bytes)) {
     emulation::Fail("an address outside of shared memory");

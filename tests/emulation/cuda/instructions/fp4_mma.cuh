@@ -1,6 +1,6 @@
-// fp4_mma.cuh on a CPU: lanes show each other all they have at once, and codes are summed as
-// integers. The form of other devices, in shuffles, would take ten times as long here; the driver
-// runs that too.
+// Replaces fp4_mma.cuh on a CPU: each lane shows all its operands to the others, and codes are
+// summed as integers. The emulation for GPUs, which uses shuffles, would take ten times as long
+// here. driver.cc can run that one too.
 #pragma once
 
 #include "cuda/instructions/fp4_emulation.cuh"
@@ -8,7 +8,7 @@
 
 namespace nvfp4 {
 
-// Four times the sum of eight products of codes.
+// Returns four times the sum of eight products of codes.
 inline int QuadrupleDot(uint32_t a, uint32_t b) {
   constexpr int kDoubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
   int dot = 0;
@@ -28,7 +28,8 @@ inline void MultiplyAddFp4(float (&sums)[4], const uint32_t (&a)[4], const uint3
   SyncWarp();
   const unsigned g = Lane() / 4, q = Lane() % 4;
   for (int i = 0; i < 4; ++i) {
-    const unsigned row = i / 2, column = 2 * q + i % 2;  // row: 8 of them further, or not
+    // `row` is 0 for row g and 1 for row g + 8.
+    const unsigned row = i / 2, column = 2 * q + i % 2;
     const auto scales_a = static_cast<uint32_t>(WordsOf(Warp(), 4 * g + row)[6]);
     const auto scales_b = static_cast<uint32_t>(WordsOf(Warp(), 4 * column)[7]);
     for (int block = 0; block < 4; ++block) {

@@ -1,4 +1,4 @@
-// hopper.cuh on a CPU: copies and products are done at once, mbarriers count.
+// Replaces hopper.cuh on a CPU: copies and MMAs finish at once, and mbarriers count.
 #pragma once
 
 #include <map>
@@ -10,7 +10,7 @@
 namespace nvfp4 {
 
 struct Mbarrier {
-  int arrivals;  // of a phase
+  int arrivals;  // that complete a phase
   int pending;
   int64_t bytes;  // that copies have yet to bring
   uint32_t phase;
@@ -114,7 +114,7 @@ struct Wgmma {
       if (column % 8 / 2 != q) continue;
       for (int k = 0; k < 16; ++k) {
         uint32_t address = static_cast<uint32_t>(b) * 16 + column * 128 + 2 * k;
-        address ^= (address >> 7 & 7) << 4;  // the swizzle
+        address ^= (address >> 7 & 7) << 4;  // the 128-byte swizzle
         uint16_t bits;
         std::memcpy(&bits, At(address, 2), 2);
         const float value = HalfOf(bits, 0, static_cast<T*>(nullptr));

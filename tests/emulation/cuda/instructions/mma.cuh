@@ -1,4 +1,4 @@
-// mma.cuh on a CPU.
+// Replaces mma.cuh on a CPU.
 #pragma once
 
 #include "cuda_on_cpu.h"
@@ -18,7 +18,7 @@ inline float HalfOf(uint32_t word, int half, __half*) {
   return __half2float(value);
 }
 
-// Shows the others the lane's part of a fragment a, as numbers.
+// Shows this lane's part of a fragment a to the other lanes, as numbers.
 template <typename T>
 void ShowA(const uint32_t (&a)[4]) {
   using namespace emulation;
