@@ -1,6 +1,7 @@
-"""What the handlers of both extensions say of an operand whose memory starts at an odd address.
+"""Test the errors of both extensions for an operand whose memory starts at an odd address.
 
-XLA aligns every buffer, so a program built from the same header as the handlers makes the buffers.
+XLA aligns every buffer. A program that is built from the handlers' header therefore makes the
+buffers.
 """
 
 import subprocess
@@ -9,7 +10,7 @@ import jax
 import pytest
 from given import ROOT, TESTS
 
-GPU, CPU = 16, 1  # cuda_bindings.cc and cpu_bindings.cc
+GPU, CPU = 16, 1  # alignments in cuda_bindings.cc and cpu_bindings.cc
 BYTES = {"packed", "block_scale"}  # ends of the names of operands whose elements are bytes
 
 
@@ -23,7 +24,7 @@ def program(tmp_path_factory):
 
 
 def messages(program, alignment, past):
-    """Return (target, the operand that starts `past` bytes too late) -> what the checks say."""
+    """Return (target, operand that starts `past` bytes too late) -> the message of the checks."""
     command = [program, str(alignment), str(past)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     said, target = {}, None
@@ -39,7 +40,7 @@ def messages(program, alignment, past):
 @pytest.mark.parametrize("alignment", [GPU, CPU])
 def test_aligned_operands_are_accepted(program, alignment):
     said = messages(program, alignment, 0)
-    assert len(said) == 15 + 9 + 6  # operands of the three targets, and none of each
+    assert len(said) == 15 + 9 + 6  # operands of three targets, plus one aligned call of each
     assert set(said.values()) == {"accepted"}
 
 

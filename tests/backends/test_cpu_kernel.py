@@ -1,6 +1,6 @@
-"""The CPU kernels: the suites of every kernel, and what holds for these alone.
+"""Test the CPU kernels: the suites of all kernels, and tests for these kernels alone.
 
-Everything calls the FFI targets directly, once for every instruction set that this CPU has.
+All tests call the FFI targets directly, once for each instruction set that this CPU has.
 """
 
 import concurrent.futures
@@ -35,7 +35,7 @@ isas = pytest.mark.parametrize("isa", ISAS)
 
 @pytest.fixture(scope="module", autouse=True)
 def _on_the_cpu():
-    """A machine with a GPU tests these kernels too."""
+    """Use the CPU, so that a machine with a GPU tests these kernels too."""
     with jax.default_device(CPU):
         yield
 
@@ -63,7 +63,7 @@ class TestLayer(LayerSuite, RoundingSuite, UnroundedSuite):
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_subnormal_half_and_tiny_activations_count(self, run, dtype):
-        """What XLA's flush-to-zero mode would drop."""
+        """XLA's flush-to-zero mode must not turn these values into zeros."""
         call = self.call("two_rows_each", f"{dtype}-none", activation="relu2")
         tiny = {"bf16": 2.0**-60, "f16": 2.0**-14, "f32": 2.0**-60}[dtype]
         x = (call.x.astype(np.float64) * tiny).astype(call.x.dtype)
@@ -73,7 +73,7 @@ class TestLayer(LayerSuite, RoundingSuite, UnroundedSuite):
 
     @pytest.mark.parametrize("rows", [1, 2, 40])
     def test_large_sums_do_not_depend_on_the_form_of_rows(self, run, rows):
-        """Columns of 14336 values, more than one panel of every kind, for few and many rows."""
+        """Sum 14336 values, which fill more than one panel of every kind, for few and many rows."""
         case = (rows, 1, 1, 32, 14336, constant(rows, 1, 0))
         assert_accurate(run, self.call(case, "bf16-none"))
 
@@ -96,7 +96,7 @@ def test_small_workspace_takes_several_rounds(isa, mode):
 
 
 def test_every_instruction_set_has_its_marker():
-    """So that a machine shows those that it lacks as skipped."""
+    """Each instruction set has a marker, so that a machine without it shows tests as skipped."""
     assert {*cpu_calls.present_isas()} - {*cpu_calls.NEED_CPU} == {"scalar"}
 
 
@@ -124,7 +124,7 @@ def test_same_bits_every_time_and_from_many_threads(isa, dtype, mode):
 
 @isas
 def test_block_scales_of_all_kinds_are_exact(isa):
-    """One code of one, zeros else, and every scale byte: products are the scales themselves."""
+    """One code per row is 1 and all others are 0, so that the outputs are the scales themselves."""
     bytes_ = np.array([b for b in range(256) if b & 0x7F != 0x7F], np.uint8)
     rows = np.resize(bytes_, 256)
     packed = np.zeros((1, 256, 8), np.uint8)
@@ -171,7 +171,7 @@ def test_wrong_shape_names_the_operand():
 
 @pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path):
-    """Build the kernels with ASan and UBSan around their own thread pool, and run the edges."""
+    """Build the kernels with ASan and UBSan around a thread pool, and run the edge cases."""
     script = PROGRAMS / "run_sanitizers.sh"
     done = subprocess.run(["bash", script, tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,8 +1,8 @@
-"""XLA's CUDA compiler, without a GPU, on programs that hold our FFI targets.
+"""Compile programs that hold our FFI targets with XLA's CUDA compiler, without a GPU.
 
-It proves that the programs compile for Hopper and Blackwell, take the packed bytes as they are,
-keep nothing as large as a dequantized matrix, gather nothing, and can be put into a CUDA graph.
-It runs no kernel.
+The tests show that the programs compile for Hopper and Blackwell, take the packed bytes unchanged,
+allocate nothing as large as a dequantized matrix, gather nothing, and can be put into a CUDA graph.
+No kernel runs.
 """
 
 import cuda_calls
@@ -29,7 +29,7 @@ def compile_for(device, program, suffix, flags=""):
 
 
 def report(device, program, suffix, flags=""):
-    """Return what deviceless_compile.py says of a program that must compile."""
+    """Return the report of deviceless_compile.py for a program that must compile."""
     return read_report(compile_for(device, program, suffix, flags))
 
 
@@ -37,7 +37,7 @@ def report(device, program, suffix, flags=""):
 def test_layer_compiles_packed(device, suffix):
     found = report(device, "kernel", suffix)
     assert found["custom_calls"] == [f"nvfp4_moe_{suffix}"]
-    # The next 4 KiB are for alignment; half a byte more for each weight would be 48 MiB.
+    # Alignment accounts for up to 4 KiB. Half a byte more for each weight would be 48 MiB.
     assert found["packed_bytes"] <= found["argument_bytes"] <= found["packed_bytes"] + 4096
     assert found["temporary_bytes"] < found["dequantized_bytes"]
 
@@ -77,7 +77,7 @@ def test_layer_goes_into_a_cuda_graph(tmp_path, allowed):
 
 @pytest.mark.parametrize(("batch", "most"), [(1, 16), (8, 17), (64, 16)])
 def test_a_decoding_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, most):
-    """Each kernel costs a microsecond or more, 48 times a step; two of them are calls of ours."""
+    """A step has 48 layers, and each kernel costs a microsecond or more. Two a layer are ours."""
     flags = f"--xla_dump_to={tmp_path}"
     found = read_report(run_program("deviceless_decode.py", "h100", batch, tmp_path, flags=flags))
     assert found["in_one_graph"]
@@ -85,7 +85,7 @@ def test_a_decoding_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, most)
 
 
 def test_rounding_to_fp8_is_not_optimized_away():
-    """And without the barrier it is: the test would see it."""
+    """Without the barrier, XLA removes the conversions, which the second count shows."""
     found = read_report(run_program("deviceless_float8.py", "h100"))
     assert found["rounded"] == 1
     assert found["converted"] == 0

@@ -1,6 +1,6 @@
-"""What XLA's CUDA compiler makes of experts over four GPUs that are not there: order and kernels.
+"""Test the order and number of the kernels that XLA compiles for experts on four absent GPUs.
 
-No kernel runs, and no time is measured: `deviceless_exchange.py` reads the scheduled program.
+No kernel runs, and no time is measured. `deviceless_exchange.py` reads the scheduled program.
 """
 
 import pytest
@@ -11,14 +11,14 @@ LAST = {"psum": "all-reduce", "all_to_all": "all-to-all", "ragged": "ragged-all-
 
 
 def report(*words):
-    """Return what deviceless_exchange.py says."""
+    """Return the report of deviceless_exchange.py."""
     return read_report(run_program("deviceless_exchange.py", "h100", *words))
 
 
 @pytest.mark.parametrize("tokens", [64, 4096])
 @pytest.mark.parametrize("dispatch", LAST)
 def test_the_shared_expert_runs_while_outputs_are_on_their_way(dispatch, tokens):
-    """Its products stand between start and end of what comes last, which is asynchronous."""
+    """Its GEMMs lie between the start and the end of the last collective, which is asynchronous."""
     found = report(dispatch, tokens)
     assert found["collectives"][-1] == [LAST[dispatch], True]
     assert found["shared"] == [2, 2]
@@ -26,7 +26,10 @@ def test_the_shared_expert_runs_while_outputs_are_on_their_way(dispatch, tokens)
 
 @pytest.mark.parametrize("dispatch", LAST)
 def test_so_it_is_with_the_latency_hiding_scheduler(dispatch):
-    """Which is for sizes where XLA's own order takes one of them first, to save memory."""
+    """The order is the same under this scheduler.
+
+    It is for sizes at which XLA's own order runs one of the GEMMs first, to save memory.
+    """
     found = report(dispatch, 64, "hide")
     assert found["collectives"][-1] == [LAST[dispatch], True]
     assert found["shared"] == [2, 2]
@@ -34,14 +37,14 @@ def test_so_it_is_with_the_latency_hiding_scheduler(dispatch):
 
 @pytest.mark.parametrize("dispatch", LAST)
 def test_the_order_is_the_barriers_doing(dispatch):
-    """Without it the first product is one with the router's, which comes before all else."""
+    """Without the barrier, XLA merges the first GEMM with the router's, which runs first."""
     assert report(dispatch, 4096, "joined")["shared"] == [1, 2]
 
 
 @pytest.mark.parametrize(("tokens", "kernels"), [(4, [1, 2]), (64, [2, 2]), (4096, [2, 2])])
 def test_few_kernels_send_rows(tokens, kernels):
-    """From the router to the collective, and from there to the experts.
+    """Count kernels from the router to the collective, and from there to the experts.
 
-    Rows that were sorted by counting took 9, 8 and 10 before it.
+    Sorting the rows by counting took 9, 8 and 10 kernels before the collective.
     """
     assert report("all_to_all", tokens)["sending"] == kernels

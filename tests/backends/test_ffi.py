@@ -1,4 +1,4 @@
-"""Extensions: found, checked before they are registered, and missed without harm."""
+"""Test that extensions are found, checked before registration, and may be missing."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from jax_nvfp4_moe.backends import _ffi
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """Forget what was loaded, before and after."""
+    """Forget the extensions that were loaded, before and after a test."""
     for cached in (_ffi.load, _ffi.why_unavailable):
         cached.cache_clear()
     yield monkeypatch
@@ -75,7 +75,7 @@ def test_a_missing_part_says_what_to_install(fresh, built_with_cutlass):
 
 
 def test_without_any_extension_the_reference_runs(tmp_path):
-    """As in a wheel of Python files alone: it imports, computes, and names what a kernel needs."""
+    """A wheel of Python files alone imports, computes, and says what a kernel needs."""
     code = """
 import sys
 sys.modules["jax_nvfp4_moe._nvfp4_cpu"] = None

@@ -1,4 +1,4 @@
-"""One plan: weights are prepared for the kernel that the call takes, whatever the facts."""
+"""Test that weights are always prepared for the kernel that runs the call."""
 
 import dataclasses
 import logging
@@ -32,7 +32,7 @@ def cuda(major, minor):
     return Target("cuda", (major, minor))
 
 
-# Facts that the bfloat16 calls of few experts with a small top-k do not have.
+# Facts that differ from those of bfloat16 calls with few experts and a small top-k.
 FACTS = {
     "12.0 in float32": (cuda(12, 0), "float32", 2),
     "12.1 in float32": (cuda(12, 1), "float32", 2),
@@ -44,7 +44,7 @@ FACTS = {
 
 
 def conversions(run, *args, target, caplog):
-    """Return what the log says of weights that a call converts, and the lowered program."""
+    """Return what the log says about weights that a call converts, and the lowered program."""
     resolution.log_conversion.cache_clear()
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="jax_nvfp4_moe"):
@@ -95,12 +95,12 @@ def test_a_linear_is_prepared_for_its_own_calls(target, dtype, caplog):
 
 
 def test_a_call_follows_the_plan_of_its_module():
-    """Whatever the weights would ask for by themselves: the plan carries what the file declares."""
+    """The plan follows the scheme that the file declares, whatever the weights suggest."""
     params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
     assert params.has_input_scales
     moe = NVFP4MoE(
         4, 64, 32, top_k=2, params=params, target=cuda(12, 0), rngs=nnx.Rngs(0)
-    )  # declared w4a16, as of a relabelled file
+    )  # declared w4a16, as in a relabeled file
     plan = moe.experts.plan
     assert (plan.scheme, plan.backend.name, plan.layout) == ("w4a16", "moe_w4a16_sm80", "mma_64x64")
     assert plan.problem == dataclasses.replace(
@@ -216,7 +216,7 @@ def test_explain_looks_into_any_flax_module():
 
 
 def test_other_weights_are_planned_for_their_number():
-    """600 copies of experts are more than a kernel takes: the reference, in its layout."""
+    """A kernel accepts at most 512 experts. 600 copies run on the reference, in its layout."""
     params = random_moe_params(jax.random.key(0), num_experts=500, hidden=16, intermediate=16)
     moe = NVFP4MoE(500, 16, 16, top_k=2, params=params, target=cuda(9, 0), rngs=nnx.Rngs(0))
     assert moe.experts.plan.backend.name == "moe_w4a16_sm90"
@@ -228,7 +228,7 @@ def test_other_weights_are_planned_for_their_number():
 
 
 def test_tokens_pass_the_module_the_op_and_the_lowering_alone():
-    """Beside what checks them: no wrapper, no second choice, on the way to the FFI call."""
+    """Besides checks, no wrapper and no second choice are on the way to the FFI call."""
     params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
     moe = NVFP4MoE(4, 64, 32, top_k=2, params=params, target=cuda(9, 0), rngs=nnx.Rngs(0))
     passed = []

@@ -1,4 +1,4 @@
-"""The CPU quantizer, byte for byte, and the arithmetic that the CUDA one takes its codes from."""
+"""Test the CPU quantizer byte for byte, and the arithmetic by which the CUDA one finds codes."""
 
 import subprocess
 
@@ -21,13 +21,16 @@ dtypes = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPE
 
 @pytest.fixture(scope="module", autouse=True)
 def _on_the_cpu():
-    """A machine with a GPU tests these kernels too."""
+    """Use the CPU, so that a machine with a GPU tests these kernels too."""
     with jax.default_device(CPU):
         yield
 
 
 def test_short_division_and_rounding_are_exact(tmp_path):
-    """Every significand of the divisor at every threshold; the control shows that it takes care."""
+    """Try every significand of the divisor at every threshold.
+
+    The control leaves out the correction, and must differ.
+    """
     program = tmp_path / "exact_quantizer"
     flags = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off"]
     source = TESTS / "cpp" / "exact_quantizer.cc"
