@@ -1,4 +1,4 @@
-"""ops.attention on each record that runs here, against float64."""
+"""Compare ops.attention with float64, on each record that runs here."""
 
 import functools
 import itertools
@@ -12,7 +12,8 @@ from jax_nvfp4_moe import NoBackendError, Target
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.ops import attention
 
-# More keys than a block of 512, and not a multiple of it; more queries than a block of 256.
+# There are more keys than a block of 512, and their number is not a multiple of 512. There are more
+# queries than a block of 256.
 ROWS, KEYS, HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 2, 1200, 4, 2, 16, 24
 OPTIONS = {
     "causal": {},
@@ -23,7 +24,7 @@ OPTIONS = {
     "sinks": {"sinks": np.array([2.0, -30.0, 0.0, 8.0], np.float32)},
     "scale": {"scale": 0.7},
 }
-# First position of each row, and the number of queries. The cache is filled up to the last query.
+# Name -> first position of each row, number of queries. The cache is filled up to the last query.
 QUERIES = {
     "whole": ((0, 0), 1200),
     "one": ((1199, 700), 1),
@@ -36,7 +37,7 @@ BACKENDS = ("reference", "attention_cpu") if jax.default_backend() == "cpu" else
 
 @functools.cache
 def make(dtype, queries):
-    """Return queries, keys, values and positions; room behind the last position is not zero."""
+    """Return queries, keys, values and positions. Keys after the last position are not zero."""
     starts, t = QUERIES[queries]
     rng = np.random.default_rng(0)
     shapes = ((ROWS, t, HEADS, WIDTH), (ROWS, KEY_HEADS, KEYS, WIDTH))
@@ -47,7 +48,7 @@ def make(dtype, queries):
 
 
 def in_float64(q, k, v, positions, scale=None, window=None, chunk=None, sinks=None):
-    """The definition, row by row and head by head."""
+    """Compute attention by its definition, row by row and head by head."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     y = np.zeros((*q.shape[:3], v.shape[3]))
     keys = np.arange(k.shape[2])[None]
@@ -70,7 +71,7 @@ def in_float64(q, k, v, positions, scale=None, window=None, chunk=None, sinks=No
 
 
 def worst(y, expected):
-    """The largest error of a query, relative to the norm of its result."""
+    """Return the largest error of a query, relative to the norm of its result."""
     norms = np.linalg.norm(expected, axis=-1)
     return (np.linalg.norm(np.asarray(y, np.float64) - expected, axis=-1) / norms).max()
 
@@ -84,7 +85,7 @@ def expected_of(dtype, queries, options):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("queries", QUERIES)
 def test_float32(queries, options, backend):
-    """The reference stays below 4e-6, which scores of up to 40 lose; blocks may lose twice that."""
+    """The reference stays below 4e-6, due to scores of up to 40. Blocks may double that error."""
     y = attention(*make("float32", queries), **OPTIONS[options], backend=backend)
     assert y.shape == (ROWS, QUERIES[queries][1], HEADS, VALUE_WIDTH)
     most = 4e-6 if backend == "reference" else 8e-6
@@ -95,7 +96,7 @@ def test_float32(queries, options, backend):
 @pytest.mark.parametrize("options", ["causal", "window and sinks"])
 @pytest.mark.parametrize("queries", ["whole", "one"])
 def test_16_bits(queries, options, dtype):
-    """By default, at most twice the error of the plain form; a wrong window is far above it."""
+    """The default has at most twice the reference's error. A wrong window is far above that."""
     operands = make(jnp.dtype(dtype), queries)
     expected = expected_of(jnp.dtype(dtype), queries, options)
     plain = worst(attention(*operands, **OPTIONS[options], backend="reference"), expected)
@@ -114,14 +115,14 @@ def test_padding_is_finite_and_changes_nothing(options, backend):
     alone = run(q[:1, :150], k[:1], v[:1], positions[:1, :150])
     padded = positions.copy()
     padded[0, 150:] = PADDING + np.arange(150)
-    padded[1] = PADDING + np.arange(300)  # no token at all
+    padded[1] = PADDING + np.arange(300)  # this row has no token at all
     y = run(q, k, v, padded)
     assert np.isfinite(y).all()
     np.testing.assert_allclose(y[:1, :150], alone, rtol=0, atol=1e-6)
 
 
 def test_a_row_does_not_depend_on_the_others():
-    """To the bit: blocks of keys that only another row sees add nothing."""
+    """Blocks of keys that only another row sees do not change a row by a single bit."""
     q, k, v, positions = make("float32", "piece")
     early, late = (np.stack([positions[0], positions[1] + shift]) for shift in (-130, 770))
     one, other = (attention(q, k, v, at, window=200) for at in (early, late))
@@ -131,7 +132,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 @pytest.mark.parametrize("options", ["causal", "window and sinks", "chunk"])
 def test_gradients(options):
-    """Of queries, keys, values and sinks, as those of the plain form; also forward mode."""
+    """Gradients of queries, keys, values and sinks equal the reference's, as does forward mode."""
     given = OPTIONS[options]
     sinks = given.get("sinks")
     others = {name: value for name, value in given.items() if name != "sinks"}
@@ -154,7 +155,7 @@ def test_gradients(options):
 
 
 def test_the_room_of_a_cache_costs_nothing():
-    """A step at 128 tokens visits one block of keys, whatever room the cache has."""
+    """At 128 tokens, a step reads one block of keys, whatever the size of the cache."""
     if "attention_cpu" not in BACKENDS:
         pytest.skip("the record for CPUs")
     visited = []

@@ -1,4 +1,4 @@
-"""Gradients of the ops: those of the dequantized model, whatever kernel ran the forward pass."""
+"""Test that gradients are those of the dequantized model, whichever kernel ran forward."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ def _ours(x, params, ids, weights, options):
 
 @functools.partial(jax.jit, static_argnums=4)
 def of_xla(x, params, ids, weights, call):
-    """The yardstick: the derivative of plain XLA on dequantized weights, in the dtype of x."""
+    """Return the yardstick: gradients of plain XLA on dequantized weights, in the dtype of x."""
 
     def run(x, params, weights):
         return moe_mlp_xla(x, params, ids, weights, call, x.dtype)
@@ -71,7 +71,7 @@ def of_xla(x, params, ids, weights, call):
 
 
 def exact(x, params, ids, weights, call, *, on_input=False, rounded=None):
-    """The derivative of the dequantized model in float64; `rounded` counts as the identity."""
+    """Return gradients of the dequantized model in float64; `rounded` counts as the identity."""
     matrices = (params.gate_up.dequantize(), params.down.dequantize())
     operands = (x, weights, params.gate_up_bias, params.down_bias, *matrices, cotangent(x))
     operands = [np.asarray(a, np.float64) for a in operands]
@@ -117,7 +117,8 @@ def assert_as_the_model(actual, *operands):
     assert_accurate(actual, of_xla(*operands), exact(*operands))
 
 
-# One of each kind: gated, alternating with limits and parameters, not gated, another function.
+# One activation of each kind: gated, interleaved with limits and parameters, not gated, and with
+# another function.
 @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2", "gelu_tanh"])
 def test_gradients_are_those_of_the_dequantized_model(activation):
     call = find_activation(activation)
@@ -141,7 +142,7 @@ def test_gradients_in_16_bits(dtype):
 
 
 def test_the_exact_gradient_agrees_with_differences_and_the_bound_catches():
-    """The float64 model is checked by differences of another one; swapped experts are caught."""
+    """Differences of a second model confirm the float64 model, and swapped experts are caught."""
     call = find_activation("silu")
     x, params, ids, weights = layer()
     truth = exact(x, params, ids, weights, call)
@@ -152,7 +153,7 @@ def test_the_exact_gradient_agrees_with_differences_and_the_bound_catches():
         )
         for s in (1e-5, -1e-5)
     )
-    # Central differences: 1e-10 of truncation, 1e-16 / 1e-5 of rounding.
+    # Central differences have an error of 1e-10 from truncation and 1e-16 / 1e-5 from rounding.
     assert (ahead - behind) / 2e-5 == pytest.approx(np.sum(truth["x"] * way), rel=1e-7)
     yardstick = of_xla(x, params, ids, weights, call)
     wrong = ours(x, params, (ids + 1) % E, weights)
@@ -172,7 +173,7 @@ LAYOUTS_OF_KERNELS = (
 
 @pytest.mark.parametrize(("layout", "gated"), LAYOUTS_OF_KERNELS)
 def test_weights_in_the_layout_of_a_kernel(layout, gated):
-    """The same values in another byte order, padded: the same gradient to the bit."""
+    """The same values in another byte order, with padding, have the same gradient to the bit."""
     activation = "silu" if gated else "relu2"
     x, params, ids, weights = layer(activation=activation)
     options = {"backend": "reference", "activation": activation}
@@ -183,7 +184,7 @@ def test_weights_in_the_layout_of_a_kernel(layout, gated):
 
 
 def test_gate_and_up_with_scales_of_their_own_and_divisors():
-    """As compressed-tensors stores them: the values are divided."""
+    """compressed-tensors stores global scales as divisors, so that values are divided."""
     call = find_activation("silu")
     x, params, ids, weights = layer()
     assert params.gate_up.global_scale.shape == (E, 2)
@@ -197,7 +198,7 @@ def test_gate_and_up_with_scales_of_their_own_and_divisors():
 
 @pytest.mark.parametrize("scheme", ["w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
 def test_rounded_activations_count_as_the_identity(scheme):
-    """Straight through: the products see rounded rows, the derivative of rounding is 1."""
+    """The GEMMs see rounded rows. The derivative of rounding is 1 (straight-through)."""
     call = find_activation("silu")
     x, params, ids, weights = layer()
 
@@ -208,14 +209,14 @@ def test_rounded_activations_count_as_the_identity(scheme):
     truth = exact(x, params, ids, weights, call, rounded=rounded)
     plain = exact(x, params, ids, weights, call)
     yardstick = of_xla(x, params, ids, weights, call)
-    # The yardstick's error is that of the model without rounding, which it computes.
+    # The yardstick does not round, so its error is taken from the model without rounding.
     allowed = {name: truth[name] + yardstick[name] - plain[name] for name in NAMES}
     assert_accurate(ours(x, params, ids, weights, scheme=scheme), allowed, truth)
     assert np.abs(truth["x"] - plain["x"]).max() > 1e-3 * np.abs(plain["x"]).max()
 
 
 def test_weights_on_the_input():
-    """With one expert a token, as Llama-4 has; tokens weighed by hand are the yardstick."""
+    """Each token has one expert, as in Llama 4. The yardstick weights the tokens itself."""
     call = find_activation("silu")
     x, params, _, _ = layer()
     ids, weights = jnp.asarray([[1]] * 8 + [[3]], jnp.int32), jnp.linspace(0.1, 0.9, 9)[:, None]
@@ -230,7 +231,7 @@ def test_weights_on_the_input():
 
 @pytest.mark.parametrize("tokens", [0, 1, 300])
 def test_token_counts(tokens):
-    """300 slots of one expert go through in three pieces."""
+    """The 300 slots of one expert are processed in three pieces."""
     call = find_activation("silu")
     x, params, ids, weights = layer(tokens)
     if tokens == 300:
@@ -266,7 +267,7 @@ def test_ids_out_of_range_get_no_gradient():
 
 
 def test_a_token_with_nan_keeps_it_to_itself():
-    """Tokens 2 and 4 alone go to expert 1, and share a piece with those of others."""
+    """Only tokens 2 and 4 go to expert 1, and they share a piece with slots of other tokens."""
     x, params, ids, weights = layer()
     mine = jnp.isin(jnp.arange(9), jnp.array([2, 4]))[:, None]
     ids = jnp.where(mine, 1, jnp.where(ids == 1, 0, ids))
@@ -280,7 +281,7 @@ def test_a_token_with_nan_keeps_it_to_itself():
 
 
 def test_ours_is_the_kernel_and_nothing_more_without_a_gradient():
-    """The program of inference holds one call, and is the one that the lowering alone gives."""
+    """The inference program has one call, and is the one that the lowering gives alone."""
     x, params, ids, weights = layer()
     target = nvfp4.Target("cuda", (9, 0))
     params = nvfp4.prepare(params, target=target, scheme="w4a16")
@@ -307,7 +308,7 @@ def test_ours_is_the_kernel_and_nothing_more_without_a_gradient():
 
 
 def test_memory_of_the_backward_pass_stays_under_one_layer():
-    """One expert's weights in float32 at once, never those of all."""
+    """One expert's weights are in float32 at a time, never those of all experts."""
     e, h, i = 64, 256, 256
     params = random_moe_params(jax.random.key(0), num_experts=e, hidden=h, intermediate=i)
     x, (ids, weights) = jnp.zeros((4, h)), random_routing(jax.random.key(1), 4, e, 2)
@@ -316,7 +317,7 @@ def test_memory_of_the_backward_pass_stays_under_one_layer():
         run = functools.partial(nvfp4.ops.moe_mlp, scheme="w4a16", backend="reference")
         total = jax.grad(lambda x, p, ids, w, run=run: run(x, p, ids, w).sum())
         compiled = jax.jit(total).lower(x, given, ids, weights).compile()
-        # A quarter of the layer in float32; its packed bytes are an eighth.
+        # The bound is a quarter of the layer in float32. Its packed bytes are an eighth.
         assert compiled.memory_analysis().temp_size_in_bytes < 3 * e * h * i * 4 / 4
 
 
@@ -347,7 +348,7 @@ def grouped_gradient(x, weight, sizes, bar):
 
 @pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 0], [12, 0, 0], [5, 7, 300], [-2, 4, 4]])
 def test_grouped_gemm(sizes):
-    """Against float64; rows of no group get zeros."""
+    """Compare with float64. Rows without a group get zeros."""
     weight, x, _ = matrices()
     bar = jax.random.normal(jax.random.key(5), (12, 32))
 
@@ -367,7 +368,7 @@ def test_grouped_gemm(sizes):
     ("rows", "scheme"), [((), "w4a16"), ((0,), "w4a16"), ((2, 3), "w4a4"), ((130,), "w4a16")]
 )
 def test_linear(rows, scheme):
-    """Leading axes, a bias, and any layout; under w4a4 the gradient passes straight through."""
+    """Leading axes and a bias are allowed. Under w4a4, the gradient passes straight through."""
     weight, _, bias = matrices()
     weight = jax.tree.map(lambda leaf: leaf[0], weight)
     x = jax.random.normal(jax.random.key(5), (*rows, H))
@@ -386,7 +387,7 @@ def test_linear(rows, scheme):
 
 
 def test_quantized_weights_are_frozen():
-    """Where someone differentiates by all that has a float dtype, their share is zero."""
+    """If a user differentiates by everything with a float dtype, quantized weights get zeros."""
     x, params, ids, weights = layer()
 
     def total(params):
@@ -409,7 +410,7 @@ def test_quantized_weights_are_frozen():
     ],
 )
 def test_experts_and_linears_that_are_not_nvfp4(how):
-    """Layers of mixed checkpoints: frozen as well, FP8 activations counted as they were."""
+    """Experts of mixed checkpoints are frozen too, and FP8 rounding counts as the identity."""
     keys = jax.random.split(jax.random.key(2), 3)
     first = jax.random.normal(keys[0], (E, 2 * I, H)) / 8
     second = jax.random.normal(keys[1], (E, H, I)) / 8
@@ -422,7 +423,7 @@ def test_experts_and_linears_that_are_not_nvfp4(how):
         eighths = (w.astype(jnp.float8_e4m3fn) for w in (first, second))
         stored = [FP8Tensor(w, jnp.ones(w.shape[:2])) for w in eighths]
         values, options = [w.values.astype(jnp.float32) for w in stored], {"activations": how}
-        scales = dict.fromkeys(scales, jnp.full(E, 0.1))  # up to 45: nothing saturates
+        scales = dict.fromkeys(scales, jnp.full(E, 0.1))  # values up to 45 do not saturate
     biases = {"gate_up_bias": params.gate_up_bias, "down_bias": params.down_bias}
     experts = DenseExperts(*stored, **biases, **scales)
 
@@ -439,7 +440,7 @@ def test_experts_and_linears_that_are_not_nvfp4(how):
         return jnp.sum(jnp.einsum("te,eth->th", hit, y, precision="highest") * cotangent(x))
 
     got, want = jax.jit(jax.grad(total, (0, 1)))(x, weights), jax.grad(plain, (0, 1))(x, weights)
-    # E4M3 moves an activation by up to 1/16, and with it the derivative at that point.
+    # E4M3 moves an activation by up to 1/16, which moves the derivative at that point too.
     bound = 1e-5 if how in ("bfloat16", FP8ActivationScaling.WEIGHTS) else 0.1
     for a, b in zip(got, want, strict=True):
         assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
@@ -450,7 +451,7 @@ def test_experts_and_linears_that_are_not_nvfp4(how):
     "how", [FP8ActivationScaling.STATIC, FP8ActivationScaling.TOKEN, FP8ActivationScaling.TENSOR]
 )
 def test_a_rounded_fp8_linear_passes_gradients_straight_through(how):
-    """A cast would round the cotangent to E4M3 too; this is the product with the weights."""
+    """A cast would also round the cotangent to E4M3. The gradient is the GEMM with the weights."""
     values = jax.random.normal(jax.random.key(0), (8, 16)).astype(jnp.float8_e4m3fn)
     weight, x = FP8Tensor(values, jnp.full(8, 0.5)), jax.random.normal(jax.random.key(1), (3, 16))
     bar = jax.random.normal(jax.random.key(2), (3, 8))

@@ -1,4 +1,4 @@
-"""The public ops on the reference: meaning, edge cases, errors. Kernels have files of their own."""
+"""Test the public ops on the reference: meaning, edge cases, errors. Kernels have other files."""
 
 import dataclasses
 import functools
@@ -43,14 +43,14 @@ round_rows = jax.jit(fake_quantize)
 
 @jax.jit
 def product(x, y):
-    """The yardstick: plain float32."""
+    """Return the yardstick: a plain float32 GEMM."""
     return jnp.matmul(x, y, precision="highest")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_moe_mlp_is_its_equation(activation, dtype):
-    """On the reference, and on what this machine chooses."""
+    """The equation holds on the reference, and on the backend that this machine chooses."""
     call = find_activation(activation)
     x, params, ids, weights = layer(activation=activation, dtype=jnp.dtype(dtype))
     truth = moe_mlp_float64(x, params, ids, weights, call)
@@ -62,7 +62,7 @@ def test_moe_mlp_is_its_equation(activation, dtype):
 
 @pytest.mark.parametrize("backend", ["reference", None])
 def test_alternating_rows_have_one_global_scale(backend):
-    """Two belong to the halves of the rows: kernels and `dequantize` would not agree on theirs."""
+    """Two scales belong to two halves of the rows, so kernels and `dequantize` would disagree."""
     x, params, ids, weights = layer()
     assert params.gate_up.global_scale.shape == (E, 2)
     with pytest.raises(ValueError, match=r"activation: 'swigluoai' .* \(5, 2\).*_uninterleave'"):
@@ -84,7 +84,7 @@ def test_the_bound_catches_swapped_experts():
 
 
 def rounding(params, scheme):
-    """The rounding of activations that `scheme` asks for, in numpy."""
+    """Return the rounding of activations for `scheme`, in numpy."""
 
     def rounded(rows, expert, product):
         rows = rows.astype(np.float32)
@@ -102,7 +102,7 @@ def rounding(params, scheme):
 
 @pytest.mark.parametrize("scheme", ["w4a4", "w4a4_unit_scale", "w4a4_token_scale"])
 def test_w4a4_rounds_the_inputs_of_both_products(scheme):
-    """In float32 no value of this case falls on the other side of a rounding, so they agree."""
+    """In float32, no value of this case falls on the other side of a rounding, so both agree."""
     call = find_activation("silu")
     x, params, ids, weights = layer()
     actual = run(x, params, ids, weights, scheme=scheme)
@@ -153,7 +153,7 @@ def no_experts():
 @pytest.mark.parametrize("experts", [0, E])
 @pytest.mark.parametrize("top_k", [0, K])
 def test_no_choices_and_no_experts_give_zeros(experts, top_k, backend):
-    """Forward and backward: the output depends on nothing."""
+    """Output and gradients are zero, because the output depends on nothing."""
     x, params, ids, weights = layer(dtype=jnp.bfloat16)
     if experts and top_k:
         assert run(x, params, ids, weights, backend=backend).any()
@@ -255,7 +255,7 @@ def test_prepare_takes_the_layout_of_the_backend():
 
 
 def test_padded_weights_run_as_canonical_ones():
-    """Every size here is one that the layout pads."""
+    """The layout pads every size here."""
     x, params, ids, weights = layer()
     ready = nvfp4.prepare(params, target=HOPPER)
     assert ready.down.packed.shape == (E, 64, 32)
@@ -324,7 +324,7 @@ def test_linear_takes_leading_axes_bias_and_input_scale():
 
 @pytest.mark.parametrize("rows", [1, 2, 127, 128, 129])
 def test_a_compiled_linear_of_any_number_of_rows(rows):
-    """As many as a loop by pieces of 128 takes in: less than one, one, and more."""
+    """The reference takes chunks of 128 rows: test less than one, exactly one, and more."""
     weight, x = nvfp4.quantize(normal(24, H)), normal(rows, H)
     values = np.asarray(weight.dequantize())
     want = x.astype(np.float64) @ values.T

@@ -1,6 +1,6 @@
-"""`ops.route`, its CUDA kernel and its derivative, against `routing.route`.
+"""Compare `ops.route`, its CUDA kernel and its derivative with `routing.route`.
 
-`test_routing` holds the latter against plain numpy.
+`test_routing` compares `routing.route` with plain numpy.
 """
 
 import re
@@ -30,7 +30,7 @@ forms = pytest.mark.parametrize("form", FORMS)
 def on_cuda(router, logits, bias=None):
     """Run the kernel, and move its results to the host."""
     cuda_calls.register()
-    target = Target("cuda", (9, 0))  # any with the kernel: the program is the same
+    target = Target("cuda", (9, 0))  # any target with the kernel gives the same program
     call = jax.jit(lambda *operands: ops.route(router, *operands, target=target))
     return tuple(map(np.asarray, call(logits, bias)))
 
@@ -109,7 +109,7 @@ def test_kernel_gives_the_same_bits_twice_and_alone(form):
 
 
 def test_bounds_catch_a_wrong_choice_and_a_wrong_weight():
-    """One expert that is not the best, and one weight that is off by 1e-5."""
+    """The bounds catch one expert that is not the best, and one weight that is off by 1e-5."""
     logits, _ = inputs(70, 128)
     ids, weights = map(np.asarray, route(Router(8), logits))
     assert_routes_alike(Router(8), logits, None, (ids, weights))
@@ -153,13 +153,13 @@ def mix_of(logits):
 
 
 def gradients(routing, logits, bias):
-    """Derivatives of a mix of the weights by logits and correction."""
+    """Return derivatives of a mix of the weights, by logits and by the correction bias."""
     mix = mix_of(logits)
     return jax.jit(jax.grad(lambda *o: (routing(*o)[1] * mix).sum(), (0, 1)))(logits, bias)
 
 
 def exact_gradient(router, logits, ids):
-    """Return the derivative by logits in float64: central differences, right to about 1e-9."""
+    """Return the derivative by logits in float64: central differences, with an error of 1e-9."""
     logits, mix = np.asarray(logits, np.float64), np.asarray(mix_of(logits), np.float64)
     step = 1e-4
     columns = []
@@ -171,11 +171,11 @@ def exact_gradient(router, logits, ids):
 
 
 def assert_gradients_alike(router, got, logits, bias):
-    """Assert at most twice the worst error that the definition has in float32."""
+    """Assert at most twice the worst error that `routing.route` has in float32."""
     yardstick = gradients(lambda *o: route(router, *o), logits, bias)[0]
     truth = exact_gradient(router, logits, np.asarray(route(router, logits, bias)[0]))
     assert_as_accurate_as(got[0], yardstick, truth)
-    np.testing.assert_array_equal(got[1], jnp.zeros_like(bias))  # it moves the choice alone
+    np.testing.assert_array_equal(got[1], jnp.zeros_like(bias))  # the bias moves only the choice
 
 
 @forms

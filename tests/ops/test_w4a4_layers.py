@@ -1,4 +1,4 @@
-"""The experts of the given W4A4 checkpoints on each kernel, on the inputs that the tools saw."""
+"""Run experts of the given W4A4 checkpoints on each kernel, on the inputs that the tools saw."""
 
 import functools
 
