@@ -52,7 +52,7 @@ def halves():
 
 
 def assert_float32_close(actual, want):
-    """Within a few units in the last place of the largest value, as float32 functions are."""
+    """Assert an error of a few units in the last place of the largest value, as in float32."""
     assert actual.dtype == jnp.float32
     assert np.abs(np.asarray(actual, np.float64) - want).max() < 8 * 2**-24 * np.abs(want).max()
 

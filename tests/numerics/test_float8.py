@@ -1,4 +1,4 @@
-"""FP8: rounding as the tools round, linears, experts beside NVFP4, and what needs a scale."""
+"""Test FP8: rounding as the tools round, linears, experts, and what needs a scale."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def draw(seed, *shape, scale=1.0):
 
 
 def matrix(seed, *shape):
-    """A weight and its values, one scale a row."""
+    """Return a weight with one scale per row, its values, and its scales."""
     values = draw(seed, *shape, scale=30).astype(F8)
     scale = np.abs(draw(seed + 1, *shape[:-1], scale=0.01)) + np.float32(1e-3)
     return FP8Tensor(jnp.asarray(values), jnp.asarray(scale)), values, scale
@@ -145,7 +145,7 @@ def test_a_linear_with_a_bias_and_without_a_scale():
         FP8Linear(
             weight, checkpoint_scheme=FP8ActivationScaling.STATIC, scheme="checkpoint", target=CPU
         )
-    # Optimizers and LoRA see the bias alone.
+    # Optimizers and LoRA see only the bias.
     assert [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))] == [("bias",)]
 
 
@@ -162,7 +162,7 @@ def test_side_by_side_with_other_linears():
 
 
 def experts_of(e, h, i, how):
-    """Experts in FP8 with scales of inputs, and the same in float64."""
+    """Return experts in FP8, with input scales if `how` is STATIC, and their weights in float64."""
     gate_up, up_values, up_scale = matrix(10, e, 2 * i, h)
     down, down_values, down_scale = matrix(12, e, h, i)
     params = DenseExperts(
@@ -216,7 +216,7 @@ def test_experts_that_are_not_nvfp4(how):
     y = dense_moe(
         jnp.asarray(x), params, jnp.asarray(ids), jnp.asarray(weights), activations=activations
     )
-    # A value between two E4M3 numbers may fall to either side: one of thousands moves by 1/16.
+    # A value between two E4M3 numbers may fall to either side: one in thousands moves by 1/16.
     bound = 1e-5 if activations is FP8ActivationScaling.WEIGHTS else 1e-3
     assert relative(y, expected) < bound
     assert relative(np.roll(np.asarray(y), 1, axis=0), expected) > 0.1

@@ -1,4 +1,4 @@
-"""NVFP4 as numbers: exact, against numpy and ml_dtypes."""
+"""Test the numbers of NVFP4 exactly, against numpy and ml_dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def dequantize(packed, block_scale, global_scale):
 
 
 def numpy_quantize(x, g):
-    """The definition, once more, in numpy and ml_dtypes."""
+    """Quantize by the definition, written a second time in numpy and ml_dtypes."""
     g = np.float32(g)
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 16)
     with np.errstate(all="ignore"):
@@ -114,7 +114,7 @@ def test_quantize_matches_numpy_on_anything(x, g):
 
 
 def test_a_constant_global_scale_divides_exactly():
-    """XLA turns a division by a constant into a product; ours must not be."""
+    """XLA turns a division by a constant into a multiplication. The quantizer must divide."""
     x = jnp.asarray(np.random.default_rng(1).standard_normal((4096, 16)), jnp.float32)
     got = jax.jit(lambda x: formats.quantize(x, jnp.float32(0.1))[1])(x)
     np.testing.assert_array_equal(
@@ -127,7 +127,7 @@ def test_a_constant_global_scale_divides_exactly():
 
 
 def test_division_by_integers_is_ieee_division():
-    """What a GPU computes; here beside numpy on the bits of random floats, and at the ends."""
+    """GPUs use this division. Compare it with numpy on random bits and on extreme values."""
     rng = np.random.default_rng(0)
     a, b = rng.integers(0, 1 << 32, (2, 1 << 20), np.uint32).view(np.float32)
     ends = np.float32([0, -0.0, 1, 3, -7, 2688, 1e38, -1e38, 1e-37, np.inf, -np.inf, np.nan])
@@ -141,10 +141,10 @@ def test_division_by_integers_is_ieee_division():
 
 
 def test_quantizing_what_was_quantized_changes_nothing():
-    """Holds since each block's largest code is 6 or the scale it got is the one it gets again."""
+    """The largest code of each block is 6, or the block gets the same scale again."""
     x = np.random.default_rng(0).standard_normal((3, 40, 64), np.float32)
     packed, block_scale, g = quantize(x)
-    values = np.asarray(dequantize(packed, block_scale, g))  # what was made is all that is known
+    values = np.asarray(dequantize(packed, block_scale, g))  # all that the second call knows
     again = quantize(values, g)
     np.testing.assert_array_equal(again[0], packed)
     np.testing.assert_array_equal(np.asarray(again[1]), np.asarray(block_scale))
@@ -152,7 +152,7 @@ def test_quantizing_what_was_quantized_changes_nothing():
 
 def test_zero_blocks_underflow_and_a_zero_global_scale_give_zeros():
     x = np.zeros((4, 16), np.float32)
-    x[1] = 1e-12  # amax / 6 below half of the smallest block scale
+    x[1] = 1e-12  # amax / 6 is below half of the smallest block scale
     x[2, 0] = -5.0
     packed, block_scale, _ = quantize(x, np.float32(1))
     assert np.asarray(block_scale).astype(np.float32)[:2].tolist() == [[0.0], [0.0]]
@@ -162,7 +162,7 @@ def test_zero_blocks_underflow_and_a_zero_global_scale_give_zeros():
 
 
 def test_nan_marks_its_block_and_infinity_saturates():
-    x = np.ones((128, 32), np.float32)  # many rows: XLA's vectorised reductions
+    x = np.ones((128, 32), np.float32)  # many rows, so that XLA vectorizes its reductions
     x[0, 3], x[1, 3] = np.nan, -np.inf
     packed, block_scale, g = quantize(x, np.float32(1))
     values = np.asarray(dequantize(packed, block_scale, g))

@@ -1,4 +1,4 @@
-"""Layouts are inverse pairs, and put bytes where their comments say."""
+"""Test that layouts are pairs of inverses, and put bytes where their comments say."""
 
 import functools
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from jax_nvfp4_moe.numerics import nvfp4 as formats
 from jax_nvfp4_moe.numerics.layouts import LAYOUTS, find_layout, from_layout, to_layout
 
-# Layouts that keep no sign of a block scale.
+# Layouts that store block scales without a sign.
 SIGNLESS = {"mma_64x64", "mma_64x64_gated", "fp4_64x64", "fp4_64x64_gated", "fp4_128x64"}
 
 
-# Leading axes, n and k. Tiles are of 16, 64 or 128 rows and of 16 or 64 columns, four scales of a
-# row side by side; gated layouts pad and cut each half of n for itself.
+# Leading axes, n and k. Tiles have 16, 64 or 128 rows and 16 or 64 columns, and four scales of a
+# row are side by side. Gated layouts pad and divide each half of n separately.
 SHAPES = {
     "one_block": ((), 2, 16),
     "fills_tiles": ((2,), 128, 128),
@@ -92,7 +92,7 @@ def test_every_scale_byte_comes_back_in_value(layout):
 
 
 def e5m3(magnitude):
-    """The byte of a positive number: five bits of exponent of bias 10, three of mantissa."""
+    """Return the byte of a positive number: five exponent bits (bias 10), three mantissa bits."""
     mantissa, exponent = np.frexp(magnitude)
     return 0 if magnitude == 0 else (int(exponent) + 9) * 8 + int(mantissa * 16 - 8)
 
@@ -102,7 +102,7 @@ def rotate_right(word, bits):
 
 
 def kernel_registers(words):
-    """The four registers of each of two steps, by the kernels' instructions."""
+    """Return the four registers of each of two steps, as the kernels' instructions make them."""
     a, b = words
     codes, shared = 0x81C081C0, 0x60306030
     c = (a & shared) | (rotate_right(b, 30) & ~shared & 0xFFFFFFFF)
@@ -112,21 +112,21 @@ def kernel_registers(words):
 
 
 def code_at(register, upper):
-    """The code in the lower or the upper half of a register, from where bfloat16 has its bits."""
+    """Return the code in one half of a register, from the bits that bfloat16 uses."""
     half = register >> 16 if upper else register & 0xFFFF
     return half >> 6 & 7 | half >> 12 & 8
 
 
 @pytest.mark.parametrize(("gated", "n", "k"), [(False, 72, 80), (False, 16, 16), (True, 80, 144)])
 def test_mma_64x64_gives_each_thread_its_fragments(gated, n, k):
-    """Word by word what a kernel reads: no bytes but those of its own rows and columns."""
+    """Each word that a kernel reads holds only codes of its own rows and columns."""
     name = "mma_64x64_gated" if gated else "mma_64x64"
     packed, scales = random_bytes((), n, k, 0, (1, 127))
     there, there_scales = there_alone(packed, scales, LAYOUTS[name])
     rows, columns = there.shape[0], 2 * there.shape[1]
     assert (rows % 64, columns % 64) == (0, 0)
     codes, magnitude = np.zeros((rows, columns), int), np.zeros((rows, columns // 16))
-    halves = 2 if gated else 1  # each padded for itself
+    halves = 2 if gated else 1  # each is padded separately
     for half in range(halves):
         source = slice(half * n // halves, (half + 1) * n // halves)
         to = slice(half * rows // 2, half * rows // 2 + n // halves)
@@ -154,14 +154,14 @@ def test_mma_64x64_gives_each_thread_its_fragments(gated, n, k):
 
 @pytest.mark.parametrize(("gated", "n", "k"), [(False, 72, 80), (False, 16, 16), (True, 80, 144)])
 def test_fp4_64x64_gives_each_lane_its_fragments(gated, n, k):
-    """Register by register; which element belongs there, test_fp4_fragments has from CuTe."""
+    """Compare each register. test_fp4_fragments compares the positions of elements with CuTe."""
     packed, scales = random_bytes((), n, k, 0, (1, 127))
     layout = LAYOUTS["fp4_64x64_gated" if gated else "fp4_64x64"]
     there, there_scales = (np.asarray(a) for a in there_alone(packed, scales, layout))
     rows, columns = there.shape[0], 2 * there.shape[1]
     assert (rows % 64, columns % 64) == (0, 0)
     codes, raw = np.zeros((rows, columns), int), np.zeros((rows, columns // 16), int)
-    halves = 2 if gated else 1  # each padded for itself
+    halves = 2 if gated else 1  # each is padded separately
     for half in range(halves):
         source = slice(half * n // halves, (half + 1) * n // halves)
         to = slice(half * rows // 2, half * rows // 2 + n // halves)
@@ -190,7 +190,7 @@ def test_signless_layouts_move_signs_and_clear_zero_blocks(layout):
 
 @pytest.mark.parametrize("layout", sorted(SIGNLESS))
 def test_signless_layouts_convert_with_one_more_copy(layout):
-    """A layer of 128 experts fits beside its copy: nothing is widened in memory."""
+    """Nothing is widened in memory, so that a layer of 128 experts fits beside its copy."""
     shapes = (
         jax.ShapeDtypeStruct((4, 1536, 1024), jnp.uint8),
         jax.ShapeDtypeStruct((4, 1536, 128), jnp.float8_e4m3fn),

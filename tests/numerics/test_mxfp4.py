@@ -1,4 +1,4 @@
-"""MXFP4: values as transformers has them, and the cast to NVFP4, which changes none of them."""
+"""Test MXFP4: values are those of transformers, and the cast to NVFP4 changes none of them."""
 
 import itertools
 
@@ -25,7 +25,7 @@ E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.fl
 
 
 def stored(case):
-    """Return codes ``[e, n, k/2]``, scales, and the values that transformers makes of them."""
+    """Return codes ``[e, n, k/2]``, scales, and the values that transformers decodes from them."""
     path, problems = CHECKPOINTS / "mxfp4-values" / "values.safetensors", []
     with Tensors({path.name: path}, read_header(path, path.name, problems)) as tensors:
         blocks, scales, values = (
@@ -47,14 +47,14 @@ def cast(packed, scales):
 
 
 def decode(packed, block_scale, global_scale):
-    """Decode NVFP4 by tables of its two formats, in float64."""
+    """Decode NVFP4 in float64, by tables of its two formats."""
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
     scale = E4M3[block_scale.view(np.uint8)] * np.float64(global_scale)
     return E2M1.astype(np.float64)[codes] * np.repeat(scale, 16, axis=-1)
 
 
 def assert_same_bits(actual, expected):
-    """Zero counts with its sign."""
+    """Assert equal float32 bits, which include the sign of zero."""
     np.testing.assert_array_equal(
         np.asarray(actual, np.float32).view(np.uint32), expected.view(np.uint32)
     )
@@ -71,7 +71,7 @@ def test_the_cast_changes_no_value(case):
     for packed, scales, values in zip(*stored(case), strict=True):
         arrays = cast(packed, scales)
         assert_same_bits(decode(*arrays), values)
-        # By the package's own decoding too, compiled: no float32 here is subnormal.
+        # The package's own compiled decoding agrees, because no float32 here is subnormal.
         assert_same_bits(NVFP4Tensor.from_packed(*arrays).dequantize(), values)
 
 
@@ -92,12 +92,12 @@ def test_every_range_of_18_powers_keeps_its_codes(span, lowest):
 
 
 def test_a_range_of_19_powers_is_a_problem():
-    packed = np.full((1, 32), 0x27, np.uint8)  # 6 and 1 in turn: no room to shift
+    packed = np.full((1, 32), 0x27, np.uint8)  # 6 and 1 in turn: codes can be halved once
     scales = np.array([[110, 128]], np.uint8)
     needed = mxfp4.needed_range(packed, scales)
     assert needed == (-17 + 1, 1)
     assert mxfp4.find_problem(scales, needed) is None
-    packed[:] = 0x17  # 6 and 0.5
+    packed[:] = 0x17  # 6 and 0.5 in turn: no code can be halved
     needed = mxfp4.needed_range(packed, scales)
     assert needed == (-17, 1)
     message = mxfp4.find_problem(scales, needed)
@@ -114,7 +114,7 @@ def test_nan_scales_are_a_problem():
 
 
 def representable(codes, power):
-    """Whether NVFP4 has ``codes * 2 ** power`` for some block scale, by trying all of them."""
+    """Return whether NVFP4 has ``codes * 2 ** power`` for some block scale; try all scales."""
     wanted = E2M1[list(codes)].astype(np.float64) * 2.0**power
     scales = E4M3[np.isfinite(E4M3) & (E4M3 > 0)]
     products = scales[:, None] * E2M1[:8].astype(np.float64)
@@ -122,7 +122,7 @@ def representable(codes, power):
 
 
 def test_no_choice_of_codes_and_scales_reaches_further():
-    """For every set of codes: the powers of two that the cast takes are all that there are."""
+    """For every set of codes, the cast takes exactly the powers of two that NVFP4 can represent."""
     for count in (1, 2, 3):
         for codes in itertools.combinations(range(1, 8), count):
             packed = np.resize(np.array(codes, np.uint8), 32)

@@ -1,4 +1,4 @@
-"""Rounding of weights: ModelOpt's bytes, and each choice of scale against all in float64."""
+"""Test rounding of weights: ModelOpt's bytes, and each choice of scale against all scales."""
 
 import functools
 
@@ -18,20 +18,21 @@ from jax_nvfp4_moe.numerics import rounding
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
 
 E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
-SCALES = np.arange(1, 127, dtype=np.uint8).view(E4M3).astype(np.float64)  # all positive ones
-# Of a block's norm of errors, in units of its largest magnitude a: 16 float32 residuals, off by up
-# to 2^-22 a each, are 2^-20 a; what `rounding` counts as no improvement is 2^-20 a + 2^-19 a.
+SCALES = np.arange(1, 127, dtype=np.uint8).view(E4M3).astype(np.float64)  # all positive scales
+# The noise of a block's error norm, in units of its largest magnitude a. Sixteen float32 residuals,
+# each off by up to 2^-22 a, contribute 2^-20 a. `rounding` ignores improvements below
+# 2^-20 a + 2^-19 a.
 NOISE = 2.0**-18
 
 
 @functools.cache
 def program(name):
-    """Compile one algorithm; global scales are given or found."""
+    """Compile one algorithm. A call gives the global scale, or None to have it computed."""
     return jax.jit(functools.partial(quantize_weight, algorithm=name))
 
 
 def run(name, x, g=None, importance=None):
-    """Quantize; returns codes, block scales' bytes, g, and the float64 values ``[n, k]``."""
+    """Quantize. Return codes, bytes of block scales, g, and float64 values ``[n, k]``."""
     packed, block_scale, g = program(name)(jnp.asarray(x), g, importance=importance)
     packed, block_scale = np.asarray(packed), np.asarray(block_scale)
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(x.shape)
@@ -41,7 +42,7 @@ def run(name, x, g=None, importance=None):
 
 
 def norms(x, values, importance=None):
-    """Return each block's weighted norm of errors, float64 ``[n, k/16]``."""
+    """Return the weighted error norm of each block, float64 ``[n, k/16]``."""
     squares = np.square(np.asarray(x, np.float64) - values)
     if importance is not None:
         squares = squares * np.asarray(importance, np.float64)
@@ -49,10 +50,10 @@ def norms(x, values, importance=None):
 
 
 def least_norms(x, g, importance=None, window=None):
-    """Return the least norm over all E4M3 scales, or over those `window` allows ``[n, b, 126]``."""
+    """Return the least norm over all E4M3 scales, or over those in `window` ``[n, b, 126]``."""
     blocks = np.asarray(x, np.float64).reshape(len(x), -1, 1, 16)
     s = (SCALES * g)[:, None]
-    # Nearest of the code table, by distance alone: no rounding rule of ours.
+    # Find the nearest code by its distance alone, without a rounding rule of the package.
     levels = np.asarray(formats.CODE_VALUES[:8], np.float64)
     distances = np.abs(np.abs(blocks / s)[..., None] - levels).min(-1) * s
     weights = 1.0 if importance is None else np.asarray(importance).reshape(1, -1, 1, 16)
@@ -67,7 +68,7 @@ def largest(x, importance=None):
 
 
 def rows(shape, kind):
-    """Return float32 rows of a kind of weights, real ones among them."""
+    """Return float32 rows with one of several distributions of weights."""
     rng = np.random.default_rng(3)
     made = {
         "normal": lambda: rng.standard_normal(shape),
@@ -79,8 +80,8 @@ def rows(shape, kind):
 
 
 KINDS = ("normal", "heavy", "between 4 and 6", "one large")
-# Blocks whose scales are normal E4M3 numbers, which the proof in `search` is about: one element is
-# at least a tenth of the largest there can be.
+# Blocks whose scales are normal E4M3 numbers, as the proof in `search` requires. One element is at
+# least a tenth of the largest possible value.
 BLOCKS = hnp.arrays(np.float32, (3, 16), elements=st.floats(-1, 1, width=32)).map(
     lambda x: np.where(np.arange(16) == 7, np.clip(np.abs(x), 0.1, 1), x).astype(np.float32)
 )
@@ -117,16 +118,16 @@ def test_the_rows_of_modelopt_hold_what_they_are_for():
     scales = np.concatenate(
         [GIVEN[f"awkward.{kind}.block_scale"].view(np.uint8).ravel() for kind in ("bf16", "large")]
     )
-    assert {1, 56, 126} <= set(scales)  # 2^-9, a block of zeros, 448
+    assert {1, 56, 126} <= set(scales)  # 2^-9, the 1 of a block of zeros, 448
     x = jnp.asarray(GIVEN["awkward.bf16.values"])
-    plain = formats.quantize(x, jnp.float32(1))[1]  # whose zero and tiny blocks have scale 0
+    plain = formats.quantize(x, jnp.float32(1))[1]  # here zero and tiny blocks have scale 0
     assert (np.asarray(plain).view(np.uint8) != GIVEN["awkward.bf16.block_scale"].view("u1")).any()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_are_the_format(name, kind):
-    """Codes are the nearest at the scale that was chosen, and scales lie in the format's range."""
+    """Codes are the nearest for the chosen scale, and scales lie in the format's range."""
     x = rows((64, 64), kind)
     importance = np.linspace(0, 2, 64, dtype=np.float32)
     weights = importance if ALGORITHMS[name].needs_importance else None
@@ -178,7 +179,7 @@ def test_search_finds_the_best_of_all_scales(x):
 )
 @settings(max_examples=150)
 def test_weighted_search_finds_the_best_of_its_window(x, importance):
-    """Importance that is subnormal counts as zero, so the yardstick takes it for that too."""
+    """Subnormal importance counts as zero, so the yardstick sets it to zero too."""
     g = np.float32(1 / (6 * 256))
     first = run("max", x, g)
     _, _, _, values = run("weighted_search", x, g, importance)
@@ -193,7 +194,7 @@ def test_weighted_search_finds_the_best_of_its_window(x, importance):
 
 
 def test_importance_that_is_subnormal_counts_as_zero():
-    """On every device and in every program, whether or not it flushes subnormals."""
+    """It counts as zero on every device and in every program, whether or not they flush it."""
     x = rows((8, 32), "normal")
     usual = np.random.default_rng(0).exponential(size=32).astype(np.float32)
     smallest = np.finfo(np.float32).tiny
@@ -234,7 +235,7 @@ def test_importance_counts_by_its_ratios_alone(scale):
 )
 @settings(max_examples=100)
 def test_what_can_be_represented_stays(codes, scale, g):
-    """The largest code of each block is 6, so that "max" finds the scale that they came with."""
+    """The largest code of each block is 6, so that "max" finds the original scale."""
     codes[:, ::16] |= 7
     s = scale.view(E4M3).astype(np.float32) * np.float32(g)
     x = formats.CODE_VALUES[codes] * np.repeat(s, 16, -1)
@@ -256,7 +257,7 @@ def test_four_keeps_blocks_whose_largest_code_is_four():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_zeros_and_extremes(name):
-    """A zero block has scale 1, as ModelOpt's; nothing overflows, vanishes or becomes NaN."""
+    """A zero block has scale 1, as in ModelOpt. Nothing overflows, vanishes or becomes NaN."""
     x = np.zeros((4, 32), np.float32)
     x[1, :16], x[2, 3], x[3] = 1e-12, 3, 1e4
     importance = np.ones(32, np.float32) if ALGORITHMS[name].needs_importance else None
@@ -291,7 +292,7 @@ def test_many_matrices_are_each_their_own():
 def test_memory_is_bounded_by_one_matrix():
     shape = jax.ShapeDtypeStruct((16, 256, 512), jnp.bfloat16)
     taken = program("search").lower(shape).compile().memory_analysis().temp_size_in_bytes
-    # A copy of x, the block scales' bytes, four float32 copies of one matrix.
+    # The bound is a copy of x, the bytes of block scales, and four float32 copies of one matrix.
     assert taken < shape.size * 2 + shape.size // 16 + 4 * 4 * 256 * 512
 
 

@@ -1,4 +1,4 @@
-"""Every router of the table against plain numpy, written from the models' own descriptions."""
+"""Compare every router of the table with plain numpy, written from the models' descriptions."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from routers import FAMILIES, inputs, sigmoid
 
 from jax_nvfp4_moe.numerics.routing import Router, route
 
-# float32 of a handful of operations against float64.
+# The error of a handful of float32 operations, compared with float64.
 BOUND = 8 * np.finfo(np.float32).eps
 
 

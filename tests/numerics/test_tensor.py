@@ -1,4 +1,4 @@
-"""NVFP4Tensor and MoEParams: shapes, bytes, exact values, errors."""
+"""Test NVFP4Tensor and MoEParams: shapes, bytes, exact values, errors."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics.tensor import check_moe_params
 from jax_nvfp4_moe.testing import random_moe_params
 
-# One program each, where each operation alone would be one.
+# Each method is one compiled program. Otherwise each operation in it would be a program.
 dequantize = jax.jit(nvfp4.NVFP4Tensor.dequantize, static_argnums=1)
 to_layout = jax.jit(nvfp4.NVFP4Tensor.to_layout, static_argnums=1)
 scale = jax.jit(nvfp4.NVFP4Tensor.scale)
@@ -54,7 +54,7 @@ def test_halves_have_their_own_global_scale(tensor):
 
 
 def test_a_divisor_divides(tensor):
-    """compressed-tensors stores 1 / global_scale; its values are quotients, not products."""
+    """compressed-tensors stores 1 / global_scale. Its values are quotients, not products."""
     divisor = np.float32([3.0, 7.1, 12345.6])
     divided = dataclasses.replace(
         tensor, global_scale=jnp.asarray(1 / divisor), global_divisor=jnp.asarray(divisor)
@@ -204,7 +204,7 @@ def test_params_that_disagree_are_named(params, change, message):
     ],
 )
 def test_dense_experts_that_disagree_are_named(gate, up, down, message):
-    """By the argument that was given."""
+    """The error names the argument that was given."""
     given = [None if shape is None else jnp.ones(shape) for shape in (gate, up, down)]
     with pytest.raises(ValueError, match=message):
         nvfp4.quantize_experts(*given)
