@@ -2,8 +2,8 @@
 
     python notebooks/run_notebooks.py [01_format ...]
 
-A page ``NAME.md`` is what people edit; ``NAME.ipynb`` is the page with its outputs, for those who
-read it on a website. Each runs in this folder, as Jupyter would run it. Needs the `test` extra, and
+People edit the page ``NAME.md``. ``NAME.ipynb`` is the page with its outputs, for those who read it
+on a website. Each page runs in this folder, as in Jupyter. The `test` extra is needed, and for
 08_compare_schemes the `eval` extra too.
 """
 
@@ -19,13 +19,13 @@ PNG = "image/png"
 
 
 def execute(page: pathlib.Path):
-    """Return the notebook of `page` with the outputs of a run; a cell that fails raises."""
+    """Run `page` and return its notebook with the outputs; raise if a cell fails."""
     import jupytext
     import nbclient
 
     notebook = jupytext.read(page)
     for index, cell in enumerate(notebook.cells):
-        cell["id"] = f"cell-{index}"  # random ones would differ in each run
+        cell["id"] = f"cell-{index}"  # random ids would differ in each run
     nbclient.NotebookClient(
         notebook,
         timeout=300,
@@ -33,7 +33,7 @@ def execute(page: pathlib.Path):
         record_timing=False,
         resources={"metadata": {"path": str(HERE)}},
     ).execute()
-    notebook.metadata.pop("language_info", None)  # of the Python that happened to run it
+    notebook.metadata.pop("language_info", None)  # names the Python that ran it
     return notebook
 
 
@@ -50,8 +50,8 @@ def store(page: pathlib.Path) -> None:
 
 
 def smaller(picture: str) -> str:
-    """Return a PNG in base64 with at most 256 colours, a third of the bytes."""
-    import PIL.Image  # matplotlib needs it too
+    """Reduce a PNG in base64 to 256 colors, which takes a third of the bytes."""
+    import PIL.Image  # installed, because matplotlib needs it
 
     opened = PIL.Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
     written = io.BytesIO()

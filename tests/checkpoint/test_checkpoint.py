@@ -1,4 +1,4 @@
-"""Loading: arrays equal to the tools' own to the bit, and every problem told at once."""
+"""Test loading: arrays equal the tools' own bit for bit, and all problems are reported at once."""
 
 import logging
 import pathlib
@@ -79,7 +79,7 @@ def test_scales_multiply(name):
 
 
 def fake_quantize(x, g):
-    """NVFP4 rounding of activations, as `README.md` of ModelOpt's export defines it."""
+    """Round activations to NVFP4 and back, as the README of ModelOpt's export defines it."""
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 16, 16)
     amax = np.abs(blocks).max(-1, keepdims=True)
     s8 = np.minimum(amax / (np.float32(6) * g), np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
@@ -127,7 +127,7 @@ def test_experts_reproduce_the_reference(folder, reference, intermediate):
         a = u[:, :i] / (1 + np.exp(-u[:, :i])) * u[:, i:]
         d = rounded(a, params.down_input_scale, e) @ down[e].T
         np.add.at(y, rows, weights[rows, slots, None] * d)
-    # The bound of the given checkpoints' own README; swapped nibbles give an error of 1.5.
+    # The bound is from the README of the given checkpoints; swapped nibbles give an error of 1.5.
     assert np.linalg.norm(y - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
@@ -208,7 +208,7 @@ def test_missing_misshapen_and_surplus_tensors_come_at_once(tmp_path):
         f"'model.extra' {file}: F32 [3] is not part of the model",
         f"'model.layers.0.self_attn.sinks' {file}: F32 [3] is not part of the model",
     ])  # fmt: skip
-    # One layer is loaded: what is wrong elsewhere does not matter.
+    # Only one layer is loaded, so problems in other modules are not reported.
     assert len(problems_of(folder, build_moe, MOE)) == 6
 
 

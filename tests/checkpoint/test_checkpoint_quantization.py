@@ -1,4 +1,4 @@
-"""Quantization configs: each format, what they exclude, and what is refused."""
+"""Test quantization configs: each format, which modules they exclude, and what is refused."""
 
 import json
 import pathlib
@@ -233,7 +233,7 @@ def test_compressed_tensors_groups(tmp_path):
     assert quant.checkpoint_scheme("a.o_proj") is FP8ActivationScaling.TOKEN
     assert (
         quant.checkpoint_scheme("b.experts.0.up_proj") is Scheme.W4A4
-    )  # patterns in order of the alphabet
+    )  # patterns apply in alphabetical order
     assert "'eight': targets 'a.o_proj'" in quant.decide("a.o_proj").source
     only = tensors_section(targets=["a.o_proj"])
     assert read(tmp_path, only).checkpoint_scheme("a.q_proj") is None

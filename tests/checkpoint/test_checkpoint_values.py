@@ -1,4 +1,4 @@
-"""Scales, their repairs, and the ways that files name and fuse experts."""
+"""Test scales and their repair, and how files name and fuse experts."""
 
 import logging
 import math
@@ -197,7 +197,7 @@ DOTTED = (".weight", ".weight_scale", ".weight_scale_2", ".input_scale", ".bias"
 
 
 def fuse(swap, globals_shape, suffixes=UNDERSCORED):
-    """Turn the experts of one layer into one tensor a projection."""
+    """Stack the experts of one layer into one tensor for each projection."""
 
     def rows(tensors, projections, word):
         each = [
@@ -301,7 +301,7 @@ def test_experts_stored_dense_stay_dense(tmp_path):
 
 def test_codes_that_fit_both_ways_follow_their_scales_or_are_refused(tmp_path):
     def square(tensors, scales):
-        """256 rows of 512 codes: [2, 256, 256] bytes either way."""
+        """Write 256 rows of 512 codes, which take [2, 256, 256] bytes in either orientation."""
         remove_experts(tensors)
         for stem, n, k in (("gate_up_proj", 256, 512), ("down_proj", 512, 128)):
             rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""FP8 with a scale for each block: as DeepSeek, ModelOpt and compressed-tensors store it."""
+"""Test FP8 with one scale per block, as DeepSeek, ModelOpt and compressed-tensors store it."""
 
 import json
 import re
@@ -43,7 +43,8 @@ LINEARS = {
         }
     },
 }
-# What config.json says, how a module's scales are called, and how they lie.
+# Each format holds the quantization config of config.json, the suffix of the scales' names, and how
+# the scales are stored.
 FORMATS = {
     "deepseek": (DEEPSEEK, "weight_scale_inv", "grid"),
     "deepseek_v4": (DEEPSEEK | {"scale_fmt": "ue8m0"}, "scale", "e8m0"),
@@ -79,7 +80,7 @@ def test_values_are_those_of_transformers(case):
 
 
 def draw(n, k, how, seed=0):
-    """Return values and scales as a file has them, and the float32 weight that they mean."""
+    """Return values and scales as a file stores them, and the float32 weight that they mean."""
     rng = np.random.default_rng(seed)
     values = rng.uniform(-448, 448, (n, k)).astype(E4M3)
     block = (1, 32) if how == "mx" else (128, 128)
@@ -114,7 +115,7 @@ def write(folder, tensors, section):
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_linear_is_decoded(tmp_path, name, dtype):
-    """Edge blocks are not whole: 160 rows and 192 columns."""
+    """With 160 rows and 192 columns, the last blocks of 128 x 128 are partial."""
     section, scale, how = FORMATS[name]
     values, scales, weight = draw(160, 192, how)
     tensors = {"x.weight": values, f"x.{scale}": scales}
@@ -163,7 +164,7 @@ def test_any_part_of_a_matrix_is_what_the_whole_has(tmp_path):
 
 
 def deepseek_v4_experts():
-    """Experts in MXFP4 below a declaration of FP8 for all modules."""
+    """Return the tensors of one MXFP4 expert; DeepSeek-V4's config declares FP8 for all modules."""
     rng, tensors = np.random.default_rng(0), {}
     for name, n, k in (("w1", 32, 64), ("w3", 32, 64), ("w2", 64, 32)):
         tensors[f"x.experts.0.{name}.weight"] = rng.integers(-128, 128, (n, k // 2), np.int8)
@@ -185,7 +186,7 @@ def test_deepseek_v4_mixes_both(tmp_path):
 
 
 def with_blocks(tensors, modules, dense=False):
-    """Turn modules of a ModelOpt file into FP8 with blocks, or into what that means."""
+    """Store modules of a ModelOpt file as FP8 with block scales, or as equal float32 values."""
     for module in modules:
         weight = tool_weight(tensors, module, divides=False)
         for name in ("weight", "weight_scale", "weight_scale_2"):
@@ -203,7 +204,7 @@ def with_blocks(tensors, modules, dense=False):
 
 
 def mixed(tmp_path, dense):
-    """Experts in NVFP4 beside attention in FP8 with blocks, or in float32 of the same values."""
+    """Write NVFP4 experts beside attention that is FP8 with block scales, or float32 if `dense`."""
     modules = [f"model.layers.{layer}.self_attn.{x}_proj" for layer in (0, 1) for x in "qkvo"]
     tensors = read_all(CHECKPOINTS / W4A16)
     layers = {

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face Hub, with its real client and a stand-in of the Hub."""
+"""Test Hub names with the real client against a local stand-in of the Hub."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def repository(tmp_path):
-    """Return the example as a repository that holds other files too."""
+    """Return a copy of the example as a repository that also holds other files."""
     folder = tmp_path / "repository"
     shutil.copytree(EXAMPLE, folder)
     (folder / "original").mkdir()
@@ -38,7 +38,7 @@ def repository(tmp_path):
 
 
 def run(address, cache, *names, code=OPEN, **environment):
-    """Open checkpoints by name, in a process that knows this Hub and this cache."""
+    """Open checkpoints by name in a process that uses this Hub address and this cache."""
     known = {"HF_ENDPOINT": address, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code, *names],
@@ -61,7 +61,7 @@ def test_names():
 
 
 def test_a_model_is_fetched_once_and_found_again(repository, tmp_path):
-    """Without other forms; then from the cache, also where there is no network."""
+    """Other formats are not fetched. A later call reads the cache, even without a network."""
     names = {path.name for path in EXAMPLE.iterdir() if path.suffix in (".json", ".safetensors")}
     with serve(model=repository) as (address, asked):
         first, second = run(address, tmp_path / "cache", "owner/model", "owner/model@v1")
@@ -73,7 +73,7 @@ def test_a_model_is_fetched_once_and_found_again(repository, tmp_path):
         assert {"original", "pytorch_model.bin"}.isdisjoint(files)
     fetched = [line for line in asked if line.startswith("GET") and "/resolve/" in line]
     assert len(fetched) == len(set(fetched))
-    assert run(address, tmp_path / "cache", "owner/model") == [first]  # nobody listens there now
+    assert run(address, tmp_path / "cache", "owner/model") == [first]  # the server has stopped
     offline = run(address, tmp_path / "cache", "owner/model@v1", HF_HUB_OFFLINE="1")
     assert offline == [first]
 

@@ -1,4 +1,4 @@
-"""One spelling of tensor names: prefixes of multimodal and hybrid models, and what is ambiguous."""
+"""Test tensor-name prefixes of multimodal and hybrid models, and that ambiguous names fail."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_ambiguous_names_are_refused(names, expected):
 
 
 def respelled(tmp_path, prefix, head):
-    """A given checkpoint as that of a multimodal model."""
+    """Write a given checkpoint with the tensor names and the config of a multimodal model."""
 
     def edit(tensors):
         for name in list(tensors):

@@ -1,4 +1,4 @@
-"""Deferred arrays: any part equals that of the whole, and only its own bytes are read."""
+"""Test deferred arrays: a part equals that part of the whole, and reads only its own bytes."""
 
 import functools
 import math
@@ -22,8 +22,9 @@ from jax_nvfp4_moe.checkpoint import (
 from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, overlap, whole
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors
 
-# Folder, experts' module, e, h and i, options: one tensor an expert; all stacked, [e, k, n]; the
-# same with alternating rows and biases.
+# Each case holds a folder, the path of its experts, (experts, hidden, intermediate) and options.
+# "each" stores one tensor per expert. "stacked" stores all experts as [e, k, n]. "alternating" also
+# has alternating gate and up rows, and biases.
 CASES = {
     "each": (EXAMPLE, "model.layers.0.mlp.experts", (16, 256, 192), {}),
     "stacked": (
@@ -52,7 +53,7 @@ def regions(shape):
 
 @given(st.data())
 def test_a_part_of_a_part(data):
-    """`overlap` finds the same elements as masks do."""
+    """`overlap` finds the elements that both the part and the region contain."""
     shape = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4)))
     region = data.draw(regions(shape))
     first = st.one_of(st.integers(0, shape[0] - 1), slices(shape[0]))
@@ -83,7 +84,7 @@ def test_indices(region):
 
 @functools.cache
 def experts(name):
-    """Return the arrays of a layer's experts, whole and deferred, by name."""
+    """Return the arrays of a layer's experts by name, once read whole and once deferred."""
     folder, prefix, sizes, options = CASES[name]
     checkpoint = open_checkpoint(folder)  # stays open: parts are read later
     table = WeightTable(checkpoint, LoadOptions(input_scales="ignored", only=prefix))
@@ -117,7 +118,7 @@ def test_any_part_equals_that_of_the_whole(name, data):
 
 @pytest.mark.parametrize("name", CASES)
 def test_threads_read_the_same(monkeypatch, name):
-    """Chunks that cut tensors, each by one of several threads."""
+    """Several threads read chunks that do not end at the boundaries of tensors."""
     arrays, deferred = experts(name)
     into, seen = Tensors.read_into, set()
 
@@ -131,7 +132,7 @@ def test_threads_read_the_same(monkeypatch, name):
     for field in ("gate_up.packed", "down.block_scale"):
         part = deferred[field][1:3]
         np.testing.assert_array_equal(part.view(np.uint8), arrays[field][1:3].view(np.uint8))
-    # Stacked experts are [e, k, n] in the file, and turned when they are read: not by threads.
+    # Stacked experts are [e, k, n] in the file. One thread reads and transposes them.
     assert (len(seen) > 1) == (name == "each")
 
 
@@ -151,7 +152,7 @@ def test_a_file_that_shrinks_ends_all_threads(monkeypatch, tmp_path):
 
 
 def test_rows_of_experts_are_read_by_range(monkeypatch):
-    """Of experts 4 to 7 the rows 64 to 127 of gate: those bytes, and no others are touched."""
+    """Reading gate rows 64 to 127 of experts 4 to 7 touches only those bytes."""
     arrays, deferred = experts("each")
     into, counted = Tensors.read_into, []
 
@@ -167,7 +168,7 @@ def test_rows_of_experts_are_read_by_range(monkeypatch):
 
 
 def test_a_part_of_bad_scales_is_refused(tmp_path):
-    """A NaN is found by whoever reads it, as in a whole load, and by nobody else."""
+    """A load that reads a NaN scale fails, and a load of other experts does not."""
     folder = copy_with_config(CHECKPOINTS / "qwen3moe-modelopt-w4a16", tmp_path / "m")
     name = "model.layers.0.mlp.experts.3.down_proj.weight_scale"
     with open_checkpoint(folder) as checkpoint:

@@ -1,4 +1,4 @@
-"""Experts in MXFP4 from files: stacked as gpt-oss has them, one by one as DeepSeek-V4 has them."""
+"""Test MXFP4 experts in files: stacked as in gpt-oss, and one by one as in DeepSeek-V4."""
 
 import json
 import pathlib
@@ -25,13 +25,13 @@ E, HIDDEN, WIDTH = 3, 64, 96
 
 
 def values_of(packed, scales):
-    """Decode MXFP4 by its tables, in float32; codes ``[..., k/2]``."""
+    """Decode MXFP4 codes ``[..., k/2]`` and their scales to float32 with lookup tables."""
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
     return E2M1[codes] * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=-1)
 
 
 def draw(seed=0, low=115, high=128):
-    """Return codes and scales of gate and up in alternating rows, and of down."""
+    """Return random codes and scales: gate and up in alternating rows, then down."""
     rng = np.random.default_rng(seed)
     made = {}
     for name, n, k in (("gate_up_proj", 2 * WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
@@ -74,7 +74,7 @@ def load_experts(folder, build=build_stacked):
 
 
 def expected(made):
-    """Return gate rows, then up rows; and down."""
+    """Return the expected values: gate rows followed by up rows, and the down matrix."""
     first, down = (values_of(*made[name]) for name in ("gate_up_proj", "down_proj"))
     return np.concatenate([first[:, 0::2], first[:, 1::2]], axis=1), down
 
@@ -93,7 +93,7 @@ def test_stacked_experts_keep_their_values(tmp_path):
 
 
 def test_experts_one_by_one_keep_their_values(tmp_path):
-    """DeepSeek-V4's dtypes: signed bytes, and scales that say that they are exponents."""
+    """DeepSeek-V4 stores codes as signed bytes and scales as float8_e8m0fnu."""
     made, tensors = draw(), {}
     for x in range(E):
         for name, stem, rows in (
@@ -108,7 +108,7 @@ def test_experts_one_by_one_keep_their_values(tmp_path):
 
 
 def test_each_projection_has_the_global_scale_that_it_needs(tmp_path):
-    """Gate, up and down of each expert lie far apart; none alone spans more than 18 powers."""
+    """Gate, up and down of an expert differ widely; none alone spans more than 18 powers of two."""
     made = draw(low=100, high=118)
     made["gate_up_proj"][1][:, 1::2] += 60
     made["gate_up_proj"][1][1] += 10
@@ -118,17 +118,17 @@ def test_each_projection_has_the_global_scale_that_it_needs(tmp_path):
 def test_zeros_and_codes_with_room_reach_further(tmp_path):
     made = draw(low=111, high=129)
     packed, scales = made["gate_up_proj"]
-    scales[:, ::3, 0] = 0  # what quantizers write for blocks of zeros
+    scales[:, ::3, 0] = 0  # quantizers write 0 as the scale of a block of zeros
     packed[:, ::3, :16] = 0x80
-    scales[1, 4, 1], packed[1, 4, 16:] = 131, 0x91  # 0.5 and -0.5, which double three times
+    scales[1, 4, 1], packed[1, 4, 16:] = 131, 0x91  # 0.5 and -0.5 can be doubled three times
     assert_values(load_experts(write_stacked(tmp_path / "m", made)), made)
 
 
 @pytest.mark.parametrize("low", [115, 108], ids=["as they are", "shifted"])
 def test_any_part_of_an_array_is_what_the_whole_has(tmp_path, low):
-    """Parts begin and end inside the blocks of 32; an expert that is not asked for is not read."""
+    """Parts begin and end inside blocks of 32. Experts that are not requested are not read."""
     made = draw(low=low)
-    made["gate_up_proj"][0][:] = made["down_proj"][0][:] = 0x22  # ones, which halve once
+    made["gate_up_proj"][0][:] = made["down_proj"][0][:] = 0x22  # 1.0, which can be halved once
     with open_checkpoint(write_stacked(tmp_path / "m", made)) as checkpoint:
         table = WeightTable(checkpoint)
         source = build_stacked(table)
@@ -183,7 +183,7 @@ def test_a_layer_of_gpt_oss_has_the_values_of_its_file():
 @pytest.mark.eight_devices
 @pytest.mark.parametrize("shape", [(4, 1), (1, 2)], ids=name_shape)
 def test_a_mesh_gets_the_same_experts(shape):
-    """Two shards along `tensor` divide the one block of 32 that a row of down has."""
+    """Two shards along `tensor` divide the only block of 32 in a row of the down matrix."""
     x = jnp.asarray(reference_tensors(GPT_OSS)["layers.1.moe.input"])
     plain, divided = (load_moe(GPT_OSS, 1, mesh=mesh, **EXACT) for mesh in (None, make_mesh(shape)))
     assert difference(call(divided, x), call(plain, x)) < 1e-6

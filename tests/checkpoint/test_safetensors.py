@@ -1,4 +1,4 @@
-"""safetensors files: what is read is what was written, and bad files get one complete error."""
+"""Test that safetensors files round-trip, and that a bad file gives one error with all problems."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def random_array(rng, dtype, shape):
 def test_round_trip_of_every_dtype(tmp_path, dtype):
     rng = np.random.default_rng(0)
     arrays = {f"{i}": random_array(rng, dtype, s) for i, s in enumerate([(), (1,), (3, 5), (0, 4)])}
-    arrays["odd"] = random_array(rng, np.uint8, (3,))  # leaves what follows unaligned
+    arrays["odd"] = random_array(rng, np.uint8, (3,))  # leaves later data unaligned
     write_safetensors(tmp_path / "model.safetensors", arrays, {"by": "test"})
     with open_tensors(tmp_path) as tensors:
         assert tensors.names() == sorted(arrays)
@@ -97,7 +97,7 @@ INDICES = st.one_of(
     bounded=st.booleans(),
 )
 def test_a_part_is_read_as_numpy_indexes_it(tmp_path, index, gap, longest, bounded):
-    """Whether the bytes between its runs are read over or left out, and however long a run is."""
+    """The result does not depend on whether gaps between runs are read, nor on the longest run."""
     array = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
     write_safetensors(tmp_path / "model.safetensors", {"odd": np.zeros(3, np.int8), "a": array})
     with open_tensors(tmp_path) as tensors:
@@ -112,7 +112,7 @@ def test_a_part_is_read_as_numpy_indexes_it(tmp_path, index, gap, longest, bound
 
 @pytest.mark.parametrize("index", [(2, slice(16, 32)), (slice(1, 3), slice(512, 528))])
 def test_a_part_reads_its_own_bytes_alone(index):
-    """Rows of a matrix; and some rows of each matrix of a stack, far apart in the file."""
+    """A part is either rows of one matrix, or some rows of each matrix of a stack."""
     shape = (4, 1024, 256)
     runs = list(find_runs(shape, 1, index))
     assert sum(run.nbytes for run in runs) == math.prod(index_shape(shape, index))
@@ -136,7 +136,7 @@ with open_tensors(sys.argv[1]) as tensors:
 
 
 def test_reading_a_file_that_shrank_is_an_error(tmp_path):
-    """In a process of its own: touching a mapped page that is gone would end it by SIGBUS."""
+    """A separate process reads, because touching a mapped page that is gone would raise SIGBUS."""
     write_safetensors(tmp_path / "model.safetensors", {"a": np.arange(5000)})
     command = [sys.executable, "-c", SHRINKS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -345,7 +345,7 @@ HEADERS = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRIES
 
 
 def open_or_refuse(raw):
-    """Open `raw` as a file: it must be refused, or all its tensors lie in it and can be read."""
+    """Open `raw` as a file. It is refused, or its tensors cover all its data and are readable."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_raw(pathlib.Path(folder), raw)
         try:

@@ -1,4 +1,4 @@
-"""Experts put on their device chunk by chunk: equal to the bit, and without a second layer."""
+"""Test streaming of experts to a device: equal bits, and no second copy of the layer."""
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ def test_chunks_are_prepared_as_the_whole_is(params):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_chunk_is_written_in_place(params, layout):
-    """The program needs room for some chunks; a copy of the layer, or of one array, is more."""
+    """The program needs memory for a few chunks, not for a copy of the layer or of one array."""
     count = 600
     chunk = jax.device_put(reader(params, 1)(0))
     joined = streaming._allocate(chunk, count, layout, None)
@@ -54,7 +54,7 @@ def test_a_chunk_is_written_in_place(params, layout):
 
 
 def test_sizes_of_chunks(params):
-    """A divisor of the experts of a shard, at least one; larger on a GPU."""
+    """A chunk's size is at least one, divides the experts of a shard, and is larger on a GPU."""
     expert = params.nbytes // 6
     assert expert * 6 < streaming._CPU_BYTES
     assert streaming.chunk_size(params, 6, CPU) == 6
@@ -63,13 +63,13 @@ def test_sizes_of_chunks(params):
     assert streaming.chunk_size(many, 1024, CPU) == max(
         n for n in range(1, most + 1) if 1024 % n == 0
     )
-    assert streaming.chunk_size(many, 1021, CPU) == 1  # a prime, of more than fit
+    assert streaming.chunk_size(many, 1021, CPU) == 1  # a prime that is too large for one chunk
     assert streaming.chunk_size(many, 1024, GPU) == 1024
     assert streaming.chunk_size(many, 1024, CPU, 2) == 2 * streaming.chunk_size(many, 1024, CPU)
 
 
 def test_one_chunk_is_read_ahead(monkeypatch, params):
-    """While one is written the next is read, and no more; an error of a read is the caller's."""
+    """While one chunk is written, only the next one is read. A read error reaches the caller."""
     read, written = reader(params, 1), []
     alive = []
 

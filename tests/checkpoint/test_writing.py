@@ -1,4 +1,4 @@
-"""Checkpoints written and read back: the same tensors, the same parameters, bit for bit."""
+"""Test that written checkpoints are read back with the same tensors and parameters, bit for bit."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def read_all(folder):
 
 
 def write_again(source, folder, tensors):
-    """Write tensors into four files or so, with the declaration of `source`."""
+    """Write tensors into about four files, with the quantization config of `source`."""
     config = json.loads((source / "config.json").read_text())
     total = sum(array.nbytes for array in tensors.values())
     write_checkpoint(folder, tensors, config, shard_bytes=total // 4 + 1)
@@ -50,7 +50,7 @@ def test_every_checkpoint_comes_back_from_shards(tmp_path, name):
 
 
 def expert_tensors(params, prefix):
-    """Name canonical parameters as ModelOpt does: one tensor an expert and projection."""
+    """Name canonical parameters as ModelOpt does: one tensor for each expert and projection."""
     e, i = params.num_experts, params.intermediate
     scales = {"gate_up": params.gate_up_input_scale, "down": params.down_input_scale}
     for expert in range(e):
@@ -69,14 +69,14 @@ def expert_tensors(params, prefix):
 
 @pytest.mark.parametrize("name", ["qwen3moe-modelopt-w4a4", "qwen3moe-modelopt-w4a16"])
 def test_canonical_parameters_come_back(tmp_path, name):
-    """Loaded, put back under the names of the file, written, and loaded again."""
+    """Parameters are loaded, renamed as in the file, written, and loaded again."""
     source, how = CHECKPOINTS / name, {"scheme": "checkpoint", "backend": "reference"}
     before = load_moe(source, 1, **how).experts.params.get_value()
     assert before.layout == "canonical"
     written = read_all(source)
     experts = re.compile(r"model\.layers\.1\.mlp\.experts\.\d+\.")
     again = dict(expert_tensors(before, "model.layers.1.mlp.experts"))
-    # The same names and bytes, but for input scales that the loader ignores in w4a16.
+    # All names and bytes agree, except input scales: the loader ignores them in w4a16.
     assert {key for key in written if experts.match(key)} >= again.keys()
     for key, array in again.items():
         assert array.tobytes() == written[key].tobytes()

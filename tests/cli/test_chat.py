@@ -1,4 +1,4 @@
-"""The command `chat`: turns, and a terminal in which a user types, interrupts and leaves."""
+"""Test the `chat` command: its turns, and a terminal where a user types, interrupts and leaves."""
 
 import os
 import pty
@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-# Keys reach a program as signals where the terminal is that of its session.
+# A key press becomes a signal only in the controlling terminal of the program's session.
 IN_TERMINAL = """
 import fcntl, runpy, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -39,7 +39,7 @@ def tokenizer(tmp_path):
 
 
 def test_turns_keep_the_tokens_that_were_said(tokenizer):
-    """Another tokenization of the same text would not fit the cache."""
+    """Tokenizing an answer's text again could give tokens that do not match the cache."""
     turns = Turns(tokenizer, "be brief")
     first = turns.ask("hi")
     text = "<system>be brief</system><user>hi</user><assistant>"
@@ -54,7 +54,7 @@ def test_turns_keep_the_tokens_that_were_said(tokenizer):
 
 
 def test_a_template_that_shows_earlier_turns_in_another_way(tokenizer):
-    """As templates do that leave out what a model thought."""
+    """Some templates leave out the reasoning of earlier turns."""
     turns = Turns(tokenizer)
     first = turns.ask("hi")
     turns.answered([7, 8, 9])
@@ -90,10 +90,10 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def wait_for(self, pattern, again="", seconds=120):
-        """Read until `pattern` has been shown since the last call; return what was.
+        """Read until `pattern` appears in the output since the last call, and return that output.
 
-        Keys to press `again`, each second that shows nothing: Python's input() does not see an
-        interrupt that comes between its prompt and its wait for a key.
+        In each second without output, press the keys in `again`. Python's input() misses an
+        interrupt that arrives after its prompt but before it waits for a key.
         """
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown, re.DOTALL)):
@@ -107,7 +107,7 @@ class Terminal:
 
 
 def test_a_conversation_in_a_terminal():
-    """An answer; one that is interrupted; a new conversation; a second interrupt at the prompt."""
+    """The user interrupts an answer and then the prompt, starts a new conversation and leaves."""
     terminal = Terminal("chat", "--max-new-tokens", "1500", "--temperature", "1")
     terminal.wait_for("no chat template.*> $")
     terminal.type("def add(a, b):\n")

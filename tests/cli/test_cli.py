@@ -1,4 +1,4 @@
-"""The command line: results alone on standard output, one message and status 2 for an error."""
+"""Test the command line: stdout has only results; an error is one message and status 2."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ GREEDY = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]["w4a16_greedy"
 
 @pytest.fixture
 def run(capsys):
-    """Run the command line in this process; returns status, standard output, standard error."""
+    """Return a function that runs the command line here and returns status, stdout and stderr."""
 
     def call(*arguments):
         with pytest.raises(SystemExit) as stopped:
@@ -66,7 +66,7 @@ def test_generate_without_arguments_runs_the_example(run):
 
 
 def test_backends_are_named_where_the_user_asks():
-    """Else a load shows its progress, and then the text alone."""
+    """Without `--verbose`, standard error has one line, which gives the speed."""
     command = [sys.executable, "-m", "jax_nvfp4_moe", "generate", "--max-new-tokens", "3"]
     quiet, verbose = (
         subprocess.run([*command, *more], capture_output=True, text=True, check=True)
@@ -110,7 +110,7 @@ def test_eval_prints_one_json_object(run):
 
 
 def test_eval_compares_schemes(run):
-    """A line of JSON for each; tables are for people, on standard error."""
+    """Standard output has one JSON line for each scheme. Tables for people go to standard error."""
     status, out, err = run(
         "eval", EXAMPLE, "--text", TEXT, "--window", 64,
         "--max-windows", 3, "--by-window", "--scheme", "w4a16", "--scheme", "w4a4",
@@ -137,7 +137,7 @@ def test_inspect_shows_errors_of_the_schemes_that_are_asked_for(run):
 
 
 def test_inspect_reads_headers_alone(run, tmp_path):
-    """A copy whose tensors are all zeros inspects the same: NaN scales would fail a load."""
+    """A copy filled with 0xFF bytes gives a report, although its NaN scales would fail a load."""
     source = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
     folder = copy_with_config(source, tmp_path / "m")
     raw = bytearray((folder / "model.safetensors").read_bytes())
@@ -174,7 +174,7 @@ def test_inspect_shows_errors_by_layer(run, tmp_path):
 
 
 def test_inspect_gives_errors_as_json(run):
-    """Of a folder without a tokenizer: random tokens, said on standard error."""
+    """Without a tokenizer, errors are measured on random tokens, and standard error says so."""
     folder = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
     options = ("--errors", "--json", "--tokens", 8, "--scheme", "w4a4", "--dtype", "float32")
     status, out, err = run("inspect", folder, *options)
@@ -307,7 +307,7 @@ def test_the_home_of_nobody_is_the_users_error(run, command):
     assert "error: '~nobody-of-that-name/" in err
 
 
-# What Python makes of a terminal that knows ASCII alone, with arguments in UTF-8 and without.
+# A terminal that supports only ASCII. Python reads the arguments as UTF-8, or as ASCII.
 ASCII_TERMINALS = {
     "encoding": {"PYTHONIOENCODING": "ascii"},
     "locale": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
@@ -316,7 +316,7 @@ ASCII_TERMINALS = {
 
 @pytest.fixture(params=ASCII_TERMINALS.values(), ids=ASCII_TERMINALS.keys())
 def in_a_terminal(request):
-    """Start the command line in an ASCII terminal; returns its status and all that it shows."""
+    """Return a function that runs a command in an ASCII terminal and returns status and output."""
 
     def call(*arguments):
         ours, theirs = pty.openpty()
@@ -381,7 +381,7 @@ def test_text_that_is_not_utf8_is_the_users_error(run, tmp_path):
 
 
 def test_a_fault_of_the_package_is_no_error_of_the_user(monkeypatch):
-    """A `ValueError` of a library, or of Python, whose cause is a mistake in our code."""
+    """A `ValueError` from a library or from Python can come from a mistake in our code."""
     faults = (
         lambda: np.zeros(3) + np.zeros(4),
         lambda: jax.jit(jnp.add)(jnp.zeros(3), jnp.zeros(4)),
@@ -403,7 +403,7 @@ def test_a_traceback_is_shown_on_request(run):
 
 
 def test_commands_over_devices_declare_their_options_once(run):
-    """Help shows all of them, and nothing of how they reach the command."""
+    """Help shows all options of devices, and none of the internal options."""
     for command in ("generate", "eval"):
         status, out, _ = run(command, "--help")
         assert status == 0
@@ -421,7 +421,7 @@ def test_commands_over_devices_declare_their_options_once(run):
 
 
 def test_generate_shares_tokens_out(run):
-    """Over a mesh of all devices that this process has."""
+    """The mesh has all devices of this process."""
     arguments = ("generate", EXAMPLE, "--dtype", "float32", "--max-new-tokens", "4")
     _, expected, _ = run(*arguments)
     over = ("--mesh", f"expert={len(jax.devices())}", "--dispatch", "all_to_all")

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a command and of a call: a clean end, and a second try that works."""
+"""Test Ctrl-C during a command and during a call: both end cleanly, and a second try works."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def start(*arguments):
 
 @pytest.fixture
 def stages(tmp_path):
-    """Arguments of the command and of the call, by stage."""
+    """Return the arguments of the command and of the call for each stage."""
     generate = ["generate", EXAMPLE, "--max-new-tokens", "6", "--prompt", "def f("]
     return {
         "load": (generate, [EXAMPLE]),
@@ -30,7 +30,7 @@ def stages(tmp_path):
 
 @pytest.mark.parametrize("stage", ["load", "generate", "quantize"])
 def test_a_command_ends_with_the_status_of_ctrl_c(stages, stage, tmp_path):
-    """Of a shell: 128 and the number of the signal. Nothing is left of a folder half written."""
+    """The status is 130, which is 128 plus the signal's number. No partial folder remains."""
     done = start(stage, "command", *stages[stage][0])
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
@@ -40,7 +40,7 @@ def test_a_command_ends_with_the_status_of_ctrl_c(stages, stage, tmp_path):
 
 @pytest.mark.parametrize("stage", ["load", "generate", "quantize"])
 def test_a_call_can_be_made_again(stages, stage, tmp_path):
-    """As in a notebook: the same process goes on."""
+    """The same process repeats the call, as a user does in a notebook."""
     done = start(stage, "call", *stages[stage][1])
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Pictures of the commands: they show the values of `--json`, and no label covers another."""
+"""Test the commands' pictures: they show the values of `--json`, and no label covers another."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Run the command line; returns status, standard output, standard error, and the figures."""
+    """Return a function that runs the command line: status, stdout, stderr and figures."""
     figures, save = [], Figure.savefig
 
     def record(figure, *given, **options):
@@ -41,18 +41,18 @@ def run(capsys, monkeypatch):
 
 
 def outlines(figure):
-    """Return the boxes of all labels that are drawn, in pixels."""
+    """Return the bounding box of each label that is drawn, in pixels."""
     figure.draw_without_rendering()
     texts = [text for axes in figure.axes for text in axes.texts]
     texts += [label for axes in figure.axes for label in axes.get_yticklabels()]
     legends = [text for legend in figure.legends for text in legend.get_texts()]
-    # The box of a turned label is larger than the label.
+    # Rotated labels are left out: the bounding box of rotated text is larger than the text.
     drawn = [text for text in (*texts, *legends) if text.get_text() and not text.get_rotation()]
     return {text.get_text(): text.get_window_extent() for text in drawn}
 
 
 def assert_readable(figure):
-    """No label covers another, and none is cut off at the edge of the picture."""
+    """Check that no label covers another, and that none is cut off at the left or right edge."""
     boxes = outlines(figure)
     covered = [
         (one, other)
@@ -96,7 +96,7 @@ def test_bars_are_the_bytes_of_the_report(run, name, tmp_path):
 
 
 def test_a_report_counts_each_byte_once(run):
-    """Of the example: five layers of 16 experts with 3 * 256 * 192 weights at 9/16 byte."""
+    """The example has five layers of 16 experts, each with 3 * 256 * 192 weights of 9/16 byte."""
     status, out, _, _ = run("inspect", EXAMPLE, "--json")
     assert status == 0
     report = json.loads(out)
@@ -104,7 +104,7 @@ def test_a_report_counts_each_byte_once(run):
     (experts,) = [m for m in report["modules"] if m["module"] == "layers.*.mlp.experts"]
     assert (experts["count"], experts["format"]) == (5, "NVFP4 w4a4")
     packed = 5 * 16 * 3 * 256 * 192 * 9 // 16
-    assert packed < experts["bytes"] < 1.001 * packed  # and global and input scales
+    assert packed < experts["bytes"] < 1.001 * packed  # the rest are global and input scales
     assert sum(m["bytes"] for m in report["modules"]) == report["loaded_bytes"]
     assert report["file_bytes"] < report["loaded_bytes"] < 1.01 * report["file_bytes"]
 
@@ -121,8 +121,8 @@ def test_points_of_a_roofline_are_the_rows_of_the_report(run, tmp_path, monkeypa
     report = json.loads(out)
     assert [row["tokens"] for row in report["rows"]] == [1, 8]
     first = report["rows"][0]
-    assert first["operations"] == 2 * 2 * 3 * 64 * 32  # two experts of three matrices
-    assert first["moved_bytes"] - first["weight_bytes"] == 2 * 64 * 2  # a token in and out
+    assert first["operations"] == 2 * 2 * 3 * 64 * 32  # two experts with three matrices each
+    assert first["moved_bytes"] - first["weight_bytes"] == 2 * 64 * 2  # one token in and one out
     assert first["gflop_per_s"] == pytest.approx(first["operations"] / first["us"] * 1e-3)
 
     (axes,) = figure.axes
@@ -151,7 +151,7 @@ H200 = Limits(4260.0, 747_000.0, "bfloat16")
 
 
 def cell(tokens, us, active):
-    """Return a cell of a layer with the sizes of Qwen3-30B-A3B."""
+    """Return a measurement of one layer with the sizes of Qwen3-30B-A3B."""
     read = active * 3 * 2048 * 768 * 9 / 16
     operations = 6 * tokens * 8 * 2048 * 768
     moved = read + 4 * tokens * 2048
@@ -164,7 +164,7 @@ def test_the_limit_is_the_longer_of_memory_and_products():
     assert H200.us(many) == pytest.approx(many.operations / 747e6)
 
 
-# Fourteen sizes on a GPU, one, two of nearly the same place, and one above the limits.
+# Fourteen sizes on a GPU, one size, three at nearly the same place, and one above the limits.
 CASES = {
     "many": [(2**power, 17.0 * 1.4**power) for power in range(14)],
     "one": [(16, 77.0)],

@@ -1,4 +1,4 @@
-"""The command `quantize`, and `eval` beside what it was made of."""
+"""Test the `quantize` command, and `eval` of its result beside the original."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def call(capsys, *arguments):
 
 @pytest.fixture
 def source_with_tokenizer(tmp_path):
-    """`SMALL` with a tokenizer of 60 letters."""
+    """Return a copy of `SMALL` with a tokenizer of 60 letters."""
     source = write_source(
         tmp_path / "source", read_all(SMALL / "source"), read_config(SMALL / "source")
     )
@@ -43,7 +43,7 @@ def source_with_tokenizer(tmp_path):
 
 
 def test_the_command(source_with_tokenizer, tmp_path, capsys, caplog):
-    """Where no bar can be drawn it says each layer once, in either part of the work."""
+    """Without a progress bar, calibration and quantization each log the name of each layer once."""
     arguments = ("quantize", source_with_tokenizer, tmp_path / "q", "--text", tmp_path / "text.txt")
     status, out, err = call(capsys, *arguments, "--calibration-tokens", 256, "--window", 64)
     assert status == 0, err
@@ -64,7 +64,7 @@ def test_a_quantizer_that_shall_be_quiet_is(tmp_path, caplog):
 
 
 def test_eval_compares_with_the_original(source_with_tokenizer, tmp_path, capsys):
-    """The original first, in the same table; differences are from it."""
+    """The original is the first row of the table, and differences are relative to it."""
     quantize_model(source_with_tokenizer, tmp_path / "q", token_ids=IDS, window=WINDOW)
     arguments = ("eval", tmp_path / "q", "--original", source_with_tokenizer, "--window", 32)
     schemes = ("--scheme", "w4a16", "--scheme", "w4a4", "--text", tmp_path / "text.txt")
@@ -105,11 +105,11 @@ main(sys.argv[2:])
 
 
 def test_a_disk_that_is_full_is_named_and_a_second_try_works(tmp_path):
-    """No file may grow past 30 KB: the weights do not fit, all other files do."""
+    """No file may exceed 30 KB. The weights do not fit into that, and all other files do."""
     q = tmp_path / "q"
     arguments = [str(SMALL / "source"), str(q)]
     command = [sys.executable, "-c", LIMITED, "30000", "quantize", *arguments]
-    # What JAX compiles must not be cut off where other processes look for it.
+    # The limit would also truncate compiled programs in the cache that other processes read.
     alone = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
     assert (done.returncode, done.stdout) == (2, "")
@@ -128,7 +128,7 @@ def mount_point(path):
 
 
 def test_what_a_process_that_was_killed_left_is_replaced(tmp_path, monkeypatch):
-    """Killed in the middle of writing; `os._exit` leaves no chance to clean up."""
+    """`os._exit` ends the process during a write and leaves it no chance to clean up."""
     q = tmp_path / "q"
     killed = (
         "import os, sys, jax_nvfp4_moe\n"

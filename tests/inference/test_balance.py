@@ -1,4 +1,4 @@
-"""Expert load of the trained example: counted, placed, measured; numbers stay what they were."""
+"""Test expert load on the trained example: counts, placement, and results that stay the same."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax_nvfp4_moe.testing import random_moe_params
 
 @pytest.fixture(scope="module")
 def text():
-    """Two batches ``[4, 128]`` of held-out text, one to place by and one to measure on."""
+    """Return two batches ``[4, 128]`` of held-out text, for placement and for measurement."""
     text = (EXAMPLE_REFERENCE / "heldout.txt").read_text(encoding="utf-8")
     return np.asarray(load_tokenizer(EXAMPLE).encode(text)[4096:5120]).reshape(2, 4, 128)
 
@@ -54,7 +54,7 @@ def test_the_example_is_balanced_and_computes_the_same(model, text):
     seen, new = text
     before_text = lowered(model, new)
     load = count_experts(model, seen)
-    assert lowered(model, new) == before_text  # the counters have left nothing behind
+    assert lowered(model, new) == before_text  # counting has left no trace in the program
     config = model.config
     assert load.shape == (config.num_layers, config.num_experts)
     assert (load.sum(axis=-1) == seen.size * config.router.top_k).all()
@@ -68,7 +68,7 @@ def test_the_example_is_balanced_and_computes_the_same(model, text):
     assert np.mean(placed) < np.mean(unbalanced)
     assert max(placed) < max(unbalanced)
     np.testing.assert_array_equal(count_experts(model, seen), load)
-    # Each layer adds the outputs of its experts in another order.
+    # After placement, each layer adds the outputs of its experts in another order.
     moved = jax.jit(lambda model, ids: model(ids))(model, new)
     assert jnp.abs(moved - logits).max() <= 2e-5 * jnp.abs(logits).max()
 
@@ -116,7 +116,7 @@ def mesh_block(scheme, **over):
     ],
 )
 def test_experts_are_placed_over_a_mesh(kind, dispatch, scheme):
-    """Also with axes that are Explicit, and with tokens that travel."""
+    """Results also agree for Explicit axes and for tokens that are exchanged between devices."""
     shape = (2, 2) if dispatch == "psum" else (4, 1)
     mesh = make_mesh(shape, AxisType[kind])
     x = jax.random.normal(jax.random.key(2), (16, 64), jnp.float32)
@@ -130,7 +130,7 @@ def test_experts_are_placed_over_a_mesh(kind, dispatch, scheme):
         place_model(moe, [placed])
         actual = np.asarray(call(moe, x))
         measured = device_load(moe, x, shape[0])[0]
-    # Two outputs of about 1 add up in another order, and shards of experts do.
+    # Two outputs of about 1 are added in another order, and so are the sums of the shards.
     assert np.abs(actual - expected).max() <= 1e-6
     assert placed.copies.max() > 1
     assert measured.sum() == load.sum() == 32

@@ -1,4 +1,4 @@
-"""Conversations: each answer is that of the whole text, and only what is new is computed."""
+"""Test that each answer equals that of the whole text, while only new tokens are computed."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def test_turns_equal_the_whole_text(model):
 
 
 def test_the_second_turn_reads_the_cache(model):
-    """With other values in the cache it gives another answer."""
+    """Other values in the cache give another answer."""
     talk = Conversation(model, max_length=60)
     whole = np.concatenate([FIRST, list(talk.answer(FIRST, 6)), SECOND])
     layers = jax.tree.map(lambda x: jnp.full_like(x, 3), talk._cache.layers)
@@ -54,7 +54,7 @@ def test_another_text_begins_anew(model):
 
 
 def test_an_answer_may_be_left(model):
-    """What was drawn until then is part of the text."""
+    """If the caller leaves an answer early, the tokens drawn so far remain part of the text."""
     talk = Conversation(model, max_length=60)
     answer = talk.answer(FIRST, 12)
     drawn = [next(answer) for _ in range(3)]

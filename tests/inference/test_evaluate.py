@@ -30,7 +30,7 @@ def test_the_definition(model, heldout):
     chances = np.exp(logits - logits.max(-1, keepdims=True))
     chances /= chances.sum(-1, keepdims=True)
     chosen = np.take_along_axis(chances[:, :-1], windows[:, 1:, None], axis=-1)
-    # The sum of 15 float32 losses, each of a few roundings.
+    # Each window sums 15 float32 losses, and each loss is rounded a few times.
     assert result["mean_cross_entropy"] == pytest.approx(-np.log(chosen).mean(), rel=1e-5)
     assert result["windows"] == 5
     assert result["predicted_tokens"] == 5 * 15
@@ -58,17 +58,17 @@ def test_a_window_does_not_see_the_one_before(model, heldout):
 
 
 def test_the_standard_error_of_a_mean():
-    """Of many means of n draws of unit variance it is their own spread, 1 / sqrt(n)."""
+    """For draws of unit variance, squared standard errors of means of n draws average to 1 / n."""
     draws = np.random.default_rng(0).standard_normal((4000, 16))
     errors = [standard_error(row) for row in draws]
-    assert np.mean(np.square(errors)) == pytest.approx(1 / 16, rel=0.05)  # 5 % is four of its own
+    assert np.mean(np.square(errors)) == pytest.approx(1 / 16, rel=0.05)  # over eight deviations
     assert standard_error([1.0]) is None
     assert perplexity(1e9) == perplexity(709.0) < np.inf
     assert np.isnan(perplexity(np.nan))
 
 
 def test_tables_compare_window_by_window():
-    """Windows that differ a lot among themselves and little between schemes: a small error."""
+    """Windows differ a lot, but equally in both schemes, so the difference has no error."""
     losses = {"one": [1.0, 2.0, 3.0], "other": [1.1, 2.1, 3.1]}
     results = {
         name: {
@@ -90,9 +90,9 @@ def test_tables_compare_window_by_window():
     ("scheme", "dtype"), [("w4a16", "float32"), ("w4a16", "bfloat16"), ("w4a4", "float32")]
 )
 def test_the_quality_of_the_tool(heldout, scheme, dtype):
-    """Within 0.002 nats, the project's own bound; w4a16 in place of w4a4 lies 0.037 away.
+    """The bound is 0.002 nats. Running w4a16 instead of w4a4 would differ by 0.037.
 
-    For w4a4 in bfloat16 see `test_w4a4_quality`.
+    `test_w4a4_quality` covers w4a4 in bfloat16.
     """
     model = load_model(EXAMPLE, scheme=scheme, dtype=dtype)
     arguments = {"window": FACTS["window"], "max_windows": FACTS["windows"]}

@@ -1,4 +1,4 @@
-"""`jax.export`: a layer and a decoding step, run again by another process, to the bit."""
+"""Test `jax.export`: another process runs an exported layer and decoding step with equal bits."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.inference import exporting
 from jax_nvfp4_moe.testing import random_routing
 
-# Runs what the test wrote, in a process that has traced nothing.
+# Runs the exported program in a process that has traced nothing.
 AGAIN = """
 import pathlib, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -36,7 +36,7 @@ def export(function, arguments, **options):
 
 
 def assert_same_again(tmp_path, function, arguments):
-    """Export, run in a new process, compare with the function here."""
+    """Export `function`, run it in a new process, and compare its bits with the result here."""
     (tmp_path / "program").write_bytes(export(function, arguments()).serialize())
     code = AGAIN.format(arguments=arguments.__name__)
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
@@ -52,7 +52,7 @@ def layer(x, params, ids, weights):
 
 
 def test_a_layer_in_a_new_process(tmp_path):
-    """Its experts are arguments, prepared, with their layout in the structure."""
+    """The prepared experts are arguments, and their layout is part of the pytree's structure."""
     assert_same_again(tmp_path, layer, layer_arguments)
 
 
@@ -67,7 +67,7 @@ def test_a_decoding_step_in_a_new_process(tmp_path):
 
 
 def test_for_a_gpu_from_a_machine_without():
-    """Lowering asks for no GPU; loading says what is missing to run it here."""
+    """Lowering needs no GPU. Loading says what is missing to run the program here."""
     target = nvfp4.Target("cuda", (9, 0))
     x, params, ids, weights = layer_arguments()
     params = nvfp4.prepare(params, target=target, scheme="w4a16")
@@ -87,7 +87,7 @@ def test_for_a_gpu_from_a_machine_without():
 
 
 def test_the_checks_are_those_of_all_kernels():
-    """Every target that an extension registers; without them jax refuses the program."""
+    """Every target that an extension registers is named; without that, JAX refuses the program."""
     named = set(exporting._extensions())
     for extension in _ffi.EXTENSIONS:
         module = _ffi.load(extension)
@@ -98,7 +98,7 @@ def test_the_checks_are_those_of_all_kernels():
 
 
 def test_structures_come_back():
-    """Layouts and padded sizes are part of the structure that an export writes."""
+    """The structure that an export writes includes layouts and padded sizes."""
     _, params, _, _ = layer_arguments()
     canonical = params.to_layout("canonical")
     padded = canonical.to_layout("mma_64x64")
@@ -111,7 +111,7 @@ def test_structures_come_back():
 
 
 def symbolic_tokens(top_k=2):
-    """Return the shapes of `layer_arguments` for any number of tokens."""
+    """Return the shapes of `layer_arguments` with a symbolic number of tokens."""
     (t,) = jax.export.symbolic_shape("t")
     _, params, _, _ = layer_arguments()
     return (
@@ -124,7 +124,7 @@ def symbolic_tokens(top_k=2):
 
 @pytest.fixture
 def on_cpu():
-    """Make a CPU the default device, also where there is a GPU."""
+    """Make a CPU the default device, even on a machine with a GPU."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
 

@@ -1,4 +1,4 @@
-"""Generation: the tool's own greedy text, rows as if alone, one compilation for all calls."""
+"""Test generation: the tool's greedy text, independent rows, and one compilation for all calls."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def prompt(tokenizer):
 
 @pytest.fixture
 def traces(monkeypatch):
-    """Shapes of input_ids that the model was traced with."""
+    """Return a list that collects the shape of `input_ids` in each trace of the model."""
     seen, original = [], Decoder.__call__
 
     def counted(self, input_ids, *rest, **named):
@@ -135,7 +135,7 @@ def test_narrow_sampling_is_greedy(model, prompt, narrow):
 
 
 def draws(count, **options):
-    """Draw many tokens from chances 0.5, 0.25, 0.15, 0.1."""
+    """Draw many tokens with probabilities 0.15, 0.5, 0.1 and 0.25, and count each of them."""
     chances = jnp.array([0.15, 0.5, 0.1, 0.25])
     options = {"temperature": 1.0, "top_p": 1.0, "top_k": None} | options
     sampling = Sampling(
@@ -164,7 +164,7 @@ def draws(count, **options):
 )
 def test_tokens_come_by_their_chances(options, expected):
     count = 20_000
-    # Six standard deviations of a binomial.
+    # The bound is six standard deviations of a binomial distribution.
     bound = 6 * np.sqrt(np.maximum(np.multiply(expected, np.subtract(1, expected)), 1e-9) / count)
     share = draws(count, **options) / count
     assert (np.abs(share - expected) <= bound + 1e-4).all()

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on the example: its own evaluator and command, with local tasks."""
+"""Test lm-evaluation-harness on the example: its evaluator and its command, with local tasks."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from given import EXAMPLE, EXAMPLE_REFERENCE
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.cli import app as cli
 
-# The harness and what it needs take tens of seconds to import.
+# The harness and its dependencies take tens of seconds to import.
 pytestmark = [pytest.mark.lm_eval, pytest.mark.slow]
 
 TEXT = (EXAMPLE_REFERENCE / "heldout.txt").read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ metric_list: [{metric: exact_match}]
 
 @pytest.fixture(scope="module")
 def harness():
-    """Return the model; the harness and what it needs take seconds to import."""
+    """Return the model. The import is local because the harness takes tens of seconds to import."""
     from jax_nvfp4_moe.inference.harness import HarnessModel
 
     return HarnessModel(str(EXAMPLE), scheme="w4a16", max_length=64, batch_size=3)
@@ -64,7 +64,7 @@ def instances(kind, *arguments):
 
 
 def log_likelihood(harness, context, continuation):
-    """Compute one in float64, without a batch or padding."""
+    """Compute one log-likelihood in float64, without a batch or padding; say if it is greedy."""
     logits = np.asarray(harness.model(np.asarray([[*context, *continuation]]))[0], np.float64)
     largest = logits.max(-1, keepdims=True)
     logits -= largest + np.log(np.exp(logits - largest).sum(-1, keepdims=True))
@@ -74,7 +74,7 @@ def log_likelihood(harness, context, continuation):
 
 
 def test_log_likelihoods(harness):
-    """Of pairs of unequal length in batches; one continuation is what the model would write."""
+    """Pairs of unequal length run in batches. One continuation is what the model would write."""
     encode = harness.tok_encode
     pairs = [
         ("import ", "numpy as np"),
@@ -98,7 +98,7 @@ def test_log_likelihoods(harness):
 
 
 def test_a_long_text_in_windows(harness):
-    """Each token is predicted once, from at most `max_length` before it."""
+    """Each token is predicted once, from at most `max_length` tokens before it."""
     ids = harness.tok_encode(TEXT)[:150]
     text = harness.text_tokenizer.decode(ids)
     ids = harness.tok_encode(text)
@@ -114,7 +114,7 @@ def test_a_long_text_in_windows(harness):
 
 
 def test_the_mean_is_that_of_evaluate(harness):
-    """One window of 64 tokens, of which all but the first are predicted."""
+    """Both predict all tokens but the first of one window of 64 tokens."""
     ids = harness.tok_encode(TEXT)[:64]
     ours = nvfp4.evaluate(harness.model, np.asarray(ids), window=64)["mean_cross_entropy"]
     ((value, _),) = harness._loglikelihood_tokens([(("", ""), ids[:1], ids[1:])])
@@ -137,7 +137,7 @@ def test_generation_ends_at_a_stop_string(harness):
 
 
 def test_the_command(harness, tmp_path, capsys):
-    """Three kinds of tasks, from files."""
+    """The command runs three kinds of tasks from local files."""
     rows = [
         {"start": "import numpy as", "end": " np", "ends": [" np", " sq", "(((("]},
         {"start": "for i in", "end": " range", "ends": [" range", "))", " return"]},

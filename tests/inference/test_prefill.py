@@ -1,4 +1,4 @@
-"""Chunked prefill: numbers that do not depend on the chunk, and few programs."""
+"""Test chunked prefill: results do not depend on the chunk, and few programs are compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,10 @@ from jax_nvfp4_moe.inference import evaluation, prefill
 from jax_nvfp4_moe.inference.prefill import chunk_ranges, empty_cache, padded_length, prefill_chunks
 
 TOKENS, CHUNK = 700, 256
-# Of the worst logit, in units of the root mean square of all; as in test_long_text.py.
+# Bound of the worst logit, in units of the root mean square of all logits, as in test_long_text.py.
 BOUND = 2e-5
-# A window with sinks, chunks of attention, latents, a gated delta net, Mamba-2.
+# Their mixers: a window with sinks, chunked attention, latent attention, a gated delta net,
+# Mamba-2.
 FOLDERS = (
     "gpt_oss-modelopt-w4a16",
     "llama4_text-modelopt-w4a16",
@@ -39,7 +40,7 @@ def test_chunks(length, chunk, ranges):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_do_not_depend_on_the_chunk(name, tmp_path):
-    """Of two rows, the shorter of which ends in the first chunk."""
+    """The shorter of the two rows ends in the first chunk."""
     folder = copy_with_config(CHECKPOINTS / name, tmp_path / "m", max_position_embeddings=1024)
     model = load_model(folder, dtype=jnp.float32)
     rng = np.random.default_rng(0)
@@ -55,7 +56,7 @@ def test_logits_do_not_depend_on_the_chunk(name, tmp_path):
 
 
 def test_generate_takes_long_prompts_by_chunks():
-    """The same tokens, and one program for the chunks of prompts of unequal length."""
+    """Chunked prefill gives the same tokens. One program serves prompts of unequal length."""
     model = load_model(EXAMPLE, dtype=jnp.float32)
     ids = np.random.default_rng(1).integers(4096, size=(2, TOKENS), dtype=np.int32)
     given = {"lengths": np.array([TOKENS, 31], np.int32), "max_new_tokens": 4}
@@ -73,7 +74,7 @@ def test_generate_takes_long_prompts_by_chunks():
 
 @pytest.mark.parametrize("window", [300, 601])
 def test_evaluation_does_not_depend_on_the_chunk(window, monkeypatch):
-    """Of windows that a chunk divides, and of others whose last chunk has one token or more."""
+    """The chunk divides one of the windows; the other window ends with a partial chunk."""
     model = load_model(EXAMPLE, dtype=jnp.float32)
     ids = np.random.default_rng(2).integers(4096, size=3 * window, dtype=np.int32)
     whole = evaluate(model, ids, window=window, by_window=True)

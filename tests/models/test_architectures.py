@@ -1,7 +1,7 @@
-"""Every checkpoint with reference tensors: blocks, logits, caches and sampling, all by one rule.
+"""Test each checkpoint with reference tensors: blocks, logits, caches and sampling, by one rule.
 
-A folder of ``tests/checkpoints`` that has a model and its reference is a case; nothing else lists
-it. What its architecture reads from the config, and what a fault there would do, is in `FAULTS`.
+Each folder of ``tests/checkpoints`` that has a model and its reference is a case. `FAULTS` lists
+wrong values for fields that the architectures read from the config. The bounds must catch them.
 """
 
 import dataclasses
@@ -17,17 +17,18 @@ from given import CHECKPOINTS, MODELS, copy_with_config, reference_tensors
 from jax_nvfp4_moe import generate, load_model, load_moe
 
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
-# Of one block, as the README of the given checkpoints has it: float32 sums in another order.
+# Bound of one block, from the README of the given checkpoints: float32 sums in another order.
 BLOCK_BOUND = 1e-5
-# Of whole-model logits, in units of their root mean square: float32 sums of a few layers. It holds
-# for the worst token, also where activations are rounded: 7e-7 to 3.8e-6 are reached there.
+# Bound of whole-model logits, in units of their root mean square: float32 sums of a few layers. The
+# worst token meets it, and reaches 7e-7 to 3.8e-6 where activations are rounded.
 LOGIT_BOUND = 1e-5
-# There the median token alone is held to it. Embeddings that move by 1e-6 flip a rounding in the
-# tool's own run and carry a token away: by 0.1 in FP4 and by 4e-5 in FP8, where the median moves by
-# 1e-5 and by 4e-6 (sensitivity_to_1e6_noise of reference.json). The other folders' tools saw none.
+# In these folders only the median token must meet the bound. Noise of 1e-6 in the embeddings flips
+# a rounding in the tool's own run. It moves one token by 0.1 in FP4 and by 4e-5 in FP8, and the
+# median token by 1e-5 and 4e-6 (sensitivity_to_1e6_noise in reference.json). The tools saw no such
+# flip in other folders.
 FLIPS = ("qwen3moe-modelopt-w4a4", "qwen3_moe-ct-mixed")
 
-# Folder, and fields of its config that are changed.
+# Each entry has a folder and the fields of its config that are changed.
 FAULTS = [
     ("mixtral-window-modelopt-w4a16", {"sliding_window": 7}),
     ("olmoe-bias-modelopt-w4a16", {"clip_qkv": 1.1}),
@@ -83,7 +84,7 @@ FAULTS = [
     ("kimi_linear-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
     ("bailing_hybrid-modelopt-w4a16", {"kda_lower_bound": -5.1}),
     ("bailing_hybrid-modelopt-w4a16", {"topk_group": 3}),
-    # Where activations are rounded, to FP4 or to FP8.
+    # In these folders, activations are rounded to FP4 or to FP8.
     ("deepseek_v3-modelopt-mixed-w4a16-kv8", {"rope_interleave": False}),
     ("deepseekv3-modelopt-w4a4", {"norm_topk_prob": False}),
     ("gpt_oss-ct-w4a4", {"sliding_window": 7}),
@@ -102,13 +103,13 @@ step = jax.jit(lambda model, ids, cache, lengths: model(ids, cache, lengths=leng
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A loaded checkpoint.
+    """A loaded checkpoint and its reference logits.
 
     Attributes:
-      folder: its name.
-      model: as loaded.
-      ids: two prompts, the same where the file has one.
-      expected: their logits.
+      folder: name of the checkpoint.
+      model: the loaded model.
+      ids: token ids of two prompts, equal ones if the file has only one.
+      expected: reference logits of the prompts.
     """
 
     folder: str
@@ -123,7 +124,7 @@ class Case:
         return self.excess(worst / np.sqrt(np.mean(np.square(expected))))
 
     def excess(self, errors):
-        """Return in units of the bound what counts of `errors`, one a token."""
+        """Return the worst of all tokens' errors, in `FLIPS` the median, in units of the bound."""
         count = np.median if self.folder in FLIPS else np.max
         return count(errors) / LOGIT_BOUND
 
@@ -135,7 +136,7 @@ def case(request):
 
 
 def load_case(name, folder=None):
-    """Load the checkpoint `name`, or a changed copy of it that lies in `folder`."""
+    """Load the checkpoint `name`, or a changed copy of it in `folder`."""
     folder = folder or CHECKPOINTS / name
     tensors = reference_tensors(CHECKPOINTS / name)
     model = load_model(folder, **EXACT)
@@ -150,7 +151,7 @@ def relative(actual, expected):
 
 
 def blocks(folder):
-    """Yield the layers with experts and their tensors."""
+    """Yield each layer that has experts, with its reference tensors."""
     tensors = reference_tensors(CHECKPOINTS / folder)
     for layer in sorted({int(n.split(".")[1]) for n in tensors if n.endswith("moe.input")}):
         prefix = f"layers.{layer}.moe."
@@ -158,7 +159,7 @@ def blocks(folder):
 
 
 def in_order(ids, values):
-    """Return `values` of each token by rising expert id: tools list experts in any order."""
+    """Sort `values` of each token by expert id, because tools list experts in any order."""
     return np.take_along_axis(values, np.argsort(ids, axis=-1), axis=-1)
 
 
@@ -210,19 +211,19 @@ def test_a_cache_filled_in_uneven_pieces(case):
 
 
 def real_tokens(rows, lengths):
-    """Return the tokens of all rows that are not padding, one behind the other."""
+    """Concatenate the tokens of all rows, without padding."""
     return np.concatenate([np.asarray(row)[:n] for row, n in zip(rows, lengths, strict=True)])
 
 
 def test_padding_without_a_cache(case):
-    """Real tokens are as in a row of their own: padding sees no key of a window or a chunk."""
+    """Padding does not change real tokens, even where a window or a chunk leaves padding no key."""
     lengths = np.array([case.ids.shape[1], 5], np.int32)
     found = real_tokens(run_padded(case.model, case.ids, lengths), lengths)
     assert case.error(found, real_tokens(case.expected, lengths)) <= 1
 
 
 def test_prompts_of_different_lengths(case):
-    """The shorter prompt is padded, then both decode; each row is as if it were alone."""
+    """The shorter prompt is padded, then both rows decode. Each row is as if it were alone."""
     model, ids, expected = case.model, case.ids, case.expected
     t = ids.shape[1]
     lengths = np.array([t - 3, t // 2 - 2])
@@ -237,7 +238,7 @@ def test_prompts_of_different_lengths(case):
 
 
 def test_the_bound_of_caches_catches_padding_that_counts():
-    """The negative control of both: one position of padding taken for a token."""
+    """Negative control of the cache tests: one position of padding counts as a token."""
     case = load_case(MODELS[0])
     model, ids, expected = case.model, case.ids, case.expected
     t = ids.shape[1]
@@ -248,7 +249,7 @@ def test_the_bound_of_caches_catches_padding_that_counts():
 
 
 def test_generate_takes_the_largest_logit(case):
-    """Each new token is, but for ties, the largest logit of the whole text before it."""
+    """Each new token has the largest logit after the whole text before it, except for ties."""
     model, ids = case.model, case.ids
     t, new = ids.shape[1] // 2, 4
     tokens = generate(model, ids[:, :t], max_new_tokens=new)
@@ -263,7 +264,7 @@ def test_generate_takes_the_largest_logit(case):
 
 @pytest.mark.parametrize(("folder", "changes"), FAULTS, ids=str)
 def test_the_bound_of_logits_catches_a_field_that_is_read_wrong(folder, changes, tmp_path):
-    """A field of the config that changes numbers changes them by far more than the bound."""
+    """A wrong value of a config field changes logits by far more than the bound."""
     read = json.loads((CHECKPOINTS / folder / "config.json").read_text())
     assert any(read.get(name) != value for name, value in changes.items())
     case = load_case(folder, copy_with_config(CHECKPOINTS / folder, tmp_path / "m", **changes))

@@ -1,4 +1,4 @@
-"""Latent attention's two ways to the same numbers, and what configs of the family say."""
+"""Test that both methods of latent attention agree, and how configs of the family are read."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ def config_of(folder):
 
 
 def attended(attention, absorbs, monkeypatch):
-    """Return what 5 tokens see of themselves, with the matrices on one side or the other."""
+    """Return the outputs for 5 tokens, with the up-projection absorbed into the queries or not."""
     monkeypatch.setattr(latent_attention.LatentAttention, "_absorbs", lambda *_: absorbs)
     x = jax.random.normal(jax.random.key(0), (2, 5, attention.config.hidden))
     positions = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (2, 5))
@@ -36,7 +36,7 @@ def attended(attention, absorbs, monkeypatch):
 
 @pytest.mark.parametrize("folder", [LITE, DIRECT], ids=["lite", "direct"])
 def test_attending_to_latents_is_attending_to_what_they_expand_to(folder, monkeypatch):
-    """The bound is of sums of float32 over a head and over a latent, one after the other."""
+    """The bound has a float32 rounding for each term of the sums over a head and over a latent."""
     attention = load_model(folder, **EXACT).layers[0].attention
     assert isinstance(attention.kv_up, HeadMatrices)
     expanded = attended(attention, False, monkeypatch)
@@ -54,7 +54,7 @@ def test_attending_to_latents_is_attending_to_what_they_expand_to(folder, monkey
 
 
 def test_an_expansion_of_rounded_latents_stays_whole():
-    """Under W4A4 the latents are rounded before the product: two products would not be that."""
+    """W4A4 rounds the latents before the up-projection. Absorbing it would skip that rounding."""
     rounding = load_model(DEEPSEEK, scheme="checkpoint", **EXACT).layers[1].attention
     assert not isinstance(rounding.kv_up, HeadMatrices)
     plain = load_model(DEEPSEEK, scheme="w4a16", **EXACT).layers[1].attention
@@ -62,7 +62,7 @@ def test_an_expansion_of_rounded_latents_stays_whole():
 
 
 def test_decoding_attends_to_latents_and_prefill_does_not():
-    """At DeepSeek-V3's sizes: 128 heads of 128 + 64 channels on a latent of 512."""
+    """The sizes are those of DeepSeek-V3: 128 heads of 128 + 64 channels, and a latent of 512."""
     sizes = dataclasses.replace(
         deepseek_v3.read_config(config_of(DEEPSEEK)).attention,
         num_heads=128,

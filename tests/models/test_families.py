@@ -1,4 +1,4 @@
-"""Files of new families as their owners publish them, and configs that are not supported."""
+"""Test files of new families as their owners publish them, and configs that are not supported."""
 
 import json
 
@@ -14,7 +14,7 @@ from jax_nvfp4_moe import CheckpointError, load_model, quantize_model
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.models.loading import find_architecture
 
-BOUND = 1e-5  # as of test_architectures
+BOUND = 1e-5  # as in test_architectures
 
 
 def given(name):
@@ -22,14 +22,14 @@ def given(name):
 
 
 def read(name, **changes):
-    """Return the config of a checkpoint as its family reads it; None takes a field out."""
+    """Return the config of a checkpoint as its family reads it. A value of None removes a field."""
     config = merge_text_config(json.loads((given(name) / "config.json").read_text())) | changes
     config = {field: value for field, value in config.items() if value is not None}
     return find_architecture(config).read_config(config)
 
 
 def publish_kimi(tensors):
-    """Spell Kimi-Linear as published: a convolution each, decays beside the other linears."""
+    """Rename tensors as in published Kimi-Linear files, with one convolution per projection."""
     for name in list(tensors):
         new = name.replace(".forget_gate", "").replace("layers.1.mlp", "layers.1.block_sparse_moe")
         if ".experts." in name and ".shared_experts." not in name:
@@ -40,7 +40,7 @@ def publish_kimi(tensors):
 
 
 def publish_ling(tensors):
-    """Spell Ling as published."""
+    """Rename tensors as in published Ling files."""
     for name in list(tensors):
         new = name.replace(".forget_gate", "").replace(".self_attn.", ".attention.")
         tensors[new.replace("embed_tokens", "word_embeddings")] = tensors.pop(name)
@@ -53,7 +53,7 @@ def split_convolution(tensors, mixer):
 
 
 def keep_in_memory(tensors):
-    """Spell EXAONE-MoE and Granite as transformers 5 does in memory."""
+    """Rename tensors of EXAONE-MoE and Granite as transformers 5 does in memory."""
     for name in list(tensors):
         new = name.replace("mlp.e_score", "mlp.gate.e_score").replace("router.layer", "router")
         tensors[new] = tensors.pop(name)
@@ -76,7 +76,7 @@ def test_other_spellings_of_a_file(name, rename, tmp_path):
 
 
 def test_granite_is_quantized_as_published(tmp_path):
-    """All experts in one tensor, gate rows before up rows: the bytes are the tool's."""
+    """All experts are in one tensor, gate rows before up rows. The bytes equal the tool's."""
     dense = dense_tensors(read_all(given("granitemoe")), ROUNDABLE)
     for layer in range(2):
         block = f"model.layers.{layer}.block_sparse_moe"
@@ -92,14 +92,14 @@ def test_granite_is_quantized_as_published(tmp_path):
     ours, theirs = read_all(tmp_path / "q"), read_all(given("granitemoe"))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        if name.endswith("weight_scale_2"):  # 2688 g was rounded
+        if name.endswith("weight_scale_2"):  # the source rounded 2688 * scale
             np.testing.assert_array_max_ulp(tensor, theirs[name], 1)
         else:
             assert tensor.tobytes() == theirs[name].tobytes()
 
 
 def test_published_names_of_sizes():
-    """Kimi-Linear's sizes in an object of their own, Hunyuan's as lists of equal numbers."""
+    """Kimi-Linear has sizes in an object of their own, and Hunyuan in lists of equal numbers."""
     kimi = read(
         "kimi_linear",
         layer_types=None,
@@ -122,7 +122,7 @@ def test_published_names_of_sizes():
 
 
 def test_layers_are_as_transformers_derives_them():
-    """Where a file leaves the lists out."""
+    """If a file leaves out the lists of layers, they are derived as in transformers."""
     qwen = read("qwen2_moe", layer_types=None)
     assert qwen == read("qwen2_moe")
     assert [one.window for one in qwen.attention] == [6, None, None]

@@ -1,4 +1,4 @@
-"""gpt-oss against the tools that wrote its checkpoints, and what its configs may say."""
+"""Test gpt-oss against the tools that wrote its checkpoints, and which configs it accepts."""
 
 import json
 
@@ -25,8 +25,8 @@ from jax_nvfp4_moe.models import gpt_oss
 STACKED = CHECKPOINTS / "gpt_oss-modelopt-w4a16"
 EACH = CHECKPOINTS / "gpt_oss-ct-w4a4"
 FOLDERS = pytest.mark.parametrize("folder", [STACKED, EACH], ids=["stacked", "each"])
-# The reference sums in another order: float32 logits of two layers differ by some 1e-6 of their
-# RMS, and a wrong rotation, window or sink by more than 1e-2.
+# The reference sums in another order: float32 logits of two layers differ by about 1e-6 of their
+# RMS. A wrong rotation, window or sink changes them by more than 1e-2.
 LOGITS = 1e-5
 
 
@@ -40,7 +40,7 @@ def test_the_bound_of_blocks_catches_unrounded_activations():
 
 @FOLDERS
 def test_logits_with_and_without_cache(folder):
-    """The prompts are two windows long and more."""
+    """The prompts are at least two windows long."""
     model, ids = load_model(folder, **EXACT), tokens(folder)
     assert ids.shape[1] >= 2 * model.config.windows[0]
     logits = run(model, ids)
@@ -75,7 +75,7 @@ def test_the_bound_of_logits_catches_what_is_left_out(tmp_path, name):
 
 
 def test_alternating_rows_come_out_in_halves():
-    """Even columns of the file are gate rows, odd ones up rows; so are the biases."""
+    """Even columns of the file are gate rows, and odd ones are up rows. Biases alternate too."""
     prefix = "model.layers.1.mlp.experts.gate_up_proj"
     tensors = read_all(STACKED)
     packed = np.swapaxes(tensors[prefix], 1, 2)
@@ -92,7 +92,7 @@ def test_alternating_rows_come_out_in_halves():
 
 
 def test_row_major_stacks_with_dotted_names_are_the_same(tmp_path):
-    """The same experts as ``[e, n, k/2]``, one global scale an expert, under ``.weight``."""
+    """The same experts are stored as ``[e, n, k/2]`` under ``.weight``, with a scale per expert."""
 
     def turn(tensors):
         for name in [name for name in tensors if ".experts." in name]:
@@ -113,7 +113,7 @@ def test_row_major_stacks_with_dotted_names_are_the_same(tmp_path):
 
 
 def test_square_dense_stacks_lie_as_their_family_says(tmp_path):
-    """With 32 inputs, 16 gate and 16 up rows, only the architecture knows which axis is which."""
+    """With 32 inputs and 16 + 16 rows, only the architecture knows which axis is which."""
     rng = np.random.default_rng(0)
     gate_up = rng.standard_normal((3, 32, 32)).astype(ml_dtypes.bfloat16)
     down = rng.standard_normal((3, 16, 32)).astype(ml_dtypes.bfloat16)
@@ -133,7 +133,7 @@ def test_square_dense_stacks_lie_as_their_family_says(tmp_path):
 
 
 def test_mxfp4_must_be_declared(tmp_path):
-    """A file of ModelOpt's has no MXFP4 in it."""
+    """The config is ModelOpt's, which declares no MXFP4."""
 
     def blocks(tensors):
         for name in [name for name in tensors if ".experts." in name]:

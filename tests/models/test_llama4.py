@@ -1,4 +1,4 @@
-"""Llama 4 against the tools that wrote its checkpoints, and what its configs may say."""
+"""Test Llama 4 against the tools that wrote its checkpoints, and which configs it accepts."""
 
 import json
 
@@ -20,8 +20,8 @@ from jax_nvfp4_moe.models import llama4
 STACKED = CHECKPOINTS / "llama4_text-modelopt-w4a16"  # Llama4ForCausalLM
 EACH = CHECKPOINTS / "llama4-ct-w4a4"  # Llama4ForConditionalGeneration, with a vision tower
 FOLDERS = pytest.mark.parametrize("folder", [STACKED, EACH], ids=["stacked", "each"])
-# The reference sums in another order: float32 logits of four layers differ by some 1e-6 of their
-# RMS, and a wrong rotation, chunk or temperature by more than 1e-2.
+# The reference sums in another order: float32 logits of four layers differ by about 1e-6 of their
+# RMS. A wrong rotation, chunk or temperature changes them by more than 1e-2.
 LOGITS = 1e-5
 
 
@@ -74,7 +74,7 @@ def test_layers_without_experts():
 
 
 def test_defaults_of_the_config():
-    """What transformers takes where a field is missing."""
+    """Missing fields get the values that transformers gives them."""
     names = ("layer_types", "no_rope_layers", "moe_layers", "no_rope_layer_interval")
     short = {name: value for name, value in config_of().items() if name not in names}
     assert llama4.read_config(short) == llama4.read_config(config_of())
@@ -86,7 +86,7 @@ def test_defaults_of_the_config():
 
 
 def test_published_configs():
-    """Scout: a whole number for the tuning, no blend in its rotation; Maverick: neither."""
+    """The tuning may be an integer, the rotation may have no blend, and both may be off."""
     scaling = {
         "rope_type": "llama3",
         "factor": 16.0,

@@ -1,7 +1,7 @@
-"""Texts of 900 tokens in float32: as one prompt, in small pieces, and written by `generate`.
+"""Test texts of 900 tokens in float32: as one prompt, in small pieces, and by `generate`.
 
-A piece has fewer queries than attention takes at once, and fewer tokens than a chunk of a recurrent
-mixer. `test_architectures` proves its numbers on shorter texts.
+A piece has fewer queries than a block of attention and fewer tokens than a chunk of a recurrent
+mixer. `test_architectures` checks the results of such pieces on shorter texts.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 PROMPT, NEW = 700, 200
 TEXT = PROMPT + NEW
-# Of the worst logit, in units of the root mean square of all. Float32 sums in another order reach
-# 1.4e-6 to 8.6e-6, the most of it in gated delta nets.
+# Bound of the worst logit, in units of the root mean square of all logits. Another order of float32
+# sums causes 1.4e-6 to 8.6e-6, most of it in gated delta nets.
 BOUND = 2e-5
 WINDOW_AND_SINKS = "gpt_oss-modelopt-w4a16"
 CHUNKS = "llama4_text-modelopt-w4a16"
@@ -37,7 +37,7 @@ run = jax.jit(lambda model, ids: model(ids))
 
 @functools.partial(jax.jit, static_argnames="count")
 def in_pieces(model, ids, count):
-    """Return the logits of all tokens, `count` taken in at a time."""
+    """Return the logits of all tokens, computed `count` tokens at a time."""
     b, t = ids.shape
 
     def take(cache, piece):
@@ -50,7 +50,7 @@ def in_pieces(model, ids, count):
 
 
 def load(name, folder):
-    """Load the checkpoint `name` with as many positions as a text has; `folder` is a new one."""
+    """Copy the checkpoint `name` to the new `folder` with `TEXT` positions, and load it."""
     copy = copy_with_config(CHECKPOINTS / name, folder, max_position_embeddings=TEXT)
     return load_model(copy, dtype=jnp.float32)
 
@@ -67,12 +67,12 @@ def error(logits, expected):
 
 
 def check(model, prompt, piece=1):
-    """Check that a text's logits do not depend on how it is taken in, nor its end on the cache.
+    """Check that logits do not depend on the pieces, and that `generate` follows these logits.
 
     Args:
-      model: in float32.
-      prompt: ``[1, PROMPT]``.
-      piece: tokens that are taken in at a time.
+      model: model in float32.
+      prompt: token ids ``[1, PROMPT]``.
+      piece: number of tokens in a piece.
     """
     assert prompt.shape[1] > attention._REFERENCE_QUERIES
     tokens = generate(model, prompt, max_new_tokens=NEW)
@@ -98,7 +98,7 @@ def test_a_long_text_of_the_example():
 
 
 def test_the_last_position_is_the_last_that_is_taken(tmp_path):
-    """`check` fills all positions of `TEXT`; one more is refused, by a model and by `generate`."""
+    """`check` fills all positions of `TEXT`. A model and `generate` refuse one more token."""
     model = load(FOLDERS[1], tmp_path / "m")
     ids = random_text(model, TEXT + 1)
     jax.eval_shape(lambda: model(ids[:, :TEXT]))

@@ -1,4 +1,4 @@
-"""Mixed checkpoints: FP8 beside NVFP4, layers that are not quantized, FP8 caches, tools' faults."""
+"""Test mixed checkpoints: FP8 beside NVFP4, unquantized layers, FP8 caches, faults of tools."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ def relative(actual, expected):
 
 
 def copied(tmp_path, name, edit=lambda tensors: None, **quantization):
-    """A fixture with its tensors changed, and fields of both quantization configs replaced."""
+    """Copy a fixture with changed tensors and with changed fields in both quantization configs."""
     folder = tmp_path / "copied"
     shutil.copytree(CHECKPOINTS / name, folder)
     tensors = read_all(folder)
@@ -77,7 +77,7 @@ def test_linears_in_fp8_beside_nvfp4_experts(name, checkpoint_scheme, scales):
 
 
 def test_sixteen_bit_activations_where_asked():
-    """Weights stay in FP8, and nothing else is rounded; the difference is not small."""
+    """Weights stay in FP8, and no activation is rounded. The difference in logits is not small."""
     model = load_model(CHECKPOINTS / MIXED, **(EXACT | {"scheme": "w4a16"}))
     assert model.layers[0].attention.out.activations is FP8ActivationScaling.WEIGHTS
     assert model.layers[0].attention.kv.scales is None
@@ -87,7 +87,7 @@ def test_sixteen_bit_activations_where_asked():
 
 
 def weight_of(tensors, module):
-    """One linear of a ModelOpt file, dequantized."""
+    """Return one linear of a ModelOpt file, dequantized."""
     w = tensors[f"{module}.weight"]
     if w.dtype == ml_dtypes.float8_e4m3fn:
         return w.astype(np.float32) * tensors[f"{module}.weight_scale"]
@@ -153,7 +153,7 @@ def test_a_checkpoint_without_any_quantization_loads(tmp_path):
 
 
 def test_experts_in_fp8(tmp_path):
-    """Experts quantized again to FP8 stay near; their scheme is one of the whole layer."""
+    """Experts that are quantized again to FP8 stay near. One scheme holds for the whole layer."""
 
     def edit(tensors):
         for name in [n for n in tensors if ".experts." in n and n.endswith(".weight_scale")]:
@@ -237,7 +237,7 @@ def test_other_caches_are_named(tmp_path, algorithm):
 
 
 def test_faults_of_tools_are_survived(caplog):
-    """Null characters, a string as group_size, missing and zero scales, distant global scales."""
+    """The file has null characters, a string as group_size, and bad or distant scales."""
     caplog.set_level(logging.INFO, "jax_nvfp4_moe")
     model = load_model(CHECKPOINTS / FAULTS, **EXACT)
     params = model.layers[0].mlp.experts.params.get_value()
@@ -299,7 +299,7 @@ def test_inspect_shows_what_decided():
 
 
 def test_what_is_written_mixed_is_read(tmp_path):
-    """`write_checkpoint` declares a mixed checkpoint such that it loads as it was."""
+    """`write_checkpoint` declares a mixed checkpoint so that it loads as before."""
     source = CHECKPOINTS / MIXED
     table = json.loads((source / "hf_quant_config.json").read_text())["quantization"]
     layers = {name: entry["quant_algo"] for name, entry in table["quantized_layers"].items()}

@@ -1,4 +1,4 @@
-"""Whole models and single blocks against what the tools that wrote the checkpoints computed."""
+"""Test whole models and single blocks against the tools that wrote the checkpoints."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def layers_of(tensors):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_each_block_is_exact(name):
-    """1e-5 is the bound of the checkpoints' own README; unrounded activations are off by 0.17."""
+    """The bound 1e-5 is from the checkpoints' README. Unrounded activations are off by 0.17."""
     folder, reference, prefix, scheme = RUNS[name]
     tensors = reference_tensors(reference or folder, prefix)
     for layer in layers_of(tensors):
@@ -86,18 +86,18 @@ def test_the_bound_of_blocks_catches_unrounded_activations():
 
 
 def noise(folder):
-    """How far the tool's own logits move when its embeddings move by a relative 1e-6."""
+    """Return how far the tool's own logits move when its embeddings move by a relative 1e-6."""
     return reference_facts(folder)["sensitivity_to_1e6_noise"]["max_abs_logit_change"]
 
 
 def typical_error(logits, expected):
-    """Worst logit of the median token: under w4a4 one flipped rounding may carry a token away."""
+    """Return the median token's worst error: in w4a4, a flipped rounding can move one token far."""
     return np.median(np.abs(np.asarray(logits, np.float64) - expected).max(axis=-1))
 
 
 @pytest.mark.parametrize("folder", [QWEN, DEEPSEEK], ids=["qwen3", "deepseek"])
 def test_logits_with_and_without_cache(folder):
-    """Both within twice the tool's own response to noise in the last bits of float32."""
+    """Both errors are within twice the tool's own response to noise in its embeddings."""
     tensors, bound = reference_tensors(folder), 2 * noise(folder)
     model = load_model(folder, scheme="checkpoint", **EXACT)
     ids = jnp.asarray(tensors["input_ids"], jnp.int32)
@@ -286,7 +286,7 @@ def test_kimi_k2_is_a_deepseek_with_one_group():
 
 
 def test_yarn_of_deepseek_v3():
-    """Of 32 pairs the first 11 keep their frequency and those from the 23rd on take a fortieth."""
+    """Of 32 pairs, the first 11 keep their frequency. From the 24th on, it is divided by 40."""
     scaling = {
         "type": "yarn",
         "factor": 40,
@@ -333,7 +333,7 @@ def test_a_scheme_that_nothing_can_follow_is_said(caplog):
 
 
 def test_values_out_of_range_are_refused_where_they_are_known():
-    """An id past the vocabulary, a full cache, a position past those of the model."""
+    """An id past the vocabulary, a full cache, and a position past the model's last are refused."""
     model = load_model(QWEN, **EXACT)
     vocabulary, positions = model.config.vocab_size, model.config.max_positions
     ids = np.ones((2, 4), np.int32)
@@ -360,7 +360,7 @@ def test_values_out_of_range_are_refused_where_they_are_known():
 
 
 def test_inside_a_trace_a_full_cache_drops_tokens():
-    """What the docstring of `Decoder` promises: nothing that was written changes."""
+    """The docstring of `Decoder` promises that a full cache keeps what was written."""
     model = load_model(QWEN, **EXACT)
     ids = jnp.ones((1, 4), jnp.int32)
     _, cache = step(model, ids, model.init_cache(1, 4))

@@ -1,4 +1,4 @@
-"""Nemotron-H beside what `test_architectures` checks of its fixtures: configs, options, layers."""
+"""Test configs, options and single layers of Nemotron-H; test_architectures checks the rest."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def config_of(folder, without=(), **changes):
 
 
 def layer_outputs(model, ids):
-    """Return the residual stream behind each layer."""
+    """Return the residual stream after each layer."""
     x, found = model.embedding.get_value()[ids], []
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     for layer in model.layers:
@@ -36,7 +36,7 @@ def layer_outputs(model, ids):
 
 @pytest.mark.parametrize("folder", [NANO, SUPER], ids=["nano", "super"])
 def test_each_layer_is_exact(folder):
-    """1e-5 is the bound of the checkpoints' own README; the last layer has the errors of all."""
+    """The bound 1e-5 is from the checkpoints' README. The last layer has the errors of all."""
     tensors = reference_tensors(folder)
     model = load_model(folder, **EXACT)
     outputs = jax.jit(layer_outputs)(model, jnp.asarray(tensors["input_ids"], jnp.int32))
@@ -80,7 +80,7 @@ def test_spellings_of_one_config(changes):
     ids=str,
 )
 def test_limits_of_time_steps(changes, limits):
-    """By whose code the file comes with: NVIDIA's own, or transformers' class."""
+    """The limits depend on the code that a file is for: NVIDIA's own, or transformers' class."""
     assert read_config(config_of(NANO, **changes)).mamba.step_limits == limits
 
 
@@ -146,7 +146,7 @@ def logits_of(folder, ids, **changes):
 
 
 def test_biases_where_the_file_has_them(tmp_path):
-    """A bias that is as it were part of the input changes nothing else: zeros are no change."""
+    """Biases of zero change nothing, and biases of 0.1 change the logits."""
     ids = jnp.arange(12, dtype=jnp.int32)[None]
     flags = {"attention_bias": True, "mlp_bias": True, "use_bias": True}
     rows = {"in_proj": 328, "out_proj": 64, "q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
@@ -168,7 +168,7 @@ def test_biases_where_the_file_has_them(tmp_path):
 
 
 def test_a_shared_embedding_is_the_head(tmp_path):
-    """transformers' class writes a head of its own even so, which is then the one."""
+    """transformers writes a head even if the embedding is shared. The model then uses that head."""
     ids = jnp.arange(12, dtype=jnp.int32)[None]
     own = copy_with_config(NANO, tmp_path / "own", tie_word_embeddings=True)
     np.testing.assert_array_equal(logits_of(own, ids), logits_of(NANO, ids))
@@ -186,7 +186,7 @@ def test_a_shared_embedding_is_the_head(tmp_path):
 
 
 def test_a_wide_residual_stream(tmp_path):
-    """It is what layers add up in; the last gives the dtype of the head. In float32 it is all."""
+    """Layers add up in float32; the last returns the head's dtype. Float32 models do not change."""
     ids = jnp.arange(12, dtype=jnp.int32)[None]
     wide = copy_with_config(NANO, tmp_path / "wide", residual_in_fp32=True)
     np.testing.assert_array_equal(logits_of(wide, ids), logits_of(NANO, ids))

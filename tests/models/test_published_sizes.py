@@ -1,4 +1,4 @@
-"""Families at the sizes that their configuration classes document: what is read, and what runs.
+"""Test families at the sizes that their configuration classes document.
 
 ``published_configurations.json`` holds the defaults of each class of transformers 5.23.0.
 """
@@ -16,7 +16,7 @@ from jax_nvfp4_moe.checkpoint.folder import merge_text_config, read_config
 from jax_nvfp4_moe.models.loading import find_architecture
 
 CONFIGURATIONS = json.loads((CHECKPOINTS / "published_configurations.json").read_text())
-# How layers follow each other, which the small checkpoints decide, and what makes files large.
+# Fields that order the layers. The small checkpoints decide them.
 OF_LAYERS = (
     "num_hidden_layers",
     "layer_types",
@@ -27,7 +27,7 @@ OF_LAYERS = (
     "moe_layer_end_index",
     "model_type",
 )
-# Fewer experts, as many as the routers' groups and top-k need.
+# Smaller sizes. The numbers of experts suffice for the routers' groups and top-k.
 FEWER = {
     "num_experts": 32,
     "num_local_experts": 4,
@@ -47,7 +47,7 @@ def small_config(name):
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_documented_configuration_is_read(name):
-    """All its layers and experts, by the reader that the family's files get."""
+    """The reader of the family's files reads all layers and experts of the configuration."""
     published = CONFIGURATIONS[name]
     row = find_architecture(small_config(name))
     config = row.read_config(published)
@@ -62,7 +62,7 @@ def test_the_documented_configuration_is_read(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_model_of_the_documented_widths_runs(name, tmp_path):
-    """Its widths, heads and top-k with few layers and experts, as `load_model` gives it."""
+    """A default model with these widths, heads and top-k runs, with few layers and experts."""
     published = {n: v for n, v in CONFIGURATIONS[name].items() if n not in OF_LAYERS}
     fewer = {n: min(v, published[n]) for n, v in FEWER.items() if n in published}
     write_resized(given(name), tmp_path / "m", **published | fewer)

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5-MoE: what their configs say, and padding; numbers: test_architectures."""
+"""Test configs and padding of Qwen3-Next and Qwen3.5-MoE; test_architectures checks numbers."""
 
 import json
 
@@ -13,8 +13,8 @@ from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.models import qwen3_5_moe, qwen3_next
 
 NEXT = CHECKPOINTS / "qwen3_next-modelopt-w4a16"
-# Three layers, one of them dense; yarn, biases, tied head, no renormalization, 3 value heads a key
-# head, values wider than keys, a convolution of 3 taps, an epsilon of 1e-3.
+# Three layers, one of them dense. Its options: YaRN, biases, a tied head, no renormalization, 3
+# value heads per key head, values wider than keys, a convolution of 3 taps, an epsilon of 1e-3.
 OPTIONS = CHECKPOINTS / "qwen3_next-options-modelopt-w4a16"
 QWEN35 = CHECKPOINTS / "qwen3_5_moe-modelopt-w4a16"
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
@@ -22,7 +22,7 @@ step = jax.jit(lambda model, ids, cache, lengths: model(ids, cache, lengths=leng
 
 
 def test_padding_leaves_states_as_they_are():
-    """To the bit in the row without tokens, keys and values included; the other row goes on."""
+    """The row without tokens keeps states, keys and values bit for bit. The other row goes on."""
     model = load_model(OPTIONS, **EXACT)
     ids = jnp.tile(jnp.asarray(reference_tensors(OPTIONS)["input_ids"], jnp.int32), (2, 1))
     _, cache = step(model, ids[:, :9], model.init_cache(2, 16), jnp.array([9, 9], jnp.int32))
@@ -45,7 +45,7 @@ def test_layers_that_attend():
     assert attending() == {1}
     assert attending(layer_types=None, num_hidden_layers=9) == {3, 7}
     assert attending(layer_types=None, num_hidden_layers=9, full_attention_interval=3) == {2, 5, 8}
-    assert attending(layer_types=["attention", "mamba"]) == {0}  # as older files call them
+    assert attending(layer_types=["attention", "mamba"]) == {0}  # names in older files
     assert attending(layer_types=["full_attention"] * 2) == {0, 1}
 
 
@@ -61,7 +61,7 @@ def test_dense_layers():
 
 
 def test_spellings_of_one_rotation():
-    """A quarter of the channels where nothing is said; sections of positions change nothing."""
+    """A missing factor means a quarter of the channels. Sections of positions change nothing."""
     missing = {"partial_rotary_factor": None, "rope_parameters": None}
     theta = {"rope_theta": 10000.0}
     given = qwen3_next.read_config(config_of(NEXT)).rope

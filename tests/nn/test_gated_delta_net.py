@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks and by steps against its recurrence in float64; padding."""
+"""Test the gated delta rule by chunks and by steps against its float64 recurrence, and padding."""
 
 import functools
 
@@ -11,13 +11,14 @@ from jax_nvfp4_moe.nn.convolution import convolve
 from jax_nvfp4_moe.nn.gated_delta_net import delta_chunks, delta_step
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
-B, M, R, D, E = 2, 2, 3, 16, 8  # rows, key heads, value heads of each, channels of both
+# Batch, key heads, value heads per key head, key channels, value channels.
+B, M, R, D, E = 2, 2, 3, 16, 8
 CHUNK = 8
 by_chunks = jax.jit(functools.partial(delta_chunks, chunk=CHUNK))
 
 
 def case(t, fade=1.0):
-    """Random tokens; `fade` scales the logarithm of the decay."""
+    """Return random tokens and a state; `fade` scales the logarithm of the decay."""
     keys = jax.random.split(jax.random.key(t), 6)
     q, k = (jax.random.normal(key, (B, t, M, D)) for key in keys[:2])
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
@@ -28,7 +29,7 @@ def case(t, fade=1.0):
 
 
 def recurrence(tokens, state):
-    """``S = a S + beta k (v - k.T a S)`` and ``y = q.T S``, token by token in float64."""
+    """Compute ``S = a S + beta k (v - k.T a S)`` and ``y = q.T S`` token by token in float64."""
     q, k, v, g, beta = (np.asarray(x, np.float64) for x in tokens)
     state, results = np.asarray(state, np.float64), []
     for i in range(q.shape[1]):
@@ -53,7 +54,7 @@ def by_steps(tokens, state):
 @pytest.mark.parametrize("fade", [0.01, 1.0, 30.0])
 @pytest.mark.parametrize("t", [1, 7, 9, 31])
 def test_chunks_and_steps_are_the_recurrence(t, fade):
-    """Plain steps in float32 are the yardstick; a chunk sums in another order, so twice that."""
+    """Plain float32 steps are the yardstick. The factor is 4, as chunks sum in another order."""
     tokens, state = case(t, fade)
     expected = recurrence(tokens, state)
     steps = by_steps(tokens, state)
@@ -66,7 +67,7 @@ def test_chunks_and_steps_are_the_recurrence(t, fade):
 
 @pytest.mark.parametrize("fault", range(5))
 def test_the_bounds_catch_one_wrong_token(fault):
-    """The last token of a chunk with its query, key, value, decay or rate off by a thousandth."""
+    """The last token of a chunk has a query, key, value, decay or rate off by a thousandth."""
     tokens, state = case(9)
     expected, steps = recurrence(tokens, state), by_steps(tokens, state)
     wrong = list(tokens)
@@ -89,7 +90,7 @@ def test_pieces_hand_their_state_on():
 
 
 def test_tokens_without_rate_and_decay_change_nothing():
-    """As padding is given: the state stays the same, to the bit where a chunk holds no other."""
+    """Padding has no rate and no decay. A chunk of padding alone keeps the state bit for bit."""
     (q, k, v, g, beta), state = case(2 * CHUNK)
     nothing = jnp.zeros_like(g)
     _, same = by_chunks(q, k, v, nothing, nothing, state)
@@ -101,7 +102,7 @@ def test_tokens_without_rate_and_decay_change_nothing():
 
 
 def test_a_strong_decay_forgets_all():
-    """Sums of logarithms of -2000 underflow to 0 and turn nothing into NaN."""
+    """Sums of logarithms of -2000 underflow to 0 and cause no NaN."""
     (q, k, v, g, beta), state = case(20)
     y, last = by_chunks(q, k, v, jnp.full_like(g, -100.0), beta, state)
     want, _ = recurrence((q, k, v, jnp.full_like(g, -100.0), beta), state)

@@ -1,4 +1,4 @@
-"""Flax without its graphs: the same modules as plain trees, by Flax's own flags."""
+"""Test modules without Flax's graphs: Flax's own flags make them plain trees."""
 
 import contextlib
 
@@ -53,7 +53,7 @@ def test_a_block_is_made_called_compiled_and_split():
 
 
 def test_a_step_of_training_changes_parameters_alone():
-    """Without graphs Flax takes gradients of whole arguments: split the parameters off."""
+    """Without graphs, Flax differentiates whole arguments, so the parameters are split off."""
     moe = make()
     optimizer = nnx.Optimizer(moe, optax.sgd(0.1), wrt=nnx.Param)
     packed = np.asarray(moe.experts.params.get_value().down.packed)

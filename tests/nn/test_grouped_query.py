@@ -1,4 +1,4 @@
-"""Models of plain grouped-query attention: spellings of their files, and what configs say."""
+"""Test models with grouped-query attention: spellings of their files, and their configs."""
 
 import json
 
@@ -27,13 +27,13 @@ RENAMED = {
 
 
 def read(folder, **changes):
-    """Return the config of `folder` as its architecture reads it; None takes a field out."""
+    """Return the config of `folder` as its architecture reads it. None removes a field."""
     config = json.loads((folder / "config.json").read_text()) | changes
     return READERS[folder].read_config({n: v for n, v in config.items() if v is not None})
 
 
 def rename(tensors):
-    """Spell tensors as transformers 5 does in memory."""
+    """Rename tensors as transformers 5 does in memory."""
     for name in list(tensors):
         new = name
         for old, other in RENAMED.items():
@@ -58,7 +58,7 @@ def test_a_tensor_that_is_left_over_is_named_in_either_spelling(tmp_path):
 
 
 def test_defaults_are_those_of_transformers():
-    """What an older file leaves out: norms, rotation, routers."""
+    """Older files leave out fields of norms, rotation and routers."""
     plain = {"rope_parameters": None, "rms_norm_eps": None, "partial_rotary_factor": None}
     bases = {}
     for folder, eps in zip(FOLDERS, (1e-5, 1e-5, 1e-5, 1e-6), strict=True):
@@ -85,7 +85,7 @@ def test_how_many_channels_rotate():
     assert rotated(MINIMAX) == rotated(MINIMAX, **plain) == 8
     assert rotated(MINIMAX, **plain, rotary_dim=None) == 16
     assert rotated(MINIMAX, **plain, rotary_dim=4) == 4
-    assert rotated(MINIMAX, rotary_dim=4) == 8  # the factor goes before it
+    assert rotated(MINIMAX, rotary_dim=4) == 8  # the factor takes precedence
 
 
 def test_a_window_of_qwen_needs_its_switch():

@@ -1,4 +1,4 @@
-"""What modules record while somebody looks: under paths, in order, and for nobody else."""
+"""Test what modules record during a capture: under paths, in order, and only for that capture."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The recurrence of Mamba-2: chunks equal steps, padding does nothing, sums stay exact."""
+"""Test the recurrence of Mamba-2: chunks equal steps, padding does nothing, sums stay exact."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ HEADS, WIDTH, GROUPS, STATE = 4, 8, 2, 16
 
 
 def operands(t, seed=0, batch=2):
-    """Random tokens and a state before them; some heads forget at once and others never."""
+    """Return random tokens and a state before them; some heads forget at once and others never."""
     keys = jax.random.split(jax.random.key(seed), 5)
     x = jax.random.normal(keys[0], (batch, t, HEADS, WIDTH))
     dt = jax.nn.softplus(2 * jax.random.normal(keys[1], (batch, t, HEADS)) - 2)
@@ -23,7 +23,7 @@ def operands(t, seed=0, batch=2):
 
 
 def by_equation(x, dt, a, B, C, state, dtype):
-    """Return y and the last state by the equation of the module's page, step by step."""
+    """Return the outputs and the last state by the module's equation, step by step."""
     x, dt, a, B, C, state = (np.asarray(v, dtype) for v in (x, dt, a, B, C, state))
     B, C = (np.repeat(v, HEADS // GROUPS, axis=2) for v in (B, C))
     y = np.zeros_like(x)
@@ -43,7 +43,7 @@ def assert_is_its_equation(actual, given):
 
 @pytest.mark.parametrize("t", [1, 2, 7, 63, 64, 65, 130, 200])
 def test_chunks_are_the_steps(t, monkeypatch):
-    """Lengths that fill no chunk, or no piece of chunks; pieces of two chunks of one row each."""
+    """Some lengths do not fill a chunk or a piece. A piece has two chunks of one row."""
     monkeypatch.setattr(mamba2, "_BATCH_TOKENS", 256)
     given = operands(t)
     assert_is_its_equation(jax.jit(mamba2.ssd)(*given), given)
@@ -58,7 +58,7 @@ def test_the_bound_of_chunks_catches_a_state_that_is_left_out():
 
 @pytest.mark.parametrize("cuts", [(1, 1, 64), (5, 70, 3), (64, 1, 65)])
 def test_pieces_are_the_whole(cuts):
-    """Any cut of a text gives what the whole gives: the state is all that goes on."""
+    """Any split of a text gives the result of the whole, because only the state carries over."""
     given = operands(sum(cuts))
     *tokens, state = given
     pieces, start = [], 0
@@ -71,7 +71,7 @@ def test_pieces_are_the_whole(cuts):
 
 
 def test_a_small_decay_after_large_ones_stays_exact():
-    """64 tokens: the first half forgets all, the second almost nothing.
+    """The first 32 of 64 tokens forget everything, and the others almost nothing.
 
     Differences of sums from the start would round each exponent to the ulp of 16,000.
     """
@@ -88,7 +88,7 @@ def test_a_small_decay_after_large_ones_stays_exact():
 
 @pytest.mark.parametrize("t", [1, 2, 64, 70])
 def test_steps_of_zero_leave_the_state(t):
-    """That is how padding is told; values of the padding are anything finite."""
+    """A time step of zero marks padding, whose other values may be anything finite."""
     x, dt, a, B, C, state = operands(t)
     _, behind = jax.jit(mamba2.ssd)(x, jnp.zeros_like(dt), a, B, C, state)
     np.testing.assert_array_equal(behind, state)

@@ -1,4 +1,4 @@
-"""The Flax modules: what they compute, what they settle, and how they live in other models."""
+"""Test the Flax modules: what they compute, what they decide, and their use in other models."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def tokens(*shape, dtype=jnp.float32):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_block_routes_runs_and_adds(dtype):
-    """Against float64 on the same weights and routing, with plain XLA in the dtype as yardstick."""
+    """The truth is float64 on the same weights and routing; the yardstick is XLA in the dtype."""
     params = random_moe_params(jax.random.key(0), **SIZES)
     moe = make(params=params, dtype=dtype)
     x = tokens(5, dtype=dtype)
@@ -74,7 +74,7 @@ def test_leading_axes_and_dtypes_of_the_input():
 
 
 def test_a_bias_of_the_logits_moves_choice_and_weights():
-    """A correction (`router_bias`) of the same size moves the choice alone."""
+    """A correction (`router_bias`) of the same size would change only the choice."""
     bias = jnp.zeros(8).at[3].set(5.0)
     router = Router(2, select="logits")
     biased = make(top_k=None, router=router, router_logit_bias=bias)
@@ -83,7 +83,7 @@ def test_a_bias_of_the_logits_moves_choice_and_weights():
     logits = jnp.matmul(x, weight.T, precision="highest") + jnp.broadcast_to(bias, (5, 8))
     want_ids, want_weights = route(router, logits)
     np.testing.assert_array_equal(ids, want_ids)
-    # In bfloat16 the tokens are rounded first.
+    # The block rounds the tokens to bfloat16 first.
     np.testing.assert_allclose(weights, want_weights, rtol=2.0**-6)
     assert (np.asarray(ids)[:, 0] == 3).all()
     assert np.asarray(weights)[:, 0].min() > 0.5
@@ -110,7 +110,7 @@ def test_router_logits_are_float32():
 
 
 def test_a_gpu_multiplies_bfloat16_logits_as_they_are():
-    """One dot of bfloat16 summed in float32, then one kernel; no copy of the weight in float32."""
+    """The program has one bfloat16 dot with float32 sums, one kernel, and no float32 weight."""
     moe = make(target=HOPPER)
     traced = jax.jit(lambda moe, x: moe.route(x)).trace(moe, tokens(4))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -171,7 +171,7 @@ def test_rows_in_halves_are_refused_where_they_should_alternate():
 
 
 def test_parameters_of_an_activation():
-    """An alpha of 0 halves the gate: half of what the up rows give is left."""
+    """With an alpha of 0, the sigmoid of the gate is 1/2."""
     params = random_moe_params(jax.random.key(0), **SIZES)
     call = find_activation("swigluoai_uninterleave", 0.0, 2.0, 0.5)
     moe = make(params=params, activation=call, dtype=jnp.float32)
@@ -194,7 +194,7 @@ def test_a_linear_with_a_bias():
 
 
 def test_a_dense_linear_sums_in_float32():
-    """A sum of 256 ones and a thousandth, which bfloat16 sums would lose."""
+    """The sum of 1 and 511 times 2^-7 loses terms if it is kept in bfloat16."""
     x = jnp.ones((1, 512), jnp.bfloat16)
     weight = jnp.full((1, 512), 2.0**-7).at[0, 0].set(1.0)
     y = DenseLinear(weight, jnp.array([-4.0]))(x)
@@ -227,7 +227,7 @@ def test_own_experts_without_input_scales_are_told_what_to_do():
 
 
 def test_experts_the_other_way_around_are_told_which_axis_is_which():
-    """What Flax calls kernels: inputs before outputs."""
+    """Flax kernels have inputs before outputs."""
     kernels = (*jnp.ones((2, 8, 64, 32)), jnp.ones((8, 32, 64)))
     message = r"params: expected params.down of shape \(8, 64, 32\).*got \(8, 32, 64\)\."
     with pytest.raises(ValueError, match=message + r".*kernel\.swapaxes\(1, 2\)"):
@@ -352,7 +352,7 @@ def test_dispatch_needs_an_axis_of_experts(dispatch):
 
 
 def dense_block(xp, dtype, top_k, *given):
-    """A block as Flax models write it, with kernels inputs first, in numpy or XLA."""
+    """Compute a block as Flax models do, with kernels ``[inputs, outputs]``, in numpy or XLA."""
     x, gate, up, down, router = (xp.asarray(array, dtype) for array in given)
     logits = x @ router
     ids = xp.argsort(-logits, axis=-1)[:, :top_k]
@@ -365,13 +365,13 @@ def dense_block(xp, dtype, top_k, *given):
 
 
 def rounded(kernel):
-    """What NVFP4 makes of a kernel ``[..., inputs, outputs]``."""
+    """Round a kernel ``[..., inputs, outputs]`` to NVFP4."""
     return quantize(kernel.swapaxes(-1, -2)).dequantize().swapaxes(-1, -2)
 
 
 @pytest.mark.parametrize("intermediate", [32, 64], ids=["oblong", "square"])
 def test_a_block_from_the_kernels_of_flax(intermediate):
-    """By value: among square kernels a missing transpose has the right shape."""
+    """The test compares values: a missing transpose of a square kernel keeps the right shape."""
     keys = jax.random.split(jax.random.key(0), 4)
     gate, up = (jax.random.normal(key, (64, 64, intermediate)) / 8 for key in keys[:2])
     down = jax.random.normal(keys[2], (64, intermediate, 64)) / 8

@@ -1,4 +1,4 @@
-"""Modules saved on a mesh of four CPU devices and restored on one device or another mesh."""
+"""Test modules saved on a mesh of four CPU devices, restored on one device or another mesh."""
 
 import functools
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.eight_devices
 
 
 def blank(module):
-    """Return the abstract arrays of a module: its shapes and where they lie, and no value."""
+    """Return the abstract arrays of a module: shapes, dtypes and shardings, without values."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), module
     )
 
 
 def differing(module, wanted):
-    """Return the paths of arrays that differ in bytes or in where they lie."""
+    """Return the paths of arrays that differ in bytes, dtype or sharding."""
     found = []
     restored, made = (jax.tree.leaves_with_path(nnx.state(one)) for one in (module, wanted))
     for (path, leaf), (_, other) in zip(restored, made, strict=True):
@@ -40,7 +40,7 @@ def differing(module, wanted):
     return found
 
 
-# Blocks with biases: halves, input scales, no gate, alternating rows.
+# Blocks with biases: gate and up in halves, input scales, no gate, alternating rows.
 BLOCKS = {
     "silu": {},
     "w4a4": {"scheme": "w4a4"},
@@ -58,7 +58,7 @@ BLOCKS = {
     ids=name_shape,
 )
 def test_a_block_is_restored_on_another_mesh(tmp_path, case, shape):
-    """Saved on (2, 2): arrays are equal to those of a new block on that mesh, to the bit."""
+    """Arrays saved on (2, 2) equal those of a new block on the other mesh, bit for bit."""
     make, x = block(**BLOCKS[case]), tokens(8)
     save(tmp_path / "m", make(mesh=make_mesh((2, 2))))
     wanted = make(mesh=shape and make_mesh(shape))
@@ -86,7 +86,7 @@ def test_a_block_of_one_device_is_restored_on_a_mesh(tmp_path):
 
 
 def test_rows_in_the_order_of_another_mesh_are_seen(tmp_path):
-    """Weights of four devices that one takes as its own: the record says nothing of shards."""
+    """Negative control: without shards in the record, one device misreads weights of four."""
     make, x = block(), tokens(8)
     module = make(mesh=make_mesh((2, 2)))
     module.experts.params = NVFP4Param(module.experts.params.get_value())
@@ -105,7 +105,7 @@ def unquantized(name):
     return functools.partial(dequantized, f"{name}-modelopt-w4a16")
 
 
-# How a model is written, and a mesh of which its number of experts is a multiple.
+# A function that writes each model, and a mesh whose size divides its number of experts.
 MODELS = {
     # NVFP4 experts, heads and vocabulary; two key heads that four shards share.
     "synthetic": (write_model, (4, 1)),
@@ -119,9 +119,9 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function from a model's name to what loads it, its logits, and its saved folder.
+    """Return a function from a model's name to its loader, its logits and its saved folder.
 
-    The logits are those of one device; the model was saved on (2, 2).
+    The logits are those of one device. The model was saved on the mesh (2, 2).
     """
 
     @functools.cache
@@ -140,7 +140,7 @@ def saved(tmp_path_factory):
     ids=name_shape,
 )
 def test_a_model_is_restored_on_another_mesh(saved, name, shape):
-    """Arrays are equal to those of a model loaded there; on one device the logits are too."""
+    """Arrays equal those of a model loaded on that mesh. On one device, logits are equal too."""
     load, logits, folder = saved(name)
     wanted = load(mesh=shape and make_mesh(shape))
     restored = restore(folder, blank(wanted))

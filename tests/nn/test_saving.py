@@ -1,4 +1,4 @@
-"""Prepared modules through Orbax: the same numbers back, and never in another layout."""
+"""Test prepared modules through Orbax: equal numbers come back, never in a wrong layout."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ def test_parameters_alone(tmp_path, layout):
 
 @pytest.mark.parametrize("layout", ["canonical", "mma_64x64"])
 def test_sharded_experts_come_back_sharded_and_not(tmp_path, layout):
-    """Eight devices to eight, to two and to one."""
+    """Experts are saved on eight devices and restored on eight, on two and on one."""
     script = pathlib.Path(save_sharded.__file__)
     path = os.pathsep.join(p for p in sys.path if p)
     subprocess.run(
@@ -111,7 +111,7 @@ def test_shards_that_do_not_divide_are_refused(tmp_path, shards):
 
 
 def test_a_block_is_restored_for_another_kernel(tmp_path):
-    """The bytes have the same shapes in both layouts: only the record can tell them apart."""
+    """The arrays have the same shapes in both layouts, so only the record tells them apart."""
     params = random_moe_params(jax.random.key(0), num_experts=4, hidden=64, intermediate=32)
     moe = NVFP4MoE(4, 64, 32, top_k=2, params=params, backend="reference", rngs=nnx.Rngs(0))
     save(tmp_path / "m", moe)
@@ -154,7 +154,7 @@ def test_a_layout_that_nobody_knows_is_refused(tmp_path):
 
 
 def moe_for_hopper(hidden, intermediate):
-    """A block with its experts padded in the layout of CUDA kernels, run by the reference."""
+    """Return a block whose experts are padded in a CUDA layout and run by the reference."""
     params = random_moe_params(
         jax.random.key(0), num_experts=4, hidden=hidden, intermediate=intermediate
     )
@@ -175,7 +175,7 @@ def test_padded_columns_come_back(tmp_path):
 
 
 def test_other_columns_in_the_same_bytes_are_refused(tmp_path):
-    """Intermediate sizes 48 and 64 pad to the same shapes: only the record can tell."""
+    """Intermediate sizes 48 and 64 pad to the same shapes, so only the record tells them apart."""
     save(tmp_path / "m", moe_for_hopper(64, 48))
     with pytest.raises(CheckpointError, match="rows and columns: expected"):
         restore(tmp_path / "m", moe_for_hopper(64, 64))
@@ -212,9 +212,9 @@ save(sys.argv[1], params)
 
 
 def test_a_second_try_works_after_the_disk_was_full(tmp_path):
-    """No file may grow past 20 KB: arrays do not fit, the record does."""
+    """No file may exceed 20 KB. The arrays do not fit into that, and the record does."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "m")]
-    # What JAX compiles must not be cut off where other processes look for it.
+    # The limit would also truncate compiled programs in the cache that other processes read.
     alone = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     done = subprocess.run(
         [*command, "20000"], capture_output=True, text=True, check=False, env=alone

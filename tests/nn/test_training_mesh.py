@@ -1,4 +1,4 @@
-"""Over a mesh of four CPU devices each parameter takes the step of one device."""
+"""Test that on a mesh of four CPU devices each parameter has the gradient of one device."""
 
 import functools
 
@@ -19,11 +19,12 @@ from jax_nvfp4_moe.parallel.shard_spec import find_layout
 
 pytestmark = pytest.mark.eight_devices
 
-# Sums of float32 in another order, through a few layers and back.
+# Bound for float32 sums in another order, forward and backward through a few layers.
 BOUND = 1e-5
 SHARDS = 4
-# Two key heads for four shards and biases of outputs; latents beside queries without one; a delta
-# net of four key heads. A parameter of each that shards hold in a way of its own.
+# For each model, a parameter that shards hold in a special way. olmoe has two key heads for four
+# shards, and output biases. deepseek_v3 has latents of keys and values, but not of queries.
+# qwen3_next has a delta net with four key heads.
 KINDS = {"olmoe": "out.bias", "deepseek_v3": "kv_up.keys", "qwen3_next": "attention.norm"}
 DENSE = {
     "olmoe": "olmoe-bias-modelopt-w4a16",
@@ -42,7 +43,7 @@ def gradients(model, ids, weights):
 
 
 def flat(model, state):
-    """Return path -> gradient, in the order of one device."""
+    """Return path -> gradient, in the order of entries on one device."""
     variables = {path: variable for path, variable in nnx.to_flat_state(nnx.state(model))}
     found = {}
     for path, gradient in nnx.to_flat_state(state):
@@ -53,7 +54,7 @@ def flat(model, state):
 
 
 def copies_differ(state):
-    """Return the largest difference of gradients of two shards that hold the same rows."""
+    """Return the largest difference between gradients of shards that hold the same rows."""
     worst = 0.0
     for _, gradient in nnx.to_flat_state(state):
         layout = find_layout(gradient)
@@ -83,7 +84,8 @@ def write(name, folder):
 def found(tmp_path_factory):
     """Return a function from a model's name to its gradients.
 
-    They are path -> gradient of one device, the same of four, and those of four as they lie there.
+    It returns path -> gradient of one device, the same of four devices, and the gradients as the
+    four devices hold them.
     """
 
     @functools.cache
@@ -102,7 +104,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_those_of_one_device(found, name):
-    """Biases of outputs count once; what shards share has the gradient of all of them."""
+    """Output biases count once. A part that shards share has the sum of their gradients."""
     expected, actual, _ = found(name)
     assert expected.keys() == actual.keys()
     moving = [path for path, gradient in expected.items() if gradient.any()]
@@ -113,5 +115,5 @@ def test_gradients_are_those_of_one_device(found, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_copies_stay_equal(found, name):
-    """Key heads that two shards hold have one gradient, to the bit."""
+    """The copies of a key head on two shards have equal gradients, bit for bit."""
     assert copies_differ(found(name)[2]) == 0.0

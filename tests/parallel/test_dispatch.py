@@ -1,4 +1,4 @@
-"""How tokens are dispatched: the format of rows, ragged pieces, legal options; on one device."""
+"""Test how tokens are dispatched: the format of rows, ragged pieces and legal options."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ from jax_nvfp4_moe.scheme import Scheme
         ("w4a4_unit_scale", 8, 2, False, True, False),
         ("w4a4_token_scale", 8, 2, False, True, False),
         ("w4a4", 8, 2, False, False, False),
-        ("w4a4", 8, 64, False, False, False),  # room for eight rows of each token
+        ("w4a4", 8, 64, False, False, False),  # a buffer with room for eight rows per token
         ("w4a4", 1, 2, False, True, True),
         ("w4a4", 8, 4, True, False, False),
         ("w4a4", 8, 8, True, True, True),
@@ -38,7 +38,7 @@ def test_rows_go_in_the_fewest_bytes(scheme, top_k, shards, rounds, codes, by_sl
     row = {"hidden": 7168, "top_k": top_k, "dtype": jnp.bfloat16}
     wire = choose_wire_format(Scheme(scheme), **row, shards=shards, rounds=rounds)
     assert (wire.scheme is not None, wire.by_slot) == (codes, by_slot)
-    token_scale = 8 if scheme == "w4a4_token_scale" else 0  # 4, up to a multiple of 8
+    token_scale = 8 if scheme == "w4a4_token_scale" else 0  # 4 bytes, rounded up to a multiple of 8
     sent = 7168 * 9 // 16 if codes else 7168 * 2
     assert wire.row_bytes(**row) == sent + 8 * (1 if by_slot else top_k) + token_scale
     block = {"hidden": 64, "top_k": 4, "dtype": jnp.float32}  # as in `test_exchange.py`
@@ -46,9 +46,9 @@ def test_rows_go_in_the_fewest_bytes(scheme, top_k, shards, rounds, codes, by_sl
 
 
 def test_rows_that_come_are_codes_as_sent():
-    """By scales of their own, in float32: what is received quantizes to the same bits.
+    """Received rows quantize to the same bits, by the float32 maximum that is sent with each row.
 
-    A scale made of the largest value's product, an ulp off in some rows, would not give them.
+    The maximum of the dequantized values would be an ulp off in some rows.
     """
     x = jax.random.normal(jax.random.key(0), (3000, 64)) * jnp.linspace(0.1, 3, 3000)[:, None]
     ids, scheme = jnp.zeros((3000, 1), jnp.int32), Scheme.W4A4_TOKEN_SCALE
@@ -64,7 +64,7 @@ def test_rows_that_come_are_codes_as_sent():
 
 
 def test_ragged_pieces():
-    """Of whole rows, an odd number, hundreds for all GPUs together; one where NCCL sends them."""
+    """Pieces have whole rows. Their number is odd within one process, and one where NCCL sends."""
     assert [_count_updates(2048, n, near=True) for n in (2, 4, 8)] == [257, 129, 65]
     assert _count_updates(4, 2, near=True) == 5
     assert _count_updates(2048, 16, near=True) == _count_updates(2048, 8, near=False) == 1
@@ -88,7 +88,7 @@ def test_exchanges_that_there_are_not(options, message):
 
 
 def test_one_device_knows_nothing_of_meshes():
-    """No mesh, no sharding, no collective in the program."""
+    """The program for one device has no mesh, no sharding and no collective."""
     moe = NVFP4MoE(8, 64, 32, top_k=2, rngs=nnx.Rngs(0))
     text = jax.jit(lambda moe, x: moe(x)).lower(moe, jnp.zeros((3, 64))).as_text()
     assert "nvfp4_moe" in text

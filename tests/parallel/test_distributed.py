@@ -1,4 +1,4 @@
-"""Several processes with Gloo: they equal one; one that dies ends the others with a message."""
+"""Test processes with Gloo: several equal one, and one that dies ends the others with a message."""
 
 import contextlib
 import dataclasses
@@ -26,14 +26,14 @@ ROOT = pathlib.Path(distributed.__file__).parents[2]
 SMALL = CHECKPOINTS / "qwen3moe-modelopt-w4a16"
 GREEDY = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]["w4a16_greedy"]
 PEER_TIMEOUT = 10
-# Ends are noticed within PEER_TIMEOUT at the latest; the rest is for a busy machine.
+# A lost process is noticed within PEER_TIMEOUT. The rest is a margin for a busy machine.
 AT_MOST = PEER_TIMEOUT + 10
 ENDED = "another process of this run has ended"
 
 
 @contextlib.contextmanager
 def started(*commands):
-    """Start Python processes in the project's folder; kill what is left of them."""
+    """Start Python processes in the project's folder, and kill those that are left at the end."""
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("XLA_")}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -106,7 +106,7 @@ def test_processes_agree_on_whether_a_folder_is_free_and_one_writes_the_record(t
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "mesh"), [(2, "tensor=2"), (4, "expert=2,tensor=2")])
 def test_logits_are_those_of_one_process(count, mesh, tmp_path):
-    """So are greedy tokens; and logits after experts were copied and moved between processes."""
+    """Greedy tokens agree too, and so do logits after experts moved between processes."""
     with run_script(count, SMALL, mesh, tmp_path / "result.npz") as processes:
         for process in processes:
             status, _, err = finish(process)
@@ -115,13 +115,13 @@ def test_logits_are_those_of_one_process(count, mesh, tmp_path):
     model = load_model(SMALL, scheme="checkpoint", dtype=jnp.float32)
     ids = np.arange(12, dtype=np.int32).reshape(2, 6)
     expected = jax.jit(lambda model, ids: model(ids))(model, ids)
-    # Sums over experts and over halves of experts, in another order.
+    # Sums over experts and over halves of experts are in another order.
     bound = 1e-5 * float(jnp.abs(expected).max())
     for name in {"logits", "placed"} & set(found):
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=bound)
     block = next(block for _, block in expert_blocks(model))
     params = block.experts.params.get_value()
-    scale = params.down.global_scale * 1.01  # of one layer's experts, which the bound must see
+    scale = params.down.global_scale * 1.01  # the bound must catch 1 % in one layer
     down = dataclasses.replace(params.down, global_scale=scale)
     block.experts.params.set_value(dataclasses.replace(params, down=down))
     wrong = jax.jit(lambda model, ids: model(ids))(model, ids)
@@ -135,7 +135,7 @@ def test_logits_are_those_of_one_process(count, mesh, tmp_path):
 
 @pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGTERM)])
 def test_the_other_process_ends_at_once(victim, number):
-    """A worker ends with the process that was started, however that is ended."""
+    """A worker ends with the process that started it, whichever signal ends that process."""
     with run_script(2, "sum") as processes:
         for process in processes:
             assert process.stdout.readline() == "1.0\n"

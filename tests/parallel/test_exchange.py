@@ -1,4 +1,4 @@
-"""Tokens exchanged between eight CPU devices: results and collectives equal what they must."""
+"""Test tokens exchanged between eight CPU devices: their results and their collectives."""
 
 import functools
 import re
@@ -33,9 +33,9 @@ def one_device(scheme, count=24):
     ids=name_shape,
 )
 def test_exchanged_tokens_equal_one_device_in_rounds_too(scheme, shape, reduced, capacity):
-    """Rows go out and come back; rounds of two rows need one more all-reduce, of their number.
+    """Rows are sent out and back. Rounds of two rows need one more all-reduce, for their number.
 
-    In such rounds over eight shards rows of w4a4 go as codes, once for each expert.
+    In such rounds over eight shards, w4a4 rows are sent as codes, once for each expert.
     """
     how = {"mesh": make_mesh(shape), "dispatch": "all_to_all", "capacity": capacity}
     found, sent = run_counted(block(scheme=scheme)(**how), tokens(24))
@@ -58,7 +58,7 @@ def test_exchanged_tokens_equal_one_device(scheme, shape, reduced):
 
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_a_count_of_tokens_that_shards_do_not_divide(capacity):
-    """The result cannot lie in equal parts, so that one gather makes it whole."""
+    """The result cannot be divided into equal parts, so one all-gather replicates it."""
     how = {"mesh": make_mesh((8, 1)), "dispatch": "all_to_all", "capacity": capacity}
     found, sent = run_counted(block()(**how), tokens(24)[:21])
     assert difference(found, one_device(None, 21)) <= BOUND
@@ -81,7 +81,7 @@ def test_rows_with_weights_on_the_input_are_quantized_once(scheme):
     assert sent == {"all-to-all": 2}
 
 
-# The leading axes of tokens, and the axis along which they come in cut.
+# The leading axes of tokens, and the mesh axis along which the tokens are sharded.
 EXPLICIT = [((1,), None), ((5,), None), ((1, 5), None), ((3, 1), None), ((3, 8), None)]
 EXPLICIT += [(lead, axis) for lead in ((8, 3), (24,)) for axis in (None, "expert")]
 
@@ -93,7 +93,7 @@ def explicit_block():
 
 @pytest.mark.parametrize(("lead", "axis"), EXPLICIT, ids=name_shape)
 def test_explicit_tokens_of_any_count(lead, axis):
-    """Cut as they came in, whether shards divide them or not."""
+    """The result is sharded as the tokens are, whether or not shards divide their number."""
     x = tokens(24)[: np.prod(lead)].reshape(*lead, 64)
     mesh = make_mesh((8, 1), AxisType.Explicit)
     given = jax.device_put(x, NamedSharding(mesh, PartitionSpec(axis)))
@@ -114,9 +114,10 @@ def test_explicit_axes_and_tokens_of_no_mesh():
     ],
 )
 def test_quantized_rows_are_a_quarter(scheme, words):
-    """8 rows of 64 values to each of 8 shards, 2 or 9 / 16 bytes each, and 8 for each of 4 ids.
+    """Each of 8 shards gets 8 rows of 64 values with 4 ids and weights.
 
-    In words of 4 bytes, an even number of them.
+    A value takes 2 or 9 / 16 bytes, and an id with its weight 8 bytes. A row takes an even number
+    of words of 4 bytes.
     """
     make = block(scheme=scheme, dtype=jnp.bfloat16)
     text = call.lower(make(mesh=make_mesh((8, 1)), dispatch="all_to_all"), tokens(64)).as_text()
@@ -124,7 +125,7 @@ def test_quantized_rows_are_a_quarter(scheme, words):
 
 
 def test_a_ragged_exchange_lowers_for_a_gpu():
-    """The names of collectives in the program; a CPU cannot run it."""
+    """The test finds the collectives by name in the program, because a CPU cannot run it."""
     eight = block(target=Target("cuda", (9, 0)))(mesh=make_mesh((8, 1)), dispatch="ragged")
     text = call.trace(eight, tokens(64)).lower(lowering_platforms=("cuda",)).as_text()
     found = re.findall(r"custom_call @(ragged_all_to_all|nvfp4_moe_w4a16_sm90)", text)
@@ -144,15 +145,15 @@ def test_a_ragged_exchange_lowers_for_a_gpu():
     ids=name_shape,
 )
 def test_a_ragged_exchange_equals_all_to_all(scheme, shape, count, near, pieces, monkeypatch):
-    """To the bit, and in however many pieces: GPUs of one process have some, others have one.
+    """Results are equal bit for bit, in several pieces within a process, otherwise in one.
 
-    A CPU has no `ragged_all_to_all`: an emulation of what XLA's documentation says of it stands in.
+    A CPU has no `ragged_all_to_all`. The emulation follows XLA's documentation.
     """
     x, one = tokens(count), block(scheme=scheme)
     expected = call(one(mesh=make_mesh(shape), dispatch="all_to_all"), x)
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulate_ragged)
     with unittest.mock.patch.object(ExpertMesh, "in_one_process", return_value=near):
-        # A new function, since JAX keeps what it traced with the other number of pieces.
+        # The function is new, because JAX would reuse the trace with the other number of pieces.
         found = jax.jit(lambda m, x: m(x))(one(mesh=make_mesh(shape), dispatch="ragged"), x)
     assert _count_updates(-(-count // shape[0]), shape[0], near) == pieces
     np.testing.assert_array_equal(found, expected)

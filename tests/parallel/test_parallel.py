@@ -1,4 +1,4 @@
-"""Experts over a mesh of eight CPU devices equal those of one device; refusals of meshes."""
+"""Test experts over a mesh of eight CPU devices against one device, and refused meshes."""
 
 import functools
 import logging
@@ -24,7 +24,7 @@ from jax_nvfp4_moe.testing import random_moe_params
 
 pytestmark = pytest.mark.eight_devices
 
-# Schemes, activations with and without a gate, alternating rows; biases in all.
+# Schemes, activations with and without a gate, and alternating rows. All blocks have biases.
 BLOCKS = {
     "w4a16": {},
     "w4a4": {"scheme": "w4a4"},
@@ -35,7 +35,7 @@ BLOCKS = {
 
 
 def test_only_this_process_has_eight_devices():
-    """What names no mesh runs on the first device; programs that tests start have one device."""
+    """Code without a mesh runs on the first device. Programs that tests start have one device."""
     first = jax.devices()[0]
     assert jnp.zeros(3).devices() == {first}
     assert Target.current() == Target.of(first)
@@ -46,7 +46,7 @@ def test_only_this_process_has_eight_devices():
 
 @functools.cache
 def one_device(case):
-    """Return what one device computes of 24 tokens."""
+    """Return the result of one device for 24 tokens."""
     return call(block(**BLOCKS[case])(), tokens(24))
 
 
@@ -63,7 +63,7 @@ def one_device(case):
     ids=name_shape,
 )
 def test_a_block_over_a_mesh_equals_one_device(case, shape, kind):
-    """One all-reduce, and nothing else is sent."""
+    """The only communication is one all-reduce."""
     eight = block(**BLOCKS[case])(mesh=make_mesh(shape, AxisType[kind]))
     found, sent = run_counted(eight, tokens(24))
     assert difference(found, one_device(case)) <= BOUND
@@ -71,7 +71,7 @@ def test_a_block_over_a_mesh_equals_one_device(case, shape, kind):
 
 
 def test_sums_of_half_precision_are_float32():
-    """Outputs of shards are rounded to bfloat16 each, their sum once more: at most double."""
+    """Each shard's output and their sum are rounded to bfloat16, so the error at most doubles."""
     x = tokens(256).astype(jnp.bfloat16)
     exact = call(block()(), x.astype(jnp.float32))
     make = block(dtype=jnp.bfloat16)
@@ -82,7 +82,7 @@ def test_sums_of_half_precision_are_float32():
 
 
 def test_a_block_made_inside_jit():
-    """Over a mesh and not."""
+    """The block is made over a mesh, and on one device."""
 
     def run(mesh):
         make = functools.partial(make_block, top_k=4, mesh=mesh, dtype=jnp.float32)
@@ -98,7 +98,7 @@ def test_a_mesh_of_one_axis(name):
 
 
 def test_a_wrong_shard_is_seen():
-    """Ids that are one off, as a shard's that counts from a wrong expert: the negative control."""
+    """Negative control: ids are one off, as if a shard counted from a wrong expert."""
     x, one, eight = tokens(24), block()(), block()(mesh=make_mesh((8, 1)))
     ids, chosen = one.route(x)
     experts, expert_mesh = eight.experts.params.get_value(), eight.experts.expert_mesh
@@ -108,12 +108,12 @@ def test_a_wrong_shard_is_seen():
 
 
 def test_shards_are_prepared_for_their_own_number_of_experts():
-    """1024 experts on two devices, of which one kernel takes 512."""
+    """Weights are prepared for the 512 experts of each of two devices, not for all 1024."""
     sizes = {"num_experts": 1024, "hidden": 16, "intermediate": 16}
     params = random_moe_params(jax.random.key(0), **sizes)
     given = {"params": params, "mesh": make_mesh((2, 1)), "rngs": nnx.Rngs(0)}
     moe = NVFP4MoE(**sizes, top_k=2, **given)
-    log_conversion.cache_clear()  # it says a thing once in a process
+    log_conversion.cache_clear()  # it logs each message once in a process
     with unittest.mock.patch.object(logging.getLogger("jax_nvfp4_moe"), "info") as info:
         program = jax.jit(lambda moe, x: moe(x)).lower(moe, jnp.zeros((4, 16))).as_text()
     assert "nvfp4_moe_w4a16_cpu" in program
@@ -121,7 +121,7 @@ def test_shards_are_prepared_for_their_own_number_of_experts():
 
 
 def test_a_sum_of_explicit_tokens_that_are_cut():
-    """They come in cut with "psum" over Explicit axes, and so they come out."""
+    """With "psum", tokens that are sharded over Explicit axes stay sharded."""
     mesh = make_mesh((8, 1), AxisType.Explicit)
     x = jax.device_put(tokens(24), NamedSharding(mesh, PartitionSpec("expert")))
     found = call(block()(mesh=mesh), x)
@@ -130,9 +130,9 @@ def test_a_sum_of_explicit_tokens_that_are_cut():
 
 
 def gradients(scheme, **options):
-    """Return the result, and gradients to tokens, weights and biases.
+    """Return the result, and the gradients of tokens, weights and biases.
 
-    Some ids are -1 or out of range; shards do not divide the tokens.
+    Some ids are -1 or out of range, and shards do not divide the tokens.
     """
     x, module = tokens(21), block(scheme=scheme)(**options)
     y_bar = jax.random.normal(jax.random.key(3), x.shape)
@@ -163,9 +163,9 @@ one_device_gradients = functools.cache(gradients)
 @pytest.mark.parametrize("dispatch", ["psum", "all_to_all"])
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a4"])
 def test_gradients_over_a_mesh_equal_one_device(scheme, dispatch, kind, shape):
-    """To tokens, weights and biases, with ids out of range; one device's are not zero.
+    """Gradients of tokens, weights and biases agree, also with ids that are out of range.
 
-    The bias of gate and up is put into the order of one device; that of down counts once.
+    The bias of gate and up is compared in the order of one device. The bias of down counts once.
     """
     found = gradients(scheme, mesh=make_mesh(shape, AxisType[kind]), dispatch=dispatch)
     for own, expected in zip(found, one_device_gradients(scheme), strict=True):
@@ -177,7 +177,7 @@ def call_in_context(module):
         return call(module, tokens(8))
 
 
-# What is refused, and how it is said.
+# Each case has a call that is refused, and its message.
 REFUSALS = {
     "experts": (
         lambda: block()(mesh=make_mesh((3,), names=("expert",))),

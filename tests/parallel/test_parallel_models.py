@@ -1,4 +1,4 @@
-"""Whole models over a mesh of eight CPU devices: logits, decoding, trees, and what is read."""
+"""Test whole models over a mesh of eight CPU devices: logits, decoding, trees and reads."""
 
 import functools
 import re
@@ -35,7 +35,7 @@ from jax_nvfp4_moe.models import gpt_oss
 from jax_nvfp4_moe.parallel import ExpertMesh
 
 pytestmark = pytest.mark.eight_devices
-REORDERED = 4e-6  # of the largest logit: another order of float32 sums in a whole model
+REORDERED = 4e-6  # share of the largest logit: effect of another order of float32 sums
 load = functools.partial(load_model, dtype=jnp.float32)
 SMALL_IDS = IDS % SIZES.vocab
 CUT_SYNTHETIC = {"all-reduce": 2 + 2 + 1, "all-gather": 1}
@@ -58,7 +58,7 @@ CUT_SYNTHETIC = {"all-reduce": 2 + 2 + 1, "all-gather": 1}
             {"all-reduce": 2 + 3 + 3 + 1, "all-gather": 1},
             id="deepseek",
         ),
-        # A layer of FP8 experts beside one of NVFP4.
+        # One layer has FP8 experts, and the other has NVFP4 experts.
         pytest.param(
             CHECKPOINTS / "qwen3_moe-ct-mixed", (8, 1), None, {"all-reduce": 2}, id="mixed"
         ),
@@ -68,11 +68,12 @@ CUT_SYNTHETIC = {"all-reduce": 2 + 2 + 1, "all-gather": 1}
     ],
 )
 def test_checkpoints_over_a_mesh_equal_one_device(folder, shape, scheme, sent):
-    """A mesh changes logits as much as the reference backend's order of sums does, at most double.
+    """A mesh changes logits at most twice as much as the reference backend's order of sums does.
 
-    That order changes 3e-7 to 1.8e-6 of the largest logit, and a mesh 2e-7 to 9e-7.
-    All-reduces: one of each expert layer; of each attention and the embedding if those are cut.
-    DeepSeek's dense layer and two shared experts are cut too. The gather is that of the logits.
+    That order changes them by 3e-7 to 1.8e-6 of the largest logit, and a mesh by 2e-7 to 9e-7.
+    There is an all-reduce for each expert layer, and one for each attention and for the embedding
+    if these are sharded. DeepSeek's dense layer and two shared experts are sharded too. The
+    all-gather is for the logits.
     """
     expected = call(load(folder, scheme=scheme), IDS)
     reordered = difference(call(load(folder, scheme=scheme, backend="reference"), IDS), expected)
@@ -84,7 +85,7 @@ def test_checkpoints_over_a_mesh_equal_one_device(folder, shape, scheme, sent):
 
 @pytest.fixture(scope="module")
 def synthetic(tmp_path_factory):
-    """Return the folder of a small random model, which has fewer key heads than four shards."""
+    """Return the folder of a small random model with fewer key heads than four shards."""
     return write_model(tmp_path_factory.mktemp("synthetic"))
 
 
@@ -95,7 +96,7 @@ def one_device(folder):
 
 @over_shapes
 def test_a_model_runs_on_all_four_shapes(synthetic, shape):
-    """Heads, dense parts and vocabulary are cut where there are shards along `tensor`."""
+    """Heads, dense parts and vocabulary are sharded if the mesh has shards along `tensor`."""
     eight = load(synthetic, mesh=make_mesh(shape, AxisType.Explicit))
     found, sent = run_counted(eight, SMALL_IDS)
     assert difference(found, one_device(synthetic)) <= BOUND
@@ -103,7 +104,7 @@ def test_a_model_runs_on_all_four_shapes(synthetic, shape):
 
 
 def test_decoding_over_a_mesh(synthetic):
-    """Four shards of two key heads: pairs of shards keep the same one."""
+    """Four shards have two key heads, so pairs of shards keep the same head."""
     one, eight = load(synthetic), load(synthetic, mesh=make_mesh((2, 4), AxisType.Explicit))
     steps, _ = decode(one, SMALL_IDS, [11])
     found, cache = decode(eight, SMALL_IDS, [11])
@@ -117,9 +118,10 @@ def test_decoding_over_a_mesh(synthetic):
 
 @pytest.mark.parametrize(("rows", "shape"), [(2, (8, 1)), (3, (2, 2))], ids=["2 rows", "3 rows"])
 def test_a_model_whose_tokens_are_exchanged(synthetic, rows, shape):
-    """Prompts, a prefill and a step, of tokens that shards divide and do not; two expert layers.
+    """Tokens of prompts, a prefill and a step are exchanged; shards do not divide all of them.
 
-    The batch has 11 tokens a row and then 1: 24 and 2 tokens, or 3 x 12 and 3.
+    Each row has 12 tokens, which makes 24 or 36 in a prompt. Decoding takes 11 tokens of each row
+    and then 1. The model has two expert layers.
     """
     ids = np.resize(SMALL_IDS, (rows, 12))
     one, eight = load(synthetic), load(synthetic, mesh=make_mesh(shape), dispatch="all_to_all")
@@ -138,7 +140,7 @@ def test_one_block_whose_tokens_are_exchanged(synthetic):
 def written(synthetic, tmp_path_factory):
     """Return a function from a model's name to its folder, which it writes once.
 
-    One model has NVFP4 experts; those of DeepSeek's attentions are not quantized.
+    One model has NVFP4 experts. The models with DeepSeek's attention are not quantized.
     """
 
     @functools.cache
@@ -158,14 +160,14 @@ def tree_of_one_device(folder):
 @over_shapes
 @pytest.mark.parametrize("name", ["nvfp4", "deepseek_v3-direct", "kimi_k2"])
 def test_the_tree_of_a_model_does_not_depend_on_the_mesh(written, name, shape):
-    """Paths and dtypes are those of one device; devices that hold the same part agree on it."""
+    """Paths and dtypes are those of one device. Devices with the same part hold equal bytes."""
     model = load(written(name), mesh=make_mesh(shape))
     assert describe(model) == tree_of_one_device(written(name))
     assert differing_copies(model) == []
 
 
 def test_heads_with_sinks_and_biases():
-    """The attention of gpt-oss alone: biases count once."""
+    """The test runs the attention of gpt-oss alone. Its biases count once."""
     x, positions = tokens(6)[None], np.arange(6, dtype=np.int32)[None]
 
     def attend(expert_mesh):
@@ -182,7 +184,7 @@ def shared_experts_of_one_device():
 
 @pytest.mark.parametrize(("dispatch", "rows"), [("psum", 24), ("all_to_all", 6)])
 def test_shared_experts_run_where_their_tokens_are(dispatch, rows):
-    """Each of four shards has a quarter of them, in the custom calls of NVFP4 linears too."""
+    """With all_to_all, each of four shards runs a quarter of the tokens, also in custom calls."""
     folder = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
     eight = load(folder, mesh=make_mesh((4, 2)), dispatch=dispatch)
     compiled = call.lower(eight, IDS).compile()
@@ -193,7 +195,7 @@ def test_shared_experts_run_where_their_tokens_are(dispatch, rows):
 
 
 def test_a_model_goes_where_the_caller_says():
-    """The default device is of the thread that sets it, and experts are read in another one."""
+    """The default device belongs to the thread that sets it. Another thread reads the experts."""
     with jax.default_device(jax.devices()[3]):
         loaded = load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16")
     leaves = jax.tree.leaves(nnx.state(loaded))
@@ -201,9 +203,9 @@ def test_a_model_goes_where_the_caller_says():
 
 
 def test_a_shard_reads_its_own_experts_alone(synthetic):
-    """Shard 3 of 8 has expert 3; input scales, 4 bytes each, are not read in w4a16.
+    """Shard 3 of 8 reads only expert 3. Input scales, 4 bytes each, are not read in w4a16.
 
-    It loads as a process with that one device does.
+    The model loads as in a process that has only that device.
     """
     seen, sizes = set(), []
     into = Tensors.read_into
@@ -215,7 +217,7 @@ def test_a_shard_reads_its_own_experts_alone(synthetic):
         return into(self, name, out, *rest)
 
     def own_part(shape, sharding, part):
-        """Read the part of the device 3; zeros for those that other processes would read."""
+        """Read the part of device 3, and use zeros for parts that other processes would read."""
         own = sharding.devices_indices_map(tuple(shape))[jax.devices()[3]]
         kept = part(own)
         return jax.make_array_from_callback(

@@ -1,4 +1,4 @@
-"""Placement: laws of copies and packing, the id map, and layers that compute what they did."""
+"""Test placement: laws of copies and packing, the id map, and layers with the same results."""
 
 import itertools
 
@@ -23,7 +23,7 @@ from jax_nvfp4_moe.testing import random_moe_params, random_routing
 
 @st.composite
 def problems(draw):
-    """Draw loads ``[e]``, the number of devices, and one of physical experts that fits."""
+    """Draw loads ``[e]``, a number of devices, and a number of physical experts that fits."""
     experts = draw(st.integers(1, 24))
     devices = draw(st.integers(1, 8))
     kinds = st.one_of(st.integers(0, 20), st.integers(0, 10**6))
@@ -44,7 +44,7 @@ def test_laws_of_a_placement(problem):
     assert placed.copies.max() <= devices
     share = (np.asarray(load) / placed.copies).max()
     each = placed.expected_load(load)
-    # 1e-12: sums of at most 24 * 8 float64 shares.
+    # 1e-12 bounds the rounding in sums of at most 24 * 8 float64 shares.
     rounding = 1e-12 * sum(load)
     assert each.sum() == pytest.approx(sum(load), abs=rounding)
     assert each.max() - each.min() <= share + rounding
@@ -128,7 +128,7 @@ def test_a_placed_layer_computes_the_same(backend, scheme, dtype):
         return moe_mlp(x, params, ids, weights, **how).astype(jnp.float32)
 
     plain, moved = run(params, ids, weights), run(placed, slots.physical_ids(ids), weights)
-    # Each token adds three outputs, in the order of slots in place of that of experts.
+    # Each token adds three outputs, in the order of slots instead of the order of experts.
     unit = float(jnp.finfo(dtype).eps) * float(jnp.abs(plain).max())
     assert jnp.abs(plain - moved).max() <= (1e-6 if dtype == "float32" else unit)
     assert jnp.abs(plain - run(placed, ids, weights)).max() > 0.1  # logical ids in place of slots
@@ -147,7 +147,7 @@ def test_a_placed_layer_can_be_placed_again():
 
 
 def zipf_routing(experts, tokens, top_k, exponent=1.0):
-    """Draw distinct experts, their chances falling as ``rank^-exponent``, ranks in random order."""
+    """Draw distinct experts with chances that fall as ``rank^-exponent``, ranks in random order."""
     rng = np.random.default_rng(experts)
     chances = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
     scores = np.log(rng.permutation(chances)) + rng.gumbel(size=(tokens, experts))
@@ -156,14 +156,14 @@ def zipf_routing(experts, tokens, top_k, exponent=1.0):
 
 @pytest.mark.parametrize(("experts", "physical"), [(128, 144), (256, 288)])
 def test_zipf_routing_is_balanced(experts, physical):
-    """Placed by one half of the tokens, measured on the other."""
+    """One half of the tokens decides the placement, and the other half measures it."""
     ids = zipf_routing(experts, 8192, 8)
     seen, new = ids[:4096], ids[4096:]
     placed = balance_experts(np.bincount(seen.ravel(), minlength=experts), 8, physical)
     before = imbalance(unplaced(experts, 8).routed_load(new))
     after = imbalance(placed.routed_load(new))
     assert before > 1.15
-    # Eight loads of 4096 random slots: four deviations of their counts are 6 %.
+    # Eight loads of 4096 random slots: four standard deviations of their counts are 6 %.
     assert after < 1.06
 
 

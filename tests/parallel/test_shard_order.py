@@ -1,4 +1,4 @@
-"""The order of entries on a mesh: what each shard holds, and the way back; on one device."""
+"""Test the order of entries on a mesh: what each shard holds, and the way back."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def same(first, second):
 
 @pytest.mark.parametrize("layout", ["canonical", "cpu_16x16", "mma_64x64", "fp4_64x64"])
 def test_each_shard_has_the_layout_of_its_own_sizes(layout):
-    """Also where the layout pads 48 columns of a shard to 64."""
+    """Some layouts pad the 48 columns of a shard to 64."""
     names = PARAMS.to_layout(layout).gate_up.layout, layout
     divided = to_shards(PARAMS, HALVES, names)
     rows = np.r_[48:96, 144:192]  # of shard 1
@@ -49,7 +49,7 @@ def test_each_shard_has_the_layout_of_its_own_sizes(layout):
 
 
 def test_segments_that_shards_share():
-    """Queries of four shards, keys of which two shards hold the same half, and a bias of all."""
+    """Each of four shards has its queries, pairs share half of the keys, and all share a bias."""
     layout = ShardLayout("rows", ((2, 4), (3, 2), (1, 1)), 4)
     rows = jnp.arange(8 + 6 + 1)
     divided = to_shards(rows, layout, ())
@@ -74,7 +74,7 @@ def test_columns_of_a_tensor():
 
 
 def test_experts_in_fp8():
-    """Scales of the rows of gate and up go with them; those of down belong to all shards."""
+    """Scales of gate and up rows move with their rows. Scales of down belong to all shards."""
 
     def matrices(n, k):
         values = jnp.arange(2 * n * k, dtype=jnp.float32).reshape(2, n, k) % 240
@@ -103,7 +103,7 @@ def test_segments_that_do_not_divide():
 
 @pytest.mark.parametrize("segments", [(1,), (8, 8, 24), (2, 2, 6)])
 def test_parts_of_segments_are_all_of_an_axis_once(segments):
-    """Segments are proportions: of rows, or of columns of which two lie in a byte."""
+    """Segments are proportions, of rows or of columns that are stored two to a byte."""
     split = ShardSpec("rows", 4, segments)
     parts = [[x for one in split.ranges(40, i) for x in range(40)[one]] for i in range(4)]
     assert sorted(itertools.chain(*parts)) == list(range(40))

@@ -1,4 +1,4 @@
-"""Attentions divided by heads: latent ones, Llama 4's, those normalized as a whole."""
+"""Test attentions divided by heads: latent ones, Llama 4's, and those normalized as a whole."""
 
 import functools
 import re
@@ -22,13 +22,13 @@ from jax_nvfp4_moe.parallel.shard_spec import divided_axes
 
 pytestmark = [pytest.mark.slow, pytest.mark.eight_devices]
 
-# Sums of float32 in another order, up to four of them for each all-reduce; logits pass through
-# some layers of that.
+# Bound for float32 sums in another order. Each all-reduce adds up to four of them, and logits pass
+# through several layers of that.
 BOUND = 1e-6
 SHAPES = ((4, 2), (2, 4), (1, 2))
-# Models without quantization: checkpoint, and the meshes of each.
+# Models without quantization: the checkpoint, and the meshes of each.
 MODELS = {
-    # Over (8, 1) its one expert block alone is shared out.
+    # Over (8, 1), only its one expert block is sharded.
     "latent": ("kimi_k2-modelopt-w4a16", ((8, 1), *SHAPES)),
     "direct": ("deepseek_v3-direct-modelopt-w4a16", ((2, 4),)),
     "llama4": ("llama4_text-modelopt-w4a16", SHAPES),
@@ -45,8 +45,8 @@ MODELS = {
     "kimi_linear": ("kimi_linear-modelopt-w4a16", ((2, 4),)),
     "ling": ("bailing_hybrid-modelopt-w4a16", ((2, 4),)),
 }
-# All-reduces: of attentions, experts, dense MLPs, the embedding, means of queries and keys; and of
-# shared experts, which go with those of the experts where both are of the same devices.
+# All-reduces of attentions, experts, dense MLPs, the embedding, and means of queries and keys; then
+# those of shared experts. The latter join those of the experts if both add over the same devices.
 SENT = {
     "latent": (2 + 1 + 1 + 1, 1),
     "direct": (2 + 2 + 0 + 1, 2),
@@ -79,7 +79,7 @@ ATTENTIONS = {
 
 
 LATENT = {"q": 4, "kv_up": 4, "out": 4, "down.q_a": 1, "down.kv": 1, "q_norm": 1, "kv_norm": 1}
-# Four shards of two key heads: a device has one of them.
+# Four shards have two key heads, so each device keeps one of them.
 GROUPED = {"qkv.q": 4, "qkv.k": 2, "qkv.v": 2, "out": 4}
 SHARES = {
     # 24 rows of queries fill a tile of 16 and half of another.
@@ -106,7 +106,7 @@ def written(tmp_path_factory):
 
 @functools.cache
 def one_device(folder):
-    """Return the logits of one device, and those of a prefill and one step."""
+    """Return the logits of one device for a whole prompt, and for a prefill and one step."""
     model = load(folder)
     return call(model, IDS), decode(model, IDS, [11])[0]
 
@@ -117,7 +117,7 @@ def one_device(folder):
     ids=name_shape,
 )
 def test_models_with_cut_heads_equal_one_device(written, name, shape):
-    """Logits, and over (2, 4) those of a prefill and one step; the gather is that of the logits."""
+    """Logits agree, over (2, 4) also of a prefill and a step. The all-gather is for the logits."""
     logits, steps = one_device(written(name))
     cut = load(written(name), mesh=make_mesh(shape))
     found, sent = run_counted(cut, IDS)
@@ -132,7 +132,7 @@ def test_models_with_cut_heads_equal_one_device(written, name, shape):
 
 @functools.cache
 def attention(case, shape=None):
-    """Load the attention of one case alone, as its file quantizes it, over a mesh or not."""
+    """Load only the attention of one case, as its file quantizes it, over a mesh or one device."""
     name, architecture, scheme = ATTENTIONS[case]
     mesh = shape and ExpertMesh(make_mesh(shape))
     return load_attention(CHECKPOINTS / name, architecture, mesh, scheme=scheme)
@@ -144,7 +144,7 @@ def expected(case):
 
 
 def run(attention, apply=call):
-    """Return what seven tokens and one after them see, and the entries of the cache."""
+    """Return the outputs for seven tokens and one after them, and the entries of the cache."""
     hidden = attention.config.hidden
     x = np.asarray(jax.random.normal(jax.random.key(2), (2, 8, hidden)))
     positions = np.broadcast_to(np.arange(8, dtype=np.int32), (2, 8))
@@ -154,7 +154,7 @@ def run(attention, apply=call):
 
 
 def misplaced(cut):
-    """Return an attention whose parts have another part's columns of the output."""
+    """Return an attention whose shards have another shard's columns of the output projection."""
     graph, state = nnx.split(cut.out)
 
     def roll(variable):
@@ -176,7 +176,7 @@ def is_variable(leaf):
 
 
 def held(tree):
-    """Return the bytes of all arrays on the device 3, or on the only one; they are equally many."""
+    """Return the bytes of all arrays on one device; all devices hold equally many."""
     found = 0
     for leaf in jax.tree.leaves(tree):
         on = {shard.device.id: shard.data.nbytes for shard in leaf.addressable_shards}
@@ -186,7 +186,7 @@ def held(tree):
 
 
 def shares(one, stacked):
-    """Return how many times larger than on each device the largest array of each module is."""
+    """Return how many times larger each module's largest array is than its part on a device."""
     largest, found = {}, {}
     wholes, parts = map(jax.tree_util.tree_leaves_with_path, (one, stacked))
     for (path, whole), (_, part) in zip(wholes, parts, strict=True):
@@ -199,9 +199,9 @@ def shares(one, stacked):
 
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_quantized_attentions_by_heads(case):
-    """As their files quantize them, over four shards: prefill, one step, and the cache.
+    """Prefill, one step and the cache agree over four shards, quantized as in the files.
 
-    Where four shards share two key heads, pairs of them keep the same one.
+    If four shards have two key heads, pairs of shards keep the same head.
     """
     for own, alone in zip(run(attention(case, (1, 4))), expected(case), strict=True):
         copies = own.shape[1] // alone.shape[1]
@@ -210,14 +210,14 @@ def test_quantized_attentions_by_heads(case):
 
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_heads_out_of_place_are_seen(case):
-    """Parts with another part's columns of the output, the negative control of the bound."""
+    """Negative control: shards have another shard's columns of the output projection."""
     wrong = run(misplaced(attention(case, (1, 4))))
     assert difference(wrong[0], expected(case)[0]) > 0.1
 
 
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_a_device_holds_its_own_heads(case):
-    """One part in four of what heads have of their own, and a latent cache whole."""
+    """A device holds a quarter of what belongs to heads, and the whole of a latent cache."""
     one, cut = attention(case), attention(case, (1, 4))
     assert shares(one, cut) == SHARES[case]
     whole, part = (held(module.init_cache(2, 8)) for module in (one, cut))
@@ -225,10 +225,10 @@ def test_a_device_holds_its_own_heads(case):
 
 
 def test_a_part_does_not_normalize_its_heads_alone():
-    """What the mean over all heads is for: the error where each part takes its own."""
+    """Queries and keys need the mean over all heads: a mean of each part's own gives an error."""
     name, architecture, _ = ATTENTIONS["normalized-biases"]
     cut = load_attention(CHECKPOINTS / name, architecture, ExpertMesh(make_mesh((1, 4))))
-    apply = jax.jit(lambda module, *args: module(*args))  # `call` may know the mean already
+    apply = jax.jit(lambda module, *args: module(*args))  # `call` may have traced the mean
     with unittest.mock.patch.object(Attention, "_means", return_value=(None, None)):
         wrong = run(cut, apply)[0]
     assert difference(wrong, expected("normalized-biases")[0]) > 1e-2

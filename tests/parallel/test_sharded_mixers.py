@@ -1,4 +1,4 @@
-"""Attention, delta nets and Mamba-2 cut by heads over eight CPU devices."""
+"""Test attention, delta nets and Mamba-2 divided by heads over eight CPU devices."""
 
 import functools
 import logging
@@ -31,11 +31,12 @@ from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.eight_devices]
 
-# What each device holds whole: one number a matrix, what is added once, norms that heads share.
+# What is replicated on each device: global scales, biases that are added once, and norms that heads
+# share.
 WHOLE = ("global_scale", "out.bias.value", "q_norm.weight.value", "k_norm.weight.value")
-# One all-reduce of each mixer, dense part, shared expert and expert layer, and of the embedding.
-# Where `tensor` is the whole mesh, experts and shared experts add up over the same devices, and
-# XLA makes one of the two. On four shards the delta net of qwen3_5 is whole.
+# One all-reduce for each mixer, dense part, shared expert and expert layer, and for the embedding.
+# If `tensor` is the whole mesh, experts and shared experts add up over the same devices, and XLA
+# merges their all-reduces. On four shards, the delta net of qwen3_5 is replicated.
 CUT = {
     "qwen3_next": {"4x2": 3 + 1 + 2 + 2 + 1, "2x4": 3 + 1 + 2 + 2 + 1, "1x2": 3 + 1 + 2 + 1},
     "qwen3_5": {"4x2": 2 + 2 + 2 + 1, "2x4": 1 + 2 + 2 + 1, "1x2": 2 + 2 + 1},
@@ -64,7 +65,7 @@ def written(tmp_path_factory):
 
 @functools.cache
 def one_device(folder):
-    """Return token ids that the model of one device knows, and its logits."""
+    """Return token ids within the model's vocabulary, and the logits of one device."""
     model = load(folder)
     ids = IDS % model.config.vocab_size
     return ids, call(model, ids)
@@ -83,7 +84,7 @@ def test_a_model_over_a_mesh_equals_one_device(written, name, shape):
 
 
 def held(tree, whole):
-    """Return path -> bytes of the whole array over those that one device holds of it."""
+    """Return path -> bytes of the whole array divided by the bytes that one device holds."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     leaves = jax.tree.leaves(whole)
     return {
@@ -94,9 +95,10 @@ def held(tree, whole):
 
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_with_cut_states(written, name):
-    """A prefill, one token and two more; states are cut by heads, keys held twice each.
+    """A prefill, one token and two more agree. States are divided by heads.
 
-    The two key heads of all models are shared by four shards, as is all of what stays whole.
+    Each key is held twice, because four shards share the two key heads of each model. They also
+    share everything that is replicated.
     """
     ids, _ = one_device(written(name))
     steps, whole = decode(load(written(name)), ids)
@@ -111,9 +113,9 @@ def test_decoding_with_cut_states(written, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_device_holds_its_part_of_a_mixer(written, name):
-    """A quarter of all on four shards, but half of what makes two key heads.
+    """On four shards, a device holds a quarter of a mixer, but half of its two key heads.
 
-    In the canonical layout, which pads nothing.
+    The test uses the canonical layout, which pads nothing.
     """
     whole = dict(nnx.iter_modules(load(written(name), backend="reference")))
     cut = load(written(name), backend="reference", mesh=make_mesh((2, 4)))
@@ -136,9 +138,9 @@ def test_a_device_holds_its_part_of_a_mixer(written, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_stays_whole_is_said(written, name, caplog):
-    """Once, of all meshes: four shards along `tensor` are more than the key heads of qwen3_5."""
+    """The log names it once for all meshes: qwen3_5 has fewer key heads than four shards."""
     caplog.set_level(logging.INFO, logger="jax_nvfp4_moe")
-    say_replicated.cache_clear()  # it says a thing once in a process
+    say_replicated.cache_clear()  # it logs each message once in a process
     for shape in SHAPES:
         load(written(name), mesh=make_mesh(shape))
     lines = [line for line in caplog.messages if "are replicated on all" in line]
@@ -149,14 +151,14 @@ def test_what_stays_whole_is_said(written, name, caplog):
 
 
 def one_range(split, width, index):
-    """Cut as if there were no segments: the negative control of their order."""
+    """Divide as if there were no segments: the negative control of their order."""
     own = width // split.parts
     return [slice(index * own, (index + 1) * own)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_channels_in_a_wrong_order_are_seen(written, name):
-    """Rows cut in one range, across the bounds of queries, keys and values, give this error."""
+    """Dividing rows without regard to queries, keys and values gives a large error."""
     ids, logits = one_device(written(name))
     with unittest.mock.patch.object(ShardSpec, "ranges", one_range):
         wrong = call(load(written(name), mesh=make_mesh((1, 2))), ids)

@@ -1,4 +1,4 @@
-"""Calibration: what enters each product, against NVIDIA ModelOpt's own observers and by hand."""
+"""Test calibration: the inputs of each product, against ModelOpt's observers and by hand."""
 
 import gc
 import json
@@ -29,7 +29,7 @@ def watch(folder, windows, **options):
 
 
 def file_names(folder):
-    """Return the name by which models ask for each tensor -> that in the file."""
+    """Return the name that models use for each tensor -> the name in the file."""
     with open_checkpoint(folder) as checkpoint:
         return {name: checkpoint.tensors.info(name).name for name in checkpoint.tensors.names()}
 
@@ -51,7 +51,7 @@ def slow(name):
     ],
 )
 def test_input_scales_are_those_of_modelopt(tmp_path, name):
-    """All of them, of the checkpoint dequantized; both ran in float32."""
+    """All scales of the dequantized checkpoint agree. Both tools ran in float32."""
     facts = json.loads((GIVEN / name / "calibration.json").read_text())
     folder = dequantized(name, tmp_path / "source")
     windows = np.array(facts["windows"], np.int32)
@@ -71,7 +71,7 @@ def test_the_bound_of_input_scales_catches_attention_to_one_token_too_many(tmp_p
 
 
 def input_scales(folder, windows):
-    """Return ours, by the names that the file's modules have."""
+    """Return our input scales, under the module names of the file."""
     seen = watch(folder, windows)
     names = file_names(folder)
     ours = {}
@@ -87,7 +87,7 @@ def input_scales(folder, windows):
 
 
 def compare_scales(ours, facts):
-    """Compare with the tool's; sums of float32 in another order move none by as much."""
+    """Compare with the tool's scales. The order of float32 sums changes none by this much."""
     renamed = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     for module, scale in facts["input_scales"].items():
         parent, _, leaf = module.rpartition(".")
@@ -97,18 +97,18 @@ def compare_scales(ours, facts):
 
 
 def rms_norm(x, weight):
-    """In the dtype of `x`."""
+    """Normalize rows in the dtype of `x`."""
     mean = np.mean(x * x, -1, keepdims=True) + x.dtype.type(1e-6)
     return x / np.sqrt(mean) * weight.astype(x.dtype)
 
 
 def in_turn(rows):
-    """Return the sum of float32 rows, one after the other: the yardstick of a sum."""
+    """Sum float32 rows one after the other, as the yardstick of a sum."""
     return np.cumsum(rows, axis=0)[-1] if len(rows) else rows.sum(0)
 
 
 def test_inputs_by_hand():
-    """What enters the first attention is the normalized embedding of the tokens."""
+    """The input of the first attention is the normalized embedding of the tokens."""
     seen = watch(SMALL / "source", tokens(), squares=True)
     tensors = read_all(SMALL / "source")
     table = tensors["model.embed_tokens.weight"]
@@ -142,7 +142,7 @@ def test_importance_of_an_expert_without_tokens_is_that_of_all():
 
 @pytest.mark.parametrize(("gated", "weight_on_input"), [(True, False), (False, True)])
 def test_what_enters_each_expert(gated, weight_on_input):
-    """By expert, and to the bit for the first product; ids that mean no expert leave no trace."""
+    """Inputs are observed by expert, exactly in the first product. Invalid ids leave no trace."""
     keys = jax.random.split(jax.random.key(0), 6)
     e, h, i, t = 5, 32, 48, 150
     up = jax.random.normal(keys[0], (e, i * (1 + gated), h)) / 6
@@ -181,14 +181,14 @@ def test_what_enters_each_expert(gated, weight_on_input):
 
 
 def middle(call, rows, experts, expert):
-    """Return what one expert's second product reads, in the dtype of `rows`."""
+    """Return the input of one expert's second product, in the dtype of `rows`."""
     up, bias = (np.asarray(a[expert], rows.dtype) for a in (experts.gate_up, experts.gate_up_bias))
     inner = rows @ up.T + bias
     return activate_float64(call, inner) if rows.dtype == np.float64 else activate(call, inner)
 
 
 def test_one_layer_is_alive_at_a_time(monkeypatch, tmp_path):
-    """So memory does not grow with their number."""
+    """Memory must not grow with the number of layers."""
     folder = dequantized("deepseek_v3-direct-modelopt-w4a16", tmp_path / "source")
     layers, alive, made = [], [], LoadPlan.materialize
 

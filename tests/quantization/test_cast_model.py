@@ -1,4 +1,4 @@
-"""`cast_model` and `quantize --cast`: MXFP4 becomes NVFP4 in ModelOpt's form, no value changes."""
+"""Test `cast_model` and `quantize --cast`: MXFP4 becomes NVFP4, and no value changes."""
 
 import json
 
@@ -25,7 +25,7 @@ def run(capsys, *arguments):
 
 
 def test_the_command_writes_what_the_source_loads_as(tmp_path, capsys):
-    """Loaded, the two folders are the same arrays, and so give the same logits."""
+    """Both folders load as equal arrays, and the logits match the reference."""
     status, out, err = run(capsys, "quantize", GPT_OSS, tmp_path / "q", "--cast")
     assert status == 0, err
     result = json.loads(out)
@@ -60,7 +60,7 @@ def test_all_other_tensors_stay_as_they_are(tmp_path):
 
 
 def test_experts_one_by_one_keep_their_names(tmp_path):
-    """The experts of Mixtral are called w1, w3 and w2."""
+    """Mixtral names the projections of its experts w1, w3 and w2."""
     source = CHECKPOINTS / "mixtral-window-modelopt-w4a16"
     tensors, rng = read_all(source), np.random.default_rng(0)
     written = {}

@@ -1,4 +1,4 @@
-"""Errors by layer: the tool's own tensors as truth, one faulty layer found, tables and pictures."""
+"""Test errors by layer: the tool's tensors as truth, one faulty layer, tables and pictures."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def test_the_definition():
 
 
 def compared(moe, given):
-    """Return the errors of experts on the tool's inputs, beside its outputs."""
+    """Return the errors of experts on the tool's inputs, against the tool's outputs."""
     y = moe.experts(
         jnp.asarray(given["experts_input"]),
         jnp.asarray(given["topk_indices"], jnp.int32),
@@ -52,13 +52,13 @@ def compared(moe, given):
 
 
 def assert_as_near(error, expected):
-    """Inputs agree to 1e-6; an activation that rounds the other way moves a row by some 1e-3."""
+    """Inputs agree to 1e-6, but an activation that rounds the other way moves a row by 1e-3."""
     assert error.nrmse == pytest.approx(expected.nrmse, rel=1e-2)
     np.testing.assert_allclose(error.rows, expected.rows, rtol=1e-2)
 
 
 def test_beside_the_tensors_of_the_tool():
-    """Inputs and truth are those that ModelOpt's torch model has in layers 1 and 4."""
+    """Inputs and true outputs of layers 1 and 4 come from ModelOpt's torch model."""
     tool = reference_tensors(EXAMPLE_REFERENCE, "w4a16.")
     errors = measure_errors(EXAMPLE, tool["input_ids"][0], dtype="float32")
     assert [error.scheme for error in errors] == ["w4a16"] * 5 + ["w4a4"] * 5
@@ -70,16 +70,16 @@ def test_beside_the_tensors_of_the_tool():
         other = load_moe(EXAMPLE, layer, scheme="w4a4_unit_scale", dtype=jnp.float32)
         expected, error = compared(moe, given), found[f"layers.{layer}.mlp", "w4a4"]
         assert_as_near(error, expected)
-        with pytest.raises(AssertionError):  # scales of 1: another rounding of the same inputs
+        with pytest.raises(AssertionError):  # scales of 1 round the same inputs differently
             assert_as_near(compared(other, given), expected)
         with pytest.raises(AssertionError):
             assert_as_near(dataclasses.replace(error, rows=error.rows[::-1]), expected)
-        # The same products on other kernels.
+        # In w4a16, another kernel computes the same products.
         assert found[f"layers.{layer}.mlp", "w4a16"].worst < 1e-5
 
 
 def test_one_layer_is_not_blamed_for_another(tmp_path):
-    """An original whose layer 0 gives twice as much: errors of 1/2 there, and none in layer 1."""
+    """Layer 0 of the original gives twice as much. The error is 1/2 there, and none in layer 1."""
 
     def double(tensors):
         for name in tensors:
@@ -108,7 +108,7 @@ def test_schemes_that_a_checkpoint_has():
 
 
 def test_blocks_with_latent_and_shared_experts_and_layers_without():
-    """Of Nemotron the routed experts alone, in their latent space; errors are those of a kernel."""
+    """Only the routed experts of Nemotron count, in latent space. The errors are a kernel's."""
     latent = CHECKPOINTS / "nemotron_h-latent-modelopt-w4a16"
     errors = measure_errors(latent, IDS % 128, dtype="float32")
     assert len(errors) == 2

@@ -1,4 +1,4 @@
-"""Post-training quantization: the tool's own bytes, every architecture, both formats, bad input."""
+"""Test post-training quantization: the tool's bytes, all architectures, formats, bad input."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Quantize `SMALL` in both formats; returns folders and reports."""
+    """Quantize `SMALL` in both formats, and return the folder and the reports."""
     folder = tmp_path_factory.mktemp("small")
     reports = {
         format: quantize_model(
@@ -58,9 +58,10 @@ def differing(ours, theirs):
 
 
 def test_all_tensors_are_those_of_modelopt_to_the_byte(small):
-    """But for input scales, which come out of a forward pass in another order of summation.
+    """Only input scales may differ slightly, because the forward passes sum in another order.
 
-    The tool ran the model in float32 and wrote the dense tensors so; their values are the same.
+    The tool ran the model in float32 and wrote the dense tensors in float32. Their values are equal
+    to ours.
     """
     ours, theirs = read_all(small[0] / "modelopt"), read_all(SMALL / "modelopt")
     for name, tensor in ours.items():
@@ -139,11 +140,13 @@ def test_what_was_written_loads_and_comes_near_the_source(small):
         asked = EXACT | {"scheme": scheme}
         actual = np.asarray(run(load_model(small[0] / format, **asked), ids))
         error = np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
-        # What rounding random weights to 4 bits changes; a tenth more or less is another rounding.
+        # Rounding random weights to 4 bits causes this error. A tenth more or less is another
+        # rounding.
         assert 0.9 * reached < error < 1.1 * reached
 
 
-# Checkpoints that ModelOpt wrote of each architecture; what is stacked there has one scale a layer.
+# Checkpoints that ModelOpt wrote for each architecture. Those with stacked experts are left out,
+# because they have one scale per layer.
 WRITTEN = (
     "mixtral-window-modelopt-w4a16",
     "deepseek_v3-direct-modelopt-w4a16",
@@ -171,9 +174,10 @@ NO_LINEARS = (".conv1d", ".conv.conv", ".A_log")
 
 
 def without_marks(names):
-    r"""Return sorted names without what the tool leaves at the end of Nemotron-H's.
+    r"""Return sorted names without the marks that the tool appends to names of Nemotron-H.
 
-    It calls Granite's router as the model in memory does, where files have a `layer` below it.
+    For Granite, the tool names the router as the model in memory does. Files have a `layer` below
+    it.
     """
     plain = (name.replace("block_sparse_moe.router*", "block_sparse_moe.router") for name in names)
     return sorted(name.split("\0")[0].rstrip(".") for name in plain)
@@ -181,28 +185,28 @@ def without_marks(names):
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_dequantized_checkpoint_gets_its_bytes_back(tmp_path, name):
-    """The largest magnitude of a block is 6 times its scale, so that the scale is found again."""
+    """A block's largest magnitude is 6 times its scale, so quantization finds the scale again."""
     source = dequantized(name, tmp_path / "source", ROUNDABLE)
     report = quantize_model(source, tmp_path / "q")
     assert report["scheme"] == "w4a16"
     ours, theirs = read_all(tmp_path / "q"), read_all(GIVEN / name)
     changed = differing(ours, theirs)
     assert [n for n in changed if not n.endswith("weight_scale_2")] == []
-    for scale in changed:  # 2688 g was rounded
+    for scale in changed:  # the source rounded 2688 * scale
         np.testing.assert_array_max_ulp(ours[scale], theirs[scale], 1)
     key = "quantization_config"
     excluded, expected = (
         without_marks(read_config(folder)[key]["ignore"])
         for folder in (tmp_path / "q", GIVEN / name)
     )
-    # What is no linear may be listed or not: the tool itself lists some convolutions.
+    # Modules that are not linears may be listed or not: the tool itself lists some convolutions.
     assert [n for n in excluded if n in expected or not n.endswith(NO_LINEARS)] == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss-modelopt-w4a16", "llama4_text-modelopt-w4a16"])
 def test_stacked_experts_become_one_tensor_each(tmp_path, name):
-    """``[e, k, n]``, gate and up alternating in gpt-oss: what loads has the source's numbers."""
+    """Stacks ``[e, k, n]`` become one tensor per expert, with numbers close to the source's."""
     source = dequantized(name, tmp_path / "source")
     quantize_model(source, tmp_path / "q")
     ours, dense = read_all(tmp_path / "q"), read_all(source)
@@ -231,7 +235,7 @@ def relative_error(actual, expected):
 
 
 def test_experts_stacked_by_rows(tmp_path):
-    """``[e, 2i, h]``, as Qwen3.5's files are: the bytes are those of experts one by one."""
+    """Stacks ``[e, 2i, h]``, as in Qwen3.5's files, give the bytes of experts one by one."""
     dense = dense_tensors(read_all(GIVEN / "qwen3_5_moe-modelopt-w4a16"))
     config = read_config(GIVEN / "qwen3_5_moe-modelopt-w4a16")
     one_by_one = write_source(tmp_path / "each", dense, config)
@@ -272,7 +276,7 @@ def test_a_value_beyond_float16_is_not_made_infinite(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_float_sources(tmp_path, dtype):
-    """Weights exact in the dtype have the same codes; the rest keeps its dtype or takes another."""
+    """Weights that are exact in the dtype have equal codes. Others keep their dtype or are cast."""
     tensors = {k: v.astype(dtype) for k, v in read_all(SMALL / "source").items()}
     exact = dtype is np.float32
     source = write_source(tmp_path / "source", tensors, read_config(SMALL / "source"))
@@ -313,7 +317,7 @@ def test_modules_can_be_excluded(tmp_path):
 
 
 def test_a_wildcard_does_not_reach_layers_of_more_digits(tmp_path):
-    """Of layer 1 nothing is quantized; "layers.1*" would leave out layer 10 as well."""
+    """Only layer 1 is not quantized; "layers.1*" would leave out layer 10 as well."""
     config = read_config(SMALL / "source") | {"num_hidden_layers": 11}
     tensors = read_all(SMALL / "source")
     layer = {k: v for k, v in tensors.items() if ".layers.0." in k}
@@ -348,11 +352,12 @@ def test_experts_without_tokens_are_reported(tmp_path, caplog):
             format="compressed-tensors",
         )
     (unseen,) = report["experts_without_tokens"].values()
-    assert len(unseen) == 2  # two of four are chosen for the one token
+    assert len(unseen) == 2  # two of four experts are chosen for the one token
     assert f"{EXPERTS}: 2 of 4 experts received no token" in caplog.text
     written = read_all(tmp_path / "q")
     scales = [written[f"{EXPERTS}.{e}.down_proj.input_global_scale"][0] for e in range(4)]
-    assert all(scales[e] == min(scales) for e in unseen)  # it divides: the layer's largest input
+    # This scale divides, so the smallest one belongs to the layer's largest input.
+    assert all(scales[e] == min(scales) for e in unseen)
 
 
 @settings(max_examples=30)
@@ -362,7 +367,7 @@ def test_experts_without_tokens_are_reported(tmp_path, caplog):
     st.floats(-6, 4),
 )
 def test_rounding_by_the_maximum_has_the_values_of_the_definition(seed, dtype, power):
-    """Where block scales are normal numbers, that is; and no block scale is zero."""
+    """Values are equal where block scales are normal numbers and no block scale is zero."""
     rng = np.random.default_rng(seed)
     spread = np.exp2(rng.uniform(-2, 2, (4, 2, 1)))
     x = (rng.standard_normal((4, 2, 16)) * spread * 2.0**power).reshape(4, 32)
@@ -377,7 +382,7 @@ def test_rounding_by_the_maximum_has_the_values_of_the_definition(seed, dtype, p
 
 
 def test_zeros_and_subnormal_scales():
-    """ModelOpt's rule: a block of zeros has scale 1, and no scale is below 2^-9."""
+    """ModelOpt gives a block of zeros the scale 1, and no block a scale below 2^-9."""
     x = np.zeros((2, 32), np.float32)
     x[0, 0], x[1, 16] = 2688.0, 1e-4
     packed, block_scale, _ = map(np.asarray, quantize_weight(jnp.asarray(x), np.float32(1.0)))
@@ -462,7 +467,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path, value):
 
 
 def test_inputs_that_blocks_do_not_divide_are_refused(tmp_path):
-    """All of them at once, with the way out."""
+    """All matrices are reported at once, with what to do."""
     tensors, config = read_all(SMALL / "source"), read_config(SMALL / "source")
     for part, cut in (("gate", np.s_[:24]), ("up", np.s_[:24]), ("down", np.s_[:, :24])):
         for expert in range(4):

@@ -1,10 +1,10 @@
-"""Mean cross-entropy of the example model in W4A4 on each kernel, beside NVIDIA ModelOpt's.
+"""Compare the example's mean cross-entropy in W4A4 on each kernel with NVIDIA ModelOpt's.
 
-What moves an activation in its last bits may move its FP4 code, and all that comes after: runs in
-bfloat16 whose embeddings differ by a rounding scatter by 0.0011 to 0.0018 nats (standard deviation
-of 8 to 12), and ModelOpt's figure is one such run. So the mean of eight is held to the bound, give
-or take that scatter, and the scatter to its own. Reached: means 0.0024 below the tool's on a CPU,
-0.0013 on sm90 and 0.0007 on sm100.
+A change in the last bits of an activation can change its FP4 code and everything after it. Bfloat16
+runs whose embeddings differ by a rounding scatter by 0.0011 to 0.0018 nats (standard deviation of 8
+to 12 runs), and ModelOpt's figure is one such run. The test therefore holds the mean of eight runs
+to the bound plus that scatter, and the scatter to a bound of its own. Measured means are below the
+tool's by 0.0024 on a CPU, 0.0013 on sm90 and 0.0007 on sm100.
 """
 
 import jax
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slow
 
 FACTS = reference_facts(EXAMPLE_REFERENCE)["mean_cross_entropy"]
 RUNS = 8
-BOUND = 0.002  # nats: the project's own
-SCATTER = 0.002  # nats: standard deviation of runs
-# What the device says that it is -> the backend that runs.
+BOUND = 0.002  # nats, the bound of the project
+SCATTER = 0.002  # nats, standard deviation of runs
+# A device, and the backend that runs where the device says that it is that one.
 KERNELS = [
     pytest.param(nvfp4.Target("cpu"), "moe_w4a16_cpu", id="cpu"),
     pytest.param(
@@ -39,7 +39,7 @@ KERNELS = [
 
 
 def move_embeddings(model, seed):
-    """Multiply each by 1 + 2^-9 n, n normal: about what rounding to bfloat16 does."""
+    """Multiply each by 1 + 2^-9 n with normal n, which is about what rounding to bfloat16 does."""
     flat = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
     embedding = flat["embedding"]
     values = np.asarray(embedding.get_value(), np.float32)
@@ -72,5 +72,5 @@ def test_the_quality_of_the_tool(monkeypatch, target, backend):
     assert len(set(found)) > RUNS // 2  # the embeddings did move
     assert np.std(found, ddof=1) <= SCATTER
     assert abs(np.mean(found) - FACTS["w4a4"]) <= BOUND + SCATTER, found
-    # It would catch unrounded activations.
+    # The bound would catch activations that are not rounded.
     assert abs(FACTS["w4a16"] - FACTS["w4a4"]) > 5 * (BOUND + SCATTER)

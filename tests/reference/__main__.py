@@ -10,7 +10,7 @@ from tests.reference.forms import FORMS, REWRITES
 
 
 def main(arguments: list[str]) -> int:
-    """Generate each `architecture:form`; status = the number of them that failed."""
+    """Generate each `architecture:form`, and return how many failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.reference", description=__doc__)
     parser.add_argument("wanted", nargs="*", metavar="architecture:form[:rewrite]")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("references"))
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
         if architecture not in ARCHITECTURES or form not in FORMS or rewrite not in REWRITES:
             parser.error(f"{wanted}: expected architecture:form of those that --list shows.")
     options.folder.mkdir(parents=True, exist_ok=True)
-    from tests.reference.generate import generate  # torch takes seconds: after the mistakes
+    from tests.reference.generate import generate  # torch is slow to import, so mistakes come first
 
     for wanted in options.wanted:
         architecture, form, rewrite = (*wanted.split(":"), "")[:3]
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         try:
             generate(architecture, form, rewrite, options.seed, folder)
             print(f"{wanted}: written to {folder}", flush=True)
-        except Exception:  # the others are worth having: say which failed and why
+        except Exception:  # the other checkpoints are still useful
             traceback.print_exc()
             failed.append(wanted)
     print(f"{len(options.wanted) - len(failed)} written; failed: {failed}")

@@ -1,4 +1,4 @@
-"""Each architecture as a tiny configuration of transformers."""
+"""Describe each architecture as a tiny configuration of transformers."""
 
 import dataclasses
 from typing import Any
@@ -93,13 +93,19 @@ LLAMA4 = {
 class Architecture:
     """A model type of transformers, the fields that make it tiny, and the prompt's shape.
 
-    The prompt crosses a chunk of the recurrent kinds (64 tokens in transformers' delta net).
-    `model` is the transformers class where it is not AutoModelForCausalLM's own choice. `stacked`
-    says how transformers keeps experts that llm-compressor writes one by one and transformers does
-    not read so: gate and up as "rows" or "columns" of one matrix, or as "interleaved" columns.
-    `mtp` is where published files keep the layers that predict further tokens. `old_rope` and
-    `edits` change the written config.json to spellings of published files that transformers 5 reads
-    and does not write (None removes).
+    Attributes:
+      model_type: name of the type in transformers.
+      fields: fields of its configuration.
+      prompt: rows and tokens of the prompt. The tokens cross a chunk of recurrent mixers (64 tokens
+        in transformers' delta net).
+      model: class in transformers, if it is not the one that AutoModelForCausalLM chooses.
+      stacked: how transformers stacks experts that llm-compressor writes one by one, if it cannot
+        read them one by one. Gate and up are "rows" or "columns" of one matrix, or "interleaved"
+        columns.
+      mtp: where published files keep the layers that predict further tokens.
+      old_rope: whether config.json gets the rope fields that were used before transformers 5.
+      edits: fields of config.json as in published files, which transformers 5 reads but does not
+        write. None removes a field.
     """
 
     model_type: str
@@ -113,7 +119,7 @@ class Architecture:
 
 
 def dense(**fields: Any) -> dict[str, Any]:
-    """Fields = those that all tiny models share + `fields`."""
+    """Return the fields that all tiny models share, changed by `fields`."""
     return {**SMALL, **HEADS, **SPECIAL, "hidden_size": 64, "num_hidden_layers": 2, **fields}
 
 
@@ -274,7 +280,8 @@ ARCHITECTURES = {
         dense(
             head_dim=16,
             rotary_dim=8,
-            partial_rotary_factor=0.5,  # transformers 5.17 knows this name alone, files the other
+            # transformers 5.17 reads only this name, and files have the other one
+            partial_rotary_factor=0.5,
             intermediate_size=48,
             num_local_experts=8,
             num_experts_per_tok=2,
@@ -597,7 +604,7 @@ ARCHITECTURES |= {
     )
 }
 
-# Fields that change numbers, each away from what the tiny models above have.
+# Fields that change numbers, each with another value than in the tiny models above.
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_hidden_layers": 3,

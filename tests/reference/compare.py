@@ -1,8 +1,8 @@
 """`python -m tests.reference.compare references/*`: this package against what the tools computed.
 
-Needs jax, no torch. One line of Markdown a checkpoint, the largest of its layers: relative errors
-of routed experts and of whole MoE blocks, each on the tool's own input; of the logits, as rms over
-rms; and of decoding token by token with a cache against the whole prompt at once.
+Needs jax and no torch. Prints one line of Markdown for each checkpoint, with four relative errors:
+routed experts and whole MoE blocks, each the largest over all layers and on the tool's own input;
+logits, as rms over rms; and decoding token by token with a cache against the whole prompt at once.
 """
 
 import json
@@ -21,7 +21,7 @@ DTYPES = {"F32": np.float32, "I64": np.int64}
 
 
 def read(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """tensors = those of a safetensors file of float32 and int64."""
+    """Read the tensors of a safetensors file that holds float32 and int64."""
     data = path.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     tensors = {}
@@ -34,13 +34,13 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def relative(actual: jax.Array, expected: np.ndarray) -> float:
-    """error = |actual - expected| / |expected|, Euclidean norms."""
+    """Return |actual - expected| / |expected| in Euclidean norms."""
     difference = np.asarray(actual, np.float64).reshape(expected.shape) - expected
     return float(np.linalg.norm(difference) / np.linalg.norm(expected))
 
 
 def compare(folder: pathlib.Path) -> list[float]:
-    """errors = of experts, blocks, logits, decoding."""
+    """Return the errors of experts, blocks, logits and decoding."""
     tensors = read(folder / "reference.safetensors")
     experts, blocks = [0.0], [0.0]
     for layer in sorted({int(n.split(".")[1]) for n in tensors if n.endswith(".moe.input")}):
@@ -65,7 +65,7 @@ def compare(folder: pathlib.Path) -> list[float]:
 
 
 def main(folders: list[str]) -> int:
-    """Print the table; status = how many checkpoints did not load."""
+    """Print the table, and return how many checkpoints did not load."""
     print("| checkpoint | experts | blocks | logits | decoding |\n| --- | --- | --- | --- | --- |")
     failed = 0
     for folder in map(pathlib.Path, folders):

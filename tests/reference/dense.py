@@ -1,4 +1,4 @@
-"""A written checkpoint -> dense float32 tensors, and how each linear rounds its input."""
+"""Read a written checkpoint as dense float32 tensors, and how each linear rounds its input."""
 
 import dataclasses
 import json
@@ -18,11 +18,15 @@ CACHE = re.compile(r".*\blayers\.(\d+)\..*\.([kv])_scale$")
 
 @dataclasses.dataclass
 class Dense:
-    """`tensors` by the file's names; `inputs`: a linear's name -> its rounding, of quantized ones.
+    """The dense weights of a checkpoint, and how its linears round their inputs.
 
-    `scales`: what is stored for that rounding, a number or nothing. `cache`: (layer, "k" or "v") ->
-    the rounding of what the cache holds. `weights`: names of the tensors that were quantized.
-    `stacked`: matrices made of several linears, with the rounding of their one input.
+    Attributes:
+      tensors: dense tensors by their names in the file.
+      inputs: name of a quantized weight -> the rounding of its input.
+      scales: name of such a weight -> the number that is stored for that rounding, or None.
+      cache: (layer, "k" or "v") -> the rounding of what the cache holds.
+      weights: names of the tensors that were quantized.
+      stacked: matrices made of several linears, each with the rounding of its one input.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -34,7 +38,7 @@ class Dense:
 
 
 def read(folder: pathlib.Path) -> Dense:
-    """dense = the folder's weights, dequantized by the functions of the tool that wrote it."""
+    """Dequantize the weights of a folder with the functions of the tool that wrote it."""
     stored: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         stored |= safetensors.torch.load_file(path)
@@ -67,7 +71,7 @@ def read(folder: pathlib.Path) -> Dense:
 
 
 def take(stored: dict[str, torch.Tensor], stem: str, joint: str) -> dict[str, str]:
-    """parts = part -> full name; 3-D experts hang theirs on the parameter's name with `_`."""
+    """Return part -> full name. Stacked experts append a part to the parameter's name with `_`."""
     endings = ("weight_packed", "weight_scale", "weight_scale_2", "input_scale")
     endings += ("weight_global_scale", "input_global_scale")
     parts = {part: f"{stem}{joint}{part}" for part in endings}
@@ -78,8 +82,8 @@ def take(stored: dict[str, torch.Tensor], stem: str, joint: str) -> dict[str, st
 def stack_experts(dense: Dense, how: str) -> None:
     """Replace `experts.E.{gate,up,down}_proj.*` by transformers' stacked parameters.
 
-    Gate and up become "rows" [E, 2 I, H], "columns" [E, H, 2 I], or columns of which the even ones
-    are gate's ("interleaved").
+    Gate and up become "rows" [E, 2 I, H] or "columns" [E, H, 2 I]. If they are "interleaved", the
+    even columns are those of gate.
     """
     numbered = re.compile(r"(.*\.experts)\.(\d+)\.gate_proj\.weight$")
     counts: dict[str, int] = {}
@@ -103,7 +107,7 @@ def stack_experts(dense: Dense, how: str) -> None:
 def stacked(
     gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, how: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gate_up, down), of weights [E, out, in] or biases [E, out]."""
+    """Return (gate_up, down), stacked from weights [E, out, in] or biases [E, out]."""
     if gate.ndim == 3 and how != "rows":
         gate, up, down = (weight.transpose(1, 2) for weight in (gate, up, down))
     if how == "interleaved":
@@ -128,18 +132,18 @@ def stack_roundings(dense: Dense, stem: str, count: int) -> None:
 
 
 def check_pair(dense: Dense, gate: str, up: str) -> None:
-    """Raise ValueError where gate and up round the same input differently."""
+    """Raise ValueError if gate and up round the same input differently."""
     if dense.scales.get(gate) != dense.scales.get(up):
         raise ValueError(f"{gate}, {up}: expected one scale of their input.")
 
 
 def each_its_own(roundings: list[Rounding]) -> Rounding:
-    """rounding of x [E, t, h], row e by the e-th."""
+    """Return a rounding of x [E, t, h] that applies the e-th rounding to x[e]."""
     return lambda x: torch.stack([r(part) for r, part in zip(roundings, x, strict=True)])
 
 
 def stored_scale(parts: dict[str, torch.Tensor]) -> float | None:
-    """scale = the one number stored for the input."""
+    """Return the one number that is stored for the rounding of the input, or None."""
     names = [name for name in ("input_scale", "input_global_scale") if name in parts]
     return parts[names[0]].item() if names else None
 
@@ -147,7 +151,7 @@ def stored_scale(parts: dict[str, torch.Tensor]) -> float | None:
 def modelopt_linear(
     parts: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> tuple[torch.Tensor, Rounding | None]:
-    """(W, rounding of the input) by modelopt's own dequantization; 3-D weights are [E, in, out]."""
+    """Return (W, input rounding) by modelopt's dequantization; 3-D weights are [E, in, out]."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     weight, scale, activation = parts["weight"], parts["weight_scale"], None
@@ -172,7 +176,7 @@ def modelopt_linear(
 def compressed_linear(
     parts: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> tuple[torch.Tensor, Rounding | None]:
-    """(W, rounding of the input) by compressed-tensors' own dequantization, in float32."""
+    """Return (W, input rounding) by compressed-tensors' own dequantization, in float32."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -194,7 +198,7 @@ def compressed_linear(
 
 
 def cache_rounding(scale: torch.Tensor, config: dict[str, Any]) -> Rounding:
-    """rounding of keys or values, by the tool that stored `scale`."""
+    """Return the rounding of keys or values by the tool that stored `scale`."""
     if config["quant_method"] == "modelopt":
         return rounding.modelopt_fp8(scale)
     return rounding.compressed_tensors_static(config["kv_cache_scheme"], scale)

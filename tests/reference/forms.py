@@ -1,4 +1,4 @@
-"""What to quantize and how: each form as a tool and that tool's recipe."""
+"""Define what to quantize and how: each form is a tool and a recipe for that tool."""
 
 import dataclasses
 from typing import Any
@@ -9,12 +9,17 @@ SHARED = ("*shared_expert*",)
 
 @dataclasses.dataclass(frozen=True)
 class ModelOpt:
-    """A recipe of nvidia-modelopt.
+    """A recipe of nvidia-modelopt. Its patterns match the names of a module's quantizers.
 
-    `preset` names a configuration of `modelopt.torch.quantization`. The linears that match `fp8`
-    become FP8 (weights and inputs per tensor), those that match `off` stay as they are; `kv` rounds
-    the cache to FP8; `mtp` adds layers that predict further tokens, unquantized, as the tool's own
-    script does; `shard` bounds a file. The patterns are of the names of a module's quantizers.
+    Attributes:
+      preset: name of a configuration in `modelopt.torch.quantization`.
+      fp8: patterns of linears that become FP8 (weights and inputs per tensor).
+      off: patterns of linears that stay as they are.
+      kv: whether the cache is rounded to FP8.
+      mtp: whether to add layers that predict further tokens, without quantization, as the tool's
+        own script does.
+      shard: largest size of a file.
+      tool: name of the tool.
     """
 
     preset: str
@@ -34,7 +39,7 @@ class LlmCompressor:
     tool: str = "llm-compressor"
 
 
-REWRITES = ("", "w1w3w2", "rows", "faults")  # see rewrite.py; the first leaves all as it is
+REWRITES = ("", "w1w3w2", "rows", "faults")  # see rewrite.py; the first changes nothing
 LEFT_OUT = (
     "lm_head",
     r"re:.*mlp\.gate$",

@@ -1,8 +1,8 @@
 """`python -m tests.reference.fp8_blocks --folder references`: FP8 with a scale for each block.
 
-Writes `fp8-blocks`: E4M3 values and scales of each kind that files have, and what transformers'
-own dequantization makes of some of their rows, in float32 and bfloat16. Needs torch and
-transformers alone.
+Writes the folder `fp8-blocks`. It holds E4M3 values with each kind of scales that files have, and
+transformers' own dequantization of some of their rows in float32 and bfloat16. Needs only torch and
+transformers.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 SHAPE = (256, 128)
 MX_SHAPE = (8, 96)
-ROWS = 8  # of the result that are kept
+ROWS = 8  # rows of the result that are kept
 
 
 def cases(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""One architecture in one form: the tool's checkpoint, and what transformers computes from it."""
+"""Write one architecture in one form: the tool's checkpoint, and transformers' results for it."""
 
 import json
 import pathlib
@@ -16,15 +16,15 @@ from tests.reference.forms import FORMS, ModelOpt
 
 TRIALS = 4
 NOISE = 1e-6
-STEADY = 1e-3  # of logits whose rms is about one
+STEADY = 1e-3  # largest change of logits, whose rms is about one
 ATTEMPTS = 12
 
 
 def generate(architecture: str, form: str, rewritten: str, seed: int, folder: pathlib.Path) -> None:
-    """Write `folder`: the checkpoint, reference.safetensors, reference.json.
+    """Write `folder`: the checkpoint, reference.safetensors and reference.json.
 
-    Where a rounding or a routing decision nearly ties, noise in the last bits moves whole logits:
-    the next seeds are tried until one is STEADY.
+    If a rounding or a routing decision nearly ties, noise in the last bits moves whole logits. The
+    next seeds are therefore tried until one is STEADY.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as scratch:
@@ -40,7 +40,7 @@ def generate(architecture: str, form: str, rewritten: str, seed: int, folder: pa
 
 
 def generate_once(architecture: str, form: str, seed: int, folder: pathlib.Path) -> dict[str, Any]:
-    """facts = the contents of reference.json, written to `folder` with all the rest."""
+    """Write all files of one seed to `folder`, and return the contents of reference.json."""
     kind, recipe = ARCHITECTURES[architecture], FORMS[form]
     with tempfile.TemporaryDirectory() as scratch:
         source = pathlib.Path(scratch, "source")
@@ -77,7 +77,7 @@ def generate_once(architecture: str, form: str, seed: int, folder: pathlib.Path)
 
 
 def drop_further_tokens(weights: dense.Dense, architecture: Architecture) -> None:
-    """Forget the layers that transformers does not build."""
+    """Remove the layers that transformers does not build."""
     for name in [n for n in weights.tensors if n.startswith(f"{architecture.mtp}.")]:
         del weights.tensors[name]
 
@@ -85,7 +85,7 @@ def drop_further_tokens(weights: dense.Dense, architecture: Architecture) -> Non
 def dense_model(
     architecture: Architecture, folder: pathlib.Path, weights: dense.Dense
 ) -> transformers.PreTrainedModel:
-    """model = transformers' own loader on the dequantized tensors, float32."""
+    """Load the dequantized tensors with transformers' own loader, in float32."""
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     with tempfile.TemporaryDirectory() as scratch:
@@ -96,9 +96,10 @@ def dense_model(
 
 
 def weight_errors(original: dict[str, torch.Tensor], weights: dense.Dense) -> dict[str, float]:
-    """error = rms(W - original) / rms(original), least and most of the quantized weights.
+    """Return the least and the largest rms(W - original) / rms(original) of quantized weights.
 
-    About 0.1 with NVFP4 and 0.03 with FP8; a wrong name or orientation gives more than one.
+    The error is about 0.1 with NVFP4 and 0.03 with FP8. A wrong name or orientation gives more than
+    one.
     """
     errors = [
         ((weights.tensors[name] - original[name]).norm() / original[name].norm()).item()
@@ -113,7 +114,7 @@ def weight_errors(original: dict[str, torch.Tensor], weights: dense.Dense) -> di
 
 
 def margins(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """margin = smallest gap between the last chosen and the next router logit."""
+    """Return the smallest gap between the last chosen and the next logit of each router."""
     found = {}
     for name, logits in tensors.items():
         if name.endswith("router_logits"):
@@ -127,7 +128,7 @@ def margins(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
 def sensitivity(
     model: transformers.PreTrainedModel, weights: dense.Dense, tensors: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """change = how far the logits move when the embeddings move by a relative 1e-6."""
+    """Return how far the logits move when the embeddings move by a relative 1e-6."""
     table: Any = model.get_input_embeddings().weight
     before, changes = table.detach().clone(), []
     for trial in range(TRIALS):
@@ -158,7 +159,7 @@ def edit_config(folder: pathlib.Path, architecture: Architecture) -> None:
 
 
 def old_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """fields = `rope_parameters` as they were spelled before transformers 5."""
+    """Return `rope_parameters` as they were spelled before transformers 5."""
     kept = ("rope_theta", "partial_rotary_factor")
     scaling = {key: value for key, value in rope.items() if key not in (*kept, "rope_type")}
     fields = {key: rope[key] for key in kept if key in rope}

@@ -1,4 +1,4 @@
-"""Random models, every value exact in bfloat16, as folders that transformers reads."""
+"""Write random models, every value exact in bfloat16, as folders that transformers reads."""
 
 import pathlib
 
@@ -9,17 +9,17 @@ from tests.reference.architectures import Architecture
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
-    """values = the nearest bfloat16, in float32."""
+    """Round to the nearest bfloat16, and return float32."""
     return values.to(torch.bfloat16).float()
 
 
 def random_values(name: str, old: torch.Tensor) -> torch.Tensor:
-    """new = numbers with which every part of a layer matters: logits and states of order one."""
+    """Draw values that make every part of a layer matter: logits and states of order one."""
     noise = torch.randn(old.shape)
     if name.endswith("A_log"):
         return torch.log(1 + 7 * torch.rand(old.shape))
     if "norm" in name or name.endswith(".D"):
-        return old + 0.1 * noise  # norms of some kinds start from one, of others from zero
+        return old + 0.1 * noise  # some kinds of norms start from one, others from zero
     if "conv1d.weight" in name:
         return 0.5 * noise
     if "embed" in name or name.endswith(("sinks", "dt_bias")):
@@ -30,7 +30,7 @@ def random_values(name: str, old: torch.Tensor) -> torch.Tensor:
 
 
 def save_random(architecture: Architecture, seed: int, folder: pathlib.Path) -> None:
-    """Write a model of `architecture` in float32, its values rounded to bfloat16."""
+    """Write a model of `architecture` in float32, with its values rounded to bfloat16."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(architecture.model_type, **architecture.fields)
     make = getattr(transformers, architecture.model)
@@ -46,7 +46,7 @@ def save_random(architecture: Architecture, seed: int, folder: pathlib.Path) -> 
 def load(
     architecture: Architecture, folder: pathlib.Path, dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
-    """model = the folder's, experts and attention by transformers' plain loops.
+    """Load the model of a folder, with transformers' plain loops for experts and attention.
 
     Raises:
         ValueError: a tensor of the folder has no place in the model, or the reverse.
@@ -66,12 +66,12 @@ def load(
 
 
 def calibration_batches(vocabulary: int, seed: int) -> list[torch.Tensor]:
-    """batches = 8 prompts of 64 random tokens, on which the tools take their ranges."""
+    """Return 8 prompts of 64 random tokens, on which the tools calibrate."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (1, 64), generator=generator) for _ in range(8)]
 
 
 def prompt(architecture: Architecture, vocabulary: int, seed: int) -> torch.Tensor:
-    """input_ids [b, t] = random tokens."""
+    """Return random token ids [b, t]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, architecture.prompt, generator=generator)

@@ -1,9 +1,9 @@
 """`python -m tests.reference.mxfp4 --folder references`: MXFP4 as transformers reads it.
 
-Two folders. `mxfp4-values` holds codes and scales of every kind beside the float32 values that
-transformers dequantizes them to. `gpt_oss-mxfp4` is a tiny gpt-oss in the form that OpenAI
-publishes, and what transformers computes of it: its own loader dequantizes the experts to float32.
-Needs torch and transformers alone.
+Writes two folders. `mxfp4-values` holds codes and scales of every kind, with the float32 values
+that transformers dequantizes them to. `gpt_oss-mxfp4` is a tiny gpt-oss in the form that OpenAI
+publishes, with what transformers computes from it. Its own loader dequantizes the experts to
+float32. Needs only torch and transformers.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tests.reference.architectures import ARCHITECTURES, Architecture
 from tests.reference.dense import Dense
 
 BLOCK = 32
-LARGEST_EXPONENT = 2  # of the codes: 4 and 6
+LARGEST_EXPONENT = 2  # exponent of the largest codes, 4 and 6
 KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 TENSORS = ("gate_up_proj", "down_proj")
@@ -31,7 +31,7 @@ TENSORS = ("gate_up_proj", "down_proj")
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return blocks uint8 [..., k/32, 16] and scales uint8 [..., k/32] of weight [..., k].
 
-    The scale of a block is 2 ** (floor(log2(amax)) - 2), and codes are the nearest.
+    The scale of a block is 2 ** (floor(log2(amax)) - 2). Each value takes the nearest code.
 
     Source: OCP Microscaling Formats v1.0, section 6.3.
     """
@@ -100,7 +100,7 @@ def cases(seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     add("zeros_between", scales)
     found["zeros_between"][0][..., ::2, :] = rng.choice([0, 0x80, 0x08, 0x88], (*shape[:2], 2, 16))
     add("all_zero", rng.integers(0, 255, shape), 0)
-    # Codes of 0, 0.5 and 1 with scales far up, codes of 0 and 4 with scales far down.
+    # Codes of 0, 0.5 and 1 have scales far above, and codes of 0 and 4 have scales far below.
     scales = rng.integers(110, 125, shape)
     scales[:, 0], scales[:, 1] = 127, 106
     scales[:, 2:, 0] = 125
@@ -111,13 +111,14 @@ def cases(seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     )
     found["room_in_codes"][0][:, 0] = low[0] | low[1] << 4
     found["room_in_codes"][0][:, 1] = high[0] | high[1] << 4
-    add("small", rng.integers(4, 22, shape))  # 2 ** -123, and normal float32 numbers all
+    # Scales from 2 ** -123 on: all values are normal float32 numbers.
+    add("small", rng.integers(4, 22, shape))
     add("large", rng.integers(235, 253, shape))  # up to 6 * 2 ** 125
     return found
 
 
 def write_values(seed: int, folder: pathlib.Path) -> None:
-    """Write codes and scales of each case, and transformers' float32 values [e, n, k]."""
+    """Write codes and scales of each case, with transformers' float32 values [e, n, k]."""
     tensors = {}
     for name, (blocks, scales) in cases(seed).items():
         given = torch.from_numpy(blocks), torch.from_numpy(scales)

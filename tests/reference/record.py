@@ -1,4 +1,4 @@
-"""The model of dense weights, run with the tools' roundings, every mixture of experts recorded."""
+"""Run the dense model with the tools' roundings, and record every mixture of experts."""
 
 import contextlib
 import dataclasses
@@ -25,12 +25,12 @@ GATE_AND_UP = (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight"
 
 
 def key(weight: torch.Tensor) -> bytes:
-    """key = the values, by which a weight is known whatever its name and place became."""
+    """Return the values of a weight as bytes, which identify it under any name and place."""
     return weight.detach().contiguous().numpy().tobytes()
 
 
 def known_by_value(dense: Dense) -> dict[bytes, Rounding]:
-    """weight -> rounding; gate and up also as the one matrix that transformers makes of them.
+    """Return weight -> rounding. Gate and up also count as the one matrix that transformers makes.
 
     Raises:
         ValueError: gate and up round the same input differently.
@@ -50,7 +50,7 @@ def known_by_value(dense: Dense) -> dict[bytes, Rounding]:
 
 
 class RoundInputs(TorchFunctionMode):
-    """Inside, a product with a quantized weight rounds its other operand first."""
+    """A mode in which a product with a quantized weight rounds its other operand first."""
 
     def __init__(self, model: torch.nn.Module, dense: Dense):
         super().__init__()
@@ -74,10 +74,10 @@ class RoundInputs(TorchFunctionMode):
 
 @contextlib.contextmanager
 def rounded_cache(model: torch.nn.Module, dense: Dense) -> Iterator[None]:
-    """Inside, attention sees keys and values as a cache of 8 bits returns them.
+    """Let attention see keys and values as a cache of 8 bits returns them.
 
     Raises:
-        ValueError: a layer with a scale did not attend through here.
+        ValueError: a layer with a scale did not run the attention function that this replaces.
     """
     if not dense.cache:
         yield
@@ -133,7 +133,7 @@ class Recorder:
         return lambda module, args, out: self.keep(name, first(out))
 
     def added(self, name: str) -> Any:
-        """Granite has shared experts beside the block, called after it."""
+        """Add the output of Granite's shared experts, which run after the block and outside it."""
 
         def add(module: Any, args: Any, out: Any) -> None:
             self.keep(name, self.tensors[name] + out)
@@ -163,7 +163,7 @@ class Recorder:
         self.hook(block.experts, routed, with_kwargs=True)
 
     def llama4_router(self, block: Any, name: str) -> Any:
-        """Llama 4 multiplies the experts' inputs by the weights: kept is the input before that."""
+        """Record the experts' input before Llama 4 multiplies it by the router's weights."""
 
         def kept(module: Any, args: Any, out: Any) -> None:
             logits = out[1]
@@ -184,7 +184,7 @@ class Recorder:
 
 
 def decoder_layers(model: transformers.PreTrainedModel) -> Any:
-    """layers = those beside the token embeddings; a vision tower has layers too."""
+    """Return the layers beside the token embeddings, because a vision tower has layers too."""
     table = model.get_input_embeddings()
     owners = [m for m in model.modules() if table in m.children() and hasattr(m, "layers")]
     return owners[0].layers
@@ -193,7 +193,7 @@ def decoder_layers(model: transformers.PreTrainedModel) -> Any:
 def run(
     model: transformers.PreTrainedModel, dense: Dense, input_ids: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """tensors = `input_ids`, `logits` and what `Recorder` keeps."""
+    """Return `input_ids`, `logits` and what `Recorder` keeps."""
     recorder = Recorder()
     recorder.attach(model)
     result = logits(model, dense, input_ids)
@@ -204,7 +204,7 @@ def run(
 def logits(
     model: transformers.PreTrainedModel, dense: Dense, input_ids: torch.Tensor
 ) -> torch.Tensor:
-    """logits [b, t, v], with the tools' roundings.
+    """Return logits [b, t, v] with the tools' roundings.
 
     Raises:
         ValueError: a weight whose input is rounded was not found in the model.
@@ -214,7 +214,7 @@ def logits(
         result = model(input_ids, use_cache=False).logits
     there = {id(rounding) for rounding in rounder.roundings.values()}
     used = {id(rounder.roundings[place]) for place in rounder.used}
-    ups = tuple(up for _, up in GATE_AND_UP)  # of an expert: a part of gate's matrix
+    ups = tuple(up for _, up in GATE_AND_UP)  # an expert's up is a part of gate's matrix
     missing = [
         name
         for name, rounding in dense.inputs.items()

@@ -1,12 +1,15 @@
 """`python -m tests.reference.reload FOLDER...`: what tools compute from this package's checkpoints.
 
-Writes `reference.safetensors` into each folder (input_ids, logits), for `tests.reference.compare`.
+Writes `reference.safetensors` (input_ids and logits) into each folder for
+`tests.reference.compare`.
 
-compressed-tensors: transformers' `from_pretrained` with compressed-tensors' own decompression and
-rounding of inputs, in llm-compressor's `load_context`, where experts are linears one by one: the
-fused experts of transformers 5.17 drop `weight_global_scale` (its `DecompressExperts` asks for
-packed weights and block scales alone). modelopt has no loader of what it exports: transformers'
-loader takes the weights dequantized by its `NVFP4QTensor`, and inputs are rounded as it does.
+compressed-tensors: transformers' `from_pretrained` runs with compressed-tensors' own decompression
+and rounding of inputs. It runs in llm-compressor's `load_context`, which keeps experts as single
+linears. The fused experts of transformers 5.17 drop `weight_global_scale`, because its
+`DecompressExperts` asks only for packed weights and block scales.
+
+modelopt: it has no loader for what it exports. transformers' loader takes the weights as modelopt's
+`NVFP4QTensor` dequantizes them, and inputs are rounded as modelopt does.
 """
 
 import functools
@@ -22,24 +25,24 @@ import transformers
 from tests.reference import dense, generate, models, record, tools
 from tests.reference.architectures import ARCHITECTURES, Architecture
 
-BY_FUSED_NAME = ("llama4", "llama4_text", "gpt_oss")  # transformers reads them stacked alone
+BY_FUSED_NAME = ("llama4", "llama4_text", "gpt_oss")  # transformers reads only stacked experts
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:
-    """architecture = the first of the table with the model type of a config."""
+    """Return the first architecture of the table with the model type of a config."""
     return next(a for a in ARCHITECTURES.values() if a.model_type == config["model_type"])
 
 
 def run_compressed_tensors(folder: pathlib.Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """tensors = input_ids and logits, in float32.
+    """Return input_ids and logits, in float32.
 
     Raises:
-        ValueError: a quantized linear's weight is not what the file holds.
+        ValueError: the model has another number of quantized linears than the file.
     """
     from compressed_tensors.compressors.nvfp4 import base
     from llmcompressor.utils import load_context
 
-    # Else weights are rounded to bfloat16.
+    # Without this, weights are rounded to bfloat16.
     base.unpack_fp4_from_uint8 = functools.partial(base.unpack_fp4_from_uint8, dtype=torch.float32)
     make = transformers.AutoModelForCausalLM
     with tools.own_conversions(), load_context(make):
@@ -58,7 +61,7 @@ def run_compressed_tensors(folder: pathlib.Path, ids: torch.Tensor) -> dict[str,
 
 
 def run_modelopt(folder: pathlib.Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """tensors = input_ids, logits and what passes through MoE blocks, in float32."""
+    """Return input_ids, logits and what passes through MoE blocks, in float32."""
     kind = architecture_of(json.loads((folder / "config.json").read_text()))
     weights = dense.read(folder)
     if kind.model_type in BY_FUSED_NAME:
@@ -67,7 +70,7 @@ def run_modelopt(folder: pathlib.Path, ids: torch.Tensor) -> dict[str, torch.Ten
 
 
 def main(folders: list[str]) -> int:
-    """Write all."""
+    """Write the results for all folders."""
     for folder in map(pathlib.Path, folders):
         config = json.loads((folder / "config.json").read_text())
         vocabulary = config.get("text_config", config)["vocab_size"]

@@ -1,7 +1,7 @@
-"""Spellings and faults of published files: the same numbers, written differently.
+"""Write spellings and faults of published files: the same numbers in another form.
 
-Each takes and returns all tensors of a checkpoint and its two configurations, of which
-`hf_quant_config` is empty where the tool writes none.
+Each function takes and returns all tensors of a checkpoint and its two configurations.
+`hf_quant_config` is empty if the tool writes none.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 GARBAGE = "\0backbone.pt_name_sentinel"
-APART = 8.0  # a power of two, by which scales move without rounding
+APART = 8.0  # a power of two, so that scales move without rounding
 
 
 @dataclasses.dataclass
@@ -26,7 +26,7 @@ class Files:
 
 
 def w1_w3_w2(files: Files) -> Files:
-    """Experts' `gate_proj`, `up_proj`, `down_proj` become `w1`, `w3`, `w2`."""
+    """Rename experts' `gate_proj`, `up_proj`, `down_proj` to `w1`, `w3`, `w2`."""
     short = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     pattern = re.compile(r"(\.experts\.\d+\.)(gate_proj|up_proj|down_proj)\.")
     tensors = {
@@ -37,7 +37,7 @@ def w1_w3_w2(files: Files) -> Files:
 
 
 def stacked_rows(files: Files) -> Files:
-    """modelopt's experts become one parameter [E, out, in/2] a projection, scales 2 [E]."""
+    """Stack modelopt's experts to one [E, out, in/2] per projection, with `weight_scale_2` [E]."""
     tensors = dict(files.tensors)
     stems = sorted({m[1] for m in map(re.compile(r"(.*\.experts)\.0\.").match, tensors) if m})
     for stem in stems:
@@ -61,7 +61,7 @@ def stacked_rows(files: Files) -> Files:
 
 
 def turn_stacked(tensors: dict[str, torch.Tensor], name: str) -> None:
-    """Turn [E, in/2, out] into [E, out, in/2]; rows stay."""
+    """Transpose [E, in/2, out] to [E, out, in/2], and leave rows as they are."""
     if tensors[f"{name}_weight_scale_2"].ndim == 0:
         for part in (name, f"{name}_weight_scale"):
             tensors[part] = tensors[part].transpose(1, 2).contiguous()
@@ -72,11 +72,11 @@ def turn_stacked(tensors: dict[str, torch.Tensor], name: str) -> None:
 
 
 def faults(files: Files) -> Files:
-    """modelopt's W4A4 with what loaders must survive.
+    """Give modelopt's W4A4 faults that loaders must survive.
 
-    Gate's global scale is APART from up's where no block's scale would round; the first expert's
-    down_proj has no input scale, the second's is zero; names end in GARBAGE; `group_size` is a
-    string.
+    The global scales of gate and up are APART, unless a block's scale would round. The first
+    expert's down_proj has no input scale, and the second's is zero. Names of excluded modules end
+    in GARBAGE. `group_size` is a string.
     """
     tensors = dict(files.tensors)
     for name in [n for n in tensors if ".experts." in n and n.endswith("gate_proj.weight_scale")]:

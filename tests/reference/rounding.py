@@ -1,4 +1,4 @@
-"""What the tools do to activations, keys and values: torch functions of float32 tensors."""
+"""Round activations, keys and values as the tools do: torch functions of float32 tensors."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 BLOCK = 16
 E4M3_MAX = 448.0
-SMALLEST_SCALE = 1e-5  # of modelopt's kernel: below it, a block's scale becomes one
+SMALLEST_SCALE = 1e-5  # modelopt's kernel replaces smaller scales of blocks by one
 
 
 def e2m1(magnitude: torch.Tensor) -> torch.Tensor:
-    """y = the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6; ties to the even code."""
+    """Return the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6; ties go to the even code."""
     bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     code = torch.bucketize(magnitude, bounds)  # a bound itself belongs to the code below it
@@ -21,9 +21,11 @@ def e2m1(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def modelopt_nvfp4(input_scale: torch.Tensor) -> Rounding:
-    """x' = e2m1(|x| / s) s with x's sign, s = e4m3(min(amax / (6 g), 448)) g, g = `input_scale`.
+    """Return modelopt's NVFP4 rounding of activations, with g = `input_scale`.
 
-    Source: modelopt's Triton kernel `fp4_fake_quant_kernel`, step by step; it needs a GPU.
+    x' = e2m1(|x| / s) s with the sign of x, where s = e4m3(min(amax / (6 g), 448)) g.
+
+    Source: modelopt's Triton kernel `fp4_fake_quant_kernel`, step by step. That kernel needs a GPU.
     """
 
     def round_activations(x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +41,11 @@ def modelopt_nvfp4(input_scale: torch.Tensor) -> Rounding:
 
 
 def modelopt_fp8(scale: torch.Tensor) -> Rounding:
-    """x' = e4m3(x 448 / a) a / 448 by modelopt's own function, a = 448 `scale` (a bfloat16)."""
+    """Return modelopt's FP8 rounding by its own function.
+
+    x' = e4m3(x 448 / a) a / 448, where a is 448 `scale`, rounded to bfloat16 if the scale can be
+    recovered from that.
+    """
     from modelopt.torch.quantization.tensor_quant import fp8_eager
 
     amax = (scale * E4M3_MAX).to(torch.bfloat16).float()
@@ -49,9 +55,9 @@ def modelopt_fp8(scale: torch.Tensor) -> Rounding:
 
 
 def compressed_tensors_dynamic(args: dict, global_scale: torch.Tensor | None) -> Rounding:
-    """x' by compressed-tensors' own functions: scales from each block or each token.
+    """Return compressed-tensors' rounding by its own functions, with scales by block or token.
 
-    One row of tokens is passed, because the library takes one scale for all of a 2-D input.
+    All tokens are passed as one row, because the library takes one scale for all of a 2-D input.
     """
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
@@ -69,7 +75,7 @@ def compressed_tensors_dynamic(args: dict, global_scale: torch.Tensor | None) ->
 
 
 def compressed_tensors_static(args: dict, scale: torch.Tensor) -> Rounding:
-    """x' by compressed-tensors' own function with a stored scale."""
+    """Return compressed-tensors' rounding by its own function, with a stored scale."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 

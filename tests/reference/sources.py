@@ -1,9 +1,9 @@
 """`python -m tests.reference.sources qwen3_moe ... --folder sources`: what a quantizer starts from.
 
-For each architecture a folder with `source` (a random model in bfloat16), `tokens.json` (windows
-to calibrate on), and what the tools make of it: `modelopt` and, with --ct, `ct`. For each folder of
-a checkpoint, `calibration.json` in it: the windows, and modelopt's input scales of the model
-dequantized. modelopt calibrates in float32.
+Writes a folder for each architecture. It holds `source` (a random model in bfloat16), `tokens.json`
+(windows to calibrate on), and what the tools make of them: `modelopt` and, with --ct, `ct`. For
+each folder of a checkpoint, writes `calibration.json` into it, with the windows and modelopt's
+input scales of the dequantized model. modelopt calibrates in float32.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def write(name: str, seed: int, folder: pathlib.Path, ct: bool) -> None:
 
 
 def write_scales(folder: pathlib.Path) -> None:
-    """Write `calibration.json` into the folder of a checkpoint of `tests.reference`."""
+    """Write `calibration.json` into the folder of a checkpoint that `tests.reference` wrote."""
     import safetensors.torch
     import torch
 
@@ -73,7 +73,7 @@ def write_scales(folder: pathlib.Path) -> None:
         for name, value in tensors.items()
         if name.endswith("input_scale")
     }
-    # Those of all experts of a layer are one.
+    # All experts of a layer have one scale.
     scales = {re.sub(r"experts\.\d+", "experts", name): scale for name, scale in found.items()}
     vocabulary = model.config.get_text_config().vocab_size
     windows = torch.cat(models.calibration_batches(vocabulary, seed=3)).tolist()
@@ -96,7 +96,7 @@ def add_edges(path: pathlib.Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Write all that are asked for; status = the number of them that failed."""
+    """Write everything that is asked for, and return how many failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.reference.sources", description=__doc__)
     parser.add_argument("wanted", nargs="+", metavar="architecture|folder")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("sources"))
@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> int:
                 write(name, options.seed, options.folder / name, options.ct)
             else:
                 write_scales(pathlib.Path(name))
-        except Exception:  # the others are worth having: say which failed and why
+        except Exception:  # the other folders are still useful
             traceback.print_exc()
             failed.append(name)
     print(f"failed: {failed}")

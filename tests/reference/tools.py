@@ -1,4 +1,4 @@
-"""A folder of a random model -> a checkpoint that the real tool quantized and wrote."""
+"""Quantize a folder of a random model with the real tool, and write its checkpoint."""
 
 import contextlib
 import copy
@@ -18,7 +18,7 @@ from tests.reference.forms import LlmCompressor, ModelOpt
 
 
 def modelopt_config(recipe: ModelOpt) -> dict[str, Any]:
-    """config = the preset, then the recipe's exceptions: a later rule wins."""
+    """Return the preset with the recipe's exceptions after it, because a later rule wins."""
     import modelopt.torch.quantization as mtq
 
     config = copy.deepcopy(getattr(mtq, recipe.preset))
@@ -29,7 +29,7 @@ def modelopt_config(recipe: ModelOpt) -> dict[str, Any]:
             config["quant_cfg"].append(rule)
     left_out = [rule for rule in config["quant_cfg"] if rule.get("enable") is False]
     off = [{"quantizer_name": f"{pattern}", "enable": False} for pattern in recipe.off]
-    config["quant_cfg"].extend(left_out[1:] + off)  # the first switches everything off
+    config["quant_cfg"].extend(left_out[1:] + off)  # the first rule switches everything off
     if recipe.kv:
         config["quant_cfg"].extend(copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"]))
     return config
@@ -38,9 +38,9 @@ def modelopt_config(recipe: ModelOpt) -> dict[str, Any]:
 def write_with_modelopt(
     recipe: ModelOpt, architecture: Architecture, source: pathlib.Path, folder: pathlib.Path
 ) -> dict[str, str]:
-    """Calibrate, quantize and export; versions = what did it.
+    """Calibrate, quantize and export; return the versions of the tools.
 
-    Calibration needs no GPU: while modelopt takes ranges it rounds nothing, and it packs weights
+    Calibration needs no GPU: modelopt rounds nothing while it collects ranges, and it packs weights
     with plain torch.
     """
     import modelopt.torch.quantization as mtq
@@ -66,7 +66,7 @@ def write_with_modelopt(
 
 
 def further_tokens(prefix: str, hidden: int) -> dict[str, torch.Tensor]:
-    """tensors = some of those with which published models predict further tokens, bfloat16."""
+    """Return some bfloat16 tensors with which published models predict further tokens."""
     shapes = {
         "eh_proj.weight": (hidden, 2 * hidden),
         "enorm.weight": (hidden,),
@@ -78,7 +78,7 @@ def further_tokens(prefix: str, hidden: int) -> dict[str, torch.Tensor]:
 def write_with_llmcompressor(
     recipe: LlmCompressor, architecture: Architecture, source: pathlib.Path, folder: pathlib.Path
 ) -> dict[str, str]:
-    """Run `oneshot` on the calibration prompts and save; versions = what did it."""
+    """Run `oneshot` on the calibration prompts and save; return the versions of the tools."""
     from llmcompressor.entrypoints.oneshot import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.utils import load_context
@@ -101,15 +101,15 @@ def write_with_llmcompressor(
 
 
 def no_tokenizer() -> Any:
-    """tokenizer = one that `oneshot` asks for with any data set, and does not use with ours."""
+    """Return a tokenizer that `oneshot` wants with any data set and does not use with ours."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token="?"))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 @contextlib.contextmanager
 def own_conversions() -> Iterator[None]:
-    """Inside, llm-compressor may replace how transformers reads experts; after, it is as before."""
-    conversion_mapping.get_checkpoint_conversion_mapping("mixtral")  # makes the table
+    """Let llm-compressor change how transformers reads experts, and undo that afterwards."""
+    conversion_mapping.get_checkpoint_conversion_mapping("mixtral")  # fills the table
     before = dict(conversion_mapping._checkpoint_conversion_mapping_cache)
     registered = set(conversion_mapping.USER_REGISTERED_MAPPINGS)
     try:
@@ -120,7 +120,7 @@ def own_conversions() -> Iterator[None]:
 
 
 def quantization_arguments(recipe: LlmCompressor) -> dict[str, Any]:
-    """arguments = the recipe's, each named preset written out."""
+    """Return the recipe's arguments, with each named preset written out."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
     arguments = copy.deepcopy(recipe.arguments)
@@ -132,5 +132,5 @@ def quantization_arguments(recipe: LlmCompressor) -> dict[str, Any]:
 
 
 def versions(*tools: str) -> dict[str, str]:
-    """versions = those of `tools` and of what they stand on."""
+    """Return the versions of `tools` and of transformers and torch, which they use."""
     return {name: importlib.metadata.version(name) for name in (*tools, "transformers", "torch")}

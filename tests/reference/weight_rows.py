@@ -1,9 +1,10 @@
-"""Rows of weights and what ModelOpt makes of them; needs torch.
+"""Write rows of weights and what ModelOpt makes of them; needs torch.
 
 python -m tests.reference.weight_rows BF16_CHECKPOINT tests/checkpoints/modelopt-rounding
 
-"trained" are the first rows of some experts of tiny-python-moe, with the global scale of the whole
-matrix; "awkward" hold zero blocks, negative zeros, ties, and blocks beyond the range of scales.
+"trained" holds the first rows of some experts of tiny-python-moe, with the global scale of the
+whole matrix. "awkward" holds zero blocks, negative zeros, ties, and blocks beyond the range of
+scales.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, and that their programs run on small sizes."""
+"""Test the arithmetic of the benchmarks, and that their programs run on small sizes."""
 
 import collections
 import contextlib
@@ -37,9 +37,9 @@ H200 = Ceilings(copy_tb_per_s=4.24, matmul_tflop_per_s=797.0)
     [
         # Computed by hand: 8 experts of 3 * 2048 * 768 weights at 9/16 byte, and 8 KiB of tokens.
         ("qwen3-30b-a3b", 1, 8, (8 * 4718592 * 0.5625 + 8192) / 4.24e6),
-        # 6 * 6 * 2 * 2688 * 1856 weights read by 6 slots; no gate.
+        # 6 experts without a gate, each 2 * 2688 * 1856 weights, and 10752 bytes of tokens.
         ("nemotron3-nano", 1, 6, (6 * 2 * 2688 * 1856 * 0.5625 + 10752) / 4.24e6),
-        # 1024 tokens with 8 experts each: the products take longer than the bytes.
+        # 1024 tokens with 8 experts each: arithmetic takes longer than memory traffic.
         ("qwen3-30b-a3b", 1024, 128, 2 * 1024 * 8 * 4718592 / 797e6),
     ],
 )
@@ -176,7 +176,7 @@ def test_step_floor_adds_what_a_step_reads():
 
 
 class Graph:
-    """Stands for `torch.cuda.CUDAGraph`; counts how many were freed."""
+    """Stand-in for `torch.cuda.CUDAGraph` that counts how many graphs were freed."""
 
     freed = 0
 
@@ -194,7 +194,7 @@ EVENT = types.SimpleNamespace(
 
 @pytest.fixture
 def time_graph(monkeypatch):
-    """`torch_timing.time_graph` on a torch that does nothing."""
+    """Return `torch_timing.time_graph` with a stand-in for torch that does nothing."""
     cuda = types.SimpleNamespace(
         CUDAGraph=Graph,
         Event=lambda **_: EVENT,
@@ -216,7 +216,7 @@ def test_torch_calls_are_timed_in_a_graph(time_graph):
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_failed_capture_is_an_error_and_its_graph_is_kept(time_graph, failing):
-    """torch aborts the process where it frees such a graph; the first call is not captured."""
+    """torch aborts the process if it frees such a graph. The first call is not captured."""
     calls = []
 
     def launch():

@@ -1,4 +1,4 @@
-"""The public names and their arguments: other code calls them as they are here."""
+"""Test the public names and their arguments, because other code calls them as they are here."""
 
 import inspect
 

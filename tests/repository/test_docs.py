@@ -1,4 +1,4 @@
-"""The reference has every public name, once. CI builds it, and there a warning is an error."""
+"""Test that the reference has each public name once. CI builds it with warnings as errors."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""Examples of docstrings run as they stand, and every public name has one."""
+"""Test that examples in docstrings run as they stand, and that every public name has one."""
 
 import doctest
 import importlib
@@ -26,25 +26,25 @@ def modules():
 
 
 def members(value, name):
-    """Yield a name and what it stands for; after a class its methods and properties."""
+    """Yield a name and its value, and then the methods and properties of a class."""
     yield name, value
     if inspect.isclass(value):
         for own, member in vars(value).items():
-            member = getattr(member, "__func__", member)  # of a class method
-            if callable(member) or isinstance(member, property):  # a default is neither
+            member = getattr(member, "__func__", member)  # unwraps a class method
+            if callable(member) or isinstance(member, property):  # leaves out defaults of fields
                 yield f"{name}.{own}", member
 
 
 def docstrings():
-    """Return name -> docstring, once each, of all that modules of the package define.
+    """Return name -> docstring, once each, of everything that modules of the package define.
 
-    `doctest.DocTestFinder` would pass over functions under `jax.jit`.
+    `doctest.DocTestFinder` would skip functions under `jax.jit`.
     """
     found = {}
     for module in modules():
         texts = {module.__name__: module.__doc__}
         for name, value in vars(module).items():
-            if getattr(value, "__module__", None) == module.__name__:  # others are imported
+            if getattr(value, "__module__", None) == module.__name__:  # other names are imported
                 for path, member in members(value, f"{module.__name__}.{name}"):
                     texts[path] = member.__doc__
         for path, text in texts.items():
@@ -58,7 +58,7 @@ def has_example(text):
 
 
 def run(text, name):
-    """Run the examples of a docstring; returns what doctest says of those that fail."""
+    """Run the examples of a docstring, and return what doctest reports about failures."""
     test = PARSER.get_doctest(inspect.cleandoc(text), {}, name, name, 0)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     said = io.StringIO()
@@ -71,7 +71,7 @@ EXAMPLES = {name: text for name, text in docstrings().items() if has_example(tex
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_an_example_prints_what_it_says(name, tmp_path, monkeypatch):
-    """With JAX's default promotion, as users have it, and in an empty folder."""
+    """Examples run with JAX's default promotion, as for users, and in an empty folder."""
     monkeypatch.chdir(tmp_path)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         failures = run(EXAMPLES[name], name)
@@ -79,7 +79,7 @@ def test_an_example_prints_what_it_says(name, tmp_path, monkeypatch):
 
 
 def public_names():
-    """Return public path -> what it stands for; `__version__` is text and has no docstring."""
+    """Return public path -> value, without `__version__`, which is text and has no docstring."""
     return {
         f"{module.__name__}.{name}".removeprefix(f"{nvfp4.__name__}."): value
         for module in MODULES
@@ -89,7 +89,7 @@ def public_names():
 
 
 def without_example(names):
-    """Return the names whose docstring, or that of whose `__init__`, has no example."""
+    """Return the names that have no example in their docstring or in that of their `__init__`."""
     return [
         name
         for name, value in names.items()

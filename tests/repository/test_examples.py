@@ -1,4 +1,4 @@
-"""The examples run, and show what they say: the same model, less memory; LoRA that learns."""
+"""Test that the examples show what they say: the same model in less memory; LoRA that learns."""
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +14,21 @@ from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
 def rounded(gate, up, down):
-    """Kernels, inputs first, as NVFP4 keeps them."""
+    """Round kernels ``[experts, inputs, outputs]`` to NVFP4."""
     params = quantize_experts(*(w.swapaxes(1, 2) for w in (gate, up, down)))
     gate, up = jnp.split(params.gate_up.dequantize(), 2, axis=1)
     return [w.swapaxes(1, 2) for w in (gate, up, params.down.dequantize())]
 
 
 def in_float64(run, values, x):
-    """Return ``run(values, x)`` in float64: the truth."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # flax: float32 and wider
+    """Return ``run(values, x)`` in float64, as the truth."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # Flax also uses float32
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (values, x))
         return np.asarray(run(*wide))
 
 
 def assert_same_model(swapped, of_rounded, truth, dense):
-    """The dense model on rounded weights is the yardstick; on its own weights it is too far off."""
+    """The dense model with rounded weights is the yardstick; its own weights are too far off."""
     assert_as_accurate_as(swapped, of_rounded, truth)
     with pytest.raises(AssertionError, match=r"over 2\.0 x"):
         assert_as_accurate_as(dense, of_rounded, truth)

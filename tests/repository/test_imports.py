@@ -1,4 +1,4 @@
-"""Imports point one way: the rows below are the architecture. Modules stay short."""
+"""Test that imports point one way, as the rows below say, and that modules stay short."""
 
 import ast
 import importlib
@@ -86,10 +86,10 @@ def packages(package):
 
 
 def shadowed(package):
-    """Return the names of submodules that `package` has as something else."""
+    """Yield the submodules whose names `package` uses for something else."""
     names = {found.name for found in pkgutil.iter_modules(package.__path__)} - {"__main__"}
     for name in sorted(names):
-        if name.startswith("_nvfp4_"):  # compiled, and loaded when a kernel is asked for
+        if name.startswith("_nvfp4_"):  # compiled, and loaded when a kernel needs it
             continue
         module = importlib.import_module(f"{package.__name__}.{name}")
         if getattr(package, name) is not module:
@@ -106,7 +106,7 @@ def test_a_submodule_that_is_hidden_is_caught(monkeypatch):
 
 
 def test_public_names_are_modules_or_not_as_they_are_spelled():
-    """`ops` and `testing` alone are modules; all others can be called, or are types."""
+    """Only `ops` and `testing` are modules. All other names can be called, or are types."""
     assert sorted(jax_nvfp4_moe.__all__) == list(jax_nvfp4_moe.__all__)
     values = {name: getattr(jax_nvfp4_moe, name) for name in jax_nvfp4_moe.__all__}
     modules = {name for name, value in values.items() if isinstance(value, types.ModuleType)}
@@ -118,12 +118,12 @@ def test_the_version_is_that_of_the_installed_package():
     found = importlib.metadata.packages_distributions().get("jax_nvfp4_moe")
     if found:
         assert jax_nvfp4_moe.__version__ == importlib.metadata.version(found[0])
-    else:  # sources that nobody installed have no version to tell
+    else:  # sources that are not installed have no version
         assert jax_nvfp4_moe.__version__ == "0+uninstalled"
 
 
 def test_import_leaves_heavy_packages_alone():
-    """The command line's and the tokenizer's packages load when they are used."""
+    """Packages of the command line and the tokenizer load only when they are used."""
     code = (
         "import sys, jax, flax.nnx; before = set(sys.modules); import jax_nvfp4_moe; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
@@ -143,7 +143,7 @@ def imported_tests(source):
 
 
 def test_nothing_imports_a_test_module():
-    """What test modules share stands in `tests/support`."""
+    """Code that test modules share belongs in `tests/support`."""
     found = {
         str(path.relative_to(TESTS)): names
         for path in TESTS.rglob("*.py")

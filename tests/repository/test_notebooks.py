@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and is stored with what its page gave."""
+"""Test that each notebook runs from top to bottom, and is stored with outputs of its page."""
 
 import re
 
@@ -7,11 +7,11 @@ import nbformat
 import pytest
 import run_notebooks as run
 
-# Places of the machine that ran it: of no use to a reader, and different in each run.
+# Paths of the machine that ran a notebook mean nothing to a reader and differ in each run.
 MACHINE = re.compile(r"/(?:home|root|work|tmp|usr|opt|Users|var)/")
 LIMIT = 300_000  # bytes of a stored notebook
 
-# Those that run lm-evaluation-harness need the `eval` extra.
+# Pages that run lm-evaluation-harness need the `eval` extra.
 RUNS = [
     pytest.param(page, marks=pytest.mark.lm_eval) if "import lm_eval" in page.read_text() else page
     for page in run.PAGES
@@ -25,14 +25,14 @@ def code_cells(notebook):
 
 
 def texts(cell):
-    """Return what a cell printed or showed, as text."""
+    """Yield what a cell printed or showed, as text."""
     for output in cell.outputs:
         yield output.get("text", "")
         yield str(output.get("data", {}).get("text/plain", ""))
 
 
 def faults(page, notebook, size):
-    """Say what is wrong with the stored notebook of a page."""
+    """Return what is wrong with the stored notebook of a page."""
     sources = [(cell.cell_type, cell.source) for cell in jupytext.read(page).cells]
     cells = code_cells(notebook)
     outputs = [output for cell in cells for output in cell.outputs]
@@ -89,7 +89,7 @@ def test_notebook_runs(page):
     before = sorted(run.HERE.iterdir())
     notebook = run.execute(page)
     assert any(cell.outputs for cell in code_cells(notebook))
-    assert sorted(run.HERE.iterdir()) == before  # it writes into a folder of its own
+    assert sorted(run.HERE.iterdir()) == before  # pages write only to temporary folders
 
 
 @pytest.mark.notebook

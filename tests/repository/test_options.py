@@ -1,4 +1,4 @@
-"""Options that this repository adds to pytest."""
+"""Test the options that this repository adds to pytest."""
 
 import re
 import subprocess

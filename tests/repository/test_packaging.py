@@ -1,4 +1,4 @@
-"""What `pyproject.toml` says of the package, held against the package and the documentation."""
+"""Test `pyproject.toml` against the package and the documentation."""
 
 import importlib.resources
 import re
@@ -9,7 +9,7 @@ import pytest
 from given import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-# What a user reads: pages, and messages of the package.
+# Pages and messages of the package that a user reads.
 TEXTS = [ROOT / page for page in ("README.md", "CONTRIBUTING.md", *pages.GUIDES)]
 TEXTS += sorted((ROOT / "jax_nvfp4_moe").rglob("*.py"))
 
@@ -38,7 +38,7 @@ def test_a_text_that_names_an_extra_is_found():
 
 
 def test_the_extras_of_users_are_documented():
-    """Those of contributors stand in CONTRIBUTING."""
+    """The extras of contributors are described in CONTRIBUTING."""
     guides = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages.GUIDES)
     assert {"cuda13", "eval", "plot"} <= set(named_extras(guides))
 

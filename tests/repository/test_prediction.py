@@ -1,4 +1,4 @@
-"""The prediction for many GPUs: its equations by hand, and laws that any such model keeps."""
+"""Test the prediction for many GPUs: its equations by hand, and laws of any such model."""
 
 import itertools
 import json
@@ -34,16 +34,17 @@ def test_products_are_those_that_were_measured_on_one_gpu(case):
 
 def test_bytes_by_hand():
     layer = LAYERS["deepseek-v3"]
-    # 256 tokens of 7168 float32, 63/64 of them twice; an eighth of that leaves through each port.
+    # A GPU sends 63/64 of 256 tokens of 7168 float32 values twice, an eighth of it through its
+    # port.
     cost = FORMS["a psum"](layer, 256, 64)
     assert cost.nvlink == pytest.approx(2 * 63 / 64 * 256 * 7168 * 4)
     assert cost.infiniband == pytest.approx(cost.nvlink / 8)
     assert cost.wire == pytest.approx(cost.nvlink / 320e3 + 46 + 2 * 10)
-    # 4 tokens a GPU; 256 experts, 4 a GPU, 8 a token.
+    # Each GPU has 4 tokens and 4 of 256 experts, and each token has 8 experts.
     hit = 1 - math.comb(252, 8) / math.comb(256, 8)
     assert prediction.hit_chance(layer.case, 64) == pytest.approx(hit)
     cost = FORMS["b ragged, bf16"](layer, 256, 64)
-    # Out with 8 ids and weights of 4 bytes each, back without.
+    # A row goes out with 8 ids and weights of 4 bytes each, and comes back without them.
     row = 4 * hit * 1.1 * (2 * 7168 * 2 + 64)
     assert cost.infiniband == pytest.approx(56 * row)
     assert cost.nvlink == pytest.approx(7 * row)
@@ -57,7 +58,7 @@ def test_chances_are_those_of_drawing():
     case = LAYERS["qwen3-30b-a3b"].case
     ids = rng.permuted(np.tile(np.arange(128), (4000, 1)), axis=1)[:, : case.top_k]
     hit = np.mean((ids < 16).any(axis=1))
-    # 4000 draws: three deviations are 0.023.
+    # With 4000 draws, three standard deviations are 0.023.
     assert prediction.hit_chance(case, 8) == pytest.approx(hit, abs=0.023)
     assert prediction.hit_chance(case, 1) == 1
 
@@ -77,7 +78,7 @@ def test_codes_are_less_on_the_wire():
     layer = LAYERS["deepseek-v3"]
     wide = FORMS["b ragged, bf16"](layer, 4096, 64).infiniband
     narrow = FORMS["b ragged, NVFP4 by token"](layer, 4096, 64).infiniband
-    # The way back is bfloat16; ids, weights and a scale are below a hundredth.
+    # Rows come back in bfloat16. Ids, weights and a scale take less than a hundredth.
     assert narrow / wide == pytest.approx((9 / 16 + 2) / 4, rel=0.01)
 
 
@@ -126,7 +127,7 @@ def test_one_host_stands_beside_what_was_measured_there():
     assert [r["predicted_us"] for r in again] == pytest.approx(
         [r["predicted_us"] for r in page["rows"]]
     )
-    # By hand: 2 (n - 1) / n * 4 h t bytes over 370 GB/s, and 15 us.
+    # Computed by hand: 2 (n - 1) / n * 4 h t bytes over 370 GB/s, and 15 us.
     row = next(r for r in again if (r["form"], r["devices"], r["tokens"]) == ("psum", 4, 4096))
     assert row["predicted_wire_us"] == pytest.approx(1.5 * 4 * 7168 * 4096 / 370e3 + 15)
 

@@ -1,4 +1,4 @@
-"""README and guides: their Python runs as it stands, their links lead somewhere, lines fit."""
+"""Test README and guides: their Python runs as it stands, links lead somewhere, lines fit."""
 
 import os
 import re
@@ -57,7 +57,7 @@ def test_code_needs_no_scroll_bar(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_the_python_examples_run(page, tmp_path):
-    """One after the other, in one program."""
+    """The examples of a page run one after the other, in one program."""
     code = "".join(blocks(page, "python"))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False

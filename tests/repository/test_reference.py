@@ -1,4 +1,4 @@
-"""The generator of reference data, as far as it goes without torch."""
+"""Test the generator of reference data, as far as it runs without torch."""
 
 import shutil
 import subprocess
@@ -34,7 +34,7 @@ def test_it_names_what_it_does_not_know(wanted):
 
 @pytest.mark.slow
 def test_the_comparison_finds_no_difference_and_a_real_one(tmp_path):
-    """1e-5 is the bound of blocks; inputs rounded in the reference and not here are off by 0.17."""
+    """The bound of blocks is 1e-5. If only the reference rounds inputs, the error is 0.17."""
     right, other = CHECKPOINTS / "qwen3moe-modelopt-w4a16", CHECKPOINTS / "qwen3moe-modelopt-w4a4"
     wrong = tmp_path / "wrong"
     wrong.mkdir()
