@@ -71,7 +71,7 @@ class RandomWeights:
         """Return True: every weight exists."""
         return True
 
-    def array(self, name, shape, *, dtype=None):
+    def array(self, name, shape, *, dtype=None, stored=None):
         shape, dtype = tuple(shape), jnp.dtype(dtype or self._dtype)
         self._arrays += 1
         seed = self._arrays

@@ -21,9 +21,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-# A key press becomes a signal only in the controlling terminal of the program's session.
+# A key press becomes a signal only in the controlling terminal of the program's session. The
+# program inherits the way signals are handled, and a shell starts jobs in the background with
+# SIGINT ignored.
 IN_TERMINAL = """
-import fcntl, runpy, termios
+import fcntl, runpy, signal, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 runpy.run_module("jax_nvfp4_moe", run_name="__main__")
 """

@@ -111,5 +111,7 @@ def test_the_last_position_is_the_last_that_is_taken(tmp_path):
     with pytest.raises(ValueError, match=f"would have {TEXT + 1} tokens"):
         model(ids[:, :1], full)
     prompt = ids[:, : PROMPT + 1]
-    with pytest.raises(ValueError, match=f"{PROMPT + 1} prompt and {NEW} new .* {TEXT} positions"):
+    with pytest.raises(
+        ValueError, match=f"{PROMPT + 1} tokens and {NEW} new tokens .* {TEXT} positions"
+    ):
         generate(model, prompt, max_new_tokens=NEW)

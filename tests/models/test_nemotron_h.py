@@ -127,7 +127,9 @@ def test_a_model_without_experts_needs_no_sizes_of_them():
 
 @pytest.mark.parametrize("layer", [0, 1, 3, 4, -1])
 def test_load_moe_names_a_layer_without_experts(layer):
-    with pytest.raises(ValueError, match=rf"layer: expected .* E in M\*E-; got {layer}"):
+    with pytest.raises(
+        ValueError, match=rf"layer: expected .* E in the pattern M\*E-; got {layer}"
+    ):
         load_moe(NANO, layer)
 
 

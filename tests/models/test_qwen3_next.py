@@ -112,5 +112,5 @@ def test_configs_that_no_model_fits(changes, message):
 
 
 def test_load_moe_names_a_layer_without_experts():
-    with pytest.raises(ValueError, match=r"layer: expected .* not of \[1\]; got 1"):
+    with pytest.raises(ValueError, match=r"layer: expected .* not in \[1\]; got 1"):
         load_moe(OPTIONS, 1)

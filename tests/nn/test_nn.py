@@ -428,6 +428,6 @@ def test_a_linear_from_a_kernel_of_flax(outputs):
         with pytest.raises(AssertionError, match=r"over 2\.0 x"):
             assert_as_accurate_as(wrong, yardstick, truth)
     with pytest.raises(
-        ValueError, match=r"kernel: expected \[inputs, outputs\], got shape \(64,\)"
+        ValueError, match=r"kernel: expected two axes, \[inputs, outputs\]; got shape \(64,\)"
     ):
         NVFP4Linear.from_dense(kernel[:, 0])

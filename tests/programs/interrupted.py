@@ -60,6 +60,8 @@ def quantize(source, destination):
 
 if __name__ == "__main__":
     stage, how, *arguments = sys.argv[1:]
+    # A shell starts jobs in the background with SIGINT ignored, which programs inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt(*STAGES[stage])
     if how == "command":
         main(arguments)
