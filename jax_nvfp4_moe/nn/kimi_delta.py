@@ -176,7 +176,7 @@ def build_kimi_delta(sizes: KimiDeltaSizes, path: str, make: Builder):
     """
     shards, n, reason = make.settings.shards, sizes.channels, None
     if sizes.heads % shards:
-        reason = f"{sizes.heads} heads do not make {shards} parts"
+        reason = f"{sizes.heads} heads cannot be divided into {shards} equal parts"
     by_heads = ("q", "k", "v", "rate", "decay_up", "gate_up", "A_log", "dt_bias")
     by_heads += ("conv_q", "conv_k", "conv_v")
     return divide(
