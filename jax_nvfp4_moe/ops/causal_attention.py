@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.attention import attend
@@ -33,8 +34,9 @@ def attention(
       k: keys ``[b, m, s, d]``, those of position i at index i. The array may be a cache with room
         behind the last token: no query sees what lies there, but it must be finite.
       v: values ``[b, m, s, dv]``, in the same order.
-      positions: position of each query, integers ``[b, t]``, ascending in each row. A query at
-        position 2**30 or after it is padding; its result is finite and otherwise undefined.
+      positions: position of each query, integers ``[b, t]``, ascending in each row; ``[1, t]`` if
+        all rows have the same. A query at position 2**30 or after it is padding; its result is
+        finite and otherwise undefined.
       scale: factor of the scores; ``d ** -0.5`` if None.
       window: number of keys that a query sees, of which its own position is the last; None for
         all.
@@ -67,7 +69,7 @@ def attention(
         "window": window,
         "chunk": chunk,
     }
-    operands = (q, k, v, positions.astype("int32"), sinks)
+    operands = (q, k, v, jnp.broadcast_to(positions.astype("int32"), q.shape[:2]), sinks)
     if plan.lower is attend:
         return attend(*operands, **options)
 
@@ -97,7 +99,7 @@ def _check(q, k, v, positions, sinks, window, chunk):
             f"k: expected heads of width {d}, in a number that divides the {n} query heads; got "
             f"shape {k.shape}"
         )
-    if positions.shape != (b, t) or positions.dtype.kind not in "iu":
+    if positions.shape not in ((b, t), (1, t)) or positions.dtype.kind not in "iu":
         raise ValueError(
             f"positions: expected integers {(b, t)}, got {positions.dtype.name} {positions.shape}"
         )

@@ -135,6 +135,12 @@ def test_padding_is_finite_and_changes_nothing(options, backend):
     np.testing.assert_allclose(y[:1, :150], alone, rtol=0, atol=1e-6)
 
 
+def test_rows_may_share_their_positions():
+    q, k, v, positions = make("float32", "whole")
+    shared = attention(q, k, v, positions[:1])
+    np.testing.assert_array_equal(shared, attention(q, k, v, positions))
+
+
 def test_a_row_does_not_depend_on_the_others():
     """Blocks of keys that only another row sees do not change a row by a single bit."""
     q, k, v, positions = make("float32", "piece")

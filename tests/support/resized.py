@@ -56,7 +56,10 @@ class Asked:
         found = self.array(name, (n,)).value if has_bias else None
         return abstract(prefix, LinearWeights(jax.ShapeDtypeStruct((n, k), jnp.float32), found))
 
-    def experts(self, prefix, count, hidden, intermediate, *, gated=True, bias=False):
+    def experts(
+        self, prefix, count, hidden, intermediate, *, gated=True, bias=False, inputs_first=None
+    ):
+        del inputs_first  # only of stacked experts, and these are written one by one
         assert not bias
         up, down = (intermediate, hidden), (hidden, intermediate)
         shapes = {"gate_proj": up, "up_proj": up, "down_proj": down}
