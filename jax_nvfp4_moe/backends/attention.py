@@ -25,6 +25,7 @@ _REFERENCE_QUERIES = 512
 _QUERIES, _KEYS = 128, 512
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("scale", "window", "chunk"))
 def attend(
     q: Float[Array, "b t n d"],
     k: Float[Array, "b m s d"],
@@ -74,6 +75,7 @@ def _attend_to_all(q, k, v, positions, sinks, scale, window, chunk):
     return _ungroup(_batched(weights.astype(v.dtype), v, 2), q)
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("scale", "window", "chunk"))
 def attend_to_blocks(
     q: Float[Array, "b t n d"],
     k: Float[Array, "b m s d"],

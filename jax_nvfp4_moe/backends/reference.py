@@ -91,6 +91,7 @@ def _expert_mlp(x, params: MoEParams, expert, scheme, call: ActivationCall, dtyp
     return _multiply(a, params.down, expert) + _bias(params.down_bias, expert)
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("num_experts",))
 def sort_slots(expert_ids, num_experts: int):
     """Sort slots by their expert.
 
@@ -163,6 +164,7 @@ def combine_experts(
     return lax.fori_loop(0, e, run_expert, y).astype(x.dtype)
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("scheme", "call", "weight_on_input"))
 def moe_mlp(x, params, expert_ids, expert_weights, *, scheme, call, weight_on_input):
     """Compute an expert layer; `ops.moe_mlp` describes the result."""
     params = jax.tree.map(jnp.asarray, params)  # a loop over experts cannot index numpy arrays
@@ -192,6 +194,7 @@ def group_bounds(group_sizes, rows: int):
     return jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]]), ends
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("scheme",))
 def grouped_gemm(x, weight, group_sizes, input_scale, bias, *, scheme):
     """Multiply each row by the weight of its group; `ops.grouped_gemm` describes the result."""
     weight, bias = jax.tree.map(jnp.asarray, (weight, bias))  # as in `moe_mlp`

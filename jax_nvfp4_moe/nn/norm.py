@@ -1,5 +1,8 @@
 """RMSNorm, and the functions that compute it."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -40,6 +43,7 @@ class RMSNorm(nnx.Module):
         return normalize(x, self.weight.get_value(), self.eps, mean)
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("eps",))
 def normalize(x, weight, eps: float, mean=None):
     """Return ``weight * x / sqrt(mean(x^2) + eps)``, in the dtype of `x`.
 
@@ -55,6 +59,7 @@ def normalize(x, weight, eps: float, mean=None):
     return (normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))).astype(x.dtype)
 
 
+@functools.partial(jax.jit, inline=True)
 def mean_square(x: Float[Array, "... h"]) -> Float[Array, "... 1"]:
     """Return ``mean(x^2)`` over the last axis, in float32."""
     return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)

@@ -5,7 +5,9 @@ arXiv:2104.09864.
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -26,6 +28,7 @@ class Rope:
     attention_scale: float = 1.0
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("rope",))
 def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rope):
     """Rotate each channel pair ``(i, i + r/2)`` by ``position * frequency_i``, in float32.
 

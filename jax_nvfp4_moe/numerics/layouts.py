@@ -16,6 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -422,6 +423,7 @@ def find_layout(name: str) -> Layout:
     return LAYOUTS[name]
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("layout",))
 def to_layout(packed, block_scale, layout: Layout):
     """Convert canonical arrays to `layout`.
 
@@ -437,6 +439,7 @@ def to_layout(packed, block_scale, layout: Layout):
     return packed, lax.bitcast_convert_type(scales, block_scale.dtype)
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("layout", "rows", "columns"))
 def from_layout(packed, block_scale, layout: Layout, rows: int, columns: int):
     """Convert arrays in `layout` to canonical order; the inverse of `to_layout`.
 

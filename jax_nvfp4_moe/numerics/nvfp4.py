@@ -5,6 +5,9 @@ row form a block, which has one E4M3 ``block_scale``. Two codes share a byte, an
 is in the low nibble.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -56,6 +59,7 @@ def pack(codes: UInt8[Array, "... k"]) -> UInt8[Array, "... half_k"]:
     return codes[..., 0::2] | (codes[..., 1::2] << jnp.uint8(4))
 
 
+@functools.partial(jax.jit, inline=True)
 def unpack(packed: UInt8[Array, "... half_k"]) -> UInt8[Array, "... k"]:
     """Unpack bytes ``[..., k/2]`` to 4-bit codes ``[..., k]``; the inverse of `pack`.
 
@@ -75,6 +79,7 @@ def unpack(packed: UInt8[Array, "... half_k"]) -> UInt8[Array, "... k"]:
     return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
+@functools.partial(jax.jit, inline=True)
 def decode(codes: UInt8[Array, "... k"]) -> Float[Array, "... k"]:
     """Return the float32 value of each 4-bit code.
 
@@ -95,6 +100,7 @@ def decode(codes: UInt8[Array, "... k"]) -> Float[Array, "... k"]:
     return jnp.asarray(CODE_VALUES)[codes]
 
 
+@functools.partial(jax.jit, inline=True)
 def decode_scale(block_scale: Array) -> Float[Array, "..."]:
     """Return the float32 value of each float8_e4m3fn block scale.
 
@@ -209,6 +215,7 @@ def global_scale_of(x: Float[Array, "... n k"]) -> Float[Array, "..."]:
     return divide(amax(x, (-2, -1)), jnp.float32(SCALE_RANGE))
 
 
+@functools.partial(jax.jit, inline=True)
 def quantize(
     x: Float[Array, "... n k"], global_scale: Float[Array, "..."] | None = None
 ) -> tuple[UInt8[Array, "... n half_k"], Array, Float[Array, "..."]]:
@@ -269,6 +276,7 @@ def quantize(
     return pack(codes.reshape(x.shape)), block_scale, scale
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("dtype",))
 def dequantize(packed, scale, dtype=jnp.float32) -> Float[Array, "... n k"]:
     """Return ``code * scale`` of each element, rounded once to `dtype`.
 

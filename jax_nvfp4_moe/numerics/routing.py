@@ -15,6 +15,7 @@ layer has a bias, as in gpt-oss, the caller adds it to the logits.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,7 @@ class Router:
             )
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("router",))
 def route(
     router: Router, logits: Float[Array, "t e"], bias: Float[Array, " e"] | None = None
 ) -> tuple[Int32[Array, "t top_k"], Float[Array, "t top_k"]]:
@@ -126,6 +128,7 @@ def route(
     return ids, weigh(router, logits, ids)
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("router",))
 def weigh(
     router: Router, logits: Float[Array, "t e"], ids: Int32[Array, "t top_k"]
 ) -> Float[Array, "t top_k"]:

@@ -96,7 +96,26 @@ FAULTS = [
     ("qwen3moe-modelopt-w4a4", {"rms_norm_eps": 1e-3}),
 ]
 
+# One folder for each kind of mixer, mask and cache. Padding and `generate` depend on these alone,
+# and not on the family that has them.
+EACH_MIXER = (
+    "bailing_hybrid-modelopt-w4a16",  # latent attention beside a delta net
+    "deepseek_v3-modelopt-mixed-w4a16-kv8",  # latent attention, FP8 cache
+    "gpt_oss-modelopt-w4a16",  # windows and sinks
+    "kimi_linear-modelopt-w4a16",  # Kimi delta attention
+    "lfm2_moe-modelopt-w4a16",  # short convolutions
+    "llama4_text-modelopt-w4a16",  # chunks
+    "nemotron_h-modelopt-w4a16",  # Mamba-2
+    "qwen3_moe-ct-w4a4-kv8",  # FP8 cache, rounded activations
+    "qwen3_moe-window-modelopt-w4a16",  # windows
+    "qwen3_next-modelopt-w4a16",  # gated delta net
+    "qwen3moe-modelopt-w4a16",  # grouped-query attention
+)
+
 run = jax.jit(lambda model, ids: model(ids))
+run_block = jax.jit(
+    lambda moe, x, given, ids, weights: (moe.route(x), moe.experts(given, ids, weights), moe(x))
+)
 run_padded = jax.jit(lambda model, ids, lengths: model(ids, lengths=lengths))
 step = jax.jit(lambda model, ids, cache, lengths: model(ids, cache, lengths=lengths))
 
@@ -127,6 +146,9 @@ class Case:
         """Return the worst of all tokens' errors, in `FLIPS` the median, in units of the bound."""
         count = np.median if self.folder in FLIPS else np.max
         return count(errors) / LOGIT_BOUND
+
+
+each_mixer = pytest.mark.parametrize("case", EACH_MIXER, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -169,20 +191,20 @@ def test_each_block_is_exact(case):
     for layer, given in found:
         moe = load_moe(CHECKPOINTS / case.folder, layer, **EXACT)
         k = given["topk_indices"].shape[-1]
-        ids, weights = (
-            np.asarray(x).reshape(-1, k) for x in moe.route(jnp.asarray(given["input"]))
-        )
         there, their_weights = (given[n].reshape(-1, k) for n in ("topk_indices", "topk_weights"))
+        shape = (*given["experts_input"].shape[:-1], k)
+        routes, routed, block = run_block(
+            moe,
+            given["input"],
+            given["experts_input"],
+            there.astype(np.int32).reshape(shape),
+            their_weights.reshape(shape),
+        )
+        ids, weights = (np.asarray(x).reshape(-1, k) for x in routes)
         np.testing.assert_array_equal(in_order(ids, ids), in_order(there, there))
         assert relative(in_order(ids, weights), in_order(there, their_weights)) < BLOCK_BOUND
-        shape = (*given["experts_input"].shape[:-1], k)
-        routed = moe.experts(
-            jnp.asarray(given["experts_input"]),
-            jnp.asarray(there, jnp.int32).reshape(shape),
-            jnp.asarray(their_weights).reshape(shape),
-        )
         assert relative(routed, given["experts_output"]) < BLOCK_BOUND
-        assert relative(moe(jnp.asarray(given["input"])), given["output"]) < BLOCK_BOUND
+        assert relative(block, given["output"]) < BLOCK_BOUND
 
 
 def test_logits(case):
@@ -215,6 +237,7 @@ def real_tokens(rows, lengths):
     return np.concatenate([np.asarray(row)[:n] for row, n in zip(rows, lengths, strict=True)])
 
 
+@each_mixer
 def test_padding_without_a_cache(case):
     """Padding does not change real tokens, even where a window or a chunk leaves padding no key."""
     lengths = np.array([case.ids.shape[1], 5], np.int32)
@@ -248,6 +271,7 @@ def test_the_bound_of_caches_catches_padding_that_counts():
     assert case.error(logits, expected[:, t - 4 : t - 3]) > 10
 
 
+@each_mixer
 def test_generate_takes_the_largest_logit(case):
     """Each new token has the largest logit after the whole text before it, except for ties."""
     model, ids = case.model, case.ids
