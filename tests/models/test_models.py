@@ -43,8 +43,8 @@ def layers_of(tensors):
     return sorted({int(name.split(".")[1]) for name in tensors if name.endswith("moe.input")})
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_each_block_is_exact(name):
+@pytest.mark.parametrize("name", ["tiny-w4a16", "tiny-w4a4"])
+def test_each_block_of_the_example_is_exact(name):
     """The bound 1e-5 is from the checkpoints' README. Unrounded activations are off by 0.17."""
     folder, reference, prefix, scheme = RUNS[name]
     tensors = reference_tensors(reference or folder, prefix)
@@ -95,48 +95,12 @@ def typical_error(logits, expected):
     return np.median(np.abs(np.asarray(logits, np.float64) - expected).max(axis=-1))
 
 
-@pytest.mark.parametrize("folder", [QWEN, DEEPSEEK], ids=["qwen3", "deepseek"])
-def test_logits_with_and_without_cache(folder):
-    """Both errors are within twice the tool's own response to noise in its embeddings."""
-    tensors, bound = reference_tensors(folder), 2 * noise(folder)
-    model = load_model(folder, scheme="checkpoint", **EXACT)
-    ids = jnp.asarray(tensors["input_ids"], jnp.int32)
-    logits = run(model, ids)
-    assert logits.dtype == jnp.float32
-    assert typical_error(logits, tensors["logits"]) <= bound
-
-    cache, pieces = model.init_cache(ids.shape[0], 24), []
-    for piece in (ids[:, :12], *jnp.split(ids[:, 12:], 12, axis=1)):
-        logits, cache = step(model, piece, cache)
-        pieces.append(logits)
-    np.testing.assert_array_equal(cache.lengths, [24, 24])
-    assert typical_error(jnp.concatenate(pieces, axis=1), tensors["logits"]) <= bound
-
-
 def test_the_bound_of_logits_catches_a_wrong_rotation(tmp_path):
     folder = copy_with_config(DEEPSEEK, tmp_path / "m", rope_interleave=False)
     tensors = reference_tensors(DEEPSEEK)
     model = load_model(folder, scheme="checkpoint", **EXACT)
     logits = run(model, jnp.asarray(tensors["input_ids"], jnp.int32))
     assert typical_error(logits, tensors["logits"]) > 100 * noise(DEEPSEEK)
-
-
-@pytest.mark.parametrize("folder", [QWEN, DEEPSEEK], ids=["qwen3", "deepseek"])
-def test_rows_of_different_lengths_share_a_cache(folder):
-    """Stale entries behind a row's length are overwritten before any query sees them."""
-    tensors, bound = reference_tensors(folder), 2 * noise(folder)
-    model = load_model(folder, scheme="checkpoint", **EXACT)
-    ids = jnp.asarray(tensors["input_ids"], jnp.int32)
-    _, cache = step(model, ids[:, :12], model.init_cache(2, 24))
-    cache = dataclasses.replace(cache, lengths=jnp.array([12, 7], jnp.int32))
-    pieces = []
-    for offset in range(5):
-        column = jnp.stack([ids[0, 12 + offset], ids[1, 7 + offset]])[:, None]
-        logits, cache = step(model, column, cache)
-        pieces.append(logits)
-    rows = np.concatenate(pieces, axis=1)
-    expected = np.stack([tensors["logits"][0, 12:17], tensors["logits"][1, 7:12]])
-    assert typical_error(rows, expected) <= bound
 
 
 def test_logits_at_one_position():

@@ -9,7 +9,6 @@ from jax_nvfp4_moe import load_moe
 
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 run = jax.jit(lambda model, ids: model(ids))
-step = jax.jit(lambda model, ids, cache: model(ids, cache))
 
 
 def relative(actual, expected):
@@ -51,12 +50,3 @@ def logit_error(logits, expected):
     """Return the largest error of a logit, in units of the RMS of all expected logits."""
     rms = np.sqrt(np.mean(np.square(expected, dtype=np.float64)))
     return np.abs(np.asarray(logits, np.float64) - expected).max() / rms
-
-
-def decode(model, ids, first):
-    """Prefill `first` tokens, decode the others one at a time, and return all logits."""
-    cache, pieces = model.init_cache(*ids.shape), []
-    for piece in (ids[:, :first], *jnp.split(ids[:, first:], ids.shape[1] - first, axis=1)):
-        logits, cache = step(model, piece, cache)
-        pieces.append(logits)
-    return np.concatenate(pieces, axis=1)
