@@ -1,18 +1,22 @@
 // Computes out[r, c] = sum_k W[c, k] x[r, k] for 32 outputs with AVX-512 and its BF16 instructions.
 //
 //   weights  two groups of 16 rows in layout "cpu_16x16"
-//   rows     bfloat16 [count, k_pad] if experts have few rows, otherwise float32 [count, k_pad]
+//   rows     bfloat16 [count, k_pad] where that is exact and fast, otherwise float32 [count, k_pad]
 //   out      float32 [count, 32]
 //
-// Bottleneck: reading weights for few rows, fused multiply-add (32 weights a cycle) for many. On
-// current CPUs, vdpbf16ps computes half as many products a cycle as float32 multiply-adds do. It
-// needs no conversion of the weights to float32, however, and is therefore faster as long as
-// unpacking is the larger part of the work.
+// Bottleneck: reading weights for few rows, multiply-add for many. vdpbf16ps multiplies 32 pairs of
+// values, a float32 multiply-add 16. AMD's Zen 5 issues as many of the one as of the other in a
+// cycle, so that bfloat16 rows are twice as fast. On Intel's Xeon, vdpbf16ps was measured to
+// compute half as many products a cycle. It needs no conversion of the weights to float32, however,
+// and is therefore faster there as long as unpacking is the larger part of the work.
 //
 //   few rows, bfloat16  DotRows (unpack_avx512.h)
 //   one row, float32    unpacks in registers; multiplies the sum of each 16 k by its scales
-//   otherwise           unpacks and scales 128 k to a panel float32 [128, 32] of 16 KiB, and uses
-//                       it for every row; the sums of 12 rows, 2 vectors each, fill the registers
+//   otherwise           unpacks and scales some k to a panel [k, 32] of 16 KiB, and uses it for
+//                       every row; the sums of 12 rows, 2 vectors each, fill the registers
+//
+// A panel holds the type of the rows. bfloat16 holds a scaled weight exactly: the significand of a
+// code has 2 bits and that of a scale has 4, so that their product has at most 6 of 8 bits.
 //
 // The table of kernels is in kernels.h. Test: tests/backends/test_cpu_kernel.py, isa="avx512".
 #if defined(__x86_64__)
@@ -38,9 +42,12 @@
 namespace nvfp4::cpu {
 namespace {
 
-constexpr int64_t kPanel = 128;  // k of a panel
-constexpr int kRows = 12;        // rows of a register tile
-constexpr int64_t kFewRows = 2;  // rows are bfloat16 up to this mean number of rows of an expert
+constexpr int64_t kPanelBytes = 16 << 10;
+constexpr int kRows = 12;  // rows of a register tile
+// bfloat16 rows up to which DotRows is faster than a panel.
+constexpr int64_t kFewRows = 2 * kMostDots;
+// Mean number of rows of an expert up to which rows are bfloat16 where vdpbf16ps is slow.
+constexpr int64_t kFewRowsOfSlowDots = 2;
 
 template <int kNibble>
 inline void FmaNibble(__m512i v, __m512i table, const float* x, __m512 sum[2]) {
@@ -72,47 +79,90 @@ void MultiplyOneRow(const WeightPair& weights, const float* x, float* out) {
   }
 }
 
-template <int kNibble>
-inline void UnpackNibble(__m512i v, __m512i table, __m512 scale, float* panel) {
+// A panel of float32 [k, 32].
+struct Float32Panel {
+  static constexpr int64_t kValueBytes = sizeof(float);
+  static constexpr int64_t kStep = 1;  // k of one multiplication
+
+  // Stores 16 weights of k and k + 1, scaled. `to` is where k = 0 of these columns is.
+  static void Store(__m512 even, __m512 odd, int64_t k, uint8_t* to) {
+    _mm512_store_ps(to + k * kPair * kValueBytes, even);
+    _mm512_store_ps(to + (k + 1) * kPair * kValueBytes, odd);
+  }
+  static __m512 Broadcast(const uint8_t* x) {
+    return _mm512_set1_ps(*reinterpret_cast<const float*>(x));
+  }
+  static __m512 MultiplyAdd(__m512 weights, __m512 x, __m512 sum) {
+    return _mm512_fmadd_ps(weights, x, sum);
+  }
+};
+
+// A panel of pairs of bfloat16 [k / 2, 32, 2].
+struct BFloat16Panel {
+  static constexpr int64_t kValueBytes = sizeof(uint16_t);
+  static constexpr int64_t kStep = 2;
+
+  static void Store(__m512 even, __m512 odd, int64_t k, uint8_t* to) {
+    const __m512i pairs =
+        _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
+    _mm512_store_si512(to + k * kPair * kValueBytes, pairs);
+  }
+  static __m512 Broadcast(const uint8_t* x) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof(pair));
+    return _mm512_castsi512_ps(_mm512_set1_epi32(pair));
+  }
+  static __m512 MultiplyAdd(__m512 weights, __m512 x, __m512 sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x);
+  }
+};
+
+template <typename Panel>
+constexpr int64_t kPanelDepth = kPanelBytes / (kPair * Panel::kValueBytes);  // k of a panel
+
+template <typename Panel, int kNibble>
+inline void UnpackNibble(__m512i v, __m512i table, __m512 scale, int64_t k, uint8_t* to) {
   const __m512i q = Codes<kNibble>(v, table);
-  _mm512_store_ps(panel + 2 * kNibble * kPair, _mm512_mul_ps(EvenFloats(q), scale));
-  _mm512_store_ps(panel + (2 * kNibble + 1) * kPair, _mm512_mul_ps(OddFloats(q), scale));
+  Panel::Store(_mm512_mul_ps(EvenFloats(q), scale), _mm512_mul_ps(OddFloats(q), scale),
+               k + 2 * kNibble, to);
 }
 
-// Unpacks `count` k to a panel float32 [k, 32] of scaled weights.
-void UnpackPanel(const WeightPair& weights, int64_t first, int64_t count, float* panel) {
+// Unpacks and scales the weights of `count` k.
+template <typename Panel>
+void UnpackPanel(const WeightPair& weights, int64_t first, int64_t count, uint8_t* panel) {
   const __m512i table = CodeTable();
   for (int g = 0; g < 2; ++g) {
+    uint8_t* to = panel + g * sizeof(__m512);
     for (int64_t k = 0; k < count; k += kBlock) {
       const int64_t block = (first + k) / kBlock;
       const __m512 scale = ScaleVector(weights.scales[g] + block * kGroup);
       PrefetchBlock(weights, g, block);
       for (int z = 0; z < 2; ++z) {
-        const uint8_t* codes = weights.codes[g] + block * 128 + z * 64;
-        float* to = panel + (k + z * 8) * kPair + g * kGroup;
-        const __m512i v = _mm512_loadu_si512(codes);
-        UnpackNibble<0>(v, table, scale, to);
-        UnpackNibble<1>(v, table, scale, to);
-        UnpackNibble<2>(v, table, scale, to);
-        UnpackNibble<3>(v, table, scale, to);
+        const __m512i v = _mm512_loadu_si512(weights.codes[g] + block * 128 + z * 64);
+        UnpackNibble<Panel, 0>(v, table, scale, k + z * 8, to);
+        UnpackNibble<Panel, 1>(v, table, scale, k + z * 8, to);
+        UnpackNibble<Panel, 2>(v, table, scale, k + z * 8, to);
+        UnpackNibble<Panel, 3>(v, table, scale, k + z * 8, to);
       }
     }
   }
 }
 
 // out [kCount, 32] += panel times kCount rows of x.
-template <int kCount>
-void MultiplyPanel(const float* panel, int64_t count, const uint8_t* x, int64_t stride,
+template <typename Panel, int kCount>
+void MultiplyPanel(const uint8_t* panel, int64_t count, const uint8_t* x, int64_t stride,
                    float* out) {
   __m512 acc[kCount][2];
   for (auto& sums : acc) sums[0] = sums[1] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < count; ++k, panel += kPair, x += sizeof(float)) {
-    const __m512 w0 = _mm512_load_ps(panel), w1 = _mm512_load_ps(panel + kGroup);
+  for (int64_t k = 0; k < count; k += Panel::kStep) {
+    const __m512 w0 = _mm512_load_ps(panel), w1 = _mm512_load_ps(panel + sizeof(__m512));
     for (int r = 0; r < kCount; ++r) {
-      const __m512 value = _mm512_set1_ps(*reinterpret_cast<const float*>(x + r * stride));
-      acc[r][0] = _mm512_fmadd_ps(w0, value, acc[r][0]);
-      acc[r][1] = _mm512_fmadd_ps(w1, value, acc[r][1]);
+      const __m512 value = Panel::Broadcast(x + r * stride);
+      acc[r][0] = Panel::MultiplyAdd(w0, value, acc[r][0]);
+      acc[r][1] = Panel::MultiplyAdd(w1, value, acc[r][1]);
     }
+    panel += 2 * sizeof(__m512);
+    x += Panel::kStep * Panel::kValueBytes;
   }
   for (int r = 0; r < kCount; ++r) {
     float* to = out + r * kPair;
@@ -121,31 +171,42 @@ void MultiplyPanel(const float* panel, int64_t count, const uint8_t* x, int64_t 
   }
 }
 
-using PanelFn = void (*)(const float*, int64_t, const uint8_t*, int64_t, float*);
-constexpr PanelFn kMultiplyPanel[kRows + 1] = {
-    nullptr,           MultiplyPanel<1>,  MultiplyPanel<2>, MultiplyPanel<3>, MultiplyPanel<4>,
-    MultiplyPanel<5>,  MultiplyPanel<6>,  MultiplyPanel<7>, MultiplyPanel<8>, MultiplyPanel<9>,
-    MultiplyPanel<10>, MultiplyPanel<11>, MultiplyPanel<12>};
+using PanelFn = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, float*);
+template <typename Panel>
+constexpr PanelFn kMultiplyPanel[kRows + 1] = {nullptr,
+                                               MultiplyPanel<Panel, 1>,
+                                               MultiplyPanel<Panel, 2>,
+                                               MultiplyPanel<Panel, 3>,
+                                               MultiplyPanel<Panel, 4>,
+                                               MultiplyPanel<Panel, 5>,
+                                               MultiplyPanel<Panel, 6>,
+                                               MultiplyPanel<Panel, 7>,
+                                               MultiplyPanel<Panel, 8>,
+                                               MultiplyPanel<Panel, 9>,
+                                               MultiplyPanel<Panel, 10>,
+                                               MultiplyPanel<Panel, 11>,
+                                               MultiplyPanel<Panel, 12>};
 
-// Multiplies rows of float32, panel by panel.
-void MultiplyFloat32(const WeightPair& weights, const Rows& rows, float* out) {
+// Multiplies rows, panel by panel.
+template <typename Panel>
+void MultiplyPanels(const WeightPair& weights, const Rows& rows, float* out) {
   std::fill(out, out + rows.count * kPair, 0.0f);
-  alignas(kCacheLine) float panel[kPanel * kPair];
+  alignas(kCacheLine) uint8_t panel[kPanelBytes];
   // Rows are cut into tiles of about equal height: 16 rows become 8 + 8, not 12 + 4.
   const int64_t tiles = (rows.count + kRows - 1) / kRows;
   const int64_t height = (rows.count + tiles - 1) / tiles;
-  for (int64_t first = 0; first < weights.k; first += kPanel) {
-    const int64_t count = std::min(kPanel, weights.k - first);
-    UnpackPanel(weights, first, count, panel);
+  for (int64_t first = 0; first < weights.k; first += kPanelDepth<Panel>) {
+    const int64_t count = std::min(kPanelDepth<Panel>, weights.k - first);
+    UnpackPanel<Panel>(weights, first, count, panel);
     for (int64_t r = 0; r < rows.count; r += height) {
       const int64_t here = std::min(height, rows.count - r);
-      kMultiplyPanel[here](panel, count, rows.data + r * rows.stride + first * sizeof(float),
-                           rows.stride, out + r * kPair);
+      const uint8_t* x = rows.data + r * rows.stride + first * Panel::kValueBytes;
+      kMultiplyPanel<Panel>[here](panel, count, x, rows.stride, out + r * kPair);
     }
   }
 }
 
-void MultiplyBFloat16(const WeightPair& weights, const Rows& rows, float* out) {
+void MultiplyFew(const WeightPair& weights, const Rows& rows, float* out) {
   for (int64_t r = 0; r < rows.count; r += kMostDots) {
     Rows part = rows;
     part.data += r * rows.stride;
@@ -156,17 +217,19 @@ void MultiplyBFloat16(const WeightPair& weights, const Rows& rows, float* out) {
 
 void Multiply(const WeightPair& weights, const Rows& rows, float* out) {
   if (rows.format.bf16) {
-    MultiplyBFloat16(weights, rows, out);
+    rows.count <= kFewRows ? MultiplyFew(weights, rows, out)
+                           : MultiplyPanels<BFloat16Panel>(weights, rows, out);
   } else if (rows.count == 1) {
     MultiplyOneRow(weights, reinterpret_cast<const float*>(rows.data), out);
   } else {
-    MultiplyFloat32(weights, rows, out);
+    MultiplyPanels<Float32Panel>(weights, rows, out);
   }
 }
 
 RowFormat ChooseRows(DataType type, ActivationScale scale, int64_t mean_rows) {
+  static const bool slow = __builtin_cpu_is("intel");
   const bool exact = type == DataType::kBF16 || scale != ActivationScale::kNone;
-  return {exact && mean_rows <= kFewRows, 1};
+  return {exact && (!slow || mean_rows <= kFewRowsOfSlowDots), 1};
 }
 
 }  // namespace

@@ -98,12 +98,13 @@ void DotRows(const WeightPair& weights, const uint8_t* const* x, float* out) {
   }
 }
 
-constexpr int kMostDots = 4;  // most vectors of DotRows: rows times pieces
+constexpr int kMostDots = 6;  // most vectors of DotRows: rows times pieces
 
 // Multiplies rows for which count * pieces <= kMostDots. Pieces are added, the smallest first.
 void DotPieces(const WeightPair& weights, const Rows& rows, float* out) {
   using Fn = void (*)(const WeightPair&, const uint8_t* const*, float*);
-  constexpr Fn kTable[kMostDots + 1] = {nullptr, DotRows<1>, DotRows<2>, DotRows<3>, DotRows<4>};
+  constexpr Fn kTable[kMostDots + 1] = {nullptr,    DotRows<1>, DotRows<2>, DotRows<3>,
+                                        DotRows<4>, DotRows<5>, DotRows<6>};
   const int pieces = rows.format.pieces, count = static_cast<int>(rows.count);
   const uint8_t* x[kMostDots];
   float sums[kMostDots * kPair];
