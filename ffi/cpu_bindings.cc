@@ -1,9 +1,9 @@
 // The module _nvfp4_cpu: the CPU ops as XLA FFI targets. A handler decodes its operands and
 // attributes, checks them, and runs the op. It computes nothing and decides nothing itself.
 //
-//   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu
+//   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu, nvfp4_dense_cpu
 //
-// All three take an optional attribute `isa`: "auto" (the default), or a name that isa_levels()
+// All of them take an optional attribute `isa`: "auto" (the default), or a name that isa_levels()
 // returns.
 //
 // XLA gives CPU handlers no allocator, so scratch memory is the last result, uint8 [bytes].
@@ -190,6 +190,26 @@ ffi::Error QuantizeCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gl
   return ffi::Error::Success();
 }
 
+ffi::Error DenseCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                    ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  const cpu::Kernels* kernels;
+  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
+  NVFP4_RETURN_IF_ERROR(ExpectType("x", x.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("weight", weight.element_type(), ffi::BF16));
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [m, k]", x.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("weight [n, k]", weight.dimensions(), 2));
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = weight.dimensions()[0];
+  NVFP4_RETURN_IF_ERROR(ExpectDims("weight [n, k]", weight.dimensions(), {n, k}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [m, n]", y->dimensions(), {m, n}));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"weight", weight}, {"y", *y}}, kRules.alignment));
+  const cpu::DenseArguments arguments = {
+      Data<float>(x), Data<uint16_t>(weight), static_cast<float*>(y->untyped_data()), m, n, k};
+  XlaThreadPool threads(pool);
+  cpu::RunDenseCpu(arguments, *kernels, threads);
+  return ffi::Error::Success();
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     kMoEW4A16Cpu, MoEW4A16Cpu,
     ffi::Ffi::Bind()
@@ -239,6 +259,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::BufferR1<ffi::U8>>()  // workspace     [0]
         .Attrs());                      // scale_layout, isa
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kDenseCpu, DenseCpu,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x       [m, k] F32
+                                  .Arg<ffi::AnyBuffer>()  // weight  [n, k] BF16
+                                  .Ret<ffi::AnyBuffer>()  // y       [m, n] F32
+                                  .Attrs());              // isa
+
 template <typename Handler>
 nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -256,6 +284,7 @@ NB_MODULE(_nvfp4_cpu, m) {
         targets["nvfp4_moe_w4a16_cpu"] = nvfp4::Capsule(nvfp4::kMoEW4A16Cpu);
         targets["nvfp4_grouped_gemm_w4a16_cpu"] = nvfp4::Capsule(nvfp4::kGroupedGemmW4A16Cpu);
         targets["nvfp4_quantize_cpu"] = nvfp4::Capsule(nvfp4::kQuantizeCpu);
+        targets["nvfp4_dense_cpu"] = nvfp4::Capsule(nvfp4::kDenseCpu);
         return targets;
       },
       "Return {FFI target name: capsule}.");

@@ -48,6 +48,7 @@
     "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
 
 #include "elementwise.h"
+#include "few_rows.h"  // after elementwise.h, which it needs
 #include "unpack_avx512.h"
 
 namespace nvfp4::cpu {
@@ -281,9 +282,9 @@ bool Supported() {
 
 }  // namespace
 
-const Kernels kAmxKernels = {"amx",      Supported,  ChooseRows,   Multiply,
-                             PrepareRow, Activate,   ScaleAndBias, StoreColumns,
-                             Round,      Accumulate, Quantize,     LargestMagnitude};
+const Kernels kAmxKernels = {"amx",    Supported,        ChooseRows,   Multiply, PrepareRow,
+                             Activate, ScaleAndBias,     StoreColumns, Round,    Accumulate,
+                             Quantize, LargestMagnitude, Dense};
 
 }  // namespace nvfp4::cpu
 

@@ -33,6 +33,7 @@
 #pragma GCC target("avx2,fma,f16c")
 
 #include "elementwise.h"
+#include "few_rows.h"  // after elementwise.h, which it needs
 
 namespace nvfp4::cpu {
 namespace {
@@ -214,9 +215,9 @@ bool Supported() {
 
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2",     Supported,  Float32Rows,  Multiply,
-                              PrepareRow, Activate,   ScaleAndBias, StoreColumns,
-                              Round,      Accumulate, Quantize,     LargestMagnitude};
+const Kernels kAvx2Kernels = {"avx2",   Supported,        Float32Rows,  Multiply, PrepareRow,
+                              Activate, ScaleAndBias,     StoreColumns, Round,    Accumulate,
+                              Quantize, LargestMagnitude, Dense};
 
 }  // namespace nvfp4::cpu
 

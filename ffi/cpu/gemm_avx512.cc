@@ -37,6 +37,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,prefer-vector-width=512")
 
 #include "elementwise.h"
+#include "few_rows.h"  // after elementwise.h, which it needs
 #include "unpack_avx512.h"
 
 namespace nvfp4::cpu {
@@ -248,9 +249,9 @@ bool Supported() {
 
 }  // namespace
 
-const Kernels kAvx512Kernels = {"avx512",   Supported,  ChooseRows,   Multiply,
-                                PrepareRow, Activate,   ScaleAndBias, StoreColumns,
-                                Round,      Accumulate, Quantize,     LargestMagnitude};
+const Kernels kAvx512Kernels = {"avx512", Supported,        ChooseRows,   Multiply, PrepareRow,
+                                Activate, ScaleAndBias,     StoreColumns, Round,    Accumulate,
+                                Quantize, LargestMagnitude, Dense};
 
 }  // namespace nvfp4::cpu
 

@@ -19,6 +19,7 @@
 #include "kernels.h"
 
 #include "elementwise.h"  // after kernels.h, which it needs
+#include "few_rows.h"     // after elementwise.h, which it needs
 
 namespace nvfp4::cpu {
 namespace {
@@ -65,8 +66,8 @@ bool Supported() { return true; }
 
 }  // namespace
 
-const Kernels kScalarKernels = {"scalar",   Supported,  Float32Rows,  Multiply,
-                                PrepareRow, Activate,   ScaleAndBias, StoreColumns,
-                                Round,      Accumulate, Quantize,     LargestMagnitude};
+const Kernels kScalarKernels = {"scalar", Supported,        Float32Rows,  Multiply, PrepareRow,
+                                Activate, ScaleAndBias,     StoreColumns, Round,    Accumulate,
+                                Quantize, LargestMagnitude, Dense};
 
 }  // namespace nvfp4::cpu

@@ -124,6 +124,11 @@ struct Kernels {
 
   // Returns the largest |x[i]| of n values, or NaN if one of them is NaN.
   float (*largest_magnitude)(const void* x, DataType type, int64_t n);
+
+  // y[r * stride + c] = sum_k W[c, k] x[r, k], for weights bfloat16 [columns, k] and x float32
+  // [rows, k].
+  void (*dense)(const uint16_t* weight, int64_t columns, int64_t k, const float* x, int64_t rows,
+                float* y, int64_t stride);
 };
 
 extern const Kernels kScalarKernels;

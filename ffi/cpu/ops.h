@@ -79,6 +79,17 @@ struct QuantizeArguments {
   float* used_scale;  // receives the global scale
 };
 
+struct DenseArguments {
+  const float* x;          // [m, k]
+  const uint16_t* weight;  // bfloat16 [n, k]
+  float* y;                // [m, n]
+  int64_t m;
+  int64_t n;
+  int64_t k;
+};
+
+void RunDenseCpu(const DenseArguments& arguments, const Kernels& kernels, ThreadPool& pool);
+
 void RunQuantizeCpu(const QuantizeArguments& arguments, const Kernels& kernels, ThreadPool& pool);
 
 }  // namespace nvfp4::cpu

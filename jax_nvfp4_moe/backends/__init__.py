@@ -3,7 +3,7 @@
 import copyreg
 
 from jax_nvfp4_moe.backends.attention import ATTENTION_CPU
-from jax_nvfp4_moe.backends.cpu import MOE_W4A16_CPU, QUANTIZE_CPU
+from jax_nvfp4_moe.backends.cpu import DENSE_CPU, MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
     MOE_W4A4_SM120,
     MOE_W4A16_SM80,
@@ -25,6 +25,7 @@ BACKENDS = (
     ROUTE_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
+    DENSE_CPU,
     ATTENTION_CPU,
     REFERENCE,
 )

@@ -3,7 +3,12 @@
 import jax.numpy as jnp
 from jax.core import min_dim
 
-from jax_nvfp4_moe.backends.custom_call import lower_grouped_gemm, lower_moe, lower_quantize
+from jax_nvfp4_moe.backends.custom_call import (
+    lower_dense,
+    lower_grouped_gemm,
+    lower_moe,
+    lower_quantize,
+)
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device, Scheme
 
@@ -80,4 +85,19 @@ QUANTIZE_CPU = Backend(
     lower={"quantize_nvfp4": lower_quantize("nvfp4_quantize_cpu", 0)},
     status="executed",
     ffi_targets=("nvfp4_quantize_cpu",),
+)
+
+DENSE_CPU = Backend(
+    name="dense_cpu",
+    can=Capability(
+        ops=frozenset({"dense"}),
+        devices=(Device(frozenset({None})),),
+        platform="cpu",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16"}),
+    ),
+    layout=CANONICAL,
+    lower={"dense": lower_dense("nvfp4_dense_cpu")},
+    status="executed, measured",
+    ffi_targets=("nvfp4_dense_cpu",),
 )

@@ -165,6 +165,25 @@ def lower_quantize(ffi_target, partials):
     return lower
 
 
+def lower_dense(ffi_target):
+    """Return the function that lowers ``x @ weight.T`` for few rows to an FFI target.
+
+    The function takes x bfloat16 ``[..., k]`` and a weight bfloat16 ``[n, k]``, and returns float32
+    ``[..., n]``.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(x, weight):
+        rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        output = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32)
+        y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(rows, weight)
+        return y.reshape(*x.shape[:-1], weight.shape[0])
+
+    return lower
+
+
 def lower_route(ffi_target):
     """Return the function that lowers `route` to an FFI target.
 

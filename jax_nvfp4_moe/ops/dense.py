@@ -1,4 +1,4 @@
-"""GEMMs with matrices that are not NVFP4: plain XLA dots with float32 sums."""
+"""GEMMs with matrices that are not NVFP4, with float32 sums: XLA's dot, or ours for few rows."""
 
 import functools
 import math
@@ -8,8 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.backends.cpu import DENSE_CPU
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
+
+# Rows up to which our CPU kernel is faster than XLA's dot.
+_FEW_ROWS = 8
 
 
 def precision_for(dtype) -> lax.Precision:
@@ -27,9 +32,29 @@ def dense(x: Float[Array, "... k"], weight: Float[Array, "n k"]) -> Float[Array,
     Returns:
       float32 ``[..., n]``.
     """
+    rows = math.prod(x.shape[:-1])
+    if not (isinstance(rows, int) and 0 < rows <= _FEW_ROWS):
+        return _multiply(x, weight)
+    return _multiply_few(x, weight)
+
+
+@jax.custom_jvp
+def _multiply_few(x, weight):
+    """Compute ``x @ weight.T`` for at most `_FEW_ROWS` rows."""
+    forms = {}
+    compiled = _ffi.why_unavailable(DENSE_CPU.can.extension) is None
+    if compiled and x.dtype == weight.dtype == jnp.bfloat16:
+        forms["cpu"] = DENSE_CPU.lower["dense"]
     if math.prod(x.shape[:-1]) == 1:
-        return lax.platform_dependent(x, weight, cuda=_reduce, default=_multiply)
-    return _multiply(x, weight)
+        forms["cuda"] = _reduce
+    return lax.platform_dependent(x, weight, **forms, default=_multiply)
+
+
+@_multiply_few.defjvp
+def _differentiate_few(primals, tangents):
+    """Differentiate XLA's dot, because a custom call has no derivative."""
+    (x, weight), (dx, dweight) = primals, tangents
+    return _multiply_few(x, weight), _multiply(dx, weight) + _multiply(x, dweight)
 
 
 def _multiply(x, weight):

@@ -1,0 +1,169 @@
+"""Test products of a few rows with bfloat16 matrices, which a CPU kernel computes."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.ops.dense import dense
+
+CPU = jax.devices("cpu")[0]
+ISAS = _ffi.load("_nvfp4_cpu").isa_levels()
+TARGET = "nvfp4_dense_cpu"
+MOST = 8  # rows up to which the kernel runs
+
+# m, n, k: below, at and above the boundaries of lanes (16), of columns and rows of a tile (4), and
+# of a work item (65536 weights).
+SIZES = [
+    (1, 1, 1),
+    (1, 4, 16),
+    (2, 3, 15),
+    (3, 5, 17),
+    (4, 4, 32),
+    (5, 9, 100),
+    (8, 70, 1039),
+    (7, 3, 70000),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu():
+    """Use the CPU, so that a machine with a GPU tests this kernel too."""
+    with jax.default_device(CPU):
+        yield
+
+
+def operands(m, n, k):
+    rng = np.random.default_rng((m, n, k))
+    x, weight = rng.normal(0, 1, (m, k)), rng.normal(0, 1, (n, k))
+    return x.astype(ml_dtypes.bfloat16), weight.astype(ml_dtypes.bfloat16)
+
+
+def run(x, weight, isa="auto"):
+    output = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    call = jax.jit(lambda x, w: jax.ffi.ffi_call(TARGET, output)(x, w, isa=isa))
+    return np.asarray(call(x.astype(np.float32), weight))
+
+
+@jax.jit
+def xla(x, weight):
+    return jax.lax.dot(x, weight.T, preferred_element_type=jnp.float32)
+
+
+def error(y, x, weight):
+    """Return the largest error, relative to the sum of the magnitudes that make up a result."""
+    x, weight = x.astype(np.float64), weight.astype(np.float64)
+    return np.max(np.abs(y - x @ weight.T) / (np.abs(x) @ np.abs(weight).T))
+
+
+# The smallest rounding of a sum; XLA may be exact where a result has one product.
+UNIT = np.finfo(np.float32).eps / 2
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_against_float64(sizes, isa):
+    x, weight = operands(*sizes)
+    bound = 2 * max(error(np.asarray(xla(x, weight)), x, weight), UNIT)
+    assert error(run(x, weight, isa), x, weight) <= bound
+
+
+@pytest.mark.parametrize("sizes", [sizes for sizes in SIZES if sizes[2] > 1], ids=str)
+def test_the_bound_catches_a_product_that_is_left_out(sizes):
+    x, weight = operands(*sizes)
+    bound = 2 * max(error(np.asarray(xla(x, weight)), x, weight), UNIT)
+    short = weight.copy()
+    short[:, -1] = 0
+    assert error(run(x, short), x, weight) > 10 * bound
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_bits_depend_on_nothing_but_the_operands(sizes):
+    """Each row has the same bits alone and beside others, on every instruction set."""
+    x, weight = operands(*sizes)
+    expected = run(x, weight)
+    for isa in ISAS:
+        np.testing.assert_array_equal(run(x, weight, isa), expected)
+    for row in range(len(x)):
+        np.testing.assert_array_equal(run(x[row : row + 1], weight)[0], expected[row])
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 16), (2, 0, 16), (2, 3, 0)], ids=str)
+def test_empty_operands(sizes):
+    x, weight = operands(*sizes)
+    np.testing.assert_array_equal(run(x, weight), np.zeros((len(x), len(weight)), np.float32))
+
+
+def lowered(rows, dtype=jnp.bfloat16, platform="cpu"):
+    x, weight = jnp.zeros((1, rows, 32), dtype), jnp.zeros((5, 32), dtype)
+    # A new function each time, because JAX would reuse the trace of an earlier one.
+    return (
+        jax.jit(lambda x, w: dense(x, w))
+        .trace(x, weight)
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+    )
+
+
+def test_which_calls_take_the_kernel():
+    assert TARGET in lowered(1)
+    assert TARGET in lowered(MOST)
+    assert TARGET not in lowered(MOST + 1)
+    assert TARGET not in lowered(1, jnp.float32)
+    assert TARGET not in lowered(1, platform="cuda")
+
+
+def test_a_program_without_the_extension_takes_xla(monkeypatch):
+    monkeypatch.setattr(_ffi, "why_unavailable", lambda extension: "not built")
+    assert TARGET not in lowered(1)
+
+
+def test_leading_axes_and_vmap():
+    x, weight = operands(6, 5, 40)
+    expected = run(x, weight)
+    np.testing.assert_array_equal(dense(x.reshape(2, 3, 40), weight), expected.reshape(2, 3, 5))
+    mapped = jax.vmap(dense, in_axes=(0, None))(x.reshape(2, 3, 40), weight)
+    np.testing.assert_array_equal(mapped, expected.reshape(2, 3, 5))
+
+
+def test_derivatives_are_those_of_the_product():
+    x, weight = (jnp.asarray(value, jnp.bfloat16) for value in operands(3, 5, 40))
+
+    def loss(product):
+        return lambda x, weight: jnp.sum(jnp.sin(product(x, weight)))
+
+    found = jax.grad(loss(dense), (0, 1))(x, weight)
+    expected = jax.grad(loss(xla), (0, 1))(x, weight)
+    for one, other in zip(found, expected, strict=True):
+        scale = np.abs(np.asarray(other, np.float32)).max()
+        # One unit in the last place of bfloat16, to which both results are rounded.
+        assert np.abs(np.asarray(one - other, np.float32)).max() <= 2.0**-8 * scale
+    _, tangent = jax.jvp(dense, (x, weight), (weight[:3], x[:1].repeat(5, axis=0)))
+    _, expected = jax.jvp(xla, (x, weight), (weight[:3], x[:1].repeat(5, axis=0)))
+    np.testing.assert_allclose(tangent, expected, rtol=0, atol=float(16 * 40 * UNIT))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        ((2, 16), (3, 15), r"weight \[n, k\]"),
+        ((2, 16), (48,), r"weight \[n, k\]"),
+        ((32,), (3, 16), r"x \[m, k\]"),
+    ],
+)
+def test_wrong_shapes(x, weight, message):
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call(jnp.zeros(x), jnp.zeros(weight, jnp.bfloat16))
+
+
+def test_wrong_types_and_instruction_sets():
+    output = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    x, weight = jnp.zeros((2, 16)), jnp.zeros((3, 16), jnp.bfloat16)
+    call = jax.ffi.ffi_call(TARGET, output)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="weight"):
+        call(x, x[:1].repeat(3, axis=0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="isa"):
+        call(x, weight, isa="mmx")
