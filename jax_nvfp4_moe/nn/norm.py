@@ -59,7 +59,7 @@ def normalize(x, weight, eps: float, mean=None):
     return (normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))).astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="eps", inline=True)
+@functools.partial(jax.jit, inline=True, static_argnames=("eps",))
 def layer_normalize(x: Float[Array, "... h"], weight, bias, eps: float) -> Float[Array, "... h"]:
     """Return ``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias``, in the dtype of `x`.
 
