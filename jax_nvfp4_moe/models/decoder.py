@@ -313,7 +313,13 @@ def _check_room(end, cache, positions):
 
 
 def build_decoder(
-    config, make: Builder, build_attention, build_moe, *, centered: bool = False
+    config,
+    make: Builder,
+    build_attention,
+    build_moe,
+    *,
+    centered: bool = False,
+    make_layer: Callable[..., Any] | None = None,
 ) -> Decoder:
     """Make a model whose layers are `DecoderLayer` modules, at the paths of `DECODER_KEYS`.
 
@@ -323,6 +329,8 @@ def build_decoder(
       build_attention: takes the sizes, the index of a layer and `make`, and returns its attention.
       build_moe: takes the same arguments, and returns the expert block of the layer.
       centered: whether the norms in the file store ``weight - 1``.
+      make_layer: takes the index of a layer and the arguments of `DecoderLayer`, and returns the
+        layer. None makes a `DecoderLayer`.
     """
     h, eps = config.hidden, config.eps
 
@@ -332,12 +340,13 @@ def build_decoder(
             mlp = build_gated_mlp(make, f"{path}.mlp", h, config.dense_intermediate)
         else:
             mlp = build_moe(config, layer, make)
-        return DecoderLayer(
+        parts = (
             make.norm(f"{path}.attention_norm", h, eps, centered=centered),
             build_attention(config, layer, make),
             make.norm(f"{path}.mlp_norm", h, eps, centered=centered),
             mlp,
         )
+        return DecoderLayer(*parts) if make_layer is None else make_layer(layer, *parts)
 
     return build_around(config, make, build_layer, tied=config.tied, centered=centered)
 

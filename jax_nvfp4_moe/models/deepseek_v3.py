@@ -14,8 +14,8 @@ from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     build_block,
+    read_dense_layers,
     read_grouped_router,
-    read_layer_types,
     read_leading_dense,
     read_sparse,
 )
@@ -23,8 +23,10 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.latent_attention import MLAConfig, build_latent_attention
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.routing import Router
 
-_EXPERTS = ("n_routed_experts", "num_local_experts")
+# The names that the number of experts may have.
+EXPERTS = ("n_routed_experts", "num_local_experts")
 _EPS = 1e-6
 
 
@@ -35,26 +37,31 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
     fields = Fields(config)
-    router = read_grouped_router(fields, *_EXPERTS, groups=8, kept=4, scaling=2.5)
+    router = read_grouped_router(fields, *EXPERTS, groups=8, kept=4, scaling=2.5)
     return _read(fields, config, router, read_leading_dense(fields, 3), _EPS)
 
 
 def read_lite_config(config: Mapping[str, Any]) -> SparseConfig:
     """Read a parsed ``config.json`` of GLM-4.7-Flash; raises the errors of `read_config`."""
     fields = Fields(config)
-    router = read_grouped_router(fields, *_EXPERTS, scaling=1.8)
-    types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
-    if types is None:
-        dense = read_leading_dense(fields, 1)
-    else:
-        dense = frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
-    return _read(fields, config, router, dense, 1e-5)
+    router = read_grouped_router(fields, *EXPERTS, scaling=1.8)
+    return _read(fields, config, router, read_dense_layers(fields, config, 1), 1e-5)
 
 
 def _read(fields, config, router, dense, eps):
     """Read the sizes that both have in common."""
+    attention = read_attention(fields, config)
+    return read_model(fields, attention, router, dense, eps)
+
+
+def read_attention(fields: Fields, config: Mapping[str, Any]) -> MLAConfig:
+    """Read the sizes of a latent attention.
+
+    Args:
+      fields: the fields of ``config.json``.
+      config: the parsed ``config.json``.
+    """
     width, positions = fields.size("qk_rope_head_dim"), fields.size("max_position_embeddings")
-    fields.only("moe_layer_freq", (1,), 1)
     fields.relate(width % 2 == 0, f"qk_rope_head_dim: expected an even number, got {width}")
     rope = read_rope(fields, config, width, positions)
     fields.relate(
@@ -62,7 +69,7 @@ def _read(fields, config, router, dense, eps):
         "partial_rotary_factor: expected 1, because this architecture rotates all channels of "
         "qk_rope_head_dim",
     )
-    attention = MLAConfig(
+    return MLAConfig(
         hidden=fields.size("hidden_size"),
         num_heads=fields.size("num_attention_heads"),
         q_lora_rank=fields.size("q_lora_rank") if fields.present("q_lora_rank") else None,
@@ -74,12 +81,30 @@ def _read(fields, config, router, dense, eps):
         bias=fields.flag("attention_bias", False),
         rope=rope,
     )
+
+
+def read_model(
+    fields: Fields, attention: Any, router: Router, dense: frozenset[int], eps: float
+) -> SparseConfig:
+    """Read the other sizes, and return all sizes.
+
+    Args:
+      fields: the fields of ``config.json``.
+      attention: the sizes of the attention, or of the attention of each layer.
+      router: the router.
+      dense: the indices of the layers without experts.
+      eps: the default epsilon of the norms.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields.only("moe_layer_freq", (1,), 1)
     return read_sparse(
         fields,
         attention,
         router,
         eps=eps,
-        experts=_EXPERTS,
+        experts=EXPERTS,
         intermediate="moe_intermediate_size",
         dense_layers=dense,
         shared_experts=fields.count("n_shared_experts", 1),

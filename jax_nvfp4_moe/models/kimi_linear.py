@@ -17,9 +17,8 @@ from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import (
     SparseConfig,
     build_block,
+    read_dense_layers,
     read_grouped_router,
-    read_layer_types,
-    read_leading_dense,
     read_sparse,
 )
 from jax_nvfp4_moe.nn.building import Builder
@@ -91,7 +90,7 @@ def read_config(config: Mapping[str, Any]) -> SparseConfig:
         fields.layer_types(layers, (_LINEAR, _FULL), default),
     )
     router = read_grouped_router(fields, *_EXPERTS, scaling=2.446)
-    return _read(fields, config, mixers, router, read_leading_dense(fields, 1), 1e-5)
+    return _read(fields, config, mixers, router, 1, 1e-5)
 
 
 def read_ling_config(config: Mapping[str, Any]) -> SparseConfig:
@@ -119,7 +118,7 @@ def read_ling_config(config: Mapping[str, Any]) -> SparseConfig:
         fields.layer_types(layers, (_LINEAR, _FULL), default),
     )
     router = read_grouped_router(fields, *_EXPERTS, groups=8, kept=4, scaling=2.5)
-    return _read(fields, config, mixers, router, read_leading_dense(fields, 2), 1e-6)
+    return _read(fields, config, mixers, router, 2, 1e-6)
 
 
 def _renamed(config) -> dict[str, Any]:
@@ -145,10 +144,6 @@ def _read_latent(fields, rope) -> MLAConfig:
 
 def _read(fields, config, mixers, router, leading, eps):
     """Read the sizes that both models have, and return all sizes."""
-    types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
-    dense = leading
-    if types is not None:
-        dense = frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
     return read_sparse(
         fields,
         mixers,
@@ -156,7 +151,7 @@ def _read(fields, config, mixers, router, leading, eps):
         eps=eps,
         experts=_EXPERTS,
         intermediate="moe_intermediate_size",
-        dense_layers=dense,
+        dense_layers=read_dense_layers(fields, config, leading),
         shared_experts=fields.count("n_shared_experts", 1),
     )
 

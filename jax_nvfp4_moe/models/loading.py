@@ -22,6 +22,7 @@ from jax_nvfp4_moe.checkpoint.reading import Reader
 from jax_nvfp4_moe.checkpoint.table import WeightTable
 from jax_nvfp4_moe.models import (
     deepseek_v3,
+    deepseek_v32,
     ernie4_5_moe,
     exaone_moe,
     glm4_moe,
@@ -59,6 +60,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "KimiK2ForCausalLM": deepseek_v3.ARCHITECTURE,
     "KimiK25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
     "Kimi_K25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
+    "DeepseekV32ForCausalLM": deepseek_v32.ARCHITECTURE,
+    "GlmMoeDsaForCausalLM": deepseek_v32.GLM,
     "Glm4MoeLiteForCausalLM": deepseek_v3.LITE,
     "Glm4MoeForCausalLM": glm4_moe.ARCHITECTURE,
     "MiniMaxM2ForCausalLM": minimax_m2.ARCHITECTURE,

@@ -178,6 +178,23 @@ def read_leading_dense(fields: Fields, default: int) -> frozenset[int]:
     return frozenset(range(fields.count("first_k_dense_replace", default)))
 
 
+def read_dense_layers(fields: Fields, config: Mapping[str, Any], default: int) -> frozenset[int]:
+    """Return the indices of the layers without experts.
+
+    They are the layers that are "dense" in the list ``mlp_layer_types``, if the config has one, and
+    the first ``first_k_dense_replace`` layers otherwise.
+
+    Args:
+      fields: the fields of ``config.json``.
+      config: the parsed ``config.json``.
+      default: the default of ``first_k_dense_replace``.
+    """
+    types = read_layer_types(fields, config, "mlp_layer_types", ("dense", "sparse"))
+    if types is None:
+        return read_leading_dense(fields, default)
+    return frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
+
+
 def read_layer_types(
     fields: Fields, config: Mapping[str, Any], name: str, allowed: Sequence[str]
 ) -> tuple[str, ...] | None:

@@ -5,8 +5,8 @@ Source: `modeling_deepseek_v3` of transformers; arXiv:2412.19437.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,12 @@ from jax_nvfp4_moe.nn.attention import append, build_keys_and_values, empty_entr
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
-from jax_nvfp4_moe.nn.rope import Rope, rotate
+from jax_nvfp4_moe.nn.rope import Rope, pair_halves, rotate
 from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
 from jax_nvfp4_moe.ops.dense import dense, precision_for
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -53,6 +55,7 @@ class MLAConfig:
       temperature: scale s and length f. The query at position p is multiplied by
         ``1 + s * log(1 + floor(p / f))``. None for a factor of 1.
       gated: whether the result of each head is multiplied by the sigmoid of a gate.
+      indexer: sizes of the indexer by which queries choose their keys; None if they see all keys.
     """
 
     hidden: int
@@ -67,6 +70,7 @@ class MLAConfig:
     rope: Rope | None
     temperature: tuple[float, float] | None = None
     gated: bool = False
+    indexer: IndexerSizes | None = None
 
     @property
     def scale(self) -> float:
@@ -148,14 +152,29 @@ class LatentAttention(HeadParallel):
         shape = (1, self.config.kv_lora_rank + self.config.qk_rope_head_dim)
         return empty_entries(batch, max_length, self.dtype, latent=shape)
 
-    def mix(self, x, positions, entries):
+    def mix(self, x, positions, entries) -> Any:
         """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
+        plain, turned, latent, _ = self._project(x, positions)
+        seen, entries = append(entries, positions, latent=latent)
+        y = self._attend(plain, turned, seen["latent"], positions)
+        return self._finish(y, x), entries
+
+    def _project(self, x, positions):
+        """Return the projections of tokens ``x [b, t, h]``.
+
+        Returns:
+          The channels of the queries that are not rotated and those that are, ``[b, t, n, d]``.
+          Then what the cache holds of the tokens, ``[b, t, 1, d]``, and the normalized latents of
+          the queries ``[b, t, r]``, or the queries if they have no latent.
+        """
         config, (b, t, _) = self.config, x.shape
         down = self.down(x)
         rope = down.shape[-1] - config.qk_rope_head_dim
         q, latent, key = jnp.split(down, [rope - config.kv_lora_rank, rope], axis=-1)
+        residual = q
         if config.q_lora_rank is not None:
-            q = self.q(self.q_norm(q))
+            residual = self.q_norm(q)
+            q = self.q(residual)
         q = q.reshape(b, t, config.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
         if config.temperature is not None:
             q = _grow(q, positions, *config.temperature)
@@ -163,30 +182,46 @@ class LatentAttention(HeadParallel):
         turned = self._rotate(turning, positions)
         key = self._rotate(key[:, :, None, :], positions)
         latent = jnp.concatenate([self.kv_norm(latent)[:, :, None, :], key], axis=-1)
-        seen, entries = append(entries, positions, latent=latent)
         # Calibration needs the inputs of `kv_up`. They are recorded here, because the second form
         # never multiplies `kv_up` by a latent.
         record(self.kv_up, latent[:, :, 0, : config.kv_lora_rank])
-        absorbs = self._absorbs(t, seen["latent"].shape[2])
+        return plain, turned, latent, residual
+
+    def _attend(self, plain, turned, seen, positions, chosen=None):
+        """Attend to cache entries ``[b, 1, s, d]``: to those of `chosen`, or to all if it is None.
+
+        Chosen latents are never expanded if that can be avoided. Each query has its own, so each
+        query would expand them again.
+        """
+        few = chosen is not None or self._absorbs(positions.shape[1], seen.shape[2])
         # With FP8 scales, the keys and values of all heads are rounded: they must be expanded.
-        if isinstance(self.kv_up, HeadMatrices) and absorbs and self.kv.scales is None:
-            y = self._attend_to_latents(self.kv_up, plain, turned, seen["latent"], positions)
-        else:
-            k, v = self._expand(seen["latent"])
-            k, v = self.kv.rounded(k=k, v=v).values()
-            q = jnp.concatenate([plain, turned], axis=-1)
-            y = attention(q, k, v, positions, scale=config.scale, target=self.target)
+        if isinstance(self.kv_up, HeadMatrices) and few and self.kv.scales is None:
+            return self._attend_to_latents(self.kv_up, plain, turned, seen, positions, chosen)
+        k, v = self._expand(seen)
+        k, v = self.kv.rounded(k=k, v=v).values()
+        q = jnp.concatenate([plain, turned], axis=-1)
+        return self._attend_to(q, k, v, positions, chosen)
+
+    def _attend_to(self, q, k, v, positions, chosen):
+        """Attend to keys and values; see `_attend`."""
+        scale = self.config.scale
+        if chosen is None:
+            return attention(q, k, v, positions, scale=scale, target=self.target)
+        return attend_to_chosen(q, k, v, positions, chosen, scale=scale)
+
+    def _finish(self, y, x):
+        """Return the output of the layer for the results of its heads ``y [b, t, n, d]``."""
         if self.gate is not None:
             gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(x.dtype)
             y = y * gate[..., None]
-        return self.out(y.reshape(b, t, -1)), entries
+        return self.out(y.reshape(*x.shape[:2], -1))
 
     def _rotate(self, x, positions):
         """Rotate queries or keys; channels of adjacent pairs are first moved half a width apart."""
         if self.config.rope is None:
             return x
         if self.config.interleaved:
-            x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+            x = pair_halves(x)
         return rotate(x, positions, self.config.rope)
 
     def _absorbs(self, t: int, s: int) -> bool:
@@ -196,14 +231,13 @@ class LatentAttention(HeadParallel):
         absorbed = t * config.kv_lora_rank * head + 2 * t * s * config.kv_lora_rank
         return absorbed <= s * config.kv_lora_rank * head + t * s * head
 
-    def _attend_to_latents(self, up: HeadMatrices, plain, turned, latent, positions):
+    def _attend_to_latents(self, up: HeadMatrices, plain, turned, latent, positions, chosen):
         """Attend to the latents, which serve as the one key head and value head of all queries."""
         q = _each_head(plain, up.keys, contracted=1)
         q = jnp.concatenate([q, turned], axis=-1)
         # The last channels of the result belong to the rotated keys and are dropped. Dropping them
         # from the values before the product would copy the cache.
-        scale = self.config.scale
-        y = attention(q, latent, latent, positions, scale=scale, target=self.target)
+        y = self._attend_to(q, latent, latent, positions, chosen)
         return _each_head(y[..., : self.config.kv_lora_rank], up.values, contracted=2)
 
     def _expand(self, seen):
@@ -274,7 +308,12 @@ def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Arr
     return jnp.moveaxis(y, 0, 2).astype(x.dtype)
 
 
-def build_latent_attention(config: MLAConfig, path: str, make: Builder) -> LatentAttention:
+def build_latent_attention(
+    config: MLAConfig,
+    path: str,
+    make: Builder,
+    kind: Callable[[MLAConfig, Builder, str], LatentAttention] = LatentAttention,
+) -> LatentAttention:
     """Build a latent attention layer, divided by heads along the mesh axis `tensor`.
 
     The projections from latents to heads and the output projection are divided. Without a latent of
@@ -285,6 +324,7 @@ def build_latent_attention(config: MLAConfig, path: str, make: Builder) -> Laten
       config: sizes of the whole layer.
       path: path of the layer.
       make: the `Builder` of the model.
+      kind: `LatentAttention`, or a class derived from it.
     """
     heads, shards = config.num_heads, make.settings.shards
     rows = ShardSpec("rows", shards)
@@ -295,7 +335,7 @@ def build_latent_attention(config: MLAConfig, path: str, make: Builder) -> Laten
     by_heads = (query, "kv_up", "k", "v", "gate")
     return divide(
         make,
-        lambda make, sizes: LatentAttention(sizes, make, path),
+        lambda make, sizes: kind(sizes, make, path),
         config,
         dataclasses.replace(config, num_heads=heads // shards),
         specs=dict.fromkeys(by_heads, rows) | {"out": ShardSpec("columns", shards)},

@@ -1,4 +1,4 @@
-"""RMSNorm, and the functions that compute it."""
+"""RMSNorm, and the functions that compute it and a layer norm."""
 
 import functools
 
@@ -57,6 +57,26 @@ def normalize(x, weight, eps: float, mean=None):
     mean = mean_square(x) if mean is None else mean
     normal = (wide * lax.rsqrt(mean + eps)).astype(weight.dtype)
     return (normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))).astype(x.dtype)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("eps",))
+def layer_normalize(x: Float[Array, "... h"], weight, bias, eps: float) -> Float[Array, "... h"]:
+    """Return ``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias``, in the dtype of `x`.
+
+    Args:
+      x: ``[..., h]``. Mean and variance are those of its last axis, in float32.
+      weight: ``[h]``.
+      bias: ``[h]``.
+      eps: added to the variance.
+
+    Source: Ba et al., "Layer Normalization", arXiv:1607.06450.
+    """
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normal = wide * lax.rsqrt(mean_square(wide) + eps)
+    axes = range(x.ndim - 1)
+    weight, bias = (jnp.expand_dims(one.astype(jnp.float32), axes) for one in (weight, bias))
+    return (normal * weight + bias).astype(x.dtype)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -54,3 +54,8 @@ def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rop
     signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
     rotated = halves * cos + jnp.flip(halves, axis=-2) * (signs * sin)
     return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def pair_halves(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    """Move the two channels of each adjacent pair half a width apart, where `rotate` pairs them."""
+    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

@@ -137,7 +137,7 @@ class HeadParallel(nnx.Module):
     expert_mesh: ExpertMesh | None = None
     cache_axes: ClassVar[Mapping[str, int | None]]
 
-    def mix(self, x, positions, entries):
+    def mix(self, *args: Any, **named: Any) -> Any:
         """Compute the part of one shard, with the arguments and results of `__call__`."""
         raise NotImplementedError
 
@@ -153,19 +153,31 @@ class HeadParallel(nnx.Module):
         make = functools.partial(self.empty_cache, batch, max_length)
         return self.expert_mesh.shard_map(make, (), self._cache_specs())()
 
-    def __call__(self, x, positions, entries):
-        """Mix ``x [b, t, h]`` at `positions` ``[b, t]``; return ``[b, t, h]`` and cache entries."""
-        if self.expert_mesh is None:
-            return self.mix(x, positions, entries)
+    def __call__(self, x, positions, entries, *further):
+        """Mix tokens at their positions.
 
-        def run(part, x, positions, entries):
-            y, entries = part.mix(x, positions, entries)
-            return _add_up(y), entries
+        Args:
+          x: ``[b, t, h]``.
+          positions: int32 ``[b, t]``.
+          entries: cache entries, or None without a cache.
+          *further: further arguments of `mix`, replicated.
+
+        Returns:
+          ``[b, t, h]``, the cache entries, and as many replicated results as there are `further`
+          arguments.
+        """
+        if self.expert_mesh is None:
+            return self.mix(x, positions, entries, *further)
+
+        def run(part, x, positions, entries, *further):
+            y, *others = part.mix(x, positions, entries, *further)
+            return _add_up(y), *others
 
         whole = self.expert_mesh.spec()
         cache = None if entries is None else self._cache_specs()
-        specs = (whole, whole, cache), (whole, cache)
-        return run_shards(self.expert_mesh, run, self, x, positions, entries, specs=specs)
+        others = (whole,) * len(further)
+        specs = (whole, whole, cache, *others), (whole, cache, *others)
+        return run_shards(self.expert_mesh, run, self, x, positions, entries, *further, specs=specs)
 
     def _cache_specs(self):
         """Return the specification of each cache entry."""

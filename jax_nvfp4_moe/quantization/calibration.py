@@ -229,8 +229,8 @@ def calibrate(
             layer = plan.materialize(reader, path)
             linears, experts = None, None
             for batch, x in enumerate(hidden):
-                steps = jnp.arange(x.shape[1], dtype=jnp.int32)
-                positions = jnp.broadcast_to(steps[None, :], x.shape[:2])
+                b, t, _ = jax.tree.leaves(x)[0].shape  # a layer may hand on more than the tokens
+                positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None, :], (b, t))
                 y, own_linears, own_experts = _run(layer, x, positions, squares)
                 hidden[batch] = jax.block_until_ready(y)
                 linears = _merge(linears, own_linears)

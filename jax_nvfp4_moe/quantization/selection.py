@@ -38,6 +38,8 @@ _BESIDE_QUERIES = (
     "f_a_proj",
     "b_proj",
 )
+# Linears of an indexer -> the linear of the attention around it that reads the same input.
+_OF_INDEXERS = {"wq_b": "q_b_proj", "wk": "q_a_proj", "weights_proj": "q_a_proj"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +186,8 @@ def _group(prefix, requests) -> str:
     parent, _, leaf = prefix.rpartition(".")
     if leaf == "w3":  # the up projection of LFM2, whose gate projection is w1
         return f"{parent}.w1"
+    if parent.endswith(".indexer"):
+        return fused_name(f"{parent.removesuffix('.indexer')}.{_OF_INDEXERS[leaf]}")
     direct = f"{parent.removesuffix('.forget_gate')}.q_proj"
     beside = leaf in _BESIDE_QUERIES and direct in requests.linears
     return fused_name(direct if beside else prefix)

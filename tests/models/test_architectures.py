@@ -66,6 +66,9 @@ FAULTS = [
     ("ernie4_5_moe-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
     ("mistral4-modelopt-w4a16", {"topk_group": 3}),
     ("mistral4-modelopt-w4a16", {"rope_interleave": False}),
+    ("deepseek_v32-modelopt-w4a16", {"index_topk": 7}),
+    ("deepseek_v32-modelopt-w4a16", {"indexer_rope_interleave": True}),
+    ("glm_moe_dsa-modelopt-w4a16", {"indexer_rope_interleave": False}),
     ("granitemoe-modelopt-w4a16", {"attention_multiplier": 0.25}),
     ("granitemoeshared-modelopt-w4a16", {"residual_multiplier": 0.71}),
     ("granitemoeshared-modelopt-w4a16", {"embedding_multiplier": 3.1}),
@@ -102,6 +105,7 @@ FAULTS = [
 EACH_MIXER = (
     "bailing_hybrid-modelopt-w4a16",  # latent attention beside a delta net
     "deepseek_v3-modelopt-mixed-w4a16-kv8",  # latent attention, FP8 cache
+    "glm_moe_dsa-modelopt-w4a16",  # keys that an indexer chooses, also for a later layer
     "gpt_oss-modelopt-w4a16",  # windows and sinks
     "kimi_linear-modelopt-w4a16",  # Kimi delta attention
     "lfm2_moe-modelopt-w4a16",  # short convolutions

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from given import CHECKPOINTS, MODELS, reference_tensors
-from plain_rounding import followed_choices, rounded_modules
+from plain_rounding import followed_choices, own_choices, rounded_modules
 
-from jax_nvfp4_moe import NVFP4MoE, explain, load_model
+from jax_nvfp4_moe import explain, load_model
 from jax_nvfp4_moe.nn.experts import RoutedTokens
 from jax_nvfp4_moe.nn.gated_delta_net import GatedDeltaNet
 from jax_nvfp4_moe.nn.intermediates import capture
@@ -30,7 +30,7 @@ SHARE_REPLACED = 0.1
 
 @jax.jit
 def run_float32(model, ids, choices, rounds):
-    """Return logits, the choices of each expert block, and which tokens' choices were replaced."""
+    """Return logits, the choices of experts and keys, and which tokens' choices were replaced."""
     with (
         rounded_modules(model, rounds),
         followed_choices(choices) as replaced,
@@ -59,13 +59,6 @@ def run_with_cache(model, ids, choices, first):
     _, (decoded, kept_later) = jax.lax.scan(take, cache, each)
     logits = jnp.concatenate([prefill, jnp.moveaxis(decoded[:, :, 0], 0, 1)], axis=1)
     return logits, jnp.concatenate([kept, jnp.moveaxis(kept_later[..., 0], 0, 2)], axis=2)
-
-
-def own_choices(model, ids):
-    """Return the `choices` that let each router keep its own."""
-    blocks = [part for _, part in nnx.iter_modules(model) if isinstance(part, NVFP4MoE)]
-    shapes = [(*ids.shape, block.router.top_k) for block in blocks]
-    return [(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape)) for shape in shapes]
 
 
 def times_rounding(name, edit=lambda default: None):

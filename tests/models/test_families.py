@@ -136,6 +136,11 @@ def test_layers_are_as_transformers_derives_them():
     ernie = read("ernie4_5_moe", num_hidden_layers=6, moe_layer_end_index=-1, moe_layer_interval=2)
     assert ernie.dense_layers == {0, 2, 4}
     assert read("qwen3_vl_moe").router.renormalize
+    every = {"indexer_types": None, "num_hidden_layers": 9, "mlp_layer_types": None}
+    assert read("glm_moe_dsa", **every).attention.types == ("full",) * 9
+    glm = read("glm_moe_dsa", **every, index_topk_freq=4, index_skip_topk_offset=3)
+    assert [layer for layer in range(9) if not glm.attention.is_shared(layer)] == [0, 1, 2, 6]
+    assert glm == read("glm_moe_dsa", **every, index_topk_pattern="FFFSSSFSS")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +149,10 @@ def test_layers_are_as_transformers_derives_them():
         ("ernie4_5_moe", {"use_bias": True}, "use_bias: True is not supported"),
         ("ernie4_5_moe", {"moe_k": 9}, "moe_k: 9 of 8 experts"),
         ("mistral4", {"model_type": "mistral"}, "model_type: .mistral. is not supported"),
+        ("deepseek_v32", {"rope_interleave": False}, "rope_interleave: False is not supported"),
+        ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim: expected at least qk_rope"),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] * 3}, 'expected "full" for the first layer'),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, "indexer_types: expected a list of 3 values"),
         ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling: expected not zero, got 0.0"),
         ("granitemoehybrid", {"layer_types": ["conv", "conv"]}, "layer_types: expected 2 of"),
         ("granitemoehybrid", {"mamba_d_head": 8}, "mamba_d_head: expected 8 heads to fill 128"),

@@ -20,6 +20,7 @@ CONFIGURATIONS = json.loads((CHECKPOINTS / "published_configurations.json").read
 OF_LAYERS = (
     "num_hidden_layers",
     "layer_types",
+    "indexer_types",
     "mlp_layer_types",
     "mlp_only_layers",
     "first_k_dense_replace",
@@ -32,7 +33,7 @@ FEWER = {
     "num_experts": 32,
     "num_local_experts": 4,
     "moe_num_experts": 8,
-    "n_routed_experts": 8,
+    "n_routed_experts": 16,
     "vocab_size": 256,
 }
 

@@ -15,7 +15,7 @@ from host_devices import call, decode, difference, make_mesh, name_shape, run_co
 from unquantized import dequantized
 
 from jax_nvfp4_moe import load_model
-from jax_nvfp4_moe.models import deepseek_v3, llama4, minimax_m2, olmoe
+from jax_nvfp4_moe.models import deepseek_v3, deepseek_v32, llama4, minimax_m2, olmoe
 from jax_nvfp4_moe.nn.grouped_query import Attention
 from jax_nvfp4_moe.parallel import ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import divided_axes
@@ -38,6 +38,8 @@ MODELS = {
     "qwen2": ("qwen2_moe-modelopt-w4a16", ((2, 4),)),
     "ernie": ("ernie4_5_moe-modelopt-w4a16", ((2, 4),)),
     "mistral4": ("mistral4-modelopt-w4a16", ((2, 4),)),
+    "deepseek_v32": ("deepseek_v32-modelopt-w4a16", ((2, 4),)),
+    "glm_moe_dsa": ("glm_moe_dsa-modelopt-w4a16", ((2, 4), (1, 2))),
     "granite": ("granitemoeshared-modelopt-w4a16", ((2, 4),)),
     "hunyuan": ("hunyuan_v1_moe-modelopt-w4a16", ((2, 4),)),
     "exaone": ("exaone_moe-modelopt-w4a16", ((2, 4),)),
@@ -57,6 +59,8 @@ SENT = {
     "qwen2": (3 + 2 + 1 + 1, 2),
     "ernie": (2 + 1 + 1 + 1, 1),
     "mistral4": (2 + 1 + 1 + 1, 1),
+    "deepseek_v32": (3 + 2 + 1 + 1, 2),
+    "glm_moe_dsa": (3 + 2 + 1 + 1, 2),
     "granite": (2 + 2 + 0 + 1, 2),
     "hunyuan": (2 + 2 + 0 + 1, 2),
     "exaone": (3 + 2 + 1 + 1, 2),
@@ -71,6 +75,7 @@ ATTENTIONS = {
     "latent-w4a4": ("deepseekv3-modelopt-w4a4", deepseek_v3, "checkpoint"),
     "latent-fp8": ("deepseek_v3-modelopt-mixed-w4a16-kv8", deepseek_v3, "checkpoint"),
     "latent-fp8-weights": ("deepseek_v3-modelopt-mixed-w4a16-kv8", deepseek_v3, None),
+    "latent-sparse": ("deepseek_v32-modelopt-w4a16", deepseek_v32, None),
     "llama4-w4a16": ("llama4_text-modelopt-w4a16", llama4, None),
     "llama4-w4a4": ("llama4-ct-w4a4", llama4, "checkpoint"),
     "normalized-biases": ("olmoe-bias-modelopt-w4a16", olmoe, None),
@@ -88,6 +93,7 @@ SHARES = {
     "latent-w4a4": LATENT,
     "latent-fp8": LATENT | {"kv": 4},  # scales of keys and values
     "latent-fp8-weights": LATENT,
+    "latent-sparse": LATENT | {"q": 96 / 32, "indexer": 1},
     "llama4-w4a16": GROUPED,
     "llama4-w4a4": GROUPED,
     "normalized-biases": GROUPED | {"q_norm": 4, "k_norm": 2},

@@ -46,6 +46,7 @@ def slow(name):
         slow("gpt_oss-modelopt-w4a16"),
         slow("llama4_text-modelopt-w4a16"),
         slow("nemotron_h-latent-modelopt-w4a16"),
+        slow("glm_moe_dsa-modelopt-w4a16"),
         slow("qwen3_next-modelopt-w4a16"),
         slow("qwen3_5_moe-modelopt-w4a16"),
     ],

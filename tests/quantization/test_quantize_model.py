@@ -160,6 +160,8 @@ WRITTEN = (
     "qwen2_moe-modelopt-w4a16",
     "ernie4_5_moe-modelopt-w4a16",
     "mistral4-modelopt-w4a16",
+    "deepseek_v32-modelopt-w4a16",
+    "glm_moe_dsa-modelopt-w4a16",
     "granitemoeshared-modelopt-w4a16",
     "granitemoehybrid-modelopt-w4a16",
     "hunyuan_v1_moe-modelopt-w4a16",

@@ -62,6 +62,12 @@ GRANITE = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
 }
+INDEXER = {
+    "num_hidden_layers": 3,
+    "index_topk": 6,
+    "index_head_dim": 16,
+    "index_n_heads": 8,
+}
 KIMI_LACKS = ("first_k_dense_replace", "n_routed_experts")
 VISION = {
     "depth": 1,
@@ -432,6 +438,28 @@ ARCHITECTURES = {
             num_hidden_layers=2,
             use_bias=False,
         ),
+    ),
+    "deepseek_v32": Architecture(
+        "deepseek_v32",
+        dense(
+            **EXPERTS,
+            **MLA | INDEXER,
+            n_group=4,
+            topk_group=2,
+            rope_parameters=YARN,
+        ),
+        old_rope=True,
+        mtp="model.layers.3",
+    ),
+    "glm_moe_dsa": Architecture(
+        "glm_moe_dsa",
+        dense(
+            **EXPERTS,
+            **MLA | INDEXER,
+            indexer_types=["full", "full", "shared"],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        mtp="model.layers.3",
     ),
     "mistral4": Architecture(
         "mistral4",

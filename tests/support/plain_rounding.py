@@ -14,6 +14,9 @@ from flax import nnx
 
 from jax_nvfp4_moe import NVFP4MoE
 from jax_nvfp4_moe.models.decoder import Decoder
+from jax_nvfp4_moe.nn.experts import RoutedTokens
+from jax_nvfp4_moe.nn.indexer import Indexer
+from jax_nvfp4_moe.nn.intermediates import record
 
 
 @contextlib.contextmanager
@@ -54,30 +57,57 @@ def _owner_of_call(kind):
     return next((base for base in kind.__mro__ if "__call__" in vars(base)), None)
 
 
+def own_choices(model, ids):
+    """Return the `choices` that let each router and each indexer keep its own."""
+    kinds = (NVFP4MoE, Indexer)
+    found = [part for _, part in nnx.iter_modules(model) if isinstance(part, kinds)]
+    counts = [p.sizes.count if isinstance(p, Indexer) else p.router.top_k for p in found]
+    shapes = [(*ids.shape, count) for count in counts]
+    return [(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape)) for shape in shapes]
+
+
 @contextlib.contextmanager
 def followed_choices(choices):
-    """Replace the experts of each token for which the router disagrees with `choices`.
+    """Replace what routers and indexers choose for a token where they disagree with `choices`.
 
     A near tie in a router may fall to the other side in bfloat16. The logits of that token then say
-    nothing about rounding. If the ids agree, the router's own weights stay.
+    nothing about rounding. If the ids agree, the router's own weights stay. The keys that an
+    indexer chooses are replaced in the same way, and recorded as if they were experts.
 
     Args:
-      choices: ids ``[b, t, k]`` and weights of each expert block, in the order of the calls. Ids of
-        -1 keep what the router decides.
+      choices: ids ``[b, t, k]`` and weights of each expert block and each indexer, in the order of
+        the calls. The weights of an indexer have no meaning. Ids of -1 keep what the router or the
+        indexer decides.
 
     Yields:
-      A list that receives bool ``[b, t]`` for each block: whether the token's experts were
-        replaced.
+      A list that receives float32 ``[b, t]`` for each block and each indexer: whether the token's
+        experts were replaced, or the share of its keys that were.
     """
-    original, given, replaced = NVFP4MoE.route, iter(choices), []
+    given, replaced = iter(choices), []
+    route, choose = NVFP4MoE.route, Indexer.choose
 
-    def route(self, x):
-        ids, weights = original(self, x)
+    def follow(ids):
         there, their_weights = next(given)
         same = (jnp.sort(ids, axis=-1) == jnp.sort(there, axis=-1)).all(axis=-1, keepdims=True)
-        same |= there[..., :1] < 0
-        replaced.append(~same[..., 0])
+        return same | (there[..., :1] < 0), there, their_weights
+
+    def follow_route(self, x):
+        ids, weights = route(self, x)
+        same, there, their_weights = follow(ids)
+        replaced.append(1.0 - same[..., 0].astype(jnp.float32))
         return jnp.where(same, ids, there), jnp.where(same, weights, their_weights)
 
-    with mock.patch.object(NVFP4MoE, "route", route):
+    def follow_choose(self, *args):
+        ids = choose(self, *args)
+        same, there, _ = follow(ids)
+        kept = (ids[..., None] == there[..., None, :]).any(axis=-1).mean(axis=-1)
+        replaced.append(jnp.where(same[..., 0], 0.0, 1.0 - kept))
+        ids = jnp.where(same, ids, there)
+        record(self, RoutedTokens(ids, ids, jnp.zeros(ids.shape)))
+        return ids
+
+    with (
+        mock.patch.object(NVFP4MoE, "route", follow_route),
+        mock.patch.object(Indexer, "choose", follow_choose),
+    ):
         yield replaced

@@ -1,0 +1,121 @@
+"""Test the choice of keys for each query, and attention to these keys alone, in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.ops import chosen_keys
+from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen, choose_keys
+
+B, T, S, COUNT = 2, 7, 20, 5
+SCALE = 0.3
+# Bound of float32 sums of 16 products, in units of the largest result.
+BOUND = 1e-6
+# All queries at once, then two at a time with one left over.
+TOGETHER = pytest.mark.parametrize("together", [T, 2])
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture
+def positions():
+    """Return ascending positions. The first query of row 0 sees fewer keys than it may choose."""
+    return np.array([[2, 5, 6, 9, 13, 18, 19], [7, 8, 9, 10, 11, 12, 13]], np.int32)
+
+
+def allow(monkeypatch, together, elements):
+    """Let so many queries be computed together whose arrays have `elements` elements each."""
+    monkeypatch.setattr(chosen_keys, "_ELEMENTS", together * elements)
+
+
+@TOGETHER
+def test_the_largest_scores_are_chosen(monkeypatch, positions, together):
+    """Scores in float64 rank the keys. Heads have negative weights too."""
+    heads = 3
+    q, weights, k = normal(0, B, T, heads, 16), normal(1, B, T, heads), normal(2, B, S, 16)
+    allow(monkeypatch, together, B * S * heads)
+    found = np.asarray(choose_keys(q, weights, k, positions, count=COUNT))
+    products = np.einsum("btnd,bsd->btns", np.float64(q), np.float64(k))
+    scores = np.einsum("btn,btns->bts", np.float64(weights), np.maximum(products, 0))
+    for row, query in np.ndindex(B, T):
+        seen = positions[row, query] + 1
+        expected = np.argsort(-scores[row, query, :seen], kind="stable")[:COUNT]
+        np.testing.assert_array_equal(found[row, query, : len(expected)], expected)
+        assert (found[row, query, len(expected) :] >= seen).all()
+
+
+def test_the_earlier_of_equal_scores_is_chosen(positions):
+    """No product is positive, so that all scores are zero."""
+    q, weights, k = -np.ones((B, T, 1, 16)), np.ones((B, T, 1)), np.ones((B, S, 16))
+    q, weights, k = (jnp.asarray(x, jnp.float32) for x in (q, weights, k))
+    found = choose_keys(q, weights, k, positions, count=COUNT)
+    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(COUNT), (B, T, COUNT)))
+
+
+def reference(q, k, v, positions, chosen):
+    """Return attention in float64, where a query sees its chosen keys up to its position."""
+    q, k, v = np.float64(q), np.float64(k), np.float64(v)
+    k, v = (np.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
+    scores = np.einsum("btnd,bnsd->btns", q, k) * SCALE
+    seen = np.zeros((B, T, S), bool)
+    np.put_along_axis(seen, chosen, True, axis=-1)
+    seen &= np.arange(S) <= positions[..., None]
+    weights = np.where(seen[:, :, None], np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("btns,bnsd->btnd", weights, v)
+
+
+def random_choice(positions, seed):
+    """Return different keys for each query. The first of them is one that it sees."""
+    chosen = np.zeros((B, T, COUNT), np.int32)
+    rng = np.random.default_rng(seed)
+    for place, position in np.ndenumerate(positions):
+        first = rng.integers(position + 1)
+        others = rng.permutation(np.delete(np.arange(S), first))[: COUNT - 1]
+        chosen[place] = np.append(first, others)
+    return chosen
+
+
+def error(actual, expected):
+    return np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max()
+
+
+@TOGETHER
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_attention_to_chosen_keys(monkeypatch, positions, together, m):
+    n, d, dv = 4, 16, 8
+    q, k, v = normal(0, B, T, n, d), normal(1, B, m, S, d), normal(2, B, m, S, dv)
+    chosen = random_choice(positions, 3)
+    allow(monkeypatch, together, B * COUNT * (m * (d + dv) + n))
+    found = attend_to_chosen(q, k, v, positions, chosen, scale=SCALE)
+    assert error(found, reference(q, k, v, positions, chosen)) < BOUND
+    others = random_choice(positions, 4)  # negative control
+    assert error(found, reference(q, k, v, positions, others)) > 0.1
+
+
+@pytest.mark.parametrize("which", ["choose", "attend"])
+def test_memory_does_not_grow_with_queries_times_keys(monkeypatch, which):
+    """Temporary memory is less than one number for each query and key, but not without a limit."""
+    t = s = 1024
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    places = jax.ShapeDtypeStruct((1, t), jnp.int32)
+    if which == "choose":
+        run = functools.partial(choose_keys, count=64)
+        args = like((1, t, 8, 16)), like((1, t, 8)), like((1, s, 16)), places
+    else:
+        run = functools.partial(attend_to_chosen, scale=SCALE)
+        keys, chosen = like((1, 1, s, 32)), jax.ShapeDtypeStruct((1, t, 64), jnp.int32)
+        args = like((1, t, 8, 32)), keys, keys, places, chosen
+
+    def temporary(elements):
+        monkeypatch.setattr(chosen_keys, "_ELEMENTS", elements)
+        compiled = jax.jit(lambda *args: run(*args)).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(2**17) < 4 * t * s
+    assert temporary(2**40) > 4 * t * s
