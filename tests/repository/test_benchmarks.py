@@ -13,6 +13,7 @@ import sys
 import types
 
 import blackwell
+import cpu_model
 import decode
 import jax.numpy as jnp
 import layer
@@ -64,6 +65,31 @@ def test_calls_differ_and_active_experts_are_counted():
     assert len({call.tobytes() for call in ids}) > 1
     assert moe_cases.count_active(ids) == 8
     assert moe_cases.count_active(np.array([[[0, 1]], [[2, 2]]])) == 1.5
+
+
+def test_a_step_on_a_cpu_reads_what_its_tokens_touch():
+    sizes = cpu_model.SyntheticSizes(
+        layers=3,
+        num_experts=4,
+        top_k=2,
+        hidden=64,
+        intermediate=32,
+        vocab=100,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+    )
+    # Queries and outputs [32, 64], keys and values [16, 64], a router [4, 64] and a head [100, 64].
+    linears, router, head = 2 * (32 + 16) * 64, 2 * 4 * 64, 2 * 100 * 64
+    for batch, touched in ((1, 2), (2, 3)):  # the second token finds half of its experts read
+        layer = (touched * 3 * 64 * 32 + linears) * 9 / 16 + router
+        assert cpu_model.step_bytes(sizes, batch) == 3 * layer + head
+    seconds = {"prefill": {512: [2.0, 1.0]}, "decode": {1: [0.002, 0.001]}}
+    peer = {"prefill": {"512": [4.0]}, "decode": {}}
+    prefill, step = cpu_model.make_rows(seconds, peer, sizes, 1.0)
+    assert (prefill["tokens_per_s"], prefill["times_llama"]) == (512, 4)
+    assert "times_llama" not in step
+    assert step["over_floor"] == pytest.approx(0.001 / (cpu_model.step_bytes(sizes, 1) / 1e9))
 
 
 def test_targets_name_cells_that_are_timed():
