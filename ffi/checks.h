@@ -342,8 +342,9 @@ inline ffi::Error CheckGroupedGemmDims(const GroupedGemmOperands& o, ActivationS
 
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", k, 16));
   NVFP4_RETURN_IF_ERROR(ExpectWeight("", "e, n, k", o.packed, o.block_scale, e, n, k, tile));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("global_scale [e, parts], parts 1 or 2",
-                                   o.global_scale.dimensions(), {e, parts == 2 ? 2 : 1}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("global_scale [e, parts], parts 1, 2 or n",
+                                   o.global_scale.dimensions(),
+                                   {e, parts == 2 || parts == n ? parts : 1}));
   NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("bias [e, n]", o.bias.dimensions(), {e, n}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("group_sizes [e]", o.group_sizes.dimensions(), {e}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("y [m, n]", o.y.dimensions(), {m, n}));

@@ -90,7 +90,9 @@ struct GroupedGemmShape {
   int64_t n_pad;  // rows that the weight layout stores: n, rounded up to whole tiles
   int64_t k;      // reduction dimension
   int64_t e;      // number of experts
-  int64_t parts;  // number of global scales of an expert; output j uses number j * parts / n
+  // The number of global scales of an expert: 1, 2 for the halves of its outputs, or n. Output j
+  // uses number j * parts / n.
+  int64_t parts;
 };
 
 }  // namespace nvfp4

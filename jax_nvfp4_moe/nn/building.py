@@ -22,7 +22,7 @@ from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.keys import KeyTable, find_key
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
-from jax_nvfp4_moe.nn.merged_linear import MergedLinear
+from jax_nvfp4_moe.nn.merged_linear import MergedLinear, find_runs, join_weights
 from jax_nvfp4_moe.nn.norm import RMSNorm
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
@@ -258,7 +258,7 @@ class Builder:
         rows: Mapping[str, int],
         bias: bool | None | Mapping[str, bool | None] = False,
     ) -> MergedLinear:
-        """Make linear layers that read the same input, joined if none of them is quantized.
+        """Make linear layers that read the same input, joined if their formats allow it.
 
         Args:
           path: path of the merged layer. The path of one of its layers is ``path.name``.
@@ -275,19 +275,20 @@ class Builder:
         }
 
         def construct(values):
-            linears = {
-                name: make_linear(values[name], n, k, settings, specs[name])
-                for name, n in rows.items()
-            }
-            merged = MergedLinear(**linears)
-            if merged.joined is not None and self.shards > 1:
-                layouts = [
-                    spec and spec.layout(n, self.shards)
-                    for spec, n in zip(specs.values(), rows.values(), strict=True)
+            linears = {}
+            # The values may come in another order, because tree operations sort dictionaries.
+            for names in find_runs({name: values[name] for name in rows}, settings):
+                widths = [rows[name] for name in names]
+                joined = join_weights([values[name] for name in names])
+                made = make_linear(joined, sum(widths), k, settings)
+                found = [
+                    spec and spec.layout(n, settings.shards)
+                    for n, spec in zip(widths, map(specs.get, names), strict=True)
                 ]
-                for variable in (merged.joined.weight, merged.joined.bias):
-                    mark(variable, join_layouts(layouts, rows.values()))
-            return merged
+                for variable in (made.weight, made.bias):
+                    mark(variable, join_layouts(found, widths))
+                linears["_".join(names)] = made
+            return MergedLinear(**linears)
 
         return self._note(path, sources, construct, specs)
 

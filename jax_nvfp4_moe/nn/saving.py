@@ -110,7 +110,9 @@ def restore(folder: str | pathlib.Path, like: Saved) -> Saved:
 
     Raises:
       CheckpointError: the folder is incomplete, or names, shapes, dtypes or layout versions differ.
-        The message lists all differences. Also if a tree was saved on another number of shards.
+        The message lists all differences. Also if a tree was saved on another number of shards, or
+        if only one of the two models rounds activations with calibrated scales: such a model joins
+        fewer linear layers (see `MergedLinear`).
       ImportError: orbax-checkpoint is not installed.
 
     Example:

@@ -35,8 +35,9 @@ class NVFP4Tensor:
       packed: uint8 ``[..., n, k/2]``, two E2M1 codes per byte, with the even column in the low
         nibble.
       block_scale: float8_e4m3fn ``[..., n, k/16]``, one scale for each 16 elements of a row.
-      global_scale: float32 ``[...]``, one scale per matrix, or ``[..., 2]``, one for each half of
-        the rows (the gate and up halves of an expert).
+      global_scale: float32 ``[...]``, one scale per matrix; ``[..., 2]``, one for each half of the
+        rows (the gate and up halves of an expert); or ``[..., n]``, one for each row (several
+        matrices that are stored as one).
       global_divisor: float32 of the shape of `global_scale`, or None (default). compressed-tensors
         stores the reciprocal of the global scale. Dequantization then divides by it, so that values
         have the same bits as that tool's. Kernels multiply by `global_scale`, its rounded
@@ -76,8 +77,9 @@ class NVFP4Tensor:
           packed: uint8 ``[..., n, k/2]``, two E2M1 codes per byte, with the even column in the low
             nibble.
           block_scale: float8_e4m3fn ``[..., n, k/16]``.
-          global_scale: ``[...]``, one scale per matrix, or ``[..., 2]``, one for each half of the
-            rows; taken as float32. A number is allowed for a single matrix.
+          global_scale: ``[...]``, one scale per matrix; ``[..., 2]``, one for each half of the
+            rows; or ``[..., n]``, one for each row. Taken as float32. A number is allowed for a
+            single matrix.
 
         Returns:
           An `NVFP4Tensor` with logical shape ``[..., n, k]``.
@@ -106,10 +108,11 @@ class NVFP4Tensor:
                 f"block_scale: expected shape {scales}, one scale per {BLOCK} codes; "
                 f"got {block_scale.shape}"
             )
-        if global_scale.shape not in (lead, (*lead, 2)):
+        by_row = packed.shape[:-1]
+        if global_scale.shape not in (lead, (*lead, 2), by_row):
             raise ValueError(
-                f"global_scale: expected shape {lead}, one scale per matrix, or {(*lead, 2)}, one "
-                f"per half of the rows; got {global_scale.shape}"
+                f"global_scale: expected shape {lead}, one scale per matrix, {(*lead, 2)}, one per "
+                f"half of the rows, or {by_row}, one per row; got {global_scale.shape}"
             )
         return cls(packed, block_scale, global_scale)
 
@@ -176,7 +179,7 @@ class NVFP4Tensor:
         )
 
     def _per_row(self, scale):
-        """Broadcast scales ``[...]`` or ``[..., halves]`` to the rows: ``[..., n or 1, 1]``."""
+        """Broadcast scales ``[...]`` or ``[..., parts]`` to the rows: ``[..., n or 1, 1]``."""
         if scale.ndim == self.packed.ndim - 2:
             return scale[..., None, None]
         return jnp.repeat(scale, self.shape[-2] // scale.shape[-1], axis=-1)[..., None]

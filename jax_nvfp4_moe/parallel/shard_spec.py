@@ -169,7 +169,13 @@ def _matrix_layouts(value, layout, first: int):
     divided = ArrayLayout(first if rows else first + 1, layout.segments, layout.shards)
     if isinstance(value, NVFP4Tensor):
         made = jax.tree.map(lambda _: ArrayLayout(), value)
-        return dataclasses.replace(made, packed=divided, block_scale=divided)
+        made = dataclasses.replace(made, packed=divided, block_scale=divided)
+        if not rows or first or not value.global_scale.ndim:
+            return made
+        # Joined linear layers have a global scale for each row. Experts have at most two, and each
+        # shard holds rows of both.
+        divisor = None if value.global_divisor is None else divided
+        return dataclasses.replace(made, global_scale=divided, global_divisor=divisor)
     if isinstance(value, FP8Tensor):
         scale = divided if rows else ArrayLayout()
         return dataclasses.replace(value, values=divided, scale=scale)

@@ -58,20 +58,22 @@ def logits_of(folder, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpoint_scheme", "scales"),
+    ("name", "checkpoint_scheme", "linears"),
     [
-        (MIXED, FP8ActivationScaling.STATIC, (0.0, 0.05)),
-        (CT_MIXED, FP8ActivationScaling.TOKEN, None),
+        # Each layer has its own input scale.
+        (MIXED, FP8ActivationScaling.STATIC, ("q", "k", "v")),
+        (CT_MIXED, FP8ActivationScaling.TOKEN, ("q_k_v",)),
     ],
 )
-def test_linears_in_fp8_beside_nvfp4_experts(name, checkpoint_scheme, scales):
+def test_linears_in_fp8_beside_nvfp4_experts(name, checkpoint_scheme, linears):
     model = load_model(CHECKPOINTS / name, **EXACT)
     attention = model.layers[0].attention
-    for part in (attention.qkv.q, attention.qkv.k, attention.qkv.v, attention.out):
+    assert attention.qkv.names == linears
+    for part in (*(getattr(attention.qkv, name) for name in linears), attention.out):
         assert isinstance(part, FP8Linear)
         assert part.activations is checkpoint_scheme
         assert part.weight.get_value().values.dtype == jnp.float8_e4m3fn
-        assert (part.input_scale is None) == (scales is None)
+        assert (part.input_scale is None) == (len(linears) == 1)
     assert isinstance(model.head, DenseLinear)
     assert isinstance(model.layers[0].mlp.experts.params.get_value(), MoEParams)
 
@@ -289,7 +291,7 @@ def test_inspect_shows_what_decided():
     text = inspect(CHECKPOINTS / MIXED)
     for expected in (
         "KV cache      FP8 (hf_quant_config.json: quantization: kv_cache_quant_algo)",
-        "layers.*.attention.out     2      64 > 64; FP8 fp8",
+        "layers.*.attention.out        2      64 > 64; FP8 fp8",
         "model.layers.*.mlp.experts.*     2      w4a16",
         "quantized_layers: 'model.layers.*.mlp.experts' W4A16_NVFP4",
         "lm_head                          1      not quantized  hf_quant_config.json",

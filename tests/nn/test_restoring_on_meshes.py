@@ -112,7 +112,7 @@ MODELS = {
     # Joined linears, matrices of heads, biases; six experts.
     "olmoe": (unquantized("olmoe-bias"), (2, 1)),
     "deepseek_v3": (unquantized("deepseek_v3-direct"), (2, 1)),
-    # Channels of several segments, and experts of NVFP4.
+    # Channels of several segments, and NVFP4: experts, and joined linears with scales of rows.
     "delta_net": (write_delta_net, (4, 1)),
 }
 

@@ -53,6 +53,18 @@ def test_halves_have_their_own_global_scale(tensor):
     np.testing.assert_array_equal(values[:, 12:], 2 * want[:, 12:])
 
 
+def test_rows_have_their_own_global_scale(tensor):
+    """The values are those of the matrices that were stored as one."""
+    scales = np.arange(1, 3 * 24 + 1, dtype=np.float32).reshape(3, 24)
+    rows = nvfp4.NVFP4Tensor.from_packed(tensor.packed, tensor.block_scale, scales)
+    one = dataclasses.replace(tensor, global_scale=np.ones(3, np.float32))
+    want = np.asarray(dequantize(one)) * scales[..., None]
+    for layout in ("canonical", "cpu_16x16", "mma_64x64"):
+        np.testing.assert_array_equal(dequantize(to_layout(rows, layout)), want)
+    with pytest.raises(ValueError, match=r"or \(3, 24\), one per row; got \(3, 23\)"):
+        nvfp4.NVFP4Tensor.from_packed(tensor.packed, tensor.block_scale, scales[:, 1:])
+
+
 def test_a_divisor_divides(tensor):
     """compressed-tensors stores 1 / global_scale. Its values are quotients, not products."""
     divisor = np.float32([3.0, 7.1, 12345.6])

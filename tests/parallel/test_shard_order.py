@@ -1,5 +1,6 @@
 """Test the order of entries on a mesh: what each shard holds, and the way back."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -71,6 +72,23 @@ def test_columns_of_a_tensor():
     divided = to_shards(tensor, layout, ("mma_64x64",))
     assert (divided.rows, divided.columns) == (32, 16)
     same(to_one_device(divided, layout), tensor)
+
+
+@pytest.mark.parametrize("divisors", [False, True])
+def test_global_scales_of_rows_move_with_their_rows(divisors):
+    """Joined queries and keys have a global scale for each row. Shards share the keys."""
+    tensor = quantize(jax.random.normal(jax.random.key(0), (24, 32)))
+    scales = jnp.arange(1.0, 25.0)
+    joined = dataclasses.replace(
+        tensor, global_scale=scales, global_divisor=1 / scales if divisors else None
+    )
+    layout = ShardLayout("rows", ((8, 2), (8, 1)), 2)
+    divided = to_shards(joined, layout, ("mma_64x64",))
+    order = np.r_[0:8, 16:24, 8:16, 16:24]
+    np.testing.assert_array_equal(divided.global_scale, scales[order])
+    same(to_one_device(divided, layout), joined)
+    axes = [layout.axis for layout in jax.tree.leaves(array_layouts(joined, layout))]
+    assert axes == [0] * (4 if divisors else 3)
 
 
 def test_experts_in_fp8():

@@ -83,21 +83,26 @@ ATTENTIONS = {
 }
 
 
-LATENT = {"q": 4, "kv_up": 4, "out": 4, "down.q_a": 1, "down.kv": 1, "q_norm": 1, "kv_norm": 1}
-# Four shards have two key heads, so each device keeps one of them.
-GROUPED = {"qkv.q": 4, "qkv.k": 2, "qkv.v": 2, "out": 4}
+LATENT = {"q": 4, "kv_up": 4, "out": 4, "q_norm": 1, "kv_norm": 1}
+JOINED_LATENT = LATENT | {"down.q_a_kv": 1}
+# Four shards have two key heads, so each device keeps one of them. Joined queries, keys and values
+# have four heads, two and two, and a device has one of each.
+ALONE = {"qkv.q": 4, "qkv.k": 2, "qkv.v": 2, "out": 4}
+JOINED = {"qkv.q_k_v": 8 / 3, "out": 4}
 SHARES = {
     # 24 rows of queries fill a tile of 16 and half of another.
-    "latent-w4a16": LATENT | {"q": 96 / 32},
-    "latent-biases": {"down.q": 96 / 32, "kv_up": 4, "out": 4, "down.kv": 1, "kv_norm": 1},
-    "latent-w4a4": LATENT,
-    "latent-fp8": LATENT | {"kv": 4},  # scales of keys and values
-    "latent-fp8-weights": LATENT,
-    "latent-sparse": LATENT | {"q": 96 / 32, "indexer": 1},
-    "llama4-w4a16": GROUPED,
-    "llama4-w4a4": GROUPED,
-    "normalized-biases": GROUPED | {"q_norm": 4, "k_norm": 2},
-    "normalized": GROUPED | {"q_norm": 4, "k_norm": 2},
+    "latent-w4a16": JOINED_LATENT | {"q": 96 / 32},
+    # Of 96 rows of queries and 40 of the latent, a device has 24 and 40, also in tiles of 16.
+    "latent-biases": {"down.q_kv": 144 / 64, "kv_up": 4, "out": 4, "kv_norm": 1},
+    "latent-w4a4": LATENT | {"down.q_a": 1, "down.kv": 1},
+    # Also the scales of keys and values. The activations have calibrated scales.
+    "latent-fp8": LATENT | {"down.q_a": 1, "down.kv": 1, "kv": 4},
+    "latent-fp8-weights": JOINED_LATENT,
+    "latent-sparse": JOINED_LATENT | {"q": 96 / 32, "indexer": 1},
+    "llama4-w4a16": JOINED,
+    "llama4-w4a4": ALONE,
+    "normalized-biases": JOINED | {"q_norm": 4, "k_norm": 2},
+    "normalized": JOINED | {"q_norm": 4, "k_norm": 2},
 }
 
 

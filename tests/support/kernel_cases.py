@@ -223,7 +223,10 @@ def make_layer(case, dtype, options, *, seed=0, bias=False) -> LayerCall:
 
 
 def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCall:
-    """Return a grouped GEMM for a name in PRODUCTS or for any such sizes."""
+    """Return a grouped GEMM for a name in PRODUCTS or for any such sizes.
+
+    `parts` is the number of global scales of a matrix; None for one for each row.
+    """
     m, n, k, sizes = PRODUCTS[case] if isinstance(case, str) else case
     rng, e = np.random.default_rng(1), len(sizes)
     packed, block_scale = float64_layer.random_weight(rng, e, n, k)
@@ -231,7 +234,7 @@ def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCal
         rng.normal(0, 1, (m, k)).astype(dtype),
         packed,
         block_scale,
-        rng.uniform(0.5, 1, (e, parts)).astype(np.float32),
+        rng.uniform(0.5, 1, (e, n if parts is None else parts)).astype(np.float32),
         rng.uniform(0.5, 1, e).astype(np.float32) / np.float32(400),
         rng.normal(0, 1, (e, n)).astype(np.float32) if bias else np.zeros((0, 0), np.float32),
         np.array(sizes, np.int32),
@@ -284,3 +287,9 @@ def with_wrong_row_of_scales(call: ProductCall) -> ProductCall:
     wrong = call.operands[2].copy()
     wrong[2, 17] = np.roll(wrong[2, 17], 1)
     return dataclasses.replace(call, operands=(*call.operands[:2], wrong, *call.operands[3:]))
+
+
+def with_global_scales_of_other_rows(call: ProductCall) -> ProductCall:
+    """Return the call with the global scales of the rows shifted by one row."""
+    wrong = np.roll(call.operands[3], 1, axis=1)
+    return dataclasses.replace(call, operands=(*call.operands[:3], wrong, *call.operands[4:]))

@@ -207,10 +207,19 @@ class ProductSuite:
         call = cases.make_product(case, *split(case_numbers), parts=parts, bias=True)
         self.assert_accurate(run, call)
 
-    @pytest.mark.parametrize(("parts", "bias"), [(1, False), (1, True), (2, False)])
+    @pytest.mark.parametrize(
+        ("parts", "bias"), [(1, False), (1, True), (2, False), (None, False), (None, True)]
+    )
     def test_product_of_every_form_matches_float64(self, run, parts, bias, numbers):
         call = cases.make_product("padding_rows", *split(numbers), parts=parts, bias=bias)
         self.assert_accurate(run, call)
+
+    @pytest.mark.parametrize("case", ["one_row", "odd_width", "full_tiles"])
+    def test_each_row_has_its_global_scale(self, run, case, numbers):
+        """The scales of other rows give a large error."""
+        call = cases.make_product(case, *split(numbers), parts=None)
+        self.assert_accurate(run, call)
+        assert_inaccurate(run(cases.with_global_scales_of_other_rows(call)), call)
 
     def test_product_without_experts_gives_zeros(self, run, case_numbers):
         assert_zeros(run(cases.make_product(cases.NO_EXPERTS, *split(case_numbers))))

@@ -49,9 +49,10 @@ __device__ __forceinline__ int FirstRow(const ExpertGemm& p, int m_tile, int war
   return p.gated() ? m_tile * (kTileM / 2) + warp * 8 : m_tile * kTileM + warp * 16;
 }
 
-// Returns which of one or two global scales weight row `row` of `all_rows` has.
+// Returns which global scale of its expert weight row `row` of `all_rows` has.
 __device__ __forceinline__ int PartOf(const ExpertGemm& p, int row, int all_rows) {
   if (p.parts == 1) return 0;
+  if (p.parts > 2) return row;
   const bool alternate = p.gated() && p.activation.interleaved;
   return alternate ? row & 1 : static_cast<int>(2 * row >= all_rows);
 }

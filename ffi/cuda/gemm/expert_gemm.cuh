@@ -60,7 +60,7 @@ struct ExpertGemm {
   LeftOperand left;
   ExpertWeights weight;  // in the layout of the engine, of two halves if gated
   int32_t bias_rows;     // elements of the bias of an expert
-  int32_t parts;         // number of global scales of an expert, 1 or 2
+  int32_t parts;         // global scales of an expert: 1, 2, or one for each row if not gated
   int32_t k;
   int32_t columns;  // outputs of a row, after the activation
   bool activate;    // each column is the activation of one or two weight rows

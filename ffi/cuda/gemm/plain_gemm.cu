@@ -39,7 +39,7 @@ constexpr int kSumsStride = kTileWeights + 4;  // floats between rows of the til
 // One weight row of a tile: its row in the expert, and which global scale it has.
 struct WeightRow {
   int32_t row;   // -1: past the last column
-  int32_t part;  // 0 or 1, where gate and up have a global scale each
+  int32_t part;  // which global scale of the expert the row has
 };
 
 __device__ __forceinline__ bool IsGated(const PlainGemm& p) {
@@ -62,6 +62,7 @@ __device__ WeightRow WeightRowOfTile(const PlainGemm& p, int index) {
   }
   const int column = tile * kTileWeights + index;
   if (column >= p.columns) return {-1, 0};
+  if (p.parts > 2) return {column, column};
   return {column, p.parts == 2 && 2 * column >= p.columns ? 1 : 0};
 }
 

@@ -37,7 +37,7 @@ struct PlainGemm {
   ExpertWeights weight;
   int64_t weight_rows;  // weight rows of an expert, without padding
   int64_t bias_rows;    // elements of the bias of an expert
-  int32_t parts;        // number of global scales of an expert
+  int32_t parts;        // global scales of an expert: 1, 2, or one for each row if not gated
   int32_t k;
   int32_t columns;  // outputs of a row, after the activation
   bool activate;    // each column is the activation of one or two weight rows

@@ -28,6 +28,7 @@ struct Fp4Sums {
   }
   __device__ __forceinline__ int PartOf(int32_t column) const {
     if (parts == 1) return 0;
+    if (parts > 2) return column;
     return interleaved ? column & 1 : static_cast<int>(2 * int64_t{column} >= columns);
   }
   __device__ __forceinline__ float Bias(int64_t expert, int32_t column) const {
