@@ -346,7 +346,9 @@ inline ffi::Error CheckGroupedGemmDims(const GroupedGemmOperands& o, ActivationS
                                    o.global_scale.dimensions(),
                                    {e, parts == 2 || parts == n ? parts : 1}));
   NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("bias [e, n]", o.bias.dimensions(), {e, n}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("group_sizes [e]", o.group_sizes.dimensions(), {e}));
+  NVFP4_RETURN_IF_ERROR(
+      e == 1 ? ExpectDimsOrEmpty("group_sizes [e] or [0]", o.group_sizes.dimensions(), {e})
+             : ExpectDims("group_sizes [e]", o.group_sizes.dimensions(), {e}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("y [m, n]", o.y.dimensions(), {m, n}));
   return scale == ActivationScale::kStatic
              ? ExpectDims("input_scale [e]", o.input_scale.dimensions(), {e})

@@ -242,7 +242,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()          // global_scale  [e, parts] F32
         .Arg<ffi::AnyBuffer>()          // input_scale   [e] or [0] F32
         .Arg<ffi::AnyBuffer>()          // bias          [e, n] or [0, 0] F32
-        .Arg<ffi::AnyBuffer>()          // group_sizes   [e] S32
+        .Arg<ffi::AnyBuffer>()          // group_sizes   [e], or [0] if e is 1; S32
         .Ret<ffi::AnyBuffer>()          // y             [m, n] in the type of x
         .Ret<ffi::BufferR1<ffi::U8>>()  // workspace     [bytes]
         .Attrs());                      // activation_scale, isa

@@ -88,8 +88,9 @@ const T* Data(ffi::AnyBuffer buffer) {
 }
 
 // Null if the operand was left out.
-const float* DataOrNull(ffi::AnyBuffer buffer) {
-  return buffer.element_count() == 0 ? nullptr : Data<float>(buffer);
+template <typename T = float>
+const T* DataOrNull(ffi::AnyBuffer buffer) {
+  return buffer.element_count() == 0 ? nullptr : Data<T>(buffer);
 }
 
 ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
@@ -185,7 +186,7 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   call.engine = kEngine;
   const GroupedGemmBuffers buffers = {
       x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
-      Data<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
+      DataOrNull<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};
   if constexpr (kEngine == EngineKind::kSm120) {
     NVFP4_RETURN_IF_ERROR(CheckSm120(call.type, call.activation_scale, std::max(shape.n, shape.k)));
     NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, GroupedGemmW4A4WorkspaceBytes(shape)));
@@ -341,7 +342,7 @@ auto BindGroupedGemm() {
       .Arg<ffi::AnyBuffer>()  // global_scale  [e, parts]
       .Arg<ffi::AnyBuffer>()  // input_scale   [e] or [0]
       .Arg<ffi::AnyBuffer>()  // bias          [e, n] or [0, 0]
-      .Arg<ffi::AnyBuffer>()  // group_sizes   [e]
+      .Arg<ffi::AnyBuffer>()  // group_sizes   [e], or [0] if e is 1
       .Ret<ffi::AnyBuffer>()  // y             [m, n]
       .Ret<ffi::AnyBuffer>()  // workspace     [bytes]
       .Attr<std::string_view>("activation_scale");

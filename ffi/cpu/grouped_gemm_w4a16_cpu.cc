@@ -2,7 +2,8 @@
 //
 //   x, y          [m, k], [m, n]  bf16, f16 or f32; float32 sums
 //   packed        [e, n_pad, k]   NVFP4 in layout "cpu_16x16" (kernels.h)
-//   group_sizes   [e]  number of rows of each expert; negative numbers count as 0
+//   group_sizes   [e]  number of rows of each expert; negative numbers count as 0. Null if one
+//                 expert owns all rows
 //
 // Rows past the sum of group_sizes become zeros.
 //
@@ -56,7 +57,8 @@ class GroupedGemm {
     Carve(carver, round_rows_);
     int64_t end = 0;
     for (int64_t e = 0; e < s_.e; ++e) {
-      end = std::min<int64_t>(s_.m, end + std::max(0, p_.group_sizes[e]));
+      const int64_t own = p_.group_sizes == nullptr ? s_.m : std::max(0, p_.group_sizes[e]);
+      end = std::min(s_.m, end + own);
       ends_[e] = end;
     }
     ends_[s_.e] = s_.m;  // the rest has no expert; Prepare writes zeros

@@ -101,9 +101,10 @@ cudaError_t LaunchMoEW4A4Sm100(cudaStream_t stream, const MoECall& call, const M
 struct GroupedGemmBuffers {
   const void* x;  // [m, k], rows sorted by expert
   ExpertWeights weight;
-  const int32_t* group_sizes;  // [e]; negative sizes count as 0, and the sum is cut to m
-  void* y;                     // [m, n]; rows past the sum become zeros
-  void* workspace;             // GroupedGemmWorkspaceBytes
+  // [e]; negative sizes count as 0, and the sum is cut to m. If null, one expert owns all rows.
+  const int32_t* group_sizes;
+  void* y;          // [m, n]; rows past the sum become zeros
+  void* workspace;  // GroupedGemmWorkspaceBytes
 };
 
 struct GroupedGemmCall {

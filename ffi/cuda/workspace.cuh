@@ -38,7 +38,7 @@ struct QuantizedRows {
 
 inline ExpertRows TakeExpertRows(Sections* sections, int64_t num_rows, int64_t num_experts,
                                  int64_t tile_rows, bool sorted) {
-  ExpertRows rows;
+  ExpertRows rows = {};
   rows.starts = sections->Take<int32_t>(num_experts + 1);
   rows.slots = sorted ? nullptr : sections->Take<int32_t>(num_rows);
   rows.tiles = sections->Take<ListedTile>(MaxTiles(num_rows, num_experts, tile_rows));

@@ -126,7 +126,7 @@ def lower_grouped_gemm(ffi_target, workspace_bytes, *, symbolic_rows=False):
             _global_scale(weight, 1),
             _input_scale(input_scale, e, scheme),
             _bias(bias),
-            group_sizes,
+            jnp.zeros(0, jnp.int32) if group_sizes is None else group_sizes,
         )
         size = workspace_bytes(m, e, n, k, dtype=x.dtype)
         attributes = {"activation_scale": ACTIVATION_SCALE[scheme]}

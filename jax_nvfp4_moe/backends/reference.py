@@ -187,9 +187,11 @@ def group_bounds(group_sizes, rows: int):
     """Return the first row of each group and the row after its last one, int32 ``[e]`` each.
 
     Args:
-      group_sizes: integers ``[e]``; a negative size counts as 0.
+      group_sizes: integers ``[e]``; a negative size counts as 0. None if one group has all rows.
       rows: number of rows that exist; no group extends past it.
     """
+    if group_sizes is None:
+        group_sizes = jnp.full(1, rows, jnp.int32)
     ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), rows)
     return jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]]), ends
 

@@ -169,6 +169,7 @@ def with_product_gradient(forward: Callable) -> Callable:
     Args:
       forward: ``(x [m, k], weight, group_sizes [e], input_scale, bias)`` to ``[m, n]`` in the dtype
         of x. `weight` is an `NVFP4Tensor` ``[e, n, k]``; `bias` is float32 ``[e, n]`` or None.
+        `group_sizes` is None if one group has all rows.
     """
     run = jax.custom_vjp(forward)
 

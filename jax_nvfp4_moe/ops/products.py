@@ -17,7 +17,10 @@ from jax_nvfp4_moe.scheme import Plan, Scheme, Target
 
 
 def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
-    """Multiply sorted rows by the weights of their groups, by `plan` or as `requested` says."""
+    """Multiply sorted rows by the weights of their groups, by `plan` or as `requested` says.
+
+    `group_sizes` is None if there is one group, which has all rows. Kernels then need no tables.
+    """
     check_activations("x", x)
     check_blocks("weight", weight.shape)
     e, n, _ = weight.shape
@@ -34,8 +37,8 @@ def _product(op, x, weight, group_sizes, input_scale, bias, plan, requested):
         input_scale = jnp.broadcast_to(jnp.asarray(input_scale, jnp.float32), (e,))
     run = with_product_gradient(functools.partial(plan.lower, scheme=plan.scheme))
     bias = None if bias is None else bias.astype(jnp.float32)
-    weight, group_sizes = weight.to_layout(plan.layout), group_sizes.astype(jnp.int32)
-    return run(x, weight, group_sizes, input_scale, bias)
+    sizes = None if group_sizes is None else group_sizes.astype(jnp.int32)
+    return run(x, weight.to_layout(plan.layout), sizes, input_scale, bias)
 
 
 def grouped_gemm(
@@ -167,8 +170,7 @@ def linear(
         raise ValueError(f"bias: expected shape {(n,)}, got {bias.shape}")
     one = jax.tree.map(lambda leaf: leaf[None], weight)
     rows = x.reshape(-1, k)
-    sizes = jnp.full(1, rows.shape[0], jnp.int32)
     bias = None if bias is None else bias[None]
     requested = {"scheme": scheme, "target": target, "backend": backend}
-    y = _product("linear", rows, one, sizes, input_scale, bias, plan, requested)
+    y = _product("linear", rows, one, None, input_scale, bias, plan, requested)
     return y.reshape(*x.shape[:-1], n)

@@ -75,11 +75,19 @@ def test_layer_goes_into_a_cuda_graph(tmp_path, allowed):
     assert cuda_calls.graphs_hold_custom_call(tmp_path) == allowed
 
 
-@pytest.mark.parametrize(("batch", "most"), [(1, 16), (8, 17), (64, 16)])
-def test_a_decoding_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, most):
-    """A step has 48 layers, and each kernel costs a microsecond or more. Two a layer are ours."""
-    flags = f"--xla_dump_to={tmp_path}"
-    found = read_report(run_program("deviceless_decode.py", "h100", batch, tmp_path, flags=flags))
+@pytest.mark.parametrize(
+    ("batch", "linears", "most"),
+    [(1, "dense", 16), (8, "dense", 17), (64, "dense", 16), (1, "nvfp4", 16)],
+)
+def test_a_decoding_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, linears, most):
+    """A step has 48 layers, and each kernel costs a microsecond or more.
+
+    Two calls a layer are ours, and two more if the linear layers of the attention are NVFP4:
+    queries, keys and values are one call.
+    """
+    how = {"flags": f"--xla_dump_to={tmp_path}"}
+    process = run_program("deviceless_decode.py", "h100", batch, tmp_path, linears, **how)
+    found = read_report(process)
     assert found["in_one_graph"]
     assert found["kernels_a_layer"] <= most
 

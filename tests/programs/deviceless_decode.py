@@ -1,10 +1,10 @@
 """Compile the loop of `generate` for an absent GPU and print JSON about one decoding step.
 
-    python deviceless_decode.py TARGET.txtpb BATCH DUMP_FOLDER
+    python deviceless_decode.py TARGET.txtpb BATCH DUMP_FOLDER LINEARS
 
-The model has the sizes of Qwen3-30B-A3B but fewer layers, and its weights are shapes without
-values. `test_deviceless.py` runs this program in its own process, as it runs
-`deviceless_compile.py`.
+LINEARS is the format of the linear layers of the attention: dense or nvfp4. The model has the sizes
+of Qwen3-30B-A3B but fewer layers, and its weights are shapes without values. `test_deviceless.py`
+runs this program in its own process, as it runs `deviceless_compile.py`.
 """
 
 import json
@@ -36,6 +36,9 @@ FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant"}
 class Shapes:
     """Stand in for the `WeightTable` of any checkpoint, and give shapes without values."""
 
+    def __init__(self, linears):
+        self.linears = linears
+
     def has_under(self, prefix):
         return True
 
@@ -43,18 +46,23 @@ class Shapes:
         return source(name, array(shape, dtype or jnp.bfloat16))
 
     def linear(self, prefix, n, k, *, bias=False):
-        return source(prefix, LinearWeights(array((n, k), jnp.bfloat16)))
+        if self.linears == "dense" or prefix == "lm_head":
+            return source(prefix, LinearWeights(array((n, k), jnp.bfloat16)))
+        weight = tensor((n, k), ())
+        return source(prefix, LinearWeights(weight, checkpoint_scheme=Scheme.W4A16), Scheme.W4A16)
 
     def experts(self, prefix, e, h, i):
-        gate_up, down = (
-            NVFP4Tensor(
-                array((e, n, k // 2), jnp.uint8),
-                array((e, n, k // 16), jnp.float8_e4m3fn),
-                array(scales, jnp.float32),
-            )
-            for n, k, scales in ((2 * i, h, (e, 2)), (h, i, (e,)))
-        )
-        return source(prefix, MoEParams(gate_up, down), Scheme.W4A16)
+        params = MoEParams(tensor((e, 2 * i, h), (e, 2)), tensor((e, h, i), (e,)))
+        return source(prefix, params, Scheme.W4A16)
+
+
+def tensor(shape, scales):
+    *lead, k = shape
+    return NVFP4Tensor(
+        array((*lead, k // 2), jnp.uint8),
+        array((*lead, k // 16), jnp.float8_e4m3fn),
+        array(scales, jnp.float32),
+    )
 
 
 def array(shape, dtype):
@@ -68,7 +76,7 @@ def source(name, value, scheme=None):
     return Source(name, value, read, scheme)
 
 
-def make_model(layers):
+def make_model(layers, linears):
     sizes = SyntheticSizes(
         layers=layers,
         num_experts=128,
@@ -82,7 +90,7 @@ def make_model(layers):
     )
     config = qwen3_moe.read_config(sizes.config())
     settings = Settings(Target("cuda", (9, 0)))
-    make = Builder(Shapes(), qwen3_moe.KEYS, settings)
+    make = Builder(Shapes(linears), qwen3_moe.KEYS, settings)
     return nnx.eval_shape(lambda: qwen3_moe.build_model(config, make))
 
 
@@ -128,7 +136,7 @@ if __name__ == "__main__":
     mesh = jax.sharding.Mesh(topology.devices, ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
     few, many = (
-        count_kernels(compile_loop(make_model(layers), int(sys.argv[2]), sharding))
+        count_kernels(compile_loop(make_model(layers, sys.argv[4]), int(sys.argv[2]), sharding))
         for layers in LAYERS
     )
     kernels = (many - few) / (LAYERS[1] - LAYERS[0])

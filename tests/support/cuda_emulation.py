@@ -265,7 +265,7 @@ def grouped_gemm(library, engine, operands, mode, multiprocessors):
     )
     size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
     weights = _weights(packed, block_scale, global_scale, input_scale, bias)
-    operands = [_array(a) for a in (x, *weights, sizes)]
+    operands = [_array(a) for a in (x, *weights, sizes if sizes.size else None)]
     y = np.empty((m, n), x.dtype)
     return _run(library, call, operands, [y], size, multiprocessors)[0]
 

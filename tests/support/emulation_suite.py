@@ -3,7 +3,7 @@
 import cuda_emulation
 import pytest
 from axes import axis
-from kernel_cases import PRODUCTS, make_product
+from kernel_cases import ONE_GROUP, PRODUCTS, make_product
 from kernel_suite import assert_accurate, assert_zeros, split
 
 # Numbers of thread blocks. One block computes all output tiles, three blocks compute several each,
@@ -27,6 +27,7 @@ _DIVIDED_PRODUCTS = (
     "padding_rows",
     "full_tiles",
     "all_padding",
+    "one_group",
 )
 
 
@@ -72,3 +73,15 @@ class EmulatedProducts:
         call = make_product(case, *split(block_numbers), parts=parts, bias=True)
         y = assert_accurate(lambda call: run_product(library, engine, call, count), call)
         assert_zeros(y[call.rows :])
+
+    @pytest.mark.parametrize("count", [1, _FEW, 20])
+    @pytest.mark.parametrize("case", ONE_GROUP)
+    def test_the_host_plans_one_group_as_a_kernel_does(
+        self, library, engine, case, count, block_numbers
+    ):
+        """The bits are equal, because the same blocks add the same partial sums."""
+        call = make_product(case, *split(block_numbers), parts=2)
+        found, planned = (
+            run_product(library, engine, one, count) for one in (call, call.with_sizes())
+        )
+        assert found.tobytes() == planned.tobytes()

@@ -232,9 +232,13 @@ def moe(x, layer, ids, weights, options, matmul=exact):
 def grouped_gemm(
     x, packed, block_scale, global_scale, input_scale, bias, sizes, mode, matmul=exact
 ):
-    """Multiply rows that are sorted by group. Rows past the sum of the sizes are zeros."""
+    """Multiply rows that are sorted by group. Rows past the sum of the sizes are zeros.
+
+    Without sizes, one group has all rows.
+    """
     n, begin = packed.shape[1], 0
     y = np.zeros((x.shape[0], n), np.float64)
+    sizes = sizes if sizes.size else [x.shape[0]] * len(packed)
     for e, size in enumerate(sizes):
         end = min(begin + max(int(size), 0), x.shape[0])
         scale = _rows_by_part(global_scale[e], n, interleaved=False)

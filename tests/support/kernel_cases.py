@@ -83,6 +83,13 @@ EMPTY = {
     "no_experts": (5, 2, 0, 64, 48, lambda rng: rng.integers(-1, 3, (5, 2))),
     "neither": (5, 0, 0, 64, 48, uniform(5, 0, 1)),
 }
+# Grouped products of one group that has all rows, without group sizes.
+ONE_GROUP = {
+    "one_group": (130, 200, 96, None),
+    "one_row_of_one_group": (1, 48, 1040, None),
+    "many_rows_of_one_group": (270, 40, 592, None),
+    "no_rows_of_one_group": (0, 40, 48, None),
+}
 # Grouped products: m, n, k, group sizes.
 PRODUCTS = {
     "one_row": (1, 32, 64, [1]),
@@ -99,6 +106,7 @@ PRODUCTS = {
     "sizes_over_m": (40, 48, 80, [30, 2**31 - 1, 2**31 - 1]),
     "all_padding": (70, 24, 16, [0, 0]),
     "full_tiles": (192, 256, 64, [64, 128]),
+    **ONE_GROUP,
 }
 NO_EXPERTS = (70, 24, 16, [])
 # More rows than a CUDA kernel takes at once: a group crosses the end of the first chunk, an empty
@@ -200,7 +208,12 @@ class ProductCall:
     def rows(self):
         """Return how many rows belong to a group. Output rows after them are zeros."""
         sizes = np.clip(self.operands[-1].astype(np.int64), 0, None)
-        return int(min(sizes.sum(), len(self.x)))
+        return int(min(sizes.sum(), len(self.x))) if sizes.size else len(self.x)
+
+    def with_sizes(self):
+        """Return the call of one group with the number of its rows."""
+        sizes = np.array([len(self.x)], np.int32)
+        return dataclasses.replace(self, operands=(*self.operands[:-1], sizes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -228,7 +241,7 @@ def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCal
     `parts` is the number of global scales of a matrix; None for one for each row.
     """
     m, n, k, sizes = PRODUCTS[case] if isinstance(case, str) else case
-    rng, e = np.random.default_rng(1), len(sizes)
+    rng, e = np.random.default_rng(1), 1 if sizes is None else len(sizes)
     packed, block_scale = float64_layer.random_weight(rng, e, n, k)
     operands = (
         rng.normal(0, 1, (m, k)).astype(dtype),
@@ -237,7 +250,7 @@ def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCal
         rng.uniform(0.5, 1, (e, n if parts is None else parts)).astype(np.float32),
         rng.uniform(0.5, 1, e).astype(np.float32) / np.float32(400),
         rng.normal(0, 1, (e, n)).astype(np.float32) if bias else np.zeros((0, 0), np.float32),
-        np.array(sizes, np.int32),
+        np.array([] if sizes is None else sizes, np.int32),
     )
     return ProductCall(_frozen(operands), mode)
 

@@ -97,8 +97,12 @@ inline GemmPlan PlanGemm(EngineKind engine, int64_t rows, int64_t experts) {
 inline TileSchedule MakeTileSchedule(const GemmPlan& plan, const ExpertGemm& gemm,
                                      WorkStart* starts, int32_t* ready) {
   const int32_t step = plan.step_tiles * kTileK;
-  return {plan.blocks, (gemm.k + step - 1) / step,
-          (gemm.m_tiles() + plan.block_tiles - 1) / plan.block_tiles, starts, ready};
+  return {plan.blocks,
+          (gemm.k + step - 1) / step,
+          (gemm.m_tiles() + plan.block_tiles - 1) / plan.block_tiles,
+          starts,
+          ready,
+          {}};
 }
 
 // Bounds that size the workspace for every device: the blocks of a schedule, and the bytes of all

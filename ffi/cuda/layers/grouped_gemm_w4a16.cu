@@ -4,12 +4,14 @@
 //
 // Launches for each chunk of rows:
 //   rows        lists tiles, plans the GEMM, and writes zeros to rows
-//               that no expert owns                                         group_rows.cu
+//               that no expert owns. Not in W4A16 if one expert owns all
+//               rows: then the host plans the GEMM                          group_rows.cu
 //   round       in W4A4: rounds x                                           quantize.cu
 //   GEMM        W, bias -> y; may start before the launch before it ends    expert_gemm_sm*.cu
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
 #include "cuda/layers/round_rows.cuh"
+#include "cuda/scheduling/one_expert.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -37,8 +39,11 @@ cudaError_t LaunchChunk(cudaStream_t stream, const GroupedGemmCall& call,
                         const RowChunk& chunk) {
   const GemmPlan plan = PlanGemm(call.engine, chunk.rows, call.shape.e);
   ExpertGemm gemm = MakeGroupedProduct(call, buffers, chunk, workspace.tables, plan);
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchTables(stream, call, buffers, chunk, gemm));
-  if (call.activation_scale != ActivationScale::kNone) {
+  const bool quantized = call.activation_scale != ActivationScale::kNone;
+  NVFP4_RETURN_IF_CUDA_ERROR(buffers.group_sizes == nullptr && !quantized
+                                 ? PlanOneExpert(stream, chunk.rows, &gemm)
+                                 : LaunchTables(stream, call, buffers, chunk, gemm));
+  if (quantized) {
     NVFP4_RETURN_IF_CUDA_ERROR(LaunchRoundRows(stream, call.activation_scale, chunk.rows,
                                                call.shape.e, nullptr, workspace.row_scale,
                                                workspace.rounded, &gemm));

@@ -31,6 +31,7 @@ struct ExpertRows {
   ListedTile* tiles;   // [MaxTiles(rows, e, rows of a tile)], in order of experts
   int32_t* num_tiles;  // [1]
   int32_t* counts;     // [kMaxSegments, e]: rows of an expert in a segment of the slots
+  int32_t only_rows;   // if positive, one expert owns this many rows, and nobody fills the arrays
 };
 
 constexpr int64_t kMaxSegments = 32;

@@ -59,7 +59,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if __CUDA_ARCH__ >= 900
   StartNextKernel();
 #endif
-  for (int i = threadIdx.x; i < num_experts; i += kThreads) starts[i] = group_sizes[i];
+  for (int i = threadIdx.x; i < num_experts; i += kThreads) {
+    starts[i] = group_sizes == nullptr ? INT32_MAX : group_sizes[i];
+  }
   if (blockIdx.x == 0) ZeroReadyFlags(plan.schedules);
   __syncthreads();
   PrefixSum(starts, num_experts, first_row, num_rows);

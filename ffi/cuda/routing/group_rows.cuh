@@ -15,7 +15,8 @@ struct OutputRows {
 // zeros to the rows of `y` that no expert owns.
 //
 // The call is about rows first_row to first_row + num_rows - 1 of the rows that `group_sizes`
-// counts. `rows` and `y` count rows from first_row on. There must be at least one expert.
+// counts. `rows` and `y` count rows from first_row on. There must be at least one expert. Without
+// `group_sizes`, there is one expert, which owns all rows.
 cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, int64_t first_row,
                              int64_t num_rows, int64_t num_experts, const ExpertRows& rows,
                              const TileRule& rule, const TileSchedules& schedules,

@@ -93,7 +93,7 @@ struct FixUp {
   __device__ __forceinline__ void AddPartialSums(int32_t output_tile,
                                                  float (&sums)[kParts][kCount]) const {
     for (int other = static_cast<int>(blockIdx.x) + 1; other < schedule.blocks; ++other) {
-      const WorkStart start = schedule.starts[other], stop = schedule.starts[other + 1];
+      const WorkStart start = schedule.Start(other), stop = schedule.Start(other + 1);
       if (start.output_tile != output_tile) break;
       if (start.output_tile == stop.output_tile && start.step == stop.step) continue;
       AwaitFlag(Flag(other), barrier, thread, threads);

@@ -18,10 +18,6 @@ constexpr int kPlanWarps = 16;
 constexpr int kPlanThreads = 32 * kPlanWarps;
 static_assert(2 * kPlanThreads >= kMaxExperts, "a pair of experts for each thread");
 
-// A range does not begin or end near an end of an output tile, within this fraction of the tile. It
-// begins or ends at that end instead.
-constexpr int kSnapFraction = 8;
-
 // Tiles are split only if that saves each block this many steps, because a fix-up takes as long.
 constexpr int kWorthSplitting = 8;
 
@@ -36,7 +32,7 @@ struct Divisor {
   uint32_t factor;
   int32_t shift;
 
-  __device__ __forceinline__ int32_t Divide(uint32_t number) const {
+  NVFP4_HOST_DEVICE int32_t Divide(uint32_t number) const {
     return static_cast<int32_t>(static_cast<uint64_t>(number) * factor >> shift);
   }
 };
@@ -80,7 +76,7 @@ __device__ __forceinline__ ExpertTotals operator-(const ExpertTotals& a, const E
 }
 
 // Returns the cost of one tile of an expert that has `rows` rows.
-__device__ __forceinline__ int32_t TileCost(int32_t rows, const TileRule& rule) {
+NVFP4_HOST_DEVICE int32_t TileCost(int32_t rows, const TileRule& rule) {
   return max(min(rows, rule.tile_rows), rule.min_cost);
 }
 
@@ -107,9 +103,8 @@ struct PlanTables {
 
 // Returns the first output tile of the stream-K part. The code has no branches, so that the
 // instructions for the two GEMMs of a layer overlap.
-__device__ __forceinline__ int32_t FindStreamKStart(const TileSchedule& schedule,
-                                                    const Divisor& by_blocks,
-                                                    int32_t output_tiles) {
+NVFP4_HOST_DEVICE int32_t FindStreamKStart(const TileSchedule& schedule, const Divisor& by_blocks,
+                                           int32_t output_tiles) {
   const int32_t idle = schedule.blocks - output_tiles;  // blocks that are idle if no tile is split
   const bool whole = (idle >= 0) & (idle * schedule.k_steps < kWorthSplitting * schedule.blocks);
   const int32_t full_rounds = max(by_blocks.Divide(output_tiles) - 1, 0) * schedule.blocks;
@@ -205,12 +200,8 @@ __device__ __forceinline__ WorkStart FindStart(const TileSchedule& schedule, con
   const uint32_t cost = TileCost(tables.starts[expert + 1] - tables.starts[expert], rule);
   const uint32_t inside = place - tables.first_cost[expert] * schedule.m_blocks;
   const uint32_t tile = inside / cost;
-  WorkStart start = {tables.first_tile[expert] * schedule.m_blocks + static_cast<int32_t>(tile),
-                     static_cast<int32_t>((inside - tile * cost) * schedule.k_steps / cost)};
-  const int32_t snap = schedule.k_steps / kSnapFraction;
-  if (start.step <= snap) start.step = 0;
-  if (schedule.k_steps - start.step <= snap) start = {start.output_tile + 1, 0};
-  return start;
+  return SnapStart(tables.first_tile[expert] * schedule.m_blocks + static_cast<int32_t>(tile),
+                   inside - tile * cost, cost, schedule.k_steps);
 }
 
 // Writes the ranges of all blocks. All threads of one block must call this function; half of them

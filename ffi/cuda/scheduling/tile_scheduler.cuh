@@ -11,7 +11,9 @@
 //                   tile adds in its fix-up (partial_sums.cuh).
 // A block that has no tile and no range exits early.
 //
-// plan_schedule.cuh writes the ranges on the device, as part of sorting rows by expert.
+// plan_schedule.cuh writes the ranges on the device, as part of sorting rows by expert. If one
+// expert owns all rows, the host knows everything about the schedule, and no kernel has to write it
+// (one_expert.cuh).
 #pragma once
 
 #include "cuda/routing/expert_rows.cuh"
@@ -44,16 +46,49 @@ struct WorkStart {
   int32_t step;  // over k, in this tile
 };
 
-// The schedule of one GEMM. Output tiles before starts[0].output_tile are data-parallel. Of the
-// other tiles, block b computes those from starts[b] to starts[b + 1]. `ready` has kReadyFlags
-// flags for each block. They are zeroed when the schedule is planned, and the GEMM raises them when
-// it has stored a partial sum.
+// A range does not begin or end near an end of an output tile, within this fraction of the tile. It
+// begins or ends at that end instead.
+constexpr int kSnapFraction = 8;
+
+// Returns the start of the range that begins in output tile `tile`, after `inside` of its `cost`.
+NVFP4_HOST_DEVICE WorkStart SnapStart(int32_t tile, uint32_t inside, uint32_t cost,
+                                      int32_t k_steps) {
+  WorkStart start = {tile, static_cast<int32_t>(inside * k_steps / cost)};
+  const int32_t snap = k_steps / kSnapFraction;
+  if (start.step <= snap) start.step = 0;
+  if (k_steps - start.step <= snap) start = {start.output_tile + 1, 0};
+  return start;
+}
+
+// The ranges of a schedule whose output tiles all cost the same.
+struct EqualTiles {
+  int32_t output_tiles;
+  int32_t first;       // first output tile of the stream-K part
+  uint32_t tile_cost;  // of an output tile; 0 if `starts` has the ranges
+  int32_t range_cost;  // of each range
+  int32_t rest;        // this many ranges cost one more
+};
+
+// The schedule of one GEMM. Output tiles before Start(0).output_tile are data-parallel. Of the
+// other tiles, block b computes those from Start(b) to Start(b + 1). `ready` has kReadyFlags flags
+// for each block. They are zeroed when the schedule is planned, and the GEMM raises them when it
+// has stored a partial sum.
 struct TileSchedule {
   int32_t blocks;
   int32_t k_steps;
   int32_t m_blocks;   // blocks of weight rows
-  WorkStart* starts;  // [blocks + 1]
+  WorkStart* starts;  // [blocks + 1], if equal.tile_cost is 0
   int32_t* ready;     // [kReadyFlags * blocks]
+  EqualTiles equal;
+
+  __device__ __forceinline__ WorkStart Start(int32_t block) const {
+    if (equal.tile_cost == 0) return starts[block];
+    if (equal.first == equal.output_tiles || block == blocks) return {equal.output_tiles, 0};
+    const uint32_t place = equal.range_cost * block + min(block, equal.rest);
+    const uint32_t tile = place / equal.tile_cost;
+    return SnapStart(equal.first + static_cast<int32_t>(tile), place - tile * equal.tile_cost,
+                     equal.tile_cost, k_steps);
+  }
 };
 
 // The schedules that one sort plans: none, one, or those of the two GEMMs of a layer.
@@ -84,11 +119,12 @@ __device__ __forceinline__ void FindOutputTile(const ExpertRows& rows, const Til
                                                WorkUnit* work) {
   // Unsigned numbers, because a signed division takes half as long again.
   const uint32_t blocks = m_blocks, index = static_cast<uint32_t>(output_tile) / blocks;
-  const ListedTile tile = rows.tiles[index];
+  const bool listed = rows.only_rows == 0;
+  const ListedTile tile = listed ? rows.tiles[index] : ListedTile{0, 0, 0, rows.only_rows};
   const ExpertTiles tiles = CutRows(tile.end - tile.start, rule.tile_rows);
   work->output_tile = output_tile;
   const uint32_t size = tiles.size, count = tiles.count;
-  const uint32_t first = index - static_cast<uint32_t>(tile.row - tile.start) / size;
+  const uint32_t first = listed ? index - static_cast<uint32_t>(tile.row - tile.start) / size : 0;
   const uint32_t place = output_tile - first * blocks;
   const uint32_t group = place / (kGroupBlocks * count);
   const uint32_t rest = place - group * kGroupBlocks * count;
@@ -115,14 +151,14 @@ struct TileScheduler {
         rule(rule_in),
         schedule(schedule_in),
         next(static_cast<int32_t>(blockIdx.x)),
-        at(schedule.starts[blockIdx.x]) {}
+        at(schedule.Start(static_cast<int32_t>(blockIdx.x))) {}
 
   // Moves on to the next work unit. Returns false after the last one.
   __device__ __forceinline__ bool Next() {
-    const WorkStart stop = schedule.starts[blockIdx.x + 1];
+    const WorkStart stop = schedule.Start(static_cast<int32_t>(blockIdx.x) + 1);
     work.begin = 0;
     work.end = schedule.k_steps;
-    if (next < schedule.starts[0].output_tile) {
+    if (next < schedule.Start(0).output_tile) {
       FindOutputTile(rows, rule, schedule.m_blocks, next, &work);
       next += schedule.blocks;
       return true;
