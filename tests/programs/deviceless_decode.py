@@ -36,7 +36,7 @@ FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant"}
 class Shapes:
     """Stand in for the `WeightTable` of any checkpoint, and give shapes without values."""
 
-    def has_under(self, prefix):
+    def has_under(self, prefix) -> bool:
         return True
 
     def array(self, name, shape, *, dtype=None, stored=None):
