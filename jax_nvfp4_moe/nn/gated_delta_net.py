@@ -241,11 +241,15 @@ def delta_step(
     state: Float[Array, "b m r d e"],
 ) -> tuple[Float[Array, "b 1 m r e"], Float[Array, "b m r d e"]]:
     """Compute the delta rule for one token; arguments and results are those of `delta_chunks`."""
-    q, k = (part[:, 0, :, None, :, None] for part in (q, k))
-    state = state * jnp.exp(g[:, 0])[..., None, None]
-    missing = v[:, 0] - jnp.sum(state * k, axis=-2)
-    state = state + k * (missing * beta[:, 0, ..., None])[..., None, :]
-    return jnp.sum(state * q, axis=-2)[:, None], state
+    decay, beta = jnp.exp(g[:, 0])[..., None], beta[:, 0, ..., None]
+    pair = jnp.stack([k[:, 0], q[:, 0]], axis=-2)[:, :, None]
+    pair = jnp.broadcast_to(pair, (*state.shape[:3], 2, state.shape[3]))
+    # One product reads the old state for the key and for the query, before the state is written.
+    read = decay[..., None] * _matmul(pair, state)
+    correction = beta * (v[:, 0] - read[..., 0, :])
+    state = decay[..., None] * state + pair[..., 0, :, None] * correction[..., None, :]
+    shared = jnp.sum(q[:, 0] * k[:, 0], axis=-1)[:, :, None, None]
+    return (read[..., 1, :] + shared * correction)[:, None], state
 
 
 def delta_chunks(
