@@ -13,6 +13,7 @@ Source: arXiv:2412.06464; arXiv:2406.06484 for the chunks; `modeling_qwen3_next`
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -23,12 +24,22 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.chunk_decay import sum_between, sum_from_start, sum_to_end
 from jax_nvfp4_moe.nn.convolution import convolve
+from jax_nvfp4_moe.nn.delta_chunks import (
+    Chunks,
+    apply_chunks,
+    choose_precision,
+    for_device,
+    join_chunks,
+    split_chunks,
+)
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-_CHUNK = 64  # number of tokens whose corrections are solved together
+# Number of tokens in a chunk on a GPU, and on other devices; see `for_device`.
+_GPU_CHUNK, _CPU_CHUNK = 128, 32
 _TINY = 1e-6  # added to the squared length of keys and queries, against a division by zero
 
 
@@ -151,7 +162,7 @@ class GatedDeltaNet(HeadParallel):
             for value in (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
         )
         v = v.reshape(*heads, sizes.value_head_dim)
-        rule = delta_step if t == 1 else delta_chunks
+        rule = delta_step if t == 1 else self._rule
         y, state = rule(q * sizes.key_head_dim**-0.5, k, v, g, beta, old["state"])
         y = self._gated_norm(y.reshape(b, t, sizes.value_heads, -1), z)
         y = self.out_proj(y.reshape(b, t, -1))
@@ -174,6 +185,11 @@ class GatedDeltaNet(HeadParallel):
         halves = jnp.split(ba.reshape(*lead, sizes.key_heads, -1), 2, axis=-1)
         beta, step = (half.reshape(*lead, -1) for half in halves)
         return jnp.concatenate([q, k, v], axis=-1), z, beta, step
+
+    def _rule(self, *operands):
+        """Compute `delta_chunks` with the chunks and the precision for the device and the dtype."""
+        rule = functools.partial(delta_chunks, precision=choose_precision(self.dtype))
+        return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(*operands)
 
     def _gated_norm(self, y, z):
         """Return ``norm(y) * silu(z)`` in the module's dtype; normalize each head by itself."""
@@ -225,11 +241,15 @@ def delta_step(
     state: Float[Array, "b m r d e"],
 ) -> tuple[Float[Array, "b 1 m r e"], Float[Array, "b m r d e"]]:
     """Compute the delta rule for one token; arguments and results are those of `delta_chunks`."""
-    q, k = (part[:, 0, :, None, :, None] for part in (q, k))
-    state = state * jnp.exp(g[:, 0])[..., None, None]
-    missing = v[:, 0] - jnp.sum(state * k, axis=-2)
-    state = state + k * (missing * beta[:, 0, ..., None])[..., None, :]
-    return jnp.sum(state * q, axis=-2)[:, None], state
+    decay, beta = jnp.exp(g[:, 0])[..., None], beta[:, 0, ..., None]
+    pair = jnp.stack([k[:, 0], q[:, 0]], axis=-2)[:, :, None]
+    pair = jnp.broadcast_to(pair, (*state.shape[:3], 2, state.shape[3]))
+    # One product reads the old state for the key and for the query, before the state is written.
+    read = decay[..., None] * _matmul(pair, state)
+    correction = beta * (v[:, 0] - read[..., 0, :])
+    state = decay[..., None] * state + pair[..., 0, :, None] * correction[..., None, :]
+    shared = jnp.sum(q[:, 0] * k[:, 0], axis=-1)[:, :, None, None]
+    return (read[..., 1, :] + shared * correction)[:, None], state
 
 
 def delta_chunks(
@@ -239,7 +259,8 @@ def delta_chunks(
     g: Float[Array, "b t m r"],
     beta: Float[Array, "b t m r"],
     state: Float[Array, "b m r d e"],
-    chunk: int = _CHUNK,
+    chunk: int = _CPU_CHUNK,
+    precision: lax.Precision = lax.Precision.HIGHEST,
 ) -> tuple[Float[Array, "b t m r e"], Float[Array, "b m r d e"]]:
     """Compute the delta rule chunk by chunk, with the results of `delta_step` token by token.
 
@@ -255,51 +276,31 @@ def delta_chunks(
       g: logarithm of the decay, float32 ``[b, t, m, r]``, at most 0.
       beta: rate of correction, float32 ``[b, t, m, r]``.
       state: state before the first token, float32 ``[b, m, r, d, e]``.
-      chunk: number of tokens in a chunk. 64 by default.
+      chunk: number of tokens in a chunk, a power of 2.
+      precision: precision of the products that `apply_chunks` names. Full float32 by default.
 
     Returns:
       The results, float32 ``[b, t, m, r, e]``, and the state after the last token.
     """
     t = q.shape[1]
-    chunk = min(chunk, t)
-
-    def split(x):  # [b, t, m, ...] -> [n, b, m, ..., chunk, width] of n chunks
-        x = jnp.pad(x, [(0, 0), (0, -t % chunk)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
-        return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
-
-    q, k = (split(part)[:, :, :, None] for part in (q, k))  # an axis for the r value heads
-    v, g, beta = split(v), split(g[..., None])[..., 0], split(beta[..., None])
-    causal = jnp.expand_dims(jnp.tri(chunk, dtype=jnp.float32), range(4))
-    # since[i, j] is the sum of g over the tokens j + 1 to i. The difference G_i - G_j of two sums
-    # from the beginning of the chunk would lose digits.
-    behind = jnp.tri(chunk, k=-1, dtype=jnp.float32)
-    since = _matmul(causal, g[..., None] * jnp.expand_dims(behind, range(4)))
-    decay = causal * jnp.exp(since)
-    faded = jnp.exp(jnp.cumsum(g, axis=-1))[..., None]
-    system = beta * decay * _matmul(k, jnp.swapaxes(k, -1, -2))
-    # The right-hand side is linear in the state. Solving for both of its terms here leaves only
-    # u = wanted - known @ S for the scan.
-    given = jnp.concatenate([beta * v, beta * faded * k], axis=-1)
-    solved = lax.linalg.triangular_solve(
-        system, given, left_side=True, lower=True, unit_diagonal=True
+    chunk = min(chunk, 1 << (t - 1).bit_length())
+    q, k = (split_chunks(part, chunk)[:, :, :, None] for part in (q, k))  # an axis for r heads
+    v, g, beta = (split_chunks(part, chunk) for part in (v, g[..., None], beta[..., None]))
+    decay = jnp.exp(sum_between(g[..., 0]))
+    faded, left = jnp.exp(sum_from_start(g)), jnp.exp(sum_to_end(g))
+    turned = jnp.swapaxes(k, -1, -2)
+    chunks = Chunks(
+        key_pairs=jnp.tril(decay * _matmul(k, turned), k=-1),
+        query_pairs=jnp.tril(decay * jnp.matmul(q, turned, precision=precision)),
+        read_keys=faded * k,
+        read_queries=faded * q,
+        write_keys=left * k,
+        values=v,
+        beta=beta,
+        kept=faded[..., -1:, :],
     )
-    wanted, known = jnp.split(solved, [v.shape[-1]], axis=-1)
-    reads = jnp.concatenate([known, faded * q], axis=-2)  # one product with the state
-    writes = jnp.swapaxes(decay[..., -1, :, None] * k, -1, -2)
-
-    def take_in(state, parts):
-        reads, wanted, writes, left = parts
-        read = _matmul(reads, state)
-        corrections = wanted - read[..., :chunk, :]
-        state = state * left + _matmul(writes, corrections)
-        return state, (corrections, read[..., chunk:, :])
-
-    parts = (reads, wanted, writes, faded[..., -1:, :])
-    state, (corrections, old) = lax.scan(take_in, state, parts)
-    y = old + _matmul(decay * _matmul(q, jnp.swapaxes(k, -1, -2)), corrections)
-    y = jnp.moveaxis(jnp.moveaxis(y, -2, 2), 0, 1)  # [b, n, chunk, m, r, e]
-    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :t], state
+    y, state = apply_chunks(chunks, state, precision)
+    return join_chunks(y, t), state
 
 
 def _matmul(x, y):

@@ -6,14 +6,14 @@ the rate ``beta``:
 ``S_t = diag(a_t) S_{t-1} + beta_t k_t (v_t - k_t.T diag(a_t) S_{t-1})`` and
 ``y_t = q_t.T S_t / sqrt(d)``
 
-A prompt is processed in chunks. The corrections of all tokens of a chunk solve one triangular
-system.
+A prompt is processed in chunks, as `delta_chunks` describes.
 
 Source: arXiv:2510.26692; `modeling_kimi_linear` and `modeling_bailing_hybrid` of transformers for
 the details.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -24,14 +24,29 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.chunk_decay import (
+    keep_neighbors,
+    part_sizes,
+    sum_from_start,
+    sum_to_edge,
+    sum_to_end,
+)
 from jax_nvfp4_moe.nn.convolution import convolve
+from jax_nvfp4_moe.nn.delta_chunks import (
+    Chunks,
+    apply_chunks,
+    choose_precision,
+    for_device,
+    join_chunks,
+    split_chunks,
+)
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-# The number of tokens of a chunk. The decays of a chunk take one number for each pair of tokens and
-# each channel: 16 MB for 32 heads of 128 channels. A larger chunk would need more memory.
-_CHUNK = 32
+# Number of tokens in a chunk on a GPU, and on other devices; see `for_device`. The pairs of a chunk
+# take one product for each size of its parts, which makes larger chunks slower.
+_GPU_CHUNK, _CPU_CHUNK = 64, 32
 _TINY = 1e-6  # added to the squared length of keys and queries
 
 
@@ -130,7 +145,7 @@ class KimiDelta(HeadParallel):
         g = jnp.where(present[..., None, None], self._log_decays(x).reshape(heads), 0)
         beta = jax.nn.sigmoid(self.rate(x).astype(jnp.float32))
         beta = jnp.where(present[..., None], beta, 0)
-        rule = delta_step if t == 1 else delta_chunks
+        rule = delta_step if t == 1 else self._rule
         y, state = rule(_unit(q) * sizes.head_dim**-0.5, _unit(k), v, g, beta, old["state"])
         y = self._gated_norm(y, _project(self.gate_down, self.gate_up, x))
         y = self.out_proj(y.reshape(b, t, -1))
@@ -152,6 +167,11 @@ class KimiDelta(HeadParallel):
         if sizes.lower_bound is not None:
             return sizes.lower_bound * jax.nn.sigmoid(rate * given)
         return -rate * jax.nn.softplus(given)
+
+    def _rule(self, *operands):
+        """Compute `delta_chunks` with the chunks and the precision for the device and the dtype."""
+        rule = functools.partial(delta_chunks, precision=choose_precision(self.dtype))
+        return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(*operands)
 
     def _gated_norm(self, y, gate):
         """Return ``norm(y) * sigmoid(gate)``, where each head is normalized on its own."""
@@ -218,7 +238,8 @@ def delta_chunks(
     g: Float[Array, "b t n d"],
     beta: Float[Array, "b t n"],
     state: Float[Array, "b n d e"],
-    chunk: int = _CHUNK,
+    chunk: int = _CPU_CHUNK,
+    precision: lax.Precision = lax.Precision.HIGHEST,
 ) -> tuple[Float[Array, "b t n e"], Float[Array, "b n d e"]]:
     """Process tokens in chunks. The result is that of `delta_step`, applied token by token.
 
@@ -233,47 +254,51 @@ def delta_chunks(
       g: the logarithm of the decay of each channel, at most 0.
       beta: the rate of the correction.
       state: the state before the first token.
-      chunk: the number of tokens of a chunk.
+      chunk: the number of tokens of a chunk, a power of 2.
+      precision: precision of the products that `apply_chunks` names. Full float32 by default.
 
     Returns:
       The results in float32, and the state after the last token.
     """
-    (b, t, n, _), width = q.shape, v.shape[-1]
-    chunk = min(chunk, t)
-
-    def split(x):  # [b, t, n, ...] -> [c, b, n, chunk, ...] of c chunks
-        x = jnp.pad(x, [(0, 0), (0, -t % chunk)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(b, -1, chunk, *x.shape[2:])
-        return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 3)
-
-    later = jnp.tri(chunk, k=-1, dtype=bool)[None, None, :, :, None]  # [i, j]: i > j
-    causal = jnp.tri(chunk, dtype=bool)[None, None, :, :, None]
-
-    def take_in(state, parts):
-        q, k, v, g, beta = parts
-        # The sums of g after j up to i. Differences of sums that begin with the chunk would lose
-        # digits if the decays are strong.
-        since = jnp.cumsum(jnp.where(later, g[:, :, :, None, :], 0.0), axis=2)
-        faded = jnp.where(causal, jnp.exp(since), 0.0) * k[:, :, None, :, :]  # D_ij k_j
-        from_start = jnp.exp(jnp.cumsum(g, axis=2))
-        system = beta[..., None] * _pairs(k, faded)
-        given = beta[..., None] * (v - _matmul(from_start * k, state))
-        corrections = lax.linalg.triangular_solve(
-            system, given, left_side=True, lower=True, unit_diagonal=True
-        )
-        y = _matmul(from_start * q, state) + _matmul(_pairs(q, faded), corrections)
-        written = _matmul(jnp.swapaxes(faded[:, :, -1], -1, -2), corrections)
-        return state * from_start[:, :, -1, :, None] + written, y
-
-    parts = tuple(map(split, (q, k, v, g, beta)))
-    state, y = lax.scan(take_in, state, parts)
-    y = jnp.moveaxis(jnp.moveaxis(y, 3, 2), 0, 1)  # [b, c, chunk, n, e]
-    return y.reshape(b, -1, n, width)[:, :t], state
+    t = q.shape[1]
+    chunk = min(chunk, 1 << (t - 1).bit_length())
+    q, k, v, g = (split_chunks(part, chunk) for part in (q, k, v, g))
+    from_start = jnp.exp(sum_from_start(g))
+    key_pairs, query_pairs = _decayed_pairs(q, k, g, precision)
+    chunks = Chunks(
+        key_pairs,
+        query_pairs,
+        read_keys=from_start * k,
+        read_queries=from_start * q,
+        write_keys=jnp.exp(sum_to_end(g)) * k,
+        values=v,
+        beta=split_chunks(beta[..., None], chunk),
+        kept=from_start[..., -1, :, None],
+    )
+    y, state = apply_chunks(chunks, state, precision)
+    return join_chunks(y, t), state
 
 
-def _pairs(x, faded):
-    """Return ``x_i . D_ij k_j`` of all pairs, ``[b, n, chunk, chunk]``."""
-    return jnp.sum(x[:, :, :, None, :] * faded, axis=-1)
+def _decayed_pairs(q, k, g, precision):
+    """Return ``k_i . D_ij k_j`` for i > j and ``q_i . D_ij k_j`` for i >= j, else 0.
+
+    Each channel has its own decay. Between neighboring parts of a chunk the decay is the product of
+    the decay to the edge between them and that from the edge, so that one matrix product gives the
+    pairs of all parts of a size.
+    """
+    count = k.shape[-2]
+    key_pairs = jnp.zeros((*k.shape[:-1], count), k.dtype)
+    query_pairs = jnp.sum(q * k, axis=-1, keepdims=True) * jnp.broadcast_to(
+        jnp.eye(count, dtype=k.dtype), key_pairs.shape
+    )
+    for size in part_sizes(count):
+        decay = jnp.exp(sum_to_edge(g, size))
+        faded = decay * k
+        turned = jnp.swapaxes(faded, -1, -2)
+        key_pairs += keep_neighbors(_matmul(faded, turned), size)
+        read = jnp.matmul(decay * q, turned, precision=precision)
+        query_pairs += keep_neighbors(read, size)
+    return key_pairs, query_pairs
 
 
 def _matmul(x, y):

@@ -92,6 +92,21 @@ def test_a_decoding_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, linea
     assert found["kernels_a_layer"] <= most
 
 
+@pytest.mark.parametrize(
+    ("mixer", "most"), [("qwen3.6", 180), ("kimi-linear", 340), ("nemotron-3-nano", 31)]
+)
+def test_a_recurrent_mixer_is_products_and_few_kernels(mixer, most):
+    """A prefill of 2048 tokens solves no triangular system row by row."""
+    found = read_report(run_program("deviceless_mixers.py", "h100", mixer, 2048))
+    assert found["solves"] == 0
+    assert found["kernels"] <= most
+
+
+def test_a_triangular_solver_is_counted():
+    found = read_report(run_program("deviceless_mixers.py", "h100", "solver", 2048))
+    assert found["solves"] == 1
+
+
 def test_rounding_to_fp8_is_not_optimized_away():
     """Without the barrier, XLA removes the conversions, which the second count shows."""
     found = read_report(run_program("deviceless_float8.py", "h100"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_nvfp4_moe.nn.convolution import convolve
+from jax_nvfp4_moe.nn.delta_chunks import choose_precision
 from jax_nvfp4_moe.nn.gated_delta_net import delta_chunks, delta_step
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
@@ -108,6 +109,58 @@ def test_a_strong_decay_forgets_all():
     want, _ = recurrence((q, k, v, jnp.full_like(g, -100.0), beta), state)
     assert bool(jnp.isfinite(y).all() & jnp.isfinite(last).all())
     assert np.abs(y - want).max() <= D * 2.0**-24 * np.abs(np.asarray(v)).max()
+
+
+def by_rounded_products(bits, monkeypatch):
+    """Return the error of chunks, in bfloat16 results, relative to rounding exact results.
+
+    Products of lower precision round their operands to `bits` behind the binary point, as a GPU
+    does with TensorFloat-32. All keys are one of three, and their rates are 1.
+    """
+    (q, k, v, g, _), state = case(256)
+    k = k[:, np.random.default_rng(0).integers(0, 3, 256)]
+    tokens, exact = (q, k, v, jnp.zeros_like(g), jnp.ones_like(g)), jnp.matmul
+
+    def rounded(x, y, precision):
+        if precision == jax.lax.Precision.DEFAULT:
+            x, y = (jax.lax.reduce_precision(part, 8, bits) for part in (x, y))
+        return exact(x, y, precision=jax.lax.Precision.HIGHEST)
+
+    monkeypatch.setattr(jnp, "matmul", rounded)
+    rule = functools.partial(delta_chunks, chunk=128, precision=choose_precision(jnp.bfloat16))
+    y, _ = jax.jit(rule)(*tokens, state)
+    want, _ = recurrence(tokens, state)
+    results = [np.asarray(jnp.asarray(one, jnp.bfloat16), np.float64) for one in (y, want)]
+    errors = [np.abs(one - want).max() for one in results]
+    return errors[0] / errors[1]
+
+
+def test_tensor_cores_are_accurate_enough_for_bfloat16(monkeypatch):
+    assert by_rounded_products(10, monkeypatch) <= 2
+    assert (
+        choose_precision(jnp.float16) == choose_precision(jnp.float32) == jax.lax.Precision.HIGHEST
+    )
+
+
+def test_the_bound_catches_products_of_bfloat16(monkeypatch):
+    assert by_rounded_products(7, monkeypatch) > 2
+
+
+def test_gradients_are_those_of_the_steps():
+    tokens, state = case(9)
+
+    def total(rule, operands):
+        y, last = rule(*operands)
+        return jnp.sum(jnp.square(y)) + jnp.sum(jnp.square(last))
+
+    operands = (*tokens, state)
+    got = jax.jit(jax.grad(functools.partial(total, by_chunks)))(operands)
+    with jax.enable_x64(True):
+        steps = jax.jit(jax.grad(lambda given: total(lambda *x: by_steps(x[:-1], x[-1]), given)))
+        exact = steps(tuple(jnp.asarray(np.asarray(x, np.float64)) for x in operands))
+    yardstick = steps(operands)
+    for ours, float32, truth in zip(got, yardstick, exact, strict=True):
+        assert_as_accurate_as(ours, float32, np.asarray(truth), factor=4.0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

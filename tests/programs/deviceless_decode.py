@@ -36,10 +36,10 @@ FREE = {"get-tuple-element", "tuple", "parameter", "bitcast", "constant"}
 class Shapes:
     """Stand in for the `WeightTable` of any checkpoint, and give shapes without values."""
 
-    def __init__(self, linears):
+    def __init__(self, linears="dense"):
         self.linears = linears
 
-    def has_under(self, prefix):
+    def has_under(self, prefix) -> bool:
         return True
 
     def array(self, name, shape, *, dtype=None, stored=None):

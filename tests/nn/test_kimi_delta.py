@@ -1,0 +1,109 @@
+"""Test the delta rule of Kimi delta attention, by chunks and by steps, against its recurrence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.nn.kimi_delta import delta_chunks, delta_step
+from jax_nvfp4_moe.testing import assert_as_accurate_as
+
+# Batch, heads, key channels, value channels.
+B, N, D, E = 2, 3, 16, 8
+CHUNK = 8
+by_chunks = jax.jit(functools.partial(delta_chunks, chunk=CHUNK))
+
+
+def case(t, fade=1.0):
+    """Return random tokens and a state; `fade` scales the logarithms of the decays."""
+    keys = jax.random.split(jax.random.key(t), 6)
+    q, k = (jax.random.normal(key, (B, t, N, D)) for key in keys[:2])
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = jax.random.normal(keys[2], (B, t, N, E))
+    g = -fade * jax.nn.softplus(3 * jax.random.normal(keys[3], (B, t, N, D)))
+    beta = jax.nn.sigmoid(2 * jax.random.normal(keys[4], (B, t, N)))
+    return (q, k, v, g, beta), jax.random.normal(keys[5], (B, N, D, E))
+
+
+def recurrence(tokens, state):
+    """Compute ``S = A S + beta k (v - k.T A S)`` and ``y = q.T S`` token by token in float64."""
+    q, k, v, g, beta = (np.asarray(x, np.float64) for x in tokens)
+    state, results = np.asarray(state, np.float64), []
+    for i in range(q.shape[1]):
+        state = state * np.exp(g[:, i])[..., None]
+        missing = v[:, i] - np.einsum("bnd,bnde->bne", k[:, i], state)
+        state = state + np.einsum("bnd,bn,bne->bnde", k[:, i], beta[:, i], missing)
+        results.append(np.einsum("bnd,bnde->bne", q[:, i], state))
+    return np.stack(results, axis=1), state
+
+
+@jax.jit
+def by_steps(tokens, state):
+    def body(state, token):
+        y, state = delta_step(*(x[:, None] for x in token), state)
+        return state, y[:, 0]
+
+    state, y = jax.lax.scan(body, state, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
+    return jnp.moveaxis(y, 0, 1), state
+
+
+def assert_is_the_recurrence(actual, tokens, state):
+    expected, steps = recurrence(tokens, state), by_steps(tokens, state)
+    for got, want, yardstick in zip(actual, expected, steps, strict=True):
+        # The factor is 4, as chunks sum in another order.
+        assert_as_accurate_as(got, yardstick, want, factor=4.0)
+
+
+@pytest.mark.parametrize("fade", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("t", [9, 31])
+def test_chunks_are_the_recurrence(t, fade):
+    tokens, state = case(t, fade)
+    assert_is_the_recurrence(by_chunks(*tokens, state), tokens, state)
+
+
+@pytest.mark.parametrize("fault", range(5))
+def test_the_bounds_catch_one_wrong_token(fault):
+    """The last token of a chunk has a query, key, value, decay or rate off by a thousandth."""
+    tokens, state = case(9)
+    wrong = list(tokens)
+    wrong[fault] = wrong[fault].at[:, CHUNK - 1].multiply(1.001)
+    with pytest.raises(AssertionError):
+        assert_is_the_recurrence(by_chunks(*wrong, state), tokens, state)
+
+
+def test_a_small_decay_after_large_ones_stays_exact():
+    """The first four tokens of a chunk forget everything, and the others almost nothing.
+
+    Differences of sums from the start of the chunk would round each exponent to the ulp of 80,000.
+    """
+    (q, k, v, g, beta), state = case(CHUNK)
+    g = jnp.full_like(g, -1e-3).at[:, : CHUNK // 2].set(-20000.0)
+    tokens = (q, k, v, g, beta)
+    assert_is_the_recurrence(by_chunks(*tokens, state), tokens, state)
+    total = np.cumsum(np.asarray(g[0, :, 0, 0]), dtype=np.float32)
+    assert abs(np.exp(total[7] - total[5]) / np.exp(-2e-3) - 1) > 1e-4
+
+
+def test_tokens_without_rate_and_decay_change_nothing():
+    (q, k, v, g, beta), state = case(2 * CHUNK)
+    _, same = by_chunks(q, k, v, jnp.zeros_like(g), jnp.zeros_like(beta), state)
+    np.testing.assert_array_equal(same, state)
+
+
+def test_gradients_are_those_of_the_steps():
+    tokens, state = case(9)
+
+    def total(rule, operands):
+        y, last = rule(*operands)
+        return jnp.sum(jnp.square(y)) + jnp.sum(jnp.square(last))
+
+    operands = (*tokens, state)
+    got = jax.jit(jax.grad(functools.partial(total, by_chunks)))(operands)
+    with jax.enable_x64(True):
+        steps = jax.jit(jax.grad(lambda given: total(lambda *x: by_steps(x[:-1], x[-1]), given)))
+        exact = steps(tuple(jnp.asarray(np.asarray(x, np.float64)) for x in operands))
+    yardstick = steps(operands)
+    for ours, float32, truth in zip(got, yardstick, exact, strict=True):
+        assert_as_accurate_as(ours, float32, np.asarray(truth), factor=4.0)
