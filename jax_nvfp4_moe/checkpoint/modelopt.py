@@ -27,6 +27,7 @@ from jax_nvfp4_moe.checkpoint.formats import (
     parents,
     shards,
 )
+from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -195,8 +196,8 @@ class MixedRules(ModelOptRules):
         if algorithm not in ALGORITHMS:
             raise CheckpointError(
                 [
-                    f"{source}: quant_algo {quoted(algorithm)} is not supported; "
-                    f"supported: {', '.join(ALGORITHMS)}"
+                    f"{source}: quant_algo {quoted(algorithm)} is not supported"
+                    f"{why_refused(algorithm)}; supported: {', '.join(ALGORITHMS)}"
                 ]
             )
         checkpoint_scheme = ALGORITHMS[algorithm]
@@ -239,7 +240,10 @@ def parse(section: Mapping[str, Any], source: str) -> ModelOptRules | None:
         return MixedRules(source, exclusions, kv_cache, layers)
     if algorithm not in ALGORITHMS:
         raise CheckpointError(
-            [f"{source}: unknown quant_algo {quoted(algorithm)}; supported: {_SUPPORTED}"]
+            [
+                f"{source}: quant_algo {quoted(algorithm)} is not supported"
+                f"{why_refused(algorithm)}; supported: {_SUPPORTED}"
+            ]
         )
     if isinstance(ALGORITHMS[algorithm], Scheme):
         _check_group_sizes(section, source)

@@ -23,7 +23,7 @@ from jax_nvfp4_moe.checkpoint.dense_experts import (
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
-from jax_nvfp4_moe.checkpoint.folder import merge_text_config
+from jax_nvfp4_moe.checkpoint.folder import read_num_layers
 from jax_nvfp4_moe.checkpoint.formats import Decision
 from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_linear
 from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices
@@ -296,7 +296,7 @@ class WeightTable:
           CheckpointError: lists all tensors that are missing, misshapen or unexpected.
         """
         planner, checkpoint, options = self._planner, self._checkpoint, self._options
-        num_layers = options.num_layers or _num_layers(checkpoint.config)
+        num_layers = options.num_layers or read_num_layers(checkpoint.config)
         scopes = only or ((options.only,) if options.only else ())
         problems = [
             *planner.problems,
@@ -406,9 +406,3 @@ def read_source(source: Source, reader: Reader) -> Any:
 
 def _optional(reader, buffer: Buffer | None) -> Any:
     return None if buffer is None else reader.array(buffer)
-
-
-def _num_layers(config) -> int | None:
-    """Return the number of layers that the config declares, or None."""
-    value = merge_text_config(config).get("num_hidden_layers")
-    return value if type(value) is int and value > 0 else None

@@ -158,8 +158,8 @@ def test_other_group_sizes_are_refused(tmp_path, size):
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"quant_method": "gptq"}, "unknown quant_method 'gptq'; supported: modelopt, compressed"),
-        ({}, "unknown quant_method None"),
+        ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported: its weights"),
+        ({}, "quant_method None is not supported; supported: modelopt, compressed"),
         ([], "quantization_config: expected an object"),
         ({"quant_method": "modelopt"}, "quant_algo: missing"),
         (modelopt_section(ignore={}) | {"ignore": "x"}, "ignore: expected a list of names"),
