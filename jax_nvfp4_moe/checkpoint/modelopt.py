@@ -4,6 +4,9 @@ ModelOpt declares the quantization in ``hf_quant_config.json`` or in ``config.js
 are ``w = e2m1 * (float32(weight_scale) * weight_scale_2)``. Activations use ``input_scale`` in the
 same way: both global scales multiply. FP8 weights are ``w = e4m3 * weight_scale``.
 
+NVFP4_AWQ is NVFP4 whose linears may have a ``pre_quant_scale`` for each input channel. Most of
+these scales are folded into the norm before the linear, and the file then has no such tensor.
+
 Source: https://github.com/NVIDIA/Model-Optimizer
 """
 
@@ -37,13 +40,14 @@ MIXED = "MIXED_PRECISION"
 ALGORITHMS: Mapping[str, CheckpointScheme] = {
     "NVFP4": Scheme.W4A4,
     "W4A16_NVFP4": Scheme.W4A16,
+    "NVFP4_AWQ": Scheme.W4A4,
     "FP8": FP8ActivationScaling.STATIC,
     "FP8_PER_CHANNEL_PER_TOKEN": FP8ActivationScaling.TOKEN,
     "FP8_PB_WO": BlockFP8.SQUARE,
     "MXFP8": BlockFP8.MX,
 }
 # What `declaration` writes; the rest is read alone.
-_WRITTEN = tuple(key for key, scheme in ALGORITHMS.items() if not isinstance(scheme, BlockFP8))
+_WRITTEN = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _SUPPORTED = ", ".join((*ALGORITHMS, MIXED))
 _WILDCARD = re.compile(r"[*?\[]")
 _VISION = frozenset({"vision_tower", "vision_model", "visual"})
