@@ -7,14 +7,20 @@
 """
 
 import collections
+import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping
+
+import measure
 
 from jax_nvfp4_moe.checkpoint.refused_formats import REFUSED_FORMATS
 from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
 
 GUIDES = pathlib.Path(__file__).parent / "guides"
+_QUANTIZERS = ("nvidia-modelopt", "llmcompressor")
+# What `measure` writes -> how the table shows it.
+_MEASURES = {"experts": "{:.1e}", "blocks": "{:.1e}", "logits": "{:.1e}", "bfloat16": "{:.2f}"}
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -37,10 +43,33 @@ def refused_formats() -> str:
     return _reasons("`quant_algo`, `format` or `quant_method`", REFUSED_FORMATS)
 
 
+def checkpoints() -> str:
+    """Return the table of the checkpoints of the tests, with what `measure` has measured."""
+    results = measure.read_results()
+    columns = "checkpoint", "architecture", "quantized by", "transformers", *_MEASURES
+    rows = [columns, ["---"] * len(columns)]
+    rows += [_checkpoint(folder, results.get(folder.name, {})) for folder in measure.folders()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _checkpoint(folder: pathlib.Path, measured: Mapping[str, float]) -> list[str]:
+    """Return the row of one checkpoint. A cell is empty if nothing was measured."""
+    config, facts = (
+        json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("config", "reference")
+    )
+    tools = {name.replace("_", "-"): version for name, version in facts["tools"].items()}
+    quantizer = [f"{name} {tools[name]}" for name in _QUANTIZERS if name in tools]
+    errors = [form.format(measured[k]) if k in measured else "" for k, form in _MEASURES.items()]
+    name, architecture = f"`{folder.name}`", config["architectures"][0]
+    return [name, architecture, *(quantizer or ["none"]), tools["transformers"], *errors]
+
+
 # The name of a table in a guide -> what writes it.
 TABLES: Mapping[str, Callable[[], str]] = {
     "refused_families": refused_families,
     "refused_formats": refused_formats,
+    "checkpoints": checkpoints,
 }
 
 

@@ -3,9 +3,11 @@
 import collections
 
 import draw_pictures
+import measure
 import pages
 import pytest
 import tables
+from given import MODELS
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
@@ -94,3 +96,21 @@ def test_a_table_that_was_edited_by_hand_is_written_again():
 
 def test_a_family_is_supported_or_refused():
     assert not ARCHITECTURES.keys() & REFUSED_FAMILIES
+
+
+def test_the_table_of_checkpoints_has_a_result_for_each_folder():
+    """`python docs/measure.py && python docs/tables.py` measures new and changed folders."""
+    results = measure.read_results()
+    assert sorted(results) == MODELS
+    changed = [f.name for f in measure.folders() if results[f.name]["digest"] != measure.digest(f)]
+    assert changed == []
+    assert all({"experts", "blocks", "logits"} <= found.keys() for found in results.values())
+    rows = tables.checkpoints().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == MODELS
+
+
+def test_a_checkpoint_that_changed_has_another_digest(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    first = measure.digest(tmp_path)
+    (tmp_path / "config.json").write_text("{ }")
+    assert measure.digest(tmp_path) != first
