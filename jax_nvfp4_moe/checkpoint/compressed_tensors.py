@@ -22,6 +22,7 @@ from jax_nvfp4_moe.checkpoint.formats import (
     names_in,
     object_in,
 )
+from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
 from jax_nvfp4_moe.numerics.fp8_blocks import SQUARE, BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -107,7 +108,8 @@ class _Group:
             raise CheckpointError(
                 [
                     f"{self.source}: format {quoted(self._format)} is not supported for weights "
-                    f"of type {_described(self._weights)}; supported formats: {named}"
+                    f"of type {_described(self._weights)}{why_refused(self._format)}; "
+                    f"supported formats: {named}"
                 ]
             )
         return self._fp8() if eight else self._nvfp4()

@@ -25,7 +25,7 @@ from jax_nvfp4_moe.checkpoint.expert_names import (
     plan_stacked_bias,
     stack,
 )
-from jax_nvfp4_moe.checkpoint.formats import Decision
+from jax_nvfp4_moe.checkpoint.formats import CHANNEL_SCALE, Decision
 from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_experts
 from jax_nvfp4_moe.checkpoint.mxfp4_experts import (
     MXFP4Matrices,
@@ -193,6 +193,7 @@ def _plan_each(planner, prefix, sizes, naming, plan):
     """Plan experts that are stored as ``PREFIX.E.PROJECTION.NAME``."""
     e, h, i = sizes.num_experts, sizes.hidden, sizes.intermediate
     ups = [naming.gate, naming.up] if sizes.gated else [naming.up]
+    _refuse_channel_scales(planner, prefix)
     for x in range(e):
         for part, name in enumerate(ups):
             at = (x, slice(part * i, (part + 1) * i))
@@ -213,6 +214,18 @@ def _plan_each(planner, prefix, sizes, naming, plan):
             (x,),
             0,
             (h, i),
+        )
+
+
+def _refuse_channel_scales(planner, prefix):
+    """Add a problem if an expert has scales of its input channels."""
+    found = [name for name in planner.tensors.under(f"{prefix}.") if name.endswith(CHANNEL_SCALE)]
+    if found:
+        planner.taken.update(found)
+        planner.problems.append(
+            f"{quoted(found[0])}: scales of the input channels of routed experts are not "
+            "supported, because one kernel runs all experts on the same inputs; quantize the "
+            "experts with NVFP4 in place of NVFP4_AWQ"
         )
 
 

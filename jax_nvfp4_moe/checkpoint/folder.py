@@ -187,6 +187,12 @@ def merge_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def read_num_layers(config: Mapping[str, Any]) -> int | None:
+    """Return the number of layers that a parsed ``config.json`` declares, or None."""
+    value = merge_text_config(config).get("num_hidden_layers")
+    return value if type(value) is int and value > 0 else None
+
+
 def read_size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """Return the positive integer that `config` holds under the first of `names` that is present.
 

@@ -33,6 +33,8 @@ _SPARSE = ".block_sparse_moe."
 _GARBAGE = re.compile(r"\0[^*]*")
 # All formats use these names for the scales of an FP8 linear's weight and activations.
 FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
+# ModelOpt's name for the scales of a linear's input channels, which AWQ chooses.
+CHANNEL_SCALE = "pre_quant_scale"
 
 
 @dataclasses.dataclass(frozen=True)

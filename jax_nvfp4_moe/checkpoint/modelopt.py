@@ -4,6 +4,9 @@ ModelOpt declares the quantization in ``hf_quant_config.json`` or in ``config.js
 are ``w = e2m1 * (float32(weight_scale) * weight_scale_2)``. Activations use ``input_scale`` in the
 same way: both global scales multiply. FP8 weights are ``w = e4m3 * weight_scale``.
 
+NVFP4_AWQ is NVFP4 whose linears may have a ``pre_quant_scale`` for each input channel. Most of
+these scales are folded into the norm before the linear, and the file then has no such tensor.
+
 Source: https://github.com/NVIDIA/Model-Optimizer
 """
 
@@ -27,6 +30,7 @@ from jax_nvfp4_moe.checkpoint.formats import (
     parents,
     shards,
 )
+from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.scheme import CheckpointScheme, FP8ActivationScaling, Scheme
@@ -36,13 +40,14 @@ MIXED = "MIXED_PRECISION"
 ALGORITHMS: Mapping[str, CheckpointScheme] = {
     "NVFP4": Scheme.W4A4,
     "W4A16_NVFP4": Scheme.W4A16,
+    "NVFP4_AWQ": Scheme.W4A4,
     "FP8": FP8ActivationScaling.STATIC,
     "FP8_PER_CHANNEL_PER_TOKEN": FP8ActivationScaling.TOKEN,
     "FP8_PB_WO": BlockFP8.SQUARE,
     "MXFP8": BlockFP8.MX,
 }
 # What `declaration` writes; the rest is read alone.
-_WRITTEN = tuple(key for key, scheme in ALGORITHMS.items() if not isinstance(scheme, BlockFP8))
+_WRITTEN = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _SUPPORTED = ", ".join((*ALGORITHMS, MIXED))
 _WILDCARD = re.compile(r"[*?\[]")
 _VISION = frozenset({"vision_tower", "vision_model", "visual"})
@@ -195,8 +200,8 @@ class MixedRules(ModelOptRules):
         if algorithm not in ALGORITHMS:
             raise CheckpointError(
                 [
-                    f"{source}: quant_algo {quoted(algorithm)} is not supported; "
-                    f"supported: {', '.join(ALGORITHMS)}"
+                    f"{source}: quant_algo {quoted(algorithm)} is not supported"
+                    f"{why_refused(algorithm)}; supported: {', '.join(ALGORITHMS)}"
                 ]
             )
         checkpoint_scheme = ALGORITHMS[algorithm]
@@ -239,7 +244,10 @@ def parse(section: Mapping[str, Any], source: str) -> ModelOptRules | None:
         return MixedRules(source, exclusions, kv_cache, layers)
     if algorithm not in ALGORITHMS:
         raise CheckpointError(
-            [f"{source}: unknown quant_algo {quoted(algorithm)}; supported: {_SUPPORTED}"]
+            [
+                f"{source}: quant_algo {quoted(algorithm)} is not supported"
+                f"{why_refused(algorithm)}; supported: {_SUPPORTED}"
+            ]
         )
     if isinstance(ALGORITHMS[algorithm], Scheme):
         _check_group_sizes(section, source)

@@ -13,7 +13,13 @@ import ml_dtypes
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
-from jax_nvfp4_moe.checkpoint.formats import FP8_INPUT_SCALE, FP8_SCALE, Decision, TensorNames
+from jax_nvfp4_moe.checkpoint.formats import (
+    CHANNEL_SCALE,
+    FP8_INPUT_SCALE,
+    FP8_SCALE,
+    Decision,
+    TensorNames,
+)
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES, TensorInfo, Tensors
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
@@ -120,6 +126,7 @@ class LinearPlan:
       fp8: the buffers of an FP8 weight.
       dense: ``[n, k]`` in a float dtype.
       bias: ``[n]``, or None.
+      channel_scale: ``[k]``, factors of the inputs of an NVFP4 weight, or None.
     """
 
     checkpoint_scheme: CheckpointScheme
@@ -127,6 +134,7 @@ class LinearPlan:
     fp8: FP8Matrices | None = None
     dense: Buffer | None = None
     bias: Buffer | None = None
+    channel_scale: Buffer | None = None
 
 
 class Planner:
@@ -271,10 +279,15 @@ class Planner:
             self.check_calibrated(plan.fp8, checkpoint_scheme)
         else:
             plan.matrices = self._matrices(prefix, n, k, checkpoint_scheme)
+            plan.channel_scale = self._optional_array(f"{prefix}.{CHANNEL_SCALE}", (k,), dtype)
         name = f"{prefix}.bias"
         if bias or (bias is None and name in self.tensors):
             plan.bias = self.array(name, (n,), dtype)
         return plan
+
+    def _optional_array(self, name, shape, dtype) -> Buffer | None:
+        """Plan one dense array, or return None if the file does not have it."""
+        return self.array(name, shape, dtype) if name in self.tensors else None
 
     def take_fp8(
         self,

@@ -15,6 +15,7 @@ from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, KVCache
 from jax_nvfp4_moe.checkpoint.fp8_blocks import FP8_BLOCKS
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
 from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
+from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
 from jax_nvfp4_moe.scheme import CheckpointScheme
 
 FORMATS = (MODELOPT, COMPRESSED_TENSORS, MXFP4, FP8_BLOCKS)
@@ -130,7 +131,10 @@ def _parse_section(section, source):
             return format, format.parse(section, source)
     supported = ", ".join(format.quant_method for format in FORMATS)
     raise CheckpointError(
-        [f"{source}: unknown quant_method {quoted(method)}; supported: {supported}"]
+        [
+            f"{source}: quant_method {quoted(method)} is not supported{why_refused(method)}; "
+            f"supported: {supported}"
+        ]
     )
 
 

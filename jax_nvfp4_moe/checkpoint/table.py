@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_nvfp4_moe.checkpoint.dense_experts import (
@@ -23,7 +24,7 @@ from jax_nvfp4_moe.checkpoint.dense_experts import (
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
-from jax_nvfp4_moe.checkpoint.folder import merge_text_config
+from jax_nvfp4_moe.checkpoint.folder import read_num_layers
 from jax_nvfp4_moe.checkpoint.formats import Decision
 from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_linear
 from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices
@@ -158,7 +159,10 @@ class WeightTable:
         dtype: Any = None,
         stored: tuple[int, ...] | None = None,
     ) -> Source:
-        """Find the dense tensor `name`.
+        """Find the tensor `name`, which modules keep in a float dtype, such as a router's weight.
+
+        A matrix that the file stores quantized is dequantized while it is read. Its inputs are not
+        rounded, under any scheme.
 
         Args:
           name: the full name, such as "model.norm.weight".
@@ -168,8 +172,29 @@ class WeightTable:
           stored: the shape that the tensor must have, if it has further axes of length 1. None
             takes `shape`.
         """
-        buffer = self._planner.array(name, tuple(shape), dtype or self._options.dtype, stored)
+        dtype = dtype or self._options.dtype
+        info = self._planner.find(name)
+        if info is not None and info.dtype in ("U8", "F8_E4M3") and name.endswith(".weight"):
+            return self._dequantized(name.removesuffix(".weight"), tuple(shape), dtype)
+        buffer = self._planner.array(name, tuple(shape), dtype, stored)
         return self._source(name, lambda reader: reader.array(buffer))
+
+    def _dequantized(self, module, shape, dtype) -> Source:
+        """Find the quantized matrix of `module`, and dequantize it to `dtype` when it is read."""
+        n, k = shape
+        asked = module, n, k, False, dtype
+        plan = plan_block_linear(self._planner, *asked) or self._planner.linear(*asked)
+
+        def read(reader):
+            weight = self._linear(reader, plan).weight
+            if not isinstance(weight, (NVFP4Tensor, FP8Tensor)):
+                return weight
+            if isinstance(reader, Headers):
+                return jax.ShapeDtypeStruct(shape, np.dtype(dtype or np.float32))
+            whole = jax.tree.map(lambda leaf: jnp.asarray(leaf[()]), weight)
+            return np.asarray(whole.dequantize(dtype or np.float32))
+
+        return self._source(module, read)
 
     def linear(
         self, prefix: str, n: int, k: int, *, bias: bool | None = False, dtype: Any = None
@@ -296,7 +321,7 @@ class WeightTable:
           CheckpointError: lists all tensors that are missing, misshapen or unexpected.
         """
         planner, checkpoint, options = self._planner, self._checkpoint, self._options
-        num_layers = options.num_layers or _num_layers(checkpoint.config)
+        num_layers = options.num_layers or read_num_layers(checkpoint.config)
         scopes = only or ((options.only,) if options.only else ())
         problems = [
             *planner.problems,
@@ -385,7 +410,12 @@ class WeightTable:
         read = reader.fp8 if isinstance(quantized, FP8Matrices) else reader.weight
         multiply_by_reciprocal = self._planner.names.fp8_by_factor
         return LinearWeights(
-            read(quantized), bias, scale, plan.checkpoint_scheme, multiply_by_reciprocal
+            read(quantized),
+            bias,
+            scale,
+            plan.checkpoint_scheme,
+            multiply_by_reciprocal,
+            _optional(reader, plan.channel_scale),
         )
 
     @property
@@ -406,9 +436,3 @@ def read_source(source: Source, reader: Reader) -> Any:
 
 def _optional(reader, buffer: Buffer | None) -> Any:
     return None if buffer is None else reader.array(buffer)
-
-
-def _num_layers(config) -> int | None:
-    """Return the number of layers that the config declares, or None."""
-    value = merge_text_config(config).get("num_hidden_layers")
-    return value if type(value) is int and value > 0 else None

@@ -48,7 +48,7 @@ def find_unexpected_keys(
         if name in planner.taken:
             continue
         info = planner.tensors.info(name)
-        extra = _known_extra(name, num_layers)
+        extra = known_extra(name, num_layers)
         beside = name.split(".")[0] not in loaded or not key_mapping.owns(info.name)
         if extra is None and beside:
             extra = "modules outside of the language model"
@@ -58,8 +58,13 @@ def find_unexpected_keys(
         yield f"{quoted(info.name)} ({quoted(info.file)}): {info} is not part of the model"
 
 
-def _known_extra(name, num_layers) -> str | None:
-    """Return what kind of known extra a tensor is, or None."""
+def known_extra(name: str, num_layers: int | None) -> str | None:
+    """Return what kind of known extra the tensor `name` is, or None.
+
+    Args:
+      name: the canonical name of the tensor.
+      num_layers: the number of layers in the config, or None.
+    """
     layer = _LAYER.search(name)
     if layer and num_layers is not None and int(layer[1]) >= num_layers:
         return f"layers beyond the {num_layers} that the config declares"

@@ -21,6 +21,7 @@ class LinearWeights:
       input_scale: float32 scalar if the file declares W4A4 or static FP8, else None.
       checkpoint_scheme: the scheme that the file declares. None if the weight is dense.
       multiply_by_reciprocal: how activations are rounded to FP8; see `numerics.fp8.round_fp8`.
+      channel_scale: ``[k]``, factors that multiply the input before anything else, or None.
     """
 
     weight: Any
@@ -28,6 +29,7 @@ class LinearWeights:
     input_scale: Any = None
     checkpoint_scheme: CheckpointScheme = dataclasses.field(default=None, metadata={"static": True})
     multiply_by_reciprocal: bool = dataclasses.field(default=False, metadata={"static": True})
+    channel_scale: Any = None
 
 
 @jax.tree_util.register_dataclass

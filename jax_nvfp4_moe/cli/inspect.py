@@ -9,6 +9,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.folder import expand_home, find_folder
 from jax_nvfp4_moe.cli.inspection import bytes_report, describe, measure_bytes
 from jax_nvfp4_moe.cli.options import (
@@ -21,6 +22,7 @@ from jax_nvfp4_moe.cli.options import (
 )
 from jax_nvfp4_moe.cli.output import progress_bar, say, table
 from jax_nvfp4_moe.cli.pictures import chart_size, draw_bytes
+from jax_nvfp4_moe.cli.refusal import report_refused
 from jax_nvfp4_moe.figures import check_plot, drawing
 from jax_nvfp4_moe.inference.tokenizer import TOKENIZER, load_tokenizer
 from jax_nvfp4_moe.models.loading import abstract_model
@@ -65,7 +67,9 @@ def inspect_command(
 ) -> None:
     """Show the layers of a checkpoint with format, size, scheme and backend.
 
-    For each kind of device, the output says which scheme and backend a layer gets, and why.
+    For each kind of device, the output says which scheme and backend a layer gets, and why. If the
+    checkpoint is refused, the output lists the modules that can be read, standard error says why
+    the checkpoint is refused, and the exit status is 2.
 
     With --errors: measure how much each scheme changes the output of the routed experts in each
     layer. All schemes get the same inputs. The schemes are those of --scheme; by default w4a16, and
@@ -81,7 +85,11 @@ def inspect_command(
             raise ValueError(
                 f"--scheme: expected at most one without --errors, got {only}, {others[0]}"
             )
-        _show(path, abstract_model(path, scheme=only, dtype=dtype), as_json, plot)
+        try:
+            plan = abstract_model(path, scheme=only, dtype=dtype)
+        except CheckpointError as error:
+            raise report_refused(path, error, as_json) from error
+        _show(path, plan, as_json, plot)
         return
     ids, words = _sample(path, text, tokens)
     found = measure_errors(

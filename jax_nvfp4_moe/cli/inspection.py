@@ -142,13 +142,13 @@ def _kinds(model) -> dict[tuple[str, str], list[nnx.Module]]:
     kinds: dict[tuple[str, str], list[nnx.Module]] = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, (RoutedExperts, NVFP4Linear, DenseLinear, FP8Linear)):
-            name = _any_layer(".".join(map(str, path)))
+            name = any_layer(".".join(map(str, path)))
             kinds.setdefault((name, _describe(module)), []).append(module)
     return kinds
 
 
-def _any_layer(name: str) -> str:
-    """Return a module's name with a star for each layer number."""
+def any_layer(name: str) -> str:
+    """Return the name of a module, or a sentence, with a star for each layer number."""
     return re.sub(r"\.\d+(?=\.|\W|$)", ".*", name)
 
 
@@ -159,7 +159,7 @@ def _decided(decisions) -> Iterator[tuple[str, ...]]:
     """
     counts: dict[tuple[str, ...], int] = {}
     for module, (scheme, source) in decisions.items():
-        row = _any_layer(module), str(scheme or "not quantized"), _any_layer(source)
+        row = any_layer(module), str(scheme or "not quantized"), any_layer(source)
         counts[row] = counts.get(row, 0) + 1
     yield "module in the file", "count", "scheme", "declared by"
     for (module, scheme, source), count in counts.items():

@@ -44,6 +44,7 @@ from jax_nvfp4_moe.models import (
     qwen3_vl_moe,
 )
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
+from jax_nvfp4_moe.models.refused import why_refused_family
 from jax_nvfp4_moe.nn.building import Builder, ExpertPart, Part, check_parts_cover
 from jax_nvfp4_moe.nn.filling import fill, place
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
@@ -106,8 +107,8 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
             return ARCHITECTURES[name]
     raise CheckpointError(
         [
-            f"{CONFIG}: architectures: {quoted(names)} is not supported; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"{CONFIG}: architectures: {quoted(names)} is not supported"
+            f"{why_refused_family(names)}; supported: {', '.join(ARCHITECTURES)}"
         ]
     )
 

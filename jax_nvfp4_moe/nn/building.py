@@ -24,6 +24,7 @@ from jax_nvfp4_moe.nn.keys import KeyTable, find_key
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.merged_linear import MergedLinear, find_runs, join_weights
 from jax_nvfp4_moe.nn.norm import RMSNorm
+from jax_nvfp4_moe.nn.scaled_linear import ScaledLinear
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams
 from jax_nvfp4_moe.parallel.experts import check_experts
@@ -285,7 +286,8 @@ class Builder:
                     spec and spec.layout(n, settings.shards)
                     for n, spec in zip(widths, map(specs.get, names), strict=True)
                 ]
-                for variable in (made.weight, made.bias):
+                inner = made.linear if isinstance(made, ScaledLinear) else made
+                for variable in (inner.weight, inner.bias):
                     mark(variable, join_layouts(found, widths))
                 linears["_".join(names)] = made
             return MergedLinear(**linears)
@@ -365,7 +367,7 @@ class Builder:
 
 def make_linear(
     found: LinearWeights, n: int, k: int, settings: Settings, spec: ShardSpec | None = None
-) -> DenseLinear | FP8Linear | NVFP4Linear:
+) -> DenseLinear | FP8Linear | NVFP4Linear | ScaledLinear:
     """Make a linear layer from its weights in the file.
 
     Args:
@@ -401,12 +403,18 @@ def make_linear(
             checkpoint_scheme=found.checkpoint_scheme,
             **settings.module_arguments(),
         )
+    layout = spec and spec.layout(n if spec.axis == "rows" else k, settings.shards)
+    by_columns = spec is not None and spec.axis == "columns"
     if spec is not None:
-        layout = spec.layout(n if spec.axis == "rows" else k, settings.shards)
         mark(made.weight, layout)
-        mark(made.bias, layout if spec.axis == "rows" else None)
-        made.adds_bias_once = spec.axis == "columns"
-    return made
+        mark(made.bias, None if by_columns else layout)
+        made.adds_bias_once = by_columns
+    if found.channel_scale is None:
+        return made
+    scaled = ScaledLinear(made, found.channel_scale)
+    if layout is not None and by_columns:  # the scales are divided like the columns they multiply
+        mark(scaled.scale, layout._replace(axis="rows"))
+    return scaled
 
 
 def values_of_shard(values: Values, specs: Mapping[str, Any], index: int, shards: int) -> Values:

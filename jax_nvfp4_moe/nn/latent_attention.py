@@ -270,8 +270,8 @@ def _apart(config, expansion):
 
     * A layer without quantization is split.
     * A layer with quantized weights alone is dequantized once and then split.
-    * A layer that also quantizes its input stays as it is. Products with its two matrices would not
-      round the input as the layer does, so latents are always expanded.
+    * A layer that also quantizes its input, or scales it, stays as it is. Products with its two
+      matrices would not round or scale the input as the layer does, so latents are always expanded.
     """
     if isinstance(expansion, DenseLinear):
         matrix = expansion.weight.get_value()

@@ -75,6 +75,7 @@ def _format(name, found: LinearWeights, settings: Settings):
         assert isinstance(declared, Scheme)
         used, _ = choose_scheme(declared, settings.scheme, settings.target)
         alone = used is Scheme.W4A4
+    alone = alone or found.channel_scale is not None  # the scales multiply the inputs of one layer
     return (declared, name if alone else None, found.multiply_by_reciprocal)
 
 

@@ -276,4 +276,7 @@ def _take_linear(value: LinearWeights, spec, index, shards) -> LinearWeights:
         weight = take(weight)
     bias = take(value.bias, None if axis else spec, 0)
     input_scale = take(value.input_scale, None)
-    return dataclasses.replace(value, weight=weight, bias=bias, input_scale=input_scale)
+    channel_scale = take(value.channel_scale, spec if axis else None, 0)
+    return dataclasses.replace(
+        value, weight=weight, bias=bias, input_scale=input_scale, channel_scale=channel_scale
+    )

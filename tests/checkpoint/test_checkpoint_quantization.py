@@ -132,14 +132,14 @@ def test_old_exporters_name_parts(tmp_path):
         assert quant.checkpoint_scheme(module + "_proj") == "w4a4"
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W8A8", "", 7])
+@pytest.mark.parametrize("algorithm", ["NVFP4_SVD", "W8A8", "", 7])
 def test_unknown_algorithms_are_named(tmp_path, algorithm):
     message = refused(tmp_path, file=modelopt_file(algorithm))
     assert "hf_quant_config.json: quantization" in message
     assert repr(algorithm) in message
     assert (
-        "supported: NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, "
-        "MIXED_PRECISION" in message
+        "supported: NVFP4, W4A16_NVFP4, NVFP4_AWQ, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, "
+        "MXFP8, MIXED_PRECISION" in message
     )
 
 
@@ -158,8 +158,8 @@ def test_other_group_sizes_are_refused(tmp_path, size):
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"quant_method": "gptq"}, "unknown quant_method 'gptq'; supported: modelopt, compressed"),
-        ({}, "unknown quant_method None"),
+        ({"quant_method": "gptq"}, "quant_method 'gptq' is not supported: its weights"),
+        ({}, "quant_method None is not supported; supported: modelopt, compressed"),
         ([], "quantization_config: expected an object"),
         ({"quant_method": "modelopt"}, "quant_algo: missing"),
         (modelopt_section(ignore={}) | {"ignore": "x"}, "ignore: expected a list of names"),
@@ -185,9 +185,9 @@ def test_sections_that_make_no_sense(tmp_path, section, expected):
 
 
 def test_problems_of_both_files_come_together(tmp_path):
-    message = refused(tmp_path, {"quant_method": "gptq"}, modelopt_file("NVFP4_AWQ"))
+    message = refused(tmp_path, {"quant_method": "gptq"}, modelopt_file("NVFP4_SVD"))
     assert "gptq" in message
-    assert "NVFP4_AWQ" in message
+    assert "NVFP4_SVD" in message
 
 
 def test_compressed_tensors_schemes(tmp_path):
@@ -343,6 +343,7 @@ def test_modelopt_mixed_precision(tmp_path):
         "a.o_proj": {"quant_algo": "FP8"},
         "a.mx": {"quant_algo": "MXFP8", "group_size": 32},
         "a.awq": {"quant_algo": "NVFP4_AWQ", "group_size": 16},
+        "a.svd": {"quant_algo": "NVFP4_SVD", "group_size": 16},
         "b": {"quant_algo": "NVFP4", "group_size": 32},
         "c": 7,
         "d.experts.0.up_proj": {"quant_algo": "NVFP4"},
@@ -354,9 +355,10 @@ def test_modelopt_mixed_precision(tmp_path):
     assert quant.checkpoint_scheme("a.k_proj") == "w4a4"
     assert quant.checkpoint_scheme("a.o_proj") == FP8ActivationScaling.STATIC
     assert quant.checkpoint_scheme("a.mx") is BlockFP8.MX
+    assert quant.checkpoint_scheme("a.awq") == "w4a4"
     assert quant.checkpoint_scheme("lm_head") is None
     for module, expected in (
-        ("a.awq", "'a.awq': quant_algo 'NVFP4_AWQ' is not supported; supported: NVFP4, W4A16"),
+        ("a.svd", "'a.svd': quant_algo 'NVFP4_SVD' is not supported: it adds a low-rank product"),
         ("b", "the block size of NVFP4; got 32"),
         ("c", "expected an object, got 7"),
         (

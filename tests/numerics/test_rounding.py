@@ -88,15 +88,16 @@ BLOCKS = hnp.arrays(np.float32, (3, 16), elements=st.floats(-1, 1, width=32)).ma
 IMPORTANCE = hnp.arrays(np.float32, 16, elements=st.floats(0, 1e4, width=32))
 
 
-def given_rows():
-    path, problems = CHECKPOINTS / "modelopt-rounding" / "rows.safetensors", []
+def given_rows(name):
+    path, problems = CHECKPOINTS / "modelopt-rounding" / f"{name}.safetensors", []
     infos = read_header(path, path.name, problems)
     assert not problems
     with Tensors({path.name: path}, infos) as tensors:
         return {name: np.array(tensors.read(name)) for name in tensors.names()}
 
 
-GIVEN = given_rows()
+GIVEN = given_rows("rows")
+FOUR_OVER_SIX = given_rows("four_over_six")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,31 @@ def test_max_is_modelopt_to_the_byte(name):
     np.testing.assert_array_equal(
         np.asarray(block_scale).view(np.uint8), GIVEN[f"{name}.block_scale"].view(np.uint8)
     )
+
+
+@pytest.mark.parametrize("name", sorted({name.rsplit(".", 1)[0] for name in FOUR_OVER_SIX}))
+def test_four_or_six_is_modelopts_recipe_to_the_byte(name):
+    """Only the scale of a block of zeros differs: ModelOpt stores 1 / g there, and this package 1.
+
+    Both give zeros. Some blocks have code 4, so that "max" with the same global scale differs.
+    """
+    given = {part: FOUR_OVER_SIX[f"{name}.{part}"] for part in ("values", "packed", "block_scale")}
+    x, g = given["values"], FOUR_OVER_SIX[f"{name}.global_scale"]
+    packed, block_scale, found = map(np.asarray, program("four_or_six")(jnp.asarray(x), None))
+    assert np.array_equal(found, g)
+    np.testing.assert_array_equal(packed, given["packed"])
+    zero = np.all(x.astype(np.float32).reshape(*block_scale.shape, 16) == 0, axis=-1)
+    expected = np.where(zero, 1, given["block_scale"].astype(np.float32))
+    np.testing.assert_array_equal(block_scale.astype(np.float32), expected)
+    largest = np.clip(np.float32(1) / g, 2.0**-9, 448).astype(E4M3)
+    assert np.all(given["block_scale"][zero] == largest)
+    _, other, _ = program("max")(jnp.asarray(x), jnp.asarray(g))
+    assert np.any(np.asarray(other).astype(np.float32) != expected)
+
+
+def test_the_recipe_of_modelopt_was_asked_for_blocks_of_zeros():
+    values = FOUR_OVER_SIX["edges.bfloat16.values"].astype(np.float32)
+    assert np.any(np.all(values.reshape(-1, 16) == 0, axis=-1))
 
 
 def test_the_rows_of_modelopt_hold_what_they_are_for():

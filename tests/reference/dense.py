@@ -73,7 +73,7 @@ def read(folder: pathlib.Path) -> Dense:
 def take(stored: dict[str, torch.Tensor], stem: str, joint: str) -> dict[str, str]:
     """Return part -> full name. Stacked experts append a part to the parameter's name with `_`."""
     endings = ("weight_packed", "weight_scale", "weight_scale_2", "input_scale")
-    endings += ("weight_global_scale", "input_global_scale")
+    endings += ("weight_global_scale", "input_global_scale", "pre_quant_scale")
     parts = {part: f"{stem}{joint}{part}" for part in endings}
     parts["weight"] = f"{stem}.weight" if joint == "." else stem
     return {part: full for part, full in parts.items() if full in stored}
@@ -170,6 +170,8 @@ def modelopt_linear(
     )
     if "input_scale" in parts:
         activation = rounding.modelopt_nvfp4(parts["input_scale"])
+    if "pre_quant_scale" in parts:
+        activation = rounding.after_scaling(parts["pre_quant_scale"], activation)
     return (values.transpose(1, 2).contiguous() if weight.ndim == 3 else values), activation
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 ATTENTION = ("*self_attn.*", "*mixer.[qkvo]_proj*", "*linear_attn.*_proj*")
 SHARED = ("*shared_expert*",)
+ROUTERS = ("*mlp.gate.*",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +16,7 @@ class ModelOpt:
       preset: name of a configuration in `modelopt.torch.quantization`.
       fp8: patterns of linears that become FP8 (weights and inputs per tensor).
       off: patterns of linears that stay as they are.
+      on: patterns of linears that the tool leaves as they are, and that are quantized here.
       kv: whether the cache is rounded to FP8.
       mtp: whether to add layers that predict further tokens, without quantization, as the tool's
         own script does.
@@ -25,6 +27,7 @@ class ModelOpt:
     preset: str
     fp8: tuple[str, ...] = ()
     off: tuple[str, ...] = ()
+    on: tuple[str, ...] = ()
     kv: bool = False
     mtp: bool = False
     shard: str = "10GB"
@@ -60,6 +63,8 @@ ATTENTION_LINEARS = r"re:.*(self_attn|mixer|linear_attn)\.\w*proj\w*$"
 FORMS: dict[str, ModelOpt | LlmCompressor] = {
     "modelopt-w4a4": ModelOpt("NVFP4_DEFAULT_CFG"),
     "modelopt-w4a16": ModelOpt("W4A16_NVFP4_CFG"),
+    "modelopt-router": ModelOpt("W4A16_NVFP4_CFG", on=ROUTERS),
+    "modelopt-awq": ModelOpt("NVFP4_AWQ_LITE_CFG"),
     "modelopt-experts": ModelOpt("NVFP4_EXPERTS_ONLY_CFG"),
     "modelopt-experts-kv8": ModelOpt("NVFP4_EXPERTS_ONLY_CFG", kv=True),
     "modelopt-w4a4-kv8": ModelOpt("NVFP4_DEFAULT_CFG", kv=True),

@@ -40,6 +40,12 @@ def modelopt_nvfp4(input_scale: torch.Tensor) -> Rounding:
     return round_activations
 
 
+def after_scaling(channel_scale: torch.Tensor, activation: Rounding | None) -> Rounding:
+    """Return a rounding of the input times `channel_scale`, as modelopt's `TensorQuantizer`."""
+    scale = channel_scale.float()
+    return lambda x: activation(x * scale) if activation else x * scale
+
+
 def modelopt_fp8(scale: torch.Tensor) -> Rounding:
     """Return modelopt's FP8 rounding by its own function.
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.metadata
 import pathlib
+import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import transformers
 from transformers import conversion_mapping
 
-from tests.reference import models
+from tests.reference import models, rounding
 from tests.reference.architectures import Architecture
 from tests.reference.forms import LlmCompressor, ModelOpt
 
@@ -30,6 +31,12 @@ def modelopt_config(recipe: ModelOpt) -> dict[str, Any]:
     left_out = [rule for rule in config["quant_cfg"] if rule.get("enable") is False]
     off = [{"quantizer_name": f"{pattern}", "enable": False} for pattern in recipe.off]
     config["quant_cfg"].extend(left_out[1:] + off)  # the first rule switches everything off
+    weights = next(
+        rule for rule in config["quant_cfg"] if rule.get("quantizer_name") == "*weight_quantizer"
+    )
+    for pattern in recipe.on:
+        rule = {**copy.deepcopy(weights), "quantizer_name": f"{pattern}weight_quantizer"}
+        config["quant_cfg"].append({**rule, "enable": True})
     if recipe.kv:
         config["quant_cfg"].extend(copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"]))
     return config
@@ -54,7 +61,8 @@ def write_with_modelopt(
             model(batch)
 
     with torch.no_grad():
-        mtq.quantize(model, modelopt_config(recipe), calibrate)
+        with rounding_without_gpu():
+            mtq.quantize(model, modelopt_config(recipe), calibrate)
         extra = {}
         if recipe.mtp:
             extra = further_tokens(architecture.mtp, model.config.get_text_config().hidden_size)
@@ -63,6 +71,21 @@ def write_with_modelopt(
             model, export_dir=folder, extra_state_dict=extra, max_shard_size=recipe.shard
         )
     return versions("nvidia-modelopt")
+
+
+@contextlib.contextmanager
+def rounding_without_gpu() -> Iterator[None]:
+    """Let modelopt's searches, such as AWQ's, round with torch in place of its Triton kernel."""
+    from modelopt.torch.quantization import tensor_quant
+
+    def round_blocks(inputs: torch.Tensor, block: int, amax: torch.Tensor, *bits: int):
+        if (block, *bits) != (rounding.BLOCK, 4, 2, 8, 4):
+            raise ValueError(f"expected NVFP4, got blocks of {block} with bits {bits}.")
+        scale = amax.float() / (6.0 * rounding.E4M3_MAX)
+        return rounding.modelopt_nvfp4(scale)(inputs).to(inputs.dtype)
+
+    with unittest.mock.patch.object(tensor_quant, "dynamic_block_quantize_op", round_blocks):
+        yield
 
 
 def further_tokens(prefix: str, hidden: int) -> dict[str, torch.Tensor]:

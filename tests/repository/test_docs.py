@@ -3,10 +3,15 @@
 import collections
 
 import draw_pictures
+import measure
 import pages
 import pytest
+import tables
+from given import MODELS
 
 import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.models.loading import ARCHITECTURES
+from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
 
 MODULES = (nvfp4, nvfp4.ops, nvfp4.testing)
 
@@ -73,3 +78,39 @@ def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
 def test_pictures_are_those_that_the_script_draws(draw):
     stored = draw_pictures.HERE / f"{draw.__name__}.svg"
     assert stored.read_text(encoding="utf-8") == draw()
+
+
+def test_tables_of_the_guides_are_those_that_the_script_writes():
+    texts = [path.read_text(encoding="utf-8") for path in tables.GUIDES.glob("*.md")]
+    assert [tables.with_tables(text) for text in texts] == texts
+    for name in tables.TABLES:
+        assert sum(f"<!-- table: {name} -->" in text for text in texts) == 1
+
+
+def test_a_table_that_was_edited_by_hand_is_written_again():
+    text = f"a\n<!-- table: refused_formats -->\n{tables.refused_formats()}<!-- end of table -->\nb"
+    edited = text.replace("| `hqq`", "| `hqx`").replace("`gptq`", "")
+    assert edited != text
+    assert tables.with_tables(edited) == text
+
+
+def test_a_family_is_supported_or_refused():
+    assert not ARCHITECTURES.keys() & REFUSED_FAMILIES
+
+
+def test_the_table_of_checkpoints_has_a_result_for_each_folder():
+    """`python docs/measure.py && python docs/tables.py` measures new and changed folders."""
+    results = measure.read_results()
+    assert sorted(results) == MODELS
+    changed = [f.name for f in measure.folders() if results[f.name]["digest"] != measure.digest(f)]
+    assert changed == []
+    assert all({"experts", "blocks", "logits"} <= found.keys() for found in results.values())
+    rows = tables.checkpoints().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == MODELS
+
+
+def test_a_checkpoint_that_changed_has_another_digest(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    first = measure.digest(tmp_path)
+    (tmp_path / "config.json").write_text("{ }")
+    assert measure.digest(tmp_path) != first

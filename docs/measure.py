@@ -1,0 +1,83 @@
+"""Measure the checkpoints of the tests, and write the results that the documentation shows.
+
+``python docs/measure.py`` writes `results.json` beside this file, and `tables.py` makes a table of
+it. Results of checkpoints whose files have not changed are kept, and `--again` measures them again.
+The measures are those of the tests:
+
+* experts, blocks and logits: `tests.reference.compare`, in float32 on the exact path.
+* bfloat16: `times_rounding` of ``tests/models/test_default_dtype.py``. It takes most of the time,
+  and `--bfloat16` asks for it.
+"""
+
+import hashlib
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+CHECKPOINTS = ROOT / "tests" / "checkpoints"
+RESULTS = pathlib.Path(__file__).parent / "results.json"
+
+
+def folders() -> list[pathlib.Path]:
+    """Return the checkpoints of the tests that have a model and the reference of a tool."""
+    found = sorted(CHECKPOINTS.glob("*/reference.safetensors"))
+    return [path.parent for path in found if (path.parent / "model.safetensors").exists()]
+
+
+def digest(folder: pathlib.Path) -> str:
+    """Return a digest of the files of a checkpoint, and of its reference."""
+    found = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".safetensors"):
+            found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """Return the name of each checkpoint -> its digest and what was measured."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def measure_exact(folder: pathlib.Path) -> dict[str, float]:
+    """Return the errors of one checkpoint in float32, to two digits."""
+    from tests.reference.compare import compare
+
+    names = ("experts", "blocks", "logits")
+    errors = compare(folder, decodes=False)
+    return {name: float(f"{error:.1e}") for name, error in zip(names, errors, strict=True)}
+
+
+def measure_bfloat16(folder: pathlib.Path) -> dict[str, float]:
+    """Return the error of the default model over that of plain rounding, to two decimals."""
+    from test_default_dtype import times_rounding
+
+    return {"bfloat16": float(f"{times_rounding(folder.name)[0]:.2f}")}
+
+
+def update(measure: Callable[[pathlib.Path], dict[str, float]], key: str, again: bool) -> None:
+    """Measure what is missing or has changed, and write the results after each checkpoint.
+
+    Args:
+      measure: returns the measures of a checkpoint.
+      key: one of these measures.
+      again: whether to measure what is there as well.
+    """
+    results = {folder.name: {"digest": digest(folder)} for folder in folders()}
+    for name, old in read_results().items():
+        if old["digest"] == results.get(name, {}).get("digest"):
+            results[name] = old
+    for folder in folders():
+        if again or key not in results[folder.name]:
+            results[folder.name] |= measure(folder)
+            print(folder.name, results[folder.name], flush=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path += [str(ROOT), *(str(ROOT / "tests" / name) for name in ("support", "models"))]
+    update(measure_exact, "logits", "--again" in sys.argv)
+    if "--bfloat16" in sys.argv:
+        update(measure_bfloat16, "bfloat16", "--again" in sys.argv)

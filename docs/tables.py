@@ -1,0 +1,87 @@
+"""Write the tables of the guides that the package and the tests' results decide.
+
+``python docs/tables.py`` replaces the text between the two comments that name a table::
+
+    <!-- table: refused_families -->
+    <!-- end of table -->
+"""
+
+import collections
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+
+import measure
+
+from jax_nvfp4_moe.checkpoint.refused_formats import REFUSED_FORMATS
+from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
+
+GUIDES = pathlib.Path(__file__).parent / "guides"
+_QUANTIZERS = ("nvidia-modelopt", "llmcompressor")
+# What `measure` writes -> how the table shows it.
+_MEASURES = {"experts": "{:.1e}", "blocks": "{:.1e}", "logits": "{:.1e}", "bfloat16": "{:.2f}"}
+_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def _reasons(heading: str, refused: Mapping[str, str]) -> str:
+    """Return a table of names and reasons; names with one reason share a row."""
+    names = collections.defaultdict(list)
+    for name, reason in refused.items():
+        names[reason].append(f"`{name}`")
+    rows = [f"| {', '.join(listed)} | {reason} |" for reason, listed in names.items()]
+    return "\n".join([f"| {heading} | why it is refused |", "|---|---|", *rows]) + "\n"
+
+
+def refused_families() -> str:
+    """Return the table of the architectures that are known and refused."""
+    return _reasons("`architectures`", REFUSED_FAMILIES)
+
+
+def refused_formats() -> str:
+    """Return the table of the formats that are known and refused."""
+    return _reasons("`quant_algo`, `format` or `quant_method`", REFUSED_FORMATS)
+
+
+def checkpoints() -> str:
+    """Return the table of the checkpoints of the tests, with what `measure` has measured."""
+    results = measure.read_results()
+    columns = "checkpoint", "architecture", "quantized by", "transformers", *_MEASURES
+    rows = [columns, ["---"] * len(columns)]
+    rows += [_checkpoint(folder, results.get(folder.name, {})) for folder in measure.folders()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _checkpoint(folder: pathlib.Path, measured: Mapping[str, float]) -> list[str]:
+    """Return the row of one checkpoint. A cell is empty if nothing was measured."""
+    config, facts = (
+        json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("config", "reference")
+    )
+    tools = {name.replace("_", "-"): version for name, version in facts["tools"].items()}
+    quantizer = [f"{name} {tools[name]}" for name in _QUANTIZERS if name in tools]
+    errors = [form.format(measured[k]) if k in measured else "" for k, form in _MEASURES.items()]
+    name, architecture = f"`{folder.name}`", config["architectures"][0]
+    return [name, architecture, *(quantizer or ["none"]), tools["transformers"], *errors]
+
+
+# The name of a table in a guide -> what writes it.
+TABLES: Mapping[str, Callable[[], str]] = {
+    "refused_families": refused_families,
+    "refused_formats": refused_formats,
+    "checkpoints": checkpoints,
+}
+
+
+def with_tables(text: str) -> str:
+    """Return the Markdown of a guide with its tables as they are now.
+
+    Raises:
+      KeyError: the guide names a table that is not one of `TABLES`.
+    """
+    return _PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], text)
+
+
+if __name__ == "__main__":
+    for path in sorted(GUIDES.glob("*.md")):
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

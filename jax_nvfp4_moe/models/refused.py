@@ -1,0 +1,49 @@
+"""The model families that are known and refused, each with one sentence that says why."""
+
+from collections.abc import Mapping
+
+_BLOCKS = (
+    "its attention reads only the blocks of keys that an indexer selects, and no module here "
+    "selects blocks"
+)
+_GEMMA = (
+    "its full-attention layers have a head size of their own and use their keys as values, which "
+    "no module here does"
+)
+_COMPRESSED = (
+    "it attends to compressed keys and mixes several residual streams, which no module here does"
+)
+_CLAMPED = (
+    "it limits the experts' activations by layer and gives its sliding layers other head counts, "
+    "which no module here does"
+)
+_IDENTITY = "some of its experts return their input, and no kernel here has such experts"
+_LIGHTNING = "its linear attention has one fixed decay for each head, which no module here has"
+_AUDIO = "its language model is part of a speech model, whose files this package does not read"
+_VISION_EXPERTS = "its layers have further experts for images, which no module here has"
+
+# A name in ``architectures`` of ``config.json`` -> the reason.
+REFUSED_FAMILIES: Mapping[str, str] = {
+    "MiniMaxM3SparseForConditionalGeneration": _BLOCKS,
+    "DeepseekV4ForCausalLM": _COMPRESSED,
+    "Gemma4ForCausalLM": _GEMMA,
+    "Gemma4ForConditionalGeneration": _GEMMA,
+    "Step3p7ForConditionalGeneration": _CLAMPED,
+    "LongcatFlashForCausalLM": _IDENTITY,
+    "MiniMaxForCausalLM": _LIGHTNING,
+    "Qwen3OmniMoeForConditionalGeneration": _AUDIO,
+    "Ernie4_5_VLMoeForConditionalGeneration": _VISION_EXPERTS,
+    "Ernie4_5_VL_MoeForConditionalGeneration": _VISION_EXPERTS,
+}
+
+
+def why_refused_family(names: object) -> str:
+    """Return ``": "`` and the reason why a family is refused; "" if it is not known.
+
+    Args:
+      names: the value of ``architectures`` in a ``config.json``.
+    """
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in REFUSED_FAMILIES:
+            return f": {REFUSED_FAMILIES[name]}"
+    return ""

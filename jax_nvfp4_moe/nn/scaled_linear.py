@@ -1,0 +1,40 @@
+"""ScaledLinear: a linear layer that multiplies its input channels by stored scales first."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_nvfp4_moe.nn.dense import NVFP4Param
+
+
+class ScaledLinear(nnx.Module):
+    """A linear layer whose input channels are multiplied by scales: ``y = linear(x * scale)``.
+
+    AWQ divides columns of a weight by these scales before it quantizes the weight, so that the
+    columns of large activations lose less. If activations are rounded, the layer rounds the
+    product ``x * scale``. The product has the dtype of the layer.
+
+    Attributes:
+      scale: `NVFP4Param` ``[k]`` in the dtype of the layer, so that optimizers skip it.
+      linear: the linear layer that multiplies the scaled input.
+
+    Source: Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan, Han, "AWQ: Activation-aware Weight
+    Quantization for LLM Compression and Acceleration", arXiv:2306.00978, 2023.
+    """
+
+    def __init__(self, linear: Any, scale: Float[Array, " k"]):
+        """Put scales before a layer.
+
+        Args:
+          linear: the linear layer, such as an `NVFP4Linear` with k inputs.
+          scale: one factor for each of the k inputs.
+        """
+        self.scale = NVFP4Param(scale.astype(linear.dtype))
+        self.linear = linear
+
+    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
+        """Multiply the channels of `x` by their scales, and run the layer."""
+        scale = jnp.expand_dims(self.scale.get_value(), range(x.ndim - 1))
+        return self.linear(x.astype(self.linear.dtype) * scale)
