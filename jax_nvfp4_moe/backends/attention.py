@@ -22,7 +22,7 @@ _REFERENCE_QUERIES = 512
 # Number of queries and keys in one block of scores on a CPU. If 8 query heads share a key head, the
 # scores of one block and key head take 2 MiB in float32, which is about the size of a core's
 # caches. Blocks of 256 queries or of 1024 keys take more CPU time.
-_QUERIES, _KEYS = 128, 512
+QUERIES, _KEYS = 128, 512
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("scale", "window", "chunk"))
@@ -44,11 +44,14 @@ def attend(
 
     if positions.shape[1] <= _REFERENCE_QUERIES:
         return attend_block(q, positions)
-    return _map_queries(attend_block, q, positions, _REFERENCE_QUERIES)
+    return map_queries(attend_block, q, positions, _REFERENCE_QUERIES)
 
 
-def _map_queries(attend_block, q, positions, block):
-    """Run ``attend_block(q, positions)`` for one block of queries after the other."""
+def map_queries(attend_block, q, positions, block):
+    """Run ``attend_block(q, positions)`` for one block of queries after the other.
+
+    `q` is an array ``[b, t, ...]`` or a tree of such arrays.
+    """
     b, t = positions.shape
     padded = -(-t // block) * block
 
@@ -57,14 +60,15 @@ def _map_queries(attend_block, q, positions, block):
         x = jnp.pad(x, pad, constant_values=fill)
         return jnp.moveaxis(x.reshape(b, -1, block, *x.shape[2:]), 1, 0)
 
-    y = lax.map(lambda each: attend_block(*each), (split(q, 0), split(positions, PADDING)))
+    queries = jax.tree.map(lambda x: split(x, 0), q)
+    y = lax.map(lambda each: attend_block(*each), (queries, split(positions, PADDING)))
     return jnp.moveaxis(y, 0, 1).reshape(b, padded, *y.shape[3:])[:, :t]
 
 
 def _attend_to_all(q, k, v, positions, sinks, scale, window, chunk):
     """Compute attention for all queries at once, with products batched over rows and key heads."""
     s = k.shape[2]
-    grouped = _group(q, k.shape[1])
+    grouped = group(q, k.shape[1])
     keys = jnp.arange(s, dtype=jnp.int32)
     scores = _scores(grouped, k, keys, positions, scale, window, chunk)
     if sinks is None:
@@ -72,7 +76,7 @@ def _attend_to_all(q, k, v, positions, sinks, scale, window, chunk):
     else:
         sink = jnp.broadcast_to(_of_heads(sinks, grouped)[..., None], (*scores.shape[:-1], 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :s]
-    return _ungroup(_batched(weights.astype(v.dtype), v, 2), q)
+    return ungroup(batched(weights.astype(v.dtype), v, 2), q)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("scale", "window", "chunk"))
@@ -100,15 +104,15 @@ def attend_to_blocks(
     attend_block = functools.partial(
         _attend_block, k=k, v=v, sinks=sinks, scale=scale, window=window, chunk=chunk
     )
-    if positions.shape[1] <= _QUERIES:
+    if positions.shape[1] <= QUERIES:
         return attend_block(q, positions)
-    return _map_queries(attend_block, q, positions, _QUERIES)
+    return map_queries(attend_block, q, positions, QUERIES)
 
 
 def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
     """Compute attention for one block of queries, over the blocks of keys that it sees."""
     s = k.shape[2]
-    grouped = _group(q, k.shape[1])
+    grouped = group(q, k.shape[1])
     first, last = _visible_blocks(positions, s, window, chunk)
 
     def add_block(index, carry):
@@ -126,7 +130,7 @@ def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
         # first visible key `shrink` is 0, which removes them.
         shrink = jnp.exp(largest - grown)
         total = total * shrink + jnp.sum(weights, axis=-1)
-        y = y * shrink[..., None] + _batched(weights.astype(v.dtype), block_v, 2)
+        y = y * shrink[..., None] + batched(weights.astype(v.dtype), block_v, 2)
         return grown, total, y
 
     rows = grouped.shape[:-1]
@@ -137,7 +141,7 @@ def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
     y = jnp.zeros((*rows, v.shape[-1]), jnp.float32)
     _, total, y = lax.fori_loop(first, last, add_block, (largest, total, y))
     # A block of padding alone visits no key. Its sum is 0, and 0 / 0 would be NaN.
-    return _ungroup(y / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None], q)
+    return ungroup(y / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None], q)
 
 
 def _visible_blocks(positions, s, window, chunk):
@@ -153,14 +157,14 @@ def _visible_blocks(positions, s, window, chunk):
     return low // _KEYS, (high + _KEYS - 1) // _KEYS
 
 
-def _group(q, m):
+def group(q, m):
     """Group queries ``[b, t, n, d]`` by key head, ``[b, m, n / m, t, d]``."""
     b, t, n, d = q.shape
     return jnp.moveaxis(q.reshape(b, t, m, n // m, d), 1, 3)
 
 
-def _ungroup(y, q):
-    """Undo `_group`: return ``[b, t, n, d]``, in the dtype of `q`."""
+def ungroup(y, q):
+    """Undo `group`: return ``[b, t, n, d]``, in the dtype of `q`."""
     return jnp.moveaxis(y.astype(q.dtype), 3, 1).reshape(*q.shape[:3], y.shape[-1])
 
 
@@ -176,7 +180,7 @@ def _scores(grouped, k, keys, positions, scale, window, chunk, new=True):
     key at all. The softmax of -inf alone would be NaN, and 0 * NaN in the next layer would spread
     to real tokens.
     """
-    scores = _batched(grouped, k, 3)
+    scores = batched(grouped, k, 3)
     visible = new & _visible(keys[None, None, :], positions[:, :, None], window, chunk)
     return jnp.where(visible[:, None, None], scores * scale, jnp.finfo(scores.dtype).min)
 
@@ -191,7 +195,7 @@ def _visible(keys, queries, window, chunk) -> Bool[Array, "b t s"]:
     return visible
 
 
-def _batched(x, y, contracted):
+def batched(x, y, contracted):
     """Multiply ``x [b, m, g, t, k]`` by `y` in float32, summing over axis `contracted` of `y`."""
     exact = x.dtype == jnp.float32
     return lax.dot_general(

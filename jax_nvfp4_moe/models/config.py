@@ -11,7 +11,7 @@ from jax_nvfp4_moe.checkpoint.folder import CONFIG, read_size
 from jax_nvfp4_moe.nn.rope import Rope
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 _KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}
 
 
@@ -138,6 +138,9 @@ def read_rope(
 
     Newer files have ``rope_parameters``. Older ones have ``rope_theta`` and ``rope_scaling``.
 
+    A "proportional" embedding has the frequencies of whole heads, of which the first ones are used.
+    Channels that it does not rotate have the frequency 0.
+
     Args:
       fields: receives the problems.
       config: the parsed ``config.json``.
@@ -164,7 +167,7 @@ def read_rope(
     theta = rope.number("rope_theta", theta)
     rope.require(theta > 0, f"rope_theta: expected a positive number, got {theta}")
     share = rope.number("partial_rotary_factor", share)
-    width = int(width * share)
+    head, width = width, int(width * share)
     rope.relate(
         0 < share <= 1 and width > 0 and width % 2 == 0,
         f"partial_rotary_factor: expected an even number of channels to rotate, got {share}",
@@ -172,10 +175,14 @@ def read_rope(
     fields.problems += rope.problems
     if rope.problems:
         return Rope((1.0,) * (width // 2))
-    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    whole = head if kind == "proportional" else width
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(whole)
     frequencies = np.float32(1) / np.float32(theta) ** exponents
     if kind == "default":
         return Rope(tuple(frequencies.tolist()))
+    if kind == "proportional":
+        frequencies = np.pad(frequencies, (0, (head - width) // 2))
+        return _linear(fields, Fields({"factor": 1.0} | given), frequencies)
     if kind == "linear":
         return _linear(fields, Fields(given), frequencies)
     if kind == "llama3":

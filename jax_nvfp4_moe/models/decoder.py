@@ -206,7 +206,7 @@ class Decoder(nnx.Module):
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
         check_context(table)
-        x = self._embed(table, input_ids)
+        x = self.embed(table, input_ids)
         entries = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -220,7 +220,7 @@ class Decoder(nnx.Module):
         grown = start + (t if lengths is None else lengths)
         return logits, Cache(tuple(entries), grown, cache.max_length)
 
-    def _embed(self, table, input_ids):
+    def embed(self, table, input_ids):
         """Return the vectors of tokens ``[b, t, h]``; `table` is the embedding's value."""
         if self.expert_mesh is None:
             return table[input_ids]

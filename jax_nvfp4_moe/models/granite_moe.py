@@ -22,14 +22,12 @@ from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, mamba2_keys
 from jax_nvfp4_moe.models.sparse import ACTIVATIONS, read_top_k, require_experts
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.gated_mlp import build_joined_mlp
 from jax_nvfp4_moe.nn.grouped_query import GQAConfig, build_attention
 from jax_nvfp4_moe.nn.keys import below
 from jax_nvfp4_moe.nn.mamba2 import Mamba2Config, build_mamba2
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
-from jax_nvfp4_moe.parallel.tensor_parallel import TensorParallel
 
 _EXPERTS = ("num_local_experts", "num_experts")
 _EPS = 1e-6
@@ -214,37 +212,6 @@ def _read_float(value: Any) -> float:
     return float(value) if type(value) in (int, float) else math.nan
 
 
-class SharedExperts(TensorParallel):
-    """``output(silu(gate) * up)``, where gate and up are the halves of the result of one linear."""
-
-    def __init__(self, make: Builder, path: str, hidden: int, intermediate: int):
-        """Make the module with the `intermediate` columns of one shard."""
-        self.input = make.linear(f"{path}.input", 2 * intermediate, hidden)
-        self.output = make.linear(f"{path}.output", hidden, intermediate)
-
-    def run(self, x):
-        """Run the two products. The activation is computed in float32."""
-        gate, up = jnp.split(self.input(x).astype(jnp.float32), 2, axis=-1)
-        return self.output((jax.nn.silu(gate) * up).astype(x.dtype))
-
-
-def build_shared_experts(make: Builder, path: str, hidden: int, intermediate: int) -> SharedExperts:
-    """Make `SharedExperts`. Over a mesh the intermediate size is divided along `tensor`."""
-    shards = make.settings.shards
-    return divide(
-        make,
-        lambda make, width: SharedExperts(make, path, hidden, width),
-        intermediate,
-        intermediate // shards,
-        specs={
-            "input": ShardSpec("rows", shards, (intermediate, intermediate)),
-            "output": ShardSpec("columns", shards),
-        },
-        last=f"{path}.output",
-        width=intermediate,
-    )
-
-
 class Layer(DecoderLayer):
     """A layer whose results are multiplied before they are added to the residual stream.
 
@@ -266,8 +233,9 @@ class Layer(DecoderLayer):
 class GraniteDecoder(Decoder):
     """A decoder whose embedding and logits are scaled by ``config.multipliers``."""
 
-    def _embed(self, table, input_ids):
-        return super()._embed(table, input_ids) * self.config.multipliers.embedding
+    def embed(self, table, input_ids):
+        """Return the vectors of tokens ``[b, t, h]``; `table` is the embedding's value."""
+        return super().embed(table, input_ids) * self.config.multipliers.embedding
 
     def _logits(self, x):
         return super()._logits(x) / self.config.multipliers.logits
@@ -294,7 +262,7 @@ def build_moe(config: GraniteConfig, layer: int, make: Builder) -> NVFP4MoE:
     )
     shared = None
     if config.shared_intermediate:
-        shared = build_shared_experts(make, f"{path}.shared_experts", h, config.shared_intermediate)
+        shared = build_joined_mlp(make, f"{path}.shared_experts", h, config.shared_intermediate)
     return NVFP4MoE(
         e,
         h,

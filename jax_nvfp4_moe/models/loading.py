@@ -25,6 +25,7 @@ from jax_nvfp4_moe.models import (
     deepseek_v32,
     ernie4_5_moe,
     exaone_moe,
+    gemma4,
     glm4_moe,
     gpt_oss,
     granite_moe,
@@ -33,6 +34,7 @@ from jax_nvfp4_moe.models import (
     lfm2_moe,
     llama4,
     minimax_m2,
+    minimax_m3,
     mistral4,
     mixtral,
     nemotron_h,
@@ -88,6 +90,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe.ARCHITECTURE,
     "Qwen2MoeForCausalLM": qwen2_moe.ARCHITECTURE,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe.ARCHITECTURE,
+    "Gemma4ForConditionalGeneration": gemma4.ARCHITECTURE,
+    "Gemma4ForCausalLM": gemma4.ARCHITECTURE,
+    "MiniMaxM3SparseForConditionalGeneration": minimax_m3.ARCHITECTURE,
+    "MiniMaxM3VLForCausalLM": minimax_m3.ARCHITECTURE,
 }
 
 _LOG = logging.getLogger("jax_nvfp4_moe")

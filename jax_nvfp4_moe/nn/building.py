@@ -112,14 +112,14 @@ class Builder:
         self.parts: list[Part | ExpertPart] = []
         self.shards, self._specs = 1, {}
 
-    def divided(self, specs: Mapping[str, ShardSpec]) -> "Builder":
+    def divided(self, specs: Mapping[str, ShardSpec | None]) -> "Builder":
         """Return a builder for the parts of a module that is divided along `tensor`.
 
         Sizes that are passed to the returned builder are those of one shard.
 
         Args:
           specs: the last name of a path, or its last two names, -> how the part at that path is
-            divided. All other parts are replicated.
+            divided. None, and all other parts, are replicated.
         """
         other = copy.copy(self)
         other.shards, other._specs = self.settings.shards, dict(specs)

@@ -24,7 +24,7 @@ def divide(
     whole: Any,
     own: Any,
     *,
-    specs: Mapping[str, ShardSpec],
+    specs: Mapping[str, ShardSpec | None],
     last: str,
     width: int,
     reason: str | None = None,
@@ -36,7 +36,8 @@ def divide(
       build: function ``(make, sizes) -> module``.
       whole: sizes of the whole module, passed to `build` if the module is replicated.
       own: sizes of one shard, passed to `build` if the module is divided.
-      specs: last name of a path -> how the part at that path is divided.
+      specs: last name of a path, or its last two names, -> how the part at that path is divided.
+        None means that it is replicated.
       last: path of the linear layer whose columns are divided.
       width: number of columns of that layer, over all shards.
       reason: why the caller cannot divide the module. None (default) if the caller knows of no

@@ -1,24 +1,33 @@
 """GatedMLP: the feed-forward block of dense layers, and the shared experts of sparse ones."""
 
-import jax
-import jax.numpy as jnp
+from collections.abc import Callable
+
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import TensorParallel
 
 
 class GatedMLP(TensorParallel):
-    """A gated feed-forward block: ``y = down(silu(gate(x)) * up(x))``.
+    """A gated feed-forward block: ``y = down(activation(gate(x)) * up(x))``.
 
     Attributes:
       gate_up: `MergedLinear` that computes gate and up.
       down: linear layer from the intermediate width back to the hidden width.
+      activation: `ActivationCall`, static.
     """
 
-    def __init__(self, make: Builder, path: str, hidden: int, intermediate: int):
+    def __init__(
+        self,
+        make: Builder,
+        path: str,
+        hidden: int,
+        intermediate: int,
+        activation: str | ActivationCall = "silu",
+    ):
         """Make the block of one shard.
 
         Args:
@@ -26,18 +35,26 @@ class GatedMLP(TensorParallel):
           path: path of the block in the model, such as "layers.3.mlp".
           hidden: width of the tokens.
           intermediate: number of intermediate columns in one shard.
+          activation: name of the activation, or the result of `find_activation`. Defaults to
+            "silu".
         """
+        self.activation = find_activation(activation)
         rows = {"gate": intermediate, "up": intermediate}
         self.gate_up = make.merged_linear(f"{path}.gate_up", hidden, rows)
         self.down = make.linear(f"{path}.down", hidden, intermediate)
 
     def run(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
         """Run the three products; the activation is computed in float32."""
-        gate, up = jnp.split(self.gate_up(x).astype(jnp.float32), 2, axis=-1)
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
+        return self.down(activate(self.activation, self.gate_up(x)).astype(x.dtype))
 
 
-def build_gated_mlp(make: Builder, path: str, hidden: int, intermediate: int) -> GatedMLP:
+def build_gated_mlp(
+    make: Builder,
+    path: str,
+    hidden: int,
+    intermediate: int,
+    build: Callable[[Builder, str, int, int], GatedMLP] = GatedMLP,
+) -> GatedMLP:
     """Build a `GatedMLP`, divided along the mesh axis `tensor` where that is possible.
 
     Args:
@@ -45,15 +62,74 @@ def build_gated_mlp(make: Builder, path: str, hidden: int, intermediate: int) ->
       path: path of the block in the model.
       hidden: width of the tokens.
       intermediate: number of intermediate columns of all shards together.
+      build: makes the block of one shard, with the arguments of `GatedMLP`. Defaults to `GatedMLP`.
     """
     shards = make.settings.shards
     rows = ShardSpec("rows", shards)
     return divide(
         make,
-        lambda make, width: GatedMLP(make, path, hidden, width),
+        lambda make, width: build(make, path, hidden, width),
         intermediate,
         intermediate // shards,
         specs={"gate": rows, "up": rows, "down": ShardSpec("columns", shards)},
         last=f"{path}.down",
+        width=intermediate,
+    )
+
+
+class JoinedMLP(TensorParallel):
+    """A `GatedMLP` whose gate and up are the halves of the result of one linear in the file.
+
+    Attributes:
+      input: linear layer that computes gate and up.
+      output: linear layer from the intermediate width back to the hidden width.
+      activation: `ActivationCall`, static.
+    """
+
+    def __init__(
+        self,
+        make: Builder,
+        path: str,
+        hidden: int,
+        intermediate: int,
+        activation: str | ActivationCall = "silu",
+    ):
+        """Make the block of one shard, with the arguments of `GatedMLP`."""
+        self.activation = find_activation(activation)
+        self.input = make.linear(f"{path}.input", 2 * intermediate, hidden)
+        self.output = make.linear(f"{path}.output", hidden, intermediate)
+
+    def run(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
+        """Run the two products; the activation is computed in float32."""
+        return self.output(activate(self.activation, self.input(x)).astype(x.dtype))
+
+
+def build_joined_mlp(
+    make: Builder,
+    path: str,
+    hidden: int,
+    intermediate: int,
+    activation: str | ActivationCall = "silu",
+) -> JoinedMLP:
+    """Build a `JoinedMLP`, divided along the mesh axis `tensor` where that is possible.
+
+    Args:
+      make: builder of the model.
+      path: path of the block in the model.
+      hidden: width of the tokens.
+      intermediate: number of intermediate columns of all shards together.
+      activation: as for `JoinedMLP`. Defaults to "silu".
+    """
+    shards = make.settings.shards
+    return divide(
+        make,
+        lambda make, width: JoinedMLP(make, path, hidden, width, activation),
+        intermediate,
+        intermediate // shards,
+        specs={
+            "input": ShardSpec("rows", shards, (intermediate, intermediate)),
+            "output": ShardSpec("columns", shards),
+        },
+        last=f"{path}.output",
         width=intermediate,
     )

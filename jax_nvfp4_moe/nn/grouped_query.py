@@ -34,12 +34,17 @@ class GQAConfig:
       normalize: "heads" normalizes each query head and each key head by itself. "whole" normalizes
         all query heads as one vector and all key heads as another. "rotated" normalizes each head
         like "heads", but after the rotation. None (default) normalizes nothing.
+      centered: whether the norms of queries and keys in the file store ``weight - 1``. False by
+        default.
       clip: queries, keys and values are clipped to ``[-clip, clip]``; None (default) for no limit.
       window: number of keys that a query sees, the last at its own position; None (default) for all
         keys.
       interleaved: whether the two channels of a rotated pair are adjacent in the checkpoint. If
         not (default), they are half a head apart.
       scale: factor of the scores; None (default) for ``head_dim ** -0.5``.
+      values_from_keys: whether the values are the projected keys, before their norm and rotation.
+        The layer then has no projection of values. False by default.
+      normalize_values: whether each value head is normalized, without a weight. False by default.
     """
 
     hidden: int
@@ -51,10 +56,13 @@ class GQAConfig:
     bias: bool | None = False
     out_bias: bool | None = False
     normalize: Literal["heads", "whole", "rotated"] | None = None
+    centered: bool = False
     clip: float | None = None
     window: int | None = None
     interleaved: bool = False
     scale: float | None = None
+    values_from_keys: bool = False
+    normalize_values: bool = False
 
 
 class Attention(HeadParallel):
@@ -70,14 +78,16 @@ class Attention(HeadParallel):
         self.target = make.settings.target
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
-        self.qkv = make.merged_linear(
-            f"{path}.qkv", h, {"q": rows, "k": kv_rows, "v": kv_rows}, config.bias
-        )
+        projections = {"q": rows, "k": kv_rows}
+        if not config.values_from_keys:
+            projections["v"] = kv_rows
+        self.qkv = make.merged_linear(f"{path}.qkv", h, projections, config.bias)
         self.out = make.linear(f"{path}.out", h, rows, config.out_bias)
         if config.normalize is not None:
             widths = (rows, kv_rows) if config.normalize == "whole" else (d, d)
-            self.q_norm = make.norm(f"{path}.q_norm", widths[0], config.eps)
-            self.k_norm = make.norm(f"{path}.k_norm", widths[1], config.eps)
+            norms = {"eps": config.eps, "centered": config.centered}
+            self.q_norm = make.norm(f"{path}.q_norm", widths[0], **norms)
+            self.k_norm = make.norm(f"{path}.k_norm", widths[1], **norms)
 
     def empty_cache(self, batch: int, max_length: int):
         """Return empty cache entries for the keys and values of one shard."""
@@ -85,11 +95,28 @@ class Attention(HeadParallel):
 
     def mix(self, x, positions, entries):
         """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
+        q, k, v = self.project(x, positions)
+        seen, entries = self.kv.append(entries, positions, k=k, v=v)
+        y = attention(
+            q,
+            seen["k"],
+            seen["v"],
+            positions,
+            scale=self.config.scale,
+            window=self.config.window,
+            target=self.target,
+        )
+        return self.out(y.reshape(*x.shape[:2], -1)), entries
+
+    def project(self, x, positions):
+        """Return the queries, keys and values ``[b, t, n, d]`` of ``x [b, t, h]``, as they meet."""
         config, (b, t, _) = self.config, x.shape
-        heads = self._normalized(self.qkv(x)).reshape(b, t, -1, config.head_dim)
+        heads = self._normalized(self._projected(x)).reshape(b, t, -1, config.head_dim)
         if config.clip is not None:
             heads = jnp.clip(heads, -config.clip, config.clip)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
+        if config.normalize_values:
+            v = normalize(v, jnp.ones(config.head_dim, v.dtype), config.eps)
         if config.interleaved:
             # Queries and keys change alike, so that scores stay what they are.
             qk = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)
@@ -98,17 +125,15 @@ class Attention(HeadParallel):
         if config.normalize == "rotated":
             qk = self._normalized_heads(qk)
         q, k = jnp.split(qk, [config.num_heads], axis=2)
-        seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        y = attention(
-            q,
-            seen["k"],
-            seen["v"],
-            positions,
-            scale=config.scale,
-            window=config.window,
-            target=self.target,
-        )
-        return self.out(y.reshape(b, t, -1)), entries
+        return q, k, v
+
+    def _projected(self, x):
+        """Return the projected queries, keys and values ``[b, t, n d]``."""
+        qkv = self.qkv(x)
+        if self.config.values_from_keys:
+            k = qkv[..., self.config.num_heads * self.config.head_dim :]
+            qkv = jnp.concatenate([qkv, k], axis=-1)
+        return qkv
 
     def _normalized(self, qkv):
         """Return queries, keys and values ``[b, t, n d]``, with the queries and keys normalized."""
@@ -197,6 +222,9 @@ def build_heads(config: Any, path: str, make: Builder, attention: Any = Attentio
             "v": kv_rows,
             "out": ShardSpec("columns", shards),
             "sinks": rows,
+            # The indexer of `nn.block_sparse` has a query for each key head, and one key.
+            "index.q": kv_rows,
+            "index.k": None,
             **norms,
         },
         last=f"{path}.out",

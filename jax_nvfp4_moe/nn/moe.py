@@ -43,7 +43,9 @@ class RouterCorrection(nnx.Variable):
 
 
 class LatentProjections(nnx.Module):
-    """Projections around routed experts that are narrower than the tokens.
+    """Modules around the routed experts, such as projections to experts narrower than the tokens.
+
+    They may also be norms, with ``l = h``.
 
     Attributes:
       width: static int, the width l that the routed experts see.
@@ -70,8 +72,9 @@ class NVFP4MoE(nnx.Module):
       expert_ids, expert_weights = route(x)
       y = latent.up(experts(latent.down(x), expert_ids, expert_weights)) + shared(x)
 
-    The shared experts, their gate and the latent projections are optional. The routed experts are
-    NVFP4. A checkpoint that mixes formats may also store them in FP8 or leave them unquantized.
+    The shared experts, their gate and the latent projections are optional, and so are the norm and
+    the factors of the router. The routed experts are NVFP4. A checkpoint that mixes formats may
+    also store them in FP8 or leave them unquantized.
 
     Quantized weights are stored as `NVFP4Param`, which is not an `nnx.Param`, so optimizers skip
     them. Gradients flow to the input and to the router.
@@ -82,6 +85,8 @@ class NVFP4MoE(nnx.Module):
       router_weight: `nnx.Param` ``[e, h]``. Router logits are computed in float32.
       router_bias: `RouterCorrection` ``[e]``, or None.
       router_logit_bias: `nnx.Param` ``[e]``, or None.
+      router_norm: module, or None; see the constructor.
+      router_scale: `nnx.Param` ``[e]``, or None.
       shared_experts: module, or None; see the constructor.
       shared_gate: module, or None; see the constructor.
       latent: `LatentProjections`, or None.
@@ -118,6 +123,8 @@ class NVFP4MoE(nnx.Module):
         router_weight: Float[Array, "e h"] | None = None,
         router_bias: Float[Array, " e"] | None = None,
         router_logit_bias: Float[Array, " e"] | None = None,
+        router_norm: Callable | None = None,
+        router_scale: Float[Array, " e"] | None = None,
         shared_experts: Callable | None = None,
         shared_gate: Callable | None = None,
         latent: LatentProjections | None = None,
@@ -149,6 +156,10 @@ class NVFP4MoE(nnx.Module):
             part of their weights (``e_score_correction_bias``). Defaults to None.
           router_logit_bias: float array ``[e]``, added to the logits, so that it affects both the
             choice and the weights (gpt-oss). Defaults to None.
+          router_norm: module that maps ``x [..., h]`` to ``[..., h]``, which the router reads in
+            place of `x`. Defaults to None.
+          router_scale: float array ``[e]``, by which the weight of each chosen expert is multiplied
+            at the end (Gemma 4). Defaults to None.
           shared_experts: module that maps ``x [..., h]`` to ``[..., h]``, added to the routed
             experts. Defaults to None.
           shared_gate: module that maps ``x [..., h]`` to ``[..., 1]``. Its sigmoid multiplies the
@@ -209,15 +220,21 @@ class NVFP4MoE(nnx.Module):
         if router_weight is None:
             router_weight = random_matrix((num_experts, hidden), rngs).astype(self.dtype)
         check_shape("router_weight", router_weight.shape, (num_experts, hidden))
-        biases = {"router_bias": router_bias, "router_logit_bias": router_logit_bias}
-        for name, bias in biases.items():
-            check_shape(name, (num_experts,) if bias is None else bias.shape, (num_experts,))
+        each = {
+            "router_bias": router_bias,
+            "router_logit_bias": router_logit_bias,
+            "router_scale": router_scale,
+        }
+        for name, values in each.items():
+            check_shape(name, (num_experts,) if values is None else values.shape, (num_experts,))
         if (expert_mesh := self.experts.expert_mesh) is not None:
             router_weight = replicate(router_weight, expert_mesh)
-            biases = replicate(biases, expert_mesh)
+            each = replicate(each, expert_mesh)
         self.router_weight = nnx.Param(router_weight)
-        self.router_bias = wrap_value(RouterCorrection, biases["router_bias"])
-        self.router_logit_bias = wrap_value(nnx.Param, biases["router_logit_bias"])
+        self.router_bias = wrap_value(RouterCorrection, each["router_bias"])
+        self.router_logit_bias = wrap_value(nnx.Param, each["router_logit_bias"])
+        self.router_scale = wrap_value(nnx.Param, each["router_scale"])
+        self.router_norm = router_norm
         self.shared_experts, self.shared_gate = shared_experts, shared_gate
         self.latent = latent
 
@@ -292,9 +309,10 @@ class NVFP4MoE(nnx.Module):
     ) -> tuple[Int32[Array, "... k"], Float[Array, "... k"]]:
         """Choose the experts of each token.
 
-        The logits are ``x @ router_weight.T + router_logit_bias`` in float32.
-        `numerics.routing.route` turns them into experts and weights. The argument `backend` of the
-        constructor applies to the experts, not to the router.
+        The logits are ``router_norm(x) @ router_weight.T + router_logit_bias`` in float32.
+        `numerics.routing.route` turns them into experts and weights, which `router_scale`
+        multiplies. The argument `backend` of the constructor applies to the experts, not to the
+        router.
 
         Args:
           x: tokens ``[..., h]``; cast to the module's dtype.
@@ -305,7 +323,14 @@ class NVFP4MoE(nnx.Module):
         """
         with jax.named_scope("router"):
             rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-            parts = self.router_weight, self.router_bias, self.router_logit_bias
+            if self.router_norm is not None:
+                rows = self.router_norm(rows)
+            parts = (
+                self.router_weight,
+                self.router_bias,
+                self.router_logit_bias,
+                self.router_scale,
+            )
             run, values = self._route_rows, [read_value(part) for part in parts]
             check_context(values[0])
             expert_mesh = self.experts.expert_mesh
@@ -315,7 +340,7 @@ class NVFP4MoE(nnx.Module):
             lead = (*x.shape[:-1], self.router.top_k)
             return ids.reshape(lead), weights.reshape(lead)
 
-    def _route_rows(self, rows, weight, bias, logit_bias):
+    def _route_rows(self, rows, weight, bias, logit_bias, scale):
         """Choose the experts of ``rows [t, h]``.
 
         On a GPU, bfloat16 operands are not cast: tensor cores multiply them exactly and sum in
@@ -327,7 +352,8 @@ class NVFP4MoE(nnx.Module):
         logits = dense(rows, weight)
         if logit_bias is not None:
             logits += logit_bias.astype(jnp.float32)[None, :]
-        return route(self.router, logits, bias, target=self.target)
+        ids, weights = route(self.router, logits, bias, target=self.target)
+        return ids, weights if scale is None else weights * scale.astype(jnp.float32)[ids]
 
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
         """Run the whole block: router, routed experts, shared experts and latent projections.

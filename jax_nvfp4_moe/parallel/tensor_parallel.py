@@ -104,7 +104,7 @@ _tied.defvjp(lambda layout, leaf: (leaf, None), _tied_bar)
 class TensorParallel(nnx.Module):
     """A module that maps rows, on one device or divided along `tensor`.
 
-    A subclass implements `run` with the sizes of one shard.
+    A subclass implements `run` with the sizes of one shard. It may also implement `finish`.
 
     Attributes:
       expert_mesh: the mesh of the shards, static; None (default) on one device.
@@ -116,11 +116,20 @@ class TensorParallel(nnx.Module):
         """Compute the part of one shard."""
         raise NotImplementedError
 
+    def finish(self, y: Float[Array, "... n"]) -> Float[Array, "... n"]:
+        """Return the result from the sum `y` of all parts. By default it is that sum."""
+        return y
+
     def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... n"]:
-        """Compute all parts for replicated `x`, and add them up in float32."""
+        """Compute all parts for replicated `x`, add them up in float32, and finish the sum."""
         if self.expert_mesh is None:
-            return self.run(x)
-        return run_shards(self.expert_mesh, lambda part, x: _add_up(part.run(x)), self, x)
+            return self.finish(self.run(x))
+        return run_shards(self.expert_mesh, _run_part, self, x)
+
+
+def _run_part(part: TensorParallel, x):
+    """Return the result of the whole module, from the part of one shard."""
+    return part.finish(_add_up(part.run(x)))
 
 
 class HeadParallel(nnx.Module):
@@ -207,7 +216,7 @@ def run_by_rows(
 
     def run(rows, leaves):
         part = unflatten(leaves) if divided else jax.tree.unflatten(tree, leaves)
-        return _add_up(part.run(rows)) if divided else part(rows)
+        return _run_part(part, rows) if divided else part(rows)
 
     tree = jax.tree.structure(module)
     y = share_rows(run, expert_mesh, x.reshape(-1, x.shape[-1]), leaves, specs=(own,))

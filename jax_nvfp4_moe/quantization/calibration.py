@@ -222,7 +222,8 @@ def calibrate(
     size = max(_TOKENS // windows.shape[1], 1)
     with plan.open_reader(progress, "calibrating") as reader:
         table = plan.read("embedding", reader).get_value()
-        hidden = [table[windows[at : at + size]] for at in range(0, len(windows), size)]
+        starts = range(0, len(windows), size)
+        hidden = [plan.model.embed(table, windows[at : at + size]) for at in starts]
         del table
         for index in range(len(plan.model.layers)):
             path = f"layers.{index}"

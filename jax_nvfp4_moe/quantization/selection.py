@@ -29,7 +29,7 @@ NEVER = (
     "*router*",
 )
 # Linears that read the same input as q_proj, where there is one: of latent attention without a
-# latent for queries, and the gates, decays and rates of Kimi delta attention.
+# latent for queries, the gates, decays and rates of Kimi delta attention, and MiniMax-M3's indexer.
 _BESIDE_QUERIES = (
     "kv_a_proj_with_mqa",
     "g_proj",
@@ -37,9 +37,17 @@ _BESIDE_QUERIES = (
     "f_proj",
     "f_a_proj",
     "b_proj",
+    "index_q_proj",
+    "index_k_proj",
 )
 # Linears of an indexer -> the linear of the attention around it that reads the same input.
-_OF_INDEXERS = {"wq_b": "q_b_proj", "wk": "q_a_proj", "weights_proj": "q_a_proj"}
+_OF_INDEXERS = {
+    "wq_b": "q_b_proj",
+    "wk": "q_a_proj",
+    "weights_proj": "q_a_proj",
+    "q_proj": "q_proj",
+    "k_proj": "q_proj",
+}
 
 
 @dataclasses.dataclass(frozen=True)

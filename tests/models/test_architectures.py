@@ -15,6 +15,7 @@ import pytest
 from given import CHECKPOINTS, MODELS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import generate, load_model, load_moe
+from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 # Bound of one block, from the README of the given checkpoints: float32 sums in another order.
@@ -87,6 +88,21 @@ FAULTS = [
     ("kimi_linear-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
     ("bailing_hybrid-modelopt-w4a16", {"kda_lower_bound": -5.1}),
     ("bailing_hybrid-modelopt-w4a16", {"topk_group": 3}),
+    ("gemma4-modelopt-w4a16", {"sliding_window": 7}),
+    ("gemma4-modelopt-w4a16", {"rms_norm_eps": 1e-3}),
+    ("gemma4-modelopt-w4a16", {"final_logit_softcapping": 20.1}),
+    (
+        "gemma4-modelopt-w4a16",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_theta": 5000.0},
+                "full_attention": {"rope_theta": 20000.0, "partial_rotary_factor": 0.25},
+            }
+        },
+    ),
+    ("minimax_m3-modelopt-w4a16", {"index_topk_blocks": 2}),
+    ("minimax_m3-modelopt-w4a16", {"swiglu_alpha": 1.51}),
+    ("minimax_m3-modelopt-w4a16", {"routed_scaling_factor": 2.01}),
     # In these folders, activations are rounded to FP4 or to FP8.
     ("deepseek_v3-modelopt-mixed-w4a16-kv8", {"rope_interleave": False}),
     ("deepseekv3-modelopt-w4a4", {"norm_topk_prob": False}),
@@ -110,6 +126,7 @@ EACH_MIXER = (
     "kimi_linear-modelopt-w4a16",  # Kimi delta attention
     "lfm2_moe-modelopt-w4a16",  # short convolutions
     "llama4_text-modelopt-w4a16",  # chunks
+    "minimax_m3-modelopt-w4a16",  # chosen blocks of keys
     "nemotron_h-modelopt-w4a16",  # Mamba-2
     "qwen3_moe-ct-w4a4-kv8",  # FP8 cache, rounded activations
     "qwen3_moe-window-modelopt-w4a16",  # windows
@@ -296,7 +313,7 @@ def test_generate_takes_the_largest_logit(case):
 @pytest.mark.parametrize(("folder", "changes"), FAULTS, ids=str)
 def test_the_bound_of_logits_catches_a_field_that_is_read_wrong(folder, changes, tmp_path):
     """A wrong value of a config field changes logits by far more than the bound."""
-    read = json.loads((CHECKPOINTS / folder / "config.json").read_text())
+    read = merge_text_config(json.loads((CHECKPOINTS / folder / "config.json").read_text()))
     assert any(read.get(name) != value for name, value in changes.items())
     case = load_case(folder, copy_with_config(CHECKPOINTS / folder, tmp_path / "m", **changes))
     assert case.error(run(case.model, case.ids)) > 100

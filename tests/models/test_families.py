@@ -52,6 +52,29 @@ def split_convolution(tensors, mixer):
         tensors[f"{mixer}.{part}_conv1d.weight"] = weight
 
 
+def nest_experts(tensors):
+    """Rename experts of Gemma 4 as in files that have a module `moe` around them."""
+    for name in list(tensors):
+        tensors[name.replace(".experts.", ".moe.experts.")] = tensors.pop(name)
+
+
+def publish_minimax_m3(tensors):
+    """Rename tensors as in published MiniMax-M3 files, with gate and up in one matrix each."""
+    for name in list(tensors):
+        tensor = tensors.pop(name)
+        name = name.replace("indexer.", "index_").replace("1.mlp.", "1.block_sparse_moe.")
+        name = name.replace("moe.gate.e_score", "moe.e_score")
+        if ".experts." in name:
+            for old, other in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+                name = name.replace(old, other)
+        if "gate_up_proj" in name:
+            parts = np.split(tensor, 2) if tensor.ndim else (tensor, tensor)
+            for part, half in zip(("gate_proj", "up_proj"), parts, strict=True):
+                tensors[name.replace("gate_up_proj", part)] = half
+        else:
+            tensors[name] = tensor
+
+
 def keep_in_memory(tensors):
     """Rename tensors of EXAONE-MoE and Granite as transformers 5 does in memory."""
     for name in list(tensors):
@@ -64,6 +87,8 @@ def keep_in_memory(tensors):
     [
         ("kimi_linear", publish_kimi),
         ("bailing_hybrid", publish_ling),
+        ("gemma4", nest_experts),
+        ("minimax_m3", publish_minimax_m3),
         ("exaone_moe", keep_in_memory),
         ("granitemoe", keep_in_memory),
     ],
@@ -87,15 +112,29 @@ def test_granite_is_quantized_as_published(tmp_path):
         gate, up, down = map(np.stack, experts)
         dense[f"{block}.input_linear.weight"] = np.concatenate([gate, up], axis=1)
         dense[f"{block}.output_linear.weight"] = down
-    source = write_source(tmp_path / "source", dense, read_config(given("granitemoe")))
-    quantize_model(source, tmp_path / "q")
-    ours, theirs = read_all(tmp_path / "q"), read_all(given("granitemoe"))
+    compare_quantized("granitemoe", dense, read_all(given("granitemoe")), tmp_path)
+
+
+def test_minimax_m3_is_quantized_as_published(tmp_path):
+    """The linears of the indexer share a global scale with the queries, as in the tool's file."""
+    dense = dense_tensors(read_all(given("minimax_m3")), ROUNDABLE)
+    publish_minimax_m3(dense)
+    theirs = read_all(given("minimax_m3"))
+    publish_minimax_m3(theirs)
+    compare_quantized("minimax_m3", dense, theirs, tmp_path)
+
+
+def compare_quantized(name, dense, theirs, folder):
+    """Quantize `dense` tensors with the config of a checkpoint, and compare the bytes written."""
+    source = write_source(folder / "source", dense, read_config(given(name)))
+    quantize_model(source, folder / "q")
+    ours = read_all(folder / "q")
     assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        if name.endswith("weight_scale_2"):  # the source rounded 2688 * scale
-            np.testing.assert_array_max_ulp(tensor, theirs[name], 1)
+    for key, tensor in ours.items():
+        if key.endswith("weight_scale_2"):  # the source rounded 2688 * scale
+            np.testing.assert_array_max_ulp(tensor, theirs[key], 1)
         else:
-            assert tensor.tobytes() == theirs[name].tobytes()
+            assert tensor.tobytes() == theirs[key].tobytes()
 
 
 def test_published_names_of_sizes():
@@ -119,6 +158,30 @@ def test_published_names_of_sizes():
     assert kimi == read("kimi_linear")
     hunyuan = read("hunyuan_v1_moe", moe_topk=[2, 2], moe_intermediate_size=[48, 48])
     assert hunyuan == read("hunyuan_v1_moe")
+    sparse = {
+        "sparse_num_index_heads": 2,
+        "sparse_index_dim": 32,
+        "sparse_block_size": 3,
+        "sparse_topk_blocks": 3,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": [0, 1],
+    }
+    minimax = read(
+        "minimax_m3",
+        layer_types=None,
+        mlp_layer_types=None,
+        index_n_heads=None,
+        index_head_dim=None,
+        index_block_size=None,
+        index_topk_blocks=None,
+        index_local_blocks=None,
+        sparse_attention_config=sparse,
+        moe_layer_freq=[0, 1],
+        hidden_act="swigluoai",
+    )
+    assert minimax == read("minimax_m3")
+    sizes = {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    assert read("gemma4", per_layer_config=None, **sizes) == read("gemma4")
 
 
 def test_layers_are_as_transformers_derives_them():
@@ -133,6 +196,12 @@ def test_layers_are_as_transformers_derives_them():
     assert exaone.dense_layers == {0}
     other = read("exaone_moe", **plain, sliding_window_pattern="LG")
     assert [one.window for one in other.attention] == [6, None, 6, None]
+    # The last layer has no window, whatever the file says.
+    plain = {"layer_types": None, "per_layer_config": None, "num_hidden_layers": 8}
+    gemma = read("gemma4", **plain, rope_parameters=None)
+    assert [one.window for one in gemma.attention] == [6, 6, 6, 6, 6, None, 6, None]
+    assert {(one.head_dim, one.num_kv_heads) for one in gemma.attention} == {(16, 2), (512, 2)}
+    assert gemma.attention[-1].rope.frequencies[63:65] == (pytest.approx(1e6 ** (-126 / 512)), 0.0)
     ernie = read("ernie4_5_moe", num_hidden_layers=6, moe_layer_end_index=-1, moe_layer_interval=2)
     assert ernie.dense_layers == {0, 2, 4}
     assert read("qwen3_vl_moe").router.renormalize
@@ -161,6 +230,20 @@ def test_layers_are_as_transformers_derives_them():
         ("hunyuan_v1_moe", {"moe_intermediate_size": 32}, "moe_intermediate_size: expected"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla: True is not supported"),
         ("exaone_moe", {"sliding_window": None}, "sliding_window: null, but layer_types has"),
+        ("gemma4", {"enable_moe_block": False}, "enable_moe_block: false is not supported"),
+        ("gemma4", {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input: expected"),
+        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: expected 0"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention: 'all'"),
+        ("gemma4", {"hidden_activation": "silu"}, "hidden_activation: 'silu' is not supported"),
+        ("gemma4", {"final_logit_softcapping": 0.0}, "softcapping: expected a positive number"),
+        ("gemma4", {"top_k_experts": 7}, "top_k_experts: expected at most 6 experts, got 7"),
+        ("gemma4", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config: expect"),
+        ("gemma4", {"rope_parameters": {"rope_theta": 1e4}}, "expected an object sliding_att"),
+        ("minimax_m3", {"index_n_heads": 4}, "index_n_heads: expected 2, one for each key head"),
+        ("minimax_m3", {"index_head_dim": 4}, "index_head_dim: expected at least 8 rotated"),
+        ("minimax_m3", {"swiglu_limit": 0.0}, "swiglu_limit: expected a positive number"),
+        ("minimax_m3", {"sparse_attention_config": 1}, "sparse_attention_config: expected an obj"),
+        ("minimax_m3", {"layer_types": ["linear", "linear"]}, "layer_types: expected a list of 2"),
         ("lfm2_moe", {"layer_types": None}, "layer_types: missing"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: False is not supported"),
         ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound: expected a negative"),

@@ -1,6 +1,7 @@
 """Test families at the sizes that their configuration classes document.
 
-``published_configurations.json`` holds the defaults of each class of transformers 5.23.0.
+``published_configurations.json`` holds the defaults of each class of transformers 5.23.0. The
+defaults of Gemma 4 have no experts: its entry holds the values of google/gemma-4-26B-A4B-it.
 """
 
 import json

@@ -93,6 +93,21 @@ def test_a_bias_of_the_logits_moves_choice_and_weights():
         make(router_logit_bias=jnp.zeros(7))
 
 
+def test_a_router_with_a_norm_and_factors():
+    """The norm changes only what the router reads, and the factors change only the weights."""
+    moe, x, scale = make(), tokens(5), jnp.linspace(0.5, 2.0, 8)
+    weight = moe.router_weight.get_value()
+    other = make(router_weight=weight, router_norm=lambda x: -x, router_scale=scale)
+    ids, weights = other.route(x)
+    want_ids, want_weights = moe.route(-x)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_array_equal(weights, want_weights * scale[want_ids])
+    np.testing.assert_array_equal(other(x), moe.experts(x, ids, weights))
+    assert (np.asarray(ids) != np.asarray(moe.route(x)[0])).any()
+    with pytest.raises(ValueError, match="router_scale: expected shape"):
+        make(router_scale=jnp.zeros(7))
+
+
 def test_experts_that_are_elsewhere_add_nothing():
     moe = make()
     x = tokens(4)

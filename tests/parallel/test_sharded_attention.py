@@ -16,6 +16,8 @@ from unquantized import dequantized
 
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.models import deepseek_v3, deepseek_v32, llama4, minimax_m2, olmoe
+from jax_nvfp4_moe.models.gemma4 import DenseMLP
+from jax_nvfp4_moe.nn.gated_mlp import GatedMLP
 from jax_nvfp4_moe.nn.grouped_query import Attention
 from jax_nvfp4_moe.parallel import ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import divided_axes
@@ -46,6 +48,8 @@ MODELS = {
     "lfm2": ("lfm2_moe-modelopt-w4a16", ((2, 4),)),
     "kimi_linear": ("kimi_linear-modelopt-w4a16", ((2, 4),)),
     "ling": ("bailing_hybrid-modelopt-w4a16", ((2, 4),)),
+    "gemma4": ("gemma4-modelopt-w4a16", ((2, 4),)),
+    "minimax_m3": ("minimax_m3-modelopt-w4a16", ((2, 4),)),
 }
 # All-reduces of attentions, experts, dense MLPs, the embedding, and means of queries and keys; then
 # those of shared experts. The latter join those of the experts if both add over the same devices.
@@ -67,6 +71,8 @@ SENT = {
     "lfm2": (3 + 2 + 1 + 1, 0),
     "kimi_linear": (2 + 1 + 1 + 1, 1),
     "ling": (2 + 1 + 1 + 1, 1),
+    "gemma4": (2 + 2 + 0 + 1, 2),
+    "minimax_m3": (2 + 1 + 1 + 1, 1),
 }
 # Folder, its architecture, and the scheme to load with.
 ATTENTIONS = {
@@ -139,6 +145,16 @@ def test_models_with_cut_heads_equal_one_device(written, name, shape):
     assert sent == ({"all-reduce": 1} if uncut else {"all-reduce": reduced, "all-gather": 1})
     if shape == (2, 4):
         assert difference(decode(cut, IDS, [11])[0], steps) <= BOUND
+
+
+def test_norms_around_a_cut_mlp_with_exchanged_tokens(written):
+    """The dense MLP of Gemma 4 normalizes the sum of its shards, on each device's own tokens."""
+    one = one_device(written("gemma4"))[0]
+    cut = load(written("gemma4"), mesh=make_mesh((2, 2)), dispatch="all_to_all")
+    assert difference(call(cut, IDS), one) <= BOUND
+    with unittest.mock.patch.object(DenseMLP, "finish", GatedMLP.finish):
+        wrong = jax.jit(lambda model, ids: model(ids))(cut, IDS)  # `call` has traced the norm
+    assert difference(wrong, one) > 1e4 * BOUND
 
 
 @functools.cache

@@ -49,6 +49,7 @@ def slow(name):
         slow("glm_moe_dsa-modelopt-w4a16"),
         slow("qwen3_next-modelopt-w4a16"),
         slow("qwen3_5_moe-modelopt-w4a16"),
+        slow("gemma4-modelopt-w4a16"),
     ],
 )
 def test_input_scales_are_those_of_modelopt(tmp_path, name):

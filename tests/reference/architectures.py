@@ -585,6 +585,63 @@ ARCHITECTURES = {
         },
         model="Step3p7ForConditionalGeneration",
     ),
+    "gemma4": Architecture(
+        "gemma4",
+        {
+            "text_config": dense(
+                moe_intermediate_size=48,
+                top_k_experts=2,
+                num_experts=6,
+                enable_moe_block=True,
+                intermediate_size=96,
+                head_dim=16,
+                global_head_dim=32,
+                num_global_key_value_heads=1,
+                attention_k_eq_v=True,
+                sliding_window=6,
+                layer_types=["sliding_attention", "full_attention"],
+                hidden_size_per_layer_input=0,
+                final_logit_softcapping=20.0,
+                rope_parameters={
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "rope_theta": 20000.0,
+                        "partial_rotary_factor": 0.25,
+                    },
+                },
+            )
+            | {"pad_token_id": 0},
+        },
+        model="Gemma4ForConditionalGeneration",
+        stacked="rows",
+    ),
+    "minimax_m3": Architecture(
+        "minimax_m3_vl_text",
+        dense(
+            head_dim=16,
+            intermediate_size=48,
+            dense_intermediate_size=96,
+            shared_intermediate_size=64,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            mlp_layer_types=["dense", "sparse"],
+            layer_types=["full_attention", "minimax_m3_sparse"],
+            index_n_heads=2,
+            index_head_dim=32,
+            index_block_size=3,
+            index_topk_blocks=3,
+            swiglu_alpha=1.5,
+            swiglu_limit=0.7,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+        model="MiniMaxM3VLForCausalLM",
+        stacked="rows",
+    ),
     "kimi_linear": Architecture(
         "kimi_linear",
         dense(

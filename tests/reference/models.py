@@ -7,6 +7,9 @@ import transformers
 
 from tests.reference.architectures import Architecture
 
+# Factors that start from one, as the weights of most norms do.
+FROM_ONE = (".D", "layer_scalar", "router.scale", "per_expert_scale")
+
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
     """Round to the nearest bfloat16, and return float32."""
@@ -18,11 +21,11 @@ def random_values(name: str, old: torch.Tensor) -> torch.Tensor:
     noise = torch.randn(old.shape)
     if name.endswith("A_log"):
         return torch.log(1 + 7 * torch.rand(old.shape))
-    if "norm" in name or name.endswith(".D"):
+    if "norm" in name or name.endswith(FROM_ONE):
         return old + 0.1 * noise  # some kinds of norms start from one, others from zero
     if "conv1d.weight" in name:
         return 0.5 * noise
-    if "embed" in name or name.endswith(("sinks", "dt_bias")):
+    if "embed" in name or name.endswith(("sinks", "dt_bias", "router.proj.weight")):
         return noise
     if old.ndim == 1 or "bias" in name:
         return 0.1 * noise

@@ -21,6 +21,8 @@ PRODUCTS = (
     torch.Tensor.matmul,
     torch.Tensor.__matmul__,
 )
+# Blocks that multiply the output of their experts by `routed_scaling_factor`.
+SCALED_AFTER = ("MiniMaxM3VLSparseMoeBlock",)
 GATE_AND_UP = (("gate_proj.weight", "up_proj.weight"), ("w1.weight", "w3.weight"))
 
 
@@ -114,7 +116,9 @@ class Recorder:
         for index, layer in enumerate(layers):
             self.hook(layer, self.output(f"layers.{index}.output"))
             for block in layer.modules():
-                if hasattr(block, "experts"):
+                if type(block).__name__ == "Gemma4TextDecoderLayer":
+                    self.attach_gemma4(block, f"layers.{index}.moe")
+                elif hasattr(block, "experts"):
                     self.attach_block(block, f"layers.{index}.moe")
             if getattr(layer, "shared_mlp", None) is not None:
                 self.hook(layer.shared_mlp, self.added(f"layers.{index}.moe.output"))
@@ -152,15 +156,36 @@ class Recorder:
             self.hook(block.experts, self.llama4_experts(block, name))
             return
 
-        def routed(module: Any, args: Any, kwargs: Any, out: Any) -> None:
-            given = [*args, *kwargs.values()][:3]
-            names = ("experts_input", "topk_indices", "topk_weights")
-            for part, value in zip(names, given, strict=True):
-                self.keep(f"{name}.{part}", value)
-            self.keep(f"{name}.experts_output", out)
-
         self.hook(router, self.output(f"{name}.router_logits"))
-        self.hook(block.experts, routed, with_kwargs=True)
+        after = block.routed_scaling_factor if type(block).__name__ in SCALED_AFTER else 1.0
+        self.hook(block.experts, self.routed(name, after), with_kwargs=True)
+
+    def routed(self, name: str, after: float = 1.0) -> Any:
+        """Record the experts. Blocks that multiply their output by `after` scale the weights."""
+
+        def kept(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+            x, ids, weights = [*args, *kwargs.values()][:3]
+            self.keep(f"{name}.experts_input", x)
+            self.keep(f"{name}.topk_indices", ids)
+            self.keep(f"{name}.topk_weights", weights * after)
+            self.keep(f"{name}.experts_output", out * after)
+
+        return kept
+
+    def attach_gemma4(self, layer: Any, name: str) -> None:
+        """Record the block of a Gemma 4 layer, which has the parts of the block itself.
+
+        The router's input is that of the block. The output of the block is the sum of the dense
+        MLP and of the experts, which a norm reads.
+        """
+
+        def given(part: str) -> Any:
+            return lambda module, args, out: self.keep(f"{name}.{part}", args[0])
+
+        self.hook(layer.router, given("input"))
+        self.hook(layer.router.proj, self.output(f"{name}.router_logits"))
+        self.hook(layer.experts, self.routed(name), with_kwargs=True)
+        self.hook(layer.post_feedforward_layernorm, given("output"))
 
     def llama4_router(self, block: Any, name: str) -> Any:
         """Record the experts' input before Llama 4 multiplies it by the router's weights."""

@@ -58,9 +58,12 @@ def write_scales(folder: pathlib.Path) -> None:
     from tests.reference import dense, generate, models, tools
 
     kind = ARCHITECTURES[json.loads((folder / "reference.json").read_text())["architecture"]]
+    weights = dense.read(folder)
+    if kind.stacked is not None:
+        dense.stack_experts(weights, kind.stacked)
     with tempfile.TemporaryDirectory() as scratch:
         written = pathlib.Path(scratch, "modelopt")
-        model = generate.dense_model(kind, folder, dense.read(folder))
+        model = generate.dense_model(kind, folder, weights)
         load = models.load
         models.load = lambda *_: model
         try:

@@ -56,13 +56,18 @@ def reference_facts(folder):
 
 
 def copy_with_config(source, folder, **changes):
-    """Copy a checkpoint with fields of ``config.json`` replaced; None takes a field out."""
+    """Copy a checkpoint with fields of ``config.json`` replaced; None takes a field out.
+
+    Fields that are in ``text_config`` are replaced there.
+    """
     folder.mkdir()
     for path in source.iterdir():
         if path.suffix != ".md" and not path.name.startswith("reference"):
             (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((source / "config.json").read_text()) | changes
-    config = {name: value for name, value in config.items() if value is not None}
+    config = json.loads((source / "config.json").read_text())
+    text = config.get("text_config", {})
+    text |= {name: changes.pop(name) for name in list(changes) if name in text}
+    config = {name: value for name, value in (config | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -1,0 +1,335 @@
+"""Gemma 4 with experts (26B-A4B), the language model.
+
+Most layers attend over a window. The other layers see all keys: their heads are wider, their values
+are their keys, and they rotate a part of the channels. Each layer has a dense MLP beside its
+experts, and norms before and after both.
+
+Source: `modeling_gemma4` of transformers.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_nvfp4_moe.checkpoint.errors import quoted
+from jax_nvfp4_moe.models.config import Fields
+from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
+from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
+from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys
+from jax_nvfp4_moe.models.sparse import SparseConfig, read_sparse, require_experts
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.gated_mlp import GatedMLP, build_gated_mlp
+from jax_nvfp4_moe.nn.grouped_query import build_attention
+from jax_nvfp4_moe.nn.moe import LatentProjections, NVFP4MoE
+from jax_nvfp4_moe.nn.norm import RMSNorm, normalize
+from jax_nvfp4_moe.numerics.routing import Router
+
+_EXPERTS = ("num_experts",)
+_EPS = 1e-6
+_ACTIVATION = "gelu_pytorch_tanh"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_PATTERN = 6  # without layer_types, each layer of this number attends to all keys
+_ROPES = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+# Sizes that layers of one model may have of their own.
+_OF_LAYERS = ("head_dim", "num_key_value_heads")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma4Config(SparseConfig):
+    """The sizes of a Gemma 4 model.
+
+    Attributes:
+      logit_cap: the bound c of the logits, ``c * tanh(logits / c)``. None for no bound.
+    """
+
+    logit_cap: float | None
+
+
+def read_config(config: Mapping[str, Any]) -> Gemma4Config:
+    """Read a parsed ``config.json``, its ``text_config`` at the top level.
+
+    Raises:
+      CheckpointError: lists all values that are missing, wrong or not supported.
+    """
+    fields = Fields(config)
+    _require_supported(fields, config)
+    cap = None
+    if fields.present("final_logit_softcapping"):
+        cap = fields.number("final_logit_softcapping")
+        fields.relate(cap > 0, f"final_logit_softcapping: expected a positive number, got {cap}")
+    top_k, total = fields.size("top_k_experts"), fields.size(*_EXPERTS)
+    fields.relate(top_k <= total, f"top_k_experts: expected at most {total} experts, got {top_k}")
+    read = read_sparse(
+        fields,
+        _read_attentions(fields, config),
+        Router(top_k),
+        eps=_EPS,
+        experts=_EXPERTS,
+        intermediate="moe_intermediate_size",
+        shared_intermediate="intermediate_size",
+        tied=True,
+    )
+    return Gemma4Config(**vars(read), logit_cap=cap)
+
+
+def _require_supported(fields, config):
+    """Add a problem for each option of other Gemma 4 models that is not supported."""
+    fields.require(
+        fields.flag("enable_moe_block", False),
+        "enable_moe_block: false is not supported, because only Gemma 4 models with experts are",
+    )
+    # The models E2B and E4B add an embedding to each layer, and share keys between layers.
+    fields.require(
+        config.get("hidden_size_per_layer_input", 256) in (0, None),
+        "hidden_size_per_layer_input: expected 0, because embeddings of single layers are not "
+        "supported",
+    )
+    fields.require(
+        fields.count("num_kv_shared_layers") == 0,
+        "num_kv_shared_layers: expected 0, because keys shared between layers are not supported",
+    )
+    # "vision" concerns the tokens of images alone.
+    fields.only("use_bidirectional_attention", (None, "vision"), None)
+    fields.only("hidden_activation", (_ACTIVATION,), _ACTIVATION)
+
+
+def _read_attentions(fields, config):
+    """Return the sizes of the attention of each layer."""
+    count = fields.size("num_hidden_layers")
+    default = [_SLIDING if (layer + 1) % _PATTERN else _FULL for layer in range(count)]
+    types = fields.layer_types(count, (_SLIDING, _FULL), default)
+    types = (*types[:-1], _FULL)  # as transformers does, whatever the file says
+    shared, bias = fields.flag("attention_k_eq_v", False), fields.flag("attention_bias", False)
+    window = fields.size("sliding_window", default=512)
+    attentions = []
+    for layer, kind in enumerate(types):
+        own = {**config, **_read_own_sizes(fields, config, layer, kind, shared)}
+        own |= {"rope_parameters": _read_rope_fields(fields, config, kind), "rope_scaling": None}
+        read = Fields(own)
+        attentions.append(
+            read_grouped_query(
+                read,
+                own,
+                eps=_EPS,
+                share=1.0,
+                bias=bias,
+                out_bias=bias,
+                normalize="heads",
+                window=window if kind == _SLIDING else None,
+                scale=1.0,
+                values_from_keys=shared and kind == _FULL,
+                normalize_values=True,
+            )
+        )
+        fields.problems += read.problems
+    return tuple(attentions)
+
+
+def _read_own_sizes(fields, config, layer, kind, shared):
+    """Return the fields of the config that have other values in `layer`.
+
+    Published files give the sizes of all layers without a window. transformers 5.23 writes
+    ``per_layer_config``, a mapping of layers to fields.
+    """
+    listed = config.get("per_layer_config")
+    if listed is None:
+        if kind == _SLIDING:
+            return {}
+        heads = config.get("num_global_key_value_heads") if shared else None
+        heads = {} if heads is None else {"num_key_value_heads": heads}
+        return {"head_dim": fields.size("global_head_dim", default=512), **heads}
+    own = listed.get(str(layer), {}) if isinstance(listed, dict) else None
+    if isinstance(own, dict) and set(own) <= set(_OF_LAYERS):
+        return own
+    fields.require(
+        False,
+        f"per_layer_config: expected layers with {' and '.join(_OF_LAYERS)}, got {quoted(listed)}",
+    )
+    return {}
+
+
+def _read_rope_fields(fields, config, kind):
+    """Return the fields of the rotary embedding of layers of this kind."""
+    given = config.get("rope_parameters") or _ROPES
+    own = given.get(kind) if isinstance(given, dict) else None
+    fields.require(
+        isinstance(own, dict), f"rope_parameters: expected an object {kind}, got {quoted(given)}"
+    )
+    return own if isinstance(own, dict) else _ROPES[kind]
+
+
+class RouterNorm(nnx.Module):
+    """The norm before the router: ``scale * x / sqrt(sum(x^2) + h * eps)`` for x of h channels.
+
+    Attributes:
+      scale: `nnx.Param` ``[h]``.
+      eps: static float.
+    """
+
+    def __init__(self, scale: nnx.Param, eps: float):
+        """Make a norm from its `scale` ``[h]`` and `eps`."""
+        self.scale, self.eps = scale, eps
+
+    def __call__(self, x):
+        """Normalize ``x [..., h]``."""
+        return normalize(x, self.scale.get_value() * x.shape[-1] ** -0.5, self.eps)
+
+
+class DenseMLP(GatedMLP):
+    """The dense MLP beside the experts, with a norm before and after it.
+
+    Attributes:
+      norm: the norm before the MLP.
+      post_norm: the norm after the MLP.
+    """
+
+    def __init__(self, make: Builder, path: str, hidden: int, intermediate: int, eps: float):
+        """Make the module with the `intermediate` columns of one shard."""
+        super().__init__(make, path, hidden, intermediate, _ACTIVATION)
+        self.norm = make.norm(f"{path}.norm", hidden, eps)
+        self.post_norm = make.norm(f"{path}.post_norm", hidden, eps)
+
+    def run(self, x):
+        """Run the part of one shard on tokens ``x [..., h]`` that are not normalized."""
+        return super().run(self.norm(x))
+
+    def finish(self, y):
+        """Normalize the sum of all shards."""
+        return self.post_norm(y)
+
+
+class Layer(DecoderLayer):
+    """A layer with a norm before and after each part, whose result is multiplied at the end.
+
+    ``x = x + attention_post_norm(attention(attention_norm(x)))``
+    ``y = scale * (x + mlp_post_norm(mlp(x)))``
+
+    Attributes:
+      attention_norm: the norm before the attention.
+      attention: the attention.
+      attention_post_norm: the norm after the attention.
+      mlp: the expert block, which has the norms before its parts.
+      mlp_post_norm: the norm after the expert block.
+      scale: `nnx.Param` ``[1]``.
+    """
+
+    def __init__(
+        self,
+        attention_norm: RMSNorm,
+        attention: Any,
+        attention_post_norm: RMSNorm,
+        mlp: NVFP4MoE,
+        mlp_post_norm: RMSNorm,
+        scale: nnx.Param,
+    ):
+        """Make a layer of its parts."""
+        self.attention_norm, self.attention = attention_norm, attention
+        self.attention_post_norm = attention_post_norm
+        self.mlp, self.mlp_post_norm, self.scale = mlp, mlp_post_norm, scale
+
+    def __call__(self, x, positions, entries):
+        """Run the layer on ``x [b, t, h]``; returns the result and the updated cache entries."""
+        with jax.named_scope("attention"):
+            y, entries = self.attention(self.attention_norm(x), positions, entries)
+        x = x + self.attention_post_norm(y)
+        with jax.named_scope("mlp"):
+            x = x + self.mlp_post_norm(self.mlp(x))
+        return x * self.scale.get_value()[None, None], entries
+
+
+class Gemma4Decoder(Decoder):
+    """A decoder whose embedding is multiplied by ``sqrt(h)`` and whose logits are bounded."""
+
+    def embed(self, table, input_ids):
+        """Return the vectors of tokens ``[b, t, h]``; `table` is the embedding's value."""
+        factor = jnp.asarray(self.config.hidden**0.5, table.dtype)
+        return super().embed(table, input_ids) * factor
+
+    def _logits(self, x):
+        logits, cap = super()._logits(x), self.config.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def build_moe(config: Gemma4Config, layer: int, make: Builder) -> NVFP4MoE:
+    """Make the expert block of `layer` with the dense MLP beside it.
+
+    The block reads tokens that are not normalized. The router, the experts and the dense MLP each
+    have a norm of their own.
+
+    Raises:
+      ValueError: there is no such layer.
+    """
+    require_experts(config, layer)
+    path, e, h = f"layers.{layer}.mlp", config.num_experts, config.hidden
+    params, checkpoint_scheme = make.experts(f"{path}.experts.params", e, h, config.intermediate)
+    scale = make.variable(f"{path}.router_norm.scale", (h,), dtype=jnp.float32)
+
+    def build_dense(make, path, hidden, width):
+        return DenseMLP(make, path, hidden, width, config.eps)
+
+    return NVFP4MoE(
+        e,
+        h,
+        config.intermediate,
+        router=config.router,
+        activation=_ACTIVATION,
+        params=params,
+        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_norm=RouterNorm(scale, config.eps),
+        router_scale=make.array(f"{path}.router_scale", (e,), dtype=jnp.float32),
+        shared_experts=build_gated_mlp(
+            make, f"{path}.shared_experts", h, config.shared_intermediate, build_dense
+        ),
+        latent=LatentProjections(
+            h,
+            make.norm(f"{path}.latent.down", h, config.eps),
+            make.norm(f"{path}.latent.up", h, config.eps),
+        ),
+        checkpoint_scheme=checkpoint_scheme,
+        **make.settings.block_arguments(),
+    )
+
+
+def build_model(config: Gemma4Config, make: Builder) -> Decoder:
+    """Make the whole model."""
+
+    def build_layer(layer):
+        path, h, eps = f"layers.{layer}", config.hidden, config.eps
+        return Layer(
+            make.norm(f"{path}.attention_norm", h, eps),
+            build_attention(config, layer, make),
+            make.norm(f"{path}.attention_post_norm", h, eps),
+            build_moe(config, layer, make),
+            make.norm(f"{path}.mlp_post_norm", h, eps),
+            make.variable(f"{path}.scale", (1,)),
+        )
+
+    return build_around(config, make, build_layer, tied=config.tied, decoder=Gemma4Decoder)
+
+
+_LAYER = "model.layers.*"
+KEYS = {
+    **DECODER_KEYS,
+    **gqa_keys("layers.*.attention", f"{_LAYER}.self_attn"),
+    **gated_mlp_keys("layers.*.mlp.shared_experts", f"{_LAYER}.mlp"),
+    "layers.*.attention_post_norm": f"{_LAYER}.post_attention_layernorm",
+    "layers.*.mlp_post_norm": f"{_LAYER}.post_feedforward_layernorm",
+    "layers.*.scale": f"{_LAYER}.layer_scalar",
+    "layers.*.mlp.shared_experts.norm": f"{_LAYER}.pre_feedforward_layernorm",
+    "layers.*.mlp.shared_experts.post_norm": f"{_LAYER}.post_feedforward_layernorm_1",
+    "layers.*.mlp.latent.down": f"{_LAYER}.pre_feedforward_layernorm_2",
+    "layers.*.mlp.latent.up": f"{_LAYER}.post_feedforward_layernorm_2",
+    # The name that transformers and ModelOpt write, and the name in some published files.
+    "layers.*.mlp.experts.params": (f"{_LAYER}.experts", f"{_LAYER}.moe.experts"),
+    "layers.*.mlp.router_weight": f"{_LAYER}.router.proj.weight",
+    "layers.*.mlp.router_norm.scale": f"{_LAYER}.router.scale",
+    "layers.*.mlp.router_scale": f"{_LAYER}.router.per_expert_scale",
+}
+ARCHITECTURE = Architecture(read_config, build_model, build_moe, KEYS)
