@@ -2,14 +2,6 @@
 
 from collections.abc import Mapping
 
-_BLOCKS = (
-    "its attention reads only the blocks of keys that an indexer selects, and no module here "
-    "selects blocks"
-)
-_GEMMA = (
-    "its full-attention layers have a head size of their own and use their keys as values, which "
-    "no module here does"
-)
 _COMPRESSED = (
     "it attends to compressed keys and mixes several residual streams, which no module here does"
 )
@@ -24,10 +16,7 @@ _VISION_EXPERTS = "its layers have further experts for images, which no module h
 
 # A name in ``architectures`` of ``config.json`` -> the reason.
 REFUSED_FAMILIES: Mapping[str, str] = {
-    "MiniMaxM3SparseForConditionalGeneration": _BLOCKS,
     "DeepseekV4ForCausalLM": _COMPRESSED,
-    "Gemma4ForCausalLM": _GEMMA,
-    "Gemma4ForConditionalGeneration": _GEMMA,
     "Step3p7ForConditionalGeneration": _CLAMPED,
     "LongcatFlashForCausalLM": _IDENTITY,
     "MiniMaxForCausalLM": _LIGHTNING,
