@@ -19,8 +19,15 @@ from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 K, ROWS = 64, {"q": 40, "k": 8, "v": 24}
 SCALES = {"q": 1.0, "k": 3.0, "v": 0.1}
-X = jax.random.normal(jax.random.key(9), (3, K))
+X = np.random.default_rng(9).normal(size=(3, K)).astype(np.float32)
 CPU, BLACKWELL = Target("cpu"), Target("cuda", (12, 0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu():
+    """Use the CPU, for which the layers are made, so that a machine with a GPU tests them too."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 def matrix(name):

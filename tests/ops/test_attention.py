@@ -85,13 +85,8 @@ def expected_of(dtype, queries, options):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("queries", QUERIES)
 def test_float32(queries, options, backend):
-    """The softmax turns the absolute error of a score into a relative error of its weight.
-
-    A score is off by a few roundings of the largest sum of magnitudes that makes a score.
-    """
     operands, given = make("float32", queries), OPTIONS[options]
-    largest = np.einsum("btnd,bnsd->btns", *(np.abs(x) for x in spread(*operands[:2]))).max()
-    bound = 4 * 2.0**-24 * largest * given.get("scale", WIDTH**-0.5)
+    bound = float32_bound(*operands[:2], given)
     y = attention(*operands, **given, backend=backend)
     assert y.shape == (ROWS, QUERIES[queries][1], HEADS, VALUE_WIDTH)
     expected = expected_of("float32", queries, options)
@@ -99,6 +94,16 @@ def test_float32(queries, options, backend):
     q, k, v, positions = operands
     one_later = attention(q, k, v, positions + 1, **given, backend=backend)
     assert worst(one_later, expected) > 100 * bound
+
+
+def float32_bound(q, k, given):
+    """Return the bound of `worst` in float32.
+
+    The softmax turns the absolute error of a score into a relative error of its weight. A score is
+    off by a few roundings of the largest sum of magnitudes that makes a score.
+    """
+    largest = np.einsum("btnd,bnsd->btns", *(np.abs(x) for x in spread(q, k))).max()
+    return 4 * 2.0**-24 * largest * given.get("scale", WIDTH**-0.5)
 
 
 def spread(q, k):
@@ -132,7 +137,7 @@ def test_padding_is_finite_and_changes_nothing(options, backend):
     padded[1] = PADDING + np.arange(300)  # this row has no token at all
     y = run(q, k, v, padded)
     assert np.isfinite(y).all()
-    np.testing.assert_allclose(y[:1, :150], alone, rtol=0, atol=1e-6)
+    assert worst(y[:1, :150], np.asarray(alone)) < float32_bound(q, k, OPTIONS[options])
 
 
 def test_rows_may_share_their_positions():
@@ -150,6 +155,7 @@ def test_a_row_does_not_depend_on_the_others():
     assert (one[1] != other[1]).any()
 
 
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="the reference is the only record for GPUs")
 @pytest.mark.parametrize("options", ["causal", "window and sinks", "chunk"])
 def test_gradients(options):
     """Gradients of queries, keys, values and sinks equal the reference's, as does forward mode."""
@@ -165,12 +171,12 @@ def test_gradients(options):
         return jnp.sum(y * jnp.asarray(weights, jnp.float32))
 
     operands = (q, k, v, sinks)
-    plain, own = (jax.jit(jax.grad(loss), static_argnums=1)(operands, b) for b in BACKENDS[-2:])
+    plain, own = (jax.jit(jax.grad(loss), static_argnums=1)(operands, b) for b in BACKENDS)
     for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(plain), strict=True):
         assert float(jnp.abs(other).max()) > 0
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(jnp.abs(other).max()))
     along = jax.tree.map(jnp.ones_like, operands)
-    tangents = [jax.jvp(lambda o: loss(o, b), (operands,), (along,))[1] for b in BACKENDS[-2:]]  # noqa: B023
+    tangents = [jax.jvp(lambda o: loss(o, b), (operands,), (along,))[1] for b in BACKENDS]  # noqa: B023
     np.testing.assert_allclose(*tangents, rtol=1e-4)
 
 
