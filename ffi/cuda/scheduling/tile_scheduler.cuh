@@ -120,11 +120,12 @@ __device__ __forceinline__ void FindOutputTile(const ExpertRows& rows, const Til
   // Unsigned numbers, because a signed division takes half as long again.
   const uint32_t blocks = m_blocks, index = static_cast<uint32_t>(output_tile) / blocks;
   const bool listed = rows.only_rows == 0;
-  const ListedTile tile = listed ? rows.tiles[index] : ListedTile{0, 0, 0, rows.only_rows};
+  ListedTile tile = {0, 0, 0, rows.only_rows};
+  if (listed) tile = rows.tiles[index];
   const ExpertTiles tiles = CutRows(tile.end - tile.start, rule.tile_rows);
   work->output_tile = output_tile;
   const uint32_t size = tiles.size, count = tiles.count;
-  const uint32_t first = listed ? index - static_cast<uint32_t>(tile.row - tile.start) / size : 0;
+  const uint32_t first = listed ? index - static_cast<uint32_t>(tile.row - tile.start) / size : 0u;
   const uint32_t place = output_tile - first * blocks;
   const uint32_t group = place / (kGroupBlocks * count);
   const uint32_t rest = place - group * kGroupBlocks * count;
