@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recurrent_rules import check_gradients
 
 from jax_nvfp4_moe.nn.convolution import convolve
 from jax_nvfp4_moe.nn.delta_chunks import choose_precision
@@ -147,20 +148,7 @@ def test_the_bound_catches_products_of_bfloat16(monkeypatch):
 
 
 def test_gradients_are_those_of_the_steps():
-    tokens, state = case(9)
-
-    def total(rule, operands):
-        y, last = rule(*operands)
-        return jnp.sum(jnp.square(y)) + jnp.sum(jnp.square(last))
-
-    operands = (*tokens, state)
-    got = jax.jit(jax.grad(functools.partial(total, by_chunks)))(operands)
-    with jax.enable_x64(True):
-        steps = jax.jit(jax.grad(lambda given: total(lambda *x: by_steps(x[:-1], x[-1]), given)))
-        exact = steps(tuple(jnp.asarray(np.asarray(x, np.float64)) for x in operands))
-    yardstick = steps(operands)
-    for ours, float32, truth in zip(got, yardstick, exact, strict=True):
-        assert_as_accurate_as(ours, float32, np.asarray(truth), factor=4.0)
+    check_gradients(by_chunks, by_steps, *case(9))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
