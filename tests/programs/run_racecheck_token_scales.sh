@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Look for hazards in shared memory where rows have scales of their own, kernel by kernel.
 #
-#   bash tests/programs/run_racecheck_token_scales.sh [LOG_FOLDER] [REPEATS, 20] [AT_ONCE, 2]
+#   bash tests/programs/run_racecheck_token_scales.sh [LOG_FOLDER] [REPEATS, 20] [AT_ONCE, 2] [KERNELS, all]
 #
 # Each kernel has a process of its own. Racecheck follows that kernel alone, in each of the repeated
 # calls, and prints every hazard with its address. AT_ONCE processes run at a time: racecheck keeps
@@ -12,6 +12,8 @@ export PYTHONPATH=$here/../support${PYTHONPATH:+:$PYTHONPATH}
 logs=${1:-$(mktemp -d)}
 repeats=${2:-20}
 at_once=${3:-2}
+kernels=${4:-QuantizeRows SortScales SortByExpert GroupTiles ExpertGemmSm80 ExpertGemmSm90 PlainGemm
+  Combine}
 mkdir -p "$logs"
 export XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_PYTHON_CLIENT_PREALLOCATE=false
 export XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
@@ -23,8 +25,6 @@ case $help in
   *--kernel-name*) choose="--kernel-name kns" ;;
   *) choose="--filter kns" ;;
 esac
-kernels="QuantizeRows SortScales SortByExpert GroupTiles ExpertGemmSm80 ExpertGemmSm90 PlainGemm
-  Combine"
 check() { # KERNEL: exit status into a file beside its log
   # $choose holds two words.
   # shellcheck disable=SC2086
