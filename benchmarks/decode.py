@@ -1,13 +1,15 @@
-"""Time decoding of a whole model with the sizes of Qwen3-30B-A3B and random weights, on one GPU.
+"""Time decoding of whole models with random weights, on one GPU.
 
-    python benchmarks/decode.py [--batch 1 8 64] [--prompt 128] [--new 64] [--backend NAME]
-        [--layers 48 ...] [--output FILE]
+    python benchmarks/decode.py [--model qwen3-30b-a3b ...] [--format nvfp4 bfloat16 ...]
+        [--cells 1x128 1x32768 16x128 64x1024] [--new 64] [--layers N] [--backend NAME]
+        [--output FILE]
 
-The model is made on the device. Its experts are random bytes, and the rest is bfloat16. The time of
-a step is the time of `generate` for all new tokens, minus that for the first token, divided by the
-number of steps. The floor of a step is the sum of two parts. The first is the floor of its expert
-layers (`moe_cases.floor_us`), for the number of experts that uniform routing touches. The second is
-the time to read each dense weight, and the keys and values, once. The bandwidth is that of a copy,
+A cell is BATCHxPROMPT. `--format` is that of the linear layers beside the experts;
+`whole_model.py` has the models. The time of a step is the time of `generate` for all new tokens,
+minus that for the first token, divided by the number of steps. The floor of a step is the sum of
+four parts: the floor of its expert layers (`moe_cases.floor_us`), for the number of experts that
+uniform routing touches; the time to read each other weight once; the time to read the filled part
+of the cache; and the time to read and write recurrent states. The bandwidth is that of a copy,
 measured in the same run.
 
 A profile of one more token tells what one step does on the device. It has the number of kernels,
@@ -28,24 +30,15 @@ import tempfile
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from layer import random_params
-from moe_cases import Case, Ceilings, floor_us
+from moe_cases import Ceilings
 from provenance import provenance
 from rich.console import Console
 from rich.table import Table
+from whole_model import FORMATS, MODELS, build_model, step_floor
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.checkpoint import LinearWeights, Source
-from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes
 from jax_nvfp4_moe.cli.timing import measure_ceilings
-from jax_nvfp4_moe.models import qwen3_moe
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.filling import fill
-from jax_nvfp4_moe.nn.settings import Settings
-from jax_nvfp4_moe.scheme import Scheme
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROUNDS = 5
@@ -57,101 +50,6 @@ KINDS = (  # kinds of other kernels, by name; the first match counts
     ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|dot", re.IGNORECASE)),
     ("other", re.compile("")),
 )
-
-
-class RandomWeights:
-    """A `WeightTable` of a model of random values, which are made on the device."""
-
-    def __init__(self, case: Case, dtype=jnp.bfloat16):
-        self._case = case
-        self._dtype = dtype
-        self._arrays = 0
-
-    def has_under(self, prefix):
-        """Return True: every weight exists."""
-        return True
-
-    def array(self, name, shape, *, dtype=None, stored=None):
-        shape, dtype = tuple(shape), jnp.dtype(dtype or self._dtype)
-        self._arrays += 1
-        seed = self._arrays
-
-        def make():
-            if len(shape) == 1:  # a norm
-                return jnp.ones(shape, dtype)
-            return _normal(jax.random.key(seed), shape, dtype)
-
-        return _source(name, make)
-
-    def linear(self, prefix, n, k, *, bias=False):
-        del bias  # this model has no biases
-        weight = self.array(prefix, (n, k))
-        return _source(prefix, lambda: LinearWeights(weight.read(None)))
-
-    def experts(self, prefix, num_experts, hidden, intermediate):
-        del num_experts, hidden, intermediate  # the case has the same sizes
-        layer = int(re.findall(r"\d+", prefix)[0])
-        return _source(prefix, lambda: random_params(self._case, seed=layer), Scheme.W4A16)
-
-    def ignore(self, prefix, reason):
-        """Do nothing: no weight is left over."""
-
-    def raise_problems(self):
-        """Do nothing: values that are made here have no faults."""
-
-
-def _source(name, make, scheme=None):
-    return Source(name, jax.eval_shape(make), lambda reader: make(), scheme)
-
-
-def _normal(key, shape, dtype):
-    values = jax.jit(jax.random.normal, static_argnums=(1, 2))(key, shape, dtype)
-    return values * jnp.asarray(shape[1] ** -0.5, dtype)
-
-
-def build_model(sizes: SyntheticSizes, backend: str | None):
-    """Make the model, one layer after the other."""
-    config = qwen3_moe.read_config(sizes.config())
-    settings = Settings(nvfp4.Target.current(), backend=backend)
-    weights = RandomWeights(expert_case(sizes))
-    make = Builder(weights, qwen3_moe.KEYS, settings)
-    model = nnx.eval_shape(lambda: qwen3_moe.build_model(config, make))
-    fill(model, "", make.parts, weights, settings)
-    jax.block_until_ready(nnx.state(model))
-    return model
-
-
-def expert_case(sizes: SyntheticSizes) -> Case:
-    return Case("decode", sizes.hidden, sizes.intermediate, sizes.num_experts, sizes.top_k)
-
-
-def expected_active(case: Case, tokens: int) -> float:
-    """Return the mean number of experts that uniform routing touches."""
-    return case.experts * (1 - (1 - case.top_k / case.experts) ** tokens)
-
-
-def dense_bytes(model) -> int:
-    """Return the bytes of weights that a step reads whole: not experts, and not the embedding."""
-    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
-    return sum(leaf.nbytes for leaf in leaves) - model.embedding.get_value().nbytes
-
-
-def cache_bytes(sizes: SyntheticSizes, batch: int, length: float) -> float:
-    """Return the bytes of keys and values of `length` tokens in each row, in bfloat16."""
-    return 2 * 2 * sizes.layers * batch * length * sizes.kv_heads * sizes.head_dim
-
-
-def step_floor(sizes, batch, length, dense, ceilings) -> dict[str, float]:
-    """Return the lower bounds of the time of a step, in microseconds, by their causes."""
-    case = expert_case(sizes)
-    layer = floor_us(case, batch, expected_active(case, batch), ceilings)
-    bandwidth = ceilings.copy_tb_per_s * 1e6  # bytes per microsecond
-    parts = {
-        "experts": sizes.layers * layer,
-        "dense": dense / bandwidth,
-        "cache": cache_bytes(sizes, batch, length) / bandwidth,
-    }
-    return parts | {"sum": sum(parts.values())}
 
 
 class Compilations:
@@ -226,10 +124,11 @@ def describe_step(two, one) -> dict:
     }
 
 
-def measure(model, sizes, batch, arguments, ceilings, compilations) -> dict:
-    """Return the row of `batch` prompts."""
+def measure(whole, built, cell, arguments, ceilings, compilations) -> dict:
+    """Return the row of one cell, ``(batch, tokens of the prompt)``."""
+    model, (batch, length) = built.model, cell
     rng = np.random.default_rng(batch)
-    prompt = rng.integers(0, sizes.vocab, (batch, arguments.prompt), np.int32)
+    prompt = rng.integers(0, whole.config["vocab_size"], cell, np.int32)
     steps = arguments.new - 1
     for new in (1, 2, arguments.new):
         time_generate(model, prompt, new)
@@ -240,12 +139,12 @@ def measure(model, sizes, batch, arguments, ceilings, compilations) -> dict:
     compiled = compilations.count - compiled
     times = (alls - firsts) / steps * 1e6
     step_us = float(np.median(times))
-    length = arguments.prompt + arguments.new / 2
-    floor = step_floor(sizes, batch, length, dense_bytes(model), ceilings)
+    floor = step_floor(whole, built, batch, length + arguments.new / 2, ceilings)
     # If a loop is one CUDA graph, the profiler sees only its first iteration.
     two, one = (profile_generate(model, prompt, new) for new in (2, 1))
     return {
         "batch": batch,
+        "prompt": length,
         "step_us": step_us,
         "low": float(min(times)),
         "high": float(max(times)),
@@ -260,14 +159,18 @@ def measure(model, sizes, batch, arguments, ceilings, compilations) -> dict:
 
 def make_table(rows, title):
     table = Table(title=title)
-    headings = ("batch", "tokens/s", "us a step", "floor us", "over floor", "device busy us")
-    for heading in (*headings, "outside our kernels", "launches", "copies to host", "compiled"):
+    headings = ("model", "format", "batch", "prompt", "tokens/s", "us a step", "floor us")
+    headings += ("over floor", "device busy us", "outside our kernels", "launches")
+    for heading in (*headings, "copies to host", "compiled"):
         table.add_column(heading, justify="right")
     for row in rows:
         device = row["device"]
         outside = device["outside_our_kernels"]
         table.add_row(
+            row["model"],
+            row["format"],
             f"{row['batch']}",
+            f"{row['prompt']}",
             f"{row['tokens_per_s']:.0f}",
             f"{row['step_us']:.0f}",
             f"{row['floor_us']['sum']:.0f}",
@@ -281,73 +184,67 @@ def make_table(rows, title):
     return table
 
 
+def read_cell(text: str) -> tuple[int, int]:
+    """Return batch and length of the prompt of a cell such as "16x128"."""
+    batch, length = map(int, text.split("x"))
+    return batch, length
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    add_models(parser)
+    cells = [(1, 128), (1, 32768), (16, 128), (64, 1024)]
+    parser.add_argument("--cells", type=read_cell, nargs="+", default=cells, metavar="BATCHxPROMPT")
     parser.add_argument("--new", type=int, default=64, help="new tokens, at least 2")
-    parser.add_argument("--backend", help="default: the backend for this device")
-    add_sizes(parser)
-    parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/decode.DEVICE.json")
-    parser.add_argument("--small-ceilings", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def add_sizes(parser):
-    """Add the options that `sizes_of` reads. The defaults are the sizes of Qwen3-30B-A3B."""
-    for option, value in (
-        ("layers", 48),
-        ("experts", 128),
-        ("top-k", 8),
-        ("hidden", 2048),
-        ("intermediate", 768),
-        ("vocab", 151936),
-        ("heads", 32),
-        ("kv-heads", 4),
-        ("head-dim", 128),
-    ):
-        parser.add_argument(f"--{option}", type=int, default=value)
+def add_models(parser):
+    """Add the options that `prefill.py` has too."""
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3-30b-a3b"])
+    parser.add_argument("--format", nargs="+", choices=FORMATS, default=["nvfp4", "bfloat16"])
+    parser.add_argument("--layers", type=int, help="default: all")
+    parser.add_argument("--backend", help="default: the backend for this device")
+    parser.add_argument("--commit", help="commit to record; default: what git reports")
+    parser.add_argument("--small-ceilings", action="store_true", help=argparse.SUPPRESS)
 
 
-def sizes_of(arguments) -> SyntheticSizes:
-    return SyntheticSizes(
-        layers=arguments.layers,
-        num_experts=arguments.experts,
-        top_k=arguments.top_k,
-        hidden=arguments.hidden,
-        intermediate=arguments.intermediate,
-        vocab=arguments.vocab,
-        heads=arguments.heads,
-        kv_heads=arguments.kv_heads,
-        head_dim=arguments.head_dim,
-    )
+def start_result(arguments) -> dict:
+    """Return the facts of this run, with the ceilings that it measures, and no rows."""
+    small = {"gibibytes": 1 / 64, "side": 256} if arguments.small_ceilings else {}
+    return {
+        "device": jax.devices()[0].device_kind,
+        **provenance(arguments.commit),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "ceilings": measure_ceilings(**small),
+        "rows": [],
+    }
+
+
+def each_model(arguments):
+    """Yield a model, the format of its linear layers, and the model with its weights."""
+    for name in arguments.model:
+        for linear_format in arguments.format:
+            whole = MODELS[name].cut(arguments.layers)
+            yield whole, linear_format, build_model(whole, linear_format, arguments.backend)
 
 
 def main():
-    arguments = parse_arguments()
-    sizes, compilations = sizes_of(arguments), Compilations()
-    small = {"gibibytes": 1 / 64, "side": 256} if arguments.small_ceilings else {}
-    ceilings = measure_ceilings(**small)
-    model = build_model(sizes, arguments.backend)
-    name = jax.devices()[0].device_kind
-    result = {
-        "device": name,
-        **provenance(arguments.commit),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "sizes": vars(sizes),
-        "prompt": arguments.prompt,
-        "new": arguments.new,
-        "ceilings": ceilings,
-        "rows": [],
-    }
+    arguments, compilations = parse_arguments(), Compilations()
+    result = start_result(arguments)
+    name = result["device"]
     path = arguments.output or HERE / "results" / f"decode.{name.replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    for batch in arguments.batch:
-        row = measure(model, sizes, batch, arguments, Ceilings(**ceilings), compilations)
-        result["rows"].append(row)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    table = make_table(result["rows"], f"decoding on {name}, {arguments.prompt} tokens of prompt")
+    ceilings = Ceilings(**result["ceilings"])
+    for whole, linear_format, built in each_model(arguments):
+        for cell in arguments.cells:
+            row = measure(whole, built, cell, arguments, ceilings, compilations)
+            head = {"model": whole.name, "layers": whole.layers, "format": linear_format}
+            result["rows"].append(head | row)
+            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        del built  # its memory, before the next model is made
+    table = make_table(result["rows"], f"decoding on {name}, {arguments.new} new tokens")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     sys.exit(1 if any(row["compilations"] for row in result["rows"]) else 0)
 

@@ -25,14 +25,14 @@ import time
 
 import jax
 import numpy as np
-from decode import ROUNDS, Compilations, add_sizes, sizes_of, time_generate
+from decode import ROUNDS, Compilations, time_generate
 from flax import nnx
 from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.checkpoint.synthetic import write_synthetic
+from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -49,6 +49,36 @@ def parse_arguments():
     parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def add_sizes(parser):
+    """Add the options that `sizes_of` reads. The defaults are the sizes of Qwen3-30B-A3B."""
+    for option, value in (
+        ("layers", 48),
+        ("experts", 128),
+        ("top-k", 8),
+        ("hidden", 2048),
+        ("intermediate", 768),
+        ("vocab", 151936),
+        ("heads", 32),
+        ("kv-heads", 4),
+        ("head-dim", 128),
+    ):
+        parser.add_argument(f"--{option}", type=int, default=value)
+
+
+def sizes_of(arguments) -> SyntheticSizes:
+    return SyntheticSizes(
+        layers=arguments.layers,
+        num_experts=arguments.experts,
+        top_k=arguments.top_k,
+        hidden=arguments.hidden,
+        intermediate=arguments.intermediate,
+        vocab=arguments.vocab,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+    )
 
 
 def measure(arguments):

@@ -21,13 +21,20 @@ import moe
 import moe_cases
 import moe_plot
 import numpy as np
+import prefill
 import pytest
 import quantize
+import whole_model
+from flax import nnx
 from given import user_environment
 from moe_cases import CASES, Ceilings
 from rich.console import Console
 
 from jax_nvfp4_moe.cli.timing import time_program
+from jax_nvfp4_moe.models.loading import find_architecture
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.scheme import Target
 
 HERE = pathlib.Path(moe.__file__).parent
 H200 = Ceilings(copy_tb_per_s=4.24, matmul_tflop_per_s=797.0)
@@ -192,13 +199,47 @@ def test_a_step_is_the_difference_of_two_profiles():
     assert step["launches"] == 8
 
 
-def test_step_floor_adds_what_a_step_reads():
-    sizes = decode.SyntheticSizes(2, 8, 2, 64, 48, 256, 4, 2, 16)
-    floor = decode.step_floor(sizes, 3, 10, 4.24e6, H200)
-    assert floor["dense"] == pytest.approx(1.0)
-    assert floor["cache"] == pytest.approx(2 * 2 * 2 * 3 * 10 * 2 * 16 / 4.24e6)
-    assert floor["sum"] == pytest.approx(floor["experts"] + floor["dense"] + floor["cache"])
-    assert decode.expected_active(decode.expert_case(sizes), 1) == pytest.approx(2)
+@pytest.fixture(scope="module")
+def tiny():
+    """Return the smallest whole model, and the same with its weights."""
+    whole = whole_model.MODELS["tiny"]
+    return whole, whole_model.build_model(whole, "nvfp4")
+
+
+def test_step_floor_adds_what_a_step_reads(tiny):
+    whole, built = tiny
+    # Computed by hand: NVFP4 projections with 129 global scales, head, float32 router, norms.
+    projections, head, router, norms = 12288 * 0.5625 + 129 * 4, 64 * 64 * 2, 8 * 64 * 4, 512
+    assert built.read_bytes == projections + head + router + norms
+    assert built.linear_weights == 12288
+    floor = whole_model.step_floor(whole, built, 3, 10, H200)
+    assert floor["dense"] == pytest.approx(built.read_bytes / 4.24e6)
+    assert floor["cache"] == pytest.approx(2 * 2 * 3 * 10 * 32 / 4.24e6)
+    assert floor["states"] == 0
+    assert floor["sum"] == pytest.approx(sum(floor.values()) / 2)
+    assert whole_model.expected_active(whole.case, 1) == pytest.approx(2)
+
+
+def test_recurrent_states_are_read_and_written():
+    cut = whole_model.MODELS["qwen3.6-35b-a3b"].cut(4)
+    row = find_architecture(cut.config)
+    table = whole_model.RandomWeights(cut.case, "bfloat16")
+    make = Builder(table, row.keys, Settings(Target.current()))
+    model = nnx.eval_shape(lambda: row.build_model(row.read_config(cut.config), make))
+    kept, states = whole_model.cache_bytes(model, 1, 100)
+    assert kept == 2 * 2 * 2 * 256 * 100
+    # Three delta nets: 32 value heads of 128 x 128 in float32, and three tokens before the next.
+    assert states == 3 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+
+
+def test_a_prefill_is_measured(tiny):
+    whole, built = tiny
+    row = prefill.measure(whole, built, 16, types.SimpleNamespace(batch=2, chunk=16), H200)
+    assert row["cache_gb"] == pytest.approx(2 * 2 * 2 * 16 * 32 / 1e9)
+    # Two query heads of 32 channels: half of 16 x 16 pairs, two products of two FLOPs.
+    assert row["floor_us"]["attention"] == pytest.approx(2 * (2 * 64 * 16 * 16) / 797e6)
+    assert row["floor_us"]["linears"] == pytest.approx(2 * 12288 * 32 / 797e6)
+    assert 0 < row["low"] <= row["ms"] <= row["high"]
 
 
 class Graph:
@@ -268,7 +309,7 @@ SMALL_MODEL = (
     ("script", "arguments"),
     [
         ("moe.py", "--case tiny --tokens 1 8 --small-ceilings"),
-        ("decode.py", f"{SMALL_MODEL} --small-ceilings"),
+        ("decode.py", "--model tiny --format nvfp4 --cells 1x8 --new 4 --small-ceilings"),
         ("layout.py", "--case tiny --backend moe_w4a16_cpu"),
         ("quantize.py", "--case given --tokens 7 130 --k 64 --copy-gibibytes 0.01"),
         ("parallel.py", "--smoke"),

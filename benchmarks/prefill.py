@@ -1,0 +1,120 @@
+"""Time the prefill of whole models with random weights, and its memory, on one GPU.
+
+    python benchmarks/prefill.py [--model qwen3-30b-a3b ...] [--format nvfp4 bfloat16 ...]
+        [--tokens 2048 8192 32768 131072] [--batch 1] [--layers N] [--chunk N] [--output FILE]
+
+The time is that of `generate` for one new token, the median of several calls. The floor is the sum
+of two parts: the floor of the expert layers (`moe_cases.floor_us`), and the FLOPs of the other
+linear layers and of causal attention at the rate of a matmul of the same run. The memory is the
+peak beyond the weights and the cache. A peak never shrinks, so that lengths are measured from short
+to long.
+`whole_model.py` has the models. Writes ``benchmarks/results/prefill.DEVICE.json``.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+from decode import add_models, each_model, start_result
+from moe_cases import Ceilings
+from rich.console import Console
+from rich.table import Table
+from whole_model import cache_bytes, prefill_floor
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.inference.prefill import CHUNK
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROUNDS = 3
+
+
+def read_memory() -> dict:
+    """Return the bytes in use on the device and their peak; nothing where it counts none."""
+    return jax.devices()[0].memory_stats() or {}
+
+
+def time_prefill(model, prompt, chunk) -> float:
+    """Return the seconds until the first new token."""
+    begin = time.perf_counter()
+    jax.block_until_ready(nvfp4.generate(model, prompt, max_new_tokens=1, prefill_chunk=chunk))
+    return time.perf_counter() - begin
+
+
+def measure(whole, built, tokens, arguments, ceilings) -> dict:
+    """Return the row of one length."""
+    rng = np.random.default_rng(tokens)
+    prompt = rng.integers(0, whole.config["vocab_size"], (arguments.batch, tokens), np.int32)
+    weights = read_memory().get("bytes_in_use")
+    time_prefill(built.model, prompt, arguments.chunk)
+    times = [time_prefill(built.model, prompt, arguments.chunk) * 1e3 for _ in range(ROUNDS)]
+    floor = prefill_floor(whole, built, arguments.batch, tokens, ceilings)
+    peak = read_memory().get("peak_bytes_in_use")
+    kept = sum(cache_bytes(built.model, arguments.batch, tokens))
+    return {
+        "batch": arguments.batch,
+        "tokens": tokens,
+        "ms": float(np.median(times)),
+        "low": min(times),
+        "high": max(times),
+        "tokens_per_s": arguments.batch * tokens / float(np.median(times)) * 1e3,
+        "floor_us": floor,
+        "over_floor": float(np.median(times)) * 1e3 / floor["sum"],
+        "cache_gb": kept / 1e9,
+        "memory_gb": None if peak is None else (peak - weights - kept) / 1e9,
+    }
+
+
+def make_table(rows, title):
+    table = Table(title=title)
+    headings = ("model", "format", "batch", "tokens", "ms", "tokens/s", "floor ms", "over floor")
+    for heading in (*headings, "cache GB", "further GB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["model"],
+            row["format"],
+            f"{row['batch']}",
+            f"{row['tokens']}",
+            f"{row['ms']:.1f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['floor_us']['sum'] / 1e3:.1f}",
+            f"{row['over_floor']:.2f}",
+            f"{row['cache_gb']:.2f}",
+            "-" if row["memory_gb"] is None else f"{row['memory_gb']:.2f}",
+        )
+    return table
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_models(parser)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
+    parser.add_argument("--batch", type=int, default=1, help="number of prompts")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="`prefill_chunk` of `generate`")
+    parser.add_argument("--output", type=pathlib.Path, help="default: results/prefill.DEVICE.json")
+    return parser.parse_args()
+
+
+def main():
+    arguments = parse_arguments()
+    result = start_result(arguments)
+    name = result["device"]
+    path = arguments.output or HERE / "results" / f"prefill.{name.replace(' ', '-')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for whole, linear_format, built in each_model(arguments):
+        for tokens in sorted(arguments.tokens):
+            row = measure(whole, built, tokens, arguments, Ceilings(**result["ceilings"]))
+            head = {"model": whole.name, "layers": whole.layers, "format": linear_format}
+            result["rows"].append(head | row)
+            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        del built  # its memory, before the next model is made
+    table = make_table(result["rows"], f"prefill on {name}")
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+if __name__ == "__main__":
+    main()

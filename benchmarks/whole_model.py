@@ -1,0 +1,329 @@
+"""Make whole models of real sizes with random weights, and say what a step must read and compute.
+
+The sizes are those of the published ``config.json`` files. Experts are random NVFP4 bytes. The
+other linear layers are NVFP4, FP8 or bfloat16. Embedding, head, norms, routers and recurrent mixers
+are bfloat16 or float32, as ModelOpt's default configuration leaves them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from layer import random_params
+from moe_cases import CASES, Case, Ceilings, floor_us
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.checkpoint import LinearWeights, Source
+from jax_nvfp4_moe.models.loading import find_architecture
+from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.filling import fill
+from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
+
+FORMATS = ("nvfp4", "fp8", "bfloat16")  # formats of linear layers beside the experts
+# Modules that no format changes, by parts of their names in the file.
+_UNQUANTIZED = ("lm_head", "linear_attn")
+_LONGEST = 1 << 18  # positions that each model accepts
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeModel:
+    """A model by its sizes.
+
+    Attributes:
+      name: name on the command line.
+      case: sizes of one expert layer.
+      config: contents of ``config.json``.
+      attention_layers: number of layers with a softmax attention, out of how many layers; the
+        layers between have another mixer.
+      heads: number of query heads.
+      head_channels: channels of a query head plus those of a value head.
+    """
+
+    name: str
+    case: Case
+    config: Mapping[str, Any]
+    attention_layers: tuple[int, int]
+    heads: int
+    head_channels: int
+
+    @property
+    def layers(self) -> int:
+        return self.config["num_hidden_layers"]
+
+    def cut(self, layers: int | None) -> "WholeModel":
+        """Return the model with fewer layers. None keeps all."""
+        if layers is None:
+            return self
+        return dataclasses.replace(self, config={**self.config, "num_hidden_layers": layers})
+
+    def attention_flops(self, tokens: int) -> float:
+        """Return the FLOPs of the causal attention of a prompt, in all layers."""
+        some, out_of = self.attention_layers
+        return self.layers * some / out_of * self.heads * self.head_channels * tokens**2
+
+
+def _qwen3(name, case, **sizes):
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": case.hidden,
+        "moe_intermediate_size": case.intermediate,
+        "num_experts": case.experts,
+        "num_experts_per_tok": case.top_k,
+        "norm_topk_prob": True,
+        "max_position_embeddings": _LONGEST,
+        "rope_theta": 1e6,
+        **sizes,
+    }
+    heads, width = sizes["num_attention_heads"], sizes["head_dim"]
+    return WholeModel(name, case, config, (1, 1), heads, 2 * width)
+
+
+def _qwen36(name, case):
+    config = {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "vocab_size": 248320,
+        "hidden_size": case.hidden,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "moe_intermediate_size": case.intermediate,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": case.experts,
+        "num_experts_per_tok": case.top_k,
+        "max_position_embeddings": _LONGEST,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
+    }
+    return WholeModel(name, case, config, (1, 4), 16, 512)
+
+
+def _deepseek(name, case):
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 129280,
+        "hidden_size": case.hidden,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 0,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": case.intermediate,
+        "n_routed_experts": case.experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": case.top_k,
+        "max_position_embeddings": _LONGEST,
+        "rope_theta": 1e4,
+    }
+    return WholeModel(name, case, config, (1, 1), 128, 192 + 128)
+
+
+_REAL_QWEN3 = {
+    "vocab_size": 151936,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+_TINY_QWEN3 = {
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+MODELS = {
+    model.name: model
+    for model in (
+        _qwen3("qwen3-30b-a3b", CASES["qwen3-30b-a3b"], **_REAL_QWEN3),
+        _qwen36("qwen3.6-35b-a3b", CASES["qwen3.6-35b-a3b"]),
+        _deepseek("deepseek-v3-4-layers", CASES["deepseek-v3"]),
+        _qwen3("tiny", CASES["tiny"], **_TINY_QWEN3),  # to try the benchmarks themselves
+    )
+}
+
+
+class RandomWeights:
+    """A `WeightTable` of a model of random values, which are made on the device.
+
+    Attributes:
+      linear_weights: number of weights of all linear layers beside the experts and the head.
+    """
+
+    def __init__(self, case: Case, linear_format: str, dtype=jnp.bfloat16):
+        """Store the sizes of the experts, and the format of the other linear layers."""
+        self._case, self._format, self._dtype = case, linear_format, dtype
+        self._made = 0
+        self.linear_weights = 0
+
+    def has_under(self, prefix):
+        """Return True: every weight exists."""
+        return True
+
+    def array(self, name, shape, *, dtype=None, stored=None):
+        shape, dtype = tuple(shape), jnp.dtype(dtype or self._dtype)
+        seed = self._next_seed()
+
+        def make():
+            if len(shape) == 1:  # a norm, or a vector of a recurrent mixer
+                return jnp.ones(shape, dtype)
+            return _normal(jax.random.key(seed), shape, dtype)
+
+        return _source(name, make)
+
+    def linear(self, prefix, n, k, *, bias=False):
+        del bias  # these models have no biases
+        if "lm_head" not in prefix:
+            self.linear_weights += n * k
+        if self._format == "bfloat16" or any(part in prefix for part in _UNQUANTIZED):
+            weight = self.array(prefix, (n, k))
+            return _source(prefix, lambda: LinearWeights(weight.read(None)))
+        make = {"nvfp4": _nvfp4_linear, "fp8": _fp8_linear}[self._format]
+        seed = self._next_seed()
+        return _source(prefix, lambda: make(jax.random.key(seed), n, k))
+
+    def experts(self, prefix, num_experts, hidden, intermediate, **options):
+        sizes = (num_experts, hidden, intermediate)
+        assert sizes == (self._case.experts, self._case.hidden, self._case.intermediate), sizes
+        seed = self._next_seed()
+        return _source(prefix, lambda: random_params(self._case, seed=seed), Scheme.W4A16)
+
+    def ignore(self, prefix, reason):
+        """Do nothing: no weight is left over."""
+
+    def raise_problems(self):
+        """Do nothing: values that are made here have no faults."""
+
+    def _next_seed(self):
+        self._made += 1
+        return self._made
+
+
+def _source(name, make, scheme=None):
+    return Source(name, jax.eval_shape(make), lambda reader: make(), scheme)
+
+
+def _normal(key, shape, dtype):
+    values = jax.jit(jax.random.normal, static_argnums=(1, 2))(key, shape, dtype)
+    return values * jnp.asarray(shape[1] ** -0.5, dtype)
+
+
+def _nvfp4_linear(key, n, k):
+    codes, scales = jax.random.split(key)
+    packed = jax.random.bits(codes, (n, k // 2), jnp.uint8)
+    exponents = jax.random.randint(scales, (n, k // 16), 0x30, 0x51).astype(jnp.uint8)
+    weight = nvfp4.NVFP4Tensor(
+        packed,
+        jax.lax.bitcast_convert_type(exponents, jnp.float8_e4m3fn),
+        jnp.float32(0.1 / math.sqrt(k)),
+    )
+    return LinearWeights(weight, checkpoint_scheme=Scheme.W4A16)
+
+
+def _fp8_linear(key, n, k):
+    values = jax.random.normal(key, (n, k), jnp.bfloat16).astype(jnp.float8_e4m3fn)
+    weight = FP8Tensor(values, jnp.full(n, 1 / math.sqrt(k), jnp.float32))
+    return LinearWeights(weight, checkpoint_scheme=FP8ActivationScaling.WEIGHTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A model, and what it weighs.
+
+    Attributes:
+      model: the model.
+      read_bytes: bytes of the weights that each step reads whole: not the experts, and not the
+        embedding.
+      linear_weights: number of weights of all linear layers beside the experts and the head.
+    """
+
+    model: Any
+    read_bytes: int
+    linear_weights: int
+
+
+def build_model(whole: WholeModel, linear_format: str, backend: str | None = None) -> Built:
+    """Make the model, one layer after the other."""
+    row = find_architecture(whole.config)
+    config = row.read_config(whole.config)
+    settings = Settings(nvfp4.Target.current(), backend=backend)
+    weights = RandomWeights(whole.case, linear_format)
+    make = Builder(weights, row.keys, settings)
+    model = nnx.eval_shape(lambda: row.build_model(config, make))
+    read = _count_bytes(nnx.state(model)) - _count_bytes(model.embedding.get_value())
+    read -= sum(_count_bytes(module.params) for module in _expert_modules(model))
+    fill(model, "", make.parts, weights, settings)
+    jax.block_until_ready(nnx.state(model))
+    return Built(model, read, weights.linear_weights)
+
+
+def _expert_modules(model):
+    """Yield the modules that hold routed experts."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(getattr(module, "params", None), nnx.Variable):
+            yield module
+
+
+def _count_bytes(tree) -> int:
+    """Return the bytes of all arrays, abstract ones too."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def expected_active(case: Case, tokens: int) -> float:
+    """Return the mean number of experts that uniform routing touches."""
+    return case.experts * (1 - (1 - case.top_k / case.experts) ** tokens)
+
+
+def cache_bytes(model, batch: int, length: float) -> tuple[float, float]:
+    """Return the bytes of a cache that `length` tokens fill, and those of recurrent states."""
+    short, long = (
+        _count_bytes(jax.eval_shape(lambda room=room: model.init_cache(batch, room)).layers)
+        for room in (16, 32)
+    )
+    each = (long - short) / 16
+    return each * length, short - each * 16
+
+
+def step_floor(whole, built, batch, length, ceilings: Ceilings) -> dict[str, float]:
+    """Return the lower bounds of the time of a decoding step, in microseconds, by their causes."""
+    experts = floor_us(whole.case, batch, expected_active(whole.case, batch), ceilings)
+    kept, states = cache_bytes(built.model, batch, length)
+    bandwidth = ceilings.copy_tb_per_s * 1e6  # bytes per microsecond
+    parts = {
+        "experts": whole.layers * experts,
+        "dense": built.read_bytes / bandwidth,
+        "cache": kept / bandwidth,
+        "states": 2 * states / bandwidth,  # read once and written once
+    }
+    return parts | {"sum": sum(parts.values())}
+
+
+def prefill_floor(whole, built, batch, tokens, ceilings: Ceilings) -> dict[str, float]:
+    """Return the lower bounds of the time of a prefill, in microseconds, by their causes.
+
+    Linear layers and attention are bounded by their FLOPs at the rate of a large matmul. The work
+    of recurrent states is not counted.
+    """
+    rows = batch * tokens
+    experts = floor_us(whole.case, rows, expected_active(whole.case, rows), ceilings)
+    rate = ceilings.matmul_tflop_per_s * 1e6  # FLOPs per microsecond
+    parts = {
+        "experts": whole.layers * experts,
+        "linears": 2 * built.linear_weights * rows / rate,
+        "attention": batch * whole.attention_flops(tokens) / rate,
+    }
+    return parts | {"sum": sum(parts.values())}
