@@ -295,6 +295,63 @@ ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer bias
   return FromCuda(LaunchRoute(stream, call, buffers), "nvfp4_route_cuda");
 }
 
+ffi::Error CheckAttention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                          ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::AnyBuffer y,
+                          AttentionShape* shape, DataType* type) {
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("q [b, t, n, d]", q.element_type(), type));
+  if (*type == DataType::kF32) return Expected("q", "bfloat16 or float16", "float32");
+  NVFP4_RETURN_IF_ERROR(ExpectType("k", k.element_type(), q.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("v", v.element_type(), q.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y.element_type(), q.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("sinks", sinks.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, n, d]", q.dimensions(), 4));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("k [b, m, s, d]", k.dimensions(), 4));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("v [b, m, s, dv]", v.dimensions(), 4));
+  const int64_t b = q.dimensions()[0], t = q.dimensions()[1];
+  const int64_t n = q.dimensions()[2], d = q.dimensions()[3];
+  const int64_t m = k.dimensions()[1], s = k.dimensions()[2], dv = v.dimensions()[3];
+  *shape = {b, t, n, m, s, d, dv};
+  NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, m, s, d]", k.dimensions(), {b, m, s, d}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("v [b, m, s, dv]", v.dimensions(), {b, m, s, dv}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("sinks [n]", sinks.dimensions(), {n}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, n, dv]", y.dimensions(), {b, t, n, dv}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("m (k)", m, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (q)", n, m));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (q)", d, kHeadWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("dv (v)", dv, kHeadWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (q)", d, kMaxHeadWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("dv (v)", dv, kMaxHeadWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (k)", s, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (q)", b, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (q)", n, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b t n (q)", b * t * n, kMaxRows));
+  return ExpectAligned(
+      {{"q", q}, {"k", k}, {"v", v}, {"positions", positions}, {"sinks", sinks}, {"y", y}},
+      kAlignment);
+}
+
+ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                     ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> y,
+                     ffi::Result<ffi::AnyBuffer> workspace, float scale, int32_t window,
+                     int32_t chunk) {
+  AttentionCall call = {};
+  NVFP4_RETURN_IF_ERROR(CheckAttention(q, k, v, positions, sinks, *y, &call.shape, &call.type));
+  if (!(scale > 0.0f)) return Expected("scale", "a number above 0", std::to_string(scale));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("window", window, 0));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("chunk", chunk, 0));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
+  call.scale = scale;
+  call.window = window;
+  call.chunk = chunk;
+  const AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  v.untyped_data(),
+                                    Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
+                                    workspace->untyped_data()};
+  return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_cuda");
+}
+
 // kCmdBufferCompatible: the handlers only launch kernels and fills, so that a CUDA graph can
 // capture them.
 auto BindMoE() {
@@ -385,6 +442,21 @@ XLA_FFI_DEFINE_HANDLER(kRoute, Route,
                            .Attr<float>("scaling"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kAttention, Attention,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d]
+                           .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d]
+                           .Arg<ffi::AnyBuffer>()  // v          [b, m, s, dv]
+                           .Arg<ffi::AnyBuffer>()  // positions  [b, t]
+                           .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0]
+                           .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv]
+                           .Ret<ffi::AnyBuffer>()  // workspace  U8 [bytes]
+                           .Attr<float>("scale")
+                           .Attr<int32_t>("window")
+                           .Attr<int32_t>("chunk"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 template <typename Handler>
 nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -404,6 +476,7 @@ nb::dict Registrations() {
   targets["nvfp4_grouped_gemm_w4a4_sm120"] = Capsule(kGroupedGemmSm120);
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   targets["nvfp4_route_cuda"] = Capsule(kRoute);
+  targets["nvfp4_attention_cuda"] = Capsule(kAttention);
   return targets;
 }
 
@@ -459,6 +532,12 @@ NB_MODULE(_nvfp4_cuda, m) {
       "Return {backend record: bytes of shared memory that a block of its largest kernel needs}.");
   m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
         "Return the bytes of shared memory that a block of the kernel for few slots needs.");
+  m.def(
+      "attention_workspace_bytes",
+      [](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s, int64_t dv) {
+        return nvfp4::AttentionWorkspaceBytes({b, t, n, m, s, dv, dv});
+      },
+      "Return the bytes of workspace that the handler of attention expects.");
   for (const nvfp4::LayerWorkspace& record : nvfp4::kLayerWorkspaces) {
     m.def(
         record.name,

@@ -95,4 +95,18 @@ struct GroupedGemmShape {
   int64_t parts;
 };
 
+// y[h] = softmax(scale * q[h] @ k[h / g].T) @ v[h / g], where g = n / m query heads share a key
+// head.
+struct AttentionShape {
+  int64_t b;   // rows of the batch
+  int64_t t;   // queries of a row
+  int64_t n;   // query heads
+  int64_t m;   // key heads
+  int64_t s;   // keys of a row
+  int64_t d;   // width of a key
+  int64_t dv;  // width of a value
+
+  int64_t group() const { return n / m; }
+};
+
 }  // namespace nvfp4

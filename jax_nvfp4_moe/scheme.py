@@ -242,8 +242,8 @@ class Problem:
     """The static facts of one op: all that the choice of a backend may depend on.
 
     Attributes:
-      op: "moe_mlp", "grouped_gemm" (also for `linear`), "quantize_nvfp4" or "route".
-      scheme: a `Scheme`; None for "quantize_nvfp4" and "route".
+      op: "moe_mlp", "grouped_gemm" (also for `linear`), "attention", "quantize_nvfp4" or "route".
+      scheme: a `Scheme`; None for "attention", "quantize_nvfp4" and "route".
       target: the device.
       dtype: name of the dtype of the activations, "bfloat16" by default.
       num_experts: number of experts or groups, 1 by default.
@@ -252,6 +252,7 @@ class Problem:
       intermediate: number of features between the two GEMMs of an expert, or n of a GEMM; 16 by
         default.
       activation: name of the activation, or None (default) for an op without one.
+      head_widths: widths of a key and of a value of "attention"; None (default) for other ops.
       unavailable: pairs (extension, reason) of compiled modules that this process lacks. Empty
         (default) for a target other than the current device, because lowering needs no extension.
 
@@ -272,6 +273,7 @@ class Problem:
     hidden: int = 16
     intermediate: int = 16
     activation: str | None = None
+    head_widths: tuple[int, int] | None = None
     unavailable: tuple[tuple[str, str], ...] = ()
 
 
@@ -308,6 +310,8 @@ class Capability:
       dtypes: names of the dtypes of activations.
       max_experts, max_top_k: largest number of experts, in all and per token.
       max_extent: largest number of rows or columns of a matrix.
+      max_head_width: largest width of a key or a value of attention.
+      head_width_factor: number of which the widths of keys and values are multiples.
       shared_bytes: bytes of shared memory per thread block that the most demanding kernel needs.
     """
 
@@ -319,6 +323,8 @@ class Capability:
     max_experts: int = 512
     max_top_k: int = 32
     max_extent: int = 1 << 62
+    max_head_width: int = 1 << 62
+    head_width_factor: int = 1
     shared_bytes: int = 0
 
     def reason_against(self, p: Problem) -> str | None:
@@ -346,9 +352,18 @@ class Capability:
                 f"needs matrices of at most {self.max_extent} rows and columns, got "
                 f"{max(p.hidden, p.intermediate)}",
             ),
+            (
+                all(self._takes_width(width) for width in p.head_widths or ()),
+                f"needs keys and values whose widths are multiples of {self.head_width_factor} up "
+                f"to {self.max_head_width}, got {p.head_widths}",
+            ),
             (missing is None, f"{missing}"),
         )
         return next((why for ok, why in checks if not ok), None)
+
+    def _takes_width(self, width):
+        """Return whether keys or values of attention may have this width."""
+        return 0 < width <= self.max_head_width and width % self.head_width_factor == 0
 
     def _ranges(self):
         """Return the ranges of compute capability in words."""

@@ -188,4 +188,33 @@ struct RouterBuffers {
 
 cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& buffers);
 
+// The widest key and value, and the number of which each width is a multiple.
+constexpr int64_t kMaxHeadWidth = 256, kHeadWidthFactor = 8;
+
+struct AttentionCall {
+  AttentionShape shape;
+  DataType type;   // of q, k, v and y; kBF16 or kF16
+  float scale;     // above 0
+  int32_t window;  // keys that a query sees, the last at its own position; 0 for all
+  int32_t chunk;   // a query sees keys of its own chunk of so many positions; 0 for all
+
+  bool is_empty() const { return shape.b == 0 || shape.t == 0 || shape.n == 0 || shape.dv == 0; }
+};
+
+struct AttentionBuffers {
+  const void* q;             // [b, t, n, d]
+  const void* k;             // [b, m, s, d]
+  const void* v;             // [b, m, s, dv]
+  const int32_t* positions;  // [b, t]; kPadding or more is padding, whose results are finite
+  const float* sinks;        // [n] or null
+  void* y;                   // [b, t, n, dv]
+  void* workspace;           // AttentionWorkspaceBytes
+};
+
+// Causal attention. The query at position p sees the keys at 0 to p that exist and that the window
+// and the chunk allow. A query that sees no key gets zeros. Positions are read on the device only.
+int64_t AttentionWorkspaceBytes(const AttentionShape& shape);
+cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
+                            const AttentionBuffers& buffers);
+
 }  // namespace nvfp4

@@ -5,6 +5,7 @@ import copyreg
 from jax_nvfp4_moe.backends.attention import ATTENTION_CPU
 from jax_nvfp4_moe.backends.cpu import DENSE_CPU, MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
+    ATTENTION_CUDA,
     MOE_W4A4_SM120,
     MOE_W4A16_SM80,
     MOE_W4A16_SM90,
@@ -23,6 +24,7 @@ BACKENDS = (
     MOE_W4A16_SM80,
     QUANTIZE_CUDA,
     ROUTE_CUDA,
+    ATTENTION_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
     DENSE_CPU,

@@ -6,6 +6,7 @@ activations. "Plain kernels" are the ones for everything that the engines do not
 
 from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
+    lower_attention,
     lower_grouped_gemm,
     lower_moe,
     lower_quantize,
@@ -31,6 +32,9 @@ _ENGINE_SCHEDULE = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MA
 _ENGINE_PARTIAL_SUMS = 32 << 20
 _MAX_EXTENT = 1 << 22  # the most rows or columns of a matrix that the kernels can index
 _FP4_K = 128  # the FP4 engine pads the length of a row to a multiple of this number
+# Attention divides the keys of few queries among so many thread blocks. A tile has so many rows, and
+# a part of the keys at least so many keys.
+_SPLIT_BLOCKS, _SPLIT_ROWS, _SPLIT_KEYS = 264, 64, 256
 QUANTIZE_PARTIALS = 256  # number of pieces of x whose largest magnitudes are found first
 
 
@@ -151,6 +155,18 @@ def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: in
     return tables + _sections(*_ENGINE_SCHEDULE, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
 
 
+def attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
+    """Return the bytes of scratch memory for one call of attention.
+
+    If the keys are divided, the memory has the float32 results of each part.
+    """
+    tiles = max(b * m * -(-t * (n // m) // _SPLIT_ROWS), 1)
+    splits = min(_SPLIT_BLOCKS // tiles, -(-s // _SPLIT_KEYS))
+    if splits <= 1:
+        return 0
+    return _sections(4 * b * t * n * splits * dv, 8 * b * t * n * splits)
+
+
 def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no_notes, **limits):
     """Return the record of the kernels whose names end in `suffix`.
 
@@ -246,4 +262,21 @@ ROUTE_CUDA = Backend(
     lower={"route": lower_route("nvfp4_route_cuda")},
     status="executed",
     ffi_targets=("nvfp4_route_cuda",),
+)
+
+ATTENTION_CUDA = Backend(
+    name="attention_cuda",
+    can=Capability(
+        ops=frozenset({"attention"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        max_head_width=256,
+        head_width_factor=8,
+    ),
+    layout=CANONICAL,
+    lower={"attention": lower_attention("nvfp4_attention_cuda", attention_workspace_bytes)},
+    status="compiled, executed by emulation",
+    ffi_targets=("nvfp4_attention_cuda",),
 )

@@ -7,6 +7,8 @@ import numpy as np
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
 from jax_nvfp4_moe.scheme import Scheme
 
+_MOST_POSITIONS = 1 << 30  # no key has this position or a later one
+
 # How a kernel scales activations before each GEMM, by scheme.
 ACTIVATION_SCALE = {
     Scheme.W4A16: "none",
@@ -214,3 +216,53 @@ def lower_route(ffi_target):
         return ids, weights
 
     return lower
+
+
+def lower_attention(ffi_target, workspace_bytes):
+    """Return the function that lowers `attention` to an FFI target.
+
+    The kernel needs a scale above 0. Another sign or a scale of 0 is moved into the queries.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+      workspace_bytes: ``(b, t, n, m, s, dv) -> int``, the size of the scratch result; the handler
+        checks it.
+    """
+
+    def lower(q, k, v, positions, sinks, *, scale, window, chunk):
+        (b, t, n, _), (m, s), dv = q.shape, k.shape[1:3], v.shape[3]
+        _check_known_sizes(ffi_target, {"b": b, "t": t, "s": s})
+        if scale <= 0:
+            q, scale = q * jnp.asarray(np.sign(scale), q.dtype), abs(scale) or 1.0
+        outputs = (
+            jax.ShapeDtypeStruct((b, t, n, dv), q.dtype),
+            jax.ShapeDtypeStruct((workspace_bytes(b, t, n, m, s, dv),), jnp.uint8),
+        )
+        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+        return call(
+            q,
+            k,
+            v,
+            positions,
+            jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+            scale=np.float32(scale),
+            window=np.int32(min(window or 0, _MOST_POSITIONS)),
+            chunk=np.int32(min(chunk or 0, _MOST_POSITIONS)),
+        )[0]
+
+    return lower
+
+
+def _check_known_sizes(ffi_target, sizes):
+    """Check that all `sizes` are numbers.
+
+    Raises:
+      ValueError: if one is a symbol of `jax.export.symbolic_shape`.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            raise ValueError(
+                f"q, k: expected a known size {name}, because the kernel {ffi_target} computes "
+                f"the size of its workspace from it; got the symbolic size {size}. Export the "
+                "program once for each size, or with backend='reference'"
+            )

@@ -63,7 +63,10 @@ def attention(
     """
     _check(q, k, v, positions, sinks, window, chunk)
     target = target or Target.current()
-    plan = resolve(Problem("attention", None, target, q.dtype.name), backend=backend)
+    problem = Problem(
+        "attention", None, target, q.dtype.name, head_widths=(q.shape[3], v.shape[3])
+    )
+    plan = resolve(problem, backend=backend)
     options = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "window": window,
@@ -73,7 +76,8 @@ def attention(
     if plan.lower is attend:
         return attend(*operands, **options)
 
-    # The loop over the blocks that a query sees has no reverse mode; that of the reference has.
+    # Neither the kernel nor the loop over the blocks that a query sees has a reverse mode. The
+    # reference has one.
     @jax.custom_jvp
     def run(*operands):
         return plan.lower(*operands, **options)

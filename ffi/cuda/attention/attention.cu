@@ -1,0 +1,18 @@
+// Chooses the kernels of an attention call.
+#include "cuda/attention/attention.cuh"
+
+namespace nvfp4 {
+
+int64_t AttentionWorkspaceBytes(const AttentionShape& shape) {
+  Sections sections(nullptr);
+  TakeParts(&sections, shape);
+  return sections.bytes();
+}
+
+cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
+                            const AttentionBuffers& buffers) {
+  if (call.is_empty()) return cudaSuccess;
+  return LaunchAttentionSm80(stream, call, buffers);
+}
+
+}  // namespace nvfp4

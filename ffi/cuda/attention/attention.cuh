@@ -1,0 +1,74 @@
+// What all attention kernels share: which keys a query sees, and how few queries divide their keys.
+//
+// The query heads that share a key head are its group. The queries of all heads of a group are the
+// rows of one matrix: row r is query r / g, head r % g of the group. A kernel computes a tile of
+// such rows. A few new tokens therefore fill a tile together, and each key is read once for its
+// whole group.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/workspace.cuh"
+
+namespace nvfp4 {
+
+constexpr int32_t kPadding = 1 << 30;  // a query at this position or after it is padding
+
+// The keys [begin, end).
+struct KeyRange {
+  int begin, end;
+};
+
+// Returns the keys that the query at `position` sees; none if it is padding.
+__device__ __forceinline__ KeyRange VisibleKeys(int position, int s, int window, int chunk) {
+  if (position < 0 || position >= kPadding) return {0, 0};
+  int begin = 0;
+  if (window > 0) begin = max(begin, position - window + 1);
+  if (chunk > 0) begin = max(begin, position / chunk * chunk);
+  return {begin, min(position + 1, s)};
+}
+
+// Few tiles of queries do not fill a device. Their keys are then divided: up to Splits(shape)
+// blocks compute one tile, each for its own part of the keys that the tile sees, and LaunchMerge
+// joins the parts. The number of blocks depends on the shape alone, so that the results and the
+// workspace do not depend on the device. The keys of a part depend on the positions.
+constexpr int64_t kSplitBlocks = 264;  // two for each multiprocessor of an H100 or H200
+constexpr int64_t kSplitRows = 64;     // rows of a tile, as this file counts them
+constexpr int kSplitKeys = 256;        // a part has no fewer keys, except for the last one
+
+inline int64_t Splits(const AttentionShape& shape) {
+  const int64_t rows = shape.t * shape.group();
+  const int64_t tiles = std::max<int64_t>(shape.b * shape.m * CeilDiv(rows, kSplitRows), 1);
+  return std::max<int64_t>(std::min(kSplitBlocks / tiles, CeilDiv(shape.s, kSplitKeys)), 1);
+}
+
+// The largest score of a row of one part, in units of log2(e), and the sum of its exponentials. A
+// part without keys has the sum 0, and nothing else of it is defined.
+struct PartSum {
+  float largest, sum;
+};
+
+// The results of the parts, for all rows of [b, m, splits, t g]. Null if there is one part.
+struct Parts {
+  float* values;  // [..., dv]; sums of values, weighted by exponentials
+  PartSum* sums;  // [...]
+};
+
+inline Parts TakeParts(Sections* sections, const AttentionShape& shape) {
+  const int64_t splits = Splits(shape);
+  if (splits == 1) return {nullptr, nullptr};
+  const int64_t rows = shape.b * shape.t * shape.n * splits;
+  Parts parts;
+  parts.values = sections->Take<float>(rows * shape.dv);
+  parts.sums = sections->Take<PartSum>(rows);
+  return parts;
+}
+
+// Attention on mma.sync, for every device since 8.0. LaunchAttention calls it wherever no kernel of
+// a single architecture is faster.
+cudaError_t LaunchAttentionSm80(cudaStream_t stream, const AttentionCall& call,
+                                const AttentionBuffers& buffers);
+
+}  // namespace nvfp4
