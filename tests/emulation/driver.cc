@@ -198,4 +198,18 @@ int route(const RouterCall* call, void* const* operands) {
       {static_cast<const float*>(operands[0]), static_cast<const float*>(operands[1]),
        static_cast<int32_t*>(operands[2]), static_cast<float*>(operands[3])});
 }
+
+int64_t attention_workspace_bytes(const AttentionShape* shape) {
+  return AttentionWorkspaceBytes(*shape);
+}
+
+// The operands are q, k, v, positions, sinks, y, workspace.
+int attention(const AttentionShape* shape, int type, float scale, int window, int chunk,
+              void* const* operands) {
+  const AttentionCall call = {*shape, static_cast<DataType>(type), scale, window, chunk};
+  return LaunchAttention(nullptr, call,
+                         {operands[0], operands[1], operands[2],
+                          static_cast<const int32_t*>(operands[3]),
+                          static_cast<const float*>(operands[4]), operands[5], operands[6]});
+}
 }

@@ -22,7 +22,7 @@ import numpy as np
 from float64_layer import Layer, Options
 from given import ROOT, TESTS
 
-from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS
+from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS, attention_workspace_bytes
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 from jax_nvfp4_moe.numerics.routing import Router
 
@@ -100,6 +100,7 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     loaded.few_slots_shared_bytes.restype = ctypes.c_int64
     loaded.few_slots_shared_bytes.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int]
     loaded.grouped_gemm_workspace_bytes.restype = ctypes.c_int64
+    loaded.attention_workspace_bytes.restype = ctypes.c_int64
     return loaded
 
 
@@ -133,6 +134,12 @@ class _MoEShape(ctypes.Structure):
 
 class _ProductShape(ctypes.Structure):
     _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("m", "n", "n_pad", "k", "e", "parts")]
+
+
+class _AttentionShape(ctypes.Structure):
+    _fields_: ClassVar = [
+        (name, ctypes.c_int64) for name in ("b", "t", "n", "m", "s", "d", "dv")
+    ]
 
 
 class _Activation(ctypes.Structure):
@@ -343,3 +350,21 @@ def quantize(library, x, global_scale=None, scale_layout="linear"):
     scale = None if global_scale is None else np.float32(global_scale)
     workspace = 4 * QUANTIZE_PARTIALS if global_scale is None else 0
     return _run(library, call, [x, scale], likes, workspace, multiprocessors=1)
+
+
+def attention(library, q, k, v, positions, *, window=None, chunk=None, sinks=None, scale=None):
+    """Return the attention ``[b, t, n, dv]`` of 16-bit operands, as `ops.attention` does."""
+    (b, t, n, d), (m, s), dv = q.shape, k.shape[1:3], v.shape[3]
+    shape = _AttentionShape(b, t, n, m, s, d, dv)
+    call = functools.partial(
+        library.attention,
+        ctypes.byref(shape),
+        _TYPES[q.dtype.name],
+        ctypes.c_float(d**-0.5 if scale is None else scale),
+        window or 0,
+        chunk or 0,
+    )
+    size = library.attention_workspace_bytes(ctypes.byref(shape))
+    assert size == attention_workspace_bytes(b, t, n, m, s, dv)
+    y = np.empty((b, t, n, dv), q.dtype)
+    return _run(library, call, [q, k, v, positions, _array(sinks)], [y], size, 1)[0]

@@ -14,6 +14,7 @@
 
 namespace nvfp4 {
 
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr int32_t kPadding = 1 << 30;  // a query at this position or after it is padding
 
 // The keys [begin, end).

@@ -23,6 +23,16 @@ __device__ __forceinline__ void LoadMatrices(const void* row, uint32_t (&words)[
                : "memory");
 }
 
+// Loads four 8x8 matrices and transposes each. The lane gets rows 2q and 2q + 1 of column g of each
+// matrix.
+__device__ __forceinline__ void LoadTransposed(const void* row, uint32_t (&words)[4]) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
 // sums += a @ b for 16 rows, 8 columns and 16 of k.
 template <typename T>
 __device__ __forceinline__ void MultiplyAdd(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,

@@ -42,6 +42,22 @@ inline void LoadMatrices(const void* row, uint32_t (&words)[4]) {
   SyncWarp();
 }
 
+inline void LoadTransposed(const void* row, uint32_t (&words)[4]) {
+  using namespace emulation;
+  if (reinterpret_cast<uintptr_t>(row) % 16 != 0) Fail("ldmatrix is not aligned");
+  WordsOf(Warp(), Lane())[0] = reinterpret_cast<uint64_t>(row);
+  SyncWarp();
+  for (unsigned i = 0; i < 4; ++i) {
+    words[i] = 0;
+    for (unsigned half = 0; half < 2; ++half) {
+      const uint64_t address = WordsOf(Warp(), 8 * i + Lane() % 4 * 2 + half)[0];
+      const auto* source = reinterpret_cast<const uint16_t*>(address);
+      words[i] |= static_cast<uint32_t>(source[Lane() / 4]) << (16 * half);
+    }
+  }
+  SyncWarp();
+}
+
 template <typename T>
 void MultiplyAdd(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   using namespace emulation;

@@ -1,0 +1,572 @@
+// Computes causal attention on mma.sync, for every device since 8.0, in bf16 and f16.
+//
+//   q [b, t, n, d], k [b, m, s, d], v [b, m, s, dv], positions [b, t] -> y [b, t, n, dv]
+//
+// A block computes a tile of rows, which are the queries of one key head (attention.cuh), and
+// visits the tiles of keys that one of them sees. It therefore reads the filled part of a cache and
+// not its room. Scores stay in registers: a running maximum and sum of exponentials rescale the
+// output, which is never written before it is complete (arXiv:1805.02867, arXiv:2307.08691).
+//
+//   step  wait for a tile of keys and values; start the copies of a later one
+//         scores = q @ k.T; mask them where the tile is not visible as a whole
+//         weights = exp2(scores - maximum); output = output * shrink + weights @ v
+//
+// Copies are cp.async in a ring of stages. The 16-byte units of a row are swizzled, so that
+// ldmatrix reads eight rows without bank conflicts. Keys that no row sees are zeros.
+//
+// Forms of a tile:
+//   many rows   each warp has 16 rows and all keys of a tile
+//   few rows    16 rows; each warp has every fourth group of 16 keys and its own softmax, and the
+//               warps join their results at the end. For decoding, which reads keys once.
+// If the tiles of rows do not fill a device, several blocks share the keys of a tile.
+//
+// Bottleneck: tensor cores and shared memory in a prefill; memory bandwidth in decoding.
+//
+// Needs: widths that are multiples of 8 up to 256. Test:
+// tests/emulation/test_emulation_attention.py.
+#include "cuda/attention/attention.cuh"
+#include "cuda/attention/merge_parts.cuh"
+#include "cuda/instructions/ampere.cuh"
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/instructions/mma.cuh"
+#include "cuda/quantizers/elements.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr int kUnit = 8;  // values of 16 bytes
+constexpr int kStages = 2;
+
+struct AttentionGrid {
+  AttentionCall call;
+  AttentionBuffers buffers;
+  Parts parts;
+  float factor;      // of a score, in units of log2(e)
+  int32_t group;     // query heads of a key head
+  int32_t rows;      // rows of a key head
+  int32_t tiles;     // tiles of rows
+  int32_t splits;    // blocks that share the keys of a tile
+  int32_t num_keys;  // s
+};
+
+// The sizes of a block. Widths are padded with zeros to kWidth and kValueWidth.
+template <int kWidthSize, int kValueWidthSize, int kRowWarpCount, int kKeyWarpCount, int kKeyCount>
+struct Form {
+  static constexpr int kWidth = kWidthSize, kValueWidth = kValueWidthSize;
+  static constexpr int kRowWarps = kRowWarpCount, kKeyWarps = kKeyWarpCount;
+  static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
+  static constexpr int kRows = 16 * kRowWarps;
+  static constexpr int kKeys = kKeyCount;              // keys of a tile
+  static constexpr int kWarpKeys = kKeys / kKeyWarps;  // those of one warp
+  static constexpr int kQueryBytes = kRows * kWidth * 2;
+  static constexpr int kKeyBytes = kKeys * kWidth * 2;
+  static constexpr int kStageBytes = kKeyBytes + kKeys * kValueWidth * 2;
+  // The warps that share rows pass their results in the memory of the stages.
+  static constexpr int kPassedBytes = kKeyWarps > 1 ? kKeyWarps * 16 * kValueWidth * 4 : 0;
+  static constexpr int kStageMemory =
+      kStages * kStageBytes > kPassedBytes ? kStages* kStageBytes : kPassedBytes;
+  static constexpr int kBytes = kQueryBytes + kStageMemory;
+  static constexpr bool kQueriesInRegisters = kWidth <= 128;
+  static_assert(kValueWidth <= kWidth, "the output is staged in the memory of the queries");
+  static_assert(kThreads >= kRows, "a thread finds the keys of one row");
+};
+
+// The address of 16-byte unit `unit` of row `row` in a matrix of kColumns columns.
+template <int kColumns>
+__device__ __forceinline__ uint32_t UnitOffset(int row, int unit) {
+  return static_cast<uint32_t>(row * kColumns * 2 + (unit ^ (row & 7)) * 16);
+}
+
+// Starts copies of kRows rows of `width` values, padded to kColumns. Row r comes from find(r),
+// which is null for a row of zeros.
+template <int kRows, int kColumns, int kThreads, typename Find>
+__device__ __forceinline__ void CopyRows(uint32_t target, int width, const void* any,
+                                         const Find& find) {
+  constexpr int kUnits = kColumns / kUnit;
+#pragma unroll 2
+  for (int index = static_cast<int>(threadIdx.x); index < kRows * kUnits; index += kThreads) {
+    const int row = index / kUnits, unit = index % kUnits;
+    const uint16_t* source = find(row);
+    const bool exists = source != nullptr && unit * kUnit < width;
+    CopyOrZero(target + UnitOffset<kColumns>(row, unit), exists ? source + unit * kUnit : any,
+               exists ? 16 : 0);
+  }
+}
+
+// Which keys the rows of a tile see.
+template <typename F>
+struct RowRanges {
+  KeyRange of_row[F::kRows];
+  // For each group of 16 rows: the keys that any row sees, and those that all rows see. Rows that
+  // do not exist, and padding, count for neither.
+  KeyRange any[F::kRowWarps], all[F::kRowWarps];
+};
+
+template <typename F>
+__device__ __forceinline__ void FindRanges(const AttentionGrid& p, int row_in_batch, int first_row,
+                                           RowRanges<F>* ranges) {
+  const int index = static_cast<int>(threadIdx.x);
+  if (index < (F::kRows + 31) / 32 * 32) {
+    const int row = first_row + index;
+    KeyRange range = {0, 0};
+    if (index < F::kRows && row < p.rows) {
+      const int64_t query = row_in_batch * p.call.shape.t + row / p.group;
+      range =
+          VisibleKeys(__ldg(p.buffers.positions + query), p.num_keys, p.call.window, p.call.chunk);
+    }
+    const bool counts = range.begin < range.end;
+    if (index < F::kRows) ranges->of_row[index] = range;
+    KeyRange any = {counts ? range.begin : p.num_keys, counts ? range.end : 0};
+    KeyRange all = {counts ? range.begin : 0, counts ? range.end : p.num_keys};
+#pragma unroll
+    for (int step = 8; step > 0; step /= 2) {  // half a warp has the rows of one warp
+      any.begin = min(any.begin, __shfl_xor_sync(kAllLanes, any.begin, step));
+      any.end = max(any.end, __shfl_xor_sync(kAllLanes, any.end, step));
+      all.begin = max(all.begin, __shfl_xor_sync(kAllLanes, all.begin, step));
+      all.end = min(all.end, __shfl_xor_sync(kAllLanes, all.end, step));
+    }
+    if (index < F::kRows && index % 16 == 0) {
+      ranges->any[index / 16] = any;
+      ranges->all[index / 16] = all;
+    }
+  }
+}
+
+// Which keys a block visits: `count` tiles from `begin` on. Keys from `end` on count as zeros.
+struct KeyTiles {
+  int begin, end, count;
+};
+
+template <typename F>
+__device__ __forceinline__ KeyTiles FindTiles(const AttentionGrid& p, int split,
+                                              const RowRanges<F>& ranges) {
+  KeyRange seen = ranges.any[0];
+#pragma unroll
+  for (int warp = 1; warp < F::kRowWarps; ++warp) {
+    seen.begin = min(seen.begin, ranges.any[warp].begin);
+    seen.end = max(seen.end, ranges.any[warp].end);
+  }
+  const int tiles = max(seen.end - seen.begin + F::kKeys - 1, 0) / F::kKeys;
+  const int each = max((tiles + p.splits - 1) / p.splits, kSplitKeys / F::kKeys);
+  const int first = min(split * each, tiles);
+  return {seen.begin + first * F::kKeys, seen.end, min(tiles - first, each)};
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t Pair(float low, float high) {
+  const T halves[2] = {FromFloat<T>(low), FromFloat<T>(high)};
+  uint32_t word;
+  memcpy(&word, halves, sizeof(word));
+  return word;
+}
+
+// The rows of one warp. A thread has rows g and g + 8 of the 16, with lane = 4 g + q.
+template <typename T, typename F>
+struct WarpRows {
+  static constexpr int kSteps = F::kWidth / 16;
+  static constexpr int kKeyTiles = F::kWarpKeys / 8;
+  static constexpr int kValueTiles = F::kValueWidth / 8;
+
+  const uint8_t* queries;  // in shared memory, of the 16 rows
+  uint32_t q[F::kQueriesInRegisters ? kSteps : 1][4];
+  float values[kValueTiles][4] = {};
+  float largest[2] = {-INFINITY, -INFINITY};  // scores without the factor
+  float sums[2] = {};
+
+  __device__ __forceinline__ static int Lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  __device__ __forceinline__ void LoadQuery(int step, uint32_t (&words)[4]) const {
+    const int lane = Lane();
+    LoadMatrices(queries + UnitOffset<F::kWidth>(lane % 16, 2 * step + lane / 16), words);
+  }
+
+  __device__ __forceinline__ void LoadQueries() {
+    if constexpr (F::kQueriesInRegisters) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) LoadQuery(step, q[step]);
+    }
+  }
+
+  // scores = queries @ keys.T; `keys` are those of this warp.
+  __device__ __forceinline__ void Score(const uint8_t* keys, float (&scores)[kKeyTiles][4]) const {
+    const int lane = Lane();
+    const int row = lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t loaded[4];
+      if constexpr (!F::kQueriesInRegisters) LoadQuery(step, loaded);
+#pragma unroll
+      for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
+        uint32_t k[4];
+        LoadMatrices(keys + UnitOffset<F::kWidth>(16 * pair + row, 2 * step + half), k);
+        if constexpr (F::kQueriesInRegisters) {
+          MultiplyAdd<T>(scores[2 * pair], q[step], k[0], k[1]);
+          MultiplyAdd<T>(scores[2 * pair + 1], q[step], k[2], k[3]);
+        } else {
+          MultiplyAdd<T>(scores[2 * pair], loaded, k[0], k[1]);
+          MultiplyAdd<T>(scores[2 * pair + 1], loaded, k[2], k[3]);
+        }
+      }
+    }
+  }
+
+  // Masks the scores of keys from `first_key` on that a row does not see.
+  __device__ __forceinline__ static void Mask(const KeyRange* ranges, int first_key,
+                                              float (&scores)[kKeyTiles][4]) {
+    const int g = Lane() / 4, q = Lane() % 4;
+    const KeyRange range[2] = {ranges[g], ranges[g + 8]};
+#pragma unroll
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = first_key + 8 * tile + 2 * q + i % 2;
+        if (key < range[i / 2].begin || key >= range[i / 2].end) scores[tile][i] = -INFINITY;
+      }
+    }
+  }
+
+  // Turns scores into weights under the new maximum, and rescales what was summed before.
+  __device__ __forceinline__ void Weigh(float factor, float (&scores)[kKeyTiles][4]) {
+    float shrink[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = largest[half];
+#pragma unroll
+      for (int tile = 0; tile < kKeyTiles; ++tile) {
+        most = fmaxf(most, fmaxf(scores[tile][2 * half], scores[tile][2 * half + 1]));
+      }
+      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
+      // Until a row sees its first key, its maximum is -inf, and -inf - -inf would be NaN.
+      const float base = most == -INFINITY ? 0.0f : most * factor;
+      shrink[half] = FastExp2(fmaf(largest[half], factor, -base));
+      largest[half] = most;
+      float sum = 0.0f;
+#pragma unroll
+      for (int tile = 0; tile < kKeyTiles; ++tile) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          scores[tile][i] = FastExp2(fmaf(scores[tile][i], factor, -base));
+          sum += scores[tile][i];
+        }
+      }
+      sums[half] = fmaf(sums[half], shrink[half], sum);
+    }
+    // The maximum of a row rarely grows after its first tiles.
+    if (__ballot_sync(kAllLanes, shrink[0] != 1.0f || shrink[1] != 1.0f) == 0) return;
+#pragma unroll
+    for (int tile = 0; tile < kValueTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[tile][i] *= shrink[i / 2];
+    }
+  }
+
+  // values += weights @ rows of v; `rows` are those of this warp's keys.
+  __device__ __forceinline__ void AddValues(const uint8_t* rows,
+                                            const float (&weights)[kKeyTiles][4]) {
+    const int lane = Lane();
+#pragma unroll
+    for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
+      const float (&low)[4] = weights[2 * pair];
+      const float (&high)[4] = weights[2 * pair + 1];
+      const uint32_t a[4] = {Pair<T>(low[0], low[1]), Pair<T>(low[2], low[3]),
+                             Pair<T>(high[0], high[1]), Pair<T>(high[2], high[3])};
+#pragma unroll
+      for (int step = 0; step < kValueTiles / 2; ++step) {
+        uint32_t v[4];
+        LoadTransposed(
+            rows + UnitOffset<F::kValueWidth>(16 * pair + lane % 16, 2 * step + lane / 16), v);
+        MultiplyAdd<T>(values[2 * step], a, v[0], v[1]);
+        MultiplyAdd<T>(values[2 * step + 1], a, v[2], v[3]);
+      }
+    }
+  }
+
+  // Adds the sums of the four threads of a row.
+  __device__ __forceinline__ void JoinThreads() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 1);
+      sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 2);
+    }
+  }
+};
+
+// Joins the results of the warps that share the rows of a tile. All warps take part, and warp 0
+// gets the result. `memory` has kPassedBytes and `shown` one place for each row of each warp.
+template <typename T, typename F>
+__device__ __forceinline__ void JoinWarps(float factor, uint8_t* memory,
+                                          PartSum (*shown)[F::kKeyWarps], WarpRows<T, F>* rows) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  float4* passed = reinterpret_cast<float4*>(memory);
+  constexpr int kTiles = WarpRows<T, F>::kValueTiles;
+  if (lane % 4 == 0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      shown[lane / 4 + 8 * half][warp] = {rows->largest[half], rows->sums[half]};
+    }
+  }
+  __syncthreads();  // no warp reads stages any more
+  float shrink[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const PartSum* others = shown[lane / 4 + 8 * half];
+    float most = others[0].largest;
+#pragma unroll
+    for (int i = 1; i < F::kKeyWarps; ++i) most = fmaxf(most, others[i].largest);
+    const float base = most == -INFINITY ? 0.0f : most * factor;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < F::kKeyWarps; ++i) {
+      sum = fmaf(others[i].sum, FastExp2(fmaf(others[i].largest, factor, -base)), sum);
+    }
+    shrink[half] = FastExp2(fmaf(rows->largest[half], factor, -base));
+    rows->largest[half] = most;
+    rows->sums[half] = sum;
+  }
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const float (&own)[4] = rows->values[tile];
+    passed[(warp * kTiles + tile) * 32 + lane] =
+        make_float4(own[0] * shrink[0], own[1] * shrink[0], own[2] * shrink[1], own[3] * shrink[1]);
+  }
+  __syncthreads();
+  if (warp != 0) return;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    float (&own)[4] = rows->values[tile];
+    own[0] = own[1] = own[2] = own[3] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < F::kKeyWarps; ++i) {
+      const float4 other = passed[(i * kTiles + tile) * 32 + lane];
+      own[0] += other.x;
+      own[1] += other.y;
+      own[2] += other.z;
+      own[3] += other.w;
+    }
+  }
+}
+
+// Where a tile of rows lies: row_in_batch of the batch, key head `head`, rows from `first_row` on.
+struct TilePlace {
+  int row_in_batch, head, first_row;
+};
+
+// Returns the first value of `row`, of those of `head`, in an array [b, t, n, width].
+__device__ __forceinline__ int64_t RowOffset(const AttentionGrid& p, const TilePlace& at, int row,
+                                             int64_t width) {
+  const AttentionShape& shape = p.call.shape;
+  const int query = row / p.group, member = row - query * p.group;
+  return ((at.row_in_batch * shape.t + query) * shape.n + at.head * p.group + member) * width;
+}
+
+// Stores the outputs of a warp's rows. They pass through the memory of its queries, so that each
+// thread stores 16 bytes.
+template <typename T, typename F>
+__device__ __forceinline__ void StoreOutputs(const AttentionGrid& p, const TilePlace& at,
+                                             int warp_row, uint8_t* memory,
+                                             const WarpRows<T, F>& rows) {
+  const int lane = WarpRows<T, F>::Lane(), g = lane / 4, q = lane % 4;
+  float inverse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = at.first_row + warp_row + g + 8 * half;
+    float total = rows.sums[half];
+    if (p.buffers.sinks != nullptr && row < p.rows) {
+      const float sink = __ldg(p.buffers.sinks + at.head * p.group + row % p.group);
+      total += FastExp2(sink * kLog2E - rows.largest[half] * p.factor);
+    }
+    inverse[half] = total > 0.0f ? FastReciprocal(total) : 0.0f;
+  }
+  __syncwarp();  // the last fragments of queries have been read
+#pragma unroll
+  for (int tile = 0; tile < F::kValueWidth / 8; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t pair = Pair<T>(rows.values[tile][2 * half] * inverse[half],
+                                    rows.values[tile][2 * half + 1] * inverse[half]);
+      memcpy(memory + UnitOffset<F::kValueWidth>(g + 8 * half, tile) + 4 * q, &pair, sizeof(pair));
+    }
+  }
+  __syncwarp();
+  const int width = static_cast<int>(p.call.shape.dv);
+  constexpr int kUnits = F::kValueWidth / kUnit;
+  for (int index = lane; index < 16 * kUnits; index += 32) {
+    const int own = index / kUnits, unit = index % kUnits, row = at.first_row + warp_row + own;
+    if (row >= p.rows || unit * kUnit >= width) continue;
+    T* target = static_cast<T*>(p.buffers.y) + RowOffset(p, at, row, width) + unit * kUnit;
+    *reinterpret_cast<uint4*>(target) =
+        *reinterpret_cast<const uint4*>(memory + UnitOffset<F::kValueWidth>(own, unit));
+  }
+}
+
+// Stores the results of one part of the keys for a warp's rows.
+template <typename T, typename F>
+__device__ __forceinline__ void StorePart(const AttentionGrid& p, int64_t first_row, int rows_left,
+                                          const WarpRows<T, F>& rows) {
+  const int lane = WarpRows<T, F>::Lane(), g = lane / 4, q = lane % 4;
+  const int width = static_cast<int>(p.call.shape.dv);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (g + 8 * half >= rows_left) continue;
+    const int64_t row = first_row + g + 8 * half;
+    if (q == 0) p.parts.sums[row] = {rows.largest[half] * p.factor, rows.sums[half]};
+    float* target = p.parts.values + row * width + 2 * q;
+#pragma unroll
+    for (int tile = 0; tile < F::kValueWidth / 8; ++tile) {
+      if (8 * tile < width) {
+        *reinterpret_cast<float2*>(target + 8 * tile) =
+            make_float2(rows.values[tile][2 * half], rows.values[tile][2 * half + 1]);
+      }
+    }
+  }
+}
+
+template <typename T, typename F>
+__global__ void __launch_bounds__(F::kThreads) AttentionSm80(const AttentionGrid p) {
+  NVFP4_DYNAMIC_SHARED(shared);
+  __shared__ RowRanges<F> ranges;
+  __shared__ PartSum shown[F::kKeyWarps > 1 ? 16 : 1][F::kKeyWarps];
+#if __CUDA_ARCH__ >= 900
+  StartNextKernel();
+#endif
+  const AttentionShape& shape = p.call.shape;
+  // The last tile of rows sees most keys and starts first. All heads of a tile follow each other.
+  const int heads = static_cast<int>(shape.b * shape.m);
+  const int head_index = static_cast<int>(blockIdx.x) % heads;
+  const int part = static_cast<int>(blockIdx.x) / heads;
+  const int split = part % p.splits, tile = p.tiles - 1 - part / p.splits;
+  const int num_heads = static_cast<int>(shape.m);
+  const TilePlace at = {head_index / num_heads, head_index % num_heads, tile * F::kRows};
+
+  FindRanges<F>(p, at.row_in_batch, at.first_row, &ranges);
+  __syncthreads();
+  const KeyTiles keys = FindTiles<F>(p, split, ranges);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int row_warp = warp / F::kKeyWarps, key_warp = warp % F::kKeyWarps;
+  const int64_t part_row =
+      (static_cast<int64_t>(head_index) * p.splits + split) * p.rows + at.first_row + 16 * row_warp;
+  const int rows_left = p.rows - at.first_row - 16 * row_warp;
+  if (p.splits > 1 && keys.count <= 0) {
+    if (key_warp == 0 && threadIdx.x % 32 < 16 && static_cast<int>(threadIdx.x % 32) < rows_left) {
+      p.parts.sums[part_row + threadIdx.x % 32] = {0.0f, 0.0f};
+    }
+    return;
+  }
+
+  const uint32_t memory = SharedAddress(shared);
+  const auto* q = static_cast<const uint16_t*>(p.buffers.q);
+  CopyRows<F::kRows, F::kWidth, F::kThreads>(
+      memory, static_cast<int>(shape.d), q, [&](int row) -> const uint16_t* {
+        const int own = at.first_row + row;
+        return own < p.rows ? q + RowOffset(p, at, own, shape.d) : nullptr;
+      });
+  const auto* all_k = static_cast<const uint16_t*>(p.buffers.k) + head_index * shape.s * shape.d;
+  const auto* all_v = static_cast<const uint16_t*>(p.buffers.v) + head_index * shape.s * shape.dv;
+  const auto copy = [&](int index) {
+    if (index < keys.count) {
+      const int first = keys.begin + index * F::kKeys, count = keys.end - first;
+      const uint32_t stage = memory + F::kQueryBytes + index % kStages * F::kStageBytes;
+      const uint16_t* k = all_k + first * shape.d;
+      const uint16_t* v = all_v + first * shape.dv;
+      const int width = static_cast<int>(shape.d), value_width = static_cast<int>(shape.dv);
+      CopyRows<F::kKeys, F::kWidth, F::kThreads>(stage, width, p.buffers.k, [&](int key) {
+        return key < count ? k + key * width : nullptr;
+      });
+      CopyRows<F::kKeys, F::kValueWidth, F::kThreads>(
+          stage + F::kKeyBytes, value_width, p.buffers.v,
+          [&](int key) { return key < count ? v + key * value_width : nullptr; });
+    }
+    CommitCopies();
+  };
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) copy(stage);
+
+  WarpRows<T, F> rows;
+  rows.queries = shared + row_warp * 16 * F::kWidth * 2;
+  const KeyRange any = ranges.any[row_warp], all = ranges.all[row_warp];
+#pragma unroll 1
+  for (int index = 0; index < keys.count; ++index) {
+    WaitCopies<kStages - 2>();
+    __syncthreads();  // all warps have the tile, and have left the stage that is filled next
+    copy(index + kStages - 1);
+    if (index == 0) rows.LoadQueries();
+    const uint8_t* stage = shared + F::kQueryBytes + index % kStages * F::kStageBytes;
+    const int own = key_warp * F::kWarpKeys;
+    const int first = keys.begin + index * F::kKeys + own;
+    if (first >= any.end || first + F::kWarpKeys <= any.begin) continue;  // no row sees these
+    float scores[WarpRows<T, F>::kKeyTiles][4] = {};
+    rows.Score(stage + own * F::kWidth * 2, scores);
+    if (first < all.begin || first + F::kWarpKeys > all.end) {
+      rows.Mask(ranges.of_row + 16 * row_warp, first, scores);
+    }
+    rows.Weigh(p.factor, scores);
+    rows.AddValues(stage + F::kKeyBytes + own * F::kValueWidth * 2, scores);
+  }
+  WaitCopies<0>();
+  rows.JoinThreads();
+  if constexpr (F::kKeyWarps > 1) {
+    JoinWarps<T, F>(p.factor, shared + F::kQueryBytes, shown, &rows);
+    if (key_warp != 0) return;
+  }
+  if (p.splits > 1) {
+    StorePart<T, F>(p, part_row, rows_left, rows);
+  } else {
+    StoreOutputs<T, F>(p, at, 16 * row_warp, shared + row_warp * 16 * F::kWidth * 2, rows);
+  }
+}
+
+template <typename T, typename F>
+cudaError_t LaunchForm(cudaStream_t stream, AttentionGrid grid) {
+  const AttentionShape& shape = grid.call.shape;
+  grid.tiles = static_cast<int32_t>(CeilDiv(grid.rows, F::kRows));
+  const int64_t blocks = shape.b * shape.m * grid.tiles * grid.splits;
+  return LaunchWide(stream, dim3(static_cast<unsigned>(blocks)), F::kThreads, F::kBytes, false,
+                    AttentionSm80<T, F>, grid);
+}
+
+// Chooses the form of the tiles. More rows in a tile read keys less often; fewer rows make more
+// blocks.
+template <typename T, int kWidth, int kValueWidth>
+cudaError_t LaunchWidth(cudaStream_t stream, const AttentionGrid& grid) {
+  if (grid.rows <= 16) return LaunchForm<T, Form<kWidth, kValueWidth, 1, 4, 64>>(stream, grid);
+  if constexpr (kWidth > 128) {
+    return LaunchForm<T, Form<kWidth, kValueWidth, 4, 1, 32>>(stream, grid);
+  } else {
+    const int64_t blocks = grid.call.shape.b * grid.call.shape.m * CeilDiv(grid.rows, 128);
+    return blocks >= kSplitBlocks / 2
+               ? LaunchForm<T, Form<kWidth, kValueWidth, 8, 1, 64>>(stream, grid)
+               : LaunchForm<T, Form<kWidth, kValueWidth, 4, 1, 64>>(stream, grid);
+  }
+}
+
+template <typename T>
+cudaError_t LaunchTyped(cudaStream_t stream, const AttentionGrid& grid) {
+  const int64_t d = grid.call.shape.d, dv = grid.call.shape.dv;
+  if (std::max(d, dv) <= 64) return LaunchWidth<T, 64, 64>(stream, grid);
+  if (std::max(d, dv) <= 128) return LaunchWidth<T, 128, 128>(stream, grid);
+  if (d <= 192 && dv <= 128) return LaunchWidth<T, 192, 128>(stream, grid);
+  return LaunchWidth<T, 256, 256>(stream, grid);
+}
+
+}  // namespace
+
+cudaError_t LaunchAttentionSm80(cudaStream_t stream, const AttentionCall& call,
+                                const AttentionBuffers& buffers) {
+  AttentionGrid grid = {};
+  grid.call = call;
+  grid.buffers = buffers;
+  grid.factor = call.scale * kLog2E;
+  grid.group = static_cast<int32_t>(call.shape.group());
+  grid.rows = static_cast<int32_t>(call.shape.t * grid.group);
+  grid.splits = static_cast<int32_t>(Splits(call.shape));
+  grid.num_keys = static_cast<int32_t>(call.shape.s);
+  Sections sections(buffers.workspace);
+  grid.parts = TakeParts(&sections, call.shape);
+  NVFP4_RETURN_IF_CUDA_ERROR(call.type == DataType::kBF16 ? LaunchTyped<__nv_bfloat16>(stream, grid)
+                                                          : LaunchTyped<__half>(stream, grid));
+  return grid.splits == 1 ? cudaSuccess : LaunchMergeParts(stream, call, buffers, grid.parts);
+}
+
+}  // namespace nvfp4

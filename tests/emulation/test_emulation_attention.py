@@ -1,0 +1,20 @@
+"""Run the suite of attention on the CUDA kernels, compiled for a CPU."""
+
+import cuda_emulation
+import pytest
+from attention_suite import CASES, AttentionSuite
+from axes import axis
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+class TestAttention(AttentionSuite):
+    case = axis(*CASES)
+    dtype = axis("bfloat16", "float16")
+
+    @pytest.fixture
+    def run(self, library):
+        def call(*operands, **options):
+            return cuda_emulation.attention(library, *operands, **options)
+
+        return call

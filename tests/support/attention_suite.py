@@ -1,0 +1,126 @@
+"""Tests that every kernel of attention must pass: the error of plain XLA, and no key too many."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.backends.attention import PADDING, attend
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: sizes, the first position of each row, and options of `ops.attention`."""
+
+    t: int
+    heads: tuple[int, int]  # query heads and key heads
+    keys: int
+    widths: tuple[int, int]
+    starts: tuple[int, ...]
+    options: dict = dataclasses.field(default_factory=dict)
+
+
+SINKS = np.array([2.0, -30.0, 0.0, 8.0, 1.0, 0.5, -1.0, 3.0], np.float32)
+CASES = {
+    "one key": Case(1, (1, 1), 1, (8, 8), (0,)),
+    "one query of eight heads": Case(1, (8, 1), 300, (128, 128), (299, 40)),
+    "one query in five parts": Case(1, (2, 2), 1100, (64, 64), (1099,)),
+    "seven key heads": Case(1, (7, 7), 90, (64, 64), (70, 3)),
+    "an empty part": Case(1, (8, 1), 600, (32, 64), (599, 0), {"sinks": SINKS}),
+    "parts and sinks": Case(2, (8, 1), 600, (64, 40), (540,), {"sinks": SINKS}),
+    "parts and a window": Case(1, (4, 2), 1300, (64, 64), (1299, 400), {"window": 700}),
+    "window of one": Case(5, (4, 2), 90, (64, 64), (80, 0), {"window": 1}),
+    "eight queries": Case(8, (8, 1), 300, (128, 128), (292,), {"window": 100}),
+    "seven heads a key head": Case(9, (7, 1), 70, (40, 72), (20,), {"chunk": 16}),
+    "prefill": Case(150, (2, 1), 150, (64, 64), (0,), {"sinks": SINKS[:2]}),
+    "prefill in a room": Case(70, (1, 1), 400, (128, 128), (64,), {"window": 50}),
+    "keys wider than values": Case(20, (2, 2), 80, (192, 128), (60,)),
+    "one query of wide keys": Case(1, (4, 1), 80, (192, 128), (79,)),
+    "widest": Case(20, (1, 1), 50, (256, 256), (30,), {"scale": 0.02}),
+    "one query of the widest": Case(1, (4, 2), 150, (256, 256), (140,)),
+    "values wider than keys": Case(18, (1, 1), 40, (16, 136), (22,)),
+    "more keys than filled": Case(3, (4, 2), 500, (64, 64), (30, 250)),
+    "many tiles": Case(18, (132, 132), 18, (8, 8), (0,)),
+}
+
+
+@functools.cache
+def make(name, dtype):
+    """Return queries, keys, values and positions of a case. Keys that no query sees are NaN."""
+    case = CASES[name]
+    rng = np.random.default_rng(len(name))
+    b, (n, m), (d, dv) = len(case.starts), case.heads, case.widths
+    shapes = ((b, case.t, n, d), (b, m, case.keys, d), (b, m, case.keys, dv))
+    q, k, v = (rng.normal(size=shape) * 1.5 for shape in shapes)
+    positions = np.asarray(case.starts, np.int32)[:, None] + np.arange(case.t, dtype=np.int32)
+    for row, last in enumerate(positions[:, -1]):
+        k[row, :, last + 1 :] = np.nan
+        v[row, :, last + 1 :] = np.nan
+    return (*(np.asarray(x, dtype) for x in (q, k, v)), positions)
+
+
+def in_float64(q, k, v, positions, scale=None, window=None, chunk=None, sinks=None):
+    """Compute attention by its definition, row by row and head by head."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    y = np.zeros((*q.shape[:3], v.shape[3]))
+    for row, query, head in itertools.product(*map(range, q.shape[:3])):
+        at = positions[row, query]
+        first = max(0, 0 if window is None else at - window + 1)
+        first = max(first, 0 if chunk is None else at // chunk * chunk)
+        own = head // (q.shape[2] // k.shape[1])
+        scores = (scale or q.shape[3] ** -0.5) * k[row, own, first : at + 1] @ q[row, query, head]
+        extra = -np.inf if sinks is None else sinks[head]
+        weights = np.exp(scores - max(scores.max(), extra))
+        total = weights.sum() + np.exp(extra - max(scores.max(), extra))
+        y[row, query, head] = weights / total @ v[row, own, first : at + 1]
+    return y
+
+
+def worst(y, expected):
+    """Return the largest error of a query, relative to the norm of its result."""
+    norms = np.linalg.norm(expected, axis=-1)
+    return (np.linalg.norm(np.asarray(y, np.float64) - expected, axis=-1) / norms).max()
+
+
+def plain(q, k, v, positions, scale=None, sinks=None, **options):
+    """Return the result of plain XLA, which multiplies masked keys by zero and needs numbers."""
+    k, v = (jnp.nan_to_num(jnp.asarray(x)) for x in (k, v))
+    options = {"window": None, "chunk": None, **options}
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return attend(jnp.asarray(q), k, v, jnp.asarray(positions), sinks, scale=scale, **options)
+
+
+class AttentionSuite:
+    """Subclasses have the axes `dtype` and `case`, and a fixture `run(q, k, v, positions, ...)`."""
+
+    def test_matches_float64(self, run, case, dtype):
+        operands, options = make(case, jnp.dtype(dtype)), CASES[case].options
+        expected = in_float64(*operands, **options)
+        bound = 2 * worst(plain(*operands, **options), expected)
+        y = run(*operands, **options)
+        assert y.dtype == dtype
+        # Values of one key are copied, so that plain XLA has no error at all.
+        assert worst(y, expected) <= bound
+
+    @pytest.mark.parametrize("wrong", ["one query of eight heads", "prefill in a room"])
+    def test_a_wrong_window_is_found(self, run, wrong):
+        operands, options = make(wrong, jnp.dtype("bfloat16")), CASES[wrong].options
+        expected = in_float64(*operands, **options)
+        bound = 2 * worst(plain(*operands, **options), expected)
+        off = {**options, "window": options.get("window", 40) - 1}
+        assert worst(run(*operands, **off), expected) > 5 * bound
+
+    @pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 16}])
+    def test_padding_is_finite_and_changes_nothing(self, run, options):
+        q, k, v, positions = make("eight queries", jnp.dtype("bfloat16"))
+        alone = run(q[:, :5], k, v, positions[:, :5], **options)
+        padded = positions.copy()
+        padded[:, 5:] = PADDING + np.arange(3)
+        y = np.asarray(run(q, k, v, padded, **options))
+        assert np.isfinite(y.astype(np.float32)).all()
+        np.testing.assert_array_equal(y[:, :5], np.asarray(alone))
+        nothing = run(q, k, v, np.full_like(positions, PADDING), **options)
+        np.testing.assert_array_equal(np.asarray(nothing, np.float32), 0)
