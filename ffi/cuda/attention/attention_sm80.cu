@@ -78,19 +78,32 @@ __device__ __forceinline__ uint32_t UnitOffset(int row, int unit) {
   return static_cast<uint32_t>(row * kColumns * 2 + (unit ^ (row & 7)) * 16);
 }
 
-// Starts copies of kRows rows of `width` values, padded to kColumns. Row r comes from find(r),
-// which is null for a row of zeros.
+// The offset of unit 2 * step + u, where `offset` is that of unit u (0 or 1) of the row. The bits
+// of the step are those that no other term has, so that few registers hold all offsets of a thread.
+__device__ __forceinline__ uint32_t StepOffset(uint32_t offset, int step) {
+  return (offset ^ static_cast<uint32_t>(step % 4 * 32)) + static_cast<uint32_t>(step / 4 * 128);
+}
+
+// Starts copies of kRows rows of `width` values, padded with zeros to kColumns. Row r begins at
+// find(r); rows from `count` on are zeros. Eight threads copy 128 bytes of a row at a time. The
+// rows of a thread differ by a multiple of eight, so that it swizzles all of them alike.
 template <int kRows, int kColumns, int kThreads, typename Find>
-__device__ __forceinline__ void CopyRows(uint32_t target, int width, const void* any,
-                                         const Find& find) {
-  constexpr int kUnits = kColumns / kUnit;
-#pragma unroll 2
-  for (int index = static_cast<int>(threadIdx.x); index < kRows * kUnits; index += kThreads) {
-    const int row = index / kUnits, unit = index % kUnits;
-    const uint16_t* source = find(row);
-    const bool exists = source != nullptr && unit * kUnit < width;
-    CopyOrZero(target + UnitOffset<kColumns>(row, unit), exists ? source + unit * kUnit : any,
-               exists ? 16 : 0);
+__device__ __forceinline__ void CopyRows(uint32_t target, int width, int count, const Find& find) {
+  constexpr int kSteps = kThreads / 8;
+  static_assert(kSteps % 8 == 0, "all rows of a thread are swizzled alike");
+  const int thread = static_cast<int>(threadIdx.x), first = thread / 8, unit = thread % 8;
+  const uint32_t place = target + UnitOffset<kColumns>(first, unit);
+#pragma unroll
+  for (int step = 0; step < (kRows + kSteps - 1) / kSteps; ++step) {
+    const int row = first + step * kSteps;
+    if (kRows % kSteps != 0 && row >= kRows) break;
+    const uint16_t* source = find(row) + unit * kUnit;
+#pragma unroll
+    for (int part = 0; part < kColumns / 64; ++part) {
+      const bool exists = row < count && unit * kUnit + 64 * part < width;
+      CopyOrZero(place + step * kSteps * kColumns * 2 + 128 * part, source + 64 * part,
+                 exists ? 16 : 0);
+    }
   }
 }
 
@@ -178,7 +191,7 @@ struct WarpRows {
 
   __device__ __forceinline__ void LoadQuery(int step, uint32_t (&words)[4]) const {
     const int lane = Lane();
-    LoadMatrices(queries + UnitOffset<F::kWidth>(lane % 16, 2 * step + lane / 16), words);
+    LoadMatrices(queries + StepOffset(UnitOffset<F::kWidth>(lane % 16, lane / 16), step), words);
   }
 
   __device__ __forceinline__ void LoadQueries() {
@@ -191,7 +204,7 @@ struct WarpRows {
   // scores = queries @ keys.T; `keys` are those of this warp.
   __device__ __forceinline__ void Score(const uint8_t* keys, float (&scores)[kKeyTiles][4]) const {
     const int lane = Lane();
-    const int row = lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
+    const uint32_t offset = UnitOffset<F::kWidth>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t loaded[4];
@@ -199,7 +212,7 @@ struct WarpRows {
 #pragma unroll
       for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
         uint32_t k[4];
-        LoadMatrices(keys + UnitOffset<F::kWidth>(16 * pair + row, 2 * step + half), k);
+        LoadMatrices(keys + pair * 16 * F::kWidth * 2 + StepOffset(offset, step), k);
         if constexpr (F::kQueriesInRegisters) {
           MultiplyAdd<T>(scores[2 * pair], q[step], k[0], k[1]);
           MultiplyAdd<T>(scores[2 * pair + 1], q[step], k[2], k[3]);
@@ -266,6 +279,7 @@ struct WarpRows {
   __device__ __forceinline__ void AddValues(const uint8_t* rows,
                                             const float (&weights)[kKeyTiles][4]) {
     const int lane = Lane();
+    const uint32_t offset = UnitOffset<F::kValueWidth>(lane % 16, lane / 16);
 #pragma unroll
     for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
       const float (&low)[4] = weights[2 * pair];
@@ -275,8 +289,7 @@ struct WarpRows {
 #pragma unroll
       for (int step = 0; step < kValueTiles / 2; ++step) {
         uint32_t v[4];
-        LoadTransposed(
-            rows + UnitOffset<F::kValueWidth>(16 * pair + lane % 16, 2 * step + lane / 16), v);
+        LoadTransposed(rows + pair * 16 * F::kValueWidth * 2 + StepOffset(offset, step), v);
         MultiplyAdd<T>(values[2 * step], a, v[0], v[1]);
         MultiplyAdd<T>(values[2 * step + 1], a, v[2], v[3]);
       }
@@ -457,11 +470,10 @@ __global__ void __launch_bounds__(F::kThreads) AttentionSm80(const AttentionGrid
 
   const uint32_t memory = SharedAddress(shared);
   const auto* q = static_cast<const uint16_t*>(p.buffers.q);
-  CopyRows<F::kRows, F::kWidth, F::kThreads>(
-      memory, static_cast<int>(shape.d), q, [&](int row) -> const uint16_t* {
-        const int own = at.first_row + row;
-        return own < p.rows ? q + RowOffset(p, at, own, shape.d) : nullptr;
-      });
+  const int width = static_cast<int>(shape.d), value_width = static_cast<int>(shape.dv);
+  CopyRows<F::kRows, F::kWidth, F::kThreads>(memory, width, p.rows - at.first_row, [&](int row) {
+    return q + RowOffset(p, at, at.first_row + row, width);
+  });
   const auto* all_k = static_cast<const uint16_t*>(p.buffers.k) + head_index * shape.s * shape.d;
   const auto* all_v = static_cast<const uint16_t*>(p.buffers.v) + head_index * shape.s * shape.dv;
   const auto copy = [&](int index) {
@@ -470,13 +482,10 @@ __global__ void __launch_bounds__(F::kThreads) AttentionSm80(const AttentionGrid
       const uint32_t stage = memory + F::kQueryBytes + index % kStages * F::kStageBytes;
       const uint16_t* k = all_k + first * shape.d;
       const uint16_t* v = all_v + first * shape.dv;
-      const int width = static_cast<int>(shape.d), value_width = static_cast<int>(shape.dv);
-      CopyRows<F::kKeys, F::kWidth, F::kThreads>(stage, width, p.buffers.k, [&](int key) {
-        return key < count ? k + key * width : nullptr;
-      });
+      CopyRows<F::kKeys, F::kWidth, F::kThreads>(stage, width, count,
+                                                 [&](int key) { return k + key * width; });
       CopyRows<F::kKeys, F::kValueWidth, F::kThreads>(
-          stage + F::kKeyBytes, value_width, p.buffers.v,
-          [&](int key) { return key < count ? v + key * value_width : nullptr; });
+          stage + F::kKeyBytes, value_width, count, [&](int key) { return v + key * value_width; });
     }
     CommitCopies();
   };
