@@ -135,6 +135,26 @@ def test_routers_are_found(target, experts, want):
     assert choose_backend(problem, BACKENDS).name == want
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "widths", "want", "why"),
+    [
+        (cuda(8, 0), "bfloat16", (128, 128), "attention_cuda", None),
+        (cuda(12, 0), "float16", (192, 128), "attention_cuda", None),
+        (cuda(9, 0), "float32", (128, 128), "reference", "needs bfloat16 or float16, got float32"),
+        (cuda(9, 0), "bfloat16", (576, 576), "reference", r"range\(8, 257, 8\), got \(576, 576"),
+        (cuda(9, 0), "bfloat16", (128, 20), "reference", r"range\(8, 257, 8\), got \(128, 20"),
+        (cuda(7, 5), "bfloat16", (128, 128), "reference", "got cuda 7.5"),
+        (CPU, "bfloat16", (128, 128), "attention_cpu", "needs cuda, got cpu"),
+    ],
+)
+def test_attention_is_found(target, dtype, widths, want, why):
+    problem = Problem("attention", None, target, dtype, head_widths=widths)
+    assert choose_backend(problem, BACKENDS).name == want
+    if why is not None:
+        with pytest.raises(nvfp4.NoBackendError, match=why):
+            choose_backend(problem, BACKENDS, ("attention_cuda",))
+
+
 def test_the_reference_of_a_router_is_nothing_to_warn_of(caplog):
     choice._log_backend.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_nvfp4_moe"):

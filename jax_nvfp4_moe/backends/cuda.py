@@ -32,8 +32,8 @@ _ENGINE_SCHEDULE = (8 * (_ENGINE_MAX_BLOCKS + 1), 4 * _ENGINE_FLAGS * _ENGINE_MA
 _ENGINE_PARTIAL_SUMS = 32 << 20
 _MAX_EXTENT = 1 << 22  # the most rows or columns of a matrix that the kernels can index
 _FP4_K = 128  # the FP4 engine pads the length of a row to a multiple of this number
-# Attention divides the keys of few queries among so many thread blocks. A tile has so many rows, and
-# a part of the keys at least so many keys.
+# Attention divides the keys of few queries among so many thread blocks. A tile has so many rows,
+# and a part of the keys at least so many keys.
 _SPLIT_BLOCKS, _SPLIT_ROWS, _SPLIT_KEYS = 264, 64, 256
 QUANTIZE_PARTIALS = 256  # number of pieces of x whose largest magnitudes are found first
 
@@ -272,8 +272,7 @@ ATTENTION_CUDA = Backend(
         platform="cuda",
         extension=_EXTENSION,
         dtypes=frozenset({"bfloat16", "float16"}),
-        max_head_width=256,
-        head_width_factor=8,
+        head_widths=range(8, 257, 8),
     ),
     layout=CANONICAL,
     lower={"attention": lower_attention("nvfp4_attention_cuda", attention_workspace_bytes)},

@@ -63,9 +63,7 @@ def attention(
     """
     _check(q, k, v, positions, sinks, window, chunk)
     target = target or Target.current()
-    problem = Problem(
-        "attention", None, target, q.dtype.name, head_widths=(q.shape[3], v.shape[3])
-    )
+    problem = Problem("attention", None, target, q.dtype.name, head_widths=(q.shape[3], v.shape[3]))
     plan = resolve(problem, backend=backend)
     options = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,

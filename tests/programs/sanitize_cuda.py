@@ -11,6 +11,7 @@ uninitialized memory would return values that are not finite.
 """
 
 import argparse
+import itertools
 
 import cuda_calls
 import float64_layer
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from attention_suite import CASES as ATTENTION
+from attention_suite import make as make_attention
 from float64_layer import Options
 
 from jax_nvfp4_moe import ops
@@ -103,6 +106,14 @@ def run_router(tokens, experts, router):
     check(f"router {tokens} {experts} {router} weights", weights)
 
 
+def run_attention():
+    """Attend to keys whose room is not a number."""
+    for name, dtype in itertools.product(ATTENTION, DTYPES[:2]):
+        q, k, v, positions = map(jnp.asarray, make_attention(name, np.dtype(dtype)))
+        y = ops.attention(q, k, v, positions, backend="attention_cuda", **ATTENTION[name].options)
+        check(f"attention {name} {np.dtype(dtype)}", y)
+
+
 def run_fp4(suffix):
     """Run the kernels for FP4 tensor cores, which quantize all activations."""
     for options in (Options(activation_scale="static"), *OPTIONS[1:]):
@@ -145,6 +156,7 @@ def main():
         run_quantizer(dtype, "swizzle_128x4")
     for case in ROUTERS:
         run_router(*case)
+    run_attention()
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
         for suffix in cuda_calls.MOE_TARGETS:

@@ -137,9 +137,7 @@ class _ProductShape(ctypes.Structure):
 
 
 class _AttentionShape(ctypes.Structure):
-    _fields_: ClassVar = [
-        (name, ctypes.c_int64) for name in ("b", "t", "n", "m", "s", "d", "dv")
-    ]
+    _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("b", "t", "n", "m", "s", "d", "dv")]
 
 
 class _Activation(ctypes.Structure):

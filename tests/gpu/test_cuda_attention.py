@@ -1,0 +1,108 @@
+"""Run the suite of attention on a GPU, and compare gradients, batches and checks of operands."""
+
+import cuda_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_suite import CASES, AttentionSuite, make
+from axes import axis
+
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.backends.cuda import attention_workspace_bytes
+from jax_nvfp4_moe.ops import attention
+
+pytestmark = pytest.mark.gpu
+
+
+def on_cuda(*operands, **options):
+    return attention(*map(jnp.asarray, operands), **options, backend="attention_cuda")
+
+
+class TestAttention(AttentionSuite):
+    case = axis(*CASES)
+    dtype = axis("bfloat16", "float16")
+
+    @pytest.fixture
+    def run(self):
+        return on_cuda
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_result_is_the_same_each_time(case):
+    operands, options = make(case, jnp.dtype("bfloat16")), CASES[case].options
+    call = jax.jit(lambda *operands: on_cuda(*operands, **options))
+    first, second = (np.asarray(call(*operands)).tobytes() for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale(scale):
+    q, k, v, positions = make("eight queries", jnp.dtype("bfloat16"))
+    wide = (jnp.nan_to_num(jnp.asarray(x, jnp.float32)) for x in (q, k, v))
+    expected = attention(*wide, positions, scale=scale, backend="reference")
+    y = on_cuda(q, k, v, positions, scale=scale)
+    np.testing.assert_allclose(np.float32(y), expected, atol=0.02)
+    assert float(jnp.abs(expected).max()) > 0.1
+
+
+def test_batches_and_gradients():
+    """`vmap` equals a loop, and gradients are those of the reference."""
+    q, k, v, positions = map(jnp.asarray, make("keys wider than values", jnp.dtype("bfloat16")))
+    k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+    both = jax.vmap(lambda q: on_cuda(q, k, v, positions))(jnp.stack([q, 2 * q]))
+    for got, given in zip(both, (q, 2 * q), strict=True):
+        np.testing.assert_array_equal(got, on_cuda(given, k, v, positions))
+
+    def loss(q, k, v, backend):
+        y = attention(q, k, v, positions, backend=backend)
+        return jnp.sum(y.astype(jnp.float32) * jnp.sin(jnp.arange(y.size).reshape(y.shape)))
+
+    one, other = (jax.grad(loss, (0, 1, 2))(q, k, v, b) for b in ("attention_cuda", "reference"))
+    for own, plain in zip(one, other, strict=True):
+        assert float(jnp.abs(plain).max()) > 0
+        np.testing.assert_array_equal(own, plain)
+
+
+@pytest.mark.parametrize("b", [1, 3, 70])
+@pytest.mark.parametrize("t", [1, 9, 300])
+@pytest.mark.parametrize("s", [1, 257, 40000])
+def test_workspace_is_that_of_the_kernels(b, t, s):
+    module = _ffi.load("_nvfp4_cuda")
+    for n, m, dv in ((32, 4, 128), (7, 7, 40)):
+        ours = attention_workspace_bytes(b, t, n, m, s, dv)
+        assert module.attention_workspace_bytes(b, t, n, m, s, dv) == ours
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": jnp.zeros((2, 3, 4, 16))}, "q: expected bfloat16 or float16, got float32"),
+        ({"k": jnp.zeros((2, 2, 8, 24), jnp.float16)}, r"k \[b, m, s, d\]: expected \[2, 2, 8, 16"),
+        ({"v": jnp.zeros((2, 2, 7, 16), jnp.float16)}, r"v \[b, m, s, dv\]: expected \[2, 2, 8"),
+        ({"v": jnp.zeros((2, 2, 8, 12), jnp.float16)}, r"dv \(v\): expected a positive multiple"),
+        ({"v": jnp.zeros((2, 2, 8, 264), jnp.float16)}, r"dv \(v\): expected at most 256"),
+        ({"positions": jnp.zeros((2, 2), jnp.int32)}, r"positions \[b, t\]: expected \[2, 3\]"),
+        ({"sinks": jnp.zeros(3)}, r"sinks \[n\]"),
+        ({"scale": np.float32(0)}, "scale: expected a number above 0"),
+        ({"window": np.int32(-1)}, "window: expected at least 0, got -1"),
+    ],
+)
+def test_kernel_names_a_wrong_operand(changes, message):
+    cuda_calls.register()
+    operands = {
+        "q": jnp.zeros((2, 3, 4, 16), jnp.float16),
+        "k": jnp.zeros((2, 2, 8, 16), jnp.float16),
+        "v": jnp.zeros((2, 2, 8, 16), jnp.float16),
+        "positions": jnp.zeros((2, 3), jnp.int32),
+        "sinks": jnp.zeros(0),
+    }
+    options = {"scale": np.float32(1), "window": np.int32(0), "chunk": np.int32(0)}
+    operands |= {name: changes[name] for name in operands if name in changes}
+    options |= {name: changes[name] for name in options if name in changes}
+    y = (2, 3, 4, operands["v"].shape[3])
+    outputs = (jax.ShapeDtypeStruct(y, operands["q"].dtype), jax.ShapeDtypeStruct((0,), jnp.uint8))
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
+        jax.block_until_ready(
+            jax.ffi.ffi_call("nvfp4_attention_cuda", outputs)(*operands.values(), **options)
+        )
