@@ -25,7 +25,7 @@ SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
 HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
 AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
-ATTENTION_KERNELS = 20  # instances of AttentionSm80: ten forms of tiles, two dtypes
+ATTENTION_KERNELS = 22  # instances of AttentionSm80: eleven forms of tiles, two dtypes
 # Collective for 10.x -> a part of its kernel's name, and how often instructions occur in it.
 # UTCOMMA is an MMA over 64 of a step's 256 of k. The first steps have their own MMAs if accumulator
 # tiles overlap. UTMALDG loads one of two operands or their scales, before or in the loop. UTCCP
@@ -204,7 +204,7 @@ def test_attention_copies_while_it_multiplies(code, arch):
     for name, count in attention.items():
         assert count["HMMA"] >= 16, name
         assert count["LDSM"] >= 8, name
-        assert count["LDGSTS"] >= 6, name
+        assert count["LDGSTS"] >= 5, name
         assert count["MUFU"] >= 8, name
 
 

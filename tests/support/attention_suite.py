@@ -43,7 +43,7 @@ CASES = {
     "one query of the widest": Case(1, (4, 2), 150, (256, 256), (140,)),
     "values wider than keys": Case(18, (1, 1), 40, (16, 136), (22,)),
     "more keys than filled": Case(3, (4, 2), 500, (64, 64), (30, 250)),
-    "many tiles": Case(18, (132, 132), 18, (8, 8), (0,)),
+    "whole tile of 128 rows": Case(70, (2, 1), 70, (128, 128), (0,), {"window": 60}),
 }
 
 

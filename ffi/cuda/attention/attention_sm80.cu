@@ -15,9 +15,12 @@
 // ldmatrix reads eight rows without bank conflicts. Keys that no row sees are zeros.
 //
 // Forms of a tile:
-//   many rows   each warp has 16 rows and all keys of a tile
-//   few rows    16 rows; each warp has every fourth group of 16 keys and its own softmax, and the
-//               warps join their results at the end. For decoding, which reads keys once.
+//   many rows   each warp has 16 or 32 rows and all keys of a tile. With 32 rows, a fragment of
+//   keys
+//               or values that ldmatrix reads serves twice as many MMAs
+//   few rows    16 rows; each warp has 16 keys of a tile and its own softmax, and the warps join
+//   their
+//               results at the end. For decoding, which reads keys once
 // If the tiles of rows do not fill a device, several blocks share the keys of a tile.
 //
 // Bottleneck: tensor cores and shared memory in a prefill; memory bandwidth in decoding.
@@ -51,14 +54,19 @@ struct AttentionGrid {
 };
 
 // The sizes of a block. Widths are padded with zeros to kWidth and kValueWidth.
-template <int kWidthSize, int kValueWidthSize, int kRowWarpCount, int kKeyWarpCount, int kKeyCount>
+template <int kWidthSize, int kValueWidthSize, int kRowWarpCount, int kGroupCount,
+          int kKeyWarpCount, int kKeyCount>
 struct Form {
   static constexpr int kWidth = kWidthSize, kValueWidth = kValueWidthSize;
   static constexpr int kRowWarps = kRowWarpCount, kKeyWarps = kKeyWarpCount;
+  static constexpr int kGroups = kGroupCount;  // groups of 16 rows of a warp
+  static constexpr int kWarpRows = 16 * kGroups;
+  static constexpr bool kSplits = kGroups == 1;  // whether blocks may share the keys of a tile
   static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
-  static constexpr int kRows = 16 * kRowWarps;
-  static constexpr int kKeys = kKeyCount;              // keys of a tile
-  static constexpr int kWarpKeys = kKeys / kKeyWarps;  // those of one warp
+  static constexpr int kRows = kWarpRows * kRowWarps;
+  static constexpr int kKeys = kKeyCount;                           // keys of a tile
+  static constexpr int kWarpKeys = kKeys / kKeyWarps;               // those of one warp
+  static constexpr int kScoredKeys = kGroups > 1 ? 32 : kWarpKeys;  // with scores in registers
   static constexpr int kQueryBytes = kRows * kWidth * 2;
   static constexpr int kKeyBytes = kKeys * kWidth * 2;
   static constexpr int kStageBytes = kKeyBytes + kKeys * kValueWidth * 2;
@@ -67,9 +75,10 @@ struct Form {
   static constexpr int kStageMemory =
       kStages * kStageBytes > kPassedBytes ? kStages* kStageBytes : kPassedBytes;
   static constexpr int kBytes = kQueryBytes + kStageMemory;
-  static constexpr bool kQueriesInRegisters = kWidth <= 128;
+  static constexpr bool kQueriesInRegisters = kWidth * kGroups <= 128;
   static_assert(kValueWidth <= kWidth, "the output is staged in the memory of the queries");
   static_assert(kThreads >= kRows, "a thread finds the keys of one row");
+  static_assert(kKeyWarps == 1 || kGroups == 1, "JoinWarps passes 16 rows");
 };
 
 // The address of 16-byte unit `unit` of row `row` in a matrix of kColumns columns.
@@ -88,12 +97,12 @@ __device__ __forceinline__ uint32_t StepOffset(uint32_t offset, int step) {
 // find(r); rows from `count` on are zeros. Eight threads copy 128 bytes of a row at a time. The
 // rows of a thread differ by a multiple of eight, so that it swizzles all of them alike.
 template <int kRows, int kColumns, int kThreads, typename Find>
-__device__ __forceinline__ void CopyRows(uint32_t target, int width, int count, const Find& find) {
+__device__ __forceinline__ void CopyRows(uint32_t target, int width, int count, Find find) {
   constexpr int kSteps = kThreads / 8;
   static_assert(kSteps % 8 == 0, "all rows of a thread are swizzled alike");
   const int thread = static_cast<int>(threadIdx.x), first = thread / 8, unit = thread % 8;
   const uint32_t place = target + UnitOffset<kColumns>(first, unit);
-#pragma unroll
+#pragma unroll 1  // the addresses of several rows would take registers from the products
   for (int step = 0; step < (kRows + kSteps - 1) / kSteps; ++step) {
     const int row = first + step * kSteps;
     if (kRows % kSteps != 0 && row >= kRows) break;
@@ -107,13 +116,44 @@ __device__ __forceinline__ void CopyRows(uint32_t target, int width, int count, 
   }
 }
 
+// Finds rows that follow each other in memory, in the order of a thread of CopyRows.
+template <typename F>
+struct Consecutive {
+  const uint16_t* next;
+  int64_t step;
+
+  __device__ __forceinline__ Consecutive(const uint16_t* rows, int width)
+      : next(rows + static_cast<int>(threadIdx.x) / 8 * width), step(F::kThreads / 8 * width) {}
+  __device__ __forceinline__ const uint16_t* operator()(int) {
+    const uint16_t* row = next;
+    next += step;
+    return row;
+  }
+};
+
 // Which keys the rows of a tile see.
 template <typename F>
 struct RowRanges {
   KeyRange of_row[F::kRows];
   // For each group of 16 rows: the keys that any row sees, and those that all rows see. Rows that
   // do not exist, and padding, count for neither.
-  KeyRange any[F::kRowWarps], all[F::kRowWarps];
+  KeyRange any[F::kRows / 16], all[F::kRows / 16];
+
+  // Return those keys for `count` groups from `first` on.
+  __device__ __forceinline__ KeyRange Any(int first, int count) const {
+    KeyRange range = any[first];
+    for (int group = first + 1; group < first + count; ++group) {
+      range = {min(range.begin, any[group].begin), max(range.end, any[group].end)};
+    }
+    return range;
+  }
+  __device__ __forceinline__ KeyRange All(int first, int count) const {
+    KeyRange range = all[first];
+    for (int group = first + 1; group < first + count; ++group) {
+      range = {max(range.begin, all[group].begin), min(range.end, all[group].end)};
+    }
+    return range;
+  }
 };
 
 template <typename F>
@@ -133,7 +173,7 @@ __device__ __forceinline__ void FindRanges(const AttentionGrid& p, int row_in_ba
     KeyRange any = {counts ? range.begin : p.num_keys, counts ? range.end : 0};
     KeyRange all = {counts ? range.begin : 0, counts ? range.end : p.num_keys};
 #pragma unroll
-    for (int step = 8; step > 0; step /= 2) {  // half a warp has the rows of one warp
+    for (int step = 8; step > 0; step /= 2) {  // half a warp has one group
       any.begin = min(any.begin, __shfl_xor_sync(kAllLanes, any.begin, step));
       any.end = max(any.end, __shfl_xor_sync(kAllLanes, any.end, step));
       all.begin = max(all.begin, __shfl_xor_sync(kAllLanes, all.begin, step));
@@ -154,12 +194,7 @@ struct KeyTiles {
 template <typename F>
 __device__ __forceinline__ KeyTiles FindTiles(const AttentionGrid& p, int split,
                                               const RowRanges<F>& ranges) {
-  KeyRange seen = ranges.any[0];
-#pragma unroll
-  for (int warp = 1; warp < F::kRowWarps; ++warp) {
-    seen.begin = min(seen.begin, ranges.any[warp].begin);
-    seen.end = max(seen.end, ranges.any[warp].end);
-  }
+  const KeyRange seen = ranges.Any(0, F::kRows / 16);
   const int tiles = max(seen.end - seen.begin + F::kKeys - 1, 0) / F::kKeys;
   const int each = max((tiles + p.splits - 1) / p.splits, kSplitKeys / F::kKeys);
   const int first = min(split * each, tiles);
@@ -174,51 +209,65 @@ __device__ __forceinline__ uint32_t Pair(float low, float high) {
   return word;
 }
 
-// The rows of one warp. A thread has rows g and g + 8 of the 16, with lane = 4 g + q.
+// The rows of one warp, in groups of 16. A thread has rows g and g + 8 of each group, with lane =
+// 4 g + q.
 template <typename T, typename F>
 struct WarpRows {
   static constexpr int kSteps = F::kWidth / 16;
-  static constexpr int kKeyTiles = F::kWarpKeys / 8;
+  static constexpr int kKeyTiles = F::kScoredKeys / 8;
   static constexpr int kValueTiles = F::kValueWidth / 8;
+  using Scores = float[F::kGroups][kKeyTiles][4];
 
-  const uint8_t* queries;  // in shared memory, of the 16 rows
-  uint32_t q[F::kQueriesInRegisters ? kSteps : 1][4];
-  float values[kValueTiles][4] = {};
-  float largest[2] = {-INFINITY, -INFINITY};  // scores without the factor
-  float sums[2] = {};
+  const uint8_t* queries;  // in shared memory, of all rows
+  uint32_t q[F::kGroups][F::kQueriesInRegisters ? kSteps : 1][4];
+  float values[F::kGroups][kValueTiles][4] = {};
+  float largest[F::kGroups][2];  // scores without the factor
+  float sums[F::kGroups][2] = {};
+
+  __device__ __forceinline__ explicit WarpRows(const uint8_t* own) : queries(own) {
+#pragma unroll
+    for (int group = 0; group < F::kGroups; ++group) {
+      largest[group][0] = largest[group][1] = -INFINITY;
+    }
+  }
 
   __device__ __forceinline__ static int Lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-  __device__ __forceinline__ void LoadQuery(int step, uint32_t (&words)[4]) const {
-    const int lane = Lane();
-    LoadMatrices(queries + StepOffset(UnitOffset<F::kWidth>(lane % 16, lane / 16), step), words);
+  __device__ __forceinline__ void LoadQuery(int group, int step, uint32_t (&words)[4]) const {
+    const uint32_t offset = UnitOffset<F::kWidth>(Lane() % 16, Lane() / 16);
+    LoadMatrices(queries + group * 16 * F::kWidth * 2 + StepOffset(offset, step), words);
   }
 
   __device__ __forceinline__ void LoadQueries() {
     if constexpr (F::kQueriesInRegisters) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) LoadQuery(step, q[step]);
+      for (int group = 0; group < F::kGroups; ++group) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) LoadQuery(group, step, q[group][step]);
+      }
     }
   }
 
   // scores = queries @ keys.T; `keys` are those of this warp.
-  __device__ __forceinline__ void Score(const uint8_t* keys, float (&scores)[kKeyTiles][4]) const {
+  __device__ __forceinline__ void Score(const uint8_t* keys, Scores& scores) {
     const int lane = Lane();
     const uint32_t offset = UnitOffset<F::kWidth>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      uint32_t loaded[4];
-      if constexpr (!F::kQueriesInRegisters) LoadQuery(step, loaded);
+      constexpr bool kLoaded = F::kQueriesInRegisters;
+      if constexpr (!kLoaded) {
+#pragma unroll
+        for (int group = 0; group < F::kGroups; ++group) LoadQuery(group, step, q[group][0]);
+      }
 #pragma unroll
       for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
         uint32_t k[4];
         LoadMatrices(keys + pair * 16 * F::kWidth * 2 + StepOffset(offset, step), k);
-        if constexpr (F::kQueriesInRegisters) {
-          MultiplyAdd<T>(scores[2 * pair], q[step], k[0], k[1]);
-          MultiplyAdd<T>(scores[2 * pair + 1], q[step], k[2], k[3]);
-        } else {
-          MultiplyAdd<T>(scores[2 * pair], loaded, k[0], k[1]);
-          MultiplyAdd<T>(scores[2 * pair + 1], loaded, k[2], k[3]);
+#pragma unroll
+        for (int group = 0; group < F::kGroups; ++group) {
+          const uint32_t (&own)[4] = q[group][kLoaded ? step : 0];
+          MultiplyAdd<T>(scores[group][2 * pair], own, k[0], k[1]);
+          MultiplyAdd<T>(scores[group][2 * pair + 1], own, k[2], k[3]);
         }
       }
     }
@@ -226,25 +275,36 @@ struct WarpRows {
 
   // Masks the scores of keys from `first_key` on that a row does not see.
   __device__ __forceinline__ static void Mask(const KeyRange* ranges, int first_key,
-                                              float (&scores)[kKeyTiles][4]) {
+                                              Scores& scores) {
     const int g = Lane() / 4, q = Lane() % 4;
-    const KeyRange range[2] = {ranges[g], ranges[g + 8]};
 #pragma unroll
-    for (int tile = 0; tile < kKeyTiles; ++tile) {
+    for (int group = 0; group < F::kGroups; ++group) {
+      const KeyRange range[2] = {ranges[16 * group + g], ranges[16 * group + g + 8]};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = first_key + 8 * tile + 2 * q + i % 2;
-        if (key < range[i / 2].begin || key >= range[i / 2].end) scores[tile][i] = -INFINITY;
+      for (int tile = 0; tile < kKeyTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = first_key + 8 * tile + 2 * q + i % 2;
+          if (key < range[i / 2].begin || key >= range[i / 2].end) {
+            scores[group][tile][i] = -INFINITY;
+          }
+        }
       }
     }
   }
 
   // Turns scores into weights under the new maximum, and rescales what was summed before.
-  __device__ __forceinline__ void Weigh(float factor, float (&scores)[kKeyTiles][4]) {
+  __device__ __forceinline__ void Weigh(float factor, Scores& scores) {
+#pragma unroll
+    for (int group = 0; group < F::kGroups; ++group) WeighGroup(factor, group, scores[group]);
+  }
+
+  __device__ __forceinline__ void WeighGroup(float factor, int group,
+                                             float (&scores)[kKeyTiles][4]) {
     float shrink[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float most = largest[half];
+      float most = largest[group][half];
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; ++tile) {
         most = fmaxf(most, fmaxf(scores[tile][2 * half], scores[tile][2 * half + 1]));
@@ -253,8 +313,8 @@ struct WarpRows {
       most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
       // Until a row sees its first key, its maximum is -inf, and -inf - -inf would be NaN.
       const float base = most == -INFINITY ? 0.0f : most * factor;
-      shrink[half] = FastExp2(fmaf(largest[half], factor, -base));
-      largest[half] = most;
+      shrink[half] = FastExp2(fmaf(largest[group][half], factor, -base));
+      largest[group][half] = most;
       float sum = 0.0f;
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; ++tile) {
@@ -264,34 +324,41 @@ struct WarpRows {
           sum += scores[tile][i];
         }
       }
-      sums[half] = fmaf(sums[half], shrink[half], sum);
+      sums[group][half] = fmaf(sums[group][half], shrink[half], sum);
     }
     // The maximum of a row rarely grows after its first tiles.
     if (__ballot_sync(kAllLanes, shrink[0] != 1.0f || shrink[1] != 1.0f) == 0) return;
 #pragma unroll
     for (int tile = 0; tile < kValueTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[tile][i] *= shrink[i / 2];
+      for (int i = 0; i < 4; ++i) values[group][tile][i] *= shrink[i / 2];
     }
   }
 
   // values += weights @ rows of v; `rows` are those of this warp's keys.
-  __device__ __forceinline__ void AddValues(const uint8_t* rows,
-                                            const float (&weights)[kKeyTiles][4]) {
-    const int lane = Lane();
-    const uint32_t offset = UnitOffset<F::kValueWidth>(lane % 16, lane / 16);
+  __device__ __forceinline__ void AddValues(const uint8_t* rows, const Scores& weights) {
+    const uint32_t offset = UnitOffset<F::kValueWidth>(Lane() % 16, Lane() / 16);
 #pragma unroll
     for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
-      const float (&low)[4] = weights[2 * pair];
-      const float (&high)[4] = weights[2 * pair + 1];
-      const uint32_t a[4] = {Pair<T>(low[0], low[1]), Pair<T>(low[2], low[3]),
-                             Pair<T>(high[0], high[1]), Pair<T>(high[2], high[3])};
+      uint32_t a[F::kGroups][4];
+#pragma unroll
+      for (int group = 0; group < F::kGroups; ++group) {
+        const float (&low)[4] = weights[group][2 * pair];
+        const float (&high)[4] = weights[group][2 * pair + 1];
+        a[group][0] = Pair<T>(low[0], low[1]);
+        a[group][1] = Pair<T>(low[2], low[3]);
+        a[group][2] = Pair<T>(high[0], high[1]);
+        a[group][3] = Pair<T>(high[2], high[3]);
+      }
 #pragma unroll
       for (int step = 0; step < kValueTiles / 2; ++step) {
         uint32_t v[4];
         LoadTransposed(rows + pair * 16 * F::kValueWidth * 2 + StepOffset(offset, step), v);
-        MultiplyAdd<T>(values[2 * step], a, v[0], v[1]);
-        MultiplyAdd<T>(values[2 * step + 1], a, v[2], v[3]);
+#pragma unroll
+        for (int group = 0; group < F::kGroups; ++group) {
+          MultiplyAdd<T>(values[group][2 * step], a[group], v[0], v[1]);
+          MultiplyAdd<T>(values[group][2 * step + 1], a[group], v[2], v[3]);
+        }
       }
     }
   }
@@ -299,9 +366,12 @@ struct WarpRows {
   // Adds the sums of the four threads of a row.
   __device__ __forceinline__ void JoinThreads() {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 1);
-      sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 2);
+    for (int group = 0; group < F::kGroups; ++group) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sums[group][half] += __shfl_xor_sync(kAllLanes, sums[group][half], 1);
+        sums[group][half] += __shfl_xor_sync(kAllLanes, sums[group][half], 2);
+      }
     }
   }
 };
@@ -317,7 +387,7 @@ __device__ __forceinline__ void JoinWarps(float factor, uint8_t* memory,
   if (lane % 4 == 0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      shown[lane / 4 + 8 * half][warp] = {rows->largest[half], rows->sums[half]};
+      shown[lane / 4 + 8 * half][warp] = {rows->largest[0][half], rows->sums[0][half]};
     }
   }
   __syncthreads();  // no warp reads stages any more
@@ -334,13 +404,13 @@ __device__ __forceinline__ void JoinWarps(float factor, uint8_t* memory,
     for (int i = 0; i < F::kKeyWarps; ++i) {
       sum = fmaf(others[i].sum, FastExp2(fmaf(others[i].largest, factor, -base)), sum);
     }
-    shrink[half] = FastExp2(fmaf(rows->largest[half], factor, -base));
-    rows->largest[half] = most;
-    rows->sums[half] = sum;
+    shrink[half] = FastExp2(fmaf(rows->largest[0][half], factor, -base));
+    rows->largest[0][half] = most;
+    rows->sums[0][half] = sum;
   }
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    const float (&own)[4] = rows->values[tile];
+    const float (&own)[4] = rows->values[0][tile];
     passed[(warp * kTiles + tile) * 32 + lane] =
         make_float4(own[0] * shrink[0], own[1] * shrink[0], own[2] * shrink[1], own[3] * shrink[1]);
   }
@@ -348,7 +418,7 @@ __device__ __forceinline__ void JoinWarps(float factor, uint8_t* memory,
   if (warp != 0) return;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    float (&own)[4] = rows->values[tile];
+    float (&own)[4] = rows->values[0][tile];
     own[0] = own[1] = own[2] = own[3] = 0.0f;
 #pragma unroll
     for (int i = 0; i < F::kKeyWarps; ++i) {
@@ -374,21 +444,21 @@ __device__ __forceinline__ int64_t RowOffset(const AttentionGrid& p, const TileP
   return ((at.row_in_batch * shape.t + query) * shape.n + at.head * p.group + member) * width;
 }
 
-// Stores the outputs of a warp's rows. They pass through the memory of its queries, so that each
-// thread stores 16 bytes.
+// Stores the outputs of a group of a warp's rows, from `group_row` of the tile on. They pass
+// through the memory of its queries, so that each thread stores 16 bytes.
 template <typename T, typename F>
-__device__ __forceinline__ void StoreOutputs(const AttentionGrid& p, const TilePlace& at,
-                                             int warp_row, uint8_t* memory,
+__device__ __forceinline__ void StoreOutputs(const AttentionGrid& p, const TilePlace& at, int group,
+                                             int group_row, uint8_t* memory,
                                              const WarpRows<T, F>& rows) {
   const int lane = WarpRows<T, F>::Lane(), g = lane / 4, q = lane % 4;
   float inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = at.first_row + warp_row + g + 8 * half;
-    float total = rows.sums[half];
+    const int row = at.first_row + group_row + g + 8 * half;
+    float total = rows.sums[group][half];
     if (p.buffers.sinks != nullptr && row < p.rows) {
       const float sink = __ldg(p.buffers.sinks + at.head * p.group + row % p.group);
-      total += FastExp2(sink * kLog2E - rows.largest[half] * p.factor);
+      total += FastExp2(sink * kLog2E - rows.largest[group][half] * p.factor);
     }
     inverse[half] = total > 0.0f ? FastReciprocal(total) : 0.0f;
   }
@@ -397,16 +467,17 @@ __device__ __forceinline__ void StoreOutputs(const AttentionGrid& p, const TileP
   for (int tile = 0; tile < F::kValueWidth / 8; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = Pair<T>(rows.values[tile][2 * half] * inverse[half],
-                                    rows.values[tile][2 * half + 1] * inverse[half]);
+      const uint32_t pair = Pair<T>(rows.values[group][tile][2 * half] * inverse[half],
+                                    rows.values[group][tile][2 * half + 1] * inverse[half]);
       memcpy(memory + UnitOffset<F::kValueWidth>(g + 8 * half, tile) + 4 * q, &pair, sizeof(pair));
     }
   }
   __syncwarp();
   const int width = static_cast<int>(p.call.shape.dv);
   constexpr int kUnits = F::kValueWidth / kUnit;
+#pragma unroll 1
   for (int index = lane; index < 16 * kUnits; index += 32) {
-    const int own = index / kUnits, unit = index % kUnits, row = at.first_row + warp_row + own;
+    const int own = index / kUnits, unit = index % kUnits, row = at.first_row + group_row + own;
     if (row >= p.rows || unit * kUnit >= width) continue;
     T* target = static_cast<T*>(p.buffers.y) + RowOffset(p, at, row, width) + unit * kUnit;
     *reinterpret_cast<uint4*>(target) =
@@ -414,30 +485,30 @@ __device__ __forceinline__ void StoreOutputs(const AttentionGrid& p, const TileP
   }
 }
 
-// Stores the results of one part of the keys for a warp's rows.
+// Stores the results of one part of the keys for a group of a warp's rows.
 template <typename T, typename F>
-__device__ __forceinline__ void StorePart(const AttentionGrid& p, int64_t first_row, int rows_left,
-                                          const WarpRows<T, F>& rows) {
+__device__ __forceinline__ void StorePart(const AttentionGrid& p, int group, int64_t first_row,
+                                          int rows_left, const WarpRows<T, F>& rows) {
   const int lane = WarpRows<T, F>::Lane(), g = lane / 4, q = lane % 4;
   const int width = static_cast<int>(p.call.shape.dv);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (g + 8 * half >= rows_left) continue;
     const int64_t row = first_row + g + 8 * half;
-    if (q == 0) p.parts.sums[row] = {rows.largest[half] * p.factor, rows.sums[half]};
+    if (q == 0) p.parts.sums[row] = {rows.largest[group][half] * p.factor, rows.sums[group][half]};
     float* target = p.parts.values + row * width + 2 * q;
 #pragma unroll
     for (int tile = 0; tile < F::kValueWidth / 8; ++tile) {
       if (8 * tile < width) {
         *reinterpret_cast<float2*>(target + 8 * tile) =
-            make_float2(rows.values[tile][2 * half], rows.values[tile][2 * half + 1]);
+            make_float2(rows.values[group][tile][2 * half], rows.values[group][tile][2 * half + 1]);
       }
     }
   }
 }
 
 template <typename T, typename F>
-__global__ void __launch_bounds__(F::kThreads) AttentionSm80(const AttentionGrid p) {
+__global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionGrid p) {
   NVFP4_DYNAMIC_SHARED(shared);
   __shared__ RowRanges<F> ranges;
   __shared__ PartSum shown[F::kKeyWarps > 1 ? 16 : 1][F::kKeyWarps];
@@ -459,12 +530,10 @@ __global__ void __launch_bounds__(F::kThreads) AttentionSm80(const AttentionGrid
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int row_warp = warp / F::kKeyWarps, key_warp = warp % F::kKeyWarps;
   const int64_t part_row =
-      (static_cast<int64_t>(head_index) * p.splits + split) * p.rows + at.first_row + 16 * row_warp;
-  const int rows_left = p.rows - at.first_row - 16 * row_warp;
-  if (p.splits > 1 && keys.count <= 0) {
-    if (key_warp == 0 && threadIdx.x % 32 < 16 && static_cast<int>(threadIdx.x % 32) < rows_left) {
-      p.parts.sums[part_row + threadIdx.x % 32] = {0.0f, 0.0f};
-    }
+      (static_cast<int64_t>(head_index) * p.splits + split) * p.rows + at.first_row;
+  if (F::kSplits && p.splits > 1 && keys.count <= 0) {
+    const int row = static_cast<int>(threadIdx.x);
+    if (row < F::kRows && at.first_row + row < p.rows) p.parts.sums[part_row + row] = {0.0f, 0.0f};
     return;
   }
 
@@ -482,19 +551,20 @@ __global__ void __launch_bounds__(F::kThreads) AttentionSm80(const AttentionGrid
       const uint32_t stage = memory + F::kQueryBytes + index % kStages * F::kStageBytes;
       const uint16_t* k = all_k + first * shape.d;
       const uint16_t* v = all_v + first * shape.dv;
-      CopyRows<F::kKeys, F::kWidth, F::kThreads>(stage, width, count,
-                                                 [&](int key) { return k + key * width; });
-      CopyRows<F::kKeys, F::kValueWidth, F::kThreads>(
-          stage + F::kKeyBytes, value_width, count, [&](int key) { return v + key * value_width; });
+      CopyRows<F::kKeys, F::kWidth, F::kThreads>(stage, width, count, Consecutive<F>(k, width));
+      CopyRows<F::kKeys, F::kValueWidth, F::kThreads>(stage + F::kKeyBytes, value_width, count,
+                                                      Consecutive<F>(v, value_width));
     }
     CommitCopies();
   };
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) copy(stage);
 
-  WarpRows<T, F> rows;
-  rows.queries = shared + row_warp * 16 * F::kWidth * 2;
-  const KeyRange any = ranges.any[row_warp], all = ranges.all[row_warp];
+  const int warp_row = row_warp * F::kWarpRows;
+  uint8_t* const queries = shared + warp_row * F::kWidth * 2;
+  WarpRows<T, F> rows(queries);
+  const KeyRange any = ranges.Any(warp_row / 16, F::kGroups);
+  const KeyRange all = ranges.All(warp_row / 16, F::kGroups);
 #pragma unroll 1
   for (int index = 0; index < keys.count; ++index) {
     WaitCopies<kStages - 2>();
@@ -502,16 +572,19 @@ __global__ void __launch_bounds__(F::kThreads) AttentionSm80(const AttentionGrid
     copy(index + kStages - 1);
     if (index == 0) rows.LoadQueries();
     const uint8_t* stage = shared + F::kQueryBytes + index % kStages * F::kStageBytes;
-    const int own = key_warp * F::kWarpKeys;
-    const int first = keys.begin + index * F::kKeys + own;
-    if (first >= any.end || first + F::kWarpKeys <= any.begin) continue;  // no row sees these
-    float scores[WarpRows<T, F>::kKeyTiles][4] = {};
-    rows.Score(stage + own * F::kWidth * 2, scores);
-    if (first < all.begin || first + F::kWarpKeys > all.end) {
-      rows.Mask(ranges.of_row + 16 * row_warp, first, scores);
+#pragma unroll 1
+    for (int own = 0; own < F::kWarpKeys; own += F::kScoredKeys) {
+      const int in_tile = key_warp * F::kWarpKeys + own;
+      const int first = keys.begin + index * F::kKeys + in_tile;
+      if (first >= any.end || first + F::kScoredKeys <= any.begin) continue;  // no row sees these
+      typename WarpRows<T, F>::Scores scores = {};
+      rows.Score(stage + in_tile * F::kWidth * 2, scores);
+      if (first < all.begin || first + F::kScoredKeys > all.end) {
+        rows.Mask(ranges.of_row + warp_row, first, scores);
+      }
+      rows.Weigh(p.factor, scores);
+      rows.AddValues(stage + F::kKeyBytes + in_tile * F::kValueWidth * 2, scores);
     }
-    rows.Weigh(p.factor, scores);
-    rows.AddValues(stage + F::kKeyBytes + own * F::kValueWidth * 2, scores);
   }
   WaitCopies<0>();
   rows.JoinThreads();
@@ -519,10 +592,14 @@ __global__ void __launch_bounds__(F::kThreads) AttentionSm80(const AttentionGrid
     JoinWarps<T, F>(p.factor, shared + F::kQueryBytes, shown, &rows);
     if (key_warp != 0) return;
   }
-  if (p.splits > 1) {
-    StorePart<T, F>(p, part_row, rows_left, rows);
-  } else {
-    StoreOutputs<T, F>(p, at, 16 * row_warp, shared + row_warp * 16 * F::kWidth * 2, rows);
+#pragma unroll
+  for (int group = 0; group < F::kGroups; ++group) {
+    const int row = warp_row + 16 * group;
+    if (F::kSplits && p.splits > 1) {
+      StorePart<T, F>(p, group, part_row + row, p.rows - at.first_row - row, rows);
+    } else {
+      StoreOutputs<T, F>(p, at, group, row, queries + group * 16 * F::kWidth * 2, rows);
+    }
   }
 }
 
@@ -539,15 +616,18 @@ cudaError_t LaunchForm(cudaStream_t stream, AttentionGrid grid) {
 // blocks.
 template <typename T, int kWidth, int kValueWidth>
 cudaError_t LaunchWidth(cudaStream_t stream, const AttentionGrid& grid) {
-  if (grid.rows <= 16) return LaunchForm<T, Form<kWidth, kValueWidth, 1, 4, 64>>(stream, grid);
-  if constexpr (kWidth > 128) {
-    return LaunchForm<T, Form<kWidth, kValueWidth, 4, 1, 32>>(stream, grid);
-  } else {
-    const int64_t blocks = grid.call.shape.b * grid.call.shape.m * CeilDiv(grid.rows, 128);
-    return blocks >= kSplitBlocks / 2
-               ? LaunchForm<T, Form<kWidth, kValueWidth, 8, 1, 64>>(stream, grid)
-               : LaunchForm<T, Form<kWidth, kValueWidth, 4, 1, 64>>(stream, grid);
+  // A block has at most 99 KiB of shared memory, which is what 8.6, 8.9 and 12.x have.
+  constexpr int kKeys = kWidth <= 128 ? 64 : 32, kKeyWarps = kWidth <= 192 ? 4 : 2;
+  if (grid.rows <= 16) {
+    return LaunchForm<T, Form<kWidth, kValueWidth, 1, 1, kKeyWarps, 16 * kKeyWarps>>(stream, grid);
   }
+  if constexpr (kValueWidth <= 128) {  // two groups of 256 values would spill registers
+    const int64_t blocks = grid.call.shape.b * grid.call.shape.m * CeilDiv(grid.rows, 128);
+    if (grid.splits == 1 && blocks >= MultiprocessorCount()) {
+      return LaunchForm<T, Form<kWidth, kValueWidth, 4, 2, 1, kKeys>>(stream, grid);
+    }
+  }
+  return LaunchForm<T, Form<kWidth, kValueWidth, 4, 1, 1, kKeys>>(stream, grid);
 }
 
 template <typename T>
