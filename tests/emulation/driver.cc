@@ -1,6 +1,7 @@
 // The functions that tests/support/cuda_emulation.py calls: those of launch.h, on host memory.
 #include <vector>
 
+#include "cuda/attention/attention.cuh"
 #include "cuda/gemm/fp4_groups.cuh"
 #include "cuda/instructions/fp4_mma.cuh"
 #include "cuda/launch.h"
@@ -203,13 +204,15 @@ int64_t attention_workspace_bytes(const AttentionShape* shape) {
   return AttentionWorkspaceBytes(*shape);
 }
 
-// The operands are q, k, v, positions, sinks, y, workspace.
-int attention(const AttentionShape* shape, int type, float scale, int window, int chunk,
+// The operands are q, k, v, positions, sinks, y, workspace. If `sm90`, the kernel for Hopper runs.
+int attention(const AttentionShape* shape, int type, float scale, int window, int chunk, int sm90,
               void* const* operands) {
   const AttentionCall call = {*shape, static_cast<DataType>(type), scale, window, chunk};
-  return LaunchAttention(nullptr, call,
-                         {operands[0], operands[1], operands[2],
-                          static_cast<const int32_t*>(operands[3]),
-                          static_cast<const float*>(operands[4]), operands[5], operands[6]});
+  const auto launch = sm90 != 0 ? LaunchAttentionSm90 : LaunchAttention;
+  return launch(nullptr, call,
+                {operands[0], operands[1], operands[2], static_cast<const int32_t*>(operands[3]),
+                 static_cast<const float*>(operands[4]), operands[5], operands[6]});
 }
+
+int attention_fills_sm90(const AttentionShape* shape) { return FillsSm90(*shape); }
 }

@@ -26,6 +26,15 @@ TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGe
 HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
 AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
 ATTENTION_KERNELS = 22  # instances of AttentionSm80: eleven forms of tiles, two dtypes
+# Sizes of AttentionSm90 -> its wgmmas, and the exponentials of one tile of keys in a thread. A tile
+# takes one wgmma for each 16 channels of its keys, and one for each 16 keys, or two if values have
+# 256 channels. The first tile and the loop have them, or the loop and the last tile.
+HOPPER_ATTENTION = {
+    "ILi64ELi64ELi128ELi4E": (2 * (4 + 8), 64),
+    "ILi128ELi128ELi128ELi3E": (2 * (8 + 8), 64),
+    "ILi192ELi128ELi128ELi2E": (2 * (12 + 8), 64),
+    "ILi256ELi256ELi64ELi2E": (2 * (16 + 8), 32),
+}
 # Collective for 10.x -> a part of its kernel's name, and how often instructions occur in it.
 # UTCOMMA is an MMA over 64 of a step's 256 of k. The first steps have their own MMAs if accumulator
 # tiles overlap. UTMALDG loads one of two operands or their scales, before or in the loop. UTCCP
@@ -206,6 +215,25 @@ def test_attention_copies_while_it_multiplies(code, arch):
         assert count["LDSM"] >= 8, name
         assert count["LDGSTS"] >= 5, name
         assert count["MUFU"] >= 8, name
+
+
+@pytest.mark.parametrize("sizes", HOPPER_ATTENTION)
+def test_hopper_attention_computes_the_softmax_beside_products(listing, sizes):
+    """The loop starts both products of a step, and waits for the first one and for the second one.
+
+    If the compiler moves exponentials behind the second wait, nothing runs beside the products.
+    """
+    products, exponentials = HOPPER_ATTENTION[sizes]
+    attention = kernels(listing, "sm_90a", "AttentionSm90")
+    attention = {name: code for name, code in attention.items() if sizes in name}
+    assert len(attention) == 2  # one for each dtype
+    for name, instructions in attention.items():
+        assert sum(op.startswith("HGMMA") for op in instructions) == products, name
+        assert any(op.startswith("UTMALDG") for op in instructions), name
+        waits = [i for i, op in enumerate(instructions) if op.startswith("WARPGROUP.DEPBAR")]
+        assert len(waits) == 4, f"{name}: one for the first tile, two in the loop, one for the last"
+        beside = instructions[waits[1] : waits[2]]
+        assert beside.count("MUFU.EX2") >= exponentials, name
 
 
 @pytest.mark.cutlass

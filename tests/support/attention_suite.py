@@ -44,6 +44,15 @@ CASES = {
     "values wider than keys": Case(18, (1, 1), 40, (16, 136), (22,)),
     "more keys than filled": Case(3, (4, 2), 500, (64, 64), (30, 250)),
     "whole tile of 128 rows": Case(70, (2, 1), 70, (128, 128), (0,), {"window": 60}),
+    "one whole tile": Case(128, (1, 1), 128, (128, 128), (0,)),
+    "sinks and ragged keys": Case(150, (2, 1), 300, (64, 64), (130,), {"sinks": SINKS[:2]}),
+    "eight heads in a tile": Case(20, (8, 1), 400, (128, 128), (333, 7)),
+    "latent prefill": Case(130, (4, 2), 300, (192, 128), (100,)),
+    "window inside a tile": Case(140, (1, 1), 600, (128, 128), (400,), {"window": 50}),
+    "chunks of odd size": Case(140, (1, 1), 600, (128, 128), (400,), {"chunk": 129}),
+    "widest prefill": Case(64, (2, 1), 200, (256, 256), (130,), {"scale": 0.02}),
+    "heads that fill a device": Case(130, (34, 2), 140, (64, 64), (10,)),
+    "groups that fill a device": Case(32, (72, 18), 40, (64, 64), (8,) * 4, {"window": 30}),
 }
 
 

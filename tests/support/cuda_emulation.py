@@ -1,9 +1,9 @@
 """Compile the CUDA kernels of the engines and the router for the CPU, from the same sources.
 
-All assembly is in six headers. `emulation` has a replacement for each of them, and everything else
-is compiled unchanged. Threads are fibers. A kernel must not depend on the order of its threads, so
-every call runs twice, with the threads in both orders. Operands end at a protected page, so that an
-access past their end fails.
+All assembly is in seven headers. `emulation` has a replacement for each of them, and everything
+else is compiled unchanged. Threads are fibers. A kernel must not depend on the order of its
+threads, so every call runs twice, with the threads in both orders. Operands end at a protected
+page, so that an access past their end fails.
 """
 
 import ctypes
@@ -351,10 +351,26 @@ def quantize(library, x, global_scale=None, scale_layout="linear"):
     return _run(library, call, [x, scale], likes, workspace, multiprocessors=1)
 
 
-def attention(library, q, k, v, positions, *, window=None, chunk=None, sinks=None, scale=None):
-    """Return the attention ``[b, t, n, dv]`` of 16-bit operands, as `ops.attention` does."""
+def attention(
+    library,
+    q,
+    k,
+    v,
+    positions,
+    *,
+    window=None,
+    chunk=None,
+    sinks=None,
+    scale=None,
+    sm90=False,
+    multiprocessors=1,
+):
+    """Return the attention ``[b, t, n, dv]`` of 16-bit operands, as `ops.attention` does.
+
+    If `sm90`, the kernel for prefills on Hopper computes it, also where others would be faster.
+    """
     (b, t, n, d), (m, s), dv = q.shape, k.shape[1:3], v.shape[3]
-    shape = _AttentionShape(b, t, n, m, s, d, dv)
+    shape = _attention_shape(q, k, v)
     call = functools.partial(
         library.attention,
         ctypes.byref(shape),
@@ -362,9 +378,21 @@ def attention(library, q, k, v, positions, *, window=None, chunk=None, sinks=Non
         ctypes.c_float(d**-0.5 if scale is None else scale),
         window or 0,
         chunk or 0,
+        int(sm90),
     )
     size = library.attention_workspace_bytes(ctypes.byref(shape))
     assert size == attention_workspace_bytes(b, t, n, m, s, dv)
-    y = np.empty((b, t, n, dv), q.dtype)
     operands = [q, k, v, positions, _array(sinks)]
-    return _run(library, call, operands, [y], size, 1, _LEAST_SHARED_BYTES)[0]
+    y = np.empty((b, t, n, dv), q.dtype)
+    shared_bytes = HOPPER_SHARED_BYTES if sm90 else _LEAST_SHARED_BYTES
+    return _run(library, call, operands, [y], size, multiprocessors, shared_bytes)[0]
+
+
+def attention_fills_sm90(library, q, k, v):
+    """Return whether a Hopper GPU takes its own kernel for operands of these shapes."""
+    return bool(library.attention_fills_sm90(ctypes.byref(_attention_shape(q, k, v))))
+
+
+def _attention_shape(q, k, v):
+    (b, t, n, d), (m, s), dv = q.shape, k.shape[1:3], v.shape[3]
+    return _AttentionShape(b, t, n, m, s, d, dv)

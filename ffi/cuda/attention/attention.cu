@@ -12,6 +12,9 @@ int64_t AttentionWorkspaceBytes(const AttentionShape& shape) {
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers) {
   if (call.is_empty()) return cudaSuccess;
+  if (ComputeCapabilityMajor() == 9 && FillsSm90(call.shape)) {
+    return LaunchAttentionSm90(stream, call, buffers);
+  }
   return LaunchAttentionSm80(stream, call, buffers);
 }
 

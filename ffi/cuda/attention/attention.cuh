@@ -72,4 +72,11 @@ inline Parts TakeParts(Sections* sections, const AttentionShape& shape) {
 cudaError_t LaunchAttentionSm80(cudaStream_t stream, const AttentionCall& call,
                                 const AttentionBuffers& buffers);
 
+// Attention on wgmma, for 9.0. It has tiles of 128 rows and does not divide keys. FillsSm90 returns
+// whether it is faster: the queries of so many heads of a group as a power of two fill a tile, and
+// there are tiles for half of the device. Keys and values that no query sees must be finite.
+bool FillsSm90(const AttentionShape& shape);
+cudaError_t LaunchAttentionSm90(cudaStream_t stream, const AttentionCall& call,
+                                const AttentionBuffers& buffers);
+
 }  // namespace nvfp4

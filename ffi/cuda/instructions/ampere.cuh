@@ -1,8 +1,8 @@
 // Instructions of sm_80 and later for which C++ has no expression, one function for each.
 //
-// This file, async_copy.cuh, mma.cuh and hopper.cuh have all assembly of the kernels of the
-// engines. tests/emulation has another version of each file, which runs on a CPU. Source: PTX ISA
-// 9.0, the section that is named after each instruction.
+// This file, async_copy.cuh, mma.cuh, hopper.cuh and tensor_map.cuh have all assembly of the
+// engines and of attention. tests/emulation has another version of each file, which runs on a CPU.
+// Source: PTX ISA 9.0, the section that is named after each instruction.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -91,9 +91,13 @@ __device__ __forceinline__ void StoreRelease(int32_t* flag, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Waits at barrier `id` (1 to 15) for `threads` threads of the block.
+// Waits at barrier `id` (1 to 15) for `threads` threads of the block. ArriveGroup counts whole
+// warps among them that do not wait.
 __device__ __forceinline__ void SyncGroup(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void ArriveGroup(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace nvfp4

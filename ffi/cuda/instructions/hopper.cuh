@@ -125,6 +125,13 @@ __device__ __forceinline__ uint32_t DescriptorAddress(uint32_t tile) {
   return tile / 16 | 1u << 16;
 }
 
+// The same for a tile whose rows run along k, and which wgmma transposes. Its columns are divided
+// into parts of 64, which have 128 bytes of each row. The parts are `part_bytes` apart. Adding 128
+// to the word moves on by 16 rows.
+__device__ __forceinline__ uint32_t TransposedAddress(uint32_t tile, uint32_t part_bytes) {
+  return tile / 16 | part_bytes / 16 << 16;
+}
+
 __device__ __forceinline__ uint64_t TileDescriptor(uint32_t address) {
   constexpr uint32_t kSwizzle128 = 1u << 30, kEightRows = 1024 >> 4;
   uint64_t descriptor;
@@ -146,9 +153,18 @@ __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
+// Keeps the compiler from moving code across this point that reads or writes `sums`. It costs no
+// instruction.
+template <int kSize>
+__device__ __forceinline__ void FenceSums(float (&sums)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 // sums += a @ b for 64 rows, kN columns and 16 of k. a comes from registers: it has the fragments
 // of mma.cuh, and warp w of the warpgroup has rows 16 w to 16 w + 15. b comes from shared memory.
-// sums[4 j + i] is element i of the fragment of columns 8 j to 8 j + 7.
+// sums[4 j + i] is element i of the fragment of columns 8 j to 8 j + 7. RunTransposed takes b by a
+// TransposedAddress.
 template <typename T, int kN>
 struct Wgmma;
 
@@ -170,18 +186,21 @@ struct Wgmma;
 #define NVFP4_SUMS_OF_128(s) \
   NVFP4_SUMS_16(s, 0), NVFP4_SUMS_16(s, 16), NVFP4_SUMS_16(s, 32), NVFP4_SUMS_16(s, 48)
 
-#define NVFP4_WGMMA(type, ptx_type, n, sums_text, rest_text)                                 \
-  template <>                                                                                \
-  struct Wgmma<type, n> {                                                                    \
-    template <int kSize>                                                                     \
-    static __device__ __forceinline__ void Run(float (&sums)[kSize], const uint32_t (&a)[4], \
-                                               uint64_t b) {                                 \
-      static_assert(kSize >= n / 2, "room for the sums");                                    \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx_type "." ptx_type   \
-                   " {" sums_text "}, " rest_text ", 1, 1, 1, 0;"                            \
-                   : NVFP4_SUMS_OF_##n(sums)                                                 \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                    \
-    }                                                                                        \
+#define NVFP4_WGMMA_RUN(name, ptx_type, n, sums_text, rest_text, transposed)                \
+  template <int kSize>                                                                      \
+  static __device__ __forceinline__ void name(float (&sums)[kSize], const uint32_t (&a)[4], \
+                                              uint64_t b) {                                 \
+    static_assert(kSize >= n / 2, "room for the sums");                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx_type "." ptx_type    \
+                 " {" sums_text "}, " rest_text ", 1, 1, 1, " transposed ";"                \
+                 : NVFP4_SUMS_OF_##n(sums)                                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                     \
+  }
+#define NVFP4_WGMMA(type, ptx_type, n, sums_text, rest_text)               \
+  template <>                                                              \
+  struct Wgmma<type, n> {                                                  \
+    NVFP4_WGMMA_RUN(Run, ptx_type, n, sums_text, rest_text, "0")           \
+    NVFP4_WGMMA_RUN(RunTransposed, ptx_type, n, sums_text, rest_text, "1") \
   };
 #define NVFP4_WGMMA_BOTH(n, sums_text, rest_text)             \
   NVFP4_WGMMA(__nv_bfloat16, "bf16", n, sums_text, rest_text) \
@@ -225,5 +244,43 @@ NVFP4_WGMMA_BOTH(128,
                  "{%64, %65, %66, %67}, %68")
 #undef NVFP4_WGMMA_BOTH
 #undef NVFP4_WGMMA
+#undef NVFP4_WGMMA_RUN
+
+// The same with a from shared memory too, as a K-major tile. Without `accumulate`, the sums start
+// at 0.
+template <typename T, int kN>
+struct WgmmaShared;
+
+#define NVFP4_WGMMA_SHARED(type, ptx_type, n, sums_text, flag_text, operands_text)           \
+  template <>                                                                                \
+  struct WgmmaShared<type, n> {                                                              \
+    static __device__ __forceinline__ void Run(float (&sums)[n / 2], uint64_t a, uint64_t b, \
+                                               bool accumulate) {                            \
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag_text           \
+                   ", 0;\n"                                                                  \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx_type "." ptx_type   \
+                   " {" sums_text "}, " operands_text ", accumulate, 1, 1, 0, 0;\n}"         \
+                   : NVFP4_SUMS_OF_##n(sums)                                                 \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                     \
+    }                                                                                        \
+  };
+#define NVFP4_WGMMA_SHARED_BOTH(n, sums_text, flag_text, operands_text)             \
+  NVFP4_WGMMA_SHARED(__nv_bfloat16, "bf16", n, sums_text, flag_text, operands_text) \
+  NVFP4_WGMMA_SHARED(__half, "f16", n, sums_text, flag_text, operands_text)
+
+NVFP4_WGMMA_SHARED_BOTH(
+    64,
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+    "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+    "%34", "%32, %33")
+NVFP4_WGMMA_SHARED_BOTH(
+    128,
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+    "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
+    "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
+    "%56, %57, %58, %59, %60, %61, %62, %63",
+    "%66", "%64, %65")
+#undef NVFP4_WGMMA_SHARED_BOTH
+#undef NVFP4_WGMMA_SHARED
 
 }  // namespace nvfp4

@@ -58,16 +58,27 @@ inline int32_t LoadAcquire(const int32_t* flag) {
 }
 inline void StoreRelease(int32_t* flag, int32_t value) { *flag = value; }
 
-inline void SyncGroup(int id, int threads) {
-  static int arrived[16];
-  static long generation[16];
-  const long mine = generation[id];
+struct GroupBarrier {
+  int arrived;
+  long generation;
+};
+inline GroupBarrier& GroupBarrierOf(int id) {
+  static GroupBarrier barriers[16];
+  return barriers[id];
+}
+inline void ArriveGroup(int id, int threads) {
+  GroupBarrier& barrier = GroupBarrierOf(id);
   ++emulation::progress;
-  if (++arrived[id] == threads) {
-    arrived[id] = 0;
-    ++generation[id];
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
   }
-  while (generation[id] == mine) emulation::Yield();
+}
+inline void SyncGroup(int id, int threads) {
+  const GroupBarrier& barrier = GroupBarrierOf(id);
+  const long mine = barrier.generation;
+  ArriveGroup(id, threads);
+  while (barrier.generation == mine) emulation::Yield();
 }
 
 }  // namespace nvfp4

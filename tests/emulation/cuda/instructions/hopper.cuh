@@ -93,37 +93,88 @@ inline uint32_t DescriptorAddress(uint32_t tile) {
   if (tile % 1024 != 0) emulation::Fail("a tile in the 128-byte swizzle is not aligned");
   return tile / 16;
 }
+inline uint32_t TransposedAddress(uint32_t tile, uint32_t part_bytes) {
+  return DescriptorAddress(tile) | part_bytes / 16 << 16;
+}
 inline uint64_t TileDescriptor(uint32_t address) { return address; }
+
+// Returns an element of a tile in the 128-byte swizzle, at `offset` without the swizzle.
+template <typename T>
+float TileElement(uint64_t descriptor, uint32_t offset) {
+  uint32_t address = static_cast<uint32_t>(descriptor & 0x3fff) * 16 + offset;
+  address ^= (address >> 7 & 7) << 4;
+  uint16_t bits;
+  std::memcpy(&bits, At(address, 2), 2);
+  return HalfOf(bits, 0, static_cast<T*>(nullptr));
+}
 
 inline void WgmmaFence() {}
 inline void WgmmaCommit() {}
 template <int kGroups>
 void WgmmaWait() {}
+template <int kSize>
+void FenceSums(float (&)[kSize]) {}
+
+// sums += a @ b, where a_element(row, k) has this lane's rows 0 and 1, and b_element(k, column).
+template <int kN, typename A, typename B>
+void MultiplyTile(float* sums, A a_element, B b_element) {
+  const unsigned q = emulation::Lane() % 4;
+  for (unsigned column = 0; column < kN; ++column) {
+    if (column % 8 / 2 != q) continue;
+    for (unsigned k = 0; k < 16; ++k) {
+      const float value = b_element(k, column);
+      for (unsigned row = 0; row < 2; ++row) {
+        sums[4 * (column / 8) + 2 * row + column % 2] += a_element(row, k) * value;
+      }
+    }
+  }
+}
 
 template <typename T, int kN>
 struct Wgmma {
   template <int kSize>
   static void Run(float (&sums)[kSize], const uint32_t (&a)[4], uint64_t b) {
+    RunWith(sums, a,
+            [b](unsigned k, unsigned column) { return TileElement<T>(b, column * 128 + 2 * k); });
+  }
+  template <int kSize>
+  static void RunTransposed(float (&sums)[kSize], const uint32_t (&a)[4], uint64_t b) {
+    const uint32_t part_bytes = static_cast<uint32_t>(b >> 16 & 0x3fff) * 16;
+    RunWith(sums, a, [b, part_bytes](unsigned k, unsigned column) {
+      return TileElement<T>(b, column / 64 * part_bytes + k * 128 + column % 64 * 2);
+    });
+  }
+
+ private:
+  template <int kSize, typename B>
+  static void RunWith(float (&sums)[kSize], const uint32_t (&a)[4], B b_element) {
     using namespace emulation;
     static_assert(kSize >= kN / 2);
     ShowA<T>(a);
     SyncWarp();
-    const unsigned g = Lane() / 4, q = Lane() % 4;
-    const Fragments& shown = fragments[Warp()];
-    for (unsigned column = 0; column < kN; ++column) {
-      if (column % 8 / 2 != q) continue;
-      for (int k = 0; k < 16; ++k) {
-        uint32_t address = static_cast<uint32_t>(b) * 16 + column * 128 + 2 * k;
-        address ^= (address >> 7 & 7) << 4;  // the 128-byte swizzle
-        uint16_t bits;
-        std::memcpy(&bits, At(address, 2), 2);
-        const float value = HalfOf(bits, 0, static_cast<T*>(nullptr));
-        for (int row = 0; row < 2; ++row) {
-          sums[4 * (column / 8) + 2 * row + column % 2] += shown.a[g + 8 * row][k] * value;
-        }
+    const auto& shown = fragments[Warp()].a;
+    const unsigned g = Lane() / 4;
+    MultiplyTile<kN>(
+        sums, [&](unsigned row, unsigned k) { return shown[g + 8 * row][k]; }, b_element);
+    SyncWarp();
+  }
+};
+
+template <typename T, int kN>
+struct WgmmaShared {
+  static void Run(float (&sums)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+    using namespace emulation;
+    if (!accumulate) std::fill(sums, sums + kN / 2, 0.0f);
+    const unsigned first = Warp() % 4 * 16 + Lane() / 4;
+    float rows[2][16];
+    for (unsigned row = 0; row < 2; ++row) {
+      for (unsigned k = 0; k < 16; ++k) {
+        rows[row][k] = TileElement<T>(a, (first + 8 * row) * 128 + 2 * k);
       }
     }
-    SyncWarp();
+    MultiplyTile<kN>(
+        sums, [&](unsigned row, unsigned k) { return rows[row][k]; },
+        [b](unsigned k, unsigned column) { return TileElement<T>(b, column * 128 + 2 * k); });
   }
 };
 
