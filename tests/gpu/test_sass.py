@@ -24,6 +24,7 @@ PTX = {"sm_80"}
 SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
 HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
+LINEAR_KERNELS = 12  # instances of LinearFew: six of slabs, rows and depth, two dtypes
 AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
 # Collective for 10.x -> a part of its kernel's name, and how often instructions occur in it.
 # UTCOMMA is an MMA over 64 of a step's 256 of k. The first steps have their own MMAs if accumulator
@@ -190,6 +191,32 @@ def test_ampere_product_copies_while_it_multiplies(code, arch):
         assert count["HMMA"] >= 16, name
         assert count["LDSM"] >= 2, name
         assert count["LDGSTS"] >= 4, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_linear_of_few_rows_loads_all_weights_before_it_multiplies(listing, arch):
+    """A warp requests its first weight tiles one after the other, and only then waits for x.
+
+    Each weight tile takes a load of 16 bytes for the codes and one of 8 bytes for the scales.
+    """
+    linear = kernels(listing, arch, "LinearFew")
+    assert len(linear) == LINEAR_KERNELS
+    for name, instructions in linear.items():
+        depth = int(re.search(r"Li\d+ELi\d+ELi(\d+)E", name)[1])
+        copies = next(i for i, op in enumerate(instructions) if op.startswith("LDGSTS"))
+        before = [op for op in instructions[:copies] if op.startswith("LDG.")]
+        for width in ("128", "64"):
+            assert sum(op.endswith(f".{width}") for op in before) == depth, name
+        assert not any(op.startswith("HMMA") for op in instructions[:copies]), name
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120f"])
+def test_linear_of_few_rows_waits_for_the_preceding_kernel(code, arch):
+    """The kernel prefetches weights before it waits, and lets the next kernel start."""
+    for name, count in kernels(code, arch, "LinearFew").items():
+        assert count["ACQBULK"] >= 1, name
+        assert count["PREEXIT"] == 1, name
+        assert count["CCTL"] >= 1, name
 
 
 @pytest.mark.cutlass
