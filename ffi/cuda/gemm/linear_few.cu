@@ -339,6 +339,8 @@ LinearFewCut CutInClusters(int64_t rows, int64_t n, int64_t k_tiles) {
 
 }  // namespace
 
+bool LinearFewHasClusters() { return MayOverlap(LinearFew<__half, 4, 1, 4>); }
+
 LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters) {
   constexpr int64_t kSlabRows = 4, kSlabRowsWithoutClusters = 8;
   // With more slabs, four slabs for each output tile are enough to occupy the device.

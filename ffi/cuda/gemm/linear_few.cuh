@@ -18,7 +18,10 @@ struct LinearFewCut {
   bool fits() const { return shared_bytes != 0; }
 };
 
-// Cuts a layer with n outputs for the current device. Blocks can form clusters since 9.0.
+// Whether the code of the kernel for the current device has clusters, as all code since sm_90.
+bool LinearFewHasClusters();
+
+// Cuts a layer with n outputs for the current device, into clusters of blocks if `clusters` is set.
 LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters);
 
 // Computes `gemm`, without an activation, for its first `rows` rows and one expert. It reads

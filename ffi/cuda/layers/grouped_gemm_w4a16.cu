@@ -54,10 +54,11 @@ cudaError_t LaunchChunk(cudaStream_t stream, const GroupedGemmCall& call,
   return plan.launch(stream, gemm);
 }
 
-// Whether the blocks of the kernel for few rows can form clusters. The target for sm_80 also runs
-// on newer devices.
+// Whether the kernel for few rows can form clusters. The target for sm_80 also runs on newer
+// devices, some of which have only the code for sm_80.
 bool HasClusters(const GroupedGemmCall& call) {
-  return call.engine == EngineKind::kSm90 || ComputeCapabilityMajor() >= 9;
+  return call.engine == EngineKind::kSm90 ||
+         (ComputeCapabilityMajor() >= 9 && LinearFewHasClusters());
 }
 
 // Returns how linear_few.cu runs a call. If it cannot, the cut does not fit.

@@ -21,6 +21,11 @@ inline int BlockSharedBytes() { return block_shared_bytes; }
 inline int MultiprocessorSharedBytes() { return block_shared_bytes + 1024; }
 
 template <typename... Parameters>
+bool MayOverlap(void (*)(Parameters...)) {
+  return true;
+}
+
+template <typename... Parameters>
 bool HasCode(void (*)(Parameters...)) {
   return true;
 }
