@@ -36,10 +36,12 @@ bool HasCode(void (*kernel)(Parameters...)) {
 
 // Launches a kernel with `shared_bytes` bytes of dynamic shared memory. If `overlaps` is set and
 // the device can, blocks may start before the kernel ahead in the stream has ended. From sm_90 on,
-// kernels that overlap must wait themselves for what that kernel writes.
+// kernels that overlap must wait themselves for what that kernel writes. Each `cluster` blocks form
+// a cluster; more than one need sm_90.
 template <typename... Parameters, typename... Arguments>
-cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, bool overlaps,
-                       void (*kernel)(Parameters...), const Arguments&... arguments) {
+cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int threads,
+                           int shared_bytes, bool overlaps, void (*kernel)(Parameters...),
+                           const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
   // More than 48 KiB of shared memory needs this attribute. The static shared memory of a kernel
   // counts towards the 48 KiB, hence the lower bound here.
@@ -48,17 +50,32 @@ cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_b
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (status != cudaSuccess) return status;
   }
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = overlaps && MayOverlap(kernel) ? 1 : 0;
+  config.attrs = attributes;
+  if (overlaps && MayOverlap(kernel)) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// As LaunchClusters, without clusters.
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, bool overlaps,
+                       void (*kernel)(Parameters...), const Arguments&... arguments) {
+  return LaunchClusters(stream, grid, 1, threads, shared_bytes, overlaps, kernel, arguments...);
 }
 
 // Fills `bytes` bytes with zeros, which are 0.0 in each floating-point type here.

@@ -1,7 +1,8 @@
 """Notes on which kernels a CUDA record of 16-bit engines runs, as ``ffi/cuda`` chooses them.
 
-A record has three kinds of kernels: the engines, a kernel for layers with few slots that needs no
-sorting, and plain kernels for everything that the engines do not accept. A slot is a pair of a
+A record has four kinds of kernels: the engines, a kernel for layers with few slots that needs no
+sorting, a kernel for linear layers with few rows, and plain kernels for everything that the engines
+do not accept. A slot is a pair of a
 token and one of its experts.
 """
 
@@ -16,6 +17,11 @@ _MAX_WEIGHTS = 64 << 20  # the most weights that the slots of a layer read in bo
 _MAX_ROWS_BYTES = 90 << 10
 _STATIC_BYTES = 13 << 10
 _K_TILE, _ROW_PADDING = 64, 16
+# Limits of the kernel for linear layers with few rows (ffi/cuda/gemm/linear_few.cu). Since 9.0,
+# eight thread blocks share the rows, and memory holds 16, 32 or 64 rows if there are more than
+# eight.
+_CLUSTER_BLOCKS, _CLUSTER_ROWS = 8, (64, 32, 16)
+_ROWS_WITHOUT_CLUSTERS = 8
 _FEW_SCHEMES = frozenset({Scheme.W4A16, Scheme.W4A4, Scheme.W4A4_UNIT_SCALE})
 
 
@@ -52,8 +58,34 @@ def _few_tokens(problem: Problem, gate_up_rows: int) -> tuple[int, int]:
     return next(fits, 0), most
 
 
+def linear_few_rows(problem: Problem) -> int:
+    """Return up to how many rows a linear layer in W4A16 runs in the kernel for few rows."""
+    target = problem.target
+    clusters = (target.compute_capability or (0, 0)) >= (9, 0)
+    tiles = -(-problem.hidden // _K_TILE)
+    parts = -(-tiles // _CLUSTER_BLOCKS) if clusters else tiles
+    fits = target.shared_bytes // (2 * _K_TILE * parts + _ROW_PADDING)
+    if not clusters:
+        return min(fits, _ROWS_WITHOUT_CLUSTERS)
+    return next((rows for rows in _CLUSTER_ROWS if rows <= fits), min(fits, 8))
+
+
+def _note_linear(problem: Problem) -> tuple[str, ...]:
+    """Return the note on the kernel for few rows, if the problem can be a linear layer in W4A16."""
+    if problem.scheme is not Scheme.W4A16 or problem.num_experts != 1:
+        return ()
+    rows = linear_few_rows(problem)
+    if rows < 1:
+        return ()
+    return (f"a linear layer with up to {rows} rows runs in one kernel, without a workspace",)
+
+
 def note_engines(problem: Problem) -> tuple[str, ...]:
-    """Return notes that say when plain kernels run, and up to how many tokens need no sorting."""
+    """Return notes on which kernels run.
+
+    They say when plain kernels run, up to how many tokens need no sorting, and up to how many rows
+    a linear layer has a kernel of its own.
+    """
     extent = max(problem.hidden, problem.intermediate)
     if problem.dtype == "float32":
         return ("float32 runs the plain kernels; the fast ones need bfloat16 or float16",)
@@ -62,6 +94,8 @@ def note_engines(problem: Problem) -> tuple[str, ...]:
             f"the plain kernels run, because the fast ones accept matrices of up to "
             f"{ENGINE_MAX_EXTENT} rows and columns, got {extent}",
         )
+    if problem.op == "grouped_gemm":
+        return _note_linear(problem)
     if problem.op != "moe_mlp" or problem.scheme not in _FEW_SCHEMES or problem.top_k < 1:
         return ()
     gated = problem.activation is None or ACTIVATIONS[problem.activation].gated

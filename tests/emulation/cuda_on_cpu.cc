@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kStackBytes = 128 << 10;
 constexpr int kIdleRounds = 1000;  // so many rounds without progress are a deadlock
 
-enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone };
+enum class State { kReady, kAtClusterBarrier, kAtBlockBarrier, kAtWarpBarrier, kDone };
 
 struct Fiber {
   ucontext_t context;  // where it starts
@@ -28,7 +28,7 @@ std::vector<char> stacks;
 const std::function<void()>* kernel;
 
 [[gnu::noinline]] void Switch(State state) {
-  Fiber& self = fibers[thread];
+  Fiber& self = fibers[rank * block_threads + thread];
   self.state = state;
   if (_setjmp(self.place) == 0) _longjmp(scheduler, 1);
 }
@@ -68,19 +68,27 @@ void Open(State state, int begin, int end) {
   }
 }
 
-void RunBlock(int threads, bool backwards) {
+// Runs the blocks of a cluster, of which `first` is the first.
+void RunCluster(unsigned first, int cluster, bool backwards) {
+  const int block_size = static_cast<int>(block_threads), threads = cluster * block_size;
   Start(threads);
   int idle = 0;
   for (int done = 0; done < threads;) {
     const long before = progress;
     for (int i = 0; i < threads; ++i) {
-      thread = backwards ? threads - 1 - i : i;
-      if (fibers[thread].state == State::kReady) Resume(fibers[thread]);
+      const int fiber = backwards ? threads - 1 - i : i;
+      rank = fiber / block_size;
+      thread = fiber % block_size;
+      block = first + rank;
+      if (fibers[fiber].state == State::kReady) Resume(fibers[fiber]);
     }
     for (int warp = 0; warp < threads; warp += kWarp) {
       Open(State::kAtWarpBarrier, warp, std::min(warp + kWarp, threads));
     }
-    Open(State::kAtBlockBarrier, 0, threads);
+    for (int begin = 0; begin < threads; begin += block_size) {
+      Open(State::kAtBlockBarrier, begin, begin + block_size);
+    }
+    Open(State::kAtClusterBarrier, 0, threads);
     done = 0;
     for (int i = 0; i < threads; ++i) done += fibers[i].state == State::kDone;
     idle = progress == before ? idle + 1 : 0;
@@ -90,15 +98,20 @@ void RunBlock(int threads, bool backwards) {
 
 }  // namespace
 
-unsigned thread, block;
+unsigned thread, block, rank;
+unsigned block_threads;
 dim3 grid;
 uint64_t words[kMaxWarps][kWarp][kWords];
 Fragments fragments[kMaxWarps];
 long progress;
-uint8_t dynamic[1 << 18] __attribute__((aligned(1024)));
+uint8_t dynamic_of_all[8 * kDynamicRoom] __attribute__((aligned(1024)));
 int dynamic_bytes;
 bool backwards;
 
+void SyncCluster() {
+  ++progress;
+  Switch(State::kAtClusterBarrier);
+}
 void SyncBlock() {
   ++progress;
   Switch(State::kAtBlockBarrier);
@@ -109,16 +122,22 @@ void SyncWarp() {
 }
 void Yield() { Switch(State::kReady); }
 
-void Run(dim3 blocks, int threads, const std::function<void()>& body) {
+void Run(dim3 blocks, int threads, const std::function<void()>& body, int cluster) {
+  if (blocks.x % cluster != 0) Fail("a grid that is not a multiple of the cluster");
   const unsigned rounding = _mm_getcsr();
   _mm_setcsr(rounding & ~0x8040u);  // keeps subnormals, as a device does
   kernel = &body;
   grid = blocks;
-  if (fibers.size() < static_cast<size_t>(threads)) {
-    fibers.resize(threads);
-    stacks.resize(threads * kStackBytes);
+  block_threads = threads;
+  const size_t needed = static_cast<size_t>(cluster) * threads;
+  if (fibers.size() < needed) {
+    fibers.resize(needed);
+    stacks.resize(needed * kStackBytes);
   }
-  for (block = blocks.x; block-- > 0;) RunBlock(threads, backwards);
+  for (unsigned first = blocks.x; first > 0;) {
+    first -= cluster;
+    RunCluster(first, cluster, backwards);
+  }
   _mm_setcsr(rounding);
 }
 

@@ -1,8 +1,9 @@
 // Just enough of CUDA to run the engines' kernels on a CPU, one block of threads at a time.
 //
 // Each thread of a block is a fiber that runs until it has to wait for others. Blocks run from the
-// last to the first, because a block only ever waits for later ones. Shared memory is static and
-// starts as garbage. A kernel that violates a rule of the real instructions (alignment, bounds,
+// last to the first, because a block only ever waits for later ones. The blocks of a cluster run at
+// once. Shared memory is static and starts as garbage; in a cluster, only dynamic shared memory is
+// that of a block. A kernel that violates a rule of the real instructions (alignment, bounds,
 // arrivals at a barrier) ends the process with a message.
 #pragma once
 
@@ -36,7 +37,7 @@
 namespace emulation {
 
 constexpr int kWarp = 32;
-constexpr int kMaxWarps = 32;
+constexpr int kMaxWarps = 64;  // of all blocks of a cluster
 constexpr int kWords = 8;
 
 [[noreturn]] inline void Fail(const char* what) {
@@ -44,13 +45,15 @@ constexpr int kWords = 8;
   std::abort();
 }
 
-// The thread and the block that run now.
-extern unsigned thread, block;
+// The thread and the block that run now, and the number of the block in its cluster.
+extern unsigned thread, block, rank;
+extern unsigned block_threads;
 extern dim3 grid;
 inline unsigned Thread() { return thread; }
 inline unsigned Block() { return block; }
 inline unsigned Blocks() { return grid.x; }
 
+void SyncCluster();
 void SyncBlock();
 void SyncWarp();
 // Lets the other threads run. `progress` counts events that may end a thread's wait.
@@ -66,15 +69,18 @@ struct Fragments {
 };
 extern Fragments fragments[kMaxWarps];
 
-void Run(dim3 grid, int threads, const std::function<void()>& kernel);
+void Run(dim3 grid, int threads, const std::function<void()>& kernel, int cluster = 1);
 
-// The dynamic shared memory of the kernel that runs now.
-extern uint8_t dynamic[];
+// The dynamic shared memory of the kernel that runs now, and that of each block of a cluster.
+constexpr size_t kDynamicRoom = 1 << 18;
+extern uint8_t dynamic_of_all[];
 extern int dynamic_bytes;
+inline uint8_t* DynamicOf(unsigned rank) { return dynamic_of_all + rank * kDynamicRoom; }
+inline uint8_t* Dynamic() { return DynamicOf(rank); }
 
-// The lane and the warp of the calling thread.
+// The lane of the calling thread, and its warp in the cluster.
 inline unsigned Lane() { return Thread() % kWarp; }
-inline unsigned Warp() { return Thread() / kWarp; }
+inline unsigned Warp() { return (rank * block_threads + Thread()) / kWarp; }
 
 template <typename T>
 T Exchange(T value, unsigned lane) {

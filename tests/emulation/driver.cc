@@ -3,6 +3,7 @@
 
 #include "cuda/attention/attention.cuh"
 #include "cuda/gemm/fp4_groups.cuh"
+#include "cuda/gemm/linear_few.cuh"
 #include "cuda/instructions/fp4_mma.cuh"
 #include "cuda/launch.h"
 
@@ -14,6 +15,7 @@ namespace nvfp4 {
 int multiprocessors = 1;
 int block_shared_bytes = 0;
 int largest_shared_bytes = 0;
+int largest_cluster = 0;
 }  // namespace nvfp4
 
 using namespace nvfp4;
@@ -71,11 +73,15 @@ void configure(int count, int shared_bytes, int backwards) {
   multiprocessors = count;
   block_shared_bytes = shared_bytes;
   largest_shared_bytes = 0;
+  largest_cluster = 0;
   emulation::backwards = backwards != 0;
 }
 
 // Returns the most dynamic shared memory of a launch since `configure`.
 int largest_dynamic_bytes() { return largest_shared_bytes; }
+
+// Returns the most blocks of a cluster since `configure`.
+int largest_cluster_blocks() { return largest_cluster; }
 
 int64_t few_slots_shared_bytes(int64_t slots, int64_t slots_per_row, int64_t k, int rounds) {
   return FewSlotsSharedBytes(slots, slots_per_row, k, rounds != 0);
@@ -118,6 +124,10 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activa
                                       static_cast<const int32_t*>(operands[6]), operands[7],
                                       operands[8]};
   return FunctionsOf(engine).product(nullptr, call, buffers);
+}
+
+void cut_linear_few(int64_t rows, int64_t n, int64_t k, int clusters, LinearFewCut* cut) {
+  *cut = CutLinearFew(rows, n, k, clusters != 0);
 }
 
 // Computes one FP4 MMA. The operands are a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums

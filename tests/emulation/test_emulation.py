@@ -51,6 +51,7 @@ class TestProduct(EmulatedProducts, ProductSuite):
     numbers = axis("bf16-none", "f16-static", "f16-token")
     case_numbers = axis("bf16-none", "f16-static", "f16-token")
     block_numbers = axis("bf16-none")
+    planned_case = axis("one_group", "many_rows_of_one_group", "no_rows_of_one_group")
     exact_dtype = axis("bf16", "f16")
 
 

@@ -24,6 +24,7 @@ PTX = {"sm_80"}
 SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
 HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
+LINEAR_KERNELS = 12  # instances of LinearFew: six of slabs, rows and depth, two dtypes
 AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
 ATTENTION_KERNELS = 22  # instances of AttentionSm80: eleven forms of tiles, two dtypes
 # Sizes of AttentionSm90 -> its wgmmas, and the exponentials of one tile of keys in a thread. A tile
@@ -234,6 +235,32 @@ def test_hopper_attention_computes_the_softmax_beside_products(listing, sizes):
         assert len(waits) == 4, f"{name}: one for the first tile, two in the loop, one for the last"
         beside = instructions[waits[1] : waits[2]]
         assert beside.count("MUFU.EX2") >= exponentials, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_linear_of_few_rows_loads_all_weights_before_it_multiplies(listing, arch):
+    """A warp requests its first weight tiles one after the other, and only then waits for x.
+
+    Each weight tile takes a load of 16 bytes for the codes and one of 8 bytes for the scales.
+    """
+    linear = kernels(listing, arch, "LinearFew")
+    assert len(linear) == LINEAR_KERNELS
+    for name, instructions in linear.items():
+        depth = int(re.search(r"Li\d+ELi\d+ELi(\d+)E", name)[1])
+        copies = next(i for i, op in enumerate(instructions) if op.startswith("LDGSTS"))
+        before = [op for op in instructions[:copies] if op.startswith("LDG.")]
+        for width in ("128", "64"):
+            assert sum(op.endswith(f".{width}") for op in before) == depth, name
+        assert not any(op.startswith("HMMA") for op in instructions[:copies]), name
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120f"])
+def test_linear_of_few_rows_waits_for_the_preceding_kernel(code, arch):
+    """The kernel prefetches weights before it waits, and lets the next kernel start."""
+    for name, count in kernels(code, arch, "LinearFew").items():
+        assert count["ACQBULK"] >= 1, name
+        assert count["PREEXIT"] == 1, name
+        assert count["CCTL"] >= 1, name
 
 
 @pytest.mark.cutlass

@@ -44,6 +44,8 @@ ROUTERS = (
     (70, 512, Router(32, score="sqrt_softplus", num_groups=8, groups_kept=4)),
     (6, 1024, Router(32, num_groups=1024, groups_kept=40)),
 )
+# rows, n, k of linear layers
+LINEARS = ((1, 77, 80), (1, 24, 4176), (4, 16, 16), (5, 77, 1040), (16, 40, 592), (64, 77, 1040))
 OPTIONS = (
     Options(),
     Options(activation="swigluoai", limit=7.0, activation_scale="static"),
@@ -86,6 +88,30 @@ def run_product(dtype, mode, suffix="w4a16_sm90"):
     )
     y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), mode, suffix)
     check(f"product {suffix} {np.dtype(dtype)} {mode}", y)
+
+
+def run_linear(sizes, dtype, suffix):
+    """Run a linear layer with few rows. Its kernel may divide k between blocks of a cluster."""
+    rows, n, k = sizes
+    rng = np.random.default_rng(4)
+    operands = (
+        rng.normal(0, 1, (rows, k)).astype(dtype),
+        *float64_layer.random_weight(rng, 1, n, k),
+        rng.uniform(0.5, 1, (1, n)).astype(np.float32),
+        np.full(1, 1 / 400, np.float32),
+        rng.normal(0, 1, (1, n)).astype(np.float32),
+        np.zeros(0, np.int32),
+    )
+    y = cuda_calls.grouped_gemm(*map(jnp.asarray, operands), "none", suffix)
+    check(f"linear {suffix} {sizes} {np.dtype(dtype)}", y)
+
+
+def run_linears():
+    """Run linear layers that take each form of the kernel for few rows."""
+    for sizes in LINEARS:
+        for dtype in (ml_dtypes.bfloat16, np.float16):
+            for suffix in cuda_calls.MOE_TARGETS:
+                run_linear(sizes, dtype, suffix)
 
 
 def run_quantizer(dtype, scale_layout):
@@ -154,6 +180,7 @@ def main():
         run_product(dtype, "static")
         run_quantizer(dtype, "linear")
         run_quantizer(dtype, "swizzle_128x4")
+    run_linears()
     for case in ROUTERS:
         run_router(*case)
     run_attention()

@@ -141,6 +141,14 @@ class _AttentionShape(ctypes.Structure):
     _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("b", "t", "n", "m", "s", "d", "dv")]
 
 
+class LinearFewCut(ctypes.Structure):
+    """How the kernel for linear layers with few rows cuts a layer (linear_few.cuh)."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_int32) for name in ("slabs", "ranks_log2", "rank_tiles", "shared_bytes")
+    ]
+
+
 class _Activation(ctypes.Structure):
     _fields_: ClassVar = [
         ("kind", ctypes.c_int),
@@ -274,6 +282,16 @@ def grouped_gemm(library, engine, operands, mode, multiprocessors):
     operands = [_array(a) for a in (x, *weights, sizes if sizes.size else None)]
     y = np.empty((m, n), x.dtype)
     return _run(library, call, operands, [y], size, multiprocessors)[0]
+
+
+def cut_linear_few(
+    library, rows, n, k, multiprocessors, *, clusters=True, shared_bytes=HOPPER_SHARED_BYTES
+) -> LinearFewCut:
+    """Return how the kernel for few rows cuts a linear layer. shared_bytes is 0 if it does not."""
+    library.configure(multiprocessors, shared_bytes, 0)
+    cut, sizes = LinearFewCut(), [ctypes.c_int64(size) for size in (rows, n, k)]
+    library.cut_linear_few(*sizes, int(clusters), ctypes.byref(cut))
+    return cut
 
 
 def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):

@@ -2,7 +2,7 @@
 //
 // Shared memory is named by its 32-bit address. The full and the empty barrier of a pipeline stage
 // are mbarriers. The caller tracks the phase of a barrier as one bit. Source: PTX ISA 9.0,
-// "mbarrier", "cp.async.bulk", "wgmma", "stmatrix", "griddepcontrol".
+// "mbarrier", "cp.async.bulk", "wgmma", "stmatrix", "griddepcontrol", "barrier.cluster", "mapa".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -90,6 +90,11 @@ __device__ __forceinline__ void PrefetchL2(const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
+// Prefetches the line of 128 bytes that has this address into the L2 cache.
+__device__ __forceinline__ void PrefetchLine(const void* source) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
+}
+
 // Makes the shared memory that this thread can see visible to the tensor cores.
 __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -104,6 +109,31 @@ __device__ __forceinline__ void WaitForPrecedingKernel() {
 // themselves.
 __device__ __forceinline__ void StartNextKernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits for all threads of all blocks of the cluster. What they wrote to shared memory is then
+// visible in the whole cluster.
+__device__ __forceinline__ void SyncCluster() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// Loads from the shared memory of block `rank` of the cluster, at the place of `address` in this
+// block's own.
+__device__ __forceinline__ float4 LoadPeer16(uint32_t address, uint32_t rank) {
+  float4 values;
+  asm volatile(
+      "{\n"
+      ".reg .u32 peer;\n"
+      "mapa.shared::cluster.u32 peer, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [peer];\n"
+      "}"
+      : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return values;
 }
 
 template <int kRegisters>

@@ -8,6 +8,9 @@
 //               rows: then the host plans the GEMM                          group_rows.cu
 //   round       in W4A4: rounds x                                           quantize.cu
 //   GEMM        W, bias -> y; may start before the launch before it ends    expert_gemm_sm*.cu
+//
+// In W4A16, a linear layer with few rows is one launch of linear_few.cu.
+#include "cuda/gemm/linear_few.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
 #include "cuda/layers/round_rows.cuh"
@@ -51,6 +54,35 @@ cudaError_t LaunchChunk(cudaStream_t stream, const GroupedGemmCall& call,
   return plan.launch(stream, gemm);
 }
 
+// Whether the kernel for few rows can form clusters. The target for sm_80 also runs on newer
+// devices, some of which have only the code for sm_80.
+bool HasClusters(const GroupedGemmCall& call) {
+  return call.engine == EngineKind::kSm90 ||
+         (ComputeCapabilityMajor() >= 9 && LinearFewHasClusters());
+}
+
+// Returns how linear_few.cu runs a call. If it cannot, the cut does not fit.
+LinearFewCut CutCall(const GroupedGemmCall& call, const GroupedGemmBuffers& buffers) {
+  const bool linear = buffers.group_sizes == nullptr && call.shape.e == 1;
+  if (!linear || call.activation_scale != ActivationScale::kNone || call.shape.m > kFewRows) {
+    return {};
+  }
+  return CutLinearFew(call.shape.m, call.shape.n, call.shape.k, HasClusters(call));
+}
+
+cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
+                      const GroupedGemmBuffers& buffers, const LinearFewCut& cut) {
+  ExpertGemm gemm = {};
+  gemm.type = call.type;
+  gemm.left = {buffers.x, nullptr, 1, nullptr, nullptr};
+  gemm.weight = buffers.weight;
+  gemm.bias_rows = gemm.columns = static_cast<int32_t>(call.shape.n);
+  gemm.parts = static_cast<int32_t>(call.shape.parts);
+  gemm.k = static_cast<int32_t>(call.shape.k);
+  gemm.output = {buffers.y, call.type, nullptr};
+  return LaunchLinearFew(stream, gemm, call.shape.m, cut);
+}
+
 }  // namespace
 
 int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape) {
@@ -60,6 +92,8 @@ int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape) {
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers) {
   if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
+  const LinearFewCut cut = CutCall(call, buffers);
+  if (cut.fits()) return LaunchFew(stream, call, buffers, cut);
   const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
   return ForRowChunks(call, buffers, [&](const RowChunk& chunk) {
     return LaunchChunk(stream, call, buffers, workspace, chunk);

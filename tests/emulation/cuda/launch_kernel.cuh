@@ -16,8 +16,14 @@ inline int MultiprocessorCount() { return multiprocessors; }
 inline int ComputeCapabilityMajor() { return 0; }
 extern int block_shared_bytes;    // the limit of the emulated device
 extern int largest_shared_bytes;  // most dynamic bytes of a launch since `configure`
+extern int largest_cluster;       // most blocks of a cluster since then
 inline int BlockSharedBytes() { return block_shared_bytes; }
 inline int MultiprocessorSharedBytes() { return block_shared_bytes + 1024; }
+
+template <typename... Parameters>
+bool MayOverlap(void (*)(Parameters...)) {
+  return true;
+}
 
 template <typename... Parameters>
 bool HasCode(void (*)(Parameters...)) {
@@ -25,14 +31,23 @@ bool HasCode(void (*)(Parameters...)) {
 }
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t LaunchWide(cudaStream_t, dim3 grid, int threads, int shared_bytes, bool,
-                       void (*kernel)(Parameters...), const Arguments&... arguments) {
+cudaError_t LaunchClusters(cudaStream_t, dim3 grid, int cluster, int threads, int shared_bytes,
+                           bool, void (*kernel)(Parameters...), const Arguments&... arguments) {
   if (shared_bytes > block_shared_bytes) return cudaErrorInvalidValue;
   largest_shared_bytes = std::max(largest_shared_bytes, shared_bytes);
+  largest_cluster = std::max(largest_cluster, cluster);
   emulation::dynamic_bytes = shared_bytes;
-  std::memset(emulation::dynamic, 0xff, shared_bytes);
-  emulation::Run(grid, threads, [&] { kernel(arguments...); });
+  for (int rank = 0; rank < cluster; ++rank) {
+    std::memset(emulation::DynamicOf(rank), 0xff, shared_bytes);
+  }
+  emulation::Run(grid, threads, [&] { kernel(arguments...); }, cluster);
   return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, bool overlaps,
+                       void (*kernel)(Parameters...), const Arguments&... arguments) {
+  return LaunchClusters(stream, grid, 1, threads, shared_bytes, overlaps, kernel, arguments...);
 }
 
 template <typename... Parameters, typename... Arguments>
@@ -48,7 +63,7 @@ inline cudaError_t LaunchZeros(cudaStream_t, void* values, int64_t bytes) {
 
 }  // namespace nvfp4
 
-#define NVFP4_DYNAMIC_SHARED(name) uint8_t* const name = emulation::dynamic
+#define NVFP4_DYNAMIC_SHARED(name) uint8_t* const name = emulation::Dynamic()
 
 #define NVFP4_RETURN_IF_CUDA_ERROR(expression)            \
   do {                                                    \

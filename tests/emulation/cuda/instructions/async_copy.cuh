@@ -10,7 +10,7 @@ namespace nvfp4 {
 constexpr uint32_t kElsewhere = 1u << 30;
 
 inline uint32_t SharedAddress(const void* pointer) {
-  const int64_t offset = static_cast<const uint8_t*>(pointer) - emulation::dynamic;
+  const int64_t offset = static_cast<const uint8_t*>(pointer) - emulation::Dynamic();
   const bool inside = offset >= 0 && offset <= emulation::dynamic_bytes;
   return static_cast<uint32_t>(inside ? offset : kElsewhere + offset);
 }
@@ -21,7 +21,7 @@ inline uint8_t* At(uint32_t address, uint32_t bytes) {
     emulation::Fail("an address outside of shared memory");
   }
   if (address % std::min(bytes, 16u) != 0) emulation::Fail("an address that is not aligned");
-  return emulation::dynamic + address;
+  return emulation::Dynamic() + address;
 }
 
 inline void CopySome(uint32_t target, const void* source, int bytes, uint32_t size) {

@@ -81,6 +81,14 @@ inline void StoreMatrices(uint32_t row, uint32_t first, uint32_t second) {
 }
 
 inline void PrefetchL2(const void*, uint32_t) {}
+inline void PrefetchLine(const void*) {}
+inline void SyncCluster() { emulation::SyncCluster(); }
+inline float4 LoadPeer16(uint32_t address, uint32_t rank) {
+  float4 values;
+  const int64_t offset = At(address, 16) - emulation::Dynamic();
+  std::memcpy(&values, emulation::DynamicOf(rank) + offset, 16);
+  return values;
+}
 inline void FenceAsyncProxy() {}
 inline void WaitForPrecedingKernel() {}
 inline void StartNextKernel() {}

@@ -33,6 +33,10 @@ void ShowA(const uint32_t (&a)[4]) {
 inline void LoadMatrices(const void* row, uint32_t (&words)[4]) {
   using namespace emulation;
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0) Fail("ldmatrix is not aligned");
+  const int64_t offset = static_cast<const uint8_t*>(row) - Dynamic();
+  if (offset + 16 > dynamic_bytes && offset < static_cast<int64_t>(kDynamicRoom)) {
+    Fail("ldmatrix past the end of shared memory");
+  }
   WordsOf(Warp(), Lane())[0] = reinterpret_cast<uint64_t>(row);
   SyncWarp();
   for (unsigned i = 0; i < 4; ++i) {

@@ -1,0 +1,362 @@
+// Computes y[r] = W @ x[r] * global_scale + bias for at most kFewRows rows, in bf16 and f16, in one
+// launch. It is a linear layer in W4A16. Nothing is planned or cleared beforehand.
+//
+// An output tile has one or four slabs of 16 weight rows, and all rows of x. The eight warps of a
+// block form teams, and k is divided between them. There are two forms:
+//
+//   slabs  teams of a block  k is divided between                 rows
+//   1      8 of one warp     the teams                            1 to 4; 1 to 8 without clusters
+//   4      2 of four warps   the blocks of a cluster, the teams   up to 64, from 9.0 on
+//
+// The first form has four times as many output tiles, so that a small layer occupies all
+// multiprocessors. But each output tile reads all of x from the L2 cache. With several rows, that
+// costs more than the weights. The second form reads x a quarter as often, and clusters along k
+// give each multiprocessor work.
+//
+// A warp has one slab. It loads weights from memory to registers, kDepth weight tiles ahead. All
+// blocks together have the weights of a small layer in flight at once. The block's part of x is in
+// shared memory. Partial sums are added in the order of the teams, then in that of the blocks of a
+// cluster. The bits of a row therefore depend on the other rows of a call only where their number
+// changes the form.
+//
+// The kernel may start before the preceding one ends. If that kernel may have written the weights,
+// this one only prefetches them into the L2 cache before it waits.
+//
+// Bottleneck: latency of memory, then reading weights; with many rows, reading x.
+//
+// Needs: sm_80. Tests: tests/gpu/test_linear_few.py, tests/emulation/test_linear_few.py.
+#include "cuda/gemm/linear_few.cuh"
+
+#include <algorithm>
+
+#include "cuda/epilogues/direct_store.cuh"
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/instructions/mma.cuh"
+#include "cuda/launch_kernel.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTileSlabs = 4;  // slabs of a weight tile
+constexpr int kPadding = 16;   // bytes between rows in shared memory, against bank conflicts
+constexpr int kSlabCodeBytes = kTileCodeBytes / kTileSlabs;
+constexpr int kSlabScaleBytes = kTileScaleBytes / kTileSlabs;
+
+struct Packed {
+  uint4 codes;
+  uint2 scales;
+};
+
+// The weights of a warp that it has not loaded yet: those of its slab in every kTeams-th weight
+// tile of its block. They are numbered from 0 on.
+template <int kTeams>
+struct SlabWeights {
+  const uint8_t* codes;  // of this lane
+  const uint8_t* scales;
+  int32_t left;  // weight tiles; negative after an advance past the end
+
+  // Loads a weight tile. Past the end, it returns zeros.
+  __device__ __forceinline__ Packed Load(int item) const {
+    Packed packed = {make_uint4(0, 0, 0, 0), make_uint2(0, 0)};
+    if (item < left) {
+      packed.codes = __ldcs(reinterpret_cast<const uint4*>(codes + item * kTeams * kTileCodeBytes));
+      packed.scales =
+          __ldcs(reinterpret_cast<const uint2*>(scales + item * kTeams * kTileScaleBytes));
+    }
+    return packed;
+  }
+
+  __device__ __forceinline__ void Advance(int items) {
+    codes += items * kTeams * kTileCodeBytes;
+    scales += items * kTeams * kTileScaleBytes;
+    left -= items;
+  }
+
+  // Prefetches the first kItems weight tiles into the L2 cache. Four lanes name the lines of 128
+  // bytes of one weight tile.
+  template <int kItems>
+  __device__ __forceinline__ void Prefetch() const {
+    const int lane = static_cast<int>(threadIdx.x % 32), item = lane / 4;
+    const uint8_t* line = codes - lane * 16 + lane % 4 * 128;
+    if (item < min(kItems, left)) PrefetchLine(line + item * kTeams * kTileCodeBytes);
+    if (lane < min(kItems, left)) PrefetchLine(scales - item * 8 + lane * kTeams * kTileScaleBytes);
+  }
+};
+
+// Starts the copies of the block's part of x to shared memory, `stride` bytes between rows, with
+// zeros past k. Eight lanes copy 64 of k of a row.
+__device__ __forceinline__ void BringRows(const ExpertGemm& p, int rows, int first_tile, int tiles,
+                                          int stride, uint8_t* shared) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const uint32_t target = SharedAddress(shared);
+  const auto* x = static_cast<const uint16_t*>(p.left.values);
+  for (int tile = static_cast<int>(threadIdx.x / 32); tile < tiles; tile += kWarps) {
+    const int k = (first_tile + tile) * kTileK + lane % 8 * 8;
+    const bool inside = k < p.k;
+    for (int row = lane / 8; row < rows; row += 4) {
+      CopyOrZero(target + row * stride + (tile * 8 + lane % 8) * 16,
+                 x + static_cast<int64_t>(row) * p.k + (inside ? k : 0), inside ? 16 : 0);
+    }
+  }
+  CommitCopies();
+}
+
+// The sums of a warp: those of eight rows of x are a fragment. An MMA waits for the preceding one
+// on the same fragment. A single fragment therefore has two chains of MMAs.
+template <int kEights>
+struct SlabSums {
+  static constexpr int kChains = kEights == 1 ? 2 : 1;
+  float sums[kChains][kEights][4] = {};
+
+  __device__ __forceinline__ float4 Sum(int eight) const {
+    float total[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      total[i] = sums[0][eight][i];
+      if constexpr (kChains == 2) total[i] += sums[1][eight][i];
+    }
+    return make_float4(total[0], total[1], total[2], total[3]);
+  }
+};
+
+// sums += W @ x for one slab of a weight tile. Lane l gives the address of row l % 8 of the first
+// eight rows at k 8 (l / 8). The next eight rows are `eight_bytes` behind.
+template <typename T, int kEights>
+__device__ __forceinline__ void MultiplySlab(const Packed& packed, const uint8_t* rows,
+                                             int eight_bytes, const TileConstants& constants,
+                                             SlabSums<kEights>& slab) {
+  constexpr int kLast = SlabSums<kEights>::kChains - 1;
+  const uint32_t words[4] = {packed.codes.x, packed.codes.y, packed.codes.z, packed.codes.w};
+  const uint32_t scales[2] = {packed.scales.x, packed.scales.y};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t even[4], odd[4];
+    UnpackPair<T>(words[2 * half], words[2 * half + 1], scales[half], constants, even, odd);
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
+      uint32_t b[4];
+      LoadMatrices(rows + eight * eight_bytes + 64 * half, b);
+      MultiplyAdd<T>(slab.sums[0][eight], even, b[0], b[1]);
+      MultiplyAdd<T>(slab.sums[kLast][eight], odd, b[2], b[3]);
+    }
+  }
+}
+
+__device__ __forceinline__ void Add(float4& total, const float4& more) {
+  total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+}
+
+// The partial sums of a block in shared memory: a fragment for each team, each eight rows of x, and
+// each warp of the team.
+template <int kSlabs, int kEights>
+struct BlockPartials {
+  static constexpr int kTeams = kWarps / kSlabs;
+  float4* begin;
+  int thread;  // in its team
+
+  __device__ __forceinline__ float4* At(int team, int eight) const {
+    return begin + (team * kEights + eight) * kSlabs * 32 + thread;
+  }
+
+  // Returns the sum over the teams.
+  __device__ __forceinline__ float4 Total(int eight) const {
+    float4 total = *At(0, eight);
+#pragma unroll
+    for (int team = 1; team < kTeams; ++team) Add(total, *At(team, eight));
+    return total;
+  }
+};
+
+// The arguments of the kernel besides the GEMM.
+struct FewRows {
+  int32_t rows;
+  int32_t ranks_log2;
+  int32_t rank_tiles;
+};
+
+// Adds the sums of the blocks of a cluster, which are partials.At(0, eight), and calls
+// finish(eight, sums) for the part of the output tile that this block finishes.
+template <typename Partials, typename Function>
+__device__ __forceinline__ void FinishInCluster(const Partials& partials, const FewRows& few,
+                                                int rank, int team, const Function& finish) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  SyncCluster();
+  const int ranks = 1 << few.ranks_log2, step = ranks * Partials::kTeams;
+  for (int eight = rank * Partials::kTeams + team; 8 * eight < few.rows; eight += step) {
+    const uint32_t address = SharedAddress(partials.At(0, eight));
+    float4 total = LoadPeer16(address, 0);
+#pragma unroll 4
+    for (int peer = 1; peer < ranks; ++peer) Add(total, LoadPeer16(address, peer));
+    finish(eight, total);
+  }
+  SyncCluster();  // until then, other blocks may read the shared memory of this one
+#endif
+}
+
+// The kernel for up to 8 * kEights rows. Each warp has kDepth weight tiles in flight.
+template <typename T, int kSlabs, int kEights, int kDepth>
+__global__ void __launch_bounds__(kThreads, kEights <= 2 && kDepth <= 4 ? 3 : 2)
+    LinearFew(const __grid_constant__ ExpertGemm p, const FewRows few,
+              const TileConstants constants) {
+  constexpr int kTeams = kWarps / kSlabs;
+  NVFP4_DYNAMIC_SHARED(shared);
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int team = warp / kSlabs, rank = static_cast<int>(blockIdx.x) & ((1 << few.ranks_log2) - 1);
+  const int unit = static_cast<int>(blockIdx.x >> few.ranks_log2);
+  const int m_tile = kSlabs == 1 ? unit / kTileSlabs : unit;
+  const int slab = kSlabs == 1 ? unit % kTileSlabs : warp % kSlabs;
+  const int k_tiles = (p.k + kTileK - 1) / kTileK, first_tile = rank * few.rank_tiles;
+  const int tiles = max(min(few.rank_tiles, k_tiles - first_tile), 0);
+  const int64_t tile = static_cast<int64_t>(m_tile) * k_tiles + first_tile;
+  SlabWeights<kTeams> weights = {
+      p.weight.packed + (tile + team) * kTileCodeBytes + slab * kSlabCodeBytes + lane * 16,
+      p.weight.block_scale + (tile + team) * kTileScaleBytes + slab * kSlabScaleBytes +
+          lane / 4 * 8,
+      (tiles - team + kTeams - 1) / kTeams};
+  Packed packed[kDepth];
+#if __CUDA_ARCH__ >= 900
+  if (!p.plan_is_older) {
+    weights.template Prefetch<kDepth>();
+    WaitForPrecedingKernel();
+  }
+#endif
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) packed[d] = weights.Load(d);
+#if __CUDA_ARCH__ >= 900
+  if (p.plan_is_older) WaitForPrecedingKernel();
+  StartNextKernel();
+#endif
+  const int stride = few.rank_tiles * kTileK * 2 + kPadding;
+  BringRows(p, few.rows, first_tile, tiles, stride, shared);
+  const LaneRows lane_rows = LoadLaneRows(p, 0, m_tile, slab);
+  WaitCopies<0>();
+  __syncthreads();
+
+  // The first eight rows past the last one are copies of it. Other rows past it are what memory
+  // holds. No output depends on either.
+  SlabSums<kEights> sums;
+  const uint8_t* rows =
+      shared + min(lane % 8, few.rows - 1) * stride + lane / 8 * 16 + team * kTileK * 2;
+  weights.Advance(kDepth);
+  while (weights.left > -kDepth) {
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      if (d == 0 || weights.left > d - kDepth) {
+        MultiplySlab<T>(packed[d], rows + d * kTeams * kTileK * 2, 8 * stride, constants, sums);
+      }
+      packed[d] = weights.Load(d);
+    }
+    rows += kDepth * kTeams * kTileK * 2;
+    weights.Advance(kDepth);
+  }
+  const BlockPartials<kSlabs, kEights> partials = {reinterpret_cast<float4*>(shared),
+                                                   static_cast<int>(threadIdx.x % (32 * kSlabs))};
+  __syncthreads();  // the partial sums take the place of x
+#pragma unroll
+  for (int eight = 0; eight < kEights; ++eight) *partials.At(team, eight) = sums.Sum(eight);
+  __syncthreads();
+
+  const RowTile row_tile = {0, 0, few.rows};
+  const TileStore<T> store = MakeTileStore<T>(p, row_tile, lane_rows, m_tile, slab);
+  const auto finish = [&](int eight, const float4& total) {
+    if (store.first >= p.columns) return;  // padding, for the whole warp
+    const OutputPairs pairs =
+        store.template Finished<Finish::kPlain>(8 * eight, total.x, total.y, total.z, total.w);
+    StoreRows(store, 8 * eight, 8 * eight + store.g, pairs);
+  };
+  const bool alone = kSlabs == 1 || few.ranks_log2 == 0;
+  for (int eight = team; 8 * eight < few.rows; eight += kTeams) {
+    const float4 total = partials.Total(eight);
+    if (alone) {
+      finish(eight, total);
+    } else {
+      *partials.At(0, eight) = total;
+    }
+  }
+  if (!alone) FinishInCluster(partials, few, rank, team, finish);
+}
+
+// The number of fragments for `rows` rows: kEights of the kernel.
+int64_t EightsOf(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8; }
+
+template <typename T, int kSlabs, int kEights, int kDepth>
+cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
+                        const LinearFewCut& cut) {
+  const FewRows few = {static_cast<int32_t>(rows), cut.ranks_log2, cut.rank_tiles};
+  const int64_t units = CeilDiv(gemm.columns, kSlabs * kTileM / kTileSlabs);
+  const dim3 grid(static_cast<unsigned>(units << cut.ranks_log2));
+  return LaunchClusters(stream, grid, 1 << cut.ranks_log2, kThreads, cut.shared_bytes,
+                        /*overlaps=*/true, LinearFew<T, kSlabs, kEights, kDepth>, gemm, few,
+                        MakeTileConstants<T>());
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
+                     const LinearFewCut& cut) {
+  if (cut.slabs == 1) {
+    return cut.rank_tiles <= 4 * kWarps ? LaunchTyped<T, 1, 1, 4>(stream, gemm, rows, cut)
+                                        : LaunchTyped<T, 1, 1, 8>(stream, gemm, rows, cut);
+  }
+  switch (EightsOf(rows)) {
+    case 1:
+      return LaunchTyped<T, 4, 1, 4>(stream, gemm, rows, cut);
+    case 2:
+      return LaunchTyped<T, 4, 2, 4>(stream, gemm, rows, cut);
+    case 4:
+      return LaunchTyped<T, 4, 4, 4>(stream, gemm, rows, cut);
+    default:
+      return LaunchTyped<T, 4, 8, 2>(stream, gemm, rows, cut);
+  }
+}
+
+// Returns the cut into output tiles of `slabs` slabs, with clusters of the given size.
+LinearFewCut MakeCut(int64_t rows, int64_t k_tiles, int32_t slabs, int32_t ranks_log2) {
+  const int64_t rank_tiles = CeilDiv(k_tiles, int64_t{1} << ranks_log2), eights = EightsOf(rows);
+  const int64_t x = (eights == 1 ? rows : 8 * eights) * (rank_tiles * kTileK * 2 + kPadding);
+  const int64_t bytes = std::max<int64_t>(x, kThreads * eights * sizeof(float4));
+  const bool fits = bytes <= BlockSharedBytes();
+  return {slabs, ranks_log2, static_cast<int32_t>(rank_tiles),
+          fits ? static_cast<int32_t>(bytes) : 0};
+}
+
+// Returns the cut with the largest clusters with which all blocks still run at once, about two and
+// a half on a multiprocessor, and each team has a weight tile. If x does not fit, clusters are
+// larger.
+LinearFewCut CutInClusters(int64_t rows, int64_t n, int64_t k_tiles) {
+  constexpr int32_t kMaxRanksLog2 = 3;  // every device with clusters has those of eight blocks
+  const int64_t most_blocks = 5 * MultiprocessorCount() / 2;
+  LinearFewCut cut = MakeCut(rows, k_tiles, kTileSlabs, 0);
+  for (int32_t ranks_log2 = 1; ranks_log2 <= kMaxRanksLog2; ++ranks_log2) {
+    const bool useful = CeilDiv(n, kTileM) << ranks_log2 <= most_blocks &&
+                        k_tiles >= int64_t{kWarps / kTileSlabs} << ranks_log2;
+    if (!useful && cut.fits()) break;
+    cut = MakeCut(rows, k_tiles, kTileSlabs, ranks_log2);
+  }
+  return cut;
+}
+
+}  // namespace
+
+bool LinearFewHasClusters() { return MayOverlap(LinearFew<__half, 4, 1, 4>); }
+
+LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters) {
+  constexpr int64_t kSlabRows = 4, kSlabRowsWithoutClusters = 8;
+  // With more slabs, four slabs for each output tile are enough to occupy the device.
+  const int64_t most_slabs = 4 * MultiprocessorCount();
+  const int64_t k_tiles = CeilDiv(k, kTileK);
+  if (rows > (clusters ? kFewRows : kSlabRowsWithoutClusters)) return {};
+  const LinearFewCut cut = MakeCut(rows, k_tiles, 1, 0);
+  const bool small = rows <= kSlabRows && CeilDiv(n, kTileM / kTileSlabs) <= most_slabs;
+  if (!clusters || (small && cut.fits())) return cut;
+  return CutInClusters(rows, n, k_tiles);
+}
+
+cudaError_t LaunchLinearFew(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
+                            const LinearFewCut& cut) {
+  return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, rows, cut)
+                                     : LaunchOf<__nv_bfloat16>(stream, gemm, rows, cut);
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,33 @@
+// A linear layer for at most kFewRows rows, in one kernel without a workspace.
+#pragma once
+
+#include "cuda/gemm/expert_gemm.cuh"
+
+namespace nvfp4 {
+
+constexpr int64_t kFewRows = 64;
+
+// How a linear layer is cut. A cluster of 2^ranks_log2 blocks computes an output tile, and a block
+// has up to `rank_tiles` of the weight tiles along k.
+struct LinearFewCut {
+  int32_t slabs;  // slabs of 16 weight rows of an output tile: 1 or 4
+  int32_t ranks_log2;
+  int32_t rank_tiles;
+  int32_t shared_bytes;  // dynamic shared memory of a block; 0 if the kernel does not run the layer
+
+  bool fits() const { return shared_bytes != 0; }
+};
+
+// Whether the code of the kernel for the current device has clusters, as all code since sm_90.
+bool LinearFewHasClusters();
+
+// Cuts a layer with n outputs for the current device, into clusters of blocks if `clusters` is set.
+LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters);
+
+// Computes `gemm`, without an activation, for its first `rows` rows and one expert. It reads
+// neither gemm.rows nor gemm.schedule. If gemm.plan_is_older is set, the weights are older than the
+// preceding kernel.
+cudaError_t LaunchLinearFew(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
+                            const LinearFewCut& cut);
+
+}  // namespace nvfp4

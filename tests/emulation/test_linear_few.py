@@ -1,0 +1,80 @@
+"""Test the kernel for linear layers with few rows on a CPU, with and without clusters."""
+
+import cuda_emulation
+import pytest
+from axes import axis
+from emulation_suite import run_product
+from kernel_suite import assert_accurate
+from linear_few_suite import LINEARS, LinearFewSuite, make_linear
+
+from jax_nvfp4_moe import Problem, Scheme, Target, explain
+from jax_nvfp4_moe.backends.cuda_notes import linear_few_rows
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+H200 = 132  # multiprocessors
+
+# rows, n, k -> slabs, blocks of a cluster. The sizes are those of Qwen3-30B-A3B: queries, keys and
+# values, outputs, and a router; then a vocabulary, and rows that fit only into eight blocks.
+CUTS = {
+    (1, 5120, 2048): (1, 1),
+    (4, 2048, 4096): (1, 1),
+    (5, 5120, 2048): (4, 4),
+    (64, 2048, 4096): (4, 8),
+    (16, 128, 2048): (4, 8),
+    (1, 151936, 2048): (4, 1),
+    (32, 5120, 16384): (4, 8),
+}
+
+
+class TestLinearFew(LinearFewSuite):
+    engine = axis(*cuda_emulation.ENGINES)
+
+    @pytest.fixture
+    def run(self, library, engine):
+        return lambda call: run_product(library, engine, call, H200)
+
+    @pytest.mark.parametrize("count", [1, 5])
+    @pytest.mark.parametrize("case", LINEARS)
+    def test_linear_on_few_multiprocessors(self, library, case, count):
+        call = make_linear(case, "bf16-none")
+        assert_accurate(lambda call: run_product(library, "sm90", call, count), call)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), CUTS)
+def test_layers_are_cut_as_the_device_needs(library, rows, n, k):
+    cut = cuda_emulation.cut_linear_few(library, rows, n, k, H200)
+    assert (cut.slabs, 1 << cut.ranks_log2) == CUTS[rows, n, k]
+    assert (cut.rank_tiles << cut.ranks_log2) * 64 >= k
+    assert 0 < cut.shared_bytes <= cuda_emulation.HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "clusters"), [(65, 2048, True), (9, 2048, False), (64, 2**18, True)]
+)
+def test_the_engines_run_what_does_not_fit(library, rows, k, clusters):
+    cut = cuda_emulation.cut_linear_few(library, rows, 2048, k, H200, clusters=clusters)
+    assert cut.shared_bytes == 0
+
+
+@pytest.mark.parametrize(("engine", "blocks"), [("sm80", 1), ("sm90", 8)])
+def test_only_newer_devices_have_clusters(library, engine, blocks):
+    run_product(library, engine, make_linear((8, 77, 1040), "bf16-none"), H200)
+    assert library.largest_cluster_blocks() == blocks
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+@pytest.mark.parametrize("k", [16, 2048, 14336, 16384, 65536, 2**18])
+def test_explain_says_up_to_how_many_rows_the_kernel_runs(library, k, capability):
+    target = Target("cuda", capability)
+    problem = Problem("grouped_gemm", Scheme.W4A16, target, hidden=k, intermediate=2048)
+    rows, clusters = linear_few_rows(problem), capability >= (9, 0)
+    cuts = [
+        cuda_emulation.cut_linear_few(
+            library, n, 2048, k, H200, clusters=clusters, shared_bytes=target.shared_bytes
+        ).shared_bytes
+        for n in range(1, 66)
+    ]
+    assert [bool(bytes_) for bytes_ in cuts] == [n <= rows for n in range(1, 66)]
+    notes = explain(problem).notes
+    assert any(f"up to {rows} rows" in note for note in notes) == (rows > 0)
