@@ -295,6 +295,34 @@ ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer bias
   return FromCuda(LaunchRoute(stream, call, buffers), "nvfp4_route_cuda");
 }
 
+ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer added,
+                      ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> sum,
+                      ffi::Result<ffi::AnyBuffer> y, float eps) {
+  NormCall call = {};
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &call.weight_type));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
+  call.rows = x.dimensions()[0];
+  call.h = x.dimensions()[1];
+  call.eps = eps;
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", call.h, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("weight [h]", weight.dimensions(), {call.h}));
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [rows, h]", y->dimensions(), {call.rows, call.h}));
+  NVFP4_RETURN_IF_ERROR(ExpectType("added", added.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("sum", sum->element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDimsOrEmpty("added [rows, h]", added.dimensions(), {call.rows, call.h}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("sum [rows, h]", sum->dimensions(),
+                                   {added.dimensions()[0], added.dimensions()[1]}));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned(
+      {{"x", x}, {"added", added}, {"weight", weight}, {"sum", *sum}, {"y", *y}}, kAlignment));
+  const NormBuffers buffers = {x.untyped_data(), DataOrNull<void>(added), weight.untyped_data(),
+                               sum->untyped_data(), y->untyped_data()};
+  return FromCuda(LaunchAddRmsNorm(stream, call, buffers), "nvfp4_add_rms_norm_cuda");
+}
+
 // kCmdBufferCompatible: the handlers only launch kernels and fills, so that a CUDA graph can
 // capture them.
 auto BindMoE() {
@@ -385,6 +413,17 @@ XLA_FFI_DEFINE_HANDLER(kRoute, Route,
                            .Attr<float>("scaling"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kAddRmsNorm, AddRmsNorm,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x       [rows, h]
+                           .Arg<ffi::AnyBuffer>()  // added   [rows, h] or [0, 0]
+                           .Arg<ffi::AnyBuffer>()  // weight  [h]
+                           .Ret<ffi::AnyBuffer>()  // sum     [rows, h], or [0, 0] without added
+                           .Ret<ffi::AnyBuffer>()  // y       [rows, h]
+                           .Attr<float>("eps"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 template <typename Handler>
 nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -404,6 +443,7 @@ nb::dict Registrations() {
   targets["nvfp4_grouped_gemm_w4a4_sm120"] = Capsule(kGroupedGemmSm120);
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   targets["nvfp4_route_cuda"] = Capsule(kRoute);
+  targets["nvfp4_add_rms_norm_cuda"] = Capsule(kAddRmsNorm);
   return targets;
 }
 

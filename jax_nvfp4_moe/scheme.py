@@ -242,8 +242,8 @@ class Problem:
     """The static facts of one op: all that the choice of a backend may depend on.
 
     Attributes:
-      op: "moe_mlp", "grouped_gemm" (also for `linear`), "quantize_nvfp4" or "route".
-      scheme: a `Scheme`; None for "quantize_nvfp4" and "route".
+      op: "moe_mlp", "grouped_gemm" (also for `linear`), or the name of another op.
+      scheme: a `Scheme`; None for ops that multiply no NVFP4 weights.
       target: the device.
       dtype: name of the dtype of the activations, "bfloat16" by default.
       num_experts: number of experts or groups, 1 by default.

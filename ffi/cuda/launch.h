@@ -188,4 +188,22 @@ struct RouterBuffers {
 
 cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const RouterBuffers& buffers);
 
+struct NormCall {
+  int64_t rows, h;
+  DataType type;  // of x, added, sum and y
+  DataType weight_type;
+  float eps;
+};
+
+struct NormBuffers {
+  const void* x;       // [rows, h]
+  const void* added;   // [rows, h] or null
+  const void* weight;  // [h]
+  void* sum;           // [rows, h]; not written if `added` is null
+  void* y;             // [rows, h]
+};
+
+// sum = x + added, and y = weight * sum / sqrt(mean(sum^2) + eps) over each row.
+cudaError_t LaunchAddRmsNorm(cudaStream_t stream, const NormCall& call, const NormBuffers& buffers);
+
 }  // namespace nvfp4

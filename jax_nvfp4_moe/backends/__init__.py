@@ -8,6 +8,7 @@ from jax_nvfp4_moe.backends.cuda import (
     MOE_W4A4_SM120,
     MOE_W4A16_SM80,
     MOE_W4A16_SM90,
+    NORM_CUDA,
     QUANTIZE_CUDA,
     ROUTE_CUDA,
 )
@@ -23,6 +24,7 @@ BACKENDS = (
     MOE_W4A16_SM80,
     QUANTIZE_CUDA,
     ROUTE_CUDA,
+    NORM_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
     DENSE_CPU,

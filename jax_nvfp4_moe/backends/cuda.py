@@ -6,6 +6,7 @@ activations. "Plain kernels" are the ones for everything that the engines do not
 
 from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
+    lower_add_rms_norm,
     lower_grouped_gemm,
     lower_moe,
     lower_quantize,
@@ -246,4 +247,19 @@ ROUTE_CUDA = Backend(
     lower={"route": lower_route("nvfp4_route_cuda")},
     status="executed",
     ffi_targets=("nvfp4_route_cuda",),
+)
+
+NORM_CUDA = Backend(
+    name="norm_cuda",
+    can=Capability(
+        ops=frozenset({"add_rms_norm"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        max_extent=_MAX_EXTENT,
+    ),
+    layout=CANONICAL,
+    lower={"add_rms_norm": lower_add_rms_norm("nvfp4_add_rms_norm_cuda")},
+    status="executed",
+    ffi_targets=("nvfp4_add_rms_norm_cuda",),
 )

@@ -184,6 +184,28 @@ def lower_dense(ffi_target):
     return lower
 
 
+def lower_add_rms_norm(ffi_target):
+    """Return the function that lowers `add_rms_norm` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(x, added, weight, *, eps):
+        rows = x.reshape(-1, x.shape[-1])
+        nothing = jnp.zeros((0, 0), x.dtype)
+        operand = nothing if added is None else added.reshape(rows.shape)
+        outputs = (
+            jax.ShapeDtypeStruct(operand.shape, x.dtype),
+            jax.ShapeDtypeStruct(rows.shape, x.dtype),
+        )
+        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+        total, y = call(rows, operand, weight, eps=np.float32(eps))
+        return (x if added is None else total.reshape(x.shape)), y.reshape(x.shape)
+
+    return lower
+
+
 def lower_route(ffi_target):
     """Return the function that lowers `route` to an FFI target.
 

@@ -9,8 +9,8 @@ from jax import lax
 from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
-from jax_nvfp4_moe.nn.norm import mean_square, normalize
 from jax_nvfp4_moe.nn.rope import Rope, rotate
+from jax_nvfp4_moe.numerics.norms import mean_square, normalize
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec

@@ -198,4 +198,12 @@ int route(const RouterCall* call, void* const* operands) {
       {static_cast<const float*>(operands[0]), static_cast<const float*>(operands[1]),
        static_cast<int32_t*>(operands[2]), static_cast<float*>(operands[3])});
 }
+
+// The operands are x, added, weight, sum, y.
+int add_rms_norm(int64_t rows, int64_t h, int type, int weight_type, float eps,
+                 void* const* operands) {
+  return LaunchAddRmsNorm(
+      nullptr, {rows, h, static_cast<DataType>(type), static_cast<DataType>(weight_type), eps},
+      {operands[0], operands[1], operands[2], operands[3], operands[4]});
+}
 }

@@ -11,6 +11,7 @@ uninitialized memory would return values that are not finite.
 """
 
 import argparse
+import itertools
 
 import cuda_calls
 import float64_layer
@@ -40,6 +41,15 @@ ROUTERS = (
     (70, 96, Router(9, score="sigmoid", num_groups=48, groups_kept=9)),
     (70, 512, Router(32, score="sqrt_softplus", num_groups=8, groups_kept=4)),
     (6, 1024, Router(32, num_groups=1024, groups_kept=40)),
+)
+# rows, length, whether there is an addend
+NORMS = (
+    (0, 64, True),
+    (1, 16, True),
+    (3, 1037, True),
+    (5, 7168, False),
+    (2, 16384, True),
+    (2, 40000, True),
 )
 OPTIONS = (
     Options(),
@@ -103,6 +113,28 @@ def run_router(tokens, experts, router):
     check(f"router {tokens} {experts} {router} weights", weights)
 
 
+def run_norm(rows, h, adds, dtype):
+    """Normalize rows with weights of each dtype."""
+    rng = np.random.default_rng(4)
+    x, added = (jnp.asarray(rng.normal(0, 1, (rows, h)), dtype) for _ in range(2))
+    for weight_dtype in DTYPES:
+        weight = jnp.asarray(rng.normal(0, 1, h), weight_dtype)
+        total, y = ops.add_rms_norm(
+            x, added if adds else None, weight, eps=1e-6, backend="norm_cuda"
+        )
+        name = f"norm {rows} {h} {np.dtype(dtype)} {np.dtype(weight_dtype)}"
+        check(f"{name} sum", total)
+        check(f"{name} normalized", y)
+
+
+def run_rows():
+    """Run the kernels that handle each row of tokens by itself."""
+    for case in ROUTERS:
+        run_router(*case)
+    for case, dtype in itertools.product(NORMS, DTYPES):
+        run_norm(*case, dtype)
+
+
 def run_fp4(suffix):
     """Run the kernels for FP4 tensor cores, which quantize all activations."""
     for options in (Options(activation_scale="static"), *OPTIONS[1:]):
@@ -143,8 +175,7 @@ def main():
         run_product(dtype, "static")
         run_quantizer(dtype, "linear")
         run_quantizer(dtype, "swizzle_128x4")
-    for case in ROUTERS:
-        run_router(*case)
+    run_rows()
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
         for suffix in cuda_calls.MOE_TARGETS:

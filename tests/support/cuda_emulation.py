@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels of the engines and the router for the CPU, from the same sources.
+"""Compile the CUDA kernels for the CPU, from the same sources, except for the plain kernels.
 
 All assembly is in six headers. `emulation` has a replacement for each of them, and everything else
 is compiled unchanged. Threads are fibers. A kernel must not depend on the order of its threads, so
@@ -343,3 +343,18 @@ def quantize(library, x, global_scale=None, scale_layout="linear"):
     scale = None if global_scale is None else np.float32(global_scale)
     workspace = 4 * QUANTIZE_PARTIALS if global_scale is None else 0
     return _run(library, call, [x, scale], likes, workspace, multiprocessors=1)
+
+
+def add_rms_norm(library, x, added, weight, *, eps):
+    """Return the sum and the normalized sum ``[rows, h]``, as `ops.add_rms_norm` does."""
+    rows, h = x.shape
+    call = functools.partial(
+        library.add_rms_norm,
+        ctypes.c_int64(rows),
+        ctypes.c_int64(h),
+        _TYPES[x.dtype.name],
+        _TYPES[weight.dtype.name],
+        ctypes.c_float(eps),
+    )
+    total, y = _run(library, call, [x, _array(added), weight], [x, x], 0, multiprocessors=1)
+    return (x if added is None else total), y
