@@ -5,6 +5,7 @@ import copyreg
 from jax_nvfp4_moe.backends.attention import ATTENTION_CPU
 from jax_nvfp4_moe.backends.cpu import DENSE_CPU, MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
+    HEADS_CUDA,
     MOE_W4A4_SM120,
     MOE_W4A16_SM80,
     MOE_W4A16_SM90,
@@ -25,6 +26,7 @@ BACKENDS = (
     QUANTIZE_CUDA,
     ROUTE_CUDA,
     NORM_CUDA,
+    HEADS_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
     DENSE_CPU,

@@ -9,6 +9,7 @@ from jax_nvfp4_moe.backends.custom_call import (
     lower_add_rms_norm,
     lower_grouped_gemm,
     lower_moe,
+    lower_prepare_heads,
     lower_quantize,
     lower_route,
 )
@@ -262,4 +263,20 @@ NORM_CUDA = Backend(
     lower={"add_rms_norm": lower_add_rms_norm("nvfp4_add_rms_norm_cuda")},
     status="executed",
     ffi_targets=("nvfp4_add_rms_norm_cuda",),
+)
+
+HEADS_CUDA = Backend(
+    name="heads_cuda",
+    can=Capability(
+        ops=frozenset({"prepare_heads"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_widths=range(0, 257, 4),
+    ),
+    layout=CANONICAL,
+    lower={"prepare_heads": lower_prepare_heads("nvfp4_prepare_heads_cuda")},
+    status="executed",
+    ffi_targets=("nvfp4_prepare_heads_cuda",),
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.attention import attend
+from jax_nvfp4_moe.backends.heads import prepare_heads
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
 from jax_nvfp4_moe.numerics.norms import normalize
@@ -244,7 +245,15 @@ REFERENCE = Backend(
     name="reference",
     can=Capability(
         ops=frozenset(
-            {"add_rms_norm", "attention", "grouped_gemm", "moe_mlp", "quantize_nvfp4", "route"}
+            {
+                "add_rms_norm",
+                "attention",
+                "grouped_gemm",
+                "moe_mlp",
+                "prepare_heads",
+                "quantize_nvfp4",
+                "route",
+            }
         ),
         devices=(Device(frozenset({*Scheme, None})),),
         max_experts=1 << 30,
@@ -256,6 +265,7 @@ REFERENCE = Backend(
         "moe_mlp": moe_mlp,
         "grouped_gemm": grouped_gemm,
         "attention": attend,
+        "prepare_heads": prepare_heads,
         "quantize_nvfp4": quantize_nvfp4,
         "route": route,
     },

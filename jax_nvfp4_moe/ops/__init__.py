@@ -1,6 +1,7 @@
 """The public ops: each checks its arguments, chooses a plan and lowers to one call."""
 
 from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.heads import prepare_heads
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.ops.preparation import prepare
@@ -15,6 +16,7 @@ __all__ = [
     "linear",
     "moe_mlp",
     "prepare",
+    "prepare_heads",
     "quantize_nvfp4",
     "route",
 ]

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "cuda/gemm/fp4_groups.cuh"
+#include "cuda/heads/sine.cuh"
 #include "cuda/instructions/fp4_mma.cuh"
 #include "cuda/launch.h"
 
@@ -205,5 +206,22 @@ int add_rms_norm(int64_t rows, int64_t h, int type, int weight_type, float eps,
   return LaunchAddRmsNorm(
       nullptr, {rows, h, static_cast<DataType>(type), static_cast<DataType>(weight_type), eps},
       {operands[0], operands[1], operands[2], operands[3], operands[4]});
+}
+
+// The operands are qkv, positions, q_weight, k_weight, frequencies, q, keys, values.
+int prepare_heads(const HeadsCall* call, void* const* operands) {
+  return LaunchPrepareHeads(
+      nullptr, *call,
+      {operands[0], static_cast<const int32_t*>(operands[1]), operands[2], operands[3],
+       static_cast<const float*>(operands[4]), operands[5], operands[6], operands[7]});
+}
+
+// Writes the sines and the cosines of `count` angles.
+void sines(int64_t count, const float* angles, float* sine, float* cosine) {
+  for (int64_t i = 0; i < count; ++i) {
+    const SineCosine both = SineAndCosine(angles[i]);
+    sine[i] = both.sine;
+    cosine[i] = both.cosine;
+  }
 }
 }

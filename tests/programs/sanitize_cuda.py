@@ -23,6 +23,7 @@ from float64_layer import Options
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.numerics.routing import Router
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
@@ -50,6 +51,13 @@ NORMS = (
     (5, 7168, False),
     (2, 16384, True),
     (2, 40000, True),
+)
+# rows, new tokens, query heads, key heads, width of a head, rotated channels, first position, room
+HEADS = (
+    (0, 1, 2, 1, 64, 64, 0, 8),
+    (1, 1, 1, 1, 4, 0, 0, 1),
+    (3, 5, 7, 1, 96, 36, 4, 7),
+    (2, 3, 4, 2, 256, 256, 0, 3),
 )
 OPTIONS = (
     Options(),
@@ -127,12 +135,32 @@ def run_norm(rows, h, adds, dtype):
         check(f"{name} normalized", y)
 
 
+def run_heads(b, t, n, m, d, rotated, start, room, dtype):
+    """Prepare heads with and without norms; the last tokens may not fit into the cache."""
+    rng = np.random.default_rng(5)
+    shapes = (b, t, (n + 2 * m) * d), (b, m, room, d), (b, m, room, d)
+    qkv, keys, values = (jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes)
+    positions = jnp.tile(jnp.arange(start, start + t, dtype=jnp.int32), (b, 1))
+    rope = Rope(tuple(0.9**i for i in range(rotated // 2))) if rotated else None
+    for weight_dtype in (dtype, jnp.float32):
+        weight = jnp.asarray(rng.normal(1, 0.1, d), weight_dtype)
+        for norms in ({}, {"q_weight": weight, "k_weight": weight}):
+            found = ops.prepare_heads(
+                qkv, positions, keys, values, **norms, rope=rope, backend="heads_cuda"
+            )
+            name = f"heads {b} {t} {n} {m} {d} {rotated} {np.dtype(dtype)} {bool(norms)}"
+            for part, y in zip(("q", "keys", "values"), found, strict=True):
+                check(f"{name} {part}", y)
+
+
 def run_rows():
     """Run the kernels that handle each row of tokens by itself."""
     for case in ROUTERS:
         run_router(*case)
     for case, dtype in itertools.product(NORMS, DTYPES):
         run_norm(*case, dtype)
+    for case, dtype in itertools.product(HEADS, DTYPES[:2]):
+        run_heads(*case, dtype)
 
 
 def run_fp4(suffix):

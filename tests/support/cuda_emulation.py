@@ -157,6 +157,15 @@ class _RouterCall(ctypes.Structure):
     ]
 
 
+class _HeadsCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int32) for name in ("b", "t", "s", "n", "m", "d", "half")),
+        *((name, ctypes.c_int) for name in ("type", "weight_type")),
+        *((name, ctypes.c_float) for name in ("eps", "rotation_scale")),
+        ("rotates_first", ctypes.c_bool),
+    ]
+
+
 def _activation(options: Options) -> _Activation:
     name = options.activation.removesuffix("_no_mul").removesuffix("_uninterleave")
     interleaved = options.activation == "swigluoai"
@@ -358,3 +367,38 @@ def add_rms_norm(library, x, added, weight, *, eps):
     )
     total, y = _run(library, call, [x, _array(added), weight], [x, x], 0, multiprocessors=1)
     return (x if added is None else total), y
+
+
+def prepare_heads(library, call):
+    """Return queries, keys and values, as `backends.heads.prepare_heads` does.
+
+    The kernel gets a cache of 0xff bytes. They are what it leaves alone, and become the bytes of
+    the cache in `call` here. No finite number has these bytes.
+    """
+    (b, t, width), (_, m, s, d) = call.qkv.shape, call.keys.shape
+    n, rope = width // d - 2 * m, call.options.rope
+    frequencies = np.float32(() if rope is None else rope.frequencies)
+    weights = (None, None) if call.weights is None else call.weights
+    weight_type = call.qkv.dtype if call.weights is None else weights[0].dtype
+    sizes = _HeadsCall(
+        *(b, t, s, n, m, d, len(frequencies)),
+        *(_TYPES[dtype.name] for dtype in (call.qkv.dtype, weight_type)),
+        *(call.options.eps, 1 if rope is None else rope.scale, call.options.rotates_first),
+    )
+    likes = [np.empty((b, t, n, d), call.qkv.dtype), call.keys, call.values]
+    operands = [call.qkv, call.positions, *weights, frequencies]
+    bound = functools.partial(library.prepare_heads, ctypes.byref(sizes))
+    q, *entries = _run(library, bound, operands, likes, 0, multiprocessors=1)
+    kept = (call.keys, call.values)
+    return q, *(
+        np.where(entry.view(np.uint16) == 0xFFFF, old, entry)
+        for entry, old in zip(entries, kept, strict=True)
+    )
+
+
+def sines(library, angles):
+    """Return the sines and the cosines of float32 angles, as the kernel of heads computes them."""
+    results = [np.empty_like(angles) for _ in range(2)]
+    places = (array.ctypes.data_as(ctypes.c_void_p) for array in (angles, *results))
+    library.sines(ctypes.c_int64(angles.size), *places)
+    return results

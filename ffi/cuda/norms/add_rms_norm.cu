@@ -19,6 +19,7 @@
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/norms/normalized.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/warp_sum.cuh"
 
@@ -45,17 +46,6 @@ __device__ __forceinline__ float BlockSum(float value, int threads) {
   if (lane == 0) sums[warp] = value;
   __syncthreads();
   return WarpSum(lane < threads / kWarp ? sums[lane] : 0.0f);
-}
-
-__device__ __forceinline__ float InverseRoot(float squares, const NormRows& p) {
-  const float mean = Divide(BlockSum(squares, p.threads), static_cast<float>(p.h));
-  return rsqrtf(mean + p.eps);
-}
-
-template <typename T, typename W>
-__device__ __forceinline__ T Normalized(float sum, float inverse_root, W weight) {
-  const float normal = ToFloat(FromFloat<W>(sum * inverse_root));
-  return FromFloat<T>(ToFloat(FromFloat<W>(normal * ToFloat(weight))));
 }
 
 template <typename T>
@@ -108,7 +98,7 @@ __global__ void __launch_bounds__(kMaxThreads) AddRmsNorm(const NormRows p) {
       squares += value * value;
     }
   }
-  const float inverse_root = InverseRoot(squares, p);
+  const float inverse_root = InverseRoot(BlockSum(squares, p.threads), p.h, p.eps);
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     const int32_t piece = threadIdx.x + i * p.threads;
@@ -141,7 +131,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     }
     squares += ToFloat(sum) * ToFloat(sum);
   }
-  const float inverse_root = InverseRoot(squares, p);
+  const float inverse_root = InverseRoot(BlockSum(squares, p.threads), p.h, p.eps);
   for (int32_t i = threadIdx.x; i < p.h; i += p.threads) {
     const float sum = ToFloat(b.added != nullptr ? Sum(x[i], added[i]) : x[i]);
     T y;
