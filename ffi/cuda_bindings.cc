@@ -352,6 +352,119 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
   return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_cuda");
 }
 
+ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer added,
+                      ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> sum,
+                      ffi::Result<ffi::AnyBuffer> y, float eps) {
+  NormCall call = {};
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &call.weight_type));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
+  call.rows = x.dimensions()[0];
+  call.h = x.dimensions()[1];
+  call.eps = eps;
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", call.h, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("weight [h]", weight.dimensions(), {call.h}));
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [rows, h]", y->dimensions(), {call.rows, call.h}));
+  NVFP4_RETURN_IF_ERROR(ExpectType("added", added.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("sum", sum->element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDimsOrEmpty("added [rows, h]", added.dimensions(), {call.rows, call.h}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("sum [rows, h]", sum->dimensions(),
+                                   {added.dimensions()[0], added.dimensions()[1]}));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned(
+      {{"x", x}, {"added", added}, {"weight", weight}, {"sum", *sum}, {"y", *y}}, kAlignment));
+  const NormBuffers buffers = {x.untyped_data(), DataOrNull<void>(added), weight.untyped_data(),
+                               sum->untyped_data(), y->untyped_data()};
+  return FromCuda(LaunchAddRmsNorm(stream, call, buffers), "nvfp4_add_rms_norm_cuda");
+}
+
+ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer keys,
+                      ffi::AnyBuffer values, ffi::AnyBuffer q_weight, ffi::AnyBuffer k_weight,
+                      ffi::AnyBuffer frequencies, ffi::AnyBuffer q, ffi::AnyBuffer new_keys,
+                      ffi::AnyBuffer new_values, HeadsCall* call) {
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("qkv", qkv.element_type(), &call->type));
+  if (call->type == DataType::kF32) return Expected("qkv", "bfloat16 or float16", "float32");
+  NVFP4_RETURN_IF_ERROR(
+      ExpectActivationType("q_weight", q_weight.element_type(), &call->weight_type));
+  if (call->weight_type != call->type && call->weight_type != DataType::kF32) {
+    return Expected("q_weight", "float32 or the type of qkv", TypeText(q_weight.element_type()));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectType("k_weight", k_weight.element_type(), q_weight.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("frequencies", frequencies.element_type(), ffi::F32));
+  const NamedOperand heads[] = {{"keys", keys},
+                                {"values", values},
+                                {"q", q},
+                                {"new_keys", new_keys},
+                                {"new_values", new_values}};
+  for (const NamedOperand& operand : heads) {
+    NVFP4_RETURN_IF_ERROR(
+        ExpectType(operand.name, operand.buffer.element_type(), qkv.element_type()));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectRank("keys [b, m, s, d]", keys.dimensions(), 4));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, n, d]", q.dimensions(), 4));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("frequencies [r/2]", frequencies.dimensions(), 1));
+  const int64_t b = keys.dimensions()[0], m = keys.dimensions()[1], s = keys.dimensions()[2];
+  const int64_t d = keys.dimensions()[3], t = q.dimensions()[1], n = q.dimensions()[2];
+  const int64_t half = frequencies.dimensions()[0];
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (keys)", d, kPreparedWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (keys)", d, kMaxPreparedWidth));
+  if (half != 0) {
+    NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("r (frequencies)", 2 * half, kPreparedWidthFactor));
+    NVFP4_RETURN_IF_ERROR(ExpectAtMost("r (frequencies)", 2 * half, d));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectDims("q [b, t, n, d]", q.dimensions(), {b, t, n, d}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("qkv [b, t, (n + 2m) d]", qkv.dimensions(), {b, t, (n + 2 * m) * d}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
+  for (const NamedOperand& operand : {heads[1], heads[3], heads[4]}) {
+    NVFP4_RETURN_IF_ERROR(ExpectDims(operand.name, operand.buffer.dimensions(), {b, m, s, d}));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("q_weight [d]", q_weight.dimensions(), {d}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("k_weight [d]", k_weight.dimensions(), {q_weight.dimensions()[0]}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (keys)", b, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n + 2m (qkv)", n + 2 * m, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows / std::max(b * (n + 2 * m), int64_t{1})));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (keys)", s, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned(
+      {{"qkv", qkv}, {"positions", positions}, heads[0], heads[1], heads[2]}, kAlignment));
+  // The kernel writes the places of new tokens alone, so that the others must hold the old cache.
+  if (keys.untyped_data() != new_keys.untyped_data() ||
+      values.untyped_data() != new_values.untyped_data()) {
+    return Expected("new_keys and new_values", "the memory of keys and values", "other memory");
+  }
+  call->b = static_cast<int32_t>(b);
+  call->t = static_cast<int32_t>(t);
+  call->s = static_cast<int32_t>(s);
+  call->n = static_cast<int32_t>(n);
+  call->m = static_cast<int32_t>(m);
+  call->d = static_cast<int32_t>(d);
+  call->half = static_cast<int32_t>(half);
+  return ffi::Error::Success();
+}
+
+ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
+                        ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
+                        ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
+                        ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> new_keys,
+                        ffi::Result<ffi::AnyBuffer> new_values, float eps, float rotation_scale,
+                        bool rotates_first) {
+  HeadsCall call = {};
+  NVFP4_RETURN_IF_ERROR(CheckHeads(qkv, positions, keys, values, q_weight, k_weight, frequencies,
+                                   *q, *new_keys, *new_values, &call));
+  call.eps = eps;
+  call.rotation_scale = rotation_scale;
+  call.rotates_first = rotates_first;
+  const HeadsBuffers buffers = {qkv.untyped_data(),         Data<int32_t>(positions),
+                                DataOrNull<void>(q_weight), DataOrNull<void>(k_weight),
+                                DataOrNull(frequencies),    q->untyped_data(),
+                                new_keys->untyped_data(),   new_values->untyped_data()};
+  return FromCuda(LaunchPrepareHeads(stream, call, buffers), "nvfp4_prepare_heads_cuda");
+}
+
 // kCmdBufferCompatible: the handlers only launch kernels and fills, so that a CUDA graph can
 // capture them.
 auto BindMoE() {
@@ -457,6 +570,35 @@ XLA_FFI_DEFINE_HANDLER(kAttention, Attention,
                            .Attr<int32_t>("chunk"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kAddRmsNorm, AddRmsNorm,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x       [rows, h]
+                           .Arg<ffi::AnyBuffer>()  // added   [rows, h] or [0, 0]
+                           .Arg<ffi::AnyBuffer>()  // weight  [h]
+                           .Ret<ffi::AnyBuffer>()  // sum     [rows, h], or [0, 0] without added
+                           .Ret<ffi::AnyBuffer>()  // y       [rows, h]
+                           .Attr<float>("eps"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d]
+                           .Arg<ffi::AnyBuffer>()  // positions    [b, t]
+                           .Arg<ffi::AnyBuffer>()  // keys         [b, m, s, d]
+                           .Arg<ffi::AnyBuffer>()  // values       [b, m, s, d]
+                           .Arg<ffi::AnyBuffer>()  // q_weight     [d] or [0]
+                           .Arg<ffi::AnyBuffer>()  // k_weight     [d] or [0]
+                           .Arg<ffi::AnyBuffer>()  // frequencies  [r/2]
+                           .Ret<ffi::AnyBuffer>()  // q            [b, t, n, d]
+                           .Ret<ffi::AnyBuffer>()  // new_keys     the memory of keys
+                           .Ret<ffi::AnyBuffer>()  // new_values   the memory of values
+                           .Attr<float>("eps")
+                           .Attr<float>("rotation_scale")
+                           .Attr<bool>("rotates_first"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 template <typename Handler>
 nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -477,6 +619,8 @@ nb::dict Registrations() {
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   targets["nvfp4_route_cuda"] = Capsule(kRoute);
   targets["nvfp4_attention_cuda"] = Capsule(kAttention);
+  targets["nvfp4_add_rms_norm_cuda"] = Capsule(kAddRmsNorm);
+  targets["nvfp4_prepare_heads_cuda"] = Capsule(kPrepareHeads);
   return targets;
 }
 

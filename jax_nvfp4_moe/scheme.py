@@ -240,15 +240,15 @@ class Problem:
     """The static facts of one op: all that the choice of a backend may depend on.
 
     Attributes:
-      op: "moe_mlp", "grouped_gemm" (also for `linear`), "attention", "quantize_nvfp4" or "route".
-      scheme: a `Scheme`; None for "attention", "quantize_nvfp4" and "route".
+      op: "moe_mlp", "grouped_gemm" (also for `linear`), or the name of another op.
+      scheme: a `Scheme`; None for ops that multiply no NVFP4 weights.
       target: the device.
       dtype: name of the dtype of the activations, "bfloat16" by default.
       num_experts, top_k: number of experts or groups, in all and per token, 1 by default.
       hidden: number of features of a token, or k of a GEMM; 16 by default.
       intermediate: number of features between two GEMMs, or n of a GEMM; 16 by default.
       activation: name of the activation, or None (default) for an op without one.
-      head_widths: widths of a key and of a value of "attention"; empty (default) for other ops.
+      head_widths: widths of attention heads or of parts of them; empty (default) for other ops.
       unavailable: pairs (extension, reason) of compiled modules that this process lacks. Empty
         (default) for a target other than the current device, because lowering needs no extension.
 
@@ -305,7 +305,7 @@ class Capability:
       dtypes: names of the dtypes of activations.
       max_experts, max_top_k: largest number of experts, in all and per token.
       max_extent: largest number of rows or columns of a matrix.
-      head_widths: widths that keys and values of attention may have.
+      head_widths: widths that heads of attention may have.
       shared_bytes: bytes of shared memory per thread block that the most demanding kernel needs.
     """
 
@@ -347,7 +347,7 @@ class Capability:
             ),
             (
                 all(width in widths for width in p.head_widths),
-                f"needs widths of keys and values in {widths}, got {p.head_widths}",
+                f"needs widths of heads in {widths}, got {p.head_widths}",
             ),
             (missing is None, f"{missing}"),
         )

@@ -217,4 +217,50 @@ int64_t AttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers);
 
+struct NormCall {
+  int64_t rows, h;
+  DataType type;  // of x, added, sum and y
+  DataType weight_type;
+  float eps;
+};
+
+struct NormBuffers {
+  const void* x;       // [rows, h]
+  const void* added;   // [rows, h] or null
+  const void* weight;  // [h]
+  void* sum;           // [rows, h]; not written if `added` is null
+  void* y;             // [rows, h]
+};
+
+// sum = x + added, and y = weight * sum / sqrt(mean(sum^2) + eps) over each row.
+cudaError_t LaunchAddRmsNorm(cudaStream_t stream, const NormCall& call, const NormBuffers& buffers);
+
+// The widest head, and the number of which its width and that of its rotated part are multiples.
+constexpr int64_t kMaxPreparedWidth = 256, kPreparedWidthFactor = 4;
+
+struct HeadsCall {
+  int32_t b, t, s;       // rows, new tokens of a row, and tokens that the cache has room for
+  int32_t n, m, d;       // query heads, key heads, and the width of a head
+  int32_t half;          // half of the channels that rotate; 0 for none
+  DataType type;         // of heads and cache; kBF16 or kF16
+  DataType weight_type;  // `type` or kF32
+  float eps, rotation_scale;
+  bool rotates_first;  // whether heads are normalized after their rotation
+};
+
+struct HeadsBuffers {
+  const void* qkv;           // [b, t, (n + 2m) d]
+  const int32_t* positions;  // [b, t]; any value
+  const void* q_weight;      // [d], or null without norms; k_weight likewise
+  const void* k_weight;
+  const float* frequencies;  // [half]
+  void* q;                   // [b, t, n, d]
+  void* keys;                // [b, m, s, d]; only the places of new tokens are written
+  void* values;              // [b, m, s, d]; likewise
+};
+
+// Normalizes and rotates heads, and writes new keys and values into the cache.
+cudaError_t LaunchPrepareHeads(cudaStream_t stream, const HeadsCall& call,
+                               const HeadsBuffers& buffers);
+
 }  // namespace nvfp4

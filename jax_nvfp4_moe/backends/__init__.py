@@ -6,9 +6,11 @@ from jax_nvfp4_moe.backends.attention import ATTENTION_CPU
 from jax_nvfp4_moe.backends.cpu import DENSE_CPU, MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
     ATTENTION_CUDA,
+    HEADS_CUDA,
     MOE_W4A4_SM120,
     MOE_W4A16_SM80,
     MOE_W4A16_SM90,
+    NORM_CUDA,
     QUANTIZE_CUDA,
     ROUTE_CUDA,
 )
@@ -25,6 +27,8 @@ BACKENDS = (
     QUANTIZE_CUDA,
     ROUTE_CUDA,
     ATTENTION_CUDA,
+    NORM_CUDA,
+    HEADS_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
     DENSE_CPU,

@@ -6,9 +6,11 @@ activations. "Plain kernels" are the ones for everything that the engines do not
 
 from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
+    lower_add_rms_norm,
     lower_attention,
     lower_grouped_gemm,
     lower_moe,
+    lower_prepare_heads,
     lower_quantize,
     lower_route,
 )
@@ -278,4 +280,35 @@ ATTENTION_CUDA = Backend(
     lower={"attention": lower_attention("nvfp4_attention_cuda", attention_workspace_bytes)},
     status="compiled, executed by emulation",
     ffi_targets=("nvfp4_attention_cuda",),
+)
+
+NORM_CUDA = Backend(
+    name="norm_cuda",
+    can=Capability(
+        ops=frozenset({"add_rms_norm"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        max_extent=_MAX_EXTENT,
+    ),
+    layout=CANONICAL,
+    lower={"add_rms_norm": lower_add_rms_norm("nvfp4_add_rms_norm_cuda")},
+    status="compiled, executed by emulation",
+    ffi_targets=("nvfp4_add_rms_norm_cuda",),
+)
+
+HEADS_CUDA = Backend(
+    name="heads_cuda",
+    can=Capability(
+        ops=frozenset({"prepare_heads"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_widths=range(0, 257, 4),
+    ),
+    layout=CANONICAL,
+    lower={"prepare_heads": lower_prepare_heads("nvfp4_prepare_heads_cuda")},
+    status="compiled, executed by emulation",
+    ffi_targets=("nvfp4_prepare_heads_cuda",),
 )

@@ -186,6 +186,72 @@ def lower_dense(ffi_target):
     return lower
 
 
+def lower_add_rms_norm(ffi_target):
+    """Return the function that lowers `add_rms_norm` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(x, added, weight, *, eps):
+        rows = x.reshape(-1, x.shape[-1])
+        nothing = jnp.zeros((0, 0), x.dtype)
+        operand = nothing if added is None else added.reshape(rows.shape)
+        outputs = (
+            jax.ShapeDtypeStruct(operand.shape, x.dtype),
+            jax.ShapeDtypeStruct(rows.shape, x.dtype),
+        )
+        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+        total, y = call(rows, operand, weight, eps=np.float32(eps))
+        return (x if added is None else total.reshape(x.shape)), y.reshape(x.shape)
+
+    return lower
+
+
+def lower_prepare_heads(ffi_target):
+    """Return the function that lowers `prepare_heads` to an FFI target.
+
+    The kernel writes the new keys and values into the memory of the cache.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(qkv, positions, keys, values, weights, *, options):
+        (b, t, width), (_, m, _, d) = qkv.shape, keys.shape
+        outputs = (
+            jax.ShapeDtypeStruct((b, t, width // d - 2 * m, d), qkv.dtype),
+            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
+        )
+        call = jax.ffi.ffi_call(
+            ffi_target,
+            outputs,
+            input_output_aliases={2: 1, 3: 2},
+            vmap_method="sequential",
+        )
+        # The kernel reads weights of the dtype of the heads, or of float32.
+        own = [
+            weight if weight.dtype == qkv.dtype else weight.astype(jnp.float32)
+            for weight in weights or (jnp.zeros(0, qkv.dtype),) * 2
+        ]
+        rope = options.rope
+        frequencies = () if rope is None else rope.frequencies
+        return call(
+            qkv,
+            positions,
+            keys,
+            values,
+            *own,
+            jnp.asarray(frequencies, jnp.float32),
+            eps=np.float32(options.eps),
+            rotation_scale=np.float32(1 if rope is None else rope.scale),
+            rotates_first=options.rotates_first,
+        )
+
+    return lower
+
+
 def lower_route(ffi_target):
     """Return the function that lowers `route` to an FFI target.
 

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.attention import attend
+from jax_nvfp4_moe.backends.heads import prepare_heads
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
+from jax_nvfp4_moe.numerics.norms import normalize
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, divide, fake_quantize, quantize
 from jax_nvfp4_moe.numerics.routing import route
 from jax_nvfp4_moe.numerics.tensor import MoEParams, NVFP4Tensor
@@ -231,19 +233,39 @@ def quantize_nvfp4(x, global_scale, scale_layout):
     return packed, block_scale, scale
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("eps",))
+def add_rms_norm(x, added, weight, *, eps):
+    """Add and normalize; `ops.add_rms_norm` describes the result."""
+    if added is not None:
+        x = x + added
+    return x, normalize(x, weight, eps)
+
+
 REFERENCE = Backend(
     name="reference",
     can=Capability(
-        ops=frozenset({"moe_mlp", "grouped_gemm", "attention", "quantize_nvfp4", "route"}),
+        ops=frozenset(
+            {
+                "add_rms_norm",
+                "attention",
+                "grouped_gemm",
+                "moe_mlp",
+                "prepare_heads",
+                "quantize_nvfp4",
+                "route",
+            }
+        ),
         devices=(Device(frozenset({*Scheme, None})),),
         max_experts=1 << 30,
         max_top_k=1 << 30,
     ),
     layout=CANONICAL,
     lower={
+        "add_rms_norm": add_rms_norm,
         "moe_mlp": moe_mlp,
         "grouped_gemm": grouped_gemm,
         "attention": attend,
+        "prepare_heads": prepare_heads,
         "quantize_nvfp4": quantize_nvfp4,
         "route": route,
     },

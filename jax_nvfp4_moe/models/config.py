@@ -8,8 +8,8 @@ import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, read_size
-from jax_nvfp4_moe.nn.rope import Rope
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
+from jax_nvfp4_moe.numerics.rope import Rope
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 _KINDS: dict[type, str] = {bool: "true or false", float: "a finite number"}

@@ -17,7 +17,7 @@ from jax_nvfp4_moe.nn.dense import DenseLinear
 from jax_nvfp4_moe.nn.division import say_replicated
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.keys import KeyTable
-from jax_nvfp4_moe.nn.norm import RMSNorm
+from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -83,22 +83,23 @@ class DecoderLayer(nnx.Module):
         """Return the empty cache entries of `batch` rows."""
         return self.attention.init_cache(batch, max_length)
 
-    def __call__(self, x, positions, entries):
+    def __call__(self, stream: Any, positions, entries) -> tuple[Any, Any]:
         """Run the layer.
 
         Args:
-          x: ``[b, t, h]``.
+          stream: the `Residual` stream ``[b, t, h]``.
           positions: int32 ``[b, t]``, the position of each token in its row.
           entries: the layer's cache entries. None runs without a cache.
 
         Returns:
-          The result ``[b, t, h]``, and the updated cache entries.
+          The stream with the result of the layer, and the updated cache entries.
         """
         with jax.named_scope("attention"):
-            y, entries = self.attention(self.attention_norm(x), positions, entries)
-        x = x + y
+            x, normal = self.attention_norm.normalize_sum(stream)
+            y, entries = self.attention(normal, positions, entries)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), entries
+            x, normal = self.mlp_norm.normalize_sum(Residual(x, y))
+            return Residual(x, self.mlp(normal)), entries
 
 
 class Decoder(nnx.Module):
@@ -206,15 +207,17 @@ class Decoder(nnx.Module):
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
         check_context(table)
-        x = self.embed(table, input_ids)
+        stream = Residual(self.embed(table, input_ids))
         entries = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x, entry = layer(x, positions, None if cache is None else cache.layers[index])
+                entry = None if cache is None else cache.layers[index]
+                stream, entry = layer(stream, positions, entry)
             entries.append(entry)
         if logits_at is not None:
-            x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1)
-        logits = self._logits(self.norm(x))
+            at = logits_at[:, None, None]
+            stream = jax.tree.map(lambda part: jnp.take_along_axis(part, at, axis=1), stream)
+        logits = self._logits(self.norm.normalize_sum(stream)[1])
         if cache is None:
             return logits
         grown = start + (t if lengths is None else lengths)

@@ -26,6 +26,7 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.latent_attention import MLAConfig, build_latent_attention
+from jax_nvfp4_moe.nn.norm import Residual
 from jax_nvfp4_moe.nn.sparse_latent_attention import (
     FollowingLatentAttention,
     SparseLatentAttention,
@@ -56,8 +57,8 @@ class Indexed:
 class SharingLayer(DecoderLayer):
     """A layer that takes the choice of the layer before it, or hands a choice to the next layer.
 
-    Between such layers, tokens are a pair: ``[b, t, h]``, and the positions of the keys that each
-    of them attends to ``[b, t, c]``, or None for all keys.
+    Such layers pass on a pair: the `Residual` stream, and the positions of the keys that each token
+    attends to ``[b, t, c]``, or None for all keys.
 
     Attributes:
       takes: whether the layer gets such a pair. Static.
@@ -69,15 +70,16 @@ class SharingLayer(DecoderLayer):
         super().__init__(*parts)
         self.takes, self.hands_on = takes, hands_on
 
-    def __call__(self, x, positions, entries):
+    def __call__(self, stream, positions, entries):
         """Run the layer with the arguments and results of `DecoderLayer`, or with pairs."""
-        x, chosen = x if self.takes else (x, None)
+        stream, chosen = stream if self.takes else (stream, None)
         with jax.named_scope("attention"):
-            y, entries, chosen = self.attention(self.attention_norm(x), positions, entries, chosen)
-        x = x + y
+            x, normal = self.attention_norm.normalize_sum(stream)
+            y, entries, chosen = self.attention(normal, positions, entries, chosen)
         with jax.named_scope("mlp"):
-            x = x + self.mlp(self.mlp_norm(x))
-        return ((x, chosen) if self.hands_on else x), entries
+            x, normal = self.mlp_norm.normalize_sum(Residual(x, y))
+            stream = Residual(x, self.mlp(normal))
+        return ((stream, chosen) if self.hands_on else stream), entries
 
 
 def read_config(config: Mapping[str, Any]) -> SparseConfig:

@@ -25,7 +25,8 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.gated_mlp import GatedMLP, build_gated_mlp
 from jax_nvfp4_moe.nn.grouped_query import build_attention
 from jax_nvfp4_moe.nn.moe import LatentProjections, NVFP4MoE
-from jax_nvfp4_moe.nn.norm import RMSNorm, normalize
+from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
+from jax_nvfp4_moe.numerics.norms import normalize
 from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_experts",)
@@ -234,14 +235,15 @@ class Layer(DecoderLayer):
         self.attention_post_norm = attention_post_norm
         self.mlp, self.mlp_post_norm, self.scale = mlp, mlp_post_norm, scale
 
-    def __call__(self, x, positions, entries):
-        """Run the layer on ``x [b, t, h]``; returns the result and the updated cache entries."""
+    def __call__(self, stream, positions, entries):
+        """Run the layer with the arguments and results of `DecoderLayer`."""
         with jax.named_scope("attention"):
-            y, entries = self.attention(self.attention_norm(x), positions, entries)
+            x, normal = self.attention_norm.normalize_sum(stream)
+            y, entries = self.attention(normal, positions, entries)
         x = x + self.attention_post_norm(y)
         with jax.named_scope("mlp"):
             x = x + self.mlp_post_norm(self.mlp(x))
-        return x * self.scale.get_value()[None, None], entries
+        return Residual(x * self.scale.get_value()[None, None]), entries
 
 
 class Gemma4Decoder(Decoder):

@@ -27,6 +27,7 @@ from jax_nvfp4_moe.nn.grouped_query import GQAConfig, build_attention
 from jax_nvfp4_moe.nn.keys import below
 from jax_nvfp4_moe.nn.mamba2 import Mamba2Config, build_mamba2
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.norm import Residual
 from jax_nvfp4_moe.numerics.routing import Router
 
 _EXPERTS = ("num_local_experts", "num_experts")
@@ -221,13 +222,14 @@ class Layer(DecoderLayer):
 
     multiplier: float = 1.0
 
-    def __call__(self, x, positions, entries):
-        """Run the layer on ``x [b, t, h]``; returns the result and the updated cache entries."""
+    def __call__(self, stream, positions, entries):
+        """Run the layer with the arguments and results of `DecoderLayer`."""
         with jax.named_scope("attention"):
-            y, entries = self.attention(self.attention_norm(x), positions, entries)
-        x = x + y * self.multiplier
+            x, normal = self.attention_norm.normalize_sum(stream)
+            y, entries = self.attention(normal, positions, entries)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)) * self.multiplier, entries
+            x, normal = self.mlp_norm.normalize_sum(Residual(x, y * self.multiplier))
+            return Residual(x, self.mlp(normal) * self.multiplier), entries
 
 
 class GraniteDecoder(Decoder):

@@ -28,7 +28,7 @@ from jax_nvfp4_moe.nn.grouped_query import GQAConfig, build_heads
 from jax_nvfp4_moe.nn.keys import KeyTable, below
 from jax_nvfp4_moe.nn.mamba2 import Mamba2Config, build_mamba2
 from jax_nvfp4_moe.nn.moe import LatentProjections, NVFP4MoE
-from jax_nvfp4_moe.nn.norm import RMSNorm
+from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -324,23 +324,30 @@ class Layer(nnx.Module):
             return {}
         return self.mixer.init_cache(batch, max_length)
 
-    def __call__(self, x, positions, entries):
+    def __call__(self, stream, positions, entries):
         """Run the layer.
 
         Args:
-          x: ``[b, t, h]``.
+          stream: the `Residual` stream ``[b, t, h]``.
           positions: int32 ``[b, t]``, the position of each token in its row.
           entries: the layer's cache entries. None runs without a cache.
 
         Returns:
-          The result ``[b, t, h]``, and the updated cache entries.
+          The stream with the result of the mixer, and the updated cache entries.
         """
-        normal = self.norm(x.astype(self.dtype))
+        x, normal = self._normalize(stream)
         if self.kind in (DENSE, MOE):
             y = self.mixer(normal)
         else:
             y, entries = self.mixer(normal, positions, entries)
-        return x.astype(self.residual_dtype) + y.astype(self.residual_dtype), entries
+        return Residual(x, y.astype(self.residual_dtype)), entries
+
+    def _normalize(self, stream):
+        """Return the sum of the stream in `residual_dtype`, and the normalized sum in `dtype`."""
+        if stream.x.dtype == self.residual_dtype == self.dtype:
+            return self.norm.normalize_sum(stream)
+        x = stream.x if stream.added is None else stream.x + stream.added
+        return x.astype(self.residual_dtype), self.norm(x.astype(self.dtype))
 
 
 def build_moe(config: NemotronHConfig, layer: int, make: Builder) -> NVFP4MoE:

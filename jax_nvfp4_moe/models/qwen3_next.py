@@ -24,7 +24,7 @@ from jax_nvfp4_moe.nn.gated_delta_net import DeltaSizes, build_delta_net
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.grouped_query import build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.rope import Rope, rotate
+from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.checkpoint.values import CacheScales
+from jax_nvfp4_moe.numerics.cache import append
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
 
 # Name of a cache entry of `KeysAndValues` -> its axis of heads.
@@ -136,34 +136,6 @@ class KeysAndValues(nnx.Module):
     def _widen(self, name, value, dtype):
         """Return E4M3 numbers ``[b, m, s, d]`` times the scale of each head, in `dtype`."""
         return (value.astype(jnp.float32) * self._scale(name, 1)).astype(dtype)
-
-
-def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
-    """Write new tokens into the cache.
-
-    Args:
-      entries: cache entries ``[b, m, s, d]`` by name, or None without a cache.
-      positions: position of each token, int32 ``[b, t]``, all different in a row. Tokens at
-        positions of s or more are dropped.
-      **new: arrays to write by name, ``[b, t, m, d]``.
-
-    Returns:
-      The arrays to attend to, ``[b, m, s, d]`` by name, and the updated entries. With a cache both
-      are the entries. Without a cache they are `new` and None.
-    """
-    if entries is None:
-        return {name: jnp.moveaxis(value, 1, 2) for name, value in new.items()}, None
-    row = jnp.arange(positions.shape[0])[:, None, None]
-    written = {}
-    for name, value in new.items():
-        # The heads are indexed too. Without their index, XLA turns the scatter into copies of all
-        # entries.
-        place = entries[name].at[row, jnp.arange(value.shape[2]), positions[:, :, None]]
-        put = place.set(value, mode="drop", unique_indices=True)
-        # Without the constraint, XLA would store the keys of a single row transposed inside its
-        # loops, and copy them at each call.
-        written[name] = with_layout_constraint(put, Layout((0, 1, 2, 3)))
-    return written, written
 
 
 def build_keys_and_values(

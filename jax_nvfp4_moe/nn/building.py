@@ -209,7 +209,8 @@ class Builder:
         source = self._table.array(name, _whole((width,), spec), dtype=dtype)
 
         def construct(values):
-            made = RMSNorm(1 + values[""] if centered else values[""], eps)
+            weight = 1 + values[""] if centered else values[""]
+            made = RMSNorm(weight, eps, self.settings.target)
             mark(made.weight, spec and spec.layout(width, self.shards))
             return made
 

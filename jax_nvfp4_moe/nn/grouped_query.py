@@ -6,12 +6,14 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 
+from jax_nvfp4_moe.backends.heads import normalize_heads
 from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
-from jax_nvfp4_moe.nn.norm import mean_square, normalize
-from jax_nvfp4_moe.nn.rope import Rope, rotate
+from jax_nvfp4_moe.numerics.norms import mean_square, normalize
+from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.heads import prepare_heads
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -95,8 +97,7 @@ class Attention(HeadParallel):
 
     def mix(self, x, positions, entries):
         """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
-        q, k, v = self.project(x, positions)
-        seen, entries = self.kv.append(entries, positions, k=k, v=v)
+        q, seen, entries = self._prepare(x, positions, entries)
         y = attention(
             q,
             seen["k"],
@@ -107,6 +108,38 @@ class Attention(HeadParallel):
             target=self.target,
         )
         return self.out(y.reshape(*x.shape[:2], -1)), entries
+
+    def _prepare(self, x, positions, entries):
+        """Return the queries, the keys and values that they see, and the cache entries."""
+        config = self.config
+        one_step = config.normalize != "whole" and not (
+            config.clip is not None or config.normalize_values or config.interleaved
+        )
+        if entries is None or self.kv.scales is not None or not one_step:
+            q, k, v = self.project(x, positions)
+            seen, entries = self.kv.append(entries, positions, k=k, v=v)
+            return q, seen, entries
+        q_weight, k_weight = self._head_weights()
+        q, k, v = prepare_heads(
+            self._projected(x),
+            positions,
+            entries["k"],
+            entries["v"],
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=config.eps,
+            rope=config.rope,
+            rotates_first=config.normalize == "rotated",
+            target=self.target,
+        )
+        entries = {"k": k, "v": v}
+        return q, entries, entries
+
+    def _head_weights(self):
+        """Return the weights of the norms of query heads and of key heads, or None and None."""
+        if self.config.normalize is None:
+            return None, None
+        return self.q_norm.weight.get_value(), self.k_norm.weight.get_value()
 
     def project(self, x, positions):
         """Return the queries, keys and values ``[b, t, n, d]`` of ``x [b, t, h]``, as they meet."""
@@ -151,10 +184,7 @@ class Attention(HeadParallel):
 
     def _normalized_heads(self, qk):
         """Return query heads and key heads ``[b, t, n, d]``, each normalized by itself."""
-        # The weight of queries or of keys for each head, which XLA fuses into the product.
-        is_query = jnp.arange(qk.shape[-2])[:, None] < self.config.num_heads
-        q_weight, k_weight = (norm.weight.get_value()[None] for norm in (self.q_norm, self.k_norm))
-        return normalize(qk, jnp.where(is_query, q_weight, k_weight), self.config.eps)
+        return normalize_heads(qk, self._head_weights(), self.config.num_heads, self.config.eps)
 
     def _means(self, q, k):
         """Return the mean squares over the query heads and over the key heads of all shards.

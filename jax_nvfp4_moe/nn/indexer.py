@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear
 from jax_nvfp4_moe.nn.intermediates import record
-from jax_nvfp4_moe.nn.norm import layer_normalize
-from jax_nvfp4_moe.nn.rope import Rope, pair_halves, rotate
+from jax_nvfp4_moe.numerics.norms import layer_normalize
+from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
 from jax_nvfp4_moe.ops.chosen_keys import choose_keys
 from jax_nvfp4_moe.ops.dense import dense
 

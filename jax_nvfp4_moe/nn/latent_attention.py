@@ -14,14 +14,15 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.nn.attention import append, build_keys_and_values, empty_entries
+from jax_nvfp4_moe.nn.attention import build_keys_and_values, empty_entries
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
-from jax_nvfp4_moe.nn.rope import Rope, pair_halves, rotate
+from jax_nvfp4_moe.numerics.cache import append
+from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
 from jax_nvfp4_moe.ops.dense import dense, precision_for

@@ -1,12 +1,28 @@
-"""RMSNorm, and the functions that compute it and a layer norm."""
+"""RMSNorm, and the residual stream that it adds to and normalizes."""
 
-import functools
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
+
+from jax_nvfp4_moe.numerics.norms import normalize
+from jax_nvfp4_moe.ops.norms import add_rms_norm
+from jax_nvfp4_moe.scheme import Target
+
+
+class Residual(NamedTuple):
+    """The residual stream ``x + added`` between two layers, as a pair that is not added yet.
+
+    The next norm adds the two, because one kernel can add and normalize. Otherwise XLA would sum
+    the results of all earlier layers again in each norm, which makes late layers slow.
+
+    Attributes:
+      x: ``[b, t, h]``, the stream before the last addition.
+      added: ``[b, t, h]``, the last result of a layer. None if `x` is the whole stream.
+    """
+
+    x: Float[Array, "b t h"]
+    added: Float[Array, "b t h"] | None = None
 
 
 class RMSNorm(nnx.Module):
@@ -18,14 +34,21 @@ class RMSNorm(nnx.Module):
     Attributes:
       weight: `nnx.Param` ``[h]``.
       eps: static float, added to the mean of the squares.
+      target: device that `normalize_sum` is lowered for, static; None for the current device.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
 
-    def __init__(self, weight: Float[Array, " h"], eps: float):
-        """Make a norm from its `weight` ``[h]`` and `eps`."""
+    def __init__(self, weight: Float[Array, " h"], eps: float, target: Target | None = None):
+        """Make a norm.
+
+        Args:
+          weight: ``[h]``.
+          eps: added to the mean of the squares.
+          target: device that `normalize_sum` is lowered for. None (default) for the current device.
+        """
         self.weight = nnx.Param(weight)
-        self.eps = eps
+        self.eps, self.target = eps, target
 
     def __call__(
         self, x: Float[Array, "... h"], mean: Float[Array, "... 1"] | None = None
@@ -42,44 +65,9 @@ class RMSNorm(nnx.Module):
         """
         return normalize(x, self.weight.get_value(), self.eps, mean)
 
-
-@functools.partial(jax.jit, inline=True, static_argnames=("eps",))
-def normalize(x, weight, eps: float, mean=None):
-    """Return ``weight * x / sqrt(mean(x^2) + eps)``, in the dtype of `x`.
-
-    Args:
-      x: ``[..., h]``.
-      weight: ``[h]``, or ``[n, h]`` with one row for each of n heads.
-      eps: added to the mean.
-      mean: mean of the squares, float32 ``[..., 1]``. None computes it from `x`.
-    """
-    wide = x.astype(jnp.float32)
-    mean = mean_square(x) if mean is None else mean
-    normal = (wide * lax.rsqrt(mean + eps)).astype(weight.dtype)
-    return (normal * jnp.expand_dims(weight, range(x.ndim - weight.ndim))).astype(x.dtype)
-
-
-@functools.partial(jax.jit, inline=True, static_argnames=("eps",))
-def layer_normalize(x: Float[Array, "... h"], weight, bias, eps: float) -> Float[Array, "... h"]:
-    """Return ``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias``, in the dtype of `x`.
-
-    Args:
-      x: ``[..., h]``. Mean and variance are those of its last axis, in float32.
-      weight: ``[h]``.
-      bias: ``[h]``.
-      eps: added to the variance.
-
-    Source: Ba et al., "Layer Normalization", arXiv:1607.06450.
-    """
-    wide = x.astype(jnp.float32)
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    normal = wide * lax.rsqrt(mean_square(wide) + eps)
-    axes = range(x.ndim - 1)
-    weight, bias = (jnp.expand_dims(one.astype(jnp.float32), axes) for one in (weight, bias))
-    return (normal * weight + bias).astype(x.dtype)
-
-
-@functools.partial(jax.jit, inline=True)
-def mean_square(x: Float[Array, "... h"]) -> Float[Array, "... 1"]:
-    """Return ``mean(x^2)`` over the last axis, in float32."""
-    return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    def normalize_sum(
+        self, stream: Residual
+    ) -> tuple[Float[Array, "b t h"], Float[Array, "b t h"]]:
+        """Return the sum of the residual stream, and the normalized sum, ``[b, t, h]`` each."""
+        weight = self.weight.get_value()
+        return add_rms_norm(stream.x, stream.added, weight, eps=self.eps, target=self.target)

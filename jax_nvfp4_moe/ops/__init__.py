@@ -1,10 +1,22 @@
 """The public ops: each checks its arguments, chooses a plan and lowers to one call."""
 
 from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.heads import prepare_heads
 from jax_nvfp4_moe.ops.moe import moe_mlp
+from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.ops.products import grouped_gemm, linear
 from jax_nvfp4_moe.ops.quantize import quantize_nvfp4
 from jax_nvfp4_moe.ops.routing import route
 
-__all__ = ["attention", "grouped_gemm", "linear", "moe_mlp", "prepare", "quantize_nvfp4", "route"]
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "grouped_gemm",
+    "linear",
+    "moe_mlp",
+    "prepare",
+    "prepare_heads",
+    "quantize_nvfp4",
+    "route",
+]

@@ -21,6 +21,7 @@ from jax_nvfp4_moe.models.loading import LoadPlan
 from jax_nvfp4_moe.nn.building import ExpertPart
 from jax_nvfp4_moe.nn.experts import RoutedExperts, RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
+from jax_nvfp4_moe.nn.norm import Residual
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense
@@ -141,14 +142,14 @@ def _grouped(rows, weight, bias, ids):
 
 
 @functools.partial(jax.jit, static_argnames="squares")
-def _run(layer, x, positions, squares):
-    """Run ``x [b, t, h]`` through `layer`.
+def _run(layer, stream, positions, squares):
+    """Run the residual stream ``[b, t, h]`` through `layer`.
 
     Returns:
       The output, and the statistics of the inputs of its linears and of its experts.
     """
     with capture(layer) as seen:
-        y, _ = layer(x, positions, None)
+        y, _ = layer(stream, positions, None)
     parts = {".".join(map(str, path)): part for path, part in nnx.iter_modules(layer)}
     linears, experts = {}, {}
     for path, values in seen.items():
@@ -223,16 +224,19 @@ def calibrate(
     with plan.open_reader(progress, "calibrating") as reader:
         table = plan.read("embedding", reader).get_value()
         starts = range(0, len(windows), size)
-        hidden = [plan.model.embed(table, windows[at : at + size]) for at in starts]
+        batches = (windows[at : at + size] for at in starts)
+        hidden = [Residual(plan.model.embed(table, batch)) for batch in batches]
         del table
         for index in range(len(plan.model.layers)):
             path = f"layers.{index}"
             layer = plan.materialize(reader, path)
             linears, experts = None, None
-            for batch, x in enumerate(hidden):
-                b, t, _ = jax.tree.leaves(x)[0].shape  # a layer may hand on more than the tokens
+            for batch, stream in enumerate(hidden):
+                b, t, _ = jax.tree.leaves(stream)[
+                    0
+                ].shape  # a layer may hand on more than the tokens
                 positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None, :], (b, t))
-                y, own_linears, own_experts = _run(layer, x, positions, squares)
+                y, own_linears, own_experts = _run(layer, stream, positions, squares)
                 hidden[batch] = jax.block_until_ready(y)
                 linears = _merge(linears, own_linears)
                 experts = _merge(experts, own_experts)

@@ -168,6 +168,7 @@ T __ldcs(const T* place) {
   return *place;
 }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 inline int atomicAdd(int* place, int value) {
   const int before = *place;
   *place += value;

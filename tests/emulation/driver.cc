@@ -4,6 +4,7 @@
 #include "cuda/attention/attention.cuh"
 #include "cuda/gemm/fp4_groups.cuh"
 #include "cuda/gemm/linear_few.cuh"
+#include "cuda/heads/sine.cuh"
 #include "cuda/instructions/fp4_mma.cuh"
 #include "cuda/launch.h"
 
@@ -225,4 +226,29 @@ int attention(const AttentionShape* shape, int type, float scale, int window, in
 }
 
 int attention_fills_sm90(const AttentionShape* shape) { return FillsSm90(*shape); }
+
+// The operands are x, added, weight, sum, y.
+int add_rms_norm(int64_t rows, int64_t h, int type, int weight_type, float eps,
+                 void* const* operands) {
+  return LaunchAddRmsNorm(
+      nullptr, {rows, h, static_cast<DataType>(type), static_cast<DataType>(weight_type), eps},
+      {operands[0], operands[1], operands[2], operands[3], operands[4]});
+}
+
+// The operands are qkv, positions, q_weight, k_weight, frequencies, q, keys, values.
+int prepare_heads(const HeadsCall* call, void* const* operands) {
+  return LaunchPrepareHeads(
+      nullptr, *call,
+      {operands[0], static_cast<const int32_t*>(operands[1]), operands[2], operands[3],
+       static_cast<const float*>(operands[4]), operands[5], operands[6], operands[7]});
+}
+
+// Writes the sines and the cosines of `count` angles.
+void sines(int64_t count, const float* angles, float* sine, float* cosine) {
+  for (int64_t i = 0; i < count; ++i) {
+    const SineCosine both = SineAndCosine(angles[i]);
+    sine[i] = both.sine;
+    cosine[i] = both.cosine;
+  }
+}
 }

@@ -36,6 +36,8 @@ HOPPER_ATTENTION = {
     "ILi192ELi128ELi128ELi2E": (2 * (12 + 8), 64),
     "ILi256ELi256ELi64ELi2E": (2 * (16 + 8), 32),
 }
+NORM_KERNELS = 10  # instances of AddRmsNorm: five pairs of dtypes, two lengths of rows
+HEAD_KERNELS = 8  # instances of PrepareHeads: four pairs of dtypes, two widths
 # Collective for 10.x -> a part of its kernel's name, and how often instructions occur in it.
 # UTCOMMA is an MMA over 64 of a step's 256 of k. The first steps have their own MMAs if accumulator
 # tiles overlap. UTMALDG loads one of two operands or their scales, before or in the loop. UTCCP
@@ -326,6 +328,28 @@ def test_rounding_in_place_reads_through_the_coherent_cache(listing, arch):
     for name, instructions in rows.items():
         assert any(op.startswith("LDG") for op in instructions), name
         assert not any("CONSTANT" in op for op in instructions), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_norms_move_16_bytes_at_a_time(listing, arch):
+    found = kernels(listing, arch, "AddRmsNormI")
+    assert len(found) == NORM_KERNELS
+    for name, instructions in found.items():
+        moves = [op for op in instructions if op.startswith(("LDG", "STG"))]
+        assert moves, name
+        assert all(".128" in op for op in moves), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_heads_load_everything_before_they_compute(listing, arch):
+    """A load after the sum of a norm would wait for memory a second time."""
+    found = kernels(listing, arch, "PrepareHeadsI")
+    assert len(found) == HEAD_KERNELS
+    for name, instructions in found.items():
+        first_sum = next(i for i, op in enumerate(instructions) if op.startswith("SHFL"))
+        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG")]
+        assert loads, name
+        assert max(loads) < first_sum, name
 
 
 def second_tile(instructions):

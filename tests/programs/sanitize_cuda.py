@@ -25,6 +25,7 @@ from float64_layer import Options
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.numerics.routing import Router
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
@@ -46,6 +47,22 @@ ROUTERS = (
 )
 # rows, n, k of linear layers
 LINEARS = ((1, 77, 80), (1, 24, 4176), (4, 16, 16), (5, 77, 1040), (16, 40, 592), (64, 77, 1040))
+# rows, length, whether there is an addend
+NORMS = (
+    (0, 64, True),
+    (1, 16, True),
+    (3, 1037, True),
+    (5, 7168, False),
+    (2, 16384, True),
+    (2, 40000, True),
+)
+# rows, new tokens, query heads, key heads, width of a head, rotated channels, first position, room
+HEADS = (
+    (0, 1, 2, 1, 64, 64, 0, 8),
+    (1, 1, 1, 1, 4, 0, 0, 1),
+    (3, 5, 7, 1, 96, 36, 4, 7),
+    (2, 3, 4, 2, 256, 256, 0, 3),
+)
 OPTIONS = (
     Options(),
     Options(activation="swigluoai", limit=7.0, activation_scale="static"),
@@ -140,6 +157,48 @@ def run_attention():
         check(f"attention {name} {np.dtype(dtype)}", y)
 
 
+def run_norm(rows, h, adds, dtype):
+    """Normalize rows with weights of each dtype."""
+    rng = np.random.default_rng(4)
+    x, added = (jnp.asarray(rng.normal(0, 1, (rows, h)), dtype) for _ in range(2))
+    for weight_dtype in DTYPES:
+        weight = jnp.asarray(rng.normal(0, 1, h), weight_dtype)
+        total, y = ops.add_rms_norm(
+            x, added if adds else None, weight, eps=1e-6, backend="norm_cuda"
+        )
+        name = f"norm {rows} {h} {np.dtype(dtype)} {np.dtype(weight_dtype)}"
+        check(f"{name} sum", total)
+        check(f"{name} normalized", y)
+
+
+def run_heads(b, t, n, m, d, rotated, start, room, dtype):
+    """Prepare heads with and without norms; the last tokens may not fit into the cache."""
+    rng = np.random.default_rng(5)
+    shapes = (b, t, (n + 2 * m) * d), (b, m, room, d), (b, m, room, d)
+    qkv, keys, values = (jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes)
+    positions = jnp.tile(jnp.arange(start, start + t, dtype=jnp.int32), (b, 1))
+    rope = Rope(tuple(0.9**i for i in range(rotated // 2))) if rotated else None
+    for weight_dtype in (dtype, jnp.float32):
+        weight = jnp.asarray(rng.normal(1, 0.1, d), weight_dtype)
+        for norms in ({}, {"q_weight": weight, "k_weight": weight}):
+            found = ops.prepare_heads(
+                qkv, positions, keys, values, **norms, rope=rope, backend="heads_cuda"
+            )
+            name = f"heads {b} {t} {n} {m} {d} {rotated} {np.dtype(dtype)} {bool(norms)}"
+            for part, y in zip(("q", "keys", "values"), found, strict=True):
+                check(f"{name} {part}", y)
+
+
+def run_rows():
+    """Run the kernels that handle each row of tokens by itself."""
+    for case in ROUTERS:
+        run_router(*case)
+    for case, dtype in itertools.product(NORMS, DTYPES):
+        run_norm(*case, dtype)
+    for case, dtype in itertools.product(HEADS, DTYPES[:2]):
+        run_heads(*case, dtype)
+
+
 def run_fp4(suffix):
     """Run the kernels for FP4 tensor cores, which quantize all activations."""
     for options in (Options(activation_scale="static"), *OPTIONS[1:]):
@@ -181,9 +240,8 @@ def main():
         run_quantizer(dtype, "linear")
         run_quantizer(dtype, "swizzle_128x4")
     run_linears()
-    for case in ROUTERS:
-        run_router(*case)
     run_attention()
+    run_rows()
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
         for suffix in cuda_calls.MOE_TARGETS:

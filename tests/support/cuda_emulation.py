@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels of the engines and the router for the CPU, from the same sources.
+"""Compile the CUDA kernels for the CPU, from the same sources, except for the plain kernels.
 
 All assembly is in seven headers. `emulation` has a replacement for each of them, and everything
 else is compiled unchanged. Threads are fibers. A kernel must not depend on the order of its
@@ -168,6 +168,15 @@ class _RouterCall(ctypes.Structure):
         ("select_logits", ctypes.c_bool),
         ("renormalize", ctypes.c_bool),
         ("scaling", ctypes.c_float),
+    ]
+
+
+class _HeadsCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int32) for name in ("b", "t", "s", "n", "m", "d", "half")),
+        *((name, ctypes.c_int) for name in ("type", "weight_type")),
+        *((name, ctypes.c_float) for name in ("eps", "rotation_scale")),
+        ("rotates_first", ctypes.c_bool),
     ]
 
 
@@ -414,3 +423,53 @@ def attention_fills_sm90(library, q, k, v):
 def _attention_shape(q, k, v):
     (b, t, n, d), (m, s), dv = q.shape, k.shape[1:3], v.shape[3]
     return _AttentionShape(b, t, n, m, s, d, dv)
+
+
+def add_rms_norm(library, x, added, weight, *, eps):
+    """Return the sum and the normalized sum ``[rows, h]``, as `ops.add_rms_norm` does."""
+    rows, h = x.shape
+    call = functools.partial(
+        library.add_rms_norm,
+        ctypes.c_int64(rows),
+        ctypes.c_int64(h),
+        _TYPES[x.dtype.name],
+        _TYPES[weight.dtype.name],
+        ctypes.c_float(eps),
+    )
+    total, y = _run(library, call, [x, _array(added), weight], [x, x], 0, multiprocessors=1)
+    return (x if added is None else total), y
+
+
+def prepare_heads(library, call):
+    """Return queries, keys and values, as `backends.heads.prepare_heads` does.
+
+    The kernel gets a cache of 0xff bytes. They are what it leaves alone, and become the bytes of
+    the cache in `call` here. No finite number has these bytes.
+    """
+    (b, t, width), (_, m, s, d) = call.qkv.shape, call.keys.shape
+    n, rope = width // d - 2 * m, call.options.rope
+    frequencies = np.float32(() if rope is None else rope.frequencies)
+    weights = (None, None) if call.weights is None else call.weights
+    weight_type = call.qkv.dtype if call.weights is None else weights[0].dtype
+    sizes = _HeadsCall(
+        *(b, t, s, n, m, d, len(frequencies)),
+        *(_TYPES[dtype.name] for dtype in (call.qkv.dtype, weight_type)),
+        *(call.options.eps, 1 if rope is None else rope.scale, call.options.rotates_first),
+    )
+    likes = [np.empty((b, t, n, d), call.qkv.dtype), call.keys, call.values]
+    operands = [call.qkv, call.positions, *weights, frequencies]
+    bound = functools.partial(library.prepare_heads, ctypes.byref(sizes))
+    q, *entries = _run(library, bound, operands, likes, 0, multiprocessors=1)
+    kept = (call.keys, call.values)
+    return q, *(
+        np.where(entry.view(np.uint16) == 0xFFFF, old, entry)
+        for entry, old in zip(entries, kept, strict=True)
+    )
+
+
+def sines(library, angles):
+    """Return the sines and the cosines of float32 angles, as the kernel of heads computes them."""
+    results = [np.empty_like(angles) for _ in range(2)]
+    places = (array.ctypes.data_as(ctypes.c_void_p) for array in (angles, *results))
+    library.sines(ctypes.c_int64(angles.size), *places)
+    return results

@@ -21,6 +21,7 @@
 // kept. cuda_bindings.cc checks these. Test: tests/ops/test_route.py.
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/warp_sum.cuh"
 #include "nvfp4.h"
 
 namespace nvfp4 {
@@ -28,7 +29,6 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr uint32_t kNoKey = 0;
 constexpr uint32_t kNanKey = 0xffffffffu;
 constexpr uint32_t kLowestKey = 0x007fffffu;  // the key of minus infinity
@@ -45,12 +45,6 @@ __device__ __forceinline__ uint32_t KeyOf(float value) {
 // Returns the float of a key. kNanKey gives a NaN.
 __device__ __forceinline__ float ValueOf(uint32_t key) {
   return BitsFloat(key ^ ((key >> 31) != 0 ? 0x80000000u : 0xffffffffu));
-}
-
-__device__ __forceinline__ float WarpSum(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
-  return value;
 }
 
 // Returns a / d for 0 <= a <= 1 <= d. The result is that of IEEE division in all but rare cases. A

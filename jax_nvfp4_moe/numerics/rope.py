@@ -50,7 +50,7 @@ def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rop
     ).reshape(1, 1, -1)
     cos, sin = (f(angles)[:, :, None, None, :] * rope.scale for f in (jnp.cos, jnp.sin))
     # Flip the halves instead of concatenating them: XLA can fuse a flip into its consumer.
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, width // 2)
     signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 1, 2, 1)
     rotated = halves * cos + jnp.flip(halves, axis=-2) * (signs * sin)
     return rotated.reshape(x.shape).astype(x.dtype)

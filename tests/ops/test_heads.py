@@ -1,0 +1,111 @@
+"""Test `ops.prepare_heads` off GPUs: its definition, its errors, its choice and its derivative."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from axes import axis
+from head_suite import CASES, PAIRS, HeadSuite, make
+
+from jax_nvfp4_moe import Problem, Target, explain, ops
+from jax_nvfp4_moe.numerics.rope import Rope
+
+GPU = Target("cuda", (9, 0))
+
+
+def prepare(call, qkv=None, **options):
+    """Call the op on the operands of `head_suite.Call`."""
+    first, positions, keys, values, weights = jax.tree.map(jnp.asarray, call.operands)
+    q_weight, k_weight = weights or (None, None)
+    return ops.prepare_heads(
+        first if qkv is None else qkv,
+        positions,
+        keys,
+        values,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=call.options.eps,
+        rope=call.options.rope,
+        rotates_first=call.options.rotates_first,
+        **options,
+    )
+
+
+class TestReference(HeadSuite):
+    """The reference passes its own bound; the suite checks what it leaves alone, and padding."""
+
+    case = axis(*CASES)
+    pair = axis(PAIRS[0])
+
+    @pytest.fixture
+    def run(self):
+        return prepare
+
+
+def test_gpus_run_the_kernel_and_others_the_reference():
+    problem = Problem("prepare_heads", None, GPU, head_widths=(128, 64))
+    assert explain(problem).backend == "heads_cuda"
+    for facts, why in (
+        ({"dtype": "float32"}, "needs bfloat16 or float16"),
+        (
+            {"head_widths": (320, 64)},
+            "needs widths of heads in range(0, 257, 4)",
+        ),
+        ({"head_widths": (128, 6)}, "needs widths of heads"),
+        ({"target": Target("cpu")}, "needs cuda"),
+    ):
+        found = explain(Problem(**{**vars(problem), **facts}))
+        assert found.backend == "reference"
+        assert why in found.reasons["heads_cuda"]
+
+
+@pytest.mark.parametrize("case", ["decoding", "neither"])
+def test_the_op_is_one_call_on_a_gpu(case):
+    call = make(case, PAIRS[0])
+    traced = jax.jit(lambda qkv: prepare(call, qkv, target=GPU)).trace(call.qkv)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"custom_call @(\w+)", text) == ["nvfp4_prepare_heads_cuda"]
+    assert not re.search(r"stablehlo\.(cosine|rsqrt|scatter)", text)
+
+
+def test_the_op_is_differentiated_around_its_call_on_a_gpu():
+    call = make("decoding", PAIRS[0])
+
+    def loss(qkv):
+        results = prepare(call, qkv, target=GPU)
+        return sum(jnp.sum(result.astype(jnp.float32) ** 2) for result in results)
+
+    text = jax.jit(jax.grad(loss)).trace(call.qkv).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@nvfp4_prepare_heads_cuda") == 1
+    assert "stablehlo.cosine" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv": np.zeros((1, 2, 30), np.float32)}, "qkv: expected a width that holds 2 key heads"),
+        ({"qkv": np.zeros((1, 2, 8), np.float32)}, "qkv: expected a width .* got 8"),
+        ({"qkv": np.zeros((1, 32), np.float32)}, "qkv: expected"),
+        ({"positions": np.zeros((1, 3), np.int32)}, r"positions: expected integers \(1, 2\)"),
+        ({"positions": np.zeros((1, 2), np.float32)}, "positions: expected integers"),
+        ({"keys": np.zeros((2, 2, 8, 4), np.float32)}, "keys: expected"),
+        ({"values": np.zeros((1, 2, 8, 4), np.float16)}, "values: expected float32"),
+        ({"q_weight": np.zeros(4, np.float32)}, "k_weight: expected .* got None"),
+        ({"q_weight": np.zeros(5), "k_weight": np.zeros(4)}, "q_weight: expected"),
+        ({"rope": Rope((1.0, 0.5, 0.1))}, "rope: expected at most 2 frequencies"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, message):
+    cache = np.zeros((1, 2, 8, 4), np.float32)
+    given = {
+        "qkv": np.zeros((1, 2, 32), np.float32),
+        "positions": np.zeros((1, 2), np.int32),
+        "keys": cache,
+        "values": cache,
+        **changes,
+    }
+    operands = [given.pop(name) for name in ("qkv", "positions", "keys", "values")]
+    with pytest.raises(ValueError, match=message):
+        ops.prepare_heads(*operands, **given)
