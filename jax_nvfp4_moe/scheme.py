@@ -17,8 +17,7 @@ of the user and the device:
 | any | w4a4_token_scale | any | activations rounded to FP4 with one global scale per token |
 
 `backends.resolution.resolve` decides the backend: the first record of an ordered tuple that accepts
-the problem. A `Plan` holds both decisions. Weight preparation, the call and `explain` all read the
-plan.
+the problem. A `Plan` holds both decisions.
 """
 
 import dataclasses
@@ -50,8 +49,7 @@ class Scheme(enum.StrEnum):
       >>> nvfp4.Scheme("w4a4") is nvfp4.Scheme.W4A4
       True
 
-    Source: vLLM and compressed-tensors use the names "w4a16" and "w4a4" for bits of weights and
-    activations.
+    Source: vLLM and compressed-tensors use the names "w4a16" and "w4a4".
     """
 
     W4A16 = "w4a16"
@@ -242,23 +240,21 @@ class Problem:
     """The static facts of one op: all that the choice of a backend may depend on.
 
     Attributes:
-      op: "moe_mlp", "grouped_gemm" (also for `linear`), "quantize_nvfp4" or "route".
-      scheme: a `Scheme`; None for "quantize_nvfp4" and "route".
+      op: "moe_mlp", "grouped_gemm" (also for `linear`), or the name of another op in `ops`.
+      scheme: a `Scheme`; None for ops without NVFP4 weights.
       target: the device.
       dtype: name of the dtype of the activations, "bfloat16" by default.
-      num_experts: number of experts or groups, 1 by default.
-      top_k: number of experts per token, 1 by default.
+      num_experts, top_k: number of experts or groups, in all and per token, 1 by default.
       hidden: number of features of a token, or k of a GEMM; 16 by default.
-      intermediate: number of features between the two GEMMs of an expert, or n of a GEMM; 16 by
-        default.
+      intermediate: number of features between two GEMMs, or n of a GEMM; 16 by default.
       activation: name of the activation, or None (default) for an op without one.
+      head_widths: widths of a key and of a value; empty (default) for ops without heads.
       unavailable: pairs (extension, reason) of compiled modules that this process lacks. Empty
         (default) for a target other than the current device, because lowering needs no extension.
 
     Example:
       >>> import jax_nvfp4_moe as nvfp4
-      >>> target = nvfp4.Target("cuda", (9, 0))
-      >>> problem = nvfp4.Problem("moe_mlp", nvfp4.Scheme.W4A16, target, num_experts=128, top_k=8)
+      >>> problem = nvfp4.Problem("moe_mlp", nvfp4.Scheme.W4A16, nvfp4.Target("cuda", (9, 0)))
       >>> nvfp4.explain(problem).backend
       'moe_w4a16_sm90'
     """
@@ -272,6 +268,7 @@ class Problem:
     hidden: int = 16
     intermediate: int = 16
     activation: str | None = None
+    head_widths: tuple[int, ...] = ()
     unavailable: tuple[tuple[str, str], ...] = ()
 
 
@@ -308,6 +305,7 @@ class Capability:
       dtypes: names of the dtypes of activations.
       max_experts, max_top_k: largest number of experts, in all and per token.
       max_extent: largest number of rows or columns of a matrix.
+      head_widths: widths that keys and values may have.
       shared_bytes: bytes of shared memory per thread block that the most demanding kernel needs.
     """
 
@@ -319,11 +317,13 @@ class Capability:
     max_experts: int = 512
     max_top_k: int = 32
     max_extent: int = 1 << 62
+    head_widths: range = range(1 << 62)
     shared_bytes: int = 0
 
     def reason_against(self, p: Problem) -> str | None:
         """Return in words why this backend cannot run the problem `p`; None if it can."""
         missing = dict(p.unavailable).get(self.extension or "")
+        extent, widths = max(p.hidden, p.intermediate), self.head_widths
         reached = [d for d in self.devices if d.reaches(p)]
         checks = (
             (p.op in self.ops, f"does not implement {p.op}"),
@@ -342,9 +342,12 @@ class Capability:
             ),
             (p.top_k <= self.max_top_k, f"needs top_k of at most {self.max_top_k}, got {p.top_k}"),
             (
-                max(p.hidden, p.intermediate) <= self.max_extent,
-                f"needs matrices of at most {self.max_extent} rows and columns, got "
-                f"{max(p.hidden, p.intermediate)}",
+                extent <= self.max_extent,
+                f"needs matrices of at most {self.max_extent} rows and columns, got {extent}",
+            ),
+            (
+                all(width in widths for width in p.head_widths),
+                f"needs widths of keys and values in {widths}, got {p.head_widths}",
             ),
             (missing is None, f"{missing}"),
         )
@@ -356,9 +359,8 @@ class Capability:
         return "compute capability in " + " or ".join(spans)
 
 
-def no_notes(problem: Problem) -> tuple[str, ...]:
+def no_notes(_: Problem) -> tuple[str, ...]:
     """Return no notes: for a backend that has one kernel for an op."""
-    del problem
     return ()
 
 
@@ -372,8 +374,7 @@ class Backend:
       layout: name of the layout in which it reads weights.
       lower: op -> function that emits the computation.
       status: on which hardware it has been executed, emulated or only compiled.
-      notes: function of a problem that returns which of its kernels run, in cases in which a user
-        may expect another one.
+      notes: function of a problem that says which kernels run where a user may expect others.
       ffi_targets: names of the FFI targets that `lower` calls; empty (default) for plain XLA.
     """
 
@@ -398,8 +399,7 @@ class Plan:
       backend: the chosen record.
       why: the reason for the scheme in words; empty if the problem already had a scheme.
       checkpoint_scheme: the scheme that the checkpoint declares, or None.
-      requested_scheme: the requested scheme, or None; `explain` chooses again from the requests for
-        another device.
+      requested_scheme: the requested scheme, or None; `explain` uses it for another device.
       requested_backends: names of the requested backends, or None.
     """
 

@@ -61,6 +61,30 @@ cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_b
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// Whether the code of the kernel for this device has the barrier of a cluster, which its blocks
+// need before LaunchClusters may launch it.
+template <typename... Parameters>
+bool HasClusters(void (*kernel)(Parameters...)) {
+  return MayOverlap(kernel);  // both take code for 9.0 or later
+}
+
+// Launches a kernel in clusters of `blocks` blocks, which follow each other in a grid along x.
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int threads, int blocks,
+                           void (*kernel)(Parameters...), const Arguments&... arguments) {
+  if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 // Fills `bytes` bytes with zeros, which are 0.0 in each floating-point type here.
 inline cudaError_t LaunchZeros(cudaStream_t stream, void* values, int64_t bytes) {
   return bytes == 0 ? cudaSuccess : cudaMemsetAsync(values, 0, static_cast<size_t>(bytes), stream);

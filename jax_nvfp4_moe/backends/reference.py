@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.attention import attend
+from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, divide, fake_quantize, quantize
@@ -234,7 +235,16 @@ def quantize_nvfp4(x, global_scale, scale_layout):
 REFERENCE = Backend(
     name="reference",
     can=Capability(
-        ops=frozenset({"moe_mlp", "grouped_gemm", "attention", "quantize_nvfp4", "route"}),
+        ops=frozenset(
+            {
+                "moe_mlp",
+                "grouped_gemm",
+                "attention",
+                "gated_delta_step",
+                "quantize_nvfp4",
+                "route",
+            }
+        ),
         devices=(Device(frozenset({*Scheme, None})),),
         max_experts=1 << 30,
         max_top_k=1 << 30,
@@ -244,6 +254,7 @@ REFERENCE = Backend(
         "moe_mlp": moe_mlp,
         "grouped_gemm": grouped_gemm,
         "attention": attend,
+        "gated_delta_step": mix_gated_delta,
         "quantize_nvfp4": quantize_nvfp4,
         "route": route,
     },

@@ -5,6 +5,16 @@ from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.ops.products import grouped_gemm, linear
 from jax_nvfp4_moe.ops.quantize import quantize_nvfp4
+from jax_nvfp4_moe.ops.recurrent import gated_delta_step
 from jax_nvfp4_moe.ops.routing import route
 
-__all__ = ["attention", "grouped_gemm", "linear", "moe_mlp", "prepare", "quantize_nvfp4", "route"]
+__all__ = [
+    "attention",
+    "gated_delta_step",
+    "grouped_gemm",
+    "linear",
+    "moe_mlp",
+    "prepare",
+    "quantize_nvfp4",
+    "route",
+]

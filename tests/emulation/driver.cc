@@ -198,4 +198,14 @@ int route(const RouterCall* call, void* const* operands) {
       {static_cast<const float*>(operands[0]), static_cast<const float*>(operands[1]),
        static_cast<int32_t*>(operands[2]), static_cast<float*>(operands[3])});
 }
+
+// The operands are projected, positions, conv_weight, A_log, dt_bias, norm, y, inputs, state.
+int delta_step(const DeltaStepCall* call, void* const* operands) {
+  return LaunchDeltaStep(
+      nullptr, *call,
+      {operands[0], static_cast<const int32_t*>(operands[1]),
+       static_cast<const float*>(operands[2]), static_cast<const float*>(operands[3]),
+       static_cast<const float*>(operands[4]), static_cast<const float*>(operands[5]), operands[7],
+       static_cast<float*>(operands[8]), operands[6]});
+}
 }

@@ -192,6 +192,24 @@ def test_ampere_product_copies_while_it_multiplies(code, arch):
         assert count["LDGSTS"] >= 4, name
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_delta_step_requests_its_state_before_it_waits(listing, arch):
+    """The 16 vectors of a thread are requested before the barrier that ends the convolution.
+
+    There is one kernel for full widths and one for others, for each of three dtypes.
+    """
+    steps = kernels(listing, arch, "9DeltaStepI")
+    assert len(steps) == 6
+    for name, instructions in steps.items():
+        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
+        assert len(loads) == 16, name
+        assert loads[-1] < next(i for i, op in enumerate(instructions) if op.startswith("BAR")), (
+            name
+        )
+        cluster = any("CGABAR" in op for op in instructions)
+        assert cluster == (arch in LISTS_RESERVED), name  # 9.0 and later have clusters
+
+
 @pytest.mark.cutlass
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_blackwell_product_uses_its_tensor_cores(code, name):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from float64_layer import Options
+from recurrent_suite import DELTA_CASES, make_delta
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends import _ffi
@@ -103,6 +104,16 @@ def run_router(tokens, experts, router):
     check(f"router {tokens} {experts} {router} weights", weights)
 
 
+def run_recurrent_steps(dtype):
+    """Decode a token of rows with and without padding, in place."""
+    for name, case in DELTA_CASES.items():
+        tokens, weights = make_delta(name, np.dtype(dtype))
+        options = {"interleaved": case.interleaved, "backend": "recurrent_cuda"}
+        results = ops.gated_delta_step(*map(jnp.asarray, tokens), **weights, **options)
+        for part, result in zip(("y", "inputs", "state"), results, strict=True):
+            check(f"delta {np.dtype(dtype)} {name} {part}", result)
+
+
 def run_fp4(suffix):
     """Run the kernels for FP4 tensor cores, which quantize all activations."""
     for options in (Options(activation_scale="static"), *OPTIONS[1:]):
@@ -143,6 +154,7 @@ def main():
         run_product(dtype, "static")
         run_quantizer(dtype, "linear")
         run_quantizer(dtype, "swizzle_128x4")
+        run_recurrent_steps(dtype)
     for case in ROUTERS:
         run_router(*case)
     for case in LAYERS:

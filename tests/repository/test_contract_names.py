@@ -31,6 +31,8 @@ SIGNATURES = {
     "backend=None, plan=None",
     "ops.quantize_nvfp4": "x, *, global_scale=None, scale_layout='linear', target=None, "
     "backend=None",
+    "ops.gated_delta_step": "projected, positions, inputs, state, *, conv_weight, A_log, dt_bias, "
+    "norm, interleaved=False, eps=1e-06, target=None, backend=None",
     "ops.route": "router, logits, bias=None, *, target=None, backend=None",
     "testing.random_moe_params": "key, *, num_experts, hidden, intermediate, gated=True",
     "NVFP4Tensor.from_packed": "packed, block_scale, global_scale",

@@ -135,6 +135,17 @@ class _ProductShape(ctypes.Structure):
     _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("m", "n", "n_pad", "k", "e", "parts")]
 
 
+class _DeltaStepCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("b", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("key_heads", "shared", "d", "e", "taps")),
+        ("type", ctypes.c_int),
+        ("interleaved", ctypes.c_bool),
+        ("scale", ctypes.c_float),
+        ("eps", ctypes.c_float),
+    ]
+
+
 class _Activation(ctypes.Structure):
     _fields_: ClassVar = [
         ("kind", ctypes.c_int),
@@ -165,18 +176,26 @@ def _activation(options: Options) -> _Activation:
 
 
 def _run(
-    library, call, operands, likes, workspace, multiprocessors, shared_bytes=HOPPER_SHARED_BYTES
+    library,
+    call,
+    operands,
+    likes,
+    workspace,
+    multiprocessors,
+    shared_bytes=HOPPER_SHARED_BYTES,
+    in_place=(),
 ):
     """Call twice, with the threads of a block in both orders. Return outputs like `likes`.
 
     Both calls must return the same bytes. `shared_bytes` is the shared memory that a block may
-    have.
+    have. `in_place` has arrays that the kernel changes. They are further outputs.
     """
     outputs = []
     for backwards in (0, 1):
         library.configure(multiprocessors, shared_bytes, backwards)
         guarded = [None if a is None else Guarded(a.nbytes, a) for a in operands]
         results = [Guarded(like.nbytes) for like in likes]
+        results += [Guarded(a.nbytes, a) for a in in_place]
         places = [*guarded, *results, Guarded(workspace)]
         addresses = [None if place is None else place.address for place in places]
         if error := call((ctypes.c_void_p * len(places))(*addresses)):
@@ -188,7 +207,7 @@ def _run(
         raise RuntimeError("the result depends on the order of the threads")
     return [
         np.frombuffer(content, like.dtype).reshape(like.shape)
-        for content, like in zip(outputs[0], likes, strict=True)
+        for content, like in zip(outputs[0], [*likes, *in_place], strict=True)
     ]
 
 
@@ -343,3 +362,16 @@ def quantize(library, x, global_scale=None, scale_layout="linear"):
     scale = None if global_scale is None else np.float32(global_scale)
     workspace = 4 * QUANTIZE_PARTIALS if global_scale is None else 0
     return _run(library, call, [x, scale], likes, workspace, multiprocessors=1)
+
+
+def gated_delta_step(library, *tokens, interleaved, eps, **weights):
+    """Return y, the new inputs and the new state, as `ops.gated_delta_step` does."""
+    projected, positions, inputs, state = tokens
+    b, m, r, d, e = state.shape
+    sizes = b, m, r, d, e, weights["conv_weight"].shape[1]
+    call = _DeltaStepCall(*sizes, _TYPES[inputs.dtype.name], interleaved, d**-0.5, eps)
+    bound = functools.partial(library.delta_step, ctypes.byref(call))
+    names = ("conv_weight", "A_log", "dt_bias", "norm")
+    operands = [projected, positions, *(weights[name] for name in names)]
+    y = np.empty((b, 1, m * r * e), inputs.dtype)
+    return _run(library, bound, operands, [y], 0, 1, in_place=(inputs, state))

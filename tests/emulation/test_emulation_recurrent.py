@@ -1,0 +1,19 @@
+"""Run the suites of recurrent mixers on the CUDA kernels, compiled for a CPU."""
+
+import functools
+
+import cuda_emulation
+import pytest
+from axes import axis
+from recurrent_suite import DELTA_CASES, DeltaStepSuite
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+class TestDeltaStep(DeltaStepSuite):
+    case = axis(*DELTA_CASES)
+    dtype = axis("bfloat16", "float16", "float32")
+
+    @pytest.fixture
+    def run(self, library):
+        return functools.partial(cuda_emulation.gated_delta_step, library)
