@@ -398,6 +398,68 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
   return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_delta_step_cuda");
 }
 
+ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuffer positions,
+                      ffi::AnyBuffer conv_weight, ffi::AnyBuffer conv_bias, ffi::AnyBuffer A_log,
+                      ffi::AnyBuffer dt_bias, ffi::AnyBuffer D, ffi::AnyBuffer norm,
+                      ffi::AnyBuffer inputs, ffi::AnyBuffer state, ffi::Result<ffi::AnyBuffer> y,
+                      ffi::Result<ffi::AnyBuffer> new_inputs, ffi::Result<ffi::AnyBuffer> new_state,
+                      ffi::Result<ffi::AnyBuffer> workspace, std::string_view activation,
+                      float alpha, float limit, int64_t groups, float smallest_step,
+                      float largest_step, float eps) {
+  const StepOperands operands = {projected, positions, conv_weight, A_log,       dt_bias,   norm,
+                                 inputs,    state,     *y,          *new_inputs, *new_state};
+  const ActivationRecord* record = nullptr;
+  NVFP4_RETURN_IF_ERROR(ExpectName("activation", activation, kActivations, &record));
+  if (record->gated) {
+    return Expected("activation", "one that is not gated", std::string(activation));
+  }
+  DataType type;
+  NVFP4_RETURN_IF_ERROR(CheckStepTypes(operands, &type));
+  NVFP4_RETURN_IF_ERROR(ExpectType("conv_bias", conv_bias.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("D", D.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("state [b, h, p, n]", state.dimensions(), 4));
+  const int64_t b = state.dimensions()[0], heads = state.dimensions()[1];
+  const int64_t p = state.dimensions()[2], n = state.dimensions()[3];
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("groups", groups, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("h (state)", heads, groups));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("p (state)", p, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (state)", n, kStateWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("p (state)", p, kMaxStateWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (state)", n, kMaxStateWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (state)", heads, kMaxExtent));
+  const int64_t inner = heads * p, channels = inner + 2 * groups * n;
+  NVFP4_RETURN_IF_ERROR(ExpectDims("norm [h p]", norm.dimensions(), {inner}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("D [h]", D.dimensions(), {heads}));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("conv_bias [c]", conv_bias.dimensions(), {channels}));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"conv_bias", conv_bias}, {"D", D}}, kAlignment));
+  NVFP4_RETURN_IF_ERROR(CheckStepDims(operands, heads, channels, inner + channels + heads, inner));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, 4 * b * inner));
+  const Mamba2StepCall call = {b,
+                               static_cast<int32_t>(heads),
+                               static_cast<int32_t>(groups),
+                               static_cast<int32_t>(p),
+                               static_cast<int32_t>(n),
+                               static_cast<int32_t>(conv_weight.dimensions()[1]),
+                               type,
+                               {record->kind, false, false, alpha, 0.0f, limit},
+                               smallest_step,
+                               largest_step,
+                               eps};
+  const Mamba2StepBuffers buffers = {projected.untyped_data(),
+                                     Data<int32_t>(positions),
+                                     Data<float>(conv_weight),
+                                     DataOrNull(conv_bias),
+                                     Data<float>(A_log),
+                                     Data<float>(dt_bias),
+                                     Data<float>(D),
+                                     Data<float>(norm),
+                                     new_inputs->untyped_data(),
+                                     static_cast<float*>(new_state->untyped_data()),
+                                     y->untyped_data(),
+                                     static_cast<float*>(workspace->untyped_data())};
+  return FromCuda(LaunchMamba2Step(stream, call, buffers), "nvfp4_mamba2_step_cuda");
+}
+
 // kCmdBufferCompatible: the handlers only launch kernels and fills, so that a CUDA graph can
 // capture them.
 auto BindMoE() {
@@ -506,6 +568,32 @@ XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
                            .Attr<float>("eps"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kMamba2Step, Mamba2Step,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // projected    [b, 1, z, x, B, C, dt]
+                           .Arg<ffi::AnyBuffer>()  // positions    [b, 1]
+                           .Arg<ffi::AnyBuffer>()  // conv_weight  [c, taps]
+                           .Arg<ffi::AnyBuffer>()  // conv_bias    [c] or [0]
+                           .Arg<ffi::AnyBuffer>()  // A_log        [h]
+                           .Arg<ffi::AnyBuffer>()  // dt_bias      [h]
+                           .Arg<ffi::AnyBuffer>()  // D            [h]
+                           .Arg<ffi::AnyBuffer>()  // norm         [h p]
+                           .Arg<ffi::AnyBuffer>()  // inputs       [b, taps - 1, c]
+                           .Arg<ffi::AnyBuffer>()  // state        [b, h, p, n]
+                           .Ret<ffi::AnyBuffer>()  // y            [b, 1, h p]
+                           .Ret<ffi::AnyBuffer>()  // new_inputs, in the memory of inputs
+                           .Ret<ffi::AnyBuffer>()  // new_state, in the memory of state
+                           .Ret<ffi::AnyBuffer>()  // workspace    U8 [bytes]
+                           .Attr<std::string_view>("activation")
+                           .Attr<float>("alpha")
+                           .Attr<float>("limit")
+                           .Attr<int64_t>("groups")
+                           .Attr<float>("smallest_step")
+                           .Attr<float>("largest_step")
+                           .Attr<float>("eps"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 template <typename Handler>
 nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -526,6 +614,7 @@ nb::dict Registrations() {
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   targets["nvfp4_route_cuda"] = Capsule(kRoute);
   targets["nvfp4_delta_step_cuda"] = Capsule(kDeltaStep);
+  targets["nvfp4_mamba2_step_cuda"] = Capsule(kMamba2Step);
   return targets;
 }
 

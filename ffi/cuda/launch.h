@@ -221,4 +221,35 @@ struct DeltaStepBuffers {
 cudaError_t LaunchDeltaStep(cudaStream_t stream, const DeltaStepCall& call,
                             const DeltaStepBuffers& buffers);
 
+// One token of each of b rows through a Mamba-2 mixer, without its two projections. The state of a
+// head is a matrix [p, n].
+struct Mamba2StepCall {
+  int64_t b;
+  int32_t heads, groups;            // groups divides heads
+  int32_t p, n;                     // n is a multiple of 4
+  int32_t taps;                     // of the convolution
+  DataType type;                    // of projected, inputs and y
+  ActivationParameters activation;  // after the convolution; not gated
+  float smallest_step, largest_step;
+  float eps;  // of the norm
+};
+
+struct Mamba2StepBuffers {
+  const void* projected;     // [b, 2 heads p + 2 groups n + heads]: z, then x, B and C, then dt
+  const int32_t* positions;  // [b]; a row at kPaddingPosition or later changes no state
+  const float* conv_weight;  // [heads p + 2 groups n, taps]
+  const float* conv_bias;    // [heads p + 2 groups n] or null
+  const float* A_log;        // [heads]
+  const float* dt_bias;      // [heads]
+  const float* D;            // [heads]
+  const float* norm;         // [heads p]
+  void* inputs;              // [b, taps - 1, heads p + 2 groups n]; in place
+  float* state;              // [b, heads, p, n]; in place
+  void* y;                   // [b, heads p]
+  float* gated;              // [b, heads p]; scratch
+};
+
+cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,
+                             const Mamba2StepBuffers& buffers);
+
 }  // namespace nvfp4

@@ -12,6 +12,7 @@ from jax import lax
 
 from jax_nvfp4_moe.backends.attention import attend
 from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
+from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
 from jax_nvfp4_moe.numerics.nvfp4 import SCALE_RANGE, amax, divide, fake_quantize, quantize
@@ -241,6 +242,7 @@ REFERENCE = Backend(
                 "grouped_gemm",
                 "attention",
                 "gated_delta_step",
+                "mamba2_step",
                 "quantize_nvfp4",
                 "route",
             }
@@ -255,6 +257,7 @@ REFERENCE = Backend(
         "grouped_gemm": grouped_gemm,
         "attention": attend,
         "gated_delta_step": mix_gated_delta,
+        "mamba2_step": mix_mamba2,
         "quantize_nvfp4": quantize_nvfp4,
         "route": route,
     },

@@ -21,7 +21,7 @@ from jax_nvfp4_moe.scheme import (
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
 # Ops that run the reference on devices where it is the intended path: no warning is due.
-_PLAIN_OPS = frozenset({"attention", "gated_delta_step", "route"})
+_PLAIN_OPS = frozenset({"attention", "gated_delta_step", "mamba2_step", "route"})
 
 
 def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:

@@ -5,7 +5,7 @@ from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.ops.products import grouped_gemm, linear
 from jax_nvfp4_moe.ops.quantize import quantize_nvfp4
-from jax_nvfp4_moe.ops.recurrent import gated_delta_step
+from jax_nvfp4_moe.ops.recurrent import gated_delta_step, mamba2_step
 from jax_nvfp4_moe.ops.routing import route
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "gated_delta_step",
     "grouped_gemm",
     "linear",
+    "mamba2_step",
     "moe_mlp",
     "prepare",
     "quantize_nvfp4",

@@ -102,8 +102,8 @@ def test_a_recurrent_mixer_is_products_and_few_kernels(mixer, most):
     assert found["kernels"] <= most
 
 
-@pytest.mark.parametrize(("mixer", "kernels"), [("qwen3.6", 3)])
-def test_a_recurrent_mixer_decodes_with_one_kernel_between_its_projections(mixer, kernels):
+@pytest.mark.parametrize(("mixer", "kernels"), [("qwen3.6", 3), ("nemotron-3-nano", 3)])
+def test_a_recurrent_mixer_decodes_with_one_call_between_its_projections(mixer, kernels):
     """A copy of the state or of the inputs of the convolution would be a further kernel."""
     assert read_report(run_program("deviceless_mixers.py", "h100", mixer, 1))["kernels"] == kernels
 

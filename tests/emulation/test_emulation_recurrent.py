@@ -5,7 +5,7 @@ import functools
 import cuda_emulation
 import pytest
 from axes import axis
-from recurrent_suite import DELTA_CASES, DeltaStepSuite
+from recurrent_suite import DELTA_CASES, MAMBA_CASES, DeltaStepSuite, Mamba2StepSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -17,3 +17,12 @@ class TestDeltaStep(DeltaStepSuite):
     @pytest.fixture
     def run(self, library):
         return functools.partial(cuda_emulation.gated_delta_step, library)
+
+
+class TestMamba2Step(Mamba2StepSuite):
+    case = axis(*MAMBA_CASES)
+    dtype = axis("bfloat16", "float16", "float32")
+
+    @pytest.fixture
+    def run(self, library):
+        return functools.partial(cuda_emulation.mamba2_step, library)

@@ -5,9 +5,17 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from axes import axis
-from recurrent_suite import DELTA_CASES, DeltaStepSuite, make_delta
+from recurrent_suite import (
+    DELTA_CASES,
+    MAMBA_CASES,
+    DeltaStepSuite,
+    Mamba2StepSuite,
+    make_delta,
+    make_mamba,
+)
 
 from jax_nvfp4_moe import NoBackendError, Target, ops
 
@@ -35,18 +43,36 @@ class TestDeltaStep(DeltaStepSuite):
         )
 
 
-def lowered(target, dtype="bfloat16"):
-    tokens, weights = operands("full widths", dtype)
-    step = functools.partial(ops.gated_delta_step, **weights, target=target)
+class TestMamba2Step(Mamba2StepSuite):
+    case = axis("small", "no past", "a long past")
+    dtype = axis("bfloat16", "float32")
+
+    @pytest.fixture
+    def run(self):
+        return jax.jit(
+            functools.partial(ops.mamba2_step, target=Target("cpu")),
+            static_argnames=("activation", "step_limits", "eps"),
+        )
+
+
+def lowered(op, target):
+    """Return the program of a step with full widths in bfloat16."""
+    if op == "delta":
+        tokens, weights = operands("full widths", "bfloat16")
+        step = functools.partial(ops.gated_delta_step, **weights, target=target)
+    else:
+        tokens, weights = make_mamba("usual sizes", jnp.dtype("bfloat16"))
+        step = functools.partial(ops.mamba2_step, **weights, target=target)
     return jax.jit(step, donate_argnums=(2, 3)).trace(*tokens).lower().as_text()
 
 
-def test_the_kernel_takes_the_joined_projection_and_writes_in_place():
-    text = lowered(HOPPER)
-    assert re.findall(r"custom_call @(\S+?)\(", text) == ["nvfp4_delta_step_cuda"]
+@pytest.mark.parametrize("op", ["delta", "mamba2"])
+def test_the_kernel_takes_the_joined_projection_and_writes_in_place(op):
+    text = lowered(op, HOPPER)
+    assert re.findall(r"custom_call @(\S+?)\(", text) == [f"nvfp4_{op}_step_cuda"]
     assert len(re.findall("output_operand_alias<", text)) == 2
     assert "slice" not in text
-    assert "custom_call" not in lowered(Target("cpu"))
+    assert "custom_call" not in lowered(op, Target("cpu"))
 
 
 def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
@@ -100,3 +126,24 @@ def test_a_state_that_the_kernel_does_not_hold_runs_on_the_reference():
     assert "custom_call" not in jax.jit(step).trace(**given).lower().as_text()
     with pytest.raises(NoBackendError, match=r"in range\(4, 129, 4\), got \(132, 8\)"):
         step(**given, backend="recurrent_cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("state", jnp.zeros((2, 6, 16)), r"state: expected shape \[b, h, p, n\]"),
+        ("projected", jnp.zeros((2, 1, 245)), r"projected: expected shape \(2, 1, 246\), got"),
+        ("conv_weight", jnp.zeros((145, 3)), "conv_weight: expected 96 rows, and 16 more for each"),
+        ("conv_weight", jnp.zeros((160, 3)), "of some groups that divide 6 heads"),
+        ("conv_bias", jnp.zeros(143), r"conv_bias: expected shape \(144,\)"),
+        ("D", jnp.zeros((6, 1)), r"D: expected shape \(6,\)"),
+        ("norm", jnp.zeros(16), r"norm: expected shape \(96,\)"),
+        ("activation", "silu", "activation: expected one that is not gated, got 'silu'"),
+    ],
+)
+def test_a_wrong_operand_of_mamba2_is_named(name, wrong, message):
+    tokens, weights = make_mamba("small", np.dtype("float32"))
+    names = ("projected", "positions", "inputs", "state")
+    given = dict(zip(names, tokens, strict=True)) | weights | MAMBA_CASES["small"].options
+    with pytest.raises(ValueError, match=message):
+        ops.mamba2_step(**(given | {name: wrong}))

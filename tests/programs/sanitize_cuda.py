@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from float64_layer import Options
-from recurrent_suite import DELTA_CASES, make_delta
+from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends import _ffi
@@ -112,6 +112,12 @@ def run_recurrent_steps(dtype):
         results = ops.gated_delta_step(*map(jnp.asarray, tokens), **weights, **options)
         for part, result in zip(("y", "inputs", "state"), results, strict=True):
             check(f"delta {np.dtype(dtype)} {name} {part}", result)
+    for name, case in MAMBA_CASES.items():
+        tokens, weights = make_mamba(name, np.dtype(dtype))
+        options = case.options | {"backend": "recurrent_cuda"}
+        results = ops.mamba2_step(*map(jnp.asarray, tokens), **weights, **options)
+        for part, result in zip(("y", "inputs", "state"), results, strict=True):
+            check(f"mamba2 {np.dtype(dtype)} {name} {part}", result)
 
 
 def run_fp4(suffix):
