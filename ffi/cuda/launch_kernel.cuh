@@ -68,17 +68,25 @@ bool HasClusters(void (*kernel)(Parameters...)) {
   return MayOverlap(kernel);  // both take code for 9.0 or later
 }
 
-// Launches a kernel in clusters of `blocks` blocks, which follow each other in a grid along x.
+// As LaunchWide, where each `cluster` blocks form a cluster; more than one need sm_90.
 template <typename... Parameters, typename... Arguments>
-cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int threads, int blocks,
-                           void (*kernel)(Parameters...), const Arguments&... arguments) {
+cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int threads,
+                           int shared_bytes, bool overlaps, void (*kernel)(Parameters...),
+                           const Arguments&... arguments) {
+  if (cluster == 1) {
+    return LaunchWide(stream, grid, threads, shared_bytes, overlaps, kernel, arguments...);
+  }
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  // The kernels that form clusters need less shared memory, and do not overlap.
+  if (shared_bytes > 16 * 1024 || overlaps) return cudaErrorNotSupported;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;

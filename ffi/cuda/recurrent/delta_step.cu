@@ -281,7 +281,7 @@ cudaError_t LaunchDeltaStepAs(cudaStream_t stream, const DeltaStepCall& c,
   const dim3 grid(static_cast<unsigned>(c.b * c.key_heads * c.shared));
   if (c.shared == 1) return Launch(stream, grid, kThreads, kKernel, c, places, p, true);
   if (c.shared <= kMaxClusterBlocks && HasClusters(kKernel)) {
-    return LaunchClusters(stream, grid, kThreads, c.shared, kKernel, c, places, p, true);
+    return LaunchClusters(stream, grid, c.shared, kThreads, 0, false, kKernel, c, places, p, true);
   }
   NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, grid, kThreads, kKernel, c, places, p, false));
   const int64_t channels = c.b * 2 * c.key_heads * c.d;

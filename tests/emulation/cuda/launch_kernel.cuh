@@ -48,7 +48,7 @@ bool HasClusters(void (*)(Parameters...)) {
 }
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t LaunchClusters(cudaStream_t, dim3, int, int, void (*)(Parameters...),
+cudaError_t LaunchClusters(cudaStream_t, dim3, int, int, int, bool, void (*)(Parameters...),
                            const Arguments&...) {
   return cudaErrorInvalidValue;
 }
