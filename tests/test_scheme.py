@@ -121,6 +121,26 @@ def test_quantizers_are_found(target):
 
 
 @pytest.mark.parametrize(
+    ("target", "widths", "want", "why"),
+    [
+        (cuda(8, 0), (128, 128), "recurrent_cuda", None),
+        (cuda(12, 1), (16, 8), "recurrent_cuda", None),
+        (cuda(9, 0), (256, 128), "reference", r"range\(4, 129, 4\), got \(256, 128"),
+        (cuda(9, 0), (16, 6), "reference", r"range\(4, 129, 4\), got \(16, 6"),
+        (cuda(7, 5), (128, 128), "reference", "got cuda 7.5"),
+        (CPU, (128, 128), "reference", "needs cuda, got cpu"),
+    ],
+)
+@pytest.mark.parametrize("op", ["gated_delta_step", "mamba2_step"])
+def test_recurrent_steps_are_found(op, target, widths, want, why):
+    problem = Problem(op, None, target, head_widths=widths)
+    assert choose_backend(problem, BACKENDS).name == want
+    if why is not None:
+        with pytest.raises(nvfp4.NoBackendError, match=why):
+            choose_backend(problem, BACKENDS, ("recurrent_cuda",))
+
+
+@pytest.mark.parametrize(
     ("target", "experts", "want"),
     [
         (CPU, 8, "reference"),

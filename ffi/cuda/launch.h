@@ -263,4 +263,68 @@ struct HeadsBuffers {
 cudaError_t LaunchPrepareHeads(cudaStream_t stream, const HeadsCall& call,
                                const HeadsBuffers& buffers);
 
+// The most rows and columns of the state of a recurrent mixer, and the number of which its columns
+// are a multiple.
+constexpr int64_t kMaxStateWidth = 128, kStateWidthFactor = 4;
+
+// One token of each of b rows through a gated delta net, without its two projections. The state of
+// a value head is a matrix [d, e].
+struct DeltaStepCall {
+  int64_t b;
+  int32_t key_heads;  // m
+  int32_t shared;     // value heads of a key head, r
+  int32_t d, e;       // the width of a key, and of a value; e is a multiple of 4
+  int32_t taps;       // of the convolution
+  DataType type;      // of projected, inputs and y
+  bool interleaved;   // projected has key head after key head
+  float scale;        // factor of the queries, d ** -0.5
+  float eps;          // of the norm
+};
+
+struct DeltaStepBuffers {
+  const void* projected;     // [b, 2 m d + m r (2 e + 2)]
+  const int32_t* positions;  // [b]; a row at kPaddingPosition or later changes no state
+  const float* conv_weight;  // [2 m d + m r e, taps]
+  const float* A_log;        // [m r]
+  const float* dt_bias;      // [m r]
+  const float* norm;         // [e]
+  void* inputs;              // [b, taps - 1, 2 m d + m r e]; in place
+  float* state;              // [b, m, r, d, e]; in place
+  void* y;                   // [b, m r e]
+};
+
+cudaError_t LaunchDeltaStep(cudaStream_t stream, const DeltaStepCall& call,
+                            const DeltaStepBuffers& buffers);
+
+// One token of each of b rows through a Mamba-2 mixer, without its two projections. The state of a
+// head is a matrix [p, n].
+struct Mamba2StepCall {
+  int64_t b;
+  int32_t heads, groups;            // groups divides heads
+  int32_t p, n;                     // n is a multiple of 4
+  int32_t taps;                     // of the convolution
+  DataType type;                    // of projected, inputs and y
+  ActivationParameters activation;  // after the convolution; not gated
+  float smallest_step, largest_step;
+  float eps;  // of the norm
+};
+
+struct Mamba2StepBuffers {
+  const void* projected;     // [b, 2 heads p + 2 groups n + heads]: z, then x, B and C, then dt
+  const int32_t* positions;  // [b]; a row at kPaddingPosition or later changes no state
+  const float* conv_weight;  // [heads p + 2 groups n, taps]
+  const float* conv_bias;    // [heads p + 2 groups n] or null
+  const float* A_log;        // [heads]
+  const float* dt_bias;      // [heads]
+  const float* D;            // [heads]
+  const float* norm;         // [heads p]
+  void* inputs;              // [b, taps - 1, heads p + 2 groups n]; in place
+  float* state;              // [b, heads, p, n]; in place
+  void* y;                   // [b, heads p]
+  float* gated;              // [b, heads p]; scratch
+};
+
+cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,
+                             const Mamba2StepBuffers& buffers);
+
 }  // namespace nvfp4

@@ -78,6 +78,13 @@ cudaError_t LaunchWide(cudaStream_t stream, dim3 grid, int threads, int shared_b
   return LaunchClusters(stream, grid, 1, threads, shared_bytes, overlaps, kernel, arguments...);
 }
 
+// Whether the code of the kernel for this device has the barrier of a cluster, which its blocks
+// need before LaunchClusters may launch it.
+template <typename... Parameters>
+bool HasClusters(void (*kernel)(Parameters...)) {
+  return MayOverlap(kernel);  // both take code for 9.0 or later
+}
+
 // Fills `bytes` bytes with zeros, which are 0.0 in each floating-point type here.
 inline cudaError_t LaunchZeros(cudaStream_t stream, void* values, int64_t bytes) {
   return bytes == 0 ? cudaSuccess : cudaMemsetAsync(values, 0, static_cast<size_t>(bytes), stream);

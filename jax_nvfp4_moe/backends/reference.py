@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.attention import attend
+from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.backends.heads import prepare_heads
+from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
 from jax_nvfp4_moe.numerics.norms import normalize
@@ -248,7 +250,9 @@ REFERENCE = Backend(
             {
                 "add_rms_norm",
                 "attention",
+                "gated_delta_step",
                 "grouped_gemm",
+                "mamba2_step",
                 "moe_mlp",
                 "prepare_heads",
                 "quantize_nvfp4",
@@ -266,6 +270,8 @@ REFERENCE = Backend(
         "grouped_gemm": grouped_gemm,
         "attention": attend,
         "prepare_heads": prepare_heads,
+        "gated_delta_step": mix_gated_delta,
+        "mamba2_step": mix_mamba2,
         "quantize_nvfp4": quantize_nvfp4,
         "route": route,
     },

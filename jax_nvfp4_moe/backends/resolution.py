@@ -21,7 +21,9 @@ from jax_nvfp4_moe.scheme import (
 _LOG = logging.getLogger("jax_nvfp4_moe")
 
 # Ops that run the reference on devices where it is the intended path: no warning is due.
-_PLAIN_OPS = frozenset({"add_rms_norm", "attention", "prepare_heads", "route"})
+_PLAIN_OPS = frozenset(
+    {"add_rms_norm", "attention", "gated_delta_step", "mamba2_step", "prepare_heads", "route"}
+)
 
 
 def unavailable_for(target: Target) -> tuple[tuple[str, str], ...]:

@@ -17,15 +17,13 @@ import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.chunk_decay import sum_between, sum_from_start, sum_to_end
-from jax_nvfp4_moe.nn.convolution import convolve
 from jax_nvfp4_moe.nn.delta_chunks import (
     Chunks,
     apply_chunks,
@@ -35,12 +33,12 @@ from jax_nvfp4_moe.nn.delta_chunks import (
     split_chunks,
 )
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.ops.recurrent import gated_delta_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 # Number of tokens in a chunk on a GPU, and on other devices; see `for_device`.
 _GPU_CHUNK, _CPU_CHUNK = 128, 32
-_TINY = 1e-6  # added to the squared length of keys and queries, against a division by zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +99,7 @@ class GatedDeltaNet(HeadParallel):
 
     Attributes:
       sizes: sizes of one shard, static.
+      target: static `Target`, the device that the mixer was made for.
       interleaved: order of the projected channels, static. True: key head by key head, each with
         its queries, keys, values and z (Qwen3-Next). False: all queries, then all keys, then all
         values (Qwen3.5).
@@ -114,6 +113,7 @@ class GatedDeltaNet(HeadParallel):
         The names in the checkpoint tell the order of the projected channels.
         """
         self.sizes, self.dtype = sizes, jnp.dtype(make.settings.dtype)
+        self.target = make.settings.target
         self.interleaved = make.has(f"{path}.projections.qkvz")
         rows = {"qkv": sizes.convolved, "z": sizes.values}
         rows |= {"b": sizes.value_heads, "a": sizes.value_heads}
@@ -145,58 +145,29 @@ class GatedDeltaNet(HeadParallel):
         Tokens at positions of `PADDING` or more do not change the entries. They must follow all
         other tokens of their row.
         """
-        sizes, (b, t, _) = self.sizes, x.shape
+        b, t, _ = x.shape
         old = self.empty_cache(b, 0) if entries is None else entries
-        present = positions < PADDING
-        inputs, z, beta, step = self._project(x)
-        mixed, inputs = convolve(inputs, old["inputs"], self.conv_weight.get_value()[:, 0], present)
-        q, k, v = jnp.split(jax.nn.silu(mixed), [sizes.keys, 2 * sizes.keys], axis=-1)
-        q, k = (_unit(part.reshape(b, t, sizes.key_heads, sizes.key_head_dim)) for part in (q, k))
-        heads = (b, t, sizes.key_heads, sizes.value_heads // sizes.key_heads)
-        rate = jnp.exp(self.A_log.get_value())[None, None]
-        bias = self.dt_bias.get_value()[None, None]
-        g = -rate * jax.nn.softplus(step.astype(jnp.float32) + bias)
-        # Padding gets g = 0, a decay of 1, and a rate of 0, which leave the state unchanged.
-        g, beta = (
-            jnp.where(present[..., None], value, 0).reshape(heads)
-            for value in (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
+        step = functools.partial(gated_delta_step, target=self.target)
+        rule = step if t == 1 else functools.partial(mix_gated_delta, rule=self._rule)
+        y, inputs, state = rule(
+            self.projections(x),
+            positions,
+            old["inputs"],
+            old["state"],
+            conv_weight=self.conv_weight.get_value()[:, 0],
+            A_log=self.A_log.get_value(),
+            dt_bias=self.dt_bias.get_value(),
+            norm=self.norm.get_value(),
+            interleaved=self.interleaved,
+            eps=self.sizes.eps,
         )
-        v = v.reshape(*heads, sizes.value_head_dim)
-        rule = delta_step if t == 1 else self._rule
-        y, state = rule(q * sizes.key_head_dim**-0.5, k, v, g, beta, old["state"])
-        y = self._gated_norm(y.reshape(b, t, sizes.value_heads, -1), z)
-        y = self.out_proj(y.reshape(b, t, -1))
+        y = self.out_proj(y)
         return y, None if entries is None else {"inputs": inputs, "state": state}
-
-    def _project(self, x):
-        """Return the projected channels: queries, keys and values together, z, rates and steps."""
-        sizes, lead = self.sizes, x.shape[:-1]
-        projected = self.projections(x)
-        if not self.interleaved:
-            ends = [sizes.convolved, sizes.convolved + sizes.values]
-            qkv, z, ba = jnp.split(projected, ends, axis=-1)
-            return qkv, z, *jnp.split(ba, 2, axis=-1)
-        qkvz, ba = jnp.split(projected, [sizes.convolved + sizes.values], axis=-1)
-        d, shared = sizes.key_head_dim, sizes.values // sizes.key_heads
-        parts = jnp.split(
-            qkvz.reshape(*lead, sizes.key_heads, -1), [d, 2 * d, 2 * d + shared], axis=-1
-        )
-        q, k, v, z = (part.reshape(*lead, -1) for part in parts)
-        halves = jnp.split(ba.reshape(*lead, sizes.key_heads, -1), 2, axis=-1)
-        beta, step = (half.reshape(*lead, -1) for half in halves)
-        return jnp.concatenate([q, k, v], axis=-1), z, beta, step
 
     def _rule(self, *operands):
         """Compute `delta_chunks` with the chunks and the precision for the device and the dtype."""
         rule = functools.partial(delta_chunks, precision=choose_precision(self.dtype))
         return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(*operands)
-
-    def _gated_norm(self, y, z):
-        """Return ``norm(y) * silu(z)`` in the module's dtype; normalize each head by itself."""
-        mean = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-        weight = self.norm.get_value().reshape(1, 1, 1, -1)
-        normal = weight * (y * lax.rsqrt(mean + self.sizes.eps))
-        return (normal * jax.nn.silu(z.astype(jnp.float32).reshape(y.shape))).astype(self.dtype)
 
 
 def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
@@ -230,26 +201,6 @@ def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
         width=sizes.values,
         reason=reason,
     )
-
-
-def delta_step(
-    q: Float[Array, "b 1 m d"],
-    k: Float[Array, "b 1 m d"],
-    v: Float[Array, "b 1 m r e"],
-    g: Float[Array, "b 1 m r"],
-    beta: Float[Array, "b 1 m r"],
-    state: Float[Array, "b m r d e"],
-) -> tuple[Float[Array, "b 1 m r e"], Float[Array, "b m r d e"]]:
-    """Compute the delta rule for one token; arguments and results are those of `delta_chunks`."""
-    decay, beta = jnp.exp(g[:, 0])[..., None], beta[:, 0, ..., None]
-    pair = jnp.stack([k[:, 0], q[:, 0]], axis=-2)[:, :, None]
-    pair = jnp.broadcast_to(pair, (*state.shape[:3], 2, state.shape[3]))
-    # One product reads the old state for the key and for the query, before the state is written.
-    read = decay[..., None] * _matmul(pair, state)
-    correction = beta * (v[:, 0] - read[..., 0, :])
-    state = decay[..., None] * state + pair[..., 0, :, None] * correction[..., None, :]
-    shared = jnp.sum(q[:, 0] * k[:, 0], axis=-1)[:, :, None, None]
-    return (read[..., 1, :] + shared * correction)[:, None], state
 
 
 def delta_chunks(
@@ -305,11 +256,6 @@ def delta_chunks(
 
 def _matmul(x, y):
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
-
-
-def _unit(x):
-    """Scale float32 `x` to length 1 along the last axis."""
-    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)
 
 
 def _state_shape(sizes, batch):

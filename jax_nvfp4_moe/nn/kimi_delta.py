@@ -31,7 +31,6 @@ from jax_nvfp4_moe.nn.chunk_decay import (
     sum_to_edge,
     sum_to_end,
 )
-from jax_nvfp4_moe.nn.convolution import convolve
 from jax_nvfp4_moe.nn.delta_chunks import (
     Chunks,
     apply_chunks,
@@ -41,6 +40,7 @@ from jax_nvfp4_moe.nn.delta_chunks import (
     split_chunks,
 )
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 

@@ -16,19 +16,19 @@ the recurrence.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.backends.mamba2 import mix_mamba2, ssd_step
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.convolution import convolve
 from jax_nvfp4_moe.nn.division import divide
-from jax_nvfp4_moe.numerics.activations import activate, find_activation
+from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.ops.recurrent import mamba2_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -107,6 +107,7 @@ class Mamba2(HeadParallel):
         h, inner, channels = config.hidden, config.inner, config.channels
         self.config, self.dtype = config, make.settings.dtype
         self.activation = find_activation(config.activation)
+        self.target = make.settings.target
         n = inner + channels + config.heads
         self.in_proj = make.linear(f"{path}.in_proj", n, h, config.bias)
         self.out_proj = make.linear(f"{path}.out_proj", h, inner, config.bias)
@@ -135,39 +136,24 @@ class Mamba2(HeadParallel):
         """
         config, (b, t, _) = self.config, x.shape
         old = self.empty_cache(b, 0) if entries is None else entries
-        present = positions < PADDING
-        ends = [config.inner, config.inner + config.channels]
-        gate, mixed, dt = jnp.split(self.in_proj(x), ends, axis=-1)
-        mixed, conv = convolve(mixed, old["conv"], self.conv_weight.get_value()[:, 0], present)
-        if self.conv_bias is not None:
-            mixed = mixed + self.conv_bias.get_value()[None, None]
-        ends = [config.inner, config.inner + config.groups * config.state_size]
-        inner, B, C = jnp.split(activate(self.activation, mixed), ends, axis=-1)
-        inner = inner.reshape(b, t, config.heads, config.head_dim)
-        y, state = ssd(
-            inner,
-            self._steps(dt, present),
-            -jnp.exp(self.A_log.get_value()),
-            B.reshape(b, t, config.groups, -1),
-            C.reshape(b, t, config.groups, -1),
+        bias = None if self.conv_bias is None else self.conv_bias.get_value()
+        step = functools.partial(mamba2_step, target=self.target)
+        y, conv, state = (step if t == 1 else functools.partial(mix_mamba2, rule=ssd))(
+            self.in_proj(x),
+            positions,
+            old["conv"],
             old["state"],
+            conv_weight=self.conv_weight.get_value()[:, 0],
+            conv_bias=bias,
+            A_log=self.A_log.get_value(),
+            dt_bias=self.dt_bias.get_value(),
+            D=self.D.get_value(),
+            norm=self.norm.get_value(),
+            activation=self.activation,
+            step_limits=config.step_limits,
+            eps=config.eps,
         )
-        y = (y + self.D.get_value()[None, None, :, None] * inner).reshape(b, t, -1)
-        y = self._normalize(y * jax.nn.silu(gate.astype(jnp.float32)))
-        entries = None if entries is None else {"conv": conv, "state": state}
-        return self.out_proj(y.astype(self.dtype)), entries
-
-    def _steps(self, dt, present):
-        """Return dt ``[b, t, heads]``; it is 0 for padding, which leaves the state unchanged."""
-        dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias.get_value()[None, None, :])
-        return jnp.where(present[:, :, None], jnp.clip(dt, *self.config.step_limits), 0.0)
-
-    def _normalize(self, y):
-        """Divide the channels of each group by their root mean square; multiply by the weight."""
-        grouped = y.reshape(*y.shape[:-1], self.config.groups, -1)
-        mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
-        normal = (grouped * lax.rsqrt(mean + self.config.eps)).reshape(y.shape)
-        return normal * self.norm.get_value()[None, None, :]
+        return self.out_proj(y), None if entries is None else {"conv": conv, "state": state}
 
 
 def build_mamba2(config: Mamba2Config, path: str, make: Builder):
@@ -231,12 +217,11 @@ def ssd(
       y ``[b, t, h, p]``, and the state after the last token, ``[b, h, p, n]``.
     """
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+    if t == 1:
+        return ssd_step(x, dt, a, B, C, state)
     x = (x * dt[..., None]).reshape(b, t, g, h // g, p)
     decay = (dt * a[None, None, :]).reshape(b, t, g, h // g)
     grouped = state.reshape(b, g, h // g, p, n)
-    if t == 1:
-        y, grouped = _step(x[:, 0], decay[:, 0], B[:, 0], C[:, 0], grouped)
-        return y.reshape(b, 1, h, p), grouped.reshape(state.shape)
     chunk = min(t, _CHUNK)
     chunks = -(-t // chunk)
     batches = -(-chunks * chunk * b // _BATCH_TOKENS)
@@ -256,12 +241,6 @@ def ssd(
     grouped, y = lax.scan(run, grouped, operands)
     y = jnp.moveaxis(y, 0, 1).reshape(b, -1, h, p)[:, :t]
     return y, grouped.reshape(state.shape)
-
-
-def _step(x, decay, B, C, state):
-    """Compute one token: ``x [b, g, r, p]``, ``decay [b, g, r]``, ``B`` and ``C [b, g, n]``."""
-    state = jnp.exp(decay)[..., None, None] * state + x[..., None] * B[:, :, None, None, :]
-    return jnp.sum(state * C[:, :, None, None, :], axis=-1), state
 
 
 def _chunks(operands, state):

@@ -7,13 +7,16 @@ from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.ops.preparation import prepare
 from jax_nvfp4_moe.ops.products import grouped_gemm, linear
 from jax_nvfp4_moe.ops.quantize import quantize_nvfp4
+from jax_nvfp4_moe.ops.recurrent import gated_delta_step, mamba2_step
 from jax_nvfp4_moe.ops.routing import route
 
 __all__ = [
     "add_rms_norm",
     "attention",
+    "gated_delta_step",
     "grouped_gemm",
     "linear",
+    "mamba2_step",
     "moe_mlp",
     "prepare",
     "prepare_heads",

@@ -102,6 +102,12 @@ def test_a_recurrent_mixer_is_products_and_few_kernels(mixer, most):
     assert found["kernels"] <= most
 
 
+@pytest.mark.parametrize(("mixer", "kernels"), [("qwen3.6", 3), ("nemotron-3-nano", 3)])
+def test_a_recurrent_mixer_decodes_with_one_call_between_its_projections(mixer, kernels):
+    """A copy of the state or of the inputs of the convolution would be a further kernel."""
+    assert read_report(run_program("deviceless_mixers.py", "h100", mixer, 1))["kernels"] == kernels
+
+
 def test_a_triangular_solver_is_counted():
     found = read_report(run_program("deviceless_mixers.py", "h100", "solver", 2048))
     assert found["solves"] == 1

@@ -251,4 +251,25 @@ void sines(int64_t count, const float* angles, float* sine, float* cosine) {
     cosine[i] = both.cosine;
   }
 }
+
+// The operands are projected, positions, conv_weight, A_log, dt_bias, norm, y, inputs, state.
+int delta_step(const DeltaStepCall* call, void* const* operands) {
+  return LaunchDeltaStep(
+      nullptr, *call,
+      {operands[0], static_cast<const int32_t*>(operands[1]),
+       static_cast<const float*>(operands[2]), static_cast<const float*>(operands[3]),
+       static_cast<const float*>(operands[4]), static_cast<const float*>(operands[5]), operands[7],
+       static_cast<float*>(operands[8]), operands[6]});
+}
+
+// The operands are projected, positions, conv_weight, conv_bias or null, A_log, dt_bias, D, norm,
+// y, inputs, state, workspace.
+int mamba2_step(const Mamba2StepCall* call, void* const* operands) {
+  const auto floats = [operands](int i) { return static_cast<const float*>(operands[i]); };
+  return LaunchMamba2Step(
+      nullptr, *call,
+      {operands[0], static_cast<const int32_t*>(operands[1]), floats(2), floats(3), floats(4),
+       floats(5), floats(6), floats(7), operands[9], static_cast<float*>(operands[10]), operands[8],
+       static_cast<float*>(operands[11])});
+}
 }

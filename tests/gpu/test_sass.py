@@ -265,6 +265,37 @@ def test_linear_of_few_rows_waits_for_the_preceding_kernel(code, arch):
         assert count["CCTL"] >= 1, name
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_delta_step_requests_its_state_before_it_waits(listing, arch):
+    """The 16 vectors of a thread are requested before the barrier that ends the convolution.
+
+    There is one kernel for full widths and one for others, for each of three dtypes.
+    """
+    steps = kernels(listing, arch, "9DeltaStepI")
+    assert len(steps) == 6
+    for name, instructions in steps.items():
+        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
+        assert len(loads) == 16, name
+        assert loads[-1] < next(i for i, op in enumerate(instructions) if op.startswith("BAR")), (
+            name
+        )
+        cluster = any("CGABAR" in op for op in instructions)
+        assert cluster == (arch in LISTS_RESERVED), name  # 9.0 and later have clusters
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_mamba2_step_requests_its_state_before_it_waits(listing, arch):
+    """A thread requests 8 vectors of usual sizes, and 16 of others, for each of three dtypes."""
+    steps = kernels(listing, arch, "10Mamba2StepI")
+    counts = []
+    for name, instructions in steps.items():
+        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
+        barrier = next(i for i, op in enumerate(instructions) if op.startswith("BAR"))
+        assert loads[-1] < barrier, name
+        counts.append(len(loads))
+    assert sorted(counts) == [8, 8, 8, 16, 16, 16]
+
+
 @pytest.mark.cutlass
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_blackwell_product_uses_its_tensor_cores(code, name):

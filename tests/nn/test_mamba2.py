@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_nvfp4_moe.nn import mamba2
-from jax_nvfp4_moe.nn.convolution import convolve
+from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 HEADS, WIDTH, GROUPS, STATE = 4, 8, 2, 16

@@ -15,6 +15,7 @@ import pathlib
 import re
 import sys
 
+import cuda_calls
 import jax
 import jax.numpy as jnp
 from deviceless_decode import FREE, Shapes
@@ -118,6 +119,7 @@ def count_solves(text):
 
 if __name__ == "__main__":
     config, name, tokens = sys.argv[1:]
+    cuda_calls.register()
     topology = topologies.get_topology_desc(
         "described", "cuda", target_config=pathlib.Path(config).read_text(), topology="1x1x1"
     )

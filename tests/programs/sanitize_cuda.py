@@ -22,6 +22,7 @@ import numpy as np
 from attention_suite import CASES as ATTENTION
 from attention_suite import make as make_attention
 from float64_layer import Options
+from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba
 
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends import _ffi
@@ -199,6 +200,22 @@ def run_rows():
         run_heads(*case, dtype)
 
 
+def run_recurrent_steps(dtype):
+    """Decode a token of rows with and without padding, in place."""
+    for name, case in DELTA_CASES.items():
+        tokens, weights = make_delta(name, np.dtype(dtype))
+        options = {"interleaved": case.interleaved, "backend": "recurrent_cuda"}
+        results = ops.gated_delta_step(*map(jnp.asarray, tokens), **weights, **options)
+        for part, result in zip(("y", "inputs", "state"), results, strict=True):
+            check(f"delta {np.dtype(dtype)} {name} {part}", result)
+    for name, case in MAMBA_CASES.items():
+        tokens, weights = make_mamba(name, np.dtype(dtype))
+        options = case.options | {"backend": "recurrent_cuda"}
+        results = ops.mamba2_step(*map(jnp.asarray, tokens), **weights, **options)
+        for part, result in zip(("y", "inputs", "state"), results, strict=True):
+            check(f"mamba2 {np.dtype(dtype)} {name} {part}", result)
+
+
 def run_fp4(suffix):
     """Run the kernels for FP4 tensor cores, which quantize all activations."""
     for options in (Options(activation_scale="static"), *OPTIONS[1:]):
@@ -239,6 +256,7 @@ def main():
         run_product(dtype, "static")
         run_quantizer(dtype, "linear")
         run_quantizer(dtype, "swizzle_128x4")
+        run_recurrent_steps(dtype)
     run_linears()
     run_attention()
     run_rows()

@@ -34,6 +34,11 @@ SIGNATURES = {
     "ops.add_rms_norm": "x, added, weight, *, eps, target=None, backend=None",
     "ops.prepare_heads": "qkv, positions, keys, values, *, q_weight=None, k_weight=None, "
     "eps=1e-06, rope=None, rotates_first=False, target=None, backend=None",
+    "ops.gated_delta_step": "projected, positions, inputs, state, *, conv_weight, A_log, dt_bias, "
+    "norm, interleaved=False, eps=1e-06, target=None, backend=None",
+    "ops.mamba2_step": "projected, positions, inputs, state, *, conv_weight, conv_bias=None, "
+    "A_log, dt_bias, D, norm, activation='silu_no_mul', step_limits=(0.0, inf), eps=1e-05, "
+    "target=None, backend=None",
     "ops.route": "router, logits, bias=None, *, target=None, backend=None",
     "testing.random_moe_params": "key, *, num_experts, hidden, intermediate, gated=True",
     "NVFP4Tensor.from_packed": "packed, block_scale, global_scale",

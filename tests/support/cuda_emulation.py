@@ -188,18 +188,26 @@ def _activation(options: Options) -> _Activation:
 
 
 def _run(
-    library, call, operands, likes, workspace, multiprocessors, shared_bytes=HOPPER_SHARED_BYTES
+    library,
+    call,
+    operands,
+    likes,
+    workspace,
+    multiprocessors,
+    shared_bytes=HOPPER_SHARED_BYTES,
+    in_place=(),
 ):
     """Call twice, with the threads of a block in both orders. Return outputs like `likes`.
 
     Both calls must return the same bytes. `shared_bytes` is the shared memory that a block may
-    have.
+    have. `in_place` has arrays that the kernel changes. They are further outputs.
     """
     outputs = []
     for backwards in (0, 1):
         library.configure(multiprocessors, shared_bytes, backwards)
         guarded = [None if a is None else Guarded(a.nbytes, a) for a in operands]
         results = [Guarded(like.nbytes) for like in likes]
+        results += [Guarded(a.nbytes, a) for a in in_place]
         places = [*guarded, *results, Guarded(workspace)]
         addresses = [None if place is None else place.address for place in places]
         if error := call((ctypes.c_void_p * len(places))(*addresses)):
@@ -211,7 +219,7 @@ def _run(
         raise RuntimeError("the result depends on the order of the threads")
     return [
         np.frombuffer(content, like.dtype).reshape(like.shape)
-        for content, like in zip(outputs[0], likes, strict=True)
+        for content, like in zip(outputs[0], [*likes, *in_place], strict=True)
     ]
 
 

@@ -56,6 +56,12 @@ cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(P
   return LaunchWide(stream, grid, threads, 0, false, kernel, arguments...);
 }
 
+// Blocks run one after the other here, so that they cannot meet at a barrier.
+template <typename... Parameters>
+bool HasClusters(void (*)(Parameters...)) {
+  return false;
+}
+
 inline cudaError_t LaunchZeros(cudaStream_t, void* values, int64_t bytes) {
   std::memset(values, 0, bytes);
   return cudaSuccess;

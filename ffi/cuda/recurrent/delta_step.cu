@@ -1,0 +1,315 @@
+// One token of a gated delta net: everything between its two projections, in one pass over the
+// state.
+//
+//   q, k, v = silu(convolve(qkv))
+//   S' = a S + k (beta (v - k.T a S)),  y = q.T S' = a q.T S + (q.k) (beta (v - k.T a S))
+//   output = norm(y) * silu(z)
+//
+// A block handles one value head of one row. Its 256 threads hold the state [d, e] in registers, so
+// that memory is read once and written once, in place. A thread has 4 columns of every so manyth
+// row. Both products with the old state, for the key and for the query, come from the same
+// registers.
+//
+// Several value heads share one key head. Each of their blocks computes the convolution of the
+// shared queries and keys itself, and reads their past inputs. The first of these blocks writes the
+// new inputs after all of them have read the old ones: the blocks are a cluster with a barrier. A
+// device without clusters, or a key head with more value heads than a cluster has blocks, takes a
+// second kernel that writes the inputs.
+//
+// Bottleneck: reading and writing the state. The loads of the state are issued first, so that the
+// convolution hides behind them.
+//
+// Needs: d and e at most 128, e a multiple of 4. cuda_bindings.cc checks these. Tests:
+// tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
+#include "cuda/launch.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/recurrent/recurrent.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRows = 16;  // rows of the state in the registers of a thread
+constexpr int kMaxWidth = static_cast<int>(kMaxStateWidth);
+constexpr int kShiftThreads = 256;
+constexpr int kMaxClusterBlocks = 8;  // the most that every device with clusters supports
+constexpr float kTiny = 1e-6f;        // as in backends/gated_delta.py
+
+static_assert(kThreads * kRows * 4 >= kMaxWidth * kMaxWidth, "the registers hold a state");
+static_assert(3 * kMaxWidth < 2 * kThreads, "a thread convolves at most two channels");
+static_assert(2 * kMaxWidth <= kThreads, "the first one may be of a key, the second one is not");
+
+// Where the numbers of one kind are in a row of `projected`: those of a key head follow each other.
+struct Place {
+  int32_t first, stride;  // of the first key head, and between two key heads
+
+  __device__ __forceinline__ int32_t Of(int key_head, int within) const {
+    return first + key_head * stride + within;
+  }
+};
+
+// The places of all kinds, and the numbers of channels of the convolution and of `projected`.
+struct Places {
+  Place query, key, value, gate, rate, step;
+  int32_t channels, row;
+};
+
+Places FindPlaces(const DeltaStepCall& c) {
+  const int32_t keys = c.key_heads * c.d, own = c.shared * c.e;
+  const int32_t channels = 2 * keys + c.key_heads * own, scalars = channels + c.key_heads * own;
+  const int32_t row = scalars + 2 * c.key_heads * c.shared;
+  if (c.interleaved) {
+    const int32_t stride = 2 * (c.d + own);
+    return {{0, stride},
+            {c.d, stride},
+            {2 * c.d, stride},
+            {2 * c.d + own, stride},
+            {scalars, 2 * c.shared},
+            {scalars + c.shared, 2 * c.shared},
+            channels,
+            row};
+  }
+  return {{0, c.d},
+          {keys, c.d},
+          {2 * keys, own},
+          {channels, own},
+          {scalars, c.shared},
+          {scalars + c.key_heads * c.shared, c.shared},
+          channels,
+          row};
+}
+
+// A channel that a block convolves: its number in the convolution, which has all queries, then all
+// keys, then all values, and its place in `projected`.
+struct OwnChannel {
+  int32_t convolved, projected;
+};
+
+// Returns channel i of a head: 0 to d - 1 are its query, up to 2 d - 1 its key, and then its value.
+__device__ __forceinline__ OwnChannel FindChannel(const DeltaStepCall& c, const Places& places,
+                                                  int key_head, int shared_head, int i) {
+  if (i < 2 * c.d) {
+    const int part = i < c.d ? 0 : 1, within = i - part * c.d;
+    const Place& place = i < c.d ? places.query : places.key;
+    return {(part * c.key_heads + key_head) * c.d + within, place.Of(key_head, within)};
+  }
+  const int within = shared_head * c.e + i - 2 * c.d;
+  return {2 * c.key_heads * c.d + key_head * c.shared * c.e + within,
+          places.value.Of(key_head, within)};
+}
+
+template <typename T>
+__device__ __forceinline__ Convolution<T> ConvolutionOf(const DeltaStepCall& c,
+                                                        const DeltaStepBuffers& p,
+                                                        const Places& places, int64_t row) {
+  return {static_cast<T*>(p.inputs) + row * (c.taps - 1) * places.channels, p.conv_weight,
+          places.channels, c.taps};
+}
+
+// `kFull` says that d and e are kMaxWidth. The addresses of a thread are then a constant apart, and
+// two blocks fit into a multiprocessor. `writes_keys` says that this kernel also writes the past
+// inputs of queries and keys.
+template <typename T, bool kFull>
+__global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
+    DeltaStep(const DeltaStepCall call, const Places places, const DeltaStepBuffers p,
+              const bool writes_keys) {
+  __shared__ float mixed[3 * kMaxWidth];  // the query, the key and the value of this head
+  __shared__ __align__(16) float read_keys[4 * kThreads];
+  __shared__ __align__(16) float read_queries[4 * kThreads];
+  __shared__ __align__(16) float corrections[kMaxWidth];
+  __shared__ float squares[kMaxWidth / 32];
+  __shared__ float decay_and_rate[2];
+
+  DeltaStepCall c = call;
+  if constexpr (kFull) c.d = c.e = kMaxWidth;
+  const int heads = c.key_heads * c.shared, thread = threadIdx.x;
+  const int head = blockIdx.x % heads, key_head = head / c.shared;
+  const int shared_head = head - key_head * c.shared;
+  const int64_t row = blockIdx.x / heads;
+  const int lanes = c.e / 4, groups = kThreads / lanes;
+  const int group = thread / lanes, column = thread % lanes;
+
+  const bool active = group < groups;
+  float4* state =
+      reinterpret_cast<float4*>(p.state) + static_cast<int64_t>(blockIdx.x) * c.d * lanes + thread;
+  float4 values[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int line = group + i * groups;
+    values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (kFull || (active && line < c.d)) values[i] = __ldcs(state + i * groups * lanes);
+  }
+
+  const T* projected = static_cast<const T*>(p.projected) + row * places.row;
+  const bool present = p.positions[row] < kPaddingPosition;
+  const Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row);
+  // All loads are issued before the first of them is used.
+  int32_t channels[2] = {};
+  Window<T> windows[2] = {};
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    const int i = pass * kThreads + thread;
+    if (i >= 2 * c.d + c.e) continue;
+    const OwnChannel own = FindChannel(c, places, key_head, shared_head, i);
+    channels[pass] = own.convolved;
+    windows[pass] = LoadWindow(convolution, own.convolved, projected[own.projected]);
+  }
+  float gate = 0.0f, weight = 0.0f;
+  if (thread < c.e) {
+    gate = ToFloat(projected[places.gate.Of(key_head, shared_head * c.e + thread)]);
+    weight = p.norm[thread];
+  }
+  if (thread == kThreads - 1) {
+    const float rate = ToFloat(projected[places.rate.Of(key_head, shared_head)]);
+    const float step = ToFloat(projected[places.step.Of(key_head, shared_head)]);
+    const float g = -expf(p.A_log[head]) * Softplus(step + p.dt_bias[head]);
+    decay_and_rate[0] = present ? expf(g) : 1.0f;
+    decay_and_rate[1] = present ? Sigmoid(rate) : 0.0f;
+  }
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    const int i = pass * kThreads + thread;
+    if (i >= 2 * c.d + c.e) continue;
+    mixed[i] = Silu(Convolve(convolution, channels[pass], windows[pass]));
+    if (i >= 2 * c.d && present) Advance(convolution, channels[pass], windows[pass]);
+  }
+  ArriveAtCluster();
+  __syncthreads();
+
+  // Each warp computes the lengths itself, which takes no further barrier.
+  float query_square = 0.0f, key_square = 0.0f, both = 0.0f;
+#pragma unroll
+  for (int first = 0; first < kMaxWidth; first += 32) {
+    const int i = first + thread % 32;
+    const float query = i < c.d ? mixed[i] : 0.0f, key = i < c.d ? mixed[c.d + i] : 0.0f;
+    query_square += query * query;
+    key_square += key * key;
+    both += query * key;
+  }
+  const float query_scale = ReciprocalRoot(SumOfWarp(query_square) + kTiny) * c.scale;
+  const float key_scale = ReciprocalRoot(SumOfWarp(key_square) + kTiny);
+  const float decay = decay_and_rate[0];
+
+  float4 keys = make_float4(0.0f, 0.0f, 0.0f, 0.0f), queries = keys;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int line = group + i * groups;
+    if (!kFull && line >= c.d) continue;
+    const float key = mixed[c.d + line] * key_scale, query = mixed[line] * query_scale;
+    keys.x += key * values[i].x;
+    keys.y += key * values[i].y;
+    keys.z += key * values[i].z;
+    keys.w += key * values[i].w;
+    queries.x += query * values[i].x;
+    queries.y += query * values[i].y;
+    queries.z += query * values[i].z;
+    queries.w += query * values[i].w;
+  }
+  // A place is group * e + 4 * column, because the threads of a group follow each other.
+  reinterpret_cast<float4*>(read_keys)[thread] = keys;
+  reinterpret_cast<float4*>(read_queries)[thread] = queries;
+  const float pair = SumOfWarp(both) * query_scale * key_scale;
+  __syncthreads();
+
+  float y = 0.0f;
+  if (thread < kMaxWidth) {
+    if (thread < c.e) {
+      const int used = groups < c.d ? groups : c.d;
+      float key_sum = 0.0f, query_sum = 0.0f;
+#pragma unroll 8
+      for (int i = 0; i < used; ++i) {
+        key_sum += read_keys[i * c.e + thread];
+        query_sum += read_queries[i * c.e + thread];
+      }
+      const float correction = decay_and_rate[1] * (mixed[2 * c.d + thread] - decay * key_sum);
+      corrections[thread] = correction;
+      y = decay * query_sum + pair * correction;
+    }
+    const float square = SumOfWarp(y * y);
+    if (thread % 32 == 0) squares[thread / 32] = square;
+  }
+  __syncthreads();
+
+  if (present) {
+    const float4 correction = reinterpret_cast<const float4*>(corrections)[column];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int line = group + i * groups;
+      if (!kFull && (!active || line >= c.d)) continue;
+      const float key = mixed[c.d + line] * key_scale;
+      state[i * groups * lanes] = make_float4(
+          decay * values[i].x + key * correction.x, decay * values[i].y + key * correction.y,
+          decay * values[i].z + key * correction.z, decay * values[i].w + key * correction.w);
+    }
+  }
+  if (thread < c.e) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kMaxWidth / 32; ++i) sum += squares[i];
+    const float normal = weight * (y * ReciprocalRoot(sum / static_cast<float>(c.e) + c.eps));
+    static_cast<T*>(p.y)[static_cast<int64_t>(blockIdx.x) * c.e + thread] =
+        FromFloat<T>(normal * Silu(gate));
+  }
+  WaitForCluster();
+  const bool writes = writes_keys && present && shared_head == 0;
+  if (writes && thread < 2 * c.d) Advance(convolution, channels[0], windows[0]);
+}
+
+// Writes the past inputs of queries and keys, one channel for each thread.
+template <typename T>
+__global__ void __launch_bounds__(kShiftThreads)
+    AdvanceKeys(const DeltaStepCall c, const Places places, const DeltaStepBuffers p) {
+  const int32_t keys = 2 * c.key_heads * c.d;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kShiftThreads + threadIdx.x;
+  const int64_t row = index / keys;
+  if (row >= c.b || p.positions[row] >= kPaddingPosition) return;
+  const auto convolved = static_cast<int32_t>(index % keys);
+  const int32_t part = convolved / (c.key_heads * c.d);
+  const int32_t key_head = convolved / c.d % c.key_heads, within = convolved % c.d;
+  const OwnChannel own = FindChannel(c, places, key_head, 0, part * c.d + within);
+  const Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row);
+  const T* projected = static_cast<const T*>(p.projected) + row * places.row;
+  const T newest = projected[own.projected];
+  Advance(convolution, convolved, LoadWindow(convolution, convolved, newest));
+}
+
+template <typename T, bool kFull>
+cudaError_t LaunchDeltaStepAs(cudaStream_t stream, const DeltaStepCall& c,
+                              const DeltaStepBuffers& p) {
+  constexpr auto kKernel = DeltaStep<T, kFull>;
+  const Places places = FindPlaces(c);
+  const dim3 grid(static_cast<unsigned>(c.b * c.key_heads * c.shared));
+  if (c.shared == 1) return Launch(stream, grid, kThreads, kKernel, c, places, p, true);
+  if (c.shared <= kMaxClusterBlocks && HasClusters(kKernel)) {
+    return LaunchClusters(stream, grid, c.shared, kThreads, 0, false, kKernel, c, places, p, true);
+  }
+  NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, grid, kThreads, kKernel, c, places, p, false));
+  const int64_t channels = c.b * 2 * c.key_heads * c.d;
+  const dim3 blocks(static_cast<unsigned>(CeilDiv(channels, kShiftThreads)));
+  return Launch(stream, blocks, kShiftThreads, AdvanceKeys<T>, c, places, p);
+}
+
+template <typename T>
+cudaError_t LaunchDeltaStepOf(cudaStream_t stream, const DeltaStepCall& c,
+                              const DeltaStepBuffers& p) {
+  const bool full = c.d == kMaxWidth && c.e == kMaxWidth;
+  return full ? LaunchDeltaStepAs<T, true>(stream, c, p)
+              : LaunchDeltaStepAs<T, false>(stream, c, p);
+}
+
+}  // namespace
+
+cudaError_t LaunchDeltaStep(cudaStream_t stream, const DeltaStepCall& call,
+                            const DeltaStepBuffers& buffers) {
+  switch (call.type) {
+    case DataType::kBF16:
+      return LaunchDeltaStepOf<__nv_bfloat16>(stream, call, buffers);
+    case DataType::kF16:
+      return LaunchDeltaStepOf<__half>(stream, call, buffers);
+    case DataType::kF32:
+      return LaunchDeltaStepOf<float>(stream, call, buffers);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace nvfp4

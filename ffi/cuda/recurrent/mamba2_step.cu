@@ -1,0 +1,229 @@
+// One token of a Mamba-2 mixer: everything between its two projections, in one pass over the state.
+//
+//   x, B, C = act(convolve(xbc) + bias),  S' = exp(dt a) S + dt x B.T
+//   gated = (S' C + D x) * silu(z),  output = norm(gated) over the heads of a group
+//
+// A block of the first kernel handles one head of one row. Its 256 threads hold the state [p, n] in
+// registers, so that memory is read once and written once, in place. A thread has 4 columns of
+// every so manyth row. Each block computes B and C of its group itself.
+//
+// The second kernel normalizes the heads of a group together. It also writes the past inputs of B
+// and C, which all heads of the group have read by then. On 9.0 and later it starts early and loads
+// what the first kernel does not write.
+//
+// Bottleneck: reading and writing the state. Its loads are issued first.
+//
+// Needs: p and n at most 128, n a multiple of 4. cuda_bindings.cc checks these. Tests:
+// tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/launch.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/recurrent/recurrent.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxWidth = static_cast<int>(kMaxStateWidth);
+constexpr int kUsualP = 64, kUsualN = 128;  // the sizes of published models
+
+static_assert(3 * kMaxWidth <= 2 * kThreads, "a thread convolves at most two channels");
+
+// Channels of the convolution, and numbers of a row of `projected`: z, those channels, and dt.
+struct Sizes {
+  int32_t inner, channels, row;
+
+  __host__ __device__ explicit Sizes(const Mamba2StepCall& c)
+      : inner(c.heads * c.p),
+        channels(inner + 2 * c.groups * c.n),
+        row(inner + channels + c.heads) {}
+};
+
+template <typename T>
+__device__ __forceinline__ Convolution<T> ConvolutionOf(const Mamba2StepCall& c,
+                                                        const Mamba2StepBuffers& p,
+                                                        const Sizes& sizes, int64_t row) {
+  return {static_cast<T*>(p.inputs) + row * (c.taps - 1) * sizes.channels, p.conv_weight,
+          sizes.channels, c.taps};
+}
+
+// Returns the number of channel i of a head: 0 to p - 1 are its x, then n of B and n of C.
+__device__ __forceinline__ int32_t FindChannel(const Mamba2StepCall& c, const Sizes& sizes,
+                                               int head, int group, int i) {
+  if (i < c.p) return head * c.p + i;
+  const int part = i < c.p + c.n ? 0 : 1;
+  return sizes.inner + (part * c.groups + group) * c.n + i - c.p - part * c.n;
+}
+
+// `kUsual` says that p and n have the usual sizes. `kRows` is the number of rows of the state in
+// the registers of a thread.
+template <typename T, bool kUsual, int kRows>
+__global__ void __launch_bounds__(kThreads, kUsual ? 3 : 1)
+    Mamba2Step(const Mamba2StepCall call, const Mamba2StepBuffers p) {
+  __shared__ __align__(16) float mixed[3 * kMaxWidth];  // x, B and C
+  // One partial sum for each row and lane. Rows of odd length start in different banks.
+  constexpr int kRowLanes = kMaxWidth / 4 + 1;
+  __shared__ float partial[(kUsual ? kUsualP : kMaxWidth) * kRowLanes];
+  __shared__ float step_and_decay[2];
+
+#if __CUDA_ARCH__ >= 900
+  StartNextKernel();
+#endif
+  Mamba2StepCall c = call;
+  if constexpr (kUsual) {
+    c.p = kUsualP;
+    c.n = kUsualN;
+  }
+  const Sizes sizes(c);
+  const int thread = threadIdx.x, lanes = c.n / 4, groups = kThreads / lanes;
+  const int line_group = thread / lanes, column = thread % lanes;
+  const bool active = line_group < groups;
+  float4* state =
+      reinterpret_cast<float4*>(p.state) + static_cast<int64_t>(blockIdx.x) * c.p * lanes + thread;
+  float4 values[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (kUsual || (active && line_group + i * groups < c.p)) {
+      values[i] = __ldcs(state + i * groups * lanes);
+    }
+  }
+
+  const int head = blockIdx.x % c.heads, group = head / (c.heads / c.groups);
+  const int64_t row = blockIdx.x / c.heads;
+  const T* projected = static_cast<const T*>(p.projected) + row * sizes.row;
+  const bool present = p.positions[row] < kPaddingPosition;
+  const Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row);
+  // All loads are issued before the first of them is used.
+  int32_t channels[2] = {};
+  Window<T> windows[2] = {};
+  float biases[2] = {};
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    const int i = pass * kThreads + thread;
+    if (i >= c.p + 2 * c.n) continue;
+    channels[pass] = FindChannel(c, sizes, head, group, i);
+    windows[pass] =
+        LoadWindow(convolution, channels[pass], projected[sizes.inner + channels[pass]]);
+    biases[pass] = p.conv_bias == nullptr ? 0.0f : p.conv_bias[channels[pass]];
+  }
+  float gate = 0.0f;
+  if (thread < c.p) gate = ToFloat(projected[head * c.p + thread]);
+  if (thread == kThreads - 1) {
+    const float raw = ToFloat(projected[sizes.inner + sizes.channels + head]);
+    const float step = Softplus(raw + p.dt_bias[head]);
+    const float clipped = AtLeast(AtMost(step, c.largest_step), c.smallest_step);
+    step_and_decay[0] = present ? clipped : 0.0f;
+    step_and_decay[1] = present ? expf(-clipped * expf(p.A_log[head])) : 1.0f;
+  }
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    const int i = pass * kThreads + thread;
+    if (i >= c.p + 2 * c.n) continue;
+    const float sum = Convolve(convolution, channels[pass], windows[pass]) + biases[pass];
+    mixed[i] = ActivateGate(c.activation, sum);
+    if (i < c.p && present) Advance(convolution, channels[pass], windows[pass]);
+  }
+  __syncthreads();
+
+  const float step = step_and_decay[0], decay = step_and_decay[1];
+  float b[4], out[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    b[j] = mixed[c.p + 4 * column + j];
+    out[j] = mixed[c.p + c.n + 4 * column + j];
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int line = line_group + i * groups;
+    if (!kUsual && (!active || line >= c.p)) continue;
+    const float scaled = step * mixed[line];
+    const float4 next =
+        make_float4(decay * values[i].x + scaled * b[0], decay * values[i].y + scaled * b[1],
+                    decay * values[i].z + scaled * b[2], decay * values[i].w + scaled * b[3]);
+    if (present) state[i * groups * lanes] = next;
+    partial[line * kRowLanes + column] =
+        (next.x * out[0] + next.y * out[1]) + (next.z * out[2] + next.w * out[3]);
+  }
+  __syncthreads();
+
+  if (thread < c.p) {
+    float y = 0.0f;
+#pragma unroll 8
+    for (int lane = 0; lane < lanes; ++lane) y += partial[thread * kRowLanes + lane];
+    y += p.D[head] * mixed[thread];
+    p.gated[row * sizes.inner + head * c.p + thread] = y * Silu(gate);
+  }
+}
+
+// Normalizes one group of one row, and writes the past inputs of its B and C.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    FinishMamba2(const Mamba2StepCall c, const Mamba2StepBuffers p) {
+  __shared__ float squares[kThreads / 32];
+  const Sizes sizes(c);
+  const int thread = threadIdx.x, group = blockIdx.x % c.groups;
+  const int64_t row = blockIdx.x / c.groups;
+  const bool present = p.positions[row] < kPaddingPosition;
+  const Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row);
+  const T* projected = static_cast<const T*>(p.projected) + row * sizes.row;
+  const bool is_channel = thread < 2 * c.n;
+  int32_t channel = 0;
+  Window<T> window = {};
+  if (is_channel) {
+    channel = FindChannel(c, sizes, 0, group, c.p + thread);
+    window = LoadWindow(convolution, channel, projected[sizes.inner + channel]);
+  }
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+#endif
+  if (is_channel && present) Advance(convolution, channel, window);
+
+  const int32_t width = sizes.inner / c.groups;
+  const float* gated = p.gated + row * sizes.inner + group * width;
+  float square = 0.0f;
+#pragma unroll 4
+  for (int32_t i = thread; i < width; i += kThreads) square += gated[i] * gated[i];
+  square = SumOfWarp(square);
+  if (thread % 32 == 0) squares[thread / 32] = square;
+  __syncthreads();
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) sum += squares[i];
+  const float scale = ReciprocalRoot(sum / static_cast<float>(width) + c.eps);
+  T* y = static_cast<T*>(p.y) + row * sizes.inner + group * width;
+#pragma unroll 4
+  for (int32_t i = thread; i < width; i += kThreads) {
+    y[i] = FromFloat<T>(gated[i] * scale * p.norm[group * width + i]);
+  }
+}
+
+template <typename T>
+cudaError_t LaunchMamba2StepOf(cudaStream_t stream, const Mamba2StepCall& c,
+                               const Mamba2StepBuffers& p) {
+  constexpr int kUsualRows = kUsualP * kUsualN / 4 / kThreads;
+  constexpr int kMostRows = kMaxWidth * kMaxWidth / 4 / kThreads;
+  const bool usual = c.p == kUsualP && c.n == kUsualN;
+  const auto kernel = usual ? Mamba2Step<T, true, kUsualRows> : Mamba2Step<T, false, kMostRows>;
+  const dim3 grid(static_cast<unsigned>(c.b * c.heads));
+  NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, grid, kThreads, kernel, c, p));
+  const dim3 blocks(static_cast<unsigned>(c.b * c.groups));
+  return LaunchWide(stream, blocks, kThreads, 0, true, FinishMamba2<T>, c, p);
+}
+
+}  // namespace
+
+cudaError_t LaunchMamba2Step(cudaStream_t stream, const Mamba2StepCall& call,
+                             const Mamba2StepBuffers& buffers) {
+  switch (call.type) {
+    case DataType::kBF16:
+      return LaunchMamba2StepOf<__nv_bfloat16>(stream, call, buffers);
+    case DataType::kF16:
+      return LaunchMamba2StepOf<__half>(stream, call, buffers);
+    case DataType::kF32:
+      return LaunchMamba2StepOf<float>(stream, call, buffers);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace nvfp4

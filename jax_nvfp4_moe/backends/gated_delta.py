@@ -1,0 +1,131 @@
+"""What a gated delta net computes between its two projections, in jnp.
+
+`mix_gated_delta` is the reference of `ops.gated_delta_step`. The mixer also calls it for prompts,
+with a rule for many tokens.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.numerics.convolution import convolve
+
+_TINY = 1e-6  # added to the squared length of keys and queries, against a division by zero
+
+
+def delta_step(
+    q: Float[Array, "b 1 m d"],
+    k: Float[Array, "b 1 m d"],
+    v: Float[Array, "b 1 m r e"],
+    g: Float[Array, "b 1 m r"],
+    beta: Float[Array, "b 1 m r"],
+    state: Float[Array, "b m r d e"],
+) -> tuple[Float[Array, "b 1 m r e"], Float[Array, "b m r d e"]]:
+    """Compute the delta rule for one token.
+
+    Args:
+      q: queries, float32 ``[b, 1, m, d]``: vectors of length 1, times ``d ** -0.5``.
+      k: keys of length 1, float32 ``[b, 1, m, d]``.
+      v: values, float32 ``[b, 1, m, r, e]``.
+      g: logarithm of the decay, float32 ``[b, 1, m, r]``, at most 0.
+      beta: rate of correction, float32 ``[b, 1, m, r]``.
+      state: state before the token, float32 ``[b, m, r, d, e]``.
+
+    Returns:
+      The results, float32 ``[b, 1, m, r, e]``, and the state after the token.
+    """
+    decay, beta = jnp.exp(g[:, 0])[..., None], beta[:, 0, ..., None]
+    pair = jnp.stack([k[:, 0], q[:, 0]], axis=-2)[:, :, None]
+    pair = jnp.broadcast_to(pair, (*state.shape[:3], 2, state.shape[3]))
+    # One product reads the old state for the key and for the query, before the state is written.
+    read = decay[..., None] * _matmul(pair, state)
+    correction = beta * (v[:, 0] - read[..., 0, :])
+    state = decay[..., None] * state + pair[..., 0, :, None] * correction[..., None, :]
+    shared = jnp.sum(q[:, 0] * k[:, 0], axis=-1)[:, :, None, None]
+    return (read[..., 1, :] + shared * correction)[:, None], state
+
+
+def mix_gated_delta(
+    projected: Float[Array, "b t n"],
+    positions: Int32[Array, "b t"],
+    inputs: Float[Array, "b taps-1 c"],
+    state: Float[Array, "b m r d e"],
+    *,
+    conv_weight: Float[Array, "c taps"],
+    A_log: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    norm: Float[Array, " e"],
+    interleaved: bool,
+    eps: float,
+    rule: Callable = delta_step,
+) -> tuple[Float[Array, "b t h"], Float[Array, "b taps-1 c"], Float[Array, "b m r d e"]]:
+    """Compute `ops.gated_delta_step` for t tokens.
+
+    Args:
+      projected: projected tokens.
+      positions: position of each token. Padding must follow all other tokens of its row.
+      inputs: last inputs of the convolution.
+      state: states of the value heads.
+      conv_weight: weights of the convolution.
+      A_log: logarithm of the rate of decay.
+      dt_bias: bias of the step.
+      norm: weight of the norm.
+      interleaved: whether `projected` has key head after key head.
+      eps: epsilon of the norm.
+      rule: the delta rule for t tokens, with the arguments and results of `delta_step`.
+
+    Returns:
+      The normalized results in the dtype of `inputs`, and the new `inputs` and `state`.
+    """
+    (b, t, _), (_, m, r, d, e) = projected.shape, state.shape
+    present = positions < PADDING
+    qkv, z, beta, step = _split(projected, state.shape, interleaved)
+    mixed, inputs = convolve(qkv, inputs, conv_weight, present)
+    q, k, v = jnp.split(jax.nn.silu(mixed), [m * d, 2 * m * d], axis=-1)
+    q, k = (_unit(part.reshape(b, t, m, d)) for part in (q, k))
+    rate = jnp.exp(A_log)[None, None]
+    g = -rate * jax.nn.softplus(step.astype(jnp.float32) + dt_bias[None, None])
+    # Padding gets g = 0, a decay of 1, and a rate of 0, which leave the state unchanged.
+    g, beta = (
+        jnp.where(present[..., None], value, 0).reshape(b, t, m, r)
+        for value in (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
+    )
+    y, state = rule(q * d**-0.5, k, v.reshape(b, t, m, r, e), g, beta, state)
+    y = _gated_norm(y.reshape(b, t, m * r, e), z, norm, eps)
+    return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state
+
+
+def _split(projected, sizes, interleaved):
+    """Return the projected channels: queries, keys and values together, z, rates and steps."""
+    (_, m, r, d, e), lead = sizes, projected.shape[:-1]
+    channels, values = 2 * m * d + m * r * e, m * r * e
+    if not interleaved:
+        qkv, z, ba = jnp.split(projected, [channels, channels + values], axis=-1)
+        return qkv, z, *jnp.split(ba, 2, axis=-1)
+    qkvz, ba = jnp.split(projected, [channels + values], axis=-1)
+    ends = [d, 2 * d, 2 * d + r * e]
+    parts = jnp.split(qkvz.reshape(*lead, m, -1), ends, axis=-1)
+    q, k, v, z = (part.reshape(*lead, -1) for part in parts)
+    halves = jnp.split(ba.reshape(*lead, m, -1), 2, axis=-1)
+    beta, step = (half.reshape(*lead, -1) for half in halves)
+    return jnp.concatenate([q, k, v], axis=-1), z, beta, step
+
+
+def _unit(x):
+    """Scale float32 `x` to length 1 along the last axis."""
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)
+
+
+def _gated_norm(y, z, weight, eps):
+    """Return float32 ``norm(y) * silu(z)``; normalize each head by itself."""
+    mean = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+    normal = weight.reshape(1, 1, 1, -1) * (y * lax.rsqrt(mean + eps))
+    return normal * jax.nn.silu(z.astype(jnp.float32).reshape(y.shape))
+
+
+def _matmul(x, y):
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

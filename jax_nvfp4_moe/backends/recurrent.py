@@ -1,0 +1,119 @@
+"""Record and lowerings of the CUDA kernels that decode one token with a recurrent mixer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.scheme import Backend, Capability, Device
+
+# The kernels hold a state of at most this many rows and columns in registers, and read 4 columns at
+# a time.
+_MOST, _FACTOR = 128, 4
+
+
+def _lower_delta_step(
+    projected,
+    positions,
+    inputs,
+    state,
+    *,
+    conv_weight,
+    A_log,
+    dt_bias,
+    norm,
+    interleaved,
+    eps,
+):
+    """Lower `gated_delta_step` to its FFI target."""
+    weights = (conv_weight, A_log, dt_bias, norm)
+    outputs = (state.shape[0], 1, state.shape[1] * state.shape[2] * state.shape[4])
+    call = _call_in_place("nvfp4_delta_step_cuda", outputs, len(weights), inputs, state, ())
+    projected = projected.astype(inputs.dtype)
+    return call(
+        projected,
+        positions,
+        *weights,
+        inputs,
+        state,
+        interleaved=bool(interleaved),
+        eps=np.float32(eps),
+    )
+
+
+def _lower_mamba2_step(
+    projected,
+    positions,
+    inputs,
+    state,
+    *,
+    conv_weight,
+    conv_bias,
+    A_log,
+    dt_bias,
+    D,
+    norm,
+    activation,
+    step_limits,
+    eps,
+):
+    """Lower `mamba2_step` to its FFI target."""
+    b, heads, p, n = state.shape
+    if conv_bias is None:
+        conv_bias = jnp.zeros(0, jnp.float32)
+    weights = (conv_weight, conv_bias, A_log, dt_bias, D, norm)
+    scratch = (jax.ShapeDtypeStruct((4 * b * heads * p,), jnp.uint8),)
+    outputs = (b, 1, heads * p)
+    target = "nvfp4_mamba2_step_cuda"
+    call = _call_in_place(target, outputs, len(weights), inputs, state, scratch)
+    return call(
+        projected.astype(inputs.dtype),
+        positions,
+        *weights,
+        inputs,
+        state,
+        activation=activation.name,
+        alpha=np.float32(activation.alpha),
+        limit=np.float32(activation.limit),
+        groups=np.int64((conv_weight.shape[0] - heads * p) // (2 * n)),
+        smallest_step=np.float32(step_limits[0]),
+        largest_step=np.float32(step_limits[1]),
+        eps=np.float32(eps),
+    )[:3]
+
+
+def _call_in_place(ffi_target, outputs, weights, inputs, state, scratch):
+    """Return an FFI call whose last two operands share their memory with two of its results.
+
+    The operands are the projected tokens, their positions, `weights` arrays, `inputs` and `state`.
+    The results are y of shape `outputs` in the dtype of `inputs`, the new inputs and state, and
+    `scratch`.
+    """
+    results = (
+        jax.ShapeDtypeStruct(outputs, inputs.dtype),
+        jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
+        jax.ShapeDtypeStruct(state.shape, jnp.float32),
+        *scratch,
+    )
+    return jax.ffi.ffi_call(
+        ffi_target,
+        results,
+        input_output_aliases={2 + weights: 1, 3 + weights: 2},
+        vmap_method="sequential",
+    )
+
+
+RECURRENT_CUDA = Backend(
+    name="recurrent_cuda",
+    can=Capability(
+        ops=frozenset({"gated_delta_step", "mamba2_step"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension="_nvfp4_cuda",
+        head_widths=range(_FACTOR, _MOST + 1, _FACTOR),
+    ),
+    layout=CANONICAL,
+    lower={"gated_delta_step": _lower_delta_step, "mamba2_step": _lower_mamba2_step},
+    status="compiled, executed by emulation",
+    ffi_targets=("nvfp4_delta_step_cuda", "nvfp4_mamba2_step_cuda"),
+)

@@ -1,0 +1,268 @@
+"""Ops that decode one token with a recurrent mixer: all that lies between its two projections."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
+from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
+from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.scheme import Problem, Target
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def gated_delta_step(
+    projected: Float[Array, "b 1 n"],
+    positions: Int[Array, "b 1"],
+    inputs: Float[Array, "b taps-1 c"],
+    state: Float[Array, "b m r d e"],
+    *,
+    conv_weight: Float[Array, "c taps"],
+    A_log: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    norm: Float[Array, " e"],
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    target: Target | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "b 1 h"], Float[Array, "b taps-1 c"], Float[Array, "b m r d e"]]:
+    """Decode one token of each row with a gated delta net, without its two projections.
+
+    ::
+
+      q, k, v = silu(convolve(qkv))
+      q, k = q / |q| / sqrt(d), k / |k|
+      a, beta = exp(-exp(A_log) * softplus(step + dt_bias)), sigmoid(rate)
+      S = a S + k (beta (v - k.T a S))
+      y = norm(q.T S) * silu(z)
+
+    All of it is computed in float32. Under `jax.jit`, the new `inputs` and `state` take the memory
+    of the old ones if those are donated or carried by a loop.
+
+    Args:
+      projected: the projected token of each of b rows, ``[b, 1, n]``, bfloat16, float16 or float32.
+        It has q of m heads, k of m heads, v and z of ``m * r`` heads, and one rate and one step for
+        each of these: ``n = 2 m d + 2 m r e + 2 m r``.
+      positions: position of each token, integers ``[b, 1]``. A token at position 2**30 or after it
+        is padding: it changes neither `inputs` nor `state`, and its result is undefined.
+      inputs: last inputs of the convolution, ``[b, taps - 1, c]``, the oldest first, where
+        ``c = 2 m d + m r e`` counts all q, then all k, then all v. Zeros before the first token.
+      state: state of each value head, float32 ``[b, m, r, d, e]``. Zeros before the first token.
+      conv_weight: weights of the convolution, float32 ``[c, taps]``. The last one of a channel
+        multiplies the newest input.
+      A_log: logarithm of the rate of decay, float32 ``[m r]``.
+      dt_bias: bias of the step, float32 ``[m r]``.
+      norm: weight of the norm, float32 ``[e]``.
+      interleaved: order of `projected`. False (default): all q, all k, all v, all z, all rates, all
+        steps. True: key head by key head with its q, k, v and z, and then key head by key head with
+        its rates and steps.
+      eps: epsilon of the norm, 1e-6 by default.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+
+    Returns:
+      A tuple ``(y, inputs, state)``: y ``[b, 1, m r e]`` in the dtype of `inputs`, and the new
+      `inputs` and `state`. Gradients flow to all float arguments, in plain XLA.
+
+    Raises:
+      ValueError: if a shape or dtype does not fit the others.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> state = jnp.zeros((1, 2, 3, 16, 8))  # 2 key heads, each with 3 value heads
+      >>> y, inputs, state = nvfp4.ops.gated_delta_step(
+      ...     jnp.ones((1, 1, 172)), jnp.array([[0]]), jnp.zeros((1, 3, 112)), state,
+      ...     conv_weight=jnp.ones((112, 4)), A_log=jnp.zeros(6), dt_bias=jnp.zeros(6),
+      ...     norm=jnp.ones(8),
+      ... )
+      >>> y.shape, inputs.shape
+      ((1, 1, 48), (1, 3, 112))
+
+    Source:
+      arXiv:2412.06464; `modeling_qwen3_next` of transformers for the details.
+    """
+    if state.ndim != 5:
+        raise ValueError(f"state: expected shape [b, m, r, d, e], got {state.shape}")
+    (b, m, _, d, e), heads = state.shape, state.shape[1] * state.shape[2]
+    channels, taps = 2 * m * d + heads * e, conv_weight.shape[-1]
+    _check_floats({"projected": projected, "inputs": inputs})
+    _check_shapes(
+        {
+            "projected": (projected, (b, 1, channels + heads * (e + 2))),
+            "positions": (positions, (b, 1)),
+            "inputs": (inputs, (b, taps - 1, channels)),
+            "conv_weight": (conv_weight, (channels, taps)),
+            "A_log": (A_log, (heads,)),
+            "dt_bias": (dt_bias, (heads,)),
+            "norm": (norm, (e,)),
+        }
+    )
+    weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias, "norm": norm}
+    options = {"interleaved": interleaved, "eps": eps}
+    tokens = (projected, positions.astype(jnp.int32), inputs, state)
+    how = target or Target.current(), backend, (d, e)
+    return _run("gated_delta_step", mix_gated_delta, tokens, weights, options, how)
+
+
+def mamba2_step(
+    projected: Float[Array, "b 1 m"],
+    positions: Int[Array, "b 1"],
+    inputs: Float[Array, "b taps-1 c"],
+    state: Float[Array, "b h p n"],
+    *,
+    conv_weight: Float[Array, "c taps"],
+    conv_bias: Float[Array, " c"] | None = None,
+    A_log: Float[Array, " h"],
+    dt_bias: Float[Array, " h"],
+    D: Float[Array, " h"],
+    norm: Float[Array, " inner"],
+    activation: str | ActivationCall = "silu_no_mul",
+    step_limits: tuple[float, float] = (0.0, float("inf")),
+    eps: float = 1e-5,
+    target: Target | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "b 1 inner"], Float[Array, "b taps-1 c"], Float[Array, "b h p n"]]:
+    """Decode one token of each row with a Mamba-2 mixer, without its two projections.
+
+    ::
+
+      x, B, C = activation(convolve(xbc) + conv_bias)
+      dt = clip(softplus(dt + dt_bias), *step_limits)
+      S = exp(-exp(A_log) * dt) S + dt x B.T
+      y = norm((S C + D x) * silu(z))
+
+    Each of g groups of heads has its own B and C, and the norm applies to each group by itself. All
+    of it is computed in float32. Under `jax.jit`, the new `inputs` and `state` take the memory of
+    the old ones if those are donated or carried by a loop.
+
+    Args:
+      projected: the projected token of each of b rows, ``[b, 1, m]``, bfloat16, float16 or float32:
+        z of h heads, x of h heads, B of g groups, C of g groups, and one step for each head.
+      positions: position of each token, integers ``[b, 1]``. A token at position 2**30 or after it
+        is padding: it changes neither `inputs` nor `state`, and its result is undefined.
+      inputs: last inputs of the convolution, ``[b, taps - 1, c]``, the oldest first, where
+        ``c = h p + 2 g n``. Zeros before the first token.
+      state: state of each head, float32 ``[b, h, p, n]``. Zeros before the first token.
+      conv_weight: weights of the convolution, float32 ``[c, taps]``. The last one of a channel
+        multiplies the newest input.
+      conv_bias: bias of the convolution, float32 ``[c]``; None (default) for none.
+      A_log: logarithm of the rate of decay, float32 ``[h]``.
+      dt_bias: bias of the step, float32 ``[h]``.
+      D: factor of x in the result, float32 ``[h]``.
+      norm: weight of the norm, float32 ``[h p]``.
+      activation: function after the convolution, "silu_no_mul" by default, or the result of
+        `find_activation`. It must not be gated.
+      step_limits: smallest and largest dt, 0 and infinity by default.
+      eps: epsilon of the norm, 1e-5 by default.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+
+    Returns:
+      A tuple ``(y, inputs, state)``: y ``[b, 1, h p]`` in the dtype of `inputs`, and the new
+      `inputs` and `state`. Gradients flow to all float arguments, in plain XLA.
+
+    Raises:
+      ValueError: if a shape or dtype does not fit the others, or the activation is gated.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> state = jnp.zeros((1, 4, 8, 16))  # 4 heads in 2 groups: 96 channels
+      >>> y, inputs, state = nvfp4.ops.mamba2_step(
+      ...     jnp.ones((1, 1, 132)), jnp.array([[0]]), jnp.zeros((1, 3, 96)), state,
+      ...     conv_weight=jnp.ones((96, 4)), A_log=jnp.zeros(4), dt_bias=jnp.zeros(4),
+      ...     D=jnp.ones(4), norm=jnp.ones(32),
+      ... )
+      >>> y.shape, inputs.shape
+      ((1, 1, 32), (1, 3, 96))
+
+    Source:
+      arXiv:2405.21060; `modeling_nemotron_h` of transformers for the details.
+    """
+    if state.ndim != 4:
+        raise ValueError(f"state: expected shape [b, h, p, n], got {state.shape}")
+    b, heads, p, n = state.shape
+    (channels, taps), inner = conv_weight.shape, heads * p
+    groups, rest = divmod(channels - inner, 2 * n)
+    if groups < 1 or rest or heads % groups:
+        raise ValueError(
+            f"conv_weight: expected {inner} rows, and {2 * n} more for each of some groups that "
+            f"divide {heads} heads; got {conv_weight.shape}"
+        )
+    call = find_activation(activation)
+    if call.row.gated:
+        raise ValueError(f"activation: expected one that is not gated, got {call.name!r}")
+    _check_floats({"projected": projected, "inputs": inputs})
+    arrays = {
+        "projected": (projected, (b, 1, inner + channels + heads)),
+        "positions": (positions, (b, 1)),
+        "inputs": (inputs, (b, taps - 1, channels)),
+        "A_log": (A_log, (heads,)),
+        "dt_bias": (dt_bias, (heads,)),
+        "D": (D, (heads,)),
+        "norm": (norm, (inner,)),
+    }
+    if conv_bias is not None:
+        arrays["conv_bias"] = conv_bias, (channels,)
+    _check_shapes(arrays)
+    weights = {"conv_weight": conv_weight, "conv_bias": conv_bias, "A_log": A_log}
+    weights |= {"dt_bias": dt_bias, "D": D, "norm": norm}
+    options = {"activation": call, "step_limits": step_limits, "eps": eps}
+    tokens = (projected, positions.astype(jnp.int32), inputs, state)
+    how = target or Target.current(), backend, (n, p)
+    return _run("mamba2_step", mix_mamba2, tokens, weights, options, how)
+
+
+def _run(op, reference, tokens, weights, options, how):
+    """Lower an op, with the derivative of its reference.
+
+    `how` has the target, the requested backend, and the widths of a key and of a value.
+    """
+    target, backend, widths = how
+    tokens = (*tokens[:3], tokens[3].astype(jnp.float32))
+    weights = jax.tree.map(lambda value: value.astype(jnp.float32), weights)
+    problem = Problem(op, None, target, tokens[2].dtype.name, head_widths=widths)
+    plan = resolve(problem, backend=backend)
+    if plan.lower is reference:
+        return reference(*tokens, **weights, **options)
+
+    # The kernel has no derivative. The reference has one.
+    @jax.custom_jvp
+    def run(tokens, weights):
+        return plan.lower(*tokens, **weights, **options)
+
+    @run.defjvp
+    def differentiate(primals, tangents):
+        def compute(tokens, weights):
+            return reference(*tokens, **weights, **options)
+
+        return run(*primals), jax.jvp(compute, primals, tangents)[1]
+
+    return run(tokens, weights)
+
+
+def _check_floats(arrays):
+    """Raise a ValueError for an array whose dtype no backend takes."""
+    for name, array in arrays.items():
+        if array.dtype.name not in _DTYPES:
+            raise ValueError(
+                f"{name}: expected bfloat16, float16 or float32, got {array.dtype.name}"
+            )
+
+
+def _check_shapes(arrays):
+    """Raise a ValueError for an array that does not have the expected shape."""
+    for name, (array, shape) in arrays.items():
+        if array.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")

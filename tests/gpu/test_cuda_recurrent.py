@@ -1,0 +1,180 @@
+"""Run the suites of recurrent mixers on a GPU, and check repeated calls and errors."""
+
+import functools
+
+import cuda_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from axes import axis
+from recurrent_suite import (
+    DELTA_CASES,
+    MAMBA_CASES,
+    DeltaStepSuite,
+    Mamba2StepSuite,
+    make_delta,
+    make_mamba,
+)
+
+from jax_nvfp4_moe import ops
+
+pytestmark = pytest.mark.gpu
+
+delta_step = functools.partial(ops.gated_delta_step, backend="recurrent_cuda")
+mamba2_step = functools.partial(ops.mamba2_step, backend="recurrent_cuda")
+
+
+class TestDeltaStep(DeltaStepSuite):
+    case = axis(*DELTA_CASES)
+    dtype = axis("bfloat16", "float16", "float32")
+
+    @pytest.fixture
+    def run(self):
+        return jax.jit(delta_step, static_argnames=("interleaved", "eps"))
+
+
+class TestMamba2Step(Mamba2StepSuite):
+    case = axis(*MAMBA_CASES)
+    dtype = axis("bfloat16", "float16", "float32")
+
+    @pytest.fixture
+    def run(self):
+        names = ("activation", "step_limits", "eps")
+        return jax.jit(mamba2_step, static_argnames=names)
+
+
+def delta_call(case):
+    """Return the tokens of a case, and the step as a function of them."""
+    tokens, weights = make_delta(case, np.dtype("bfloat16"))
+    interleaved = DELTA_CASES[case].interleaved
+    return tokens, functools.partial(delta_step, **weights, interleaved=interleaved)
+
+
+def mamba_call(case):
+    """Return the tokens of a case, and the step as a function of them."""
+    tokens, weights = make_mamba(case, np.dtype("bfloat16"))
+    return tokens, functools.partial(mamba2_step, **weights, **MAMBA_CASES[case].options)
+
+
+CALLS = [
+    *(pytest.param(delta_call, case, id=f"delta {case}") for case in DELTA_CASES),
+    *(pytest.param(mamba_call, case, id=f"mamba2 {case}") for case in MAMBA_CASES),
+]
+
+
+@pytest.mark.parametrize(("make", "case"), CALLS)
+def test_steps_are_the_same_each_time(make, case):
+    """Blocks that read the past of shared channels must not see what another block writes."""
+    tokens, step = make(case)
+    rows = 40
+    tokens = [jnp.concatenate([jnp.asarray(x)] * rows) for x in tokens]
+
+    @jax.jit
+    def run(projected, positions, inputs, state):
+        def body(_, carry):
+            return step(projected, positions, *carry[1:])
+
+        first = step(projected, positions, inputs, state)
+        return jax.lax.fori_loop(0, 20, body, first)
+
+    first, second = ([np.asarray(x).tobytes() for x in run(*tokens)] for _ in range(2))
+    assert first == second
+    for result in map(np.asarray, run(*tokens)):
+        repeated = result.reshape(rows, -1)
+        assert (repeated.view(np.uint8) == repeated[:1].view(np.uint8)).all()
+
+
+def test_a_step_without_donation_keeps_its_operands():
+    tokens, weights = make_delta("full widths", np.dtype("bfloat16"))
+    given = [jnp.asarray(x) for x in tokens]
+    jax.block_until_ready(jax.jit(delta_step)(*given, **weights))
+    for kept, before in zip(given, tokens, strict=True):
+        np.testing.assert_array_equal(kept, before)
+
+
+def test_gradients_and_batches():
+    """Gradients are those of the reference, and `vmap` equals a loop."""
+    tokens, weights = make_delta("full widths", np.dtype("float32"))
+    tokens = [jnp.asarray(x) for x in tokens]
+
+    def total(state, backend):
+        y, _, state = ops.gated_delta_step(*tokens[:3], state, **weights, backend=backend)
+        return jnp.sum(y) + jnp.sum(jnp.square(state))
+
+    one, other = (jax.grad(total)(tokens[3], name) for name in ("recurrent_cuda", "reference"))
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    assert float(jnp.abs(other).max()) > 0
+    stacked = [jnp.stack([x, x]) for x in tokens]
+    batched = jax.vmap(lambda *given: delta_step(*given, **weights))(*stacked)
+    for both, alone in zip(batched, delta_step(*tokens, **weights), strict=True):
+        np.testing.assert_array_equal(both[1], alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("projected", jnp.zeros((2, 1, 171)), r"projected \[b, 1, n\]: expected \[2, 1, 172\]"),
+        ("projected", jnp.zeros((2, 1, 172), jnp.bfloat16), "inputs: expected bfloat16, got float"),
+        ("positions", jnp.zeros((2, 2), jnp.int32), r"positions \[b, 1\]: expected \[2, 1\]"),
+        ("positions", jnp.zeros((2, 1)), "positions: expected int32, got float32"),
+        ("conv_weight", jnp.zeros((110, 3)), r"conv_weight \[c, taps\]: expected \[112, 3\]"),
+        ("A_log", jnp.zeros(5), r"A_log \[heads\]: expected \[6\]"),
+        ("norm", jnp.zeros(16), r"norm \[e\]: expected \[8\]"),
+        ("inputs", jnp.zeros((2, 3, 112)), r"inputs \[b, taps - 1, c\]: expected \[2, 2, 112\]"),
+        ("state", jnp.zeros((2, 2, 3, 132, 8)), r"d \(state\): expected at most 128, got 132"),
+        ("state", jnp.zeros((2, 2, 3, 16, 6)), r"e \(state\): expected a positive multiple of 4"),
+        ("aliases", {}, r"inputs: expected a result in the memory of this operand"),
+        ("aliases", {6: 1}, r"state: expected a result in the memory of this operand"),
+    ],
+)
+def test_kernel_names_a_wrong_operand(name, wrong, message):
+    cuda_calls.register()
+    tokens, weights = make_delta("three value heads", np.dtype("float32"))
+    names = ("projected", "positions", "inputs", "state")
+    given = dict(zip(names, tokens, strict=True)) | weights | {"aliases": {6: 1, 7: 2}}
+    given[name] = wrong
+    names = ("projected", "positions", *weights, "inputs", "state")
+    operands = [jnp.asarray(given[name]) for name in names]
+    shapes = ((2, 1, 48), operands[6].shape, operands[7].shape)
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    call = jax.ffi.ffi_call("nvfp4_delta_step_cuda", outputs, input_output_aliases=given["aliases"])
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
+        jax.block_until_ready(call(*operands, interleaved=True, eps=np.float32(1e-6)))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("projected", jnp.zeros((2, 1, 245)), r"projected \[b, 1, n\]: expected \[2, 1, 246\]"),
+        ("conv_bias", jnp.zeros(143), r"conv_bias \[c\]: expected \[144\]"),
+        ("D", jnp.zeros(5), r"D \[h\]: expected \[6\]"),
+        ("norm", jnp.zeros(16), r"norm \[h p\]: expected \[96\]"),
+        ("state", jnp.zeros((2, 6, 132, 8)), r"p \(state\): expected at most 128, got 132"),
+        ("state", jnp.zeros((2, 6, 16, 6)), r"n \(state\): expected a positive multiple of 4"),
+        ("groups", np.int64(4), r"h \(state\): expected a positive multiple of 4, got 6"),
+        ("activation", "silu", "activation: expected one that is not gated, got silu"),
+        ("scratch", 4 * 2 * 96 - 4, "workspace, bytes: expected at least 768, got 764"),
+        ("aliases", {8: 1}, r"state: expected a result in the memory of this operand"),
+    ],
+)
+def test_kernel_names_a_wrong_operand_of_mamba2(name, wrong, message):
+    cuda_calls.register()
+    tokens, weights = make_mamba("small", np.dtype("float32"))
+    names = ("projected", "positions", "inputs", "state")
+    given = dict(zip(names, tokens, strict=True)) | weights
+    given |= {"aliases": {8: 1, 9: 2}, "scratch": 768, "groups": np.int64(3)}
+    given |= {"activation": "relu2", name: wrong}
+    names = ("projected", "positions", *weights, "inputs", "state")
+    operands = [jnp.asarray(given[name]) for name in names]
+    shapes = ((2, 1, 96), operands[8].shape, operands[9].shape)
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    outputs.append(jax.ShapeDtypeStruct((given["scratch"],), jnp.uint8))
+    call = jax.ffi.ffi_call(
+        "nvfp4_mamba2_step_cuda", outputs, input_output_aliases=given["aliases"]
+    )
+    numbers = ("alpha", "limit", "smallest_step", "largest_step", "eps")
+    attributes = {name: np.float32(1) for name in numbers}
+    attributes |= {name: given[name] for name in ("activation", "groups")}
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
+        jax.block_until_ready(call(*operands, **attributes))

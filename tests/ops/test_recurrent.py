@@ -1,0 +1,149 @@
+"""Test the decoding steps of recurrent mixers in plain XLA, and the calls that their ops make."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from axes import axis
+from recurrent_suite import (
+    DELTA_CASES,
+    MAMBA_CASES,
+    DeltaStepSuite,
+    Mamba2StepSuite,
+    make_delta,
+    make_mamba,
+)
+
+from jax_nvfp4_moe import NoBackendError, Target, ops
+
+HOPPER = Target("cuda", (9, 0))
+
+
+def operands(case="three value heads", dtype="float32"):
+    """Return the tokens and the keyword arguments of a call."""
+    tokens, weights = make_delta(case, jnp.dtype(dtype))
+    return tuple(map(jnp.asarray, tokens)), {
+        **weights,
+        "interleaved": DELTA_CASES[case].interleaved,
+    }
+
+
+class TestDeltaStep(DeltaStepSuite):
+    case = axis("three value heads", "seven key heads", "no past", "a long past")
+    dtype = axis("bfloat16", "float32")
+
+    @pytest.fixture
+    def run(self):
+        return jax.jit(
+            functools.partial(ops.gated_delta_step, target=Target("cpu")),
+            static_argnames=("interleaved", "eps"),
+        )
+
+
+class TestMamba2Step(Mamba2StepSuite):
+    case = axis("small", "no past", "a long past")
+    dtype = axis("bfloat16", "float32")
+
+    @pytest.fixture
+    def run(self):
+        return jax.jit(
+            functools.partial(ops.mamba2_step, target=Target("cpu")),
+            static_argnames=("activation", "step_limits", "eps"),
+        )
+
+
+def lowered(op, target):
+    """Return the program of a step with full widths in bfloat16."""
+    if op == "delta":
+        tokens, weights = operands("full widths", "bfloat16")
+        step = functools.partial(ops.gated_delta_step, **weights, target=target)
+    else:
+        tokens, weights = make_mamba("usual sizes", jnp.dtype("bfloat16"))
+        step = functools.partial(ops.mamba2_step, **weights, target=target)
+    return jax.jit(step, donate_argnums=(2, 3)).trace(*tokens).lower().as_text()
+
+
+@pytest.mark.parametrize("op", ["delta", "mamba2"])
+def test_the_kernel_takes_the_joined_projection_and_writes_in_place(op):
+    text = lowered(op, HOPPER)
+    assert re.findall(r"custom_call @(\S+?)\(", text) == [f"nvfp4_{op}_step_cuda"]
+    assert len(re.findall("output_operand_alias<", text)) == 2
+    assert "slice" not in text
+    assert "custom_call" not in lowered(op, Target("cpu"))
+
+
+def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
+    """The tangents are plain XLA. A test on a GPU compares the gradients with the reference's."""
+    tokens, weights = operands()
+    floats = {name: value for name, value in weights.items() if name != "interleaved"}
+
+    def total(floats, state):
+        step = functools.partial(ops.gated_delta_step, target=HOPPER, interleaved=True)
+        return sum(jnp.sum(jnp.square(x)) for x in step(*tokens[:3], state, **floats))
+
+    text = jax.jit(jax.grad(total, (0, 1))).trace(floats, tokens[3]).lower().as_text()
+    assert re.findall(r"custom_call @(nvfp4\S+?)\(", text) == ["nvfp4_delta_step_cuda"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("state", jnp.zeros((2, 6, 16, 8)), r"state: expected shape \[b, m, r, d, e\]"),
+        ("projected", jnp.zeros((2, 1, 171)), r"projected: expected shape \(2, 1, 172\), got"),
+        ("projected", jnp.zeros((2, 1, 172), jnp.int32), "projected: expected bfloat16, float16"),
+        ("positions", jnp.zeros((2, 2), jnp.int32), r"positions: expected shape \(2, 1\)"),
+        ("inputs", jnp.zeros((2, 3, 112)), r"inputs: expected shape \(2, 2, 112\)"),
+        ("conv_weight", jnp.zeros((110, 3)), r"conv_weight: expected shape \(112, 3\)"),
+        ("A_log", jnp.zeros(5), r"A_log: expected shape \(6,\)"),
+        ("dt_bias", jnp.zeros((1, 6)), r"dt_bias: expected shape \(6,\)"),
+        ("norm", jnp.zeros(16), r"norm: expected shape \(8,\)"),
+    ],
+)
+def test_a_wrong_operand_is_named(name, wrong, message):
+    tokens, weights = operands()
+    names = ("projected", "positions", "inputs", "state")
+    given = dict(zip(names, tokens, strict=True)) | weights
+    with pytest.raises(ValueError, match=message):
+        ops.gated_delta_step(**(given | {name: wrong}))
+
+
+def test_a_state_that_the_kernel_does_not_hold_runs_on_the_reference():
+    _, weights = operands()
+    wide = jnp.zeros((1, 1, 1, 132, 8))
+    given = {
+        "projected": jnp.zeros((1, 1, 282)),
+        "positions": jnp.zeros((1, 1), jnp.int32),
+        "inputs": jnp.zeros((1, 3, 272)),
+        "state": wide,
+        "conv_weight": jnp.zeros((272, 4)),
+        **{name: weights[name][:1] for name in ("A_log", "dt_bias")},
+        "norm": weights["norm"],
+    }
+    step = functools.partial(ops.gated_delta_step, target=HOPPER)
+    assert "custom_call" not in jax.jit(step).trace(**given).lower().as_text()
+    with pytest.raises(NoBackendError, match=r"in range\(4, 129, 4\), got \(132, 8\)"):
+        step(**given, backend="recurrent_cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("state", jnp.zeros((2, 6, 16)), r"state: expected shape \[b, h, p, n\]"),
+        ("projected", jnp.zeros((2, 1, 245)), r"projected: expected shape \(2, 1, 246\), got"),
+        ("conv_weight", jnp.zeros((145, 3)), "conv_weight: expected 96 rows, and 16 more for each"),
+        ("conv_weight", jnp.zeros((160, 3)), "of some groups that divide 6 heads"),
+        ("conv_bias", jnp.zeros(143), r"conv_bias: expected shape \(144,\)"),
+        ("D", jnp.zeros((6, 1)), r"D: expected shape \(6,\)"),
+        ("norm", jnp.zeros(16), r"norm: expected shape \(96,\)"),
+        ("activation", "silu", "activation: expected one that is not gated, got 'silu'"),
+    ],
+)
+def test_a_wrong_operand_of_mamba2_is_named(name, wrong, message):
+    tokens, weights = make_mamba("small", np.dtype("float32"))
+    names = ("projected", "positions", "inputs", "state")
+    given = dict(zip(names, tokens, strict=True)) | weights | MAMBA_CASES["small"].options
+    with pytest.raises(ValueError, match=message):
+        ops.mamba2_step(**(given | {name: wrong}))

@@ -1,0 +1,59 @@
+"""Call the recurrent kernels that `cuda_emulation` compiles for the CPU."""
+
+import ctypes
+import functools
+from typing import ClassVar
+
+import numpy as np
+from cuda_emulation import _TYPES, _Activation, _activation, _run
+from float64_layer import Options
+
+
+class _DeltaStepCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("b", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("key_heads", "shared", "d", "e", "taps")),
+        ("type", ctypes.c_int),
+        ("interleaved", ctypes.c_bool),
+        ("scale", ctypes.c_float),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Mamba2StepCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("b", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("heads", "groups", "p", "n", "taps")),
+        ("type", ctypes.c_int),
+        ("activation", _Activation),
+        ("smallest_step", ctypes.c_float),
+        ("largest_step", ctypes.c_float),
+        ("eps", ctypes.c_float),
+    ]
+
+
+def gated_delta_step(library, *tokens, interleaved, eps, **weights):
+    """Return y, the new inputs and the new state, as `ops.gated_delta_step` does."""
+    projected, positions, inputs, state = tokens
+    b, m, r, d, e = state.shape
+    sizes = b, m, r, d, e, weights["conv_weight"].shape[1]
+    call = _DeltaStepCall(*sizes, _TYPES[inputs.dtype.name], interleaved, d**-0.5, eps)
+    bound = functools.partial(library.delta_step, ctypes.byref(call))
+    names = ("conv_weight", "A_log", "dt_bias", "norm")
+    operands = [projected, positions, *(weights[name] for name in names)]
+    y = np.empty((b, 1, m * r * e), inputs.dtype)
+    return _run(library, bound, operands, [y], 0, 1, in_place=(inputs, state))
+
+
+def mamba2_step(library, *tokens, activation, step_limits, eps, **weights):
+    """Return y, the new inputs and the new state, as `ops.mamba2_step` does."""
+    projected, positions, inputs, state = tokens
+    (b, heads, p, n), (channels, taps) = state.shape, weights["conv_weight"].shape
+    sizes = b, heads, (channels - heads * p) // (2 * n), p, n, taps
+    kind = _activation(Options(activation=activation.name, limit=activation.limit))
+    call = _Mamba2StepCall(*sizes, _TYPES[inputs.dtype.name], kind, *step_limits, eps)
+    bound = functools.partial(library.mamba2_step, ctypes.byref(call))
+    names = ("conv_weight", "conv_bias", "A_log", "dt_bias", "D", "norm")
+    operands = [projected, positions, *(weights[name] for name in names)]
+    y, scratch = np.empty((b, 1, heads * p), inputs.dtype), 4 * b * heads * p
+    return _run(library, bound, operands, [y], scratch, 1, in_place=(inputs, state))

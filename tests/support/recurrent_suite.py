@@ -1,0 +1,273 @@
+"""Tests that every kernel of a decoding step of a recurrent mixer must pass.
+
+A subclass has the axes `dtype` and `case`, and a fixture ``run(*tokens, **weights)``.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
+from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
+from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.testing import assert_as_accurate_as
+
+
+def factor_for(dtype):
+    """Return the allowed ratio of errors. In float32, both errors are a few roundings."""
+    return 4.0 if dtype == np.float32 else 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaCase:
+    """Sizes of a gated delta net, and the position of each row."""
+
+    sizes: tuple[int, int, int, int]  # key heads, value heads of each, their widths
+    taps: int = 4
+    interleaved: bool = False
+    positions: tuple[int, ...] = (5,)
+
+
+DELTA_CASES = {
+    "full widths": DeltaCase((1, 2, 128, 128), positions=(0, PADDING, 9)),
+    "full widths, one value head": DeltaCase((2, 1, 128, 128), interleaved=True),
+    "three value heads": DeltaCase((2, 3, 16, 8), 3, True, (7, PADDING + 1)),
+    "seven key heads": DeltaCase((7, 1, 20, 12), 2),
+    "more value heads than a cluster has blocks": DeltaCase((2, 9, 16, 32)),
+    "lanes that do not divide the threads": DeltaCase((1, 2, 128, 96), 4, True),
+    "wide keys": DeltaCase((1, 2, 128, 4)),
+    "no past": DeltaCase((2, 2, 4, 4), 1),
+    "a long past": DeltaCase((2, 2, 16, 16), 7, False, (3, PADDING)),
+}
+
+
+@functools.cache
+def make_delta(name, dtype):
+    """Return the tokens and the weights of a case."""
+    case = DELTA_CASES[name]
+    (m, r, d, e), b, rng = case.sizes, len(case.positions), np.random.default_rng(len(name))
+    channels, heads = 2 * m * d + m * r * e, m * r
+    projected = np.asarray(rng.normal(size=(b, 1, channels + heads * (e + 2))), dtype)
+    positions = np.asarray(case.positions, np.int32)[:, None]
+    inputs = np.asarray(rng.normal(size=(b, case.taps - 1, channels)), dtype)
+    state = np.float32(rng.normal(size=(b, m, r, d, e)))
+    weights = {
+        "conv_weight": np.float32(rng.normal(size=(channels, case.taps))),
+        "A_log": np.float32(rng.normal(size=heads)),
+        "dt_bias": np.float32(rng.normal(size=heads)),
+        "norm": np.float32(1 + rng.normal(size=e) / 4),
+    }
+    return (projected, positions, inputs, state), weights
+
+
+def delta_in_float64(name, tokens, weights, eps=1e-6):
+    """Compute a step by its equations, row by row and head by head."""
+    case, (projected, positions, inputs, state) = DELTA_CASES[name], tokens
+    m, r, d, e = case.sizes
+    projected, inputs, state = (np.array(x, np.float64) for x in (projected, inputs, state))
+    weights = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+    y = np.zeros((len(state), 1, m * r * e))
+    for row, numbers in enumerate(projected[:, 0]):
+        if positions[row, 0] >= PADDING:
+            continue
+        qkv, z, rates, steps = parts_of(numbers, case)
+        window = np.concatenate([inputs[row], qkv[None]])
+        mixed = _silu((window.T * weights["conv_weight"]).sum(1))
+        inputs[row] = window[1:]
+        for head in range(m * r):
+            own, within = divmod(head, r)
+            q, k = (mixed[i * m * d :][own * d : (own + 1) * d] for i in range(2))
+            v = mixed[2 * m * d :][head * e : (head + 1) * e]
+            q, k = (x / np.sqrt((x * x).sum() + 1e-6) for x in (q, k))
+            step = np.logaddexp(steps[head] + weights["dt_bias"][head], 0)
+            decayed = np.exp(-np.exp(weights["A_log"][head]) * step) * state[row, own, within]
+            correction = (v - k @ decayed) / (1 + np.exp(-rates[head]))
+            state[row, own, within] = decayed + np.outer(k, correction)
+            result = q @ state[row, own, within] / np.sqrt(d)
+            result *= weights["norm"] / np.sqrt((result * result).mean() + eps)
+            y[row, 0, head * e : (head + 1) * e] = result * _silu(z[head * e : (head + 1) * e])
+    return y, inputs, state
+
+
+def parts_of(numbers, case):
+    """Return the channels of the convolution, z, the rates and the steps of one token."""
+    m, r, d, e = case.sizes
+    if not case.interleaved:
+        return np.split(numbers, np.cumsum([2 * m * d + m * r * e, m * r * e, m * r]))
+    first = numbers[: 2 * m * (d + r * e)].reshape(m, -1)
+    rates, steps = numbers[2 * m * (d + r * e) :].reshape(m, 2, r).swapaxes(0, 1)
+    q, k, v, z = np.split(first, np.cumsum([d, d, r * e]), axis=1)
+    channels = np.concatenate([x.ravel() for x in (q, k, v)])
+    return channels, z.ravel(), rates.ravel(), steps.ravel()
+
+
+def _silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def plain_delta(name, tokens, weights):
+    """Return the results of plain XLA."""
+    run = functools.partial(mix_gated_delta, interleaved=DELTA_CASES[name].interleaved, eps=1e-6)
+    return jax.jit(run)(*map(jnp.asarray, tokens), **weights)
+
+
+def check_step(results, plain, exact, tokens, dtype):
+    """Check y, inputs and state of a step. `exact` is float64, and plain XLA is the yardstick."""
+    results = [np.asarray(x) for x in results]
+    real = tokens[1][:, 0] < PADDING
+    assert results[0].dtype == results[1].dtype == dtype
+    assert results[2].dtype == np.float32
+    assert np.isfinite(results[0].astype(np.float32)).all()
+    y, yardstick = results[0][real], np.asarray(plain[0])[real]
+    assert_as_accurate_as(y, yardstick, exact[0][real], factor_for(y.dtype))
+    np.testing.assert_array_equal(results[1], np.asarray(exact[1], dtype))
+    assert_as_accurate_as(results[2], plain[2], exact[2], factor_for(np.float32))
+    # Padding keeps its rows bit for bit.
+    np.testing.assert_array_equal(results[1][~real], tokens[2][~real])
+    np.testing.assert_array_equal(results[2][~real], tokens[3][~real])
+
+
+def spoiled(weights, name):
+    """Return the weights with the last entry of one of them off by a hundredth."""
+    off = {**weights, name: weights[name].copy()}
+    off[name].flat[-1] *= 1.01
+    return off
+
+
+class DeltaStepSuite:
+    """The step of a gated delta net; `run` also takes `interleaved` and `eps`."""
+
+    def call(self, run, case, tokens, weights):
+        return run(*tokens, **weights, interleaved=DELTA_CASES[case].interleaved, eps=1e-6)
+
+    def test_matches_float64(self, run, case, dtype):
+        tokens, weights = make_delta(case, jnp.dtype(dtype))
+        exact = delta_in_float64(case, tokens, weights)
+        plain = plain_delta(case, tokens, weights)
+        check_step(self.call(run, case, tokens, weights), plain, exact, tokens, dtype)
+
+    @pytest.mark.parametrize("wrong", ["conv_weight", "A_log", "dt_bias", "norm"])
+    def test_a_wrong_weight_is_found(self, run, wrong):
+        case = "three value heads"
+        tokens, weights = make_delta(case, np.dtype("float32"))
+        exact = delta_in_float64(case, tokens, weights)
+        plain = plain_delta(case, tokens, weights)
+        results = self.call(run, case, tokens, spoiled(weights, wrong))
+        with pytest.raises(AssertionError, match=r"over 4\.0 x"):
+            check_step(results, plain, exact, tokens, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class MambaCase:
+    """Sizes of a Mamba-2 mixer, the position of each row, and options of `ops.mamba2_step`."""
+
+    sizes: tuple[int, int, int, int]  # heads, groups, the width of a head, the size of a state
+    taps: int = 4
+    positions: tuple[int, ...] = (5,)
+    bias: bool = True
+    activation: str = "silu_no_mul"
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def options(self):
+        """Keyword arguments of a call."""
+        activation = find_activation(self.activation)
+        return {"activation": activation, "step_limits": self.step_limits, "eps": 1e-5}
+
+
+MAMBA_CASES = {
+    "usual sizes": MambaCase((4, 2, 64, 128), positions=(0, PADDING, 9)),
+    "one group": MambaCase((3, 1, 64, 128), bias=False),
+    "small": MambaCase((6, 3, 16, 8), 3, (7, PADDING + 1), step_limits=(0.5, 1.0)),
+    "largest": MambaCase((2, 1, 128, 128), 2),
+    "lanes that do not divide the threads": MambaCase((2, 2, 60, 96)),
+    "no past": MambaCase((4, 4, 4, 4), 1, activation="relu2"),
+    "a long past": MambaCase((2, 1, 16, 16), 7, (3, PADDING), bias=False),
+}
+
+
+@functools.cache
+def make_mamba(name, dtype):
+    """Return the tokens and the weights of a case."""
+    case = MAMBA_CASES[name]
+    (heads, groups, p, n), b = case.sizes, len(case.positions)
+    rng, inner = np.random.default_rng(len(name)), heads * p
+    channels = inner + 2 * groups * n
+    projected = np.asarray(rng.normal(size=(b, 1, inner + channels + heads)), dtype)
+    positions = np.asarray(case.positions, np.int32)[:, None]
+    inputs = np.asarray(rng.normal(size=(b, case.taps - 1, channels)), dtype)
+    state = np.float32(rng.normal(size=(b, heads, p, n)))
+    weights = {
+        "conv_weight": np.float32(rng.normal(size=(channels, case.taps))),
+        "conv_bias": np.float32(rng.normal(size=channels)) if case.bias else None,
+        **{name: np.float32(rng.normal(size=heads)) for name in ("A_log", "dt_bias", "D")},
+        "norm": np.float32(1 + rng.normal(size=inner) / 4),
+    }
+    return (projected, positions, inputs, state), weights
+
+
+def mamba_in_float64(name, tokens, weights):
+    """Compute a step by its equations, row by row and head by head."""
+    case, (projected, positions, inputs, state) = MAMBA_CASES[name], tokens
+    heads, groups, p, n = case.sizes
+    projected, inputs, state = (np.array(x, np.float64) for x in (projected, inputs, state))
+    weights = {name: None if x is None else np.float64(x) for name, x in weights.items()}
+    inner = heads * p
+    y = np.zeros((len(state), 1, inner))
+    act = {"silu_no_mul": _silu, "relu2": lambda x: np.maximum(x, 0) ** 2}[case.activation]
+    for row, numbers in enumerate(projected[:, 0]):
+        if positions[row, 0] >= PADDING:
+            continue
+        z, xbc, steps = np.split(numbers, [inner, len(numbers) - heads])
+        window = np.concatenate([inputs[row], xbc[None]])
+        inputs[row] = window[1:]
+        mixed = (window.T * weights["conv_weight"]).sum(1)
+        mixed = act(mixed if weights["conv_bias"] is None else mixed + weights["conv_bias"])
+        for head in range(heads):
+            own = slice(head * p, (head + 1) * p)
+            at = inner + head // (heads // groups) * n
+            b, c = mixed[at : at + n], mixed[at + groups * n : at + groups * n + n]
+            dt = np.logaddexp(steps[head] + weights["dt_bias"][head], 0)
+            dt = np.clip(dt, *case.step_limits)
+            state[row, head] *= np.exp(-dt * np.exp(weights["A_log"][head]))
+            state[row, head] += dt * np.outer(mixed[own], b)
+            y[row, 0, own] = state[row, head] @ c + weights["D"][head] * mixed[own]
+        y[row, 0] *= _silu(z)
+        grouped = y[row, 0].reshape(groups, -1)
+        scale = np.sqrt((grouped * grouped).mean(1, keepdims=True) + 1e-5)
+        y[row, 0] = (grouped / scale).ravel() * weights["norm"]
+    return y, inputs, state
+
+
+def plain_mamba(name, tokens, weights):
+    """Return the results of plain XLA."""
+    run = functools.partial(mix_mamba2, **MAMBA_CASES[name].options)
+    return jax.jit(run)(*map(jnp.asarray, tokens), **weights)
+
+
+class Mamba2StepSuite:
+    """The step of Mamba-2; `run` also takes the options of a case."""
+
+    def call(self, run, case, tokens, weights):
+        return run(*tokens, **weights, **MAMBA_CASES[case].options)
+
+    def test_matches_float64(self, run, case, dtype):
+        tokens, weights = make_mamba(case, jnp.dtype(dtype))
+        exact = mamba_in_float64(case, tokens, weights)
+        plain = plain_mamba(case, tokens, weights)
+        check_step(self.call(run, case, tokens, weights), plain, exact, tokens, dtype)
+
+    @pytest.mark.parametrize("wrong", ["conv_weight", "conv_bias", "A_log", "dt_bias", "D", "norm"])
+    def test_a_wrong_weight_is_found(self, run, wrong):
+        case = "usual sizes"
+        tokens, weights = make_mamba(case, np.dtype("float32"))
+        exact = mamba_in_float64(case, tokens, weights)
+        plain = plain_mamba(case, tokens, weights)
+        results = self.call(run, case, tokens, spoiled(weights, wrong))
+        with pytest.raises(AssertionError, match=r"over 4\.0 x"):
+            check_step(results, plain, exact, tokens, np.float32)
