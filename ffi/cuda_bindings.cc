@@ -458,7 +458,9 @@ NB_MODULE(_nvfp4_cuda, m) {
       },
       "Return {backend record: bytes of shared memory that a block of its largest kernel needs}.");
   m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
-        "Return the bytes of shared memory that a block of the kernel for few slots needs.");
+        "Return the bytes of shared memory that a block of GEMM 1 for few slots needs.");
+  m.def("combined_few_shared_bytes", &nvfp4::CombinedFewSharedBytes,
+        "Return the bytes of shared memory that a block of GEMM 2 for few slots needs.");
   for (const nvfp4::LayerWorkspace& record : nvfp4::kLayerWorkspaces) {
     m.def(
         record.name,

@@ -1,6 +1,6 @@
 """Notes on which kernels a CUDA record of 16-bit engines runs, as ``ffi/cuda`` chooses them.
 
-A record has three kinds of kernels: the engines, a kernel for layers with few slots that needs no
+A record has three kinds of kernels: the engines, two for layers with few slots that need no
 sorting, and plain kernels for everything that the engines do not accept. A slot is a pair of a
 token and one of its experts.
 """
@@ -10,17 +10,20 @@ from jax_nvfp4_moe.scheme import Problem, Scheme
 
 ENGINE_MAX_EXTENT = 1 << 18  # the most rows or columns of a matrix that the engines accept
 
-# Limits of the kernel for few slots (ffi/cuda/gemm/expert_gemm_few.cu); a test compares them.
+# Limits of the kernels for few slots (ffi/cuda/gemm/expert_gemm_few.cu and combined_gemm_few.cu);
+# a test compares them.
 _MAX_SLOTS = 32
 _MAX_WEIGHTS = 64 << 20  # the most weights that the slots of a layer read in both GEMMs
 _MAX_ROWS_BYTES = 90 << 10
 _STATIC_BYTES = 13 << 10
+_COMBINED_STATIC_BYTES = 3 << 10
+_WARPS, _RING_BYTES, _SUM_BYTES = 16, 16 * 6 * 576, 640  # of the second GEMM
 _K_TILE, _ROW_PADDING = 64, 16
 _FEW_SCHEMES = frozenset({Scheme.W4A16, Scheme.W4A4, Scheme.W4A4_UNIT_SCALE})
 
 
 def few_slots_shared_bytes(slots: int, slots_per_row: int, k: int, *, rounds: bool) -> int:
-    """Return the bytes of shared memory per thread block that the kernel for few slots needs.
+    """Return the bytes of shared memory per thread block that the first GEMM needs.
 
     Args:
       slots: number of slots of the GEMM.
@@ -30,14 +33,34 @@ def few_slots_shared_bytes(slots: int, slots_per_row: int, k: int, *, rounds: bo
         its expert.
     """
     rows = -(-slots // slots_per_row) + (slots if rounds and slots_per_row > 1 else 0)
-    return rows * (2 * _K_TILE * -(-k // _K_TILE) + _ROW_PADDING) + _STATIC_BYTES
+    return rows * _row_bytes(k) + _STATIC_BYTES
 
 
-def _layer_shared_bytes(problem: Problem, tokens: int) -> int:
-    """Return the shared memory for `tokens` tokens: the larger need of the layer's two GEMMs."""
+def combined_few_shared_bytes(slots: int, k: int) -> int:
+    """Return the bytes of shared memory per thread block that the second GEMM needs.
+
+    A block keeps rows of `k` elements, weights in flight, and sums of each warp.
+    """
+    sums = (slots + _WARPS - 1) * _SUM_BYTES
+    return _RING_BYTES + slots * _row_bytes(k) + sums + _COMBINED_STATIC_BYTES
+
+
+def _row_bytes(k: int) -> int:
+    return 2 * _K_TILE * -(-k // _K_TILE) + _ROW_PADDING
+
+
+def _needs(problem: Problem, tokens: int) -> tuple[tuple[int, int], ...]:
+    """Return bytes of shared memory for `tokens` tokens and their limit, for both GEMMs."""
     slots, rounds = tokens * problem.top_k, problem.scheme is not Scheme.W4A16
+    device = problem.target.shared_bytes
     first = few_slots_shared_bytes(slots, problem.top_k, problem.hidden, rounds=rounds)
-    return max(first, few_slots_shared_bytes(slots, 1, problem.intermediate, rounds=rounds))
+    second = combined_few_shared_bytes(slots, problem.intermediate)
+    return (first, min(_MAX_ROWS_BYTES + _STATIC_BYTES, device)), (second, device)
+
+
+def _lacks(problem: Problem, tokens: int) -> tuple[int, int] | None:
+    """Return the need and the limit of the first GEMM that `tokens` tokens do not fit, or None."""
+    return next((need for need in _needs(problem, tokens) if need[0] > need[1]), None)
 
 
 def _few_tokens(problem: Problem, gate_up_rows: int) -> tuple[int, int]:
@@ -47,8 +70,7 @@ def _few_tokens(problem: Problem, gate_up_rows: int) -> tuple[int, int]:
     """
     weights = problem.top_k * problem.hidden * (gate_up_rows + problem.intermediate)
     most = min(_MAX_SLOTS // problem.top_k, _MAX_WEIGHTS // weights)
-    limit = min(_MAX_ROWS_BYTES + _STATIC_BYTES, problem.target.shared_bytes)
-    fits = (t for t in range(most, 0, -1) if _layer_shared_bytes(problem, t) <= limit)
+    fits = (t for t in range(most, 0, -1) if _lacks(problem, t) is None)
     return next(fits, 0), most
 
 
@@ -66,11 +88,11 @@ def note_engines(problem: Problem) -> tuple[str, ...]:
         return ()
     gated = problem.activation is None or ACTIVATIONS[problem.activation].gated
     tokens, most = _few_tokens(problem, (2 if gated else 1) * problem.intermediate)
-    if tokens == most:
+    if tokens == most or (lack := _lacks(problem, tokens + 1)) is None:
         return ()
     return (
-        f"calls with more than {tokens} tokens sort the tokens by expert first: the kernel that "
-        f"does not sort needs {_layer_shared_bytes(problem, tokens + 1)} bytes of shared memory "
-        f"for {tokens + 1} tokens; {problem.target} has {problem.target.shared_bytes}, and the "
-        f"kernel uses at most {_MAX_ROWS_BYTES + _STATIC_BYTES}",
+        f"calls with more than {tokens} tokens sort the tokens by expert first: a kernel that "
+        f"does not sort needs {lack[0]} bytes of shared memory for {tokens + 1} tokens; "
+        f"{problem.target} has {problem.target.shared_bytes}, and the kernel uses at most "
+        f"{lack[1]}",
     )

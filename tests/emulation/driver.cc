@@ -80,6 +80,10 @@ int64_t few_slots_shared_bytes(int64_t slots, int64_t slots_per_row, int64_t k, 
   return FewSlotsSharedBytes(slots, slots_per_row, k, rounds != 0);
 }
 
+int64_t combined_few_shared_bytes(int64_t slots, int64_t k) {
+  return CombinedFewSharedBytes(slots, k);
+}
+
 int64_t moe_workspace_bytes(const MoEShape* shape, int engine) {
   return FunctionsOf(engine).moe_bytes(*shape);
 }

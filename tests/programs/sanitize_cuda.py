@@ -32,6 +32,7 @@ LAYERS = (
     (70, 3, 5, 80, 48, -2, 7),
     (67, 1, 3, 16, 16, 1, 2),
     (3, 32, 512, 32, 16, 0, 512),
+    (4, 8, 6, 208, 336, -2, 8),  # 32 slots: several tiles of k for each warp
 )
 # tokens, experts, router
 ROUTERS = (

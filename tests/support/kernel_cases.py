@@ -74,6 +74,12 @@ CUDA_LAYERS = {
     # copies takes 36 KiB in W4A4. With static shared memory, both need more than 48 KiB.
     "few_slots_of_four_rows": (4, 2, 4, 5120, 16, uniform(4, 2, 4)),
     "few_slots_of_one_row": (1, 8, 16, 2048, 16, uniform(1, 8, 16)),
+    "few_slots_of_one_choice": (4, 1, 3, 112, 80, uniform(4, 1, 3)),
+    "few_slots_of_32_choices": (1, 32, 40, 80, 112, uniform(1, 32, 40)),
+    "few_slots_out_of_range": (4, 8, 6, 208, 336, lambda rng: rng.integers(-3, 9, (4, 8))),
+    "few_slots_none_routed": (2, 3, 4, 48, 80, constant(2, 3, 4)),
+    # Each device has fewer multiprocessors than the output has slabs of 16 columns.
+    "few_slots_of_many_columns": (3, 2, 3, 4240, 48, uniform(3, 2, 3)),
     "slots_in_one_warp_segment": (70, 8, 16, 32, 16, uniform(70, 8, 16)),
     "more_blocks_than_threads": (40, 1, 2, 16448, 16, uniform(40, 1, 2)),
 }

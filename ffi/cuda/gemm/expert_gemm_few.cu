@@ -1,5 +1,5 @@
 // Computes out[r] = act(W[expert] @ x[r]) for the rows of at most kFewSlots slots, in bf16 and f16,
-// without sorting them first. expert_gemm.cuh has the whole equation.
+// without sorting them first: GEMM 1 of a layer. expert_gemm.cuh has the whole equation.
 //
 //   expert_ids [slots] -> the plan, in shared memory of each block
 //
@@ -13,26 +13,20 @@
 // row of x, rounded to NVFP4 under the scale of the expert of the slot. A block rounds rows only
 // for the experts of its own output tiles.
 //
-// The kernel may start before the preceding one ends. It waits for that kernel before it reads
-// `left`; the ids and the weights are older. As the first GEMM of a layer, the kernel also
-// prefetches the weights of the second one into the L2 cache, as soon as its own are in flight.
+// As soon as its own weights are in flight, the kernel prefetches those of GEMM 2 into the L2 cache.
+// GEMM 2 (combined_gemm_few.cu) may start before this kernel ends.
 //
 // Bottleneck: latency of memory, then reading weights.
 //
 // Needs: sm_80. Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
-#include <cstring>
-
 #include "cuda/epilogues/direct_store.cuh"
-#include "cuda/gemm/expert_gemm_few.cuh"
+#include "cuda/gemm/few_slots.cuh"
 #include "cuda/instructions/hopper.cuh"
-#include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/quantizers/quantize_block.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kTeams = 4;
 constexpr int kTeamThreads = 128;
 constexpr int kThreads = kTeams * kTeamThreads;
@@ -44,53 +38,8 @@ constexpr int kRoundingBlocksPerSm = 1;
 #else
 constexpr int kRoundingBlocksPerSm = kBlocksPerSm;
 #endif
-constexpr int kDepth = 2;     // weight tiles of a warp in flight
-constexpr int kRows = 8;      // most rows of a tile: the columns of one MMA
-constexpr int kPadding = 16;  // bytes between rows in shared memory, against bank conflicts
+constexpr int kDepth = 2;  // weight tiles of a warp in flight
 constexpr int kZeroBytes = 2 * kTileK;
-
-struct Plan {
-  int32_t num_tiles;
-  uint32_t routed;           // a bit for each slot
-  int32_t slots[kFewSlots];  // slot of each sorted row
-  RowTile tiles[kFewSlots];
-};
-
-// Makes the plan. One warp calls it, with one slot for each lane. It sorts slots by expert, stably,
-// and cuts them into tiles of kRows rows.
-__device__ void MakePlan(const int32_t* expert_ids, int num_slots, int num_experts, Plan* plan) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  int32_t id = lane < num_slots ? expert_ids[lane] : -1;
-  if (id >= num_experts || id < 0) id = INT32_MAX;  // sorted behind all others
-  const uint32_t routed = __ballot_sync(kAllLanes, id != INT32_MAX);
-  int place = 0;
-  for (int other = 0; other < num_slots; ++other) {
-    const int32_t its = __shfl_sync(kAllLanes, id, other);
-    place += its < id || (its == id && other < lane);
-  }
-  if (lane >= num_slots) place = lane;
-  plan->slots[place] = lane;
-  __syncwarp();
-  const int slot = plan->slots[lane];
-  const int32_t expert = __shfl_sync(kAllLanes, id, slot);
-  const uint32_t equal = __match_any_sync(kAllLanes, expert);
-  const int before = lane - (__ffs(static_cast<int>(equal)) - 1);  // earlier rows of the expert
-  const bool first = expert != INT32_MAX && before % kRows == 0;
-  const uint32_t firsts = __ballot_sync(kAllLanes, first);
-  if (first) {
-    plan->tiles[__popc(firsts & ((1u << lane) - 1))] = {expert, lane,
-                                                        min(kRows, __popc(equal) - before)};
-  }
-  if (lane == 0) {
-    plan->num_tiles = __popc(firsts);
-    plan->routed = routed;
-  }
-}
-
-struct Packed {
-  uint4 codes;
-  uint2 scales;
-};
 
 // Up to kDepth weight tiles of a team, in the order of k.
 struct Round {
@@ -112,7 +61,7 @@ struct Worker {
       : p(gemm),
         plan(made),
         m_tiles(gemm.m_tiles()),
-        k_tiles((gemm.k + kTileK - 1) / kTileK),
+        k_tiles(KTiles(gemm.k)),
         output_tiles(made.num_tiles * m_tiles),
         items((k_tiles - static_cast<int>(threadIdx.x / kTeamThreads) + kTeams - 1) / kTeams),
         team(static_cast<int>(threadIdx.x / kTeamThreads)),
@@ -143,41 +92,6 @@ struct Worker {
   }
 };
 
-// sums += W @ x for one weight tile. `rows` is the address from which this lane loads its row of
-// ldmatrix.
-template <typename T>
-__device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t* rows,
-                                             const TileConstants& constants, float (&sums)[4]) {
-  const uint32_t words[4] = {packed.codes.x, packed.codes.y, packed.codes.z, packed.codes.w};
-  const uint32_t scales[2] = {packed.scales.x, packed.scales.y};
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t even[4], odd[4], b[4];
-    LoadMatrices(rows + 64 * half, b);
-    UnpackPair<T>(words[2 * half], words[2 * half + 1], scales[half], constants, even, odd);
-    MultiplyAdd<T>(sums, even, b[0], b[1]);
-    MultiplyAdd<T>(sums, odd, b[2], b[3]);
-  }
-}
-
-// Starts the copies of rows of x to shared memory, `stride` bytes apart, with zeros past k. Only
-// the rows in `routed` are copied. The second GEMM must not read other rows, because nobody wrote
-// them.
-__device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, int num_rows,
-                                          int k_tiles, int stride, uint8_t* rows) {
-  const int chunks = k_tiles * (kTileK / 8);
-  const uint32_t target = SharedAddress(rows);
-  for (int i = static_cast<int>(threadIdx.x); i < num_rows * chunks; i += kThreads) {
-    const int row = i / chunks, chunk = i - row * chunks;
-    if ((routed >> row & 1) == 0) continue;
-    const bool inside = chunk * 8 < p.k;
-    const auto* source = static_cast<const uint16_t*>(p.left.values) +
-                         static_cast<int64_t>(row) * p.k + (inside ? chunk * 8 : 0);
-    CopyOrZero(target + row * stride + chunk * 16, source, inside ? 16 : 0);
-  }
-  CommitCopies();
-}
-
 // Returns a bit for each slot that belongs to an output tile of this block.
 __device__ __forceinline__ uint32_t OwnSlots(const Worker& worker) {
   uint32_t own = 0;
@@ -186,31 +100,6 @@ __device__ __forceinline__ uint32_t OwnSlots(const Worker& worker) {
     for (int row = 0; row < tile.rows; ++row) own |= 1u << worker.plan.slots[tile.row + row];
   }
   return own;
-}
-
-// rounded[slot] = rows[slot / slots_per_row], rounded to NVFP4, for each slot in `slots`. `rounded`
-// may be `rows`.
-template <typename T>
-__device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& few, uint32_t slots,
-                                          int k_tiles, int stride, const uint8_t* rows,
-                                          uint8_t* rounded) {
-  const int blocks = k_tiles * (kTileK / kBlock), count = __popc(slots);
-  for (int i = static_cast<int>(threadIdx.x); i < count * blocks; i += kThreads) {
-    const int index = i / blocks, block = i - index * blocks;
-    uint32_t after = slots;  // `slots` without its lowest `index` bits
-    for (int before = 0; before < index; ++before) after &= after - 1;
-    const int slot = __ffs(static_cast<int>(after)) - 1;
-    const auto* source =
-        reinterpret_cast<const uint4*>(rows + slot / p.left.slots_per_row * stride) + 2 * block;
-    T values[kBlock];
-    uint4 words[2] = {source[0], source[1]};
-    std::memcpy(values, words, sizeof(values));
-    RoundActivations(p.left.input_scale[few.expert_ids[slot]], values);
-    std::memcpy(words, values, sizeof(values));
-    auto* place = reinterpret_cast<uint4*>(rounded + slot * stride) + 2 * block;
-    place[0] = words[0];
-    place[1] = words[1];
-  }
 }
 
 // Prefetches the weights of this block's output tiles of the next GEMM.
@@ -250,10 +139,9 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
 #if __CUDA_ARCH__ >= 900
   StartNextKernel();
 #endif
-  const bool first = few.next.packed != nullptr;
-  const int k_tiles = (p.k + kTileK - 1) / kTileK, stride = k_tiles * kTileK * 2 + kPadding;
+  const int stride = RowStride(p.k);
   const int num_rows = (few.num_slots + p.left.slots_per_row - 1) / p.left.slots_per_row;
-  if (first) BringRows(p, kAllLanes, num_rows, k_tiles, stride, rows);
+  BringRows(p, kAllLanes, num_rows, kThreads, rows);
   if (threadIdx.x < sizeof(zeros)) zeros[threadIdx.x] = 0;
   if (threadIdx.x < 32) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
   __syncthreads();
@@ -262,25 +150,19 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
   Packed packed[kDepth];
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) packed[d] = worker.Load(round, d);
-  if (!first) {
-#if __CUDA_ARCH__ >= 900
-    WaitForPrecedingKernel();
-#endif
-    BringRows(p, plan.routed, num_rows, k_tiles, stride, rows);
-  }
   WaitCopies<0>();
   __syncthreads();
   const uint8_t* left = rows;  // rows of slots if rounded, otherwise of tokens
   if constexpr (kRounds) {
     uint8_t* rounded = p.left.slots_per_row == 1 ? rows : rows + num_rows * stride;
-    RoundRows<T>(p, few, OwnSlots(worker), k_tiles, stride, rows, rounded);
+    RoundRows<T>(p, few, OwnSlots(worker), kThreads, rows, rounded);
     __syncthreads();
     left = rounded;
   }
 
   const int lane = static_cast<int>(threadIdx.x % 32), warp = worker.thread / 32;
   int buffer = 0;
-  bool prefetched = !first;
+  bool prefetched = false;
   while (round.output_tile < worker.output_tiles) {
     const int32_t output_tile = round.output_tile;
     const RowTile tile = plan.tiles[output_tile / worker.m_tiles];
@@ -290,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
     const int slot = plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
     const int row = kRounds ? slot : slot / p.left.slots_per_row;
     const uint8_t* b = left + row * stride + lane / 8 * 16 + worker.team * kTileK * 2;
-    float halves[2][4] = {};  // for even and odd tiles, so that MMAs overlap
+    float halves[2][4] = {};
     do {
       const Round next = worker.NextRound(round);
       if (!prefetched && next.output_tile >= worker.output_tiles) {
@@ -301,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
       for (int d = 0; d < kDepth; ++d) {
         const uint8_t* source =
             round.begin + d < worker.items ? b + d * kTeams * kTileK * 2 : zeros + lane / 8 * 16;
-        MultiplyTile<T>(packed[d], source, constants, halves[d % 2]);
+        MultiplyTile<T>(packed[d], source, constants, halves);
         packed[d] = worker.Load(next, d);
       }
       b += kDepth * kTeams * kTileK * 2;
@@ -335,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBl
 // are separate.
 int64_t RowsBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
   const int64_t rows = CeilDiv(slots, slots_per_row) + (rounds && slots_per_row > 1 ? slots : 0);
-  return rows * (CeilDiv(k, kTileK) * kTileK * 2 + kPadding);
+  return rows * RowStride(static_cast<int32_t>(k));
 }
 
 // With more weights, a sort and an engine are faster. On an H200, a layer with 38 million weights
@@ -353,19 +235,17 @@ constexpr int64_t kStaticBytes =
     kDynamicAlignment;
 
 template <typename T, bool kRounds>
-cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
-                        bool overlaps) {
+cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few) {
   const int64_t bytes = RowsBytes(few.num_slots, gemm.left.slots_per_row, gemm.k, kRounds);
   const auto blocks = static_cast<unsigned>(kBlocksPerSm * MultiprocessorCount());
-  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), overlaps,
+  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), /*overlaps=*/false,
                     ExpertGemmFew<T, kRounds>, gemm, few, MakeTileConstants<T>());
 }
 
 template <typename T>
-cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
-                     bool overlaps) {
-  return gemm.left.input_scale == nullptr ? LaunchTyped<T, false>(stream, gemm, few, overlaps)
-                                          : LaunchTyped<T, true>(stream, gemm, few, overlaps);
+cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few) {
+  return gemm.left.input_scale == nullptr ? LaunchTyped<T, false>(stream, gemm, few)
+                                          : LaunchTyped<T, true>(stream, gemm, few);
 }
 
 }  // namespace
@@ -380,10 +260,9 @@ int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k, boo
   return RowsBytes(slots, slots_per_row, k, rounds) + kStaticBytes;
 }
 
-cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
-                                bool overlaps) {
-  return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, few, overlaps)
-                                     : LaunchOf<__nv_bfloat16>(stream, gemm, few, overlaps);
+cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few) {
+  return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, few)
+                                     : LaunchOf<__nv_bfloat16>(stream, gemm, few);
 }
 
 }  // namespace nvfp4
