@@ -91,7 +91,7 @@ bool HasSm120();
 int64_t MaxSharedBytesSm80();
 int64_t MaxSharedBytesSm90();
 int64_t MaxSharedBytesSm120();
-int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds);
+int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k);
 int64_t CombinedFewSharedBytes(int64_t slots, int64_t k);
 
 // An expert layer on FP4 tensor cores of compute capability 10.x. Weights must have the layout

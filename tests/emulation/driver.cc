@@ -76,10 +76,6 @@ void configure(int count, int shared_bytes, int backwards) {
 // Returns the most dynamic shared memory of a launch since `configure`.
 int largest_dynamic_bytes() { return largest_shared_bytes; }
 
-int64_t few_slots_shared_bytes(int64_t slots, int64_t slots_per_row, int64_t k, int rounds) {
-  return FewSlotsSharedBytes(slots, slots_per_row, k, rounds != 0);
-}
-
 int64_t combined_few_shared_bytes(int64_t slots, int64_t k) {
   return CombinedFewSharedBytes(slots, k);
 }

@@ -149,6 +149,7 @@ def main():
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
         for suffix in cuda_calls.MOE_TARGETS:
+            run_layer(case, ml_dtypes.bfloat16, Options(), suffix)
             run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="static"), suffix)
     # 1040 tokens with 32 experts each make one full chunk of 32768 slots and a short one.
     run_layer((1040, 32, 40, 16, 16, -1, 41), ml_dtypes.bfloat16, Options())

@@ -32,12 +32,7 @@ constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
 constexpr int kDepth = 6;  // parts of a warp in flight
-constexpr int kSlab = 16;  // weight rows of a part
-constexpr int kParts = kTileM / kSlab;
-constexpr int kCodeBytes = kTileCodeBytes / kParts;
-constexpr int kScaleBytes = kTileScaleBytes / kParts;
-constexpr int kPartBytes = kCodeBytes + kScaleBytes;
-constexpr int kRingBytes = kWarps * kDepth * kPartBytes;
+constexpr int kRingBytes = kWarps * PartRing<kDepth>::kBytes;
 // Sums of a part: columns of 16 weight rows. The distance of columns avoids bank conflicts.
 constexpr int kColumnFloats = kSlab + 4;
 constexpr int kSumBytes = kRows * kColumnFloats * 4;
@@ -46,12 +41,12 @@ static_assert(kFewSlots * kSlab == kThreads, "a thread for each slot and weight 
 // The list of the parts of a block, and how its warps divide it.
 struct Division {
   int parts;
-  int warps;  // how many have parts
+  int warps;  // how many have parts; at least 1
 
   __device__ __forceinline__ explicit Division(int count)
-      : parts(count), warps(min(count, kWarps)) {}
-  // The first part of a warp.
-  __device__ __forceinline__ int Begin(int warp) const { return warp * parts / warps; }
+      : parts(count), warps(max(1, min(count, kWarps))) {}
+  // The first part of a warp. It is the end of the list for warps without parts.
+  __device__ __forceinline__ int Begin(int warp) const { return min(warp, warps) * parts / warps; }
   // The warp that has a part.
   __device__ __forceinline__ int WarpOf(int part) const { return ((part + 1) * warps - 1) / parts; }
 };
@@ -68,21 +63,12 @@ struct Position {
   }
 };
 
-// Starts the copies of a part to `target`. All lanes of a warp call it.
-__device__ __forceinline__ void RequestPart(const ExpertGemm& p, const Plan& plan,
-                                            const Position& position, uint32_t target) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const auto slab = static_cast<int>(blockIdx.x);
-  const int64_t tile =
-      (static_cast<int64_t>(plan.tiles[position.tile].expert) * p.m_tiles() + slab / kParts) *
-          KTiles(p.k) +
-      position.k_tile;
-  Copy(target + lane * 16,
-       p.weight.packed + tile * kTileCodeBytes + slab % kParts * kCodeBytes + lane * 16);
-  if (lane < kScaleBytes / 16) {
-    Copy(target + kCodeBytes + lane * 16,
-         p.weight.block_scale + tile * kTileScaleBytes + slab % kParts * kScaleBytes + lane * 16);
-  }
+// Returns the number of the weight tile that has a part of this block.
+__device__ __forceinline__ int64_t WeightTile(const ExpertGemm& p, const Plan& plan,
+                                              const Position& position) {
+  const int64_t m_tile = static_cast<int64_t>(plan.tiles[position.tile].expert) * p.m_tiles() +
+                         static_cast<int>(blockIdx.x) / kParts;
+  return m_tile * KTiles(p.k) + position.k_tile;
 }
 
 // What a thread needs for the output of its slot and weight row.
@@ -106,38 +92,53 @@ __device__ __forceinline__ SlotOutput LoadSlotOutput(const ExpertGemm& p, const 
   return {plan.places[slot], scale, bias, weight};
 }
 
+// The parts of a warp.
+struct Parts {
+  const ExpertGemm& p;
+  const Plan& plan;
+  int begin, end;
+  int requested;
+  Position next;  // of the part that is requested next
+
+  __device__ __forceinline__ Parts(const ExpertGemm& gemm, const Plan& made,
+                                   const Division& division, int warp)
+      : p(gemm),
+        plan(made),
+        begin(division.Begin(warp)),
+        end(division.Begin(warp + 1)),
+        requested(begin),
+        next(At(begin)) {}
+
+  __device__ __forceinline__ Position At(int part) const {
+    return {part / KTiles(p.k), part % KTiles(p.k)};
+  }
+
+  __device__ __forceinline__ void Request(uint32_t target) {
+    if (requested == end) return;
+    RequestPart(p.weight, WeightTile(p, plan, next), static_cast<int>(blockIdx.x) % kParts, target);
+    next.Step(KTiles(p.k));
+    ++requested;
+  }
+};
+
 // Multiplies the parts of a warp, and stores a sum for each expert tile that it has parts of.
 template <typename T>
-__device__ __forceinline__ void MultiplyParts(const ExpertGemm& p, const Plan& plan,
-                                              const TileConstants& constants,
-                                              const Division& division, Position next,
-                                              uint8_t* ring, const uint8_t* rows, float* sums) {
+__device__ __forceinline__ void MultiplyParts(Parts* parts, const TileConstants& constants,
+                                              PartRing<kDepth> ring, const uint8_t* rows,
+                                              float* sums) {
+  const ExpertGemm& p = parts->p;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x) / 32;
-  const int k_tiles = KTiles(p.k), stride = RowStride(p.k);
-  int part = division.Begin(warp), requested = part + kDepth;
-  const int end = division.Begin(warp + 1);
-  Position position = {part / k_tiles, part % k_tiles};
-  int stage = 0;
-  while (part < end) {
-    const RowTile tile = plan.tiles[position.tile];
-    const int last = min(end, part + k_tiles - position.k_tile);
-    const int slot = plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
-    const uint8_t* b = rows + slot * stride + lane / 8 * 16 + position.k_tile * (kTileK * 2);
+  Position position = parts->At(parts->begin);
+  for (int part = parts->begin; part < parts->end;) {
+    const RowTile tile = parts->plan.tiles[position.tile];
+    const int last = min(parts->end, part + KTiles(p.k) - position.k_tile);
+    const int slot = parts->plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
+    const uint8_t* b =
+        rows + slot * RowStride(p.k) + lane / 8 * 16 + position.k_tile * (kTileK * 2);
     float halves[2][4] = {};
-    for (; part < last; ++part, ++requested, b += kTileK * 2) {
-      WaitCopies<kDepth - 1>();
-      __syncwarp();  // other lanes have copied the scales
-      uint8_t* place = ring + stage * kPartBytes;
-      const Packed packed = {*reinterpret_cast<const uint4*>(place + lane * 16),
-                             *reinterpret_cast<const uint2*>(place + kCodeBytes + lane / 4 * 8)};
-      __syncwarp();
-      if (requested < end) {
-        RequestPart(p, plan, next, SharedAddress(place));
-        next.Step(k_tiles);
-      }
-      CommitCopies();
+    for (; part < last; ++part, b += kTileK * 2) {
+      const Packed packed = ring.Take([&](uint32_t target) { parts->Request(target); });
       MultiplyTile<T>(packed, b, constants, halves);
-      stage = stage + 1 < kDepth ? stage + 1 : 0;
     }
     float* sum =
         sums + (warp + position.tile) * (kSumBytes / 4) + lane / 4 + lane % 4 * 2 * kColumnFloats;
@@ -164,32 +165,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __syncthreads();
   const Division division(plan.num_tiles * k_tiles);
   const int warp = thread / 32;
-  const bool works = warp < division.warps;
-  uint8_t* ring = shared + warp * (kDepth * kPartBytes);
-  Position next = {};
-  if (works) {
-    const int begin = division.Begin(warp), count = division.Begin(warp + 1) - begin;
-    next = {begin / k_tiles, begin % k_tiles};
-    for (int d = 0; d < kDepth; ++d) {
-      if (d < count) {
-        RequestPart(p, plan, next, SharedAddress(ring + d * kPartBytes));
-        next.Step(k_tiles);
-      }
-      CommitCopies();
-    }
-  }
+  Parts parts(p, plan, division, warp);
+  const PartRing<kDepth> ring = {shared + warp * PartRing<kDepth>::kBytes};
+  ring.Fill([&](uint32_t target) { parts.Request(target); });
   const SlotOutput output = LoadSlotOutput<T>(p, plan, tokens, few.num_slots);
 #if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
 #endif
-  BringRows(p, plan.routed, few.num_slots, kThreads, rows);
+  BringRows(p, plan.routed, warp, kWarps, thread % 32, 32, rows, [](int slot) { return slot; });
   WaitCopies<0>();
   __syncthreads();
   if constexpr (kRounds) {
-    RoundRows<T>(p, few, plan.routed, kThreads, rows, rows);
+    RoundRows<T>(p, plan.routed, kThreads, rows, [&](int slot) { return few.expert_ids[slot]; });
     __syncthreads();
   }
-  if (works) MultiplyParts<T>(p, plan, constants, division, next, ring, rows, sums);
+  MultiplyParts<T>(&parts, constants, ring, rows, sums);
   __syncthreads();
 
   float value = 0.0f;

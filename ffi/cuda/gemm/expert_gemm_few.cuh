@@ -21,11 +21,9 @@ struct FewSlots {
   int32_t next_k_tiles;
 };
 
-// Returns whether GEMM 1 fits into the shared memory of a block on the current device, and is
-// faster here than after a sort. Shared memory holds the rows and, if `rounds` is set, the rows of
-// the slots. `weights` is the largest number of weights that all slots can read in both GEMMs of a
-// layer.
-bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds, int64_t weights);
+// Returns whether both GEMMs of a layer with `slots` slots fit into the shared memory of a block on
+// the current device, and are faster here than after a sort.
+bool FewSlotsFit(const MoEShape& shape, int64_t slots);
 
 // GEMM 1, in expert_gemm_few.cu.
 cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few);

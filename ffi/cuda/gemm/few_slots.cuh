@@ -92,44 +92,100 @@ __device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t
   }
 }
 
-// Starts the copies of rows of x to shared memory, with zeros past k. `threads` threads call it.
-// Only the rows in `routed` are copied. The second GEMM must not read other rows, because nobody
-// wrote them.
-__device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, int num_rows,
-                                          int threads, uint8_t* rows) {
-  const int chunks = KTiles(p.k) * (kTileK / 8), stride = RowStride(p.k);
-  const uint32_t target = SharedAddress(rows);
-  for (int i = static_cast<int>(threadIdx.x); i < num_rows * chunks; i += threads) {
-    const int row = i / chunks, chunk = i - row * chunks;
-    if ((routed >> row & 1) == 0) continue;
-    const bool inside = chunk * 8 < p.k;
-    const auto* source = static_cast<const uint16_t*>(p.left.values) +
-                         static_cast<int64_t>(row) * p.k + (inside ? chunk * 8 : 0);
-    CopyOrZero(target + row * stride + chunk * 16, source, inside ? 16 : 0);
+// A slab is 16 weight rows of an expert. In each weight tile of 64 rows, it owns the part of one of
+// four warps (weight_tile.cuh): contiguous codes and contiguous scales.
+constexpr int kSlab = 16;
+constexpr int kParts = kTileM / kSlab;
+constexpr int kCodeBytes = kTileCodeBytes / kParts;
+constexpr int kScaleBytes = kTileScaleBytes / kParts;
+constexpr int kPartBytes = kCodeBytes + kScaleBytes;
+
+// Starts the copies of part `part` of weight tile `tile` to `target`. All lanes of a warp call it.
+__device__ __forceinline__ void RequestPart(const ExpertWeights& weight, int64_t tile, int part,
+                                            uint32_t target) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const uint8_t* codes = weight.packed + tile * kTileCodeBytes + part * kCodeBytes;
+  Copy(target + lane * 16, codes + lane * 16);
+  if (lane < kScaleBytes / 16) {
+    const uint8_t* scales = weight.block_scale + tile * kTileScaleBytes + part * kScaleBytes;
+    Copy(target + kCodeBytes + lane * 16, scales + lane * 16);
+  }
+}
+
+// The parts that a warp has in flight: kDepth places in shared memory, which it fills in turn. Each
+// part is one group of copies, even if it is empty.
+template <int kDepth>
+struct PartRing {
+  static constexpr int kBytes = kDepth * kPartBytes;
+  uint8_t* places;
+  int place = 0;
+
+  // Requests the first kDepth parts, or those from part `first` on: request(target) for each.
+  template <typename Function>
+  __device__ __forceinline__ void Fill(const Function& request, int first = 0) const {
+#pragma unroll
+    for (int d = first; d < kDepth; ++d) {
+      request(SharedAddress(places + d * kPartBytes));
+      CommitCopies();
+    }
+  }
+
+  // Returns the next part, and requests another one to its place. Whole warps call it.
+  template <typename Function>
+  __device__ __forceinline__ Packed Take(const Function& request) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    uint8_t* bytes = places + place * kPartBytes;
+    WaitCopies<kDepth - 1>();
+    __syncwarp();  // other lanes have copied the scales
+    const Packed packed = {*reinterpret_cast<const uint4*>(bytes + lane * 16),
+                           *reinterpret_cast<const uint2*>(bytes + kCodeBytes + lane / 4 * 8)};
+    __syncwarp();
+    request(SharedAddress(bytes));
+    CommitCopies();
+    place = place + 1 < kDepth ? place + 1 : 0;
+    return packed;
+  }
+};
+
+// Starts the copies of the rows first, first + step, ... that are in `mask` to shared memory, with
+// zeros past k, as one group. Row r is source(r) of the left operand. This is thread `thread` of
+// the `threads` that copy each of these rows.
+template <typename Function>
+__device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t mask, int first, int step,
+                                          int thread, int threads, uint8_t* rows,
+                                          const Function& source) {
+  const int chunks = KTiles(p.k) * (kTileK / 8);
+#pragma unroll 1
+  for (int row = first; row < 32 && mask >> row != 0; row += step) {
+    if ((mask >> row & 1) == 0) continue;
+    const auto* values =
+        static_cast<const uint16_t*>(p.left.values) + static_cast<int64_t>(source(row)) * p.k;
+    const uint32_t target = SharedAddress(rows + row * RowStride(p.k));
+    for (int chunk = thread; chunk < chunks; chunk += threads) {
+      const bool inside = chunk * 8 < p.k;
+      CopyOrZero(target + chunk * 16, values + (inside ? chunk * 8 : 0), inside ? 16 : 0);
+    }
   }
   CommitCopies();
 }
 
-// rounded[slot] = rows[slot / slots_per_row], rounded to NVFP4, for each slot in `slots`. `rounded`
-// may be `rows`. `threads` threads call it.
-template <typename T>
-__device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& few, uint32_t slots,
-                                          int threads, const uint8_t* rows, uint8_t* rounded) {
-  const int blocks = KTiles(p.k) * (kTileK / kBlock), count = __popc(slots);
-  const int stride = RowStride(p.k);
+// Rounds the rows in `mask` to NVFP4 in their places. The expert of row r is expert(r). `threads`
+// threads call it.
+template <typename T, typename Function>
+__device__ __forceinline__ void RoundRows(const ExpertGemm& p, uint32_t mask, int threads,
+                                          uint8_t* rows, const Function& expert) {
+  const int blocks = KTiles(p.k) * (kTileK / kBlock), count = __popc(mask);
   for (int i = static_cast<int>(threadIdx.x); i < count * blocks; i += threads) {
     const int index = i / blocks, block = i - index * blocks;
-    uint32_t after = slots;  // `slots` without its lowest `index` bits
+    uint32_t after = mask;  // `mask` without its lowest `index` bits
     for (int before = 0; before < index; ++before) after &= after - 1;
-    const int slot = __ffs(static_cast<int>(after)) - 1;
-    const auto* source =
-        reinterpret_cast<const uint4*>(rows + slot / p.left.slots_per_row * stride) + 2 * block;
+    const int row = __ffs(static_cast<int>(after)) - 1;
+    auto* place = reinterpret_cast<uint4*>(rows + row * RowStride(p.k)) + 2 * block;
     T values[kBlock];
-    uint4 words[2] = {source[0], source[1]};
+    uint4 words[2] = {place[0], place[1]};
     std::memcpy(values, words, sizeof(values));
-    RoundActivations(p.left.input_scale[few.expert_ids[slot]], values);
+    RoundActivations(p.left.input_scale[expert(row)], values);
     std::memcpy(words, values, sizeof(values));
-    auto* place = reinterpret_cast<uint4*>(rounded + slot * stride) + 2 * block;
     place[0] = words[0];
     place[1] = words[1];
   }

@@ -107,12 +107,8 @@ cudaError_t LaunchRoundTokens(cudaStream_t stream, const MoECall& call, const To
 
 // Whether both GEMMs can run in the kernels for few slots, without a sort.
 bool FewFit(const MoECall& call, int64_t slots) {
-  const MoEShape& shape = call.shape;
-  const int64_t weights = slots * shape.h * (shape.n1 + shape.i);
-  const bool rounds = call.activation_scale == ActivationScale::kStatic;
   return !call.weight_on_input && call.activation_scale != ActivationScale::kToken &&
-         FewSlotsFit(slots, shape.top_k, shape.h, rounds, weights) &&
-         CombinedFewSharedBytes(slots, shape.i) <= BlockSharedBytes();
+         FewSlotsFit(call.shape, slots);
 }
 
 // Launches GEMM 1 and, together with combine, GEMM 2.
