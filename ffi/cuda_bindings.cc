@@ -886,7 +886,9 @@ NB_MODULE(_nvfp4_cuda, m) {
       },
       "Return {backend record: bytes of shared memory that a block of its largest kernel needs}.");
   m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
-        "Return the bytes of shared memory that a block of the kernel for few slots needs.");
+        "Return the bytes of shared memory that a block of GEMM 1 for few slots needs.");
+  m.def("combined_few_shared_bytes", &nvfp4::CombinedFewSharedBytes,
+        "Return the bytes of shared memory that a block of GEMM 2 for few slots needs.");
   m.def(
       "attention_workspace_bytes",
       [](int64_t b, int64_t t, int64_t n, int64_t m, int64_t s, int64_t dv) {

@@ -1,8 +1,8 @@
 """Notes on which kernels a CUDA record of 16-bit engines runs, as ``ffi/cuda`` chooses them.
 
-A record has four kinds of kernels: the engines, a kernel for layers with few slots that needs no
-sorting, a kernel for linear layers with few rows, and plain kernels for everything that the engines
-do not accept. A slot is a pair of a
+A record has four kinds of kernels: the engines, two for layers with few slots that need no sorting,
+a kernel for linear layers with few rows, and plain kernels for everything that the engines do not
+accept. A slot is a pair of a
 token and one of its experts.
 """
 
@@ -11,11 +11,14 @@ from jax_nvfp4_moe.scheme import Problem, Scheme
 
 ENGINE_MAX_EXTENT = 1 << 18  # the most rows or columns of a matrix that the engines accept
 
-# Limits of the kernel for few slots (ffi/cuda/gemm/expert_gemm_few.cu); a test compares them.
+# Limits of the kernels for few slots (ffi/cuda/gemm/expert_gemm_few.cu and combined_gemm_few.cu);
+# a test compares them.
 _MAX_SLOTS = 32
 _MAX_WEIGHTS = 64 << 20  # the most weights that the slots of a layer read in both GEMMs
-_MAX_ROWS_BYTES = 90 << 10
-_STATIC_BYTES = 13 << 10
+_STATIC_BYTES = 3 << 10  # of each GEMM
+_PART_BYTES = 576  # 16 rows of a weight tile
+_RING_BYTES, _MAX_ROWS = 4 * 8 * _PART_BYTES, 8  # of the first GEMM
+_WARPS, _COMBINED_RING_BYTES, _SUM_BYTES = 16, 16 * 6 * _PART_BYTES, 640  # of the second GEMM
 _K_TILE, _ROW_PADDING = 64, 16
 # Limits of the kernel for linear layers with few rows (ffi/cuda/gemm/linear_few.cu). Since 9.0,
 # eight thread blocks share the rows, and memory holds 16, 32 or 64 rows if there are more than
@@ -25,25 +28,36 @@ _ROWS_WITHOUT_CLUSTERS = 8
 _FEW_SCHEMES = frozenset({Scheme.W4A16, Scheme.W4A4, Scheme.W4A4_UNIT_SCALE})
 
 
-def few_slots_shared_bytes(slots: int, slots_per_row: int, k: int, *, rounds: bool) -> int:
-    """Return the bytes of shared memory per thread block that the kernel for few slots needs.
+def few_slots_shared_bytes(slots: int, slots_per_row: int, k: int) -> int:
+    """Return the bytes of shared memory per thread block that the first GEMM needs.
 
     Args:
       slots: number of slots of the GEMM.
       slots_per_row: number of slots that share a row of the left operand.
       k: length of a row.
-      rounds: whether rows are rounded to NVFP4 inside the kernel, for each slot with the scale of
-        its expert.
     """
-    rows = -(-slots // slots_per_row) + (slots if rounds and slots_per_row > 1 else 0)
-    return rows * (2 * _K_TILE * -(-k // _K_TILE) + _ROW_PADDING) + _STATIC_BYTES
+    rows = min(_MAX_ROWS, -(-slots // slots_per_row))
+    return _RING_BYTES + rows * _row_bytes(k) + _STATIC_BYTES
+
+
+def combined_few_shared_bytes(slots: int, k: int) -> int:
+    """Return the bytes of shared memory per thread block that the second GEMM needs.
+
+    A block keeps rows of `k` elements, weights in flight, and sums of each warp.
+    """
+    sums = (slots + _WARPS - 1) * _SUM_BYTES
+    return _COMBINED_RING_BYTES + slots * _row_bytes(k) + sums + _STATIC_BYTES
+
+
+def _row_bytes(k: int) -> int:
+    return 2 * _K_TILE * -(-k // _K_TILE) + _ROW_PADDING
 
 
 def _layer_shared_bytes(problem: Problem, tokens: int) -> int:
     """Return the shared memory for `tokens` tokens: the larger need of the layer's two GEMMs."""
-    slots, rounds = tokens * problem.top_k, problem.scheme is not Scheme.W4A16
-    first = few_slots_shared_bytes(slots, problem.top_k, problem.hidden, rounds=rounds)
-    return max(first, few_slots_shared_bytes(slots, 1, problem.intermediate, rounds=rounds))
+    slots = tokens * problem.top_k
+    first = few_slots_shared_bytes(slots, problem.top_k, problem.hidden)
+    return max(first, combined_few_shared_bytes(slots, problem.intermediate))
 
 
 def _few_tokens(problem: Problem, gate_up_rows: int) -> tuple[int, int]:
@@ -53,8 +67,11 @@ def _few_tokens(problem: Problem, gate_up_rows: int) -> tuple[int, int]:
     """
     weights = problem.top_k * problem.hidden * (gate_up_rows + problem.intermediate)
     most = min(_MAX_SLOTS // problem.top_k, _MAX_WEIGHTS // weights)
-    limit = min(_MAX_ROWS_BYTES + _STATIC_BYTES, problem.target.shared_bytes)
-    fits = (t for t in range(most, 0, -1) if _layer_shared_bytes(problem, t) <= limit)
+    fits = (
+        t
+        for t in range(most, 0, -1)
+        if _layer_shared_bytes(problem, t) <= problem.target.shared_bytes
+    )
     return next(fits, 0), most
 
 
@@ -105,6 +122,5 @@ def note_engines(problem: Problem) -> tuple[str, ...]:
     return (
         f"calls with more than {tokens} tokens sort the tokens by expert first: the kernel that "
         f"does not sort needs {_layer_shared_bytes(problem, tokens + 1)} bytes of shared memory "
-        f"for {tokens + 1} tokens; {problem.target} has {problem.target.shared_bytes}, and the "
-        f"kernel uses at most {_MAX_ROWS_BYTES + _STATIC_BYTES}",
+        f"for {tokens + 1} tokens; {problem.target} has {problem.target.shared_bytes}",
     )

@@ -84,8 +84,8 @@ int largest_dynamic_bytes() { return largest_shared_bytes; }
 // Returns the most blocks of a cluster since `configure`.
 int largest_cluster_blocks() { return largest_cluster; }
 
-int64_t few_slots_shared_bytes(int64_t slots, int64_t slots_per_row, int64_t k, int rounds) {
-  return FewSlotsSharedBytes(slots, slots_per_row, k, rounds != 0);
+int64_t combined_few_shared_bytes(int64_t slots, int64_t k) {
+  return CombinedFewSharedBytes(slots, k);
 }
 
 int64_t moe_workspace_bytes(const MoEShape* shape, int engine) {

@@ -37,7 +37,7 @@ from jax_nvfp4_moe.backends.cuda import (
     moe_w4a16_workspace_bytes,
     moe_workspace_bytes,
 )
-from jax_nvfp4_moe.backends.cuda_notes import few_slots_shared_bytes
+from jax_nvfp4_moe.backends.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
 
 
 @pytest.mark.gpu
@@ -127,15 +127,16 @@ def test_shared_memory_of_the_records_is_that_of_the_kernels():
 
 
 @pytest.mark.cuda_build
-@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("slots", [1, 6, 32])
 @pytest.mark.parametrize("k", [16, 1408, 4096])
-def test_shared_memory_of_few_slots_is_that_of_the_kernel(k, slots, rounds):
+def test_shared_memory_of_few_slots_is_that_of_the_kernel(k, slots):
     from jax_nvfp4_moe import _nvfp4_cuda
 
     for slots_per_row in (1, 4):
-        ours = few_slots_shared_bytes(slots, slots_per_row, k, rounds=rounds)
-        assert ours == _nvfp4_cuda.few_slots_shared_bytes(slots, slots_per_row, k, rounds)
+        ours = few_slots_shared_bytes(slots, slots_per_row, k)
+        assert ours == _nvfp4_cuda.few_slots_shared_bytes(slots, slots_per_row, k)
+    combined = combined_few_shared_bytes(slots, k)
+    assert combined == _nvfp4_cuda.combined_few_shared_bytes(slots, k)
 
 
 @pytest.mark.cuda_build

@@ -14,7 +14,7 @@ import subprocess
 
 import pytest
 
-from jax_nvfp4_moe.backends.cuda_notes import few_slots_shared_bytes
+from jax_nvfp4_moe.backends.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
 
 pytestmark = pytest.mark.cuda_build
 
@@ -148,13 +148,21 @@ def test_products_use_their_units(code, arch):
         assert count["FFMA"] + 2 * count["FFMA2"] >= 8 * 32, name
 
 
-def test_few_slots_have_the_static_shared_memory_that_is_counted(extension):
-    """A block needs this much static shared memory besides the rows."""
-    ours = few_slots_shared_bytes(0, 1, 16, rounds=False)
+# Kernel for few slots -> the static shared memory of a block: all that does not hold rows, weights
+# or sums.
+FEW_STATIC_BYTES = {
+    "ExpertGemmFew": few_slots_shared_bytes(0, 1, 16) - 4 * 8 * 576,
+    "CombinedGemmFew": combined_few_shared_bytes(0, 16) - 16 * 6 * 576 - 15 * 640,
+}
+
+
+@pytest.mark.parametrize("kernel", FEW_STATIC_BYTES)
+def test_few_slots_have_the_static_shared_memory_that_is_counted(extension, kernel):
+    ours = FEW_STATIC_BYTES[kernel]
     _, *cubins = re.split(r"^arch = ", run("--dump-resource-usage", extension), flags=re.MULTILINE)
     found = {}
     for cubin in cubins:
-        sizes = re.findall(r"Function \S*ExpertGemmFew\S*:\s.* SHARED:(\d+)", cubin)
+        sizes = re.findall(rf"Function \S*{kernel}I\S*:\s.* SHARED:(\d+)", cubin)
         found |= {cubin.split()[0]: sizes} if sizes else {}
     reserved = {
         arch: RESERVED_SHARED_BYTES if arch in LISTS_RESERVED else 0 for arch in ARCHITECTURES

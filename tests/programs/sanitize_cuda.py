@@ -37,6 +37,7 @@ LAYERS = (
     (70, 3, 5, 80, 48, -2, 7),
     (67, 1, 3, 16, 16, 1, 2),
     (3, 32, 512, 32, 16, 0, 512),
+    (4, 8, 6, 208, 336, -2, 8),  # 32 slots: several tiles of k for each warp
 )
 # tokens, experts, router
 ROUTERS = (
@@ -263,6 +264,7 @@ def main():
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
         for suffix in cuda_calls.MOE_TARGETS:
+            run_layer(case, ml_dtypes.bfloat16, Options(), suffix)
             run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="static"), suffix)
     # 1040 tokens with 32 experts each make one full chunk of 32768 slots and a short one.
     run_layer((1040, 32, 40, 16, 16, -1, 41), ml_dtypes.bfloat16, Options())

@@ -98,8 +98,8 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     subprocess.run(["g++", "-shared", *objects, "-o", library], cwd=folder, check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.moe_workspace_bytes.restype = ctypes.c_int64
-    loaded.few_slots_shared_bytes.restype = ctypes.c_int64
-    loaded.few_slots_shared_bytes.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int]
+    loaded.combined_few_shared_bytes.restype = ctypes.c_int64
+    loaded.combined_few_shared_bytes.argtypes = [ctypes.c_int64] * 2
     loaded.grouped_gemm_workspace_bytes.restype = ctypes.c_int64
     loaded.attention_workspace_bytes.restype = ctypes.c_int64
     return loaded

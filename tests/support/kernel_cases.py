@@ -70,10 +70,15 @@ CUDA_LAYERS = {
     "two_tiles_of_scales": (300, 2, 3, 144, 48, uniform(300, 2, 3)),
     "few_slots_of_one_expert": (8, 4, 3, 80, 48, constant(8, 4, 1)),
     "few_slots_long_k": (3, 8, 16, 1104, 592, uniform(3, 8, 16)),
-    # Four rows take 40 KiB of dynamic shared memory in W4A16, and one row with its eight rounded
-    # copies takes 36 KiB in W4A4. With static shared memory, both need more than 48 KiB.
+    # Rows of x take 40 KiB of shared memory in GEMM 1 besides weights, more than 48 KiB together.
     "few_slots_of_four_rows": (4, 2, 4, 5120, 16, uniform(4, 2, 4)),
     "few_slots_of_one_row": (1, 8, 16, 2048, 16, uniform(1, 8, 16)),
+    "few_slots_of_one_choice": (4, 1, 3, 112, 80, uniform(4, 1, 3)),
+    "few_slots_of_32_choices": (1, 32, 40, 80, 112, uniform(1, 32, 40)),
+    "few_slots_out_of_range": (4, 8, 6, 208, 336, lambda rng: rng.integers(-3, 9, (4, 8))),
+    "few_slots_none_routed": (2, 3, 4, 48, 80, constant(2, 3, 4)),
+    # Each device has fewer multiprocessors than the output has slabs of 16 columns.
+    "few_slots_of_many_columns": (3, 2, 3, 4240, 48, uniform(3, 2, 3)),
     "slots_in_one_warp_segment": (70, 8, 16, 32, 16, uniform(70, 8, 16)),
     "more_blocks_than_threads": (40, 1, 2, 16448, 16, uniform(40, 1, 2)),
 }

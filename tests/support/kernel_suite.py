@@ -98,6 +98,12 @@ class LayerSuite:
         options = {"activation": activation, "alpha": 1.25, "beta": 0.75, "limit": limit}
         assert_accurate(run, self.call("several_tiles", activation_numbers, bias=True, **options))
 
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activation_of_few_slots_matches_float64(self, run, activation, activation_numbers):
+        options = {"activation": activation, "alpha": 1.25, "beta": 0.75, "limit": 0.5}
+        case = "few_slots_out_of_range"
+        assert_accurate(run, self.call(case, activation_numbers, bias=True, **options))
+
     @pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
     def test_weight_on_input_matches_float64(self, run, activation, numbers):
         options = {"activation": activation, "weight_on_input": True}

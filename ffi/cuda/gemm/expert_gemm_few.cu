@@ -1,230 +1,80 @@
 // Computes out[r] = act(W[expert] @ x[r]) for the rows of at most kFewSlots slots, in bf16 and f16,
-// without sorting them first. expert_gemm.cuh has the whole equation.
+// without sorting them first: GEMM 1 of a layer. expert_gemm.cuh has the whole equation.
 //
 //   expert_ids [slots] -> the plan, in shared memory of each block
 //
-// An output tile is 64 weight rows of one expert by at most 8 of its slots, over all of k. A block
-// of 16 warps computes one output tile after the other. It has four teams of four warps. Each team
-// takes every fourth weight tile of k, and loads it from memory to registers. Loads run kDepth
-// tiles ahead, also across the end of an output tile. The partial sums of the teams are added in
-// the order of the teams.
+// A block owns a slab of 16 weight rows of one expert, by at most 8 of its slots, over all of k.
+// Its four warps have a quarter of k each. A warp has kDepth parts of its slab in flight: with k =
+// 2048, all that it needs. Slabs are small, so that every multiprocessor has about the same number:
+// one token of Qwen3-30B-A3B has 768. The sums of the warps are added in the order of the warps.
 //
-// All rows of x are in shared memory from the start. In W4A4, each slot has its own row there: the
-// row of x, rounded to NVFP4 under the scale of the expert of the slot. A block rounds rows only
-// for the experts of its own output tiles.
+// The rows of x of the block are in shared memory. In W4A4, the block rounds them to NVFP4 there,
+// under the scale of its expert.
 //
-// The kernel may start before the preceding one ends. It waits for that kernel before it reads
-// `left`; the ids and the weights are older. As the first GEMM of a layer, the kernel also
-// prefetches the weights of the second one into the L2 cache, as soon as its own are in flight.
+// As soon as its own weights are in flight, the kernel prefetches those of GEMM 2 into the L2
+// cache. GEMM 2 (combined_gemm_few.cu) may start before this kernel ends.
 //
 // Bottleneck: latency of memory, then reading weights.
 //
 // Needs: sm_80. Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
-#include <cstring>
-
 #include "cuda/epilogues/direct_store.cuh"
-#include "cuda/gemm/expert_gemm_few.cuh"
+#include "cuda/gemm/few_slots.cuh"
 #include "cuda/instructions/hopper.cuh"
-#include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/quantizers/quantize_block.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int kTeams = 4;
-constexpr int kTeamThreads = 128;
-constexpr int kThreads = kTeams * kTeamThreads;
-constexpr int kBlocksPerSm = 2;
-// On 12.x, rounding in f16 would spill registers with two blocks. Layers in W4A4 use another kernel
-// there.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kRoundingBlocksPerSm = 1;
-#else
-constexpr int kRoundingBlocksPerSm = kBlocksPerSm;
-#endif
-constexpr int kDepth = 2;     // weight tiles of a warp in flight
-constexpr int kRows = 8;      // most rows of a tile: the columns of one MMA
-constexpr int kPadding = 16;  // bytes between rows in shared memory, against bank conflicts
-constexpr int kZeroBytes = 2 * kTileK;
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kBlocksPerSm = 6;
+constexpr int kDepth = 8;  // parts of a warp in flight
+constexpr int kRingBytes = kWarps * PartRing<kDepth>::kBytes;
 
-struct Plan {
-  int32_t num_tiles;
-  uint32_t routed;           // a bit for each slot
-  int32_t slots[kFewSlots];  // slot of each sorted row
-  RowTile tiles[kFewSlots];
-};
-
-// Makes the plan. One warp calls it, with one slot for each lane. It sorts slots by expert, stably,
-// and cuts them into tiles of kRows rows.
-__device__ void MakePlan(const int32_t* expert_ids, int num_slots, int num_experts, Plan* plan) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  int32_t id = lane < num_slots ? expert_ids[lane] : -1;
-  if (id >= num_experts || id < 0) id = INT32_MAX;  // sorted behind all others
-  const uint32_t routed = __ballot_sync(kAllLanes, id != INT32_MAX);
-  int place = 0;
-  for (int other = 0; other < num_slots; ++other) {
-    const int32_t its = __shfl_sync(kAllLanes, id, other);
-    place += its < id || (its == id && other < lane);
-  }
-  if (lane >= num_slots) place = lane;
-  plan->slots[place] = lane;
-  __syncwarp();
-  const int slot = plan->slots[lane];
-  const int32_t expert = __shfl_sync(kAllLanes, id, slot);
-  const uint32_t equal = __match_any_sync(kAllLanes, expert);
-  const int before = lane - (__ffs(static_cast<int>(equal)) - 1);  // earlier rows of the expert
-  const bool first = expert != INT32_MAX && before % kRows == 0;
-  const uint32_t firsts = __ballot_sync(kAllLanes, first);
-  if (first) {
-    plan->tiles[__popc(firsts & ((1u << lane) - 1))] = {expert, lane,
-                                                        min(kRows, __popc(equal) - before)};
-  }
-  if (lane == 0) {
-    plan->num_tiles = __popc(firsts);
-    plan->routed = routed;
-  }
-}
-
-struct Packed {
-  uint4 codes;
-  uint2 scales;
-};
-
-// Up to kDepth weight tiles of a team, in the order of k.
-struct Round {
-  int32_t output_tile;
-  int32_t begin;  // first of the weight tiles that the team has in the output tile
-  int32_t tile;   // first weight tile, counted over all weights
-};
-
-struct Worker {
-  const ExpertGemm& p;
-  const Plan& plan;
-  const int32_t m_tiles, k_tiles;
-  const int32_t output_tiles;
-  const int32_t items;  // weight tiles that this team has in an output tile
-  const int team;
-  const int thread;  // in the team
-
-  __device__ __forceinline__ Worker(const ExpertGemm& gemm, const Plan& made)
-      : p(gemm),
-        plan(made),
-        m_tiles(gemm.m_tiles()),
-        k_tiles((gemm.k + kTileK - 1) / kTileK),
-        output_tiles(made.num_tiles * m_tiles),
-        items((k_tiles - static_cast<int>(threadIdx.x / kTeamThreads) + kTeams - 1) / kTeams),
-        team(static_cast<int>(threadIdx.x / kTeamThreads)),
-        thread(static_cast<int>(threadIdx.x % kTeamThreads)) {}
-
-  __device__ __forceinline__ Round FirstRound(int32_t output_tile) const {
-    if (output_tile >= output_tiles) return {output_tile, 0, 0};
-    const uint32_t tile = static_cast<uint32_t>(output_tile) / static_cast<uint32_t>(m_tiles);
-    const int32_t m_tile = output_tile - static_cast<int32_t>(tile) * m_tiles;
-    return {output_tile, 0, (plan.tiles[tile].expert * m_tiles + m_tile) * k_tiles + team};
-  }
-
-  __device__ __forceinline__ Round NextRound(const Round& round) const {
-    const bool last = round.begin + kDepth >= items;
-    if (last) return FirstRound(round.output_tile + static_cast<int32_t>(gridDim.x));
-    return {round.output_tile, round.begin + kDepth, round.tile + kDepth * kTeams};
-  }
-
-  // Loads a weight tile. Past the end it loads the first tile, which is then multiplied by zeros.
-  // With a branch for each tile, the compiler could not overlap the work on several tiles.
-  __device__ __forceinline__ Packed Load(const Round& round, int d) const {
-    const bool inside = round.output_tile < output_tiles && round.begin + d < items;
-    const int64_t tile = inside ? round.tile + d * kTeams : 0;
-    return {
-        __ldcs(reinterpret_cast<const uint4*>(p.weight.packed + tile * kTileCodeBytes) + thread),
-        __ldcs(reinterpret_cast<const uint2*>(p.weight.block_scale + tile * kTileScaleBytes) +
-               thread / 4)};
-  }
-};
-
-// sums += W @ x for one weight tile. `rows` is the address from which this lane loads its row of
-// ldmatrix.
-template <typename T>
-__device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t* rows,
-                                             const TileConstants& constants, float (&sums)[4]) {
-  const uint32_t words[4] = {packed.codes.x, packed.codes.y, packed.codes.z, packed.codes.w};
-  const uint32_t scales[2] = {packed.scales.x, packed.scales.y};
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t even[4], odd[4], b[4];
-    LoadMatrices(rows + 64 * half, b);
-    UnpackPair<T>(words[2 * half], words[2 * half + 1], scales[half], constants, even, odd);
-    MultiplyAdd<T>(sums, even, b[0], b[1]);
-    MultiplyAdd<T>(sums, odd, b[2], b[3]);
-  }
-}
-
-// Starts the copies of rows of x to shared memory, `stride` bytes apart, with zeros past k. Only
-// the rows in `routed` are copied. The second GEMM must not read other rows, because nobody wrote
-// them.
-__device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t routed, int num_rows,
-                                          int k_tiles, int stride, uint8_t* rows) {
-  const int chunks = k_tiles * (kTileK / 8);
-  const uint32_t target = SharedAddress(rows);
-  for (int i = static_cast<int>(threadIdx.x); i < num_rows * chunks; i += kThreads) {
-    const int row = i / chunks, chunk = i - row * chunks;
-    if ((routed >> row & 1) == 0) continue;
-    const bool inside = chunk * 8 < p.k;
-    const auto* source = static_cast<const uint16_t*>(p.left.values) +
-                         static_cast<int64_t>(row) * p.k + (inside ? chunk * 8 : 0);
-    CopyOrZero(target + row * stride + chunk * 16, source, inside ? 16 : 0);
-  }
-  CommitCopies();
-}
-
-// Returns a bit for each slot that belongs to an output tile of this block.
-__device__ __forceinline__ uint32_t OwnSlots(const Worker& worker) {
-  uint32_t own = 0;
-  for (int i = static_cast<int>(blockIdx.x); i < worker.output_tiles; i += gridDim.x) {
-    const RowTile& tile = worker.plan.tiles[i / worker.m_tiles];
-    for (int row = 0; row < tile.rows; ++row) own |= 1u << worker.plan.slots[tile.row + row];
-  }
-  return own;
-}
-
-// rounded[slot] = rows[slot / slots_per_row], rounded to NVFP4, for each slot in `slots`. `rounded`
-// may be `rows`.
-template <typename T>
-__device__ __forceinline__ void RoundRows(const ExpertGemm& p, const FewSlots& few, uint32_t slots,
-                                          int k_tiles, int stride, const uint8_t* rows,
-                                          uint8_t* rounded) {
-  const int blocks = k_tiles * (kTileK / kBlock), count = __popc(slots);
-  for (int i = static_cast<int>(threadIdx.x); i < count * blocks; i += kThreads) {
-    const int index = i / blocks, block = i - index * blocks;
-    uint32_t after = slots;  // `slots` without its lowest `index` bits
-    for (int before = 0; before < index; ++before) after &= after - 1;
-    const int slot = __ffs(static_cast<int>(after)) - 1;
-    const auto* source =
-        reinterpret_cast<const uint4*>(rows + slot / p.left.slots_per_row * stride) + 2 * block;
-    T values[kBlock];
-    uint4 words[2] = {source[0], source[1]};
-    std::memcpy(values, words, sizeof(values));
-    RoundActivations(p.left.input_scale[few.expert_ids[slot]], values);
-    std::memcpy(words, values, sizeof(values));
-    auto* place = reinterpret_cast<uint4*>(rounded + slot * stride) + 2 * block;
-    place[0] = words[0];
-    place[1] = words[1];
-  }
-}
-
-// Prefetches the weights of this block's output tiles of the next GEMM.
-__device__ __forceinline__ void PrefetchNext(const ExpertWeights& weight, int m_tiles, int k_tiles,
-                                             const Plan& plan) {
+// Prefetches the weights of the next GEMM. Blocks share the work: this is block `block` of
+// `blocks`.
+__device__ __forceinline__ void PrefetchNext(const FewSlots& few, const Plan& plan, int block,
+                                             int blocks) {
 #if __CUDA_ARCH__ >= 900
-  for (int i = static_cast<int>(blockIdx.x); i < plan.num_tiles * m_tiles; i += gridDim.x) {
+  const int m_tiles = few.next_m_tiles, k_tiles = few.next_k_tiles;
+  for (int i = block; i < plan.num_tiles * m_tiles; i += blocks) {
     const int64_t before =
         (static_cast<int64_t>(plan.tiles[i / m_tiles].expert) * m_tiles + i % m_tiles) * k_tiles;
-    PrefetchL2(weight.packed + before * kTileCodeBytes, k_tiles * kTileCodeBytes);
-    PrefetchL2(weight.block_scale + before * kTileScaleBytes, k_tiles * kTileScaleBytes);
+    PrefetchL2(few.next.packed + before * kTileCodeBytes, k_tiles * kTileCodeBytes);
+    PrefetchL2(few.next.block_scale + before * kTileScaleBytes, k_tiles * kTileScaleBytes);
   }
 #endif
 }
+
+// How a block keeps the rows of x of its tile: by token if there are few tokens, because the slots
+// of a token share its row. Otherwise each column of the tile has a row.
+struct TileRows {
+  const Plan& plan;
+  const RowTile tile;
+  int slots_per_row;
+  bool by_token;
+
+  __device__ __forceinline__ TileRows(const ExpertGemm& p, const FewSlots& few, const Plan& made,
+                                      const RowTile& of)
+      : plan(made),
+        tile(of),
+        slots_per_row(p.left.slots_per_row),
+        by_token(few.num_slots <= kRows * slots_per_row) {}
+
+  __device__ __forceinline__ int Token(int column) const {
+    return plan.slots[tile.row + column] / slots_per_row;
+  }
+  // The row of a column.
+  __device__ __forceinline__ int Row(int column) const { return by_token ? Token(column) : column; }
+  // The token of a row.
+  __device__ __forceinline__ int Source(int row) const { return by_token ? row : Token(row); }
+  // A bit for each row.
+  __device__ __forceinline__ uint32_t Mask() const {
+    uint32_t mask = 0;
+    for (int column = 0; column < tile.rows; ++column) mask |= 1u << Row(column);
+    return mask;
+  }
+};
 
 template <typename T>
 __device__ __forceinline__ OutputPairs FinishTile(const TileStore<T>& store,
@@ -240,150 +90,119 @@ __device__ __forceinline__ OutputPairs FinishTile(const TileStore<T>& store,
 }
 
 template <typename T, bool kRounds>
-__global__ void __launch_bounds__(kThreads, kRounds ? kRoundingBlocksPerSm : kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     ExpertGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
                   const TileConstants constants) {
-  NVFP4_DYNAMIC_SHARED(rows);
+  NVFP4_DYNAMIC_SHARED(shared);
   __shared__ Plan plan;
-  __shared__ __align__(16) uint8_t zeros[kZeroBytes];
-  __shared__ float4 partials[2][(kTeams - 1) * kTeamThreads];
+  __shared__ float4 partials[kThreads - 32];
 #if __CUDA_ARCH__ >= 900
   StartNextKernel();
 #endif
-  const bool first = few.next.packed != nullptr;
-  const int k_tiles = (p.k + kTileK - 1) / kTileK, stride = k_tiles * kTileK * 2 + kPadding;
-  const int num_rows = (few.num_slots + p.left.slots_per_row - 1) / p.left.slots_per_row;
-  if (first) BringRows(p, kAllLanes, num_rows, k_tiles, stride, rows);
-  if (threadIdx.x < sizeof(zeros)) zeros[threadIdx.x] = 0;
-  if (threadIdx.x < 32) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32, warp = thread / 32;
+  if (warp == 0) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
   __syncthreads();
-  const Worker worker(p, plan);
-  Round round = worker.FirstRound(static_cast<int32_t>(blockIdx.x));
-  Packed packed[kDepth];
-#pragma unroll
-  for (int d = 0; d < kDepth; ++d) packed[d] = worker.Load(round, d);
-  if (!first) {
-#if __CUDA_ARCH__ >= 900
-    WaitForPrecedingKernel();
-#endif
-    BringRows(p, plan.routed, num_rows, k_tiles, stride, rows);
+  const int slabs = p.m_tiles() * kParts, k_tiles = KTiles(p.k);
+  const int index = static_cast<int>(blockIdx.x) / slabs;
+  if (index >= plan.num_tiles) return;
+  const RowTile tile = plan.tiles[index];
+  const int m_tile = static_cast<int>(blockIdx.x) % slabs / kParts;
+  const int part = static_cast<int>(blockIdx.x) % kParts;
+
+  const int begin = warp * k_tiles / kWarps, end = (warp + 1) * k_tiles / kWarps;
+  const int64_t first = (static_cast<int64_t>(tile.expert) * p.m_tiles() + m_tile) * k_tiles;
+  int requested = begin;
+  const auto request = [&](uint32_t target) {
+    if (requested < end) RequestPart(p.weight, first + requested++, part, target);
+  };
+  PartRing<kDepth> ring = {shared + warp * PartRing<kDepth>::kBytes};
+  const TileRows tile_rows(p, few, plan, tile);
+  uint8_t* rows = shared + kRingBytes;
+  // The rows are in the group of part 0, so that part 0 does not wait for the code that finds them.
+  request(SharedAddress(ring.places));
+  BringRows(p, tile_rows.Mask(), 0, 1, thread, kThreads, rows,
+            [&](int row) { return tile_rows.Source(row); });
+  ring.Fill(request, 1);
+  if (thread == 0) {
+    PrefetchNext(few, plan, static_cast<int>(blockIdx.x), plan.num_tiles * slabs);
   }
-  WaitCopies<0>();
+  LaneRows lane_rows = {};
+  if (warp == 0) lane_rows = LoadLaneRows(p, tile.expert, m_tile, part);
+  WaitCopies<kDepth - 1>();  // for the rows
   __syncthreads();
-  const uint8_t* left = rows;  // rows of slots if rounded, otherwise of tokens
   if constexpr (kRounds) {
-    uint8_t* rounded = p.left.slots_per_row == 1 ? rows : rows + num_rows * stride;
-    RoundRows<T>(p, few, OwnSlots(worker), k_tiles, stride, rows, rounded);
+    RoundRows<T>(p, tile_rows.Mask(), kThreads, rows, [&](int) { return tile.expert; });
     __syncthreads();
-    left = rounded;
   }
 
-  const int lane = static_cast<int>(threadIdx.x % 32), warp = worker.thread / 32;
-  int buffer = 0;
-  bool prefetched = !first;
-  while (round.output_tile < worker.output_tiles) {
-    const int32_t output_tile = round.output_tile;
-    const RowTile tile = plan.tiles[output_tile / worker.m_tiles];
-    const int m_tile = output_tile % worker.m_tiles;
-    LaneRows lane_rows = {};
-    if (worker.team == 0) lane_rows = LoadLaneRows(p, tile.expert, m_tile, warp);
-    const int slot = plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
-    const int row = kRounds ? slot : slot / p.left.slots_per_row;
-    const uint8_t* b = left + row * stride + lane / 8 * 16 + worker.team * kTileK * 2;
-    float halves[2][4] = {};  // for even and odd tiles, so that MMAs overlap
-    do {
-      const Round next = worker.NextRound(round);
-      if (!prefetched && next.output_tile >= worker.output_tiles) {
-        if (threadIdx.x == 0) PrefetchNext(few.next, few.next_m_tiles, few.next_k_tiles, plan);
-        prefetched = true;
-      }
-#pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        const uint8_t* source =
-            round.begin + d < worker.items ? b + d * kTeams * kTileK * 2 : zeros + lane / 8 * 16;
-        MultiplyTile<T>(packed[d], source, constants, halves[d % 2]);
-        packed[d] = worker.Load(next, d);
-      }
-      b += kDepth * kTeams * kTileK * 2;
-      round = next;
-    } while (round.output_tile == output_tile);
-    float sums[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];
-    if (worker.team > 0) {
-      partials[buffer][(worker.team - 1) * kTeamThreads + worker.thread] =
-          make_float4(sums[0], sums[1], sums[2], sums[3]);
-    }
-    __syncthreads();
-    if (worker.team == 0) {
-#pragma unroll
-      for (int team = 0; team < kTeams - 1; ++team) {
-        const float4 partial = partials[buffer][team * kTeamThreads + worker.thread];
-        sums[0] += partial.x, sums[1] += partial.y, sums[2] += partial.z, sums[3] += partial.w;
-      }
-      const TileStore<T> store = MakeTileStore<T>(p, tile, lane_rows, m_tile, warp);
-      if (store.first < p.columns) {
-        StoreRows(store, 0, plan.slots[tile.row + min(store.g, tile.rows - 1)],
-                  FinishTile(store, sums));
-      }
-    }
-    buffer ^= 1;
+  const uint8_t* b = rows + tile_rows.Row(min(lane % 8, tile.rows - 1)) * RowStride(p.k) +
+                     lane / 8 * 16 + begin * (kTileK * 2);
+  float halves[2][4] = {};
+  for (int k_tile = begin; k_tile < end; ++k_tile, b += kTileK * 2) {
+    const Packed packed = ring.Take(request);
+    MultiplyTile<T>(packed, b, constants, halves);
   }
-}
-
-// Returns the bytes of dynamic shared memory: for the rows of x, and for those of the slots if they
-// are separate.
-int64_t RowsBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
-  const int64_t rows = CeilDiv(slots, slots_per_row) + (rounds && slots_per_row > 1 ? slots : 0);
-  return rows * (CeilDiv(k, kTileK) * kTileK * 2 + kPadding);
+  float sums[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];
+  if (warp > 0) partials[thread - 32] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+  __syncthreads();
+  if (warp > 0) return;
+#pragma unroll
+  for (int other = 0; other < kWarps - 1; ++other) {
+    const float4 partial = partials[other * 32 + lane];
+    sums[0] += partial.x, sums[1] += partial.y, sums[2] += partial.z, sums[3] += partial.w;
+  }
+  const TileStore<T> store = MakeTileStore<T>(p, tile, lane_rows, m_tile, part);
+  if (store.first >= p.columns) return;
+  StoreRows(store, 0, plan.slots[tile.row + min(store.g, tile.rows - 1)], FinishTile(store, sums));
 }
 
 // With more weights, a sort and an engine are faster. On an H200, a layer with 38 million weights
-// (one token of Qwen3-30B-A3B) took 17 us with this kernel and 26 us with an engine. With 75
-// million weights it was 32 us and 30 us.
+// (one token of Qwen3-30B-A3B) took 17 us without a sort and 26 us with an engine. With 75 million
+// weights it was 32 us and 30 us. Both were measured when GEMM 2 and combine were two kernels.
 constexpr int64_t kMaxWeights = int64_t{64} << 20;
 
-// Two blocks share the 228 KiB of a multiprocessor. Other devices may have less; see FewSlotsFit.
-constexpr int64_t kMaxRowsBytes = 90 * 1024;
+// Returns the bytes of dynamic shared memory: weights in flight, and rows of x; see TileRows.
+int64_t DynamicBytes(int64_t slots, int64_t slots_per_row, int64_t k) {
+  const int64_t rows = CeilDiv(slots, slots_per_row);
+  return kRingBytes + (rows < kRows ? rows : kRows) * RowStride(static_cast<int32_t>(k));
+}
 
-// Static shared memory of a block, rounded up to where the dynamic shared memory may begin.
 constexpr int64_t kStaticBytes =
-    CeilDiv(sizeof(Plan) + kZeroBytes + sizeof(float4) * 2 * (kTeams - 1) * kTeamThreads,
-            kDynamicAlignment) *
-    kDynamicAlignment;
+    CeilDiv(sizeof(Plan) + sizeof(float4) * (kThreads - 32), kDynamicAlignment) * kDynamicAlignment;
 
 template <typename T, bool kRounds>
-cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
-                        bool overlaps) {
-  const int64_t bytes = RowsBytes(few.num_slots, gemm.left.slots_per_row, gemm.k, kRounds);
-  const auto blocks = static_cast<unsigned>(kBlocksPerSm * MultiprocessorCount());
-  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), overlaps,
+cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few) {
+  const int64_t bytes = DynamicBytes(few.num_slots, gemm.left.slots_per_row, gemm.k);
+  // No expert has more tiles than slots.
+  const auto blocks = static_cast<unsigned>(few.num_slots * gemm.m_tiles() * kParts);
+  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), /*overlaps=*/false,
                     ExpertGemmFew<T, kRounds>, gemm, few, MakeTileConstants<T>());
 }
 
 template <typename T>
-cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
-                     bool overlaps) {
-  return gemm.left.input_scale == nullptr ? LaunchTyped<T, false>(stream, gemm, few, overlaps)
-                                          : LaunchTyped<T, true>(stream, gemm, few, overlaps);
+cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few) {
+  return gemm.left.input_scale == nullptr ? LaunchTyped<T, false>(stream, gemm, few)
+                                          : LaunchTyped<T, true>(stream, gemm, few);
 }
 
 }  // namespace
 
-bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds, int64_t weights) {
-  return slots <= kFewSlots && weights <= kMaxWeights &&
-         RowsBytes(slots, slots_per_row, k, rounds) <= kMaxRowsBytes &&
-         FewSlotsSharedBytes(slots, slots_per_row, k, rounds) <= BlockSharedBytes();
+bool FewSlotsFit(const MoEShape& shape, int64_t slots) {
+  return slots <= kFewSlots && slots * shape.h * (shape.n1 + shape.i) <= kMaxWeights &&
+         FewSlotsSharedBytes(slots, shape.top_k, shape.h) <= BlockSharedBytes() &&
+         CombinedFewSharedBytes(slots, shape.i) <= BlockSharedBytes();
 }
 
-int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds) {
-  return RowsBytes(slots, slots_per_row, k, rounds) + kStaticBytes;
+int64_t FewSlotsSharedBytes(int64_t slots, int64_t slots_per_row, int64_t k) {
+  return DynamicBytes(slots, slots_per_row, k) + kStaticBytes;
 }
 
-cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
-                                bool overlaps) {
-  return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, few, overlaps)
-                                     : LaunchOf<__nv_bfloat16>(stream, gemm, few, overlaps);
+cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few) {
+  return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, few)
+                                     : LaunchOf<__nv_bfloat16>(stream, gemm, few);
 }
 
 }  // namespace nvfp4

@@ -1,6 +1,7 @@
-// The GEMM of expert_gemm.cuh for at most kFewSlots slots, which need not be sorted.
+// The two GEMMs of a layer with at most kFewSlots slots, which need not be sorted.
 #pragma once
 
+#include "cuda/epilogues/combine.cuh"
 #include "cuda/gemm/expert_gemm.cuh"
 
 namespace nvfp4 {
@@ -14,19 +15,23 @@ struct FewSlots {
   const int32_t* expert_ids;  // [num_slots]; any value
   int32_t num_slots;
   int32_t num_experts;
-  // The weights that the next GEMM on the stream reads for the same slots, or null.
+  // The weights that GEMM 2 reads for the same slots. GEMM 1 prefetches them.
   ExpertWeights next;
   int32_t next_m_tiles;
   int32_t next_k_tiles;
 };
 
-// Returns whether a GEMM fits into the shared memory of a block on the current device, and is
-// faster here than after a sort. Shared memory holds the rows and, if `rounds` is set, the rows of
-// the slots. `weights` is the largest number of weights that all slots can read in both GEMMs of a
-// layer.
-bool FewSlotsFit(int64_t slots, int64_t slots_per_row, int64_t k, bool rounds, int64_t weights);
+// Returns whether both GEMMs of a layer with `slots` slots fit into the shared memory of a block on
+// the current device, and are faster here than after a sort.
+bool FewSlotsFit(const MoEShape& shape, int64_t slots);
 
-cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
-                                bool overlaps);
+// GEMM 1, in expert_gemm_few.cu.
+cudaError_t LaunchExpertGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few);
+
+// GEMM 2 together with the sum over the experts of a token, in combined_gemm_few.cu. `gemm` has a
+// row for each slot, no activation and no output; `tokens` has the outputs. The kernel overlaps
+// with GEMM 1.
+cudaError_t LaunchCombinedGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
+                                  const CombineTokens& tokens);
 
 }  // namespace nvfp4

@@ -112,18 +112,22 @@ inline cudaError_t LaunchSort(cudaStream_t stream, const MoECall& call, const To
                             TileSchedules{2, {products.up.schedule, products.down.schedule}});
 }
 
+// Returns what combining a chunk needs besides the outputs of GEMM 2.
+inline CombineTokens MakeCombineTokens(const MoECall& call, const TokenChunk& chunk) {
+  const MoEShape& shape = call.shape;
+  return {chunk.expert_ids,
+          call.weight_on_input ? nullptr : chunk.expert_weights,
+          chunk.y,
+          chunk.tokens,
+          static_cast<int32_t>(shape.h),
+          static_cast<int32_t>(shape.top_k),
+          static_cast<int32_t>(shape.e)};
+}
+
 // Combines the outputs of GEMM 2 into y, for one chunk.
 inline cudaError_t LaunchCombineChunk(cudaStream_t stream, const MoECall& call,
                                       const TokenChunk& chunk, const void* outputs) {
-  const MoEShape& shape = call.shape;
-  const CombineTokens tokens = {chunk.expert_ids,
-                                call.weight_on_input ? nullptr : chunk.expert_weights,
-                                chunk.y,
-                                chunk.tokens,
-                                static_cast<int32_t>(shape.h),
-                                static_cast<int32_t>(shape.top_k),
-                                static_cast<int32_t>(shape.e)};
-  return LaunchCombineOutputs(stream, call.type, tokens, outputs);
+  return LaunchCombineOutputs(stream, call.type, MakeCombineTokens(call, chunk), outputs);
 }
 
 // The chunk of rows of a grouped GEMM that begins at `first`.

@@ -14,7 +14,9 @@
 //   GEMM 2      W2, bias -> d [slots, h], in the type of x                 expert_gemm_sm*.cu
 //   combine     y[t] = sum of w[t, j] * d[t, j], in order of j             combine.cu
 //
-// A handful of slots needs no sort: expert_gemm_few.cu plans and rounds inside its GEMMs.
+// A handful of slots needs no sort. Two kernels then run the layer, which plan and round inside:
+//   GEMM 1      W1, bias, activation -> a [slots, i]                       expert_gemm_few.cu
+//   GEMM 2      W2, bias and combine -> y                                  combined_gemm_few.cu
 //
 // From sm_90 on, GEMM 1, GEMM 2 and combine may each start before the launch before them ends.
 #include "cuda/epilogues/finish.cuh"
@@ -103,18 +105,15 @@ cudaError_t LaunchRoundTokens(cudaStream_t stream, const MoECall& call, const To
                 static_cast<int32_t>(call.shape.e), up->left.slots_per_row, workspace.row_scale);
 }
 
-// Whether both GEMMs can run in expert_gemm_few.cu, without a sort.
+// Whether both GEMMs can run in the kernels for few slots, without a sort.
 bool FewFit(const MoECall& call, int64_t slots) {
-  const MoEShape& shape = call.shape;
-  const int64_t weights = slots * shape.h * (shape.n1 + shape.i);
-  const bool rounds = call.activation_scale == ActivationScale::kStatic;
   return !call.weight_on_input && call.activation_scale != ActivationScale::kToken &&
-         FewSlotsFit(slots, shape.top_k, shape.h, rounds, weights) &&
-         FewSlotsFit(slots, 1, shape.i, rounds, weights);
+         FewSlotsFit(call.shape, slots);
 }
 
-cudaError_t LaunchFewProducts(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
-                              LayerProducts products) {
+// Launches GEMM 1 and, together with combine, GEMM 2.
+cudaError_t LaunchFew(cudaStream_t stream, const MoECall& call, const TokenChunk& chunk,
+                      LayerProducts products) {
   auto& [up, down] = products;
   if (call.activation_scale == ActivationScale::kStatic) {
     up.left.input_scale = up.weight.input_scale;
@@ -124,8 +123,8 @@ cudaError_t LaunchFewProducts(cudaStream_t stream, const MoECall& call, const To
   const FewSlots last = {chunk.expert_ids, slots, e, {}, 0, 0};
   const FewSlots first = {chunk.expert_ids, slots,          e,
                           down.weight,      down.m_tiles(), (down.k + kTileK - 1) / kTileK};
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchExpertGemmFew(stream, up, first, /*overlaps=*/false));
-  return LaunchExpertGemmFew(stream, down, last, /*overlaps=*/true);
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchExpertGemmFew(stream, up, first));
+  return LaunchCombinedGemmFew(stream, down, last, MakeCombineTokens(call, chunk));
 }
 
 // Launches what changes x between the sort and GEMM 1.
@@ -170,10 +169,8 @@ cudaError_t LaunchChunk(cudaStream_t stream, const MoECall& call, const MoEBuffe
   const GemmPlan plan = PlanGemm(call.engine, chunk.slots, call.shape.e);
   const LayerProducts products = MakeLayerProducts(call, buffers, chunk, workspace.tables, plan,
                                                    workspace.activated, workspace.down);
-  NVFP4_RETURN_IF_CUDA_ERROR(
-      FewFit(call, chunk.slots)
-          ? LaunchFewProducts(stream, call, chunk, products)
-          : LaunchSortedProducts(stream, call, chunk, workspace, plan, products));
+  if (FewFit(call, chunk.slots)) return LaunchFew(stream, call, chunk, products);
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchSortedProducts(stream, call, chunk, workspace, plan, products));
   return LaunchCombineChunk(stream, call, chunk, workspace.down);
 }
 

@@ -1,0 +1,245 @@
+// Computes y[t] = sum over j of weight[t, j] * (W[expert(t, j)] @ x[t * top_k + j] + bias) for at
+// most kFewSlots slots, in bf16 and f16: GEMM 2 of a layer and the sum over the experts of a token
+// in one kernel. Outputs of single experts are never rounded or stored.
+//
+// A block owns a slab of 16 columns of y, for all tokens. In each weight tile of 64 rows, one of
+// four warps owns the 16 rows of a slab (weight_tile.cuh). They are a part of 512 contiguous bytes
+// of codes and 64 of scales. The work of a block is a list of such parts: all tiles of k of the
+// first expert tile of the plan, then those of the next. The warps divide the list evenly, each
+// takes contiguous parts, and a warp has kDepth of them in flight.
+//
+// Where the parts of an expert tile end, or those of a warp, the warp stores its sums to a place of
+// their own. One thread for each slot and column then adds the sums of the slot in the order of k,
+// and applies scales, bias and weight. One thread for each token and column adds the slots in the
+// order of j. The result does not depend on the order in which warps run.
+//
+// The kernel may start before GEMM 1 ends. It waits for GEMM 1 before it reads `left`; ids, weights
+// of experts and weights of layers are older. Slots that are not routed are never read.
+//
+// Bottleneck: the latency of memory and unpacking. With one token of Qwen3-30B-A3B, 128 blocks have
+// 96 parts each, which their 16 warps request at once.
+//
+// Needs: sm_80. Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
+#include "cuda/epilogues/finish.cuh"
+#include "cuda/gemm/few_slots.cuh"
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/launch_kernel.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kWarps = 16;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kBlocksPerSm = 2;
+constexpr int kDepth = 6;  // parts of a warp in flight
+constexpr int kRingBytes = kWarps * PartRing<kDepth>::kBytes;
+// Sums of a part: columns of 16 weight rows. The distance of columns avoids bank conflicts.
+constexpr int kColumnFloats = kSlab + 4;
+constexpr int kSumBytes = kRows * kColumnFloats * 4;
+static_assert(kFewSlots * kSlab == kThreads, "a thread for each slot and weight row");
+
+// The list of the parts of a block, and how its warps divide it.
+struct Division {
+  int parts;
+  int warps;  // how many have parts; at least 1
+
+  __device__ __forceinline__ explicit Division(int count)
+      : parts(count), warps(max(1, min(count, kWarps))) {}
+  // The first part of a warp. It is the end of the list for warps without parts.
+  __device__ __forceinline__ int Begin(int warp) const { return min(warp, warps) * parts / warps; }
+  // The warp that has a part.
+  __device__ __forceinline__ int WarpOf(int part) const { return ((part + 1) * warps - 1) / parts; }
+};
+
+// A part: a tile of the plan, and a tile of k.
+struct Position {
+  int tile;
+  int k_tile;
+
+  __device__ __forceinline__ void Step(int k_tiles) {
+    if (++k_tile < k_tiles) return;
+    k_tile = 0;
+    ++tile;
+  }
+};
+
+// Returns the number of the weight tile that has a part of this block.
+__device__ __forceinline__ int64_t WeightTile(const ExpertGemm& p, const Plan& plan,
+                                              const Position& position) {
+  const int64_t m_tile = static_cast<int64_t>(plan.tiles[position.tile].expert) * p.m_tiles() +
+                         static_cast<int>(blockIdx.x) / kParts;
+  return m_tile * KTiles(p.k) + position.k_tile;
+}
+
+// What a thread needs for the output of its slot and weight row.
+struct SlotOutput {
+  SlotPlace place;
+  float scale, bias, weight;
+};
+
+template <typename T>
+__device__ __forceinline__ SlotOutput LoadSlotOutput(const ExpertGemm& p, const Plan& plan,
+                                                     const CombineTokens& tokens, int num_slots) {
+  const int slot = static_cast<int>(threadIdx.x) / kSlab;
+  const int row = static_cast<int>(blockIdx.x) * kSlab + static_cast<int>(threadIdx.x) % kSlab;
+  if (slot >= num_slots || plan.places[slot].tile < 0) return {{-1, 0}, 0.0f, 0.0f, 0.0f};
+  const int64_t expert = plan.tiles[plan.places[slot].tile].expert;
+  float scale =
+      kProductUnit<T> * p.weight.global_scale[expert * p.parts + PartOf(p, row, p.columns)];
+  if (p.left.input_scale != nullptr) scale *= p.left.input_scale[expert];
+  const float bias = p.weight.bias != nullptr ? p.weight.bias[expert * p.bias_rows + row] : 0.0f;
+  const float weight = tokens.expert_weights != nullptr ? tokens.expert_weights[slot] : 1.0f;
+  return {plan.places[slot], scale, bias, weight};
+}
+
+// The parts of a warp.
+struct Parts {
+  const ExpertGemm& p;
+  const Plan& plan;
+  int begin, end;
+  int requested;
+  Position next;  // of the part that is requested next
+
+  __device__ __forceinline__ Parts(const ExpertGemm& gemm, const Plan& made,
+                                   const Division& division, int warp)
+      : p(gemm),
+        plan(made),
+        begin(division.Begin(warp)),
+        end(division.Begin(warp + 1)),
+        requested(begin),
+        next(At(begin)) {}
+
+  __device__ __forceinline__ Position At(int part) const {
+    return {part / KTiles(p.k), part % KTiles(p.k)};
+  }
+
+  __device__ __forceinline__ void Request(uint32_t target) {
+    if (requested == end) return;
+    RequestPart(p.weight, WeightTile(p, plan, next), static_cast<int>(blockIdx.x) % kParts, target);
+    next.Step(KTiles(p.k));
+    ++requested;
+  }
+};
+
+// Multiplies the parts of a warp, and stores a sum for each expert tile that it has parts of.
+template <typename T>
+__device__ __forceinline__ void MultiplyParts(Parts* parts, const TileConstants& constants,
+                                              PartRing<kDepth> ring, const uint8_t* rows,
+                                              float* sums) {
+  const ExpertGemm& p = parts->p;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x) / 32;
+  Position position = parts->At(parts->begin);
+  for (int part = parts->begin; part < parts->end;) {
+    const RowTile tile = parts->plan.tiles[position.tile];
+    const int last = min(parts->end, part + KTiles(p.k) - position.k_tile);
+    const int slot = parts->plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
+    const uint8_t* b =
+        rows + slot * RowStride(p.k) + lane / 8 * 16 + position.k_tile * (kTileK * 2);
+    float halves[2][4] = {};
+    for (; part < last; ++part, b += kTileK * 2) {
+      const Packed packed = ring.Take([&](uint32_t target) { parts->Request(target); });
+      MultiplyTile<T>(packed, b, constants, halves);
+    }
+    float* sum =
+        sums + (warp + position.tile) * (kSumBytes / 4) + lane / 4 + lane % 4 * 2 * kColumnFloats;
+    sum[0] = halves[0][0] + halves[1][0];
+    sum[kColumnFloats] = halves[0][1] + halves[1][1];
+    sum[8] = halves[0][2] + halves[1][2];
+    sum[kColumnFloats + 8] = halves[0][3] + halves[1][3];
+    position = {position.tile + 1, 0};
+  }
+}
+
+template <typename T, bool kRounds>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    CombinedGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
+                    const CombineTokens tokens, const TileConstants constants) {
+  NVFP4_DYNAMIC_SHARED(shared);
+  __shared__ Plan plan;
+  __shared__ float outputs[kFewSlots * kSlab];
+  uint8_t* rows = shared + kRingBytes;
+  auto* sums = reinterpret_cast<float*>(rows + few.num_slots * RowStride(p.k));
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int k_tiles = KTiles(p.k);
+  if (thread < 32) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
+  __syncthreads();
+  const Division division(plan.num_tiles * k_tiles);
+  const int warp = thread / 32;
+  Parts parts(p, plan, division, warp);
+  const PartRing<kDepth> ring = {shared + warp * PartRing<kDepth>::kBytes};
+  ring.Fill([&](uint32_t target) { parts.Request(target); });
+  const SlotOutput output = LoadSlotOutput<T>(p, plan, tokens, few.num_slots);
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+#endif
+  BringRows(p, plan.routed, warp, kWarps, thread % 32, 32, rows, [](int slot) { return slot; });
+  WaitCopies<0>();
+  __syncthreads();
+  if constexpr (kRounds) {
+    RoundRows<T>(p, plan.routed, kThreads, rows, [&](int slot) { return few.expert_ids[slot]; });
+    __syncthreads();
+  }
+  MultiplyParts<T>(&parts, constants, ring, rows, sums);
+  __syncthreads();
+
+  float value = 0.0f;
+  if (output.place.tile >= 0) {
+    const int first = output.place.tile * k_tiles;
+    const int last = division.WarpOf(first + k_tiles - 1);
+    float sum = 0.0f;
+    for (int its = division.WarpOf(first); its <= last; ++its) {
+      sum += sums[(its + output.place.tile) * (kSumBytes / 4) +
+                  output.place.column * kColumnFloats + thread % kSlab];
+    }
+    value = output.weight * (sum * output.scale + output.bias);
+  }
+  outputs[thread] = value;
+  __syncthreads();
+  const int token = thread / kSlab;
+  if (token >= tokens.t) return;
+  float sum = 0.0f;
+  for (int j = 0; j < tokens.top_k; ++j) {
+    sum += outputs[(token * tokens.top_k + j) * kSlab + thread % kSlab];
+  }
+  static_cast<T*>(tokens.y)[static_cast<int64_t>(token) * tokens.h +
+                            static_cast<int64_t>(blockIdx.x) * kSlab + thread % kSlab] =
+      FromFloat<T>(sum);
+}
+
+// A warp that begins inside an expert tile adds one sum to those of the expert tiles.
+int64_t DynamicBytes(int64_t slots, int64_t k) {
+  return kRingBytes + slots * RowStride(static_cast<int32_t>(k)) + (slots + kWarps - 1) * kSumBytes;
+}
+
+constexpr int64_t kStaticBytes =
+    CeilDiv(sizeof(Plan) + sizeof(float) * kFewSlots * kSlab, kDynamicAlignment) *
+    kDynamicAlignment;
+
+template <typename T, bool kRounds>
+cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
+                        const CombineTokens& tokens) {
+  return LaunchWide(stream, dim3(static_cast<unsigned>(tokens.h / kSlab)), kThreads,
+                    static_cast<int>(DynamicBytes(few.num_slots, gemm.k)), /*overlaps=*/true,
+                    CombinedGemmFew<T, kRounds>, gemm, few, tokens, MakeTileConstants<T>());
+}
+
+template <typename T>
+cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
+                     const CombineTokens& tokens) {
+  return gemm.left.input_scale == nullptr ? LaunchTyped<T, false>(stream, gemm, few, tokens)
+                                          : LaunchTyped<T, true>(stream, gemm, few, tokens);
+}
+
+}  // namespace
+
+int64_t CombinedFewSharedBytes(int64_t slots, int64_t k) {
+  return DynamicBytes(slots, k) + kStaticBytes;
+}
+
+cudaError_t LaunchCombinedGemmFew(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
+                                  const CombineTokens& tokens) {
+  return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, few, tokens)
+                                     : LaunchOf<__nv_bfloat16>(stream, gemm, few, tokens);
+}
+
+}  // namespace nvfp4

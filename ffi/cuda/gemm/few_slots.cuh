@@ -1,0 +1,194 @@
+// The plan and the rows of x of the kernels for few slots, in shared memory of each block:
+// expert_gemm_few.cu and combined_gemm_few.cu.
+#pragma once
+
+#include <cstring>
+
+#include "cuda/gemm/expert_gemm_few.cuh"
+#include "cuda/instructions/async_copy.cuh"
+#include "cuda/instructions/mma.cuh"
+#include "cuda/quantizers/quantize_block.cuh"
+
+namespace nvfp4 {
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr int kRows = 8;      // most rows of a tile: the columns of one MMA
+constexpr int kPadding = 16;  // bytes between rows in shared memory, against bank conflicts
+
+// Where a slot has its sum: a column of a tile. The tile of a slot that is not routed is -1.
+struct SlotPlace {
+  int16_t tile;
+  int16_t column;
+};
+
+struct Plan {
+  int32_t num_tiles;
+  uint32_t routed;           // a bit for each slot
+  int32_t slots[kFewSlots];  // slot of each sorted row
+  RowTile tiles[kFewSlots];
+  SlotPlace places[kFewSlots];
+};
+
+// Makes the plan. One warp calls it, with one slot for each lane. It sorts slots by expert, stably,
+// and cuts them into tiles of kRows rows.
+__device__ __forceinline__ void MakePlan(const int32_t* expert_ids, int num_slots, int num_experts,
+                                         Plan* plan) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int32_t id = lane < num_slots ? expert_ids[lane] : -1;
+  if (id >= num_experts || id < 0) id = INT32_MAX;  // sorted behind all others
+  const uint32_t routed = __ballot_sync(kAllLanes, id != INT32_MAX);
+  int place = 0;
+  for (int other = 0; other < num_slots; ++other) {
+    const int32_t its = __shfl_sync(kAllLanes, id, other);
+    place += its < id || (its == id && other < lane);
+  }
+  if (lane >= num_slots) place = lane;
+  plan->slots[place] = lane;
+  __syncwarp();
+  const int slot = plan->slots[lane];
+  const int32_t expert = __shfl_sync(kAllLanes, id, slot);
+  const uint32_t equal = __match_any_sync(kAllLanes, expert);
+  const int before = lane - (__ffs(static_cast<int>(equal)) - 1);  // earlier rows of the expert
+  const bool first = expert != INT32_MAX && before % kRows == 0;
+  const uint32_t firsts = __ballot_sync(kAllLanes, first);
+  const int tile = __popc(firsts & ((1u << lane) - 1)) - (first ? 0 : 1);
+  if (first) plan->tiles[tile] = {expert, lane, min(kRows, __popc(equal) - before)};
+  plan->places[slot] = {static_cast<int16_t>(expert != INT32_MAX ? tile : -1),
+                        static_cast<int16_t>(before % kRows)};
+  if (lane == 0) {
+    plan->num_tiles = __popc(firsts);
+    plan->routed = routed;
+  }
+}
+
+// Returns the tiles of k that rows of `k` elements have.
+__host__ __device__ constexpr int32_t KTiles(int32_t k) { return (k + kTileK - 1) / kTileK; }
+
+// Returns the bytes from one row of `k` elements in shared memory to the next.
+__host__ __device__ constexpr int32_t RowStride(int32_t k) {
+  return KTiles(k) * kTileK * 2 + kPadding;
+}
+
+// What a lane has of a weight tile.
+struct Packed {
+  uint4 codes;
+  uint2 scales;
+};
+
+// sums += W @ x for one weight tile. `rows` is the address from which this lane loads its row of
+// ldmatrix. The two halves of the tile have their own sums, so that their MMAs overlap.
+template <typename T>
+__device__ __forceinline__ void MultiplyTile(const Packed& packed, const uint8_t* rows,
+                                             const TileConstants& constants, float (&sums)[2][4]) {
+  const uint32_t words[4] = {packed.codes.x, packed.codes.y, packed.codes.z, packed.codes.w};
+  const uint32_t scales[2] = {packed.scales.x, packed.scales.y};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t even[4], odd[4], b[4];
+    LoadMatrices(rows + 64 * half, b);
+    UnpackPair<T>(words[2 * half], words[2 * half + 1], scales[half], constants, even, odd);
+    MultiplyAdd<T>(sums[half], even, b[0], b[1]);
+    MultiplyAdd<T>(sums[half], odd, b[2], b[3]);
+  }
+}
+
+// A slab is 16 weight rows of an expert. In each weight tile of 64 rows, it owns the part of one of
+// four warps (weight_tile.cuh): contiguous codes and contiguous scales.
+constexpr int kSlab = 16;
+constexpr int kParts = kTileM / kSlab;
+constexpr int kCodeBytes = kTileCodeBytes / kParts;
+constexpr int kScaleBytes = kTileScaleBytes / kParts;
+constexpr int kPartBytes = kCodeBytes + kScaleBytes;
+
+// Starts the copies of part `part` of weight tile `tile` to `target`. All lanes of a warp call it.
+__device__ __forceinline__ void RequestPart(const ExpertWeights& weight, int64_t tile, int part,
+                                            uint32_t target) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const uint8_t* codes = weight.packed + tile * kTileCodeBytes + part * kCodeBytes;
+  Copy(target + lane * 16, codes + lane * 16);
+  if (lane < kScaleBytes / 16) {
+    const uint8_t* scales = weight.block_scale + tile * kTileScaleBytes + part * kScaleBytes;
+    Copy(target + kCodeBytes + lane * 16, scales + lane * 16);
+  }
+}
+
+// The parts that a warp has in flight: kDepth places in shared memory, which it fills in turn. Each
+// part is one group of copies, even if it is empty.
+template <int kDepth>
+struct PartRing {
+  static constexpr int kBytes = kDepth * kPartBytes;
+  uint8_t* places;
+  int place = 0;
+
+  // Requests the first kDepth parts, or those from part `first` on: request(target) for each.
+  template <typename Function>
+  __device__ __forceinline__ void Fill(const Function& request, int first = 0) const {
+#pragma unroll
+    for (int d = first; d < kDepth; ++d) {
+      request(SharedAddress(places + d * kPartBytes));
+      CommitCopies();
+    }
+  }
+
+  // Returns the next part, and requests another one to its place. Whole warps call it.
+  template <typename Function>
+  __device__ __forceinline__ Packed Take(const Function& request) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    uint8_t* bytes = places + place * kPartBytes;
+    WaitCopies<kDepth - 1>();
+    __syncwarp();  // other lanes have copied the scales
+    const Packed packed = {*reinterpret_cast<const uint4*>(bytes + lane * 16),
+                           *reinterpret_cast<const uint2*>(bytes + kCodeBytes + lane / 4 * 8)};
+    __syncwarp();
+    request(SharedAddress(bytes));
+    CommitCopies();
+    place = place + 1 < kDepth ? place + 1 : 0;
+    return packed;
+  }
+};
+
+// Starts the copies of the rows first, first + step, ... that are in `mask` to shared memory, with
+// zeros past k, as one group. Row r is source(r) of the left operand. This is thread `thread` of
+// the `threads` that copy each of these rows.
+template <typename Function>
+__device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t mask, int first, int step,
+                                          int thread, int threads, uint8_t* rows,
+                                          const Function& source) {
+  const int chunks = KTiles(p.k) * (kTileK / 8);
+#pragma unroll 1
+  for (int row = first; row < 32 && mask >> row != 0; row += step) {
+    if ((mask >> row & 1) == 0) continue;
+    const auto* values =
+        static_cast<const uint16_t*>(p.left.values) + static_cast<int64_t>(source(row)) * p.k;
+    const uint32_t target = SharedAddress(rows + row * RowStride(p.k));
+    for (int chunk = thread; chunk < chunks; chunk += threads) {
+      const bool inside = chunk * 8 < p.k;
+      CopyOrZero(target + chunk * 16, values + (inside ? chunk * 8 : 0), inside ? 16 : 0);
+    }
+  }
+  CommitCopies();
+}
+
+// Rounds the rows in `mask` to NVFP4 in their places. The expert of row r is expert(r). `threads`
+// threads call it.
+template <typename T, typename Function>
+__device__ __forceinline__ void RoundRows(const ExpertGemm& p, uint32_t mask, int threads,
+                                          uint8_t* rows, const Function& expert) {
+  const int blocks = KTiles(p.k) * (kTileK / kBlock), count = __popc(mask);
+  for (int i = static_cast<int>(threadIdx.x); i < count * blocks; i += threads) {
+    const int index = i / blocks, block = i - index * blocks;
+    uint32_t after = mask;  // `mask` without its lowest `index` bits
+    for (int before = 0; before < index; ++before) after &= after - 1;
+    const int row = __ffs(static_cast<int>(after)) - 1;
+    auto* place = reinterpret_cast<uint4*>(rows + row * RowStride(p.k)) + 2 * block;
+    T values[kBlock];
+    uint4 words[2] = {place[0], place[1]};
+    std::memcpy(values, words, sizeof(values));
+    RoundActivations(p.left.input_scale[expert(row)], values);
+    std::memcpy(words, values, sizeof(values));
+    place[0] = words[0];
+    place[1] = words[1];
+  }
+}
+
+}  // namespace nvfp4
