@@ -24,11 +24,10 @@ FLIPS = ("qwen3moe-modelopt-w4a4", "qwen3_moe-ct-mixed")
 # depend on these alone, and not on the family that has them. test_default_dtype.py fills the cache
 # of every folder in two halves, and lets these folders decode.
 EACH_MIXER = (
-    "bailing_hybrid-modelopt-w4a16",  # latent attention beside a delta net
     "deepseek_v3-modelopt-mixed-w4a16-kv8",  # latent attention, FP8 cache
     "glm_moe_dsa-modelopt-w4a16",  # keys that an indexer chooses, also for a later layer
     "gpt_oss-modelopt-w4a16",  # windows and sinks
-    "kimi_linear-modelopt-w4a16",  # Kimi delta attention
+    "kimi_linear-modelopt-w4a16",  # Kimi delta attention beside latent attention
     "lfm2_moe-modelopt-w4a16",  # short convolutions
     "llama4_text-modelopt-w4a16",  # chunks
     "minimax_m3-modelopt-w4a16",  # chosen blocks of keys
