@@ -121,7 +121,15 @@ each_mixer = pytest.mark.parametrize("case", EACH_MIXER, indirect=True, scope="m
 
 @pytest.fixture(scope="module")
 def case(request):
-    return load_case(request.param)
+    yield load_case(request.param)
+    jax.clear_caches()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Free the programs of whole models, because a process may have only so many memory maps."""
+    yield
+    jax.clear_caches()
 
 
 def blocks(folder):

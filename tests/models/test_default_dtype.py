@@ -104,7 +104,8 @@ def run_both(model, ids):
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
-    return load_case(request.param)
+    yield load_case(request.param)
+    jax.clear_caches()  # a process may have only so many memory maps, and programs take some
 
 
 @pytest.fixture(scope="module")
