@@ -104,8 +104,14 @@ def run_both(model, ids):
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
-    yield load_case(request.param)
-    jax.clear_caches()  # a process may have only so many memory maps, and programs take some
+    return load_case(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Free the programs of whole models, because a process may have only so many memory maps."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
