@@ -52,9 +52,12 @@ def measure_exact(folder: pathlib.Path) -> dict[str, float]:
 
 def measure_bfloat16(folder: pathlib.Path) -> dict[str, float]:
     """Return the error of the default model over that of plain rounding, to two decimals."""
-    from test_default_dtype import times_rounding
+    from architecture import load_case
+    from test_default_dtype import run_both, times_rounding
 
-    return {"bfloat16": float(f"{times_rounding(folder.name)[0]:.2f}")}
+    case = load_case(folder.name)
+    error, _ = times_rounding(case, run_both(case.model, case.ids))
+    return {"bfloat16": float(f"{error:.2f}")}
 
 
 def update(measure: Callable[[pathlib.Path], dict[str, float]], key: str, again: bool) -> None:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -93,12 +94,13 @@ def join_weights(parts: Sequence[LinearWeights]) -> LinearWeights:
         return first
     return dataclasses.replace(
         first,
-        weight=_join_matrices([part.weight for part in parts]),
+        weight=_join_matrices(tuple(part.weight for part in parts)),
         bias=_join_biases(parts),
         input_scale=None,
     )
 
 
+@jax.jit  # one program instead of several for each matrix of a model that is loaded
 def _join_matrices(weights) -> Any:
     """Return one matrix with the rows of all `weights`, which have the same type."""
     if isinstance(weights[0], FP8Tensor):

@@ -17,34 +17,24 @@ def start(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture
-def stages(tmp_path):
-    """Return the arguments of the command and of the call for each stage."""
-    generate = ["generate", EXAMPLE, "--max-new-tokens", "6", "--prompt", "def f("]
-    return {
-        "load": (generate, [EXAMPLE]),
-        "generate": (generate, [EXAMPLE]),
-        "quantize": (["quantize", SOURCE, tmp_path / "q"], [SOURCE, tmp_path / "q"]),
-    }
-
-
 @pytest.mark.parametrize("stage", ["load", "generate", "quantize"])
-def test_a_command_ends_with_the_status_of_ctrl_c(stages, stage, tmp_path):
+def test_a_command_ends_with_the_status_of_ctrl_c(stage, tmp_path):
     """The status is 130, which is 128 plus the signal's number. No partial folder remains."""
-    done = start(stage, "command", *stages[stage][0])
+    command = ["generate", EXAMPLE, "--max-new-tokens", "6", "--prompt", "def f("]
+    done = start(stage, *(["quantize", SOURCE, tmp_path / "q"] if stage == "quantize" else command))
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout.startswith("def f(") == (stage == "generate")
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("stage", ["load", "generate", "quantize"])
-def test_a_call_can_be_made_again(stages, stage, tmp_path):
-    """The same process repeats the call, as a user does in a notebook."""
-    done = start(stage, "call", *stages[stage][1])
+def test_calls_can_be_made_again(tmp_path):
+    """The same process repeats the call of each stage, as a user does in a notebook."""
+    done = start("calls", EXAMPLE, SOURCE, tmp_path / "q")
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first == "interrupted"
-    if stage == "quantize":
-        assert second == str(sorted(os.listdir(tmp_path / "q")))
-        assert json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    stages, first, second = zip(*map(json.loads, done.stdout.splitlines()), strict=True)
+    assert stages == ("load", "generate", "quantize")
+    assert set(first) == {"interrupted"}
+    assert len(second[1]) == 6
+    assert second[2] == sorted(os.listdir(tmp_path / "q"))
+    assert json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]

@@ -1,18 +1,21 @@
-"""Test each checkpoint as `load_model` gives it by default, in bfloat16, against float32.
+"""Test the logits of each checkpoint: in float32 against its tool, by default against float32.
 
-The default model runs its kernels and a cache. The yardstick is the error that rounding explains:
-that of the float32 model with the inputs and outputs of its modules rounded to bfloat16. That model
-has no code of its own for bfloat16 (see `plain_rounding`).
+By default, `load_model` gives a bfloat16 model, which runs its kernels and a cache. The yardstick
+is the error that rounding explains: that of the float32 model with the inputs and outputs of its
+modules rounded to bfloat16. That model has no code of its own for bfloat16 (see `plain_rounding`).
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architecture import EACH_MIXER, EXACT, load_case
 from flax import nnx
-from given import CHECKPOINTS, MODELS, reference_tensors
+from given import CHECKPOINTS, MODELS
 from plain_rounding import followed_choices, own_choices, rounded_modules
 
 from jax_nvfp4_moe import explain, load_model
@@ -20,6 +23,7 @@ from jax_nvfp4_moe.nn.experts import RoutedTokens
 from jax_nvfp4_moe.nn.gated_delta_net import GatedDeltaNet
 from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.nn.mamba2 import Mamba2
+from jax_nvfp4_moe.scheme import Scheme
 
 # Allowed ratio of the worst token's error to that of plain rounding, as in the tests of kernels.
 TIMES_ROUNDING = 2
@@ -41,9 +45,14 @@ def run_float32(model, ids, choices, rounds):
     return logits, [(one.expert_ids, one.expert_weights) for one in tokens], jnp.stack(replaced)
 
 
-@functools.partial(jax.jit, static_argnames="first")
-def run_with_cache(model, ids, choices, first):
-    """Return logits and replaced choices of a prefill of `first` tokens and of the decode."""
+@functools.partial(jax.jit, static_argnames="decodes")
+def run_with_cache(model, ids, choices, decodes):
+    """Return logits and replaced choices of a model that fills its cache.
+
+    Args:
+      decodes: whether the second half of the tokens comes one by one. Otherwise, both halves run in
+        the same way, which compiles half as much.
+    """
 
     def take(cache, given):
         ids, choices = given
@@ -51,50 +60,105 @@ def run_with_cache(model, ids, choices, first):
             logits, cache = model(ids, cache)
         return cache, (logits, jnp.stack(replaced))
 
-    given = ids, choices
-    cache, (prefill, kept) = take(
-        model.init_cache(*ids.shape), jax.tree.map(lambda x: x[:, :first], given)
+    def take_pieces(cache, count, given):
+        pieces = jax.tree.map(lambda x: jnp.stack(jnp.split(x, count, axis=1)), given)
+        cache, (logits, replaced) = jax.lax.scan(take, cache, pieces)
+        return cache, (jnp.concatenate(logits, axis=1), jnp.concatenate(replaced, axis=2))
+
+    given, cache = (ids, choices), model.init_cache(*ids.shape)
+    if not decodes:
+        return take_pieces(cache, 2, given)[1]
+    half = ids.shape[1] // 2
+    cache, (first, kept) = take(cache, jax.tree.map(lambda x: x[:, :half], given))
+    _, (later, kept_later) = take_pieces(
+        cache, ids.shape[1] - half, jax.tree.map(lambda x: x[:, half:], given)
     )
-    each = jax.tree.map(lambda x: jnp.moveaxis(x[:, first:], 1, 0)[:, :, None], given)
-    _, (decoded, kept_later) = jax.lax.scan(take, cache, each)
-    logits = jnp.concatenate([prefill, jnp.moveaxis(decoded[:, :, 0], 0, 1)], axis=1)
-    return logits, jnp.concatenate([kept, jnp.moveaxis(kept_later[..., 0], 0, 2)], axis=2)
+    return jnp.concatenate([first, later], axis=1), jnp.concatenate([kept, kept_later], axis=2)
 
 
-def times_rounding(name, edit=lambda default: None):
+@dataclasses.dataclass(frozen=True)
+class InFloat32:
+    """What a float32 model computes.
+
+    Attributes:
+      scheme: the scheme that it runs.
+      logits: its logits.
+      choices: the experts and keys that it chooses.
+      explained: the largest change of a logit if modules round their inputs and outputs.
+    """
+
+    scheme: Scheme
+    logits: np.ndarray
+    choices: Any
+    explained: float
+
+
+def run_both(model, ids):
+    """Run the float32 model with its own choices, and once more with plain rounding."""
+    logits, choices, _ = run_float32(model, ids, own_choices(model, ids), False)
+    rounded, _, _ = run_float32(model, ids, choices, True)
+    logits = np.asarray(logits)
+    explained = np.abs(np.asarray(rounded) - logits).max()
+    return InFloat32(explain(model).scheme, logits, choices, explained)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request):
+    return load_case(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Free the programs of whole models, because a process may have only so many memory maps."""
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def exact(case):
+    return run_both(case.model, case.ids)
+
+
+def times_rounding(case, exact, edit=lambda default: None):
     """Return the default model's worst error over that of plain rounding, and the share replaced.
 
     Args:
-      name: name of the checkpoint.
+      case: the checkpoint.
+      exact: results in float32 with the checkpoint's scheme.
       edit: function that changes the default model before it runs.
     """
-    folder = CHECKPOINTS / name
-    ids = jnp.asarray(reference_tensors(folder)["input_ids"], jnp.int32)
-    default = load_model(folder)
+    default = load_model(CHECKPOINTS / case.folder)
     assert default.dtype == jnp.bfloat16
     edit(default)
-    scheme = explain(default).scheme.value
-    model = load_model(folder, scheme=scheme, dtype=jnp.float32, backend="reference")
-    exact, choices, _ = run_float32(model, ids, own_choices(model, ids), False)
-    rounded, _, _ = run_float32(model, ids, choices, True)
-    logits, replaced = run_with_cache(default, ids, choices, ids.shape[1] // 2)
-    explained, found = (np.abs(np.asarray(one) - exact).max() for one in (rounded, logits))
-    return found / explained, np.mean(replaced)
+    scheme = explain(default).scheme
+    if scheme != exact.scheme:  # the default keeps activations that the checkpoint's scheme rounds
+        model = load_model(CHECKPOINTS / case.folder, **(EXACT | {"scheme": scheme.value}))
+        exact = run_both(model, case.ids)
+    logits, replaced = run_with_cache(
+        default, case.ids, exact.choices, decodes=case.folder in EACH_MIXER
+    )
+    return np.abs(np.asarray(logits) - exact.logits).max() / exact.explained, np.mean(replaced)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_default_is_as_exact_as_bfloat16(name):
+def test_logits(case, exact):
+    """In float32, each checkpoint has the logits that its original tool computed."""
+    assert case.error(exact.logits) <= 1
+
+
+def test_the_default_is_as_exact_as_bfloat16(case, exact):
     """Prefill and decoding reach 0.8 to 1.4 times the error of plain rounding."""
-    error, replaced = times_rounding(name)
+    error, replaced = times_rounding(case, exact)
     assert error <= TIMES_ROUNDING
     assert replaced <= SHARE_REPLACED
 
 
 @pytest.mark.parametrize(
-    ("name", "mixer"),
+    ("case", "mixer"),
     [("nemotron_h-modelopt-w4a16", Mamba2), ("qwen3_next-modelopt-w4a16", GatedDeltaNet)],
+    indirect=["case"],
+    scope="module",
 )
-def test_the_bound_catches_states_that_fade_faster(name, mixer):
+def test_the_bound_catches_states_that_fade_faster(case, exact, mixer):
     """Negative control: logarithms of decays are twice as large, in the bfloat16 model only."""
 
     def edit(default):
@@ -103,5 +167,5 @@ def test_the_bound_catches_states_that_fade_faster(name, mixer):
         for part in mixers:
             part.A_log.set_value(part.A_log.get_value() + jnp.log(2.0))
 
-    error, _ = times_rounding(name, edit)
+    error, _ = times_rounding(case, exact, edit)
     assert error > 2 * TIMES_ROUNDING

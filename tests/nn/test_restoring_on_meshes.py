@@ -9,7 +9,7 @@ import pytest
 from expert_block import block
 from flax import nnx
 from given import CHECKPOINTS
-from host_devices import BOUND, IDS, call, difference, make_mesh, name_shape, tokens
+from host_devices import BOUND, call, difference, make_mesh, name_shape, tokens
 from jax.sharding import AxisType
 from mixer_cases import CASES
 from resized import write_resized
@@ -30,7 +30,12 @@ def blank(module):
 
 
 def differing(module, wanted):
-    """Return the paths of arrays that differ in bytes, dtype or sharding."""
+    """Return the paths of arrays that differ in bytes, dtype or sharding.
+
+    The static parts must be equal. A module without a difference is therefore the same program with
+    the same inputs as `wanted`, and needs no run on the mesh.
+    """
+    assert jax.tree.structure(module) == jax.tree.structure(wanted)
     found = []
     restored, made = (jax.tree.leaves_with_path(nnx.state(one)) for one in (module, wanted))
     for (path, leaf), (_, other) in zip(restored, made, strict=True):
@@ -59,12 +64,11 @@ BLOCKS = {
 )
 def test_a_block_is_restored_on_another_mesh(tmp_path, case, shape):
     """Arrays saved on (2, 2) equal those of a new block on the other mesh, bit for bit."""
-    make, x = block(**BLOCKS[case]), tokens(8)
+    make = block(**BLOCKS[case])
     save(tmp_path / "m", make(mesh=make_mesh((2, 2))))
     wanted = make(mesh=shape and make_mesh(shape))
     restored = restore(tmp_path / "m", blank(wanted))
     assert differing(restored, wanted) == []
-    assert difference(call(restored, x), call(make(), x)) <= BOUND
 
 
 def test_a_block_is_restored_on_another_mesh_of_explicit_axes(tmp_path):
@@ -119,17 +123,14 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function from a model's name to its loader, its logits and its saved folder.
-
-    The logits are those of one device. The model was saved on the mesh (2, 2).
-    """
+    """Return a function from a model's name to its loader and its folder, saved on mesh (2, 2)."""
 
     @functools.cache
     def prepare(name):
         source, folder = (tmp_path_factory.mktemp(f"{name}-{kind}") for kind in ("given", "saved"))
         load = functools.partial(load_model, MODELS[name][0](source), dtype=jnp.float32)
         save(folder / "m", load(mesh=make_mesh((2, 2))))
-        return load, call(load(), IDS % 64), folder / "m"
+        return load, folder / "m"
 
     return prepare
 
@@ -140,10 +141,7 @@ def saved(tmp_path_factory):
     ids=name_shape,
 )
 def test_a_model_is_restored_on_another_mesh(saved, name, shape):
-    """Arrays equal those of a model loaded on that mesh. On one device, logits are equal too."""
-    load, logits, folder = saved(name)
+    """Arrays equal those of a model loaded on that mesh, bit for bit."""
+    load, folder = saved(name)
     wanted = load(mesh=shape and make_mesh(shape))
-    restored = restore(folder, blank(wanted))
-    assert differing(restored, wanted) == []
-    error = difference(call(restored, IDS % 64), logits)
-    assert error <= (BOUND if shape else 0.0)
+    assert differing(restore(folder, blank(wanted)), wanted) == []

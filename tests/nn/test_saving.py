@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import pathlib
-import resource
 import subprocess
 import sys
 
@@ -13,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
-import save_sharded
 from flax import nnx
 from given import CHECKPOINTS, EXAMPLE
+from host_devices import call
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_nvfp4_moe import CheckpointError, NVFP4MoE, Target, load_model, load_moe, prepare
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.nn.saving import LAYOUTS, restore, save
+from jax_nvfp4_moe.parallel import find_expert_mesh, shard_experts
 from jax_nvfp4_moe.testing import random_moe_params
 
 X = jax.random.normal(jax.random.key(0), (3, 256), jnp.bfloat16)
@@ -35,8 +35,8 @@ def test_a_model_comes_back(tmp_path):
     save(tmp_path / "m", model)
     restored = restore(tmp_path / "m", nnx.eval_shape(lambda: model))
     same(nnx.state(restored), nnx.state(model))
-    ids = jnp.arange(8, dtype=jnp.int32)[None]
-    np.testing.assert_array_equal(restored(ids), model(ids))
+    ids = np.arange(8, dtype=np.int32)[None]
+    np.testing.assert_array_equal(call(restored, ids), call(model, ids))
 
 
 def test_a_block_with_shared_experts_comes_back(tmp_path):
@@ -44,7 +44,7 @@ def test_a_block_with_shared_experts_comes_back(tmp_path):
     moe = load_moe(folder, 1, scheme="checkpoint")
     save(tmp_path / "m", moe)
     restored = restore(tmp_path / "m", load_moe(folder, 2, scheme="checkpoint"))
-    np.testing.assert_array_equal(restored(X), moe(X))
+    np.testing.assert_array_equal(call(restored, X), call(moe, X))
 
 
 def test_the_state_alone_through_a_standard_checkpointer(tmp_path):
@@ -75,17 +75,58 @@ def test_parameters_alone(tmp_path, layout):
             same(converted, wanted)
 
 
+def params_in(layout):
+    """Return experts on one device."""
+    params = random_moe_params(jax.random.key(0), num_experts=8, hidden=64, intermediate=48)
+    return params.to_layout(layout)
+
+
+def shard(params, devices):
+    """Spread the experts over the first `devices`."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("expert",))
+    return jax.device_put(params, NamedSharding(mesh, PartitionSpec("expert")))
+
+
+def check_divided_experts(folder, layout):
+    """Restore experts that eight devices share on eight and on two devices."""
+    params = shard(params_in(layout), 8)
+    save(folder, params)
+    other = "cpu_16x16" if layout == "canonical" else "canonical"
+    for devices, wanted in ((8, layout), (2, layout), (8, other)):
+        like, params = shard(params_in(wanted), devices), params_in(wanted)
+        if devices == 2:  # shapes are enough, and take no memory
+            like = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+            )
+        restored = restore(folder, like)
+        for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(params), strict=True):
+            assert len(got.addressable_shards) == devices
+            assert got.addressable_shards[0].data.shape[0] == 8 // devices
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def check_divided_tree(folder, layout):
+    """Restore experts divided along `tensor`. Elsewhere, restoring must fail, not reorder rows."""
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 3), ("expert", "tensor"), kinds, devices=jax.devices()[:6])
+    params = shard_experts(params_in("canonical"), find_expert_mesh(mesh))
+    save(folder, params)
+    for got, want in zip(*map(jax.tree.leaves, (restore(folder, params), params)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    for like in (params_in("canonical"), shard(params_in(layout), 8)):
+        with pytest.raises(
+            CheckpointError, match=r"saved on 3 shards along 'tensor', but .* are on 1"
+        ):
+            restore(folder, like)
+
+
+@pytest.mark.eight_devices
 @pytest.mark.parametrize("layout", ["canonical", "mma_64x64"])
 def test_sharded_experts_come_back_sharded_and_not(tmp_path, layout):
     """Experts are saved on eight devices and restored on eight, on two and on one."""
-    script = pathlib.Path(save_sharded.__file__)
-    path = os.pathsep.join(p for p in sys.path if p)
-    subprocess.run(
-        [sys.executable, script, tmp_path / "m", layout],
-        check=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    params = save_sharded.params_in(layout)
+    check_divided_experts(tmp_path / "m", layout)
+    check_divided_tree(tmp_path / "divided", layout)
+    params = params_in(layout)
     same(restore(tmp_path / "m", jax.eval_shape(lambda: params)), params)
 
 
@@ -200,13 +241,14 @@ def test_other_shapes_are_refused(tmp_path):
         restore(tmp_path / "m", wider)
 
 
-LIMITED = """
+LARGE = {"num_experts": 16, "hidden": 256, "intermediate": 128}
+LIMITED = f"""
 import resource, sys, jax
 from jax_nvfp4_moe.nn.saving import save
 from jax_nvfp4_moe.testing import random_moe_params
 
-params = random_moe_params(jax.random.key(0), num_experts=16, hidden=256, intermediate=128)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+params = random_moe_params(jax.random.key(0), **{LARGE})
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))
 save(sys.argv[1], params)
 """
 
@@ -216,13 +258,11 @@ def test_a_second_try_works_after_the_disk_was_full(tmp_path):
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "m")]
     # The limit would also truncate compiled programs in the cache that other processes read.
     alone = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(
-        [*command, "20000"], capture_output=True, text=True, check=False, env=alone
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
     assert done.returncode == 1
     assert f'Failed writing: "{tmp_path / "m"}' in done.stderr
     assert not (tmp_path / "m" / LAYOUTS).exists()
-    subprocess.run([*command, str(resource.RLIM_INFINITY)], capture_output=True, check=True)
+    save(tmp_path / "m", random_moe_params(jax.random.key(0), **LARGE))
     assert sorted(os.listdir(tmp_path / "m")) == ["arrays", LAYOUTS]
 
 

@@ -95,15 +95,16 @@ def _exact(x, weights, first, second, gate_up, down, bar, ids, *, call, on_input
         return row.function(gate, call.alpha) * (up + call.beta)
 
     def total(x, weights, first, second):
-        y = 0.0
-        for expert in range(E):
+        def of_expert(expert, gate_up, down, first, second):
             weight = jnp.sum(jnp.where(ids == expert, weights, 0.0), -1, keepdims=True)
             rows = through(x * weight if on_input else x, expert, 0)
-            u = rows @ gate_up[expert].T + first[expert][None]
-            d = through(activate(u), expert, 1) @ down[expert].T + second[expert][None]
+            u = rows @ gate_up.T + first[None]
+            d = through(activate(u), expert, 1) @ down.T + second[None]
             hit = (ids == expert).any(-1, keepdims=True)
-            y += jnp.where(hit, d if on_input else d * weight, 0.0)
-        return jnp.sum(y * bar)
+            return jnp.where(hit, d if on_input else d * weight, 0.0)
+
+        each = jnp.arange(E, dtype=jnp.int32), gate_up, down, first, second
+        return jnp.sum(jax.vmap(of_expert)(*each) * bar[None])
 
     return jax.grad(total, range(4))(x, weights, first, second)
 

@@ -26,7 +26,12 @@ from jax_nvfp4_moe.testing import (
 
 def run(x, params, ids, weights, **options):
     options = {"scheme": "w4a16", "backend": "reference", **options}
-    return jax.jit(lambda *a: nvfp4.ops.moe_mlp(*a, **options))(x, params, ids, weights)
+    return _run(x, params, ids, weights, tuple(options.items()))
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _run(x, params, ids, weights, options):
+    return nvfp4.ops.moe_mlp(x, params, ids, weights, **dict(options))
 
 
 def normal(*shape):
@@ -47,8 +52,18 @@ def product(x, y):
     return jnp.matmul(x, y, precision="highest")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+# One activation of each kind: gated, interleaved with limits and parameters, not gated, and with
+# another function. All activations compute in float32, whatever the dtype is.
+KINDS = ("silu", "swigluoai", "relu2", "gelu_tanh")
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        *((activation, "float32") for activation in ACTIVATIONS),
+        *((activation, dtype) for dtype in ("bfloat16", "float16") for activation in KINDS),
+    ],
+)
 def test_moe_mlp_is_its_equation(activation, dtype):
     """The equation holds on the reference, and on the backend that this machine chooses."""
     call = find_activation(activation)

@@ -1,11 +1,12 @@
-"""Run a command, or a function twice, and interrupt this process by SIGINT, as Ctrl-C does.
+"""Run a command, or functions twice, and interrupt this process by SIGINT, as Ctrl-C does.
 
-``interrupted.py STAGE command ARGUMENT...`` runs the command line. ``interrupted.py STAGE call
-FOLDER...`` calls the function behind the command, prints its result or that it was interrupted, and
-calls it again.
+``interrupted.py STAGE ARGUMENT...`` runs the command line. ``interrupted.py calls FOLDER SOURCE
+DESTINATION`` calls the function behind the command of each stage. It prints the stage, the result
+or that the call was interrupted, and the result of a second call, as one line of JSON.
 """
 
 import functools
+import json
 import os
 import signal
 import sys
@@ -58,16 +59,24 @@ def quantize(source, destination):
     return sorted(os.listdir(destination))
 
 
+def call_twice(stage, call, *arguments):
+    """Interrupt the first call of a function, and print the outcome of both calls."""
+    interrupt(*STAGES[stage])
+    try:
+        first = call(*arguments)
+    except KeyboardInterrupt:
+        first = "interrupted"
+    print(json.dumps([stage, first, call(*arguments)]))
+
+
 if __name__ == "__main__":
-    stage, how, *arguments = sys.argv[1:]
+    stage, *arguments = sys.argv[1:]
     # A shell starts jobs in the background with SIGINT ignored, which programs inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupt(*STAGES[stage])
-    if how == "command":
-        main(arguments)
-    call = {"load": load, "generate": generate, "quantize": quantize}[stage]
-    try:
-        print(call(*arguments))
-    except KeyboardInterrupt:
-        print("interrupted")
-    print(call(*arguments))
+    if stage in STAGES:
+        interrupt(*STAGES[stage])
+        sys.exit(main(arguments))
+    folder, source, destination = arguments
+    call_twice("load", load, folder)
+    call_twice("generate", generate, folder)
+    call_twice("quantize", quantize, source, destination)

@@ -326,7 +326,7 @@ def test_scripts_run(script, arguments, tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     written = json.loads(output.read_text())
     assert written["commit"] == "abc"
-    assert len(written["rows"]) == {"moe.py": 2, "quantize.py": 2, "parallel.py": 4}.get(script, 1)
+    assert len(written["rows"]) == {"moe.py": 2, "quantize.py": 2, "parallel.py": 2}.get(script, 1)
     if script == "moe.py":
         assert (tmp_path / "result.png").exists()
 

@@ -1,4 +1,8 @@
-"""Call the CPU extension's FFI targets, operand by operand, on arrays of `float64_layer`."""
+"""Call the CPU extension's FFI targets, operand by operand, on arrays of `float64_layer`.
+
+On the small arrays of tests, compiling a program takes far longer than running kernels. The kernels
+of all instruction sets are therefore calls in one program, and tests of one set take its result.
+"""
 
 import functools
 
@@ -29,6 +33,15 @@ def present_isas():
     return _ffi.load("_nvfp4_cpu").isa_levels()
 
 
+def _together(isa, workspace=None):
+    """Return the instruction sets that run in one program with `isa`.
+
+    A call with another name or a workspace may be an error, and then runs alone.
+    """
+    present = present_isas()
+    return tuple(present) if isa in present and workspace is None else (isa,)
+
+
 @jax.jit
 def _prepare(packed, block_scale):
     return to_layout(packed, block_scale, find_layout("cpu_16x16"))
@@ -46,7 +59,6 @@ def prepare(layer: Layer):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("options", "isa", "workspace"))
 def moe(
     x,
     prepared: Layer,
@@ -57,17 +69,20 @@ def moe(
     workspace: int | None = None,
 ):
     """Run an expert layer, and return [t, h] in the dtype of x."""
+    isas = _together(isa, workspace)
+    return _moe(x, prepared, expert_ids, expert_weights, options, isas, workspace)[isas.index(isa)]
+
+
+@functools.partial(jax.jit, static_argnames=("options", "isas", "workspace"))
+def _moe(x, prepared, expert_ids, expert_weights, options, isas, workspace):
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = prepared.down_packed.shape[0]
     i = prepared.down_packed.shape[2] * 2  # this layout pads no columns
     size = moe_workspace_bytes(t, top_k, e, h, i, gated=options.gated, dtype=x.dtype)
     size = size if workspace is None else workspace
     outputs = (jax.ShapeDtypeStruct((t, h), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
-    return jax.ffi.ffi_call("nvfp4_moe_w4a16_cpu", outputs)(
-        x,
-        *prepared,
-        expert_ids,
-        expert_weights,
+    call = functools.partial(
+        jax.ffi.ffi_call("nvfp4_moe_w4a16_cpu", outputs),
         activation=options.activation,
         alpha=np.float32(options.alpha),
         beta=np.float32(options.beta),
@@ -75,22 +90,21 @@ def moe(
         activation_scale=options.activation_scale,
         weight_on_input=options.weight_on_input,
         intermediate=np.int64(i),
-        isa=isa,
-    )[0]
+    )
+    return [call(x, *prepared, expert_ids, expert_weights, isa=isa)[0] for isa in isas]
 
 
-@functools.partial(jax.jit, static_argnames=("n", "mode", "isa", "workspace"))
+@functools.partial(jax.jit, static_argnames=("n", "mode", "isas", "workspace"))
 def _grouped_gemm(
-    x, packed, block_scale, global_scale, input_scale, bias, sizes, n, mode, isa, workspace
+    x, packed, block_scale, global_scale, input_scale, bias, sizes, n, mode, isas, workspace
 ):
     (m, k), e = x.shape, packed.shape[0]
     size = grouped_gemm_workspace_bytes(m, e, n, k, dtype=x.dtype)
     size = size if workspace is None else workspace
     outputs = (jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
     operands = (x, packed, block_scale, global_scale, input_scale, bias, sizes)
-    return jax.ffi.ffi_call("nvfp4_grouped_gemm_w4a16_cpu", outputs)(
-        *operands, activation_scale=mode, isa=isa
-    )[0]
+    call = jax.ffi.ffi_call("nvfp4_grouped_gemm_w4a16_cpu", outputs)
+    return [call(*operands, activation_scale=mode, isa=isa)[0] for isa in isas]
 
 
 def grouped_gemm(
@@ -107,7 +121,8 @@ def grouped_gemm(
 ):
     """Multiply rows, sorted by group, by canonical weights; return [m, n] in the dtype of x."""
     codes, scales = _prepare(packed, block_scale)
-    return _grouped_gemm(
+    isas = _together(isa, workspace)
+    products = _grouped_gemm(
         x,
         codes,
         scales,
@@ -117,17 +132,23 @@ def grouped_gemm(
         sizes,
         packed.shape[1],
         mode,
-        isa,
+        isas,
         workspace,
     )
+    return products[isas.index(isa)]
 
 
-@functools.partial(jax.jit, static_argnames=("scale_layout", "isa"))
 def quantize(x, global_scale=None, scale_layout="linear", isa="auto"):
     """Quantize rows.
 
     Returns packed uint8, block_scale e4m3 (with padding if swizzled), and global_scale.
     """
+    isas = _together(isa)
+    return _quantize(x, global_scale, scale_layout, isas)[isas.index(isa)]
+
+
+@functools.partial(jax.jit, static_argnames=("scale_layout", "isas"))
+def _quantize(x, global_scale, scale_layout, isas):
     m, k = x.shape
     scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
     outputs = (
@@ -137,6 +158,5 @@ def quantize(x, global_scale=None, scale_layout="linear", isa="auto"):
         jax.ShapeDtypeStruct((0,), jnp.uint8),
     )
     scale = jnp.zeros(0, jnp.float32) if global_scale is None else global_scale
-    return jax.ffi.ffi_call("nvfp4_quantize_cpu", outputs)(
-        x, scale, scale_layout=scale_layout, isa=isa
-    )[:3]
+    call = jax.ffi.ffi_call("nvfp4_quantize_cpu", outputs)
+    return [call(x, scale, scale_layout=scale_layout, isa=isa)[:3] for isa in isas]

@@ -10,6 +10,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_nvfp4_moe import NVFP4MoE
@@ -63,7 +64,7 @@ def own_choices(model, ids):
     found = [part for _, part in nnx.iter_modules(model) if isinstance(part, kinds)]
     counts = [p.sizes.count if isinstance(p, Indexer) else p.router.top_k for p in found]
     shapes = [(*ids.shape, count) for count in counts]
-    return [(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape)) for shape in shapes]
+    return [(np.full(shape, -1, np.int32), np.zeros(shape, np.float32)) for shape in shapes]
 
 
 @contextlib.contextmanager
