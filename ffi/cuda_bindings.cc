@@ -432,11 +432,6 @@ ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuff
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (keys)", s, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAligned(
       {{"qkv", qkv}, {"positions", positions}, heads[0], heads[1], heads[2]}, kAlignment));
-  // The kernel writes the places of new tokens alone, so that the others must hold the old cache.
-  if (keys.untyped_data() != new_keys.untyped_data() ||
-      values.untyped_data() != new_values.untyped_data()) {
-    return Expected("new_keys and new_values", "the memory of keys and values", "other memory");
-  }
   call->b = static_cast<int32_t>(b);
   call->t = static_cast<int32_t>(t);
   call->s = static_cast<int32_t>(s);
@@ -445,6 +440,20 @@ ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuff
   call->d = static_cast<int32_t>(d);
   call->half = static_cast<int32_t>(half);
   return ffi::Error::Success();
+}
+
+// Puts `operand` where a kernel updates it in place. With input_output_aliases, XLA gives both the
+// same memory, and nothing is copied. Under jax.vmap, JAX runs the call in a loop without aliases.
+ffi::Error PutInPlace(cudaStream_t stream, std::string_view what, ffi::AnyBuffer operand,
+                      ffi::AnyBuffer result) {
+  NVFP4_RETURN_IF_ERROR(ExpectType(what, result.element_type(), operand.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, operand.size_bytes(), result.size_bytes()));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, result.size_bytes(), operand.size_bytes()));
+  if (operand.untyped_data() == result.untyped_data()) return ffi::Error::Success();
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{what, result}}, kAlignment));
+  return FromCuda(cudaMemcpyAsync(result.untyped_data(), operand.untyped_data(),
+                                  operand.size_bytes(), cudaMemcpyDeviceToDevice, stream),
+                  "cudaMemcpyAsync");
 }
 
 ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
@@ -456,6 +465,8 @@ ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer 
   HeadsCall call = {};
   NVFP4_RETURN_IF_ERROR(CheckHeads(qkv, positions, keys, values, q_weight, k_weight, frequencies,
                                    *q, *new_keys, *new_values, &call));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_keys", keys, *new_keys));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_values", values, *new_values));
   call.eps = eps;
   call.rotation_scale = rotation_scale;
   call.rotates_first = rotates_first;
@@ -464,13 +475,6 @@ ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer 
                                 DataOrNull(frequencies),    q->untyped_data(),
                                 new_keys->untyped_data(),   new_values->untyped_data()};
   return FromCuda(LaunchPrepareHeads(stream, call, buffers), "nvfp4_prepare_heads_cuda");
-}
-
-// Expects that a result has the memory of an operand, as input_output_aliases of a call promise.
-ffi::Error ExpectInPlace(std::string_view what, ffi::AnyBuffer operand, ffi::AnyBuffer result) {
-  if (operand.untyped_data() == result.untyped_data()) return ffi::Error::Success();
-  return Expected(what, "a result in the memory of this operand (input_output_aliases)",
-                  "a result elsewhere");
 }
 
 // The operands of a step of a recurrent mixer that both mixers have.
@@ -510,8 +514,6 @@ ffi::Error CheckStepDims(const StepOperands& o, int64_t heads, int64_t channels,
   NVFP4_RETURN_IF_ERROR(
       ExpectDims("inputs [b, taps - 1, c]", o.inputs.dimensions(), {b, taps - 1, channels}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, 1, outputs]", o.y.dimensions(), {b, 1, outputs}));
-  NVFP4_RETURN_IF_ERROR(ExpectInPlace("inputs", o.inputs, o.new_inputs));
-  NVFP4_RETURN_IF_ERROR(ExpectInPlace("state", o.state, o.new_state));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("taps (conv_weight)", taps, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("b n (projected)", b * numbers, kMaxRows));
   return ExpectAligned({{"projected", o.projected},
@@ -565,6 +567,8 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
       Data<float>(dt_bias),       Data<float>(norm),
       new_inputs->untyped_data(), static_cast<float*>(new_state->untyped_data()),
       y->untyped_data()};
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_inputs", inputs, *new_inputs));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
   return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_delta_step_cuda");
 }
 
@@ -627,6 +631,8 @@ ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuf
                                      static_cast<float*>(new_state->untyped_data()),
                                      y->untyped_data(),
                                      static_cast<float*>(workspace->untyped_data())};
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_inputs", inputs, *new_inputs));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
   return FromCuda(LaunchMamba2Step(stream, call, buffers), "nvfp4_mamba2_step_cuda");
 }
 

@@ -70,6 +70,16 @@ def test_derivative_is_that_of_the_reference():
     np.testing.assert_allclose(gradient("heads_cuda"), expected, atol=0.02 * abs(expected).max())
 
 
+def test_vmap_is_a_loop():
+    """JAX's loop has no results in place: the kernel gets copies of the cache."""
+    call = make("a part rotates", PAIRS[0])
+    operands = jax.tree.map(jnp.asarray, call.operands)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), operands)
+    batched = jax.vmap(lambda *each: prepare(each, call.options, "heads_cuda"))(*stacked)
+    for both, alone in zip(batched, prepare(operands, call.options, "heads_cuda"), strict=True):
+        np.testing.assert_array_equal(both[1], alone)
+
+
 OPERANDS = ("qkv", "positions", "keys", "values", "q_weight", "k_weight", "frequencies")
 
 
