@@ -25,8 +25,12 @@ from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.nn.mamba2 import Mamba2
 from jax_nvfp4_moe.scheme import Scheme
 
-# Allowed ratio of the worst token's error to that of plain rounding, as in the tests of kernels.
-TIMES_ROUNDING = 2
+# Allowed ratio of the error to that of plain rounding, as root mean square over all logits. The
+# largest measured is 1.51, and all but one are at most 1.31.
+TIMES_ROUNDING = 1.75
+# Allowed ratio of the worst logits. Both are a single draw of rounding errors, so that it depends
+# on the order of sums: 0.7 to 2.0 was measured.
+TIMES_WORST = 3
 # Allowed share of expert choices that differ from those in float32. The largest share measured is
 # 0.04, also with plain rounding.
 SHARE_REPLACED = 0.1
@@ -84,13 +88,13 @@ class InFloat32:
       scheme: the scheme that it runs.
       logits: its logits.
       choices: the experts and keys that it chooses.
-      explained: the largest change of a logit if modules round their inputs and outputs.
+      explained: the changes of the logits if modules round their inputs and outputs.
     """
 
     scheme: Scheme
     logits: np.ndarray
     choices: Any
-    explained: float
+    explained: np.ndarray
 
 
 def run_both(model, ids):
@@ -98,8 +102,7 @@ def run_both(model, ids):
     logits, choices, _ = run_float32(model, ids, own_choices(model, ids), False)
     rounded, _, _ = run_float32(model, ids, choices, True)
     logits = np.asarray(logits)
-    explained = np.abs(np.asarray(rounded) - logits).max()
-    return InFloat32(explain(model).scheme, logits, choices, explained)
+    return InFloat32(explain(model).scheme, logits, choices, np.asarray(rounded) - logits)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -119,13 +122,21 @@ def exact(case):
     return run_both(case.model, case.ids)
 
 
+def _worst(error):
+    return np.abs(error).max()
+
+
 def times_rounding(case, exact, edit=lambda default: None):
-    """Return the default model's worst error over that of plain rounding, and the share replaced.
+    """Compare the default model's errors with those of plain rounding.
 
     Args:
       case: the checkpoint.
       exact: results in float32 with the checkpoint's scheme.
       edit: function that changes the default model before it runs.
+
+    Returns:
+      The ratio of the root mean squares of both errors, the ratio of the worst, and the share of
+      choices that were replaced.
     """
     default = load_model(CHECKPOINTS / case.folder)
     assert default.dtype == jnp.bfloat16
@@ -137,7 +148,9 @@ def times_rounding(case, exact, edit=lambda default: None):
     logits, replaced = run_with_cache(
         default, case.ids, exact.choices, decodes=case.folder in EACH_MIXER
     )
-    return np.abs(np.asarray(logits) - exact.logits).max() / exact.explained, np.mean(replaced)
+    error = np.asarray(logits) - exact.logits
+    ratios = (size(error) / size(exact.explained) for size in (np.linalg.norm, _worst))
+    return *ratios, np.mean(replaced)
 
 
 def test_logits(case, exact):
@@ -146,9 +159,10 @@ def test_logits(case, exact):
 
 
 def test_the_default_is_as_exact_as_bfloat16(case, exact):
-    """Prefill and decoding reach 0.8 to 1.4 times the error of plain rounding."""
-    error, replaced = times_rounding(case, exact)
+    """Prefill and decoding have errors of the size of plain rounding."""
+    error, worst, replaced = times_rounding(case, exact)
     assert error <= TIMES_ROUNDING
+    assert worst <= TIMES_WORST
     assert replaced <= SHARE_REPLACED
 
 
@@ -167,5 +181,6 @@ def test_the_bound_catches_states_that_fade_faster(case, exact, mixer):
         for part in mixers:
             part.A_log.set_value(part.A_log.get_value() + jnp.log(2.0))
 
-    error, _ = times_rounding(case, exact, edit)
+    error, worst, _ = times_rounding(case, exact, edit)
     assert error > 2 * TIMES_ROUNDING
+    assert worst > TIMES_WORST

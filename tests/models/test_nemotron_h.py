@@ -13,6 +13,7 @@ from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.safetensors import open_tensors
 from jax_nvfp4_moe.models.nemotron_h import read_config
+from jax_nvfp4_moe.nn.norm import Residual
 
 NANO = CHECKPOINTS / "nemotron_h-modelopt-w4a16"
 SUPER = CHECKPOINTS / "nemotron_h-latent-modelopt-w4a16"
@@ -26,11 +27,11 @@ def config_of(folder, without=(), **changes):
 
 def layer_outputs(model, ids):
     """Return the residual stream after each layer."""
-    x, found = model.embedding.get_value()[ids], []
+    stream, found = Residual(model.embedding.get_value()[ids]), []
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     for layer in model.layers:
-        x, _ = layer(x, positions, None)
-        found.append(x)
+        stream, _ = layer(stream, positions, None)
+        found.append(stream.x + stream.added)
     return found
 
 

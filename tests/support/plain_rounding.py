@@ -19,6 +19,9 @@ from jax_nvfp4_moe.nn.experts import RoutedTokens
 from jax_nvfp4_moe.nn.indexer import Indexer
 from jax_nvfp4_moe.nn.intermediates import record
 
+# Methods by which a model runs its modules. Norms have one that adds to the residual stream.
+_CALLS = ("__call__", "normalize_sum")
+
 
 @contextlib.contextmanager
 def rounded_modules(model, rounds):
@@ -41,21 +44,23 @@ def rounded_modules(model, rounds):
 
         return wrapped
 
-    owners = {
-        owner
-        for _, module in nnx.iter_modules(model)
-        for owner in [_owner_of_call(type(module))]
+    kinds = {type(module) for _, module in nnx.iter_modules(model)}
+    calls = {
+        (owner, name)
+        for kind in kinds
+        for name in _CALLS
+        for owner in [_owner(kind, name)]
         if owner not in (None, Decoder)
     }
     with contextlib.ExitStack() as stack:
-        for owner in owners:
-            stack.enter_context(mock.patch.object(owner, "__call__", wrap(vars(owner)["__call__"])))
+        for owner, name in calls:
+            stack.enter_context(mock.patch.object(owner, name, wrap(vars(owner)[name])))
         yield
 
 
-def _owner_of_call(kind):
-    """Return the class that defines how instances of `kind` are called, or None."""
-    return next((base for base in kind.__mro__ if "__call__" in vars(base)), None)
+def _owner(kind, name):
+    """Return the class that defines method `name` of instances of `kind`, or None."""
+    return next((base for base in kind.__mro__ if name in vars(base)), None)
 
 
 def own_choices(model, ids):
