@@ -56,7 +56,7 @@ def measure_bfloat16(folder: pathlib.Path) -> dict[str, float]:
     from test_default_dtype import run_both, times_rounding
 
     case = load_case(folder.name)
-    error, _ = times_rounding(case, run_both(case.model, case.ids))
+    error, _, _ = times_rounding(case, run_both(case.model, case.ids))
     return {"bfloat16": float(f"{error:.2f}")}
 
 
