@@ -38,6 +38,7 @@ def _isas():
     return importlib.import_module("jax_nvfp4_moe._nvfp4_cpu").isa_levels()
 
 
+@functools.cache
 def _why_absent(marker):
     """Return why this machine cannot run tests with `marker`, or None if it can."""
     capability = _compute_capability()
