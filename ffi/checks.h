@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -287,6 +288,17 @@ inline ffi::Error CheckMoEAlignment(const MoEOperands& o, size_t alignment) {
                        alignment);
 }
 
+// Returns the gate whose silu is `limit`, a positive number. silu increases where it is positive,
+// so that min(silu(g), limit) = silu(min(g, SiluGate(limit))).
+inline float SiluGate(float limit) {
+  double low = limit, high = limit + 0.28;  // x - silu(x) = x / (1 + e^x) is below 0.28
+  for (int i = 0; i < 60; ++i) {
+    const double middle = 0.5 * (low + high);
+    (middle / (1.0 + std::exp(-middle)) < limit ? low : high) = middle;
+  }
+  return static_cast<float>(high);
+}
+
 // Checks everything about the call of an expert layer that does not depend on the backend.
 inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activation, float alpha,
                            float beta, float limit, std::string_view activation_scale,
@@ -297,7 +309,9 @@ inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activat
   NVFP4_RETURN_IF_ERROR(ExpectName("activation", activation, kActivations, &record));
   NVFP4_RETURN_IF_ERROR(
       ExpectName("activation_scale", activation_scale, kActivationScales, &scale));
-  options->activation = {record->kind, record->gated, record->interleaved, alpha, beta, limit};
+  const float gate_limit = record->bounds_result ? SiluGate(limit) : limit;
+  options->activation = {record->kind, record->gated, record->interleaved, alpha, beta,
+                         gate_limit,   limit};
   options->activation_scale = scale->kind;
   NVFP4_RETURN_IF_ERROR(CheckMoETypes(operands, &options->type));
   NVFP4_RETURN_IF_ERROR(CheckMoEDims(operands, *options, intermediate, rules.tile, shape));

@@ -615,7 +615,7 @@ ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuf
                                static_cast<int32_t>(n),
                                static_cast<int32_t>(conv_weight.dimensions()[1]),
                                type,
-                               {record->kind, false, false, alpha, 0.0f, limit},
+                               {record->kind, false, false, alpha, 0.0f, limit, limit},
                                smallest_step,
                                largest_step,
                                eps};

@@ -26,12 +26,14 @@ enum class Activation { kSilu, kGelu, kGeluTanh, kSwigluOai, kRelu2 };
 
 // A value of the attribute `activation`. A gated activation computes act(gate) * up, and gate_up
 // has 2i rows. If the activation is interleaved, gate rows and up rows alternate; otherwise all
-// gate rows come first.
+// gate rows come first. If it bounds its result, `limit` is the largest act(gate) and not the
+// largest gate.
 struct ActivationRecord {
   std::string_view name;
   Activation kind;
   bool gated;
   bool interleaved;
+  bool bounds_result = false;
 };
 
 constexpr ActivationRecord kActivations[] = {
@@ -40,6 +42,7 @@ constexpr ActivationRecord kActivations[] = {
     {"gelu_tanh", Activation::kGeluTanh, true, false},
     {"swigluoai", Activation::kSwigluOai, true, true},
     {"swigluoai_uninterleave", Activation::kSwigluOai, true, false},
+    {"swiglustep", Activation::kSilu, true, false, /*bounds_result=*/true},
     {"relu2", Activation::kRelu2, false, false},
     {"silu_no_mul", Activation::kSilu, false, false},
     {"gelu_no_mul", Activation::kGelu, false, false},
@@ -57,18 +60,21 @@ constexpr ActivationScaleRecord kActivationScales[] = {
     {"token", ActivationScale::kToken},
 };
 
-// The activation act(g, u), applied after g = min(g, limit) and u = clip(u, -limit, limit):
+// The activation act(g, u), applied after g = min(g, gate_limit) and u = clip(u, -up_limit,
+// up_limit):
 //   silu       g sigmoid(g) u; gelu and gelu_tanh have the same form
 //   swigluoai  g sigmoid(alpha g) (u + beta)
 //   relu2      max(g, 0)^2
-// An activation that is not gated has no factor u. limit = +inf clamps nothing.
+// An activation that is not gated has no factor u. A limit of +inf clamps nothing, and either both
+// limits are infinite or none.
 struct ActivationParameters {
   Activation kind;
   bool gated;
   bool interleaved;
   float alpha;
   float beta;
-  float limit;
+  float gate_limit;
+  float up_limit;
 };
 
 // y[t] = sum_j weight[t, j] * down(act(gate_up(x[t]))) over the experts of token t.

@@ -229,8 +229,10 @@ def activate_float64(call, u):
     if not call.row.gated:
         return _FUNCTIONS[call.name](np.minimum(u, call.limit))
     gate, up = (u[:, 0::2], u[:, 1::2]) if call.row.interleaved else np.split(u, 2, axis=-1)
-    gate, up = np.minimum(gate, call.limit), np.clip(up, -call.limit, call.limit)
-    return _FUNCTIONS[call.name](gate, call.alpha) * (up + call.beta)
+    up, function = np.clip(up, -call.limit, call.limit) + call.beta, _FUNCTIONS[call.name]
+    if call.row.bounds_result:
+        return np.minimum(function(gate, call.alpha), call.limit) * up
+    return function(np.minimum(gate, call.limit), call.alpha) * up
 
 
 def _silu(x, alpha=1.0):
@@ -251,6 +253,7 @@ _FUNCTIONS = {
     "gelu_tanh": _gelu_tanh,
     "swigluoai": _silu,
     "swigluoai_uninterleave": _silu,
+    "swiglustep": _silu,
     "relu2": lambda x: np.maximum(x, 0) ** 2,
     "silu_no_mul": _silu,
     "gelu_no_mul": _gelu,

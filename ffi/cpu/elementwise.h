@@ -114,17 +114,17 @@ inline void RoundTo(DataType type, int64_t n, float* values) {
 template <typename Function>
 void ActivateRow(const ActivationParameters& p, const float* gate, const float* up, int64_t n,
                  float* out) {
-  const float limit = p.limit, alpha = p.alpha, beta = p.beta;
+  const float most = p.gate_limit, limit = p.up_limit, alpha = p.alpha, beta = p.beta;
   if (!p.gated) {
     for (int64_t c = 0; c < n; ++c) {
-      const float g = gate[c] > limit ? limit : gate[c];
+      const float g = gate[c] > most ? most : gate[c];
       out[c] = Function::Apply(g, alpha);
     }
     return;
   }
   const float offset = p.kind == Activation::kSwigluOai ? beta : 0.0f;
   for (int64_t c = 0; c < n; ++c) {
-    const float g = gate[c] > limit ? limit : gate[c];
+    const float g = gate[c] > most ? most : gate[c];
     const float clipped = up[c] > limit ? limit : up[c];
     const float u = clipped < -limit ? -limit : clipped;
     out[c] = Function::Apply(g, alpha) * (u + offset);

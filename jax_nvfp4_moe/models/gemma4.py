@@ -18,7 +18,7 @@ from flax import nnx
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
-from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query
+from jax_nvfp4_moe.models.grouped_query_config import read_grouped_query, read_layer_fields
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gated_mlp_keys, gqa_keys
 from jax_nvfp4_moe.models.sparse import SparseConfig, read_sparse, require_experts
 from jax_nvfp4_moe.nn.building import Builder
@@ -139,21 +139,12 @@ def _read_own_sizes(fields, config, layer, kind, shared):
     Published files give the sizes of all layers without a window. transformers 5.23 writes
     ``per_layer_config``, a mapping of layers to fields.
     """
-    listed = config.get("per_layer_config")
-    if listed is None:
-        if kind == _SLIDING:
-            return {}
-        heads = config.get("num_global_key_value_heads") if shared else None
-        heads = {} if heads is None else {"num_key_value_heads": heads}
-        return {"head_dim": fields.size("global_head_dim", default=512), **heads}
-    own = listed.get(str(layer), {}) if isinstance(listed, dict) else None
-    if isinstance(own, dict) and set(own) <= set(_OF_LAYERS):
-        return own
-    fields.require(
-        False,
-        f"per_layer_config: expected layers with {' and '.join(_OF_LAYERS)}, got {quoted(listed)}",
-    )
-    return {}
+    own = read_layer_fields(fields, config, layer, _OF_LAYERS)
+    if own is not None or kind == _SLIDING:
+        return own or {}
+    heads = config.get("num_global_key_value_heads") if shared else None
+    heads = {} if heads is None else {"num_key_value_heads": heads}
+    return {"head_dim": fields.size("global_head_dim", default=512), **heads}
 
 
 def _read_rope_fields(fields, config, kind):

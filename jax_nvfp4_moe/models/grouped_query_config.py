@@ -1,8 +1,9 @@
 """Read the sizes of a grouped-query attention from ``config.json``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.nn.grouped_query import GQAConfig
 
@@ -52,6 +53,36 @@ def read_grouped_query(
         rope,
         **options,
     )
+
+
+def read_layer_fields(
+    fields: Fields, config: Mapping[str, Any], layer: int, allowed: Sequence[str]
+) -> Mapping[str, Any] | None:
+    """Return the fields that have other values in `layer`, from ``per_layer_config``.
+
+    transformers writes the indices of layers as text with leading zeros, such as "07".
+
+    Args:
+      fields: the fields of ``config.json``, which receive the problems.
+      config: the parsed ``config.json``.
+      layer: the index of the layer.
+      allowed: the names of fields that layers may have of their own.
+
+    Returns:
+      None if the config has no ``per_layer_config``.
+    """
+    listed = config.get("per_layer_config")
+    if listed is None:
+        return None
+    sound = isinstance(listed, dict) and all(index.isdecimal() for index in listed)
+    layers = {int(index): own for index, own in listed.items()} if sound else {}
+    own = layers.get(layer, {})
+    sound = sound and isinstance(own, dict) and set(own) <= set(allowed)
+    fields.require(
+        sound,
+        f"per_layer_config: expected layers with {' and '.join(allowed)}, got {quoted(listed)}",
+    )
+    return own if sound else {}
 
 
 def read_window(fields: Fields) -> int | None:

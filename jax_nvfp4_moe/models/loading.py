@@ -44,6 +44,7 @@ from jax_nvfp4_moe.models import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl_moe,
+    step3p7,
 )
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder
 from jax_nvfp4_moe.models.refused import why_refused_family
@@ -94,6 +95,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Gemma4ForCausalLM": gemma4.ARCHITECTURE,
     "MiniMaxM3SparseForConditionalGeneration": minimax_m3.ARCHITECTURE,
     "MiniMaxM3VLForCausalLM": minimax_m3.ARCHITECTURE,
+    "Step3p7ForConditionalGeneration": step3p7.ARCHITECTURE,
 }
 
 _LOG = logging.getLogger("jax_nvfp4_moe")

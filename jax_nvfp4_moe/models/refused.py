@@ -5,10 +5,6 @@ from collections.abc import Mapping
 _COMPRESSED = (
     "it attends to compressed keys and mixes several residual streams, which no module here does"
 )
-_CLAMPED = (
-    "it limits the experts' activations by layer and gives its sliding layers other head counts, "
-    "which no module here does"
-)
 _IDENTITY = "some of its experts return their input, and no kernel here has such experts"
 _LIGHTNING = "its linear attention has one fixed decay for each head, which no module here has"
 _AUDIO = "its language model is part of a speech model, whose files this package does not read"
@@ -17,7 +13,6 @@ _VISION_EXPERTS = "its layers have further experts for images, which no module h
 # A name in ``architectures`` of ``config.json`` -> the reason.
 REFUSED_FAMILIES: Mapping[str, str] = {
     "DeepseekV4ForCausalLM": _COMPRESSED,
-    "Step3p7ForConditionalGeneration": _CLAMPED,
     "LongcatFlashForCausalLM": _IDENTITY,
     "MiniMaxForCausalLM": _LIGHTNING,
     "Qwen3OmniMoeForConditionalGeneration": _AUDIO,

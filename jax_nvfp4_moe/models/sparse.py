@@ -1,6 +1,7 @@
 """What decoders with attention and routed experts share: their sizes, and their expert block."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
+from jax_nvfp4_moe.nn.gated_mlp import GatedMLP, build_gated_mlp
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.numerics.activations import ActivationCall
 from jax_nvfp4_moe.numerics.routing import Router
 
 ACTIVATIONS = ("silu", "swish")  # two names of the same function
@@ -239,6 +241,8 @@ def build_block(
     *,
     bias: bool = False,
     stored_bias: Sequence[int] | None = None,
+    activation: str | ActivationCall = "silu",
+    shared_activation: str | ActivationCall = "silu",
 ) -> NVFP4MoE:
     """Make the expert block of `layer` with its shared experts, at the paths of `keys.moe_keys`.
 
@@ -248,6 +252,8 @@ def build_block(
       make: builds the parts.
       bias: whether the router has a correction bias.
       stored_bias: shape of that in the file; None for ``[experts]``.
+      activation: the activation of the routed experts.
+      shared_activation: the activation of the shared experts.
 
     Raises:
       ValueError: the layer has no experts.
@@ -257,7 +263,10 @@ def build_block(
     params, checkpoint_scheme = make.experts(f"{path}.experts.params", e, h, config.intermediate)
     shared = router_bias = None
     if config.shared_intermediate:
-        shared = build_gated_mlp(make, f"{path}.shared_experts", h, config.shared_intermediate)
+        build = functools.partial(GatedMLP, activation=shared_activation)
+        shared = build_gated_mlp(
+            make, f"{path}.shared_experts", h, config.shared_intermediate, build
+        )
     if bias:
         router_bias = make.array(f"{path}.router_bias", (e,), dtype=jnp.float32, stored=stored_bias)
     return NVFP4MoE(
@@ -265,6 +274,7 @@ def build_block(
         h,
         config.intermediate,
         router=config.router,
+        activation=activation,
         params=params,
         router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
         router_bias=router_bias,

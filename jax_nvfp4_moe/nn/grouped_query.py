@@ -101,6 +101,11 @@ class Attention(HeadParallel):
 
     def mix(self, x, positions, entries):
         """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
+        y, entries = self.attend(x, positions, entries)
+        return self.out(y.reshape(*x.shape[:2], -1)), entries
+
+    def attend(self, x, positions, entries):
+        """Return the results of all heads for ``x [b, t, h]``, ``[b, t, n, d]``, and the cache."""
         q, seen, entries = self._prepare(x, positions, entries)
         y = attention(
             q,
@@ -111,7 +116,7 @@ class Attention(HeadParallel):
             window=self.config.window,
             target=self.target,
         )
-        return self.out(y.reshape(*x.shape[:2], -1)), entries
+        return y, entries
 
     def _prepare(self, x, positions, entries):
         """Return the queries, the keys and values that they see, and the cache entries."""
@@ -258,6 +263,7 @@ def build_heads(config: Any, path: str, make: Builder, attention: Any = Attentio
             "v": kv_rows,
             "out": ShardSpec("columns", shards),
             "sinks": rows,
+            "gate": rows,  # one gate for each query head
             # The indexer of `nn.block_sparse` has a query for each key head, and one key.
             "index.q": kv_rows,
             "index.k": None,

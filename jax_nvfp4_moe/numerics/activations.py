@@ -3,7 +3,8 @@
 A gated activation takes a gate ``g`` and an up value ``u`` and returns ``act(g) * u``. An
 activation that is not gated takes one input ``x``. All arithmetic is in float32. A finite `limit`
 clamps the inputs first: ``g = min(g, limit)``, ``u = clip(u, -limit, limit)`` and
-``x = min(x, limit)``.
+``x = min(x, limit)``. "swiglustep" clamps the result of `act` in place of the gate:
+``min(act(g), limit) * clip(u, -limit, limit)``.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ class Activation:
       alpha: default factor inside `function`.
       beta: default number that is added to up.
       limit: default bound of the inputs. Infinity means that nothing is clamped.
+      bounds_result: whether `limit` bounds the result of `function` in place of the gate.
     """
 
     gated: bool
@@ -37,6 +39,7 @@ class Activation:
     alpha: float = 1.0
     beta: float = 0.0
     limit: float = math.inf
+    bounds_result: bool = False
 
 
 def _silu(x, alpha):
@@ -63,6 +66,7 @@ ACTIVATIONS = {
     "swigluoai_uninterleave": Activation(
         True, _silu, parametrised=True, alpha=1.702, beta=1.0, limit=7.0
     ),
+    "swiglustep": Activation(True, _silu, limit=7.0, bounds_result=True),
     "relu2": Activation(False, _relu2),
     "silu_no_mul": Activation(False, _silu),
     "gelu_no_mul": Activation(False, _gelu),
@@ -107,7 +111,8 @@ def find_activation(
 
     The computed function is
     ``function(min(gate, limit), alpha) * (clip(up, -limit, limit) + beta)`` for gated activations,
-    and ``function(min(x, limit), alpha)`` for the others. All arithmetic is in float32.
+    and ``function(min(x, limit), alpha)`` for the others. "swiglustep" computes
+    ``min(silu(gate), limit) * clip(up, -limit, limit)``. All arithmetic is in float32.
 
     Args:
       name: a key of `ACTIVATIONS` or one of its `ALIASES`, such as "silu". An `ActivationCall` is
@@ -135,7 +140,8 @@ def find_activation(
       >>> nvfp4.find_activation("gelu_pytorch_tanh").name
       'gelu_tanh'
 
-    Source: "swigluoai" is the activation of OpenAI's gpt-oss, with its constants.
+    Source: "swigluoai" is the activation of OpenAI's gpt-oss, with its constants. "swiglustep" is
+    that of StepFun's Step-3.7, under the name that vLLM gives it.
     """
     if isinstance(name, ActivationCall):
         if (alpha, beta, limit) != (None, None, None):
@@ -171,7 +177,8 @@ def activate(call: ActivationCall, u: jax.Array) -> jax.Array:
     """Apply the activation `call` to the output of the first GEMM.
 
     Computes ``function(min(gate, limit), alpha) * (clip(up, -limit, limit) + beta)`` for gated
-    activations and ``function(min(u, limit), alpha)`` for the others, all in float32.
+    activations and ``function(min(u, limit), alpha)`` for the others, all in float32. If the row of
+    the activation has `bounds_result`, the limit bounds the result of the function, not the gate.
 
     Args:
       call: the activation, as `find_activation` returns it.
@@ -189,7 +196,11 @@ def activate(call: ActivationCall, u: jax.Array) -> jax.Array:
         gate, up = jnp.split(u, 2, axis=-1)
     if math.isfinite(call.limit):
         up = jnp.clip(up, -call.limit, call.limit)
-    return call.row.function(_at_most(gate, call.limit), call.alpha) * (up + call.beta)
+    if call.row.bounds_result:
+        gate = _at_most(call.row.function(gate, call.alpha), call.limit)
+    else:
+        gate = call.row.function(_at_most(gate, call.limit), call.alpha)
+    return gate * (up + call.beta)
 
 
 def _at_most(x, limit):

@@ -1,6 +1,7 @@
 """Test files of new families as their owners publish them, and configs that are not supported."""
 
 import json
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -184,6 +185,50 @@ def test_published_names_of_sizes():
     assert read("gemma4", per_layer_config=None, **sizes) == read("gemma4")
 
 
+def test_published_names_of_step():
+    """Published files have lists with a value for each layer, also for those of other tokens."""
+    published = {
+        "moe_num_experts": 8,
+        "moe_top_k": 2,
+        "num_attention_groups": 2,
+        "num_nextn_predict_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "moe_layers_enum": "1,2",
+        "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
+        "rope_theta": [5000.0, 10000.0] * 2,
+        "partial_rotary_factors": [0.5, 1.0] * 2,
+        "swiglu_limits": [0.0, None, 0.5, 0.0],
+        "swiglu_limits_shared": [0.3, 0.0, 0.7, 0.0],
+    }
+    later = (
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "num_key_value_heads",
+        "mlp_layer_types",
+        "per_layer_config",
+        "num_sliding_attention_heads",
+        "rope_parameters",
+    )
+    step = read("step3p7", **dict.fromkeys(later), **published)
+    assert step == read("step3p7")
+    assert step.expert_limits == (math.inf, math.inf, 0.5)
+    assert [one.num_heads for one in step.attention] == [4, 8, 4]
+    assert read("step3p7", per_layer_config={"01": {"num_attention_heads": 8}}) == step
+    # Only layers without a window have scaled frequencies.
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    scaled = read("step3p7", **dict.fromkeys(later), **published, rope_scaling=scaling)
+    for old, new, factor in zip(step.attention, scaled.attention, (2, 1, 2), strict=True):
+        assert new.rope.frequencies == pytest.approx([f / factor for f in old.rope.frequencies])
+
+
+def test_layers_with_two_digits_have_their_own_sizes():
+    """transformers writes their indices with zeros before them."""
+    plain = {"layer_types": None, "num_hidden_layers": 12}
+    own = {"05": {"head_dim": 32}, "11": {"head_dim": 64}}
+    gemma = read("gemma4", **plain, per_layer_config=own)
+    assert [one.head_dim for one in gemma.attention] == [16] * 5 + [32] + [16] * 5 + [64]
+
+
 def test_layers_are_as_transformers_derives_them():
     """If a file leaves out the lists of layers, they are derived as in transformers."""
     qwen = read("qwen2_moe", layer_types=None)
@@ -244,6 +289,37 @@ def test_layers_are_as_transformers_derives_them():
         ("minimax_m3", {"swiglu_limit": 0.0}, "swiglu_limit: expected a positive number"),
         ("minimax_m3", {"sparse_attention_config": 1}, "sparse_attention_config: expected an obj"),
         ("minimax_m3", {"layer_types": ["linear", "linear"]}, "layer_types: expected a list of 2"),
+        ("step3p7", {"gating": False}, "gating: False is not supported"),
+        ("step3p7", {"mlp_bias": True}, "mlp_bias: True is not supported"),
+        ("step3p7", {"swiglu_limits": [0.5]}, "swiglu_limits: expected 3 numbers of 0 or more"),
+        ("step3p7", {"swiglu_limits_shared": [0, 0, -1]}, "swiglu_limits_shared: expected 3"),
+        ("step3p7", {"sliding_window": None}, "sliding_window: null, but layer_types has"),
+        ("step3p7", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a positive"),
+        ("step3p7", {"per_layer_config": {"one": {}}}, "per_layer_config: expected layers with"),
+        (
+            "step3p7",
+            {"mlp_layer_types": None, "moe_layers_enum": "1;2"},
+            "moe_layers_enum: expected indices",
+        ),
+        (
+            "step3p7",
+            {"rope_parameters": None, "rope_theta": [1e4]},
+            "rope_theta: expected 3 numbers",
+        ),
+        (
+            "step3p7",
+            {"per_layer_config": None, "num_sliding_attention_heads": 5},
+            "num_attention_heads: expected a multiple of 2 key heads, got 5",
+        ),
+        (
+            "step3p7",
+            {
+                "per_layer_config": None,
+                "num_sliding_attention_heads": None,
+                "attention_other_setting": 1,
+            },
+            "attention_other_setting: expected an object",
+        ),
         ("lfm2_moe", {"layer_types": None}, "layer_types: missing"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: False is not supported"),
         ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound: expected a negative"),

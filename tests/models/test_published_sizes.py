@@ -1,7 +1,9 @@
 """Test families at the sizes that their configuration classes document.
 
 ``published_configurations.json`` holds the defaults of each class of transformers 5.23.0. The
-defaults of Gemma 4 have no experts: its entry holds the values of google/gemma-4-26B-A4B-it.
+defaults of Gemma 4 have no experts: its entry holds the values of google/gemma-4-26B-A4B-it. Those
+of Step-3.7 have no windows and no limits: its entry holds the values of stepfun-ai/Step-3.7-Flash,
+as transformers writes them.
 """
 
 import json
@@ -27,6 +29,8 @@ OF_LAYERS = (
     "first_k_dense_replace",
     "num_dense_layers",
     "moe_layer_end_index",
+    "swiglu_limits",
+    "swiglu_limits_shared",
     "model_type",
 )
 # Smaller sizes. The numbers of experts suffice for the routers' groups and top-k.

@@ -30,12 +30,17 @@ def oai(g, u, alpha=1.702, beta=1.0, limit=7.0):
     return g * sigmoid(alpha * g) * (u + beta)
 
 
+def step(g, u, limit=7.0):
+    return np.minimum(g * sigmoid(g), limit) * np.clip(u, -limit, limit)
+
+
 GATED = {
     "silu": lambda g, u: g * sigmoid(g) * u,
     "gelu": lambda g, u: gelu(g) * u,
     "gelu_tanh": lambda g, u: gelu_tanh(g) * u,
     "swigluoai": oai,
     "swigluoai_uninterleave": oai,
+    "swiglustep": step,
 }
 PLAIN = {
     "relu2": lambda x: np.maximum(x, 0) ** 2,
@@ -87,6 +92,9 @@ def test_clamp_and_parameters(halves):
     assert_float32_close(activate(find_activation("silu", limit=2.5), rows), want)
     call = find_activation("swigluoai_uninterleave", alpha=1.1, beta=0.5, limit=3)
     assert_float32_close(activate(call, rows), oai(g, u, 1.1, 0.5, 3.0))
+    call = find_activation("swiglustep", limit=2.5)
+    assert_float32_close(activate(call, rows), step(g, u, 2.5))
+    assert np.abs(step(g, u, 2.5) - want).max() > 0.1  # another function than silu with this limit
     call = find_activation("relu2", limit=2)
     assert_float32_close(
         activate(call, jnp.asarray(g, jnp.float32)), PLAIN["relu2"](np.minimum(g, 2))

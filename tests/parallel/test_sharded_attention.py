@@ -50,6 +50,8 @@ MODELS = {
     "ling": ("bailing_hybrid-modelopt-w4a16", ((2, 4),)),
     "gemma4": ("gemma4-modelopt-w4a16", ((2, 4),)),
     "minimax_m3": ("minimax_m3-modelopt-w4a16", ((2, 4),)),
+    # Its layers have 4 query heads, or 8 with a window. Each device has 1 or 2.
+    "step3p7": ("step3p7-modelopt-w4a16", ((2, 4),)),
 }
 # All-reduces of attentions, experts, dense MLPs, the embedding, and means of queries and keys; then
 # those of shared experts. The latter join those of the experts if both add over the same devices.
@@ -73,6 +75,7 @@ SENT = {
     "ling": (2 + 1 + 1 + 1, 1),
     "gemma4": (2 + 2 + 0 + 1, 2),
     "minimax_m3": (2 + 1 + 1 + 1, 1),
+    "step3p7": (3 + 2 + 1 + 1, 2),
 }
 # Folder, its architecture, and the scheme to load with.
 ATTENTIONS = {

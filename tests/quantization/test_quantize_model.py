@@ -171,6 +171,7 @@ WRITTEN = (
     "bailing_hybrid-modelopt-w4a16",
     "gemma4-modelopt-w4a16",
     "minimax_m3-modelopt-w4a16",
+    "step3p7-modelopt-w4a16",
 )
 
 

@@ -570,7 +570,7 @@ ARCHITECTURES = {
                 num_sliding_attention_heads=8,
                 moe_router_scaling_factor=3.0,
                 swiglu_limits=[0.0, 0.0, 0.5],
-                swiglu_limits_shared=[0.0, 0.0, 0.7],
+                swiglu_limits_shared=[0.3, 0.0, 0.7],
                 rope_theta=[5000.0, 10000.0, 5000.0],
                 partial_rotary_factors=[0.5, 1.0, 0.5],
             )
@@ -584,6 +584,7 @@ ARCHITECTURES = {
             },
         },
         model="Step3p7ForConditionalGeneration",
+        stacked="rows",
     ),
     "gemma4": Architecture(
         "gemma4",

@@ -99,8 +99,9 @@ def weight_errors(original: dict[str, torch.Tensor], weights: dense.Dense) -> di
     """Return the least and the largest rms(W - original) / rms(original) of quantized weights.
 
     The error is about 0.1 with NVFP4 and 0.03 with FP8. A wrong name or orientation gives more than
-    one.
+    one. transformers writes Step-3.7 without the prefix `language_model.`, which the tool keeps.
     """
+    original |= {n.replace("model.", "model.language_model.", 1): w for n, w in original.items()}
     errors = [
         ((weights.tensors[name] - original[name]).norm() / original[name].norm()).item()
         for name in weights.weights

@@ -9,6 +9,7 @@ page, so that an access past their end fails.
 import ctypes
 import functools
 import importlib.util
+import math
 import mmap
 import pathlib
 import shutil
@@ -19,7 +20,7 @@ import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
-from float64_layer import Layer, Options
+from float64_layer import Layer, Options, kind_of
 from given import ROOT, TESTS
 
 from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS, attention_workspace_bytes
@@ -156,7 +157,8 @@ class _Activation(ctypes.Structure):
         ("interleaved", ctypes.c_bool),
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
-        ("limit", ctypes.c_float),
+        ("gate_limit", ctypes.c_float),
+        ("up_limit", ctypes.c_float),
     ]
 
 
@@ -181,10 +183,14 @@ class _HeadsCall(ctypes.Structure):
 
 
 def _activation(options: Options) -> _Activation:
-    name = options.activation.removesuffix("_no_mul").removesuffix("_uninterleave")
     interleaved = options.activation == "swigluoai"
-    values = options.gated, interleaved, options.alpha, options.beta, options.limit
-    return _Activation(_KINDS.index(name), *values)
+    gate_limit = options.limit
+    if options.activation == "swiglustep" and math.isfinite(gate_limit):
+        # The bindings find this gate: silu(gate_limit) = limit, or g = limit * (1 + e^-g).
+        for _ in range(200):
+            gate_limit = options.limit * (1 + math.exp(-gate_limit))
+    values = options.gated, interleaved, options.alpha, options.beta, gate_limit, options.limit
+    return _Activation(_KINDS.index(kind_of(options.activation)), *values)
 
 
 def _run(

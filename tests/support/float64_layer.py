@@ -158,16 +158,25 @@ def _act(name, g, alpha):
     }[name]()
 
 
+def kind_of(activation):
+    """Return the name of the function in an activation: that of the kernels' enumeration."""
+    if activation == "swiglustep":
+        return "silu"
+    return activation.removesuffix("_no_mul").removesuffix("_uninterleave")
+
+
 def activate(u, options):
     """Return the activation of u [m, n1], in the dtype of u."""
     o, limit = options, u.dtype.type(options.limit)
-    kind = o.activation.removesuffix("_no_mul").removesuffix("_uninterleave")
+    kind = kind_of(o.activation)
     if not o.gated:
         return _act(kind, np.minimum(u, limit), o.alpha).astype(u.dtype)
     half = u.shape[1] // 2
     interleaved = o.activation == "swigluoai"
     gate, up = (u[:, 0::2], u[:, 1::2]) if interleaved else (u[:, :half], u[:, half:])
     up = np.clip(up, -limit, limit) + u.dtype.type(o.beta if kind == "swigluoai" else 0)
+    if o.activation == "swiglustep":
+        return (np.minimum(_act(kind, gate, o.alpha), limit) * up).astype(u.dtype)
     return (_act(kind, np.minimum(gate, limit), o.alpha) * up).astype(u.dtype)
 
 

@@ -25,6 +25,7 @@ ACTIVATIONS = (
     "gelu_tanh",
     "swigluoai",
     "swigluoai_uninterleave",
+    "swiglustep",
     "relu2",
     "silu_no_mul",
     "gelu_no_mul",

@@ -26,7 +26,7 @@ NVFP4_HOST_DEVICE float AtLeast(float value, float limit) { return value < limit
 
 // Returns act(gate) without the factor `up`.
 NVFP4_HOST_DEVICE float ActivateGate(const ActivationParameters& p, float gate) {
-  const float g = AtMost(gate, p.limit);
+  const float g = AtMost(gate, p.gate_limit);
   switch (p.kind) {
     case Activation::kSilu:
       return g * Sigmoid(g);
@@ -45,8 +45,10 @@ NVFP4_HOST_DEVICE float ActivateGate(const ActivationParameters& p, float gate) 
 }
 
 NVFP4_HOST_DEVICE float ActivateGated(const ActivationParameters& p, float gate, float up) {
-  const float u = AtLeast(AtMost(up, p.limit), -p.limit);
-  return ActivateGate(p, gate) * (p.kind == Activation::kSwigluOai ? u + p.beta : u);
+  // The gate comes first: in the other order, ptxas spills a register of expert_gemm_sm80.cu.
+  const float act = ActivateGate(p, gate);
+  const float u = AtLeast(AtMost(up, p.up_limit), -p.up_limit);
+  return act * (p.kind == Activation::kSwigluOai ? u + p.beta : u);
 }
 
 }  // namespace nvfp4

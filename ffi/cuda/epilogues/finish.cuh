@@ -90,7 +90,7 @@ __host__ __device__ __forceinline__ Finish ChooseFinish(const ExpertGemm& p) {
   if (!p.activate) return Finish::kPlain;
   const Activation kind = p.activation.kind;
   if (kind == Activation::kSilu && p.activation.gated && !p.activation.interleaved &&
-      p.activation.limit > FLT_MAX) {
+      p.activation.up_limit > FLT_MAX) {
     return Finish::kSilu;
   }
   return kind == Activation::kRelu2 && !p.activation.gated ? Finish::kRelu2 : Finish::kAny;
@@ -132,8 +132,9 @@ struct TileStore {
       const float sigmoid = FastReciprocal(1.0f + FastExp2(low * -1.4426950408889634f));
       low = low * sigmoid * high;
     } else if constexpr (kFinish == Finish::kRelu2) {
-      low = ActivateGate({Activation::kRelu2, false, false, 1.0f, 0.0f, p.activation.limit}, low);
-      high = ActivateGate({Activation::kRelu2, false, false, 1.0f, 0.0f, p.activation.limit}, high);
+      const float limit = p.activation.gate_limit;
+      low = ActivateGate({Activation::kRelu2, false, false, 1.0f, 0.0f, limit, limit}, low);
+      high = ActivateGate({Activation::kRelu2, false, false, 1.0f, 0.0f, limit, limit}, high);
     } else if constexpr (kFinish == Finish::kAny) {
       if (!p.activate) return;
       if (!p.activation.gated) {
