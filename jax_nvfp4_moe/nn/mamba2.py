@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2, ssd_step
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.ops.recurrent import mamba2_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -128,18 +129,18 @@ class Mamba2(HeadParallel):
             "state": jnp.zeros(state, jnp.float32),
         }
 
-    def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
-        """Return the output for tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries.
+    def mix(self, x: Float[Array, "... h"], positions: Int32[Array, "b t"], entries):
+        """Return the output for tokens `x`, in the shape of `x`, and the cache entries.
 
         Tokens at positions of `PADDING` or more do not change the entries. They must follow all
         other tokens of their row.
         """
-        config, (b, t, _) = self.config, x.shape
+        config, (b, t) = self.config, positions.shape
         old = self.empty_cache(b, 0) if entries is None else entries
         bias = None if self.conv_bias is None else self.conv_bias.get_value()
         step = functools.partial(mamba2_step, target=self.target)
         y, conv, state = (step if t == 1 else functools.partial(mix_mamba2, rule=ssd))(
-            self.in_proj(x),
+            spread(self.in_proj(x), positions),
             positions,
             old["conv"],
             old["state"],
@@ -153,7 +154,8 @@ class Mamba2(HeadParallel):
             step_limits=config.step_limits,
             eps=config.eps,
         )
-        return self.out_proj(y), None if entries is None else {"conv": conv, "state": state}
+        y = self.out_proj(pack_like(y, positions, x))
+        return y, None if entries is None else {"conv": conv, "state": state}
 
 
 def build_mamba2(config: Mamba2Config, path: str, make: Builder):
