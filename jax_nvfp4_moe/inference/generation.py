@@ -16,7 +16,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jax_nvfp4_moe.inference.prefill import CHUNK, empty_cache, padded_length, prefill_chunks
+from jax_nvfp4_moe.inference.prefill import (
+    CHUNK,
+    count_tokens,
+    empty_cache,
+    padded_length,
+    prefill_chunks,
+)
 
 PROMPT_STEP = 32  # prompts are padded to a multiple of this number of tokens
 NEW_STEP = 64  # the room for new tokens is rounded up to a multiple of this number
@@ -214,15 +220,17 @@ def _start(model, input_ids, lengths, max_new_tokens, sampling, chunk):
     padded = np.zeros((b, round_up(t, PROMPT_STEP)), np.int32)
     padded[:, :t] = ids
     room = round_up(max_new_tokens, NEW_STEP)
-    return _prefill(model, sampling, padded, true_lengths, room)
+    size = count_tokens(true_lengths, padded.shape[1])
+    return _prefill(model, sampling, padded, true_lengths, room, num_tokens=size)
 
 
-@functools.partial(jax.jit, static_argnames="room")
-def _prefill(model, sampling, padded, lengths, room):
+@functools.partial(jax.jit, static_argnames=("room", "num_tokens"))
+def _prefill(model, sampling, padded, lengths, room, num_tokens):
     """Run padded prompts through the model and draw the first token."""
     b, t = padded.shape
     cache = model.init_cache(b, t + room)
-    logits, cache = model(padded, cache, lengths=lengths, logits_at=lengths - 1)
+    how = {"lengths": lengths, "logits_at": lengths - 1, "num_tokens": num_tokens}
+    logits, cache = model(padded, cache, **how)
     tokens = jnp.zeros((b, room), jnp.int32)
     state = State(cache, tokens, jnp.int32(0), jnp.zeros(b, jnp.bool_))
     return draw(sampling, logits[:, 0], state)

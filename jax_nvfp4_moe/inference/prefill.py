@@ -18,6 +18,7 @@ CHUNK = 4096  # default number of tokens that each row has in a chunk
 # The last chunk is padded to a multiple of this number, so that prompts of different lengths share
 # compiled programs.
 _LAST_STEP = 512
+_SIZES = 8  # number of programs for batches of one shape with different numbers of true tokens
 
 
 def chunk_ranges(length: int, chunk: int) -> Iterator[tuple[int, int]]:
@@ -31,6 +32,26 @@ def padded_length(length: int, chunk: int) -> int:
     """Return the end of the last chunk of `chunk_ranges`."""
     *_, (_, end) = chunk_ranges(length, chunk)
     return end
+
+
+def count_tokens(lengths: Int32[np.ndarray, " b"], t: int) -> int | None:
+    """Return for how many tokens of a padded batch to compile a program.
+
+    The number of true tokens is rounded up to a multiple of an eighth of all ``b * t`` tokens. So
+    at most eight programs serve batches of one shape, whatever the lengths of their rows.
+
+    Args:
+      lengths: number of true tokens in each row.
+      t: number of tokens in a padded row.
+
+    Returns:
+      The argument `num_tokens` of a model. It is None for a single row, and if rounding leaves no
+      padding out.
+    """
+    whole = len(lengths) * t
+    step = -(-whole // _SIZES)
+    rounded = -(-int(lengths.sum()) // step) * step
+    return None if len(lengths) == 1 or rounded >= whole else max(rounded, step)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -66,14 +87,16 @@ def prefill_chunks(
         part = np.zeros((b, end - start), np.int32)
         part[:, : t - start] = ids[:, start:end]
         counts = np.clip(lengths - start, 0, end - start).astype(np.int32)
-        logits, cache = _extend(model, cache, part, counts, logits)
+        size = count_tokens(counts, end - start)
+        logits, cache = _extend(model, cache, part, counts, logits, num_tokens=size)
     return logits, cache
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def _extend(model, cache, ids, counts, logits):
+@functools.partial(jax.jit, static_argnames="num_tokens", donate_argnames="cache")
+def _extend(model, cache, ids, counts, logits, num_tokens):
     """Run one chunk; rows that ended before this chunk keep their `logits`."""
-    new, cache = model(ids, cache, lengths=counts, logits_at=jnp.maximum(counts - 1, 0))
+    at = jnp.maximum(counts - 1, 0)
+    new, cache = model(ids, cache, lengths=counts, logits_at=at, num_tokens=num_tokens)
     # The model constrains the layout of its cache. Without the barrier, jax.jit would not store
     # such a result in donated memory.
     cache = lax.optimization_barrier(cache)
@@ -99,15 +122,18 @@ def sum_losses(model: Any, ids: Int32[np.ndarray, "b t"], chunk: int) -> Float[A
         part[:, : t - start] = ids[:, start:end]
         targets[:, : t - start - 1] = ids[:, start + 1 : end + 1]
         count, predicted = np.int32(min(t, end) - start), np.int32(min(t - 1, end) - start)
-        losses, cache = _add_losses(model, cache, part, targets, count, predicted, losses)
+        size = count_tokens(np.full(b, count), end - start)
+        given = cache, part, targets, count, predicted, losses
+        losses, cache = _add_losses(model, *given, num_tokens=size)
     return losses
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def _add_losses(model, cache, ids, targets, count, predicted, losses):
+@functools.partial(jax.jit, static_argnames="num_tokens", donate_argnames="cache")
+def _add_losses(model, cache, ids, targets, count, predicted, losses, num_tokens):
     """Add the cross-entropy of the first `predicted` targets of a chunk of `count` tokens."""
     b, t = ids.shape
-    logits, cache = model(ids, cache, lengths=jnp.broadcast_to(count, (b,)))
+    lengths = jnp.broadcast_to(count, (b,))
+    logits, cache = model(ids, cache, lengths=lengths, num_tokens=num_tokens)
     cache = lax.optimization_barrier(cache)  # as in `_extend`
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     each = jax.nn.logsumexp(logits, axis=-1) - chosen

@@ -18,6 +18,7 @@ from jax_nvfp4_moe.nn.division import say_replicated
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.keys import KeyTable
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
+from jax_nvfp4_moe.nn.packing import find_places, is_spread, pack, spread
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -87,7 +88,7 @@ class DecoderLayer(nnx.Module):
         """Run the layer.
 
         Args:
-          stream: the `Residual` stream ``[b, t, h]``.
+          stream: the `Residual` stream ``[b, t, h]``, or packed as `nn.packing` describes.
           positions: int32 ``[b, t]``, the position of each token in its row.
           entries: the layer's cache entries. None runs without a cache.
 
@@ -167,6 +168,7 @@ class Decoder(nnx.Module):
         *,
         lengths: Int32[Array, " b"] | None = None,
         logits_at: Int32[Array, " b"] | None = None,
+        num_tokens: int | None = None,
     ):
         """Return float32 logits ``[b, t, vocab]``, and with a cache also the updated cache.
 
@@ -179,6 +181,9 @@ class Decoder(nnx.Module):
           logits_at: int32 ``[b]``, one index into t for each row. The logits are then those of that
             position alone, ``[b, 1, vocab]``. None, the default, returns the logits of all
             positions.
+          num_tokens: a Python integer, at least the number of true tokens of all rows together.
+            Norms, linear layers and experts then compute so many tokens, without the rest of the
+            padding. None, the default, computes all tokens. Has no effect without `lengths`.
 
         Values are checked if they are known: outside of ``jax.jit``, and for arrays that this
         process holds as a whole. A trace cannot raise an error for a value. Inside a trace, values
@@ -189,14 +194,15 @@ class Decoder(nnx.Module):
           them.
         * A position beyond ``config.max_positions`` is computed like any other, although the model
           was not trained for it.
+        * If there are more true tokens than `num_tokens`, the results of the last rows are wrong.
 
         Raises:
           ValueError: a shape or dtype is wrong, ``jax.set_mesh`` has Explicit axes, or a known
-            value is out of range: an id, a length, a token without room in the cache, or a position
-            beyond ``config.max_positions``.
+            value is out of range: an id, a length, their sum, a token without room in the cache, or
+            a position beyond ``config.max_positions``.
         """
         _check_call(input_ids, cache)
-        _check_values(self.config, input_ids, cache, lengths)
+        _check_values(self.config, input_ids, cache, lengths, num_tokens)
         input_ids = jnp.asarray(input_ids, jnp.int32)  # int8 cannot index a large vocabulary
         lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
         b, t = input_ids.shape
@@ -207,7 +213,9 @@ class Decoder(nnx.Module):
             positions = jnp.where(steps < lengths[:, None], positions, PADDING + steps)
         table = self.embedding.get_value()
         check_context(table)
-        stream = Residual(self.embed(table, input_ids))
+        packs = lengths is not None and num_tokens is not None and num_tokens < b * t
+        packed = pack(input_ids, positions, num_tokens if packs else None)
+        stream = Residual(self.embed(table, packed))
         entries = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -215,9 +223,9 @@ class Decoder(nnx.Module):
                 stream, entry = layer(stream, positions, entry)
             entries.append(entry)
         if logits_at is not None:
-            at = logits_at[:, None, None]
-            stream = jax.tree.map(lambda part: jnp.take_along_axis(part, at, axis=1), stream)
+            stream = _take_one(stream, positions, logits_at)
         logits = self._logits(self.norm.normalize_sum(stream)[1])
+        logits = logits if logits_at is not None else spread(logits, positions)
         if cache is None:
             return logits
         grown = start + (t if lengths is None else lengths)
@@ -250,6 +258,15 @@ def _score(head, x):
     return dense(x, head.get_value())
 
 
+def _take_one(stream, positions, at):
+    """Return the residual stream ``[b, 1, h]`` of the tokens at indices `at` of their rows."""
+    at = at[:, None]
+    if is_spread(stream.x, positions):
+        return jax.tree.map(lambda x: jnp.take_along_axis(x, at[..., None], axis=1), stream)
+    places = jnp.take_along_axis(find_places(positions), at, axis=1)
+    return jax.tree.map(lambda x: x[0][places], stream)
+
+
 def _check_call(input_ids, cache):
     """Check the shapes and the dtype of a call."""
     if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
@@ -276,7 +293,7 @@ def _known(array) -> np.ndarray | None:
     return np.asarray(array)
 
 
-def _check_values(config, input_ids, cache, lengths):
+def _check_values(config, input_ids, cache, lengths, num_tokens):
     """Check those ids, lengths, ends of rows and positions whose values are known."""
     b, t = input_ids.shape
     counts = np.full(b, t) if lengths is None else _known(lengths)
@@ -284,6 +301,10 @@ def _check_values(config, input_ids, cache, lengths):
         return
     if counts.shape != (b,) or ((counts < 0) | (counts > t)).any():
         raise ValueError(f"lengths: expected {b} integers from 0 to {t}, got {counts.tolist()}")
+    if lengths is not None and num_tokens is not None and counts.sum() > num_tokens:
+        raise ValueError(
+            f"num_tokens: expected at least {counts.sum()}, the sum of lengths; got {num_tokens}"
+        )
     ids = _known(input_ids)
     if ids is not None:
         _check_ids(ids[np.arange(t)[None, :] < counts[:, None]], config.vocab_size)

@@ -20,6 +20,7 @@ from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.grouped_query import build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
@@ -171,15 +172,15 @@ class Attention(HeadParallel):
         return self.kv.init_cache(batch, max_length)
 
     def mix(self, x, positions, entries):
-        """Attend from ``x [b, t, h]``; return ``[b, t, h]`` and the updated cache entries."""
-        config, (b, t, _) = self.config, x.shape
-        heads = self.qkv(x).reshape(b, t, -1, config.head_dim)
+        """Attend from tokens `x`; return the shape of `x` and the updated cache entries."""
+        config, (b, t) = self.config, positions.shape
+        heads = spread(self.qkv(x), positions).reshape(b, t, -1, config.head_dim)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
         q, k = jnp.split(rotate(qk, positions, config.rope), [config.num_heads], axis=2)
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
         how = {"window": self.window, "sinks": self.sinks.get_value(), "target": self.target}
         y = attention(q, seen["k"], seen["v"], positions, **how)
-        return self.out(y.reshape(b, t, -1)), entries
+        return self.out(pack_like(y.reshape(b, t, -1), positions, x)), entries
 
 
 def build_attention(config: GptOssConfig, layer: int, make: Builder):

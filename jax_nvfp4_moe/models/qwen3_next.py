@@ -24,6 +24,7 @@ from jax_nvfp4_moe.nn.gated_delta_net import DeltaSizes, build_delta_net
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.grouped_query import build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.ops.causal_attention import attention
@@ -230,10 +231,10 @@ class GatedAttention(HeadParallel):
         return self.kv.init_cache(batch, max_length)
 
     def mix(self, x, positions, entries):
-        """Attend from ``x [b, t, h]``; return ``[b, t, h]`` and the updated cache entries."""
-        config, (b, t, _) = self.config, x.shape
+        """Attend from tokens `x`; return the shape of `x` and the updated cache entries."""
+        config, (b, t) = self.config, positions.shape
         d, ends = config.head_dim, [2 * config.num_heads * config.head_dim]
-        queries, kv = jnp.split(self.qkv(x), ends, axis=-1)
+        queries, kv = jnp.split(spread(self.qkv(x), positions), ends, axis=-1)
         q, gate = jnp.split(queries.reshape(b, t, config.num_heads, 2 * d), 2, axis=-1)
         k, v = jnp.split(kv.reshape(b, t, 2 * config.num_kv_heads, d), 2, axis=2)
         q = rotate(self.q_norm(q), positions, config.rope)
@@ -241,7 +242,7 @@ class GatedAttention(HeadParallel):
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
         y = attention(q, seen["k"], seen["v"], positions, target=self.target)
         y = (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
-        return self.out(y.reshape(b, t, -1)), entries
+        return self.out(pack_like(y.reshape(b, t, -1), positions, x)), entries
 
 
 def build_mixer(config: Qwen3NextConfig, layer: int, make: Builder):

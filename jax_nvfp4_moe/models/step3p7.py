@@ -241,7 +241,7 @@ class HeadGatedAttention(Attention):
         self.gate = make.linear(f"{path}.gate", config.num_heads, config.hidden)
 
     def mix(self, x, positions, entries):
-        """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
+        """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         y, entries = self.attend(x, positions, entries)
         gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))
         y = (y.astype(jnp.float32) * gate[..., None]).astype(x.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_nvfp4_moe.nn.attention import KEY_AXES, empty_entries
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.grouped_query import Attention, GQAConfig
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.cache import append
 from jax_nvfp4_moe.numerics.rope import rotate
 from jax_nvfp4_moe.ops.block_attention import BlockChoice, block_attention
@@ -56,9 +57,10 @@ class BlockSparseAttention(Attention):
         return {**super().empty_cache(batch, max_length), **index}
 
     def mix(self, x, positions, entries):
-        """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
+        """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         q, k, v = self.project(x, positions)
-        index = self.index(x).reshape(*x.shape[:2], -1, self.config.index_dim)
+        index = spread(self.index(x), positions)
+        index = index.reshape(*positions.shape, -1, self.config.index_dim)
         index_q, index_k = jnp.split(index, [self.config.num_kv_heads], axis=2)
         index = [self.index_q_norm(index_q), self.index_k_norm(index_k)]
         if self.config.rope is not None:
@@ -76,4 +78,5 @@ class BlockSparseAttention(Attention):
             scale=self.config.scale,
         )
         both = None if kept is None or kept_index is None else {**kept, **kept_index}
-        return self.out(y.reshape(*x.shape[:2], -1)), both
+        y = y.reshape(*positions.shape, -1)
+        return self.out(pack_like(y, positions, x)), both

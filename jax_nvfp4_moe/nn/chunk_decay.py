@@ -38,10 +38,15 @@ def sum_to_edge(logs: Float[Array, "... c d"], size: int) -> Float[Array, "... c
     In odd parts, the sum is over the part's tokens up to the token itself. In even parts, the sum
     is over the part's tokens behind the token.
     """
-    index = np.arange(logs.shape[-2])
+    return _sum(_tokens_to_edge(logs.shape[-2], size), logs)
+
+
+def _tokens_to_edge(count, size):
+    """Return which tokens j the sum of token i takes in `sum_to_edge`, bool ``[i, j]``."""
+    index = np.arange(count)
     part = index // size
     ahead = np.where(part[:, None] % 2 == 1, index <= index[:, None], index > index[:, None])
-    return _sum(ahead & (part == part[:, None]), logs)
+    return ahead & (part == part[:, None])
 
 
 def sum_from_start(logs: Float[Array, "... c d"]) -> Float[Array, "... c d"]:
@@ -55,12 +60,23 @@ def sum_to_end(logs: Float[Array, "... c d"]) -> Float[Array, "... c d"]:
 
 
 def sum_between(logs: Float[Array, "... c"]) -> Float[Array, "... c c"]:
-    """Return the sums ``[..., i, j]`` of the logarithms of the tokens j + 1 to i; 0 for i <= j."""
-    total = jnp.zeros((*logs.shape, logs.shape[-1]), logs.dtype)
-    for size in part_sizes(logs.shape[-1]):
-        sums = sum_to_edge(logs[..., None], size)
-        total += keep_neighbors(sums + jnp.swapaxes(sums, -1, -2), size)
-    return total
+    """Return the sums ``[..., i, j]`` of the logarithms of the tokens j + 1 to i; 0 for i <= j.
+
+    One product computes the sums to the edges of parts of all sizes.
+    """
+    count = logs.shape[-1]
+    sizes = part_sizes(count)
+    if not sizes:
+        return jnp.zeros((*logs.shape, count), logs.dtype)
+    chosen = np.concatenate([_tokens_to_edge(count, size) for size in sizes])
+    chosen = jnp.asarray(chosen.T, logs.dtype)
+    sums = jnp.matmul(logs, chosen, precision=lax.Precision.HIGHEST)
+    # Parts of this size separate tokens i and j: it is the highest bit in which they differ.
+    index = np.arange(count)
+    differ = index[:, None] ^ index
+    power = np.frexp(np.maximum(differ, 1))[1] - 1
+    both = sums[..., power * count + index[:, None]] + sums[..., power * count + index]
+    return jnp.where(index[:, None] > index, both, 0)
 
 
 def _sum(chosen, logs):

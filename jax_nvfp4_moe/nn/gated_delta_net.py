@@ -33,6 +33,7 @@ from jax_nvfp4_moe.nn.delta_chunks import (
     split_chunks,
 )
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.ops.recurrent import gated_delta_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -139,18 +140,18 @@ class GatedDeltaNet(HeadParallel):
             "state": jnp.zeros(_state_shape(sizes, batch), jnp.float32),
         }
 
-    def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
-        """Return the output for tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries.
+    def mix(self, x: Float[Array, "... h"], positions: Int32[Array, "b t"], entries):
+        """Return the output for tokens `x`, in the shape of `x`, and the cache entries.
 
         Tokens at positions of `PADDING` or more do not change the entries. They must follow all
         other tokens of their row.
         """
-        b, t, _ = x.shape
+        b, t = positions.shape
         old = self.empty_cache(b, 0) if entries is None else entries
         step = functools.partial(gated_delta_step, target=self.target)
         rule = step if t == 1 else functools.partial(mix_gated_delta, rule=self._rule)
         y, inputs, state = rule(
-            self.projections(x),
+            spread(self.projections(x), positions),
             positions,
             old["inputs"],
             old["state"],
@@ -161,7 +162,7 @@ class GatedDeltaNet(HeadParallel):
             interleaved=self.interleaved,
             eps=self.sizes.eps,
         )
-        y = self.out_proj(y)
+        y = self.out_proj(pack_like(y, positions, x))
         return y, None if entries is None else {"inputs": inputs, "state": state}
 
     def _rule(self, *operands):

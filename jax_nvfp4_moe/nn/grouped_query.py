@@ -10,6 +10,7 @@ from jax_nvfp4_moe.backends.heads import normalize_heads
 from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.norms import mean_square, normalize
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.ops.causal_attention import attention
@@ -100,12 +101,12 @@ class Attention(HeadParallel):
         return self.kv.init_cache(batch, max_length)
 
     def mix(self, x, positions, entries):
-        """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
+        """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         y, entries = self.attend(x, positions, entries)
         return self.out(y.reshape(*x.shape[:2], -1)), entries
 
     def attend(self, x, positions, entries):
-        """Return the results of all heads for ``x [b, t, h]``, ``[b, t, n, d]``, and the cache."""
+        """Return the results of all heads ``[b, t, n, d]``, packed if `x` is, and the cache."""
         q, seen, entries = self._prepare(x, positions, entries)
         y = attention(
             q,
@@ -116,13 +117,13 @@ class Attention(HeadParallel):
             window=self.config.window,
             target=self.target,
         )
-        return y, entries
+        return pack_like(y, positions, x), entries
 
     def _prepare(self, x, positions, entries):
         """Return the queries, the keys and values that they see, and the cache entries."""
         config = self.config
         one_step = (
-            x.shape[1] <= _FEW_TOKENS
+            positions.shape[1] <= _FEW_TOKENS
             and config.normalize != "whole"
             and not (config.clip is not None or config.normalize_values or config.interleaved)
         )
@@ -132,7 +133,7 @@ class Attention(HeadParallel):
             return q, seen, entries
         q_weight, k_weight = self._head_weights()
         q, k, v = prepare_heads(
-            self._projected(x),
+            self._projected(x, positions),
             positions,
             entries["k"],
             entries["v"],
@@ -153,9 +154,10 @@ class Attention(HeadParallel):
         return self.q_norm.weight.get_value(), self.k_norm.weight.get_value()
 
     def project(self, x, positions):
-        """Return the queries, keys and values ``[b, t, n, d]`` of ``x [b, t, h]``, as they meet."""
-        config, (b, t, _) = self.config, x.shape
-        heads = self._normalized(self._projected(x)).reshape(b, t, -1, config.head_dim)
+        """Return the queries, keys and values ``[b, t, n, d]`` of tokens `x`, as they meet."""
+        config = self.config
+        heads = self._normalized(self._projected(x, positions))
+        heads = heads.reshape(*positions.shape, -1, config.head_dim)
         if config.clip is not None:
             heads = jnp.clip(heads, -config.clip, config.clip)
         qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
@@ -171,9 +173,9 @@ class Attention(HeadParallel):
         q, k = jnp.split(qk, [config.num_heads], axis=2)
         return q, k, v
 
-    def _projected(self, x):
+    def _projected(self, x, positions):
         """Return the projected queries, keys and values ``[b, t, n d]``."""
-        qkv = self.qkv(x)
+        qkv = spread(self.qkv(x), positions)
         if self.config.values_from_keys:
             k = qkv[..., self.config.num_heads * self.config.head_dim :]
             qkv = jnp.concatenate([qkv, k], axis=-1)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear
 from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.packing import spread
 from jax_nvfp4_moe.numerics.norms import layer_normalize
 from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
 from jax_nvfp4_moe.ops.chosen_keys import choose_keys
@@ -78,25 +79,27 @@ class Indexer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "b t h"],
-        latent: Float[Array, "b t r"],
+        x: Float[Array, "... h"],
+        latent: Float[Array, "... r"],
         positions: Int32[Array, "b t"],
     ):
         """Project tokens.
 
         Args:
-          x: the tokens.
-          latent: the latents of their queries, normalized.
+          x: the tokens, ``[b, t, h]`` or packed.
+          latent: the latents of their queries, normalized, packed if `x` is.
           positions: position of each token.
 
         Returns:
           The queries ``[b, t, heads, head_dim]``, the keys ``[b, t, 1, head_dim]``, and the float32
           weights of the heads ``[b, t, heads]``.
         """
-        q = self.queries(latent).reshape(*x.shape[:2], self.sizes.heads, -1)
+        q = spread(self.queries(latent), positions)
+        q = q.reshape(*positions.shape, self.sizes.heads, -1)
         weight, bias = self.norm_weight.get_value(), self.norm_bias.get_value()
-        k = layer_normalize(self.keys(x), weight, bias, _EPS)[:, :, None, :]
-        return self._rotate(q, positions), self._rotate(k, positions), self._weigh(x)
+        k = layer_normalize(spread(self.keys(x), positions), weight, bias, _EPS)[:, :, None, :]
+        weights = spread(self._weigh(x), positions)
+        return self._rotate(q, positions), self._rotate(k, positions), weights
 
     def choose(
         self, q, weights, k: Float[Array, "b 1 s d"], positions

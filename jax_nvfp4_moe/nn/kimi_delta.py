@@ -40,6 +40,7 @@ from jax_nvfp4_moe.nn.delta_chunks import (
     split_chunks,
 )
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -129,26 +130,29 @@ class KimiDelta(HeadParallel):
             "state": jnp.zeros(shape, jnp.float32),
         }
 
-    def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
-        """Mix the tokens ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
+    def mix(self, x: Float[Array, "... h"], positions: Int32[Array, "b t"], entries):
+        """Mix the tokens `x`, ``[b, t, h]`` or packed; returns the same and the cache entries.
 
         Tokens whose position is `PADDING` or larger are padding. Padding stands behind all other
         tokens of its row and does not change the entries.
         """
-        sizes, (b, t, _) = self.sizes, x.shape
+        sizes, (b, t) = self.sizes, positions.shape
         old = self.empty_cache(b, 0) if entries is None else entries
         present = positions < PADDING
-        mixed, inputs = convolve(self.qkv(x), old["inputs"], self._conv_weight(), present)
+        qkv, decays, rate = (
+            spread(part, positions) for part in (self.qkv(x), self._log_decays(x), self.rate(x))
+        )
+        mixed, inputs = convolve(qkv, old["inputs"], self._conv_weight(), present)
         heads = (b, t, sizes.heads, sizes.head_dim)
         q, k, v = (part.reshape(heads) for part in jnp.split(jax.nn.silu(mixed), 3, axis=-1))
         # Padding gets a decay of 1 and a rate of 0, which do not change the state.
-        g = jnp.where(present[..., None, None], self._log_decays(x).reshape(heads), 0)
-        beta = jax.nn.sigmoid(self.rate(x).astype(jnp.float32))
-        beta = jnp.where(present[..., None], beta, 0)
+        g = jnp.where(present[..., None, None], decays.reshape(heads), 0)
+        beta = jnp.where(present[..., None], jax.nn.sigmoid(rate.astype(jnp.float32)), 0)
         rule = delta_step if t == 1 else self._rule
         y, state = rule(_unit(q) * sizes.head_dim**-0.5, _unit(k), v, g, beta, old["state"])
+        y = pack_like(y, positions, x)
         y = self._gated_norm(y, _project(self.gate_down, self.gate_up, x))
-        y = self.out_proj(y.reshape(b, t, -1))
+        y = self.out_proj(y.reshape(*x.shape[:2], -1))
         return y, None if entries is None else {"inputs": inputs, "state": state}
 
     def _conv_weight(self):

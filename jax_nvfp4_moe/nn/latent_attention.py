@@ -21,6 +21,7 @@ from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.cache import append
 from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
 from jax_nvfp4_moe.ops.causal_attention import attention
@@ -154,21 +155,21 @@ class LatentAttention(HeadParallel):
         return empty_entries(batch, max_length, self.dtype, latent=shape)
 
     def mix(self, x, positions, entries) -> Any:
-        """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries."""
+        """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         plain, turned, latent, _ = self._project(x, positions)
         seen, entries = append(entries, positions, latent=latent)
         y = self._attend(plain, turned, seen["latent"], positions)
-        return self._finish(y, x), entries
+        return self._finish(y, positions, x), entries
 
     def _project(self, x, positions):
-        """Return the projections of tokens ``x [b, t, h]``.
+        """Return the projections of tokens `x`.
 
         Returns:
           The channels of the queries that are not rotated and those that are, ``[b, t, n, d]``.
           Then what the cache holds of the tokens, ``[b, t, 1, d]``, and the normalized latents of
-          the queries ``[b, t, r]``, or the queries if they have no latent.
+          the queries ``[..., r]``, packed if `x` is, or the queries if they have no latent.
         """
-        config, (b, t, _) = self.config, x.shape
+        config, (b, t) = self.config, positions.shape
         down = self.down(x)
         rope = down.shape[-1] - config.qk_rope_head_dim
         q, latent, key = jnp.split(down, [rope - config.kv_lora_rank, rope], axis=-1)
@@ -176,13 +177,14 @@ class LatentAttention(HeadParallel):
         if config.q_lora_rank is not None:
             residual = self.q_norm(q)
             q = self.q(residual)
+        q, latent, key = (spread(part, positions) for part in (q, self.kv_norm(latent), key))
         q = q.reshape(b, t, config.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
         if config.temperature is not None:
             q = _grow(q, positions, *config.temperature)
         plain, turning = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         turned = self._rotate(turning, positions)
         key = self._rotate(key[:, :, None, :], positions)
-        latent = jnp.concatenate([self.kv_norm(latent)[:, :, None, :], key], axis=-1)
+        latent = jnp.concatenate([latent[:, :, None, :], key], axis=-1)
         # Calibration needs the inputs of `kv_up`. They are recorded here, because the second form
         # never multiplies `kv_up` by a latent.
         record(self.kv_up, latent[:, :, 0, : config.kv_lora_rank])
@@ -210,8 +212,9 @@ class LatentAttention(HeadParallel):
             return attention(q, k, v, positions, scale=scale, target=self.target)
         return attend_to_chosen(q, k, v, positions, chosen, scale=scale)
 
-    def _finish(self, y, x):
+    def _finish(self, y, positions, x):
         """Return the output of the layer for the results of its heads ``y [b, t, n, d]``."""
+        y = pack_like(y, positions, x)
         if self.gate is not None:
             gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(x.dtype)
             y = y * gate[..., None]

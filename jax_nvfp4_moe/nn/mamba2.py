@@ -9,7 +9,8 @@ Here ``x [p]``, ``b [n]``, ``c [n]`` and the step ``dt > 0`` belong to the token
 numbers ``a < 0`` and ``d`` are weights of the head.
 
 A single token takes one such step. More tokens are divided into chunks. Inside a chunk, matrix
-products compute all tokens at once; the state passes from chunk to chunk.
+products compute all tokens at once. One more product computes the states before all chunks of a
+batch, and a scan carries the state from batch to batch.
 
 Source: arXiv:2405.21060, section 6; `modeling_nemotron_h` of transformers for the layers around
 the recurrence.
@@ -26,13 +27,17 @@ from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2, ssd_step
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.nn.chunk_decay import sum_between, sum_from_start, sum_to_end
+from jax_nvfp4_moe.nn.delta_chunks import choose_precision, for_device
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.ops.recurrent import mamba2_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-_CHUNK = 64  # number of tokens in a chunk
+# Number of tokens in a chunk on a GPU, and on other devices; see `for_device`.
+_GPU_CHUNK, _CPU_CHUNK = 128, 64
 # Number of tokens, over all rows, whose chunks are computed at once. It bounds the memory of the
 # products.
 _BATCH_TOKENS = 2048
@@ -93,7 +98,8 @@ class Mamba2(HeadParallel):
     `ssd` is the recurrence without the term ``d * x``, and ``a = -exp(A_log)``. The norm applies to
     each group of heads by itself.
 
-    Everything between the two projections is computed in float32.
+    Everything between the two projections is computed in float32. In prompts, a GPU rounds the
+    operands of some products to TensorFloat-32 if the model is in bfloat16; see `ssd`.
     """
 
     cache_axes: ClassVar[Mapping[str, int | None]] = {"conv": 2, "state": 1}
@@ -128,18 +134,18 @@ class Mamba2(HeadParallel):
             "state": jnp.zeros(state, jnp.float32),
         }
 
-    def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
-        """Return the output for tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries.
+    def mix(self, x: Float[Array, "... h"], positions: Int32[Array, "b t"], entries):
+        """Return the output for tokens `x`, in the shape of `x`, and the cache entries.
 
         Tokens at positions of `PADDING` or more do not change the entries. They must follow all
         other tokens of their row.
         """
-        config, (b, t, _) = self.config, x.shape
+        config, (b, t) = self.config, positions.shape
         old = self.empty_cache(b, 0) if entries is None else entries
         bias = None if self.conv_bias is None else self.conv_bias.get_value()
         step = functools.partial(mamba2_step, target=self.target)
-        y, conv, state = (step if t == 1 else functools.partial(mix_mamba2, rule=ssd))(
-            self.in_proj(x),
+        y, conv, state = (step if t == 1 else functools.partial(mix_mamba2, rule=self._rule))(
+            spread(self.in_proj(x), positions),
             positions,
             old["conv"],
             old["state"],
@@ -153,7 +159,13 @@ class Mamba2(HeadParallel):
             step_limits=config.step_limits,
             eps=config.eps,
         )
-        return self.out_proj(y), None if entries is None else {"conv": conv, "state": state}
+        y = self.out_proj(pack_like(y, positions, x))
+        return y, None if entries is None else {"conv": conv, "state": state}
+
+    def _rule(self, *operands):
+        """Compute `ssd` with the chunks and the precision for the device and the dtype."""
+        rule = functools.partial(ssd, precision=choose_precision(self.dtype))
+        return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(*operands)
 
 
 def build_mamba2(config: Mamba2Config, path: str, make: Builder):
@@ -195,6 +207,8 @@ def ssd(
     B: Float[Array, "b t g n"],
     C: Float[Array, "b t g n"],
     state: Float[Array, "b h p n"],
+    chunk: int = _CPU_CHUNK,
+    precision: lax.Precision = lax.Precision.HIGHEST,
 ) -> tuple[Float[Array, "b t h p"], Float[Array, "b h p n"]]:
     """Run the recurrence for t tokens, without the term ``d * x``.
 
@@ -212,6 +226,10 @@ def ssd(
       B: b of each group, ``[b, t, g, n]``. Group 0 holds the first h / g heads, and so on.
       C: c of each group, ``[b, t, g, n]``.
       state: state before the first token, ``[b, h, p, n]``.
+      chunk: number of tokens in a chunk, a power of 2.
+      precision: precision of the products with x, b, c and states. Full float32 by default.
+        Exponents and the sums of states are computed in full float32 in any case: a lower precision
+        rounds what is read from a state and what is added to it, but never the state.
 
     Returns:
       y ``[b, t, h, p]``, and the state after the last token, ``[b, h, p, n]``.
@@ -222,7 +240,7 @@ def ssd(
     x = (x * dt[..., None]).reshape(b, t, g, h // g, p)
     decay = (dt * a[None, None, :]).reshape(b, t, g, h // g)
     grouped = state.reshape(b, g, h // g, p, n)
-    chunk = min(t, _CHUNK)
+    chunk = min(chunk, 1 << (t - 1).bit_length())
     chunks = -(-t // chunk)
     batches = -(-chunks * chunk * b // _BATCH_TOKENS)
     per_batch = -(-chunks // batches)
@@ -234,7 +252,7 @@ def ssd(
         return jnp.moveaxis(x.reshape(b, batches, per_batch, chunk, *x.shape[2:]), 1, 0)
 
     def run(grouped, batch):
-        y, grouped = _chunks(batch, grouped)
+        y, grouped = _chunks(batch, grouped, precision)
         return grouped, y
 
     operands = tuple(map(split, (x, decay, B, C)))
@@ -243,40 +261,35 @@ def ssd(
     return y, grouped.reshape(state.shape)
 
 
-def _chunks(operands, state):
+def _chunks(operands, state, precision):
     """Compute c chunks of q tokens: ``x [b, c, q, g, r, p]``; the other operands begin likewise."""
-    x, decay, B, C = operands
-    # logs[i, j] is the sum of the decays of tokens j + 1 to i. A difference of two sums from the
-    # start of the chunk would lose digits where both sums are large.
-    not_after = jnp.tri(decay.shape[2], dtype=jnp.float32)  # [i, k]: k <= i
-    later = jnp.tri(decay.shape[2], k=-1, dtype=bool)[None, None, :, None, None, :]  # [k, j]: k > j
-    logs = _product("ik,bckgrj->bcgrij", not_after, jnp.where(later, decay[..., None], 0.0))
-    seen = not_after[None, None, None, None] > 0
-    between = jnp.where(seen, jnp.exp(logs), 0.0)
-    from_start = jnp.exp(jnp.cumsum(decay, axis=2))
-    scores = _product("bcign,bcjgn->bcgij", C, B)
-    y = _product("bcgrij,bcjgrp->bcigrp", scores[:, :, :, None] * between, x)
-    to_end = jnp.moveaxis(between[..., -1, :], -1, 2)
-    added = _product("bcjgrp,bcjgn->bcgrpn", x * to_end[..., None], B)
-    before, state = _carry(from_start[:, :, -1], added, state)
-    carried = _product("bcign,bcgrpn->bcigrp", C, before)
-    return y + carried * from_start[..., None], state
+    product = functools.partial(jnp.einsum, precision=precision)
+    x, logs, B, C = operands
+    logs = jnp.moveaxis(logs, 2, -1)
+    between = jnp.tril(jnp.exp(sum_between(logs)))
+    from_start, to_end = (
+        jnp.moveaxis(jnp.exp(total(logs[..., None])), -2, 2)
+        for total in (sum_from_start, sum_to_end)
+    )
+    scores = product("bcign,bcjgn->bcgij", C, B)
+    y = product("bcgrij,bcjgrp->bcigrp", scores[:, :, :, None] * between, x)
+    added = product("bcjgrp,bcjgn->bcgrpn", x * to_end, B)
+    before, state = _carry(jnp.sum(logs, axis=-1), added, state)
+    carried = product("bcign,bcgrpn->bcigrp", C, before)
+    return y + carried * from_start, state
 
 
-def _carry(decay, added, state):
+def _carry(logs, added, state):
     """Return the state before each chunk, ``[b, c, g, r, p, n]``, and the state after the last one.
 
-    ``state[c] = decay[c] * state[c - 1] + added[c]``.
+    ``state[c] = exp(logs[c]) * state[c - 1] + added[c]``. Each state is a sum over the state before
+    the batch and over what the chunks add, so that one product computes all states.
     """
-
-    def compose(first, second):
-        return first[0] * second[0], second[0] * first[1] + second[1]
-
-    decay = decay[..., None, None]
-    added = added.at[:, 0].add(decay[:, 0] * state)
-    _, behind = lax.associative_scan(compose, (decay, added), axis=1)
-    return jnp.concatenate([state[:, None], behind[:, :-1]], axis=1), behind[:, -1]
-
-
-def _product(subscripts, x, y):
-    return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)
+    count = logs.shape[1] + 1
+    size = 1 << (count - 1).bit_length()
+    # Index 0 belongs to the state before the batch.
+    logs = jnp.pad(jnp.moveaxis(logs, 1, -1), [(0, 0)] * 3 + [(1, size - count)])
+    between = jnp.tril(jnp.exp(sum_between(logs)))[..., :count, :count]
+    given = jnp.concatenate([state[:, None], added], axis=1)
+    states = jnp.einsum("bgrij,bjgrpn->bigrpn", between, given, precision=lax.Precision.HIGHEST)
+    return states[:, :-1], states[:, -1]

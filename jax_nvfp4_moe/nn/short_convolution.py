@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -60,19 +61,20 @@ class ShortConvolution(HeadParallel):
         shape = (batch, self.sizes.conv_size - 1, self.sizes.channels)
         return {"inputs": jnp.zeros(shape, self.dtype)}
 
-    def mix(self, x: Float[Array, "b t h"], positions: Int32[Array, "b t"], entries):
-        """Mix the tokens ``x [b, t, h]``; returns ``[b, t, h]`` and the cache entries.
+    def mix(self, x: Float[Array, "... h"], positions: Int32[Array, "b t"], entries):
+        """Mix the tokens `x`, ``[b, t, h]`` or packed; returns the same and the cache entries.
 
         Tokens whose position is `PADDING` or larger are padding. Padding stands behind all other
         tokens of its row and does not change the entries.
         """
-        old = self.empty_cache(x.shape[0], 0) if entries is None else entries
-        b, c, inputs = jnp.split(self.in_proj(x), 3, axis=-1)
+        old = self.empty_cache(positions.shape[0], 0) if entries is None else entries
+        b, c, inputs = jnp.split(spread(self.in_proj(x), positions), 3, axis=-1)
         weight = self.conv_weight.get_value()[:, 0]
         mixed, inputs = convolve(b * inputs, old["inputs"], weight, positions < PADDING)
         if self.conv_bias is not None:
             mixed = mixed + self.conv_bias.get_value()[None, None]
-        y = self.out_proj((c.astype(jnp.float32) * mixed).astype(self.dtype))
+        y = (c.astype(jnp.float32) * mixed).astype(self.dtype)
+        y = self.out_proj(pack_like(y, positions, x))
         return y, None if entries is None else {"inputs": inputs}
 
 

@@ -44,7 +44,7 @@ class SparseLatentAttention(LatentAttention):
         return {**super().empty_cache(batch, max_length), **keys}
 
     def mix(self, x, positions, entries, *further) -> Any:
-        """Return the attention of tokens ``x [b, t, h]``, ``[b, t, h]``, and the cache entries.
+        """Return the attention of tokens `x`, in the shape of `x`, and the cache entries.
 
         If there is a further argument, which is not used, the positions of the chosen keys ``[b, t,
         c]`` are a further result, or None if the queries see all keys.
@@ -54,7 +54,7 @@ class SparseLatentAttention(LatentAttention):
         seen, entries = append(entries, positions, latent=latent, index=key)
         chosen = self.indexer.choose(q, weights, seen["index"], positions)
         y = self._attend(plain, turned, seen["latent"], positions, chosen)
-        return self._finish(y, x), entries, *[chosen for _ in further]
+        return self._finish(y, positions, x), entries, *[chosen for _ in further]
 
 
 class FollowingLatentAttention(LatentAttention):
@@ -66,4 +66,4 @@ class FollowingLatentAttention(LatentAttention):
         plain, turned, latent, _ = self._project(x, positions)
         seen, entries = append(entries, positions, latent=latent)
         y = self._attend(plain, turned, seen["latent"], positions, chosen)
-        return self._finish(y, x), entries, chosen
+        return self._finish(y, positions, x), entries, chosen

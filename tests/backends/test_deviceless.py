@@ -93,7 +93,7 @@ def test_a_decoding_step_is_few_kernels_of_one_cuda_graph(tmp_path, batch, linea
 
 
 @pytest.mark.parametrize(
-    ("mixer", "most"), [("qwen3.6", 180), ("kimi-linear", 340), ("nemotron-3-nano", 31)]
+    ("mixer", "most"), [("qwen3.6", 180), ("kimi-linear", 340), ("nemotron-3-nano", 27)]
 )
 def test_a_recurrent_mixer_is_products_and_few_kernels(mixer, most):
     """A prefill of 2048 tokens solves no triangular system row by row."""

@@ -8,7 +8,13 @@ from given import CHECKPOINTS, EXAMPLE, copy_with_config
 
 from jax_nvfp4_moe import evaluate, generate, load_model, stream
 from jax_nvfp4_moe.inference import evaluation, prefill
-from jax_nvfp4_moe.inference.prefill import chunk_ranges, empty_cache, padded_length, prefill_chunks
+from jax_nvfp4_moe.inference.prefill import (
+    chunk_ranges,
+    count_tokens,
+    empty_cache,
+    padded_length,
+    prefill_chunks,
+)
 
 TOKENS, CHUNK = 700, 256
 # Bound of the worst logit, in units of the root mean square of all logits, as in test_long_text.py.
@@ -38,6 +44,22 @@ def test_chunks(length, chunk, ranges):
     assert padded_length(length, chunk) == ranges[-1][1]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "t", "size"),
+    [
+        ([31], 32, None),  # a single row is not packed
+        ([32, 32], 32, None),
+        ([32, 25], 32, None),  # rounded up to the whole
+        ([32, 24], 32, 56),
+        ([32, 1], 32, 40),
+        ([0, 0], 32, 8),
+        ([5, 1, 1], 7, 9),  # steps of 3
+    ],
+)
+def test_few_programs_serve_all_lengths(lengths, t, size):
+    assert count_tokens(np.array(lengths, np.int32), t) == size
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_do_not_depend_on_the_chunk(name, tmp_path):
     """The shorter of the two rows ends in the first chunk."""
@@ -56,7 +78,11 @@ def test_logits_do_not_depend_on_the_chunk(name, tmp_path):
 
 
 def test_generate_takes_long_prompts_by_chunks():
-    """Chunked prefill gives the same tokens. One program serves prompts of unequal length."""
+    """Chunked prefill gives the same tokens. Prompts of any lengths share a few programs.
+
+    Of the tokens of the three chunks, 5, 4 and 3 eighths are computed, and all of them for rows of
+    equal length.
+    """
     model = load_model(EXAMPLE, dtype=jnp.float32)
     ids = np.random.default_rng(1).integers(4096, size=(2, TOKENS), dtype=np.int32)
     given = {"lengths": np.array([TOKENS, 31], np.int32), "max_new_tokens": 4}
@@ -67,7 +93,10 @@ def test_generate_takes_long_prompts_by_chunks():
     np.testing.assert_array_equal(
         next(shorter)[1:], generate(model, ids[1:, :650], max_new_tokens=1)[:, 0]
     )
-    assert prefill._extend._cache_size() == before + 1
+    assert prefill._extend._cache_size() == before + 4
+    lengths = np.array([TOKENS, 62], np.int32)
+    generate(model, ids, lengths=lengths, max_new_tokens=4, prefill_chunk=CHUNK)
+    assert prefill._extend._cache_size() == before + 4
     with pytest.raises(ValueError, match="prefill_chunk: expected at least 1, got 0"):
         generate(model, ids, max_new_tokens=8, prefill_chunk=0)
 

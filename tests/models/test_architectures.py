@@ -118,7 +118,10 @@ run_block = jax.jit(
     lambda moe, x, given, ids, weights: (moe.route(x), moe.experts(given, ids, weights), moe(x))
 )
 run_route = jax.jit(lambda moe, x: moe.route(x))
-run_padded = jax.jit(lambda model, ids, lengths: model(ids, lengths=lengths))
+# The programs compute 8 tokens more than a row has, of the two rows that they are given.
+run_packed = jax.jit(
+    lambda model, ids, lengths: model(ids, lengths=lengths, num_tokens=ids.shape[1] + 8)
+)
 step = jax.jit(lambda model, ids, cache, lengths: model(ids, cache, lengths=lengths))
 
 
@@ -203,9 +206,12 @@ def real_tokens(rows, lengths):
 
 @each_mixer
 def test_padding_without_a_cache(case):
-    """Padding does not change real tokens, even where a window or a chunk leaves padding no key."""
+    """Padding does not change real tokens, even where a window or a chunk leaves padding no key.
+
+    All but 3 positions of padding are left out where tokens do not mix.
+    """
     lengths = np.array([case.ids.shape[1], 5], np.int32)
-    found = real_tokens(run_padded(case.model, case.ids, lengths), lengths)
+    found = real_tokens(run_packed(case.model, case.ids, lengths), lengths)
     assert case.error(found, real_tokens(case.expected, lengths)) <= 1
 
 
@@ -223,6 +229,14 @@ def test_prompts_of_different_lengths(case):
         pieces.append(logits)
     there = np.stack([expected[row, n : n + 3] for row, n in enumerate(lengths)])
     assert case.error(np.concatenate(pieces, axis=1), there) <= 1
+
+
+def test_the_bound_of_caches_catches_a_token_that_is_left_out():
+    """Negative control: there is one true token more than the program computes."""
+    case = load_case(MODELS[0])
+    lengths = np.array([9, case.ids.shape[1]], np.int32)
+    found = real_tokens(run_packed(case.model, case.ids, lengths), lengths)
+    assert case.error(found, real_tokens(case.expected, lengths)) > 10
 
 
 def test_the_bound_of_caches_catches_padding_that_counts():
@@ -245,7 +259,7 @@ def test_generate_takes_the_largest_logit(case):
     assert tokens.shape == (len(ids), new)
     text = np.concatenate([ids[:, :t], tokens], axis=1)
     padded = np.pad(text, [(0, 0), (0, ids.shape[1] - t - new)])
-    logits = np.asarray(run_padded(model, padded, np.full(len(ids), t + new, np.int32)))
+    logits = np.asarray(run_packed(model, padded, np.full(len(ids), t + new, np.int32)))
     logits = logits[:, t - 1 : t + new - 1]
     chosen = np.take_along_axis(logits, np.asarray(tokens)[..., None], axis=-1)[..., 0]
     gap = (logits.max(axis=-1) - chosen) / np.sqrt(np.mean(np.square(logits)))

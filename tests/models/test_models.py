@@ -309,6 +309,8 @@ def test_values_out_of_range_are_refused_where_they_are_known():
     for lengths in ([5, 1], [-1, 1], [1]):
         with pytest.raises(ValueError, match=r"lengths: expected 2 integers from 0 to 4"):
             model(ids, lengths=jnp.array(lengths))
+    with pytest.raises(ValueError, match="num_tokens: expected at least 5, the sum of lengths"):
+        model(ids, lengths=jnp.array([3, 2]), num_tokens=4)
     _, cache = model(ids, model.init_cache(2, 6))
     with pytest.raises(ValueError, match=r"cache: full; .* 8 tokens, but the cache has room for 6"):
         model(ids, cache)

@@ -1,11 +1,14 @@
 """Test the recurrence of Mamba-2: chunks equal steps, padding does nothing, sums stay exact."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_nvfp4_moe.nn import mamba2
+from jax_nvfp4_moe.nn.delta_chunks import choose_precision
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
@@ -92,6 +95,36 @@ def test_steps_of_zero_leave_the_state(t):
     x, dt, a, B, C, state = operands(t)
     _, behind = jax.jit(mamba2.ssd)(x, jnp.zeros_like(dt), a, B, C, state)
     np.testing.assert_array_equal(behind, state)
+
+
+def by_rounded_products(bits, monkeypatch):
+    """Return the error of chunks, in bfloat16 results, relative to rounding exact results.
+
+    Both are root mean squares. Products of lower precision round their operands to `bits` behind
+    the binary point, as a GPU does with TensorFloat-32.
+    """
+    exact, given = jnp.einsum, operands(256)
+
+    def rounded(subscripts, x, y, precision):
+        if precision == jax.lax.Precision.DEFAULT:
+            x, y = (jax.lax.reduce_precision(part, 8, bits) for part in (x, y))
+        return exact(subscripts, x, y, precision=jax.lax.Precision.HIGHEST)
+
+    monkeypatch.setattr(jnp, "einsum", rounded)
+    rule = functools.partial(mamba2.ssd, chunk=128, precision=choose_precision(jnp.bfloat16))
+    y, _ = jax.jit(rule)(*given)
+    want, _ = by_equation(*given, np.float64)
+    results = [np.asarray(jnp.asarray(one, jnp.bfloat16), np.float64) for one in (y, want)]
+    errors = [np.sqrt(np.mean(np.square(one - want))) for one in results]
+    return errors[0] / errors[1]
+
+
+def test_tensor_cores_are_accurate_enough_for_bfloat16(monkeypatch):
+    assert by_rounded_products(10, monkeypatch) <= 2
+
+
+def test_the_bound_catches_products_of_bfloat16(monkeypatch):
+    assert by_rounded_products(7, monkeypatch) > 2
 
 
 def test_a_convolution_keeps_the_last_tokens_of_each_row():

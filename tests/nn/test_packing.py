@@ -1,0 +1,58 @@
+"""Test packed tokens: they come back to their rows, and padding is left out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.nn.packing import find_places, is_spread, pack, pack_like, spread
+
+LENGTHS = np.array([3, 0, 5, 1])
+STEPS = np.arange(5)
+PRESENT = LENGTHS[:, None] > STEPS
+# Two of the rows already hold tokens.
+POSITIONS = np.where(PRESENT, np.array([[0], [4], [7], [0]]) + STEPS, PADDING + STEPS)
+TOKENS = np.arange(4 * 5 * 2, dtype=np.float32).reshape(4, 5, 2)
+
+
+@pytest.mark.parametrize("num_tokens", [9, 12])
+def test_tokens_come_back(num_tokens):
+    def run(x, positions):
+        packed = pack(x, positions, num_tokens)
+        return packed, spread(packed, positions), find_places(positions)
+
+    packed, back, places = jax.jit(run)(TOKENS, POSITIONS)
+    assert packed.shape == (1, num_tokens, 2)
+    np.testing.assert_array_equal(packed[0, :9], TOKENS[PRESENT])
+    np.testing.assert_array_equal(np.asarray(back)[PRESENT], TOKENS[PRESENT])
+    np.testing.assert_array_equal(np.asarray(places)[PRESENT], np.arange(9))
+    again = pack_like(back, jnp.asarray(POSITIONS), packed)
+    np.testing.assert_array_equal(again[0, :9], packed[0, :9])
+
+
+def test_a_token_without_room_is_lost():
+    positions = jnp.asarray(POSITIONS)
+    back = spread(pack(jnp.asarray(TOKENS), positions, 8), positions)
+    kept = (np.asarray(back) == TOKENS).all(axis=-1)
+    np.testing.assert_array_equal(kept[:3][PRESENT[:3]], True)
+    assert not kept[3, 0]
+
+
+def test_tokens_in_their_rows_stay():
+    x, positions = jnp.asarray(TOKENS), jnp.asarray(POSITIONS)
+    assert is_spread(x, positions)
+    assert pack(x, positions, None) is x
+    assert pack_like(x, positions, x) is x
+    assert spread(x, positions) is x
+
+
+def test_gradients_flow_to_true_tokens_alone():
+    positions = jnp.asarray(POSITIONS)
+
+    def total(x):
+        back = spread(pack(x, positions, 12) ** 2, positions)
+        return jnp.where(PRESENT[..., None], back, 0).sum()
+
+    expected = np.where(PRESENT[..., None], 2 * TOKENS, 0)
+    np.testing.assert_array_equal(jax.grad(total)(jnp.asarray(TOKENS)), expected)
