@@ -191,6 +191,20 @@ def pytest_collection_finish(session):
     gc.set_threshold(100_000, 20, 20)
 
 
+# Linux ends a process that has 65,530 memory maps, and each compiled program has several. A worker
+# therefore frees the programs of earlier modules when it has this many.
+_MANY_MAPS = 15_000
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Free compiled programs behind the last test of a module, if there are many."""
+    maps = pathlib.Path("/proc/self/maps")
+    if nextitem is None or item.path == nextitem.path or not maps.exists():
+        return
+    if maps.read_bytes().count(b"\n") > _MANY_MAPS:
+        jax.clear_caches()
+
+
 def pytest_runtest_setup(item):
     for marker in MARKERS:
         if item.get_closest_marker(marker) and (why := _why_absent(marker)):
