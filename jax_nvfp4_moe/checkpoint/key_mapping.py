@@ -5,7 +5,8 @@ may put another prefix in place of ``model.``:
 
 * ``model.language_model.`` in multimodal models,
 * ``language_model.model.`` in older multimodal models,
-* ``backbone.`` in Nemotron-H.
+* ``backbone.`` in Nemotron-H,
+* nothing in DeepSeek-V4.
 
 The tensor names in the file show which prefix it uses.
 """
@@ -28,12 +29,15 @@ PREFIXES = (
     CANONICAL,
 )
 _HEAD = "lm_head."
-_HEADS = (_HEAD, *(f"{prefix}{_HEAD}" for prefix in PREFIXES))
-# Names that follow the prefix: Nemotron-H's, and the name that all other models use.
+_SHORT_HEAD = "head."  # of DeepSeek-V4
+_HEADS = (_HEAD, *(f"{prefix}{_HEAD}" for prefix in PREFIXES), _SHORT_HEAD)
+# Names that follow the prefix, and the name that all other models use: those of Nemotron-H, and
+# that of DeepSeek-V4's embedding.
 _ALIASES: Mapping[str, str] = {
     "embeddings.": "embed_tokens.",
     "embedding.": "embed_tokens.",
     "norm_f.": "norm.",
+    "embed.": "embed_tokens.",
 }
 # Stacked experts that a file names otherwise: those of Granite, as published.
 _STACKED: Mapping[str, str] = {
@@ -42,7 +46,7 @@ _STACKED: Mapping[str, str] = {
 }
 # Only layers and the embedding identify the language model: a vision tower may have a norm too.
 _TELLING = re.compile(
-    f"({'|'.join(map(re.escape, PREFIXES))})(?:layers\\.\\d+|embed_tokens|embeddings?)\\."
+    f"({'|'.join(map(re.escape, PREFIXES))}|)(?:layers\\.\\d+|embed_tokens|embed(?:dings?)?)\\."
 )
 
 
@@ -57,6 +61,11 @@ class KeyMapping:
 
     prefix: str = CANONICAL
     head: str = _HEAD
+
+    @property
+    def head_module(self) -> str:
+        """The name of the head in quantization configs, in which DeepSeek-V4's is "lm_head"."""
+        return (_HEAD if self.head == _SHORT_HEAD else self.head).removesuffix(".")
 
     def owns(self, name: str) -> bool:
         """Return whether the tensor `name` of the file belongs to the language model."""

@@ -215,7 +215,7 @@ class Decoder(nnx.Module):
         check_context(table)
         packs = lengths is not None and num_tokens is not None and num_tokens < b * t
         packed = pack(input_ids, positions, num_tokens if packs else None)
-        stream = Residual(self.embed(table, packed))
+        stream = self.open_stream(table, packed)
         entries = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -224,7 +224,7 @@ class Decoder(nnx.Module):
             entries.append(entry)
         if logits_at is not None:
             stream = _take_one(stream, positions, logits_at)
-        logits = self._logits(self.norm.normalize_sum(stream)[1])
+        logits = self._logits(self.close_stream(stream))
         logits = logits if logits_at is not None else spread(logits, positions)
         if cache is None:
             return logits
@@ -236,6 +236,21 @@ class Decoder(nnx.Module):
         if self.expert_mesh is None:
             return table[input_ids]
         return look_up(self.embedding, input_ids, self.expert_mesh)
+
+    def open_stream(self, table: Array, input_ids: Int32[Array, "b t"]) -> Any:
+        """Return what enters the first layer: a tuple of arrays ``[b, t, ...]``.
+
+        Its field `x` has the vectors of the tokens.
+
+        Args:
+          table: the embedding's value.
+          input_ids: the tokens, in their rows or packed.
+        """
+        return Residual(self.embed(table, input_ids))
+
+    def close_stream(self, stream: Any) -> Array:
+        """Return the normalized vectors ``[b, t, h]`` of what leaves the last layer."""
+        return self.norm.normalize_sum(stream)[1]
 
     def _logits(self, x):
         """Return the logits of ``x [b, t, h]``, which the last norm has normalized."""
@@ -259,10 +274,12 @@ def _score(head, x):
 
 
 def _take_one(stream, positions, at):
-    """Return the residual stream ``[b, 1, h]`` of the tokens at indices `at` of their rows."""
+    """Return what the last layer hands on ``[b, 1, ...]``, at indices `at` of the rows."""
     at = at[:, None]
     if is_spread(stream.x, positions):
-        return jax.tree.map(lambda x: jnp.take_along_axis(x, at[..., None], axis=1), stream)
+        return jax.tree.map(
+            lambda x: jnp.take_along_axis(x, jnp.expand_dims(at, range(2, x.ndim)), axis=1), stream
+        )
     places = jnp.take_along_axis(find_places(positions), at, axis=1)
     return jax.tree.map(lambda x: x[0][places], stream)
 

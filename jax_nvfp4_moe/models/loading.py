@@ -22,6 +22,7 @@ from jax_nvfp4_moe.checkpoint.reading import Reader
 from jax_nvfp4_moe.checkpoint.table import WeightTable
 from jax_nvfp4_moe.models import (
     deepseek_v3,
+    deepseek_v4,
     deepseek_v32,
     ernie4_5_moe,
     exaone_moe,
@@ -65,6 +66,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "KimiK25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
     "Kimi_K25ForConditionalGeneration": deepseek_v3.ARCHITECTURE,
     "DeepseekV32ForCausalLM": deepseek_v32.ARCHITECTURE,
+    "DeepseekV4ForCausalLM": deepseek_v4.ARCHITECTURE,
     "GlmMoeDsaForCausalLM": deepseek_v32.GLM,
     "Glm4MoeLiteForCausalLM": deepseek_v3.LITE,
     "Glm4MoeForCausalLM": glm4_moe.ARCHITECTURE,

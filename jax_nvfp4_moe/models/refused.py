@@ -2,9 +2,6 @@
 
 from collections.abc import Mapping
 
-_COMPRESSED = (
-    "it attends to compressed keys and mixes several residual streams, which no module here does"
-)
 _IDENTITY = "some of its experts return their input, and no kernel here has such experts"
 _LIGHTNING = "its linear attention has one fixed decay for each head, which no module here has"
 _AUDIO = "its language model is part of a speech model, whose files this package does not read"
@@ -12,7 +9,6 @@ _VISION_EXPERTS = "its layers have further experts for images, which no module h
 
 # A name in ``architectures`` of ``config.json`` -> the reason.
 REFUSED_FAMILIES: Mapping[str, str] = {
-    "DeepseekV4ForCausalLM": _COMPRESSED,
     "LongcatFlashForCausalLM": _IDENTITY,
     "MiniMaxForCausalLM": _LIGHTNING,
     "Qwen3OmniMoeForConditionalGeneration": _AUDIO,

@@ -13,6 +13,7 @@ Source: arXiv:2512.02556; `modeling_deepseek_v32` and `modeling_glm_moe_dsa` of 
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -82,7 +83,7 @@ class Indexer(nnx.Module):
         x: Float[Array, "... h"],
         latent: Float[Array, "... r"],
         positions: Int32[Array, "b t"],
-    ):
+    ) -> Any:
         """Project tokens.
 
         Args:

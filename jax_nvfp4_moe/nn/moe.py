@@ -19,7 +19,7 @@ from jax_nvfp4_moe.nn.linear import (
     wrap_value,
 )
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
-from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.numerics.routing import Router, weigh
 from jax_nvfp4_moe.numerics.tensor import (
     DenseExperts,
     MoEParams,
@@ -39,6 +39,13 @@ class RouterCorrection(nnx.Variable):
     """A bias on the router's scores that changes which experts are chosen, but not their weights.
 
     Load balancing sets it during training. It is not an `nnx.Param`, so optimizers skip it.
+    """
+
+
+class TokenExperts(nnx.Variable):
+    """The experts of each token id, for a router that only weighs them.
+
+    It is not an `nnx.Param`, so optimizers skip it.
     """
 
 
@@ -87,6 +94,7 @@ class NVFP4MoE(nnx.Module):
       router_logit_bias: `nnx.Param` ``[e]``, or None.
       router_norm: module, or None; see the constructor.
       router_scale: `nnx.Param` ``[e]``, or None.
+      token_experts: `TokenExperts` ``[v, k]``, or None.
       shared_experts: module, or None; see the constructor.
       shared_gate: module, or None; see the constructor.
       latent: `LatentProjections`, or None.
@@ -125,6 +133,7 @@ class NVFP4MoE(nnx.Module):
         router_logit_bias: Float[Array, " e"] | None = None,
         router_norm: Callable | None = None,
         router_scale: Float[Array, " e"] | None = None,
+        token_experts: Int32[Array, "v k"] | None = None,
         shared_experts: Callable | None = None,
         shared_gate: Callable | None = None,
         latent: LatentProjections | None = None,
@@ -160,6 +169,9 @@ class NVFP4MoE(nnx.Module):
             place of `x`. Defaults to None.
           router_scale: float array ``[e]``, by which the weight of each chosen expert is multiplied
             at the end (Gemma 4). Defaults to None.
+          token_experts: int32 ``[v, k]``, the experts of each token id (DeepSeek-V4). Calls then
+            take token ids, and the router computes the weights of these experts alone. None, the
+            default, lets the router choose experts.
           shared_experts: module that maps ``x [..., h]`` to ``[..., h]``, added to the routed
             experts. Defaults to None.
           shared_gate: module that maps ``x [..., h]`` to ``[..., 1]``. Its sigmoid multiplies the
@@ -227,6 +239,10 @@ class NVFP4MoE(nnx.Module):
         }
         for name, values in each.items():
             check_shape(name, (num_experts,) if values is None else values.shape, (num_experts,))
+        if token_experts is not None:
+            shape = (token_experts.shape[0], self.router.top_k)
+            check_shape("token_experts", token_experts.shape, shape)
+            each["token_experts"] = token_experts
         if (expert_mesh := self.experts.expert_mesh) is not None:
             router_weight = replicate(router_weight, expert_mesh)
             each = replicate(each, expert_mesh)
@@ -234,6 +250,7 @@ class NVFP4MoE(nnx.Module):
         self.router_bias = wrap_value(RouterCorrection, each["router_bias"])
         self.router_logit_bias = wrap_value(nnx.Param, each["router_logit_bias"])
         self.router_scale = wrap_value(nnx.Param, each["router_scale"])
+        self.token_experts = wrap_value(TokenExperts, each.get("token_experts"))
         self.router_norm = router_norm
         self.shared_experts, self.shared_gate = shared_experts, shared_gate
         self.latent = latent
@@ -305,7 +322,7 @@ class NVFP4MoE(nnx.Module):
         return cls(e, h, i, params=params, router_weight=weight, **options)
 
     def route(
-        self, x: Float[Array, "... h"]
+        self, x: Float[Array, "... h"], token_ids: Int32[Array, "..."] | None = None
     ) -> tuple[Int32[Array, "... k"], Float[Array, "... k"]]:
         """Choose the experts of each token.
 
@@ -316,12 +333,18 @@ class NVFP4MoE(nnx.Module):
 
         Args:
           x: tokens ``[..., h]``; cast to the module's dtype.
+          token_ids: int32 ``[...]``, the ids of the tokens. Required if the block has
+            `token_experts`, and otherwise not used. Defaults to None.
 
         Returns:
           Expert ids, int32 ``[..., k]``, best expert first, and their weights, float32
           ``[..., k]``.
+
+        Raises:
+          ValueError: the block has `token_experts`, and `token_ids` is None or has another shape.
         """
         with jax.named_scope("router"):
+            given = self._find_experts(x, token_ids)
             rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
             if self.router_norm is not None:
                 rows = self.router_norm(rows)
@@ -336,36 +359,55 @@ class NVFP4MoE(nnx.Module):
             expert_mesh = self.experts.expert_mesh
             if expert_mesh is not None and self.experts.options.dispatch != "psum":
                 run = functools.partial(share_rows, run, expert_mesh)
-            ids, weights = run(rows, *values)
+            ids, weights = run((rows, given), *values)
             lead = (*x.shape[:-1], self.router.top_k)
             return ids.reshape(lead), weights.reshape(lead)
 
+    def _find_experts(self, x, token_ids):
+        """Return the experts of the tokens ``[t, k]``, or None if the router chooses them."""
+        if self.token_experts is None:
+            return None
+        if token_ids is None or token_ids.shape != x.shape[:-1]:
+            found = "None" if token_ids is None else f"shape {token_ids.shape}"
+            raise ValueError(
+                f"token_ids: expected shape {x.shape[:-1]}, because the experts of this block "
+                f"depend on the ids of the tokens; got {found}"
+            )
+        return self.token_experts.get_value().at[token_ids.reshape(-1)].get(mode="clip")
+
     def _route_rows(self, rows, weight, bias, logit_bias, scale):
-        """Choose the experts of ``rows [t, h]``.
+        """Choose the experts of `rows`: tokens ``[t, h]``, and their experts if they are known.
 
         On a GPU, bfloat16 operands are not cast: tensor cores multiply them exactly and sum in
         float32. On a CPU they are cast to float32, because XLA's bfloat16 dot has up to twice the
         error of its float32 dot.
         """
+        rows, given = rows
         if not (rows.dtype == weight.dtype == jnp.bfloat16 and self.target.platform == "cuda"):
             rows, weight = rows.astype(jnp.float32), weight.astype(jnp.float32)
         logits = dense(rows, weight)
         if logit_bias is not None:
             logits += logit_bias.astype(jnp.float32)[None, :]
-        ids, weights = route(self.router, logits, bias, target=self.target)
+        if given is None:
+            ids, weights = route(self.router, logits, bias, target=self.target)
+        else:
+            ids, weights = given, weigh(self.router, logits, given)
         return ids, weights if scale is None else weights * scale.astype(jnp.float32)[ids]
 
-    def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
+    def __call__(
+        self, x: Float[Array, "... h"], token_ids: Int32[Array, "..."] | None = None
+    ) -> Float[Array, "... h"]:
         """Run the whole block: router, routed experts, shared experts and latent projections.
 
         Args:
           x: tokens ``[..., h]``; cast to the module's dtype.
+          token_ids: as for `route`.
 
         Returns:
           ``[..., h]`` in the module's dtype.
         """
         x = x.astype(self.dtype)
-        chosen = self.route(x)
+        chosen = self.route(x) if token_ids is None else self.route(x, token_ids)
         own = x
         if self.experts.expert_mesh is not None:
             # Without the barrier, XLA merges the first GEMM of the shared experts with the GEMM of

@@ -25,6 +25,17 @@ def normalize(x, weight, eps: float, mean=None):
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("eps",))
+def normalize_plainly(x: Float[Array, "... h"], eps: float) -> Float[Array, "... h"]:
+    """Return ``x / sqrt(mean(x^2) + eps)`` over the last axis, in the dtype of `x`.
+
+    Args:
+      x: ``[..., h]``. The computation is in float32.
+      eps: added to the mean.
+    """
+    return (x.astype(jnp.float32) * lax.rsqrt(mean_square(x) + eps)).astype(x.dtype)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("eps",))
 def layer_normalize(x: Float[Array, "... h"], weight, bias, eps: float) -> Float[Array, "... h"]:
     """Return ``weight * (x - mean(x)) / sqrt(var(x) + eps) + bias``, in the dtype of `x`.
 

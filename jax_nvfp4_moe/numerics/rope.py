@@ -59,3 +59,30 @@ def rotate(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rop
 def pair_halves(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
     """Move the two channels of each adjacent pair half a width apart, where `rotate` pairs them."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("rope", "back"))
+def rotate_last(x: Float[Array, "b t n d"], positions: Int32[Array, "b t"], rope: Rope, back=False):
+    """Rotate adjacent pairs of the last channels by ``position * frequency``, in float32.
+
+    Args:
+      x: ``[b, t, n, d]``, n heads of d channels. With r frequencies, the last 2r channels are
+        rotated, and the others pass unchanged.
+      positions: int32 ``[b, t]``.
+      rope: the frequencies. Pair i has the channels ``2i`` and ``2i + 1`` of the last 2r.
+      back: whether to rotate in the other direction, by ``-position * frequency``. Static; defaults
+        to False.
+
+    Returns:
+      ``[b, t, n, d]`` in the dtype of `x`, with all channels in their places.
+    """
+    kept = x.shape[-1] - 2 * len(rope.frequencies)
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(
+        rope.frequencies, jnp.float32
+    ).reshape(1, 1, -1)
+    cos, sin = (f(angles)[:, :, None, :] * rope.scale for f in (jnp.cos, jnp.sin))
+    sin = -sin if back else sin
+    first, second = (x[..., start::2].astype(jnp.float32) for start in (kept, kept + 1))
+    turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
+    turned = turned.reshape(*x.shape[:-1], -1).astype(x.dtype)
+    return jnp.concatenate([x[..., :kept], turned], axis=-1)

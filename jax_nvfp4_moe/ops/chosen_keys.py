@@ -45,12 +45,12 @@ def choose_keys(
     b, s = k.shape[:2]
 
     def choose(q, weights, positions):
-        products = _multiply(q, k, contracted=(2, 2))
-        scores = _multiply(weights[:, None], jax.nn.relu(products), contracted=(2, 1))[:, 0]
+        products = multiply(q, k, contracted=(2, 2))
+        scores = multiply(weights[:, None], jax.nn.relu(products), contracted=(2, 1))[:, 0]
         visible = jnp.arange(s, dtype=jnp.int32)[None, :] <= positions[:, None]
         return lax.top_k(jnp.where(visible, scores, -jnp.inf), count)[1]
 
-    return _each_query(choose, b * s * q.shape[2], q, weights, positions)
+    return each_query(choose, b * s * q.shape[2], q, weights, positions)
 
 
 def attend_to_chosen(
@@ -84,17 +84,17 @@ def attend_to_chosen(
             return jax.vmap(lambda row, at: row.at[:, at].get(mode="clip"))(x, chosen)
 
         keys, values = (take(x).reshape(b * m, count, -1) for x in (k, v))
-        scores = _multiply(q.reshape(b * m, n // m, d), keys, contracted=(2, 2)) * scale
+        scores = multiply(q.reshape(b * m, n // m, d), keys, contracted=(2, 2)) * scale
         visible = jnp.repeat(chosen <= positions[:, None], m, axis=0)[:, None, :]
         scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
-        y = _multiply(jax.nn.softmax(scores, axis=-1).astype(v.dtype), values, contracted=(2, 1))
+        y = multiply(jax.nn.softmax(scores, axis=-1).astype(v.dtype), values, contracted=(2, 1))
         return y.reshape(b, n, -1).astype(q.dtype)
 
     each = b * count * (m * (d + v.shape[3]) + n)
-    return _each_query(attend, each, q, positions, chosen)
+    return each_query(attend, each, q, positions, chosen)
 
 
-def _each_query(run, elements: int, *arrays):
+def each_query(run, elements: int, *arrays):
     """Run a function for each query, and as many queries at once as fit `_ELEMENTS`.
 
     Args:
@@ -111,7 +111,7 @@ def _each_query(run, elements: int, *arrays):
     return jnp.moveaxis(found, 0, 1)
 
 
-def _multiply(x, y, contracted):
+def multiply(x, y, contracted):
     """Multiply ``[b, ., .]`` by ``[b, ., .]`` with float32 sums over one axis of each."""
     own, other = contracted
     return lax.dot_general(

@@ -21,7 +21,6 @@ from jax_nvfp4_moe.models.loading import LoadPlan
 from jax_nvfp4_moe.nn.building import ExpertPart
 from jax_nvfp4_moe.nn.experts import RoutedExperts, RoutedTokens
 from jax_nvfp4_moe.nn.intermediates import capture
-from jax_nvfp4_moe.nn.norm import Residual
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
 from jax_nvfp4_moe.ops.dense import dense
@@ -225,16 +224,15 @@ def calibrate(
         table = plan.read("embedding", reader).get_value()
         starts = range(0, len(windows), size)
         batches = (windows[at : at + size] for at in starts)
-        hidden = [Residual(plan.model.embed(table, batch)) for batch in batches]
+        hidden = [plan.model.open_stream(table, batch) for batch in batches]
         del table
         for index in range(len(plan.model.layers)):
             path = f"layers.{index}"
             layer = plan.materialize(reader, path)
             linears, experts = None, None
             for batch, stream in enumerate(hidden):
-                b, t, _ = jax.tree.leaves(stream)[
-                    0
-                ].shape  # a layer may hand on more than the tokens
+                # A layer may hand on more than the tokens.
+                b, t = jax.tree.leaves(stream)[0].shape[:2]
                 positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None, :], (b, t))
                 y, own_linears, own_experts = _run(layer, stream, positions, squares)
                 hidden[batch] = jax.block_until_ready(y)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -40,13 +41,26 @@ _BESIDE_QUERIES = (
     "index_q_proj",
     "index_k_proj",
 )
-# Linears of an indexer -> the linear of the attention around it that reads the same input.
-_OF_INDEXERS = {
+# Linears of DeepSeek-V4's attention and of its modules -> the linear that reads the same input. The
+# names are those of published files, then those of transformers.
+_LATENTS_OF_V4 = {
     "wq_b": "q_b_proj",
+    "wq_a": "q_a_proj",
+    "wkv": "q_a_proj",
+    "wgate": "q_a_proj",
+    "q_b_proj": "q_b_proj",
+    "kv_proj": "q_a_proj",
+    "gate_proj": "q_a_proj",
+}
+# An attention, and the modules inside it that make compressed keys or choose keys.
+_INSIDE = re.compile(r"(.*attn)(?:\.(?:compressor|indexer|scorer))+")
+# Linears of these modules -> the linear of the attention around them that reads the same input.
+_OF_INSIDE = {
     "wk": "q_a_proj",
     "weights_proj": "q_a_proj",
     "q_proj": "q_proj",
     "k_proj": "q_proj",
+    **_LATENTS_OF_V4,
 }
 
 
@@ -194,8 +208,10 @@ def _group(prefix, requests) -> str:
     parent, _, leaf = prefix.rpartition(".")
     if leaf == "w3":  # the up projection of LFM2, whose gate projection is w1
         return f"{parent}.w1"
-    if parent.endswith(".indexer"):
-        return fused_name(f"{parent.removesuffix('.indexer')}.{_OF_INDEXERS[leaf]}")
+    if found := _INSIDE.fullmatch(parent):
+        return fused_name(f"{found[1]}.{_OF_INSIDE[leaf]}")
+    if parent.endswith("attn") and leaf in _LATENTS_OF_V4:
+        return fused_name(f"{parent}.{_LATENTS_OF_V4[leaf]}")
     direct = f"{parent.removesuffix('.forget_gate')}.q_proj"
     beside = leaf in _BESIDE_QUERIES and direct in requests.linears
     return fused_name(direct if beside else prefix)
@@ -333,8 +349,9 @@ def _dense_modules(checkpoint, consumed) -> list[str]:
             found.append(info.name.removesuffix(".weight"))
     # A head that shares the weights of the embedding has no tensor. Runtimes still treat it as a
     # linear, and would take it for quantized if it were not listed.
-    head = checkpoint.key_mapping.head.removesuffix(".")
-    return sorted({head, *found})
+    mapping = checkpoint.key_mapping
+    found = [mapping.head_module if f"{name}." == mapping.head else name for name in found]
+    return sorted({mapping.head_module, *found})
 
 
 def _collapse(dense: Sequence[str], quantized: Sequence[str]) -> list[str]:

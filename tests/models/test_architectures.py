@@ -34,6 +34,7 @@ ROUTER_FAULTS = [
     ("bailing_hybrid-modelopt-w4a16", {"topk_group": 3}),
     ("minimax_m3-modelopt-w4a16", {"routed_scaling_factor": 2.01}),
     ("step3p7-modelopt-w4a16", {"moe_router_scaling_factor": 3.01}),
+    ("deepseek_v4-modelopt-w4a16", {"scoring_func": "sigmoid"}),
     ("deepseekv3-modelopt-w4a4", {"norm_topk_prob": False}),
     ("qwen3_moe-modelopt-mixed-w4a16-kv8", {"norm_topk_prob": False}),
     ("qwen3_moe-modelopt-w4a4-faults", {"norm_topk_prob": False}),
@@ -106,6 +107,8 @@ FAULTS = [
     ("step3p7-modelopt-w4a16", {"swiglu_limits_shared": [0.3, 0.0, 0.0]}),
     ("step3p7-modelopt-w4a16", {"swiglu_limits_shared": [0.0, 0.0, 0.7]}),
     ("step3p7-modelopt-w4a16", {"query_pre_attn_scalar": 17}),
+    ("deepseek_v4-modelopt-w4a16", {"sliding_window": 4}),
+    ("deepseek_v4-modelopt-w4a16", {"hc_sinkhorn_iters": 1}),
     # In these folders, activations are rounded to FP4 or to FP8.
     ("deepseek_v3-modelopt-mixed-w4a16-kv8", {"rope_interleave": False}),
     ("gpt_oss-ct-w4a4", {"sliding_window": 7}),
@@ -115,7 +118,11 @@ FAULTS = [
 ]
 
 run_block = jax.jit(
-    lambda moe, x, given, ids, weights: (moe.route(x), moe.experts(given, ids, weights), moe(x))
+    lambda moe, x, tokens, given, ids, weights: (
+        moe.route(x, tokens),
+        moe.experts(given, ids, weights),
+        moe(x, tokens),
+    )
 )
 run_route = jax.jit(lambda moe, x: moe.route(x))
 # The programs compute 8 tokens more than a row has, of the two rows that they are given.
@@ -146,7 +153,8 @@ def blocks(folder):
     tensors = reference_tensors(CHECKPOINTS / folder)
     for layer in sorted({int(n.split(".")[1]) for n in tensors if n.endswith("moe.input")}):
         prefix = f"layers.{layer}.moe."
-        yield layer, {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
+        given = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
+        yield layer, given | {"tokens": tensors["input_ids"].astype(np.int32)}
 
 
 def in_order(ids, values):
@@ -166,6 +174,7 @@ def test_each_block_is_exact(folder):
         routes, routed, block = run_block(
             moe,
             given["input"],
+            given["tokens"],
             given["experts_input"],
             there.astype(np.int32).reshape(shape),
             their_weights.reshape(shape),

@@ -76,6 +76,54 @@ def publish_minimax_m3(tensors):
             tensors[name] = tensor
 
 
+def publish_deepseek_v4(tensors):
+    """Rename tensors as in published DeepSeek-V4 files, which have no prefix."""
+    for name in list(tensors):
+        new = name.replace("attn.norm.", "attn.kv_norm.").replace("hc_head.hc", "hc_head")
+        new = new.replace("embed_tokens", "embed").removeprefix("model.")
+        tensors[new] = tensors.pop(name)
+    tensors["mtp.0.attn.wkv.weight"] = np.zeros((16, 64), np.float32)
+
+
+# The end of a name in files of DeepSeek-V4 -> the end of the name in memory of transformers.
+IN_MEMORY = {
+    ".attn_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".q_norm.": ".q_a_norm.",
+    "attn.norm.": "attn.kv_norm.",
+    "compressor.norm.": "compressor.kv_norm.",
+    "indexer.compressor.": "compressor.indexer.",
+    "indexer.wq_b.": "compressor.indexer.q_b_proj.",
+    "indexer.weights_proj.": "compressor.indexer.scorer.weights_proj.",
+    ".attn.": ".self_attn.",
+    ".ffn.": ".mlp.",
+    ".hc_attn_": ".attn_hc.",
+    ".hc_ffn_": ".ffn_hc.",
+    ".attn_sink": ".sinks",
+    ".ape": ".position_bias",
+    ".wq_a.": ".q_a_proj.",
+    ".wq_b.": ".q_b_proj.",
+    ".wkv.": ".kv_proj.",
+    ".wgate.": ".gate_proj.",
+    ".wo_a.": ".o_a_proj.",
+    ".wo_b.": ".o_b_proj.",
+    ".gate.bias": ".gate.e_score_correction_bias",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+    "head.weight": "lm_head.weight",
+}
+
+
+def keep_deepseek_v4_in_memory(tensors):
+    """Rename tensors of DeepSeek-V4 as transformers 5 does in memory."""
+    for name in list(tensors):
+        new = name
+        for old, other in IN_MEMORY.items():
+            new = new.replace(old, other)
+        tensors[new] = tensors.pop(name)
+
+
 def keep_in_memory(tensors):
     """Rename tensors of EXAONE-MoE and Granite as transformers 5 does in memory."""
     for name in list(tensors):
@@ -90,6 +138,8 @@ def keep_in_memory(tensors):
         ("bailing_hybrid", publish_ling),
         ("gemma4", nest_experts),
         ("minimax_m3", publish_minimax_m3),
+        ("deepseek_v4", publish_deepseek_v4),
+        ("deepseek_v4", keep_deepseek_v4_in_memory),
         ("exaone_moe", keep_in_memory),
         ("granitemoe", keep_in_memory),
     ],
@@ -181,6 +231,21 @@ def test_published_names_of_sizes():
         hidden_act="swigluoai",
     )
     assert minimax == read("minimax_m3")
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    deepseek = read(
+        "deepseek_v4",
+        layer_types=None,
+        compress_ratios=[0, 4, 128, 0],  # the last one is of a layer that predicts further tokens
+        compress_rates=None,
+        compress_rate_csa=2,
+        compress_rate_hca=5,
+        mlp_layer_types=None,
+        num_hash_layers=1,
+        partial_rotary_factor=None,
+        rope_parameters=None,
+        rope_scaling=rope,
+    )
+    assert deepseek == read("deepseek_v4")
     sizes = {"global_head_dim": 32, "num_global_key_value_heads": 1}
     assert read("gemma4", per_layer_config=None, **sizes) == read("gemma4")
 
@@ -247,6 +312,10 @@ def test_layers_are_as_transformers_derives_them():
     assert [one.window for one in gemma.attention] == [6, 6, 6, 6, 6, None, 6, None]
     assert {(one.head_dim, one.num_kv_heads) for one in gemma.attention} == {(16, 2), (512, 2)}
     assert gemma.attention[-1].rope.frequencies[63:65] == (pytest.approx(1e6 ** (-126 / 512)), 0.0)
+    deepseek = read("deepseek_v4", layer_types=None, mlp_layer_types=None, num_hidden_layers=6)
+    kinds = [one.pool and one.pool.rate for one in deepseek.attention]
+    assert kinds == [5, 5, 5, 2, 5, 2]
+    assert deepseek.hash_layers == {0, 1, 2}
     ernie = read("ernie4_5_moe", num_hidden_layers=6, moe_layer_end_index=-1, moe_layer_interval=2)
     assert ernie.dense_layers == {0, 2, 4}
     assert read("qwen3_vl_moe").router.renormalize
@@ -319,6 +388,15 @@ def test_layers_are_as_transformers_derives_them():
                 "attention_other_setting": 1,
             },
             "attention_other_setting: expected an object",
+        ),
+        ("deepseek_v4", {"o_groups": 3}, "o_groups: 8 heads do not divide by 3 groups"),
+        ("deepseek_v4", {"index_head_dim": 4}, "index_head_dim: expected at least 8 rotated"),
+        ("deepseek_v4", {"compress_rates": [4]}, "compress_rates: expected an object"),
+        ("deepseek_v4", {"swiglu_limit": 0.0}, "swiglu_limit: expected a positive number"),
+        (
+            "deepseek_v4",
+            {"layer_types": None, "compress_ratios": [0, 4, 5]},
+            "compress_ratios: expected a list of 3 values from 0, 4, 128",
         ),
         ("lfm2_moe", {"layer_types": None}, "layer_types: missing"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: False is not supported"),

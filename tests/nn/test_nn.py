@@ -108,6 +108,28 @@ def test_a_router_with_a_norm_and_factors():
         make(router_scale=jnp.zeros(7))
 
 
+def test_token_ids_decide_experts():
+    """The router weighs the experts of each token id, and does not choose any."""
+    table = np.random.default_rng(0).permuted(np.tile(np.arange(8), (5, 1)), axis=1)[:, :2]
+    moe, x = make(token_experts=jnp.asarray(table, jnp.int32)), tokens(3)
+    token_ids = jnp.array([4, 0, 4])
+    ids, weights = moe.route(x, token_ids)
+    np.testing.assert_array_equal(ids, table[[4, 0, 4]])
+    logits = (
+        np.asarray(x.astype(jnp.bfloat16), np.float32)
+        @ np.asarray(moe.router_weight.get_value(), np.float32).T
+    )
+    shares = np.exp(np.take_along_axis(logits, np.asarray(ids), axis=1))
+    np.testing.assert_allclose(weights, shares / shares.sum(axis=1, keepdims=True), rtol=1e-5)
+    np.testing.assert_array_equal(moe(x, token_ids), moe.experts(x, ids, weights))
+    chosen, _ = make().route(x, token_ids)  # without a table, the ids have no effect
+    assert (np.sort(chosen) != np.sort(ids)).any()
+    with pytest.raises(ValueError, match=r"token_ids: expected shape \(3,\), .* got None"):
+        moe(x)
+    with pytest.raises(ValueError, match="token_experts: expected shape"):
+        make(token_experts=jnp.zeros((5, 3), jnp.int32))
+
+
 def test_experts_that_are_elsewhere_add_nothing():
     moe = make()
     x = tokens(4)

@@ -161,6 +161,7 @@ WRITTEN = (
     "ernie4_5_moe-modelopt-w4a16",
     "mistral4-modelopt-w4a16",
     "deepseek_v32-modelopt-w4a16",
+    "deepseek_v4-modelopt-w4a16",
     "glm_moe_dsa-modelopt-w4a16",
     "granitemoeshared-modelopt-w4a16",
     "granitemoehybrid-modelopt-w4a16",
@@ -175,7 +176,10 @@ WRITTEN = (
 )
 
 
-NO_LINEARS = (".conv1d", ".conv.conv", ".A_log", ".embed_tokens")
+NO_LINEARS = (
+    *(".conv1d", ".conv.conv", ".A_log", ".embed_tokens"),
+    *(".wo_a", ".ape", "_fn", ".hc_head*"),  # of DeepSeek-V4
+)
 
 
 def without_marks(names):

@@ -461,6 +461,43 @@ ARCHITECTURES = {
         ),
         mtp="model.layers.3",
     ),
+    "deepseek_v4": Architecture(
+        "deepseek_v4",
+        dense(
+            **EXPERTS,
+            num_hidden_layers=3,
+            layer_types=[
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            ],
+            mlp_layer_types=["hash_moe", "moe", "moe"],
+            compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+            head_dim=16,
+            partial_rotary_factor=0.5,
+            q_lora_rank=48,
+            o_groups=4,
+            o_lora_rank=16,
+            sliding_window=3,
+            index_n_heads=8,
+            index_head_dim=16,
+            index_topk=3,
+            n_routed_experts=6,
+            hc_mult=3,
+            hc_sinkhorn_iters=4,
+            swiglu_limit=1.5,
+            compress_rope_theta=20000.0,
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 128,
+            },
+        )
+        | {"vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1},
+        stacked="rows",
+    ),
     "mistral4": Architecture(
         "mistral4",
         dense(

@@ -42,6 +42,7 @@ def relative(actual: jax.Array, expected: np.ndarray) -> float:
 def compare(folder: pathlib.Path, decodes: bool = True) -> list[float]:
     """Return the errors of experts, blocks, logits and, if asked for, decoding."""
     tensors = read(folder / "reference.safetensors")
+    ids = jnp.asarray(tensors["input_ids"], jnp.int32)
     experts, blocks = [0.0], [0.0]
     for layer in sorted({int(n.split(".")[1]) for n in tensors if n.endswith(".moe.input")}):
         given = {n.split(".moe.")[1]: v for n, v in tensors.items() if f"s.{layer}.moe." in n}
@@ -50,9 +51,8 @@ def compare(folder: pathlib.Path, decodes: bool = True) -> list[float]:
         x, expert_ids, weights, block_x = (jnp.asarray(given[name]) for name in names)
         routed = moe.experts(x, expert_ids.astype(jnp.int32), weights)
         experts.append(relative(routed, given["experts_output"]))
-        blocks.append(relative(moe(block_x), given["output"]))
+        blocks.append(relative(moe(block_x, ids), given["output"]))
     model = load_model(folder, **EXACT)
-    ids = jnp.asarray(tensors["input_ids"], jnp.int32)
     whole = jax.jit(lambda model, ids: model(ids))(model, ids)
     errors = [max(experts), max(blocks), relative(whole, tensors["logits"])]
     if not decodes:

@@ -8,7 +8,9 @@ import transformers
 from tests.reference.architectures import Architecture
 
 # Factors that start from one, as the weights of most norms do.
-FROM_ONE = (".D", "layer_scalar", "router.scale", "per_expert_scale")
+FROM_ONE = (".D", "layer_scalar", "router.scale", "per_expert_scale", "hc.scale", "hc_scale")
+# Values of order one, because they are added to values of order one.
+OF_ORDER_ONE = ("sinks", "dt_bias", "router.proj.weight", "position_bias")
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
@@ -25,11 +27,17 @@ def random_values(name: str, old: torch.Tensor) -> torch.Tensor:
         return old + 0.1 * noise  # some kinds of norms start from one, others from zero
     if "conv1d.weight" in name:
         return 0.5 * noise
-    if "embed" in name or name.endswith(("sinks", "dt_bias", "router.proj.weight")):
+    if "embed" in name or name.endswith(OF_ORDER_ONE):
         return noise
     if old.ndim == 1 or "bias" in name:
         return 0.1 * noise
     return noise / old.shape[-1] ** 0.5
+
+
+def random_experts(config: transformers.PretrainedConfig, tokens: int) -> torch.Tensor:
+    """Return different experts [tokens, top_k] for each token id."""
+    order = torch.rand(tokens, config.n_routed_experts).argsort(dim=-1)
+    return order[:, : config.num_experts_per_tok]
 
 
 def save_random(architecture: Architecture, seed: int, folder: pathlib.Path) -> None:
@@ -43,6 +51,8 @@ def save_random(architecture: Architecture, seed: int, folder: pathlib.Path) -> 
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point() and name not in computed:
                 tensor.copy_(rounded(random_values(name, tensor.float())))
+            elif name.endswith("tid2eid"):
+                tensor.copy_(random_experts(config, len(tensor)))
     model.save_pretrained(folder)
 
 

@@ -97,8 +97,8 @@ def followed_choices(choices):
         same = (jnp.sort(ids, axis=-1) == jnp.sort(there, axis=-1)).all(axis=-1, keepdims=True)
         return same | (there[..., :1] < 0), there, their_weights
 
-    def follow_route(self, x):
-        ids, weights = route(self, x)
+    def follow_route(self, *args):
+        ids, weights = route(self, *args)
         same, there, their_weights = follow(ids)
         replaced.append(1.0 - same[..., 0].astype(jnp.float32))
         return jnp.where(same, ids, there), jnp.where(same, weights, their_weights)
