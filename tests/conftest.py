@@ -5,6 +5,7 @@ import gc
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import pathlib
 
@@ -191,17 +192,19 @@ def pytest_collection_finish(session):
     gc.set_threshold(100_000, 20, 20)
 
 
-# Linux ends a process that has 65,530 memory maps, and each compiled program has several. A worker
-# therefore frees the programs of earlier modules when it has this many.
-_MANY_MAPS = 15_000
+# Linux gives a process 65,530 memory maps, and each compiled program takes several. Beyond that
+# the process ends, so a worker frees its programs when it has this many maps. Counting them takes a
+# while, so it happens behind each module and once in so many tests.
+_MANY_MAPS, _TESTS_BETWEEN = 20_000, 40
+_tests = itertools.count(1)
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Free compiled programs behind the last test of a module, if there are many."""
+    """Free the compiled programs if there are many."""
     maps = pathlib.Path("/proc/self/maps")
-    if nextitem is None or item.path == nextitem.path or not maps.exists():
-        return
-    if maps.read_bytes().count(b"\n") > _MANY_MAPS:
+    ends = nextitem is None or item.path != nextitem.path
+    counts = ends or next(_tests) % _TESTS_BETWEEN == 0
+    if counts and maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
         jax.clear_caches()
 
 
