@@ -4,12 +4,12 @@
 // The targets for sm_80 and sm_90a run their engines. Calls that an engine does not support run on
 // the plain kernels, which are built for every architecture. The targets for compute capability
 // 10.x and 12.x run nothing but their own engines. Those for 10.x exist only if the build had the
-// headers of CUTLASS, or emulates their GEMM.
+// headers of CUTLASS, or emulates their GEMM. cuda_mixer_bindings.cc has the handlers of the
+// kernels around the experts.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -17,6 +17,8 @@
 
 #include "checks.h"
 #include "cuda/launch.h"
+#include "cuda_checks.h"
+#include "cuda_mixer_bindings.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -32,30 +34,10 @@ constexpr WeightTile TileOf(EngineKind engine) {
   return engine == EngineKind::kSm100 ? WeightTile{128, 64} : kTile;
 }
 
-// Kernels copy 16 bytes at a time; see launch.h.
-constexpr size_t kAlignment = 16;
-
 constexpr OperandRules RulesOf(EngineKind engine) { return {TileOf(engine), kAlignment}; }
 
 // Whether the targets for 10.x exist. Their GEMM is that of CUTLASS, or its emulation.
 constexpr bool kHasSm100 = NVFP4_CUTLASS || NVFP4_EMULATE_BLACKWELL;
-
-ffi::Error FromCuda(cudaError_t status, std::string_view what) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  cudaGetLastError();  // otherwise the next call would report this error as its own
-  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
-}
-
-ffi::Error ExpectAtMost(std::string_view what, int64_t got, int64_t most) {
-  if (got <= most) return ffi::Error::Success();
-  return Expected(what, "at most " + std::to_string(most), std::to_string(got));
-}
-
-ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
-  NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"workspace", workspace}}, kAlignment));
-  return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
-}
 
 // Checks what the engine for 12.x needs. No other kernel reads its layout, so that a call that it
 // does not support is an error.
@@ -81,17 +63,6 @@ ffi::Error CheckSm100(DataType type, ActivationScale scale, int64_t values) {
     return Expected("activation_scale", "static or token", "none");
   }
   return ExpectAtMost("number of values of an operand", values, (int64_t{1} << 35) - 1);
-}
-
-template <typename T>
-const T* Data(ffi::AnyBuffer buffer) {
-  return static_cast<const T*>(buffer.untyped_data());
-}
-
-// Null if the operand was left out.
-template <typename T = float>
-const T* DataOrNull(ffi::AnyBuffer buffer) {
-  return buffer.element_count() == 0 ? nullptr : Data<T>(buffer);
 }
 
 ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
@@ -296,346 +267,6 @@ ffi::Error Route(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer bias
   return FromCuda(LaunchRoute(stream, call, buffers), "nvfp4_route_cuda");
 }
 
-ffi::Error CheckAttention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                          ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::AnyBuffer y,
-                          AttentionShape* shape, DataType* type) {
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("q [b, t, n, d]", q.element_type(), type));
-  if (*type == DataType::kF32) return Expected("q", "bfloat16 or float16", "float32");
-  NVFP4_RETURN_IF_ERROR(ExpectType("k", k.element_type(), q.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("v", v.element_type(), q.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("y", y.element_type(), q.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("sinks", sinks.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, n, d]", q.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("k [b, m, s, d]", k.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("v [b, m, s, dv]", v.dimensions(), 4));
-  const int64_t b = q.dimensions()[0], t = q.dimensions()[1];
-  const int64_t n = q.dimensions()[2], d = q.dimensions()[3];
-  const int64_t m = k.dimensions()[1], s = k.dimensions()[2], dv = v.dimensions()[3];
-  *shape = {b, t, n, m, s, d, dv};
-  NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, m, s, d]", k.dimensions(), {b, m, s, d}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("v [b, m, s, dv]", v.dimensions(), {b, m, s, dv}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
-  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("sinks [n]", sinks.dimensions(), {n}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, n, dv]", y.dimensions(), {b, t, n, dv}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("m (k)", m, 1));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (q)", n, m));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (q)", d, kHeadWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("dv (v)", dv, kHeadWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (q)", d, kMaxHeadWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("dv (v)", dv, kMaxHeadWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (k)", s, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (q)", b, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (q)", n, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b t n (q)", b * t * n, kMaxRows));
-  return ExpectAligned(
-      {{"q", q}, {"k", k}, {"v", v}, {"positions", positions}, {"sinks", sinks}, {"y", y}},
-      kAlignment);
-}
-
-ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                     ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> y,
-                     ffi::Result<ffi::AnyBuffer> workspace, float scale, int32_t window,
-                     int32_t chunk) {
-  AttentionCall call = {};
-  NVFP4_RETURN_IF_ERROR(CheckAttention(q, k, v, positions, sinks, *y, &call.shape, &call.type));
-  if (!(scale > 0.0f)) return Expected("scale", "a number above 0", std::to_string(scale));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("window", window, 0));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("chunk", chunk, 0));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
-  call.scale = scale;
-  call.window = window;
-  call.chunk = chunk;
-  const AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  v.untyped_data(),
-                                    Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
-                                    workspace->untyped_data()};
-  return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_cuda");
-}
-
-ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer added,
-                      ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> sum,
-                      ffi::Result<ffi::AnyBuffer> y, float eps) {
-  NormCall call = {};
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &call.weight_type));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
-  call.rows = x.dimensions()[0];
-  call.h = x.dimensions()[1];
-  call.eps = eps;
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", call.h, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("weight [h]", weight.dimensions(), {call.h}));
-  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("y [rows, h]", y->dimensions(), {call.rows, call.h}));
-  NVFP4_RETURN_IF_ERROR(ExpectType("added", added.element_type(), x.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("sum", sum->element_type(), x.element_type()));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDimsOrEmpty("added [rows, h]", added.dimensions(), {call.rows, call.h}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("sum [rows, h]", sum->dimensions(),
-                                   {added.dimensions()[0], added.dimensions()[1]}));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned(
-      {{"x", x}, {"added", added}, {"weight", weight}, {"sum", *sum}, {"y", *y}}, kAlignment));
-  const NormBuffers buffers = {x.untyped_data(), DataOrNull<void>(added), weight.untyped_data(),
-                               sum->untyped_data(), y->untyped_data()};
-  return FromCuda(LaunchAddRmsNorm(stream, call, buffers), "nvfp4_add_rms_norm_cuda");
-}
-
-ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer keys,
-                      ffi::AnyBuffer values, ffi::AnyBuffer q_weight, ffi::AnyBuffer k_weight,
-                      ffi::AnyBuffer frequencies, ffi::AnyBuffer q, ffi::AnyBuffer new_keys,
-                      ffi::AnyBuffer new_values, HeadsCall* call) {
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("qkv", qkv.element_type(), &call->type));
-  if (call->type == DataType::kF32) return Expected("qkv", "bfloat16 or float16", "float32");
-  NVFP4_RETURN_IF_ERROR(
-      ExpectActivationType("q_weight", q_weight.element_type(), &call->weight_type));
-  if (call->weight_type != call->type && call->weight_type != DataType::kF32) {
-    return Expected("q_weight", "float32 or the type of qkv", TypeText(q_weight.element_type()));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectType("k_weight", k_weight.element_type(), q_weight.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("frequencies", frequencies.element_type(), ffi::F32));
-  const NamedOperand heads[] = {{"keys", keys},
-                                {"values", values},
-                                {"q", q},
-                                {"new_keys", new_keys},
-                                {"new_values", new_values}};
-  for (const NamedOperand& operand : heads) {
-    NVFP4_RETURN_IF_ERROR(
-        ExpectType(operand.name, operand.buffer.element_type(), qkv.element_type()));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectRank("keys [b, m, s, d]", keys.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, n, d]", q.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("frequencies [r/2]", frequencies.dimensions(), 1));
-  const int64_t b = keys.dimensions()[0], m = keys.dimensions()[1], s = keys.dimensions()[2];
-  const int64_t d = keys.dimensions()[3], t = q.dimensions()[1], n = q.dimensions()[2];
-  const int64_t half = frequencies.dimensions()[0];
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (keys)", d, kPreparedWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (keys)", d, kMaxPreparedWidth));
-  if (half != 0) {
-    NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("r (frequencies)", 2 * half, kPreparedWidthFactor));
-    NVFP4_RETURN_IF_ERROR(ExpectAtMost("r (frequencies)", 2 * half, d));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectDims("q [b, t, n, d]", q.dimensions(), {b, t, n, d}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("qkv [b, t, (n + 2m) d]", qkv.dimensions(), {b, t, (n + 2 * m) * d}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
-  for (const NamedOperand& operand : {heads[1], heads[3], heads[4]}) {
-    NVFP4_RETURN_IF_ERROR(ExpectDims(operand.name, operand.buffer.dimensions(), {b, m, s, d}));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("q_weight [d]", q_weight.dimensions(), {d}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("k_weight [d]", k_weight.dimensions(), {q_weight.dimensions()[0]}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (keys)", b, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n + 2m (qkv)", n + 2 * m, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows / std::max(b * (n + 2 * m), int64_t{1})));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (keys)", s, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned(
-      {{"qkv", qkv}, {"positions", positions}, heads[0], heads[1], heads[2]}, kAlignment));
-  call->b = static_cast<int32_t>(b);
-  call->t = static_cast<int32_t>(t);
-  call->s = static_cast<int32_t>(s);
-  call->n = static_cast<int32_t>(n);
-  call->m = static_cast<int32_t>(m);
-  call->d = static_cast<int32_t>(d);
-  call->half = static_cast<int32_t>(half);
-  return ffi::Error::Success();
-}
-
-// Puts `operand` where a kernel updates it in place. With input_output_aliases, XLA gives both the
-// same memory, and nothing is copied. Under jax.vmap, JAX runs the call in a loop without aliases.
-ffi::Error PutInPlace(cudaStream_t stream, std::string_view what, ffi::AnyBuffer operand,
-                      ffi::AnyBuffer result) {
-  NVFP4_RETURN_IF_ERROR(ExpectType(what, result.element_type(), operand.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, operand.size_bytes(), result.size_bytes()));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, result.size_bytes(), operand.size_bytes()));
-  if (operand.untyped_data() == result.untyped_data()) return ffi::Error::Success();
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{what, result}}, kAlignment));
-  return FromCuda(cudaMemcpyAsync(result.untyped_data(), operand.untyped_data(),
-                                  operand.size_bytes(), cudaMemcpyDeviceToDevice, stream),
-                  "cudaMemcpyAsync");
-}
-
-ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
-                        ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
-                        ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
-                        ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> new_keys,
-                        ffi::Result<ffi::AnyBuffer> new_values, float eps, float rotation_scale,
-                        bool rotates_first) {
-  HeadsCall call = {};
-  NVFP4_RETURN_IF_ERROR(CheckHeads(qkv, positions, keys, values, q_weight, k_weight, frequencies,
-                                   *q, *new_keys, *new_values, &call));
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_keys", keys, *new_keys));
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_values", values, *new_values));
-  call.eps = eps;
-  call.rotation_scale = rotation_scale;
-  call.rotates_first = rotates_first;
-  const HeadsBuffers buffers = {qkv.untyped_data(),         Data<int32_t>(positions),
-                                DataOrNull<void>(q_weight), DataOrNull<void>(k_weight),
-                                DataOrNull(frequencies),    q->untyped_data(),
-                                new_keys->untyped_data(),   new_values->untyped_data()};
-  return FromCuda(LaunchPrepareHeads(stream, call, buffers), "nvfp4_prepare_heads_cuda");
-}
-
-// The operands of a step of a recurrent mixer that both mixers have.
-struct StepOperands {
-  ffi::AnyBuffer projected, positions, conv_weight, A_log, dt_bias, norm, inputs, state;
-  ffi::AnyBuffer y, new_inputs, new_state;
-};
-
-ffi::Error CheckStepTypes(const StepOperands& o, DataType* type) {
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("projected", o.projected.element_type(), type));
-  const ffi::DataType same = o.projected.element_type();
-  NVFP4_RETURN_IF_ERROR(ExpectType("inputs", o.inputs.element_type(), same));
-  NVFP4_RETURN_IF_ERROR(ExpectType("y", o.y.element_type(), same));
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", o.positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("conv_weight", o.conv_weight.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("A_log", o.A_log.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("dt_bias", o.dt_bias.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("norm", o.norm.element_type(), ffi::F32));
-  return ExpectType("state", o.state.element_type(), ffi::F32);
-}
-
-// `channels` is the number of channels of the convolution, `numbers` that of a row of `projected`,
-// and `outputs` that of a row of y.
-ffi::Error CheckStepDims(const StepOperands& o, int64_t heads, int64_t channels, int64_t numbers,
-                         int64_t outputs) {
-  const int64_t b = o.state.dimensions()[0];
-  NVFP4_RETURN_IF_ERROR(ExpectRank("conv_weight [c, taps]", o.conv_weight.dimensions(), 2));
-  const int64_t taps = o.conv_weight.dimensions()[1];
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("taps (conv_weight)", taps, 1));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("conv_weight [c, taps]", o.conv_weight.dimensions(), {channels, taps}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("projected [b, 1, n]", o.projected.dimensions(), {b, 1, numbers}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, 1]", o.positions.dimensions(), {b, 1}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("A_log [heads]", o.A_log.dimensions(), {heads}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("dt_bias [heads]", o.dt_bias.dimensions(), {heads}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("inputs [b, taps - 1, c]", o.inputs.dimensions(), {b, taps - 1, channels}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, 1, outputs]", o.y.dimensions(), {b, 1, outputs}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("taps (conv_weight)", taps, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b n (projected)", b * numbers, kMaxRows));
-  return ExpectAligned({{"projected", o.projected},
-                        {"positions", o.positions},
-                        {"conv_weight", o.conv_weight},
-                        {"A_log", o.A_log},
-                        {"dt_bias", o.dt_bias},
-                        {"norm", o.norm},
-                        {"inputs", o.inputs},
-                        {"state", o.state},
-                        {"y", o.y}},
-                       kAlignment);
-}
-
-ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuffer positions,
-                     ffi::AnyBuffer conv_weight, ffi::AnyBuffer A_log, ffi::AnyBuffer dt_bias,
-                     ffi::AnyBuffer norm, ffi::AnyBuffer inputs, ffi::AnyBuffer state,
-                     ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> new_inputs,
-                     ffi::Result<ffi::AnyBuffer> new_state, bool interleaved, float eps) {
-  const StepOperands operands = {projected, positions, conv_weight, A_log,       dt_bias,   norm,
-                                 inputs,    state,     *y,          *new_inputs, *new_state};
-  DataType type;
-  NVFP4_RETURN_IF_ERROR(CheckStepTypes(operands, &type));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("state [b, m, r, d, e]", state.dimensions(), 5));
-  const int64_t b = state.dimensions()[0], m = state.dimensions()[1], r = state.dimensions()[2];
-  const int64_t d = state.dimensions()[3], e = state.dimensions()[4];
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("m (state)", m, 1));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("r (state)", r, 1));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("d (state)", d, 1));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("e (state)", e, kStateWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (state)", d, kMaxStateWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (state)", e, kMaxStateWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("m r (state)", m * r, kMaxExtent));
-  const int64_t channels = 2 * m * d + m * r * e;
-  NVFP4_RETURN_IF_ERROR(ExpectDims("norm [e]", norm.dimensions(), {e}));
-  NVFP4_RETURN_IF_ERROR(
-      CheckStepDims(operands, m * r, channels, channels + m * r * (e + 2), m * r * e));
-  const DeltaStepCall call = {b,
-                              static_cast<int32_t>(m),
-                              static_cast<int32_t>(r),
-                              static_cast<int32_t>(d),
-                              static_cast<int32_t>(e),
-                              static_cast<int32_t>(conv_weight.dimensions()[1]),
-                              type,
-                              interleaved,
-                              1.0f / std::sqrt(static_cast<float>(d)),
-                              eps};
-  const DeltaStepBuffers buffers = {
-      projected.untyped_data(),   Data<int32_t>(positions),
-      Data<float>(conv_weight),   Data<float>(A_log),
-      Data<float>(dt_bias),       Data<float>(norm),
-      new_inputs->untyped_data(), static_cast<float*>(new_state->untyped_data()),
-      y->untyped_data()};
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_inputs", inputs, *new_inputs));
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
-  return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_delta_step_cuda");
-}
-
-ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuffer positions,
-                      ffi::AnyBuffer conv_weight, ffi::AnyBuffer conv_bias, ffi::AnyBuffer A_log,
-                      ffi::AnyBuffer dt_bias, ffi::AnyBuffer D, ffi::AnyBuffer norm,
-                      ffi::AnyBuffer inputs, ffi::AnyBuffer state, ffi::Result<ffi::AnyBuffer> y,
-                      ffi::Result<ffi::AnyBuffer> new_inputs, ffi::Result<ffi::AnyBuffer> new_state,
-                      ffi::Result<ffi::AnyBuffer> workspace, std::string_view activation,
-                      float alpha, float limit, int64_t groups, float smallest_step,
-                      float largest_step, float eps) {
-  const StepOperands operands = {projected, positions, conv_weight, A_log,       dt_bias,   norm,
-                                 inputs,    state,     *y,          *new_inputs, *new_state};
-  const ActivationRecord* record = nullptr;
-  NVFP4_RETURN_IF_ERROR(ExpectName("activation", activation, kActivations, &record));
-  if (record->gated) {
-    return Expected("activation", "one that is not gated", std::string(activation));
-  }
-  DataType type;
-  NVFP4_RETURN_IF_ERROR(CheckStepTypes(operands, &type));
-  NVFP4_RETURN_IF_ERROR(ExpectType("conv_bias", conv_bias.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("D", D.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("state [b, h, p, n]", state.dimensions(), 4));
-  const int64_t b = state.dimensions()[0], heads = state.dimensions()[1];
-  const int64_t p = state.dimensions()[2], n = state.dimensions()[3];
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("groups", groups, 1));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("h (state)", heads, groups));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("p (state)", p, 1));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (state)", n, kStateWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("p (state)", p, kMaxStateWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (state)", n, kMaxStateWidth));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (state)", heads, kMaxExtent));
-  const int64_t inner = heads * p, channels = inner + 2 * groups * n;
-  NVFP4_RETURN_IF_ERROR(ExpectDims("norm [h p]", norm.dimensions(), {inner}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("D [h]", D.dimensions(), {heads}));
-  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("conv_bias [c]", conv_bias.dimensions(), {channels}));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"conv_bias", conv_bias}, {"D", D}}, kAlignment));
-  NVFP4_RETURN_IF_ERROR(CheckStepDims(operands, heads, channels, inner + channels + heads, inner));
-  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, 4 * b * inner));
-  const Mamba2StepCall call = {b,
-                               static_cast<int32_t>(heads),
-                               static_cast<int32_t>(groups),
-                               static_cast<int32_t>(p),
-                               static_cast<int32_t>(n),
-                               static_cast<int32_t>(conv_weight.dimensions()[1]),
-                               type,
-                               {record->kind, false, false, alpha, 0.0f, limit, limit},
-                               smallest_step,
-                               largest_step,
-                               eps};
-  const Mamba2StepBuffers buffers = {projected.untyped_data(),
-                                     Data<int32_t>(positions),
-                                     Data<float>(conv_weight),
-                                     DataOrNull(conv_bias),
-                                     Data<float>(A_log),
-                                     Data<float>(dt_bias),
-                                     Data<float>(D),
-                                     Data<float>(norm),
-                                     new_inputs->untyped_data(),
-                                     static_cast<float*>(new_state->untyped_data()),
-                                     y->untyped_data(),
-                                     static_cast<float*>(workspace->untyped_data())};
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_inputs", inputs, *new_inputs));
-  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
-  return FromCuda(LaunchMamba2Step(stream, call, buffers), "nvfp4_mamba2_step_cuda");
-}
-
 // kCmdBufferCompatible: the handlers only launch kernels and fills, so that a CUDA graph can
 // capture them.
 auto BindMoE() {
@@ -726,94 +357,6 @@ XLA_FFI_DEFINE_HANDLER(kRoute, Route,
                            .Attr<float>("scaling"),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(kAttention, Attention,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d]
-                           .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // v          [b, m, s, dv]
-                           .Arg<ffi::AnyBuffer>()  // positions  [b, t]
-                           .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0]
-                           .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv]
-                           .Ret<ffi::AnyBuffer>()  // workspace  U8 [bytes]
-                           .Attr<float>("scale")
-                           .Attr<int32_t>("window")
-                           .Attr<int32_t>("chunk"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kAddRmsNorm, AddRmsNorm,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x       [rows, h]
-                           .Arg<ffi::AnyBuffer>()  // added   [rows, h] or [0, 0]
-                           .Arg<ffi::AnyBuffer>()  // weight  [h]
-                           .Ret<ffi::AnyBuffer>()  // sum     [rows, h], or [0, 0] without added
-                           .Ret<ffi::AnyBuffer>()  // y       [rows, h]
-                           .Attr<float>("eps"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d]
-                           .Arg<ffi::AnyBuffer>()  // positions    [b, t]
-                           .Arg<ffi::AnyBuffer>()  // keys         [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // values       [b, m, s, d]
-                           .Arg<ffi::AnyBuffer>()  // q_weight     [d] or [0]
-                           .Arg<ffi::AnyBuffer>()  // k_weight     [d] or [0]
-                           .Arg<ffi::AnyBuffer>()  // frequencies  [r/2]
-                           .Ret<ffi::AnyBuffer>()  // q            [b, t, n, d]
-                           .Ret<ffi::AnyBuffer>()  // new_keys     the memory of keys
-                           .Ret<ffi::AnyBuffer>()  // new_values   the memory of values
-                           .Attr<float>("eps")
-                           .Attr<float>("rotation_scale")
-                           .Attr<bool>("rotates_first"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // projected    [b, 1, n]
-                           .Arg<ffi::AnyBuffer>()  // positions    [b, 1]
-                           .Arg<ffi::AnyBuffer>()  // conv_weight  [c, taps]
-                           .Arg<ffi::AnyBuffer>()  // A_log        [m r]
-                           .Arg<ffi::AnyBuffer>()  // dt_bias      [m r]
-                           .Arg<ffi::AnyBuffer>()  // norm         [e]
-                           .Arg<ffi::AnyBuffer>()  // inputs       [b, taps - 1, c]
-                           .Arg<ffi::AnyBuffer>()  // state        [b, m, r, d, e]
-                           .Ret<ffi::AnyBuffer>()  // y            [b, 1, m r e]
-                           .Ret<ffi::AnyBuffer>()  // new_inputs, in the memory of inputs
-                           .Ret<ffi::AnyBuffer>()  // new_state, in the memory of state
-                           .Attr<bool>("interleaved")
-                           .Attr<float>("eps"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kMamba2Step, Mamba2Step,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // projected    [b, 1, z, x, B, C, dt]
-                           .Arg<ffi::AnyBuffer>()  // positions    [b, 1]
-                           .Arg<ffi::AnyBuffer>()  // conv_weight  [c, taps]
-                           .Arg<ffi::AnyBuffer>()  // conv_bias    [c] or [0]
-                           .Arg<ffi::AnyBuffer>()  // A_log        [h]
-                           .Arg<ffi::AnyBuffer>()  // dt_bias      [h]
-                           .Arg<ffi::AnyBuffer>()  // D            [h]
-                           .Arg<ffi::AnyBuffer>()  // norm         [h p]
-                           .Arg<ffi::AnyBuffer>()  // inputs       [b, taps - 1, c]
-                           .Arg<ffi::AnyBuffer>()  // state        [b, h, p, n]
-                           .Ret<ffi::AnyBuffer>()  // y            [b, 1, h p]
-                           .Ret<ffi::AnyBuffer>()  // new_inputs, in the memory of inputs
-                           .Ret<ffi::AnyBuffer>()  // new_state, in the memory of state
-                           .Ret<ffi::AnyBuffer>()  // workspace    U8 [bytes]
-                           .Attr<std::string_view>("activation")
-                           .Attr<float>("alpha")
-                           .Attr<float>("limit")
-                           .Attr<int64_t>("groups")
-                           .Attr<float>("smallest_step")
-                           .Attr<float>("largest_step")
-                           .Attr<float>("eps"),
-                       {ffi::Traits::kCmdBufferCompatible});
-
 template <typename Handler>
 nb::capsule Capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -833,11 +376,9 @@ nb::dict Registrations() {
   targets["nvfp4_grouped_gemm_w4a4_sm120"] = Capsule(kGroupedGemmSm120);
   targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
   targets["nvfp4_route_cuda"] = Capsule(kRoute);
-  targets["nvfp4_attention_cuda"] = Capsule(kAttention);
-  targets["nvfp4_add_rms_norm_cuda"] = Capsule(kAddRmsNorm);
-  targets["nvfp4_prepare_heads_cuda"] = Capsule(kPrepareHeads);
-  targets["nvfp4_delta_step_cuda"] = Capsule(kDeltaStep);
-  targets["nvfp4_mamba2_step_cuda"] = Capsule(kMamba2Step);
+  for (const MixerTarget& target : MixerTargets()) {
+    targets[std::string(target.name).c_str()] = Capsule(target.handler);
+  }
   return targets;
 }
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.attention import attend
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
 
@@ -71,21 +71,8 @@ def attention(
         "chunk": chunk,
     }
     operands = (q, k, v, jnp.broadcast_to(positions.astype("int32"), q.shape[:2]), sinks)
-    if plan.lower is attend:
-        return attend(*operands, **options)
-
-    # Neither the kernel nor the loop over the blocks that a query sees has a reverse mode. The
-    # reference has one.
-    @jax.custom_jvp
-    def run(*operands):
-        return plan.lower(*operands, **options)
-
-    @run.defjvp
-    def differentiate(primals, tangents):
-        _, tangent = jax.jvp(lambda *each: attend(*each, **options), primals, tangents)
-        return run(*primals), tangent
-
-    return run(*operands)
+    # The loop over the blocks that a query sees has no reverse mode either.
+    return with_derivative_of(attend, plan.lower, **options)(*operands)
 
 
 def _check(q, k, v, positions, sinks, window, chunk):

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends import heads as reference
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.rope import Rope
+from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -73,20 +73,7 @@ def prepare_heads(
     plan = resolve(problem, backend=backend)
     weights = None if q_weight is None else (q_weight, k_weight)
     operands = qkv, positions.astype("int32"), keys, values, weights
-    if plan.lower is reference.prepare_heads:
-        return reference.prepare_heads(*operands, options=options)
-
-    @jax.custom_jvp
-    def run(*operands):
-        return plan.lower(*operands, options=options)
-
-    @run.defjvp
-    def differentiate(primals, tangents):
-        def plain(*operands):
-            return reference.prepare_heads(*operands, options=options)
-
-        return run(*primals), jax.jvp(plain, primals, tangents)[1]
-
+    run = with_derivative_of(reference.prepare_heads, plan.lower, options=options)
     return run(*operands)
 
 

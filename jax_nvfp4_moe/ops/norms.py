@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends import reference
 from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -58,20 +58,7 @@ def add_rms_norm(
     target = target or Target.current()
     problem = Problem("add_rms_norm", None, target, x.dtype.name, hidden=x.shape[-1])
     plan = resolve(problem, backend=backend)
-    if plan.lower is reference.add_rms_norm:
-        return reference.add_rms_norm(x, added, weight, eps=eps)
-
-    @jax.custom_jvp
-    def run(*operands):
-        return plan.lower(*operands, eps=eps)
-
-    @run.defjvp
-    def differentiate(primals, tangents):
-        def plain(*operands):
-            return reference.add_rms_norm(*operands, eps=eps)
-
-        return run(*primals), jax.jvp(plain, primals, tangents)[1]
-
+    run = with_derivative_of(reference.add_rms_norm, plan.lower, eps=eps)
     return run(x, added, jnp.asarray(weight))
 
 

@@ -10,6 +10,7 @@ from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -234,22 +235,7 @@ def _run(op, reference, tokens, weights, options, how):
     weights = jax.tree.map(lambda value: value.astype(jnp.float32), weights)
     problem = Problem(op, None, target, tokens[2].dtype.name, head_widths=widths)
     plan = resolve(problem, backend=backend)
-    if plan.lower is reference:
-        return reference(*tokens, **weights, **options)
-
-    # The kernel has no derivative. The reference has one.
-    @jax.custom_jvp
-    def run(tokens, weights):
-        return plan.lower(*tokens, **weights, **options)
-
-    @run.defjvp
-    def differentiate(primals, tangents):
-        def compute(tokens, weights):
-            return reference(*tokens, **weights, **options)
-
-        return run(*primals), jax.jvp(compute, primals, tangents)[1]
-
-    return run(tokens, weights)
+    return with_derivative_of(reference, plan.lower, **options)(*tokens, **weights)
 
 
 def _check_floats(arrays):

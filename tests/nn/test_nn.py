@@ -115,12 +115,17 @@ def test_token_ids_decide_experts():
     token_ids = jnp.array([4, 0, 4])
     ids, weights = moe.route(x, token_ids)
     np.testing.assert_array_equal(ids, table[[4, 0, 4]])
-    logits = (
-        np.asarray(x.astype(jnp.bfloat16), np.float32)
-        @ np.asarray(moe.router_weight.get_value(), np.float32).T
-    )
-    shares = np.exp(np.take_along_axis(logits, np.asarray(ids), axis=1))
-    np.testing.assert_allclose(weights, shares / shares.sum(axis=1, keepdims=True), rtol=1e-5)
+
+    def shares(ids, dtype):
+        rounded, weight = x.astype(jnp.bfloat16), moe.router_weight.get_value()
+        logits = np.asarray(rounded, dtype) @ np.asarray(weight, dtype).T
+        chosen = np.exp(np.take_along_axis(logits, np.asarray(ids), axis=1))
+        return chosen / chosen.sum(axis=1, keepdims=True)
+
+    yardstick, truth = (shares(ids, dtype) for dtype in (np.float32, np.float64))
+    assert_as_accurate_as(weights, yardstick, truth)
+    with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+        assert_as_accurate_as(weights[:, ::-1], yardstick, truth)
     np.testing.assert_array_equal(moe(x, token_ids), moe.experts(x, ids, weights))
     chosen, _ = make().route(x, token_ids)  # without a table, the ids have no effect
     assert (np.sort(chosen) != np.sort(ids)).any()

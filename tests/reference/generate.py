@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from tests.reference import dense, models, record, rewrite, tools
-from tests.reference.architectures import ARCHITECTURES, Architecture
+from tests.reference.architecture import Architecture
+from tests.reference.architectures import ARCHITECTURES
 from tests.reference.forms import FORMS, ModelOpt
 
 TRIALS = 4

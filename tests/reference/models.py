@@ -5,7 +5,7 @@ import pathlib
 import torch
 import transformers
 
-from tests.reference.architectures import Architecture
+from tests.reference.architecture import Architecture
 
 # Factors that start from one, as the weights of most norms do.
 FROM_ONE = (".D", "layer_scalar", "router.scale", "per_expert_scale", "hc.scale", "hc_scale")

@@ -18,7 +18,8 @@ import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.reference import models, record
-from tests.reference.architectures import ARCHITECTURES, Architecture
+from tests.reference.architecture import Architecture
+from tests.reference.architectures import ARCHITECTURES
 from tests.reference.dense import Dense
 
 BLOCK = 32

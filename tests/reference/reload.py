@@ -23,7 +23,8 @@ import torch
 import transformers
 
 from tests.reference import dense, generate, models, record, tools
-from tests.reference.architectures import ARCHITECTURES, Architecture
+from tests.reference.architecture import Architecture
+from tests.reference.architectures import ARCHITECTURES
 
 BY_FUSED_NAME = ("llama4", "llama4_text", "gpt_oss")  # transformers reads only stacked experts
 

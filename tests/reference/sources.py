@@ -14,7 +14,8 @@ import sys
 import tempfile
 import traceback
 
-from tests.reference.architectures import ARCHITECTURES, Architecture
+from tests.reference.architecture import Architecture
+from tests.reference.architectures import ARCHITECTURES
 from tests.reference.forms import FORMS
 
 

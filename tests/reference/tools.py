@@ -14,7 +14,7 @@ import transformers
 from transformers import conversion_mapping
 
 from tests.reference import models, rounding
-from tests.reference.architectures import Architecture
+from tests.reference.architecture import Architecture
 from tests.reference.forms import LlmCompressor, ModelOpt
 
 

@@ -75,12 +75,13 @@ def in_float64(q, k, v, positions, scale=None, window=None, chunk=None, sinks=No
     """Compute attention by its definition, row by row and head by head."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     y = np.zeros((*q.shape[:3], v.shape[3]))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     for row, query, head in itertools.product(*map(range, q.shape[:3])):
         at = positions[row, query]
         first = max(0, 0 if window is None else at - window + 1)
         first = max(first, 0 if chunk is None else at // chunk * chunk)
         own = head // (q.shape[2] // k.shape[1])
-        scores = (scale or q.shape[3] ** -0.5) * k[row, own, first : at + 1] @ q[row, query, head]
+        scores = scale * k[row, own, first : at + 1] @ q[row, query, head]
         extra = -np.inf if sinks is None else sinks[head]
         weights = np.exp(scores - max(scores.max(), extra))
         total = weights.sum() + np.exp(extra - max(scores.max(), extra))

@@ -32,8 +32,8 @@ __device__ __forceinline__ KeyRange VisibleKeys(int position, int s, int window,
 }
 
 // Few tiles of queries do not fill a device. Their keys are then divided: up to Splits(shape)
-// blocks compute one tile, each for its own part of the keys that the tile sees, and LaunchMerge
-// joins the parts. The number of blocks depends on the shape alone, so that the results and the
+// blocks compute one tile, each for its own part of the visible keys. LaunchMerge joins the
+// parts. The number of blocks depends on the shape alone, so that the results and the
 // workspace do not depend on the device. The keys of a part depend on the positions.
 constexpr int64_t kSplitBlocks = 264;  // two for each multiprocessor of an H100 or H200
 constexpr int64_t kSplitRows = 64;     // rows of a tile, as this file counts them
@@ -73,8 +73,9 @@ cudaError_t LaunchAttentionSm80(cudaStream_t stream, const AttentionCall& call,
                                 const AttentionBuffers& buffers);
 
 // Attention on wgmma, for 9.0. It has tiles of 128 rows and does not divide keys. FillsSm90 returns
-// whether it is faster: the queries of so many heads of a group as a power of two fill a tile, and
-// there are tiles for half of the device. Keys and values that no query sees must be finite.
+// whether it is faster: whether queries fill its tiles, and tiles fill half of the device. A tile
+// has the queries of 1, 2, 4, ... heads of a group. Keys and values that no query sees must be
+// finite.
 bool FillsSm90(const AttentionShape& shape);
 cudaError_t LaunchAttentionSm90(cudaStream_t stream, const AttentionCall& call,
                                 const AttentionBuffers& buffers);

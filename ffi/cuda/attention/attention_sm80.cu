@@ -14,13 +14,14 @@
 // Copies are cp.async in a ring of stages. The 16-byte units of a row are swizzled, so that
 // ldmatrix reads eight rows without bank conflicts. Keys that no row sees are zeros.
 //
-// Forms of a tile:
-//   many rows   each warp has 16 or 32 rows and all keys of a tile. With 32 rows, a fragment of
-//   keys
-//               or values that ldmatrix reads serves twice as many MMAs
-//   few rows    16 rows; each warp has 16 keys of a tile and its own softmax, and the warps join
-//   their
-//               results at the end. For decoding, which reads keys once
+// A tile has one of two forms:
+//
+// Many rows: each warp has 16 or 32 rows and all keys of a tile. With 32 rows, a fragment of keys
+// or values that ldmatrix reads serves twice as many MMAs.
+//
+// Few rows, for decoding, which reads keys once: 16 rows. Each warp has 16 keys of a tile and its
+// own softmax. The warps join their results at the end.
+//
 // If the tiles of rows do not fill a device, several blocks share the keys of a tile.
 //
 // Bottleneck: tensor cores and shared memory in a prefill; memory bandwidth in decoding.

@@ -19,7 +19,7 @@
 // Bottleneck: reading and writing the state. The loads of the state are issued first, so that the
 // convolution hides behind them.
 //
-// Needs: d and e at most 128, e a multiple of 4. cuda_bindings.cc checks these. Tests:
+// Needs: d and e at most 128, e a multiple of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"

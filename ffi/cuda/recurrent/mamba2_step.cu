@@ -13,7 +13,7 @@
 //
 // Bottleneck: reading and writing the state. Its loads are issued first.
 //
-// Needs: p and n at most 128, n a multiple of 4. cuda_bindings.cc checks these. Tests:
+// Needs: p and n at most 128, n a multiple of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"

@@ -1,0 +1,46 @@
+// What the handlers of all CUDA targets share: errors of launches, the workspace, pointers.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "checks.h"
+#include "cuda/launch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace nvfp4 {
+
+// Kernels copy 16 bytes at a time; see launch.h.
+inline constexpr size_t kAlignment = 16;
+
+inline ffi::Error FromCuda(cudaError_t status, std::string_view what) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // otherwise the next call would report this error as its own
+  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+inline ffi::Error ExpectAtMost(std::string_view what, int64_t got, int64_t most) {
+  if (got <= most) return ffi::Error::Success();
+  return Expected(what, "at most " + std::to_string(most), std::to_string(got));
+}
+
+inline ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
+  NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"workspace", workspace}}, kAlignment));
+  return ExpectAtLeast("workspace, bytes", static_cast<int64_t>(workspace.element_count()), bytes);
+}
+
+template <typename T>
+const T* Data(ffi::AnyBuffer buffer) {
+  return static_cast<const T*>(buffer.untyped_data());
+}
+
+// Null if the operand was left out.
+template <typename T = float>
+const T* DataOrNull(ffi::AnyBuffer buffer) {
+  return buffer.element_count() == 0 ? nullptr : Data<T>(buffer);
+}
+
+}  // namespace nvfp4

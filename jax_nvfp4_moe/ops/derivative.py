@@ -1,0 +1,40 @@
+"""`with_derivative_of`: run a kernel forward, and differentiate the reference."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any], **options: Any):
+    """Return a function that computes `kernel` and has the derivatives of `reference`.
+
+    Kernels behind the FFI have no derivative. References are plain JAX and have one.
+
+    Args:
+      reference: a differentiable function of arrays and of `options`.
+      kernel: a function of the same arguments, with the same results up to rounding. It may be
+        `reference` itself.
+      **options: arguments of both that are no arrays.
+
+    Returns:
+      A function of the arrays, which takes them by position or by name, as both functions do.
+    """
+    forward = functools.partial(kernel, **options)
+    plain = functools.partial(reference, **options)
+    if kernel is reference:
+        return plain
+
+    @jax.custom_jvp
+    def run(operands, named):
+        return forward(*operands, **named)
+
+    @run.defjvp
+    def differentiate(primals, tangents):
+        def compute(operands, named):
+            return plain(*operands, **named)
+
+        return run(*primals), jax.jvp(compute, primals, tangents)[1]
+
+    return lambda *operands, **named: run(operands, named)
