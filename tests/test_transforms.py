@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from expert_layer import E, H, I, expert_layer
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE
+from given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics.activations import find_activation
@@ -270,7 +270,7 @@ def test_copies_of_modules(layers, copied):
 
 @pytest.fixture(scope="module")
 def model():
-    return nvfp4.load_model(EXAMPLE, dtype="float32")
+    return nvfp4.load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", dtype="float32")
 
 
 @copies

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from given import CHECKPOINTS, EXAMPLE
+from given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.numerics.rounding import ALGORITHMS, quantize_weight
@@ -43,7 +43,7 @@ def test_every_architecture(folder):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_generate(temperature):
-    model = nvfp4.load_model(EXAMPLE)
+    model = nvfp4.load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16")
     sampling = {"temperature": temperature, "top_k": 5, "top_p": 0.9, "key": jax.random.key(0)}
     ids = np.array([[5, 6, 7]])
     wide = nvfp4.generate(model, ids, max_new_tokens=4, **sampling)

@@ -12,7 +12,7 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference.conversation import Conversation
 
 MODELS = {
-    "attention": EXAMPLE,
+    "attention": CHECKPOINTS / "qwen3moe-modelopt-w4a16",
     "delta net": CHECKPOINTS / "qwen3_next-modelopt-w4a16",
     "latent": CHECKPOINTS / "deepseek_v3-direct-modelopt-w4a16",
 }

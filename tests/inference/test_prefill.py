@@ -1,33 +1,21 @@
-"""Test chunked prefill: results do not depend on the chunk, and few programs are compiled."""
+"""Test chunked prefill: results do not depend on the chunk, and few programs are compiled.
 
-import jax
-import jax.numpy as jnp
+`test_long_text` compares the logits of chunks with those of single tokens, for each mixer.
+"""
+
 import numpy as np
 import pytest
-from given import CHECKPOINTS, EXAMPLE, copy_with_config
+from given import CHECKPOINTS, copy_with_config
 
 from jax_nvfp4_moe import evaluate, generate, load_model, stream
 from jax_nvfp4_moe.inference import evaluation, prefill
 from jax_nvfp4_moe.inference.prefill import (
     chunk_ranges,
     count_tokens,
-    empty_cache,
     padded_length,
-    prefill_chunks,
 )
 
 TOKENS, CHUNK = 700, 256
-# Bound of the worst logit, in units of the root mean square of all logits, as in test_long_text.py.
-BOUND = 2e-5
-# Their mixers: a window with sinks, chunked attention, latent attention, a gated delta net,
-# Mamba-2.
-FOLDERS = (
-    "gpt_oss-modelopt-w4a16",
-    "llama4_text-modelopt-w4a16",
-    "deepseek_v3-direct-modelopt-w4a16",
-    "qwen3_next-modelopt-w4a16",
-    "nemotron_h-modelopt-w4a16",
-)
 
 
 @pytest.mark.parametrize(
@@ -60,31 +48,26 @@ def test_few_programs_serve_all_lengths(lengths, t, size):
     assert count_tokens(np.array(lengths, np.int32), t) == size
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_logits_do_not_depend_on_the_chunk(name, tmp_path):
-    """The shorter of the two rows ends in the first chunk."""
-    folder = copy_with_config(CHECKPOINTS / name, tmp_path / "m", max_position_embeddings=1024)
-    model = load_model(folder, dtype=jnp.float32)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(model.config.vocab_size, size=(2, TOKENS), dtype=np.int32)
-    lengths = np.array([TOKENS, 200], np.int32)
-    cache = empty_cache(model, 2, padded_length(TOKENS, CHUNK))
-    logits, cache = prefill_chunks(model, cache, ids, lengths, CHUNK)
-    np.testing.assert_array_equal(cache.lengths, lengths)
-    whole = jax.jit(lambda model: model(ids, lengths=lengths))(model)
-    expected = np.asarray(whole)[np.arange(2), lengths - 1]
-    rms = np.sqrt(np.mean(np.square(expected)))
-    assert np.abs(logits - expected).max() / rms <= BOUND
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return a model of two layers with room for 1024 tokens, in float32."""
+    folder, given = tmp_path_factory.mktemp("long") / "m", CHECKPOINTS / "qwen3moe-modelopt-w4a16"
+    return load_model(
+        copy_with_config(given, folder, max_position_embeddings=1024), dtype="float32"
+    )
 
 
-def test_generate_takes_long_prompts_by_chunks():
+def random_ids(model, seed, size):
+    return np.random.default_rng(seed).integers(model.config.vocab_size, size=size, dtype=np.int32)
+
+
+def test_generate_takes_long_prompts_by_chunks(model):
     """Chunked prefill gives the same tokens. Prompts of any lengths share a few programs.
 
     Of the tokens of the three chunks, 5, 4 and 3 eighths are computed, and all of them for rows of
     equal length.
     """
-    model = load_model(EXAMPLE, dtype=jnp.float32)
-    ids = np.random.default_rng(1).integers(4096, size=(2, TOKENS), dtype=np.int32)
+    ids = random_ids(model, 1, (2, TOKENS))
     given = {"lengths": np.array([TOKENS, 31], np.int32), "max_new_tokens": 4}
     expected = generate(model, ids, **given)
     before = prefill._extend._cache_size()
@@ -102,10 +85,9 @@ def test_generate_takes_long_prompts_by_chunks():
 
 
 @pytest.mark.parametrize("window", [300, 601])
-def test_evaluation_does_not_depend_on_the_chunk(window, monkeypatch):
+def test_evaluation_does_not_depend_on_the_chunk(model, window, monkeypatch):
     """The chunk divides one of the windows; the other window ends with a partial chunk."""
-    model = load_model(EXAMPLE, dtype=jnp.float32)
-    ids = np.random.default_rng(2).integers(4096, size=3 * window, dtype=np.int32)
+    ids = random_ids(model, 2, 3 * window)
     whole = evaluate(model, ids, window=window, by_window=True)
     monkeypatch.setattr(evaluation, "_CHUNK", 100)
     monkeypatch.setattr(evaluation, "_BATCH_TOKENS", 2 * window)

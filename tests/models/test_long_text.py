@@ -1,4 +1,4 @@
-"""Test texts of 900 tokens in float32: as one prompt, in small pieces, and by `generate`.
+"""Test texts of 900 tokens in float32: as one prompt, in pieces, in chunks, and by `generate`.
 
 A piece has fewer queries than a block of attention and fewer tokens than a chunk of a recurrent
 mixer. `test_architectures` checks the results of such pieces on shorter texts.
@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architecture import LONG_TEXTS
 from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.backends import attention
+from jax_nvfp4_moe.inference.prefill import empty_cache, padded_length, prefill_chunks
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 PROMPT, NEW = 700, 200
@@ -22,16 +24,6 @@ TEXT = PROMPT + NEW
 # Bound of the worst logit, in units of the root mean square of all logits. Another order of float32
 # sums causes 1.4e-6 to 8.6e-6, most of it in gated delta nets.
 BOUND = 2e-5
-WINDOW_AND_SINKS = "gpt_oss-modelopt-w4a16"
-CHUNKS = "llama4_text-modelopt-w4a16"
-LATENTS = "deepseek_v3-direct-modelopt-w4a16"
-RECURRENT = (
-    "qwen3_next-modelopt-w4a16",
-    "nemotron_h-modelopt-w4a16",
-    "kimi_linear-modelopt-w4a16",
-    "lfm2_moe-modelopt-w4a16",
-)
-FOLDERS = (WINDOW_AND_SINKS, "mixtral-window-modelopt-w4a16", CHUNKS, LATENTS, *RECURRENT)
 run = jax.jit(lambda model, ids: model(ids))
 
 
@@ -55,10 +47,10 @@ def load(name, folder):
     return load_model(copy, dtype=jnp.float32)
 
 
-def random_text(model, tokens):
-    """Return random tokens ``[1, tokens]``."""
+def random_text(model, tokens, rows=2):
+    """Return random tokens ``[rows, tokens]``."""
     vocabulary = model.config.vocab_size
-    return np.random.default_rng(0).integers(vocabulary, size=(1, tokens), dtype=np.int32)
+    return np.random.default_rng(0).integers(vocabulary, size=(rows, tokens), dtype=np.int32)
 
 
 def error(logits, expected):
@@ -71,24 +63,34 @@ def check(model, prompt, piece=1):
 
     Args:
       model: model in float32.
-      prompt: token ids ``[1, PROMPT]``.
+      prompt: token ids ``[b, PROMPT]``.
       piece: number of tokens in a piece.
+
+    Returns:
+      The text and its logits, computed by pieces.
     """
     assert prompt.shape[1] > attention._REFERENCE_QUERIES
     tokens = generate(model, prompt, max_new_tokens=NEW)
-    assert tokens.shape == (1, NEW)
+    assert tokens.shape == (len(prompt), NEW)
     text = jnp.concatenate([prompt, tokens], axis=1)
     expected = np.asarray(in_pieces(model, text, piece))
     assert error(run(model, text), expected) <= BOUND
     before = expected[:, PROMPT - 1 : -1]
     chosen = np.take_along_axis(before, np.asarray(tokens)[..., None], axis=-1)[..., 0]
     assert error(chosen, before.max(axis=-1)) <= BOUND
+    return text, expected
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", LONG_TEXTS)
 def test_a_long_text_of_each_mixer(name, tmp_path):
+    """The chunks are those of a prefill whose shorter row ends in the first of them."""
     model = load(name, tmp_path / "m")
-    check(model, random_text(model, PROMPT))
+    text, expected = check(model, random_text(model, PROMPT))
+    lengths, chunk = np.array([PROMPT, 200], np.int32), 256
+    cache = empty_cache(model, 2, padded_length(PROMPT, chunk))
+    logits, cache = prefill_chunks(model, cache, np.asarray(text[:, :PROMPT]), lengths, chunk)
+    np.testing.assert_array_equal(cache.lengths, lengths)
+    assert error(logits, expected[np.arange(2), lengths - 1]) <= BOUND
 
 
 def test_a_long_text_of_the_example():
@@ -99,8 +101,8 @@ def test_a_long_text_of_the_example():
 
 def test_the_last_position_is_the_last_that_is_taken(tmp_path):
     """`check` fills all positions of `TEXT`. A model and `generate` refuse one more token."""
-    model = load(FOLDERS[1], tmp_path / "m")
-    ids = random_text(model, TEXT + 1)
+    model = load(LONG_TEXTS[1], tmp_path / "m")
+    ids = random_text(model, TEXT + 1, rows=1)
     jax.eval_shape(lambda: model(ids[:, :TEXT]))
     with pytest.raises(ValueError, match=f"would have {TEXT + 1} tokens, but .* {TEXT} positions"):
         model(ids)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from given import EXAMPLE
+from given import CHECKPOINTS
 from unquantized import SMALL
 
 import jax_nvfp4_moe as nvfp4
@@ -75,7 +75,7 @@ def test_a_step_of_training_changes_parameters_alone():
 
 
 def test_a_model_generates_and_counts_its_experts(tmp_path):
-    model = nvfp4.load_model(EXAMPLE)
+    model = nvfp4.load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16")
     tokens = nvfp4.generate(model, IDS, max_new_tokens=3)
     np.testing.assert_array_equal(
         np.stack(list(nvfp4.stream(model, IDS, max_new_tokens=3)), axis=1), tokens

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pages
 import pytest
 from given import ROOT
@@ -55,13 +56,26 @@ def test_code_needs_no_scroll_bar(page):
     assert long == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_python_examples_run(page, tmp_path):
-    """The examples of a page run one after the other, in one program."""
-    code = "".join(blocks(page, "python"))
+def program(page):
+    """Return the examples of a page, which run one after the other, as one program."""
+    return "".join(blocks(page, "python"))
+
+
+def test_the_examples_of_the_readme_run(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+        [sys.executable, "-c", program(README)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    if page == README:
-        assert "scheme   w4a16" in done.stdout
+    assert "scheme   w4a16" in done.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in pages.GUIDES if program(page)])
+def test_the_examples_of_a_guide_run(page, tmp_path, monkeypatch):
+    """They run in this process, with the rules of promotion that users have."""
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(program(page), page, "exec"), {"__name__": "__main__"})

@@ -39,6 +39,18 @@ EACH_MIXER = (
     "qwen3moe-modelopt-w4a16",  # grouped-query attention
 )
 
+# One folder for each kind of mixer whose results could depend on the length of a text.
+LONG_TEXTS = (
+    "gpt_oss-modelopt-w4a16",  # windows and sinks
+    "mixtral-window-modelopt-w4a16",  # windows
+    "llama4_text-modelopt-w4a16",  # chunks
+    "deepseek_v3-direct-modelopt-w4a16",  # latent attention
+    "qwen3_next-modelopt-w4a16",  # gated delta net
+    "nemotron_h-modelopt-w4a16",  # Mamba-2
+    "kimi_linear-modelopt-w4a16",  # Kimi delta attention
+    "lfm2_moe-modelopt-w4a16",  # short convolutions
+)
+
 run = jax.jit(lambda model, ids: model(ids))
 
 
