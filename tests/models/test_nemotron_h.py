@@ -25,6 +25,7 @@ def config_of(folder, without=(), **changes):
     return {name: value for name, value in config.items() if name not in without}
 
 
+@jax.jit
 def layer_outputs(model, ids):
     """Return the residual stream after each layer."""
     stream, found = Residual(model.embedding.get_value()[ids]), []
