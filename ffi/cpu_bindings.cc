@@ -3,8 +3,8 @@
 //
 //   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu, nvfp4_dense_cpu
 //
-// All of them take an optional attribute `isa`: "auto" (the default), or a name that isa_levels()
-// returns.
+// nvfp4_call_chain_cpu runs several of these calls in order (call_chain.h). The others take an
+// optional attribute `isa`: "auto" (the default), or a name that isa_levels() returns.
 //
 // XLA gives CPU handlers no allocator, so scratch memory is the last result, uint8 [bytes].
 // backends/cpu.py computes its size. If it is smaller than the whole call needs, the ops work in
@@ -16,7 +16,9 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
+#include "call_chain.h"
 #include "checks.h"
 #include "cpu/ops.h"
 #include "shapes.h"
@@ -267,8 +269,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kDenseCpu, DenseCpu,
                                   .Ret<ffi::AnyBuffer>()  // y       [m, n] F32
                                   .Attrs());              // isa
 
-template <typename Handler>
-nb::capsule Capsule(Handler* handler) {
+const std::vector<NamedHandler>& Handlers() {
+  static const std::vector<NamedHandler> handlers = {
+      {"nvfp4_moe_w4a16_cpu", kMoEW4A16Cpu},
+      {"nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmW4A16Cpu},
+      {"nvfp4_quantize_cpu", kQuantizeCpu},
+      {"nvfp4_dense_cpu", kDenseCpu},
+  };
+  return handlers;
+}
+
+XLA_FFI_Error* RunChain(XLA_FFI_CallFrame* frame) { return RunCallChain(frame, Handlers()); }
+
+nb::capsule Capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
@@ -281,10 +294,10 @@ NB_MODULE(_nvfp4_cpu, m) {
       "registrations",
       [] {
         nb::dict targets;
-        targets["nvfp4_moe_w4a16_cpu"] = nvfp4::Capsule(nvfp4::kMoEW4A16Cpu);
-        targets["nvfp4_grouped_gemm_w4a16_cpu"] = nvfp4::Capsule(nvfp4::kGroupedGemmW4A16Cpu);
-        targets["nvfp4_quantize_cpu"] = nvfp4::Capsule(nvfp4::kQuantizeCpu);
-        targets["nvfp4_dense_cpu"] = nvfp4::Capsule(nvfp4::kDenseCpu);
+        for (const nvfp4::NamedHandler& target : nvfp4::Handlers()) {
+          targets[std::string(target.name).c_str()] = nvfp4::Capsule(target.handler);
+        }
+        targets["nvfp4_call_chain_cpu"] = nvfp4::Capsule(nvfp4::RunChain);
         return targets;
       },
       "Return {FFI target name: capsule}.");

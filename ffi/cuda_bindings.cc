@@ -13,7 +13,9 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "call_chain.h"
 #include "checks.h"
 #include "cuda/launch.h"
 #include "cuda_checks.h"
@@ -356,28 +358,42 @@ XLA_FFI_DEFINE_HANDLER(kRoute, Route,
                            .Attr<float>("scaling"),
                        {ffi::Traits::kCmdBufferCompatible});
 
-template <typename Handler>
-nb::capsule Capsule(Handler* handler) {
+// All targets, with their names.
+const std::vector<NamedHandler>& Handlers() {
+  static const std::vector<NamedHandler> handlers = [] {
+    std::vector<NamedHandler> all = {
+        {"nvfp4_moe_w4a16_sm80", kMoESm80},
+        {"nvfp4_moe_w4a16_sm90", kMoESm90},
+        {"nvfp4_grouped_gemm_w4a16_sm80", kGroupedGemmSm80},
+        {"nvfp4_grouped_gemm_w4a16_sm90", kGroupedGemmSm90},
+        {"nvfp4_moe_w4a4_sm120", kMoESm120},
+        {"nvfp4_grouped_gemm_w4a4_sm120", kGroupedGemmSm120},
+        {"nvfp4_quantize_cuda", kQuantize},
+        {"nvfp4_route_cuda", kRoute},
+    };
+    if (kHasSm100) {
+      all.push_back({"nvfp4_moe_w4a4_sm100", kMoESm100});
+      all.push_back({"nvfp4_grouped_gemm_w4a4_sm100", kGroupedGemmSm100});
+    }
+    const std::vector<NamedHandler> mixers = MixerHandlers();
+    all.insert(all.end(), mixers.begin(), mixers.end());
+    return all;
+  }();
+  return handlers;
+}
+
+XLA_FFI_Error* RunChain(XLA_FFI_CallFrame* frame) { return RunCallChain(frame, Handlers()); }
+
+nb::capsule Capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
 nb::dict Registrations() {
   nb::dict targets;
-  targets["nvfp4_moe_w4a16_sm80"] = Capsule(kMoESm80);
-  targets["nvfp4_moe_w4a16_sm90"] = Capsule(kMoESm90);
-  targets["nvfp4_grouped_gemm_w4a16_sm80"] = Capsule(kGroupedGemmSm80);
-  targets["nvfp4_grouped_gemm_w4a16_sm90"] = Capsule(kGroupedGemmSm90);
-  if (kHasSm100) {
-    targets["nvfp4_moe_w4a4_sm100"] = Capsule(kMoESm100);
-    targets["nvfp4_grouped_gemm_w4a4_sm100"] = Capsule(kGroupedGemmSm100);
-  }
-  targets["nvfp4_moe_w4a4_sm120"] = Capsule(kMoESm120);
-  targets["nvfp4_grouped_gemm_w4a4_sm120"] = Capsule(kGroupedGemmSm120);
-  targets["nvfp4_quantize_cuda"] = Capsule(kQuantize);
-  targets["nvfp4_route_cuda"] = Capsule(kRoute);
-  for (const MixerTarget& target : MixerTargets()) {
+  for (const NamedHandler& target : Handlers()) {
     targets[std::string(target.name).c_str()] = Capsule(target.handler);
   }
+  targets["nvfp4_call_chain_cuda"] = Capsule(RunChain);
   return targets;
 }
 

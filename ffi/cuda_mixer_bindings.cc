@@ -450,7 +450,7 @@ XLA_FFI_DEFINE_HANDLER(kMamba2Step, Mamba2Step,
 
 }  // namespace
 
-std::vector<MixerTarget> MixerTargets() {
+std::vector<NamedHandler> MixerHandlers() {
   return {
       {"nvfp4_attention_cuda", kAttention},        {"nvfp4_add_rms_norm_cuda", kAddRmsNorm},
       {"nvfp4_prepare_heads_cuda", kPrepareHeads}, {"nvfp4_delta_step_cuda", kDeltaStep},

@@ -2,18 +2,12 @@
 
 #pragma once
 
-#include <string_view>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "call_chain.h"
 
 namespace nvfp4 {
 
-struct MixerTarget {
-  std::string_view name;
-  XLA_FFI_Handler* handler;
-};
-
-std::vector<MixerTarget> MixerTargets();
+std::vector<NamedHandler> MixerHandlers();
 
 }  // namespace nvfp4

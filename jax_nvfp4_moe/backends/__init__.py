@@ -3,6 +3,7 @@
 import copyreg
 
 from jax_nvfp4_moe.backends.attention import ATTENTION_CPU
+from jax_nvfp4_moe.backends.call_chain import CALL_CHAIN_CPU, CALL_CHAIN_CUDA
 from jax_nvfp4_moe.backends.cpu import DENSE_CPU, MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
     ATTENTION_CUDA,
@@ -31,10 +32,12 @@ BACKENDS = (
     NORM_CUDA,
     HEADS_CUDA,
     RECURRENT_CUDA,
+    CALL_CHAIN_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
     DENSE_CPU,
     ATTENTION_CPU,
+    CALL_CHAIN_CPU,
     REFERENCE,
 )
 
