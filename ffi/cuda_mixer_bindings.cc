@@ -1,5 +1,6 @@
-// The handlers of attention, heads, norms and recurrent mixers. As in cuda_bindings.cc, each one
-// decodes its operands and attributes, checks them, and launches kernels.
+// The handlers of attention, heads, norms, plain linear layers and recurrent mixers. As in
+// cuda_bindings.cc, each one decodes its operands and attributes, checks them, and launches
+// kernels.
 
 #include "cuda_mixer_bindings.h"
 
@@ -102,6 +103,35 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
   const NormBuffers buffers = {x.untyped_data(), DataOrNull<void>(added), weight.untyped_data(),
                                sum->untyped_data(), y->untyped_data()};
   return FromCuda(LaunchAddRmsNorm(stream, call, buffers), "nvfp4_add_rms_norm_cuda");
+}
+
+ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                    ffi::Result<ffi::AnyBuffer> y) {
+  DenseFewCall call = {};
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &call.weight_type));
+  if (call.type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
+  const bool wide = call.type == DataType::kBF16 && call.weight_type == DataType::kF32;
+  if (call.weight_type != call.type && !wide) {
+    return Expected("weight", "the type of x, or float32 if x is bfloat16",
+                    TypeText(weight.element_type()));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, k]", x.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("weight [n, k]", weight.dimensions(), 2));
+  call.rows = x.dimensions()[0];
+  call.k = x.dimensions()[1];
+  call.n = weight.dimensions()[0];
+  NVFP4_RETURN_IF_ERROR(ExpectDims("weight [n, k]", weight.dimensions(), {call.n, call.k}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [rows, n]", y->dimensions(), {call.rows, call.n}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMostDenseRows));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", call.k, kDenseFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.k, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (weight)", call.n, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"weight", weight}, {"y", *y}}, kAlignment));
+  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(),
+                                   static_cast<float*>(y->untyped_data())};
+  return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_few_cuda");
 }
 
 ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer keys,
@@ -386,6 +416,14 @@ XLA_FFI_DEFINE_HANDLER(kAddRmsNorm, AddRmsNorm,
                            .Attr<float>("eps"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kDenseFew, DenseFew,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()   // x       [rows, k]
+                           .Arg<ffi::AnyBuffer>()   // weight  [n, k]
+                           .Ret<ffi::AnyBuffer>(),  // y       [rows, n] F32
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -454,7 +492,7 @@ std::vector<NamedHandler> MixerHandlers() {
   return {
       {"nvfp4_attention_cuda", kAttention},        {"nvfp4_add_rms_norm_cuda", kAddRmsNorm},
       {"nvfp4_prepare_heads_cuda", kPrepareHeads}, {"nvfp4_delta_step_cuda", kDeltaStep},
-      {"nvfp4_mamba2_step_cuda", kMamba2Step},
+      {"nvfp4_mamba2_step_cuda", kMamba2Step},     {"nvfp4_dense_few_cuda", kDenseFew},
   };
 }
 

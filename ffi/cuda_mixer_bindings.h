@@ -1,4 +1,5 @@
-// The FFI targets of the kernels around the experts: attention, heads, norms, recurrent mixers.
+// The FFI targets of the kernels around the experts: attention, heads, norms, plain linear
+// layers, recurrent mixers.
 
 #pragma once
 

@@ -219,6 +219,25 @@ int64_t AttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers);
 
+// The most rows of LaunchDenseFew, and the number of which k is a multiple.
+constexpr int64_t kMostDenseRows = 64, kDenseFactor = 8;
+
+struct DenseFewCall {
+  int64_t rows, n, k;    // at most kMostDenseRows rows
+  DataType type;         // of x; kBF16 or kF16
+  DataType weight_type;  // `type`, or kF32 if that is kBF16
+};
+
+struct DenseFewBuffers {
+  const void* x;       // [rows, k]
+  const void* weight;  // [n, k]
+  float* y;            // [rows, n]
+};
+
+// y = x @ weight.T with float32 sums, for few rows.
+cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
+                           const DenseFewBuffers& buffers);
+
 struct NormCall {
   int64_t rows, h;
   DataType type;  // of x, added, sum and y

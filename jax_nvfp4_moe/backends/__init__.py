@@ -7,6 +7,7 @@ from jax_nvfp4_moe.backends.call_chain import CALL_CHAIN_CPU, CALL_CHAIN_CUDA
 from jax_nvfp4_moe.backends.cpu import DENSE_CPU, MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
     ATTENTION_CUDA,
+    DENSE_CUDA,
     HEADS_CUDA,
     MOE_W4A4_SM120,
     MOE_W4A16_SM80,
@@ -32,6 +33,7 @@ BACKENDS = (
     NORM_CUDA,
     HEADS_CUDA,
     RECURRENT_CUDA,
+    DENSE_CUDA,
     CALL_CHAIN_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,

@@ -8,6 +8,7 @@ from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
     lower_add_rms_norm,
     lower_attention,
+    lower_dense,
     lower_grouped_gemm,
     lower_moe,
     lower_prepare_heads,
@@ -295,6 +296,24 @@ NORM_CUDA = Backend(
     lower={"add_rms_norm": lower_add_rms_norm("nvfp4_add_rms_norm_cuda")},
     status="executed",
     ffi_targets=("nvfp4_add_rms_norm_cuda",),
+)
+
+# Rows up to which the kernel runs, and the number of which the length of a row is a multiple.
+DENSE_FEW_ROWS, DENSE_FACTOR = 64, 8
+DENSE_CUDA = Backend(
+    name="dense_cuda",
+    can=Capability(
+        ops=frozenset({"dense"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        max_extent=_MAX_EXTENT,
+    ),
+    layout=CANONICAL,
+    lower={"dense": lower_dense("nvfp4_dense_few_cuda")},
+    status="compiled, emulated on a CPU",
+    ffi_targets=("nvfp4_dense_few_cuda",),
 )
 
 HEADS_CUDA = Backend(

@@ -167,18 +167,18 @@ def lower_quantize(ffi_target, partials):
     return lower
 
 
-def lower_dense(ffi_target):
+def lower_dense(ffi_target, *, rows_dtype=None):
     """Return the function that lowers ``x @ weight.T`` for few rows to an FFI target.
 
-    The function takes x bfloat16 ``[..., k]`` and a weight bfloat16 ``[n, k]``, and returns float32
-    ``[..., n]``.
+    The function takes x ``[..., k]`` and a weight ``[n, k]``, and returns float32 ``[..., n]``.
 
     Args:
       ffi_target: name under which the extension registers the target.
+      rows_dtype: dtype to which x is cast; None (default) keeps its own.
     """
 
     def lower(x, weight):
-        rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        rows = x.reshape(-1, x.shape[-1]).astype(rows_dtype or x.dtype)
         output = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32)
         y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(rows, weight)
         return y.reshape(*x.shape[:-1], weight.shape[0])

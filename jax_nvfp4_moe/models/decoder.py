@@ -1,6 +1,7 @@
 """What all decoder models share: the cache, the loop over layers, the embedding and the head."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -255,22 +256,23 @@ class Decoder(nnx.Module):
     def _logits(self, x):
         """Return the logits of ``x [b, t, h]``, which the last norm has normalized."""
         head = self.embedding if self.head is None else self.head
+        score = functools.partial(_score, target=self.norm.target)
         with jax.named_scope("head"):
             if self.expert_mesh is None:
-                return _score(head, x)
-            return gather_columns(_score, head, x, self.expert_mesh)
+                return score(head, x)
+            return gather_columns(score, head, x, self.expert_mesh)
 
 
-def _score(head, x):
+def _score(head, x, *, target):
     """Return float32 logits.
 
     `head` is a linear, or the embedding variable, whose rows are then the linear's weights.
     """
     if isinstance(head, DenseLinear) and head.bias is None:
-        return dense(x, head.weight.get_value())
+        return dense(x, head.weight.get_value(), target=target)
     if isinstance(head, nnx.Module):
         return head(x).astype(jnp.float32)
-    return dense(x, head.get_value())
+    return dense(x, head.get_value(), target=target)
 
 
 def _take_one(stream, positions, at):

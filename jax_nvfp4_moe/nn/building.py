@@ -382,7 +382,7 @@ def make_linear(
       The module that fits the format of the weights.
     """
     if found.checkpoint_scheme is None:
-        made = DenseLinear(found.weight, found.bias, dtype=settings.dtype)
+        made = DenseLinear(found.weight, found.bias, target=settings.target, dtype=settings.dtype)
     elif isinstance(found.checkpoint_scheme, FP8ActivationScaling):
         made = FP8Linear(
             found.weight,

@@ -45,6 +45,7 @@ class DenseLinear(nnx.Module):
       weight: `nnx.Param` ``[n, k]`` in the module's dtype.
       bias: `nnx.Param` ``[n]`` in the module's dtype, or None.
       dtype: static dtype of the result; inputs are cast to it.
+      target: static `Target` that products are lowered for; None for any platform.
       adds_bias_once: static bool, False by default. True if the columns of `weight` are divided
         over shards whose results are summed. Then only the first shard adds the bias.
     """
@@ -56,6 +57,7 @@ class DenseLinear(nnx.Module):
         weight: Float[Array, "n k"],
         bias: Float[Array, " n"] | None = None,
         *,
+        target: Target | None = None,
         dtype=jnp.bfloat16,
     ):
         """Make a layer from its weights.
@@ -63,9 +65,11 @@ class DenseLinear(nnx.Module):
         Args:
           weight: ``[n, k]`` (outputs, inputs), cast to `dtype`.
           bias: ``[n]``, cast to `dtype`, or None.
+          target: the device to run on, for which `ops.dense.dense` chooses a kernel. None (default)
+            lowers for any platform.
           dtype: dtype of the weights and of the result. Defaults to bfloat16.
         """
-        self.dtype = jnp.dtype(dtype)
+        self.dtype, self.target = jnp.dtype(dtype), target
         self.weight = nnx.Param(jnp.asarray(weight, self.dtype))
         self.bias = None if bias is None else nnx.Param(jnp.asarray(bias, self.dtype))
 
@@ -79,7 +83,7 @@ class DenseLinear(nnx.Module):
           ``[..., n]`` in the module's dtype.
         """
         record(self, x)
-        y = dense(x.astype(self.dtype), self.weight.get_value())
+        y = dense(x.astype(self.dtype), self.weight.get_value(), target=self.target)
         if self.bias is not None:
             y = y + jnp.expand_dims(_bias_of(self), range(y.ndim - 1))
         return y.astype(self.dtype)

@@ -128,4 +128,5 @@ class Indexer(nnx.Module):
         if not isinstance(self.head_weights, DenseLinear):
             return self.head_weights(x).astype(jnp.float32)
         record(self.head_weights, x)
-        return dense(x, self.head_weights.weight.get_value())
+        weight, target = self.head_weights.weight.get_value(), self.head_weights.target
+        return dense(x, weight, target=target)

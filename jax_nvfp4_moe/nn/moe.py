@@ -378,14 +378,14 @@ class NVFP4MoE(nnx.Module):
     def _route_rows(self, rows, weight, bias, logit_bias, scale):
         """Choose the experts of `rows`: tokens ``[t, h]``, and their experts if they are known.
 
-        On a GPU, bfloat16 operands are not cast: tensor cores multiply them exactly and sum in
-        float32. On a CPU they are cast to float32, because XLA's bfloat16 dot has up to twice the
-        error of its float32 dot.
+        On a GPU, bfloat16 rows are not cast: tensor cores multiply them exactly, by bfloat16 or
+        float32 weights, and sum in float32. On a CPU they are cast to float32, because XLA's
+        bfloat16 dot has up to twice the error of its float32 dot.
         """
         rows, given = rows
-        if not (rows.dtype == weight.dtype == jnp.bfloat16 and self.target.platform == "cuda"):
+        if not (rows.dtype == jnp.bfloat16 and self.target.platform == "cuda"):
             rows, weight = rows.astype(jnp.float32), weight.astype(jnp.float32)
-        logits = dense(rows, weight)
+        logits = dense(rows, weight, target=self.target)
         if logit_bias is not None:
             logits += logit_bias.astype(jnp.float32)[None, :]
         if given is None:

@@ -1,5 +1,6 @@
 """GEMMs with matrices that are not NVFP4, with float32 sums: XLA's dot, or ours for few rows."""
 
+import dataclasses
 import functools
 import math
 
@@ -10,11 +11,24 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.backends.cpu import DENSE_CPU
+from jax_nvfp4_moe.backends.cuda import DENSE_CUDA, DENSE_FACTOR, DENSE_FEW_ROWS
+from jax_nvfp4_moe.backends.resolution import unavailable_for
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8
-from jax_nvfp4_moe.scheme import FP8ActivationScaling
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Problem, Target
 
 # Rows up to which our CPU kernel is faster than XLA's dot.
-_FEW_ROWS = 8
+_CPU_FEW_ROWS = 8
+# Platform -> its kernel, the most rows, the number of which k is a multiple, and the dtypes of the
+# operands.
+_KERNELS = {
+    "cpu": (DENSE_CPU, _CPU_FEW_ROWS, 1, {("bfloat16", "bfloat16")}),
+    "cuda": (
+        DENSE_CUDA,
+        DENSE_FEW_ROWS,
+        DENSE_FACTOR,
+        {("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")},
+    ),
+}
 
 
 def precision_for(dtype) -> lax.Precision:
@@ -22,25 +36,61 @@ def precision_for(dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else lax.Precision.DEFAULT
 
 
-def dense(x: Float[Array, "... k"], weight: Float[Array, "n k"]) -> Float[Array, "... n"]:
+def dense(
+    x: Float[Array, "... k"], weight: Float[Array, "n k"], *, target: Target | None = None
+) -> Float[Array, "... n"]:
     """Compute ``x @ weight.T`` with float32 sums.
+
+    Few rows run on a kernel of this package, and other calls on XLA's dot.
 
     Args:
       x: ``[..., k]`` of any float dtype.
-      weight: ``[n, k]`` of the dtype of `x`.
+      weight: ``[n, k]`` of any float dtype. If the dtypes differ, both operands count as float32.
+      target: the `Target` to lower for. None (default) lowers for any platform. Then few rows run
+        on a kernel on the CPU only.
 
     Returns:
       float32 ``[..., n]``.
     """
     rows = math.prod(x.shape[:-1])
-    if not (isinstance(rows, int) and 0 < rows <= _FEW_ROWS):
+    if not (isinstance(rows, int) and rows > 0):
         return _multiply(x, weight)
-    return _multiply_few(x, weight)
+    few = _multiply_anywhere if target is None else _find_kernel(x, weight, rows, target)
+    if few is None or (target is None and rows > _CPU_FEW_ROWS):
+        return _multiply(x, weight)
+    return _multiply_few(few, x, weight)
 
 
-@jax.custom_jvp
-def _multiply_few(x, weight):
-    """Compute ``x @ weight.T`` for at most `_FEW_ROWS` rows."""
+def _find_kernel(x, weight, rows, target):
+    """Return a function that is faster on `target` than XLA's dot, or None."""
+    if target.platform not in _KERNELS:
+        return None
+    record, most_rows, factor, pairs = _KERNELS[target.platform]
+    n, k = weight.shape
+    problem = Problem("dense", None, target, x.dtype.name, hidden=k, intermediate=n)
+    problem = dataclasses.replace(problem, unavailable=unavailable_for(target))
+    fits = rows <= most_rows and n > 0 and k > 0 and k % factor == 0
+    known = fits and (x.dtype.name, weight.dtype.name) in pairs
+    if known and record.can.reason_against(problem) is None:
+        return record.lower["dense"]
+    return _reduce if rows == 1 and target.platform == "cuda" else None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _multiply_few(multiply, x, weight):
+    """Compute ``x @ weight.T`` for few rows, as `multiply` does."""
+    return multiply(x, weight)
+
+
+@_multiply_few.defjvp
+def _differentiate_few(multiply, primals, tangents):
+    """Differentiate XLA's dot, because a custom call has no derivative."""
+    (x, weight), (dx, dweight) = primals, tangents
+    return _multiply_few(multiply, x, weight), _multiply(dx, weight) + _multiply(x, dweight)
+
+
+def _multiply_anywhere(x, weight):
+    """Compute ``x @ weight.T`` for at most `_CPU_FEW_ROWS` rows on the platform of the program."""
     forms = {}
     compiled = _ffi.why_unavailable(DENSE_CPU.can.extension) is None
     if compiled and x.dtype == weight.dtype == jnp.bfloat16:
@@ -50,15 +100,10 @@ def _multiply_few(x, weight):
     return lax.platform_dependent(x, weight, **forms, default=_multiply)
 
 
-@_multiply_few.defjvp
-def _differentiate_few(primals, tangents):
-    """Differentiate XLA's dot, because a custom call has no derivative."""
-    (x, weight), (dx, dweight) = primals, tangents
-    return _multiply_few(x, weight), _multiply(dx, weight) + _multiply(x, dweight)
-
-
 def _multiply(x, weight):
     """Compute ``x @ weight.T`` as one XLA dot with float32 sums."""
+    if x.dtype != weight.dtype:
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(
         x,

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "cuda/attention/attention.cuh"
+#include "cuda/gemm/dense_few.cuh"
 #include "cuda/gemm/fp4_groups.cuh"
 #include "cuda/gemm/linear_few.cuh"
 #include "cuda/heads/sine.cuh"
@@ -129,6 +130,18 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activa
 
 void cut_linear_few(int64_t rows, int64_t n, int64_t k, int clusters, LinearFewCut* cut) {
   *cut = CutLinearFew(rows, n, k, clusters != 0);
+}
+
+void cut_dense_few(const DenseFewCall* call, int clusters, DenseFewCut* cut) {
+  *cut = CutDenseFew(*call, clusters != 0);
+}
+
+// The operands are x, weight, y. Without clusters, the launch is that of a device before 9.0.
+int dense_few(const DenseFewCall* call, int clusters, void* const* operands) {
+  const DenseFewBuffers buffers = {operands[0], operands[1], static_cast<float*>(operands[2])};
+  return clusters != 0
+             ? LaunchDenseFew(nullptr, *call, buffers)
+             : LaunchDenseCut(nullptr, *call, buffers, CutDenseFew(*call, /*clusters=*/false));
 }
 
 // Computes one FP4 MMA. The operands are a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums

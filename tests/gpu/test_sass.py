@@ -36,6 +36,14 @@ HOPPER_ATTENTION = {
     "ILi192ELi128ELi128ELi2E": (2 * (12 + 8), 64),
     "ILi256ELi256ELi64ELi2E": (2 * (16 + 8), 32),
 }
+# Weights and tile of DenseFew -> its instances, and the MMAs of a warp for a piece of k and 8 rows
+# of x. They are two for each step over 32 of k and each slab, or six if weights are float32.
+DENSE_KERNELS = {
+    ("t", 16): (8, 2 * 1 * 1),
+    ("f", 16): (4, 6 * 1 * 1),
+    ("t", 64): (4, 2 * 2 * 1),
+    ("t", 128): (4, 2 * 1 * 2),
+}
 NORM_KERNELS = 10  # instances of AddRmsNorm: five pairs of dtypes, two lengths of rows
 HEAD_KERNELS = 8  # instances of PrepareHeads: four pairs of dtypes, two widths
 # Collective for 10.x -> a part of its kernel's name, and how often instructions occur in it.
@@ -367,6 +375,31 @@ def test_rounding_in_place_reads_through_the_coherent_cache(listing, arch):
     for name, instructions in rows.items():
         assert any(op.startswith("LDG") for op in instructions), name
         assert not any("CONSTANT" in op for op in instructions), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("weight", DENSE_KERNELS, ids=str)
+def test_plain_linears_of_few_rows_use_wide_loads(listing, arch, weight):
+    """All MMAs of a piece are there, and shared memory is read 16 bytes at a time.
+
+    Weights and x come to shared memory by cp.async only.
+    """
+    mangled, tile = weight
+    instances, products = DENSE_KERNELS[weight]
+    found = {}
+    for name, instructions in listing[arch].items():
+        if part := re.search(rf"DenseFewI\w+?{mangled}Li{tile}ELi(\d)E", name):
+            found[name] = (int(part[1]), instructions)
+    assert len(found) == instances
+    for name, (eights, instructions) in found.items():
+        count = collections.Counter(op.split(".")[0] for op in instructions)
+        assert count["HMMA"] == products * eights, name
+        assert count["LDGSTS"] >= 4, name
+        assert count["LDG"] == 0, name
+        # A warp reads a fragment of x with one load, and one of weights with two or four.
+        steps = products // (6 if mangled == "f" else 2)
+        loads = sum(op.startswith("LDS") and ".128" in op for op in instructions)
+        assert loads >= eights + steps * (4 if mangled == "f" else 2), name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -11,6 +11,7 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
 from jax_nvfp4_moe.backends import BACKENDS, call_chain
 from jax_nvfp4_moe.backends.call_chain import Call, Value
+from jax_nvfp4_moe.backends.cpu import DENSE_CPU
 
 CUDA = nvfp4.Target("cuda", (9, 0))
 KEY = jax.random.key(0)
@@ -61,6 +62,13 @@ def held(x):
     return linear(linear(inside, NARROW), WIDE), linear(inside, NARROW)
 
 
+def plain(x):
+    """The second call has no attributes."""
+    matrix = jax.random.normal(KEY, (32, 96), jnp.float32).astype(jnp.bfloat16)
+    inside = linear(x.astype(jnp.float32), WIDE)
+    return DENSE_CPU.lower["dense"](inside, matrix)
+
+
 def experts(x):
     params = nvfp4.testing.random_moe_params(KEY, num_experts=4, hidden=64, intermediate=32)
     ids = jnp.array([[0, 1], [3, -1], [2, 2], [1, 0]], jnp.int32)
@@ -80,8 +88,17 @@ def calls_of(function, *operands):
 
 @pytest.mark.parametrize(
     ("function", "calls", "chains"),
-    [(two, 2, 1), (branches, 3, 1), (interrupted, 4, 2), (beside, 2, 1), (nested, 2, 1)]
-    + [(held, 4, 1), (experts, 2, 1), (single, 1, 0)],
+    [
+        (two, 2, 1),
+        (branches, 3, 1),
+        (interrupted, 4, 2),
+        (beside, 2, 1),
+        (nested, 2, 1),
+        (held, 4, 1),
+        (plain, 2, 1),
+        (experts, 2, 1),
+        (single, 1, 0),
+    ],
 )
 def test_results_have_the_same_bits(function, calls, chains):
     chained = ops.chain_calls(function)

@@ -1,4 +1,4 @@
-"""Test products of a few rows with bfloat16 matrices, which a CPU kernel computes."""
+"""Test products of few rows with plain matrices: the CPU kernel, and which calls take a kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.ops.dense import dense
 
@@ -13,6 +14,9 @@ CPU = jax.devices("cpu")[0]
 ISAS = _ffi.load("_nvfp4_cpu").isa_levels()
 TARGET = "nvfp4_dense_cpu"
 MOST = 8  # rows up to which the kernel runs
+CUDA_TARGET = "nvfp4_dense_few_cuda"
+CUDA_MOST = 64
+GPU = Target("cuda", (9, 0))
 
 # m, n, k: below, at and above the boundaries of lanes (16), of columns and rows of a tile (4), and
 # of a work item (65536 weights).
@@ -96,11 +100,11 @@ def test_empty_operands(sizes):
     np.testing.assert_array_equal(run(x, weight), np.zeros((len(x), len(weight)), np.float32))
 
 
-def lowered(rows, dtype=jnp.bfloat16, platform="cpu"):
-    x, weight = jnp.zeros((1, rows, 32), dtype), jnp.zeros((5, 32), dtype)
+def lowered(rows, dtype=jnp.bfloat16, platform="cpu", *, weight=None, k=32, target=None):
+    x, weight = jnp.zeros((1, rows, k), dtype), jnp.zeros((5, k), weight or dtype)
     # A new function each time, because JAX would reuse the trace of an earlier one.
     return (
-        jax.jit(lambda x, w: dense(x, w))
+        jax.jit(lambda x, w: dense(x, w, target=target))
         .trace(x, weight)
         .lower(lowering_platforms=(platform,))
         .as_text()
@@ -113,6 +117,41 @@ def test_which_calls_take_the_kernel():
     assert TARGET not in lowered(MOST + 1)
     assert TARGET not in lowered(1, jnp.float32)
     assert TARGET not in lowered(1, platform="cuda")
+
+
+def test_which_calls_for_a_gpu_take_its_kernel():
+    def takes(*args, **kwargs):
+        return CUDA_TARGET in lowered(*args, platform="cuda", target=GPU, **kwargs)
+
+    assert takes(1)
+    assert takes(CUDA_MOST)
+    assert takes(1, jnp.float16)
+    assert takes(1, weight=jnp.float32)
+    assert not takes(CUDA_MOST + 1)
+    assert not takes(1, jnp.float32)
+    assert not takes(1, jnp.float16, weight=jnp.float32)
+    assert not takes(1, k=36)  # rows are no multiple of 16 bytes
+    assert CUDA_TARGET not in lowered(1, platform="cuda")  # the device is not known
+    assert TARGET in lowered(MOST, target=Target("cpu"))
+
+
+def test_the_call_of_the_gpu_kernel_stands_alone():
+    """The program has no branch over platforms around it."""
+    x, weight = jnp.zeros((1, 32), jnp.bfloat16), jnp.zeros((5, 32), jnp.bfloat16)
+    traced = jax.make_jaxpr(lambda x, w: dense(x, w, target=GPU))(x, weight)
+    text = str(traced)
+    assert "ffi_call" in text
+    assert "cond" not in text
+    assert "platform_index" not in text
+
+
+@pytest.mark.parametrize("target", [None, Target("cpu")])
+def test_operands_of_different_dtypes_count_as_float32(target):
+    x, weight = operands(3, 5, 40)
+    wide = weight.astype(np.float32) * np.float32(1.001)
+    found = dense(x, wide, target=target)
+    expected = dense(x.astype(np.float32), wide, target=target)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_program_without_the_extension_takes_xla(monkeypatch):

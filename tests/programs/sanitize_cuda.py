@@ -21,13 +21,15 @@ import ml_dtypes
 import numpy as np
 from attention_suite import CASES as ATTENTION
 from attention_suite import make as make_attention
+from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
 from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba
 
-from jax_nvfp4_moe import ops
+from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.ops.dense import dense
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 
@@ -49,6 +51,8 @@ ROUTERS = (
 )
 # rows, n, k of linear layers
 LINEARS = ((1, 77, 80), (1, 24, 4176), (4, 16, 16), (5, 77, 1040), (16, 40, 592), (64, 77, 1040))
+# rows, n, k of layers with plain weights that take the larger output tiles on a large GPU
+LARGE_TILES = ((1, 8464, 520), (16, 2200, 520), (64, 600, 1160))
 # rows, length, whether there is an addend
 NORMS = (
     (0, 64, True),
@@ -173,6 +177,17 @@ def run_norm(rows, h, adds, dtype):
         check(f"{name} normalized", y)
 
 
+def run_dense(rows, n, k):
+    """Multiply by plain weights of each pair of dtypes."""
+    rng = np.random.default_rng(6)
+    for name in PAIRS:
+        dtype, weight_dtype = name.split("-")
+        x = jnp.asarray(rng.normal(0, 1, (rows, k)), dtype)
+        weight = jnp.asarray(rng.normal(0, 1, (n, k)), weight_dtype)
+        y = dense(x, weight, target=Target.current())
+        check(f"dense {rows} {n} {k} {name}", y)
+
+
 def run_heads(b, t, n, m, d, rotated, start, room, dtype):
     """Prepare heads with and without norms; the last tokens may not fit into the cache."""
     rng = np.random.default_rng(5)
@@ -197,6 +212,8 @@ def run_rows():
         run_router(*case)
     for case, dtype in itertools.product(NORMS, DTYPES):
         run_norm(*case, dtype)
+    for case in (*SIZES.values(), *LARGE_TILES):
+        run_dense(*case)
     for case, dtype in itertools.product(HEADS, DTYPES[:2]):
         run_heads(*case, dtype)
 

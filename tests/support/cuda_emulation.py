@@ -150,6 +150,21 @@ class LinearFewCut(ctypes.Structure):
     ]
 
 
+class _DenseFewCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
+        *((name, ctypes.c_int) for name in ("type", "weight_type")),
+    ]
+
+
+class DenseFewCut(ctypes.Structure):
+    """How the kernel for plain weights and few rows cuts a layer (dense_few.cuh)."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_int32) for name in ("tile", "ranks_log2", "rank_pieces", "shared_bytes")
+    ]
+
+
 class _Activation(ctypes.Structure):
     _fields_: ClassVar = [
         ("kind", ctypes.c_int),
@@ -315,6 +330,30 @@ def cut_linear_few(
     cut, sizes = LinearFewCut(), [ctypes.c_int64(size) for size in (rows, n, k)]
     library.cut_linear_few(*sizes, int(clusters), ctypes.byref(cut))
     return cut
+
+
+def _dense_call(x_type, weight_type, rows, n, k):
+    return _DenseFewCall(
+        rows, n, k, *(_TYPES[np.dtype(name).name] for name in (x_type, weight_type))
+    )
+
+
+def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
+    """Return how the kernel for plain weights cuts a layer of ``sizes = (rows, n, k)``."""
+    library.configure(multiprocessors, HOPPER_SHARED_BYTES, 0)
+    cut, call = DenseFewCut(), _dense_call(x_type, weight_type, *sizes)
+    library.cut_dense_few(ctypes.byref(call), int(clusters), ctypes.byref(cut))
+    return cut
+
+
+def dense_few(library, x, weight, multiprocessors, *, clusters=True):
+    """Return ``x @ weight.T`` in float32 for few rows of plain weights."""
+    (rows, k), n = x.shape, weight.shape[0]
+    sizes = _dense_call(x.dtype, weight.dtype, rows, n, k)
+    call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
+    y = np.empty((rows, n), np.float32)
+    arrays = _run(library, call, [x, weight], [y], 0, multiprocessors, _LEAST_SHARED_BYTES)
+    return arrays[0]
 
 
 def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):

@@ -1,0 +1,58 @@
+"""Test the kernel for plain weights and few rows on a CPU, with and without clusters."""
+
+import cuda_emulation
+import pytest
+from axes import axis
+from dense_few_suite import DenseFewSuite, make
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+H200 = 132  # multiprocessors
+
+# rows, n, k -> weight rows of a tile, blocks of a cluster. The sizes are those of Qwen3-30B-A3B:
+# its router, queries with keys and values, outputs, and its vocabulary; then a wide router.
+CUTS = {
+    (1, 128, 2048): (16, 8),
+    (64, 128, 2048): (16, 8),
+    (1, 5120, 2048): (16, 1),
+    (16, 5120, 2048): (64, 2),
+    (64, 5120, 2048): (128, 4),
+    (64, 2048, 4096): (128, 8),
+    (1, 151936, 2048): (64, 1),
+    (64, 151936, 2048): (128, 1),
+    (64, 512, 7168): (16, 8),
+}
+# Devices: their multiprocessors, and whether they have clusters. With a single multiprocessor, the
+# kernel takes the larger tiles for small layers.
+DEVICES = {"sm90": (H200, True), "sm80": (108, False), "one": (1, True)}
+
+
+class TestDenseFew(DenseFewSuite):
+    device = axis(*DEVICES)
+
+    @pytest.fixture
+    def run(self, library, device):
+        count, clusters = DEVICES[device]
+        return lambda x, weight: cuda_emulation.dense_few(
+            library, x, weight, count, clusters=clusters
+        )
+
+
+@pytest.mark.parametrize("pair", ["bfloat16-bfloat16", "bfloat16-float32"])
+@pytest.mark.parametrize("sizes", CUTS, ids=str)
+def test_layers_are_cut_as_the_device_needs(library, sizes, pair):
+    x_type, weight_type = pair.split("-")
+    cut = cuda_emulation.cut_dense_few(library, sizes, x_type, weight_type, H200)
+    if x_type == weight_type:
+        assert (cut.tile, 1 << cut.ranks_log2) == CUTS[sizes]
+    piece = {16: 256, 64: 128, 128: 64}[cut.tile]
+    assert (cut.rank_pieces << cut.ranks_log2) * piece >= sizes[2]
+    # A block of any device may have 99 KiB.
+    assert 0 < cut.shared_bytes <= 99 << 10
+
+
+@pytest.mark.parametrize(("clusters", "blocks"), [(False, 1), (True, 8)])
+def test_only_newer_devices_have_clusters(library, clusters, blocks):
+    call = make((4, 77, 2048), "bfloat16-bfloat16")
+    cuda_emulation.dense_few(library, call.x, call.weight, H200, clusters=clusters)
+    assert library.largest_cluster_blocks() == blocks

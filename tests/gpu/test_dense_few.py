@@ -1,0 +1,77 @@
+"""Test the kernel for plain weights and few rows on a GPU, through its FFI target."""
+
+import cuda_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_few_suite import SIZES, DenseFewSuite, assert_accurate, make
+
+from jax_nvfp4_moe import Target
+from jax_nvfp4_moe.ops.dense import dense
+
+pytestmark = pytest.mark.gpu
+
+TARGET = "nvfp4_dense_few_cuda"
+# Sizes of models, for which a GPU takes each form of the kernel: routers, an unquantized attention,
+# and a head.
+MODEL_SIZES = [
+    *((rows, 128, 2048) for rows in (1, 16, 64)),
+    (64, 512, 7168),
+    *((rows, 5120, 2048) for rows in (1, 16, 64)),
+    *((rows, 32000, 2048) for rows in (1, 16, 32, 64)),
+]
+
+
+def on_cuda(x, weight):
+    cuda_calls.register()
+    output = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return np.asarray(jax.ffi.ffi_call(TARGET, output)(jnp.asarray(x), jnp.asarray(weight)))
+
+
+class TestDenseFew(DenseFewSuite):
+    @pytest.fixture
+    def run(self):
+        return on_cuda
+
+    @pytest.mark.parametrize("sizes", MODEL_SIZES, ids=str)
+    def test_layers_of_models_match_float64(self, run, sizes, pair):
+        call = make(sizes, pair)
+        assert_accurate(run(call.x, call.weight), call)
+
+    @pytest.mark.parametrize("sizes", [*SIZES, *MODEL_SIZES], ids=str)
+    def test_same_bits_every_time(self, run, sizes, pair):
+        call = make(sizes, pair)
+        first = run(call.x, call.weight).tobytes()
+        assert all(run(call.x, call.weight).tobytes() == first for _ in range(5))
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_op_takes_the_kernel_and_gives_its_bits(rows):
+    call = make((rows, 128, 2048), "bfloat16-float32")
+    run = jax.jit(lambda x, weight: dense(x, weight, target=Target.current()))
+    assert TARGET in run.lower(call.x, call.weight).as_text()
+    y = np.asarray(run(call.x, call.weight))
+    assert y.tobytes() == on_cuda(call.x, call.weight).tobytes()
+
+
+def test_empty_operands():
+    x, weight = jnp.ones((0, 16), jnp.bfloat16), jnp.ones((3, 16), jnp.bfloat16)
+    assert on_cuda(x, weight).shape == (0, 3)
+    assert on_cuda(weight, x).shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (((65, 16), "bfloat16"), ((3, 16), "bfloat16"), r"rows \(x\).*at most 64"),
+        (((2, 12), "bfloat16"), ((3, 12), "bfloat16"), r"k \(x\).*multiple of 8"),
+        (((2, 16), "bfloat16"), ((3, 24), "bfloat16"), r"weight \[n, k\]"),
+        (((2, 16), "float32"), ((3, 16), "float32"), r"x: expected bfloat16 or float16"),
+        (((2, 16), "float16"), ((3, 16), "float32"), r"weight: expected the type of x"),
+        (((2, 16), "bfloat16"), ((3, 16), "float16"), r"weight: expected the type of x"),
+    ],
+)
+def test_wrong_operand_is_named(x, weight, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        on_cuda(*(jnp.zeros(*each) for each in (x, weight)))
