@@ -114,7 +114,8 @@ def test_results_have_the_same_bits(function, calls, chains):
 
 def test_values_in_the_same_memory_are_seen(monkeypatch):
     """The comparison above fails if a result overwrites another one that is still needed."""
-    monkeypatch.setattr(call_chain, "_first_gap", lambda nbytes, taken: 0)
+    # Workspaces, which have tables of indices, stay apart from the results.
+    monkeypatch.setattr(call_chain, "_first_gap", lambda n, taken: 0 if n < 1024 else 1024)
     got, expected = (jax.jit(f)(X)[1] for f in (ops.chain_calls(held), held))
     assert not np.array_equal(got, expected)
 
