@@ -299,19 +299,25 @@ inline float SiluGate(float limit) {
   return static_cast<float>(high);
 }
 
+// Fills `parameters` from the attributes of an activation.
+inline ffi::Error ReadActivation(std::string_view activation, float alpha, float beta, float limit,
+                                 ActivationParameters* parameters) {
+  const ActivationRecord* record = nullptr;
+  NVFP4_RETURN_IF_ERROR(ExpectName("activation", activation, kActivations, &record));
+  const float gate_limit = record->bounds_result ? SiluGate(limit) : limit;
+  *parameters = {record->kind, record->gated, record->interleaved, alpha, beta, gate_limit, limit};
+  return ffi::Error::Success();
+}
+
 // Checks everything about the call of an expert layer that does not depend on the backend.
 inline ffi::Error CheckMoE(const MoEOperands& operands, std::string_view activation, float alpha,
                            float beta, float limit, std::string_view activation_scale,
                            int64_t intermediate, const OperandRules& rules, MoEShape* shape,
                            MoEOptions* options) {
-  const ActivationRecord* record = nullptr;
   const ActivationScaleRecord* scale = nullptr;
-  NVFP4_RETURN_IF_ERROR(ExpectName("activation", activation, kActivations, &record));
+  NVFP4_RETURN_IF_ERROR(ReadActivation(activation, alpha, beta, limit, &options->activation));
   NVFP4_RETURN_IF_ERROR(
       ExpectName("activation_scale", activation_scale, kActivationScales, &scale));
-  const float gate_limit = record->bounds_result ? SiluGate(limit) : limit;
-  options->activation = {record->kind, record->gated, record->interleaved, alpha, beta,
-                         gate_limit,   limit};
   options->activation_scale = scale->kind;
   NVFP4_RETURN_IF_ERROR(CheckMoETypes(operands, &options->type));
   NVFP4_RETURN_IF_ERROR(CheckMoEDims(operands, *options, intermediate, rules.tile, shape));

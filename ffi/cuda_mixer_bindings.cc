@@ -116,7 +116,10 @@ ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight
     return Expected("weight", "the type of x, or float32 if x is bfloat16",
                     TypeText(weight.element_type()));
   }
-  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), ffi::F32));
+  call.rounds = y->element_type() != ffi::F32;
+  if (call.rounds) {
+    NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
+  }
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, k]", x.dimensions(), 2));
   NVFP4_RETURN_IF_ERROR(ExpectRank("weight [n, k]", weight.dimensions(), 2));
   call.rows = x.dimensions()[0];
@@ -129,9 +132,55 @@ ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.k, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (weight)", call.n, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"weight", weight}, {"y", *y}}, kAlignment));
-  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(),
-                                   static_cast<float*>(y->untyped_data())};
+  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(), y->untyped_data()};
   return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_few_cuda");
+}
+
+ffi::Error Activate(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::Result<ffi::AnyBuffer> y,
+                    std::string_view activation, float alpha, float beta, float limit) {
+  ActivateCall call = {};
+  NVFP4_RETURN_IF_ERROR(ReadActivation(activation, alpha, beta, limit, &call.activation));
+  if (!call.activation.gated) {
+    return Expected("activation", "a gated activation", std::string(activation));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("gate_up", gate_up.element_type(), &call.type));
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), gate_up.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("y [rows, i]", y->dimensions(), 2));
+  call.rows = y->dimensions()[0];
+  call.columns = y->dimensions()[1];
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("gate_up [rows, 2 i]", gate_up.dimensions(), {call.rows, 2 * call.columns}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (gate_up)", call.rows, kMostGatedRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("i (y)", call.columns, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"gate_up", gate_up}, {"y", *y}}, kAlignment));
+  call.gate_up = gate_up.untyped_data();
+  call.y = y->untyped_data();
+  return FromCuda(LaunchActivate(stream, call), "nvfp4_activate_cuda");
+}
+
+ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer z,
+                    ffi::Result<ffi::AnyBuffer> y) {
+  AddGatedCall call = {};
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
+  call.rows = x.dimensions()[0];
+  call.columns = x.dimensions()[1];
+  for (const NamedOperand& operand : {NamedOperand{"z", z}, NamedOperand{"y", *y}}) {
+    NVFP4_RETURN_IF_ERROR(
+        ExpectType(operand.name, operand.buffer.element_type(), x.element_type()));
+    NVFP4_RETURN_IF_ERROR(
+        ExpectDims(operand.name, operand.buffer.dimensions(), {call.rows, call.columns}));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectType("gate", gate.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("gate [rows]", gate.dimensions(), {call.rows}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMostGatedRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", call.columns, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"gate", gate}, {"z", z}, {"y", *y}}, kAlignment));
+  call.x = x.untyped_data();
+  call.gate = DataOrNull<void>(gate);
+  call.z = z.untyped_data();
+  call.y = y->untyped_data();
+  return FromCuda(LaunchAddGated(stream, call), "nvfp4_add_gated_cuda");
 }
 
 ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer keys,
@@ -421,7 +470,27 @@ XLA_FFI_DEFINE_HANDLER(kDenseFew, DenseFew,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()   // x       [rows, k]
                            .Arg<ffi::AnyBuffer>()   // weight  [n, k]
-                           .Ret<ffi::AnyBuffer>(),  // y       [rows, n] F32
+                           .Ret<ffi::AnyBuffer>(),  // y       [rows, n] F32, or in the type of x
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kActivate, Activate,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // gate_up  [rows, 2 i]
+                           .Ret<ffi::AnyBuffer>()  // y        [rows, i]
+                           .Attr<std::string_view>("activation")
+                           .Attr<float>("alpha")
+                           .Attr<float>("beta")
+                           .Attr<float>("limit"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kAddGated, AddGated,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()   // x     [rows, h]
+                           .Arg<ffi::AnyBuffer>()   // gate  [rows] or [0]
+                           .Arg<ffi::AnyBuffer>()   // z     [rows, h]
+                           .Ret<ffi::AnyBuffer>(),  // y     [rows, h]
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
@@ -493,6 +562,7 @@ std::vector<NamedHandler> MixerHandlers() {
       {"nvfp4_attention_cuda", kAttention},        {"nvfp4_add_rms_norm_cuda", kAddRmsNorm},
       {"nvfp4_prepare_heads_cuda", kPrepareHeads}, {"nvfp4_delta_step_cuda", kDeltaStep},
       {"nvfp4_mamba2_step_cuda", kMamba2Step},     {"nvfp4_dense_few_cuda", kDenseFew},
+      {"nvfp4_activate_cuda", kActivate},          {"nvfp4_add_gated_cuda", kAddGated},
   };
 }
 

@@ -226,17 +226,44 @@ struct DenseFewCall {
   int64_t rows, n, k;    // at most kMostDenseRows rows
   DataType type;         // of x; kBF16 or kF16
   DataType weight_type;  // `type`, or kF32 if that is kBF16
+  bool rounds;           // whether y has the type of x; it is float32 otherwise
 };
 
 struct DenseFewBuffers {
   const void* x;       // [rows, k]
   const void* weight;  // [n, k]
-  float* y;            // [rows, n]
+  void* y;             // [rows, n]
 };
 
 // y = x @ weight.T with float32 sums, for few rows.
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers);
+
+// The most rows of LaunchActivate and LaunchAddGated.
+constexpr int64_t kMostGatedRows = 65535;
+
+struct ActivateCall {
+  int64_t rows, columns;  // at most kMostGatedRows rows
+  DataType type;
+  ActivationParameters activation;  // a gated one
+  const void* gate_up;              // [rows, 2 columns]
+  void* y;                          // [rows, columns]
+};
+
+// y = act(gate) * up.
+cudaError_t LaunchActivate(cudaStream_t stream, const ActivateCall& call);
+
+struct AddGatedCall {
+  int64_t rows, columns;  // at most kMostGatedRows rows
+  DataType type;
+  const void* x;     // [rows, columns]
+  const void* gate;  // [rows] or null
+  const void* z;     // [rows, columns]
+  void* y;           // [rows, columns]
+};
+
+// y = x + sigmoid(gate) * z, or x + z without a gate.
+cudaError_t LaunchAddGated(cudaStream_t stream, const AddGatedCall& call);
 
 struct NormCall {
   int64_t rows, h;

@@ -8,6 +8,7 @@ from jax_nvfp4_moe.backends.cpu import DENSE_CPU, MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
     ATTENTION_CUDA,
     DENSE_CUDA,
+    GATING_CUDA,
     HEADS_CUDA,
     MOE_W4A4_SM120,
     MOE_W4A16_SM80,
@@ -34,6 +35,7 @@ BACKENDS = (
     HEADS_CUDA,
     RECURRENT_CUDA,
     DENSE_CUDA,
+    GATING_CUDA,
     CALL_CHAIN_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,

@@ -6,6 +6,8 @@ activations. "Plain kernels" are the ones for everything that the engines do not
 
 from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
+    lower_activate,
+    lower_add_gated,
     lower_add_rms_norm,
     lower_attention,
     lower_dense,
@@ -314,6 +316,24 @@ DENSE_CUDA = Backend(
     lower={"dense": lower_dense("nvfp4_dense_few_cuda")},
     status="compiled, emulated on a CPU",
     ffi_targets=("nvfp4_dense_few_cuda",),
+)
+
+GATING_CUDA = Backend(
+    name="gating_cuda",
+    can=Capability(
+        ops=frozenset({"activate", "add_gated"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        max_extent=_MAX_EXTENT,
+    ),
+    layout=CANONICAL,
+    lower={
+        "activate": lower_activate("nvfp4_activate_cuda"),
+        "add_gated": lower_add_gated("nvfp4_add_gated_cuda"),
+    },
+    status="executed",
+    ffi_targets=("nvfp4_activate_cuda", "nvfp4_add_gated_cuda"),
 )
 
 HEADS_CUDA = Backend(

@@ -170,18 +170,21 @@ def lower_quantize(ffi_target, partials):
 def lower_dense(ffi_target, *, rows_dtype=None):
     """Return the function that lowers ``x @ weight.T`` for few rows to an FFI target.
 
-    The function takes x ``[..., k]`` and a weight ``[n, k]``, and returns float32 ``[..., n]``.
+    The function takes x ``[..., k]``, a weight ``[n, k]`` and the dtype of the result
+    ``[..., n]``.
 
     Args:
       ffi_target: name under which the extension registers the target.
-      rows_dtype: dtype to which x is cast; None (default) keeps its own.
+      rows_dtype: dtype to which x is cast; None (default) keeps its own. The kernel then rounds
+        results to that dtype. Otherwise it returns float32, which is cast.
     """
 
-    def lower(x, weight):
+    def lower(x, weight, *, dtype=jnp.float32):
         rows = x.reshape(-1, x.shape[-1]).astype(rows_dtype or x.dtype)
-        output = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32)
+        own = dtype if rows_dtype is None and dtype == x.dtype else jnp.float32
+        output = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), own)
         y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(rows, weight)
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        return y.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype)
 
     return lower
 
@@ -204,6 +207,46 @@ def lower_add_rms_norm(ffi_target):
         call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
         total, y = call(rows, operand, weight, eps=np.float32(eps))
         return (x if added is None else total.reshape(x.shape)), y.reshape(x.shape)
+
+    return lower
+
+
+def lower_activate(ffi_target):
+    """Return the function that lowers `activate` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(gate_up, *, call):
+        *lead, width = gate_up.shape
+        rows = gate_up.reshape(-1, width)
+        output = jax.ShapeDtypeStruct((rows.shape[0], width // 2), gate_up.dtype)
+        y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(
+            rows,
+            activation=call.name,
+            alpha=np.float32(call.alpha),
+            beta=np.float32(call.beta),
+            limit=np.float32(call.limit),
+        )
+        return y.reshape(*lead, width // 2)
+
+    return lower
+
+
+def lower_add_gated(ffi_target):
+    """Return the function that lowers `add_gated` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(x, gate, z):
+        rows = x.reshape(-1, x.shape[-1])
+        operand = jnp.zeros(0, x.dtype) if gate is None else gate.reshape(-1)
+        output = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        return call(rows, operand, z.reshape(rows.shape)).reshape(x.shape)
 
     return lower
 

@@ -243,11 +243,25 @@ def add_rms_norm(x, added, weight, *, eps):
     return x, normalize(x, weight, eps)
 
 
+@functools.partial(jax.jit, inline=True, static_argnames=("call",))
+def activate_rows(gate_up, *, call):
+    """Apply an activation; `ops.activate` describes the result."""
+    return activate(call, gate_up).astype(gate_up.dtype)
+
+
+@functools.partial(jax.jit, inline=True)
+def add_gated(x, gate, z):
+    """Add; `ops.add_gated` describes the result."""
+    return x + (z if gate is None else jax.nn.sigmoid(gate) * z)
+
+
 REFERENCE = Backend(
     name="reference",
     can=Capability(
         ops=frozenset(
             {
+                "activate",
+                "add_gated",
                 "add_rms_norm",
                 "attention",
                 "gated_delta_step",
@@ -265,6 +279,8 @@ REFERENCE = Backend(
     ),
     layout=CANONICAL,
     lower={
+        "activate": activate_rows,
+        "add_gated": add_gated,
         "add_rms_norm": add_rms_norm,
         "moe_mlp": moe_mlp,
         "grouped_gemm": grouped_gemm,

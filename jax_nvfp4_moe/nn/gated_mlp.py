@@ -6,7 +6,8 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
-from jax_nvfp4_moe.numerics.activations import ActivationCall, activate, find_activation
+from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.ops.gating import activate
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import TensorParallel
 
@@ -18,6 +19,7 @@ class GatedMLP(TensorParallel):
       gate_up: `MergedLinear` that computes gate and up.
       down: linear layer from the intermediate width back to the hidden width.
       activation: `ActivationCall`, static.
+      target: static `Target` that the activation is lowered for.
     """
 
     def __init__(
@@ -38,14 +40,14 @@ class GatedMLP(TensorParallel):
           activation: name of the activation, or the result of `find_activation`. Defaults to
             "silu".
         """
-        self.activation = find_activation(activation)
+        self.activation, self.target = find_activation(activation), make.settings.target
         rows = {"gate": intermediate, "up": intermediate}
         self.gate_up = make.merged_linear(f"{path}.gate_up", hidden, rows)
         self.down = make.linear(f"{path}.down", hidden, intermediate)
 
     def run(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
         """Run the three products; the activation is computed in float32."""
-        return self.down(activate(self.activation, self.gate_up(x)).astype(x.dtype))
+        return self.down(activate(self.gate_up(x), self.activation, target=self.target))
 
 
 def build_gated_mlp(
@@ -84,6 +86,7 @@ class JoinedMLP(TensorParallel):
       input: linear layer that computes gate and up.
       output: linear layer from the intermediate width back to the hidden width.
       activation: `ActivationCall`, static.
+      target: static `Target` that the activation is lowered for.
     """
 
     def __init__(
@@ -95,13 +98,13 @@ class JoinedMLP(TensorParallel):
         activation: str | ActivationCall = "silu",
     ):
         """Make the block of one shard, with the arguments of `GatedMLP`."""
-        self.activation = find_activation(activation)
+        self.activation, self.target = find_activation(activation), make.settings.target
         self.input = make.linear(f"{path}.input", 2 * intermediate, hidden)
         self.output = make.linear(f"{path}.output", hidden, intermediate)
 
     def run(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
         """Run the two products; the activation is computed in float32."""
-        return self.output(activate(self.activation, self.input(x)).astype(x.dtype))
+        return self.output(activate(self.input(x), self.activation, target=self.target))
 
 
 def build_joined_mlp(

@@ -28,6 +28,7 @@ from jax_nvfp4_moe.numerics.tensor import (
     quantize_experts,
 )
 from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.ops.gating import add_gated
 from jax_nvfp4_moe.ops.routing import route
 from jax_nvfp4_moe.parallel import find_expert_mesh, share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import check_context, replicate
@@ -422,10 +423,13 @@ class NVFP4MoE(nnx.Module):
         if self.shared_experts is None:
             return y
         with jax.named_scope("shared_experts"):
-            shared = self._beside_experts(self.shared_experts, own)
-            if self.shared_gate is not None:
-                shared = jax.nn.sigmoid(self.shared_gate(own)) * shared
-        return y + shared.astype(self.dtype)
+            shared = self._beside_experts(self.shared_experts, own).astype(self.dtype)
+            gate = None if self.shared_gate is None else self.shared_gate(own).astype(self.dtype)
+        # Over a mesh the arrays are sharded, and a call of a kernel would gather them.
+        on_mesh = self.experts.expert_mesh is not None
+        return add_gated(
+            y, gate, shared, target=self.target, backend="reference" if on_mesh else None
+        )
 
     def _beside_experts(self, module, x):
         """Return ``module(x)``; if dispatch divides the tokens, each device runs its own tokens."""

@@ -2,6 +2,7 @@
 
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chain import chain_calls
+from jax_nvfp4_moe.ops.gating import activate, add_gated
 from jax_nvfp4_moe.ops.heads import prepare_heads
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.norms import add_rms_norm
@@ -12,6 +13,8 @@ from jax_nvfp4_moe.ops.recurrent import gated_delta_step, mamba2_step
 from jax_nvfp4_moe.ops.routing import route
 
 __all__ = [
+    "activate",
+    "add_gated",
     "add_rms_norm",
     "attention",
     "chain_calls",

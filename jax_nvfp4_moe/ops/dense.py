@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,11 @@ def precision_for(dtype) -> lax.Precision:
 
 
 def dense(
-    x: Float[Array, "... k"], weight: Float[Array, "n k"], *, target: Target | None = None
+    x: Float[Array, "... k"],
+    weight: Float[Array, "n k"],
+    *,
+    target: Target | None = None,
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "... n"]:
     """Compute ``x @ weight.T`` with float32 sums.
 
@@ -48,21 +53,25 @@ def dense(
       weight: ``[n, k]`` of any float dtype. If the dtypes differ, both operands count as float32.
       target: the `Target` to lower for. None (default) lowers for any platform. Then few rows run
         on a kernel on the CPU only.
+      dtype: dtype to which the sums are rounded. Defaults to float32.
 
     Returns:
-      float32 ``[..., n]``.
+      ``[..., n]`` in `dtype`.
     """
-    rows = math.prod(x.shape[:-1])
+    rows, dtype = math.prod(x.shape[:-1]), jnp.dtype(dtype)
     if not (isinstance(rows, int) and rows > 0):
-        return _multiply(x, weight)
-    few = _multiply_anywhere if target is None else _find_kernel(x, weight, rows, target)
+        return _multiply(x, weight).astype(dtype)
+    few = _multiply_anywhere if target is None else _find_kernel(x, weight, rows, target, dtype)
     if few is None or (target is None and rows > _CPU_FEW_ROWS):
-        return _multiply(x, weight)
-    return _multiply_few(few, x, weight)
+        return _multiply(x, weight).astype(dtype)
+    return _multiply_few(few, x, weight).astype(dtype)
 
 
-def _find_kernel(x, weight, rows, target):
-    """Return a function that is faster on `target` than XLA's dot, or None."""
+def _find_kernel(x, weight, rows, target, dtype):
+    """Return a function that is faster on `target` than XLA's dot, or None.
+
+    It may return float32 in place of `dtype`.
+    """
     if target.platform not in _KERNELS:
         return None
     record, most_rows, factor, pairs = _KERNELS[target.platform]
@@ -72,7 +81,7 @@ def _find_kernel(x, weight, rows, target):
     fits = rows <= most_rows and n > 0 and k > 0 and k % factor == 0
     known = fits and (x.dtype.name, weight.dtype.name) in pairs
     if known and record.can.reason_against(problem) is None:
-        return record.lower["dense"]
+        return functools.partial(record.lower["dense"], dtype=dtype)
     return _reduce if rows == 1 and target.platform == "cuda" else None
 
 
@@ -86,7 +95,8 @@ def _multiply_few(multiply, x, weight):
 def _differentiate_few(multiply, primals, tangents):
     """Differentiate XLA's dot, because a custom call has no derivative."""
     (x, weight), (dx, dweight) = primals, tangents
-    return _multiply_few(multiply, x, weight), _multiply(dx, weight) + _multiply(x, dweight)
+    y = _multiply_few(multiply, x, weight)
+    return y, (_multiply(dx, weight) + _multiply(x, dweight)).astype(y.dtype)
 
 
 def _multiply_anywhere(x, weight):

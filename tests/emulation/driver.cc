@@ -138,7 +138,7 @@ void cut_dense_few(const DenseFewCall* call, int clusters, DenseFewCut* cut) {
 
 // The operands are x, weight, y. Without clusters, the launch is that of a device before 9.0.
 int dense_few(const DenseFewCall* call, int clusters, void* const* operands) {
-  const DenseFewBuffers buffers = {operands[0], operands[1], static_cast<float*>(operands[2])};
+  const DenseFewBuffers buffers = {operands[0], operands[1], operands[2]};
   return clusters != 0
              ? LaunchDenseFew(nullptr, *call, buffers)
              : LaunchDenseCut(nullptr, *call, buffers, CutDenseFew(*call, /*clusters=*/false));
@@ -246,6 +246,19 @@ int add_rms_norm(int64_t rows, int64_t h, int type, int weight_type, float eps,
   return LaunchAddRmsNorm(
       nullptr, {rows, h, static_cast<DataType>(type), static_cast<DataType>(weight_type), eps},
       {operands[0], operands[1], operands[2], operands[3], operands[4]});
+}
+
+// The operands are gate_up, y.
+int activate(int64_t rows, int64_t columns, int type, const ActivationParameters* activation,
+             void* const* operands) {
+  return LaunchActivate(
+      nullptr, {rows, columns, static_cast<DataType>(type), *activation, operands[0], operands[1]});
+}
+
+// The operands are x, gate, z, y.
+int add_gated(int64_t rows, int64_t columns, int type, void* const* operands) {
+  return LaunchAddGated(nullptr, {rows, columns, static_cast<DataType>(type), operands[0],
+                                  operands[1], operands[2], operands[3]});
 }
 
 // The operands are qkv, positions, q_weight, k_weight, frequencies, q, keys, values.

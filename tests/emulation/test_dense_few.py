@@ -3,7 +3,7 @@
 import cuda_emulation
 import pytest
 from axes import axis
-from dense_few_suite import DenseFewSuite, make
+from dense_few_suite import PAIRS, DenseFewSuite, make
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -36,6 +36,21 @@ class TestDenseFew(DenseFewSuite):
         return lambda x, weight: cuda_emulation.dense_few(
             library, x, weight, count, clusters=clusters
         )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["one_row", "sixteen_rows"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_results_may_be_rounded_once(library, device, case, pair):
+    call, (count, clusters) = make(case, pair), DEVICES[device]
+    exact, rounded = (
+        cuda_emulation.dense_few(
+            library, call.x, call.weight, count, clusters=clusters, rounds=rounds
+        )
+        for rounds in (False, True)
+    )
+    assert rounded.dtype == call.x.dtype
+    assert rounded.tobytes() == exact.astype(call.x.dtype).tobytes()
 
 
 @pytest.mark.parametrize("pair", ["bfloat16-bfloat16", "bfloat16-float32"])

@@ -23,9 +23,9 @@ MODEL_SIZES = [
 ]
 
 
-def on_cuda(x, weight):
+def on_cuda(x, weight, dtype=jnp.float32):
     cuda_calls.register()
-    output = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    output = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
     return np.asarray(jax.ffi.ffi_call(TARGET, output)(jnp.asarray(x), jnp.asarray(weight)))
 
 
@@ -53,6 +53,13 @@ def test_the_op_takes_the_kernel_and_gives_its_bits(rows):
     assert TARGET in run.lower(call.x, call.weight).as_text()
     y = np.asarray(run(call.x, call.weight))
     assert y.tobytes() == on_cuda(call.x, call.weight).tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 9, 64])
+def test_results_may_be_rounded_once(rows):
+    call = make((rows, 5120, 2048), "bfloat16-bfloat16")
+    rounded = on_cuda(call.x, call.weight, jnp.bfloat16)
+    assert rounded.tobytes() == on_cuda(call.x, call.weight).astype(rounded.dtype).tobytes()
 
 
 def test_empty_operands():

@@ -177,6 +177,16 @@ def run_norm(rows, h, adds, dtype):
         check(f"{name} normalized", y)
 
 
+def run_gating(rows, columns, dtype):
+    """Activate and add rows whose width fills no block."""
+    rng = np.random.default_rng(6)
+    gate_up = jnp.asarray(rng.normal(0, 1, (rows, 2 * columns)), dtype)
+    y = ops.activate(gate_up, backend="gating_cuda")
+    check(f"gating {rows} {columns} {np.dtype(dtype)} activation", y)
+    total = ops.add_gated(y, y[:, :1], y, backend="gating_cuda")
+    check(f"gating {rows} {columns} {np.dtype(dtype)} sum", total)
+
+
 def run_dense(rows, n, k):
     """Multiply by plain weights of each pair of dtypes."""
     rng = np.random.default_rng(6)
@@ -212,6 +222,8 @@ def run_rows():
         run_router(*case)
     for case, dtype in itertools.product(NORMS, DTYPES):
         run_norm(*case, dtype)
+    for case, dtype in itertools.product(((0, 64), (1, 1), (3, 129), (64, 512)), DTYPES):
+        run_gating(*case, dtype)
     for case in (*SIZES.values(), *LARGE_TILES):
         run_dense(*case)
     for case, dtype in itertools.product(HEADS, DTYPES[:2]):

@@ -154,6 +154,7 @@ class _DenseFewCall(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
         *((name, ctypes.c_int) for name in ("type", "weight_type")),
+        ("rounds", ctypes.c_bool),
     ]
 
 
@@ -332,10 +333,9 @@ def cut_linear_few(
     return cut
 
 
-def _dense_call(x_type, weight_type, rows, n, k):
-    return _DenseFewCall(
-        rows, n, k, *(_TYPES[np.dtype(name).name] for name in (x_type, weight_type))
-    )
+def _dense_call(x_type, weight_type, rows, n, k, *, rounds=False):
+    types = (_TYPES[np.dtype(name).name] for name in (x_type, weight_type))
+    return _DenseFewCall(rows, n, k, *types, rounds)
 
 
 def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
@@ -346,12 +346,12 @@ def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clust
     return cut
 
 
-def dense_few(library, x, weight, multiprocessors, *, clusters=True):
-    """Return ``x @ weight.T`` in float32 for few rows of plain weights."""
+def dense_few(library, x, weight, multiprocessors, *, clusters=True, rounds=False):
+    """Return ``x @ weight.T`` for few rows of plain weights, in float32 or rounded as x."""
     (rows, k), n = x.shape, weight.shape[0]
-    sizes = _dense_call(x.dtype, weight.dtype, rows, n, k)
+    sizes = _dense_call(x.dtype, weight.dtype, rows, n, k, rounds=rounds)
     call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
-    y = np.empty((rows, n), np.float32)
+    y = np.empty((rows, n), x.dtype if rounds else np.float32)
     arrays = _run(library, call, [x, weight], [y], 0, multiprocessors, _LEAST_SHARED_BYTES)
     return arrays[0]
 
@@ -491,6 +491,25 @@ def add_rms_norm(library, x, added, weight, *, eps):
     )
     total, y = _run(library, call, [x, _array(added), weight], [x, x], 0, multiprocessors=1)
     return (x if added is None else total), y
+
+
+def activate(library, gate_up, options):
+    """Return the activation ``[rows, i]`` of ``gate_up [rows, 2 i]``, as `ops.activate` does."""
+    rows, width = gate_up.shape
+    parameters = _activation(options)
+    sizes = ctypes.c_int64(rows), ctypes.c_int64(width // 2)
+    call = functools.partial(
+        library.activate, *sizes, _TYPES[gate_up.dtype.name], ctypes.byref(parameters)
+    )
+    y = np.empty((rows, width // 2), gate_up.dtype)
+    return _run(library, call, [gate_up], [y], 0, multiprocessors=1)[0]
+
+
+def add_gated(library, x, gate, z):
+    """Return ``x + sigmoid(gate) * z``, as `ops.add_gated` does."""
+    sizes = (ctypes.c_int64(size) for size in x.shape)
+    call = functools.partial(library.add_gated, *sizes, _TYPES[x.dtype.name])
+    return _run(library, call, [x, _array(gate), z], [x], 0, multiprocessors=1)[0]
 
 
 def prepare_heads(library, call):

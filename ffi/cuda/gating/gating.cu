@@ -1,0 +1,85 @@
+// The operations between the products of a gated feed-forward block, and after it:
+//
+//   Activate   y = act(gate) * up            gate_up [rows, 2 i] -> y [rows, i]
+//   AddGated   y = x + sigmoid(gate) * z     x, z [rows, h], gate [rows] or null -> y [rows, h]
+//
+// AddGated rounds the sigmoid and the product to the type of x, as jax.numpy does. A null gate
+// stands for a factor of 1.
+//
+// A thread computes one value. Threads of a warp have neighboring columns, so that loads are whole
+// lines.
+//
+// Bottleneck: latency. The kernels are for the few rows of a decoding step, between the kernels of
+// the products.
+//
+// Tests: tests/emulation/test_emulation_gating.py, tests/gpu/test_cuda_gating.py.
+#include "cuda/epilogues/activations.cuh"
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/launch.h"
+#include "cuda/launch_kernel.cuh"
+#include "cuda/quantizers/elements.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kThreads = 128;
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) Activate(const ActivateCall p) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = blockIdx.y;
+  const bool interleaved = p.activation.interleaved;
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+  StartNextKernel();
+#endif
+  if (column >= p.columns) return;
+  const T* gate_up = static_cast<const T*>(p.gate_up) + row * 2 * p.columns;
+  const float gate = ToFloat(gate_up[interleaved ? 2 * column : column]);
+  const float up = ToFloat(gate_up[interleaved ? 2 * column + 1 : p.columns + column]);
+  static_cast<T*>(p.y)[row * p.columns + column] =
+      FromFloat<T>(ActivateGated(p.activation, gate, up));
+}
+
+template <typename T>
+__device__ __forceinline__ float Round(float value) {
+  return ToFloat(FromFloat<T>(value));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) AddGated(const AddGatedCall p) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = blockIdx.y;
+#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
+  StartNextKernel();
+#endif
+  if (column >= p.columns) return;
+  const int64_t at = row * p.columns + column;
+  float z = ToFloat(static_cast<const T*>(p.z)[at]);
+  if (p.gate != nullptr) {
+    z = Round<T>(z * Round<T>(Sigmoid(ToFloat(static_cast<const T*>(p.gate)[row]))));
+  }
+  static_cast<T*>(p.y)[at] = FromFloat<T>(ToFloat(static_cast<const T*>(p.x)[at]) + z);
+}
+
+template <typename Call>
+cudaError_t LaunchRows(cudaStream_t stream, const Call& call, void (*bf16)(Call), void (*f16)(Call),
+                       void (*f32)(Call)) {
+  const dim3 grid(static_cast<unsigned>(CeilDiv(call.columns, kThreads)),
+                  static_cast<unsigned>(call.rows));
+  const auto kernel = call.type == DataType::kBF16 ? bf16 : call.type == DataType::kF16 ? f16 : f32;
+  return LaunchWide(stream, grid, kThreads, 0, /*overlaps=*/true, kernel, call);
+}
+
+}  // namespace
+
+cudaError_t LaunchActivate(cudaStream_t stream, const ActivateCall& call) {
+  return LaunchRows(stream, call, Activate<__nv_bfloat16>, Activate<__half>, Activate<float>);
+}
+
+cudaError_t LaunchAddGated(cudaStream_t stream, const AddGatedCall& call) {
+  return LaunchRows(stream, call, AddGated<__nv_bfloat16>, AddGated<__half>, AddGated<float>);
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,123 @@
+"""`activate` and `add_gated`: the operations between and after the GEMMs of a gated block."""
+
+import math
+from collections.abc import Sequence
+
+from jaxtyping import Array, Float
+
+from jax_nvfp4_moe.backends import reference
+from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.ops.derivative import with_derivative_of
+from jax_nvfp4_moe.scheme import Problem, Target
+
+_FLOATS = ("bfloat16", "float16", "float32")
+# Rows up to which a kernel of its own pays: between two other kernels of ours it does not end a
+# chain (`ops.chain_calls`). With more rows, XLA's fusion is as good.
+_FEW_ROWS = 64
+
+
+def activate(
+    gate_up: Float[Array, "... 2i"],
+    activation: str | ActivationCall = "silu",
+    *,
+    target: Target | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> Float[Array, "... i"]:
+    """Apply a gated activation: ``y = act(gate) * up``, in float32, rounded once.
+
+    Args:
+      gate_up: ``[..., 2i]``, bfloat16, float16 or float32. The gate columns come first, then the
+        up columns. For "swigluoai" they alternate.
+      activation: name of a gated activation, or the result of `find_activation`. Defaults to
+        "silu".
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+
+    Returns:
+      ``[..., i]`` in the dtype of `gate_up`. Gradients flow in plain XLA.
+
+    Raises:
+      ValueError: if a shape, a dtype or the activation is wrong.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> nvfp4.ops.activate(jnp.array([[0.0, 2.0, 5.0, 3.0]])).round(3).tolist()
+      [[0.0, 5.285]]
+    """
+    call = find_activation(activation)
+    if not call.row.gated:
+        raise ValueError(f"activation: expected a gated activation, got {call.name}")
+    _check_dtype("gate_up", gate_up)
+    if gate_up.ndim < 1 or gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up: expected [..., 2i], got {gate_up.shape}")
+    run = _resolve("activate", gate_up, target, backend)
+    return with_derivative_of(reference.activate_rows, run, call=call)(gate_up)
+
+
+def add_gated(
+    x: Float[Array, "... h"],
+    gate: Float[Array, "... 1"] | None,
+    z: Float[Array, "... h"],
+    *,
+    target: Target | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> Float[Array, "... h"]:
+    """Add a block's result to another one, behind a gate: ``y = x + sigmoid(gate) * z``.
+
+    The sigmoid and the product are rounded to the dtype of `x`.
+
+    Args:
+      x: ``[..., h]``, bfloat16, float16 or float32.
+      gate: ``[..., 1]`` of the dtype of `x`. None adds `z` itself.
+      z: ``[..., h]`` of the dtype of `x`.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+
+    Returns:
+      ``[..., h]`` in the dtype of `x`. Gradients flow in plain XLA.
+
+    Raises:
+      ValueError: if a shape or a dtype is wrong.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> x, z = jnp.ones((1, 2)), jnp.full((1, 2), 4.0)
+      >>> nvfp4.ops.add_gated(x, jnp.zeros((1, 1)), z).tolist()
+      [[3.0, 3.0]]
+    """
+    _check_dtype("x", x)
+    if x.ndim < 1:
+        raise ValueError(f"x: expected [..., h], got {x.shape}")
+    expected = {"z": (z, x.shape), "gate": (gate, (*x.shape[:-1], 1))}
+    for name, (array, shape) in expected.items():
+        if array is not None and (array.shape, array.dtype) != (shape, x.dtype):
+            raise ValueError(
+                f"{name}: expected {x.dtype.name} {shape}, because x is {x.dtype.name} {x.shape}; "
+                f"got {array.dtype.name} {array.shape}"
+            )
+    run = _resolve("add_gated", x, target, backend)
+    return with_derivative_of(reference.add_gated, run)(x, gate, z)
+
+
+def _check_dtype(name, x):
+    if x.dtype.name not in _FLOATS:
+        raise ValueError(f"{name}: expected {', '.join(_FLOATS)}; got {x.dtype.name}")
+
+
+def _resolve(op, x, target, backend):
+    """Return the function that computes `op` on rows like those of `x`."""
+    rows = math.prod(x.shape[:-1])
+    if backend is None and not (isinstance(rows, int) and rows <= _FEW_ROWS):
+        backend = "reference"
+    target = target or Target.current()
+    problem = Problem(op, None, target, x.dtype.name, hidden=x.shape[-1])
+    return resolve(problem, backend=backend).lower

@@ -1,0 +1,19 @@
+"""Run the suite of `activate` and `add_gated` on the CUDA kernels, compiled for a CPU."""
+
+import functools
+
+import cuda_emulation
+import pytest
+from gating_suite import GatingSuite, options_of
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+class TestGating(GatingSuite):
+    @pytest.fixture
+    def run_activate(self, library):
+        return lambda gate_up, name: cuda_emulation.activate(library, gate_up, options_of(name))
+
+    @pytest.fixture
+    def run_add(self, library):
+        return functools.partial(cuda_emulation.add_gated, library)

@@ -1,0 +1,52 @@
+"""Run the suite of `activate` and `add_gated` on their CUDA kernels, and check its errors."""
+
+import cuda_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gating_suite import GatingSuite, make_gate_up
+
+from jax_nvfp4_moe import ops
+
+pytestmark = pytest.mark.gpu
+
+
+class TestGating(GatingSuite):
+    @pytest.fixture
+    def run_activate(self):
+        return lambda gate_up, name: jax.jit(
+            lambda each: ops.activate(each, name, backend="gating_cuda")
+        )(gate_up)
+
+    @pytest.fixture
+    def run_add(self):
+        return jax.jit(lambda *each: ops.add_gated(*each, backend="gating_cuda"))
+
+
+@pytest.mark.parametrize("rows", [65535, 65536])
+def test_many_rows(rows):
+    gate_up = jnp.asarray(np.resize(make_gate_up("odd", "bfloat16"), (rows, 154)))
+    run = jax.jit(lambda each: ops.activate(each, backend="gating_cuda"))
+    if rows > 65535:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"rows \(gate_up\).*at most 65535"):
+            run(gate_up)
+        return
+    np.testing.assert_array_equal(run(gate_up)[-5:], run(gate_up[-5:]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation", "message"),
+    [
+        ((2, 33), "silu", r"gate_up \[rows, 2 i\]"),
+        ((2, 32), "relu2", "a gated activation"),
+        ((2, 32), "sin", "activation: expected"),
+    ],
+)
+def test_wrong_operand_is_named(shape, activation, message):
+    cuda_calls.register()
+    output = jax.ShapeDtypeStruct((2, 16), jnp.bfloat16)
+    numbers = {name: np.float32(1) for name in ("alpha", "beta", "limit")}
+    call = jax.ffi.ffi_call("nvfp4_activate_cuda", output)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(call(jnp.ones(shape, jnp.bfloat16), activation=activation, **numbers))

@@ -1,0 +1,70 @@
+"""Test `activate` and `add_gated`: the reference against float64, gradients, and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gating_suite import GatingSuite, make_gate_up, make_sum
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe import ops
+
+CUDA = nvfp4.Target("cuda", (9, 0))
+
+
+class TestGating(GatingSuite):
+    @pytest.fixture
+    def run_activate(self):
+        return ops.activate
+
+    @pytest.fixture
+    def run_add(self):
+        return ops.add_gated
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(64, True), (65, False)])
+def test_few_rows_take_a_kernel_on_a_gpu(rows, kernel):
+    x = jnp.zeros((rows, 32), jnp.bfloat16)
+    text = jax.jit(
+        lambda x: ops.add_gated(ops.activate(x, target=CUDA), None, x[:, :16], target=CUDA)
+    )
+    found = text.lower(x).as_text()
+    assert ("nvfp4_activate_cuda" in found) == ("nvfp4_add_gated_cuda" in found) == kernel
+
+
+def test_gradients_of_kernels_are_those_of_the_reference():
+    """Only the reference runs here, so that the programs are compared in their text."""
+    gate_up = jnp.asarray(make_gate_up("odd", "float32"))
+    operands = tuple(map(jnp.asarray, make_sum("odd", "float32")))
+
+    def loss(gate_up, operands, **how):
+        return (ops.activate(gate_up, **how) ** 2).sum() + (
+            ops.add_gated(*operands, **how) ** 2
+        ).sum()
+
+    grads = jax.grad(loss, argnums=(0, 1))(gate_up, operands)
+    assert all(bool(jnp.abs(grad).max() > 0) for grad in jax.tree.leaves(grads))
+    lowered = jax.jit(jax.grad(lambda *each: loss(*each, target=CUDA), argnums=(0, 1)))
+    assert "nvfp4_activate_cuda" in lowered.lower(gate_up, operands).as_text()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: ops.activate(x[:, :3]), r"gate_up: expected \[\.\.\., 2i\]"),
+        (lambda x: ops.activate(x.astype(jnp.int32)), "gate_up: expected bfloat16"),
+        (lambda x: ops.activate(x, "relu2"), "activation: expected a gated activation"),
+        (lambda x: ops.add_gated(x, None, x[:1]), "z: expected float32"),
+        (lambda x: ops.add_gated(x, x, x), "gate: expected float32"),
+        (lambda x: ops.add_gated(x, None, x.astype(jnp.bfloat16)), "z: expected float32"),
+    ],
+)
+def test_errors_name_the_argument(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((2, 4)))
+
+
+def test_a_row_of_one_token_may_have_more_axes():
+    x, gate, z = make_sum("one", "bfloat16")
+    y = ops.add_gated(x[None], gate[None], z[None])
+    np.testing.assert_array_equal(y[0], ops.add_gated(x, gate, z))
