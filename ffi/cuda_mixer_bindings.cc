@@ -150,8 +150,9 @@ ffi::Error Activate(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::Result<ffi
   call.columns = y->dimensions()[1];
   NVFP4_RETURN_IF_ERROR(
       ExpectDims("gate_up [rows, 2 i]", gate_up.dimensions(), {call.rows, 2 * call.columns}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (gate_up)", call.rows, kMostGatedRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (gate_up)", call.rows, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("i (y)", call.columns, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows i (y)", call.rows * call.columns, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAligned({{"gate_up", gate_up}, {"y", *y}}, kAlignment));
   call.gate_up = gate_up.untyped_data();
   call.y = y->untyped_data();
@@ -173,8 +174,9 @@ ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, 
   }
   NVFP4_RETURN_IF_ERROR(ExpectType("gate", gate.element_type(), x.element_type()));
   NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("gate [rows]", gate.dimensions(), {call.rows}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMostGatedRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", call.columns, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows h (x)", call.rows * call.columns, kMaxRows));
   NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"gate", gate}, {"z", z}, {"y", *y}}, kAlignment));
   call.x = x.untyped_data();
   call.gate = DataOrNull<void>(gate);

@@ -239,11 +239,8 @@ struct DenseFewBuffers {
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers);
 
-// The most rows of LaunchActivate and LaunchAddGated.
-constexpr int64_t kMostGatedRows = 65535;
-
 struct ActivateCall {
-  int64_t rows, columns;  // at most kMostGatedRows rows
+  int64_t rows, columns;
   DataType type;
   ActivationParameters activation;  // a gated one
   const void* gate_up;              // [rows, 2 columns]
@@ -254,7 +251,7 @@ struct ActivateCall {
 cudaError_t LaunchActivate(cudaStream_t stream, const ActivateCall& call);
 
 struct AddGatedCall {
-  int64_t rows, columns;  // at most kMostGatedRows rows
+  int64_t rows, columns;
   DataType type;
   const void* x;     // [rows, columns]
   const void* gate;  // [rows] or null

@@ -24,14 +24,9 @@ class TestGating(GatingSuite):
         return jax.jit(lambda *each: ops.add_gated(*each, backend="gating_cuda"))
 
 
-@pytest.mark.parametrize("rows", [65535, 65536])
-def test_many_rows(rows):
-    gate_up = jnp.asarray(np.resize(make_gate_up("odd", "bfloat16"), (rows, 154)))
+def test_many_rows():
+    gate_up = jnp.asarray(np.resize(make_gate_up("odd", "bfloat16"), (1 << 17, 154)))
     run = jax.jit(lambda each: ops.activate(each, backend="gating_cuda"))
-    if rows > 65535:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"rows \(gate_up\).*at most 65535"):
-            run(gate_up)
-        return
     np.testing.assert_array_equal(run(gate_up)[-5:], run(gate_up[-5:]))
 
 

@@ -26,19 +26,18 @@ constexpr int kThreads = 128;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) Activate(const ActivateCall p) {
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t row = blockIdx.y;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = at / p.columns, column = at % p.columns;
   const bool interleaved = p.activation.interleaved;
 #if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
   StartNextKernel();
 #endif
-  if (column >= p.columns) return;
+  if (row >= p.rows) return;
   const T* gate_up = static_cast<const T*>(p.gate_up) + row * 2 * p.columns;
   const float gate = ToFloat(gate_up[interleaved ? 2 * column : column]);
   const float up = ToFloat(gate_up[interleaved ? 2 * column + 1 : p.columns + column]);
-  static_cast<T*>(p.y)[row * p.columns + column] =
-      FromFloat<T>(ActivateGated(p.activation, gate, up));
+  static_cast<T*>(p.y)[at] = FromFloat<T>(ActivateGated(p.activation, gate, up));
 }
 
 template <typename T>
@@ -48,17 +47,15 @@ __device__ __forceinline__ float Round(float value) {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) AddGated(const AddGatedCall p) {
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t row = blockIdx.y;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
 #if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
   StartNextKernel();
 #endif
-  if (column >= p.columns) return;
-  const int64_t at = row * p.columns + column;
+  if (at >= p.rows * p.columns) return;
   float z = ToFloat(static_cast<const T*>(p.z)[at]);
   if (p.gate != nullptr) {
-    z = Round<T>(z * Round<T>(Sigmoid(ToFloat(static_cast<const T*>(p.gate)[row]))));
+    z = Round<T>(z * Round<T>(Sigmoid(ToFloat(static_cast<const T*>(p.gate)[at / p.columns]))));
   }
   static_cast<T*>(p.y)[at] = FromFloat<T>(ToFloat(static_cast<const T*>(p.x)[at]) + z);
 }
@@ -66,8 +63,7 @@ __global__ void __launch_bounds__(kThreads) AddGated(const AddGatedCall p) {
 template <typename Call>
 cudaError_t LaunchRows(cudaStream_t stream, const Call& call, void (*bf16)(Call), void (*f16)(Call),
                        void (*f32)(Call)) {
-  const dim3 grid(static_cast<unsigned>(CeilDiv(call.columns, kThreads)),
-                  static_cast<unsigned>(call.rows));
+  const dim3 grid(static_cast<unsigned>(CeilDiv(call.rows * call.columns, kThreads)));
   const auto kernel = call.type == DataType::kBF16 ? bf16 : call.type == DataType::kF16 ? f16 : f32;
   return LaunchWide(stream, grid, kThreads, 0, /*overlaps=*/true, kernel, call);
 }
