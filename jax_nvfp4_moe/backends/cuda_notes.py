@@ -20,11 +20,9 @@ _PART_BYTES = 576  # 16 rows of a weight tile
 _RING_BYTES, _MAX_ROWS = 4 * 8 * _PART_BYTES, 8  # of the first GEMM
 _WARPS, _COMBINED_RING_BYTES, _SUM_BYTES = 16, 16 * 6 * _PART_BYTES, 640  # of the second GEMM
 _K_TILE, _ROW_PADDING = 64, 16
-# Limits of the kernel for linear layers with few rows (ffi/cuda/gemm/linear_few.cu). Since 9.0,
-# eight thread blocks share the rows, and memory holds 16, 32 or 64 rows if there are more than
-# eight.
-_CLUSTER_BLOCKS, _CLUSTER_ROWS = 8, (64, 32, 16)
-_ROWS_WITHOUT_CLUSTERS = 8
+# Limits of the kernel for linear layers with few rows (ffi/cuda/gemm/linear_few.cu). Before 9.0, a
+# thread block keeps all rows in shared memory.
+_ROWS_WITH_CLUSTERS, _ROWS_WITHOUT_CLUSTERS = 64, 8
 _FEW_SCHEMES = frozenset({Scheme.W4A16, Scheme.W4A4, Scheme.W4A4_UNIT_SCALE})
 
 
@@ -78,13 +76,9 @@ def _few_tokens(problem: Problem, gate_up_rows: int) -> tuple[int, int]:
 def linear_few_rows(problem: Problem) -> int:
     """Return up to how many rows a linear layer in W4A16 runs in the kernel for few rows."""
     target = problem.target
-    clusters = (target.compute_capability or (0, 0)) >= (9, 0)
-    tiles = -(-problem.hidden // _K_TILE)
-    parts = -(-tiles // _CLUSTER_BLOCKS) if clusters else tiles
-    fits = target.shared_bytes // (2 * _K_TILE * parts + _ROW_PADDING)
-    if not clusters:
-        return min(fits, _ROWS_WITHOUT_CLUSTERS)
-    return next((rows for rows in _CLUSTER_ROWS if rows <= fits), min(fits, 8))
+    if (target.compute_capability or (0, 0)) >= (9, 0):
+        return _ROWS_WITH_CLUSTERS
+    return min(target.shared_bytes // _row_bytes(problem.hidden), _ROWS_WITHOUT_CLUSTERS)
 
 
 def _note_linear(problem: Problem) -> tuple[str, ...]:

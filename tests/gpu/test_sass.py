@@ -24,7 +24,10 @@ PTX = {"sm_80"}
 SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
 HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
-LINEAR_KERNELS = 12  # instances of LinearFew: six of slabs, rows and depth, two dtypes
+LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtypes
+# Rows of LinearFewWide in eights -> the MMAs of a warp for a weight tile along k. They are two for
+# each slab and eight rows in half of a tile, which a loop runs twice. Of 64 rows, a warp has half.
+WIDE_KERNELS = {2: 2 * 2 * 2, 4: 2 * 2 * 4, 8: 2 * 2 * 4}
 AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
 ATTENTION_KERNELS = 22  # instances of AttentionSm80: eleven forms of tiles, two dtypes
 # Sizes of AttentionSm90 -> its wgmmas, and the exponentials of one tile of keys in a thread. A tile
@@ -261,15 +264,26 @@ def test_linear_of_few_rows_loads_all_weights_before_it_multiplies(listing, arch
 
     Each weight tile takes a load of 16 bytes for the codes and one of 8 bytes for the scales.
     """
-    linear = kernels(listing, arch, "LinearFew")
+    linear = kernels(listing, arch, "LinearFewI")
     assert len(linear) == LINEAR_KERNELS
     for name, instructions in linear.items():
-        depth = int(re.search(r"Li\d+ELi\d+ELi(\d+)E", name)[1])
+        depth = int(re.search(r"Li\d+ELi(\d+)E", name)[1])
         copies = next(i for i, op in enumerate(instructions) if op.startswith("LDGSTS"))
         before = [op for op in instructions[:copies] if op.startswith("LDG.")]
         for width in ("128", "64"):
             assert sum(op.endswith(f".{width}") for op in before) == depth, name
         assert not any(op.startswith("HMMA") for op in instructions[:copies]), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_wide_linear_loads_a_fragment_of_x_for_two_slabs(code, arch):
+    wide = kernels(code, arch, "LinearFewWideI")
+    assert len(wide) == 2 * len(WIDE_KERNELS)
+    for name, count in wide.items():
+        products = WIDE_KERNELS[int(re.search(r"Li(\d)E", name)[1])]
+        assert count["HMMA"] == products, name
+        assert count["LDSM"] == products // 4, name
+        assert count["LDGSTS"] >= 4, name
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120f"])

@@ -146,7 +146,7 @@ class LinearFewCut(ctypes.Structure):
     """How the kernel for linear layers with few rows cuts a layer (linear_few.cuh)."""
 
     _fields_: ClassVar = [
-        (name, ctypes.c_int32) for name in ("slabs", "ranks_log2", "rank_tiles", "shared_bytes")
+        (name, ctypes.c_int32) for name in ("slabs", "ranks", "rank_tiles", "shared_bytes")
     ]
 
 

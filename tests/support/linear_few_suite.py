@@ -8,9 +8,9 @@ import pytest
 from axes import axis
 from kernel_suite import assert_accurate, assert_inaccurate, split
 
-# Rows, n, k. The sizes cross every boundary inside the kernel: one slab or four, all numbers of
-# fragments, n and k that fill no tile, teams without a weight tile, and more weight tiles than a
-# warp has in flight.
+# Rows, n, k. The sizes cross every boundary inside the kernel: one slab, four or eight, all numbers
+# of fragments, n and k that fill no tile, output tiles with one weight tile, teams and blocks
+# without a weight tile, and more weight tiles than a warp or a block has in flight.
 LINEARS = {
     "smallest": (1, 16, 16),
     "one_row": (1, 200, 1040),
@@ -25,9 +25,11 @@ LINEARS = {
     "thirty_two_rows": (32, 72, 592),
     "thirty_three_rows": (33, 77, 80),
     "sixty_four_rows": (64, 136, 1040),
+    "sixteen_long_rows": (16, 24, 16400),
+    "sixty_four_long_rows": (64, 200, 8208),
 }
 # Calls whose rows run in one form of the kernel: their number, and how many they are alone.
-SHARED_FORMS = ((4, 1), (64, 5), (64, 17))
+SHARED_FORMS = ((4, 1), (8, 5), (32, 9), (64, 33))
 
 
 def make_linear(case, numbers, *, parts=1, bias=True):

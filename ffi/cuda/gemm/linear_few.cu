@@ -1,17 +1,19 @@
 // Computes y[r] = W @ x[r] * global_scale + bias for at most kFewRows rows, in bf16 and f16, in one
 // launch. It is a linear layer in W4A16. Nothing is planned or cleared beforehand.
 //
-// An output tile has one or four slabs of 16 weight rows, and all rows of x. The eight warps of a
-// block form teams, and k is divided between them. There are two forms:
+// This file has the forms for up to 8 rows, and chooses between them and the one for more rows
+// (linear_few_wide.cu). An output tile has one or four slabs of 16 weight rows, and all rows of x.
+// The eight warps of a block form teams, and k is divided between them:
 //
 //   slabs  teams of a block  k is divided between                 rows
 //   1      8 of one warp     the teams                            1 to 4; 1 to 8 without clusters
-//   4      2 of four warps   the blocks of a cluster, the teams   up to 64, from 9.0 on
+//   4      2 of four warps   the blocks of a cluster, the teams   5 to 8, from 9.0 on
+//   8      see linear_few_wide.cu                                 up to 64, from 9.0 on
 //
-// The first form has four times as many output tiles, so that a small layer occupies all
-// multiprocessors. But each output tile reads all of x from the L2 cache. With several rows, that
-// costs more than the weights. The second form reads x a quarter as often, and clusters along k
-// give each multiprocessor work.
+// The first form has four times as many output tiles as the second, so that a small layer occupies
+// all multiprocessors. But each output tile reads all of x from the L2 cache. With several rows,
+// that costs more than the weights. The second form reads x a quarter as often, and clusters along
+// k give each multiprocessor work.
 //
 // A warp has one slab. It loads weights from memory to registers, kDepth weight tiles ahead. All
 // blocks together have the weights of a small layer in flight at once. The block's part of x is in
@@ -22,7 +24,7 @@
 // The kernel may start before the preceding one ends. If that kernel may have written the weights,
 // this one only prefetches them into the L2 cache before it waits.
 //
-// Bottleneck: latency of memory, then reading weights; with many rows, reading x.
+// Bottleneck: latency of memory, then reading weights.
 //
 // Needs: sm_80. Tests: tests/gpu/test_linear_few.py, tests/emulation/test_linear_few.py.
 #include "cuda/gemm/linear_few.cuh"
@@ -30,6 +32,7 @@
 #include <algorithm>
 
 #include "cuda/epilogues/direct_store.cuh"
+#include "cuda/gemm/linear_few_wide.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
@@ -103,68 +106,55 @@ __device__ __forceinline__ void BringRows(const ExpertGemm& p, int rows, int fir
   CommitCopies();
 }
 
-// The sums of a warp: those of eight rows of x are a fragment. An MMA waits for the preceding one
-// on the same fragment. A single fragment therefore has two chains of MMAs.
-template <int kEights>
+// The sums of a warp, which are a fragment for eight rows of x. An MMA waits for the preceding one
+// on the same fragment, so that there are two chains of MMAs.
 struct SlabSums {
-  static constexpr int kChains = kEights == 1 ? 2 : 1;
-  float sums[kChains][kEights][4] = {};
+  float sums[2][4] = {};
 
-  __device__ __forceinline__ float4 Sum(int eight) const {
-    float total[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      total[i] = sums[0][eight][i];
-      if constexpr (kChains == 2) total[i] += sums[1][eight][i];
-    }
-    return make_float4(total[0], total[1], total[2], total[3]);
+  __device__ __forceinline__ float4 Sum() const {
+    return make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2],
+                       sums[0][3] + sums[1][3]);
   }
 };
 
-// sums += W @ x for one slab of a weight tile. Lane l gives the address of row l % 8 of the first
-// eight rows at k 8 (l / 8). The next eight rows are `eight_bytes` behind.
-template <typename T, int kEights>
+// sums += W @ x for one slab of a weight tile. Lane l gives the address of row l % 8 of x at k
+// 8 (l / 8).
+template <typename T>
 __device__ __forceinline__ void MultiplySlab(const Packed& packed, const uint8_t* rows,
-                                             int eight_bytes, const TileConstants& constants,
-                                             SlabSums<kEights>& slab) {
-  constexpr int kLast = SlabSums<kEights>::kChains - 1;
+                                             const TileConstants& constants, SlabSums& slab) {
   const uint32_t words[4] = {packed.codes.x, packed.codes.y, packed.codes.z, packed.codes.w};
   const uint32_t scales[2] = {packed.scales.x, packed.scales.y};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    uint32_t even[4], odd[4];
+    uint32_t even[4], odd[4], b[4];
     UnpackPair<T>(words[2 * half], words[2 * half + 1], scales[half], constants, even, odd);
-#pragma unroll
-    for (int eight = 0; eight < kEights; ++eight) {
-      uint32_t b[4];
-      LoadMatrices(rows + eight * eight_bytes + 64 * half, b);
-      MultiplyAdd<T>(slab.sums[0][eight], even, b[0], b[1]);
-      MultiplyAdd<T>(slab.sums[kLast][eight], odd, b[2], b[3]);
-    }
+    LoadMatrices(rows + 64 * half, b);
+    MultiplyAdd<T>(slab.sums[0], even, b[0], b[1]);
+    MultiplyAdd<T>(slab.sums[1], odd, b[2], b[3]);
   }
 }
 
-__device__ __forceinline__ void Add(float4& total, const float4& more) {
+// `more` is a copy, so that it is loaded 16 bytes at a time.
+__device__ __forceinline__ void Add(float4& total, float4 more) {
   total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
 }
 
-// The partial sums of a block in shared memory: a fragment for each team, each eight rows of x, and
-// each warp of the team.
-template <int kSlabs, int kEights>
+// The partial sums of a block in shared memory: a fragment for each team and each warp of it.
+template <int kSlabs>
 struct BlockPartials {
   static constexpr int kTeams = kWarps / kSlabs;
   float4* begin;
   int thread;  // in its team
 
-  __device__ __forceinline__ float4* At(int team, int eight) const {
-    return begin + (team * kEights + eight) * kSlabs * 32 + thread;
+  __device__ __forceinline__ float4* At(int team) const {
+    return begin + team * kSlabs * 32 + thread;
   }
 
   // Returns the sum over the teams.
-  __device__ __forceinline__ float4 Total(int eight) const {
-    float4 total = *At(0, eight);
+  __device__ __forceinline__ float4 Total() const {
+    float4 total = *At(0);
 #pragma unroll
-    for (int team = 1; team < kTeams; ++team) Add(total, *At(team, eight));
+    for (int team = 1; team < kTeams; ++team) Add(total, *At(team));
     return total;
   }
 };
@@ -176,28 +166,27 @@ struct FewRows {
   int32_t rank_tiles;
 };
 
-// Adds the sums of the blocks of a cluster, which are partials.At(0, eight), and calls
-// finish(eight, sums) for the part of the output tile that this block finishes.
+// Adds the sums of the blocks of a cluster, which are partials.At(0), and calls finish(sums) in the
+// first team of the first block.
 template <typename Partials, typename Function>
 __device__ __forceinline__ void FinishInCluster(const Partials& partials, const FewRows& few,
                                                 int rank, int team, const Function& finish) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   SyncCluster();
-  const int ranks = 1 << few.ranks_log2, step = ranks * Partials::kTeams;
-  for (int eight = rank * Partials::kTeams + team; 8 * eight < few.rows; eight += step) {
-    const uint32_t address = SharedAddress(partials.At(0, eight));
+  if (rank == 0 && team == 0) {
+    const uint32_t address = SharedAddress(partials.At(0));
     float4 total = LoadPeer16(address, 0);
 #pragma unroll 4
-    for (int peer = 1; peer < ranks; ++peer) Add(total, LoadPeer16(address, peer));
-    finish(eight, total);
+    for (int peer = 1; peer < 1 << few.ranks_log2; ++peer) Add(total, LoadPeer16(address, peer));
+    finish(total);
   }
   SyncCluster();  // until then, other blocks may read the shared memory of this one
 #endif
 }
 
-// The kernel for up to 8 * kEights rows. Each warp has kDepth weight tiles in flight.
-template <typename T, int kSlabs, int kEights, int kDepth>
-__global__ void __launch_bounds__(kThreads, kEights <= 2 && kDepth <= 4 ? 3 : 2)
+// The kernel for up to eight rows. Each warp has kDepth weight tiles in flight.
+template <typename T, int kSlabs, int kDepth>
+__global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
     LinearFew(const __grid_constant__ ExpertGemm p, const FewRows few,
               const TileConstants constants) {
   constexpr int kTeams = kWarps / kSlabs;
@@ -234,9 +223,8 @@ __global__ void __launch_bounds__(kThreads, kEights <= 2 && kDepth <= 4 ? 3 : 2)
   WaitCopies<0>();
   __syncthreads();
 
-  // The first eight rows past the last one are copies of it. Other rows past it are what memory
-  // holds. No output depends on either.
-  SlabSums<kEights> sums;
+  // Rows past the last one are copies of it.
+  SlabSums sums;
   const uint8_t* rows =
       shared + min(lane % 8, few.rows - 1) * stride + lane / 8 * 16 + team * kTileK * 2;
   weights.Advance(kDepth);
@@ -244,117 +232,104 @@ __global__ void __launch_bounds__(kThreads, kEights <= 2 && kDepth <= 4 ? 3 : 2)
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       if (d == 0 || weights.left > d - kDepth) {
-        MultiplySlab<T>(packed[d], rows + d * kTeams * kTileK * 2, 8 * stride, constants, sums);
+        MultiplySlab<T>(packed[d], rows + d * kTeams * kTileK * 2, constants, sums);
       }
       packed[d] = weights.Load(d);
     }
     rows += kDepth * kTeams * kTileK * 2;
     weights.Advance(kDepth);
   }
-  const BlockPartials<kSlabs, kEights> partials = {reinterpret_cast<float4*>(shared),
-                                                   static_cast<int>(threadIdx.x % (32 * kSlabs))};
+  const BlockPartials<kSlabs> partials = {reinterpret_cast<float4*>(shared),
+                                          static_cast<int>(threadIdx.x % (32 * kSlabs))};
   __syncthreads();  // the partial sums take the place of x
-#pragma unroll
-  for (int eight = 0; eight < kEights; ++eight) *partials.At(team, eight) = sums.Sum(eight);
+  *partials.At(team) = sums.Sum();
   __syncthreads();
 
   const RowTile row_tile = {0, 0, few.rows};
   const TileStore<T> store = MakeTileStore<T>(p, row_tile, lane_rows, m_tile, slab);
-  const auto finish = [&](int eight, const float4& total) {
+  const auto finish = [&](const float4& total) {
     if (store.first >= p.columns) return;  // padding, for the whole warp
-    const OutputPairs pairs =
-        store.template Finished<Finish::kPlain>(8 * eight, total.x, total.y, total.z, total.w);
-    StoreRows(store, 8 * eight, 8 * eight + store.g, pairs);
+    StoreRows(store, 0, store.g,
+              store.template Finished<Finish::kPlain>(0, total.x, total.y, total.z, total.w));
   };
   const bool alone = kSlabs == 1 || few.ranks_log2 == 0;
-  for (int eight = team; 8 * eight < few.rows; eight += kTeams) {
-    const float4 total = partials.Total(eight);
+  if (team == 0) {
+    const float4 total = partials.Total();
     if (alone) {
-      finish(eight, total);
+      finish(total);
     } else {
-      *partials.At(0, eight) = total;
+      *partials.At(0) = total;
     }
   }
   if (!alone) FinishInCluster(partials, few, rank, team, finish);
 }
 
-// The number of fragments for `rows` rows: kEights of the kernel.
-int64_t EightsOf(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8; }
-
-template <typename T, int kSlabs, int kEights, int kDepth>
+template <typename T, int kSlabs, int kDepth>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
                         const LinearFewCut& cut) {
-  const FewRows few = {static_cast<int32_t>(rows), cut.ranks_log2, cut.rank_tiles};
+  int32_t ranks_log2 = 0;
+  while (1 << ranks_log2 < cut.ranks) ++ranks_log2;
+  const FewRows few = {static_cast<int32_t>(rows), ranks_log2, cut.rank_tiles};
   const int64_t units = CeilDiv(gemm.columns, kSlabs * kTileM / kTileSlabs);
-  const dim3 grid(static_cast<unsigned>(units << cut.ranks_log2));
-  return LaunchClusters(stream, grid, 1 << cut.ranks_log2, kThreads, cut.shared_bytes,
-                        /*overlaps=*/true, LinearFew<T, kSlabs, kEights, kDepth>, gemm, few,
-                        MakeTileConstants<T>());
+  const dim3 grid(static_cast<unsigned>(units * cut.ranks));
+  return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes, /*overlaps=*/true,
+                        LinearFew<T, kSlabs, kDepth>, gemm, few, MakeTileConstants<T>());
 }
 
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
                      const LinearFewCut& cut) {
-  if (cut.slabs == 1) {
-    return cut.rank_tiles <= 4 * kWarps ? LaunchTyped<T, 1, 1, 4>(stream, gemm, rows, cut)
-                                        : LaunchTyped<T, 1, 1, 8>(stream, gemm, rows, cut);
-  }
-  switch (EightsOf(rows)) {
-    case 1:
-      return LaunchTyped<T, 4, 1, 4>(stream, gemm, rows, cut);
-    case 2:
-      return LaunchTyped<T, 4, 2, 4>(stream, gemm, rows, cut);
-    case 4:
-      return LaunchTyped<T, 4, 4, 4>(stream, gemm, rows, cut);
-    default:
-      return LaunchTyped<T, 4, 8, 2>(stream, gemm, rows, cut);
-  }
+  if (cut.slabs == kTileSlabs) return LaunchTyped<T, kTileSlabs, 4>(stream, gemm, rows, cut);
+  return cut.rank_tiles <= 4 * kWarps ? LaunchTyped<T, 1, 4>(stream, gemm, rows, cut)
+                                      : LaunchTyped<T, 1, 8>(stream, gemm, rows, cut);
 }
 
-// Returns the cut into output tiles of `slabs` slabs, with clusters of the given size.
-LinearFewCut MakeCut(int64_t rows, int64_t k_tiles, int32_t slabs, int32_t ranks_log2) {
-  const int64_t rank_tiles = CeilDiv(k_tiles, int64_t{1} << ranks_log2), eights = EightsOf(rows);
-  const int64_t x = (eights == 1 ? rows : 8 * eights) * (rank_tiles * kTileK * 2 + kPadding);
-  const int64_t bytes = std::max<int64_t>(x, kThreads * eights * sizeof(float4));
+// Returns the cut into output tiles of `slabs` slabs, one or four, with clusters of `ranks` blocks.
+LinearFewCut MakeCut(int64_t rows, int64_t k_tiles, int32_t slabs, int32_t ranks) {
+  const int64_t rank_tiles = CeilDiv(k_tiles, ranks);
+  const int64_t x = rows * (rank_tiles * kTileK * 2 + kPadding);
+  const int64_t bytes = std::max<int64_t>(x, kThreads * sizeof(float4));
   const bool fits = bytes <= BlockSharedBytes();
-  return {slabs, ranks_log2, static_cast<int32_t>(rank_tiles),
-          fits ? static_cast<int32_t>(bytes) : 0};
+  return {slabs, ranks, static_cast<int32_t>(rank_tiles), fits ? static_cast<int32_t>(bytes) : 0};
 }
 
 // Returns the cut with the largest clusters with which all blocks still run at once, about two and
 // a half on a multiprocessor, and each team has a weight tile. If x does not fit, clusters are
 // larger.
 LinearFewCut CutInClusters(int64_t rows, int64_t n, int64_t k_tiles) {
-  constexpr int32_t kMaxRanksLog2 = 3;  // every device with clusters has those of eight blocks
+  constexpr int32_t kMaxRanks = 8;  // every device with clusters has those of eight blocks
   const int64_t most_blocks = 5 * MultiprocessorCount() / 2;
-  LinearFewCut cut = MakeCut(rows, k_tiles, kTileSlabs, 0);
-  for (int32_t ranks_log2 = 1; ranks_log2 <= kMaxRanksLog2; ++ranks_log2) {
-    const bool useful = CeilDiv(n, kTileM) << ranks_log2 <= most_blocks &&
-                        k_tiles >= int64_t{kWarps / kTileSlabs} << ranks_log2;
+  LinearFewCut cut = MakeCut(rows, k_tiles, kTileSlabs, 1);
+  for (int32_t ranks = 2; ranks <= kMaxRanks; ranks *= 2) {
+    const bool useful = CeilDiv(n, kTileM) * ranks <= most_blocks &&
+                        k_tiles >= int64_t{kWarps / kTileSlabs} * ranks;
     if (!useful && cut.fits()) break;
-    cut = MakeCut(rows, k_tiles, kTileSlabs, ranks_log2);
+    cut = MakeCut(rows, k_tiles, kTileSlabs, ranks);
   }
   return cut;
 }
 
 }  // namespace
 
-bool LinearFewHasClusters() { return MayOverlap(LinearFew<__half, 4, 1, 4>); }
+bool LinearFewHasClusters() { return MayOverlap(LinearFew<__half, kTileSlabs, 4>); }
 
 LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters) {
-  constexpr int64_t kSlabRows = 4, kSlabRowsWithoutClusters = 8;
+  constexpr int64_t kSlabRows = 4, kNarrowRows = 8;
   // With more slabs, four slabs for each output tile are enough to occupy the device.
   const int64_t most_slabs = 4 * MultiprocessorCount();
   const int64_t k_tiles = CeilDiv(k, kTileK);
-  if (rows > (clusters ? kFewRows : kSlabRowsWithoutClusters)) return {};
-  const LinearFewCut cut = MakeCut(rows, k_tiles, 1, 0);
+  if (rows > (clusters ? kFewRows : kNarrowRows)) return {};
+  if (rows > kNarrowRows) return CutLinearWide(rows, n, k_tiles);
+  const LinearFewCut cut = MakeCut(rows, k_tiles, 1, 1);
   const bool small = rows <= kSlabRows && CeilDiv(n, kTileM / kTileSlabs) <= most_slabs;
   if (!clusters || (small && cut.fits())) return cut;
-  return CutInClusters(rows, n, k_tiles);
+  const LinearFewCut in_clusters = CutInClusters(rows, n, k_tiles);
+  return in_clusters.fits() ? in_clusters : CutLinearWide(rows, n, k_tiles);
 }
 
 cudaError_t LaunchLinearFew(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
                             const LinearFewCut& cut) {
+  if (cut.slabs > kTileSlabs) return LaunchLinearWide(stream, gemm, rows, cut);
   return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, rows, cut)
                                      : LaunchOf<__nv_bfloat16>(stream, gemm, rows, cut);
 }

@@ -7,11 +7,11 @@ namespace nvfp4 {
 
 constexpr int64_t kFewRows = 64;
 
-// How a linear layer is cut. A cluster of 2^ranks_log2 blocks computes an output tile, and a block
-// has up to `rank_tiles` of the weight tiles along k.
+// How a linear layer is cut. A cluster of `ranks` blocks computes an output tile, and a block has up
+// to `rank_tiles` of the weight tiles along k.
 struct LinearFewCut {
-  int32_t slabs;  // slabs of 16 weight rows of an output tile: 1 or 4
-  int32_t ranks_log2;
+  int32_t slabs;  // slabs of 16 weight rows of an output tile: 1, 4, or 8 in linear_few_wide.cu
+  int32_t ranks;  // a power of two, except for eight slabs
   int32_t rank_tiles;
   int32_t shared_bytes;  // dynamic shared memory of a block; 0 if the kernel does not run the layer
 
