@@ -1,6 +1,7 @@
 """The public ops: each checks its arguments, chooses a plan and lowers to one call."""
 
 from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.heads import prepare_heads
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.norms import add_rms_norm
@@ -13,6 +14,7 @@ from jax_nvfp4_moe.ops.routing import route
 __all__ = [
     "add_rms_norm",
     "attention",
+    "gated_delta_rule",
     "gated_delta_step",
     "grouped_gemm",
     "linear",
