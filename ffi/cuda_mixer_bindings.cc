@@ -376,6 +376,53 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
   return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_delta_step_cuda");
 }
 
+ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                     ffi::AnyBuffer g, ffi::AnyBuffer beta, ffi::AnyBuffer state,
+                     ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> new_state,
+                     ffi::Result<ffi::AnyBuffer> workspace) {
+  const NamedOperand arrays[] = {{"q", q},       {"k", k},         {"v", v}, {"g", g},
+                                 {"beta", beta}, {"state", state}, {"y", *y}};
+  for (const NamedOperand& array : arrays) {
+    NVFP4_RETURN_IF_ERROR(ExpectType(array.name, array.buffer.element_type(), ffi::F32));
+    NVFP4_RETURN_IF_ERROR(ExpectAligned({array}, kAlignment));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectRank("v [b, t, m, r, e]", v.dimensions(), 5));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, m, d]", q.dimensions(), 4));
+  const int64_t b = v.dimensions()[0], t = v.dimensions()[1], m = v.dimensions()[2];
+  const int64_t r = v.dimensions()[3], e = v.dimensions()[4], d = q.dimensions()[3];
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("m (v)", m, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("r (v)", r, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (q)", d, kStateWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("e (v)", e, kStateWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (q)", d, kMaxStateWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (v)", e, kMaxStateWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("m r (v)", m * r, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b t m r (v)", b * t * m * r, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("q [b, t, m, d]", q.dimensions(), {b, t, m, d}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, t, m, d]", k.dimensions(), {b, t, m, d}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("g [b, t, m, r]", g.dimensions(), {b, t, m, r}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("beta [b, t, m, r]", beta.dimensions(), {b, t, m, r}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("state [b, m, r, d, e]", state.dimensions(), {b, m, r, d, e}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, m, r, e]", y->dimensions(), {b, t, m, r, e}));
+  const DeltaRuleCall call = {b,
+                              t,
+                              static_cast<int32_t>(m),
+                              static_cast<int32_t>(r),
+                              static_cast<int32_t>(d),
+                              static_cast<int32_t>(e)};
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, DeltaRuleWorkspaceBytes(call)));
+  const DeltaRuleBuffers buffers = {Data<float>(q),
+                                    Data<float>(k),
+                                    Data<float>(v),
+                                    Data<float>(g),
+                                    Data<float>(beta),
+                                    static_cast<float*>(new_state->untyped_data()),
+                                    static_cast<float*>(y->untyped_data()),
+                                    workspace->untyped_data()};
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
+  return FromCuda(LaunchDeltaRule(stream, call, buffers), "nvfp4_delta_rule_cuda");
+}
+
 ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuffer positions,
                       ffi::AnyBuffer conv_weight, ffi::AnyBuffer conv_bias, ffi::AnyBuffer A_log,
                       ffi::AnyBuffer dt_bias, ffi::AnyBuffer D, ffi::AnyBuffer norm,
@@ -531,6 +578,20 @@ XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
                            .Attr<float>("eps"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kDeltaRule, DeltaRule,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()   // q          [b, t, m, d]
+                           .Arg<ffi::AnyBuffer>()   // k          [b, t, m, d]
+                           .Arg<ffi::AnyBuffer>()   // v          [b, t, m, r, e]
+                           .Arg<ffi::AnyBuffer>()   // g          [b, t, m, r]
+                           .Arg<ffi::AnyBuffer>()   // beta       [b, t, m, r]
+                           .Arg<ffi::AnyBuffer>()   // state      [b, m, r, d, e]
+                           .Ret<ffi::AnyBuffer>()   // y          [b, t, m, r, e]
+                           .Ret<ffi::AnyBuffer>()   // new_state, in the memory of state
+                           .Ret<ffi::AnyBuffer>(),  // workspace U8 [bytes]
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kMamba2Step, Mamba2Step,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -563,8 +624,9 @@ std::vector<NamedHandler> MixerHandlers() {
   return {
       {"nvfp4_attention_cuda", kAttention},        {"nvfp4_add_rms_norm_cuda", kAddRmsNorm},
       {"nvfp4_prepare_heads_cuda", kPrepareHeads}, {"nvfp4_delta_step_cuda", kDeltaStep},
-      {"nvfp4_mamba2_step_cuda", kMamba2Step},     {"nvfp4_dense_few_cuda", kDenseFew},
-      {"nvfp4_activate_cuda", kActivate},          {"nvfp4_add_gated_cuda", kAddGated},
+      {"nvfp4_mamba2_step_cuda", kMamba2Step},     {"nvfp4_delta_rule_cuda", kDeltaRule},
+      {"nvfp4_dense_few_cuda", kDenseFew},         {"nvfp4_activate_cuda", kActivate},
+      {"nvfp4_add_gated_cuda", kAddGated},
   };
 }
 

@@ -341,6 +341,30 @@ struct DeltaStepBuffers {
 cudaError_t LaunchDeltaStep(cudaStream_t stream, const DeltaStepCall& call,
                             const DeltaStepBuffers& buffers);
 
+// The gated delta rule for t tokens of each of b rows. All arrays are float32.
+struct DeltaRuleCall {
+  int64_t b, t;
+  int32_t key_heads;  // m
+  int32_t shared;     // value heads of a key head, r
+  int32_t d, e;       // the width of a key, and of a value; multiples of 4
+};
+
+struct DeltaRuleBuffers {
+  const float* q;     // [b, t, m, d]
+  const float* k;     // [b, t, m, d]
+  const float* v;     // [b, t, m, r, e]
+  const float* g;     // [b, t, m, r]: logarithms of the decays
+  const float* beta;  // [b, t, m, r]
+  float* state;       // [b, m, r, d, e]; in place
+  float* y;           // [b, t, m, r, e]
+  void* workspace;    // DeltaRuleWorkspaceBytes
+};
+
+constexpr int64_t kDeltaRuleChunk = 64;  // the workspace has room for whole chunks of this size
+int64_t DeltaRuleWorkspaceBytes(const DeltaRuleCall& call);
+cudaError_t LaunchDeltaRule(cudaStream_t stream, const DeltaRuleCall& call,
+                            const DeltaRuleBuffers& buffers);
+
 // One token of each of b rows through a Mamba-2 mixer, without its two projections. The state of a
 // head is a matrix [p, n].
 struct Mamba2StepCall {

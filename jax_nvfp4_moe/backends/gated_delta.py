@@ -1,9 +1,10 @@
 """What a gated delta net computes between its two projections, in jnp.
 
-`mix_gated_delta` is the reference of `ops.gated_delta_step`. The mixer also calls it for prompts,
-with a rule for many tokens.
+`mix_gated_delta` is the reference of `ops.gated_delta_step`. For prompts, the mixer also calls it,
+with `ops.gated_delta_rule` as its rule. `apply_gated_delta` is the reference of that op.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.backends.delta_chunks import (
+    Chunks,
+    apply_chunks,
+    choose_precision,
+    for_device,
+    join_chunks,
+    split_chunks,
+)
+from jax_nvfp4_moe.numerics.chunk_decay import sum_between, sum_from_start, sum_to_end
 from jax_nvfp4_moe.numerics.convolution import convolve
+
+# Number of tokens in a chunk on a GPU, and on other devices; see `for_device`.
+_GPU_CHUNK, _CPU_CHUNK = 128, 32
 
 _TINY = 1e-6  # added to the squared length of keys and queries, against a division by zero
 
@@ -97,6 +110,63 @@ def mix_gated_delta(
     y, state = rule(q * d**-0.5, k, v.reshape(b, t, m, r, e), g, beta, state)
     y = _gated_norm(y.reshape(b, t, m * r, e), z, norm, eps)
     return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state
+
+
+def apply_gated_delta(q, k, v, g, beta, state, *, dtype):
+    """Compute `ops.gated_delta_rule` in chunks for the device on which it runs."""
+    rule = functools.partial(delta_chunks, precision=choose_precision(dtype))
+    return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(q, k, v, g, beta, state)
+
+
+def delta_chunks(
+    q: Float[Array, "b t m d"],
+    k: Float[Array, "b t m d"],
+    v: Float[Array, "b t m r e"],
+    g: Float[Array, "b t m r"],
+    beta: Float[Array, "b t m r"],
+    state: Float[Array, "b m r d e"],
+    chunk: int = _CPU_CHUNK,
+    precision: lax.Precision = lax.Precision.HIGHEST,
+) -> tuple[Float[Array, "b t m r e"], Float[Array, "b m r d e"]]:
+    """Compute the delta rule chunk by chunk, with the results of `delta_step` token by token.
+
+    Let S be the state before a chunk, ``G_i`` the sum of g over its tokens up to i, and ``D_ij =
+    exp(G_i - G_j)``. The corrections ``u_i`` that the tokens add to the state solve::
+
+      u_i + beta_i sum_{j<i} D_ij (k_i . k_j) u_j = beta_i (v_i - exp(G_i) k_i.T S)
+
+    Args:
+      q: queries, float32 ``[b, t, m, d]``: vectors of length 1, times ``d ** -0.5``.
+      k: keys of length 1, float32 ``[b, t, m, d]``.
+      v: values, float32 ``[b, t, m, r, e]``.
+      g: logarithm of the decay, float32 ``[b, t, m, r]``, at most 0.
+      beta: rate of correction, float32 ``[b, t, m, r]``.
+      state: state before the first token, float32 ``[b, m, r, d, e]``.
+      chunk: number of tokens in a chunk, a power of 2.
+      precision: precision of the products that `apply_chunks` names. Full float32 by default.
+
+    Returns:
+      The results, float32 ``[b, t, m, r, e]``, and the state after the last token.
+    """
+    t = q.shape[1]
+    chunk = min(chunk, 1 << (t - 1).bit_length())
+    q, k = (split_chunks(part, chunk)[:, :, :, None] for part in (q, k))  # an axis for r heads
+    v, g, beta = (split_chunks(part, chunk) for part in (v, g[..., None], beta[..., None]))
+    decay = jnp.exp(sum_between(g[..., 0]))
+    faded, left = jnp.exp(sum_from_start(g)), jnp.exp(sum_to_end(g))
+    turned = jnp.swapaxes(k, -1, -2)
+    chunks = Chunks(
+        key_pairs=jnp.tril(decay * _matmul(k, turned), k=-1),
+        query_pairs=jnp.tril(decay * jnp.matmul(q, turned, precision=precision)),
+        read_keys=faded * k,
+        read_queries=faded * q,
+        write_keys=left * k,
+        values=v,
+        beta=beta,
+        kept=faded[..., -1:, :],
+    )
+    y, state = apply_chunks(chunks, state, precision)
+    return join_chunks(y, t), state
 
 
 def _split(projected, sizes, interleaved):

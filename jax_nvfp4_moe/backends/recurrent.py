@@ -1,4 +1,4 @@
-"""Record and lowerings of the CUDA kernels that decode one token with a recurrent mixer."""
+"""Records and lowerings of the CUDA kernels of recurrent mixers."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jax_nvfp4_moe.scheme import Backend, Capability, Device
 # The kernels hold a state of at most this many rows and columns in registers, and read 4 columns at
 # a time.
 _MOST, _FACTOR = 128, 4
+
+_RULE_CHUNK = 64  # tokens in the largest chunk of `gated_delta_rule`
 
 
 def _lower_delta_step(
@@ -82,6 +84,31 @@ def _lower_mamba2_step(
     )[:3]
 
 
+def delta_rule_workspace_bytes(b: int, t: int, heads: int) -> int:
+    """Return the bytes that `gated_delta_rule` needs between its two kernels.
+
+    Each token of each value head has a decayed key, its pairs with the tokens of a chunk, and two
+    decays. `DeltaRuleWorkspaceBytes` in ffi/cuda/recurrent/delta_rule.cu is the same number.
+    """
+    padded = -(-t // _RULE_CHUNK) * _RULE_CHUNK
+    return 4 * b * padded * heads * (_MOST + _RULE_CHUNK + 2)
+
+
+def _lower_delta_rule(q, k, v, g, beta, state, *, dtype):
+    """Lower `gated_delta_rule` to its FFI target. The record accepts one `dtype` only."""
+    del dtype
+    b, t, m, r, _ = v.shape
+    workspace = jax.ShapeDtypeStruct((delta_rule_workspace_bytes(b, t, m * r),), jnp.uint8)
+    results = jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)
+    call = jax.ffi.ffi_call(
+        "nvfp4_delta_rule_cuda",
+        (*results, workspace),
+        input_output_aliases={5: 1},
+        vmap_method="sequential",
+    )
+    return tuple(call(q, k, v, g, beta, state)[:2])
+
+
 def _call_in_place(ffi_target, outputs, weights, inputs, state, scratch):
     """Return an FFI call whose last two operands share their memory with two of its results.
 
@@ -116,4 +143,22 @@ RECURRENT_CUDA = Backend(
     lower={"gated_delta_step": _lower_delta_step, "mamba2_step": _lower_mamba2_step},
     status="compiled, executed by emulation",
     ffi_targets=("nvfp4_delta_step_cuda", "nvfp4_mamba2_step_cuda"),
+)
+
+# Products with values and states take TensorFloat-32, which is accurate enough for results that are
+# rounded to bfloat16: see `choose_precision`.
+DELTA_RULE_CUDA = Backend(
+    name="delta_rule_cuda",
+    can=Capability(
+        ops=frozenset({"gated_delta_rule"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension="_nvfp4_cuda",
+        dtypes=frozenset({"bfloat16"}),
+        head_widths=range(_FACTOR, _MOST + 1, _FACTOR),
+    ),
+    layout=CANONICAL,
+    lower={"gated_delta_rule": _lower_delta_rule},
+    status="compiled, executed by emulation",
+    ffi_targets=("nvfp4_delta_rule_cuda",),
 )

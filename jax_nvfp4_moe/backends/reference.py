@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.attention import attend
-from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
+from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta, mix_gated_delta
 from jax_nvfp4_moe.backends.heads import prepare_heads
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
@@ -264,6 +264,7 @@ REFERENCE = Backend(
                 "add_gated",
                 "add_rms_norm",
                 "attention",
+                "gated_delta_rule",
                 "gated_delta_step",
                 "grouped_gemm",
                 "mamba2_step",
@@ -286,6 +287,7 @@ REFERENCE = Backend(
         "grouped_gemm": grouped_gemm,
         "attention": attend,
         "prepare_heads": prepare_heads,
+        "gated_delta_rule": apply_gated_delta,
         "gated_delta_step": mix_gated_delta,
         "mamba2_step": mix_mamba2,
         "quantize_nvfp4": quantize_nvfp4,

@@ -22,7 +22,15 @@ _LOG = logging.getLogger("jax_nvfp4_moe")
 
 # Ops that run the reference on devices where it is the intended path: no warning is due.
 _PLAIN_OPS = frozenset(
-    {"add_rms_norm", "attention", "gated_delta_step", "mamba2_step", "prepare_heads", "route"}
+    {
+        "add_rms_norm",
+        "attention",
+        "gated_delta_rule",
+        "gated_delta_step",
+        "mamba2_step",
+        "prepare_heads",
+        "route",
+    }
 )
 
 

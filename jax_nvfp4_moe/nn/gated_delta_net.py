@@ -18,28 +18,16 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.chunk_decay import sum_between, sum_from_start, sum_to_end
-from jax_nvfp4_moe.nn.delta_chunks import (
-    Chunks,
-    apply_chunks,
-    choose_precision,
-    for_device,
-    join_chunks,
-    split_chunks,
-)
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent import gated_delta_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
-
-# Number of tokens in a chunk on a GPU, and on other devices; see `for_device`.
-_GPU_CHUNK, _CPU_CHUNK = 128, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +137,9 @@ class GatedDeltaNet(HeadParallel):
         b, t = positions.shape
         old = self.empty_cache(b, 0) if entries is None else entries
         step = functools.partial(gated_delta_step, target=self.target)
-        rule = step if t == 1 else functools.partial(mix_gated_delta, rule=self._rule)
-        y, inputs, state = rule(
+        rule = functools.partial(gated_delta_rule, dtype=self.dtype, target=self.target)
+        run = step if t == 1 else functools.partial(mix_gated_delta, rule=rule)
+        y, inputs, state = run(
             spread(self.projections(x), positions),
             positions,
             old["inputs"],
@@ -164,11 +153,6 @@ class GatedDeltaNet(HeadParallel):
         )
         y = self.out_proj(pack_like(y, positions, x))
         return y, None if entries is None else {"inputs": inputs, "state": state}
-
-    def _rule(self, *operands):
-        """Compute `delta_chunks` with the chunks and the precision for the device and the dtype."""
-        rule = functools.partial(delta_chunks, precision=choose_precision(self.dtype))
-        return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(*operands)
 
 
 def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
@@ -202,61 +186,6 @@ def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):
         width=sizes.values,
         reason=reason,
     )
-
-
-def delta_chunks(
-    q: Float[Array, "b t m d"],
-    k: Float[Array, "b t m d"],
-    v: Float[Array, "b t m r e"],
-    g: Float[Array, "b t m r"],
-    beta: Float[Array, "b t m r"],
-    state: Float[Array, "b m r d e"],
-    chunk: int = _CPU_CHUNK,
-    precision: lax.Precision = lax.Precision.HIGHEST,
-) -> tuple[Float[Array, "b t m r e"], Float[Array, "b m r d e"]]:
-    """Compute the delta rule chunk by chunk, with the results of `delta_step` token by token.
-
-    Let S be the state before a chunk, ``G_i`` the sum of g over its tokens up to i, and ``D_ij =
-    exp(G_i - G_j)``. The corrections ``u_i`` that the tokens add to the state solve::
-
-      u_i + beta_i sum_{j<i} D_ij (k_i . k_j) u_j = beta_i (v_i - exp(G_i) k_i.T S)
-
-    Args:
-      q: queries, float32 ``[b, t, m, d]``: vectors of length 1, times ``d ** -0.5``.
-      k: keys of length 1, float32 ``[b, t, m, d]``.
-      v: values, float32 ``[b, t, m, r, e]``.
-      g: logarithm of the decay, float32 ``[b, t, m, r]``, at most 0.
-      beta: rate of correction, float32 ``[b, t, m, r]``.
-      state: state before the first token, float32 ``[b, m, r, d, e]``.
-      chunk: number of tokens in a chunk, a power of 2.
-      precision: precision of the products that `apply_chunks` names. Full float32 by default.
-
-    Returns:
-      The results, float32 ``[b, t, m, r, e]``, and the state after the last token.
-    """
-    t = q.shape[1]
-    chunk = min(chunk, 1 << (t - 1).bit_length())
-    q, k = (split_chunks(part, chunk)[:, :, :, None] for part in (q, k))  # an axis for r heads
-    v, g, beta = (split_chunks(part, chunk) for part in (v, g[..., None], beta[..., None]))
-    decay = jnp.exp(sum_between(g[..., 0]))
-    faded, left = jnp.exp(sum_from_start(g)), jnp.exp(sum_to_end(g))
-    turned = jnp.swapaxes(k, -1, -2)
-    chunks = Chunks(
-        key_pairs=jnp.tril(decay * _matmul(k, turned), k=-1),
-        query_pairs=jnp.tril(decay * jnp.matmul(q, turned, precision=precision)),
-        read_keys=faded * k,
-        read_queries=faded * q,
-        write_keys=left * k,
-        values=v,
-        beta=beta,
-        kept=faded[..., -1:, :],
-    )
-    y, state = apply_chunks(chunks, state, precision)
-    return join_chunks(y, t), state
-
-
-def _matmul(x, y):
-    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
 def _state_shape(sizes, batch):

@@ -23,15 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
-from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.chunk_decay import (
-    keep_neighbors,
-    part_sizes,
-    sum_from_start,
-    sum_to_edge,
-    sum_to_end,
-)
-from jax_nvfp4_moe.nn.delta_chunks import (
+from jax_nvfp4_moe.backends.delta_chunks import (
     Chunks,
     apply_chunks,
     choose_precision,
@@ -39,8 +31,16 @@ from jax_nvfp4_moe.nn.delta_chunks import (
     join_chunks,
     split_chunks,
 )
+from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.numerics.chunk_decay import (
+    keep_neighbors,
+    part_sizes,
+    sum_from_start,
+    sum_to_edge,
+    sum_to_end,
+)
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel

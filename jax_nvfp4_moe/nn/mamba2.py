@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.backends.delta_chunks import choose_precision, for_device
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2, ssd_step
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.chunk_decay import sum_between, sum_from_start, sum_to_end
-from jax_nvfp4_moe.nn.delta_chunks import choose_precision, for_device
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.activations import find_activation
+from jax_nvfp4_moe.numerics.chunk_decay import sum_between, sum_from_start, sum_to_end
 from jax_nvfp4_moe.ops.recurrent import mamba2_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel

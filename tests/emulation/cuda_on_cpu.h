@@ -167,6 +167,16 @@ template <typename T>
 T __ldcs(const T* place) {
   return *place;
 }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 inline int atomicAdd(int* place, int value) {

@@ -288,6 +288,18 @@ int delta_step(const DeltaStepCall* call, void* const* operands) {
        static_cast<float*>(operands[8]), operands[6]});
 }
 
+int64_t delta_rule_workspace_bytes(const DeltaRuleCall* call) {
+  return DeltaRuleWorkspaceBytes(*call);
+}
+
+// The operands are q, k, v, g, beta, y, state, workspace.
+int delta_rule(const DeltaRuleCall* call, void* const* operands) {
+  const auto floats = [operands](int i) { return static_cast<float*>(operands[i]); };
+  return LaunchDeltaRule(
+      nullptr, *call,
+      {floats(0), floats(1), floats(2), floats(3), floats(4), floats(6), floats(5), operands[7]});
+}
+
 // The operands are projected, positions, conv_weight, conv_bias or null, A_log, dt_bias, D, norm,
 // y, inputs, state, workspace.
 int mamba2_step(const Mamba2StepCall* call, void* const* operands) {

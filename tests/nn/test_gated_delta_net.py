@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from recurrent_rules import check_gradients
 
-from jax_nvfp4_moe.backends.gated_delta import delta_step
-from jax_nvfp4_moe.nn.delta_chunks import choose_precision
-from jax_nvfp4_moe.nn.gated_delta_net import delta_chunks
+from jax_nvfp4_moe.backends.delta_chunks import choose_precision
+from jax_nvfp4_moe.backends.gated_delta import delta_chunks, delta_step
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_nvfp4_moe.backends.delta_chunks import choose_precision
 from jax_nvfp4_moe.nn import mamba2
-from jax_nvfp4_moe.nn.delta_chunks import choose_precision
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 

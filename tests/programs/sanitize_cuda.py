@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 from attention_suite import CASES as ATTENTION
 from attention_suite import make as make_attention
+from delta_rule_suite import RULE_CASES, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
 from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba
@@ -246,6 +247,16 @@ def run_recurrent_steps(dtype):
             check(f"mamba2 {np.dtype(dtype)} {name} {part}", result)
 
 
+def run_delta_rules():
+    """Apply the delta rule to prompts."""
+    for name in RULE_CASES:
+        results = ops.gated_delta_rule(
+            *map(jnp.asarray, make_rule(name)), backend="delta_rule_cuda"
+        )
+        for part, result in zip(("y", "state"), results, strict=True):
+            check(f"delta rule {name} {part}", result)
+
+
 def run_fp4(suffix):
     """Run the kernels for FP4 tensor cores, which quantize all activations."""
     for options in (Options(activation_scale="static"), *OPTIONS[1:]):
@@ -287,6 +298,7 @@ def main():
         run_quantizer(dtype, "linear")
         run_quantizer(dtype, "swizzle_128x4")
         run_recurrent_steps(dtype)
+    run_delta_rules()
     run_linears()
     run_attention()
     run_rows()

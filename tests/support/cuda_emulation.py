@@ -103,6 +103,7 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     loaded.combined_few_shared_bytes.argtypes = [ctypes.c_int64] * 2
     loaded.grouped_gemm_workspace_bytes.restype = ctypes.c_int64
     loaded.attention_workspace_bytes.restype = ctypes.c_int64
+    loaded.delta_rule_workspace_bytes.restype = ctypes.c_int64
     return loaded
 
 

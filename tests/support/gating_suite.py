@@ -13,7 +13,13 @@ from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 DTYPES = ("bfloat16", "float16", "float32")
-SIZES = {"one": (1, 512), "odd": (5, 77), "many": (64, 1000), "one value": (2, 1), "none": (0, 64)}
+SIZES = {
+    "one": (1, 512),
+    "odd": (5, 77),
+    "many": (64, 1000),
+    "one value": (200, 1),
+    "none": (0, 64),
+}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
 
 

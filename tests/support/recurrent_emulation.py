@@ -5,8 +5,10 @@ import functools
 from typing import ClassVar
 
 import numpy as np
-from cuda_emulation import _TYPES, _Activation, _activation, _run
+from cuda_emulation import _TYPES, HOPPER_SHARED_BYTES, _Activation, _activation, _run
 from float64_layer import Options
+
+from jax_nvfp4_moe.backends.recurrent import delta_rule_workspace_bytes
 
 
 class _DeltaStepCall(ctypes.Structure):
@@ -30,6 +32,26 @@ class _Mamba2StepCall(ctypes.Structure):
         ("largest_step", ctypes.c_float),
         ("eps", ctypes.c_float),
     ]
+
+
+class _DeltaRuleCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in ("b", "t")),
+        *((name, ctypes.c_int32) for name in ("key_heads", "shared", "d", "e")),
+    ]
+
+
+def gated_delta_rule(library, *operands, multiprocessors=1, shared_bytes=HOPPER_SHARED_BYTES):
+    """Return the results and the new state, as `ops.gated_delta_rule` does."""
+    *tokens, state = (np.asarray(x) for x in operands)
+    v = tokens[2]
+    b, t, m, r, e = v.shape
+    call = _DeltaRuleCall(b, t, m, r, state.shape[3], e)
+    size = delta_rule_workspace_bytes(b, t, m * r)
+    if library.delta_rule_workspace_bytes(ctypes.byref(call)) != size:
+        raise RuntimeError("Python and C++ disagree on the size of the workspace")
+    bound = functools.partial(library.delta_rule, ctypes.byref(call))
+    return _run(library, bound, tokens, [v], size, multiprocessors, shared_bytes, (state,))
 
 
 def gated_delta_step(library, *tokens, interleaved, eps, **weights):

@@ -58,4 +58,24 @@ __device__ __forceinline__ void MultiplyAdd<__half>(float (&sums)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Rounds to TensorFloat-32, which has the exponent of float32 and 11 significant bits.
+__device__ __forceinline__ uint32_t RoundToTf32(float value) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+  return rounded;
+}
+
+// sums += a @ b for 16 rows, 8 columns and 8 of k, in TensorFloat-32. Without RoundToTf32, the
+// instruction ignores the lowest bits of an operand.
+//   a[0] row g, k q;  a[1] row g + 8;  a[2], a[3] the same rows at k + 4
+//   b0 column g, k q;  b1 the same column at k + 4;  sums as above
+__device__ __forceinline__ void MultiplyAddTf32(float (&sums)[4], const uint32_t (&a)[4],
+                                                uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 }  // namespace nvfp4

@@ -81,4 +81,34 @@ void MultiplyAdd(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
   SyncWarp();
 }
 
+inline uint32_t RoundToTf32(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+  return finite ? (bits + 0x1000u) & ~0x1fffu : bits;
+}
+
+inline float Tf32Of(uint32_t bits) {
+  bits &= ~0x1fffu;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline void MultiplyAddTf32(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  using namespace emulation;
+  const unsigned g = Lane() / 4, q = Lane() % 4;
+  Fragments& shown = fragments[Warp()];
+  for (unsigned i = 0; i < 4; ++i) shown.a[g + 8 * (i % 2)][q + 4 * (i / 2)] = Tf32Of(a[i]);
+  shown.b[g][q] = Tf32Of(b0);
+  shown.b[g][q + 4] = Tf32Of(b1);
+  SyncWarp();
+  for (int i = 0; i < 4; ++i) {
+    const float* row = shown.a[g + 8 * (i / 2)];
+    const float* column = shown.b[2 * q + i % 2];
+    for (int k = 0; k < 8; ++k) sums[i] += row[k] * column[k];
+  }
+  SyncWarp();
+}
+
 }  // namespace nvfp4

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.nn.chunk_decay import keep_neighbors, part_sizes
+from jax_nvfp4_moe.numerics.chunk_decay import keep_neighbors, part_sizes
 
 _BLOCK = 16  # blocks of this size and smaller ones are inverted with whole products of their size
 

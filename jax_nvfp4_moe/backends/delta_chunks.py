@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.nn.triangular_inverse import invert_unit_lower
+from jax_nvfp4_moe.numerics.triangular_inverse import invert_unit_lower
 
 
 class Chunks(NamedTuple):

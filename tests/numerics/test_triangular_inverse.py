@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jax_nvfp4_moe.nn.triangular_inverse import invert_unit_lower
+from jax_nvfp4_moe.numerics.triangular_inverse import invert_unit_lower
 
 WIDTH = 32  # channels of the keys
 

@@ -1,0 +1,96 @@
+"""The gated delta rule for the tokens of a prompt."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float
+
+from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta
+from jax_nvfp4_moe.backends.resolution import resolve
+from jax_nvfp4_moe.ops.derivative import with_derivative_of
+from jax_nvfp4_moe.scheme import Problem, Target
+
+
+def gated_delta_rule(
+    q: Float[Array, "b t m d"],
+    k: Float[Array, "b t m d"],
+    v: Float[Array, "b t m r e"],
+    g: Float[Array, "b t m r"],
+    beta: Float[Array, "b t m r"],
+    state: Float[Array, "b m r d e"],
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    target: Target | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "b t m r e"], Float[Array, "b m r d e"]]:
+    """Apply the gated delta rule to t tokens of each of b rows, chunk by chunk.
+
+    Each of m key heads serves r value heads, and each value head has a state S. Token by token, the
+    state decays, corrects the value that it stores for a key, and is read with a query::
+
+      S = exp(g) S
+      S = S + k (beta (v - k.T S))
+      y = q.T S
+
+    The states, the decays and the system of corrections of each chunk are computed in float32.
+
+    Args:
+      q: queries, float32 ``[b, t, m, d]``. The caller scales them.
+      k: keys, float32 ``[b, t, m, d]``, of length 1 or less. With longer keys and rates near 1, the
+        corrections may grow without bound.
+      v: values, float32 ``[b, t, m, r, e]``.
+      g: logarithms of the decays, float32 ``[b, t, m, r]``, at most 0. A token with g = 0 and beta
+        = 0 leaves the state unchanged.
+      beta: rates of correction, float32 ``[b, t, m, r]``, from 0 to 1.
+      state: state of each value head before the first token, float32 ``[b, m, r, d, e]``.
+      dtype: dtype to which the caller rounds the results, bfloat16 by default. For bfloat16,
+        products with values and states take TensorFloat-32 on a GPU. For float16 and float32, all
+        products are float32.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+
+    Returns:
+      The results, float32 ``[b, t, m, r, e]``, and the state after the last token. Gradients flow
+      to all arrays, in plain XLA.
+
+    Raises:
+      ValueError: if a shape does not fit the others, or an array or `dtype` is not a float.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> keys = jnp.full((1, 5, 2, 16), 0.25)  # 5 tokens, 2 key heads
+      >>> y, state = nvfp4.ops.gated_delta_rule(
+      ...     keys, keys, jnp.ones((1, 5, 2, 3, 8)), jnp.zeros((1, 5, 2, 3)),
+      ...     jnp.full((1, 5, 2, 3), 0.5), jnp.zeros((1, 2, 3, 16, 8)),
+      ... )
+      >>> y.shape, float(y[0, 0, 0, 0, 0])
+      ((1, 5, 2, 3, 8), 0.5)
+
+    Source:
+      arXiv:2412.06464; arXiv:2406.06484 for the chunks.
+    """
+    if v.ndim != 5:
+        raise ValueError(f"v: expected shape [b, t, m, r, e], got {v.shape}")
+    (b, t, m, r, e), d = v.shape, q.shape[-1]
+    shapes = {"q": (q, (b, t, m, d)), "k": (k, (b, t, m, d)), "v": (v, v.shape)}
+    shapes |= {"g": (g, (b, t, m, r)), "beta": (beta, (b, t, m, r))}
+    shapes["state"] = state, (b, m, r, d, e)
+    for name, (array, shape) in shapes.items():
+        if array.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name}: expected a float dtype, got {array.dtype.name}")
+    name = jnp.dtype(dtype).name
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {name}")
+    problem = Problem(
+        "gated_delta_rule", None, target or Target.current(), name, head_widths=(d, e)
+    )
+    plan = resolve(problem, backend=backend)
+    arrays = (array.astype(jnp.float32) for array in (q, k, v, g, beta, state))
+    run = with_derivative_of(apply_gated_delta, plan.lower, dtype=name)
+    return run(*arrays)

@@ -1,0 +1,49 @@
+"""Run the suite of the gated delta rule on the CUDA kernels, compiled for a CPU."""
+
+import functools
+
+import numpy as np
+import pytest
+import recurrent_emulation
+from axes import axis
+from cuda_emulation import _LEAST_SHARED_BYTES, HOPPER_SHARED_BYTES
+from delta_rule_suite import RULE_CASES, DeltaRuleSuite, make_rule, rule_in_float64, rule_in_tf32
+
+from jax_nvfp4_moe.testing import assert_as_accurate_as
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+class TestDeltaRule(DeltaRuleSuite):
+    case = axis(*RULE_CASES)
+
+    @pytest.fixture
+    def run(self, library):
+        return functools.partial(recurrent_emulation.gated_delta_rule, library)
+
+
+AMPERE_SHARED_BYTES = 163 << 10
+
+
+# Small chunks with two stages and with one, and blocks of two warps that compute.
+@pytest.mark.parametrize(
+    ("multiprocessors", "shared_bytes"),
+    [
+        (1, AMPERE_SHARED_BYTES),
+        (1, _LEAST_SHARED_BYTES),
+        (132, HOPPER_SHARED_BYTES),
+    ],
+)
+@pytest.mark.parametrize("case", ["full widths, ragged rows", "one more token than a chunk"])
+def test_other_devices(library, case, multiprocessors, shared_bytes, monkeypatch):
+    operands = make_rule(case)
+    found = recurrent_emulation.gated_delta_rule(
+        library, *operands, multiprocessors=multiprocessors, shared_bytes=shared_bytes
+    )
+    exact, plain = rule_in_float64(*operands), rule_in_tf32(operands, monkeypatch)
+    for got, want, yardstick in zip(found, exact, plain, strict=True):
+        assert_as_accurate_as(got, yardstick, want)
+    if shared_bytes == HOPPER_SHARED_BYTES:  # how a device divides the heads changes no bit
+        again = recurrent_emulation.gated_delta_rule(library, *operands)
+        for one, other in zip(found, again, strict=True):
+            np.testing.assert_array_equal(one, other)

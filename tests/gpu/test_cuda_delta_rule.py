@@ -1,0 +1,108 @@
+"""Run the suite of the gated delta rule on a GPU, and check repeated calls and errors."""
+
+import functools
+
+import cuda_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from axes import axis
+from delta_rule_suite import RULE_CASES, DeltaRuleSuite, make_rule
+from gradients import gradients
+
+from jax_nvfp4_moe import ops
+from jax_nvfp4_moe.backends.recurrent import delta_rule_workspace_bytes
+
+pytestmark = pytest.mark.gpu
+
+delta_rule = functools.partial(ops.gated_delta_rule, backend="delta_rule_cuda")
+
+
+class TestDeltaRule(DeltaRuleSuite):
+    case = axis(*RULE_CASES)
+
+    @pytest.fixture
+    def run(self):
+        return jax.jit(delta_rule)
+
+
+@pytest.mark.parametrize("case", RULE_CASES)
+def test_rules_are_the_same_each_time(case):
+    """Rows must not depend on each other, nor on when the copies of a chunk arrive."""
+    rows = 40
+    operands = [jnp.concatenate([jnp.asarray(x)] * rows) for x in make_rule(case)]
+    run = jax.jit(delta_rule)
+    first, second = ([np.asarray(x).tobytes() for x in run(*operands)] for _ in range(2))
+    assert first == second
+    for result in map(np.asarray, run(*operands)):
+        repeated = result.reshape(rows, -1)
+        assert (repeated.view(np.uint8) == repeated[:1].view(np.uint8)).all()
+
+
+def test_pieces_hand_their_state_on():
+    """Pieces that end with a chunk compute what the whole prompt does, bit for bit."""
+    *tokens, state = map(jnp.asarray, make_rule("three keys and no decay"))
+    whole = delta_rule(*tokens, state)
+    pieces = []
+    for start, end in ((0, 64), (64, 192), (192, 200)):
+        y, state = delta_rule(*(x[:, start:end] for x in tokens), state)
+        pieces.append(y)
+    np.testing.assert_array_equal(jnp.concatenate(pieces, axis=1), whole[0])
+    np.testing.assert_array_equal(state, whole[1])
+
+
+def test_a_rule_without_donation_keeps_its_operands():
+    operands = make_rule("full widths, whole chunks")
+    given = [jnp.asarray(x) for x in operands]
+    jax.block_until_ready(jax.jit(delta_rule)(*given))
+    for kept, before in zip(given, operands, strict=True):
+        np.testing.assert_array_equal(kept, before)
+
+
+def test_gradients_and_batches():
+    """Gradients are those of the reference, and `vmap` equals a loop."""
+    *tokens, state = map(jnp.asarray, make_rule("one more token than a chunk"))
+
+    def gradient(backend):
+        def run(state):
+            return ops.gated_delta_rule(*tokens, state, backend=backend)
+
+        return gradients(run, state)[0]
+
+    expected = gradient("reference")
+    assert float(jnp.abs(expected).max()) > 0
+    np.testing.assert_array_equal(gradient("delta_rule_cuda"), expected)
+    stacked = [jnp.stack([x, x]) for x in (*tokens, state)]
+    for both, alone in zip(jax.vmap(delta_rule)(*stacked), delta_rule(*tokens, state), strict=True):
+        np.testing.assert_array_equal(both[1], alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("q", jnp.zeros((1, 64, 1, 32)), r"q \[b, t, m, d\]: expected \[1, 65, 1, 32\]"),
+        ("q", jnp.zeros((1, 65, 1, 132)), r"d \(q\): expected at most 128, got 132"),
+        ("q", jnp.zeros((1, 65, 1, 30)), r"d \(q\): expected a positive multiple of 4, got 30"),
+        ("k", jnp.zeros((1, 65, 1, 32), jnp.bfloat16), "k: expected float32, got bfloat16"),
+        ("v", jnp.zeros((1, 65, 1, 3, 46)), r"e \(v\): expected a positive multiple of 4"),
+        ("g", jnp.zeros((1, 65, 1, 2)), r"g \[b, t, m, r\]: expected \[1, 65, 1, 3\]"),
+        ("beta", jnp.zeros((1, 64, 1, 3)), r"beta \[b, t, m, r\]: expected \[1, 65, 1, 3\]"),
+        ("state", jnp.zeros((1, 1, 3, 32, 44)), r"state \[b, m, r, d, e\]: expected \[1, 1, 3, "),
+        ("workspace", 16, "workspace, bytes: expected at least"),
+    ],
+)
+def test_kernel_names_a_wrong_operand(name, wrong, message):
+    cuda_calls.register()
+    names = ("q", "k", "v", "g", "beta", "state")
+    given = dict(zip(names, make_rule("one more token than a chunk"), strict=True))
+    given |= {"workspace": delta_rule_workspace_bytes(1, 65, 3), name: wrong}
+    operands = [jnp.asarray(given[name]) for name in names]
+    results = [
+        jax.ShapeDtypeStruct((1, 65, 1, 3, 48), jnp.float32),
+        jax.ShapeDtypeStruct(operands[5].shape, jnp.float32),
+        jax.ShapeDtypeStruct((given["workspace"],), jnp.uint8),
+    ]
+    call = jax.ffi.ffi_call("nvfp4_delta_rule_cuda", results, input_output_aliases={5: 1})
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
+        jax.block_until_ready(call(*operands))

@@ -1,0 +1,73 @@
+"""Test the gated delta rule for prompts in plain XLA, and the calls that its op makes."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from axes import axis
+from delta_rule_suite import DeltaRuleSuite, make_rule
+
+from jax_nvfp4_moe import NoBackendError, Target, ops
+
+HOPPER = Target("cuda", (9, 0))
+NAMES = ("q", "k", "v", "g", "beta", "state")
+
+
+def operands():
+    """Return the operands of a small call by name."""
+    return dict(zip(NAMES, make_rule("one more token than a chunk"), strict=True))
+
+
+class TestDeltaRule(DeltaRuleSuite):
+    case = axis("one token", "less than a chunk", "narrow keys and values", "strong decays")
+
+    @pytest.fixture
+    def run(self):
+        return jax.jit(functools.partial(ops.gated_delta_rule, target=Target("cpu")))
+
+
+def called(target, **options):
+    """Return the targets of the custom calls of a program."""
+    rule = functools.partial(ops.gated_delta_rule, target=target, **options)
+    text = jax.jit(rule, donate_argnums=5).trace(*operands().values()).lower().as_text()
+    return re.findall(r"custom_call @(nvfp4\S+?)\(", text)
+
+
+def test_the_kernel_runs_for_bfloat16_alone():
+    assert called(HOPPER) == called(HOPPER, dtype=jnp.bfloat16) == ["nvfp4_delta_rule_cuda"]
+    assert called(HOPPER, dtype=jnp.float16) == called(HOPPER, dtype="float32") == []
+    assert called(Target("cpu")) == []
+    with pytest.raises(NoBackendError, match="needs bfloat16, got float32"):
+        called(HOPPER, dtype="float32", backend="delta_rule_cuda")
+
+
+def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
+    """The tangents are plain XLA. A test on a GPU compares the gradients with the reference's."""
+
+    def total(given):
+        y, state = ops.gated_delta_rule(**given, target=HOPPER)
+        return jnp.sum(jnp.square(y)) + jnp.sum(jnp.square(state))
+
+    text = jax.jit(jax.grad(total)).trace(operands()).lower().as_text()
+    assert re.findall(r"custom_call @(nvfp4\S+?)\(", text) == ["nvfp4_delta_rule_cuda"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("v", np.zeros((1, 65, 3, 48), np.float32), r"v: expected shape \[b, t, m, r, e\]"),
+        ("q", np.zeros((1, 64, 1, 32), np.float32), r"q: expected shape \(1, 65, 1, 32\), got"),
+        ("k", np.zeros((1, 65, 1, 16), np.float32), r"k: expected shape \(1, 65, 1, 32\), got"),
+        ("g", np.zeros((1, 65, 3), np.float32), r"g: expected shape \(1, 65, 1, 3\), got"),
+        ("beta", np.zeros((1, 65, 1, 2), np.float32), r"beta: expected shape \(1, 65, 1, 3\)"),
+        ("state", np.zeros((1, 3, 32, 48), np.float32), r"state: expected shape \(1, 1, 3, 32, 4"),
+        ("k", np.zeros((1, 65, 1, 32), np.int32), "k: expected a float dtype, got int32"),
+        ("dtype", "int8", "dtype: expected bfloat16, float16 or float32, got int8"),
+    ],
+)
+def test_a_wrong_operand_is_named(name, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ops.gated_delta_rule(**(operands() | {name: wrong}))

@@ -1,0 +1,130 @@
+"""Tests that every kernel of the gated delta rule for prompts must pass.
+
+A subclass has the axis `case` and a fixture ``run(*operands) -> (y, state)``.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_nvfp4_moe.backends.gated_delta import delta_chunks
+from jax_nvfp4_moe.testing import assert_as_accurate_as
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleCase:
+    """Sizes of a call, and what is special about its tokens."""
+
+    sizes: tuple[int, int, int, int]  # key heads, value heads of each, their widths
+    tokens: int
+    rows: int = 1
+    fade: float = 1.0  # factor of the logarithms of the decays
+    keys: int | None = None  # number of different keys; None for random ones
+    padding: int = 0  # last tokens of the last row that are padding
+
+
+RULE_CASES = {
+    "full widths, whole chunks": RuleCase((1, 2, 128, 128), 128),
+    "full widths, ragged rows": RuleCase((2, 1, 128, 128), 150, rows=2, padding=70),
+    "one token": RuleCase((1, 1, 128, 128), 1),
+    "less than a chunk": RuleCase((2, 2, 64, 64), 31, fade=0.01),
+    "one more token than a chunk": RuleCase((1, 3, 32, 48), 65),
+    "narrow keys and values": RuleCase((3, 2, 4, 4), 70),
+    "widths that no tile divides": RuleCase((2, 1, 20, 76), 100),
+    "strong decays": RuleCase((1, 2, 64, 32), 130, fade=30.0),
+    "three keys and no decay": RuleCase((1, 2, 64, 32), 200, fade=0.0, keys=3),
+}
+
+
+@functools.cache
+def make_rule(name):
+    """Return q, k, v, g, beta and the state of a case."""
+    case, rng = RULE_CASES[name], np.random.default_rng(len(name))
+    (m, r, d, e), b, t = case.sizes, case.rows, case.tokens
+    q, k = (rng.normal(size=(b, t, m, d)) for _ in range(2))
+    if case.keys is not None:
+        k = k[:, rng.integers(0, case.keys, t)]
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.normal(size=(b, t, m, r, e))
+    g = -case.fade * np.logaddexp(3 * rng.normal(size=(b, t, m, r)), 0)
+    beta = 1 / (1 + np.exp(-2 * rng.normal(size=(b, t, m, r))))
+    if case.keys is not None:
+        beta = np.ones_like(beta)
+    if case.padding:
+        for x in (g, beta):
+            x[-1, -case.padding :] = 0
+    state = rng.normal(size=(b, m, r, d, e))
+    return tuple(np.float32(x) for x in (q / np.sqrt(d), k, v, g, beta, state))
+
+
+def rule_in_float64(q, k, v, g, beta, state):
+    """Compute the rule token by token."""
+    q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in (q, k, v, g, beta, state))
+    results = []
+    for i in range(q.shape[1]):
+        state = state * np.exp(g[:, i])[..., None, None]
+        missing = v[:, i] - np.einsum("bmd,bmrde->bmre", k[:, i], state)
+        state = state + np.einsum("bmd,bmr,bmre->bmrde", k[:, i], beta[:, i], missing)
+        results.append(np.einsum("bmd,bmrde->bmre", q[:, i], state))
+    return np.stack(results, axis=1), state
+
+
+def rule_in_tf32(operands, monkeypatch):
+    """Return what XLA computes on tensor cores: products of operands with 11 bits."""
+    exact = jnp.matmul
+
+    def rounded(x, y, precision):
+        if precision == jax.lax.Precision.DEFAULT:
+            x, y = (jax.lax.reduce_precision(part, 8, 10) for part in (x, y))
+        return exact(x, y, precision=jax.lax.Precision.HIGHEST)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jnp, "matmul", rounded)
+        rule = functools.partial(delta_chunks, chunk=64, precision=jax.lax.Precision.DEFAULT)
+        return jax.jit(rule)(*map(jnp.asarray, operands))
+
+
+class DeltaRuleSuite:
+    """The gated delta rule for prompts in TensorFloat-32."""
+
+    def test_matches_float64(self, run, case, monkeypatch):
+        """Both y and the state have at most twice the error of plain XLA on tensor cores."""
+        operands = make_rule(case)
+        exact, plain = rule_in_float64(*operands), rule_in_tf32(operands, monkeypatch)
+        for got, want, yardstick in zip(run(*operands), exact, plain, strict=True):
+            assert got.dtype == np.float32
+            assert_as_accurate_as(got, yardstick, want)
+
+    @pytest.mark.parametrize("fault", range(6))
+    def test_a_wrong_operand_is_found(self, run, fault, monkeypatch):
+        """The last token of the first chunk, or one row of the state, is off by a fiftieth."""
+        operands = make_rule("one more token than a chunk")
+        exact, plain = rule_in_float64(*operands), rule_in_tf32(operands, monkeypatch)
+        wrong = [x.copy() for x in operands]
+        if fault == 5:
+            wrong[5][..., -1, :] *= 1.02
+        else:
+            wrong[fault][:, 63] *= 1.02
+        y, _ = run(*wrong)
+        with pytest.raises(AssertionError, match=r"over 2\.0 x"):
+            assert_as_accurate_as(y, plain[0], exact[0])
+
+    def test_padding_keeps_the_state_bit_for_bit(self, run):
+        q, k, v, g, _, state = make_rule("full widths, whole chunks")
+        nothing = np.zeros_like(g)
+        _, kept = run(q, k, v, nothing, nothing, state)
+        np.testing.assert_array_equal(kept, state)
+
+    def test_not_a_number_reaches_the_tokens_behind_it(self, run):
+        """A value that is NaN spoils its column from its token on, and nothing before it."""
+        q, k, v, g, beta, state = (x.copy() for x in make_rule("full widths, whole chunks"))
+        v[:, 70, :, 1, 3] = np.nan
+        y, last = (np.asarray(x) for x in run(q, k, v, g, beta, state))
+        assert np.isnan(y[:, 70:, :, 1, 3]).all()
+        assert np.isnan(last[:, :, 1, :, 3]).all()
+        assert np.isfinite(y[:, :64]).all()
+        assert np.isfinite(y[:, :, :, 0]).all()
