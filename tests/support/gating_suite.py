@@ -20,12 +20,6 @@ SIZES = {
     "one value": (200, 1),
     "none": (0, 64),
 }
-    "one": (1, 512),
-    "odd": (5, 77),
-    "many": (64, 1000),
-    "one value": (200, 1),
-    "none": (0, 64),
-}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
 
 
