@@ -166,7 +166,7 @@ class CallChain {
 // of them.
 inline XLA_FFI_Error* RunCallChain(XLA_FFI_CallFrame* frame,
                                    const std::vector<NamedHandler>& handlers) {
-  const XLA_FFI_Extension_Base* extension = frame->extension_start;
+  const auto* extension = frame->extension_start;  // the name of the type depends on the version
   if (extension != nullptr && extension->type == XLA_FFI_Extension_Metadata) {
     return handlers.front().handler(frame);
   }
