@@ -1,4 +1,26 @@
 // Launches kernels, so that every launch checks its error and no grid is empty.
+//
+// Kernels may overlap, from 9.0 on: a kernel that is launched with `overlaps` starts when each
+// block of the kernel before it has called StartNextKernel or has ended. It must follow these
+// rules, whatever the kernel before it is:
+//
+//   1. Each block calls WaitForPrecedingKernel, and does so before it writes anything, and before
+//      it reads what another kernel may write. A wait ends when the preceding kernel has ended, and
+//      that kernel has waited likewise, so that all earlier kernels have ended too.
+//   2. A block calls StartNextKernel only after it has waited.
+//   3. Before a block waits, it may compute, initialize barriers, and prefetch into the L2 cache
+//      whatever it reads later. Such a line stays up to date if another kernel writes it.
+//
+// Rule 2 is what CUDA does not ask for. Without it, a chain of kernels that start the next one at
+// once would run ahead, and a kernel could start while the last kernel but one still runs. With
+// it, all kernels but the preceding one have ended when a kernel starts. A kernel whose launch
+// function knows the preceding kernel may therefore read, before it waits, what that kernel does
+// not write: GEMM 2 of an expert layer reads the ids of experts and the plan while GEMM 1 runs.
+// All other kernels read nothing before they wait, not even weights: in a program of XLA, the
+// preceding kernel may be a conversion that writes them.
+//
+// A kernel that is launched without `overlaps` starts when all earlier kernels have ended. It may
+// call StartNextKernel at once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,9 +57,8 @@ bool HasCode(void (*kernel)(Parameters...)) {
 }
 
 // Launches a kernel with `shared_bytes` bytes of dynamic shared memory. If `overlaps` is set and
-// the device can, blocks may start before the kernel ahead in the stream has ended. From sm_90 on,
-// kernels that overlap must wait themselves for what that kernel writes. Each `cluster` blocks form
-// a cluster; more than one need sm_90.
+// the device can, blocks may start before the kernel ahead in the stream has ended; the rules above
+// apply. Each `cluster` blocks form a cluster; more than one need sm_90.
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int threads,
                            int shared_bytes, bool overlaps, void (*kernel)(Parameters...),

@@ -104,7 +104,9 @@ dim3 grid;
 uint64_t words[kMaxWarps][kWarp][kWords];
 Fragments fragments[kMaxWarps];
 long progress;
-uint8_t dynamic_of_all[8 * kDynamicRoom] __attribute__((aligned(1024)));
+bool has_waited[kMaxCluster];
+int missed_waits;
+uint8_t dynamic_of_all[kMaxCluster * kDynamicRoom] __attribute__((aligned(1024)));
 int dynamic_bytes;
 bool backwards;
 
@@ -122,11 +124,12 @@ void SyncWarp() {
 }
 void Yield() { Switch(State::kReady); }
 
-void Run(dim3 blocks, int threads, const std::function<void()>& body, int cluster) {
+void Run(dim3 blocks, int threads, bool overlaps, const std::function<void()>& body, int cluster) {
   if (blocks.x % cluster != 0) Fail("a grid that is not a multiple of the cluster");
   const unsigned rounding = _mm_getcsr();
   _mm_setcsr(rounding & ~0x8040u);  // keeps subnormals, as a device does
   kernel = &body;
+  missed_waits = 0;
   grid = blocks;
   block_threads = threads;
   const size_t needed = static_cast<size_t>(cluster) * threads;
@@ -136,7 +139,9 @@ void Run(dim3 blocks, int threads, const std::function<void()>& body, int cluste
   }
   for (unsigned first = blocks.x; first > 0;) {
     first -= cluster;
+    std::fill(has_waited, has_waited + cluster, !overlaps);
     RunCluster(first, cluster, backwards);
+    missed_waits += static_cast<int>(std::count(has_waited, has_waited + cluster, false));
   }
   _mm_setcsr(rounding);
 }

@@ -69,7 +69,14 @@ struct Fragments {
 };
 extern Fragments fragments[kMaxWarps];
 
-void Run(dim3 grid, int threads, const std::function<void()>& kernel, int cluster = 1);
+// Whether each block of the cluster has called WaitForPrecedingKernel, or need not. After a launch
+// that overlaps, `missed_waits` is the number of blocks that have not.
+constexpr int kMaxCluster = 8;
+extern bool has_waited[kMaxCluster];
+extern int missed_waits;
+
+void Run(dim3 grid, int threads, bool overlaps, const std::function<void()>& kernel,
+         int cluster = 1);
 
 // The dynamic shared memory of the kernel that runs now, and that of each block of a cluster.
 constexpr size_t kDynamicRoom = 1 << 18;

@@ -153,7 +153,7 @@ int multiply_fp4(int shuffled, void* const* operands) {
   const auto scale_a = static_cast<const uint32_t*>(operands[2]);
   const auto scale_b = static_cast<const uint32_t*>(operands[3]);
   const auto sums = static_cast<float4*>(operands[4]);
-  emulation::Run(dim3(1), 32, [=] {
+  emulation::Run(dim3(1), 32, false, [=] {
     const unsigned lane = threadIdx.x;
     float own[4] = {};
     if (shuffled != 0) {

@@ -62,6 +62,26 @@ FP4_ROWS = (16, 32, 64, 128)  # rows of the tiles of ExpertGemmSm120, for two dt
 # limit per block that a device reports never includes it.
 RESERVED_SHARED_BYTES = 1024
 LISTS_RESERVED = ("sm_90a", "sm_100f", "sm_120f")
+# The kernels that may overlap with any preceding kernel (launch_kernel.cuh). Those of the first
+# kind touch no memory before they wait, except for prefetches. Those of the second kind know what
+# the preceding kernel writes, and may read something else.
+WAIT_FIRST = (
+    "AddRmsNorm",
+    "AddRmsNormAny",
+    "PrepareHeads",
+    "AttentionSm80",
+    "Route",
+    "CountSegment",
+    "SortByExpert",
+    "GroupTiles",
+    "ExpertGemmFew",
+    "DeltaStep",
+    "AdvanceKeys",
+    "Mamba2Step",
+)
+READ_FIRST = ("MergeParts", "Combine", "FinishMamba2", "CombinedGemmFew", "ExpertGemmSm80")
+WAIT, START_NEXT = "ACQBULK", "PREEXIT"
+MEMORY = {"LDG", "LDGSTS", "STG", "LD", "ST", "ATOMG", "ATOM", "REDG", "RED", "UBLKCP"}
 # Architecture -> a part of the names of the kernels that only this architecture has.
 OWN_KERNELS = {"sm_90a": "sm90", "sm_120f": "sm120"}
 # For one tile, a thread unpacks 32 weights and starts four wgmmas. These are the most instructions
@@ -179,6 +199,20 @@ def test_few_slots_have_the_static_shared_memory_that_is_counted(extension, kern
         arch: RESERVED_SHARED_BYTES if arch in LISTS_RESERVED else 0 for arch in ARCHITECTURES
     }
     assert found == {arch: [str(ours + reserved[arch])] * 4 for arch in ARCHITECTURES}
+
+
+@pytest.mark.parametrize("arch", LISTS_RESERVED)
+@pytest.mark.parametrize("kernel", WAIT_FIRST + READ_FIRST)
+def test_kernels_that_overlap_wait(listing, kernel, arch):
+    """They wait before they start the next kernel, and before they access memory."""
+    found = {k: c for k, c in listing[arch].items() if f"{len(kernel)}{kernel}" in k}
+    assert found
+    for name, instructions in found.items():
+        operations = [instruction.split(".")[0] for instruction in instructions]
+        wait = operations.index(WAIT)
+        assert wait < operations.index(START_NEXT), name
+        if kernel in WAIT_FIRST:
+            assert not MEMORY.intersection(operations[:wait]), name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

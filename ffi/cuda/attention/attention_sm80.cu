@@ -166,8 +166,7 @@ __device__ __forceinline__ void FindRanges(const AttentionGrid& p, int row_in_ba
     KeyRange range = {0, 0};
     if (index < F::kRows && row < p.rows) {
       const int64_t query = row_in_batch * p.call.shape.t + row / p.group;
-      range =
-          VisibleKeys(__ldg(p.buffers.positions + query), p.num_keys, p.call.window, p.call.chunk);
+      range = VisibleKeys(p.buffers.positions[query], p.num_keys, p.call.window, p.call.chunk);
     }
     const bool counts = range.begin < range.end;
     if (index < F::kRows) ranges->of_row[index] = range;
@@ -513,9 +512,8 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
   NVFP4_DYNAMIC_SHARED(shared);
   __shared__ RowRanges<F> ranges;
   __shared__ PartSum shown[F::kKeyWarps > 1 ? 16 : 1][F::kKeyWarps];
-#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
   StartNextKernel();
-#endif
   const AttentionShape& shape = p.call.shape;
   // The last tile of rows sees most keys and starts first. All heads of a tile follow each other.
   const int heads = static_cast<int>(shape.b * shape.m);
@@ -609,8 +607,8 @@ cudaError_t LaunchForm(cudaStream_t stream, AttentionGrid grid) {
   const AttentionShape& shape = grid.call.shape;
   grid.tiles = static_cast<int32_t>(CeilDiv(grid.rows, F::kRows));
   const int64_t blocks = shape.b * shape.m * grid.tiles * grid.splits;
-  return LaunchWide(stream, dim3(static_cast<unsigned>(blocks)), F::kThreads, F::kBytes, false,
-                    AttentionSm80<T, F>, grid);
+  return LaunchWide(stream, dim3(static_cast<unsigned>(blocks)), F::kThreads, F::kBytes,
+                    /*overlaps=*/true, AttentionSm80<T, F>, grid);
 }
 
 // Chooses the form of the tiles. More rows in a tile read keys less often; fewer rows make more

@@ -86,12 +86,11 @@ __global__ void __launch_bounds__(kCombineThreads)
   if (index >= p.t * vectors) return;
   const auto token = static_cast<int32_t>(index / vectors);
   const auto column = static_cast<int32_t>(index % vectors) * kVector;
-  // Ids, weights and rows were written before the preceding kernel, so that loading them need not
-  // wait for it.
+  // If this kernel overlaps, ids, weights and rows are older than the preceding kernel, so that
+  // loading them need not wait for it.
   Choices choices = LoadChoices(p, source, token, 0);
-#if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
-#endif
+  StartNextKernel();
   const Value* outputs = source.Values() + column;
   float sums[kVector] = {};
   for (int first = 0; first < p.top_k; first += kChoices) {

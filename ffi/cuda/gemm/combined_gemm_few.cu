@@ -13,8 +13,9 @@
 // and applies scales, bias and weight. One thread for each token and column adds the slots in the
 // order of j. The result does not depend on the order in which warps run.
 //
-// The kernel may start before GEMM 1 ends. It waits for GEMM 1 before it reads `left`; ids, weights
-// of experts and weights of layers are older. Slots that are not routed are never read.
+// The kernel may start before GEMM 1 ends. It waits for GEMM 1 before it reads `left`. GEMM 1 has
+// waited before it let this kernel start, so that ids, weights of experts and weights of layers are
+// older (launch_kernel.cuh). Slots that are not routed are never read.
 //
 // Bottleneck: the latency of memory and unpacking. With one token of Qwen3-30B-A3B, 128 blocks have
 // 96 parts each, which their 16 warps request at once.
@@ -169,9 +170,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const PartRing<kDepth> ring = {shared + warp * PartRing<kDepth>::kBytes};
   ring.Fill([&](uint32_t target) { parts.Request(target); });
   const SlotOutput output = LoadSlotOutput<T>(p, plan, tokens, few.num_slots);
-#if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
-#endif
+  StartNextKernel();
   BringRows(p, plan.routed, warp, kWarps, thread % 32, 32, rows, [](int slot) { return slot; });
   WaitCopies<0>();
   __syncthreads();

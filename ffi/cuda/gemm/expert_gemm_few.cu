@@ -12,7 +12,8 @@
 // under the scale of its expert.
 //
 // As soon as its own weights are in flight, the kernel prefetches those of GEMM 2 into the L2
-// cache. GEMM 2 (combined_gemm_few.cu) may start before this kernel ends.
+// cache. GEMM 2 (combined_gemm_few.cu) may start before this kernel ends. The kernel itself may
+// start before the preceding one ends, but cannot do much: that one may have chosen the experts.
 //
 // Bottleneck: latency of memory, then reading weights.
 //
@@ -96,9 +97,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   NVFP4_DYNAMIC_SHARED(shared);
   __shared__ Plan plan;
   __shared__ float4 partials[kThreads - 32];
-#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
   StartNextKernel();
-#endif
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32, warp = thread / 32;
   if (warp == 0) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
@@ -178,7 +178,7 @@ cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSl
   const int64_t bytes = DynamicBytes(few.num_slots, gemm.left.slots_per_row, gemm.k);
   // No expert has more tiles than slots.
   const auto blocks = static_cast<unsigned>(few.num_slots * gemm.m_tiles() * kParts);
-  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), /*overlaps=*/false,
+  return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), /*overlaps=*/true,
                     ExpertGemmFew<T, kRounds>, gemm, few, MakeTileConstants<T>());
 }
 

@@ -142,10 +142,8 @@ __device__ __forceinline__ void RunPipeline(const ExpertGemm& p, uint8_t* shared
   // If the plan is older than the preceding kernel, copies of weights need not wait for that
   // kernel.
   const int copied = p.plan_is_older ? producer.CopyFirstWeights() : 0;
-#if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
   StartNextKernel();
-#endif
 #pragma unroll 1
   for (int stage = 0; stage < C::kStages - 1; ++stage) {
     __syncthreads();

@@ -7,7 +7,8 @@
 // Channels i and i + r/2 rotate by position * frequency[i], for i below r/2. The channels from r on
 // keep their values. Tokens at positions outside of the cache are not written.
 //
-// Bottleneck: latency for few tokens, memory bandwidth for many. One warp handles a head. An item
+// Bottleneck: latency for few tokens, memory bandwidth for many. While the preceding kernel still
+// runs, weights and frequencies come into the L2 cache. One warp handles a head. An item
 // is two words of two channels: those that rotate together, or four neighbors from channel r on.
 // Lane l holds items l and 32 + l.
 //
@@ -150,9 +151,12 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t token = index / heads, head = index % heads;
   const bool is_query = head < call.n, is_value = head >= call.n + call.m;
   const W* weight = is_value ? nullptr : static_cast<const W*>(is_query ? p.q_weight : p.k_weight);
-#if __CUDA_ARCH__ >= 900
+  if (weight != nullptr) {
+    PrefetchLines(weight, call.d * static_cast<int>(sizeof(W)), lane, 32);
+  }
+  PrefetchLines(p.frequencies, call.half * static_cast<int>(sizeof(float)), lane, 32);
   WaitForPrecedingKernel();
-#endif
+  StartNextKernel();
   if (token >= call.b * call.t) return;
   Head<T, kItems> values;
   Factors<W, kItems> factors;

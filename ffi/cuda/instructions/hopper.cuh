@@ -90,9 +90,25 @@ __device__ __forceinline__ void PrefetchL2(const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
-// Prefetches the line of 128 bytes that has this address into the L2 cache.
+// Prefetches the line of 128 bytes that has this address into the L2 cache. Kernels call it before
+// WaitForPrecedingKernel. It therefore does nothing on a device where kernels do not overlap.
 __device__ __forceinline__ void PrefetchLine(const void* source) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
+#endif
+}
+
+// Prefetches `bytes` contiguous bytes. This is thread `thread` of the `threads` that share them. If
+// the bytes do not begin at a line, the last line may be missing.
+__device__ __forceinline__ void PrefetchLines(const void* source, int bytes, int thread,
+                                              int threads) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kLine = 128;
+#pragma unroll 1
+  for (int at = thread * kLine; at < bytes; at += threads * kLine) {
+    PrefetchLine(static_cast<const uint8_t*>(source) + at);
+  }
+#endif
 }
 
 // Makes the shared memory that this thread can see visible to the tensor cores.
@@ -100,15 +116,19 @@ __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Waits for the kernels ahead in the stream, if this kernel was launched to overlap with them.
+// Waits until the kernels ahead in the stream have ended, if this kernel was launched to overlap
+// with them. launch_kernel.cuh has the rules for both functions.
 __device__ __forceinline__ void WaitForPrecedingKernel() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
-// Lets the blocks of the next kernel start where there is room. They call WaitForPrecedingKernel
-// themselves.
+// Lets the blocks of the next kernel start where there is room.
 __device__ __forceinline__ void StartNextKernel() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // Waits for all threads of all blocks of the cluster. What they wrote to shared memory is then

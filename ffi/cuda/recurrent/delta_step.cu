@@ -17,7 +17,8 @@
 // second kernel that writes the inputs.
 //
 // Bottleneck: reading and writing the state. The loads of the state are issued first, so that the
-// convolution hides behind them.
+// convolution hides behind them. While the preceding kernel still runs, the state comes into the L2
+// cache.
 //
 // Needs: d and e at most 128, e a multiple of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
@@ -132,6 +133,18 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
   const bool active = group < groups;
   float4* state =
       reinterpret_cast<float4*>(p.state) + static_cast<int64_t>(blockIdx.x) * c.d * lanes + thread;
+  const Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row);
+  OwnChannel channels[2] = {};
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    const int i = pass * kThreads + thread;
+    if (i >= 2 * c.d + c.e) continue;
+    channels[pass] = FindChannel(c, places, key_head, shared_head, i);
+    PrefetchWindow(convolution, channels[pass].convolved);
+  }
+  PrefetchLines(state - thread, c.d * lanes * 16, thread, kThreads);
+  WaitForPrecedingKernel();
+  StartNextKernel();
   float4 values[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -142,16 +155,13 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
 
   const T* projected = static_cast<const T*>(p.projected) + row * places.row;
   const bool present = p.positions[row] < kPaddingPosition;
-  const Convolution<T> convolution = ConvolutionOf<T>(c, p, places, row);
   // All loads are issued before the first of them is used.
-  int32_t channels[2] = {};
   Window<T> windows[2] = {};
 #pragma unroll
   for (int pass = 0; pass < 2; ++pass) {
     const int i = pass * kThreads + thread;
     if (i >= 2 * c.d + c.e) continue;
-    const OwnChannel own = FindChannel(c, places, key_head, shared_head, i);
-    channels[pass] = own.convolved;
+    const OwnChannel& own = channels[pass];
     windows[pass] = LoadWindow(convolution, own.convolved, projected[own.projected]);
   }
   float gate = 0.0f, weight = 0.0f;
@@ -170,8 +180,9 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
   for (int pass = 0; pass < 2; ++pass) {
     const int i = pass * kThreads + thread;
     if (i >= 2 * c.d + c.e) continue;
-    mixed[i] = Silu(Convolve(convolution, channels[pass], windows[pass]));
-    if (i >= 2 * c.d && present) Advance(convolution, channels[pass], windows[pass]);
+    const int32_t channel = channels[pass].convolved;
+    mixed[i] = Silu(Convolve(convolution, channel, windows[pass]));
+    if (i >= 2 * c.d && present) Advance(convolution, channel, windows[pass]);
   }
   ArriveAtCluster();
   __syncthreads();
@@ -252,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
   }
   WaitForCluster();
   const bool writes = writes_keys && present && shared_head == 0;
-  if (writes && thread < 2 * c.d) Advance(convolution, channels[0], windows[0]);
+  if (writes && thread < 2 * c.d) Advance(convolution, channels[0].convolved, windows[0]);
 }
 
 // Writes the past inputs of queries and keys, one channel for each thread.
@@ -262,6 +273,8 @@ __global__ void __launch_bounds__(kShiftThreads)
   const int32_t keys = 2 * c.key_heads * c.d;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kShiftThreads + threadIdx.x;
   const int64_t row = index / keys;
+  WaitForPrecedingKernel();
+  StartNextKernel();
   if (row >= c.b || p.positions[row] >= kPaddingPosition) return;
   const auto convolved = static_cast<int32_t>(index % keys);
   const int32_t part = convolved / (c.key_heads * c.d);
@@ -279,14 +292,15 @@ cudaError_t LaunchDeltaStepAs(cudaStream_t stream, const DeltaStepCall& c,
   constexpr auto kKernel = DeltaStep<T, kFull>;
   const Places places = FindPlaces(c);
   const dim3 grid(static_cast<unsigned>(c.b * c.key_heads * c.shared));
-  if (c.shared == 1) return Launch(stream, grid, kThreads, kKernel, c, places, p, true);
-  if (c.shared <= kMaxClusterBlocks && HasClusters(kKernel)) {
-    return LaunchClusters(stream, grid, c.shared, kThreads, 0, false, kKernel, c, places, p, true);
-  }
-  NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, grid, kThreads, kKernel, c, places, p, false));
+  const bool clusters = c.shared <= kMaxClusterBlocks && HasClusters(kKernel);
+  const bool writes_keys = c.shared == 1 || clusters;
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchClusters(stream, grid, clusters ? c.shared : 1, kThreads, 0,
+                                            /*overlaps=*/true, kKernel, c, places, p, writes_keys));
+  if (writes_keys) return cudaSuccess;
   const int64_t channels = c.b * 2 * c.key_heads * c.d;
   const dim3 blocks(static_cast<unsigned>(CeilDiv(channels, kShiftThreads)));
-  return Launch(stream, blocks, kShiftThreads, AdvanceKeys<T>, c, places, p);
+  return LaunchWide(stream, blocks, kShiftThreads, 0, /*overlaps=*/true, AdvanceKeys<T>, c, places,
+                    p);
 }
 
 template <typename T>

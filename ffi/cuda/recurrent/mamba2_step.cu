@@ -11,7 +11,8 @@
 // and C, which all heads of the group have read by then. On 9.0 and later it starts early and loads
 // what the first kernel does not write.
 //
-// Bottleneck: reading and writing the state. Its loads are issued first.
+// Bottleneck: reading and writing the state. Its loads are issued first. While the preceding kernel
+// still runs, the state comes into the L2 cache.
 //
 // Needs: p and n at most 128, n a multiple of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_recurrent.py, tests/gpu/test_cuda_recurrent.py.
@@ -66,9 +67,6 @@ __global__ void __launch_bounds__(kThreads, kUsual ? 3 : 1)
   __shared__ float partial[(kUsual ? kUsualP : kMaxWidth) * kRowLanes];
   __shared__ float step_and_decay[2];
 
-#if __CUDA_ARCH__ >= 900
-  StartNextKernel();
-#endif
   Mamba2StepCall c = call;
   if constexpr (kUsual) {
     c.p = kUsualP;
@@ -80,6 +78,20 @@ __global__ void __launch_bounds__(kThreads, kUsual ? 3 : 1)
   const bool active = line_group < groups;
   float4* state =
       reinterpret_cast<float4*>(p.state) + static_cast<int64_t>(blockIdx.x) * c.p * lanes + thread;
+  const int head = blockIdx.x % c.heads, group = head / (c.heads / c.groups);
+  const int64_t row = blockIdx.x / c.heads;
+  const Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row);
+  int32_t channels[2] = {};
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    const int i = pass * kThreads + thread;
+    if (i >= c.p + 2 * c.n) continue;
+    channels[pass] = FindChannel(c, sizes, head, group, i);
+    PrefetchWindow(convolution, channels[pass]);
+  }
+  PrefetchLines(state - thread, c.p * lanes * 16, thread, kThreads);
+  WaitForPrecedingKernel();
+  StartNextKernel();
   float4 values[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -89,20 +101,15 @@ __global__ void __launch_bounds__(kThreads, kUsual ? 3 : 1)
     }
   }
 
-  const int head = blockIdx.x % c.heads, group = head / (c.heads / c.groups);
-  const int64_t row = blockIdx.x / c.heads;
   const T* projected = static_cast<const T*>(p.projected) + row * sizes.row;
   const bool present = p.positions[row] < kPaddingPosition;
-  const Convolution<T> convolution = ConvolutionOf<T>(c, p, sizes, row);
   // All loads are issued before the first of them is used.
-  int32_t channels[2] = {};
   Window<T> windows[2] = {};
   float biases[2] = {};
 #pragma unroll
   for (int pass = 0; pass < 2; ++pass) {
     const int i = pass * kThreads + thread;
     if (i >= c.p + 2 * c.n) continue;
-    channels[pass] = FindChannel(c, sizes, head, group, i);
     windows[pass] =
         LoadWindow(convolution, channels[pass], projected[sizes.inner + channels[pass]]);
     biases[pass] = p.conv_bias == nullptr ? 0.0f : p.conv_bias[channels[pass]];
@@ -174,9 +181,8 @@ __global__ void __launch_bounds__(kThreads)
     channel = FindChannel(c, sizes, 0, group, c.p + thread);
     window = LoadWindow(convolution, channel, projected[sizes.inner + channel]);
   }
-#if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
-#endif
+  StartNextKernel();
   if (is_channel && present) Advance(convolution, channel, window);
 
   const int32_t width = sizes.inner / c.groups;
@@ -206,7 +212,7 @@ cudaError_t LaunchMamba2StepOf(cudaStream_t stream, const Mamba2StepCall& c,
   const bool usual = c.p == kUsualP && c.n == kUsualN;
   const auto kernel = usual ? Mamba2Step<T, true, kUsualRows> : Mamba2Step<T, false, kMostRows>;
   const dim3 grid(static_cast<unsigned>(c.b * c.heads));
-  NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, grid, kThreads, kernel, c, p));
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchWide(stream, grid, kThreads, 0, true, kernel, c, p));
   const dim3 blocks(static_cast<unsigned>(c.b * c.groups));
   return LaunchWide(stream, blocks, kThreads, 0, true, FinishMamba2<T>, c, p);
 }

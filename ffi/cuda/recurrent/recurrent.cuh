@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/epilogues/activations.cuh"
+#include "cuda/instructions/hopper.cuh"
 #include "cuda/quantizers/elements.cuh"
 
 namespace nvfp4 {
@@ -70,6 +71,16 @@ __device__ __forceinline__ Window<T> LoadWindow(const Convolution<T>& c, int32_t
     window.weights[back] = exists ? last[-back] : 0.0f;
   }
   return window;
+}
+
+// Prefetches what LoadWindow reads.
+template <typename T>
+__device__ __forceinline__ void PrefetchWindow(const Convolution<T>& c, int32_t channel) {
+  PrefetchLine(c.weights + static_cast<int64_t>(channel) * c.taps);
+#pragma unroll
+  for (int back = 1; back < kWindow; ++back) {
+    if (back < c.taps) PrefetchLine(c.Past(c.taps - 1 - back, channel));
+  }
 }
 
 // Returns the sum over all taps, from the oldest on.

@@ -56,9 +56,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                ExpertRows rows, SchedulePlan plan, OutputRows y) {
   __shared__ int32_t starts[kMaxExperts + 1];
   __shared__ PlanTables tables;
-#if __CUDA_ARCH__ >= 900
+  WaitForPrecedingKernel();
   StartNextKernel();
-#endif
   for (int i = threadIdx.x; i < num_experts; i += kThreads) {
     starts[i] = group_sizes == nullptr ? INT32_MAX : group_sizes[i];
   }
@@ -96,9 +95,10 @@ cudaError_t LaunchGroupTiles(cudaStream_t stream, const int32_t* group_sizes, in
                              int64_t num_rows, int64_t num_experts, const ExpertRows& rows,
                              const TileRule& rule, const TileSchedules& schedules,
                              const OutputRows& y) {
-  return Launch(stream, dim3(static_cast<unsigned>(CeilDiv(num_rows, kZeroedRows))), kThreads,
-                GroupTiles, group_sizes, first_row, static_cast<int>(num_rows),
-                static_cast<int>(num_experts), rows, MakeSchedulePlan(rule, schedules), y);
+  return LaunchWide(
+      stream, dim3(static_cast<unsigned>(CeilDiv(num_rows, kZeroedRows))), kThreads, 0,
+      /*overlaps=*/true, GroupTiles, group_sizes, first_row, static_cast<int>(num_rows),
+      static_cast<int>(num_experts), rows, MakeSchedulePlan(rule, schedules), y);
 }
 
 }  // namespace nvfp4

@@ -19,6 +19,7 @@
 //
 // Needs: e <= 1024, top_k <= 32, and top_k at most the number of experts in the groups that are
 // kept. cuda_bindings.cc checks these. Test: tests/ops/test_route.py.
+#include "cuda/instructions/hopper.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/warp_sum.cuh"
@@ -191,6 +192,9 @@ __global__ void __launch_bounds__(kThreads, 1) Route(const RouterCall call, cons
   __shared__ uint32_t rows[kWarps][33 * kPerLane];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+  if (p.bias != nullptr) PrefetchLines(p.bias, 4 * call.e, threadIdx.x, kThreads);
+  WaitForPrecedingKernel();
+  StartNextKernel();
   if (token >= call.t) return;
   const float* logits = p.logits + token * call.e;
   uint32_t keys[kPerLane];
@@ -224,7 +228,7 @@ cudaError_t LaunchRouteOf(cudaStream_t stream, const RouterCall& call, const Rou
     if (call.e > 32 * kPerLane) return LaunchRouteOf<2 * kPerLane, kScore>(stream, call, p);
   }
   const dim3 grid(static_cast<unsigned>(CeilDiv(call.t, kWarps)));
-  return Launch(stream, grid, kThreads, Route<kPerLane, kScore>, call, p);
+  return LaunchWide(stream, grid, kThreads, 0, /*overlaps=*/true, Route<kPerLane, kScore>, call, p);
 }
 
 }  // namespace

@@ -41,6 +41,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     CountSegment(const int32_t* expert_ids, int num_slots, int num_experts, int32_t* counts) {
   __shared__ int32_t sums[kMaxExperts];
   for (int i = threadIdx.x; i < num_experts; i += kThreads) sums[i] = 0;
+  WaitForPrecedingKernel();
+  StartNextKernel();
   __syncthreads();
   const int begin = static_cast<int>(blockIdx.x) * kSegmentSlots;
   const int end = min(begin + kSegmentSlots, num_slots);
@@ -96,12 +98,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   // First the number of rows of a warp, by expert; later the number of rows before it.
   __shared__ __align__(16) WarpCounts counts[kWarps];
   __shared__ PlanTables tables;
-#if __CUDA_ARCH__ >= 900
-  StartNextKernel();  // that kernel waits for the tables, but initializes its barriers before
-#endif
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   uint16_t* warp_counts = counts[warp];
+#pragma unroll 1
+  for (int i = lane; 8 * i < num_experts; i += 32) {
+    reinterpret_cast<uint4*>(warp_counts)[i] = uint4{};
+  }
+  WaitForPrecedingKernel();
+  StartNextKernel();
   // A single segment may have fewer slots. Its warps then share them evenly, so that there are the
   // fewest rounds.
   const int rounds = gridDim.x > 1 ? kRounds : (num_slots + kThreads - 1u) / kThreads;
@@ -111,11 +116,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int round = 0; round < kRounds; ++round) {
     const int slot = first_slot + 32 * round;
     ids[round] = round < rounds && slot < num_slots ? expert_ids[slot] : -1;
-  }
-  // The following statements do not need the ids, whose loads take a while.
-#pragma unroll 1
-  for (int i = lane; 8 * i < num_experts; i += 32) {
-    reinterpret_cast<uint4*>(warp_counts)[i] = uint4{};
   }
   if (blockIdx.x == 0) ZeroReadyFlags(plan.schedules);
   __syncwarp();
@@ -164,11 +164,11 @@ cudaError_t LaunchSortByExpert(cudaStream_t stream, const int32_t* expert_ids, i
   const auto segments =
       static_cast<unsigned>(std::max<int64_t>(CeilDiv(num_slots, kSegmentSlots), 1));
   if (segments > 1) {
-    NVFP4_RETURN_IF_CUDA_ERROR(Launch(stream, dim3(segments), kThreads, CountSegment, expert_ids,
-                                      slots, experts, rows.counts));
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchWide(stream, dim3(segments), kThreads, 0, /*overlaps=*/true,
+                                          CountSegment, expert_ids, slots, experts, rows.counts));
   }
-  return Launch(stream, dim3(segments), kThreads, SortByExpert, expert_ids, slots, experts, rows,
-                MakeSchedulePlan(rule, schedules));
+  return LaunchWide(stream, dim3(segments), kThreads, 0, /*overlaps=*/true, SortByExpert,
+                    expert_ids, slots, experts, rows, MakeSchedulePlan(rule, schedules));
 }
 
 }  // namespace nvfp4

@@ -82,6 +82,7 @@ inline void StoreMatrices(uint32_t row, uint32_t first, uint32_t second) {
 
 inline void PrefetchL2(const void*, uint32_t) {}
 inline void PrefetchLine(const void*) {}
+inline void PrefetchLines(const void*, int, int, int) {}
 inline void SyncCluster() { emulation::SyncCluster(); }
 inline float4 LoadPeer16(uint32_t address, uint32_t rank) {
   float4 values;
@@ -90,8 +91,12 @@ inline float4 LoadPeer16(uint32_t address, uint32_t rank) {
   return values;
 }
 inline void FenceAsyncProxy() {}
-inline void WaitForPrecedingKernel() {}
-inline void StartNextKernel() {}
+inline void WaitForPrecedingKernel() { emulation::has_waited[emulation::rank] = true; }
+inline void StartNextKernel() {
+  if (!emulation::has_waited[emulation::rank]) {
+    emulation::Fail("a block lets the next kernel start before it has waited");
+  }
+}
 template <int kRegisters>
 void GrowRegisters() {}
 template <int kRegisters>
