@@ -342,8 +342,8 @@ __global__ void __launch_bounds__(kThreads, kTile == kMedium ? 3
       static_cast<const W*>(buffers.weight) + static_cast<int64_t>(tile) * kTile * p.k;
 #if __CUDA_ARCH__ >= 900
   PrefetchRows(weight, filled, first_piece * F::kPieceK, min(pieces, F::kStages) * F::kPieceK, p.k);
-  WaitForPrecedingKernel();
   StartNextKernel();
+  WaitForPrecedingKernel();
 #endif
   const int stage_bytes = F::kWeightBytes + static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes;
   const uint32_t ring = SharedAddress(shared);
@@ -412,7 +412,7 @@ auto WithForm(int tile, int64_t rows, const Function& function) {
 // whose weights are few, or for so few rows that x costs less than the weights.
 int TileOf(const DenseFewCall& call) {
   const int64_t small_tiles = CeilDiv(call.n, kSmall), eights = EightsOf(call.rows);
-  const bool few = small_tiles * eights <= int64_t{eights == 1 ? 4 : 2} * MultiprocessorCount();
+  const bool few = small_tiles * eights <= int64_t{eights == 1 ? 32 : 2} * MultiprocessorCount();
   if (few || call.weight_type != call.type) return kSmall;
   return eights <= 2 ? kMedium : kLarge;
 }
