@@ -15,10 +15,10 @@ ENGINE_MAX_EXTENT = 1 << 18  # the most rows or columns of a matrix that the eng
 # a test compares them.
 _MAX_SLOTS = 32
 _MAX_WEIGHTS = 64 << 20  # the most weights that the slots of a layer read in both GEMMs
-_STATIC_BYTES = 3 << 10  # of each GEMM
+_STATIC_BYTES, _COMBINED_STATIC_BYTES = 2 << 10, 1 << 10  # of the two GEMMs
 _PART_BYTES = 576  # 16 rows of a weight tile
 _RING_BYTES, _MAX_ROWS = 4 * 8 * _PART_BYTES, 8  # of the first GEMM
-_WARPS, _COMBINED_RING_BYTES, _SUM_BYTES = 16, 16 * 6 * _PART_BYTES, 640  # of the second GEMM
+_WARPS, _COMBINED_RING_BYTES, _COLUMN_BYTES = 16, 16 * 6 * _PART_BYTES, 72  # of the second GEMM
 _K_TILE, _ROW_PADDING = 64, 16
 # Limits of the kernel for linear layers with few rows (ffi/cuda/gemm/linear_few.cu). Before 9.0, a
 # thread block keeps all rows in shared memory.
@@ -43,8 +43,8 @@ def combined_few_shared_bytes(slots: int, k: int) -> int:
 
     A block keeps rows of `k` elements, weights in flight, and sums of each warp.
     """
-    sums = (slots + _WARPS - 1) * _SUM_BYTES
-    return _COMBINED_RING_BYTES + slots * _row_bytes(k) + sums + _STATIC_BYTES
+    sums = (slots + _MAX_ROWS * (_WARPS - 1)) * _COLUMN_BYTES
+    return _COMBINED_RING_BYTES + slots * _row_bytes(k) + sums + _COMBINED_STATIC_BYTES
 
 
 def _row_bytes(k: int) -> int:

@@ -185,7 +185,7 @@ def test_products_use_their_units(code, arch):
 # or sums.
 FEW_STATIC_BYTES = {
     "ExpertGemmFew": few_slots_shared_bytes(0, 1, 16) - 4 * 8 * 576,
-    "CombinedGemmFew": combined_few_shared_bytes(0, 16) - 16 * 6 * 576 - 15 * 640,
+    "CombinedGemmFew": combined_few_shared_bytes(0, 16) - 16 * 6 * 576 - 15 * 8 * 72,
 }
 
 

@@ -8,17 +8,19 @@
 // first expert tile of the plan, then those of the next. The warps divide the list evenly, each
 // takes contiguous parts, and a warp has kDepth of them in flight.
 //
-// Where the parts of an expert tile end, or those of a warp, the warp stores its sums to a place of
-// their own. One thread for each slot and column then adds the sums of the slot in the order of k,
-// and applies scales, bias and weight. One thread for each token and column adds the slots in the
-// order of j. The result does not depend on the order in which warps run.
+// Where the parts of an expert tile end, or those of a warp, the warp stores its sums to places of
+// their own, one for each column. One thread for each slot and column then adds the sums of the
+// slot in the order of k, and applies scales, bias and weight. One thread for each token and column
+// adds the slots in the order of j. The result does not depend on the order in which warps run.
 //
 // The kernel may start before GEMM 1 ends. It waits for GEMM 1 before it reads `left`. GEMM 1 has
 // waited before it let this kernel start, so that ids, weights of experts and weights of layers are
 // older (launch_kernel.cuh). Slots that are not routed are never read.
 //
 // Bottleneck: the latency of memory and unpacking. With one token of Qwen3-30B-A3B, 128 blocks have
-// 96 parts each, which their 16 warps request at once.
+// 96 parts each, which their 16 warps request at once. In bf16, such a block takes what registers
+// and shared memory six blocks of GEMM 1 leave on a multiprocessor of an H100 or H200, so that the
+// requests do not wait for the end of GEMM 1.
 //
 // Needs: sm_80. Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
 #include "cuda/epilogues/finish.cuh"
@@ -34,9 +36,9 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
 constexpr int kDepth = 6;  // parts of a warp in flight
 constexpr int kRingBytes = kWarps * PartRing<kDepth>::kBytes;
-// Sums of a part: columns of 16 weight rows. The distance of columns avoids bank conflicts.
-constexpr int kColumnFloats = kSlab + 4;
-constexpr int kSumBytes = kRows * kColumnFloats * 4;
+// A column of sums has 16 weight rows. The distance of columns leaves few bank conflicts.
+constexpr int kColumnFloats = kSlab + 2;
+constexpr int kColumnBytes = kColumnFloats * 4;
 static_assert(kFewSlots * kSlab == kThreads, "a thread for each slot and weight row");
 
 // The list of the parts of a block, and how its warps divide it.
@@ -51,6 +53,12 @@ struct Division {
   // The warp that has a part.
   __device__ __forceinline__ int WarpOf(int part) const { return ((part + 1) * warps - 1) / parts; }
 };
+
+// Returns the place of the first column of sums that a warp has of an expert tile. The places of an
+// expert tile are kRows apart, and those of a warp follow each other.
+__device__ __forceinline__ int SumPlace(const RowTile& tile, int warp) {
+  return tile.row + kRows * warp;
+}
 
 // A part: a tile of the plan, and a tile of k.
 struct Position {
@@ -72,9 +80,14 @@ __device__ __forceinline__ int64_t WeightTile(const ExpertGemm& p, const Plan& p
   return m_tile * KTiles(p.k) + position.k_tile;
 }
 
+// Returns the place of the slot of this thread.
+__device__ __forceinline__ SlotPlace OwnPlace(const Plan& plan, int num_slots) {
+  const int slot = static_cast<int>(threadIdx.x) / kSlab;
+  return slot < num_slots ? plan.places[slot] : SlotPlace{-1, 0};
+}
+
 // What a thread needs for the output of its slot and weight row.
 struct SlotOutput {
-  SlotPlace place;
   float scale, bias, weight;
 };
 
@@ -83,14 +96,15 @@ __device__ __forceinline__ SlotOutput LoadSlotOutput(const ExpertGemm& p, const 
                                                      const CombineTokens& tokens, int num_slots) {
   const int slot = static_cast<int>(threadIdx.x) / kSlab;
   const int row = static_cast<int>(blockIdx.x) * kSlab + static_cast<int>(threadIdx.x) % kSlab;
-  if (slot >= num_slots || plan.places[slot].tile < 0) return {{-1, 0}, 0.0f, 0.0f, 0.0f};
-  const int64_t expert = plan.tiles[plan.places[slot].tile].expert;
+  const SlotPlace place = OwnPlace(plan, num_slots);
+  if (place.tile < 0) return {0.0f, 0.0f, 0.0f};
+  const int64_t expert = plan.tiles[place.tile].expert;
   float scale =
       kProductUnit<T> * p.weight.global_scale[expert * p.parts + PartOf(p, row, p.columns)];
   if (p.left.input_scale != nullptr) scale *= p.left.input_scale[expert];
   const float bias = p.weight.bias != nullptr ? p.weight.bias[expert * p.bias_rows + row] : 0.0f;
   const float weight = tokens.expert_weights != nullptr ? tokens.expert_weights[slot] : 1.0f;
-  return {plan.places[slot], scale, bias, weight};
+  return {scale, bias, weight};
 }
 
 // The parts of a warp.
@@ -130,34 +144,40 @@ __device__ __forceinline__ void MultiplyParts(Parts* parts, const TileConstants&
   const ExpertGemm& p = parts->p;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x) / 32;
   Position position = parts->At(parts->begin);
+#pragma unroll 1
   for (int part = parts->begin; part < parts->end;) {
-    const RowTile tile = parts->plan.tiles[position.tile];
+    const RowTile& tile = parts->plan.tiles[position.tile];  // a copy would take registers
     const int last = min(parts->end, part + KTiles(p.k) - position.k_tile);
     const int slot = parts->plan.slots[tile.row + min(lane % 8, tile.rows - 1)];
     const uint8_t* b =
         rows + slot * RowStride(p.k) + lane / 8 * 16 + position.k_tile * (kTileK * 2);
     float halves[2][4] = {};
+#pragma unroll 1
     for (; part < last; ++part, b += kTileK * 2) {
       const Packed packed = ring.Take([&](uint32_t target) { parts->Request(target); });
       MultiplyTile<T>(packed, b, constants, halves);
     }
-    float* sum =
-        sums + (warp + position.tile) * (kSumBytes / 4) + lane / 4 + lane % 4 * 2 * kColumnFloats;
-    sum[0] = halves[0][0] + halves[1][0];
-    sum[kColumnFloats] = halves[0][1] + halves[1][1];
-    sum[8] = halves[0][2] + halves[1][2];
-    sum[kColumnFloats + 8] = halves[0][3] + halves[1][3];
+    const int column = lane % 4 * 2;
+    float* sum = sums + (SumPlace(tile, warp) + column) * kColumnFloats + lane / 4;
+    if (column < tile.rows) {
+      sum[0] = halves[0][0] + halves[1][0];
+      sum[8] = halves[0][2] + halves[1][2];
+    }
+    if (column + 1 < tile.rows) {
+      sum[kColumnFloats] = halves[0][1] + halves[1][1];
+      sum[kColumnFloats + 8] = halves[0][3] + halves[1][3];
+    }
     position = {position.tile + 1, 0};
   }
 }
 
+// With 64 threads more, a thread may have 56 registers instead of 64.
 template <typename T, bool kRounds>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads + (kLeavesRoom<T, kRounds> ? 64 : 0), kBlocksPerSm)
     CombinedGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
                     const CombineTokens tokens, const TileConstants constants) {
   NVFP4_DYNAMIC_SHARED(shared);
   __shared__ Plan plan;
-  __shared__ float outputs[kFewSlots * kSlab];
   uint8_t* rows = shared + kRingBytes;
   auto* sums = reinterpret_cast<float*>(rows + few.num_slots * RowStride(p.k));
   const auto thread = static_cast<int>(threadIdx.x);
@@ -183,17 +203,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __syncthreads();
 
   float value = 0.0f;
-  if (output.place.tile >= 0) {
-    const int first = output.place.tile * k_tiles;
+  const SlotPlace place = OwnPlace(plan, few.num_slots);
+  if (place.tile >= 0) {
+    const int first = place.tile * k_tiles;
     const int last = division.WarpOf(first + k_tiles - 1);
     float sum = 0.0f;
     for (int its = division.WarpOf(first); its <= last; ++its) {
-      sum += sums[(its + output.place.tile) * (kSumBytes / 4) +
-                  output.place.column * kColumnFloats + thread % kSlab];
+      const int column = SumPlace(plan.tiles[place.tile], its) + place.column;
+      sum += sums[column * kColumnFloats + thread % kSlab];
     }
     value = output.weight * (sum * output.scale + output.bias);
   }
-  outputs[thread] = value;
+  auto* outputs = reinterpret_cast<float*>(rows);  // the rows have been read
+  if (thread < few.num_slots * kSlab) outputs[thread] = value;
   __syncthreads();
   const int token = thread / kSlab;
   if (token >= tokens.t) return;
@@ -206,14 +228,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       FromFloat<T>(sum);
 }
 
-// A warp that begins inside an expert tile adds one sum to those of the expert tiles.
 int64_t DynamicBytes(int64_t slots, int64_t k) {
-  return kRingBytes + slots * RowStride(static_cast<int32_t>(k)) + (slots + kWarps - 1) * kSumBytes;
+  return kRingBytes + slots * RowStride(static_cast<int32_t>(k)) +
+         (slots + kRows * (kWarps - 1)) * kColumnBytes;
 }
+static_assert(RowStride(1) >= kSlab * 4, "the outputs of a slot take the place of its row");
 
-constexpr int64_t kStaticBytes =
-    CeilDiv(sizeof(Plan) + sizeof(float) * kFewSlots * kSlab, kDynamicAlignment) *
-    kDynamicAlignment;
+constexpr int64_t kStaticBytes = CeilDiv(sizeof(Plan), kDynamicAlignment) * kDynamicAlignment;
 
 template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,

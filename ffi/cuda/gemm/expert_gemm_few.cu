@@ -1,19 +1,25 @@
 // Computes out[r] = act(W[expert] @ x[r]) for the rows of at most kFewSlots slots, in bf16 and f16,
 // without sorting them first: GEMM 1 of a layer. expert_gemm.cuh has the whole equation.
 //
-//   expert_ids [slots] -> the plan, in shared memory of each block
+//   expert_ids [slots], one for each lane -> the slots of each block
 //
 // A block owns a slab of 16 weight rows of one expert, by at most 8 of its slots, over all of k.
-// Its four warps have a quarter of k each. A warp has kDepth parts of its slab in flight: with k =
-// 2048, all that it needs. Slabs are small, so that every multiprocessor has about the same number:
-// one token of Qwen3-30B-A3B has 768. The sums of the warps are added in the order of the warps.
+// There are blocks for each slot. Those of the first slot of an expert multiply its first 8 slots,
+// those of its ninth slot the next 8, and the blocks of the other slots end. Each warp finds its
+// slots itself: with a plan in shared memory, the first weights would be requested 0.2 us later.
+//
+// The four warps of a block have a quarter of k each. A warp has kDepth parts of its slab in
+// flight: with k = 2048, all that it needs. Slabs are small, so that every multiprocessor has about
+// the same number: one token of Qwen3-30B-A3B has 768. The sums of the warps are added in the order
+// of the warps.
 //
 // The rows of x of the block are in shared memory. In W4A4, the block rounds them to NVFP4 there,
 // under the scale of its expert.
 //
-// As soon as its own weights are in flight, the kernel prefetches those of GEMM 2 into the L2
-// cache. GEMM 2 (combined_gemm_few.cu) may start before this kernel ends. The kernel itself may
-// start before the preceding one ends, but cannot do much: that one may have chosen the experts.
+// When half of its own weights have arrived, a block prefetches its share of the weights of GEMM 2
+// into the L2 cache. GEMM 2 (combined_gemm_few.cu) may start before this kernel ends, and there
+// must be room for it: the blocks here leave enough registers and shared memory for one of its
+// blocks on each multiprocessor.
 //
 // Bottleneck: latency of memory, then reading weights.
 //
@@ -28,42 +34,65 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksPerSm = 6;
 constexpr int kDepth = 8;  // parts of a warp in flight
 constexpr int kRingBytes = kWarps * PartRing<kDepth>::kBytes;
 
-// Prefetches the weights of the next GEMM. Blocks share the work: this is block `block` of
-// `blocks`.
-__device__ __forceinline__ void PrefetchNext(const FewSlots& few, const Plan& plan, int block,
+// Prefetches the weights of an expert in the next GEMM. Blocks share the work: this is block
+// `block` of `blocks`.
+__device__ __forceinline__ void PrefetchNext(const FewSlots& few, int expert, int block,
                                              int blocks) {
 #if __CUDA_ARCH__ >= 900
-  const int m_tiles = few.next_m_tiles, k_tiles = few.next_k_tiles;
-  for (int i = block; i < plan.num_tiles * m_tiles; i += blocks) {
-    const int64_t before =
-        (static_cast<int64_t>(plan.tiles[i / m_tiles].expert) * m_tiles + i % m_tiles) * k_tiles;
-    PrefetchL2(few.next.packed + before * kTileCodeBytes, k_tiles * kTileCodeBytes);
-    PrefetchL2(few.next.block_scale + before * kTileScaleBytes, k_tiles * kTileScaleBytes);
-  }
+  const int tiles = few.next_m_tiles * few.next_k_tiles, each = (tiles + blocks - 1) / blocks;
+  const int first = block * each, count = min(each, tiles - first);
+  if (count <= 0) return;
+  const int64_t tile = static_cast<int64_t>(expert) * tiles + first;
+  PrefetchL2(few.next.packed + tile * kTileCodeBytes, count * kTileCodeBytes);
+  PrefetchL2(few.next.block_scale + tile * kTileScaleBytes, count * kTileScaleBytes);
 #endif
 }
 
-// How a block keeps the rows of x of its tile: by token if there are few tokens, because the slots
-// of a token share its row. Otherwise each column of the tile has a row.
-struct TileRows {
-  const Plan& plan;
-  const RowTile tile;
+// The slots that a block multiplies: at most kRows slots of one expert, which are the columns of
+// its MMAs in their order.
+struct OwnSlots {
+  int32_t expert;
+  uint32_t slots;  // a bit for each slot; 0 if the block has nothing to do
+
+  // Finds the slots of the blocks of slot `slot`. Whole warps call it.
+  __device__ __forceinline__ OwnSlots(const FewSlots& few, int slot) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int32_t id = lane < few.num_slots ? few.expert_ids[lane] : -1;
+    expert = __shfl_sync(kAllLanes, id, slot);
+    const bool routed = expert >= 0 && expert < few.num_experts;
+    const uint32_t equal = __ballot_sync(kAllLanes, routed && id == expert);
+    const int first = __popc(equal & ((1u << slot) - 1)), own = __popc(equal & ((1u << lane) - 1));
+    const bool chosen = id == expert && own >= first && own < first + kRows;
+    slots = __ballot_sync(kAllLanes, routed && first % kRows == 0 && chosen);
+  }
+
+  __device__ __forceinline__ int Count() const { return __popc(slots); }
+  __device__ __forceinline__ int Slot(int column) const {
+    uint32_t after = slots;
+#pragma unroll 1
+    for (int i = 0; i < column; ++i) after &= after - 1;
+    return __ffs(static_cast<int>(after)) - 1;
+  }
+};
+
+// How a block keeps its rows of x: by token if there are few tokens, because the slots of a token
+// share its row. Otherwise each column has a row.
+struct OwnRows {
+  const OwnSlots& own;
   int slots_per_row;
   bool by_token;
 
-  __device__ __forceinline__ TileRows(const ExpertGemm& p, const FewSlots& few, const Plan& made,
-                                      const RowTile& of)
-      : plan(made),
-        tile(of),
+  __device__ __forceinline__ OwnRows(const ExpertGemm& p, const FewSlots& few,
+                                     const OwnSlots& slots)
+      : own(slots),
         slots_per_row(p.left.slots_per_row),
         by_token(few.num_slots <= kRows * slots_per_row) {}
 
   __device__ __forceinline__ int Token(int column) const {
-    return plan.slots[tile.row + column] / slots_per_row;
+    return own.Slot(column) / slots_per_row;
   }
   // The row of a column.
   __device__ __forceinline__ int Row(int column) const { return by_token ? Token(column) : column; }
@@ -71,8 +100,12 @@ struct TileRows {
   __device__ __forceinline__ int Source(int row) const { return by_token ? row : Token(row); }
   // A bit for each row.
   __device__ __forceinline__ uint32_t Mask() const {
+    if (!by_token) return (1u << own.Count()) - 1;
     uint32_t mask = 0;
-    for (int column = 0; column < tile.rows; ++column) mask |= 1u << Row(column);
+#pragma unroll 1
+    for (uint32_t left = own.slots; left != 0; left &= left - 1) {
+      mask |= 1u << (__ffs(static_cast<int>(left)) - 1) / slots_per_row;
+    }
     return mask;
   }
 };
@@ -90,56 +123,61 @@ __device__ __forceinline__ OutputPairs FinishTile(const TileStore<T>& store,
   }
 }
 
+// For how many blocks of a multiprocessor the registers must suffice. One token of Qwen3-30B-A3B
+// has
+// 6. With room for 10, a thread has 48 registers; see kLeavesRoom.
 template <typename T, bool kRounds>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+constexpr int kMinBlocks = kLeavesRoom<T, kRounds> ? 10
+                           : kRounds               ? 6
+                                                   : 8;
+
+template <typename T, bool kRounds>
+__global__ void __launch_bounds__(kThreads, kMinBlocks<T, kRounds>)
     ExpertGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
                   const TileConstants constants) {
   NVFP4_DYNAMIC_SHARED(shared);
-  __shared__ Plan plan;
   __shared__ float4 partials[kThreads - 32];
-  WaitForPrecedingKernel();
-  StartNextKernel();
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32, warp = thread / 32;
-  if (warp == 0) MakePlan(few.expert_ids, few.num_slots, few.num_experts, &plan);
-  __syncthreads();
   const int slabs = p.m_tiles() * kParts, k_tiles = KTiles(p.k);
-  const int index = static_cast<int>(blockIdx.x) / slabs;
-  if (index >= plan.num_tiles) return;
-  const RowTile tile = plan.tiles[index];
-  const int m_tile = static_cast<int>(blockIdx.x) % slabs / kParts;
-  const int part = static_cast<int>(blockIdx.x) % kParts;
-
+  const int slot = static_cast<int>(blockIdx.x) / slabs;
+  const int slab = static_cast<int>(blockIdx.x) - slot * slabs;
+  const int m_tile = slab / kParts, part = slab % kParts;
   const int begin = warp * k_tiles / kWarps, end = (warp + 1) * k_tiles / kWarps;
-  const int64_t first = (static_cast<int64_t>(tile.expert) * p.m_tiles() + m_tile) * k_tiles;
+  WaitForPrecedingKernel();
+  StartNextKernel();
+  const OwnSlots own(few, slot);
+  if (own.slots == 0) return;
+
+  const int64_t first = (static_cast<int64_t>(own.expert) * p.m_tiles() + m_tile) * k_tiles;
   int requested = begin;
   const auto request = [&](uint32_t target) {
     if (requested < end) RequestPart(p.weight, first + requested++, part, target);
   };
   PartRing<kDepth> ring = {shared + warp * PartRing<kDepth>::kBytes};
-  const TileRows tile_rows(p, few, plan, tile);
+  const OwnRows own_rows(p, few, own);
   uint8_t* rows = shared + kRingBytes;
   // The rows are in the group of part 0, so that part 0 does not wait for the code that finds them.
   request(SharedAddress(ring.places));
-  BringRows(p, tile_rows.Mask(), 0, 1, thread, kThreads, rows,
-            [&](int row) { return tile_rows.Source(row); });
+  BringRows(p, own_rows.Mask(), 0, 1, thread, kThreads, rows,
+            [&](int row) { return own_rows.Source(row); });
   ring.Fill(request, 1);
-  if (thread == 0) {
-    PrefetchNext(few, plan, static_cast<int>(blockIdx.x), plan.num_tiles * slabs);
-  }
   LaneRows lane_rows = {};
-  if (warp == 0) lane_rows = LoadLaneRows(p, tile.expert, m_tile, part);
+  if (warp == 0) lane_rows = LoadLaneRows(p, own.expert, m_tile, part);
   WaitCopies<kDepth - 1>();  // for the rows
   __syncthreads();
   if constexpr (kRounds) {
-    RoundRows<T>(p, tile_rows.Mask(), kThreads, rows, [&](int) { return tile.expert; });
+    RoundRows<T>(p, own_rows.Mask(), kThreads, rows, [&](int) { return own.expert; });
     __syncthreads();
   }
 
-  const uint8_t* b = rows + tile_rows.Row(min(lane % 8, tile.rows - 1)) * RowStride(p.k) +
-                     lane / 8 * 16 + begin * (kTileK * 2);
+  const int last = own.Count() - 1;
+  const uint8_t* b = rows + own_rows.Row(min(lane % 8, last)) * RowStride(p.k) + lane / 8 * 16 +
+                     begin * (kTileK * 2);
   float halves[2][4] = {};
+#pragma unroll 1
   for (int k_tile = begin; k_tile < end; ++k_tile, b += kTileK * 2) {
+    if (k_tile == (begin + end) / 2 && thread == 0) PrefetchNext(few, own.expert, slab, slabs);
     const Packed packed = ring.Take(request);
     MultiplyTile<T>(packed, b, constants, halves);
   }
@@ -154,9 +192,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const float4 partial = partials[other * 32 + lane];
     sums[0] += partial.x, sums[1] += partial.y, sums[2] += partial.z, sums[3] += partial.w;
   }
+  const RowTile tile = {own.expert, 0, last + 1};
   const TileStore<T> store = MakeTileStore<T>(p, tile, lane_rows, m_tile, part);
   if (store.first >= p.columns) return;
-  StoreRows(store, 0, plan.slots[tile.row + min(store.g, tile.rows - 1)], FinishTile(store, sums));
+  StoreRows(store, 0, own.Slot(min(store.g, last)), FinishTile(store, sums));
 }
 
 // With more weights, a sort and an engine are faster. On an H200, a layer with 38 million weights
@@ -171,12 +210,11 @@ int64_t DynamicBytes(int64_t slots, int64_t slots_per_row, int64_t k) {
 }
 
 constexpr int64_t kStaticBytes =
-    CeilDiv(sizeof(Plan) + sizeof(float4) * (kThreads - 32), kDynamicAlignment) * kDynamicAlignment;
+    CeilDiv(sizeof(float4) * (kThreads - 32), kDynamicAlignment) * kDynamicAlignment;
 
 template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few) {
   const int64_t bytes = DynamicBytes(few.num_slots, gemm.left.slots_per_row, gemm.k);
-  // No expert has more tiles than slots.
   const auto blocks = static_cast<unsigned>(few.num_slots * gemm.m_tiles() * kParts);
   return LaunchWide(stream, dim3(blocks), kThreads, static_cast<int>(bytes), /*overlaps=*/true,
                     ExpertGemmFew<T, kRounds>, gemm, few, MakeTileConstants<T>());

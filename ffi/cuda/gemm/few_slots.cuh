@@ -1,8 +1,9 @@
-// The plan and the rows of x of the kernels for few slots, in shared memory of each block:
-// expert_gemm_few.cu and combined_gemm_few.cu.
+// What the kernels for few slots share, expert_gemm_few.cu and combined_gemm_few.cu: the weights in
+// flight and the rows of x, in shared memory of each block. The second one also has a plan.
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "cuda/gemm/expert_gemm_few.cuh"
 #include "cuda/instructions/async_copy.cuh"
@@ -14,6 +15,16 @@ namespace nvfp4 {
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kRows = 8;      // most rows of a tile: the columns of one MMA
 constexpr int kPadding = 16;  // bytes between rows in shared memory, against bank conflicts
+
+// Whether blocks of both kernels have so few registers that one of the second kernel runs beside
+// six of the first. The other instances would spill registers.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+template <typename T, bool kRounds>
+constexpr bool kLeavesRoom = std::is_same_v<T, __nv_bfloat16> && !kRounds;
+#else
+template <typename T, bool kRounds>
+constexpr bool kLeavesRoom = false;
+#endif
 
 // Where a slot has its sum: a column of a tile. The tile of a slot that is not routed is -1.
 struct SlotPlace {

@@ -14,11 +14,13 @@
 //   GEMM 2      W2, bias -> d [slots, h], in the type of x                 expert_gemm_sm*.cu
 //   combine     y[t] = sum of w[t, j] * d[t, j], in order of j             combine.cu
 //
-// A handful of slots needs no sort. Two kernels then run the layer, which plan and round inside:
+// A handful of slots needs no sort. Two kernels then run the layer, which group slots and round
+// inside:
 //   GEMM 1      W1, bias, activation -> a [slots, i]                       expert_gemm_few.cu
 //   GEMM 2      W2, bias and combine -> y                                  combined_gemm_few.cu
 //
-// From sm_90 on, GEMM 1, GEMM 2 and combine may each start before the launch before them ends.
+// From sm_90 on, the sort, GEMM 1, GEMM 2 and combine may each start before the launch before them
+// ends.
 #include "cuda/epilogues/finish.cuh"
 #include "cuda/gemm/expert_gemm_few.cuh"
 #include "cuda/launch_kernel.cuh"
