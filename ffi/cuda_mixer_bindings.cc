@@ -116,7 +116,10 @@ ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight
     return Expected("weight", "the type of x, or float32 if x is bfloat16",
                     TypeText(weight.element_type()));
   }
-  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), ffi::F32));
+  call.output_type = y->element_type() == ffi::F32 ? DataType::kF32 : call.type;
+  if (call.output_type != DataType::kF32) {
+    NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
+  }
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, k]", x.dimensions(), 2));
   NVFP4_RETURN_IF_ERROR(ExpectRank("weight [n, k]", weight.dimensions(), 2));
   call.rows = x.dimensions()[0];
@@ -129,8 +132,7 @@ ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.k, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (weight)", call.n, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"weight", weight}, {"y", *y}}, kAlignment));
-  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(),
-                                   static_cast<float*>(y->untyped_data())};
+  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(), y->untyped_data()};
   return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_few_cuda");
 }
 
@@ -421,7 +423,7 @@ XLA_FFI_DEFINE_HANDLER(kDenseFew, DenseFew,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()   // x       [rows, k]
                            .Arg<ffi::AnyBuffer>()   // weight  [n, k]
-                           .Ret<ffi::AnyBuffer>(),  // y       [rows, n] F32
+                           .Ret<ffi::AnyBuffer>(),  // y       [rows, n], F32 or as x
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,

@@ -226,12 +226,13 @@ struct DenseFewCall {
   int64_t rows, n, k;    // at most kMostDenseRows rows
   DataType type;         // of x; kBF16 or kF16
   DataType weight_type;  // `type`, or kF32 if that is kBF16
+  DataType output_type;  // kF32 or `type`
 };
 
 struct DenseFewBuffers {
   const void* x;       // [rows, k]
   const void* weight;  // [n, k]
-  float* y;            // [rows, n]
+  void* y;             // [rows, n]
 };
 
 // y = x @ weight.T with float32 sums, for few rows.

@@ -83,7 +83,8 @@ class DenseLinear(nnx.Module):
           ``[..., n]`` in the module's dtype.
         """
         record(self, x)
-        y = dense(x.astype(self.dtype), self.weight.get_value(), target=self.target)
+        dtype = self.dtype if self.bias is None else jnp.float32
+        y = dense(x.astype(self.dtype), self.weight.get_value(), target=self.target, dtype=dtype)
         if self.bias is not None:
             y = y + jnp.expand_dims(_bias_of(self), range(y.ndim - 1))
         return y.astype(self.dtype)

@@ -138,7 +138,7 @@ void cut_dense_few(const DenseFewCall* call, int clusters, DenseFewCut* cut) {
 
 // The operands are x, weight, y. Without clusters, the launch is that of a device before 9.0.
 int dense_few(const DenseFewCall* call, int clusters, void* const* operands) {
-  const DenseFewBuffers buffers = {operands[0], operands[1], static_cast<float*>(operands[2])};
+  const DenseFewBuffers buffers = {operands[0], operands[1], operands[2]};
   return clusters != 0
              ? LaunchDenseFew(nullptr, *call, buffers)
              : LaunchDenseCut(nullptr, *call, buffers, CutDenseFew(*call, /*clusters=*/false));

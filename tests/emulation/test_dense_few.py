@@ -1,6 +1,7 @@
 """Test the kernel for plain weights and few rows on a CPU, with and without clusters."""
 
 import cuda_emulation
+import numpy as np
 import pytest
 from axes import axis
 from dense_few_suite import DenseFewSuite, make
@@ -33,8 +34,8 @@ class TestDenseFew(DenseFewSuite):
     @pytest.fixture
     def run(self, library, device):
         count, clusters = DEVICES[device]
-        return lambda x, weight: cuda_emulation.dense_few(
-            library, x, weight, count, clusters=clusters
+        return lambda x, weight, dtype=np.float32: cuda_emulation.dense_few(
+            library, x, weight, dtype, count, clusters=clusters
         )
 
 
@@ -54,5 +55,5 @@ def test_layers_are_cut_as_the_device_needs(library, sizes, pair):
 @pytest.mark.parametrize(("clusters", "blocks"), [(False, 1), (True, 8)])
 def test_only_newer_devices_have_clusters(library, clusters, blocks):
     call = make((4, 77, 2048), "bfloat16-bfloat16")
-    cuda_emulation.dense_few(library, call.x, call.weight, H200, clusters=clusters)
+    cuda_emulation.dense_few(library, call.x, call.weight, np.float32, H200, clusters=clusters)
     assert library.largest_cluster_blocks() == blocks

@@ -153,7 +153,7 @@ class LinearFewCut(ctypes.Structure):
 class _DenseFewCall(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
-        *((name, ctypes.c_int) for name in ("type", "weight_type")),
+        *((name, ctypes.c_int) for name in ("type", "weight_type", "output_type")),
     ]
 
 
@@ -332,26 +332,24 @@ def cut_linear_few(
     return cut
 
 
-def _dense_call(x_type, weight_type, rows, n, k):
-    return _DenseFewCall(
-        rows, n, k, *(_TYPES[np.dtype(name).name] for name in (x_type, weight_type))
-    )
+def _dense_call(types, rows, n, k):
+    return _DenseFewCall(rows, n, k, *(_TYPES[np.dtype(name).name] for name in types))
 
 
 def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
     """Return how the kernel for plain weights cuts a layer of ``sizes = (rows, n, k)``."""
     library.configure(multiprocessors, HOPPER_SHARED_BYTES, 0)
-    cut, call = DenseFewCut(), _dense_call(x_type, weight_type, *sizes)
+    cut, call = DenseFewCut(), _dense_call((x_type, weight_type, "float32"), *sizes)
     library.cut_dense_few(ctypes.byref(call), int(clusters), ctypes.byref(cut))
     return cut
 
 
-def dense_few(library, x, weight, multiprocessors, *, clusters=True):
-    """Return ``x @ weight.T`` in float32 for few rows of plain weights."""
+def dense_few(library, x, weight, dtype, multiprocessors, *, clusters=True):
+    """Return ``x @ weight.T`` in `dtype` for few rows of plain weights."""
     (rows, k), n = x.shape, weight.shape[0]
-    sizes = _dense_call(x.dtype, weight.dtype, rows, n, k)
+    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k)
     call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
-    y = np.empty((rows, n), np.float32)
+    y = np.empty((rows, n), dtype)
     arrays = _run(library, call, [x, weight], [y], 0, multiprocessors, _LEAST_SHARED_BYTES)
     return arrays[0]
 

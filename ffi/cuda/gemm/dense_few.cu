@@ -1,9 +1,9 @@
-// Computes y[r] = W @ x[r] in float32 for at most 64 rows, in one launch: routers, the head, and
-// linear layers that are not quantized.
+// Computes y[r] = W @ x[r] with float32 sums for at most 64 rows, in one launch: routers, the head,
+// and linear layers that are not quantized.
 //
 //   x  [rows, k]  bf16 or f16
 //   W  [n, k]     the type of x; or f32, if x is bf16
-//   y  [rows, n]  f32
+//   y  [rows, n]  f32, or rounded to the type of x
 //
 // A block computes an output tile: some weight rows, and all rows of x. Its eight warps form teams,
 // which divide k between them.
@@ -47,6 +47,7 @@
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/quantizers/elements.cuh"
 #include "nvfp4.h"
 
 namespace nvfp4 {
@@ -100,6 +101,7 @@ struct FewSizes {
   int32_t rows, n, k;
   int32_t ranks_log2;
   int32_t rank_pieces;
+  bool rounds;  // whether y has the type of x instead of f32
 };
 
 // Starts the copies of kPieceK of k, from k `first` on, of `rows` rows to shared memory. Rows from
@@ -259,33 +261,38 @@ __device__ __forceinline__ void Add(float4& total, float4 more) {
 }
 
 // Stores a fragment of sums: two rows of x, `first` and the next one, by two columns.
-__device__ __forceinline__ void StoreFragment(const FewSizes& p, float* y, int first, int column,
+template <typename Y>
+__device__ __forceinline__ void StoreFragment(const FewSizes& p, Y* y, int first, int column,
                                               const float4& sums) {
-  float* at = y + static_cast<int64_t>(first) * p.n + column;
+  Y* at = y + static_cast<int64_t>(first) * p.n + column;
   const bool two = first + 1 < p.rows;
   if (first >= p.rows) return;
   if (column < p.n) {
-    at[0] = sums.x;
-    if (two) at[p.n] = sums.y;
+    at[0] = FromFloat<Y>(sums.x);
+    if (two) at[p.n] = FromFloat<Y>(sums.y);
   }
   if (column + 8 < p.n) {
-    at[8] = sums.z;
-    if (two) at[p.n + 8] = sums.w;
+    at[8] = FromFloat<Y>(sums.z);
+    if (two) at[p.n + 8] = FromFloat<Y>(sums.w);
   }
 }
 
 // Adds the partial sums of the teams and of the blocks of the cluster, and stores them. `partials`
 // has a fragment for each team, each eight rows of x, and each slab of the output tile.
-template <typename F, int kEights>
-__device__ __forceinline__ void FinishTile(const FewSizes& p, float* y, int rank, int tile,
+template <typename T, typename F, int kEights>
+__device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank, int tile,
                                            float4* partials) {
   constexpr int kFragments = kEights * F::kTileSlabs;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int used = (p.rows + 7) / 8 * F::kTileSlabs;
   const auto store = [&](int fragment, const float4& total) {
-    const int slab = fragment % F::kTileSlabs;
-    StoreFragment(p, y, fragment / F::kTileSlabs * 8 + lane % 4 * 2,
-                  tile * F::kTileSlabs * kSlabRows + slab * kSlabRows + lane / 4, total);
+    const int row = fragment / F::kTileSlabs * 8 + lane % 4 * 2;
+    const int column = (tile * F::kTileSlabs + fragment % F::kTileSlabs) * kSlabRows + lane / 4;
+    if (p.rounds) {
+      StoreFragment(p, static_cast<T*>(y), row, column, total);
+    } else {
+      StoreFragment(p, static_cast<float*>(y), row, column, total);
+    }
   };
 #pragma unroll 1
   for (int fragment = warp; fragment < used; fragment += kWarps) {
@@ -378,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, kTile == kMedium ? 3
     }
   }
   __syncthreads();
-  FinishTile<F, kEights>(p, buffers.y, rank, tile, partials);
+  FinishTile<T, F, kEights>(p, buffers.y, rank, tile, partials);
 }
 
 // The number of fragments for `rows` rows: kEights of the kernel.
@@ -430,8 +437,12 @@ DenseFewCut CutOf(const DenseFewCall& call, bool clusters) {
 template <typename T, typename W>
 cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
                         const DenseFewBuffers& buffers, const DenseFewCut& cut) {
-  const FewSizes sizes = {static_cast<int32_t>(call.rows), static_cast<int32_t>(call.n),
-                          static_cast<int32_t>(call.k), cut.ranks_log2, cut.rank_pieces};
+  const FewSizes sizes = {static_cast<int32_t>(call.rows),
+                          static_cast<int32_t>(call.n),
+                          static_cast<int32_t>(call.k),
+                          cut.ranks_log2,
+                          cut.rank_pieces,
+                          call.output_type != DataType::kF32};
   const dim3 grid(static_cast<unsigned>(CeilDiv(call.n, cut.tile) << cut.ranks_log2));
   return WithForm<W>(cut.tile, call.rows, [&](auto form) {
     using F = decltype(form);
