@@ -161,7 +161,7 @@ class DenseFewCut(ctypes.Structure):
     """How the kernel for plain weights and few rows cuts a layer (dense_few.cuh)."""
 
     _fields_: ClassVar = [
-        (name, ctypes.c_int32) for name in ("tile", "ranks_log2", "rank_pieces", "shared_bytes")
+        (name, ctypes.c_int32) for name in ("tile", "ranks", "rank_pieces", "shared_bytes")
     ]
 
 
