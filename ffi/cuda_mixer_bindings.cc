@@ -116,8 +116,8 @@ ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight
     return Expected("weight", "the type of x, or float32 if x is bfloat16",
                     TypeText(weight.element_type()));
   }
-  call.rounds = y->element_type() != ffi::F32;
-  if (call.rounds) {
+  call.output_type = y->element_type() == ffi::F32 ? DataType::kF32 : call.type;
+  if (call.output_type != DataType::kF32) {
     NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
   }
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, k]", x.dimensions(), 2));
@@ -519,7 +519,7 @@ XLA_FFI_DEFINE_HANDLER(kDenseFew, DenseFew,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()   // x       [rows, k]
                            .Arg<ffi::AnyBuffer>()   // weight  [n, k]
-                           .Ret<ffi::AnyBuffer>(),  // y       [rows, n] F32, or in the type of x
+                           .Ret<ffi::AnyBuffer>(),  // y       [rows, n], F32 or as x
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kActivate, Activate,

@@ -226,7 +226,7 @@ struct DenseFewCall {
   int64_t rows, n, k;    // at most kMostDenseRows rows
   DataType type;         // of x; kBF16 or kF16
   DataType weight_type;  // `type`, or kF32 if that is kBF16
-  bool rounds;           // whether y has the type of x; it is float32 otherwise
+  DataType output_type;  // kF32 or `type`
 };
 
 struct DenseFewBuffers {

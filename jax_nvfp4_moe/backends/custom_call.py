@@ -170,18 +170,17 @@ def lower_quantize(ffi_target, partials):
 def lower_dense(ffi_target, *, rows_dtype=None):
     """Return the function that lowers ``x @ weight.T`` for few rows to an FFI target.
 
-    The function takes x ``[..., k]``, a weight ``[n, k]`` and the dtype of the result
-    ``[..., n]``.
+    The function takes x ``[..., k]`` and a weight ``[n, k]``, and returns ``[..., n]`` in `dtype`.
 
     Args:
       ffi_target: name under which the extension registers the target.
-      rows_dtype: dtype to which x is cast; None (default) keeps its own. The kernel then rounds
-        results to that dtype. Otherwise it returns float32, which is cast.
+      rows_dtype: dtype to which x is cast, for a kernel whose results are float32. None (default)
+        if the kernel takes x as it is, and returns float32 or the dtype of x.
     """
 
-    def lower(x, weight, *, dtype=jnp.float32):
+    def lower(x, weight, dtype):
         rows = x.reshape(-1, x.shape[-1]).astype(rows_dtype or x.dtype)
-        own = dtype if rows_dtype is None and dtype == x.dtype else jnp.float32
+        own = jnp.float32 if rows_dtype or dtype != x.dtype else dtype
         output = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), own)
         y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(rows, weight)
         return y.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype)

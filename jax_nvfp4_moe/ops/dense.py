@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ def dense(
     weight: Float[Array, "n k"],
     *,
     target: Target | None = None,
-    dtype: Any = jnp.float32,
+    dtype=jnp.float32,
 ) -> Float[Array, "... n"]:
     """Compute ``x @ weight.T`` with float32 sums.
 
@@ -53,25 +52,22 @@ def dense(
       weight: ``[n, k]`` of any float dtype. If the dtypes differ, both operands count as float32.
       target: the `Target` to lower for. None (default) lowers for any platform. Then few rows run
         on a kernel on the CPU only.
-      dtype: dtype to which the sums are rounded. Defaults to float32.
+      dtype: dtype to which the sums are rounded; float32 by default.
 
     Returns:
       ``[..., n]`` in `dtype`.
     """
     rows, dtype = math.prod(x.shape[:-1]), jnp.dtype(dtype)
     if not (isinstance(rows, int) and rows > 0):
-        return _multiply(x, weight).astype(dtype)
-    few = _multiply_anywhere if target is None else _find_kernel(x, weight, rows, target, dtype)
+        return _multiply(x, weight, dtype)
+    few = _multiply_anywhere if target is None else _find_kernel(x, weight, rows, target)
     if few is None or (target is None and rows > _CPU_FEW_ROWS):
-        return _multiply(x, weight).astype(dtype)
-    return _multiply_few(few, x, weight).astype(dtype)
+        return _multiply(x, weight, dtype)
+    return _multiply_few(few, dtype, x, weight)
 
 
-def _find_kernel(x, weight, rows, target, dtype):
-    """Return a function that is faster on `target` than XLA's dot, or None.
-
-    It may return float32 in place of `dtype`.
-    """
+def _find_kernel(x, weight, rows, target):
+    """Return a function that is faster on `target` than XLA's dot, or None."""
     if target.platform not in _KERNELS:
         return None
     record, most_rows, factor, pairs = _KERNELS[target.platform]
@@ -81,25 +77,25 @@ def _find_kernel(x, weight, rows, target, dtype):
     fits = rows <= most_rows and n > 0 and k > 0 and k % factor == 0
     known = fits and (x.dtype.name, weight.dtype.name) in pairs
     if known and record.can.reason_against(problem) is None:
-        return functools.partial(record.lower["dense"], dtype=dtype)
+        return record.lower["dense"]
     return _reduce if rows == 1 and target.platform == "cuda" else None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _multiply_few(multiply, x, weight):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _multiply_few(multiply, dtype, x, weight):
     """Compute ``x @ weight.T`` for few rows, as `multiply` does."""
-    return multiply(x, weight)
+    return multiply(x, weight, dtype)
 
 
 @_multiply_few.defjvp
-def _differentiate_few(multiply, primals, tangents):
+def _differentiate_few(multiply, dtype, primals, tangents):
     """Differentiate XLA's dot, because a custom call has no derivative."""
     (x, weight), (dx, dweight) = primals, tangents
-    y = _multiply_few(multiply, x, weight)
-    return y, (_multiply(dx, weight) + _multiply(x, dweight)).astype(y.dtype)
+    tangent = _multiply(dx, weight) + _multiply(x, dweight)
+    return _multiply_few(multiply, dtype, x, weight), tangent.astype(dtype)
 
 
-def _multiply_anywhere(x, weight):
+def _multiply_anywhere(x, weight, dtype):
     """Compute ``x @ weight.T`` for at most `_CPU_FEW_ROWS` rows on the platform of the program."""
     forms = {}
     compiled = _ffi.why_unavailable(DENSE_CPU.can.extension) is None
@@ -107,30 +103,33 @@ def _multiply_anywhere(x, weight):
         forms["cpu"] = DENSE_CPU.lower["dense"]
     if math.prod(x.shape[:-1]) == 1:
         forms["cuda"] = _reduce
-    return lax.platform_dependent(x, weight, **forms, default=_multiply)
+    forms["default"] = _multiply
+    forms = {name: functools.partial(form, dtype=dtype) for name, form in forms.items()}
+    return lax.platform_dependent(x, weight, **forms)
 
 
-def _multiply(x, weight):
+def _multiply(x, weight, dtype=jnp.float32):
     """Compute ``x @ weight.T`` as one XLA dot with float32 sums."""
     if x.dtype != weight.dtype:
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(
+    sums = lax.dot_general(
         x,
         weight,
         contract,
         precision=precision_for(weight.dtype),
         preferred_element_type=jnp.float32,
     )
+    return sums.astype(dtype)
 
 
-def _reduce(x, weight):
+def _reduce(x, weight, dtype):
     """Multiply one row by a sum of elementwise products.
 
     XLA's GEMMs with a single row read weights at a third of a GPU's bandwidth.
     """
     products = x.reshape(1, -1).astype(jnp.float32) * weight.astype(jnp.float32)
-    return jnp.sum(products, axis=-1).reshape(*x.shape[:-1], -1)
+    return jnp.sum(products, axis=-1).reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 def dense_fp8(

@@ -66,7 +66,7 @@ def plain(x):
     """The second call has no attributes."""
     matrix = jax.random.normal(KEY, (32, 96), jnp.float32).astype(jnp.bfloat16)
     inside = linear(x.astype(jnp.float32), WIDE)
-    return DENSE_CPU.lower["dense"](inside, matrix)
+    return DENSE_CPU.lower["dense"](inside, matrix, jnp.float32)
 
 
 def experts(x):

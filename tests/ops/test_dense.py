@@ -145,6 +145,23 @@ def test_the_call_of_the_gpu_kernel_stands_alone():
     assert "platform_index" not in text
 
 
+def test_the_gpu_kernel_rounds_to_the_dtype_of_the_rows():
+    """No operation rounds the result of the kernel once more."""
+    x, weight = jnp.zeros((1, 32), jnp.bfloat16), jnp.zeros((5, 32), jnp.bfloat16)
+    text = str(jax.make_jaxpr(lambda x, w: dense(x, w, target=GPU, dtype=x.dtype))(x, weight))
+    assert "ffi_call" in text
+    assert "convert_element_type" not in text
+
+
+@pytest.mark.parametrize("rows", [2, MOST + 1])
+@pytest.mark.parametrize("target", [None, Target("cpu")])
+def test_a_narrow_result_is_the_float32_one_rounded(rows, target):
+    x, weight = operands(rows, 5, 40)
+    narrow = dense(x, weight, target=target, dtype=jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(narrow, dense(x, weight, target=target).astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("target", [None, Target("cpu")])
 def test_operands_of_different_dtypes_count_as_float32(target):
     x, weight = operands(3, 5, 40)

@@ -82,7 +82,10 @@ def assert_accurate(y, call):
 
 
 class DenseFewSuite:
-    """Subclasses have a fixture `run(x, weight)`, which returns ``x @ weight.T`` in float32."""
+    """Subclasses have a fixture `run(x, weight, dtype)`, which returns ``x @ weight.T`` in `dtype`.
+
+    Its default is float32.
+    """
 
     pair = axis(*PAIRS)
 
@@ -112,6 +115,13 @@ class DenseFewSuite:
             bits &= ~np.array(0xFF if wrong.itemsize == 4 else 1, bits.dtype)
         with pytest.raises(AssertionError, match="yardstick"):
             assert_accurate(np.asarray(run(call.x, wrong)), call)
+
+    @pytest.mark.parametrize("case", ["odd_width", "sixteen_rows", "sixty_four_rows"])
+    def test_a_narrow_result_is_the_float32_one_rounded(self, run, case, pair):
+        call = make(case, pair)
+        wide, narrow = (np.asarray(run(call.x, call.weight, t)) for t in (np.float32, call.x.dtype))
+        assert narrow.dtype == call.x.dtype
+        assert narrow.tobytes() == wide.astype(call.x.dtype).tobytes()
 
     @pytest.mark.parametrize(("many", "few"), SHARED_FORMS)
     def test_rows_have_the_bits_that_they_have_alone(self, run, many, few, pair):

@@ -1,9 +1,9 @@
-// Computes y[r] = W @ x[r] in float32 for at most 64 rows, in one launch: routers, the head, and
-// linear layers that are not quantized.
+// Computes y[r] = W @ x[r] with float32 sums for at most 64 rows, in one launch: routers, the head,
+// and linear layers that are not quantized.
 //
 //   x  [rows, k]  bf16 or f16
 //   W  [n, k]     the type of x; or f32, if x is bf16
-//   y  [rows, n]  f32
+//   y  [rows, n]  f32, or rounded to the type of x
 //
 // A block computes an output tile: some weight rows, and all rows of x. Its eight warps form teams,
 // which divide k between them.
@@ -59,7 +59,7 @@ constexpr int kSlabRows = 16;
 constexpr int kStepK = 32;            // of two MMAs
 constexpr int kMaxStages = 4;         // of the ring
 constexpr int kRingBytes = 96 << 10;  // any device gives a block 99 KiB
-constexpr int32_t kMaxRanksLog2 = 3;  // every device with clusters has those of eight blocks
+constexpr int32_t kMaxRanks = 8;      // every device with clusters has those of eight blocks
 constexpr int kSmall = 16, kMedium = 64, kLarge = 128;  // weight rows of an output tile
 
 // The sizes of a form of the kernel for up to 8 * kEights rows.
@@ -99,9 +99,9 @@ __device__ __forceinline__ int FlipOf(int row) {
 // The arguments of the kernel besides the pointers.
 struct FewSizes {
   int32_t rows, n, k;
-  int32_t ranks_log2;
+  int32_t ranks;
   int32_t rank_pieces;
-  bool rounds;  // y has the type of x
+  bool rounds;  // whether y has the type of x instead of f32
 };
 
 // Starts the copies of kPieceK of k, from k `first` on, of `rows` rows to shared memory. Rows from
@@ -287,8 +287,7 @@ __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank,
   const int used = (p.rows + 7) / 8 * F::kTileSlabs;
   const auto store = [&](int fragment, const float4& total) {
     const int row = fragment / F::kTileSlabs * 8 + lane % 4 * 2;
-    const int slab = tile * F::kTileSlabs + fragment % F::kTileSlabs;
-    const int column = slab * kSlabRows + lane / 4;
+    const int column = (tile * F::kTileSlabs + fragment % F::kTileSlabs) * kSlabRows + lane / 4;
     if (p.rounds) {
       StoreFragment(p, static_cast<T*>(y), row, column, total);
     } else {
@@ -302,16 +301,16 @@ __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank,
     for (int team = 1; team < F::kTeams; ++team) {
       Add(total, partials[(team * kFragments + fragment) * 32 + lane]);
     }
-    if (p.ranks_log2 == 0) {
+    if (p.ranks == 1) {
       store(fragment, total);
     } else {
       partials[fragment * 32 + lane] = total;
     }
   }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  if (p.ranks_log2 == 0) return;
+  if (p.ranks == 1) return;
   SyncCluster();
-  const int ranks = 1 << p.ranks_log2;
+  const int ranks = p.ranks;
 #pragma unroll 1
   for (int fragment = rank + ranks * warp; fragment < used; fragment += ranks * kWarps) {
     const uint32_t address = SharedAddress(partials + fragment * 32 + lane);
@@ -333,8 +332,8 @@ __global__ void __launch_bounds__(kThreads, kTile == kMedium ? 3
   NVFP4_DYNAMIC_SHARED(shared);
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int team = warp % F::kTeams, group = warp / F::kTeams;
-  const int rank = static_cast<int>(blockIdx.x) & ((1 << p.ranks_log2) - 1);
-  const int tile = static_cast<int>(blockIdx.x >> p.ranks_log2);
+  const int rank = static_cast<int>(blockIdx.x) % p.ranks;
+  const int tile = static_cast<int>(blockIdx.x) / p.ranks;
   const int first_piece = rank * p.rank_pieces;
   const int pieces = max(min(p.rank_pieces, (p.k + F::kPieceK - 1) / F::kPieceK - first_piece), 0);
   const int filled = min(p.n - tile * kTile, kTile);  // weight rows of the tile that exist
@@ -417,22 +416,34 @@ int TileOf(const DenseFewCall& call) {
   return eights <= 2 ? kMedium : kLarge;
 }
 
-// Cuts k for clusters as large as possible: all blocks run at once, about two on a multiprocessor,
-// and each one has a piece.
+// Returns the blocks of a cluster. For the smallest tile, clusters are as large as possible: all
+// blocks run at once, about two on a multiprocessor, and each one has a piece. Larger tiles are
+// few. For these, the multiprocessor that has the most pieces is done first. The beginning and the
+// end of a block cost about as much as a piece.
+int32_t RanksOf(int tile, int64_t tiles, int64_t pieces) {
+  const int64_t multiprocessors = MultiprocessorCount();
+  int32_t best = 1;
+  for (int32_t ranks = 2; ranks <= kMaxRanks && tile == kSmall; ranks *= 2) {
+    if (tiles * ranks <= 2 * multiprocessors && pieces >= ranks) best = ranks;
+  }
+  const auto cost = [&](int64_t ranks) {
+    return CeilDiv(tiles * ranks, multiprocessors) * (CeilDiv(pieces, ranks) + 1);
+  };
+  for (int32_t ranks = 2; ranks <= kMaxRanks && tile != kSmall; ++ranks) {
+    if (cost(ranks) < cost(best)) best = ranks;
+  }
+  return best;
+}
+
 template <typename F>
 DenseFewCut CutOf(const DenseFewCall& call, bool clusters) {
   const int64_t tiles = CeilDiv(call.n, F::kTileRows), pieces = CeilDiv(call.k, F::kPieceK);
-  const int64_t most_blocks = 2 * MultiprocessorCount();
-  int32_t ranks_log2 = 0;
-  while (clusters && ranks_log2 < kMaxRanksLog2 && tiles << (ranks_log2 + 1) <= most_blocks &&
-         pieces >= int64_t{2} << ranks_log2) {
-    ++ranks_log2;
-  }
-  const int64_t rank_pieces = CeilDiv(pieces, int64_t{1} << ranks_log2);
+  const int32_t ranks = clusters ? RanksOf(F::kTileRows, tiles, pieces) : 1;
+  const int64_t rank_pieces = CeilDiv(pieces, ranks);
   const int64_t stages = std::min<int64_t>(rank_pieces, F::kStages);
   const int64_t bytes = std::max<int64_t>(
       stages * (F::kWeightBytes + F::RowsKept(call.rows) * F::kRowBytes), F::kPartialBytes);
-  return {F::kTileRows, ranks_log2, static_cast<int32_t>(rank_pieces), static_cast<int32_t>(bytes)};
+  return {F::kTileRows, ranks, static_cast<int32_t>(rank_pieces), static_cast<int32_t>(bytes)};
 }
 
 template <typename T, typename W>
@@ -441,13 +452,13 @@ cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
   const FewSizes sizes = {static_cast<int32_t>(call.rows),
                           static_cast<int32_t>(call.n),
                           static_cast<int32_t>(call.k),
-                          cut.ranks_log2,
+                          cut.ranks,
                           cut.rank_pieces,
-                          call.rounds};
-  const dim3 grid(static_cast<unsigned>(CeilDiv(call.n, cut.tile) << cut.ranks_log2));
+                          call.output_type != DataType::kF32};
+  const dim3 grid(static_cast<unsigned>(CeilDiv(call.n, cut.tile) * cut.ranks));
   return WithForm<W>(cut.tile, call.rows, [&](auto form) {
     using F = decltype(form);
-    return LaunchClusters(stream, grid, 1 << cut.ranks_log2, kThreads, cut.shared_bytes,
+    return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes,
                           /*overlaps=*/true, DenseFew<T, W, F::kTileRows, F::kMostEights>, buffers,
                           sizes);
   });

@@ -6,11 +6,11 @@
 
 namespace nvfp4 {
 
-// How a layer is cut. A cluster of 2^ranks_log2 blocks computes the outputs of `tile` weight rows,
+// How a layer is cut. A cluster of `ranks` blocks computes the outputs of `tile` weight rows,
 // and a block has up to `rank_pieces` of the pieces of k.
 struct DenseFewCut {
   int32_t tile;  // 16, 64 or 128
-  int32_t ranks_log2;
+  int32_t ranks;
   int32_t rank_pieces;
   int32_t shared_bytes;  // dynamic shared memory of a block
 };

@@ -7,8 +7,8 @@ namespace nvfp4 {
 
 constexpr int64_t kFewRows = 64;
 
-// How a linear layer is cut. A cluster of `ranks` blocks computes an output tile, and a block has up
-// to `rank_tiles` of the weight tiles along k.
+// How a linear layer is cut. A cluster of `ranks` blocks computes an output tile, and a block has
+// up to `rank_tiles` of the weight tiles along k.
 struct LinearFewCut {
   int32_t slabs;  // slabs of 16 weight rows of an output tile: 1, 4, or 8 in linear_few_wide.cu
   int32_t ranks;  // a power of two, except for eight slabs
