@@ -132,8 +132,8 @@ def pytest_configure(config):
     # Programs that tests start import modules from these folders.
     os.environ["PYTHONPATH"] = os.pathsep.join((*shared, *given))
     os.environ["HF_HUB_OFFLINE"] = "1"  # a name of the Hub must not start a download
-    # A worker has one core. Without this, each NumPy product of all workers wakes a thread per core,
-    # which costs a quarter of the time of tests that compare with NumPy.
+    # A worker has one core. Without this, each NumPy product wakes a thread for every core, which
+    # costs a quarter of the time of tests that compare with NumPy.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # `pytest_collection_modifyitems` orders modules
@@ -210,7 +210,8 @@ LONG_MODULES = (
 
 
 def _rank(item):
-    return LONG_MODULES.index(item.path.name) if item.path.name in LONG_MODULES else len(LONG_MODULES)
+    name = item.path.name
+    return LONG_MODULES.index(name) if name in LONG_MODULES else len(LONG_MODULES)
 
 
 def pytest_collection_modifyitems(config, items):
