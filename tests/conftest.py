@@ -183,7 +183,7 @@ def pytest_addoption(parser):
     )
 
 
-# Modules that take longest, from the longest on. They run first, so that no worker begins one of
+# Modules that take 8 s or more, from the longest on. They run first, so that no worker begins one of
 # them when the others are done. The order of all other modules does not matter.
 LONG_MODULES = (
     "test_architectures.py",
@@ -191,21 +191,32 @@ LONG_MODULES = (
     "test_long_text.py",
     "test_cpu_kernel.py",
     "test_cli.py",
-    "test_benchmarks.py",
     "test_parallel_models.py",
     "test_restoring_on_meshes.py",
+    "test_benchmarks.py",
     "test_distributed.py",
     "test_readme.py",
-    "test_training_mesh.py",
-    "test_attention.py",
     "test_gradient.py",
+    "test_ops.py",
     "test_parallel.py",
     "test_balance.py",
-    "test_ops.py",
-    "test_saving.py",
+    "test_wide_numbers.py",
+    "test_training_mesh.py",
+    "test_attention.py",
     "test_generate.py",
+    "test_saving.py",
+    "test_transforms.py",
+    "test_rounding.py",
+    "test_quantize_model.py",
+    "test_docstrings.py",
     "test_hub.py",
     "test_interrupted.py",
+    "test_quantizer.py",
+    "test_models.py",
+    "test_export.py",
+    "test_conversation.py",
+    "test_examples.py",
+    "test_exchange.py",
 )
 
 

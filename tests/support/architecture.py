@@ -52,6 +52,9 @@ LONG_TEXTS = (
     "nemotron_h-modelopt-w4a16",  # Mamba-2
     "kimi_linear-modelopt-w4a16",  # Kimi delta attention
     "lfm2_moe-modelopt-w4a16",  # short convolutions
+    "glm_moe_dsa-modelopt-w4a16",  # keys that an indexer chooses
+    "minimax_m3-modelopt-w4a16",  # chosen blocks of keys
+    "deepseek_v4-modelopt-w4a16",  # compressed keys
 )
 
 run = jax.jit(lambda model, ids: model(ids))
