@@ -183,8 +183,8 @@ def pytest_addoption(parser):
     )
 
 
-# Modules that take 8 s or more, from the longest on. They run first, so that no worker begins one of
-# them when the others are done. The order of all other modules does not matter.
+# Modules that take 8 s or more, from the longest on. They run first, so that no worker begins one
+# of them when the others are done. The order of all other modules does not matter.
 LONG_MODULES = (
     "test_architectures.py",
     "test_default_dtype.py",
