@@ -52,10 +52,10 @@ def measure_exact(folder: pathlib.Path) -> dict[str, float]:
 
 def measure_bfloat16(folder: pathlib.Path) -> dict[str, float]:
     """Return the error of the default model over that of plain rounding, to two decimals."""
-    from architecture import load_case
+    from architecture import EXACT, load_case
     from test_default_dtype import run_both, times_rounding
 
-    case = load_case(folder.name)
+    case = load_case(folder.name, how=EXACT)
     error, _, _ = times_rounding(case, run_both(case.model, case.ids))
     return {"bfloat16": float(f"{error:.2f}")}
 

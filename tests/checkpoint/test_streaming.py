@@ -58,14 +58,15 @@ def test_sizes_of_chunks(params):
     expert = params.nbytes // 6
     assert expert * 6 < streaming._CPU_BYTES
     assert streaming.chunk_size(params, 6, CPU) == 6
-    many = random_moe_params(jax.random.key(0), num_experts=1024, hidden=64, intermediate=64)
-    most = streaming._CPU_BYTES // (many.nbytes // 1024)
-    assert streaming.chunk_size(many, 1024, CPU) == max(
-        n for n in range(1, most + 1) if 1024 % n == 0
+    many = jax.tree.map(lambda x: np.resize(x, (2048, *x.shape[1:])), params)
+    most = streaming._CPU_BYTES // (many.nbytes // 2048)
+    assert most < 2039
+    assert streaming.chunk_size(many, 2048, CPU) == max(
+        n for n in range(1, most + 1) if 2048 % n == 0
     )
-    assert streaming.chunk_size(many, 1021, CPU) == 1  # a prime that is too large for one chunk
-    assert streaming.chunk_size(many, 1024, GPU) == 1024
-    assert streaming.chunk_size(many, 1024, CPU, 2) == 2 * streaming.chunk_size(many, 1024, CPU)
+    assert streaming.chunk_size(many, 2039, CPU) == 1  # a prime that is too large for one chunk
+    assert streaming.chunk_size(many, 2048, GPU) == 2048
+    assert streaming.chunk_size(many, 2048, CPU, 2) == 2 * streaming.chunk_size(many, 2048, CPU)
 
 
 def test_one_chunk_is_read_ahead(monkeypatch, params):

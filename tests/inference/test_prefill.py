@@ -16,6 +16,7 @@ from jax_nvfp4_moe.inference.prefill import (
 )
 
 TOKENS, CHUNK = 700, 256
+NEW = 70  # more than a step of the room for new tokens
 
 
 @pytest.mark.parametrize(
@@ -68,20 +69,20 @@ def test_generate_takes_long_prompts_by_chunks(model):
     equal length.
     """
     ids = random_ids(model, 1, (2, TOKENS))
-    given = {"lengths": np.array([TOKENS, 31], np.int32), "max_new_tokens": 4}
+    given = {"lengths": np.array([TOKENS, 31], np.int32), "max_new_tokens": NEW}
     expected = generate(model, ids, **given)
     before = prefill._extend._cache_size()
     np.testing.assert_array_equal(generate(model, ids, **given, prefill_chunk=CHUNK), expected)
-    shorter = stream(model, ids[:, :650], max_new_tokens=4, prefill_chunk=CHUNK)
+    shorter = stream(model, ids[:, :650], max_new_tokens=NEW, prefill_chunk=CHUNK)
     np.testing.assert_array_equal(
         next(shorter)[1:], generate(model, ids[1:, :650], max_new_tokens=1)[:, 0]
     )
     assert prefill._extend._cache_size() == before + 4
     lengths = np.array([TOKENS, 62], np.int32)
-    generate(model, ids, lengths=lengths, max_new_tokens=4, prefill_chunk=CHUNK)
+    generate(model, ids, lengths=lengths, max_new_tokens=NEW, prefill_chunk=CHUNK)
     assert prefill._extend._cache_size() == before + 4
     with pytest.raises(ValueError, match="prefill_chunk: expected at least 1, got 0"):
-        generate(model, ids, max_new_tokens=8, prefill_chunk=0)
+        generate(model, ids, max_new_tokens=NEW, prefill_chunk=0)
 
 
 @pytest.mark.parametrize("window", [300, 601])

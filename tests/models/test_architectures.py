@@ -16,6 +16,7 @@ from given import CHECKPOINTS, MODELS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import generate, load_moe
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
+from jax_nvfp4_moe.inference.prefill import empty_cache
 
 # Bound of one block, from the README of the given checkpoints: float32 sums in another order.
 BLOCK_BOUND = 1e-5
@@ -199,10 +200,10 @@ def take(model, cache, ids, starts, counts):
 def test_a_cache_filled_in_uneven_pieces(case):
     model, ids, expected = case.model, case.ids, case.expected
     (b, t), pieces, start = ids.shape, [], 0
-    cache = model.init_cache(b, t)
+    cache = empty_cache(model, b, t)
     for count in (t // 2 - 1, 1, 1, t - t // 2 - 1):
         logits, cache = take(model, cache, ids, [start] * b, [count] * b)
-        pieces.append(logits[:, :count])
+        pieces.append(np.asarray(logits)[:, :count])
         start += count
     np.testing.assert_array_equal(cache.lengths, [t] * b)
     assert case.error(np.concatenate(pieces, axis=1), expected) <= 1
@@ -230,7 +231,7 @@ def test_prompts_of_different_lengths(case):
     model, ids, expected = case.model, case.ids, case.expected
     t = ids.shape[1]
     lengths = np.array([t - 3, t // 2 - 2])
-    logits, cache = take(model, model.init_cache(2, t), ids, [0, 0], lengths)
+    logits, cache = take(model, empty_cache(model, 2, t), ids, [0, 0], lengths)
     assert case.error(real_tokens(logits, lengths), real_tokens(expected, lengths)) <= 1
     pieces = []
     for offset in range(3):
@@ -253,7 +254,7 @@ def test_the_bound_of_caches_catches_padding_that_counts():
     case = load_case(MODELS[0])
     model, ids, expected = case.model, case.ids, case.expected
     t = ids.shape[1]
-    _, cache = take(model, model.init_cache(2, t), ids, [0, 0], [t - 4] * 2)
+    _, cache = take(model, empty_cache(model, 2, t), ids, [0, 0], [t - 4] * 2)
     cache = dataclasses.replace(cache, lengths=cache.lengths + 1)
     logits, _ = take(model, cache, ids, [t - 4] * 2, [1, 1])
     assert case.error(logits, expected[:, t - 4 : t - 3]) > 10

@@ -10,7 +10,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EXACT, logit_error, run
+from architecture import KERNELS, logit_error, run
 from checkpoint_edits import read_all
 from given import CHECKPOINTS, reference_tensors
 
@@ -51,7 +51,7 @@ def rewrite(source, folder, divides=True):
 
 def error(folder, name):
     tensors = reference_tensors(CHECKPOINTS / name)
-    logits = run(load_model(folder, **EXACT), jnp.asarray(tensors["input_ids"], jnp.int32))
+    logits = run(load_model(folder, **KERNELS), jnp.asarray(tensors["input_ids"], jnp.int32))
     return logit_error(logits, tensors["logits"])
 
 

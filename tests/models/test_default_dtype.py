@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EACH_MIXER, EXACT, load_case
+from architecture import EACH_MIXER, EXACT, KERNELS, load_case
 from flax import nnx
 from given import CHECKPOINTS, MODELS
 from plain_rounding import followed_choices, own_choices, rounded_modules
@@ -107,7 +107,11 @@ def run_both(model, ids):
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
-    return load_case(request.param)
+    """Return a checkpoint in float32: of each mixer on the reference, all others on CPU kernels.
+
+    test_architectures.py runs those of each mixer on CPU kernels, and all blocks on the reference.
+    """
+    return load_case(request.param, how=EXACT if request.param in EACH_MIXER else KERNELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,7 +147,7 @@ def times_rounding(case, exact, edit=lambda default: None):
     edit(default)
     scheme = explain(default).scheme
     if scheme != exact.scheme:  # the default keeps activations that the checkpoint's scheme rounds
-        model = load_model(CHECKPOINTS / case.folder, **(EXACT | {"scheme": scheme.value}))
+        model = load_model(CHECKPOINTS / case.folder, **(KERNELS | {"scheme": scheme.value}))
         exact = run_both(model, case.ids)
     logits, replaced = run_with_cache(
         default, case.ids, exact.choices, decodes=case.folder in EACH_MIXER

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architecture import KERNELS
 from given import CHECKPOINTS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
@@ -17,7 +18,6 @@ from jax_nvfp4_moe.nn.norm import Residual
 
 NANO = CHECKPOINTS / "nemotron_h-modelopt-w4a16"
 SUPER = CHECKPOINTS / "nemotron_h-latent-modelopt-w4a16"
-EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
 
 
 def config_of(folder, without=(), **changes):
@@ -40,7 +40,7 @@ def layer_outputs(model, ids):
 def test_each_layer_is_exact(folder):
     """The bound 1e-5 is from the checkpoints' README. The last layer has the errors of all."""
     tensors = reference_tensors(folder)
-    model = load_model(folder, **EXACT)
+    model = load_model(folder, **KERNELS)
     outputs = jax.jit(layer_outputs)(model, jnp.asarray(tensors["input_ids"], jnp.int32))
     for layer, output in enumerate(outputs):
         expected = tensors[f"layers.{layer}.output"]
@@ -146,7 +146,7 @@ def with_tensors(folder, target, edit, **changes):
 
 
 def logits_of(folder, ids, **changes):
-    return np.asarray(jax.jit(lambda m, i: m(i))(load_model(folder, **EXACT | changes), ids))
+    return np.asarray(jax.jit(lambda m, i: m(i))(load_model(folder, **KERNELS | changes), ids))
 
 
 def test_biases_where_the_file_has_them(tmp_path):

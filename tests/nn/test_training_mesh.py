@@ -42,15 +42,22 @@ def gradients(model, ids, weights):
     return nnx.grad(loss)(model)
 
 
+@functools.partial(jax.jit, static_argnames="layouts")
+def in_order(values, layouts):
+    """Return gradients in the order of entries on one device."""
+    return [to_one_device(*each) for each in zip(values, layouts, strict=True)]
+
+
 def flat(model, state):
     """Return path -> gradient, in the order of entries on one device."""
     variables = {path: variable for path, variable in nnx.to_flat_state(nnx.state(model))}
-    found = {}
-    for path, gradient in nnx.to_flat_state(state):
-        value, layout = gradient.get_value(), find_layout(variables[path])
-        value = jax.jit(to_one_device, static_argnums=1)(value, layout)
-        found[".".join(map(str, path))] = np.asarray(value, np.float64)
-    return found
+    paths, gradients = zip(*nnx.to_flat_state(state), strict=True)
+    values = in_order(
+        [gradient.get_value() for gradient in gradients],
+        tuple(find_layout(variables[path]) for path in paths),
+    )
+    named = zip(paths, values, strict=True)
+    return {".".join(map(str, path)): np.asarray(value, np.float64) for path, value in named}
 
 
 def copies_differ(state):

@@ -309,7 +309,7 @@ SMALL_MODEL = (
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("moe.py", "--case tiny --tokens 1 8 --small-ceilings"),
+        ("moe.py", "--case tiny --tokens 4097 8192 --small-ceilings"),
         ("parallel.py", "--smoke"),
         ("decode_parallel.py", f"{SMALL_MODEL} --mesh 1x1"),
     ],

@@ -19,3 +19,11 @@ def test_more_examples_are_more(option, examples):
     assert done.returncode == 0, done.stdout + done.stderr
     phases = re.findall(r"(\d+) passing,", done.stdout)
     assert sum(map(int, phases)) == examples
+
+
+def test_long_modules_are_modules(request):
+    """conftest.py orders modules by their names, and a name that no module has orders nothing."""
+    plugins = request.config.pluginmanager.get_plugins()
+    (names,) = (plugin.LONG_MODULES for plugin in plugins if hasattr(plugin, "LONG_MODULES"))
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(names) - there == set()

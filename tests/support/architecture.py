@@ -11,6 +11,9 @@ from given import CHECKPOINTS, reference_tensors
 from jax_nvfp4_moe import load_model, load_moe
 
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
+# The same with the CPU kernels for experts and linears. Their programs compile several times faster
+# than those of the reference, which other devices run here too.
+KERNELS = EXACT | {"backend": ("moe_w4a16_cpu", "reference")}
 # Bound of whole-model logits, in units of their root mean square: float32 sums of a few layers. The
 # worst token meets it, and reaches 7e-7 to 3.8e-6 where activations are rounded.
 LOGIT_BOUND = 1e-5
@@ -49,6 +52,9 @@ LONG_TEXTS = (
     "nemotron_h-modelopt-w4a16",  # Mamba-2
     "kimi_linear-modelopt-w4a16",  # Kimi delta attention
     "lfm2_moe-modelopt-w4a16",  # short convolutions
+    "glm_moe_dsa-modelopt-w4a16",  # keys that an indexer chooses
+    "minimax_m3-modelopt-w4a16",  # chosen blocks of keys
+    "deepseek_v4-modelopt-w4a16",  # compressed keys
 )
 
 run = jax.jit(lambda model, ids: model(ids))
@@ -82,11 +88,11 @@ class Case:
         return count(errors) / LOGIT_BOUND
 
 
-def load_case(name, folder=None):
-    """Load the checkpoint `name`, or a changed copy of it in `folder`."""
+def load_case(name, folder=None, how=KERNELS):
+    """Load the checkpoint `name`, or a changed copy of it in `folder`, with the arguments `how`."""
     folder = folder or CHECKPOINTS / name
     tensors = reference_tensors(CHECKPOINTS / name)
-    model = load_model(folder, **EXACT)
+    model = load_model(folder, **how)
     given = tensors["input_ids"], tensors["logits"]
     ids, logits = (np.resize(value, (2, *value.shape[1:])) for value in given)
     return Case(name, model, ids.astype(np.int32), logits)

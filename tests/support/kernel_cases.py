@@ -241,12 +241,23 @@ def make_layer(case, dtype, options, *, seed=0, bias=False) -> LayerCall:
     )
 
 
+@functools.lru_cache(maxsize=256)
+def _make_named_product(case, dtype, mode, parts, bias):
+    return _make_product(PRODUCTS[case], dtype, mode, parts, bias)
+
+
 def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCall:
     """Return a grouped GEMM for a name in PRODUCTS or for any such sizes.
 
-    `parts` is the number of global scales of a matrix; None for one for each row.
+    Equal arguments share an object if `case` is a name. `parts` is the number of global scales of a
+    matrix; None for one for each row.
     """
-    m, n, k, sizes = PRODUCTS[case] if isinstance(case, str) else case
+    make = _make_named_product if isinstance(case, str) else _make_product
+    return make(case, dtype, mode, parts, bias)
+
+
+def _make_product(sizes_of_case, dtype, mode, parts, bias):
+    m, n, k, sizes = sizes_of_case
     rng, e = np.random.default_rng(1), 1 if sizes is None else len(sizes)
     packed, block_scale = float64_layer.random_weight(rng, e, n, k)
     operands = (
