@@ -68,7 +68,7 @@ def _run(python, command, config, cells, new):
         line += ["--cells", *(f"{batch}x{prompt}" for batch, prompt in cells)]
         done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"error": done.stderr.strip()[-500:] or f"status {done.returncode}"}
+        return {"error": done.stderr.strip()[-2000:] or f"status {done.returncode}"}
     return json.loads(done.stdout)
 
 
@@ -105,11 +105,11 @@ def cells_of(results, row) -> list[str]:
 
 
 def caption(results) -> str | None:
-    """Return a line for each peer that says how it was timed, or why it was not."""
+    """Return a line for each peer that says how it was timed, or the last line of its error."""
     lines = [
         f"x {result['peer']}: {result['method']}, on {result['device']}"
         if "rows" in result
-        else f"{result['peer']}, {result['model']}: {result['error']}"
+        else f"{result['peer']}, {result['model']}: {result['error'].splitlines()[-1]}"
         for result in results
     ]
     return "\n".join(dict.fromkeys(lines)) or None

@@ -93,6 +93,8 @@ class RandomTensors:
 
     def _draw_nvfp4(self, shape):
         rows, width = shape[:-1], shape[-1]
+        if width % _BLOCK:
+            raise SystemExit(f"llama.cpp's NVFP4 needs multiples of {_BLOCK} channels, not {width}")
         blocks = self._rng.integers(0, 256, (*rows, width // _BLOCK, _BLOCK_BYTES), np.uint8)
         blocks[..., :_SCALES] = _SCALE
         return blocks.reshape(*rows, -1)
