@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py [--model qwen3-30b-a3b ...] [--format nvfp4 bfloat16 ...]
         [--cells 1x128 1x32768 16x128 64x1024] [--new 64] [--layers N] [--backend NAME]
-        [--output FILE]
+        [--llama FOLDER] [--transformers] [--output FILE]
 
 A cell is BATCHxPROMPT. `--format` is that of the linear layers beside the experts;
 `whole_model.py` has the models. The time of a step is the time of `generate` for all new tokens,
@@ -15,7 +15,10 @@ measured in the same run.
 A profile of one more token tells what one step does on the device. It has the number of kernels,
 their time, and the share of that time outside our kernels. Kernels that overlap count twice. It
 also has the number of copies to the host, each of which is a wait. No program may compile after the
-first round; otherwise the exit status is 1. XLA_FLAGS take effect and are recorded. Writes
+first round; otherwise the exit status is 1. XLA_FLAGS take effect and are recorded.
+
+`--llama` and `--transformers` time the same cells with llama.cpp and with transformers
+(`model_peers.py`). The table then says how many times as fast as each of them a step is. Writes
 ``benchmarks/results/decode.DEVICE.json``.
 """
 
@@ -30,6 +33,7 @@ import tempfile
 import time
 
 import jax
+import model_peers
 import numpy as np
 from moe_cases import Ceilings
 from provenance import provenance
@@ -157,11 +161,13 @@ def measure(whole, built, cell, arguments, ceilings, compilations) -> dict:
     }
 
 
-def make_table(rows, title):
-    table = Table(title=title)
+def make_table(result, title):
+    peers, rows = result["peers"], result["rows"]
+    table = Table(title=title, caption=model_peers.caption(peers))
     headings = ("model", "format", "batch", "prompt", "tokens/s", "us a step", "floor us")
     headings += ("over floor", "device busy us", "outside our kernels", "launches")
-    for heading in (*headings, "copies to host", "compiled"):
+    headings += ("copies to host", "compiled", *model_peers.headings(peers))
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
         device = row["device"]
@@ -180,6 +186,7 @@ def make_table(rows, title):
             f"{device['launches']:.0f}",
             f"{device['copies_to_host']:.2f}",
             f"{row['compilations']}",
+            *model_peers.cells_of(peers, row),
         )
     return table
 
@@ -202,6 +209,7 @@ def parse_arguments():
 
 def add_models(parser):
     """Add the options that `prefill.py` has too."""
+    model_peers.add_peers(parser)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3-30b-a3b"])
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=["nvfp4", "bfloat16"])
     parser.add_argument("--layers", type=int, help="default: all")
@@ -210,14 +218,15 @@ def add_models(parser):
     parser.add_argument("--small-ceilings", action="store_true", help=argparse.SUPPRESS)
 
 
-def start_result(arguments) -> dict:
-    """Return the facts of this run, with the ceilings that it measures, and no rows."""
+def start_result(arguments, peers) -> dict:
+    """Return the facts of this run, with the ceilings that it measures, and no rows of ours."""
     small = {"gibibytes": 1 / 64, "side": 256} if arguments.small_ceilings else {}
     return {
         "device": jax.devices()[0].device_kind,
         **provenance(arguments.commit),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "ceilings": measure_ceilings(**small),
+        "peers": peers,
         "rows": [],
     }
 
@@ -232,7 +241,8 @@ def each_model(arguments):
 
 def main():
     arguments, compilations = parse_arguments(), Compilations()
-    result = start_result(arguments)
+    peers = model_peers.time_peers(arguments, arguments.cells, arguments.new)
+    result = start_result(arguments, peers)
     name = result["device"]
     path = arguments.output or HERE / "results" / f"decode.{name.replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -241,10 +251,13 @@ def main():
         for cell in arguments.cells:
             row = measure(whole, built, cell, arguments, ceilings, compilations)
             head = {"model": whole.name, "layers": whole.layers, "format": linear_format}
-            result["rows"].append(head | row)
+            times = model_peers.times_as_fast(
+                peers, whole.name, *cell, row["step_us"] / 1e6, "step_s"
+            )
+            result["rows"].append(head | row | {"times": times})
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         del built  # its memory, before the next model is made
-    table = make_table(result["rows"], f"decoding on {name}, {arguments.new} new tokens")
+    table = make_table(result, f"decoding on {name}, {arguments.new} new tokens")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     sys.exit(1 if any(row["compilations"] for row in result["rows"]) else 0)
 

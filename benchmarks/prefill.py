@@ -1,14 +1,16 @@
 """Time the prefill of whole models with random weights, and its memory, on one GPU.
 
     python benchmarks/prefill.py [--model qwen3-30b-a3b ...] [--format nvfp4 bfloat16 ...]
-        [--tokens 2048 8192 32768 131072] [--batch 1] [--layers N] [--chunk N] [--output FILE]
+        [--tokens 2048 8192 32768 131072] [--batch 1] [--layers N] [--chunk N]
+        [--llama FOLDER] [--transformers] [--output FILE]
 
 The time is that of `generate` for one new token, the median of several calls. The floor is the sum
 of two parts: the floor of the expert layers (`moe_cases.floor_us`), and the FLOPs of the other
 linear layers and of causal attention at the rate of a matmul of the same run. The memory is the
 peak beyond the weights and the cache. A peak never shrinks, so that lengths are measured from short
 to long.
-`whole_model.py` has the models. Writes ``benchmarks/results/prefill.DEVICE.json``.
+`whole_model.py` has the models. `--llama` and `--transformers` time the same prompts with llama.cpp
+and with transformers (`model_peers.py`). Writes ``benchmarks/results/prefill.DEVICE.json``.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import sys
 import time
 
 import jax
+import model_peers
 import numpy as np
 from decode import add_models, each_model, start_result
 from moe_cases import Ceilings
@@ -68,10 +71,11 @@ def measure(whole, built, tokens, arguments, ceilings) -> dict:
     }
 
 
-def make_table(rows, title):
-    table = Table(title=title)
+def make_table(result, title):
+    peers, rows = result["peers"], result["rows"]
+    table = Table(title=title, caption=model_peers.caption(peers))
     headings = ("model", "format", "batch", "tokens", "ms", "tokens/s", "floor ms", "over floor")
-    for heading in (*headings, "cache GB", "further GB"):
+    for heading in (*headings, "cache GB", "further GB", *model_peers.headings(peers)):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -85,6 +89,7 @@ def make_table(rows, title):
             f"{row['over_floor']:.2f}",
             f"{row['cache_gb']:.2f}",
             "-" if row["memory_gb"] is None else f"{row['memory_gb']:.2f}",
+            *model_peers.cells_of(peers, row),
         )
     return table
 
@@ -101,18 +106,24 @@ def parse_arguments():
 
 def main():
     arguments = parse_arguments()
-    result = start_result(arguments)
+    cells = [(arguments.batch, tokens) for tokens in sorted(arguments.tokens)]
+    peers = model_peers.time_peers(arguments, cells, new=1)
+    result = start_result(arguments, peers)
     name = result["device"]
     path = arguments.output or HERE / "results" / f"prefill.{name.replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     for whole, linear_format, built in each_model(arguments):
-        for tokens in sorted(arguments.tokens):
+        for cell in cells:
+            tokens = cell[1]
             row = measure(whole, built, tokens, arguments, Ceilings(**result["ceilings"]))
             head = {"model": whole.name, "layers": whole.layers, "format": linear_format}
-            result["rows"].append(head | row)
+            times = model_peers.times_as_fast(
+                peers, whole.name, *cell, row["ms"] / 1e3, "first_token_s"
+            )
+            result["rows"].append(head | row | {"times": times})
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         del built  # its memory, before the next model is made
-    table = make_table(result["rows"], f"prefill on {name}")
+    table = make_table(result, f"prefill on {name}")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 

@@ -4,9 +4,8 @@
 
 It needs the packages ``llama-cpp-python``, built from source for this CPU
 (``CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python``), and ``gguf``. The program
-`benchmarks/cpu_model.py` starts it with a Python that has both. Linears and experts are NVFP4, and
-the embedding and the head are bfloat16, as in the checkpoint that the benchmark times beside it.
-The router is float32.
+`benchmarks/cpu_model.py` starts it with a Python that has both. `llama_gguf.py` makes the model, in
+the formats of the checkpoint that the benchmark times beside it.
 
 Prints one JSON object: seconds of each prefill and of each step of decoding, a list for each size.
 """
@@ -18,75 +17,12 @@ import sys
 import tempfile
 import time
 
-import gguf
 import llama_cpp.llama_cpp as llama
 import numpy as np
+from llama_gguf import write_model
 
 # llama.cpp keeps only the address of this function.
 _SILENT = llama.llama_log_callback(lambda level, text, data: None)
-_BLOCK, _BLOCK_BYTES = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.NVFP4]
-
-
-def write_model(path, config):
-    """Write a GGUF file with random weights."""
-    h, i = config["hidden_size"], config["moe_intermediate_size"]
-    experts, vocab, d = config["num_experts"], config["vocab_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
-    rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "qwen3moe")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(h)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(i)
-    writer.add_expert_feed_forward_length(i)
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(d)
-    writer.add_value_length(d)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(experts)
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_vocab_size(vocab)
-    writer.add_tokenizer_model("no_vocab")
-
-    def quantized(name, *shape):
-        blocks = rng.integers(
-            0, 256, (*shape[:-1], shape[-1] // _BLOCK, _BLOCK_BYTES), dtype=np.uint8
-        )
-        blocks[..., : _BLOCK // 16] = 0x20  # four block scales, small, so that sums stay finite
-        flat = blocks.reshape(*shape[:-1], -1)
-        writer.add_tensor(name, flat, raw_dtype=gguf.GGMLQuantizationType.NVFP4)
-
-    def dense(name, *shape, bfloat16=False):
-        values = 0.02 * rng.standard_normal(shape, np.float32)
-        if not bfloat16:
-            writer.add_tensor(name, values)
-            return
-        raw = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
-
-    dense("token_embd.weight", vocab, h, bfloat16=True)
-    dense("output.weight", vocab, h, bfloat16=True)
-    dense("output_norm.weight", h)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"blk.{layer}"
-        for name in ("attn_norm", "ffn_norm"):
-            dense(f"{prefix}.{name}.weight", h)
-        for name in ("attn_q_norm", "attn_k_norm"):
-            dense(f"{prefix}.{name}.weight", d)
-        dense(f"{prefix}.ffn_gate_inp.weight", experts, h)
-        quantized(f"{prefix}.attn_q.weight", queries, h)
-        quantized(f"{prefix}.attn_k.weight", keys, h)
-        quantized(f"{prefix}.attn_v.weight", keys, h)
-        quantized(f"{prefix}.attn_output.weight", h, queries)
-        quantized(f"{prefix}.ffn_gate_exps.weight", experts, i, h)
-        quantized(f"{prefix}.ffn_up_exps.weight", experts, i, h)
-        quantized(f"{prefix}.ffn_down_exps.weight", experts, h, i)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def decode(context, batch, tokens, positions, sequences, last_only):

@@ -18,6 +18,7 @@ import cpu_model
 import decode
 import jax.numpy as jnp
 import layer
+import model_peers
 import moe
 import moe_cases
 import moe_plot
@@ -243,6 +244,53 @@ def test_a_prefill_is_measured(tiny):
     assert 0 < row["low"] <= row["ms"] <= row["high"]
 
 
+PEER = """#!/bin/sh
+cp "$2" config.json
+echo "$@" >> commands
+case "$1" in *transformers*) echo no room >&2; exit 1;; esac
+echo '{"device": "H200", "method": "NVFP4", "rows": [
+  {"batch": 1, "prompt": 8, "first_token_s": [3, 9, 4], "step_s": [0.5, 0.1, 0.2]}]}'
+"""
+
+
+def test_peers_time_the_same_cells_of_the_same_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / "python"
+    python.write_text(PEER)
+    python.chmod(0o755)
+    arguments = types.SimpleNamespace(
+        model=["tiny", "deepseek-v3-4-layers"],
+        layers=3,
+        llama=pathlib.Path("build"),
+        transformers=True,
+        peer_python=python,
+    )
+    results = model_peers.time_peers(arguments, [(1, 8), (2, 16)], 4)
+    llama, transformers = (tmp_path / "commands").read_text().splitlines()
+    assert "llama_cuda.py" in llama
+    assert llama.endswith("--build build --new 4 --cells 1x8 2x16")
+    assert transformers.endswith("--new 4 --cells 1x8 2x16")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config == {**whole_model.MODELS["tiny"].cut(3).config, "rms_norm_eps": 1e-6}
+    assert [("rows" in result, result.get("error")) for result in results] == [
+        (True, None),
+        (False, "no room"),
+        *2 * [(False, "no model of the kind DeepseekV3ForCausalLM")],
+    ]
+    assert "transformers, tiny: no room" in capsys.readouterr().err
+
+    def times(*cell, figure="step_s"):
+        return model_peers.times_as_fast(results, *cell, 0.1, figure)
+
+    assert times("tiny", 1, 8) == {"llama.cpp": pytest.approx(2)}
+    assert times("tiny", 1, 8, figure="first_token_s") == {"llama.cpp": pytest.approx(40)}
+    assert times("tiny", 2, 16) == times("deepseek-v3-4-layers", 1, 8) == {}
+    assert model_peers.headings(results) == ["x llama.cpp", "x transformers"]
+    assert model_peers.cells_of(results, {"times": {"llama.cpp": 2.0}}) == ["2.00", "-"]
+    caption = model_peers.caption(results).splitlines()
+    assert caption[:2] == ["x llama.cpp: NVFP4, on H200", "transformers, tiny: no room"]
+
+
 class Graph:
     """Stand-in for `torch.cuda.CUDAGraph` that counts how many graphs were freed."""
 
@@ -332,7 +380,12 @@ def test_scripts_that_start_others_run(script, arguments, tmp_path):
 @pytest.mark.parametrize(
     ("script", "arguments", "rows"),
     [
-        ("decode.py", "--model tiny --format nvfp4 --cells 1x8 --new 4 --small-ceilings", 1),
+        (
+            "decode.py",
+            "--model tiny --format nvfp4 --cells 1x8 --new 4 --small-ceilings --transformers "
+            "--peer-python false",  # a peer that fails must not end the run
+            1,
+        ),
         ("layout.py", "--case tiny --backend moe_w4a16_cpu", 1),
         ("quantize.py", "--case given --tokens 7 130 --k 64 --copy-gibibytes 0.01", 2),
     ],
