@@ -31,6 +31,9 @@ SIGNATURES = {
     "backend=None, plan=None",
     "ops.quantize_nvfp4": "x, *, global_scale=None, scale_layout='linear', target=None, "
     "backend=None",
+    "ops.activate": "gate_up, activation='silu', *, target=None, backend=None",
+    "ops.add_gated": "x, gate, z, *, target=None, backend=None",
+    "ops.chain_calls": "function",
     "ops.add_rms_norm": "x, added, weight, *, eps, target=None, backend=None",
     "ops.prepare_heads": "qkv, positions, keys, values, *, q_weight=None, k_weight=None, "
     "eps=1e-06, rope=None, rotates_first=False, target=None, backend=None",
