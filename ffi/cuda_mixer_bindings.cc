@@ -379,7 +379,7 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
 ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer g, ffi::AnyBuffer beta, ffi::AnyBuffer state,
                      ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> new_state,
-                     ffi::Result<ffi::AnyBuffer> workspace) {
+                     ffi::Result<ffi::AnyBuffer> workspace, bool normalize) {
   const NamedOperand arrays[] = {{"q", q},       {"k", k},         {"v", v}, {"g", g},
                                  {"beta", beta}, {"state", state}, {"y", *y}};
   for (const NamedOperand& array : arrays) {
@@ -409,7 +409,9 @@ ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
                               static_cast<int32_t>(m),
                               static_cast<int32_t>(r),
                               static_cast<int32_t>(d),
-                              static_cast<int32_t>(e)};
+                              static_cast<int32_t>(e),
+                              normalize,
+                              1.0f / std::sqrt(static_cast<float>(d))};
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, DeltaRuleWorkspaceBytes(call)));
   const DeltaRuleBuffers buffers = {Data<float>(q),
                                     Data<float>(k),
@@ -581,15 +583,16 @@ XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
 XLA_FFI_DEFINE_HANDLER(kDeltaRule, DeltaRule,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()   // q          [b, t, m, d]
-                           .Arg<ffi::AnyBuffer>()   // k          [b, t, m, d]
-                           .Arg<ffi::AnyBuffer>()   // v          [b, t, m, r, e]
-                           .Arg<ffi::AnyBuffer>()   // g          [b, t, m, r]
-                           .Arg<ffi::AnyBuffer>()   // beta       [b, t, m, r]
-                           .Arg<ffi::AnyBuffer>()   // state      [b, m, r, d, e]
-                           .Ret<ffi::AnyBuffer>()   // y          [b, t, m, r, e]
-                           .Ret<ffi::AnyBuffer>()   // new_state, in the memory of state
-                           .Ret<ffi::AnyBuffer>(),  // workspace U8 [bytes]
+                           .Arg<ffi::AnyBuffer>()  // q          [b, t, m, d]
+                           .Arg<ffi::AnyBuffer>()  // k          [b, t, m, d]
+                           .Arg<ffi::AnyBuffer>()  // v          [b, t, m, r, e]
+                           .Arg<ffi::AnyBuffer>()  // g          [b, t, m, r]
+                           .Arg<ffi::AnyBuffer>()  // beta       [b, t, m, r]
+                           .Arg<ffi::AnyBuffer>()  // state      [b, m, r, d, e]
+                           .Ret<ffi::AnyBuffer>()  // y          [b, t, m, r, e]
+                           .Ret<ffi::AnyBuffer>()  // new_state, in the memory of state
+                           .Ret<ffi::AnyBuffer>()  // workspace  U8 [bytes]
+                           .Attr<bool>("normalize"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kMamba2Step, Mamba2Step,

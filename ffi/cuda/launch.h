@@ -347,6 +347,8 @@ struct DeltaRuleCall {
   int32_t key_heads;  // m
   int32_t shared;     // value heads of a key head, r
   int32_t d, e;       // the width of a key, and of a value; multiples of 4
+  bool normalize;     // scale keys to length 1, and queries to length `scale`
+  float scale;
 };
 
 struct DeltaRuleBuffers {

@@ -74,7 +74,7 @@ def mix_gated_delta(
     norm: Float[Array, " e"],
     interleaved: bool,
     eps: float,
-    rule: Callable = delta_step,
+    rule: Callable | None = None,
 ) -> tuple[Float[Array, "b t h"], Float[Array, "b taps-1 c"], Float[Array, "b m r d e"]]:
     """Compute `ops.gated_delta_step` for t tokens.
 
@@ -89,7 +89,8 @@ def mix_gated_delta(
       norm: weight of the norm.
       interleaved: whether `projected` has key head after key head.
       eps: epsilon of the norm.
-      rule: the delta rule for t tokens, with the arguments and results of `delta_step`.
+      rule: the delta rule for t tokens, with the arguments and results of `delta_step`, except that
+        it normalizes queries and keys itself. None (default) for one token.
 
     Returns:
       The normalized results in the dtype of `inputs`, and the new `inputs` and `state`.
@@ -99,7 +100,7 @@ def mix_gated_delta(
     qkv, z, beta, step = _split(projected, state.shape, interleaved)
     mixed, inputs = convolve(qkv, inputs, conv_weight, present)
     q, k, v = jnp.split(jax.nn.silu(mixed), [m * d, 2 * m * d], axis=-1)
-    q, k = (_unit(part.reshape(b, t, m, d)) for part in (q, k))
+    q, k = (part.reshape(b, t, m, d) for part in (q, k))
     rate = jnp.exp(A_log)[None, None]
     g = -rate * jax.nn.softplus(step.astype(jnp.float32) + dt_bias[None, None])
     # Padding gets g = 0, a decay of 1, and a rate of 0, which leave the state unchanged.
@@ -107,13 +108,16 @@ def mix_gated_delta(
         jnp.where(present[..., None], value, 0).reshape(b, t, m, r)
         for value in (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
     )
-    y, state = rule(q * d**-0.5, k, v.reshape(b, t, m, r, e), g, beta, state)
+    rule = rule or _normalized_step
+    y, state = rule(q, k, v.reshape(b, t, m, r, e), g, beta, state)
     y = _gated_norm(y.reshape(b, t, m * r, e), z, norm, eps)
     return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state
 
 
-def apply_gated_delta(q, k, v, g, beta, state, *, dtype):
+def apply_gated_delta(q, k, v, g, beta, state, *, normalize, dtype):
     """Compute `ops.gated_delta_rule` in chunks for the device on which it runs."""
+    if normalize:
+        q, k = _normalize(q, k)
     rule = functools.partial(delta_chunks, precision=choose_precision(dtype))
     return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(q, k, v, g, beta, state)
 
@@ -185,9 +189,17 @@ def _split(projected, sizes, interleaved):
     return jnp.concatenate([q, k, v], axis=-1), z, beta, step
 
 
-def _unit(x):
-    """Scale float32 `x` to length 1 along the last axis."""
-    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)
+def _normalized_step(q, k, *operands):
+    return delta_step(*_normalize(q, k), *operands)
+
+
+def _normalize(q, k):
+    """Scale float32 keys to length 1, and queries of d channels to length ``d ** -0.5``."""
+
+    def unit(x):
+        return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _TINY)
+
+    return unit(q) * q.shape[-1] ** -0.5, unit(k)
 
 
 def _gated_norm(y, z, weight, eps):

@@ -84,21 +84,21 @@ def _lower_mamba2_step(
     )[:3]
 
 
-def delta_rule_workspace_bytes(b: int, t: int, heads: int) -> int:
+def delta_rule_workspace_bytes(b: int, t: int, key_heads: int, shared: int) -> int:
     """Return the bytes that `gated_delta_rule` needs between its two kernels.
 
-    Each token of each value head has a decayed key, its pairs with the tokens of a chunk, and two
-    decays. `DeltaRuleWorkspaceBytes` in ffi/cuda/recurrent/delta_rule.cu is the same number.
+    Each token of a key head has a key and a query. For each of the `shared` value heads, it has a
+    decayed key, its pairs with the tokens of a chunk, and two decays. `DeltaRuleWorkspaceBytes` in
+    ffi/cuda/recurrent/delta_rule.cu is the same number.
     """
     padded = -(-t // _RULE_CHUNK) * _RULE_CHUNK
-    return 4 * b * padded * heads * (_MOST + _RULE_CHUNK + 2)
+    return 4 * b * padded * key_heads * (2 * _MOST + shared * (_MOST + _RULE_CHUNK + 2))
 
 
-def _lower_delta_rule(q, k, v, g, beta, state, *, dtype):
+def _lower_delta_rule(q, k, v, g, beta, state, *, normalize, dtype):
     """Lower `gated_delta_rule` to its FFI target. The record accepts one `dtype` only."""
     del dtype
-    b, t, m, r, _ = v.shape
-    workspace = jax.ShapeDtypeStruct((delta_rule_workspace_bytes(b, t, m * r),), jnp.uint8)
+    workspace = jax.ShapeDtypeStruct((delta_rule_workspace_bytes(*v.shape[:4]),), jnp.uint8)
     results = jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)
     call = jax.ffi.ffi_call(
         "nvfp4_delta_rule_cuda",
@@ -106,7 +106,7 @@ def _lower_delta_rule(q, k, v, g, beta, state, *, dtype):
         input_output_aliases={5: 1},
         vmap_method="sequential",
     )
-    return tuple(call(q, k, v, g, beta, state)[:2])
+    return tuple(call(q, k, v, g, beta, state, normalize=bool(normalize))[:2])
 
 
 def _call_in_place(ffi_target, outputs, weights, inputs, state, scratch):

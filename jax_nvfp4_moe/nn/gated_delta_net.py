@@ -137,7 +137,9 @@ class GatedDeltaNet(HeadParallel):
         b, t = positions.shape
         old = self.empty_cache(b, 0) if entries is None else entries
         step = functools.partial(gated_delta_step, target=self.target)
-        rule = functools.partial(gated_delta_rule, dtype=self.dtype, target=self.target)
+        rule = functools.partial(
+            gated_delta_rule, normalize=True, dtype=self.dtype, target=self.target
+        )
         run = step if t == 1 else functools.partial(mix_gated_delta, rule=rule)
         y, inputs, state = run(
             spread(self.projections(x), positions),

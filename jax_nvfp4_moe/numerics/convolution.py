@@ -1,6 +1,7 @@
 """The short causal convolution in front of the recurrence of Mamba-2 and of gated delta nets."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 
@@ -22,10 +23,26 @@ def convolve(
       The results, float32 ``[b, t, c]``, and the last n inputs of each row, ``[b, n, c]`` in the
       dtype of `past`. Padding does not count as input.
     """
-    t, count = x.shape[1], weight.shape[1]
-    inputs = jnp.concatenate([past, x.astype(past.dtype)], axis=1)
+    n, x = past.shape[1], x.astype(past.dtype)
     y = jnp.zeros(x.shape, jnp.float32)
-    for j in range(count):
-        y += inputs[:, j : j + t].astype(jnp.float32) * weight[:, j].reshape(1, 1, -1)
-    last = jnp.sum(present, axis=1)[:, None] + jnp.arange(count - 1)[None, :]
-    return y, jnp.take_along_axis(inputs, last[..., None], axis=1)
+    for j in range(n + 1):
+        y += _window(x, past, j).astype(jnp.float32) * weight[:, j].reshape(1, 1, -1)
+    # Which token each of the last inputs is; tokens before the first one are in the past.
+    last = jnp.sum(present, axis=1)[:, None] + jnp.arange(-n, 0)[None, :]
+    new, old = (
+        jnp.take_along_axis(values, index[..., None], axis=1, mode="clip")
+        for values, index in ((x, last), (past, last + n))
+    )
+    return y, jnp.where(last[..., None] < 0, old, new)
+
+
+def _window(x, past, j):
+    """Return the inputs that weight j multiplies: `past` from j on, then `x`, t in all.
+
+    Two padded arrays are added instead of joined, because XLA would write the joined inputs to
+    memory.
+    """
+    t, late = x.shape[1], past.shape[1] - j
+    zero = jnp.zeros((), x.dtype)
+    early = lax.pad(past, zero, ((0, 0, 0), (-j, t - late, 0), (0, 0, 0)))
+    return early + lax.pad(x, zero, ((0, 0, 0), (late, -late, 0), (0, 0, 0)))

@@ -19,6 +19,7 @@ def gated_delta_rule(
     beta: Float[Array, "b t m r"],
     state: Float[Array, "b m r d e"],
     *,
+    normalize: bool = False,
     dtype: DTypeLike = jnp.bfloat16,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
@@ -35,14 +36,16 @@ def gated_delta_rule(
     The states, the decays and the system of corrections of each chunk are computed in float32.
 
     Args:
-      q: queries, float32 ``[b, t, m, d]``. The caller scales them.
-      k: keys, float32 ``[b, t, m, d]``, of length 1 or less. With longer keys and rates near 1, the
-        corrections may grow without bound.
+      q: queries, float32 ``[b, t, m, d]``.
+      k: keys, float32 ``[b, t, m, d]``, of length 1 or less unless `normalize` is True. With longer
+        keys and rates near 1, the corrections may grow without bound.
       v: values, float32 ``[b, t, m, r, e]``.
       g: logarithms of the decays, float32 ``[b, t, m, r]``, at most 0. A token with g = 0 and beta
         = 0 leaves the state unchanged.
       beta: rates of correction, float32 ``[b, t, m, r]``, from 0 to 1.
       state: state of each value head before the first token, float32 ``[b, m, r, d, e]``.
+      normalize: whether keys are first scaled to length 1, and queries to length ``d ** -0.5``.
+        Each squared length gets 1e-6 more. False (default) takes both as they are.
       dtype: dtype to which the caller rounds the results, bfloat16 by default. For bfloat16,
         products with values and states take TensorFloat-32 on a GPU. For float16 and float32, all
         products are float32.
@@ -92,5 +95,5 @@ def gated_delta_rule(
     )
     plan = resolve(problem, backend=backend)
     arrays = (array.astype(jnp.float32) for array in (q, k, v, g, beta, state))
-    run = with_derivative_of(apply_gated_delta, plan.lower, dtype=name)
+    run = with_derivative_of(apply_gated_delta, plan.lower, normalize=normalize, dtype=name)
     return run(*arrays)

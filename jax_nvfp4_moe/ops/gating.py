@@ -46,8 +46,9 @@ def activate(
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_nvfp4_moe as nvfp4
-      >>> nvfp4.ops.activate(jnp.array([[0.0, 2.0, 5.0, 3.0]])).round(3).tolist()
-      [[0.0, 5.285]]
+      >>> gate_up = jnp.array([[0.0, 2.0, 5.0, 3.0]])  # gates 0 and 2, ups 5 and 3
+      >>> [round(float(y), 3) for y in nvfp4.ops.activate(gate_up)[0]]
+      [0.0, 5.285]
     """
     call = find_activation(activation)
     if not call.row.gated:

@@ -362,6 +362,17 @@ def test_a_mamba2_step_requests_its_state_before_it_waits(listing, arch):
     assert sorted(counts) == [8, 8, 8, 16, 16, 16]
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_delta_rule_leaves_out_pairs_with_later_tokens(code, arch):
+    """Chunks of 32 and of 64 tokens: three products with keys or queries, and half the pairs.
+
+    A product of S.T [16, 128] with c tokens is c / 8 * 16 instructions.
+    """
+    counts = kernels(code, arch, "9DeltaScanI").values()
+    expected = [3 * tiles * 16 + tiles * (tiles + 1) // 2 for tiles in (4, 8)]
+    assert sorted(count["HMMA"] for count in counts) == expected
+
+
 @pytest.mark.cutlass
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_blackwell_product_uses_its_tensor_cores(code, name):

@@ -26,7 +26,8 @@ class TestDeltaRule(DeltaRuleSuite):
 
     @pytest.fixture
     def run(self):
-        return jax.jit(functools.partial(ops.gated_delta_rule, target=Target("cpu")))
+        rule = functools.partial(ops.gated_delta_rule, target=Target("cpu"))
+        return jax.jit(rule, static_argnames="normalize")
 
 
 def called(target, **options):

@@ -1,6 +1,6 @@
 """Tests that every kernel of the gated delta rule for prompts must pass.
 
-A subclass has the axis `case` and a fixture ``run(*operands) -> (y, state)``.
+A subclass has the axis `case` and a fixture ``run(*operands, normalize=False) -> (y, state)``.
 """
 
 import dataclasses
@@ -112,6 +112,24 @@ class DeltaRuleSuite:
         y, _ = run(*wrong)
         with pytest.raises(AssertionError, match=r"over 2\.0 x"):
             assert_as_accurate_as(y, plain[0], exact[0])
+
+    @pytest.mark.parametrize("length", [0.0, 1e-3, 30.0])
+    def test_keys_and_queries_of_any_length_are_normalized(self, run, length, monkeypatch):
+        q, k, *rest = make_rule("one more token than a chunk")
+        d = q.shape[-1]
+        q, k = length * q, length * k
+
+        def unit(x):
+            x = np.float64(x)
+            return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
+        exact = rule_in_float64(unit(q) / np.sqrt(d), unit(k), *rest)
+        rounded = tuple(np.float32(x) for x in (unit(q) / np.sqrt(d), unit(k)))
+        plain = rule_in_tf32((*rounded, *rest), monkeypatch)
+        for got, want, yardstick in zip(
+            run(q, k, *rest, normalize=True), exact, plain, strict=True
+        ):
+            assert_as_accurate_as(got, yardstick, want)
 
     def test_padding_keeps_the_state_bit_for_bit(self, run):
         q, k, v, g, _, state = make_rule("full widths, whole chunks")

@@ -38,16 +38,25 @@ class _DeltaRuleCall(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in ("b", "t")),
         *((name, ctypes.c_int32) for name in ("key_heads", "shared", "d", "e")),
+        ("normalize", ctypes.c_bool),
+        ("scale", ctypes.c_float),
     ]
 
 
-def gated_delta_rule(library, *operands, multiprocessors=1, shared_bytes=HOPPER_SHARED_BYTES):
+def gated_delta_rule(
+    library,
+    *operands,
+    normalize=False,
+    multiprocessors=1,
+    shared_bytes=HOPPER_SHARED_BYTES,
+):
     """Return the results and the new state, as `ops.gated_delta_rule` does."""
     *tokens, state = (np.asarray(x) for x in operands)
     v = tokens[2]
     b, t, m, r, e = v.shape
-    call = _DeltaRuleCall(b, t, m, r, state.shape[3], e)
-    size = delta_rule_workspace_bytes(b, t, m * r)
+    d = state.shape[3]
+    call = _DeltaRuleCall(b, t, m, r, d, e, normalize, d**-0.5)
+    size = delta_rule_workspace_bytes(b, t, m, r)
     if library.delta_rule_workspace_bytes(ctypes.byref(call)) != size:
         raise RuntimeError("Python and C++ disagree on the size of the workspace")
     bound = functools.partial(library.delta_rule, ctypes.byref(call))

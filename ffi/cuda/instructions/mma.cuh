@@ -58,10 +58,16 @@ __device__ __forceinline__ void MultiplyAdd<__half>(float (&sums)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rounds to TensorFloat-32, which has the exponent of float32 and 11 significant bits.
+// Rounds to TensorFloat-32, which has the exponent of float32 and 11 significant bits. Halfway
+// cases go away from zero before sm_90, and to even from there on, where that takes one
+// instruction.
 __device__ __forceinline__ uint32_t RoundToTf32(float value) {
   uint32_t rounded;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+#else
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+#endif
   return rounded;
 }
 

@@ -4,7 +4,9 @@
 //
 //   pairs_ij = D_ij (q_i . k_j) for i >= j
 //   L_ij = beta_i D_ij (k_i . k_j) for i > j,  T = (I + L)^-1
-//   wanted = T beta v,  known = T beta D k
+//   wanted = T beta v,  known = -T beta D k
+//
+// If the call says so, keys are first scaled to length 1, and queries to the length `scale`.
 //
 // A block handles one chunk of one key head, for all its value heads: these share the products of
 // keys and queries with keys. The system and its inverse are computed in float32. The products of
@@ -17,25 +19,28 @@
 // A sum of logarithms between two tokens is the difference of two sums from the start of the chunk.
 // It would lose digits in float32, so the sums are float64, and are stored as two float32 numbers.
 //
-// Prediction for 4096 tokens of 16 key heads and 32 value heads with 128 x 128 on an H200: 300 MB,
-// which take 75 us at 4 TB/s. k.k in float32 takes 2600 cycles of each of 1024 blocks, 12 us of a
+// Prediction for 4096 tokens of 16 key heads and 32 value heads with 128 x 128 on an H200: 370 MB,
+// which take 92 us at 4 TB/s. k.k in float32 takes 2600 cycles of each of 1024 blocks, 12 us of a
 // multiprocessor's time with two blocks at once; the rest is products on tensor cores.
 //
 // Needs: d and e at most 128 and multiples of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_delta_rule.py, tests/gpu/test_cuda_delta_rule.py.
+#include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/recurrent/delta_rule.cuh"
+#include "cuda/recurrent/recurrent.cuh"
 #include "cuda/warp_sum.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kBlock = 16;             // blocks of this size are inverted by substitution
+constexpr float kTiny = 1e-6f;         // as in backends/gated_delta.py
 constexpr double kLeastLog = -1000.0;  // e^-1000 is 0 in float32, and differences remain finite
 
-static_assert(kThreads / 32 * 16 == kRuleWidth, "each warp has 16 columns of keys and values");
+static_assert(kWarps * 16 == kRuleWidth, "each warp has 16 columns of keys and values");
 
 // The stride of a matrix with kChunk columns. The threads of a warp that read one column of 8 rows
 // have other banks.
@@ -71,6 +76,78 @@ struct Workspace {
   float high[kChunk], low[kChunk];        // sums of logarithms from the start of the chunk
   float faded[kChunk], beta[kChunk];
 };
+
+// Returns the place of 16 bytes, unit `unit` of `row`, in a tile with rows of kRuleWidth floats.
+// The exclusive or moves the units of neighboring rows to other banks.
+__device__ __forceinline__ int TilePlace(int row, int unit) {
+  return row * (kRuleWidth / 4) + (unit ^ (row & 7));
+}
+
+// Starts copies of the keys or queries of a chunk to a tile, with zeros for tokens and channels
+// that do not exist. `source` is the first token.
+template <int kChunk>
+__device__ __forceinline__ void CopyTile(float* tile, const float* source, int64_t stride,
+                                         int64_t present, int width) {
+  const uint32_t target = SharedAddress(tile);
+  const int unit = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kChunk / kWarps; ++i) {
+    const int row = kWarps * i + threadIdx.x / 32;
+    const bool exists = row < present && 4 * unit < width;
+    const float* place = exists ? source + row * stride + 4 * unit : source;
+    CopyOrZero(target + 16 * TilePlace(row, unit), place, exists ? 16 : 0);
+  }
+}
+
+__device__ __forceinline__ float4 TimesFour(const float4& four, float factor) {
+  return make_float4(four.x * factor, four.y * factor, four.z * factor, four.w * factor);
+}
+
+__device__ __forceinline__ float4 RoundFour(const float4& four) {
+  return make_float4(__uint_as_float(RoundToTf32(four.x)), __uint_as_float(RoundToTf32(four.y)),
+                     __uint_as_float(RoundToTf32(four.z)), __uint_as_float(RoundToTf32(four.w)));
+}
+
+// Scales each row of a tile to `length`. Each warp has every eighth row.
+template <int kChunk>
+__device__ __forceinline__ void NormalizeTile(float* tile, float length) {
+  float4* units = reinterpret_cast<float4*>(tile);
+#pragma unroll 2
+  for (int i = 0; i < kChunk / kWarps; ++i) {
+    const int row = kWarps * i + threadIdx.x / 32;
+    float4& place = units[TilePlace(row, threadIdx.x % 32)];
+    const float4 x = place;
+    const float sum = WarpSum(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w);
+    place = TimesFour(x, ReciprocalRoot(sum + kTiny) * length);
+  }
+}
+
+// Writes the rounded queries and keys of a chunk in the orders of the second kernel.
+template <int kChunk>
+__device__ __forceinline__ void WriteTiles(const Workspace<kChunk>& w, float* queries,
+                                           float* keys) {
+  constexpr int kSteps = kChunk * kRuleWidth / 4 / kThreads;
+  const float4* from = reinterpret_cast<const float4*>(w.queries);
+  float4* to = reinterpret_cast<float4*>(queries);
+#pragma unroll 4
+  for (int step = 0; step < kSteps; ++step) {
+    const int i = step * kThreads + threadIdx.x;
+    const int row = i / (kRuleWidth / 4), unit = i % (kRuleWidth / 4);
+    to[TokenPlace(row, unit)] = RoundFour(from[TilePlace(row, unit)]);
+  }
+  from = reinterpret_cast<const float4*>(w.keys);
+  to = reinterpret_cast<float4*>(keys);
+#pragma unroll 4
+  for (int step = 0; step < kSteps; ++step) {
+    const int i = step * kThreads + threadIdx.x;
+    const int pair = i / (kRuleWidth / 2), two = i % (kRuleWidth / 2) / 8, n = i % 8;
+    const int unit = StateRow(2 * two, n) / 4;
+    const float4 x = from[TilePlace(2 * pair, unit)], y = from[TilePlace(2 * pair + 1, unit)];
+    const float4 both =
+        n % 2 == 0 ? make_float4(x.x, y.x, x.z, y.z) : make_float4(x.y, y.y, x.w, y.w);
+    to[KeyPlace(pair, two, n)] = RoundFour(both);
+  }
+}
 
 // key_pairs = k k.T in float32, in blocks of 16 x 16 at and below the diagonal.
 template <int kChunk>
@@ -108,7 +185,7 @@ __device__ __forceinline__ void MultiplyKeys(Workspace<kChunk>& w, int width) {
 // query_pairs = q k.T in TensorFloat-32, in tiles of 16 x 8 that reach the diagonal or lie below.
 template <int kChunk>
 __device__ __forceinline__ void MultiplyQueries(Workspace<kChunk>& w, int width) {
-  constexpr int kRowTiles = kChunk / 16, kParts = kThreads / 32 / kRowTiles;
+  constexpr int kRowTiles = kChunk / 16, kParts = kWarps / kRowTiles;
   constexpr int kTiles = kChunk / 8 / kParts;  // of columns, for each warp
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   const int row = warp % kRowTiles * 16, column = warp / kRowTiles * kTiles * 8;
@@ -182,7 +259,8 @@ __device__ __forceinline__ float DecayBetween(const Workspace<kChunk>& w, int i,
 template <int kChunk>
 __device__ __forceinline__ void DecayPairs(Workspace<kChunk>& w, float* pairs) {
 #pragma unroll 4
-  for (int index = threadIdx.x; index < kChunk * kChunk; index += kThreads) {
+  for (int step = 0; step < kChunk * kChunk / kThreads; ++step) {
+    const int index = step * kThreads + threadIdx.x;
     const int i = index / kChunk, j = index % kChunk;
     float pair = 0.0f, below = 0.0f;
     if (j <= i) {
@@ -190,7 +268,7 @@ __device__ __forceinline__ void DecayPairs(Workspace<kChunk>& w, float* pairs) {
       pair = decay * w.query_pairs.At(i, j);
       if (j < i) below = w.beta[i] * decay * w.key_pairs.At(i, j);
     }
-    pairs[index] = __uint_as_float(RoundToTf32(pair));
+    pairs[4 * PairPlace(kChunk, i, j / 4) + j % 4] = __uint_as_float(RoundToTf32(pair));
     w.system.below.At(i, j) = below;
   }
 }
@@ -285,11 +363,6 @@ __device__ __forceinline__ void MultiplyInverse(System<kChunk>& system, const Ro
   }
 }
 
-__device__ __forceinline__ float4 RoundFour(const float4& four) {
-  return make_float4(__uint_as_float(RoundToTf32(four.x)), __uint_as_float(RoundToTf32(four.y)),
-                     __uint_as_float(RoundToTf32(four.z)), __uint_as_float(RoundToTf32(four.w)));
-}
-
 // Handles one value head of the chunk. `number` is that of the chunk among those of all value
 // heads, and `token` that of its first token among those of all rows.
 template <int kChunk>
@@ -299,21 +372,6 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
                                             int64_t present) {
   const int heads = c.key_heads * c.shared, thread = threadIdx.x;
   const int g = thread % 32 / 4, q = thread % 4, column = thread / 32 * 16;
-  // The values are loaded first, as they are needed last.
-  const float* values = p.v + (token * heads + head) * c.e + column + 2 * g;
-  Rows<kChunk> rows;
-#pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 8 * i + 4 * half + q;
-      rows[i][half] = make_float2(0.0f, 0.0f);
-      if (row < present && column + 2 * g < c.e) {
-        rows[i][half] =
-            *reinterpret_cast<const float2*>(values + static_cast<int64_t>(row) * heads * c.e);
-      }
-    }
-  }
   const int64_t scalars = token * heads + head;
   if (thread < 32) SumLogs(w, p.g + scalars, heads, present);
   if (thread >= 32 && thread < 32 + kChunk) {
@@ -329,6 +387,21 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
   DecayPairs(w, chunks.pairs + number * kChunk * kChunk);
   __syncthreads();
   if (thread < kChunk) InvertBlocks(w.system);
+  // The values arrive while the blocks are joined.
+  const float* values = p.v + (token * heads + head) * c.e + column + 2 * g;
+  Rows<kChunk> rows;
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 8 * i + 4 * half + q;
+      rows[i][half] = make_float2(0.0f, 0.0f);
+      if (row < present && column + 2 * g < c.e) {
+        rows[i][half] =
+            *reinterpret_cast<const float2*>(values + static_cast<int64_t>(row) * heads * c.e);
+      }
+    }
+  }
   __syncthreads();
   JoinBlocks<kChunk, kBlock>(w.system);
   if constexpr (kChunk == 64) JoinBlocks<kChunk, 2 * kBlock>(w.system);
@@ -349,11 +422,11 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
       rows[i][half] = reinterpret_cast<const float2*>(unit)[g % 2];
     }
   }
-  float* known = chunks.known + number * kChunk * kRuleWidth + column + 4 * q;
+  float4* known = reinterpret_cast<float4*>(chunks.known + number * kChunk * kRuleWidth);
   MultiplyInverse<kChunk>(
-      w.system, rows, [&](int i) { return w.beta[i] * w.faded[i]; },
+      w.system, rows, [&](int i) { return -w.beta[i] * w.faded[i]; },
       [&](int row, const float4& four) {
-        *reinterpret_cast<float4*>(known + row * kRuleWidth) = RoundFour(four);
+        known[TokenPlace(row, column / 4 + q)] = RoundFour(four);
       });
   __syncthreads();
 }
@@ -370,13 +443,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t first = static_cast<int64_t>(chunk) * kChunk, token = row * c.t + first;
   const int64_t stride = static_cast<int64_t>(c.key_heads) * c.d, present = c.t - first;
   const int64_t offset = token * stride + key_head * c.d;
-  CopyTile(SharedAddress(w.keys), p.k + offset, stride, kChunk, present, c.d, threadIdx.x,
-           kThreads);
-  CopyTile(SharedAddress(w.queries), p.q + offset, stride, kChunk, present, c.d, threadIdx.x,
-           kThreads);
+  CopyTile<kChunk>(w.keys, p.k + offset, stride, present, c.d);
+  CopyTile<kChunk>(w.queries, p.q + offset, stride, present, c.d);
   CommitCopies();
   WaitCopies<0>();
   __syncthreads();
+  if (c.normalize) {
+    NormalizeTile<kChunk>(w.keys, 1.0f);
+    NormalizeTile<kChunk>(w.queries, c.scale);
+    __syncthreads();
+  }
+  const int64_t tile = (static_cast<int64_t>(unit) * count + chunk) * kChunk * kRuleWidth;
+  WriteTiles(w, chunks.queries + tile, chunks.keys + tile);
   MultiplyKeys(w, c.d);
   MultiplyQueries(w, c.d);
   __syncthreads();

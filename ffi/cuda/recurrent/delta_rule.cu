@@ -11,13 +11,14 @@ constexpr int kLargeChunk = 64, kSmallChunk = 32;
 static_assert(kLargeChunk == kDeltaRuleChunk, "the workspace is that of large chunks");
 
 int64_t PaddedTokens(const DeltaRuleCall& c) {
-  return CeilDiv(c.t, kLargeChunk) * kLargeChunk * c.b * c.key_heads * c.shared;
+  return CeilDiv(c.t, kLargeChunk) * kLargeChunk * c.b * c.key_heads;
 }
 
 }  // namespace
 
 int64_t DeltaRuleWorkspaceBytes(const DeltaRuleCall& c) {
-  return PaddedTokens(c) * (kRuleWidth + kLargeChunk + 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t numbers = 2 * kRuleWidth + c.shared * (kRuleWidth + kLargeChunk + 2);
+  return PaddedTokens(c) * numbers * static_cast<int64_t>(sizeof(float));
 }
 
 // Large chunks have fewer steps, and small ones fit into the shared memory of every device.
@@ -26,9 +27,12 @@ cudaError_t LaunchDeltaRule(cudaStream_t stream, const DeltaRuleCall& c,
   const int chunk =
       DeltaScanBytes(kLargeChunk, 2) <= BlockSharedBytes() ? kLargeChunk : kSmallChunk;
   const int64_t tokens = PaddedTokens(c);
-  float* known = static_cast<float*>(p.workspace);
-  float* pairs = known + tokens * kRuleWidth;
-  const ChunkBuffers chunks = {known, pairs, pairs + tokens * kLargeChunk};
+  float* const queries = static_cast<float*>(p.workspace);
+  float* const keys = queries + tokens * kRuleWidth;
+  float* const known = keys + tokens * kRuleWidth;
+  float* const pairs = known + tokens * c.shared * kRuleWidth;
+  float* const decays = pairs + tokens * c.shared * kLargeChunk;
+  const ChunkBuffers chunks = {queries, keys, known, pairs, decays};
   NVFP4_RETURN_IF_CUDA_ERROR(LaunchDeltaPrepare(stream, c, p, chunks, chunk));
   return LaunchDeltaScan(stream, c, p, chunks, chunk);
 }

@@ -8,7 +8,6 @@
 
 #include <cstdint>
 
-#include "cuda/instructions/async_copy.cuh"
 #include "cuda/launch.h"
 
 namespace nvfp4 {
@@ -16,33 +15,44 @@ namespace nvfp4 {
 // Rows of keys and queries are padded with zeros to this many floats in shared memory.
 constexpr int kRuleWidth = static_cast<int>(kMaxStateWidth);
 
-// What the first kernel hands to the second one. A chunk here is one chunk of one value head. The
-// first kernel also writes "wanted", T beta v, to the memory of the results.
+// What the first kernel hands to the second one, chunk by chunk, rounded to TensorFloat-32 except
+// for the decays. Tokens and channels that do not exist are 0. The first kernel also writes
+// "wanted", T beta v, to the memory of the results. The order of the elements is that in shared
+// memory, so that a copy is one run of bytes.
 struct ChunkBuffers {
-  float* known;   // [b, heads, chunks, chunk, kRuleWidth]: T beta D k, rounded to TF32
-  float* pairs;   // [b, heads, chunks, chunk, chunk]: q_i . D_ij k_j for i >= j, rounded to TF32
-  float* decays;  // [b, heads, chunks, 2, chunk]: from the chunk's start to each token, and from
-                  // each token to the chunk's end
+  float* queries;  // [b, key_heads, chunks, chunk, kRuleWidth] in the order of TokenPlace
+  float* keys;     // likewise, in the order of KeyPlace
+  float* known;    // [b, heads, chunks, chunk, kRuleWidth] in the order of TokenPlace: -T beta D k
+  float* pairs;    // [b, heads, chunks, chunk, chunk] in the order of PairPlace: q_i . D_ij k_j for
+                   // i >= j
+  float* decays;   // [b, heads, chunks, 2, chunk]: from the chunk's start to each token, and from
+                   // each token to the chunk's end
 };
 
-// Returns the place of 16 bytes, unit `unit` of `row`, in a tile with rows of kRuleWidth floats.
-// Neighboring rows have their units in other orders, so that the reads of both kernels have no bank
-// conflicts.
-__device__ __forceinline__ int TilePlace(int row, int unit) {
-  return row * (kRuleWidth / 4) + (unit ^ (row & 7));
+// The state of the second kernel is transposed, in tiles of 8 columns. Returns the row of the state
+// that is column n of a tile. Two neighboring columns of two neighboring tiles are 4 rows in turn.
+__host__ __device__ constexpr int StateRow(int tile, int n) {
+  return tile / 2 * 16 + n / 2 * 4 + tile % 2 * 2 + n % 2;
 }
 
-// Starts copies of `rows` rows of keys or queries to a tile, with zeros for tokens and channels
-// that do not exist. `source` is the first token of the chunk.
-__device__ __forceinline__ void CopyTile(uint32_t tile, const float* source, int64_t stride,
-                                         int rows, int64_t present, int width, int thread,
-                                         int threads) {
-  for (int i = thread; i < rows * (kRuleWidth / 4); i += threads) {
-    const int row = i / (kRuleWidth / 4), unit = i % (kRuleWidth / 4);
-    const bool exists = row < present && 4 * unit < width;
-    const float* place = exists ? source + row * stride + 4 * unit : source;
-    CopyOrZero(tile + 16 * TilePlace(row, unit), place, exists ? 16 : 0);
-  }
+// The following functions return the place of 16 bytes in a tile in shared memory. The exclusive or
+// moves the units of neighboring rows to other banks, so that the second kernel's reads have no
+// bank conflicts.
+
+// Unit `unit` of a token of known keys or queries, which has kRuleWidth floats.
+__device__ __forceinline__ int TokenPlace(int token, int unit) {
+  return token * (kRuleWidth / 4) + (unit ^ 4 * (token & 1));
+}
+
+// Keys of the two tokens 2 * pair and 2 * pair + 1 at StateRow(2 * two, n), and then of both at
+// StateRow(2 * two + 1, n).
+__device__ __forceinline__ int KeyPlace(int pair, int two, int n) {
+  return pair * (kRuleWidth / 2) + (8 * two + (n ^ 2 * (pair & 3)));
+}
+
+// Unit `unit` of a token's pairs with the `chunk` tokens of its chunk.
+__device__ __forceinline__ int PairPlace(int chunk, int token, int unit) {
+  return token * (chunk / 4) + (unit ^ 2 * (token & 3));
 }
 
 // Launch the two kernels with chunks of 64 tokens, or of 32.

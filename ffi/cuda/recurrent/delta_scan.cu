@@ -1,7 +1,7 @@
 // The gated delta rule for prompts, second kernel: carries the state S of each value head from
 // chunk to chunk. For each chunk of 64 tokens:
 //
-//   u = wanted - known @ S
+//   u = wanted + known @ S
 //   y = decay_i q_i @ S + pairs @ u
 //   S = decay S + k.T @ (decay_to_end u)
 //
@@ -9,21 +9,24 @@
 // computes with transposed matrices, S.T [16, 128] and u.T [16, 64]: their sums in registers are
 // then also the left operands of the next products, in TensorFloat-32, and never pass through
 // shared memory. The state itself stays float32. A block has 2 or 4 such warps of one head, and 2
-// warps that copy the tiles of the next chunk to shared memory in the meantime. With 32 heads of
-// 128 columns, 2 such warps a block make 128 blocks.
+// warps that copy the tiles of the next chunk to shared memory in the meantime.
 //
 // In a fragment of m16n8k8, the sums of a lane are columns 2q and 2q + 1, and the left operand
 // wants k at q and q + 4. The order of k does not matter as long as both operands have the same
-// one, so column 2q of the sums is k = q, and column 2q + 1 is k = q + 4. Column n of tile i of S.T
-// is row 32 (i / 4) + 4 n + i % 4 of S. A lane thereby reads 4 tiles of the right operand at once.
+// one, so column 2q of the sums is k = q, and column 2q + 1 is k = q + 4. StateRow says which row
+// of S each column of S.T is. The first kernel writes its tiles in an order in which 16 bytes are
+// the right operands of two products.
 //
-// Prediction for 4096 tokens of 32 heads with 128 x 128 on an H200: 12.9 + 2.4 GFLOP, and 330 MB of
-// tiles, results and wanted values, which take 80 us at 4 TB/s. A warp issues 420 products for a
-// chunk; at one in 6.5 cycles, which mma.sync reaches, 64 chunks take 100 us. As two warps fill
-// only half of a multiprocessor's tensor cores, the products bound: about 120 us.
+// Prediction for 4096 tokens of 32 heads with 128 x 128 on an H200, with 64 blocks of 4 warps that
+// compute. A warp issues 420 products for a chunk, one in 6.5 cycles, which mma.sync reaches: 2700
+// cycles, or 100 us for 64 chunks. Each warp reads all tiles, which takes 3400 cycles of shared
+// memory for the 4 warps of a block: 125 us. The tiles come from the L2 cache twice, 470 MB or 90
+// us. Memory takes 300 MB: 75 us. Shared memory is the bound, so about 130 us. Blocks of 2 warps
+// would read the L2 cache 4 times, and take 170 us.
 //
 // Needs: d and e at most 128 and multiples of 4. cuda_mixer_bindings.cc checks these. Tests:
 // tests/emulation/test_emulation_delta_rule.py, tests/gpu/test_cuda_delta_rule.py.
+#include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/recurrent/delta_rule.cuh"
@@ -36,51 +39,42 @@ constexpr int kMaxWarps = 4;            // that compute, in a block
 constexpr int kCopyWarps = 2;           // that copy
 constexpr int kTiles = kRuleWidth / 8;  // of the transposed state
 
-static_assert(kTiles % 4 == 0, "a lane reads 4 tiles of the right operand at once");
+static_assert(kTiles % 2 == 0, "16 bytes are the right operands of two tiles");
 
-// One chunk in shared memory. The rows of `known`, `queries` and `keys` are tiles (TilePlace).
+// One chunk in shared memory, in the order of ChunkBuffers.
 template <int kChunk>
 struct Stage {
-  float known[kChunk * kRuleWidth];
   float queries[kChunk * kRuleWidth];
   float keys[kChunk * kRuleWidth];
+  float known[kChunk * kRuleWidth];
   float pairs[kChunk * kChunk];
   float decays[2 * kChunk];
 };
 
-// Returns the place of 16 bytes in the tile of pairs. Its reads are 8 bytes wide, which takes
-// another order of the units.
-template <int kChunk>
-__device__ __forceinline__ int PairPlace(int row, int unit) {
-  return row * (kChunk / 4) + (unit ^ 2 * (row & 3));
+// Starts a copy of `kCount` floats by the warps that copy.
+template <int kCount>
+__device__ __forceinline__ void CopyFloats(float* target, const float* source, int thread) {
+  constexpr int kThreads = 32 * kCopyWarps, kUnits = kCount / 4;
+  const uint32_t place = SharedAddress(target) + 16 * thread;
+  const float* from = source + 4 * thread;
+#pragma unroll 8
+  for (int i = 0; i < kUnits / kThreads; ++i)
+    Copy(place + 16 * kThreads * i, from + 4 * kThreads * i);
+  constexpr int kRest = kUnits / kThreads * kThreads;
+  if (kRest + thread < kUnits) Copy(place + 16 * kRest, from + 4 * kRest);
 }
 
-// Which head and which columns a block or a warp has.
-struct Head {
-  int64_t row;  // of the batch
-  int32_t head, key_head;
-};
-
+// `number` is that of the chunk among all chunks of value heads, and `key_number` among those of
+// key heads.
 template <int kChunk>
-__device__ void CopyStage(Stage<kChunk>& stage, const DeltaRuleCall& c, const DeltaRuleBuffers& p,
-                          const ChunkBuffers& w, const Head& h, int64_t number, int64_t first,
-                          int thread, int threads) {
-  const int64_t stride = static_cast<int64_t>(c.key_heads) * c.d;
-  const int64_t offset = (h.row * c.t + first) * stride + h.key_head * c.d, present = c.t - first;
-  CopyTile(SharedAddress(stage.known), w.known + number * kChunk * kRuleWidth, kRuleWidth, kChunk,
-           kChunk, kRuleWidth, thread, threads);
-  CopyTile(SharedAddress(stage.queries), p.q + offset, stride, kChunk, present, c.d, thread,
-           threads);
-  CopyTile(SharedAddress(stage.keys), p.k + offset, stride, kChunk, present, c.d, thread, threads);
-  const float* pairs = w.pairs + number * kChunk * kChunk;
-  for (int i = thread; i < kChunk * kChunk / 4; i += threads) {
-    const int row = i / (kChunk / 4), unit = i % (kChunk / 4);
-    Copy(SharedAddress(stage.pairs) + 16 * PairPlace<kChunk>(row, unit), pairs + 4 * i);
-  }
-  const float* decays = w.decays + number * 2 * kChunk;
-  for (int i = thread; i < 2 * kChunk / 4; i += threads) {
-    Copy(SharedAddress(stage.decays) + 16 * i, decays + 4 * i);
-  }
+__device__ __forceinline__ void CopyStage(Stage<kChunk>& stage, const ChunkBuffers& w,
+                                          int64_t number, int64_t key_number, int thread) {
+  constexpr int kTile = kChunk * kRuleWidth;
+  CopyFloats<kTile>(stage.known, w.known + number * kTile, thread);
+  CopyFloats<kTile>(stage.queries, w.queries + key_number * kTile, thread);
+  CopyFloats<kTile>(stage.keys, w.keys + key_number * kTile, thread);
+  CopyFloats<kChunk * kChunk>(stage.pairs, w.pairs + number * kChunk * kChunk, thread);
+  CopyFloats<2 * kChunk>(stage.decays, w.decays + number * 2 * kChunk, thread);
   CommitCopies();
 }
 
@@ -93,47 +87,44 @@ __device__ __forceinline__ void TakeAsLeft(const float (&sums)[4], float even, f
   a[3] = RoundToTf32(sums[3] * odd);
 }
 
-// Returns a right operand. `kRounded` says that its elements are in TensorFloat-32 already.
-template <bool kRounded>
-__device__ __forceinline__ uint32_t RightOperand(float value) {
-  return kRounded ? __float_as_uint(value) : RoundToTf32(value);
-}
-
-// sums += S.T @ tile.T, where the rows of the tile are tokens.
-template <int kChunk, bool kRounded>
-__device__ __forceinline__ void ReadState(const float (&state)[kTiles][4], const float* tile,
-                                          float (&sums)[kChunk / 8][4]) {
+// sums += a @ tile.T for two tiles of channels and all tokens. A product wants its two right
+// operands in neighboring registers, and a unit has those of two products.
+template <int kChunk>
+__device__ __forceinline__ void MultiplyTokens(const uint32_t (&a)[2][4], const float* tile,
+                                               int channels, float (&sums)[kChunk / 8][4]) {
   constexpr int kBatch = 4;  // tiles of tokens whose sums take turns
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   const float4* units = reinterpret_cast<const float4*>(tile);
 #pragma unroll
-  for (int four = 0; four < kTiles / 4; ++four) {
-    uint32_t a[4][4];
+  for (int first = 0; first < kChunk / 8; first += kBatch) {
+    float4 b[kBatch];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) TakeAsLeft(state[4 * four + k], 1.0f, 1.0f, a[k]);
-#pragma unroll
-    for (int first = 0; first < kChunk / 8; first += kBatch) {
-      uint32_t even[kBatch][4], odd[kBatch][4];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int token = 8 * (first + i) + g;
-        const float4 x = units[TilePlace(token, 8 * four + 2 * q)];
-        const float4 y = units[TilePlace(token, 8 * four + 2 * q + 1)];
-        const float evens[4] = {x.x, x.y, x.z, x.w}, odds[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          even[i][k] = RightOperand<kRounded>(evens[k]);
-          odd[i][k] = RightOperand<kRounded>(odds[k]);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          MultiplyAddTf32(sums[first + i], a[k], even[i][k], odd[i][k]);
-        }
-      }
+    for (int i = 0; i < kBatch; ++i) {
+      b[i] = units[TokenPlace(8 * (first + i) + g, channels / 4 + q)];
     }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      MultiplyAddTf32(sums[first + i], a[0], __float_as_uint(b[i].x), __float_as_uint(b[i].y));
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      MultiplyAddTf32(sums[first + i], a[1], __float_as_uint(b[i].z), __float_as_uint(b[i].w));
+    }
+  }
+}
+
+// u.T += S.T @ known.T and y.T += S.T @ q.T.
+template <int kChunk>
+__device__ __forceinline__ void ReadState(const float (&state)[kTiles][4],
+                                          const Stage<kChunk>& stage, float (&u)[kChunk / 8][4],
+                                          float (&y)[kChunk / 8][4]) {
+#pragma unroll
+  for (int two = 0; two < kTiles / 2; ++two) {
+    uint32_t a[2][4];
+    TakeAsLeft(state[2 * two], 1.0f, 1.0f, a[0]);
+    TakeAsLeft(state[2 * two + 1], 1.0f, 1.0f, a[1]);
+    MultiplyTokens<kChunk>(a, stage.known, 16 * two, u);
+    MultiplyTokens<kChunk>(a, stage.queries, 16 * two, y);
   }
 }
 
@@ -149,7 +140,7 @@ __device__ __forceinline__ void AddPairs(const float (&corrections)[kChunk / 8][
     TakeAsLeft(corrections[j], 1.0f, 1.0f, a);
 #pragma unroll
     for (int i = j; i < kChunk / 8; ++i) {
-      const float2 pair = halves[2 * PairPlace<kChunk>(8 * i + g, 2 * j + q / 2) + q % 2];
+      const float2 pair = halves[2 * PairPlace(kChunk, 8 * i + g, 2 * j + q / 2) + q % 2];
       MultiplyAddTf32(y[i], a, __float_as_uint(pair.x), __float_as_uint(pair.y));
     }
   }
@@ -169,13 +160,10 @@ __device__ __forceinline__ void WriteState(const float (&corrections)[kChunk / 8
     uint32_t a[4];
     TakeAsLeft(corrections[j], decay.x, decay.y, a);
 #pragma unroll
-    for (int four = 0; four < kTiles / 4; ++four) {
-      const float4 x = units[TilePlace(token, 8 * four + g)];
-      const float4 y = units[TilePlace(token + 1, 8 * four + g)];
-      MultiplyAddTf32(state[4 * four], a, RoundToTf32(x.x), RoundToTf32(y.x));
-      MultiplyAddTf32(state[4 * four + 1], a, RoundToTf32(x.y), RoundToTf32(y.y));
-      MultiplyAddTf32(state[4 * four + 2], a, RoundToTf32(x.z), RoundToTf32(y.z));
-      MultiplyAddTf32(state[4 * four + 3], a, RoundToTf32(x.w), RoundToTf32(y.w));
+    for (int two = 0; two < kTiles / 2; ++two) {
+      const float4 b = units[KeyPlace(token / 2, two, g)];
+      MultiplyAddTf32(state[2 * two], a, __float_as_uint(b.x), __float_as_uint(b.y));
+      MultiplyAddTf32(state[2 * two + 1], a, __float_as_uint(b.z), __float_as_uint(b.w));
     }
   }
 }
@@ -190,7 +178,7 @@ __device__ __forceinline__ void VisitState(const DeltaRuleCall& c, float* state,
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      const int row = 32 * (i / 4) + 4 * (2 * q + s) + i % 4;
+      const int row = StateRow(i, 2 * q + s);
       if (row < c.d && column < c.e) {
         visit(i, s, reinterpret_cast<float2*>(state + static_cast<int64_t>(row) * c.e + column));
       }
@@ -198,65 +186,40 @@ __device__ __forceinline__ void VisitState(const DeltaRuleCall& c, float* state,
   }
 }
 
-// Calls visit(tile, s, place) for the tokens of a chunk that a lane has and that exist.
+// Calls visit(tile, s, place) for the tokens of a chunk that a lane has and that exist. `y` is the
+// lane's column of the chunk's first result, and `present` the number of its tokens.
 template <int kChunk, typename Function>
-__device__ __forceinline__ void VisitTokens(const DeltaRuleCall& c, float* y, int64_t first,
-                                            int column, Function visit) {
+__device__ __forceinline__ void VisitTokens(float* y, int stride, int present, Function visit) {
   const int q = threadIdx.x % 4;
-  const int64_t stride = static_cast<int64_t>(c.key_heads) * c.shared * c.e;
+  float* const own = y + 2 * q * static_cast<int64_t>(stride);
 #pragma unroll
   for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      const int64_t token = first + 8 * i + 2 * q + s;
-      if (token < c.t && column < c.e) {
-        visit(i, s, reinterpret_cast<float2*>(y + token * stride + column));
+      if (8 * i + s < present - 2 * q) {
+        visit(i, s, reinterpret_cast<float2*>(own + static_cast<int64_t>(8 * i + s) * stride));
       }
     }
   }
 }
 
-// Handles one chunk. `y` is the result of the row's first token, in which "wanted" lies.
+// The columns of "wanted", and then of the corrections, that a lane has.
 template <int kChunk>
-__device__ __forceinline__ void ApplyChunk(const DeltaRuleCall& c, const Stage<kChunk>& stage,
-                                           float* y, int64_t first, int column,
-                                           float (&state)[kTiles][4]) {
-  const int q = threadIdx.x % 4;
-  float corrections[kChunk / 8][4] = {}, sums[kChunk / 8][4] = {};
-  VisitTokens<kChunk>(c, y, first, column, [&](int i, int s, const float2* place) {
-    corrections[i][s] = place->x;
-    corrections[i][2 + s] = place->y;
-  });
-  ReadState<kChunk, true>(state, stage.known, sums);
+struct Corrections {
+  float of[kChunk / 8][4];
+
+  __device__ __forceinline__ void Load(float* y, int stride, int present) {
 #pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) {
+    for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      corrections[i][j] -= sums[i][j];
-      sums[i][j] = 0.0f;
+      for (int j = 0; j < 4; ++j) of[i][j] = 0.0f;
     }
+    VisitTokens<kChunk>(y, stride, present, [&](int i, int s, const float2* place) {
+      of[i][s] = place->x;
+      of[i][2 + s] = place->y;
+    });
   }
-  ReadState<kChunk, false>(state, stage.queries, sums);
-#pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) {
-    const float2 decay = *reinterpret_cast<const float2*>(stage.decays + 8 * i + 2 * q);
-    sums[i][0] *= decay.x;
-    sums[i][1] *= decay.y;
-    sums[i][2] *= decay.x;
-    sums[i][3] *= decay.y;
-  }
-  AddPairs<kChunk>(corrections, stage.pairs, sums);
-  VisitTokens<kChunk>(c, y, first, column, [&](int i, int s, float2* place) {
-    *place = make_float2(sums[i][s], sums[i][2 + s]);
-  });
-  const float kept = stage.decays[kChunk - 1];
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) state[i][j] *= kept;
-  }
-  WriteState<kChunk>(corrections, stage.keys, stage.decays + kChunk, state);
-}
+};
 
 // Blocks of one head follow each other. With two stages, the next chunk is copied during a chunk.
 template <int kChunk>
@@ -266,34 +229,69 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps))
   NVFP4_DYNAMIC_SHARED(shared);
   Stage<kChunk>* const all = reinterpret_cast<Stage<kChunk>*>(shared);
   const int heads = c.key_heads * c.shared, thread = threadIdx.x, warp = thread / 32;
+  const int q = thread % 4;
   const int parts = (c.e + warps * kColumns - 1) / (warps * kColumns);
   const int unit = blockIdx.x / parts, part = blockIdx.x - unit * parts;
-  const Head h = {unit / heads, unit % heads, unit % heads / c.shared};
-  const int64_t chunks = (c.t + kChunk - 1) / kChunk;
+  const int row = unit / heads, head = unit - row * heads;
+  const int chunks = static_cast<int>((c.t + kChunk - 1) / kChunk);
   const int copy_thread = thread - 32 * warps;
   const int left = (part * warps + warp) * kColumns, column = left + 2 * (thread % 32 / 4);
   const bool computes = copy_thread < 0 && left < c.e;
+  const int64_t first = static_cast<int64_t>(unit) * chunks;
+  const int64_t first_of_key = static_cast<int64_t>(unit / c.shared) * chunks;
 
   float* const own = p.state + static_cast<int64_t>(unit) * c.d * c.e;
-  float* const y = p.y + (h.row * c.t * heads + h.head) * c.e;
+  float* y = p.y + (row * c.t * heads + head) * c.e + column;
+  const int stride = heads * c.e;
+  // How many tokens are left from the lane's chunk on; none for columns that do not exist.
+  int64_t remaining = column < c.e ? c.t : 0;
+  const auto present = [&] { return static_cast<int>(min(remaining, int64_t{kChunk})); };
   float state[kTiles][4] = {};
+  Corrections<kChunk> wanted;
   if (computes) {
     VisitState(c, own, column, [&](int i, int s, const float2* place) {
       state[i][s] = place->x;
       state[i][2 + s] = place->y;
     });
+    wanted.Load(y, stride, present());
   }
 #pragma unroll 1
-  for (int64_t step = 0; step < chunks + stages - 1; ++step) {
+  for (int step = 0; step < chunks + stages - 1; ++step) {
     if (copy_thread >= 0 && step < chunks) {
-      CopyStage<kChunk>(all[step % stages], c, p, w, h, unit * chunks + step, step * kChunk,
-                        copy_thread, 32 * kCopyWarps);
+      CopyStage<kChunk>(all[step & (stages - 1)], w, first + step, first_of_key + step,
+                        copy_thread);
       WaitCopies<0>();
     }
     if (stages == 1) __syncthreads();
-    const int64_t chunk = step - (stages - 1);
+    const int chunk = step - (stages - 1);
     if (computes && chunk >= 0) {
-      ApplyChunk<kChunk>(c, all[chunk % stages], y, chunk * kChunk, column, state);
+      const Stage<kChunk>& stage = all[chunk & (stages - 1)];
+      Corrections<kChunk> u = wanted;
+      float sums[kChunk / 8][4] = {};
+      ReadState<kChunk>(state, stage, u.of, sums);
+#pragma unroll
+      for (int i = 0; i < kChunk / 8; ++i) {
+        const float2 decay = *reinterpret_cast<const float2*>(stage.decays + 8 * i + 2 * q);
+        sums[i][0] *= decay.x;
+        sums[i][1] *= decay.y;
+        sums[i][2] *= decay.x;
+        sums[i][3] *= decay.y;
+      }
+      AddPairs<kChunk>(u.of, stage.pairs, sums);
+      VisitTokens<kChunk>(y, stride, present(), [&](int i, int s, float2* place) {
+        *place = make_float2(sums[i][s], sums[i][2 + s]);
+      });
+      // "wanted" of the next chunk arrives during the products that write the state.
+      y += static_cast<int64_t>(kChunk) * stride;
+      remaining -= min(remaining, int64_t{kChunk});
+      wanted.Load(y, stride, present());
+      const float kept = stage.decays[kChunk - 1];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) state[i][j] *= kept;
+      }
+      WriteState<kChunk>(u.of, stage.keys, stage.decays + kChunk, state);
     }
     __syncthreads();
   }
@@ -308,10 +306,11 @@ template <int kChunk>
 cudaError_t LaunchDeltaScanOf(cudaStream_t stream, const DeltaRuleCall& c,
                               const DeltaRuleBuffers& p, const ChunkBuffers& w) {
   const int64_t units = c.b * c.key_heads * c.shared;
-  // Blocks of more warps read less, and blocks of fewer warps fill more multiprocessors.
   const auto parts = [&](int warps) { return CeilDiv(c.e, warps * kColumns); };
-  const int warps =
-      units * parts(kMaxWarps / 2) <= MultiprocessorCount() ? kMaxWarps / 2 : kMaxWarps;
+  // Two small blocks read the L2 cache twice as often as a large one. They are faster only where
+  // the heads occupy at most half of the device, whose cache then serves them.
+  const bool small = 2 * units * parts(kMaxWarps / 2) <= MultiprocessorCount();
+  const int warps = small ? kMaxWarps / 2 : kMaxWarps;
   const int stages = DeltaScanBytes(kChunk, 2) <= BlockSharedBytes() ? 2 : 1;
   const dim3 grid(static_cast<unsigned>(units * parts(warps)));
   return LaunchWide(stream, grid, 32 * (warps + kCopyWarps),
