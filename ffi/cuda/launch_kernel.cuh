@@ -80,6 +80,11 @@ cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int thre
   config.stream = stream;
   config.attrs = attributes;
   if (overlaps && MayOverlap(kernel)) {
+    // A multiprocessor must be idle before it divides its memory into shared memory and L1 cache
+    // anew. Two kernels therefore overlap on it only if they want the same division.
+    const cudaError_t status = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (status != cudaSuccess) return status;
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
