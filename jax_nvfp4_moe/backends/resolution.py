@@ -23,6 +23,8 @@ _LOG = logging.getLogger("jax_nvfp4_moe")
 # Ops that run the reference on devices where it is the intended path: no warning is due.
 _PLAIN_OPS = frozenset(
     {
+        "activate",
+        "add_gated",
         "add_rms_norm",
         "attention",
         "gated_delta_rule",
