@@ -26,7 +26,7 @@ TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGe
 HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
 LINEAR_KERNELS = 12  # instances of LinearFew: six of slabs, rows and depth, two dtypes
 AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
-ATTENTION_KERNELS = 22  # instances of AttentionSm80: eleven forms of tiles, two dtypes
+ATTENTION_KERNELS = 28  # instances of AttentionSm80: 14 forms of tiles, two dtypes
 # Sizes of AttentionSm90 -> its wgmmas, and the exponentials of one tile of keys in a thread. A tile
 # takes one wgmma for each 16 channels of its keys, and one for each 16 keys, or two if values have
 # 256 channels. The first tile and the loop have them, or the loop and the last tile.
