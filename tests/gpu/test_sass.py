@@ -29,7 +29,7 @@ LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtyp
 # each slab and eight rows in half of a tile, which a loop runs twice. Of 64 rows, a warp has half.
 WIDE_KERNELS = {2: 2 * 2 * 2, 4: 2 * 2 * 4, 8: 2 * 2 * 4}
 AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
-ATTENTION_KERNELS = 22  # instances of AttentionSm80: eleven forms of tiles, two dtypes
+ATTENTION_KERNELS = 28  # instances of AttentionSm80: 14 forms of tiles, two dtypes
 # Sizes of AttentionSm90 -> its wgmmas, and the exponentials of one tile of keys in a thread. A tile
 # takes one wgmma for each 16 channels of its keys, and one for each 16 keys, or two if values have
 # 256 channels. The first tile and the loop have them, or the loop and the last tile.

@@ -443,10 +443,12 @@ def attention(
     scale=None,
     sm90=False,
     multiprocessors=1,
+    shared_bytes=None,
 ):
     """Return the attention ``[b, t, n, dv]`` of 16-bit operands, as `ops.attention` does.
 
     If `sm90`, the kernel for prefills on Hopper computes it, also where others would be faster.
+    `shared_bytes` is the shared memory that a block may have. Its default is what the kernel needs.
     """
     (b, t, n, d), (m, s), dv = q.shape, k.shape[1:3], v.shape[3]
     shape = _attention_shape(q, k, v)
@@ -463,7 +465,8 @@ def attention(
     assert size == attention_workspace_bytes(b, t, n, m, s, dv)
     operands = [q, k, v, positions, _array(sinks)]
     y = np.empty((b, t, n, dv), q.dtype)
-    shared_bytes = HOPPER_SHARED_BYTES if sm90 else _LEAST_SHARED_BYTES
+    if shared_bytes is None:
+        shared_bytes = HOPPER_SHARED_BYTES if sm90 else _LEAST_SHARED_BYTES
     return _run(library, call, operands, [y], size, multiprocessors, shared_bytes)[0]
 
 

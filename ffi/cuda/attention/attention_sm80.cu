@@ -20,7 +20,9 @@
 // or values that ldmatrix reads serves twice as many MMAs.
 //
 // Few rows, for decoding, which reads keys once: 16 rows. Each warp has 16 keys of a tile and its
-// own softmax. The warps join their results at the end.
+// own softmax. The warps join their results at the end, each for its part of the channels. With
+// three stages, the first two tiles arrive together. Devices whose multiprocessors hold only one
+// such block have two stages.
 //
 // If the tiles of rows do not fill a device, several blocks share the keys of a tile.
 //
@@ -40,7 +42,6 @@ namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kUnit = 8;  // values of 16 bytes
-constexpr int kStages = 2;
 
 struct AttentionGrid {
   AttentionCall call;
@@ -56,8 +57,9 @@ struct AttentionGrid {
 
 // The sizes of a block. Widths are padded with zeros to kWidth and kValueWidth.
 template <int kWidthSize, int kValueWidthSize, int kRowWarpCount, int kGroupCount,
-          int kKeyWarpCount, int kKeyCount>
+          int kKeyWarpCount, int kKeyCount, int kStageCount = 2>
 struct Form {
+  static constexpr int kStages = kStageCount;
   static constexpr int kWidth = kWidthSize, kValueWidth = kValueWidthSize;
   static constexpr int kRowWarps = kRowWarpCount, kKeyWarps = kKeyWarpCount;
   static constexpr int kGroups = kGroupCount;  // groups of 16 rows of a warp
@@ -76,10 +78,13 @@ struct Form {
   static constexpr int kStageMemory =
       kStages * kStageBytes > kPassedBytes ? kStages* kStageBytes : kPassedBytes;
   static constexpr int kBytes = kQueryBytes + kStageMemory;
+  // Tiles of 8 channels of the output that a warp stores.
+  static constexpr int kOwnTiles = kValueWidth / 8 / kKeyWarps;
   static constexpr bool kQueriesInRegisters = kWidth * kGroups <= 128;
   static_assert(kValueWidth <= kWidth, "the output is staged in the memory of the queries");
   static_assert(kThreads >= kRows, "a thread finds the keys of one row");
   static_assert(kKeyWarps == 1 || kGroups == 1, "JoinWarps passes 16 rows");
+  static_assert(kValueWidth / 8 % kKeyWarps == 0, "the warps have equal parts of the channels");
 };
 
 // The address of 16-byte unit `unit` of row `row` in a matrix of kColumns columns.
@@ -376,8 +381,9 @@ struct WarpRows {
   }
 };
 
-// Joins the results of the warps that share the rows of a tile. All warps take part, and warp 0
-// gets the result. `memory` has kPassedBytes and `shown` one place for each row of each warp.
+// Joins the results of the warps that share the rows of a tile. Each warp gets the result for its
+// own tiles of channels, as its first values. `memory` has kPassedBytes and `shown` one place for
+// each row of each warp.
 template <typename T, typename F>
 __device__ __forceinline__ void JoinWarps(float factor, uint8_t* memory,
                                           PartSum (*shown)[F::kKeyWarps], WarpRows<T, F>* rows) {
@@ -415,14 +421,13 @@ __device__ __forceinline__ void JoinWarps(float factor, uint8_t* memory,
         make_float4(own[0] * shrink[0], own[1] * shrink[0], own[2] * shrink[1], own[3] * shrink[1]);
   }
   __syncthreads();
-  if (warp != 0) return;
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
+  for (int tile = 0; tile < F::kOwnTiles; ++tile) {
     float (&own)[4] = rows->values[0][tile];
     own[0] = own[1] = own[2] = own[3] = 0.0f;
 #pragma unroll
     for (int i = 0; i < F::kKeyWarps; ++i) {
-      const float4 other = passed[(i * kTiles + tile) * 32 + lane];
+      const float4 other = passed[(i * kTiles + warp * F::kOwnTiles + tile) * 32 + lane];
       own[0] += other.x;
       own[1] += other.y;
       own[2] += other.z;
@@ -444,11 +449,12 @@ __device__ __forceinline__ int64_t RowOffset(const AttentionGrid& p, const TileP
   return ((at.row_in_batch * shape.t + query) * shape.n + at.head * p.group + member) * width;
 }
 
-// Stores the outputs of a group of a warp's rows, from `group_row` of the tile on. They pass
-// through the memory of its queries, so that each thread stores 16 bytes.
+// Stores the outputs of a group of a warp's rows, from `group_row` of the tile on, and from tile
+// `first_tile` of the channels on. They pass through the memory of its queries, so that each thread
+// stores 16 bytes.
 template <typename T, typename F>
 __device__ __forceinline__ void StoreOutputs(const AttentionGrid& p, const TilePlace& at, int group,
-                                             int group_row, uint8_t* memory,
+                                             int group_row, int first_tile, uint8_t* memory,
                                              const WarpRows<T, F>& rows) {
   const int lane = WarpRows<T, F>::Lane(), g = lane / 4, q = lane % 4;
   float inverse[2];
@@ -464,20 +470,22 @@ __device__ __forceinline__ void StoreOutputs(const AttentionGrid& p, const TileP
   }
   __syncwarp();  // the last fragments of queries have been read
 #pragma unroll
-  for (int tile = 0; tile < F::kValueWidth / 8; ++tile) {
+  for (int tile = 0; tile < F::kOwnTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t pair = Pair<T>(rows.values[group][tile][2 * half] * inverse[half],
                                     rows.values[group][tile][2 * half + 1] * inverse[half]);
-      memcpy(memory + UnitOffset<F::kValueWidth>(g + 8 * half, tile) + 4 * q, &pair, sizeof(pair));
+      memcpy(memory + UnitOffset<F::kValueWidth>(g + 8 * half, first_tile + tile) + 4 * q, &pair,
+             sizeof(pair));
     }
   }
   __syncwarp();
   const int width = static_cast<int>(p.call.shape.dv);
-  constexpr int kUnits = F::kValueWidth / kUnit;
+  constexpr int kUnits = F::kOwnTiles;  // a unit has the channels of a tile
 #pragma unroll 1
   for (int index = lane; index < 16 * kUnits; index += 32) {
-    const int own = index / kUnits, unit = index % kUnits, row = at.first_row + group_row + own;
+    const int own = index / kUnits, unit = first_tile + index % kUnits;
+    const int row = at.first_row + group_row + own;
     if (row >= p.rows || unit * kUnit >= width) continue;
     T* target = static_cast<T*>(p.buffers.y) + RowOffset(p, at, row, width) + unit * kUnit;
     *reinterpret_cast<uint4*>(target) =
@@ -485,21 +493,25 @@ __device__ __forceinline__ void StoreOutputs(const AttentionGrid& p, const TileP
   }
 }
 
-// Stores the results of one part of the keys for a group of a warp's rows.
+// Stores the results of one part of the keys for a group of a warp's rows, from tile `first_tile`
+// of the channels on.
 template <typename T, typename F>
 __device__ __forceinline__ void StorePart(const AttentionGrid& p, int group, int64_t first_row,
-                                          int rows_left, const WarpRows<T, F>& rows) {
+                                          int rows_left, int first_tile,
+                                          const WarpRows<T, F>& rows) {
   const int lane = WarpRows<T, F>::Lane(), g = lane / 4, q = lane % 4;
   const int width = static_cast<int>(p.call.shape.dv);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (g + 8 * half >= rows_left) continue;
     const int64_t row = first_row + g + 8 * half;
-    if (q == 0) p.parts.sums[row] = {rows.largest[group][half] * p.factor, rows.sums[group][half]};
-    float* target = p.parts.values + row * width + 2 * q;
+    if (q == 0 && first_tile == 0) {
+      p.parts.sums[row] = {rows.largest[group][half] * p.factor, rows.sums[group][half]};
+    }
+    float* target = p.parts.values + row * width + 8 * first_tile + 2 * q;
 #pragma unroll
-    for (int tile = 0; tile < F::kValueWidth / 8; ++tile) {
-      if (8 * tile < width) {
+    for (int tile = 0; tile < F::kOwnTiles; ++tile) {
+      if (8 * (first_tile + tile) < width) {
         *reinterpret_cast<float2*>(target + 8 * tile) =
             make_float2(rows.values[group][tile][2 * half], rows.values[group][tile][2 * half + 1]);
       }
@@ -547,7 +559,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
   const auto copy = [&](int index) {
     if (index < keys.count) {
       const int first = keys.begin + index * F::kKeys, count = keys.end - first;
-      const uint32_t stage = memory + F::kQueryBytes + index % kStages * F::kStageBytes;
+      const uint32_t stage = memory + F::kQueryBytes + index % F::kStages * F::kStageBytes;
       const uint16_t* k = all_k + first * shape.d;
       const uint16_t* v = all_v + first * shape.dv;
       CopyRows<F::kKeys, F::kWidth, F::kThreads>(stage, width, count, Consecutive<F>(k, width));
@@ -557,7 +569,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
     CommitCopies();
   };
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) copy(stage);
+  for (int stage = 0; stage < F::kStages - 1; ++stage) copy(stage);
 
   const int warp_row = row_warp * F::kWarpRows;
   uint8_t* const queries = shared + warp_row * F::kWidth * 2;
@@ -566,11 +578,11 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
   const KeyRange all = ranges.All(warp_row / 16, F::kGroups);
 #pragma unroll 1
   for (int index = 0; index < keys.count; ++index) {
-    WaitCopies<kStages - 2>();
+    WaitCopies<F::kStages - 2>();
     __syncthreads();  // all warps have the tile, and have left the stage that is filled next
-    copy(index + kStages - 1);
+    copy(index + F::kStages - 1);
     if (index == 0) rows.LoadQueries();
-    const uint8_t* stage = shared + F::kQueryBytes + index % kStages * F::kStageBytes;
+    const uint8_t* stage = shared + F::kQueryBytes + index % F::kStages * F::kStageBytes;
 #pragma unroll 1
     for (int own = 0; own < F::kWarpKeys; own += F::kScoredKeys) {
       const int in_tile = key_warp * F::kWarpKeys + own;
@@ -589,15 +601,15 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
   rows.JoinThreads();
   if constexpr (F::kKeyWarps > 1) {
     JoinWarps<T, F>(p.factor, shared + F::kQueryBytes, shown, &rows);
-    if (key_warp != 0) return;
   }
+  const int first_tile = key_warp * F::kOwnTiles;
 #pragma unroll
   for (int group = 0; group < F::kGroups; ++group) {
     const int row = warp_row + 16 * group;
     if (F::kSplits && p.splits > 1) {
-      StorePart<T, F>(p, group, part_row + row, p.rows - at.first_row - row, rows);
+      StorePart<T, F>(p, group, part_row + row, p.rows - at.first_row - row, first_tile, rows);
     } else {
-      StoreOutputs<T, F>(p, at, group, row, queries + group * 16 * F::kWidth * 2, rows);
+      StoreOutputs<T, F>(p, at, group, row, first_tile, queries + group * 16 * F::kWidth * 2, rows);
     }
   }
 }
@@ -611,6 +623,11 @@ cudaError_t LaunchForm(cudaStream_t stream, AttentionGrid grid) {
                     /*overlaps=*/true, AttentionSm80<T, F>, grid);
 }
 
+// Blocks of a multiprocessor in decoding (kSplitBlocks), the most shared memory of any
+// multiprocessor, and what a block needs besides F::kBytes: static shared memory, rounded up, and
+// what the driver reserves.
+constexpr int kBlocksPerSm = 2, kMostSharedBytes = 228 << 10, kOtherBytes = 2 << 10;
+
 // Chooses the form of the tiles. More rows in a tile read keys less often; fewer rows make more
 // blocks.
 template <typename T, int kWidth, int kValueWidth>
@@ -618,6 +635,11 @@ cudaError_t LaunchWidth(cudaStream_t stream, const AttentionGrid& grid) {
   // A block has at most 99 KiB of shared memory, which is what 8.6, 8.9 and 12.x have.
   constexpr int kKeys = kWidth <= 128 ? 64 : 32, kKeyWarps = kWidth <= 192 ? 4 : 2;
   if (grid.rows <= 16) {
+    using ThreeStages = Form<kWidth, kValueWidth, 1, 1, kKeyWarps, 16 * kKeyWarps, 3>;
+    if constexpr (kBlocksPerSm * ThreeStages::kBytes <= kMostSharedBytes) {
+      const int most = MultiprocessorSharedBytes() / kBlocksPerSm - kOtherBytes;
+      if (ThreeStages::kBytes <= most) return LaunchForm<T, ThreeStages>(stream, grid);
+    }
     return LaunchForm<T, Form<kWidth, kValueWidth, 1, 1, kKeyWarps, 16 * kKeyWarps>>(stream, grid);
   }
   if constexpr (kValueWidth <= 128) {  // two groups of 256 values would spill registers
