@@ -31,7 +31,7 @@ from jax_nvfp4_moe.numerics.fp8_blocks import SQUARE, BlockFP8
 from jax_nvfp4_moe.scheme import Scheme
 
 _EXCLUSIONS = ("modules_to_not_convert", "ignored_layers")
-_EXPERT_ALGORITHM = "moe_quant_algo"
+EXPERT_ALGORITHM = "moe_quant_algo"
 _ROUTED = ".experts."
 
 
@@ -98,7 +98,7 @@ class ExpertRules:
             listed = self.manifest.decide(module)
             return self._base.decide(module) if listed.scheme is None else listed
         if _ROUTED in f"{module}.":
-            return Decision(self._scheme, f"{self.source}: {_EXPERT_ALGORITHM} {self._algorithm}")
+            return Decision(self._scheme, f"{self.source}: {EXPERT_ALGORITHM} {self._algorithm}")
         return self._base.decide(module)
 
 
@@ -109,14 +109,14 @@ def parse(section: Mapping[str, Any], source: str) -> BlockFP8Rules | ExpertRule
       CheckpointError: a field is not valid, or its value is not supported.
     """
     base = BlockFP8Rules(section, source)
-    algorithm = section.get(_EXPERT_ALGORITHM)
+    algorithm = section.get(EXPERT_ALGORITHM)
     if algorithm is None:
         return base
     known = {name: scheme for name, scheme in ALGORITHMS.items() if isinstance(scheme, Scheme)}
     if algorithm not in known:
         raise CheckpointError(
             [
-                f"{source}: {_EXPERT_ALGORITHM}: {quoted(algorithm)} is not supported; supported: "
+                f"{source}: {EXPERT_ALGORITHM}: {quoted(algorithm)} is not supported; supported: "
                 f"{', '.join(known)}"
             ]
         )

@@ -21,7 +21,7 @@ from given import CHECKPOINTS
 from resized import write_resized
 from unquantized import read_config
 
-from jax_nvfp4_moe import CheckpointError, load_model
+from jax_nvfp4_moe import CheckpointError, cast_model, load_model
 from jax_nvfp4_moe.checkpoint import open_checkpoint
 from jax_nvfp4_moe.cli.inspection import inspect
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
@@ -106,6 +106,34 @@ def test_the_form_of_deepseek_has_the_logits_of_its_values(resized, tmp_path):
     folders = (write_deepseek(resized, tmp_path / str(how), decoded=how) for how in (False, True))
     found, expected = (np.asarray(run(load_model(folder, **EXACT), ids)) for folder in folders)
     assert logit_error(found, expected) < 1e-5
+
+
+def test_the_form_of_deepseek_is_cast_to_that_of_nvidia(resized, tmp_path):
+    """The cast loads as equal arrays. Everything but the routed experts keeps its bytes."""
+    source = write_deepseek(resized, tmp_path / "a")
+    report = cast_model(source, tmp_path / "q")
+    assert (report["cast_matrices"], report["format"]) == (3 * 6 * 3, "fp8")
+    assert read_config(tmp_path / "q")["quantization_config"]["moe_quant_algo"] == "W4A16_NVFP4"
+    before, after = read_all(source), read_all(tmp_path / "q")
+    kept = [name for name in before if ".ffn.experts." not in name]
+    assert [name for name in after if ".ffn.experts." not in name] == kept
+    for name in kept:
+        assert (after[name].dtype, after[name].tobytes()) == (
+            before[name].dtype,
+            before[name].tobytes(),
+        )
+    found, expected = (
+        leaves(load_model(folder, scheme="checkpoint", **EXACT))
+        for folder in (tmp_path / "q", source)
+    )
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array)
+
+
+def test_a_cast_needs_mxfp4(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no MXFP4.*or fp8 with experts in MXFP4"):
+        cast_model(write_nvidia(tmp_path / "m"), tmp_path / "q")
 
 
 @pytest.mark.parametrize("listed", LISTED)
