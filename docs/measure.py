@@ -4,7 +4,7 @@
 it. Results of checkpoints whose files have not changed are kept, and `--again` measures them again.
 The measures are those of the tests:
 
-* experts, blocks and logits: `tests.reference.compare`, in float32 on the exact path.
+* experts, blocks, logits and decoding: `tests.reference.compare`, in float32 on the exact path.
 * bfloat16: `times_rounding` of ``tests/models/test_default_dtype.py``. It takes most of the time,
   and `--bfloat16` asks for it.
 """
@@ -45,8 +45,8 @@ def measure_exact(folder: pathlib.Path) -> dict[str, float]:
     """Return the errors of one checkpoint in float32, to two digits."""
     from tests.reference.compare import compare
 
-    names = ("experts", "blocks", "logits")
-    errors = compare(folder, decodes=False)
+    names = ("experts", "blocks", "logits", "decoding")
+    errors = compare(folder)
     return {name: float(f"{error:.1e}") for name, error in zip(names, errors, strict=True)}
 
 
@@ -81,6 +81,6 @@ def update(measure: Callable[[pathlib.Path], dict[str, float]], key: str, again:
 
 if __name__ == "__main__":
     sys.path += [str(ROOT), *(str(ROOT / "tests" / name) for name in ("support", "models"))]
-    update(measure_exact, "logits", "--again" in sys.argv)
+    update(measure_exact, "decoding", "--again" in sys.argv)
     if "--bfloat16" in sys.argv:
         update(measure_bfloat16, "bfloat16", "--again" in sys.argv)

@@ -20,7 +20,8 @@ from jax_nvfp4_moe.models.refused import REFUSED_FAMILIES
 GUIDES = pathlib.Path(__file__).parent / "guides"
 _QUANTIZERS = ("nvidia-modelopt", "llmcompressor")
 # What `measure` writes -> how the table shows it.
-_MEASURES = {"experts": "{:.1e}", "blocks": "{:.1e}", "logits": "{:.1e}", "bfloat16": "{:.2f}"}
+_MEASURES = dict.fromkeys(("experts", "blocks", "logits", "decoding"), "{:.1e}")
+_MEASURES |= {"bfloat16": "{:.2f}"}
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 

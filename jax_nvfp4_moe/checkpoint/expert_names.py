@@ -4,8 +4,13 @@ To support another naming of the projections, add a row to `PER_EXPERT`.
 """
 
 import dataclasses
+import re
 
 from jax_nvfp4_moe.checkpoint.plan import FLOATS, Buffer, Planner, TensorSlice
+from jax_nvfp4_moe.checkpoint.safetensors import Tensors
+
+# Published files of Step-3.7 have one tensor for each projection of all experts.
+_APART = re.compile(r"(.+\.moe)\.((?:gate|up|down)_proj)\.(\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +92,26 @@ def find_naming(planner: Planner, prefix: str, sizes: ExpertSizes) -> Naming | N
         if any(used(f"{prefix}.{e}.{naming.down}.") for e in range(sizes.num_experts)):
             return naming
     return None if used(f"{prefix}.down_proj") else PER_EXPERT[0]
+
+
+def stacks_apart(tensors: Tensors) -> dict[str, list[str]]:
+    """Find the tensors that stack one projection of all experts, gate and up apart.
+
+    Returns:
+      Name -> the names that the slices of single experts would have, for `Tensors.split`.
+    """
+    found = {}
+    for name in tensors.names():
+        match = _APART.fullmatch(name)
+        if match is None:
+            continue
+        block, projection, leaf = match.groups()
+        weight = f"{block}.{projection}.weight"
+        shape = tensors.info(weight).shape if weight in tensors else ()
+        if len(shape) == 3 and shape[0] and tensors.info(name).shape[:1] == shape[:1]:
+            experts = range(shape[0])
+            found[name] = [f"{block}.experts.{e}.{projection}.{leaf}" for e in experts]
+    return found
 
 
 def first_projection(prefix: str, sizes: ExpertSizes) -> str:

@@ -30,6 +30,7 @@ _FUSED = {
 # either into a quantization config.
 _LOADED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _SPARSE = ".block_sparse_moe."
+_LAYERS = "layers."
 _GARBAGE = re.compile(r"\0[^*]*")
 # All formats use these names for the scales of an FP8 linear's weight and activations.
 FP8_SCALE, FP8_INPUT_SCALE = "weight_scale", "input_scale"
@@ -159,7 +160,9 @@ def equivalent_names(module: str) -> list[str]:
     if leaf == "lm_head" and prefix in (None, parent + dot):
         names += [leaf, *(other + leaf for other in PREFIXES)]
     elif prefix is not None:
-        names += [other + name.removeprefix(prefix) for other in PREFIXES for name in names]
+        bare = [name.removeprefix(prefix) for name in names]
+        names += [other + name for other in PREFIXES for name in bare]
+        names += [name for name in bare if name.startswith(_LAYERS)]  # of DeepSeek-V4
     return list(dict.fromkeys(names))
 
 

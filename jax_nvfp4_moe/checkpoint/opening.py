@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
+from jax_nvfp4_moe.checkpoint.expert_names import stacks_apart
 from jax_nvfp4_moe.checkpoint.folder import find_folder, read_config
 from jax_nvfp4_moe.checkpoint.key_mapping import KeyMapping, canonical_names, find_key_mapping
 from jax_nvfp4_moe.checkpoint.quantization import QuantConfig, read_quant_config
@@ -66,4 +67,5 @@ def open_checkpoint(folder: str | pathlib.Path) -> Checkpoint:
             tensors.close()
         raise CheckpointError(problems, str(folder))
     tensors.rename(renamed)
+    tensors.split(stacks_apart(tensors))
     return Checkpoint(folder, config, tensors, quant, key_mapping)

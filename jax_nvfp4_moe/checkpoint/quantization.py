@@ -1,6 +1,8 @@
 """Read which modules of a checkpoint are quantized, and how.
 
-A checkpoint may declare that in two places. Both are read, and both must agree.
+A checkpoint may declare that in two places. Both are read, and both must agree. If ``config.json``
+says that experts alone were quantized again, ``hf_quant_config.json`` lists these and excludes the
+others, which keep the format that ``config.json`` declares.
 """
 
 import dataclasses
@@ -12,7 +14,11 @@ from jax_nvfp4_moe.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, TEXT_CONFIGS, exists, read_json
 from jax_nvfp4_moe.checkpoint.formats import CheckpointFormat, Decision, KVCache, Rules, TensorNames
-from jax_nvfp4_moe.checkpoint.fp8_blocks import FP8_BLOCKS
+from jax_nvfp4_moe.checkpoint.fp8_blocks import (
+    FP8_BLOCKS,
+    FP8_WITH_NVFP4_EXPERTS,
+    ExpertRules,
+)
 from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT, QUANT_FILE, parse_file
 from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
 from jax_nvfp4_moe.checkpoint.refused_formats import why_refused
@@ -93,6 +99,7 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
             found += read(pathlib.Path(folder), config)
         except CheckpointError as error:
             problems += error.problems
+    found = _with_manifests(found)
     if not problems and len({_verdict(format, rules) for format, rules in found}) > 1:
         problems.append(
             "the quantization configs disagree: "
@@ -102,6 +109,17 @@ def read_quant_config(folder: str | pathlib.Path, config: Mapping[str, Any]) -> 
         raise CheckpointError(problems, str(folder))
     rules = tuple(rules for _, rules in found if rules is not None)
     return QuantConfig(found[0][0], rules) if rules else QuantConfig()
+
+
+def _with_manifests(found):
+    """Return `found` with a manifest of experts joined to the rules that it supplements."""
+    base = next((rules for _, rules in found if isinstance(rules, ExpertRules)), None)
+    if base is None:
+        return found
+    return [
+        (FP8_WITH_NVFP4_EXPERTS, base if rules is base else rules and base.with_manifest(rules))
+        for _, rules in found
+    ]
 
 
 def _from_file(folder, _):

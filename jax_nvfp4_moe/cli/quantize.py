@@ -54,7 +54,7 @@ def quantize_command(
     shard_gb: Annotated[float, typer.Option(help="Largest size of a file, in GB.")] = 5.0,
     cast: Annotated[
         bool,
-        typer.Option("--cast", help="Cast a checkpoint in MXFP4, such as gpt-oss, without loss."),
+        typer.Option("--cast", help="Cast experts in MXFP4 without loss, as in gpt-oss."),
     ] = False,
 ) -> None:
     """Quantize a checkpoint to NVFP4, and print a summary as one JSON object."""

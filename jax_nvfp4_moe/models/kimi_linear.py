@@ -176,13 +176,14 @@ def build_model(config: SparseConfig, make: Builder) -> Decoder:
 
 # The names of the mixer. Published files of Ling use the second one.
 _MIXERS = ("model.layers.*.self_attn", "model.layers.*.attention")
+_OUTPUTS = ("o_proj", "dense")  # and of its last linear
+_BIASES = ("gate.e_score_correction_bias", "gate.expert_bias")  # and of the router's bias
 _DELTA = {
     "qkv.q": "q_proj",
     "qkv.k": "k_proj",
     "qkv.v": "v_proj",
     "rate": "b_proj",
     "gate_down": "g_a_proj",
-    "out_proj": "o_proj",
     "norm": "o_norm.weight",
     "conv": "conv1d.weight",
     "conv_q": "q_conv1d.weight",
@@ -199,9 +200,10 @@ def _keys(up: str, decay: str, blocks: tuple[str, ...]) -> KeyTable:
     Args:
       up: the name of the last linear of the output's gate.
       decay: the name of the last linear of the decays.
-      blocks: the names that the expert block may have.
+      blocks: the names that the expert block and the dense MLP may have.
     """
     path = "layers.*.attention"
+    outputs = tuple(f"{name}.{last}" for name in _MIXERS for last in _OUTPUTS)
     forget = tuple(f"{name}.forget_gate" for name in _MIXERS)
     return {
         **DECODER_KEYS,
@@ -209,8 +211,10 @@ def _keys(up: str, decay: str, blocks: tuple[str, ...]) -> KeyTable:
         **below(path, _MIXERS, ATTENTION_PARTS),
         **below(path, _MIXERS, _DELTA | {"gate_up": up, "gate": "g_proj"}),
         **below(path, (*_MIXERS, *forget), _FORGET | {"decay_up": decay}),
-        **gated_mlp_keys("layers.*.mlp", "model.layers.*.mlp"),
-        **moe_keys(*blocks, bias="gate.e_score_correction_bias", shared="shared_experts"),
+        **dict.fromkeys((f"{path}.out", f"{path}.out_proj"), outputs),
+        **gated_mlp_keys("layers.*.mlp", blocks),
+        **moe_keys(*blocks, shared="shared_experts"),
+        "layers.*.mlp.router_bias": tuple(f"{name}.{bias}" for name in blocks for bias in _BIASES),
     }
 
 

@@ -77,6 +77,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3_5MoeForCausalLM": qwen3_5_moe.ARCHITECTURE,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe.ARCHITECTURE,
     "NemotronHForCausalLM": nemotron_h.ARCHITECTURE,
+    "NemotronH_Omni_Reasoning_V3": nemotron_h.ARCHITECTURE,
+    "NemotronH_Nano_Omni_Reasoning_V3": nemotron_h.ARCHITECTURE,
     "Llama4ForConditionalGeneration": llama4.ARCHITECTURE,
     "Llama4ForCausalLM": llama4.ARCHITECTURE,
     "GptOssForCausalLM": gpt_oss.ARCHITECTURE,

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron-3.
+"""Nemotron-H, Nemotron-3 and Nemotron-3.5.
 
 A layer is ``x + mixer(norm(x))``. Its one mixer is a Mamba-2 mixer, an attention, an MLP or an
 expert block. The attention has no positional embedding, because the recurrent layers carry

@@ -9,9 +9,10 @@ import numpy as np
 
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError
 from jax_nvfp4_moe.checkpoint.expert_names import PER_EXPERT, ExpertSizes, Naming
-from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_checkpoint
+from jax_nvfp4_moe.checkpoint.export import SHARD_BYTES, LazyTensor, Writable, write_folder
 from jax_nvfp4_moe.checkpoint.folder import CONFIG, expand_home
-from jax_nvfp4_moe.checkpoint.modelopt import MODELOPT
+from jax_nvfp4_moe.checkpoint.fp8_blocks import EXPERT_ALGORITHM, FP8_BLOCKS
+from jax_nvfp4_moe.checkpoint.modelopt import MIXED, MODELOPT, declaration
 from jax_nvfp4_moe.checkpoint.mxfp4 import MXFP4
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint, open_checkpoint
 from jax_nvfp4_moe.checkpoint.progress import log_layers
@@ -26,6 +27,7 @@ from jax_nvfp4_moe.quantization.selection import find_excluded
 from jax_nvfp4_moe.scheme import Scheme
 
 _ALGORITHM = "W4A16_NVFP4"
+_SECTION = "quantization_config"
 
 
 def cast_model(
@@ -35,7 +37,7 @@ def cast_model(
     shard_bytes: int = SHARD_BYTES,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Cast a checkpoint whose experts are MXFP4, such as gpt-oss, to NVFP4 without loss.
+    """Cast a checkpoint whose experts are MXFP4 to NVFP4 without loss: gpt-oss and DeepSeek-V4.
 
     ``code * 2^e`` becomes ``code * (2^(e - g) * 2^g)``: a block scale and a global scale. Each
     matrix has one g. Gate and up of an expert share it if it is exact for both. No weight changes
@@ -45,10 +47,11 @@ def cast_model(
     alone.
 
     Args:
-      source: str or path, a folder with ``quant_method: mxfp4`` in its ``config.json`` and a
-        supported architecture. It may also be the name of a model on the Hugging Face Hub.
+      source: str or path, a folder with ``quant_method: mxfp4`` in its ``config.json``, or "fp8"
+        beside experts in MXFP4, and a supported architecture. It may also be the name of a model on
+        the Hugging Face Hub.
       destination: str or path, the folder to write, in ModelOpt's format. It must be empty or not
-        exist.
+        exist. Linears in FP8 stay as they are, in the form of NVIDIA's DeepSeek-V4.
       shard_bytes: the most bytes in one file, 5e9 by default. A larger tensor gets a file of its
         own.
       progress: whether to draw a progress bar on standard error. None, the default, draws one on a
@@ -58,7 +61,7 @@ def cast_model(
       A dict with these entries:
 
       * "cast_matrices": the number of matrices that were cast.
-      * "scheme" and "format": str, "w4a16" and "modelopt".
+      * "scheme" and "format": str, "w4a16", and "modelopt" or "fp8".
       * "source_bytes" and "bytes": the bytes of all tensors before and after.
 
     Raises:
@@ -105,16 +108,14 @@ def cast_model(
     destination = expand_home(destination)
     check_destination(destination)
     with open_checkpoint(source) as checkpoint:
-        # DeepSeek's format may hold MXFP4 too, beside FP8 that ModelOpt's config cannot declare.
-        if checkpoint.quant.format is not MXFP4:
-            said = [rules.source for rules in checkpoint.quant.rules] or ["nothing is quantized"]
-            raise CheckpointError(
-                [f"holds no MXFP4 ({said[0]}); expected quant_method mxfp4"], str(source)
-            )
+        if checkpoint.quant.format not in (MXFP4, FP8_BLOCKS):
+            raise _without_mxfp4(checkpoint)
         load = plan_unquantized(checkpoint)
         with load.open_reader(progress=False) as reader:
             writer = _Writer(checkpoint, load, reader)
             tensors = writer.tensors()
+            if not writer.modules:
+                raise _without_mxfp4(checkpoint)
             total = sum(tensor.nbytes for tensor in tensors.values())
             writer.note = log_layers(progress, "casting")
             with (
@@ -122,23 +123,35 @@ def cast_model(
                 draw_progress(progress, total, "casting") as writer.advance,
             ):
                 copy_beside(checkpoint, stage)
-                write_checkpoint(
-                    stage,
-                    tensors,
-                    checkpoint.config,
-                    algorithm=_ALGORITHM,
-                    exclude=find_excluded(checkpoint, writer.consumed, writer.modules),
-                    version=writer_version(),
-                    shard_bytes=shard_bytes,
-                )
+                file, section = _declare(checkpoint, writer)
+                config = checkpoint.config | {_SECTION: section}
+                write_folder(stage, tensors, config, quant_file=file, shard_bytes=shard_bytes)
         infos = map(checkpoint.tensors.info, checkpoint.tensors.names())
         return {
             "cast_matrices": len(writer.modules),
             "scheme": str(Scheme.W4A16),
-            "format": "modelopt",
+            "format": section["quant_method"],
             "source_bytes": sum(info.nbytes for info in infos),
             "bytes": total,
         }
+
+
+def _without_mxfp4(checkpoint) -> CheckpointError:
+    """Return the error for a checkpoint whose experts are not MXFP4."""
+    said = [rules.source for rules in checkpoint.quant.rules] or ["nothing is quantized"]
+    expected = "expected quant_method mxfp4, or fp8 with experts in MXFP4"
+    return CheckpointError([f"holds no MXFP4 ({said[0]}); {expected}"], str(checkpoint.folder))
+
+
+def _declare(checkpoint, writer):
+    """Return the contents of ``hf_quant_config.json``, and the section of ``config.json``."""
+    version = writer_version()
+    if checkpoint.quant.format is MXFP4:
+        exclude = find_excluded(checkpoint, writer.consumed, writer.modules)
+        return declaration(_ALGORITHM, exclude, version)
+    experts = sorted({module.rsplit(".", 2)[0] for module in writer.modules})
+    file, _ = declaration(MIXED, (), version, layers=dict.fromkeys(experts, _ALGORITHM))
+    return file, checkpoint.config[_SECTION] | {EXPERT_ALGORITHM: _ALGORITHM}
 
 
 class _Writer:

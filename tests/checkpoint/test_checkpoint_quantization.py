@@ -385,8 +385,9 @@ def test_spellings_of_a_module():
         "language_model.model.layers.0.qkv_proj",
     ]
     assert set(names) == {
-        f"{prefix}layers.0.{name}" for prefix in PREFIXES for name in ("q_proj", "qkv_proj")
+        f"{prefix}layers.0.{name}" for prefix in (*PREFIXES, "") for name in ("q_proj", "qkv_proj")
     }
+    assert "visual" not in equivalent_names("model.visual")
     assert set(equivalent_names("lm_head")) == {
         "lm_head",
         *(f"{prefix}lm_head" for prefix in PREFIXES),

@@ -1,21 +1,22 @@
 """Test files of new families as their owners publish them, and configs that are not supported."""
 
+import collections
 import json
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from architecture import EXACT, logit_error, run
 from checkpoint_edits import edited, read_all
+from deepseek_v4_files import publish_names
 from given import CHECKPOINTS, reference_tensors
 from unquantized import ROUNDABLE, dense_tensors, read_config, write_source
 
 from jax_nvfp4_moe import CheckpointError, load_model, quantize_model
 from jax_nvfp4_moe.checkpoint.folder import merge_text_config
 from jax_nvfp4_moe.models.loading import find_architecture
-
-BOUND = 1e-5  # as in test_architectures
 
 
 def given(name):
@@ -30,9 +31,12 @@ def read(name, **changes):
 
 
 def publish_kimi(tensors):
-    """Rename tensors as in published Kimi-Linear files, with one convolution per projection."""
+    """Rename tensors as in published Kimi-Linear files, with one convolution per projection.
+
+    transformers 5.23 gives the dense MLP the name of the expert blocks.
+    """
     for name in list(tensors):
-        new = name.replace(".forget_gate", "").replace("layers.1.mlp", "layers.1.block_sparse_moe")
+        new = name.replace(".forget_gate", "").replace(".mlp.", ".block_sparse_moe.")
         if ".experts." in name and ".shared_experts." not in name:
             for old, other in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
                 new = new.replace(old, other)
@@ -44,6 +48,8 @@ def publish_ling(tensors):
     """Rename tensors as in published Ling files."""
     for name in list(tensors):
         new = name.replace(".forget_gate", "").replace(".self_attn.", ".attention.")
+        new = new.replace("attention.o_proj", "attention.dense")
+        new = new.replace("gate.e_score_correction_bias", "gate.expert_bias")
         tensors[new.replace("embed_tokens", "word_embeddings")] = tensors.pop(name)
     split_convolution(tensors, "model.layers.0.attention")
 
@@ -76,13 +82,22 @@ def publish_minimax_m3(tensors):
             tensors[name] = tensor
 
 
-def publish_deepseek_v4(tensors):
-    """Rename tensors as in published DeepSeek-V4 files, which have no prefix."""
+def publish_step(tensors):
+    """Rename tensors as in published Step-3.7 files, with all experts of a projection in one."""
+    stacks = collections.defaultdict(dict)
     for name in list(tensors):
-        new = name.replace("attn.norm.", "attn.kv_norm.").replace("hc_head.hc", "hc_head")
-        new = new.replace("embed_tokens", "embed").removeprefix("model.")
-        tensors[new] = tensors.pop(name)
-    tensors["mtp.0.attn.wkv.weight"] = np.zeros((16, 64), np.float32)
+        new = name.replace("model.language_model.", "model.")
+        new = new.replace(".mlp.gate.e_score_correction_bias", ".moe.router_bias")
+        new = new.replace(".mlp.gate.", ".moe.gate.")
+        new = new.replace(".mlp.shared_experts.", ".share_expert.")
+        block, found, rest = new.partition(".mlp.experts.")
+        if found:
+            expert, _, rest = rest.partition(".")
+            stacks[f"{block}.moe.{rest}"][int(expert)] = tensors.pop(name)
+        else:
+            tensors[new] = tensors.pop(name)
+    for name, parts in stacks.items():
+        tensors[name] = np.stack([parts[expert] for expert in sorted(parts)])
 
 
 # The end of a name in files of DeepSeek-V4 -> the end of the name in memory of transformers.
@@ -137,18 +152,61 @@ def keep_in_memory(tensors):
         ("kimi_linear", publish_kimi),
         ("bailing_hybrid", publish_ling),
         ("gemma4", nest_experts),
-        ("minimax_m3", publish_minimax_m3),
-        ("deepseek_v4", publish_deepseek_v4),
+        ("step3p7", publish_step),
+        ("deepseek_v4", publish_names),
         ("deepseek_v4", keep_deepseek_v4_in_memory),
         ("exaone_moe", keep_in_memory),
         ("granitemoe", keep_in_memory),
     ],
 )
 def test_other_spellings_of_a_file(name, rename, tmp_path):
-    folder = edited(tmp_path, given(name).name, rename)
-    tensors = reference_tensors(given(name))
+    """The model has the arrays of the given file, whose logits test_default_dtype.py compares."""
+    found = arrays_of(edited(tmp_path, given(name).name, rename))
+    expected = arrays_of(given(name))
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array)
+
+
+def arrays_of(folder):
+    """Return the path of each array of a model -> its values, with convolutions in one array."""
+    leaves = jax.tree.leaves_with_path(load_model(folder, **EXACT))
+    found = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    for path in [path for path in found if ".conv_q." in path]:
+        parts = [found.pop(path.replace("conv_q", f"conv_{part}")) for part in "qkv"]
+        found[path.replace("conv_q", "conv")] = np.concatenate(parts)
+    return found
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h-latent"])
+def test_nemotron_in_a_multimodal_file(name, tmp_path):
+    """Files of Nemotron-3.5 with vision, and of Nemotron-3 Nano Omni, hold the language model."""
+
+    def nest(tensors):
+        for key in list(tensors):
+            tensors["language_model." + key] = tensors.pop(key)
+        for key in ("vision_model.radio_model.model.blocks.0.norm1.weight", "mlp1.0.weight"):
+            tensors[key] = np.ones(8, np.float32)
+        tensors["sound_encoder.encoder.layers.0.norm_out.weight"] = np.ones(8, np.float32)
+
+    folder = edited(tmp_path, given(name).name, nest)
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["NemotronH_Omni_Reasoning_V3"], "model_type": "nemotron_h_omni"}
+    outer["quantization_config"] = config.pop("quantization_config")
+    del config["architectures"]
+    (folder / "config.json").write_text(json.dumps(outer | {"llm_config": config}))
+    found, expected = arrays_of(folder), arrays_of(given(name))
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array)
+
+
+def test_minimax_m3_as_published(tmp_path):
+    """Its gate and up are two linears, which this package joins in another module."""
+    folder = edited(tmp_path, given("minimax_m3").name, publish_minimax_m3)
+    tensors = reference_tensors(given("minimax_m3"))
     found = run(load_model(folder, **EXACT), jnp.asarray(tensors["input_ids"], jnp.int32))
-    assert logit_error(found, tensors["logits"]) < BOUND
+    assert logit_error(found, tensors["logits"]) < 1e-5
 
 
 def test_granite_is_quantized_as_published(tmp_path):
@@ -173,6 +231,18 @@ def test_minimax_m3_is_quantized_as_published(tmp_path):
     theirs = read_all(given("minimax_m3"))
     publish_minimax_m3(theirs)
     compare_quantized("minimax_m3", dense, theirs, tmp_path)
+
+
+def test_step_is_quantized_as_published(tmp_path):
+    """The source stacks gate and up apart. Each expert is written on its own, with its bytes."""
+    dense = dense_tensors(read_all(given("step3p7")), ROUNDABLE)
+    publish_step(dense)
+    theirs = {
+        name.replace(".mlp.experts.", ".moe.experts."): tensor
+        for name, tensor in read_all(given("step3p7")).items()
+    }
+    publish_step(theirs)
+    compare_quantized("step3p7", dense, theirs, tmp_path)
 
 
 def compare_quantized(name, dense, theirs, folder):

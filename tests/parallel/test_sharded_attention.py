@@ -152,6 +152,13 @@ def test_models_with_cut_heads_equal_one_device(written, name, shape):
         assert difference(decode(cut, IDS, [11])[0], steps) <= BOUND
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_equals_prefill(written, name):
+    """On one device, in float32: a prefill and one step have the logits of the whole prompt."""
+    logits, steps = one_device(written(name))
+    assert difference(steps, logits) <= BOUND
+
+
 def test_norms_around_a_cut_mlp_with_exchanged_tokens(written):
     """The dense MLP of Gemma 4 normalizes the sum of its shards, on each device's own tokens."""
     one = one_device(written("gemma4"))[0]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from architecture import EXACT, run
 from checkpoint_edits import GIVEN, read_all
+from hashed_weights import digest, hashed_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unquantized import (
@@ -210,6 +211,45 @@ def test_a_dequantized_checkpoint_gets_its_bytes_back(tmp_path, name):
     # Modules that are not linears may be listed or not: the tool itself lists some convolutions,
     # and the embedding of each family but Gemma 4.
     assert [n for n in excluded if n in expected or not n.endswith(NO_LINEARS)] == expected
+
+
+DIGESTS = json.loads((GIVEN / "modelopt-digests.json").read_text())
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_the_bytes_of_each_family_are_those_of_modelopt(tmp_path, name):
+    """The tool quantized the same weights, whose values do not come from its own scales."""
+    tensors = dense_tensors(read_all(GIVEN / name))
+    for module in DIGESTS[name]:
+        weight = f"{module}.weight"
+        tensors[weight] = hashed_weight(weight, tensors[weight].shape)
+    quantize_model(write_source(tmp_path / "m", tensors, read_config(GIVEN / name)), tmp_path / "q")
+    written = read_all(tmp_path / "q")
+    found = {
+        module: digest(
+            {
+                end: written[f"{module}.{end}"].tobytes()
+                for end in ("weight", "weight_scale", "weight_scale_2")
+            }
+        )
+        for module in DIGESTS[name]
+    }
+    assert found == DIGESTS[name]
+
+
+def test_digests_tell_roundings_apart():
+    """Negative control: `formats.quantize` has other scales for a block of zeros and a tiny one."""
+    module = "model.layers.0.self_attn.o_proj"
+    weight = jnp.asarray(hashed_weight(f"{module}.weight", (64, 64)))
+    scale = np.float32(np.abs(weight).max()) / np.float32(2688)
+    found = []
+    for quantize in (quantize_weight, formats.quantize):
+        parts = map(np.asarray, quantize(weight, scale))
+        ends = ("weight", "weight_scale", "weight_scale_2")
+        found.append(digest({end: a.tobytes() for end, a in zip(ends, parts, strict=True)}))
+    given = DIGESTS["qwen2_moe-modelopt-w4a16"][module]
+    assert found[0] == given
+    assert found[1] != given
 
 
 @pytest.mark.slow

@@ -31,11 +31,11 @@ def modelopt_config(recipe: ModelOpt) -> dict[str, Any]:
     left_out = [rule for rule in config["quant_cfg"] if rule.get("enable") is False]
     off = [{"quantizer_name": f"{pattern}", "enable": False} for pattern in recipe.off]
     config["quant_cfg"].extend(left_out[1:] + off)  # the first rule switches everything off
-    weights = next(
+    of_weights = [
         rule for rule in config["quant_cfg"] if rule.get("quantizer_name") == "*weight_quantizer"
-    )
+    ]
     for pattern in recipe.on:
-        rule = {**copy.deepcopy(weights), "quantizer_name": f"{pattern}weight_quantizer"}
+        rule = {**copy.deepcopy(of_weights[0]), "quantizer_name": f"{pattern}weight_quantizer"}
         config["quant_cfg"].append({**rule, "enable": True})
     if recipe.kv:
         config["quant_cfg"].extend(copy.deepcopy(mtq.FP8_KV_CFG["quant_cfg"]))
