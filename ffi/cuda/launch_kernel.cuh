@@ -7,18 +7,17 @@
 //   1. Each block calls WaitForPrecedingKernel, and does so before it writes anything, and before
 //      it reads what another kernel may write. A wait ends when the preceding kernel has ended, and
 //      that kernel has waited likewise, so that all earlier kernels have ended too.
-//   2. Before a block waits, it may compute, initialize barriers, and prefetch into the L2 cache
+//   2. A block calls StartNextKernel only after it has waited.
+//   3. Before a block waits, it may compute, initialize barriers, and prefetch into the L2 cache
 //      whatever it reads later. Such a line stays up to date if another kernel writes it.
-//   3. A block calls StartNextKernel at once. In a chain of short kernels, several kernels are then
-//      on the device and wait, so that launching them takes no time. A kernel may therefore start
-//      while the last kernel but one still runs.
 //
-// An exception are kernels whose launch function knows the next kernel. They call StartNextKernel
-// only after they have waited, so that all kernels but they have ended when the next one starts.
-// That one may then read, before it waits, what they do not write: GEMM 2 of an expert layer reads
-// the ids of experts and the plan while GEMM 1 runs. All other kernels read nothing before they
-// wait, not even weights: in a program of XLA, the preceding kernel may be a conversion that writes
-// them.
+// Rule 2 is what CUDA does not ask for. Without it, a chain of kernels that start the next one at
+// once would run ahead, and a kernel could start while the last kernel but one still runs. With
+// it, all kernels but the preceding one have ended when a kernel starts. A kernel whose launch
+// function knows the preceding kernel may therefore read, before it waits, what that kernel does
+// not write: GEMM 2 of an expert layer reads the ids of experts and the plan while GEMM 1 runs.
+// All other kernels read nothing before they wait, not even weights: in a program of XLA, the
+// preceding kernel may be a conversion that writes them.
 //
 // A kernel that is launched without `overlaps` starts when all earlier kernels have ended. It may
 // call StartNextKernel at once.

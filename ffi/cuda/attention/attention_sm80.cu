@@ -524,8 +524,8 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
   NVFP4_DYNAMIC_SHARED(shared);
   __shared__ RowRanges<F> ranges;
   __shared__ PartSum shown[F::kKeyWarps > 1 ? 16 : 1][F::kKeyWarps];
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   const AttentionShape& shape = p.call.shape;
   // The last tile of rows sees most keys and starts first. All heads of a tile follow each other.
   const int heads = static_cast<int>(shape.b * shape.m);

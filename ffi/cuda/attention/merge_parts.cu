@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads) MergeParts(const MergeGrid p) {
   const int head = head_index % num_heads * p.group + row % p.group;
   const int64_t first = static_cast<int64_t>(head_index) * p.splits * p.rows + row;
   const float sink = p.sinks == nullptr ? -INFINITY : __ldg(p.sinks + head) * kLog2E;
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   // Each warp computes the same maximum and sum.
   float most = sink;
   for (int part = lane; part < p.splits; part += 32) {

@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kCombineThreads)
   // If this kernel overlaps, ids, weights and rows are older than the preceding kernel, so that
   // loading them need not wait for it.
   Choices choices = LoadChoices(p, source, token, 0);
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   const Value* outputs = source.Values() + column;
   float sums[kVector] = {};
   for (int first = 0; first < p.top_k; first += kChoices) {

@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kThreads) Activate(const ActivateCall p) {
   const int64_t row = at / p.columns, column = at % p.columns;
   const bool interleaved = p.activation.interleaved;
 #if __CUDA_ARCH__ >= 900
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
 #endif
   if (row >= p.rows) return;
   const T* gate_up = static_cast<const T*>(p.gate_up) + row * 2 * p.columns;
@@ -49,8 +49,8 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) AddGated(const AddGatedCall p) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
 #if __CUDA_ARCH__ >= 900
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
 #endif
   if (at >= p.rows * p.columns) return;
   float z = ToFloat(static_cast<const T*>(p.z)[at]);

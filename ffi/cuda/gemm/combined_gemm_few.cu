@@ -190,8 +190,8 @@ __global__ void __launch_bounds__(kThreads + (kLeavesRoom<T, kRounds> ? 64 : 0),
   const PartRing<kDepth> ring = {shared + warp * PartRing<kDepth>::kBytes};
   ring.Fill([&](uint32_t target) { parts.Request(target); });
   const SlotOutput output = LoadSlotOutput<T>(p, plan, tokens, few.num_slots);
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   BringRows(p, plan.routed, warp, kWarps, thread % 32, 32, rows, [](int slot) { return slot; });
   WaitCopies<0>();
   __syncthreads();

@@ -341,8 +341,8 @@ __global__ void __launch_bounds__(kThreads, kTile == kMedium ? 3
       static_cast<const W*>(buffers.weight) + static_cast<int64_t>(tile) * kTile * p.k;
 #if __CUDA_ARCH__ >= 900
   PrefetchRows(weight, filled, first_piece * F::kPieceK, min(pieces, F::kStages) * F::kPieceK, p.k);
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
 #endif
   const int stage_bytes = F::kWeightBytes + static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes;
   const uint32_t ring = SharedAddress(shared);

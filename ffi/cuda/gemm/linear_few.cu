@@ -206,7 +206,6 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
       (tiles - team + kTeams - 1) / kTeams};
   Packed packed[kDepth];
 #if __CUDA_ARCH__ >= 900
-  StartNextKernel();
   if (!p.plan_is_older) {
     weights.template Prefetch<kDepth>();
     WaitForPrecedingKernel();
@@ -216,6 +215,7 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
   for (int d = 0; d < kDepth; ++d) packed[d] = weights.Load(d);
 #if __CUDA_ARCH__ >= 900
   if (p.plan_is_older) WaitForPrecedingKernel();
+  StartNextKernel();
 #endif
   const int stride = few.rank_tiles * kTileK * 2 + kPadding;
   BringRows(p, few.rows, first_tile, tiles, stride, shared);

@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const BlockWeights weights = {tile, first_tile, tiles};
 #if __CUDA_ARCH__ >= 900
   weights.Prefetch(p, 2 * F::kStages * kTeams);
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
 #endif
   const uint32_t ring = SharedAddress(shared);
   const auto bring = [&](int piece) {

@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(kThreads)
     PrefetchLines(weight, call.d * static_cast<int>(sizeof(W)), lane, 32);
   }
   PrefetchLines(p.frequencies, call.half * static_cast<int>(sizeof(float)), lane, 32);
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   if (token >= call.b * call.t) return;
   Head<T, kItems> values;
   Factors<W, kItems> factors;

@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kMaxThreads) AddRmsNorm(const NormRows p) {
   const int32_t pieces = p.h / kWidth;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * pieces;
   PrefetchLines(b.weight, p.h * static_cast<int>(sizeof(W)), threadIdx.x, p.threads);
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   Values sum[kPieces], added[kPieces];
   Weights weight[kPieces];
 #pragma unroll
@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t row = static_cast<int64_t>(blockIdx.x) * p.h;
   const T* x = static_cast<const T*>(b.x) + row;
   const T* added = static_cast<const T*>(b.added) + row;
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   float squares = 0.0f;
   for (int32_t i = threadIdx.x; i < p.h; i += p.threads) {
     T sum = x[i];

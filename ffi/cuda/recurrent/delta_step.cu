@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
     PrefetchWindow(convolution, channels[pass].convolved);
   }
   PrefetchLines(state - thread, c.d * lanes * 16, thread, kThreads);
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   float4 values[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -273,8 +273,8 @@ __global__ void __launch_bounds__(kShiftThreads)
   const int32_t keys = 2 * c.key_heads * c.d;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kShiftThreads + threadIdx.x;
   const int64_t row = index / keys;
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   if (row >= c.b || p.positions[row] >= kPaddingPosition) return;
   const auto convolved = static_cast<int32_t>(index % keys);
   const int32_t part = convolved / (c.key_heads * c.d);

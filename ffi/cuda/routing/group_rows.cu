@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                ExpertRows rows, SchedulePlan plan, OutputRows y) {
   __shared__ int32_t starts[kMaxExperts + 1];
   __shared__ PlanTables tables;
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   for (int i = threadIdx.x; i < num_experts; i += kThreads) {
     starts[i] = group_sizes == nullptr ? INT32_MAX : group_sizes[i];
   }

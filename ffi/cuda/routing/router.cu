@@ -193,8 +193,8 @@ __global__ void __launch_bounds__(kThreads, 1) Route(const RouterCall call, cons
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
   if (p.bias != nullptr) PrefetchLines(p.bias, 4 * call.e, threadIdx.x, kThreads);
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   if (token >= call.t) return;
   const float* logits = p.logits + token * call.e;
   uint32_t keys[kPerLane];

@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     CountSegment(const int32_t* expert_ids, int num_slots, int num_experts, int32_t* counts) {
   __shared__ int32_t sums[kMaxExperts];
   for (int i = threadIdx.x; i < num_experts; i += kThreads) sums[i] = 0;
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   __syncthreads();
   const int begin = static_cast<int>(blockIdx.x) * kSegmentSlots;
   const int end = min(begin + kSegmentSlots, num_slots);
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = lane; 8 * i < num_experts; i += 32) {
     reinterpret_cast<uint4*>(warp_counts)[i] = uint4{};
   }
-  StartNextKernel();
   WaitForPrecedingKernel();
+  StartNextKernel();
   // A single segment may have fewer slots. Its warps then share them evenly, so that there are the
   // fewest rounds.
   const int rounds = gridDim.x > 1 ? kRounds : (num_slots + kThreads - 1u) / kThreads;

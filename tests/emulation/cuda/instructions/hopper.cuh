@@ -92,7 +92,11 @@ inline float4 LoadPeer16(uint32_t address, uint32_t rank) {
 }
 inline void FenceAsyncProxy() {}
 inline void WaitForPrecedingKernel() { emulation::has_waited[emulation::rank] = true; }
-inline void StartNextKernel() {}
+inline void StartNextKernel() {
+  if (!emulation::has_waited[emulation::rank]) {
+    emulation::Fail("a block lets the next kernel start before it has waited");
+  }
+}
 template <int kRegisters>
 void GrowRegisters() {}
 template <int kRegisters>
