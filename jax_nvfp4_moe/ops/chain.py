@@ -172,9 +172,10 @@ def _inline(closed: ClosedJaxpr, views: Sequence[_View], steps: list[_Step]) -> 
     env = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*known, *views], strict=True))
 
     def read(atom):
-        if isinstance(atom, Literal):
-            return _View(Value(atom.aval.shape, atom.aval.dtype, atom.val), atom.aval.shape)
-        return env[atom]
+        if not isinstance(atom, Literal):
+            return env[atom]
+        aval: Any = atom.aval
+        return _View(Value(aval.shape, aval.dtype, atom.val), aval.shape)
 
     for eqn in closed.jaxpr.eqns:
         operands, inner = [read(atom) for atom in eqn.invars], _inner(eqn)
@@ -202,11 +203,12 @@ def _run(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
     def close(index):
         """Emit the open chain; `index` is that of the next step."""
         written = [value for step in open_steps for value in step.results]
+        target = open_steps[0].chain if open_steps else None
         if len(open_steps) == 1:
             open_steps[0].run()
-        elif open_steps:
+        elif target is not None:
             wanted = [value for value in written if last.get(value, -1) >= index]
-            emit_chain(open_steps[0].chain, [step.call for step in open_steps], wanted)
+            emit_chain(target, [step.call for step in open_steps], wanted)
         open_steps.clear()
 
     for index, step in enumerate(steps):
