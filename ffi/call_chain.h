@@ -7,14 +7,15 @@
 // backends/call_chain.py writes the call. For call i of the chain it has three attributes, whose
 // names begin with the same number:
 //
-//   attributes  the attributes of the call, a dictionary
-//   buffers     int64: the number of operands and of results, and then for each of them
-//                 place, index, element type, number of dimensions, dimensions
-//   target      the name of the FFI target
+// * `attributes`: the attributes of the call, a dictionary.
+// * `buffers`: int64 numbers. First come the number of operands and the number of results. Each of
+//   them then has its place, its index, its element type, its number of dimensions, and the
+//   dimensions.
+// * `target`: the name of the FFI target.
 //
-// The place of a buffer is an operand of the chain, a result of the chain, or the chain's last
-// result, which is memory for values that only the chain itself reads. The index is then an offset
-// in bytes. Element types are those of XLA_FFI_DataType.
+// A buffer lies at one of three places: in an operand of the chain, in a result of the chain, or in
+// the chain's last result. The last result is memory for values that only the chain itself reads,
+// and the index is then an offset in bytes. Element types are those of XLA_FFI_DataType.
 #pragma once
 
 #include <cstddef>

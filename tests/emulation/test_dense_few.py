@@ -1,6 +1,6 @@
 """Test the kernel for plain weights and few rows on a CPU, with and without clusters."""
 
-import cuda_emulation
+import dense_emulation
 import numpy as np
 import pytest
 from axes import axis
@@ -34,7 +34,7 @@ class TestDenseFew(DenseFewSuite):
     @pytest.fixture
     def run(self, library, device):
         count, clusters = DEVICES[device]
-        return lambda x, weight, dtype=np.float32: cuda_emulation.dense_few(
+        return lambda x, weight, dtype=np.float32: dense_emulation.dense_few(
             library, x, weight, dtype, count, clusters=clusters
         )
 
@@ -43,7 +43,7 @@ class TestDenseFew(DenseFewSuite):
 @pytest.mark.parametrize("sizes", CUTS, ids=str)
 def test_layers_are_cut_as_the_device_needs(library, sizes, pair):
     x_type, weight_type = pair.split("-")
-    cut = cuda_emulation.cut_dense_few(library, sizes, x_type, weight_type, H200)
+    cut = dense_emulation.cut_dense_few(library, sizes, x_type, weight_type, H200)
     if x_type == weight_type:
         assert (cut.tile, cut.ranks) == CUTS[sizes]
     piece = {16: 256, 64: 128, 128: 64}[cut.tile]
@@ -55,5 +55,5 @@ def test_layers_are_cut_as_the_device_needs(library, sizes, pair):
 @pytest.mark.parametrize(("clusters", "blocks"), [(False, 1), (True, 8)])
 def test_only_newer_devices_have_clusters(library, clusters, blocks):
     call = make((4, 77, 2048), "bfloat16-bfloat16")
-    cuda_emulation.dense_few(library, call.x, call.weight, np.float32, H200, clusters=clusters)
+    dense_emulation.dense_few(library, call.x, call.weight, np.float32, H200, clusters=clusters)
     assert library.largest_cluster_blocks() == blocks

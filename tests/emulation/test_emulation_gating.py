@@ -2,7 +2,7 @@
 
 import functools
 
-import cuda_emulation
+import gating_emulation
 import pytest
 from gating_suite import GatingSuite, options_of
 
@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 class TestGating(GatingSuite):
     @pytest.fixture
     def run_activate(self, library):
-        return lambda gate_up, name: cuda_emulation.activate(library, gate_up, options_of(name))
+        return lambda gate_up, name: gating_emulation.activate(library, gate_up, options_of(name))
 
     @pytest.fixture
     def run_add(self, library):
-        return functools.partial(cuda_emulation.add_gated, library)
+        return functools.partial(gating_emulation.add_gated, library)

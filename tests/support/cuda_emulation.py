@@ -151,21 +151,6 @@ class LinearFewCut(ctypes.Structure):
     ]
 
 
-class _DenseFewCall(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
-        *((name, ctypes.c_int) for name in ("type", "weight_type", "output_type")),
-    ]
-
-
-class DenseFewCut(ctypes.Structure):
-    """How the kernel for plain weights and few rows cuts a layer (dense_few.cuh)."""
-
-    _fields_: ClassVar = [
-        (name, ctypes.c_int32) for name in ("tile", "ranks", "rank_pieces", "shared_bytes")
-    ]
-
-
 class _Activation(ctypes.Structure):
     _fields_: ClassVar = [
         ("kind", ctypes.c_int),
@@ -333,28 +318,6 @@ def cut_linear_few(
     return cut
 
 
-def _dense_call(types, rows, n, k):
-    return _DenseFewCall(rows, n, k, *(_TYPES[np.dtype(name).name] for name in types))
-
-
-def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
-    """Return how the kernel for plain weights cuts a layer of ``sizes = (rows, n, k)``."""
-    library.configure(multiprocessors, HOPPER_SHARED_BYTES, 0)
-    cut, call = DenseFewCut(), _dense_call((x_type, weight_type, "float32"), *sizes)
-    library.cut_dense_few(ctypes.byref(call), int(clusters), ctypes.byref(cut))
-    return cut
-
-
-def dense_few(library, x, weight, dtype, multiprocessors, *, clusters=True):
-    """Return ``x @ weight.T`` in `dtype` for few rows of plain weights."""
-    (rows, k), n = x.shape, weight.shape[0]
-    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k)
-    call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
-    y = np.empty((rows, n), dtype)
-    arrays = _run(library, call, [x, weight], [y], 0, multiprocessors, _LEAST_SHARED_BYTES)
-    return arrays[0]
-
-
 def multiply_fp4(library, a, b, scale_a, scale_b, *, shuffled):
     """Return the sums ``[32, 4]`` of one FP4 MMA on fragments, with one row for each lane.
 
@@ -493,25 +456,6 @@ def add_rms_norm(library, x, added, weight, *, eps):
     )
     total, y = _run(library, call, [x, _array(added), weight], [x, x], 0, multiprocessors=1)
     return (x if added is None else total), y
-
-
-def activate(library, gate_up, options):
-    """Return the activation ``[rows, i]`` of ``gate_up [rows, 2 i]``, as `ops.activate` does."""
-    rows, width = gate_up.shape
-    parameters = _activation(options)
-    sizes = ctypes.c_int64(rows), ctypes.c_int64(width // 2)
-    call = functools.partial(
-        library.activate, *sizes, _TYPES[gate_up.dtype.name], ctypes.byref(parameters)
-    )
-    y = np.empty((rows, width // 2), gate_up.dtype)
-    return _run(library, call, [gate_up], [y], 0, multiprocessors=1)[0]
-
-
-def add_gated(library, x, gate, z):
-    """Return ``x + sigmoid(gate) * z``, as `ops.add_gated` does."""
-    sizes = (ctypes.c_int64(size) for size in x.shape)
-    call = functools.partial(library.add_gated, *sizes, _TYPES[x.dtype.name])
-    return _run(library, call, [x, _array(gate), z], [x], 0, multiprocessors=1)[0]
 
 
 def prepare_heads(library, call):

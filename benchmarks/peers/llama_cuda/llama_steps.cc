@@ -5,8 +5,9 @@
 // Reads BATCH prompts of PROMPT random tokens each, then generates NEW tokens for each prompt. The
 // greedy choice is the last operation of llama.cpp's graph, so only token ids come to the host.
 // ROUNDS counts how often the steps are timed, from the same filled cache; a round before them is
-// not counted. Prints one JSON object with a row for each cell: the seconds until the first tokens,
-// a figure for each of PREFILLS runs, and the mean seconds of a step, a figure for each round.
+// not counted. Prints one JSON object with a row for each cell. A row has the seconds until the
+// first tokens, a figure for each of PREFILLS runs. It also has the mean seconds of a step, a
+// figure for each round.
 
 #include <algorithm>
 #include <chrono>

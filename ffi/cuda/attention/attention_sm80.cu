@@ -623,9 +623,9 @@ cudaError_t LaunchForm(cudaStream_t stream, AttentionGrid grid) {
                     /*overlaps=*/true, AttentionSm80<T, F>, grid);
 }
 
-// Blocks of a multiprocessor in decoding (kSplitBlocks), the most shared memory of any
-// multiprocessor, and what a block needs besides F::kBytes: static shared memory, rounded up, and
-// what the driver reserves.
+// Blocks of a multiprocessor in decoding (kSplitBlocks), and the most shared memory of any
+// multiprocessor. A block needs kOtherBytes besides F::kBytes: static shared memory, rounded up,
+// and what the driver reserves.
 constexpr int kBlocksPerSm = 2, kMostSharedBytes = 228 << 10, kOtherBytes = 2 << 10;
 
 // Chooses the form of the tiles. More rows in a tile read keys less often; fewer rows make more

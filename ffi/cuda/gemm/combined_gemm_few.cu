@@ -18,9 +18,9 @@
 // older (launch_kernel.cuh). Slots that are not routed are never read.
 //
 // Bottleneck: the latency of memory and unpacking. With one token of Qwen3-30B-A3B, 128 blocks have
-// 96 parts each, which their 16 warps request at once. In bf16, such a block takes what registers
-// and shared memory six blocks of GEMM 1 leave on a multiprocessor of an H100 or H200, so that the
-// requests do not wait for the end of GEMM 1.
+// 96 parts each, which their 16 warps request at once. In bf16, six blocks of GEMM 1 leave
+// registers and shared memory for such a block on a multiprocessor of an H100 or H200. Its requests
+// therefore do not wait for the end of GEMM 1.
 //
 // Needs: sm_80. Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
 #include "cuda/epilogues/finish.cuh"

@@ -17,9 +17,8 @@
 // under the scale of its expert.
 //
 // When half of its own weights have arrived, a block prefetches its share of the weights of GEMM 2
-// into the L2 cache. GEMM 2 (combined_gemm_few.cu) may start before this kernel ends, and there
-// must be room for it: the blocks here leave enough registers and shared memory for one of its
-// blocks on each multiprocessor.
+// into the L2 cache. GEMM 2 (combined_gemm_few.cu) may start before this kernel ends. The blocks
+// here leave enough registers and shared memory for one of its blocks on each multiprocessor.
 //
 // Bottleneck: latency of memory, then reading weights.
 //

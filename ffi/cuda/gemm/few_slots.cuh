@@ -1,5 +1,6 @@
-// What the kernels for few slots share, expert_gemm_few.cu and combined_gemm_few.cu: the weights in
-// flight and the rows of x, in shared memory of each block. The second one also has a plan.
+// What the two kernels for few slots share (expert_gemm_few.cu, combined_gemm_few.cu). Both keep
+// the weights in flight and the rows of x in shared memory of each block. The second one also has a
+// plan.
 #pragma once
 
 #include <cstring>

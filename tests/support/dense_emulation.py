@@ -1,0 +1,45 @@
+"""Call the kernel for plain weights and few rows that `cuda_emulation` compiles for the CPU."""
+
+import ctypes
+import functools
+from typing import ClassVar
+
+import numpy as np
+from cuda_emulation import _LEAST_SHARED_BYTES, _TYPES, HOPPER_SHARED_BYTES, _run
+
+
+class _DenseFewCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
+        *((name, ctypes.c_int) for name in ("type", "weight_type", "output_type")),
+    ]
+
+
+class DenseFewCut(ctypes.Structure):
+    """How the kernel for plain weights and few rows cuts a layer (dense_few.cuh)."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_int32) for name in ("tile", "ranks", "rank_pieces", "shared_bytes")
+    ]
+
+
+def _dense_call(types, rows, n, k):
+    return _DenseFewCall(rows, n, k, *(_TYPES[np.dtype(name).name] for name in types))
+
+
+def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
+    """Return how the kernel for plain weights cuts a layer of ``sizes = (rows, n, k)``."""
+    library.configure(multiprocessors, HOPPER_SHARED_BYTES, 0)
+    cut, call = DenseFewCut(), _dense_call((x_type, weight_type, "float32"), *sizes)
+    library.cut_dense_few(ctypes.byref(call), int(clusters), ctypes.byref(cut))
+    return cut
+
+
+def dense_few(library, x, weight, dtype, multiprocessors, *, clusters=True):
+    """Return ``x @ weight.T`` in `dtype` for few rows of plain weights."""
+    (rows, k), n = x.shape, weight.shape[0]
+    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k)
+    call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
+    y = np.empty((rows, n), dtype)
+    arrays = _run(library, call, [x, weight], [y], 0, multiprocessors, _LEAST_SHARED_BYTES)
+    return arrays[0]
