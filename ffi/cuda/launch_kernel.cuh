@@ -13,9 +13,11 @@
 //
 // Rule 2 is what CUDA does not ask for. Without it, a chain of kernels that start the next one at
 // once would run ahead, and a kernel could start while the last kernel but one still runs. With
-// it, all kernels but the preceding one have ended when a kernel starts. A kernel whose launch
-// function knows the preceding kernel may therefore read, before it waits, what that kernel does
-// not write: GEMM 2 of an expert layer reads the ids of experts and the plan while GEMM 1 runs.
+// it, all kernels but the preceding one have ended when a kernel starts. Some launch functions know
+// the preceding kernel. Before it waits, their kernel may then read what the preceding one does not
+// write. For example, GEMM 2 of an expert layer reads the ids of experts and the plan while GEMM 1
+// runs. Running ahead was also slower where it was tried, in a decoding step on an H200.
+//
 // All other kernels read nothing before they wait, not even weights: in a program of XLA, the
 // preceding kernel may be a conversion that writes them.
 //

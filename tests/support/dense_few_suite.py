@@ -11,8 +11,9 @@ from axes import axis
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
-# Rows, n, k. The sizes cross every boundary inside the kernel: all numbers of fragments, n and k
-# that fill no tile and no piece, blocks of a cluster without a piece, and more pieces than stages.
+# Rows, n, k. The sizes cross every boundary inside the kernel. They take all numbers of fragments.
+# Some n and k fill no tile and no piece. Some blocks of a cluster have no piece, and some have more
+# pieces than stages.
 SIZES = {
     "smallest": (1, 1, 8),
     "one_row": (1, 200, 1048),

@@ -8,9 +8,9 @@ import pytest
 from axes import axis
 from kernel_suite import assert_accurate, assert_inaccurate, split
 
-# Rows, n, k. The sizes cross every boundary inside the kernel: one slab, four or eight, all numbers
-# of fragments, n and k that fill no tile, output tiles with one weight tile, teams and blocks
-# without a weight tile, and more weight tiles than a warp or a block has in flight.
+# Rows, n, k. The sizes cross every boundary inside the kernel. They take one, four and eight slabs,
+# and all numbers of fragments. Some n and k fill no tile, and some output tiles have one weight
+# tile. Some teams and blocks have no weight tile, and some have more than they keep in flight.
 LINEARS = {
     "smallest": (1, 16, 16),
     "one_row": (1, 200, 1040),
