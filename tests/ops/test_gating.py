@@ -4,22 +4,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gating_suite import GatingSuite, make_gate_up, make_sum
+from float64_layer import activate
+from gating_suite import ACTIVATIONS, make_gate_up, make_sum, options_of, sum_in_float64
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 CUDA = nvfp4.Target("cuda", (9, 0))
 
 
-class TestGating(GatingSuite):
-    @pytest.fixture
-    def run_activate(self):
-        return ops.activate
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_is_rounded_once(name):
+    """In float32 the result is near that in float64, and in 16 bits it is that one, rounded."""
+    gate_up = make_gate_up("odd", "bfloat16")
+    exact = np.asarray(ops.activate(jnp.asarray(gate_up, jnp.float32), name))
+    truth = activate(np.asarray(gate_up, np.float64), options_of(name))
+    plain = activate(np.asarray(gate_up, np.float32), options_of(name))
+    assert_as_accurate_as(exact, plain, truth)
+    rounded = np.asarray(ops.activate(jnp.asarray(gate_up), name))
+    np.testing.assert_array_equal(rounded, exact.astype(rounded.dtype))
 
-    @pytest.fixture
-    def run_add(self):
-        return ops.add_gated
+
+def test_sum_behind_a_gate():
+    x, gate, z = make_sum("odd", "float32")
+    plain = x + z / (1 + np.exp(-gate))
+    truth = sum_in_float64(x, gate, z)
+    assert_as_accurate_as(np.asarray(ops.add_gated(x, gate, z)), plain, truth)
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(np.asarray(ops.add_gated(x, -gate, z)), plain, truth)
+    np.testing.assert_array_equal(ops.add_gated(x, None, z), x + z)
 
 
 @pytest.mark.parametrize(("rows", "kernel"), [(64, True), (65, False)])

@@ -47,3 +47,11 @@ def test_python_versions_agree():
     oldest = PROJECT["requires-python"].removeprefix(">=")
     versions = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c]
     assert versions[0] == oldest
+
+
+def test_requirements_of_tests_are_the_extra():
+    """README's second command reads the file, so that pip does not build the package again."""
+    lines = (ROOT / "tests" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not line.startswith("#")] == PROJECT["optional-dependencies"][
+        "test"
+    ]
