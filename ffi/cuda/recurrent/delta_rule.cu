@@ -24,8 +24,7 @@ int64_t DeltaRuleWorkspaceBytes(const DeltaRuleCall& c) {
 // Large chunks have fewer steps, and small ones fit into the shared memory of every device.
 cudaError_t LaunchDeltaRule(cudaStream_t stream, const DeltaRuleCall& c,
                             const DeltaRuleBuffers& p) {
-  const int chunk =
-      DeltaScanBytes(kLargeChunk, 2) <= BlockSharedBytes() ? kLargeChunk : kSmallChunk;
+  const int chunk = HasLargeDeltaScan() ? kLargeChunk : kSmallChunk;
   const int64_t tokens = PaddedTokens(c);
   float* const queries = static_cast<float*>(p.workspace);
   float* const keys = queries + tokens * kRuleWidth;

@@ -12,6 +12,14 @@
 
 namespace nvfp4 {
 
+// The most tokens of a chunk for which this device has shared memory. Kernels for more tokens have
+// no code here.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+constexpr int kMostChunkTokens = 32;
+#else
+constexpr int kMostChunkTokens = 64;
+#endif
+
 // Rows of keys and queries are padded with zeros to this many floats in shared memory.
 constexpr int kRuleWidth = static_cast<int>(kMaxStateWidth);
 
@@ -62,7 +70,8 @@ cudaError_t LaunchDeltaPrepare(cudaStream_t stream, const DeltaRuleCall& call,
 cudaError_t LaunchDeltaScan(cudaStream_t stream, const DeltaRuleCall& call,
                             const DeltaRuleBuffers& buffers, const ChunkBuffers& chunks, int chunk);
 
-// Bytes of dynamic shared memory of the second kernel, which needs more than the first one.
-int64_t DeltaScanBytes(int chunk, int stages);
+// Whether the current device can run chunks of 64 tokens. The second kernel decides, because it
+// needs more shared memory than the first one.
+bool HasLargeDeltaScan();
 
 }  // namespace nvfp4

@@ -191,7 +191,10 @@ __device__ __forceinline__ void VisitState(const DeltaRuleCall& c, float* state,
 template <int kChunk, typename Function>
 __device__ __forceinline__ void VisitTokens(float* y, int stride, int present, Function visit) {
   const int q = threadIdx.x % 4;
-  float* const own = y + 2 * q * static_cast<int64_t>(stride);
+  float* own = y + 2 * q * static_cast<int64_t>(stride);
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+l"(own));  // otherwise sixteen addresses would stay in registers
+#endif
 #pragma unroll
   for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
@@ -223,9 +226,10 @@ struct Corrections {
 
 // Blocks of one head follow each other. With two stages, the next chunk is copied during a chunk.
 template <int kChunk>
-__global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps))
+__global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
     DeltaScan(const DeltaRuleCall c, const DeltaRuleBuffers p, const ChunkBuffers w,
               const int warps, const int stages) {
+  if constexpr (kChunk > kMostChunkTokens) return;
   NVFP4_DYNAMIC_SHARED(shared);
   Stage<kChunk>* const all = reinterpret_cast<Stage<kChunk>*>(shared);
   const int heads = c.key_heads * c.shared, thread = threadIdx.x, warp = thread / 32;
@@ -302,6 +306,10 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps))
   }
 }
 
+int64_t DeltaScanBytes(int chunk, int stages) {
+  return stages * static_cast<int64_t>(chunk == 64 ? sizeof(Stage<64>) : sizeof(Stage<32>));
+}
+
 template <int kChunk>
 cudaError_t LaunchDeltaScanOf(cudaStream_t stream, const DeltaRuleCall& c,
                               const DeltaRuleBuffers& p, const ChunkBuffers& w) {
@@ -320,8 +328,9 @@ cudaError_t LaunchDeltaScanOf(cudaStream_t stream, const DeltaRuleCall& c,
 
 }  // namespace
 
-int64_t DeltaScanBytes(int chunk, int stages) {
-  return stages * static_cast<int64_t>(chunk == 64 ? sizeof(Stage<64>) : sizeof(Stage<32>));
+// The code of 9.0 and later has them (kMostChunkTokens); code for 8.0 may run on newer devices too.
+bool HasLargeDeltaScan() {
+  return DeltaScanBytes(64, 2) <= BlockSharedBytes() && MayOverlap(DeltaScan<64>);
 }
 
 cudaError_t LaunchDeltaScan(cudaStream_t stream, const DeltaRuleCall& call,
