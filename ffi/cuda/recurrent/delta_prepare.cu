@@ -433,7 +433,7 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
 
 // Blocks of the chunks of one key head follow each other.
 template <int kChunk>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads)
     DeltaPrepare(const DeltaRuleCall c, const DeltaRuleBuffers p, const ChunkBuffers chunks) {
   if constexpr (kChunk > kMostChunkTokens) return;
   NVFP4_DYNAMIC_SHARED(shared);
