@@ -135,7 +135,7 @@ def test_functions_without_calls_stay_as_they_are():
         return jax.lax.cond(x.sum() > 0, lambda x: x, lambda x: -x, x) + drawn, jnp.float32(3)
 
     got = jax.jit(ops.chain_calls(function))(jnp.ones(3), KEY)
-    for mine, expected in zip(got, function(jnp.ones(3), KEY), strict=True):
+    for mine, expected in zip(got, jax.jit(function)(jnp.ones(3), KEY), strict=True):
         np.testing.assert_array_equal(mine, expected)
 
 
