@@ -2,9 +2,9 @@
 
     python deviceless_decode.py TARGET.txtpb BATCH DUMP_FOLDER LINEARS
 
-LINEARS is the format of the linear layers of the attention: dense or nvfp4. The model has the sizes
-of Qwen3-30B-A3B but fewer layers, and its weights are shapes without values. `test_deviceless.py`
-runs this program in its own process, as it runs `deviceless_compile.py`.
+LINEARS is the format of the linear layers of the attention: dense, fp8 or nvfp4. The model has the
+sizes of Qwen3-30B-A3B but fewer layers, and its weights are shapes without values.
+`test_deviceless.py` runs this program in its own process, as it runs `deviceless_compile.py`.
 """
 
 import json
@@ -26,6 +26,8 @@ from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.models import qwen3_moe
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 LAYERS = (2, 4)  # the difference between the two is due to layers alone
 LENGTH, ROOM = 192, 64
@@ -48,6 +50,10 @@ class Shapes:
     def linear(self, prefix, n, k, *, bias=False):
         if self.linears == "dense" or prefix == "lm_head":
             return source(prefix, LinearWeights(array((n, k), jnp.bfloat16)))
+        if self.linears == "fp8":
+            weight = FP8Tensor(array((n, k), jnp.float8_e4m3fn), array((n,), jnp.float32))
+            declared = FP8ActivationScaling.STATIC  # which Hopper does not round
+            return source(prefix, LinearWeights(weight, checkpoint_scheme=declared), declared)
         weight = tensor((n, k), ())
         return source(prefix, LinearWeights(weight, checkpoint_scheme=Scheme.W4A16), Scheme.W4A16)
 
