@@ -21,6 +21,9 @@
 // cluster. The bits of a row therefore depend on the other rows of a call only where their number
 // changes the form.
 //
+// With one slab in an output tile, the kernel can also compute the norm whose result is x
+// (norm_prologue.cuh).
+//
 // The kernel may start before the preceding one ends. If that kernel may have written the weights,
 // this one only prefetches them into the L2 cache before it waits.
 //
@@ -36,6 +39,8 @@
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/norms/deferred_norm.h"
+#include "cuda/norms/norm_prologue.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -105,6 +110,35 @@ __device__ __forceinline__ void BringRows(const ExpertGemm& p, int rows, int fir
   }
   CommitCopies();
 }
+
+// Where the rows of x come from: memory, or the norm that the kernel computes itself. In the second
+// case a block has all of k.
+struct GivenRows {
+  __device__ __forceinline__ void Prefetch() const {}
+
+  template <typename T>
+  __device__ __forceinline__ void Bring(const ExpertGemm& p, int rows, int first_tile, int tiles,
+                                        int stride, uint8_t* shared) const {
+    BringRows(p, rows, first_tile, tiles, stride, shared);
+  }
+};
+
+struct NormalizedRows {
+  NormPrologue norm;
+
+  __device__ __forceinline__ void Prefetch() const { PrefetchNormWeight(norm); }
+
+  template <typename T>
+  __device__ __forceinline__ void Bring(const ExpertGemm& p, int rows, int, int tiles, int stride,
+                                        uint8_t* shared) const {
+    NormalizeRows<T>(norm, [&](int row, int piece) { return shared + row * stride + piece * 16; });
+    const int past = tiles * (kTileK / 8) - p.k / 8;  // pieces of zeros past k
+    for (int i = static_cast<int>(threadIdx.x); i < rows * past; i += kThreads) {
+      *reinterpret_cast<uint4*>(shared + i / past * stride + (p.k / 8 + i % past) * 16) = {};
+    }
+  }
+};
+static_assert(kThreads == kPrologueThreads);
 
 // The sums of a warp, which are a fragment for eight rows of x. An MMA waits for the preceding one
 // on the same fragment, so that there are two chains of MMAs.
@@ -185,10 +219,10 @@ __device__ __forceinline__ void FinishInCluster(const Partials& partials, const 
 }
 
 // The kernel for up to eight rows. Each warp has kDepth weight tiles in flight.
-template <typename T, int kSlabs, int kDepth>
+template <typename T, int kSlabs, int kDepth, typename Rows>
 __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
     LinearFew(const __grid_constant__ ExpertGemm p, const FewRows few,
-              const TileConstants constants) {
+              const TileConstants constants, const __grid_constant__ Rows source) {
   constexpr int kTeams = kWarps / kSlabs;
   NVFP4_DYNAMIC_SHARED(shared);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
@@ -206,6 +240,7 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
       (tiles - team + kTeams - 1) / kTeams};
   Packed packed[kDepth];
 #if __CUDA_ARCH__ >= 900
+  source.Prefetch();
   if (!p.plan_is_older) {
     weights.template Prefetch<kDepth>();
     WaitForPrecedingKernel();
@@ -218,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
   StartNextKernel();
 #endif
   const int stride = few.rank_tiles * kTileK * 2 + kPadding;
-  BringRows(p, few.rows, first_tile, tiles, stride, shared);
+  source.template Bring<T>(p, few.rows, first_tile, tiles, stride, shared);
   const LaneRows lane_rows = LoadLaneRows(p, 0, m_tile, slab);
   WaitCopies<0>();
   __syncthreads();
@@ -264,24 +299,39 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
   if (!alone) FinishInCluster(partials, few, rank, team, finish);
 }
 
-template <typename T, int kSlabs, int kDepth>
+template <typename T, int kSlabs, int kDepth, typename Rows>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
-                        const LinearFewCut& cut) {
+                        const LinearFewCut& cut, const Rows& source) {
   int32_t ranks_log2 = 0;
   while (1 << ranks_log2 < cut.ranks) ++ranks_log2;
   const FewRows few = {static_cast<int32_t>(rows), ranks_log2, cut.rank_tiles};
   const int64_t units = CeilDiv(gemm.columns, kSlabs * kTileM / kTileSlabs);
   const dim3 grid(static_cast<unsigned>(units * cut.ranks));
   return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes, /*overlaps=*/true,
-                        LinearFew<T, kSlabs, kDepth>, gemm, few, MakeTileConstants<T>());
+                        LinearFew<T, kSlabs, kDepth, Rows>, gemm, few, MakeTileConstants<T>(),
+                        source);
+}
+
+// Launches the form with one slab in an output tile.
+template <typename T, typename Rows>
+cudaError_t LaunchNarrow(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
+                         const LinearFewCut& cut, const Rows& source) {
+  return cut.rank_tiles <= 4 * kWarps ? LaunchTyped<T, 1, 4>(stream, gemm, rows, cut, source)
+                                      : LaunchTyped<T, 1, 8>(stream, gemm, rows, cut, source);
 }
 
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
                      const LinearFewCut& cut) {
-  if (cut.slabs == kTileSlabs) return LaunchTyped<T, kTileSlabs, 4>(stream, gemm, rows, cut);
-  return cut.rank_tiles <= 4 * kWarps ? LaunchTyped<T, 1, 4>(stream, gemm, rows, cut)
-                                      : LaunchTyped<T, 1, 8>(stream, gemm, rows, cut);
+  NormPrologue norm;
+  if (cut.slabs == 1 && TakeDeferredNorm(gemm.left.values, &norm)) {
+    return LaunchNarrow<T>(stream, gemm, rows, cut, NormalizedRows{norm});
+  }
+  NVFP4_RETURN_IF_CUDA_ERROR(LaunchDeferredNorm());
+  if (cut.slabs == kTileSlabs) {
+    return LaunchTyped<T, kTileSlabs, 4>(stream, gemm, rows, cut, GivenRows());
+  }
+  return LaunchNarrow<T>(stream, gemm, rows, cut, GivenRows());
 }
 
 // Returns the cut into output tiles of `slabs` slabs, one or four, with clusters of `ranks` blocks.
@@ -311,7 +361,7 @@ LinearFewCut CutInClusters(int64_t rows, int64_t n, int64_t k_tiles) {
 
 }  // namespace
 
-bool LinearFewHasClusters() { return MayOverlap(LinearFew<__half, kTileSlabs, 4>); }
+bool LinearFewHasClusters() { return MayOverlap(LinearFew<__half, kTileSlabs, 4, GivenRows>); }
 
 LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters) {
   constexpr int64_t kSlabRows = 4, kNarrowRows = 8;
@@ -329,7 +379,10 @@ LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters) {
 
 cudaError_t LaunchLinearFew(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
                             const LinearFewCut& cut) {
-  if (cut.slabs > kTileSlabs) return LaunchLinearWide(stream, gemm, rows, cut);
+  if (cut.slabs > kTileSlabs) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchDeferredNorm());
+    return LaunchLinearWide(stream, gemm, rows, cut);
+  }
   return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, rows, cut)
                                      : LaunchOf<__nv_bfloat16>(stream, gemm, rows, cut);
 }
