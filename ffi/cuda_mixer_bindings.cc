@@ -106,35 +106,66 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
   return FromCuda(LaunchOrDeferNorm(stream, call, buffers), "nvfp4_add_rms_norm_cuda");
 }
 
+// Reads the sizes and types of x, weight and y, except for the type of the weight. k is a multiple
+// of `factor`.
+ffi::Error CheckDense(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer y, int64_t factor,
+                      DenseFewCall* call) {
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call->type));
+  if (call->type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
+  call->output_type = y.element_type() == ffi::F32 ? DataType::kF32 : call->type;
+  if (call->output_type != DataType::kF32) {
+    NVFP4_RETURN_IF_ERROR(ExpectType("y", y.element_type(), x.element_type()));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, k]", x.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("weight [n, k]", weight.dimensions(), 2));
+  call->rows = x.dimensions()[0];
+  call->k = x.dimensions()[1];
+  call->n = weight.dimensions()[0];
+  NVFP4_RETURN_IF_ERROR(ExpectDims("weight [n, k]", weight.dimensions(), {call->n, call->k}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [rows, n]", y.dimensions(), {call->rows, call->n}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call->rows, kMostDenseRows));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", call->k, factor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call->k, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (weight)", call->n, kMaxExtent));
+  return ExpectAligned({{"x", x}, {"weight", weight}, {"y", y}}, kAlignment);
+}
+
 ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                     ffi::Result<ffi::AnyBuffer> y) {
   DenseFewCall call = {};
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &call.weight_type));
-  if (call.type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
+  NVFP4_RETURN_IF_ERROR(CheckDense(x, weight, *y, kDenseFactor, &call));
   const bool wide = call.type == DataType::kBF16 && call.weight_type == DataType::kF32;
   if (call.weight_type != call.type && !wide) {
     return Expected("weight", "the type of x, or float32 if x is bfloat16",
                     TypeText(weight.element_type()));
   }
-  call.output_type = y->element_type() == ffi::F32 ? DataType::kF32 : call.type;
-  if (call.output_type != DataType::kF32) {
-    NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, k]", x.dimensions(), 2));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("weight [n, k]", weight.dimensions(), 2));
-  call.rows = x.dimensions()[0];
-  call.k = x.dimensions()[1];
-  call.n = weight.dimensions()[0];
-  NVFP4_RETURN_IF_ERROR(ExpectDims("weight [n, k]", weight.dimensions(), {call.n, call.k}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("y [rows, n]", y->dimensions(), {call.rows, call.n}));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMostDenseRows));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", call.k, kDenseFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.k, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (weight)", call.n, kMaxExtent));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"weight", weight}, {"y", *y}}, kAlignment));
-  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(), y->untyped_data()};
+  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(), y->untyped_data(),
+                                   nullptr, nullptr};
   return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_few_cuda");
+}
+
+ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                       ffi::AnyBuffer weight_scale, ffi::AnyBuffer row_scale,
+                       ffi::Result<ffi::AnyBuffer> y) {
+  DenseFewCall call = {};
+  call.weight_type = DataType::kE4M3;
+  NVFP4_RETURN_IF_ERROR(ExpectType("weight", weight.element_type(), ffi::F8E4M3FN));
+  NVFP4_RETURN_IF_ERROR(CheckDense(x, weight, *y, kDenseE4M3Factor, &call));
+  NVFP4_RETURN_IF_ERROR(ExpectType("weight_scale", weight_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("row_scale", row_scale.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("weight_scale [n]", weight_scale.dimensions(), {call.n}));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("row_scale [rows]", row_scale.dimensions(), 1));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectAligned({{"weight_scale", weight_scale}, {"row_scale", row_scale}}, kAlignment));
+  call.row_scales = row_scale.dimensions()[0];
+  if (call.row_scales > 1 && call.row_scales != call.rows) {
+    return Expected("row_scale [rows]", "0, 1 or " + std::to_string(call.rows) + " scales",
+                    std::to_string(call.row_scales));
+  }
+  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(), y->untyped_data(),
+                                   Data<float>(weight_scale), DataOrNull<float>(row_scale)};
+  return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_fp8_few_cuda");
 }
 
 ffi::Error Activate(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::Result<ffi::AnyBuffer> y,
@@ -525,6 +556,16 @@ XLA_FFI_DEFINE_HANDLER(kDenseFew, DenseFew,
                            .Ret<ffi::AnyBuffer>(),  // y       [rows, n], F32 or as x
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kDenseFp8Few, DenseFp8Few,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()   // x             [rows, k]
+                           .Arg<ffi::AnyBuffer>()   // weight        F8E4M3FN [n, k]
+                           .Arg<ffi::AnyBuffer>()   // weight_scale  F32 [n]
+                           .Arg<ffi::AnyBuffer>()   // row_scale     F32 [0], [1] or [rows]
+                           .Ret<ffi::AnyBuffer>(),  // y             [rows, n], F32 or as x
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kActivate, Activate,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -629,8 +670,8 @@ std::vector<NamedHandler> MixerHandlers() {
       {"nvfp4_attention_cuda", kAttention},        {"nvfp4_add_rms_norm_cuda", kAddRmsNorm},
       {"nvfp4_prepare_heads_cuda", kPrepareHeads}, {"nvfp4_delta_step_cuda", kDeltaStep},
       {"nvfp4_mamba2_step_cuda", kMamba2Step},     {"nvfp4_delta_rule_cuda", kDeltaRule},
-      {"nvfp4_dense_few_cuda", kDenseFew},         {"nvfp4_activate_cuda", kActivate},
-      {"nvfp4_add_gated_cuda", kAddGated},
+      {"nvfp4_dense_few_cuda", kDenseFew},         {"nvfp4_dense_fp8_few_cuda", kDenseFp8Few},
+      {"nvfp4_activate_cuda", kActivate},          {"nvfp4_add_gated_cuda", kAddGated},
   };
 }
 

@@ -11,7 +11,7 @@
 
 namespace nvfp4 {
 
-enum class DataType { kBF16, kF16, kF32 };
+enum class DataType { kBF16, kF16, kF32, kE4M3 };
 
 constexpr int64_t Bytes(DataType type) { return type == DataType::kF32 ? 4 : 2; }
 

@@ -219,23 +219,27 @@ int64_t AttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers);
 
-// The most rows of LaunchDenseFew, and the number of which k is a multiple.
-constexpr int64_t kMostDenseRows = 64, kDenseFactor = 8;
+// The most rows of LaunchDenseFew, and the number of which k is a multiple; then that for E4M3.
+constexpr int64_t kMostDenseRows = 64, kDenseFactor = 8, kDenseE4M3Factor = 16;
 
 struct DenseFewCall {
   int64_t rows, n, k;    // at most kMostDenseRows rows
   DataType type;         // of x; kBF16 or kF16
-  DataType weight_type;  // `type`, or kF32 if that is kBF16
+  DataType weight_type;  // `type`, kE4M3, or kF32 if `type` is kBF16
   DataType output_type;  // kF32 or `type`
+  int64_t row_scales;    // 0, 1 or rows; 0 without kE4M3
 };
 
 struct DenseFewBuffers {
-  const void* x;       // [rows, k]
-  const void* weight;  // [n, k]
-  void* y;             // [rows, n]
+  const void* x;              // [rows, k]
+  const void* weight;         // [n, k]
+  void* y;                    // [rows, n]
+  const float* weight_scale;  // [n]; null without kE4M3
+  const float* row_scale;     // [row_scales]
 };
 
-// y = x @ weight.T with float32 sums, for few rows.
+// y = x @ weight.T with float32 sums, for few rows. The sums for E4M3 weights are multiplied by the
+// scale of their row, if there is one, and then by that of their column.
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers);
 

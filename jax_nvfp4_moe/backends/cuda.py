@@ -11,6 +11,7 @@ from jax_nvfp4_moe.backends.custom_call import (
     lower_add_rms_norm,
     lower_attention,
     lower_dense,
+    lower_dense_fp8,
     lower_grouped_gemm,
     lower_moe,
     lower_prepare_heads,
@@ -18,7 +19,15 @@ from jax_nvfp4_moe.backends.custom_call import (
     lower_route,
 )
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
-from jax_nvfp4_moe.scheme import W4A4_SCHEMES, Backend, Capability, Device, Scheme, no_notes
+from jax_nvfp4_moe.scheme import (
+    W4A4_SCHEMES,
+    Backend,
+    Capability,
+    Device,
+    Problem,
+    Scheme,
+    no_notes,
+)
 
 _EXTENSION = "_nvfp4_cuda"
 
@@ -300,12 +309,20 @@ NORM_CUDA = Backend(
     ffi_targets=("nvfp4_add_rms_norm_cuda",),
 )
 
-# Rows up to which the kernel runs, and the number of which the length of a row is a multiple.
-DENSE_FEW_ROWS, DENSE_FACTOR = 64, 8
+# Rows up to which the kernel runs, and the number of which the length of a row is a multiple. With
+# FP8 weights, it is a multiple of the second one.
+DENSE_FEW_ROWS, DENSE_FACTOR, DENSE_FP8_FACTOR = 64, 8, 16
+
+
+def _dense_notes(_: Problem) -> tuple[str, ...]:
+    """Say which calls take the kernel."""
+    return (f"1 to {DENSE_FEW_ROWS} rows take the kernel; more rows take XLA's dot",)
+
+
 DENSE_CUDA = Backend(
     name="dense_cuda",
     can=Capability(
-        ops=frozenset({"dense"}),
+        ops=frozenset({"dense", "dense_fp8"}),
         devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
         platform="cuda",
         extension=_EXTENSION,
@@ -313,9 +330,13 @@ DENSE_CUDA = Backend(
         max_extent=_MAX_EXTENT,
     ),
     layout=CANONICAL,
-    lower={"dense": lower_dense("nvfp4_dense_few_cuda")},
+    lower={
+        "dense": lower_dense("nvfp4_dense_few_cuda"),
+        "dense_fp8": lower_dense_fp8("nvfp4_dense_fp8_few_cuda"),
+    },
     status="executed",
-    ffi_targets=("nvfp4_dense_few_cuda",),
+    notes=_dense_notes,
+    ffi_targets=("nvfp4_dense_few_cuda", "nvfp4_dense_fp8_few_cuda"),
 )
 
 GATING_CUDA = Backend(

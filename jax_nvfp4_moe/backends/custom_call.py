@@ -188,6 +188,27 @@ def lower_dense(ffi_target, *, rows_dtype=None):
     return lower
 
 
+def lower_dense_fp8(ffi_target):
+    """Return the function that lowers ``x @ dequantize(weight).T`` for few rows to an FFI target.
+
+    The function takes x ``[..., k]``, the values ``[n, k]`` and the scales ``[n]`` of an
+    `FP8Tensor`, and the scales of the rows of x: None, one, or one for each. It returns
+    ``[..., n]`` in `dtype`.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(x, values, scale, row_scale, dtype):
+        rows, n = x.reshape(-1, x.shape[-1]), values.shape[0]
+        row_scale = jnp.zeros(0, jnp.float32) if row_scale is None else row_scale.reshape(-1)
+        output = jax.ShapeDtypeStruct((rows.shape[0], n), dtype if dtype == x.dtype else np.float32)
+        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        return call(rows, values, scale, row_scale).reshape(*x.shape[:-1], n).astype(dtype)
+
+    return lower
+
+
 def lower_add_rms_norm(ffi_target):
     """Return the function that lowers `add_rms_norm` to an FFI target.
 

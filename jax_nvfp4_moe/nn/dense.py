@@ -102,6 +102,7 @@ class FP8Linear(nnx.Module):
       input_scale: `NVFP4Param` that holds the float32 scale of the activations; None unless they
         are rounded with a calibrated scale.
       dtype: static dtype of the result; inputs are cast to it.
+      target: static `Target` that products are lowered for; None for any platform.
       checkpoint_scheme: static `FP8ActivationScaling`. The rounding that the checkpoint declares.
       activations: static `FP8ActivationScaling`. The rounding that runs.
       multiply_by_reciprocal: static bool; see `numerics.fp8.round_fp8`.
@@ -136,13 +137,14 @@ class FP8Linear(nnx.Module):
             `numerics.fp8.round_fp8`. Defaults to False.
           scheme: the scheme that the caller asked for, or None. `scheme.rounds_to_fp8` decides from
             it and from `target` whether activations are rounded.
-          target: the device to run on. None takes JAX's default device.
+          target: the device to run on, for which `ops.dense.dense_fp8` chooses a kernel. None
+            (default) lowers for any platform, and takes JAX's default device for `scheme`.
           dtype: dtype of the result, to which inputs are cast. Defaults to bfloat16.
 
         Raises:
           ValueError: activations are rounded with a calibrated scale, and `input_scale` is None.
         """
-        self.dtype = jnp.dtype(dtype)
+        self.dtype, self.target = jnp.dtype(dtype), target
         self.checkpoint_scheme = FP8ActivationScaling(checkpoint_scheme)
         self.activations = find_activation_scaling(self.checkpoint_scheme, scheme, target)
         if self.activations is FP8ActivationScaling.STATIC and input_scale is None:
@@ -172,6 +174,8 @@ class FP8Linear(nnx.Module):
             activations=self.activations,
             input_scale=None if self.input_scale is None else self.input_scale.get_value(),
             multiply_by_reciprocal=self.multiply_by_reciprocal,
+            target=self.target,
+            dtype=self.dtype if self.bias is None else jnp.float32,
         )
         if self.bias is not None:
             y = y + jnp.expand_dims(_bias_of(self), range(y.ndim - 1))

@@ -1,12 +1,15 @@
-"""explain: the scheme and the backend of each NVFP4 module, and the reasons against the others."""
+"""explain: the scheme and the backend of each quantized module, and the reasons against others."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from flax import nnx
 
 from jax_nvfp4_moe.backends.resolution import explain_plan, resolve, resolve_again
+from jax_nvfp4_moe.nn.dense import FP8Linear
+from jax_nvfp4_moe.ops.dense import explain_fp8
 from jax_nvfp4_moe.scheme import Choice, Plan, Problem, Target
 
 
@@ -18,22 +21,34 @@ def find_plans(module: nnx.Module) -> Iterator[tuple[str, Plan]]:
             yield ".".join(map(str, path)), plan
 
 
+def _find_choices(module: nnx.Module, target: Target | None) -> Iterator[tuple[str, Choice]]:
+    """Yield the path and the choice of each NVFP4 module and each `FP8Linear` inside `module`."""
+    for path, part in nnx.iter_modules(module):
+        plan, name = getattr(part, "plan", None), ".".join(map(str, path))
+        if isinstance(plan, Plan):
+            yield name, explain_plan(plan if target is None else resolve_again(plan, target=target))
+        elif isinstance(part, FP8Linear):
+            device = target or part.target or Target.current()
+            yield name, explain_fp8(part.weight.get_value(), part.dtype, device)
+
+
 def explain(subject: Any, *, target: Target | None = None) -> Choice:
     """Explain which scheme and backend run, and why the other backends do not.
 
     Args:
-      subject: a `Problem`, or a Flax NNX module that is or contains an `NVFP4MoE` or an
-        `NVFP4Linear`.
+      subject: a `Problem`, or a Flax NNX module that is or contains an `NVFP4MoE`, an
+        `NVFP4Linear` or an `FP8Linear`.
       target: the device to decide for. None takes the device that `subject` was made for. If
         `target` is not the current device, `explain` assumes that its compiled extension is
         installed.
 
     Returns:
       A `Choice`, which prints as a table. For a model it describes the first expert layer, and its
-      field `modules` lists the choice of every NVFP4 module.
+      field `modules` lists the choice of every such module. An `FP8Linear` has no scheme, and its
+      backend is "xla" if no kernel takes few rows.
 
     Raises:
-      ValueError: `subject` is neither a `Problem` nor a module, or it contains no NVFP4 module.
+      ValueError: `subject` is neither a `Problem` nor a module, or it contains no such module.
       NoBackendError: no backend can run `subject` on `target`.
 
     Example:
@@ -50,18 +65,16 @@ def explain(subject: Any, *, target: Target | None = None) -> Choice:
         return explain_plan(resolve(problem))
     if not isinstance(subject, nnx.Module):
         raise ValueError(
-            "subject: expected a Problem, or a Flax NNX module that is or contains an NVFP4MoE or "
-            f"an NVFP4Linear; got {type(subject).__name__}"
+            "subject: expected a Problem, or a Flax NNX module that is or contains an NVFP4MoE, "
+            f"an NVFP4Linear or an FP8Linear; got {type(subject).__name__}"
         )
-    plans = list(find_plans(subject))
-    if not plans:
+    choices = list(_find_choices(subject, target))
+    if not choices:
         raise ValueError(
-            "subject: expected a module that contains an NVFP4MoE or an NVFP4Linear; "
-            f"{type(subject).__name__} contains neither"
+            "subject: expected a module that contains an NVFP4MoE, an NVFP4Linear or an FP8Linear; "
+            f"{type(subject).__name__} contains none"
         )
-    if target is not None:
-        plans = [(path, resolve_again(plan, target=target)) for path, plan in plans]
-    choices = [(path, explain_plan(plan)) for path, plan in plans]
     layers = (c for _, c in choices if c.problem is not None and c.problem.op == "moe_mlp")
-    first = next(layers, choices[0][1])
+    schemes = (c for _, c in choices if c.scheme is not None)
+    first = next(itertools.chain(layers, schemes), choices[0][1])
     return dataclasses.replace(first, modules=tuple(choices) if len(choices) > 1 else ())

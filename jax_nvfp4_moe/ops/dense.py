@@ -11,10 +11,15 @@ from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.backends.cpu import DENSE_CPU
-from jax_nvfp4_moe.backends.cuda import DENSE_CUDA, DENSE_FACTOR, DENSE_FEW_ROWS
+from jax_nvfp4_moe.backends.cuda import (
+    DENSE_CUDA,
+    DENSE_FACTOR,
+    DENSE_FEW_ROWS,
+    DENSE_FP8_FACTOR,
+)
 from jax_nvfp4_moe.backends.resolution import unavailable_for
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8
-from jax_nvfp4_moe.scheme import FP8ActivationScaling, Problem, Target
+from jax_nvfp4_moe.scheme import Choice, FP8ActivationScaling, Problem, Target
 
 # Rows up to which our CPU kernel is faster than XLA's dot.
 _CPU_FEW_ROWS = 8
@@ -160,11 +165,15 @@ def dense_fp8(
     activations: FP8ActivationScaling = FP8ActivationScaling.WEIGHTS,
     input_scale=None,
     multiply_by_reciprocal: bool = False,
+    target: Target | None = None,
+    dtype=jnp.float32,
 ) -> Float[Array, "... n"]:
-    """Compute ``x @ dequantize(weight).T`` in float32; `x` may be rounded to E4M3 first.
+    """Compute ``x @ dequantize(weight).T`` with float32 sums; `x` may be rounded to E4M3 first.
 
-    The result is ``y = (e4m3(x / s) @ values.T) * (s * scale)``. E4M3 values are exact in the dtype
-    of `x`, so the operands of the GEMM are exact on every device.
+    The result is ``y = (e4m3(x / s) @ values.T) * s * scale``, multiplied in this order. E4M3
+    values are exact in the dtype of `x`, so the operands of the GEMM are exact on every device.
+    Few rows run on a kernel of this package if `target` is a GPU that has one, and other calls on
+    XLA's dot.
 
     Args:
       x: ``[..., k]``, bfloat16, float16 or float32.
@@ -173,26 +182,73 @@ def dense_fp8(
       input_scale: s, a float32 scalar. It is required for `FP8ActivationScaling.STATIC` and
         otherwise not used.
       multiply_by_reciprocal: how `x` is rounded, see `numerics.fp8.round_fp8`; False by default.
+      target: the `Target` to lower for. None (default) lowers for any platform, with XLA's dot on
+        GPUs.
+      dtype: dtype to which the result is rounded; float32 by default.
 
     Returns:
-      float32 ``[..., n]``.
+      ``[..., n]`` in `dtype`.
     """
-    values = weight.values.astype(x.dtype)
-    scale = weight.scale.astype(jnp.float32)
-    if activations is FP8ActivationScaling.WEIGHTS:
-        return dense(x, values) * jnp.expand_dims(scale, range(x.ndim - 1))
+    own = None
     if activations is FP8ActivationScaling.STATIC:
         own = jnp.asarray(input_scale, jnp.float32)
-    else:
-        own = dynamic_scale(
-            x, -1 if activations is FP8ActivationScaling.TOKEN else tuple(range(x.ndim))
-        )
-    own = lax.stop_gradient(own)
-    return (
-        dense(_round(x, own, multiply_by_reciprocal), values)
-        * own
-        * jnp.expand_dims(scale, range(x.ndim - 1))
-    )
+    elif activations is not FP8ActivationScaling.WEIGHTS:
+        of_token = activations is FP8ActivationScaling.TOKEN
+        own = dynamic_scale(x, -1 if of_token else tuple(range(x.ndim)))
+    if own is not None:
+        own = lax.stop_gradient(own)
+        x = _round(x, own, multiply_by_reciprocal)
+    few = None if target is None else _find_fp8_kernel(x, weight, target)
+    run = _multiply_fp8 if few is None else functools.partial(_multiply_fp8_few, few)
+    return run(jnp.dtype(dtype), x, weight.values, weight.scale.astype(jnp.float32), own)
+
+
+def _find_fp8_kernel(x, weight: FP8Tensor, target):
+    """Return a function that is faster on `target` than XLA's dot, or None."""
+    rows = math.prod(x.shape[:-1])
+    if not (isinstance(rows, int) and 0 < rows <= DENSE_FEW_ROWS and weight.values.size > 0):
+        return None
+    choice = explain_fp8(weight, x.dtype, target)
+    return DENSE_CUDA.lower["dense_fp8"] if choice.backend == DENSE_CUDA.name else None
+
+
+def explain_fp8(weight: FP8Tensor, dtype, target: Target) -> Choice:
+    """Return what runs `dense_fp8` for few rows: "dense_cuda", or "xla" with the reason.
+
+    Args:
+      weight: `FP8Tensor` ``[n, k]``, or its shapes.
+      dtype: dtype of the rows.
+      target: the `Target` to lower for.
+    """
+    n, k = weight.shape
+    problem = Problem("dense_fp8", None, target, jnp.dtype(dtype).name, hidden=k, intermediate=n)
+    problem = dataclasses.replace(problem, unavailable=unavailable_for(target))
+    reason = DENSE_CUDA.can.reason_against(problem)
+    if reason is None and k % DENSE_FP8_FACTOR:
+        reason = f"needs rows of a multiple of {DENSE_FP8_FACTOR} numbers, got {k}"
+    if reason is not None:
+        return Choice(None, "xla", {DENSE_CUDA.name: reason}, problem=problem)
+    return Choice(None, DENSE_CUDA.name, {}, problem=problem, notes=DENSE_CUDA.notes(problem))
+
+
+def _multiply_fp8(dtype, x, values, scale, own):
+    """Compute ``(x @ values.T) * own * scale``, where `own` may be None, by XLA's dot."""
+    y = dense(x, values.astype(x.dtype))
+    y = y if own is None else y * own
+    return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _multiply_fp8_few(multiply, dtype, x, values, scale, own):
+    """Compute what `_multiply_fp8` computes for few rows, as `multiply` does."""
+    return multiply(x, values, scale, own, dtype)
+
+
+@_multiply_fp8_few.defjvp
+def _differentiate_fp8_few(multiply, dtype, primals, tangents):
+    """Differentiate XLA's dot, because a custom call has no derivative."""
+    _, tangent = jax.jvp(functools.partial(_multiply_fp8, dtype), primals, tangents)
+    return _multiply_fp8_few(multiply, dtype, *primals), tangent
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -211,7 +211,7 @@ def test_explain_looks_into_any_flax_module():
             self.first = NVFP4Linear(64, 32, target=cuda(9, 0), rngs=nnx.Rngs(0))
 
     assert explain(Model()).backend == "moe_w4a16_sm90"
-    with pytest.raises(ValueError, match="Linear contains neither"):
+    with pytest.raises(ValueError, match="Linear contains none"):
         explain(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 

@@ -1,10 +1,11 @@
-"""Test the kernel for plain weights and few rows on a CPU, with and without clusters."""
+"""Test the kernel for plain and FP8 weights and few rows on a CPU, with and without clusters."""
 
 import dense_emulation
 import numpy as np
 import pytest
 from axes import axis
 from dense_few_suite import DenseFewSuite, make
+from dense_fp8_suite import DenseFp8Suite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -39,12 +40,32 @@ class TestDenseFew(DenseFewSuite):
         )
 
 
-@pytest.mark.parametrize("pair", ["bfloat16-bfloat16", "bfloat16-float32"])
+class TestDenseFp8(DenseFp8Suite):
+    device = axis(*DEVICES)
+
+    @pytest.fixture
+    def run(self, library, device):
+        count, clusters = DEVICES[device]
+        return lambda call, dtype=np.float32: dense_emulation.dense_few(
+            library,
+            call.x,
+            call.weight,
+            dtype,
+            count,
+            scale=call.scale,
+            row_scale=call.row_scale,
+            clusters=clusters,
+        )
+
+
+@pytest.mark.parametrize(
+    "pair", ["bfloat16-bfloat16", "bfloat16-float32", "bfloat16-float8_e4m3fn"]
+)
 @pytest.mark.parametrize("sizes", CUTS, ids=str)
 def test_layers_are_cut_as_the_device_needs(library, sizes, pair):
     x_type, weight_type = pair.split("-")
     cut = dense_emulation.cut_dense_few(library, sizes, x_type, weight_type, H200)
-    if x_type == weight_type:
+    if weight_type != "float32":
         assert (cut.tile, cut.ranks) == CUTS[sizes]
     piece = {16: 256, 64: 128, 128: 64}[cut.tile]
     assert cut.rank_pieces * cut.ranks * piece >= sizes[2]

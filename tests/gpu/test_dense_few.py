@@ -1,18 +1,22 @@
-"""Test the kernel for plain weights and few rows on a GPU, through its FFI target."""
+"""Test the kernel for plain and FP8 weights and few rows on a GPU, through its FFI targets."""
 
 import cuda_calls
+import dense_fp8_suite as fp8
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_few_suite import SIZES, DenseFewSuite, assert_accurate, make
+from dense_fp8_suite import DenseFp8Suite
 
 from jax_nvfp4_moe import Target
-from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.ops.dense import dense, dense_fp8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 pytestmark = pytest.mark.gpu
 
-TARGET = "nvfp4_dense_few_cuda"
+TARGET, FP8_TARGET = "nvfp4_dense_few_cuda", "nvfp4_dense_fp8_few_cuda"
 # Sizes of models, for which a GPU takes each form of the kernel: routers, an unquantized attention,
 # and a head.
 MODEL_SIZES = [
@@ -27,6 +31,14 @@ def on_cuda(x, weight, dtype=jnp.float32):
     cuda_calls.register()
     output = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
     return np.asarray(jax.ffi.ffi_call(TARGET, output)(jnp.asarray(x), jnp.asarray(weight)))
+
+
+def fp8_on_cuda(call, dtype=jnp.float32):
+    cuda_calls.register()
+    output = jax.ShapeDtypeStruct((call.x.shape[0], call.weight.shape[0]), dtype)
+    row_scale = np.zeros(0, np.float32) if call.row_scale is None else call.row_scale
+    operands = (jnp.asarray(a) for a in (call.x, call.weight, call.scale, row_scale))
+    return np.asarray(jax.ffi.ffi_call(FP8_TARGET, output)(*operands))
 
 
 class TestDenseFew(DenseFewSuite):
@@ -44,6 +56,41 @@ class TestDenseFew(DenseFewSuite):
         call = make(sizes, pair)
         first = run(call.x, call.weight).tobytes()
         assert all(run(call.x, call.weight).tobytes() == first for _ in range(5))
+
+
+class TestDenseFp8(DenseFp8Suite):
+    @pytest.fixture
+    def run(self):
+        return fp8_on_cuda
+
+    @pytest.mark.parametrize("sizes", MODEL_SIZES, ids=str)
+    def test_layers_of_models_match_float64(self, run, sizes, x_type):
+        call = fp8.make(sizes, x_type, "each")
+        fp8.assert_accurate(run(call.operands), call)
+
+    @pytest.mark.parametrize("sizes", [*fp8.SIZES, *MODEL_SIZES], ids=str)
+    def test_same_bits_every_time(self, run, sizes, x_type):
+        call = fp8.make(sizes, x_type, "each").operands
+        first = run(call).tobytes()
+        assert all(run(call).tobytes() == first for _ in range(5))
+
+
+@pytest.mark.parametrize("activations", list(FP8ActivationScaling))
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_op_takes_the_kernel_for_fp8_and_is_as_accurate_as_xla(rows, activations):
+    call = fp8.make((rows, 128, 2048), "bfloat16").operands
+    operands = call.x, FP8Tensor(jnp.asarray(call.weight), jnp.asarray(call.scale))
+    how = {"activations": activations, "input_scale": jnp.float32(0.01)}
+
+    def lower(target):
+        return jax.jit(lambda x, w: dense_fp8(x, w, target=target, **how)).lower(*operands)
+
+    ours, plain = lower(Target.current()), lower(None)
+    assert FP8_TARGET in ours.as_text()
+    assert FP8_TARGET not in plain.as_text()
+    wide = dense_fp8(call.x.astype(np.float64), operands[1], **how)  # rounds as the others do
+    found, yardstick = (np.asarray(one.compile()(*operands)) for one in (ours, plain))
+    fp8.assert_as_accurate_as(found, yardstick, np.asarray(wide, np.float64))
 
 
 @pytest.mark.parametrize("rows", [1, 64])

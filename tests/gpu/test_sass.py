@@ -46,6 +46,9 @@ DENSE_KERNELS = {
     ("f", 16): (4, 6 * 1 * 1),
     ("t", 64): (4, 2 * 2 * 1),
     ("t", 128): (4, 2 * 1 * 2),
+    ("h", 16): (8, 2 * 1 * 1),
+    ("h", 64): (4, 2 * 2 * 1),
+    ("h", 128): (4, 2 * 1 * 2),
 }
 NORM_KERNELS = 10  # instances of AddRmsNorm: five pairs of dtypes, two lengths of rows
 HEAD_KERNELS = 8  # instances of PrepareHeads: four pairs of dtypes, two widths
@@ -79,8 +82,19 @@ WAIT_FIRST = (
     "DeltaStep",
     "AdvanceKeys",
     "Mamba2Step",
+    "DenseFew",
+    "LinearFewWide",
+    "Activate",
+    "AddGated",
 )
-READ_FIRST = ("MergeParts", "Combine", "FinishMamba2", "CombinedGemmFew", "ExpertGemmSm80")
+READ_FIRST = (
+    "MergeParts",
+    "Combine",
+    "FinishMamba2",
+    "CombinedGemmFew",
+    "ExpertGemmSm80",
+    "LinearFew",
+)
 WAIT, START_NEXT = "ACQBULK", "PREEXIT"
 MEMORY = {"LDG", "LDGSTS", "STG", "LD", "ST", "ATOMG", "ATOM", "REDG", "RED", "UBLKCP"}
 # Architecture -> a part of the names of the kernels that only this architecture has.
@@ -447,7 +461,8 @@ def test_rounding_in_place_reads_through_the_coherent_cache(listing, arch):
 def test_plain_linears_of_few_rows_use_wide_loads(listing, arch, weight):
     """All MMAs of a piece are there, and shared memory is read 16 bytes at a time.
 
-    Weights and x come to shared memory by cp.async only.
+    E4M3 weights are read 8 bytes at a time. Weights, x and scales come to shared memory by cp.async
+    only. No register is spilled.
     """
     mangled, tile = weight
     instances, products = DENSE_KERNELS[weight]
@@ -461,10 +476,13 @@ def test_plain_linears_of_few_rows_use_wide_loads(listing, arch, weight):
         assert count["HMMA"] == products * eights, name
         assert count["LDGSTS"] >= 4, name
         assert count["LDG"] == 0, name
+        assert count["LDL"] == count["STL"] == 0, name
         # A warp reads a fragment of x with one load, and one of weights with two or four.
         steps = products // (6 if mangled == "f" else 2)
-        loads = sum(op.startswith("LDS") and ".128" in op for op in instructions)
-        assert loads >= eights + steps * (4 if mangled == "f" else 2), name
+        each = {"f": 4, "t": 2, "h": 0}[mangled]
+        loads = [op for op in instructions if op.startswith("LDS")]
+        assert sum(".128" in op for op in loads) >= eights + steps * each, name
+        assert mangled != "h" or sum(".64" in op for op in loads) >= 2 * steps, name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

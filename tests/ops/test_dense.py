@@ -1,20 +1,29 @@
 """Test products of few rows with plain matrices: the CPU kernel, and which calls take a kernel."""
 
+import importlib
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_nvfp4_moe import Target
+from jax_nvfp4_moe import NVFP4Linear, Target, explain, quantize
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.nn.dense import FP8Linear
+from jax_nvfp4_moe.nn.merged_linear import MergedLinear
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.ops.chain import chain_calls
+from jax_nvfp4_moe.ops.dense import dense, dense_fp8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 CPU = jax.devices("cpu")[0]
 ISAS = _ffi.load("_nvfp4_cpu").isa_levels()
 TARGET = "nvfp4_dense_cpu"
 MOST = 8  # rows up to which the kernel runs
 CUDA_TARGET = "nvfp4_dense_few_cuda"
+FP8_TARGET = "nvfp4_dense_fp8_few_cuda"
 CUDA_MOST = 64
 GPU = Target("cuda", (9, 0))
 
@@ -151,6 +160,107 @@ def test_the_gpu_kernel_rounds_to_the_dtype_of_the_rows():
     text = str(jax.make_jaxpr(lambda x, w: dense(x, w, target=GPU, dtype=x.dtype))(x, weight))
     assert "ffi_call" in text
     assert "convert_element_type" not in text
+
+
+def fp8_weight(n=5, k=32):
+    values = np.random.default_rng((n, k)).normal(0, 1, (n, k)).astype(ml_dtypes.float8_e4m3fn)
+    return FP8Tensor(jnp.asarray(values), jnp.linspace(0.5, 2, n))
+
+
+def lowered_fp8(rows, dtype=jnp.bfloat16, *, k=32, target=GPU, platform="cuda", **options):
+    x, weight = jnp.zeros((1, rows, k), dtype), fp8_weight(k=k)
+    run = jax.jit(lambda x, w: dense_fp8(x, w, target=target, **options))
+    return run.trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_which_calls_with_fp8_weights_take_the_kernel():
+    assert FP8_TARGET in lowered_fp8(1)
+    assert FP8_TARGET in lowered_fp8(CUDA_MOST)
+    assert FP8_TARGET in lowered_fp8(1, jnp.float16)
+    assert FP8_TARGET not in lowered_fp8(CUDA_MOST + 1)
+    assert FP8_TARGET not in lowered_fp8(1, jnp.float32)
+    assert FP8_TARGET not in lowered_fp8(1, k=40)  # rows are no multiple of 16 bytes
+    assert FP8_TARGET not in lowered_fp8(1, target=None)  # the device is not known
+    assert FP8_TARGET not in lowered_fp8(1, target=Target("cuda", (7, 5)))
+    assert FP8_TARGET not in lowered_fp8(1, target=Target("cpu"), platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "target", "reason"),
+    [
+        (fp8_weight(), {}, GPU, None),
+        (fp8_weight(), {"dtype": jnp.float16}, Target("cuda", (8, 0)), None),
+        (fp8_weight(k=40), {}, GPU, "multiple of 16 numbers, got 40"),
+        (fp8_weight(), {"dtype": jnp.float32}, GPU, "needs bfloat16 or float16, got float32"),
+        (fp8_weight(), {}, Target("cuda", (7, 5)), r"compute capability in \[8.0"),
+        (fp8_weight(), {}, Target("cpu"), "needs cuda, got cpu"),
+    ],
+)
+def test_explain_names_what_runs_fp8_weights(weight, options, target, reason):
+    linear = FP8Linear(weight, target=GPU, **options)
+    choice = explain(linear, target=target)
+    if reason is None:
+        assert choice.backend == "dense_cuda"
+        assert choice.notes == ("1 to 64 rows take the kernel; more rows take XLA's dot",)
+    else:
+        assert choice.backend == "xla"
+        assert re.search(reason, choice.reasons["dense_cuda"])
+    assert (FP8_TARGET in lowered_fp8(1, linear.dtype, k=weight.shape[1], target=target)) == (
+        reason is None
+    )
+
+
+def test_explain_lists_fp8_linears_of_a_model():
+    """What it says of the model is said of its NVFP4 weights."""
+    nvfp4 = NVFP4Linear(32, 5, weight=quantize(jnp.ones((5, 32))), target=GPU)
+    choice = explain(MergedLinear(q=FP8Linear(fp8_weight(), target=GPU), k=nvfp4))
+    assert [(path, c.backend) for path, c in choice.modules] == [
+        ("k", "moe_w4a16_sm90"),
+        ("q", "dense_cuda"),
+    ]
+    assert choice.backend == "moe_w4a16_sm90"
+
+
+@pytest.mark.parametrize("activations", list(FP8ActivationScaling))
+def test_activations_are_rounded_before_the_kernel(activations):
+    text = lowered_fp8(4, activations=activations, input_scale=jnp.float32(0.1))
+    assert FP8_TARGET in text
+    scales = {"fp8_weights": 0, "fp8": 1, "fp8_tensor": 1, "fp8_token": 4}[activations]
+    assert f"tensor<5xf32>, tensor<{scales}xf32>) -> tensor<4x5xf32>" in text
+
+
+def test_a_linear_with_fp8_weights_takes_the_kernel_and_a_chain_holds_it():
+    """The kernel rounds to the dtype of the rows, so that the next call reads its result."""
+    linear = FP8Linear(fp8_weight(32), target=GPU)
+    x = jnp.zeros((4, 32), jnp.bfloat16)
+
+    def twice(x):
+        return linear(linear(x))
+
+    run = jax.jit(chain_calls(twice)).trace(x)
+    text = run.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("nvfp4_call_chain_cuda") == 1
+    assert text.count(FP8_TARGET) == 2
+    assert "stablehlo.convert" not in text
+    assert "stablehlo.multiply" not in text
+
+
+def test_derivatives_of_the_kernel_for_fp8_weights_are_those_of_xla(monkeypatch):
+    """A function without a derivative stands in for the kernel, which has none either."""
+    x, weight = jnp.asarray(operands(3, 5, 32)[0], jnp.float32), fp8_weight()
+
+    def kernel(x, values, scale, own, dtype):
+        assert own is None
+        return jax.lax.stop_gradient(dense(x, values.astype(x.dtype), dtype=dtype) * scale[None])
+
+    def gradient(target):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(dense_fp8(x, weight, target=target))))(x)
+
+    expected = gradient(None)
+    module = importlib.import_module("jax_nvfp4_moe.ops.dense")
+    monkeypatch.setattr(module, "_find_fp8_kernel", lambda *_: kernel)
+    assert np.abs(expected).max() > 0
+    np.testing.assert_allclose(gradient(GPU), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [2, MOST + 1])

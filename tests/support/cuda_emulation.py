@@ -43,7 +43,7 @@ _FLAGS = (
     "-std=c++17 -O2 -fPIC -w -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE "
     "-DNVFP4_EMULATE_BLACKWELL=1"
 )
-_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3}
 _SCALES = ("none", "static", "token")
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 _KINDS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")

@@ -12,6 +12,7 @@ class _DenseFewCall(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
         *((name, ctypes.c_int) for name in ("type", "weight_type", "output_type")),
+        ("row_scales", ctypes.c_int64),
     ]
 
 
@@ -23,8 +24,9 @@ class DenseFewCut(ctypes.Structure):
     ]
 
 
-def _dense_call(types, rows, n, k):
-    return _DenseFewCall(rows, n, k, *(_TYPES[np.dtype(name).name] for name in types))
+def _dense_call(types, rows, n, k, row_scales=0):
+    names = (_TYPES[np.dtype(name).name] for name in types)
+    return _DenseFewCall(rows, n, k, *names, row_scales)
 
 
 def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
@@ -35,11 +37,18 @@ def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clust
     return cut
 
 
-def dense_few(library, x, weight, dtype, multiprocessors, *, clusters=True):
-    """Return ``x @ weight.T`` in `dtype` for few rows of plain weights."""
+def dense_few(
+    library, x, weight, dtype, multiprocessors, *, scale=None, row_scale=None, clusters=True
+):
+    """Return ``x @ weight.T`` in `dtype` for few rows of plain weights.
+
+    E4M3 weights have a `scale` for each of their rows. Rows of x have one or none.
+    """
     (rows, k), n = x.shape, weight.shape[0]
-    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k)
+    row_scales = 0 if row_scale is None else row_scale.size
+    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k, row_scales)
     call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
     y = np.empty((rows, n), dtype)
-    arrays = _run(library, call, [x, weight], [y], 0, multiprocessors, _LEAST_SHARED_BYTES)
+    operands = [x, weight, scale, row_scale]
+    arrays = _run(library, call, operands, [y], 0, multiprocessors, _LEAST_SHARED_BYTES)
     return arrays[0]

@@ -29,10 +29,8 @@ __global__ void __launch_bounds__(kThreads) Activate(const ActivateCall p) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t row = at / p.columns, column = at % p.columns;
   const bool interleaved = p.activation.interleaved;
-#if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
   StartNextKernel();
-#endif
   if (row >= p.rows) return;
   const T* gate_up = static_cast<const T*>(p.gate_up) + row * 2 * p.columns;
   const float gate = ToFloat(gate_up[interleaved ? 2 * column : column]);
@@ -48,10 +46,8 @@ __device__ __forceinline__ float Round(float value) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads) AddGated(const AddGatedCall p) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-#if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
   StartNextKernel();
-#endif
   if (at >= p.rows * p.columns) return;
   float z = ToFloat(static_cast<const T*>(p.z)[at]);
   if (p.gate != nullptr) {

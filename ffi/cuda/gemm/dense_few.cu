@@ -1,9 +1,14 @@
 // Computes y[r] = W @ x[r] with float32 sums for at most 64 rows, in one launch: routers, the head,
-// and linear layers that are not quantized.
+// and linear layers that are not quantized or that have FP8 weights.
 //
 //   x  [rows, k]  bf16 or f16
-//   W  [n, k]     the type of x; or f32, if x is bf16
+//   W  [n, k]     the type of x; or f32, if x is bf16; or E4M3
 //   y  [rows, n]  f32, or rounded to the type of x
+//
+// E4M3 weights have scales, which are f32. Those of the rows of x may be left out, or be one for
+// all rows:
+//
+//   y[r, j] = (sum_i W[j, i] x[r, i]) * row_scale[r] * weight_scale[j]
 //
 // A block computes an output tile: some weight rows, and all rows of x. Its eight warps form teams,
 // which divide k between them.
@@ -25,6 +30,9 @@
 // contiguous elements of a row as its part of two MMAs, which cover 32 of k together. In 16 bits
 // this is one load of 16 bytes.
 //
+// E4M3 weights become pairs of the type of x in registers, exactly (e4m3_pairs.cuh). x may hold
+// rounded activations, which are E4M3 numbers in a wider type.
+//
 // A float32 weight is the sum of three bf16 numbers, which are its bits 23 to 16, 15 to 8 and 7 to
 // 0. Three MMAs give the exact products. The weights must be finite. If x is infinite, an output
 // may be NaN instead of an infinity.
@@ -37,12 +45,13 @@
 //
 // Bottleneck: latency for a router; otherwise reading weights.
 //
-// Needs: sm_80; k a multiple of 8. Tests: tests/emulation/test_dense_few.py,
-// tests/gpu/test_dense_few.py.
+// Needs: sm_80; k a multiple of 8, or of 16 if weights are E4M3.
+// Tests: tests/emulation/test_dense_few.py, tests/gpu/test_dense_few.py.
 #include "cuda/gemm/dense_few.cuh"
 
 #include <algorithm>
 
+#include "cuda/gemm/e4m3_pairs.cuh"
 #include "cuda/instructions/ampere.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
@@ -60,7 +69,15 @@ constexpr int kStepK = 32;            // of two MMAs
 constexpr int kMaxStages = 4;         // of the ring
 constexpr int kRingBytes = 96 << 10;  // any device gives a block 99 KiB
 constexpr int32_t kMaxRanks = 8;      // every device with clusters has those of eight blocks
+constexpr int kMostRows = static_cast<int>(kMostDenseRows);
+static_assert(kMostRows + 128 <= kThreads, "a thread brings a scale");
 constexpr int kSmall = 16, kMedium = 64, kLarge = 128;  // weight rows of an output tile
+
+// The elements of a weight: uint16_t for those of the type of x, float, and uint8_t for E4M3.
+template <typename W>
+constexpr bool kIsFloat = sizeof(W) == 4;
+template <typename W>
+constexpr bool kIsE4M3 = sizeof(W) == 1;
 
 // The sizes of a form of the kernel for up to 8 * kEights rows.
 template <typename W, int kTile, int kEights>
@@ -78,6 +95,8 @@ struct Form {
       kRingBytes / kMaxStageBytes < kMaxStages ? kRingBytes / kMaxStageBytes : kMaxStages;
   static constexpr int kPartialBytes =
       kTeams * kEights * kTileSlabs * 32 * static_cast<int>(sizeof(float4));
+  // Of the rows of x, and of the weight rows. They lie behind the ring.
+  static constexpr int kScales = kIsE4M3<W> ? kMostRows + kTile : 0;
   static_assert(kStages >= 2, "a piece is in flight while another one is used");
   static_assert(kPartialBytes <= kRingBytes, "the partial sums take the place of the ring");
   static_assert(kTeamSteps >= 1, "each team has a part of each piece");
@@ -89,10 +108,12 @@ struct Form {
 };
 
 // Rows lie in shared memory without padding. Reads of a quarter of a warp name 64 bytes of two
-// rows, or every other 16 bytes of a half of two rows if a lane reads eight float32. Odd rows have
-// the chunks of 16 bytes in another order, so that the reads use all banks.
-template <typename E>
+// rows, or every other 16 bytes of a half of two rows if a lane reads eight float32. Those of half
+// a warp name 32 bytes of four rows, if a lane reads eight E4M3. Other rows have the chunks of 16
+// bytes in another order, so that the reads use all banks.
+template <typename E, int kPieceK>
 __device__ __forceinline__ int FlipOf(int row) {
+  if constexpr (kIsE4M3<E>) return kPieceK == 64 ? row / 2 % 2 * 32 : row % 4 * 32;
   return row % 2 * (sizeof(E) == 2 ? 64 : 16);
 }
 
@@ -101,7 +122,9 @@ struct FewSizes {
   int32_t rows, n, k;
   int32_t ranks;
   int32_t rank_pieces;
-  bool rounds;  // whether y has the type of x instead of f32
+  bool rounds;         // whether y has the type of x instead of f32
+  int32_t row_scales;  // 0, 1, or those of all rows
+  int32_t scales_at;   // where all scales lie in shared memory
 };
 
 // Starts the copies of kPieceK of k, from k `first` on, of `rows` rows to shared memory. Rows from
@@ -110,12 +133,12 @@ template <typename E, int kPieceK>
 __device__ __forceinline__ void BringPiece(const void* source, int rows, int filled, int first,
                                            int k, uint32_t target) {
   constexpr int kChunk = 16 / sizeof(E), kChunks = kPieceK / kChunk, kStride = kThreads / kChunks;
-  static_assert(kStride % 2 == 0, "all rows of a thread have the same flip");
+  static_assert(kStride % 4 == 0, "all rows of a thread have the same flip");
   const int thread = ReadThread();  // otherwise addresses would take registers of the sums
   const int chunk = thread & (kChunks - 1), at = first + chunk * kChunk;
   int row = static_cast<int>(static_cast<unsigned>(thread) / kChunks);
   const E* from = static_cast<const E*>(source) + static_cast<int64_t>(row) * k + at;
-  uint32_t to = target + row * (kPieceK * sizeof(E)) + (chunk * 16 ^ FlipOf<E>(row));
+  uint32_t to = target + row * (kPieceK * sizeof(E)) + (chunk * 16 ^ FlipOf<E, kPieceK>(row));
   if (at >= k) filled = 0;
 #pragma unroll 2
   for (; row < rows; row += kStride) {
@@ -138,18 +161,25 @@ __device__ __forceinline__ void PrefetchRows(const W* rows_begin, int rows, int 
 
 // A lane's part of two MMAs over kStepK of k for a slab of weights: eight elements of rows g and
 // g + 8, as kParts numbers each whose sum they are.
-template <typename W>
+template <typename T, typename W>
 struct WeightFragment {
-  static constexpr int kParts = sizeof(W) == 2 ? 1 : 3;
+  static constexpr int kParts = kIsFloat<W> ? 3 : 1;
   uint32_t words[kParts][2][4];
 
   // Loads a step from a piece. `row` is row g in shared memory, `lower_bytes` before row g + 8.
-  __device__ __forceinline__ void Load(const uint8_t* row, int lower_bytes, int step, int flip) {
-    const int q = static_cast<int>(threadIdx.x) % 4;
+  // note(lower, words) gets E4M3 weights.
+  template <typename Function>
+  __device__ __forceinline__ void Load(const uint8_t* row, int lower_bytes, int step, int q,
+                                       int flip, const Function& note) {
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       const uint8_t* begin = row + lower * lower_bytes;
-      if constexpr (kParts == 1) {
+      if constexpr (kIsE4M3<W>) {
+        const uint2 loaded = *reinterpret_cast<const uint2*>(begin + ((step * 32 + q * 8) ^ flip));
+        DecodeFour<T>(loaded.x, words[0][lower][0], words[0][lower][1]);
+        DecodeFour<T>(loaded.y, words[0][lower][2], words[0][lower][3]);
+        note(lower, loaded);
+      } else if constexpr (kParts == 1) {
         const uint4 loaded = *reinterpret_cast<const uint4*>(begin + ((step * 64 + q * 16) ^ flip));
         Set(0, lower, loaded.x, loaded.y, loaded.z, loaded.w);
       } else {
@@ -198,10 +228,12 @@ struct WeightFragment {
 // MMAs. An MMA waits for the preceding one on the same fragment, so that a single fragment has two
 // chains. The lower parts of float32 weights have their own chain, because each addition to a large
 // sum rounds it.
-template <int kSlabs, int kEights, bool kParts>
+template <typename W, int kSlabs, int kEights>
 struct WarpSums {
+  static constexpr bool kParts = kIsFloat<W>;
   static constexpr int kChains = kParts || kSlabs * kEights == 1 ? 2 : 1;
   float sums[kChains][kSlabs][kEights][4] = {};
+  NanRows<kIsE4M3<W>> nans;
 
   // Returns the chain of an MMA.
   static constexpr __device__ __forceinline__ int Chain(int part, int half) {
@@ -219,29 +251,53 @@ struct WarpSums {
   }
 };
 
-// sums += W @ x for a team's part of a piece. `weights` is row g of the warp's first slab and
-// `rows` is row g of x, both in shared memory. The flips are those of these rows.
+// Which part of an output tile a warp computes. It is found again where it is used, because
+// registers are scarce in between.
+template <typename F>
+struct WarpPlace {
+  int32_t lane, team, group;
+
+  __device__ __forceinline__ explicit WarpPlace(int thread)
+      : lane(thread % 32), team(thread / 32 % F::kTeams), group(thread / 32 / F::kTeams) {}
+
+  // Returns row g of the warp's first slab.
+  __device__ __forceinline__ int weight_row() const {
+    return group * F::kWarpSlabs * kSlabRows + lane / 4;
+  }
+  // Returns where the warp's fragment of a slab and eight rows lies among those of all teams.
+  __device__ __forceinline__ int fragment(int slab, int eight) const {
+    return (team * F::kMostEights + eight) * F::kTileSlabs + group * F::kWarpSlabs + slab;
+  }
+};
+
+// sums += W @ x for a team's part of the piece in `stage`. `rows_of_x` is
+// their number.
 template <typename T, typename W, typename F, typename Sums>
-__device__ __forceinline__ void MultiplyPiece(const uint8_t* weights, int weight_flip,
-                                              const uint8_t* rows, int row_flip, int team,
-                                              Sums& warp) {
+__device__ __forceinline__ void MultiplyPiece(const uint8_t* stage, int rows_of_x, Sums& warp) {
   constexpr int kWeightRow = F::kPieceK * static_cast<int>(sizeof(W));
-  const int q = static_cast<int>(threadIdx.x) % 4;
+  const WarpPlace<F> at(ReadThread());
+  // Rows of x past the last one are a copy of it, or what memory holds. No output depends on them.
+  const int row_of_x = F::kMostEights == 1 ? min(at.lane / 4, rows_of_x - 1) : at.lane / 4;
+  const int weight_flip = FlipOf<W, F::kPieceK>(at.weight_row());
+  const int row_flip = FlipOf<T, F::kPieceK>(row_of_x), q = at.lane % 4;
+  const uint8_t* weights = stage + at.weight_row() * kWeightRow;
+  const uint8_t* rows = stage + F::kWeightBytes + row_of_x * F::kRowBytes;
 #pragma unroll
   for (int i = 0; i < F::kTeamSteps; ++i) {
-    const int step = team * F::kTeamSteps + i;
-    WeightFragment<W> fragments[F::kWarpSlabs];
+    const int step = at.team * F::kTeamSteps + i;
+    WeightFragment<T, W> fragments[F::kWarpSlabs];
 #pragma unroll
     for (int slab = 0; slab < F::kWarpSlabs; ++slab) {
-      fragments[slab].Load(weights + slab * kSlabRows * kWeightRow, 8 * kWeightRow, step,
-                           weight_flip);
+      fragments[slab].Load(
+          weights + slab * kSlabRows * kWeightRow, 8 * kWeightRow, step, q, weight_flip,
+          [&](int lower, const uint2& words) { warp.nans.Note(slab, lower, words); });
     }
 #pragma unroll
     for (int eight = 0; eight < F::kMostEights; ++eight) {
       const uint8_t* row = rows + eight * 8 * F::kRowBytes;
       const uint4 x = *reinterpret_cast<const uint4*>(row + ((step * 64 + q * 16) ^ row_flip));
 #pragma unroll
-      for (int part = 0; part < WeightFragment<W>::kParts; ++part) {
+      for (int part = 0; part < WeightFragment<T, W>::kParts; ++part) {
 #pragma unroll
         for (int slab = 0; slab < F::kWarpSlabs; ++slab) {
           uint32_t a[4];
@@ -258,6 +314,32 @@ __device__ __forceinline__ void MultiplyPiece(const uint8_t* weights, int weight
 // `more` is a copy, so that it is loaded 16 bytes at a time.
 __device__ __forceinline__ void Add(float4& total, float4 more) {
   total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+}
+
+// Starts the copies of all scales to shared memory: first those of rows, which are 1 if there are
+// none, then those of the output tile's weight rows.
+__device__ __forceinline__ void BringScales(const DenseFewBuffers& buffers, const FewSizes& p,
+                                            int first_column, int columns, uint8_t* scales) {
+  const int thread = ReadThread(), column = first_column + thread - kMostRows;
+  const uint32_t target = SharedAddress(scales) + thread * 4;
+  if (thread >= kMostRows + columns) return;
+  if (thread >= kMostRows) {
+    const bool exists = column < p.n;
+    Copy4OrZero(target, buffers.weight_scale + (exists ? column : 0), exists ? 4 : 0);
+  } else if (p.row_scales == 0) {
+    reinterpret_cast<float*>(scales)[thread] = 1.0f;
+  } else {
+    const int row = p.row_scales == 1 || thread >= p.rows ? 0 : thread;
+    Copy4OrZero(target, buffers.row_scale + row, 4);
+  }
+}
+
+// Multiplies a fragment of sums by the scales of its rows, and then by those of its columns.
+__device__ __forceinline__ void Scale(const float* scales, int row, int column, float4& sums) {
+  const float2 rows = *reinterpret_cast<const float2*>(scales + row);
+  const float first = scales[kMostRows + column], second = scales[kMostRows + column + 8];
+  sums.x = sums.x * rows.x * first, sums.y = sums.y * rows.y * first;
+  sums.z = sums.z * rows.x * second, sums.w = sums.w * rows.y * second;
 }
 
 // Stores a fragment of sums: two rows of x, `first` and the next one, by two columns.
@@ -278,16 +360,19 @@ __device__ __forceinline__ void StoreFragment(const FewSizes& p, Y* y, int first
 }
 
 // Adds the partial sums of the teams and of the blocks of the cluster, and stores them. `partials`
-// has a fragment for each team, each eight rows of x, and each slab of the output tile.
+// has a fragment for each team, each eight rows of x, and each slab of the output tile. `scales` is
+// null without E4M3 weights.
 template <typename T, typename F, int kEights>
 __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank, int tile,
-                                           float4* partials) {
+                                           float4* partials, const float* scales) {
   constexpr int kFragments = kEights * F::kTileSlabs;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int used = (p.rows + 7) / 8 * F::kTileSlabs;
-  const auto store = [&](int fragment, const float4& total) {
+  const auto store = [&](int fragment, float4 total) {
     const int row = fragment / F::kTileSlabs * 8 + lane % 4 * 2;
-    const int column = (tile * F::kTileSlabs + fragment % F::kTileSlabs) * kSlabRows + lane / 4;
+    const int own_column = fragment % F::kTileSlabs * kSlabRows + lane / 4;
+    const int column = tile * F::kTileRows + own_column;
+    if constexpr (F::kScales > 0) Scale(scales, row, own_column, total);
     if (p.rounds) {
       StoreFragment(p, static_cast<T*>(y), row, column, total);
     } else {
@@ -325,13 +410,11 @@ __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank,
 
 template <typename T, typename W, int kTile, int kEights>
 __global__ void __launch_bounds__(kThreads, kTile == kMedium ? 3
-                                            : sizeof(W) == 2 ? 2
-                                                             : 1)
+                                            : kIsFloat<W>    ? 1
+                                                             : 2)
     DenseFew(const DenseFewBuffers buffers, const FewSizes p) {
   using F = Form<W, kTile, kEights>;
   NVFP4_DYNAMIC_SHARED(shared);
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int team = warp % F::kTeams, group = warp / F::kTeams;
   const int rank = static_cast<int>(blockIdx.x) % p.ranks;
   const int tile = static_cast<int>(blockIdx.x) / p.ranks;
   const int first_piece = rank * p.rank_pieces;
@@ -339,11 +422,9 @@ __global__ void __launch_bounds__(kThreads, kTile == kMedium ? 3
   const int filled = min(p.n - tile * kTile, kTile);  // weight rows of the tile that exist
   const auto* weight =
       static_cast<const W*>(buffers.weight) + static_cast<int64_t>(tile) * kTile * p.k;
-#if __CUDA_ARCH__ >= 900
   PrefetchRows(weight, filled, first_piece * F::kPieceK, min(pieces, F::kStages) * F::kPieceK, p.k);
   WaitForPrecedingKernel();
   StartNextKernel();
-#endif
   const int stage_bytes = F::kWeightBytes + static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes;
   const uint32_t ring = SharedAddress(shared);
   const auto bring = [&](int piece) {
@@ -356,10 +437,8 @@ __global__ void __launch_bounds__(kThreads, kTile == kMedium ? 3
     CommitCopies();
   };
 
-  // Rows of x past the last one are a copy of it, or what memory holds. No output depends on them.
-  const int row = kEights == 1 ? min(lane / 4, p.rows - 1) : lane / 4;
-  const int first_row = group * F::kWarpSlabs * kSlabRows + lane / 4;
-  WarpSums<F::kWarpSlabs, kEights, (WeightFragment<W>::kParts > 1)> sums;
+  if constexpr (kIsE4M3<W>) BringScales(buffers, p, tile * kTile, kTile, shared + p.scales_at);
+  WarpSums<W, F::kWarpSlabs, kEights> sums;
   // The first rounds only bring pieces.
 #pragma unroll 1
   for (int piece = 1 - F::kStages; piece < pieces; ++piece) {
@@ -369,23 +448,23 @@ __global__ void __launch_bounds__(kThreads, kTile == kMedium ? 3
     }
     bring(piece + F::kStages - 1);
     if (piece < 0) continue;
-    const uint8_t* stage = shared + piece % F::kStages * stage_bytes;
-    MultiplyPiece<T, W, F>(stage + first_row * (F::kPieceK * static_cast<int>(sizeof(W))),
-                           FlipOf<W>(first_row), stage + F::kWeightBytes + row * F::kRowBytes,
-                           FlipOf<T>(row), team, sums);
+    MultiplyPiece<T, W, F>(shared + piece % F::kStages * stage_bytes, p.rows, sums);
   }
   __syncthreads();  // the partial sums take the place of the ring
   auto* partials = reinterpret_cast<float4*>(shared);
+  const WarpPlace<F> at(ReadThread());
 #pragma unroll
-  for (int eight = 0; eight < kEights; ++eight) {
+  for (int slab = 0; slab < F::kWarpSlabs; ++slab) {
+    const NanPair nan = sums.nans.Find(slab);
 #pragma unroll
-    for (int slab = 0; slab < F::kWarpSlabs; ++slab) {
-      const int fragment = (team * kEights + eight) * F::kTileSlabs + group * F::kWarpSlabs + slab;
-      partials[fragment * 32 + lane] = sums.Sum(slab, eight);
+    for (int eight = 0; eight < kEights; ++eight) {
+      partials[at.fragment(slab, eight) * 32 + at.lane] = nan.Spread(sums.Sum(slab, eight));
     }
   }
+  WaitCopies<0>();  // the scales, if there were no pieces
   __syncthreads();
-  FinishTile<T, F, kEights>(p, buffers.y, rank, tile, partials);
+  FinishTile<T, F, kEights>(p, buffers.y, rank, tile, partials,
+                            reinterpret_cast<const float*>(shared + p.scales_at));
 }
 
 // The number of fragments for `rows` rows: kEights of the kernel.
@@ -395,7 +474,7 @@ int EightsOf(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 
 template <typename W, typename Function>
 auto WithForm(int tile, int64_t rows, const Function& function) {
   const int eights = EightsOf(rows);
-  if constexpr (sizeof(W) == 2) {
+  if constexpr (!kIsFloat<W>) {
     if (tile == kMedium && eights == 1) return function(Form<W, kMedium, 1>());
     if (tile == kMedium) return function(Form<W, kMedium, 2>());
     if (tile == kLarge && eights <= 4) return function(Form<W, kLarge, 4>());
@@ -412,7 +491,7 @@ auto WithForm(int tile, int64_t rows, const Function& function) {
 int TileOf(const DenseFewCall& call) {
   const int64_t small_tiles = CeilDiv(call.n, kSmall), eights = EightsOf(call.rows);
   const bool few = small_tiles * eights <= int64_t{eights == 1 ? 32 : 2} * MultiprocessorCount();
-  if (few || call.weight_type != call.type) return kSmall;
+  if (few || call.weight_type == DataType::kF32) return kSmall;
   return eights <= 2 ? kMedium : kLarge;
 }
 
@@ -441,23 +520,26 @@ DenseFewCut CutOf(const DenseFewCall& call, bool clusters) {
   const int32_t ranks = clusters ? RanksOf(F::kTileRows, tiles, pieces) : 1;
   const int64_t rank_pieces = CeilDiv(pieces, ranks);
   const int64_t stages = std::min<int64_t>(rank_pieces, F::kStages);
-  const int64_t bytes = std::max<int64_t>(
+  const int64_t ring = std::max<int64_t>(
       stages * (F::kWeightBytes + F::RowsKept(call.rows) * F::kRowBytes), F::kPartialBytes);
+  const int64_t bytes = ring + F::kScales * static_cast<int64_t>(sizeof(float));
   return {F::kTileRows, ranks, static_cast<int32_t>(rank_pieces), static_cast<int32_t>(bytes)};
 }
 
 template <typename T, typename W>
 cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
                         const DenseFewBuffers& buffers, const DenseFewCut& cut) {
-  const FewSizes sizes = {static_cast<int32_t>(call.rows),
-                          static_cast<int32_t>(call.n),
-                          static_cast<int32_t>(call.k),
-                          cut.ranks,
-                          cut.rank_pieces,
-                          call.output_type != DataType::kF32};
   const dim3 grid(static_cast<unsigned>(CeilDiv(call.n, cut.tile) * cut.ranks));
   return WithForm<W>(cut.tile, call.rows, [&](auto form) {
     using F = decltype(form);
+    const FewSizes sizes = {static_cast<int32_t>(call.rows),
+                            static_cast<int32_t>(call.n),
+                            static_cast<int32_t>(call.k),
+                            cut.ranks,
+                            cut.rank_pieces,
+                            call.output_type != DataType::kF32,
+                            static_cast<int32_t>(call.row_scales),
+                            cut.shared_bytes - F::kScales * static_cast<int32_t>(sizeof(float))};
     return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes,
                           /*overlaps=*/true, DenseFew<T, W, F::kTileRows, F::kMostEights>, buffers,
                           sizes);
@@ -468,18 +550,30 @@ cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
 
 DenseFewCut CutDenseFew(const DenseFewCall& call, bool clusters) {
   const auto cut = [&](auto form) { return CutOf<decltype(form)>(call, clusters); };
-  return call.weight_type == call.type ? WithForm<uint16_t>(TileOf(call), call.rows, cut)
-                                       : WithForm<float>(kSmall, call.rows, cut);
+  const int tile = TileOf(call);
+  switch (call.weight_type) {
+    case DataType::kF32:
+      return WithForm<float>(tile, call.rows, cut);
+    case DataType::kE4M3:
+      return WithForm<uint8_t>(tile, call.rows, cut);
+    default:
+      return WithForm<uint16_t>(tile, call.rows, cut);
+  }
 }
 
 cudaError_t LaunchDenseCut(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers, const DenseFewCut& cut) {
-  if (call.weight_type == DataType::kF32) {
-    return LaunchTyped<__nv_bfloat16, float>(stream, call, buffers, cut);
+  const bool half = call.type == DataType::kF16;
+  switch (call.weight_type) {
+    case DataType::kF32:
+      return LaunchTyped<__nv_bfloat16, float>(stream, call, buffers, cut);
+    case DataType::kE4M3:
+      return half ? LaunchTyped<__half, uint8_t>(stream, call, buffers, cut)
+                  : LaunchTyped<__nv_bfloat16, uint8_t>(stream, call, buffers, cut);
+    default:
+      return half ? LaunchTyped<__half, uint16_t>(stream, call, buffers, cut)
+                  : LaunchTyped<__nv_bfloat16, uint16_t>(stream, call, buffers, cut);
   }
-  return call.type == DataType::kF16
-             ? LaunchTyped<__half, uint16_t>(stream, call, buffers, cut)
-             : LaunchTyped<__nv_bfloat16, uint16_t>(stream, call, buffers, cut);
 }
 
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,

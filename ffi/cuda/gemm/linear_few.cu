@@ -239,19 +239,15 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
           lane / 4 * 8,
       (tiles - team + kTeams - 1) / kTeams};
   Packed packed[kDepth];
-#if __CUDA_ARCH__ >= 900
   source.Prefetch();
   if (!p.plan_is_older) {
     weights.template Prefetch<kDepth>();
     WaitForPrecedingKernel();
   }
-#endif
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) packed[d] = weights.Load(d);
-#if __CUDA_ARCH__ >= 900
   if (p.plan_is_older) WaitForPrecedingKernel();
   StartNextKernel();
-#endif
   const int stride = few.rank_tiles * kTileK * 2 + kPadding;
   source.template Bring<T>(p, few.rows, first_tile, tiles, stride, shared);
   const LaneRows lane_rows = LoadLaneRows(p, 0, m_tile, slab);

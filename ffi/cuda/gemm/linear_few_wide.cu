@@ -98,7 +98,6 @@ struct BlockWeights {
     return min((p.columns + kTileM - 1) / kTileM - tile * kBlockTiles, kBlockTiles);
   }
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   // Prefetches the first `tiles` weight tiles along k into the L2 cache.
   __device__ __forceinline__ void Prefetch(const ExpertGemm& p, int tiles) const {
     const int thread = static_cast<int>(threadIdx.x), used = min(tiles, count);
@@ -112,7 +111,6 @@ struct BlockWeights {
       }
     }
   }
-#endif
 
   // Starts the copies of a piece to a stage. It leaves out what does not exist.
   __device__ __forceinline__ void Bring(const ExpertGemm& p, int piece, uint32_t stage) const {
@@ -277,11 +275,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int tiles = max(min(wide.rank_tiles, (p.k + kTileK - 1) / kTileK - first_tile), 0);
   const int pieces = (tiles + kTeams - 1) / kTeams;
   const BlockWeights weights = {tile, first_tile, tiles};
-#if __CUDA_ARCH__ >= 900
   weights.Prefetch(p, 2 * F::kStages * kTeams);
   WaitForPrecedingKernel();
   StartNextKernel();
-#endif
   const uint32_t ring = SharedAddress(shared);
   const auto bring = [&](int piece) {
     if (piece < pieces) {

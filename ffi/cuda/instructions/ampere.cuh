@@ -28,6 +28,18 @@ __device__ __forceinline__ uint32_t Select(uint32_t a, uint32_t b, uint32_t mask
   return result;
 }
 
+// Returns two bytes of `word` as signed 16-bit numbers: those of its low half (kHalf = 0) or of its
+// high half.
+template <int kHalf>
+__device__ __forceinline__ uint32_t WidenBytes(uint32_t word) {
+  uint32_t numbers;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(numbers) : "r"(word), "n"(kHalf == 0 ? 0x9180 : 0xb3a2));
+  return numbers;
+}
+
+// Keeps the compiler from computing `word` later than here. It costs no instruction.
+__device__ __forceinline__ void Settle(uint32_t& word) { asm volatile("" : "+r"(word)); }
+
 // Returns base + 16 * units, in one instruction. From the C++ expression, the compiler would
 // combine other terms with this one.
 __device__ __forceinline__ const void* Advance(const void* base, uint32_t units) {

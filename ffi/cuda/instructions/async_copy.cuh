@@ -29,6 +29,12 @@ __device__ __forceinline__ void Copy8OrZero(uint32_t target, const void* source,
                : "memory");
 }
 
+// As Copy8OrZero, for 4 bytes.
+__device__ __forceinline__ void Copy4OrZero(uint32_t target, const void* source, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void Copy(uint32_t target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }

@@ -11,6 +11,16 @@ inline int ReadThread() { return static_cast<int>(threadIdx.x); }
 
 inline uint32_t Select(uint32_t a, uint32_t b, uint32_t mask) { return (a & mask) | (b & ~mask); }
 
+template <int kHalf>
+uint32_t WidenBytes(uint32_t word) {
+  const auto byte = [&](int i) {
+    return static_cast<uint16_t>(static_cast<int8_t>(word >> (8 * (2 * kHalf + i))));
+  };
+  return byte(0) | static_cast<uint32_t>(byte(1)) << 16;
+}
+
+inline void Settle(uint32_t&) {}
+
 inline const void* Advance(const void* base, uint32_t units) {
   return static_cast<const uint8_t*>(base) + uint64_t{16} * units;
 }

@@ -37,6 +37,9 @@ inline void CopyOrZero(uint32_t target, const void* source, int bytes) {
 inline void Copy8OrZero(uint32_t target, const void* source, int bytes) {
   CopySome(target, source, bytes, 8);
 }
+inline void Copy4OrZero(uint32_t target, const void* source, int bytes) {
+  CopySome(target, source, bytes, 4);
+}
 inline void Copy(uint32_t target, const void* source) { CopyOrZero(target, source, 16); }
 inline void CommitCopies() {}
 template <int kGroups>
