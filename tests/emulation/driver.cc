@@ -147,6 +147,20 @@ int norm_and_product(const GroupedGemmShape* shape, int type, int norm_weight_ty
   return status != cudaSuccess ? status : FunctionsOf(engine).product(nullptr, call, buffers);
 }
 
+// Likewise for plain weights. The operands are x, added, weight of the norm, weight, weight_scale,
+// sum, y, result.
+int norm_and_dense(const DenseFewCall* call, int norm_weight_type, float eps,
+                   void* const* operands) {
+  const NormCall norm = {call->rows, call->k, call->type, static_cast<DataType>(norm_weight_type),
+                         eps};
+  const DenseFewBuffers buffers = {operands[6], operands[3], operands[7],
+                                   static_cast<const float*>(operands[4]), nullptr};
+  const NormDeferral deferral;
+  const cudaError_t status = LaunchOrDeferNorm(
+      nullptr, norm, {operands[0], operands[1], operands[2], operands[5], operands[6]});
+  return status != cudaSuccess ? status : LaunchDenseFew(nullptr, *call, buffers);
+}
+
 // Returns the number of launches since `configure`.
 int launch_count() { return launches; }
 

@@ -5,7 +5,16 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
-from cuda_emulation import _ENGINES, _TYPES, _array, _ProductShape, _run, _weights
+from cuda_emulation import (
+    _ENGINES,
+    _LEAST_SHARED_BYTES,
+    _TYPES,
+    _array,
+    _ProductShape,
+    _run,
+    _weights,
+)
+from dense_emulation import _dense_call
 
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 
@@ -37,4 +46,17 @@ def norm_and_product(library, engine, operands, weights, multiprocessors):
     inputs = [x, added, norm_weight, *_weights(packed, block_scale, *weights[2:])]
     outputs = [np.empty_like(x), np.empty_like(x), np.empty((m, n), x.dtype)]
     found = _run(library, call, [_array(a) for a in inputs], outputs, size, multiprocessors)
+    return found, library.launch_count()
+
+
+def norm_and_dense(library, operands, weight, scale, multiprocessors):
+    """Likewise for plain weights ``[n, k]``; E4M3 weights have a `scale` for each of their rows."""
+    x, added, norm_weight = operands
+    (rows, k), n = x.shape, weight.shape[0]
+    sizes = _dense_call((x.dtype, weight.dtype, "float32"), rows, n, k)
+    types = (_TYPES[norm_weight.dtype.name], EPS)
+    call = functools.partial(library.norm_and_dense, ctypes.byref(sizes), *types)
+    inputs = [x, _array(added), norm_weight, weight, scale]
+    outputs = [np.empty_like(x), np.empty_like(x), np.empty((rows, n), np.float32)]
+    found = _run(library, call, inputs, outputs, 0, multiprocessors, _LEAST_SHARED_BYTES)
     return found, library.launch_count()
