@@ -185,6 +185,37 @@ ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, 
   return FromCuda(LaunchAddGated(stream, call), "nvfp4_add_gated_cuda");
 }
 
+ffi::Error GateHeads(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gates,
+                     ffi::Result<ffi::AnyBuffer> y) {
+  GateHeadsCall call = {};
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
+  NVFP4_RETURN_IF_ERROR(ExpectType("gates", gates.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, n, d]", x.dimensions(), 3));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("gates [rows, w]", gates.dimensions(), 2));
+  const int64_t n = x.dimensions()[1], d = x.dimensions()[2];
+  call.rows = x.dimensions()[0];
+  call.gate_columns = gates.dimensions()[1];
+  call.one_gate = call.gate_columns == n;
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [rows, n, d]", y->dimensions(), {call.rows, n, d}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("gates [rows, w]", gates.dimensions(), {call.rows, call.gate_columns}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (x)", n, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (x)", d, kMaxExtent));
+  if (!call.one_gate) {
+    NVFP4_RETURN_IF_ERROR(ExpectAtLeast("w (gates)", call.gate_columns, 2 * n * d));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows n (x)", call.rows * n, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"gates", gates}, {"y", *y}}, kAlignment));
+  call.heads = static_cast<uint32_t>(n);
+  call.d = static_cast<uint32_t>(d);
+  call.x = x.untyped_data();
+  call.gates = gates.untyped_data();
+  call.y = y->untyped_data();
+  return FromCuda(LaunchGateHeads(stream, call), "nvfp4_gate_heads_cuda");
+}
+
 ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer keys,
                       ffi::AnyBuffer values, ffi::AnyBuffer q_weight, ffi::AnyBuffer k_weight,
                       ffi::AnyBuffer frequencies, ffi::AnyBuffer q, ffi::AnyBuffer new_keys,
@@ -221,8 +252,10 @@ ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuff
     NVFP4_RETURN_IF_ERROR(ExpectAtMost("r (frequencies)", 2 * half, d));
   }
   NVFP4_RETURN_IF_ERROR(ExpectDims("q [b, t, n, d]", q.dimensions(), {b, t, n, d}));
+  const int64_t queries = call->gated ? 2 * n : n;  // with the gates beside them
   NVFP4_RETURN_IF_ERROR(
-      ExpectDims("qkv [b, t, (n + 2m) d]", qkv.dimensions(), {b, t, (n + 2 * m) * d}));
+      ExpectDims(call->gated ? "qkv [b, t, (2n + 2m) d]" : "qkv [b, t, (n + 2m) d]",
+                 qkv.dimensions(), {b, t, (queries + 2 * m) * d}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
   for (const NamedOperand& operand : {heads[1], heads[3], heads[4]}) {
     NVFP4_RETURN_IF_ERROR(ExpectDims(operand.name, operand.buffer.dimensions(), {b, m, s, d}));
@@ -265,8 +298,9 @@ ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer 
                         ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
                         ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> new_keys,
                         ffi::Result<ffi::AnyBuffer> new_values, float eps, float rotation_scale,
-                        bool rotates_first) {
+                        bool rotates_first, bool gated) {
   HeadsCall call = {};
+  call.gated = gated;
   NVFP4_RETURN_IF_ERROR(CheckHeads(qkv, positions, keys, values, q_weight, k_weight, frequencies,
                                    *q, *new_keys, *new_values, &call));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_keys", keys, *new_keys));
@@ -544,10 +578,18 @@ XLA_FFI_DEFINE_HANDLER(kAddGated, AddGated,
                            .Ret<ffi::AnyBuffer>(),  // y     [rows, h]
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kGateHeads, GateHeads,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()   // x      [rows, n, d]
+                           .Arg<ffi::AnyBuffer>()   // gates  [rows, n] or [rows, 2 n d or more]
+                           .Ret<ffi::AnyBuffer>(),  // y      [rows, n, d]
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d]
+                           .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d]; 2n if gated
                            .Arg<ffi::AnyBuffer>()  // positions    [b, t]
                            .Arg<ffi::AnyBuffer>()  // keys         [b, m, s, d]
                            .Arg<ffi::AnyBuffer>()  // values       [b, m, s, d]
@@ -559,7 +601,8 @@ XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
                            .Ret<ffi::AnyBuffer>()  // new_values   the memory of values
                            .Attr<float>("eps")
                            .Attr<float>("rotation_scale")
-                           .Attr<bool>("rotates_first"),
+                           .Attr<bool>("rotates_first")
+                           .Attr<bool>("gated"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
@@ -629,7 +672,7 @@ std::vector<NamedHandler> MixerHandlers() {
       {"nvfp4_prepare_heads_cuda", kPrepareHeads}, {"nvfp4_delta_step_cuda", kDeltaStep},
       {"nvfp4_mamba2_step_cuda", kMamba2Step},     {"nvfp4_delta_rule_cuda", kDeltaRule},
       {"nvfp4_dense_few_cuda", kDenseFew},         {"nvfp4_activate_cuda", kActivate},
-      {"nvfp4_add_gated_cuda", kAddGated},
+      {"nvfp4_add_gated_cuda", kAddGated},         {"nvfp4_gate_heads_cuda", kGateHeads},
   };
 }
 

@@ -262,6 +262,20 @@ struct AddGatedCall {
 // y = x + sigmoid(gate) * z, or x + z without a gate.
 cudaError_t LaunchAddGated(cudaStream_t stream, const AddGatedCall& call);
 
+struct GateHeadsCall {
+  int64_t rows;  // rows * heads is at most kMaxRows
+  uint32_t heads, d;
+  int64_t gate_columns;  // of a row of gates
+  bool one_gate;         // for each head; otherwise its d gates follow the channels of its query
+  DataType type;
+  const void* x;      // [rows, heads, d]
+  const void* gates;  // [rows, gate_columns]
+  void* y;            // [rows, heads, d]
+};
+
+// y = x * sigmoid(gate).
+cudaError_t LaunchGateHeads(cudaStream_t stream, const GateHeadsCall& call);
+
 struct NormCall {
   int64_t rows, h;
   DataType type;  // of x, added, sum and y
@@ -291,10 +305,11 @@ struct HeadsCall {
   DataType weight_type;  // `type` or kF32
   float eps, rotation_scale;
   bool rotates_first;  // whether heads are normalized after their rotation
+  bool gated;          // whether a gate of width d, which is not read, follows each query head
 };
 
 struct HeadsBuffers {
-  const void* qkv;           // [b, t, (n + 2m) d]
+  const void* qkv;           // [b, t, (n + 2m) d], or (2n + 2m) d with gates
   const int32_t* positions;  // [b, t]; any value
   const void* q_weight;      // [d], or null without norms; k_weight likewise
   const void* k_weight;

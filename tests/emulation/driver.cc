@@ -261,6 +261,14 @@ int add_gated(int64_t rows, int64_t columns, int type, void* const* operands) {
                                   operands[1], operands[2], operands[3]});
 }
 
+// The operands are x, gates, y.
+int gate_heads(int64_t rows, int64_t heads, int64_t d, int64_t gate_columns, int type,
+               void* const* operands) {
+  return LaunchGateHeads(nullptr, {rows, static_cast<uint32_t>(heads), static_cast<uint32_t>(d),
+                                   gate_columns, gate_columns == heads, static_cast<DataType>(type),
+                                   operands[0], operands[1], operands[2]});
+}
+
 // The operands are qkv, positions, q_weight, k_weight, frequencies, q, keys, values.
 int prepare_heads(const HeadsCall* call, void* const* operands) {
   return LaunchPrepareHeads(

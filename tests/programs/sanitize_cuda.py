@@ -186,6 +186,9 @@ def run_gating(rows, columns, dtype):
     check(f"gating {rows} {columns} {np.dtype(dtype)} activation", y)
     total = ops.add_gated(y, y[:, :1], y, backend="gating_cuda")
     check(f"gating {rows} {columns} {np.dtype(dtype)} sum", total)
+    for name, gates in (("of channels", gate_up), ("of heads", gate_up[:, :1])):
+        gated = ops.gate_heads(y[:, None], gates, backend="gating_cuda")
+        check(f"gating {rows} {columns} {np.dtype(dtype)} gates {name}", gated)
 
 
 def run_dense(rows, n, k):
@@ -199,10 +202,11 @@ def run_dense(rows, n, k):
         check(f"dense {rows} {n} {k} {name}", y)
 
 
-def run_heads(b, t, n, m, d, rotated, start, room, dtype):
+def run_heads(b, t, n, m, d, rotated, start, room, dtype, gated=False):
     """Prepare heads with and without norms; the last tokens may not fit into the cache."""
     rng = np.random.default_rng(5)
-    shapes = (b, t, (n + 2 * m) * d), (b, m, room, d), (b, m, room, d)
+    heads = (2 if gated else 1) * n + 2 * m
+    shapes = (b, t, heads * d), (b, m, room, d), (b, m, room, d)
     qkv, keys, values = (jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes)
     positions = jnp.tile(jnp.arange(start, start + t, dtype=jnp.int32), (b, 1))
     rope = Rope(tuple(0.9**i for i in range(rotated // 2))) if rotated else None
@@ -210,9 +214,9 @@ def run_heads(b, t, n, m, d, rotated, start, room, dtype):
         weight = jnp.asarray(rng.normal(1, 0.1, d), weight_dtype)
         for norms in ({}, {"q_weight": weight, "k_weight": weight}):
             found = ops.prepare_heads(
-                qkv, positions, keys, values, **norms, rope=rope, backend="heads_cuda"
+                qkv, positions, keys, values, **norms, rope=rope, gated=gated, backend="heads_cuda"
             )
-            name = f"heads {b} {t} {n} {m} {d} {rotated} {np.dtype(dtype)} {bool(norms)}"
+            name = f"heads {b} {t} {n} {m} {d} {rotated} {np.dtype(dtype)} {bool(norms)} {gated}"
             for part, y in zip(("q", "keys", "values"), found, strict=True):
                 check(f"{name} {part}", y)
 
@@ -229,6 +233,7 @@ def run_rows():
         run_dense(*case)
     for case, dtype in itertools.product(HEADS, DTYPES[:2]):
         run_heads(*case, dtype)
+        run_heads(*case, dtype, gated=True)
 
 
 def run_recurrent_steps(dtype):
