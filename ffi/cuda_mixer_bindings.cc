@@ -368,9 +368,10 @@ ffi::Error CheckStepDims(const StepOperands& o, int64_t heads, int64_t channels,
 
 ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuffer positions,
                      ffi::AnyBuffer conv_weight, ffi::AnyBuffer A_log, ffi::AnyBuffer dt_bias,
-                     ffi::AnyBuffer norm, ffi::AnyBuffer inputs, ffi::AnyBuffer state,
-                     ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> new_inputs,
-                     ffi::Result<ffi::AnyBuffer> new_state, bool interleaved, float eps) {
+                     ffi::AnyBuffer norm, ffi::AnyBuffer rates, ffi::AnyBuffer inputs,
+                     ffi::AnyBuffer state, ffi::Result<ffi::AnyBuffer> y,
+                     ffi::Result<ffi::AnyBuffer> new_inputs, ffi::Result<ffi::AnyBuffer> new_state,
+                     bool interleaved, float eps) {
   const StepOperands operands = {projected, positions, conv_weight, A_log,       dt_bias,   norm,
                                  inputs,    state,     *y,          *new_inputs, *new_state};
   DataType type;
@@ -387,8 +388,17 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m r (state)", m * r, kMaxExtent));
   const int64_t channels = 2 * m * d + m * r * e;
   NVFP4_RETURN_IF_ERROR(ExpectDims("norm [e]", norm.dimensions(), {e}));
+  NVFP4_RETURN_IF_ERROR(ExpectType("rates", rates.element_type(), projected.element_type()));
+  const bool apart = rates.dimensions().size() != 1;
+  if (apart) {
+    NVFP4_RETURN_IF_ERROR(ExpectDims("rates [b, 1, 2 m r]", rates.dimensions(), {b, 1, 2 * m * r}));
+    NVFP4_RETURN_IF_ERROR(ExpectAligned({{"rates", rates}}, kAlignment));
+  } else {
+    NVFP4_RETURN_IF_ERROR(ExpectDims("rates [0]", rates.dimensions(), {0}));
+  }
+  const int64_t last = apart ? 0 : 2 * m * r;
   NVFP4_RETURN_IF_ERROR(
-      CheckStepDims(operands, m * r, channels, channels + m * r * (e + 2), m * r * e));
+      CheckStepDims(operands, m * r, channels, channels + m * r * e + last, m * r * e));
   const DeltaStepCall call = {b,
                               static_cast<int32_t>(m),
                               static_cast<int32_t>(r),
@@ -399,12 +409,16 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
                               interleaved,
                               1.0f / std::sqrt(static_cast<float>(d)),
                               eps};
-  const DeltaStepBuffers buffers = {
-      projected.untyped_data(),   Data<int32_t>(positions),
-      Data<float>(conv_weight),   Data<float>(A_log),
-      Data<float>(dt_bias),       Data<float>(norm),
-      new_inputs->untyped_data(), static_cast<float*>(new_state->untyped_data()),
-      y->untyped_data()};
+  const DeltaStepBuffers buffers = {projected.untyped_data(),
+                                    Data<int32_t>(positions),
+                                    Data<float>(conv_weight),
+                                    Data<float>(A_log),
+                                    Data<float>(dt_bias),
+                                    Data<float>(norm),
+                                    apart ? rates.untyped_data() : nullptr,
+                                    new_inputs->untyped_data(),
+                                    static_cast<float*>(new_state->untyped_data()),
+                                    y->untyped_data()};
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_inputs", inputs, *new_inputs));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
   return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_delta_step_cuda");
@@ -614,6 +628,7 @@ XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
                            .Arg<ffi::AnyBuffer>()  // A_log        [m r]
                            .Arg<ffi::AnyBuffer>()  // dt_bias      [m r]
                            .Arg<ffi::AnyBuffer>()  // norm         [e]
+                           .Arg<ffi::AnyBuffer>()  // rates        [b, 1, 2 m r] or [0]
                            .Arg<ffi::AnyBuffer>()  // inputs       [b, taps - 1, c]
                            .Arg<ffi::AnyBuffer>()  // state        [b, m, r, d, e]
                            .Ret<ffi::AnyBuffer>()  // y            [b, 1, m r e]

@@ -342,12 +342,13 @@ struct DeltaStepCall {
 };
 
 struct DeltaStepBuffers {
-  const void* projected;     // [b, 2 m d + m r (2 e + 2)]
+  const void* projected;     // [b, 2 m d + m r (2 e + 2)], or 2 m d + 2 m r e with `rates`
   const int32_t* positions;  // [b]; a row at kPaddingPosition or later changes no state
   const float* conv_weight;  // [2 m d + m r e, taps]
   const float* A_log;        // [m r]
   const float* dt_bias;      // [m r]
   const float* norm;         // [e]
+  const void* rates;         // [b, 2 m r]: rates and steps; null if they are in `projected`
   void* inputs;              // [b, taps - 1, 2 m d + m r e]; in place
   float* state;              // [b, m, r, d, e]; in place
   void* y;                   // [b, m r e]

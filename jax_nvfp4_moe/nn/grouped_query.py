@@ -77,15 +77,15 @@ class GQAConfig:
     gated: bool = False
 
     def __post_init__(self):
-        """Check that a gated layer has no option for which its heads would be joined.
+        """Check that a gated layer has no option that would be ignored.
 
         Raises:
           ValueError: if it has one.
         """
-        if self.gated and not self.plain_heads:
+        if self.gated and (self.values_from_keys or not self.plain_heads):
             raise ValueError(
                 "gated: expected False, because the layer clips or interleaves heads, normalizes "
-                "them as a whole, or normalizes values; got True"
+                "them as a whole, normalizes values, or has no projection of values; got True"
             )
 
     @property

@@ -24,7 +24,7 @@ from attention_suite import make as make_attention
 from delta_rule_suite import RULE_CASES, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
-from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba
+from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba, take_rates
 
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.backends import _ffi
@@ -239,7 +239,7 @@ def run_rows():
 def run_recurrent_steps(dtype):
     """Decode a token of rows with and without padding, in place."""
     for name, case in DELTA_CASES.items():
-        tokens, weights = make_delta(name, np.dtype(dtype))
+        tokens, weights = take_rates(name, *make_delta(name, np.dtype(dtype)))
         options = {"interleaved": case.interleaved, "backend": "recurrent_cuda"}
         results = ops.gated_delta_step(*map(jnp.asarray, tokens), **weights, **options)
         for part, result in zip(("y", "inputs", "state"), results, strict=True):
