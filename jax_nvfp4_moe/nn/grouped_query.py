@@ -56,6 +56,8 @@ class GQAConfig:
       gated: whether the sigmoid of a gate multiplies each channel of the result. The projection of
         queries then has the channels of each query head, followed by those of its gate. False by
         default.
+      sinks: whether each query head has a sink: a learned score that takes part in the softmax, and
+        whose value is zero. False by default.
     """
 
     hidden: int
@@ -75,6 +77,7 @@ class GQAConfig:
     values_from_keys: bool = False
     normalize_values: bool = False
     gated: bool = False
+    sinks: bool = False
 
     def __post_init__(self):
         """Check that a gated layer has no option that would be ignored.
@@ -113,6 +116,8 @@ class Attention(HeadParallel):
             projections["v"] = kv_rows
         self.qkv = make.merged_linear(f"{path}.qkv", h, projections, config.bias)
         self.out = make.linear(f"{path}.out", h, rows, config.out_bias)
+        if config.sinks:
+            self.sinks = make.variable(f"{path}.sinks", (config.num_heads,), dtype=jnp.float32)
         if config.normalize is not None:
             widths = (rows, kv_rows) if config.normalize == "whole" else (d, d)
             norms = {"eps": config.eps, "centered": config.centered}
@@ -139,6 +144,7 @@ class Attention(HeadParallel):
             positions,
             scale=self.config.scale,
             window=self.config.window,
+            sinks=self.sinks.get_value() if self.config.sinks else None,
             target=self.target,
         )
         if self.config.gated:

@@ -75,10 +75,8 @@ __global__ void __launch_bounds__(kHeadThreads) GateHeads(const GateHeadsCall p)
   const T* x = static_cast<const T*>(p.x) + first;
   const T* gates = static_cast<const T*>(p.gates) + row * p.gate_columns + column;
   T* y = static_cast<T*>(p.y) + first;
-#if __CUDA_ARCH__ >= 900
   WaitForPrecedingKernel();
   StartNextKernel();
-#endif
   for (uint32_t channel = threadIdx.x; channel < p.d; channel += kHeadThreads) {
     const float gate = ToFloat(gates[p.one_gate ? 0 : channel]);
     y[channel] = FromFloat<T>(ToFloat(x[channel]) * Sigmoid(gate));
