@@ -390,8 +390,8 @@ struct NormPair {
 
   static bool Joins(std::string_view first, std::string_view second) {
     return first == "nvfp4_add_rms_norm_cuda" &&
-           (second == "nvfp4_dense_few_cuda" || second == "nvfp4_grouped_gemm_w4a16_sm80" ||
-            second == "nvfp4_grouped_gemm_w4a16_sm90");
+           (second == "nvfp4_dense_few_cuda" || second == "nvfp4_dense_fp8_few_cuda" ||
+            second == "nvfp4_grouped_gemm_w4a16_sm80" || second == "nvfp4_grouped_gemm_w4a16_sm90");
   }
 };
 
