@@ -35,16 +35,7 @@ struct NamedHandler {
 
 enum class BufferPlace : int64_t { kOperand = 0, kResult = 1, kScratch = 2 };
 
-// For extensions whose kernels compute one call each.
-struct NoPair {
-  static bool Joins(std::string_view, std::string_view) { return false; }
-};
-
 // One run of a chain. Each method returns null, or an error.
-//
-// Where Pair::Joins says so of the targets of two successive calls, an object of type Pair exists
-// while both run. By it, the second call can take over work of the first.
-template <typename Pair>
 class CallChain {
  public:
   CallChain(XLA_FFI_CallFrame* frame, const std::vector<NamedHandler>& handlers)
@@ -52,31 +43,22 @@ class CallChain {
 
   XLA_FFI_Error* Run() const {
     const XLA_FFI_Attrs& attrs = frame_.attrs;
-    if (attrs.size % kAttributes != 0) return Invalid("expected three attributes for each call");
-    const int64_t calls = attrs.size / kAttributes;
-    for (int64_t call = 0; call < calls; ++call) {  // the names are sorted
-      const int64_t i = call * kAttributes;
+    if (attrs.size % 3 != 0) return Invalid("expected three attributes for each call");
+    for (int64_t i = 0; i < attrs.size; i += 3) {  // the names are sorted
       if (attrs.types[i] != XLA_FFI_AttrType_DICTIONARY ||
           attrs.types[i + 1] != XLA_FFI_AttrType_ARRAY ||
           attrs.types[i + 2] != XLA_FFI_AttrType_STRING) {
         return Invalid("expected a dictionary, an array and a string for each call");
       }
-    }
-    for (int64_t call = 0; call < calls; ++call) {
-      if (call + 1 < calls && Pair::Joins(TargetOf(call), TargetOf(call + 1))) {
-        const Pair pair;
-        if (XLA_FFI_Error* error = RunCall(call++)) return error;
-        if (XLA_FFI_Error* error = RunCall(call)) return error;
-      } else if (XLA_FFI_Error* error = RunCall(call)) {
-        return error;
-      }
+      const auto* own = static_cast<const XLA_FFI_Attrs*>(attrs.attrs[i]);
+      const auto* buffers = static_cast<const XLA_FFI_Array*>(attrs.attrs[i + 1]);
+      const auto* target = static_cast<const XLA_FFI_ByteSpan*>(attrs.attrs[i + 2]);
+      if (XLA_FFI_Error* error = RunCall({target->ptr, target->len}, *own, *buffers)) return error;
     }
     return nullptr;
   }
 
  private:
-  static constexpr int64_t kAttributes = 3;  // of each call
-
   // The numbers of `buffers` that have not been read.
   struct Numbers {
     const int64_t* next;
@@ -86,17 +68,8 @@ class CallChain {
     int64_t Take() { return *next++; }
   };
 
-  std::string_view TargetOf(int64_t call) const {
-    const auto* target =
-        static_cast<const XLA_FFI_ByteSpan*>(frame_.attrs.attrs[call * kAttributes + 2]);
-    return {target->ptr, target->len};
-  }
-
-  XLA_FFI_Error* RunCall(int64_t number) const {
-    void* const* own = frame_.attrs.attrs + number * kAttributes;
-    const auto& attrs = *static_cast<const XLA_FFI_Attrs*>(own[0]);
-    const auto& array = *static_cast<const XLA_FFI_Array*>(own[1]);
-    const std::string_view target = TargetOf(number);
+  XLA_FFI_Error* RunCall(std::string_view target, const XLA_FFI_Attrs& attrs,
+                         const XLA_FFI_Array& array) const {
     XLA_FFI_Handler* handler = nullptr;
     for (const NamedHandler& known : handlers_) {
       if (known.name == target) handler = known.handler;
@@ -192,13 +165,13 @@ class CallChain {
 // The body of a handler that runs a chain. XLA asks a handler for its metadata, such as whether a
 // CUDA graph can record it, with an extension of the frame. The first of `handlers` answers for all
 // of them.
-template <typename Pair = NoPair>
-XLA_FFI_Error* RunCallChain(XLA_FFI_CallFrame* frame, const std::vector<NamedHandler>& handlers) {
+inline XLA_FFI_Error* RunCallChain(XLA_FFI_CallFrame* frame,
+                                   const std::vector<NamedHandler>& handlers) {
   const auto* extension = frame->extension_start;  // the name of the type depends on the version
   if (extension != nullptr && extension->type == XLA_FFI_Extension_Metadata) {
     return handlers.front().handler(frame);
   }
-  return CallChain<Pair>(frame, handlers).Run();
+  return CallChain(frame, handlers).Run();
 }
 
 }  // namespace nvfp4

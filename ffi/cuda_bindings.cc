@@ -18,7 +18,6 @@
 #include "call_chain.h"
 #include "checks.h"
 #include "cuda/launch.h"
-#include "cuda/norms/deferred_norm.h"
 #include "cuda_checks.h"
 #include "cuda_mixer_bindings.h"
 #include "shapes.h"
@@ -178,10 +177,9 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, on_engine
                                                         ? GroupedGemmW4A16WorkspaceBytes(shape)
                                                         : GroupedGemmWorkspaceBytes(shape)));
-  if (on_engine)
-    return FromCuda(LaunchGroupedGemmW4A16(stream, call, buffers), "nvfp4_grouped_gemm");
-  NVFP4_RETURN_IF_ERROR(FromCuda(LaunchDeferredNorm(), "nvfp4_add_rms_norm_cuda"));
-  return FromCuda(LaunchGroupedGemm(stream, call, buffers), "nvfp4_grouped_gemm");
+  return FromCuda(on_engine ? LaunchGroupedGemmW4A16(stream, call, buffers)
+                            : LaunchGroupedGemm(stream, call, buffers),
+                  "nvfp4_grouped_gemm");
 }
 
 ffi::Error Quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer global_scale,
@@ -384,20 +382,7 @@ const std::vector<NamedHandler>& Handlers() {
   return handlers;
 }
 
-// A norm and a call whose kernel may compute it.
-struct NormPair {
-  NormDeferral deferral;
-
-  static bool Joins(std::string_view first, std::string_view second) {
-    return first == "nvfp4_add_rms_norm_cuda" &&
-           (second == "nvfp4_dense_few_cuda" || second == "nvfp4_dense_fp8_few_cuda" ||
-            second == "nvfp4_grouped_gemm_w4a16_sm80" || second == "nvfp4_grouped_gemm_w4a16_sm90");
-  }
-};
-
-XLA_FFI_Error* RunChain(XLA_FFI_CallFrame* frame) {
-  return RunCallChain<NormPair>(frame, Handlers());
-}
+XLA_FFI_Error* RunChain(XLA_FFI_CallFrame* frame) { return RunCallChain(frame, Handlers()); }
 
 nb::capsule Capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));

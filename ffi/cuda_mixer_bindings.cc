@@ -13,7 +13,6 @@
 
 #include "checks.h"
 #include "cuda/launch.h"
-#include "cuda/norms/deferred_norm.h"
 #include "cuda_checks.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
@@ -103,7 +102,7 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
       {{"x", x}, {"added", added}, {"weight", weight}, {"sum", *sum}, {"y", *y}}, kAlignment));
   const NormBuffers buffers = {x.untyped_data(), DataOrNull<void>(added), weight.untyped_data(),
                                sum->untyped_data(), y->untyped_data()};
-  return FromCuda(LaunchOrDeferNorm(stream, call, buffers), "nvfp4_add_rms_norm_cuda");
+  return FromCuda(LaunchAddRmsNorm(stream, call, buffers), "nvfp4_add_rms_norm_cuda");
 }
 
 // Reads the sizes and types of x, weight and y, except for the type of the weight. k is a multiple

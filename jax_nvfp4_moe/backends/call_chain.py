@@ -19,8 +19,6 @@ from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
 # Values that only the chain reads begin at multiples of this number of bytes.
 _ALIGNMENT = 256
-# The target of a norm, which the kernel of the next call may compute.
-_NORM = "nvfp4_add_rms_norm_cuda"
 # The numbers of XLA_FFI_DataType for the dtypes of all operands and results of our kernels.
 DATA_TYPES = {
     "bool": 1,
@@ -122,14 +120,12 @@ def _place_scratch(calls, kept):
     """Return the offsets of all results that are not in `kept`, and the bytes that they take.
 
     Two values share memory if no call needs both: a value is needed from the call that writes it
-    to the last call that reads it. A norm may run inside of the kernel of the call after it
-    (``ffi/cuda/norms/deferred_norm.h``), which then reads the operands of the norm.
+    to the last call that reads it.
     """
-    last: dict[Value, int] = {}
+    last = {}
     for index, call in enumerate(calls):
-        end = index + 1 if call.target == _NORM else index
-        for value in [*call.results, *(value for value, _ in call.operands)]:
-            last[value] = max(last.get(value, 0), end)
+        last |= dict.fromkeys(call.results, index)
+        last |= {value: index for value, _ in call.operands}
     offsets, size, live = {}, 0, []
     for index, call in enumerate(calls):
         live = [value for value in live if last[value] >= index]

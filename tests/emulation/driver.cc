@@ -8,7 +8,6 @@
 #include "cuda/heads/sine.cuh"
 #include "cuda/instructions/fp4_mma.cuh"
 #include "cuda/launch.h"
-#include "cuda/norms/deferred_norm.h"
 
 namespace emulation {
 extern bool backwards;
@@ -19,7 +18,6 @@ int multiprocessors = 1;
 int block_shared_bytes = 0;
 int largest_shared_bytes = 0;
 int largest_cluster = 0;
-int launches = 0;
 }  // namespace nvfp4
 
 using namespace nvfp4;
@@ -78,7 +76,6 @@ void configure(int count, int shared_bytes, int backwards) {
   block_shared_bytes = shared_bytes;
   largest_shared_bytes = 0;
   largest_cluster = 0;
-  launches = 0;
   emulation::backwards = backwards != 0;
 }
 
@@ -130,39 +127,6 @@ int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activa
                                       operands[8]};
   return FunctionsOf(engine).product(nullptr, call, buffers);
 }
-
-// Runs a norm and a product of its result, as a chain of calls does. The operands are x, added,
-// weight of the norm, weight, sum, y, result, workspace.
-int norm_and_product(const GroupedGemmShape* shape, int type, int norm_weight_type, int engine,
-                     float eps, void* const* operands) {
-  const GroupedGemmCall call = {*shape, static_cast<DataType>(type), ActivationScale::kNone,
-                                static_cast<EngineKind>(engine)};
-  const NormCall norm = {shape->m, shape->k, call.type, static_cast<DataType>(norm_weight_type),
-                         eps};
-  const GroupedGemmBuffers buffers = {operands[9], WeightsAt(operands + 3), nullptr, operands[10],
-                                      operands[11]};
-  const NormDeferral deferral;
-  const cudaError_t status = LaunchOrDeferNorm(
-      nullptr, norm, {operands[0], operands[1], operands[2], operands[8], operands[9]});
-  return status != cudaSuccess ? status : FunctionsOf(engine).product(nullptr, call, buffers);
-}
-
-// Likewise for plain weights. The operands are x, added, weight of the norm, weight, weight_scale,
-// sum, y, result.
-int norm_and_dense(const DenseFewCall* call, int norm_weight_type, float eps,
-                   void* const* operands) {
-  const NormCall norm = {call->rows, call->k, call->type, static_cast<DataType>(norm_weight_type),
-                         eps};
-  const DenseFewBuffers buffers = {operands[6], operands[3], operands[7],
-                                   static_cast<const float*>(operands[4]), nullptr};
-  const NormDeferral deferral;
-  const cudaError_t status = LaunchOrDeferNorm(
-      nullptr, norm, {operands[0], operands[1], operands[2], operands[5], operands[6]});
-  return status != cudaSuccess ? status : LaunchDenseFew(nullptr, *call, buffers);
-}
-
-// Returns the number of launches since `configure`.
-int launch_count() { return launches; }
 
 void cut_linear_few(int64_t rows, int64_t n, int64_t k, int clusters, LinearFewCut* cut) {
   *cut = CutLinearFew(rows, n, k, clusters != 0);

@@ -221,21 +221,6 @@ def test_values_that_are_needed_at_once_share_no_memory(seed):
         assert offsets[one] + one.nbytes <= size
 
 
-@pytest.mark.parametrize("target", ["nvfp4_add_rms_norm_cuda", "another"])
-def test_the_call_after_a_norm_may_read_its_operands(target):
-    """Its kernel may compute the norm, so that its results take no memory of the norm."""
-    x, y, z, last = (Value((4096,), jnp.uint8) for _ in range(4))
-    calls = [
-        Call("target", {}, [], [x], {}),
-        Call(target, {}, [(x, x.shape)], [y], {}),
-        Call("target", {}, [(y, y.shape)], [z], {}),
-        Call("target", {}, [(z, z.shape)], [last], {}),
-    ]
-    offsets, _ = call_chain._place_scratch(calls, {last})
-    assert (offsets[x] == offsets[z]) == (target == "another")
-    assert offsets[y] not in (offsets[x], offsets[z])
-
-
 def test_numbers_of_dtypes_are_those_of_xla():
     with open(f"{jax.ffi.include_dir()}/xla/ffi/api/c_api.h", encoding="utf-8") as header:
         text = header.read()

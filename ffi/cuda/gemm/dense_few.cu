@@ -56,8 +56,6 @@
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/norms/deferred_norm.h"
-#include "cuda/norms/norm_prologue.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "nvfp4.h"
 
@@ -272,19 +270,18 @@ struct WarpPlace {
   }
 };
 
-// sums += W @ x for a team's part of a piece, whose weights and rows of x are at `weights` and
-// `rows`. `rows_of_x` is the number of rows.
+// sums += W @ x for a team's part of the piece in `stage`. `rows_of_x` is
+// their number.
 template <typename T, typename W, typename F, typename Sums>
-__device__ __forceinline__ void MultiplyPiece(const uint8_t* weights, const uint8_t* rows,
-                                              int rows_of_x, Sums& warp) {
+__device__ __forceinline__ void MultiplyPiece(const uint8_t* stage, int rows_of_x, Sums& warp) {
   constexpr int kWeightRow = F::kPieceK * static_cast<int>(sizeof(W));
   const WarpPlace<F> at(ReadThread());
   // Rows of x past the last one are a copy of it, or what memory holds. No output depends on them.
   const int row_of_x = F::kMostEights == 1 ? min(at.lane / 4, rows_of_x - 1) : at.lane / 4;
   const int weight_flip = FlipOf<W, F::kPieceK>(at.weight_row());
   const int row_flip = FlipOf<T, F::kPieceK>(row_of_x), q = at.lane % 4;
-  weights += at.weight_row() * kWeightRow;
-  rows += row_of_x * F::kRowBytes;
+  const uint8_t* weights = stage + at.weight_row() * kWeightRow;
+  const uint8_t* rows = stage + F::kWeightBytes + row_of_x * F::kRowBytes;
 #pragma unroll
   for (int i = 0; i < F::kTeamSteps; ++i) {
     const int step = at.team * F::kTeamSteps + i;
@@ -411,52 +408,13 @@ __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank,
 #endif
 }
 
-// Where the rows of x come from: memory, piece by piece; or the norm that the kernel computes
-// itself (norm_prologue.cuh). In the second case all of k lies in shared memory, at `at`.
-struct GivenRows {
-  static constexpr bool kInRing = true;
+// How many blocks run at once on a multiprocessor. Those with float32 weights and many rows need
+// more registers than that.
+constexpr int BlocksPerSm(int tile) { return tile == kMedium ? 3 : 2; }
 
-  __device__ __forceinline__ void Prefetch() const {}
-};
-
-struct NormalizedRows {
-  static constexpr bool kInRing = false;
-  NormPrologue norm;
-  int32_t at;
-
-  __device__ __forceinline__ void Prefetch() const { PrefetchNormWeight(norm); }
-
-  template <typename F>
-  __device__ __forceinline__ uint8_t* Piece(uint8_t* shared, int piece) const {
-    return shared + at + piece * norm.rows * F::kRowBytes;
-  }
-
-  // Leaves the rows in shared memory in the order of BringPiece, with zeros past the end of k.
-  template <typename T, typename F>
-  __device__ __forceinline__ void Normalize(uint8_t* shared) const {
-    constexpr int kUnits = F::kPieceK / 8;  // of 16 bytes
-    const auto place = [&](int row, int unit) {
-      const int within = unit % kUnits * 16 ^ FlipOf<T, F::kPieceK>(row);
-      return Piece<F>(shared, unit / kUnits) + row * F::kRowBytes + within;
-    };
-    NormalizeRows<T>(norm, place);
-    const int units = norm.h / 8, past = (units + kUnits - 1) / kUnits * kUnits - units;
-    for (int i = static_cast<int>(threadIdx.x); i < norm.rows * past; i += kThreads) {
-      *reinterpret_cast<uint4*>(place(i / past, units + i % past)) = {};
-    }
-  }
-};
-static_assert(kThreads == kPrologueThreads);
-
-// The blocks of a multiprocessor for which registers must suffice.
-template <typename W, int kTile>
-constexpr int kResident = kTile == kMedium ? 3
-                          : kIsFloat<W>    ? 1
-                                           : 2;
-
-template <typename T, typename W, int kTile, int kEights, typename Rows>
-__global__ void __launch_bounds__(kThreads, kResident<W, kTile>)
-    DenseFew(const DenseFewBuffers buffers, const FewSizes p, const __grid_constant__ Rows source) {
+template <typename T, typename W, int kTile, int kEights>
+__global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile))
+    DenseFew(const DenseFewBuffers buffers, const FewSizes p) {
   using F = Form<W, kTile, kEights>;
   NVFP4_DYNAMIC_SHARED(shared);
   const int rank = static_cast<int>(blockIdx.x) % p.ranks;
@@ -467,20 +425,16 @@ __global__ void __launch_bounds__(kThreads, kResident<W, kTile>)
   const auto* weight =
       static_cast<const W*>(buffers.weight) + static_cast<int64_t>(tile) * kTile * p.k;
   PrefetchRows(weight, filled, first_piece * F::kPieceK, min(pieces, F::kStages) * F::kPieceK, p.k);
-  source.Prefetch();
   WaitForPrecedingKernel();
   StartNextKernel();
-  const int rows_bytes = Rows::kInRing ? static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes : 0;
-  const int stage_bytes = F::kWeightBytes + rows_bytes;
+  const int stage_bytes = F::kWeightBytes + static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes;
   const uint32_t ring = SharedAddress(shared);
   const auto bring = [&](int piece) {
     if (piece < pieces) {
       const uint32_t stage = ring + piece % F::kStages * stage_bytes;
       const int first = (first_piece + piece) * F::kPieceK;
       BringPiece<W, F::kPieceK>(weight, kTile, filled, first, p.k, stage);
-      if constexpr (Rows::kInRing) {
-        BringPiece<T, F::kPieceK>(buffers.x, p.rows, p.rows, first, p.k, stage + F::kWeightBytes);
-      }
+      BringPiece<T, F::kPieceK>(buffers.x, p.rows, p.rows, first, p.k, stage + F::kWeightBytes);
     }
     CommitCopies();
   };
@@ -490,19 +444,13 @@ __global__ void __launch_bounds__(kThreads, kResident<W, kTile>)
   // The first rounds only bring pieces.
 #pragma unroll 1
   for (int piece = 1 - F::kStages; piece < pieces; ++piece) {
-    if constexpr (!Rows::kInRing) {
-      if (piece == 0) source.template Normalize<T, F>(shared);
-    }
     if (piece >= 0) {
       WaitCopies<F::kStages - 2>();
       __syncthreads();  // all threads have brought this piece, and have used the one before it
     }
     bring(piece + F::kStages - 1);
     if (piece < 0) continue;
-    const uint8_t* stage = shared + piece % F::kStages * stage_bytes;
-    const uint8_t* rows = stage + F::kWeightBytes;
-    if constexpr (!Rows::kInRing) rows = source.template Piece<F>(shared, first_piece + piece);
-    MultiplyPiece<T, W, F>(stage, rows, p.rows, sums);
+    MultiplyPiece<T, W, F>(shared + piece % F::kStages * stage_bytes, p.rows, sums);
   }
   __syncthreads();  // the partial sums take the place of the ring
   auto* partials = reinterpret_cast<float4*>(shared);
@@ -551,10 +499,8 @@ int TileOf(const DenseFewCall& call) {
 
 // Returns the blocks of a cluster: as many as divide k into the shortest parts while all blocks
 // still run at once. For the smallest tile, a power of two.
-template <typename W>
 int32_t RanksOf(int tile, int64_t tiles, int64_t pieces) {
-  const int resident = tile == kMedium ? kResident<W, kMedium> : 2;
-  const int64_t most_blocks = int64_t{resident} * MultiprocessorCount();
+  const int64_t most_blocks = int64_t{BlocksPerSm(tile)} * MultiprocessorCount();
   int32_t best = 1;
   for (int32_t ranks = 2; ranks <= kMaxRanks && tiles * ranks <= most_blocks;) {
     if (CeilDiv(pieces, ranks) < CeilDiv(pieces, best)) best = ranks;
@@ -563,10 +509,10 @@ int32_t RanksOf(int tile, int64_t tiles, int64_t pieces) {
   return best;
 }
 
-template <typename W, typename F>
+template <typename F>
 DenseFewCut CutOf(const DenseFewCall& call, bool clusters) {
   const int64_t tiles = CeilDiv(call.n, F::kTileRows), pieces = CeilDiv(call.k, F::kPieceK);
-  const int32_t ranks = clusters ? RanksOf<W>(F::kTileRows, tiles, pieces) : 1;
+  const int32_t ranks = clusters ? RanksOf(F::kTileRows, tiles, pieces) : 1;
   const int64_t rank_pieces = CeilDiv(pieces, ranks);
   const int64_t stages = std::min<int64_t>(rank_pieces, F::kStages);
   const int64_t ring = std::max<int64_t>(
@@ -575,66 +521,38 @@ DenseFewCut CutOf(const DenseFewCall& call, bool clusters) {
   return {F::kTileRows, ranks, static_cast<int32_t>(rank_pieces), static_cast<int32_t>(bytes)};
 }
 
-// Launches a form of the kernel whose rows come from `source`.
-template <typename T, typename W, typename F, typename Rows>
-cudaError_t LaunchForm(cudaStream_t stream, const DenseFewCall& call,
-                       const DenseFewBuffers& buffers, const DenseFewCut& cut, int32_t shared_bytes,
-                       const Rows& source) {
-  const FewSizes sizes = {static_cast<int32_t>(call.rows),
-                          static_cast<int32_t>(call.n),
-                          static_cast<int32_t>(call.k),
-                          cut.ranks,
-                          cut.rank_pieces,
-                          call.output_type != DataType::kF32,
-                          static_cast<int32_t>(call.row_scales),
-                          shared_bytes - F::kScales * static_cast<int32_t>(sizeof(float))};
-  const dim3 grid(static_cast<unsigned>(CeilDiv(call.n, cut.tile) * cut.ranks));
-  return LaunchClusters(stream, grid, cut.ranks, kThreads, shared_bytes, /*overlaps=*/true,
-                        DenseFew<T, W, F::kTileRows, F::kMostEights, Rows>, buffers, sizes, source);
-}
-
-// With more blocks for each multiprocessor, they would repeat a norm more often than its launch
-// costs.
-constexpr int64_t kMostNormBlocks = 8;
-
 template <typename T, typename W>
 cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
                         const DenseFewBuffers& buffers, const DenseFewCut& cut) {
+  const dim3 grid(static_cast<unsigned>(CeilDiv(call.n, cut.tile) * cut.ranks));
   return WithForm<W>(cut.tile, call.rows, [&](auto form) {
     using F = decltype(form);
-    if constexpr (F::kTileRows == kSmall && F::kMostEights == 1) {
-      NormPrologue norm;
-      if (CeilDiv(call.n, cut.tile) * cut.ranks <= kMostNormBlocks * MultiprocessorCount() &&
-          TakeDeferredNorm(buffers.x, &norm)) {
-        const int32_t stages = std::min(cut.rank_pieces, F::kStages);
-        const int32_t at = std::max(stages * F::kWeightBytes, F::kPartialBytes);
-        const auto pieces = static_cast<int32_t>(CeilDiv(call.k, F::kPieceK));
-        const int32_t bytes = at + pieces * norm.rows * F::kRowBytes +
-                              F::kScales * static_cast<int32_t>(sizeof(float));
-        return LaunchForm<T, W, F>(stream, call, buffers, cut, bytes, NormalizedRows{norm, at});
-      }
-    }
-    NVFP4_RETURN_IF_CUDA_ERROR(LaunchDeferredNorm());
-    return LaunchForm<T, W, F>(stream, call, buffers, cut, cut.shared_bytes, GivenRows());
+    const FewSizes sizes = {static_cast<int32_t>(call.rows),
+                            static_cast<int32_t>(call.n),
+                            static_cast<int32_t>(call.k),
+                            cut.ranks,
+                            cut.rank_pieces,
+                            call.output_type != DataType::kF32,
+                            static_cast<int32_t>(call.row_scales),
+                            cut.shared_bytes - F::kScales * static_cast<int32_t>(sizeof(float))};
+    return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes,
+                          /*overlaps=*/true, DenseFew<T, W, F::kTileRows, F::kMostEights>, buffers,
+                          sizes);
   });
 }
 
 }  // namespace
 
 DenseFewCut CutDenseFew(const DenseFewCall& call, bool clusters) {
+  const auto cut = [&](auto form) { return CutOf<decltype(form)>(call, clusters); };
   const int tile = TileOf(call);
-  const auto cut = [&](auto weight) {
-    using W = decltype(weight);
-    return WithForm<W>(tile, call.rows,
-                       [&](auto form) { return CutOf<W, decltype(form)>(call, clusters); });
-  };
   switch (call.weight_type) {
     case DataType::kF32:
-      return cut(float());
+      return WithForm<float>(tile, call.rows, cut);
     case DataType::kE4M3:
-      return cut(uint8_t());
+      return WithForm<uint8_t>(tile, call.rows, cut);
     default:
-      return cut(uint16_t());
+      return WithForm<uint16_t>(tile, call.rows, cut);
   }
 }
 
@@ -655,8 +573,8 @@ cudaError_t LaunchDenseCut(cudaStream_t stream, const DenseFewCall& call,
 
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers) {
-  if (call.rows == 0 || call.n == 0) return LaunchDeferredNorm();
-  const bool clusters = MayOverlap(DenseFew<__half, uint16_t, kSmall, 1, GivenRows>);
+  if (call.rows == 0 || call.n == 0) return cudaSuccess;
+  const bool clusters = MayOverlap(DenseFew<__half, uint16_t, kSmall, 1>);
   return LaunchDenseCut(stream, call, buffers, CutDenseFew(call, clusters));
 }
 

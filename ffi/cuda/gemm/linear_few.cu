@@ -21,9 +21,6 @@
 // cluster. The bits of a row therefore depend on the other rows of a call only where their number
 // changes the form.
 //
-// With one slab in an output tile, the kernel can also compute the norm whose result is x
-// (norm_prologue.cuh).
-//
 // The kernel may start before the preceding one ends. If that kernel may have written the weights,
 // this one only prefetches them into the L2 cache before it waits.
 //
@@ -39,8 +36,6 @@
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
-#include "cuda/norms/deferred_norm.h"
-#include "cuda/norms/norm_prologue.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -110,35 +105,6 @@ __device__ __forceinline__ void BringRows(const ExpertGemm& p, int rows, int fir
   }
   CommitCopies();
 }
-
-// Where the rows of x come from: memory, or the norm that the kernel computes itself. In the second
-// case a block has all of k.
-struct GivenRows {
-  __device__ __forceinline__ void Prefetch() const {}
-
-  template <typename T>
-  __device__ __forceinline__ void Bring(const ExpertGemm& p, int rows, int first_tile, int tiles,
-                                        int stride, uint8_t* shared) const {
-    BringRows(p, rows, first_tile, tiles, stride, shared);
-  }
-};
-
-struct NormalizedRows {
-  NormPrologue norm;
-
-  __device__ __forceinline__ void Prefetch() const { PrefetchNormWeight(norm); }
-
-  template <typename T>
-  __device__ __forceinline__ void Bring(const ExpertGemm& p, int rows, int, int tiles, int stride,
-                                        uint8_t* shared) const {
-    NormalizeRows<T>(norm, [&](int row, int piece) { return shared + row * stride + piece * 16; });
-    const int past = tiles * (kTileK / 8) - p.k / 8;  // pieces of zeros past k
-    for (int i = static_cast<int>(threadIdx.x); i < rows * past; i += kThreads) {
-      *reinterpret_cast<uint4*>(shared + i / past * stride + (p.k / 8 + i % past) * 16) = {};
-    }
-  }
-};
-static_assert(kThreads == kPrologueThreads);
 
 // The sums of a warp, which are a fragment for eight rows of x. An MMA waits for the preceding one
 // on the same fragment, so that there are two chains of MMAs.
@@ -219,10 +185,10 @@ __device__ __forceinline__ void FinishInCluster(const Partials& partials, const 
 }
 
 // The kernel for up to eight rows. Each warp has kDepth weight tiles in flight.
-template <typename T, int kSlabs, int kDepth, typename Rows>
+template <typename T, int kSlabs, int kDepth>
 __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
     LinearFew(const __grid_constant__ ExpertGemm p, const FewRows few,
-              const TileConstants constants, const __grid_constant__ Rows source) {
+              const TileConstants constants) {
   constexpr int kTeams = kWarps / kSlabs;
   NVFP4_DYNAMIC_SHARED(shared);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
@@ -239,7 +205,6 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
           lane / 4 * 8,
       (tiles - team + kTeams - 1) / kTeams};
   Packed packed[kDepth];
-  source.Prefetch();
   if (!p.plan_is_older) {
     weights.template Prefetch<kDepth>();
     WaitForPrecedingKernel();
@@ -249,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
   if (p.plan_is_older) WaitForPrecedingKernel();
   StartNextKernel();
   const int stride = few.rank_tiles * kTileK * 2 + kPadding;
-  source.template Bring<T>(p, few.rows, first_tile, tiles, stride, shared);
+  BringRows(p, few.rows, first_tile, tiles, stride, shared);
   const LaneRows lane_rows = LoadLaneRows(p, 0, m_tile, slab);
   WaitCopies<0>();
   __syncthreads();
@@ -295,39 +260,24 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
   if (!alone) FinishInCluster(partials, few, rank, team, finish);
 }
 
-template <typename T, int kSlabs, int kDepth, typename Rows>
+template <typename T, int kSlabs, int kDepth>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
-                        const LinearFewCut& cut, const Rows& source) {
+                        const LinearFewCut& cut) {
   int32_t ranks_log2 = 0;
   while (1 << ranks_log2 < cut.ranks) ++ranks_log2;
   const FewRows few = {static_cast<int32_t>(rows), ranks_log2, cut.rank_tiles};
   const int64_t units = CeilDiv(gemm.columns, kSlabs * kTileM / kTileSlabs);
   const dim3 grid(static_cast<unsigned>(units * cut.ranks));
   return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes, /*overlaps=*/true,
-                        LinearFew<T, kSlabs, kDepth, Rows>, gemm, few, MakeTileConstants<T>(),
-                        source);
-}
-
-// Launches the form with one slab in an output tile.
-template <typename T, typename Rows>
-cudaError_t LaunchNarrow(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
-                         const LinearFewCut& cut, const Rows& source) {
-  return cut.rank_tiles <= 4 * kWarps ? LaunchTyped<T, 1, 4>(stream, gemm, rows, cut, source)
-                                      : LaunchTyped<T, 1, 8>(stream, gemm, rows, cut, source);
+                        LinearFew<T, kSlabs, kDepth>, gemm, few, MakeTileConstants<T>());
 }
 
 template <typename T>
 cudaError_t LaunchOf(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
                      const LinearFewCut& cut) {
-  NormPrologue norm;
-  if (cut.slabs == 1 && TakeDeferredNorm(gemm.left.values, &norm)) {
-    return LaunchNarrow<T>(stream, gemm, rows, cut, NormalizedRows{norm});
-  }
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchDeferredNorm());
-  if (cut.slabs == kTileSlabs) {
-    return LaunchTyped<T, kTileSlabs, 4>(stream, gemm, rows, cut, GivenRows());
-  }
-  return LaunchNarrow<T>(stream, gemm, rows, cut, GivenRows());
+  if (cut.slabs == kTileSlabs) return LaunchTyped<T, kTileSlabs, 4>(stream, gemm, rows, cut);
+  return cut.rank_tiles <= 4 * kWarps ? LaunchTyped<T, 1, 4>(stream, gemm, rows, cut)
+                                      : LaunchTyped<T, 1, 8>(stream, gemm, rows, cut);
 }
 
 // Returns the cut into output tiles of `slabs` slabs, one or four, with clusters of `ranks` blocks.
@@ -357,7 +307,7 @@ LinearFewCut CutInClusters(int64_t rows, int64_t n, int64_t k_tiles) {
 
 }  // namespace
 
-bool LinearFewHasClusters() { return MayOverlap(LinearFew<__half, kTileSlabs, 4, GivenRows>); }
+bool LinearFewHasClusters() { return MayOverlap(LinearFew<__half, kTileSlabs, 4>); }
 
 LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters) {
   constexpr int64_t kSlabRows = 4, kNarrowRows = 8;
@@ -375,10 +325,7 @@ LinearFewCut CutLinearFew(int64_t rows, int64_t n, int64_t k, bool clusters) {
 
 cudaError_t LaunchLinearFew(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows,
                             const LinearFewCut& cut) {
-  if (cut.slabs > kTileSlabs) {
-    NVFP4_RETURN_IF_CUDA_ERROR(LaunchDeferredNorm());
-    return LaunchLinearWide(stream, gemm, rows, cut);
-  }
+  if (cut.slabs > kTileSlabs) return LaunchLinearWide(stream, gemm, rows, cut);
   return gemm.type == DataType::kF16 ? LaunchOf<__half>(stream, gemm, rows, cut)
                                      : LaunchOf<__nv_bfloat16>(stream, gemm, rows, cut);
 }

@@ -14,7 +14,6 @@
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
 #include "cuda/layers/round_rows.cuh"
-#include "cuda/norms/deferred_norm.h"
 #include "cuda/scheduling/one_expert.cuh"
 
 namespace nvfp4 {
@@ -92,13 +91,9 @@ int64_t GroupedGemmW4A16WorkspaceBytes(const GroupedGemmShape& shape) {
 
 cudaError_t LaunchGroupedGemmW4A16(cudaStream_t stream, const GroupedGemmCall& call,
                                    const GroupedGemmBuffers& buffers) {
-  if (call.is_empty()) {
-    NVFP4_RETURN_IF_CUDA_ERROR(LaunchDeferredNorm());
-    return LaunchZeros(stream, buffers.y, call.output_bytes());
-  }
+  if (call.is_empty()) return LaunchZeros(stream, buffers.y, call.output_bytes());
   const LinearFewCut cut = CutCall(call, buffers);
   if (cut.fits()) return LaunchFew(stream, call, buffers, cut);
-  NVFP4_RETURN_IF_CUDA_ERROR(LaunchDeferredNorm());
   const Workspace workspace = TakeWorkspace(buffers.workspace, call.shape);
   return ForRowChunks(call, buffers, [&](const RowChunk& chunk) {
     return LaunchChunk(stream, call, buffers, workspace, chunk);
