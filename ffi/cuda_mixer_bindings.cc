@@ -153,7 +153,13 @@ ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer wei
   NVFP4_RETURN_IF_ERROR(CheckDense(x, weight, *y, kDenseE4M3Factor, &call));
   NVFP4_RETURN_IF_ERROR(ExpectType("weight_scale", weight_scale.element_type(), ffi::F32));
   NVFP4_RETURN_IF_ERROR(ExpectType("row_scale", row_scale.element_type(), ffi::F32));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("weight_scale [n]", weight_scale.dimensions(), {call.n}));
+  if (weight_scale.dimensions().size() == 2) {
+    call.scale_groups = (call.k + kDenseGroup - 1) / kDenseGroup;
+    NVFP4_RETURN_IF_ERROR(ExpectDims("weight_scale [n, k/128]", weight_scale.dimensions(),
+                                     {call.n, call.scale_groups}));
+  } else {
+    NVFP4_RETURN_IF_ERROR(ExpectDims("weight_scale [n]", weight_scale.dimensions(), {call.n}));
+  }
   NVFP4_RETURN_IF_ERROR(ExpectRank("row_scale [rows]", row_scale.dimensions(), 1));
   NVFP4_RETURN_IF_ERROR(
       ExpectAligned({{"weight_scale", weight_scale}, {"row_scale", row_scale}}, kAlignment));
@@ -608,7 +614,7 @@ XLA_FFI_DEFINE_HANDLER(kDenseFp8Few, DenseFp8Few,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()   // x             [rows, k]
                            .Arg<ffi::AnyBuffer>()   // weight        F8E4M3FN [n, k]
-                           .Arg<ffi::AnyBuffer>()   // weight_scale  F32 [n]
+                           .Arg<ffi::AnyBuffer>()   // weight_scale  F32 [n] or [n, k/128]
                            .Arg<ffi::AnyBuffer>()   // row_scale     F32 [0], [1] or [rows]
                            .Ret<ffi::AnyBuffer>(),  // y             [rows, n], F32 or as x
                        {ffi::Traits::kCmdBufferCompatible});

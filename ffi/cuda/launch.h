@@ -221,6 +221,7 @@ cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
 
 // The most rows of LaunchDenseFew, and the number of which k is a multiple; then that for E4M3.
 constexpr int64_t kMostDenseRows = 64, kDenseFactor = 8, kDenseE4M3Factor = 16;
+constexpr int64_t kDenseGroup = 128;  // of k, which share a scale
 
 struct DenseFewCall {
   int64_t rows, n, k;    // at most kMostDenseRows rows
@@ -228,18 +229,20 @@ struct DenseFewCall {
   DataType weight_type;  // `type`, kE4M3, or kF32 if `type` is kBF16
   DataType output_type;  // kF32 or `type`
   int64_t row_scales;    // 0, 1 or rows; 0 without kE4M3
+  int64_t scale_groups;  // groups of a weight row that have a scale each; 0 for one for the row
 };
 
 struct DenseFewBuffers {
   const void* x;              // [rows, k]
   const void* weight;         // [n, k]
   void* y;                    // [rows, n]
-  const float* weight_scale;  // [n]; null without kE4M3
+  const float* weight_scale;  // [n] or [n, scale_groups]; null without kE4M3
   const float* row_scale;     // [row_scales]
 };
 
 // y = x @ weight.T with float32 sums, for few rows. The sums for E4M3 weights are multiplied by the
-// scale of their row, if there is one, and then by that of their column.
+// scale of their row, if there is one, and then by that of their column. With scale_groups, the sum
+// over each kDenseGroup of k is multiplied by its scale instead, and then all by that of the row.
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers);
 

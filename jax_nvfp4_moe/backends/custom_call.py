@@ -191,9 +191,8 @@ def lower_dense(ffi_target, *, rows_dtype=None):
 def lower_dense_fp8(ffi_target):
     """Return the function that lowers ``x @ dequantize(weight).T`` for few rows to an FFI target.
 
-    The function takes x ``[..., k]``, the values ``[n, k]`` and the scales ``[n]`` of an
-    `FP8Tensor`, and the scales of the rows of x: None, one, or one for each. It returns
-    ``[..., n]`` in `dtype`.
+    The function takes x ``[..., k]``, the values ``[n, k]`` and the scales of an `FP8Tensor`, and
+    the scales of the rows of x: None, one, or one for each. It returns ``[..., n]`` in `dtype`.
 
     Args:
       ffi_target: name under which the extension registers the target.

@@ -1,6 +1,7 @@
-"""FP8 (E4M3) weights with one scale per matrix or per row, and rounding of activations to FP8.
+"""FP8 (E4M3) weights with one scale per matrix, row or group, and rounding of activations to FP8.
 
-The value of a weight is ``w[n, k] = values[n, k] * scale[n]``. Each E4M3 value is exact in bfloat16
+The value of a weight is ``w[n, k] = values[n, k] * scale[n]``, or ``values[n, k] * scale[n, k //
+128]``. Each E4M3 value is exact in bfloat16
 and in float16, and the product of two E4M3 values is exact in float32.
 """
 
@@ -13,6 +14,7 @@ from jax import lax
 from jax_nvfp4_moe.numerics.nvfp4 import amax, divide
 
 LARGEST = 448.0  # the largest E4M3 value; the format has no infinities
+GROUP = 128  # weights of a row that share a scale, if a row has several
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +25,9 @@ class FP8Tensor:
     Attributes:
       values: float8_e4m3fn ``[..., n, k]``.
       scale: float32 ``[..., n]``, one scale per row. If a file stores one scale for the whole
-        matrix, all rows have that scale.
+        matrix, all rows have that scale. Or float32 ``[..., n, ceil(k / 128)]``, one scale for each
+        128 weights of a row. If a file stores one scale for each 128 x 128 weights, the rows of a
+        block have that scale.
     """
 
     values: jax.Array
@@ -34,9 +38,17 @@ class FP8Tensor:
         """Shape ``[..., n, k]`` of the matrices."""
         return self.values.shape
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether a row has one scale for each 128 weights, and not one for all."""
+        return self.scale.ndim == self.values.ndim
+
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
         """Return the weights ``[..., n, k]``, computed in float32 and rounded once to `dtype`."""
-        return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
+        scale = self.scale[..., None]
+        if self.has_groups:
+            scale = jnp.repeat(self.scale, GROUP, axis=-1)[..., : self.values.shape[-1]]
+        return (self.values.astype(jnp.float32) * scale).astype(dtype)
 
 
 def round_fp8(x, scale, *, multiply_by_reciprocal: bool):

@@ -175,6 +175,9 @@ def dense_fp8(
     Few rows run on a kernel of this package if `target` is a GPU that has one, and other calls on
     XLA's dot.
 
+    If weight rows have a scale for each 128 weights, the kernel multiplies the sum over these by
+    it. XLA's dot takes weights that are dequantized, and rounded once to the dtype of `x`.
+
     Args:
       x: ``[..., k]``, bfloat16, float16 or float32.
       weight: `FP8Tensor` ``[n, k]``.
@@ -232,7 +235,11 @@ def explain_fp8(weight: FP8Tensor, dtype, target: Target) -> Choice:
 
 
 def _multiply_fp8(dtype, x, values, scale, own):
-    """Compute ``(x @ values.T) * own * scale``, where `own` may be None, by XLA's dot."""
+    """Compute `dense_fp8` by XLA's dot. `own` has the scales of rows of x, or is None."""
+    weight = FP8Tensor(values, scale)
+    if weight.has_groups:
+        y = dense(x, weight.dequantize(x.dtype))
+        return (y if own is None else y * own).astype(dtype)
     y = dense(x, values.astype(x.dtype))
     y = y if own is None else y * own
     return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(dtype)

@@ -1,5 +1,7 @@
 """Test the kernel for plain and FP8 weights and few rows on a GPU, through its FFI targets."""
 
+import dataclasses
+
 import cuda_calls
 import dense_fp8_suite as fp8
 import jax
@@ -10,9 +12,10 @@ from dense_few_suite import SIZES, DenseFewSuite, assert_accurate, make
 from dense_fp8_suite import DenseFp8Suite
 
 from jax_nvfp4_moe import Target
-from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor, dynamic_scale, round_fp8
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 pytestmark = pytest.mark.gpu
 
@@ -64,21 +67,32 @@ class TestDenseFp8(DenseFp8Suite):
         return fp8_on_cuda
 
     @pytest.mark.parametrize("sizes", MODEL_SIZES, ids=str)
-    def test_layers_of_models_match_float64(self, run, sizes, x_type):
-        call = fp8.make(sizes, x_type, "each")
+    def test_layers_of_models_match_float64(self, run, sizes, x_type, scales):
+        call = fp8.make(sizes, x_type, "each", scales)
         fp8.assert_accurate(run(call.operands), call)
 
     @pytest.mark.parametrize("sizes", [*fp8.SIZES, *MODEL_SIZES], ids=str)
-    def test_same_bits_every_time(self, run, sizes, x_type):
-        call = fp8.make(sizes, x_type, "each").operands
+    def test_same_bits_every_time(self, run, sizes, x_type, scales):
+        call = fp8.make(sizes, x_type, "each", scales).operands
         first = run(call).tobytes()
         assert all(run(call).tobytes() == first for _ in range(5))
 
 
+def round_rows(x, activations, input_scale):
+    """Return rows as they enter the product, and the scales of the rows, in float64."""
+    if activations is FP8ActivationScaling.WEIGHTS:
+        return x, 1
+    axes = {FP8ActivationScaling.TOKEN: -1, FP8ActivationScaling.TENSOR: (0, 1)}
+    own = dynamic_scale(x, axes[activations]) if activations in axes else input_scale
+    values = round_fp8(x, own, multiply_by_reciprocal=False)
+    return np.asarray(values, np.float64), np.asarray(own, np.float64)
+
+
 @pytest.mark.parametrize("activations", list(FP8ActivationScaling))
+@pytest.mark.parametrize("scales", fp8.SCALES)
 @pytest.mark.parametrize("rows", [1, 64])
-def test_the_op_takes_the_kernel_for_fp8_and_is_as_accurate_as_xla(rows, activations):
-    call = fp8.make((rows, 128, 2048), "bfloat16").operands
+def test_the_op_takes_the_kernel_for_fp8_and_is_as_accurate_as_xla(rows, scales, activations):
+    call = fp8.make((rows, 128, 2048), "bfloat16", scales=scales).operands
     operands = call.x, FP8Tensor(jnp.asarray(call.weight), jnp.asarray(call.scale))
     how = {"activations": activations, "input_scale": jnp.float32(0.01)}
 
@@ -88,9 +102,12 @@ def test_the_op_takes_the_kernel_for_fp8_and_is_as_accurate_as_xla(rows, activat
     ours, plain = lower(Target.current()), lower(None)
     assert FP8_TARGET in ours.as_text()
     assert FP8_TARGET not in plain.as_text()
-    wide = dense_fp8(call.x.astype(np.float64), operands[1], **how)  # rounds as the others do
+    values, own = round_rows(call.x, activations, how["input_scale"])
+    truth = fp8.in_float64(dataclasses.replace(call, x=values)) * own
     found, yardstick = (np.asarray(one.compile()(*operands)) for one in (ours, plain))
-    fp8.assert_as_accurate_as(found, yardstick, np.asarray(wide, np.float64))
+    assert_as_accurate_as(found, yardstick, truth)
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(np.roll(found, 1, axis=1), yardstick, truth)
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -122,3 +139,26 @@ def test_empty_operands():
 def test_wrong_operand_is_named(x, weight, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         on_cuda(*(jnp.zeros(*each) for each in (x, weight)))
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "row_scale", "message"),
+    [
+        (((3, 24), "float8_e4m3fn"), (3,), (0,), r"k \(x\).*multiple of 16"),
+        (((3, 160), "bfloat16"), (3,), (0,), r"weight: expected float8_e4m3fn"),
+        (((3, 160), "float8_e4m3fn"), (2,), (0,), r"weight_scale \[n\]"),
+        (
+            ((3, 160), "float8_e4m3fn"),
+            (3, 1),
+            (0,),
+            r"weight_scale \[n, k/128\]: expected \[3, 2\]",
+        ),
+        (((3, 160), "float8_e4m3fn"), (3,), (2,), r"row_scale \[rows\]: expected 0, 1 or 4 scales"),
+        (((3, 160), "float8_e4m3fn"), (3,), (4, 1), r"row_scale \[rows\]: expected 1 dimensions"),
+    ],
+)
+def test_wrong_operand_of_fp8_is_named(weight, scale, row_scale, message):
+    x = jnp.zeros((4, weight[0][1]), jnp.bfloat16)
+    scales = (jnp.zeros(shape, jnp.float32) for shape in (scale, row_scale))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        fp8_on_cuda(fp8.Operands(x, jnp.zeros(*weight), *scales))

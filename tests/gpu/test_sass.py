@@ -41,6 +41,7 @@ HOPPER_ATTENTION = {
 }
 # Weights and tile of DenseFew -> its instances, and the MMAs of a warp for a piece of k and 8 rows
 # of x. They are two for each step over 32 of k and each slab, or six if weights are float32.
+# Weights are 16-bit (t), float32 (f), or E4M3 with a scale for each row (h) or each group (a).
 DENSE_KERNELS = {
     ("t", 16): (8, 2 * 1 * 1),
     ("f", 16): (4, 6 * 1 * 1),
@@ -49,6 +50,9 @@ DENSE_KERNELS = {
     ("h", 16): (8, 2 * 1 * 1),
     ("h", 64): (4, 2 * 2 * 1),
     ("h", 128): (4, 2 * 1 * 2),
+    ("a", 16): (8, 2 * 1 * 1),
+    ("a", 64): (4, 2 * 2 * 1),
+    ("a", 128): (4, 2 * 1 * 2),
 }
 NORM_KERNELS = 10  # instances of AddRmsNorm: five pairs of dtypes, two lengths of rows
 HEAD_KERNELS = 8  # instances of PrepareHeads: four pairs of dtypes, two widths
@@ -482,10 +486,10 @@ def test_plain_linears_of_few_rows_use_wide_loads(listing, arch, weight):
         assert count["LDL"] == count["STL"] == 0, name
         # A warp reads a fragment of x with one load, and one of weights with two or four.
         steps = products // (6 if mangled == "f" else 2)
-        each = {"f": 4, "t": 2, "h": 0}[mangled]
+        each = {"f": 4, "t": 2}.get(mangled, 0)
         loads = [op for op in instructions if op.startswith("LDS")]
         assert sum(".128" in op for op in loads) >= eights + steps * each, name
-        assert mangled != "h" or sum(".64" in op for op in loads) >= 2 * steps, name
+        assert mangled in "ft" or sum(".64" in op for op in loads) >= 2 * steps, name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -162,9 +162,11 @@ def test_the_gpu_kernel_rounds_to_the_dtype_of_the_rows():
     assert "convert_element_type" not in text
 
 
-def fp8_weight(n=5, k=32):
+def fp8_weight(n=5, k=32, *, groups=False):
     values = np.random.default_rng((n, k)).normal(0, 1, (n, k)).astype(ml_dtypes.float8_e4m3fn)
-    return FP8Tensor(jnp.asarray(values), jnp.linspace(0.5, 2, n))
+    scale = jnp.linspace(0.5, 2, n)
+    scale = scale[:, None] * jnp.linspace(1, 3, -(-k // 128))[None] if groups else scale
+    return FP8Tensor(jnp.asarray(values), scale)
 
 
 def lowered_fp8(rows, dtype=jnp.bfloat16, *, k=32, target=GPU, platform="cuda", **options):
@@ -227,6 +229,30 @@ def test_activations_are_rounded_before_the_kernel(activations):
     assert FP8_TARGET in text
     scales = {"fp8_weights": 0, "fp8": 1, "fp8_tensor": 1, "fp8_token": 4}[activations]
     assert f"tensor<5xf32>, tensor<{scales}xf32>) -> tensor<4x5xf32>" in text
+
+
+def test_weights_with_a_scale_for_each_group_take_the_kernel_too():
+    linear = FP8Linear(fp8_weight(5, 304, groups=True), target=GPU)
+    run = jax.jit(linear).trace(jnp.zeros((2, 304), jnp.bfloat16))
+    text = run.lower(lowering_platforms=("cuda",)).as_text()
+    assert FP8_TARGET in text
+    assert "tensor<5x3xf32>, tensor<0xf32>) -> tensor<2x5xbf16>" in text
+    assert explain(linear).backend == "dense_cuda"
+
+
+@pytest.mark.parametrize("activations", list(FP8ActivationScaling))
+def test_a_scale_for_each_group_multiplies_its_weights(activations):
+    weight, rng = fp8_weight(6, 304, groups=True), np.random.default_rng(0)
+    scale = np.asarray(weight.scale, np.float64).repeat(128, axis=1)[:, :304]
+    values = np.asarray(weight.values, np.float64) * scale
+    np.testing.assert_array_equal(weight.dequantize(), values.astype(np.float32))
+    x = jnp.asarray(rng.normal(0, 1, (2, 3, 304)), jnp.float32)
+    how = {"activations": activations, "input_scale": jnp.float32(0.01)}
+    one = FP8Tensor(jnp.eye(304).astype(jnp.float8_e4m3fn), jnp.ones(304))
+    rounded = np.asarray(dense_fp8(x, one, **how), np.float64)  # what the product sees of x
+    y = dense_fp8(x, weight, **how)
+    np.testing.assert_allclose(y, rounded @ values.T, rtol=1e-5, atol=1e-4)
+    assert not np.allclose(y, rounded @ np.roll(values, 128, axis=1).T, rtol=1e-2, atol=1e-1)
 
 
 def test_a_linear_with_fp8_weights_takes_the_kernel_and_a_chain_holds_it():

@@ -12,7 +12,7 @@ class _DenseFewCall(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
         *((name, ctypes.c_int) for name in ("type", "weight_type", "output_type")),
-        ("row_scales", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("row_scales", "scale_groups")),
     ]
 
 
@@ -24,9 +24,9 @@ class DenseFewCut(ctypes.Structure):
     ]
 
 
-def _dense_call(types, rows, n, k, row_scales=0):
+def _dense_call(types, rows, n, k, row_scales=0, groups=0):
     names = (_TYPES[np.dtype(name).name] for name in types)
-    return _DenseFewCall(rows, n, k, *names, row_scales)
+    return _DenseFewCall(rows, n, k, *names, row_scales, groups)
 
 
 def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
@@ -42,11 +42,13 @@ def dense_few(
 ):
     """Return ``x @ weight.T`` in `dtype` for few rows of plain weights.
 
-    E4M3 weights have a `scale` for each of their rows. Rows of x have one or none.
+    E4M3 weights have a `scale` for each of their rows, or for each 128 weights of a row. Rows of x
+    have one or none.
     """
     (rows, k), n = x.shape, weight.shape[0]
     row_scales = 0 if row_scale is None else row_scale.size
-    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k, row_scales)
+    groups = scale.shape[1] if scale is not None and scale.ndim == 2 else 0
+    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k, row_scales, groups)
     call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
     y = np.empty((rows, n), dtype)
     operands = [x, weight, scale, row_scale]

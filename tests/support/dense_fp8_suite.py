@@ -30,6 +30,9 @@ SIZES = {
     "sixty_four_rows": (64, 200, 848),
 }
 X_TYPES = ("bfloat16", "float16")
+# What the scales of weights belong to.
+SCALES = ("rows", "groups")
+GROUP = 128
 # How many scales the rows of x have: none, one, or one for each.
 ROW_SCALES = ("none", "one", "each")
 # Calls whose rows run in one form of the kernel: their number, and how many they are alone.
@@ -58,7 +61,8 @@ class Call:
 
 def in_float64(call: Operands):
     x, weight, scale = (np.asarray(a, np.float64) for a in (call.x, call.weight, call.scale))
-    return x @ weight.T * _column(call.row_scale) * scale
+    scale = scale[:, None] if scale.ndim == 1 else scale.repeat(GROUP, 1)[:, : weight.shape[1]]
+    return x @ (weight * scale).T * _column(call.row_scale)
 
 
 def _column(row_scale):
@@ -67,12 +71,20 @@ def _column(row_scale):
 
 @jax.jit
 def _plain(x, weight, scale, row_scale):
-    sums = jax.lax.dot(x, weight.astype(x.dtype).T, preferred_element_type=jnp.float32)
-    return (sums if row_scale is None else sums * row_scale[:, None]) * scale[None]
+    """Multiply with the error of plain XLA. Groups of k have a product each."""
+    groups = [weight.astype(x.dtype)]
+    if scale.ndim == 2:
+        groups = jnp.split(groups[0], list(range(GROUP, x.shape[1], GROUP)), axis=1)
+    sums = jnp.zeros((x.shape[0], weight.shape[0]), jnp.float32)
+    for index, group in enumerate(groups):
+        rows = x[:, GROUP * index :][:, : group.shape[1]]
+        product = jax.lax.dot(rows, group.T, preferred_element_type=jnp.float32)
+        sums += product * (scale if scale.ndim == 1 else scale[:, index])[None]
+    return sums if row_scale is None else sums * row_scale[:, None]
 
 
 @functools.cache
-def make(case, x_type, row_scales="none"):
+def make(case, x_type, row_scales="none", scales="rows"):
     """Return the `Call` for a name in SIZES, or for sizes.
 
     Weights have all magnitudes of E4M3, subnormal ones too. The scales make all results about
@@ -80,13 +92,16 @@ def make(case, x_type, row_scales="none"):
     """
     rows, n, k = SIZES[case] if isinstance(case, str) else case
     rng = np.random.default_rng((rows, n, k))
-    magnitude = np.exp2(rng.uniform(-7, 6, n))
-    weight = rng.normal(0, 1, (n, k)) * magnitude[:, None]
+    groups = 1 if scales == "rows" else -(-k // GROUP)
+    magnitude = np.exp2(rng.uniform(-7, 6, (n, groups)))
+    each = magnitude.repeat(k if groups == 1 else GROUP, axis=1)[:, :k]
+    weight = rng.normal(0, 1, (n, k)) * each
+    scale = (rng.uniform(0.5, 1, magnitude.shape) / magnitude).astype(np.float32)
     count = {"none": None, "one": 1, "each": rows}[row_scales]
     operands = Operands(
         rng.normal(0, 1, (rows, k)).astype(x_type),
         np.clip(weight, -448, 448).astype(E4M3),
-        (rng.uniform(0.5, 1, n) / magnitude).astype(np.float32),
+        scale[:, 0] if scales == "rows" else scale,
         None if count is None else rng.uniform(0.5, 2, count).astype(np.float32),
     )
     plain = _plain(operands.x, operands.weight, operands.scale, operands.row_scale)
@@ -109,6 +124,7 @@ class DenseFp8Suite:
     """
 
     x_type = axis(*X_TYPES)
+    scales = axis(*SCALES)
 
     @pytest.fixture
     def run(self):
@@ -116,16 +132,16 @@ class DenseFp8Suite:
 
     @pytest.mark.parametrize("row_scales", ROW_SCALES)
     @pytest.mark.parametrize("case", SIZES)
-    def test_matches_float64(self, run, case, x_type, row_scales):
-        call = make(case, x_type, row_scales)
+    def test_matches_float64(self, run, case, x_type, row_scales, scales):
+        call = make(case, x_type, row_scales, scales)
         assert_accurate(np.asarray(run(call.operands)), call)
 
     @pytest.mark.parametrize("fault", ["last", "neighbor", "row", "low bits", "scale", "row scale"])
     @pytest.mark.parametrize("case", ["nine_rows", "sixteen_rows", "sixty_four_rows"])
-    def test_bound_catches_a_fault(self, run, case, fault, x_type):
+    def test_bound_catches_a_fault(self, run, case, fault, x_type, scales):
         """A weight or a scale is left out, or is that of a neighbor."""
-        call = make(case, x_type, "each")
-        wrong, scales = call.operands.weight.copy(), {}
+        call = make(case, x_type, "each", scales)
+        wrong, changes = call.operands.weight.copy(), {}
         if fault == "last":
             wrong[:, -1] = 0
         elif fault == "neighbor":
@@ -135,29 +151,30 @@ class DenseFp8Suite:
         elif fault == "low bits":
             wrong.view(np.uint8)[...] &= 0xFE
         elif fault == "scale":
-            scales["scale"] = np.roll(call.operands.scale, 1)
+            changes["scale"] = np.roll(call.operands.scale, 1, axis=-1)
         else:
-            scales["row_scale"] = np.roll(call.operands.row_scale, 1)
+            changes["row_scale"] = np.roll(call.operands.row_scale, 1)
         with pytest.raises(AssertionError, match="yardstick"):
-            assert_accurate(np.asarray(run(swap(call, weight=wrong, **scales))), call)
+            assert_accurate(np.asarray(run(swap(call, weight=wrong, **changes))), call)
 
     @pytest.mark.parametrize("sizes", [(64, 254, 64), (16, 254, 16), (8, 254, 16)], ids=str)
-    def test_all_numbers_of_e4m3_are_exact(self, run, sizes, x_type):
+    def test_all_numbers_of_e4m3_are_exact(self, run, sizes, x_type, scales):
         """Rows that are unit vectors pick single weights."""
         rows, n, k = sizes
         x = np.eye(rows, k, dtype=x_type)
         codes = np.add.outer(np.arange(n), 5 * np.arange(k)) % 254
         codes = (codes + (codes >= NAN_CODES[0])).astype(np.uint8)
         weight = codes.view(E4M3)
-        y = np.asarray(run(Operands(x, weight, np.ones(n, np.float32))))
+        scale = np.ones(n if scales == "rows" else (n, 1), np.float32)
+        y = np.asarray(run(Operands(x, weight, scale)))
         np.testing.assert_array_equal(y, weight.T[:rows].astype(np.float32))
         assert np.abs(y).max() == 448
         assert np.abs(y[y != 0]).min() == 2.0**-9
 
     @pytest.mark.parametrize("code", NAN_CODES)
     @pytest.mark.parametrize("case", ["one_row", "nine_rows", "sixteen_rows", "sixty_four_rows"])
-    def test_nan_stays_nan_and_alone(self, run, case, code, x_type):
-        call = make(case, x_type)
+    def test_nan_stays_nan_and_alone(self, run, case, code, x_type, scales):
+        call = make(case, x_type, scales=scales)
         n, k = call.operands.weight.shape
         places = {(0, 0), (9, k - 1), (n // 2, k // 2), (n // 2 + 8, 3), (n - 1, 14)}
         weight, without = call.operands.weight.copy(), call.operands.weight.copy()
@@ -170,21 +187,21 @@ class DenseFp8Suite:
         assert found[:, ~spoiled].tobytes() == expected[:, ~spoiled].tobytes()
 
     @pytest.mark.parametrize("case", ["odd_width", "sixteen_rows", "sixty_four_rows"])
-    def test_a_narrow_result_is_the_float32_one_rounded(self, run, case, x_type):
-        call = make(case, x_type, "each").operands
+    def test_a_narrow_result_is_the_float32_one_rounded(self, run, case, x_type, scales):
+        call = make(case, x_type, "each", scales).operands
         wide, narrow = (np.asarray(run(call, dtype)) for dtype in (np.float32, call.x.dtype))
         assert narrow.dtype == call.x.dtype
         assert narrow.tobytes() == wide.astype(call.x.dtype).tobytes()
 
     @pytest.mark.parametrize(("many", "few"), SHARED_FORMS)
-    def test_rows_have_the_bits_that_they_have_alone(self, run, many, few, x_type):
-        call = make((many, 77, 592), x_type)
+    def test_rows_have_the_bits_that_they_have_alone(self, run, many, few, x_type, scales):
+        call = make((many, 77, 592), x_type, scales=scales)
         alone = np.asarray(run(swap(call, x=call.operands.x[:few])))
         assert alone.tobytes() == np.asarray(run(call.operands))[:few].tobytes()
 
     @pytest.mark.parametrize("rows", [3, 12, 20])
-    def test_a_row_that_is_not_finite_stays_alone(self, run, rows, x_type):
-        call = make((rows, 77, 144), x_type)
+    def test_a_row_that_is_not_finite_stays_alone(self, run, rows, x_type, scales):
+        call = make((rows, 77, 144), x_type, scales=scales)
         x = call.operands.x.copy()
         x[1] = np.array([np.inf, np.nan, -np.inf] * 48, x.dtype)
         found, expected = (np.asarray(run(swap(call, x=one))) for one in (x, call.operands.x))
@@ -204,9 +221,25 @@ class DenseFp8Suite:
             expected = sums * row_scale[:, None] * scale
         np.testing.assert_array_equal(found, expected)
 
-    def test_small_rows_keep_their_values(self, run, x_type):
+    def test_groups_with_equal_scales_are_rows_with_a_scale(self, run, x_type):
+        """Groups of the same scale are as accurate as one scale for their row."""
+        call = make((20, 77, 592), x_type)
+        scale = np.exp2(np.arange(77) % 9 - 4).astype(np.float32)
+        found, expected = (
+            np.asarray(run(swap(call, scale=one)))
+            for one in (np.tile(scale[:, None], (1, 5)), scale)
+        )
+        call = dataclasses.replace(
+            call,
+            operands=swap(call, scale=scale),
+            truth=in_float64(swap(call, scale=scale)),
+            yardstick=expected,
+        )
+        assert_accurate(found, call)
+
+    def test_small_rows_keep_their_values(self, run, x_type, scales):
         """Powers of two in the scales make up for those in x, so that no bit may change."""
-        call = make((4, 40, 144), x_type)
+        call = make((4, 40, 144), x_type, scales=scales)
         exponent = 90 if x_type == "bfloat16" else 4
         x = (call.operands.x * np.array(2.0**-exponent, x_type)).astype(x_type)
         row_scale = np.full(4, 2.0**exponent, np.float32)

@@ -5,10 +5,11 @@
 //   W  [n, k]     the type of x; or f32, if x is bf16; or E4M3
 //   y  [rows, n]  f32, or rounded to the type of x
 //
-// E4M3 weights have scales, which are f32. Those of the rows of x may be left out, or be one for
-// all rows:
+// E4M3 weights have scales, which are f32: one for each weight row, or one for each 128 of k of a
+// row. Those of the rows of x may be left out, or be one for all rows:
 //
 //   y[r, j] = (sum_i W[j, i] x[r, i]) * row_scale[r] * weight_scale[j]
+//   y[r, j] = (sum_g weight_scale[j, g] * (sum_i W[j, 128 g + i] x[r, 128 g + i])) * row_scale[r]
 //
 // A block computes an output tile: some weight rows, and all rows of x. Its eight warps form teams,
 // which divide k between them.
@@ -50,6 +51,7 @@
 #include "cuda/gemm/dense_few.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/gemm/e4m3_pairs.cuh"
 #include "cuda/instructions/ampere.cuh"
@@ -73,11 +75,16 @@ constexpr int kMostRows = static_cast<int>(kMostDenseRows);
 static_assert(kMostRows + 128 <= kThreads, "a thread brings a scale");
 constexpr int kSmall = 16, kMedium = 64, kLarge = 128;  // weight rows of an output tile
 
-// The elements of a weight: uint16_t for those of the type of x, float, and uint8_t for E4M3.
+// The elements of a weight: uint16_t for those of the type of x, float, uint8_t for E4M3 with a
+// scale for each row, and int8_t for E4M3 with one for each kGroup of k of a row.
+constexpr int kGroup = 128;
+static_assert(kGroup == kDenseGroup, "as launch.h says");
 template <typename W>
 constexpr bool kIsFloat = sizeof(W) == 4;
 template <typename W>
 constexpr bool kIsE4M3 = sizeof(W) == 1;
+template <typename W>
+constexpr bool kIsGrouped = std::is_same_v<W, int8_t>;
 
 // The sizes of a form of the kernel for up to 8 * kEights rows.
 template <typename W, int kTile, int kEights>
@@ -90,13 +97,18 @@ struct Form {
   static constexpr int kTeamSteps = kPieceK / kStepK / kTeams;
   static constexpr int kWeightBytes = kTile * kPieceK * static_cast<int>(sizeof(W));
   static constexpr int kRowBytes = kPieceK * 2;  // of x
-  static constexpr int kMaxStageBytes = kWeightBytes + 8 * kEights * kRowBytes;
+  // A stage has the scales that weight rows have in a piece, if there are several; then weights,
+  // and x. Otherwise all scales lie behind the ring: those of rows of x, and those of weight rows.
+  static constexpr int kGroups = kPieceK > kGroup ? kPieceK / kGroup : 1;
+  static constexpr int kStageScales = kIsGrouped<W> ? kTile * kGroups : 0;
+  static constexpr int kScales = !kIsE4M3<W> ? 0 : kMostRows + (kIsGrouped<W> ? 0 : kTile);
+  static constexpr int kWeightsAt = kStageScales * static_cast<int>(sizeof(float));
+  static constexpr int kRowsAt = kWeightsAt + kWeightBytes;
+  static constexpr int kMaxStageBytes = kRowsAt + 8 * kEights * kRowBytes;
   static constexpr int kStages =
       kRingBytes / kMaxStageBytes < kMaxStages ? kRingBytes / kMaxStageBytes : kMaxStages;
   static constexpr int kPartialBytes =
       kTeams * kEights * kTileSlabs * 32 * static_cast<int>(sizeof(float4));
-  // Of the rows of x, and of the weight rows. They lie behind the ring.
-  static constexpr int kScales = kIsE4M3<W> ? kMostRows + kTile : 0;
   static_assert(kStages >= 2, "a piece is in flight while another one is used");
   static_assert(kPartialBytes <= kRingBytes, "the partial sums take the place of the ring");
   static_assert(kTeamSteps >= 1, "each team has a part of each piece");
@@ -124,7 +136,8 @@ struct FewSizes {
   int32_t rank_pieces;
   bool rounds;         // whether y has the type of x instead of f32
   int32_t row_scales;  // 0, 1, or those of all rows
-  int32_t scales_at;   // where all scales lie in shared memory
+  int32_t scales_at;   // where the scales behind the ring lie in shared memory
+  int32_t groups;      // scales of a weight row
 };
 
 // Starts the copies of kPieceK of k, from k `first` on, of `rows` rows to shared memory. Rows from
@@ -146,6 +159,17 @@ __device__ __forceinline__ void BringPiece(const void* source, int rows, int fil
     from += static_cast<int64_t>(kStride) * k;
     to += kStride * kPieceK * sizeof(E);
   }
+}
+
+// Starts the copies of the scales that kRows weight rows have in a piece, from group `first` on.
+template <int kRows, int kGroups>
+__device__ __forceinline__ void BringGroups(const float* scales, int filled, int first, int groups,
+                                            uint32_t target) {
+  const int thread = ReadThread(), row = thread / kGroups, group = first + thread % kGroups;
+  if (thread >= kRows * kGroups) return;
+  const bool exists = row < filled && group < groups;
+  Copy4OrZero(target + thread * 4,
+              scales + (exists ? static_cast<int64_t>(row) * groups + group : 0), exists ? 4 : 0);
 }
 
 // Prefetches `count` elements of k, from k `first` on, of `rows` weight rows into the L2 cache.
@@ -231,7 +255,7 @@ struct WeightFragment {
 template <typename W, int kSlabs, int kEights>
 struct WarpSums {
   static constexpr bool kParts = kIsFloat<W>;
-  static constexpr int kChains = kParts || kSlabs * kEights == 1 ? 2 : 1;
+  static constexpr int kChains = kParts || (!kIsGrouped<W> && kSlabs * kEights == 1) ? 2 : 1;
   float sums[kChains][kSlabs][kEights][4] = {};
   NanRows<kIsE4M3<W>> nans;
 
@@ -270,8 +294,33 @@ struct WarpPlace {
   }
 };
 
-// sums += W @ x for a team's part of the piece in `stage`. `rows_of_x` is
-// their number.
+// The scales that the weight rows of a warp have in a step, if they have several.
+template <typename F>
+struct StepScales {
+  static constexpr int kUsed = F::kStageScales > 0 ? F::kWarpSlabs : 0;
+  float scales[kUsed > 0 ? kUsed : 1][2];
+
+  // `row` is row g of the warp's first slab.
+  __device__ __forceinline__ StepScales(const uint8_t* stage, int row, int step) {
+#pragma unroll
+    for (int slab = 0; slab < kUsed; ++slab) {
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        const int own_row = row + slab * kSlabRows + 8 * lower, group = step * kStepK / kGroup;
+        scales[slab][lower] = reinterpret_cast<const float*>(stage)[own_row * F::kGroups + group];
+      }
+    }
+  }
+
+  // sums += scale * own for a fragment.
+  __device__ __forceinline__ void AddScaled(const float (&own)[4], int slab,
+                                            float (&sums)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] += scales[slab][i / 2] * own[i];
+  }
+};
+
+// sums += W @ x for a team's part of the piece in `stage`.
 template <typename T, typename W, typename F, typename Sums>
 __device__ __forceinline__ void MultiplyPiece(const uint8_t* stage, int rows_of_x, Sums& warp) {
   constexpr int kWeightRow = F::kPieceK * static_cast<int>(sizeof(W));
@@ -280,8 +329,8 @@ __device__ __forceinline__ void MultiplyPiece(const uint8_t* stage, int rows_of_
   const int row_of_x = F::kMostEights == 1 ? min(at.lane / 4, rows_of_x - 1) : at.lane / 4;
   const int weight_flip = FlipOf<W, F::kPieceK>(at.weight_row());
   const int row_flip = FlipOf<T, F::kPieceK>(row_of_x), q = at.lane % 4;
-  const uint8_t* weights = stage + at.weight_row() * kWeightRow;
-  const uint8_t* rows = stage + F::kWeightBytes + row_of_x * F::kRowBytes;
+  const uint8_t* weights = stage + F::kWeightsAt + at.weight_row() * kWeightRow;
+  const uint8_t* rows = stage + F::kRowsAt + row_of_x * F::kRowBytes;
 #pragma unroll
   for (int i = 0; i < F::kTeamSteps; ++i) {
     const int step = at.team * F::kTeamSteps + i;
@@ -292,19 +341,30 @@ __device__ __forceinline__ void MultiplyPiece(const uint8_t* stage, int rows_of_
           weights + slab * kSlabRows * kWeightRow, 8 * kWeightRow, step, q, weight_flip,
           [&](int lower, const uint2& words) { warp.nans.Note(slab, lower, words); });
     }
+    const StepScales<F> scales(stage, at.weight_row(), step);
 #pragma unroll
     for (int eight = 0; eight < F::kMostEights; ++eight) {
       const uint8_t* row = rows + eight * 8 * F::kRowBytes;
       const uint4 x = *reinterpret_cast<const uint4*>(row + ((step * 64 + q * 16) ^ row_flip));
+      float own[F::kWarpSlabs][4] = {};  // of this step, if it has scales
 #pragma unroll
       for (int part = 0; part < WeightFragment<T, W>::kParts; ++part) {
 #pragma unroll
         for (int slab = 0; slab < F::kWarpSlabs; ++slab) {
+          const auto target = [&](int half) -> float (&)[4] {
+            return kIsGrouped<W> ? own[slab] : warp.sums[Sums::Chain(part, half)][slab][eight];
+          };
           uint32_t a[4];
           fragments[slab].Fragment(part, 0, a);
-          MultiplyAdd<T>(warp.sums[Sums::Chain(part, 0)][slab][eight], a, x.x, x.y);
+          MultiplyAdd<T>(target(0), a, x.x, x.y);
           fragments[slab].Fragment(part, 1, a);
-          MultiplyAdd<T>(warp.sums[Sums::Chain(part, 1)][slab][eight], a, x.z, x.w);
+          MultiplyAdd<T>(target(1), a, x.z, x.w);
+        }
+      }
+      if constexpr (kIsGrouped<W>) {
+#pragma unroll
+        for (int slab = 0; slab < F::kWarpSlabs; ++slab) {
+          scales.AddScaled(own[slab], slab, warp.sums[0][slab][eight]);
         }
       }
     }
@@ -334,12 +394,16 @@ __device__ __forceinline__ void BringScales(const DenseFewBuffers& buffers, cons
   }
 }
 
-// Multiplies a fragment of sums by the scales of its rows, and then by those of its columns.
+// Multiplies a fragment of sums by the scales of its rows, and then by those of its columns, if
+// these have one each.
+template <bool kColumns>
 __device__ __forceinline__ void Scale(const float* scales, int row, int column, float4& sums) {
   const float2 rows = *reinterpret_cast<const float2*>(scales + row);
-  const float first = scales[kMostRows + column], second = scales[kMostRows + column + 8];
-  sums.x = sums.x * rows.x * first, sums.y = sums.y * rows.y * first;
-  sums.z = sums.z * rows.x * second, sums.w = sums.w * rows.y * second;
+  sums.x *= rows.x, sums.y *= rows.y, sums.z *= rows.x, sums.w *= rows.y;
+  if constexpr (kColumns) {
+    const float first = scales[kMostRows + column], second = scales[kMostRows + column + 8];
+    sums.x *= first, sums.y *= first, sums.z *= second, sums.w *= second;
+  }
 }
 
 // Stores a fragment of sums: two rows of x, `first` and the next one, by two columns.
@@ -372,7 +436,9 @@ __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank,
     const int row = fragment / F::kTileSlabs * 8 + lane % 4 * 2;
     const int own_column = fragment % F::kTileSlabs * kSlabRows + lane / 4;
     const int column = tile * F::kTileRows + own_column;
-    if constexpr (F::kScales > 0) Scale(scales, row, own_column, total);
+    if constexpr (F::kScales > 0) {
+      Scale<(F::kScales > kMostRows)>(scales, row, own_column, total);
+    }
     if (p.rounds) {
       StoreFragment(p, static_cast<T*>(y), row, column, total);
     } else {
@@ -422,24 +488,34 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
   const int first_piece = rank * p.rank_pieces;
   const int pieces = max(min(p.rank_pieces, (p.k + F::kPieceK - 1) / F::kPieceK - first_piece), 0);
   const int filled = min(p.n - tile * kTile, kTile);  // weight rows of the tile that exist
-  const auto* weight =
-      static_cast<const W*>(buffers.weight) + static_cast<int64_t>(tile) * kTile * p.k;
-  PrefetchRows(weight, filled, first_piece * F::kPieceK, min(pieces, F::kStages) * F::kPieceK, p.k);
+  // Returns the first weight row. It is computed for each piece, because registers are scarce.
+  const auto weight = [&] {
+    return static_cast<const W*>(buffers.weight) + static_cast<int64_t>(tile) * kTile * p.k;
+  };
+  PrefetchRows(weight(), filled, first_piece * F::kPieceK, min(pieces, F::kStages) * F::kPieceK,
+               p.k);
   WaitForPrecedingKernel();
   StartNextKernel();
-  const int stage_bytes = F::kWeightBytes + static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes;
+  const int stage_bytes = F::kRowsAt + static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes;
   const uint32_t ring = SharedAddress(shared);
   const auto bring = [&](int piece) {
     if (piece < pieces) {
       const uint32_t stage = ring + piece % F::kStages * stage_bytes;
       const int first = (first_piece + piece) * F::kPieceK;
-      BringPiece<W, F::kPieceK>(weight, kTile, filled, first, p.k, stage);
-      BringPiece<T, F::kPieceK>(buffers.x, p.rows, p.rows, first, p.k, stage + F::kWeightBytes);
+      BringPiece<W, F::kPieceK>(weight(), kTile, filled, first, p.k, stage + F::kWeightsAt);
+      BringPiece<T, F::kPieceK>(buffers.x, p.rows, p.rows, first, p.k, stage + F::kRowsAt);
+      if constexpr (kIsGrouped<W>) {
+        BringGroups<kTile, F::kGroups>(
+            buffers.weight_scale + static_cast<int64_t>(tile) * kTile * p.groups, filled,
+            first / kGroup, p.groups, stage);
+      }
     }
     CommitCopies();
   };
 
-  if constexpr (kIsE4M3<W>) BringScales(buffers, p, tile * kTile, kTile, shared + p.scales_at);
+  if constexpr (F::kScales > 0) {
+    BringScales(buffers, p, tile * kTile, F::kScales - kMostRows, shared + p.scales_at);
+  }
   WarpSums<W, F::kWarpSlabs, kEights> sums;
   // The first rounds only bring pieces.
 #pragma unroll 1
@@ -516,7 +592,7 @@ DenseFewCut CutOf(const DenseFewCall& call, bool clusters) {
   const int64_t rank_pieces = CeilDiv(pieces, ranks);
   const int64_t stages = std::min<int64_t>(rank_pieces, F::kStages);
   const int64_t ring = std::max<int64_t>(
-      stages * (F::kWeightBytes + F::RowsKept(call.rows) * F::kRowBytes), F::kPartialBytes);
+      stages * (F::kRowsAt + F::RowsKept(call.rows) * F::kRowBytes), F::kPartialBytes);
   const int64_t bytes = ring + F::kScales * static_cast<int64_t>(sizeof(float));
   return {F::kTileRows, ranks, static_cast<int32_t>(rank_pieces), static_cast<int32_t>(bytes)};
 }
@@ -534,7 +610,8 @@ cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
                             cut.rank_pieces,
                             call.output_type != DataType::kF32,
                             static_cast<int32_t>(call.row_scales),
-                            cut.shared_bytes - F::kScales * static_cast<int32_t>(sizeof(float))};
+                            cut.shared_bytes - F::kScales * static_cast<int32_t>(sizeof(float)),
+                            static_cast<int32_t>(call.scale_groups)};
     return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes,
                           /*overlaps=*/true, DenseFew<T, W, F::kTileRows, F::kMostEights>, buffers,
                           sizes);
@@ -550,7 +627,8 @@ DenseFewCut CutDenseFew(const DenseFewCall& call, bool clusters) {
     case DataType::kF32:
       return WithForm<float>(tile, call.rows, cut);
     case DataType::kE4M3:
-      return WithForm<uint8_t>(tile, call.rows, cut);
+      return call.scale_groups > 0 ? WithForm<int8_t>(tile, call.rows, cut)
+                                   : WithForm<uint8_t>(tile, call.rows, cut);
     default:
       return WithForm<uint16_t>(tile, call.rows, cut);
   }
@@ -563,6 +641,10 @@ cudaError_t LaunchDenseCut(cudaStream_t stream, const DenseFewCall& call,
     case DataType::kF32:
       return LaunchTyped<__nv_bfloat16, float>(stream, call, buffers, cut);
     case DataType::kE4M3:
+      if (call.scale_groups > 0) {
+        return half ? LaunchTyped<__half, int8_t>(stream, call, buffers, cut)
+                    : LaunchTyped<__nv_bfloat16, int8_t>(stream, call, buffers, cut);
+      }
       return half ? LaunchTyped<__half, uint8_t>(stream, call, buffers, cut)
                   : LaunchTyped<__nv_bfloat16, uint8_t>(stream, call, buffers, cut);
     default:
