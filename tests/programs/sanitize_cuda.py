@@ -3,7 +3,8 @@
     bash tests/programs/run_compute_sanitizer.sh
     bash tests/programs/run_racecheck_token_scales.sh
 
-With `--token-scales N`, only the calls with one activation scale per token run, N times each.
+With `--token-scales N`, only the calls with one activation scale per token run, N times each. With
+`--without-experts`, only the kernels beside the experts and the quantizer run.
 
 The sizes fill no tile, leave experts without tokens, route out of range, and cross the end of a
 chunk of tokens. The outputs must be finite. Workspaces are not cleared, so that a kernel that reads
@@ -290,11 +291,24 @@ def main():
     """Run everything once, or only the calls that the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--token-scales", type=int, metavar="N")
-    repeats = parser.parse_args().token_scales
+    parser.add_argument("--without-experts", action="store_true")
+    arguments = parser.parse_args()
     cuda_calls.register()
-    if repeats is not None:
-        run_token_scales(repeats)
+    if arguments.token_scales is not None:
+        run_token_scales(arguments.token_scales)
         return
+    run_linears()
+    run_attention()
+    run_rows()
+    run_delta_rules()
+    for dtype in DTYPES:
+        run_recurrent_steps(dtype)
+    if not arguments.without_experts:
+        run_experts()
+
+
+def run_experts():
+    """Run expert layers, grouped products and the quantizer."""
     for dtype in DTYPES:
         for options in OPTIONS:
             run_layer(LAYERS[1], dtype, options)
@@ -302,11 +316,6 @@ def main():
         run_product(dtype, "static")
         run_quantizer(dtype, "linear")
         run_quantizer(dtype, "swizzle_128x4")
-        run_recurrent_steps(dtype)
-    run_delta_rules()
-    run_linears()
-    run_attention()
-    run_rows()
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
         for suffix in cuda_calls.MOE_TARGETS:
