@@ -12,16 +12,16 @@
 // each team has one of the two weight tiles of a piece along k. With more rows, each team has half
 // of the rows.
 //
-// The blocks of a cluster divide k. The size of the clusters is the one with which the last block
-// is done first, if two blocks on a multiprocessor run as fast as one alone (CutLinearWide): each
-// waits for latencies most of the time.
+// The blocks of a cluster divide k. CutLinearWide chooses the size of the clusters with which the
+// last block is done first. It takes two blocks on a multiprocessor to be as fast as one, because
+// blocks mostly wait for latencies.
 //
 // Partial sums are added in the order of the teams, then in that of the blocks of a cluster. The
 // bits of a row depend on the other rows of a call only where these make it more than 32 rows.
 //
-// Bottleneck: latencies. With one block of 8 warps on a multiprocessor of an H200, schedulers had
-// an instruction to issue in a third of the cycles, and DRAM was read at 9 % of its bandwidth
-// (5120 x 2048, 16 rows: 12,600 cycles; 64 rows: 22,000).
+// Bottleneck: latencies. On an H200, a block alone on its multiprocessor had an instruction to
+// issue in a third of the cycles. With 5120 x 2048 weights it took 12,600 cycles for 16 rows, in
+// which DRAM reached 9 % of its bandwidth, and 22,000 for 64.
 //
 // Needs: sm_90, for clusters. Tests: tests/gpu/test_linear_few.py,
 // tests/emulation/test_linear_few.py.
