@@ -12,8 +12,8 @@
 // would be a kernel of its own. In the projection, the d channels of each head's gate follow those
 // of its query. Or each head has one gate, and w is n.
 //
-// A thread computes one value. Threads of a warp have neighboring columns, so
-// that loads are whole lines.
+// A thread computes one value, except in heads of more than 256 channels. Threads of a warp have
+// neighboring columns, so that loads are whole lines.
 //
 // Bottleneck: latency. The kernels are for the few rows of a decoding step, between the kernels of
 // the products.
