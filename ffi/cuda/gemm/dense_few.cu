@@ -54,6 +54,7 @@
 #include <type_traits>
 
 #include "cuda/gemm/e4m3_pairs.cuh"
+#include "cuda/gemm/piece_ring.cuh"
 #include "cuda/instructions/ampere.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
@@ -498,36 +499,25 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
   StartNextKernel();
   const int stage_bytes = F::kRowsAt + static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes;
   const uint32_t ring = SharedAddress(shared);
-  const auto bring = [&](int piece) {
-    if (piece < pieces) {
-      const uint32_t stage = ring + piece % F::kStages * stage_bytes;
-      const int first = (first_piece + piece) * F::kPieceK;
-      BringPiece<W, F::kPieceK>(weight(), kTile, filled, first, p.k, stage + F::kWeightsAt);
-      BringPiece<T, F::kPieceK>(buffers.x, p.rows, p.rows, first, p.k, stage + F::kRowsAt);
-      if constexpr (kIsGrouped<W>) {
-        BringGroups<kTile, F::kGroups>(
-            buffers.weight_scale + static_cast<int64_t>(tile) * kTile * p.groups, filled,
-            first / kGroup, p.groups, stage);
-      }
+  const auto bring = [&](int piece, int stage) {
+    const uint32_t at = ring + stage * stage_bytes;
+    const int first = (first_piece + piece) * F::kPieceK;
+    BringPiece<W, F::kPieceK>(weight(), kTile, filled, first, p.k, at + F::kWeightsAt);
+    BringPiece<T, F::kPieceK>(buffers.x, p.rows, p.rows, first, p.k, at + F::kRowsAt);
+    if constexpr (kIsGrouped<W>) {
+      BringGroups<kTile, F::kGroups>(
+          buffers.weight_scale + static_cast<int64_t>(tile) * kTile * p.groups, filled,
+          first / kGroup, p.groups, at);
     }
-    CommitCopies();
   };
 
   if constexpr (F::kScales > 0) {
     BringScales(buffers, p, tile * kTile, F::kScales - kMostRows, shared + p.scales_at);
   }
   WarpSums<W, F::kWarpSlabs, kEights> sums;
-  // The first rounds only bring pieces.
-#pragma unroll 1
-  for (int piece = 1 - F::kStages; piece < pieces; ++piece) {
-    if (piece >= 0) {
-      WaitCopies<F::kStages - 2>();
-      __syncthreads();  // all threads have brought this piece, and have used the one before it
-    }
-    bring(piece + F::kStages - 1);
-    if (piece < 0) continue;
-    MultiplyPiece<T, W, F>(shared + piece % F::kStages * stage_bytes, p.rows, sums);
-  }
+  RunThroughRing<F::kStages>(pieces, bring, [&](int, int stage) {
+    MultiplyPiece<T, W, F>(shared + stage * stage_bytes, p.rows, sums);
+  });
   __syncthreads();  // the partial sums take the place of the ring
   auto* partials = reinterpret_cast<float4*>(shared);
   const WarpPlace<F> at(ReadThread());

@@ -30,6 +30,7 @@
 #include <algorithm>
 
 #include "cuda/epilogues/direct_store.cuh"
+#include "cuda/gemm/piece_ring.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
 #include "cuda/launch_kernel.cuh"
@@ -279,30 +280,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   WaitForPrecedingKernel();
   StartNextKernel();
   const uint32_t ring = SharedAddress(shared);
-  const auto bring = [&](int piece) {
-    if (piece < pieces) {
-      const uint32_t stage = ring + piece % F::kStages * F::kStageBytes;
-      weights.Bring(p, piece, stage);
-      BringRows(p, wide.rows, first_tile * kTileK + piece * kPieceK, stage + kRowsAt);
-    }
-    CommitCopies();
+  const auto bring = [&](int piece, int stage) {
+    const uint32_t at = ring + stage * F::kStageBytes;
+    weights.Bring(p, piece, at);
+    BringRows(p, wide.rows, first_tile * kTileK + piece * kPieceK, at + kRowsAt);
   };
 
   WideSums<F::kWarpEights> sums;
-  // The first rounds only bring pieces.
-#pragma unroll 1
-  for (int piece = 1 - F::kStages; piece < pieces; ++piece) {
-    if (piece >= 0) {
-      WaitCopies<F::kStages - 2>();
-      __syncthreads();  // all threads have brought this piece, and have used the one before it
-    }
-    bring(piece + F::kStages - 1);
-    if (piece < 0) continue;
+  RunThroughRing<F::kStages>(pieces, bring, [&](int piece, int stage_index) {
     // Addresses are computed for each piece, because registers are scarce. Rows of x past the last
     // one, and weight rows of a tile that does not exist, are what memory holds. No output depends
     // on them.
     const WarpPlace at(ReadThread());
-    const uint8_t* stage = shared + piece % F::kStages * F::kStageBytes;
+    const uint8_t* stage = shared + stage_index * F::kStageBytes;
     const uint8_t* rows =
         stage + at.rows() + (F::kDividesRows ? at.team * 8 * F::kWarpEights * kRowStride : 0);
 #pragma unroll 1
@@ -312,7 +302,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                        stage + at.scales() + i * kTileScaleBytes, rows + i * kTileK * 2, constants,
                        sums);
     }
-  }
+  });
   __syncthreads();  // the partial sums take the place of the ring
   const WarpPlace at(ReadThread());
 #pragma unroll
