@@ -222,6 +222,37 @@ ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, 
   return FromCuda(LaunchAddGated(stream, call), "nvfp4_add_gated_cuda");
 }
 
+ffi::Error GateHeads(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gates,
+                     ffi::Result<ffi::AnyBuffer> y) {
+  GateHeadsCall call = {};
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
+  NVFP4_RETURN_IF_ERROR(ExpectType("gates", gates.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, n, d]", x.dimensions(), 3));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("gates [rows, w]", gates.dimensions(), 2));
+  const int64_t n = x.dimensions()[1], d = x.dimensions()[2];
+  call.rows = x.dimensions()[0];
+  call.gate_columns = gates.dimensions()[1];
+  call.one_gate = call.gate_columns == n;
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [rows, n, d]", y->dimensions(), {call.rows, n, d}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("gates [rows, w]", gates.dimensions(), {call.rows, call.gate_columns}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (x)", n, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (x)", d, kMaxExtent));
+  if (!call.one_gate) {
+    NVFP4_RETURN_IF_ERROR(ExpectAtLeast("w (gates)", call.gate_columns, 2 * n * d));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows n (x)", call.rows * n, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"x", x}, {"gates", gates}, {"y", *y}}, kAlignment));
+  call.heads = static_cast<uint32_t>(n);
+  call.d = static_cast<uint32_t>(d);
+  call.x = x.untyped_data();
+  call.gates = gates.untyped_data();
+  call.y = y->untyped_data();
+  return FromCuda(LaunchGateHeads(stream, call), "nvfp4_gate_heads_cuda");
+}
+
 ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer keys,
                       ffi::AnyBuffer values, ffi::AnyBuffer q_weight, ffi::AnyBuffer k_weight,
                       ffi::AnyBuffer frequencies, ffi::AnyBuffer q, ffi::AnyBuffer new_keys,
@@ -258,8 +289,10 @@ ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuff
     NVFP4_RETURN_IF_ERROR(ExpectAtMost("r (frequencies)", 2 * half, d));
   }
   NVFP4_RETURN_IF_ERROR(ExpectDims("q [b, t, n, d]", q.dimensions(), {b, t, n, d}));
+  const int64_t queries = call->gated ? 2 * n : n;  // with the gates beside them
   NVFP4_RETURN_IF_ERROR(
-      ExpectDims("qkv [b, t, (n + 2m) d]", qkv.dimensions(), {b, t, (n + 2 * m) * d}));
+      ExpectDims(call->gated ? "qkv [b, t, (2n + 2m) d]" : "qkv [b, t, (n + 2m) d]",
+                 qkv.dimensions(), {b, t, (queries + 2 * m) * d}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
   for (const NamedOperand& operand : {heads[1], heads[3], heads[4]}) {
     NVFP4_RETURN_IF_ERROR(ExpectDims(operand.name, operand.buffer.dimensions(), {b, m, s, d}));
@@ -302,8 +335,9 @@ ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer 
                         ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
                         ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> new_keys,
                         ffi::Result<ffi::AnyBuffer> new_values, float eps, float rotation_scale,
-                        bool rotates_first) {
+                        bool rotates_first, bool gated) {
   HeadsCall call = {};
+  call.gated = gated;
   NVFP4_RETURN_IF_ERROR(CheckHeads(qkv, positions, keys, values, q_weight, k_weight, frequencies,
                                    *q, *new_keys, *new_values, &call));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_keys", keys, *new_keys));
@@ -371,9 +405,10 @@ ffi::Error CheckStepDims(const StepOperands& o, int64_t heads, int64_t channels,
 
 ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuffer positions,
                      ffi::AnyBuffer conv_weight, ffi::AnyBuffer A_log, ffi::AnyBuffer dt_bias,
-                     ffi::AnyBuffer norm, ffi::AnyBuffer inputs, ffi::AnyBuffer state,
-                     ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> new_inputs,
-                     ffi::Result<ffi::AnyBuffer> new_state, bool interleaved, float eps) {
+                     ffi::AnyBuffer norm, ffi::AnyBuffer rates, ffi::AnyBuffer inputs,
+                     ffi::AnyBuffer state, ffi::Result<ffi::AnyBuffer> y,
+                     ffi::Result<ffi::AnyBuffer> new_inputs, ffi::Result<ffi::AnyBuffer> new_state,
+                     bool interleaved, float eps) {
   const StepOperands operands = {projected, positions, conv_weight, A_log,       dt_bias,   norm,
                                  inputs,    state,     *y,          *new_inputs, *new_state};
   DataType type;
@@ -390,8 +425,17 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("m r (state)", m * r, kMaxExtent));
   const int64_t channels = 2 * m * d + m * r * e;
   NVFP4_RETURN_IF_ERROR(ExpectDims("norm [e]", norm.dimensions(), {e}));
+  NVFP4_RETURN_IF_ERROR(ExpectType("rates", rates.element_type(), projected.element_type()));
+  const bool apart = rates.dimensions().size() != 1;
+  if (apart) {
+    NVFP4_RETURN_IF_ERROR(ExpectDims("rates [b, 1, 2 m r]", rates.dimensions(), {b, 1, 2 * m * r}));
+    NVFP4_RETURN_IF_ERROR(ExpectAligned({{"rates", rates}}, kAlignment));
+  } else {
+    NVFP4_RETURN_IF_ERROR(ExpectDims("rates [0]", rates.dimensions(), {0}));
+  }
+  const int64_t last = apart ? 0 : 2 * m * r;
   NVFP4_RETURN_IF_ERROR(
-      CheckStepDims(operands, m * r, channels, channels + m * r * (e + 2), m * r * e));
+      CheckStepDims(operands, m * r, channels, channels + m * r * e + last, m * r * e));
   const DeltaStepCall call = {b,
                               static_cast<int32_t>(m),
                               static_cast<int32_t>(r),
@@ -402,12 +446,16 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
                               interleaved,
                               1.0f / std::sqrt(static_cast<float>(d)),
                               eps};
-  const DeltaStepBuffers buffers = {
-      projected.untyped_data(),   Data<int32_t>(positions),
-      Data<float>(conv_weight),   Data<float>(A_log),
-      Data<float>(dt_bias),       Data<float>(norm),
-      new_inputs->untyped_data(), static_cast<float*>(new_state->untyped_data()),
-      y->untyped_data()};
+  const DeltaStepBuffers buffers = {projected.untyped_data(),
+                                    Data<int32_t>(positions),
+                                    Data<float>(conv_weight),
+                                    Data<float>(A_log),
+                                    Data<float>(dt_bias),
+                                    Data<float>(norm),
+                                    apart ? rates.untyped_data() : nullptr,
+                                    new_inputs->untyped_data(),
+                                    static_cast<float*>(new_state->untyped_data()),
+                                    y->untyped_data()};
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_inputs", inputs, *new_inputs));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_state", state, *new_state));
   return FromCuda(LaunchDeltaStep(stream, call, buffers), "nvfp4_delta_step_cuda");
@@ -591,10 +639,18 @@ XLA_FFI_DEFINE_HANDLER(kAddGated, AddGated,
                            .Ret<ffi::AnyBuffer>(),  // y     [rows, h]
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kGateHeads, GateHeads,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()   // x      [rows, n, d]
+                           .Arg<ffi::AnyBuffer>()   // gates  [rows, n] or [rows, 2 n d or more]
+                           .Ret<ffi::AnyBuffer>(),  // y      [rows, n, d]
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d]
+                           .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d]; 2n if gated
                            .Arg<ffi::AnyBuffer>()  // positions    [b, t]
                            .Arg<ffi::AnyBuffer>()  // keys         [b, m, s, d]
                            .Arg<ffi::AnyBuffer>()  // values       [b, m, s, d]
@@ -606,7 +662,8 @@ XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
                            .Ret<ffi::AnyBuffer>()  // new_values   the memory of values
                            .Attr<float>("eps")
                            .Attr<float>("rotation_scale")
-                           .Attr<bool>("rotates_first"),
+                           .Attr<bool>("rotates_first")
+                           .Attr<bool>("gated"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
@@ -618,6 +675,7 @@ XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
                            .Arg<ffi::AnyBuffer>()  // A_log        [m r]
                            .Arg<ffi::AnyBuffer>()  // dt_bias      [m r]
                            .Arg<ffi::AnyBuffer>()  // norm         [e]
+                           .Arg<ffi::AnyBuffer>()  // rates        [b, 1, 2 m r] or [0]
                            .Arg<ffi::AnyBuffer>()  // inputs       [b, taps - 1, c]
                            .Arg<ffi::AnyBuffer>()  // state        [b, m, r, d, e]
                            .Ret<ffi::AnyBuffer>()  // y            [b, 1, m r e]
@@ -677,6 +735,7 @@ std::vector<NamedHandler> MixerHandlers() {
       {"nvfp4_mamba2_step_cuda", kMamba2Step},     {"nvfp4_delta_rule_cuda", kDeltaRule},
       {"nvfp4_dense_few_cuda", kDenseFew},         {"nvfp4_dense_fp8_few_cuda", kDenseFp8Few},
       {"nvfp4_activate_cuda", kActivate},          {"nvfp4_add_gated_cuda", kAddGated},
+      {"nvfp4_gate_heads_cuda", kGateHeads},
   };
 }
 

@@ -269,6 +269,20 @@ struct AddGatedCall {
 // y = x + sigmoid(gate) * z, or x + z without a gate.
 cudaError_t LaunchAddGated(cudaStream_t stream, const AddGatedCall& call);
 
+struct GateHeadsCall {
+  int64_t rows;  // rows * heads is at most kMaxRows
+  uint32_t heads, d;
+  int64_t gate_columns;  // of a row of gates
+  bool one_gate;         // for each head; otherwise its d gates follow the channels of its query
+  DataType type;
+  const void* x;      // [rows, heads, d]
+  const void* gates;  // [rows, gate_columns]
+  void* y;            // [rows, heads, d]
+};
+
+// y = x * sigmoid(gate).
+cudaError_t LaunchGateHeads(cudaStream_t stream, const GateHeadsCall& call);
+
 struct NormCall {
   int64_t rows, h;
   DataType type;  // of x, added, sum and y
@@ -298,10 +312,11 @@ struct HeadsCall {
   DataType weight_type;  // `type` or kF32
   float eps, rotation_scale;
   bool rotates_first;  // whether heads are normalized after their rotation
+  bool gated;          // whether a gate of width d, which is not read, follows each query head
 };
 
 struct HeadsBuffers {
-  const void* qkv;           // [b, t, (n + 2m) d]
+  const void* qkv;           // [b, t, (n + 2m) d], or (2n + 2m) d with gates
   const int32_t* positions;  // [b, t]; any value
   const void* q_weight;      // [d], or null without norms; k_weight likewise
   const void* k_weight;
@@ -334,12 +349,13 @@ struct DeltaStepCall {
 };
 
 struct DeltaStepBuffers {
-  const void* projected;     // [b, 2 m d + m r (2 e + 2)]
+  const void* projected;     // [b, 2 m d + m r (2 e + 2)], or 2 m d + 2 m r e with `rates`
   const int32_t* positions;  // [b]; a row at kPaddingPosition or later changes no state
   const float* conv_weight;  // [2 m d + m r e, taps]
   const float* A_log;        // [m r]
   const float* dt_bias;      // [m r]
   const float* norm;         // [e]
+  const void* rates;         // [b, 2 m r]: rates and steps; null if they are in `projected`
   void* inputs;              // [b, taps - 1, 2 m d + m r e]; in place
   float* state;              // [b, m, r, d, e]; in place
   void* y;                   // [b, m r e]

@@ -12,6 +12,7 @@ from jax_nvfp4_moe.backends.custom_call import (
     lower_attention,
     lower_dense,
     lower_dense_fp8,
+    lower_gate_heads,
     lower_grouped_gemm,
     lower_moe,
     lower_prepare_heads,
@@ -342,7 +343,7 @@ DENSE_CUDA = Backend(
 GATING_CUDA = Backend(
     name="gating_cuda",
     can=Capability(
-        ops=frozenset({"activate", "add_gated"}),
+        ops=frozenset({"activate", "add_gated", "gate_heads"}),
         devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
         platform="cuda",
         extension=_EXTENSION,
@@ -352,9 +353,10 @@ GATING_CUDA = Backend(
     lower={
         "activate": lower_activate("nvfp4_activate_cuda"),
         "add_gated": lower_add_gated("nvfp4_add_gated_cuda"),
+        "gate_heads": lower_gate_heads("nvfp4_gate_heads_cuda"),
     },
     status="executed",
-    ffi_targets=("nvfp4_activate_cuda", "nvfp4_add_gated_cuda"),
+    ffi_targets=("nvfp4_activate_cuda", "nvfp4_add_gated_cuda", "nvfp4_gate_heads_cuda"),
 )
 
 HEADS_CUDA = Backend(

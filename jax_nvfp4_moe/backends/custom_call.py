@@ -270,6 +270,22 @@ def lower_add_gated(ffi_target):
     return lower
 
 
+def lower_gate_heads(ffi_target):
+    """Return the function that lowers `gate_heads` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(x, gates):
+        rows = x.reshape(-1, *x.shape[-2:])
+        output = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        return call(rows, gates.reshape(-1, gates.shape[-1])).reshape(x.shape)
+
+    return lower
+
+
 def lower_prepare_heads(ffi_target):
     """Return the function that lowers `prepare_heads` to an FFI target.
 
@@ -282,7 +298,7 @@ def lower_prepare_heads(ffi_target):
     def lower(qkv, positions, keys, values, weights, *, options):
         (b, t, width), (_, m, _, d) = qkv.shape, keys.shape
         outputs = (
-            jax.ShapeDtypeStruct((b, t, width // d - 2 * m, d), qkv.dtype),
+            jax.ShapeDtypeStruct((b, t, options.count_queries(width, m, d), d), qkv.dtype),
             jax.ShapeDtypeStruct(keys.shape, keys.dtype),
             jax.ShapeDtypeStruct(values.shape, values.dtype),
         )
@@ -309,6 +325,7 @@ def lower_prepare_heads(ffi_target):
             eps=np.float32(options.eps),
             rotation_scale=np.float32(1 if rope is None else rope.scale),
             rotates_first=options.rotates_first,
+            gated=options.gated,
         )
 
     return lower

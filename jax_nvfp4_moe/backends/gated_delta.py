@@ -67,6 +67,7 @@ def mix_gated_delta(
     positions: Int32[Array, "b t"],
     inputs: Float[Array, "b taps-1 c"],
     state: Float[Array, "b m r d e"],
+    rates: Float[Array, "b t k"] | None = None,
     *,
     conv_weight: Float[Array, "c taps"],
     A_log: Float[Array, " heads"],
@@ -83,6 +84,7 @@ def mix_gated_delta(
       positions: position of each token. Padding must follow all other tokens of its row.
       inputs: last inputs of the convolution.
       state: states of the value heads.
+      rates: rates and steps. None (default) if they are the last columns of `projected`.
       conv_weight: weights of the convolution.
       A_log: logarithm of the rate of decay.
       dt_bias: bias of the step.
@@ -95,6 +97,8 @@ def mix_gated_delta(
     Returns:
       The normalized results in the dtype of `inputs`, and the new `inputs` and `state`.
     """
+    if rates is not None:
+        projected = jnp.concatenate([projected, rates], axis=-1)
     (b, t, _), (_, m, r, d, e) = projected.shape, state.shape
     present = positions < PADDING
     qkv, z, beta, step = _split(projected, state.shape, interleaved)

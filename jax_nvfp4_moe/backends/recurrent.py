@@ -19,6 +19,7 @@ def _lower_delta_step(
     positions,
     inputs,
     state,
+    rates=None,
     *,
     conv_weight,
     A_log,
@@ -28,12 +29,13 @@ def _lower_delta_step(
     eps,
 ):
     """Lower `gated_delta_step` to its FFI target."""
-    weights = (conv_weight, A_log, dt_bias, norm)
+    dtype = inputs.dtype
+    rates = jnp.zeros(0, dtype) if rates is None else rates.astype(dtype)
+    weights = (conv_weight, A_log, dt_bias, norm, rates)
     outputs = (state.shape[0], 1, state.shape[1] * state.shape[2] * state.shape[4])
     call = _call_in_place("nvfp4_delta_step_cuda", outputs, len(weights), inputs, state, ())
-    projected = projected.astype(inputs.dtype)
     return call(
-        projected,
+        projected.astype(dtype),
         positions,
         *weights,
         inputs,

@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_nvfp4_moe.backends.attention import attend
 from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta, mix_gated_delta
-from jax_nvfp4_moe.backends.heads import prepare_heads
+from jax_nvfp4_moe.backends.heads import gate_heads, prepare_heads
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
@@ -264,6 +264,7 @@ REFERENCE = Backend(
                 "add_gated",
                 "add_rms_norm",
                 "attention",
+                "gate_heads",
                 "gated_delta_rule",
                 "gated_delta_step",
                 "grouped_gemm",
@@ -287,6 +288,7 @@ REFERENCE = Backend(
         "grouped_gemm": grouped_gemm,
         "attention": attend,
         "prepare_heads": prepare_heads,
+        "gate_heads": gate_heads,
         "gated_delta_rule": apply_gated_delta,
         "gated_delta_step": mix_gated_delta,
         "mamba2_step": mix_mamba2,

@@ -16,16 +16,11 @@ from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import require_experts
-from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.grouped_query import build_heads
+from jax_nvfp4_moe.nn.grouped_query import GQAConfig, build_attention
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.activations import find_activation
-from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.ops.causal_attention import attention
-from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 _THETA = 150000.0  # the default of rope_theta
 _YARN = {
@@ -50,12 +45,7 @@ class GptOssConfig:
       num_layers: the number of layers.
       max_positions: the number of positions that the model was trained for.
       eps: the epsilon of the norms.
-      num_heads: the number of query heads.
-      num_kv_heads: the number of key and value heads.
-      head_dim: the channels of a head.
-      attention_bias: whether the linears of the attention have biases.
-      rope: the rotary embedding.
-      windows: for each layer, the number of keys that a query sees. None means all keys.
+      attention: the sizes of the attention of each layer. They differ in their windows.
       num_experts: the number of experts in a layer.
       intermediate: the intermediate size of one expert.
       router: how tokens choose experts.
@@ -69,12 +59,7 @@ class GptOssConfig:
     num_layers: int
     max_positions: int
     eps: float
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    attention_bias: bool
-    rope: Rope
-    windows: tuple[int | None, ...]
+    attention: tuple[GQAConfig, ...]
     num_experts: int
     intermediate: int
     router: Router
@@ -90,40 +75,26 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
       CheckpointError: lists all values that are missing, wrong or not supported.
     """
     fields = Fields(config)
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=heads)
-    head_dim = fields.size("head_dim", default=max(hidden // heads, 1))
-    layers = fields.size("num_hidden_layers")
+    hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
     positions = fields.size("max_position_embeddings", default=131072)
     experts = fields.size("num_local_experts", "num_experts")
     top_k = fields.size("num_experts_per_tok", "experts_per_token")
     fields.only("hidden_act", ("silu",), "silu")
     fields.only("swiglu_limit", (_LIMIT,), _LIMIT)
     fields.relate(
-        heads % kv_heads == 0,
-        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
-    )
-    fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
-    fields.relate(
         top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
     )
-    named = config.get("rope_parameters") or config.get("rope_scaling")
-    roped = config if named else {**config, "rope_parameters": _YARN}
-    rope = read_rope(fields, roped, head_dim, positions, theta=_THETA)
-    whole = 2 * len(rope.frequencies) == head_dim
-    fields.relate(whole, "partial_rotary_factor: expected 1, because gpt-oss rotates whole heads")
+    attention = _read_attention(fields, config, hidden, positions)
     read = GptOssConfig(
         vocab_size=fields.size("vocab_size"),
         hidden=hidden,
         num_layers=layers,
         max_positions=positions,
-        eps=fields.number("rms_norm_eps", 1e-5),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        attention_bias=fields.flag("attention_bias", True),
-        rope=rope,
-        windows=_read_windows(fields, config, layers),
+        eps=attention.eps,
+        attention=tuple(
+            dataclasses.replace(attention, window=window)
+            for window in _read_windows(fields, config, layers)
+        ),
         num_experts=experts,
         intermediate=fields.size("intermediate_size"),
         router=Router(top_k, select="logits"),
@@ -131,6 +102,26 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
     )
     fields.finish()
     return read
+
+
+def _read_attention(fields, config, hidden, positions):
+    """Return the sizes of an attention without a window."""
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", default=heads)
+    head_dim = fields.size("head_dim", default=max(hidden // heads, 1))
+    fields.relate(
+        heads % kv_heads == 0,
+        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
+    )
+    fields.relate(head_dim % 2 == 0, f"head_dim: expected an even number, got {head_dim}")
+    named = config.get("rope_parameters") or config.get("rope_scaling")
+    roped = config if named else {**config, "rope_parameters": _YARN}
+    rope = read_rope(fields, roped, head_dim, positions, theta=_THETA)
+    whole = 2 * len(rope.frequencies) == head_dim
+    fields.relate(whole, "partial_rotary_factor: expected 1, because gpt-oss rotates whole heads")
+    bias, eps = fields.flag("attention_bias", True), fields.number("rms_norm_eps", 1e-5)
+    options = {"bias": bias, "out_bias": bias, "sinks": True}
+    return GQAConfig(hidden, heads, kv_heads, head_dim, eps, rope, **options)
 
 
 def _read_windows(fields, config, layers):
@@ -143,53 +134,6 @@ def _read_windows(fields, config, layers):
         named, "sliding_window: expected a number, because layer_types has sliding_attention"
     )
     return tuple(window if kind == _SLIDING else None for kind in types)
-
-
-class Attention(HeadParallel):
-    """Grouped-query attention with a sink in each head.
-
-    A sink is a learned score that takes part in the softmax, and whose value is zero.
-    """
-
-    cache_axes = KEY_AXES
-
-    def __init__(self, config: GptOssConfig, layer: int, make: Builder, path: str):
-        """Make the attention of `layer` with the heads of one shard."""
-        heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
-        h, bias = config.hidden, config.attention_bias
-        self.config, self.dtype = config, make.settings.dtype
-        self.target = make.settings.target
-        shape = (config.num_kv_heads, config.head_dim)
-        self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
-        self.window = config.windows[layer]
-        rows = {"q": heads * d, "k": kv_heads * d, "v": kv_heads * d}
-        self.qkv = make.merged_linear(f"{path}.qkv", h, rows, bias)
-        self.out = make.linear(f"{path}.out", h, heads * d, bias)
-        self.sinks = make.variable(f"{path}.sinks", (heads,), dtype=jnp.float32)
-
-    def empty_cache(self, batch: int, max_length: int):
-        """Return the empty cache entries: keys and values."""
-        return self.kv.init_cache(batch, max_length)
-
-    def mix(self, x, positions, entries):
-        """Attend from tokens `x`; return the shape of `x` and the updated cache entries."""
-        config, (b, t) = self.config, positions.shape
-        heads = spread(self.qkv(x), positions).reshape(b, t, -1, config.head_dim)
-        qk, v = jnp.split(heads, [config.num_heads + config.num_kv_heads], axis=2)
-        q, k = jnp.split(rotate(qk, positions, config.rope), [config.num_heads], axis=2)
-        seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        how = {"window": self.window, "sinks": self.sinks.get_value(), "target": self.target}
-        y = attention(q, seen["k"], seen["v"], positions, **how)
-        return self.out(pack_like(y.reshape(b, t, -1), positions, x)), entries
-
-
-def build_attention(config: GptOssConfig, layer: int, make: Builder):
-    """Make the attention of `layer`, whose heads are divided along the mesh axis `tensor`."""
-
-    def attention(sizes, make, path):
-        return Attention(sizes, layer, make, path)
-
-    return build_heads(config, f"layers.{layer}.attention", make, attention)
 
 
 def build_moe(config: GptOssConfig, layer: int, make: Builder) -> NVFP4MoE:

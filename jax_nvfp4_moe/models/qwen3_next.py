@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
@@ -18,17 +17,12 @@ from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
 from jax_nvfp4_moe.models.keys import DECODER_KEYS, delta_keys, gated_mlp_keys, gqa_keys, moe_keys
 from jax_nvfp4_moe.models.sparse import read_sparse_step, require_experts
-from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.gated_delta_net import DeltaSizes, build_delta_net
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
-from jax_nvfp4_moe.nn.grouped_query import build_heads
+from jax_nvfp4_moe.nn.grouped_query import GQAConfig, build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
-from jax_nvfp4_moe.nn.packing import pack_like, spread
-from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.ops.causal_attention import attention
-from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
 # Layer type -> whether the layer has an attention. The names after the first of each kind occur in
 # older files.
@@ -52,11 +46,7 @@ class Qwen3NextConfig:
       max_positions: the number of positions that the model was trained for.
       eps: the epsilon of the norms.
       attention_layers: the indices of layers with an attention. The others have a gated delta net.
-      num_heads: the number of query heads.
-      num_kv_heads: the number of key and value heads.
-      head_dim: the channels of a head.
-      attention_bias: whether the linears of the attention have biases.
-      rope: the rotary embedding.
+      attention: the sizes of the attention, whose heads are normalized and have gates.
       delta: the sizes of the gated delta net.
       dense_intermediate: the intermediate size of dense MLPs.
       dense_layers: the indices of layers with one dense MLP in place of experts.
@@ -73,11 +63,7 @@ class Qwen3NextConfig:
     max_positions: int
     eps: float
     attention_layers: frozenset[int]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    attention_bias: bool
-    rope: Rope
+    attention: GQAConfig
     delta: DeltaSizes
     dense_intermediate: int
     dense_layers: frozenset[int]
@@ -122,19 +108,12 @@ def read_sizes(
       CheckpointError: as for `read_config`.
     """
     hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
-    heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=2)
-    head_dim = fields.size("head_dim", default=256)
     positions = fields.size("max_position_embeddings", default=32768)
     eps = fields.number("rms_norm_eps", 1e-6)
     experts, top_k = fields.size("num_experts"), fields.size("num_experts_per_tok")
     fields.only("hidden_act", ("silu", "swish"), "silu")
     fields.only("attn_output_gate", (True,), True)
     fields.only("layer_scale", (False,), False)
-    fields.relate(
-        heads % kv_heads == 0,
-        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
-    )
     fields.relate(
         top_k <= experts, f"num_experts_per_tok: expected at most {experts} experts, got {top_k}"
     )
@@ -145,11 +124,7 @@ def read_sizes(
         max_positions=positions,
         eps=eps,
         attention_layers=_read_attention_layers(fields, config, layers),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        attention_bias=fields.flag("attention_bias", False),
-        rope=read_rope(fields, {"partial_rotary_factor": 0.25, **config}, head_dim, positions),
+        attention=_read_attention(fields, config, hidden, positions, eps),
         delta=_read_delta(fields, hidden, eps),
         dense_intermediate=fields.size("intermediate_size", default=1) if dense_layers else 1,
         dense_layers=dense_layers,
@@ -182,6 +157,31 @@ def _read_attention_layers(fields, config, layers):
     return frozenset()
 
 
+def _read_attention(fields, config, hidden, positions, eps):
+    """Return the sizes of the attention."""
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", default=2)
+    head_dim = fields.size("head_dim", default=256)
+    fields.relate(
+        heads % kv_heads == 0,
+        f"num_attention_heads: expected a multiple of {kv_heads} key heads, got {heads}",
+    )
+    bias = fields.flag("attention_bias", False)
+    return GQAConfig(
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        eps,
+        read_rope(fields, {"partial_rotary_factor": 0.25, **config}, head_dim, positions),
+        bias=bias,
+        out_bias=bias,
+        normalize="heads",
+        centered=True,
+        gated=True,
+    )
+
+
 def _read_delta(fields, hidden, eps):
     """Return the sizes of the gated delta net."""
     key_heads = fields.size("linear_num_key_heads", default=16)
@@ -201,50 +201,6 @@ def _read_delta(fields, hidden, eps):
     )
 
 
-class GatedAttention(HeadParallel):
-    """Grouped-query attention with normalized queries and keys, and a gate on its output.
-
-    ``y = out(attention * sigmoid(gate))``. One linear makes queries and gates: the channels of each
-    head's gate follow those of its query.
-    """
-
-    cache_axes = KEY_AXES
-
-    def __init__(self, config: Qwen3NextConfig, make: Builder, path: str):
-        """Make an attention with the heads of one shard."""
-        heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
-        h, bias = config.hidden, config.attention_bias
-        self.config, self.dtype = config, make.settings.dtype
-        self.target = make.settings.target
-        shape = (config.num_kv_heads, config.head_dim)
-        self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
-        rows = {"q": 2 * heads * d, "k": kv_heads * d, "v": kv_heads * d}
-        self.qkv = make.merged_linear(f"{path}.qkv", h, rows, bias)
-        self.out = make.linear(f"{path}.out", h, heads * d, bias)
-        self.q_norm, self.k_norm = (
-            make.norm(f"{path}.{name}", d, config.eps, centered=True)
-            for name in ("q_norm", "k_norm")
-        )
-
-    def empty_cache(self, batch: int, max_length: int):
-        """Return the empty cache entries: keys and values."""
-        return self.kv.init_cache(batch, max_length)
-
-    def mix(self, x, positions, entries):
-        """Attend from tokens `x`; return the shape of `x` and the updated cache entries."""
-        config, (b, t) = self.config, positions.shape
-        d, ends = config.head_dim, [2 * config.num_heads * config.head_dim]
-        queries, kv = jnp.split(spread(self.qkv(x), positions), ends, axis=-1)
-        q, gate = jnp.split(queries.reshape(b, t, config.num_heads, 2 * d), 2, axis=-1)
-        k, v = jnp.split(kv.reshape(b, t, 2 * config.num_kv_heads, d), 2, axis=2)
-        q = rotate(self.q_norm(q), positions, config.rope)
-        k = rotate(self.k_norm(k), positions, config.rope)
-        seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        y = attention(q, seen["k"], seen["v"], positions, target=self.target)
-        y = (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
-        return self.out(pack_like(y.reshape(b, t, -1), positions, x)), entries
-
-
 def build_mixer(config: Qwen3NextConfig, layer: int, make: Builder):
     """Make the attention or the gated delta net of `layer`.
 
@@ -252,7 +208,7 @@ def build_mixer(config: Qwen3NextConfig, layer: int, make: Builder):
     """
     path = f"layers.{layer}.attention"
     if layer in config.attention_layers:
-        return build_heads(config, path, make, GatedAttention)
+        return build_heads(config.attention, path, make)
     return build_delta_net(config.delta, path, make)
 
 

@@ -13,9 +13,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, DecoderLayer, build_around
@@ -39,6 +36,7 @@ from jax_nvfp4_moe.nn.grouped_query import Attention, GQAConfig, build_heads
 from jax_nvfp4_moe.nn.moe import NVFP4MoE
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router
+from jax_nvfp4_moe.ops.gating import gate_heads
 
 _EXPERTS = "n_routed_experts"
 _HEADS = "num_attention_heads"
@@ -243,8 +241,7 @@ class HeadGatedAttention(Attention):
     def mix(self, x, positions, entries):
         """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         y, entries = self.attend(x, positions, entries)
-        gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))
-        y = (y.astype(jnp.float32) * gate[..., None]).astype(x.dtype)
+        y = gate_heads(y, self.gate(x), target=self.target)
         return self.out(y.reshape(*x.shape[:2], -1)), entries
 
 

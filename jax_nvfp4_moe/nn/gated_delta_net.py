@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int32
 from jax_nvfp4_moe.backends.gated_delta import mix_gated_delta
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
+from jax_nvfp4_moe.nn.merged_linear import MergedLinear
 from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent import gated_delta_step
@@ -136,13 +137,14 @@ class GatedDeltaNet(HeadParallel):
         """
         b, t = positions.shape
         old = self.empty_cache(b, 0) if entries is None else entries
-        step = functools.partial(gated_delta_step, target=self.target)
+        projected, rates = self._project(x, positions)
+        step = functools.partial(gated_delta_step, rates=rates, target=self.target)
         rule = functools.partial(
             gated_delta_rule, normalize=True, dtype=self.dtype, target=self.target
         )
         run = step if t == 1 else functools.partial(mix_gated_delta, rule=rule)
         y, inputs, state = run(
-            spread(self.projections(x), positions),
+            projected,
             positions,
             old["inputs"],
             old["state"],
@@ -155,6 +157,18 @@ class GatedDeltaNet(HeadParallel):
         )
         y = self.out_proj(pack_like(y, positions, x))
         return y, None if entries is None else {"inputs": inputs, "state": state}
+
+    def _project(self, x, positions):
+        """Return the projected tokens, and their rates and steps if they come apart, or None.
+
+        Many checkpoints leave the small projections of rates and steps unquantized, so that a
+        product of their own computes them. To join the results would take a kernel in each step.
+        """
+        whole = self.projections  # a user may have wrapped it, for example in nnx.LoRA
+        merged = isinstance(whole, MergedLinear) and positions.shape[1] == 1
+        if merged and whole.names[1:] in (("b_a",), ("ba",)):
+            return tuple(spread(part, positions) for part in whole.apart(x))
+        return spread(whole(x), positions), None
 
 
 def build_delta_net(sizes: DeltaSizes, path: str, make: Builder):

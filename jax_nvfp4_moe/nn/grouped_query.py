@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.backends.heads import normalize_heads
+from jax_nvfp4_moe.backends.heads import HeadOptions, normalize_heads, split_heads
 from jax_nvfp4_moe.nn.attention import KEY_AXES, build_keys_and_values
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
@@ -14,6 +14,7 @@ from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.norms import mean_square, normalize
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 from jax_nvfp4_moe.ops.causal_attention import attention
+from jax_nvfp4_moe.ops.gating import gate_heads
 from jax_nvfp4_moe.ops.heads import prepare_heads
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -52,6 +53,11 @@ class GQAConfig:
       values_from_keys: whether the values are the projected keys, before their norm and rotation.
         The layer then has no projection of values. False by default.
       normalize_values: whether each value head is normalized, without a weight. False by default.
+      gated: whether the sigmoid of a gate multiplies each channel of the result. The projection of
+        queries then has the channels of each query head, followed by those of its gate. False by
+        default.
+      sinks: whether each query head has a sink: a learned score that takes part in the softmax, and
+        whose value is zero. False by default.
     """
 
     hidden: int
@@ -70,6 +76,26 @@ class GQAConfig:
     scale: float | None = None
     values_from_keys: bool = False
     normalize_values: bool = False
+    gated: bool = False
+    sinks: bool = False
+
+    def __post_init__(self):
+        """Check that a gated layer has no option that would be ignored.
+
+        Raises:
+          ValueError: if it has one.
+        """
+        if self.gated and (self.values_from_keys or not self.plain_heads):
+            raise ValueError(
+                "gated: expected False, because the layer clips or interleaves heads, normalizes "
+                "them as a whole, normalizes values, or has no projection of values; got True"
+            )
+
+    @property
+    def plain_heads(self) -> bool:
+        """Whether `ops.prepare_heads` computes the heads of this layer."""
+        others = self.clip is not None or self.normalize_values or self.interleaved
+        return self.normalize != "whole" and not others
 
 
 class Attention(HeadParallel):
@@ -85,11 +111,13 @@ class Attention(HeadParallel):
         self.target = make.settings.target
         shape = (config.num_kv_heads, config.head_dim)
         self.kv = build_keys_and_values(make, f"{path}.kv", k=shape, v=shape)
-        projections = {"q": rows, "k": kv_rows}
+        projections = {"q": 2 * rows if config.gated else rows, "k": kv_rows}
         if not config.values_from_keys:
             projections["v"] = kv_rows
         self.qkv = make.merged_linear(f"{path}.qkv", h, projections, config.bias)
         self.out = make.linear(f"{path}.out", h, rows, config.out_bias)
+        if config.sinks:
+            self.sinks = make.variable(f"{path}.sinks", (config.num_heads,), dtype=jnp.float32)
         if config.normalize is not None:
             widths = (rows, kv_rows) if config.normalize == "whole" else (d, d)
             norms = {"eps": config.eps, "centered": config.centered}
@@ -107,7 +135,8 @@ class Attention(HeadParallel):
 
     def attend(self, x, positions, entries):
         """Return the results of all heads ``[b, t, n, d]``, packed if `x` is, and the cache."""
-        q, seen, entries = self._prepare(x, positions, entries)
+        qkv = self._projected(x, positions)
+        q, seen, entries = self._prepare(qkv, positions, entries)
         y = attention(
             q,
             seen["k"],
@@ -115,25 +144,24 @@ class Attention(HeadParallel):
             positions,
             scale=self.config.scale,
             window=self.config.window,
+            sinks=self.sinks.get_value() if self.config.sinks else None,
             target=self.target,
         )
+        if self.config.gated:
+            y = gate_heads(y, qkv, target=self.target)
         return pack_like(y, positions, x), entries
 
-    def _prepare(self, x, positions, entries):
+    def _prepare(self, qkv, positions, entries):
         """Return the queries, the keys and values that they see, and the cache entries."""
         config = self.config
-        one_step = (
-            positions.shape[1] <= _FEW_TOKENS
-            and config.normalize != "whole"
-            and not (config.clip is not None or config.normalize_values or config.interleaved)
-        )
+        one_step = positions.shape[1] <= _FEW_TOKENS and config.plain_heads
         if entries is None or self.kv.scales is not None or not one_step:
-            q, k, v = self.project(x, positions)
+            q, k, v = self._split(qkv, positions)
             seen, entries = self.kv.append(entries, positions, k=k, v=v)
             return q, seen, entries
         q_weight, k_weight = self._head_weights()
         q, k, v = prepare_heads(
-            self._projected(x, positions),
+            qkv,
             positions,
             entries["k"],
             entries["v"],
@@ -142,6 +170,7 @@ class Attention(HeadParallel):
             eps=config.eps,
             rope=config.rope,
             rotates_first=config.normalize == "rotated",
+            gated=config.gated,
             target=self.target,
         )
         entries = {"k": k, "v": v}
@@ -155,8 +184,17 @@ class Attention(HeadParallel):
 
     def project(self, x, positions):
         """Return the queries, keys and values ``[b, t, n, d]`` of tokens `x`, as they meet."""
+        return self._split(self._projected(x, positions), positions)
+
+    def _split(self, qkv, positions):
+        """Return queries, keys and values ``[b, t, n, d]`` as they meet, from projected tokens."""
         config = self.config
-        heads = self._normalized(self._projected(x, positions))
+        if config.gated:
+            options = HeadOptions(config.rope, config.eps, config.normalize == "rotated", True)
+            weights = None if config.normalize is None else self._head_weights()
+            m, d = config.num_kv_heads, config.head_dim
+            return split_heads(qkv, positions, weights, m, d, options)
+        heads = self._normalized(qkv)
         heads = heads.reshape(*positions.shape, -1, config.head_dim)
         if config.clip is not None:
             heads = jnp.clip(heads, -config.clip, config.clip)
@@ -174,10 +212,10 @@ class Attention(HeadParallel):
         return q, k, v
 
     def _projected(self, x, positions):
-        """Return the projected queries, keys and values ``[b, t, n d]``."""
+        """Return the projected queries, keys and values ``[b, t, n d]``, and the gates."""
         qkv = spread(self.qkv(x), positions)
         if self.config.values_from_keys:
-            k = qkv[..., self.config.num_heads * self.config.head_dim :]
+            k = qkv[..., -self.config.num_kv_heads * self.config.head_dim :]
             qkv = jnp.concatenate([qkv, k], axis=-1)
         return qkv
 

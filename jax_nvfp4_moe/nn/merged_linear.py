@@ -42,9 +42,13 @@ class MergedLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
         """Return the results of all layers, concatenated along the last axis."""
-        record(self, x)
-        results = [getattr(self, name)(x) for name in self.names]
+        results = self.apart(x)
         return results[0] if len(results) == 1 else jnp.concatenate(results, axis=-1)
+
+    def apart(self, x: Float[Array, "... k"]) -> list[Float[Array, "... n"]]:
+        """Return the result of each module, in the order of `names`."""
+        record(self, x)
+        return [getattr(self, name)(x) for name in self.names]
 
 
 def find_runs(

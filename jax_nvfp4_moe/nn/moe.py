@@ -388,7 +388,8 @@ class NVFP4MoE(nnx.Module):
             rows, weight = rows.astype(jnp.float32), weight.astype(jnp.float32)
         logits = dense(rows, weight, target=self.target)
         if logit_bias is not None:
-            logits += logit_bias.astype(jnp.float32)[None, :]
+            added = jnp.broadcast_to(logit_bias.astype(jnp.float32)[None], logits.shape)
+            logits = add_gated(logits, None, added, target=self.target)
         if given is None:
             ids, weights = route(self.router, logits, bias, target=self.target)
         else:

@@ -3,7 +3,7 @@
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chain import chain_calls
 from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
-from jax_nvfp4_moe.ops.gating import activate, add_gated
+from jax_nvfp4_moe.ops.gating import activate, add_gated, gate_heads
 from jax_nvfp4_moe.ops.heads import prepare_heads
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.norms import add_rms_norm
@@ -19,6 +19,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "chain_calls",
+    "gate_heads",
     "gated_delta_rule",
     "gated_delta_step",
     "grouped_gemm",

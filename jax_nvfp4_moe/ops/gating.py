@@ -1,11 +1,11 @@
-"""`activate` and `add_gated`: the operations between and after the GEMMs of a gated block."""
+"""`activate`, `add_gated` and `gate_heads`: what gates do between and after GEMMs."""
 
 import math
 from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
-from jax_nvfp4_moe.backends import reference
+from jax_nvfp4_moe.backends import heads, reference
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
@@ -56,7 +56,7 @@ def activate(
     _check_dtype("gate_up", gate_up)
     if gate_up.ndim < 1 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: expected [..., 2i], got {gate_up.shape}")
-    run = _resolve("activate", gate_up, target, backend)
+    run = _resolve("activate", gate_up, 1, target, backend)
     return with_derivative_of(reference.activate_rows, run, call=call)(gate_up)
 
 
@@ -105,8 +105,58 @@ def add_gated(
                 f"{name}: expected {x.dtype.name} {shape}, because x is {x.dtype.name} {x.shape}; "
                 f"got {array.dtype.name} {array.shape}"
             )
-    run = _resolve("add_gated", x, target, backend)
+    run = _resolve("add_gated", x, 1, target, backend)
     return with_derivative_of(reference.add_gated, run)(x, gate, z)
+
+
+def gate_heads(
+    x: Float[Array, "... n d"],
+    gates: Float[Array, "... w"],
+    *,
+    target: Target | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> Float[Array, "... n d"]:
+    """Multiply the heads of an attention by their gates: ``y = x * sigmoid(gate)``.
+
+    The product is computed in float32 and rounded once.
+
+    Args:
+      x: results of n heads ``[..., n, d]``, bfloat16, float16 or float32.
+      gates: one gate for each head, ``[..., n]``. Or the projected tokens ``[..., w]`` that
+        `prepare_heads` takes with ``gated=True``: in the first ``2 n d`` columns, the d channels of
+        each query head are followed by d gates. The dtype is that of `x`.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem.
+
+    Returns:
+      ``[..., n, d]`` in the dtype of `x`. Gradients flow in plain XLA.
+
+    Raises:
+      ValueError: if a shape or a dtype is wrong.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> x = jnp.full((1, 2, 3), 4.0)  # two heads of width 3
+      >>> nvfp4.ops.gate_heads(x, jnp.array([[0.0, 100.0]])).tolist()
+      [[[2.0, 2.0, 2.0], [4.0, 4.0, 4.0]]]
+    """
+    _check_dtype("x", x)
+    if x.ndim < 2:
+        raise ValueError(f"x: expected [..., n, d], got {x.shape}")
+    *lead, n, d = x.shape
+    width = gates.shape[-1] if gates.ndim else 0
+    fits = gates.shape[:-1] == tuple(lead) and (width == n or width >= 2 * n * d)
+    if not fits or gates.dtype != x.dtype:
+        raise ValueError(
+            f"gates: expected {x.dtype.name} {(*lead, n)}, or a last axis of at least {2 * n * d}, "
+            f"because x is {x.dtype.name} {x.shape}; got {gates.dtype.name} {gates.shape}"
+        )
+    run = _resolve("gate_heads", x, 2, target, backend)
+    return with_derivative_of(heads.gate_heads, run)(x, gates)
 
 
 def _check_dtype(name, x):
@@ -114,11 +164,11 @@ def _check_dtype(name, x):
         raise ValueError(f"{name}: expected {', '.join(_FLOATS)}; got {x.dtype.name}")
 
 
-def _resolve(op, x, target, backend):
-    """Return the function that computes `op` on rows like those of `x`."""
-    rows = math.prod(x.shape[:-1])
+def _resolve(op, x, axes, target, backend):
+    """Return the function that computes `op` on rows, which are the last `axes` axes of `x`."""
+    rows = math.prod(x.shape[:-axes])
     if backend is None and not (isinstance(rows, int) and rows <= _FEW_ROWS):
         backend = "reference"
     target = target or Target.current()
-    problem = Problem(op, None, target, x.dtype.name, hidden=x.shape[-1])
+    problem = Problem(op, None, target, x.dtype.name, hidden=math.prod(x.shape[-axes:]))
     return resolve(problem, backend=backend).lower

@@ -24,6 +24,7 @@ def prepare_heads(
     eps: float = 1e-6,
     rope: Rope | None = None,
     rotates_first: bool = False,
+    gated: bool = False,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "b t n d"], Float[Array, "b m s d"], Float[Array, "b m s d"]]:
@@ -34,6 +35,7 @@ def prepare_heads(
 
     Args:
       qkv: projected tokens ``[b, t, (n + 2m) d]``: n query heads, m key heads and m value heads.
+        With `gated`, ``[b, t, (2n + 2m) d]``.
       positions: position of each token, integers ``[b, t]``, all different in a row. Tokens at
         positions of s or more are not written.
       keys: the keys in the cache ``[b, m, s, d]``, with the dtype of `qkv`. If the caller donates
@@ -44,6 +46,8 @@ def prepare_heads(
       eps: added to the mean of the squares, 1e-6 by default.
       rope: parameters of the rotation. None (default) rotates nothing.
       rotates_first: whether heads are rotated before they are normalized. False by default.
+      gated: whether each query head in `qkv` is followed by d channels that this op does not read.
+        They are the gates of `gate_heads`. False by default.
       target: the `Target` to lower for; None (default) for the current device.
       backend: name of a backend, or a sequence of names that are tried in that order. None
         (default) chooses the first backend that accepts the problem.
@@ -65,8 +69,8 @@ def prepare_heads(
       >>> q.shape, keys[0, 0, 4:7, 0].tolist()
       ((1, 1, 4, 4), [0.0, 1.0, 0.0])
     """
-    _check(qkv, positions, keys, values, q_weight, k_weight, rope)
-    options = reference.HeadOptions(rope, eps, rotates_first)
+    options = reference.HeadOptions(rope, eps, rotates_first, gated)
+    _check(qkv, positions, keys, values, q_weight, k_weight, options)
     target = target or Target.current()
     width, rotated = keys.shape[3], 0 if rope is None else 2 * len(rope.frequencies)
     problem = Problem("prepare_heads", None, target, qkv.dtype.name, head_widths=(width, rotated))
@@ -77,7 +81,7 @@ def prepare_heads(
     return run(*operands)
 
 
-def _check(qkv, positions, keys, values, q_weight, k_weight, rope):
+def _check(qkv, positions, keys, values, q_weight, k_weight, options):
     """Raise a ValueError that names the argument which does not fit."""
     if qkv.ndim != 3 or qkv.dtype.name not in _FLOATS:
         words = ", ".join(_FLOATS)
@@ -92,15 +96,17 @@ def _check(qkv, positions, keys, values, q_weight, k_weight, rope):
                 f"got {x.dtype.name} {x.shape}, and keys {keys.shape}"
             )
     m, d = keys.shape[1], keys.shape[3]
-    if width % d or width < 2 * m * d:
+    factor, gates = (2 * d, " with their gates") if options.gated else (d, "")
+    if width < 2 * m * d or (width - 2 * m * d) % factor:
         raise ValueError(
-            f"qkv: expected a width that holds {m} key heads, {m} value heads and query heads of "
-            f"width {d}; got {width}"
+            f"qkv: expected a width that holds {m} key heads, {m} value heads and query heads"
+            f"{gates} of width {d}; got {width}"
         )
     if positions.shape != (b, t) or positions.dtype.kind not in "iu":
         raise ValueError(
             f"positions: expected integers {(b, t)}, got {positions.dtype.name} {positions.shape}"
         )
+    rope = options.rope
     if rope is not None and 2 * len(rope.frequencies) > d:
         raise ValueError(
             f"rope: expected at most {d // 2} frequencies for heads of width {d}, got "

@@ -26,6 +26,7 @@ def gated_delta_step(
     A_log: Float[Array, " heads"],
     dt_bias: Float[Array, " heads"],
     norm: Float[Array, " e"],
+    rates: Float[Array, "b 1 k"] | None = None,
     interleaved: bool = False,
     eps: float = 1e-6,
     target: Target | None = None,
@@ -58,6 +59,8 @@ def gated_delta_step(
       A_log: logarithm of the rate of decay, float32 ``[m r]``.
       dt_bias: bias of the step, float32 ``[m r]``.
       norm: weight of the norm, float32 ``[e]``.
+      rates: the rates and steps ``[b, 1, 2 m r]`` in the dtype of `projected`, if another product
+        made them. `projected` then ends after z. None (default) if they are in `projected`.
       interleaved: order of `projected`. False (default): all q, all k, all v, all z, all rates, all
         steps. True: key head by key head with its q, k, v and z, and then key head by key head with
         its rates and steps.
@@ -95,9 +98,15 @@ def gated_delta_step(
     (b, m, _, d, e), heads = state.shape, state.shape[1] * state.shape[2]
     channels, taps = 2 * m * d + heads * e, conv_weight.shape[-1]
     _check_floats({"projected": projected, "inputs": inputs})
+    last = 2 * heads if rates is None else 0
+    if rates is not None and (rates.shape, rates.dtype) != ((b, 1, 2 * heads), projected.dtype):
+        raise ValueError(
+            f"rates: expected {projected.dtype.name} {(b, 1, 2 * heads)}, or None; got "
+            f"{rates.dtype.name} {rates.shape}"
+        )
     _check_shapes(
         {
-            "projected": (projected, (b, 1, channels + heads * (e + 2))),
+            "projected": (projected, (b, 1, channels + heads * e + last)),
             "positions": (positions, (b, 1)),
             "inputs": (inputs, (b, taps - 1, channels)),
             "conv_weight": (conv_weight, (channels, taps)),
@@ -108,7 +117,7 @@ def gated_delta_step(
     )
     weights = {"conv_weight": conv_weight, "A_log": A_log, "dt_bias": dt_bias, "norm": norm}
     options = {"interleaved": interleaved, "eps": eps}
-    tokens = (projected, positions.astype(jnp.int32), inputs, state)
+    tokens = (projected, positions.astype(jnp.int32), inputs, state, rates)
     how = target or Target.current(), backend, (d, e)
     return _run("gated_delta_step", mix_gated_delta, tokens, weights, options, how)
 
@@ -231,7 +240,7 @@ def _run(op, reference, tokens, weights, options, how):
     `how` has the target, the requested backend, and the widths of a key and of a value.
     """
     target, backend, widths = how
-    tokens = (*tokens[:3], tokens[3].astype(jnp.float32))
+    tokens = (*tokens[:3], tokens[3].astype(jnp.float32), *tokens[4:])
     weights = jax.tree.map(lambda value: value.astype(jnp.float32), weights)
     problem = Problem(op, None, target, tokens[2].dtype.name, head_widths=widths)
     plan = resolve(problem, backend=backend)

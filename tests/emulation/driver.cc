@@ -264,6 +264,14 @@ int add_gated(int64_t rows, int64_t columns, int type, void* const* operands) {
                                   operands[1], operands[2], operands[3]});
 }
 
+// The operands are x, gates, y.
+int gate_heads(int64_t rows, int64_t heads, int64_t d, int64_t gate_columns, int type,
+               void* const* operands) {
+  return LaunchGateHeads(nullptr, {rows, static_cast<uint32_t>(heads), static_cast<uint32_t>(d),
+                                   gate_columns, gate_columns == heads, static_cast<DataType>(type),
+                                   operands[0], operands[1], operands[2]});
+}
+
 // The operands are qkv, positions, q_weight, k_weight, frequencies, q, keys, values.
 int prepare_heads(const HeadsCall* call, void* const* operands) {
   return LaunchPrepareHeads(
@@ -281,14 +289,15 @@ void sines(int64_t count, const float* angles, float* sine, float* cosine) {
   }
 }
 
-// The operands are projected, positions, conv_weight, A_log, dt_bias, norm, y, inputs, state.
+// The operands are projected, positions, conv_weight, A_log, dt_bias, norm, rates or null, y,
+// inputs, state.
 int delta_step(const DeltaStepCall* call, void* const* operands) {
   return LaunchDeltaStep(
       nullptr, *call,
       {operands[0], static_cast<const int32_t*>(operands[1]),
        static_cast<const float*>(operands[2]), static_cast<const float*>(operands[3]),
-       static_cast<const float*>(operands[4]), static_cast<const float*>(operands[5]), operands[7],
-       static_cast<float*>(operands[8]), operands[6]});
+       static_cast<const float*>(operands[4]), static_cast<const float*>(operands[5]), operands[6],
+       operands[8], static_cast<float*>(operands[9]), operands[7]});
 }
 
 int64_t delta_rule_workspace_bytes(const DeltaRuleCall* call) {

@@ -1,4 +1,4 @@
-"""Run the suite of `activate` and `add_gated` on the CUDA kernels, compiled for a CPU."""
+"""Run the suite of gated operations on their CUDA kernels, compiled for a CPU."""
 
 import functools
 
@@ -17,3 +17,7 @@ class TestGating(GatingSuite):
     @pytest.fixture
     def run_add(self, library):
         return functools.partial(gating_emulation.add_gated, library)
+
+    @pytest.fixture
+    def run_gates(self, library):
+        return functools.partial(gating_emulation.gate_heads, library)

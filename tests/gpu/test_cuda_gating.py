@@ -1,4 +1,4 @@
-"""Run the suite of `activate` and `add_gated` on their CUDA kernels, and check its errors."""
+"""Run the suite of gated operations on their CUDA kernels, and check its errors."""
 
 import cuda_calls
 import jax
@@ -23,6 +23,10 @@ class TestGating(GatingSuite):
     def run_add(self):
         return jax.jit(lambda *each: ops.add_gated(*each, backend="gating_cuda"))
 
+    @pytest.fixture
+    def run_gates(self):
+        return jax.jit(lambda *each: ops.gate_heads(*each, backend="gating_cuda"))
+
 
 def test_many_rows():
     gate_up = jnp.asarray(np.resize(make_gate_up("odd", "bfloat16"), (1 << 17, 154)))
@@ -45,3 +49,22 @@ def test_wrong_operand_is_named(shape, activation, message):
     call = jax.ffi.ffi_call("nvfp4_activate_cuda", output)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(jnp.ones(shape, jnp.bfloat16), activation=activation, **numbers))
+
+
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [
+        ({"x": (2, 96)}, r"x \[rows, n, d\]"),
+        ({"gates": (2, 95)}, r"w \(gates\).*at least 96"),
+        ({"gates": (3, 96)}, r"gates \[rows, w\]"),
+        ({"y": (2, 3, 8)}, r"y \[rows, n, d\]"),
+    ],
+)
+def test_wrong_operand_of_gated_heads_is_named(operands, message):
+    cuda_calls.register()
+    shapes = {"x": (2, 3, 16), "gates": (2, 96), "y": (2, 3, 16)} | operands
+    output = jax.ShapeDtypeStruct(shapes["y"], jnp.bfloat16)
+    call = jax.ffi.ffi_call("nvfp4_gate_heads_cuda", output)
+    given = (jnp.ones(shapes[name], jnp.bfloat16) for name in ("x", "gates"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(call(*given))

@@ -25,6 +25,7 @@ def prepare(operands, options, backend="heads_cuda"):
         eps=options.eps,
         rope=options.rope,
         rotates_first=options.rotates_first,
+        gated=options.gated,
         backend=backend,
     )
 
@@ -99,7 +100,8 @@ def test_wrong_operand_is_named(name, what):
     program = jax.ffi.ffi_call(
         "nvfp4_prepare_heads_cuda", (q, keys, values), input_output_aliases={2: 1, 3: 2}
     )
-    options = {"eps": np.float32(1e-6), "rotation_scale": np.float32(1), "rotates_first": False}
+    options = {"eps": np.float32(1e-6), "rotation_scale": np.float32(1)}
+    options |= {"rotates_first": False, "gated": False}
     # The width of a head is read from the keys, so that wrong keys show as a wrong width or q.
     named = "d \\(keys\\)|q |keys" if name == "keys" else f"{name}|r \\({name}\\)"
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"({named}).*expected"):

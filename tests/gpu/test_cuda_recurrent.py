@@ -124,6 +124,9 @@ def test_gradients_and_batches():
         ("conv_weight", jnp.zeros((110, 3)), r"conv_weight \[c, taps\]: expected \[112, 3\]"),
         ("A_log", jnp.zeros(5), r"A_log \[heads\]: expected \[6\]"),
         ("norm", jnp.zeros(16), r"norm \[e\]: expected \[8\]"),
+        ("rates", jnp.zeros((2, 1, 6)), r"rates \[b, 1, 2 m r\]: expected \[2, 1, 12\]"),
+        ("rates", jnp.zeros(12), r"rates \[0\]: expected \[0\]"),
+        ("rates", jnp.zeros((2, 1, 12)), r"projected \[b, 1, n\]: expected \[2, 1, 160\]"),
         ("inputs", jnp.zeros((2, 3, 112)), r"inputs \[b, taps - 1, c\]: expected \[2, 2, 112\]"),
         ("state", jnp.zeros((2, 2, 3, 132, 8)), r"d \(state\): expected at most 128, got 132"),
         ("state", jnp.zeros((2, 2, 3, 16, 6)), r"e \(state\): expected a positive multiple of 4"),
@@ -134,12 +137,12 @@ def test_kernel_names_a_wrong_operand(name, wrong, message):
     tokens, weights = make_delta("three value heads", np.dtype("float32"))
     names = ("projected", "positions", "inputs", "state")
     given = dict(zip(names, tokens, strict=True)) | weights
-    given[name] = wrong
-    names = ("projected", "positions", *weights, "inputs", "state")
+    given |= {"rates": np.zeros(0, np.float32), name: wrong}
+    names = ("projected", "positions", *weights, "rates", "inputs", "state")
     operands = [jnp.asarray(given[name]) for name in names]
-    shapes = ((2, 1, 48), operands[6].shape, operands[7].shape)
+    shapes = ((2, 1, 48), operands[7].shape, operands[8].shape)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    call = jax.ffi.ffi_call("nvfp4_delta_step_cuda", outputs, input_output_aliases={6: 1, 7: 2})
+    call = jax.ffi.ffi_call("nvfp4_delta_step_cuda", outputs, input_output_aliases={7: 1, 8: 2})
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
         jax.block_until_ready(call(*operands, interleaved=True, eps=np.float32(1e-6)))
 

@@ -41,7 +41,7 @@ def test_the_bound_of_blocks_catches_unrounded_activations():
 def test_the_reference_covers_windows(folder):
     """The prompts are at least two windows long."""
     config = gpt_oss.read_config(json.loads((folder / "config.json").read_text()))
-    assert tokens(folder).shape[1] >= 2 * config.windows[0]
+    assert tokens(folder).shape[1] >= 2 * config.attention[0].window
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_spellings_of_one_rotation():
     """A missing factor means a quarter of the channels. Sections of positions change nothing."""
     missing = {"partial_rotary_factor": None, "rope_parameters": None}
     theta = {"rope_theta": 10000.0}
-    given = qwen3_next.read_config(config_of(NEXT)).rope
+    given = qwen3_next.read_config(config_of(NEXT)).attention.rope
     assert len(given.frequencies) == 32 // 4 // 2
     for changes in (
         missing | theta,
@@ -72,8 +72,8 @@ def test_spellings_of_one_rotation():
         missing | {"rope_parameters": theta},
         {"rope_parameters": theta | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}},
     ):
-        assert qwen3_next.read_config(config_of(NEXT, **changes)).rope == given
-        assert qwen3_5_moe.read_config(config_of(QWEN35, **changes)).rope == given
+        assert qwen3_next.read_config(config_of(NEXT, **changes)).attention.rope == given
+        assert qwen3_5_moe.read_config(config_of(QWEN35, **changes)).attention.rope == given
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from given import CHECKPOINTS, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import CheckpointError, load_model, load_moe
 from jax_nvfp4_moe.models import glm4_moe, minimax_m2, mixtral, olmoe, qwen3_moe
+from jax_nvfp4_moe.nn.grouped_query import GQAConfig
 
 MIXTRAL, OLMOE, GLM, MINIMAX = FOLDERS = [
     CHECKPOINTS / f"{name}-modelopt-w4a16"
@@ -143,3 +144,17 @@ def test_clipping_bounds_queries_keys_and_values():
 def test_configs_that_no_model_fits(tmp_path, folder, changes, message):
     with pytest.raises(CheckpointError, match=message):
         load_model(copy_with_config(folder, tmp_path / "m", **changes))
+
+
+def test_a_gated_layer_has_no_option_that_would_be_ignored():
+    sizes = {"hidden": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "eps": 1e-6}
+    assert GQAConfig(**sizes, rope=None, gated=True, normalize="rotated").gated
+    for option in (
+        {"clip": 1.0},
+        {"interleaved": True},
+        {"normalize": "whole"},
+        {"normalize_values": True},
+        {"values_from_keys": True},
+    ):
+        with pytest.raises(ValueError, match="gated: expected False"):
+            GQAConfig(**sizes, rope=None, gated=True, **option)

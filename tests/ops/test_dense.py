@@ -307,6 +307,36 @@ def test_operands_of_different_dtypes_count_as_float32(target):
     np.testing.assert_array_equal(found, expected)
 
 
+def test_many_rows_by_a_float32_matrix_on_a_gpu():
+    """No bit of the matrix is lost, and no product of the program has float32 operands."""
+    k, n = 64, 40
+    wide = np.random.default_rng(0).normal(0, 1, (n, k)).astype(np.float32)
+    unit = jnp.tile(jnp.eye(k, dtype=jnp.bfloat16), (2, 1))
+    np.testing.assert_array_equal(dense(unit, wide, target=GPU), np.tile(wide.T, (2, 1)))
+    without_third = jax.lax.reduce_precision(wide, 8, 15)
+    assert (np.asarray(without_third) != wide).mean() > 0.9  # two parts would be seen
+    x = np.tile(operands(2 * k, n, k)[0], (2, 1))
+    exact = x.astype(np.float64) @ wide.astype(np.float64).T
+    plain = np.asarray(xla(x.astype(np.float32), wide))
+    found = np.asarray(dense(x, wide, target=GPU))
+    assert np.abs(found - exact).max() <= 2 * np.abs(plain - exact).max()
+    program = lowered(CUDA_MOST + 1, weight=jnp.float32, platform="cuda", target=GPU)
+    (product,) = (line for line in program.splitlines() if "dot_general" in line)
+    assert product.count("bf16") == 2, product
+
+
+def test_derivatives_of_a_product_in_parts():
+    x, _ = operands(CUDA_MOST + 1, 5, 40)
+    weight = np.random.default_rng(1).normal(0, 1, (5, 40)).astype(np.float32)
+
+    def loss(x, weight, target):
+        return jnp.sum(jnp.sin(dense(x, weight, target=target)))
+
+    found, expected = (jax.grad(loss, 1)(x, weight, target) for target in (GPU, Target("cpu")))
+    scale = np.abs(np.asarray(expected)).max()
+    assert np.abs(np.asarray(found - expected)).max() <= 1e-5 * scale
+
+
 def test_a_program_without_the_extension_takes_xla(monkeypatch):
     monkeypatch.setattr(_ffi, "why_unavailable", lambda extension: "not built")
     assert TARGET not in lowered(1)

@@ -1,11 +1,20 @@
-"""Test `activate` and `add_gated`: the reference against float64, gradients, and errors."""
+"""Test gated operations: the reference against float64, gradients, and errors."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from float64_layer import activate
-from gating_suite import ACTIVATIONS, make_gate_up, make_sum, options_of, sum_in_float64
+from gating_suite import (
+    ACTIVATIONS,
+    GATES,
+    gate_in,
+    make_gate_up,
+    make_gates,
+    make_sum,
+    options_of,
+    sum_in_float64,
+)
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
@@ -36,6 +45,23 @@ def test_sum_behind_a_gate():
     np.testing.assert_array_equal(ops.add_gated(x, None, z), x + z)
 
 
+@pytest.mark.parametrize("size", GATES)
+def test_heads_behind_gates(size):
+    """In float32 the result is near that in float64, and in 16 bits it is that one, rounded."""
+    x, gates = make_gates(size, "bfloat16")
+    exact = np.asarray(ops.gate_heads(np.float32(x), np.float32(gates)))
+    assert_as_accurate_as(exact, gate_in(x, gates, np.float32), gate_in(x, gates, np.float64))
+    rounded = np.asarray(ops.gate_heads(x, gates))
+    np.testing.assert_array_equal(rounded, exact.astype(rounded.dtype))
+
+
+def test_bound_catches_gates_that_are_queries():
+    x, gates = make_gates("odd", "float32")
+    y = np.asarray(ops.gate_heads(x, np.roll(gates, 7, axis=1)))
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(y, gate_in(x, gates, np.float32), gate_in(x, gates, np.float64))
+
+
 @pytest.mark.parametrize(("rows", "kernel"), [(64, True), (65, False)])
 def test_few_rows_take_a_kernel_on_a_gpu(rows, kernel):
     x = jnp.zeros((rows, 32), jnp.bfloat16)
@@ -44,22 +70,31 @@ def test_few_rows_take_a_kernel_on_a_gpu(rows, kernel):
     )
     found = text.lower(x).as_text()
     assert ("nvfp4_activate_cuda" in found) == ("nvfp4_add_gated_cuda" in found) == kernel
+    heads = jnp.zeros((rows, 2, 4), jnp.bfloat16)  # a row is a token with all of its heads
+    gate = jax.jit(lambda heads, x: ops.gate_heads(heads, x, target=CUDA))
+    assert ("nvfp4_gate_heads_cuda" in gate.lower(heads, x).as_text()) == kernel
 
 
 def test_gradients_of_kernels_are_those_of_the_reference():
     """Only the reference runs here, so that the programs are compared in their text."""
     gate_up = jnp.asarray(make_gate_up("odd", "float32"))
     operands = tuple(map(jnp.asarray, make_sum("odd", "float32")))
+    gated = tuple(map(jnp.asarray, make_gates("odd", "float32")))
 
-    def loss(gate_up, operands, **how):
-        return (ops.activate(gate_up, **how) ** 2).sum() + (
-            ops.add_gated(*operands, **how) ** 2
-        ).sum()
+    def loss(gate_up, operands, gated, **how):
+        results = (
+            ops.activate(gate_up, **how),
+            ops.add_gated(*operands, **how),
+            ops.gate_heads(*gated, **how),
+        )
+        return sum((result**2).sum() for result in results)
 
-    grads = jax.grad(loss, argnums=(0, 1))(gate_up, operands)
+    grads = jax.grad(loss, argnums=(0, 1, 2))(gate_up, operands, gated)
     assert all(bool(jnp.abs(grad).max() > 0) for grad in jax.tree.leaves(grads))
-    lowered = jax.jit(jax.grad(lambda *each: loss(*each, target=CUDA), argnums=(0, 1)))
-    assert "nvfp4_activate_cuda" in lowered.lower(gate_up, operands).as_text()
+    lowered = jax.jit(jax.grad(lambda *each: loss(*each, target=CUDA), argnums=(0, 1, 2)))
+    text = lowered.lower(gate_up, operands, gated).as_text()
+    assert "nvfp4_activate_cuda" in text
+    assert "nvfp4_gate_heads_cuda" in text
 
 
 @pytest.mark.parametrize(
@@ -71,6 +106,10 @@ def test_gradients_of_kernels_are_those_of_the_reference():
         (lambda x: ops.add_gated(x, None, x[:1]), "z: expected float32"),
         (lambda x: ops.add_gated(x, x, x), "gate: expected float32"),
         (lambda x: ops.add_gated(x, None, x.astype(jnp.bfloat16)), "z: expected float32"),
+        (lambda x: ops.gate_heads(x[0], x), r"x: expected \[\.\.\., n, d\]"),
+        (lambda x: ops.gate_heads(x[None], x), r"gates: expected float32 \(1, 2\)"),
+        (lambda x: ops.gate_heads(x[None], jnp.ones((1, 15))), "a last axis of at least 16"),
+        (lambda x: ops.gate_heads(x[None], jnp.ones((1, 2), jnp.int32)), "gates: expected float32"),
     ],
 )
 def test_errors_name_the_argument(call, message):

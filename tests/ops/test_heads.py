@@ -29,6 +29,7 @@ def prepare(call, qkv=None, **options):
         eps=call.options.eps,
         rope=call.options.rope,
         rotates_first=call.options.rotates_first,
+        gated=call.options.gated,
         **options,
     )
 
@@ -61,7 +62,7 @@ def test_gpus_run_the_kernel_and_others_the_reference():
         assert why in found.reasons["heads_cuda"]
 
 
-@pytest.mark.parametrize("case", ["decoding", "neither"])
+@pytest.mark.parametrize("case", ["decoding", "neither", "gates"])
 def test_the_op_is_one_call_on_a_gpu(case):
     call = make(case, PAIRS[0])
     traced = jax.jit(lambda qkv: prepare(call, qkv, target=GPU)).trace(call.qkv)
@@ -87,6 +88,10 @@ def test_the_op_is_differentiated_around_its_call_on_a_gpu():
     [
         ({"qkv": np.zeros((1, 2, 30), np.float32)}, "qkv: expected a width that holds 2 key heads"),
         ({"qkv": np.zeros((1, 2, 8), np.float32)}, "qkv: expected a width .* got 8"),
+        (
+            {"qkv": np.zeros((1, 2, 36), np.float32), "gated": True},
+            "qkv: expected a width that holds .* query heads with their gates of width 4; got 36",
+        ),
         ({"qkv": np.zeros((1, 32), np.float32)}, "qkv: expected"),
         ({"positions": np.zeros((1, 3), np.int32)}, r"positions: expected integers \(1, 2\)"),
         ({"positions": np.zeros((1, 2), np.float32)}, "positions: expected integers"),

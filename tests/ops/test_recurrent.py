@@ -32,7 +32,7 @@ def operands(case="three value heads", dtype="float32"):
 
 
 class TestDeltaStep(DeltaStepSuite):
-    case = axis("three value heads", "seven key heads", "no past", "a long past")
+    case = axis("three value heads", "seven key heads", "no past", "a long past", "rates apart")
     dtype = axis("bfloat16", "float32")
 
     @pytest.fixture
@@ -100,6 +100,8 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
         ("A_log", jnp.zeros(5), r"A_log: expected shape \(6,\)"),
         ("dt_bias", jnp.zeros((1, 6)), r"dt_bias: expected shape \(6,\)"),
         ("norm", jnp.zeros(16), r"norm: expected shape \(8,\)"),
+        ("rates", jnp.zeros((2, 1, 6)), r"rates: expected float32 \(2, 1, 12\), or None"),
+        ("rates", jnp.zeros((2, 1, 12)), r"projected: expected shape \(2, 1, 160\), got"),
     ],
 )
 def test_a_wrong_operand_is_named(name, wrong, message):

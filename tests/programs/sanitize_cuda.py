@@ -3,7 +3,8 @@
     bash tests/programs/run_compute_sanitizer.sh
     bash tests/programs/run_racecheck_token_scales.sh
 
-With `--token-scales N`, only the calls with one activation scale per token run, N times each.
+With `--token-scales N`, only the calls with one activation scale per token run, N times each. With
+`--without-experts`, only the kernels beside the experts and the quantizer run.
 
 The sizes fill no tile, leave experts without tokens, route out of range, and cross the end of a
 chunk of tokens. The outputs must be finite. Workspaces are not cleared, so that a kernel that reads
@@ -24,7 +25,7 @@ from attention_suite import make as make_attention
 from delta_rule_suite import RULE_CASES, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
-from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba
+from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba, take_rates
 
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.backends import _ffi
@@ -186,6 +187,9 @@ def run_gating(rows, columns, dtype):
     check(f"gating {rows} {columns} {np.dtype(dtype)} activation", y)
     total = ops.add_gated(y, y[:, :1], y, backend="gating_cuda")
     check(f"gating {rows} {columns} {np.dtype(dtype)} sum", total)
+    for name, gates in (("of channels", gate_up), ("of heads", gate_up[:, :1])):
+        gated = ops.gate_heads(y[:, None], gates, backend="gating_cuda")
+        check(f"gating {rows} {columns} {np.dtype(dtype)} gates {name}", gated)
 
 
 def run_dense(rows, n, k):
@@ -199,10 +203,11 @@ def run_dense(rows, n, k):
         check(f"dense {rows} {n} {k} {name}", y)
 
 
-def run_heads(b, t, n, m, d, rotated, start, room, dtype):
+def run_heads(b, t, n, m, d, rotated, start, room, dtype, gated=False):
     """Prepare heads with and without norms; the last tokens may not fit into the cache."""
     rng = np.random.default_rng(5)
-    shapes = (b, t, (n + 2 * m) * d), (b, m, room, d), (b, m, room, d)
+    heads = (2 if gated else 1) * n + 2 * m
+    shapes = (b, t, heads * d), (b, m, room, d), (b, m, room, d)
     qkv, keys, values = (jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes)
     positions = jnp.tile(jnp.arange(start, start + t, dtype=jnp.int32), (b, 1))
     rope = Rope(tuple(0.9**i for i in range(rotated // 2))) if rotated else None
@@ -210,9 +215,9 @@ def run_heads(b, t, n, m, d, rotated, start, room, dtype):
         weight = jnp.asarray(rng.normal(1, 0.1, d), weight_dtype)
         for norms in ({}, {"q_weight": weight, "k_weight": weight}):
             found = ops.prepare_heads(
-                qkv, positions, keys, values, **norms, rope=rope, backend="heads_cuda"
+                qkv, positions, keys, values, **norms, rope=rope, gated=gated, backend="heads_cuda"
             )
-            name = f"heads {b} {t} {n} {m} {d} {rotated} {np.dtype(dtype)} {bool(norms)}"
+            name = f"heads {b} {t} {n} {m} {d} {rotated} {np.dtype(dtype)} {bool(norms)} {gated}"
             for part, y in zip(("q", "keys", "values"), found, strict=True):
                 check(f"{name} {part}", y)
 
@@ -229,12 +234,13 @@ def run_rows():
         run_dense(*case)
     for case, dtype in itertools.product(HEADS, DTYPES[:2]):
         run_heads(*case, dtype)
+        run_heads(*case, dtype, gated=True)
 
 
 def run_recurrent_steps(dtype):
     """Decode a token of rows with and without padding, in place."""
     for name, case in DELTA_CASES.items():
-        tokens, weights = make_delta(name, np.dtype(dtype))
+        tokens, weights = take_rates(name, *make_delta(name, np.dtype(dtype)))
         options = {"interleaved": case.interleaved, "backend": "recurrent_cuda"}
         results = ops.gated_delta_step(*map(jnp.asarray, tokens), **weights, **options)
         for part, result in zip(("y", "inputs", "state"), results, strict=True):
@@ -285,11 +291,24 @@ def main():
     """Run everything once, or only the calls that the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--token-scales", type=int, metavar="N")
-    repeats = parser.parse_args().token_scales
+    parser.add_argument("--without-experts", action="store_true")
+    arguments = parser.parse_args()
     cuda_calls.register()
-    if repeats is not None:
-        run_token_scales(repeats)
+    if arguments.token_scales is not None:
+        run_token_scales(arguments.token_scales)
         return
+    run_linears()
+    run_attention()
+    run_rows()
+    run_delta_rules()
+    for dtype in DTYPES:
+        run_recurrent_steps(dtype)
+    if not arguments.without_experts:
+        run_experts()
+
+
+def run_experts():
+    """Run expert layers, grouped products and the quantizer."""
     for dtype in DTYPES:
         for options in OPTIONS:
             run_layer(LAYERS[1], dtype, options)
@@ -297,11 +316,6 @@ def main():
         run_product(dtype, "static")
         run_quantizer(dtype, "linear")
         run_quantizer(dtype, "swizzle_128x4")
-        run_recurrent_steps(dtype)
-    run_delta_rules()
-    run_linears()
-    run_attention()
-    run_rows()
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))
         for suffix in cuda_calls.MOE_TARGETS:

@@ -33,14 +33,15 @@ SIGNATURES = {
     "backend=None",
     "ops.activate": "gate_up, activation='silu', *, target=None, backend=None",
     "ops.add_gated": "x, gate, z, *, target=None, backend=None",
+    "ops.gate_heads": "x, gates, *, target=None, backend=None",
     "ops.chain_calls": "function",
     "ops.add_rms_norm": "x, added, weight, *, eps, target=None, backend=None",
     "ops.prepare_heads": "qkv, positions, keys, values, *, q_weight=None, k_weight=None, "
-    "eps=1e-06, rope=None, rotates_first=False, target=None, backend=None",
+    "eps=1e-06, rope=None, rotates_first=False, gated=False, target=None, backend=None",
     "ops.gated_delta_rule": "q, k, v, g, beta, state, *, normalize=False, dtype=bfloat16, "
     "target=None, backend=None",
     "ops.gated_delta_step": "projected, positions, inputs, state, *, conv_weight, A_log, dt_bias, "
-    "norm, interleaved=False, eps=1e-06, target=None, backend=None",
+    "norm, rates=None, interleaved=False, eps=1e-06, target=None, backend=None",
     "ops.mamba2_step": "projected, positions, inputs, state, *, conv_weight, conv_bias=None, "
     "A_log, dt_bias, D, norm, activation='silu_no_mul', step_limits=(0.0, inf), eps=1e-05, "
     "target=None, backend=None",

@@ -180,6 +180,7 @@ class _HeadsCall(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("type", "weight_type")),
         *((name, ctypes.c_float) for name in ("eps", "rotation_scale")),
         ("rotates_first", ctypes.c_bool),
+        ("gated", ctypes.c_bool),
     ]
 
 
@@ -465,14 +466,15 @@ def prepare_heads(library, call):
     the cache in `call` here. No finite number has these bytes.
     """
     (b, t, width), (_, m, s, d) = call.qkv.shape, call.keys.shape
-    n, rope = width // d - 2 * m, call.options.rope
+    n, rope = call.options.count_queries(width, m, d), call.options.rope
     frequencies = np.float32(() if rope is None else rope.frequencies)
     weights = (None, None) if call.weights is None else call.weights
     weight_type = call.qkv.dtype if call.weights is None else weights[0].dtype
     sizes = _HeadsCall(
         *(b, t, s, n, m, d, len(frequencies)),
         *(_TYPES[dtype.name] for dtype in (call.qkv.dtype, weight_type)),
-        *(call.options.eps, 1 if rope is None else rope.scale, call.options.rotates_first),
+        *(call.options.eps, 1 if rope is None else rope.scale),
+        *(call.options.rotates_first, call.options.gated),
     )
     likes = [np.empty((b, t, n, d), call.qkv.dtype), call.keys, call.values]
     operands = [call.qkv, call.positions, *weights, frequencies]

@@ -24,3 +24,10 @@ def add_gated(library, x, gate, z):
     sizes = (ctypes.c_int64(size) for size in x.shape)
     call = functools.partial(library.add_gated, *sizes, _TYPES[x.dtype.name])
     return _run(library, call, [x, _array(gate), z], [x], 0, multiprocessors=1)[0]
+
+
+def gate_heads(library, x, gates):
+    """Return ``x * sigmoid(gate)``, as `ops.gate_heads` does."""
+    sizes = (ctypes.c_int64(size) for size in (*x.shape, gates.shape[1]))
+    call = functools.partial(library.gate_heads, *sizes, _TYPES[x.dtype.name])
+    return _run(library, call, [x, gates], [x], 0, multiprocessors=1)[0]

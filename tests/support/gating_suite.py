@@ -1,4 +1,4 @@
-"""Tests that all kernels of `activate` and `add_gated` must pass."""
+"""Tests that all kernels of `activate`, `add_gated` and `gate_heads` must pass."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from float64_layer import Options, activate
 
-from jax_nvfp4_moe.backends import reference
+from jax_nvfp4_moe.backends import heads, reference
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
@@ -19,6 +19,18 @@ SIZES = {
     "many": (64, 1000),
     "one value": (200, 1),
     "none": (0, 64),
+}
+# Rows, heads, width of a head, and columns of the gates: those after the queries, further ones that
+# belong to keys and values, or one for each head.
+GATES = {
+    "one row": (1, 16, 256, 2 * 16 * 256 + 2 * 2 * 256),
+    "odd": (5, 3, 7, 2 * 3 * 7 + 4),
+    "gates alone": (2, 4, 32, 2 * 4 * 32),
+    "many": (64, 8, 64, 2 * 8 * 64 + 2 * 64),
+    "one channel": (3, 5, 1, 10),
+    "one gate a head": (7, 6, 33, 6),
+    "one gate": (1, 1, 96, 1),
+    "no rows": (0, 2, 8, 32),
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
 
@@ -46,13 +58,36 @@ def make_sum(size, dtype):
     return tuple(np.asarray(rng.normal(0, 2, each), jnp.dtype(dtype)) for each in sizes)
 
 
+@functools.cache
+def make_gates(size, dtype):
+    """Return the results of heads, and their gates."""
+    rows, n, d, columns = GATES[size]
+    rng = np.random.default_rng(columns)
+    sizes = (rows, n, d), (rows, columns)
+    return tuple(np.asarray(rng.normal(0, 2, each), jnp.dtype(dtype)) for each in sizes)
+
+
+def gate_in(x, gates, dtype):
+    """Return ``x * sigmoid(gate)``, computed by numpy in `dtype`."""
+    x, gates = np.asarray(x, dtype), np.asarray(gates, dtype)
+    rows, n, d = x.shape
+    if gates.shape[1] == n:
+        gates = gates[:, :, None]
+    else:
+        gates = gates[:, : 2 * n * d].reshape(rows, n, 2 * d)[:, :, d:]
+    return x / (1 + np.exp(-gates))
+
+
 def sum_in_float64(x, gate, z):
     x, z = np.asarray(x, np.float64), np.asarray(z, np.float64)
     return x + (z if gate is None else z / (1 + np.exp(-np.asarray(gate, np.float64))))
 
 
 class GatingSuite:
-    """Subclasses have fixtures `run_activate(gate_up, name)` and `run_add(x, gate, z)`."""
+    """Subclasses have fixtures for the ops.
+
+    They are `run_activate(gate_up, name)`, `run_add(x, gate, z)` and `run_gates(x, gates)`.
+    """
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -99,6 +134,40 @@ class GatingSuite:
         y = np.asarray(run_add(x, wrong, z))
         with pytest.raises(AssertionError, match="yardstick"):
             assert_as_accurate_as(y, plain, sum_in_float64(x, gate, z))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("size", GATES)
+    def test_gated_heads_match_float64(self, run_gates, size, dtype):
+        x, gates = make_gates(size, dtype)
+        y = np.asarray(run_gates(x, gates))
+        plain = np.asarray(heads.gate_heads(jnp.asarray(x), jnp.asarray(gates)))
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+        assert_as_accurate_as(y, plain, gate_in(x, gates, np.float64))
+
+    @pytest.mark.parametrize("size", ["odd", "one gate a head"])
+    @pytest.mark.parametrize("fault", ["head", "row", "sign"])
+    def test_bound_catches_a_gate_of_another_head(self, run_gates, fault, size):
+        x, gates = make_gates(size, "bfloat16")
+        step = 1 if size == "one gate a head" else 2 * x.shape[2]
+        wrong = {
+            "head": np.roll(gates, step, axis=1),
+            "row": np.roll(gates, 1, axis=0),
+            "sign": -gates,
+        }[fault]
+        plain = np.asarray(heads.gate_heads(jnp.asarray(x), jnp.asarray(gates)))
+        y = np.asarray(run_gates(x, np.ascontiguousarray(wrong)))
+        with pytest.raises(AssertionError, match="yardstick"):
+            assert_as_accurate_as(y, plain, gate_in(x, gates, np.float64))
+
+    def test_bits_repeat_and_queries_are_not_read(self, run_gates):
+        x, gates = make_gates("odd", "bfloat16")
+        y = np.asarray(run_gates(x, gates))
+        rows, n, d = x.shape
+        others = gates.copy()
+        others[:, 2 * n * d :] = np.nan
+        others[:, : 2 * n * d].reshape(rows, n, 2, d)[:, :, 0] = np.nan
+        assert y.tobytes() == np.asarray(run_gates(x, others)).tobytes()
+        assert y[2:3].tobytes() == np.asarray(run_gates(x[2:3], gates[2:3])).tobytes()
 
     def test_values_that_are_not_finite_stay_alone(self, run_activate, run_add):
         gate_up = make_gate_up("odd", "bfloat16").copy()

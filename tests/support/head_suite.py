@@ -26,6 +26,7 @@ class Case:
     norms: bool = True
     rotates_first: bool = False
     scale: float = 1.0
+    gated: bool = False
 
 
 CASES = {
@@ -41,6 +42,9 @@ CASES = {
     "smallest": Case(1, (1, 1), 4, 4, (3,), 4),
     "the end of the cache": Case(4, (2, 1), 64, 64, (6, 9), 8),
     "no rows": Case(1, (2, 1), 64, 64, (), 8),
+    "gates": Case(3, (3, 2), 64, 16, (5, 0), 20, gated=True),
+    "gates of the widest": Case(1, (16, 2), 256, 64, (40,), 64, gated=True),
+    "gates and nothing else": Case(1, (1, 1), 8, 0, (0,), 1, norms=False, gated=True),
 }
 PAIRS = ("bfloat16-bfloat16", "bfloat16-float32", "float16-float16", "float16-float32")
 NAMES = ("q", "keys", "values")
@@ -76,12 +80,14 @@ def make(name, pair):
     half = case.rotated // 2
     frequencies = tuple(float(1e4 ** (-i / half)) for i in range(half))
     return Call(
-        normal(b, case.t, (n + 2 * m) * d),
+        normal(b, case.t, ((2 if case.gated else 1) * n + 2 * m) * d),
         starts + np.arange(case.t, dtype=np.int32),
         normal(b, m, case.room, d),
         normal(b, m, case.room, d),
         weights if case.norms else None,
-        HeadOptions(Rope(frequencies, case.scale) if half else None, 1e-6, case.rotates_first),
+        HeadOptions(
+            Rope(frequencies, case.scale) if half else None, 1e-6, case.rotates_first, case.gated
+        ),
     )
 
 
@@ -90,6 +96,9 @@ def in_float64(call: Call):
     (b, t, _), (_, m, room, d) = call.qkv.shape, call.keys.shape
     heads = call.qkv.astype(np.float64).reshape(b, t, call.qkv.shape[2] // d, d)
     n = heads.shape[2] - 2 * m
+    if call.options.gated:
+        n //= 2
+        heads = np.concatenate([heads[:, :, : 2 * n : 2], heads[:, :, 2 * n :]], axis=2)
 
     def normalize(heads):
         q_weight, k_weight = (np.float64(weight) for weight in call.weights)
@@ -121,6 +130,15 @@ def _rotate(heads, positions, rope):
     return np.concatenate([*turned, heads[..., 2 * half :]], axis=-1)
 
 
+def exchange_gates(call: Call):
+    """Return projected tokens in which queries and their gates have changed places."""
+    heads = call.qkv.reshape(*call.qkv.shape[:2], -1, 2, call.keys.shape[3])
+    gated = heads.shape[2] - call.keys.shape[1]
+    return np.concatenate([heads[:, :, :gated, ::-1], heads[:, :, gated:]], axis=2).reshape(
+        call.qkv.shape
+    )
+
+
 def plain(call: Call):
     """Return the results of plain XLA."""
     weights = None if call.weights is None else tuple(map(jnp.asarray, call.weights))
@@ -148,13 +166,15 @@ class HeadSuite:
         for kept, entry in zip((call.keys, call.values), got[1:], strict=True):
             assert kept[~new].tobytes() == np.asarray(entry)[~new].tobytes()
 
-    @pytest.mark.parametrize("fault", ["position", "norm", "order", "scale"])
+    @pytest.mark.parametrize("fault", ["position", "norm", "order", "scale", "gate"])
     def test_bound_catches_a_fault(self, run, pair, fault):
-        call = make("past 2^17" if fault == "position" else "a part rotates", pair)
+        name = {"position": "past 2^17", "gate": "gates"}.get(fault, "a part rotates")
+        call = make(name, pair)
         expected, options = in_float64(call), call.options
         wrong = {
             "position": {"positions": call.positions - 1},
             "norm": {"weights": call.weights and call.weights[::-1]},
+            "gate": {"qkv": exchange_gates(call) if fault == "gate" else call.qkv},
             "order": {"options": dataclasses.replace(options, rotates_first=True)},
             "scale": {
                 "options": dataclasses.replace(

@@ -63,7 +63,7 @@ def gated_delta_rule(
     return _run(library, bound, tokens, [v], size, multiprocessors, shared_bytes, (state,))
 
 
-def gated_delta_step(library, *tokens, interleaved, eps, **weights):
+def gated_delta_step(library, *tokens, interleaved, eps, rates=None, **weights):
     """Return y, the new inputs and the new state, as `ops.gated_delta_step` does."""
     projected, positions, inputs, state = tokens
     b, m, r, d, e = state.shape
@@ -71,7 +71,7 @@ def gated_delta_step(library, *tokens, interleaved, eps, **weights):
     call = _DeltaStepCall(*sizes, _TYPES[inputs.dtype.name], interleaved, d**-0.5, eps)
     bound = functools.partial(library.delta_step, ctypes.byref(call))
     names = ("conv_weight", "A_log", "dt_bias", "norm")
-    operands = [projected, positions, *(weights[name] for name in names)]
+    operands = [projected, positions, *(weights[name] for name in names), rates]
     y = np.empty((b, 1, m * r * e), inputs.dtype)
     return _run(library, bound, operands, [y], 0, 1, in_place=(inputs, state))
 

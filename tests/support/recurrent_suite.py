@@ -31,6 +31,7 @@ class DeltaCase:
     taps: int = 4
     interleaved: bool = False
     positions: tuple[int, ...] = (5,)
+    apart: bool = False  # whether rates and steps are an operand of their own
 
 
 DELTA_CASES = {
@@ -43,6 +44,9 @@ DELTA_CASES = {
     "wide keys": DeltaCase((1, 2, 128, 4)),
     "no past": DeltaCase((2, 2, 4, 4), 1),
     "a long past": DeltaCase((2, 2, 16, 16), 7, False, (3, PADDING)),
+    "rates apart": DeltaCase((2, 3, 16, 8), 3, False, (7, PADDING + 1, 0), True),
+    "full widths, rates apart": DeltaCase((1, 2, 128, 128), 4, True, (0, 9), True),
+    "two kernels, rates apart": DeltaCase((2, 9, 16, 32), apart=True),
 }
 
 
@@ -63,6 +67,19 @@ def make_delta(name, dtype):
         "norm": np.float32(1 + rng.normal(size=e) / 4),
     }
     return (projected, positions, inputs, state), weights
+
+
+def take_rates(name, tokens, weights, turn=0):
+    """Return the tokens and the weights of a call, with the rates among the weights if apart.
+
+    They are moved on by `turn` places.
+    """
+    case = DELTA_CASES[name]
+    if not case.apart:
+        return tokens, weights
+    projected, rates = np.split(tokens[0], [-2 * case.sizes[0] * case.sizes[1]], axis=-1)
+    rates = np.ascontiguousarray(np.roll(rates, turn, axis=-1))
+    return (np.ascontiguousarray(projected), *tokens[1:]), {**weights, "rates": rates}
 
 
 def delta_in_float64(name, tokens, weights, eps=1e-6):
@@ -142,8 +159,18 @@ def spoiled(weights, name):
 class DeltaStepSuite:
     """The step of a gated delta net; `run` also takes `interleaved` and `eps`."""
 
-    def call(self, run, case, tokens, weights):
+    def call(self, run, case, tokens, weights, turn=0):
+        tokens, weights = take_rates(case, tokens, weights, turn)
         return run(*tokens, **weights, interleaved=DELTA_CASES[case].interleaved, eps=1e-6)
+
+    def test_rates_of_other_heads_are_found(self, run):
+        case = "rates apart"
+        tokens, weights = make_delta(case, np.dtype("float32"))
+        exact = delta_in_float64(case, tokens, weights)
+        plain = plain_delta(case, tokens, weights)
+        results = self.call(run, case, tokens, weights, turn=1)
+        with pytest.raises(AssertionError, match=r"over 4\.0 x"):
+            check_step(results, plain, exact, tokens, np.float32)
 
     def test_matches_float64(self, run, case, dtype):
         tokens, weights = make_delta(case, jnp.dtype(dtype))

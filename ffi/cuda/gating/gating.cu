@@ -1,13 +1,19 @@
-// The operations between the products of a gated feed-forward block, and after it:
+// The operations between the products of a gated feed-forward block, and after it, and the gates of
+// an attention:
 //
-//   Activate   y = act(gate) * up            gate_up [rows, 2 i] -> y [rows, i]
-//   AddGated   y = x + sigmoid(gate) * z     x, z [rows, h], gate [rows] or null -> y [rows, h]
+//   Activate    y = act(gate) * up           gate_up [rows, 2 i] -> y [rows, i]
+//   AddGated    y = x + sigmoid(gate) * z    x, z [rows, h], gate [rows] or null -> y [rows, h]
+//   GateHeads   y = x * sigmoid(gate)        x [rows, n, d], gates [rows, w] -> y [rows, n, d]
 //
 // AddGated rounds the sigmoid and the product to the type of x, as jax.numpy does. A null gate
 // stands for a factor of 1.
 //
-// A thread computes one value. Threads of a warp have neighboring columns, so that loads are whole
-// lines.
+// GateHeads reads the gates where the projection of an attention has left them, because a copy
+// would be a kernel of its own. In the projection, the d channels of each head's gate follow those
+// of its query. Or each head has one gate, and w is n.
+//
+// A thread computes one value, except in heads of more than 256 channels. Threads of a warp have
+// neighboring columns, so that loads are whole lines.
 //
 // Bottleneck: latency. The kernels are for the few rows of a decoding step, between the kernels of
 // the products.
@@ -22,7 +28,7 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kHeadThreads = 256;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) Activate(const ActivateCall p) {
@@ -56,22 +62,53 @@ __global__ void __launch_bounds__(kThreads) AddGated(const AddGatedCall p) {
   static_cast<T*>(p.y)[at] = FromFloat<T>(ToFloat(static_cast<const T*>(p.x)[at]) + z);
 }
 
+// A block computes one head of one row, so that all of its threads find the row by one division.
+template <typename T>
+__global__ void __launch_bounds__(kHeadThreads) GateHeads(const GateHeadsCall p) {
+  const uint32_t row = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * p.d;
+  const int64_t column = p.one_gate ? head : (2 * static_cast<int64_t>(head) + 1) * p.d;
+  const T* x = static_cast<const T*>(p.x) + first;
+  const T* gates = static_cast<const T*>(p.gates) + row * p.gate_columns + column;
+  T* y = static_cast<T*>(p.y) + first;
+  WaitForPrecedingKernel();
+  StartNextKernel();
+  for (uint32_t channel = threadIdx.x; channel < p.d; channel += kHeadThreads) {
+    const float gate = ToFloat(gates[p.one_gate ? 0 : channel]);
+    y[channel] = FromFloat<T>(ToFloat(x[channel]) * Sigmoid(gate));
+  }
+}
+
 template <typename Call>
-cudaError_t LaunchRows(cudaStream_t stream, const Call& call, void (*bf16)(Call), void (*f16)(Call),
-                       void (*f32)(Call)) {
+using Kernel = void (*)(Call);
+
+template <typename Call>
+Kernel<Call> KernelOf(const Call& call, Kernel<Call> bf16, Kernel<Call> f16, Kernel<Call> f32) {
+  return call.type == DataType::kBF16 ? bf16 : call.type == DataType::kF16 ? f16 : f32;
+}
+
+template <typename Call>
+cudaError_t LaunchRows(cudaStream_t stream, const Call& call, Kernel<Call> kernel) {
   const dim3 grid(static_cast<unsigned>(CeilDiv(call.rows * call.columns, kThreads)));
-  const auto kernel = call.type == DataType::kBF16 ? bf16 : call.type == DataType::kF16 ? f16 : f32;
   return LaunchWide(stream, grid, kThreads, 0, /*overlaps=*/true, kernel, call);
 }
 
 }  // namespace
 
 cudaError_t LaunchActivate(cudaStream_t stream, const ActivateCall& call) {
-  return LaunchRows(stream, call, Activate<__nv_bfloat16>, Activate<__half>, Activate<float>);
+  return LaunchRows(stream, call,
+                    KernelOf(call, Activate<__nv_bfloat16>, Activate<__half>, Activate<float>));
 }
 
 cudaError_t LaunchAddGated(cudaStream_t stream, const AddGatedCall& call) {
-  return LaunchRows(stream, call, AddGated<__nv_bfloat16>, AddGated<__half>, AddGated<float>);
+  return LaunchRows(stream, call,
+                    KernelOf(call, AddGated<__nv_bfloat16>, AddGated<__half>, AddGated<float>));
+}
+
+cudaError_t LaunchGateHeads(cudaStream_t stream, const GateHeadsCall& call) {
+  const auto kernel = KernelOf(call, GateHeads<__nv_bfloat16>, GateHeads<__half>, GateHeads<float>);
+  const dim3 grid(static_cast<unsigned>(call.d == 0 ? 0 : call.rows * call.heads));
+  return LaunchWide(stream, grid, kHeadThreads, 0, /*overlaps=*/true, kernel, call);
 }
 
 }  // namespace nvfp4

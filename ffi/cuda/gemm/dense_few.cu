@@ -471,14 +471,16 @@ __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank,
     for (int peer = 1; peer < ranks; ++peer) Add(total, LoadPeer16(address, peer));
     store(fragment, total);
   }
-  SyncCluster();  // until then, other blocks may read the shared memory of this one
+  LeaveCluster();  // until then, other blocks may read the shared memory of this one
 #endif
 }
 
+// How many blocks run at once on a multiprocessor. Those with float32 weights and many rows need
+// more registers than that.
+constexpr int BlocksPerSm(int tile) { return tile == kMedium ? 3 : 2; }
+
 template <typename T, typename W, int kTile, int kEights>
-__global__ void __launch_bounds__(kThreads, kTile == kMedium ? 3
-                                            : kIsFloat<W>    ? 1
-                                                             : 2)
+__global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile))
     DenseFew(const DenseFewBuffers buffers, const FewSizes p) {
   using F = Form<W, kTile, kEights>;
   NVFP4_DYNAMIC_SHARED(shared);
@@ -561,21 +563,14 @@ int TileOf(const DenseFewCall& call) {
   return eights <= 2 ? kMedium : kLarge;
 }
 
-// Returns the blocks of a cluster. For the smallest tile, clusters are as large as possible: all
-// blocks run at once, about two on a multiprocessor, and each one has a piece. Larger tiles are
-// few. For these, the multiprocessor that has the most pieces is done first. The beginning and the
-// end of a block cost about as much as a piece.
+// Returns the blocks of a cluster: as many as divide k into the shortest parts while all blocks
+// still run at once. For the smallest tile, a power of two.
 int32_t RanksOf(int tile, int64_t tiles, int64_t pieces) {
-  const int64_t multiprocessors = MultiprocessorCount();
+  const int64_t most_blocks = int64_t{BlocksPerSm(tile)} * MultiprocessorCount();
   int32_t best = 1;
-  for (int32_t ranks = 2; ranks <= kMaxRanks && tile == kSmall; ranks *= 2) {
-    if (tiles * ranks <= 2 * multiprocessors && pieces >= ranks) best = ranks;
-  }
-  const auto cost = [&](int64_t ranks) {
-    return CeilDiv(tiles * ranks, multiprocessors) * (CeilDiv(pieces, ranks) + 1);
-  };
-  for (int32_t ranks = 2; ranks <= kMaxRanks && tile != kSmall; ++ranks) {
-    if (cost(ranks) < cost(best)) best = ranks;
+  for (int32_t ranks = 2; ranks <= kMaxRanks && tiles * ranks <= most_blocks;) {
+    if (CeilDiv(pieces, ranks) < CeilDiv(pieces, best)) best = ranks;
+    ranks = tile == kSmall ? 2 * ranks : ranks + 1;
   }
   return best;
 }

@@ -180,7 +180,7 @@ __device__ __forceinline__ void FinishInCluster(const Partials& partials, const 
     for (int peer = 1; peer < 1 << few.ranks_log2; ++peer) Add(total, LoadPeer16(address, peer));
     finish(total);
   }
-  SyncCluster();  // until then, other blocks may read the shared memory of this one
+  LeaveCluster();  // until then, other blocks may read the shared memory of this one
 #endif
 }
 

@@ -12,13 +12,16 @@
 // each team has one of the two weight tiles of a piece along k. With more rows, each team has half
 // of the rows.
 //
-// The blocks of a cluster divide k. The size of the clusters is the one with which the
-// multiprocessor that has the most work is done first (CutLinearWide).
+// The blocks of a cluster divide k. CutLinearWide chooses the size of the clusters with which the
+// last block is done first. It takes two blocks on a multiprocessor to be as fast as one, because
+// blocks mostly wait for latencies.
 //
 // Partial sums are added in the order of the teams, then in that of the blocks of a cluster. The
 // bits of a row depend on the other rows of a call only where these make it more than 32 rows.
 //
-// Bottleneck: MMAs for 64 rows, and reading weights for 16. Neither is measured yet.
+// Bottleneck: latencies. On an H200, a block alone on its multiprocessor had an instruction to
+// issue in a third of the cycles. With 5120 x 2048 weights it took 12,600 cycles for 16 rows, in
+// which DRAM reached 9 % of its bandwidth, and 22,000 for 64.
 //
 // Needs: sm_90, for clusters. Tests: tests/gpu/test_linear_few.py,
 // tests/emulation/test_linear_few.py.
@@ -50,6 +53,7 @@ constexpr int kPieceScaleBytes = kTeams * kTileScaleBytes;
 constexpr int kScalesAt = kBlockTiles * kPieceCodeBytes;  // in a stage
 constexpr int kRowsAt = kScalesAt + kBlockTiles * kPieceScaleBytes;
 constexpr int kRowStride = kPieceK * 2 + 16;  // 16 bytes of padding, against bank conflicts
+constexpr int kBlocksPerSm = 2;
 constexpr int kMaxStages = 6;
 constexpr int kRingBytes = 96 << 10;  // any device gives a block 99 KiB
 constexpr int kMaxRanks = 8;          // every device with clusters has those of eight blocks
@@ -190,17 +194,25 @@ __device__ __forceinline__ void MultiplySlabs(const uint8_t* codes, const uint8_
           *reinterpret_cast<const uint32_t*>(scales + slab * kSlabScaleBytes + half * 4);
       UnpackPair<T>(words.x, words.y, scale, constants, even[slab], odd[slab]);
     }
+    // All fragments of x are loaded before the MMAs, and MMAs that follow each other add to
+    // different sums. A multiprocessor has few warps of this kernel to hide latencies with.
+    uint32_t b[kEights][4];
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
-      uint32_t b[4];
-      LoadMatrices(rows + eight * 8 * kRowStride + 64 * half, b);
+      LoadMatrices(rows + eight * 8 * kRowStride + 64 * half, b[eight]);
+    }
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
 #pragma unroll
       for (int slab = 0; slab < kWarpSlabs; ++slab) {
-        MultiplyAdd<T>(warp.sums[slab][eight], even[slab], b[0], b[1]);
+        MultiplyAdd<T>(warp.sums[slab][eight], even[slab], b[eight][0], b[eight][1]);
       }
+    }
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) {
 #pragma unroll
       for (int slab = 0; slab < kWarpSlabs; ++slab) {
-        MultiplyAdd<T>(warp.sums[slab][eight], odd[slab], b[2], b[3]);
+        MultiplyAdd<T>(warp.sums[slab][eight], odd[slab], b[eight][2], b[eight][3]);
       }
     }
   }
@@ -248,12 +260,12 @@ __device__ __forceinline__ void FinishSlab(uint8_t* shared, const WideRows& wide
     for (int peer = 1; peer < wide.ranks; ++peer) Add(total, LoadPeer16(address, peer));
     finish(eight, total);
   }
-  SyncCluster();  // until then, other blocks may read the shared memory of this one
+  LeaveCluster();  // until then, other blocks may read the shared memory of this one
 #endif
 }
 
 template <typename T, int kEights>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     LinearFewWide(const __grid_constant__ ExpertGemm p, const WideRows wide,
                   const TileConstants constants) {
   using F = Form<kEights>;
@@ -344,8 +356,9 @@ LinearFewCut CutLinearWide(int64_t rows, int64_t n, int64_t k_tiles) {
   // The beginning and the end of a block cost about as much as a piece.
   constexpr int64_t kOverhead = 1;
   const int64_t tiles = CeilDiv(n, kBlockTiles * kTileM), pieces = CeilDiv(k_tiles, kTeams);
+  const int64_t resident = kBlocksPerSm * MultiprocessorCount();
   const auto cost = [&](int64_t ranks) {
-    return CeilDiv(tiles * ranks, MultiprocessorCount()) * (CeilDiv(pieces, ranks) + kOverhead);
+    return CeilDiv(tiles * ranks, resident) * (CeilDiv(pieces, ranks) + kOverhead);
   };
   int32_t best = 1;
   for (int32_t ranks = 2; ranks <= kMaxRanks; ++ranks) {

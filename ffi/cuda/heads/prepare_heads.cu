@@ -3,6 +3,9 @@
 //
 //   qkv [tokens, n + 2m, d] -> q [tokens, n, d], keys and values [b, m, s, d]
 //
+// With gates, qkv is [tokens, 2n + 2m, d], and the gate of each query head follows it. GateHeads in
+// gating/gating.cu reads the gates.
+//
 // Each step rounds to the type of the heads, as the jnp expressions of backends/heads.py do.
 // Channels i and i + r/2 rotate by position * frequency[i], for i below r/2. The channels from r on
 // keep their values. Tokens at positions outside of the cache are not written.
@@ -150,6 +153,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t index = static_cast<int32_t>(blockIdx.x) * kWarps + warp;
   const int32_t token = index / heads, head = index % heads;
   const bool is_query = head < call.n, is_value = head >= call.n + call.m;
+  const int32_t gates_before = !call.gated ? 0 : is_query ? head : call.n;
   const W* weight = is_value ? nullptr : static_cast<const W*>(is_query ? p.q_weight : p.k_weight);
   if (weight != nullptr) {
     PrefetchLines(weight, call.d * static_cast<int>(sizeof(W)), lane, 32);
@@ -161,7 +165,8 @@ __global__ void __launch_bounds__(kThreads)
   Head<T, kItems> values;
   Factors<W, kItems> factors;
   const int32_t position = p.positions[token];
-  values.Load(static_cast<const T*>(p.qkv) + static_cast<int64_t>(index) * call.d, call, lane);
+  const int64_t source = static_cast<int64_t>(token) * (heads + (call.gated ? call.n : 0)) + head;
+  values.Load(static_cast<const T*>(p.qkv) + (source + gates_before) * call.d, call, lane);
   factors.Load(weight, p.frequencies, call, lane);
   if (!is_value) {
     if (weight != nullptr && !call.rotates_first) values.Normalize(factors, call, lane);

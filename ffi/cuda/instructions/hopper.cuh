@@ -140,6 +140,15 @@ __device__ __forceinline__ void SyncCluster() {
           : "memory");
 }
 
+// Waits for all threads of all blocks of the cluster, after the last access to the shared memory of
+// another block. Nothing becomes visible by it, so that it does not wait for stores.
+__device__ __forceinline__ void LeaveCluster() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+}
+
 // Loads from the shared memory of block `rank` of the cluster, at the place of `address` in this
 // block's own.
 __device__ __forceinline__ float4 LoadPeer16(uint32_t address, uint32_t rank) {

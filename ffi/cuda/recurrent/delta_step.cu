@@ -49,35 +49,29 @@ struct Place {
   }
 };
 
-// The places of all kinds, and the numbers of channels of the convolution and of `projected`.
+// The places of all kinds, the number of channels of the convolution, and the widths of a row of
+// `projected` and of `rates`. Rates and steps are in `rates`, which may be a part of `projected`.
 struct Places {
   Place query, key, value, gate, rate, step;
-  int32_t channels, row;
+  int32_t channels, row, rates_row;
 };
 
-Places FindPlaces(const DeltaStepCall& c) {
+Places FindPlaces(const DeltaStepCall& c, bool rates_apart) {
   const int32_t keys = c.key_heads * c.d, own = c.shared * c.e;
   const int32_t channels = 2 * keys + c.key_heads * own, scalars = channels + c.key_heads * own;
-  const int32_t row = scalars + 2 * c.key_heads * c.shared;
+  const int32_t rates = 2 * c.key_heads * c.shared, whole = scalars + rates;
+  const int32_t row = rates_apart ? scalars : whole, rates_row = rates_apart ? rates : whole;
   if (c.interleaved) {
     const int32_t stride = 2 * (c.d + own);
-    return {{0, stride},
-            {c.d, stride},
-            {2 * c.d, stride},
-            {2 * c.d + own, stride},
-            {scalars, 2 * c.shared},
-            {scalars + c.shared, 2 * c.shared},
-            channels,
-            row};
+    return {{0, stride},       {c.d, stride},
+            {2 * c.d, stride}, {2 * c.d + own, stride},
+            {0, 2 * c.shared}, {c.shared, 2 * c.shared},
+            channels,          row,
+            rates_row};
   }
-  return {{0, c.d},
-          {keys, c.d},
-          {2 * keys, own},
-          {channels, own},
-          {scalars, c.shared},
-          {scalars + c.key_heads * c.shared, c.shared},
-          channels,
-          row};
+  return {{0, c.d},        {keys, c.d},   {2 * keys, own},
+          {channels, own}, {0, c.shared}, {c.key_heads * c.shared, c.shared},
+          channels,        row,           rates_row};
 }
 
 // A channel that a block convolves: its number in the convolution, which has all queries, then all
@@ -170,8 +164,9 @@ __global__ void __launch_bounds__(kThreads, kFull ? 2 : 1)
     weight = p.norm[thread];
   }
   if (thread == kThreads - 1) {
-    const float rate = ToFloat(projected[places.rate.Of(key_head, shared_head)]);
-    const float step = ToFloat(projected[places.step.Of(key_head, shared_head)]);
+    const T* rates = static_cast<const T*>(p.rates) + row * places.rates_row;
+    const float rate = ToFloat(rates[places.rate.Of(key_head, shared_head)]);
+    const float step = ToFloat(rates[places.step.Of(key_head, shared_head)]);
     const float g = -expf(p.A_log[head]) * Softplus(step + p.dt_bias[head]);
     decay_and_rate[0] = present ? expf(g) : 1.0f;
     decay_and_rate[1] = present ? Sigmoid(rate) : 0.0f;
@@ -288,9 +283,13 @@ __global__ void __launch_bounds__(kShiftThreads)
 
 template <typename T, bool kFull>
 cudaError_t LaunchDeltaStepAs(cudaStream_t stream, const DeltaStepCall& c,
-                              const DeltaStepBuffers& p) {
+                              const DeltaStepBuffers& buffers) {
   constexpr auto kKernel = DeltaStep<T, kFull>;
-  const Places places = FindPlaces(c);
+  const Places places = FindPlaces(c, buffers.rates != nullptr);
+  DeltaStepBuffers p = buffers;
+  if (p.rates == nullptr) {
+    p.rates = static_cast<const T*>(p.projected) + places.row - 2 * c.key_heads * c.shared;
+  }
   const dim3 grid(static_cast<unsigned>(c.b * c.key_heads * c.shared));
   const bool clusters = c.shared <= kMaxClusterBlocks && HasClusters(kKernel);
   const bool writes_keys = c.shared == 1 || clusters;

@@ -84,6 +84,7 @@ inline void PrefetchL2(const void*, uint32_t) {}
 inline void PrefetchLine(const void*) {}
 inline void PrefetchLines(const void*, int, int, int) {}
 inline void SyncCluster() { emulation::SyncCluster(); }
+inline void LeaveCluster() { emulation::SyncCluster(); }
 inline float4 LoadPeer16(uint32_t address, uint32_t rank) {
   float4 values;
   const int64_t offset = At(address, 16) - emulation::Dynamic();
