@@ -15,6 +15,7 @@ import argparse
 import itertools
 
 import cuda_calls
+import dense_fp8_suite as fp8
 import float64_layer
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,11 @@ from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba, ta
 
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.numerics.routing import Router
-from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.ops.dense import dense, dense_fp8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 
@@ -55,6 +58,8 @@ ROUTERS = (
 LINEARS = ((1, 77, 80), (1, 24, 4176), (4, 16, 16), (5, 77, 1040), (16, 40, 592), (64, 77, 1040))
 # rows, n, k of layers with plain weights that take the larger output tiles on a large GPU
 LARGE_TILES = ((1, 8464, 520), (16, 2200, 520), (64, 600, 1160))
+# The same for FP8 weights, whose k is a multiple of 16.
+LARGE_FP8_TILES = ((1, 8464, 528), (16, 2200, 528), (64, 600, 1168))
 # rows, length, whether there is an addend
 NORMS = (
     (0, 64, True),
@@ -203,6 +208,17 @@ def run_dense(rows, n, k):
         check(f"dense {rows} {n} {k} {name}", y)
 
 
+def run_dense_fp8(sizes, scales):
+    """Multiply by FP8 weights, with rows of each dtype that are not rounded and that are."""
+    target = Target.current()
+    for x_type, activations in itertools.product(fp8.X_TYPES, ("fp8_weights", "fp8", "fp8_token")):
+        call = fp8.make(sizes, x_type, scales=scales).operands
+        weight = FP8Tensor(jnp.asarray(call.weight), jnp.asarray(call.scale))
+        how = {"activations": FP8ActivationScaling(activations), "input_scale": 0.01}
+        y = dense_fp8(jnp.asarray(call.x), weight, target=target, **how)
+        check(f"dense {sizes} {x_type} FP8 {activations} {scales}", y)
+
+
 def run_heads(b, t, n, m, d, rotated, start, room, dtype, gated=False):
     """Prepare heads with and without norms; the last tokens may not fit into the cache."""
     rng = np.random.default_rng(5)
@@ -232,6 +248,8 @@ def run_rows():
         run_gating(*case, dtype)
     for case in (*SIZES.values(), *LARGE_TILES):
         run_dense(*case)
+    for case, scales in itertools.product((*fp8.SIZES, *LARGE_FP8_TILES), fp8.SCALES):
+        run_dense_fp8(case, scales)
     for case, dtype in itertools.product(HEADS, DTYPES[:2]):
         run_heads(*case, dtype)
         run_heads(*case, dtype, gated=True)
