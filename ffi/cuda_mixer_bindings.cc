@@ -58,23 +58,77 @@ ffi::Error CheckAttention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
       kAlignment);
 }
 
+// Reads the attributes that the two forms of attention share.
+ffi::Error ReadVisibility(float scale, int32_t window, int32_t chunk, AttentionCall* call) {
+  if (!(scale > 0.0f)) return Expected("scale", "a number above 0", std::to_string(scale));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("window", window, 0));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("chunk", chunk, 0));
+  call->scale = scale;
+  call->window = window;
+  call->chunk = chunk;
+  return ffi::Error::Success();
+}
+
 ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                      ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> y,
                      ffi::Result<ffi::AnyBuffer> workspace, float scale, int32_t window,
                      int32_t chunk) {
   AttentionCall call = {};
   NVFP4_RETURN_IF_ERROR(CheckAttention(q, k, v, positions, sinks, *y, &call.shape, &call.type));
-  if (!(scale > 0.0f)) return Expected("scale", "a number above 0", std::to_string(scale));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("window", window, 0));
-  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("chunk", chunk, 0));
+  NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
-  call.scale = scale;
-  call.window = window;
-  call.chunk = chunk;
   const AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  v.untyped_data(),
                                     Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
                                     workspace->untyped_data()};
   return FromCuda(LaunchAttention(stream, call, buffers), "nvfp4_attention_cuda");
+}
+
+ffi::Error CheckLatentAttention(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer positions,
+                                ffi::AnyBuffer sinks, ffi::AnyBuffer y, AttentionCall* call) {
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("q [b, t, n, d]", q.element_type(), &call->type));
+  if (call->type == DataType::kF32) return Expected("q", "bfloat16 or float16", "float32");
+  NVFP4_RETURN_IF_ERROR(ExpectType("k", k.element_type(), q.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y.element_type(), q.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("sinks", sinks.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, n, d]", q.dimensions(), 4));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("k [b, m, s, d]", k.dimensions(), 4));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("y [b, t, n, dv]", y.dimensions(), 4));
+  const int64_t b = q.dimensions()[0], t = q.dimensions()[1];
+  const int64_t n = q.dimensions()[2], d = q.dimensions()[3];
+  const int64_t m = k.dimensions()[1], s = k.dimensions()[2], dv = y.dimensions()[3];
+  call->shape = {b, t, n, m, s, d, dv};
+  NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, m, s, d]", k.dimensions(), {b, m, s, d}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("sinks [n]", sinks.dimensions(), {n}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, n, dv]", y.dimensions(), {b, t, n, dv}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("m (k)", m, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (q)", n, m));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (q)", d, kHeadWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("dv (y)", dv, kHeadWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (q)", d, kMaxLatentWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("dv (y)", dv, std::min(d, kMaxLatentValueWidth)));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (k)", s, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (q)", b, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (q)", n, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b t n (q)", b * t * n, kMaxRows));
+  return ExpectAligned({{"q", q}, {"k", k}, {"positions", positions}, {"sinks", sinks}, {"y", y}},
+                       kAlignment);
+}
+
+ffi::Error LatentAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                           ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
+                           ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
+                           float scale, int32_t window, int32_t chunk) {
+  AttentionCall call = {};
+  NVFP4_RETURN_IF_ERROR(CheckLatentAttention(q, k, positions, sinks, *y, &call));
+  NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
+  NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, LatentAttentionWorkspaceBytes(call.shape)));
+  const AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  nullptr,
+                                    Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
+                                    workspace->untyped_data()};
+  return FromCuda(LaunchLatentAttention(stream, call, buffers), "nvfp4_latent_attention_cuda");
 }
 
 ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer added,
@@ -505,6 +559,20 @@ XLA_FFI_DEFINE_HANDLER(kAttention, Attention,
                            .Attr<int32_t>("chunk"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kLatentAttention, LatentAttention,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d]
+                           .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d]
+                           .Arg<ffi::AnyBuffer>()  // positions  [b, t]
+                           .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0]
+                           .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv]
+                           .Ret<ffi::AnyBuffer>()  // workspace  U8 [bytes]
+                           .Attr<float>("scale")
+                           .Attr<int32_t>("window")
+                           .Attr<int32_t>("chunk"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kAddRmsNorm, AddRmsNorm,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -625,11 +693,16 @@ XLA_FFI_DEFINE_HANDLER(kMamba2Step, Mamba2Step,
 
 std::vector<NamedHandler> MixerHandlers() {
   return {
-      {"nvfp4_attention_cuda", kAttention},        {"nvfp4_add_rms_norm_cuda", kAddRmsNorm},
-      {"nvfp4_prepare_heads_cuda", kPrepareHeads}, {"nvfp4_delta_step_cuda", kDeltaStep},
-      {"nvfp4_mamba2_step_cuda", kMamba2Step},     {"nvfp4_delta_rule_cuda", kDeltaRule},
-      {"nvfp4_dense_few_cuda", kDenseFew},         {"nvfp4_activate_cuda", kActivate},
+      {"nvfp4_attention_cuda", kAttention},
+      {"nvfp4_add_rms_norm_cuda", kAddRmsNorm},
+      {"nvfp4_prepare_heads_cuda", kPrepareHeads},
+      {"nvfp4_delta_step_cuda", kDeltaStep},
+      {"nvfp4_mamba2_step_cuda", kMamba2Step},
+      {"nvfp4_delta_rule_cuda", kDeltaRule},
+      {"nvfp4_dense_few_cuda", kDenseFew},
+      {"nvfp4_activate_cuda", kActivate},
       {"nvfp4_add_gated_cuda", kAddGated},
+      {"nvfp4_latent_attention_cuda", kLatentAttention},
   };
 }
 

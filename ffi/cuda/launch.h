@@ -206,7 +206,7 @@ struct AttentionCall {
 struct AttentionBuffers {
   const void* q;             // [b, t, n, d]
   const void* k;             // [b, m, s, d]
-  const void* v;             // [b, m, s, dv]
+  const void* v;             // [b, m, s, dv]; null for LaunchLatentAttention
   const int32_t* positions;  // [b, t]; kPadding or more is padding, whose results are finite
   const float* sinks;        // [n] or null
   void* y;                   // [b, t, n, dv]
@@ -218,6 +218,13 @@ struct AttentionBuffers {
 int64_t AttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers);
+
+// The same, with the first dv channels of the keys as values. Buffers have no v. Each key is read
+// once for both products. Widths are multiples of kHeadWidthFactor.
+constexpr int64_t kMaxLatentWidth = 576, kMaxLatentValueWidth = 512;
+int64_t LatentAttentionWorkspaceBytes(const AttentionShape& shape);
+cudaError_t LaunchLatentAttention(cudaStream_t stream, const AttentionCall& call,
+                                  const AttentionBuffers& buffers);
 
 // The most rows of LaunchDenseFew, and the number of which k is a multiple.
 constexpr int64_t kMostDenseRows = 64, kDenseFactor = 8;

@@ -12,6 +12,7 @@ from jax_nvfp4_moe.backends.custom_call import (
     lower_attention,
     lower_dense,
     lower_grouped_gemm,
+    lower_latent_attention,
     lower_moe,
     lower_prepare_heads,
     lower_quantize,
@@ -40,6 +41,8 @@ _FP4_K = 128  # the FP4 engine pads the length of a row to a multiple of this nu
 # Attention divides the keys of few queries among so many thread blocks. A tile has so many rows,
 # and a part of the keys at least so many keys.
 _SPLIT_BLOCKS, _SPLIT_ROWS, _SPLIT_KEYS = 264, 64, 256
+# Latent attention has smaller parts. Beyond so many rows, it has half as many thread blocks.
+_LATENT_SPLIT_KEYS, _LATENT_ROWS = 64, 16
 QUANTIZE_PARTIALS = 256  # number of pieces of x whose largest magnitudes are found first
 
 
@@ -160,16 +163,24 @@ def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: in
     return tables + _sections(*_ENGINE_SCHEDULE, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
 
 
-def attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
-    """Return the bytes of scratch memory for one call of attention.
-
-    If the keys are divided, the memory has the float32 results of each part.
-    """
+def _parts_workspace_bytes(b, t, n, m, s, dv, blocks, keys):
+    """Return the bytes for the float32 results of each part of the keys, if they are divided."""
     tiles = max(b * m * -(-t * (n // m) // _SPLIT_ROWS), 1)
-    splits = min(_SPLIT_BLOCKS // tiles, -(-s // _SPLIT_KEYS))
+    splits = min(blocks // tiles, -(-s // keys))
     if splits <= 1:
         return 0
     return _sections(4 * b * t * n * splits * dv, 8 * b * t * n * splits)
+
+
+def attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
+    """Return the bytes of scratch memory for one call of attention."""
+    return _parts_workspace_bytes(b, t, n, m, s, dv, _SPLIT_BLOCKS, _SPLIT_KEYS)
+
+
+def latent_attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
+    """Return the bytes of scratch memory for one call of latent attention."""
+    blocks = _SPLIT_BLOCKS if t * (n // m) <= _LATENT_ROWS else _SPLIT_BLOCKS // 2
+    return _parts_workspace_bytes(b, t, n, m, s, dv, blocks, _LATENT_SPLIT_KEYS)
 
 
 def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no_notes, **limits):
@@ -283,6 +294,27 @@ ATTENTION_CUDA = Backend(
     lower={"attention": lower_attention("nvfp4_attention_cuda", attention_workspace_bytes)},
     status="executed",
     ffi_targets=("nvfp4_attention_cuda",),
+)
+
+LATENT_ATTENTION_CUDA = Backend(
+    name="latent_attention_cuda",
+    can=Capability(
+        ops=frozenset({"latent_attention"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_widths=(range(8, 577, 8), range(8, 513, 8)),
+        shared_bytes=99328,
+    ),
+    layout=CANONICAL,
+    lower={
+        "latent_attention": lower_latent_attention(
+            "nvfp4_latent_attention_cuda", latent_attention_workspace_bytes
+        )
+    },
+    status="executed in emulation, compiled",
+    ffi_targets=("nvfp4_latent_attention_cuda",),
 )
 
 NORM_CUDA = Backend(

@@ -338,27 +338,51 @@ def lower_attention(ffi_target, workspace_bytes):
     """
 
     def lower(q, k, v, positions, sinks, *, scale, window, chunk):
-        (b, t, n, _), (m, s), dv = q.shape, k.shape[1:3], v.shape[3]
-        _check_known_sizes(ffi_target, {"b": b, "t": t, "s": s})
-        if scale <= 0:
-            q, scale = q * jnp.asarray(np.sign(scale), q.dtype), abs(scale) or 1.0
-        outputs = (
-            jax.ShapeDtypeStruct((b, t, n, dv), q.dtype),
-            jax.ShapeDtypeStruct((workspace_bytes(b, t, n, m, s, dv),), jnp.uint8),
-        )
-        call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
-        return call(
-            q,
-            k,
-            v,
-            positions,
-            jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
-            scale=np.float32(scale),
-            window=np.int32(min(window or 0, _MOST_POSITIONS)),
-            chunk=np.int32(min(chunk or 0, _MOST_POSITIONS)),
-        )[0]
+        visible, operands = (scale, window, chunk), (q, (k, v), positions, sinks)
+        return _call_attention(ffi_target, workspace_bytes, operands, v.shape[3], *visible)
 
     return lower
+
+
+def lower_latent_attention(ffi_target, workspace_bytes):
+    """Return the function that lowers attention without separate values to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+      workspace_bytes: see `lower_attention`.
+    """
+
+    def lower(q, k, positions, sinks, *, value_width, scale, window, chunk):
+        visible, operands = (scale, window, chunk), (q, (k,), positions, sinks)
+        return _call_attention(ffi_target, workspace_bytes, operands, value_width, *visible)
+
+    return lower
+
+
+def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, chunk):
+    """Call a kernel of attention; see `lower_attention`.
+
+    `operands` are the queries, a tuple of the keys and perhaps the values, positions and sinks.
+    """
+    q, entries, positions, sinks = operands
+    (b, t, n, _), (m, s) = q.shape, entries[0].shape[1:3]
+    _check_known_sizes(ffi_target, {"b": b, "t": t, "s": s})
+    if scale <= 0:
+        q, scale = q * jnp.asarray(np.sign(scale), q.dtype), abs(scale) or 1.0
+    outputs = (
+        jax.ShapeDtypeStruct((b, t, n, dv), q.dtype),
+        jax.ShapeDtypeStruct((workspace_bytes(b, t, n, m, s, dv),), jnp.uint8),
+    )
+    call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+    return call(
+        q,
+        *entries,
+        positions,
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        scale=np.float32(scale),
+        window=np.int32(min(window or 0, _MOST_POSITIONS)),
+        chunk=np.int32(min(chunk or 0, _MOST_POSITIONS)),
+    )[0]
 
 
 def _check_known_sizes(ffi_target, sizes):

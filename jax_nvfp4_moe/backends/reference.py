@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.backends.attention import attend
+from jax_nvfp4_moe.backends.attention import attend, attend_to_latents
 from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta, mix_gated_delta
 from jax_nvfp4_moe.backends.heads import prepare_heads
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
@@ -267,6 +267,7 @@ REFERENCE = Backend(
                 "gated_delta_rule",
                 "gated_delta_step",
                 "grouped_gemm",
+                "latent_attention",
                 "mamba2_step",
                 "moe_mlp",
                 "prepare_heads",
@@ -286,6 +287,7 @@ REFERENCE = Backend(
         "moe_mlp": moe_mlp,
         "grouped_gemm": grouped_gemm,
         "attention": attend,
+        "latent_attention": attend_to_latents,
         "prepare_heads": prepare_heads,
         "gated_delta_rule": apply_gated_delta,
         "gated_delta_step": mix_gated_delta,

@@ -29,6 +29,7 @@ _PLAIN_OPS = frozenset(
         "attention",
         "gated_delta_rule",
         "gated_delta_step",
+        "latent_attention",
         "mamba2_step",
         "prepare_heads",
         "route",

@@ -239,10 +239,13 @@ class LatentAttention(HeadParallel):
         """Attend to the latents, which serve as the one key head and value head of all queries."""
         q = _each_head(plain, up.keys, contracted=1)
         q = jnp.concatenate([q, turned], axis=-1)
-        # The last channels of the result belong to the rotated keys and are dropped. Dropping them
-        # from the values before the product would copy the cache.
-        y = self._attend_to(q, latent, latent, positions, chosen)
-        return _each_head(y[..., : self.config.kv_lora_rank], up.values, contracted=2)
+        scale, rank = self.config.scale, self.config.kv_lora_rank
+        if chosen is None:
+            options = {"value_width": rank, "scale": scale, "target": self.target}
+            y = attention(q, latent, None, positions, **options)
+        else:
+            y = attend_to_chosen(q, latent, latent, positions, chosen, scale=scale)[..., :rank]
+        return _each_head(y, up.values, contracted=2)
 
     def _expand(self, seen):
         """Expand cache entries ``[b, 1, s, d]`` to the keys and values of all heads."""

@@ -238,6 +238,20 @@ int attention(const AttentionShape* shape, int type, float scale, int window, in
                  static_cast<const float*>(operands[4]), operands[5], operands[6]});
 }
 
+int64_t latent_attention_workspace_bytes(const AttentionShape* shape) {
+  return LatentAttentionWorkspaceBytes(*shape);
+}
+
+// The operands are q, k, positions, sinks, y, workspace.
+int latent_attention(const AttentionShape* shape, int type, float scale, int window, int chunk,
+                     void* const* operands) {
+  const AttentionCall call = {*shape, static_cast<DataType>(type), scale, window, chunk};
+  return LaunchLatentAttention(
+      nullptr, call,
+      {operands[0], operands[1], nullptr, static_cast<const int32_t*>(operands[2]),
+       static_cast<const float*>(operands[3]), operands[4], operands[5]});
+}
+
 int attention_fills_sm90(const AttentionShape* shape) { return FillsSm90(*shape); }
 
 // The operands are x, added, weight, sum, y.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from given import CHECKPOINTS, copy_with_config
 
-from jax_nvfp4_moe import CheckpointError, load_model
+from jax_nvfp4_moe import CheckpointError, Target, load_model
 from jax_nvfp4_moe.models import deepseek_v3
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
 from jax_nvfp4_moe.nn import latent_attention
@@ -77,6 +78,24 @@ def test_decoding_attends_to_latents_and_prefill_does_not():
     assert attention._absorbs(64, 4096)
     assert not attention._absorbs(4096, 4096)
     assert not attention._absorbs(512, 4096)
+
+
+def calls_of(tokens, dtype):
+    """Return the names of the kernels that an attention layer with a cache calls on Hopper."""
+    model = load_model(LITE, dtype=dtype)
+    entries = model.init_cache(1, 200).layers[0]
+    x = jnp.zeros((1, tokens, model.config.hidden), dtype)
+    positions = jnp.arange(tokens, dtype=jnp.int32)[None]
+    attention = model.layers[0].attention
+    attention.target = Target("cuda", (9, 0))
+    lowered = jax.jit(lambda module, *rest: module(*rest)).lower(attention, x, positions, entries)
+    return re.findall(r"custom_call @(nvfp4_\w*attention\w*)", lowered.as_text())
+
+
+def test_decoding_calls_the_kernel_for_latents():
+    assert calls_of(1, jnp.bfloat16) == ["nvfp4_latent_attention_cuda"]
+    assert calls_of(150, jnp.bfloat16) == ["nvfp4_attention_cuda"]
+    assert calls_of(1, jnp.float32) == []
 
 
 def test_the_cache_keeps_latents():

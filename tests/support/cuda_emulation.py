@@ -23,7 +23,11 @@ import numpy as np
 from float64_layer import Layer, Options, kind_of
 from given import ROOT, TESTS
 
-from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS, attention_workspace_bytes
+from jax_nvfp4_moe.backends.cuda import (
+    QUANTIZE_PARTIALS,
+    attention_workspace_bytes,
+    latent_attention_workspace_bytes,
+)
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 from jax_nvfp4_moe.numerics.routing import Router
 
@@ -103,6 +107,7 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     loaded.combined_few_shared_bytes.argtypes = [ctypes.c_int64] * 2
     loaded.grouped_gemm_workspace_bytes.restype = ctypes.c_int64
     loaded.attention_workspace_bytes.restype = ctypes.c_int64
+    loaded.latent_attention_workspace_bytes.restype = ctypes.c_int64
     loaded.delta_rule_workspace_bytes.restype = ctypes.c_int64
     return loaded
 
@@ -431,6 +436,40 @@ def attention(
     if shared_bytes is None:
         shared_bytes = HOPPER_SHARED_BYTES if sm90 else _LEAST_SHARED_BYTES
     return _run(library, call, operands, [y], size, multiprocessors, shared_bytes)[0]
+
+
+def latent_attention(
+    library,
+    q,
+    k,
+    positions,
+    *,
+    value_width,
+    window=None,
+    chunk=None,
+    sinks=None,
+    scale=None,
+    shared_bytes=_LEAST_SHARED_BYTES,
+):
+    """Return the attention to keys whose first channels are the values, as `ops.attention` does.
+
+    `shared_bytes` is the shared memory that a block may have. More of it gives larger tiles.
+    """
+    (b, t, n, d), (m, s) = q.shape, k.shape[1:3]
+    shape = _AttentionShape(b, t, n, m, s, d, value_width)
+    call = functools.partial(
+        library.latent_attention,
+        ctypes.byref(shape),
+        _TYPES[q.dtype.name],
+        ctypes.c_float(d**-0.5 if scale is None else scale),
+        window or 0,
+        chunk or 0,
+    )
+    size = library.latent_attention_workspace_bytes(ctypes.byref(shape))
+    assert size == latent_attention_workspace_bytes(b, t, n, m, s, value_width)
+    operands = [q, k, positions, _array(sinks)]
+    y = np.empty((b, t, n, value_width), q.dtype)
+    return _run(library, call, operands, [y], size, 1, shared_bytes)[0]
 
 
 def attention_fills_sm90(library, q, k, v):
