@@ -314,6 +314,85 @@ ffi::Error PutInPlace(cudaStream_t stream, std::string_view what, ffi::AnyBuffer
                   "cudaMemcpyAsync");
 }
 
+ffi::Error CheckLatents(ffi::AnyBuffer down, ffi::AnyBuffer positions, ffi::AnyBuffer cache,
+                        ffi::AnyBuffer q_weight, ffi::AnyBuffer kv_weight,
+                        ffi::AnyBuffer frequencies, ffi::AnyBuffer q, ffi::AnyBuffer new_cache,
+                        LatentsCall* call) {
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("down", down.element_type(), &call->type));
+  if (call->type == DataType::kF32) return Expected("down", "bfloat16 or float16", "float32");
+  NVFP4_RETURN_IF_ERROR(
+      ExpectActivationType("kv_weight", kv_weight.element_type(), &call->weight_type));
+  if (call->weight_type != call->type && call->weight_type != DataType::kF32) {
+    return Expected("kv_weight", "float32 or the type of down", TypeText(kv_weight.element_type()));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectType("q_weight", q_weight.element_type(), kv_weight.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("frequencies", frequencies.element_type(), ffi::F32));
+  for (const NamedOperand& operand :
+       {NamedOperand{"cache", cache}, NamedOperand{"q", q}, NamedOperand{"new_cache", new_cache}}) {
+    NVFP4_RETURN_IF_ERROR(
+        ExpectType(operand.name, operand.buffer.element_type(), down.element_type()));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectRank("cache [b, 1, s, k + e]", cache.dimensions(), 4));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, r]", q.dimensions(), 3));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("kv_weight [k]", kv_weight.dimensions(), 1));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("frequencies [e/2]", frequencies.dimensions(), 1));
+  const int64_t b = cache.dimensions()[0], s = cache.dimensions()[2], width = cache.dimensions()[3];
+  const int64_t t = q.dimensions()[1], r = q.dimensions()[2], k = kv_weight.dimensions()[0];
+  const int64_t e = width - k;
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("r (q)", r, kPreparedWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (kv_weight)", k, kPreparedWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("e (cache)", e, kPreparedWidthFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("r (q)", r, kMaxQueryLatent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (kv_weight)", k, kMaxKeyLatent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (cache)", e, kMaxPreparedWidth));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("cache [b, 1, s, k + e]", cache.dimensions(), {b, 1, s, k + e}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("new_cache", new_cache.dimensions(), {b, 1, s, k + e}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("q [b, t, r]", q.dimensions(), {b, t, r}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("down [b, t, r + k + e]", down.dimensions(), {b, t, r + width}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("q_weight [r]", q_weight.dimensions(), {r}));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("frequencies [e/2]", frequencies.dimensions(), {e / 2}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (cache)", b, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows / std::max(2 * b, int64_t{1})));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (cache)", s, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"down", down},
+                                       {"positions", positions},
+                                       {"cache", cache},
+                                       {"q_weight", q_weight},
+                                       {"kv_weight", kv_weight},
+                                       {"frequencies", frequencies},
+                                       {"q", q}},
+                                      kAlignment));
+  call->b = static_cast<int32_t>(b);
+  call->t = static_cast<int32_t>(t);
+  call->s = static_cast<int32_t>(s);
+  call->r = static_cast<int32_t>(r);
+  call->k = static_cast<int32_t>(k);
+  call->e = static_cast<int32_t>(e);
+  call->half = static_cast<int32_t>(frequencies.dimensions()[0]);
+  return ffi::Error::Success();
+}
+
+ffi::Error PrepareLatents(cudaStream_t stream, ffi::AnyBuffer down, ffi::AnyBuffer positions,
+                          ffi::AnyBuffer cache, ffi::AnyBuffer q_weight, ffi::AnyBuffer kv_weight,
+                          ffi::AnyBuffer frequencies, ffi::Result<ffi::AnyBuffer> q,
+                          ffi::Result<ffi::AnyBuffer> new_cache, float eps, float rotation_scale,
+                          bool interleaved) {
+  LatentsCall call = {};
+  NVFP4_RETURN_IF_ERROR(CheckLatents(down, positions, cache, q_weight, kv_weight, frequencies, *q,
+                                     *new_cache, &call));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_cache", cache, *new_cache));
+  call.eps = eps;
+  call.rotation_scale = rotation_scale;
+  call.interleaved = interleaved;
+  const LatentsBuffers buffers = {down.untyped_data(),        Data<int32_t>(positions),
+                                  DataOrNull<void>(q_weight), kv_weight.untyped_data(),
+                                  DataOrNull(frequencies),    q->untyped_data(),
+                                  new_cache->untyped_data()};
+  return FromCuda(LaunchPrepareLatents(stream, call, buffers), "nvfp4_prepare_latents_cuda");
+}
+
 ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
                         ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
                         ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
@@ -630,6 +709,22 @@ XLA_FFI_DEFINE_HANDLER(kPrepareHeads, PrepareHeads,
                            .Attr<bool>("rotates_first"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kPrepareLatents, PrepareLatents,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // down         [b, t, r + k + e]
+                           .Arg<ffi::AnyBuffer>()  // positions    [b, t]
+                           .Arg<ffi::AnyBuffer>()  // cache        [b, 1, s, k + e]
+                           .Arg<ffi::AnyBuffer>()  // q_weight     [r] or [0]
+                           .Arg<ffi::AnyBuffer>()  // kv_weight    [k]
+                           .Arg<ffi::AnyBuffer>()  // frequencies  [e/2] or [0]
+                           .Ret<ffi::AnyBuffer>()  // q            [b, t, r]
+                           .Ret<ffi::AnyBuffer>()  // new_cache, in the memory of cache
+                           .Attr<float>("eps")
+                           .Attr<float>("rotation_scale")
+                           .Attr<bool>("interleaved"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -703,6 +798,7 @@ std::vector<NamedHandler> MixerHandlers() {
       {"nvfp4_activate_cuda", kActivate},
       {"nvfp4_add_gated_cuda", kAddGated},
       {"nvfp4_latent_attention_cuda", kLatentAttention},
+      {"nvfp4_prepare_latents_cuda", kPrepareLatents},
   };
 }
 

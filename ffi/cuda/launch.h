@@ -315,6 +315,34 @@ struct HeadsBuffers {
 cudaError_t LaunchPrepareHeads(cudaStream_t stream, const HeadsCall& call,
                                const HeadsBuffers& buffers);
 
+// The largest latents of LaunchPrepareLatents: of queries, and of keys and values. Widths are
+// multiples of kPreparedWidthFactor, and the rotated key has at most kMaxPreparedWidth channels.
+constexpr int64_t kMaxQueryLatent = 1 << 18, kMaxKeyLatent = 4096;
+
+struct LatentsCall {
+  int32_t b, t, s;       // rows, new tokens of a row, and tokens that the cache has room for
+  int32_t r, k, e;       // widths of the latents of queries and of keys, and of the rotated key
+  int32_t half;          // e / 2, or 0 if nothing rotates
+  DataType type;         // of down, q and cache; kBF16 or kF16
+  DataType weight_type;  // `type` or kF32
+  float eps, rotation_scale;
+  bool interleaved;  // whether the channels of a pair are adjacent in `down`
+};
+
+struct LatentsBuffers {
+  const void* down;          // [b, t, r + k + e]
+  const int32_t* positions;  // [b, t]; any value
+  const void* q_weight;      // [r], or null: the queries are not normalized
+  const void* kv_weight;     // [k]
+  const float* frequencies;  // [half]
+  void* q;                   // [b, t, r]
+  void* cache;               // [b, s, k + e]; only the places of new tokens are written
+};
+
+// Normalizes latents, rotates the key, and writes new latents and keys into the cache.
+cudaError_t LaunchPrepareLatents(cudaStream_t stream, const LatentsCall& call,
+                                 const LatentsBuffers& buffers);
+
 // The most rows and columns of the state of a recurrent mixer, and the number of which its columns
 // are a multiple.
 constexpr int64_t kMaxStateWidth = 128, kStateWidthFactor = 4;

@@ -15,6 +15,7 @@ from jax_nvfp4_moe.backends.custom_call import (
     lower_latent_attention,
     lower_moe,
     lower_prepare_heads,
+    lower_prepare_latents,
     lower_quantize,
     lower_route,
 )
@@ -382,4 +383,20 @@ HEADS_CUDA = Backend(
     lower={"prepare_heads": lower_prepare_heads("nvfp4_prepare_heads_cuda")},
     status="executed",
     ffi_targets=("nvfp4_prepare_heads_cuda",),
+)
+
+LATENTS_CUDA = Backend(
+    name="latents_cuda",
+    can=Capability(
+        ops=frozenset({"prepare_latents"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_widths=(range(4, (1 << 18) + 1, 4), range(4, 4097, 4), range(4, 257, 4)),
+    ),
+    layout=CANONICAL,
+    lower={"prepare_latents": lower_prepare_latents("nvfp4_prepare_latents_cuda")},
+    status="executed in emulation, compiled",
+    ffi_targets=("nvfp4_prepare_latents_cuda",),
 )

@@ -294,6 +294,44 @@ def lower_prepare_heads(ffi_target):
     return lower
 
 
+def lower_prepare_latents(ffi_target):
+    """Return the function that lowers `prepare_latents` to an FFI target.
+
+    The kernel writes the new latents and keys into the memory of the cache.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(down, positions, cache, q_weight, kv_weight, *, options):
+        (b, t, width), own = down.shape, cache.shape[3]
+        outputs = (
+            jax.ShapeDtypeStruct((b, t, width - own), down.dtype),
+            jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        )
+        call = jax.ffi.ffi_call(
+            ffi_target, outputs, input_output_aliases={2: 1}, vmap_method="sequential"
+        )
+        # The kernel reads both weights in the dtype of the tokens, or both in float32.
+        given = [w for w in (q_weight, kv_weight) if w is not None]
+        kept = all(weight.dtype == down.dtype for weight in given)
+        weight_dtype = down.dtype if kept else jnp.float32
+        rope = options.rope
+        return call(
+            down,
+            positions,
+            cache,
+            jnp.zeros(0, weight_dtype) if q_weight is None else q_weight.astype(weight_dtype),
+            kv_weight.astype(weight_dtype),
+            jnp.asarray(() if rope is None else rope.frequencies, jnp.float32),
+            eps=np.float32(options.eps),
+            rotation_scale=np.float32(1 if rope is None else rope.scale),
+            interleaved=options.interleaved,
+        )
+
+    return lower
+
+
 def lower_route(ffi_target):
     """Return the function that lowers `route` to an FFI target.
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax_nvfp4_moe.backends.attention import attend, attend_to_latents
 from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta, mix_gated_delta
 from jax_nvfp4_moe.backends.heads import prepare_heads
+from jax_nvfp4_moe.backends.latents import prepare_latents
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
@@ -271,6 +272,7 @@ REFERENCE = Backend(
                 "mamba2_step",
                 "moe_mlp",
                 "prepare_heads",
+                "prepare_latents",
                 "quantize_nvfp4",
                 "route",
             }
@@ -289,6 +291,7 @@ REFERENCE = Backend(
         "attention": attend,
         "latent_attention": attend_to_latents,
         "prepare_heads": prepare_heads,
+        "prepare_latents": prepare_latents,
         "gated_delta_rule": apply_gated_delta,
         "gated_delta_step": mix_gated_delta,
         "mamba2_step": mix_mamba2,

@@ -32,6 +32,7 @@ _PLAIN_OPS = frozenset(
         "latent_attention",
         "mamba2_step",
         "prepare_heads",
+        "prepare_latents",
         "route",
     }
 )

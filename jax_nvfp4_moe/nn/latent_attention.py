@@ -14,23 +14,27 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.backends.latents import rotate_key
 from jax_nvfp4_moe.nn.attention import build_keys_and_values, empty_entries
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.indexer import IndexerSizes
-from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.intermediates import is_recorded, record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
-from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.nn.packing import is_spread, pack_like, spread
 from jax_nvfp4_moe.numerics.cache import append
-from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
+from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
 from jax_nvfp4_moe.ops.dense import dense, precision_for
+from jax_nvfp4_moe.ops.latents import prepare_latents
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
+# New tokens of a row up to which one kernel prepares latents, as for heads (nn/grouped_query.py).
+_FEW_TOKENS = 8
 # Epsilon of the norms of latents. `modeling_deepseek_v3` does not pass rms_norm_eps to these norms.
 _LATENT_EPS = 1e-6
 
@@ -156,10 +160,38 @@ class LatentAttention(HeadParallel):
 
     def mix(self, x, positions, entries) -> Any:
         """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
-        plain, turned, latent, _ = self._project(x, positions)
-        seen, entries = append(entries, positions, latent=latent)
+        if self._prepares_at_once(x, positions, entries):
+            plain, turned, latent = self._project_into(x, positions, entries["latent"])
+            seen = entries = {"latent": latent}
+        else:
+            plain, turned, latent, _ = self._project(x, positions)
+            seen, entries = append(entries, positions, latent=latent)
         y = self._attend(plain, turned, seen["latent"], positions)
         return self._finish(y, positions, x), entries
+
+    def _prepares_at_once(self, x, positions, entries) -> bool:
+        """Return whether `prepare_latents` projects the tokens: few ones in rows, with a cache.
+
+        Calibration needs the latents themselves.
+        """
+        few = entries is not None and positions.shape[1] <= _FEW_TOKENS
+        return few and is_spread(x, positions) and not is_recorded(self.kv_up)
+
+    def _project_into(self, x, positions, cache):
+        """Return both parts of the queries, as `_project` does, and the cache with new latents."""
+        config, normalizes = self.config, self.config.q_lora_rank is not None
+        q, cache = prepare_latents(
+            self.down(x),
+            positions,
+            cache,
+            q_weight=self.q_norm.weight.get_value() if normalizes else None,
+            kv_weight=self.kv_norm.weight.get_value(),
+            eps=_LATENT_EPS,
+            rope=config.rope,
+            interleaved=config.interleaved,
+            target=self.target,
+        )
+        return *self._split_queries(self.q(q) if normalizes else q, positions), cache
 
     def _project(self, x, positions):
         """Return the projections of tokens `x`.
@@ -169,8 +201,7 @@ class LatentAttention(HeadParallel):
           Then what the cache holds of the tokens, ``[b, t, 1, d]``, and the normalized latents of
           the queries ``[..., r]``, packed if `x` is, or the queries if they have no latent.
         """
-        config, (b, t) = self.config, positions.shape
-        down = self.down(x)
+        config, down = self.config, self.down(x)
         rope = down.shape[-1] - config.qk_rope_head_dim
         q, latent, key = jnp.split(down, [rope - config.kv_lora_rank, rope], axis=-1)
         residual = q
@@ -178,17 +209,23 @@ class LatentAttention(HeadParallel):
             residual = self.q_norm(q)
             q = self.q(residual)
         q, latent, key = (spread(part, positions) for part in (q, self.kv_norm(latent), key))
-        q = q.reshape(b, t, config.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
-        if config.temperature is not None:
-            q = _grow(q, positions, *config.temperature)
-        plain, turning = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-        turned = self._rotate(turning, positions)
-        key = self._rotate(key[:, :, None, :], positions)
+        plain, turned = self._split_queries(q, positions)
+        key = rotate_key(key[:, :, None, :], positions, config.rope, config.interleaved)
         latent = jnp.concatenate([latent[:, :, None, :], key], axis=-1)
         # Calibration needs the inputs of `kv_up`. They are recorded here, because the second form
         # never multiplies `kv_up` by a latent.
         record(self.kv_up, latent[:, :, 0, : config.kv_lora_rank])
         return plain, turned, latent, residual
+
+    def _split_queries(self, q, positions):
+        """Return the channels of the queries that are not rotated, and those that are, rotated."""
+        config = self.config
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        q = q.reshape(*positions.shape, config.num_heads, width)
+        if config.temperature is not None:
+            q = _grow(q, positions, *config.temperature)
+        plain, turning = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+        return plain, rotate_key(turning, positions, config.rope, config.interleaved)
 
     def _attend(self, plain, turned, seen, positions, chosen=None):
         """Attend to cache entries ``[b, 1, s, d]``: to those of `chosen`, or to all if it is None.
@@ -219,14 +256,6 @@ class LatentAttention(HeadParallel):
             gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(x.dtype)
             y = y * gate[..., None]
         return self.out(y.reshape(*x.shape[:2], -1))
-
-    def _rotate(self, x, positions):
-        """Rotate queries or keys; channels of adjacent pairs are first moved half a width apart."""
-        if self.config.rope is None:
-            return x
-        if self.config.interleaved:
-            x = pair_halves(x)
-        return rotate(x, positions, self.config.rope)
 
     def _absorbs(self, t: int, s: int) -> bool:
         """Return whether attending to latents takes no more work for `t` queries and `s` keys."""

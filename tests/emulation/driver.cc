@@ -276,6 +276,14 @@ int add_gated(int64_t rows, int64_t columns, int type, void* const* operands) {
 }
 
 // The operands are qkv, positions, q_weight, k_weight, frequencies, q, keys, values.
+// The operands are down, positions, q_weight, kv_weight, frequencies, q, cache.
+int prepare_latents(const LatentsCall* call, void* const* operands) {
+  return LaunchPrepareLatents(
+      nullptr, *call,
+      {operands[0], static_cast<const int32_t*>(operands[1]), operands[2], operands[3],
+       static_cast<const float*>(operands[4]), operands[5], operands[6]});
+}
+
 int prepare_heads(const HeadsCall* call, void* const* operands) {
   return LaunchPrepareHeads(
       nullptr, *call,

@@ -78,6 +78,7 @@ WAIT_FIRST = (
     "AddRmsNorm",
     "AddRmsNormAny",
     "PrepareHeads",
+    "PrepareLatents",
     "AttentionSm80",
     "LatentAttention",
     "Route",

@@ -14,6 +14,7 @@ from jax_nvfp4_moe import CheckpointError, Target, load_model
 from jax_nvfp4_moe.models import deepseek_v3
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
 from jax_nvfp4_moe.nn import latent_attention
+from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.nn.latent_attention import HeadMatrices
 
 DEEPSEEK = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
@@ -89,13 +90,46 @@ def calls_of(tokens, dtype):
     attention = model.layers[0].attention
     attention.target = Target("cuda", (9, 0))
     lowered = jax.jit(lambda module, *rest: module(*rest)).lower(attention, x, positions, entries)
-    return re.findall(r"custom_call @(nvfp4_\w*attention\w*)", lowered.as_text())
+    names = r"custom_call @(nvfp4_\w*(?:attention|latents)\w*)"
+    return re.findall(names, lowered.as_text())
 
 
-def test_decoding_calls_the_kernel_for_latents():
-    assert calls_of(1, jnp.bfloat16) == ["nvfp4_latent_attention_cuda"]
+def test_decoding_calls_the_kernels_for_latents():
+    few = ["nvfp4_prepare_latents_cuda", "nvfp4_latent_attention_cuda"]
+    assert calls_of(1, jnp.bfloat16) == few
+    assert calls_of(8, jnp.bfloat16) == few
+    assert calls_of(9, jnp.bfloat16) == few[1:]
     assert calls_of(150, jnp.bfloat16) == ["nvfp4_attention_cuda"]
     assert calls_of(1, jnp.float32) == []
+
+
+@pytest.mark.parametrize("folder", [LITE, DIRECT], ids=["lite", "direct"])
+def test_one_kernel_for_latents_changes_no_bit(folder, monkeypatch):
+    """The cache has room for a token more, and two tokens in it."""
+    model = load_model(folder, **EXACT)
+    x = jax.random.normal(jax.random.key(0), (2, 3, model.config.hidden))
+    positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (2, 3))
+    run = jax.jit(lambda module, *operands: module(*operands))
+
+    def outputs():
+        attention, entries = model.layers[0].attention, model.init_cache(2, 4).layers[0]
+        _, entries = run(attention, x[:, :2], positions[:, :2], entries)
+        return jax.tree.leaves(run(attention, x[:, 2:], positions[:, 2:], entries))
+
+    at_once = outputs()
+    monkeypatch.setattr(latent_attention, "_FEW_TOKENS", 0)
+    jax.clear_caches()
+    for got, expected in zip(at_once, outputs(), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_calibration_sees_the_latents_of_a_decoding_step():
+    model = load_model(LITE, **EXACT)
+    x, positions = jnp.ones((1, 1, model.config.hidden)), jnp.zeros((1, 1), jnp.int32)
+    with capture(model) as seen:
+        model.layers[0].attention(x, positions, model.init_cache(1, 4).layers[0])
+    (latents,) = seen["layers.0.attention.kv_up"]
+    assert latents.shape == (1, 1, model.config.attention.kv_lora_rank)
 
 
 def test_the_cache_keeps_latents():

@@ -24,6 +24,11 @@ from attention_suite import make as make_attention
 from delta_rule_suite import RULE_CASES, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
+from latent_attention_suite import CASES as LATENT_ATTENTION
+from latent_attention_suite import make as make_latent_attention
+from latents_suite import CASES as LATENTS
+from latents_suite import PAIRS as LATENT_PAIRS
+from latents_suite import make as make_latents
 from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba
 
 from jax_nvfp4_moe import Target, ops
@@ -164,6 +169,28 @@ def run_attention():
         check(f"attention {name} {np.dtype(dtype)}", y)
 
 
+def run_latents():
+    """Attend to latents whose room is not a number, and prepare latents."""
+    for name, dtype in itertools.product(LATENT_ATTENTION, DTYPES[:2]):
+        case = LATENT_ATTENTION[name]
+        q, k, positions = map(jnp.asarray, make_latent_attention(name, np.dtype(dtype)))
+        options = {"value_width": case.widths[1], "backend": "latent_attention_cuda"}
+        y = ops.attention(q, k, None, positions, **options, **case.options)
+        check(f"latent attention {name} {np.dtype(dtype)}", y)
+    for name, pair in itertools.product(LATENTS, LATENT_PAIRS):
+        call = make_latents(name, pair)
+        weights = {"q_weight": call.q_weight, "kv_weight": call.kv_weight}
+        found = ops.prepare_latents(
+            *map(jnp.asarray, call.operands[:3]),
+            **{name: None if w is None else jnp.asarray(w) for name, w in weights.items()},
+            rope=call.options.rope,
+            interleaved=call.options.interleaved,
+            backend="latents_cuda",
+        )
+        for part, y in zip(("q", "cache"), found, strict=True):
+            check(f"latents {name} {pair} {part}", y)
+
+
 def run_norm(rows, h, adds, dtype):
     """Normalize rows with weights of each dtype."""
     rng = np.random.default_rng(4)
@@ -301,6 +328,7 @@ def main():
     run_delta_rules()
     run_linears()
     run_attention()
+    run_latents()
     run_rows()
     for case in LAYERS:
         run_layer(case, ml_dtypes.bfloat16, Options(activation_scale="token"))

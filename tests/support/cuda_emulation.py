@@ -179,6 +179,15 @@ class _RouterCall(ctypes.Structure):
     ]
 
 
+class _LatentsCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int32) for name in ("b", "t", "s", "r", "k", "e", "half")),
+        *((name, ctypes.c_int) for name in ("type", "weight_type")),
+        *((name, ctypes.c_float) for name in ("eps", "rotation_scale")),
+        ("interleaved", ctypes.c_bool),
+    ]
+
+
 class _HeadsCall(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int32) for name in ("b", "t", "s", "n", "m", "d", "half")),
@@ -522,6 +531,26 @@ def prepare_heads(library, call):
         np.where(entry.view(np.uint16) == 0xFFFF, old, entry)
         for entry, old in zip(entries, kept, strict=True)
     )
+
+
+def prepare_latents(library, call):
+    """Return queries and the cache, as `backends.latents.prepare_latents` does.
+
+    As in `prepare_heads`, the kernel gets a cache of 0xff bytes.
+    """
+    (b, t, width), (_, _, s, own) = call.down.shape, call.cache.shape
+    rank, rope = len(call.kv_weight), call.options.rope
+    frequencies = np.float32(() if rope is None else rope.frequencies)
+    sizes = _LatentsCall(
+        *(b, t, s, width - own, rank, own - rank, len(frequencies)),
+        *(_TYPES[dtype.name] for dtype in (call.down.dtype, call.kv_weight.dtype)),
+        *(call.options.eps, 1 if rope is None else rope.scale, call.options.interleaved),
+    )
+    likes = [np.empty((b, t, width - own), call.down.dtype), call.cache]
+    operands = [call.down, call.positions, call.q_weight, call.kv_weight, frequencies]
+    bound = functools.partial(library.prepare_latents, ctypes.byref(sizes))
+    q, cache = _run(library, bound, operands, likes, 0, multiprocessors=1)
+    return q, np.where(cache.view(np.uint16) == 0xFFFF, call.cache, cache)
 
 
 def sines(library, angles):

@@ -8,10 +8,10 @@
 
 #include "cuda/instructions/ampere.cuh"
 #include "cuda/quantizers/elements.cuh"
+#include "cuda/warp_sum.cuh"
 
 namespace nvfp4 {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kUnit = 8;  // values of 16 bytes
 
 // The address of 16-byte unit `unit` of row `row` in a matrix of kColumns columns.
