@@ -239,6 +239,74 @@ ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, 
   return FromCuda(LaunchAddGated(stream, call), "nvfp4_add_gated_cuda");
 }
 
+// Checks what both products of heads share, and reads their sizes from the matrices [n, a, b].
+ffi::Error CheckHeadProduct(ffi::AnyBuffer x, std::string_view name, ffi::AnyBuffer matrices,
+                            ffi::AnyBuffer y, HeadProductCall* call) {
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call->type));
+  if (call->type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
+  NVFP4_RETURN_IF_ERROR(ExpectType(name, matrices.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("y", y.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, n, k + e]", x.dimensions(), 3));
+  NVFP4_RETURN_IF_ERROR(ExpectRank(name, matrices.dimensions(), 3));
+  const int64_t rows = x.dimensions()[0], n = x.dimensions()[1];
+  const int64_t k = matrices.dimensions()[call->expands ? 2 : 1];
+  const int64_t outputs = matrices.dimensions()[call->expands ? 1 : 2];
+  const int64_t e = x.dimensions()[2] - k;
+  NVFP4_RETURN_IF_ERROR(ExpectDims(name, matrices.dimensions(),
+                                   {n, matrices.dimensions()[1], matrices.dimensions()[2]}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("x [rows, n, k + e], e", e, 0));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("y [rows, n, outputs + e]", y.dimensions(), {rows, n, outputs + e}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", rows, kMaxHeadProductRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (x)", n, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf(call->expands ? "k (values)" : "k (keys)",
+                                         call->expands ? k : outputs, kHeadProductFactor));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectAtMost(name, k, call->expands ? kMaxHeadProductLatent : kMaxHeadProductQuery));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost(name, outputs, kMaxExtent / 64));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast(name, std::min(k, outputs), 1));
+  call->rows = static_cast<int32_t>(rows);
+  call->n = static_cast<int32_t>(n);
+  call->k = static_cast<int32_t>(k);
+  call->outputs = static_cast<int32_t>(outputs);
+  call->e = static_cast<int32_t>(e);
+  return ExpectAligned({{"x", x}, {name, matrices}, {"y", y}}, kAlignment);
+}
+
+ffi::Error AbsorbQueries(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer keys,
+                         ffi::AnyBuffer positions, ffi::AnyBuffer frequencies,
+                         ffi::Result<ffi::AnyBuffer> y, float rotation_scale, bool interleaved) {
+  HeadProductCall call = {};
+  NVFP4_RETURN_IF_ERROR(CheckHeadProduct(q, "keys [n, p, k]", keys, *y, &call));
+  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("frequencies", frequencies.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [rows]", positions.dimensions(), {call.rows}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDimsOrEmpty("frequencies [e/2]", frequencies.dimensions(), {call.e / 2}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("e (q)", call.e, kMaxPreparedWidth));
+  if (call.e % 2 != 0) return Expected("e (q)", "an even number", std::to_string(call.e));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectAligned({{"positions", positions}, {"frequencies", frequencies}}, kAlignment));
+  call.half = static_cast<int32_t>(frequencies.dimensions()[0]);
+  call.rotation_scale = rotation_scale;
+  call.interleaved = interleaved;
+  const HeadProductBuffers buffers = {q.untyped_data(), keys.untyped_data(),
+                                      Data<int32_t>(positions), DataOrNull(frequencies),
+                                      y->untyped_data()};
+  return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_absorb_queries_cuda");
+}
+
+ffi::Error ExpandValues(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer values,
+                        ffi::Result<ffi::AnyBuffer> y) {
+  HeadProductCall call = {};
+  call.expands = true;
+  NVFP4_RETURN_IF_ERROR(CheckHeadProduct(x, "values [n, d, k]", values, *y, &call));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("x [rows, n, k]", x.dimensions(), {call.rows, call.n, call.k}));
+  const HeadProductBuffers buffers = {x.untyped_data(), values.untyped_data(), nullptr, nullptr,
+                                      y->untyped_data()};
+  return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_expand_values_cuda");
+}
+
 ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer keys,
                       ffi::AnyBuffer values, ffi::AnyBuffer q_weight, ffi::AnyBuffer k_weight,
                       ffi::AnyBuffer frequencies, ffi::AnyBuffer q, ffi::AnyBuffer new_keys,
@@ -725,6 +793,26 @@ XLA_FFI_DEFINE_HANDLER(kPrepareLatents, PrepareLatents,
                            .Attr<bool>("interleaved"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kAbsorbQueries, AbsorbQueries,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // q            [rows, n, p + e]
+                           .Arg<ffi::AnyBuffer>()  // keys         [n, p, k]
+                           .Arg<ffi::AnyBuffer>()  // positions    [rows]
+                           .Arg<ffi::AnyBuffer>()  // frequencies  [e/2] or [0]
+                           .Ret<ffi::AnyBuffer>()  // y            [rows, n, k + e]
+                           .Attr<float>("rotation_scale")
+                           .Attr<bool>("interleaved"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(kExpandValues, ExpandValues,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()   // x       [rows, n, k]
+                           .Arg<ffi::AnyBuffer>()   // values  [n, d, k]
+                           .Ret<ffi::AnyBuffer>(),  // y       [rows, n, d]
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kDeltaStep, DeltaStep,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -799,6 +887,8 @@ std::vector<NamedHandler> MixerHandlers() {
       {"nvfp4_add_gated_cuda", kAddGated},
       {"nvfp4_latent_attention_cuda", kLatentAttention},
       {"nvfp4_prepare_latents_cuda", kPrepareLatents},
+      {"nvfp4_absorb_queries_cuda", kAbsorbQueries},
+      {"nvfp4_expand_values_cuda", kExpandValues},
   };
 }
 

@@ -343,6 +343,33 @@ struct LatentsBuffers {
 cudaError_t LaunchPrepareLatents(cudaStream_t stream, const LatentsCall& call,
                                  const LatentsBuffers& buffers);
 
+// The most rows of LaunchHeadProduct, and the widest sums over channels of a query and of a latent.
+constexpr int64_t kMaxHeadProductRows = 8, kMaxHeadProductQuery = 512, kMaxHeadProductLatent = 1024;
+constexpr int64_t kHeadProductFactor = 8;  // of k and of the outputs of queries
+
+struct HeadProductCall {
+  int32_t rows, n;     // tokens, and heads of each
+  int32_t k, outputs;  // channels of a sum, and sums of a head; see `expands`
+  int32_t e;           // further channels of a query, which rotate; 0 if `expands`
+  int32_t half;        // e / 2, or 0 if nothing rotates
+  DataType type;       // of all operands; kBF16 or kF16
+  float rotation_scale;
+  bool interleaved;  // whether the channels of a rotated pair are adjacent in x
+  bool expands;  // values, with matrices [n, outputs, k]; otherwise queries, with [n, k, outputs]
+};
+
+struct HeadProductBuffers {
+  const void* x;             // [rows, n, k + e]
+  const void* matrices;      // see `expands`
+  const int32_t* positions;  // [rows]; not read if `half` is 0
+  const float* frequencies;  // [half]
+  void* y;                   // [rows, n, outputs + e]
+};
+
+// Multiplies each head by its matrix, and rotates the further channels.
+cudaError_t LaunchHeadProduct(cudaStream_t stream, const HeadProductCall& call,
+                              const HeadProductBuffers& buffers);
+
 // The most rows and columns of the state of a recurrent mixer, and the number of which its columns
 // are a multiple.
 constexpr int64_t kMaxStateWidth = 128, kStateWidthFactor = 4;

@@ -6,11 +6,13 @@ activations. "Plain kernels" are the ones for everything that the engines do not
 
 from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
+    lower_absorb_queries,
     lower_activate,
     lower_add_gated,
     lower_add_rms_norm,
     lower_attention,
     lower_dense,
+    lower_expand_values,
     lower_grouped_gemm,
     lower_latent_attention,
     lower_moe,
@@ -399,4 +401,25 @@ LATENTS_CUDA = Backend(
     lower={"prepare_latents": lower_prepare_latents("nvfp4_prepare_latents_cuda")},
     status="executed in emulation, compiled",
     ffi_targets=("nvfp4_prepare_latents_cuda",),
+)
+
+# Rows up to which the kernels run. The widths are those of the sum and of the result.
+HEAD_PRODUCT_ROWS = 8
+HEAD_PRODUCTS_CUDA = Backend(
+    name="head_products_cuda",
+    can=Capability(
+        ops=frozenset({"absorb_queries", "expand_values"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_widths=(range(1, 513), range(8, 1025, 8), range(0, 257, 2)),
+    ),
+    layout=CANONICAL,
+    lower={
+        "absorb_queries": lower_absorb_queries("nvfp4_absorb_queries_cuda"),
+        "expand_values": lower_expand_values("nvfp4_expand_values_cuda"),
+    },
+    status="executed in emulation, compiled",
+    ffi_targets=("nvfp4_absorb_queries_cuda", "nvfp4_expand_values_cuda"),
 )

@@ -332,6 +332,45 @@ def lower_prepare_latents(ffi_target):
     return lower
 
 
+def lower_absorb_queries(ffi_target):
+    """Return the function that lowers `head_products.absorb_queries` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(q, keys, positions, *, rope, interleaved):
+        b, t, n, width = q.shape
+        output = jax.ShapeDtypeStruct((b * t, n, width - keys.shape[1] + keys.shape[2]), q.dtype)
+        y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(
+            q.reshape(b * t, n, width),
+            keys,
+            positions.reshape(-1),
+            jnp.asarray(() if rope is None else rope.frequencies, jnp.float32),
+            rotation_scale=np.float32(1 if rope is None else rope.scale),
+            interleaved=interleaved,
+        )
+        return y.reshape(b, t, n, -1)
+
+    return lower
+
+
+def lower_expand_values(ffi_target):
+    """Return the function that lowers `head_products.expand_values` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(x, values):
+        b, t, n, k = x.shape
+        output = jax.ShapeDtypeStruct((b * t, n, values.shape[1]), x.dtype)
+        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        return call(x.reshape(b * t, n, k), values).reshape(b, t, n, -1)
+
+    return lower
+
+
 def lower_route(ffi_target):
     """Return the function that lowers `route` to an FFI target.
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from jax_nvfp4_moe.backends.latents import rotate_key
@@ -27,7 +26,8 @@ from jax_nvfp4_moe.numerics.cache import append
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
-from jax_nvfp4_moe.ops.dense import dense, precision_for
+from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
 from jax_nvfp4_moe.ops.latents import prepare_latents
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -161,12 +161,12 @@ class LatentAttention(HeadParallel):
     def mix(self, x, positions, entries) -> Any:
         """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
         if self._prepares_at_once(x, positions, entries):
-            plain, turned, latent = self._project_into(x, positions, entries["latent"])
+            q, latent = self._project_into(x, positions, entries["latent"])
             seen = entries = {"latent": latent}
         else:
-            plain, turned, latent, _ = self._project(x, positions)
+            q, latent, _ = self._project(x, positions)
             seen, entries = append(entries, positions, latent=latent)
-        y = self._attend(plain, turned, seen["latent"], positions)
+        y = self._attend(q, seen["latent"], positions)
         return self._finish(y, positions, x), entries
 
     def _prepares_at_once(self, x, positions, entries) -> bool:
@@ -178,7 +178,7 @@ class LatentAttention(HeadParallel):
         return few and is_spread(x, positions) and not is_recorded(self.kv_up)
 
     def _project_into(self, x, positions, cache):
-        """Return both parts of the queries, as `_project` does, and the cache with new latents."""
+        """Return the queries, as `_project` does, and the cache with new latents."""
         config, normalizes = self.config, self.config.q_lora_rank is not None
         q, cache = prepare_latents(
             self.down(x),
@@ -191,15 +191,15 @@ class LatentAttention(HeadParallel):
             interleaved=config.interleaved,
             target=self.target,
         )
-        return *self._split_queries(self.q(q) if normalizes else q, positions), cache
+        return self._heads_of(self.q(q) if normalizes else q, positions), cache
 
     def _project(self, x, positions):
         """Return the projections of tokens `x`.
 
         Returns:
-          The channels of the queries that are not rotated and those that are, ``[b, t, n, d]``.
-          Then what the cache holds of the tokens, ``[b, t, 1, d]``, and the normalized latents of
-          the queries ``[..., r]``, packed if `x` is, or the queries if they have no latent.
+          The queries ``[b, t, n, d]``, before their last channels are rotated. Then what the cache
+          holds of the tokens, ``[b, t, 1, d]``, and the normalized latents of the queries ``[...,
+          r]``, packed if `x` is, or the queries if they have no latent.
         """
         config, down = self.config, self.down(x)
         rope = down.shape[-1] - config.qk_rope_head_dim
@@ -209,25 +209,21 @@ class LatentAttention(HeadParallel):
             residual = self.q_norm(q)
             q = self.q(residual)
         q, latent, key = (spread(part, positions) for part in (q, self.kv_norm(latent), key))
-        plain, turned = self._split_queries(q, positions)
         key = rotate_key(key[:, :, None, :], positions, config.rope, config.interleaved)
         latent = jnp.concatenate([latent[:, :, None, :], key], axis=-1)
         # Calibration needs the inputs of `kv_up`. They are recorded here, because the second form
         # never multiplies `kv_up` by a latent.
         record(self.kv_up, latent[:, :, 0, : config.kv_lora_rank])
-        return plain, turned, latent, residual
+        return self._heads_of(q, positions), latent, residual
 
-    def _split_queries(self, q, positions):
-        """Return the channels of the queries that are not rotated, and those that are, rotated."""
+    def _heads_of(self, q, positions):
+        """Return projected queries as heads ``[b, t, n, d]``, with their temperature."""
         config = self.config
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
         q = q.reshape(*positions.shape, config.num_heads, width)
-        if config.temperature is not None:
-            q = _grow(q, positions, *config.temperature)
-        plain, turning = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-        return plain, rotate_key(turning, positions, config.rope, config.interleaved)
+        return q if config.temperature is None else _grow(q, positions, *config.temperature)
 
-    def _attend(self, plain, turned, seen, positions, chosen=None):
+    def _attend(self, q, seen, positions, chosen=None):
         """Attend to cache entries ``[b, 1, s, d]``: to those of `chosen`, or to all if it is None.
 
         Chosen latents are never expanded if that can be avoided. Each query has its own, so each
@@ -236,9 +232,11 @@ class LatentAttention(HeadParallel):
         few = chosen is not None or self._absorbs(positions.shape[1], seen.shape[2])
         # With FP8 scales, the keys and values of all heads are rounded: they must be expanded.
         if isinstance(self.kv_up, HeadMatrices) and few and self.kv.scales is None:
-            return self._attend_to_latents(self.kv_up, plain, turned, seen, positions, chosen)
+            return self._attend_to_latents(self.kv_up, q, seen, positions, chosen)
         k, v = self._expand(seen)
         k, v = self.kv.rounded(k=k, v=v).values()
+        plain, turning = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
+        turned = rotate_key(turning, positions, self.config.rope, self.config.interleaved)
         q = jnp.concatenate([plain, turned], axis=-1)
         return self._attend_to(q, k, v, positions, chosen)
 
@@ -264,17 +262,18 @@ class LatentAttention(HeadParallel):
         absorbed = t * config.kv_lora_rank * head + 2 * t * s * config.kv_lora_rank
         return absorbed <= s * config.kv_lora_rank * head + t * s * head
 
-    def _attend_to_latents(self, up: HeadMatrices, plain, turned, latent, positions, chosen):
+    def _attend_to_latents(self, up: HeadMatrices, q, latent, positions, chosen):
         """Attend to the latents, which serve as the one key head and value head of all queries."""
-        q = _each_head(plain, up.keys, contracted=1)
-        q = jnp.concatenate([q, turned], axis=-1)
-        scale, rank = self.config.scale, self.config.kv_lora_rank
+        config, keys = self.config, up.keys.get_value()
+        options = {"rope": config.rope, "interleaved": config.interleaved, "target": self.target}
+        q = absorb_queries(q, keys, positions, **options)
+        scale, rank = config.scale, config.kv_lora_rank
         if chosen is None:
             options = {"value_width": rank, "scale": scale, "target": self.target}
             y = attention(q, latent, None, positions, **options)
         else:
             y = attend_to_chosen(q, latent, latent, positions, chosen, scale=scale)[..., :rank]
-        return _each_head(y, up.values, contracted=2)
+        return expand_values(y, up.values.get_value(), target=self.target)
 
     def _expand(self, seen):
         """Expand cache entries ``[b, 1, s, d]`` to the keys and values of all heads."""
@@ -330,18 +329,6 @@ def _weights_only(part) -> bool:
     if isinstance(part, FP8Linear):
         return part.activations is FP8ActivationScaling.WEIGHTS
     return isinstance(part, NVFP4Linear) and part.scheme is Scheme.W4A16
-
-
-def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Array, "b t n m"]:
-    """Multiply each head by its matrix in ``matrix [n, ., .]``, summing over axis `contracted`."""
-    y = lax.dot_general(
-        x,
-        matrix.get_value(),
-        (((3,), (contracted,)), ((2,), (0,))),
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    return jnp.moveaxis(y, 0, 2).astype(x.dtype)
 
 
 def build_latent_attention(

@@ -284,6 +284,13 @@ int prepare_latents(const LatentsCall* call, void* const* operands) {
        static_cast<const float*>(operands[4]), operands[5], operands[6]});
 }
 
+// The operands are x, matrices, positions, frequencies, y.
+int head_product(const HeadProductCall* call, void* const* operands) {
+  return LaunchHeadProduct(nullptr, *call,
+                           {operands[0], operands[1], static_cast<const int32_t*>(operands[2]),
+                            static_cast<const float*>(operands[3]), operands[4]});
+}
+
 int prepare_heads(const HeadsCall* call, void* const* operands) {
   return LaunchPrepareHeads(
       nullptr, *call,

@@ -79,6 +79,8 @@ WAIT_FIRST = (
     "AddRmsNormAny",
     "PrepareHeads",
     "PrepareLatents",
+    "AbsorbQueries",
+    "ExpandValues",
     "AttentionSm80",
     "LatentAttention",
     "Route",

@@ -90,16 +90,16 @@ def calls_of(tokens, dtype):
     attention = model.layers[0].attention
     attention.target = Target("cuda", (9, 0))
     lowered = jax.jit(lambda module, *rest: module(*rest)).lower(attention, x, positions, entries)
-    names = r"custom_call @(nvfp4_\w*(?:attention|latents)\w*)"
+    names = r"custom_call @nvfp4_(\w*(?:attention|latents|queries|values))_cuda"
     return re.findall(names, lowered.as_text())
 
 
 def test_decoding_calls_the_kernels_for_latents():
-    few = ["nvfp4_prepare_latents_cuda", "nvfp4_latent_attention_cuda"]
+    few = ["prepare_latents", "absorb_queries", "latent_attention", "expand_values"]
     assert calls_of(1, jnp.bfloat16) == few
     assert calls_of(8, jnp.bfloat16) == few
-    assert calls_of(9, jnp.bfloat16) == few[1:]
-    assert calls_of(150, jnp.bfloat16) == ["nvfp4_attention_cuda"]
+    assert calls_of(9, jnp.bfloat16) == ["latent_attention"]
+    assert calls_of(150, jnp.bfloat16) == ["attention"]
     assert calls_of(1, jnp.float32) == []
 
 

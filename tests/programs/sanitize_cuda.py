@@ -24,6 +24,8 @@ from attention_suite import make as make_attention
 from delta_rule_suite import RULE_CASES, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
+from head_product_suite import CASES as HEAD_PRODUCTS
+from head_product_suite import make as make_head_product
 from latent_attention_suite import CASES as LATENT_ATTENTION
 from latent_attention_suite import make as make_latent_attention
 from latents_suite import CASES as LATENTS
@@ -36,6 +38,7 @@ from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 
@@ -177,6 +180,13 @@ def run_latents():
         options = {"value_width": case.widths[1], "backend": "latent_attention_cuda"}
         y = ops.attention(q, k, None, positions, **options, **case.options)
         check(f"latent attention {name} {np.dtype(dtype)}", y)
+    for name, dtype in itertools.product(HEAD_PRODUCTS, DTYPES[:2]):
+        call = make_head_product(name, np.dtype(dtype))
+        q, keys, positions = map(jnp.asarray, (call.q, call.keys, call.positions))
+        y = absorb_queries(q, keys, positions, **call.options)
+        check(f"queries in latents {name} {np.dtype(dtype)}", y)
+        y = expand_values(jnp.asarray(call.x), jnp.asarray(call.values))
+        check(f"values of latents {name} {np.dtype(dtype)}", y)
     for name, pair in itertools.product(LATENTS, LATENT_PAIRS):
         call = make_latents(name, pair)
         weights = {"q_weight": call.q_weight, "kv_weight": call.kv_weight}

@@ -188,6 +188,16 @@ class _LatentsCall(ctypes.Structure):
     ]
 
 
+class _HeadProductCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int32) for name in ("rows", "n", "k", "outputs", "e", "half")),
+        ("type", ctypes.c_int),
+        ("rotation_scale", ctypes.c_float),
+        ("interleaved", ctypes.c_bool),
+        ("expands", ctypes.c_bool),
+    ]
+
+
 class _HeadsCall(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int32) for name in ("b", "t", "s", "n", "m", "d", "half")),
@@ -551,6 +561,28 @@ def prepare_latents(library, call):
     bound = functools.partial(library.prepare_latents, ctypes.byref(sizes))
     q, cache = _run(library, bound, operands, likes, 0, multiprocessors=1)
     return q, np.where(cache.view(np.uint16) == 0xFFFF, call.cache, cache)
+
+
+def absorb_queries(library, q, keys, positions, *, rope, interleaved):
+    """Return queries in the space of the latents, as `ops.head_products` does."""
+    (b, t, n, width), (_, k, outputs) = q.shape, keys.shape
+    frequencies = np.float32(() if rope is None else rope.frequencies)
+    scale = 1 if rope is None else rope.scale
+    sizes = _HeadProductCall(b * t, n, k, outputs, width - k, len(frequencies))
+    sizes.type, sizes.rotation_scale = _TYPES[q.dtype.name], scale
+    sizes.interleaved = interleaved
+    call = functools.partial(library.head_product, ctypes.byref(sizes))
+    y = np.empty((b, t, n, outputs + width - k), q.dtype)
+    return _run(library, call, [q, keys, positions, frequencies], [y], 0, multiprocessors=1)[0]
+
+
+def expand_values(library, x, values):
+    """Return values of heads, as `ops.head_products` does."""
+    (b, t, n, k), outputs = x.shape, values.shape[1]
+    sizes = _HeadProductCall(b * t, n, k, outputs, type=_TYPES[x.dtype.name], expands=True)
+    call = functools.partial(library.head_product, ctypes.byref(sizes))
+    y = np.empty((b, t, n, outputs), x.dtype)
+    return _run(library, call, [x, values, None, None], [y], 0, multiprocessors=1)[0]
 
 
 def sines(library, angles):
