@@ -305,7 +305,7 @@ class Capability:
       dtypes: names of the dtypes of activations.
       max_experts, max_top_k: largest number of experts, in all and per token.
       max_extent: largest number of rows or columns of a matrix.
-      head_widths: widths that heads of attention may have.
+      head_widths: range of all widths of heads, or a tuple with one range for each.
       shared_bytes: bytes of shared memory per thread block that the most demanding kernel needs.
     """
 
@@ -317,13 +317,14 @@ class Capability:
     max_experts: int = 512
     max_top_k: int = 32
     max_extent: int = 1 << 62
-    head_widths: range = range(1 << 62)
+    head_widths: range | tuple[range, ...] = range(1 << 62)
     shared_bytes: int = 0
 
     def reason_against(self, p: Problem) -> str | None:
         """Return in words why this backend cannot run the problem `p`; None if it can."""
         missing = dict(p.unavailable).get(self.extension or "")
-        extent, widths = max(p.hidden, p.intermediate), self.head_widths
+        extent, most, widths = max(p.hidden, p.intermediate), self.max_extent, self.head_widths
+        each = widths if isinstance(widths, tuple) else (widths,) * len(p.head_widths)
         reached = [d for d in self.devices if d.reaches(p)]
         checks = (
             (p.op in self.ops, f"does not implement {p.op}"),
@@ -341,12 +342,9 @@ class Capability:
                 f"needs at most {self.max_experts} experts, got {p.num_experts}",
             ),
             (p.top_k <= self.max_top_k, f"needs top_k of at most {self.max_top_k}, got {p.top_k}"),
+            (extent <= most, f"needs matrices of at most {most} rows and columns, got {extent}"),
             (
-                extent <= self.max_extent,
-                f"needs matrices of at most {self.max_extent} rows and columns, got {extent}",
-            ),
-            (
-                all(width in widths for width in p.head_widths),
+                all(w in own for w, own in zip(p.head_widths, each, strict=False)),
                 f"needs widths of heads in {widths}, got {p.head_widths}",
             ),
             (missing is None, f"{missing}"),

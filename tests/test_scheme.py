@@ -195,6 +195,27 @@ def test_attention_is_found(target, dtype, widths, want, why):
             choose_backend(problem, BACKENDS, ("attention_cuda",))
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "widths", "want", "why"),
+    [
+        (cuda(8, 0), "bfloat16", (576, 512), "latent_attention_cuda", None),
+        (cuda(12, 0), "float16", (48, 32), "latent_attention_cuda", None),
+        (cuda(9, 0), "float32", (576, 512), "reference", "needs bfloat16 or float16, got float32"),
+        (cuda(9, 0), "bfloat16", (576, 528), "reference", r"range\(8, 513, 8\)\), got \(576, 528"),
+        (cuda(9, 0), "bfloat16", (592, 512), "reference", r"range\(8, 577, 8\), .*, got \(592"),
+        (cuda(9, 0), "bfloat16", (44, 32), "reference", r"got \(44, 32\)"),
+        (cuda(7, 5), "bfloat16", (576, 512), "reference", "got cuda 7.5"),
+        (CPU, "bfloat16", (576, 512), "attention_cpu", "needs cuda, got cpu"),
+    ],
+)
+def test_latent_attention_is_found(target, dtype, widths, want, why):
+    problem = Problem("latent_attention", None, target, dtype, head_widths=widths)
+    assert choose_backend(problem, BACKENDS).name == want
+    if why is not None:
+        with pytest.raises(nvfp4.NoBackendError, match=why):
+            choose_backend(problem, BACKENDS, ("latent_attention_cuda",))
+
+
 def test_the_reference_of_a_router_is_nothing_to_warn_of(caplog):
     choice._log_backend.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_nvfp4_moe"):

@@ -206,7 +206,7 @@ struct AttentionCall {
 struct AttentionBuffers {
   const void* q;             // [b, t, n, d]
   const void* k;             // [b, m, s, d]
-  const void* v;             // [b, m, s, dv]
+  const void* v;             // [b, m, s, dv]; null for LaunchLatentAttention
   const int32_t* positions;  // [b, t]; kPadding or more is padding, whose results are finite
   const float* sinks;        // [n] or null
   void* y;                   // [b, t, n, dv]
@@ -218,6 +218,13 @@ struct AttentionBuffers {
 int64_t AttentionWorkspaceBytes(const AttentionShape& shape);
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers);
+
+// The same, with the first dv channels of the keys as values. Buffers have no v. Each key is read
+// once for both products. Widths are multiples of kHeadWidthFactor.
+constexpr int64_t kMaxLatentWidth = 576, kMaxLatentValueWidth = 512;
+int64_t LatentAttentionWorkspaceBytes(const AttentionShape& shape);
+cudaError_t LaunchLatentAttention(cudaStream_t stream, const AttentionCall& call,
+                                  const AttentionBuffers& buffers);
 
 // The most rows of LaunchDenseFew, and the number of which k is a multiple; then that for E4M3.
 constexpr int64_t kMostDenseRows = 64, kDenseFactor = 8, kDenseE4M3Factor = 16;
@@ -329,6 +336,61 @@ struct HeadsBuffers {
 // Normalizes and rotates heads, and writes new keys and values into the cache.
 cudaError_t LaunchPrepareHeads(cudaStream_t stream, const HeadsCall& call,
                                const HeadsBuffers& buffers);
+
+// The largest latents of LaunchPrepareLatents: of queries, and of keys and values. Widths are
+// multiples of kPreparedWidthFactor, and the rotated key has at most kMaxPreparedWidth channels.
+constexpr int64_t kMaxQueryLatent = 1 << 18, kMaxKeyLatent = 4096;
+
+struct LatentsCall {
+  int32_t b, t, s;       // rows, new tokens of a row, and tokens that the cache has room for
+  int32_t r, k, e;       // widths of the latents of queries and of keys, and of the rotated key
+  int32_t half;          // e / 2, or 0 if nothing rotates
+  DataType type;         // of down, q and cache; kBF16 or kF16
+  DataType weight_type;  // `type` or kF32
+  float eps, rotation_scale;
+  bool interleaved;  // whether the channels of a pair are adjacent in `down`
+};
+
+struct LatentsBuffers {
+  const void* down;          // [b, t, r + k + e]
+  const int32_t* positions;  // [b, t]; any value
+  const void* q_weight;      // [r], or null: the queries are not normalized
+  const void* kv_weight;     // [k]
+  const float* frequencies;  // [half]
+  void* q;                   // [b, t, r]
+  void* cache;               // [b, s, k + e]; only the places of new tokens are written
+};
+
+// Normalizes latents, rotates the key, and writes new latents and keys into the cache.
+cudaError_t LaunchPrepareLatents(cudaStream_t stream, const LatentsCall& call,
+                                 const LatentsBuffers& buffers);
+
+// The most rows of LaunchHeadProduct, and the widest sums over channels of a query and of a latent.
+constexpr int64_t kMaxHeadProductRows = 8, kMaxHeadProductQuery = 512, kMaxHeadProductLatent = 1024;
+constexpr int64_t kHeadProductFactor = 8;  // of k and of the outputs of queries
+
+struct HeadProductCall {
+  int32_t rows, n;     // tokens, and heads of each
+  int32_t k, outputs;  // channels of a sum, and sums of a head; see `expands`
+  int32_t e;           // further channels of a query, which rotate; 0 if `expands`
+  int32_t half;        // e / 2, or 0 if nothing rotates
+  DataType type;       // of all operands; kBF16 or kF16
+  float rotation_scale;
+  bool interleaved;  // whether the channels of a rotated pair are adjacent in x
+  bool expands;  // values, with matrices [n, outputs, k]; otherwise queries, with [n, k, outputs]
+};
+
+struct HeadProductBuffers {
+  const void* x;             // [rows, n, k + e]
+  const void* matrices;      // see `expands`
+  const int32_t* positions;  // [rows]; not read if `half` is 0
+  const float* frequencies;  // [half]
+  void* y;                   // [rows, n, outputs + e]
+};
+
+// Multiplies each head by its matrix, and rotates the further channels.
+cudaError_t LaunchHeadProduct(cudaStream_t stream, const HeadProductCall& call,
+                              const HeadProductBuffers& buffers);
 
 // The most rows and columns of the state of a recurrent mixer, and the number of which its columns
 // are a multiple.

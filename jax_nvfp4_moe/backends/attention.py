@@ -5,6 +5,8 @@ positions 0 to p.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -207,14 +209,35 @@ def batched(x, y, contracted):
     )
 
 
+def attend_to_latents(
+    q: Float[Array, "b t n d"],
+    k: Float[Array, "b m s d"],
+    positions: Int32[Array, "b t"],
+    sinks: Float[Array, " n"] | None,
+    *,
+    value_width: int,
+    attend: Callable = attend,
+    **options: Any,
+) -> Float[Array, "b t n dv"]:
+    """Compute `ops.attention` with the first `value_width` channels of the keys as values.
+
+    The products have all channels of the keys, of which the last ones are dropped afterwards.
+    Dropping them before would copy the cache.
+    """
+    return attend(q, k, k, positions, sinks, **options)[..., :value_width]
+
+
 ATTENTION_CPU = Backend(
     name="attention_cpu",
     can=Capability(
-        ops=frozenset({"attention"}),
+        ops=frozenset({"attention", "latent_attention"}),
         devices=(Device(frozenset({None})),),
         platform="cpu",
     ),
     layout=CANONICAL,
-    lower={"attention": attend_to_blocks},
+    lower={
+        "attention": attend_to_blocks,
+        "latent_attention": functools.partial(attend_to_latents, attend=attend_to_blocks),
+    },
     status="executed, measured",
 )

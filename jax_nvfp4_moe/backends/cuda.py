@@ -6,16 +6,20 @@ activations. "Plain kernels" are the ones for everything that the engines do not
 
 from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
+    lower_absorb_queries,
     lower_activate,
     lower_add_gated,
     lower_add_rms_norm,
     lower_attention,
     lower_dense,
     lower_dense_fp8,
+    lower_expand_values,
     lower_gate_heads,
     lower_grouped_gemm,
+    lower_latent_attention,
     lower_moe,
     lower_prepare_heads,
+    lower_prepare_latents,
     lower_quantize,
     lower_route,
 )
@@ -50,6 +54,8 @@ _FP4_K = 128  # the FP4 engine pads the length of a row to a multiple of this nu
 # Attention divides the keys of few queries among so many thread blocks. A tile has so many rows,
 # and a part of the keys at least so many keys.
 _SPLIT_BLOCKS, _SPLIT_ROWS, _SPLIT_KEYS = 264, 64, 256
+# Latent attention has smaller parts. Beyond so many rows, it has half as many thread blocks.
+_LATENT_SPLIT_KEYS, _LATENT_ROWS = 64, 16
 QUANTIZE_PARTIALS = 256  # number of pieces of x whose largest magnitudes are found first
 
 
@@ -170,16 +176,24 @@ def grouped_gemm_w4a4_workspace_bytes(rows: int, num_experts: int, n: int, k: in
     return tables + _sections(*_ENGINE_SCHEDULE, _ENGINE_PARTIAL_SUMS) + _fp4_rows(rows, k)
 
 
-def attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
-    """Return the bytes of scratch memory for one call of attention.
-
-    If the keys are divided, the memory has the float32 results of each part.
-    """
+def _parts_workspace_bytes(b, t, n, m, s, dv, blocks, keys):
+    """Return the bytes for the float32 results of each part of the keys, if they are divided."""
     tiles = max(b * m * -(-t * (n // m) // _SPLIT_ROWS), 1)
-    splits = min(_SPLIT_BLOCKS // tiles, -(-s // _SPLIT_KEYS))
+    splits = min(blocks // tiles, -(-s // keys))
     if splits <= 1:
         return 0
     return _sections(4 * b * t * n * splits * dv, 8 * b * t * n * splits)
+
+
+def attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
+    """Return the bytes of scratch memory for one call of attention."""
+    return _parts_workspace_bytes(b, t, n, m, s, dv, _SPLIT_BLOCKS, _SPLIT_KEYS)
+
+
+def latent_attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
+    """Return the bytes of scratch memory for one call of latent attention."""
+    blocks = _SPLIT_BLOCKS if t * (n // m) <= _LATENT_ROWS else _SPLIT_BLOCKS // 2
+    return _parts_workspace_bytes(b, t, n, m, s, dv, blocks, _LATENT_SPLIT_KEYS)
 
 
 def _record(suffix, devices, status, workspaces, *, layout="mma_64x64", notes=no_notes, **limits):
@@ -295,6 +309,27 @@ ATTENTION_CUDA = Backend(
     ffi_targets=("nvfp4_attention_cuda",),
 )
 
+LATENT_ATTENTION_CUDA = Backend(
+    name="latent_attention_cuda",
+    can=Capability(
+        ops=frozenset({"latent_attention"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_widths=(range(8, 577, 8), range(8, 513, 8)),
+        shared_bytes=99328,
+    ),
+    layout=CANONICAL,
+    lower={
+        "latent_attention": lower_latent_attention(
+            "nvfp4_latent_attention_cuda", latent_attention_workspace_bytes
+        )
+    },
+    status="executed in emulation, compiled",
+    ffi_targets=("nvfp4_latent_attention_cuda",),
+)
+
 NORM_CUDA = Backend(
     name="norm_cuda",
     can=Capability(
@@ -373,4 +408,41 @@ HEADS_CUDA = Backend(
     lower={"prepare_heads": lower_prepare_heads("nvfp4_prepare_heads_cuda")},
     status="executed",
     ffi_targets=("nvfp4_prepare_heads_cuda",),
+)
+
+LATENTS_CUDA = Backend(
+    name="latents_cuda",
+    can=Capability(
+        ops=frozenset({"prepare_latents"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_widths=(range(4, (1 << 18) + 1, 4), range(4, 4097, 4), range(4, 257, 4)),
+    ),
+    layout=CANONICAL,
+    lower={"prepare_latents": lower_prepare_latents("nvfp4_prepare_latents_cuda")},
+    status="executed in emulation, compiled",
+    ffi_targets=("nvfp4_prepare_latents_cuda",),
+)
+
+# Rows up to which the kernels run. The widths are those of the sum and of the result.
+HEAD_PRODUCT_ROWS = 8
+HEAD_PRODUCTS_CUDA = Backend(
+    name="head_products_cuda",
+    can=Capability(
+        ops=frozenset({"absorb_queries", "expand_values"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension=_EXTENSION,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        head_widths=(range(1, 513), range(8, 1025, 8), range(0, 257, 2)),
+    ),
+    layout=CANONICAL,
+    lower={
+        "absorb_queries": lower_absorb_queries("nvfp4_absorb_queries_cuda"),
+        "expand_values": lower_expand_values("nvfp4_expand_values_cuda"),
+    },
+    status="executed in emulation, compiled",
+    ffi_targets=("nvfp4_absorb_queries_cuda", "nvfp4_expand_values_cuda"),
 )

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_nvfp4_moe.backends.attention import attend
+from jax_nvfp4_moe.backends.attention import attend, attend_to_latents
 from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta, mix_gated_delta
 from jax_nvfp4_moe.backends.heads import gate_heads, prepare_heads
+from jax_nvfp4_moe.backends.latents import prepare_latents
 from jax_nvfp4_moe.backends.mamba2 import mix_mamba2
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
 from jax_nvfp4_moe.numerics.layouts import CANONICAL, find_layout, to_layout
@@ -268,9 +269,11 @@ REFERENCE = Backend(
                 "gated_delta_rule",
                 "gated_delta_step",
                 "grouped_gemm",
+                "latent_attention",
                 "mamba2_step",
                 "moe_mlp",
                 "prepare_heads",
+                "prepare_latents",
                 "quantize_nvfp4",
                 "route",
             }
@@ -287,8 +290,10 @@ REFERENCE = Backend(
         "moe_mlp": moe_mlp,
         "grouped_gemm": grouped_gemm,
         "attention": attend,
+        "latent_attention": attend_to_latents,
         "prepare_heads": prepare_heads,
         "gate_heads": gate_heads,
+        "prepare_latents": prepare_latents,
         "gated_delta_rule": apply_gated_delta,
         "gated_delta_step": mix_gated_delta,
         "mamba2_step": mix_mamba2,

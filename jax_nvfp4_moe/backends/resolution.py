@@ -30,8 +30,10 @@ _PLAIN_OPS = frozenset(
         "gate_heads",
         "gated_delta_rule",
         "gated_delta_step",
+        "latent_attention",
         "mamba2_step",
         "prepare_heads",
+        "prepare_latents",
         "route",
     }
 )

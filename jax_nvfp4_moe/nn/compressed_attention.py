@@ -137,9 +137,8 @@ class CompressedAttention(HeadParallel):
         near, places, kept = self._append(entries, key, positions)
         sinks, d = self.sinks.get_value(), config.head_dim
         if self.pool is None:
-            keys = near[:, None]
             how = {"window": config.window, "sinks": sinks, "target": self.target}
-            y = attention(q, keys, keys, places, **how)
+            y = attention(q, near[:, None], None, places, value_width=d, **how)
         else:
             far, own = self.pool(x, positions, entries)
             visible = (positions + 1) // self.pool.sizes.rate

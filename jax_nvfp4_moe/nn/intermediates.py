@@ -48,3 +48,8 @@ def record(module: nnx.Module, value: Any) -> None:
         path = paths.get(id(module))
         if path is not None:
             seen.setdefault(path, []).append(value)
+
+
+def is_recorded(module: nnx.Module) -> bool:
+    """Return whether an active `capture` contains `module`, so that `record` keeps values of it."""
+    return any(id(module) in paths for paths, _ in _captures.get())

@@ -11,26 +11,30 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.backends.latents import rotate_key
 from jax_nvfp4_moe.nn.attention import build_keys_and_values, empty_entries
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.indexer import IndexerSizes
-from jax_nvfp4_moe.nn.intermediates import record
+from jax_nvfp4_moe.nn.intermediates import is_recorded, record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
-from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.nn.packing import is_spread, pack_like, spread
 from jax_nvfp4_moe.numerics.cache import append
-from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
+from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen
-from jax_nvfp4_moe.ops.dense import dense, precision_for
+from jax_nvfp4_moe.ops.dense import dense
+from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
+from jax_nvfp4_moe.ops.latents import prepare_latents
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, find_layout, mark
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
+# New tokens of a row up to which one kernel prepares latents, as for heads (nn/grouped_query.py).
+_FEW_TOKENS = 8
 # Epsilon of the norms of latents. `modeling_deepseek_v3` does not pass rms_norm_eps to these norms.
 _LATENT_EPS = 1e-6
 
@@ -156,21 +160,48 @@ class LatentAttention(HeadParallel):
 
     def mix(self, x, positions, entries) -> Any:
         """Return the attention of tokens `x`, in the shape of `x`, and the cache entries."""
-        plain, turned, latent, _ = self._project(x, positions)
-        seen, entries = append(entries, positions, latent=latent)
-        y = self._attend(plain, turned, seen["latent"], positions)
+        if self._prepares_at_once(x, positions, entries):
+            q, latent = self._project_into(x, positions, entries["latent"])
+            seen = entries = {"latent": latent}
+        else:
+            q, latent, _ = self._project(x, positions)
+            seen, entries = append(entries, positions, latent=latent)
+        y = self._attend(q, seen["latent"], positions)
         return self._finish(y, positions, x), entries
+
+    def _prepares_at_once(self, x, positions, entries) -> bool:
+        """Return whether `prepare_latents` projects the tokens: few ones in rows, with a cache.
+
+        Calibration needs the latents themselves.
+        """
+        few = entries is not None and positions.shape[1] <= _FEW_TOKENS
+        return few and is_spread(x, positions) and not is_recorded(self.kv_up)
+
+    def _project_into(self, x, positions, cache):
+        """Return the queries, as `_project` does, and the cache with new latents."""
+        config, normalizes = self.config, self.config.q_lora_rank is not None
+        q, cache = prepare_latents(
+            self.down(x),
+            positions,
+            cache,
+            q_weight=self.q_norm.weight.get_value() if normalizes else None,
+            kv_weight=self.kv_norm.weight.get_value(),
+            eps=_LATENT_EPS,
+            rope=config.rope,
+            interleaved=config.interleaved,
+            target=self.target,
+        )
+        return self._heads_of(self.q(q) if normalizes else q, positions), cache
 
     def _project(self, x, positions):
         """Return the projections of tokens `x`.
 
         Returns:
-          The channels of the queries that are not rotated and those that are, ``[b, t, n, d]``.
-          Then what the cache holds of the tokens, ``[b, t, 1, d]``, and the normalized latents of
-          the queries ``[..., r]``, packed if `x` is, or the queries if they have no latent.
+          The queries ``[b, t, n, d]``, before their last channels are rotated. Then what the cache
+          holds of the tokens, ``[b, t, 1, d]``, and the normalized latents of the queries ``[...,
+          r]``, packed if `x` is, or the queries if they have no latent.
         """
-        config, (b, t) = self.config, positions.shape
-        down = self.down(x)
+        config, down = self.config, self.down(x)
         rope = down.shape[-1] - config.qk_rope_head_dim
         q, latent, key = jnp.split(down, [rope - config.kv_lora_rank, rope], axis=-1)
         residual = q
@@ -178,19 +209,21 @@ class LatentAttention(HeadParallel):
             residual = self.q_norm(q)
             q = self.q(residual)
         q, latent, key = (spread(part, positions) for part in (q, self.kv_norm(latent), key))
-        q = q.reshape(b, t, config.num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim)
-        if config.temperature is not None:
-            q = _grow(q, positions, *config.temperature)
-        plain, turning = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-        turned = self._rotate(turning, positions)
-        key = self._rotate(key[:, :, None, :], positions)
+        key = rotate_key(key[:, :, None, :], positions, config.rope, config.interleaved)
         latent = jnp.concatenate([latent[:, :, None, :], key], axis=-1)
         # Calibration needs the inputs of `kv_up`. They are recorded here, because the second form
         # never multiplies `kv_up` by a latent.
         record(self.kv_up, latent[:, :, 0, : config.kv_lora_rank])
-        return plain, turned, latent, residual
+        return self._heads_of(q, positions), latent, residual
 
-    def _attend(self, plain, turned, seen, positions, chosen=None):
+    def _heads_of(self, q, positions):
+        """Return projected queries as heads ``[b, t, n, d]``, with their temperature."""
+        config = self.config
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        q = q.reshape(*positions.shape, config.num_heads, width)
+        return q if config.temperature is None else _grow(q, positions, *config.temperature)
+
+    def _attend(self, q, seen, positions, chosen=None):
         """Attend to cache entries ``[b, 1, s, d]``: to those of `chosen`, or to all if it is None.
 
         Chosen latents are never expanded if that can be avoided. Each query has its own, so each
@@ -199,9 +232,11 @@ class LatentAttention(HeadParallel):
         few = chosen is not None or self._absorbs(positions.shape[1], seen.shape[2])
         # With FP8 scales, the keys and values of all heads are rounded: they must be expanded.
         if isinstance(self.kv_up, HeadMatrices) and few and self.kv.scales is None:
-            return self._attend_to_latents(self.kv_up, plain, turned, seen, positions, chosen)
+            return self._attend_to_latents(self.kv_up, q, seen, positions, chosen)
         k, v = self._expand(seen)
         k, v = self.kv.rounded(k=k, v=v).values()
+        plain, turning = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
+        turned = rotate_key(turning, positions, self.config.rope, self.config.interleaved)
         q = jnp.concatenate([plain, turned], axis=-1)
         return self._attend_to(q, k, v, positions, chosen)
 
@@ -220,14 +255,6 @@ class LatentAttention(HeadParallel):
             y = y * gate[..., None]
         return self.out(y.reshape(*x.shape[:2], -1))
 
-    def _rotate(self, x, positions):
-        """Rotate queries or keys; channels of adjacent pairs are first moved half a width apart."""
-        if self.config.rope is None:
-            return x
-        if self.config.interleaved:
-            x = pair_halves(x)
-        return rotate(x, positions, self.config.rope)
-
     def _absorbs(self, t: int, s: int) -> bool:
         """Return whether attending to latents takes no more work for `t` queries and `s` keys."""
         config = self.config
@@ -235,14 +262,18 @@ class LatentAttention(HeadParallel):
         absorbed = t * config.kv_lora_rank * head + 2 * t * s * config.kv_lora_rank
         return absorbed <= s * config.kv_lora_rank * head + t * s * head
 
-    def _attend_to_latents(self, up: HeadMatrices, plain, turned, latent, positions, chosen):
+    def _attend_to_latents(self, up: HeadMatrices, q, latent, positions, chosen):
         """Attend to the latents, which serve as the one key head and value head of all queries."""
-        q = _each_head(plain, up.keys, contracted=1)
-        q = jnp.concatenate([q, turned], axis=-1)
-        # The last channels of the result belong to the rotated keys and are dropped. Dropping them
-        # from the values before the product would copy the cache.
-        y = self._attend_to(q, latent, latent, positions, chosen)
-        return _each_head(y[..., : self.config.kv_lora_rank], up.values, contracted=2)
+        config, keys = self.config, up.keys.get_value()
+        options = {"rope": config.rope, "interleaved": config.interleaved, "target": self.target}
+        q = absorb_queries(q, keys, positions, **options)
+        scale, rank = config.scale, config.kv_lora_rank
+        if chosen is None:
+            options = {"value_width": rank, "scale": scale, "target": self.target}
+            y = attention(q, latent, None, positions, **options)
+        else:
+            y = attend_to_chosen(q, latent, latent, positions, chosen, scale=scale)[..., :rank]
+        return expand_values(y, up.values.get_value(), target=self.target)
 
     def _expand(self, seen):
         """Expand cache entries ``[b, 1, s, d]`` to the keys and values of all heads."""
@@ -298,18 +329,6 @@ def _weights_only(part) -> bool:
     if isinstance(part, FP8Linear):
         return part.activations is FP8ActivationScaling.WEIGHTS
     return isinstance(part, NVFP4Linear) and part.scheme is Scheme.W4A16
-
-
-def _each_head(x: Float[Array, "b t n k"], matrix, contracted: int) -> Float[Array, "b t n m"]:
-    """Multiply each head by its matrix in ``matrix [n, ., .]``, summing over axis `contracted`."""
-    y = lax.dot_general(
-        x,
-        matrix.get_value(),
-        (((3,), (contracted,)), ((2,), (0,))),
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    return jnp.moveaxis(y, 0, 2).astype(x.dtype)
 
 
 def build_latent_attention(

@@ -49,11 +49,11 @@ class SparseLatentAttention(LatentAttention):
         If there is a further argument, which is not used, the positions of the chosen keys ``[b, t,
         c]`` are a further result, or None if the queries see all keys.
         """
-        plain, turned, latent, residual = self._project(x, positions)
-        q, key, weights = self.indexer(x, residual, positions)
+        q, latent, residual = self._project(x, positions)
+        index_q, key, weights = self.indexer(x, residual, positions)
         seen, entries = append(entries, positions, latent=latent, index=key)
-        chosen = self.indexer.choose(q, weights, seen["index"], positions)
-        y = self._attend(plain, turned, seen["latent"], positions, chosen)
+        chosen = self.indexer.choose(index_q, weights, seen["index"], positions)
+        y = self._attend(q, seen["latent"], positions, chosen)
         return self._finish(y, positions, x), entries, *[chosen for _ in further]
 
 
@@ -63,7 +63,7 @@ class FollowingLatentAttention(LatentAttention):
     def mix(self, x, positions, entries, *further) -> Any:
         """Return what `SparseLatentAttention.mix` returns; `further` holds the chosen keys."""
         (chosen,) = further
-        plain, turned, latent, _ = self._project(x, positions)
+        q, latent, _ = self._project(x, positions)
         seen, entries = append(entries, positions, latent=latent)
-        y = self._attend(plain, turned, seen["latent"], positions, chosen)
+        y = self._attend(q, seen["latent"], positions, chosen)
         return self._finish(y, positions, x), entries, chosen

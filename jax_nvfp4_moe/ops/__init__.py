@@ -5,6 +5,7 @@ from jax_nvfp4_moe.ops.chain import chain_calls
 from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.gating import activate, add_gated, gate_heads
 from jax_nvfp4_moe.ops.heads import prepare_heads
+from jax_nvfp4_moe.ops.latents import prepare_latents
 from jax_nvfp4_moe.ops.moe import moe_mlp
 from jax_nvfp4_moe.ops.norms import add_rms_norm
 from jax_nvfp4_moe.ops.preparation import prepare
@@ -28,6 +29,7 @@ __all__ = [
     "moe_mlp",
     "prepare",
     "prepare_heads",
+    "prepare_latents",
     "quantize_nvfp4",
     "route",
 ]

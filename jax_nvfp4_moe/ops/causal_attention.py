@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_nvfp4_moe.backends.attention import attend
+from jax_nvfp4_moe.backends.attention import attend, attend_to_latents
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
@@ -14,9 +14,10 @@ from jax_nvfp4_moe.scheme import Problem, Target
 def attention(
     q: Float[Array, "b t n d"],
     k: Float[Array, "b m s d"],
-    v: Float[Array, "b m s dv"],
+    v: Float[Array, "b m s dv"] | None,
     positions: Int[Array, "b t"],
     *,
+    value_width: int | None = None,
     scale: float | None = None,
     window: int | None = None,
     chunk: int | None = None,
@@ -33,10 +34,12 @@ def attention(
       q: queries ``[b, t, n, d]`` of t tokens in each of b rows; bfloat16, float16 or float32.
       k: keys ``[b, m, s, d]``, those of position i at index i. The array may be a cache with room
         behind the last token: no query sees what lies there, but it must be finite.
-      v: values ``[b, m, s, dv]``, in the same order.
+      v: values ``[b, m, s, dv]``, in the same order. None if the values are the first `value_width`
+        channels of the keys, as in latent attention. A kernel then reads each key once for both.
       positions: position of each query, integers ``[b, t]``, ascending in each row; ``[1, t]`` if
         all rows have the same. A query at position 2**30 or after it is padding; its result is
         finite and otherwise undefined.
+      value_width: number of channels of a value if `v` is None, at most d; None otherwise.
       scale: factor of the scores; ``d ** -0.5`` if None.
       window: number of keys that a query sees, of which its own position is the last; None for
         all.
@@ -46,8 +49,8 @@ def attention(
       backend: name of a record, or a sequence of names to try in that order; None to choose.
 
     Returns:
-      ``[b, t, n, dv]`` in the dtype of `q`. Gradients flow to `q`, `k`, `v` and `sinks`, in plain
-      XLA.
+      ``[b, t, n, dv]`` in the dtype of `q`. Without `v`, dv is `value_width`. Gradients flow to
+      `q`, `k`, `v` and `sinks`, in plain XLA.
 
     Raises:
       ValueError: a shape or dtype does not fit the others, or `window` or `chunk` is below 1.
@@ -60,29 +63,37 @@ def attention(
       >>> k = v = jax.random.normal(jax.random.key(1), (1, 2, 8, 16))  # room for 8 tokens
       >>> nvfp4.ops.attention(q, k, v, jnp.arange(3)[None]).shape
       (1, 3, 4, 16)
+      >>> nvfp4.ops.attention(q, k, None, jnp.arange(3)[None], value_width=12).shape
+      (1, 3, 4, 12)
     """
-    _check(q, k, v, positions, sinks, window, chunk)
+    _check(q, k, v, positions, sinks, window, chunk, value_width)
     target = target or Target.current()
-    problem = Problem("attention", None, target, q.dtype.name, head_widths=(q.shape[3], v.shape[3]))
-    plan = resolve(problem, backend=backend)
     options = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "window": window,
         "chunk": chunk,
     }
-    operands = (q, k, v, jnp.broadcast_to(positions.astype("int32"), q.shape[:2]), sinks)
+    if v is not None:
+        op, reference, entries, width = "attention", attend, (k, v), v.shape[3]
+    else:
+        assert value_width is not None
+        op, reference, entries, width = "latent_attention", attend_to_latents, (k,), value_width
+        options["value_width"] = width
+    problem = Problem(op, None, target, q.dtype.name, head_widths=(q.shape[3], width))
+    plan = resolve(problem, backend=backend)
+    operands = q, *entries, jnp.broadcast_to(positions.astype("int32"), q.shape[:2]), sinks
     # The loop over the blocks that a query sees has no reverse mode either.
-    return with_derivative_of(attend, plan.lower, **options)(*operands)
+    return with_derivative_of(reference, plan.lower, **options)(*operands)
 
 
-def _check(q, k, v, positions, sinks, window, chunk):
+def _check(q, k, v, positions, sinks, window, chunk, value_width):
     """Raise a ValueError that names the argument which does not fit."""
     if q.ndim != 4 or q.dtype.name not in ("bfloat16", "float16", "float32"):
         raise ValueError(
             f"q: expected bfloat16, float16 or float32 [b, t, n, d], got {q.dtype.name} {q.shape}"
         )
     b, t, n, d = q.shape
-    _check_keys(q, k, v)
+    _check_keys(q, k, v, value_width)
     if k.shape[3] != d or n % k.shape[1]:
         raise ValueError(
             f"k: expected heads of width {d}, in a number that divides the {n} query heads; got "
@@ -99,9 +110,18 @@ def _check(q, k, v, positions, sinks, window, chunk):
             raise ValueError(f"{name}: expected at least 1, got {size}")
 
 
-def _check_keys(q, k, v):
+def _check_keys(q, k, v, value_width):
     """Raise a ValueError where keys or values do not fit the rows of `q`, or each other."""
-    for name, x in (("k", k), ("v", v)):
+    if (v is None) != (value_width is not None):
+        raise ValueError(
+            "value_width: expected a number of channels if v is None, and None otherwise; got "
+            f"{value_width} and {'no v' if v is None else 'v'}"
+        )
+    if value_width is not None and not 1 <= value_width <= q.shape[3]:
+        raise ValueError(
+            f"value_width: expected 1 to {q.shape[3]}, the width of the keys; got {value_width}"
+        )
+    for name, x in (("k", k), ("v", k if v is None else v)):
         if x.ndim != 4 or x.dtype != q.dtype or x.shape[:3] != (q.shape[0], *k.shape[1:3]):
             raise ValueError(
                 f"{name}: expected {q.dtype.name} [{q.shape[0]}, m, s, width], keys and values "

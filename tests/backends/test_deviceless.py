@@ -113,6 +113,14 @@ def test_a_recurrent_mixer_decodes_with_one_call_between_its_projections(mixer, 
     assert read_report(run_program("deviceless_mixers.py", "h100", mixer, 1))["kernels"] == kernels
 
 
+def test_latent_attention_decodes_without_kernels_of_xla():
+    """The layer is three projections and four calls, which `chain_calls` can join into one."""
+    assert read_report(run_program("deviceless_mixers.py", "h100", "deepseek-v3", 1)) == {
+        "kernels": 7,
+        "solves": 0,
+    }
+
+
 def test_a_triangular_solver_is_counted():
     found = read_report(run_program("deviceless_mixers.py", "h100", "solver", 2048))
     assert found["solves"] == 1

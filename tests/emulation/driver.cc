@@ -241,6 +241,20 @@ int attention(const AttentionShape* shape, int type, float scale, int window, in
                  static_cast<const float*>(operands[4]), operands[5], operands[6]});
 }
 
+int64_t latent_attention_workspace_bytes(const AttentionShape* shape) {
+  return LatentAttentionWorkspaceBytes(*shape);
+}
+
+// The operands are q, k, positions, sinks, y, workspace.
+int latent_attention(const AttentionShape* shape, int type, float scale, int window, int chunk,
+                     void* const* operands) {
+  const AttentionCall call = {*shape, static_cast<DataType>(type), scale, window, chunk};
+  return LaunchLatentAttention(
+      nullptr, call,
+      {operands[0], operands[1], nullptr, static_cast<const int32_t*>(operands[2]),
+       static_cast<const float*>(operands[3]), operands[4], operands[5]});
+}
+
 int attention_fills_sm90(const AttentionShape* shape) { return FillsSm90(*shape); }
 
 // The operands are x, added, weight, sum, y.
@@ -273,6 +287,21 @@ int gate_heads(int64_t rows, int64_t heads, int64_t d, int64_t gate_columns, int
 }
 
 // The operands are qkv, positions, q_weight, k_weight, frequencies, q, keys, values.
+// The operands are down, positions, q_weight, kv_weight, frequencies, q, cache.
+int prepare_latents(const LatentsCall* call, void* const* operands) {
+  return LaunchPrepareLatents(
+      nullptr, *call,
+      {operands[0], static_cast<const int32_t*>(operands[1]), operands[2], operands[3],
+       static_cast<const float*>(operands[4]), operands[5], operands[6]});
+}
+
+// The operands are x, matrices, positions, frequencies, y.
+int head_product(const HeadProductCall* call, void* const* operands) {
+  return LaunchHeadProduct(nullptr, *call,
+                           {operands[0], operands[1], static_cast<const int32_t*>(operands[2]),
+                            static_cast<const float*>(operands[3]), operands[4]});
+}
+
 int prepare_heads(const HeadsCall* call, void* const* operands) {
   return LaunchPrepareHeads(
       nullptr, *call,

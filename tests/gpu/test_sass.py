@@ -30,6 +30,14 @@ LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtyp
 WIDE_KERNELS = {2: 2 * 2 * 2, 4: 2 * 2 * 4, 8: 2 * 2 * 4}
 AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
 ATTENTION_KERNELS = 28  # instances of AttentionSm80: 14 forms of tiles, two dtypes
+# Rows of a tile of LatentAttention -> the MMAs of a warp for a tile of 32 keys. For the scores, it
+# has its share of keys and of 16 rows for each of its steps in 64 channels; a loop over those is
+# unrolled three times up to 32 rows. For the output, it has its channels of all rows and keys.
+LATENT_KERNELS = {
+    16: 3 * 2 * 2 + 2 * 16,
+    32: 3 * 2 * 2 + 2 * 2 * 8,
+    64: 2 * 4 + 2 * 4 * 8,
+}
 # Sizes of AttentionSm90 -> its wgmmas, and the exponentials of one tile of keys in a thread. A tile
 # takes one wgmma for each 16 channels of its keys, and one for each 16 keys, or two if values have
 # 256 channels. The first tile and the loop have them, or the loop and the last tile.
@@ -80,7 +88,11 @@ WAIT_FIRST = (
     "Activate",
     "AddGated",
     "GateHeads",
+    "PrepareLatents",
+    "AbsorbQueries",
+    "ExpandValues",
     "AttentionSm80",
+    "LatentAttention",
     "Route",
     "CountSegment",
     "SortByExpert",
@@ -296,6 +308,19 @@ def test_attention_copies_while_it_multiplies(code, arch):
         assert count["LDSM"] >= 8, name
         assert count["LDGSTS"] >= 5, name
         assert count["MUFU"] >= 8, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("rows", LATENT_KERNELS)
+def test_latent_attention_reads_a_key_once_for_both_products(code, arch, rows):
+    """A thread copies its units of each 64 channels of queries and keys, and of nothing else."""
+    latent = kernels(code, arch, "LatentAttentionI")
+    latent = {name: count for name, count in latent.items() if f"LatentFormILi{rows}E" in name}
+    assert len(latent) == 2  # one for each dtype
+    for name, count in latent.items():
+        assert count["HMMA"] >= LATENT_KERNELS[rows], name
+        assert count["LDSM"] >= 4, name
+        assert count["LDGSTS"] % 9 == 0, name
 
 
 @pytest.mark.parametrize("sizes", HOPPER_ATTENTION)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 from given import CHECKPOINTS, copy_with_config
 
-from jax_nvfp4_moe import CheckpointError, load_model
+from jax_nvfp4_moe import CheckpointError, Target, load_model
 from jax_nvfp4_moe.models import deepseek_v3
 from jax_nvfp4_moe.models.loading import ARCHITECTURES
 from jax_nvfp4_moe.nn import latent_attention
+from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.nn.latent_attention import HeadMatrices
 
 DEEPSEEK = CHECKPOINTS / "deepseekv3-modelopt-w4a4"
@@ -77,6 +79,57 @@ def test_decoding_attends_to_latents_and_prefill_does_not():
     assert attention._absorbs(64, 4096)
     assert not attention._absorbs(4096, 4096)
     assert not attention._absorbs(512, 4096)
+
+
+def calls_of(tokens, dtype):
+    """Return the names of the kernels that an attention layer with a cache calls on Hopper."""
+    model = load_model(LITE, dtype=dtype)
+    entries = model.init_cache(1, 200).layers[0]
+    x = jnp.zeros((1, tokens, model.config.hidden), dtype)
+    positions = jnp.arange(tokens, dtype=jnp.int32)[None]
+    attention = model.layers[0].attention
+    attention.target = Target("cuda", (9, 0))
+    lowered = jax.jit(lambda module, *rest: module(*rest)).lower(attention, x, positions, entries)
+    names = r"custom_call @nvfp4_(\w*(?:attention|latents|queries|values))_cuda"
+    return re.findall(names, lowered.as_text())
+
+
+def test_decoding_calls_the_kernels_for_latents():
+    few = ["prepare_latents", "absorb_queries", "latent_attention", "expand_values"]
+    assert calls_of(1, jnp.bfloat16) == few
+    assert calls_of(8, jnp.bfloat16) == few
+    assert calls_of(9, jnp.bfloat16) == ["latent_attention"]
+    assert calls_of(150, jnp.bfloat16) == ["attention"]
+    assert calls_of(1, jnp.float32) == []
+
+
+@pytest.mark.parametrize("folder", [LITE, DIRECT], ids=["lite", "direct"])
+def test_one_kernel_for_latents_changes_no_bit(folder, monkeypatch):
+    """The cache has room for a token more, and two tokens in it."""
+    model = load_model(folder, **EXACT)
+    x = jax.random.normal(jax.random.key(0), (2, 3, model.config.hidden))
+    positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (2, 3))
+    run = jax.jit(lambda module, *operands: module(*operands))
+
+    def outputs():
+        attention, entries = model.layers[0].attention, model.init_cache(2, 4).layers[0]
+        _, entries = run(attention, x[:, :2], positions[:, :2], entries)
+        return jax.tree.leaves(run(attention, x[:, 2:], positions[:, 2:], entries))
+
+    at_once = outputs()
+    monkeypatch.setattr(latent_attention, "_FEW_TOKENS", 0)
+    jax.clear_caches()
+    for got, expected in zip(at_once, outputs(), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_calibration_sees_the_latents_of_a_decoding_step():
+    model = load_model(LITE, **EXACT)
+    x, positions = jnp.ones((1, 1, model.config.hidden)), jnp.zeros((1, 1), jnp.int32)
+    with capture(model) as seen:
+        model.layers[0].attention(x, positions, model.init_cache(1, 4).layers[0])
+    (latents,) = seen["layers.0.attention.kv_up"]
+    assert latents.shape == (1, 1, model.config.attention.kv_lora_rank)
 
 
 def test_the_cache_keeps_latents():

@@ -146,6 +146,30 @@ def test_padding_is_finite_and_changes_nothing(options, backend):
     assert worst(y[:1, :150], np.asarray(alone)) < float32_bound(q, k, OPTIONS[options])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", ["causal", "window and sinks", "scale"])
+def test_keys_may_hold_their_values(options, backend):
+    """Results and gradients are those of a call that gets the first channels as values."""
+    q, k, _, positions = make("float32", "piece")
+    sinks = OPTIONS[options].get("sinks")
+    others = {name: value for name, value in OPTIONS[options].items() if name != "sinks"}
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(*q.shape[:3], 8)), jnp.float32)
+
+    def loss(q, k, sinks, separate):
+        v, width = (k[..., :8], None) if separate else (None, 8)
+        y = attention(q, k, v, positions, value_width=width, sinks=sinks, backend=backend, **others)
+        return jnp.sum(y * weights), y
+
+    run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    operands = jnp.asarray(q), jnp.asarray(k), sinks
+    (_, y), gradients = run(*operands, separate=False)
+    (_, expected), others_gradients = run(*operands, separate=True)
+    np.testing.assert_array_equal(y, expected)
+    for got, wanted in zip(gradients, others_gradients, strict=True):
+        assert float(jnp.abs(wanted).max()) > 0
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
 def test_rows_may_share_their_positions():
     q, k, v, positions = make("float32", "whole")
     shared = attention(q, k, v, positions[:1])
@@ -214,6 +238,10 @@ def test_the_room_of_a_cache_costs_nothing():
         ({"sinks": np.ones(2, np.float32)}, "sinks: expected shape"),
         ({"window": 0}, "window: expected at least 1"),
         ({"chunk": -1}, "chunk: expected at least 1"),
+        ({"v": None}, "value_width: expected a number of channels if v is None"),
+        ({"value_width": 8}, "value_width: expected a number .* got 8 and v"),
+        ({"v": None, "value_width": 17}, "value_width: expected 1 to 16"),
+        ({"v": None, "value_width": 8, "k": np.ones((2, 2, 8, 16), np.float16)}, "k: expected fl"),
     ],
 )
 def test_errors_name_the_argument(changed, words):

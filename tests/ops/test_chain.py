@@ -185,6 +185,18 @@ def test_what_was_overwritten_is_not_read_by_the_same_chain():
     assert found == ["nvfp4_call_chain_cuda", "nvfp4_attention_cuda"]
 
 
+def test_a_chain_holds_latent_attention():
+    def step(q, latents, positions):
+        options = {"value_width": 64, "target": CUDA, "backend": "latent_attention_cuda"}
+        y = ops.attention(q, latents, None, positions, **options)
+        x = y.reshape(1, 64)
+        return ops.add_rms_norm(x, None, jnp.ones(64), eps=1e-6, target=CUDA, backend="norm_cuda")
+
+    latents = jax.ShapeDtypeStruct((1, 1, 300, 80), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 1, 1, 80), jnp.bfloat16)
+    assert calls_of(ops.chain_calls(step), q, latents, HEADS[1]) == ["nvfp4_call_chain_cuda"]
+
+
 def test_calls_of_two_platforms_are_not_joined():
     def step(q, keys, values, positions):
         return linear(attend(q, keys, values, positions).reshape(1, 64), WIDE)

@@ -1,4 +1,4 @@
-"""Compile a recurrent mixer for an absent GPU, and print JSON about the kernels that it runs.
+"""Compile a mixer of tokens for an absent GPU, and print JSON about the kernels that it runs.
 
     python deviceless_mixers.py TARGET.txtpb MIXER TOKENS
 
@@ -27,8 +27,12 @@ from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.gated_delta_net import DeltaSizes, GatedDeltaNet
 from jax_nvfp4_moe.nn.kimi_delta import KimiDelta, KimiDeltaSizes
+from jax_nvfp4_moe.nn.latent_attention import LatentAttention, MLAConfig
 from jax_nvfp4_moe.nn.mamba2 import Mamba2, Mamba2Config
 from jax_nvfp4_moe.nn.settings import Settings
+from jax_nvfp4_moe.numerics.rope import Rope
+
+ROOM = 4096  # tokens that a cache has room for
 
 
 class SeparateProjections(Shapes):
@@ -60,6 +64,21 @@ MIXERS = {
             2688, 64, 64, 128, 8, 4, "silu_no_mul", False, True, 1e-5, (0.0, float("inf"))
         ),
     ),
+    "deepseek-v3": (
+        LatentAttention,
+        MLAConfig(
+            7168,
+            num_heads=128,
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            interleaved=True,
+            bias=False,
+            rope=Rope(tuple(1e4 ** (-i / 32) for i in range(32))),
+        ),
+    ),
 }
 
 
@@ -72,7 +91,7 @@ def compile_mixer(name, tokens, sharding):
     )
     x = jax.ShapeDtypeStruct((1, tokens, sizes.hidden), mixer.dtype)
     positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    operands = (mixer, x, positions, jax.eval_shape(lambda: mixer.empty_cache(1, 0)))
+    operands = (mixer, x, positions, jax.eval_shape(lambda: mixer.empty_cache(1, ROOM)))
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), operands
     )

@@ -26,6 +26,13 @@ from attention_suite import make as make_attention
 from delta_rule_suite import RULE_CASES, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
+from head_product_suite import CASES as HEAD_PRODUCTS
+from head_product_suite import make as make_head_product
+from latent_attention_suite import CASES as LATENT_ATTENTION
+from latent_attention_suite import make as make_latent_attention
+from latents_suite import CASES as LATENTS
+from latents_suite import PAIRS as LATENT_PAIRS
+from latents_suite import make as make_latents
 from recurrent_suite import DELTA_CASES, MAMBA_CASES, make_delta, make_mamba, take_rates
 
 from jax_nvfp4_moe import Target, ops
@@ -34,6 +41,7 @@ from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.numerics.routing import Router
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
+from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
@@ -168,6 +176,35 @@ def run_attention():
         q, k, v, positions = map(jnp.asarray, make_attention(name, np.dtype(dtype)))
         y = ops.attention(q, k, v, positions, backend="attention_cuda", **ATTENTION[name].options)
         check(f"attention {name} {np.dtype(dtype)}", y)
+
+
+def run_latents():
+    """Attend to latents whose room is not a number, and prepare latents."""
+    for name, dtype in itertools.product(LATENT_ATTENTION, DTYPES[:2]):
+        case = LATENT_ATTENTION[name]
+        q, k, positions = map(jnp.asarray, make_latent_attention(name, np.dtype(dtype)))
+        options = {"value_width": case.widths[1], "backend": "latent_attention_cuda"}
+        y = ops.attention(q, k, None, positions, **options, **case.options)
+        check(f"latent attention {name} {np.dtype(dtype)}", y)
+    for name, dtype in itertools.product(HEAD_PRODUCTS, DTYPES[:2]):
+        call = make_head_product(name, np.dtype(dtype))
+        q, keys, positions = map(jnp.asarray, (call.q, call.keys, call.positions))
+        y = absorb_queries(q, keys, positions, **call.options)
+        check(f"queries in latents {name} {np.dtype(dtype)}", y)
+        y = expand_values(jnp.asarray(call.x), jnp.asarray(call.values))
+        check(f"values of latents {name} {np.dtype(dtype)}", y)
+    for name, pair in itertools.product(LATENTS, LATENT_PAIRS):
+        call = make_latents(name, pair)
+        weights = {"q_weight": call.q_weight, "kv_weight": call.kv_weight}
+        found = ops.prepare_latents(
+            *map(jnp.asarray, call.operands[:3]),
+            **{name: None if w is None else jnp.asarray(w) for name, w in weights.items()},
+            rope=call.options.rope,
+            interleaved=call.options.interleaved,
+            backend="latents_cuda",
+        )
+        for part, y in zip(("q", "cache"), found, strict=True):
+            check(f"latents {name} {pair} {part}", y)
 
 
 def run_norm(rows, h, adds, dtype):
@@ -317,6 +354,7 @@ def main():
         return
     run_linears()
     run_attention()
+    run_latents()
     run_rows()
     run_delta_rules()
     for dtype in DTYPES:

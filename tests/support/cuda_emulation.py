@@ -23,7 +23,11 @@ import numpy as np
 from float64_layer import Layer, Options, kind_of
 from given import ROOT, TESTS
 
-from jax_nvfp4_moe.backends.cuda import QUANTIZE_PARTIALS, attention_workspace_bytes
+from jax_nvfp4_moe.backends.cuda import (
+    QUANTIZE_PARTIALS,
+    attention_workspace_bytes,
+    latent_attention_workspace_bytes,
+)
 from jax_nvfp4_moe.numerics.layouts import find_layout, to_layout
 from jax_nvfp4_moe.numerics.routing import Router
 
@@ -103,6 +107,7 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     loaded.combined_few_shared_bytes.argtypes = [ctypes.c_int64] * 2
     loaded.grouped_gemm_workspace_bytes.restype = ctypes.c_int64
     loaded.attention_workspace_bytes.restype = ctypes.c_int64
+    loaded.latent_attention_workspace_bytes.restype = ctypes.c_int64
     loaded.delta_rule_workspace_bytes.restype = ctypes.c_int64
     return loaded
 
@@ -171,6 +176,25 @@ class _RouterCall(ctypes.Structure):
         ("select_logits", ctypes.c_bool),
         ("renormalize", ctypes.c_bool),
         ("scaling", ctypes.c_float),
+    ]
+
+
+class _LatentsCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int32) for name in ("b", "t", "s", "r", "k", "e", "half")),
+        *((name, ctypes.c_int) for name in ("type", "weight_type")),
+        *((name, ctypes.c_float) for name in ("eps", "rotation_scale")),
+        ("interleaved", ctypes.c_bool),
+    ]
+
+
+class _HeadProductCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int32) for name in ("rows", "n", "k", "outputs", "e", "half")),
+        ("type", ctypes.c_int),
+        ("rotation_scale", ctypes.c_float),
+        ("interleaved", ctypes.c_bool),
+        ("expands", ctypes.c_bool),
     ]
 
 
@@ -434,6 +458,40 @@ def attention(
     return _run(library, call, operands, [y], size, multiprocessors, shared_bytes)[0]
 
 
+def latent_attention(
+    library,
+    q,
+    k,
+    positions,
+    *,
+    value_width,
+    window=None,
+    chunk=None,
+    sinks=None,
+    scale=None,
+    shared_bytes=_LEAST_SHARED_BYTES,
+):
+    """Return the attention to keys whose first channels are the values, as `ops.attention` does.
+
+    `shared_bytes` is the shared memory that a block may have. More of it gives larger tiles.
+    """
+    (b, t, n, d), (m, s) = q.shape, k.shape[1:3]
+    shape = _AttentionShape(b, t, n, m, s, d, value_width)
+    call = functools.partial(
+        library.latent_attention,
+        ctypes.byref(shape),
+        _TYPES[q.dtype.name],
+        ctypes.c_float(d**-0.5 if scale is None else scale),
+        window or 0,
+        chunk or 0,
+    )
+    size = library.latent_attention_workspace_bytes(ctypes.byref(shape))
+    assert size == latent_attention_workspace_bytes(b, t, n, m, s, value_width)
+    operands = [q, k, positions, _array(sinks)]
+    y = np.empty((b, t, n, value_width), q.dtype)
+    return _run(library, call, operands, [y], size, 1, shared_bytes)[0]
+
+
 def attention_fills_sm90(library, q, k, v):
     """Return whether a Hopper GPU takes its own kernel for operands of these shapes."""
     return bool(library.attention_fills_sm90(ctypes.byref(_attention_shape(q, k, v))))
@@ -485,6 +543,48 @@ def prepare_heads(library, call):
         np.where(entry.view(np.uint16) == 0xFFFF, old, entry)
         for entry, old in zip(entries, kept, strict=True)
     )
+
+
+def prepare_latents(library, call):
+    """Return queries and the cache, as `backends.latents.prepare_latents` does.
+
+    As in `prepare_heads`, the kernel gets a cache of 0xff bytes.
+    """
+    (b, t, width), (_, _, s, own) = call.down.shape, call.cache.shape
+    rank, rope = len(call.kv_weight), call.options.rope
+    frequencies = np.float32(() if rope is None else rope.frequencies)
+    sizes = _LatentsCall(
+        *(b, t, s, width - own, rank, own - rank, len(frequencies)),
+        *(_TYPES[dtype.name] for dtype in (call.down.dtype, call.kv_weight.dtype)),
+        *(call.options.eps, 1 if rope is None else rope.scale, call.options.interleaved),
+    )
+    likes = [np.empty((b, t, width - own), call.down.dtype), call.cache]
+    operands = [call.down, call.positions, call.q_weight, call.kv_weight, frequencies]
+    bound = functools.partial(library.prepare_latents, ctypes.byref(sizes))
+    q, cache = _run(library, bound, operands, likes, 0, multiprocessors=1)
+    return q, np.where(cache.view(np.uint16) == 0xFFFF, call.cache, cache)
+
+
+def absorb_queries(library, q, keys, positions, *, rope, interleaved):
+    """Return queries in the space of the latents, as `ops.head_products` does."""
+    (b, t, n, width), (_, k, outputs) = q.shape, keys.shape
+    frequencies = np.float32(() if rope is None else rope.frequencies)
+    scale = 1 if rope is None else rope.scale
+    sizes = _HeadProductCall(b * t, n, k, outputs, width - k, len(frequencies))
+    sizes.type, sizes.rotation_scale = _TYPES[q.dtype.name], scale
+    sizes.interleaved = interleaved
+    call = functools.partial(library.head_product, ctypes.byref(sizes))
+    y = np.empty((b, t, n, outputs + width - k), q.dtype)
+    return _run(library, call, [q, keys, positions, frequencies], [y], 0, multiprocessors=1)[0]
+
+
+def expand_values(library, x, values):
+    """Return values of heads, as `ops.head_products` does."""
+    (b, t, n, k), outputs = x.shape, values.shape[1]
+    sizes = _HeadProductCall(b * t, n, k, outputs, type=_TYPES[x.dtype.name], expands=True)
+    call = functools.partial(library.head_product, ctypes.byref(sizes))
+    y = np.empty((b, t, n, outputs), x.dtype)
+    return _run(library, call, [x, values, None, None], [y], 0, multiprocessors=1)[0]
 
 
 def sines(library, angles):

@@ -45,6 +45,17 @@ inline int64_t Splits(const AttentionShape& shape) {
   return std::max<int64_t>(std::min(kSplitBlocks / tiles, CeilDiv(shape.s, kSplitKeys)), 1);
 }
 
+// The same for latent attention, whose kernel keeps one or two blocks on a multiprocessor. Its
+// tiles have 16 rows if there are no more, and otherwise 64 where they fit.
+constexpr int kLatentSplitKeys = 64;
+
+inline int64_t LatentSplits(const AttentionShape& shape) {
+  const int64_t rows = shape.t * shape.group();
+  const int64_t tiles = std::max<int64_t>(shape.b * shape.m * CeilDiv(rows, kSplitRows), 1);
+  const int64_t blocks = rows <= 16 ? kSplitBlocks : kSplitBlocks / 2;
+  return std::max<int64_t>(std::min(blocks / tiles, CeilDiv(shape.s, kLatentSplitKeys)), 1);
+}
+
 // The largest score of a row of one part, in units of log2(e), and the sum of its exponentials. A
 // part without keys has the sum 0, and nothing else of it is defined.
 struct PartSum {
@@ -57,8 +68,7 @@ struct Parts {
   PartSum* sums;  // [...]
 };
 
-inline Parts TakeParts(Sections* sections, const AttentionShape& shape) {
-  const int64_t splits = Splits(shape);
+inline Parts TakeParts(Sections* sections, const AttentionShape& shape, int64_t splits) {
   if (splits == 1) return {nullptr, nullptr};
   const int64_t rows = shape.b * shape.t * shape.n * splits;
   Parts parts;

@@ -32,16 +32,12 @@
 // tests/emulation/test_emulation_attention.py.
 #include "cuda/attention/attention.cuh"
 #include "cuda/attention/merge_parts.cuh"
-#include "cuda/instructions/ampere.cuh"
+#include "cuda/attention/tiles.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
-#include "cuda/quantizers/elements.cuh"
 
 namespace nvfp4 {
 namespace {
-
-constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int kUnit = 8;  // values of 16 bytes
 
 struct AttentionGrid {
   AttentionCall call;
@@ -85,56 +81,6 @@ struct Form {
   static_assert(kThreads >= kRows, "a thread finds the keys of one row");
   static_assert(kKeyWarps == 1 || kGroups == 1, "JoinWarps passes 16 rows");
   static_assert(kValueWidth / 8 % kKeyWarps == 0, "the warps have equal parts of the channels");
-};
-
-// The address of 16-byte unit `unit` of row `row` in a matrix of kColumns columns.
-template <int kColumns>
-__device__ __forceinline__ uint32_t UnitOffset(int row, int unit) {
-  return static_cast<uint32_t>(row * kColumns * 2 + (unit ^ (row & 7)) * 16);
-}
-
-// The offset of unit 2 * step + u, where `offset` is that of unit u (0 or 1) of the row. The bits
-// of the step are those that no other term has, so that few registers hold all offsets of a thread.
-__device__ __forceinline__ uint32_t StepOffset(uint32_t offset, int step) {
-  return (offset ^ static_cast<uint32_t>(step % 4 * 32)) + static_cast<uint32_t>(step / 4 * 128);
-}
-
-// Starts copies of kRows rows of `width` values, padded with zeros to kColumns. Row r begins at
-// find(r); rows from `count` on are zeros. Eight threads copy 128 bytes of a row at a time. The
-// rows of a thread differ by a multiple of eight, so that it swizzles all of them alike.
-template <int kRows, int kColumns, int kThreads, typename Find>
-__device__ __forceinline__ void CopyRows(uint32_t target, int width, int count, Find find) {
-  constexpr int kSteps = kThreads / 8;
-  static_assert(kSteps % 8 == 0, "all rows of a thread are swizzled alike");
-  const int thread = static_cast<int>(threadIdx.x), first = thread / 8, unit = thread % 8;
-  const uint32_t place = target + UnitOffset<kColumns>(first, unit);
-#pragma unroll 1  // the addresses of several rows would take registers from the products
-  for (int step = 0; step < (kRows + kSteps - 1) / kSteps; ++step) {
-    const int row = first + step * kSteps;
-    if (kRows % kSteps != 0 && row >= kRows) break;
-    const uint16_t* source = find(row) + unit * kUnit;
-#pragma unroll
-    for (int part = 0; part < kColumns / 64; ++part) {
-      const bool exists = row < count && unit * kUnit + 64 * part < width;
-      CopyOrZero(place + step * kSteps * kColumns * 2 + 128 * part, source + 64 * part,
-                 exists ? 16 : 0);
-    }
-  }
-}
-
-// Finds rows that follow each other in memory, in the order of a thread of CopyRows.
-template <typename F>
-struct Consecutive {
-  const uint16_t* next;
-  int64_t step;
-
-  __device__ __forceinline__ Consecutive(const uint16_t* rows, int width)
-      : next(rows + static_cast<int>(threadIdx.x) / 8 * width), step(F::kThreads / 8 * width) {}
-  __device__ __forceinline__ const uint16_t* operator()(int) {
-    const uint16_t* row = next;
-    next += step;
-    return row;
-  }
 };
 
 // Which keys the rows of a tile see.
@@ -204,14 +150,6 @@ __device__ __forceinline__ KeyTiles FindTiles(const AttentionGrid& p, int split,
   const int each = max((tiles + p.splits - 1) / p.splits, kSplitKeys / F::kKeys);
   const int first = min(split * each, tiles);
   return {seen.begin + first * F::kKeys, seen.end, min(tiles - first, each)};
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t Pair(float low, float high) {
-  const T halves[2] = {FromFloat<T>(low), FromFloat<T>(high)};
-  uint32_t word;
-  memcpy(&word, halves, sizeof(word));
-  return word;
 }
 
 // The rows of one warp, in groups of 16. A thread has rows g and g + 8 of each group, with lane =
@@ -562,9 +500,10 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
       const uint32_t stage = memory + F::kQueryBytes + index % F::kStages * F::kStageBytes;
       const uint16_t* k = all_k + first * shape.d;
       const uint16_t* v = all_v + first * shape.dv;
-      CopyRows<F::kKeys, F::kWidth, F::kThreads>(stage, width, count, Consecutive<F>(k, width));
+      CopyRows<F::kKeys, F::kWidth, F::kThreads>(stage, width, count,
+                                                 Consecutive<F::kThreads>(k, width));
       CopyRows<F::kKeys, F::kValueWidth, F::kThreads>(stage + F::kKeyBytes, value_width, count,
-                                                      Consecutive<F>(v, value_width));
+                                                      Consecutive<F::kThreads>(v, value_width));
     }
     CommitCopies();
   };
@@ -673,10 +612,11 @@ cudaError_t LaunchAttentionSm80(cudaStream_t stream, const AttentionCall& call,
   grid.splits = static_cast<int32_t>(Splits(call.shape));
   grid.num_keys = static_cast<int32_t>(call.shape.s);
   Sections sections(buffers.workspace);
-  grid.parts = TakeParts(&sections, call.shape);
+  grid.parts = TakeParts(&sections, call.shape, grid.splits);
   NVFP4_RETURN_IF_CUDA_ERROR(call.type == DataType::kBF16 ? LaunchTyped<__nv_bfloat16>(stream, grid)
                                                           : LaunchTyped<__half>(stream, grid));
-  return grid.splits == 1 ? cudaSuccess : LaunchMergeParts(stream, call, buffers, grid.parts);
+  if (grid.splits == 1) return cudaSuccess;
+  return LaunchMergeParts(stream, call, buffers, grid.parts, grid.splits);
 }
 
 }  // namespace nvfp4

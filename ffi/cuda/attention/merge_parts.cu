@@ -2,25 +2,23 @@
 //
 //   values [b, m, splits, t g, dv], sums [b, m, splits, t g] -> y [b, t, n, dv]
 //
-// A block joins one row. First each thread reads the sums of some parts, and the block finds the
-// weight of each part. Then each warp adds the values of every eighth part, and the block adds
-// those of its warps. Parts without keys are not read.
+// A block joins 128 channels of one row. First each thread reads the sums of some parts, and the
+// block finds the weight of each part. Then each warp adds the values of every eighth part, and the
+// block adds those of its warps. Parts without keys are not read.
 //
 // Bottleneck: latency. Test: tests/emulation/test_emulation_attention.py.
 #include "cuda/attention/merge_parts.cuh"
-#include "cuda/instructions/ampere.cuh"
+#include "cuda/attention/tiles.cuh"
 #include "cuda/instructions/hopper.cuh"
-#include "cuda/quantizers/elements.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kVector = 4;  // floats that a thread reads at once
-constexpr int kColumns = kMaxHeadWidth / (32 * kVector);
-constexpr int kAtOnce = 4;  // parts of which a thread requests the values together
+constexpr int kVector = 4;               // floats that a thread reads at once
+constexpr int kChannels = 32 * kVector;  // channels of a block
+constexpr int kAtOnce = 4;               // parts of which a thread requests the values together
 
 struct MergeGrid {
   AttentionCall call;
@@ -28,17 +26,19 @@ struct MergeGrid {
   const float* sinks;
   void* y;
   int32_t group, rows, splits;
+  int32_t pieces;  // blocks of a row
 };
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) MergeParts(const MergeGrid p) {
   __shared__ float weights[kSplitBlocks];
-  __shared__ float4 passed[kWarps][32 * kColumns];
+  __shared__ float4 passed[kWarps][32];
   const AttentionShape& shape = p.call.shape;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int head_index = static_cast<int>(blockIdx.x) / p.rows;
-  const int row = static_cast<int>(blockIdx.x) % p.rows;
-  const int num_heads = static_cast<int>(shape.m);
+  const int row_index = static_cast<int>(blockIdx.x) / p.pieces;
+  const int column = static_cast<int>(blockIdx.x) % p.pieces * kChannels + lane * kVector;
+  const int head_index = row_index / p.rows, row = row_index % p.rows;
+  const int num_heads = static_cast<int>(shape.m), width = static_cast<int>(shape.dv);
   const int head = head_index % num_heads * p.group + row % p.group;
   const int64_t first = static_cast<int64_t>(head_index) * p.splits * p.rows + row;
   const float sink = p.sinks == nullptr ? -INFINITY : __ldg(p.sinks + head) * kLog2E;
@@ -67,47 +67,33 @@ __global__ void __launch_bounds__(kThreads) MergeParts(const MergeGrid p) {
   const float inverse = total > 0.0f ? FastReciprocal(total) : 0.0f;
   __syncthreads();
 
-  float sums[kColumns][kVector] = {};
-  const int width = static_cast<int>(shape.dv);
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int part = warp; part < p.splits; part += kWarps * kAtOnce) {
-    float4 loaded[kAtOnce][kColumns];
+    float4 loaded[kAtOnce];
     float weight[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int own = part + i * kWarps;
       weight[i] = own < p.splits ? weights[own] : 0.0f;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const int column = (lane + 32 * j) * kVector;
-        loaded[i][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (weight[i] == 0.0f || column >= width) continue;
-        const int64_t source = first + static_cast<int64_t>(own) * p.rows;
-        loaded[i][j] =
-            __ldcg(reinterpret_cast<const float4*>(p.parts.values + source * width + column));
-      }
+      loaded[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (weight[i] == 0.0f || column >= width) continue;
+      const int64_t source = first + static_cast<int64_t>(own) * p.rows;
+      loaded[i] = __ldcg(reinterpret_cast<const float4*>(p.parts.values + source * width + column));
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        sums[j][0] = fmaf(loaded[i][j].x, weight[i], sums[j][0]);
-        sums[j][1] = fmaf(loaded[i][j].y, weight[i], sums[j][1]);
-        sums[j][2] = fmaf(loaded[i][j].z, weight[i], sums[j][2]);
-        sums[j][3] = fmaf(loaded[i][j].w, weight[i], sums[j][3]);
-      }
+      sum.x = fmaf(loaded[i].x, weight[i], sum.x);
+      sum.y = fmaf(loaded[i].y, weight[i], sum.y);
+      sum.z = fmaf(loaded[i].z, weight[i], sum.z);
+      sum.w = fmaf(loaded[i].w, weight[i], sum.w);
     }
   }
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) {
-    passed[warp][lane + 32 * j] = make_float4(sums[j][0], sums[j][1], sums[j][2], sums[j][3]);
-  }
+  passed[warp][lane] = sum;
   __syncthreads();
-  const int column = thread * kVector;
-  if (column >= width) return;
-  float4 sum = passed[0][thread];
+  if (warp > 0 || column >= width) return;
 #pragma unroll
   for (int i = 1; i < kWarps; ++i) {
-    const float4 other = passed[i][thread];
+    const float4 other = passed[i][lane];
     sum.x += other.x;
     sum.y += other.y;
     sum.z += other.z;
@@ -125,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) MergeParts(const MergeGrid p) {
 }  // namespace
 
 cudaError_t LaunchMergeParts(cudaStream_t stream, const AttentionCall& call,
-                             const AttentionBuffers& buffers, const Parts& parts) {
+                             const AttentionBuffers& buffers, const Parts& parts, int splits) {
   const AttentionShape& shape = call.shape;
   const MergeGrid grid = {call,
                           parts,
@@ -133,8 +119,9 @@ cudaError_t LaunchMergeParts(cudaStream_t stream, const AttentionCall& call,
                           buffers.y,
                           static_cast<int32_t>(shape.group()),
                           static_cast<int32_t>(shape.t * shape.group()),
-                          static_cast<int32_t>(Splits(shape))};
-  const dim3 blocks(static_cast<unsigned>(shape.b * shape.t * shape.n));
+                          splits,
+                          static_cast<int32_t>(CeilDiv(shape.dv, kChannels))};
+  const dim3 blocks(static_cast<unsigned>(shape.b * shape.t * shape.n * grid.pieces));
   return call.type == DataType::kBF16
              ? LaunchWide(stream, blocks, kThreads, 0, true, MergeParts<__nv_bfloat16>, grid)
              : LaunchWide(stream, blocks, kThreads, 0, true, MergeParts<__half>, grid);

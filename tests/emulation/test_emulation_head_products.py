@@ -1,0 +1,22 @@
+"""Run the suite of the products of heads on their CUDA kernels, compiled for a CPU."""
+
+import cuda_emulation
+import pytest
+from axes import axis
+from head_product_suite import CASES, HeadProductSuite
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+class TestHeadProducts(HeadProductSuite):
+    case = axis(*CASES)
+    dtype = axis("bfloat16", "float16")
+
+    @pytest.fixture
+    def run(self, library):
+        def call(call):
+            operands = call.q, call.keys, call.positions
+            queries = cuda_emulation.absorb_queries(library, *operands, **call.options)
+            return queries, cuda_emulation.expand_values(library, call.x, call.values)
+
+        return call

@@ -1,0 +1,32 @@
+"""Run the suite of latent attention on its CUDA kernel, compiled for a CPU."""
+
+import cuda_emulation
+import pytest
+from axes import axis
+from latent_attention_suite import CASES, LatentAttentionSuite
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+# Shared memory of a block: that of 8.6, 8.9 and 12.x, of 8.0, and of 9.0 and 10.x. The kernel has
+# tiles of up to 16, 32 and 64 rows there.
+SHARED_BYTES = {"16 rows": 99 << 10, "32 rows": 163 << 10, "64 rows": 227 << 10}
+
+
+class TestLatentAttention(LatentAttentionSuite):
+    case = axis(*CASES)
+    tile = axis(*SHARED_BYTES)
+
+    @pytest.fixture
+    def dtype(self, case, tile):
+        """Take turns: a GPU runs each case in both types."""
+        index = list(CASES).index(case) + list(SHARED_BYTES).index(tile)
+        return ("bfloat16", "float16")[index % 2]
+
+    @pytest.fixture
+    def run(self, library, tile):
+        def call(*operands, **options):
+            return cuda_emulation.latent_attention(
+                library, *operands, **options, shared_bytes=SHARED_BYTES[tile]
+            )
+
+        return call

@@ -1,0 +1,17 @@
+"""Run the suite of `prepare_latents` on its CUDA kernel, compiled for a CPU."""
+
+import cuda_emulation
+import pytest
+from axes import axis
+from latents_suite import CASES, PAIRS, LatentsSuite
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
+
+
+class TestLatents(LatentsSuite):
+    case = axis(*CASES)
+    pair = axis(*PAIRS)
+
+    @pytest.fixture
+    def run(self, library):
+        return lambda call: cuda_emulation.prepare_latents(library, call)
