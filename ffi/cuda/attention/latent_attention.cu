@@ -8,11 +8,11 @@
 // Such a key is too wide for a warp: the warps of a block share the rows, and differ in what they
 // compute for them.
 //
-//   step  wait for a tile of 32 keys; start the copies of a later one
-//         scores: each warp has some rows, keys and channels; sums over channels go to shared
-//         memory weights: the threads of a row add these sums, mask them, and write exp2(score -
-//         maximum) output: each warp has all rows and keys, and its own channels of the values, in
-//         registers
+// A step waits for a tile of 32 keys, starts the copies of a later one, and computes:
+//
+//   scores   a warp has some rows, keys and channels; its sums go to shared memory
+//   weights  the threads of a row add these sums, mask them, and write exp2(score - maximum)
+//   output   a warp has all rows and keys, and its own channels of the values in registers
 //
 // If the tiles of rows do not fill a device, blocks divide the keys (LatentSplits), and
 // merge_parts.cu joins their results. The cost therefore depends on the filled part of a cache.
@@ -21,7 +21,7 @@
 // share a key, but take the memory of a second stage or of a second block.
 //
 //   rows  warps  stages  shared memory  devices
-//     16      4       2  95 KiB         all; two blocks on a multiprocessor of 8.0, 9.0 and 10.x
+//     16      4       2  95 KiB         all; two blocks on a multiprocessor of 9.0 and 10.x
 //     32      8       2  126 KiB        8.0, 8.7, 9.0, 10.x
 //     64      8       3  216 KiB        10.x; 9.0 takes latent_attention_sm90.cu
 //
