@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "cuda/attention/attention.cuh"
+#include "cuda/attention/latent_attention.cuh"
 #include "cuda/gemm/dense_few.cuh"
 #include "cuda/gemm/fp4_groups.cuh"
 #include "cuda/gemm/linear_few.cuh"
@@ -245,14 +246,15 @@ int64_t latent_attention_workspace_bytes(const AttentionShape* shape) {
   return LatentAttentionWorkspaceBytes(*shape);
 }
 
-// The operands are q, k, positions, sinks, y, workspace.
+// The operands are q, k, positions, sinks, y, workspace. If `sm90`, kernels are those of Hopper.
 int latent_attention(const AttentionShape* shape, int type, float scale, int window, int chunk,
-                     void* const* operands) {
+                     int sm90, void* const* operands) {
   const AttentionCall call = {*shape, static_cast<DataType>(type), scale, window, chunk};
-  return LaunchLatentAttention(
+  return LaunchLatentKernels(
       nullptr, call,
       {operands[0], operands[1], nullptr, static_cast<const int32_t*>(operands[2]),
-       static_cast<const float*>(operands[3]), operands[4], operands[5]});
+       static_cast<const float*>(operands[3]), operands[4], operands[5]},
+      sm90 != 0);
 }
 
 int attention_fills_sm90(const AttentionShape* shape) { return FillsSm90(*shape); }

@@ -7,9 +7,14 @@ from latent_attention_suite import CASES, LatentAttentionSuite
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
-# Shared memory of a block: that of 8.6, 8.9 and 12.x, of 8.0, and of 9.0 and 10.x. The kernel has
-# tiles of up to 16, 32 and 64 rows there.
-SHARED_BYTES = {"16 rows": 99 << 10, "32 rows": 163 << 10, "64 rows": 227 << 10}
+# Shared memory of a block: that of 8.6, 8.9 and 12.x, of 8.0, of 10.x, and of 9.0. The kernel has
+# tiles of up to 16, 32 and 64 rows there, and Hopper has another kernel for 64 rows.
+SHARED_BYTES = {
+    "16 rows": 99 << 10,
+    "32 rows": 163 << 10,
+    "64 rows": 227 << 10,
+    "Hopper": 227 << 10,
+}
 
 
 class TestLatentAttention(LatentAttentionSuite):
@@ -26,7 +31,11 @@ class TestLatentAttention(LatentAttentionSuite):
     def run(self, library, tile):
         def call(*operands, **options):
             return cuda_emulation.latent_attention(
-                library, *operands, **options, shared_bytes=SHARED_BYTES[tile]
+                library,
+                *operands,
+                **options,
+                sm90=tile == "Hopper",
+                shared_bytes=SHARED_BYTES[tile],
             )
 
         return call

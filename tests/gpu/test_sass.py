@@ -7,6 +7,7 @@ nvidia-cuda-cuobjdump with nvidia-cuda-nvdisasm. The tests fail if it is missing
 
 import collections
 import importlib.util
+import itertools
 import pathlib
 import re
 import shutil
@@ -321,6 +322,24 @@ def test_latent_attention_reads_a_key_once_for_both_products(code, arch, rows):
         assert count["HMMA"] >= LATENT_KERNELS[rows], name
         assert count["LDSM"] >= 4, name
         assert count["LDGSTS"] % 9 == 0, name
+
+
+def test_latent_attention_on_hopper_starts_all_products_of_a_tile_at_once(listing):
+    """A tile of 64 keys takes 36 wgmmas for its scores, and then 8 for 256 channels of the output.
+
+    If ptxas serialized the wgmmas, there would be a wait behind each.
+    """
+    found = kernels(listing, "sm_90a", "LatentAttentionSm90")
+    assert len(found) == 2  # one for each dtype
+    for name, instructions in found.items():
+        operations = [op.split(".")[0] for op in instructions]
+        wait = operations.index(WAIT)
+        assert wait < operations.index(START_NEXT), name
+        assert not MEMORY.intersection(operations[:wait]), name
+        ran = [op for op in instructions if op.startswith(("HGMMA", "WARPGROUP"))]
+        groups = itertools.groupby(op.split(".")[0] for op in ran)
+        products = [len(list(group)) for kind, group in groups if kind == "HGMMA"]
+        assert products == [36, 8], name
 
 
 @pytest.mark.parametrize("sizes", HOPPER_ATTENTION)

@@ -469,11 +469,13 @@ def latent_attention(
     chunk=None,
     sinks=None,
     scale=None,
+    sm90=False,
     shared_bytes=_LEAST_SHARED_BYTES,
 ):
     """Return the attention to keys whose first channels are the values, as `ops.attention` does.
 
-    `shared_bytes` is the shared memory that a block may have. More of it gives larger tiles.
+    `shared_bytes` is the shared memory that a block may have. More of it gives larger tiles. If
+    `sm90`, the kernels are those that Hopper takes.
     """
     (b, t, n, d), (m, s) = q.shape, k.shape[1:3]
     shape = _AttentionShape(b, t, n, m, s, d, value_width)
@@ -484,6 +486,7 @@ def latent_attention(
         ctypes.c_float(d**-0.5 if scale is None else scale),
         window or 0,
         chunk or 0,
+        int(sm90),
     )
     size = library.latent_attention_workspace_bytes(ctypes.byref(shape))
     assert size == latent_attention_workspace_bytes(b, t, n, m, s, value_width)

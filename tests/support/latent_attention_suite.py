@@ -35,6 +35,7 @@ CASES = {
     "heads of DeepSeek": Case(1, (128, 1), 140, DEEPSEEK, (130,)),
     "two tokens of 128 heads": Case(2, (128, 1), 70, SMALL, (5,)),
     "rows that fill a device": Case(8, (16, 1), 40, SMALL, (20,) * 70),
+    "batches of several tiles of keys": Case(1, (33, 1), 130, SMALL, tuple(range(63, 130))),
     "an empty part": Case(1, (8, 1), 600, (40, 8), (599, 0), {"sinks": SINKS}),
     "parts of many tiles": Case(1, (16, 16), 1100, SMALL, (1099,)),
     "a window": Case(1, (4, 1), 500, SMALL, (499, 20), {"window": 150}),

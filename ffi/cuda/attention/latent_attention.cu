@@ -8,11 +8,11 @@
 // Such a key is too wide for a warp: the warps of a block share the rows, and differ in what they
 // compute for them.
 //
-//   step  wait for a tile of 32 keys; start the copies of a later one
-//         scores: each warp has some rows, keys and channels; sums over channels go to shared
-//         memory weights: the threads of a row add these sums, mask them, and write exp2(score -
-//         maximum) output: each warp has all rows and keys, and its own channels of the values, in
-//         registers
+// A step waits for a tile of 32 keys, starts the copies of a later one, and computes:
+//
+//   scores   a warp has some rows, keys and channels; its sums go to shared memory
+//   weights  the threads of a row add these sums, mask them, and write exp2(score - maximum)
+//   output   a warp has all rows and keys, and its own channels of the values in registers
 //
 // If the tiles of rows do not fill a device, blocks divide the keys (LatentSplits), and
 // merge_parts.cu joins their results. The cost therefore depends on the filled part of a cache.
@@ -21,15 +21,15 @@
 // share a key, but take the memory of a second stage or of a second block.
 //
 //   rows  warps  stages  shared memory  devices
-//     16      4       2  95 KiB         all; two blocks on a multiprocessor of 8.0, 9.0 and 10.x
+//     16      4       2  95 KiB         all; two blocks on a multiprocessor of 9.0 and 10.x
 //     32      8       2  126 KiB        8.0, 8.7, 9.0, 10.x
-//     64      8       3  216 KiB        9.0, 10.x
+//     64      8       3  216 KiB        10.x; 9.0 takes latent_attention_sm90.cu
 //
 // Bottleneck: memory bandwidth up to 32 rows; shared memory and tensor cores with 64.
 //
 // Needs: widths that are multiples of 8, of up to 576 channels of a key and 512 of a value. Test:
 // tests/emulation/test_emulation_latent_attention.py.
-#include "cuda/attention/attention.cuh"
+#include "cuda/attention/latent_attention.cuh"
 #include "cuda/attention/merge_parts.cuh"
 #include "cuda/attention/tiles.cuh"
 #include "cuda/instructions/hopper.cuh"
@@ -42,18 +42,6 @@ constexpr int kWidth = kMaxLatentWidth;  // of a row in shared memory; keys are 
 constexpr int kValueWidth = kMaxLatentValueWidth;
 constexpr int kKeys = 32;      // of a tile
 constexpr int kPartSteps = 4;  // steps of 16 channels in 128 bytes of a row
-
-struct LatentGrid {
-  AttentionCall call;
-  AttentionBuffers buffers;
-  Parts parts;
-  float factor;      // of a score, in units of log2(e)
-  int32_t group;     // query heads of a key head
-  int32_t rows;      // rows of a key head
-  int32_t tiles;     // tiles of rows
-  int32_t splits;    // blocks that share the keys of a tile
-  int32_t num_keys;  // s
-};
 
 // The sizes of a block. For the scores, its warps divide the rows, the keys, and the steps of 16
 // channels; for the output, the channels alone.
@@ -81,47 +69,6 @@ using Rows16 = LatentForm<16, 1, 2, 2, 2>;
 using Rows32 = LatentForm<32, 1, 2, 4, 2>;
 using Rows64 = LatentForm<64, 2, 1, 4, 3>;
 constexpr int kStaticBytes = 2 << 10;  // at least what a block has besides kBytes
-
-// What the threads of a block tell each other about rows.
-template <typename F>
-struct RowFacts {
-  KeyRange range[F::kRows];  // the keys that a row sees
-  KeyRange any;              // those that any row sees
-  float factor[F::kRows];    // by which the output of a row is multiplied
-};
-
-// Where a tile of rows lies: row_in_batch of the batch, key head `head`, rows from `first_row` on.
-struct LatentPlace {
-  int row_in_batch, head, first_row;
-};
-
-// Returns the index of `row`, of those of the head, in the first three axes of [b, t, n, width].
-__device__ __forceinline__ int64_t RowIndex(const LatentGrid& p, const LatentPlace& at, int row) {
-  const AttentionShape& shape = p.call.shape;
-  const int query = row / p.group, member = row - query * p.group;
-  return (at.row_in_batch * shape.t + query) * shape.n + at.head * p.group + member;
-}
-
-// Finds the keys of each row. The first warp joins those of all rows.
-template <typename F>
-__device__ __forceinline__ void FindKeys(const LatentGrid& p, const LatentPlace& at,
-                                         RowFacts<F>* facts) {
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread >= 32) return;
-  KeyRange any = {p.num_keys, 0};
-  for (int index = thread; index < F::kRows; index += 32) {
-    const int row = at.first_row + index;
-    KeyRange range = {0, 0};
-    if (row < p.rows) {
-      const int64_t query = at.row_in_batch * p.call.shape.t + row / p.group;
-      range = VisibleKeys(p.buffers.positions[query], p.num_keys, p.call.window, p.call.chunk);
-    }
-    facts->range[index] = range;
-    if (range.begin < range.end) any = {min(any.begin, range.begin), max(any.end, range.end)};
-  }
-  any = {__reduce_min_sync(kAllLanes, any.begin), __reduce_max_sync(kAllLanes, any.end)};
-  if (thread == 0) facts->any = any;
-}
 
 // The place of a score in memory: columns of four are swizzled, so that a fragment is written, and
 // a row is read, without bank conflicts.
@@ -203,7 +150,7 @@ struct RowSoftmax {
   // Writes the weights of a tile of keys from `first_key` on, and by how much the output of the row
   // shrinks.
   __device__ __forceinline__ void Weigh(const float* scores, int first_key, float factor,
-                                        uint8_t* weights, RowFacts<F>* facts) {
+                                        uint8_t* weights, RowFacts<F::kRows>* facts) {
     const int row = Row();
     const KeyRange range = facts->range[row];
     float own[F::kVectors][4];
@@ -342,7 +289,7 @@ struct Output {
 template <typename T, typename F>
 __global__ void __launch_bounds__(F::kThreads, 1) LatentAttention(const LatentGrid p) {
   NVFP4_DYNAMIC_SHARED(shared);
-  __shared__ RowFacts<F> facts;
+  __shared__ RowFacts<F::kRows> facts;
   WaitForPrecedingKernel();
   StartNextKernel();
   const AttentionShape& shape = p.call.shape;
@@ -353,13 +300,11 @@ __global__ void __launch_bounds__(F::kThreads, 1) LatentAttention(const LatentGr
   const int num_heads = static_cast<int>(shape.m);
   const LatentPlace at = {head_index / num_heads, head_index % num_heads,
                           (p.tiles - 1 - index % p.tiles) * F::kRows};
-  FindKeys<F>(p, at, &facts);
+  FindKeys<F::kRows>(p, at, &facts);
   __syncthreads();
   const KeyRange seen = facts.any;
-  const int tiles = max(seen.end - seen.begin + kKeys - 1, 0) / kKeys;
-  const int each = max((tiles + p.splits - 1) / p.splits, kLatentSplitKeys / kKeys);
-  const int first_tile = min(split * each, tiles), count = min(tiles - first_tile, each);
-  const int first_key = seen.begin + first_tile * kKeys;
+  const KeyTiles keys_of_part = FindTiles(p, split, seen, kKeys);
+  const int first_key = keys_of_part.first, count = keys_of_part.count;
   const int rows_left = p.rows - at.first_row;
   const int64_t part_row =
       (static_cast<int64_t>(head_index) * p.splits + split) * p.rows + at.first_row;
@@ -469,8 +414,8 @@ cudaError_t LaunchTyped(cudaStream_t stream, const LatentGrid& grid) {
 
 }  // namespace
 
-cudaError_t LaunchLatentAttention(cudaStream_t stream, const AttentionCall& call,
-                                  const AttentionBuffers& buffers) {
+cudaError_t LaunchLatentKernels(cudaStream_t stream, const AttentionCall& call,
+                                const AttentionBuffers& buffers, bool is_hopper) {
   if (call.is_empty()) return cudaSuccess;
   LatentGrid grid = {};
   grid.call = call;
@@ -482,10 +427,20 @@ cudaError_t LaunchLatentAttention(cudaStream_t stream, const AttentionCall& call
   grid.num_keys = static_cast<int32_t>(call.shape.s);
   Sections sections(buffers.workspace);
   grid.parts = TakeParts(&sections, call.shape, grid.splits);
-  NVFP4_RETURN_IF_CUDA_ERROR(call.type == DataType::kBF16 ? LaunchTyped<__nv_bfloat16>(stream, grid)
-                                                          : LaunchTyped<__half>(stream, grid));
+  if (is_hopper && grid.rows > 32) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchLatentSm90(stream, grid));
+  } else if (call.type == DataType::kBF16) {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchTyped<__nv_bfloat16>(stream, grid));
+  } else {
+    NVFP4_RETURN_IF_CUDA_ERROR(LaunchTyped<__half>(stream, grid));
+  }
   if (grid.splits == 1) return cudaSuccess;
   return LaunchMergeParts(stream, call, buffers, grid.parts, grid.splits);
+}
+
+cudaError_t LaunchLatentAttention(cudaStream_t stream, const AttentionCall& call,
+                                  const AttentionBuffers& buffers) {
+  return LaunchLatentKernels(stream, call, buffers, ComputeCapabilityMajor() == 9);
 }
 
 }  // namespace nvfp4
