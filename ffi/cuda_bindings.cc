@@ -375,8 +375,9 @@ const std::vector<NamedHandler>& Handlers() {
       all.push_back({"nvfp4_moe_w4a4_sm100", kMoESm100});
       all.push_back({"nvfp4_grouped_gemm_w4a4_sm100", kGroupedGemmSm100});
     }
-    const std::vector<NamedHandler> mixers = MixerHandlers();
-    all.insert(all.end(), mixers.begin(), mixers.end());
+    for (const auto& others : {MixerHandlers(), RecurrentHandlers()}) {
+      all.insert(all.end(), others.begin(), others.end());
+    }
     return all;
   }();
   return handlers;

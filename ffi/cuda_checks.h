@@ -43,4 +43,18 @@ const T* DataOrNull(ffi::AnyBuffer buffer) {
   return buffer.element_count() == 0 ? nullptr : Data<T>(buffer);
 }
 
+// Puts `operand` where a kernel updates it in place. With input_output_aliases, XLA gives both the
+// same memory, and nothing is copied. Under jax.vmap, JAX runs the call in a loop without aliases.
+inline ffi::Error PutInPlace(cudaStream_t stream, std::string_view what, ffi::AnyBuffer operand,
+                             ffi::AnyBuffer result) {
+  NVFP4_RETURN_IF_ERROR(ExpectType(what, result.element_type(), operand.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, operand.size_bytes(), result.size_bytes()));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost(what, result.size_bytes(), operand.size_bytes()));
+  if (operand.untyped_data() == result.untyped_data()) return ffi::Error::Success();
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{what, result}}, kAlignment));
+  return FromCuda(cudaMemcpyAsync(result.untyped_data(), operand.untyped_data(),
+                                  operand.size_bytes(), cudaMemcpyDeviceToDevice, stream),
+                  "cudaMemcpyAsync");
+}
+
 }  // namespace nvfp4

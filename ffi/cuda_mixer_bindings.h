@@ -10,5 +10,6 @@
 namespace nvfp4 {
 
 std::vector<NamedHandler> MixerHandlers();
+std::vector<NamedHandler> RecurrentHandlers();
 
 }  // namespace nvfp4

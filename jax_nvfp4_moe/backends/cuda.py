@@ -4,22 +4,24 @@ A slot is a pair of a token and one of its experts. "Engines" are the fast GEMM 
 activations. "Plain kernels" are the ones for everything that the engines do not accept.
 """
 
+from jax_nvfp4_moe.backends.attention_calls import (
+    lower_absorb_queries,
+    lower_attention,
+    lower_expand_values,
+    lower_latent_attention,
+    lower_prepare_heads,
+    lower_prepare_latents,
+)
 from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
-    lower_absorb_queries,
     lower_activate,
     lower_add_gated,
     lower_add_rms_norm,
-    lower_attention,
     lower_dense,
     lower_dense_fp8,
-    lower_expand_values,
     lower_gate_heads,
     lower_grouped_gemm,
-    lower_latent_attention,
     lower_moe,
-    lower_prepare_heads,
-    lower_prepare_latents,
     lower_quantize,
     lower_route,
 )

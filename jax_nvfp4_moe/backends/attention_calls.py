@@ -1,0 +1,203 @@
+"""Emit one XLA FFI call for attention, and for what prepares its queries, keys and values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_MOST_POSITIONS = 1 << 30  # no key has this position or a later one
+
+
+def lower_prepare_heads(ffi_target):
+    """Return the function that lowers `prepare_heads` to an FFI target.
+
+    The kernel writes the new keys and values into the memory of the cache.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(qkv, positions, keys, values, weights, *, options):
+        (b, t, width), (_, m, _, d) = qkv.shape, keys.shape
+        outputs = (
+            jax.ShapeDtypeStruct((b, t, options.count_queries(width, m, d), d), qkv.dtype),
+            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
+        )
+        call = jax.ffi.ffi_call(
+            ffi_target,
+            outputs,
+            input_output_aliases={2: 1, 3: 2},
+            vmap_method="sequential",
+        )
+        # The kernel reads weights of the dtype of the heads, or of float32.
+        own = [
+            weight if weight.dtype == qkv.dtype else weight.astype(jnp.float32)
+            for weight in weights or (jnp.zeros(0, qkv.dtype),) * 2
+        ]
+        rope = options.rope
+        frequencies = () if rope is None else rope.frequencies
+        return call(
+            qkv,
+            positions,
+            keys,
+            values,
+            *own,
+            jnp.asarray(frequencies, jnp.float32),
+            eps=np.float32(options.eps),
+            rotation_scale=np.float32(1 if rope is None else rope.scale),
+            rotates_first=options.rotates_first,
+            gated=options.gated,
+        )
+
+    return lower
+
+
+def lower_prepare_latents(ffi_target):
+    """Return the function that lowers `prepare_latents` to an FFI target.
+
+    The kernel writes the new latents and keys into the memory of the cache.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(down, positions, cache, q_weight, kv_weight, *, options):
+        (b, t, width), own = down.shape, cache.shape[3]
+        outputs = (
+            jax.ShapeDtypeStruct((b, t, width - own), down.dtype),
+            jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        )
+        call = jax.ffi.ffi_call(
+            ffi_target, outputs, input_output_aliases={2: 1}, vmap_method="sequential"
+        )
+        # The kernel reads both weights in the dtype of the tokens, or both in float32.
+        given = [w for w in (q_weight, kv_weight) if w is not None]
+        kept = all(weight.dtype == down.dtype for weight in given)
+        weight_dtype = down.dtype if kept else jnp.float32
+        rope = options.rope
+        return call(
+            down,
+            positions,
+            cache,
+            jnp.zeros(0, weight_dtype) if q_weight is None else q_weight.astype(weight_dtype),
+            kv_weight.astype(weight_dtype),
+            jnp.asarray(() if rope is None else rope.frequencies, jnp.float32),
+            eps=np.float32(options.eps),
+            rotation_scale=np.float32(1 if rope is None else rope.scale),
+            interleaved=options.interleaved,
+        )
+
+    return lower
+
+
+def lower_absorb_queries(ffi_target):
+    """Return the function that lowers `head_products.absorb_queries` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(q, keys, positions, *, rope, interleaved):
+        b, t, n, width = q.shape
+        output = jax.ShapeDtypeStruct((b * t, n, width - keys.shape[1] + keys.shape[2]), q.dtype)
+        y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(
+            q.reshape(b * t, n, width),
+            keys,
+            positions.reshape(-1),
+            jnp.asarray(() if rope is None else rope.frequencies, jnp.float32),
+            rotation_scale=np.float32(1 if rope is None else rope.scale),
+            interleaved=interleaved,
+        )
+        return y.reshape(b, t, n, -1)
+
+    return lower
+
+
+def lower_expand_values(ffi_target):
+    """Return the function that lowers `head_products.expand_values` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(x, values):
+        b, t, n, k = x.shape
+        output = jax.ShapeDtypeStruct((b * t, n, values.shape[1]), x.dtype)
+        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        return call(x.reshape(b * t, n, k), values).reshape(b, t, n, -1)
+
+    return lower
+
+
+def lower_attention(ffi_target, workspace_bytes):
+    """Return the function that lowers `attention` to an FFI target.
+
+    The kernel needs a scale above 0. Another sign or a scale of 0 is moved into the queries.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+      workspace_bytes: ``(b, t, n, m, s, dv) -> int``, the size of the scratch result; the handler
+        checks it.
+    """
+
+    def lower(q, k, v, positions, sinks, *, scale, window, chunk):
+        visible, operands = (scale, window, chunk), (q, (k, v), positions, sinks)
+        return _call_attention(ffi_target, workspace_bytes, operands, v.shape[3], *visible)
+
+    return lower
+
+
+def lower_latent_attention(ffi_target, workspace_bytes):
+    """Return the function that lowers attention without separate values to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+      workspace_bytes: see `lower_attention`.
+    """
+
+    def lower(q, k, positions, sinks, *, value_width, scale, window, chunk):
+        visible, operands = (scale, window, chunk), (q, (k,), positions, sinks)
+        return _call_attention(ffi_target, workspace_bytes, operands, value_width, *visible)
+
+    return lower
+
+
+def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, chunk):
+    """Call a kernel of attention; see `lower_attention`.
+
+    `operands` are the queries, a tuple of the keys and perhaps the values, positions and sinks.
+    """
+    q, entries, positions, sinks = operands
+    (b, t, n, _), (m, s) = q.shape, entries[0].shape[1:3]
+    _check_known_sizes(ffi_target, {"b": b, "t": t, "s": s})
+    if scale <= 0:
+        q, scale = q * jnp.asarray(np.sign(scale), q.dtype), abs(scale) or 1.0
+    outputs = (
+        jax.ShapeDtypeStruct((b, t, n, dv), q.dtype),
+        jax.ShapeDtypeStruct((workspace_bytes(b, t, n, m, s, dv),), jnp.uint8),
+    )
+    call = jax.ffi.ffi_call(ffi_target, outputs, vmap_method="sequential")
+    return call(
+        q,
+        *entries,
+        positions,
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        scale=np.float32(scale),
+        window=np.int32(min(window or 0, _MOST_POSITIONS)),
+        chunk=np.int32(min(chunk or 0, _MOST_POSITIONS)),
+    )[0]
+
+
+def _check_known_sizes(ffi_target, sizes):
+    """Check that all `sizes` are numbers.
+
+    Raises:
+      ValueError: if one is a symbol of `jax.export.symbolic_shape`.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            raise ValueError(
+                f"q, k: expected a known size {name}, because the kernel {ffi_target} computes "
+                f"the size of its workspace from it; got the symbolic size {size}. Export the "
+                "program once for each size, or with backend='reference'"
+            )
