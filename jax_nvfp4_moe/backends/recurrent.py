@@ -161,6 +161,6 @@ DELTA_RULE_CUDA = Backend(
     ),
     layout=CANONICAL,
     lower={"gated_delta_rule": _lower_delta_rule},
-    status="compiled, executed by emulation",
+    status="executed",
     ffi_targets=("nvfp4_delta_rule_cuda",),
 )

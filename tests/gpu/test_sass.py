@@ -6,23 +6,25 @@ nvidia-cuda-cuobjdump with nvidia-cuda-nvdisasm. The tests fail if it is missing
 """
 
 import collections
-import importlib.util
-import itertools
-import pathlib
 import re
-import shutil
-import subprocess
 
 import pytest
+from machine_code import (
+    ARCHITECTURES,
+    LARGE_CHUNKS,
+    LISTS_RESERVED,
+    MEMORY,
+    START_NEXT,
+    WAIT,
+    kernels,
+    run,
+)
 
 from jax_nvfp4_moe.backends.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
 
 pytestmark = pytest.mark.cuda_build
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
 PTX = {"sm_80"}
-# A disassembly names a family without its suffix. Only the listing of cubins shows the suffix.
-SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
 TENSOR_KERNELS, FLOAT_KERNELS = 3, 2  # instances of PlainGemmTensor and PlainGemmFloat
 HOPPER_KERNELS = 12  # instances of ExpertGemmSm90: six tile sizes, two dtypes
 LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtypes
@@ -30,24 +32,6 @@ LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtyp
 # each slab and eight rows in half of a tile, which a loop runs twice. Of 64 rows, a warp has half.
 WIDE_KERNELS = {2: 2 * 2 * 2, 4: 2 * 2 * 4, 8: 2 * 2 * 4}
 AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
-ATTENTION_KERNELS = 28  # instances of AttentionSm80: 14 forms of tiles, two dtypes
-# Rows of a tile of LatentAttention -> the MMAs of a warp for a tile of 32 keys. For the scores, it
-# has its share of keys and of 16 rows for each of its steps in 64 channels; a loop over those is
-# unrolled three times up to 32 rows. For the output, it has its channels of all rows and keys.
-LATENT_KERNELS = {
-    16: 3 * 2 * 2 + 2 * 16,
-    32: 3 * 2 * 2 + 2 * 2 * 8,
-    64: 2 * 4 + 2 * 4 * 8,
-}
-# Sizes of AttentionSm90 -> its wgmmas, and the exponentials of one tile of keys in a thread. A tile
-# takes one wgmma for each 16 channels of its keys, and one for each 16 keys, or two if values have
-# 256 channels. The first tile and the loop have them, or the loop and the last tile.
-HOPPER_ATTENTION = {
-    "ILi64ELi64ELi128ELi4E": (2 * (4 + 8), 64),
-    "ILi128ELi128ELi128ELi3E": (2 * (8 + 8), 64),
-    "ILi192ELi128ELi128ELi2E": (2 * (12 + 8), 64),
-    "ILi256ELi256ELi64ELi2E": (2 * (16 + 8), 32),
-}
 # Weights and tile of DenseFew -> its instances, and the MMAs of a warp for a piece of k and 8 rows
 # of x. They are two for each step over 32 of k and each slab, or six if weights are float32.
 # Weights are 16-bit (t), float32 (f), or E4M3 with a scale for each row (h) or each group (a).
@@ -63,8 +47,6 @@ DENSE_KERNELS = {
     ("a", 64): (4, 2 * 2 * 1),
     ("a", 128): (4, 2 * 1 * 2),
 }
-NORM_KERNELS = 10  # instances of AddRmsNorm: five pairs of dtypes, two lengths of rows
-HEAD_KERNELS = 8  # instances of PrepareHeads: four pairs of dtypes, two widths
 # Collective for 10.x -> a part of its kernel's name, and how often instructions occur in it.
 # UTCOMMA is an MMA over 64 of a step's 256 of k. The first steps have their own MMAs if accumulator
 # tiles overlap. UTMALDG loads one of two operands or their scales, before or in the loop. UTCCP
@@ -77,8 +59,6 @@ FP4_ROWS = (16, 32, 64, 128)  # rows of the tiles of ExpertGemmSm120, for two dt
 # The driver reserves 1 KiB of shared memory per block. From 9.0 on, the listing includes it. The
 # limit per block that a device reports never includes it.
 RESERVED_SHARED_BYTES = 1024
-LISTS_RESERVED = ("sm_90a", "sm_100f", "sm_120f")
-LARGE_CHUNKS = ("sm_90a", "sm_100f")  # with shared memory for chunks of 64 tokens
 # The kernels that may overlap with any preceding kernel (launch_kernel.cuh). Those of the first
 # kind touch no memory before they wait, except for prefetches. Those of the second kind know what
 # the preceding kernel writes, and may read something else.
@@ -104,8 +84,6 @@ WAIT_FIRST = (
     "Mamba2Step",
     "DenseFew",
     "LinearFewWide",
-    "Activate",
-    "AddGated",
 )
 READ_FIRST = (
     "MergeParts",
@@ -115,8 +93,6 @@ READ_FIRST = (
     "ExpertGemmSm80",
     "LinearFew",
 )
-WAIT, START_NEXT = "ACQBULK", "PREEXIT"
-MEMORY = {"LDG", "LDGSTS", "STG", "LD", "ST", "ATOMG", "ATOM", "REDG", "RED", "UBLKCP"}
 # Architecture -> a part of the names of the kernels that only this architecture has.
 OWN_KERNELS = {"sm_90a": "sm90", "sm_120f": "sm120"}
 # For one tile, a thread unpacks 32 weights and starts four wgmmas. These are the most instructions
@@ -126,59 +102,6 @@ OWN_KERNELS = {"sm_90a": "sm90", "sm_120f": "sm120"}
 LOGIC_BUDGET = {"bfloat16": 1.2, "half": 1.2}
 ISSUE_BUDGET = {"bfloat16": 2.4, "half": 2.6}
 LOGIC = {"LOP3", "SHF", "PRMT", "ISETP", "SEL", "VIADD", "IADD3", "LEA"}
-
-
-def cuobjdump():
-    """Return the path of cuobjdump."""
-    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
-    if found:
-        return found
-    spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations if spec else ():
-        for path in pathlib.Path(root).glob("*/bin/cuobjdump"):
-            return str(path)
-    raise FileNotFoundError("cuobjdump: install the CUDA toolkit or pip's nvidia-cuda-cuobjdump")
-
-
-@pytest.fixture(scope="module")
-def extension():
-    return importlib.util.find_spec("jax_nvfp4_moe._nvfp4_cuda").origin
-
-
-def run(*arguments):
-    return subprocess.run(
-        [cuobjdump(), *arguments], capture_output=True, text=True, check=True, timeout=300
-    ).stdout
-
-
-@pytest.fixture(scope="module")
-def listing(extension):
-    """Return architecture -> kernel -> its instructions in order, with their modifiers."""
-    listings, arch, current = {}, {}, []
-    for line in run("--dump-sass", extension).splitlines():
-        if found := re.match(r"\s*code for (\w+)", line):
-            arch = listings.setdefault(SASS_NAMES.get(found[1], found[1]), {})
-        elif found := re.match(r"\s*Function : (\S+)", line):
-            current = arch.setdefault(found[1], [])
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", line):
-            current.append(found[1])
-    return listings
-
-
-@pytest.fixture(scope="module")
-def code(listing):
-    """Return architecture -> kernel -> counts of instructions, without their modifiers."""
-    return {
-        arch: {
-            kernel: collections.Counter(op.split(".")[0] for op in instructions)
-            for kernel, instructions in kernels.items()
-        }
-        for arch, kernels in listing.items()
-    }
-
-
-def kernels(code, arch, name):
-    return {k: c for k, c in code[arch].items() if name in k}
 
 
 def own(code, arch):
@@ -297,71 +220,6 @@ def test_ampere_product_copies_while_it_multiplies(code, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_attention_copies_while_it_multiplies(code, arch):
-    """A tile takes two products, which read their operands by ldmatrix.
-
-    The smallest form has 4 steps of 16 channels, 2 tiles of 8 keys, and 8 tiles of 8 values.
-    """
-    attention = kernels(code, arch, "AttentionSm80")
-    assert len(attention) == ATTENTION_KERNELS
-    for name, count in attention.items():
-        assert count["HMMA"] >= 16, name
-        assert count["LDSM"] >= 8, name
-        assert count["LDGSTS"] >= 5, name
-        assert count["MUFU"] >= 8, name
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("rows", LATENT_KERNELS)
-def test_latent_attention_reads_a_key_once_for_both_products(code, arch, rows):
-    """A thread copies its units of each 64 channels of queries and keys, and of nothing else."""
-    latent = kernels(code, arch, "LatentAttentionI")
-    latent = {name: count for name, count in latent.items() if f"LatentFormILi{rows}E" in name}
-    assert len(latent) == 2  # one for each dtype
-    for name, count in latent.items():
-        assert count["HMMA"] >= LATENT_KERNELS[rows], name
-        assert count["LDSM"] >= 4, name
-        assert count["LDGSTS"] % 9 == 0, name
-
-
-def test_latent_attention_on_hopper_starts_all_products_of_a_tile_at_once(listing):
-    """A tile of 64 keys takes 36 wgmmas for its scores, and then 8 for 256 channels of the output.
-
-    If ptxas serialized the wgmmas, there would be a wait behind each.
-    """
-    found = kernels(listing, "sm_90a", "LatentAttentionSm90")
-    assert len(found) == 2  # one for each dtype
-    for name, instructions in found.items():
-        operations = [op.split(".")[0] for op in instructions]
-        wait = operations.index(WAIT)
-        assert wait < operations.index(START_NEXT), name
-        assert not MEMORY.intersection(operations[:wait]), name
-        ran = [op for op in instructions if op.startswith(("HGMMA", "WARPGROUP"))]
-        groups = itertools.groupby(op.split(".")[0] for op in ran)
-        products = [len(list(group)) for kind, group in groups if kind == "HGMMA"]
-        assert products == [36, 8], name
-
-
-@pytest.mark.parametrize("sizes", HOPPER_ATTENTION)
-def test_hopper_attention_computes_the_softmax_beside_products(listing, sizes):
-    """The loop starts both products of a step, and waits for the first one and for the second one.
-
-    If the compiler moves exponentials behind the second wait, nothing runs beside the products.
-    """
-    products, exponentials = HOPPER_ATTENTION[sizes]
-    attention = kernels(listing, "sm_90a", "AttentionSm90")
-    attention = {name: code for name, code in attention.items() if sizes in name}
-    assert len(attention) == 2  # one for each dtype
-    for name, instructions in attention.items():
-        assert sum(op.startswith("HGMMA") for op in instructions) == products, name
-        assert any(op.startswith("UTMALDG") for op in instructions), name
-        waits = [i for i, op in enumerate(instructions) if op.startswith("WARPGROUP.DEPBAR")]
-        assert len(waits) == 4, f"{name}: one for the first tile, two in the loop, one for the last"
-        beside = instructions[waits[1] : waits[2]]
-        assert beside.count("MUFU.EX2") >= exponentials, name
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_linear_of_few_rows_loads_all_weights_before_it_multiplies(listing, arch):
     """A warp requests its first weight tiles one after the other, and only then waits for x.
 
@@ -396,50 +254,6 @@ def test_linear_of_few_rows_waits_for_the_preceding_kernel(code, arch):
         assert count["ACQBULK"] >= 1, name
         assert count["PREEXIT"] == 1, name
         assert count["CCTL"] >= 1, name
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_delta_step_requests_its_state_before_it_waits(listing, arch):
-    """The 16 vectors of a thread are requested before the barrier that ends the convolution.
-
-    There is one kernel for full widths and one for others, for each of three dtypes.
-    """
-    steps = kernels(listing, arch, "9DeltaStepI")
-    assert len(steps) == 6
-    for name, instructions in steps.items():
-        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
-        assert len(loads) == 16, name
-        assert loads[-1] < next(i for i, op in enumerate(instructions) if op.startswith("BAR")), (
-            name
-        )
-        cluster = any("CGABAR" in op for op in instructions)
-        assert cluster == (arch in LISTS_RESERVED), name  # 9.0 and later have clusters
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_mamba2_step_requests_its_state_before_it_waits(listing, arch):
-    """A thread requests 8 vectors of usual sizes, and 16 of others, for each of three dtypes."""
-    steps = kernels(listing, arch, "10Mamba2StepI")
-    counts = []
-    for name, instructions in steps.items():
-        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
-        barrier = next(i for i, op in enumerate(instructions) if op.startswith("BAR"))
-        assert loads[-1] < barrier, name
-        counts.append(len(loads))
-    assert sorted(counts) == [8, 8, 8, 16, 16, 16]
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_delta_rule_leaves_out_pairs_with_later_tokens(code, arch):
-    """Chunks of 32 and of 64 tokens: three products with keys or queries, and half the pairs.
-
-    A product of S.T [16, 128] with c tokens is c / 8 * 16 instructions. Chunks of 64 tokens have
-    code only where a block may have enough shared memory.
-    """
-    counts = kernels(code, arch, "9DeltaScanI").values()
-    large = 8 if arch in LARGE_CHUNKS else 0
-    expected = sorted(3 * tiles * 16 + tiles * (tiles + 1) // 2 for tiles in (4, large))
-    assert sorted(count["HMMA"] for count in counts) == expected
 
 
 @pytest.mark.cutlass
@@ -534,28 +348,6 @@ def test_plain_linears_of_few_rows_use_wide_loads(listing, arch, weight):
         loads = [op for op in instructions if op.startswith("LDS")]
         assert sum(".128" in op for op in loads) >= eights + steps * each, name
         assert mangled in "ft" or sum(".64" in op for op in loads) >= 2 * steps, name
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_norms_move_16_bytes_at_a_time(listing, arch):
-    found = kernels(listing, arch, "AddRmsNormI")
-    assert len(found) == NORM_KERNELS
-    for name, instructions in found.items():
-        moves = [op for op in instructions if op.startswith(("LDG", "STG"))]
-        assert moves, name
-        assert all(".128" in op for op in moves), name
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_heads_load_everything_before_they_compute(listing, arch):
-    """A load after the sum of a norm would wait for memory a second time."""
-    found = kernels(listing, arch, "PrepareHeadsI")
-    assert len(found) == HEAD_KERNELS
-    for name, instructions in found.items():
-        first_sum = next(i for i, op in enumerate(instructions) if op.startswith("SHFL"))
-        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG")]
-        assert loads, name
-        assert max(loads) < first_sum, name
 
 
 def second_tile(instructions):

@@ -1,0 +1,168 @@
+"""Test the machine code of the kernels around the experts: attention, norms, recurrent mixers."""
+
+import itertools
+
+import pytest
+from machine_code import (
+    ARCHITECTURES,
+    LARGE_CHUNKS,
+    LISTS_RESERVED,
+    MEMORY,
+    START_NEXT,
+    WAIT,
+    kernels,
+)
+
+pytestmark = pytest.mark.cuda_build
+
+ATTENTION_KERNELS = 28  # instances of AttentionSm80: 14 forms of tiles, two dtypes
+# Rows of a tile of LatentAttention -> the MMAs of a warp for a tile of 32 keys. For the scores, it
+# has its share of keys and of 16 rows for each of its steps in 64 channels; a loop over those is
+# unrolled three times up to 32 rows. For the output, it has its channels of all rows and keys.
+LATENT_KERNELS = {
+    16: 3 * 2 * 2 + 2 * 16,
+    32: 3 * 2 * 2 + 2 * 2 * 8,
+    64: 2 * 4 + 2 * 4 * 8,
+}
+# Sizes of AttentionSm90 -> its wgmmas, and the exponentials of one tile of keys in a thread. A tile
+# takes one wgmma for each 16 channels of its keys, and one for each 16 keys, or two if values have
+# 256 channels. The first tile and the loop have them, or the loop and the last tile.
+HOPPER_ATTENTION = {
+    "ILi64ELi64ELi128ELi4E": (2 * (4 + 8), 64),
+    "ILi128ELi128ELi128ELi3E": (2 * (8 + 8), 64),
+    "ILi192ELi128ELi128ELi2E": (2 * (12 + 8), 64),
+    "ILi256ELi256ELi64ELi2E": (2 * (16 + 8), 32),
+}
+NORM_KERNELS = 10  # instances of AddRmsNorm: five pairs of dtypes, two lengths of rows
+HEAD_KERNELS = 8  # instances of PrepareHeads: four pairs of dtypes, two widths
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_attention_copies_while_it_multiplies(code, arch):
+    """A tile takes two products, which read their operands by ldmatrix.
+
+    The smallest form has 4 steps of 16 channels, 2 tiles of 8 keys, and 8 tiles of 8 values.
+    """
+    attention = kernels(code, arch, "AttentionSm80")
+    assert len(attention) == ATTENTION_KERNELS
+    for name, count in attention.items():
+        assert count["HMMA"] >= 16, name
+        assert count["LDSM"] >= 8, name
+        assert count["LDGSTS"] >= 5, name
+        assert count["MUFU"] >= 8, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("rows", LATENT_KERNELS)
+def test_latent_attention_reads_a_key_once_for_both_products(code, arch, rows):
+    """A thread copies its units of each 64 channels of queries and keys, and of nothing else."""
+    latent = kernels(code, arch, "LatentAttentionI")
+    latent = {name: count for name, count in latent.items() if f"LatentFormILi{rows}E" in name}
+    assert len(latent) == 2  # one for each dtype
+    for name, count in latent.items():
+        assert count["HMMA"] >= LATENT_KERNELS[rows], name
+        assert count["LDSM"] >= 4, name
+        assert count["LDGSTS"] % 9 == 0, name
+
+
+def test_latent_attention_on_hopper_starts_all_products_of_a_tile_at_once(listing):
+    """A tile of 64 keys takes 36 wgmmas for its scores, and then 8 for 256 channels of the output.
+
+    If ptxas serialized the wgmmas, there would be a wait behind each.
+    """
+    found = kernels(listing, "sm_90a", "LatentAttentionSm90")
+    assert len(found) == 2  # one for each dtype
+    for name, instructions in found.items():
+        operations = [op.split(".")[0] for op in instructions]
+        wait = operations.index(WAIT)
+        assert wait < operations.index(START_NEXT), name
+        assert not MEMORY.intersection(operations[:wait]), name
+        ran = [op for op in instructions if op.startswith(("HGMMA", "WARPGROUP"))]
+        groups = itertools.groupby(op.split(".")[0] for op in ran)
+        products = [len(list(group)) for kind, group in groups if kind == "HGMMA"]
+        assert products == [36, 8], name
+
+
+@pytest.mark.parametrize("sizes", HOPPER_ATTENTION)
+def test_hopper_attention_computes_the_softmax_beside_products(listing, sizes):
+    """The loop starts both products of a step, and waits for the first one and for the second one.
+
+    If the compiler moves exponentials behind the second wait, nothing runs beside the products.
+    """
+    products, exponentials = HOPPER_ATTENTION[sizes]
+    attention = kernels(listing, "sm_90a", "AttentionSm90")
+    attention = {name: code for name, code in attention.items() if sizes in name}
+    assert len(attention) == 2  # one for each dtype
+    for name, instructions in attention.items():
+        assert sum(op.startswith("HGMMA") for op in instructions) == products, name
+        assert any(op.startswith("UTMALDG") for op in instructions), name
+        waits = [i for i, op in enumerate(instructions) if op.startswith("WARPGROUP.DEPBAR")]
+        assert len(waits) == 4, f"{name}: one for the first tile, two in the loop, one for the last"
+        beside = instructions[waits[1] : waits[2]]
+        assert beside.count("MUFU.EX2") >= exponentials, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_delta_step_requests_its_state_before_it_waits(listing, arch):
+    """The 16 vectors of a thread are requested before the barrier that ends the convolution.
+
+    There is one kernel for full widths and one for others, for each of three dtypes.
+    """
+    steps = kernels(listing, arch, "9DeltaStepI")
+    assert len(steps) == 6
+    for name, instructions in steps.items():
+        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
+        assert len(loads) == 16, name
+        assert loads[-1] < next(i for i, op in enumerate(instructions) if op.startswith("BAR")), (
+            name
+        )
+        cluster = any("CGABAR" in op for op in instructions)
+        assert cluster == (arch in LISTS_RESERVED), name  # 9.0 and later have clusters
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_mamba2_step_requests_its_state_before_it_waits(listing, arch):
+    """A thread requests 8 vectors of usual sizes, and 16 of others, for each of three dtypes."""
+    steps = kernels(listing, arch, "10Mamba2StepI")
+    counts = []
+    for name, instructions in steps.items():
+        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
+        barrier = next(i for i, op in enumerate(instructions) if op.startswith("BAR"))
+        assert loads[-1] < barrier, name
+        counts.append(len(loads))
+    assert sorted(counts) == [8, 8, 8, 16, 16, 16]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_delta_rule_leaves_out_pairs_with_later_tokens(code, arch):
+    """Chunks of 32 and of 64 tokens: three products with keys or queries, and half the pairs.
+
+    A product of S.T [16, 128] with c tokens is c / 8 * 16 instructions. Chunks of 64 tokens have
+    code only where a block may have enough shared memory.
+    """
+    counts = kernels(code, arch, "9DeltaScanI").values()
+    large = 8 if arch in LARGE_CHUNKS else 0
+    expected = sorted(3 * tiles * 16 + tiles * (tiles + 1) // 2 for tiles in (4, large))
+    assert sorted(count["HMMA"] for count in counts) == expected
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_norms_move_16_bytes_at_a_time(listing, arch):
+    found = kernels(listing, arch, "AddRmsNormI")
+    assert len(found) == NORM_KERNELS
+    for name, instructions in found.items():
+        moves = [op for op in instructions if op.startswith(("LDG", "STG"))]
+        assert moves, name
+        assert all(".128" in op for op in moves), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_heads_load_everything_before_they_compute(listing, arch):
+    """A load after the sum of a norm would wait for memory a second time."""
+    found = kernels(listing, arch, "PrepareHeadsI")
+    assert len(found) == HEAD_KERNELS
+    for name, instructions in found.items():
+        first_sum = next(i for i, op in enumerate(instructions) if op.startswith("SHFL"))
+        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG")]
+        assert loads, name
+        assert max(loads) < first_sum, name
