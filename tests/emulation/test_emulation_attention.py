@@ -1,5 +1,6 @@
 """Run the suite of attention on the CUDA kernels, compiled for a CPU."""
 
+import attention_emulation
 import cuda_emulation
 import numpy as np
 import pytest
@@ -20,10 +21,10 @@ class TestAttention(AttentionSuite):
     @pytest.fixture
     def run(self, library):
         def call(*operands, **options):
-            y = cuda_emulation.attention(library, *operands, **options)
+            y = attention_emulation.attention(library, *operands, **options)
             # With more shared memory, kernels for few rows have more keys in flight.
             shared_bytes = cuda_emulation.HOPPER_SHARED_BYTES
-            again = cuda_emulation.attention(
+            again = attention_emulation.attention(
                 library, *operands, **options, shared_bytes=shared_bytes
             )
             np.testing.assert_array_equal(again.view(np.uint16), y.view(np.uint16))

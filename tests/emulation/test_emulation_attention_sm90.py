@@ -1,6 +1,6 @@
 """Run the suite of attention on the kernel for prefills on Hopper, compiled for a CPU."""
 
-import cuda_emulation
+import attention_emulation
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ CHOICES = {
 def run_on_hopper(library, q, k, v, *rest, **options):
     """Call the kernel, which needs finite keys and values also where no query sees them."""
     k, v = (np.where(np.isnan(x), np.asarray(300, x.dtype), x) for x in (k, v))
-    return cuda_emulation.attention(library, q, k, v, *rest, sm90=True, **options)
+    return attention_emulation.attention(library, q, k, v, *rest, sm90=True, **options)
 
 
 class TestAttentionOnHopper(AttentionSuite):
@@ -53,4 +53,4 @@ def test_blocks_share_tiles_of_rows(library, name):
 def test_calls_that_fill_the_device(library, name):
     (b, t, n, m, s), chosen = CHOICES[name]
     q, k = (np.broadcast_to(np.float16(0), shape) for shape in ((b, t, n, 128), (b, m, s, 128)))
-    assert cuda_emulation.attention_fills_sm90(library, q, k, k) == chosen
+    assert attention_emulation.attention_fills_sm90(library, q, k, k) == chosen

@@ -1,6 +1,6 @@
 """Run the suite of the products of heads on their CUDA kernels, compiled for a CPU."""
 
-import cuda_emulation
+import attention_emulation
 import pytest
 from axes import axis
 from head_product_suite import CASES, HeadProductSuite
@@ -16,7 +16,7 @@ class TestHeadProducts(HeadProductSuite):
     def run(self, library):
         def call(call):
             operands = call.q, call.keys, call.positions
-            queries = cuda_emulation.absorb_queries(library, *operands, **call.options)
-            return queries, cuda_emulation.expand_values(library, call.x, call.values)
+            queries = attention_emulation.absorb_queries(library, *operands, **call.options)
+            return queries, attention_emulation.expand_values(library, call.x, call.values)
 
         return call

@@ -1,5 +1,6 @@
 """Run the suite of `prepare_heads` on its CUDA kernel, compiled for a CPU, and test its sines."""
 
+import attention_emulation
 import cuda_emulation
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ class TestHeads(HeadSuite):
 
     @pytest.fixture
     def run(self, library):
-        return lambda call: cuda_emulation.prepare_heads(library, call)
+        return lambda call: attention_emulation.prepare_heads(library, call)
 
 
 @pytest.mark.parametrize("largest", [1.0, 100.0, 2.0**17, 2.0**18])

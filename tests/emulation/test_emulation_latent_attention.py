@@ -1,6 +1,6 @@
 """Run the suite of latent attention on its CUDA kernel, compiled for a CPU."""
 
-import cuda_emulation
+import attention_emulation
 import pytest
 from axes import axis
 from latent_attention_suite import CASES, LatentAttentionSuite
@@ -30,7 +30,7 @@ class TestLatentAttention(LatentAttentionSuite):
     @pytest.fixture
     def run(self, library, tile):
         def call(*operands, **options):
-            return cuda_emulation.latent_attention(
+            return attention_emulation.latent_attention(
                 library,
                 *operands,
                 **options,

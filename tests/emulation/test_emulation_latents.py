@@ -1,6 +1,6 @@
 """Run the suite of `prepare_latents` on its CUDA kernel, compiled for a CPU."""
 
-import cuda_emulation
+import attention_emulation
 import pytest
 from axes import axis
 from latents_suite import CASES, PAIRS, LatentsSuite
@@ -14,4 +14,4 @@ class TestLatents(LatentsSuite):
 
     @pytest.fixture
     def run(self, library):
-        return lambda call: cuda_emulation.prepare_latents(library, call)
+        return lambda call: attention_emulation.prepare_latents(library, call)

@@ -76,8 +76,8 @@ constexpr int kMostRows = static_cast<int>(kMostDenseRows);
 static_assert(kMostRows + 128 <= kThreads, "a thread brings a scale");
 constexpr int kSmall = 16, kMedium = 64, kLarge = 128;  // weight rows of an output tile
 
-// The elements of a weight: uint16_t for those of the type of x, float, uint8_t for E4M3 with a
-// scale for each row, and int8_t for E4M3 with one for each kGroup of k of a row.
+// The elements of a weight are uint16_t for those of the type of x, or float. E4M3 is uint8_t with
+// a scale for each row, and int8_t with one for each kGroup of k of a row.
 constexpr int kGroup = 128;
 static_assert(kGroup == kDenseGroup, "as launch.h says");
 template <typename W>

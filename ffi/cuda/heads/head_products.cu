@@ -1,6 +1,6 @@
-// Multiplies heads by the matrices of latent attention, for few rows: the queries by the matrices
-// of keys, which brings them into the space of the latents, and the results of attention by the
-// matrices of values.
+// Multiplies heads by the matrices of latent attention, for few rows. The product with the matrices
+// of keys brings queries into the space of the latents. The product with those of values brings the
+// results of attention back from there.
 //
 //   AbsorbQueries   q [rows, n, p + e], keys [n, p, k] -> y [rows, n, k + e]
 //   ExpandValues    x [rows, n, k], values [n, d, k] -> y [rows, n, d]

@@ -1,6 +1,6 @@
-// Prepares the latents of new tokens for latent attention, in one launch: the norms of the latents
-// of queries and of keys, the rotation of the key that all heads share, and the write of latents
-// and keys into the cache, which is changed in place.
+// Prepares the latents of new tokens for latent attention, in one launch. It normalizes the latents
+// of queries and of keys, and rotates the key that all heads share. It writes latents and keys into
+// the cache, which is changed in place.
 //
 //   down [tokens, r + k + e] -> q [tokens, r], cache [b, s, k + e]
 //
