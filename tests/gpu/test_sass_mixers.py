@@ -17,8 +17,8 @@ pytestmark = pytest.mark.cuda_build
 
 ATTENTION_KERNELS = 28  # instances of AttentionSm80: 14 forms of tiles, two dtypes
 # Rows of a tile of LatentAttention -> the MMAs of a warp for a tile of 32 keys. For the scores, it
-# has its share of keys and of 16 rows for each of its steps in 64 channels; a loop over those is
-# unrolled three times up to 32 rows. For the output, it has its channels of all rows and keys.
+# has its share of keys and of 16 rows for each of its steps in 64 channels. A loop over these steps
+# is unrolled three times up to 32 rows. For the output, it has its channels of all rows and keys.
 LATENT_KERNELS = {
     16: 3 * 2 * 2 + 2 * 16,
     32: 3 * 2 * 2 + 2 * 2 * 8,

@@ -17,6 +17,7 @@ from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.chain import chain_calls
 from jax_nvfp4_moe.ops.dense import dense, dense_fp8
 from jax_nvfp4_moe.scheme import FP8ActivationScaling
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 CPU = jax.devices("cpu")[0]
 ISAS = _ffi.load("_nvfp4_cpu").isa_levels()
@@ -251,8 +252,10 @@ def test_a_scale_for_each_group_multiplies_its_weights(activations):
     one = FP8Tensor(jnp.eye(304).astype(jnp.float8_e4m3fn), jnp.ones(304))
     rounded = np.asarray(dense_fp8(x, one, **how), np.float64)  # what the product sees of x
     y = dense_fp8(x, weight, **how)
-    np.testing.assert_allclose(y, rounded @ values.T, rtol=1e-5, atol=1e-4)
-    assert not np.allclose(y, rounded @ np.roll(values, 128, axis=1).T, rtol=1e-2, atol=1e-1)
+    plain = xla(np.float32(rounded).reshape(6, 304), np.float32(values)).reshape(2, 3, 6)
+    assert_as_accurate_as(y, plain, rounded @ values.T)
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(rounded @ np.roll(values, 128, axis=1).T, plain, rounded @ values.T)
 
 
 def test_a_linear_with_fp8_weights_takes_the_kernel_and_a_chain_holds_it():
@@ -285,8 +288,13 @@ def test_derivatives_of_the_kernel_for_fp8_weights_are_those_of_xla(monkeypatch)
     expected = gradient(None)
     module = importlib.import_module("jax_nvfp4_moe.ops.dense")
     monkeypatch.setattr(module, "_find_fp8_kernel", lambda *_: kernel)
-    assert np.abs(expected).max() > 0
-    np.testing.assert_allclose(gradient(GPU), expected, rtol=1e-5, atol=1e-6)
+    scale = np.asarray(weight.scale, np.float64)[:, None]
+    matrix = np.asarray(weight.values, np.float64) * scale
+    truth = np.cos(np.asarray(x, np.float64) @ matrix.T) @ matrix
+    found = gradient(GPU)
+    assert_as_accurate_as(found, expected, truth)
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(np.roll(found, 1, axis=1), expected, truth)
 
 
 @pytest.mark.parametrize("rows", [2, MOST + 1])

@@ -10,9 +10,9 @@
 //
 // A step waits for a tile of 32 keys, starts the copies of a later one, and computes:
 //
-//   scores   a warp has some rows, keys and channels; its sums go to shared memory
-//   weights  the threads of a row add these sums, mask them, and write exp2(score - maximum)
-//   output   a warp has all rows and keys, and its own channels of the values in registers
+//   scores   a warp has some rows, keys and channels; its sums go to shared memory.
+//   weights  the threads of a row add these sums, mask them, and write exp2(score - maximum).
+//   output   a warp has all rows and keys, and its own channels of the values in registers.
 //
 // If the tiles of rows do not fill a device, blocks divide the keys (LatentSplits), and
 // merge_parts.cu joins their results. The cost therefore depends on the filled part of a cache.
