@@ -4,7 +4,7 @@
     bash tests/programs/run_racecheck_token_scales.sh
 
 With `--token-scales N`, only the calls with one activation scale per token run, N times each. With
-`--without-experts`, only the kernels beside the experts and the quantizer run.
+`--parts NAMES`, only these parts run; `PARTS` lists them.
 
 The sizes fill no tile, leave experts without tokens, route out of range, and cross the end of a
 chunk of tokens. The outputs must be finite. Workspaces are not cleared, so that a kernel that reads
@@ -292,7 +292,13 @@ def run_rows():
         run_heads(*case, dtype, gated=True)
 
 
-def run_recurrent_steps(dtype):
+def run_recurrent_steps():
+    """Run the kernels of recurrent mixers in decoding with each dtype."""
+    for dtype in DTYPES:
+        run_recurrent_step(dtype)
+
+
+def run_recurrent_step(dtype):
     """Decode a token of rows with and without padding, in place."""
     for name, case in DELTA_CASES.items():
         tokens, weights = take_rates(name, *make_delta(name, np.dtype(dtype)))
@@ -346,21 +352,14 @@ def main():
     """Run everything once, or only the calls that the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--token-scales", type=int, metavar="N")
-    parser.add_argument("--without-experts", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = parser.parse_args()
     cuda_calls.register()
     if arguments.token_scales is not None:
         run_token_scales(arguments.token_scales)
         return
-    run_linears()
-    run_attention()
-    run_latents()
-    run_rows()
-    run_delta_rules()
-    for dtype in DTYPES:
-        run_recurrent_steps(dtype)
-    if not arguments.without_experts:
-        run_experts()
+    for part in arguments.parts:
+        PARTS[part]()
 
 
 def run_experts():
@@ -383,6 +382,16 @@ def run_experts():
         run_fp4("w4a4_sm100")
         run_fp4("w4a4_sm120")
 
+
+PARTS = {
+    "linears": run_linears,
+    "attention": run_attention,
+    "latents": run_latents,
+    "rows": run_rows,
+    "delta_rules": run_delta_rules,
+    "recurrent_steps": run_recurrent_steps,
+    "experts": run_experts,
+}
 
 if __name__ == "__main__":
     main()
