@@ -98,6 +98,11 @@ class FP8Linear(nnx.Module):
     ``y = round(x) @ (values * scale).T + bias``, where ``round`` is the identity or rounds to E4M3,
     as `activations` says. Sums are float32. The bias is added to them before they are rounded.
 
+    A scale belongs to a row, or to 128 weights of a row. Then the kernel for few rows multiplies
+    the float32 sum over these by the scale. With more rows, or on another device, each call
+    dequantizes the weight and rounds ``values * scale`` to the module's dtype. This takes
+    temporary memory: two bytes for each weight of the layer in 16 bits.
+
     Attributes:
       weight: `NVFP4Param` that holds an `FP8Tensor` ``[n, k]``.
       bias: `nnx.Param` ``[n]`` in the module's dtype, or None.
@@ -160,14 +165,16 @@ class FP8Linear(nnx.Module):
         used = self.activations is FP8ActivationScaling.STATIC
         self.input_scale = NVFP4Param(jnp.asarray(input_scale, jnp.float32)) if used else None
 
-    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
+    def __call__(self, x: Float[Array, "... k"], *, dtype=None) -> Float[Array, "... n"]:
         """Multiply `x` by the weight and add the bias.
 
         Args:
           x: ``[..., k]``; cast to the module's dtype.
+          dtype: dtype to which the float32 sums are rounded, such as float32 for logits. None
+            (default) takes the module's dtype.
 
         Returns:
-          ``[..., n]`` in the module's dtype.
+          ``[..., n]`` in `dtype`.
         """
         record(self, x)
         return dense_fp8(
@@ -178,7 +185,7 @@ class FP8Linear(nnx.Module):
             multiply_by_reciprocal=self.multiply_by_reciprocal,
             bias=_bias_of(self),
             target=self.target,
-            dtype=self.dtype,
+            dtype=dtype or self.dtype,
         )
 
 

@@ -113,6 +113,22 @@ def test_the_op_takes_the_kernel_for_fp8_and_is_as_accurate_as_xla(rows, scales,
         assert_as_accurate_as(np.roll(found, 1, axis=1), yardstick, truth)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_scales_of_blocks_are_nearer_to_the_file_than_decoded_weights(rows):
+    """Decoding rounds each weight to 8 significant bits, and the kernel rounds sums alone."""
+    call = fp8.make((rows, 2048, 4096), "bfloat16", scales="groups").operands
+    kept = FP8Tensor(jnp.asarray(call.weight), jnp.asarray(call.scale))
+    x, target = jnp.asarray(call.x), Target.current()
+    found = np.asarray(jax.jit(lambda x, w: dense_fp8(x, w, target=target))(x, kept))
+    decoded = kept.dequantize(jnp.bfloat16)
+    rounded = np.asarray(jax.jit(lambda x, w: dense(x, w, target=target))(x, decoded))
+    truth = fp8.in_float64(call)
+    assert_as_accurate_as(found, rounded, truth)
+    assert np.linalg.norm(found - truth) < np.linalg.norm(rounded - truth) / 16
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(np.roll(found, 1, axis=1), rounded, truth)
+
+
 @pytest.mark.parametrize("rows", [1, 64])
 def test_the_op_takes_the_kernel_and_gives_its_bits(rows):
     call = make((rows, 128, 2048), "bfloat16-float32")
