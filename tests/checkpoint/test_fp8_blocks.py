@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,11 @@ from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
 from jax_nvfp4_moe.checkpoint.values import LinearWeights
 from jax_nvfp4_moe.cli.inspection import inspect, mebibytes
 from jax_nvfp4_moe.inference import generation
+from jax_nvfp4_moe.models.decoder import _score
 from jax_nvfp4_moe.models.loading import plan_model
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.division import say_replicated
+from jax_nvfp4_moe.nn.indexer import Indexer
 from jax_nvfp4_moe.nn.merged_linear import find_runs, join_weights
 from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics import fp8_blocks
@@ -327,7 +330,10 @@ def test_layers_with_scales_of_rows_and_of_blocks_stay_apart():
 
 @pytest.mark.parametrize("rows", [1, 65])
 def test_products_are_as_accurate_as_with_decoded_weights(tmp_path, rows):
-    """XLA's dot decodes the weight inside of the program, to the bits that a loader would."""
+    """XLA's dot decodes the weight inside of the program, to the values of decoding at load.
+
+    Logits, and the weights of an indexer's heads, are float32 sums that nothing has rounded.
+    """
     values, scales, weight = draw(160, 192, "grid")
     tensors = {"x.weight": values, "x.weight_scale_inv": scales}
     with open_checkpoint(write(tmp_path / "m", tensors, DEEPSEEK)) as checkpoint:
@@ -339,9 +345,15 @@ def test_products_are_as_accurate_as_with_decoded_weights(tmp_path, rows):
     assert_as_accurate_as(y, yardstick, truth)
     with pytest.raises(AssertionError, match="yardstick"):
         assert_as_accurate_as(np.roll(y, 1, axis=1), yardstick, truth)
-    logits = kept(x, dtype=jnp.float32)
-    assert logits.dtype == jnp.float32
-    np.testing.assert_array_equal(logits.astype(jnp.bfloat16), y)
+    wide = kept(x, dtype=jnp.float32)
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(wide.astype(jnp.bfloat16), y)
+    for found in (
+        _score(kept, x, target=None),
+        Indexer._weigh(SimpleNamespace(head_weights=kept), x),
+    ):
+        assert np.asarray(found).tobytes() == np.asarray(wide).tobytes()
+    assert (wide != y.astype(jnp.float32)).any()
 
 
 @pytest.mark.parametrize(
