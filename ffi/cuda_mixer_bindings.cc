@@ -161,8 +161,8 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
 
 // Reads the sizes and types of x, weight and y, except for the type of the weight. k is a multiple
 // of `factor`.
-ffi::Error CheckDense(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer y, int64_t factor,
-                      DenseFewCall* call) {
+ffi::Error CheckDense(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer bias,
+                      ffi::AnyBuffer y, int64_t factor, DenseFewCall* call) {
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call->type));
   if (call->type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
   call->output_type = y.element_type() == ffi::F32 ? DataType::kF32 : call->type;
@@ -180,31 +180,37 @@ ffi::Error CheckDense(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer y,
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("k (x)", call->k, factor));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call->k, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (weight)", call->n, kMaxExtent));
-  return ExpectAligned({{"x", x}, {"weight", weight}, {"y", y}}, kAlignment);
+  if (bias.element_type() != ffi::F32) {
+    NVFP4_RETURN_IF_ERROR(ExpectType("bias", bias.element_type(), x.element_type()));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("bias [n]", bias.dimensions(), {call->n}));
+  call->bias_size = bias.element_count() == 0 ? 0 : bias.element_type() == ffi::F32 ? 4 : 2;
+  return ExpectAligned({{"x", x}, {"weight", weight}, {"bias", bias}, {"y", y}}, kAlignment);
 }
 
 ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                    ffi::Result<ffi::AnyBuffer> y) {
+                    ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y) {
   DenseFewCall call = {};
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &call.weight_type));
-  NVFP4_RETURN_IF_ERROR(CheckDense(x, weight, *y, kDenseFactor, &call));
+  NVFP4_RETURN_IF_ERROR(CheckDense(x, weight, bias, *y, kDenseFactor, &call));
   const bool wide = call.type == DataType::kBF16 && call.weight_type == DataType::kF32;
   if (call.weight_type != call.type && !wide) {
     return Expected("weight", "the type of x, or float32 if x is bfloat16",
                     TypeText(weight.element_type()));
   }
-  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(), y->untyped_data(),
-                                   nullptr, nullptr};
+  const DenseFewBuffers buffers = {x.untyped_data(),  weight.untyped_data(),
+                                   y->untyped_data(), nullptr,
+                                   nullptr,           DataOrNull<void>(bias)};
   return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_few_cuda");
 }
 
 ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                       ffi::AnyBuffer weight_scale, ffi::AnyBuffer row_scale,
+                       ffi::AnyBuffer weight_scale, ffi::AnyBuffer row_scale, ffi::AnyBuffer bias,
                        ffi::Result<ffi::AnyBuffer> y) {
   DenseFewCall call = {};
   call.weight_type = DataType::kE4M3;
   NVFP4_RETURN_IF_ERROR(ExpectType("weight", weight.element_type(), ffi::F8E4M3FN));
-  NVFP4_RETURN_IF_ERROR(CheckDense(x, weight, *y, kDenseE4M3Factor, &call));
+  NVFP4_RETURN_IF_ERROR(CheckDense(x, weight, bias, *y, kDenseE4M3Factor, &call));
   NVFP4_RETURN_IF_ERROR(ExpectType("weight_scale", weight_scale.element_type(), ffi::F32));
   NVFP4_RETURN_IF_ERROR(ExpectType("row_scale", row_scale.element_type(), ffi::F32));
   if (weight_scale.dimensions().size() == 2) {
@@ -222,8 +228,9 @@ ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer wei
     return Expected("row_scale [rows]", "0, 1 or " + std::to_string(call.rows) + " scales",
                     std::to_string(call.row_scales));
   }
-  const DenseFewBuffers buffers = {x.untyped_data(), weight.untyped_data(), y->untyped_data(),
-                                   Data<float>(weight_scale), DataOrNull<float>(row_scale)};
+  const DenseFewBuffers buffers = {
+      x.untyped_data(),          weight.untyped_data(),        y->untyped_data(),
+      Data<float>(weight_scale), DataOrNull<float>(row_scale), DataOrNull<void>(bias)};
   return FromCuda(LaunchDenseFew(stream, call, buffers), "nvfp4_dense_fp8_few_cuda");
 }
 
@@ -586,6 +593,7 @@ XLA_FFI_DEFINE_HANDLER(kDenseFew, DenseFew,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()   // x       [rows, k]
                            .Arg<ffi::AnyBuffer>()   // weight  [n, k]
+                           .Arg<ffi::AnyBuffer>()   // bias    [n] or [0], F32 or as x
                            .Ret<ffi::AnyBuffer>(),  // y       [rows, n], F32 or as x
                        {ffi::Traits::kCmdBufferCompatible});
 
@@ -596,6 +604,7 @@ XLA_FFI_DEFINE_HANDLER(kDenseFp8Few, DenseFp8Few,
                            .Arg<ffi::AnyBuffer>()   // weight        F8E4M3FN [n, k]
                            .Arg<ffi::AnyBuffer>()   // weight_scale  F32 [n] or [n, k/128]
                            .Arg<ffi::AnyBuffer>()   // row_scale     F32 [0], [1] or [rows]
+                           .Arg<ffi::AnyBuffer>()   // bias          [n] or [0], F32 or as x
                            .Ret<ffi::AnyBuffer>(),  // y             [rows, n], F32 or as x
                        {ffi::Traits::kCmdBufferCompatible});
 

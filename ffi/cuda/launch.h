@@ -237,6 +237,7 @@ struct DenseFewCall {
   DataType output_type;  // kF32 or `type`
   int64_t row_scales;    // 0, 1 or rows; 0 without kE4M3
   int64_t scale_groups;  // groups of a weight row that have a scale each; 0 for one for the row
+  int64_t bias_size;     // bytes of an element of the bias: 0 without one, 2 in `type`, 4 in kF32
 };
 
 struct DenseFewBuffers {
@@ -245,11 +246,13 @@ struct DenseFewBuffers {
   void* y;                    // [rows, n]
   const float* weight_scale;  // [n] or [n, scale_groups]; null without kE4M3
   const float* row_scale;     // [row_scales]
+  const void* bias;           // [n]; null without one
 };
 
-// y = x @ weight.T with float32 sums, for few rows. The sums for E4M3 weights are multiplied by the
-// scale of their row, if there is one, and then by that of their column. With scale_groups, the sum
-// over each kDenseGroup of k is multiplied by its scale instead, and then all by that of the row.
+// y = x @ weight.T + bias with float32 sums, for few rows. The sums for E4M3 weights are multiplied
+// by the scale of their row, if there is one, and then by that of their column. With scale_groups,
+// the sum over each kDenseGroup of k is multiplied by its scale instead, and then all by that of
+// the row. The bias is added last, before the result is rounded.
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers);
 

@@ -166,42 +166,56 @@ def lower_quantize(ffi_target, partials):
 
 
 def lower_dense(ffi_target, *, rows_dtype=None):
-    """Return the function that lowers ``x @ weight.T`` for few rows to an FFI target.
+    """Return the function that lowers ``x @ weight.T + bias`` for few rows to an FFI target.
 
-    The function takes x ``[..., k]`` and a weight ``[n, k]``, and returns ``[..., n]`` in `dtype`.
+    The function takes x ``[..., k]``, a weight ``[n, k]`` and a bias ``[n]`` or None, and returns
+    ``[..., n]`` in `dtype`.
 
     Args:
       ffi_target: name under which the extension registers the target.
-      rows_dtype: dtype to which x is cast, for a kernel whose results are float32. None (default)
-        if the kernel takes x as it is, and returns float32 or the dtype of x.
+      rows_dtype: dtype to which x is cast, for a kernel whose results are float32, and which adds
+        no bias. None (default) if the kernel takes x as it is, adds a bias, and returns float32 or
+        the dtype of x.
     """
 
-    def lower(x, weight, dtype):
+    def lower(x, weight, bias, dtype):
         rows = x.reshape(-1, x.shape[-1]).astype(rows_dtype or x.dtype)
         own = jnp.float32 if rows_dtype or dtype != x.dtype else dtype
         output = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), own)
-        y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(rows, weight)
+        operands = (rows, weight) if rows_dtype else (rows, weight, _dense_bias(bias, x.dtype))
+        y = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")(*operands)
+        if rows_dtype and bias is not None:
+            y = y + bias.astype(own)[None]
         return y.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype)
 
     return lower
 
 
-def lower_dense_fp8(ffi_target):
-    """Return the function that lowers ``x @ dequantize(weight).T`` for few rows to an FFI target.
+def _dense_bias(bias, dtype):
+    """Return the operand ``[n]`` in `dtype` or float32, or ``[0]`` if there is no bias."""
+    if bias is None:
+        return jnp.zeros(0, dtype)
+    return bias if bias.dtype == dtype else bias.astype(jnp.float32)
 
-    The function takes x ``[..., k]``, the values ``[n, k]`` and the scales of an `FP8Tensor`, and
-    the scales of the rows of x: None, one, or one for each. It returns ``[..., n]`` in `dtype`.
+
+def lower_dense_fp8(ffi_target):
+    """Return the function that lowers ``x @ dequantize(weight).T + bias`` to an FFI target.
+
+    The function takes few rows x ``[..., k]``, the values ``[n, k]`` and the scales of an
+    `FP8Tensor`, the scales of the rows of x (None, one, or one for each), and a bias ``[n]`` or
+    None. It returns ``[..., n]`` in `dtype`.
 
     Args:
       ffi_target: name under which the extension registers the target.
     """
 
-    def lower(x, values, scale, row_scale, dtype):
+    def lower(x, values, scale, row_scale, bias, dtype):
         rows, n = x.reshape(-1, x.shape[-1]), values.shape[0]
         row_scale = jnp.zeros(0, jnp.float32) if row_scale is None else row_scale.reshape(-1)
         output = jax.ShapeDtypeStruct((rows.shape[0], n), dtype if dtype == x.dtype else np.float32)
         call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
-        return call(rows, values, scale, row_scale).reshape(*x.shape[:-1], n).astype(dtype)
+        y = call(rows, values, scale, row_scale, _dense_bias(bias, x.dtype))
+        return y.reshape(*x.shape[:-1], n).astype(dtype)
 
     return lower
 

@@ -1,8 +1,11 @@
-"""Plan and read FP8 weights whose scales are those of blocks; they are decoded as they are read.
+"""Plan and read FP8 weights whose scales are those of blocks.
 
 A module holds ``weight`` float8_e4m3fn ``[n, k]`` and its scales, one for each block, under one of
 `_SCALE_NAMES`: ``[n / 128, k / 128]``, with axes of length 1 in between or not, or, for MXFP8,
 ``[n, k / 32]``. All of them multiply. Activations stay in the model's dtype.
+
+* Linears with blocks of 128 x 128 stay in FP8: every row of a block gets the scale of the block.
+* Experts, MXFP8, and matrices that modules keep in a float dtype are decoded as they are read.
 """
 
 import dataclasses
@@ -17,10 +20,19 @@ from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Naming
 from jax_nvfp4_moe.checkpoint.lazy_array import LazyArray, Region, overlap, region_shape
 from jax_nvfp4_moe.checkpoint.memory import aligned_empty
-from jax_nvfp4_moe.checkpoint.plan import FLOATS, Buffer, Index, LinearPlan, Planner, TensorSlice
+from jax_nvfp4_moe.checkpoint.plan import (
+    FLOATS,
+    Buffer,
+    FP8Matrices,
+    Index,
+    LinearPlan,
+    Planner,
+    TensorSlice,
+)
 from jax_nvfp4_moe.checkpoint.safetensors import STORED_TYPES
 from jax_nvfp4_moe.numerics import fp8_blocks
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
+from jax_nvfp4_moe.scheme import FP8ActivationScaling
 
 # "inv" is a misnomer of DeepSeek's: it multiplies as well.
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
@@ -59,10 +71,19 @@ class BlockBuffer(Buffer):
     matrices: list[BlockMatrix] = dataclasses.field(default_factory=list)
 
 
-def plan_block_linear(
-    planner: Planner, prefix: str, n: int, k: int, bias: bool | None, dtype: np.dtype | None
-) -> LinearPlan | None:
-    """Plan one linear in FP8 with scales of blocks; arguments as for `Planner.linear`.
+@dataclasses.dataclass
+class RowScaleBuffer(Buffer):
+    """The scales of blocks for each row, float32 ``[n, ceil(k / 128)]``; it has no slices.
+
+    Attributes:
+      name: of the stored scales ``[ceil(n / 128), ceil(k / 128)]``.
+    """
+
+    name: str = ""
+
+
+def find_block_scheme(planner: Planner, prefix: str) -> BlockFP8 | None:
+    """Return the kind of blocks whose scales the weight of a linear has.
 
     Returns:
       None where the file declares another scheme, or stores floats in spite of it.
@@ -71,8 +92,41 @@ def plan_block_linear(
     info = planner.find(f"{prefix}.weight")
     if not isinstance(scheme, BlockFP8) or (info is not None and info.dtype in FLOATS):
         return None
-    plan = LinearPlan(None, dense=_empty((n, k), dtype))
-    _take(planner, prefix, scheme, plan.dense, (), (n, k))
+    return scheme
+
+
+def plan_block_linear(
+    planner: Planner,
+    prefix: str,
+    n: int,
+    k: int,
+    bias: bool | None,
+    dtype: np.dtype | None,
+    *,
+    decodes: bool = False,
+) -> LinearPlan | None:
+    """Plan one linear in FP8 with scales of blocks; arguments as for `Planner.linear`.
+
+    Args:
+      decodes: whether the weight is decoded to `dtype` in any case. By default, weights with blocks
+        of 128 x 128 stay in FP8.
+
+    Returns:
+      None where the file declares another scheme, or stores floats in spite of it.
+    """
+    scheme = find_block_scheme(planner, prefix)
+    if scheme is None:
+        return None
+    if decodes or scheme is not BlockFP8.SQUARE:
+        plan = LinearPlan(None, dense=_empty((n, k), dtype))
+        _take(planner, prefix, scheme, plan.dense, (), (n, k))
+    else:
+        values = Buffer((n, k), _E4M3, [TensorSlice(f"{prefix}.weight")])
+        name = _take_stored(planner, prefix, scheme, (n, k))
+        groups = fp8_blocks.grid_shape(n, k, fp8_blocks.SQUARE)[1]
+        scales = RowScaleBuffer((n, groups), np.dtype(np.float32), name=name)
+        matrices = FP8Matrices(prefix, values, scales)
+        plan = LinearPlan(FP8ActivationScaling.WEIGHTS, fp8=matrices)
     name = f"{prefix}.bias"
     if bias or (bias is None and name in planner.tensors):
         plan.bias = planner.array(name, (n,), dtype)
@@ -114,15 +168,20 @@ def _empty(shape, dtype) -> BlockBuffer:
 
 def _take(planner, module, scheme, buffer, at, shape):
     """Plan the matrix `module` as the part `at` of a buffer."""
+    scale = _take_stored(planner, module, scheme, shape)
+    buffer.matrices.append(BlockMatrix(f"{module}.weight", scale, at, shape, _BLOCKS[scheme]))
+
+
+def _take_stored(planner, module, scheme, shape):
+    """Take the values and the scales of a matrix ``[n, k]``, and return the name of its scales."""
     names = [f"{module}.{name}" for name in _SCALE_NAMES]
     scale = next((name for name in names if name in planner.tensors), names[0])
-    block = _BLOCKS[scheme]
     n, k = shape
-    rows, columns = fp8_blocks.grid_shape(n, k, block)
+    rows, columns = fp8_blocks.grid_shape(n, k, _BLOCKS[scheme])
     planner.take(f"{module}.weight", ["F8_E4M3"], shape)
     planner.take(scale, _SCALE_TYPES[scheme], (rows, columns), (rows, 1, columns, 1))
-    buffer.matrices.append(BlockMatrix(f"{module}.weight", scale, at, shape, block))
     planner.ignore([f"{module}.{planner.names.input_global}"], f"input scales of {scheme} modules")
+    return scale
 
 
 def read_blocks(reader: Any, buffer: BlockBuffer) -> LazyArray:
@@ -134,12 +193,42 @@ def read_blocks(reader: Any, buffer: BlockBuffer) -> LazyArray:
     return LazyArray(buffer.shape, buffer.dtype, functools.partial(_read, buffer, parts))
 
 
+def read_row_scales(reader: Any, buffer: RowScaleBuffer) -> LazyArray:
+    """Return an array that reads scales of blocks, and repeats them for the rows of each block.
+
+    Scales that are not finite become problems of `reader`, a `reading.Reader`.
+    """
+    stored = _stored_scales(reader, buffer.name)
+    return LazyArray(buffer.shape, buffer.dtype, functools.partial(_repeat, stored))
+
+
+def _repeat(stored: LazyArray, region: Region) -> np.ndarray:
+    rows, groups = region
+    size, _ = fp8_blocks.SQUARE
+    first = rows.start // size
+    found = _read_scales(stored, slice(first, -(-rows.stop // size)), groups)
+    return found[np.arange(rows.start, rows.stop) // size - first]
+
+
 def _stored(reader, matrix):
     """Return the values and the scales of a matrix, as they are stored."""
     values = Buffer(matrix.shape, _E4M3, [TensorSlice(matrix.name)])
-    info = reader.find(matrix.scale)
-    scales = Buffer(info.shape, STORED_TYPES[info.dtype].numpy, [TensorSlice(matrix.scale)])
-    return reader.array(values), reader.array(scales, _bad_scales)
+    return reader.array(values), _stored_scales(reader, matrix.scale)
+
+
+def _stored_scales(reader, name) -> LazyArray:
+    info = reader.find(name)
+    scales = Buffer(info.shape, STORED_TYPES[info.dtype].numpy, [TensorSlice(name)])
+    return reader.array(scales, _bad_scales)
+
+
+def _read_scales(stored: LazyArray, rows: slice, columns: slice) -> np.ndarray:
+    """Return the scales of these rows and columns of blocks in float32."""
+    touched = (rows, columns)
+    if len(stored.shape) > len(touched):  # [rows, 1, columns, 1]
+        touched = (rows, slice(None), columns)
+    found = fp8_blocks.decode_scales(stored[touched])
+    return found.reshape(found.shape[0], -1)
 
 
 def _bad_scales(part):
@@ -158,10 +247,7 @@ def _read(buffer: BlockBuffer, parts, region: Region) -> np.ndarray:
         for bounds, size in zip(wanted, matrix.block, strict=True):
             touched.append(slice(bounds.start // size, -(-bounds.stop // size)))
             start.append(bounds.start % size)
-        if len(scales.shape) > len(touched):  # [rows, 1, columns, 1]
-            touched = [touched[0], slice(None), touched[1]]
-        found = fp8_blocks.decode_scales(scales[tuple(touched)])
-        found = found.reshape(found.shape[0], -1)
+        found = _read_scales(scales, *touched)
         array[(*inside, ...)] = fp8_blocks.dequantize(
             values[wanted], found, matrix.block, buffer.dtype, (start[0], start[1])
         )

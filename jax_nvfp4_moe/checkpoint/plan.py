@@ -106,7 +106,7 @@ class FP8Matrices:
     Attributes:
       label: the module of the weight, for messages.
       values: float8_e4m3fn ``[..., n, k]``.
-      scale: float32 ``[..., n]``.
+      scale: float32 ``[..., n]``, or ``[..., n, ceil(k / 128)]`` if the file has scales of blocks.
       input_global: float32 ``[e, parts]``. None if input scales are not read.
     """
 

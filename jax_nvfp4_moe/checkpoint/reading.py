@@ -11,7 +11,12 @@ import numpy as np
 from jax_nvfp4_moe.checkpoint.byte_runs import index_shape
 from jax_nvfp4_moe.checkpoint.errors import CheckpointError, quoted
 from jax_nvfp4_moe.checkpoint.formats import TensorNames
-from jax_nvfp4_moe.checkpoint.fp8_block_weights import BlockBuffer, read_blocks
+from jax_nvfp4_moe.checkpoint.fp8_block_weights import (
+    BlockBuffer,
+    RowScaleBuffer,
+    read_blocks,
+    read_row_scales,
+)
 from jax_nvfp4_moe.checkpoint.lazy_array import (
     LazyArray,
     first_axis,
@@ -74,6 +79,8 @@ class Reader:
         """
         if isinstance(buffer, BlockBuffer):
             return read_blocks(self, buffer)
+        if isinstance(buffer, RowScaleBuffer):
+            return read_row_scales(self, buffer)
         read = functools.partial(self._read, buffer, self._in_order(buffer), check)
         return LazyArray(buffer.shape, buffer.dtype, read)
 

@@ -26,7 +26,7 @@ from jax_nvfp4_moe.checkpoint.expert_names import ExpertSizes, Requests
 from jax_nvfp4_moe.checkpoint.experts import ExpertPlan, plan_experts
 from jax_nvfp4_moe.checkpoint.folder import read_num_layers
 from jax_nvfp4_moe.checkpoint.formats import Decision
-from jax_nvfp4_moe.checkpoint.fp8_block_weights import plan_block_linear
+from jax_nvfp4_moe.checkpoint.fp8_block_weights import find_block_scheme, plan_block_linear
 from jax_nvfp4_moe.checkpoint.mxfp4_experts import MXFP4Matrices
 from jax_nvfp4_moe.checkpoint.opening import Checkpoint
 from jax_nvfp4_moe.checkpoint.options import LoadOptions
@@ -134,10 +134,14 @@ class WeightTable:
     def checkpoint_scheme(self, module: str) -> CheckpointScheme:
         """Return the scheme that the file declares for `module`, or None if it is dense.
 
-        Weights that are decoded while they are read count as dense.
+        FP8 weights with scales of blocks that are stored as floats, or that are decoded while they
+        are read, count as dense.
         """
         declared = self._planner.checkpoint_scheme(module)
-        return None if isinstance(declared, BlockFP8) else declared
+        if not isinstance(declared, BlockFP8):
+            return declared
+        kept = find_block_scheme(self._planner, module) is BlockFP8.SQUARE
+        return BlockFP8.SQUARE if kept else None
 
     @property
     def decisions(self) -> Mapping[str, Decision]:
@@ -183,7 +187,8 @@ class WeightTable:
         """Find the quantized matrix of `module`, and dequantize it to `dtype` when it is read."""
         n, k = shape
         asked = module, n, k, False, dtype
-        plan = plan_block_linear(self._planner, *asked) or self._planner.linear(*asked)
+        decoded = plan_block_linear(self._planner, *asked, decodes=True)
+        plan = decoded or self._planner.linear(*asked)
 
         def read(reader):
             weight = self._linear(reader, plan).weight

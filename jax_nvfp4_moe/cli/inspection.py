@@ -182,7 +182,10 @@ def _kind(module, weight) -> str:
     """Return the format of a module's matrices."""
     if isinstance(weight, NVFP4Tensor):
         return f"NVFP4 {module.checkpoint_scheme}"
-    return f"FP8 {module.checkpoint_scheme}" if isinstance(weight, FP8Tensor) else weight.dtype.name
+    if isinstance(weight, FP8Tensor):
+        blocks = " in blocks" if weight.has_groups else ""
+        return f"FP8 {module.checkpoint_scheme}{blocks}"
+    return weight.dtype.name
 
 
 def _own_weights(module):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.dense import DenseLinear
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.division import say_replicated
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.keys import KeyTable
@@ -270,6 +270,8 @@ def _score(head, x, *, target):
     """
     if isinstance(head, DenseLinear) and head.bias is None:
         return dense(x, head.weight.get_value(), target=target)
+    if isinstance(head, FP8Linear):
+        return head(x, dtype=jnp.float32)
     if isinstance(head, nnx.Module):
         return head(x).astype(jnp.float32)
     return dense(x, head.get_value(), target=target)

@@ -39,7 +39,7 @@ def find_activation_scaling(
 class DenseLinear(nnx.Module):
     """A linear layer that is not quantized: ``y = x @ weight.T + bias``.
 
-    Sums are float32.
+    Sums are float32. The bias is added to them before they are rounded.
 
     Attributes:
       weight: `nnx.Param` ``[n, k]`` in the module's dtype.
@@ -83,18 +83,25 @@ class DenseLinear(nnx.Module):
           ``[..., n]`` in the module's dtype.
         """
         record(self, x)
-        dtype = self.dtype if self.bias is None else jnp.float32
-        y = dense(x.astype(self.dtype), self.weight.get_value(), target=self.target, dtype=dtype)
-        if self.bias is not None:
-            y = y + jnp.expand_dims(_bias_of(self), range(y.ndim - 1))
-        return y.astype(self.dtype)
+        return dense(
+            x.astype(self.dtype),
+            self.weight.get_value(),
+            bias=_bias_of(self),
+            target=self.target,
+            dtype=self.dtype,
+        )
 
 
 class FP8Linear(nnx.Module):
     """A linear layer whose weight matrix is stored in FP8 (E4M3).
 
     ``y = round(x) @ (values * scale).T + bias``, where ``round`` is the identity or rounds to E4M3,
-    as `activations` says. Sums are float32.
+    as `activations` says. Sums are float32. The bias is added to them before they are rounded.
+
+    A scale belongs to a row, or to 128 weights of a row. Then the kernel for few rows multiplies
+    the float32 sum over these by the scale. With more rows, or on another device, each call
+    dequantizes the weight and rounds ``values * scale`` to the module's dtype. This takes
+    temporary memory: two bytes for each weight of the layer in 16 bits.
 
     Attributes:
       weight: `NVFP4Param` that holds an `FP8Tensor` ``[n, k]``.
@@ -158,32 +165,33 @@ class FP8Linear(nnx.Module):
         used = self.activations is FP8ActivationScaling.STATIC
         self.input_scale = NVFP4Param(jnp.asarray(input_scale, jnp.float32)) if used else None
 
-    def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... n"]:
+    def __call__(self, x: Float[Array, "... k"], *, dtype=None) -> Float[Array, "... n"]:
         """Multiply `x` by the weight and add the bias.
 
         Args:
           x: ``[..., k]``; cast to the module's dtype.
+          dtype: dtype to which the float32 sums are rounded, such as float32 for logits. None
+            (default) takes the module's dtype.
 
         Returns:
-          ``[..., n]`` in the module's dtype.
+          ``[..., n]`` in `dtype`.
         """
         record(self, x)
-        y = dense_fp8(
+        return dense_fp8(
             x.astype(self.dtype),
             self.weight.get_value(),
             activations=self.activations,
             input_scale=None if self.input_scale is None else self.input_scale.get_value(),
             multiply_by_reciprocal=self.multiply_by_reciprocal,
+            bias=_bias_of(self),
             target=self.target,
-            dtype=self.dtype if self.bias is None else jnp.float32,
+            dtype=dtype or self.dtype,
         )
-        if self.bias is not None:
-            y = y + jnp.expand_dims(_bias_of(self), range(y.ndim - 1))
-        return y.astype(self.dtype)
 
 
 def _bias_of(linear: DenseLinear | FP8Linear):
-    """Return the bias that this shard adds, in float32."""
-    assert linear.bias is not None
-    bias = linear.bias.get_value().astype(jnp.float32)
+    """Return the bias that this shard adds, or None if the layer has no bias."""
+    if linear.bias is None:
+        return None
+    bias = linear.bias.get_value()
     return first_shard_only(bias) if linear.adds_bias_once else bias

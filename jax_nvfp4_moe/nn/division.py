@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_nvfp4_moe.nn.building import Builder
+from jax_nvfp4_moe.numerics.fp8 import GROUP
+from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.numerics.nvfp4 import BLOCK
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
-from jax_nvfp4_moe.scheme import DYNAMIC, FP8ActivationScaling, choose_scheme
+from jax_nvfp4_moe.scheme import DYNAMIC, FP8ActivationScaling, Scheme, choose_scheme
 
 log = logging.getLogger("jax_nvfp4_moe")
 
@@ -63,9 +65,11 @@ def _reason_against(make, last, width) -> str | None:
     settings, shards = make.settings, make.settings.shards
     checkpoint_scheme = make.checkpoint_scheme(last)
     block, used = 1, None
-    if isinstance(checkpoint_scheme, FP8ActivationScaling):
+    if checkpoint_scheme is BlockFP8.SQUARE:
+        block = GROUP
+    elif isinstance(checkpoint_scheme, FP8ActivationScaling):
         used = checkpoint_scheme if settings.rounds_to_fp8 else None
-    elif checkpoint_scheme is not None:
+    elif isinstance(checkpoint_scheme, Scheme):
         block = BLOCK
         used, _ = choose_scheme(checkpoint_scheme, settings.scheme, settings.target)
     if used in DYNAMIC:

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.nn.building import Builder
-from jax_nvfp4_moe.nn.dense import DenseLinear
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.packing import spread
 from jax_nvfp4_moe.numerics.norms import layer_normalize
@@ -125,6 +125,8 @@ class Indexer(nnx.Module):
 
     def _weigh(self, x):
         """Return the weights of the heads, in float32 also where the model is in bfloat16."""
+        if isinstance(self.head_weights, FP8Linear):
+            return self.head_weights(x, dtype=jnp.float32)
         if not isinstance(self.head_weights, DenseLinear):
             return self.head_weights(x).astype(jnp.float32)
         record(self.head_weights, x)

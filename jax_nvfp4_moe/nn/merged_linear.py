@@ -73,7 +73,9 @@ def _format(name, found: LinearWeights, settings: Settings):
     declared = found.checkpoint_scheme
     if declared is None:
         return (None,)
+    form = None
     if isinstance(declared, FP8ActivationScaling):
+        form = found.weight.has_groups
         used = find_activation_scaling(declared, settings.scheme, settings.target)
         alone = used is FP8ActivationScaling.STATIC
     else:
@@ -81,7 +83,7 @@ def _format(name, found: LinearWeights, settings: Settings):
         used, _ = choose_scheme(declared, settings.scheme, settings.target)
         alone = used is Scheme.W4A4
     alone = alone or found.channel_scale is not None  # the scales multiply the inputs of one layer
-    return (declared, name if alone else None, found.multiply_by_reciprocal)
+    return (declared, form, name if alone else None, found.multiply_by_reciprocal)
 
 
 def join_weights(parts: Sequence[LinearWeights]) -> LinearWeights:

@@ -386,10 +386,7 @@ class NVFP4MoE(nnx.Module):
         rows, given = rows
         if not (rows.dtype == jnp.bfloat16 and self.target.platform == "cuda"):
             rows, weight = rows.astype(jnp.float32), weight.astype(jnp.float32)
-        logits = dense(rows, weight, target=self.target)
-        if logit_bias is not None:
-            added = jnp.broadcast_to(logit_bias.astype(jnp.float32)[None], logits.shape)
-            logits = add_gated(logits, None, added, target=self.target)
+        logits = dense(rows, weight, bias=logit_bias, target=self.target)
         if given is None:
             ids, weights = route(self.router, logits, bias, target=self.target)
         else:

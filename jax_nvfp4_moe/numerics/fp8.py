@@ -1,8 +1,8 @@
 """FP8 (E4M3) weights with one scale per matrix, row or group, and rounding of activations to FP8.
 
 The value of a weight is ``w[n, k] = values[n, k] * scale[n]``, or ``values[n, k] * scale[n, k //
-128]``. Each E4M3 value is exact in bfloat16
-and in float16, and the product of two E4M3 values is exact in float32.
+128]``. Each E4M3 value is exact in bfloat16 and in float16, and the product of two E4M3 values is
+exact in float32.
 """
 
 import dataclasses

@@ -17,10 +17,10 @@ _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
 class BlockFP8(enum.StrEnum):
-    """Weights in FP8 (E4M3) with one scale for each block.
+    """Weights in FP8 (E4M3) with one scale for each block, as files declare them.
 
-    Loaders decode such weights to a float dtype, so no module has this scheme. Activations are not
-    rounded.
+    Linears with square blocks become `FP8Linear` with the scheme "fp8_weights". Loaders decode
+    other such weights to a float dtype. No module has this scheme. Activations are not rounded.
 
     Attributes:
       SQUARE: blocks of 128 x 128 weights.

@@ -45,16 +45,20 @@ def dense(
     x: Float[Array, "... k"],
     weight: Float[Array, "n k"],
     *,
+    bias: Float[Array, " n"] | None = None,
     target: Target | None = None,
     dtype=jnp.float32,
 ) -> Float[Array, "... n"]:
-    """Compute ``x @ weight.T`` with float32 sums.
+    """Compute ``x @ weight.T + bias`` with float32 sums.
 
-    Few rows run on a kernel of this package, and other calls on XLA's dot.
+    Few rows run on a kernel of this package, and other calls on XLA's dot. The bias is added to
+    the float32 sums, which are then rounded once to `dtype`. Rounding the product before the
+    addition, as ``(x @ weight.T) + bias`` does in 16 bits, would round twice.
 
     Args:
       x: ``[..., k]`` of any float dtype.
       weight: ``[n, k]`` of any float dtype. If the dtypes differ, both operands count as float32.
+      bias: ``[n]`` of any float dtype, taken as float32; None (default) for no bias.
       target: the `Target` to lower for. None (default) lowers for any platform. Then few rows run
         on a kernel on the CPU only.
       dtype: dtype to which the sums are rounded; float32 by default.
@@ -64,11 +68,11 @@ def dense(
     """
     rows, dtype = math.prod(x.shape[:-1]), jnp.dtype(dtype)
     if not (isinstance(rows, int) and rows > 0):
-        return _multiply(x, weight, dtype)
+        return _multiply(x, weight, bias, dtype)
     few = _multiply_anywhere if target is None else _find_kernel(x, weight, rows, target)
     if few is None or (target is None and rows > _CPU_FEW_ROWS):
-        return _multiply(x, weight, dtype)
-    return _multiply_as(few, dtype, x, weight)
+        return _multiply(x, weight, bias, dtype)
+    return _multiply_as(few, dtype, x, weight, bias)
 
 
 def _find_kernel(x, weight, rows, target):
@@ -90,21 +94,21 @@ def _find_kernel(x, weight, rows, target):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _multiply_as(multiply, dtype, x, weight):
-    """Compute ``x @ weight.T`` as `multiply` does."""
-    return multiply(x, weight, dtype)
+def _multiply_as(multiply, dtype, x, weight, bias):
+    """Compute ``x @ weight.T + bias`` as `multiply` does."""
+    return multiply(x, weight, bias, dtype)
 
 
 @_multiply_as.defjvp
 def _differentiate(multiply, dtype, primals, tangents):
     """Differentiate XLA's dot: a custom call has no derivative, and rounding has another one."""
-    (x, weight), (dx, dweight) = primals, tangents
-    tangent = _multiply(dx, weight) + _multiply(x, dweight)
-    return _multiply_as(multiply, dtype, x, weight), tangent.astype(dtype)
+    (x, weight, _), (dx, dweight, dbias) = primals, tangents
+    tangent = _multiply(dx, weight, dbias) + _multiply(x, dweight)
+    return _multiply_as(multiply, dtype, *primals), tangent.astype(dtype)
 
 
-def _multiply_anywhere(x, weight, dtype):
-    """Compute ``x @ weight.T`` for at most `_CPU_FEW_ROWS` rows on the platform of the program."""
+def _multiply_anywhere(x, weight, bias, dtype):
+    """Multiply at most `_CPU_FEW_ROWS` rows on the platform of the program, and add the bias."""
     forms = {}
     compiled = _ffi.why_unavailable(DENSE_CPU.can.extension) is None
     if compiled and x.dtype == weight.dtype == jnp.bfloat16:
@@ -113,11 +117,18 @@ def _multiply_anywhere(x, weight, dtype):
         forms["cuda"] = _reduce
     forms["default"] = _multiply
     forms = {name: functools.partial(form, dtype=dtype) for name, form in forms.items()}
-    return lax.platform_dependent(x, weight, **forms)
+    return lax.platform_dependent(x, weight, bias, **forms)
 
 
-def _multiply(x, weight, dtype=jnp.float32):
-    """Compute ``x @ weight.T`` as one XLA dot with float32 sums."""
+def _add_bias(sums, bias, dtype):
+    """Return ``sums + bias``, added in float32 and rounded to `dtype`; `bias` may be None."""
+    if bias is not None:
+        sums = sums + jnp.expand_dims(bias.astype(jnp.float32), range(sums.ndim - 1))
+    return sums.astype(dtype)
+
+
+def _multiply(x, weight, bias=None, dtype=jnp.float32):
+    """Compute ``x @ weight.T + bias`` by one XLA dot with float32 sums."""
     if x.dtype != weight.dtype:
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
@@ -128,19 +139,19 @@ def _multiply(x, weight, dtype=jnp.float32):
         precision=precision_for(weight.dtype),
         preferred_element_type=jnp.float32,
     )
-    return sums.astype(dtype)
+    return _add_bias(sums, bias, dtype)
 
 
-def _reduce(x, weight, dtype):
-    """Multiply one row by a sum of elementwise products.
+def _reduce(x, weight, bias, dtype):
+    """Multiply one row by a sum of elementwise products, and add the bias.
 
     XLA's GEMMs with a single row read weights at a third of a GPU's bandwidth.
     """
     products = x.reshape(1, -1).astype(jnp.float32) * weight.astype(jnp.float32)
-    return jnp.sum(products, axis=-1).reshape(*x.shape[:-1], -1).astype(dtype)
+    return _add_bias(jnp.sum(products, axis=-1).reshape(*x.shape[:-1], -1), bias, dtype)
 
 
-def _multiply_in_parts(x, weight, dtype):
+def _multiply_in_parts(x, weight, bias, dtype):
     """Multiply bfloat16 rows by a float32 matrix, as exactly as a GEMM in float32.
 
     The 24 bits of a float32 are the sum of three bfloat16 numbers of 8 bits, and a product of two
@@ -155,7 +166,7 @@ def _multiply_in_parts(x, weight, dtype):
     parts = jnp.concatenate([*parts, rest]).astype(jnp.bfloat16)
     sums = _multiply(x, parts)
     first, second, third = jnp.split(sums, 3, axis=-1)
-    return (first + (second + third)).astype(dtype)
+    return _add_bias(first + (second + third), bias, dtype)
 
 
 def dense_fp8(
@@ -165,15 +176,16 @@ def dense_fp8(
     activations: FP8ActivationScaling = FP8ActivationScaling.WEIGHTS,
     input_scale=None,
     multiply_by_reciprocal: bool = False,
+    bias: Float[Array, " n"] | None = None,
     target: Target | None = None,
     dtype=jnp.float32,
 ) -> Float[Array, "... n"]:
     """Compute ``x @ dequantize(weight).T`` with float32 sums; `x` may be rounded to E4M3 first.
 
-    The result is ``y = (e4m3(x / s) @ values.T) * s * scale``, multiplied in this order. E4M3
-    values are exact in the dtype of `x`, so the operands of the GEMM are exact on every device.
-    Few rows run on a kernel of this package if `target` is a GPU that has one, and other calls on
-    XLA's dot.
+    The result is ``y = (e4m3(x / s) @ values.T) * s * scale + bias``, computed in this order and
+    rounded once. E4M3 values are exact in the dtype of `x`, so the operands of the GEMM are exact
+    on every device. Few rows run on a kernel of this package if `target` is a GPU that has one, and
+    other calls on XLA's dot.
 
     If weight rows have a scale for each 128 weights, the kernel multiplies the sum over these by
     it. XLA's dot takes weights that are dequantized, and rounded once to the dtype of `x`.
@@ -185,6 +197,7 @@ def dense_fp8(
       input_scale: s, a float32 scalar. It is required for `FP8ActivationScaling.STATIC` and
         otherwise not used.
       multiply_by_reciprocal: how `x` is rounded, see `numerics.fp8.round_fp8`; False by default.
+      bias: ``[n]`` of any float dtype, taken as float32; None (default) for no bias.
       target: the `Target` to lower for. None (default) lowers for any platform, with XLA's dot on
         GPUs.
       dtype: dtype to which the result is rounded; float32 by default.
@@ -203,7 +216,7 @@ def dense_fp8(
         x = _round(x, own, multiply_by_reciprocal)
     few = None if target is None else _find_fp8_kernel(x, weight, target)
     run = _multiply_fp8 if few is None else functools.partial(_multiply_fp8_few, few)
-    return run(jnp.dtype(dtype), x, weight.values, weight.scale.astype(jnp.float32), own)
+    return run(jnp.dtype(dtype), x, weight.values, weight.scale.astype(jnp.float32), own, bias)
 
 
 def _find_fp8_kernel(x, weight: FP8Tensor, target):
@@ -234,21 +247,21 @@ def explain_fp8(weight: FP8Tensor, dtype, target: Target) -> Choice:
     return Choice(None, DENSE_CUDA.name, {}, problem=problem, notes=DENSE_CUDA.notes(problem))
 
 
-def _multiply_fp8(dtype, x, values, scale, own):
+def _multiply_fp8(dtype, x, values, scale, own, bias):
     """Compute `dense_fp8` by XLA's dot. `own` has the scales of rows of x, or is None."""
     weight = FP8Tensor(values, scale)
     if weight.has_groups:
         y = dense(x, weight.dequantize(x.dtype))
-        return (y if own is None else y * own).astype(dtype)
+        return _add_bias(y if own is None else y * own, bias, dtype)
     y = dense(x, values.astype(x.dtype))
     y = y if own is None else y * own
-    return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(dtype)
+    return _add_bias(y * jnp.expand_dims(scale, range(x.ndim - 1)), bias, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _multiply_fp8_few(multiply, dtype, x, values, scale, own):
+def _multiply_fp8_few(multiply, dtype, x, values, scale, own, bias):
     """Compute what `_multiply_fp8` computes for few rows, as `multiply` does."""
-    return multiply(x, values, scale, own, dtype)
+    return multiply(x, values, scale, own, bias, dtype)
 
 
 @_multiply_fp8_few.defjvp

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_nvfp4_moe.checkpoint.values import CacheScales, LinearWeights
-from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
+from jax_nvfp4_moe.numerics.fp8 import GROUP, FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, MoEParams, NVFP4Tensor
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
 
@@ -177,7 +177,7 @@ def _matrix_layouts(value, layout, first: int):
         divisor = None if value.global_divisor is None else divided
         return dataclasses.replace(made, global_scale=divided, global_divisor=divisor)
     if isinstance(value, FP8Tensor):
-        scale = divided if rows else ArrayLayout()
+        scale = divided if rows or value.has_groups else ArrayLayout()
         return dataclasses.replace(value, values=divided, scale=scale)
     return divided
 
@@ -270,7 +270,11 @@ def _take_linear(value: LinearWeights, spec, index, shards) -> LinearWeights:
             global_divisor=take(weight.global_divisor, None),
         )
     elif isinstance(weight, FP8Tensor):
-        scale = take(weight.scale, None if axis else spec, 0)
+        if weight.has_groups:
+            _check_groups(weight, spec)
+            scale = take(weight.scale)
+        else:
+            scale = take(weight.scale, None if axis else spec, 0)
         weight = dataclasses.replace(weight, values=take(weight.values), scale=scale)
     else:
         weight = take(weight)
@@ -280,3 +284,21 @@ def _take_linear(value: LinearWeights, spec, index, shards) -> LinearWeights:
     return dataclasses.replace(
         value, weight=weight, bias=bias, input_scale=input_scale, channel_scale=channel_scale
     )
+
+
+def _check_groups(weight: FP8Tensor, spec: ShardSpec | None) -> None:
+    """Check that no shard has a part of the weights that share a scale.
+
+    Raises:
+      ValueError: a range of columns does not begin and end at multiples of `GROUP`.
+    """
+    if spec is None or spec.axis == "rows":
+        return
+    k = weight.shape[-1]
+    ranges = [one for part in range(spec.parts) for one in spec.ranges(k, part)]
+    if any(one.start % GROUP or one.stop % GROUP for one in ranges):
+        raise ValueError(
+            f"weight: {k} columns of FP8 with one scale for each {GROUP} of them cannot be divided "
+            f"into {spec.parts} parts: expected parts of whole blocks of {GROUP}. Replicate the "
+            "layer, or use fewer shards"
+        )

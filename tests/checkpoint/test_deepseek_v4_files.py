@@ -24,6 +24,7 @@ from unquantized import read_config
 from jax_nvfp4_moe import CheckpointError, cast_model, load_model
 from jax_nvfp4_moe.checkpoint import open_checkpoint
 from jax_nvfp4_moe.cli.inspection import inspect
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
 from jax_nvfp4_moe.scheme import Scheme
 
@@ -75,9 +76,16 @@ def write_nvidia(folder, listed="file", **changes):
 
 
 def leaves(model):
-    """Return the path of each array of a model -> its values."""
-    found = jax.tree.leaves_with_path(model)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+    """Return the path of each array of a model -> its values; FP8 weights are dequantized."""
+    found = jax.tree.leaves_with_path(model, is_leaf=is_fp8)
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf.dequantize() if is_fp8(leaf) else leaf)
+        for path, leaf in found
+    }
+
+
+def is_fp8(leaf):
+    return isinstance(leaf, FP8Tensor)
 
 
 def experts(model, layer):
@@ -86,13 +94,15 @@ def experts(model, layer):
 
 
 def test_the_form_of_deepseek_loads_with_its_values(resized, tmp_path):
-    """Experts become NVFP4 and linears are decoded, each value exactly."""
+    """Experts become NVFP4 and linears stay in FP8, each value exactly."""
     found = load_model(write_deepseek(resized, tmp_path / "a"), **EXACT)
     expected = load_model(write_deepseek(resized, tmp_path / "b", decoded=True), **EXACT)
     for layer in range(3):
         pairs = zip(experts(found, layer), experts(expected, layer), strict=True)
         for one, other in pairs:
             np.testing.assert_array_equal(one.dequantize(), other)
+    kept = [leaf for leaf in jax.tree.leaves(found, is_leaf=is_fp8) if is_fp8(leaf)]
+    assert len(kept) >= 3 * 4
     ours, theirs = leaves(found), leaves(expected)
     others = [path for path in theirs if "experts" not in path or "shared" in path]
     assert len(others) > 60
@@ -138,7 +148,7 @@ def test_a_cast_needs_mxfp4(tmp_path):
 
 @pytest.mark.parametrize("listed", LISTED)
 def test_the_form_of_nvidia_loads_with_its_values(listed, tmp_path):
-    """Experts have the bytes of the tool. What the manifest excludes is FP8, and is decoded."""
+    """Experts have the bytes of the tool. What the manifest excludes is FP8, with its values."""
     folder = write_nvidia(tmp_path / "a", listed)
     with open_checkpoint(folder) as checkpoint:
         scheme = checkpoint.quant.checkpoint_scheme

@@ -1,7 +1,9 @@
 """Test FP8 with one scale per block, as DeepSeek, ModelOpt and compressed-tensors store it."""
 
 import json
+import logging
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +14,26 @@ from checkpoint_edits import W4A16, check, edited, load, problems_of, read_all, 
 from given import CHECKPOINTS
 from host_devices import call, difference, make_mesh
 
-from jax_nvfp4_moe import CheckpointError, load_model
+from jax_nvfp4_moe import CheckpointError, Target, explain, load_model, ops, restore, save
 from jax_nvfp4_moe.checkpoint import LoadOptions, WeightTable, open_checkpoint
 from jax_nvfp4_moe.checkpoint.export import write_safetensors
 from jax_nvfp4_moe.checkpoint.safetensors import Tensors, read_header
-from jax_nvfp4_moe.cli.inspection import inspect
+from jax_nvfp4_moe.checkpoint.values import LinearWeights
+from jax_nvfp4_moe.cli.inspection import inspect, mebibytes
+from jax_nvfp4_moe.inference import generation
+from jax_nvfp4_moe.models.decoder import _score
+from jax_nvfp4_moe.models.loading import plan_model
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
+from jax_nvfp4_moe.nn.division import say_replicated
+from jax_nvfp4_moe.nn.indexer import Indexer
+from jax_nvfp4_moe.nn.merged_linear import find_runs, join_weights
+from jax_nvfp4_moe.nn.settings import Settings
 from jax_nvfp4_moe.numerics import fp8_blocks
+from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.fp8_blocks import BlockFP8
-from jax_nvfp4_moe.scheme import Scheme
+from jax_nvfp4_moe.parallel.shard_spec import ShardSpec, take_shard
+from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 EXACT = {"scheme": "checkpoint", "dtype": jnp.float32, "backend": "reference"}
@@ -77,6 +91,10 @@ def test_values_are_those_of_transformers(case):
         )
         step = len(found) // len(expected)
         np.testing.assert_array_equal(found[::step], expected)
+        if case != "mxfp8":
+            each_row = np.repeat(fp8_blocks.decode_scales(scales), 128, axis=0)
+            kept = FP8Tensor(jnp.asarray(values), jnp.asarray(each_row)).dequantize(expected.dtype)
+            np.testing.assert_array_equal(kept[::step], expected)
 
 
 def draw(n, k, how, seed=0):
@@ -114,15 +132,28 @@ def write(folder, tensors, section):
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_linear_is_decoded(tmp_path, name, dtype):
-    """With 160 rows and 192 columns, the last blocks of 128 x 128 are partial."""
+def test_a_linear_keeps_its_values(tmp_path, name, dtype):
+    """Square blocks stay in FP8, and MXFP8 is decoded. A router is decoded in any case.
+
+    With 160 rows and 192 columns, the last blocks of 128 x 128 are partial.
+    """
     section, scale, how = FORMATS[name]
     values, scales, weight = draw(160, 192, how)
     tensors = {"x.weight": values, f"x.{scale}": scales}
     with open_checkpoint(write(tmp_path / "m", tensors, section)) as checkpoint:
-        found = load(checkpoint, lambda w: w.linear("x", 160, 192), LoadOptions(dtype=dtype))
-    assert found.checkpoint_scheme is None
-    np.testing.assert_array_equal(np.asarray(found.weight), weight.astype(dtype))
+        options = LoadOptions(dtype=dtype)
+        found = load(checkpoint, lambda w: w.linear("x", 160, 192), options)
+        decoded = load(checkpoint, lambda w: w.array("x.weight", (160, 192)), options)
+    expected = weight.astype(dtype)
+    np.testing.assert_array_equal(np.asarray(decoded), expected)
+    if name == "mxfp8":
+        assert found.checkpoint_scheme is None
+        np.testing.assert_array_equal(np.asarray(found.weight), expected)
+        return
+    assert found.checkpoint_scheme is FP8ActivationScaling.WEIGHTS
+    assert (found.weight.scale.shape, found.weight.scale.dtype) == ((160, 2), np.float32)
+    assert np.asarray(found.weight.values).tobytes() == values.tobytes()
+    np.testing.assert_array_equal(np.asarray(found.weight.dequantize(dtype)), expected)
 
 
 @pytest.mark.parametrize("name", ["deepseek", "mxfp8"])
@@ -148,12 +179,13 @@ def test_experts_one_by_one_are_decoded(tmp_path, name):
 def test_any_part_of_a_matrix_is_what_the_whole_has(tmp_path):
     values, scales, weight = draw(300, 288, "grid")
     tensors = {"x.weight": values, "x.weight_scale_inv": scales}
+    each_row = np.repeat(scales, 128, axis=0)[:300]
     with open_checkpoint(write(tmp_path / "m", tensors, DEEPSEEK)) as checkpoint:
         table = WeightTable(checkpoint)
-        source = table.linear("x", 300, 288)
+        source, decoded = table.linear("x", 300, 288), table.array("x.weight", (300, 288))
         table.check()
         with table.open_reader() as reader:
-            lazy = source.read(reader).weight
+            kept, lazy = source.read(reader).weight, decoded.read(reader)
             for part in (
                 (slice(0, 300), slice(0, 288)),
                 (slice(127, 129), slice(127, 129)),
@@ -161,6 +193,14 @@ def test_any_part_of_a_matrix_is_what_the_whole_has(tmp_path):
                 (299, slice(256, 288)),
             ):
                 np.testing.assert_array_equal(lazy[part], weight[part])
+            for part in (
+                (slice(0, 300), slice(0, 3)),
+                (slice(127, 129), slice(1, 2)),
+                (slice(130, 256), slice(0, 2)),
+                (slice(256, 257), slice(2, 3)),
+                (299, slice(0, 3)),
+            ):
+                np.testing.assert_array_equal(kept.scale[part], each_row[part])
 
 
 def deepseek_v4_experts():
@@ -182,7 +222,7 @@ def test_deepseek_v4_mixes_both(tmp_path):
             checkpoint, lambda w: [w.experts("x.experts", 1, 64, 32), w.linear("x.wq", 64, 64)]
         )
     assert experts.checkpoint_scheme is Scheme.W4A16
-    np.testing.assert_array_equal(np.asarray(linear.weight), weight)
+    np.testing.assert_array_equal(np.asarray(linear.weight.dequantize()), weight)
 
 
 def with_blocks(tensors, modules, dense=False):
@@ -227,12 +267,93 @@ def test_a_mixed_file_gives_the_logits_of_its_values(tmp_path):
     found = load_model(folder, **EXACT)
     expected = call(load_model(mixed(tmp_path / "b", dense=True), **EXACT), ids)
     np.testing.assert_array_equal(call(found, ids), expected)
+    assert found.layers[0].attention.qkv.names == ("q_k_v",)
     divided = load_model(folder, mesh=make_mesh((2, 2)), **EXACT)
     assert difference(call(divided, ids), expected) < 1e-5
+    out = divided.layers[0].attention.out.weight.get_value()
+    assert out.scale.shape == (256, 2)  # each shard has the columns of a block
+    assert out.scale.sharding.shard_shape(out.scale.shape) == (256, 1)
+    save(tmp_path / "saved", divided)
+    restored = restore(tmp_path / "saved", found)
+    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(found), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
     shown = inspect(folder)
     assert "fp8_blocks" in shown
     assert "FP8_PB_WO" in shown
+    n, k = 4 * 64 + 2 * 2 * 64, 256
+    one_layer = n * k + n * (k // 128) * 4
+    assert f"{k} > {n}; FP8 fp8_weights in blocks" in re.sub(" +", " ", shown)
+    assert mebibytes(2 * one_layer) in shown
     jax.clear_caches()
+
+
+def test_a_decoding_step_reads_blocks_in_one_chain(tmp_path):
+    """The attention takes the kernel for FP8 weights and few rows, two calls a layer."""
+    with open_checkpoint(mixed(tmp_path, dense=False)) as checkpoint:
+        model = plan_model(checkpoint, Settings(Target("cuda", (9, 0)))).model
+    cache = jax.eval_shape(lambda: model.init_cache(2, 64))
+    ids = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    text = str(jax.make_jaxpr(ops.chain_calls(generation._read))(model, ids, cache))
+    assert text.count("ffi_call[") == 1
+    assert text.count("nvfp4_dense_fp8_few_cuda") == 2 * len(model.layers)
+    assert explain(model.layers[0].attention.out).backend == "dense_cuda"
+
+
+@pytest.mark.eight_devices
+def test_blocks_that_a_shard_would_cut_are_not_divided(tmp_path, caplog):
+    """With four shards along `tensor`, each would have half of a block of 128 columns."""
+    folder = mixed(tmp_path, dense=False)
+    caplog.set_level(logging.INFO)
+    say_replicated.cache_clear()
+    model = load_model(folder, mesh=make_mesh((1, 4)), **EXACT)
+    assert model.layers[0].attention.out.weight.get_value().values.sharding.is_fully_replicated
+    assert "256 columns cannot be divided into 4 equal parts of whole blocks of 128" in caplog.text
+    weight = FP8Tensor(jnp.zeros((8, 256), E4M3), jnp.ones((8, 2)))
+    value = LinearWeights(weight, checkpoint_scheme=FP8ActivationScaling.WEIGHTS)
+    half = take_shard(value, ShardSpec("columns", 2), 1, 2).weight
+    assert (half.values.shape, half.scale.shape) == ((8, 128), (8, 1))
+    with pytest.raises(ValueError, match=r"256 columns of FP8 .* whole blocks of 128. Replicate"):
+        take_shard(value, ShardSpec("columns", 4), 1, 4)
+
+
+def test_layers_with_scales_of_rows_and_of_blocks_stay_apart():
+    values = jnp.ones((8, 256), E4M3)
+    rows, blocks = (
+        LinearWeights(FP8Tensor(values, scale), checkpoint_scheme=FP8ActivationScaling.WEIGHTS)
+        for scale in (jnp.ones(8), jnp.ones((8, 2)))
+    )
+    weights = {"q": blocks, "k": blocks, "v": rows}
+    assert list(find_runs(weights, Settings(Target("cpu")))) == [("q", "k"), ("v",)]
+    joined = join_weights([blocks, blocks]).weight
+    assert (joined.values.shape, joined.scale.shape) == ((16, 256), (16, 2))
+
+
+@pytest.mark.parametrize("rows", [1, 65])
+def test_products_are_as_accurate_as_with_decoded_weights(tmp_path, rows):
+    """XLA's dot decodes the weight inside of the program, to the values of decoding at load.
+
+    Logits, and the weights of an indexer's heads, are float32 sums that nothing has rounded.
+    """
+    values, scales, weight = draw(160, 192, "grid")
+    tensors = {"x.weight": values, "x.weight_scale_inv": scales}
+    with open_checkpoint(write(tmp_path / "m", tensors, DEEPSEEK)) as checkpoint:
+        found = load(checkpoint, lambda w: w.linear("x", 160, 192))
+    x = np.random.default_rng(1).normal(0, 1, (rows, 192)).astype(ml_dtypes.bfloat16)
+    kept, decoded = FP8Linear(found.weight), DenseLinear(weight)
+    y, yardstick = kept(x), decoded(x)
+    truth = x.astype(np.float64) @ weight.astype(np.float64).T
+    assert_as_accurate_as(y, yardstick, truth)
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(np.roll(y, 1, axis=1), yardstick, truth)
+    wide = kept(x, dtype=jnp.float32)
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(wide.astype(jnp.bfloat16), y)
+    for found in (
+        _score(kept, x, target=None),
+        Indexer._weigh(SimpleNamespace(head_weights=kept), x),
+    ):
+        assert np.asarray(found).tobytes() == np.asarray(wide).tobytes()
+    assert (wide != y.astype(jnp.float32)).any()
 
 
 @pytest.mark.parametrize(

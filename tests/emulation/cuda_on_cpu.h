@@ -184,6 +184,7 @@ inline float __uint_as_float(unsigned bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 inline int atomicAdd(int* place, int value) {

@@ -137,12 +137,15 @@ void cut_dense_few(const DenseFewCall* call, int clusters, DenseFewCut* cut) {
   *cut = CutDenseFew(*call, clusters != 0);
 }
 
-// The operands are x, weight, weight_scale, row_scale, y. Without clusters, the launch is that of a
-// device before 9.0.
+// The operands are x, weight, weight_scale, row_scale, bias, y. Without clusters, the launch is
+// that of a device before 9.0.
 int dense_few(const DenseFewCall* call, int clusters, void* const* operands) {
-  const DenseFewBuffers buffers = {operands[0], operands[1], operands[4],
+  const DenseFewBuffers buffers = {operands[0],
+                                   operands[1],
+                                   operands[5],
                                    static_cast<const float*>(operands[2]),
-                                   static_cast<const float*>(operands[3])};
+                                   static_cast<const float*>(operands[3]),
+                                   operands[4]};
   return clusters != 0
              ? LaunchDenseFew(nullptr, *call, buffers)
              : LaunchDenseCut(nullptr, *call, buffers, CutDenseFew(*call, /*clusters=*/false));

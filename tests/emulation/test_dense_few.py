@@ -35,8 +35,8 @@ class TestDenseFew(DenseFewSuite):
     @pytest.fixture
     def run(self, library, device):
         count, clusters = DEVICES[device]
-        return lambda x, weight, dtype=np.float32: dense_emulation.dense_few(
-            library, x, weight, dtype, count, clusters=clusters
+        return lambda x, weight, dtype=np.float32, bias=None: dense_emulation.dense_few(
+            library, x, weight, dtype, count, bias=bias, clusters=clusters
         )
 
 
@@ -46,7 +46,7 @@ class TestDenseFp8(DenseFp8Suite):
     @pytest.fixture
     def run(self, library, device):
         count, clusters = DEVICES[device]
-        return lambda call, dtype=np.float32: dense_emulation.dense_few(
+        return lambda call, dtype=np.float32, bias=None: dense_emulation.dense_few(
             library,
             call.x,
             call.weight,
@@ -54,6 +54,7 @@ class TestDenseFp8(DenseFp8Suite):
             count,
             scale=call.scale,
             row_scale=call.row_scale,
+            bias=bias,
             clusters=clusters,
         )
 

@@ -30,17 +30,20 @@ MODEL_SIZES = [
 ]
 
 
-def on_cuda(x, weight, dtype=jnp.float32):
+def on_cuda(x, weight, dtype=jnp.float32, bias=None):
     cuda_calls.register()
     output = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
-    return np.asarray(jax.ffi.ffi_call(TARGET, output)(jnp.asarray(x), jnp.asarray(weight)))
+    bias = np.zeros(0, x.dtype) if bias is None else bias
+    operands = (jnp.asarray(a) for a in (x, weight, bias))
+    return np.asarray(jax.ffi.ffi_call(TARGET, output)(*operands))
 
 
-def fp8_on_cuda(call, dtype=jnp.float32):
+def fp8_on_cuda(call, dtype=jnp.float32, bias=None):
     cuda_calls.register()
     output = jax.ShapeDtypeStruct((call.x.shape[0], call.weight.shape[0]), dtype)
     row_scale = np.zeros(0, np.float32) if call.row_scale is None else call.row_scale
-    operands = (jnp.asarray(a) for a in (call.x, call.weight, call.scale, row_scale))
+    bias = np.zeros(0, np.float32) if bias is None else bias
+    operands = (jnp.asarray(a) for a in (call.x, call.weight, call.scale, row_scale, bias))
     return np.asarray(jax.ffi.ffi_call(FP8_TARGET, output)(*operands))
 
 
@@ -110,6 +113,22 @@ def test_the_op_takes_the_kernel_for_fp8_and_is_as_accurate_as_xla(rows, scales,
         assert_as_accurate_as(np.roll(found, 1, axis=1), yardstick, truth)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_scales_of_blocks_are_nearer_to_the_file_than_decoded_weights(rows):
+    """Decoding rounds each weight to 8 significant bits, and the kernel rounds sums alone."""
+    call = fp8.make((rows, 2048, 4096), "bfloat16", scales="groups").operands
+    kept = FP8Tensor(jnp.asarray(call.weight), jnp.asarray(call.scale))
+    x, target = jnp.asarray(call.x), Target.current()
+    found = np.asarray(jax.jit(lambda x, w: dense_fp8(x, w, target=target))(x, kept))
+    decoded = kept.dequantize(jnp.bfloat16)
+    rounded = np.asarray(jax.jit(lambda x, w: dense(x, w, target=target))(x, decoded))
+    truth = fp8.in_float64(call)
+    assert_as_accurate_as(found, rounded, truth)
+    assert np.linalg.norm(found - truth) < np.linalg.norm(rounded - truth) / 16
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(np.roll(found, 1, axis=1), rounded, truth)
+
+
 @pytest.mark.parametrize("rows", [1, 64])
 def test_the_op_takes_the_kernel_and_gives_its_bits(rows):
     call = make((rows, 128, 2048), "bfloat16-float32")
@@ -119,10 +138,49 @@ def test_the_op_takes_the_kernel_and_gives_its_bits(rows):
     assert y.tobytes() == on_cuda(call.x, call.weight).tobytes()
 
 
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_the_op_adds_a_bias_in_the_kernel_and_is_as_accurate_as_xla(rows):
+    """The layer is the output projection of gpt-oss, whose results are bfloat16."""
+    call = make((rows, 2880, 4096), "bfloat16-bfloat16")
+    drawn = np.random.default_rng(1).normal(0, 50, 2880)
+    bias = jnp.asarray(drawn, jnp.bfloat16)
+
+    @jax.jit
+    def run(x, weight, bias):
+        return dense(x, weight, bias=bias, target=Target.current(), dtype=x.dtype)
+
+    @jax.jit
+    def plain(x, weight, bias):
+        return jax.lax.dot(x, weight.T) + bias[None]
+
+    text = run.lower(call.x, call.weight, bias).as_text()
+    assert TARGET in text
+    assert "stablehlo.add" not in text
+    truth = call.truth + np.asarray(bias, np.float64)
+    found, twice = (np.asarray(f(call.x, call.weight, bias)) for f in (run, plain))
+    assert_as_accurate_as(found, twice, truth)
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(found, twice, call.truth + np.roll(np.asarray(bias, np.float64), 1))
+
+
 def test_empty_operands():
     x, weight = jnp.ones((0, 16), jnp.bfloat16), jnp.ones((3, 16), jnp.bfloat16)
     assert on_cuda(x, weight).shape == (0, 3)
     assert on_cuda(weight, x).shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((4,), "bfloat16", r"bias \[n\]: expected \[3\]"),
+        ((1, 3), "bfloat16", r"bias \[n\]"),
+        ((3,), "float16", r"bias: expected bfloat16"),
+    ],
+)
+def test_wrong_bias_is_named(shape, dtype, message):
+    x, weight = jnp.ones((2, 16), jnp.bfloat16), jnp.ones((3, 16), jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        on_cuda(x, weight, bias=jnp.zeros(shape, dtype))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ from jax_nvfp4_moe.models.loading import plan_model
 from jax_nvfp4_moe.nn.settings import Settings
 
 # Models of which a whole step is one call. Their layers have grouped-query attention with gates or
-# sinks or neither, gated delta nets, biases of routers, and shared experts.
+# sinks or neither, gated delta nets, biases of routers and of linears, which are NVFP4 or bfloat16,
+# and shared experts.
 ONE_CALL = (
     "exaone_moe-modelopt-w4a16",
     "glm4_moe-groups-modelopt-w4a16",
     "gpt_oss-modelopt-w4a16",
+    "gpt_oss-mxfp4",
     "hunyuan_v1_moe-modelopt-w4a16",
     "mixtral-window-modelopt-w4a16",
     "qwen2_moe-modelopt-w4a16",

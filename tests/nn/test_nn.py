@@ -156,7 +156,7 @@ def test_a_gpu_multiplies_bfloat16_logits_as_they_are():
     moe = make(target=HOPPER)
     traced = jax.jit(lambda moe, x: moe.route(x)).trace(moe, tokens(4))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "(tensor<4x64xbf16>, tensor<8x64xbf16>) -> tensor<4x8xf32>" in text
+    assert "(tensor<4x64xbf16>, tensor<8x64xbf16>, tensor<0xbf16>) -> tensor<4x8xf32>" in text
     assert "nvfp4_route_cuda" in text
     assert "8x64xf32" not in text
 

@@ -66,7 +66,7 @@ def plain(x):
     """The second call has no attributes."""
     matrix = jax.random.normal(KEY, (32, 96), jnp.float32).astype(jnp.bfloat16)
     inside = linear(x.astype(jnp.float32), WIDE)
-    return DENSE_CPU.lower["dense"](inside, matrix, jnp.float32)
+    return DENSE_CPU.lower["dense"](inside, matrix, None, jnp.float32)
 
 
 def experts(x):
@@ -275,7 +275,7 @@ def run_dense(**changes):
     matrix = jax.random.normal(KEY, (32, 64), jnp.bfloat16)
     attributes = {f"call_000000_{name}": value for name, value in parts.items()}
     x = X.astype(jnp.float32)
-    alone = DENSE_CPU.lower["dense"](x, matrix, jnp.float32)
+    alone = DENSE_CPU.lower["dense"](x, matrix, None, jnp.float32)
     return np.asarray(call(x, matrix, **attributes)[0]), np.asarray(alone)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from jax_nvfp4_moe import NVFP4Linear, Target, explain, quantize
 from jax_nvfp4_moe.backends import _ffi
-from jax_nvfp4_moe.nn.dense import FP8Linear
+from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.merged_linear import MergedLinear
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.ops.chain import chain_calls
@@ -155,12 +155,51 @@ def test_the_call_of_the_gpu_kernel_stands_alone():
     assert "platform_index" not in text
 
 
-def test_the_gpu_kernel_rounds_to_the_dtype_of_the_rows():
-    """No operation rounds the result of the kernel once more."""
+@pytest.mark.parametrize("bias", [None, jnp.ones(5, jnp.bfloat16), jnp.ones(5)])
+def test_the_gpu_kernel_adds_the_bias_and_rounds_to_the_dtype_of_the_rows(bias):
+    """No operation changes the result of the kernel."""
     x, weight = jnp.zeros((1, 32), jnp.bfloat16), jnp.zeros((5, 32), jnp.bfloat16)
-    text = str(jax.make_jaxpr(lambda x, w: dense(x, w, target=GPU, dtype=x.dtype))(x, weight))
+
+    def run(x, weight, bias):
+        return dense(x, weight, bias=bias, target=GPU, dtype=x.dtype)
+
+    text = str(jax.make_jaxpr(run)(x, weight, bias))
     assert "ffi_call" in text
     assert "convert_element_type" not in text
+    assert " add " not in text
+
+
+@pytest.mark.parametrize("rows", [1, 2, MOST + 1, CUDA_MOST + 1])
+@pytest.mark.parametrize("target", [None, Target("cpu"), GPU], ids=str)
+def test_a_bias_is_added_to_the_float32_sums(rows, target):
+    """The result is rounded once, and is as accurate as one that is rounded before and after."""
+    if target is GPU and rows <= CUDA_MOST:
+        target = Target("cuda", (7, 5))  # which has no kernel, so that XLA's forms run
+    x, weight = operands(rows, 96, 40)
+    bias = np.random.default_rng(2).normal(0, 8, 96).astype(ml_dtypes.bfloat16)
+    sums = np.asarray(dense(x, weight, target=target))
+    exact = sums + bias.astype(np.float32)
+    np.testing.assert_array_equal(dense(x, weight, bias=bias, target=target), exact)
+    once = np.asarray(dense(x, weight, bias=bias, target=target, dtype=jnp.bfloat16))
+    np.testing.assert_array_equal(once, exact.astype(ml_dtypes.bfloat16))
+    twice = sums.astype(ml_dtypes.bfloat16) + bias
+    assert (once != twice).any()
+    truth = x.astype(np.float64) @ weight.astype(np.float64).T + bias.astype(np.float64)
+    assert_as_accurate_as(once, twice, truth)
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(np.roll(once, 1, axis=1), twice, truth)
+
+
+@pytest.mark.parametrize("target", [None, GPU], ids=str)
+def test_a_bias_has_a_derivative(target, monkeypatch):
+    """A product by XLA stands in for the kernel of a GPU."""
+    module = importlib.import_module("jax_nvfp4_moe.ops.dense")
+    monkeypatch.setattr(module, "_find_kernel", lambda *_: module._multiply)
+    x, weight = operands(3, 5, 40)
+    bias = jnp.linspace(-1, 1, 5)
+    bar = np.random.default_rng(3).normal(0, 1, (3, 5)).astype(np.float32)
+    found = jax.grad(lambda b: jnp.sum(dense(x, weight, bias=b, target=target) * bar))(bias)
+    np.testing.assert_allclose(found, bar.sum(axis=0), rtol=1e-6)
 
 
 def fp8_weight(n=5, k=32, *, groups=False):
@@ -229,7 +268,8 @@ def test_activations_are_rounded_before_the_kernel(activations):
     text = lowered_fp8(4, activations=activations, input_scale=jnp.float32(0.1))
     assert FP8_TARGET in text
     scales = {"fp8_weights": 0, "fp8": 1, "fp8_tensor": 1, "fp8_token": 4}[activations]
-    assert f"tensor<5xf32>, tensor<{scales}xf32>) -> tensor<4x5xf32>" in text
+    types = f"tensor<5xf32>, tensor<{scales}xf32>, tensor<0xbf16>"
+    assert f"{types}) -> tensor<4x5xf32>" in text
 
 
 def test_weights_with_a_scale_for_each_group_take_the_kernel_too():
@@ -237,7 +277,7 @@ def test_weights_with_a_scale_for_each_group_take_the_kernel_too():
     run = jax.jit(linear).trace(jnp.zeros((2, 304), jnp.bfloat16))
     text = run.lower(lowering_platforms=("cuda",)).as_text()
     assert FP8_TARGET in text
-    assert "tensor<5x3xf32>, tensor<0xf32>) -> tensor<2x5xbf16>" in text
+    assert "tensor<5x3xf32>, tensor<0xf32>, tensor<0xbf16>) -> tensor<2x5xbf16>" in text
     assert explain(linear).backend == "dense_cuda"
 
 
@@ -258,9 +298,14 @@ def test_a_scale_for_each_group_multiplies_its_weights(activations):
         assert_as_accurate_as(rounded @ np.roll(values, 128, axis=1).T, plain, rounded @ values.T)
 
 
-def test_a_linear_with_fp8_weights_takes_the_kernel_and_a_chain_holds_it():
-    """The kernel rounds to the dtype of the rows, so that the next call reads its result."""
-    linear = FP8Linear(fp8_weight(32), target=GPU)
+@pytest.mark.parametrize("kind", ["fp8", "fp8 with a bias", "dense with a bias"])
+def test_a_linear_takes_the_kernel_and_a_chain_holds_it(kind):
+    """The kernel adds the bias and rounds to the dtype of the rows, which the next call reads."""
+    own = jnp.ones(32) if "bias" in kind else None
+    if kind.startswith("fp8"):
+        linear, name = FP8Linear(fp8_weight(32), own, target=GPU), FP8_TARGET
+    else:
+        linear, name = DenseLinear(jnp.ones((32, 32)), own, target=GPU), CUDA_TARGET
     x = jnp.zeros((4, 32), jnp.bfloat16)
 
     def twice(x):
@@ -269,7 +314,8 @@ def test_a_linear_with_fp8_weights_takes_the_kernel_and_a_chain_holds_it():
     run = jax.jit(chain_calls(twice)).trace(x)
     text = run.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("nvfp4_call_chain_cuda") == 1
-    assert text.count(FP8_TARGET) == 2
+    assert text.count(name) == 2
+    assert "stablehlo.add" not in text
     assert "stablehlo.convert" not in text
     assert "stablehlo.multiply" not in text
 
@@ -278,8 +324,9 @@ def test_derivatives_of_the_kernel_for_fp8_weights_are_those_of_xla(monkeypatch)
     """A function without a derivative stands in for the kernel, which has none either."""
     x, weight = jnp.asarray(operands(3, 5, 32)[0], jnp.float32), fp8_weight()
 
-    def kernel(x, values, scale, own, dtype):
+    def kernel(x, values, scale, own, bias, dtype):
         assert own is None
+        assert bias is None
         return jax.lax.stop_gradient(dense(x, values.astype(x.dtype), dtype=dtype) * scale[None])
 
     def gradient(target):

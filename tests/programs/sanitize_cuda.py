@@ -241,8 +241,9 @@ def run_dense(rows, n, k):
         dtype, weight_dtype = name.split("-")
         x = jnp.asarray(rng.normal(0, 1, (rows, k)), dtype)
         weight = jnp.asarray(rng.normal(0, 1, (n, k)), weight_dtype)
-        y = dense(x, weight, target=Target.current())
-        check(f"dense {rows} {n} {k} {name}", y)
+        for bias in (None, weight[:, 0].astype(dtype), weight[:, 0].astype(jnp.float32)):
+            y = dense(x, weight, bias=bias, target=Target.current())
+            check(f"dense {rows} {n} {k} {name} bias {None if bias is None else bias.dtype}", y)
 
 
 def run_dense_fp8(sizes, scales):

@@ -12,7 +12,7 @@ class _DenseFewCall(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
         *((name, ctypes.c_int) for name in ("type", "weight_type", "output_type")),
-        *((name, ctypes.c_int64) for name in ("row_scales", "scale_groups")),
+        *((name, ctypes.c_int64) for name in ("row_scales", "scale_groups", "bias_size")),
     ]
 
 
@@ -24,23 +24,36 @@ class DenseFewCut(ctypes.Structure):
     ]
 
 
-def _dense_call(types, rows, n, k, row_scales=0, groups=0):
+def _dense_call(types, rows, n, k, row_scales=0, groups=0, bias_size=0):
     names = (_TYPES[np.dtype(name).name] for name in types)
-    return _DenseFewCall(rows, n, k, *names, row_scales, groups)
+    return _DenseFewCall(rows, n, k, *names, row_scales, groups, bias_size)
 
 
 def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
-    """Return how the kernel for plain weights cuts a layer of ``sizes = (rows, n, k)``."""
+    """Return how the kernel for plain weights cuts a layer of ``sizes = (rows, n, k)``.
+
+    The layer has a bias in float32, which takes the most shared memory.
+    """
     library.configure(multiprocessors, HOPPER_SHARED_BYTES, 0)
-    cut, call = DenseFewCut(), _dense_call((x_type, weight_type, "float32"), *sizes)
+    types = x_type, weight_type, "float32"
+    cut, call = DenseFewCut(), _dense_call(types, *sizes, bias_size=4)
     library.cut_dense_few(ctypes.byref(call), int(clusters), ctypes.byref(cut))
     return cut
 
 
 def dense_few(
-    library, x, weight, dtype, multiprocessors, *, scale=None, row_scale=None, clusters=True
+    library,
+    x,
+    weight,
+    dtype,
+    multiprocessors,
+    *,
+    scale=None,
+    row_scale=None,
+    bias=None,
+    clusters=True,
 ):
-    """Return ``x @ weight.T`` in `dtype` for few rows of plain weights.
+    """Return ``x @ weight.T + bias`` in `dtype` for few rows of plain weights.
 
     E4M3 weights have a `scale` for each of their rows, or for each 128 weights of a row. Rows of x
     have one or none.
@@ -48,9 +61,10 @@ def dense_few(
     (rows, k), n = x.shape, weight.shape[0]
     row_scales = 0 if row_scale is None else row_scale.size
     groups = scale.shape[1] if scale is not None and scale.ndim == 2 else 0
-    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k, row_scales, groups)
+    bias_size = 0 if bias is None else bias.dtype.itemsize
+    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k, row_scales, groups, bias_size)
     call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
     y = np.empty((rows, n), dtype)
-    operands = [x, weight, scale, row_scale]
+    operands = [x, weight, scale, row_scale, bias]
     arrays = _run(library, call, operands, [y], 0, multiprocessors, _LEAST_SHARED_BYTES)
     return arrays[0]

@@ -36,6 +36,8 @@ SHIFTS = {
     "float16-float16": (3, -3),
     "bfloat16-float32": (80, -80),
 }
+# Calls with a bias. They take all tiles on the devices of the emulation, and have partial tiles.
+BIASED = ("smallest", "nine_rows", "thirty_three_rows")
 # Calls whose rows run in one form of the kernel: their number, and how many they are alone.
 SHARED_FORMS = ((8, 1), (16, 9), (64, 33))
 
@@ -82,10 +84,28 @@ def assert_accurate(y, call):
     assert_as_accurate_as(y, call.yardstick, call.truth)
 
 
-class DenseFewSuite:
-    """Subclasses have a fixture `run(x, weight, dtype)`, which returns ``x @ weight.T`` in `dtype`.
+def check_biases(sums, dtype, run):
+    """Check the bits of ``run(result dtype, bias)`` for biases in `dtype` and in float32.
 
-    Its default is float32.
+    They are those of the float32 `sums` without a bias, plus the bias, rounded once.
+    """
+    drawn = np.random.default_rng(7).normal(0, 4, sums.shape[1])
+    for bias in (drawn.astype(dtype), drawn.astype(np.float32)):
+        exact = sums + bias.astype(np.float32)
+        for result in (np.dtype(np.float32), dtype):
+            found = np.asarray(run(result, bias))
+            assert found.dtype == result
+            assert found.tobytes() == exact.astype(result).tobytes()
+            neighbor = sums + np.roll(bias, 1).astype(np.float32)
+            assert bias.size == 1 or found.tobytes() != neighbor.astype(result).tobytes()
+    twice = (sums.astype(dtype).astype(np.float32) + bias).astype(dtype)
+    assert sums.size == 1 or found.tobytes() != twice.tobytes()  # rounding twice would be seen
+
+
+class DenseFewSuite:
+    """Subclasses have a fixture `run(x, weight, dtype, bias)`, which calls their kernel.
+
+    It returns ``x @ weight.T + bias`` in `dtype`. The defaults are float32 and no bias.
     """
 
     pair = axis(*PAIRS)
@@ -123,6 +143,12 @@ class DenseFewSuite:
         wide, narrow = (np.asarray(run(call.x, call.weight, t)) for t in (np.float32, call.x.dtype))
         assert narrow.dtype == call.x.dtype
         assert narrow.tobytes() == wide.astype(call.x.dtype).tobytes()
+
+    @pytest.mark.parametrize("case", BIASED)
+    def test_a_bias_is_added_before_the_result_is_rounded(self, run, case, pair):
+        call = make(case, pair)
+        sums = np.asarray(run(call.x, call.weight))
+        check_biases(sums, call.x.dtype, lambda *how: run(call.x, call.weight, *how))
 
     @pytest.mark.parametrize(("many", "few"), SHARED_FORMS)
     def test_rows_have_the_bits_that_they_have_alone(self, run, many, few, pair):

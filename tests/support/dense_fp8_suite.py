@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from axes import axis
+from dense_few_suite import check_biases
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
@@ -118,9 +119,9 @@ def swap(call, **changes):
 
 
 class DenseFp8Suite:
-    """Subclasses have a fixture `run(operands, dtype)`, which returns the result in `dtype`.
+    """Subclasses have a fixture `run(operands, dtype, bias)`, which returns the result in `dtype`.
 
-    The default of dtype is float32.
+    The defaults are float32 and no bias.
     """
 
     x_type = axis(*X_TYPES)
@@ -192,6 +193,11 @@ class DenseFp8Suite:
         wide, narrow = (np.asarray(run(call, dtype)) for dtype in (np.float32, call.x.dtype))
         assert narrow.dtype == call.x.dtype
         assert narrow.tobytes() == wide.astype(call.x.dtype).tobytes()
+
+    @pytest.mark.parametrize("case", ["odd_width", "thirty_three_rows"])
+    def test_a_bias_is_added_before_the_result_is_rounded(self, run, case, x_type, scales):
+        call = make(case, x_type, "each", scales).operands
+        check_biases(np.asarray(run(call)), call.x.dtype, lambda *how: run(call, *how))
 
     @pytest.mark.parametrize(("many", "few"), SHARED_FORMS)
     def test_rows_have_the_bits_that_they_have_alone(self, run, many, few, x_type, scales):

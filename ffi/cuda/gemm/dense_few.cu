@@ -1,9 +1,12 @@
-// Computes y[r] = W @ x[r] with float32 sums for at most 64 rows, in one launch: routers, the head,
-// and linear layers that are not quantized or that have FP8 weights.
+// Computes y[r] = W @ x[r] + bias with float32 sums for at most 64 rows, in one launch: routers,
+// the head, and linear layers that are not quantized or that have FP8 weights.
 //
-//   x  [rows, k]  bf16 or f16
-//   W  [n, k]     the type of x; or f32, if x is bf16; or E4M3
-//   y  [rows, n]  f32, or rounded to the type of x
+//   x     [rows, k]  bf16 or f16
+//   W     [n, k]     the type of x; or f32, if x is bf16; or E4M3
+//   bias  [n]        the type of x, or f32; it may be left out
+//   y     [rows, n]  f32, or rounded to the type of x
+//
+// The bias is added in float32 to the sum, after all scales, and the result is rounded once.
 //
 // E4M3 weights have scales, which are f32: one for each weight row, or one for each 128 of k of a
 // row. Those of the rows of x may be left out, or be one for all rows:
@@ -139,6 +142,8 @@ struct FewSizes {
   int32_t row_scales;  // 0, 1, or those of all rows
   int32_t scales_at;   // where the scales behind the ring lie in shared memory
   int32_t groups;      // scales of a weight row
+  int32_t bias_at;     // where the bias lies in shared memory
+  int32_t bias_size;   // bytes of an element of the bias: 0 without one, 2 in the type of x, or 4
 };
 
 // Starts the copies of kPieceK of k, from k `first` on, of `rows` rows to shared memory. Rows from
@@ -395,6 +400,32 @@ __device__ __forceinline__ void BringScales(const DenseFewBuffers& buffers, cons
   }
 }
 
+// Starts the copies of the bias of an output tile's `columns` weight rows to shared memory, as it
+// is stored. A copy has 4 bytes, which may be two elements. What lies past the end of n becomes
+// zeros.
+__device__ __forceinline__ void BringBias(const void* bias, const FewSizes& p, int first_column,
+                                          int columns, uint8_t* target) {
+  const int at = ReadThread() * 4, begin = first_column * p.bias_size;
+  if (at >= columns * p.bias_size) return;
+  const int bytes = max(min(p.n * p.bias_size - begin - at, 4), 0);
+  Copy4OrZero(SharedAddress(target) + at,
+              static_cast<const uint8_t*>(bias) + (bytes > 0 ? begin + at : 0), bytes);
+}
+
+// Adds the bias of its two columns to a fragment of sums. The sum is not fused with the product
+// that precedes it, so that its bits are those of an addition to a stored result.
+template <typename T>
+__device__ __forceinline__ void AddBias(const FewSizes& p, const uint8_t* bias, int column,
+                                        float4& sums) {
+  const auto read = [&](int at) {
+    return p.bias_size == 4 ? reinterpret_cast<const float*>(bias)[at]
+                            : ToFloat(reinterpret_cast<const T*>(bias)[at]);
+  };
+  const float first = read(column), second = read(column + 8);
+  sums.x = __fadd_rn(sums.x, first), sums.y = __fadd_rn(sums.y, first);
+  sums.z = __fadd_rn(sums.z, second), sums.w = __fadd_rn(sums.w, second);
+}
+
 // Multiplies a fragment of sums by the scales of its rows, and then by those of its columns, if
 // these have one each.
 template <bool kColumns>
@@ -425,11 +456,12 @@ __device__ __forceinline__ void StoreFragment(const FewSizes& p, Y* y, int first
 }
 
 // Adds the partial sums of the teams and of the blocks of the cluster, and stores them. `partials`
-// has a fragment for each team, each eight rows of x, and each slab of the output tile. `scales` is
-// null without E4M3 weights.
+// has a fragment for each team, each eight rows of x, and each slab of the output tile. `scales`
+// are read with E4M3 weights, and `bias` is if there is one.
 template <typename T, typename F, int kEights>
 __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank, int tile,
-                                           float4* partials, const float* scales) {
+                                           float4* partials, const float* scales,
+                                           const uint8_t* bias) {
   constexpr int kFragments = kEights * F::kTileSlabs;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int used = (p.rows + 7) / 8 * F::kTileSlabs;
@@ -439,6 +471,9 @@ __device__ __forceinline__ void FinishTile(const FewSizes& p, void* y, int rank,
     const int column = tile * F::kTileRows + own_column;
     if constexpr (F::kScales > 0) {
       Scale<(F::kScales > kMostRows)>(scales, row, own_column, total);
+    }
+    if (p.bias_size > 0) {
+      AddBias<T>(p, bias, own_column, total);
     }
     if (p.rounds) {
       StoreFragment(p, static_cast<T*>(y), row, column, total);
@@ -514,6 +549,9 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
   if constexpr (F::kScales > 0) {
     BringScales(buffers, p, tile * kTile, F::kScales - kMostRows, shared + p.scales_at);
   }
+  if (p.bias_size > 0) {
+    BringBias(buffers.bias, p, tile * kTile, kTile, shared + p.bias_at);
+  }
   WarpSums<W, F::kWarpSlabs, kEights> sums;
   RunThroughRing<F::kStages>(pieces, bring, [&](int, int stage) {
     MultiplyPiece<T, W, F>(shared + stage * stage_bytes, p.rows, sums);
@@ -529,10 +567,11 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
       partials[at.fragment(slab, eight) * 32 + at.lane] = nan.Spread(sums.Sum(slab, eight));
     }
   }
-  WaitCopies<0>();  // the scales, if there were no pieces
+  WaitCopies<0>();  // the scales and the bias, if there were no pieces
   __syncthreads();
   FinishTile<T, F, kEights>(p, buffers.y, rank, tile, partials,
-                            reinterpret_cast<const float*>(shared + p.scales_at));
+                            reinterpret_cast<const float*>(shared + p.scales_at),
+                            shared + p.bias_at);
 }
 
 // The number of fragments for `rows` rows: kEights of the kernel.
@@ -583,7 +622,8 @@ DenseFewCut CutOf(const DenseFewCall& call, bool clusters) {
   const int64_t stages = std::min<int64_t>(rank_pieces, F::kStages);
   const int64_t ring = std::max<int64_t>(
       stages * (F::kRowsAt + F::RowsKept(call.rows) * F::kRowBytes), F::kPartialBytes);
-  const int64_t bytes = ring + F::kScales * static_cast<int64_t>(sizeof(float));
+  const int64_t bytes =
+      ring + F::kScales * static_cast<int64_t>(sizeof(float)) + F::kTileRows * call.bias_size;
   return {F::kTileRows, ranks, static_cast<int32_t>(rank_pieces), static_cast<int32_t>(bytes)};
 }
 
@@ -593,6 +633,8 @@ cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
   const dim3 grid(static_cast<unsigned>(CeilDiv(call.n, cut.tile) * cut.ranks));
   return WithForm<W>(cut.tile, call.rows, [&](auto form) {
     using F = decltype(form);
+    const auto bias_size = static_cast<int32_t>(call.bias_size);
+    const int32_t bias_at = cut.shared_bytes - F::kTileRows * bias_size;
     const FewSizes sizes = {static_cast<int32_t>(call.rows),
                             static_cast<int32_t>(call.n),
                             static_cast<int32_t>(call.k),
@@ -600,8 +642,10 @@ cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
                             cut.rank_pieces,
                             call.output_type != DataType::kF32,
                             static_cast<int32_t>(call.row_scales),
-                            cut.shared_bytes - F::kScales * static_cast<int32_t>(sizeof(float)),
-                            static_cast<int32_t>(call.scale_groups)};
+                            bias_at - F::kScales * static_cast<int32_t>(sizeof(float)),
+                            static_cast<int32_t>(call.scale_groups),
+                            bias_at,
+                            bias_size};
     return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes,
                           /*overlaps=*/true, DenseFew<T, W, F::kTileRows, F::kMostEights>, buffers,
                           sizes);
