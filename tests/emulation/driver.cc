@@ -331,6 +331,18 @@ int delta_step(const DeltaStepCall* call, void* const* operands) {
        operands[8], static_cast<float*>(operands[9]), operands[7]});
 }
 
+// The operands are x, positions, weight, bias or null, y of three parts, inputs.
+int causal_convolution(const ConvolutionCall* call, void* const* operands) {
+  const auto floats = [operands](int i) { return static_cast<float*>(operands[i]); };
+  return LaunchConvolution(nullptr, *call,
+                           {operands[0],
+                            static_cast<const int32_t*>(operands[1]),
+                            floats(2),
+                            floats(3),
+                            operands[7],
+                            {floats(4), floats(5), floats(6)}});
+}
+
 int64_t delta_rule_workspace_bytes(const DeltaRuleCall* call) {
   return DeltaRuleWorkspaceBytes(*call);
 }

@@ -134,6 +134,23 @@ def test_a_mamba2_step_requests_its_state_before_it_waits(listing, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_convolution_keeps_its_window_in_registers(listing, arch):
+    """A batch has 4 tokens, and the loop behind it one. There are 7 numbers of taps, two dtypes.
+
+    A thread stores 16 bytes of each token. The inputs of a batch are requested before the first
+    store of the batch, and nothing is kept in local memory.
+    """
+    convolutions = kernels(listing, arch, "CausalConvolutionI")
+    assert len(convolutions) == 14
+    for name, instructions in convolutions.items():
+        operations = [op.split(".")[0] for op in instructions]
+        assert not {"STL", "LDL"}.intersection(operations), name
+        stores = [i for i, op in enumerate(instructions) if op.startswith("STG") and "128" in op]
+        assert len(stores) == 5, name
+        assert sum(op == "LDG" for op in operations[: stores[0]]) >= 4, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_delta_rule_leaves_out_pairs_with_later_tokens(code, arch):
     """Chunks of 32 and of 64 tokens: three products with keys or queries, and half the pairs.
 
