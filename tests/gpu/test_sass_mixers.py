@@ -151,6 +151,17 @@ def test_a_convolution_keeps_its_window_in_registers(listing, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_many_tokens_are_combined_with_all_rows_in_flight(listing, arch):
+    """A thread requests 16 bytes of each of 8 rows before it uses the first one."""
+    found = kernels(listing, arch, "CombineManyI")
+    assert len(found) == 2  # one for each dtype
+    for name, instructions in found.items():
+        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
+        assert len(loads) == 8, name
+        assert "FFMA" not in [op.split(".")[0] for op in instructions[: loads[-1]]], name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_delta_rule_leaves_out_pairs_with_later_tokens(code, arch):
     """Chunks of 32 and of 64 tokens: three products with keys or queries, and half the pairs.
 
