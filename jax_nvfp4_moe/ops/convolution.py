@@ -80,7 +80,7 @@ def causal_convolution(
       >>> (q, k), inputs = nvfp4.ops.causal_convolution(
       ...     x, jnp.arange(16)[None], jnp.zeros((1, 3, 8)), weight=jnp.ones((8, 4)), widths=(4, 4)
       ... )
-      >>> q.shape, k[0, :4, 0].round(2).tolist(), inputs.shape
+      >>> q.shape, [round(float(y), 2) for y in k[0, :4, 0]], inputs.shape
       ((1, 16, 4), [0.73, 1.76, 2.86, 3.93], (1, 3, 8))
     """
     if x.ndim != 3 or x.dtype.name not in _FLOATS:
