@@ -175,6 +175,78 @@ ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
   return FromCuda(LaunchDeltaRule(stream, call, buffers), "nvfp4_delta_rule_cuda");
 }
 
+ffi::Error CausalConvolution(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer positions,
+                             ffi::AnyBuffer weight, ffi::AnyBuffer bias, ffi::AnyBuffer inputs,
+                             ffi::Result<ffi::AnyBuffer> y0, ffi::Result<ffi::AnyBuffer> y1,
+                             ffi::Result<ffi::AnyBuffer> y2, ffi::Result<ffi::AnyBuffer> new_inputs,
+                             ffi::Span<const int64_t> widths, int64_t first, int64_t heads,
+                             int64_t stride) {
+  DataType type;
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &type));
+  if (type == DataType::kF32) return Expected("x", "bfloat16 or float16", "float32");
+  NVFP4_RETURN_IF_ERROR(ExpectType("inputs", inputs.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("weight", weight.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("bias", bias.element_type(), ffi::F32));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [b, t, n]", x.dimensions(), 3));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("weight [c, taps]", weight.dimensions(), 2));
+  const int64_t b = x.dimensions()[0], t = x.dimensions()[1], n = x.dimensions()[2];
+  const int64_t channels = weight.dimensions()[0], taps = weight.dimensions()[1];
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("taps (weight)", taps, kMinConvolutionTaps));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("taps (weight)", taps, kMaxConvolutionTaps));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (x)", n, kConvolutionFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("n (x)", n, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("c (weight)", channels, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("b t (x)", b * t, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("heads", heads, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("heads", heads, channels));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectAtMost("number of widths", static_cast<int64_t>(widths.size()), kConvolutionParts));
+  ConvolutionCall call = {b,
+                          t,
+                          n,
+                          static_cast<int32_t>(channels),
+                          static_cast<int32_t>(first),
+                          static_cast<int32_t>(heads),
+                          static_cast<int32_t>(stride),
+                          {},
+                          static_cast<int32_t>(taps),
+                          type};
+  const ffi::AnyBuffer parts[] = {*y0, *y1, *y2};
+  ConvolutionBuffers buffers = {x.untyped_data(), Data<int32_t>(positions),   Data<float>(weight),
+                                DataOrNull(bias), new_inputs->untyped_data(), {}};
+  int64_t width = 0;  // of a head
+  for (size_t i = 0; i < widths.size(); ++i) {
+    NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("a width", widths[i], kConvolutionFactor));
+    NVFP4_RETURN_IF_ERROR(ExpectAtMost("a width", widths[i], channels));
+    width += widths[i];
+    call.widths[i] = static_cast<int32_t>(widths[i]);
+    const std::string name = "y" + std::to_string(i);
+    NVFP4_RETURN_IF_ERROR(ExpectType(name, parts[i].element_type(), ffi::F32));
+    NVFP4_RETURN_IF_ERROR(ExpectDims(name, parts[i].dimensions(), {b, t, heads * widths[i]}));
+    NVFP4_RETURN_IF_ERROR(ExpectAligned({{name, parts[i]}}, kAlignment));
+    buffers.y[i] = static_cast<float*>(parts[i].untyped_data());
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectDims("weight [c, taps]", weight.dimensions(), {heads * width, taps}));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("bias [c]", bias.dimensions(), {channels}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("inputs [b, taps - 1, c]", inputs.dimensions(), {b, taps - 1, channels}));
+  if (first < 0 || first % kConvolutionFactor != 0) {
+    return Expected("first", "0 or a positive multiple of 4", std::to_string(first));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("first", first, n));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("stride", stride, kConvolutionFactor));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("stride", stride, width));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("stride", stride, n));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("first + heads * stride", first + heads * stride, n));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned(
+      {{"x", x}, {"positions", positions}, {"weight", weight}, {"bias", bias}, {"inputs", inputs}},
+      kAlignment));
+  NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_inputs", inputs, *new_inputs));
+  return FromCuda(LaunchConvolution(stream, call, buffers), "nvfp4_causal_convolution_cuda");
+}
+
 ffi::Error Mamba2Step(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuffer positions,
                       ffi::AnyBuffer conv_weight, ffi::AnyBuffer conv_bias, ffi::AnyBuffer A_log,
                       ffi::AnyBuffer dt_bias, ffi::AnyBuffer D, ffi::AnyBuffer norm,
@@ -273,6 +345,24 @@ XLA_FFI_DEFINE_HANDLER(kDeltaRule, DeltaRule,
                            .Attr<bool>("normalize"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kCausalConvolution, CausalConvolution,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x           [b, t, n]
+                           .Arg<ffi::AnyBuffer>()  // positions   [b, t]
+                           .Arg<ffi::AnyBuffer>()  // weight      [c, taps]
+                           .Arg<ffi::AnyBuffer>()  // bias        [c] or [0]
+                           .Arg<ffi::AnyBuffer>()  // inputs      [b, taps - 1, c]
+                           .Ret<ffi::AnyBuffer>()  // y0          [b, t, heads * widths[0]]
+                           .Ret<ffi::AnyBuffer>()  // y1, or [0] if there is no such part
+                           .Ret<ffi::AnyBuffer>()  // y2, likewise
+                           .Ret<ffi::AnyBuffer>()  // new_inputs, in the memory of inputs
+                           .Attr<ffi::Span<const int64_t>>("widths")
+                           .Attr<int64_t>("first")
+                           .Attr<int64_t>("heads")
+                           .Attr<int64_t>("stride"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kMamba2Step, Mamba2Step,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -306,6 +396,7 @@ std::vector<NamedHandler> RecurrentHandlers() {
       {"nvfp4_delta_step_cuda", kDeltaStep},
       {"nvfp4_mamba2_step_cuda", kMamba2Step},
       {"nvfp4_delta_rule_cuda", kDeltaRule},
+      {"nvfp4_causal_convolution_cuda", kCausalConvolution},
   };
 }
 

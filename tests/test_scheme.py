@@ -161,6 +161,27 @@ def test_delta_rules_are_found(target, dtype, widths, want, why):
 
 
 @pytest.mark.parametrize(
+    ("target", "dtype", "numbers", "want", "why"),
+    [
+        (cuda(8, 0), "bfloat16", (4, 12352, 0, 8192, 2048), "convolution_cuda", None),
+        (cuda(12, 1), "float16", (8, 64, 4, 20, 20), "convolution_cuda", None),
+        (cuda(9, 0), "float32", (4, 64, 0, 64, 64), "reference", "16, got float32"),
+        (cuda(9, 0), "bfloat16", (9, 64, 0, 64, 64), "reference", r"got \(9, 64, 0, 64, 64\)"),
+        (cuda(9, 0), "bfloat16", (1, 64, 0, 64, 64), "reference", r"got \(1, 64, 0, 64, 64\)"),
+        (cuda(9, 0), "bfloat16", (4, 64, 2, 60, 60), "reference", r"got \(4, 64, 2, 60, 60\)"),
+        (cuda(7, 5), "bfloat16", (4, 64, 0, 64, 64), "reference", "got cuda 7.5"),
+        (CPU, "bfloat16", (4, 64, 0, 64, 64), "reference", "needs cuda, got cpu"),
+    ],
+)
+def test_convolutions_are_found(target, dtype, numbers, want, why):
+    problem = Problem("causal_convolution", None, target, dtype, head_widths=numbers)
+    assert choose_backend(problem, BACKENDS).name == want
+    if why is not None:
+        with pytest.raises(nvfp4.NoBackendError, match=why):
+            choose_backend(problem, BACKENDS, ("convolution_cuda",))
+
+
+@pytest.mark.parametrize(
     ("target", "experts", "want"),
     [
         (CPU, 8, "reference"),

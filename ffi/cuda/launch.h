@@ -455,6 +455,38 @@ int64_t DeltaRuleWorkspaceBytes(const DeltaRuleCall& call);
 cudaError_t LaunchDeltaRule(cudaStream_t stream, const DeltaRuleCall& call,
                             const DeltaRuleBuffers& buffers);
 
+// The number of taps of a convolution, the most parts of its channels, and the number of which all
+// widths are multiples.
+constexpr int64_t kMinConvolutionTaps = 2, kMaxConvolutionTaps = 8, kConvolutionFactor = 4;
+constexpr int kConvolutionParts = 3;
+
+// The causal convolution for t tokens of each of b rows, with the columns of x that it reads. Each
+// of `heads` heads has widths[0] columns of the first part, then widths[1] of the second one, and
+// so on. The convolution numbers the channels of all heads of the first part first.
+struct ConvolutionCall {
+  int64_t b, t;
+  int64_t columns;   // of a row of x
+  int32_t channels;  // heads * (widths[0] + widths[1] + widths[2])
+  int32_t first;     // column of the first head
+  int32_t heads;
+  int32_t stride;                     // columns from a head to the next one
+  int32_t widths[kConvolutionParts];  // a part that is missing has width 0
+  int32_t taps;
+  DataType type;  // of x and inputs; kBF16 or kF16
+};
+
+struct ConvolutionBuffers {
+  const void* x;                // [b, t, columns]
+  const int32_t* positions;     // [b, t]; a token at kPaddingPosition or later is padding
+  const float* weight;          // [channels, taps]
+  const float* bias;            // [channels] or null
+  void* inputs;                 // [b, taps - 1, channels]: the last inputs; in place
+  float* y[kConvolutionParts];  // [b, t, heads * widths[i]]
+};
+
+cudaError_t LaunchConvolution(cudaStream_t stream, const ConvolutionCall& call,
+                              const ConvolutionBuffers& buffers);
+
 // One token of each of b rows through a Mamba-2 mixer, without its two projections. The state of a
 // head is a matrix [p, n].
 struct Mamba2StepCall {

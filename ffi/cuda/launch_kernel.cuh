@@ -41,6 +41,19 @@ cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(P
   return cudaGetLastError();
 }
 
+// Launches a kernel that has many loads in flight and no shared memory to speak of. The data of a
+// load passes through the L1 cache. A kernel that overlaps leaves it small (see LaunchClusters),
+// and the next kernel may find it as small.
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchCached(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(Parameters...),
+                         Arguments... arguments) {
+  if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  const cudaError_t status = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxL1);
+  if (status != cudaSuccess) return status;
+  return Launch(stream, grid, threads, kernel, arguments...);
+}
+
 // Whether the code of the kernel for this device waits for the kernel before it
 // (WaitForPrecedingKernel), so that the two may overlap.
 template <typename... Parameters>

@@ -20,7 +20,7 @@ from jax_nvfp4_moe.backends.cuda import (
     QUANTIZE_CUDA,
     ROUTE_CUDA,
 )
-from jax_nvfp4_moe.backends.recurrent import DELTA_RULE_CUDA, RECURRENT_CUDA
+from jax_nvfp4_moe.backends.recurrent import CONVOLUTION_CUDA, DELTA_RULE_CUDA, RECURRENT_CUDA
 from jax_nvfp4_moe.backends.reference import REFERENCE
 from jax_nvfp4_moe.backends.sm100 import MOE_W4A4_SM100
 from jax_nvfp4_moe.scheme import Backend
@@ -44,6 +44,7 @@ BACKENDS = (
     GATING_CUDA,
     CALL_CHAIN_CUDA,
     DELTA_RULE_CUDA,
+    CONVOLUTION_CUDA,
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
     DENSE_CPU,

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.backends.convolution import causal_convolution
 from jax_nvfp4_moe.backends.delta_chunks import (
     Chunks,
     apply_chunks,
@@ -22,7 +23,6 @@ from jax_nvfp4_moe.backends.delta_chunks import (
     split_chunks,
 )
 from jax_nvfp4_moe.numerics.chunk_decay import sum_between, sum_from_start, sum_to_end
-from jax_nvfp4_moe.numerics.convolution import convolve
 
 # Number of tokens in a chunk on a GPU, and on other devices; see `for_device`.
 _GPU_CHUNK, _CPU_CHUNK = 128, 32
@@ -76,6 +76,7 @@ def mix_gated_delta(
     interleaved: bool,
     eps: float,
     rule: Callable | None = None,
+    convolution: Callable = causal_convolution,
 ) -> tuple[Float[Array, "b t h"], Float[Array, "b taps-1 c"], Float[Array, "b m r d e"]]:
     """Compute `ops.gated_delta_step` for t tokens.
 
@@ -93,6 +94,8 @@ def mix_gated_delta(
       eps: epsilon of the norm.
       rule: the delta rule for t tokens, with the arguments and results of `delta_step`, except that
         it normalizes queries and keys itself. None (default) for one token.
+      convolution: function that convolves the tokens, with the arguments and results of
+        `causal_convolution` (default).
 
     Returns:
       The normalized results in the dtype of `inputs`, and the new `inputs` and `state`.
@@ -101,9 +104,13 @@ def mix_gated_delta(
         projected = jnp.concatenate([projected, rates], axis=-1)
     (b, t, _), (_, m, r, d, e) = projected.shape, state.shape
     present = positions < PADDING
-    qkv, z, beta, step = _split(projected, state.shape, interleaved)
-    mixed, inputs = convolve(qkv, inputs, conv_weight, present)
-    q, k, v = jnp.split(jax.nn.silu(mixed), [m * d, 2 * m * d], axis=-1)
+    z, beta, step = _split(projected, state.shape, interleaved)
+    columns = {"widths": (m * d, m * d, m * r * e)}
+    if interleaved:
+        columns = {"widths": (d, d, r * e), "heads": m, "stride": 2 * (d + r * e)}
+    (q, k, v), inputs = convolution(
+        projected.astype(inputs.dtype), positions, inputs, weight=conv_weight, bias=None, **columns
+    )
     q, k = (part.reshape(b, t, m, d) for part in (q, k))
     rate = jnp.exp(A_log)[None, None]
     g = -rate * jax.nn.softplus(step.astype(jnp.float32) + dt_bias[None, None])
@@ -178,19 +185,17 @@ def delta_chunks(
 
 
 def _split(projected, sizes, interleaved):
-    """Return the projected channels: queries, keys and values together, z, rates and steps."""
+    """Return what no convolution reads of the projected tokens: z, rates and steps."""
     (_, m, r, d, e), lead = sizes, projected.shape[:-1]
     channels, values = 2 * m * d + m * r * e, m * r * e
     if not interleaved:
-        qkv, z, ba = jnp.split(projected, [channels, channels + values], axis=-1)
-        return qkv, z, *jnp.split(ba, 2, axis=-1)
+        _, z, ba = jnp.split(projected, [channels, channels + values], axis=-1)
+        return z, *jnp.split(ba, 2, axis=-1)
     qkvz, ba = jnp.split(projected, [channels + values], axis=-1)
-    ends = [d, 2 * d, 2 * d + r * e]
-    parts = jnp.split(qkvz.reshape(*lead, m, -1), ends, axis=-1)
-    q, k, v, z = (part.reshape(*lead, -1) for part in parts)
+    z = qkvz.reshape(*lead, m, -1)[..., 2 * d + r * e :].reshape(*lead, -1)
     halves = jnp.split(ba.reshape(*lead, m, -1), 2, axis=-1)
     beta, step = (half.reshape(*lead, -1) for half in halves)
-    return jnp.concatenate([q, k, v], axis=-1), z, beta, step
+    return z, beta, step
 
 
 def _normalized_step(q, k, *operands):

@@ -4,6 +4,7 @@
 for many tokens.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.backends.convolution import causal_convolution
 from jax_nvfp4_moe.numerics.activations import ActivationCall, activate
-from jax_nvfp4_moe.numerics.convolution import convolve
 
 
 def ssd_step(
@@ -63,6 +64,7 @@ def mix_mamba2(
     step_limits: tuple[float, float],
     eps: float,
     rule: Callable = ssd_step,
+    convolution: Callable | None = None,
 ) -> tuple[Float[Array, "b t inner"], Float[Array, "b taps-1 c"], Float[Array, "b h p n"]]:
     """Compute `ops.mamba2_step` for t tokens.
 
@@ -81,6 +83,8 @@ def mix_mamba2(
       step_limits: smallest and largest step.
       eps: epsilon of the norm.
       rule: the recurrence for t tokens, with the arguments and results of `ssd_step`.
+      convolution: function that convolves the tokens and applies `activation`, with the arguments
+        and results of `causal_convolution`. None (default) for that one.
 
     Returns:
       The normalized results in the dtype of `inputs`, and the new `inputs` and `state`.
@@ -89,11 +93,19 @@ def mix_mamba2(
     inner, channels = heads * p, conv_weight.shape[0]
     groups = (channels - inner) // (2 * n)
     present = positions < PADDING
-    gate, mixed, dt = jnp.split(projected, [inner, inner + channels], axis=-1)
-    mixed, inputs = convolve(mixed, inputs, conv_weight, present)
-    if conv_bias is not None:
-        mixed = mixed + conv_bias[None, None]
-    x, B, C = jnp.split(activate(activation, mixed), [inner, inner + groups * n], axis=-1)
+    gate, dt = projected[..., :inner], projected[..., inner + channels :]
+    if convolution is None:
+        act = functools.partial(activate, activation)
+        convolution = functools.partial(causal_convolution, activation=act)
+    (x, B, C), inputs = convolution(
+        projected.astype(inputs.dtype),
+        positions,
+        inputs,
+        weight=conv_weight,
+        bias=conv_bias,
+        widths=(inner, groups * n, groups * n),
+        first=inner,
+    )
     x = x.reshape(b, t, heads, p)
     dt = jax.nn.softplus(dt.astype(jnp.float32) + dt_bias[None, None, :])
     # Padding gets a step of 0, which leaves the state unchanged.

@@ -11,6 +11,8 @@ from jax_nvfp4_moe.scheme import Backend, Capability, Device
 # a time.
 _MOST, _FACTOR = 128, 4
 
+_MOST_TAPS, _PARTS = 8, 3  # of the convolution for prompts
+
 _RULE_CHUNK = 64  # tokens in the largest chunk of `gated_delta_rule`
 
 
@@ -111,6 +113,30 @@ def _lower_delta_rule(q, k, v, g, beta, state, *, normalize, dtype):
     return tuple(call(q, k, v, g, beta, state, normalize=bool(normalize))[:2])
 
 
+def _lower_convolution(x, positions, inputs, *, weight, bias, widths, first, heads, stride):
+    """Lower `causal_convolution` to its FFI target."""
+    parts = [jax.ShapeDtypeStruct((*x.shape[:2], heads * width), jnp.float32) for width in widths]
+    missing = [jax.ShapeDtypeStruct((0,), jnp.float32)] * (_PARTS - len(parts))
+    call = jax.ffi.ffi_call(
+        "nvfp4_causal_convolution_cuda",
+        (*parts, *missing, jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)),
+        input_output_aliases={4: _PARTS},
+        vmap_method="sequential",
+    )
+    results = call(
+        x,
+        positions,
+        weight,
+        jnp.zeros(0, jnp.float32) if bias is None else bias,
+        inputs,
+        widths=np.array(widths, np.int64),
+        first=np.int64(first),
+        heads=np.int64(heads),
+        stride=np.int64(stride),
+    )
+    return tuple(results[: len(parts)]), results[-1]
+
+
 def _call_in_place(ffi_target, outputs, weights, inputs, state, scratch):
     """Return an FFI call whose last two operands share their memory with two of its results.
 
@@ -163,4 +189,22 @@ DELTA_RULE_CUDA = Backend(
     lower={"gated_delta_rule": _lower_delta_rule},
     status="executed",
     ffi_targets=("nvfp4_delta_rule_cuda",),
+)
+
+# The widths are the number of taps, and the counts of columns. A thread reads 4 columns at a time.
+CONVOLUTION_CUDA = Backend(
+    name="convolution_cuda",
+    can=Capability(
+        ops=frozenset({"causal_convolution"}),
+        devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
+        platform="cuda",
+        extension="_nvfp4_cuda",
+        dtypes=frozenset({"bfloat16", "float16"}),
+        max_extent=1 << 22,
+        head_widths=(range(2, _MOST_TAPS + 1), *(range(0, 1 << 22, _FACTOR),) * (3 + _PARTS)),
+    ),
+    layout=CANONICAL,
+    lower={"causal_convolution": _lower_convolution},
+    status="executed",
+    ffi_targets=("nvfp4_causal_convolution_cuda",),
 )

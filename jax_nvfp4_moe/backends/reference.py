@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_nvfp4_moe.backends.attention import attend, attend_to_latents
+from jax_nvfp4_moe.backends.convolution import causal_convolution
 from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta, mix_gated_delta
 from jax_nvfp4_moe.backends.heads import gate_heads, prepare_heads
 from jax_nvfp4_moe.backends.latents import prepare_latents
@@ -265,6 +266,7 @@ REFERENCE = Backend(
                 "add_gated",
                 "add_rms_norm",
                 "attention",
+                "causal_convolution",
                 "gate_heads",
                 "gated_delta_rule",
                 "gated_delta_step",
@@ -290,6 +292,7 @@ REFERENCE = Backend(
         "moe_mlp": moe_mlp,
         "grouped_gemm": grouped_gemm,
         "attention": attend,
+        "causal_convolution": causal_convolution,
         "latent_attention": attend_to_latents,
         "prepare_heads": prepare_heads,
         "gate_heads": gate_heads,

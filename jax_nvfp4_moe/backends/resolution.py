@@ -27,6 +27,7 @@ _PLAIN_OPS = frozenset(
         "add_gated",
         "add_rms_norm",
         "attention",
+        "causal_convolution",
         "gate_heads",
         "gated_delta_rule",
         "gated_delta_step",

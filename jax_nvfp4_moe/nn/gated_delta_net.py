@@ -25,6 +25,7 @@ from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.merged_linear import MergedLinear
 from jax_nvfp4_moe.nn.packing import pack_like, spread
+from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.recurrent import gated_delta_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -142,7 +143,9 @@ class GatedDeltaNet(HeadParallel):
         rule = functools.partial(
             gated_delta_rule, normalize=True, dtype=self.dtype, target=self.target
         )
-        run = step if t == 1 else functools.partial(mix_gated_delta, rule=rule)
+        convolution = functools.partial(causal_convolution, target=self.target)
+        prompt = functools.partial(mix_gated_delta, rule=rule, convolution=convolution)
+        run = step if t == 1 else prompt
         y, inputs, state = run(
             projected,
             positions,

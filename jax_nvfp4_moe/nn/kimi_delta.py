@@ -41,7 +41,7 @@ from jax_nvfp4_moe.numerics.chunk_decay import (
     sum_to_edge,
     sum_to_end,
 )
-from jax_nvfp4_moe.numerics.convolution import convolve
+from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
@@ -97,6 +97,7 @@ class KimiDelta(HeadParallel):
         """Make the module with the heads of one shard."""
         h, n, d = sizes.hidden, sizes.channels, sizes.head_dim
         self.sizes, self.dtype = sizes, jnp.dtype(make.settings.dtype)
+        self.target = make.settings.target
         self.qkv = make.merged_linear(f"{path}.qkv", h, {"q": n, "k": n, "v": n})
         self.rate = make.linear(f"{path}.rate", sizes.heads, h)
         inner = d if sizes.low_rank else h
@@ -142,9 +143,16 @@ class KimiDelta(HeadParallel):
         qkv, decays, rate = (
             spread(part, positions) for part in (self.qkv(x), self._log_decays(x), self.rate(x))
         )
-        mixed, inputs = convolve(qkv, old["inputs"], self._conv_weight(), present)
+        parts, inputs = causal_convolution(
+            qkv.astype(old["inputs"].dtype),
+            positions,
+            old["inputs"],
+            weight=self._conv_weight(),
+            widths=(sizes.channels,) * 3,
+            target=self.target,
+        )
         heads = (b, t, sizes.heads, sizes.head_dim)
-        q, k, v = (part.reshape(heads) for part in jnp.split(jax.nn.silu(mixed), 3, axis=-1))
+        q, k, v = (part.reshape(heads) for part in parts)
         # Padding gets a decay of 1 and a rate of 0, which do not change the state.
         g = jnp.where(present[..., None, None], decays.reshape(heads), 0)
         beta = jnp.where(present[..., None], jax.nn.sigmoid(rate.astype(jnp.float32)), 0)

@@ -32,6 +32,7 @@ from jax_nvfp4_moe.nn.division import divide
 from jax_nvfp4_moe.nn.packing import pack_like, spread
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.chunk_decay import sum_between, sum_from_start, sum_to_end
+from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.recurrent import mamba2_step
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
@@ -144,7 +145,11 @@ class Mamba2(HeadParallel):
         old = self.empty_cache(b, 0) if entries is None else entries
         bias = None if self.conv_bias is None else self.conv_bias.get_value()
         step = functools.partial(mamba2_step, target=self.target)
-        y, conv, state = (step if t == 1 else functools.partial(mix_mamba2, rule=self._rule))(
+        convolution = None
+        if self.activation == find_activation("silu_no_mul"):
+            convolution = functools.partial(causal_convolution, target=self.target)
+        prompt = functools.partial(mix_mamba2, rule=self._rule, convolution=convolution)
+        y, conv, state = (step if t == 1 else prompt)(
             spread(self.in_proj(x), positions),
             positions,
             old["conv"],

@@ -2,6 +2,7 @@
 
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chain import chain_calls
+from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
 from jax_nvfp4_moe.ops.gating import activate, add_gated, gate_heads
 from jax_nvfp4_moe.ops.heads import prepare_heads
@@ -19,6 +20,7 @@ __all__ = [
     "add_gated",
     "add_rms_norm",
     "attention",
+    "causal_convolution",
     "chain_calls",
     "gate_heads",
     "gated_delta_rule",

@@ -3,6 +3,7 @@
 
 #include "cuda/attention/attention.cuh"
 #include "cuda/attention/latent_attention.cuh"
+#include "cuda/epilogues/combine.cuh"
 #include "cuda/gemm/dense_few.cuh"
 #include "cuda/gemm/fp4_groups.cuh"
 #include "cuda/gemm/linear_few.cuh"
@@ -92,6 +93,19 @@ int64_t combined_few_shared_bytes(int64_t slots, int64_t k) {
 
 int64_t moe_workspace_bytes(const MoEShape* shape, int engine) {
   return FunctionsOf(engine).moe_bytes(*shape);
+}
+
+// The operands are outputs, expert_ids, expert_weights or null, y.
+int combine(int64_t t, int32_t h, int32_t top_k, int32_t num_experts, int type,
+            void* const* operands) {
+  const CombineTokens tokens = {static_cast<const int32_t*>(operands[1]),
+                                static_cast<const float*>(operands[2]),
+                                operands[3],
+                                t,
+                                h,
+                                top_k,
+                                num_experts};
+  return LaunchCombineOutputs(nullptr, static_cast<DataType>(type), tokens, operands[0]);
 }
 
 // The operands are x, gate_up, down, expert_ids, expert_weights, y, workspace.
@@ -332,6 +346,18 @@ int delta_step(const DeltaStepCall* call, void* const* operands) {
        static_cast<const float*>(operands[2]), static_cast<const float*>(operands[3]),
        static_cast<const float*>(operands[4]), static_cast<const float*>(operands[5]), operands[6],
        operands[8], static_cast<float*>(operands[9]), operands[7]});
+}
+
+// The operands are x, positions, weight, bias or null, y of three parts, inputs.
+int causal_convolution(const ConvolutionCall* call, void* const* operands) {
+  const auto floats = [operands](int i) { return static_cast<float*>(operands[i]); };
+  return LaunchConvolution(nullptr, *call,
+                           {operands[0],
+                            static_cast<const int32_t*>(operands[1]),
+                            floats(2),
+                            floats(3),
+                            operands[7],
+                            {floats(4), floats(5), floats(6)}});
 }
 
 int64_t delta_rule_workspace_bytes(const DeltaRuleCall* call) {

@@ -134,6 +134,34 @@ def test_a_mamba2_step_requests_its_state_before_it_waits(listing, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_convolution_keeps_its_window_in_registers(listing, arch):
+    """A batch has 4 tokens, and the loop behind it one. There are 7 numbers of taps, two dtypes.
+
+    A thread stores 16 bytes of each token. The inputs of a batch are requested before the first
+    store of the batch, and nothing is kept in local memory.
+    """
+    convolutions = kernels(listing, arch, "CausalConvolutionI")
+    assert len(convolutions) == 14
+    for name, instructions in convolutions.items():
+        operations = [op.split(".")[0] for op in instructions]
+        assert not {"STL", "LDL"}.intersection(operations), name
+        stores = [i for i, op in enumerate(instructions) if op.startswith("STG") and "128" in op]
+        assert len(stores) == 5, name
+        assert sum(op == "LDG" for op in operations[: stores[0]]) >= 4, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_many_tokens_are_combined_with_all_rows_in_flight(listing, arch):
+    """A thread requests 16 bytes of each of 8 rows before it uses the first one."""
+    found = kernels(listing, arch, "CombineManyI")
+    assert len(found) == 2  # one for each dtype
+    for name, instructions in found.items():
+        loads = [i for i, op in enumerate(instructions) if op.startswith("LDG") and "128" in op]
+        assert len(loads) == 8, name
+        assert "FFMA" not in [op.split(".")[0] for op in instructions[: loads[-1]]], name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_delta_rule_leaves_out_pairs_with_later_tokens(code, arch):
     """Chunks of 32 and of 64 tokens: three products with keys or queries, and half the pairs.
 

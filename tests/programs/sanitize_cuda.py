@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 from attention_suite import CASES as ATTENTION
 from attention_suite import make as make_attention
+from convolution_suite import CONVOLUTIONS, make_convolution
 from delta_rule_suite import RULE_CASES, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
@@ -325,6 +326,17 @@ def run_delta_rules():
             check(f"delta rule {name} {part}", result)
 
 
+def run_convolutions():
+    """Convolve prompts, in place."""
+    for dtype in DTYPES[:2]:
+        for name in CONVOLUTIONS:
+            operands, options = make_convolution(name, np.dtype(dtype))
+            options = options | {"backend": "convolution_cuda"}
+            results = ops.causal_convolution(*map(jnp.asarray, operands), **options)
+            for i, result in enumerate(jax.tree.leaves(results)):
+                check(f"convolution {np.dtype(dtype)} {name} {i}", result)
+
+
 def run_fp4(suffix):
     """Run the kernels for FP4 tensor cores, which quantize all activations."""
     for options in (Options(activation_scale="static"), *OPTIONS[1:]):
@@ -390,6 +402,7 @@ PARTS = {
     "latents": run_latents,
     "rows": run_rows,
     "delta_rules": run_delta_rules,
+    "convolutions": run_convolutions,
     "recurrent_steps": run_recurrent_steps,
     "experts": run_experts,
 }

@@ -40,6 +40,8 @@ SIGNATURES = {
     "eps=1e-06, rope=None, rotates_first=False, gated=False, target=None, backend=None",
     "ops.prepare_latents": "down, positions, cache, *, kv_weight, q_weight=None, eps=1e-06, "
     "rope=None, interleaved=False, target=None, backend=None",
+    "ops.causal_convolution": "x, positions, inputs, *, weight, bias=None, widths=None, first=0, "
+    "heads=1, stride=None, target=None, backend=None",
     "ops.gated_delta_rule": "q, k, v, g, beta, state, *, normalize=False, dtype=bfloat16, "
     "target=None, backend=None",
     "ops.gated_delta_step": "projected, positions, inputs, state, *, conv_weight, A_log, dt_bias, "

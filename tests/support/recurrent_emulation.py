@@ -43,6 +43,45 @@ class _DeltaRuleCall(ctypes.Structure):
     ]
 
 
+class _ConvolutionCall(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in ("b", "t", "columns")),
+        *((name, ctypes.c_int32) for name in ("channels", "first", "heads", "stride")),
+        ("widths", ctypes.c_int32 * 3),
+        ("taps", ctypes.c_int32),
+        ("type", ctypes.c_int),
+    ]
+
+
+def causal_convolution(
+    library,
+    x,
+    positions,
+    inputs,
+    *,
+    weight,
+    bias,
+    widths,
+    first,
+    heads,
+    stride,
+    multiprocessors=1,
+):
+    """Return the parts and the new inputs, as `ops.causal_convolution` does."""
+    (b, t, columns), (channels, taps) = x.shape, weight.shape
+    own = (ctypes.c_int32 * 3)(*widths)
+    sizes = b, t, columns, channels, first, heads, stride, own, taps
+    call = _ConvolutionCall(*sizes, _TYPES[x.dtype.name])
+    bound = functools.partial(library.causal_convolution, ctypes.byref(call))
+    parts = [np.empty((b, t, heads * width), np.float32) for width in widths]
+    missing = [np.empty(0, np.float32)] * (3 - len(parts))
+    operands = [x, positions, weight, bias]
+    results = _run(
+        library, bound, operands, [*parts, *missing], 0, multiprocessors, in_place=(inputs,)
+    )
+    return tuple(results[: len(parts)]), results[-1]
+
+
 def gated_delta_rule(
     library,
     *operands,

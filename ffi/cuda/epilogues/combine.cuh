@@ -140,8 +140,8 @@ cudaError_t LaunchCombine(cudaStream_t stream, const CombineTokens& tokens, cons
                     Combine<T, Source>, tokens, source);
 }
 
-// Combines outputs [t, top_k, h] of `type`, bf16 or f16. The kernel overlaps with the one ahead of
-// it.
+// Combines outputs [t, top_k, h] of `type`, bf16 or f16. For few tokens, the kernel overlaps with
+// the one ahead of it.
 cudaError_t LaunchCombineOutputs(cudaStream_t stream, DataType type, const CombineTokens& tokens,
                                  const void* outputs);
 

@@ -58,6 +58,12 @@ cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(P
   return LaunchWide(stream, grid, threads, 0, false, kernel, arguments...);
 }
 
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchCached(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(Parameters...),
+                         Arguments... arguments) {
+  return Launch(stream, grid, threads, kernel, arguments...);
+}
+
 // Blocks run one after the other here, so that they cannot meet at a barrier.
 template <typename... Parameters>
 bool HasClusters(void (*)(Parameters...)) {
