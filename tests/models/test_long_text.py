@@ -1,5 +1,7 @@
 """Test texts of 900 tokens in float32: as one prompt, in pieces, in chunks, and by `generate`.
 
+Texts of 5000 tokens are compared too, as one prompt and in chunks with single tokens behind them.
+
 A piece has fewer queries than a block of attention and fewer tokens than a chunk of a recurrent
 mixer. `test_architectures` checks the results of such pieces on shorter texts.
 """
@@ -16,7 +18,7 @@ from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.backends import attention
-from jax_nvfp4_moe.inference.prefill import empty_cache, padded_length, prefill_chunks
+from jax_nvfp4_moe.inference.prefill import CHUNK, empty_cache, padded_length, prefill_chunks
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 PROMPT, NEW = 700, 200
@@ -24,7 +26,9 @@ TEXT = PROMPT + NEW
 # Bound of the worst logit, in units of the root mean square of all logits. Another order of float32
 # sums causes 1.4e-6 to 8.6e-6, most of it in gated delta nets.
 BOUND = 2e-5
+LONG = 5000
 run = jax.jit(lambda model, ids: model(ids))
+step = jax.jit(lambda model, ids, cache: model(ids, cache))
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -41,9 +45,9 @@ def in_pieces(model, ids, count):
     return jnp.moveaxis(logits, 0, 1).reshape(b, t, -1)
 
 
-def load(name, folder):
-    """Copy the checkpoint `name` to the new `folder` with `TEXT` positions, and load it."""
-    copy = copy_with_config(CHECKPOINTS / name, folder, max_position_embeddings=TEXT)
+def load(name, folder, positions=TEXT):
+    """Copy the checkpoint `name` to the new `folder` with so many positions, and load it."""
+    copy = copy_with_config(CHECKPOINTS / name, folder, max_position_embeddings=positions)
     return load_model(copy, dtype=jnp.float32)
 
 
@@ -92,6 +96,32 @@ def test_a_long_text_of_each_mixer(name, tmp_path):
     logits, cache = prefill_chunks(model, cache, np.asarray(text[:, :PROMPT]), lengths, chunk)
     np.testing.assert_array_equal(cache.lengths, lengths)
     assert error(logits, expected[np.arange(2), lengths - 1]) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_5000_tokens_of_each_mixer(name, tmp_path):
+    """The last logits follow from one prompt, from chunks, and from single tokens behind chunks.
+
+    Half of the tokens are in a short row of the batch, too. The default chunk of `generate` divides
+    neither row.
+    """
+    model = load(name, tmp_path / "m", LONG)
+    ids, rows = random_text(model, LONG), np.arange(2)
+    lengths, steps = np.array([LONG, LONG // 2 + 1], np.int32), 4
+    ends = lengths[:, None] - 1 + np.arange(1 - steps, 1)[None]
+    whole = np.asarray(run(model, ids))[rows[:, None], ends]
+    cache = empty_cache(model, 2, padded_length(LONG, CHUNK))
+    chunks, _ = prefill_chunks(model, cache, ids, lengths, CHUNK)
+    assert error(chunks, whole[:, -1]) <= BOUND
+    cache = empty_cache(model, 2, padded_length(LONG, CHUNK))
+    before, cache = prefill_chunks(model, cache, ids, lengths - steps + 1, CHUNK)
+    logits = [before]
+    for at in ends[:, 1:].T:
+        new, cache = step(model, ids[rows, at][:, None], cache)
+        logits.append(new[:, 0])
+    np.testing.assert_array_equal(cache.lengths, lengths)
+    assert error(np.stack(logits, axis=1), whole) <= BOUND
 
 
 def test_a_long_text_of_the_example():
