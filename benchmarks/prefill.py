@@ -1,14 +1,22 @@
 """Time the prefill of whole models with random weights, and its memory, on one GPU.
 
     python benchmarks/prefill.py [--model qwen3-30b-a3b ...] [--format nvfp4 bfloat16 ...]
-        [--tokens 2048 8192 32768 131072] [--batch 1] [--layers N] [--chunk N]
-        [--llama FOLDER] [--transformers] [--output FILE]
+        [--tokens 2048 8192 32768 131072] [--batch 1] [--lengths 4096 512 512 512]
+        [--layers N] [--chunk N] [--llama FOLDER] [--transformers] [--output FILE]
 
 The time is that of `generate` for one new token, the median of several calls. The floor is the sum
 of two parts: the floor of the expert layers (`moe_cases.floor_us`), and the FLOPs of the other
 linear layers and of causal attention at the rate of a matmul of the same run. The memory is the
 peak beyond the weights and the cache. A peak never shrinks, so that lengths are measured from short
 to long.
+
+`--lengths` also times one batch of prompts with these lengths, in a second table. It compares
+
+- the batch with its `lengths`, of which only true tokens are computed,
+- the same batch as if all prompts were as long as the longest,
+- the prompts alone, one after the other,
+- a single prompt with as many tokens as all of them together. Its attention has more to do.
+
 `whole_model.py` has the models. `--llama` and `--transformers` time the same prompts with llama.cpp
 and with transformers (`model_peers.py`). Writes ``benchmarks/results/prefill.DEVICE.json``.
 """
@@ -40,10 +48,11 @@ def read_memory() -> dict:
     return jax.devices()[0].memory_stats() or {}
 
 
-def time_prefill(model, prompt, chunk) -> float:
-    """Return the seconds until the first new token."""
+def time_prefill(model, prompt, chunk, lengths=None) -> float:
+    """Return the seconds until the first new token of each prompt."""
     begin = time.perf_counter()
-    jax.block_until_ready(nvfp4.generate(model, prompt, max_new_tokens=1, prefill_chunk=chunk))
+    given = {"max_new_tokens": 1, "prefill_chunk": chunk, "lengths": lengths}
+    jax.block_until_ready(nvfp4.generate(model, prompt, **given))
     return time.perf_counter() - begin
 
 
@@ -69,6 +78,53 @@ def measure(whole, built, tokens, arguments, ceilings) -> dict:
         "cache_gb": kept / 1e9,
         "memory_gb": None if peak is None else (peak - weights - kept) / 1e9,
     }
+
+
+def measure_ragged(whole, built, lengths, chunk) -> list[dict]:
+    """Return the rows of one batch of prompts with unequal lengths; see the top of this file."""
+    vocabulary, total = whole.config["vocab_size"], sum(lengths)
+    shape = len(lengths), max(lengths)
+    prompts = np.random.default_rng(total).integers(0, vocabulary, shape, np.int32)
+    alone = [(prompts[row : row + 1, :count], None) for row, count in enumerate(lengths)]
+    runs = {
+        "unequal lengths": (total, [(prompts, np.array(lengths, np.int32))]),
+        "all as long as the longest": (prompts.size, [(prompts, None)]),
+        "one after the other": (total, alone),
+        "a single prompt": (total, [(np.resize(prompts, (1, total)), None)]),
+    }
+
+    def time_all(calls):
+        return sum(time_prefill(built.model, ids, chunk, lengths) for ids, lengths in calls) * 1e3
+
+    rows = []
+    for name, (tokens, calls) in runs.items():
+        time_all(calls)  # compiles
+        times = [time_all(calls) for _ in range(ROUNDS)]
+        row = {"prompts": name, "lengths": lengths, "tokens": tokens, "ms": float(np.median(times))}
+        rows.append(row | {"low": min(times), "high": max(times)})
+    return rows
+
+
+def make_ragged_table(rows):
+    table = Table(title="prompts of unequal length")
+    for heading in ("model", "format", "lengths", "prompts", "tokens", "ms", "us a token"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["model"],
+            row["format"],
+            ", ".join(map(str, row["lengths"])),
+            row["prompts"],
+            f"{row['tokens']}",
+            f"{row['ms']:.1f}",
+            f"{row['ms'] * 1e3 / row['tokens']:.1f}",
+        )
+    return table
+
+
+def head_of(whole, linear_format) -> dict:
+    """Return the facts about a model that each of its rows has."""
+    return {"model": whole.name, "layers": whole.layers, "format": linear_format}
 
 
 def make_table(result, title):
@@ -97,8 +153,9 @@ def make_table(result, title):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_models(parser)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 32768, 131072])
     parser.add_argument("--batch", type=int, default=1, help="number of prompts")
+    parser.add_argument("--lengths", type=int, nargs="+", help="of prompts in one batch")
     parser.add_argument("--chunk", type=int, default=CHUNK, help="`prefill_chunk` of `generate`")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/prefill.DEVICE.json")
     return parser.parse_args()
@@ -108,7 +165,7 @@ def main():
     arguments = parse_arguments()
     cells = [(arguments.batch, tokens) for tokens in sorted(arguments.tokens)]
     peers = model_peers.time_peers(arguments, cells, new=1)
-    result = start_result(arguments, peers)
+    result = {**start_result(arguments, peers), "ragged": []}
     name = result["device"]
     path = arguments.output or HERE / "results" / f"prefill.{name.replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,15 +173,20 @@ def main():
         for cell in cells:
             tokens = cell[1]
             row = measure(whole, built, tokens, arguments, Ceilings(**result["ceilings"]))
-            head = {"model": whole.name, "layers": whole.layers, "format": linear_format}
             times = model_peers.times_as_fast(
                 peers, whole.name, *cell, row["ms"] / 1e3, "first_token_s"
             )
-            result["rows"].append(head | row | {"times": times})
+            result["rows"].append(head_of(whole, linear_format) | row | {"times": times})
+            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if arguments.lengths:
+            rows = measure_ragged(whole, built, arguments.lengths, arguments.chunk)
+            result["ragged"] += [head_of(whole, linear_format) | row for row in rows]
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         del built  # its memory, before the next model is made
-    table = make_table(result, f"prefill on {name}")
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(make_table(result, f"prefill on {name}"))
+    if result["ragged"]:
+        console.print(make_ragged_table(result["ragged"]))
 
 
 if __name__ == "__main__":

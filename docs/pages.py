@@ -69,7 +69,7 @@ PAGES = {
         "Load a checkpoint, run the model, and save it as it was loaded.",
         ("models", "inference.generation", "nn.saving", "inference.tokenizer"),
         ("nn.saving",),
-        ("models.decoder.Decoder", "models.decoder.Cache"),
+        ("models.decoder.Decoder", "models.decoder.Cache", "models.scores.TokenScores"),
     ),
     "layers": Page(
         "Layers",

@@ -1,18 +1,14 @@
 """Measure the quality of a model as its mean cross-entropy on a text."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.inference.prefill import sum_losses
+from jax_nvfp4_moe.inference.prefill import SCORE_CHUNK, score_texts
 
 _BATCH, _BATCH_TOKENS = 4, 8192  # windows, and about their tokens, that are in memory together
-_CHUNK = 2048  # tokens of a window that go through the model together: so many logits are kept
 
 
 def evaluate(
@@ -32,7 +28,8 @@ def evaluate(
 
       mean = -sum log softmax(logits[i])[id[i + 1]] / (windows * (window - 1))
 
-    The sum runs over all positions i of all windows except the last position of each window.
+    The sum runs over all positions i of all windows except the last position of each window. A
+    window of more than 2048 tokens runs in chunks of 2048, which limits the memory.
 
     Args:
       model: model from `load_model`.
@@ -74,8 +71,7 @@ def evaluate(
     windows = split_windows(model.config, token_ids, window, skip_tokens, max_windows)
     losses: list[float] = []
     for done, batch in _batches(windows):
-        run = _losses if window <= _CHUNK else functools.partial(sum_losses, chunk=_CHUNK)
-        summed = np.asarray(run(model, batch), np.float64)
+        summed = _sum_losses(model, batch)
         losses += (summed[: len(windows) - done] / (window - 1)).tolist()
         if progress is not None:
             progress(min(done + len(batch), len(windows)), len(windows))
@@ -157,12 +153,14 @@ def _with_error(values):
     return f"{np.mean(values):.5f}", "" if error is None else f"{error:.5f}"
 
 
-@jax.jit
-def _losses(model, batch):
-    """Return the summed cross-entropy of each window, float32 ``[b]``."""
-    logits = model(batch)[:, :-1]
-    chosen = jnp.take_along_axis(logits, batch[:, 1:, None], axis=-1)[..., 0]
-    return (jax.nn.logsumexp(logits, axis=-1) - chosen).sum(axis=-1)
+def _sum_losses(model, batch) -> np.ndarray:
+    """Return the summed cross-entropy of each window, float64 ``[b]``."""
+    b, window = batch.shape
+    targets = np.pad(batch[:, 1:], ((0, 0), (0, 1)))  # the last token of a window has no target
+    counted = np.broadcast_to(np.arange(window) < window - 1, batch.shape)
+    lengths = np.full(b, window, np.int32)
+    summed, _ = score_texts(model, batch, targets, counted, lengths, SCORE_CHUNK)
+    return -np.asarray(summed, np.float64)
 
 
 def _batches(windows) -> Iterator[tuple[int, np.ndarray]]:

@@ -5,7 +5,6 @@ Importing this module registers the class with the harness under the name "jax-n
 Source: https://github.com/EleutherAI/lm-evaluation-harness, ``docs/model_guide.md``.
 """
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jax_nvfp4_moe.inference.generation import round_up, stream
-from jax_nvfp4_moe.inference.prefill import count_tokens
+from jax_nvfp4_moe.inference.prefill import score_texts
 from jax_nvfp4_moe.inference.tokenizer import Tokenizer, load_tokenizer
 from jax_nvfp4_moe.models.loading import load_model
 from jax_nvfp4_moe.parallel.processes import make_mesh
@@ -185,8 +184,9 @@ class HarnessModel(TemplateLM):
         for row, (whole, count) in enumerate(texts):
             ids[row, : len(whole)] = whole
             lengths[row], counts[row] = len(whole) - 1, count
-        size = count_tokens(lengths, ids.shape[1] - 1)
-        sums, likeliest = _log_likelihoods(self.model, ids, lengths, counts, num_tokens=size)
+        places, ends = np.arange(ids.shape[1] - 1)[None, :], lengths[:, None]
+        counted = (places < ends) & (places >= ends - counts[:, None])
+        sums, likeliest = score_texts(self.model, ids[:, :-1], ids[:, 1:], counted, lengths)
         sums, likeliest = np.asarray(sums, np.float64), np.asarray(likeliest)
         return zip(sums[: len(texts)].tolist(), likeliest[: len(texts)].tolist(), strict=True)
 
@@ -254,30 +254,3 @@ def _chunks(values: Iterable, count: int) -> Iterator[tuple]:
     iterator = iter(values)
     while some := tuple(itertools.islice(iterator, count)):
         yield some
-
-
-@functools.partial(jax.jit, static_argnames="num_tokens")
-def _log_likelihoods(model, ids, lengths, counts, num_tokens):
-    """Score the last `counts` tokens of each row.
-
-    Args:
-      model: a `Decoder`.
-      ids: int32 ``[b, t + 1]``, token ids, left-aligned.
-      lengths: int32 ``[b]``, number of tokens that the model sees of each row. The token behind
-        them is only predicted.
-      counts: int32 ``[b]``, number of tokens to score in each row.
-      num_tokens: for how many tokens to compile; see `count_tokens`.
-
-    Returns:
-      The summed log-likelihood of these tokens, float32 ``[b]``, and whether all of them are the
-      most likely ones, bool ``[b]``.
-    """
-    logits = model(ids[:, :-1], lengths=lengths, num_tokens=num_tokens)
-    targets = ids[:, 1:]
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    places = jnp.arange(targets.shape[1], dtype=jnp.int32)[None, :]
-    ends = lengths[:, None]
-    counted = (places < ends) & (places >= ends - counts[:, None])
-    values = picked - jax.nn.logsumexp(logits, axis=-1)
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32) == targets
-    return jnp.where(counted, values, 0).sum(axis=-1), (likeliest | ~counted).all(axis=-1)

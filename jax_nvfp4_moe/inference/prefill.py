@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-CHUNK = 4096  # default number of tokens that each row has in a chunk
+CHUNK = 4096  # default number of tokens that each row has in a chunk of a prompt
+SCORE_CHUNK = 2048  # the same for a text whose tokens are scored
 # The last chunk is padded to a multiple of this number, so that prompts of different lengths share
 # compiled programs.
 _LAST_STEP = 512
@@ -84,9 +85,7 @@ def prefill_chunks(
     b, t = ids.shape
     logits = jnp.zeros((b, model.config.vocab_size), jnp.float32)
     for start, end in chunk_ranges(t, chunk):
-        part = np.zeros((b, end - start), np.int32)
-        part[:, : t - start] = ids[:, start:end]
-        counts = np.clip(lengths - start, 0, end - start).astype(np.int32)
+        part, counts = _take_columns(ids, start, end), _count_between(lengths, start, end)
         size = count_tokens(counts, end - start)
         logits, cache = _extend(model, cache, part, counts, logits, num_tokens=size)
     return logits, cache
@@ -103,39 +102,71 @@ def _extend(model, cache, ids, counts, logits, num_tokens):
     return jnp.where(counts[:, None] > 0, new[:, 0], logits), cache
 
 
-def sum_losses(model: Any, ids: Int32[np.ndarray, "b t"], chunk: int) -> Float[Array, " b"]:
-    """Sum the cross-entropy of all tokens of each row except the first, chunk by chunk.
+def score_texts(
+    model: Any,
+    ids: Int32[np.ndarray, "b t"],
+    targets: Int32[np.ndarray, "b t"],
+    counted: Bool[np.ndarray, "b t"],
+    lengths: Int32[np.ndarray, " b"],
+    chunk: int = SCORE_CHUNK,
+) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
+    """Score the token after each position, chunk by chunk.
 
     Args:
       model: model, as `load_model` returns it.
-      ids: tokens, int32 ``[b, t]``, without padding.
-      chunk: number of tokens of each row that go through the model together. The logits of one
-        chunk are in memory at a time.
+      ids: tokens that the model reads, left-aligned. Tokens after the length of a row have no
+        effect.
+      targets: the token to score after each token of `ids`.
+      counted: which of the targets count, at most the first ``lengths[b]`` ones of each row.
+      lengths: number of tokens in each row, from 1 to t.
+      chunk: number of tokens of each row that go through the model together. Shorter texts run
+        without a cache.
 
     Returns:
-      float32 ``[b]``, in nats.
+      The sum of the log-probabilities of the counted targets, in nats, and whether all of them are
+      the most likely tokens.
     """
     b, t = ids.shape
-    cache, losses = empty_cache(model, b, padded_length(t, chunk)), jnp.zeros(b, jnp.float32)
+    if t <= chunk:
+        size = count_tokens(lengths, t)
+        return _score_whole(model, ids, targets, counted, lengths, num_tokens=size)
+    cache = empty_cache(model, b, padded_length(t, chunk))
+    found = jnp.zeros(b, jnp.float32), jnp.ones(b, jnp.bool_)
     for start, end in chunk_ranges(t, chunk):
-        part, targets = np.zeros((2, b, end - start), np.int32)
-        part[:, : t - start] = ids[:, start:end]
-        targets[:, : t - start - 1] = ids[:, start + 1 : end + 1]
-        count, predicted = np.int32(min(t, end) - start), np.int32(min(t - 1, end) - start)
-        size = count_tokens(np.full(b, count), end - start)
-        given = cache, part, targets, count, predicted, losses
-        losses, cache = _add_losses(model, *given, num_tokens=size)
-    return losses
+        parts = (_take_columns(x, start, end) for x in (ids, targets, counted))
+        counts = _count_between(lengths, start, end)
+        size = count_tokens(counts, end - start)
+        found, cache = _add_scores(model, cache, *parts, counts, found, num_tokens=size)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="num_tokens")
+def _score_whole(model, ids, targets, counted, lengths, num_tokens):
+    """Score whole texts."""
+    return _summarize(model.score(ids, targets, lengths=lengths, num_tokens=num_tokens), counted)
 
 
 @functools.partial(jax.jit, static_argnames="num_tokens", donate_argnames="cache")
-def _add_losses(model, cache, ids, targets, count, predicted, losses, num_tokens):
-    """Add the cross-entropy of the first `predicted` targets of a chunk of `count` tokens."""
-    b, t = ids.shape
-    lengths = jnp.broadcast_to(count, (b,))
-    logits, cache = model(ids, cache, lengths=lengths, num_tokens=num_tokens)
+def _add_scores(model, cache, ids, targets, counted, counts, found, num_tokens):
+    """Add the scores of one chunk to those that were found before it."""
+    scores, cache = model.score(ids, targets, cache, lengths=counts, num_tokens=num_tokens)
     cache = lax.optimization_barrier(cache)  # as in `_extend`
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    each = jax.nn.logsumexp(logits, axis=-1) - chosen
-    real = jnp.arange(t, dtype=jnp.int32)[None, :] < predicted
-    return losses + jnp.where(real, each, 0).sum(axis=-1), cache
+    summed, likeliest = _summarize(scores, counted)
+    return (found[0] + summed, found[1] & likeliest), cache
+
+
+def _summarize(scores, counted):
+    """Return the summed log-probability of each row, and whether all its targets are likeliest."""
+    summed = jnp.where(counted, scores.log_probability, 0).sum(axis=-1)
+    return summed, (scores.likeliest | ~counted).all(axis=-1)
+
+
+def _take_columns(x: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Return the columns from `start` to `end`, with zeros for those that `x` does not have."""
+    taken = x[:, start:end]
+    return np.pad(taken, ((0, 0), (0, end - start - taken.shape[1])))
+
+
+def _count_between(lengths, start: int, end: int) -> np.ndarray:
+    """Return how many true tokens of each row lie from `start` to `end`."""
+    return np.clip(lengths - start, 0, end - start).astype(np.int32)

@@ -13,13 +13,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.models.scores import TokenScores, score_targets
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
 from jax_nvfp4_moe.nn.division import say_replicated
 from jax_nvfp4_moe.nn.gated_mlp import build_gated_mlp
 from jax_nvfp4_moe.nn.keys import KeyTable
 from jax_nvfp4_moe.nn.norm import Residual, RMSNorm
-from jax_nvfp4_moe.nn.packing import find_places, is_spread, pack, spread
+from jax_nvfp4_moe.nn.packing import find_places, is_spread, pack, pack_like, spread
 from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.parallel.expert_mesh import ExpertMesh, check_context
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
@@ -202,6 +203,51 @@ class Decoder(nnx.Module):
             value is out of range: an id, a length, their sum, a token without room in the cache, or
             a position beyond ``config.max_positions``.
         """
+        stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens)
+        if logits_at is not None:
+            stream = _take_one(stream, positions, logits_at)
+        logits = self._logits(self.close_stream(stream))
+        logits = logits if logits_at is not None else spread(logits, positions)
+        return logits if cache is None else (logits, cache)
+
+    def score(
+        self,
+        input_ids: Int32[Array, "b t"],
+        targets: Int32[Array, "b t"],
+        cache: Cache | None = None,
+        *,
+        lengths: Int32[Array, " b"] | None = None,
+        num_tokens: int | None = None,
+    ):
+        """Return how the model predicts `targets`, without all logits in memory.
+
+        ``scores.log_probability[b, t] = log_softmax(model(input_ids)[b, t])[targets[b, t]]``
+
+        Args:
+          input_ids: as in a call of the model.
+          targets: the token that follows each token, ``[b, t]`` of any integer dtype. For padding,
+            any token of the vocabulary; its scores are undefined.
+          cache: as in a call of the model, by default None.
+          lengths: as in a call of the model, by default None.
+          num_tokens: as in a call of the model, by default None.
+
+        Returns:
+          `TokenScores`, and with a cache also the updated cache.
+
+        Raises:
+          ValueError: as in a call of the model; or the shape of `targets` is wrong, or a known
+            target is not in the vocabulary.
+        """
+        _check_targets(self.config, targets, input_ids)
+        stream, positions, cache = self._read(input_ids, cache, lengths, num_tokens)
+        x = self.close_stream(stream)
+        targets = pack_like(jnp.asarray(targets, jnp.int32), positions, x)
+        scores = score_targets(self._logits, x, targets)
+        scores = TokenScores(*(spread(each, positions) for each in scores))
+        return scores if cache is None else (scores, cache)
+
+    def _read(self, input_ids, cache, lengths, num_tokens):
+        """Run the layers; return what leaves the last one, the positions and the updated cache."""
         _check_call(input_ids, cache)
         _check_values(self.config, input_ids, cache, lengths, num_tokens)
         input_ids = jnp.asarray(input_ids, jnp.int32)  # int8 cannot index a large vocabulary
@@ -223,14 +269,10 @@ class Decoder(nnx.Module):
                 entry = None if cache is None else cache.layers[index]
                 stream, entry = layer(stream, positions, entry)
             entries.append(entry)
-        if logits_at is not None:
-            stream = _take_one(stream, positions, logits_at)
-        logits = self._logits(self.close_stream(stream))
-        logits = logits if logits_at is not None else spread(logits, positions)
-        if cache is None:
-            return logits
-        grown = start + (t if lengths is None else lengths)
-        return logits, Cache(tuple(entries), grown, cache.max_length)
+        if cache is not None:
+            grown = start + (t if lengths is None else lengths)
+            cache = Cache(tuple(entries), grown, cache.max_length)
+        return stream, positions, cache
 
     def embed(self, table, input_ids):
         """Return the vectors of tokens ``[b, t, h]``; `table` is the embedding's value."""
@@ -304,6 +346,18 @@ def _check_call(input_ids, cache):
         )
 
 
+def _check_targets(config, targets, input_ids):
+    """Check the tokens to score: their shape, and their values if they are known."""
+    if targets.shape != input_ids.shape or not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(
+            f"targets: expected integers {input_ids.shape}, one for each of input_ids; got "
+            f"{targets.dtype.name} {targets.shape}"
+        )
+    known = _known(targets)
+    if known is not None:
+        _check_ids(known, config.vocab_size, "targets")
+
+
 def _known(array) -> np.ndarray | None:
     """Return the values of `array`, or None if they are not known.
 
@@ -334,11 +388,11 @@ def _check_values(config, input_ids, cache, lengths, num_tokens):
         _check_room((taken + counts).max(initial=0), cache, config.max_positions)
 
 
-def _check_ids(ids, vocabulary):
+def _check_ids(ids, vocabulary, name="input_ids"):
     """Check that ids are in the vocabulary. The ids of padding have been left out."""
     if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
         raise ValueError(
-            f"input_ids: expected ids from 0 to {vocabulary - 1}, the model's vocabulary; got "
+            f"{name}: expected ids from 0 to {vocabulary - 1}, the model's vocabulary; got "
             f"{ids.min()} to {ids.max()}"
         )
 

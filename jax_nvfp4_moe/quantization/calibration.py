@@ -2,17 +2,20 @@
 
 Memory holds one decoder layer at a time. Each layer is read, and all windows of the text run
 through it in float32. A few numbers about the inputs of its linears and experts are recorded, and
-the layer is dropped before the next one is read.
+the layer is dropped before the next one is read. A long window runs through a layer in chunks, with
+the cache of this layer between them.
 """
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_nvfp4_moe.backends.reference import combine_experts
@@ -28,8 +31,8 @@ from jax_nvfp4_moe.ops.dense import dense
 # The result of `observe`: "amax", "count" and maybe "squares" of the rows that entered a product.
 Statistics = dict[str, Any]
 
-# The number of tokens that run through a layer together. It bounds the memory for the
-# intermediate activations of the experts.
+# The number of tokens that run through a layer together, of several windows or of a part of one. It
+# bounds the memory for the intermediate activations of the experts.
 _TOKENS = 1024
 
 
@@ -140,15 +143,20 @@ def _grouped(rows, weight, bias, ids):
     ).astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames="squares")
-def _run(layer, stream, positions, squares):
-    """Run the residual stream ``[b, t, h]`` through `layer`.
+@functools.partial(jax.jit, static_argnames="squares", donate_argnames="entries")
+def _run(layer, stream, start, entries, squares):
+    """Run the residual stream ``[b, t, h]`` of tokens from position `start` on through `layer`.
 
     Returns:
-      The output, and the statistics of the inputs of its linears and of its experts.
+      The output, the updated cache entries, and the statistics of the inputs of its linears and of
+      its experts.
     """
+    b, t = jax.tree.leaves(stream)[0].shape[:2]  # a layer may hand on more than the tokens
+    positions = jnp.broadcast_to(start + jnp.arange(t, dtype=jnp.int32)[None, :], (b, t))
     with capture(layer) as seen:
-        y, _ = layer(stream, positions, None)
+        y, entries = layer(stream, positions, entries)
+    # The layer constrains the layout of its cache, which jax.jit would not put in donated memory.
+    entries = lax.optimization_barrier(entries)
     parts = {".".join(map(str, path)): part for path, part in nnx.iter_modules(layer)}
     linears, experts = {}, {}
     for path, values in seen.items():
@@ -164,7 +172,7 @@ def _run(layer, stream, positions, squares):
             )
         else:
             linears[path] = observe(value.reshape(-1, value.shape[-1]), squares=squares)
-    return y, linears, experts
+    return y, entries, linears, experts
 
 
 def _add(total: Any, seen: Any) -> Any:
@@ -219,28 +227,48 @@ def calibrate(
       CheckpointError: as for `load_model`.
     """
     note, found = log_layers(progress, "calibrating"), Calibration({}, {})
-    size = max(_TOKENS // windows.shape[1], 1)
     with plan.open_reader(progress, "calibrating") as reader:
         table = plan.read("embedding", reader).get_value()
-        starts = range(0, len(windows), size)
-        batches = (windows[at : at + size] for at in starts)
-        hidden = [plan.model.open_stream(table, batch) for batch in batches]
+        hidden = [
+            [plan.model.open_stream(table, piece) for piece in batch] for batch in _divide(windows)
+        ]
         del table
         for index in range(len(plan.model.layers)):
             path = f"layers.{index}"
             layer = plan.materialize(reader, path)
             linears, experts = None, None
-            for batch, stream in enumerate(hidden):
-                # A layer may hand on more than the tokens.
-                b, t = jax.tree.leaves(stream)[0].shape[:2]
-                positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None, :], (b, t))
-                y, own_linears, own_experts = _run(layer, stream, positions, squares)
-                hidden[batch] = jax.block_until_ready(y)
-                linears = _merge(linears, own_linears)
-                experts = _merge(experts, own_experts)
+            for pieces in hidden:
+                entries, start = _make_entries(layer, windows.shape[1], pieces), 0
+                for place, stream in enumerate(pieces):
+                    t = jax.tree.leaves(stream)[0].shape[1]
+                    y, entries, own_linears, own_experts = _run(
+                        layer, stream, np.int32(start), entries, squares
+                    )
+                    pieces[place] = jax.block_until_ready(y)
+                    linears = _merge(linears, own_linears)
+                    experts = _merge(experts, own_experts)
+                    start += t
             del layer  # free its memory before the next layer is read
             _keep(found, plan, path, linears or {}, experts or {}, note)
     return found
+
+
+def _divide(windows: np.ndarray) -> Iterator[list[np.ndarray]]:
+    """Yield batches of windows, each in pieces along the tokens.
+
+    A piece has about `_TOKENS` tokens, of several short windows or of a part of a long one.
+    """
+    size = max(_TOKENS // windows.shape[1], 1)
+    for start in range(0, len(windows), size):
+        batch = windows[start : start + size]
+        yield [batch[:, at : at + _TOKENS] for at in range(0, windows.shape[1], _TOKENS)]
+
+
+def _make_entries(layer, length: int, pieces) -> Any:
+    """Return the empty cache of a layer for windows of several pieces; None for a single piece."""
+    if len(pieces) == 1:
+        return None
+    return layer.init_cache(jax.tree.leaves(pieces[0])[0].shape[0], length)
 
 
 def _merge(total, seen):

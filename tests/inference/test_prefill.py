@@ -90,7 +90,7 @@ def test_evaluation_does_not_depend_on_the_chunk(model, window, monkeypatch):
     """The chunk divides one of the windows; the other window ends with a partial chunk."""
     ids = random_ids(model, 2, 3 * window)
     whole = evaluate(model, ids, window=window, by_window=True)
-    monkeypatch.setattr(evaluation, "_CHUNK", 100)
+    monkeypatch.setattr(evaluation, "SCORE_CHUNK", 100)
     monkeypatch.setattr(evaluation, "_BATCH_TOKENS", 2 * window)
     parts = evaluate(model, ids, window=window, by_window=True)
     np.testing.assert_allclose(parts["cross_entropies"], whole["cross_entropies"], rtol=1e-6)

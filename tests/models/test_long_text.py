@@ -1,5 +1,7 @@
 """Test texts of 900 tokens in float32: as one prompt, in pieces, in chunks, and by `generate`.
 
+Texts of 5000 tokens are compared too, as one prompt and in chunks with single tokens behind them.
+
 A piece has fewer queries than a block of attention and fewer tokens than a chunk of a recurrent
 mixer. `test_architectures` checks the results of such pieces on shorter texts.
 """
@@ -16,15 +18,19 @@ from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.backends import attention
-from jax_nvfp4_moe.inference.prefill import empty_cache, padded_length, prefill_chunks
+from jax_nvfp4_moe.inference.generation import NEW_STEP, round_up
+from jax_nvfp4_moe.inference.prefill import CHUNK, empty_cache, padded_length, prefill_chunks
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 PROMPT, NEW = 700, 200
 TEXT = PROMPT + NEW
+ROOM = round_up(NEW, NEW_STEP)  # in a cache of `generate`
 # Bound of the worst logit, in units of the root mean square of all logits. Another order of float32
 # sums causes 1.4e-6 to 8.6e-6, most of it in gated delta nets.
 BOUND = 2e-5
+LONG = 5000
 run = jax.jit(lambda model, ids: model(ids))
+step = jax.jit(lambda model, ids, cache: model(ids, cache))
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -41,9 +47,9 @@ def in_pieces(model, ids, count):
     return jnp.moveaxis(logits, 0, 1).reshape(b, t, -1)
 
 
-def load(name, folder):
-    """Copy the checkpoint `name` to the new `folder` with `TEXT` positions, and load it."""
-    copy = copy_with_config(CHECKPOINTS / name, folder, max_position_embeddings=TEXT)
+def load(name, folder, positions=TEXT):
+    """Copy the checkpoint `name` to the new `folder` with so many positions, and load it."""
+    copy = copy_with_config(CHECKPOINTS / name, folder, max_position_embeddings=positions)
     return load_model(copy, dtype=jnp.float32)
 
 
@@ -58,40 +64,74 @@ def error(logits, expected):
     return np.abs(np.asarray(logits) - expected).max() / np.sqrt(np.mean(np.square(expected)))
 
 
-def check(model, prompt, piece=1):
+def check(model, prompt, lengths=None, piece=1, **how):
     """Check that logits do not depend on the pieces, and that `generate` follows these logits.
 
     Args:
       model: model in float32.
       prompt: token ids ``[b, PROMPT]``.
+      lengths: number of tokens in each prompt. None means PROMPT for all.
       piece: number of tokens in a piece.
+      how: further arguments of `generate`.
 
     Returns:
-      The text and its logits, computed by pieces.
+      The text and its logits, computed by pieces. What follows the new tokens of a shorter row is
+      of the prompt.
     """
     assert prompt.shape[1] > attention._REFERENCE_QUERIES
-    tokens = generate(model, prompt, max_new_tokens=NEW)
+    tokens = np.asarray(generate(model, prompt, max_new_tokens=NEW, lengths=lengths, **how))
     assert tokens.shape == (len(prompt), NEW)
-    text = jnp.concatenate([prompt, tokens], axis=1)
+    lengths = np.full(len(prompt), PROMPT) if lengths is None else lengths
+    new = lengths[:, None] + np.arange(NEW)
+    text = np.pad(prompt, ((0, 0), (0, NEW)))
+    np.put_along_axis(text, new, tokens, axis=1)
     expected = np.asarray(in_pieces(model, text, piece))
     assert error(run(model, text), expected) <= BOUND
-    before = expected[:, PROMPT - 1 : -1]
-    chosen = np.take_along_axis(before, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+    before = np.take_along_axis(expected, new[..., None] - 1, axis=1)
+    chosen = np.take_along_axis(before, tokens[..., None], axis=-1)[..., 0]
     assert error(chosen, before.max(axis=-1)) <= BOUND
     return text, expected
 
 
 @pytest.mark.parametrize("name", LONG_TEXTS)
 def test_a_long_text_of_each_mixer(name, tmp_path):
-    """The chunks are those of a prefill whose shorter row ends in the first of them."""
+    """The shorter row ends in the first chunk of the prompts, and `generate` continues both rows.
+
+    The chunks are as those of `generate`, and all have so few tokens that they share a program.
+    """
     model = load(name, tmp_path / "m")
-    text, expected = check(model, random_text(model, PROMPT))
-    # All chunks have so few tokens that they share a program.
     lengths, chunk = np.array([PROMPT, 2], np.int32), 234
-    cache = empty_cache(model, 2, padded_length(PROMPT, chunk))
-    logits, cache = prefill_chunks(model, cache, np.asarray(text[:, :PROMPT]), lengths, chunk)
+    text, expected = check(model, random_text(model, PROMPT), lengths, prefill_chunk=chunk)
+    cache = empty_cache(model, 2, padded_length(PROMPT, chunk) + ROOM)
+    logits, cache = prefill_chunks(model, cache, text[:, :PROMPT], lengths, chunk)
     np.testing.assert_array_equal(cache.lengths, lengths)
     assert error(logits, expected[np.arange(2), lengths - 1]) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_5000_tokens_of_each_mixer(name, tmp_path):
+    """The last logits follow from one prompt, from chunks, and from single tokens behind chunks.
+
+    Half of the tokens are in a short row of the batch, too. The default chunk of `generate` divides
+    neither row.
+    """
+    model = load(name, tmp_path / "m", LONG)
+    ids, rows = random_text(model, LONG), np.arange(2)
+    lengths, steps = np.array([LONG, LONG // 2 + 1], np.int32), 4
+    ends = lengths[:, None] - 1 + np.arange(1 - steps, 1)[None]
+    whole = np.asarray(run(model, ids))[rows[:, None], ends]
+    cache = empty_cache(model, 2, padded_length(LONG, CHUNK))
+    chunks, _ = prefill_chunks(model, cache, ids, lengths, CHUNK)
+    assert error(chunks, whole[:, -1]) <= BOUND
+    cache = empty_cache(model, 2, padded_length(LONG, CHUNK))
+    before, cache = prefill_chunks(model, cache, ids, lengths - steps + 1, CHUNK)
+    logits = [before]
+    for at in ends[:, 1:].T:
+        new, cache = step(model, ids[rows, at][:, None], cache)
+        logits.append(new[:, 0])
+    np.testing.assert_array_equal(cache.lengths, lengths)
+    assert error(np.stack(logits, axis=1), whole) <= BOUND
 
 
 def test_a_long_text_of_the_example():

@@ -9,11 +9,10 @@ import pytest
 
 from jax_nvfp4_moe.ops import chosen_keys
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen, choose_keys
+from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 B, T, S, COUNT = 2, 7, 20, 5
 SCALE = 0.3
-# Bound of float32 sums of 16 products, in units of the largest result.
-BOUND = 1e-6
 # All queries at once, then two at a time with one left over.
 TOGETHER = pytest.mark.parametrize("together", [T, 2])
 
@@ -57,17 +56,21 @@ def test_the_earlier_of_equal_scores_is_chosen(positions):
     np.testing.assert_array_equal(found, np.broadcast_to(np.arange(COUNT), (B, T, COUNT)))
 
 
-def reference(q, k, v, positions, chosen):
-    """Return attention in float64, where a query sees its chosen keys up to its position."""
-    q, k, v = np.float64(q), np.float64(k), np.float64(v)
-    k, v = (np.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
-    scores = np.einsum("btnd,bnsd->btns", q, k) * SCALE
+def attend_to_all(q, k, v, positions, chosen, dtype):
+    """Return attention with a mask of the chosen keys up to the position of each query.
+
+    It computes in float64 by NumPy, or in float32 by plain XLA.
+    """
+    xp = np if dtype == np.float64 else jnp
+    q, k, v = (xp.asarray(x, dtype) for x in (q, k, v))
+    k, v = (xp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
     seen = np.zeros((B, T, S), bool)
     np.put_along_axis(seen, chosen, True, axis=-1)
     seen &= np.arange(S) <= positions[..., None]
-    weights = np.where(seen[:, :, None], np.exp(scores - scores.max(-1, keepdims=True)), 0)
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("btns,bnsd->btnd", weights, v)
+    scores = xp.einsum("btnd,bnsd->btns", q, k) * dtype(SCALE)
+    scores = xp.where(seen[:, :, None], scores, dtype(-np.inf))
+    weights = xp.exp(scores - scores.max(-1, keepdims=True))
+    return xp.einsum("btns,bnsd->btnd", weights / weights.sum(-1, keepdims=True), v)
 
 
 def random_choice(positions, seed):
@@ -81,10 +84,6 @@ def random_choice(positions, seed):
     return chosen
 
 
-def error(actual, expected):
-    return np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max()
-
-
 @TOGETHER
 @pytest.mark.parametrize("m", [1, 2, 4])
 def test_attention_to_chosen_keys(monkeypatch, positions, together, m):
@@ -93,9 +92,14 @@ def test_attention_to_chosen_keys(monkeypatch, positions, together, m):
     chosen = random_choice(positions, 3)
     allow(monkeypatch, together, B * COUNT * (m * (d + dv) + n))
     found = attend_to_chosen(q, k, v, positions, chosen, scale=SCALE)
-    assert error(found, reference(q, k, v, positions, chosen)) < BOUND
-    others = random_choice(positions, 4)  # negative control
-    assert error(found, reference(q, k, v, positions, others)) > 0.1
+
+    def check(chosen):
+        plain = attend_to_all(q, k, v, positions, chosen, np.float32)
+        assert_as_accurate_as(found, plain, attend_to_all(q, k, v, positions, chosen, np.float64))
+
+    check(chosen)
+    with pytest.raises(AssertionError, match="yardstick"):
+        check(random_choice(positions, 4))  # negative control
 
 
 @pytest.mark.parametrize("which", ["choose", "attend"])

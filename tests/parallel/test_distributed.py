@@ -175,7 +175,7 @@ def test_a_silent_process_counts_as_dead():
 
 def test_a_process_that_stays_alone_says_so():
     command = ("-m", "jax_nvfp4_moe", "generate", "--coordinator", free_address())
-    alone = (*command, "--processes", 2, "--process-id", 1, "--start-timeout", 3)
+    alone = (*command, "--processes", 2, "--process-id", 1, "--start-timeout", 1)
     with started(alone) as (process,):
         status, out, err = finish(process)
     assert (status, out) == (2, "")

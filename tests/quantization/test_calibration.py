@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architecture import LONG_TEXTS
 from checkpoint_edits import GIVEN, read_all
 from unquantized import SMALL, dequantized, tokens
 
@@ -16,6 +17,7 @@ from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
 from jax_nvfp4_moe.nn.experts import RoutedTokens
 from jax_nvfp4_moe.numerics.activations import activate, find_activation
 from jax_nvfp4_moe.numerics.tensor import DenseExperts
+from jax_nvfp4_moe.quantization import calibration
 from jax_nvfp4_moe.quantization.calibration import Inputs, calibrate, observe_experts
 from jax_nvfp4_moe.testing import activate_float64, assert_as_accurate_as
 
@@ -191,6 +193,73 @@ def middle(call, rows, experts, expert):
     up, bias = (np.asarray(a[expert], rows.dtype) for a in (experts.gate_up, experts.gate_up_bias))
     inner = rows @ up.T + bias
     return activate_float64(call, inner) if rows.dtype == np.float64 else activate(call, inner)
+
+
+def compare_statistics(found, expected):
+    """Compare with the bound of `compare_scales`; the numbers of rows must be equal."""
+    pairs = [(found.linears[name], expected.linears[name]) for name in expected.linears]
+    for name, products in expected.experts.items():
+        pairs += zip(found.experts[name], products, strict=True)
+    for one, other in pairs:
+        np.testing.assert_array_equal(one.count, other.count)
+        np.testing.assert_allclose(one.amax, other.amax, rtol=2e-5)
+        largest = 2e-5 * other.squares.max()
+        np.testing.assert_allclose(one.squares, other.squares, rtol=0, atol=largest)
+
+
+def test_a_long_window_runs_through_a_layer_in_pieces(monkeypatch):
+    """Statistics are those of a window in one piece, but not if a piece does not see the others."""
+    whole = watch(SMALL / "source", tokens(), squares=True)
+    monkeypatch.setattr(calibration, "_TOKENS", tokens().shape[1] // 2 + 1)
+    assert [len(batch) for batch in calibration._divide(tokens())] == [2] * len(tokens())
+    compare_statistics(watch(SMALL / "source", tokens(), squares=True), whole)
+    monkeypatch.setattr(calibration, "_make_entries", lambda *_: None)
+    with pytest.raises(AssertionError):
+        compare_statistics(watch(SMALL / "source", tokens(), squares=True), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_pieces_of_each_mixer(name, monkeypatch, tmp_path):
+    folder = dequantized(name, tmp_path / "source")
+    windows = np.random.default_rng(0).integers(64, size=(2, 37)).astype(np.int32)
+    whole = watch(folder, windows, squares=True)
+    monkeypatch.setattr(calibration, "_TOKENS", 15)
+    compare_statistics(watch(folder, windows, squares=True), whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pieces"),
+    [
+        ((3, 512), [[(2, 512)], [(1, 512)]]),
+        ((1, 1024), [[(1, 1024)]]),
+        ((2, 2500), [[(1, 1024), (1, 1024), (1, 452)]] * 2),
+    ],
+)
+def test_about_1024_tokens_run_together(shape, pieces):
+    windows = np.arange(np.prod(shape)).reshape(shape)
+    found = [*calibration._divide(windows)]
+    assert [[piece.shape for piece in batch] for batch in found] == pieces
+    joined = np.concatenate([np.concatenate(batch, axis=1) for batch in found])
+    np.testing.assert_array_equal(joined, windows)
+
+
+def test_the_memory_of_a_piece_does_not_grow_with_the_window():
+    """Growth is less than a byte for each token of the piece and each further key."""
+    with open_checkpoint(SMALL / "source") as checkpoint:
+        model = plan_unquantized(checkpoint).model
+    layer, short, long = model.layers[0], 8192, 32768
+    ids = jax.ShapeDtypeStruct((1, calibration._TOKENS), jnp.int32)
+    table = model.embedding.get_value()
+    stream = jax.eval_shape(model.open_stream, table, ids)
+
+    def temporary_bytes(length):
+        entries = jax.eval_shape(lambda: layer.init_cache(1, length))
+        start = jax.ShapeDtypeStruct((), jnp.int32)
+        program = calibration._run.lower(layer, stream, start, entries, True)
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(long) - temporary_bytes(short) < calibration._TOKENS * (long - short)
 
 
 def test_one_layer_is_alive_at_a_time(monkeypatch, tmp_path):

@@ -244,6 +244,15 @@ def test_a_prefill_is_measured(tiny):
     assert 0 < row["low"] <= row["ms"] <= row["high"]
 
 
+@pytest.mark.slow
+def test_prompts_of_unequal_length_are_measured(tiny):
+    rows = prefill.measure_ragged(*tiny, [9, 3], 16)
+    assert [row["tokens"] for row in rows] == [12, 18, 12, 12]
+    assert all(0 < row["low"] <= row["ms"] <= row["high"] for row in rows)
+    table = prefill.make_ragged_table([prefill.head_of(tiny[0], "nvfp4") | row for row in rows])
+    assert table.row_count == 4
+
+
 PEER = """#!/bin/sh
 cp "$2" config.json
 echo "$@" >> commands
@@ -360,6 +369,7 @@ SMALL_MODEL = (
         ("moe.py", "--case tiny --tokens 4097 8192 --small-ceilings"),
         ("parallel.py", "--smoke"),
         ("decode_parallel.py", f"{SMALL_MODEL} --mesh 1x1"),
+        pytest.param("long_text.py", "--tokens 64 --new 2", marks=pytest.mark.slow),
     ],
 )
 def test_scripts_that_start_others_run(script, arguments, tmp_path):
@@ -372,7 +382,7 @@ def test_scripts_that_start_others_run(script, arguments, tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     written = json.loads(output.read_text())
     assert written["commit"] == "abc"
-    assert len(written["rows"]) == {"moe.py": 2, "parallel.py": 2}.get(script, 1)
+    assert len(written["rows"]) == {"moe.py": 2, "parallel.py": 2, "long_text.py": 3}.get(script, 1)
     if script == "moe.py":
         assert (tmp_path / "result.png").exists()
 
