@@ -26,7 +26,9 @@ def causal_convolution(
     """Compute `ops.causal_convolution`; `activation` is what follows the convolution."""
     stride = sum(widths) if stride is None else stride
     x = x[..., first : first + heads * stride]
-    if heads > 1:
+    if heads == 1:
+        x = x[..., : sum(widths)]
+    else:
         each = x.reshape(*x.shape[:-1], heads, stride)[..., : sum(widths)]
         parts = jnp.split(each, _ends(widths), axis=-1)
         x = jnp.concatenate([part.reshape(*part.shape[:-2], -1) for part in parts], axis=-1)

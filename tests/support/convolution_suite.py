@@ -35,6 +35,7 @@ class ConvolutionCase:
 CONVOLUTIONS = {
     "delta net": ConvolutionCase((16, 16, 32), 41, behind=36),
     "delta net, head by head": ConvolutionCase((8, 4, 12), 19, heads=3, between=12, behind=4),
+    "delta net, one head": ConvolutionCase((8, 4, 12), 19, between=12, behind=4),
     "Mamba-2": ConvolutionCase((24, 8, 8), 70, bias=True, first=24, behind=4),
     "whole runs": ConvolutionCase((8,), 64),
     "rows with padding": ConvolutionCase((4, 4), 40, present=(40, 33, 2, 0)),
