@@ -199,7 +199,10 @@ def test_a_bias_has_a_derivative(target, monkeypatch):
     bias = jnp.linspace(-1, 1, 5)
     bar = np.random.default_rng(3).normal(0, 1, (3, 5)).astype(np.float32)
     found = jax.grad(lambda b: jnp.sum(dense(x, weight, bias=b, target=target) * bar))(bias)
-    np.testing.assert_allclose(found, bar.sum(axis=0), rtol=1e-6)
+    sums, truth = bar.sum(axis=0), bar.astype(np.float64).sum(axis=0)
+    assert_as_accurate_as(found, sums, truth)
+    with pytest.raises(AssertionError, match="yardstick"):
+        assert_as_accurate_as(np.roll(found, 1), sums, truth)
 
 
 def fp8_weight(n=5, k=32, *, groups=False):
