@@ -303,7 +303,7 @@ def test_a_decoding_step_reads_blocks_in_one_chain(tmp_path):
 def test_blocks_that_a_shard_would_cut_are_not_divided(tmp_path, caplog):
     """With four shards along `tensor`, each would have half of a block of 128 columns."""
     folder = mixed(tmp_path, dense=False)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "jax_nvfp4_moe")
     say_replicated.cache_clear()
     model = load_model(folder, mesh=make_mesh((1, 4)), **EXACT)
     assert model.layers[0].attention.out.weight.get_value().values.sharding.is_fully_replicated
