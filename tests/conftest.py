@@ -14,6 +14,7 @@ import jaxlib
 import pytest
 from hypothesis import settings
 from jax._src.interpreters import mlir
+from jax._src.lru_cache import LRUCache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -107,6 +108,18 @@ def _share_one_context():
     mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
+def _put_whole(cache, key, program):
+    """Add a program to the compilation cache so that no other worker reads half of it.
+
+    JAX writes entries in place. Here the file gets its name when it is complete.
+    """
+    path = cache.path / f"{key}-cache"
+    if not path.exists():
+        part = path.with_name(f"{key}-{os.getpid()}")
+        part.write_bytes(program)
+        part.replace(path)
+
+
 def _processor():
     """Return the facts about the processor that compiled programs depend on."""
     info = pathlib.Path("/proc/cpuinfo")
@@ -153,14 +166,19 @@ def pytest_configure(config):
         if FAST_XLA_FLAGS not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {FAST_XLA_FLAGS}".strip()
         _set("jax_disable_most_optimizations", True)
+        _set("jax_traceback_in_locations_limit", 0)  # no test reads where an operation comes from
         _share_one_context()
-    # Processes that a worker starts, and later runs, reuse the programs that were compiled before.
+    # Later runs reuse the programs that were compiled before. The workers share one folder. Processes
+    # that a worker starts have one device, so no program of theirs is one of a worker's: they have
+    # a folder for each worker.
     key = [jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS"), *_processor()]
-    # JAX writes cache entries in place, and another worker could read half an entry. Each worker
-    # therefore has its own folder.
+    name = f"xla-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-    name = f"xla-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}-{worker}"
-    _set("jax_compilation_cache_dir", str(config.cache.mkdir(name)))
+    _set("jax_compilation_cache_dir", str(config.cache.mkdir(f"{name}-started-by-{worker}")))
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(name)))
+    LRUCache.put = _put_whole
+    # Caches of XLA's GPU compiler would make the folder's name a part of each program's key.
+    _set("jax_persistent_cache_enable_xla_caches", "none")
     _set("jax_persistent_cache_min_compile_time_secs", 0)
     _set("jax_persistent_cache_min_entry_size_bytes", -1)
 
