@@ -168,9 +168,9 @@ def pytest_configure(config):
         _set("jax_disable_most_optimizations", True)
         _set("jax_traceback_in_locations_limit", 0)  # no test reads where an operation comes from
         _share_one_context()
-    # Later runs reuse the programs that were compiled before. The workers share one folder. Processes
-    # that a worker starts have one device, so no program of theirs is one of a worker's: they have
-    # a folder for each worker.
+    # Later runs reuse the programs that were compiled before. The workers share one folder.
+    # Processes that they start have one device, so that no program of theirs is one of a worker's.
+    # Those processes have a folder for each worker.
     key = [jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS"), *_processor()]
     name = f"xla-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")

@@ -98,6 +98,7 @@ def test_two_processes_generate_what_one_does_again_after_one_was_killed():
         assert finish(second)[:2] == (0, "")
 
 
+@pytest.mark.slow
 def test_processes_agree_on_whether_a_folder_is_free_and_one_writes_the_record(tmp_path):
     with run_script(2, "save", tmp_path) as processes:
         for process in processes:
@@ -136,6 +137,7 @@ def test_logits_are_those_of_one_process(count, mesh, tmp_path):
         np.testing.assert_array_equal(found["tokens"], generate(model, ids, max_new_tokens=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGTERM)])
 def test_the_other_process_ends_at_once(victim, number):
     """A worker ends with the process that started it, whichever signal ends that process."""
@@ -173,6 +175,7 @@ def test_a_silent_process_counts_as_dead():
         assert finish(second)[0] == 128 + signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_process_that_stays_alone_says_so():
     command = ("-m", "jax_nvfp4_moe", "generate", "--coordinator", free_address())
     alone = (*command, "--processes", 2, "--process-id", 1, "--start-timeout", 1)

@@ -363,13 +363,14 @@ SMALL_MODEL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
         ("moe.py", "--case tiny --tokens 4097 8192 --small-ceilings"),
         ("parallel.py", "--smoke"),
         ("decode_parallel.py", f"{SMALL_MODEL} --mesh 1x1"),
-        pytest.param("long_text.py", "--tokens 64 --new 2", marks=pytest.mark.slow),
+        ("long_text.py", "--tokens 64 --new 2"),
     ],
 )
 def test_scripts_that_start_others_run(script, arguments, tmp_path):

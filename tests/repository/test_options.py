@@ -11,6 +11,7 @@ from given import ROOT
 PROPERTY = "tests/parallel/test_placement.py::test_physical_ids_are_copies_in_turn"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "examples"), [([], 30), (["--more-examples"], 300)])
 def test_more_examples_are_more(option, examples):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", PROPERTY]
