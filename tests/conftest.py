@@ -174,7 +174,8 @@ def pytest_configure(config):
     key = [jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS"), *_processor()]
     name = f"xla-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-    _set("jax_compilation_cache_dir", str(config.cache.mkdir(f"{name}-started-by-{worker}")))
+    started = config.cache.mkdir(f"{name}-started-by-{worker}")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(started)
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(name)))
     LRUCache.put = _put_whole
     # Caches of XLA's GPU compiler would make the folder's name a part of each program's key.
