@@ -52,7 +52,7 @@ def run_contestant(module, arguments, *, flags=""):
         [str(HERE), *filter(None, [environment.get("PYTHONPATH")])]
     )
     environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+    command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

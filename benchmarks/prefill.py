@@ -37,7 +37,6 @@ from rich.table import Table
 from whole_model import cache_bytes, prefill_floor
 
 import jax_nvfp4_moe as nvfp4
-from jax_nvfp4_moe.inference.prefill import CHUNK
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROUNDS = 3
@@ -156,7 +155,7 @@ def parse_arguments():
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 32768, 131072])
     parser.add_argument("--batch", type=int, default=1, help="number of prompts")
     parser.add_argument("--lengths", type=int, nargs="+", help="of prompts in one batch")
-    parser.add_argument("--chunk", type=int, default=CHUNK, help="`prefill_chunk` of `generate`")
+    parser.add_argument("--chunk", type=int, help="`prefill_chunk` of `generate`")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/prefill.DEVICE.json")
     return parser.parse_args()
 

@@ -17,8 +17,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jax_nvfp4_moe.inference.prefill import (
-    CHUNK,
+    NO_GRAPHS,
     count_tokens,
+    default_chunk,
     empty_cache,
     padded_length,
     prefill_chunks,
@@ -38,12 +39,6 @@ _ONE_GRAPH = {
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
-
-
-# Launch the kernels of a prefill one by one. XLA would make CUDA graphs in the first two calls of a
-# program, which on an H200 took 64 ms instead of 39 for 2048 tokens of Qwen3-30B-A3B. Later calls
-# took the same time, and a prompt of another length has another program.
-_NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +95,7 @@ def generate(
     top_p: float = 1.0,
     stop_ids: Sequence[int] = (),
     key: jax.Array | None = None,
-    prefill_chunk: int = CHUNK,
+    prefill_chunk: int | None = None,
 ) -> Int32[Array, "b new"]:
     """Generate up to `max_new_tokens` tokens after each prompt.
 
@@ -129,7 +124,8 @@ def generate(
       key: random key, as `jax.random.key` returns it. Required if the temperature is above 0. None
         by default.
       prefill_chunk: number of tokens of each prompt that go through the model together. Longer
-        prompts are run chunk by chunk, which limits the memory. Defaults to 4096.
+        prompts are run chunk by chunk, which limits the memory. None (default) means 8192 tokens.
+        With more than 8 prompts it means fewer, so that a chunk has at most 65536 tokens in all.
 
     Returns:
       The new tokens without the prompts, int32 ``[b, max_new_tokens]``. A row that has ended
@@ -167,7 +163,7 @@ def stream(
     top_p: float = 1.0,
     stop_ids: Sequence[int] = (),
     key: jax.Array | None = None,
-    prefill_chunk: int = CHUNK,
+    prefill_chunk: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Generate tokens as `generate` does, and yield each one as soon as it is drawn.
 
@@ -183,7 +179,7 @@ def stream(
       top_p: as for `generate`. Defaults to 1.
       stop_ids: as for `generate`. Defaults to none.
       key: as for `generate`. Defaults to None.
-      prefill_chunk: as for `generate`. Defaults to 4096.
+      prefill_chunk: as for `generate`. Defaults to None.
 
     Yields:
       The next token of each row, a NumPy array int32 ``[b]``. A row that has ended repeats its stop
@@ -217,9 +213,10 @@ def stream(
 def _start(model, input_ids, lengths, max_new_tokens, sampling, chunk):
     """Check the arguments, run the prompts through the model, and draw the first token."""
     ids, true_lengths = _check_prompts(model, input_ids, lengths, max_new_tokens)
+    b, t = ids.shape
+    chunk = default_chunk(b) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"prefill_chunk: expected at least 1, got {chunk}")
-    b, t = ids.shape
     if t > chunk:
         room = round_up(max_new_tokens, NEW_STEP)
         cache = empty_cache(model, b, padded_length(t, chunk) + room)
@@ -232,7 +229,7 @@ def _start(model, input_ids, lengths, max_new_tokens, sampling, chunk):
     return _prefill(model, sampling, padded, true_lengths, room, num_tokens=size)
 
 
-@functools.partial(jax.jit, static_argnames=("room", "num_tokens"), compiler_options=_NO_GRAPHS)
+@functools.partial(jax.jit, static_argnames=("room", "num_tokens"), compiler_options=NO_GRAPHS)
 def _prefill(model, sampling, padded, lengths, room, num_tokens):
     """Run padded prompts through the model and draw the first token."""
     b, t = padded.shape

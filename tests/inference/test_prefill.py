@@ -12,6 +12,7 @@ from jax_nvfp4_moe.inference import evaluation, prefill
 from jax_nvfp4_moe.inference.prefill import (
     chunk_ranges,
     count_tokens,
+    default_chunk,
     padded_length,
 )
 
@@ -31,6 +32,13 @@ NEW = 70  # more than a step of the room for new tokens
 def test_chunks(length, chunk, ranges):
     assert list(chunk_ranges(length, chunk)) == ranges
     assert padded_length(length, chunk) == ranges[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk"), [(1, 8192), (8, 8192), (9, 7281), (64, 1024), (65536, 1), (65537, 1)]
+)
+def test_default_chunks_of_many_rows_are_short(rows, chunk):
+    assert default_chunk(rows) == chunk
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.backends import attention
 from jax_nvfp4_moe.inference.generation import NEW_STEP, round_up
-from jax_nvfp4_moe.inference.prefill import CHUNK, empty_cache, padded_length, prefill_chunks
+from jax_nvfp4_moe.inference.prefill import empty_cache, padded_length, prefill_chunks
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 
 PROMPT, NEW = 700, 200
@@ -113,16 +113,15 @@ def test_a_long_text_of_each_mixer(name, tmp_path):
 def test_5000_tokens_of_each_mixer(name, tmp_path):
     """The last logits are those of one prompt, if it runs in chunks and then token by token.
 
-    Half of the tokens are in a short row of the batch, too. The default chunk of `generate` divides
-    neither row.
+    Half of the tokens are in a short row of the batch, too. The chunk divides neither row.
     """
     model = load(name, tmp_path / "m", LONG)
     ids, rows = random_text(model, LONG), np.arange(2)
-    lengths, steps = np.array([LONG, LONG // 2 + 1], np.int32), 4
+    lengths, steps, chunk = np.array([LONG, LONG // 2 + 1], np.int32), 4, 4096
     ends = lengths[:, None] - 1 + np.arange(1 - steps, 1)[None]
     whole = np.asarray(run(model, ids))[rows[:, None], ends]
-    cache = empty_cache(model, 2, padded_length(LONG, CHUNK))
-    before, cache = prefill_chunks(model, cache, ids, lengths - steps + 1, CHUNK)
+    cache = empty_cache(model, 2, padded_length(LONG, chunk))
+    before, cache = prefill_chunks(model, cache, ids, lengths - steps + 1, chunk)
     logits = [before]
     for at in ends[:, 1:].T:
         new, cache = step(model, ids[rows, at][:, None], cache)
