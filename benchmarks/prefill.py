@@ -8,7 +8,7 @@ The time is that of `generate` for one new token, the median of several calls. T
 of two parts: the floor of the expert layers (`moe_cases.floor_us`), and the FLOPs of the other
 linear layers and of causal attention at the rate of a matmul of the same run. The memory is the
 peak beyond the weights and the cache. A peak never shrinks, so that lengths are measured from short
-to long.
+to long. A row that does not raise the peak of the rows before it has no memory.
 
 `--lengths` also times one batch of prompts with these lengths, in a second table. It compares
 
@@ -59,7 +59,7 @@ def measure(whole, built, tokens, arguments, ceilings) -> dict:
     """Return the row of one length."""
     rng = np.random.default_rng(tokens)
     prompt = rng.integers(0, whole.config["vocab_size"], (arguments.batch, tokens), np.int32)
-    weights = read_memory().get("bytes_in_use")
+    weights, before = (read_memory().get(key) for key in ("bytes_in_use", "peak_bytes_in_use"))
     time_prefill(built.model, prompt, arguments.chunk)
     times = [time_prefill(built.model, prompt, arguments.chunk) * 1e3 for _ in range(ROUNDS)]
     floor = prefill_floor(whole, built, arguments.batch, tokens, ceilings)
@@ -75,7 +75,7 @@ def measure(whole, built, tokens, arguments, ceilings) -> dict:
         "floor_us": floor,
         "over_floor": float(np.median(times)) * 1e3 / floor["sum"],
         "cache_gb": kept / 1e9,
-        "memory_gb": None if peak is None else (peak - weights - kept) / 1e9,
+        "memory_gb": None if peak == before else (peak - weights - kept) / 1e9,
     }
 
 

@@ -182,7 +182,10 @@ def test_padding_is_finite_and_changes_nothing(options, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", ["causal", "window and sinks", "scale"])
 def test_keys_may_hold_their_values(options, backend):
-    """Results and gradients are those of a call that gets the first channels as values."""
+    """Results and gradients are those of a call that gets the first channels as values.
+
+    They need not be the same bits, because XLA's products may sum in another order.
+    """
     q, k, _, positions = make("float32", "piece")
     sinks = OPTIONS[options].get("sinks")
     others = {name: value for name, value in OPTIONS[options].items() if name != "sinks"}
@@ -197,7 +200,8 @@ def test_keys_may_hold_their_values(options, backend):
     operands = jnp.asarray(q), jnp.asarray(k)
     (_, y), gradients = run(*operands, separate=False)
     (_, expected), separate = run(*operands, separate=True)
-    np.testing.assert_array_equal(y, expected)
+    bound = float32_bound(q, k, OPTIONS[options])
+    assert worst(y, np.asarray(expected)) < bound < worst(jnp.roll(y, 1, axis=-1), expected)
     dq, dk, dv, _ = differentiate_plainly(
         (q, k, k[..., :8], sinks), positions, weights, np.float64, **others
     )

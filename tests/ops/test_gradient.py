@@ -109,9 +109,9 @@ def _exact(x, weights, first, second, gate_up, down, bar, ids, *, call, on_input
     return jax.grad(total, range(4))(x, weights, first, second)
 
 
-def assert_accurate(actual, yardstick, truth):
+def assert_accurate(actual, yardstick, truth, factor=2):
     for name in NAMES:
-        assert_as_accurate_as(actual[name], yardstick[name], truth[name])
+        assert_as_accurate_as(actual[name], yardstick[name], truth[name], factor)
 
 
 def assert_as_the_model(actual, *operands):
@@ -247,9 +247,10 @@ def test_token_counts(tokens):
     if tokens == 0:
         assert not np.asarray(actual["down_bias"]).any()
         return
-    assert_accurate(
-        actual, of_xla(x, params, ids, weights, call), exact(x, params, ids, weights, call)
-    )
+    # The weights of one token have few gradients, and the worst error of so few may be small.
+    factor = 4 if tokens == 1 else 2
+    yardstick, truth = of_xla(x, params, ids, weights, call), exact(x, params, ids, weights, call)
+    assert_accurate(actual, yardstick, truth, factor)
 
 
 def test_ids_out_of_range_get_no_gradient():
