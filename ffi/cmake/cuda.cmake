@@ -7,7 +7,8 @@
 # nvidia-cuda-cccl, all of one version 13.x. find_package(CUDAToolkit) is not used, because it does
 # not know the layout of these wheels.
 
-set(NVFP4_CUDA_ARCHITECTURES "80-real;86-real;89-real;90a-real;100f-real;120f-real;80-virtual"
+# Code for 8.0 runs on 8.6 and 8.9, too, and no kernel has other code for them.
+set(NVFP4_CUDA_ARCHITECTURES "80-real;90a-real;100f-real;120f-real;80-virtual"
     CACHE STRING "Architectures of the CUDA kernels")
 set(NVFP4_CUDA_KERNELS "" CACHE PATH
     "Build folder with the same options, whose kernels are linked instead of compiled again; for release wheels")

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100f", "sm_120f")
 # A disassembly names a family without its suffix. Only the listing of cubins shows the suffix.
 SASS_NAMES = {"sm_100": "sm_100f", "sm_120": "sm_120f"}
 # Architectures from 9.0 on.
