@@ -109,9 +109,9 @@ def _exact(x, weights, first, second, gate_up, down, bar, ids, *, call, on_input
     return jax.grad(total, range(4))(x, weights, first, second)
 
 
-def assert_accurate(actual, yardstick, truth, factor=2):
+def assert_accurate(actual, yardstick, truth):
     for name in NAMES:
-        assert_as_accurate_as(actual[name], yardstick[name], truth[name], factor)
+        assert_as_accurate_as(actual[name], yardstick[name], truth[name])
 
 
 def assert_as_the_model(actual, *operands):
@@ -230,7 +230,7 @@ def test_weights_on_the_input():
     assert_accurate(ours(x, params, ids, weights, weight_on_input=True), yardstick, truth)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 300])
+@pytest.mark.parametrize("tokens", [0, 300])
 def test_token_counts(tokens):
     """The 300 slots of one expert are processed in three pieces."""
     call = find_activation("silu")
@@ -247,10 +247,24 @@ def test_token_counts(tokens):
     if tokens == 0:
         assert not np.asarray(actual["down_bias"]).any()
         return
-    # The weights of one token have few gradients, and the worst error of so few may be small.
-    factor = 4 if tokens == 1 else 2
-    yardstick, truth = of_xla(x, params, ids, weights, call), exact(x, params, ids, weights, call)
-    assert_accurate(actual, yardstick, truth, factor)
+    assert_accurate(
+        actual, of_xla(x, params, ids, weights, call), exact(x, params, ids, weights, call)
+    )
+
+
+def test_single_tokens():
+    """Many are compared together, because the yardstick's error of a single one may be small."""
+    call = find_activation("silu")
+    x, params, ids, weights = layer(16)
+
+    def each(run, *further):
+        rows = [slice(token, token + 1) for token in range(16)]
+        found = [run(x[row], params, ids[row], weights[row], *further) for row in rows]
+        return {name: np.stack([one[name] for one in found]) for name in NAMES}
+
+    actual, truth = each(ours), each(exact, call)
+    assert_accurate(actual, each(of_xla, call), truth)
+    assert actual["x"].shape == (16, 1, H)
 
 
 def test_ids_out_of_range_get_no_gradient():
