@@ -112,6 +112,19 @@ set(nvfp4_sm120_sources ${nvfp4_cuda_sources})
 list(FILTER nvfp4_sm120_sources INCLUDE REGEX "_sm120\\.cu$")
 list(FILTER nvfp4_cuda_sources EXCLUDE REGEX "_sm(90|120)\\.cu$")
 list(FILTER nvfp4_cuda_sources EXCLUDE REGEX "fp4_gemm_sm100\\.cu$")
+# The collectives of CUTLASS, for 10.x only. Compiling them takes 7 GiB of memory, and longer than any
+# other file. They come first, so that other files are compiled beside them.
+nvfp4_find_cutlass(nvfp4_cutlass)
+if(nvfp4_cutlass)
+  message(STATUS "CUTLASS: ${nvfp4_cutlass}")
+  add_library(nvfp4_sm100_kernels STATIC cuda/gemm/fp4_gemm_sm100.cu)
+  set_target_properties(nvfp4_sm100_kernels PROPERTIES CUDA_ARCHITECTURES 100f-real)
+  target_include_directories(nvfp4_sm100_kernels SYSTEM PRIVATE "${nvfp4_cutlass}")
+  target_compile_options(nvfp4_sm100_kernels PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
+else()
+  message(STATUS "CUTLASS: not found, so the kernels of moe_w4a4_sm100 are not built (to build them, install nvidia-cutlass 4.2.0.0 from PyPI)")
+endif()
 add_library(nvfp4_cuda_kernels STATIC ${nvfp4_cuda_sources})
 # These kernels use instructions that only sm_90a has.
 add_library(nvfp4_sm90_kernels STATIC ${nvfp4_sm90_sources})
@@ -125,18 +138,8 @@ else()
   set_target_properties(nvfp4_sm120_kernels PROPERTIES CUDA_ARCHITECTURES 120f-real)
 endif()
 set(nvfp4_libraries nvfp4_cuda_kernels nvfp4_sm90_kernels nvfp4_sm120_kernels)
-# The collectives of CUTLASS, for 10.x only. Compiling them takes 7 GiB of memory.
-nvfp4_find_cutlass(nvfp4_cutlass)
 if(nvfp4_cutlass)
-  message(STATUS "CUTLASS: ${nvfp4_cutlass}")
-  add_library(nvfp4_sm100_kernels STATIC cuda/gemm/fp4_gemm_sm100.cu)
-  set_target_properties(nvfp4_sm100_kernels PROPERTIES CUDA_ARCHITECTURES 100f-real)
-  target_include_directories(nvfp4_sm100_kernels SYSTEM PRIVATE "${nvfp4_cutlass}")
-  target_compile_options(nvfp4_sm100_kernels PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
   list(APPEND nvfp4_libraries nvfp4_sm100_kernels)
-else()
-  message(STATUS "CUTLASS: not found, so the kernels of moe_w4a4_sm100 are not built (to build them, install nvidia-cutlass 4.2.0.0 from PyPI)")
 endif()
 
 foreach(library ${nvfp4_libraries})
