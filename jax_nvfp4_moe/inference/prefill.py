@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-# The default number of tokens in a chunk, of each row and of all rows. If chunks were shorter, an
-# expert would have too few tokens to use the tensor cores well.
+# The default number of tokens in a chunk, of each row and of all rows. On an H200, 8192 tokens of
+# Qwen3-30B-A3B took 135 ms in one piece and 152 ms in two.
 _CHUNK, _CHUNK_TOKENS = 8192, 65536
 # Launch the kernels of a prefill one by one. XLA would make CUDA graphs in the first two calls of a
 # program, which on an H200 took 64 ms instead of 39 for 2048 tokens of Qwen3-30B-A3B. Later calls

@@ -14,10 +14,11 @@ from synthetic_model import SIZES
 from jax_nvfp4_moe import load_model
 from jax_nvfp4_moe.checkpoint.synthetic import write_synthetic
 from jax_nvfp4_moe.inference import prefill
-from jax_nvfp4_moe.inference.prefill import CHUNK, SCORE_CHUNK
+from jax_nvfp4_moe.inference.prefill import SCORE_CHUNK, default_chunk
 from jax_nvfp4_moe.models import scores
 
 SHORT, LONG = 8192, 32768
+CHUNK = default_chunk(1)
 VOCABULARY = 16384
 
 

@@ -8,7 +8,7 @@ import pytest
 from given import CHECKPOINTS, copy_with_config
 
 from jax_nvfp4_moe import evaluate, generate, load_model, stream
-from jax_nvfp4_moe.inference import evaluation, prefill
+from jax_nvfp4_moe.inference import evaluation, generation, prefill
 from jax_nvfp4_moe.inference.prefill import (
     chunk_ranges,
     count_tokens,
@@ -91,6 +91,21 @@ def test_generate_takes_long_prompts_by_chunks(model):
     assert prefill._extend._cache_size() == before + 4
     with pytest.raises(ValueError, match="prefill_chunk: expected at least 1, got 0"):
         generate(model, ids, max_new_tokens=NEW, prefill_chunk=0)
+
+
+def test_generate_divides_prompts_longer_than_its_default_chunk(model, monkeypatch):
+    monkeypatch.setattr(prefill, "_CHUNK", CHUNK)
+    ids, taken = random_ids(model, 3, (2, TOKENS)), []
+
+    def record(*operands):
+        taken.append(operands[-1])
+        return prefill.prefill_chunks(*operands)
+
+    monkeypatch.setattr(generation, "prefill_chunks", record)
+    tokens = generate(model, ids, max_new_tokens=NEW)
+    assert taken == [CHUNK]
+    whole = generate(model, ids, max_new_tokens=NEW, prefill_chunk=TOKENS)
+    np.testing.assert_array_equal(tokens, whole)
 
 
 @pytest.mark.parametrize("window", [300, 601])

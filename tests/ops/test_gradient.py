@@ -262,9 +262,13 @@ def test_single_tokens():
         found = [run(x[row], params, ids[row], weights[row], *further) for row in rows]
         return {name: np.stack([one[name] for one in found]) for name in NAMES}
 
-    actual, truth = each(ours), each(exact, call)
-    assert_accurate(actual, each(of_xla, call), truth)
+    actual, each_xla, truth = each(ours), each(of_xla, call), each(exact, call)
+    assert_accurate(actual, each_xla, truth)
     assert actual["x"].shape == (16, 1, H)
+    for name in NAMES:
+        wrong = actual | {name: np.roll(actual[name], 1, axis=-1)}
+        with pytest.raises(AssertionError, match="yardstick"):
+            assert_accurate(wrong, each_xla, truth)
 
 
 def test_ids_out_of_range_get_no_gradient():
