@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_nvfp4_moe.inference.flat_model import flatten_model, restore_model
 from jax_nvfp4_moe.inference.generation import (
     NEW_STEP,
     PROMPT_STEP,
     State,
-    decode,
+    decode_in_bursts,
     draw,
     make_sampling,
     round_up,
@@ -70,7 +71,8 @@ class Conversation:
     def answer(self, text: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         """Yield the tokens that follow `text`, until a stop id or until there is no room for more.
 
-        To stop an answer early, close the iterator. The conversation can then continue.
+        To stop an answer early, close the iterator. The conversation can then continue. Tokens that
+        were drawn but not yielded remain in the cache; a text without them is read from its start.
 
         Args:
           text: integers ``[n]``, the tokens of all turns so far.
@@ -94,26 +96,26 @@ class Conversation:
         new[0, : len(ids) - held] = ids[held:]
         count = np.asarray([len(ids) - held], np.int32)
         cache, self._cache = self._cache, None  # the arrays are donated: nobody may use them again
-        state = _extend(
-            self._model, self._sampling, cache, new, count, room=round_up(room, NEW_STEP)
-        )
+        model = flatten_model(self._model)
+        last = _extend(model, self._sampling, cache, new, count, room=round_up(room, NEW_STEP))
         drawn: list[int] = []
         try:
-            for number in range(1, room + 1):
-                state = decode(self._model, self._sampling, state, jnp.int32(number))
-                drawn.append(int(state.tokens[0, number - 1]))
-                yield drawn[-1]
-                if bool(state.stopped[0]):
-                    break
+            for state, tokens in decode_in_bursts(model, self._sampling, last, room):
+                last = state
+                drawn += tokens[0].tolist()
+                yield from drawn[-tokens.shape[1] :]
         finally:
-            # The last token was drawn but not yet run through the model: it is not in the cache.
-            self.ids = np.concatenate([ids, np.asarray(drawn[:-1], np.int32)])
-            self._cache = state.cache
+            # An interrupted call has donated the cache. The next answer then reads its whole text.
+            if not last.tokens.is_deleted():
+                # The last token was drawn but not yet run through the model: the cache lacks it.
+                self.ids = np.concatenate([ids, np.asarray(drawn[:-1], np.int32)])
+                self._cache = last.cache
 
 
 @functools.partial(jax.jit, static_argnames="room", donate_argnames="cache")
 def _extend(model, sampling, cache, new, count, room):
     """Run new tokens through the model, and draw the first token of the answer."""
+    model = restore_model(model)
     logits, cache = model(new, cache, lengths=count, logits_at=count - 1)
     tokens = jnp.zeros((1, room), jnp.int32)
     # Without the barrier, jax.jit does not reuse the donated memory of the cache, because the model

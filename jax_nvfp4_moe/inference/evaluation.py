@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_nvfp4_moe.inference.flat_model import flatten_model
 from jax_nvfp4_moe.inference.prefill import SCORE_CHUNK, score_texts
 
 _BATCH, _BATCH_TOKENS = 4, 8192  # windows, and about their tokens, that are in memory together
@@ -70,8 +71,9 @@ def evaluate(
     """
     windows = split_windows(model.config, token_ids, window, skip_tokens, max_windows)
     losses: list[float] = []
+    flat = flatten_model(model)
     for done, batch in _batches(windows):
-        summed = _sum_losses(model, batch)
+        summed = _sum_losses(flat, batch)
         losses += (summed[: len(windows) - done] / (window - 1)).tolist()
         if progress is not None:
             progress(min(done + len(batch), len(windows)), len(windows))

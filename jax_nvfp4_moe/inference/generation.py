@@ -2,11 +2,12 @@
 
 The lengths of prompts and of generated text are rounded up. Calls with similar lengths therefore
 share compiled programs. The decoding loop runs on the device. `generate` starts it once for all
-tokens, and `stream` once per token.
+tokens, and `stream` about fifty times a second, or once per token if a token takes longer.
 """
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.inference.flat_model import flatten_model, restore_model
 from jax_nvfp4_moe.inference.prefill import (
     NO_GRAPHS,
     count_tokens,
@@ -27,6 +29,9 @@ from jax_nvfp4_moe.inference.prefill import (
 from jax_nvfp4_moe.ops.chain import chain_calls
 from jax_nvfp4_moe.scheme import Target
 
+# `stream` starts the loop for as many tokens as take this long. To start a program of a large model
+# takes 3 to 5 ms, and a step of Qwen3-30B-A3B 2 ms on an H200.
+_BURST_SECONDS = 0.02
 PROMPT_STEP = 32  # prompts are padded to a multiple of this number of tokens
 NEW_STEP = 64  # the room for new tokens is rounded up to a multiple of this number
 # Compile the whole loop into one CUDA graph. By default XLA makes a graph of the loop's body: after
@@ -50,17 +55,17 @@ class Sampling:
       temperature: float32 scalar.
       top_p: float32 scalar.
       stop_ids: int32 ``[s]``. A row that draws one of them repeats it from then on.
-      key: random key, as `jax.random.key` returns it.
+      key: random key, as `jax.random.key` returns it; None if `greedy`.
       greedy: whether to take the token with the largest logit; the other options then have no
         effect, except `stop_ids`. Static.
       top_k: number of largest logits to draw from; None for all. Static.
       nucleus: whether `top_p` is below 1. Static.
     """
 
-    temperature: jax.Array
-    top_p: jax.Array
-    stop_ids: jax.Array
-    key: jax.Array
+    temperature: Any
+    top_p: Any
+    stop_ids: Any
+    key: jax.Array | None
     greedy: bool = dataclasses.field(metadata={"static": True})
     top_k: int | None = dataclasses.field(metadata={"static": True})
     nucleus: bool = dataclasses.field(metadata={"static": True})
@@ -147,9 +152,8 @@ def generate(
       ', axis='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
-    state = _start(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
-    state = decode(model, sampling, state, jnp.int32(max_new_tokens))
-    return _fill(state)[:, :max_new_tokens]
+    flat, state = _start(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
+    return _fill(decode(flat, sampling, state, np.int32(max_new_tokens)), max_new_tokens)
 
 
 def stream(
@@ -165,9 +169,10 @@ def stream(
     key: jax.Array | None = None,
     prefill_chunk: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Generate tokens as `generate` does, and yield each one as soon as it is drawn.
+    """Generate tokens as `generate` does, and yield them while they are drawn.
 
-    The arguments are checked and the prompts are run when you request the first token.
+    The arguments are checked and the prompts are run when you request the first token. Tokens that
+    are drawn within about 20 ms come together.
 
     Args:
       model: as for `generate`.
@@ -202,36 +207,37 @@ def stream(
       '='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
-    state = _start(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
-    for count in range(1, max_new_tokens + 1):
-        state = decode(model, sampling, state, jnp.int32(count))
-        yield np.asarray(state.tokens[:, count - 1])
-        if bool(state.stopped.all()):
-            return
+    flat, state = _start(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
+    for _, tokens in decode_in_bursts(flat, sampling, state, max_new_tokens):
+        yield from tokens.T
 
 
 def _start(model, input_ids, lengths, max_new_tokens, sampling, chunk):
-    """Check the arguments, run the prompts through the model, and draw the first token."""
+    """Check the arguments, run the prompts through the model, and draw the first token.
+
+    Returns:
+      The model as a `FlatModel`, and the `State`.
+    """
     ids, true_lengths = _check_prompts(model, input_ids, lengths, max_new_tokens)
     b, t = ids.shape
     chunk = default_chunk(b) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"prefill_chunk: expected at least 1, got {chunk}")
+    flat, room = flatten_model(model), round_up(max_new_tokens, NEW_STEP)
     if t > chunk:
-        room = round_up(max_new_tokens, NEW_STEP)
-        cache = empty_cache(model, b, padded_length(t, chunk) + room)
-        logits, cache = prefill_chunks(model, cache, ids, true_lengths, chunk)
-        return _begin(sampling, logits, cache, room)
+        cache = empty_cache(flat, b, padded_length(t, chunk) + room)
+        logits, cache = prefill_chunks(flat, cache, ids, true_lengths, chunk)
+        return flat, _begin(sampling, logits, cache, room)
     padded = np.zeros((b, round_up(t, PROMPT_STEP)), np.int32)
     padded[:, :t] = ids
-    room = round_up(max_new_tokens, NEW_STEP)
     size = count_tokens(true_lengths, padded.shape[1])
-    return _prefill(model, sampling, padded, true_lengths, room, num_tokens=size)
+    return flat, _prefill(flat, sampling, padded, true_lengths, room, num_tokens=size)
 
 
 @functools.partial(jax.jit, static_argnames=("room", "num_tokens"), compiler_options=NO_GRAPHS)
 def _prefill(model, sampling, padded, lengths, room, num_tokens):
     """Run padded prompts through the model and draw the first token."""
+    model = restore_model(model)
     b, t = padded.shape
     cache = model.init_cache(b, t + room)
     how = {"lengths": lengths, "logits_at": lengths - 1, "num_tokens": num_tokens}
@@ -253,6 +259,7 @@ def _begin(sampling, logits, cache, room):
 @functools.partial(jax.jit, donate_argnames="state", compiler_options=_ONE_GRAPH)
 def decode(model, sampling, state, limit):
     """Draw tokens until each row has `limit` new tokens, or until all rows have stopped."""
+    model = restore_model(model)
 
     def more(state):
         return (state.count < limit) & ~state.stopped.all()
@@ -264,6 +271,32 @@ def decode(model, sampling, state, limit):
 
     read = chain_calls(_read) if _runs_alone_on_a_gpu(model) else _read
     return lax.while_loop(more, step, state)
+
+
+def decode_in_bursts(model, sampling, state, limit: int) -> Iterator[tuple[State, np.ndarray]]:
+    """Draw tokens as `decode` does, a few at a time.
+
+    Args:
+      model: a `FlatModel`.
+      sampling: the `Sampling`.
+      state: the `State` after the prompt. Its arrays are donated: do not use them again.
+      limit: largest number of new tokens of each row, at least 1.
+
+    Yields:
+      The `State`, whose arrays are donated when the next one is requested, and the tokens that are
+      new in it, int32 ``[b, n]`` with n at least 1.
+    """
+    done, burst, begin = 0, 1, time.perf_counter()
+    while True:
+        tokens, count, stopped = jax.device_get((state.tokens, state.count, state.stopped))
+        seconds = (time.perf_counter() - begin) / (count - done)
+        yield state, tokens[:, done:count]
+        done = int(count)
+        if done >= limit or stopped.all():
+            return
+        burst = max(1, min(2 * burst, int(_BURST_SECONDS / seconds)))
+        begin = time.perf_counter()
+        state = decode(model, sampling, state, np.int32(min(done + burst, limit)))
 
 
 def _read(model, ids, cache):
@@ -279,7 +312,7 @@ def _runs_alone_on_a_gpu(model) -> bool:
 
 def draw(sampling, logits, state):
     """Add the next token of each row to `state`; a stopped row repeats its last token."""
-    token = _choose(sampling, logits, jax.random.fold_in(sampling.key, state.count))
+    token = _choose(sampling, logits, state.count)
     last = lax.dynamic_slice_in_dim(state.tokens, jnp.maximum(state.count - 1, 0), 1, axis=1)[:, 0]
     token = jnp.where(state.stopped, last, token)
     stops = (token[:, None] == sampling.stop_ids[None, :]).any(axis=-1)
@@ -287,8 +320,8 @@ def draw(sampling, logits, state):
     return State(state.cache, tokens, state.count + 1, state.stopped | stops)
 
 
-def _choose(sampling: Sampling, logits: Float[Array, "b v"], key) -> Int32[Array, " b"]:
-    """Draw one token for each row."""
+def _choose(sampling: Sampling, logits: Float[Array, "b v"], count) -> Int32[Array, " b"]:
+    """Draw one token for each row; `count` is the number of new tokens so far."""
     if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / sampling.temperature
@@ -303,18 +336,20 @@ def _choose(sampling: Sampling, logits: Float[Array, "b v"], key) -> Int32[Array
             jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True
         )
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    assert sampling.key is not None, "make_sampling expects a key unless greedy"
+    key = jax.random.fold_in(sampling.key, count)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
-@jax.jit
-def _fill(state):
-    """Return the tokens, with the last one of each row repeated to the end.
+@functools.partial(jax.jit, static_argnames="length")
+def _fill(state, length):
+    """Return the first `length` tokens, with the last one of each row repeated to the end.
 
     Tokens are missing only if all rows have stopped. The last token of each row is then a stop id.
     """
     last = lax.dynamic_slice_in_dim(state.tokens, state.count - 1, 1, axis=1)
     drawn = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :] < state.count
-    return jnp.where(drawn, state.tokens, last)
+    return jnp.where(drawn, state.tokens, last)[:, :length]
 
 
 def round_up(n: int, step: int) -> int:
@@ -342,10 +377,10 @@ def make_sampling(
             "random; got None. Pass a key, or use temperature 0"
         )
     return Sampling(
-        jnp.float32(temperature),
-        jnp.float32(top_p),
-        jnp.asarray(list(stop_ids), jnp.int32),
-        jax.random.key(0) if key is None else key,
+        np.float32(temperature),
+        np.float32(top_p),
+        np.asarray(list(stop_ids), np.int32),
+        key if temperature > 0 else None,
         greedy=temperature == 0,
         top_k=top_k,
         nucleus=top_p < 1,

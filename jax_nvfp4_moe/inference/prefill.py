@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jax_nvfp4_moe.inference.flat_model import flatten_model, restore_model
+
 # The default number of tokens in a chunk, of each row and of all rows. On an H200, 8192 tokens of
 # Qwen3-30B-A3B took 135 ms in one piece and 152 ms in two.
 _CHUNK, _CHUNK_TOKENS = 8192, 65536
@@ -69,7 +71,13 @@ def count_tokens(lengths: Int32[np.ndarray, " b"], t: int) -> int | None:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def empty_cache(model: Any, batch: int, max_length: int) -> Any:
     """Return an empty cache. On a mesh, each device allocates its own part only."""
-    return model.init_cache(batch, max_length)
+    return restore_model(model).init_cache(batch, max_length)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _empty_logits(model, batch):
+    """Return logits of zeros ``[b, vocab]``."""
+    return jnp.zeros((batch, restore_model(model).config.vocab_size), jnp.float32)
 
 
 def prefill_chunks(
@@ -82,7 +90,7 @@ def prefill_chunks(
     """Run new tokens of each row through the model, chunk by chunk, and extend the cache.
 
     Args:
-      model: model, as `load_model` returns it.
+      model: model, as `load_model` returns it, or a `FlatModel`.
       cache: cache with room for `padded_length` more tokens in each row. Its arrays are donated:
         do not use them again.
       ids: new tokens, int32 ``[b, t]``, left-aligned. Tokens after the length of a row have no
@@ -94,7 +102,8 @@ def prefill_chunks(
       The logits after the last token of each row, float32 ``[b, vocab]``, and the extended cache.
     """
     b, t = ids.shape
-    logits = jnp.zeros((b, model.config.vocab_size), jnp.float32)
+    model = flatten_model(model)
+    logits = _empty_logits(model, b)
     for start, end in chunk_ranges(t, chunk):
         part, counts = _take_columns(ids, start, end), _count_between(lengths, start, end)
         size = count_tokens(counts, end - start)
@@ -107,6 +116,7 @@ def prefill_chunks(
 )
 def _extend(model, cache, ids, counts, logits, num_tokens):
     """Run one chunk; rows that ended before this chunk keep their `logits`."""
+    model = restore_model(model)
     at = jnp.maximum(counts - 1, 0)
     new, cache = model(ids, cache, lengths=counts, logits_at=at, num_tokens=num_tokens)
     # The model constrains the layout of its cache. Without the barrier, jax.jit would not store
@@ -126,7 +136,7 @@ def score_texts(
     """Score the token after each position, chunk by chunk.
 
     Args:
-      model: model, as `load_model` returns it.
+      model: model, as `load_model` returns it, or a `FlatModel`.
       ids: tokens that the model reads, left-aligned. Tokens after the length of a row have no
         effect.
       targets: the token to score after each token of `ids`.
@@ -140,6 +150,7 @@ def score_texts(
       the most likely tokens.
     """
     b, t = ids.shape
+    model = flatten_model(model)
     if t <= chunk:
         size = count_tokens(lengths, t)
         return _score_whole(model, ids, targets, counted, lengths, num_tokens=size)
@@ -156,12 +167,14 @@ def score_texts(
 @functools.partial(jax.jit, static_argnames="num_tokens")
 def _score_whole(model, ids, targets, counted, lengths, num_tokens):
     """Score whole texts."""
+    model = restore_model(model)
     return _summarize(model.score(ids, targets, lengths=lengths, num_tokens=num_tokens), counted)
 
 
 @functools.partial(jax.jit, static_argnames="num_tokens", donate_argnames="cache")
 def _add_scores(model, cache, ids, targets, counted, counts, found, num_tokens):
     """Add the scores of one chunk to those that were found before it."""
+    model = restore_model(model)
     scores, cache = model.score(ids, targets, cache, lengths=counts, num_tokens=num_tokens)
     cache = lax.optimization_barrier(cache)  # as in `_extend`
     summed, likeliest = _summarize(scores, counted)

@@ -20,10 +20,6 @@ from jax_nvfp4_moe.parallel.expert_mesh import TENSOR
 from jax_nvfp4_moe.parallel.shard_spec import ShardSpec
 from jax_nvfp4_moe.parallel.tensor_parallel import HeadParallel
 
-# New tokens of a row up to which one kernel prepares heads. On an H200 it took 3.0 us for one token
-# where XLA's kernels took 5.0, but 59 us for 2048 tokens where they took 50.
-_FEW_TOKENS = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class GQAConfig:
@@ -154,8 +150,7 @@ class Attention(HeadParallel):
     def _prepare(self, qkv, positions, entries):
         """Return the queries, the keys and values that they see, and the cache entries."""
         config = self.config
-        one_step = positions.shape[1] <= _FEW_TOKENS and config.plain_heads
-        if entries is None or self.kv.scales is not None or not one_step:
+        if entries is None or self.kv.scales is not None or not config.plain_heads:
             q, k, v = self._split(qkv, positions)
             seen, entries = self.kv.append(entries, positions, k=k, v=v)
             return q, seen, entries

@@ -9,6 +9,7 @@ import pytest
 from given import CHECKPOINTS, EXAMPLE
 
 import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.inference.conversation import Conversation
 
 MODELS = {
@@ -61,6 +62,38 @@ def test_an_answer_may_be_left(model):
     answer.close()
     whole = np.concatenate([FIRST, drawn, SECOND])
     np.testing.assert_array_equal(list(talk.answer(whole, 6)), expected(model, whole, 6))
+
+
+def test_an_answer_may_be_left_within_a_burst(model, monkeypatch):
+    """Tokens that were drawn but not yielded may be part of the next text, or not."""
+    monkeypatch.setattr(generation, "_BURST_SECONDS", 1e9)
+    free = expected(model, FIRST, 12)
+    for known in (2, 3):  # of the first token, two more, and four more
+        talk = Conversation(model, max_length=60)
+        answer = talk.answer(FIRST, 12)
+        drawn = [next(answer) for _ in range(2)]
+        answer.close()
+        assert drawn == free[:2].tolist()
+        np.testing.assert_array_equal(talk.ids, [*FIRST, *free[:2]])
+        whole = np.concatenate([FIRST, free[:known], SECOND])
+        np.testing.assert_array_equal(list(talk.answer(whole, 6)), expected(model, whole, 6))
+
+
+def test_an_answer_may_be_interrupted(model, monkeypatch):
+    """The interrupted call has taken the memory of the cache."""
+    talk = Conversation(model, max_length=60)
+    list(talk.answer(FIRST, 6))
+
+    def interrupted(*arguments):
+        decode(*arguments)
+        raise KeyboardInterrupt
+
+    decode = generation.decode
+    monkeypatch.setattr(generation, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(talk.answer(np.concatenate([FIRST, SECOND]), 6))
+    monkeypatch.undo()
+    np.testing.assert_array_equal(list(talk.answer(FIRST, 6)), expected(model, FIRST, 6))
 
 
 def test_stops_and_room():

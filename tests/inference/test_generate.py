@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 from jax_nvfp4_moe import generate, load_model
+from jax_nvfp4_moe.inference import generation
 from jax_nvfp4_moe.inference.generation import Sampling, _choose, stream
 from jax_nvfp4_moe.inference.tokenizer import load_tokenizer
 from jax_nvfp4_moe.models.decoder import Decoder
@@ -73,6 +75,46 @@ def test_no_compilation_for_a_token_or_a_call(traces, model, prompt):
     assert len(traces) == 4
 
 
+def test_a_model_is_flattened_once_in_a_call(model, prompt):
+    """To flatten a large model takes longer than a step. Each call sees the weights of its time."""
+
+    class Counted:
+        """A model that counts how often its tree is flattened."""
+
+        def __init__(self, model, flattened):
+            self.model, self.flattened = model, flattened
+
+        def __getattr__(self, name):
+            return getattr(self.model, name)
+
+        def __call__(self, *arguments, **options):
+            return self.model(*arguments, **options)
+
+    def flatten(counted):
+        flattened.append(1)
+        return (counted.model,), None
+
+    flattened = []
+    jax.tree_util.register_pytree_node(
+        Counted, flatten, lambda _, children: Counted(*children, flattened)
+    )
+    counted = Counted(model, flattened)
+    expected = generate(model, prompt, max_new_tokens=20)
+    for given in ({}, {"prefill_chunk": 4}):
+        generate(counted, prompt, max_new_tokens=20, **given)  # traces, which may flatten it too
+        flattened.clear()
+        tokens = generate(counted, prompt, max_new_tokens=20, **given)
+        assert len(flattened) == 1
+        np.testing.assert_array_equal(tokens, expected)
+    flattened.clear()
+    assert len(list(stream(counted, prompt, max_new_tokens=20))) == 20
+    assert len(flattened) == 1
+    changed = nnx.clone(model)
+    changed.embedding.set_value(changed.embedding.get_value()[::-1])
+    counted.model = changed
+    assert (generate(counted, prompt, max_new_tokens=20) != expected).any()
+
+
 def test_unequal_prompts_come_out_as_if_alone(model, prompt):
     t = prompt.shape[1]
     lengths = np.array([t, 5, 1])
@@ -116,6 +158,26 @@ def test_a_stream_gives_the_same_tokens(model, prompt):
     np.testing.assert_array_equal(streamed, generate(model, prompt, **arguments))
 
 
+@pytest.mark.parametrize(("seconds", "calls"), [(0, 39), (1e9, 5)])
+def test_a_stream_starts_the_loop_for_several_tokens(model, prompt, monkeypatch, seconds, calls):
+    """Each burst has up to twice as many tokens as the one before it, while they take no longer."""
+    started, decode = [], generation.decode
+
+    def counted(*arguments):
+        started.append(arguments[-1])
+        return decode(*arguments)
+
+    monkeypatch.setattr(generation, "decode", counted)
+    monkeypatch.setattr(generation, "_BURST_SECONDS", seconds)
+    tokens = np.stack(list(stream(model, prompt, max_new_tokens=40)), axis=1)
+    assert len(started) == calls
+    np.testing.assert_array_equal(tokens, generate(model, prompt, max_new_tokens=40))
+    stop = int(tokens[0, 9])
+    until = tokens[0].tolist().index(stop) + 1
+    stopped = list(stream(model, prompt, max_new_tokens=40, stop_ids=[stop]))
+    np.testing.assert_array_equal(np.stack(stopped, axis=1), tokens[:, :until])
+
+
 def test_a_key_decides_the_sample(model, prompt):
     def sample(seed):
         key = jax.random.key(seed)
@@ -148,7 +210,7 @@ def draws(count, **options):
         nucleus=options["top_p"] < 1,
     )
     logits = jnp.broadcast_to(jnp.log(chances), (count, 4))
-    return np.bincount(np.asarray(_choose(sampling, logits, jax.random.key(5))), minlength=4)
+    return np.bincount(np.asarray(_choose(sampling, logits, 5)), minlength=4)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,10 @@ CASES = {
     "no rows": Case(1, (2, 1), 64, 64, (), 8),
     "gates": Case(3, (3, 2), 64, 16, (5, 0), 20, gated=True),
     "gates of the widest": Case(1, (16, 2), 256, 64, (40,), 64, gated=True),
+    # More heads than take a warp each, in groups of 8 or 4 that do not come out even.
+    "many heads": Case(100, (17, 2), 64, 64, (5, 0), 90),
+    "many heads last": Case(230, (9, 5), 128, 32, (0,), 240, rotates_first=True),
+    "many heads with gates": Case(380, (5, 3), 256, 64, (0,), 380, gated=True),
     "gates and nothing else": Case(1, (1, 1), 8, 0, (0,), 1, norms=False, gated=True),
 }
 PAIRS = ("bfloat16-bfloat16", "bfloat16-float32", "float16-float16", "float16-float32")

@@ -11,12 +11,17 @@
 // keep their values. Tokens at positions outside of the cache are not written.
 //
 // Bottleneck: latency for few tokens, memory bandwidth for many. While the preceding kernel still
-// runs, weights and frequencies come into the L2 cache. One warp handles a head. An item
-// is two words of two channels: those that rotate together, or four neighbors from channel r on.
-// Lane l holds items l and 32 + l.
+// runs, weights and frequencies come into the L2 cache. A warp handles up to kHeads heads of one
+// token, which are all queries, all keys or all values. With few tokens that is one head, so that
+// no warp does the work of another one. With many tokens it is several, whose loads are all in
+// flight, and which share the sines of their position.
+//
+// An item is two words of two channels: those that rotate together, or four neighbors from channel
+// r on. Lane l holds items l and 32 + l.
 //
 // Tests: tests/emulation/test_emulation_heads.py, tests/gpu/test_cuda_heads.py.
 #include <cstring>
+#include <type_traits>
 
 #include "cuda/heads/sine.cuh"
 #include "cuda/instructions/hopper.cuh"
@@ -31,129 +36,221 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
+constexpr int kTogether = 8;     // heads of a warp with many tokens; half as many if wider than 128
+constexpr int kFewHeads = 4096;  // heads of all tokens that take a warp each: they run at once
+
+// Two neighboring channels. Arithmetic with two 16-bit numbers at once takes a third of the
+// instructions of arithmetic with one after the other, which would bound this kernel.
+template <typename T>
+struct WordOf;
+template <>
+struct WordOf<__half> {
+  using Type = __half2;
+};
+template <>
+struct WordOf<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+};
+template <>
+struct WordOf<float> {
+  using Type = float2;
+};
+template <typename T>
+using Word = typename WordOf<T>::Type;
+
+__device__ __forceinline__ float2 ToFloats(__half2 word) { return __half22float2(word); }
+__device__ __forceinline__ float2 ToFloats(__nv_bfloat162 word) { return __bfloat1622float2(word); }
+__device__ __forceinline__ float2 ToFloats(float2 word) { return word; }
 
 template <typename T>
-struct alignas(2 * sizeof(T)) Word {
-  T values[2];
-};
-
-// Returns the first channel of both words of an item.
-__device__ __forceinline__ int2 ChannelsOf(int item, int half) {
-  const int rotated = half / 2;
-  if (item < rotated) return make_int2(2 * item, 2 * item + half);
-  const int first = 2 * half + 4 * (item - rotated);
-  return make_int2(first, first + 2);
+__device__ __forceinline__ Word<T> FromFloats(float x, float y) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return make_float2(x, y);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __floats2half2_rn(x, y);
+  } else {
+    return __floats2bfloat162_rn(x, y);
+  }
 }
 
+// The products, rounded once to the type of the words.
+__device__ __forceinline__ __half2 Multiply(__half2 a, __half2 b) { return __hmul2_rn(a, b); }
+__device__ __forceinline__ __nv_bfloat162 Multiply(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __hmul2_rn(a, b);
+}
+__device__ __forceinline__ float2 Multiply(float2 a, float2 b) {
+  return make_float2(a.x * b.x, a.y * b.y);
+}
+
+// The items of a lane: where their words begin in a head, and which of them exist and rotate.
+template <int kItems>
+struct LaneItems {
+  int32_t first[kItems], second[kItems];
+  bool exist[kItems], rotate[kItems];
+
+  __device__ __forceinline__ LaneItems(const HeadsCall& call, int lane) {
+    const int32_t rotated = call.half / 2;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int32_t item = lane + 32 * i;
+      exist[i] = item < call.d / 4;
+      rotate[i] = item < rotated;
+      first[i] = rotate[i] ? 2 * item : 2 * call.half + 4 * (item - rotated);
+      second[i] = first[i] + (rotate[i] ? call.half : 2);
+    }
+  }
+};
+
 // The weights of the norm and the frequencies of the items of a lane. They are loaded together with
-// the head, because each load after another would wait for memory again.
+// the heads, because each load after another would wait for memory again.
 template <typename W, int kItems>
 struct Factors {
   Word<W> weights[kItems][2];
   float2 frequencies[kItems];
 
   __device__ __forceinline__ void Load(const W* weight, const float* frequency,
-                                       const HeadsCall& call, int lane) {
+                                       const LaneItems<kItems>& items, int lane) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int item = lane + 32 * i;
-      const int2 at = ChannelsOf(item, call.half);
-      if (weight != nullptr && item < call.d / 4) {
-        weights[i][0] = *reinterpret_cast<const Word<W>*>(weight + at.x);
-        weights[i][1] = *reinterpret_cast<const Word<W>*>(weight + at.y);
+      if (weight != nullptr && items.exist[i]) {
+        weights[i][0] = *reinterpret_cast<const Word<W>*>(weight + items.first[i]);
+        weights[i][1] = *reinterpret_cast<const Word<W>*>(weight + items.second[i]);
       }
-      if (item < call.half / 2) frequencies[i] = reinterpret_cast<const float2*>(frequency)[item];
+      if (items.rotate[i]) {
+        frequencies[i] = reinterpret_cast<const float2*>(frequency)[lane + 32 * i];
+      }
     }
   }
 };
 
-// The four channels of an item: two words, one after the other.
+// The rotation of the items of a lane at one position: of the first pair of channels and of the
+// second pair.
+template <int kItems>
+struct Turns {
+  SineCosine x[kItems], y[kItems];
+
+  __device__ __forceinline__ void Compute(const float2 (&frequencies)[kItems],
+                                          const LaneItems<kItems>& items, int32_t position,
+                                          float scale) {
+    const auto at = static_cast<float>(position);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (!items.rotate[i]) continue;
+      const SineCosine first = SineAndCosine(at * frequencies[i].x);
+      const SineCosine second = SineAndCosine(at * frequencies[i].y);
+      x[i] = {first.sine * scale, first.cosine * scale};
+      y[i] = {second.sine * scale, second.cosine * scale};
+    }
+  }
+};
+
+// The channels of the items of a lane, in the type of the heads. They are 0 for items that do not
+// exist.
 template <typename T, int kItems>
 struct Head {
-  float values[kItems][4];
+  Word<T> words[kItems][2];
 
-  __device__ __forceinline__ void Load(const T* source, const HeadsCall& call, int lane) {
+  __device__ __forceinline__ void Load(const T* source, const LaneItems<kItems>& items) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int item = lane + 32 * i;
-      Word<T> words[2] = {};
-      if (item < call.d / 4) {
-        const int2 at = ChannelsOf(item, call.half);
-        words[0] = *reinterpret_cast<const Word<T>*>(source + at.x);
-        words[1] = *reinterpret_cast<const Word<T>*>(source + at.y);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) values[i][j] = ToFloat(words[j / 2].values[j % 2]);
+      words[i][0] = words[i][1] = FromFloats<T>(0.0f, 0.0f);
+      if (!items.exist[i]) continue;
+      words[i][0] = *reinterpret_cast<const Word<T>*>(source + items.first[i]);
+      words[i][1] = *reinterpret_cast<const Word<T>*>(source + items.second[i]);
     }
   }
 
-  __device__ __forceinline__ void Store(T* target, const HeadsCall& call, int lane) const {
+  __device__ __forceinline__ void Store(T* target, const LaneItems<kItems>& items) const {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int item = lane + 32 * i;
-      if (item >= call.d / 4) continue;
-      const int2 at = ChannelsOf(item, call.half);
-      Word<T> words[2];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) words[j / 2].values[j % 2] = FromFloat<T>(values[i][j]);
-      *reinterpret_cast<Word<T>*>(target + at.x) = words[0];
-      *reinterpret_cast<Word<T>*>(target + at.y) = words[1];
+      if (!items.exist[i]) continue;
+      *reinterpret_cast<Word<T>*>(target + items.first[i]) = words[i][0];
+      *reinterpret_cast<Word<T>*>(target + items.second[i]) = words[i][1];
     }
   }
 
-  // The values of items that do not exist are 0 and stay 0.
+  // Computes `Normalized` of norms/normalized.cuh.
   template <typename W>
   __device__ __forceinline__ void Normalize(const Factors<W, kItems>& factors,
-                                            const HeadsCall& call, int lane) {
+                                            const HeadsCall& call, const LaneItems<kItems>& items) {
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) squares += values[i][j] * values[i][j];
+      for (int j = 0; j < 2; ++j) {
+        const float2 values = ToFloats(words[i][j]);
+        squares += values.x * values.x + values.y * values.y;
+      }
     }
     const float inverse_root = InverseRoot(WarpSum(squares), call.d, call.eps);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int item = lane + 32 * i;
-      if (item >= call.d / 4) continue;
+      if (!items.exist[i]) continue;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const W factor = factors.weights[i][j / 2].values[j % 2];
-        values[i][j] = ToFloat(Normalized<T>(values[i][j], inverse_root, factor));
+      for (int j = 0; j < 2; ++j) {
+        const float2 values = ToFloats(words[i][j]);
+        const Word<W> normal = FromFloats<W>(values.x * inverse_root, values.y * inverse_root);
+        const Word<W> product = Multiply(normal, factors.weights[i][j]);
+        if constexpr (std::is_same_v<T, W>) {
+          words[i][j] = product;
+        } else {
+          const float2 wide = ToFloats(product);
+          words[i][j] = FromFloats<T>(wide.x, wide.y);
+        }
       }
     }
   }
 
-  template <typename W>
-  __device__ __forceinline__ void Rotate(const Factors<W, kItems>& factors, const HeadsCall& call,
-                                         int32_t position, int lane) {
+  __device__ __forceinline__ void Rotate(const Turns<kItems>& turns,
+                                         const LaneItems<kItems>& items) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int item = lane + 32 * i;
-      if (item >= call.half / 2) continue;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float frequency = j == 0 ? factors.frequencies[i].x : factors.frequencies[i].y;
-        const SineCosine turn = SineAndCosine(static_cast<float>(position) * frequency);
-        const float sine = turn.sine * call.rotation_scale;
-        const float cosine = turn.cosine * call.rotation_scale;
-        const float first = values[i][j], second = values[i][j + 2];
-        values[i][j] = ToFloat(FromFloat<T>(first * cosine - second * sine));
-        values[i][j + 2] = ToFloat(FromFloat<T>(second * cosine + first * sine));
-      }
+      if (!items.rotate[i]) continue;
+      const float2 first = ToFloats(words[i][0]), second = ToFloats(words[i][1]);
+      const SineCosine x = turns.x[i], y = turns.y[i];
+      words[i][0] = FromFloats<T>(first.x * x.cosine - second.x * x.sine,
+                                  first.y * y.cosine - second.y * y.sine);
+      words[i][1] = FromFloats<T>(second.x * x.cosine + first.x * x.sine,
+                                  second.y * y.cosine + first.y * y.sine);
     }
   }
 };
 
-template <typename T, typename W, int kItems>
+enum class Kind : int { kQuery, kKey, kValue };
+
+// The heads of one warp: `count` heads of one kind from head `first` of that kind on.
+struct WarpHeads {
+  Kind kind;
+  int32_t first, count;
+};
+
+// Returns the number of warps for `count` heads of one kind.
+template <int kHeads>
+NVFP4_HOST_DEVICE int32_t WarpsFor(int32_t count) {
+  return (count + kHeads - 1) / kHeads;
+}
+
+template <int kHeads>
+__device__ __forceinline__ WarpHeads HeadsOf(const HeadsCall& call, int32_t group) {
+  const int32_t query_groups = WarpsFor<kHeads>(call.n), key_groups = WarpsFor<kHeads>(call.m);
+  const int32_t behind_queries = group - query_groups;
+  if (behind_queries < 0) {
+    return {Kind::kQuery, group * kHeads, min(kHeads, call.n - group * kHeads)};
+  }
+  const bool is_value = behind_queries >= key_groups;
+  const int32_t first = (behind_queries - (is_value ? key_groups : 0)) * kHeads;
+  return {is_value ? Kind::kValue : Kind::kKey, first, min(kHeads, call.m - first)};
+}
+
+template <typename T, typename W, int kItems, int kHeads>
 __global__ void __launch_bounds__(kThreads)
     PrepareHeads(const HeadsCall call, const HeadsBuffers p) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int32_t heads = call.n + 2 * call.m;
+  const int32_t groups = WarpsFor<kHeads>(call.n) + 2 * WarpsFor<kHeads>(call.m);
   const int32_t index = static_cast<int32_t>(blockIdx.x) * kWarps + warp;
-  const int32_t token = index / heads, head = index % heads;
-  const bool is_query = head < call.n, is_value = head >= call.n + call.m;
-  const int32_t gates_before = !call.gated ? 0 : is_query ? head : call.n;
+  const int32_t token = index / groups;
+  const WarpHeads own = HeadsOf<kHeads>(call, index % groups);
+  const bool is_query = own.kind == Kind::kQuery, is_value = own.kind == Kind::kValue;
   const W* weight = is_value ? nullptr : static_cast<const W*>(is_query ? p.q_weight : p.k_weight);
   if (weight != nullptr) {
     PrefetchLines(weight, call.d * static_cast<int>(sizeof(W)), lane, 32);
@@ -162,36 +259,61 @@ __global__ void __launch_bounds__(kThreads)
   WaitForPrecedingKernel();
   StartNextKernel();
   if (token >= call.b * call.t) return;
-  Head<T, kItems> values;
-  Factors<W, kItems> factors;
+  const LaneItems<kItems> items(call, lane);
   const int32_t position = p.positions[token];
-  const int64_t source = static_cast<int64_t>(token) * (heads + (call.gated ? call.n : 0)) + head;
-  values.Load(static_cast<const T*>(p.qkv) + (source + gates_before) * call.d, call, lane);
-  factors.Load(weight, p.frequencies, call, lane);
-  if (!is_value) {
-    if (weight != nullptr && !call.rotates_first) values.Normalize(factors, call, lane);
-    values.Rotate(factors, call, position, lane);
-    if (weight != nullptr && call.rotates_first) values.Normalize(factors, call, lane);
+  // In units of heads: a query with its gate counts twice.
+  const int32_t query_step = call.gated ? 2 : 1, queries = query_step * call.n;
+  const int32_t before =
+      is_query ? query_step * own.first : queries + (is_value ? call.m : 0) + own.first;
+  const int32_t step = (is_query ? query_step : 1) * call.d;
+  const T* source = static_cast<const T*>(p.qkv) +
+                    (static_cast<int64_t>(token) * (queries + 2 * call.m) + before) * call.d;
+  Head<T, kItems> all[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    if (i < own.count) all[i].Load(source, items);
+    source += step;
   }
-  if (is_query) {
-    values.Store(static_cast<T*>(p.q) + (static_cast<int64_t>(token) * call.n + head) * call.d,
-                 call, lane);
-  } else if (position >= 0 && position < call.s) {
-    const int own = head - call.n - (is_value ? call.m : 0);
-    const auto cached = static_cast<int64_t>(token / call.t) * call.m + own;
-    const int64_t row = cached * call.s + position;
-    values.Store(static_cast<T*>(is_value ? p.values : p.keys) + row * call.d, call, lane);
+  Factors<W, kItems> factors;
+  factors.Load(weight, p.frequencies, items, lane);
+  Turns<kItems> turns;
+  if (!is_value) turns.Compute(factors.frequencies, items, position, call.rotation_scale);
+  if (!is_query && (position < 0 || position >= call.s)) return;
+  const int64_t row =
+      is_query ? static_cast<int64_t>(token) * call.n + own.first
+               : (static_cast<int64_t>(token / call.t) * call.m + own.first) * call.s + position;
+  T* target = static_cast<T*>(is_query ? p.q : is_value ? p.values : p.keys) + row * call.d;
+  const int64_t target_step = is_query ? call.d : static_cast<int64_t>(call.s) * call.d;
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    if (i >= own.count) break;
+    if (!is_value) {
+      if (weight != nullptr && !call.rotates_first) all[i].Normalize(factors, call, items);
+      all[i].Rotate(turns, items);
+      if (weight != nullptr && call.rotates_first) all[i].Normalize(factors, call, items);
+    }
+    all[i].Store(target, items);
+    target += target_step;
   }
+}
+
+template <typename T, typename W, int kItems, int kHeads>
+cudaError_t LaunchGroups(cudaStream_t stream, const HeadsCall& call, const HeadsBuffers& p) {
+  const int64_t groups = WarpsFor<kHeads>(call.n) + 2 * WarpsFor<kHeads>(call.m);
+  const int64_t warps = static_cast<int64_t>(call.b) * call.t * groups;
+  const dim3 grid(static_cast<unsigned>(CeilDiv(warps, kWarps)));
+  return LaunchWide(stream, grid, kThreads, 0, true, PrepareHeads<T, W, kItems, kHeads>, call, p);
 }
 
 template <typename T, typename W>
 cudaError_t LaunchOf(cudaStream_t stream, const HeadsCall& call, const HeadsBuffers& p) {
   const int64_t heads = static_cast<int64_t>(call.b) * call.t * (call.n + 2 * call.m);
-  const dim3 grid(static_cast<unsigned>(CeilDiv(heads, kWarps)));
   if (call.d <= 128) {
-    return LaunchWide(stream, grid, kThreads, 0, true, PrepareHeads<T, W, 1>, call, p);
+    return heads <= kFewHeads ? LaunchGroups<T, W, 1, 1>(stream, call, p)
+                              : LaunchGroups<T, W, 1, kTogether>(stream, call, p);
   }
-  return LaunchWide(stream, grid, kThreads, 0, true, PrepareHeads<T, W, 2>, call, p);
+  return heads <= kFewHeads ? LaunchGroups<T, W, 2, 1>(stream, call, p)
+                            : LaunchGroups<T, W, 2, kTogether / 2>(stream, call, p);
 }
 
 template <typename T>
