@@ -174,8 +174,10 @@ class RandomWeights:
         """Return True: every weight exists."""
         return True
 
-    def array(self, name, shape, *, dtype=None, stored=None):
+    def array(self, name, shape, *, dtype=None, stored=None, keeps_bfloat16=False):
         shape, dtype = tuple(shape), jnp.dtype(dtype or self._dtype)
+        if keeps_bfloat16:  # routers are bfloat16 in the published files
+            dtype = jnp.dtype(jnp.bfloat16)
         seed = self._next_seed()
 
         def make():

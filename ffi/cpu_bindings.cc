@@ -12,6 +12,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
+#include <algorithm>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -212,6 +214,55 @@ ffi::Error DenseCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   return ffi::Error::Success();
 }
 
+// rows[i] = table[ids[i]]. Ids outside of the table read its first or last row.
+ffi::Error ReadRowsCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::Result<ffi::AnyBuffer> rows) {
+  NVFP4_RETURN_IF_ERROR(ExpectType("ids", ids.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("rows", rows->element_type(), table.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("table [v, h]", table.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("ids [n]", ids.dimensions(), 1));
+  const int64_t v = table.dimensions()[0], h = table.dimensions()[1], n = ids.dimensions()[0];
+  NVFP4_RETURN_IF_ERROR(ExpectDims("rows [n, h]", rows->dimensions(), {n, h}));
+  if (rows->size_bytes() == 0) return ffi::Error::Success();
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("v (table)", v, 1));
+  const size_t bytes = table.size_bytes() / static_cast<size_t>(v);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t at = std::clamp<int64_t>(Data<int32_t>(ids)[i], 0, v - 1);
+    std::memcpy(static_cast<uint8_t*>(rows->untyped_data()) + i * bytes,
+                Data<uint8_t>(table) + at * bytes, bytes);
+  }
+  return ffi::Error::Success();
+}
+
+// entries[row, :, positions[row, t]] = values[row, t], in place. Positions outside of the cache are
+// not written.
+ffi::Error WriteTokensCpu(ffi::AnyBuffer entries, ffi::AnyBuffer positions, ffi::AnyBuffer values,
+                          ffi::Result<ffi::AnyBuffer> written) {
+  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("values", values.element_type(), entries.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("written", written->element_type(), entries.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("entries [b, m, s, d]", entries.dimensions(), 4));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("positions [b, t]", positions.dimensions(), 2));
+  const int64_t b = entries.dimensions()[0], m = entries.dimensions()[1];
+  const int64_t s = entries.dimensions()[2], d = entries.dimensions()[3];
+  const int64_t t = positions.dimensions()[1];
+  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("values [b, t, m, d]", values.dimensions(), {b, t, m, d}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("written [b, m, s, d]", written->dimensions(), {b, m, s, d}));
+  if (values.size_bytes() == 0) return ffi::Error::Success();
+  const size_t bytes = values.size_bytes() / static_cast<size_t>(b * t * m);
+  auto* target = static_cast<uint8_t*>(written->untyped_data());
+  const auto* source = Data<uint8_t>(values);
+  for (int64_t token = 0; token < b * t; ++token) {
+    const int64_t position = Data<int32_t>(positions)[token];
+    if (position < 0 || position >= s) continue;
+    for (int64_t head = 0; head < m; ++head) {
+      const int64_t place = (token / t * m + head) * s + position;
+      std::memcpy(target + place * bytes, source + (token * m + head) * bytes, bytes);
+    }
+  }
+  return ffi::Error::Success();
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     kMoEW4A16Cpu, MoEW4A16Cpu,
     ffi::Ffi::Bind()
@@ -269,12 +320,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kDenseCpu, DenseCpu,
                                   .Ret<ffi::AnyBuffer>()  // y       [m, n] F32
                                   .Attrs());              // isa
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kReadRowsCpu, ReadRowsCpu,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()    // table  [v, h] of any type
+                                  .Arg<ffi::AnyBuffer>()    // ids    [n] S32
+                                  .Ret<ffi::AnyBuffer>());  // rows   [n, h]
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kWriteTokensCpu, WriteTokensCpu,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()    // entries    [b, m, s, d] of any type
+                                  .Arg<ffi::AnyBuffer>()    // positions  [b, t] S32
+                                  .Arg<ffi::AnyBuffer>()    // values     [b, t, m, d]
+                                  .Ret<ffi::AnyBuffer>());  // written    entries, in place
+
 const std::vector<NamedHandler>& Handlers() {
   static const std::vector<NamedHandler> handlers = {
-      {"nvfp4_moe_w4a16_cpu", kMoEW4A16Cpu},
-      {"nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmW4A16Cpu},
-      {"nvfp4_quantize_cpu", kQuantizeCpu},
-      {"nvfp4_dense_cpu", kDenseCpu},
+      {"nvfp4_moe_w4a16_cpu", kMoEW4A16Cpu}, {"nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmW4A16Cpu},
+      {"nvfp4_quantize_cpu", kQuantizeCpu},  {"nvfp4_dense_cpu", kDenseCpu},
+      {"nvfp4_read_rows_cpu", kReadRowsCpu}, {"nvfp4_write_tokens_cpu", kWriteTokensCpu},
   };
   return handlers;
 }

@@ -11,6 +11,25 @@
 namespace nvfp4::cpu {
 namespace {
 
+using Floats4 = float __attribute__((vector_size(4 * sizeof(float))));
+using Floats8 = float __attribute__((vector_size(8 * sizeof(float))));
+
+// Vectors of floats, of which a CPU has `registers`.
+template <typename Vector, int registers>
+struct Vectors {
+  static constexpr int kWidth = sizeof(Vector) / sizeof(float), kRegisters = registers;
+  using Floats = Vector;
+
+  // Converts bfloat16 numbers.
+  __attribute__((always_inline)) static inline Floats Widen(const uint16_t* numbers) {
+    uint32_t bits[kWidth];
+    for (int i = 0; i < kWidth; ++i) bits[i] = static_cast<uint32_t>(numbers[i]) << 16;
+    Floats floats;
+    std::memcpy(&floats, bits, sizeof(floats));
+    return floats;
+  }
+};
+
 constexpr int64_t kChunk = 256;  // values of a row that are processed at a time
 
 inline float HalfToFloat(uint16_t half) {

@@ -33,6 +33,11 @@
 #pragma GCC target("avx2,fma,f16c")
 
 #include "elementwise.h"
+
+namespace nvfp4::cpu {
+using DenseVectors = Vectors<Floats8, 16>;
+}  // namespace nvfp4::cpu
+
 #include "few_rows.h"  // after elementwise.h, which it needs
 
 namespace nvfp4::cpu {

@@ -37,8 +37,9 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,prefer-vector-width=512")
 
 #include "elementwise.h"
-#include "few_rows.h"  // after elementwise.h, which it needs
 #include "unpack_avx512.h"
+
+#include "few_rows.h"  // after both, which it needs
 
 namespace nvfp4::cpu {
 namespace {

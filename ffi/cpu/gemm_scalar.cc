@@ -19,7 +19,12 @@
 #include "kernels.h"
 
 #include "elementwise.h"  // after kernels.h, which it needs
-#include "few_rows.h"     // after elementwise.h, which it needs
+
+namespace nvfp4::cpu {
+using DenseVectors = Vectors<Floats4, 16>;
+}  // namespace nvfp4::cpu
+
+#include "few_rows.h"  // after elementwise.h, which it needs
 
 namespace nvfp4::cpu {
 namespace {

@@ -10,6 +10,17 @@
 namespace nvfp4::cpu {
 namespace {
 
+// As `Vectors` of elementwise.h, whose Widen GCC 12 compiles to three times as many instructions.
+struct DenseVectors {
+  static constexpr int kWidth = 16, kRegisters = 32;
+  using Floats = __m512;
+
+  __attribute__((always_inline)) static inline __m512 Widen(const uint16_t* numbers) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+};
+
 // Returns 256 * e2m1(code) in bfloat16, for each code twice. The factor 256 cancels the 2^-8 of
 // ScaleVector.
 inline __m512i CodeTable() {

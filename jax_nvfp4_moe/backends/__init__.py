@@ -20,6 +20,7 @@ from jax_nvfp4_moe.backends.cuda import (
     QUANTIZE_CUDA,
     ROUTE_CUDA,
 )
+from jax_nvfp4_moe.backends.moves import MOVES_CPU
 from jax_nvfp4_moe.backends.recurrent import CONVOLUTION_CUDA, DELTA_RULE_CUDA, RECURRENT_CUDA
 from jax_nvfp4_moe.backends.reference import REFERENCE
 from jax_nvfp4_moe.backends.sm100 import MOE_W4A4_SM100
@@ -48,6 +49,7 @@ BACKENDS = (
     MOE_W4A16_CPU,
     QUANTIZE_CPU,
     DENSE_CPU,
+    MOVES_CPU,
     ATTENTION_CPU,
     CALL_CHAIN_CPU,
     REFERENCE,

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_nvfp4_moe.numerics.cache import append
+from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.numerics.norms import normalize
 from jax_nvfp4_moe.numerics.rope import Rope, pair_halves, rotate
 

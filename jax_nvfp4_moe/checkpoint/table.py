@@ -162,6 +162,7 @@ class WeightTable:
         *,
         dtype: Any = None,
         stored: tuple[int, ...] | None = None,
+        keeps_bfloat16: bool = False,
     ) -> Source:
         """Find the tensor `name`, which modules keep in a float dtype, such as a router's weight.
 
@@ -175,9 +176,13 @@ class WeightTable:
             other dtype expects floats. None takes `LoadOptions.dtype`.
           stored: the shape that the tensor must have, if it has further axes of length 1. None
             takes `shape`.
+          keeps_bfloat16: whether the result is bfloat16 if the file stores bfloat16, whatever
+            `dtype` is. False by default.
         """
         dtype = dtype or self._options.dtype
         info = self._planner.find(name)
+        if keeps_bfloat16 and info is not None and info.dtype == "BF16":
+            dtype = jnp.bfloat16
         if info is not None and info.dtype in ("U8", "F8_E4M3") and name.endswith(".weight"):
             return self._dequantized(name.removesuffix(".weight"), tuple(shape), dtype)
         buffer = self._planner.array(name, tuple(shape), dtype, stored)

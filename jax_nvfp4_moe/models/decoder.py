@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int32
 
 from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.backends.moves import read_rows
 from jax_nvfp4_moe.models.scores import TokenScores, score_targets
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.dense import DenseLinear, FP8Linear
@@ -277,7 +278,7 @@ class Decoder(nnx.Module):
     def embed(self, table, input_ids):
         """Return the vectors of tokens ``[b, t, h]``; `table` is the embedding's value."""
         if self.expert_mesh is None:
-            return table[input_ids]
+            return read_rows(table, input_ids)
         return look_up(self.embedding, input_ids, self.expert_mesh)
 
     def open_stream(self, table: Array, input_ids: Int32[Array, "b t"]) -> Any:

@@ -321,7 +321,7 @@ def build_moe(config: DeepseekV4Config, layer: int, make: Builder) -> NVFP4MoE:
         router=config.router,
         activation=config.activation,
         params=params,
-        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
         router_bias=bias,
         token_experts=table,
         shared_experts=shared,

@@ -274,7 +274,7 @@ def build_moe(config: Gemma4Config, layer: int, make: Builder) -> NVFP4MoE:
         router=config.router,
         activation=_ACTIVATION,
         params=params,
-        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
         router_norm=RouterNorm(scale, config.eps),
         router_scale=make.array(f"{path}.router_scale", (e,), dtype=jnp.float32),
         shared_experts=build_gated_mlp(

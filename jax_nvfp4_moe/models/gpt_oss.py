@@ -156,7 +156,7 @@ def build_moe(config: GptOssConfig, layer: int, make: Builder) -> NVFP4MoE:
         # The file alternates gate and up rows. Loading has put the gate rows before the up rows.
         activation=find_activation("swigluoai_uninterleave", limit=_LIMIT),
         params=params,
-        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
         router_logit_bias=make.array(f"{path}.router_logit_bias", (e,), dtype=jnp.float32),
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),

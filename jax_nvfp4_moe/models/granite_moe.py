@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields
@@ -271,7 +270,7 @@ def build_moe(config: GraniteConfig, layer: int, make: Builder) -> NVFP4MoE:
         config.intermediate,
         router=config.router,
         params=params,
-        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),

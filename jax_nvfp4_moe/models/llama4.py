@@ -279,7 +279,7 @@ def build_moe(config: Llama4Config, layer: int, make: Builder) -> NVFP4MoE:
         config.intermediate,
         router=config.router,
         params=params,
-        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,
         **make.settings.block_arguments(),

@@ -180,7 +180,7 @@ def build_moe(config: MiniMaxM3Config, layer: int, make: Builder) -> NVFP4MoE:
         router=config.router,
         activation=config.activation,
         params=params,
-        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
         router_bias=make.array(f"{path}.router_bias", (e,), dtype=jnp.float32),
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,

@@ -381,7 +381,7 @@ def build_moe(config: NemotronHConfig, layer: int, make: Builder) -> NVFP4MoE:
         router=sizes.router,
         activation=config.activation,
         params=params,
-        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
         router_bias=make.array(f"{path}.router_bias", (e,), dtype=jnp.float32),
         shared_experts=build_mlp(config, make, f"{path}.shared_experts", sizes.shared_intermediate),
         latent=latent,

@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from jax_nvfp4_moe.checkpoint.errors import quoted
 from jax_nvfp4_moe.models.config import Fields, read_rope
 from jax_nvfp4_moe.models.decoder import Architecture, Decoder, build_decoder
@@ -228,7 +226,7 @@ def build_moe(config: Qwen3NextConfig, layer: int, make: Builder) -> NVFP4MoE:
         config.intermediate,
         router=config.router,
         params=params,
-        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
         shared_experts=shared,
         shared_gate=make.linear(f"{path}.shared_gate", 1, h),
         checkpoint_scheme=checkpoint_scheme,

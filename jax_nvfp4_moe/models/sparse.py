@@ -276,7 +276,7 @@ def build_block(
         router=config.router,
         activation=activation,
         params=params,
-        router_weight=make.array(f"{path}.router_weight", (e, h), dtype=jnp.float32),
+        router_weight=make.router_weight(f"{path}.router_weight", (e, h)),
         router_bias=router_bias,
         shared_experts=shared,
         checkpoint_scheme=checkpoint_scheme,

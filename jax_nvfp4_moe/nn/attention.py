@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.checkpoint.values import CacheScales
-from jax_nvfp4_moe.numerics.cache import append
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
 
 # Name of a cache entry of `KeysAndValues` -> its axis of heads.

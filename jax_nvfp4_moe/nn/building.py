@@ -163,6 +163,25 @@ class Builder:
         )
         return self._note(path, {"": source}, lambda values: values[""])
 
+    def router_weight(self, path: str, shape: Sequence[int]) -> jax.Array:
+        """Make the weight of a router, which is replicated on all devices.
+
+        It is float32. Tensor cores multiply bfloat16 numbers exactly, so on a GPU the weight stays
+        in bfloat16 if both the file and the model have that dtype.
+
+        Args:
+          path: path of the weight.
+          shape: its shape ``[e, h]``.
+        """
+        settings = self.settings
+        source = self._table.array(
+            self.key(path),
+            tuple(shape),
+            dtype=jnp.float32,
+            keeps_bfloat16=settings.dtype == jnp.bfloat16 and settings.target.platform == "cuda",
+        )
+        return self._note(path, {"": source}, lambda values: values[""])
+
     def variable(
         self,
         path: str,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.backends.latents import rotate_key
 from jax_nvfp4_moe.nn.attention import build_keys_and_values, empty_entries
 from jax_nvfp4_moe.nn.building import Builder
@@ -22,7 +23,6 @@ from jax_nvfp4_moe.nn.indexer import IndexerSizes
 from jax_nvfp4_moe.nn.intermediates import is_recorded, record
 from jax_nvfp4_moe.nn.linear import NVFP4Linear
 from jax_nvfp4_moe.nn.packing import is_spread, pack_like, spread
-from jax_nvfp4_moe.numerics.cache import append
 from jax_nvfp4_moe.numerics.rope import Rope
 from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chosen_keys import attend_to_chosen

@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_nvfp4_moe.backends.moves import read_rows
 from jax_nvfp4_moe.parallel.dispatch import share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import TENSOR, ExpertMesh
 from jax_nvfp4_moe.parallel.shard_spec import (
@@ -235,7 +236,7 @@ def look_up(
         table = table.get_value()
         own = ids - lax.axis_index(TENSOR) * table.shape[0]
         here = (own >= 0) & (own < table.shape[0])
-        rows = table[jnp.where(here, own, 0)]
+        rows = read_rows(table, jnp.where(here, own, 0))
         return lax.psum(jnp.where(here[..., None], rows, jnp.zeros((), rows.dtype)), TENSOR)
 
     return run_shards(expert_mesh, look, table, ids)

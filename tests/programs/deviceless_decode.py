@@ -44,7 +44,8 @@ class Shapes:
     def has_under(self, prefix) -> bool:
         return True
 
-    def array(self, name, shape, *, dtype=None, stored=None):
+    def array(self, name, shape, *, dtype=None, stored=None, keeps_bfloat16=False):
+        dtype = jnp.bfloat16 if keeps_bfloat16 else dtype
         return source(name, array(shape, dtype or jnp.bfloat16))
 
     def linear(self, prefix, n, k, *, bias=False):

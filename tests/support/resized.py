@@ -45,7 +45,7 @@ class Asked:
     def cache_scales(self, prefix, **heads):
         return None
 
-    def array(self, name, shape, *, dtype=None, stored=None):
+    def array(self, name, shape, *, dtype=None, stored=None, keeps_bfloat16=False):
         self.arrays[name] = tuple(stored or shape)
         return abstract(name, jax.ShapeDtypeStruct(shape, dtype or jnp.float32))
 

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.backends.moves import write_tokens
+
 
 def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
     """Write new tokens into the cache.
@@ -20,13 +22,9 @@ def append(entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d
     """
     if entries is None:
         return {name: jnp.moveaxis(value, 1, 2) for name, value in new.items()}, None
-    row = jnp.arange(positions.shape[0])[:, None, None]
     written = {}
     for name, value in new.items():
-        # The heads are indexed too. Without their index, XLA turns the scatter into copies of all
-        # entries.
-        place = entries[name].at[row, jnp.arange(value.shape[2]), positions[:, :, None]]
-        put = place.set(value, mode="drop", unique_indices=True)
+        put = write_tokens(entries[name], positions, value)
         # Without the constraint, XLA would store the keys of a single row transposed inside its
         # loops, and copy them at each call.
         written[name] = with_layout_constraint(put, Layout((0, 1, 2, 3)))

@@ -1,0 +1,108 @@
+"""Read rows of a table, and write tokens into a cache, on a CPU by kernels that copy bytes.
+
+XLA on a CPU gathers and scatters numbers of less than 32 bits in float32. It converts the whole
+array first, and after a scatter back again. A call of `generate` so made a float32 copy of the
+embedding, which is 1.2 GB for Qwen3-30B-A3B, and each step copies of the keys and values of all
+layers. Other platforms take XLA's own gather and scatter.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32, Shaped
+
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.numerics.layouts import CANONICAL
+from jax_nvfp4_moe.scheme import Backend, Capability, Device
+
+
+@jax.custom_jvp
+def read_rows(table: Shaped[Array, "v h"], ids: Int32[Array, "..."]) -> Shaped[Array, "... h"]:
+    """Return ``table[ids]``. Ids beyond an end read the row at that end."""
+    return _on_platform("read_rows", _read_rows)(table, ids)
+
+
+@read_rows.defjvp
+def _read_rows_jvp(primals, tangents):
+    return read_rows(*primals), _read_rows(tangents[0], primals[1])
+
+
+def _read_rows(table, ids):
+    return table.at[ids].get(mode="clip")
+
+
+def _read_rows_cpu(table, ids):
+    rows = jax.ShapeDtypeStruct((ids.size, table.shape[1]), table.dtype)
+    call = jax.ffi.ffi_call("nvfp4_read_rows_cpu", rows, vmap_method="sequential")
+    return call(table, ids.reshape(-1)).reshape(*ids.shape, table.shape[1])
+
+
+@jax.custom_jvp
+def write_tokens(
+    entries: Shaped[Array, "b m s d"],
+    positions: Int32[Array, "b t"],
+    values: Shaped[Array, "b t m d"],
+) -> Shaped[Array, "b m s d"]:
+    """Return a cache with the keys or the values of new tokens at their positions.
+
+    Args:
+      entries: keys or values in the cache, of any dtype. If the caller donates the array, it is
+        changed in place.
+      positions: position of each token, 0 or more, all different in a row. Tokens at positions of s
+        or more are dropped.
+      values: keys or values of the new tokens, in the dtype of `entries`.
+    """
+    return _on_platform("write_tokens", _write_tokens)(entries, positions, values)
+
+
+@write_tokens.defjvp
+def _write_tokens_jvp(primals, tangents):
+    entries_dot, _, values_dot = tangents
+    return write_tokens(*primals), _write_tokens(entries_dot, primals[1], values_dot)
+
+
+def _write_tokens(entries, positions, values):
+    # The heads are indexed too. Without their index, XLA turns the scatter into copies of all
+    # entries.
+    rows, heads = jnp.arange(len(entries)), jnp.arange(entries.shape[1])
+    place = entries.at[rows[:, None, None], heads, positions[:, :, None]]
+    return place.set(values, mode="drop", unique_indices=True)
+
+
+def _write_tokens_cpu(entries, positions, values):
+    whole = jax.ShapeDtypeStruct(entries.shape, entries.dtype)
+    call = jax.ffi.ffi_call(
+        "nvfp4_write_tokens_cpu",
+        whole,
+        vmap_method="sequential",
+        input_output_aliases={0: 0},
+    )
+    return call(entries, positions, values)
+
+
+MOVES_CPU = Backend(
+    name="moves_cpu",
+    can=Capability(
+        ops=frozenset({"read_rows", "write_tokens"}),
+        devices=(Device(frozenset({None})),),
+        platform="cpu",
+        extension="_nvfp4_cpu",
+    ),
+    layout=CANONICAL,
+    lower={"read_rows": _read_rows_cpu, "write_tokens": _write_tokens_cpu},
+    status="executed, measured",
+    ffi_targets=("nvfp4_read_rows_cpu", "nvfp4_write_tokens_cpu"),
+)
+
+
+def _on_platform(op, plain):
+    """Return a function that runs the kernel on a CPU, and `plain` elsewhere."""
+    if _ffi.why_unavailable(MOVES_CPU.can.extension) is not None:
+        return plain
+    return functools.partial(_choose, MOVES_CPU.lower[op], plain)
+
+
+def _choose(kernel, plain, *operands):
+    return lax.platform_dependent(*operands, cpu=kernel, default=plain)
