@@ -34,7 +34,7 @@ HOPPER_ATTENTION = {
     "ILi256ELi256ELi64ELi2E": (2 * (16 + 8), 32),
 }
 NORM_KERNELS = 10  # instances of AddRmsNorm: five pairs of dtypes, two lengths of rows
-HEAD_KERNELS = 8  # instances of PrepareHeads: four pairs of dtypes, two widths
+HEAD_KERNELS = 16  # instances of PrepareHeads: four pairs of dtypes, two widths, few and many heads
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
