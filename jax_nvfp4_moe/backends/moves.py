@@ -15,18 +15,32 @@ from jaxtyping import Array, Int32, Shaped
 
 from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
-from jax_nvfp4_moe.scheme import Backend, Capability, Device
+from jax_nvfp4_moe.scheme import Backend, Capability, Device, Target
+
+
+def read_rows(
+    table: Shaped[Array, "v h"], ids: Int32[Array, "..."], target: Target | None = None
+) -> Shaped[Array, "... h"]:
+    """Return ``table[ids]``. Ids beyond an end read the row at that end.
+
+    Args:
+      table: array of any dtype.
+      ids: indices of rows.
+      target: the `Target` to lower for. None (default) lowers for any platform.
+    """
+    if target is not None and target.platform != "cpu":
+        return _read_rows(table, ids)
+    return _read_rows_anywhere(table, ids)
 
 
 @jax.custom_jvp
-def read_rows(table: Shaped[Array, "v h"], ids: Int32[Array, "..."]) -> Shaped[Array, "... h"]:
-    """Return ``table[ids]``. Ids beyond an end read the row at that end."""
+def _read_rows_anywhere(table, ids):
     return _on_platform("read_rows", _read_rows)(table, ids)
 
 
-@read_rows.defjvp
+@_read_rows_anywhere.defjvp
 def _read_rows_jvp(primals, tangents):
-    return read_rows(*primals), _read_rows(tangents[0], primals[1])
+    return _read_rows_anywhere(*primals), _read_rows(tangents[0], primals[1])
 
 
 def _read_rows(table, ids):

@@ -278,7 +278,7 @@ class Decoder(nnx.Module):
     def embed(self, table, input_ids):
         """Return the vectors of tokens ``[b, t, h]``; `table` is the embedding's value."""
         if self.expert_mesh is None:
-            return read_rows(table, input_ids)
+            return read_rows(table, input_ids, self.norm.target)
         return look_up(self.embedding, input_ids, self.expert_mesh)
 
     def open_stream(self, table: Array, input_ids: Int32[Array, "b t"]) -> Any:

@@ -166,12 +166,8 @@ class Builder:
     def router_weight(self, path: str, shape: Sequence[int]) -> jax.Array:
         """Make the weight of a router, which is replicated on all devices.
 
-        It is float32. Tensor cores multiply bfloat16 numbers exactly, so on a GPU the weight stays
-        in bfloat16 if both the file and the model have that dtype.
-
-        Args:
-          path: path of the weight.
-          shape: its shape ``[e, h]``.
+        It is float32, or bfloat16 on a GPU if file and model have that dtype: tensor cores multiply
+        such numbers exactly. `path` is the path of the weight, and `shape` its shape ``[e, h]``.
         """
         settings = self.settings
         source = self._table.array(
