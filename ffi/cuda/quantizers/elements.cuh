@@ -23,8 +23,8 @@ template <>
 __device__ __forceinline__ float FromFloat<float>(float value) {
   return value;
 }
-// The conversion of two numbers at once runs at the full rate. That of a single number takes four
-// to eight times as long.
+// The conversion of two numbers (F2FP) runs on the arithmetic units. That of a single number (F2F)
+// runs on a unit with fewer lanes.
 template <>
 __device__ __forceinline__ __half FromFloat<__half>(float value) {
   return __floats2half2_rn(value, 0.0f).x;
