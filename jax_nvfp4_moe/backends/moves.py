@@ -1,12 +1,10 @@
 """Read rows of a table, and write tokens into a cache, on a CPU by kernels that copy bytes.
 
 XLA on a CPU gathers and scatters numbers of less than 32 bits in float32. It converts the whole
-array first, and after a scatter back again. A call of `generate` so made a float32 copy of the
-embedding, which is 1.2 GB for Qwen3-30B-A3B, and each step copies of the keys and values of all
-layers. Other platforms take XLA's own gather and scatter.
+array first, and after a scatter it converts the result back. With these operations, each call of
+`generate` would make a float32 copy of the embedding, which is 1.2 GB for Qwen3-30B-A3B. Each step
+would convert the keys and values of all layers. Other platforms take XLA's gather and scatter.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +33,7 @@ def read_rows(
 
 @jax.custom_jvp
 def _read_rows_anywhere(table, ids):
-    return _on_platform("read_rows", _read_rows)(table, ids)
+    return _run("read_rows", _read_rows, table, ids)
 
 
 @_read_rows_anywhere.defjvp
@@ -68,7 +66,7 @@ def write_tokens(
         or more are dropped.
       values: keys or values of the new tokens, in the dtype of `entries`.
     """
-    return _on_platform("write_tokens", _write_tokens)(entries, positions, values)
+    return _run("write_tokens", _write_tokens, entries, positions, values)
 
 
 @write_tokens.defjvp
@@ -111,12 +109,8 @@ MOVES_CPU = Backend(
 )
 
 
-def _on_platform(op, plain):
-    """Return a function that runs the kernel on a CPU, and `plain` elsewhere."""
+def _run(op, plain, *operands):
+    """Run the kernel of `op` where the program is lowered for a CPU, and `plain` elsewhere."""
     if _ffi.why_unavailable(MOVES_CPU.can.extension) is not None:
-        return plain
-    return functools.partial(_choose, MOVES_CPU.lower[op], plain)
-
-
-def _choose(kernel, plain, *operands):
-    return lax.platform_dependent(*operands, cpu=kernel, default=plain)
+        return plain(*operands)
+    return lax.platform_dependent(*operands, cpu=MOVES_CPU.lower[op], default=plain)

@@ -148,6 +148,7 @@ class Builder:
         *,
         dtype: Any = None,
         stored: Sequence[int] | None = None,
+        keeps_bfloat16: bool = False,
     ) -> jax.Array:
         """Make the value of a variable that is replicated on all devices.
 
@@ -157,26 +158,22 @@ class Builder:
           dtype: dtype of the value. None takes the model's dtype.
           stored: shape of the tensor in the file, if it has further axes of length 1. None takes
             `shape`.
+          keeps_bfloat16: as for `WeightTable.array`. False by default.
         """
-        source = self._table.array(
-            self.key(path), tuple(shape), dtype=dtype, stored=stored and tuple(stored)
-        )
+        stored = stored and tuple(stored)
+        options = {"dtype": dtype, "stored": stored, "keeps_bfloat16": keeps_bfloat16}
+        source = self._table.array(self.key(path), tuple(shape), **options)
         return self._note(path, {"": source}, lambda values: values[""])
 
     def router_weight(self, path: str, shape: Sequence[int]) -> jax.Array:
-        """Make the weight of a router, which is replicated on all devices.
+        """Make the weight ``[e, h]`` of a router, which is replicated on all devices.
 
-        It is float32, or bfloat16 on a GPU if file and model have that dtype: tensor cores multiply
-        such numbers exactly. `path` is the path of the weight, and `shape` its shape ``[e, h]``.
+        It is float32. On a GPU it stays in bfloat16 if file and model have that dtype, because
+        tensor cores multiply such numbers exactly.
         """
         settings = self.settings
-        source = self._table.array(
-            self.key(path),
-            tuple(shape),
-            dtype=jnp.float32,
-            keeps_bfloat16=settings.dtype == jnp.bfloat16 and settings.target.platform == "cuda",
-        )
-        return self._note(path, {"": source}, lambda values: values[""])
+        exact = settings.dtype == jnp.bfloat16 and settings.target.platform == "cuda"
+        return self.array(path, shape, dtype=jnp.float32, keeps_bfloat16=exact)
 
     def variable(
         self,
