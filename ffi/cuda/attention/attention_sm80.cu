@@ -288,10 +288,10 @@ struct WarpRows {
       for (int group = 0; group < F::kGroups; ++group) {
         const float (&low)[4] = weights[group][2 * pair];
         const float (&high)[4] = weights[group][2 * pair + 1];
-        a[group][0] = Pair<T>(low[0], low[1]);
-        a[group][1] = Pair<T>(low[2], low[3]);
-        a[group][2] = Pair<T>(high[0], high[1]);
-        a[group][3] = Pair<T>(high[2], high[3]);
+        a[group][0] = MakePair<T>(low[0], low[1]);
+        a[group][1] = MakePair<T>(low[2], low[3]);
+        a[group][2] = MakePair<T>(high[0], high[1]);
+        a[group][3] = MakePair<T>(high[2], high[3]);
       }
 #pragma unroll
       for (int step = 0; step < kValueTiles / 2; ++step) {
@@ -411,8 +411,8 @@ __device__ __forceinline__ void StoreOutputs(const AttentionGrid& p, const TileP
   for (int tile = 0; tile < F::kOwnTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = Pair<T>(rows.values[group][tile][2 * half] * inverse[half],
-                                    rows.values[group][tile][2 * half + 1] * inverse[half]);
+      const uint32_t pair = MakePair<T>(rows.values[group][tile][2 * half] * inverse[half],
+                                        rows.values[group][tile][2 * half + 1] * inverse[half]);
       memcpy(memory + UnitOffset<F::kValueWidth>(g + 8 * half, first_tile + tile) + 4 * q, &pair,
              sizeof(pair));
     }

@@ -194,8 +194,8 @@ struct RowSoftmax {
         sum += own[vector][i];
       }
       *reinterpret_cast<uint2*>(weights + WeightOffset(row, key / kUnit) + key % kUnit * 2) =
-          make_uint2(Pair<T>(own[vector][0], own[vector][1]),
-                     Pair<T>(own[vector][2], own[vector][3]));
+          make_uint2(MakePair<T>(own[vector][0], own[vector][1]),
+                     MakePair<T>(own[vector][2], own[vector][3]));
     }
     if (Member() == 0) facts->factor[row] = shrink;
   }
@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) LatentAttention(const LatentGr
         return static_cast<T*>(p.buffers.y) + RowIndex(p, at, at.first_row + row) * value_width;
       },
       [&](T* place, float low, float high) {
-        *reinterpret_cast<uint32_t*>(place) = Pair<T>(low * inverse, high * inverse);
+        *reinterpret_cast<uint32_t*>(place) = MakePair<T>(low * inverse, high * inverse);
       });
 }
 

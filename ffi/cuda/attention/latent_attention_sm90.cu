@@ -124,7 +124,7 @@ struct Group {
     for (int j = 0; j < kKeys / 16; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        weights[j][i] = Pair<T>(scores[8 * j + 2 * i], scores[8 * j + 2 * i + 1]);
+        weights[j][i] = MakePair<T>(scores[8 * j + 2 * i], scores[8 * j + 2 * i + 1]);
       }
     }
     const uint32_t b = TransposedAddress(keys + Index() * kGroupParts * kPartBytes, kPartBytes);
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 1) LatentAttentionSm90(const LatentG
     const float inverse = total > 0.0f ? FastReciprocal(total) : 0.0f;
     T* y = static_cast<T*>(p.buffers.y) + RowIndex(p, at, at.first_row + row) * value_width;
     group.ForEach(half, value_width, y, [inverse](T* place, float low, float high) {
-      *reinterpret_cast<uint32_t*>(place) = Pair<T>(low * inverse, high * inverse);
+      *reinterpret_cast<uint32_t*>(place) = MakePair<T>(low * inverse, high * inverse);
     });
   }
 }

@@ -99,10 +99,8 @@ __global__ void __launch_bounds__(kThreads) MergeParts(const MergeGrid p) {
     sum.z += other.z;
     sum.w += other.w;
   }
-  const T rounded[kVector] = {FromFloat<T>(sum.x * inverse), FromFloat<T>(sum.y * inverse),
-                              FromFloat<T>(sum.z * inverse), FromFloat<T>(sum.w * inverse)};
-  uint2 words;
-  memcpy(&words, rounded, sizeof(words));
+  const uint2 words = make_uint2(MakePair<T>(sum.x * inverse, sum.y * inverse),
+                                 MakePair<T>(sum.z * inverse, sum.w * inverse));
   const int64_t query = static_cast<int64_t>(head_index / num_heads) * shape.t + row / p.group;
   T* y = static_cast<T*>(p.y) + (query * shape.n + head) * width + column;
   *reinterpret_cast<uint2*>(y) = words;

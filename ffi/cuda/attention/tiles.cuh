@@ -4,8 +4,6 @@
 // conflicts. The columns of a tile are a multiple of 64.
 #pragma once
 
-#include <cstring>
-
 #include "cuda/instructions/ampere.cuh"
 #include "cuda/quantizers/elements.cuh"
 #include "cuda/warp_sum.cuh"
@@ -63,14 +61,5 @@ struct Consecutive {
     return row;
   }
 };
-
-// Returns two values in the 16-bit type T, in one word.
-template <typename T>
-__device__ __forceinline__ uint32_t Pair(float low, float high) {
-  const T halves[2] = {FromFloat<T>(low), FromFloat<T>(high)};
-  uint32_t word;
-  memcpy(&word, halves, sizeof(word));
-  return word;
-}
 
 }  // namespace nvfp4

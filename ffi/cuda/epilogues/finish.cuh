@@ -24,19 +24,6 @@
 
 namespace nvfp4 {
 
-template <typename T>
-__device__ __forceinline__ uint32_t MakePair(float first, float second);
-template <>
-__device__ __forceinline__ uint32_t MakePair<__nv_bfloat16>(float first, float second) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t MakePair<__half>(float first, float second) {
-  const __half2 pair = __floats2half2_rn(first, second);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 // The scales and biases of the two weight rows of a lane, low and high. For rows that are padding,
 // the values are arbitrary.
 struct LaneRows {

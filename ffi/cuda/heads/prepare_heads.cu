@@ -39,39 +39,8 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kTogether = 8;     // heads of a warp with many tokens; half as many if wider than 128
 constexpr int kFewHeads = 4096;  // heads of all tokens that take a warp each: they run at once
 
-// Two neighboring channels. Arithmetic with two 16-bit numbers at once takes a third of the
-// instructions of arithmetic with one after the other, which would bound this kernel.
-template <typename T>
-struct WordOf;
-template <>
-struct WordOf<__half> {
-  using Type = __half2;
-};
-template <>
-struct WordOf<__nv_bfloat16> {
-  using Type = __nv_bfloat162;
-};
-template <>
-struct WordOf<float> {
-  using Type = float2;
-};
-template <typename T>
-using Word = typename WordOf<T>::Type;
-
-__device__ __forceinline__ float2 ToFloats(__half2 word) { return __half22float2(word); }
-__device__ __forceinline__ float2 ToFloats(__nv_bfloat162 word) { return __bfloat1622float2(word); }
-__device__ __forceinline__ float2 ToFloats(float2 word) { return word; }
-
-template <typename T>
-__device__ __forceinline__ Word<T> FromFloats(float x, float y) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return make_float2(x, y);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __floats2half2_rn(x, y);
-  } else {
-    return __floats2bfloat162_rn(x, y);
-  }
-}
+// Arithmetic with two 16-bit numbers at once (Word) takes a third of the instructions of arithmetic
+// with one after the other, which would bound this kernel.
 
 // The products, rounded once to the type of the words.
 __device__ __forceinline__ __half2 Multiply(__half2 a, __half2 b) { return __hmul2_rn(a, b); }

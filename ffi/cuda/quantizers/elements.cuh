@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "nvfp4.h"
 
@@ -32,6 +33,50 @@ __device__ __forceinline__ __half FromFloat<__half>(float value) {
 template <>
 __device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float value) {
   return __floats2bfloat162_rn(value, 0.0f).x;
+}
+
+// Two neighboring numbers of type T in one register, or in two for float.
+template <typename T>
+struct WordOf;
+template <>
+struct WordOf<__half> {
+  using Type = __half2;
+};
+template <>
+struct WordOf<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+};
+template <>
+struct WordOf<float> {
+  using Type = float2;
+};
+template <typename T>
+using Word = typename WordOf<T>::Type;
+
+__device__ __forceinline__ float2 ToFloats(__half2 word) { return __half22float2(word); }
+__device__ __forceinline__ float2 ToFloats(__nv_bfloat162 word) { return __bfloat1622float2(word); }
+__device__ __forceinline__ float2 ToFloats(float2 word) { return word; }
+
+template <typename T>
+__device__ __forceinline__ Word<T> FromFloats(float x, float y) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return make_float2(x, y);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __floats2half2_rn(x, y);
+  } else {
+    return __floats2bfloat162_rn(x, y);
+  }
+}
+
+// Returns two numbers in the 16-bit type T, the first in the low half. Two calls of FromFloat take
+// more instructions and registers.
+template <typename T>
+__device__ __forceinline__ uint32_t MakePair(float first, float second) {
+  static_assert(sizeof(Word<T>) == sizeof(uint32_t));
+  const Word<T> pair = FromFloats<T>(first, second);
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  return bits;
 }
 
 // Computes scale * value of the eight codes of `word`, the lowest nibble first. The result is
