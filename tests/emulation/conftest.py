@@ -1,9 +1,9 @@
-"""Compile the kernels for the CPU, once for all tests of a worker."""
+"""The kernels for the CPU, compiled once for all workers and for later runs of the same sources."""
 
 import cuda_emulation
 import pytest
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    return cuda_emulation.build(tmp_path_factory.mktemp("emulation"))
+def library(request):
+    return cuda_emulation.load(request.config.cache.mkdir("emulation"))

@@ -1,4 +1,4 @@
-"""The machine code of the CUDA extension, which takes seconds to disassemble."""
+"""The machine code of the CUDA extension."""
 
 import importlib.util
 
@@ -12,8 +12,8 @@ def extension():
 
 
 @pytest.fixture(scope="session")
-def listing(extension):
-    return machine_code.disassemble(extension)
+def listing(extension, request):
+    return machine_code.disassembled(extension, request.config.cache.mkdir("machine_code"))
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,14 @@ threads, so every call runs twice, with the threads in both orders. Operands end
 page, so that an access past their end fails.
 """
 
+import concurrent.futures
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import math
 import mmap
+import os
 import pathlib
 import shutil
 import subprocess
@@ -22,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from float64_layer import Layer, Options, kind_of
 from given import ROOT, TESTS
+from made_once import made_once
 
 from jax_nvfp4_moe.backends.cuda import (
     QUANTIZE_PARTIALS,
@@ -76,29 +80,9 @@ def cutlass_include() -> pathlib.Path:
     return pathlib.Path(spec.submodule_search_locations[0]) / "source/include"
 
 
-def build(folder: pathlib.Path) -> ctypes.CDLL:
-    """Compile the kernels in `folder` and load them."""
-    for header in _FFI.glob("*.h"):
-        shutil.copy(header, folder)
-    for tree in (_FFI / "cuda", _FORMS / "cuda"):  # the replacements overwrite the originals
-        shutil.copytree(tree, folder / "cuda", dirs_exist_ok=True)
-    for source in _FORMS.glob("*.*"):
-        shutil.copy(source, folder)
-    compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{cuda_include()}"]
-    kernels = sorted(p for p in folder.glob("cuda/*/*.cu") if p.stem not in _LEFT_OUT)
-    names = [str(p.relative_to(folder)) for p in kernels] + ["cuda_on_cpu.cc", "driver.cc"]
-    running = [
-        subprocess.Popen(
-            [*compiler, "-include", "cuda_on_cpu.h", "-x", "c++", "-c", name, "-o", f"{name}.o"],
-            cwd=folder,
-        )
-        for name in names
-    ]
-    if any(process.wait() for process in running):
-        raise RuntimeError("g++ could not compile the kernels for the CPU")
-    library = folder / "libemulation.so"
-    objects = [f"{name}.o" for name in names]
-    subprocess.run(["g++", "-shared", *objects, "-o", library], cwd=folder, check=True)
+def load(cache: pathlib.Path) -> ctypes.CDLL:
+    """Load the library of all kernels. It is compiled first if the folder `cache` lacks it."""
+    library = made_once(cache / f"{_fingerprint()}.so", _build)
     loaded = ctypes.CDLL(str(library))
     loaded.moe_workspace_bytes.restype = ctypes.c_int64
     loaded.combined_few_shared_bytes.restype = ctypes.c_int64
@@ -108,6 +92,43 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     loaded.latent_attention_workspace_bytes.restype = ctypes.c_int64
     loaded.delta_rule_workspace_bytes.restype = ctypes.c_int64
     return loaded
+
+
+def _fingerprint() -> str:
+    """Return a hash of the sources, of the compiler and its flags, and of CUDA's number types."""
+    compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
+    found = hashlib.sha256(repr((compiler.stdout, _FLAGS, sorted(_LEFT_OUT))).encode())
+    sources = [*_FFI.glob("*.h"), *(_FFI / "cuda").rglob("*.*"), *_FORMS.rglob("*.*")]
+    headers = [cuda_include() / name for name in ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")]
+    for source in sorted([*sources, *headers]):
+        if source.suffix not in (".py", ".pyc"):
+            found.update(str(source).encode() + source.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _build(folder: pathlib.Path) -> pathlib.Path:
+    """Compile the kernels in `folder`, and return the path of the library."""
+    for header in _FFI.glob("*.h"):
+        shutil.copy(header, folder)
+    for tree in (_FFI / "cuda", _FORMS / "cuda"):  # the replacements overwrite the originals
+        shutil.copytree(tree, folder / "cuda", dirs_exist_ok=True)
+    for source in _FORMS.glob("*.*"):
+        shutil.copy(source, folder)
+    compiler = ["g++", *_FLAGS.split(), f"-I{folder}", f"-I{cuda_include()}"]
+    kernels = sorted(p for p in folder.glob("cuda/*/*.cu") if p.stem not in _LEFT_OUT)
+    names = [str(p.relative_to(folder)) for p in kernels] + ["cuda_on_cpu.cc", "driver.cc"]
+
+    def compile_one(name):
+        command = [*compiler, "-include", "cuda_on_cpu.h", "-x", "c++", "-c", name]
+        return subprocess.run([*command, "-o", f"{name}.o"], cwd=folder, check=False).returncode
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        if any(pool.map(compile_one, names)):
+            raise RuntimeError("g++ could not compile the kernels for the CPU")
+    library = folder / "libemulation.so"
+    objects = [f"{name}.o" for name in names]
+    subprocess.run(["g++", "-shared", *objects, "-o", library], cwd=folder, check=True)
+    return library
 
 
 class Guarded:

@@ -1,11 +1,19 @@
 """Read the machine code of the CUDA extension with cuobjdump."""
 
 import collections
+import concurrent.futures
+import functools
+import hashlib
 import importlib.util
+import itertools
+import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
+
+from made_once import made_once
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100f", "sm_120f")
 # A disassembly names a family without its suffix. Only the listing of cubins shows the suffix.
@@ -35,16 +43,41 @@ def run(*arguments):
     ).stdout
 
 
-def disassemble(extension):
-    """Return architecture -> kernel -> its instructions in order, with their modifiers."""
-    listings, arch, current = {}, {}, []
-    for line in run("--dump-sass", extension).splitlines():
-        if found := re.match(r"\s*code for (\w+)", line):
-            arch = listings.setdefault(SASS_NAMES.get(found[1], found[1]), {})
-        elif found := re.match(r"\s*Function : (\S+)", line):
-            current = arch.setdefault(found[1], [])
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", line):
-            current.append(found[1])
+def disassembled(extension, cache):
+    """Return architecture -> kernel -> its instructions in order, with their modifiers.
+
+    Disassembly takes a minute, so the folder `cache` keeps the result.
+    """
+    name = hashlib.sha256(pathlib.Path(extension).read_bytes()).hexdigest()[:16]
+
+    def make(folder):
+        path = folder / "listing"
+        path.write_text(json.dumps(_disassemble(extension, folder)))
+        return path
+
+    return json.loads(made_once(cache / f"{name}.json", make).read_text())
+
+
+def _disassemble(extension, folder):
+    # cuobjdump takes one core for a whole extension. Its cubins can be read at the same time.
+    subprocess.run(
+        [cuobjdump(), "--extract-elf", "all", extension],
+        cwd=folder,
+        capture_output=True,
+        check=True,
+    )
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        texts = pool.map(functools.partial(run, "--dump-sass"), sorted(folder.glob("*.cubin")))
+        listings, arch, current = {}, {}, []
+        for line in itertools.chain.from_iterable(map(str.splitlines, texts)):
+            if found := re.match(r"\s*code for (\w+)", line):
+                arch = listings.setdefault(SASS_NAMES.get(found[1], found[1]), {})
+            elif found := re.match(r"\s*Function : (\S+)", line):
+                current = arch.setdefault(found[1], [])
+            elif found := re.match(
+                r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", line
+            ):
+                current.append(found[1])
     return listings
 
 
