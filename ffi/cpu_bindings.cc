@@ -1,10 +1,12 @@
 // The module _nvfp4_cpu: the CPU ops as XLA FFI targets. A handler decodes its operands and
 // attributes, checks them, and runs the op. It computes nothing and decides nothing itself.
 //
-//   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu, nvfp4_dense_cpu
+//   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu, nvfp4_dense_cpu,
+//   nvfp4_attention_cpu, nvfp4_latent_attention_cpu, where this CPU has what they need,
+//   nvfp4_read_rows_cpu, nvfp4_write_tokens_cpu
 //
-// nvfp4_call_chain_cpu runs several of these calls in order (call_chain.h). The others take an
-// optional attribute `isa`: "auto" (the default), or a name that isa_levels() returns.
+// nvfp4_call_chain_cpu runs several of these calls in order (call_chain.h). Those of the first line
+// take an optional attribute `isa`: "auto" (the default), or a name that isa_levels() returns.
 //
 // XLA gives CPU handlers no allocator, so scratch memory is the last result, uint8 [bytes].
 // backends/cpu.py computes its size. If it is smaller than the whole call needs, the ops work in
@@ -214,6 +216,67 @@ ffi::Error DenseCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   return ffi::Error::Success();
 }
 
+// `v` holds the values, or the keys again if these are the first columns of the keys.
+ffi::Error RunAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                        ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::AnyBuffer y,
+                        float scale, int32_t window, int32_t chunk) {
+  for (const NamedOperand& operand :
+       {NamedOperand{"q", q}, NamedOperand{"k", k}, NamedOperand{"v", v}, NamedOperand{"y", y}}) {
+    NVFP4_RETURN_IF_ERROR(ExpectType(operand.name, operand.buffer.element_type(), ffi::BF16));
+    NVFP4_RETURN_IF_ERROR(ExpectRank(operand.name, operand.buffer.dimensions(), 4));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectType("sinks", sinks.element_type(), ffi::F32));
+  const int64_t b = q.dimensions()[0], t = q.dimensions()[1], n = q.dimensions()[2];
+  const int64_t d = q.dimensions()[3], m = k.dimensions()[1], s = k.dimensions()[2];
+  const int64_t v_width = v.dimensions()[3], dv = y.dimensions()[3];
+  NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, m, s, d]", k.dimensions(), {b, m, s, d}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("v [b, m, s, dv]", v.dimensions(), {b, m, s, v_width}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
+  NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, n, dv]", y.dimensions(), {b, t, n, dv}));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("sinks [n]", sinks.dimensions(), {n}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("v's width", v_width, dv));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (q)", n, std::max<int64_t>(m, 1)));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("window", window, 0));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("chunk", chunk, 0));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned(
+      {{"q", q}, {"k", k}, {"v", v}, {"positions", positions}, {"sinks", sinks}, {"y", y}},
+      kRules.alignment));
+  const cpu::AttentionArguments arguments = {Data<uint16_t>(q),
+                                             Data<uint16_t>(k),
+                                             Data<uint16_t>(v),
+                                             Data<int32_t>(positions),
+                                             Data<float>(sinks),
+                                             static_cast<uint16_t*>(y.untyped_data()),
+                                             b,
+                                             t,
+                                             n,
+                                             m,
+                                             s,
+                                             d,
+                                             dv,
+                                             v_width,
+                                             scale,
+                                             window,
+                                             chunk};
+  XlaThreadPool threads(pool);
+  cpu::RunAttentionCpu(arguments, threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error AttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                        ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
+                        ffi::Result<ffi::AnyBuffer> y, float scale, int32_t window, int32_t chunk) {
+  return RunAttention(pool, q, k, v, positions, sinks, *y, scale, window, chunk);
+}
+
+ffi::Error LatentAttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                              ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
+                              ffi::Result<ffi::AnyBuffer> y, float scale, int32_t window,
+                              int32_t chunk) {
+  return RunAttention(pool, q, k, k, positions, sinks, *y, scale, window, chunk);
+}
+
 // rows[i] = table[ids[i]]. Ids outside of the table read its first or last row.
 ffi::Error ReadRowsCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::Result<ffi::AnyBuffer> rows) {
   NVFP4_RETURN_IF_ERROR(ExpectType("ids", ids.element_type(), ffi::S32));
@@ -320,6 +383,31 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kDenseCpu, DenseCpu,
                                   .Ret<ffi::AnyBuffer>()  // y       [m, n] F32
                                   .Attrs());              // isa
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttentionCpu, AttentionCpu,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d] BF16
+                                  .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d] BF16
+                                  .Arg<ffi::AnyBuffer>()  // v          [b, m, s, dv] BF16
+                                  .Arg<ffi::AnyBuffer>()  // positions  [b, t] S32
+                                  .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0] F32
+                                  .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv] BF16
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("window")    // 0 for none
+                                  .Attr<int32_t>("chunk"));   // 0 for none
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kLatentAttentionCpu, LatentAttentionCpu,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d] BF16
+                                  .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d] BF16
+                                  .Arg<ffi::AnyBuffer>()  // positions  [b, t] S32
+                                  .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0] F32
+                                  .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv] BF16
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("window")    // 0 for none
+                                  .Attr<int32_t>("chunk"));   // 0 for none
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kReadRowsCpu, ReadRowsCpu,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()    // table  [v, h] of any type
@@ -334,11 +422,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kWriteTokensCpu, WriteTokensCpu,
                                   .Ret<ffi::AnyBuffer>());  // written    entries, in place
 
 const std::vector<NamedHandler>& Handlers() {
-  static const std::vector<NamedHandler> handlers = {
-      {"nvfp4_moe_w4a16_cpu", kMoEW4A16Cpu}, {"nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmW4A16Cpu},
-      {"nvfp4_quantize_cpu", kQuantizeCpu},  {"nvfp4_dense_cpu", kDenseCpu},
-      {"nvfp4_read_rows_cpu", kReadRowsCpu}, {"nvfp4_write_tokens_cpu", kWriteTokensCpu},
-  };
+  static const std::vector<NamedHandler> handlers = [] {
+    std::vector<NamedHandler> found = {
+        {"nvfp4_moe_w4a16_cpu", kMoEW4A16Cpu},
+        {"nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmW4A16Cpu},
+        {"nvfp4_quantize_cpu", kQuantizeCpu},
+        {"nvfp4_dense_cpu", kDenseCpu},
+        {"nvfp4_read_rows_cpu", kReadRowsCpu},
+        {"nvfp4_write_tokens_cpu", kWriteTokensCpu},
+    };
+    if (cpu::AttentionSupported()) {
+      found.push_back({"nvfp4_attention_cpu", kAttentionCpu});
+      found.push_back({"nvfp4_latent_attention_cpu", kLatentAttentionCpu});
+    }
+    return found;
+  }();
   return handlers;
 }
 

@@ -37,6 +37,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,prefer-vector-width=512")
 
 #include "elementwise.h"
+#include "panel_avx512.h"
 #include "unpack_avx512.h"
 
 #include "few_rows.h"  // after both, which it needs
@@ -45,7 +46,6 @@ namespace nvfp4::cpu {
 namespace {
 
 constexpr int64_t kPanelBytes = 16 << 10;
-constexpr int kRows = 12;  // rows of a register tile
 // bfloat16 rows up to which DotRows is faster than a panel.
 constexpr int64_t kFewRows = 2 * kMostDots;
 // Mean number of rows of an expert up to which rows are bfloat16 where vdpbf16ps is slow.
@@ -81,44 +81,6 @@ void MultiplyOneRow(const WeightPair& weights, const float* x, float* out) {
   }
 }
 
-// A panel of float32 [k, 32].
-struct Float32Panel {
-  static constexpr int64_t kValueBytes = sizeof(float);
-  static constexpr int64_t kStep = 1;  // k of one multiplication
-
-  // Stores 16 weights of k and k + 1, scaled. `to` is where k = 0 of these columns is.
-  static void Store(__m512 even, __m512 odd, int64_t k, uint8_t* to) {
-    _mm512_store_ps(to + k * kPair * kValueBytes, even);
-    _mm512_store_ps(to + (k + 1) * kPair * kValueBytes, odd);
-  }
-  static __m512 Broadcast(const uint8_t* x) {
-    return _mm512_set1_ps(*reinterpret_cast<const float*>(x));
-  }
-  static __m512 MultiplyAdd(__m512 weights, __m512 x, __m512 sum) {
-    return _mm512_fmadd_ps(weights, x, sum);
-  }
-};
-
-// A panel of pairs of bfloat16 [k / 2, 32, 2].
-struct BFloat16Panel {
-  static constexpr int64_t kValueBytes = sizeof(uint16_t);
-  static constexpr int64_t kStep = 2;
-
-  static void Store(__m512 even, __m512 odd, int64_t k, uint8_t* to) {
-    const __m512i pairs =
-        _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
-    _mm512_store_si512(to + k * kPair * kValueBytes, pairs);
-  }
-  static __m512 Broadcast(const uint8_t* x) {
-    int32_t pair;
-    std::memcpy(&pair, x, sizeof(pair));
-    return _mm512_castsi512_ps(_mm512_set1_epi32(pair));
-  }
-  static __m512 MultiplyAdd(__m512 weights, __m512 x, __m512 sum) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x);
-  }
-};
-
 template <typename Panel>
 constexpr int64_t kPanelDepth = kPanelBytes / (kPair * Panel::kValueBytes);  // k of a panel
 
@@ -150,61 +112,16 @@ void UnpackPanel(const WeightPair& weights, int64_t first, int64_t count, uint8_
   }
 }
 
-// out [kCount, 32] += panel times kCount rows of x.
-template <typename Panel, int kCount>
-void MultiplyPanel(const uint8_t* panel, int64_t count, const uint8_t* x, int64_t stride,
-                   float* out) {
-  __m512 acc[kCount][2];
-  for (auto& sums : acc) sums[0] = sums[1] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < count; k += Panel::kStep) {
-    const __m512 w0 = _mm512_load_ps(panel), w1 = _mm512_load_ps(panel + sizeof(__m512));
-    for (int r = 0; r < kCount; ++r) {
-      const __m512 value = Panel::Broadcast(x + r * stride);
-      acc[r][0] = Panel::MultiplyAdd(w0, value, acc[r][0]);
-      acc[r][1] = Panel::MultiplyAdd(w1, value, acc[r][1]);
-    }
-    panel += 2 * sizeof(__m512);
-    x += Panel::kStep * Panel::kValueBytes;
-  }
-  for (int r = 0; r < kCount; ++r) {
-    float* to = out + r * kPair;
-    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), acc[r][0]));
-    _mm512_storeu_ps(to + kGroup, _mm512_add_ps(_mm512_loadu_ps(to + kGroup), acc[r][1]));
-  }
-}
-
-using PanelFn = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, float*);
-template <typename Panel>
-constexpr PanelFn kMultiplyPanel[kRows + 1] = {nullptr,
-                                               MultiplyPanel<Panel, 1>,
-                                               MultiplyPanel<Panel, 2>,
-                                               MultiplyPanel<Panel, 3>,
-                                               MultiplyPanel<Panel, 4>,
-                                               MultiplyPanel<Panel, 5>,
-                                               MultiplyPanel<Panel, 6>,
-                                               MultiplyPanel<Panel, 7>,
-                                               MultiplyPanel<Panel, 8>,
-                                               MultiplyPanel<Panel, 9>,
-                                               MultiplyPanel<Panel, 10>,
-                                               MultiplyPanel<Panel, 11>,
-                                               MultiplyPanel<Panel, 12>};
-
 // Multiplies rows, panel by panel.
 template <typename Panel>
 void MultiplyPanels(const WeightPair& weights, const Rows& rows, float* out) {
   std::fill(out, out + rows.count * kPair, 0.0f);
   alignas(kCacheLine) uint8_t panel[kPanelBytes];
-  // Rows are cut into tiles of about equal height: 16 rows become 8 + 8, not 12 + 4.
-  const int64_t tiles = (rows.count + kRows - 1) / kRows;
-  const int64_t height = (rows.count + tiles - 1) / tiles;
   for (int64_t first = 0; first < weights.k; first += kPanelDepth<Panel>) {
     const int64_t count = std::min(kPanelDepth<Panel>, weights.k - first);
     UnpackPanel<Panel>(weights, first, count, panel);
-    for (int64_t r = 0; r < rows.count; r += height) {
-      const int64_t here = std::min(height, rows.count - r);
-      const uint8_t* x = rows.data + r * rows.stride + first * Panel::kValueBytes;
-      kMultiplyPanel<Panel>[here](panel, count, x, rows.stride, out + r * kPair);
-    }
+    MultiplyRows<Panel, true>(panel, count, rows.data + first * Panel::kValueBytes, rows.stride,
+                              rows.count, out, kPair);
   }
 }
 

@@ -88,6 +88,23 @@ struct DenseArguments {
   int64_t k;
 };
 
+struct AttentionArguments {
+  const uint16_t* q;         // bfloat16 [b, t, n, d]
+  const uint16_t* k;         // bfloat16 [b, m, s, d]
+  const uint16_t* v;         // bfloat16 [b, m, s, v_stride], of which dv columns are used
+  const int32_t* positions;  // [b, t], none of them negative
+  const float* sinks;        // [n]
+  uint16_t* y;               // bfloat16 [b, t, n, dv]
+  int64_t b, t, n, m, s, d, dv, v_stride;
+  float scale;
+  int64_t window, chunk;  // 0 for none
+};
+
+// Whether RunAttentionCpu can run on this CPU, and is faster there than XLA's products.
+bool AttentionSupported();
+
+void RunAttentionCpu(const AttentionArguments& arguments, ThreadPool& pool);
+
 void RunDenseCpu(const DenseArguments& arguments, const Kernels& kernels, ThreadPool& pool);
 
 void RunQuantizeCpu(const QuantizeArguments& arguments, const Kernels& kernels, ThreadPool& pool);

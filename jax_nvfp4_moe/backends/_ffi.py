@@ -19,9 +19,14 @@ EXTENSIONS = {
     ),
 }
 
-# Optional parts of an extension -> the extension, an FFI target that is registered only if the part
-# was built, and how to build it.
+# Optional parts of an extension -> the extension, an FFI target that is registered only if this
+# process can use the part, and why it cannot.
 PARTS = {
+    "_nvfp4_cpu.attention": (
+        "_nvfp4_cpu",
+        "nvfp4_attention_cpu",
+        "which needs an AMD CPU with AVX512-BF16",
+    ),
     "_nvfp4_cuda.w4a4_sm100": (
         "_nvfp4_cuda",
         "nvfp4_moe_w4a4_sm100",

@@ -236,6 +236,44 @@ void RunQuantizer(DataType type, const Kernels& kernels) {
   }
 }
 
+struct AttentionCase {
+  int64_t b, t, n, m, s, d, dv;
+  int32_t first;  // position of the first token
+  int64_t window, chunk;
+};
+
+constexpr AttentionCase kAttentionCases[] = {
+    {1, 1, 1, 1, 1, 1, 1, 0, 0, 0},          {2, 1, 32, 4, 2500, 64, 40, 2200, 0, 0},
+    {1, 3, 130, 1, 1100, 33, 7, 1000, 9, 0}, {1, 70, 6, 3, 70, 16, 24, 0, 0, 16},
+    {1, 300, 8, 2, 301, 128, 128, 1, 0, 0},  {2, 9, 4, 4, 40, 80, 72, 50, 1, 0},
+};
+
+std::vector<uint8_t> RunAttention(const AttentionCase& c, int threads) {
+  Random random(4);
+  Exact<uint8_t> q(2 * c.b * c.t * c.n * c.d), k(2 * c.b * c.m * c.s * c.d);
+  Exact<uint8_t> v(2 * c.b * c.m * c.s * c.dv), y(2 * c.b * c.t * c.n * c.dv);
+  for (Exact<uint8_t>* x : {&q, &k, &v}) FillActivations(random, *x, DataType::kBF16);
+  Exact<int32_t> positions(c.b * c.t);
+  for (int64_t i = 0; i < positions.count; ++i)
+    positions.data[i] = static_cast<int32_t>(c.first + i % c.t);
+  positions.data[positions.count - 1] = INT32_MAX;  // padding
+  Exact<float> sinks(c.n);
+  FillFloats(random, sinks);
+  const auto at = [](Exact<uint8_t>& x) { return reinterpret_cast<uint16_t*>(x.data); };
+  const AttentionArguments arguments = {
+      at(q), at(k), at(v), positions.data, sinks.data, at(y), c.b,      c.t,    c.n,
+      c.m,   c.s,   c.d,   c.dv,           c.dv,       0.1f,  c.window, c.chunk};
+  Threads pool(threads - 1);
+  RunAttentionCpu(arguments, pool);
+  return std::vector<uint8_t>(y.data, y.data + y.count);
+}
+
+void RunAllAttention() {
+  for (const AttentionCase& c : kAttentionCases) {
+    if (RunAttention(c, 4) != RunAttention(c, 1)) std::abort();
+  }
+}
+
 void RunAll(const Kernels& kernels) {
   for (DataType type : {DataType::kBF16, DataType::kF16, DataType::kF32}) {
     for (const Scheme& scheme : kSchemes) {
@@ -260,6 +298,10 @@ int main() {
   for (std::string_view isa : nvfp4::cpu::SupportedIsas()) {
     nvfp4::cpu::RunAll(*nvfp4::cpu::ChooseKernels(isa));
     std::printf("%.*s: ok\n", static_cast<int>(isa.size()), isa.data());
+  }
+  if (nvfp4::cpu::AttentionSupported()) {
+    nvfp4::cpu::RunAllAttention();
+    std::printf("attention: ok\n");
   }
   return 0;
 }

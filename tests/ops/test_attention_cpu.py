@@ -1,0 +1,163 @@
+"""Run the suites of attention on the CPU kernel, and test what only this kernel does."""
+
+import functools
+import itertools
+
+import attention_suite
+import jax
+import jax.numpy as jnp
+import latent_attention_suite
+import numpy as np
+import pytest
+from attention_suite import AttentionSuite, in_float64, plain, worst
+from axes import axis
+from latent_attention_suite import LatentAttentionSuite
+
+from jax_nvfp4_moe.backends import _ffi
+from jax_nvfp4_moe.ops import attention
+
+why = _ffi.why_unavailable("_nvfp4_cpu.attention")
+pytestmark = pytest.mark.skipif(why is not None, reason=str(why))
+
+
+def on_cpu(*operands, **options):
+    return attention(*operands, **options, backend="attention_avx512")
+
+
+class TestAttention(AttentionSuite):
+    case = axis(*attention_suite.CASES)
+    dtype = axis("bfloat16")
+
+    @pytest.fixture
+    def run(self):
+        return on_cpu
+
+
+class TestLatentAttention(LatentAttentionSuite):
+    case = axis(*latent_attention_suite.CASES)
+    dtype = axis("bfloat16")
+
+    @pytest.fixture
+    def run(self):
+        return lambda q, k, positions, **options: on_cpu(q, k, None, positions, **options)
+
+
+# Heads that do not fill a vector, more than 128 heads of a key head, several parts of 1024 keys for
+# few tokens and none for nine, blocks of 256 keys, and the widest heads.
+SIZES = {
+    # name: rows, tokens, query heads, key heads, keys, width, value width, first position
+    "no full vector": (1, 2, 6, 3, 5, 1, 1, 0),
+    "odd widths": (1, 300, 4, 1, 1000, 33, 7, 600),
+    "130 heads in three parts": (1, 3, 130, 1, 2500, 64, 40, 2400),
+    "parts of two rows": (2, 1, 32, 4, 4096, 128, 128, 3000),
+    "nine tokens": (1, 9, 16, 2, 2100, 64, 64, 2050),
+    "several blocks": (2, 515, 3, 1, 515, 128, 128, 0),
+    "the widest": (1, 20, 3, 1, 300, 1024, 1000, 250),
+}
+OPTIONS = {
+    "causal": {},
+    "window": {"window": 100},
+    "window of one": {"window": 1},
+    "chunk": {"chunk": 70},
+    "chunk and window": {"chunk": 300, "window": 260},
+    "negative scale": {"scale": -0.3},
+    "scale of zero": {"scale": 0.0},
+}
+
+
+@functools.cache
+def make(name):
+    b, t, n, m, s, d, dv, start = SIZES[name]
+    rng = np.random.default_rng(0)
+    shapes = (b, t, n, d), (b, m, s, d), (b, m, s, dv)
+    q, k, v = (np.asarray(rng.normal(size=x) * 1.5, jnp.bfloat16) for x in shapes)
+    return q, k, v, np.broadcast_to(start + np.arange(t, dtype=np.int32), (b, t))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("size", SIZES)
+def test_matches_float64(size, options):
+    operands, given = make(size), OPTIONS[options]
+    if "window" in given:
+        given = {**given, "sinks": np.linspace(-3, 4, operands[0].shape[2], dtype=np.float32)}
+    expected = in_float64(*operands, **given)
+    bound = 2 * worst(plain(*operands, **given), expected)
+    assert worst(on_cpu(*operands, **given), expected) <= bound
+    wrong = {**given, "sinks": np.full(operands[0].shape[2], 100, np.float32)}
+    assert worst(on_cpu(*operands, **wrong), expected) > max(5 * bound, 0.1)
+
+
+def test_it_is_the_default_for_bfloat16():
+    q, k, v, positions = make("nine tokens")
+    np.testing.assert_array_equal(
+        attention(q, k, v, positions), on_cpu(q, k, v, positions), strict=True
+    )
+    with pytest.raises(Exception, match="attention_avx512: needs bfloat16"):
+        on_cpu(*(x.astype(np.float32) for x in (q, k, v)), positions)
+
+
+@pytest.mark.parametrize("size", ["parts of two rows", "several blocks"])
+def test_results_do_not_depend_on_what_runs_beside(size):
+    """Bits repeat, and are those of a call with one row and some of the tokens."""
+    q, k, v, positions = make(size)
+    whole = np.asarray(on_cpu(q, k, v, positions))
+    for _ in range(3):
+        np.testing.assert_array_equal(whole, on_cpu(q, k, v, positions))
+    some = slice(min(100, q.shape[1] - 1), None)
+    part = on_cpu(q[1:, some], k[1:], v[1:], positions[1:, some])
+    np.testing.assert_array_equal(whole[1:, some], part)
+
+
+def test_batches_and_gradients():
+    """`vmap` equals a loop, and gradients are those of plain XLA."""
+    q, k, v, positions = map(jnp.asarray, make("nine tokens"))
+    both = jax.vmap(lambda q: on_cpu(q, k, v, positions))(jnp.stack([q, 2 * q]))
+    for got, given in zip(both, (q, 2 * q), strict=True):
+        np.testing.assert_array_equal(got, on_cpu(given, k, v, positions))
+
+    def gradients(backend):
+        def loss(q, k, v):
+            return attention(q, k, v, positions, backend=backend).astype(jnp.float32).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+
+    for got, expected in zip(gradients("attention_avx512"), gradients("reference"), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_an_exported_program_takes_any_length():
+    """The sizes of a call may be symbols: nothing about it is computed from them in Python."""
+    t, s = jax.export.symbolic_shape("t, s")
+    shapes = ((1, t, 4, 16), (1, 2, s, 16), (1, 2, s, 16))
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    run = jax.jit(lambda q, k, v, at: attention(q, k, v, at))
+    exported = jax.export.export(
+        run, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("nvfp4_attention_cpu")]
+    )(*operands, jax.ShapeDtypeStruct((1, t), jnp.int32))
+    q, k, v, _ = make("nine tokens")
+    for length, keys in itertools.product((1, 9), (40, 2100)):
+        given = q[:, :length, :4, :16], k[..., :keys, :16], v[..., :keys, :16]
+        at = np.arange(20, 20 + length, dtype=np.int32)[None]
+        np.testing.assert_array_equal(exported.call(*given, at), on_cpu(*given, at))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (1, 2, 8, 24)}, r"k \[b, m, s, d\]: expected \[1, 2, 8, 16\], got \[1, 2, 8, 24\]"),
+        ({"k": (1, 3, 8, 16), "v": (1, 3, 8, 16)}, r"n \(q\): expected a positive multiple of 3"),
+        ({"v": (1, 2, 9, 16)}, r"v \[b, m, s, dv\]: expected \[1, 2, 8, 16\]"),
+        ({"v": (1, 2, 8, 15)}, r"v's width: expected at least 16, got 15"),
+        ({"positions": (1, 4)}, r"positions \[b, t\]: expected \[1, 3\], got \[1, 4\]"),
+        ({"sinks": (5,)}, r"sinks \[n\]: expected \[4\], got \[5\]"),
+    ],
+)
+def test_the_target_checks_its_operands(change, message):
+    shapes = {"q": (1, 3, 4, 16), "k": (1, 2, 8, 16), "v": (1, 2, 8, 16)}
+    shapes |= {"positions": (1, 3), "sinks": (0,), **change}
+    dtypes = {"positions": jnp.int32, "sinks": jnp.float32}
+    operands = [jnp.zeros(x, dtypes.get(name, jnp.bfloat16)) for name, x in shapes.items()]
+    y = jax.ShapeDtypeStruct((1, 3, 4, 16), jnp.bfloat16)
+    options = {"scale": np.float32(1), "window": np.int32(0), "chunk": np.int32(0)}
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(jax.ffi.ffi_call("nvfp4_attention_cpu", y)(*operands, **options))
