@@ -1,8 +1,8 @@
 // The module _nvfp4_cpu: the CPU ops as XLA FFI targets. A handler decodes its operands and
 // attributes, checks them, and runs the op. It computes nothing and decides nothing itself.
 //
-//   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu, nvfp4_dense_cpu,
-//   nvfp4_attention_cpu, nvfp4_latent_attention_cpu, where this CPU has what they need,
+//   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu, nvfp4_dense_cpu
+//   nvfp4_attention_cpu (registered only where RunAttentionCpu can run)
 //   nvfp4_read_rows_cpu, nvfp4_write_tokens_cpu
 //
 // nvfp4_call_chain_cpu runs several of these calls in order (call_chain.h). Those of the first line
@@ -216,10 +216,12 @@ ffi::Error DenseCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   return ffi::Error::Success();
 }
 
-// `v` holds the values, or the keys again if these are the first columns of the keys.
-ffi::Error RunAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                        ffi::AnyBuffer positions, ffi::AnyBuffer sinks, ffi::AnyBuffer y,
-                        float scale, int32_t window, int32_t chunk) {
+// `v` holds the values in its first columns. It is `k` again if values are a part of the keys.
+ffi::Error AttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                        ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
+                        ffi::Result<ffi::AnyBuffer> result, float scale, int32_t window,
+                        int32_t chunk) {
+  const ffi::AnyBuffer y = *result;
   for (const NamedOperand& operand :
        {NamedOperand{"q", q}, NamedOperand{"k", k}, NamedOperand{"v", v}, NamedOperand{"y", y}}) {
     NVFP4_RETURN_IF_ERROR(ExpectType(operand.name, operand.buffer.element_type(), ffi::BF16));
@@ -262,19 +264,6 @@ ffi::Error RunAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   XlaThreadPool threads(pool);
   cpu::RunAttentionCpu(arguments, threads);
   return ffi::Error::Success();
-}
-
-ffi::Error AttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                        ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
-                        ffi::Result<ffi::AnyBuffer> y, float scale, int32_t window, int32_t chunk) {
-  return RunAttention(pool, q, k, v, positions, sinks, *y, scale, window, chunk);
-}
-
-ffi::Error LatentAttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
-                              ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
-                              ffi::Result<ffi::AnyBuffer> y, float scale, int32_t window,
-                              int32_t chunk) {
-  return RunAttention(pool, q, k, k, positions, sinks, *y, scale, window, chunk);
 }
 
 // rows[i] = table[ids[i]]. Ids outside of the table read its first or last row.
@@ -388,25 +377,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttentionCpu, AttentionCpu,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d] BF16
                                   .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d] BF16
-                                  .Arg<ffi::AnyBuffer>()  // v          [b, m, s, dv] BF16
+                                  .Arg<ffi::AnyBuffer>()  // v          [b, m, s, dv or more] BF16
                                   .Arg<ffi::AnyBuffer>()  // positions  [b, t] S32
                                   .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0] F32
                                   .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv] BF16
                                   .Attr<float>("scale")
-                                  .Attr<int32_t>("window")    // 0 for none
-                                  .Attr<int32_t>("chunk"));   // 0 for none
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kLatentAttentionCpu, LatentAttentionCpu,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d] BF16
-                                  .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d] BF16
-                                  .Arg<ffi::AnyBuffer>()  // positions  [b, t] S32
-                                  .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0] F32
-                                  .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv] BF16
-                                  .Attr<float>("scale")
-                                  .Attr<int32_t>("window")    // 0 for none
-                                  .Attr<int32_t>("chunk"));   // 0 for none
+                                  .Attr<int32_t>("window")   // 0 for none
+                                  .Attr<int32_t>("chunk"));  // 0 for none
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kReadRowsCpu, ReadRowsCpu,
                               ffi::Ffi::Bind()
@@ -431,10 +408,7 @@ const std::vector<NamedHandler>& Handlers() {
         {"nvfp4_read_rows_cpu", kReadRowsCpu},
         {"nvfp4_write_tokens_cpu", kWriteTokensCpu},
     };
-    if (cpu::AttentionSupported()) {
-      found.push_back({"nvfp4_attention_cpu", kAttentionCpu});
-      found.push_back({"nvfp4_latent_attention_cpu", kLatentAttentionCpu});
-    }
+    if (cpu::AttentionSupported()) found.push_back({"nvfp4_attention_cpu", kAttentionCpu});
     return found;
   }();
   return handlers;

@@ -1,10 +1,10 @@
-// Computes one block of attention with AVX-512 and its BF16 instructions: the scores of all queries
-// and some keys, their exponentials, and the products of these with the values.
+// Computes one block of attention with AVX-512 and its BF16 instructions.
 //
 //   scores   [rows, 256]  float32, of 256 keys at a time
-//   weights  [rows, 256]  e^(score - largest score so far), rounded to bfloat16; the sum of the
-//                         softmax takes them before they are rounded
+//   weights  [rows, 256]  e^(score - largest score so far), rounded to bfloat16
 //   y        [rows, dv]   float32 sums of weights times values
+//
+// The sum of the softmax takes weights before they are rounded.
 //
 // Both products multiply rows of bfloat16 by panels of 32 columns (panel_avx512.h): the columns are
 // keys in the first and channels in the second one. A panel of keys is transposed, and a panel of

@@ -7,28 +7,26 @@ import numpy as np
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
+_TARGET = "nvfp4_attention_cpu"
 _MOST_POSITIONS = 1 << 30  # no key has this position or a later one
 
 
-def _attend(q, k, v, positions, sinks, **options):
-    return _call("nvfp4_attention_cpu", q, (k, v), positions, sinks, v.shape[3], **options)
-
-
-def _attend_to_latents(q, k, positions, sinks, *, value_width, **options):
-    return _call("nvfp4_latent_attention_cpu", q, (k,), positions, sinks, value_width, **options)
-
-
-def _call(target, q, entries, positions, sinks, width, *, scale, window, chunk):
-    y = jax.ShapeDtypeStruct((*q.shape[:3], width), q.dtype)
-    return jax.ffi.ffi_call(target, y, vmap_method="sequential")(
+def _attend(q, k, v, positions, sinks, *, scale, window, chunk, width=None):
+    y = jax.ShapeDtypeStruct((*q.shape[:3], width or v.shape[3]), q.dtype)
+    return jax.ffi.ffi_call(_TARGET, y, vmap_method="sequential")(
         q,
-        *entries,
+        k,
+        v,
         positions,
         jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         scale=np.float32(scale),
         window=np.int32(min(window or 0, _MOST_POSITIONS)),
         chunk=np.int32(min(chunk or 0, _MOST_POSITIONS)),
     )
+
+
+def _attend_to_latents(q, k, positions, sinks, *, value_width, **options):
+    return _attend(q, k, k, positions, sinks, width=value_width, **options)
 
 
 ATTENTION_AVX512 = Backend(
@@ -44,5 +42,5 @@ ATTENTION_AVX512 = Backend(
     layout=CANONICAL,
     lower={"attention": _attend, "latent_attention": _attend_to_latents},
     status="executed, measured",
-    ffi_targets=("nvfp4_attention_cpu", "nvfp4_latent_attention_cpu"),
+    ffi_targets=(_TARGET,),
 )

@@ -13,11 +13,9 @@ from attention_suite import AttentionSuite, in_float64, plain, worst
 from axes import axis
 from latent_attention_suite import LatentAttentionSuite
 
-from jax_nvfp4_moe.backends import _ffi
 from jax_nvfp4_moe.ops import attention
 
-why = _ffi.why_unavailable("_nvfp4_cpu.attention")
-pytestmark = pytest.mark.skipif(why is not None, reason=str(why))
+pytestmark = pytest.mark.cpu_attention
 
 
 def on_cpu(*operands, **options):
@@ -42,8 +40,7 @@ class TestLatentAttention(LatentAttentionSuite):
         return lambda q, k, positions, **options: on_cpu(q, k, None, positions, **options)
 
 
-# Heads that do not fill a vector, more than 128 heads of a key head, several parts of 1024 keys for
-# few tokens and none for nine, blocks of 256 keys, and the widest heads.
+# A block has up to 128 heads and 256 keys. Up to eight tokens have their keys in parts of 1024.
 SIZES = {
     # name: rows, tokens, query heads, key heads, keys, width, value width, first position
     "no full vector": (1, 2, 6, 3, 5, 1, 1, 0),
