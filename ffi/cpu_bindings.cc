@@ -238,7 +238,8 @@ ffi::Error AttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, n, dv]", y.dimensions(), {b, t, n, dv}));
   NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("sinks [n]", sinks.dimensions(), {n}));
   NVFP4_RETURN_IF_ERROR(ExpectAtLeast("v's width", v_width, dv));
-  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (q)", n, std::max<int64_t>(m, 1)));
+  NVFP4_RETURN_IF_ERROR(ExpectAtLeast("m (k)", m, 1));
+  NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("n (q)", n, m));
   NVFP4_RETURN_IF_ERROR(ExpectAtLeast("window", window, 0));
   NVFP4_RETURN_IF_ERROR(ExpectAtLeast("chunk", chunk, 0));
   NVFP4_RETURN_IF_ERROR(ExpectAligned(

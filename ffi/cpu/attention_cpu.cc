@@ -7,7 +7,7 @@
 //   sinks      [n]  a further score for each head, whose value is zero; null for none
 //
 // A work item is a block of at most 128 queries of one row and key head (attention.h). If there are
-// few tokens, a block has few queries, and the keys are cut into parts of a fixed size, so that
+// few tokens, a block has few queries. Their keys are then cut into parts of a fixed size, so that
 // all threads have work in a long context. A second phase merges the parts, in order.
 //
 // Test: tests/ops/test_attention_cpu.py. Reference: backends/attention.py.
@@ -36,7 +36,7 @@ class CausalAttention {
     tokens_ = std::min(p_.t, kAttentionRows / heads_);
     head_blocks_ = CeilDivide(group_, heads_);
     token_blocks_ = CeilDivide(p_.t, tokens_);
-    parts_ = p_.t <= kFewTokens ? std::max<int64_t>(1, CeilDivide(p_.s, kPartKeys)) : 1;
+    parts_ = p_.t <= kFewTokens ? std::max<int64_t>(1, CeilDivide(Filled(), kPartKeys)) : 1;
     blocks_ = p_.b * p_.m * head_blocks_ * token_blocks_;
     part_floats_ = heads_ * tokens_ * (AttentionColumns(p_.dv) + 2);
   }
@@ -55,6 +55,16 @@ class CausalAttention {
   struct Place {
     int64_t row, key_head, first_head, heads, first_token, tokens;
   };
+
+  // Returns the number of keys up to the last one that any query sees. A cache has room for more.
+  int64_t Filled() const {
+    int64_t filled = 0;
+    for (int64_t i = 0; i < p_.b * p_.t; ++i) {
+      const int64_t position = p_.positions[i];
+      if (position < kPadding) filled = std::max(filled, std::min(p_.s, position + 1));
+    }
+    return filled;
+  }
 
   // Late tokens see the most keys. They come first, so that threads end at about the same time.
   Place Find(int64_t block) const {

@@ -105,6 +105,18 @@ def test_results_do_not_depend_on_what_runs_beside(size):
     np.testing.assert_array_equal(whole[1:, some], part)
 
 
+def test_a_row_does_not_depend_on_the_parts_of_another():
+    """A short row beside a long one has the bits that it has alone, in one part of its keys."""
+    q, k, v, positions = make("parts of two rows")
+    positions = np.array([[3000], [500]], np.int32)
+    both = np.asarray(on_cpu(q, k, v, positions))
+    np.testing.assert_array_equal(both[1:], on_cpu(q[1:], k[1:], v[1:], positions[1:]))
+    room = 600  # fewer keys than a part has
+    np.testing.assert_array_equal(
+        both[1:], on_cpu(q[1:], k[1:, :, :room], v[1:, :, :room], positions[1:])
+    )
+
+
 def test_batches_and_gradients():
     """`vmap` equals a loop, and gradients are those of plain XLA."""
     q, k, v, positions = map(jnp.asarray, make("nine tokens"))
@@ -143,6 +155,7 @@ def test_an_exported_program_takes_any_length():
     [
         ({"k": (1, 2, 8, 24)}, r"k \[b, m, s, d\]: expected \[1, 2, 8, 16\], got \[1, 2, 8, 24\]"),
         ({"k": (1, 3, 8, 16), "v": (1, 3, 8, 16)}, r"n \(q\): expected a positive multiple of 3"),
+        ({"k": (1, 0, 8, 16), "v": (1, 0, 8, 16)}, r"m \(k\): expected at least 1, got 0"),
         ({"v": (1, 2, 9, 16)}, r"v \[b, m, s, dv\]: expected \[1, 2, 8, 16\]"),
         ({"v": (1, 2, 8, 15)}, r"v's width: expected at least 16, got 15"),
         ({"positions": (1, 4)}, r"positions \[b, t\]: expected \[1, 3\], got \[1, 4\]"),
