@@ -1,10 +1,15 @@
 // Computes causal attention of new tokens to keys and values of all positions so far:
 //   y[h] = softmax(scale * q[h] @ k[h / g].T) @ v[h / g], g = n / m
 //
-//   q, y       [b, t, n, d], [b, t, n, dv]  bf16
-//   k, v       [b, m, s, d], [b, m, s, dv or more]  bf16; float32 sums and softmax
-//   positions  [b, t]  the query at position p sees keys up to p, and no others
-//   sinks      [n]  a further score for each head, whose value is zero; null for none
+//   q          [b, t, n, d]            bf16
+//   k          [b, m, s, d]            bf16
+//   v          [b, m, s, dv or more]   bf16
+//   positions  [b, t]                  int32
+//   sinks      [n]                     float32; null for none
+//   y          [b, t, n, dv]           bf16
+//
+// Sums and the softmax are float32. The query at position p sees keys up to p. A sink is a further
+// score of its head, whose value is zero.
 //
 // A work item is a block of at most 128 queries of one row and key head (attention.h). If there are
 // few tokens, a block has few queries. Their keys are then cut into parts of a fixed size, so that

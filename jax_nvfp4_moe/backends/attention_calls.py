@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_MOST_POSITIONS = 1 << 30  # no key has this position or a later one
+from jax_nvfp4_moe.backends.attention import PADDING
 
 
 def lower_prepare_heads(ffi_target):
@@ -181,11 +181,23 @@ def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, ch
         q,
         *entries,
         positions,
-        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
-        scale=np.float32(scale),
-        window=np.int32(min(window or 0, _MOST_POSITIONS)),
-        chunk=np.int32(min(chunk or 0, _MOST_POSITIONS)),
+        encode_sinks(sinks),
+        **encode_options(scale, window, chunk),
     )[0]
+
+
+def encode_sinks(sinks):
+    """Return the operand `sinks` of a kernel of attention, which is empty if there are none."""
+    return jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+
+
+def encode_options(scale, window, chunk):
+    """Return the attributes of a kernel of attention, in which 0 means no window or chunk."""
+    return {
+        "scale": np.float32(scale),
+        "window": np.int32(min(window or 0, PADDING)),
+        "chunk": np.int32(min(chunk or 0, PADDING)),
+    }
 
 
 def _check_known_sizes(ffi_target, sizes):

@@ -1,14 +1,12 @@
 """Attention on CPUs by the FFI kernel of ffi/cpu/attention_cpu.cc."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
+from jax_nvfp4_moe.backends.attention_calls import encode_options, encode_sinks
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
 _TARGET = "nvfp4_attention_cpu"
-_MOST_POSITIONS = 1 << 30  # no key has this position or a later one
 
 
 def _attend(q, k, v, positions, sinks, *, scale, window, chunk, width=None):
@@ -18,10 +16,8 @@ def _attend(q, k, v, positions, sinks, *, scale, window, chunk, width=None):
         k,
         v,
         positions,
-        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
-        scale=np.float32(scale),
-        window=np.int32(min(window or 0, _MOST_POSITIONS)),
-        chunk=np.int32(min(chunk or 0, _MOST_POSITIONS)),
+        encode_sinks(sinks),
+        **encode_options(scale, window, chunk),
     )
 
 
