@@ -18,6 +18,7 @@
 // and the index is then an offset in bytes. Element types are those of XLA_FFI_DataType.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -32,6 +33,30 @@ struct NamedHandler {
   std::string_view name;
   XLA_FFI_Handler* handler;
 };
+
+// The calls that this thread runs as a chain, as far as kernels that overlap may know them. Outside
+// of a chain there is nothing to know.
+struct RunningChain {
+  const XLA_FFI_CallFrame* frame = nullptr;  // of the chain
+  bool is_first = true;                      // whether its first call runs
+
+  // Whether the kernel before this call belongs to the chain.
+  bool Follows() const { return frame != nullptr && !is_first; }
+
+  // Whether an operand of this call was written before the preceding kernel started: that kernel
+  // belongs to the chain, and no call of the chain writes the operand. A kernel may read it before
+  // it waits.
+  bool IsOlder(const void* operand) const {
+    if (!Follows()) return false;
+    const auto has = [&](void* const* buffers, int64_t count) {
+      return std::any_of(buffers, buffers + count, [&](const void* buffer) {
+        return static_cast<const XLA_FFI_Buffer*>(buffer)->data == operand;
+      });
+    };
+    return has(frame->args.args, frame->args.size) && !has(frame->rets.rets, frame->rets.size);
+  }
+};
+inline thread_local RunningChain running_chain;
 
 enum class BufferPlace : int64_t { kOperand = 0, kResult = 1, kScratch = 2 };
 
@@ -53,7 +78,10 @@ class CallChain {
       const auto* own = static_cast<const XLA_FFI_Attrs*>(attrs.attrs[i]);
       const auto* buffers = static_cast<const XLA_FFI_Array*>(attrs.attrs[i + 1]);
       const auto* target = static_cast<const XLA_FFI_ByteSpan*>(attrs.attrs[i + 2]);
-      if (XLA_FFI_Error* error = RunCall({target->ptr, target->len}, *own, *buffers)) return error;
+      running_chain = {&frame_, i == 0};
+      XLA_FFI_Error* error = RunCall({target->ptr, target->len}, *own, *buffers);
+      running_chain = {};
+      if (error != nullptr) return error;
     }
     return nullptr;
   }

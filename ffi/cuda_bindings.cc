@@ -157,6 +157,8 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.shape.k, kMaxExtent));
   const GroupedGemmShape& shape = call.shape;
   call.engine = kEngine;
+  call.weight_is_older = running_chain.IsOlder(packed.untyped_data()) &&
+                         running_chain.IsOlder(block_scale.untyped_data());
   const GroupedGemmBuffers buffers = {
       x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
       DataOrNull<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};

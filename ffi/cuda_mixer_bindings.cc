@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "call_chain.h"
 #include "checks.h"
 #include "cuda/launch.h"
 #include "cuda_checks.h"
@@ -77,6 +78,7 @@ ffi::Error Attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
   NVFP4_RETURN_IF_ERROR(CheckAttention(q, k, v, positions, sinks, *y, &call.shape, &call.type));
   NVFP4_RETURN_IF_ERROR(ReadVisibility(scale, window, chunk, &call));
   NVFP4_RETURN_IF_ERROR(ExpectWorkspace(*workspace, AttentionWorkspaceBytes(call.shape)));
+  call.positions_are_older = running_chain.IsOlder(positions.untyped_data());
   const AttentionBuffers buffers = {q.untyped_data(),         k.untyped_data(),  v.untyped_data(),
                                     Data<int32_t>(positions), DataOrNull(sinks), y->untyped_data(),
                                     workspace->untyped_data()};
@@ -135,6 +137,7 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
                       ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> sum,
                       ffi::Result<ffi::AnyBuffer> y, float eps) {
   NormCall call = {};
+  call.starts_next = running_chain.Follows();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &call.weight_type));
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
@@ -198,6 +201,7 @@ ffi::Error DenseFew(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weight
     return Expected("weight", "the type of x, or float32 if x is bfloat16",
                     TypeText(weight.element_type()));
   }
+  call.weight_is_older = running_chain.IsOlder(weight.untyped_data());
   const DenseFewBuffers buffers = {x.untyped_data(),  weight.untyped_data(),
                                    y->untyped_data(), nullptr,
                                    nullptr,           DataOrNull<void>(bias)};
@@ -228,6 +232,7 @@ ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer wei
     return Expected("row_scale [rows]", "0, 1 or " + std::to_string(call.rows) + " scales",
                     std::to_string(call.row_scales));
   }
+  call.weight_is_older = running_chain.IsOlder(weight.untyped_data());
   const DenseFewBuffers buffers = {
       x.untyped_data(),          weight.untyped_data(),        y->untyped_data(),
       Data<float>(weight_scale), DataOrNull<float>(row_scale), DataOrNull<void>(bias)};
@@ -237,6 +242,7 @@ ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer wei
 ffi::Error Activate(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::Result<ffi::AnyBuffer> y,
                     std::string_view activation, float alpha, float beta, float limit) {
   ActivateCall call = {};
+  call.starts_next = running_chain.Follows();
   NVFP4_RETURN_IF_ERROR(ReadActivation(activation, alpha, beta, limit, &call.activation));
   if (!call.activation.gated) {
     return Expected("activation", "a gated activation", std::string(activation));
@@ -260,6 +266,7 @@ ffi::Error Activate(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::Result<ffi
 ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer z,
                     ffi::Result<ffi::AnyBuffer> y) {
   AddGatedCall call = {};
+  call.starts_next = running_chain.Follows();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
   call.rows = x.dimensions()[0];
@@ -286,6 +293,7 @@ ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, 
 ffi::Error GateHeads(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gates,
                      ffi::Result<ffi::AnyBuffer> y) {
   GateHeadsCall call = {};
+  call.starts_next = running_chain.Follows();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectType("gates", gates.element_type(), x.element_type()));
   NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));
@@ -511,6 +519,7 @@ ffi::Error PrepareLatents(cudaStream_t stream, ffi::AnyBuffer down, ffi::AnyBuff
                           ffi::Result<ffi::AnyBuffer> new_cache, float eps, float rotation_scale,
                           bool interleaved) {
   LatentsCall call = {};
+  call.starts_next = running_chain.Follows();
   NVFP4_RETURN_IF_ERROR(CheckLatents(down, positions, cache, q_weight, kv_weight, frequencies, *q,
                                      *new_cache, &call));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_cache", cache, *new_cache));
@@ -531,6 +540,7 @@ ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer 
                         ffi::Result<ffi::AnyBuffer> new_values, float eps, float rotation_scale,
                         bool rotates_first, bool gated) {
   HeadsCall call = {};
+  call.starts_next = running_chain.Follows();
   call.gated = gated;
   NVFP4_RETURN_IF_ERROR(CheckHeads(qkv, positions, keys, values, q_weight, k_weight, frequencies,
                                    *q, *new_keys, *new_values, &call));

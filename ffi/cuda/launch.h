@@ -114,6 +114,7 @@ struct GroupedGemmCall {
   DataType type;  // of x and y
   ActivationScale activation_scale;
   EngineKind engine;
+  bool weight_is_older = false;  // than the preceding kernel (launch_kernel.cuh)
 
   // Without experts, the output is zeros and no kernel runs.
   bool is_empty() const { return shape.m == 0 || shape.n == 0 || shape.e == 0; }
@@ -199,6 +200,7 @@ struct AttentionCall {
   float scale;     // above 0
   int32_t window;  // keys that a query sees, the last at its own position; 0 for all
   int32_t chunk;   // a query sees keys of its own chunk of so many positions; 0 for all
+  bool positions_are_older = false;  // than the preceding kernel (launch_kernel.cuh)
 
   bool is_empty() const { return shape.b == 0 || shape.t == 0 || shape.n == 0 || shape.dv == 0; }
 };
@@ -238,6 +240,7 @@ struct DenseFewCall {
   int64_t row_scales;    // 0, 1 or rows; 0 without kE4M3
   int64_t scale_groups;  // groups of a weight row that have a scale each; 0 for one for the row
   int64_t bias_size;     // bytes of an element of the bias: 0 without one, 2 in `type`, 4 in kF32
+  bool weight_is_older = false;  // than the preceding kernel (launch_kernel.cuh)
 };
 
 struct DenseFewBuffers {
@@ -262,6 +265,7 @@ struct ActivateCall {
   ActivationParameters activation;  // a gated one
   const void* gate_up;              // [rows, 2 columns]
   void* y;                          // [rows, columns]
+  bool starts_next = false;         // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
 // y = act(gate) * up.
@@ -270,10 +274,11 @@ cudaError_t LaunchActivate(cudaStream_t stream, const ActivateCall& call);
 struct AddGatedCall {
   int64_t rows, columns;
   DataType type;
-  const void* x;     // [rows, columns]
-  const void* gate;  // [rows] or null
-  const void* z;     // [rows, columns]
-  void* y;           // [rows, columns]
+  const void* x;             // [rows, columns]
+  const void* gate;          // [rows] or null
+  const void* z;             // [rows, columns]
+  void* y;                   // [rows, columns]
+  bool starts_next = false;  // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
 // y = x + sigmoid(gate) * z, or x + z without a gate.
@@ -285,9 +290,10 @@ struct GateHeadsCall {
   int64_t gate_columns;  // of a row of gates
   bool one_gate;         // for each head; otherwise its d gates follow the channels of its query
   DataType type;
-  const void* x;      // [rows, heads, d]
-  const void* gates;  // [rows, gate_columns]
-  void* y;            // [rows, heads, d]
+  const void* x;             // [rows, heads, d]
+  const void* gates;         // [rows, gate_columns]
+  void* y;                   // [rows, heads, d]
+  bool starts_next = false;  // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
 // y = x * sigmoid(gate).
@@ -298,6 +304,7 @@ struct NormCall {
   DataType type;  // of x, added, sum and y
   DataType weight_type;
   float eps;
+  bool starts_next = false;  // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
 struct NormBuffers {
@@ -323,6 +330,7 @@ struct HeadsCall {
   float eps, rotation_scale;
   bool rotates_first;  // whether heads are normalized after their rotation
   bool gated;          // whether a gate of width d, which is not read, follows each query head
+  bool starts_next = false;  // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
 struct HeadsBuffers {
@@ -351,7 +359,8 @@ struct LatentsCall {
   DataType type;         // of down, q and cache; kBF16 or kF16
   DataType weight_type;  // `type` or kF32
   float eps, rotation_scale;
-  bool interleaved;  // whether the channels of a pair are adjacent in `down`
+  bool interleaved;          // whether the channels of a pair are adjacent in `down`
+  bool starts_next = false;  // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
 struct LatentsBuffers {

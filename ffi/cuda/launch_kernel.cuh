@@ -16,7 +16,13 @@
 // it, all kernels but the preceding one have ended when a kernel starts. Some launch functions know
 // the preceding kernel. Before it waits, their kernel may then read what the preceding one does not
 // write. For example, GEMM 2 of an expert layer reads the ids of experts and the plan while GEMM 1
-// runs. Running ahead was also slower where it was tried, in a decoding step on an H200.
+// runs.
+//
+// A chain of calls (call_chain.h) knows which operands none of its calls writes. They are "older
+// than the preceding kernel" for every call of the chain but the first. A kernel may read them
+// before it waits: weights, and the positions of tokens. The first kernel of a call reads nothing
+// else. Short kernels between others, such as norms, may therefore break rule 2 in a chain
+// (WaitAndStartNextKernel): the kernel after them loads its weights meanwhile.
 //
 // All other kernels read nothing before they wait, not even weights: in a program of XLA, the
 // preceding kernel may be a conversion that writes them.

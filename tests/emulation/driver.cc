@@ -133,10 +133,10 @@ int64_t grouped_gemm_workspace_bytes(const GroupedGemmShape* shape, int engine) 
 
 // The operands are x, weight, group_sizes, y, workspace.
 int grouped_gemm(const GroupedGemmShape* shape, int type, int engine, int activation_scale,
-                 void* const* operands) {
+                 int older, void* const* operands) {
   const GroupedGemmCall call = {*shape, static_cast<DataType>(type),
                                 static_cast<ActivationScale>(activation_scale),
-                                static_cast<EngineKind>(engine)};
+                                static_cast<EngineKind>(engine), older != 0};
   const GroupedGemmBuffers buffers = {operands[0], WeightsAt(operands + 1),
                                       static_cast<const int32_t*>(operands[6]), operands[7],
                                       operands[8]};
@@ -251,8 +251,9 @@ int64_t attention_workspace_bytes(const AttentionShape* shape) {
 
 // The operands are q, k, v, positions, sinks, y, workspace. If `sm90`, the kernel for Hopper runs.
 int attention(const AttentionShape* shape, int type, float scale, int window, int chunk, int sm90,
-              void* const* operands) {
-  const AttentionCall call = {*shape, static_cast<DataType>(type), scale, window, chunk};
+              int older, void* const* operands) {
+  const AttentionCall call = {*shape,    static_cast<DataType>(type), scale, window, chunk,
+                              older != 0};
   const auto launch = sm90 != 0 ? LaunchAttentionSm90 : LaunchAttention;
   return launch(nullptr, call,
                 {operands[0], operands[1], operands[2], static_cast<const int32_t*>(operands[3]),

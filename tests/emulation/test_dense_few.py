@@ -24,9 +24,10 @@ CUTS = {
     (64, 151936, 2048): (128, 1),
     (64, 512, 7168): (16, 8),
 }
-# Devices: their multiprocessors, and whether they have clusters. With a single multiprocessor, the
-# kernel takes the larger tiles for small layers.
-DEVICES = {"sm90": (H200, True), "sm80": (108, False), "one": (1, True)}
+# Devices: their multiprocessors, whether they have clusters, and whether the weights are older than
+# the preceding kernel. With a single multiprocessor, the kernel takes the larger tiles for small
+# layers.
+DEVICES = {"sm90": (H200, True, False), "sm80": (108, False, True), "one": (1, True, True)}
 
 
 class TestDenseFew(DenseFewSuite):
@@ -34,9 +35,9 @@ class TestDenseFew(DenseFewSuite):
 
     @pytest.fixture
     def run(self, library, device):
-        count, clusters = DEVICES[device]
+        count, clusters, older = DEVICES[device]
         return lambda x, weight, dtype=np.float32, bias=None: dense_emulation.dense_few(
-            library, x, weight, dtype, count, bias=bias, clusters=clusters
+            library, x, weight, dtype, count, bias=bias, clusters=clusters, older=older
         )
 
 
@@ -45,7 +46,7 @@ class TestDenseFp8(DenseFp8Suite):
 
     @pytest.fixture
     def run(self, library, device):
-        count, clusters = DEVICES[device]
+        count, clusters, older = DEVICES[device]
         return lambda call, dtype=np.float32, bias=None: dense_emulation.dense_few(
             library,
             call.x,
@@ -56,6 +57,7 @@ class TestDenseFp8(DenseFp8Suite):
             row_scale=call.row_scale,
             bias=bias,
             clusters=clusters,
+            older=older,
         )
 
 

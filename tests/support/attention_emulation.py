@@ -23,6 +23,7 @@ class _LatentsCall(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("type", "weight_type")),
         *((name, ctypes.c_float) for name in ("eps", "rotation_scale")),
         ("interleaved", ctypes.c_bool),
+        ("starts_next", ctypes.c_bool),
     ]
 
 
@@ -43,6 +44,7 @@ class _HeadsCall(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("eps", "rotation_scale")),
         ("rotates_first", ctypes.c_bool),
         ("gated", ctypes.c_bool),
+        ("starts_next", ctypes.c_bool),
     ]
 
 
@@ -58,12 +60,14 @@ def attention(
     sinks=None,
     scale=None,
     sm90=False,
+    older=False,
     multiprocessors=1,
     shared_bytes=None,
 ):
     """Return the attention ``[b, t, n, dv]`` of 16-bit operands, as `ops.attention` does.
 
-    If `sm90`, the kernel for prefills on Hopper computes it, also where others would be faster.
+    If `sm90`, the kernel for prefills on Hopper computes it, also where others would be faster. If
+    `older`, the positions are older than the preceding kernel.
     `shared_bytes` is the shared memory that a block may have. Its default is what the kernel needs.
     """
     (b, t, n, d), (m, s), dv = q.shape, k.shape[1:3], v.shape[3]
@@ -76,6 +80,7 @@ def attention(
         window or 0,
         chunk or 0,
         int(sm90),
+        int(older),
     )
     size = library.attention_workspace_bytes(ctypes.byref(shape))
     assert size == attention_workspace_bytes(b, t, n, m, s, dv)

@@ -292,10 +292,11 @@ def _array(operand):
     return None if operand is None else np.asarray(operand)
 
 
-def grouped_gemm(library, engine, operands, mode, multiprocessors):
+def grouped_gemm(library, engine, operands, mode, multiprocessors, *, older=False):
     """Multiply rows, sorted by group, by canonical weights; return [m, n] in the dtype of x.
 
-    `operands` and `mode` are those of `float64_layer.grouped_gemm`.
+    `operands` and `mode` are those of `float64_layer.grouped_gemm`. If `older`, the weights are
+    older than the preceding kernel.
     """
     x, packed, block_scale, global_scale, input_scale, bias, sizes = operands
     (m, k), (e, n, _) = x.shape, packed.shape
@@ -311,6 +312,7 @@ def grouped_gemm(library, engine, operands, mode, multiprocessors):
         _TYPES[x.dtype.name],
         _ENGINES[engine],
         _SCALES.index(mode),
+        int(older),
     )
     size = library.grouped_gemm_workspace_bytes(ctypes.byref(shape), _ENGINES[engine])
     weights = _weights(packed, block_scale, global_scale, input_scale, bias)

@@ -13,6 +13,7 @@ class _DenseFewCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "n", "k")),
         *((name, ctypes.c_int) for name in ("type", "weight_type", "output_type")),
         *((name, ctypes.c_int64) for name in ("row_scales", "scale_groups", "bias_size")),
+        ("weight_is_older", ctypes.c_bool),
     ]
 
 
@@ -24,9 +25,9 @@ class DenseFewCut(ctypes.Structure):
     ]
 
 
-def _dense_call(types, rows, n, k, row_scales=0, groups=0, bias_size=0):
+def _dense_call(types, rows, n, k, row_scales=0, groups=0, bias_size=0, older=False):
     names = (_TYPES[np.dtype(name).name] for name in types)
-    return _DenseFewCall(rows, n, k, *names, row_scales, groups, bias_size)
+    return _DenseFewCall(rows, n, k, *names, row_scales, groups, bias_size, older)
 
 
 def cut_dense_few(library, sizes, x_type, weight_type, multiprocessors, *, clusters=True):
@@ -52,17 +53,19 @@ def dense_few(
     row_scale=None,
     bias=None,
     clusters=True,
+    older=False,
 ):
     """Return ``x @ weight.T + bias`` in `dtype` for few rows of plain weights.
 
     E4M3 weights have a `scale` for each of their rows, or for each 128 weights of a row. Rows of x
-    have one or none.
+    have one or none. If `older`, the weights are older than the preceding kernel.
     """
     (rows, k), n = x.shape, weight.shape[0]
     row_scales = 0 if row_scale is None else row_scale.size
     groups = scale.shape[1] if scale is not None and scale.ndim == 2 else 0
     bias_size = 0 if bias is None else bias.dtype.itemsize
-    sizes = _dense_call((x.dtype, weight.dtype, dtype), rows, n, k, row_scales, groups, bias_size)
+    types = x.dtype, weight.dtype, dtype
+    sizes = _dense_call(types, rows, n, k, row_scales, groups, bias_size, older)
     call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
     y = np.empty((rows, n), dtype)
     operands = [x, weight, scale, row_scale, bias]

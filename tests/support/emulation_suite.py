@@ -36,9 +36,9 @@ def run_layer(library, engine, call, count=_FEW):
     return cuda_emulation.moe(library, engine, *call.operands, count)
 
 
-def run_product(library, engine, call, count=_FEW):
-    """Run a `kernel_cases.ProductCall`."""
-    return cuda_emulation.grouped_gemm(library, engine, call.operands, call.mode, count)
+def run_product(library, engine, call, count=_FEW, **options):
+    """Run a `kernel_cases.ProductCall`, with the options of `cuda_emulation.grouped_gemm`."""
+    return cuda_emulation.grouped_gemm(library, engine, call.operands, call.mode, count, **options)
 
 
 class EmulatedLayers:

@@ -152,6 +152,22 @@ __device__ __forceinline__ KeyTiles FindTiles(const AttentionGrid& p, int split,
   return {seen.begin + first * F::kKeys, seen.end, min(tiles - first, each)};
 }
 
+// Prefetches the first keys and values of a block into the L2 cache.
+template <typename F>
+__device__ __forceinline__ void PrefetchKeys(const AttentionGrid& p, int head,
+                                             const KeyTiles& keys) {
+  const AttentionShape& shape = p.call.shape;
+  const int64_t first = head * shape.s + keys.begin;
+  const int tiles = max(min(keys.count, 2 * F::kStages), 0);
+  const int count = min(tiles * F::kKeys, keys.end - keys.begin);
+  const int width = static_cast<int>(shape.d) * 2, value_width = static_cast<int>(shape.dv) * 2;
+  const auto thread = static_cast<int>(threadIdx.x);
+  PrefetchLines(static_cast<const uint8_t*>(p.buffers.k) + first * width, count * width, thread,
+                F::kThreads);
+  PrefetchLines(static_cast<const uint8_t*>(p.buffers.v) + first * value_width, count * value_width,
+                thread, F::kThreads);
+}
+
 // The rows of one warp, in groups of 16. A thread has rows g and g + 8 of each group, with lane =
 // 4 g + q.
 template <typename T, typename F>
@@ -462,8 +478,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
   NVFP4_DYNAMIC_SHARED(shared);
   __shared__ RowRanges<F> ranges;
   __shared__ PartSum shown[F::kKeyWarps > 1 ? 16 : 1][F::kKeyWarps];
-  WaitForPrecedingKernel();
-  StartNextKernel();
+  if (!p.call.positions_are_older) WaitForPrecedingKernel();
   const AttentionShape& shape = p.call.shape;
   // The last tile of rows sees most keys and starts first. All heads of a tile follow each other.
   const int heads = static_cast<int>(shape.b * shape.m);
@@ -476,6 +491,11 @@ __global__ void __launch_bounds__(F::kThreads, 1) AttentionSm80(const AttentionG
   FindRanges<F>(p, at.row_in_batch, at.first_row, &ranges);
   __syncthreads();
   const KeyTiles keys = FindTiles<F>(p, split, ranges);
+  if (p.call.positions_are_older) {
+    if constexpr (F::kSplits) PrefetchKeys<F>(p, head_index, keys);
+    WaitForPrecedingKernel();
+  }
+  StartNextKernel();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int row_warp = warp / F::kKeyWarps, key_warp = warp % F::kKeyWarps;
   const int64_t part_row =

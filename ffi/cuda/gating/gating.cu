@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(kThreads) Activate(const ActivateCall p) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t row = at / p.columns, column = at % p.columns;
   const bool interleaved = p.activation.interleaved;
-  WaitForPrecedingKernel();
-  StartNextKernel();
+  WaitAndStartNextKernel(p.starts_next);
   if (row >= p.rows) return;
   const T* gate_up = static_cast<const T*>(p.gate_up) + row * 2 * p.columns;
   const float gate = ToFloat(gate_up[interleaved ? 2 * column : column]);
@@ -52,8 +51,7 @@ __device__ __forceinline__ float Round(float value) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads) AddGated(const AddGatedCall p) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  WaitForPrecedingKernel();
-  StartNextKernel();
+  WaitAndStartNextKernel(p.starts_next);
   if (at >= p.rows * p.columns) return;
   float z = ToFloat(static_cast<const T*>(p.z)[at]);
   if (p.gate != nullptr) {
@@ -71,8 +69,7 @@ __global__ void __launch_bounds__(kHeadThreads) GateHeads(const GateHeadsCall p)
   const T* x = static_cast<const T*>(p.x) + first;
   const T* gates = static_cast<const T*>(p.gates) + row * p.gate_columns + column;
   T* y = static_cast<T*>(p.y) + first;
-  WaitForPrecedingKernel();
-  StartNextKernel();
+  WaitAndStartNextKernel(p.starts_next);
   for (uint32_t channel = threadIdx.x; channel < p.d; channel += kHeadThreads) {
     const float gate = ToFloat(gates[p.one_gate ? 0 : channel]);
     y[channel] = FromFloat<T>(ToFloat(x[channel]) * Sigmoid(gate));

@@ -44,8 +44,9 @@
 // Partial sums are added in the order of the teams, then in that of the blocks of a cluster. The
 // bits of a row depend on the other rows of a call only where their number changes the form.
 //
-// The kernel may start before the preceding one ends. Until that has ended, it only prefetches
-// weights into the L2 cache, because the preceding kernel may have written them.
+// The kernel may start before the preceding one ends. If that kernel may have written the weights,
+// this one only prefetches them into the L2 cache before it waits. Otherwise it brings the first
+// pieces to shared memory.
 //
 // Bottleneck: latency for a router; otherwise reading weights.
 //
@@ -138,12 +139,13 @@ struct FewSizes {
   int32_t rows, n, k;
   int32_t ranks;
   int32_t rank_pieces;
-  bool rounds;         // whether y has the type of x instead of f32
-  int32_t row_scales;  // 0, 1, or those of all rows
-  int32_t scales_at;   // where the scales behind the ring lie in shared memory
-  int32_t groups;      // scales of a weight row
-  int32_t bias_at;     // where the bias lies in shared memory
-  int32_t bias_size;   // bytes of an element of the bias: 0 without one, 2 in the type of x, or 4
+  bool rounds;           // whether y has the type of x instead of f32
+  int32_t row_scales;    // 0, 1, or those of all rows
+  int32_t scales_at;     // where the scales behind the ring lie in shared memory
+  int32_t groups;        // scales of a weight row
+  int32_t bias_at;       // where the bias lies in shared memory
+  int32_t bias_size;     // bytes of an element of the bias: 0 without one, 2 in the type of x, or 4
+  bool weight_is_older;  // than the preceding kernel
 };
 
 // Starts the copies of kPieceK of k, from k `first` on, of `rows` rows to shared memory. Rows from
@@ -528,16 +530,24 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
   const auto weight = [&] {
     return static_cast<const W*>(buffers.weight) + static_cast<int64_t>(tile) * kTile * p.k;
   };
-  PrefetchRows(weight(), filled, first_piece * F::kPieceK, min(pieces, F::kStages) * F::kPieceK,
-               p.k);
-  WaitForPrecedingKernel();
-  StartNextKernel();
   const int stage_bytes = F::kRowsAt + static_cast<int>(F::RowsKept(p.rows)) * F::kRowBytes;
   const uint32_t ring = SharedAddress(shared);
+  const auto bring_weight = [&](int piece, int stage) {
+    BringPiece<W, F::kPieceK>(weight(), kTile, filled, (first_piece + piece) * F::kPieceK, p.k,
+                              ring + stage * stage_bytes + F::kWeightsAt);
+  };
+  if (p.weight_is_older) {
+    BringFirst<F::kStages>(pieces, bring_weight);
+  } else {
+    PrefetchRows(weight(), filled, first_piece * F::kPieceK, min(pieces, F::kStages) * F::kPieceK,
+                 p.k);
+  }
+  WaitForPrecedingKernel();
+  StartNextKernel();
   const auto bring = [&](int piece, int stage) {
     const uint32_t at = ring + stage * stage_bytes;
     const int first = (first_piece + piece) * F::kPieceK;
-    BringPiece<W, F::kPieceK>(weight(), kTile, filled, first, p.k, at + F::kWeightsAt);
+    if (!p.weight_is_older || !IsFirst<F::kStages>(piece)) bring_weight(piece, stage);
     BringPiece<T, F::kPieceK>(buffers.x, p.rows, p.rows, first, p.k, at + F::kRowsAt);
     if constexpr (kIsGrouped<W>) {
       BringGroups<kTile, F::kGroups>(
@@ -645,7 +655,8 @@ cudaError_t LaunchTyped(cudaStream_t stream, const DenseFewCall& call,
                             bias_at - F::kScales * static_cast<int32_t>(sizeof(float)),
                             static_cast<int32_t>(call.scale_groups),
                             bias_at,
-                            bias_size};
+                            bias_size,
+                            call.weight_is_older};
     return LaunchClusters(stream, grid, cut.ranks, kThreads, cut.shared_bytes,
                           /*overlaps=*/true, DenseFew<T, W, F::kTileRows, F::kMostEights>, buffers,
                           sizes);

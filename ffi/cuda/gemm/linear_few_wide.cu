@@ -277,12 +277,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int pieces = (tiles + kTeams - 1) / kTeams;
   const BlockWeights weights = {tile, first_tile, tiles};
   weights.Prefetch(p, 2 * F::kStages * kTeams);
+  const uint32_t ring = SharedAddress(shared);
+  const auto bring_weights = [&](int piece, int stage) {
+    weights.Bring(p, piece, ring + stage * F::kStageBytes);
+  };
+  if (p.plan_is_older) BringFirst<F::kStages>(pieces, bring_weights);
   WaitForPrecedingKernel();
   StartNextKernel();
-  const uint32_t ring = SharedAddress(shared);
   const auto bring = [&](int piece, int stage) {
     const uint32_t at = ring + stage * F::kStageBytes;
-    weights.Bring(p, piece, at);
+    if (!p.plan_is_older || !IsFirst<F::kStages>(piece)) bring_weights(piece, stage);
     BringRows(p, wide.rows, first_tile * kTileK + piece * kPieceK, at + kRowsAt);
   };
 

@@ -6,6 +6,20 @@
 
 namespace nvfp4 {
 
+// Whether RunThroughRing brings a piece before it uses one.
+template <int kStages>
+__device__ __forceinline__ bool IsFirst(int piece) {
+  return piece < kStages - 1;
+}
+
+// Calls bring(piece, stage) for these pieces. A kernel does so with weights before it waits for the
+// kernel that writes its rows. The first group of RunThroughRing then has the copies.
+template <int kStages, typename Bring>
+__device__ __forceinline__ void BringFirst(int pieces, const Bring& bring) {
+#pragma unroll 1
+  for (int piece = 0; piece < pieces && IsFirst<kStages>(piece); ++piece) bring(piece, piece);
+}
+
 // Calls bring(piece, stage), which starts the copies of a piece, and use(piece, stage) for each of
 // `pieces` pieces. All threads of the block call it. A thread may return while others still use the
 // last piece.

@@ -225,8 +225,7 @@ __global__ void __launch_bounds__(kThreads)
     PrefetchLines(weight, call.d * static_cast<int>(sizeof(W)), lane, 32);
   }
   PrefetchLines(p.frequencies, call.half * static_cast<int>(sizeof(float)), lane, 32);
-  WaitForPrecedingKernel();
-  StartNextKernel();
+  WaitAndStartNextKernel(call.starts_next);
   if (token >= call.b * call.t) return;
   const LaneItems<kItems> items(call, lane);
   const int32_t position = p.positions[token];

@@ -110,8 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   if (!is_query) {
     PrefetchLines(p.frequencies, call.half * static_cast<int>(sizeof(float)), thread, kThreads);
   }
-  WaitForPrecedingKernel();
-  StartNextKernel();
+  WaitAndStartNextKernel(call.starts_next);
   const T* source =
       static_cast<const T*>(p.down) + static_cast<int64_t>(token) * (call.r + call.k + call.e);
   if (is_query) {

@@ -131,6 +131,13 @@ __device__ __forceinline__ void StartNextKernel() {
 #endif
 }
 
+// Does both. If `at_once` is set, the next kernel may start before the preceding one has ended.
+__device__ __forceinline__ void WaitAndStartNextKernel(bool at_once) {
+  if (at_once) StartNextKernel();
+  WaitForPrecedingKernel();
+  StartNextKernel();
+}
+
 // Waits for all threads of all blocks of the cluster. What they wrote to shared memory is then
 // visible in the whole cluster.
 __device__ __forceinline__ void SyncCluster() {

@@ -80,6 +80,7 @@ cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
   gemm.parts = static_cast<int32_t>(call.shape.parts);
   gemm.k = static_cast<int32_t>(call.shape.k);
   gemm.output = {buffers.y, call.type, nullptr};
+  gemm.plan_is_older = call.weight_is_older;
   return LaunchLinearFew(stream, gemm, call.shape.m, cut);
 }
 

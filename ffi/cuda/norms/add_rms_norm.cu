@@ -36,6 +36,7 @@ struct NormRows {
   NormBuffers buffers;
   int32_t h, threads;
   float eps;
+  bool starts_next;
 };
 
 // Returns the sum of the values of all threads of the block, with the same bits in each thread. It
@@ -69,8 +70,7 @@ __global__ void __launch_bounds__(kMaxThreads) AddRmsNorm(const NormRows p) {
   const int32_t pieces = p.h / kWidth;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * pieces;
   PrefetchLines(b.weight, p.h * static_cast<int>(sizeof(W)), threadIdx.x, p.threads);
-  WaitForPrecedingKernel();
-  StartNextKernel();
+  WaitAndStartNextKernel(p.starts_next);
   Values sum[kPieces], added[kPieces];
   Weights weight[kPieces];
 #pragma unroll
@@ -120,8 +120,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t row = static_cast<int64_t>(blockIdx.x) * p.h;
   const T* x = static_cast<const T*>(b.x) + row;
   const T* added = static_cast<const T*>(b.added) + row;
-  WaitForPrecedingKernel();
-  StartNextKernel();
+  WaitAndStartNextKernel(p.starts_next);
   float squares = 0.0f;
   for (int32_t i = threadIdx.x; i < p.h; i += p.threads) {
     T sum = x[i];
@@ -181,7 +180,7 @@ cudaError_t LaunchType(cudaStream_t stream, const NormCall& call, const NormRows
 cudaError_t LaunchAddRmsNorm(cudaStream_t stream, const NormCall& call,
                              const NormBuffers& buffers) {
   if (call.rows == 0 || call.h == 0) return cudaSuccess;
-  const NormRows rows = {buffers, static_cast<int32_t>(call.h), 0, call.eps};
+  const NormRows rows = {buffers, static_cast<int32_t>(call.h), 0, call.eps, call.starts_next};
   switch (call.type) {
     case DataType::kBF16:
       return LaunchType<__nv_bfloat16>(stream, call, rows);

@@ -98,6 +98,10 @@ inline void StartNextKernel() {
     emulation::Fail("a block lets the next kernel start before it has waited");
   }
 }
+inline void WaitAndStartNextKernel(bool /*at_once*/) {
+  WaitForPrecedingKernel();
+  StartNextKernel();
+}
 template <int kRegisters>
 void GrowRegisters() {}
 template <int kRegisters>
