@@ -152,13 +152,14 @@ __device__ __forceinline__ KeyTiles FindTiles(const AttentionGrid& p, int split,
   return {seen.begin + first * F::kKeys, seen.end, min(tiles - first, each)};
 }
 
-// Prefetches the first keys and values of a block into the L2 cache.
+// Prefetches the keys and values that a block copies first into the L2 cache. All blocks together
+// would fill that cache with more of them.
 template <typename F>
 __device__ __forceinline__ void PrefetchKeys(const AttentionGrid& p, int head,
                                              const KeyTiles& keys) {
   const AttentionShape& shape = p.call.shape;
   const int64_t first = head * shape.s + keys.begin;
-  const int tiles = max(min(keys.count, 2 * F::kStages), 0);
+  const int tiles = max(min(keys.count, F::kStages - 1), 0);
   const int count = min(tiles * F::kKeys, keys.end - keys.begin);
   const int width = static_cast<int>(shape.d) * 2, value_width = static_cast<int>(shape.dv) * 2;
   const auto thread = static_cast<int>(threadIdx.x);
