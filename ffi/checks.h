@@ -86,6 +86,11 @@ inline ffi::Error ExpectAtLeast(std::string_view what, int64_t got, int64_t leas
   return Expected(what, "at least " + std::to_string(least), std::to_string(got));
 }
 
+inline ffi::Error ExpectAtMost(std::string_view what, int64_t got, int64_t most) {
+  if (got <= most) return ffi::Error::Success();
+  return Expected(what, "at most " + std::to_string(most), std::to_string(got));
+}
+
 // An operand, and its name in error messages.
 struct NamedOperand {
   std::string_view name;

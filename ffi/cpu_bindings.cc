@@ -25,6 +25,7 @@
 #include "call_chain.h"
 #include "checks.h"
 #include "cpu/ops.h"
+#include "heads_checks.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -267,6 +268,43 @@ ffi::Error AttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   return ffi::Error::Success();
 }
 
+// Puts `operand` where a kernel updates it in place. Under jax.vmap, a call has no aliases.
+void PutInPlace(ffi::AnyBuffer operand, ffi::AnyBuffer result) {
+  if (operand.untyped_data() == result.untyped_data() || operand.size_bytes() == 0) return;
+  std::memcpy(result.untyped_data(), operand.untyped_data(), operand.size_bytes());
+}
+
+ffi::Error HeadsCpu(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
+                    ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
+                    ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
+                    ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> new_keys,
+                    ffi::Result<ffi::AnyBuffer> new_values, ffi::Dictionary attributes) {
+  const cpu::Kernels* kernels;
+  cpu::HeadsArguments arguments = {};
+  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "eps", &arguments.eps));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotation_scale", &arguments.rotation_scale));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotates_first", &arguments.rotates_first));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "gated", &arguments.gated));
+  NVFP4_RETURN_IF_ERROR(CheckHeads(
+      {qkv, positions, keys, values, q_weight, k_weight, frequencies, *q, *new_keys, *new_values},
+      arguments.gated, kRules.alignment, &arguments.shape, &arguments.type,
+      &arguments.weight_type));
+  PutInPlace(keys, *new_keys);
+  PutInPlace(values, *new_values);
+  arguments.qkv = qkv.untyped_data();
+  arguments.positions = Data<int32_t>(positions);
+  arguments.q_weight = Data<void>(q_weight);
+  arguments.k_weight = Data<void>(k_weight);
+  arguments.frequencies = Data<float>(frequencies);
+  arguments.q = q->untyped_data();
+  arguments.keys = new_keys->untyped_data();
+  arguments.values = new_values->untyped_data();
+  XlaThreadPool threads(pool);
+  cpu::RunHeadsCpu(arguments, *kernels, threads);
+  return ffi::Error::Success();
+}
+
 // rows[i] = table[ids[i]]. Ids outside of the table read its first or last row.
 ffi::Error ReadRowsCpu(ffi::AnyBuffer table, ffi::AnyBuffer ids, ffi::Result<ffi::AnyBuffer> rows) {
   NVFP4_RETURN_IF_ERROR(ExpectType("ids", ids.element_type(), ffi::S32));
@@ -386,6 +424,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttentionCpu, AttentionCpu,
                                   .Attr<int32_t>("window")   // 0 for none
                                   .Attr<int32_t>("chunk"));  // 0 for none
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kHeadsCpu, HeadsCpu,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d] BF16 or F16
+        .Arg<ffi::AnyBuffer>()  // positions    [b, t] S32
+        .Arg<ffi::AnyBuffer>()  // keys         [b, m, s, d]
+        .Arg<ffi::AnyBuffer>()  // values       [b, m, s, d]
+        .Arg<ffi::AnyBuffer>()  // q_weight     [d] or [0]
+        .Arg<ffi::AnyBuffer>()  // k_weight     [d] or [0]
+        .Arg<ffi::AnyBuffer>()  // frequencies  [r/2] F32
+        .Ret<ffi::AnyBuffer>()  // q            [b, t, n, d]
+        .Ret<ffi::AnyBuffer>()  // new_keys     keys, in place
+        .Ret<ffi::AnyBuffer>()  // new_values   values, in place
+        .Attrs());              // eps, rotation_scale, rotates_first, gated, isa
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kReadRowsCpu, ReadRowsCpu,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()    // table  [v, h] of any type
@@ -406,6 +460,7 @@ const std::vector<NamedHandler>& Handlers() {
         {"nvfp4_grouped_gemm_w4a16_cpu", kGroupedGemmW4A16Cpu},
         {"nvfp4_quantize_cpu", kQuantizeCpu},
         {"nvfp4_dense_cpu", kDenseCpu},
+        {"nvfp4_prepare_heads_cpu", kHeadsCpu},
         {"nvfp4_read_rows_cpu", kReadRowsCpu},
         {"nvfp4_write_tokens_cpu", kWriteTokensCpu},
     };

@@ -21,11 +21,6 @@ inline ffi::Error FromCuda(cudaError_t status, std::string_view what) {
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-inline ffi::Error ExpectAtMost(std::string_view what, int64_t got, int64_t most) {
-  if (got <= most) return ffi::Error::Success();
-  return Expected(what, "at most " + std::to_string(most), std::to_string(got));
-}
-
 inline ffi::Error ExpectWorkspace(ffi::AnyBuffer workspace, int64_t bytes) {
   NVFP4_RETURN_IF_ERROR(ExpectType("workspace", workspace.element_type(), ffi::U8));
   NVFP4_RETURN_IF_ERROR(ExpectAligned({{"workspace", workspace}}, kAlignment));

@@ -15,6 +15,7 @@
 #include "checks.h"
 #include "cuda/launch.h"
 #include "cuda_checks.h"
+#include "heads_checks.h"
 #include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -390,59 +391,19 @@ ffi::Error ExpandValues(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer va
   return FromCuda(LaunchHeadProduct(stream, call, buffers), "nvfp4_expand_values_cuda");
 }
 
-ffi::Error CheckHeads(ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer keys,
-                      ffi::AnyBuffer values, ffi::AnyBuffer q_weight, ffi::AnyBuffer k_weight,
-                      ffi::AnyBuffer frequencies, ffi::AnyBuffer q, ffi::AnyBuffer new_keys,
-                      ffi::AnyBuffer new_values, HeadsCall* call) {
-  NVFP4_RETURN_IF_ERROR(ExpectActivationType("qkv", qkv.element_type(), &call->type));
-  if (call->type == DataType::kF32) return Expected("qkv", "bfloat16 or float16", "float32");
+ffi::Error ReadHeads(const HeadsOperands& operands, HeadsCall* call) {
+  HeadsShape shape;
   NVFP4_RETURN_IF_ERROR(
-      ExpectActivationType("q_weight", q_weight.element_type(), &call->weight_type));
-  if (call->weight_type != call->type && call->weight_type != DataType::kF32) {
-    return Expected("q_weight", "float32 or the type of qkv", TypeText(q_weight.element_type()));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectType("k_weight", k_weight.element_type(), q_weight.element_type()));
-  NVFP4_RETURN_IF_ERROR(ExpectType("positions", positions.element_type(), ffi::S32));
-  NVFP4_RETURN_IF_ERROR(ExpectType("frequencies", frequencies.element_type(), ffi::F32));
-  const NamedOperand heads[] = {{"keys", keys},
-                                {"values", values},
-                                {"q", q},
-                                {"new_keys", new_keys},
-                                {"new_values", new_values}};
-  for (const NamedOperand& operand : heads) {
-    NVFP4_RETURN_IF_ERROR(
-        ExpectType(operand.name, operand.buffer.element_type(), qkv.element_type()));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectRank("keys [b, m, s, d]", keys.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, n, d]", q.dimensions(), 4));
-  NVFP4_RETURN_IF_ERROR(ExpectRank("frequencies [r/2]", frequencies.dimensions(), 1));
-  const int64_t b = keys.dimensions()[0], m = keys.dimensions()[1], s = keys.dimensions()[2];
-  const int64_t d = keys.dimensions()[3], t = q.dimensions()[1], n = q.dimensions()[2];
-  const int64_t half = frequencies.dimensions()[0];
+      CheckHeads(operands, call->gated, kAlignment, &shape, &call->type, &call->weight_type));
+  const auto [b, t, s, n, m, d, half] = shape;
   NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("d (keys)", d, kPreparedWidthFactor));
-  NVFP4_RETURN_IF_ERROR(ExpectAtMost("d (keys)", d, kMaxPreparedWidth));
   if (half != 0) {
     NVFP4_RETURN_IF_ERROR(ExpectMultipleOf("r (frequencies)", 2 * half, kPreparedWidthFactor));
-    NVFP4_RETURN_IF_ERROR(ExpectAtMost("r (frequencies)", 2 * half, d));
   }
-  NVFP4_RETURN_IF_ERROR(ExpectDims("q [b, t, n, d]", q.dimensions(), {b, t, n, d}));
-  const int64_t queries = call->gated ? 2 * n : n;  // with the gates beside them
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims(call->gated ? "qkv [b, t, (2n + 2m) d]" : "qkv [b, t, (n + 2m) d]",
-                 qkv.dimensions(), {b, t, (queries + 2 * m) * d}));
-  NVFP4_RETURN_IF_ERROR(ExpectDims("positions [b, t]", positions.dimensions(), {b, t}));
-  for (const NamedOperand& operand : {heads[1], heads[3], heads[4]}) {
-    NVFP4_RETURN_IF_ERROR(ExpectDims(operand.name, operand.buffer.dimensions(), {b, m, s, d}));
-  }
-  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("q_weight [d]", q_weight.dimensions(), {d}));
-  NVFP4_RETURN_IF_ERROR(
-      ExpectDims("k_weight [d]", k_weight.dimensions(), {q_weight.dimensions()[0]}));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("b (keys)", b, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n + 2m (qkv)", n + 2 * m, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("t (q)", t, kMaxRows / std::max(b * (n + 2 * m), int64_t{1})));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("s (keys)", s, kMaxRows));
-  NVFP4_RETURN_IF_ERROR(ExpectAligned(
-      {{"qkv", qkv}, {"positions", positions}, heads[0], heads[1], heads[2]}, kAlignment));
   call->b = static_cast<int32_t>(b);
   call->t = static_cast<int32_t>(t);
   call->s = static_cast<int32_t>(s);
@@ -542,8 +503,9 @@ ffi::Error PrepareHeads(cudaStream_t stream, ffi::AnyBuffer qkv, ffi::AnyBuffer 
   HeadsCall call = {};
   call.starts_next = running_chain.Follows();
   call.gated = gated;
-  NVFP4_RETURN_IF_ERROR(CheckHeads(qkv, positions, keys, values, q_weight, k_weight, frequencies,
-                                   *q, *new_keys, *new_values, &call));
+  NVFP4_RETURN_IF_ERROR(ReadHeads(
+      {qkv, positions, keys, values, q_weight, k_weight, frequencies, *q, *new_keys, *new_values},
+      &call));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_keys", keys, *new_keys));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_values", values, *new_values));
   call.eps = eps;

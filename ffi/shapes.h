@@ -115,4 +115,17 @@ struct AttentionShape {
   int64_t group() const { return n / m; }
 };
 
+constexpr int64_t kMaxPreparedWidth = 256;  // of a head
+
+// The heads that `prepare_heads` normalizes, rotates, and writes into a cache.
+struct HeadsShape {
+  int64_t b;     // rows of the batch
+  int64_t t;     // new tokens of a row
+  int64_t s;     // tokens that the cache has room for
+  int64_t n;     // query heads
+  int64_t m;     // key heads
+  int64_t d;     // width of a head
+  int64_t half;  // half of the channels that rotate; 0 for none
+};
+
 }  // namespace nvfp4

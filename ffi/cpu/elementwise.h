@@ -409,5 +409,51 @@ void Quantize(const void* x, DataType type, int64_t k, float global_scale, uint8
   }
 }
 
+// Replaces a head by weight * values / sqrt(mean(values^2) + eps), with the roundings of
+// `normalize` in numerics/norms.py.
+inline void NormalizeHead(const HeadSource& head, float* values) {
+  constexpr int kLanes = 16;
+  float weight[kChunk], lanes[kLanes] = {};
+  int64_t c = 0;
+  for (; c + kLanes <= head.d; c += kLanes) {
+    for (int i = 0; i < kLanes; ++i) lanes[i] += values[c + i] * values[c + i];
+  }
+  for (int i = 0; c < head.d; ++c, ++i) lanes[i] += values[c] * values[c];
+  float sum = 0.0f;
+  for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+  const float factor = 1.0f / std::sqrt(sum / static_cast<float>(head.d) + head.eps);
+  LoadValues(head.weight, head.weight_type, 0, head.d, weight);
+  for (c = 0; c < head.d; ++c) values[c] *= factor;
+  RoundTo(head.weight_type, head.d, values);
+  for (c = 0; c < head.d; ++c) values[c] *= weight[c];
+  RoundTo(head.weight_type, head.d, values);
+}
+
+// Rotates the pairs of channels i and i + half.
+inline void RotateHead(const HeadSource& head, float* values) {
+  float* const second = values + head.half;
+  for (int64_t i = 0; i < head.half; ++i) {
+    const float a = values[i], b = second[i];
+    values[i] = a * head.cosine[i] - b * head.sine[i];
+    second[i] = b * head.cosine[i] + a * head.sine[i];
+  }
+}
+
+void PrepareHead(const HeadSource& head, void* out) {
+  static_assert(kMaxPreparedWidth <= kChunk, "LoadValues loads a head at once");
+  float values[kChunk];
+  LoadValues(head.x, head.type, 0, head.d, values);
+  if (head.rotates_first) {
+    RotateHead(head, values);
+    RoundTo(head.type, head.d, values);
+  }
+  if (head.weight != nullptr) {
+    NormalizeHead(head, values);
+    RoundTo(head.type, head.d, values);
+  }
+  if (!head.rotates_first) RotateHead(head, values);
+  Round(values, head.d, head.type, out);
+}
+
 }  // namespace
 }  // namespace nvfp4::cpu

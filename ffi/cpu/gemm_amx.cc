@@ -283,9 +283,9 @@ bool Supported() {
 
 }  // namespace
 
-const Kernels kAmxKernels = {"amx",    Supported,        ChooseRows,   Multiply, PrepareRow,
-                             Activate, ScaleAndBias,     StoreColumns, Round,    Accumulate,
-                             Quantize, LargestMagnitude, Dense};
+const Kernels kAmxKernels = {"amx",    Supported,        ChooseRows,   Multiply,   PrepareRow,
+                             Activate, ScaleAndBias,     StoreColumns, Round,      Accumulate,
+                             Quantize, LargestMagnitude, Dense,        PrepareHead};
 
 }  // namespace nvfp4::cpu
 

@@ -220,9 +220,9 @@ bool Supported() {
 
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2",   Supported,        Float32Rows,  Multiply, PrepareRow,
-                              Activate, ScaleAndBias,     StoreColumns, Round,    Accumulate,
-                              Quantize, LargestMagnitude, Dense};
+const Kernels kAvx2Kernels = {"avx2",   Supported,        Float32Rows,  Multiply,   PrepareRow,
+                              Activate, ScaleAndBias,     StoreColumns, Round,      Accumulate,
+                              Quantize, LargestMagnitude, Dense,        PrepareHead};
 
 }  // namespace nvfp4::cpu
 

@@ -167,9 +167,9 @@ bool Supported() {
 
 }  // namespace
 
-const Kernels kAvx512Kernels = {"avx512", Supported,        ChooseRows,   Multiply, PrepareRow,
-                                Activate, ScaleAndBias,     StoreColumns, Round,    Accumulate,
-                                Quantize, LargestMagnitude, Dense};
+const Kernels kAvx512Kernels = {"avx512", Supported,        ChooseRows,   Multiply,   PrepareRow,
+                                Activate, ScaleAndBias,     StoreColumns, Round,      Accumulate,
+                                Quantize, LargestMagnitude, Dense,        PrepareHead};
 
 }  // namespace nvfp4::cpu
 

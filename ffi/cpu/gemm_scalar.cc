@@ -71,8 +71,8 @@ bool Supported() { return true; }
 
 }  // namespace
 
-const Kernels kScalarKernels = {"scalar", Supported,        Float32Rows,  Multiply, PrepareRow,
-                                Activate, ScaleAndBias,     StoreColumns, Round,    Accumulate,
-                                Quantize, LargestMagnitude, Dense};
+const Kernels kScalarKernels = {"scalar", Supported,        Float32Rows,  Multiply,   PrepareRow,
+                                Activate, ScaleAndBias,     StoreColumns, Round,      Accumulate,
+                                Quantize, LargestMagnitude, Dense,        PrepareHead};
 
 }  // namespace nvfp4::cpu

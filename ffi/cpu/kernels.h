@@ -85,6 +85,20 @@ struct Affine {
   float bias[kPair];
 };
 
+// A head of queries or keys: it is normalized, unless `weight` is null, and rotated.
+struct HeadSource {
+  const void* x;         // [d], at most kMaxPreparedWidth
+  DataType type;         // of x and of the result
+  const void* weight;    // [d]
+  DataType weight_type;  // `type` or kF32
+  int64_t d;
+  int64_t half;         // half of the channels that rotate
+  const float* cosine;  // [half], likewise `sine`
+  const float* sine;
+  float eps;
+  bool rotates_first;
+};
+
 struct Kernels {
   std::string_view name;
   bool (*supported)();
@@ -129,6 +143,9 @@ struct Kernels {
   // [rows, k].
   void (*dense)(const uint16_t* weight, int64_t columns, int64_t k, const float* x, int64_t rows,
                 float* y, int64_t stride);
+
+  // Prepares a head for attention: out [d].
+  void (*prepare_head)(const HeadSource& head, void* out);
 };
 
 extern const Kernels kScalarKernels;

@@ -100,6 +100,24 @@ struct AttentionArguments {
   int64_t window, chunk;  // 0 for none
 };
 
+struct HeadsArguments {
+  HeadsShape shape;
+  DataType type;             // of heads and cache; kBF16 or kF16
+  DataType weight_type;      // `type` or kF32
+  const void* qkv;           // [b, t, (n + 2m) d], or (2n + 2m) d with gates
+  const int32_t* positions;  // [b, t]; any value
+  const void* q_weight;      // [d], or null without norms; k_weight likewise
+  const void* k_weight;
+  const float* frequencies;  // [half]
+  void* q;                   // [b, t, n, d]
+  void* keys;                // [b, m, s, d], in place; values likewise
+  void* values;
+  float eps, rotation_scale;
+  bool rotates_first, gated;
+};
+
+void RunHeadsCpu(const HeadsArguments& arguments, const Kernels& kernels, ThreadPool& pool);
+
 // Whether RunAttentionCpu can run on this CPU, and is faster there than XLA's products.
 bool AttentionSupported();
 

@@ -319,7 +319,7 @@ struct NormBuffers {
 cudaError_t LaunchAddRmsNorm(cudaStream_t stream, const NormCall& call, const NormBuffers& buffers);
 
 // The widest head, and the number of which its width and that of its rotated part are multiples.
-constexpr int64_t kMaxPreparedWidth = 256, kPreparedWidthFactor = 4;
+constexpr int64_t kPreparedWidthFactor = 4;
 
 struct HeadsCall {
   int32_t b, t, s;       // rows, new tokens of a row, and tokens that the cache has room for

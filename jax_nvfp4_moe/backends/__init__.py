@@ -21,6 +21,7 @@ from jax_nvfp4_moe.backends.cuda import (
     QUANTIZE_CUDA,
     ROUTE_CUDA,
 )
+from jax_nvfp4_moe.backends.heads_cpu import HEADS_CPU
 from jax_nvfp4_moe.backends.moves import MOVES_CPU
 from jax_nvfp4_moe.backends.recurrent import CONVOLUTION_CUDA, DELTA_RULE_CUDA, RECURRENT_CUDA
 from jax_nvfp4_moe.backends.reference import REFERENCE
@@ -51,6 +52,7 @@ BACKENDS = (
     QUANTIZE_CPU,
     DENSE_CPU,
     MOVES_CPU,
+    HEADS_CPU,
     ATTENTION_AVX512,
     ATTENTION_CPU,
     CALL_CHAIN_CPU,

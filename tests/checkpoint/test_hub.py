@@ -98,6 +98,7 @@ def test_a_folder_of_that_name_comes_first(repository, tmp_path, monkeypatch):
     assert line.startswith("model ")
 
 
+@pytest.mark.slow  # starts a process that compiles a model
 def test_the_command_generates_from_a_name(repository, tmp_path):
     code = "import sys; from jax_nvfp4_moe.cli.app import main; sys.exit(main())"
     options = ("--prompt", "def f(", "--max-new-tokens", "2")

@@ -65,6 +65,7 @@ def test_generate_without_arguments_runs_the_example(run):
     assert len(out) > len(PROMPT) + 1
 
 
+@pytest.mark.slow  # starts two processes
 def test_backends_are_named_where_the_user_asks():
     """Without `--verbose`, standard error has one line, which gives the speed."""
     command = [sys.executable, "-m", "jax_nvfp4_moe", "generate", "--max-new-tokens", "3"]
@@ -314,14 +315,17 @@ ASCII_TERMINALS = {
 }
 
 
-@pytest.fixture(params=ASCII_TERMINALS.values(), ids=ASCII_TERMINALS.keys())
+@pytest.fixture(params=["encoding", pytest.param("locale", marks=pytest.mark.slow)])
 def in_a_terminal(request):
-    """Return a function that runs a command in an ASCII terminal and returns status and output."""
+    """Return a function that runs a command in an ASCII terminal and returns status and output.
+
+    Each command is a process, so that one of the terminals runs by default.
+    """
 
     def call(*arguments):
         ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "jax_nvfp4_moe", *map(str, arguments)]
-        environment = os.environ | request.param | {"TERM": "xterm"}
+        environment = os.environ | ASCII_TERMINALS[request.param] | {"TERM": "xterm"}
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
         process = subprocess.Popen(command, env=environment, **streams)
         os.close(theirs)

@@ -17,7 +17,11 @@ def start(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("stage", ["load", "generate", "quantize"])
+@pytest.mark.parametrize(
+    "stage",
+    # Each starts a process, so that one of them runs by default.
+    ["generate", *(pytest.param(name, marks=pytest.mark.slow) for name in ("load", "quantize"))],
+)
 def test_a_command_ends_with_the_status_of_ctrl_c(stage, tmp_path):
     """The status is 130, which is 128 plus the signal's number. No partial folder remains."""
     command = ["generate", EXAMPLE, "--max-new-tokens", "6", "--prompt", "def f("]
@@ -28,6 +32,7 @@ def test_a_command_ends_with_the_status_of_ctrl_c(stage, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow  # starts a process that runs each stage twice
 def test_calls_can_be_made_again(tmp_path):
     """The same process repeats the call of each stage, as a user does in a notebook."""
     done = start("calls", EXAMPLE, SOURCE, tmp_path / "q")

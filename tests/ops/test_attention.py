@@ -1,12 +1,12 @@
 """Compare ops.attention with float64, on each record that runs here."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_suite import find_seen, in_float64, worst
 
 from jax_nvfp4_moe import NoBackendError, Target
 from jax_nvfp4_moe.backends.attention import PADDING
@@ -48,34 +48,6 @@ def make(dtype, queries):
     return (*(np.asarray(x, dtype) for x in (q, k, v)), positions)
 
 
-def find_seen(positions, s, window=None, chunk=None):
-    """Return which of `s` keys each query sees, bool ``[b, t, s]``."""
-    keys, at = np.arange(s), positions[..., None]
-    seen = keys <= at
-    if window is not None:
-        seen &= keys > at - window
-    if chunk is not None:
-        seen &= keys // chunk == at // chunk
-    return seen
-
-
-def in_float64(q, k, v, positions, scale=None, window=None, chunk=None, sinks=None):
-    """Compute attention by its definition, row by row and head by head."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    y = np.zeros((*q.shape[:3], v.shape[3]))
-    visible = find_seen(positions, k.shape[2], window, chunk)
-    for row, head in itertools.product(range(q.shape[0]), range(q.shape[2])):
-        own = head // (q.shape[2] // k.shape[1])
-        scores = (scale or q.shape[3] ** -0.5) * q[row, :, head] @ k[row, own].T
-        scores = np.where(visible[row], scores, -np.inf)
-        extra = np.full((len(scores), 1), -np.inf if sinks is None else sinks[head])
-        every = np.concatenate([scores, extra], axis=1)
-        weights = np.exp(every - every.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        y[row, :, head] = weights[:, :-1] @ v[row, own]
-    return y
-
-
 def differentiate_plainly(operands, positions, cotangent, dtype, scale=None, **options):
     """Return the gradients of ``sum(cotangent * y)`` for queries, keys, values and sinks.
 
@@ -101,12 +73,6 @@ def differentiate_plainly(operands, positions, cotangent, dtype, scale=None, **o
         cotangent = jnp.asarray(cotangent, dtype)
         operands = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, k, v, sinks))
         return jax.tree.map(np.array, jax.jit(jax.grad(loss))(operands))
-
-
-def worst(y, expected):
-    """Return the largest error of a query, relative to the norm of its result."""
-    norms = np.linalg.norm(expected, axis=-1)
-    return (np.linalg.norm(np.asarray(y, np.float64) - expected, axis=-1) / norms).max()
 
 
 @functools.cache

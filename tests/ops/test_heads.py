@@ -2,12 +2,24 @@
 
 import re
 
+import cpu_calls
+import head_suite
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from axes import axis
-from head_suite import CASES, PAIRS, HeadSuite, make
+from head_suite import (
+    CASES,
+    PAIRS,
+    HeadCallSuite,
+    HeadSuite,
+    assert_accurate,
+    call_target,
+    jitted,
+    make,
+    operands_of,
+)
 
 from jax_nvfp4_moe import Problem, Target, explain, ops
 from jax_nvfp4_moe.numerics.rope import Rope
@@ -17,21 +29,9 @@ GPU = Target("cuda", (9, 0))
 
 def prepare(call, qkv=None, **options):
     """Call the op on the operands of `head_suite.Call`."""
-    first, positions, keys, values, weights = jax.tree.map(jnp.asarray, call.operands)
-    q_weight, k_weight = weights or (None, None)
-    return ops.prepare_heads(
-        first if qkv is None else qkv,
-        positions,
-        keys,
-        values,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        eps=call.options.eps,
-        rope=call.options.rope,
-        rotates_first=call.options.rotates_first,
-        gated=call.options.gated,
-        **options,
-    )
+    first, *others = jax.tree.map(jnp.asarray, call.operands)
+    operands = (first if qkv is None else qkv, *others)
+    return head_suite.prepare(operands, call.options, **options)
 
 
 class TestReference(HeadSuite):
@@ -42,10 +42,39 @@ class TestReference(HeadSuite):
 
     @pytest.fixture
     def run(self):
-        return prepare
+        return lambda call: prepare(call, backend="reference")
 
 
-def test_gpus_run_the_kernel_and_others_the_reference():
+class TestCpuKernel(HeadSuite):
+    case = axis(*CASES)
+    pair = axis(PAIRS[0], PAIRS[3])
+
+    @pytest.fixture
+    def run(self):
+        return lambda call: jitted(call, backend="heads_cpu")
+
+
+class TestCpuCalls(HeadCallSuite):
+    backend = "heads_cpu"
+    ffi_target = "nvfp4_prepare_heads_cpu"
+
+
+@pytest.mark.parametrize("isa", cpu_calls.isa_levels())
+@pytest.mark.parametrize("case", ["a part rotates", "normalized last", "gates", "many heads"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_each_instruction_set_matches_float64(case, pair, isa):
+    call = make(case, pair)
+    assert_accurate(call, call_target("nvfp4_prepare_heads_cpu", operands_of(call), call, isa=isa))
+
+
+def test_cpus_have_their_kernel():
+    problem = Problem("prepare_heads", None, Target("cpu"), head_widths=(128, 64))
+    assert explain(problem).backend == "heads_cpu"
+    for facts in ({"dtype": "float32"}, {"head_widths": (320, 64)}):
+        assert explain(Problem(**{**vars(problem), **facts})).backend == "reference"
+
+
+def test_gpus_run_the_kernel_and_others_do_not():
     problem = Problem("prepare_heads", None, GPU, head_widths=(128, 64))
     assert explain(problem).backend == "heads_cuda"
     for facts, why in (
@@ -58,7 +87,7 @@ def test_gpus_run_the_kernel_and_others_the_reference():
         ({"target": Target("cpu")}, "needs cuda"),
     ):
         found = explain(Problem(**{**vars(problem), **facts}))
-        assert found.backend == "reference"
+        assert found.backend == ("heads_cpu" if "target" in facts else "reference")
         assert why in found.reasons["heads_cuda"]
 
 

@@ -71,21 +71,36 @@ def make(name, dtype):
     return (*(np.asarray(x, dtype) for x in (q, k, v)), positions)
 
 
+def find_seen(positions, s, window=None, chunk=None):
+    """Return which of `s` keys each query sees, bool ``[b, t, s]``."""
+    keys, at = np.arange(s), positions[..., None]
+    seen = keys <= at
+    if window is not None:
+        seen &= keys > at - window
+    if chunk is not None:
+        seen &= keys // chunk == at // chunk
+    return seen
+
+
 def in_float64(q, k, v, positions, scale=None, window=None, chunk=None, sinks=None):
-    """Compute attention by its definition, row by row and head by head."""
+    """Compute attention by its definition, for all query heads of a key head at once."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     y = np.zeros((*q.shape[:3], v.shape[3]))
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    for row, query, head in itertools.product(*map(range, q.shape[:3])):
-        at = positions[row, query]
-        first = max(0, 0 if window is None else at - window + 1)
-        first = max(first, 0 if chunk is None else at // chunk * chunk)
-        own = head // (q.shape[2] // k.shape[1])
-        scores = scale * k[row, own, first : at + 1] @ q[row, query, head]
-        extra = -np.inf if sinks is None else sinks[head]
-        weights = np.exp(scores - max(scores.max(), extra))
-        total = weights.sum() + np.exp(extra - max(scores.max(), extra))
-        y[row, query, head] = weights / total @ v[row, own, first : at + 1]
+    group = q.shape[2] // k.shape[1]
+    visible = find_seen(positions, k.shape[2], window, chunk)
+    for row, own in itertools.product(*map(range, k.shape[:2])):
+        heads = slice(own * group, (own + 1) * group)
+        scores = scale * q[row, :, heads] @ k[row, own].T
+        scores = np.where(visible[row, :, None], scores, -np.inf)
+        extra = np.full(group, -np.inf) if sinks is None else sinks[heads]
+        extra = np.broadcast_to(extra[:, None], (*scores.shape[:2], 1))
+        every = np.concatenate([scores, extra], axis=2)
+        weights = np.exp(every - every.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        # Values that no query sees may be NaN.
+        values = np.where(visible[row].any(axis=0)[:, None], v[row, own], 0)
+        y[row, :, heads] = weights[..., :-1] @ values
     return y
 
 
