@@ -274,6 +274,63 @@ void RunAllAttention() {
   }
 }
 
+struct HeadsCase {
+  int64_t b, t, n, m, d, half, s;
+  bool norms, rotates_first, gated;
+};
+
+constexpr HeadsCase kHeadsCases[] = {
+    {1, 1, 1, 1, 1, 0, 1, false, false, false},
+    {2, 9, 5, 3, 33, 16, 12, true, false, true},
+    {1, 3, 2, 1, 256, 128, 4, true, true, false},
+    {3, 2, 4, 4, 17, 1, 9, true, false, false},
+};
+
+std::vector<uint8_t> RunHeads(const HeadsCase& c, DataType type, const Kernels& kernels,
+                              int threads) {
+  Random random(5);
+  const int64_t heads = (c.gated ? 2 : 1) * c.n + 2 * c.m, cached = c.b * c.m * c.s * c.d;
+  Exact<uint8_t> qkv(2 * c.b * c.t * heads * c.d), q(2 * c.b * c.t * c.n * c.d);
+  Exact<uint8_t> keys(2 * cached), values(2 * cached), weight(2 * c.d);
+  for (Exact<uint8_t>* x : {&qkv, &keys, &values, &weight}) FillActivations(random, *x, type);
+  Exact<int32_t> positions(c.b * c.t);
+  for (int64_t i = 0; i < positions.count; ++i)
+    positions.data[i] = static_cast<int32_t>(c.s - 2 + i % c.t);  // some are past the end
+  positions.data[positions.count - 1] = -1;
+  Exact<float> frequencies(c.half);
+  FillFloats(random, frequencies);
+  const void* norm = c.norms ? weight.data : nullptr;
+  Threads pool(threads - 1);
+  RunHeadsCpu({{c.b, c.t, c.s, c.n, c.m, c.d, c.half},
+               type,
+               type,
+               qkv.data,
+               positions.data,
+               norm,
+               norm,
+               frequencies.data,
+               q.data,
+               keys.data,
+               values.data,
+               1e-6f,
+               1.5f,
+               c.rotates_first,
+               c.gated},
+              kernels, pool);
+  std::vector<uint8_t> all(q.data, q.data + q.count);
+  all.insert(all.end(), keys.data, keys.data + keys.count);
+  all.insert(all.end(), values.data, values.data + values.count);
+  return all;
+}
+
+void RunAllHeads(const Kernels& kernels) {
+  for (DataType type : {DataType::kBF16, DataType::kF16}) {
+    for (const HeadsCase& c : kHeadsCases) {
+      if (RunHeads(c, type, kernels, 4) != RunHeads(c, type, kernels, 1)) std::abort();
+    }
+  }
+}
+
 void RunAll(const Kernels& kernels) {
   for (DataType type : {DataType::kBF16, DataType::kF16, DataType::kF32}) {
     for (const Scheme& scheme : kSchemes) {
@@ -289,6 +346,7 @@ void RunAll(const Kernels& kernels) {
     }
     RunQuantizer(type, kernels);
   }
+  RunAllHeads(kernels);
 }
 
 }  // namespace
