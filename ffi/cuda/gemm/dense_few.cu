@@ -536,7 +536,10 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
     BringPiece<W, F::kPieceK>(weight(), kTile, filled, (first_piece + piece) * F::kPieceK, p.k,
                               ring + stage * stage_bytes + F::kWeightsAt);
   };
-  if (p.weight_is_older) {
+  // The largest tile has no registers for this if groups of FP8 weights have scales.
+  constexpr bool kMayBring = !(kIsGrouped<W> && kTile == kLarge);
+  const bool brings_first = kMayBring && p.weight_is_older;
+  if (brings_first) {
     BringFirst<F::kStages>(pieces, bring_weight);
   } else {
     PrefetchRows(weight(), filled, first_piece * F::kPieceK, min(pieces, F::kStages) * F::kPieceK,
@@ -547,7 +550,7 @@ __global__ void __launch_bounds__(kThreads, kIsFloat<W> ? 1 : BlocksPerSm(kTile)
   const auto bring = [&](int piece, int stage) {
     const uint32_t at = ring + stage * stage_bytes;
     const int first = (first_piece + piece) * F::kPieceK;
-    if (!p.weight_is_older || !IsFirst<F::kStages>(piece)) bring_weight(piece, stage);
+    if (!brings_first || !IsFirst<F::kStages>(piece)) bring_weight(piece, stage);
     BringPiece<T, F::kPieceK>(buffers.x, p.rows, p.rows, first, p.k, at + F::kRowsAt);
     if constexpr (kIsGrouped<W>) {
       BringGroups<kTile, F::kGroups>(
