@@ -1,5 +1,5 @@
-// Prepares the heads of new tokens for attention: norms of query heads and key heads, rotation, and
-// the write of keys and values into the cache, which is changed in place.
+// Prepares the heads of new tokens for attention. It normalizes query heads and key heads, rotates
+// them, and writes keys and values into the cache, which is changed in place.
 //
 //   qkv [b, t, (n + 2m) d] -> q [b, t, n, d], keys and values [b, m, s, d]
 //
