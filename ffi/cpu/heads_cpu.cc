@@ -10,7 +10,7 @@
 // A work item is one token. All of its heads share the sines of its position, which XLA computes
 // again for each head. The arithmetic is PrepareHead in elementwise.h.
 //
-// Test: tests/ops/test_heads_cpu.py. Reference: backends/heads.py.
+// Test: tests/ops/test_heads.py. Reference: backends/heads.py.
 #include <cmath>
 #include <cstring>
 
