@@ -441,15 +441,16 @@ NB_MODULE(_nvfp4_cuda, m) {
       "emulation.");
   // The following functions are for tests, which compare them with backends/cuda.py.
   m.def(
-      "max_shared_bytes",
+      "needed_shared_bytes",
       [] {
         nb::dict bytes;
         bytes["moe_w4a16_sm80"] = nvfp4::MaxSharedBytesSm80();
         bytes["moe_w4a16_sm90"] = nvfp4::MaxSharedBytesSm90();
         bytes["moe_w4a4_sm120"] = nvfp4::MaxSharedBytesSm120();
+        bytes["latent_attention_cuda"] = nvfp4::LatentAttentionSharedBytes();
         return bytes;
       },
-      "Return {backend record: bytes of shared memory that a block of its largest kernel needs}.");
+      "Return {backend record: bytes of shared memory that a block must have to run its kernels}.");
   m.def("few_slots_shared_bytes", &nvfp4::FewSlotsSharedBytes,
         "Return the bytes of shared memory that a block of GEMM 1 for few slots needs.");
   m.def("combined_few_shared_bytes", &nvfp4::CombinedFewSharedBytes,

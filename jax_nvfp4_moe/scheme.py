@@ -322,12 +322,13 @@ class Capability:
 
     def reason_against(self, p: Problem) -> str | None:
         """Return in words why this backend cannot run the problem `p`; None if it can."""
+        if p.op not in self.ops:  # the most frequent reason, which needs no other text
+            return f"does not implement {p.op}"
         missing = dict(p.unavailable).get(self.extension or "")
         extent, most, widths = max(p.hidden, p.intermediate), self.max_extent, self.head_widths
         each = widths if isinstance(widths, tuple) else (widths,) * len(p.head_widths)
         reached = [d for d in self.devices if d.reaches(p)]
         checks = (
-            (p.op in self.ops, f"does not implement {p.op}"),
             (self.platform in (None, p.target.platform), f"needs {self.platform}, got {p.target}"),
             (bool(reached), f"needs {self._ranges()}, got {p.target}"),
             (

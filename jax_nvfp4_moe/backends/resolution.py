@@ -128,10 +128,10 @@ def choose_backend(
     for name in names or ():
         if name not in records:
             raise ValueError(f"backend: expected one of {list(records)}, got {name!r}")
-    reasons = reasons_against(problem, backends)
     for name in names or records:
-        if reasons[name] is None:
+        if records[name].can.reason_against(problem) is None:
             return records[name]
+    reasons = reasons_against(problem, backends)
     asked = " or ".join(map(repr, names or ()))
     wanted = f"backend {asked} cannot run" if names else "no backend can run"
     lines = "\n".join(f"  {name}: {why or 'could run it'}" for name, why in reasons.items())

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
@@ -85,15 +86,15 @@ def join_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
         raise ValueError(
             f"array: expected a shape that {layout} divides into equal parts, got {array.shape}"
         )
-    joined, start = [], 0
+    taken, start = [], 0
     for width, parts in layout.segments:
         # Widths count columns, but two codes share a byte and a block shares a scale: rescale.
         width = width * own // total
         for part in range(parts):
             first = -(-part * shards // parts) * own + start  # in the first shard that holds it
-            joined.append(_slice(array, layout.axis, slice(first, first + width)))
+            taken.append(slice(first, first + width))
         start += width
-    return jnp.concatenate(joined, layout.axis)
+    return _take(array, layout.axis, taken)
 
 
 def divide_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
@@ -106,13 +107,18 @@ def divide_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
         return array
     width = array.shape[layout.axis]
     ranges = [one for shard in range(layout.shards) for one in layout.ranges(width, shard)]
-    parts = [_slice(array, layout.axis, one) for one in ranges]
-    return jnp.concatenate(parts, layout.axis)
+    return _take(array, layout.axis, ranges)
 
 
-def _slice(array, axis, entries):
-    """Return `entries`, a slice, of `array` along `axis`."""
-    return array[(*(slice(None),) * axis, entries)]
+def _take(array, axis, ranges):
+    """Return the entries of `ranges`, slices along `axis`, one after the other.
+
+    One gather compiles in a fraction of the time that XLA needs to place many slices on a mesh. It
+    gathers integers, because a mesh adds the parts of its devices, which would lose the sign of 0.
+    """
+    entries = np.concatenate([np.arange(one.start, one.stop) for one in ranges])
+    integers = f"uint{8 * array.dtype.itemsize}"
+    return jnp.take(array.view(integers), entries, axis=axis, mode="clip").view(array.dtype)
 
 
 def _convert(value, layouts, name):

@@ -49,7 +49,7 @@ class TestLayer(GpuLayerSuite, TokensAloneSuite, RoundingSuite, UnroundedSuite):
         """A call with few slots may run on another kernel, which sums in another order."""
         call, rows = self.call("several_tiles", numbers, bias=True), slice(77, 80)
         few = call.of_tokens(rows)
-        if numbers in ("bf16-none", "f16-none"):
+        if numbers in ("bf16-none", "f16-none", "bf16-static", "f16-static"):
             assert_accurate(run, few)
         else:
             assert bits(run, few) == np.asarray(run(call))[rows].tobytes()
@@ -123,7 +123,7 @@ def test_shared_memory_of_the_records_is_that_of_the_kernels():
     from jax_nvfp4_moe import _nvfp4_cuda
 
     of_records = {b.name: b.can.shared_bytes for b in BACKENDS if b.can.shared_bytes}
-    assert of_records == _nvfp4_cuda.max_shared_bytes()
+    assert of_records == _nvfp4_cuda.needed_shared_bytes()
 
 
 @pytest.mark.cuda_build

@@ -205,7 +205,7 @@ def test_the_state_is_float32_in_any_dtype():
     assert cache.layers[0]["state"].dtype == jnp.float32
     assert cache.layers[0]["conv"].shape == (2, 3, 192)
     assert [sorted(layer) for layer in cache.layers] == [["conv", "state"], ["k", "v"], [], []]
-    logits, cache = model(jnp.ones((2, 3), jnp.int32), cache)
+    logits, cache = jax.eval_shape(model, jnp.ones((2, 3), jnp.int32), cache)
     assert logits.dtype == jnp.float32
     assert cache.layers[0]["state"].dtype == jnp.float32
     assert cache.layers[0]["conv"].dtype == jnp.bfloat16

@@ -11,6 +11,7 @@ import pytest
 from architecture import LONG_TEXTS
 from checkpoint_edits import GIVEN, read_all
 from unquantized import SMALL, dequantized, tokens
+from young_objects import collects_new_objects_alone
 
 from jax_nvfp4_moe.checkpoint.opening import open_checkpoint
 from jax_nvfp4_moe.models.loading import LoadPlan, plan_unquantized
@@ -268,12 +269,13 @@ def test_one_layer_is_alive_at_a_time(monkeypatch, tmp_path):
     layers, alive, made = [], [], LoadPlan.materialize
 
     def materialize(self, reader, path=None):
-        gc.collect()
+        gc.collect(0)
         alive.append(sum(layer() is not None for layer in layers))
         layer = made(self, reader, path)
         layers.append(weakref.ref(layer))
         return layer
 
     monkeypatch.setattr(LoadPlan, "materialize", materialize)
-    watch(folder, np.arange(16, dtype=np.int32).reshape(2, 8))
+    with collects_new_objects_alone():
+        watch(folder, np.arange(16, dtype=np.int32).reshape(2, 8))
     assert alive == [0, 0]

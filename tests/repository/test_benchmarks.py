@@ -31,6 +31,7 @@ from flax import nnx
 from given import user_environment
 from moe_cases import CASES, Ceilings
 from rich.console import Console
+from young_objects import collects_new_objects_alone
 
 from jax_nvfp4_moe.cli.timing import time_program
 from jax_nvfp4_moe.models.loading import find_architecture
@@ -349,11 +350,11 @@ def test_a_failed_capture_is_an_error_and_its_graph_is_kept(time_graph, failing)
         if len(calls) == failing:
             raise RuntimeError("no kernel image")
 
-    gc.collect()
     before = Graph.freed
-    with pytest.raises(RuntimeError, match="no kernel image"):
-        time_graph(launch, 1)
-    gc.collect()
+    with collects_new_objects_alone():
+        with pytest.raises(RuntimeError, match="no kernel image"):
+            time_graph(launch, 1)
+        gc.collect(0)
     assert Graph.freed == before
 
 

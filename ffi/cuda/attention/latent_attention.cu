@@ -414,6 +414,8 @@ cudaError_t LaunchTyped(cudaStream_t stream, const LatentGrid& grid) {
 
 }  // namespace
 
+int64_t LatentAttentionSharedBytes() { return Rows16::kBytes + kStaticBytes; }
+
 cudaError_t LaunchLatentKernels(cudaStream_t stream, const AttentionCall& call,
                                 const AttentionBuffers& buffers, bool is_hopper) {
   if (call.is_empty()) return cudaSuccess;
