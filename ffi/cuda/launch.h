@@ -86,8 +86,8 @@ bool HasSm120();
 
 // Return the bytes of shared memory that a block needs. The first three are for the largest kernel
 // of an engine, the fourth is for latent attention with the fewest rows. It chooses more rows where
-// there is more memory. The last two are for the kernels for few slots, GEMM 1 and GEMM 2 with rows of k
-// elements. They run a layer only if the device has that much (expert_gemm_few.cuh).
+// there is more memory. The last two are for the kernels for few slots, GEMM 1 and GEMM 2 with rows
+// of k elements. They run a layer only if the device has that much (expert_gemm_few.cuh).
 // backends/cuda_notes.py has the same numbers, and tests compare them.
 int64_t MaxSharedBytesSm80();
 int64_t MaxSharedBytesSm90();
