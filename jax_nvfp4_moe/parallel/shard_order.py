@@ -18,6 +18,7 @@ import numpy as np
 
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.numerics.tensor import NVFP4Tensor
+from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.parallel.shard_spec import ArrayLayout, ShardLayout, array_layouts
 
 
@@ -113,12 +114,20 @@ def divide_shards(array: jax.Array, layout: ArrayLayout) -> jax.Array:
 def _take(array, axis, ranges):
     """Return the entries of `ranges`, slices along `axis`, one after the other.
 
-    One gather compiles in a fraction of the time that XLA needs to place many slices on a mesh. It
-    gathers integers, because a mesh adds the parts of its devices, which would lose the sign of 0.
+    One gather compiles in a fraction of the time that XLA needs to place many slices on a mesh.
     """
     entries = np.concatenate([np.arange(one.start, one.stop) for one in ranges])
-    integers = f"uint{8 * array.dtype.itemsize}"
-    return jnp.take(array.view(integers), entries, axis=axis, mode="clip").view(array.dtype)
+    return with_derivative_of(_gather, _gather_bits, entries=entries, axis=axis)(array)
+
+
+def _gather(array, *, entries, axis):
+    return jnp.take(array, entries, axis=axis, mode="clip")
+
+
+def _gather_bits(array, *, entries, axis):
+    """Gather integers, because a mesh adds the parts of its devices, which loses the sign of 0."""
+    bits = array.view(f"uint{8 * array.dtype.itemsize}")
+    return _gather(bits, entries=entries, axis=axis).view(array.dtype)
 
 
 def _convert(value, layouts, name):

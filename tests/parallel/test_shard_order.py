@@ -66,6 +66,23 @@ def test_segments_that_shards_share():
     np.testing.assert_array_equal(to_one_device(divided, layout), rows)
 
 
+def test_gradients_and_the_sign_of_zero():
+    """Each entry has the sum of the weights of its copies. A way back has those of the first."""
+    layout = ShardLayout("rows", ((2, 4), (3, 2), (1, 1)), 4)
+    rows = jnp.arange(15, dtype=jnp.float32).at[0].set(-0.0)
+    copies = to_shards(jnp.arange(15), layout, ())
+    weights = np.arange(1, 25, dtype=np.float32)
+    wanted = np.zeros(15, np.float32)
+    np.add.at(wanted, np.asarray(copies), weights)
+    divided, gradient = jax.vjp(lambda rows: to_shards(rows, layout, ()), rows)
+    assert np.signbit(divided[0])
+    np.testing.assert_array_equal(gradient(weights)[0], wanted)
+    joined, gradient = jax.vjp(lambda divided: to_one_device(divided, layout), divided)
+    assert np.asarray(joined).tobytes() == np.asarray(rows).tobytes()
+    first = np.unique(np.asarray(copies), return_index=True)[1]
+    np.testing.assert_array_equal(np.flatnonzero(gradient(weights[:15])[0]), np.sort(first))
+
+
 def test_columns_of_a_tensor():
     tensor = quantize(jax.random.normal(jax.random.key(0), (32, 64)))
     layout = ShardLayout("columns", ((16, 4),), 4)
