@@ -31,7 +31,7 @@ LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtyp
 # Rows of LinearFewWide in eights -> the MMAs of a warp for a weight tile along k. They are two for
 # each slab and eight rows in half of a tile, which a loop runs twice. Of 64 rows, a warp has half.
 WIDE_KERNELS = {2: 2 * 2 * 2, 4: 2 * 2 * 4, 8: 2 * 2 * 4}
-AMPERE_KERNELS = 10  # instances of ExpertGemmSm80: five tile sizes, two dtypes
+AMPERE_KERNELS = 12  # instances of ExpertGemmSm80: six tile sizes, two dtypes
 # Weights and tile of DenseFew -> its instances, and the MMAs of a warp for a piece of k and 8 rows
 # of x. They are two for each step over 32 of k and each slab, or six if weights are float32.
 # Weights are 16-bit (t), float32 (f), or E4M3 with a scale for each row (h) or each group (a).

@@ -325,7 +325,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
                  [&] { return Consumer<T, C>{{p, shared, thread, {}}, constants}; });
 }
 
-// The arguments are kRows, kRowStep, kTiles, kStepTiles, kStages and kBlocksPerSm.
+// The arguments are kRows, kRowStep, kTiles, kStepTiles, kStages and kBlocksPerSm. Rows8 has long
+// steps, so that its warps wait for each other less often: on an H200, a layer of Qwen3-30B-A3B
+// with 4, 16 and 64 tokens took 37, 82 and 115 us, and 41, 84 and 119 us with Rows16.
+using Rows8 = Config<8, 8, 2, 4, 3, 3>;
 using Rows16 = Config<16, 8, 2, 2, 3, 5>;
 using Rows32 = Config<32, 8, 2, 2, 3, 4>;
 using Rows48 = Config<48, 8, 4, 1, 4, 2>;
@@ -355,6 +358,9 @@ constexpr PipelineVariant kVariants[] = {
     MakeVariant<Rows64>(56), MakeVariant<Rows128>(INT64_MAX),
 };
 
+// Taken for experts with so few rows, on devices whose multiprocessors have room for all blocks.
+constexpr PipelineVariant kFewRows[] = {MakeVariant<Rows8>(4)};
+
 // With this many rows, the MMAs of a weight tile take as long as reading it, on the devices that
 // were measured.
 constexpr int32_t kMinCost = 32;
@@ -364,6 +370,10 @@ constexpr int32_t kMinCost = 32;
 int64_t MaxSharedBytesSm80() { return MaxSharedBytes(kVariants); }
 
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {
+  const PipelineVariant& few = kFewRows[0];
+  if (IsFor(few, rows, experts) && BlocksPerSm(few) == few.blocks_per_sm) {
+    return PlanPipeline(kFewRows, kMinCost, rows, experts);
+  }
   return PlanPipeline(kVariants, kMinCost, rows, experts);
 }
 

@@ -194,13 +194,18 @@ constexpr PipelineVariant MakePipelineVariant(int64_t max_mean_rows,
           launch};
 }
 
+// Whether a variant is for GEMMs with so many rows. A single expert has all of them. Of many
+// experts, some have several times the mean.
+inline bool IsFor(const PipelineVariant& variant, int64_t rows, int64_t experts) {
+  const int64_t mean = rows / std::max<int64_t>(experts, 1);
+  return mean <= (experts == 1 ? variant.rows : variant.max_mean_rows);
+}
+
 template <size_t kCount>
 const PipelineVariant& ChooseVariant(const PipelineVariant (&variants)[kCount], int64_t rows,
                                      int64_t experts) {
-  const int64_t mean = rows / std::max<int64_t>(experts, 1);
   for (const PipelineVariant& variant : variants) {
-    // A single expert has all rows. Of many experts, some have several times the mean.
-    if (mean <= (experts == 1 ? variant.rows : variant.max_mean_rows)) return variant;
+    if (IsFor(variant, rows, experts)) return variant;
   }
   return variants[kCount - 1];
 }
