@@ -64,14 +64,14 @@ def error(logits, expected):
     return np.abs(np.asarray(logits) - expected).max() / np.sqrt(np.mean(np.square(expected)))
 
 
-def check(model, prompt, lengths=None, piece=4, **how):
+def check(model, prompt, lengths=None, piece=1, **how):
     """Check that logits do not depend on the pieces, and that `generate` follows these logits.
 
     Args:
       model: model in float32.
       prompt: token ids ``[b, PROMPT]``.
       lengths: number of tokens in each prompt. None means PROMPT for all.
-      piece: number of tokens in a piece. `generate` decodes one token at a time.
+      piece: number of tokens in a piece.
       how: further arguments of `generate`.
 
     Returns:
