@@ -1,6 +1,7 @@
 """Test texts of 900 tokens in float32: as one prompt, in pieces, in chunks, and by `generate`.
 
-Texts of 5000 tokens are compared too, as one prompt and in chunks with single tokens behind them.
+Texts of 5000 tokens are compared with transformers, and with chunks that have single tokens behind
+them.
 
 A piece has fewer queries than a block of attention and fewer tokens than a chunk of a recurrent
 mixer. `test_architectures` checks the results of such pieces on shorter texts.
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from architecture import LONG_TEXTS
-from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config
+from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, copy_with_config, reference_tensors
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.backends import attention
@@ -47,9 +48,13 @@ def in_pieces(model, ids, count):
     return jnp.moveaxis(logits, 0, 1).reshape(b, t, -1)
 
 
-def load(name, folder, positions=TEXT):
-    """Copy the checkpoint `name` to the new `folder` with so many positions, and load it."""
-    copy = copy_with_config(CHECKPOINTS / name, folder, max_position_embeddings=positions)
+def load(name, folder, positions=TEXT, **changes):
+    """Copy the checkpoint `name` to the new `folder` with so many positions, and load it.
+
+    `changes` are further fields of the config.
+    """
+    changes |= {"max_position_embeddings": positions}
+    copy = copy_with_config(CHECKPOINTS / name, folder, **changes)
     return load_model(copy, dtype=jnp.float32)
 
 
@@ -62,6 +67,12 @@ def random_text(model, tokens, rows=2):
 def error(logits, expected):
     """Return the worst error in units of the root mean square."""
     return np.abs(np.asarray(logits) - expected).max() / np.sqrt(np.mean(np.square(expected)))
+
+
+def error_of_5000_tokens(name, logits):
+    """Return the worst error against transformers, which tests/reference/long_texts.py ran."""
+    there = reference_tensors(CHECKPOINTS / "long-texts")
+    return error(np.asarray(logits)[:, there["positions"]], there[name])
 
 
 def check(model, prompt, lengths=None, piece=1, **how):
@@ -111,7 +122,7 @@ def test_a_long_text_of_each_mixer(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG_TEXTS)
 def test_5000_tokens_of_each_mixer(name, tmp_path):
-    """The last logits are those of one prompt, if it runs in chunks and then token by token.
+    """One prompt has the logits of transformers, and so have chunks with single tokens behind them.
 
     Half of the tokens are in a short row of the batch, too. The chunk divides neither row.
     """
@@ -119,7 +130,9 @@ def test_5000_tokens_of_each_mixer(name, tmp_path):
     ids, rows = random_text(model, LONG), np.arange(2)
     lengths, steps, chunk = np.array([LONG, LONG // 2 + 1], np.int32), 4, 4096
     ends = lengths[:, None] - 1 + np.arange(1 - steps, 1)[None]
-    whole = np.asarray(run(model, ids))[rows[:, None], ends]
+    whole = np.asarray(run(model, ids))
+    assert error_of_5000_tokens(name, whole) <= BOUND
+    whole = whole[rows[:, None], ends]
     cache = empty_cache(model, 2, padded_length(LONG, chunk))
     before, cache = prefill_chunks(model, cache, ids, lengths - steps + 1, chunk)
     logits = [before]
@@ -128,6 +141,25 @@ def test_5000_tokens_of_each_mixer(name, tmp_path):
         logits.append(new[:, 0])
     np.testing.assert_array_equal(cache.lengths, lengths)
     assert error(np.stack(logits, axis=1), whole) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mixtral-window-modelopt-w4a16", {"sliding_window": 7}),
+        ("gpt_oss-modelopt-w4a16", {"sliding_window": 7}),
+        ("llama4_text-modelopt-w4a16", {"attention_chunk_size": 17}),
+        (
+            "qwen3_next-modelopt-w4a16",
+            {"rope_parameters": {"rope_theta": 1.01e4, "partial_rotary_factor": 0.25}},
+        ),
+    ],
+)
+def test_the_bound_of_5000_tokens_catches_a_fault(name, changes, tmp_path):
+    """Negative control: a field of the config that decides what a late token sees is wrong."""
+    model = load(name, tmp_path / "m", LONG, **changes)
+    assert error_of_5000_tokens(name, run(model, random_text(model, LONG))) > 100 * BOUND
 
 
 def test_a_long_text_of_the_example():
