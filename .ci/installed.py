@@ -24,12 +24,6 @@ BACKENDS = {
 }
 
 
-def has_cpu_attention():
-    """Say whether this CPU has the kernel of attention, as docs/guides/hardware.md describes it."""
-    has_avx512 = "avx512" in _ffi.load("_nvfp4_cpu").isa_levels()
-    return has_avx512 and "GenuineIntel" not in pathlib.Path("/proc/cpuinfo").read_text()
-
-
 def check_files():
     """Check that the package is in this environment, with all licenses and its type marker."""
     package = pathlib.Path(nvfp4.__file__).parent
@@ -41,10 +35,9 @@ def check_files():
 
 def check_kernels():
     """Check that both extensions are complete, and which backends devices would choose."""
+    lacking = {"amx", "avx512"}.difference(_ffi.load("_nvfp4_cpu").isa_levels())
     missing = dict(_ffi.missing((*_ffi.EXTENSIONS, *_ffi.PARTS)))
-    if not has_cpu_attention():
-        del missing["_nvfp4_cpu.attention"]
-    assert not missing, missing
+    assert missing.keys() == {f"_nvfp4_cpu.attention_{isa}" for isa in lacking}, missing
     for (target, scheme), backend in BACKENDS.items():
         choice = nvfp4.explain(nvfp4.Problem("moe_mlp", nvfp4.Scheme(scheme), target))
         assert choice.backend == backend, str(choice)

@@ -31,7 +31,7 @@ from jax_nvfp4_moe.ops import attention
 HERE = pathlib.Path(__file__).resolve().parent
 HEADS, KEY_HEADS, WIDTH, ROOM = 32, 4, 128, 100
 CALLS = ("1,512,512", "1,2048,2048", "1,8192,8192", "1,1,156", "8,1,156", "1,1,3996")
-RECORDS = ("attention_avx512", "attention_cpu")
+RECORDS = ("attention_amx", "attention_avx512", "attention_cpu")
 
 
 def time_call(backend, rows, queries, keys):
@@ -65,8 +65,8 @@ def main():
         "--output", type=pathlib.Path, default=HERE / "results" / "cpu_attention.json"
     )
     arguments = parser.parse_args()
-    lacking = _ffi.why_unavailable("_nvfp4_cpu.attention")
-    records = RECORDS if lacking is None else RECORDS[1:]
+    lacking = dict(_ffi.missing(tuple(f"_nvfp4_cpu.{name}" for name in RECORDS[:-1])))
+    records = [name for name in RECORDS if f"_nvfp4_cpu.{name}" not in lacking]
     with tempfile.TemporaryDirectory() as folder:
         peaks = measure_peaks(pathlib.Path(folder), arguments.threads)
     table = Table("rows", "queries", "keys", *(f"{name} ms" for name in records), "GFLOP/s")
@@ -83,8 +83,8 @@ def main():
         )
     console = Console(width=100)
     console.print(table)
-    if lacking:
-        console.print(f"attention_avx512: {lacking}")
+    for name, why in lacking.items():
+        console.print(f"{name}: {why}")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     found = {**provenance(arguments.commit), "threads": arguments.threads, "peaks": peaks}
     arguments.output.write_text(

@@ -2,7 +2,7 @@
 // attributes, checks them, and runs the op. It computes nothing and decides nothing itself.
 //
 //   nvfp4_moe_w4a16_cpu, nvfp4_grouped_gemm_w4a16_cpu, nvfp4_quantize_cpu, nvfp4_dense_cpu
-//   nvfp4_attention_cpu (registered only where RunAttentionCpu can run)
+//   nvfp4_attention_amx, nvfp4_attention_avx512 (registered only where they can run)
 //   nvfp4_read_rows_cpu, nvfp4_write_tokens_cpu
 //
 // nvfp4_call_chain_cpu runs several of these calls in order (call_chain.h). Those of the first line
@@ -217,7 +217,10 @@ ffi::Error DenseCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   return ffi::Error::Success();
 }
 
+#if defined(__x86_64__)
+
 // `v` holds the values in its first columns. It is `k` again if values are a part of the keys.
+template <const cpu::AttentionKernels& kKernels>
 ffi::Error AttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                         ffi::AnyBuffer positions, ffi::AnyBuffer sinks,
                         ffi::Result<ffi::AnyBuffer> result, float scale, int32_t window,
@@ -264,9 +267,11 @@ ffi::Error AttentionCpu(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
                                              window,
                                              chunk};
   XlaThreadPool threads(pool);
-  cpu::RunAttentionCpu(arguments, threads);
+  cpu::RunAttentionCpu(arguments, kKernels, threads);
   return ffi::Error::Success();
 }
+
+#endif  // defined(__x86_64__)
 
 // Puts `operand` where a kernel updates it in place. Under jax.vmap, a call has no aliases.
 void PutInPlace(ffi::AnyBuffer operand, ffi::AnyBuffer result) {
@@ -411,18 +416,27 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kDenseCpu, DenseCpu,
                                   .Ret<ffi::AnyBuffer>()  // y       [m, n] F32
                                   .Attrs());              // isa
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttentionCpu, AttentionCpu,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d] BF16
-                                  .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d] BF16
-                                  .Arg<ffi::AnyBuffer>()  // v          [b, m, s, dv or more] BF16
-                                  .Arg<ffi::AnyBuffer>()  // positions  [b, t] S32
-                                  .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0] F32
-                                  .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv] BF16
-                                  .Attr<float>("scale")
-                                  .Attr<int32_t>("window")   // 0 for none
-                                  .Attr<int32_t>("chunk"));  // 0 for none
+#if defined(__x86_64__)
+
+auto AttentionBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()  // q          [b, t, n, d] BF16
+      .Arg<ffi::AnyBuffer>()  // k          [b, m, s, d] BF16
+      .Arg<ffi::AnyBuffer>()  // v          [b, m, s, dv or more] BF16
+      .Arg<ffi::AnyBuffer>()  // positions  [b, t] S32
+      .Arg<ffi::AnyBuffer>()  // sinks      [n] or [0] F32
+      .Ret<ffi::AnyBuffer>()  // y          [b, t, n, dv] BF16
+      .Attr<float>("scale")
+      .Attr<int32_t>("window")  // 0 for none
+      .Attr<int32_t>("chunk");  // 0 for none
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttentionAmx, AttentionCpu<cpu::kAttentionAmx>, AttentionBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kAttentionAvx512, AttentionCpu<cpu::kAttentionAvx512>,
+                              AttentionBinding());
+
+#endif  // defined(__x86_64__)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     kHeadsCpu, HeadsCpu,
@@ -464,7 +478,11 @@ const std::vector<NamedHandler>& Handlers() {
         {"nvfp4_read_rows_cpu", kReadRowsCpu},
         {"nvfp4_write_tokens_cpu", kWriteTokensCpu},
     };
-    if (cpu::AttentionSupported()) found.push_back({"nvfp4_attention_cpu", kAttentionCpu});
+#if defined(__x86_64__)
+    if (cpu::kAttentionAmx.supported()) found.push_back({"nvfp4_attention_amx", kAttentionAmx});
+    if (cpu::kAttentionAvx512.supported())
+      found.push_back({"nvfp4_attention_avx512", kAttentionAvx512});
+#endif
     return found;
   }();
   return handlers;

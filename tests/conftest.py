@@ -41,11 +41,6 @@ def _isas():
     return importlib.import_module("jax_nvfp4_moe._nvfp4_cpu").isa_levels()
 
 
-def _has_cpu_attention():
-    module = importlib.import_module("jax_nvfp4_moe._nvfp4_cpu")
-    return "nvfp4_attention_cpu" in module.registrations()
-
-
 @functools.cache
 def _why_absent(marker):
     """Return why this machine cannot run tests with `marker`, or None if it can."""
@@ -63,7 +58,6 @@ def _why_absent(marker):
         "notebook": all(map(importlib.util.find_spec, ("ipykernel", "nbclient"))),
         "lm_eval": importlib.util.find_spec("lm_eval") is not None,
         "deviceless": importlib.util.find_spec("jax_cuda13_plugin") is not None,
-        "cpu_attention": _has_cpu_attention(),
         **{f"isa_{isa}": isa in _isas() for isa in ("amx", "avx512", "avx2")},
         "eight_devices": len(jax.devices()) >= CPU_DEVICES and jax.default_backend() == "cpu",
     }
@@ -82,7 +76,6 @@ MARKERS = (
     "lm_eval",
     "notebook",
     "deviceless",
-    "cpu_attention",
     "isa_amx",
     "isa_avx512",
     "isa_avx2",

@@ -205,7 +205,7 @@ def test_routers_are_found(target, experts, want):
         (cuda(9, 0), "bfloat16", (576, 576), "reference", r"range\(8, 257, 8\), got \(576, 576"),
         (cuda(9, 0), "bfloat16", (128, 20), "reference", r"range\(8, 257, 8\), got \(128, 20"),
         (cuda(7, 5), "bfloat16", (128, 128), "reference", "got cuda 7.5"),
-        (CPU, "bfloat16", (128, 128), "attention_avx512", "needs cuda, got cpu"),
+        (CPU, "bfloat16", (128, 128), "attention_amx", "needs cuda, got cpu"),
         (CPU, "float32", (128, 128), "attention_cpu", None),
     ],
 )
@@ -218,12 +218,17 @@ def test_attention_is_found(target, dtype, widths, want, why):
 
 
 def test_attention_on_another_cpu():
-    """A CPU without the instructions of the kernel has XLA's products, and is told why."""
-    missing = (("_nvfp4_cpu.attention", "which needs an AMD CPU"),)
-    problem = Problem("attention", None, CPU, "bfloat16", head_widths=(64, 64), unavailable=missing)
-    assert choose_backend(problem, BACKENDS).name == "attention_cpu"
-    with pytest.raises(nvfp4.NoBackendError, match="attention_avx512: which needs an AMD CPU"):
-        choose_backend(problem, BACKENDS, ("attention_avx512",))
+    """Without the instructions of the best kernel there is another, and a reason."""
+    reasons = {isa: f"which needs {isa}" for isa in ("amx", "avx512")}
+    missing = [(f"_nvfp4_cpu.attention_{isa}", why) for isa, why in reasons.items()]
+    for lacking, best in ((missing[:1], "attention_avx512"), (missing, "attention_cpu")):
+        problem = Problem(
+            "attention", None, CPU, "bfloat16", head_widths=(64, 64), unavailable=tuple(lacking)
+        )
+        assert choose_backend(problem, BACKENDS).name == best
+    for isa, why in reasons.items():
+        with pytest.raises(nvfp4.NoBackendError, match=f"attention_{isa}: {why}"):
+            choose_backend(problem, BACKENDS, (f"attention_{isa}",))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +241,7 @@ def test_attention_on_another_cpu():
         (cuda(9, 0), "bfloat16", (592, 512), "reference", r"range\(8, 577, 8\), .*, got \(592"),
         (cuda(9, 0), "bfloat16", (44, 32), "reference", r"got \(44, 32\)"),
         (cuda(7, 5), "bfloat16", (576, 512), "reference", "got cuda 7.5"),
-        (CPU, "bfloat16", (576, 512), "attention_avx512", "needs cuda, got cpu"),
+        (CPU, "bfloat16", (576, 512), "attention_amx", "needs cuda, got cpu"),
         (CPU, "float32", (576, 512), "attention_cpu", None),
     ],
 )

@@ -11,9 +11,10 @@
 // Sums and the softmax are float32. The query at position p sees keys up to p. A sink is a further
 // score of its head, whose value is zero.
 //
-// A work item is a block of at most 128 queries of one row and key head (attention.h). If there are
-// few tokens, a block has few queries. Their keys are then cut into parts of a fixed size, so that
-// all threads have work in a long context. A second phase merges the parts, in order.
+// A work item is a block of queries of one row and key head (attention.h). Large blocks share the
+// panels that they pack. Smaller ones let all threads work. If there are few tokens, a block has
+// few queries. Their keys are then cut into parts of a fixed size, so that all threads have work in
+// a long context. A second phase merges the parts, in order.
 //
 // Test: tests/ops/test_attention_cpu.py. Reference: backends/attention.py.
 #include <algorithm>
@@ -22,28 +23,29 @@
 #include <memory>
 #include <vector>
 
-#include "attention.h"
 #include "experts.h"
 #include "ops.h"
 
 namespace nvfp4::cpu {
 namespace {
 
+constexpr int64_t kFewestRows = 128;   // most queries of a block, if there are many threads
 constexpr int64_t kFewTokens = 8;      // tokens of a row up to which keys are cut into parts
 constexpr int64_t kPartKeys = 1024;    // keys of a part
 constexpr int64_t kPadding = 1 << 30;  // a token at this position or a later one is padding
 
 class CausalAttention {
  public:
-  explicit CausalAttention(const AttentionArguments& arguments) : p_(arguments) {
+  CausalAttention(const AttentionArguments& arguments, const AttentionKernels& kernels,
+                  int64_t threads)
+      : p_(arguments), kernels_(kernels) {
     group_ = p_.n / p_.m;
-    heads_ = std::min(group_, kAttentionRows);
-    tokens_ = std::min(p_.t, kAttentionRows / heads_);
-    head_blocks_ = CeilDivide(group_, heads_);
-    token_blocks_ = CeilDivide(p_.t, tokens_);
+    Cut(kAttentionRows);
+    for (int64_t rows = kAttentionRows; rows > kFewestRows && blocks_ < 4 * threads; Cut(rows))
+      rows /= 2;
     parts_ = p_.t <= kFewTokens ? std::max<int64_t>(1, CeilDivide(Filled(), kPartKeys)) : 1;
-    blocks_ = p_.b * p_.m * head_blocks_ * token_blocks_;
-    part_floats_ = heads_ * tokens_ * (AttentionColumns(p_.dv) + 2);
+    rows_ = RoundUp(heads_ * tokens_, 16);
+    part_floats_ = rows_ * (AttentionColumns(p_.dv) + 2);
   }
 
   void Run(ThreadPool& pool) {
@@ -60,6 +62,15 @@ class CausalAttention {
   struct Place {
     int64_t row, key_head, first_head, heads, first_token, tokens;
   };
+
+  // Cuts the queries into blocks of at most `rows`.
+  void Cut(int64_t rows) {
+    heads_ = std::min(group_, rows);
+    tokens_ = std::min(p_.t, rows / heads_);
+    head_blocks_ = CeilDivide(group_, heads_);
+    token_blocks_ = CeilDivide(p_.t, tokens_);
+    blocks_ = p_.b * p_.m * head_blocks_ * token_blocks_;
+  }
 
   // Returns the number of keys up to the last one that any query sees. A cache has room for more.
   int64_t Filled() const {
@@ -84,10 +95,7 @@ class CausalAttention {
             std::min(tokens_, p_.t - token)};
   }
 
-  AttentionSums Sums(float* memory) const {
-    const int64_t rows = heads_ * tokens_;
-    return {memory, memory + rows, memory + 2 * rows};
-  }
+  AttentionSums Sums(float* memory) const { return {memory, memory + rows_, memory + 2 * rows_}; }
 
   void Compute(int64_t item) const {
     const Place at = Find(item / parts_);
@@ -114,17 +122,18 @@ class CausalAttention {
         block.high[r] = high;
       }
     }
-    // Each thread keeps its memory for the next blocks and calls: about half a megabyte.
+    // Each thread keeps its memory for the next blocks and calls: less than a megabyte at
+    // 128 channels.
     thread_local std::vector<uint8_t> memory;
-    const int64_t scratch = AttentionScratchBytes(p_.d);
+    const int64_t scratch = kernels_.scratch_bytes(p_.d, p_.dv);
     const int64_t bytes = scratch + part_floats_ * static_cast<int64_t>(sizeof(float));
     if (static_cast<int64_t>(memory.size()) < bytes + kCacheLine) memory.resize(bytes + kCacheLine);
     uint8_t* aligned =
         memory.data() +
         (kCacheLine - reinterpret_cast<uintptr_t>(memory.data()) % kCacheLine) % kCacheLine;
-    if (parts_ > 1) return Attend(block, Sums(Partial(item)), aligned);
+    if (parts_ > 1) return kernels_.attend(block, Sums(Partial(item)), aligned);
     const AttentionSums sums = Sums(reinterpret_cast<float*>(aligned + RoundUp(scratch, 64)));
-    Attend(block, sums, aligned);
+    kernels_.attend(block, sums, aligned);
     Store(at, sums);
   }
 
@@ -138,22 +147,25 @@ class CausalAttention {
       const float sink = p_.sinks ? p_.sinks[own] : -std::numeric_limits<float>::infinity();
       for (int64_t token = 0; token < at.tokens; ++token) {
         const int64_t query = at.row * p_.t + at.first_token + token;
-        MergeSums(sums, parts_, part_floats_, head * at.tokens + token, sink, p_.dv,
-                  p_.y + (query * p_.n + own) * p_.dv);
+        kernels_.merge_sums(sums, parts_, part_floats_, head * at.tokens + token, sink, p_.dv,
+                            p_.y + (query * p_.n + own) * p_.dv);
       }
     }
   }
 
   const AttentionArguments& p_;
-  int64_t group_, heads_, tokens_, head_blocks_, token_blocks_, parts_, blocks_, part_floats_;
+  const AttentionKernels& kernels_;
+  int64_t group_, heads_, tokens_, head_blocks_, token_blocks_, parts_, blocks_;
+  int64_t rows_, part_floats_;        // of AttentionSums
   std::unique_ptr<float[]> partial_;  // [blocks, parts, part_floats]
 };
 
 }  // namespace
 
-void RunAttentionCpu(const AttentionArguments& arguments, ThreadPool& pool) {
+void RunAttentionCpu(const AttentionArguments& arguments, const AttentionKernels& kernels,
+                     ThreadPool& pool) {
   if (arguments.b * arguments.t * arguments.n * arguments.dv == 0) return;
-  CausalAttention(arguments).Run(pool);
+  CausalAttention(arguments, kernels, pool.NumThreads()).Run(pool);
 }
 
 }  // namespace nvfp4::cpu

@@ -48,39 +48,17 @@
     "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
 
 #include "elementwise.h"
+#include "tiles_amx.h"
 #include "unpack_avx512.h"
 
-#include "few_rows.h"  // after both, which it needs
+#include "few_rows.h"  // after elementwise.h and unpack_avx512.h, which it needs
 
 namespace nvfp4::cpu {
 namespace {
 
-constexpr int64_t kTile = 16;         // rows of a tile
-constexpr int64_t kTileBytes = 1024;  // 16 rows of 64 bytes
-constexpr int64_t kTileK = 32;        // k of a tile product
 constexpr int64_t kStepBytes = 2 * kTileBytes;
 constexpr int64_t kPanelSteps = 16;  // 512 k: 32 KiB
 constexpr int64_t kMostFewDots = 2;  // rows times pieces up to which DotRows is faster than tiles
-constexpr int64_t kOutStride = kPair * sizeof(float);
-
-// Tiles 0 to 3 are C, and tiles 4 and 5 are A; these have `height` rows. Tiles 6 and 7 are B and
-// have 16 rows.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-
-  explicit TileConfig(int64_t height) {
-    for (int tile = 0; tile < 6; ++tile) rows[tile] = static_cast<uint8_t>(height);
-  }
-};
-static_assert(sizeof(TileConfig) == 64, "ldtilecfg reads 64 bytes");
-
-// The tile intrinsics of GCC 12 do not say that they read memory. Without this barrier, the
-// compiler could move a store behind the load of the tile that needs it, or drop the store.
-inline void SettleMemory() { __asm__ volatile("" ::: "memory"); }
 
 // Stores scaled weights as pairs of bfloat16. The scaled weights are exact in bfloat16, so that the
 // low halves of the float32 lanes are zero.
@@ -141,36 +119,6 @@ inline void MultiplyStep(const uint8_t* tiles, const uint8_t* x, const Rows& row
   }
 }
 
-template <bool kTwoTiles>
-inline void ZeroTiles() {
-  _tile_zero(0);
-  _tile_zero(1);
-  if (kTwoTiles) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-}
-
-template <bool kTwoTiles>
-inline void LoadTiles(const float* out) {
-  _tile_loadd(0, out, kOutStride);
-  _tile_loadd(1, out + kGroup, kOutStride);
-  if (kTwoTiles) {
-    _tile_loadd(2, out + kTile * kPair, kOutStride);
-    _tile_loadd(3, out + kTile * kPair + kGroup, kOutStride);
-  }
-}
-
-template <bool kTwoTiles>
-inline void StoreTiles(float* out) {
-  _tile_stored(0, out, kOutStride);
-  _tile_stored(1, out + kGroup, kOutStride);
-  if (kTwoTiles) {
-    _tile_stored(2, out + kTile * kPair, kOutStride);
-    _tile_stored(3, out + kTile * kPair + kGroup, kOutStride);
-  }
-}
-
 // Multiplies steps [first, last) of one or two row tiles, and unpacks each step while the step
 // before it is multiplied. Step s is stored at place (s - first) % places of `panel`.
 template <bool kTwoTiles>
@@ -197,7 +145,7 @@ void MultiplyShort(const WeightPair& weights, const Rows& rows, float* out) {
   alignas(kCacheLine) uint8_t panel[kPlaces * kStepBytes];
   ZeroTiles<kTwoTiles>();
   UnpackAndMultiply<kTwoTiles>(weights, 0, k_pad / kTileK, rows, k_pad, kPlaces, panel);
-  StoreTiles<kTwoTiles>(out);
+  StoreTiles<kTwoTiles>(out, kPair);
 }
 
 // Multiplies steps [first, last) of one or two row tiles by a panel that is already unpacked.
@@ -205,10 +153,10 @@ template <bool kTwoTiles>
 void MultiplyPanel(const uint8_t* panel, int64_t first, int64_t last, const uint8_t* x,
                    const Rows& rows, int64_t k_pad, float* out) {
   SettleMemory();
-  first ? LoadTiles<kTwoTiles>(out) : ZeroTiles<kTwoTiles>();
+  first ? LoadTiles<kTwoTiles>(out, kPair) : ZeroTiles<kTwoTiles>();
   for (int64_t step = first; step < last; ++step, panel += kStepBytes)
     MultiplyStep<kTwoTiles>(panel, x + step * kTileK * 2, rows, k_pad);
-  StoreTiles<kTwoTiles>(out);
+  StoreTiles<kTwoTiles>(out, kPair);
 }
 
 void MultiplyLong(const WeightPair& weights, const Rows& rows, float* out) {
@@ -216,9 +164,9 @@ void MultiplyLong(const WeightPair& weights, const Rows& rows, float* out) {
   alignas(kCacheLine) uint8_t panel[kPanelSteps * kStepBytes];
   for (int64_t first = 0; first < steps; first += kPanelSteps) {
     const int64_t last = std::min(first + kPanelSteps, steps);
-    first ? LoadTiles<true>(out) : ZeroTiles<true>();
+    first ? LoadTiles<true>(out, kPair) : ZeroTiles<true>();
     UnpackAndMultiply<true>(weights, first, last, rows, k_pad, kPanelSteps, panel);
-    StoreTiles<true>(out);
+    StoreTiles<true>(out, kPair);
     for (int64_t r = 2 * kTile; r < rows.count; r += 2 * kTile) {
       const auto multiply = rows.count - r > kTile ? MultiplyPanel<true> : MultiplyPanel<false>;
       multiply(panel, first, last, rows.data + r * rows.stride, rows, k_pad, out + r * kPair);
@@ -231,8 +179,7 @@ void Multiply(const WeightPair& weights, const Rows& rows, float* out) {
     DotPieces(weights, rows, out);
     return;
   }
-  const TileConfig config(std::min(rows.count, kTile));
-  __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  ConfigureTiles(std::min(rows.count, kTile));
   if (rows.count <= kTile) {
     MultiplyShort<false>(weights, rows, out);
   } else if (rows.count <= 2 * kTile) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../shapes.h"
+#include "attention.h"
 #include "kernels.h"
 #include "phases.h"
 
@@ -118,10 +119,8 @@ struct HeadsArguments {
 
 void RunHeadsCpu(const HeadsArguments& arguments, const Kernels& kernels, ThreadPool& pool);
 
-// Whether RunAttentionCpu can run on this CPU, and is faster there than XLA's products.
-bool AttentionSupported();
-
-void RunAttentionCpu(const AttentionArguments& arguments, ThreadPool& pool);
+void RunAttentionCpu(const AttentionArguments& arguments, const AttentionKernels& kernels,
+                     ThreadPool& pool);
 
 void RunDenseCpu(const DenseArguments& arguments, const Kernels& kernels, ThreadPool& pool);
 

@@ -3,7 +3,7 @@
 import copyreg
 
 from jax_nvfp4_moe.backends.attention import ATTENTION_CPU
-from jax_nvfp4_moe.backends.attention_cpu import ATTENTION_AVX512
+from jax_nvfp4_moe.backends.attention_cpu import ATTENTION_AMX, ATTENTION_AVX512
 from jax_nvfp4_moe.backends.call_chain import CALL_CHAIN_CPU, CALL_CHAIN_CUDA
 from jax_nvfp4_moe.backends.cpu import DENSE_CPU, MOE_W4A16_CPU, QUANTIZE_CPU
 from jax_nvfp4_moe.backends.cuda import (
@@ -53,6 +53,7 @@ BACKENDS = (
     DENSE_CPU,
     MOVES_CPU,
     HEADS_CPU,
+    ATTENTION_AMX,
     ATTENTION_AVX512,
     ATTENTION_CPU,
     CALL_CHAIN_CPU,

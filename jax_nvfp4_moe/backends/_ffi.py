@@ -22,10 +22,11 @@ EXTENSIONS = {
 # Optional parts of an extension -> the extension, an FFI target that is registered only if this
 # process can use the part, and why it cannot.
 PARTS = {
-    "_nvfp4_cpu.attention": (
+    "_nvfp4_cpu.attention_amx": ("_nvfp4_cpu", "nvfp4_attention_amx", "which needs AMX-BF16"),
+    "_nvfp4_cpu.attention_avx512": (
         "_nvfp4_cpu",
-        "nvfp4_attention_cpu",
-        "which needs an AMD CPU with AVX512-BF16",
+        "nvfp4_attention_avx512",
+        "which needs AVX512-BF16",
     ),
     "_nvfp4_cuda.w4a4_sm100": (
         "_nvfp4_cuda",

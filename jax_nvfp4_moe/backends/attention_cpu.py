@@ -1,4 +1,6 @@
-"""Attention on CPUs by the FFI kernel of ffi/cpu/attention_cpu.cc."""
+"""Attention on CPUs by the FFI kernels of ffi/cpu/attention_cpu.cc."""
+
+import functools
 
 import jax
 
@@ -6,12 +8,10 @@ from jax_nvfp4_moe.backends.attention_calls import encode_options, encode_sinks
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
-_TARGET = "nvfp4_attention_cpu"
 
-
-def _attend(q, k, v, positions, sinks, *, scale, window, chunk, width=None):
+def _attend(q, k, v, positions, sinks, *, target, scale, window, chunk, width=None):
     y = jax.ShapeDtypeStruct((*q.shape[:3], width or v.shape[3]), q.dtype)
-    return jax.ffi.ffi_call(_TARGET, y, vmap_method="sequential")(
+    return jax.ffi.ffi_call(target, y, vmap_method="sequential")(
         q,
         k,
         v,
@@ -25,18 +25,28 @@ def _attend_to_latents(q, k, positions, sinks, *, value_width, **options):
     return _attend(q, k, k, positions, sinks, width=value_width, **options)
 
 
-ATTENTION_AVX512 = Backend(
-    name="attention_avx512",
-    can=Capability(
-        ops=frozenset({"attention", "latent_attention"}),
-        devices=(Device(frozenset({None})),),
-        platform="cpu",
-        extension="_nvfp4_cpu.attention",
-        dtypes=frozenset({"bfloat16"}),
-        head_widths=range(1, 1025),
-    ),
-    layout=CANONICAL,
-    lower={"attention": _attend, "latent_attention": _attend_to_latents},
-    status="executed, measured",
-    ffi_targets=(_TARGET,),
-)
+def _record(isa):
+    """Return the record of the kernel that has its products from the instruction set `isa`."""
+    target = f"nvfp4_attention_{isa}"
+    return Backend(
+        name=f"attention_{isa}",
+        can=Capability(
+            ops=frozenset({"attention", "latent_attention"}),
+            devices=(Device(frozenset({None})),),
+            platform="cpu",
+            extension=f"_nvfp4_cpu.attention_{isa}",
+            dtypes=frozenset({"bfloat16"}),
+            head_widths=range(1, 1025),
+        ),
+        layout=CANONICAL,
+        lower={
+            "attention": functools.partial(_attend, target=target),
+            "latent_attention": functools.partial(_attend_to_latents, target=target),
+        },
+        status="executed, measured",
+        ffi_targets=(target,),
+    )
+
+
+ATTENTION_AMX = _record("amx")
+ATTENTION_AVX512 = _record("avx512")

@@ -69,14 +69,14 @@ def dense(
     rows, dtype = math.prod(x.shape[:-1]), jnp.dtype(dtype)
     if not (isinstance(rows, int) and rows > 0):
         return _multiply(x, weight, bias, dtype)
-    few = _multiply_anywhere if target is None else _find_kernel(x, weight, rows, target)
-    if few is None or (target is None and rows > _CPU_FEW_ROWS):
+    form = _multiply_anywhere if target is None else _find_form(x, weight, rows, target)
+    if form is None:
         return _multiply(x, weight, bias, dtype)
-    return _multiply_as(few, dtype, x, weight, bias)
+    return _multiply_as(form, dtype, x, weight, bias)
 
 
-def _find_kernel(x, weight, rows, target):
-    """Return a function that is faster on `target` than XLA's dot, or None."""
+def _find_form(x, weight, rows, target):
+    """Return a function that is faster on `target` than `_multiply`, or None."""
     if target.platform not in _KERNELS:
         return None
     record, most_rows, factor, pairs = _KERNELS[target.platform]
@@ -90,6 +90,8 @@ def _find_kernel(x, weight, rows, target):
     known = fits and kinds in pairs
     if known and record.can.reason_against(problem) is None:
         return record.lower["dense"]
+    if target.platform == "cpu" and kinds == ("bfloat16", "bfloat16"):
+        return _multiply_on_cpu
     return _reduce if rows == 1 and target.platform == "cuda" else None
 
 
@@ -108,14 +110,13 @@ def _differentiate(multiply, dtype, primals, tangents):
 
 
 def _multiply_anywhere(x, weight, bias, dtype):
-    """Multiply at most `_CPU_FEW_ROWS` rows on the platform of the program, and add the bias."""
-    forms = {}
-    compiled = _ffi.why_unavailable(DENSE_CPU.can.extension) is None
-    if compiled and x.dtype == weight.dtype == jnp.bfloat16:
-        forms["cpu"] = DENSE_CPU.lower["dense"]
-    if math.prod(x.shape[:-1]) == 1:
+    """Multiply rows on the platform of the program, and add the bias."""
+    rows, forms = math.prod(x.shape[:-1]), {"default": _multiply}
+    if x.dtype == weight.dtype == jnp.bfloat16:
+        few = rows <= _CPU_FEW_ROWS and _ffi.why_unavailable(DENSE_CPU.can.extension) is None
+        forms["cpu"] = DENSE_CPU.lower["dense"] if few else _multiply_on_cpu
+    if rows == 1:
         forms["cuda"] = _reduce
-    forms["default"] = _multiply
     forms = {name: functools.partial(form, dtype=dtype) for name, form in forms.items()}
     return lax.platform_dependent(x, weight, bias, **forms)
 
@@ -131,7 +132,7 @@ def _multiply(x, weight, bias=None, dtype=jnp.float32):
     """Compute ``x @ weight.T + bias`` by one XLA dot with float32 sums."""
     if x.dtype != weight.dtype:
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     sums = lax.dot_general(
         x,
         weight,
@@ -140,6 +141,17 @@ def _multiply(x, weight, bias=None, dtype=jnp.float32):
         preferred_element_type=jnp.float32,
     )
     return _add_bias(sums, bias, dtype)
+
+
+def _multiply_on_cpu(x, weight, bias, dtype):
+    """Compute ``x @ weight.T + bias`` in bfloat16 by one XLA dot of the weight and the rows.
+
+    On a CPU, XLA rearranges the right operand of such a dot in each call. In the loop of `generate`
+    it also kept a transposed copy of the weight. The smaller operand therefore stands on the right.
+    """
+    if math.prod(x.shape[:-1]) >= weight.shape[0]:
+        return _multiply(x, weight, bias, dtype)
+    return _add_bias(jnp.moveaxis(_multiply(weight, x), 0, -1), bias, dtype)
 
 
 def _reduce(x, weight, bias, dtype):

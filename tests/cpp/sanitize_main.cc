@@ -236,6 +236,22 @@ void RunQuantizer(DataType type, const Kernels& kernels) {
   }
 }
 
+void RunAllDense(const Kernels& kernels) {
+  for (int64_t m : {1, 2, 3, 4, 5, 6, 7, 8, 11}) {
+    for (int64_t k : {0, 15, 1039}) {
+      const int64_t n = 37;
+      Random random(6);
+      Exact<float> x(m * k), y(m * n);
+      Exact<uint8_t> weight(2 * n * k);
+      FillFloats(random, x);
+      FillActivations(random, weight, DataType::kBF16);
+      Threads pool(2);
+      RunDenseCpu({x.data, reinterpret_cast<uint16_t*>(weight.data), y.data, m, n, k}, kernels,
+                  pool);
+    }
+  }
+}
+
 struct AttentionCase {
   int64_t b, t, n, m, s, d, dv;
   int32_t first;  // position of the first token
@@ -248,7 +264,8 @@ constexpr AttentionCase kAttentionCases[] = {
     {1, 300, 8, 2, 301, 128, 128, 1, 0, 0},  {2, 9, 4, 4, 40, 80, 72, 50, 1, 0},
 };
 
-std::vector<uint8_t> RunAttention(const AttentionCase& c, int threads) {
+std::vector<uint8_t> RunAttention(const AttentionCase& c, const AttentionKernels& kernels,
+                                  int threads) {
   Random random(4);
   Exact<uint8_t> q(2 * c.b * c.t * c.n * c.d), k(2 * c.b * c.m * c.s * c.d);
   Exact<uint8_t> v(2 * c.b * c.m * c.s * c.dv), y(2 * c.b * c.t * c.n * c.dv);
@@ -264,14 +281,16 @@ std::vector<uint8_t> RunAttention(const AttentionCase& c, int threads) {
       at(q), at(k), at(v), positions.data, sinks.data, at(y), c.b,      c.t,    c.n,
       c.m,   c.s,   c.d,   c.dv,           c.dv,       0.1f,  c.window, c.chunk};
   Threads pool(threads - 1);
-  RunAttentionCpu(arguments, pool);
+  RunAttentionCpu(arguments, kernels, pool);
   return std::vector<uint8_t>(y.data, y.data + y.count);
 }
 
-void RunAllAttention() {
+void RunAllAttention(std::string_view isa, const AttentionKernels& kernels) {
+  if (!kernels.supported()) return;
   for (const AttentionCase& c : kAttentionCases) {
-    if (RunAttention(c, 4) != RunAttention(c, 1)) std::abort();
+    if (RunAttention(c, kernels, 4) != RunAttention(c, kernels, 1)) std::abort();
   }
+  std::printf("attention, %.*s: ok\n", static_cast<int>(isa.size()), isa.data());
 }
 
 struct HeadsCase {
@@ -347,6 +366,7 @@ void RunAll(const Kernels& kernels) {
     RunQuantizer(type, kernels);
   }
   RunAllHeads(kernels);
+  RunAllDense(kernels);
 }
 
 }  // namespace
@@ -357,9 +377,9 @@ int main() {
     nvfp4::cpu::RunAll(*nvfp4::cpu::ChooseKernels(isa));
     std::printf("%.*s: ok\n", static_cast<int>(isa.size()), isa.data());
   }
-  if (nvfp4::cpu::AttentionSupported()) {
-    nvfp4::cpu::RunAllAttention();
-    std::printf("attention: ok\n");
-  }
+#if defined(__x86_64__)
+  nvfp4::cpu::RunAllAttention("amx", nvfp4::cpu::kAttentionAmx);
+  nvfp4::cpu::RunAllAttention("avx512", nvfp4::cpu::kAttentionAvx512);
+#endif
   return 0;
 }

@@ -1,9 +1,10 @@
-"""Run the suites of attention on the CPU kernel, and test what only this kernel does."""
+"""Run the suites of attention on the CPU kernels, and test what only these do."""
 
 import functools
 import itertools
 
 import attention_suite
+import cpu_calls
 import jax
 import jax.numpy as jnp
 import latent_attention_suite
@@ -15,29 +16,32 @@ from latent_attention_suite import LatentAttentionSuite
 
 from jax_nvfp4_moe.ops import attention
 
-pytestmark = pytest.mark.cpu_attention
+ISAS = [pytest.param(isa, marks=getattr(pytest.mark, f"isa_{isa}")) for isa in ("amx", "avx512")]
+isas = pytest.mark.parametrize("isa", ISAS)
 
 
-def on_cpu(*operands, **options):
-    return attention(*operands, **options, backend="attention_avx512")
+def on_cpu(isa, *operands, **options):
+    return attention(*operands, **options, backend=f"attention_{isa}")
 
 
 class TestAttention(AttentionSuite):
+    isa = axis(*ISAS)
     case = axis(*attention_suite.CASES)
     dtype = axis("bfloat16")
 
     @pytest.fixture
-    def run(self):
-        return on_cpu
+    def run(self, isa):
+        return functools.partial(on_cpu, isa)
 
 
 class TestLatentAttention(LatentAttentionSuite):
+    isa = axis(*ISAS)
     case = axis(*latent_attention_suite.CASES)
     dtype = axis("bfloat16")
 
     @pytest.fixture
-    def run(self):
-        return lambda q, k, positions, **options: on_cpu(q, k, None, positions, **options)
+    def run(self, isa):
+        return lambda q, k, positions, **options: on_cpu(isa, q, k, None, positions, **options)
 
 
 # A block has up to 128 heads and 256 keys. Up to eight tokens have their keys in parts of 1024.
@@ -73,56 +77,62 @@ def make(name):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("size", SIZES)
-def test_matches_float64(size, options):
+@isas
+def test_matches_float64(isa, size, options):
     operands, given = make(size), OPTIONS[options]
     if "window" in given:
         given = {**given, "sinks": np.linspace(-3, 4, operands[0].shape[2], dtype=np.float32)}
     expected = in_float64(*operands, **given)
     bound = 2 * worst(plain(*operands, **given), expected)
-    assert worst(on_cpu(*operands, **given), expected) <= bound
+    assert worst(on_cpu(isa, *operands, **given), expected) <= bound
     wrong = {**given, "sinks": np.full(operands[0].shape[2], 100, np.float32)}
-    assert worst(on_cpu(*operands, **wrong), expected) > max(5 * bound, 0.1)
+    assert worst(on_cpu(isa, *operands, **wrong), expected) > max(5 * bound, 0.1)
 
 
-def test_it_is_the_default_for_bfloat16():
+@isas
+def test_the_best_is_the_default_for_bfloat16(isa):
+    """The default has the bits of AMX where the CPU has it, which differ from those of AVX-512."""
     q, k, v, positions = make("nine tokens")
-    np.testing.assert_array_equal(
-        attention(q, k, v, positions), on_cpu(q, k, v, positions), strict=True
-    )
-    with pytest.raises(Exception, match="attention_avx512: needs bfloat16"):
-        on_cpu(*(x.astype(np.float32) for x in (q, k, v)), positions)
+    best = cpu_calls.present_isas()[0]
+    is_default = np.array_equal(attention(q, k, v, positions), on_cpu(isa, q, k, v, positions))
+    assert is_default == (isa == best)
+    with pytest.raises(Exception, match=f"attention_{isa}: needs bfloat16"):
+        on_cpu(isa, *(x.astype(np.float32) for x in (q, k, v)), positions)
 
 
 @pytest.mark.parametrize("size", ["parts of two rows", "several blocks"])
-def test_results_do_not_depend_on_what_runs_beside(size):
+@isas
+def test_results_do_not_depend_on_what_runs_beside(isa, size):
     """Bits repeat, and are those of a call with one row and some of the tokens."""
     q, k, v, positions = make(size)
-    whole = np.asarray(on_cpu(q, k, v, positions))
+    whole = np.asarray(on_cpu(isa, q, k, v, positions))
     for _ in range(3):
-        np.testing.assert_array_equal(whole, on_cpu(q, k, v, positions))
+        np.testing.assert_array_equal(whole, on_cpu(isa, q, k, v, positions))
     some = slice(min(100, q.shape[1] - 1), None)
-    part = on_cpu(q[1:, some], k[1:], v[1:], positions[1:, some])
+    part = on_cpu(isa, q[1:, some], k[1:], v[1:], positions[1:, some])
     np.testing.assert_array_equal(whole[1:, some], part)
 
 
-def test_a_row_does_not_depend_on_the_parts_of_another():
+@isas
+def test_a_row_does_not_depend_on_the_parts_of_another(isa):
     """A short row beside a long one has the bits that it has alone, in one part of its keys."""
     q, k, v, positions = make("parts of two rows")
     positions = np.array([[3000], [500]], np.int32)
-    both = np.asarray(on_cpu(q, k, v, positions))
-    np.testing.assert_array_equal(both[1:], on_cpu(q[1:], k[1:], v[1:], positions[1:]))
+    both = np.asarray(on_cpu(isa, q, k, v, positions))
+    np.testing.assert_array_equal(both[1:], on_cpu(isa, q[1:], k[1:], v[1:], positions[1:]))
     room = 600  # fewer keys than a part has
     np.testing.assert_array_equal(
-        both[1:], on_cpu(q[1:], k[1:, :, :room], v[1:, :, :room], positions[1:])
+        both[1:], on_cpu(isa, q[1:], k[1:, :, :room], v[1:, :, :room], positions[1:])
     )
 
 
-def test_batches_and_gradients():
+@isas
+def test_batches_and_gradients(isa):
     """`vmap` equals a loop, and gradients are those of plain XLA."""
     q, k, v, positions = map(jnp.asarray, make("nine tokens"))
-    both = jax.vmap(lambda q: on_cpu(q, k, v, positions))(jnp.stack([q, 2 * q]))
+    both = jax.vmap(lambda q: on_cpu(isa, q, k, v, positions))(jnp.stack([q, 2 * q]))
     for got, given in zip(both, (q, 2 * q), strict=True):
-        np.testing.assert_array_equal(got, on_cpu(given, k, v, positions))
+        np.testing.assert_array_equal(got, on_cpu(isa, given, k, v, positions))
 
     def gradients(backend):
         def loss(q, k, v):
@@ -130,24 +140,25 @@ def test_batches_and_gradients():
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
 
-    for got, expected in zip(gradients("attention_avx512"), gradients("reference"), strict=True):
+    for got, expected in zip(gradients(f"attention_{isa}"), gradients("reference"), strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_an_exported_program_takes_any_length():
+@isas
+def test_an_exported_program_takes_any_length(isa):
     """The sizes of a call may be symbols: nothing about it is computed from them in Python."""
     t, s = jax.export.symbolic_shape("t, s")
     shapes = ((1, t, 4, 16), (1, 2, s, 16), (1, 2, s, 16))
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    run = jax.jit(lambda q, k, v, at: attention(q, k, v, at))
+    run = jax.jit(lambda q, k, v, at: on_cpu(isa, q, k, v, at))
     exported = jax.export.export(
-        run, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("nvfp4_attention_cpu")]
+        run, disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(f"nvfp4_attention_{isa}")]
     )(*operands, jax.ShapeDtypeStruct((1, t), jnp.int32))
     q, k, v, _ = make("nine tokens")
     for length, keys in itertools.product((1, 9), (40, 2100)):
         given = q[:, :length, :4, :16], k[..., :keys, :16], v[..., :keys, :16]
         at = np.arange(20, 20 + length, dtype=np.int32)[None]
-        np.testing.assert_array_equal(exported.call(*given, at), on_cpu(*given, at))
+        np.testing.assert_array_equal(exported.call(*given, at), on_cpu(isa, *given, at))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +173,8 @@ def test_an_exported_program_takes_any_length():
         ({"sinks": (5,)}, r"sinks \[n\]: expected \[4\], got \[5\]"),
     ],
 )
-def test_the_target_checks_its_operands(change, message):
+@isas
+def test_the_target_checks_its_operands(isa, change, message):
     shapes = {"q": (1, 3, 4, 16), "k": (1, 2, 8, 16), "v": (1, 2, 8, 16)}
     shapes |= {"positions": (1, 3), "sinks": (0,), **change}
     dtypes = {"positions": jnp.int32, "sinks": jnp.float32}
@@ -170,4 +182,4 @@ def test_the_target_checks_its_operands(change, message):
     y = jax.ShapeDtypeStruct((1, 3, 4, 16), jnp.bfloat16)
     options = {"scale": np.float32(1), "window": np.int32(0), "chunk": np.int32(0)}
     with pytest.raises(Exception, match=message):
-        jax.block_until_ready(jax.ffi.ffi_call("nvfp4_attention_cpu", y)(*operands, **options))
+        jax.block_until_ready(jax.ffi.ffi_call(f"nvfp4_attention_{isa}", y)(*operands, **options))

@@ -37,6 +37,7 @@ SIZES = [
     (3, 5, 17),
     (4, 4, 32),
     (5, 9, 100),
+    (6, 65, 700),
     (8, 70, 1039),
     (7, 3, 70000),
 ]
@@ -102,6 +103,37 @@ def test_bits_depend_on_nothing_but_the_operands(sizes):
         np.testing.assert_array_equal(run(x, weight, isa), expected)
     for row in range(len(x)):
         np.testing.assert_array_equal(run(x[row : row + 1], weight)[0], expected[row])
+
+
+@pytest.mark.parametrize("target", [None, Target("cpu")], ids=str)
+@pytest.mark.parametrize("rows", [MOST + 1, 70, 71])
+def test_more_rows_than_the_kernel_takes(rows, target):
+    """The weight stands on the left of XLA's dot if it has more rows than x."""
+    x, weight = operands(rows, 70, 300)
+    run = jax.jit(lambda x, w: dense(x, w, target=target))
+    got = np.asarray(run(x[:, None], weight))
+    assert got.shape == (rows, 1, 70)
+    bound = 2 * max(error(np.asarray(xla(x, weight)), x, weight), UNIT)
+    assert error(got[:, 0], x, weight) <= bound
+
+
+def test_a_loop_keeps_no_copy_of_the_weight():
+    """In a loop such as that of `generate`, XLA keeps a transposed copy of a right operand."""
+    k, n = 512, 1000
+
+    def decode(ids, weight):
+        def step(carry):
+            count, ids = carry
+            x = jnp.sin((ids[:, None, None] * jnp.arange(k)[None, None]).astype(jnp.float32))
+            logits = dense(x.astype(weight.dtype), weight, target=Target("cpu"))
+            return count + 1, jnp.argmax(logits[:, 0], axis=-1).astype(ids.dtype)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 9, step, (0, ids))[1]
+
+    weight = jax.ShapeDtypeStruct((n, k), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((MOST + 1,), jnp.int32)
+    compiled = jax.jit(decode).lower(ids, weight).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * n * k
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 16), (2, 0, 16), (2, 3, 0)], ids=str)
@@ -194,7 +226,7 @@ def test_a_bias_is_added_to_the_float32_sums(rows, target):
 def test_a_bias_has_a_derivative(target, monkeypatch):
     """A product by XLA stands in for the kernel of a GPU."""
     module = importlib.import_module("jax_nvfp4_moe.ops.dense")
-    monkeypatch.setattr(module, "_find_kernel", lambda *_: module._multiply)
+    monkeypatch.setattr(module, "_find_form", lambda *_: module._multiply)
     x, weight = operands(3, 5, 40)
     bias = jnp.linspace(-1, 1, 5)
     bar = np.random.default_rng(3).normal(0, 1, (3, 5)).astype(np.float32)
