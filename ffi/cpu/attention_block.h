@@ -13,11 +13,11 @@
 // attention_avx512.cc and attention_amx.cc include this file below their target pragma, like
 // elementwise.h. They give it `Products`:
 //
-//   kDepth                 numbers of a panel and of rows behind k are zeros up to a multiple of it
-//   Products(rows)         prepares the thread for products of so many rows
+//   kDepth          Panels and rows have zeros behind k, up to a multiple of it.
+//   Products(rows)  It prepares the thread for products of so many rows.
 //   Multiply<kAdd>(panel, k, x, stride, count, out, out_stride)
-//                          out [count, 32] = rows of x times the panel, or += if kAdd; it may write
-//                          rows up to a multiple of 16
+//                   out [count, 32] = rows of x times the panel, or += if kAdd. Rows of `out` up
+//                   to a multiple of 16 may be written.
 //
 // Source: arXiv:1805.02867 for the running maximum and sum.
 namespace nvfp4::cpu {

@@ -111,12 +111,13 @@ def _differentiate(multiply, dtype, primals, tangents):
 
 def _multiply_anywhere(x, weight, bias, dtype):
     """Multiply rows on the platform of the program, and add the bias."""
-    rows, forms = math.prod(x.shape[:-1]), {"default": _multiply}
+    rows, forms = math.prod(x.shape[:-1]), {}
     if x.dtype == weight.dtype == jnp.bfloat16:
         few = rows <= _CPU_FEW_ROWS and _ffi.why_unavailable(DENSE_CPU.can.extension) is None
         forms["cpu"] = DENSE_CPU.lower["dense"] if few else _multiply_on_cpu
     if rows == 1:
         forms["cuda"] = _reduce
+    forms["default"] = _multiply
     forms = {name: functools.partial(form, dtype=dtype) for name, form in forms.items()}
     return lax.platform_dependent(x, weight, bias, **forms)
 
