@@ -20,9 +20,8 @@ struct AttentionBlock {
   float scale;
 };
 
-// What a block adds to the softmax of its queries. A kernel may write rows up to a multiple of 16.
-// `sums` of 0 means that a query saw no key. Its
-// other numbers then have no meaning.
+// What a block adds to the softmax of its queries. `sums` of 0 means that a query saw no key. Its
+// other numbers then have no meaning. A kernel may write rows of y up to a multiple of 16.
 struct AttentionSums {
   float* largest;  // [rows] largest score m, times log2(e)
   float* sums;     // [rows] sum of e^(score - m)

@@ -53,11 +53,11 @@ struct Scratch {
   int64_t q_stride, bytes;
 };
 
-// Returns 2^x for x <= 0 in all lanes, with a relative error of 3e-6, or 2^-125 if x is smaller. A
-// weight has 9 bits after that, and sums of weights have errors of the same size from these.
+// Returns 2^x for x <= 0 in all lanes, with a relative error of 3e-6, or 2^-125 if x is smaller.
+// NaN gives NaN. Weights are rounded to bfloat16 later, which is a thousand times as coarse.
 inline __m512 Exp2(__m512 x) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: a sum with it has no bits behind the point
-  x = _mm512_max_ps(x, _mm512_set1_ps(-125.0f));
+  x = _mm512_max_ps(_mm512_set1_ps(-125.0f), x);  // the second operand if one is NaN
   const __m512 shifted = _mm512_add_ps(x, _mm512_set1_ps(kRounder));
   const __m512 r = _mm512_sub_ps(x, _mm512_sub_ps(shifted, _mm512_set1_ps(kRounder)));
   // A polynomial for 2^r on [-1/2, 1/2].

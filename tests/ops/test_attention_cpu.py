@@ -127,6 +127,17 @@ def test_a_row_does_not_depend_on_the_parts_of_another(isa):
 
 
 @isas
+def test_nan_stays_in_the_results_of_its_query(isa):
+    q, k, v, positions = make("nine tokens")
+    wrong = q.copy()
+    wrong[0, 4, 3, 7] = np.nan
+    got, expected = (np.array(on_cpu(isa, x, k, v, positions)) for x in (wrong, q))
+    assert np.isnan(got[0, 4, 3]).all()
+    got[0, 4, 3] = expected[0, 4, 3]
+    np.testing.assert_array_equal(got, expected)
+
+
+@isas
 def test_batches_and_gradients(isa):
     """`vmap` equals a loop, and gradients are those of plain XLA."""
     q, k, v, positions = map(jnp.asarray, make("nine tokens"))
