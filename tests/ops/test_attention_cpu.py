@@ -75,15 +75,28 @@ def make(name):
     return q, k, v, np.broadcast_to(start + np.arange(t, dtype=np.int32), (b, t))
 
 
+def arguments(size, options):
+    """Return the operands and options of a case. Windows have sinks."""
+    operands, given = make(size), OPTIONS[options]
+    if "window" in given:
+        given = {**given, "sinks": np.linspace(-3, 4, operands[0].shape[2], dtype=np.float32)}
+    return operands, given
+
+
+@functools.cache
+def yardstick(size, options):
+    """Return the results in float64, and twice the error of plain XLA, for all kernels."""
+    operands, given = arguments(size, options)
+    expected = in_float64(*operands, **given)
+    return expected, 2 * worst(plain(*operands, **given), expected)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("size", SIZES)
 @isas
 def test_matches_float64(isa, size, options):
-    operands, given = make(size), OPTIONS[options]
-    if "window" in given:
-        given = {**given, "sinks": np.linspace(-3, 4, operands[0].shape[2], dtype=np.float32)}
-    expected = in_float64(*operands, **given)
-    bound = 2 * worst(plain(*operands, **given), expected)
+    operands, given = arguments(size, options)
+    expected, bound = yardstick(size, options)
     assert worst(on_cpu(isa, *operands, **given), expected) <= bound
     wrong = {**given, "sinks": np.full(operands[0].shape[2], 100, np.float32)}
     assert worst(on_cpu(isa, *operands, **wrong), expected) > max(5 * bound, 0.1)
