@@ -69,7 +69,7 @@ def dense(
     rows, dtype = math.prod(x.shape[:-1]), jnp.dtype(dtype)
     if not (isinstance(rows, int) and rows > 0):
         return _multiply(x, weight, bias, dtype)
-    form = _multiply_anywhere if target is None else _find_form(x, weight, rows, target)
+    form = _find_form(x, weight, rows, target)
     if form is None:
         return _multiply(x, weight, bias, dtype)
     return _multiply_as(form, dtype, x, weight, bias)
@@ -77,6 +77,9 @@ def dense(
 
 def _find_form(x, weight, rows, target):
     """Return a function that is faster on `target` than `_multiply`, or None."""
+    if target is None:
+        has_other_forms = rows == 1 or x.dtype == weight.dtype == jnp.bfloat16
+        return _multiply_anywhere if has_other_forms else None
     if target.platform not in _KERNELS:
         return None
     record, most_rows, factor, pairs = _KERNELS[target.platform]
