@@ -7,6 +7,7 @@
 #include "cuda/gemm/dense_few.cuh"
 #include "cuda/gemm/fp4_groups.cuh"
 #include "cuda/gemm/linear_few.cuh"
+#include "cuda/gemm/linear_sm90.cuh"
 #include "cuda/heads/sine.cuh"
 #include "cuda/instructions/fp4_mma.cuh"
 #include "cuda/launch.h"
@@ -17,6 +18,7 @@ extern bool backwards;
 
 namespace nvfp4 {
 int multiprocessors = 1;
+int capability_major = 0;
 int block_shared_bytes = 0;
 int largest_shared_bytes = 0;
 int largest_cluster = 0;
@@ -80,6 +82,9 @@ void configure(int count, int shared_bytes, int backwards) {
   largest_cluster = 0;
   emulation::backwards = backwards != 0;
 }
+
+// Sets the compute capability of the emulated device, where kernels depend on it. It is 0 otherwise.
+void use_capability(int major) { capability_major = major; }
 
 // Returns the most dynamic shared memory of a launch since `configure`.
 int largest_dynamic_bytes() { return largest_shared_bytes; }
@@ -164,6 +169,14 @@ int dense_few(const DenseFewCall* call, int clusters, void* const* operands) {
              ? LaunchDenseFew(nullptr, *call, buffers)
              : LaunchDenseCut(nullptr, *call, buffers, CutDenseFew(*call, /*clusters=*/false));
 }
+
+// As dense_few, for the kernel for 9.0, which need not be the one that LaunchDenseFew chooses.
+int dense_sm90(const DenseFewCall* call, void* const* operands) {
+  return LaunchDenseSm90(nullptr, *call,
+                         {operands[0], operands[1], operands[5], nullptr, nullptr, operands[4]});
+}
+
+void cut_linear_sm90(int64_t n, int64_t k, LinearSm90Cut* cut) { *cut = CutLinearSm90(n, k); }
 
 // Computes one FP4 MMA. The operands are a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums
 // [32, 4]. If `shuffled`, the emulation for GPUs without the instruction runs. Otherwise

@@ -41,6 +41,19 @@ class TestDenseFew(DenseFewSuite):
         )
 
 
+class TestDenseSm90(DenseFewSuite):
+    """The kernel for 9.0, with two and with four teams."""
+
+    pair = axis("bfloat16-bfloat16", "float16-float16")
+    count = axis(H200, 5)
+
+    @pytest.fixture
+    def run(self, library, count):
+        return lambda x, weight, dtype=np.float32, bias=None: dense_emulation.dense_few(
+            library, x, weight, dtype, count, bias=bias, older=count == H200, sm90=True
+        )
+
+
 class TestDenseFp8(DenseFp8Suite):
     device = axis(*DEVICES)
 

@@ -31,12 +31,18 @@ CUTS = {
 }
 
 
+# The engine and the compute capability of a device.
+DEVICES = {"sm80": ("sm80", 8), "sm90": ("sm90", 9), "sm100": ("sm80", 10)}
+
+
 class TestLinearFew(LinearFewSuite):
-    engine = axis(*cuda_emulation.ENGINES)
+    device = axis(*DEVICES)
 
     @pytest.fixture
-    def run(self, library, engine):
-        return lambda call: run_product(library, engine, call, H200)
+    def run(self, library, device):
+        engine, major = DEVICES[device]
+        with cuda_emulation.capability(library, major):
+            yield lambda call: run_product(library, engine, call, H200)
 
     @pytest.mark.parametrize("count", [1, 5])
     @pytest.mark.parametrize("case", LINEARS)
@@ -62,10 +68,29 @@ def test_the_engines_run_what_does_not_fit(library, rows, k, clusters):
     assert cut.shared_bytes == 0
 
 
-@pytest.mark.parametrize(("engine", "blocks"), [("sm80", 1), ("sm90", 8)])
-def test_only_newer_devices_have_clusters(library, engine, blocks):
-    run_product(library, engine, make_linear((8, 77, 1040), "bf16-none"), H200)
+@pytest.mark.parametrize(("device", "blocks"), [("sm80", 1), ("sm90", 4), ("sm100", 8)])
+def test_only_newer_devices_have_clusters(library, device, blocks):
+    engine, major = DEVICES[device]
+    with cuda_emulation.capability(library, major):
+        run_product(library, engine, make_linear((8, 77, 1040), "bf16-none"), H200)
     assert library.largest_cluster_blocks() == blocks
+
+
+# n, k -> teams of a block, blocks of a cluster: of the layers above, and of one with short rows.
+SM90_CUTS = {
+    (5120, 2048): (4, 1),
+    (2048, 4096): (2, 4),
+    (12288, 2048): (2, 1),
+    (4096, 2048): (2, 2),
+    (1024, 2048): (2, 4),
+    (1024, 256): (2, 1),
+}
+
+
+@pytest.mark.parametrize(("n", "k"), SM90_CUTS)
+def test_layers_are_cut_for_hopper(library, n, k):
+    cut = cuda_emulation.cut_linear_sm90(library, n, k, H200)
+    assert (cut.teams, cut.ranks) == SM90_CUTS[n, k]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_few_suite import SIZES, DenseFewSuite, assert_accurate, make
+from axes import axis
+from dense_few_suite import SIZES, DenseFewSuite, assert_accurate, check_biases, make
 from dense_fp8_suite import DenseFp8Suite
 
 from jax_nvfp4_moe import Target
@@ -26,6 +27,9 @@ MODEL_SIZES = [
     *((rows, 128, 2048) for rows in (1, 16, 64)),
     (64, 512, 7168),
     *((rows, 5120, 2048) for rows in (1, 16, 64)),
+    *((rows, 2048, 4096) for rows in (5, 16, 32, 64)),
+    (9, 1000, 1048),
+    (33, 777, 2056),
     *((rows, 32000, 2048) for rows in (1, 16, 32, 64)),
 ]
 
@@ -48,9 +52,17 @@ def fp8_on_cuda(call, dtype=jnp.float32, bias=None):
 
 
 class TestDenseFew(DenseFewSuite):
+    width = axis(77, 777)
+
     @pytest.fixture
     def run(self):
         return on_cuda
+
+    @pytest.mark.parametrize("sizes", [(9, 1000, 1048), (33, 777, 2056)], ids=str)
+    def test_a_bias_of_a_wide_layer(self, run, sizes, pair):
+        call = make(sizes, pair)
+        sums = run(call.x, call.weight)
+        check_biases(sums, call.x.dtype, lambda *how: run(call.x, call.weight, *how))
 
     @pytest.mark.parametrize("sizes", MODEL_SIZES, ids=str)
     def test_layers_of_models_match_float64(self, run, sizes, pair):

@@ -4,10 +4,17 @@ import cuda_calls
 import pytest
 from axes import axis
 from gpu_suite import GpuProducts
-from kernel_suite import bits
+from kernel_suite import assert_accurate, bits
 from linear_few_suite import LINEARS, LinearFewSuite, make_linear
 
 pytestmark = pytest.mark.gpu
+
+# Sizes of models, for which a GPU takes each form of the kernels for few rows.
+MODEL_SIZES = [
+    *((rows, 5120, 2048) for rows in (1, 8, 16, 32, 64)),
+    *((rows, 2048, 4096) for rows in (1, 4, 8, 16, 64)),
+    *((rows, 12288, 2048) for rows in (2, 48)),
+]
 
 
 class TestLinearFew(GpuProducts, LinearFewSuite):
@@ -18,8 +25,12 @@ class TestLinearFew(GpuProducts, LinearFewSuite):
         call = make_linear(case, numbers)
         assert bits(run, call) == bits(run, call)
 
-    @pytest.mark.parametrize("sizes", [(1, 5120, 2048), (16, 2048, 4096), (64, 5120, 2048)])
-    def test_linear_of_a_model_has_the_same_bits_every_time(self, run, sizes):
-        call = make_linear(sizes, "bf16-none")
+    @pytest.mark.parametrize("sizes", MODEL_SIZES, ids=str)
+    def test_linear_of_a_model_matches_float64(self, run, sizes, numbers):
+        assert_accurate(run, make_linear(sizes, numbers))
+
+    @pytest.mark.parametrize("sizes", MODEL_SIZES, ids=str)
+    def test_linear_of_a_model_has_the_same_bits_every_time(self, run, sizes, numbers):
+        call = make_linear(sizes, numbers)
         first = bits(run, call)
         assert all(bits(run, call) == first for _ in range(20))

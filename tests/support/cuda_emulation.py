@@ -7,6 +7,7 @@ page, so that an access past their end fails.
 """
 
 import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -328,6 +329,30 @@ def cut_linear_few(
     library.configure(multiprocessors, shared_bytes, 0)
     cut, sizes = LinearFewCut(), [ctypes.c_int64(size) for size in (rows, n, k)]
     library.cut_linear_few(*sizes, int(clusters), ctypes.byref(cut))
+    return cut
+
+
+@contextlib.contextmanager
+def capability(library, major: int):
+    """Let the emulated device have compute capability `major`, where kernels depend on it."""
+    library.use_capability(major)
+    try:
+        yield
+    finally:
+        library.use_capability(0)
+
+
+class LinearSm90Cut(ctypes.Structure):
+    """How the kernel for linear layers on 9.0 cuts a layer (linear_sm90.cuh)."""
+
+    _fields_: ClassVar = [(name, ctypes.c_int32) for name in ("teams", "ranks")]
+
+
+def cut_linear_sm90(library, n, k, multiprocessors) -> LinearSm90Cut:
+    """Return how the kernel for 9.0 cuts a linear layer."""
+    library.configure(multiprocessors, HOPPER_SHARED_BYTES, 0)
+    cut, sizes = LinearSm90Cut(), [ctypes.c_int64(size) for size in (n, k)]
+    library.cut_linear_sm90(*sizes, ctypes.byref(cut))
     return cut
 
 

@@ -54,11 +54,13 @@ def dense_few(
     bias=None,
     clusters=True,
     older=False,
+    sm90=False,
 ):
     """Return ``x @ weight.T + bias`` in `dtype` for few rows of plain weights.
 
     E4M3 weights have a `scale` for each of their rows, or for each 128 weights of a row. Rows of x
-    have one or none. If `older`, the weights are older than the preceding kernel.
+    have one or none. If `older`, the weights are older than the preceding kernel. If `sm90`, the
+    kernel for 9.0 runs.
     """
     (rows, k), n = x.shape, weight.shape[0]
     row_scales = 0 if row_scale is None else row_scale.size
@@ -66,8 +68,13 @@ def dense_few(
     bias_size = 0 if bias is None else bias.dtype.itemsize
     types = x.dtype, weight.dtype, dtype
     sizes = _dense_call(types, rows, n, k, row_scales, groups, bias_size, older)
-    call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
+    if sm90:
+        call = functools.partial(library.dense_sm90, ctypes.byref(sizes))
+        shared_bytes = HOPPER_SHARED_BYTES
+    else:
+        call = functools.partial(library.dense_few, ctypes.byref(sizes), int(clusters))
+        shared_bytes = _LEAST_SHARED_BYTES
     y = np.empty((rows, n), dtype)
     operands = [x, weight, scale, row_scale, bias]
-    arrays = _run(library, call, operands, [y], 0, multiprocessors, _LEAST_SHARED_BYTES)
+    arrays = _run(library, call, operands, [y], 0, multiprocessors, shared_bytes)
     return arrays[0]

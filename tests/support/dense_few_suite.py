@@ -109,6 +109,7 @@ class DenseFewSuite:
     """
 
     pair = axis(*PAIRS)
+    width = axis(77)  # of outputs, where a test has no sizes of its own
 
     @pytest.fixture
     def run(self):
@@ -151,14 +152,14 @@ class DenseFewSuite:
         check_biases(sums, call.x.dtype, lambda *how: run(call.x, call.weight, *how))
 
     @pytest.mark.parametrize(("many", "few"), SHARED_FORMS)
-    def test_rows_have_the_bits_that_they_have_alone(self, run, many, few, pair):
-        call = make((many, 77, 592), pair)
+    def test_rows_have_the_bits_that_they_have_alone(self, run, many, few, pair, width):
+        call = make((many, width, 592), pair)
         alone = np.asarray(run(call.x[:few], call.weight))
         assert alone.tobytes() == np.asarray(run(call.x, call.weight))[:few].tobytes()
 
     @pytest.mark.parametrize("rows", [3, 12, 20])
-    def test_a_row_that_is_not_finite_stays_alone(self, run, rows, pair):
-        call = make((rows, 77, 144), pair)
+    def test_a_row_that_is_not_finite_stays_alone(self, run, rows, pair, width):
+        call = make((rows, width, 144), pair)
         x = call.x.copy()
         x[1] = np.array([np.inf, np.nan, -np.inf] * 48, x.dtype)
         found, expected = (np.asarray(run(one, call.weight)) for one in (x, call.x))

@@ -58,6 +58,7 @@
 #include <type_traits>
 
 #include "cuda/gemm/e4m3_pairs.cuh"
+#include "cuda/gemm/linear_sm90.cuh"
 #include "cuda/gemm/piece_ring.cuh"
 #include "cuda/instructions/ampere.cuh"
 #include "cuda/instructions/hopper.cuh"
@@ -704,6 +705,9 @@ cudaError_t LaunchDenseCut(cudaStream_t stream, const DenseFewCall& call,
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers) {
   if (call.rows == 0 || call.n == 0) return cudaSuccess;
+  if (ComputeCapabilityMajor() == 9 && FitsDenseSm90(call)) {
+    return LaunchDenseSm90(stream, call, buffers);
+  }
   const bool clusters = MayOverlap(DenseFew<__half, uint16_t, kSmall, 1>);
   return LaunchDenseCut(stream, call, buffers, CutDenseFew(call, clusters));
 }

@@ -9,8 +9,9 @@
 //   round       in W4A4: rounds x                                           quantize.cu
 //   GEMM        W, bias -> y; may start before the launch before it ends    expert_gemm_sm*.cu
 //
-// In W4A16, a linear layer with few rows is one launch of linear_few.cu.
+// In W4A16, a linear layer with few rows is one launch of linear_few.cu or linear_sm90.cu.
 #include "cuda/gemm/linear_few.cuh"
+#include "cuda/gemm/linear_sm90.cuh"
 #include "cuda/launch_kernel.cuh"
 #include "cuda/layers/engine_products.cuh"
 #include "cuda/layers/round_rows.cuh"
@@ -81,6 +82,10 @@ cudaError_t LaunchFew(cudaStream_t stream, const GroupedGemmCall& call,
   gemm.k = static_cast<int32_t>(call.shape.k);
   gemm.output = {buffers.y, call.type, nullptr};
   gemm.plan_is_older = call.weight_is_older;
+  if (call.engine == EngineKind::kSm90 &&
+      FitsLinearSm90(call.shape.m, call.shape.n, call.shape.k)) {
+    return LaunchLinearSm90(stream, gemm, call.shape.m);
+  }
   return LaunchLinearFew(stream, gemm, call.shape.m, cut);
 }
 

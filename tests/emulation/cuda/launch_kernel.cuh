@@ -8,12 +8,13 @@
 namespace nvfp4 {
 
 extern int multiprocessors;
+extern int capability_major;
 
 constexpr int64_t kDynamicAlignment = 1024;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int MultiprocessorCount() { return multiprocessors; }
-inline int ComputeCapabilityMajor() { return 0; }
+inline int ComputeCapabilityMajor() { return capability_major; }
 extern int block_shared_bytes;    // the limit of the emulated device
 extern int largest_shared_bytes;  // most dynamic bytes of a launch since `configure`
 extern int largest_cluster;       // most blocks of a cluster since then

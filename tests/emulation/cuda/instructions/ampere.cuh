@@ -73,8 +73,8 @@ struct GroupBarrier {
   long generation;
 };
 inline GroupBarrier& GroupBarrierOf(int id) {
-  static GroupBarrier barriers[16];
-  return barriers[id];
+  static GroupBarrier barriers[emulation::kMaxCluster][16];
+  return barriers[emulation::rank][id];
 }
 inline void ArriveGroup(int id, int threads) {
   GroupBarrier& barrier = GroupBarrierOf(id);

@@ -1,0 +1,451 @@
+// Computes y[r] = W @ x[r] + bias for at most kFewRows rows, in one launch, with wgmma on Hopper,
+// in bf16 and f16. W is NVFP4 with global scales (linear_few.cuh), or has the type of x
+// (dense_few.cuh).
+//
+// A block has 64 weight rows, which are the M of wgmma, and all rows of x, which are its N. Two or
+// four warpgroups, the teams of a block, divide k in turns. If there are few blocks, those of a
+// cluster divide k first. Each team has a ring of stages in shared memory, which it fills by
+// cp.async and waits for by itself. A step of a team is one stage:
+//
+//   wait until the MMAs of the step before have read its stage, and until this stage has arrived
+//   start the copies of a later step
+//   make fragments of the weights in registers, and start the MMAs
+//
+// The MMAs of one team run while others make fragments. A stage has one or two tiles of 64 of k:
+//   x        [8 kEights][128 bytes] in the 128-byte swizzle, with zeros past k. Rows past the last
+//            one are what memory holds. No output depends on them.
+//   weights  a tile of the layout "mma_64x64", or 64 rows in the same swizzle as x
+//
+// Weights come from memory, and x from the L2 cache once for each block. A layer of 16 or more rows
+// takes as long as it takes to read x so often. Partial sums are added in the order of the blocks
+// of a cluster, and in that of their teams. The bits of a row depend on the other rows of a call
+// only where their number changes kEights.
+//
+// The kernel may start before the preceding one ends. If that kernel may have written the weights,
+// this one only prefetches them into the L2 cache before it waits.
+//
+// Bottleneck: latencies, and the L2 cache. On an H200, 5120 x 2048 NVFP4 weights took 4.7 us for 16
+// rows and 7.5 for 64, in a chain of such layers.
+//
+// Needs: sm_90a; k a multiple of 8. Tests: tests/emulation/test_linear_few.py and
+// test_dense_few.py, tests/gpu/test_linear_few.py and test_dense_few.py.
+#include "cuda/gemm/linear_sm90.cuh"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/epilogues/direct_store.cuh"
+#include "cuda/instructions/hopper.cuh"
+#include "cuda/instructions/mma.cuh"
+#include "cuda/launch_kernel.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kTeamThreads = 128;
+constexpr int kRowBytes = 2 * kTileK;              // 64 of k of a row, in 16 bits
+constexpr int kChunks = kRowBytes / 16;            // of a row
+constexpr int kCopyRows = kTeamThreads / kChunks;  // rows that a team copies at once
+constexpr int kMaxRanks = 4;
+
+// Returns where chunk `chunk` of row `row` lies in a tile in the 128-byte swizzle.
+__device__ __forceinline__ uint32_t SwizzledChunk(int row, int chunk) {
+  return static_cast<uint32_t>(row * kRowBytes + (chunk ^ row % 8) * 16);
+}
+
+// A layer with NVFP4 weights.
+template <typename T>
+struct PackedLayer {
+  static constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
+  // Unpacking has time for two tiles only if the MMAs of a tile are short.
+  static constexpr int StepTiles(int eights) { return eights <= 4 ? 2 : 1; }
+  static constexpr int Stages(int teams, int eights) {
+    return teams == 2 ? 4 : eights == 1 ? 5 : eights == 4 ? 3 : 4;
+  }
+
+  ExpertGemm p;
+  TileConstants constants;
+
+  using Row = LaneRows;
+
+  __device__ __forceinline__ int n() const { return p.columns; }
+  __device__ __forceinline__ int k() const { return p.k; }
+  __device__ __forceinline__ const void* x() const { return p.left.values; }
+  __device__ __forceinline__ bool weight_is_older() const { return p.plan_is_older; }
+
+  __device__ __forceinline__ int64_t TileAt(int tile, int k_tile) const {
+    return static_cast<int64_t>(tile) * ((p.k + kTileK - 1) / kTileK) + k_tile;
+  }
+  __device__ __forceinline__ void Prefetch(int tile, int k_tile, int thread) const {
+    const int64_t at = TileAt(tile, k_tile);
+    constexpr int kCodeLines = kTileCodeBytes / 128, kScaleLines = kTileScaleBytes / 128;
+    if (thread < kCodeLines) {
+      PrefetchLine(p.weight.packed + at * kTileCodeBytes + thread * 128);
+    } else if (thread < kCodeLines + kScaleLines) {
+      PrefetchLine(p.weight.block_scale + at * kTileScaleBytes + (thread - kCodeLines) * 128);
+    }
+  }
+  __device__ __forceinline__ void Bring(int tile, int k_tile, int thread, uint32_t target) const {
+    const int64_t at = TileAt(tile, k_tile);
+    Copy(target + thread * 16, p.weight.packed + at * kTileCodeBytes + thread * 16);
+    if (thread < kTileScaleBytes / 16) {
+      Copy(target + kTileCodeBytes + thread * 16,
+           p.weight.block_scale + at * kTileScaleBytes + thread * 16);
+    }
+  }
+  __device__ __forceinline__ void Load(const uint8_t* tile, int thread,
+                                       uint32_t (&fragments)[4][4]) const {
+    UnpackTile<T>(*reinterpret_cast<const uint4*>(tile + thread * 16),
+                  *reinterpret_cast<const uint2*>(tile + kTileCodeBytes + thread / 4 * 8),
+                  constants, fragments);
+  }
+  __device__ __forceinline__ Row LoadRow(int tile, int slab) const {
+    return LoadLaneRows(p, 0, tile, slab);
+  }
+  __device__ __forceinline__ void Store(int tile, int slab, int rows, const Row& row, int eight,
+                                        const float4& sums) const {
+    const RowTile all = {0, 0, rows};
+    const TileStore<T> store = MakeTileStore<T>(p, all, row, tile, slab);
+    if (store.first >= p.columns) return;  // padding, for the whole warp
+    StoreRows(store, 8 * eight, 8 * eight + store.g,
+              store.template Finished<Finish::kPlain>(8 * eight, sums.x, sums.y, sums.z, sums.w));
+  }
+};
+
+// A layer with weights of the type of x.
+template <typename T>
+struct DenseLayer {
+  static constexpr int kTileBytes = kTileM * kRowBytes;
+  static constexpr int StepTiles(int) { return 1; }
+  static constexpr int Stages(int teams, int eights) {
+    const bool two = teams == 2;
+    return eights == 1 ? (two ? 6 : 5) : eights == 2 ? (two ? 5 : 4) : eights == 4 ? 4 : 3;
+  }
+
+  DenseFewBuffers buffers;
+  int32_t columns, length;  // n and k
+  bool rounds;              // whether y has the type of x instead of f32
+  int32_t bias_size;        // bytes of an element of the bias: 0 without one, 2 or 4
+  bool older;
+
+  struct Row {
+    float bias[2];  // of the two weight rows of a lane
+  };
+
+  __device__ __forceinline__ int n() const { return columns; }
+  __device__ __forceinline__ int k() const { return length; }
+  __device__ __forceinline__ const void* x() const { return buffers.x; }
+  __device__ __forceinline__ bool weight_is_older() const { return older; }
+
+  __device__ __forceinline__ const uint16_t* Weight(int row, int at) const {
+    return static_cast<const uint16_t*>(buffers.weight) + static_cast<int64_t>(row) * length + at;
+  }
+  __device__ __forceinline__ void Prefetch(int tile, int k_tile, int thread) const {
+    const int row = tile * kTileM + thread, at = k_tile * kTileK;
+    if (thread < kTileM && row < columns) PrefetchLine(Weight(row, at));
+  }
+  // Weights past n and past k are zeros.
+  __device__ __forceinline__ void Bring(int tile, int k_tile, int thread, uint32_t target) const {
+    const int chunk = thread % kChunks, at = k_tile * kTileK + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < kTileM / kCopyRows; ++i) {
+      const int own = thread / kChunks + kCopyRows * i, row = tile * kTileM + own;
+      const bool exists = row < columns && at < length;
+      CopyOrZero(target + SwizzledChunk(own, chunk), exists ? Weight(row, at) : Weight(0, 0),
+                 exists ? 16 : 0);
+    }
+  }
+  __device__ __forceinline__ void Load(const uint8_t* tile, int thread,
+                                       uint32_t (&fragments)[4][4]) const {
+    const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      LoadMatrices(tile + SwizzledChunk(row, 2 * j + lane / 16), fragments[j]);
+    }
+  }
+  __device__ __forceinline__ Row LoadRow(int tile, int slab) const {
+    const int low = tile * kTileM + slab * 16 + static_cast<int>(threadIdx.x % 32 / 4);
+    Row row = {{0.0f, 0.0f}};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = min(low + 8 * i, columns - 1);
+      if (bias_size == 4) row.bias[i] = static_cast<const float*>(buffers.bias)[at];
+      if (bias_size == 2) row.bias[i] = ToFloat(static_cast<const T*>(buffers.bias)[at]);
+    }
+    return row;
+  }
+  __device__ __forceinline__ void Store(int tile, int slab, int rows, const Row& row, int eight,
+                                        const float4& sums) const {
+    const int lane = static_cast<int>(threadIdx.x % 32), g = lane / 4, q = lane % 4;
+    const int first = tile * kTileM + slab * 16;
+    const float low[2] = {sums.x + row.bias[0], sums.y + row.bias[0]};
+    const float high[2] = {sums.z + row.bias[1], sums.w + row.bias[1]};
+    if (rounds) {
+      const uint32_t left = Transpose(MakePair<T>(low[0], low[1]));
+      const uint32_t right = Transpose(MakePair<T>(high[0], high[1]));
+      if (8 * eight + g >= rows) return;
+      uint16_t* out = static_cast<uint16_t*>(buffers.y) + int64_t{8 * eight + g} * columns;
+      StorePair(out, first + 2 * q, columns, left);
+      StorePair(out, first + 8 + 2 * q, columns, right);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int place = 8 * eight + 2 * q + i;
+      if (place >= rows) break;
+      float* out = static_cast<float*>(buffers.y) + int64_t{place} * columns;
+      if (first + g < columns) out[first + g] = low[i];
+      if (first + 8 + g < columns) out[first + 8 + g] = high[i];
+    }
+  }
+};
+
+// The sizes of the kernel for up to 8 * kEights rows.
+template <typename Layer, int kEightCount, int kTeamCount>
+struct Form {
+  static constexpr int kEights = kEightCount, kTeams = kTeamCount;
+  static constexpr int kThreads = kTeams * kTeamThreads;
+  static constexpr int kStepTiles = Layer::StepTiles(kEights);
+  static constexpr int kStages = Layer::Stages(kTeams, kEights);
+  static constexpr int kRowTileBytes = 8 * kEights * kRowBytes;  // of x for 64 of k
+  static constexpr int kRowsBytes = kStepTiles * kRowTileBytes;  // of x in a stage
+  static constexpr int kWeightBytes = kStepTiles * Layer::kTileBytes;
+  static constexpr int kWeightsAt = kTeams * kStages * kRowsBytes;  // behind all of x
+  static constexpr int kRingBytes = kWeightsAt + kTeams * kStages * kWeightBytes;
+  static constexpr int kSlabs = 4;  // slabs of 16 weight rows, one for each warp of a team
+  static constexpr int kPartialBytes = kTeams * kEights * kSlabs * 32 * int{sizeof(float4)};
+  static constexpr int kSharedBytes = kRingBytes > kPartialBytes ? kRingBytes : kPartialBytes;
+  static_assert(kRowTileBytes % 1024 == 0, "the swizzle repeats after 1024 bytes");
+  static_assert(kStages >= 3, "two steps are in flight while another one is used");
+  static_assert(kSharedBytes <= (kTeams == 2 ? 113 : 227) << 10, "two blocks on a multiprocessor");
+};
+
+struct Sizes {
+  int32_t rows;
+  int32_t ranks;
+  int32_t rank_tiles;
+};
+
+// `more` is a copy, so that it is loaded 16 bytes at a time.
+__device__ __forceinline__ void Add(float4& total, float4 more) {
+  total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+}
+
+template <typename T, typename Layer, int kEights, int kTeams>
+__global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
+    LinearSm90(const __grid_constant__ Layer layer, const Sizes p) {
+  using F = Form<Layer, kEights, kTeams>;
+  NVFP4_DYNAMIC_SHARED(shared);
+  const int tile = static_cast<int>(blockIdx.x) / p.ranks;
+  const int rank = static_cast<int>(blockIdx.x) % p.ranks;
+  // The shuffle tells the compiler that all lanes have the same team.
+  const int team = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kTeamThreads, 0);
+  const int thread = static_cast<int>(threadIdx.x) % kTeamThreads;
+  const int k_tiles = (layer.k() + kTileK - 1) / kTileK, first_tile = rank * p.rank_tiles;
+  const int end_tile = min(first_tile + p.rank_tiles, k_tiles);
+  const int all_steps = max(end_tile - first_tile + F::kStepTiles - 1, 0) / F::kStepTiles;
+  const int steps = (all_steps - team + kTeams - 1) / kTeams;
+  const uint32_t rows_at = SharedAddress(shared) + team * F::kStages * F::kRowsBytes;
+  uint8_t* const weights = shared + F::kWeightsAt + team * F::kStages * F::kWeightBytes;
+
+  // Calls function(tile of a step, its number along k) for the tiles of this team's step.
+  const auto each_tile = [&](int step, const auto& function) {
+#pragma unroll
+    for (int d = 0; d < F::kStepTiles; ++d) {
+      function(d, first_tile + (step * kTeams + team) * F::kStepTiles + d);
+    }
+  };
+  // Past the last tile of the block, a step has zeros of x and some weights, which must be finite.
+  const auto bring_weights = [&](int step) {
+    const uint32_t target = SharedAddress(weights) + step % F::kStages * F::kWeightBytes;
+    each_tile(step, [&](int d, int k_tile) {
+      layer.Bring(tile, min(k_tile, k_tiles - 1), thread, target + d * Layer::kTileBytes);
+    });
+  };
+  const auto bring_rows = [&](int step) {
+    const uint32_t target = rows_at + step % F::kStages * F::kRowsBytes;
+    const auto* x = static_cast<const uint16_t*>(layer.x());
+    const int chunk = thread % kChunks;
+    each_tile(step, [&](int d, int k_tile) {
+      const int at = k_tile * kTileK + chunk * 8;
+      const bool exists = k_tile < end_tile && at < layer.k();
+#pragma unroll
+      for (int i = 0; i < (8 * kEights + kCopyRows - 1) / kCopyRows; ++i) {
+        const int row = thread / kChunks + kCopyRows * i;
+        if (row >= p.rows) break;
+        CopyOrZero(target + d * F::kRowTileBytes + SwizzledChunk(row, chunk),
+                   x + (exists ? static_cast<int64_t>(row) * layer.k() + at : 0), exists ? 16 : 0);
+      }
+    });
+  };
+  constexpr int kAhead = F::kStages - 1;
+  const bool older = layer.weight_is_older();
+#pragma unroll 1
+  for (int step = 0; step < min(steps, kAhead); ++step) {
+    if (older) {
+      bring_weights(step);
+    } else {
+      each_tile(step,
+                [&](int, int k_tile) { layer.Prefetch(tile, min(k_tile, k_tiles - 1), thread); });
+    }
+  }
+  WaitForPrecedingKernel();
+  StartNextKernel();
+#pragma unroll 1
+  for (int step = 0; step < kAhead; ++step) {
+    if (step < steps) {
+      if (!older) bring_weights(step);
+      bring_rows(step);
+    }
+    CommitCopies();
+  }
+  const int lane = thread % 32, slab = thread / 32;
+  const typename Layer::Row row = layer.LoadRow(tile, slab);
+
+  float sums[4 * kEights] = {};
+  uint32_t fragments[F::kStepTiles][4][4];
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    WgmmaWait<0>();
+    WaitCopies<kAhead - 1>();
+    FenceAsyncProxy();  // without it, tensor cores do not see rows that came by cp.async
+    SyncGroup(team + 1, kTeamThreads);
+    if (step + kAhead < steps) {
+      bring_weights(step + kAhead);
+      bring_rows(step + kAhead);
+    }
+    CommitCopies();
+    const int stage = step % F::kStages;
+#pragma unroll
+    for (int d = 0; d < F::kStepTiles; ++d) {
+      layer.Load(weights + stage * F::kWeightBytes + d * Layer::kTileBytes, thread, fragments[d]);
+    }
+    WgmmaFence();
+#pragma unroll
+    for (int d = 0; d < F::kStepTiles; ++d) {
+      const uint32_t b = DescriptorAddress(rows_at + stage * F::kRowsBytes + d * F::kRowTileBytes);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        Wgmma<T, 8 * kEights>::Run(sums, fragments[d][j], TileDescriptor(b + 2 * j));
+      }
+    }
+    WgmmaCommit();
+  }
+  WgmmaWait<0>();
+  WaitCopies<0>();
+  __syncthreads();  // the partial sums take the place of the rings
+  // Returns where a team's partial sums of eight rows of x lie, for the slab of this warp.
+  const auto partial_at = [&](int of_team, int eight) {
+    return reinterpret_cast<float4*>(shared) +
+           ((of_team * kEights + eight) * F::kSlabs + slab) * 32 + lane;
+  };
+#pragma unroll
+  for (int eight = 0; eight < kEights; ++eight) {
+    *partial_at(team, eight) =
+        make_float4(sums[4 * eight], sums[4 * eight + 1], sums[4 * eight + 2], sums[4 * eight + 3]);
+  }
+  if (p.ranks == 1) {
+    __syncthreads();
+#pragma unroll 1
+    for (int eight = team; 8 * eight < p.rows; eight += kTeams) {
+      float4 total = *partial_at(0, eight);
+#pragma unroll
+      for (int other = 1; other < kTeams; ++other) Add(total, *partial_at(other, eight));
+      layer.Store(tile, slab, p.rows, row, eight, total);
+    }
+    return;
+  }
+  SyncCluster();
+#pragma unroll 1
+  for (int eight = rank * kTeams + team; 8 * eight < p.rows; eight += p.ranks * kTeams) {
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 2
+    for (int peer = 0; peer < p.ranks; ++peer) {
+#pragma unroll
+      for (int other = 0; other < kTeams; ++other) {
+        Add(total, LoadPeer16(SharedAddress(partial_at(other, eight)), peer));
+      }
+    }
+    layer.Store(tile, slab, p.rows, row, eight, total);
+  }
+  LeaveCluster();  // until then, other blocks may read the shared memory of this one
+}
+
+// Calls function(number) for the kEights of the kernel for `rows` rows.
+template <typename Function>
+auto WithEights(int64_t rows, const Function& function) {
+  if (rows <= 8) return function(std::integral_constant<int, 1>());
+  if (rows <= 16) return function(std::integral_constant<int, 2>());
+  if (rows <= 32) return function(std::integral_constant<int, 4>());
+  return function(std::integral_constant<int, 8>());
+}
+
+template <typename T, int kTeams, typename Layer>
+cudaError_t LaunchTeams(cudaStream_t stream, const Layer& layer, int64_t rows, int64_t n, int64_t k,
+                        int32_t ranks) {
+  return WithEights(rows, [&](auto eights) {
+    using F = Form<Layer, eights, kTeams>;
+    const int64_t steps = CeilDiv(CeilDiv(k, kTileK), F::kStepTiles);
+    const Sizes sizes = {static_cast<int32_t>(rows), ranks,
+                         static_cast<int32_t>(CeilDiv(steps, ranks) * F::kStepTiles)};
+    const dim3 grid(static_cast<unsigned>(CeilDiv(n, kTileM) * ranks));
+    return LaunchClusters(stream, grid, ranks, F::kThreads, F::kSharedBytes, /*overlaps=*/true,
+                          LinearSm90<T, Layer, eights, kTeams>, layer, sizes);
+  });
+}
+
+template <typename T, typename Layer>
+cudaError_t LaunchLayer(cudaStream_t stream, const Layer& layer, int64_t rows, int64_t n,
+                        int64_t k) {
+  const LinearSm90Cut cut = CutLinearSm90(n, k);
+  return cut.teams == 2 ? LaunchTeams<T, 2>(stream, layer, rows, n, k, cut.ranks)
+                        : LaunchTeams<T, 4>(stream, layer, rows, n, k, cut.ranks);
+}
+
+}  // namespace
+
+LinearSm90Cut CutLinearSm90(int64_t n, int64_t k) {
+  const int64_t tiles = CeilDiv(n, kTileM), count = MultiprocessorCount();
+  if (2 * tiles > count && tiles <= count) return {4, 1};
+  // A cluster has as many blocks as leave each multiprocessor one, and each team a step.
+  const int64_t steps = CeilDiv(k, 2 * kTileK);
+  return {2, static_cast<int32_t>(
+                 std::clamp<int64_t>(std::min(count / tiles, steps / 2), 1, int64_t{kMaxRanks}))};
+}
+
+bool FitsLinearSm90(int64_t rows, int64_t n, int64_t k) {
+  constexpr int64_t kSmallBytes = 2 << 20;  // of x, as linear_few.cu reads it for each 16 outputs
+  return rows > 4 || CeilDiv(n, 16) * rows * k * 2 > kSmallBytes;
+}
+
+bool FitsDenseSm90(const DenseFewCall& call) {
+  const int64_t count = MultiprocessorCount();
+  return call.weight_type == call.type && call.row_scales == 0 && call.n >= 8 * kTileM &&
+         CeilDiv(call.n, kTileM) <= 4 * count;
+}
+
+cudaError_t LaunchLinearSm90(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows) {
+  if (gemm.type == DataType::kF16) {
+    const PackedLayer<__half> layer = {gemm, MakeTileConstants<__half>()};
+    return LaunchLayer<__half>(stream, layer, rows, gemm.columns, gemm.k);
+  }
+  const PackedLayer<__nv_bfloat16> layer = {gemm, MakeTileConstants<__nv_bfloat16>()};
+  return LaunchLayer<__nv_bfloat16>(stream, layer, rows, gemm.columns, gemm.k);
+}
+
+cudaError_t LaunchDenseSm90(cudaStream_t stream, const DenseFewCall& call,
+                            const DenseFewBuffers& buffers) {
+  const auto launch = [&](auto type) {
+    using T = decltype(type);
+    const DenseLayer<T> layer = {buffers,
+                                 static_cast<int32_t>(call.n),
+                                 static_cast<int32_t>(call.k),
+                                 call.output_type != DataType::kF32,
+                                 static_cast<int32_t>(call.bias_size),
+                                 call.weight_is_older};
+    return LaunchLayer<T>(stream, layer, call.rows, call.n, call.k);
+  };
+  return call.type == DataType::kF16 ? launch(__half()) : launch(__nv_bfloat16());
+}
+
+}  // namespace nvfp4

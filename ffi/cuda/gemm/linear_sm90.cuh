@@ -1,0 +1,31 @@
+// A linear layer for at most kFewRows rows, in one kernel on wgmma without a workspace: for 9.0,
+// with NVFP4 weights or with weights of the type of x.
+#pragma once
+
+#include "cuda/gemm/dense_few.cuh"
+#include "cuda/gemm/linear_few.cuh"
+
+namespace nvfp4 {
+
+// How a layer is cut. A block has the outputs of 64 weight rows, and its `teams` divide k. The
+// `ranks` blocks of a cluster divide it before.
+struct LinearSm90Cut {
+  int32_t teams;  // 2 or 4; a cluster has one block if they are 4
+  int32_t ranks;  // up to 4
+};
+
+// Cuts a layer with n outputs for the current device. The cut does not depend on the rows.
+LinearSm90Cut CutLinearSm90(int64_t n, int64_t k);
+
+// Whether the kernel is faster than those of linear_few.cuh, or dense_few.cuh, on 9.0. Others are
+// faster if x is small, or if there are so many outputs that reading x for each 64 of them costs
+// more than reading the weights.
+bool FitsLinearSm90(int64_t rows, int64_t n, int64_t k);
+bool FitsDenseSm90(const DenseFewCall& call);
+
+// As LaunchLinearFew and LaunchDenseFew. `call` must have weights of the type of x.
+cudaError_t LaunchLinearSm90(cudaStream_t stream, const ExpertGemm& gemm, int64_t rows);
+cudaError_t LaunchDenseSm90(cudaStream_t stream, const DenseFewCall& call,
+                            const DenseFewBuffers& buffers);
+
+}  // namespace nvfp4
