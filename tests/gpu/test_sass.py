@@ -31,7 +31,15 @@ LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtyp
 # Rows of LinearFewWide in eights -> the MMAs of a warp for a weight tile along k. They are two for
 # each slab and eight rows in half of a tile, which a loop runs twice. Of 64 rows, a warp has half.
 WIDE_KERNELS = {2: 2 * 2 * 2, 4: 2 * 2 * 4, 8: 2 * 2 * 4}
-AMPERE_KERNELS = 12  # instances of ExpertGemmSm80: six tile sizes, two dtypes
+# Instances of ExpertGemmSm80: six tile sizes, two of which exist with claims too, and two dtypes.
+AMPERE_KERNELS = 16
+# Weights of LinearSm90, and rows of x in eights -> the wgmmas of a step. They are four for each 64 of
+# k, and a step has one or two of these. Each has two numbers of teams and two dtypes.
+SM90_LINEARS = {
+    **{("PackedLayer", eights): 8 for eights in (1, 2, 4)},
+    ("PackedLayer", 8): 4,
+    **{("DenseLayer", eights): 4 for eights in (1, 2, 4, 8)},
+}
 # Weights and tile of DenseFew -> its instances, and the MMAs of a warp for a piece of k and 8 rows
 # of x. They are two for each step over 32 of k and each slab, or six if weights are float32.
 # Weights are 16-bit (t), float32 (f), or E4M3 with a scale for each row (h) or each group (a).
@@ -253,6 +261,29 @@ def test_wide_linear_loads_a_fragment_of_x_for_two_slabs(code, arch):
         assert count["HMMA"] == products, name
         assert count["LDSM"] == products // 4, name
         assert count["LDGSTS"] >= 4, name
+
+
+def test_linear_of_hopper_uses_warpgroup_instructions(code):
+    found = kernels(code, "sm_90a", "LinearSm90I")
+    assert len(found) == 4 * len(SM90_LINEARS)
+    for name, count in found.items():
+        weights = re.search("PackedLayer|DenseLayer", name)[0]
+        products = SM90_LINEARS[weights, int(re.search(r"Li(\d)ELi[24]E", name)[1])]
+        assert count["HGMMA"] == products, name
+        # If ptxas serializes the wgmmas (warning C7510 and others), each has a fence and a wait.
+        assert count["WARPGROUP"] < products, f"{name} waits after every product"
+        assert count["HMMA"] == 0, name
+        assert count["LDSM"] == (4 if weights == "DenseLayer" else 0), name
+        assert count["LDGSTS"] >= 4, name
+        assert count["CCTL"] >= 1, name
+
+
+def test_linear_of_hopper_waits_for_the_preceding_kernel(listing):
+    for name, instructions in kernels(listing, "sm_90a", "LinearSm90I").items():
+        operations = [instruction.split(".")[0] for instruction in instructions]
+        starts = [i for i, operation in enumerate(operations) if operation == START_NEXT]
+        assert starts, name
+        assert operations.index(WAIT) < min(starts), name
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100f", "sm_120f"])

@@ -82,6 +82,7 @@ struct GemmPlan {
   int32_t block_tiles;  // weight tiles of 64 rows of a block
   int32_t step_tiles;   // how many times 64 of k a step covers
   int32_t blocks;       // blocks of threads
+  bool claims;          // whether they claim output tiles (tile_scheduler.cuh)
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
@@ -98,6 +99,7 @@ inline TileSchedule MakeTileSchedule(const GemmPlan& plan, const ExpertGemm& gem
                                      WorkStart* starts, int32_t* ready) {
   const int32_t step = plan.step_tiles * kTileK;
   return {plan.blocks,
+          plan.claims,
           (gemm.k + step - 1) / step,
           (gemm.m_tiles() + plan.block_tiles - 1) / plan.block_tiles,
           starts,

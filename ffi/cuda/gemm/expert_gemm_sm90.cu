@@ -521,6 +521,7 @@ GemmPlan PlanSm90(int64_t rows, int64_t experts) {
           variant.block_tiles,
           variant.step_tiles,
           std::min(MultiprocessorCount(), kMaxSms),
+          /*claims=*/false,
           variant.launch};
 }
 

@@ -6,8 +6,8 @@
 // also across the ends of work units. The producer finds each work unit once and leaves it in
 // shared memory for the consumer.
 //
-// A Config has kRows, kTiles, kStepTiles, kStages, kThreads, kStageBytes, kWorkUnits and
-// kWorkUnitsAt. Needs: sm_80.
+// A Config has kRows, kTiles, kStepTiles, kStages, kThreads, kStageBytes, kWorkUnits, kWorkUnitsAt,
+// and kClaims: whether blocks claim their tiles. Needs: sm_80.
 #pragma once
 
 #include <algorithm>
@@ -18,6 +18,7 @@
 #include "cuda/instructions/async_copy.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/launch_kernel.cuh"
+#include "cuda/scheduling/claims.cuh"
 #include "cuda/scheduling/partial_sums.cuh"
 
 namespace nvfp4 {
@@ -31,6 +32,11 @@ struct SharedWorkUnit {
   int32_t next;
   WorkStart at;
 };
+
+// The bytes of `count` work units, and of the next claim behind them.
+constexpr int WorkUnitBytes(int count) {
+  return count * static_cast<int>(sizeof(SharedWorkUnit)) + static_cast<int>(sizeof(int32_t));
+}
 
 template <typename C>
 __device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
@@ -52,25 +58,36 @@ struct PipelineProducer {
   int32_t steps = 0;  // steps of the work unit to be copied; -1 after the last work unit
   int32_t k;          // what is left of k
   int slot = -1;      // place of the work unit in shared memory
+  Claims claims = {p.schedule.ready,
+                   reinterpret_cast<int32_t*>(SharedWorkUnits<C>(shared) + C::kWorkUnits)};
 
   __device__ __forceinline__ Engine& engine() { return static_cast<Engine&>(*this); }
 
   // Finds the next work unit. A barrier must separate this call from the previous one, because the
   // call reads what one thread has then written to shared memory.
   __device__ __forceinline__ void Next() {
-    TileScheduler scheduler(p.rows, p.rule, p.schedule);
-    if (slot >= 0) {
-      const SharedWorkUnit& before = SharedWorkUnits<C>(shared)[slot];
-      scheduler.next = before.next;
-      scheduler.at = before.at;
+    SharedWorkUnit unit = {};
+    bool more;
+    if constexpr (C::kClaims) {
+      const auto block = static_cast<int32_t>(blockIdx.x);
+      const int32_t tile = slot < 0 ? block : p.schedule.blocks + claims.Take();
+      more = FindClaimed(p.rows, p.rule, p.schedule, tile, &unit.work);
+    } else {
+      TileScheduler scheduler(p.rows, p.rule, p.schedule);
+      if (slot >= 0) {
+        const SharedWorkUnit& before = SharedWorkUnits<C>(shared)[slot];
+        scheduler.next = before.next;
+        scheduler.at = before.at;
+      }
+      more = scheduler.Next();
+      unit = {scheduler.work, scheduler.next, scheduler.at};
     }
     slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
-    const bool more = scheduler.Next();
-    if (!more) scheduler.work = {{}, -1, 0, -1, -2};
+    if (!more) unit.work = {{}, -1, 0, -1, -2};
     const int own = engine().OwnThread();
-    if (own == 0) SharedWorkUnits<C>(shared)[slot] = {scheduler.work, scheduler.next, scheduler.at};
-    steps = scheduler.work.end - scheduler.work.begin;
-    if (more) engine().BeginWork(scheduler.work, own);
+    if (own == 0) SharedWorkUnits<C>(shared)[slot] = unit;
+    steps = unit.work.end - unit.work.begin;
+    if (more) engine().BeginWork(unit.work, own);
   }
 
   // Returns the first weight tile, in the order of k, of tile `tile` of the block. Past the last
@@ -98,6 +115,7 @@ struct PipelineProducer {
 
   // Starts the copies of the next step, if there is one, and ends their group.
   __device__ __forceinline__ void CopyStep(int stage, bool has_weights = false) {
+    if constexpr (C::kClaims) claims.Advance();
     if (steps == 0) Next();
     if (steps > 0) {
       const auto place = engine().Place(stage);
@@ -105,6 +123,7 @@ struct PipelineProducer {
       engine().CopyRows(place);
       k -= kStepK;
       --steps;
+      if (C::kClaims && steps <= 1) claims.Ask();
     }
     CommitCopies();
   }
@@ -129,8 +148,10 @@ struct PipelineConsumer {
 
   // Stores a partial sum; or adds the partial sums of other blocks, and stores the outputs.
   __device__ __forceinline__ void Finish(const WorkUnit& work) {
-    if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
-    if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
+    if constexpr (!C::kClaims) {  // claimed tiles are whole
+      if (work.begin > 0) return MakeFixUp().StorePartialSums(sums);
+      if (work.end < p.schedule.k_steps) MakeFixUp().AddPartialSums(work.output_tile, sums);
+    }
     engine().Store(work);
   }
 };
@@ -177,6 +198,7 @@ __device__ __forceinline__ void RunPipeline(const ExpertGemm& p, uint8_t* shared
 struct PipelineVariant {
   int64_t max_mean_rows;
   int32_t rows, tiles, step_tiles, blocks_per_sm, shared_bytes, partial_sum_bytes;
+  bool claims;
   cudaError_t (*launch)(cudaStream_t stream, const ExpertGemm& gemm);
 };
 
@@ -191,6 +213,7 @@ constexpr PipelineVariant MakePipelineVariant(int64_t max_mean_rows,
           C::kBlocksPerSm,
           C::kSharedBytes,
           C::kPartialSumFloats * 4,
+          C::kClaims,
           launch};
 }
 
@@ -233,11 +256,9 @@ GemmPlan PlanPipeline(const PipelineVariant (&variants)[kCount], int32_t min_cos
   const PipelineVariant& variant = ChooseVariant(variants, rows, experts);
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
   const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
-  return {{variant.rows, min_cost},
-          variant.tiles,
-          variant.step_tiles,
-          static_cast<int32_t>(std::min(blocks, most)),
-          variant.launch};
+  return {{variant.rows, min_cost}, variant.tiles,
+          variant.step_tiles,       static_cast<int32_t>(std::min(blocks, most)),
+          variant.claims,           variant.launch};
 }
 
 }  // namespace nvfp4

@@ -19,13 +19,14 @@ inline EqualTiles ScheduleOneExpert(int32_t rows, const TileRule& rule,
 }
 
 // Gives all `rows` rows of `gemm` to one expert. If output tiles are split, the flags of the
-// partial sums are zeroed, which is not a kernel.
+// partial sums are zeroed, and if they are claimed, the number of claims. That is not a kernel.
 inline cudaError_t PlanOneExpert(cudaStream_t stream, int64_t rows, ExpertGemm* gemm) {
   TileSchedule* schedule = &gemm->schedule;
   gemm->rows.only_rows = static_cast<int32_t>(rows);
   schedule->equal = ScheduleOneExpert(gemm->rows.only_rows, gemm->rule, *schedule);
-  if (schedule->equal.first == schedule->equal.output_tiles) return cudaSuccess;
-  return LaunchZeros(stream, schedule->ready, int64_t{4} * kReadyFlags * schedule->blocks);
+  const bool split = schedule->equal.first < schedule->equal.output_tiles;
+  if (!split && !schedule->claimed) return cudaSuccess;
+  return LaunchZeros(stream, schedule->ready, int64_t{4} * schedule->ready_count());
 }
 
 }  // namespace nvfp4

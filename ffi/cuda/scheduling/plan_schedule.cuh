@@ -209,7 +209,7 @@ __device__ __forceinline__ WorkStart FindStart(const TileSchedule& schedule, con
 __device__ __forceinline__ void WriteSchedules(const SchedulePlan& plan, const PlanTables& tables,
                                                int experts) {
   const int product = threadIdx.x < kPlanThreads / 2 ? 0 : 1;
-  if (product >= plan.schedules.count) return;
+  if (product >= plan.schedules.count || plan.schedules.schedule[0].claimed) return;
   // Do not index by `product`: the compiler would copy the plan to memory.
   const TileSchedule schedule =
       product == 0 ? plan.schedules.schedule[0] : plan.schedules.schedule[1];
@@ -234,7 +234,7 @@ __device__ __forceinline__ void ZeroReadyFlags(const TileSchedules& schedules) {
   for (int product = 0; product < 2; ++product) {
     if (product >= schedules.count) break;
     uint4* flags = reinterpret_cast<uint4*>(schedules.schedule[product].ready);
-    const int count = kReadyFlags / 4 * schedules.schedule[product].blocks;
+    const int count = (schedules.schedule[product].ready_count() + 3) / 4;
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += kPlanThreads) flags[i] = uint4{};
   }

@@ -11,6 +11,9 @@
 //                   tile adds in its fix-up (partial_sums.cuh).
 // A block that has no tile and no range exits early.
 //
+// Multiprocessors are not equally fast. A schedule may therefore leave open which block computes
+// what: blocks then claim one whole output tile after the other (claims.cuh), and no tile is split.
+//
 // plan_schedule.cuh writes the ranges on the device, as part of sorting rows by expert. If one
 // expert owns all rows, the host knows everything about the schedule, and no kernel has to write it
 // (one_expert.cuh).
@@ -72,14 +75,17 @@ struct EqualTiles {
 // The schedule of one GEMM. Output tiles before Start(0).output_tile are data-parallel. Of the
 // other tiles, block b computes those from Start(b) to Start(b + 1). `ready` has kReadyFlags flags
 // for each block. They are zeroed when the schedule is planned, and the GEMM raises them when it
-// has stored a partial sum.
+// has stored a partial sum. If tiles are claimed, `ready` has the number of claims instead.
 struct TileSchedule {
   int32_t blocks;
+  bool claimed;  // whether blocks claim tiles; `starts` and `equal` are not used then
   int32_t k_steps;
   int32_t m_blocks;   // blocks of weight rows
   WorkStart* starts;  // [blocks + 1], if equal.tile_cost is 0
-  int32_t* ready;     // [kReadyFlags * blocks]
+  int32_t* ready;     // [ready_count()]
   EqualTiles equal;
+
+  NVFP4_HOST_DEVICE int32_t ready_count() const;
 
   __device__ __forceinline__ WorkStart Start(int32_t block) const {
     if (equal.tile_cost == 0) return starts[block];
@@ -98,6 +104,10 @@ struct TileSchedules {
 };
 
 constexpr int kReadyFlags = 8;  // flags of a block: one for each of its warpgroups
+
+NVFP4_HOST_DEVICE int32_t TileSchedule::ready_count() const {
+  return claimed ? 1 : kReadyFlags * blocks;
+}
 
 // A work unit: the steps from `begin` to `end` of one output tile.
 struct WorkUnit {
