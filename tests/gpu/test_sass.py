@@ -33,8 +33,8 @@ LINEAR_KERNELS = 6  # instances of LinearFew: three of slabs and depth, two dtyp
 WIDE_KERNELS = {2: 2 * 2 * 2, 4: 2 * 2 * 4, 8: 2 * 2 * 4}
 # Instances of ExpertGemmSm80: six tile sizes, two of which exist with claims too, and two dtypes.
 AMPERE_KERNELS = 16
-# Weights of LinearSm90, and rows of x in eights -> the wgmmas of a step. They are four for each 64 of
-# k, and a step has one or two of these. Each has two numbers of teams and two dtypes.
+# Weights of LinearSm90, and rows of x in eights -> the wgmmas of a step. They are four for each 64
+# of k, and a step has one or two of these. Each has two numbers of teams and two dtypes.
 SM90_LINEARS = {
     **{("PackedLayer", eights): 8 for eights in (1, 2, 4)},
     ("PackedLayer", 8): 4,
