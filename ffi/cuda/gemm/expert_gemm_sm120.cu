@@ -63,7 +63,7 @@ struct Config {
   static constexpr int kCopies =
       (kRows + kRowsApart - 1) / kRowsApart;  // copies of x by one thread
   static constexpr int kWorkUnitsAt = kStages * kStageBytes;
-  static constexpr int kSharedBytes = kWorkUnitsAt + WorkUnitBytes(kWorkUnits);
+  static constexpr int kSharedBytes = kWorkUnitsAt + WorkUnitBytes(kWorkUnits, kClaims);
   static constexpr int kPartialSumFloats = kThreads * kSlabs * kRows / 2;
   static_assert(kStages > 2, "a barrier between writing a work unit and reading it");
   static_assert(kStageBytes % 16 == 0, "aligned copies");

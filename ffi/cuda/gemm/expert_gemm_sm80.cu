@@ -65,7 +65,7 @@ struct Config {
       (kRows + kRowsApart - 1) / kRowsApart;  // copies of x by one thread
   static constexpr int kSourcesAt = kStages * kStageBytes;
   static constexpr int kWorkUnitsAt = kSourcesAt + kCopies * kThreads * 4;
-  static constexpr int kSharedBytes = kWorkUnitsAt + WorkUnitBytes(kWorkUnits);
+  static constexpr int kSharedBytes = kWorkUnitsAt + WorkUnitBytes(kWorkUnits, kClaims);
   static constexpr int kPartialSumFloats = kThreads * kSlabs * kRows / 2;
   static_assert(kStages > 2, "a barrier between writing a work unit and reading it");
   static_assert(kSharedBytes <= 99 * 1024, "shared memory of a block on sm_86, sm_89, sm_120");
@@ -382,7 +382,7 @@ int64_t MaxSharedBytesSm80() { return MaxSharedBytes(kVariants); }
 
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {
   const PipelineVariant& few = kFewRows[0];
-  const bool claims = experts > 1 && 2 * rows > experts;
+  const bool claims = experts > 1 && 2 * rows >= experts;
   if (IsFor(few, rows, experts) && BlocksPerSm(few) == few.blocks_per_sm) {
     return PlanPipeline(claims ? kClaimedFewRows : kFewRows, kMinCost, rows, experts);
   }

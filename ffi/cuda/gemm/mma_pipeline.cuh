@@ -33,9 +33,9 @@ struct SharedWorkUnit {
   WorkStart at;
 };
 
-// The bytes of `count` work units, and of the next claim behind them.
-constexpr int WorkUnitBytes(int count) {
-  return count * static_cast<int>(sizeof(SharedWorkUnit)) + static_cast<int>(sizeof(int32_t));
+// The bytes of `count` work units, and of the next claim behind them if blocks claim tiles.
+constexpr int WorkUnitBytes(int count, bool claims) {
+  return count * static_cast<int>(sizeof(SharedWorkUnit)) + (claims ? int{sizeof(int32_t)} : 0);
 }
 
 template <typename C>
