@@ -17,7 +17,7 @@ from gpu_suite import (
     TokensAloneSuite,
     assert_graph_follows_the_routing,
 )
-from kernel_cases import BF16, F16, LAYERS, make_layer
+from kernel_cases import BF16, F16, LAYERS, make_layer, uniform
 from kernel_suite import (
     ChunkedProductSuite,
     ProductSuite,
@@ -40,6 +40,11 @@ from jax_nvfp4_moe.backends.cuda import (
 from jax_nvfp4_moe.backends.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
 
 
+# tokens, top_k, experts, hidden, intermediate, for which an H100 or H200 has more output tiles of
+# GEMM 1, or of GEMM 2, than blocks. An expert has 2.5 or 5.6 rows.
+CLAIMED = [(40, 2, 32, 208, 1088), (40, 2, 32, 1648, 208), (90, 2, 32, 208, 1392)]
+
+
 @pytest.mark.gpu
 class TestLayer(GpuLayerSuite, TokensAloneSuite, RoundingSuite, UnroundedSuite):
     suffix = axis(*cuda_calls.MOE_TARGETS)
@@ -53,6 +58,15 @@ class TestLayer(GpuLayerSuite, TokensAloneSuite, RoundingSuite, UnroundedSuite):
             assert_accurate(run, few)
         else:
             assert bits(run, few) == np.asarray(run(call))[rows].tobytes()
+
+    @pytest.mark.parametrize("scale", ["none", "static"])
+    @pytest.mark.parametrize("case", CLAIMED, ids=str)
+    def test_blocks_claim_several_tiles(self, run, case, scale):
+        tokens, top_k, experts, *_ = case
+        sizes = (*case, uniform(tokens, top_k, experts))
+        call = make_layer(sizes, BF16, Options(activation_scale=scale), bias=True)
+        assert_accurate(run, call)
+        assert len({bits(run, call) for _ in range(5)}) == 1
 
 
 @pytest.mark.gpu

@@ -55,6 +55,8 @@ LAYERS = (
     (3, 32, 512, 32, 16, 0, 512),
     (4, 8, 6, 208, 336, -2, 8),  # 32 slots: several tiles of k for each warp
 )
+# The same for experts with few rows, of which a large GPU's blocks claim the tiles.
+CLAIMED_LAYERS = ((40, 2, 32, 80, 208, 0, 32), (90, 2, 32, 80, 48, 0, 32))
 # tokens, experts, router
 ROUTERS = (
     (0, 8, Router(2)),
@@ -64,7 +66,10 @@ ROUTERS = (
     (6, 1024, Router(32, num_groups=1024, groups_kept=40)),
 )
 # rows, n, k of linear layers
-LINEARS = ((1, 77, 80), (1, 24, 4176), (4, 16, 16), (5, 77, 1040), (16, 40, 592), (64, 77, 1040))
+LINEARS = (
+    *((1, 77, 80), (1, 24, 4176), (4, 16, 16), (5, 77, 1040), (16, 40, 592), (64, 77, 1040)),
+    *((9, 4300, 144), (33, 4300, 80)),
+)
 # rows, n, k of layers with plain weights that take the larger output tiles on a large GPU
 LARGE_TILES = ((1, 8464, 520), (16, 2200, 520), (64, 600, 1160))
 # The same for FP8 weights, whose k is a multiple of 16.
@@ -285,13 +290,17 @@ def run_rows():
         run_norm(*case, dtype)
     for case, dtype in itertools.product(((0, 64), (1, 1), (3, 129), (64, 512)), DTYPES):
         run_gating(*case, dtype)
-    for case in (*SIZES.values(), *LARGE_TILES):
-        run_dense(*case)
-    for case, scales in itertools.product((*fp8.SIZES, *LARGE_FP8_TILES), fp8.SCALES):
-        run_dense_fp8(case, scales)
     for case, dtype in itertools.product(HEADS, DTYPES[:2]):
         run_heads(*case, dtype)
         run_heads(*case, dtype, gated=True)
+
+
+def run_dense_layers():
+    """Run linear layers with plain and FP8 weights, the largest tiles first."""
+    for case in (*LARGE_TILES, *SIZES.values()):
+        run_dense(*case)
+    for case, scales in itertools.product((*LARGE_FP8_TILES, *fp8.SIZES), fp8.SCALES):
+        run_dense_fp8(case, scales)
 
 
 def run_recurrent_steps():
@@ -375,6 +384,14 @@ def main():
         PARTS[part]()
 
 
+def run_claims():
+    """Run expert layers of which blocks claim the tiles."""
+    for case, dtype in itertools.product(CLAIMED_LAYERS, DTYPES[:2]):
+        for options in OPTIONS:
+            for suffix in cuda_calls.MOE_TARGETS:
+                run_layer(case, dtype, options, suffix)
+
+
 def run_experts():
     """Run expert layers, grouped products and the quantizer."""
     for dtype in DTYPES:
@@ -401,6 +418,8 @@ PARTS = {
     "attention": run_attention,
     "latents": run_latents,
     "rows": run_rows,
+    "dense": run_dense_layers,
+    "claims": run_claims,
     "delta_rules": run_delta_rules,
     "convolutions": run_convolutions,
     "recurrent_steps": run_recurrent_steps,
