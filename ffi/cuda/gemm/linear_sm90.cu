@@ -244,6 +244,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
   const int k_tiles = (layer.k() + kTileK - 1) / kTileK, first_tile = rank * p.rank_tiles;
   const int end_tile = min(first_tile + p.rank_tiles, k_tiles);
   const int all_steps = max(end_tile - first_tile + F::kStepTiles - 1, 0) / F::kStepTiles;
+  const int rounds = (all_steps + kTeams - 1) / kTeams;  // most steps of a team
   const int steps = (all_steps - team + kTeams - 1) / kTeams;
   const uint32_t rows_at = SharedAddress(shared) + team * F::kStages * F::kRowsBytes;
   uint8_t* const weights = shared + F::kWeightsAt + team * F::kStages * F::kWeightBytes;
@@ -305,11 +306,13 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
   float sums[4 * kEights] = {};
   uint32_t fragments[F::kStepTiles][4][4];
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < rounds; ++step) {
     WgmmaWait<0>();
     WaitCopies<kAhead - 1>();
     FenceAsyncProxy();  // without it, tensor cores do not see rows that came by cp.async
     SyncGroup(team + 1, kTeamThreads);
+    // All teams wait at equally many barriers, because racecheck orders accesses by their number.
+    if (step == steps) break;
     if (step + kAhead < steps) {
       bring_weights(step + kAhead);
       bring_rows(step + kAhead);
