@@ -99,12 +99,12 @@ inline TileSchedule MakeTileSchedule(const GemmPlan& plan, const ExpertGemm& gem
                                      WorkStart* starts, int32_t* ready) {
   const int32_t step = plan.step_tiles * kTileK;
   return {plan.blocks,
-          plan.claims,
           (gemm.k + step - 1) / step,
           (gemm.m_tiles() + plan.block_tiles - 1) / plan.block_tiles,
           starts,
           ready,
-          {}};
+          {},
+          plan.claims};
 }
 
 // Bounds that size the workspace for every device: the blocks of a schedule, and the bytes of all

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <type_traits>
 
 #include "cuda/gemm/expert_gemm.cuh"
 #include "cuda/instructions/ampere.cuh"
@@ -43,6 +44,14 @@ __device__ __forceinline__ SharedWorkUnit* SharedWorkUnits(uint8_t* shared) {
   return reinterpret_cast<SharedWorkUnit*>(shared + C::kWorkUnitsAt);
 }
 
+struct Nothing {};  // in the place of claims
+
+// Returns where the next claim is, if blocks claim tiles.
+template <typename C>
+__device__ __forceinline__ int32_t* SharedClaim(uint8_t* shared) {
+  return reinterpret_cast<int32_t*>(SharedWorkUnits<C>(shared) + C::kWorkUnits);
+}
+
 // Copies one step after another to shared memory, and finds their work units. An engine defines
 //   OwnThread()        this thread; an engine may read it again to save a register
 //   BeginWork(work, thread)   points to the first step of a work unit, and sets k
@@ -58,36 +67,42 @@ struct PipelineProducer {
   int32_t steps = 0;  // steps of the work unit to be copied; -1 after the last work unit
   int32_t k;          // what is left of k
   int slot = -1;      // place of the work unit in shared memory
-  Claims claims = {p.schedule.ready,
-                   reinterpret_cast<int32_t*>(SharedWorkUnits<C>(shared) + C::kWorkUnits)};
+  std::conditional_t<C::kClaims, Claims, Nothing> claims;
 
   __device__ __forceinline__ Engine& engine() { return static_cast<Engine&>(*this); }
 
   // Finds the next work unit. A barrier must separate this call from the previous one, because the
   // call reads what one thread has then written to shared memory.
   __device__ __forceinline__ void Next() {
-    SharedWorkUnit unit = {};
-    bool more;
-    if constexpr (C::kClaims) {
-      const auto block = static_cast<int32_t>(blockIdx.x);
-      const int32_t tile = slot < 0 ? block : p.schedule.blocks + claims.Take();
-      more = FindClaimed(p.rows, p.rule, p.schedule, tile, &unit.work);
-    } else {
-      TileScheduler scheduler(p.rows, p.rule, p.schedule);
-      if (slot >= 0) {
-        const SharedWorkUnit& before = SharedWorkUnits<C>(shared)[slot];
-        scheduler.next = before.next;
-        scheduler.at = before.at;
-      }
-      more = scheduler.Next();
-      unit = {scheduler.work, scheduler.next, scheduler.at};
+    if constexpr (C::kClaims) return NextClaimed();
+    TileScheduler scheduler(p.rows, p.rule, p.schedule);
+    if (slot >= 0) {
+      const SharedWorkUnit& before = SharedWorkUnits<C>(shared)[slot];
+      scheduler.next = before.next;
+      scheduler.at = before.at;
     }
     slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
-    if (!more) unit.work = {{}, -1, 0, -1, -2};
+    const bool more = scheduler.Next();
+    if (!more) scheduler.work = {{}, -1, 0, -1, -2};
     const int own = engine().OwnThread();
-    if (own == 0) SharedWorkUnits<C>(shared)[slot] = unit;
-    steps = unit.work.end - unit.work.begin;
-    if (more) engine().BeginWork(unit.work, own);
+    if (own == 0) SharedWorkUnits<C>(shared)[slot] = {scheduler.work, scheduler.next, scheduler.at};
+    steps = scheduler.work.end - scheduler.work.begin;
+    if (more) engine().BeginWork(scheduler.work, own);
+  }
+
+  __device__ __forceinline__ void NextClaimed() {
+    const auto block = static_cast<int32_t>(blockIdx.x);
+    const int32_t tile =
+        slot < 0 ? block
+                 : p.schedule.blocks + claims.Take(p.schedule.ready, SharedClaim<C>(shared));
+    slot = slot + 1 == C::kWorkUnits ? 0 : slot + 1;
+    WorkUnit work;
+    const bool more = FindClaimed(p.rows, p.rule, p.schedule, tile, &work);
+    if (!more) work = {{}, -1, 0, -1, -2};
+    const int own = engine().OwnThread();
+    if (own == 0) SharedWorkUnits<C>(shared)[slot].work = work;
+    steps = work.end - work.begin;
+    if (more) engine().BeginWork(work, own);
   }
 
   // Returns the first weight tile, in the order of k, of tile `tile` of the block. Past the last
@@ -115,7 +130,7 @@ struct PipelineProducer {
 
   // Starts the copies of the next step, if there is one, and ends their group.
   __device__ __forceinline__ void CopyStep(int stage, bool has_weights = false) {
-    if constexpr (C::kClaims) claims.Advance();
+    if constexpr (C::kClaims) claims.Advance(SharedClaim<C>(shared));
     if (steps == 0) Next();
     if (steps > 0) {
       const auto place = engine().Place(stage);
@@ -123,7 +138,9 @@ struct PipelineProducer {
       engine().CopyRows(place);
       k -= kStepK;
       --steps;
-      if (C::kClaims && steps <= 1) claims.Ask();
+      if constexpr (C::kClaims) {
+        if (steps <= 1) claims.Ask(p.schedule.ready);
+      }
     }
     CommitCopies();
   }

@@ -14,24 +14,23 @@
 
 namespace nvfp4 {
 
-// The claims of a block. All threads of the block call all functions.
+// The claims of a block. All threads of the block call all functions. `counter` is in global
+// memory, and `place` has the next claim, in shared memory.
 struct Claims {
   enum State { kNone, kAsked, kStored, kVisible };
 
-  int32_t* const counter;  // in global memory
-  int32_t* const place;    // of the next claim, in shared memory
   State state = kNone;
   int32_t asked = 0;  // the next claim; of thread 0
 
   // Asks for the next claim, unless there is one already.
-  __device__ __forceinline__ void Ask() {
+  __device__ __forceinline__ void Ask(int32_t* counter) {
     if (state != kNone) return;
     if (threadIdx.x == 0) asked = atomicAdd(counter, 1);
     state = kAsked;
   }
 
   // Brings the next claim to all threads. A barrier must separate this call from the previous one.
-  __device__ __forceinline__ void Advance() {
+  __device__ __forceinline__ void Advance(int32_t* place) {
     if (state == kStored) state = kVisible;
     if (state == kAsked) {
       if (threadIdx.x == 0) *place = asked;
@@ -40,10 +39,10 @@ struct Claims {
   }
 
   // Returns the next claim: 0, 1, and so on, over all blocks.
-  __device__ __forceinline__ int32_t Take() {
+  __device__ __forceinline__ int32_t Take(int32_t* counter, int32_t* place) {
     if (state != kVisible) {
       __syncthreads();  // all threads have taken the claim before
-      Ask();
+      Ask(counter);
       if (state == kAsked && threadIdx.x == 0) *place = asked;
       __syncthreads();
     }

@@ -78,12 +78,12 @@ struct EqualTiles {
 // has stored a partial sum. If tiles are claimed, `ready` has the number of claims instead.
 struct TileSchedule {
   int32_t blocks;
-  bool claimed;  // whether blocks claim tiles; `starts` and `equal` are not used then
   int32_t k_steps;
   int32_t m_blocks;   // blocks of weight rows
   WorkStart* starts;  // [blocks + 1], if equal.tile_cost is 0
   int32_t* ready;     // [ready_count()]
   EqualTiles equal;
+  bool claimed;  // whether blocks claim tiles; `starts` and `equal` are not used then
 
   NVFP4_HOST_DEVICE int32_t ready_count() const;
 
