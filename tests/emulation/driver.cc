@@ -83,7 +83,8 @@ void configure(int count, int shared_bytes, int backwards) {
   emulation::backwards = backwards != 0;
 }
 
-// Sets the compute capability of the emulated device, where kernels depend on it. It is 0 otherwise.
+// Sets the compute capability of the emulated device, where kernels depend on it. It is 0
+// otherwise.
 void use_capability(int major) { capability_major = major; }
 
 // Returns the most dynamic shared memory of a launch since `configure`.

@@ -39,7 +39,6 @@ from jax_nvfp4_moe.backends.cuda import (
 )
 from jax_nvfp4_moe.backends.cuda_notes import combined_few_shared_bytes, few_slots_shared_bytes
 
-
 # tokens, top_k, experts, hidden, intermediate, for which an H100 or H200 has more output tiles of
 # GEMM 1, or of GEMM 2, than blocks. An expert has 2.5 or 5.6 rows.
 CLAIMED = [(40, 2, 32, 208, 1088), (40, 2, 32, 1648, 208), (90, 2, 32, 208, 1392)]
