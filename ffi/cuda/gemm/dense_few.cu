@@ -57,6 +57,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/gemm/add_sums.cuh"
 #include "cuda/gemm/e4m3_pairs.cuh"
 #include "cuda/gemm/linear_sm90.cuh"
 #include "cuda/gemm/piece_ring.cuh"
@@ -378,11 +379,6 @@ __device__ __forceinline__ void MultiplyPiece(const uint8_t* stage, int rows_of_
       }
     }
   }
-}
-
-// `more` is a copy, so that it is loaded 16 bytes at a time.
-__device__ __forceinline__ void Add(float4& total, float4 more) {
-  total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
 }
 
 // Starts the copies of all scales to shared memory: first those of rows, which are 1 if there are

@@ -303,7 +303,7 @@ bool HasSm120() { return HasCode(ExpertGemmSm120<__nv_bfloat16, Rows16>); }
 int64_t MaxSharedBytesSm120() { return MaxSharedBytes(kVariants); }
 
 GemmPlan PlanSm120(int64_t rows, int64_t experts) {
-  return PlanPipeline(kVariants, kMinCost, rows, experts);
+  return PlanVariant(ChooseVariant(kVariants, rows, experts), kMinCost);
 }
 
 }  // namespace nvfp4

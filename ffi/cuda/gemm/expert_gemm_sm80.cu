@@ -366,11 +366,11 @@ constexpr PipelineVariant kVariants[] = {
 };
 
 // Taken for experts with so few rows, on devices whose multiprocessors have room for all blocks.
-constexpr PipelineVariant kFewRows[] = {MakeVariant<Rows8>(4)};
+constexpr PipelineVariant kFewRows = MakeVariant<Rows8>(4);
 
 // Taken instead if there are half as many rows as experts, or more.
-constexpr PipelineVariant kClaimedFewRows[] = {MakeVariant<Claimed8>(4)};
-constexpr PipelineVariant kClaimedRows[] = {MakeVariant<Claimed16>(10)};
+constexpr PipelineVariant kClaimedFewRows = MakeVariant<Claimed8>(4);
+constexpr PipelineVariant kClaimedRows = MakeVariant<Claimed16>(10);
 
 // With this many rows, the MMAs of a weight tile take as long as reading it, on the devices that
 // were measured.
@@ -381,15 +381,13 @@ constexpr int32_t kMinCost = 32;
 int64_t MaxSharedBytesSm80() { return MaxSharedBytes(kVariants); }
 
 GemmPlan PlanSm80(int64_t rows, int64_t experts) {
-  const PipelineVariant& few = kFewRows[0];
   const bool claims = experts > 1 && 2 * rows >= experts;
-  if (IsFor(few, rows, experts) && BlocksPerSm(few) == few.blocks_per_sm) {
-    return PlanPipeline(claims ? kClaimedFewRows : kFewRows, kMinCost, rows, experts);
+  const bool fits = BlocksPerSm(kFewRows) == kFewRows.blocks_per_sm;
+  if (fits && IsFor(kFewRows, rows, experts)) {
+    return PlanVariant(claims ? kClaimedFewRows : kFewRows, kMinCost);
   }
-  if (claims && IsFor(kClaimedRows[0], rows, experts)) {
-    return PlanPipeline(kClaimedRows, kMinCost, rows, experts);
-  }
-  return PlanPipeline(kVariants, kMinCost, rows, experts);
+  if (claims && IsFor(kClaimedRows, rows, experts)) return PlanVariant(kClaimedRows, kMinCost);
+  return PlanVariant(ChooseVariant(kVariants, rows, experts), kMinCost);
 }
 
 }  // namespace nvfp4

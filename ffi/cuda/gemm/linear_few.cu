@@ -15,6 +15,8 @@
 // that costs more than the weights. The second form reads x a quarter as often, and clusters along
 // k give each multiprocessor work.
 //
+// On 9.0, linear_sm90.cu has most layers of these sizes.
+//
 // A warp has one slab. It loads weights from memory to registers, kDepth weight tiles ahead. All
 // blocks together have the weights of a small layer in flight at once. The block's part of x is in
 // shared memory. Partial sums are added in the order of the teams, then in that of the blocks of a
@@ -32,6 +34,7 @@
 #include <algorithm>
 
 #include "cuda/epilogues/direct_store.cuh"
+#include "cuda/gemm/add_sums.cuh"
 #include "cuda/gemm/linear_few_wide.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
@@ -132,11 +135,6 @@ __device__ __forceinline__ void MultiplySlab(const Packed& packed, const uint8_t
     MultiplyAdd<T>(slab.sums[0], even, b[0], b[1]);
     MultiplyAdd<T>(slab.sums[1], odd, b[2], b[3]);
   }
-}
-
-// `more` is a copy, so that it is loaded 16 bytes at a time.
-__device__ __forceinline__ void Add(float4& total, float4 more) {
-  total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
 }
 
 // The partial sums of a block in shared memory: a fragment for each team and each warp of it.

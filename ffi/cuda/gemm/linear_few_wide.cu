@@ -30,6 +30,7 @@
 #include <algorithm>
 
 #include "cuda/epilogues/direct_store.cuh"
+#include "cuda/gemm/add_sums.cuh"
 #include "cuda/gemm/piece_ring.cuh"
 #include "cuda/instructions/hopper.cuh"
 #include "cuda/instructions/mma.cuh"
@@ -216,11 +217,6 @@ __device__ __forceinline__ void MultiplySlabs(const uint8_t* codes, const uint8_
       }
     }
   }
-}
-
-// `more` is a copy, so that it is loaded 16 bytes at a time.
-__device__ __forceinline__ void Add(float4& total, float4 more) {
-  total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
 }
 
 // Returns where partial sums for eight rows of x and a slab lie in shared memory.

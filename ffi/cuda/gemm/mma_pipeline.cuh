@@ -266,11 +266,8 @@ int64_t MaxSharedBytes(const PipelineVariant (&variants)[kCount]) {
   return most;
 }
 
-// Plans a GEMM. `min_cost` is that of TileRule.
-template <size_t kCount>
-GemmPlan PlanPipeline(const PipelineVariant (&variants)[kCount], int32_t min_cost, int64_t rows,
-                      int64_t experts) {
-  const PipelineVariant& variant = ChooseVariant(variants, rows, experts);
+// Plans a GEMM with a kernel. `min_cost` is that of TileRule.
+inline GemmPlan PlanVariant(const PipelineVariant& variant, int32_t min_cost) {
   const int64_t blocks = int64_t{MultiprocessorCount()} * BlocksPerSm(variant);
   const int64_t most = std::min<int64_t>(kMaxBlocks, kPartialSumBytes / variant.partial_sum_bytes);
   return {{variant.rows, min_cost}, variant.tiles,

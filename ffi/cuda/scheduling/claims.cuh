@@ -2,8 +2,8 @@
 // multiprocessor computes more of them than a slow one. No block waits for another one, and the
 // bits of an output do not depend on the block that computes it.
 //
-// On an H200, all blocks of a GEMM with equal work ended between 46 and 67 us after its start. The
-// reason was not found; it is not the work, which differed by 2 %.
+// On an H200, the blocks of a GEMM of GLM-4.5-Air with 64 tokens had the same work but for 2 %.
+// They ended between 156 and 207 us after its start. The reason was not found.
 //
 // A claim is an addition to a counter in memory, which takes as long as a third of a step. One
 // thread therefore asks for the next claim when the last steps of a tile are copied, and leaves it
