@@ -69,7 +69,6 @@ struct PackedLayer {
 
   using Row = LaneRows;
 
-  __device__ __forceinline__ int n() const { return p.columns; }
   __device__ __forceinline__ int k() const { return p.k; }
   __device__ __forceinline__ const void* x() const { return p.left.values; }
   __device__ __forceinline__ bool weight_is_older() const { return p.plan_is_older; }
@@ -133,7 +132,6 @@ struct DenseLayer {
     float bias[2];  // of the two weight rows of a lane
   };
 
-  __device__ __forceinline__ int n() const { return columns; }
   __device__ __forceinline__ int k() const { return length; }
   __device__ __forceinline__ const void* x() const { return buffers.x; }
   __device__ __forceinline__ bool weight_is_older() const { return older; }
