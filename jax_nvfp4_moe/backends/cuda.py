@@ -54,10 +54,11 @@ _ENGINE_PARTIAL_SUMS = 32 << 20
 _MAX_EXTENT = 1 << 22  # the most rows or columns of a matrix that the kernels can index
 _FP4_K = 128  # the FP4 engine pads the length of a row to a multiple of this number
 # Attention divides the keys of few queries among so many thread blocks. A tile has so many rows,
-# and a part of the keys at least so many keys.
+# and a part of the keys at least so many keys. For few rows with wide values, it has half as many
+# thread blocks.
 _SPLIT_BLOCKS, _SPLIT_ROWS, _SPLIT_KEYS = 264, 64, 256
-# Latent attention has smaller parts. Beyond so many rows, it has half as many thread blocks.
-_LATENT_SPLIT_KEYS, _LATENT_ROWS = 64, 16
+_FEW_ROWS, _NARROW_VALUES = 16, 128
+_LATENT_SPLIT_KEYS = 64  # latent attention has half as many thread blocks for more than few rows
 QUANTIZE_PARTIALS = 256  # number of pieces of x whose largest magnitudes are found first
 
 
@@ -189,12 +190,14 @@ def _parts_workspace_bytes(b, t, n, m, s, dv, blocks, keys):
 
 def attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
     """Return the bytes of scratch memory for one call of attention."""
-    return _parts_workspace_bytes(b, t, n, m, s, dv, _SPLIT_BLOCKS, _SPLIT_KEYS)
+    alone = t * (n // m) <= _FEW_ROWS and dv > _NARROW_VALUES
+    blocks = _SPLIT_BLOCKS // 2 if alone else _SPLIT_BLOCKS
+    return _parts_workspace_bytes(b, t, n, m, s, dv, blocks, _SPLIT_KEYS)
 
 
 def latent_attention_workspace_bytes(b: int, t: int, n: int, m: int, s: int, dv: int) -> int:
     """Return the bytes of scratch memory for one call of latent attention."""
-    blocks = _SPLIT_BLOCKS if t * (n // m) <= _LATENT_ROWS else _SPLIT_BLOCKS // 2
+    blocks = _SPLIT_BLOCKS if t * (n // m) <= _FEW_ROWS else _SPLIT_BLOCKS // 2
     return _parts_workspace_bytes(b, t, n, m, s, dv, blocks, _LATENT_SPLIT_KEYS)
 
 

@@ -7,6 +7,8 @@ import pytest
 from attention_suite import CASES, AttentionSuite
 from axes import axis
 
+NARROW = 192  # the largest width of heads for which all devices have the same warps
+
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
 
@@ -22,12 +24,18 @@ class TestAttention(AttentionSuite):
     def run(self, library):
         def call(*operands, **options):
             y = attention_emulation.attention(library, *operands, **options)
-            # With more shared memory, kernels for few rows have more keys in flight.
+            # With more shared memory, kernels for few rows have more keys in flight. Wide rows then
+            # have more warps, which sum in another order.
             shared_bytes = cuda_emulation.HOPPER_SHARED_BYTES
             again = attention_emulation.attention(
                 library, *operands, **options, shared_bytes=shared_bytes, older=True
             )
-            np.testing.assert_array_equal(again.view(np.uint16), y.view(np.uint16))
-            return y
+            if max(operands[0].shape[3], y.shape[3]) <= NARROW:
+                np.testing.assert_array_equal(again.view(np.uint16), y.view(np.uint16))
+                return y
+            np.testing.assert_allclose(
+                again.astype(np.float32), y.astype(np.float32), rtol=2**-7, atol=1e-3
+            )
+            return again
 
         return call

@@ -41,6 +41,7 @@ CASES = {
     "one query of wide keys": Case(1, (4, 1), 80, (192, 128), (79,)),
     "widest": Case(20, (1, 1), 50, (256, 256), (30,), {"scale": 0.02}),
     "one query of the widest": Case(1, (4, 2), 150, (256, 256), (140,)),
+    "parts of the widest": Case(1, (4, 2), 1100, (256, 256), (1050, 300), {"scale": 0.02}),
     "values wider than keys": Case(18, (1, 1), 40, (16, 136), (22,)),
     "more keys than filled": Case(3, (4, 2), 500, (64, 64), (30, 250)),
     "whole tile of 128 rows": Case(70, (2, 1), 70, (128, 128), (0,), {"window": 60}),

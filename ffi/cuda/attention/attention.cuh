@@ -39,10 +39,16 @@ constexpr int64_t kSplitBlocks = 264;  // two for each multiprocessor of an H100
 constexpr int64_t kSplitRows = 64;     // rows of a tile, as this file counts them
 constexpr int kSplitKeys = 256;        // a part has no fewer keys, except for the last one
 
+// The widths of keys and values up to which a tile has narrow rows.
+constexpr int64_t kNarrowKeys = 192, kNarrowValues = 128;
+
 inline int64_t Splits(const AttentionShape& shape) {
   const int64_t rows = shape.t * shape.group();
   const int64_t tiles = std::max<int64_t>(shape.b * shape.m * CeilDiv(rows, kSplitRows), 1);
-  return std::max<int64_t>(std::min(kSplitBlocks / tiles, CeilDiv(shape.s, kSplitKeys)), 1);
+  // A block with few wide rows has a multiprocessor of its own.
+  const bool alone = rows <= 16 && shape.dv > kNarrowValues;
+  const int64_t blocks = alone ? kSplitBlocks / 2 : kSplitBlocks;
+  return std::max<int64_t>(std::min(blocks / tiles, CeilDiv(shape.s, kSplitKeys)), 1);
 }
 
 // The same for latent attention, whose kernel keeps one or two blocks on a multiprocessor. Its

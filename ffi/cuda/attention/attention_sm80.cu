@@ -21,8 +21,8 @@
 //
 // Few rows, for decoding, which reads keys once: 16 rows. Each warp has 16 keys of a tile and its
 // own softmax. The warps join their results at the end, each for its part of the channels. With
-// three stages, the first two tiles arrive together. Devices whose multiprocessors hold only one
-// such block have two stages.
+// three stages, the first two tiles arrive together. Devices with less memory have two stages. If
+// those do not fit either, wide rows have half as many warps and keys.
 //
 // If the tiles of rows do not fill a device, several blocks share the keys of a tile.
 //
@@ -583,26 +583,40 @@ cudaError_t LaunchForm(cudaStream_t stream, AttentionGrid grid) {
                     /*overlaps=*/true, AttentionSm80<T, F>, grid);
 }
 
-// Blocks of a multiprocessor in decoding (kSplitBlocks), and the most shared memory of any
-// multiprocessor. A block needs kOtherBytes besides F::kBytes: static shared memory, rounded up,
-// and what the driver reserves.
-constexpr int kBlocksPerSm = 2, kMostSharedBytes = 228 << 10, kOtherBytes = 2 << 10;
+// The most shared memory of any multiprocessor. A block needs kOtherBytes besides F::kBytes: static
+// shared memory, rounded up, and what the driver reserves.
+constexpr int kMostSharedBytes = 228 << 10, kOtherBytes = 2 << 10;
+
+// Whether kBlocks blocks of form F fit into a multiprocessor of the current device.
+template <typename F, int kBlocks>
+bool Fits() {
+  if constexpr (kBlocks * F::kBytes > kMostSharedBytes) return false;
+  return F::kBytes <= MultiprocessorSharedBytes() / kBlocks - kOtherBytes;
+}
+
+// Chooses the form of tiles with few rows. Wide rows leave room for one block on a multiprocessor,
+// which has as many warps and keys as two blocks with narrow rows.
+template <typename T, int kWidth, int kValueWidth>
+cudaError_t LaunchFewRows(cudaStream_t stream, const AttentionGrid& grid) {
+  constexpr bool kWide = kWidth > kNarrowKeys;
+  constexpr int kBlocks = kWide ? 1 : 2;
+  using ThreeStages = Form<kWidth, kValueWidth, 1, 1, 4, 64, 3>;
+  using TwoStages = Form<kWidth, kValueWidth, 1, 1, 4, 64>;
+  if (Fits<ThreeStages, kBlocks>()) return LaunchForm<T, ThreeStages>(stream, grid);
+  if constexpr (kWide) {  // 8.6, 8.9 and 12.x have at most 99 KiB of shared memory for a block
+    if (!Fits<TwoStages, 1>())
+      return LaunchForm<T, Form<kWidth, kValueWidth, 1, 1, 2, 32>>(stream, grid);
+  }
+  return LaunchForm<T, TwoStages>(stream, grid);
+}
 
 // Chooses the form of the tiles. More rows in a tile read keys less often; fewer rows make more
 // blocks.
 template <typename T, int kWidth, int kValueWidth>
 cudaError_t LaunchWidth(cudaStream_t stream, const AttentionGrid& grid) {
-  // A block has at most 99 KiB of shared memory, which is what 8.6, 8.9 and 12.x have.
-  constexpr int kKeys = kWidth <= 128 ? 64 : 32, kKeyWarps = kWidth <= 192 ? 4 : 2;
-  if (grid.rows <= 16) {
-    using ThreeStages = Form<kWidth, kValueWidth, 1, 1, kKeyWarps, 16 * kKeyWarps, 3>;
-    if constexpr (kBlocksPerSm * ThreeStages::kBytes <= kMostSharedBytes) {
-      const int most = MultiprocessorSharedBytes() / kBlocksPerSm - kOtherBytes;
-      if (ThreeStages::kBytes <= most) return LaunchForm<T, ThreeStages>(stream, grid);
-    }
-    return LaunchForm<T, Form<kWidth, kValueWidth, 1, 1, kKeyWarps, 16 * kKeyWarps>>(stream, grid);
-  }
-  if constexpr (kValueWidth <= 128) {  // two groups of 256 values would spill registers
+  if (grid.rows <= 16) return LaunchFewRows<T, kWidth, kValueWidth>(stream, grid);
+  constexpr int kKeys = kWidth <= 128 ? 64 : 32;  // for a block of 99 KiB
+  if constexpr (kValueWidth <= 128) {             // two groups of 256 values would spill registers
     const int64_t blocks = grid.call.shape.b * grid.call.shape.m * CeilDiv(grid.rows, 128);
     if (grid.splits == 1 && blocks >= MultiprocessorCount()) {
       return LaunchForm<T, Form<kWidth, kValueWidth, 4, 2, 1, kKeys>>(stream, grid);
@@ -616,7 +630,9 @@ cudaError_t LaunchTyped(cudaStream_t stream, const AttentionGrid& grid) {
   const int64_t d = grid.call.shape.d, dv = grid.call.shape.dv;
   if (std::max(d, dv) <= 64) return LaunchWidth<T, 64, 64>(stream, grid);
   if (std::max(d, dv) <= 128) return LaunchWidth<T, 128, 128>(stream, grid);
-  if (d <= 192 && dv <= 128) return LaunchWidth<T, 192, 128>(stream, grid);
+  if (d <= kNarrowKeys && dv <= kNarrowValues) {
+    return LaunchWidth<T, kNarrowKeys, kNarrowValues>(stream, grid);
+  }
   return LaunchWidth<T, 256, 256>(stream, grid);
 }
 
