@@ -27,7 +27,7 @@ from jax_nvfp4_moe.scheme import FP8ActivationScaling, Scheme
 
 FORMATS = ("nvfp4", "fp8", "bfloat16")  # formats of linear layers beside the experts
 # Modules that no format changes, by parts of their names in the file.
-_UNQUANTIZED = ("lm_head", "linear_attn")
+_UNQUANTIZED = ("lm_head", "linear_attn", "shared_expert_gate")
 _LONGEST = 1 << 18  # positions that each model accepts
 
 

@@ -291,6 +291,42 @@ ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, 
   return FromCuda(LaunchAddGated(stream, call), "nvfp4_add_gated_cuda");
 }
 
+ffi::Error AddLinearGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_input,
+                          ffi::AnyBuffer gate_weight, ffi::AnyBuffer z,
+                          ffi::Result<ffi::AnyBuffer> y) {
+  AddLinearGatedCall call = {};
+  call.starts_next = running_chain.Follows();
+  NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
+  NVFP4_RETURN_IF_ERROR(ExpectRank("gate_weight [k]", gate_weight.dimensions(), 1));
+  call.rows = x.dimensions()[0];
+  call.columns = x.dimensions()[1];
+  call.k = gate_weight.dimensions()[0];
+  for (const NamedOperand& operand : {NamedOperand{"z", z}, NamedOperand{"y", *y}}) {
+    NVFP4_RETURN_IF_ERROR(
+        ExpectType(operand.name, operand.buffer.element_type(), x.element_type()));
+    NVFP4_RETURN_IF_ERROR(
+        ExpectDims(operand.name, operand.buffer.dimensions(), {call.rows, call.columns}));
+  }
+  NVFP4_RETURN_IF_ERROR(ExpectType("gate_input", gate_input.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(ExpectType("gate_weight", gate_weight.element_type(), x.element_type()));
+  NVFP4_RETURN_IF_ERROR(
+      ExpectDims("gate_input [rows, k]", gate_input.dimensions(), {call.rows, call.k}));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows (x)", call.rows, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", call.columns, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (gate_weight)", call.k, kMaxExtent));
+  NVFP4_RETURN_IF_ERROR(ExpectAtMost("rows h (x)", call.rows * call.columns, kMaxRows));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned(
+      {{"x", x}, {"gate_input", gate_input}, {"gate_weight", gate_weight}, {"z", z}, {"y", *y}},
+      kAlignment));
+  call.x = x.untyped_data();
+  call.gate_input = gate_input.untyped_data();
+  call.gate_weight = gate_weight.untyped_data();
+  call.z = z.untyped_data();
+  call.y = y->untyped_data();
+  return FromCuda(LaunchAddLinearGated(stream, call), "nvfp4_add_linear_gated_cuda");
+}
+
 ffi::Error GateHeads(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gates,
                      ffi::Result<ffi::AnyBuffer> y) {
   GateHeadsCall call = {};
@@ -600,6 +636,16 @@ XLA_FFI_DEFINE_HANDLER(kAddGated, AddGated,
                            .Ret<ffi::AnyBuffer>(),  // y     [rows, h]
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(kAddLinearGated, AddLinearGated,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()   // x            [rows, h]
+                           .Arg<ffi::AnyBuffer>()   // gate_input   [rows, k]
+                           .Arg<ffi::AnyBuffer>()   // gate_weight  [k]
+                           .Arg<ffi::AnyBuffer>()   // z            [rows, h]
+                           .Ret<ffi::AnyBuffer>(),  // y            [rows, h]
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(kGateHeads, GateHeads,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -674,6 +720,7 @@ std::vector<NamedHandler> MixerHandlers() {
       {"nvfp4_dense_fp8_few_cuda", kDenseFp8Few},
       {"nvfp4_activate_cuda", kActivate},
       {"nvfp4_add_gated_cuda", kAddGated},
+      {"nvfp4_add_linear_gated_cuda", kAddLinearGated},
       {"nvfp4_gate_heads_cuda", kGateHeads},
       {"nvfp4_latent_attention_cuda", kLatentAttention},
       {"nvfp4_prepare_latents_cuda", kPrepareLatents},

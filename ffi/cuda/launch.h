@@ -286,6 +286,20 @@ struct AddGatedCall {
 // y = x + sigmoid(gate) * z, or x + z without a gate.
 cudaError_t LaunchAddGated(cudaStream_t stream, const AddGatedCall& call);
 
+struct AddLinearGatedCall {
+  int64_t rows, columns, k;
+  DataType type;
+  const void* x;             // [rows, columns]
+  const void* gate_input;    // [rows, k]
+  const void* gate_weight;   // [k]
+  const void* z;             // [rows, columns]
+  void* y;                   // [rows, columns]
+  bool starts_next = false;  // whether the next kernel may start at once (launch_kernel.cuh)
+};
+
+// y = x + sigmoid(gate_input @ gate_weight) * z.
+cudaError_t LaunchAddLinearGated(cudaStream_t stream, const AddLinearGatedCall& call);
+
 struct GateHeadsCall {
   int64_t rows;  // rows * heads is at most kMaxRows
   uint32_t heads, d;

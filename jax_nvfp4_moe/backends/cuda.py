@@ -16,6 +16,7 @@ from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
     lower_activate,
     lower_add_gated,
+    lower_add_linear_gated,
     lower_add_rms_norm,
     lower_dense,
     lower_dense_fp8,
@@ -383,7 +384,7 @@ DENSE_CUDA = Backend(
 GATING_CUDA = Backend(
     name="gating_cuda",
     can=Capability(
-        ops=frozenset({"activate", "add_gated", "gate_heads"}),
+        ops=frozenset({"activate", "add_gated", "add_linear_gated", "gate_heads"}),
         devices=(Device(frozenset({None}), (8, 0), (13, 0)),),
         platform="cuda",
         extension=_EXTENSION,
@@ -393,10 +394,16 @@ GATING_CUDA = Backend(
     lower={
         "activate": lower_activate("nvfp4_activate_cuda"),
         "add_gated": lower_add_gated("nvfp4_add_gated_cuda"),
+        "add_linear_gated": lower_add_linear_gated("nvfp4_add_linear_gated_cuda"),
         "gate_heads": lower_gate_heads("nvfp4_gate_heads_cuda"),
     },
     status="executed",
-    ffi_targets=("nvfp4_activate_cuda", "nvfp4_add_gated_cuda", "nvfp4_gate_heads_cuda"),
+    ffi_targets=(
+        "nvfp4_activate_cuda",
+        "nvfp4_add_gated_cuda",
+        "nvfp4_add_linear_gated_cuda",
+        "nvfp4_gate_heads_cuda",
+    ),
 )
 
 HEADS_CUDA = Backend(

@@ -282,6 +282,23 @@ def lower_add_gated(ffi_target):
     return lower
 
 
+def lower_add_linear_gated(ffi_target):
+    """Return the function that lowers `add_linear_gated` to an FFI target.
+
+    Args:
+      ffi_target: name under which the extension registers the target.
+    """
+
+    def lower(x, gate_input, gate_weight, z):
+        rows = x.reshape(-1, x.shape[-1])
+        inputs = gate_input.reshape(rows.shape[0], gate_weight.shape[0])
+        output = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+        call = jax.ffi.ffi_call(ffi_target, output, vmap_method="sequential")
+        return call(rows, inputs, gate_weight, z.reshape(rows.shape)).reshape(x.shape)
+
+    return lower
+
+
 def lower_gate_heads(ffi_target):
     """Return the function that lowers `gate_heads` to an FFI target.
 

@@ -257,6 +257,14 @@ def add_gated(x, gate, z):
     return x + (z if gate is None else jax.nn.sigmoid(gate) * z)
 
 
+@functools.partial(jax.jit, inline=True)
+def add_linear_gated(x, gate_input, gate_weight, z):
+    """Add; `ops.add_linear_gated` describes the result."""
+    operands = gate_input.astype(jnp.float32), gate_weight.astype(jnp.float32)
+    gate = jnp.dot(*operands, precision=lax.Precision.HIGHEST).astype(x.dtype)
+    return add_gated(x, gate[..., None], z)
+
+
 REFERENCE = Backend(
     name="reference",
     can=Capability(
@@ -264,6 +272,7 @@ REFERENCE = Backend(
             {
                 "activate",
                 "add_gated",
+                "add_linear_gated",
                 "add_rms_norm",
                 "attention",
                 "causal_convolution",
@@ -288,6 +297,7 @@ REFERENCE = Backend(
     lower={
         "activate": activate_rows,
         "add_gated": add_gated,
+        "add_linear_gated": add_linear_gated,
         "add_rms_norm": add_rms_norm,
         "moe_mlp": moe_mlp,
         "grouped_gemm": grouped_gemm,

@@ -25,6 +25,7 @@ _PLAIN_OPS = frozenset(
     {
         "activate",
         "add_gated",
+        "add_linear_gated",
         "add_rms_norm",
         "attention",
         "causal_convolution",

@@ -10,7 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.nn.dense import DenseLinear
 from jax_nvfp4_moe.nn.experts import ExpertOptions, RoutedExperts, make_experts
+from jax_nvfp4_moe.nn.intermediates import record
 from jax_nvfp4_moe.nn.linear import (
     check_rngs,
     check_shape,
@@ -28,7 +30,7 @@ from jax_nvfp4_moe.numerics.tensor import (
     quantize_experts,
 )
 from jax_nvfp4_moe.ops.dense import dense
-from jax_nvfp4_moe.ops.gating import add_gated
+from jax_nvfp4_moe.ops.gating import add_gated, add_linear_gated
 from jax_nvfp4_moe.ops.routing import route
 from jax_nvfp4_moe.parallel import find_expert_mesh, share_rows
 from jax_nvfp4_moe.parallel.expert_mesh import check_context, replicate
@@ -420,14 +422,26 @@ class NVFP4MoE(nnx.Module):
             y = self._beside_experts(self.latent.up, inner).astype(self.dtype)
         if self.shared_experts is None:
             return y
-        with jax.named_scope("shared_experts"):
-            shared = self._beside_experts(self.shared_experts, own).astype(self.dtype)
-            gate = None if self.shared_gate is None else self.shared_gate(own).astype(self.dtype)
         # Over a mesh the arrays are sharded, and a call of a kernel would gather them.
         on_mesh = self.experts.expert_mesh is not None
+        plain_gate = None if on_mesh else self._find_plain_gate()
+        with jax.named_scope("shared_experts"):
+            shared = self._beside_experts(self.shared_experts, own).astype(self.dtype)
+            if plain_gate is not None:
+                record(plain_gate, own)  # as the call of the module would
+                weight = plain_gate.weight.get_value().reshape(-1)
+                return add_linear_gated(y, own, weight, shared, target=self.target)
+            gate = None if self.shared_gate is None else self.shared_gate(own).astype(self.dtype)
         return add_gated(
             y, gate, shared, target=self.target, backend="reference" if on_mesh else None
         )
+
+    def _find_plain_gate(self):
+        """Return the gate if `add_linear_gated` can compute it from its weight, or None."""
+        gate = self.shared_gate
+        if not isinstance(gate, DenseLinear) or gate.bias is not None or gate.dtype != self.dtype:
+            return None
+        return gate if gate.weight.get_value().shape[0] == 1 else None
 
     def _beside_experts(self, module, x):
         """Return ``module(x)``; if dispatch divides the tokens, each device runs its own tokens."""

@@ -4,7 +4,7 @@ from jax_nvfp4_moe.ops.causal_attention import attention
 from jax_nvfp4_moe.ops.chain import chain_calls
 from jax_nvfp4_moe.ops.convolution import causal_convolution
 from jax_nvfp4_moe.ops.delta_rule import gated_delta_rule
-from jax_nvfp4_moe.ops.gating import activate, add_gated, gate_heads
+from jax_nvfp4_moe.ops.gating import activate, add_gated, add_linear_gated, gate_heads
 from jax_nvfp4_moe.ops.heads import prepare_heads
 from jax_nvfp4_moe.ops.latents import prepare_latents
 from jax_nvfp4_moe.ops.moe import moe_mlp
@@ -18,6 +18,7 @@ from jax_nvfp4_moe.ops.routing import route
 __all__ = [
     "activate",
     "add_gated",
+    "add_linear_gated",
     "add_rms_norm",
     "attention",
     "causal_convolution",

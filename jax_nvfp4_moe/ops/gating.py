@@ -1,4 +1,4 @@
-"""`activate`, `add_gated` and `gate_heads`: what gates do between and after GEMMs."""
+"""`activate`, `add_gated`, `add_linear_gated`, `gate_heads`: gates between and after GEMMs."""
 
 import math
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jax_nvfp4_moe.backends import heads, reference
 from jax_nvfp4_moe.backends.resolution import resolve
 from jax_nvfp4_moe.numerics.activations import ActivationCall, find_activation
+from jax_nvfp4_moe.ops.dense import dense
 from jax_nvfp4_moe.ops.derivative import with_derivative_of
 from jax_nvfp4_moe.scheme import Problem, Target
 
@@ -98,15 +99,66 @@ def add_gated(
     _check_dtype("x", x)
     if x.ndim < 1:
         raise ValueError(f"x: expected [..., h], got {x.shape}")
-    expected = {"z": (z, x.shape), "gate": (gate, (*x.shape[:-1], 1))}
-    for name, (array, shape) in expected.items():
-        if array is not None and (array.shape, array.dtype) != (shape, x.dtype):
-            raise ValueError(
-                f"{name}: expected {x.dtype.name} {shape}, because x is {x.dtype.name} {x.shape}; "
-                f"got {array.dtype.name} {array.shape}"
-            )
+    _check_like("x", x, "z", z, x.shape)
+    if gate is not None:
+        _check_like("x", x, "gate", gate, (*x.shape[:-1], 1))
     run = _resolve("add_gated", x, 1, target, backend)
     return with_derivative_of(reference.add_gated, run)(x, gate, z)
+
+
+def add_linear_gated(
+    x: Float[Array, "... h"],
+    gate_input: Float[Array, "... k"],
+    gate_weight: Float[Array, " k"],
+    z: Float[Array, "... h"],
+    *,
+    target: Target | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> Float[Array, "... h"]:
+    """Add a block's result behind a linear gate: ``y = x + sigmoid(gate_input @ gate_weight) * z``.
+
+    The gate is a linear layer with a single output. Its sum is computed in float32. The gate, its
+    sigmoid and the product with `z` are each rounded to the dtype of `x`.
+
+    Args:
+      x: ``[..., h]``, bfloat16, float16 or float32.
+      gate_input: ``[..., k]`` of the dtype of `x`.
+      gate_weight: ``[k]`` of the dtype of `x`.
+      z: ``[..., h]`` of the dtype of `x`.
+      target: the `Target` to lower for; None (default) for the current device.
+      backend: name of a backend, or a sequence of names that are tried in that order. None
+        (default) chooses the first backend that accepts the problem. Backend "reference" computes
+        the gate as a linear layer does, which may run on a kernel for few rows.
+
+    Returns:
+      ``[..., h]`` in the dtype of `x`. Gradients flow in plain XLA.
+
+    Raises:
+      ValueError: if a shape or a dtype is wrong.
+      NoBackendError: if no backend can run the call; the message lists every backend and its
+        reason.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_nvfp4_moe as nvfp4
+      >>> x, z, a = jnp.ones((1, 2)), jnp.full((1, 2), 4.0), jnp.array([[1.0, 2.0, 3.0]])
+      >>> nvfp4.ops.add_linear_gated(x, a, jnp.array([1.0, 1.0, -1.0]), z).tolist()
+      [[3.0, 3.0]]
+    """
+    _check_dtype("x", x)
+    if x.ndim < 1:
+        raise ValueError(f"x: expected [..., h], got {x.shape}")
+    _check_like("x", x, "z", z, x.shape)
+    k = gate_input.shape[-1] if gate_input.ndim else 0
+    _check_like("x", x, "gate_input", gate_input, (*x.shape[:-1], k))
+    _check_like("gate_input", gate_input, "gate_weight", gate_weight, (k,))
+    target = target or Target.current()
+    run = _resolve("add_linear_gated", x, 1, target, backend, inputs=k)
+    if run is reference.add_linear_gated:
+        # The same bits as a linear layer and `add_gated`, with a kernel where `dense` has one.
+        gate = dense(gate_input, gate_weight[None], target=target, dtype=x.dtype)
+        return reference.add_gated(x, gate, z)
+    return with_derivative_of(reference.add_linear_gated, run)(x, gate_input, gate_weight, z)
 
 
 def gate_heads(
@@ -164,11 +216,24 @@ def _check_dtype(name, x):
         raise ValueError(f"{name}: expected {', '.join(_FLOATS)}; got {x.dtype.name}")
 
 
-def _resolve(op, x, axes, target, backend):
-    """Return the function that computes `op` on rows, which are the last `axes` axes of `x`."""
+def _check_like(source, like, name, array, shape):
+    """Check that `array` has the shape that follows from `like`, and the dtype of `like`."""
+    if (array.shape, array.dtype) != (shape, like.dtype):
+        raise ValueError(
+            f"{name}: expected {like.dtype.name} {shape}, because {source} is {like.dtype.name} "
+            f"{like.shape}; got {array.dtype.name} {array.shape}"
+        )
+
+
+def _resolve(op, x, axes, target, backend, inputs=0):
+    """Return the function that computes `op` on rows, which are the last `axes` axes of `x`.
+
+    `inputs` is the number of inputs of a linear gate.
+    """
     rows = math.prod(x.shape[:-axes])
     if backend is None and not (isinstance(rows, int) and rows <= _FEW_ROWS):
         backend = "reference"
     target = target or Target.current()
-    problem = Problem(op, None, target, x.dtype.name, hidden=math.prod(x.shape[-axes:]))
+    hidden = math.prod(x.shape[-axes:])
+    problem = Problem(op, None, target, x.dtype.name, hidden=hidden, intermediate=inputs)
     return resolve(problem, backend=backend).lower

@@ -312,6 +312,12 @@ int add_gated(int64_t rows, int64_t columns, int type, void* const* operands) {
                                   operands[1], operands[2], operands[3]});
 }
 
+// The operands are x, gate_input, gate_weight, z, y.
+int add_linear_gated(int64_t rows, int64_t columns, int64_t k, int type, void* const* operands) {
+  return LaunchAddLinearGated(nullptr, {rows, columns, k, static_cast<DataType>(type), operands[0],
+                                        operands[1], operands[2], operands[3], operands[4]});
+}
+
 // The operands are x, gates, y.
 int gate_heads(int64_t rows, int64_t heads, int64_t d, int64_t gate_columns, int type,
                void* const* operands) {

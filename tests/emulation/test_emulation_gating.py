@@ -19,5 +19,9 @@ class TestGating(GatingSuite):
         return functools.partial(gating_emulation.add_gated, library)
 
     @pytest.fixture
+    def run_linear(self, library):
+        return functools.partial(gating_emulation.add_linear_gated, library)
+
+    @pytest.fixture
     def run_gates(self, library):
         return functools.partial(gating_emulation.gate_heads, library)

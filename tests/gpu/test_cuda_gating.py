@@ -24,6 +24,10 @@ class TestGating(GatingSuite):
         return jax.jit(lambda *each: ops.add_gated(*each, backend="gating_cuda"))
 
     @pytest.fixture
+    def run_linear(self):
+        return jax.jit(lambda *each: ops.add_linear_gated(*each, backend="gating_cuda"))
+
+    @pytest.fixture
     def run_gates(self):
         return jax.jit(lambda *each: ops.gate_heads(*each, backend="gating_cuda"))
 
@@ -49,6 +53,28 @@ def test_wrong_operand_is_named(shape, activation, message):
     call = jax.ffi.ffi_call("nvfp4_activate_cuda", output)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(jnp.ones(shape, jnp.bfloat16), activation=activation, **numbers))
+
+
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [
+        ({"x": (32,)}, r"x \[rows, h\]"),
+        ({"gate_input": (2, 15)}, r"gate_input \[rows, k\]"),
+        ({"gate_input": (3, 16)}, r"gate_input \[rows, k\]"),
+        ({"gate_weight": (1, 16)}, r"gate_weight \[k\]"),
+        ({"z": (2, 31)}, "z"),
+        ({"y": (2, 31)}, "y"),
+    ],
+)
+def test_wrong_operand_of_a_linear_gate_is_named(operands, message):
+    cuda_calls.register()
+    shapes = {"x": (2, 32), "gate_input": (2, 16), "gate_weight": (16,), "z": (2, 32)}
+    shapes |= {"y": (2, 32)} | operands
+    output = jax.ShapeDtypeStruct(shapes.pop("y"), jnp.bfloat16)
+    call = jax.ffi.ffi_call("nvfp4_add_linear_gated_cuda", output)
+    given = (jnp.ones(shape, jnp.bfloat16) for shape in shapes.values())
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{message}: expected"):
+        jax.block_until_ready(call(*given))
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ START_FIRST = (
     "PrepareHeads",
     "Activate",
     "AddGated",
+    "AddLinearGated",
     "GateHeads",
     "PrepareLatents",
 )

@@ -7,10 +7,14 @@ import pytest
 from float64_layer import activate
 from gating_suite import (
     ACTIVATIONS,
+    DTYPES,
     GATES,
+    LINEAR_SIZES,
     gate_in,
+    linear_sum_in_float64,
     make_gate_up,
     make_gates,
+    make_linear_sum,
     make_sum,
     options_of,
     sum_in_float64,
@@ -18,6 +22,8 @@ from gating_suite import (
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe import ops
+from jax_nvfp4_moe.backends import reference
+from jax_nvfp4_moe.nn.dense import DenseLinear
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 CUDA = nvfp4.Target("cuda", (9, 0))
@@ -45,6 +51,29 @@ def test_sum_behind_a_gate():
     np.testing.assert_array_equal(ops.add_gated(x, None, z), x + z)
 
 
+@pytest.mark.parametrize("size", LINEAR_SIZES)
+def test_sum_behind_a_linear_gate(size):
+    operands = make_linear_sum(size, "float32")
+    x, gate_input, gate_weight, z = operands
+    gate = np.cumsum(gate_input * gate_weight, axis=1)[:, -1:]  # one sum in the order of the inputs
+    plain = x + z / (1 + np.exp(-gate))
+    truth = linear_sum_in_float64(*operands)
+    assert_as_accurate_as(np.asarray(ops.add_linear_gated(*operands)), plain, truth)
+    if x.size:
+        wrong = np.asarray(ops.add_linear_gated(x, gate_input, -gate_weight, z))
+        with pytest.raises(AssertionError, match="yardstick"):
+            assert_as_accurate_as(wrong, plain, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", LINEAR_SIZES)
+def test_a_linear_gate_has_the_bits_of_a_layer_without_a_kernel(size, dtype):
+    x, gate_input, gate_weight, z = map(jnp.asarray, make_linear_sum(size, dtype))
+    layer = DenseLinear(gate_weight[None], dtype=x.dtype)
+    expected = ops.add_gated(x, layer(gate_input), z)
+    np.testing.assert_array_equal(ops.add_linear_gated(x, gate_input, gate_weight, z), expected)
+
+
 @pytest.mark.parametrize("size", GATES)
 def test_heads_behind_gates(size):
     """In float32 the result is near that in float64, and in 16 bits it is that one, rounded."""
@@ -70,6 +99,8 @@ def test_few_rows_take_a_kernel_on_a_gpu(rows, kernel):
     )
     found = text.lower(x).as_text()
     assert ("nvfp4_activate_cuda" in found) == ("nvfp4_add_gated_cuda" in found) == kernel
+    linear = jax.jit(lambda x: ops.add_linear_gated(x, x, x[0], x, target=CUDA))
+    assert ("nvfp4_add_linear_gated_cuda" in linear.lower(x).as_text()) == kernel
     heads = jnp.zeros((rows, 2, 4), jnp.bfloat16)  # a row is a token with all of its heads
     gate = jax.jit(lambda heads, x: ops.gate_heads(heads, x, target=CUDA))
     assert ("nvfp4_gate_heads_cuda" in gate.lower(heads, x).as_text()) == kernel
@@ -80,21 +111,53 @@ def test_gradients_of_kernels_are_those_of_the_reference():
     gate_up = jnp.asarray(make_gate_up("odd", "float32"))
     operands = tuple(map(jnp.asarray, make_sum("odd", "float32")))
     gated = tuple(map(jnp.asarray, make_gates("odd", "float32")))
+    linear = tuple(map(jnp.asarray, make_linear_sum("odd inputs", "float32")))
 
-    def loss(gate_up, operands, gated, **how):
+    def loss(gate_up, operands, gated, linear, **how):
         results = (
             ops.activate(gate_up, **how),
             ops.add_gated(*operands, **how),
             ops.gate_heads(*gated, **how),
+            ops.add_linear_gated(*linear, **how),
         )
         return sum((result**2).sum() for result in results)
 
-    grads = jax.grad(loss, argnums=(0, 1, 2))(gate_up, operands, gated)
+    grads = jax.grad(loss, argnums=(0, 1, 2, 3))(gate_up, operands, gated, linear)
     assert all(bool(jnp.abs(grad).max() > 0) for grad in jax.tree.leaves(grads))
-    lowered = jax.jit(jax.grad(lambda *each: loss(*each, target=CUDA), argnums=(0, 1, 2)))
-    text = lowered.lower(gate_up, operands, gated).as_text()
+    lowered = jax.jit(jax.grad(lambda *each: loss(*each, target=CUDA), argnums=(0, 1, 2, 3)))
+    text = lowered.lower(gate_up, operands, gated, linear).as_text()
     assert "nvfp4_activate_cuda" in text
     assert "nvfp4_gate_heads_cuda" in text
+    assert "nvfp4_add_linear_gated_cuda" in text
+
+
+@pytest.mark.parametrize("function", [ops.add_linear_gated, reference.add_linear_gated])
+def test_gradients_of_a_linear_gate(function):
+    """The op runs as a layer and a sum here. A kernel has the derivative of the reference."""
+    operands = tuple(map(jnp.asarray, make_linear_sum("odd inputs", "float32")))
+
+    def formula(x, gate_input, gate_weight, z):
+        return ((x + jax.nn.sigmoid(gate_input @ gate_weight)[:, None] * z) ** 2).sum()
+
+    def loss(*operands):
+        return (function(*operands) ** 2).sum()
+
+    grads, truths = (jax.grad(f, argnums=(0, 1, 2, 3))(*operands) for f in (loss, formula))
+    for grad, truth in zip(grads, truths, strict=True):
+        np.testing.assert_allclose(grad, truth, rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_gate_joins_a_chain():
+    x, gate_input, gate_weight, z = map(jnp.asarray, make_linear_sum("many rows", "bfloat16"))
+
+    def mix(gate_up):
+        inner = ops.activate(gate_up, target=CUDA)
+        return ops.add_linear_gated(inner, gate_input, gate_weight, z, target=CUDA)
+
+    text = jax.jit(ops.chain_calls(mix)).lower(jnp.concatenate([x, x], axis=-1)).as_text()
+    assert text.count("stablehlo.custom_call @nvfp4_call_chain_cuda") == 1
+    assert text.count("stablehlo.custom_call") == 1
+    assert "nvfp4_add_linear_gated_cuda" in text
 
 
 @pytest.mark.parametrize(
@@ -106,6 +169,16 @@ def test_gradients_of_kernels_are_those_of_the_reference():
         (lambda x: ops.add_gated(x, None, x[:1]), "z: expected float32"),
         (lambda x: ops.add_gated(x, x, x), "gate: expected float32"),
         (lambda x: ops.add_gated(x, None, x.astype(jnp.bfloat16)), "z: expected float32"),
+        (lambda x: ops.add_linear_gated(x[0, 0], x, x[0], x), r"x: expected \[\.\.\., h\]"),
+        (lambda x: ops.add_linear_gated(x, x, x[0], x[:1]), "z: expected float32"),
+        (lambda x: ops.add_linear_gated(x, x[:1], x[0], x), r"gate_input: expected float32 \(2, 4"),
+        (lambda x: ops.add_linear_gated(x, x[0, 0], x[0], x), "gate_input: expected float32"),
+        (lambda x: ops.add_linear_gated(x, x, x[:1], x), r"gate_weight: expected float32 \(4,\)"),
+        (
+            lambda x: ops.add_linear_gated(x, x, x[0].astype(jnp.bfloat16), x),
+            "gate_weight: expected float32",
+        ),
+        (lambda x: ops.add_linear_gated(*[x.astype(jnp.int32)] * 4), "x: expected bfloat16"),
         (lambda x: ops.gate_heads(x[0], x), r"x: expected \[\.\.\., n, d\]"),
         (lambda x: ops.gate_heads(x[None], x), r"gates: expected float32 \(1, 2\)"),
         (lambda x: ops.gate_heads(x[None], jnp.ones((1, 15))), "a last axis of at least 16"),
@@ -121,3 +194,6 @@ def test_a_row_of_one_token_may_have_more_axes():
     x, gate, z = make_sum("one", "bfloat16")
     y = ops.add_gated(x[None], gate[None], z[None])
     np.testing.assert_array_equal(y[0], ops.add_gated(x, gate, z))
+    x, gate_input, gate_weight, z = make_linear_sum("one row", "bfloat16")
+    y = ops.add_linear_gated(x[None], gate_input[None], gate_weight, z[None])
+    np.testing.assert_array_equal(y[0], ops.add_linear_gated(x, gate_input, gate_weight, z))

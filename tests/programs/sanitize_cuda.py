@@ -235,6 +235,9 @@ def run_gating(rows, columns, dtype):
     check(f"gating {rows} {columns} {np.dtype(dtype)} activation", y)
     total = ops.add_gated(y, y[:, :1], y, backend="gating_cuda")
     check(f"gating {rows} {columns} {np.dtype(dtype)} sum", total)
+    weight = jnp.ones(2 * columns, dtype)
+    linear = ops.add_linear_gated(y, gate_up, weight, y, backend="gating_cuda")
+    check(f"gating {rows} {columns} {np.dtype(dtype)} sum behind a linear gate", linear)
     for name, gates in (("of channels", gate_up), ("of heads", gate_up[:, :1])):
         gated = ops.gate_heads(y[:, None], gates, backend="gating_cuda")
         check(f"gating {rows} {columns} {np.dtype(dtype)} gates {name}", gated)

@@ -33,6 +33,7 @@ SIGNATURES = {
     "backend=None",
     "ops.activate": "gate_up, activation='silu', *, target=None, backend=None",
     "ops.add_gated": "x, gate, z, *, target=None, backend=None",
+    "ops.add_linear_gated": "x, gate_input, gate_weight, z, *, target=None, backend=None",
     "ops.gate_heads": "x, gates, *, target=None, backend=None",
     "ops.chain_calls": "function",
     "ops.add_rms_norm": "x, added, weight, *, eps, target=None, backend=None",

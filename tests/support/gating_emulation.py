@@ -26,6 +26,13 @@ def add_gated(library, x, gate, z):
     return _run(library, call, [x, _array(gate), z], [x], 0, multiprocessors=1)[0]
 
 
+def add_linear_gated(library, x, gate_input, gate_weight, z):
+    """Return ``x + sigmoid(gate_input @ gate_weight) * z``, as `ops.add_linear_gated` does."""
+    sizes = (ctypes.c_int64(size) for size in (*x.shape, len(gate_weight)))
+    call = functools.partial(library.add_linear_gated, *sizes, _TYPES[x.dtype.name])
+    return _run(library, call, [x, gate_input, gate_weight, z], [x], 0, multiprocessors=1)[0]
+
+
 def gate_heads(library, x, gates):
     """Return ``x * sigmoid(gate)``, as `ops.gate_heads` does."""
     sizes = (ctypes.c_int64(size) for size in (*x.shape, gates.shape[1]))

@@ -1,4 +1,4 @@
-"""Tests that all kernels of `activate`, `add_gated` and `gate_heads` must pass."""
+"""Tests that all kernels of gated operations must pass."""
 
 import dataclasses
 import functools
@@ -19,6 +19,19 @@ SIZES = {
     "many": (64, 1000),
     "one value": (200, 1),
     "none": (0, 64),
+}
+# Rows, columns, and inputs of a linear gate. The kernel loads 16 bytes at a time if rows of both
+# kinds are a multiple of that. A block adds 256 such pieces of a row, and loads 512 pieces of the
+# inputs at once.
+LINEAR_SIZES = {
+    "one row": (1, 2048, 2048),
+    "many rows": (64, 128, 256),
+    "several blocks": (3, 4104, 512),
+    "many inputs": (16, 64, 8200),
+    "odd inputs": (5, 64, 77),
+    "odd columns": (5, 77, 64),
+    "one value": (3, 1, 1),
+    "no rows": (0, 64, 32),
 }
 # Rows, heads, width of a head, and columns of the gates: those after the queries, further ones that
 # belong to keys and values, or one for each head.
@@ -59,6 +72,16 @@ def make_sum(size, dtype):
 
 
 @functools.cache
+def make_linear_sum(size, dtype):
+    """Return x, the inputs and the weight of a linear gate, and z."""
+    rows, columns, k = LINEAR_SIZES[size]
+    rng = np.random.default_rng(columns + k)
+    x, z = (rng.normal(0, 2, (rows, columns)) for _ in range(2))
+    gate_input, gate_weight = rng.normal(0, 2, (rows, k)), rng.normal(0, k**-0.5, k)
+    return tuple(np.asarray(each, jnp.dtype(dtype)) for each in (x, gate_input, gate_weight, z))
+
+
+@functools.cache
 def make_gates(size, dtype):
     """Return the results of heads, and their gates."""
     rows, n, d, columns = GATES[size]
@@ -83,10 +106,16 @@ def sum_in_float64(x, gate, z):
     return x + (z if gate is None else z / (1 + np.exp(-np.asarray(gate, np.float64))))
 
 
+def linear_sum_in_float64(x, gate_input, gate_weight, z):
+    gate = np.asarray(gate_input, np.float64) @ np.asarray(gate_weight, np.float64)
+    return sum_in_float64(x, gate[:, None], z)
+
+
 class GatingSuite:
     """Subclasses have fixtures for the ops.
 
-    They are `run_activate(gate_up, name)`, `run_add(x, gate, z)` and `run_gates(x, gates)`.
+    They are `run_activate(gate_up, name)`, `run_add(x, gate, z)`, `run_gates(x, gates)` and
+    `run_linear(x, gate_input, gate_weight, z)`.
     """
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,6 +165,52 @@ class GatingSuite:
             assert_as_accurate_as(y, plain, sum_in_float64(x, gate, z))
 
     @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("size", LINEAR_SIZES)
+    def test_sum_behind_a_linear_gate_matches_float64(self, run_linear, size, dtype):
+        operands = make_linear_sum(size, dtype)
+        y = np.asarray(run_linear(*operands))
+        plain = np.asarray(reference.add_linear_gated(*map(jnp.asarray, operands)))
+        assert (y.shape, y.dtype) == (operands[0].shape, operands[0].dtype)
+        assert_as_accurate_as(y, plain, linear_sum_in_float64(*operands))
+
+    @pytest.mark.parametrize("size", ["several blocks", "many inputs", "odd inputs"])
+    @pytest.mark.parametrize("fault", ["input", "weight", "sign", "row"])
+    def test_bound_catches_a_wrong_linear_gate(self, run_linear, size, fault):
+        x, gate_input, gate_weight, z = make_linear_sum(size, "bfloat16")
+        wrong = {
+            "input": (np.roll(gate_input, 1, axis=1), gate_weight),
+            "weight": (gate_input, np.roll(gate_weight, 1)),
+            "sign": (gate_input, -gate_weight),
+            "row": (np.roll(gate_input, 1, axis=0), gate_weight),
+        }[fault]
+        operands = x, gate_input, gate_weight, z
+        plain = np.asarray(reference.add_linear_gated(*map(jnp.asarray, operands)))
+        y = np.asarray(run_linear(x, *wrong, z))
+        with pytest.raises(AssertionError, match="yardstick"):
+            assert_as_accurate_as(y, plain, linear_sum_in_float64(*operands))
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_a_linear_gate_is_rounded_as_a_layer_and_a_sum_round(self, run_linear, run_add, dtype):
+        """The inputs are 1 and -1, so that the sum is exact and only roundings matter."""
+        rng = np.random.default_rng(7)
+        signs, weight = rng.choice([-1.0, 1.0], (64, 512)), rng.integers(-15, 16, 512) / 64
+        exact = signs @ weight
+        gate = np.asarray(exact[:, None], jnp.dtype(dtype))
+        assert (np.float64(gate[:, 0]) != exact).any() or dtype == "float16"
+        x, z = (np.asarray(rng.normal(0, 2, (64, 64)), jnp.dtype(dtype)) for _ in range(2))
+        operands = (np.asarray(each, jnp.dtype(dtype)) for each in (signs, weight))
+        found = np.asarray(run_linear(x, *operands, z))
+        assert found.tobytes() == np.asarray(run_add(x, gate, z)).tobytes()
+
+    @pytest.mark.parametrize("size", ["many rows", "several blocks", "odd inputs"])
+    def test_rows_behind_a_linear_gate_do_not_depend_on_others(self, run_linear, size):
+        x, gate_input, gate_weight, z = make_linear_sum(size, "bfloat16")
+        y = np.asarray(run_linear(x, gate_input, gate_weight, z))
+        one = slice(2, 3)
+        alone = run_linear(x[one], gate_input[one], gate_weight, z[one])
+        assert y[one].tobytes() == np.asarray(alone).tobytes()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("size", GATES)
     def test_gated_heads_match_float64(self, run_gates, size, dtype):
         x, gates = make_gates(size, dtype)
@@ -182,6 +257,14 @@ class GatingSuite:
         found = np.asarray(run_add(x, gate, z))
         assert np.isnan(found[2]).all()
         assert np.isfinite(np.delete(found, 2, axis=0)).all()
+
+    def test_a_linear_gate_that_is_not_finite_stays_in_its_row(self, run_linear):
+        x, gate_input, gate_weight, z = make_linear_sum("several blocks", "bfloat16")
+        gate_input = gate_input.copy()
+        gate_input[1, -1] = np.nan
+        found = np.asarray(run_linear(x, gate_input, gate_weight, z))
+        assert np.isnan(found[1]).all()
+        assert np.isfinite(np.delete(found, 1, axis=0)).all()
 
 
 def _array(x):

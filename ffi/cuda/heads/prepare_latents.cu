@@ -35,18 +35,6 @@ struct alignas(4 * sizeof(T)) Vector {
   T values[4];
 };
 
-// Returns the sum of the values of all threads of the block, with the same bits in each thread.
-__device__ __forceinline__ float BlockSum(float value) {
-  __shared__ float sums[kWarps];
-  const float own = WarpSum(value);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = own;
-  __syncthreads();
-  float sum = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) sum += sums[warp];
-  return sum;
-}
-
 // Writes `width` channels, normalized unless `weight` is null.
 template <typename T, typename W>
 __device__ __forceinline__ void Normalize(const T* source, const W* weight, int width, float eps,
@@ -65,7 +53,7 @@ __device__ __forceinline__ void Normalize(const T* source, const W* weight, int 
 #pragma unroll
     for (int j = 0; j < 4; ++j) squares += ToFloat(read.values[j]) * ToFloat(read.values[j]);
   }
-  const float inverse_root = InverseRoot(BlockSum(squares), width, eps);
+  const float inverse_root = InverseRoot(BlockSum<kWarps>(squares), width, eps);
   for (int i = thread; i < count; i += kThreads) {
     Vector<T> values = from[i];
     const Vector<W> factor = factors[i];
