@@ -5,17 +5,17 @@
         [--llama FOLDER] [--transformers] [--output FILE]
 
 A cell is BATCHxPROMPT. `--format` is that of the linear layers beside the experts;
-`whole_model.py` has the models. The time of a step is the time of `generate` for all new tokens,
-minus that for the first token, divided by the number of steps. The floor of a step is the sum of
-four parts: the floor of its expert layers (`moe_cases.floor_us`), for the number of experts that
-uniform routing touches; the time to read each other weight once; the time to read the filled part
-of the cache; and the time to read and write recurrent states. The bandwidth is that of a copy,
-measured in the same run.
+`whole_model.py` has the models. Prompts are run once. Each round then copies their cache and runs
+the decoding loop of `generate` for all new tokens but the first. The time of a step is that of the
+loop, divided by its number of steps. The floor of a step is the sum of four parts: the floor of its
+expert layers (`moe_cases.floor_us`), for the number of experts that uniform routing touches; the
+time to read each other weight once; the time to read the filled part of the cache; and the time to
+read and write recurrent states. The bandwidth is that of a copy, measured in the same run.
 
-A profile of one more token tells what one step does on the device. It has the number of kernels,
-their time, and the share of that time outside our kernels. Kernels that overlap count twice. It
-also has the number of copies to the host, each of which is a wait. No program may compile after the
-first round; otherwise the exit status is 1. XLA_FLAGS take effect and are recorded.
+A profile of a loop with one step tells what a step does on the device. It has the number of
+kernels, their time, and the share of that time outside our kernels. Kernels that overlap count
+twice. It also has the number of copies to the host, each of which is a wait. No program may compile
+after the first round; otherwise the exit status is 1. XLA_FLAGS take effect and are recorded.
 
 `--llama` and `--transformers` time the same cells with llama.cpp and with transformers
 (`model_peers.py`). The table then says how many times as fast as each of them a step is. Writes
@@ -33,6 +33,7 @@ import tempfile
 import time
 
 import jax
+import jax.numpy as jnp
 import model_peers
 import numpy as np
 from moe_cases import Ceilings
@@ -41,8 +42,8 @@ from rich.console import Console
 from rich.table import Table
 from whole_model import FORMATS, MODELS, build_model, step_floor
 
-import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.cli.timing import measure_ceilings
+from jax_nvfp4_moe.inference.generation import decode, make_sampling, start_decoding
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROUNDS = 5
@@ -67,21 +68,49 @@ class Compilations:
         self.count += event == COMPILED
 
 
-def time_generate(model, prompt, new) -> float:
-    """Return the seconds that the generation of `new` tokens takes."""
-    begin = time.perf_counter()
-    jax.block_until_ready(nvfp4.generate(model, prompt, max_new_tokens=new))
-    return time.perf_counter() - begin
+class FilledCache:
+    """The state of the decoding loop after a prompt.
+
+    Attributes:
+      first_token_s: seconds until the first new token, the second time that the prompt was run.
+    """
+
+    def __init__(self, model, prompt, new: int):
+        """Run the prompt, with room for `new` tokens. The first time, programs are compiled."""
+        self._sampling = make_sampling(0.0, None, 1.0, (), None)
+        self._state = None
+        for _ in range(2):
+            self._state = None  # before the next cache is made
+            begin = time.perf_counter()
+            started = start_decoding(model, prompt, None, new, self._sampling, None)
+            self._model, self._state = jax.block_until_ready(started)
+            self.first_token_s = time.perf_counter() - begin
+
+    def copy(self):
+        """Return a copy of the state. The loop takes its memory."""
+        return jax.block_until_ready(jax.tree.map(jnp.copy, self._state))
+
+    def run_steps(self, state, count: int) -> None:
+        """Run `count` steps from the copy `state` on."""
+        jax.block_until_ready(decode(self._model, self._sampling, state, np.int32(1 + count)))
+
+    def time_steps(self, count: int) -> float:
+        """Return the seconds that `count` steps take."""
+        state = self.copy()
+        begin = time.perf_counter()
+        self.run_steps(state, count)
+        return time.perf_counter() - begin
 
 
-def profile_generate(model, prompt, new) -> tuple[collections.Counter, collections.Counter]:
-    """Return how often each kernel or copy ran on the GPU, and for how many nanoseconds."""
+def profile_step(cache) -> tuple[collections.Counter, collections.Counter]:
+    """Return how often each kernel or copy ran on the GPU in a step, and for how many ns."""
     counts, nanoseconds = collections.Counter(), collections.Counter()
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # events of the host are not used
+    state = cache.copy()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            time_generate(model, prompt, new)
+            cache.run_steps(state, 1)  # of a loop in a CUDA graph, only the first step is seen
         for path in pathlib.Path(folder).rglob("*.xplane.pb"):
             for name, duration in _gpu_events(jax.profiler.ProfileData.from_file(str(path))):
                 counts[name] += 1
@@ -105,12 +134,8 @@ def kind_of(name: str) -> str:
     return next(kind for kind, pattern in KINDS if pattern.search(name))
 
 
-def describe_step(two, one) -> dict:
-    """Return what one step does on the device, from profiles of runs for two tokens and for one."""
-    counts, nanoseconds = (
-        {name: longer[name] - shorter[name] for name in longer}
-        for longer, shorter in zip(two, one, strict=True)
-    )
+def describe_step(counts, nanoseconds) -> dict:
+    """Return what one step does on the device, from its profile."""
     by_kind = collections.Counter()
     for name, duration in nanoseconds.items():
         by_kind[kind_of(name)] += duration / 1e3
@@ -130,22 +155,17 @@ def describe_step(two, one) -> dict:
 
 def measure(whole, built, cell, arguments, ceilings, compilations) -> dict:
     """Return the row of one cell, ``(batch, tokens of the prompt)``."""
-    model, (batch, length) = built.model, cell
-    rng = np.random.default_rng(batch)
-    prompt = rng.integers(0, whole.config["vocab_size"], cell, np.int32)
+    batch, length = cell
+    prompt = np.random.default_rng(batch).integers(0, whole.config["vocab_size"], cell, np.int32)
     steps = arguments.new - 1
-    for new in (1, 2, arguments.new):
-        time_generate(model, prompt, new)
+    cache = FilledCache(built.model, prompt, arguments.new)
+    for count in (1, steps):
+        cache.time_steps(count)
     compiled = compilations.count
-    firsts, alls = np.array(
-        [[time_generate(model, prompt, new) for new in (1, arguments.new)] for _ in range(ROUNDS)]
-    ).T
+    times = [cache.time_steps(steps) / steps * 1e6 for _ in range(ROUNDS)]
     compiled = compilations.count - compiled
-    times = (alls - firsts) / steps * 1e6
     step_us = float(np.median(times))
     floor = step_floor(whole, built, batch, length + arguments.new / 2, ceilings)
-    # If a loop is one CUDA graph, the profiler sees only its first iteration.
-    two, one = (profile_generate(model, prompt, new) for new in (2, 1))
     return {
         "batch": batch,
         "prompt": length,
@@ -153,11 +173,11 @@ def measure(whole, built, cell, arguments, ceilings, compilations) -> dict:
         "low": float(min(times)),
         "high": float(max(times)),
         "tokens_per_s": batch / step_us * 1e6,
-        "first_token_ms": float(np.median(firsts)) * 1e3,
+        "first_token_ms": cache.first_token_s * 1e3,
         "floor_us": floor,
         "over_floor": step_us / floor["sum"],
         "compilations": compiled,
-        "device": describe_step(two, one),
+        "device": describe_step(*profile_step(cache)),
     }
 
 

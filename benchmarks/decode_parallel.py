@@ -25,7 +25,7 @@ import time
 
 import jax
 import numpy as np
-from decode import ROUNDS, Compilations, time_generate
+from decode import ROUNDS, Compilations
 from flax import nnx
 from provenance import provenance
 from rich.console import Console
@@ -35,6 +35,13 @@ import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint.synthetic import SyntheticSizes, write_synthetic
 
 HERE = pathlib.Path(__file__).resolve().parent
+
+
+def time_generate(model, prompt, new) -> float:
+    """Return the seconds that the generation of `new` tokens takes."""
+    begin = time.perf_counter()
+    jax.block_until_ready(nvfp4.generate(model, prompt, max_new_tokens=new))
+    return time.perf_counter() - begin
 
 
 def parse_arguments():

@@ -152,7 +152,7 @@ def generate(
       ', axis='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
-    flat, state = _start(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
+    flat, state = start_decoding(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
     return _fill(decode(flat, sampling, state, np.int32(max_new_tokens)), max_new_tokens)
 
 
@@ -207,16 +207,24 @@ def stream(
       '='
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
-    flat, state = _start(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
+    flat, state = start_decoding(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
     for _, tokens in decode_in_bursts(flat, sampling, state, max_new_tokens):
         yield from tokens.T
 
 
-def _start(model, input_ids, lengths, max_new_tokens, sampling, chunk):
+def start_decoding(model, input_ids, lengths, max_new_tokens, sampling, chunk):
     """Check the arguments, run the prompts through the model, and draw the first token.
 
+    Args:
+      model: as for `generate`.
+      input_ids: as for `generate`.
+      lengths: as for `generate`.
+      max_new_tokens: as for `generate`.
+      sampling: the `Sampling`.
+      chunk: the argument `prefill_chunk` of `generate`.
+
     Returns:
-      The model as a `FlatModel`, and the `State`.
+      The model as a `FlatModel`, and the `State`, for `decode` or `decode_in_bursts`.
     """
     ids, true_lengths = _check_prompts(model, input_ids, lengths, max_new_tokens)
     b, t = ids.shape

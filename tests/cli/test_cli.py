@@ -392,7 +392,9 @@ def test_a_fault_of_the_package_is_no_error_of_the_user(monkeypatch):
         lambda: overlap((0,), (2, 3), (slice(0, 1),)),  # zip(..., strict=True) inside
     )
     for fault in faults:
-        monkeypatch.setattr("jax_nvfp4_moe.inference.generation._start", lambda *_, f=fault: f())
+        monkeypatch.setattr(
+            "jax_nvfp4_moe.inference.generation.start_decoding", lambda *_, f=fault: f()
+        )
         with pytest.raises((ValueError, TypeError)) as caught:
             cli.main(["generate", str(EXAMPLE)])
         assert "This is a fault of jax-nvfp4-moe" in caught.value.__notes__[-1]
