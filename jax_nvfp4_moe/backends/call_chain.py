@@ -20,9 +20,12 @@ from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
 # The target that runs chains on GPUs. Their calls may run beside each other.
 _CUDA = "nvfp4_call_chain_cuda"
-# A product with this many outputs has four output tiles or more, so that a quarter of its blocks
-# shares each tile at most. Output tiles of products with at most this many inputs are not shared.
-_MANY_TILES = _WHOLE_TILES = 512
+# A product with this many outputs has four output tiles or more, of up to 256 outputs. About a
+# quarter of its blocks then shares a tile at most.
+_MANY_OUTPUTS = 1024
+# With at most this many inputs, output tiles are not shared: see kWorthSplitting in
+# ``ffi/cuda/scheduling/plan_schedule.cuh``.
+_FEW_INPUTS = 512
 # Values that only the chain reads begin at multiples of this number of bytes.
 _ALIGNMENT = 256
 # The numbers of XLA_FFI_DataType for the dtypes of all operands and results of our kernels.
@@ -114,34 +117,41 @@ class Branch:
         """Return how many calls run beside others."""
         return min(self.begin - self.fork, self.join - self.begin)
 
+    @property
+    def size(self) -> int:
+        """Return the number of calls of the branch and its window."""
+        return self.join - self.fork
+
 
 def find_branches(calls: Sequence[Call]) -> list[Branch]:
     """Find the calls of a chain that may run beside others.
 
-    The first example are shared experts. They read the result of a norm, as the router does, and
+    Shared experts are the first example. They read the result of a norm, as the router does, and
     the next call that reads their result is a sum with the result of the routed experts.
 
     A branch and its window have at least two calls each: a shorter branch saves less than a fork
-    and a join cost. Calls with aliases are in neither, because they write to memory that other calls
-    may read. A call of the branch reads nothing that the window writes.
+    and a join cost. Calls with aliases are in neither, because they write to memory that other
+    calls may read. A call of the branch reads nothing that the window writes.
 
     Args:
       calls: the calls in their order.
 
     Returns:
-      Branches that do not overlap, in their order. Together they save the largest number of calls.
+      Branches that do not overlap, in their order. Together they save the largest number of calls,
+      and among such branches they have the largest number of calls.
     """
     writers = {value: index for index, call in enumerate(calls) for value in call.results}
     reads = [{writers[v] for v, _ in call.operands if v in writers} for call in calls]
-    # The best branches of the calls before an index, with what they save.
-    best: list[tuple[int, tuple[Branch, ...]]] = [(0, ())]
+    # The best branches of the calls before an index, after what they save and their size.
+    best: list[tuple[tuple[int, int], tuple[Branch, ...]]] = [((0, 0), ())]
     for join in range(1, len(calls)):
-        saved, chosen = best[-1]
+        most, chosen = best[-1]
         for branch in _branches_before(join, calls, reads):
-            earlier, others = best[branch.fork]
-            if earlier + branch.saving > saved:
-                saved, chosen = earlier + branch.saving, (*others, branch)
-        best.append((saved, chosen))
+            (saving, size), others = best[branch.fork]
+            found = saving + branch.saving, size + branch.size
+            if found > most:
+                most, chosen = found, (*others, branch)
+        best.append((most, chosen))
     return list(best[-1][1])
 
 
@@ -179,18 +189,21 @@ def _may_block(calls, branch):
     """
     sides = calls[branch.fork : branch.begin], calls[branch.begin : branch.join]
     products = [[p for call in side for p in _expert_products(call)] for side in sides]
-    few_tiles = any(n < _MANY_TILES and k > _WHOLE_TILES for side in products for n, k in side)
+    few_tiles = any(n < _MANY_OUTPUTS and k > _FEW_INPUTS for side in products for n, k in side)
     return all(products) and few_tiles
 
 
 def _expert_products(call):
-    """Return the outputs and inputs of the products whose blocks may wait for each other."""
+    """Return the outputs and inputs of the products whose blocks may wait for each other.
+
+    The experts of a token have outputs of their own.
+    """
     shapes = [shape for _, shape in call.operands]
     if call.target.startswith("nvfp4_grouped_gemm_"):
         return [(call.results[0].shape[-1], shapes[0][-1])]
     if call.target.startswith("nvfp4_moe_"):
-        hidden, inside = shapes[0][-1], call.attributes["intermediate"]
-        return [(shapes[1][1], hidden), (hidden, int(inside))]
+        hidden, gate_up, top_k = shapes[0][-1], shapes[1][1], shapes[11][-1]
+        return [(top_k * gate_up, hidden), (top_k * hidden, int(call.attributes["intermediate"]))]
     return []
 
 

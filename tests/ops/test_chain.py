@@ -252,9 +252,18 @@ FAULTS = {
     "count": ({"buffers": (9, 1, 0, *X_BUFFER)}, "do not fit"),
     "negative": ({"buffers": (-1, 1, 0, *X_BUFFER)}, "do not fit"),
     "place": ({"buffers": (2, 1, 0, 7, *X_BUFFER[1:], *WEIGHT_BUFFER, *Y_BUFFER)}, "do not fit"),
-    "operand": ({"buffers": (2, 1, 0, 0, 5, *X_BUFFER[2:], *WEIGHT_BUFFER, *Y_BUFFER)}, "do not fit"),
-    "shape": ({"buffers": (2, 1, 0, *X_BUFFER[:4], 4, 63, *WEIGHT_BUFFER, *Y_BUFFER)}, "do not fit"),
-    "scratch": ({"buffers": (2, 1, 0, *X_BUFFER, *WEIGHT_BUFFER, 2, 1, *Y_BUFFER[2:])}, "do not fit"),
+    "operand": (
+        {"buffers": (2, 1, 0, 0, 5, *X_BUFFER[2:], *WEIGHT_BUFFER, *Y_BUFFER)},
+        "do not fit",
+    ),
+    "shape": (
+        {"buffers": (2, 1, 0, *X_BUFFER[:4], 4, 63, *WEIGHT_BUFFER, *Y_BUFFER)},
+        "do not fit",
+    ),
+    "scratch": (
+        {"buffers": (2, 1, 0, *X_BUFFER, *WEIGHT_BUFFER, 2, 1, *Y_BUFFER[2:])},
+        "do not fit",
+    ),
     "cut": ({"buffers": (2, 1, 0, *X_BUFFER, *WEIGHT_BUFFER, *Y_BUFFER[:-1])}, "do not fit"),
     "empty": ({"buffers": ()}, "expected int64 numbers"),
     "attributes": ({"attributes": "text"}, "expected a dictionary"),
