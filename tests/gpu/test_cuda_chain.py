@@ -155,7 +155,12 @@ def test_branches_of_several_threads_have_the_bits_of_calls(layers, run):
 
 
 @pytest.mark.parametrize(
-    "folder", ["qwen3_5_moe-modelopt-w4a16", "deepseek_v3-modelopt-mixed-w4a16-kv8"]
+    "folder",
+    [
+        "deepseek_v3-modelopt-mixed-w4a16-kv8",
+        "deepseek_v4-modelopt-w4a16",  # its branches begin at the start of a chain
+        "qwen3_5_moe-modelopt-w4a16",
+    ],
 )
 def test_generate_with_branches_gives_the_tokens_without(folder, monkeypatch):
     model = load_model(CHECKPOINTS / folder)
