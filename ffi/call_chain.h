@@ -8,14 +8,20 @@
 // names begin with the same number:
 //
 // * `attributes`: the attributes of the call, a dictionary.
-// * `buffers`: int64 numbers. First come the number of operands and the number of results. Each of
-//   them then has its place, its index, its element type, its number of dimensions, and the
-//   dimensions.
+// * `buffers`: int64 numbers. First come the number of operands, the number of results, and flags.
+//   Each operand and result then has its place, its index, its element type, its number of
+//   dimensions, and the dimensions.
 // * `target`: the name of the FFI target.
 //
 // A buffer lies at one of three places: in an operand of the chain, in a result of the chain, or in
 // the chain's last result. The last result is memory for values that only the chain itself reads,
 // and the index is then an offset in bytes. Element types are those of XLA_FFI_DataType.
+//
+// A chain may have branches: successive calls that run beside the calls ahead of them, the window.
+// Flags (CallFlag) mark the first call of the window, the calls of the branch, and the call after
+// the branch. Calls of the branch and of the window share no memory that one of them writes. A
+// platform that runs calls beside each other implements ChainBranches. On other platforms, flags
+// have no effect, and calls run in order.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +46,9 @@ struct RunningChain {
   const XLA_FFI_CallFrame* frame = nullptr;  // of the chain
   bool is_first = true;                      // whether its first call runs
 
-  // Whether the kernel before this call belongs to the chain.
+  // Whether the kernel before this call belongs to the chain. If this call begins a branch at the
+  // start of the chain, no kernel of the chain is before it, but its first kernel starts when all
+  // others have ended. What follows from the preceding kernel then holds as well.
   bool Follows() const { return frame != nullptr && !is_first; }
 
   // Whether an operand of this call was written before the preceding kernel started: that kernel
@@ -58,15 +66,74 @@ struct RunningChain {
 };
 inline thread_local RunningChain running_chain;
 
+// What a call has to do with branches.
+enum CallFlag : int64_t {
+  kForkFlag = 1,    // a branch may start when all calls before this one have ended
+  kBranchFlag = 2,  // this call belongs to the branch
+  kJoinFlag = 4,    // this call waits until the branch has ended
+};
+
+// How a platform runs branches. For each branch, CallChain calls Fork, Begin and Join, in this
+// order. Each of them returns null, or an error.
+class ChainBranches {
+ public:
+  virtual XLA_FFI_Error* Fork() = 0;   // before the first call of the window
+  virtual XLA_FFI_Error* Begin() = 0;  // before the first call of the branch
+  virtual XLA_FFI_Error* Join() = 0;   // before the call that waits for the branch
+  // What the calls of a branch get instead of the API of the chain.
+  virtual const XLA_FFI_Api* api() const = 0;
+
+ protected:
+  ~ChainBranches() = default;
+};
+
+// Creates an error with the name of the chain.
+inline XLA_FFI_Error* ChainError(const XLA_FFI_Api* api, XLA_FFI_Error_Code code,
+                                 const std::string& what) {
+  const std::string message = "nvfp4 call chain: " + what;
+  XLA_FFI_Error_Create_Args args = {};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = message.c_str();
+  args.errc = code;
+  return api->XLA_FFI_Error_Create(&args);
+}
+
 enum class BufferPlace : int64_t { kOperand = 0, kResult = 1, kScratch = 2 };
 
-// One run of a chain. Each method returns null, or an error.
+// One run of a chain. Methods that return a pointer to an error return null if there is none.
 class CallChain {
  public:
-  CallChain(XLA_FFI_CallFrame* frame, const std::vector<NamedHandler>& handlers)
-      : frame_(*frame), handlers_(handlers) {}
+  // Without `branches`, all calls run in order.
+  CallChain(XLA_FFI_CallFrame* frame, const std::vector<NamedHandler>& handlers,
+            ChainBranches* branches)
+      : frame_(*frame), handlers_(handlers), branches_(branches) {}
 
-  XLA_FFI_Error* Run() const {
+  XLA_FFI_Error* Run() {
+    XLA_FFI_Error* error = RunCalls();
+    if (place_ != Place::kBranch) return error;
+    // A branch that is not joined would leave a CUDA graph incomplete, and work that nothing waits
+    // for. The first error says more than one of the join.
+    XLA_FFI_Error* other = branches_->Join();
+    if (error == nullptr && other == nullptr) return Invalid("no call waits for the last branch");
+    if (error == nullptr) return other;
+    Destroy(other);
+    return error;
+  }
+
+ private:
+  // The numbers of `buffers` that have not been read.
+  struct Numbers {
+    const int64_t* next;
+    const int64_t* end;
+
+    bool Has(int64_t count) const { return count >= 0 && count <= end - next; }
+    int64_t Take() { return *next++; }
+  };
+
+  // Where the calls that have run end.
+  enum class Place { kOutside, kWindow, kBranch };
+
+  XLA_FFI_Error* RunCalls() {
     const XLA_FFI_Attrs& attrs = frame_.attrs;
     if (attrs.size % 3 != 0) return Invalid("expected three attributes for each call");
     for (int64_t i = 0; i < attrs.size; i += 3) {  // the names are sorted
@@ -86,18 +153,31 @@ class CallChain {
     return nullptr;
   }
 
- private:
-  // The numbers of `buffers` that have not been read.
-  struct Numbers {
-    const int64_t* next;
-    const int64_t* end;
-
-    bool Has(int64_t count) const { return count >= 0 && count <= end - next; }
-    int64_t Take() { return *next++; }
-  };
+  // Does what the flags of the next call ask for.
+  XLA_FFI_Error* Advance(int64_t flags) {
+    const bool ends = (flags & kJoinFlag) != 0, forks = (flags & kForkFlag) != 0;
+    const bool inside = (flags & kBranchFlag) != 0;
+    const bool was_inside = place_ == Place::kBranch;
+    if (ends) {
+      if (!was_inside || inside) return Invalid("a call waits for a branch that does not end");
+      place_ = Place::kOutside;
+      if (XLA_FFI_Error* error = branches_->Join()) return error;
+    }
+    if (forks) {
+      if (place_ != Place::kOutside || inside) return Invalid("a fork inside of a branch");
+      if (XLA_FFI_Error* error = branches_->Fork()) return error;
+      place_ = Place::kWindow;
+    }
+    if (inside && place_ == Place::kWindow) {
+      if (XLA_FFI_Error* error = branches_->Begin()) return error;
+      place_ = Place::kBranch;
+    }
+    if (inside == (place_ == Place::kBranch)) return nullptr;
+    return Invalid("a branch without a fork, or without a call that waits for it");
+  }
 
   XLA_FFI_Error* RunCall(std::string_view target, const XLA_FFI_Attrs& attrs,
-                         const XLA_FFI_Array& array) const {
+                         const XLA_FFI_Array& array) {
     XLA_FFI_Handler* handler = nullptr;
     for (const NamedHandler& known : handlers_) {
       if (known.name == target) handler = known.handler;
@@ -105,10 +185,11 @@ class CallChain {
     if (handler == nullptr) return Invalid("unknown target " + std::string(target));
     const auto* data = static_cast<const int64_t*>(array.data);
     Numbers numbers = {data, data + array.size};
-    if (array.dtype != XLA_FFI_DataType_S64 || !numbers.Has(2)) {
+    if (array.dtype != XLA_FFI_DataType_S64 || !numbers.Has(3)) {
       return Invalid("expected int64 numbers for the buffers of " + std::string(target));
     }
     const int64_t num_operands = numbers.Take(), num_results = numbers.Take();
+    const int64_t flags = numbers.Take();
     // Each buffer takes four numbers or more, so that these bounds also keep the sum small.
     if (!numbers.Has(num_operands) || !numbers.Has(num_results)) return WrongBuffers(target);
     std::vector<XLA_FFI_Buffer> buffers(num_operands + num_results);
@@ -119,7 +200,11 @@ class CallChain {
     }
     std::vector<XLA_FFI_ArgType> operand_types(num_operands, XLA_FFI_ArgType_BUFFER);
     std::vector<XLA_FFI_RetType> result_types(num_results, XLA_FFI_RetType_BUFFER);
+    if (branches_ != nullptr) {
+      if (XLA_FFI_Error* error = Advance(flags)) return error;
+    }
     XLA_FFI_CallFrame call = frame_;
+    if (place_ == Place::kBranch) call.api = branches_->api();
     call.future = nullptr;
     call.attrs = attrs;
     call.args.size = num_operands;
@@ -178,28 +263,34 @@ class CallChain {
   }
 
   XLA_FFI_Error* Invalid(const std::string& what) const {
-    const std::string message = "nvfp4 call chain: " + what;
-    XLA_FFI_Error_Create_Args args = {};
-    args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-    args.message = message.c_str();
-    args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
-    return frame_.api->XLA_FFI_Error_Create(&args);
+    return ChainError(frame_.api, XLA_FFI_Error_Code_INVALID_ARGUMENT, what);
+  }
+
+  void Destroy(XLA_FFI_Error* error) const {
+    if (error == nullptr) return;
+    XLA_FFI_Error_Destroy_Args args = {};
+    args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+    args.error = error;
+    frame_.api->XLA_FFI_Error_Destroy(&args);
   }
 
   const XLA_FFI_CallFrame& frame_;
   const std::vector<NamedHandler>& handlers_;
+  ChainBranches* const branches_;
+  Place place_ = Place::kOutside;
 };
 
 // The body of a handler that runs a chain. XLA asks a handler for its metadata, such as whether a
 // CUDA graph can record it, with an extension of the frame. The first of `handlers` answers for all
 // of them.
 inline XLA_FFI_Error* RunCallChain(XLA_FFI_CallFrame* frame,
-                                   const std::vector<NamedHandler>& handlers) {
+                                   const std::vector<NamedHandler>& handlers,
+                                   ChainBranches* branches = nullptr) {
   const auto* extension = frame->extension_start;  // the name of the type depends on the version
   if (extension != nullptr && extension->type == XLA_FFI_Extension_Metadata) {
     return handlers.front().handler(frame);
   }
-  return CallChain(frame, handlers).Run();
+  return CallChain(frame, handlers, branches).Run();
 }
 
 }  // namespace nvfp4

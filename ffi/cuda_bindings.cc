@@ -18,6 +18,7 @@
 #include "call_chain.h"
 #include "checks.h"
 #include "cuda/launch.h"
+#include "cuda_branches.h"
 #include "cuda_checks.h"
 #include "cuda_mixer_bindings.h"
 #include "shapes.h"
@@ -385,7 +386,7 @@ const std::vector<NamedHandler>& Handlers() {
   return handlers;
 }
 
-XLA_FFI_Error* RunChain(XLA_FFI_CallFrame* frame) { return RunCallChain(frame, Handlers()); }
+XLA_FFI_Error* RunChain(XLA_FFI_CallFrame* frame) { return RunCudaChain(frame, Handlers()); }
 
 nb::capsule Capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));

@@ -29,11 +29,31 @@
 //
 // A kernel that is launched without `overlaps` starts when all earlier kernels have ended. It may
 // call StartNextKernel at once.
+//
+// A chain may have branches, on a stream of their own (call_chain.h). Here, "earlier" means "that
+// this kernel depends on": the kernels of a branch and of its window are not earlier than each
+// other. The rules hold for each of the two streams, for these reasons:
+//
+//   * Two kernels have no single preceding kernel: the first one of a branch, and the one that
+//     waits for both streams. They are launched as if without `overlaps`
+//     (next_kernel_starts_last), so that what they depend on has ended when they start. Each
+//     operand that the chain does not write is therefore older, and they may start the next kernel
+//     at once.
+//   * The kernel at the fork has two successors. The one on the same stream overlaps with it as
+//     ever. The first one of the branch starts when the kernel at the fork has ended. That kernel
+//     has waited, so that all earlier kernels have ended too, even if it broke rule 2.
+//   * A window and its branch share no memory that one of them writes: call_chain.py gives values
+//     that one of them needs a place of their own. What is older than a kernel of one stream is not
+//     written by a kernel of the other.
+//   * After the join, a wait for the joining kernel is a wait for both streams.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <utility>
+
+#include "cuda/kernel_overlap.h"
 
 namespace nvfp4 {
 
@@ -43,6 +63,7 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t Launch(cudaStream_t stream, dim3 grid, int threads, void (*kernel)(Parameters...),
                    Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0) return cudaSuccess;
+  next_kernel_starts_last = false;  // as every kernel that is launched here
   kernel<<<grid, threads, 0, stream>>>(arguments...);
   return cudaGetLastError();
 }
@@ -78,8 +99,9 @@ bool HasCode(void (*kernel)(Parameters...)) {
 }
 
 // Launches a kernel with `shared_bytes` bytes of dynamic shared memory. If `overlaps` is set and
-// the device can, blocks may start before the kernel ahead in the stream has ended; the rules above
-// apply. Each `cluster` blocks form a cluster; more than one need sm_90.
+// the device can, blocks may start before the kernel ahead in the stream has ended, unless
+// next_kernel_starts_last is set; the rules above apply. Each `cluster` blocks form a cluster; more
+// than one need sm_90.
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int threads,
                            int shared_bytes, bool overlaps, void (*kernel)(Parameters...),
@@ -92,6 +114,7 @@ cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int thre
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (status != cudaSuccess) return status;
   }
+  const bool starts_last = std::exchange(next_kernel_starts_last, false);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
@@ -105,9 +128,11 @@ cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int thre
     const cudaError_t status = cudaFuncSetAttribute(
         kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (status != cudaSuccess) return status;
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    if (!starts_last) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
   }
   if (cluster > 1) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];

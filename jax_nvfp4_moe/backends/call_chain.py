@@ -6,6 +6,7 @@ attributes that this module writes, and runs them.
 
 import dataclasses
 import enum
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,14 @@ import numpy as np
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
 from jax_nvfp4_moe.scheme import Backend, Capability, Device
 
+# The target that runs chains on GPUs. Their calls may run beside each other.
+_CUDA = "nvfp4_call_chain_cuda"
+# A product with this many outputs has four output tiles or more, of up to 256 outputs. About a
+# quarter of its blocks then shares a tile at most.
+_MANY_OUTPUTS = 1024
+# With at most this many inputs, output tiles are not shared: see kWorthSplitting in
+# ``ffi/cuda/scheduling/plan_schedule.cuh``.
+_FEW_INPUTS = 512
 # Values that only the chain reads begin at multiples of this number of bytes.
 _ALIGNMENT = 256
 # The numbers of XLA_FFI_DataType for the dtypes of all operands and results of our kernels.
@@ -39,6 +48,14 @@ class _Place(enum.IntEnum):
     OPERAND = 0
     RESULT = 1
     SCRATCH = 2
+
+
+class _Flag(enum.IntFlag):
+    """What a call has to do with branches: `CallFlag` in ``ffi/call_chain.h``."""
+
+    FORK = 1
+    BRANCH = 2
+    JOIN = 4
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,6 +97,116 @@ class Call:
     aliases: Mapping[int, int]
 
 
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """Successive calls of a chain that run beside the calls ahead of them, the window.
+
+    Attributes:
+      fork: index of the first call of the window. The branch starts when all calls before this one
+        have ended.
+      begin: index of the first call of the branch. The window ends before it.
+      join: index of the call after the branch. It waits for the window and for the branch.
+    """
+
+    fork: int
+    begin: int
+    join: int
+
+    @property
+    def saving(self) -> int:
+        """Return how many calls run beside others."""
+        return min(self.begin - self.fork, self.join - self.begin)
+
+    @property
+    def size(self) -> int:
+        """Return the number of calls of the branch and its window."""
+        return self.join - self.fork
+
+
+def find_branches(calls: Sequence[Call]) -> list[Branch]:
+    """Find the calls of a chain that may run beside others.
+
+    Shared experts are the first example. They read the result of a norm, as the router does, and
+    the next call that reads their result is a sum with the result of the routed experts.
+
+    A branch and its window have at least two calls each: a shorter branch saves less than a fork
+    and a join cost. Calls with aliases are in neither, because they write to memory that other
+    calls may read. A call of the branch reads nothing that the window writes.
+
+    Args:
+      calls: the calls in their order.
+
+    Returns:
+      Branches that do not overlap, in their order. Together they save the largest number of calls,
+      and among such branches they have the largest number of calls.
+    """
+    writers = {value: index for index, call in enumerate(calls) for value in call.results}
+    reads = [{writers[v] for v, _ in call.operands if v in writers} for call in calls]
+    # The best branches of the calls before an index, after what they save and their size.
+    best: list[tuple[tuple[int, int], tuple[Branch, ...]]] = [((0, 0), ())]
+    for join in range(1, len(calls)):
+        most, chosen = best[-1]
+        for branch in _branches_before(join, calls, reads):
+            (saving, size), others = best[branch.fork]
+            found = saving + branch.saving, size + branch.size
+            if found > most:
+                most, chosen = found, (*others, branch)
+        best.append((most, chosen))
+    return list(best[-1][1])
+
+
+def _branches_before(join, calls, reads):
+    """Yield all branches that end before call `join`, with their longest windows.
+
+    Args:
+      join: index of a call.
+      calls: the calls.
+      reads: for each call, the indices of the calls whose results it reads.
+    """
+    outside: list[int] = []  # what the branch reads, as a heap of negative indices
+    for begin in range(join - 1, 1, -1):
+        if calls[begin].aliases:
+            return
+        for index in reads[begin]:
+            heapq.heappush(outside, -index)
+        while outside and -outside[0] >= begin:
+            heapq.heappop(outside)
+        fork = 1 - outside[0] if outside else 0
+        aliases = (i + 1 for i in range(begin - 1, fork - 1, -1) if calls[i].aliases)
+        branch = Branch(next(aliases, fork), begin, join)
+        is_read = any(index >= begin for index in reads[join])
+        if branch.saving >= 2 and is_read and not _may_block(calls, branch):
+            yield branch
+
+
+def _may_block(calls, branch):
+    """Return whether blocks of two kernels could occupy a GPU and wait for others, for ever.
+
+    Blocks of an expert product may wait for later blocks of the same kernel, which compute parts of
+    the same output tile (``ffi/cuda/scheduling/partial_sums.cuh``). A kernel alone has room for all
+    its blocks. Two kernels beside each other have not, but the blocks of one output tile find room
+    if no product has few tiles, each of which many blocks share.
+    """
+    sides = calls[branch.fork : branch.begin], calls[branch.begin : branch.join]
+    products = [[p for call in side for p in _expert_products(call)] for side in sides]
+    few_tiles = any(n < _MANY_OUTPUTS and k > _FEW_INPUTS for side in products for n, k in side)
+    return all(products) and few_tiles
+
+
+def _expert_products(call):
+    """Return the outputs and inputs of the products whose blocks may wait for each other.
+
+    The experts of a token have outputs of their own.
+    """
+    shapes = [shape for _, shape in call.operands]
+    if call.target.startswith("nvfp4_grouped_gemm_"):
+        return [(call.results[0].shape[-1], shapes[0][-1])]
+    if call.target.startswith("nvfp4_moe_"):
+        hidden, gate_up, top_k = shapes[0][-1], shapes[1][1], shapes[11][-1]
+        return [(top_k * gate_up, hidden), (top_k * hidden, int(call.attributes["intermediate"]))]
+    return []
+
+
 def emit_chain(ffi_target: str, calls: Sequence[Call], wanted: Sequence[Value]) -> None:
     """Emit `calls` as one FFI call, and set the arrays of the results that are read after it.
 
@@ -100,7 +227,8 @@ def emit_chain(ffi_target: str, calls: Sequence[Call], wanted: Sequence[Value]) 
             written.append(call.results[result])
             aliases[operands.index(call.operands[operand][0])] = call.results[result]
     results = list(dict.fromkeys([*wanted, *written]))
-    offsets, size = _place_scratch(calls, set(results))
+    branches = find_branches(calls) if ffi_target == _CUDA else []
+    offsets, size = _place_scratch(calls, set(results), branches)
     places = {value: (_Place.OPERAND, index) for index, value in enumerate(operands)}
     places |= {value: (_Place.RESULT, index) for index, value in enumerate(results)}
     places |= {value: (_Place.SCRATCH, offset) for value, offset in offsets.items()}
@@ -111,21 +239,27 @@ def emit_chain(ffi_target: str, calls: Sequence[Call], wanted: Sequence[Value]) 
         input_output_aliases={operand: results.index(own) for operand, own in aliases.items()},
         vmap_method="sequential",
     )
-    arrays = emit(*(value.array for value in operands), **_attributes(calls, places))
+    arrays = emit(*(value.array for value in operands), **_attributes(calls, places, branches))
     for value, array in zip(results, arrays[:-1], strict=True):
         value.array = array
 
 
-def _place_scratch(calls, kept):
+def _place_scratch(calls, kept, branches=()):
     """Return the offsets of all results that are not in `kept`, and the bytes that they take.
 
     Two values share memory if no call needs both: a value is needed from the call that writes it
-    to the last call that reads it.
+    to the last call that reads it. The calls of a branch and of its window run in any order, so
+    that what one of them needs is needed until the last one has ended.
     """
     last = {}
+
+    def use(call, index):
+        last.update(dict.fromkeys(call.results, index))
+        last.update({value: index for value, _ in call.operands})
+
+    ends = {i: branch.join - 1 for branch in branches for i in range(branch.fork, branch.join)}
     for index, call in enumerate(calls):
-        last |= dict.fromkeys(call.results, index)
-        last |= {value: index for value, _ in call.operands}
+        use(call, ends.get(index, index))
     offsets, size, live = {}, 0, []
     for index, call in enumerate(calls):
         live = [value for value in live if last[value] >= index]
@@ -148,11 +282,11 @@ def _first_gap(nbytes, taken):
     return offset
 
 
-def _attributes(calls, places):
+def _attributes(calls, places, branches):
     """Return the attributes of the chain. Their names, in sorted order, follow the calls."""
-    attributes = {}
+    attributes, flags = {}, _flags(len(calls), branches)
     for index, call in enumerate(calls):
-        numbers = [len(call.operands), len(call.results)]
+        numbers = [len(call.operands), len(call.results), int(flags[index])]
         buffers = [*call.operands, *((value, value.shape) for value in call.results)]
         for value, shape in buffers:
             code = DATA_TYPES[jnp.dtype(value.dtype).name]
@@ -164,9 +298,19 @@ def _attributes(calls, places):
     return attributes
 
 
-def _record(platform, extension, devices):
+def _flags(count, branches):
+    """Return the flags of `count` calls."""
+    flags = [_Flag(0)] * count
+    for branch in branches:
+        flags[branch.fork] |= _Flag.FORK
+        flags[branch.join] |= _Flag.JOIN
+        for index in range(branch.begin, branch.join):
+            flags[index] |= _Flag.BRANCH
+    return flags
+
+
+def _record(platform, ffi_target, extension, devices):
     """Return the record of the target that runs chains on a platform."""
-    ffi_target = f"nvfp4_call_chain_{platform}"
     return Backend(
         name=f"call_chain_{platform}",
         can=Capability(
@@ -182,5 +326,7 @@ def _record(platform, extension, devices):
     )
 
 
-CALL_CHAIN_CPU = _record("cpu", "_nvfp4_cpu", (Device(frozenset({None})),))
-CALL_CHAIN_CUDA = _record("cuda", "_nvfp4_cuda", (Device(frozenset({None}), (8, 0), (13, 0)),))
+CALL_CHAIN_CPU = _record("cpu", "nvfp4_call_chain_cpu", "_nvfp4_cpu", (Device(frozenset({None})),))
+CALL_CHAIN_CUDA = _record(
+    "cuda", _CUDA, "_nvfp4_cuda", (Device(frozenset({None}), (8, 0), (13, 0)),)
+)

@@ -41,6 +41,9 @@ def chain_calls(function: Callable) -> Callable:
     many short kernels, as a decoding step has. `generate` and `stream` chain the calls of their
     steps by themselves.
 
+    Successive calls also run beside the calls ahead of them, on a second stream, if they do not
+    need their results. Shared experts thus run beside the router and the routed experts.
+
     A chain has kernels that follow each other and depend on nothing but each other's results and
     on arrays that exist before. Any other operation on a result, such as a matrix product by XLA,
     ends the chain.

@@ -1,5 +1,6 @@
 """Decode with chains of calls on a GPU: the bits are those of separate calls."""
 
+import concurrent.futures
 import re
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from architecture import EACH_MIXER
 from given import CHECKPOINTS
+from shared_expert_block import HIDDEN, make_layer, run_layers
 
-from jax_nvfp4_moe import generate, load_model, ops
+from jax_nvfp4_moe import Target, generate, load_model, ops
+from jax_nvfp4_moe.backends import call_chain
 from jax_nvfp4_moe.inference import generation
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +44,7 @@ def decode(model, step, batch):
 
 
 @pytest.mark.parametrize("batch", [1, 3, 20])
-@pytest.mark.parametrize("folder", EACH_MIXER)
+@pytest.mark.parametrize("folder", [*EACH_MIXER, "qwen3_5_moe-modelopt-w4a16"])
 def test_chains_have_the_bits_of_calls(folder, batch):
     model = load_model(CHECKPOINTS / folder)
     (got, cache), (expected, other) = (
@@ -63,9 +66,10 @@ def test_a_step_is_a_few_calls():
     assert alone >= 4 * chained
 
 
-def test_generate_runs_chains_in_a_graph():
+@pytest.mark.parametrize("folder", ["qwen3moe-modelopt-w4a16", "qwen3_5_moe-modelopt-w4a16"])
+def test_generate_runs_chains_in_a_graph(folder):
     """Many runs of the same graph give the tokens of single steps."""
-    model = load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16")
+    model = load_model(CHECKPOINTS / folder)
     prompt = np.arange(5, dtype=np.int32)[None]
     expected, cache = read(model, prompt, model.init_cache(1, 64))
     token, tokens = jnp.argmax(expected[:, -1:], axis=-1), []
@@ -75,3 +79,96 @@ def test_generate_runs_chains_in_a_graph():
         token = jnp.argmax(logits, axis=-1)
     for _ in range(20):
         assert generate(model, prompt, max_new_tokens=STEPS)[0].tolist() == tokens
+
+
+@pytest.fixture(scope="module")
+def layers():
+    """Four layers with shared experts."""
+    return [make_layer(seed, Target.current()) for seed in range(4)]
+
+
+def make_tokens(rows, seed=0):
+    return jax.random.normal(jax.random.key(seed), (rows, HIDDEN), jnp.bfloat16)
+
+
+@jax.jit
+def run_alone(x, layers):
+    return run_layers(x, layers, Target.current())
+
+
+def run_beside(x, layers):
+    """Run the layers in one chain, in which the shared experts are branches."""
+    return ops.chain_calls(lambda x: run_layers(x, layers, Target.current()))(x)
+
+
+ROWS = [1, 3, 16, 64]
+
+
+def test_shared_experts_are_branches(layers, monkeypatch):
+    """The tests below run branches at all."""
+    found, find = [], call_chain.find_branches
+    monkeypatch.setattr(call_chain, "find_branches", lambda c: found.append(find(c)) or found[-1])
+    for rows in ROWS:
+        jax.eval_shape(run_beside, make_tokens(rows), layers)
+    assert [len(branches) for branches in found] == [len(layers)] * len(ROWS)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("run", [run_beside, jax.jit(run_beside)], ids=["eager", "jit"])
+def test_branches_have_the_bits_of_calls(layers, run, rows):
+    x = make_tokens(rows)
+    expected = np.asarray(run_alone(x, layers))
+    for _ in range(50):
+        np.testing.assert_array_equal(run(x, layers), expected)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_branches_in_a_loop_have_the_bits_of_calls(layers, rows):
+    """The whole loop is one CUDA graph, as that of `generate`."""
+
+    def loop(run):
+        def steps(x, layers):
+            return jax.lax.fori_loop(0, 50, lambda _, x: run(x, layers), x)
+
+        return jax.jit(steps, compiler_options=generation._ONE_GRAPH)
+
+    x = make_tokens(rows)
+    expected = np.asarray(loop(run_alone)(x, layers))
+    beside = loop(run_beside)
+    for _ in range(20):
+        np.testing.assert_array_equal(beside(x, layers), expected)
+
+
+@pytest.mark.parametrize("run", [run_beside, jax.jit(run_beside)], ids=["eager", "jit"])
+def test_branches_of_several_threads_have_the_bits_of_calls(layers, run):
+    """Each thread takes a side stream and events of its own."""
+    tokens = [make_tokens(rows, seed) for seed, rows in enumerate((1, 2, 4, 8))]
+    expected = [np.asarray(run_alone(x, layers)) for x in tokens]
+
+    def repeat(index):
+        for _ in range(50):
+            np.testing.assert_array_equal(run(tokens[index], layers), expected[index])
+
+    with concurrent.futures.ThreadPoolExecutor(len(tokens)) as pool:
+        for future in [pool.submit(repeat, index) for index in range(len(tokens))]:
+            future.result()
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "deepseek_v3-modelopt-mixed-w4a16-kv8",
+        "deepseek_v4-modelopt-w4a16",  # its branches begin at the start of a chain
+        "qwen3_5_moe-modelopt-w4a16",
+    ],
+)
+def test_generate_with_branches_gives_the_tokens_without(folder, monkeypatch):
+    model = load_model(CHECKPOINTS / folder)
+    prompt = np.arange(8, dtype=np.int32).reshape(2, 4)
+    found = [np.asarray(generate(model, prompt, max_new_tokens=STEPS)) for _ in range(5)]
+    monkeypatch.setattr(generation, "chain_calls", lambda function: function)
+    jax.clear_caches()  # otherwise `generate` would run the program that it has compiled
+    expected = np.asarray(generate(model, prompt, max_new_tokens=STEPS))
+    jax.clear_caches()
+    for tokens in found:
+        np.testing.assert_array_equal(tokens, expected)

@@ -4,8 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from given import CHECKPOINTS
+from jax.extend.core import jaxprs_in_params
 
 from jax_nvfp4_moe import Target, ops
 from jax_nvfp4_moe.checkpoint import open_checkpoint
@@ -30,6 +32,16 @@ ONE_CALL = (
     "qwen3moe-modelopt-w4a16",
     "step3p7-modelopt-w4a16",
 )
+# Models of which a whole step is one call -> how many of their layers have shared experts.
+SHARED_EXPERTS = {
+    "deepseek_v3-modelopt-mixed-w4a16-kv8": 2,
+    "glm4_moe-groups-modelopt-w4a16": 1,
+    "mixtral-window-modelopt-w4a16": 0,
+    "qwen2_moe-modelopt-w4a16": 2,
+    "qwen3_5_moe-modelopt-w4a16": 2,
+    "qwen3_next-modelopt-w4a16": 2,
+    "qwen3moe-modelopt-w4a16": 0,
+}
 
 
 @functools.cache
@@ -39,17 +51,41 @@ def plan(folder):
         return plan_model(checkpoint, Settings(Target("cuda", (9, 0)))).model
 
 
-def count_calls(folder, batch, read=generation._read):
-    """Return the number of calls of kernels of `read` for one token of each row."""
+def calls_of(folder, batch, read=generation._read):
+    """Return the calls of kernels of `read`, as equations, for one token of each row."""
     model = plan(folder)
     cache = jax.eval_shape(lambda: model.init_cache(batch, 64))
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
-    program = jax.make_jaxpr(read)(model, ids, cache)
-    return str(program).count("ffi_call[")
+    return list(ffi_calls(jax.make_jaxpr(read)(model, ids, cache).jaxpr))
+
+
+def ffi_calls(jaxpr):
+    """Yield the calls of a program and of the functions in it."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "ffi_call":
+            yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from ffi_calls(inner)
+
+
+def count_branches(chain):
+    """Return the number of branches of a chain: of calls whose flags have a fork."""
+    buffers = [
+        getattr(value, "val", value)
+        for name, value in chain.params["attributes"]
+        if name.endswith("_buffers")
+    ]
+    return sum(int(np.asarray(numbers)[2]) & 1 for numbers in buffers)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("folder", ONE_CALL)
 def test_a_step_is_one_call(folder, batch):
-    assert count_calls(folder, batch, ops.chain_calls(generation._read)) == 1
-    assert count_calls(folder, batch) >= 9 * len(plan(folder).layers)
+    assert len(calls_of(folder, batch, ops.chain_calls(generation._read))) == 1
+    assert len(calls_of(folder, batch)) >= 9 * len(plan(folder).layers)
+
+
+@pytest.mark.parametrize("folder", SHARED_EXPERTS)
+def test_shared_experts_are_branches(folder):
+    (chain,) = calls_of(folder, 1, ops.chain_calls(generation._read))
+    assert count_branches(chain) == SHARED_EXPERTS[folder]

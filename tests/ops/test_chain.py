@@ -249,13 +249,22 @@ WEIGHT_BUFFER = (0, 1, 16, 2, 32, 64)
 Y_BUFFER = (1, 0, 11, 2, 4, 32)
 FAULTS = {
     "target": ({"target": "nvfp4_other"}, "unknown target nvfp4_other"),
-    "count": ({"buffers": (9, 1, *X_BUFFER)}, "do not fit"),
-    "negative": ({"buffers": (-1, 1, *X_BUFFER)}, "do not fit"),
-    "place": ({"buffers": (2, 1, 7, *X_BUFFER[1:], *WEIGHT_BUFFER, *Y_BUFFER)}, "do not fit"),
-    "operand": ({"buffers": (2, 1, 0, 5, *X_BUFFER[2:], *WEIGHT_BUFFER, *Y_BUFFER)}, "do not fit"),
-    "shape": ({"buffers": (2, 1, *X_BUFFER[:4], 4, 63, *WEIGHT_BUFFER, *Y_BUFFER)}, "do not fit"),
-    "scratch": ({"buffers": (2, 1, *X_BUFFER, *WEIGHT_BUFFER, 2, 1, *Y_BUFFER[2:])}, "do not fit"),
-    "cut": ({"buffers": (2, 1, *X_BUFFER, *WEIGHT_BUFFER, *Y_BUFFER[:-1])}, "do not fit"),
+    "count": ({"buffers": (9, 1, 0, *X_BUFFER)}, "do not fit"),
+    "negative": ({"buffers": (-1, 1, 0, *X_BUFFER)}, "do not fit"),
+    "place": ({"buffers": (2, 1, 0, 7, *X_BUFFER[1:], *WEIGHT_BUFFER, *Y_BUFFER)}, "do not fit"),
+    "operand": (
+        {"buffers": (2, 1, 0, 0, 5, *X_BUFFER[2:], *WEIGHT_BUFFER, *Y_BUFFER)},
+        "do not fit",
+    ),
+    "shape": (
+        {"buffers": (2, 1, 0, *X_BUFFER[:4], 4, 63, *WEIGHT_BUFFER, *Y_BUFFER)},
+        "do not fit",
+    ),
+    "scratch": (
+        {"buffers": (2, 1, 0, *X_BUFFER, *WEIGHT_BUFFER, 2, 1, *Y_BUFFER[2:])},
+        "do not fit",
+    ),
+    "cut": ({"buffers": (2, 1, 0, *X_BUFFER, *WEIGHT_BUFFER, *Y_BUFFER[:-1])}, "do not fit"),
     "empty": ({"buffers": ()}, "expected int64 numbers"),
     "attributes": ({"attributes": "text"}, "expected a dictionary"),
     "own": ({"attributes": {"isa": "none"}}, "isa"),
@@ -266,7 +275,7 @@ def run_dense(**changes):
     """Run a chain whose only call multiplies by a dense matrix."""
     parts = {
         "attributes": {"isa": "auto"},
-        "buffers": (2, 1, *X_BUFFER, *WEIGHT_BUFFER, *Y_BUFFER),
+        "buffers": (2, 1, 0, *X_BUFFER, *WEIGHT_BUFFER, *Y_BUFFER),
         "target": "nvfp4_dense_cpu",
     } | changes
     parts["buffers"] = np.array(parts["buffers"], np.int64)

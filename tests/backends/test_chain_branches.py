@@ -1,0 +1,61 @@
+"""Test how ``ffi/call_chain.h`` follows the flags of calls, without a GPU.
+
+A program that is built from the header prints the order of forks, calls and joins.
+"""
+
+import subprocess
+
+import jax
+import pytest
+from given import ROOT, TESTS
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    program = tmp_path_factory.mktemp("branches") / "chain_branches"
+    includes = [f"-I{ROOT / 'ffi'}", f"-I{jax.ffi.include_dir()}"]
+    source = TESTS / "cpp" / "chain_branches.cc"
+    subprocess.run(["g++", "-std=c++17", "-w", *includes, source, "-o", program], check=True)
+    return program
+
+
+def run(program, platform, flags):
+    """Return what the program prints for calls with these flags."""
+    command = [program, platform, *flags.split()]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("flags", "printed"),
+    [
+        ("0 0", "main main done"),
+        ("0 1 0 2 2 4", "main fork main main begin side side join main done"),
+        # A fork before the first call, and a call that waits for one branch and begins a window.
+        ("1 2 5 2 4", "fork main begin side join fork main begin side join main done"),
+    ],
+)
+def test_calls_of_branches_run_on_the_side(program, flags, printed):
+    assert run(program, "branches", flags) == printed
+
+
+def test_other_platforms_ignore_flags(program):
+    assert run(program, "plain", "0 1 0 2 2 4") == "main main main main main main done"
+
+
+@pytest.mark.parametrize(
+    ("flags", "printed"),
+    [
+        ("1! 2 4", "fork failed"),
+        ("1 2! 4", "fork main begin join failed"),
+        ("1 2 4!", "fork main begin side join failed"),
+        # Flags that make no sense.
+        ("1 2 2", "fork main begin side side join nvfp4 call chain: no call waits"),
+        ("1 2 0", "fork main begin side join nvfp4 call chain: a branch without a fork, or"),
+        ("2 4", "nvfp4 call chain: a branch without a fork, or"),
+        ("0 4", "main nvfp4 call chain: a call waits for a branch that"),
+        ("1 2 1", "fork main begin side join nvfp4 call chain: a fork inside of a branch"),
+        ("1 1 2 4", "fork main nvfp4 call chain: a fork inside of a branch"),
+    ],
+)
+def test_a_branch_that_began_is_joined_after_an_error(program, flags, printed):
+    assert run(program, "branches", flags).startswith(printed)

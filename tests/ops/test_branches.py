@@ -1,0 +1,227 @@
+"""Test which calls of a chain run beside others, and that these share no memory."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shared_expert_block import HIDDEN, make_layer, run_layers
+
+import jax_nvfp4_moe as nvfp4
+from jax_nvfp4_moe import Target, ops
+from jax_nvfp4_moe.backends import call_chain
+from jax_nvfp4_moe.backends.call_chain import Branch, Call, Value, find_branches
+
+# What the calls of a layer with shared experts read. The calls are: norm, router, route, experts,
+# gate_up, activate, down, sum.
+LAYER = ([], [0], [1], [0, 2], [0], [4], [5], [3, 6])
+WINDOW, BRANCH = range(1, 4), range(4, 7)
+
+
+def make_calls(reads, aliases=(), target="target"):
+    """Return calls with one result each.
+
+    Args:
+      reads: for each call, the indices of the calls whose results it reads.
+      aliases: indices of calls that update an operand in place.
+      target: the target of all calls.
+    """
+    weight = Value((64, 64), jnp.uint8)
+    calls = []
+    for index, sources in enumerate(reads):
+        operands = [weight, *(calls[source].results[0] for source in sources)]
+        result = Value((64, 64), jnp.uint8)
+        pairs = {0: 0} if index in aliases else {}
+        calls.append(Call(target, {}, [(v, v.shape) for v in operands], [result], pairs))
+    return calls
+
+
+def shifted(reads, by):
+    return [[source + by for source in sources] for sources in reads]
+
+
+def test_shared_experts_are_a_branch():
+    assert find_branches(make_calls(LAYER)) == [Branch(1, 4, 7)]
+
+
+def test_a_branch_may_begin_at_the_start_of_the_chain():
+    assert find_branches(make_calls([[], [0], [], [2], [1, 3]])) == [Branch(0, 2, 4)]
+
+
+def test_each_layer_has_a_branch():
+    second = shifted(LAYER, 8)
+    second[0] = [7]
+    calls = make_calls([*LAYER, *second])
+    assert find_branches(calls) == [Branch(1, 4, 7), Branch(9, 12, 15)]
+
+
+def test_a_sum_may_begin_the_next_window():
+    """The sum waits for the first branch, and the second branch does not read the sum."""
+    calls = make_calls([*LAYER, [7], [6], [9], [8, 10]])
+    assert find_branches(calls) == [Branch(1, 4, 7), Branch(7, 9, 11)]
+
+
+@pytest.mark.parametrize("source", [2, 3])
+@pytest.mark.parametrize("reader", BRANCH)
+def test_no_branch_has_a_call_that_reads_a_late_result_of_the_window(source, reader):
+    reads = [list(sources) for sources in LAYER]
+    reads[reader].append(source)
+    found = find_branches(make_calls(reads))
+    assert all(reader not in range(branch.begin, branch.join) for branch in found)
+
+
+def test_a_window_begins_after_the_last_result_that_the_branch_reads():
+    reads = [list(sources) for sources in LAYER]
+    reads[5].append(1)  # activate reads the result of the router
+    assert find_branches(make_calls(reads)) == [Branch(2, 4, 7)]
+
+
+@pytest.mark.parametrize("index", BRANCH)
+def test_calls_with_aliases_are_in_no_branch(index):
+    found = find_branches(make_calls(LAYER, aliases=[index]))
+    assert all(index not in range(branch.begin, branch.join) for branch in found)
+
+
+@pytest.mark.parametrize(("index", "expected"), [(1, [Branch(2, 4, 7)]), (2, []), (3, [])])
+def test_calls_with_aliases_are_in_no_window(index, expected):
+    assert find_branches(make_calls(LAYER, aliases=[index])) == expected
+
+
+def test_no_branch_of_one_call():
+    assert find_branches(make_calls([[], [0], [1], [2], [0], [3, 4]])) == []
+
+
+def test_no_window_of_one_call():
+    assert find_branches(make_calls([[], [0], [0], [2], [3], [1, 4]])) == []
+
+
+def test_the_next_call_reads_a_result_of_the_branch():
+    assert find_branches(make_calls([[], [0], [1], [0], [3]])) == []
+    assert find_branches(make_calls([[], [0], [1], [0], [3], [2]])) == []
+    assert find_branches(make_calls([[], [0], [1], [0], [3], [4]])) == [Branch(1, 3, 5)]
+
+
+def product(outputs, inputs, source, target="nvfp4_grouped_gemm_w4a16_sm90"):
+    x = source or Value((1, inputs), jnp.bfloat16)
+    result = Value((1, outputs), jnp.bfloat16)
+    return Call(target, {}, [(x, (1, inputs))], [result], {})
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "found"),
+    [(1024, 4096, True), (64, 512, True), (1008, 512, True), (1008, 4096, False)],
+)
+def test_products_that_could_take_each_others_room_run_in_order(outputs, inputs, found):
+    first = [product(outputs, inputs, None)]
+    first.append(product(1024, 1024, first[0].results[0]))
+    second = [product(1024, 1024, None)]
+    second.append(product(1024, 1024, second[0].results[0]))
+    ends = [first[1].results[0], second[1].results[0]]
+    total = Call("sum", {}, [(v, v.shape) for v in ends], [Value((1, 1024), jnp.bfloat16)], {})
+    assert bool(find_branches([*first, *second, total])) == found
+
+
+def random_calls(rng):
+    """Return calls of layers like `LAYER`, with random sizes, more reads, and calls of no layer."""
+    values, calls = [Value((int(rng.integers(1, 3000)),), jnp.uint8)], []
+    for _ in range(6):
+        reads = [[source + 1 for source in sources] for sources in LAYER]
+        norm = len(values) - 1
+        written = [values[-1]]
+        for sources in reads:
+            operands = [written[source] for source in sources] or [written[0]]
+            if rng.random() < 0.15:  # possibly something old, even of another layer
+                operands.append(values[int(rng.integers(0, norm + 1))])
+            results = [Value((int(rng.integers(0, 3000)),), jnp.uint8) for _ in range(2)]
+            calls.append(Call("target", {}, [(v, v.shape) for v in operands], results, {}))
+            written.append(results[0])
+            values += results[::-1]
+        values.append(written[-1])
+    return calls
+
+
+def must_follow(one, two, branches):
+    """Return whether call `two` begins after call `one` has ended, for all branches."""
+    beside = any(one in range(b.fork, b.begin) and two in range(b.begin, b.join) for b in branches)
+    return one < two and not beside
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_values_that_may_be_needed_at_once_share_no_memory(seed):
+    calls = random_calls(np.random.default_rng(seed))
+    branches = find_branches(calls)
+    assert len(branches) >= 2
+    values = [value for call in calls for value in call.results]
+    kept = set(values[::11])
+    offsets, size = call_chain._place_scratch(calls, kept, branches)
+    assert offsets.keys() == set(values) - kept
+    assert size < sum(value.nbytes for value in offsets)  # memory is shared at all
+    needed = {
+        v: [i for i, c in enumerate(calls) if v in {*c.results, *dict(c.operands)}] for v in offsets
+    }
+    for one, two in itertools.combinations(offsets, 2):
+        apart = any(
+            all(must_follow(a, b, branches) for a in needed[first] for b in needed[second])
+            for first, second in ((one, two), (two, one))
+        )
+        before = offsets[one] + one.nbytes <= offsets[two]
+        after = offsets[two] + two.nbytes <= offsets[one]
+        assert apart or before or after
+
+
+def test_memory_in_the_order_of_calls_would_be_shared():
+    """The test above fails if the places ignore branches."""
+    calls = random_calls(np.random.default_rng(0))
+    one, other = (call_chain._place_scratch(calls, set(), b) for b in (find_branches(calls), []))
+    assert one[1] > other[1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_branches_read_nothing_of_their_windows(seed):
+    calls = random_calls(np.random.default_rng(seed))
+    last = 0
+    for branch in find_branches(calls):
+        window, inside = (calls[branch.fork : branch.begin], calls[branch.begin : branch.join])
+        written = {value for call in window for value in call.results}
+        assert not any(value in written for call in inside for value, _ in call.operands)
+        assert last <= branch.fork <= branch.begin - 2 <= branch.join - 4
+        last = branch.join
+
+
+def flags_of(function, width):
+    """Return the flags of all calls of the only chain of a function."""
+    program = jax.make_jaxpr(ops.chain_calls(function))(
+        jax.ShapeDtypeStruct((2, width), jnp.bfloat16)
+    )
+    (chain,) = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "ffi_call"]
+    return [
+        int(np.asarray(getattr(value, "val", value))[2])
+        for name, value in sorted(chain.params["attributes"])
+        if re.fullmatch(r"call_\d+_buffers", name)
+    ]
+
+
+def test_calls_for_gpus_have_flags():
+    target = Target("cuda", (9, 0))
+    layers = [make_layer(seed, target) for seed in range(2)]
+    layer = [0, 1, 0, 0, 2, 2, 2, 4]
+    found = flags_of(lambda x: run_layers(x, layers, target), HIDDEN)
+    assert found == [*layer, *layer, 0]
+
+
+@pytest.mark.parametrize(("platform", "flags"), [("sm90", [1, 0, 2, 2, 4]), ("cpu", [0] * 5)])
+def test_calls_for_cpus_have_no_flags(platform, flags):
+    weight = nvfp4.quantize(jnp.eye(64))
+    target = Target("cpu") if platform == "cpu" else Target("cuda", (9, 0))
+
+    def twice(x):
+        options = {"target": target, "backend": f"moe_w4a16_{platform}"}
+        return ops.linear(ops.linear(x, weight, **options), weight, **options), options
+
+    def function(x):
+        window, (branch, options) = twice(x)[0], twice(x)
+        return window, ops.linear(branch, weight, **options)
+
+    assert flags_of(function, 64) == flags
