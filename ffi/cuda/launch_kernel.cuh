@@ -81,6 +81,25 @@ cudaError_t LaunchCached(cudaStream_t stream, dim3 grid, int threads, void (*ker
   return Launch(stream, grid, threads, kernel, arguments...);
 }
 
+// Returns an attribute of the current device, or `otherwise` if there is no device.
+inline int DeviceAttribute(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = otherwise;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+inline int MultiprocessorCount() { return DeviceAttribute(cudaDevAttrMultiProcessorCount, 1); }
+inline int ComputeCapabilityMajor() {
+  return DeviceAttribute(cudaDevAttrComputeCapabilityMajor, 0);
+}
+// Return bytes of shared memory: how much one block may have, and how much all blocks of a
+// multiprocessor share.
+inline int BlockSharedBytes() {
+  return DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 << 10);
+}
+inline int MultiprocessorSharedBytes() {
+  return DeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0);
+}
+
 // Whether the code of the kernel for this device waits for the kernel before it
 // (WaitForPrecedingKernel), so that the two may overlap.
 template <typename... Parameters>
@@ -98,6 +117,18 @@ bool HasCode(void (*kernel)(Parameters...)) {
   return false;
 }
 
+// Lets launches of the kernel have all dynamic shared memory that a block of the current device may
+// have. It is the same number in all host threads: another thread may launch the kernel with more
+// memory at the same time, and the attribute must not become smaller in between.
+template <typename... Parameters>
+cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes = {};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  if (status != cudaSuccess) return status;
+  const int most = BlockSharedBytes() - static_cast<int>(attributes.sharedSizeBytes);
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+}
+
 // Launches a kernel with `shared_bytes` bytes of dynamic shared memory. If `overlaps` is set and
 // the device can, blocks may start before the kernel ahead in the stream has ended, unless
 // next_kernel_starts_last is set; the rules above apply. Each `cluster` blocks form a cluster; more
@@ -110,8 +141,7 @@ cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int thre
   // More than 48 KiB of shared memory needs this attribute. The static shared memory of a kernel
   // counts towards the 48 KiB, hence the lower bound here.
   if (shared_bytes > 16 * 1024) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const cudaError_t status = AllowSharedMemory(kernel);
     if (status != cudaSuccess) return status;
   }
   const bool starts_last = std::exchange(next_kernel_starts_last, false);
@@ -167,25 +197,6 @@ inline cudaError_t LaunchZeros(cudaStream_t stream, void* values, int64_t bytes)
 constexpr int64_t kDynamicAlignment = 1024;
 #define NVFP4_DYNAMIC_SHARED(name) \
   extern __shared__ __align__(::nvfp4::kDynamicAlignment) uint8_t name[]
-
-// Returns an attribute of the current device, or `otherwise` if there is no device.
-inline int DeviceAttribute(cudaDeviceAttr attribute, int otherwise) {
-  int device = 0, value = otherwise;
-  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&value, attribute, device);
-  return value;
-}
-inline int MultiprocessorCount() { return DeviceAttribute(cudaDevAttrMultiProcessorCount, 1); }
-inline int ComputeCapabilityMajor() {
-  return DeviceAttribute(cudaDevAttrComputeCapabilityMajor, 0);
-}
-// Return bytes of shared memory: how much one block may have, and how much all blocks of a
-// multiprocessor share.
-inline int BlockSharedBytes() {
-  return DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 << 10);
-}
-inline int MultiprocessorSharedBytes() {
-  return DeviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0);
-}
 
 }  // namespace nvfp4
 
