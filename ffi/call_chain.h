@@ -46,9 +46,9 @@ struct RunningChain {
   const XLA_FFI_CallFrame* frame = nullptr;  // of the chain
   bool is_first = true;                      // whether its first call runs
 
-  // Whether the kernel before this call belongs to the chain. If this call begins a branch at the
-  // start of the chain, no kernel of the chain is before it, but its first kernel starts when all
-  // others have ended. What follows from the preceding kernel then holds as well.
+  // Whether the kernel before this call belongs to the chain. A call that begins a branch at the
+  // start of the chain has no such kernel. But its first kernel starts when all others have ended,
+  // so that what follows from a preceding kernel holds as well.
   bool Follows() const { return frame != nullptr && !is_first; }
 
   // Whether an operand of this call was written before the preceding kernel started: that kernel

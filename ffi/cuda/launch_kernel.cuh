@@ -118,8 +118,8 @@ bool HasCode(void (*kernel)(Parameters...)) {
 }
 
 // Lets launches of the kernel have all dynamic shared memory that a block of the current device may
-// have. It is the same number in all host threads: another thread may launch the kernel with more
-// memory at the same time, and the attribute must not become smaller in between.
+// have. All host threads set the same number. Another thread may launch the kernel with more memory
+// at the same time, and the attribute must not become smaller in between.
 template <typename... Parameters>
 cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
   cudaFuncAttributes attributes = {};

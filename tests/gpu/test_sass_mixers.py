@@ -15,7 +15,7 @@ from machine_code import (
 
 pytestmark = pytest.mark.cuda_build
 
-ATTENTION_KERNELS = 28  # instances of AttentionSm80: 14 forms of tiles, two dtypes
+ATTENTION_KERNELS = 30  # instances of AttentionSm80: 15 forms of tiles, two dtypes
 # Rows of a tile of LatentAttention -> the MMAs of a warp for a tile of 32 keys. For the scores, it
 # has its share of keys and of 16 rows for each of its steps in 64 channels. A loop over these steps
 # is unrolled three times up to 32 rows. For the output, it has its channels of all rows and keys.

@@ -19,7 +19,6 @@ from jax_nvfp4_moe import (
 )
 from jax_nvfp4_moe.backends import BACKENDS
 from jax_nvfp4_moe.nn.dense import DenseLinear, NVFP4Param
-from jax_nvfp4_moe.nn.intermediates import capture
 from jax_nvfp4_moe.nn.moe import LatentProjections, RouterCorrection
 from jax_nvfp4_moe.numerics.activations import find_activation
 from jax_nvfp4_moe.numerics.routing import Router, route
@@ -183,48 +182,6 @@ def test_shared_experts_and_their_gate():
     # One program, as in the block: XLA may multiply and add in one step.
     expected = jax.jit(lambda y, gate, z: y + jax.nn.sigmoid(gate) * z)
     np.testing.assert_array_equal(gated(x), expected(alone(x), gate(x), shared(x)))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "gate", "joins"),
-    [
-        ("bfloat16", {}, True),
-        ("float16", {}, True),
-        ("bfloat16", {"bias": True}, False),
-        ("bfloat16", {"dtype": jnp.float32}, False),
-        ("bfloat16", {"nvfp4": True}, False),
-    ],
-)
-def test_a_plain_gate_of_shared_experts_is_computed_by_the_sum(dtype, gate, joins):
-    """On a GPU, few rows take one kernel for both. Other gates keep a product of their own."""
-    dtype = jnp.dtype(dtype)
-    weight = jax.random.normal(jax.random.key(4), (1, 64)) / 8
-    if gate.get("nvfp4"):
-        module = NVFP4Linear(64, 1, weight=quantize(weight), dtype=dtype, target=HOPPER)
-    else:
-        bias = jnp.ones(1) if gate.get("bias") else None
-        module = DenseLinear(weight, bias, dtype=gate.get("dtype", dtype), target=HOPPER)
-    shared = NVFP4Linear(64, 64, rngs=nnx.Rngs(1), dtype=dtype, target=HOPPER)
-    moe = make(dtype=dtype, shared_experts=shared, shared_gate=module, target=HOPPER)
-
-    def text(rows):
-        traced = jax.jit(lambda moe, x: moe(x)).trace(moe, tokens(rows, dtype=dtype))
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-    assert ("nvfp4_add_linear_gated_cuda" in text(4)) == joins
-    assert ("nvfp4_add_gated_cuda" in text(4)) == (not joins)
-    assert "nvfp4_add" not in text(65)
-
-
-def test_the_input_of_a_gate_is_recorded():
-    """Calibration and measurements of errors capture what each linear layer reads."""
-    gate = DenseLinear(jnp.ones((1, 64)) / 64)
-    shared = NVFP4Linear(64, 64, rngs=nnx.Rngs(1))
-    moe = make(shared_experts=shared, shared_gate=gate)
-    x = tokens(3, dtype=jnp.bfloat16)
-    with capture(moe) as seen:
-        moe(x)
-    np.testing.assert_array_equal(seen["shared_gate"][0], x)
 
 
 def test_latent_projections_narrow_the_experts_alone():

@@ -587,11 +587,10 @@ cudaError_t LaunchForm(cudaStream_t stream, AttentionGrid grid) {
 // shared memory, rounded up, and what the driver reserves.
 constexpr int kMostSharedBytes = 228 << 10, kOtherBytes = 2 << 10;
 
-// Whether kBlocks blocks of form F fit into a multiprocessor of the current device.
-template <typename F, int kBlocks>
-bool Fits() {
-  if constexpr (kBlocks * F::kBytes > kMostSharedBytes) return false;
-  return F::kBytes <= MultiprocessorSharedBytes() / kBlocks - kOtherBytes;
+// Whether `blocks` blocks of form F fit into a multiprocessor of the current device.
+template <typename F>
+bool Fits(int blocks) {
+  return F::kBytes <= MultiprocessorSharedBytes() / blocks - kOtherBytes;
 }
 
 // Chooses the form of tiles with few rows. Wide rows leave room for one block on a multiprocessor,
@@ -602,10 +601,12 @@ cudaError_t LaunchFewRows(cudaStream_t stream, const AttentionGrid& grid) {
   constexpr int kBlocks = kWide ? 1 : 2;
   using ThreeStages = Form<kWidth, kValueWidth, 1, 1, 4, 64, 3>;
   using TwoStages = Form<kWidth, kValueWidth, 1, 1, 4, 64>;
-  if (Fits<ThreeStages, kBlocks>()) return LaunchForm<T, ThreeStages>(stream, grid);
+  if constexpr (kBlocks * ThreeStages::kBytes <= kMostSharedBytes) {
+    if (Fits<ThreeStages>(kBlocks)) return LaunchForm<T, ThreeStages>(stream, grid);
+  }
   if constexpr (kWide) {  // 8.6, 8.9 and 12.x have at most 99 KiB of shared memory for a block
-    if (!Fits<TwoStages, 1>())
-      return LaunchForm<T, Form<kWidth, kValueWidth, 1, 1, 2, 32>>(stream, grid);
+    using Small = Form<kWidth, kValueWidth, 1, 1, 2, 32>;
+    if (!Fits<TwoStages>(kBlocks)) return LaunchForm<T, Small>(stream, grid);
   }
   return LaunchForm<T, TwoStages>(stream, grid);
 }
