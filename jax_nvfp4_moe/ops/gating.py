@@ -96,10 +96,7 @@ def add_gated(
       >>> nvfp4.ops.add_gated(x, jnp.zeros((1, 1)), z).tolist()
       [[3.0, 3.0]]
     """
-    _check_dtype("x", x)
-    if x.ndim < 1:
-        raise ValueError(f"x: expected [..., h], got {x.shape}")
-    _check_like("x", x, "z", z, x.shape)
+    _check_sum(x, z)
     if gate is not None:
         _check_like("x", x, "gate", gate, (*x.shape[:-1], 1))
     run = _resolve("add_gated", x, 1, target, backend)
@@ -145,10 +142,7 @@ def add_linear_gated(
       >>> nvfp4.ops.add_linear_gated(x, a, jnp.array([1.0, 1.0, -1.0]), z).tolist()
       [[3.0, 3.0]]
     """
-    _check_dtype("x", x)
-    if x.ndim < 1:
-        raise ValueError(f"x: expected [..., h], got {x.shape}")
-    _check_like("x", x, "z", z, x.shape)
+    _check_sum(x, z)
     k = gate_input.shape[-1] if gate_input.ndim else 0
     _check_like("x", x, "gate_input", gate_input, (*x.shape[:-1], k))
     _check_like("gate_input", gate_input, "gate_weight", gate_weight, (k,))
@@ -214,6 +208,14 @@ def gate_heads(
 def _check_dtype(name, x):
     if x.dtype.name not in _FLOATS:
         raise ValueError(f"{name}: expected {', '.join(_FLOATS)}; got {x.dtype.name}")
+
+
+def _check_sum(x, z):
+    """Check the terms of a sum."""
+    _check_dtype("x", x)
+    if x.ndim < 1:
+        raise ValueError(f"x: expected [..., h], got {x.shape}")
+    _check_like("x", x, "z", z, x.shape)
 
 
 def _check_like(source, like, name, array, shape):

@@ -134,17 +134,24 @@ def test_gradients_of_kernels_are_those_of_the_reference():
 @pytest.mark.parametrize("function", [ops.add_linear_gated, reference.add_linear_gated])
 def test_gradients_of_a_linear_gate(function):
     """The op runs as a layer and a sum here. A kernel has the derivative of the reference."""
-    operands = tuple(map(jnp.asarray, make_linear_sum("odd inputs", "float32")))
+    arrays = make_linear_sum("odd inputs", "float32")
 
     def formula(x, gate_input, gate_weight, z):
-        return ((x + jax.nn.sigmoid(gate_input @ gate_weight)[:, None] * z) ** 2).sum()
+        return x + jax.nn.sigmoid(gate_input @ gate_weight)[:, None] * z
 
-    def loss(*operands):
-        return (function(*operands) ** 2).sum()
+    def gradients(of, dtype="float32"):
+        operands = tuple(jnp.asarray(array, dtype) for array in arrays)
+        return jax.grad(lambda *each: (of(*each) ** 2).sum(), argnums=(0, 1, 2, 3))(*operands)
 
-    grads, truths = (jax.grad(f, argnums=(0, 1, 2, 3))(*operands) for f in (loss, formula))
-    for grad, truth in zip(grads, truths, strict=True):
-        np.testing.assert_allclose(grad, truth, rtol=1e-5, atol=1e-5)
+    with jax.enable_x64(True):
+        truths = [np.asarray(grad) for grad in gradients(formula, "float64")]
+    off = gradients(lambda x, gate_input, gate_weight, z: formula(x, -gate_input, gate_weight, z))
+    for grad, plain, truth, wrong in zip(
+        gradients(function), gradients(formula), truths, off, strict=True
+    ):
+        assert_as_accurate_as(grad, plain, truth)
+        with pytest.raises(AssertionError):
+            assert_as_accurate_as(wrong, plain, truth)
 
 
 def test_a_linear_gate_joins_a_chain():

@@ -2,7 +2,7 @@
 // an attention:
 //
 //   Activate        y = act(gate) * up           gate_up [rows, 2 i] -> y [rows, i]
-//   AddGated        y = x + sigmoid(gate) * z    x, z [rows, h], gate [rows] or null -> y [rows, h]
+//   AddGated        y = x + sigmoid(gate) * z    x, z [rows, h], gate [rows] -> y [rows, h]
 //   AddLinearGated  y = x + sigmoid(a @ w) * z   x, z [rows, h], a [rows, k], w [k] -> y [rows, h]
 //   GateHeads       y = x * sigmoid(gate)        x [rows, n, d], gates [rows, w] -> y [rows, n, d]
 //
