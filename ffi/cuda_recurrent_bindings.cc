@@ -127,9 +127,10 @@ ffi::Error DeltaStep(cudaStream_t stream, ffi::AnyBuffer projected, ffi::AnyBuff
 }
 
 ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                     ffi::AnyBuffer g, ffi::AnyBuffer beta, ffi::AnyBuffer state,
-                     ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> new_state,
-                     ffi::Result<ffi::AnyBuffer> workspace, bool normalize) {
+                     ffi::AnyBuffer g, ffi::AnyBuffer beta, ffi::AnyBuffer lengths,
+                     ffi::AnyBuffer state, ffi::Result<ffi::AnyBuffer> y,
+                     ffi::Result<ffi::AnyBuffer> new_state, ffi::Result<ffi::AnyBuffer> workspace,
+                     bool normalize) {
   const NamedOperand arrays[] = {{"q", q},       {"k", k},         {"v", v}, {"g", g},
                                  {"beta", beta}, {"state", state}, {"y", *y}};
   for (const NamedOperand& array : arrays) {
@@ -152,6 +153,9 @@ ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
   NVFP4_RETURN_IF_ERROR(ExpectDims("k [b, t, m, d]", k.dimensions(), {b, t, m, d}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("g [b, t, m, r]", g.dimensions(), {b, t, m, r}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("beta [b, t, m, r]", beta.dimensions(), {b, t, m, r}));
+  NVFP4_RETURN_IF_ERROR(ExpectType("lengths", lengths.element_type(), ffi::S32));
+  NVFP4_RETURN_IF_ERROR(ExpectDimsOrEmpty("lengths [b]", lengths.dimensions(), {b}));
+  NVFP4_RETURN_IF_ERROR(ExpectAligned({{"lengths", lengths}}, kAlignment));
   NVFP4_RETURN_IF_ERROR(ExpectDims("state [b, m, r, d, e]", state.dimensions(), {b, m, r, d, e}));
   NVFP4_RETURN_IF_ERROR(ExpectDims("y [b, t, m, r, e]", y->dimensions(), {b, t, m, r, e}));
   const DeltaRuleCall call = {b,
@@ -168,6 +172,7 @@ ffi::Error DeltaRule(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
                                     Data<float>(v),
                                     Data<float>(g),
                                     Data<float>(beta),
+                                    DataOrNull<int32_t>(lengths),
                                     static_cast<float*>(new_state->untyped_data()),
                                     static_cast<float*>(y->untyped_data()),
                                     workspace->untyped_data()};
@@ -338,6 +343,7 @@ XLA_FFI_DEFINE_HANDLER(kDeltaRule, DeltaRule,
                            .Arg<ffi::AnyBuffer>()  // v          [b, t, m, r, e]
                            .Arg<ffi::AnyBuffer>()  // g          [b, t, m, r]
                            .Arg<ffi::AnyBuffer>()  // beta       [b, t, m, r]
+                           .Arg<ffi::AnyBuffer>()  // lengths    [b] or [0]
                            .Arg<ffi::AnyBuffer>()  // state      [b, m, r, d, e]
                            .Ret<ffi::AnyBuffer>()  // y          [b, t, m, r, e]
                            .Ret<ffi::AnyBuffer>()  // new_state, in the memory of state

@@ -454,7 +454,7 @@ struct DeltaStepBuffers {
 cudaError_t LaunchDeltaStep(cudaStream_t stream, const DeltaStepCall& call,
                             const DeltaStepBuffers& buffers);
 
-// The gated delta rule for t tokens of each of b rows. All arrays are float32.
+// The gated delta rule for t tokens of each of b rows. All arrays of numbers are float32.
 struct DeltaRuleCall {
   int64_t b, t;
   int32_t key_heads;  // m
@@ -470,9 +470,12 @@ struct DeltaRuleBuffers {
   const float* v;     // [b, t, m, r, e]
   const float* g;     // [b, t, m, r]: logarithms of the decays
   const float* beta;  // [b, t, m, r]
-  float* state;       // [b, m, r, d, e]; in place
-  float* y;           // [b, t, m, r, e]
-  void* workspace;    // DeltaRuleWorkspaceBytes
+  // [b]: the tokens of each row; those behind them are padding, which may be anything. Null if all
+  // rows have t tokens.
+  const int32_t* lengths;
+  float* state;     // [b, m, r, d, e]; in place
+  float* y;         // [b, t, m, r, e]; 0 for padding
+  void* workspace;  // DeltaRuleWorkspaceBytes
 };
 
 constexpr int64_t kDeltaRuleChunk = 64;  // the workspace has room for whole chunks of this size

@@ -93,7 +93,8 @@ def mix_gated_delta(
       interleaved: whether `projected` has key head after key head.
       eps: epsilon of the norm.
       rule: the delta rule for t tokens, with the arguments and results of `delta_step`, except that
-        it normalizes queries and keys itself. None (default) for one token.
+        it normalizes queries and keys itself, and takes the `lengths` of the rows, so that padding
+        costs no products. None (default) for one token.
       convolution: function that convolves the tokens, with the arguments and results of
         `causal_convolution` (default).
 
@@ -119,18 +120,26 @@ def mix_gated_delta(
         jnp.where(present[..., None], value, 0).reshape(b, t, m, r)
         for value in (g, jax.nn.sigmoid(beta.astype(jnp.float32)))
     )
-    rule = rule or _normalized_step
-    y, state = rule(q, k, v.reshape(b, t, m, r, e), g, beta, state)
+    operands = q, k, v.reshape(b, t, m, r, e), g, beta, state
+    if rule is None:
+        y, state = _normalized_step(*operands)
+    else:
+        y, state = rule(*operands, lengths=jnp.sum(present, axis=1, dtype=jnp.int32))
     y = _gated_norm(y.reshape(b, t, m * r, e), z, norm, eps)
     return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state
 
 
-def apply_gated_delta(q, k, v, g, beta, state, *, normalize, dtype):
+def apply_gated_delta(q, k, v, g, beta, state, lengths=None, *, normalize, dtype):
     """Compute `ops.gated_delta_rule` in chunks for the device on which it runs."""
+    present = None if lengths is None else jnp.arange(q.shape[1])[None] < lengths[:, None]
+    if present is not None:
+        # All operands, because 0 times a NaN of padding would reach the state.
+        q, k, v, g, beta = (_keep(part, present) for part in (q, k, v, g, beta))
     if normalize:
         q, k = _normalize(q, k)
     rule = functools.partial(delta_chunks, precision=choose_precision(dtype))
-    return for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(q, k, v, g, beta, state)
+    y, state = for_device(rule, _GPU_CHUNK, _CPU_CHUNK)(q, k, v, g, beta, state)
+    return y if present is None else _keep(y, present), state
 
 
 def delta_chunks(
@@ -196,6 +205,11 @@ def _split(projected, sizes, interleaved):
     halves = jnp.split(ba.reshape(*lead, m, -1), 2, axis=-1)
     beta, step = (half.reshape(*lead, -1) for half in halves)
     return z, beta, step
+
+
+def _keep(values, present):
+    """Return `values` with zeros for tokens that are not `present` ``[b, t]``."""
+    return jnp.where(present.reshape(*present.shape, *(1,) * (values.ndim - 2)), values, 0)
 
 
 def _normalized_step(q, k, *operands):

@@ -99,18 +99,19 @@ def delta_rule_workspace_bytes(b: int, t: int, key_heads: int, shared: int) -> i
     return 4 * b * padded * key_heads * (2 * _MOST + shared * (_MOST + _RULE_CHUNK + 2))
 
 
-def _lower_delta_rule(q, k, v, g, beta, state, *, normalize, dtype):
+def _lower_delta_rule(q, k, v, g, beta, state, lengths=None, *, normalize, dtype):
     """Lower `gated_delta_rule` to its FFI target. The record accepts one `dtype` only."""
     del dtype
+    lengths = jnp.zeros(0, jnp.int32) if lengths is None else lengths
     workspace = jax.ShapeDtypeStruct((delta_rule_workspace_bytes(*v.shape[:4]),), jnp.uint8)
     results = jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)
     call = jax.ffi.ffi_call(
         "nvfp4_delta_rule_cuda",
         (*results, workspace),
-        input_output_aliases={5: 1},
+        input_output_aliases={6: 1},
         vmap_method="sequential",
     )
-    return tuple(call(q, k, v, g, beta, state, normalize=bool(normalize))[:2])
+    return tuple(call(q, k, v, g, beta, lengths, state, normalize=bool(normalize))[:2])
 
 
 def _lower_convolution(x, positions, inputs, *, weight, bias, widths, first, heads, stride):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from jax_nvfp4_moe.backends.gated_delta import apply_gated_delta
 from jax_nvfp4_moe.backends.resolution import resolve
@@ -19,6 +19,7 @@ def gated_delta_rule(
     beta: Float[Array, "b t m r"],
     state: Float[Array, "b m r d e"],
     *,
+    lengths: Int[Array, " b"] | None = None,
     normalize: bool = False,
     dtype: DTypeLike = jnp.bfloat16,
     target: Target | None = None,
@@ -44,6 +45,10 @@ def gated_delta_rule(
         = 0 leaves the state unchanged.
       beta: rates of correction, float32 ``[b, t, m, r]``, from 0 to 1.
       state: state of each value head before the first token, float32 ``[b, m, r, d, e]``.
+      lengths: number of tokens of each row, integers ``[b]``. A token behind them is padding: it
+        leaves the state unchanged, its result is 0, and its operands may be anything, NaN included.
+        On a GPU, padding then costs only the zeros of its results. None (default) if all rows have
+        t tokens.
       normalize: whether keys are first scaled to length 1, and queries to length ``d ** -0.5``.
         Each squared length gets 1e-6 more. False (default) takes both as they are.
       dtype: dtype to which the caller rounds the results, bfloat16 by default. For bfloat16,
@@ -58,7 +63,8 @@ def gated_delta_rule(
       to all arrays, in plain XLA.
 
     Raises:
-      ValueError: if a shape does not fit the others, or an array or `dtype` is not a float.
+      ValueError: if a shape does not fit the others, an array or `dtype` is not a float, or
+        `lengths` are not integers.
       NoBackendError: if no backend can run the call; the message lists every backend and its
         reason.
 
@@ -87,6 +93,10 @@ def gated_delta_rule(
             raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name}: expected a float dtype, got {array.dtype.name}")
+    if lengths is not None and (lengths.shape != (b,) or lengths.dtype.kind not in "iu"):
+        raise ValueError(
+            f"lengths: expected integers {(b,)}, got {lengths.dtype.name} {lengths.shape}"
+        )
     name = jnp.dtype(dtype).name
     if name not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {name}")
@@ -96,4 +106,4 @@ def gated_delta_rule(
     plan = resolve(problem, backend=backend)
     arrays = (array.astype(jnp.float32) for array in (q, k, v, g, beta, state))
     run = with_derivative_of(apply_gated_delta, plan.lower, normalize=normalize, dtype=name)
-    return run(*arrays)
+    return run(*arrays, lengths=None if lengths is None else lengths.astype(jnp.int32))

@@ -385,12 +385,13 @@ int64_t delta_rule_workspace_bytes(const DeltaRuleCall* call) {
   return DeltaRuleWorkspaceBytes(*call);
 }
 
-// The operands are q, k, v, g, beta, y, state, workspace.
+// The operands are q, k, v, g, beta, lengths or null, y, state, workspace.
 int delta_rule(const DeltaRuleCall* call, void* const* operands) {
   const auto floats = [operands](int i) { return static_cast<float*>(operands[i]); };
   return LaunchDeltaRule(
       nullptr, *call,
-      {floats(0), floats(1), floats(2), floats(3), floats(4), floats(6), floats(5), operands[7]});
+      {floats(0), floats(1), floats(2), floats(3), floats(4),
+       static_cast<const int32_t*>(operands[5]), floats(7), floats(6), operands[8]});
 }
 
 // The operands are projected, positions, conv_weight, conv_bias or null, A_log, dt_bias, D, norm,

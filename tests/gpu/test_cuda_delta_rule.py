@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from axes import axis
-from delta_rule_suite import RULE_CASES, DeltaRuleSuite, make_rule
+from delta_rule_suite import (
+    RAGGED,
+    RULE_CASES,
+    DeltaRuleSuite,
+    make_lengths,
+    make_rule,
+    without_padding,
+)
 from gradients import gradients
 
 from jax_nvfp4_moe import ops
@@ -32,7 +39,9 @@ def test_rules_are_the_same_each_time(case):
     """Rows must not depend on each other, nor on when the copies of a chunk arrive."""
     rows = 40
     operands = [jnp.concatenate([jnp.asarray(x)] * rows) for x in make_rule(case)]
-    run = jax.jit(delta_rule)
+    lengths = make_lengths(case)
+    lengths = None if lengths is None else np.tile(lengths, rows)
+    run = jax.jit(functools.partial(delta_rule, lengths=lengths))
     first, second = ([np.asarray(x).tobytes() for x in run(*operands)] for _ in range(2))
     assert first == second
     for result in map(np.asarray, run(*operands)):
@@ -50,6 +59,37 @@ def test_pieces_hand_their_state_on():
         pieces.append(y)
     np.testing.assert_array_equal(jnp.concatenate(pieces, axis=1), whole[0])
     np.testing.assert_array_equal(state, whole[1])
+
+
+@pytest.mark.parametrize("row", range(1, len(RAGGED.lengths)))
+def test_a_row_is_the_same_bits_alone(row):
+    """The other rows and their padding change nothing."""
+    name = "rows of unequal length"
+    operands, lengths = make_rule(name), make_lengths(name)
+    y, state = delta_rule(*map(jnp.asarray, operands), lengths=lengths)
+    *tokens, before = (jnp.asarray(x[row : row + 1]) for x in operands)
+    alone, last = delta_rule(*(x[:, : lengths[row]] for x in tokens), before)
+    np.testing.assert_array_equal(y[row, : lengths[row]], alone[0])
+    np.testing.assert_array_equal(state[row], last[0])
+
+
+def test_lengths_may_be_traced_and_mapped():
+    """Under `vmap`, each call has its own lengths; gradients are those of the reference."""
+    lengths = jnp.asarray(make_lengths("rows of unequal length"))
+    operands = without_padding(make_rule("rows of unequal length"), lengths)
+    tokens, state = list(map(jnp.asarray, operands[:5])), jnp.asarray(operands[5])
+    both = jnp.stack([lengths[::-1], lengths])
+    mapped = jax.vmap(lambda own: delta_rule(*tokens, state, lengths=own))(both)
+    for found, alone in zip(mapped, delta_rule(*tokens, state, lengths=lengths), strict=True):
+        np.testing.assert_array_equal(found[1], alone)
+
+    def gradient(backend):
+        def run(state):
+            return ops.gated_delta_rule(*tokens, state, lengths=lengths, backend=backend)
+
+        return gradients(run, state)[0]
+
+    np.testing.assert_array_equal(gradient("delta_rule_cuda"), gradient("reference"))
 
 
 def test_a_rule_without_donation_keeps_its_operands():
@@ -88,21 +128,24 @@ def test_gradients_and_batches():
         ("v", jnp.zeros((1, 65, 1, 3, 46)), r"e \(v\): expected a positive multiple of 4"),
         ("g", jnp.zeros((1, 65, 1, 2)), r"g \[b, t, m, r\]: expected \[1, 65, 1, 3\]"),
         ("beta", jnp.zeros((1, 64, 1, 3)), r"beta \[b, t, m, r\]: expected \[1, 65, 1, 3\]"),
+        ("lengths", jnp.zeros(2, jnp.int32), r"lengths \[b\]: expected \[1\], got \[2\]"),
+        ("lengths", jnp.zeros(1), "lengths: expected int32, got float32"),
         ("state", jnp.zeros((1, 1, 3, 32, 44)), r"state \[b, m, r, d, e\]: expected \[1, 1, 3, "),
         ("workspace", 16, "workspace, bytes: expected at least"),
     ],
 )
 def test_kernel_names_a_wrong_operand(name, wrong, message):
     cuda_calls.register()
-    names = ("q", "k", "v", "g", "beta", "state")
-    given = dict(zip(names, make_rule("one more token than a chunk"), strict=True))
+    names = ("q", "k", "v", "g", "beta", "lengths", "state")
+    *tokens, state = make_rule("one more token than a chunk")
+    given = dict(zip(names, (*tokens, np.zeros(0, np.int32), state), strict=True))
     given |= {"workspace": delta_rule_workspace_bytes(1, 65, 1, 3), name: wrong}
     operands = [jnp.asarray(given[name]) for name in names]
     results = [
         jax.ShapeDtypeStruct((1, 65, 1, 3, 48), jnp.float32),
-        jax.ShapeDtypeStruct(operands[5].shape, jnp.float32),
+        jax.ShapeDtypeStruct(operands[6].shape, jnp.float32),
         jax.ShapeDtypeStruct((given["workspace"],), jnp.uint8),
     ]
-    call = jax.ffi.ffi_call("nvfp4_delta_rule_cuda", results, input_output_aliases={5: 1})
+    call = jax.ffi.ffi_call("nvfp4_delta_rule_cuda", results, input_output_aliases={6: 1})
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
         jax.block_until_ready(call(*operands, normalize=False))

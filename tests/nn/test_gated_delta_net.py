@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from recurrent_rules import check_gradients
 
+from jax_nvfp4_moe.backends.attention import PADDING
 from jax_nvfp4_moe.backends.delta_chunks import choose_precision
-from jax_nvfp4_moe.backends.gated_delta import delta_chunks, delta_step
+from jax_nvfp4_moe.backends.gated_delta import delta_chunks, delta_step, mix_gated_delta
 from jax_nvfp4_moe.numerics.convolution import convolve
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
@@ -101,6 +102,34 @@ def test_tokens_without_rate_and_decay_change_nothing():
     _, padded = by_chunks(q, k, v, *half, state)
     _, short = by_chunks(*(x[:, :CHUNK] for x in (q, k, v, g, beta)), state)
     np.testing.assert_array_equal(padded, short)
+
+
+@pytest.mark.parametrize("present", [(9, 4), (0, 9), (1, 1)])
+def test_a_prompt_tells_the_rule_its_lengths(present):
+    """They are the counts of the positions that are no padding."""
+    rng, seen = np.random.default_rng(0), []
+    channels, heads = 2 * M * D + M * R * E, M * R
+    positions = np.tile(np.arange(9, dtype=np.int32), (B, 1)) + 100  # a cache holds earlier tokens
+    positions[positions - 100 >= np.array(present)[:, None]] = PADDING
+    weights = {"conv_weight": rng.normal(size=(channels, 4)), "norm": np.ones(E)}
+    weights |= {name: rng.normal(size=heads) for name in ("A_log", "dt_bias")}
+
+    def rule(q, k, v, g, beta, state, *, lengths):
+        seen.append(lengths)
+        return v, state
+
+    mix_gated_delta(
+        jnp.asarray(rng.normal(size=(B, 9, channels + heads * (E + 2))), jnp.float32),
+        jnp.asarray(positions),
+        jnp.zeros((B, 3, channels)),
+        jnp.zeros((B, M, R, D, E)),
+        **{name: jnp.asarray(value, jnp.float32) for name, value in weights.items()},
+        interleaved=False,
+        eps=1e-6,
+        rule=rule,
+    )
+    assert seen[0].dtype == jnp.int32
+    assert seen[0].tolist() == list(present)
 
 
 def test_a_strong_decay_forgets_all():

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from axes import axis
-from delta_rule_suite import DeltaRuleSuite, make_rule
+from delta_rule_suite import (
+    RAGGED,
+    DeltaRuleSuite,
+    find_padding,
+    make_lengths,
+    make_rule,
+    without_padding,
+)
+from gradients import gradients
 
 from jax_nvfp4_moe import NoBackendError, Target, ops
 
@@ -22,7 +30,14 @@ def operands():
 
 
 class TestDeltaRule(DeltaRuleSuite):
-    case = axis("one token", "less than a chunk", "narrow keys and values", "strong decays")
+    case = axis(
+        "one token",
+        "less than a chunk",
+        "narrow keys and values",
+        "strong decays",
+        "rows of unequal length",
+        "narrow rows of unequal length",
+    )
 
     @pytest.fixture
     def run(self):
@@ -56,6 +71,43 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
     assert re.findall(r"custom_call @(nvfp4\S+?)\(", text) == ["nvfp4_delta_rule_cuda"]
 
 
+def test_gradients_of_padding_are_zero():
+    """Gradients of true tokens and states are those without NaN in padding, and are finite."""
+    name = "rows of unequal length"
+    operands, lengths = make_rule(name), make_lengths(name)
+
+    def run(*operands):
+        return ops.gated_delta_rule(*operands, lengths=lengths, target=Target("cpu"))
+
+    found = gradients(run, *map(jnp.asarray, operands))
+    clean = gradients(run, *map(jnp.asarray, without_padding(operands, lengths)))
+    padding = find_padding(lengths, RAGGED.tokens)
+    for key, gradient, expected in zip(NAMES, found, clean, strict=True):
+        np.testing.assert_array_equal(gradient, expected)
+        assert np.isfinite(gradient).all()
+        assert np.abs(gradient).max() > 0
+        if key != "state":
+            assert not np.asarray(gradient)[padding].any()
+
+
+def test_the_kernel_gets_lengths_only_if_there_are_some():
+    """An empty operand stands for rows that are whole."""
+    for lengths, shape in ((None, "0"), (np.int32([65]), "1"), (np.uint8([9]), "1")):
+        run = functools.partial(ops.gated_delta_rule, lengths=lengths, target=HOPPER)
+        text = jax.jit(run).trace(*operands().values()).lower().as_text()
+        (call,) = (line for line in text.splitlines() if "@nvfp4_delta_rule_cuda" in line)
+        assert f"tensor<1x65x1x3xf32>, tensor<{shape}xi32>, tensor<1x1x3x32x48xf32>" in call
+
+
+def test_the_derivative_with_lengths_is_plain_xla():
+    def total(given, lengths):
+        y, state = ops.gated_delta_rule(**given, lengths=lengths, target=HOPPER)
+        return jnp.sum(jnp.square(y)) + jnp.sum(jnp.square(state))
+
+    text = jax.jit(jax.grad(total)).trace(operands(), np.int32([9])).lower().as_text()
+    assert re.findall(r"custom_call @(nvfp4\S+?)\(", text) == ["nvfp4_delta_rule_cuda"]
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
@@ -66,6 +118,9 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
         ("beta", np.zeros((1, 65, 1, 2), np.float32), r"beta: expected shape \(1, 65, 1, 3\)"),
         ("state", np.zeros((1, 3, 32, 48), np.float32), r"state: expected shape \(1, 1, 3, 32, 4"),
         ("k", np.zeros((1, 65, 1, 32), np.int32), "k: expected a float dtype, got int32"),
+        ("lengths", np.zeros(2, np.int32), r"lengths: expected integers \(1,\), got int32 \(2,\)"),
+        ("lengths", np.int32(3), r"lengths: expected integers \(1,\), got int32 \(\)"),
+        ("lengths", np.ones(1, np.float32), r"lengths: expected integers \(1,\), got float32"),
         ("dtype", "int8", "dtype: expected bfloat16, float16 or float32, got int8"),
     ],
 )

@@ -24,7 +24,7 @@ import numpy as np
 from attention_suite import CASES as ATTENTION
 from attention_suite import make as make_attention
 from convolution_suite import CONVOLUTIONS, make_convolution
-from delta_rule_suite import RULE_CASES, make_rule
+from delta_rule_suite import RULE_CASES, make_lengths, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
 from head_product_suite import CASES as HEAD_PRODUCTS
@@ -331,9 +331,8 @@ def run_recurrent_step(dtype):
 def run_delta_rules():
     """Apply the delta rule to prompts."""
     for name in RULE_CASES:
-        results = ops.gated_delta_rule(
-            *map(jnp.asarray, make_rule(name)), backend="delta_rule_cuda"
-        )
+        operands, lengths = map(jnp.asarray, make_rule(name)), make_lengths(name)
+        results = ops.gated_delta_rule(*operands, lengths=lengths, backend="delta_rule_cuda")
         for part, result in zip(("y", "state"), results, strict=True):
             check(f"delta rule {name} {part}", result)
 

@@ -43,8 +43,8 @@ SIGNATURES = {
     "rope=None, interleaved=False, target=None, backend=None",
     "ops.causal_convolution": "x, positions, inputs, *, weight, bias=None, widths=None, first=0, "
     "heads=1, stride=None, target=None, backend=None",
-    "ops.gated_delta_rule": "q, k, v, g, beta, state, *, normalize=False, dtype=bfloat16, "
-    "target=None, backend=None",
+    "ops.gated_delta_rule": "q, k, v, g, beta, state, *, lengths=None, normalize=False, "
+    "dtype=bfloat16, target=None, backend=None",
     "ops.gated_delta_step": "projected, positions, inputs, state, *, conv_weight, A_log, dt_bias, "
     "norm, rates=None, interleaved=False, eps=1e-06, target=None, backend=None",
     "ops.mamba2_step": "projected, positions, inputs, state, *, conv_weight, conv_bias=None, "

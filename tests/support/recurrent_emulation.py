@@ -85,6 +85,7 @@ def causal_convolution(
 def gated_delta_rule(
     library,
     *operands,
+    lengths=None,
     normalize=False,
     multiprocessors=1,
     shared_bytes=HOPPER_SHARED_BYTES,
@@ -99,7 +100,8 @@ def gated_delta_rule(
     if library.delta_rule_workspace_bytes(ctypes.byref(call)) != size:
         raise RuntimeError("Python and C++ disagree on the size of the workspace")
     bound = functools.partial(library.delta_rule, ctypes.byref(call))
-    return _run(library, bound, tokens, [v], size, multiprocessors, shared_bytes, (state,))
+    operands = [*tokens, lengths]
+    return _run(library, bound, operands, [v], size, multiprocessors, shared_bytes, (state,))
 
 
 def gated_delta_step(library, *tokens, interleaved, eps, rates=None, **weights):

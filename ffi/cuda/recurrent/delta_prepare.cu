@@ -16,6 +16,9 @@
 // of neighbors, [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]]. See
 // numerics/triangular_inverse.py for why no shorter form of the inverse is accurate.
 //
+// Padding behind the tokens of a row is not read, and its results become zeros. A block whose chunk
+// is all padding does nothing else, so a row costs its tokens.
+//
 // A sum of logarithms between two tokens is the difference of two sums from the start of the chunk.
 // It would lose digits in float32, so the sums are float64, and are stored as two float32 numbers.
 //
@@ -431,6 +434,20 @@ __device__ __forceinline__ void PrepareHead(Workspace<kChunk>& w, const DeltaRul
   __syncthreads();
 }
 
+// Writes zeros to the results of tokens `begin` to `end` - 1 of a chunk. `y` is where the first
+// token of the chunk has the `floats` results of one key head. Each warp has every eighth token.
+__device__ __forceinline__ void WriteZeros(float* y, int64_t stride, int floats, int64_t begin,
+                                           int64_t end) {
+#pragma unroll 1
+  for (int64_t token = begin + threadIdx.x / 32; token < end; token += kWarps) {
+    float4* const units = reinterpret_cast<float4*>(y + token * stride);
+#pragma unroll 4
+    for (int unit = threadIdx.x % 32; unit < floats / 4; unit += 32) {
+      units[unit] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+}
+
 // Blocks of the chunks of one key head follow each other.
 template <int kChunk>
 __global__ void __launch_bounds__(kThreads)
@@ -442,7 +459,16 @@ __global__ void __launch_bounds__(kThreads)
   const int unit = blockIdx.x / count, chunk = blockIdx.x - unit * count;
   const int row = unit / c.key_heads, key_head = unit - row * c.key_heads;
   const int64_t first = static_cast<int64_t>(chunk) * kChunk, token = row * c.t + first;
-  const int64_t stride = static_cast<int64_t>(c.key_heads) * c.d, present = c.t - first;
+  const int64_t present = RowTokens(c, p, row) - first;  // at most 0 if all is padding
+  if (present < kChunk) {
+    const int floats = c.shared * c.e;
+    const int64_t begin = max(present, int64_t{0}), end = min(c.t - first, int64_t{kChunk});
+    const int64_t results = static_cast<int64_t>(c.key_heads) * floats;
+    WriteZeros(p.y + token * results + static_cast<int64_t>(key_head) * floats, results, floats,
+               begin, end);
+    if (present <= 0) return;
+  }
+  const int64_t stride = static_cast<int64_t>(c.key_heads) * c.d;
   const int64_t offset = token * stride + key_head * c.d;
   CopyTile<kChunk>(w.keys, p.k + offset, stride, present, c.d);
   CopyTile<kChunk>(w.queries, p.q + offset, stride, present, c.d);

@@ -24,9 +24,10 @@ constexpr int kMostChunkTokens = 64;
 constexpr int kRuleWidth = static_cast<int>(kMaxStateWidth);
 
 // What the first kernel hands to the second one, chunk by chunk, rounded to TensorFloat-32 except
-// for the decays. Tokens and channels that do not exist are 0. The first kernel also writes
-// "wanted", T beta v, to the memory of the results. The order of the elements is that in shared
-// memory, so that a copy is one run of bytes.
+// for the decays. Tokens and channels that do not exist are 0, and so are padding tokens in a chunk
+// that has other tokens too. Chunks that are all padding are not written. The first kernel also
+// writes "wanted", T beta v, to the memory of the results, and zeros to that of padding. The order
+// of the elements is that in shared memory, so that a copy is one run of bytes.
 struct ChunkBuffers {
   float* queries;  // [b, key_heads, chunks, chunk, kRuleWidth] in the order of TokenPlace
   float* keys;     // likewise, in the order of KeyPlace
@@ -36,6 +37,15 @@ struct ChunkBuffers {
   float* decays;   // [b, heads, chunks, 2, chunk]: from the chunk's start to each token, and from
                    // each token to the chunk's end
 };
+
+// Returns the number of tokens of a row that are no padding. A length out of range must not make a
+// kernel read or write out of bounds.
+__device__ __forceinline__ int64_t RowTokens(const DeltaRuleCall& c, const DeltaRuleBuffers& p,
+                                             int row) {
+  if (p.lengths == nullptr) return c.t;
+  const int64_t length = p.lengths[row];
+  return length < 0 ? 0 : length < c.t ? length : c.t;
+}
 
 // The state of the second kernel is transposed, in tiles of 8 columns. Returns the row of the state
 // that is column n of a tile. Two neighboring columns of two neighboring tiles are 4 rows in turn.

@@ -17,6 +17,9 @@
 // of S each column of S.T is. The first kernel writes its tiles in an order in which 16 bytes are
 // the right operands of two products.
 //
+// A block ends after the last chunk of its row that has a token which is no padding: the first
+// kernel has prepared no chunk behind it, and has written the results of padding.
+//
 // Prediction for 4096 tokens of 32 heads with 128 x 128 on an H200, with 64 blocks of 4 warps that
 // compute. A warp issues 420 products for a chunk, one in 6.5 cycles, which mma.sync reaches: 2700
 // cycles, or 100 us for 64 chunks. Each warp reads all tiles, which takes 3400 cycles of shared
@@ -237,18 +240,18 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + kCopyWarps), 1)
   const int parts = (c.e + warps * kColumns - 1) / (warps * kColumns);
   const int unit = blockIdx.x / parts, part = blockIdx.x - unit * parts;
   const int row = unit / heads, head = unit - row * heads;
-  const int chunks = static_cast<int>((c.t + kChunk - 1) / kChunk);
+  const int64_t all_chunks = (c.t + kChunk - 1) / kChunk, tokens = RowTokens(c, p, row);
+  const int chunks = static_cast<int>((tokens + kChunk - 1) / kChunk);
   const int copy_thread = thread - 32 * warps;
   const int left = (part * warps + warp) * kColumns, column = left + 2 * (thread % 32 / 4);
   const bool computes = copy_thread < 0 && left < c.e;
-  const int64_t first = static_cast<int64_t>(unit) * chunks;
-  const int64_t first_of_key = static_cast<int64_t>(unit / c.shared) * chunks;
+  const int64_t first = unit * all_chunks, first_of_key = unit / c.shared * all_chunks;
 
   float* const own = p.state + static_cast<int64_t>(unit) * c.d * c.e;
   float* y = p.y + (row * c.t * heads + head) * c.e + column;
   const int stride = heads * c.e;
   // How many tokens are left from the lane's chunk on; none for columns that do not exist.
-  int64_t remaining = column < c.e ? c.t : 0;
+  int64_t remaining = column < c.e ? tokens : 0;
   const auto present = [&] { return static_cast<int>(min(remaining, int64_t{kChunk})); };
   float state[kTiles][4] = {};
   Corrections<kChunk> wanted;
