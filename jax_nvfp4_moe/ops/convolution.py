@@ -43,8 +43,8 @@ def causal_convolution(
     Args:
       x: projected tokens ``[b, t, n]``, bfloat16, float16 or float32.
       positions: position of each token, integers ``[b, t]``. A token at position 2**30 or after it
-        is padding: it does not enter the new `inputs`, and its result is undefined. Padding must
-        follow all other tokens of its row.
+        is padding: it does not enter the new `inputs`, and its result is undefined, but finite if
+        `x` is finite. Padding must follow all other tokens of its row.
       inputs: last inputs of the convolution before `x`, ``[b, taps - 1, c]`` in the dtype of `x`,
         the oldest first. Zeros before the first token. If the caller donates the array, it is
         changed in place.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import recurrent_emulation
 from axes import axis
-from convolution_suite import CONVOLUTIONS, ConvolutionSuite, make_convolution
+from convolution_suite import CONVOLUTIONS, ConvolutionSuite, check_zeros, make_convolution
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
@@ -19,6 +19,16 @@ class TestConvolution(ConvolutionSuite):
     @pytest.fixture
     def run(self, library):
         return functools.partial(recurrent_emulation.causal_convolution, library)
+
+
+# Runs of 64 tokens, and of 8.
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize("case", ["rows of unequal length", "rows with padding", "three taps"])
+def test_results_of_padding_are_zeros(library, case, multiprocessors):
+    run = functools.partial(
+        recurrent_emulation.causal_convolution, library, multiprocessors=multiprocessors
+    )
+    check_zeros(run, case, "bfloat16")
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)

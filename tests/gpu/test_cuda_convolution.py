@@ -11,6 +11,7 @@ from axes import axis
 from convolution_suite import (
     CONVOLUTIONS,
     ConvolutionSuite,
+    check_zeros,
     convolution_in_float64,
     make_convolution,
     plain_convolution,
@@ -63,6 +64,11 @@ def test_results_are_the_same_each_time_and_in_each_row(case):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
         repeated = np.asarray(one).reshape(rows, -1)
         assert (repeated.view(np.uint8) == repeated[:1].view(np.uint8)).all()
+
+
+@pytest.mark.parametrize("case", ["rows of unequal length", "rows with padding", "three taps"])
+def test_results_of_padding_are_zeros(case):
+    check_zeros(jax.jit(convolution, static_argnames=STATIC), case, "bfloat16")
 
 
 def test_a_convolution_without_donation_keeps_its_operands():

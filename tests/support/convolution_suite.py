@@ -47,6 +47,7 @@ CONVOLUTIONS = {
     "six taps": ConvolutionCase((12,), 33, 6),
     "seven taps": ConvolutionCase((12,), 33, 7),
     "eight taps": ConvolutionCase((12,), 33, 8, present=(33, 7)),
+    "rows of unequal length": ConvolutionCase((8, 4), 200, present=(0, 1, 63, 64, 65, 199, 200)),
 }
 
 
@@ -98,6 +99,16 @@ def plain_convolution(operands, options):
     return run(*map(jnp.asarray, operands), **options)[0]
 
 
+def check_zeros(run, case, dtype):
+    """Check that the results of padding are zeros, even if its inputs are NaN."""
+    (x, positions, inputs), options = make_convolution(case, jnp.dtype(dtype))
+    x, padding = x.copy(), positions >= PADDING
+    x[padding] = np.nan
+    for part in run(x, positions, inputs, **options)[0]:
+        assert np.isfinite(part).all()
+        assert not np.asarray(part)[padding].any()
+
+
 class ConvolutionSuite:
     """The causal convolution for the tokens of a prompt."""
 
@@ -106,11 +117,13 @@ class ConvolutionSuite:
         operands, options = make_convolution(case, jnp.dtype(dtype))
         parts, inputs = run(*operands, **options)
         exact, last = convolution_in_float64(*operands, **options)
+        true = operands[1] < PADDING
         for got, plain, want in zip(
             parts, plain_convolution(operands, options), exact, strict=True
         ):
             assert got.dtype == np.float32
-            assert_as_accurate_as(got, plain, want)
+            assert np.isfinite(got).all()
+            assert_as_accurate_as(np.asarray(got)[true], np.asarray(plain)[true], want[true])
         assert inputs.dtype == dtype
         np.testing.assert_array_equal(np.float32(inputs), np.float32(last))
 
@@ -144,6 +157,33 @@ class ConvolutionSuite:
             joined = np.concatenate([parts[i] for parts in pieces], axis=1)
             np.testing.assert_array_equal(joined, part)
         np.testing.assert_array_equal(inputs, last)
+
+    @pytest.mark.parametrize("case", ["rows of unequal length", "eight taps"])
+    def test_padding_reaches_no_other_token(self, run, case):
+        """Nor does it reach the new inputs, even if it is NaN."""
+        (x, positions, inputs), options = make_convolution(case, jnp.dtype("float16"))
+        true = positions < PADDING
+        spoiled = x.copy()
+        spoiled[~true] = np.nan
+        parts, last = run(x, positions, inputs, **options)
+        again, kept = run(spoiled, positions, inputs, **options)
+        for one, other in zip(parts, again, strict=True):
+            np.testing.assert_array_equal(np.asarray(one)[true], np.asarray(other)[true])
+        np.testing.assert_array_equal(kept, last)
+
+    @pytest.mark.parametrize("row", [2, 4, 5])
+    def test_one_token_too_few_is_found(self, run, row):
+        """If the last token of a row is taken for padding, the new inputs are wrong."""
+        (x, positions, inputs), options = make_convolution(
+            "rows of unequal length", jnp.dtype("bfloat16")
+        )
+        _, want = convolution_in_float64(x, positions, inputs, **options)
+        positions = positions.copy()
+        positions[row, CONVOLUTIONS["rows of unequal length"].present[row] - 1] = PADDING
+        _, last = run(x, positions, inputs, **options)
+        assert (np.float32(last) != np.float32(want)).any(axis=(1, 2)).tolist() == [
+            other == row for other in range(len(x))
+        ]
 
     def test_not_a_number_reaches_the_tokens_that_see_it(self, run):
         (x, positions, inputs), options = make_convolution("delta net", jnp.dtype("bfloat16"))
