@@ -31,6 +31,17 @@ def test_tokens_come_back(num_tokens):
     np.testing.assert_array_equal(again[0, :9], packed[0, :9])
 
 
+@pytest.mark.parametrize("shape", [(6,), (5,), (3, 4)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8])
+def test_numbers_of_all_sizes_come_back(dtype, shape):
+    """Tokens of 16 bits move in pairs of numbers; odd widths and other dtypes do not."""
+    x = (100 * np.random.default_rng(0).normal(size=(4, 5, *shape))).astype(dtype)
+    positions = jnp.asarray(POSITIONS)
+    back = jax.jit(lambda x: spread(pack(x, positions, 12), positions))(x)
+    assert back.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(back)[PRESENT], x[PRESENT])
+
+
 def test_a_token_without_room_is_lost():
     positions = jnp.asarray(POSITIONS)
     back = spread(pack(jnp.asarray(TOKENS), positions, 8), positions)
@@ -47,7 +58,8 @@ def test_tokens_in_their_rows_stay():
     assert spread(x, positions) is x
 
 
-def test_gradients_flow_to_true_tokens_alone():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_flow_to_true_tokens_alone(dtype):
     positions = jnp.asarray(POSITIONS)
 
     def total(x):
@@ -55,4 +67,4 @@ def test_gradients_flow_to_true_tokens_alone():
         return jnp.where(PRESENT[..., None], back, 0).sum()
 
     expected = np.where(PRESENT[..., None], 2 * TOKENS, 0)
-    np.testing.assert_array_equal(jax.grad(total)(jnp.asarray(TOKENS)), expected)
+    np.testing.assert_array_equal(jax.grad(total)(jnp.asarray(TOKENS, dtype)), expected)
