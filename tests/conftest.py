@@ -1,5 +1,6 @@
 """Set strict promotion and fast XLA settings, and skip tests whose needs a machine lacks."""
 
+import collections
 import functools
 import gc
 import hashlib
@@ -246,11 +247,42 @@ def _rank(item):
     return LONG_MODULES.index(name) if name in LONG_MODULES else len(LONG_MODULES)
 
 
+def _why_skipped(item):
+    """Return a marker of `item` that this machine lacks and why, or None if the test can run."""
+    for marker in MARKERS:
+        if item.get_closest_marker(marker) and (why := _why_absent(marker)):
+            return marker, why
+    return None
+
+
+# Why tests are skipped -> how many of those that were collected.
+_skipped = collections.Counter()
+
+
+def _leave_one_of_each_reason(config, items):
+    """Keep one of all tests that are skipped for the same reason; it tells how many there are.
+
+    To start thousands of tests, only to skip them, takes 10 s.
+    """
+    kept, others = [], []
+    for item in items:
+        absent = _why_skipped(item)
+        if absent is None or absent[0] in config.getoption("--must-run"):
+            kept.append(item)
+            continue
+        _skipped[absent[1]] += 1
+        (kept if _skipped[absent[1]] == 1 else others).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=others)
+
+
+@pytest.hookimpl(trylast=True)  # behind the selection by markers
 def pytest_collection_modifyitems(config, items):
-    """Put long modules first, and multiply the number of examples of each property test.
+    """Order the tests, drop most of those that are skipped, and multiply hypothesis's examples.
 
     A profile does not apply to tests that set their own number, so their settings are replaced.
     """
+    _leave_one_of_each_reason(config, items)
     items.sort(key=_rank)
     if not config.getoption("--more-examples"):
         return
@@ -291,8 +323,8 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 def pytest_runtest_setup(item):
-    for marker in MARKERS:
-        if item.get_closest_marker(marker) and (why := _why_absent(marker)):
-            if marker in item.config.getoption("--must-run"):
-                pytest.fail(f"{why}, and --must-run {marker} was given")
-            pytest.skip(why)
+    if absent := _why_skipped(item):
+        marker, why = absent
+        if marker in item.config.getoption("--must-run"):
+            pytest.fail(f"{why}, and --must-run {marker} was given")
+        pytest.skip(f"{why}, which {_skipped[why]} of the chosen tests need")
