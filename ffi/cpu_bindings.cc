@@ -279,6 +279,30 @@ void PutInPlace(ffi::AnyBuffer operand, ffi::AnyBuffer result) {
   std::memcpy(result.untyped_data(), operand.untyped_data(), operand.size_bytes());
 }
 
+// Fills `arguments` for both forms of `prepare_heads`. `cache_type` is that of the qkv, or E4M3.
+ffi::Error ReadHeads(const HeadsOperands& o, ffi::DataType cache_type,
+                     const ffi::Dictionary& attributes, cpu::HeadsArguments* arguments,
+                     const cpu::Kernels** kernels) {
+  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, kernels));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "eps", &arguments->eps));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotation_scale", &arguments->rotation_scale));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotates_first", &arguments->rotates_first));
+  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "gated", &arguments->gated));
+  NVFP4_RETURN_IF_ERROR(CheckHeads(o, arguments->gated, cache_type, kRules.alignment,
+                                   &arguments->shape, &arguments->type, &arguments->weight_type));
+  PutInPlace(o.keys, o.new_keys);
+  PutInPlace(o.values, o.new_values);
+  arguments->qkv = o.qkv.untyped_data();
+  arguments->positions = Data<int32_t>(o.positions);
+  arguments->q_weight = Data<void>(o.q_weight);
+  arguments->k_weight = Data<void>(o.k_weight);
+  arguments->frequencies = Data<float>(o.frequencies);
+  arguments->q = o.q.untyped_data();
+  arguments->keys = o.new_keys.untyped_data();
+  arguments->values = o.new_values.untyped_data();
+  return ffi::Error::Success();
+}
+
 ffi::Error HeadsCpu(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
                     ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
                     ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies,
@@ -286,25 +310,30 @@ ffi::Error HeadsCpu(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer pos
                     ffi::Result<ffi::AnyBuffer> new_values, ffi::Dictionary attributes) {
   const cpu::Kernels* kernels;
   cpu::HeadsArguments arguments = {};
-  NVFP4_RETURN_IF_ERROR(ChooseIsa(attributes, &kernels));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "eps", &arguments.eps));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotation_scale", &arguments.rotation_scale));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "rotates_first", &arguments.rotates_first));
-  NVFP4_RETURN_IF_ERROR(Attribute(attributes, "gated", &arguments.gated));
-  NVFP4_RETURN_IF_ERROR(CheckHeads(
+  NVFP4_RETURN_IF_ERROR(ReadHeads(
       {qkv, positions, keys, values, q_weight, k_weight, frequencies, *q, *new_keys, *new_values},
-      arguments.gated, kRules.alignment, &arguments.shape, &arguments.type,
-      &arguments.weight_type));
-  PutInPlace(keys, *new_keys);
-  PutInPlace(values, *new_values);
-  arguments.qkv = qkv.untyped_data();
-  arguments.positions = Data<int32_t>(positions);
-  arguments.q_weight = Data<void>(q_weight);
-  arguments.k_weight = Data<void>(k_weight);
-  arguments.frequencies = Data<float>(frequencies);
-  arguments.q = q->untyped_data();
-  arguments.keys = new_keys->untyped_data();
-  arguments.values = new_values->untyped_data();
+      qkv.element_type(), attributes, &arguments, &kernels));
+  XlaThreadPool threads(pool);
+  cpu::RunHeadsCpu(arguments, *kernels, threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error HeadsFp8Cpu(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer positions,
+                       ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer q_weight,
+                       ffi::AnyBuffer k_weight, ffi::AnyBuffer frequencies, ffi::AnyBuffer k_scale,
+                       ffi::AnyBuffer v_scale, ffi::Result<ffi::AnyBuffer> q,
+                       ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
+                       ffi::Dictionary attributes) {
+  const cpu::Kernels* kernels;
+  cpu::HeadsArguments arguments = {};
+  NVFP4_RETURN_IF_ERROR(ReadHeads(
+      {qkv, positions, keys, values, q_weight, k_weight, frequencies, *q, *new_keys, *new_values},
+      ffi::F8E4M3FN, attributes, &arguments, &kernels));
+  NVFP4_RETURN_IF_ERROR(CheckHeadScales(k_scale, v_scale, arguments.shape.m, kRules.alignment));
+  NVFP4_RETURN_IF_ERROR(
+      Attribute(attributes, "multiply_by_reciprocal", &arguments.multiply_by_reciprocal));
+  arguments.k_scale = Data<float>(k_scale);
+  arguments.v_scale = Data<float>(v_scale);
   XlaThreadPool threads(pool);
   cpu::RunHeadsCpu(arguments, *kernels, threads);
   return ffi::Error::Success();
@@ -454,6 +483,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::AnyBuffer>()  // new_values   values, in place
         .Attrs());              // eps, rotation_scale, rotates_first, gated, isa
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kHeadsFp8Cpu, HeadsFp8Cpu,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()  // qkv          [b, t, (n + 2m) d] BF16 or F16
+        .Arg<ffi::AnyBuffer>()  // positions    [b, t] S32
+        .Arg<ffi::AnyBuffer>()  // keys         [b, m, s, d] F8E4M3FN
+        .Arg<ffi::AnyBuffer>()  // values       [b, m, s, d] F8E4M3FN
+        .Arg<ffi::AnyBuffer>()  // q_weight     [d] or [0]
+        .Arg<ffi::AnyBuffer>()  // k_weight     [d] or [0]
+        .Arg<ffi::AnyBuffer>()  // frequencies  [r/2] F32
+        .Arg<ffi::AnyBuffer>()  // k_scale      [m] F32
+        .Arg<ffi::AnyBuffer>()  // v_scale      [m] F32
+        .Ret<ffi::AnyBuffer>()  // q            [b, t, n, d]
+        .Ret<ffi::AnyBuffer>()  // new_keys     keys, in place
+        .Ret<ffi::AnyBuffer>()  // new_values   values, in place
+        .Attrs());              // those of kHeadsCpu, multiply_by_reciprocal
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kReadRowsCpu, ReadRowsCpu,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()    // table  [v, h] of any type
@@ -475,6 +522,7 @@ const std::vector<NamedHandler>& Handlers() {
         {"nvfp4_quantize_cpu", kQuantizeCpu},
         {"nvfp4_dense_cpu", kDenseCpu},
         {"nvfp4_prepare_heads_cpu", kHeadsCpu},
+        {"nvfp4_prepare_heads_fp8_cpu", kHeadsFp8Cpu},
         {"nvfp4_read_rows_cpu", kReadRowsCpu},
         {"nvfp4_write_tokens_cpu", kWriteTokensCpu},
     };

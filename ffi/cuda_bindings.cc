@@ -378,7 +378,7 @@ const std::vector<NamedHandler>& Handlers() {
       all.push_back({"nvfp4_moe_w4a4_sm100", kMoESm100});
       all.push_back({"nvfp4_grouped_gemm_w4a4_sm100", kGroupedGemmSm100});
     }
-    for (const auto& others : {MixerHandlers(), RecurrentHandlers()}) {
+    for (const auto& others : {AttentionHandlers(), MixerHandlers(), RecurrentHandlers()}) {
       all.insert(all.end(), others.begin(), others.end());
     }
     return all;

@@ -9,6 +9,7 @@
 
 namespace nvfp4 {
 
+std::vector<NamedHandler> AttentionHandlers();
 std::vector<NamedHandler> MixerHandlers();
 std::vector<NamedHandler> RecurrentHandlers();
 

@@ -1,4 +1,5 @@
-// Checks the operands of `prepare_heads`, whose handlers for CPUs and GPUs share them.
+// Checks the operands of `prepare_heads`, and the scales of a cache in E4M3. The handlers for CPUs
+// and GPUs share these checks.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,9 @@ struct HeadsOperands {
   ffi::AnyBuffer q, new_keys, new_values;  // results
 };
 
-inline ffi::Error CheckHeadsTypes(const HeadsOperands& o, DataType* type, DataType* weight_type) {
+// `cache_type` is that of the qkv, or E4M3.
+inline ffi::Error CheckHeadsTypes(const HeadsOperands& o, ffi::DataType cache_type, DataType* type,
+                                  DataType* weight_type) {
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("qkv", o.qkv.element_type(), type));
   if (*type == DataType::kF32) return Expected("qkv", "bfloat16 or float16", "float32");
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("q_weight", o.q_weight.element_type(), weight_type));
@@ -27,18 +30,18 @@ inline ffi::Error CheckHeadsTypes(const HeadsOperands& o, DataType* type, DataTy
   NVFP4_RETURN_IF_ERROR(ExpectType("positions", o.positions.element_type(), ffi::S32));
   NVFP4_RETURN_IF_ERROR(ExpectType("frequencies", o.frequencies.element_type(), ffi::F32));
   for (const NamedOperand& operand :
-       {NamedOperand{"keys", o.keys}, NamedOperand{"values", o.values}, NamedOperand{"q", o.q},
+       {NamedOperand{"keys", o.keys}, NamedOperand{"values", o.values},
         NamedOperand{"new_keys", o.new_keys}, NamedOperand{"new_values", o.new_values}}) {
-    NVFP4_RETURN_IF_ERROR(
-        ExpectType(operand.name, operand.buffer.element_type(), o.qkv.element_type()));
+    NVFP4_RETURN_IF_ERROR(ExpectType(operand.name, operand.buffer.element_type(), cache_type));
   }
-  return ffi::Error::Success();
+  return ExpectType("q", o.q.element_type(), o.qkv.element_type());
 }
 
 // Reads the sizes and types of the operands, which start at multiples of `alignment` bytes.
-inline ffi::Error CheckHeads(const HeadsOperands& o, bool gated, size_t alignment,
-                             HeadsShape* shape, DataType* type, DataType* weight_type) {
-  NVFP4_RETURN_IF_ERROR(CheckHeadsTypes(o, type, weight_type));
+inline ffi::Error CheckHeads(const HeadsOperands& o, bool gated, ffi::DataType cache_type,
+                             size_t alignment, HeadsShape* shape, DataType* type,
+                             DataType* weight_type) {
+  NVFP4_RETURN_IF_ERROR(CheckHeadsTypes(o, cache_type, type, weight_type));
   NVFP4_RETURN_IF_ERROR(ExpectRank("keys [b, m, s, d]", o.keys.dimensions(), 4));
   NVFP4_RETURN_IF_ERROR(ExpectRank("q [b, t, n, d]", o.q.dimensions(), 4));
   NVFP4_RETURN_IF_ERROR(ExpectRank("frequencies [r/2]", o.frequencies.dimensions(), 1));
@@ -67,6 +70,17 @@ inline ffi::Error CheckHeads(const HeadsOperands& o, bool gated, size_t alignmen
                         {"values", o.values},
                         {"q", o.q}},
                        alignment);
+}
+
+// Checks the scales of keys and values in E4M3, one for each of m heads.
+inline ffi::Error CheckHeadScales(ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, int64_t m,
+                                  size_t alignment) {
+  for (const NamedOperand& operand :
+       {NamedOperand{"k_scale [m]", k_scale}, NamedOperand{"v_scale [m]", v_scale}}) {
+    NVFP4_RETURN_IF_ERROR(ExpectType(operand.name, operand.buffer.element_type(), ffi::F32));
+    NVFP4_RETURN_IF_ERROR(ExpectDims(operand.name, operand.buffer.dimensions(), {m}));
+  }
+  return ExpectAligned({{"k_scale", k_scale}, {"v_scale", v_scale}}, alignment);
 }
 
 }  // namespace nvfp4

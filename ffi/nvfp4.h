@@ -101,6 +101,23 @@ NVFP4_HOST_DEVICE uint8_t EncodeE4M3(float value) {
   return static_cast<uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
 }
 
+// How a number is rounded to E4M3 under a scale, as round_fp8 of numerics/fp8.py does: x is
+// multiplied by 448 / (448 * scale), or divided by the scale.
+struct E4M3Rounding {
+  float factor;
+  bool multiplies;
+};
+
+NVFP4_HOST_DEVICE E4M3Rounding MakeE4M3Rounding(float scale, bool multiplies) {
+  return {multiplies ? Divide(kE4M3Max, scale * kE4M3Max) : scale, multiplies};
+}
+
+// Infinities give NaN: the largest finite byte would hide an error.
+NVFP4_HOST_DEVICE uint8_t EncodeE4M3(float x, const E4M3Rounding& rounding) {
+  if ((FloatBits(x) & 0x7f800000u) == 0x7f800000u) return kE4M3Nan;
+  return EncodeE4M3(rounding.multiplies ? x * rounding.factor : Divide(x, rounding.factor));
+}
+
 // Returns the nearest E2M1 code. Magnitudes above 6 saturate, -0 gives 8, and NaN gives 0.
 NVFP4_HOST_DEVICE uint32_t EncodeE2M1(float value) {
   const uint32_t bits = FloatBits(value);

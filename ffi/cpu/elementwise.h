@@ -452,7 +452,11 @@ void PrepareHead(const HeadSource& head, void* out) {
     RoundTo(head.type, head.d, values);
   }
   if (!head.rotates_first) RotateHead(head, values);
-  Round(values, head.d, head.type, out);
+  if (head.rounding == nullptr) return Round(values, head.d, head.type, out);
+  RoundTo(head.type, head.d, values);
+  const E4M3Rounding rounding = *head.rounding;
+  auto* bytes = static_cast<uint8_t*>(out);
+  for (int64_t c = 0; c < head.d; ++c) bytes[c] = EncodeE4M3(values[c], rounding);
 }
 
 }  // namespace

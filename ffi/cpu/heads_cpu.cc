@@ -4,7 +4,8 @@
 //   qkv [b, t, (n + 2m) d] -> q [b, t, n, d], keys and values [b, m, s, d]
 //
 // With gates, qkv is [b, t, (2n + 2m) d], and the gate of each query head follows it. Each step
-// rounds to the type of the heads, as the jnp expressions of backends/heads.py do. Tokens at
+// rounds to the type of the heads, as the jnp expressions of backends/heads.py do. For a cache in
+// E4M3, keys and values are rounded once more, as round_fp8 of numerics/fp8.py does. Tokens at
 // positions outside of the cache are not written.
 //
 // A work item is one token. All of its heads share the sines of its position, which XLA computes
@@ -42,6 +43,7 @@ class TokenHeads {
     }
     if (position_ < 0 || position_ >= shape.s) return;
     const int64_t first = token_ / shape.t * shape.m * shape.s + position_;
+    if (p_.k_scale != nullptr) return WriteE4M3(source, first);
     for (int64_t head = 0; head < shape.m; ++head, source += bytes) {
       const int64_t at = (first + head * shape.s) * bytes;
       Prepare(source, p_.k_weight, static_cast<uint8_t*>(p_.keys) + at);
@@ -50,9 +52,25 @@ class TokenHeads {
   }
 
  private:
-  void Prepare(const uint8_t* source, const void* weight, uint8_t* target) const {
+  // Writes the keys and values of a cache in E4M3, of which those of head 0 are at `first`.
+  void WriteE4M3(const uint8_t* source, int64_t first) const {
+    const HeadsShape& shape = p_.shape;
+    const int64_t bytes = 2 * shape.d;
+    for (int64_t head = 0; head < shape.m; ++head, source += bytes) {
+      const int64_t at = (first + head * shape.s) * shape.d;
+      const E4M3Rounding key = MakeE4M3Rounding(p_.k_scale[head], p_.multiply_by_reciprocal);
+      const E4M3Rounding value = MakeE4M3Rounding(p_.v_scale[head], p_.multiply_by_reciprocal);
+      Prepare(source, p_.k_weight, static_cast<uint8_t*>(p_.keys) + at, &key);
+      kernels_.prepare_head({source + shape.m * bytes, p_.type, nullptr, p_.weight_type, shape.d, 0,
+                             nullptr, nullptr, p_.eps, p_.rotates_first, &value},
+                            static_cast<uint8_t*>(p_.values) + at);
+    }
+  }
+
+  void Prepare(const uint8_t* source, const void* weight, uint8_t* target,
+               const E4M3Rounding* rounding = nullptr) const {
     kernels_.prepare_head({source, p_.type, weight, p_.weight_type, p_.shape.d, p_.shape.half,
-                           cosine_, sine_, p_.eps, p_.rotates_first},
+                           cosine_, sine_, p_.eps, p_.rotates_first, rounding},
                           target);
   }
 

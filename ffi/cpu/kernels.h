@@ -15,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../nvfp4.h"
 #include "../shapes.h"
 
 namespace nvfp4::cpu {
@@ -88,7 +89,7 @@ struct Affine {
 // A head of queries or keys: it is normalized, unless `weight` is null, and rotated.
 struct HeadSource {
   const void* x;         // [d], at most kMaxPreparedWidth
-  DataType type;         // of x and of the result
+  DataType type;         // of x, and of the result without `rounding`
   const void* weight;    // [d]
   DataType weight_type;  // `type` or kF32
   int64_t d;
@@ -97,6 +98,7 @@ struct HeadSource {
   const float* sine;
   float eps;
   bool rotates_first;
+  const E4M3Rounding* rounding;  // if the result is E4M3, rounded from `type`; null otherwise
 };
 
 struct Kernels {

@@ -103,7 +103,7 @@ struct AttentionArguments {
 
 struct HeadsArguments {
   HeadsShape shape;
-  DataType type;             // of heads and cache; kBF16 or kF16
+  DataType type;             // of heads; kBF16 or kF16. The cache has it too, or kE4M3
   DataType weight_type;      // `type` or kF32
   const void* qkv;           // [b, t, (n + 2m) d], or (2n + 2m) d with gates
   const int32_t* positions;  // [b, t]; any value
@@ -115,6 +115,9 @@ struct HeadsArguments {
   void* values;
   float eps, rotation_scale;
   bool rotates_first, gated;
+  const float* k_scale;         // [m], by which keys in E4M3 are divided; null for another cache
+  const float* v_scale;         // [m], likewise
+  bool multiply_by_reciprocal;  // how to round to E4M3: E4M3Rounding in nvfp4.h
 };
 
 void RunHeadsCpu(const HeadsArguments& arguments, const Kernels& kernels, ThreadPool& pool);

@@ -195,10 +195,11 @@ cudaError_t LaunchRoute(cudaStream_t stream, const RouterCall& call, const Route
 
 // The widest key and value, and the number of which each width is a multiple.
 constexpr int64_t kMaxHeadWidth = 256, kHeadWidthFactor = 8;
+constexpr int64_t kE4M3HeadWidthFactor = 16;  // with keys and values in E4M3
 
 struct AttentionCall {
   AttentionShape shape;
-  DataType type;   // of q, k, v and y; kBF16 or kF16
+  DataType type;   // of q, k, v and y; kBF16 or kF16. With k_scale, k and v are kE4M3
   float scale;     // above 0
   int32_t window;  // keys that a query sees, the last at its own position; 0 for all
   int32_t chunk;   // a query sees keys of its own chunk of so many positions; 0 for all
@@ -215,6 +216,9 @@ struct AttentionBuffers {
   const float* sinks;        // [n] or null
   void* y;                   // [b, t, n, dv]
   void* workspace;           // AttentionWorkspaceBytes
+  // [m] of positive numbers, by which keys and values in E4M3 are multiplied; null for 16 bits.
+  const float* k_scale = nullptr;
+  const float* v_scale = nullptr;
 };
 
 // Causal attention. The query at position p sees the keys at 0 to p that exist and that the window
@@ -341,11 +345,12 @@ struct HeadsCall {
   int32_t b, t, s;       // rows, new tokens of a row, and tokens that the cache has room for
   int32_t n, m, d;       // query heads, key heads, and the width of a head
   int32_t half;          // half of the channels that rotate; 0 for none
-  DataType type;         // of heads and cache; kBF16 or kF16
+  DataType type;         // of heads; kBF16 or kF16. The cache has it too, or kE4M3
   DataType weight_type;  // `type` or kF32
   float eps, rotation_scale;
   bool rotates_first;  // whether heads are normalized after their rotation
   bool gated;          // whether a gate of width d, which is not read, follows each query head
+  bool multiply_by_reciprocal = false;  // how to round to E4M3: E4M3Rounding in nvfp4.h
   bool starts_next = false;  // whether the next kernel may start at once (launch_kernel.cuh)
 };
 
@@ -358,9 +363,13 @@ struct HeadsBuffers {
   void* q;                   // [b, t, n, d]
   void* keys;                // [b, m, s, d]; only the places of new tokens are written
   void* values;              // [b, m, s, d]; likewise
+  // [m] of positive numbers, by which keys and values in E4M3 are divided; null for another cache.
+  const float* k_scale = nullptr;
+  const float* v_scale = nullptr;
 };
 
-// Normalizes and rotates heads, and writes new keys and values into the cache.
+// Normalizes and rotates heads, and writes new keys and values into the cache, rounded to E4M3 if
+// it has scales.
 cudaError_t LaunchPrepareHeads(cudaStream_t stream, const HeadsCall& call,
                                const HeadsBuffers& buffers);
 

@@ -263,7 +263,8 @@ int64_t attention_workspace_bytes(const AttentionShape* shape) {
   return AttentionWorkspaceBytes(*shape);
 }
 
-// The operands are q, k, v, positions, sinks, y, workspace. If `sm90`, the kernel for Hopper runs.
+// The operands are q, k, v, positions, sinks, k_scale, v_scale, y, workspace. If `sm90`, the kernel
+// for Hopper runs.
 int attention(const AttentionShape* shape, int type, float scale, int window, int chunk, int sm90,
               int older, void* const* operands) {
   const AttentionCall call = {*shape,    static_cast<DataType>(type), scale, window, chunk,
@@ -271,7 +272,8 @@ int attention(const AttentionShape* shape, int type, float scale, int window, in
   const auto launch = sm90 != 0 ? LaunchAttentionSm90 : LaunchAttention;
   return launch(nullptr, call,
                 {operands[0], operands[1], operands[2], static_cast<const int32_t*>(operands[3]),
-                 static_cast<const float*>(operands[4]), operands[5], operands[6]});
+                 static_cast<const float*>(operands[4]), operands[7], operands[8],
+                 static_cast<const float*>(operands[5]), static_cast<const float*>(operands[6])});
 }
 
 int64_t latent_attention_workspace_bytes(const AttentionShape* shape) {
@@ -326,7 +328,6 @@ int gate_heads(int64_t rows, int64_t heads, int64_t d, int64_t gate_columns, int
                                    operands[0], operands[1], operands[2]});
 }
 
-// The operands are qkv, positions, q_weight, k_weight, frequencies, q, keys, values.
 // The operands are down, positions, q_weight, kv_weight, frequencies, q, cache.
 int prepare_latents(const LatentsCall* call, void* const* operands) {
   return LaunchPrepareLatents(
@@ -342,11 +343,14 @@ int head_product(const HeadProductCall* call, void* const* operands) {
                             static_cast<const float*>(operands[3]), operands[4]});
 }
 
+// The operands are qkv, positions, q_weight, k_weight, frequencies, k_scale, v_scale, q, keys,
+// values.
 int prepare_heads(const HeadsCall* call, void* const* operands) {
   return LaunchPrepareHeads(
       nullptr, *call,
       {operands[0], static_cast<const int32_t*>(operands[1]), operands[2], operands[3],
-       static_cast<const float*>(operands[4]), operands[5], operands[6], operands[7]});
+       static_cast<const float*>(operands[4]), operands[7], operands[8], operands[9],
+       static_cast<const float*>(operands[5]), static_cast<const float*>(operands[6])});
 }
 
 // Writes the sines and the cosines of `count` angles.

@@ -18,6 +18,7 @@ int64_t LatentAttentionWorkspaceBytes(const AttentionShape& shape) {
 cudaError_t LaunchAttention(cudaStream_t stream, const AttentionCall& call,
                             const AttentionBuffers& buffers) {
   if (call.is_empty()) return cudaSuccess;
+  if (buffers.k_scale != nullptr) return LaunchAttentionFp8(stream, call, buffers);
   if (ComputeCapabilityMajor() == 9 && FillsSm90(call.shape)) {
     return LaunchAttentionSm90(stream, call, buffers);
   }

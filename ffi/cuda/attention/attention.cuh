@@ -88,6 +88,10 @@ inline Parts TakeParts(Sections* sections, const AttentionShape& shape, int64_t 
 cudaError_t LaunchAttentionSm80(cudaStream_t stream, const AttentionCall& call,
                                 const AttentionBuffers& buffers);
 
+// The same for keys and values in E4M3. It is meant for up to 64 rows.
+cudaError_t LaunchAttentionFp8(cudaStream_t stream, const AttentionCall& call,
+                               const AttentionBuffers& buffers);
+
 // Attention on wgmma, for 9.0. It has tiles of 128 rows and does not divide keys. FillsSm90 returns
 // whether it is faster: whether queries fill its tiles, and tiles fill half of the device. A tile
 // has the queries of 1, 2, 4, ... heads of a group. Keys and values that no query sees must be

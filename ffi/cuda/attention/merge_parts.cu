@@ -4,7 +4,8 @@
 //
 // A block joins 128 channels of one row. First each thread reads the sums of some parts, and the
 // block finds the weight of each part. Then each warp adds the values of every eighth part, and the
-// block adds those of its warps. Parts without keys are not read.
+// block adds those of its warps. Parts without keys have the sum 0, and are not read. A sum that is
+// NaN makes the result NaN.
 //
 // Bottleneck: latency. Test: tests/emulation/test_emulation_attention.py.
 #include "cuda/attention/merge_parts.cuh"
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) MergeParts(const MergeGrid p) {
   float most = sink;
   for (int part = lane; part < p.splits; part += 32) {
     const PartSum own = p.parts.sums[first + static_cast<int64_t>(part) * p.rows];
-    if (own.sum > 0.0f) most = fmaxf(most, own.largest);
+    if (own.sum != 0.0f) most = fmaxf(most, own.largest);
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
@@ -57,14 +58,14 @@ __global__ void __launch_bounds__(kThreads) MergeParts(const MergeGrid p) {
   float total = 0.0f;
   for (int part = lane; part < p.splits; part += 32) {
     const PartSum own = p.parts.sums[first + static_cast<int64_t>(part) * p.rows];
-    const float weight = own.sum > 0.0f ? FastExp2(own.largest - most) : 0.0f;
-    if (own.sum > 0.0f) total = fmaf(own.sum, weight, total);
+    const float weight = own.sum != 0.0f ? FastExp2(own.largest - most) : 0.0f;
+    if (own.sum != 0.0f) total = fmaf(own.sum, weight, total);
     if (warp == 0) weights[part] = weight;
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(kAllLanes, total, step);
   if (sink != -INFINITY) total += FastExp2(sink - most);
-  const float inverse = total > 0.0f ? FastReciprocal(total) : 0.0f;
+  const float inverse = total != 0.0f ? FastReciprocal(total) : 0.0f;
   __syncthreads();
 
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -1,11 +1,13 @@
-// E4M3 weights as operands of MMAs in bf16 and f16, exactly, from sm_80 on.
+// E4M3 numbers as operands of MMAs in bf16 and f16, exactly, from sm_80 on: weights, and the keys
+// and values of a cache.
 //
 // Shifted to its place in a bf16 or an f16, an E4M3 number has the right sign and mantissa, and an
 // exponent with the bias of E4M3. It is therefore too small by a power of two, by which one exact
 // multiplication corrects it. Subnormal E4M3 numbers become subnormal numbers of the wider type,
-// whose product is exact too. Only NaN reads as 480. NanRows finds it, and makes sums NaN.
+// whose product is exact too. Only NaN reads as 480. NanRows or NoteNan finds it, and makes sums
+// NaN.
 //
-// This takes two logic instructions and two others for two weights. From 8.9 on, devices can
+// This takes two logic instructions and two others for two numbers. From 8.9 on, devices can
 // convert E4M3 to f16, but f16 to bf16 would take three more instructions.
 #pragma once
 
@@ -30,11 +32,32 @@ __device__ __forceinline__ uint32_t DecodeBytes(uint32_t bytes) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// Decodes the four E4M3 numbers of a word to two pairs of T.
-template <typename T>
+// Returns a NaN for each of the two E4M3 numbers that is NaN, and zero for the other ones.
+__device__ __forceinline__ uint32_t FindNan(uint32_t bytes) {
+  return (((bytes & 0x007f007fu) + 0x00010001u) >> 7 & 0x00010001u) * 0x7fffu;
+}
+
+// Decodes the four E4M3 numbers of a word to two pairs of T, or to what FindNan returns.
+template <typename T, bool kOnlyNan = false>
 __device__ __forceinline__ void DecodeFour(uint32_t word, uint32_t& first, uint32_t& second) {
-  first = DecodeBytes<T>(WidenBytes<0>(word));
-  second = DecodeBytes<T>(WidenBytes<1>(word));
+  const uint32_t low = WidenBytes<0>(word), high = WidenBytes<1>(word);
+  first = kOnlyNan ? FindNan(low) : DecodeBytes<T>(low);
+  second = kOnlyNan ? FindNan(high) : DecodeBytes<T>(high);
+}
+
+// Decodes numbers kFirst (0 or 1) and kFirst + 2 of the four of a word, as DecodeFour does.
+template <typename T, bool kOnlyNan, int kFirst>
+__device__ __forceinline__ uint32_t DecodeAlternate(uint32_t word) {
+  const uint32_t bytes = WidenAlternate<kFirst>(word);
+  return kOnlyNan ? FindNan(bytes) : DecodeBytes<T>(bytes);
+}
+
+// Notes in `changed` whether a word has a NaN: some of kNanBits are then set. Adding 1 to a byte
+// changes its highest bit if the other bits are ones, as only those of NaN are. The carry out of a
+// byte can change other bits of kNanBits, but that byte is NaN too.
+constexpr uint32_t kNanBits = 0x80808080u;
+__device__ __forceinline__ void NoteNan(uint32_t word, uint32_t& changed) {
+  changed |= (word + 0x01010101u) ^ word;
 }
 
 // Whether rows g and g + 8 of a slab have a NaN.

@@ -6,9 +6,12 @@
 // With gates, qkv is [tokens, 2n + 2m, d], and the gate of each query head follows it. GateHeads in
 // gating/gating.cu reads the gates.
 //
+// A cache in E4M3 has one scale for the keys and one for the values of each head.
+//
 // Each step rounds to the type of the heads, as the jnp expressions of backends/heads.py do.
 // Channels i and i + r/2 rotate by position * frequency[i], for i below r/2. The channels from r on
-// keep their values. Tokens at positions outside of the cache are not written.
+// keep their values. For a cache in E4M3, keys and values are rounded once more, to the bytes that
+// round_fp8 of numerics/fp8.py gives. Tokens at positions outside of the cache are not written.
 //
 // Bottleneck: latency for few tokens, memory bandwidth for many. While the preceding kernel still
 // runs, weights and frequencies come into the L2 cache. A warp handles up to kHeads heads of one
@@ -138,6 +141,21 @@ struct Head {
     }
   }
 
+  __device__ __forceinline__ void StoreE4M3(uint8_t* target, const LaneItems<kItems>& items,
+                                            const E4M3Rounding& rounding) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (!items.exist[i]) continue;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 values = ToFloats(words[i][j]);
+        const uint32_t low = EncodeE4M3(values.x, rounding), high = EncodeE4M3(values.y, rounding);
+        const int32_t first = j == 0 ? items.first[i] : items.second[i];  // an even number
+        *reinterpret_cast<uint16_t*>(target + first) = static_cast<uint16_t>(low | high << 8);
+      }
+    }
+  }
+
   // Computes `Normalized` of norms/normalized.cuh.
   template <typename W>
   __device__ __forceinline__ void Normalize(const Factors<W, kItems>& factors,
@@ -211,7 +229,8 @@ __device__ __forceinline__ WarpHeads HeadsOf(const HeadsCall& call, int32_t grou
   return {is_value ? Kind::kValue : Kind::kKey, first, min(kHeads, call.m - first)};
 }
 
-template <typename T, typename W, int kItems, int kHeads>
+// kE4M3: whether the cache is in E4M3.
+template <typename T, typename W, int kItems, int kHeads, bool kE4M3>
 __global__ void __launch_bounds__(kThreads)
     PrepareHeads(const HeadsCall call, const HeadsBuffers p) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -242,6 +261,12 @@ __global__ void __launch_bounds__(kThreads)
     if (i < own.count) all[i].Load(source, items);
     source += step;
   }
+  // Lane i has the scale of head i.
+  const bool to_e4m3 = kE4M3 && !is_query;
+  float scale = 1.0f;
+  if (to_e4m3 && lane < own.count) {
+    scale = (is_value ? p.v_scale : p.k_scale)[own.first + lane];
+  }
   Factors<W, kItems> factors;
   factors.Load(weight, p.frequencies, items, lane);
   Turns<kItems> turns;
@@ -250,8 +275,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row =
       is_query ? static_cast<int64_t>(token) * call.n + own.first
                : (static_cast<int64_t>(token / call.t) * call.m + own.first) * call.s + position;
-  T* target = static_cast<T*>(is_query ? p.q : is_value ? p.values : p.keys) + row * call.d;
-  const int64_t target_step = is_query ? call.d : static_cast<int64_t>(call.s) * call.d;
+  const int64_t bytes = call.d * static_cast<int64_t>(to_e4m3 ? 1 : sizeof(T));  // of a head
+  auto* target = static_cast<uint8_t*>(is_query ? p.q : is_value ? p.values : p.keys) + row * bytes;
+  const int64_t target_step = is_query ? bytes : call.s * bytes;
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     if (i >= own.count) break;
@@ -260,7 +286,13 @@ __global__ void __launch_bounds__(kThreads)
       all[i].Rotate(turns, items);
       if (weight != nullptr && call.rotates_first) all[i].Normalize(factors, call, items);
     }
-    all[i].Store(target, items);
+    if (to_e4m3) {
+      const float own_scale = __shfl_sync(kAllLanes, scale, i);
+      const E4M3Rounding rounding = MakeE4M3Rounding(own_scale, call.multiply_by_reciprocal);
+      all[i].StoreE4M3(target, items, rounding);
+    } else {
+      all[i].Store(reinterpret_cast<T*>(target), items);
+    }
     target += target_step;
   }
 }
@@ -270,7 +302,9 @@ cudaError_t LaunchGroups(cudaStream_t stream, const HeadsCall& call, const Heads
   const int64_t groups = WarpsFor<kHeads>(call.n) + 2 * WarpsFor<kHeads>(call.m);
   const int64_t warps = static_cast<int64_t>(call.b) * call.t * groups;
   const dim3 grid(static_cast<unsigned>(CeilDiv(warps, kWarps)));
-  return LaunchWide(stream, grid, kThreads, 0, true, PrepareHeads<T, W, kItems, kHeads>, call, p);
+  const auto kernel = p.k_scale == nullptr ? PrepareHeads<T, W, kItems, kHeads, false>
+                                           : PrepareHeads<T, W, kItems, kHeads, true>;
+  return LaunchWide(stream, grid, kThreads, 0, true, kernel, call, p);
 }
 
 template <typename T, typename W>

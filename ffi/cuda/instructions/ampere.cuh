@@ -37,6 +37,14 @@ __device__ __forceinline__ uint32_t WidenBytes(uint32_t word) {
   return numbers;
 }
 
+// The same for bytes kFirst (0 or 1) and kFirst + 2.
+template <int kFirst>
+__device__ __forceinline__ uint32_t WidenAlternate(uint32_t word) {
+  uint32_t numbers;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(numbers) : "r"(word), "n"(kFirst == 0 ? 0xa280 : 0xb391));
+  return numbers;
+}
+
 // Keeps the compiler from computing `word` later than here. It costs no instruction.
 __device__ __forceinline__ void Settle(uint32_t& word) { asm volatile("" : "+r"(word)); }
 

@@ -11,12 +11,20 @@ inline int ReadThread() { return static_cast<int>(threadIdx.x); }
 
 inline uint32_t Select(uint32_t a, uint32_t b, uint32_t mask) { return (a & mask) | (b & ~mask); }
 
+// Returns two bytes of `word` as signed 16-bit numbers.
+inline uint32_t WidenTwo(uint32_t word, int first, int second) {
+  const auto byte = [&](int i) {
+    return static_cast<uint16_t>(static_cast<int8_t>(word >> 8 * i));
+  };
+  return byte(first) | static_cast<uint32_t>(byte(second)) << 16;
+}
 template <int kHalf>
 uint32_t WidenBytes(uint32_t word) {
-  const auto byte = [&](int i) {
-    return static_cast<uint16_t>(static_cast<int8_t>(word >> (8 * (2 * kHalf + i))));
-  };
-  return byte(0) | static_cast<uint32_t>(byte(1)) << 16;
+  return WidenTwo(word, 2 * kHalf, 2 * kHalf + 1);
+}
+template <int kFirst>
+uint32_t WidenAlternate(uint32_t word) {
+  return WidenTwo(word, kFirst, kFirst + 2);
 }
 
 inline void Settle(uint32_t&) {}
