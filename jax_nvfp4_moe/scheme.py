@@ -249,6 +249,7 @@ class Problem:
       intermediate: number of features between two GEMMs, or n of a GEMM; 16 by default.
       activation: name of the activation, or None (default) for an op without one.
       head_widths: widths of attention heads or of parts of them; empty (default) for other ops.
+      cache_dtype: dtype of the keys and values, if they are in FP8; None (default) otherwise.
       unavailable: pairs (extension, reason) of compiled modules that this process lacks. Empty
         (default) for a target other than the current device, because lowering needs no extension.
 
@@ -269,6 +270,7 @@ class Problem:
     intermediate: int = 16
     activation: str | None = None
     head_widths: tuple[int, ...] = ()
+    cache_dtype: str | None = None
     unavailable: tuple[tuple[str, str], ...] = ()
 
 
@@ -436,9 +438,8 @@ class Plan:
           NoBackendError: if it cannot; the message says why.
         """
         problem = dataclasses.replace(self.problem, **facts)
-        if problem == self.problem:
-            return
-        if reason := self.backend.can.reason_against(problem):
+        reason = self.backend.can.reason_against(problem)
+        if reason and problem != self.problem:
             raise NoBackendError(
                 f"plan: the weights are prepared for backend {self.backend.name!r}, which cannot "
                 f"run {problem}: {reason}. Prepare the weights again with the facts of this call"

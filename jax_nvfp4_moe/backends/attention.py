@@ -1,7 +1,8 @@
 """Attention in jnp: the reference, and a backend for CPUs that skips keys that no query sees.
 
 Both read the keys and values of positions 0 to s - 1. The query at position p sees those of
-positions 0 to p.
+positions 0 to p. Keys and values in FP8 are widened to the dtype of the queries: all of them by the
+reference, and each block when it is read by the backend for CPUs.
 """
 
 import functools
@@ -27,6 +28,19 @@ _REFERENCE_QUERIES = 512
 QUERIES, _KEYS = 128, 512
 
 
+def widen(x: Float[Array, "b m s d"], scale: Float[Array, " m"] | None, dtype: Any):
+    """Return keys or values in E4M3 times the scale of their head, rounded once to `dtype`.
+
+    Args:
+      x: keys or values ``[b, m, s, d]``.
+      scale: float32 ``[m]``; None returns `x` as it is.
+      dtype: dtype of the result.
+    """
+    if scale is None:
+        return x
+    return (x.astype(jnp.float32) * scale.astype(jnp.float32)[None, :, None, None]).astype(dtype)
+
+
 @functools.partial(jax.jit, inline=True, static_argnames=("scale", "window", "chunk"))
 def attend(
     q: Float[Array, "b t n d"],
@@ -34,12 +48,15 @@ def attend(
     v: Float[Array, "b m s dv"],
     positions: Int32[Array, "b t"],
     sinks: Float[Array, " n"] | None,
+    k_scale: Float[Array, " m"] | None = None,
+    v_scale: Float[Array, " m"] | None = None,
     *,
     scale: float,
     window: int | None,
     chunk: int | None,
 ) -> Float[Array, "b t n dv"]:
     """Compute `ops.attention`, with at most 512 queries and all keys at once."""
+    k, v = widen(k, k_scale, q.dtype), widen(v, v_scale, q.dtype)
 
     def attend_block(q, positions):
         return _attend_to_all(q, k, v, positions, sinks, scale, window, chunk)
@@ -88,6 +105,8 @@ def attend_to_blocks(
     v: Float[Array, "b m s dv"],
     positions: Int32[Array, "b t"],
     sinks: Float[Array, " n"] | None,
+    k_scale: Float[Array, " m"] | None = None,
+    v_scale: Float[Array, " m"] | None = None,
     *,
     scale: float,
     window: int | None,
@@ -102,16 +121,24 @@ def attend_to_blocks(
     Source: arXiv:1805.02867 for the running maximum and sum.
     """
     if k.shape[2] <= _KEYS:
-        return attend(q, k, v, positions, sinks, scale=scale, window=window, chunk=chunk)
+        options = {"scale": scale, "window": window, "chunk": chunk}
+        return attend(q, k, v, positions, sinks, k_scale, v_scale, **options)
     attend_block = functools.partial(
-        _attend_block, k=k, v=v, sinks=sinks, scale=scale, window=window, chunk=chunk
+        _attend_block,
+        k=k,
+        v=v,
+        sinks=sinks,
+        scale=scale,
+        window=window,
+        chunk=chunk,
+        scales=(k_scale, v_scale),
     )
     if positions.shape[1] <= QUERIES:
         return attend_block(q, positions)
     return map_queries(attend_block, q, positions, QUERIES)
 
 
-def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
+def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk, scales=(None, None)):
     """Compute attention for one block of queries, over the blocks of keys that it sees."""
     s = k.shape[2]
     grouped = group(q, k.shape[1])
@@ -122,7 +149,10 @@ def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
         # The last block ends at the last key and may overlap the block before it. The keys of the
         # overlap are masked; otherwise they would count twice.
         start = jnp.minimum(index * _KEYS, s - _KEYS)
-        block_k, block_v = (lax.dynamic_slice_in_dim(x, start, _KEYS, axis=2) for x in (k, v))
+        block_k, block_v = (
+            widen(lax.dynamic_slice_in_dim(x, start, _KEYS, axis=2), own, q.dtype)
+            for x, own in zip((k, v), scales, strict=True)
+        )
         keys = start + jnp.arange(_KEYS, dtype=jnp.int32)
         new = (keys >= index * _KEYS)[None, None, :]
         scores = _scores(grouped, block_k, keys, positions, scale, window, chunk, new)
@@ -132,7 +162,7 @@ def _attend_block(q, positions, *, k, v, sinks, scale, window, chunk):
         # first visible key `shrink` is 0, which removes them.
         shrink = jnp.exp(largest - grown)
         total = total * shrink + jnp.sum(weights, axis=-1)
-        y = y * shrink[..., None] + batched(weights.astype(v.dtype), block_v, 2)
+        y = y * shrink[..., None] + batched(weights.astype(q.dtype), block_v, 2)
         return grown, total, y
 
     rows = grouped.shape[:-1]

@@ -4,19 +4,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_nvfp4_moe.backends.attention import PADDING
+from jax_nvfp4_moe.backends.attention import PADDING, widen
+from jax_nvfp4_moe.scheme import Problem
+
+# With keys and values in FP8, the most rows of a key head for which the kernel for them runs, and
+# the number of which the width of a head is a multiple.
+FP8_ROWS, FP8_FACTOR = 64, 16
 
 
-def lower_prepare_heads(ffi_target):
+def lower_prepare_heads(ffi_target, fp8_target):
     """Return the function that lowers `prepare_heads` to an FFI target.
 
     The kernel writes the new keys and values into the memory of the cache.
 
     Args:
       ffi_target: name under which the extension registers the target.
+      fp8_target: name of the target for a cache in FP8.
     """
 
-    def lower(qkv, positions, keys, values, weights, *, options):
+    def lower(qkv, positions, keys, values, weights, k_scale=None, v_scale=None, *, options):
         (b, t, width), (_, m, _, d) = qkv.shape, keys.shape
         outputs = (
             jax.ShapeDtypeStruct((b, t, options.count_queries(width, m, d), d), qkv.dtype),
@@ -24,7 +30,7 @@ def lower_prepare_heads(ffi_target):
             jax.ShapeDtypeStruct(values.shape, values.dtype),
         )
         call = jax.ffi.ffi_call(
-            ffi_target,
+            ffi_target if k_scale is None else fp8_target,
             outputs,
             input_output_aliases={2: 1, 3: 2},
             vmap_method="sequential",
@@ -36,6 +42,10 @@ def lower_prepare_heads(ffi_target):
         ]
         rope = options.rope
         frequencies = () if rope is None else rope.frequencies
+        scales, rounding = (), {}
+        if k_scale is not None:
+            scales = k_scale, v_scale
+            rounding = {"multiply_by_reciprocal": options.multiply_by_reciprocal}
         return call(
             qkv,
             positions,
@@ -43,10 +53,12 @@ def lower_prepare_heads(ffi_target):
             values,
             *own,
             jnp.asarray(frequencies, jnp.float32),
+            *scales,
             eps=np.float32(options.eps),
             rotation_scale=np.float32(1 if rope is None else rope.scale),
             rotates_first=options.rotates_first,
             gated=options.gated,
+            **rounding,
         )
 
     return lower
@@ -129,7 +141,30 @@ def lower_expand_values(ffi_target):
     return lower
 
 
-def lower_attention(ffi_target, workspace_bytes):
+def takes_fp8_kernel(rows: int, *widths: int) -> bool:
+    """Return whether attention to keys and values in FP8 takes the kernel for them.
+
+    With more rows, each thread block would decode all keys again, and with other widths, rows of
+    the cache are not aligned.
+
+    Args:
+      rows: number of queries that share a key head: those of all new tokens.
+      *widths: widths of the keys and of the values.
+    """
+    return rows <= FP8_ROWS and not any(width % FP8_FACTOR for width in widths)
+
+
+def note_fp8_attention(problem: Problem) -> tuple[str, ...]:
+    """Say which calls with keys and values in FP8 take the kernel for them."""
+    if problem.cache_dtype is None:
+        return ()
+    return (
+        f"up to {FP8_ROWS} queries for each key head, with widths that are multiples of "
+        f"{FP8_FACTOR}, take the kernel for FP8; for others, XLA widens all keys and values first",
+    )
+
+
+def lower_attention(ffi_target, workspace_bytes, fp8_target):
     """Return the function that lowers `attention` to an FFI target.
 
     The kernel needs a scale above 0. Another sign or a scale of 0 is moved into the queries.
@@ -138,11 +173,19 @@ def lower_attention(ffi_target, workspace_bytes):
       ffi_target: name under which the extension registers the target.
       workspace_bytes: ``(b, t, n, m, s, dv) -> int``, the size of the scratch result; the handler
         checks it.
+      fp8_target: name of the target for keys and values in FP8. If `takes_fp8_kernel` is False,
+        XLA widens all keys and values to the dtype of the queries instead.
     """
 
-    def lower(q, k, v, positions, sinks, *, scale, window, chunk):
-        visible, operands = (scale, window, chunk), (q, (k, v), positions, sinks)
-        return _call_attention(ffi_target, workspace_bytes, operands, v.shape[3], *visible)
+    def lower(q, k, v, positions, sinks, k_scale=None, v_scale=None, *, scale, window, chunk):
+        target, entries, (_, t, n, d) = ffi_target, (k, v), q.shape
+        if k_scale is not None:
+            if isinstance(t, int) and takes_fp8_kernel(t * (n // k.shape[1]), d, v.shape[3]):
+                target, entries = fp8_target, (k, v, k_scale, v_scale)
+            else:
+                entries = widen(k, k_scale, q.dtype), widen(v, v_scale, q.dtype)
+        visible, operands = (scale, window, chunk), (q, entries, positions, sinks)
+        return _call_attention(target, workspace_bytes, operands, v.shape[3], *visible)
 
     return lower
 
@@ -165,7 +208,8 @@ def lower_latent_attention(ffi_target, workspace_bytes):
 def _call_attention(ffi_target, workspace_bytes, operands, dv, scale, window, chunk):
     """Call a kernel of attention; see `lower_attention`.
 
-    `operands` are the queries, a tuple of the keys and perhaps the values, positions and sinks.
+    `operands` are the queries, a tuple of the keys and perhaps the values and their scales,
+    positions and sinks.
     """
     q, entries, positions, sinks = operands
     (b, t, n, _), (m, s) = q.shape, entries[0].shape[1:3]

@@ -1,15 +1,42 @@
-"""Attention on CPUs by the FFI kernels of ffi/cpu/attention_cpu.cc."""
+"""Attention on CPUs by the FFI kernels of ffi/cpu/attention_cpu.cc.
+
+The kernels read keys and values in bfloat16. A few tokens that attend to a cache in FP8 take the
+blocks of `backends.attention` instead, which widen only what the tokens see.
+"""
 
 import functools
 
 import jax
 
+from jax_nvfp4_moe.backends.attention import attend_to_blocks, widen
 from jax_nvfp4_moe.backends.attention_calls import encode_options, encode_sinks
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
-from jax_nvfp4_moe.scheme import Backend, Capability, Device
+from jax_nvfp4_moe.scheme import Backend, Capability, Device, Problem
+
+# Tokens of a row up to which XLA attends to a cache in FP8. More tokens pay for widening the cache.
+_FEW_TOKENS = 8
 
 
-def _attend(q, k, v, positions, sinks, *, target, scale, window, chunk, width=None):
+def _attend(
+    q,
+    k,
+    v,
+    positions,
+    sinks,
+    k_scale=None,
+    v_scale=None,
+    *,
+    target,
+    scale,
+    window,
+    chunk,
+    width=None,
+):
+    tokens = q.shape[1]  # a symbol in an exported program may stand for many
+    if k_scale is not None and isinstance(tokens, int) and tokens <= _FEW_TOKENS:
+        options = {"scale": scale, "window": window, "chunk": chunk}
+        return attend_to_blocks(q, k, v, positions, sinks, k_scale, v_scale, **options)
+    k, v = widen(k, k_scale, q.dtype), widen(v, v_scale, q.dtype)
     y = jax.ShapeDtypeStruct((*q.shape[:3], width or v.shape[3]), q.dtype)
     return jax.ffi.ffi_call(target, y, vmap_method="sequential")(
         q,
@@ -23,6 +50,13 @@ def _attend(q, k, v, positions, sinks, *, target, scale, window, chunk, width=No
 
 def _attend_to_latents(q, k, positions, sinks, *, value_width, **options):
     return _attend(q, k, k, positions, sinks, width=value_width, **options)
+
+
+def _notes(problem: Problem) -> tuple[str, ...]:
+    """Say which calls with keys and values in FP8 take the kernel."""
+    if problem.cache_dtype is None:
+        return ()
+    return (f"with keys and values in FP8, up to {_FEW_TOKENS} tokens run as plain XLA",)
 
 
 def _record(isa):
@@ -44,6 +78,7 @@ def _record(isa):
             "latent_attention": functools.partial(_attend_to_latents, target=target),
         },
         status="executed, measured",
+        notes=_notes,
         ffi_targets=(target,),
     )
 

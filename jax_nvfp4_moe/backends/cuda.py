@@ -11,6 +11,7 @@ from jax_nvfp4_moe.backends.attention_calls import (
     lower_latent_attention,
     lower_prepare_heads,
     lower_prepare_latents,
+    note_fp8_attention,
 )
 from jax_nvfp4_moe.backends.cuda_notes import ENGINE_MAX_EXTENT, note_engines
 from jax_nvfp4_moe.backends.custom_call import (
@@ -310,9 +311,16 @@ ATTENTION_CUDA = Backend(
         head_widths=range(8, 257, 8),
     ),
     layout=CANONICAL,
-    lower={"attention": lower_attention("nvfp4_attention_cuda", attention_workspace_bytes)},
+    lower={
+        "attention": lower_attention(
+            "nvfp4_attention_cuda",
+            attention_workspace_bytes,
+            "nvfp4_attention_fp8_cuda",
+        )
+    },
     status="executed",
-    ffi_targets=("nvfp4_attention_cuda",),
+    notes=note_fp8_attention,
+    ffi_targets=("nvfp4_attention_cuda", "nvfp4_attention_fp8_cuda"),
 )
 
 LATENT_ATTENTION_CUDA = Backend(
@@ -417,9 +425,13 @@ HEADS_CUDA = Backend(
         head_widths=range(0, 257, 4),
     ),
     layout=CANONICAL,
-    lower={"prepare_heads": lower_prepare_heads("nvfp4_prepare_heads_cuda")},
+    lower={
+        "prepare_heads": lower_prepare_heads(
+            "nvfp4_prepare_heads_cuda", "nvfp4_prepare_heads_fp8_cuda"
+        )
+    },
     status="executed",
-    ffi_targets=("nvfp4_prepare_heads_cuda",),
+    ffi_targets=("nvfp4_prepare_heads_cuda", "nvfp4_prepare_heads_fp8_cuda"),
 )
 
 LATENTS_CUDA = Backend(

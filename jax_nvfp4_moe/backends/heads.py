@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_nvfp4_moe.backends.cache import append
+from jax_nvfp4_moe.numerics.fp8 import round_fp8
 from jax_nvfp4_moe.numerics.norms import normalize
 from jax_nvfp4_moe.numerics.rope import Rope, rotate
 
@@ -19,6 +20,7 @@ class HeadOptions:
     eps: float
     rotates_first: bool
     gated: bool
+    multiply_by_reciprocal: bool = False
 
     def count_queries(self, width: int, num_kv_heads: int, head_dim: int) -> int:
         """Return the number of query heads in projected tokens ``[..., width]``."""
@@ -99,9 +101,21 @@ def _normalize_and_rotate(heads, positions, weight, options):
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("options",))
-def prepare_heads(qkv, positions, keys, values, weights, *, options: HeadOptions):
-    """Compute `ops.prepare_heads`; `weights` are those of both norms, or None."""
+def prepare_heads(
+    qkv, positions, keys, values, weights, k_scale=None, v_scale=None, *, options: HeadOptions
+):
+    """Compute `ops.prepare_heads`.
+
+    `weights` are those of both norms, or None. `k_scale` and `v_scale` are those of a cache in FP8.
+    """
     q, k, v = split_heads(qkv, positions, weights, keys.shape[1], keys.shape[3], options)
+    if k_scale is not None and v_scale is not None:
+        k, v = (
+            round_fp8(
+                x, scale[None, None, :, None], multiply_by_reciprocal=options.multiply_by_reciprocal
+            )
+            for x, scale in ((k, k_scale), (v, v_scale))
+        )
     written, _ = append({"k": keys, "v": values}, positions, k=k, v=v)
     return q, written["k"], written["v"]
 

@@ -1,4 +1,4 @@
-"""`prepare_heads` on CPUs by the FFI kernel of ffi/cpu/heads_cpu.cc."""
+"""`prepare_heads` on CPUs by the FFI kernels of ffi/cpu/heads_cpu.cc."""
 
 from jax_nvfp4_moe.backends.attention_calls import lower_prepare_heads
 from jax_nvfp4_moe.numerics.layouts import CANONICAL
@@ -15,7 +15,11 @@ HEADS_CPU = Backend(
         head_widths=range(257),
     ),
     layout=CANONICAL,
-    lower={"prepare_heads": lower_prepare_heads("nvfp4_prepare_heads_cpu")},
+    lower={
+        "prepare_heads": lower_prepare_heads(
+            "nvfp4_prepare_heads_cpu", "nvfp4_prepare_heads_fp8_cpu"
+        )
+    },
     status="executed",
-    ffi_targets=("nvfp4_prepare_heads_cpu",),
+    ffi_targets=("nvfp4_prepare_heads_cpu", "nvfp4_prepare_heads_fp8_cpu"),
 )

@@ -220,7 +220,7 @@ class Attention(HeadParallel):
         if not self.rotated and config.temperature is not None:
             q = _grow(q, positions, *config.temperature)
         seen, entries = self.kv.append(entries, positions, k=k, v=v)
-        how = {"chunk": self.chunk, "target": self.target}
+        how = {"chunk": self.chunk, "target": self.target, **self.kv.scale_options}
         y = attention(q, seen["k"], seen["v"], positions, **how)
         return self.out(pack_like(y.reshape(b, t, -1), positions, x)), entries
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from jax_nvfp4_moe.backends.attention import widen
 from jax_nvfp4_moe.backends.cache import append
 from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
@@ -50,11 +51,13 @@ class KeysAndValues(nnx.Module):
       cache entry = e4m3(x / scale)
       attention sees e4m3(x / scale) * scale
 
-    An FP8 cache takes half the bytes of a bfloat16 cache. Attention sees the rounded numbers
-    without a cache too, so that one call on a whole sequence gives the results of decoding.
+    An FP8 cache takes half the bytes of a bfloat16 cache. On GPUs, `ops.attention` has a kernel
+    that reads these bytes when a model decodes. For a longer text, XLA widens the cache to the
+    model's dtype at each call. Attention sees the rounded numbers without a cache too, so that one
+    call on a whole sequence gives the results of decoding.
 
     Without a requested scheme, only devices with FP4 tensor cores round. Other devices keep the
-    model's dtype: it is at least as accurate, and no product here reads FP8 faster.
+    model's dtype, which is at least as accurate.
 
     Attributes:
       scales: "k" or "v" -> `CacheScale`, float32 ``[heads]``; None if nothing is rounded.
@@ -99,43 +102,59 @@ class KeysAndValues(nnx.Module):
     def append(self, entries, positions: Int32[Array, "b t"], **new: Float[Array, "b t m d"]):
         """Write `new` into the cache as the function `append` does, rounded if there are scales.
 
+        `ops.prepare_heads` with `head_options` writes the same numbers into a cache.
+
         Args:
           entries: cache entries by name, or None without a cache.
           positions: position of each token, int32 ``[b, t]``.
           **new: keys and values of the new tokens by name, ``[b, t, m, d]``.
 
         Returns:
-          The keys and values that attention sees, ``[b, m, s, d]`` in the dtype of `new`, and the
-          updated entries.
+          The keys and values that attention sees, ``[b, m, s, d]``, and the updated entries. Both
+          are float8_e4m3fn if there are scales. `ops.attention` takes them with `scale_options`,
+          and `widen` returns what they stand for.
         """
+        if self.scales is not None:
+            new = {name: self._round(name, value, axis=2) for name, value in new.items()}
+        return append(entries, positions, **new)
+
+    @property
+    def scale_options(self) -> Mapping[str, Any]:
+        """Return the arguments ``k_scale`` and ``v_scale`` of `ops.attention`, if there are any."""
         if self.scales is None:
-            return append(entries, positions, **new)
-        kept = {name: self._round(name, value, axis=2) for name, value in new.items()}
-        kept, entries = append(entries, positions, **kept)
-        seen = {name: self._widen(name, value, new[name].dtype) for name, value in kept.items()}
-        return seen, entries
+            return {}
+        return {f"{name}_scale": self.scales[name].get_value() for name in ("k", "v")}
+
+    @property
+    def head_options(self) -> Mapping[str, Any]:
+        """Return the arguments of `ops.prepare_heads` for an FP8 cache, if it is one."""
+        if self.scales is None:
+            return {}
+        return {**self.scale_options, "multiply_by_reciprocal": self.multiply_by_reciprocal}
+
+    def widen(self, dtype: Any, **kept: Float[Array, "b m s d"]) -> Mapping[str, Array]:
+        """Return what `append` returned, times the scale of each head in `dtype`."""
+        if self.scales is None:
+            return kept
+        return {
+            name: widen(value, self.scales[name].get_value(), dtype) for name, value in kept.items()
+        }
 
     def rounded(self, **values: Float[Array, "b m s d"]) -> Mapping[str, Array]:
         """Return keys and values ``[b, m, s, d]``, rounded to FP8 and back if there are scales."""
         if self.scales is None:
             return values
         return {
-            name: self._widen(name, self._round(name, value, axis=1), value.dtype)
-            for name, value in values.items()
+            name: widen(self._round(name, x, axis=1), self.scales[name].get_value(), x.dtype)
+            for name, x in values.items()
         }
 
-    def _scale(self, name, axis):
-        assert self.scales is not None
-        return jnp.expand_dims(self.scales[name].get_value(), [a for a in range(4) if a != axis])
-
     def _round(self, name, value, axis):
-        return round_fp8(
-            value, self._scale(name, axis), multiply_by_reciprocal=self.multiply_by_reciprocal
-        )
-
-    def _widen(self, name, value, dtype):
-        """Return E4M3 numbers ``[b, m, s, d]`` times the scale of each head, in `dtype`."""
-        return (value.astype(jnp.float32) * self._scale(name, 1)).astype(dtype)
+        """Return `value` in FP8; `axis` is that of its heads."""
+        assert self.scales is not None
+        scale = self.scales[name].get_value()
+        scale = jnp.expand_dims(scale, [a for a in range(4) if a != axis])
+        return round_fp8(value, scale, multiply_by_reciprocal=self.multiply_by_reciprocal)
 
 
 def build_keys_and_values(

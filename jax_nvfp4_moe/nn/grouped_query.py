@@ -142,6 +142,7 @@ class Attention(HeadParallel):
             window=self.config.window,
             sinks=self.sinks.get_value() if self.config.sinks else None,
             target=self.target,
+            **self.kv.scale_options,
         )
         if self.config.gated:
             y = gate_heads(y, qkv, target=self.target)
@@ -150,7 +151,7 @@ class Attention(HeadParallel):
     def _prepare(self, qkv, positions, entries):
         """Return the queries, the keys and values that they see, and the cache entries."""
         config = self.config
-        if entries is None or self.kv.scales is not None or not config.plain_heads:
+        if entries is None or not config.plain_heads:
             q, k, v = self._split(qkv, positions)
             seen, entries = self.kv.append(entries, positions, k=k, v=v)
             return q, seen, entries
@@ -167,6 +168,7 @@ class Attention(HeadParallel):
             rotates_first=config.normalize == "rotated",
             gated=config.gated,
             target=self.target,
+            **self.kv.head_options,
         )
         entries = {"k": k, "v": v}
         return q, entries, entries

@@ -22,6 +22,8 @@ def attention(
     window: int | None = None,
     chunk: int | None = None,
     sinks: Float[Array, " n"] | None = None,
+    k_scale: Float[Array, " m"] | None = None,
+    v_scale: Float[Array, " m"] | None = None,
     target: Target | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> Float[Array, "b t n dv"]:
@@ -30,12 +32,20 @@ def attention(
     ``y[h] = softmax(scale * q[h] @ k[h // g].T) @ v[h // g]`` for each query head h, where
     ``g = n / m`` query heads share one key head. The softmax is computed in float32.
 
+    Keys and values may be in FP8 (E4M3), as an FP8 cache has them. Each key head then has two
+    scales, and the equation is ``y[h] = v_scale[h // g] * softmax(scale * k_scale[h // g] * q[h] @
+    k[h // g].T) @ v[h // g]``. Plain XLA rounds each product of a number and its scale to the dtype
+    of `q`. The CUDA kernel for FP8 multiplies float32 scores and results by the scales, which is
+    more accurate.
+
     Args:
       q: queries ``[b, t, n, d]`` of t tokens in each of b rows; bfloat16, float16 or float32.
       k: keys ``[b, m, s, d]``, those of position i at index i. The array may be a cache with room
-        behind the last token: no query sees what lies there, but it must be finite.
-      v: values ``[b, m, s, dv]``, in the same order. None if the values are the first `value_width`
-        channels of the keys, as in latent attention. A kernel then reads each key once for both.
+        behind the last token: no query sees what lies there, but it must be finite. In the dtype of
+        `q`, or float8_e4m3fn.
+      v: values ``[b, m, s, dv]``, in the same order and dtype. None if the values are the first
+        `value_width` channels of the keys, as in latent attention. A kernel then reads each key
+        once for both.
       positions: position of each query, integers ``[b, t]``, ascending in each row; ``[1, t]`` if
         all rows have the same. A query at position 2**30 or after it is padding; its result is
         finite and otherwise undefined.
@@ -45,6 +55,9 @@ def attention(
         all.
       chunk: a query sees only keys of its own chunk of so many positions; None for all.
       sinks: one further score for each query head, ``[n]``, whose value is zero; None for none.
+      k_scale: positive scale of the keys of each head, float32 ``[m]``, if keys and values are
+        float8_e4m3fn; None (default) otherwise.
+      v_scale: scale of the values of each head, likewise.
       target: device to lower for; the current device if None.
       backend: name of a record, or a sequence of names to try in that order; None to choose.
 
@@ -53,7 +66,8 @@ def attention(
       `q`, `k`, `v` and `sinks`, in plain XLA.
 
     Raises:
-      ValueError: a shape or dtype does not fit the others, or `window` or `chunk` is below 1.
+      ValueError: a shape or dtype does not fit the others, `window` or `chunk` is below 1, or keys
+        and values in float8_e4m3fn have no scales.
       NoBackendError: no backend can run the call; the message gives each backend's reason.
 
     Example:
@@ -65,8 +79,12 @@ def attention(
       (1, 3, 4, 16)
       >>> nvfp4.ops.attention(q, k, None, jnp.arange(3)[None], value_width=12).shape
       (1, 3, 4, 12)
+      >>> k = v = k.astype(jnp.float8_e4m3fn)
+      >>> scales = {"k_scale": jnp.ones(2), "v_scale": jnp.ones(2)}
+      >>> nvfp4.ops.attention(q, k, v, jnp.arange(3)[None], **scales).shape
+      (1, 3, 4, 16)
     """
-    _check(q, k, v, positions, sinks, window, chunk, value_width)
+    _check(q, k, v, positions, sinks, window, chunk, value_width, k_scale, v_scale)
     target = target or Target.current()
     options = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
@@ -79,21 +97,31 @@ def attention(
         assert value_width is not None
         op, reference, entries, width = "latent_attention", attend_to_latents, (k,), value_width
         options["value_width"] = width
-    problem = Problem(op, None, target, q.dtype.name, head_widths=(q.shape[3], width))
+    cache_dtype = None if k_scale is None else k.dtype.name
+    problem = Problem(
+        op,
+        None,
+        target,
+        q.dtype.name,
+        head_widths=(q.shape[3], width),
+        cache_dtype=cache_dtype,
+    )
     plan = resolve(problem, backend=backend)
     operands = q, *entries, jnp.broadcast_to(positions.astype("int32"), q.shape[:2]), sinks
+    if k_scale is not None:
+        operands += (k_scale, v_scale)
     # The loop over the blocks that a query sees has no reverse mode either.
     return with_derivative_of(reference, plan.lower, **options)(*operands)
 
 
-def _check(q, k, v, positions, sinks, window, chunk, value_width):
+def _check(q, k, v, positions, sinks, window, chunk, value_width, k_scale, v_scale):
     """Raise a ValueError that names the argument which does not fit."""
     if q.ndim != 4 or q.dtype.name not in ("bfloat16", "float16", "float32"):
         raise ValueError(
             f"q: expected bfloat16, float16 or float32 [b, t, n, d], got {q.dtype.name} {q.shape}"
         )
     b, t, n, d = q.shape
-    _check_keys(q, k, v, value_width)
+    _check_keys(q, k, v, value_width, k_scale is not None or v_scale is not None)
     if k.shape[3] != d or n % k.shape[1]:
         raise ValueError(
             f"k: expected heads of width {d}, in a number that divides the {n} query heads; got "
@@ -105,13 +133,17 @@ def _check(q, k, v, positions, sinks, window, chunk, value_width):
         )
     if sinks is not None and sinks.shape != (n,):
         raise ValueError(f"sinks: expected shape {(n,)}, got {sinks.shape}")
+    check_scales(k_scale, v_scale, k)
     for name, size in (("window", window), ("chunk", chunk)):
         if size is not None and size < 1:
             raise ValueError(f"{name}: expected at least 1, got {size}")
 
 
-def _check_keys(q, k, v, value_width):
-    """Raise a ValueError where keys or values do not fit the rows of `q`, or each other."""
+def _check_keys(q, k, v, value_width, scaled):
+    """Raise a ValueError where keys or values do not fit the rows of `q`, or each other.
+
+    `scaled` says whether they have scales. They are then in FP8.
+    """
     if (v is None) != (value_width is not None):
         raise ValueError(
             "value_width: expected a number of channels if v is None, and None otherwise; got "
@@ -121,9 +153,43 @@ def _check_keys(q, k, v, value_width):
         raise ValueError(
             f"value_width: expected 1 to {q.shape[3]}, the width of the keys; got {value_width}"
         )
+    if scaled and v is None:
+        raise ValueError(
+            "k_scale, v_scale: expected None, because the values are a part of the keys; got an "
+            "array"
+        )
+    dtype = "float8_e4m3fn" if scaled else q.dtype.name
     for name, x in (("k", k), ("v", k if v is None else v)):
-        if x.ndim != 4 or x.dtype != q.dtype or x.shape[:3] != (q.shape[0], *k.shape[1:3]):
+        if x.ndim != 4 or x.dtype.name != dtype or x.shape[:3] != (q.shape[0], *k.shape[1:3]):
             raise ValueError(
-                f"{name}: expected {q.dtype.name} [{q.shape[0]}, m, s, width], keys and values "
+                f"{name}: expected {dtype} [{q.shape[0]}, m, s, width], keys and values "
                 f"with the same m and s; got {x.dtype.name} {x.shape}, and keys {k.shape}"
+                + _EXPLAINED[scaled]
+            )
+
+
+# What a dtype of keys and values depends on, by whether they have scales.
+_EXPLAINED = {
+    True: ". With k_scale and v_scale, keys and values are float8_e4m3fn",
+    False: ". Keys and values in float8_e4m3fn need k_scale and v_scale",
+}
+
+
+def check_scales(k_scale, v_scale, keys):
+    """Raise a ValueError unless both scales are None, or float32 with one for each key head.
+
+    Args:
+      k_scale: scales of the keys, or None.
+      v_scale: scales of the values, or None.
+      keys: keys ``[b, m, s, d]``.
+    """
+    if k_scale is None and v_scale is None:
+        return
+    heads = (keys.shape[1],)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None or scale.shape != heads or scale.dtype.name != "float32":
+            got = "None" if scale is None else f"{scale.dtype.name} {scale.shape}"
+            raise ValueError(
+                f"{name}: expected float32 {heads}, k_scale and v_scale with one scale for each "
+                f"key head or both None; got {got}"
             )
