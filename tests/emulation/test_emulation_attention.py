@@ -6,8 +6,9 @@ import attention_emulation
 import cuda_emulation
 import numpy as np
 import pytest
-from attention_suite import CASES, AttentionSuite
+from attention_suite import CASES, AttentionSuite, assert_nan_stays
 from axes import axis
+from fp8_attention_suite import FP8_CASES, KERNEL_CASES, Fp8KernelSuite, takes_kernel
 
 # Few queries with wide heads: a device with more memory has more warps, which sum in another order.
 FEW_AND_WIDE = ("one query of the widest", "parts of the widest")
@@ -43,6 +44,10 @@ class TestAttention(AttentionSuite):
         return call
 
 
+def test_nan_among_divided_keys_stays(library):
+    assert_nan_stays(functools.partial(attention_emulation.attention, library))
+
+
 class TestFewAndWide(AttentionSuite):
     """The forms with four warps, in two stages and in three."""
 
@@ -52,3 +57,22 @@ class TestFewAndWide(AttentionSuite):
     def run(self, library, request):
         how = {"shared_bytes": request.param, "older": True}
         return functools.partial(attention_emulation.attention, library, **how)
+
+
+class TestFp8(Fp8KernelSuite):
+    """The forms in two stages and in three, whose results are the same."""
+
+    case, dtype = axis(*KERNEL_CASES), axis("bfloat16", "float16")
+
+    @pytest.fixture
+    def run(self, library):
+        def call(*operands, **options):
+            run = functools.partial(attention_emulation.attention, library, *operands, **options)
+            y, again = run(), run(shared_bytes=cuda_emulation.HOPPER_SHARED_BYTES, older=True)
+            np.testing.assert_array_equal(again.view(np.uint16), y.view(np.uint16))
+            return y
+
+        return call
+
+    def test_some_cases_take_no_kernel(self):
+        assert {takes_kernel(case) for case in FP8_CASES.values()} == {True, False}

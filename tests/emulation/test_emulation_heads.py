@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from axes import axis
+from fp8_head_suite import FP8_HEAD_CASES, Fp8HeadSuite
 from head_suite import CASES, PAIRS, HeadSuite
 
 from jax_nvfp4_moe.testing import assert_as_accurate_as
@@ -15,6 +16,15 @@ pytestmark = [pytest.mark.cuda_build, pytest.mark.slow]
 
 class TestHeads(HeadSuite):
     case = axis(*CASES)
+    pair = axis(*PAIRS)
+
+    @pytest.fixture
+    def run(self, library):
+        return lambda call: attention_emulation.prepare_heads(library, call)
+
+
+class TestFp8(Fp8HeadSuite):
+    case = axis(*FP8_HEAD_CASES)
     pair = axis(*PAIRS)
 
     @pytest.fixture

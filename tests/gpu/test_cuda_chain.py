@@ -18,6 +18,7 @@ from jax_nvfp4_moe.inference import generation
 pytestmark = pytest.mark.gpu
 
 STEPS = 24
+FP8_CACHES = ("qwen3_moe-ct-w4a4-kv8", "qwen3_moe-modelopt-mixed-w4a16-kv8")
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,18 @@ def decode(model, step, batch):
 @pytest.mark.parametrize("batch", [1, 3, 20])
 @pytest.mark.parametrize("folder", [*EACH_MIXER, "qwen3_5_moe-modelopt-w4a16"])
 def test_chains_have_the_bits_of_calls(folder, batch):
-    model = load_model(CHECKPOINTS / folder)
+    assert_chains_have_the_bits_of_calls(load_model(CHECKPOINTS / folder), batch)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 20])
+@pytest.mark.parametrize("folder", FP8_CACHES)
+def test_chains_with_an_fp8_cache_have_the_bits_of_calls(folder, batch):
+    model = load_model(CHECKPOINTS / folder, scheme="checkpoint")
+    assert model.init_cache(1, 8).layers[0]["k"].dtype == jnp.float8_e4m3fn
+    assert_chains_have_the_bits_of_calls(model, batch)
+
+
+def assert_chains_have_the_bits_of_calls(model, batch):
     (got, cache), (expected, other) = (
         decode(model, step, batch) for step in (read_in_chains, read)
     )

@@ -3,6 +3,7 @@
 import cuda_calls
 import pytest
 from axes import axis
+from fp8_head_suite import FP8_HEAD_CASES, Fp8HeadCallSuite, Fp8HeadSuite
 from head_suite import CASES, PAIRS, HeadCallSuite, HeadSuite, jitted
 
 pytestmark = pytest.mark.gpu
@@ -17,9 +18,19 @@ class TestHeads(HeadSuite):
         return lambda call: jitted(call, backend="heads_cuda")
 
 
-class TestCalls(HeadCallSuite):
+class TestFp8(Fp8HeadSuite):
+    case = axis(*FP8_HEAD_CASES)
+    pair = axis(*PAIRS)
+
+    @pytest.fixture
+    def run(self):
+        return lambda call: jitted(call, backend="heads_cuda")
+
+
+class TestCalls(HeadCallSuite, Fp8HeadCallSuite):
     backend = "heads_cuda"
     ffi_target = "nvfp4_prepare_heads_cuda"
+    fp8_target = "nvfp4_prepare_heads_fp8_cuda"
 
     @pytest.fixture(autouse=True)
     def register(self):

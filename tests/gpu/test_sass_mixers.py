@@ -15,7 +15,9 @@ from machine_code import (
 
 pytestmark = pytest.mark.cuda_build
 
-ATTENTION_KERNELS = 30  # instances of AttentionSm80: 15 forms of tiles, two dtypes
+# Instances of AttentionSm80, for two dtypes each: 15 forms of tiles with keys of 16 bits, and 12
+# with keys in FP8.
+ATTENTION_KERNELS, FP8_ATTENTION_KERNELS = 30, 24
 # Rows of a tile of LatentAttention -> the MMAs of a warp for a tile of 32 keys. For the scores, it
 # has its share of keys and of 16 rows for each of its steps in 64 channels. A loop over these steps
 # is unrolled three times up to 32 rows. For the output, it has its channels of all rows and keys.
@@ -34,7 +36,9 @@ HOPPER_ATTENTION = {
     "ILi256ELi256ELi64ELi2E": (2 * (16 + 8), 32),
 }
 NORM_KERNELS = 10  # instances of AddRmsNorm: five pairs of dtypes, two lengths of rows
-HEAD_KERNELS = 16  # instances of PrepareHeads: four pairs of dtypes, two widths, few and many heads
+# Instances of PrepareHeads: four pairs of dtypes, two widths, few and many heads, a cache in FP8 or
+# not.
+HEAD_KERNELS = 32
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -43,13 +47,36 @@ def test_attention_copies_while_it_multiplies(code, arch):
 
     The smallest form has 4 steps of 16 channels, 2 tiles of 8 keys, and 8 tiles of 8 values.
     """
-    attention = kernels(code, arch, "AttentionSm80")
+    attention = attention_kernels(code, arch, fp8=False)
     assert len(attention) == ATTENTION_KERNELS
     for name, count in attention.items():
         assert count["HMMA"] >= 16, name
         assert count["LDSM"] >= 8, name
         assert count["LDGSTS"] >= 5, name
         assert count["MUFU"] >= 8, name
+
+
+def attention_kernels(code, arch, *, fp8):
+    """Return the instances of AttentionSm80 with keys in FP8, or the others."""
+    found = kernels(code, arch, "AttentionSm80")
+    return {name: count for name, count in found.items() if ("ELb1EE" in name) == fp8}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_attention_decodes_fp8_in_registers(code, arch):
+    """An MMA takes two pairs of numbers, and each pair is decoded by one multiplication.
+
+    There are as many MMAs again for NaN, which decode nothing. The smallest form has 4 steps of 16
+    channels and 4 tiles of 8 keys, and 2 pairs of keys and 8 tiles of values.
+    """
+    attention = attention_kernels(code, arch, fp8=True)
+    assert len(attention) == FP8_ATTENTION_KERNELS
+    for name, count in attention.items():
+        decoded = count["HMUL2"] + count["HFMA2"]  # the latter is also a move on some devices
+        assert decoded >= 2 * (4 * 4 + 2 * 8), name
+        assert 64 <= count["HMMA"] <= decoded, name
+        assert count["LDSM"] >= 8, name
+        assert count["LDGSTS"] >= 5, name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -45,15 +45,15 @@ SHARED_EXPERTS = {
 
 
 @functools.cache
-def plan(folder):
+def plan(folder, scheme=None):
     """Return the model of a folder for a GPU, without its weights."""
     with open_checkpoint(CHECKPOINTS / folder) as checkpoint:
-        return plan_model(checkpoint, Settings(Target("cuda", (9, 0)))).model
+        return plan_model(checkpoint, Settings(Target("cuda", (9, 0)), scheme)).model
 
 
-def calls_of(folder, batch, read=generation._read):
+def calls_of(folder, batch, read=generation._read, scheme=None):
     """Return the calls of kernels of `read`, as equations, for one token of each row."""
-    model = plan(folder)
+    model = plan(folder, scheme)
     cache = jax.eval_shape(lambda: model.init_cache(batch, 64))
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     return list(ffi_calls(jax.make_jaxpr(read)(model, ids, cache).jaxpr))
@@ -83,6 +83,26 @@ def count_branches(chain):
 def test_a_step_is_one_call(folder, batch):
     assert len(calls_of(folder, batch, ops.chain_calls(generation._read))) == 1
     assert len(calls_of(folder, batch)) >= 9 * len(plan(folder).layers)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_step_with_an_fp8_cache_calls_the_kernels_for_it(batch):
+    """In each layer, both are in one chain, and nothing widens the cache in between."""
+    folder, scheme = "qwen3_moe-modelopt-mixed-w4a16-kv8", "checkpoint"
+    chains = calls_of(folder, batch, ops.chain_calls(generation._read), scheme)
+    targets = [targets_of(chain) for chain in chains]
+    fp8 = [f"nvfp4_{name}_fp8_cuda" for name in ("prepare_heads", "attention")]
+    layers = len(plan(folder, scheme).layers)
+    assert sum(own[i : i + 2] == fp8 for own in targets for i in range(len(own))) == layers
+    others = {"nvfp4_attention_cuda", "nvfp4_prepare_heads_cuda"}
+    assert not others & {target for own in targets for target in own}
+
+
+def targets_of(call):
+    """Return the targets that a chain runs, or that of another call."""
+    attributes = call.params["attributes"]
+    found = [getattr(v, "val", v) for name, v in attributes if name.endswith("_target")]
+    return found or [call.params["target_name"]]
 
 
 @pytest.mark.parametrize("folder", SHARED_EXPERTS)

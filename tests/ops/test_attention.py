@@ -33,6 +33,9 @@ QUERIES = {
     "piece": ((600, 130), 300),
     "eight over a border": ((508, 1020), 8),
 }
+FP8 = jnp.dtype("float8_e4m3fn")
+FP8_BOTH = {name: np.ones((2, 2, 8, 16), FP8) for name in ("k", "v")}
+ONES = np.ones(2, np.float32)
 BACKENDS = ("reference", "attention_cpu") if jax.default_backend() == "cpu" else ("reference",)
 
 
@@ -269,6 +272,16 @@ def test_the_room_of_a_cache_costs_nothing():
         ({"value_width": 8}, "value_width: expected a number .* got 8 and v"),
         ({"v": None, "value_width": 17}, "value_width: expected 1 to 16"),
         ({"v": None, "value_width": 8, "k": np.ones((2, 2, 8, 16), np.float16)}, "k: expected fl"),
+        (FP8_BOTH, "k: expected float32 .* float8_e4m3fn .* need k_scale and v_scale"),
+        ({**FP8_BOTH, "k_scale": ONES}, r"v_scale: expected float32 \(2,\), .* got None"),
+        ({**FP8_BOTH, "v_scale": ONES}, r"k_scale: expected float32 \(2,\), .* got None"),
+        ({"k_scale": ONES, "v_scale": ONES}, "k: expected float8_e4m3fn .* got float32"),
+        ({**FP8_BOTH, "k_scale": ONES, "v_scale": ONES[:1]}, r"v_scale: expected .* \(1,\)"),
+        ({**FP8_BOTH, "k_scale": np.ones(2), "v_scale": ONES}, "k_scale: .* got float64"),
+        (
+            {"k": FP8_BOTH["k"], "k_scale": ONES, "v_scale": ONES, "v": None, "value_width": 8},
+            "k_scale, v_scale: expected None",
+        ),
     ],
 )
 def test_errors_name_the_argument(changed, words):

@@ -9,6 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from axes import axis
+from fp8_head_suite import (
+    FP8_HEAD_CASES,
+    Fp8HeadCallSuite,
+    Fp8HeadSuite,
+    assert_same_bytes,
+    expected_of,
+    with_fp8_cache,
+)
 from head_suite import (
     CASES,
     PAIRS,
@@ -25,6 +33,9 @@ from jax_nvfp4_moe import Problem, Target, explain, ops
 from jax_nvfp4_moe.numerics.rope import Rope
 
 GPU = Target("cuda", (9, 0))
+FP8_CACHE = np.zeros((1, 2, 8, 4), jnp.float8_e4m3fn)
+FP8_BOTH = {"keys": FP8_CACHE, "values": FP8_CACHE}
+BOTH_SCALES = {"k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32)}
 
 
 def prepare(call, qkv=None, **options):
@@ -54,9 +65,28 @@ class TestCpuKernel(HeadSuite):
         return lambda call: jitted(call, backend="heads_cpu")
 
 
-class TestCpuCalls(HeadCallSuite):
+class TestReferenceFp8(Fp8HeadSuite):
+    case = axis(*FP8_HEAD_CASES)
+    pair = axis(PAIRS[0])
+
+    @pytest.fixture
+    def run(self):
+        return lambda call: prepare(call, backend="reference")
+
+
+class TestCpuKernelFp8(Fp8HeadSuite):
+    case = axis(*FP8_HEAD_CASES)
+    pair = axis(PAIRS[0], PAIRS[3])
+
+    @pytest.fixture
+    def run(self):
+        return lambda call: jitted(call, backend="heads_cpu")
+
+
+class TestCpuCalls(HeadCallSuite, Fp8HeadCallSuite):
     backend = "heads_cpu"
     ffi_target = "nvfp4_prepare_heads_cpu"
+    fp8_target = "nvfp4_prepare_heads_fp8_cpu"
 
 
 @pytest.mark.parametrize("isa", cpu_calls.isa_levels())
@@ -65,6 +95,28 @@ class TestCpuCalls(HeadCallSuite):
 def test_each_instruction_set_matches_float64(case, pair, isa):
     call = make(case, pair)
     assert_accurate(call, call_target("nvfp4_prepare_heads_cpu", operands_of(call), call, isa=isa))
+
+
+@pytest.mark.parametrize("isa", cpu_calls.isa_levels())
+@pytest.mark.parametrize("case", ["a part rotates", "gates", "neither"])
+def test_each_instruction_set_rounds_to_fp8_alike(case, isa):
+    call = with_fp8_cache(make(case, PAIRS[1]), reciprocal=True)
+
+    def run(call):
+        norms = call.weights or (np.zeros(0, call.qkv.dtype),) * 2
+        rope = call.options.rope or Rope(())
+        arrays = [*call.operands[:4], *norms, np.float32(rope.frequencies)]
+        if call.scales is None:
+            return call_target("nvfp4_prepare_heads_cpu", arrays, call, isa=isa)
+        return call_target(
+            "nvfp4_prepare_heads_fp8_cpu",
+            [*arrays, *call.scales],
+            call,
+            isa=isa,
+            multiply_by_reciprocal=True,
+        )
+
+    assert_same_bytes(run(call), expected_of(run, call))
 
 
 def test_cpus_have_their_kernel():
@@ -92,11 +144,14 @@ def test_gpus_run_the_kernel_and_others_do_not():
 
 
 @pytest.mark.parametrize("case", ["decoding", "neither", "gates"])
-def test_the_op_is_one_call_on_a_gpu(case):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_op_is_one_call_on_a_gpu(case, fp8):
     call = make(case, PAIRS[0])
+    call = with_fp8_cache(call, reciprocal=False) if fp8 else call
     traced = jax.jit(lambda qkv: prepare(call, qkv, target=GPU)).trace(call.qkv)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @(\w+)", text) == ["nvfp4_prepare_heads_cuda"]
+    target = f"nvfp4_prepare_heads_{'fp8_' if fp8 else ''}cuda"
+    assert re.findall(r"custom_call @(\w+)", text) == [target]
     assert not re.search(r"stablehlo\.(cosine|rsqrt|scatter)", text)
 
 
@@ -129,6 +184,11 @@ def test_the_op_is_differentiated_around_its_call_on_a_gpu():
         ({"q_weight": np.zeros(4, np.float32)}, "k_weight: expected .* got None"),
         ({"q_weight": np.zeros(5), "k_weight": np.zeros(4)}, "q_weight: expected"),
         ({"rope": Rope((1.0, 0.5, 0.1))}, "rope: expected at most 2 frequencies"),
+        ({"keys": FP8_CACHE}, "keys: expected float32 .* float8_e4m3fn has k_scale and v_scale"),
+        (BOTH_SCALES, "keys: expected float8_e4m3fn .* got float32"),
+        ({**FP8_BOTH, "k_scale": np.ones(2, np.float32)}, "v_scale: expected .* got None"),
+        ({**FP8_BOTH, **BOTH_SCALES, "k_scale": np.ones(3, np.float32)}, r"k_scale: .* \(3,\)"),
+        ({**FP8_BOTH, **BOTH_SCALES, "v_scale": np.ones(2)}, "v_scale: .* got float64"),
     ],
 )
 def test_wrong_arguments_are_named(changes, message):

@@ -142,9 +142,9 @@ FAULTS = (
     ),
     Fault(
         "FP8 cache: keys 2 % too large",
-        "nn/attention.py",
-        "(value.astype(jnp.float32) * self._scale(name, 1))",
-        "(value.astype(jnp.float32) * self._scale(name, 1) * (1.02 if name == 'k' else 1.0))",
+        "backends/attention.py",
+        "k, v = widen(k, k_scale, q.dtype)",
+        "k, v = widen(k, k_scale if k_scale is None else 1.02 * k_scale, q.dtype)",
         f"{LOGITS}[qwen3_moe-ct-w4a4-kv8]",
     ),
 )

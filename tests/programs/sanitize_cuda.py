@@ -27,6 +27,8 @@ from convolution_suite import CONVOLUTIONS, make_convolution
 from delta_rule_suite import RULE_CASES, make_lengths, make_rule
 from dense_few_suite import PAIRS, SIZES
 from float64_layer import Options
+from fp8_attention_suite import FP8_CASES as FP8_ATTENTION
+from fp8_attention_suite import make_fp8
 from head_product_suite import CASES as HEAD_PRODUCTS
 from head_product_suite import make as make_head_product
 from latent_attention_suite import CASES as LATENT_ATTENTION
@@ -182,6 +184,11 @@ def run_attention():
         q, k, v, positions = map(jnp.asarray, make_attention(name, np.dtype(dtype)))
         y = ops.attention(q, k, v, positions, backend="attention_cuda", **ATTENTION[name].options)
         check(f"attention {name} {np.dtype(dtype)}", y)
+    for name, dtype in itertools.product(FP8_ATTENTION, DTYPES[:2]):
+        case = FP8_ATTENTION[name]
+        operands, scales = jax.tree.map(jnp.asarray, make_fp8(case, np.dtype(dtype)).given())
+        how = {**scales, **case.options, "backend": "attention_cuda"}
+        check(f"attention FP8 {name} {np.dtype(dtype)}", ops.attention(*operands, **how))
 
 
 def run_latents():

@@ -44,6 +44,7 @@ class _HeadsCall(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("eps", "rotation_scale")),
         ("rotates_first", ctypes.c_bool),
         ("gated", ctypes.c_bool),
+        ("multiply_by_reciprocal", ctypes.c_bool),
         ("starts_next", ctypes.c_bool),
     ]
 
@@ -59,12 +60,14 @@ def attention(
     chunk=None,
     sinks=None,
     scale=None,
+    k_scale=None,
+    v_scale=None,
     sm90=False,
     older=False,
     multiprocessors=1,
     shared_bytes=None,
 ):
-    """Return the attention ``[b, t, n, dv]`` of 16-bit operands, as `ops.attention` does.
+    """Return the attention ``[b, t, n, dv]`` of 16-bit queries, as `ops.attention` does.
 
     If `sm90`, the kernel for prefills on Hopper computes it, also where others would be faster. If
     `older`, the positions are older than the preceding kernel.
@@ -84,7 +87,7 @@ def attention(
     )
     size = library.attention_workspace_bytes(ctypes.byref(shape))
     assert size == attention_workspace_bytes(b, t, n, m, s, dv)
-    operands = [q, k, v, positions, _array(sinks)]
+    operands = [q, k, v, positions, *map(_array, (sinks, k_scale, v_scale))]
     y = np.empty((b, t, n, dv), q.dtype)
     if shared_bytes is None:
         shared_bytes = HOPPER_SHARED_BYTES if sm90 else _LEAST_SHARED_BYTES
@@ -142,7 +145,7 @@ def prepare_heads(library, call):
     """Return queries, keys and values, as `backends.heads.prepare_heads` does.
 
     The kernel gets a cache of 0xff bytes. They are what it leaves alone, and become the bytes of
-    the cache in `call` here. No finite number has these bytes.
+    the cache in `call` here. The kernel writes no number that has these bytes.
     """
     (b, t, width), (_, m, s, d) = call.qkv.shape, call.keys.shape
     n, rope = call.options.count_queries(width, m, d), call.options.rope
@@ -153,15 +156,16 @@ def prepare_heads(library, call):
         *(b, t, s, n, m, d, len(frequencies)),
         *(_TYPES[dtype.name] for dtype in (call.qkv.dtype, weight_type)),
         *(call.options.eps, 1 if rope is None else rope.scale),
-        *(call.options.rotates_first, call.options.gated),
+        *(call.options.rotates_first, call.options.gated, call.options.multiply_by_reciprocal),
     )
     likes = [np.empty((b, t, n, d), call.qkv.dtype), call.keys, call.values]
-    operands = [call.qkv, call.positions, *weights, frequencies]
+    operands = [call.qkv, call.positions, *weights, frequencies, *(call.scales or (None, None))]
     bound = functools.partial(library.prepare_heads, ctypes.byref(sizes))
     q, *entries = _run(library, bound, operands, likes, 0, multiprocessors=1)
     kept = (call.keys, call.values)
+    words = np.uint16 if call.scales is None else np.uint8
     return q, *(
-        np.where(entry.view(np.uint16) == 0xFFFF, old, entry)
+        np.where(entry.view(words) == np.iinfo(words).max, old, entry)
         for entry, old in zip(entries, kept, strict=True)
     )
 

@@ -111,12 +111,24 @@ def worst(y, expected):
     return (np.linalg.norm(np.asarray(y, np.float64) - expected, axis=-1) / norms).max()
 
 
-def plain(q, k, v, positions, scale=None, sinks=None, **options):
+def plain(q, k, v, positions, scale=None, sinks=None, k_scale=None, v_scale=None, **options):
     """Return the result of plain XLA, which multiplies masked keys by zero and needs numbers."""
-    k, v = (jnp.nan_to_num(jnp.asarray(x)) for x in (k, v))
+    if k_scale is None:
+        k, v = (jnp.nan_to_num(jnp.asarray(x)) for x in (k, v))
+    operands = (*map(jnp.asarray, (q, k, v, positions)), sinks, k_scale, v_scale)
     options = {"window": None, "chunk": None, **options}
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return attend(jnp.asarray(q), k, v, jnp.asarray(positions), sinks, scale=scale, **options)
+    return attend(*operands, scale=scale, **options)
+
+
+def assert_nan_stays(run):
+    """Assert that NaN in one of several parts of the keys reaches the queries of its head alone."""
+    q, k, v, positions = make("one query in five parts", jnp.dtype("bfloat16"))
+    k = k.copy()
+    k[0, 1, 300, 7] = np.nan
+    y = np.asarray(run(q, k, v, positions), np.float32)[0, 0]
+    assert np.isfinite(y[0]).all()
+    assert np.isnan(y[1]).all()
 
 
 class AttentionSuite:

@@ -67,10 +67,11 @@ class Call:
     values: np.ndarray
     weights: tuple[np.ndarray, np.ndarray] | None
     options: HeadOptions
+    scales: tuple[np.ndarray, np.ndarray] | None = None  # of keys and values in FP8
 
     @property
     def operands(self):
-        return self.qkv, self.positions, self.keys, self.values, self.weights
+        return self.qkv, self.positions, self.keys, self.values, self.weights, self.scales
 
 
 @functools.cache
@@ -154,8 +155,9 @@ def plain(call: Call):
 
 def prepare(operands, options, **given):
     """Call the op with the operands and the options of a `Call`."""
-    *arrays, weights = operands
+    *arrays, weights, scales = operands
     q_weight, k_weight = weights or (None, None)
+    k_scale, v_scale = scales or (None, None)
     return ops.prepare_heads(
         *arrays,
         q_weight=q_weight,
@@ -164,6 +166,9 @@ def prepare(operands, options, **given):
         rope=options.rope,
         rotates_first=options.rotates_first,
         gated=options.gated,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        multiply_by_reciprocal=options.multiply_by_reciprocal,
         **given,
     )
 
@@ -250,7 +255,7 @@ class HeadCallSuite:
         call = make("decoding", PAIRS[0])
 
         def step(keys, values):
-            operands = call.qkv, call.positions, keys, values, call.weights
+            operands = call.qkv, call.positions, keys, values, call.weights, None
             return prepare(operands, call.options, backend=self.backend)[1:]
 
         keys, values = jnp.asarray(call.keys), jnp.asarray(call.values)
@@ -315,7 +320,7 @@ def call_target(ffi_target, arrays, call: Call, **attributes):
     return program(
         *map(jnp.asarray, arrays),
         eps=np.float32(options.eps),
-        rotation_scale=np.float32(options.rope.scale),
+        rotation_scale=np.float32(1 if options.rope is None else options.rope.scale),
         rotates_first=options.rotates_first,
         gated=options.gated,
         **attributes,
