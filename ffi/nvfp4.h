@@ -101,23 +101,6 @@ NVFP4_HOST_DEVICE uint8_t EncodeE4M3(float value) {
   return static_cast<uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
 }
 
-// How a number is rounded to E4M3 under a scale, as round_fp8 of numerics/fp8.py does: x is
-// multiplied by 448 / (448 * scale), or divided by the scale.
-struct E4M3Rounding {
-  float factor;
-  bool multiplies;
-};
-
-NVFP4_HOST_DEVICE E4M3Rounding MakeE4M3Rounding(float scale, bool multiplies) {
-  return {multiplies ? Divide(kE4M3Max, scale * kE4M3Max) : scale, multiplies};
-}
-
-// Infinities give NaN: the largest finite byte would hide an error.
-NVFP4_HOST_DEVICE uint8_t EncodeE4M3(float x, const E4M3Rounding& rounding) {
-  if ((FloatBits(x) & 0x7f800000u) == 0x7f800000u) return kE4M3Nan;
-  return EncodeE4M3(rounding.multiplies ? x * rounding.factor : Divide(x, rounding.factor));
-}
-
 // Returns the nearest E2M1 code. Magnitudes above 6 saturate, -0 gives 8, and NaN gives 0.
 NVFP4_HOST_DEVICE uint32_t EncodeE2M1(float value) {
   const uint32_t bits = FloatBits(value);
@@ -224,6 +207,40 @@ NVFP4_HOST_DEVICE uint32_t CodeE4M3(Rounded q) {
 }
 
 NVFP4_HOST_DEVICE float ValueOf(Rounded q) { return q.sum - q.offset; }
+
+// How numbers are rounded to E4M3 under a scale, as round_fp8 of numerics/fp8.py does: x is
+// multiplied by 448 / (448 * scale), or divided by the scale. `factor` is that quotient, or scale *
+// rescue, which DivideBy can take. Scales are positive.
+struct E4M3Rounding {
+  float factor, reciprocal, rescue;
+  bool multiplies;
+};
+
+// Returns what MakeE4M3Rounding needs: this is the only division.
+NVFP4_HOST_DEVICE float E4M3Factor(float scale, bool multiplies) {
+  return multiplies ? Divide(kE4M3Max, scale * kE4M3Max) : scale;
+}
+
+NVFP4_HOST_DEVICE E4M3Rounding MakeE4M3Rounding(float factor, bool multiplies) {
+  if (multiplies) return {factor, 0.0f, 1.0f, true};
+  const float rescue = factor < kDivisorMin ? 0x1p96f : factor > 1 / kDivisorMin ? 0x1p-96f : 1.0f;
+  const float divisor = factor * rescue;
+  return {divisor, Reciprocal(divisor), rescue, false};
+}
+
+// Infinities give NaN: the largest finite byte would hide an error.
+NVFP4_HOST_DEVICE uint8_t EncodeE4M3(float x, const E4M3Rounding& rounding) {
+  const uint32_t bits = FloatBits(x);
+  if ((bits & 0x7f800000u) == 0x7f800000u) return kE4M3Nan;
+  const float magnitude = BitsFloat(bits & 0x7fffffffu);
+  float q = magnitude * rounding.factor;
+  if (!rounding.multiplies) {
+    const float v = magnitude * rounding.rescue, most = 512.0f * rounding.factor;
+    q = DivideBy(v < most ? v : most, rounding.factor, rounding.reciprocal);
+  }
+  const uint32_t code = CodeE4M3(RoundE4M3(q < kE4M3Max ? q : kE4M3Max));
+  return static_cast<uint8_t>((bits >> 24 & 0x80u) | (code & 0x7fu));
+}
 
 // The divisor of EncodeBlockScale, d = 6 g, with its reciprocal. `fast` says whether DivideBy may
 // divide by it.

@@ -58,13 +58,18 @@ class TokenHeads {
     const int64_t bytes = 2 * shape.d;
     for (int64_t head = 0; head < shape.m; ++head, source += bytes) {
       const int64_t at = (first + head * shape.s) * shape.d;
-      const E4M3Rounding key = MakeE4M3Rounding(p_.k_scale[head], p_.multiply_by_reciprocal);
-      const E4M3Rounding value = MakeE4M3Rounding(p_.v_scale[head], p_.multiply_by_reciprocal);
+      const E4M3Rounding key = RoundingOf(p_.k_scale[head]);
+      const E4M3Rounding value = RoundingOf(p_.v_scale[head]);
       Prepare(source, p_.k_weight, static_cast<uint8_t*>(p_.keys) + at, &key);
       kernels_.prepare_head({source + shape.m * bytes, p_.type, nullptr, p_.weight_type, shape.d, 0,
                              nullptr, nullptr, p_.eps, p_.rotates_first, &value},
                             static_cast<uint8_t*>(p_.values) + at);
     }
+  }
+
+  E4M3Rounding RoundingOf(float scale) const {
+    return MakeE4M3Rounding(E4M3Factor(scale, p_.multiply_by_reciprocal),
+                            p_.multiply_by_reciprocal);
   }
 
   void Prepare(const uint8_t* source, const void* weight, uint8_t* target,

@@ -38,7 +38,8 @@ SIGNATURES = {
     "ops.chain_calls": "function",
     "ops.add_rms_norm": "x, added, weight, *, eps, target=None, backend=None",
     "ops.prepare_heads": "qkv, positions, keys, values, *, q_weight=None, k_weight=None, "
-    "eps=1e-06, rope=None, rotates_first=False, gated=False, target=None, backend=None",
+    "eps=1e-06, rope=None, rotates_first=False, gated=False, k_scale=None, v_scale=None, "
+    "multiply_by_reciprocal=False, target=None, backend=None",
     "ops.prepare_latents": "down, positions, cache, *, kv_weight, q_weight=None, eps=1e-06, "
     "rope=None, interleaved=False, target=None, backend=None",
     "ops.causal_convolution": "x, positions, inputs, *, weight, bias=None, widths=None, first=0, "

@@ -10,6 +10,7 @@ import pytest
 from gradients import gradients
 from head_suite import CASES, NAMES, PAIRS, make, prepare
 
+from jax_nvfp4_moe.backends.heads import HeadOptions
 from jax_nvfp4_moe.numerics.fp8 import round_fp8
 
 FP8 = jnp.dtype("float8_e4m3fn")
@@ -74,6 +75,14 @@ class Fp8HeadSuite:
         call = with_fp8_cache(make(case, pair), reciprocal=reciprocal)
         assert_same_bytes(run(call), expected_of(run, call))
 
+    @pytest.mark.parametrize("reciprocal", [False, True])
+    def test_numbers_near_ties_have_the_bytes_of_round_fp8(self, run, pair, reciprocal):
+        call = near_ties(jnp.dtype(pair.split("-")[0]), reciprocal=reciprocal)
+        expected = expected_of(run, call)
+        assert_same_bytes(run(call), expected)
+        other = near_ties(call.qkv.dtype, reciprocal=not reciprocal)
+        assert (expected_of(run, other)[1].view(np.uint8) != expected[1].view(np.uint8)).any()
+
     @pytest.mark.parametrize("fault", ["scales", "swapped scales", "heads", "rounding"])
     def test_bytes_catch_a_fault(self, run, pair, fault):
         call = with_fp8_cache(make("many heads", pair), reciprocal=False)
@@ -98,6 +107,33 @@ class Fp8HeadSuite:
         assert np.isnan(values[:3]).all()
         np.testing.assert_array_equal(values[3:5], [448, -448])
         assert np.isfinite(values[5:]).all()
+
+
+def near_ties(dtype, *, reciprocal: bool) -> head_suite.Call:
+    """Return a call whose values, divided by their scales, are all but halfway between bytes.
+
+    Each head has a number of its own, in its first channel. Some scales are extreme.
+    """
+    rng, heads = np.random.default_rng(0), 600
+    x = np.asarray(rng.uniform(0.5, 2, heads), dtype)
+    bytes_ = rng.integers(0, 126, heads).astype(np.uint8)
+    low, high = (b.view(FP8).astype(np.float32) for b in (bytes_, bytes_ + np.uint8(1)))
+    k_scale = x.astype(np.float32) / ((low + high) / 2)
+    v_scale = np.nextafter(k_scale, np.resize(np.float32([0, np.inf]), heads))
+    v_scale[:4] = 1e-30, 1e-28, 1e28, 1e35
+    projected = np.zeros((1, 1, 1 + 2 * heads, 4), dtype)
+    projected[0, 0, 1:, 0] = np.concatenate([x, x])
+    projected[0, 0, 1:, 1] = np.concatenate([-x, -x])
+    keys = np.zeros((1, heads, 1, 4), FP8)
+    return head_suite.Call(
+        projected.reshape(1, 1, -1),
+        np.zeros((1, 1), np.int32),
+        keys,
+        keys,
+        None,
+        HeadOptions(None, 1e-6, False, False, reciprocal),
+        (k_scale, v_scale),
+    )
 
 
 class Fp8HeadCallSuite:

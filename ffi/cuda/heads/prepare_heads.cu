@@ -261,16 +261,15 @@ __global__ void __launch_bounds__(kThreads)
     if (i < own.count) all[i].Load(source, items);
     source += step;
   }
-  // Lane i has the scale of head i.
   const bool to_e4m3 = kE4M3 && !is_query;
-  float scale = 1.0f;
-  if (to_e4m3 && lane < own.count) {
-    scale = (is_value ? p.v_scale : p.k_scale)[own.first + lane];
-  }
+  float scale = 1.0f;  // lane i has that of head i
+  if (to_e4m3 && lane < own.count) scale = (is_value ? p.v_scale : p.k_scale)[own.first + lane];
   Factors<W, kItems> factors;
   factors.Load(weight, p.frequencies, items, lane);
   Turns<kItems> turns;
   if (!is_value) turns.Compute(factors.frequencies, items, position, call.rotation_scale);
+  // Its division is a function call, which each head would otherwise do for itself.
+  const float factor = to_e4m3 ? E4M3Factor(scale, call.multiply_by_reciprocal) : 1.0f;
   if (!is_query && (position < 0 || position >= call.s)) return;
   const int64_t row =
       is_query ? static_cast<int64_t>(token) * call.n + own.first
@@ -287,8 +286,8 @@ __global__ void __launch_bounds__(kThreads)
       if (weight != nullptr && call.rotates_first) all[i].Normalize(factors, call, items);
     }
     if (to_e4m3) {
-      const float own_scale = __shfl_sync(kAllLanes, scale, i);
-      const E4M3Rounding rounding = MakeE4M3Rounding(own_scale, call.multiply_by_reciprocal);
+      const float own_factor = __shfl_sync(kAllLanes, factor, i);
+      const E4M3Rounding rounding = MakeE4M3Rounding(own_factor, call.multiply_by_reciprocal);
       all[i].StoreE4M3(target, items, rounding);
     } else {
       all[i].Store(reinterpret_cast<T*>(target), items);
