@@ -9,9 +9,8 @@
 //           2q and 2q + 1 of the MMA, and the others its channels 2q + 8 and 2q + 9. SpreadQueries
 //           gives the queries the same order.
 //   values  Of each 16 channels, lane 4g + q gets channels 2g and 2g + 1, of keys 2q and 2q + 1.
-//   The
-//           even channels are the columns of one MMA, and the odd ones those of the next. Each
-//           thread then has the sums of channels 4q to 4q + 3, which OrderChannels sorts.
+//           The even channels are the columns of one MMA, and the odd ones those of the next.
+//           Each thread then has the sums of channels 4q to 4q + 3, which OrderChannels sorts.
 #pragma once
 
 #include <type_traits>
