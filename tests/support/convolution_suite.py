@@ -40,7 +40,7 @@ CONVOLUTIONS = {
     "whole runs": ConvolutionCase((8,), 64),
     "rows with padding": ConvolutionCase((4, 4), 40, present=(40, 33, 2, 0)),
     "more channels than a block": ConvolutionCase((1000, 36), 9, bias=True),
-    "fewer tokens than taps": ConvolutionCase((8,), 2, 8, present=(2, 1, 0)),
+    "fewer tokens than taps": ConvolutionCase((128,), 2, 8, present=(2, 1, 0)),
     "two taps": ConvolutionCase((4, 8, 4), 33, 2),
     "three taps": ConvolutionCase((12,), 33, 3, True, present=(33, 5)),
     "five taps": ConvolutionCase((12,), 33, 5),
