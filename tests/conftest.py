@@ -307,9 +307,10 @@ def pytest_collection_finish(session):
 
 
 # Linux gives a process 65,530 memory maps, and each compiled program takes several. Beyond that
-# the process ends, so a worker frees its programs when it has this many maps. Counting them takes a
-# while, so it happens behind each module and once in so many tests.
-_MANY_MAPS, _TESTS_BETWEEN = 30_000, 40
+# the process ends, so a worker frees its programs when it has this many maps. To free them takes
+# seconds, and later tests compile some of them again. Counting maps takes a while, so it happens
+# behind each module and once in so many tests.
+_MANY_MAPS, _TESTS_BETWEEN = 50_000, 40
 _tests = itertools.count(1)
 
 

@@ -131,8 +131,9 @@ def mix_gated_delta(
 
 def apply_gated_delta(q, k, v, g, beta, state, lengths=None, *, normalize, dtype):
     """Compute `ops.gated_delta_rule` in chunks for the device on which it runs."""
-    present = None if lengths is None else jnp.arange(q.shape[1])[None] < lengths[:, None]
-    if present is not None:
+    present = None
+    if lengths is not None:
+        present = jnp.arange(q.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         # All operands, because 0 times a NaN of padding would reach the state.
         q, k, v, g, beta = (_keep(part, present) for part in (q, k, v, g, beta))
     if normalize:
