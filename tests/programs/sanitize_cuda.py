@@ -279,7 +279,8 @@ def run_heads(b, t, n, m, d, rotated, start, room, dtype, gated=False):
     heads = (2 if gated else 1) * n + 2 * m
     shapes = (b, t, heads * d), (b, m, room, d), (b, m, room, d)
     qkv, keys, values = (jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes)
-    positions = jnp.tile(jnp.arange(start, start + t, dtype=jnp.int32), (b, 1))
+    # Of NumPy: initcheck reports the copy by which XLA tiles an array of one number.
+    positions = jnp.asarray(np.tile(np.arange(start, start + t, dtype=np.int32), (b, 1)))
     rope = Rope(tuple(0.9**i for i in range(rotated // 2))) if rotated else None
     for weight_dtype in (dtype, jnp.float32):
         weight = jnp.asarray(rng.normal(1, 0.1, d), weight_dtype)
