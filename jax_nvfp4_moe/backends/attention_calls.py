@@ -7,8 +7,8 @@ import numpy as np
 from jax_nvfp4_moe.backends.attention import PADDING, widen
 from jax_nvfp4_moe.scheme import Problem
 
-# With keys and values in FP8, the most rows of a key head for which the kernel for them runs, and
-# the number of which the width of a head is a multiple.
+# The kernel for keys and values in FP8 runs for up to FP8_ROWS rows of a key head, and for heads
+# whose width is a multiple of FP8_FACTOR.
 FP8_ROWS, FP8_FACTOR = 64, 16
 
 

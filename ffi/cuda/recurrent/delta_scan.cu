@@ -17,7 +17,7 @@
 // of S each column of S.T is. The first kernel writes its tiles in an order in which 16 bytes are
 // the right operands of two products.
 //
-// A block ends after the last chunk of its row that has a token which is no padding: the first
+// A block ends after the last chunk of its row that has a token which is no padding. The first
 // kernel has prepared no chunk behind it, and has written the results of padding.
 //
 // Prediction for 4096 tokens of 32 heads with 128 x 128 on an H200, with 64 blocks of 4 warps that
