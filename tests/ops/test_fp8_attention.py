@@ -101,7 +101,7 @@ def test_gradients_of_queries_are_those_of_wide_keys():
     assert_as_accurate_as(got, yardstick, exact)
     dropped = scales | {"v_scale": jnp.ones_like(scales["v_scale"])}
     wrong = gradients(lambda q: attention(q, k, v, positions, **dropped), jnp.asarray(q))[0]
-    with pytest.raises(AssertionError, match="over 2.0 x the yardstick's error"):
+    with pytest.raises(AssertionError, match=r"over 2\.0 x the yardstick's error"):
         assert_as_accurate_as(wrong, yardstick, exact)
 
 
