@@ -94,7 +94,7 @@ def mix_gated_delta(
       eps: epsilon of the norm.
       rule: the delta rule for t tokens, with the arguments and results of `delta_step`, except that
         it normalizes queries and keys itself, and takes the `lengths` of the rows, so that padding
-        costs no products. None (default) for one token.
+        costs no products. They are None for a single row. None (default) for one token.
       convolution: function that convolves the tokens, with the arguments and results of
         `causal_convolution` (default).
 
@@ -124,7 +124,9 @@ def mix_gated_delta(
     if rule is None:
         y, state = _normalized_step(*operands)
     else:
-        y, state = rule(*operands, lengths=jnp.sum(present, axis=1, dtype=jnp.int32))
+        # A single row has little padding. To count its tokens would take a kernel in each layer.
+        lengths = None if b == 1 else jnp.sum(present, axis=1, dtype=jnp.int32)
+        y, state = rule(*operands, lengths=lengths)
     y = _gated_norm(y.reshape(b, t, m * r, e), z, norm, eps)
     return y.reshape(b, t, -1).astype(inputs.dtype), inputs, state
 

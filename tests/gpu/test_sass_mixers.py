@@ -164,8 +164,8 @@ def test_a_mamba2_step_requests_its_state_before_it_waits(listing, arch):
 def test_a_convolution_keeps_its_window_in_registers(listing, arch):
     """There are kernels for 7 numbers of taps and two dtypes.
 
-    A thread stores 16 bytes of each token. A batch has 4 tokens, and each of two loops one: that
-    behind the batches, and that for padding. The inputs of a batch are requested before the first
+    A thread stores 16 bytes of each token. The loop for padding, which is first, has one, a batch
+    has 4, and the loop behind the batches one. The inputs of a batch are requested before the first
     store of the batch, and nothing is kept in local memory.
     """
     convolutions = kernels(listing, arch, "CausalConvolutionI")
@@ -175,7 +175,7 @@ def test_a_convolution_keeps_its_window_in_registers(listing, arch):
         assert not {"STL", "LDL"}.intersection(operations), name
         stores = [i for i, op in enumerate(instructions) if op.startswith("STG") and "128" in op]
         assert len(stores) == 6, name
-        assert sum(op == "LDG" for op in operations[: stores[0]]) >= 4, name
+        assert sum(op == "LDG" for op in operations[stores[0] : stores[1]]) >= 4, name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

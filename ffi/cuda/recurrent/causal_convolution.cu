@@ -17,9 +17,8 @@
 // The threads of the first run of a row also replace the past inputs. No other thread reads them.
 //
 // Inputs of padding are not used, and its results are zeros. Padding follows all other tokens of
-// its row. The positions of the first and the last token of a run therefore tell whether all of the
-// run is padding, or none of it. Only a run with both kinds of tokens has to look for the last one
-// that is no padding.
+// its row. The position of the last token of a run therefore tells whether a run has padding. Only
+// such a run has to look for its last token that is no padding.
 //
 // Bottleneck: memory bandwidth, of which the results take two thirds. The kernel does not overlap
 // with the preceding one; see LaunchCached.
@@ -144,12 +143,9 @@ __device__ __forceinline__ int64_t CountPresent(const int32_t* positions, int64_
   return total;
 }
 
-// Returns how many of the `count` tokens of a run are no padding, from the positions of the first
-// and the last one if these tell.
-__device__ __forceinline__ int32_t CountRun(const int32_t* positions, int32_t count, int32_t first,
-                                            int32_t last) {
-  if (last < kPaddingPosition) return count;
-  if (first >= kPaddingPosition) return 0;
+// Returns how many of the `count` tokens of a run are no padding. The last one is padding.
+__device__ __forceinline__ int32_t CountRun(const int32_t* positions, int32_t count) {
+  if (positions[0] >= kPaddingPosition) return 0;
   int32_t present = 1, end = count - 1;  // token present - 1 is no padding, and token `end` is
 #pragma unroll 1
   while (present < end) {
@@ -189,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kTaps))
     const int32_t tokens = rest < run_tokens ? static_cast<int32_t>(rest) : run_tokens;
     const int32_t* positions = p.positions + row * c.t + start;
     // Requested ahead of the weights and the window, which then arrive in the meantime.
-    const int32_t first_position = positions[0], last_position = positions[tokens - 1];
+    const int32_t last_position = positions[tokens - 1];
     Window<kTaps> window;
     window.LoadWeights(p.weight + static_cast<int64_t>(channel) * kTaps,
                        p.bias == nullptr ? nullptr : p.bias + channel);
@@ -199,10 +195,16 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kTaps))
       window.Put(j, LoadInputs(run == 0 ? past + j * c.channels : x + before));
     }
 
-    const int32_t count = CountRun(positions, tokens, first_position, last_position);
+    const int32_t count = last_position < kPaddingPosition ? tokens : CountRun(positions, tokens);
     const T* source = x + start * c.columns;
     float* part = place.part == 0 ? p.y[0] : place.part == 1 ? p.y[1] : p.y[2];
     float* y = part + (row * c.t + start) * place.width + place.channel;
+    // Before the products, which then need no register for the number of these tokens.
+#pragma unroll 1
+    for (int32_t padding = count; padding < tokens; ++padding) {
+      *reinterpret_cast<float4*>(y + static_cast<int64_t>(padding) * place.width) =
+          make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
     int32_t token = 0;
 #pragma unroll 1
     for (; token + kBatch <= count; token += kBatch) {
@@ -222,11 +224,6 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kTaps))
     for (; token < count; ++token) {
       window.Step(LoadInputs(source), y);
       source += c.columns;
-      y += place.width;
-    }
-#pragma unroll 1
-    for (; token < tokens; ++token) {  // padding
-      *reinterpret_cast<float4*>(y) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       y += place.width;
     }
   }
