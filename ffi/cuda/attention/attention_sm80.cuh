@@ -7,8 +7,8 @@
 // not its room. Scores stay in registers: a running maximum and sum of exponentials rescale the
 // output, which is never written before it is complete (arXiv:1805.02867, arXiv:2307.08691).
 //
-//   step  wait for a tile of keys and values; start the copies of a later one
-//         scores = q @ k.T; mask them where the tile is not visible as a whole
+//   step  wait for a tile of keys and values; start the copies of a later one.
+//         scores = q @ k.T; mask them where the tile is not visible as a whole.
 //         weights = exp2(scores - maximum); output = output * shrink + weights @ v
 //
 // Copies are cp.async in a ring of stages. The 16-byte units of a row are swizzled, so that
