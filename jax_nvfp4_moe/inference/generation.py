@@ -153,7 +153,9 @@ def generate(
     """
     sampling = make_sampling(temperature, top_k, top_p, stop_ids, key)
     flat, state = start_decoding(model, input_ids, lengths, max_new_tokens, sampling, prefill_chunk)
-    return _fill(decode(flat, sampling, state, np.int32(max_new_tokens)), max_new_tokens)
+    if max_new_tokens > 1:  # the prefill has drawn the first token
+        state = decode(flat, sampling, state, np.int32(max_new_tokens))
+    return _fill(state, max_new_tokens)
 
 
 def stream(

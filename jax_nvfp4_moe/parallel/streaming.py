@@ -63,6 +63,8 @@ def join_chunks(
       layout: name of the layout of the result; None for no conversion.
       expert_mesh: the mesh of the shards; None (default) for one device.
     """
+    if step == count:
+        return jax.block_until_ready(_convert_whole(read(0), layout, expert_mesh))
     joined = None
     with concurrent.futures.ThreadPoolExecutor(1) as reader:
         coming = reader.submit(read, 0)
@@ -80,6 +82,12 @@ def join_chunks(
             )
     assert joined is not None
     return joined
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "expert_mesh"))
+def _convert_whole(chunk, layout, expert_mesh):
+    """Return the experts of the only chunk in `layout`, on their devices."""
+    return on_shards(lambda chunk: _convert(chunk, layout), expert_mesh)(chunk)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "layout", "expert_mesh"))

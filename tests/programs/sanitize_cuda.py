@@ -273,12 +273,19 @@ def run_dense_fp8(sizes, scales):
         check(f"dense {sizes} {x_type} FP8 {activations} {scales}", y)
 
 
-def run_heads(b, t, n, m, d, rotated, start, room, dtype, gated=False):
-    """Prepare heads with and without norms; the last tokens may not fit into the cache."""
+def run_heads(b, t, n, m, d, rotated, start, room, dtype, gated=False, cache=None):
+    """Prepare heads with and without norms; the last tokens may not fit into the cache.
+
+    `cache` is the dtype of the cache, `dtype` by default. A cache in FP8 has scales.
+    """
     rng = np.random.default_rng(5)
     heads = (2 if gated else 1) * n + 2 * m
-    shapes = (b, t, heads * d), (b, m, room, d), (b, m, room, d)
-    qkv, keys, values = (jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes)
+    qkv = jnp.asarray(rng.normal(0, 1, (b, t, heads * d)), dtype)
+    keys, values = (jnp.asarray(rng.normal(0, 1, (b, m, room, d)), cache or dtype) for _ in "kv")
+    scales = {}
+    if cache is not None:
+        scale = jnp.asarray(rng.uniform(0.01, 0.1, m), jnp.float32)
+        scales = {"k_scale": scale, "v_scale": scale}
     # Of NumPy: initcheck reports the copy by which XLA tiles an array of one number.
     positions = jnp.asarray(np.tile(np.arange(start, start + t, dtype=np.int32), (b, 1)))
     rope = Rope(tuple(0.9**i for i in range(rotated // 2))) if rotated else None
@@ -286,9 +293,17 @@ def run_heads(b, t, n, m, d, rotated, start, room, dtype, gated=False):
         weight = jnp.asarray(rng.normal(1, 0.1, d), weight_dtype)
         for norms in ({}, {"q_weight": weight, "k_weight": weight}):
             found = ops.prepare_heads(
-                qkv, positions, keys, values, **norms, rope=rope, gated=gated, backend="heads_cuda"
+                qkv,
+                positions,
+                keys,
+                values,
+                **norms,
+                **scales,
+                rope=rope,
+                gated=gated,
+                backend="heads_cuda",
             )
-            name = f"heads {b} {t} {n} {m} {d} {rotated} {np.dtype(dtype)} {bool(norms)} {gated}"
+            name = f"heads {b} {t} {n} {m} {d} {rotated} {keys.dtype} {bool(norms)} {gated}"
             for part, y in zip(("q", "keys", "values"), found, strict=True):
                 check(f"{name} {part}", y)
 
@@ -304,6 +319,7 @@ def run_rows():
     for case, dtype in itertools.product(HEADS, DTYPES[:2]):
         run_heads(*case, dtype)
         run_heads(*case, dtype, gated=True)
+        run_heads(*case, dtype, gated=True, cache=jnp.float8_e4m3fn)
 
 
 def run_dense_layers():
