@@ -110,7 +110,8 @@ def with_expert_gradient(forward: Callable, layer: ExpertLayer) -> Callable:
 
 def _expert_bars(layer, operands, y_bar):
     """Return the float32 cotangents of tokens, expert weights and biases."""
-    x, params, expert_ids, expert_weights = operands
+    # Arrays of NumPy that a function closes over cannot be indexed by values of a trace.
+    x, params, expert_ids, expert_weights = jax.tree.map(jnp.asarray, operands)
     biases = {name: getattr(params, name) for name in BIASES}
     bars = jax.tree.map(_zeros, (x, expert_weights.reshape(-1), biases))
     if expert_ids.size and layer.num_experts:
@@ -187,6 +188,7 @@ def with_product_gradient(forward: Callable) -> Callable:
 
 def _product_bars(bias, weight, group_sizes, y_bar):
     """Return the float32 cotangents of rows and biases."""
+    bias, weight, group_sizes = jax.tree.map(jnp.asarray, (bias, weight, group_sizes))
     m, (e, _, k) = y_bar.shape[0], weight.shape
     bars = jnp.zeros((m, k), jnp.float32), jax.tree.map(jnp.zeros_like, bias)
     if m == 0 or e == 0:
