@@ -5,6 +5,7 @@ All tests call the FFI targets directly, once for each instruction set that this
 
 import concurrent.futures
 import dataclasses
+import functools
 import subprocess
 
 import cpu_calls
@@ -14,14 +15,25 @@ import pytest
 from axes import axis
 from float64_layer import E4M3, Options
 from given import PROGRAMS
-from kernel_cases import BF16, DTYPES, F16, F32, LAYERS, constant, make_layer, make_product, uniform
+from kernel_cases import (
+    ACTIVATIONS,
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    LAYERS,
+    MODES,
+    constant,
+    make_layer,
+    make_product,
+    uniform,
+)
 from kernel_suite import (
     LayerSuite,
     ProductSuite,
     RoundingSuite,
     UnroundedSuite,
     assert_accurate,
-    bits,
 )
 
 from jax_nvfp4_moe.backends.cpu import grouped_gemm_workspace_bytes, moe_workspace_bytes
@@ -29,7 +41,7 @@ from jax_nvfp4_moe.backends.cpu import grouped_gemm_workspace_bytes, moe_workspa
 ISAS = cpu_calls.isa_levels()
 CPU = jax.devices("cpu")[0]
 
-modes = pytest.mark.parametrize("mode", ["none", "static", "token"])
+modes = pytest.mark.parametrize("mode", MODES)
 isas = pytest.mark.parametrize("isa", ISAS)
 
 
@@ -40,15 +52,53 @@ def _on_the_cpu():
         yield
 
 
+@pytest.fixture(scope="module")
+def outputs():
+    """Return a dictionary of what kernels gave, for the tests of other instruction sets."""
+    return {}
+
+
+def layer_output(outputs, call, options, isa):
+    """Return the output of a call. All of `options` and instruction sets run in one program.
+
+    The key of the outputs holds the arrays by identity, because tests of other instruction sets and
+    options share them.
+    """
+    arrays = (call.x, *call.layer, call.ids, call.weights)
+    key = (*map(id, arrays), options)
+    if key not in outputs:
+        operands = (call.x, cpu_calls.prepare(call.layer), call.ids, call.weights)
+        outputs[key] = arrays, cpu_calls.moe_of_each(*operands, options)
+    return outputs[key][1][call.options][isa]
+
+
+def product_output(outputs, call, modes, isa):
+    """Return the output of a call. All of `modes` and instruction sets run in one program."""
+    key = (*map(id, call.operands), modes)
+    if key not in outputs:
+        each = cpu_calls.grouped_gemm_of_each(*call.operands, modes=modes)
+        outputs[key] = call.operands, each
+    return outputs[key][1][call.mode][isa]
+
+
 def run_layer(call, isa="auto", workspace=None):
     """Run a `kernel_cases.LayerCall`."""
     operands = jax.device_put((call.x, cpu_calls.prepare(call.layer), call.ids, call.weights), CPU)
     return cpu_calls.moe(*operands, call.options, isa=isa, workspace=workspace)
 
 
-def run_product(call, isa="auto", workspace=None):
-    """Run a `kernel_cases.ProductCall`."""
-    return cpu_calls.grouped_gemm(*call.operands, call.mode, isa=isa, workspace=workspace)
+@functools.cache
+def tiny_call(dtype):
+    """Return a layer in whose arithmetic XLA's flush-to-zero mode would find only zeros."""
+    call = make_layer("two_rows_each", DTYPES[dtype], Options(activation="relu2"))
+    tiny = {"bf16": 2.0**-60, "f16": 2.0**-14, "f32": 2.0**-60}[dtype]
+    x = (call.x.astype(np.float64) * tiny).astype(call.x.dtype)
+    scale = call.layer.gate_up_global_scale / np.float32(tiny)
+    return dataclasses.replace(call, x=x).with_layer(gate_up_global_scale=scale)
+
+
+# Few and many rows, and the sizes of a layer.
+LARGE_SUMS = {rows: (rows, 1, 1, 32, 14336, constant(rows, 1, 0)) for rows in (1, 2, 40)}
 
 
 class TestLayer(LayerSuite, RoundingSuite, UnroundedSuite):
@@ -58,24 +108,35 @@ class TestLayer(LayerSuite, RoundingSuite, UnroundedSuite):
     activation_numbers = axis("bf16-none", "f32-none")
 
     @pytest.fixture
-    def run(self, isa):
-        return lambda call: run_layer(call, isa)
+    def run(self, isa, outputs, request):
+        """Compute what other tests need of the same operands: other scales, or other activations.
+
+        The axis of a test says which of them those tests use.
+        """
+        axes = request.fixturenames
+
+        def output(call):
+            options = (call.options,)
+            if "numbers" in axes:
+                options = tuple(
+                    dataclasses.replace(call.options, activation_scale=mode) for mode in MODES
+                )
+            elif "activation_numbers" in axes:
+                each = (dataclasses.replace(call.options, activation=a) for a in ACTIVATIONS)
+                options = tuple(o for o in each if o.gated == call.options.gated)
+            return layer_output(outputs, call, options, isa)
+
+        return output
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_subnormal_half_and_tiny_activations_count(self, run, dtype):
         """XLA's flush-to-zero mode must not turn these values into zeros."""
-        call = self.call("two_rows_each", f"{dtype}-none", activation="relu2")
-        tiny = {"bf16": 2.0**-60, "f16": 2.0**-14, "f32": 2.0**-60}[dtype]
-        x = (call.x.astype(np.float64) * tiny).astype(call.x.dtype)
-        scale = call.layer.gate_up_global_scale / np.float32(tiny)
-        call = dataclasses.replace(call, x=x).with_layer(gate_up_global_scale=scale)
-        assert_accurate(run, call)
+        assert_accurate(run, tiny_call(dtype))
 
-    @pytest.mark.parametrize("rows", [1, 2, 40])
+    @pytest.mark.parametrize("rows", LARGE_SUMS)
     def test_large_sums_do_not_depend_on_the_form_of_rows(self, run, rows):
         """Sum 14336 values, which fill more than one panel of every kind, for few and many rows."""
-        case = (rows, 1, 1, 32, 14336, constant(rows, 1, 0))
-        assert_accurate(run, self.call(case, "bf16-none"))
+        assert_accurate(run, self.call(LARGE_SUMS[rows], "bf16-none"))
 
 
 class TestProduct(ProductSuite):
@@ -83,16 +144,27 @@ class TestProduct(ProductSuite):
     case_numbers = axis("bf16-none", "f32-none", "bf16-token")
 
     @pytest.fixture
-    def run(self, isa):
-        return lambda call: run_product(call, isa)
+    def run(self, isa, outputs, request):
+        several = {"numbers", "case_numbers"} & {*request.fixturenames}
+        return lambda call: product_output(outputs, call, MODES if several else (call.mode,), isa)
+
+
+@functools.cache
+def outputs_of_small_workspace():
+    """Return options -> instruction set -> output in a workspace of three tokens."""
+    call = make_layer("out_of_range", BF16, Options())
+    one_token = moe_workspace_bytes(1, 4, 6, 64, 32, gated=True, dtype=BF16)
+    operands = (call.x, cpu_calls.prepare(call.layer), call.ids, call.weights)
+    options = tuple(Options(activation_scale=mode) for mode in MODES)
+    return cpu_calls.moe_of_each(*operands, options, workspace=3 * one_token)
 
 
 @isas
 @modes
 def test_small_workspace_takes_several_rounds(isa, mode):
-    call = make_layer("out_of_range", BF16, Options(activation_scale=mode))
-    one_token = moe_workspace_bytes(1, 4, 6, 64, 32, gated=True, dtype=BF16)
-    assert_accurate(lambda call: run_layer(call, isa, 3 * one_token), call)
+    options = Options(activation_scale=mode)
+    call = make_layer("out_of_range", BF16, options)
+    assert_accurate(lambda call: outputs_of_small_workspace()[call.options][isa], call)
 
 
 def test_every_instruction_set_has_its_marker():
@@ -107,18 +179,28 @@ def test_tiny_workspace_is_refused(isa):
         run_layer(call, isa, workspace=100)
 
 
+@functools.cache
+def bits_of_many_runs(dtype, mode):
+    """Return instruction set -> bits of a run alone, and of 24 runs in eight threads."""
+    case = (64, 4, 8, 144, 80, uniform(64, 4, 8))
+    call = make_layer(case, dtype, Options(activation_scale=mode))
+    operands = (call.x, cpu_calls.prepare(call.layer), call.ids, call.weights)
+
+    def run(_=None):
+        outputs = cpu_calls.moe_of_each(*operands, (call.options,))[call.options]
+        return {isa: y.tobytes() for isa, y in outputs.items()}
+
+    first = run()
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(run, range(24)))
+    return {isa: (first[isa], [result[isa] for result in results]) for isa in first}
+
+
 @isas
 @pytest.mark.parametrize(("dtype", "mode"), [(BF16, "none"), (F32, "none"), (F16, "token")])
 def test_same_bits_every_time_and_from_many_threads(isa, dtype, mode):
-    case = (64, 4, 8, 144, 80, uniform(64, 4, 8))
-    call = make_layer(case, dtype, Options(activation_scale=mode))
-
-    def run(call):
-        return run_layer(call, isa)
-
-    first = bits(run, call)
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        results = list(threads.map(lambda _: bits(run, call), range(24)))
+    first, results = bits_of_many_runs(dtype, mode)[isa]
+    assert len(results) == 24
     assert set(results) == {first}
 
 
@@ -143,12 +225,20 @@ def test_block_scales_of_all_kinds_are_exact(isa):
     np.testing.assert_array_equal(np.asarray(y)[0], rows.view(E4M3).astype(np.float32))
 
 
-@isas
-def test_grouped_gemm_in_rounds(isa):
+@functools.cache
+def products_in_rounds():
+    """Return instruction set -> product in a workspace of two rows."""
     call = make_product("groups", F32)
     e, n, half_k = call.operands[1].shape
     small = 2 * grouped_gemm_workspace_bytes(1, e, n, 2 * half_k, dtype=F32)
-    assert_accurate(lambda call: run_product(call, isa, small), call)
+    each = cpu_calls.grouped_gemm_of_each(*call.operands, modes=("none",), workspace=small)
+    return each["none"]
+
+
+@isas
+def test_grouped_gemm_in_rounds(isa):
+    call = make_product("groups", F32)
+    assert_accurate(lambda _: products_in_rounds()[isa], call)
 
 
 def test_unknown_isa_names_what_this_cpu_has():

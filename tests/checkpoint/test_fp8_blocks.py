@@ -109,10 +109,8 @@ def draw(n, k, how, seed=0):
         scales = 2.0 ** (powers.astype(np.float32) - 127)
     elif how == "bf16":
         scales = scales.astype(ml_dtypes.bfloat16).astype(np.float32)
-    weight = values.astype(np.float32)
-    for row in range(n):
-        for column in range(k):
-            weight[row, column] *= scales[row // block[0], column // block[1]]
+    row, column = np.indices((n, k))
+    weight = values.astype(np.float32) * scales[row // block[0], column // block[1]]
     kept = {
         "mx": lambda: powers,
         "e8m0": lambda: powers.view(E8M0),

@@ -26,10 +26,10 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.fixture
-def repository(tmp_path):
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
     """Return a copy of the example as a repository that also holds other files."""
-    folder = tmp_path / "repository"
+    folder = tmp_path_factory.mktemp("hub") / "repository"
     shutil.copytree(EXAMPLE, folder)
     (folder / "original").mkdir()
     (folder / "original" / "model.safetensors").write_bytes(b"another form")
@@ -37,7 +37,7 @@ def repository(tmp_path):
     return folder
 
 
-def run(address, cache, *names, code=OPEN, **environment):
+def run(address, cache, *names, code=OPEN, cwd=None, **environment):
     """Open checkpoints by name in a process that uses this Hub address and this cache."""
     known = {"HF_ENDPOINT": address, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(
@@ -47,6 +47,7 @@ def run(address, cache, *names, code=OPEN, **environment):
         text=True,
         check=False,
         timeout=120,
+        cwd=cwd,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -60,11 +61,36 @@ def test_names():
     assert str(HubName("a/b", "v1")) == "a/b@v1"
 
 
-def test_a_model_is_fetched_once_and_found_again(repository, tmp_path):
+@pytest.fixture(scope="module")
+def cache(repository):
+    """Return the folder of the Hub's files, which the processes of this module share."""
+    return repository.parent / "cache"
+
+
+@pytest.fixture(scope="module")
+def from_the_hub(repository, cache):
+    """Open names with the Hub. Return its address, what it was asked, and a line for each name."""
+    names = ("owner/model", "owner/model@v1", "owner/none", "owner/gated", "owner/model@v9")
+    with serve(model=repository) as (address, asked):
+        lines = run(address, cache, *names)
+    return address, asked, dict(zip(names, lines, strict=True))
+
+
+@pytest.fixture(scope="module")
+def without_the_hub(from_the_hub, repository, cache):
+    """Open names when the server has stopped: one that was fetched, one never, and a folder."""
+    address, _, _ = from_the_hub
+    names = ("owner/model", "owner/other@v1", "owner/here")
+    shutil.copytree(EXAMPLE, repository.parent / "owner" / "here")
+    lines = run(address, cache, *names, cwd=repository.parent)
+    return dict(zip(names, lines, strict=True))
+
+
+def test_a_model_is_fetched_once_and_found_again(from_the_hub, without_the_hub, cache):
     """Other formats are not fetched. A later call reads the cache, even without a network."""
     names = {path.name for path in EXAMPLE.iterdir() if path.suffix in (".json", ".safetensors")}
-    with serve(model=repository) as (address, asked):
-        first, second = run(address, tmp_path / "cache", "owner/model", "owner/model@v1")
+    address, asked, lines = from_the_hub
+    first, second = lines["owner/model"], lines["owner/model@v1"]
     for line in (first, second):
         revision, count, *files = line.split()
         assert revision == COMMIT
@@ -73,29 +99,24 @@ def test_a_model_is_fetched_once_and_found_again(repository, tmp_path):
         assert {"original", "pytorch_model.bin"}.isdisjoint(files)
     fetched = [line for line in asked if line.startswith("GET") and "/resolve/" in line]
     assert len(fetched) == len(set(fetched))
-    assert run(address, tmp_path / "cache", "owner/model") == [first]  # the server has stopped
-    offline = run(address, tmp_path / "cache", "owner/model@v1", HF_HUB_OFFLINE="1")
+    assert without_the_hub["owner/model"] == first
+    offline = run(address, cache, "owner/model@v1", HF_HUB_OFFLINE="1")
     assert offline == [first]
 
 
-def test_what_is_not_there_says_what_to_do(repository, tmp_path):
-    with serve(model=repository) as (address, _):
-        missing, gated, revision = run(
-            address, tmp_path / "cache", "owner/none", "owner/gated", "owner/model@v9"
-        )
-    assert "neither a folder here nor a model on the Hub" in missing
-    assert "accept its terms on" in gated
+def test_what_is_not_there_says_what_to_do(from_the_hub, without_the_hub):
+    _, _, lines = from_the_hub
+    assert "neither a folder here nor a model on the Hub" in lines["owner/none"]
+    assert "accept its terms on" in lines["owner/gated"]
+    revision = lines["owner/model@v9"]
     assert "the Hub has owner/model, but it has no revision 'v9': pass a branch" in revision
-    (away,) = run("http://127.0.0.1:9", tmp_path / "empty", "owner/model@v1")
+    away = without_the_hub["owner/other@v1"]
     assert "the Hub cannot be reached" in away
-    assert "`hf download owner/model --revision v1 --local-dir FOLDER`, and pass FOLDER" in away
+    assert "`hf download owner/other --revision v1 --local-dir FOLDER`, and pass FOLDER" in away
 
 
-def test_a_folder_of_that_name_comes_first(repository, tmp_path, monkeypatch):
-    shutil.copytree(EXAMPLE, tmp_path / "owner" / "model")
-    monkeypatch.chdir(tmp_path)
-    (line,) = run("http://127.0.0.1:9", tmp_path / "cache", "owner/model")
-    assert line.startswith("model ")
+def test_a_folder_of_that_name_comes_first(without_the_hub):
+    assert without_the_hub["owner/here"].startswith("here ")
 
 
 @pytest.mark.slow  # starts a process that compiles a model

@@ -110,7 +110,7 @@ def test_a_report_counts_each_byte_once(run):
 
 
 def test_points_of_a_roofline_are_the_rows_of_the_report(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "_CPU_SIZES", (1 / 64, 128))
+    monkeypatch.setattr(bench, "_CPU_SIZES", (1 / 512, 64))
     path = tmp_path / "roofline.svg"
     status, out, err, (figure,) = run(
         "bench", *SMALL, "--tokens", "1,8", "--backend", "reference", "--json", "--plot", path
@@ -139,7 +139,8 @@ def test_points_of_a_roofline_are_the_rows_of_the_report(run, tmp_path, monkeypa
 
 def test_points_of_errors_are_the_rows_of_the_report(run, tmp_path):
     options = ("--errors", "--tokens", 8, "--scheme", "w4a16", "--json")
-    status, out, _, (figure,) = run("inspect", EXAMPLE, *options, "--plot", tmp_path / "e.png")
+    small = CHECKPOINTS / "qwen3moe-modelopt-w4a4"
+    status, out, _, (figure,) = run("inspect", small, *options, "--plot", tmp_path / "e.png")
     assert status == 0
     errors = json.loads(out)["errors"]
     lines = {line.get_label(): line.get_ydata() for line in figure.axes[0].get_lines()}

@@ -31,8 +31,8 @@ def _on_the_cpu():
 
 
 def matrix(name):
-    key = jax.random.key(ROWS[name])
-    return SCALES[name] * jax.random.normal(key, (ROWS[name], K))
+    rng = np.random.default_rng(ROWS[name])
+    return np.float32(SCALES[name]) * rng.standard_normal((ROWS[name], K), np.float32)
 
 
 def nvfp4(name, divides=False, declared=Scheme.W4A16):
@@ -44,14 +44,15 @@ def nvfp4(name, divides=False, declared=Scheme.W4A16):
 
 
 def fp8(name, declared=FP8ActivationScaling.TOKEN):
-    scale = jnp.full(ROWS[name], SCALES[name] / 50)
+    scale = np.full(ROWS[name], SCALES[name] / 50, np.float32)
     values = (matrix(name) / scale[:, None]).astype(jnp.float8_e4m3fn)
+    values, scale = jnp.asarray(values), jnp.asarray(scale)
     own = jnp.float32(SCALES[name] / 50) if declared is FP8ActivationScaling.STATIC else None
     return LinearWeights(FP8Tensor(values, scale), input_scale=own, checkpoint_scheme=declared)
 
 
 def dense(name):
-    return LinearWeights(matrix(name))
+    return LinearWeights(jnp.asarray(matrix(name)))
 
 
 FORMATS = {

@@ -20,14 +20,14 @@ TOKENS = np.arange(4 * 5 * 2, dtype=np.float32).reshape(4, 5, 2)
 def test_tokens_come_back(num_tokens):
     def run(x, positions):
         packed = pack(x, positions, num_tokens)
-        return packed, spread(packed, positions), find_places(positions)
+        back = spread(packed, positions)
+        return packed, back, find_places(positions), pack_like(back, positions, packed)
 
-    packed, back, places = jax.jit(run)(TOKENS, POSITIONS)
+    packed, back, places, again = map(np.asarray, jax.jit(run)(TOKENS, POSITIONS))
     assert packed.shape == (1, num_tokens, 2)
     np.testing.assert_array_equal(packed[0, :9], TOKENS[PRESENT])
-    np.testing.assert_array_equal(np.asarray(back)[PRESENT], TOKENS[PRESENT])
-    np.testing.assert_array_equal(np.asarray(places)[PRESENT], np.arange(9))
-    again = pack_like(back, jnp.asarray(POSITIONS), packed)
+    np.testing.assert_array_equal(back[PRESENT], TOKENS[PRESENT])
+    np.testing.assert_array_equal(places[PRESENT], np.arange(9))
     np.testing.assert_array_equal(again[0, :9], packed[0, :9])
 
 
@@ -43,8 +43,7 @@ def test_numbers_of_all_sizes_come_back(dtype, shape):
 
 
 def test_a_token_without_room_is_lost():
-    positions = jnp.asarray(POSITIONS)
-    back = spread(pack(jnp.asarray(TOKENS), positions, 8), positions)
+    back = jax.jit(lambda x, at: spread(pack(x, at, 8), at))(TOKENS, POSITIONS)
     kept = (np.asarray(back) == TOKENS).all(axis=-1)
     np.testing.assert_array_equal(kept[:3][PRESENT[:3]], True)
     assert not kept[3, 0]
@@ -67,4 +66,4 @@ def test_gradients_flow_to_true_tokens_alone(dtype):
         return jnp.where(PRESENT[..., None], back, 0).sum()
 
     expected = np.where(PRESENT[..., None], 2 * TOKENS, 0)
-    np.testing.assert_array_equal(jax.grad(total)(jnp.asarray(TOKENS, dtype)), expected)
+    np.testing.assert_array_equal(jax.jit(jax.grad(total))(TOKENS.astype(dtype)), expected)

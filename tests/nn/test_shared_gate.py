@@ -19,7 +19,7 @@ def make(**changes):
 
 
 def tokens(*shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(1), (*shape, 64), dtype)
+    return np.random.default_rng(1).standard_normal((*shape, 64)).astype(dtype)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def tokens(*shape, dtype=jnp.float32):
 def test_a_plain_gate_of_shared_experts_is_computed_by_the_sum(dtype, gate, joins):
     """On a GPU, few rows take one kernel for both. Other gates keep a product of their own."""
     dtype = jnp.dtype(dtype)
-    weight = jax.random.normal(jax.random.key(4), (1, 64)) / 8
+    weight = jnp.asarray(np.random.default_rng(4).standard_normal((1, 64), np.float32) / 8)
     if gate.get("nvfp4"):
         module = NVFP4Linear(64, 1, weight=quantize(weight), dtype=dtype, target=HOPPER)
     else:
@@ -55,7 +55,7 @@ def test_a_plain_gate_of_shared_experts_is_computed_by_the_sum(dtype, gate, join
 
 def test_the_input_of_a_gate_is_recorded():
     """Calibration and measurements of errors capture what each linear layer reads."""
-    gate = DenseLinear(jnp.ones((1, 64)) / 64)
+    gate = DenseLinear(jnp.asarray(np.full((1, 64), 1 / 64, np.float32)))
     shared = NVFP4Linear(64, 64, rngs=nnx.Rngs(1))
     moe = make(shared_experts=shared, shared_gate=gate)
     x = tokens(3, dtype=jnp.bfloat16)

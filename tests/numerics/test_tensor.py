@@ -1,6 +1,7 @@
 """Test NVFP4Tensor and MoEParams: shapes, bytes, exact values, errors."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,18 @@ from jax_nvfp4_moe.testing import random_moe_params
 # Each method is one compiled program. Otherwise each operation in it would be a program.
 dequantize = jax.jit(nvfp4.NVFP4Tensor.dequantize, static_argnums=1)
 to_layout = jax.jit(nvfp4.NVFP4Tensor.to_layout, static_argnums=1)
-scale = jax.jit(nvfp4.NVFP4Tensor.scale)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def in_layouts(tensor, names):
+    """Convert to one layout and from there to another.
+
+    Returns both tensors, the scales of the first two, and the values of all three.
+    """
+    there = tensor.to_layout(names[0])
+    other = there.to_layout(names[1])
+    scales = [one.scale() for one in (tensor, there)]
+    return there, other, scales, [one.dequantize() for one in (tensor, there, other)]
 
 
 def normal(*shape):
@@ -102,15 +114,16 @@ def test_padded_columns_keep_shape_and_values(n, k, halves):
     if halves == 2:
         apart = np.float32([[1.0, 2.0], [3.0, 5.0]])
         tensor = dataclasses.replace(tensor, global_scale=apart)
-    there = to_layout(tensor, "mma_64x64_gated" if halves == 2 else "mma_64x64")
+    there, other, scales, values = in_layouts(
+        tensor, ("mma_64x64_gated" if halves == 2 else "mma_64x64", "cpu_16x16")
+    )
     assert there.shape == tensor.shape
     assert there.rows == (None if n % 64 == 0 else n)
     assert there.columns == (None if k % 64 == 0 else k)
-    np.testing.assert_array_equal(scale(there), scale(tensor))
-    np.testing.assert_array_equal(dequantize(there), dequantize(tensor))
-    other = to_layout(there, "cpu_16x16")
     assert (other.shape, other.columns) == (tensor.shape, None)
-    np.testing.assert_array_equal(dequantize(other), dequantize(tensor))
+    np.testing.assert_array_equal(scales[1], scales[0])
+    np.testing.assert_array_equal(values[1], values[0])
+    np.testing.assert_array_equal(values[2], values[0])
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,18 @@ def allow(monkeypatch, together, elements):
     monkeypatch.setattr(chosen_keys, "_ELEMENTS", together * elements)
 
 
+def choose(*operands):
+    """Return the chosen keys, of a new program: its form depends on what `allow` allows."""
+    return jax.jit(functools.partial(choose_keys, count=COUNT))(*operands)
+
+
 @TOGETHER
 def test_the_largest_scores_are_chosen(monkeypatch, positions, together):
     """Scores in float64 rank the keys. Heads have negative weights too."""
     heads = 3
     q, weights, k = normal(0, B, T, heads, 16), normal(1, B, T, heads), normal(2, B, S, 16)
     allow(monkeypatch, together, B * S * heads)
-    found = np.asarray(choose_keys(q, weights, k, positions, count=COUNT))
+    found = np.asarray(choose(q, weights, k, positions))
     products = np.einsum("btnd,bsd->btns", np.float64(q), np.float64(k))
     scores = np.einsum("btn,btns->bts", np.float64(weights), np.maximum(products, 0))
     for row, query in np.ndindex(B, T):
@@ -51,8 +56,7 @@ def test_the_largest_scores_are_chosen(monkeypatch, positions, together):
 def test_the_earlier_of_equal_scores_is_chosen(positions):
     """No product is positive, so that all scores are zero."""
     q, weights, k = -np.ones((B, T, 1, 16)), np.ones((B, T, 1)), np.ones((B, S, 16))
-    q, weights, k = (jnp.asarray(x, jnp.float32) for x in (q, weights, k))
-    found = choose_keys(q, weights, k, positions, count=COUNT)
+    found = choose(*map(np.float32, (q, weights, k)), positions)
     np.testing.assert_array_equal(found, np.broadcast_to(np.arange(COUNT), (B, T, COUNT)))
 
 
@@ -62,15 +66,17 @@ def attend_to_all(q, k, v, positions, chosen, dtype):
     It computes in float64 by NumPy, or in float32 by plain XLA.
     """
     xp = np if dtype == np.float64 else jnp
-    q, k, v = (xp.asarray(x, dtype) for x in (q, k, v))
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
     k, v = (xp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
-    seen = np.zeros((B, T, S), bool)
-    np.put_along_axis(seen, chosen, True, axis=-1)
-    seen &= np.arange(S) <= positions[..., None]
+    seen = (chosen[..., None] == np.arange(S)[None, None, None]).any(axis=2)
+    seen &= np.arange(S)[None, None] <= positions[..., None]
     scores = xp.einsum("btnd,bnsd->btns", q, k) * dtype(SCALE)
     scores = xp.where(seen[:, :, None], scores, dtype(-np.inf))
     weights = xp.exp(scores - scores.max(-1, keepdims=True))
     return xp.einsum("btns,bnsd->btnd", weights / weights.sum(-1, keepdims=True), v)
+
+
+attend_plainly = jax.jit(functools.partial(attend_to_all, dtype=np.float32))
 
 
 def random_choice(positions, seed):
@@ -91,10 +97,11 @@ def test_attention_to_chosen_keys(monkeypatch, positions, together, m):
     q, k, v = normal(0, B, T, n, d), normal(1, B, m, S, d), normal(2, B, m, S, dv)
     chosen = random_choice(positions, 3)
     allow(monkeypatch, together, B * COUNT * (m * (d + dv) + n))
-    found = attend_to_chosen(q, k, v, positions, chosen, scale=SCALE)
+    run = jax.jit(functools.partial(attend_to_chosen, scale=SCALE))
+    found = run(q, k, v, positions, chosen)
 
     def check(chosen):
-        plain = attend_to_all(q, k, v, positions, chosen, np.float32)
+        plain = attend_plainly(q, k, v, positions, chosen)
         assert_as_accurate_as(found, plain, attend_to_all(q, k, v, positions, chosen, np.float64))
 
     check(chosen)

@@ -16,14 +16,18 @@ HOPPER = Target("cuda", (9, 0))
 STATIC = ("widths", "first", "heads", "stride")
 
 
+run_on_cpu = jax.jit(
+    functools.partial(ops.causal_convolution, target=Target("cpu")), static_argnames=STATIC
+)
+
+
 class TestConvolution(ConvolutionSuite):
     case = axis(*CONVOLUTIONS)
     dtype = axis("bfloat16", "float32")
 
     @pytest.fixture
     def run(self):
-        convolution = functools.partial(ops.causal_convolution, target=Target("cpu"))
-        return jax.jit(convolution, static_argnames=STATIC)
+        return run_on_cpu
 
 
 def called(case="Mamba-2", dtype="bfloat16", target=HOPPER, **changes):
@@ -44,11 +48,10 @@ def test_the_kernel_runs_for_prompts_in_16_bits():
 
 
 def test_columns_that_no_vector_divides_are_plain_xla():
-    x, inputs = jnp.ones((1, 16, 12), jnp.bfloat16), jnp.ones((1, 3, 6), jnp.bfloat16)
-    run = functools.partial(
-        ops.causal_convolution, x, jnp.arange(16)[None], inputs, weight=jnp.ones((6, 4))
-    )
-    parts, _ = run(first=5, target=HOPPER)
+    x, inputs = np.ones((1, 16, 12), jnp.bfloat16), np.ones((1, 3, 6), jnp.bfloat16)
+    positions, weight = np.arange(16, dtype=np.int32)[None], np.ones((6, 4), np.float32)
+    run = functools.partial(ops.causal_convolution, x, positions, inputs, weight=weight)
+    parts, _ = jax.jit(functools.partial(run, first=5, target=HOPPER))()
     assert parts[0].shape == (1, 16, 6)
     with pytest.raises(NoBackendError, match=r"got \(4, 12, 5, 6, 6\)"):
         run(first=5, target=HOPPER, backend="convolution_cuda")

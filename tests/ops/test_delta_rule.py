@@ -29,6 +29,11 @@ def operands():
     return dict(zip(NAMES, make_rule("one more token than a chunk"), strict=True))
 
 
+run_on_cpu = jax.jit(
+    functools.partial(ops.gated_delta_rule, target=Target("cpu")), static_argnames="normalize"
+)
+
+
 class TestDeltaRule(DeltaRuleSuite):
     case = axis(
         "one token",
@@ -41,8 +46,7 @@ class TestDeltaRule(DeltaRuleSuite):
 
     @pytest.fixture
     def run(self):
-        rule = functools.partial(ops.gated_delta_rule, target=Target("cpu"))
-        return jax.jit(rule, static_argnames="normalize")
+        return run_on_cpu
 
 
 def called(target, **options):
@@ -76,11 +80,14 @@ def test_gradients_of_padding_are_zero():
     name = "rows of unequal length"
     operands, lengths = make_rule(name), make_lengths(name)
 
-    def run(*operands):
-        return ops.gated_delta_rule(*operands, lengths=lengths, target=Target("cpu"))
+    @jax.jit
+    def differentiate(*operands):
+        return gradients(functools.partial(run_on_cpu, lengths=lengths), *operands)
 
-    found = gradients(run, *map(jnp.asarray, operands))
-    clean = gradients(run, *map(jnp.asarray, without_padding(operands, lengths)))
+    found, clean = (
+        map(np.asarray, differentiate(*given))
+        for given in (operands, without_padding(operands, lengths))
+    )
     padding = find_padding(lengths, RAGGED.tokens)
     for key, gradient, expected in zip(NAMES, found, clean, strict=True):
         np.testing.assert_array_equal(gradient, expected)

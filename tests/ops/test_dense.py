@@ -1,5 +1,6 @@
 """Test products of few rows with plain matrices: the CPU kernel, and which calls take a kernel."""
 
+import functools
 import importlib
 import re
 
@@ -56,10 +57,19 @@ def operands(m, n, k):
     return x.astype(ml_dtypes.bfloat16), weight.astype(ml_dtypes.bfloat16)
 
 
-def run(x, weight, isa="auto"):
+@jax.jit
+def run_kernels(x, weight):
+    """Return the results of all instruction sets, which are calls in one program."""
     output = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    call = jax.jit(lambda x, w: jax.ffi.ffi_call(TARGET, output)(x, w, isa=isa))
-    return np.asarray(call(x.astype(np.float32), weight))
+    call = jax.ffi.ffi_call(TARGET, output)
+    return {isa: call(x, weight, isa=isa) for isa in ("auto", *ISAS)}
+
+
+def run(x, weight, isa="auto"):
+    return np.asarray(run_kernels(x.astype(np.float32), weight)[isa])
+
+
+jitted_dense = jax.jit(dense, static_argnames=("target", "dtype"))
 
 
 @jax.jit
@@ -143,7 +153,8 @@ def test_empty_operands(sizes):
 
 
 def lowered(rows, dtype=jnp.bfloat16, platform="cpu", *, weight=None, k=32, target=None):
-    x, weight = jnp.zeros((1, rows, k), dtype), jnp.zeros((5, k), weight or dtype)
+    shapes = ((1, rows, k), dtype), ((5, k), weight or dtype)
+    x, weight = (jax.ShapeDtypeStruct(*each) for each in shapes)
     # A new function each time, because JAX would reuse the trace of an earlier one.
     return (
         jax.jit(lambda x, w: dense(x, w, target=target))
@@ -209,10 +220,11 @@ def test_a_bias_is_added_to_the_float32_sums(rows, target):
         target = Target("cuda", (7, 5))  # which has no kernel, so that XLA's forms run
     x, weight = operands(rows, 96, 40)
     bias = np.random.default_rng(2).normal(0, 8, 96).astype(ml_dtypes.bfloat16)
-    sums = np.asarray(dense(x, weight, target=target))
+    run = functools.partial(jitted_dense, x, weight, target=target)
+    sums = np.asarray(run())
     exact = sums + bias.astype(np.float32)
-    np.testing.assert_array_equal(dense(x, weight, bias=bias, target=target), exact)
-    once = np.asarray(dense(x, weight, bias=bias, target=target, dtype=jnp.bfloat16))
+    np.testing.assert_array_equal(run(bias=bias), exact)
+    once = np.asarray(run(bias=bias, dtype="bfloat16"))
     np.testing.assert_array_equal(once, exact.astype(ml_dtypes.bfloat16))
     twice = sums.astype(ml_dtypes.bfloat16) + bias
     assert (once != twice).any()
@@ -228,9 +240,10 @@ def test_a_bias_has_a_derivative(target, monkeypatch):
     module = importlib.import_module("jax_nvfp4_moe.ops.dense")
     monkeypatch.setattr(module, "_find_form", lambda *_: module._multiply)
     x, weight = operands(3, 5, 40)
-    bias = jnp.linspace(-1, 1, 5)
+    bias = np.linspace(-1, 1, 5, dtype=np.float32)
     bar = np.random.default_rng(3).normal(0, 1, (3, 5)).astype(np.float32)
-    found = jax.grad(lambda b: jnp.sum(dense(x, weight, bias=b, target=target) * bar))(bias)
+    total = jax.grad(lambda b: jnp.sum(dense(x, weight, bias=b, target=target) * bar))
+    found = jax.jit(total)(bias)
     sums, truth = bar.sum(axis=0), bar.astype(np.float64).sum(axis=0)
     assert_as_accurate_as(found, sums, truth)
     with pytest.raises(AssertionError, match="yardstick"):
@@ -239,13 +252,13 @@ def test_a_bias_has_a_derivative(target, monkeypatch):
 
 def fp8_weight(n=5, k=32, *, groups=False):
     values = np.random.default_rng((n, k)).normal(0, 1, (n, k)).astype(ml_dtypes.float8_e4m3fn)
-    scale = jnp.linspace(0.5, 2, n)
-    scale = scale[:, None] * jnp.linspace(1, 3, -(-k // 128))[None] if groups else scale
-    return FP8Tensor(jnp.asarray(values), scale)
+    scale = np.linspace(0.5, 2, n)
+    scale = scale[:, None] * np.linspace(1, 3, -(-k // 128)) if groups else scale
+    return FP8Tensor(jnp.asarray(values), jnp.asarray(np.float32(scale)))
 
 
 def lowered_fp8(rows, dtype=jnp.bfloat16, *, k=32, target=GPU, platform="cuda", **options):
-    x, weight = jnp.zeros((1, rows, k), dtype), fp8_weight(k=k)
+    x, weight = jax.ShapeDtypeStruct((1, rows, k), dtype), fp8_weight(k=k)
     run = jax.jit(lambda x, w: dense_fp8(x, w, target=target, **options))
     return run.trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
 
@@ -322,11 +335,11 @@ def test_a_scale_for_each_group_multiplies_its_weights(activations):
     scale = np.asarray(weight.scale, np.float64).repeat(128, axis=1)[:, :304]
     values = np.asarray(weight.values, np.float64) * scale
     np.testing.assert_array_equal(weight.dequantize(), values.astype(np.float32))
-    x = jnp.asarray(rng.normal(0, 1, (2, 3, 304)), jnp.float32)
-    how = {"activations": activations, "input_scale": jnp.float32(0.01)}
-    one = FP8Tensor(jnp.eye(304).astype(jnp.float8_e4m3fn), jnp.ones(304))
-    rounded = np.asarray(dense_fp8(x, one, **how), np.float64)  # what the product sees of x
-    y = dense_fp8(x, weight, **how)
+    x = rng.normal(0, 1, (2, 3, 304)).astype(np.float32)
+    how = {"activations": activations, "input_scale": np.float32(0.01)}
+    run = jax.jit(functools.partial(dense_fp8, **how))
+    one = FP8Tensor(np.eye(304).astype(jnp.float8_e4m3fn), np.ones(304, np.float32))
+    rounded, y = np.asarray(run(x, one), np.float64), run(x, weight)  # what the product sees of x
     plain = xla(np.float32(rounded).reshape(6, 304), np.float32(values)).reshape(2, 3, 6)
     assert_as_accurate_as(y, plain, rounded @ values.T)
     with pytest.raises(AssertionError, match="yardstick"):
@@ -365,7 +378,8 @@ def test_derivatives_of_the_kernel_for_fp8_weights_are_those_of_xla(monkeypatch)
         return jax.lax.stop_gradient(dense(x, values.astype(x.dtype), dtype=dtype) * scale[None])
 
     def gradient(target):
-        return jax.grad(lambda x: jnp.sum(jnp.sin(dense_fp8(x, weight, target=target))))(x)
+        y = functools.partial(dense_fp8, weight=weight, target=target)
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(y(x)))))(x)
 
     expected = gradient(None)
     module = importlib.import_module("jax_nvfp4_moe.ops.dense")
@@ -383,9 +397,10 @@ def test_derivatives_of_the_kernel_for_fp8_weights_are_those_of_xla(monkeypatch)
 @pytest.mark.parametrize("target", [None, Target("cpu")])
 def test_a_narrow_result_is_the_float32_one_rounded(rows, target):
     x, weight = operands(rows, 5, 40)
-    narrow = dense(x, weight, target=target, dtype=jnp.bfloat16)
+    narrow = np.asarray(jitted_dense(x, weight, target=target, dtype="bfloat16"))
     assert narrow.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(narrow, dense(x, weight, target=target).astype(jnp.bfloat16))
+    found = np.asarray(jitted_dense(x, weight, target=target))
+    np.testing.assert_array_equal(narrow, found.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("target", [None, Target("cpu")])
@@ -401,14 +416,14 @@ def test_many_rows_by_a_float32_matrix_on_a_gpu():
     """No bit of the matrix is lost, and no product of the program has float32 operands."""
     k, n = 64, 40
     wide = np.random.default_rng(0).normal(0, 1, (n, k)).astype(np.float32)
-    unit = jnp.tile(jnp.eye(k, dtype=jnp.bfloat16), (2, 1))
-    np.testing.assert_array_equal(dense(unit, wide, target=GPU), np.tile(wide.T, (2, 1)))
+    unit = np.tile(np.eye(k, dtype=jnp.bfloat16), (2, 1))
+    np.testing.assert_array_equal(jitted_dense(unit, wide, target=GPU), np.tile(wide.T, (2, 1)))
     without_third = jax.lax.reduce_precision(wide, 8, 15)
     assert (np.asarray(without_third) != wide).mean() > 0.9  # two parts would be seen
     x = np.tile(operands(2 * k, n, k)[0], (2, 1))
     exact = x.astype(np.float64) @ wide.astype(np.float64).T
     plain = np.asarray(xla(x.astype(np.float32), wide))
-    found = np.asarray(dense(x, wide, target=GPU))
+    found = np.asarray(jitted_dense(x, wide, target=GPU))
     assert np.abs(found - exact).max() <= 2 * np.abs(plain - exact).max()
     program = lowered(CUDA_MOST + 1, weight=jnp.float32, platform="cuda", target=GPU)
     (product,) = (line for line in program.splitlines() if "dot_general" in line)
@@ -422,9 +437,9 @@ def test_derivatives_of_a_product_in_parts():
     def loss(x, weight, target):
         return jnp.sum(jnp.sin(dense(x, weight, target=target)))
 
-    found, expected = (jax.grad(loss, 1)(x, weight, target) for target in (GPU, Target("cpu")))
-    scale = np.abs(np.asarray(expected)).max()
-    assert np.abs(np.asarray(found - expected)).max() <= 1e-5 * scale
+    gradient = jax.jit(jax.grad(loss, 1), static_argnums=2)
+    found, expected = (np.asarray(gradient(x, weight, to)) for to in (GPU, Target("cpu")))
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_a_program_without_the_extension_takes_xla(monkeypatch):
@@ -441,19 +456,20 @@ def test_leading_axes_and_vmap():
 
 
 def test_derivatives_are_those_of_the_product():
-    x, weight = (jnp.asarray(value, jnp.bfloat16) for value in operands(3, 5, 40))
+    x, weight = operands(3, 5, 40)
 
     def loss(product):
         return lambda x, weight: jnp.sum(jnp.sin(product(x, weight)))
 
-    found = jax.grad(loss(dense), (0, 1))(x, weight)
-    expected = jax.grad(loss(xla), (0, 1))(x, weight)
+    found = jax.jit(jax.grad(loss(dense), (0, 1)))(x, weight)
+    expected = jax.jit(jax.grad(loss(xla), (0, 1)))(x, weight)
     for one, other in zip(found, expected, strict=True):
-        scale = np.abs(np.asarray(other, np.float32)).max()
+        one, other = np.float32(one), np.float32(other)
         # One unit in the last place of bfloat16, to which both results are rounded.
-        assert np.abs(np.asarray(one - other, np.float32)).max() <= 2.0**-8 * scale
+        assert np.abs(one - other).max() <= 2.0**-8 * np.abs(other).max()
     along = (weight[:3], x[:1].repeat(5, axis=0))
-    own, plain = (np.asarray(jax.jvp(f, (x, weight), along)[1]) for f in (dense, xla))
+    push = jax.jit(lambda *given: [jax.jvp(f, given, along)[1] for f in (dense, xla)])
+    own, plain = map(np.asarray, push(x, weight))
     # The tangent is one product of longer rows: dx @ weight.T + x @ dweight.T.
     rows = np.concatenate([along[0], x], axis=1), np.concatenate([weight, along[1]], axis=1)
     assert error(own, *rows) <= 2 * max(error(plain, *rows), UNIT)

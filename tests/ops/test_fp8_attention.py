@@ -1,5 +1,6 @@
 """Test `ops.attention` with keys and values in FP8, off GPUs, and which kernels it chooses."""
 
+import functools
 import re
 
 import cpu_calls
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_suite import Case, in_float64, worst
+from attention_suite import Case, in_float64, jitted_attention, worst
 from axes import axis
 from fp8_attention_suite import FP8, FP8_CASES, Fp8AttentionSuite, make_fp8
 from gradients import gradients
@@ -29,10 +30,14 @@ MANY = Case(20, (4, 2), 700, (64, 48), (670, 511))  # more tokens than run as pl
 class TestFp8(Fp8AttentionSuite):
     """The default, by the backend for CPUs or by a kernel for bfloat16.
 
-    XLA multiplies masked values by zero, so that what no query sees must be a number.
+    XLA multiplies masked values by zero, so that what no query sees must be a number. Widths are
+    nothing to XLA, and `test_attention_cpu.py` has those of the kernels for bfloat16.
     """
 
     case = axis(*FP8_CASES)
+    widths = axis((192, 128))
+    widths_of_nan = axis((192, 128))
+    width = axis(64)
     dtype = axis("bfloat16", "float16")
 
     @pytest.fixture
@@ -40,9 +45,14 @@ class TestFp8(Fp8AttentionSuite):
         def call(q, k, v, positions, **options):
             seen = np.arange(k.shape[2]) <= np.max(positions, axis=1)[:, None]
             k, v = (np.where(seen[:, None, :, None], x, np.zeros((), FP8)) for x in (k, v))
-            return attention(q, k, v, positions, **options)
+            return jitted_attention(q, k, v, positions, **options)
 
         return call
+
+    def test_matches_float64(self, run, case):
+        """Take turns, because only the choice of a record depends on the dtype."""
+        dtype = ("bfloat16", "float16")[list(FP8_CASES).index(case) % 2]
+        super().test_matches_float64(run, case, dtype)
 
 
 @pytest.mark.parametrize("case", [LONG, MANY])
@@ -59,10 +69,11 @@ def test_all_records_attend_to_the_same_numbers(case, backend):
         for e, scale in ((k, x.k_scale), (v, x.v_scale))
     ]
     expected = in_float64(q, *wide, positions)
-    bound = 2 * worst(attention(q, *wide, positions, backend="reference"), expected)
-    assert worst(attention(q, k, v, positions, **scales, backend=backend), expected) <= bound
+    bound = 2 * worst(jitted_attention(q, *wide, positions, backend="reference"), expected)
+    run = functools.partial(jitted_attention, q, k, v, positions, backend=backend)
+    assert worst(run(**scales), expected) <= bound
     swapped = {"k_scale": x.v_scale, "v_scale": x.k_scale}
-    assert worst(attention(q, k, v, positions, **swapped, backend=backend), expected) > 10 * bound
+    assert worst(run(**swapped), expected) > 10 * bound
 
 
 def test_the_room_of_a_cache_costs_nothing():
@@ -90,19 +101,22 @@ def test_gradients_of_queries_are_those_of_wide_keys():
         e.astype(np.float32) * scale[:, None, None] for e, scale in ((k, x.k_scale), (v, x.v_scale))
     ]
 
+    @jax.jit
     def plain(q, k, v):
         options = {"scale": q.shape[3] ** -0.5, "window": None, "chunk": None}
         return gradients(lambda q: attend(q, k, v, positions, None, **options), q)[0]
 
+    @jax.jit
+    def run(q, scales):
+        return gradients(lambda q: attention(q, k, v, positions, **scales), q)[0]
+
     with jax.enable_x64(True):
-        exact = np.asarray(plain(*(jnp.asarray(e, jnp.float64) for e in (q, *wide))))
-    yardstick = plain(jnp.asarray(q), *wide)
-    got = gradients(lambda q: attention(q, k, v, positions, **scales), jnp.asarray(q))[0]
-    assert_as_accurate_as(got, yardstick, exact)
-    dropped = scales | {"v_scale": jnp.ones_like(scales["v_scale"])}
-    wrong = gradients(lambda q: attention(q, k, v, positions, **dropped), jnp.asarray(q))[0]
+        exact = np.asarray(plain(*(np.asarray(e, np.float64) for e in (q, *wide))))
+    yardstick = plain(q, *wide)
+    assert_as_accurate_as(run(q, scales), yardstick, exact)
+    dropped = scales | {"v_scale": np.ones_like(scales["v_scale"])}
     with pytest.raises(AssertionError, match=r"over 2\.0 x the yardstick's error"):
-        assert_as_accurate_as(wrong, yardstick, exact)
+        assert_as_accurate_as(run(q, dropped), yardstick, exact)
 
 
 def lower_for_gpu(t, n, m, widths, dtype=jnp.bfloat16):

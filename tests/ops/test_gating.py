@@ -27,17 +27,20 @@ from jax_nvfp4_moe.nn.dense import DenseLinear
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 CUDA = nvfp4.Target("cuda", (9, 0))
+activate_rows = jax.jit(ops.activate, static_argnums=1)
+add_gated, add_linear_gated = jax.jit(ops.add_gated), jax.jit(ops.add_linear_gated)
+gate_heads = jax.jit(ops.gate_heads)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_is_rounded_once(name):
     """In float32 the result is near that in float64, and in 16 bits it is that one, rounded."""
     gate_up = make_gate_up("odd", "bfloat16")
-    exact = np.asarray(ops.activate(jnp.asarray(gate_up, jnp.float32), name))
+    exact = np.asarray(activate_rows(gate_up.astype(np.float32), name))
     truth = activate(np.asarray(gate_up, np.float64), options_of(name))
     plain = activate(np.asarray(gate_up, np.float32), options_of(name))
     assert_as_accurate_as(exact, plain, truth)
-    rounded = np.asarray(ops.activate(jnp.asarray(gate_up), name))
+    rounded = np.asarray(activate_rows(gate_up, name))
     np.testing.assert_array_equal(rounded, exact.astype(rounded.dtype))
 
 
@@ -45,9 +48,9 @@ def test_sum_behind_a_gate():
     x, gate, z = make_sum("odd", "float32")
     plain = x + z / (1 + np.exp(-gate))
     truth = sum_in_float64(x, gate, z)
-    assert_as_accurate_as(np.asarray(ops.add_gated(x, gate, z)), plain, truth)
+    assert_as_accurate_as(np.asarray(add_gated(x, gate, z)), plain, truth)
     with pytest.raises(AssertionError, match="yardstick"):
-        assert_as_accurate_as(np.asarray(ops.add_gated(x, -gate, z)), plain, truth)
+        assert_as_accurate_as(np.asarray(add_gated(x, -gate, z)), plain, truth)
     np.testing.assert_array_equal(ops.add_gated(x, None, z), x + z)
 
 
@@ -58,9 +61,9 @@ def test_sum_behind_a_linear_gate(size):
     gate = np.cumsum(gate_input * gate_weight, axis=1)[:, -1:]  # one sum in the order of the inputs
     plain = x + z / (1 + np.exp(-gate))
     truth = linear_sum_in_float64(*operands)
-    assert_as_accurate_as(np.asarray(ops.add_linear_gated(*operands)), plain, truth)
+    assert_as_accurate_as(np.asarray(add_linear_gated(*operands)), plain, truth)
     if x.size:
-        wrong = np.asarray(ops.add_linear_gated(x, gate_input, -gate_weight, z))
+        wrong = np.asarray(add_linear_gated(x, gate_input, -gate_weight, z))
         with pytest.raises(AssertionError, match="yardstick"):
             assert_as_accurate_as(wrong, plain, truth)
 
@@ -68,25 +71,25 @@ def test_sum_behind_a_linear_gate(size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", LINEAR_SIZES)
 def test_a_linear_gate_has_the_bits_of_a_layer_without_a_kernel(size, dtype):
-    x, gate_input, gate_weight, z = map(jnp.asarray, make_linear_sum(size, dtype))
-    layer = DenseLinear(gate_weight[None], dtype=x.dtype)
-    expected = ops.add_gated(x, layer(gate_input), z)
-    np.testing.assert_array_equal(ops.add_linear_gated(x, gate_input, gate_weight, z), expected)
+    x, gate_input, gate_weight, z = make_linear_sum(size, dtype)
+    layer = DenseLinear(jnp.asarray(gate_weight[None]), dtype=x.dtype)
+    expected = add_gated(x, jax.jit(layer)(gate_input), z)
+    np.testing.assert_array_equal(add_linear_gated(x, gate_input, gate_weight, z), expected)
 
 
 @pytest.mark.parametrize("size", GATES)
 def test_heads_behind_gates(size):
     """In float32 the result is near that in float64, and in 16 bits it is that one, rounded."""
     x, gates = make_gates(size, "bfloat16")
-    exact = np.asarray(ops.gate_heads(np.float32(x), np.float32(gates)))
+    exact = np.asarray(gate_heads(np.float32(x), np.float32(gates)))
     assert_as_accurate_as(exact, gate_in(x, gates, np.float32), gate_in(x, gates, np.float64))
-    rounded = np.asarray(ops.gate_heads(x, gates))
+    rounded = np.asarray(gate_heads(x, gates))
     np.testing.assert_array_equal(rounded, exact.astype(rounded.dtype))
 
 
 def test_bound_catches_gates_that_are_queries():
     x, gates = make_gates("odd", "float32")
-    y = np.asarray(ops.gate_heads(x, np.roll(gates, 7, axis=1)))
+    y = np.asarray(gate_heads(x, np.roll(gates, 7, axis=1)))
     with pytest.raises(AssertionError, match="yardstick"):
         assert_as_accurate_as(y, gate_in(x, gates, np.float32), gate_in(x, gates, np.float64))
 
@@ -108,10 +111,8 @@ def test_few_rows_take_a_kernel_on_a_gpu(rows, kernel):
 
 def test_gradients_of_kernels_are_those_of_the_reference():
     """Only the reference runs here, so that the programs are compared in their text."""
-    gate_up = jnp.asarray(make_gate_up("odd", "float32"))
-    operands = tuple(map(jnp.asarray, make_sum("odd", "float32")))
-    gated = tuple(map(jnp.asarray, make_gates("odd", "float32")))
-    linear = tuple(map(jnp.asarray, make_linear_sum("odd inputs", "float32")))
+    gate_up, operands = make_gate_up("odd", "float32"), make_sum("odd", "float32")
+    gated, linear = make_gates("odd", "float32"), make_linear_sum("odd inputs", "float32")
 
     def loss(gate_up, operands, gated, linear, **how):
         results = (
@@ -122,8 +123,8 @@ def test_gradients_of_kernels_are_those_of_the_reference():
         )
         return sum((result**2).sum() for result in results)
 
-    grads = jax.grad(loss, argnums=(0, 1, 2, 3))(gate_up, operands, gated, linear)
-    assert all(bool(jnp.abs(grad).max() > 0) for grad in jax.tree.leaves(grads))
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(gate_up, operands, gated, linear)
+    assert all(np.asarray(grad).any() for grad in jax.tree.leaves(grads))
     lowered = jax.jit(jax.grad(lambda *each: loss(*each, target=CUDA), argnums=(0, 1, 2, 3)))
     text = lowered.lower(gate_up, operands, gated, linear).as_text()
     assert "nvfp4_activate_cuda" in text
@@ -140,8 +141,9 @@ def test_gradients_of_a_linear_gate(function):
         return x + jax.nn.sigmoid(gate_input @ gate_weight)[:, None] * z
 
     def gradients(of, dtype="float32"):
-        operands = tuple(jnp.asarray(array, dtype) for array in arrays)
-        return jax.grad(lambda *each: (of(*each) ** 2).sum(), argnums=(0, 1, 2, 3))(*operands)
+        operands = (array.astype(dtype) for array in arrays)
+        total = jax.grad(lambda *each: (of(*each) ** 2).sum(), argnums=(0, 1, 2, 3))
+        return jax.jit(total)(*operands)
 
     with jax.enable_x64(True):
         truths = [np.asarray(grad) for grad in gradients(formula, "float64")]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from axes import axis
-from head_product_suite import CASES, HeadProductSuite, make
+from head_product_suite import HeadProductSuite, make
 
 from jax_nvfp4_moe import Target
 from jax_nvfp4_moe.ops.head_products import absorb_queries, expand_values
@@ -16,9 +16,12 @@ KERNELS = ["nvfp4_absorb_queries_cuda", "nvfp4_expand_values_cuda"]
 
 
 class TestPlain(HeadProductSuite):
-    """XLA's dot passes its own bound, and the suite finds faults in it."""
+    """XLA's dot passes its own bound, and the suite finds faults in it.
 
-    case = axis(*CASES)
+    Cases that differ in sizes alone are left to kernels, which divide them.
+    """
+
+    case = axis("deepseek", "three tokens", "kimi", "eight rows")
     dtype = axis("bfloat16")
 
     @pytest.fixture

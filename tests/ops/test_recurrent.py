@@ -22,6 +22,10 @@ from jax_nvfp4_moe import NoBackendError, Target, ops
 HOPPER = Target("cuda", (9, 0))
 
 
+def zeros(shape):
+    return np.zeros(shape, np.float32)
+
+
 def operands(case="three value heads", dtype="float32"):
     """Return the tokens and the keyword arguments of a call."""
     tokens, weights = make_delta(case, jnp.dtype(dtype))
@@ -31,16 +35,23 @@ def operands(case="three value heads", dtype="float32"):
     }
 
 
+delta_step = jax.jit(
+    functools.partial(ops.gated_delta_step, target=Target("cpu")),
+    static_argnames=("interleaved", "eps"),
+)
+mamba2_step = jax.jit(
+    functools.partial(ops.mamba2_step, target=Target("cpu")),
+    static_argnames=("activation", "step_limits", "eps"),
+)
+
+
 class TestDeltaStep(DeltaStepSuite):
     case = axis("three value heads", "seven key heads", "no past", "a long past", "rates apart")
     dtype = axis("bfloat16", "float32")
 
     @pytest.fixture
     def run(self):
-        return jax.jit(
-            functools.partial(ops.gated_delta_step, target=Target("cpu")),
-            static_argnames=("interleaved", "eps"),
-        )
+        return delta_step
 
 
 class TestMamba2Step(Mamba2StepSuite):
@@ -49,10 +60,7 @@ class TestMamba2Step(Mamba2StepSuite):
 
     @pytest.fixture
     def run(self):
-        return jax.jit(
-            functools.partial(ops.mamba2_step, target=Target("cpu")),
-            static_argnames=("activation", "step_limits", "eps"),
-        )
+        return mamba2_step
 
 
 def lowered(op, target):
@@ -91,17 +99,17 @@ def test_the_derivative_for_a_gpu_calls_the_kernel_for_its_results_alone():
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("state", jnp.zeros((2, 6, 16, 8)), r"state: expected shape \[b, m, r, d, e\]"),
-        ("projected", jnp.zeros((2, 1, 171)), r"projected: expected shape \(2, 1, 172\), got"),
-        ("projected", jnp.zeros((2, 1, 172), jnp.int32), "projected: expected bfloat16, float16"),
-        ("positions", jnp.zeros((2, 2), jnp.int32), r"positions: expected shape \(2, 1\)"),
-        ("inputs", jnp.zeros((2, 3, 112)), r"inputs: expected shape \(2, 2, 112\)"),
-        ("conv_weight", jnp.zeros((110, 3)), r"conv_weight: expected shape \(112, 3\)"),
-        ("A_log", jnp.zeros(5), r"A_log: expected shape \(6,\)"),
-        ("dt_bias", jnp.zeros((1, 6)), r"dt_bias: expected shape \(6,\)"),
-        ("norm", jnp.zeros(16), r"norm: expected shape \(8,\)"),
-        ("rates", jnp.zeros((2, 1, 6)), r"rates: expected float32 \(2, 1, 12\), or None"),
-        ("rates", jnp.zeros((2, 1, 12)), r"projected: expected shape \(2, 1, 160\), got"),
+        ("state", zeros((2, 6, 16, 8)), r"state: expected shape \[b, m, r, d, e\]"),
+        ("projected", zeros((2, 1, 171)), r"projected: expected shape \(2, 1, 172\), got"),
+        ("projected", np.zeros((2, 1, 172), np.int32), "projected: expected bfloat16, float16"),
+        ("positions", np.zeros((2, 2), np.int32), r"positions: expected shape \(2, 1\)"),
+        ("inputs", zeros((2, 3, 112)), r"inputs: expected shape \(2, 2, 112\)"),
+        ("conv_weight", zeros((110, 3)), r"conv_weight: expected shape \(112, 3\)"),
+        ("A_log", zeros(5), r"A_log: expected shape \(6,\)"),
+        ("dt_bias", zeros((1, 6)), r"dt_bias: expected shape \(6,\)"),
+        ("norm", zeros(16), r"norm: expected shape \(8,\)"),
+        ("rates", zeros((2, 1, 6)), r"rates: expected float32 \(2, 1, 12\), or None"),
+        ("rates", zeros((2, 1, 12)), r"projected: expected shape \(2, 1, 160\), got"),
     ],
 )
 def test_a_wrong_operand_is_named(name, wrong, message):
@@ -114,13 +122,13 @@ def test_a_wrong_operand_is_named(name, wrong, message):
 
 def test_a_state_that_the_kernel_does_not_hold_runs_on_the_reference():
     _, weights = operands()
-    wide = jnp.zeros((1, 1, 1, 132, 8))
+    wide = zeros((1, 1, 1, 132, 8))
     given = {
-        "projected": jnp.zeros((1, 1, 282)),
-        "positions": jnp.zeros((1, 1), jnp.int32),
-        "inputs": jnp.zeros((1, 3, 272)),
+        "projected": zeros((1, 1, 282)),
+        "positions": np.zeros((1, 1), np.int32),
+        "inputs": zeros((1, 3, 272)),
         "state": wide,
-        "conv_weight": jnp.zeros((272, 4)),
+        "conv_weight": zeros((272, 4)),
         **{name: weights[name][:1] for name in ("A_log", "dt_bias")},
         "norm": weights["norm"],
     }
@@ -133,13 +141,13 @@ def test_a_state_that_the_kernel_does_not_hold_runs_on_the_reference():
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("state", jnp.zeros((2, 6, 16)), r"state: expected shape \[b, h, p, n\]"),
-        ("projected", jnp.zeros((2, 1, 245)), r"projected: expected shape \(2, 1, 246\), got"),
-        ("conv_weight", jnp.zeros((145, 3)), "conv_weight: expected 96 rows, and 16 more for each"),
-        ("conv_weight", jnp.zeros((160, 3)), "of some groups that divide 6 heads"),
-        ("conv_bias", jnp.zeros(143), r"conv_bias: expected shape \(144,\)"),
-        ("D", jnp.zeros((6, 1)), r"D: expected shape \(6,\)"),
-        ("norm", jnp.zeros(16), r"norm: expected shape \(96,\)"),
+        ("state", zeros((2, 6, 16)), r"state: expected shape \[b, h, p, n\]"),
+        ("projected", zeros((2, 1, 245)), r"projected: expected shape \(2, 1, 246\), got"),
+        ("conv_weight", zeros((145, 3)), "conv_weight: expected 96 rows, and 16 more for each"),
+        ("conv_weight", zeros((160, 3)), "of some groups that divide 6 heads"),
+        ("conv_bias", zeros(143), r"conv_bias: expected shape \(144,\)"),
+        ("D", zeros((6, 1)), r"D: expected shape \(6,\)"),
+        ("norm", zeros(16), r"norm: expected shape \(96,\)"),
         ("activation", "silu", "activation: expected one that is not gated, got 'silu'"),
     ],
 )

@@ -22,8 +22,9 @@ pytestmark = pytest.mark.eight_devices
 
 
 @functools.cache
-def one_device(scheme, count=24):
-    return call(block(scheme=scheme)(), tokens(24)[:count])
+def one_device(scheme):
+    """Return the result of one device for 24 tokens, which does not depend on other tokens."""
+    return np.asarray(call(block(scheme=scheme)(), tokens(24)))
 
 
 @pytest.mark.parametrize("capacity", [None, 2])
@@ -60,14 +61,14 @@ def test_exchanged_tokens_equal_one_device(scheme, shape, reduced):
 def test_a_count_of_tokens_that_shards_do_not_divide(capacity):
     """The result cannot be divided into equal parts, so one all-gather replicates it."""
     how = {"mesh": make_mesh((8, 1)), "dispatch": "all_to_all", "capacity": capacity}
-    found, sent = run_counted(block()(**how), tokens(24)[:21])
-    assert difference(found, one_device(None, 21)) <= BOUND
+    found, sent = run_counted(block()(**how), tokens(21))
+    assert difference(found, one_device(None)[:21]) <= BOUND
     assert sent["all-gather"] == 1
 
 
 def test_no_token_is_not_exchanged():
     eight = block()(mesh=make_mesh((2, 1)), dispatch="all_to_all")
-    found, sent = run_counted(eight, tokens(24)[:0])
+    found, sent = run_counted(eight, tokens(0))
     assert found.shape == (0, 64)
     assert sent == {}
 
@@ -94,11 +95,12 @@ def explicit_block():
 @pytest.mark.parametrize(("lead", "axis"), EXPLICIT, ids=name_shape)
 def test_explicit_tokens_of_any_count(lead, axis):
     """The result is sharded as the tokens are, whether or not shards divide their number."""
-    x = tokens(24)[: np.prod(lead)].reshape(*lead, 64)
+    count = np.prod(lead)
+    x = tokens(count).reshape(*lead, 64)
     mesh = make_mesh((8, 1), AxisType.Explicit)
     given = jax.device_put(x, NamedSharding(mesh, PartitionSpec(axis)))
     found = call(explicit_block(), given)
-    assert difference(found, call(block()(), x)) <= BOUND
+    assert difference(found, one_device(None)[:count].reshape(x.shape)) <= BOUND
     assert found.sharding.is_equivalent_to(given.sharding, x.ndim)
 
 
@@ -139,8 +141,8 @@ def test_a_ragged_exchange_lowers_for_a_gpu():
         ("w4a16", (8, 1), 24, False, 1),
         ("w4a4", (2, 1), 5, True, 3),
         ("w4a4", (2, 1), 5, False, 1),
-        ("w4a4_token_scale", (2, 1), 64, True, 33),
-        ("w4a4_token_scale", (2, 1), 64, False, 1),
+        ("w4a4_token_scale", (2, 1), 24, True, 13),
+        ("w4a4_token_scale", (2, 1), 24, False, 1),
     ],
     ids=name_shape,
 )

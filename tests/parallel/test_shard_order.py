@@ -1,6 +1,7 @@
 """Test the order of entries on a mesh: what each shard holds, and the way back."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -10,12 +11,19 @@ import pytest
 
 from jax_nvfp4_moe.numerics.fp8 import FP8Tensor
 from jax_nvfp4_moe.numerics.tensor import DenseExperts, NVFP4Tensor, quantize
-from jax_nvfp4_moe.parallel.shard_order import to_one_device, to_shards
+from jax_nvfp4_moe.parallel import shard_order
 from jax_nvfp4_moe.parallel.shard_spec import ShardLayout, ShardSpec, array_layouts
 from jax_nvfp4_moe.testing import random_moe_params
 
 PARAMS = random_moe_params(jax.random.key(0), num_experts=3, hidden=80, intermediate=96)
+to_shards = jax.jit(shard_order.to_shards, static_argnums=(1, 2))
+to_one_device = jax.jit(shard_order.to_one_device, static_argnums=1)
 HALVES = ShardLayout("rows", ((48, 2), (48, 2)), 2)  # gate and up rows of two shards
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def to_layout(tensor, name):
+    return tensor.to_layout(name)
 
 
 def same(first, second):
@@ -27,32 +35,33 @@ def same(first, second):
 @pytest.mark.parametrize("layout", ["canonical", "cpu_16x16", "mma_64x64", "fp4_64x64"])
 def test_each_shard_has_the_layout_of_its_own_sizes(layout):
     """Some layouts pad the 48 columns of a shard to 64."""
-    names = PARAMS.to_layout(layout).gate_up.layout, layout
+    names = jax.eval_shape(lambda: PARAMS.to_layout(layout)).gate_up.layout, layout
     divided = to_shards(PARAMS, HALVES, names)
     rows = np.r_[48:96, 144:192]  # of shard 1
+    gate_up, down = jax.tree.map(np.asarray, (PARAMS.gate_up, PARAMS.down))
     own = [
-        jax.tree.map(lambda x: x[:, rows], (PARAMS.gate_up.packed, PARAMS.gate_up.block_scale)),
-        (PARAMS.down.packed[..., 24:], PARAMS.down.block_scale[..., 3:]),
+        (gate_up.packed[:, rows], gate_up.block_scale[:, rows]),
+        (down.packed[..., 24:], down.block_scale[..., 3:]),
     ]
-    scales = PARAMS.gate_up.global_scale, PARAMS.down.global_scale
+    scales = gate_up.global_scale, down.global_scale
     for (packed, block_scale), scale, name, axis, tensor in zip(
         own, scales, names, (1, 2), (divided.gate_up, divided.down), strict=True
     ):
-        wanted = NVFP4Tensor(packed, block_scale, scale).to_layout(name)
+        wanted = to_layout(NVFP4Tensor(packed, block_scale, scale), name)
         assert (tensor.rows, tensor.columns) == (wanted.rows, wanted.columns)
         for array, part in (
             (tensor.packed, wanted.packed),
             (tensor.block_scale, wanted.block_scale),
         ):
-            shard = jnp.split(array, 2, axis)[1]
-            np.testing.assert_array_equal(np.asarray(shard), np.asarray(part))
+            shard = np.split(np.asarray(array), 2, axis)[1]
+            np.testing.assert_array_equal(shard, np.asarray(part))
     same(to_one_device(divided, HALVES), PARAMS)
 
 
 def test_segments_that_shards_share():
     """Each of four shards has its queries, pairs share half of the keys, and all share a bias."""
     layout = ShardLayout("rows", ((2, 4), (3, 2), (1, 1)), 4)
-    rows = jnp.arange(8 + 6 + 1)
+    rows = np.arange(8 + 6 + 1)
     divided = to_shards(rows, layout, ())
     np.testing.assert_array_equal(
         divided.reshape(4, 6),
@@ -69,13 +78,14 @@ def test_segments_that_shards_share():
 def test_gradients_and_the_sign_of_zero():
     """Each entry has the sum of the weights of its copies. A way back has those of the first."""
     layout = ShardLayout("rows", ((2, 4), (3, 2), (1, 1)), 4)
-    rows = jnp.arange(15, dtype=jnp.float32).at[0].set(-0.0)
-    copies = to_shards(jnp.arange(15), layout, ())
+    rows = np.arange(15, dtype=np.float32)
+    rows[0] = -0.0
+    copies = to_shards(np.arange(15), layout, ())
     weights = np.arange(1, 25, dtype=np.float32)
     wanted = np.zeros(15, np.float32)
     np.add.at(wanted, np.asarray(copies), weights)
     divided, gradient = jax.vjp(lambda rows: to_shards(rows, layout, ()), rows)
-    assert np.signbit(divided[0])
+    assert np.signbit(np.asarray(divided)[0])
     np.testing.assert_array_equal(gradient(weights)[0], wanted)
     joined, gradient = jax.vjp(lambda divided: to_one_device(divided, layout), divided)
     assert np.asarray(joined).tobytes() == np.asarray(rows).tobytes()
@@ -83,8 +93,12 @@ def test_gradients_and_the_sign_of_zero():
     np.testing.assert_array_equal(np.flatnonzero(gradient(weights[:15])[0]), np.sort(first))
 
 
+def normal(*shape):
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
 def test_columns_of_a_tensor():
-    tensor = quantize(jax.random.normal(jax.random.key(0), (32, 64)))
+    tensor = quantize(normal(32, 64))
     layout = ShardLayout("columns", ((16, 4),), 4)
     divided = to_shards(tensor, layout, ("mma_64x64",))
     assert (divided.rows, divided.columns) == (32, 16)
@@ -94,8 +108,8 @@ def test_columns_of_a_tensor():
 @pytest.mark.parametrize("divisors", [False, True])
 def test_global_scales_of_rows_move_with_their_rows(divisors):
     """Joined queries and keys have a global scale for each row. Shards share the keys."""
-    tensor = quantize(jax.random.normal(jax.random.key(0), (24, 32)))
-    scales = jnp.arange(1.0, 25.0)
+    tensor = quantize(normal(24, 32))
+    scales = np.arange(1.0, 25.0, dtype=np.float32)
     joined = dataclasses.replace(
         tensor, global_scale=scales, global_divisor=1 / scales if divisors else None
     )
@@ -112,11 +126,12 @@ def test_experts_in_fp8():
     """Scales of gate and up rows move with their rows. Scales of down belong to all shards."""
 
     def matrices(n, k):
-        values = jnp.arange(2 * n * k, dtype=jnp.float32).reshape(2, n, k) % 240
-        scale = jnp.arange(2 * n, dtype=jnp.float32).reshape(2, n)
+        values = np.arange(2 * n * k, dtype=np.float32).reshape(2, n, k) % 240
+        scale = np.arange(2 * n, dtype=np.float32).reshape(2, n)
         return FP8Tensor(values.astype(jnp.float8_e4m3fn), scale)
 
-    experts = DenseExperts(matrices(16, 4), matrices(4, 8), jnp.arange(32.0).reshape(2, 16))
+    bias = np.arange(32, dtype=np.float32).reshape(2, 16)
+    experts = DenseExperts(matrices(16, 4), matrices(4, 8), bias)
     layout = ShardLayout("rows", ((4, 2), (4, 2)), 2)
     divided = to_shards(experts, layout, ())
     order = np.r_[0:4, 8:12, 4:8, 12:16]

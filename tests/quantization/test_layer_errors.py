@@ -148,7 +148,7 @@ def test_progress_counts_layers():
         def __exit__(self, *_):
             seen.append("done")
 
-    measure_errors(SMALL, IDS[:2], progress=Bar)
+    measure_errors(SMALL, IDS, dtype="float32", progress=Bar)
     assert seen == ["layers, w4a16", (1, 2), (2, 2), "done"]
 
 

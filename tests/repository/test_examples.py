@@ -7,12 +7,13 @@ import pytest
 from flax import nnx
 from given import EXAMPLE
 
-from jax_nvfp4_moe import load_model, quantize_experts
+from jax_nvfp4_moe import load_model, load_tokenizer, quantize_experts
 from jax_nvfp4_moe.examples import lora, swap_linen, swap_nnx
 from jax_nvfp4_moe.nn.dense import NVFP4Param
 from jax_nvfp4_moe.testing import assert_as_accurate_as
 
 
+@jax.jit
 def rounded(gate, up, down):
     """Round kernels ``[experts, inputs, outputs]`` to NVFP4."""
     params = quantize_experts(*(w.swapaxes(1, 2) for w in (gate, up, down)))
@@ -23,8 +24,12 @@ def rounded(gate, up, down):
 def in_float64(run, values, x):
     """Return ``run(values, x)`` in float64, as the truth."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # Flax also uses float32
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (values, x))
-        return np.asarray(run(*wide))
+        wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (values, x))
+        return np.asarray(jax.jit(run)(*wide))
+
+
+def normal(shape):
+    return jnp.asarray(np.random.default_rng(1).standard_normal(shape, np.float32))
 
 
 def assert_same_model(swapped, of_rounded, truth, dense):
@@ -36,14 +41,14 @@ def assert_same_model(swapped, of_rounded, truth, dense):
 
 def test_swap_in_an_nnx_model():
     model = swap_nnx.Model(64, 32, 8, 2, num_layers=2, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (5, 64))
-    before = model(x)
+    x = normal((5, 64))
+    before = nnx.jit(model)(x)
     swapped = [swap_nnx.swap(block, dtype=x.dtype) for block in model.blocks]
     for block in model.blocks:
         weights = block.gate, block.up, block.down
         for weight, value in zip(weights, rounded(*(w[...] for w in weights)), strict=True):
             weight[...] = value
-    of_rounded = model(x)
+    of_rounded = nnx.jit(model)(x)
     graph, state = nnx.split(model)
     truth = in_float64(lambda state, x: nnx.merge(graph, state)(x), state, x)
     model.blocks = nnx.List(swapped)
@@ -51,15 +56,16 @@ def test_swap_in_an_nnx_model():
 
 
 def test_swap_in_a_linen_model():
-    x = jax.random.normal(jax.random.key(1), (5, swap_linen.HIDDEN))
-    variables = swap_linen.Model().init(jax.random.key(0), x)
+    x = normal((32, swap_linen.HIDDEN))
+    run = jax.jit(swap_linen.Model().apply)
+    variables = jax.jit(swap_linen.Model().init)(jax.random.key(0), x)
     swapped = jax.jit(swap_linen.NVFP4Model().apply)(swap_linen.swap(variables), x)
-    before = swap_linen.Model().apply(variables, x)
+    before = run(variables, x)
     names = ("gate", "up", "down")
     moe = variables["params"]["moe"]
     moe |= dict(zip(names, rounded(*(moe[name] for name in names)), strict=True))
     truth = in_float64(swap_linen.Model().apply, variables, x)
-    assert_same_model(swapped, swap_linen.Model().apply(variables, x), truth, before)
+    assert_same_model(swapped, run(variables, x), truth, before)
 
 
 def test_swaps_say_what_they_change(capsys):
@@ -74,8 +80,9 @@ def test_swaps_say_what_they_change(capsys):
 
 def test_lora_learns_and_nothing_else_moves():
     model = load_model(EXAMPLE)
-    lora.add_lora(model, rank=4, rngs=nnx.Rngs(0))
-    ids = jnp.arange(100, 124, dtype=jnp.int32)[None]
+    # The rank and the text of docs/guides/fine_tune.md, so that both compile one program.
+    lora.add_lora(model, rank=8, rngs=nnx.Rngs(0))
+    ids = jnp.asarray(load_tokenizer(EXAMPLE).encode(lora.TEXT), jnp.int32)[None]
     others = nnx.All(nnx.Variable, nnx.Not(nnx.LoRAParam))
     before = jax.tree.map(np.asarray, nnx.state(model, others))
     assert len(nnx.to_flat_state(nnx.state(model, NVFP4Param))) > 5  # attention too

@@ -4,11 +4,18 @@ import dataclasses
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_nvfp4_moe.backends.attention import PADDING, attend
+from jax_nvfp4_moe.ops import attention
+
+# One program for each call, and calls that differ in values only share it.
+jitted_attention = jax.jit(
+    attention, static_argnames=("value_width", "scale", "window", "chunk", "target", "backend")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,24 +91,28 @@ def find_seen(positions, s, window=None, chunk=None):
 
 
 def in_float64(q, k, v, positions, scale=None, window=None, chunk=None, sinks=None):
-    """Compute attention by its definition, for all query heads of a key head at once."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    """Compute attention by its definition, for all query heads of a key head at once.
+
+    Only keys that some query of the row sees are read. Others may be NaN.
+    """
+    q, k, v = map(np.asarray, (q, k, v))
     y = np.zeros((*q.shape[:3], v.shape[3]))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[1]
     visible = find_seen(positions, k.shape[2], window, chunk)
     for row, own in itertools.product(*map(range, k.shape[:2])):
-        heads = slice(own * group, (own + 1) * group)
-        scores = scale * q[row, :, heads] @ k[row, own].T
-        scores = np.where(visible[row, :, None], scores, -np.inf)
+        heads, read = slice(own * group, (own + 1) * group), visible[row].any(axis=0)
+        seen = q[row, :, heads], k[row, own, read], v[row, own, read]
+        queries, keys, values = map(np.float64, seen)
+        scores = scale * (queries.reshape(-1, q.shape[3]) @ keys.T).reshape(*queries.shape[:2], -1)
+        scores = np.where(visible[row][:, None, read], scores, -np.inf)
         extra = np.full(group, -np.inf) if sinks is None else sinks[heads]
         extra = np.broadcast_to(extra[:, None], (*scores.shape[:2], 1))
         every = np.concatenate([scores, extra], axis=2)
         weights = np.exp(every - every.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
-        # Values that no query sees may be NaN.
-        values = np.where(visible[row].any(axis=0)[:, None], v[row, own], 0)
-        y[row, :, heads] = weights[..., :-1] @ values
+        found = weights[..., :-1].reshape(-1, len(values)) @ values
+        y[row, :, heads] = found.reshape(*queries.shape[:2], -1)
     return y
 
 
@@ -114,8 +125,8 @@ def worst(y, expected):
 def plain(q, k, v, positions, scale=None, sinks=None, k_scale=None, v_scale=None, **options):
     """Return the result of plain XLA, which multiplies masked keys by zero and needs numbers."""
     if k_scale is None:
-        k, v = (jnp.nan_to_num(jnp.asarray(x)) for x in (k, v))
-    operands = (*map(jnp.asarray, (q, k, v, positions)), sinks, k_scale, v_scale)
+        k, v = (np.where(np.isnan(x), np.zeros((), x.dtype), x) for x in map(np.asarray, (k, v)))
+    operands = (q, k, v, positions, sinks, k_scale, v_scale)
     options = {"window": None, "chunk": None, **options}
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return attend(*operands, scale=scale, **options)

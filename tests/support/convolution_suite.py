@@ -92,11 +92,14 @@ def convolution_in_float64(x, positions, inputs, *, weight, bias, widths, first,
     return np.split(sums / (1 + np.exp(-sums)), ends, axis=-1), np.stack(last)
 
 
+jitted_convolution = jax.jit(
+    causal_convolution, static_argnames=("widths", "first", "heads", "stride")
+)
+
+
 def plain_convolution(operands, options):
     """Return the parts in plain XLA."""
-    static = ("widths", "first", "heads", "stride")
-    run = jax.jit(causal_convolution, static_argnames=static)
-    return run(*map(jnp.asarray, operands), **options)[0]
+    return jitted_convolution(*operands, **options)[0]
 
 
 def check_zeros(run, case, dtype):

@@ -47,6 +47,7 @@ def _prepare(packed, block_scale):
     return to_layout(packed, block_scale, find_layout("cpu_16x16"))
 
 
+@jax.jit
 def prepare(layer: Layer):
     """Put the weights of a layer into the layout of the CPU kernels."""
     gate_up, gate_up_scale = _prepare(layer.gate_up_packed, layer.gate_up_block_scale)
@@ -70,11 +71,37 @@ def moe(
 ):
     """Run an expert layer, and return [t, h] in the dtype of x."""
     isas = _together(isa, workspace)
-    return _moe(x, prepared, expert_ids, expert_weights, options, isas, workspace)[isas.index(isa)]
+    operands = (x, prepared, expert_ids, expert_weights)
+    return _moe(*operands, (options,), isas, workspace)[0][isas.index(isa)]
+
+
+def moe_of_each(
+    x,
+    prepared: Layer,
+    expert_ids,
+    expert_weights,
+    options: tuple[Options, ...],
+    workspace: int | None = None,
+):
+    """Run a layer once for each of `options` and each instruction set, in one program.
+
+    Returns options -> instruction set -> output. All options are gated, or none is.
+    """
+    isas = tuple(present_isas())
+    outputs = _moe(x, prepared, expert_ids, expert_weights, options, isas, workspace)
+    return {
+        option: dict(zip(isas, map(np.asarray, each), strict=True))
+        for option, each in zip(options, outputs, strict=True)
+    }
 
 
 @functools.partial(jax.jit, static_argnames=("options", "isas", "workspace"))
 def _moe(x, prepared, expert_ids, expert_weights, options, isas, workspace):
+    operands = (x, prepared, expert_ids, expert_weights)
+    return [_moe_of_one(*operands, option, isas, workspace) for option in options]
+
+
+def _moe_of_one(x, prepared, expert_ids, expert_weights, options, isas, workspace):
     (t, h), top_k = x.shape, expert_ids.shape[1]
     e = prepared.down_packed.shape[0]
     i = prepared.down_packed.shape[2] * 2  # this layout pads no columns
@@ -94,9 +121,9 @@ def _moe(x, prepared, expert_ids, expert_weights, options, isas, workspace):
     return [call(x, *prepared, expert_ids, expert_weights, isa=isa)[0] for isa in isas]
 
 
-@functools.partial(jax.jit, static_argnames=("n", "mode", "isas", "workspace"))
+@functools.partial(jax.jit, static_argnames=("n", "modes", "isas", "workspace"))
 def _grouped_gemm(
-    x, packed, block_scale, global_scale, input_scale, bias, sizes, n, mode, isas, workspace
+    x, packed, block_scale, global_scale, input_scale, bias, sizes, n, modes, isas, workspace
 ):
     (m, k), e = x.shape, packed.shape[0]
     size = grouped_gemm_workspace_bytes(m, e, n, k, dtype=x.dtype)
@@ -104,7 +131,7 @@ def _grouped_gemm(
     outputs = (jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct((size,), jnp.uint8))
     operands = (x, packed, block_scale, global_scale, input_scale, bias, sizes)
     call = jax.ffi.ffi_call("nvfp4_grouped_gemm_w4a16_cpu", outputs)
-    return [call(*operands, activation_scale=mode, isa=isa)[0] for isa in isas]
+    return [[call(*operands, activation_scale=mode, isa=isa)[0] for isa in isas] for mode in modes]
 
 
 def grouped_gemm(
@@ -120,22 +147,26 @@ def grouped_gemm(
     workspace: int | None = None,
 ):
     """Multiply rows, sorted by group, by canonical weights; return [m, n] in the dtype of x."""
-    codes, scales = _prepare(packed, block_scale)
-    isas = _together(isa, workspace)
-    products = _grouped_gemm(
-        x,
-        codes,
-        scales,
-        global_scale,
-        input_scale,
-        bias,
-        sizes,
-        packed.shape[1],
-        mode,
-        isas,
-        workspace,
-    )
-    return products[isas.index(isa)]
+    isas, weight = _together(isa, workspace), _prepare(packed, block_scale)
+    others = (global_scale, input_scale, bias, sizes)
+    n = packed.shape[1]
+    return _grouped_gemm(x, *weight, *others, n, (mode,), isas, workspace)[0][isas.index(isa)]
+
+
+def grouped_gemm_of_each(
+    x, packed, block_scale, *others, modes: tuple[str, ...], workspace: int | None = None
+):
+    """Multiply once for each of `modes` and each instruction set, in one program.
+
+    `others` are the operands of `grouped_gemm` before the mode. Returns mode -> instruction set ->
+    output.
+    """
+    isas, weight = tuple(present_isas()), _prepare(packed, block_scale)
+    outputs = _grouped_gemm(x, *weight, *others, packed.shape[1], modes, isas, workspace)
+    return {
+        mode: dict(zip(isas, map(np.asarray, each), strict=True))
+        for mode, each in zip(modes, outputs, strict=True)
+    }
 
 
 def quantize(x, global_scale=None, scale_layout="linear", isa="auto"):
@@ -144,11 +175,28 @@ def quantize(x, global_scale=None, scale_layout="linear", isa="auto"):
     Returns packed uint8, block_scale e4m3 (with padding if swizzled), and global_scale.
     """
     isas = _together(isa)
-    return _quantize(x, global_scale, scale_layout, isas)[isas.index(isa)]
+    return _quantize(x, global_scale, (scale_layout,), isas)[0][isas.index(isa)]
 
 
-@functools.partial(jax.jit, static_argnames=("scale_layout", "isas"))
-def _quantize(x, global_scale, scale_layout, isas):
+def quantize_of_each(x, global_scale, scale_layouts: tuple[str, ...]):
+    """Quantize once for each layout of scales and each instruction set, in one program.
+
+    Returns layout -> instruction set -> what `quantize` returns.
+    """
+    isas = tuple(present_isas())
+    outputs = _quantize(x, global_scale, scale_layouts, isas)
+    return {
+        layout: dict(zip(isas, jax.tree.map(np.asarray, each), strict=True))
+        for layout, each in zip(scale_layouts, outputs, strict=True)
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("scale_layouts", "isas"))
+def _quantize(x, global_scale, scale_layouts, isas):
+    return [_quantize_to(layout, x, global_scale, isas) for layout in scale_layouts]
+
+
+def _quantize_to(scale_layout, x, global_scale, isas):
     m, k = x.shape
     scales = (m, k // 16) if scale_layout == "linear" else (-(-m // 128) * 128, -(-k // 64) * 4)
     outputs = (

@@ -102,6 +102,11 @@ def rule_in_float64(q, k, v, g, beta, state, lengths=None):
     return np.stack(results, axis=1), state
 
 
+jitted_chunks = jax.jit(
+    functools.partial(delta_chunks, chunk=64, precision=jax.lax.Precision.DEFAULT)
+)
+
+
 def rule_in_tf32(operands, monkeypatch, lengths=None):
     """Return what XLA computes on tensor cores: products of operands with 11 bits."""
     if lengths is not None:
@@ -115,8 +120,7 @@ def rule_in_tf32(operands, monkeypatch, lengths=None):
 
     with monkeypatch.context() as patch:
         patch.setattr(jnp, "matmul", rounded)
-        rule = functools.partial(delta_chunks, chunk=64, precision=jax.lax.Precision.DEFAULT)
-        return jax.jit(rule)(*map(jnp.asarray, operands))
+        return jitted_chunks(*operands)
 
 
 def without_padding(operands, lengths, value=0.0):

@@ -13,6 +13,8 @@ import numpy as np
 
 E4M3 = ml_dtypes.float8_e4m3fn
 CODE_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+# The two values of each byte. The low nibble is the even element.
+_VALUES_OF_BYTE = np.stack([np.tile(CODE_VALUES, 16), np.repeat(CODE_VALUES, 16)], -1)
 
 
 class Layer(typing.NamedTuple):
@@ -86,8 +88,11 @@ def unpack(packed):
 
 def dequantize(packed, block_scale, scale=1.0):
     """Return code * block_scale * scale in float64; `scale` broadcasts over [..., n, k]."""
-    values = CODE_VALUES[unpack(packed)]
-    return values * np.repeat(block_scale.astype(np.float64), 16, -1) * scale
+    blocks = _VALUES_OF_BYTE[packed].reshape(*block_scale.shape, 16)
+    blocks *= block_scale.astype(np.float64)[..., None]
+    values = blocks.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    values *= scale
+    return values
 
 
 def encode_e2m1(y):
@@ -189,10 +194,12 @@ def _rows_by_part(scale, n, interleaved):
 
 def sequential_float32(x, w):
     """Return x @ w.T in float32, one multiply and one add after the other."""
-    x, w = np.asarray(x, np.float32), np.asarray(w, np.float32)
-    y = np.zeros((x.shape[0], w.shape[0]), np.float32)
+    x, w = np.asarray(x, np.float32), np.ascontiguousarray(np.asarray(w, np.float32).T)
+    y = np.zeros((x.shape[0], w.shape[1]), np.float32)
+    product = np.empty_like(y)
     for k in range(x.shape[1]):
-        y += x[:, k, None] * w[None, :, k]
+        np.multiply(x[:, k, None], w[k], out=product)
+        y += product
     return y
 
 

@@ -115,6 +115,9 @@ PRODUCTS = {
     **ONE_GROUP,
 }
 NO_EXPERTS = (70, 24, 16, [])
+# Tests of several kernels and dtypes share what they make from equal arguments: operands, float64
+# results, and the outputs that a test module keeps.
+_shared = functools.lru_cache(maxsize=256)
 # More rows than a CUDA kernel takes at once: a group crosses the end of the first chunk, an empty
 # group comes before it, and rows follow after all groups.
 CHUNKED = (2**18 + 70, 24, 16, [2**18 - 40, 0, 60, 29])
@@ -128,15 +131,25 @@ def _matmul(x, w):
 def xla(dtype):
     """Return a function that computes x @ w.T by plain XLA in `dtype`.
 
-    Rows are padded to a power of two, so that groups of different sizes share a program.
+    Small sizes are padded with zeros, so that products of different sizes share a program.
     """
 
     def product(x, w):
-        rows = 1 << max(len(x) - 1, 0).bit_length()
-        padded = np.pad(x.astype(dtype), ((0, rows - len(x)), (0, 0)))
-        return np.asarray(_matmul(padded, w.astype(dtype)))[: len(x)]
+        (m, k), n = x.shape, len(w)
+        rows, columns, inner = _up(m, 8), _up(n, 4), _up(k, 4)
+        x = np.pad(x.astype(dtype), ((0, rows - m), (0, inner - k)))
+        w = np.pad(w.astype(dtype), ((0, columns - n), (0, inner - k)))
+        return np.asarray(_matmul(x, w))[:m, :n]
 
     return product
+
+
+def _up(size, factor):
+    """Round up to a power of `factor`, or to a multiple of 256 if that is less."""
+    power = 1
+    while power < size:
+        power *= factor
+    return min(power, -(-size // 256) * 256)
 
 
 def _yardstick_product(dtype):
@@ -184,9 +197,7 @@ class LayerCall:
 
     def with_value(self, row, column, value):
         """Return the call with one element of its tokens replaced."""
-        x = self.x.copy()
-        x[row, column] = value
-        return dataclasses.replace(self, x=x)
+        return _with_value(self, row, column, value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,16 +233,35 @@ class ProductCall:
         return dataclasses.replace(self, operands=(*self.operands[:-1], sizes))
 
 
-@functools.lru_cache(maxsize=256)
-def _make_layer(case, dtype, options, seed, bias):
+@_shared
+def _with_value(call, row, column, value):
+    x = call.x.copy()
+    x[row, column] = value
+    return dataclasses.replace(call, x=x)
+
+
+@_shared
+def _make_operands(case, gated, seed, bias):
+    """Return x in float64, layer, ids and weights."""
     t, k, e, h, i, draw_ids = case
     rng = np.random.default_rng(seed)
-    layer = float64_layer.random_layer(rng, e, h, i, gated=options.gated, bias=bias)
-    x = rng.normal(0, 1, (t, h)).astype(dtype)
+    layer = float64_layer.random_layer(rng, e, h, i, gated=gated, bias=bias)
+    x = rng.normal(0, 1, (t, h))
     weights = rng.uniform(0.1, 1, (t, k)).astype(np.float32)
     ids = draw_ids(rng).astype(np.int32)
     _frozen((x, ids, weights, *layer))
-    return LayerCall(x, layer, ids, weights, options)
+    return x, layer, ids, weights
+
+
+@_shared
+def _make_tokens(case, dtype, gated, seed, bias):
+    return _frozen((_make_operands(case, gated, seed, bias)[0].astype(dtype),))[0]
+
+
+@_shared
+def _make_layer(case, dtype, options, seed, bias):
+    which = options.gated, seed, bias
+    return LayerCall(_make_tokens(case, dtype, *which), *_make_operands(case, *which)[1:], options)
 
 
 def make_layer(case, dtype, options, *, seed=0, bias=False) -> LayerCall:
@@ -241,9 +271,14 @@ def make_layer(case, dtype, options, *, seed=0, bias=False) -> LayerCall:
     )
 
 
-@functools.lru_cache(maxsize=256)
+@_shared
+def _make_named_operands(case, dtype, parts, bias):
+    return _make_product_operands(PRODUCTS[case], dtype, parts, bias)
+
+
+@_shared
 def _make_named_product(case, dtype, mode, parts, bias):
-    return _make_product(PRODUCTS[case], dtype, mode, parts, bias)
+    return ProductCall(_make_named_operands(case, dtype, parts, bias), mode)
 
 
 def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCall:
@@ -252,11 +287,12 @@ def make_product(case, dtype, mode="none", *, parts=1, bias=False) -> ProductCal
     Equal arguments share an object if `case` is a name. `parts` is the number of global scales of a
     matrix; None for one for each row.
     """
-    make = _make_named_product if isinstance(case, str) else _make_product
-    return make(case, dtype, mode, parts, bias)
+    if isinstance(case, str):
+        return _make_named_product(case, dtype, mode, parts, bias)
+    return ProductCall(_make_product_operands(case, dtype, parts, bias), mode)
 
 
-def _make_product(sizes_of_case, dtype, mode, parts, bias):
+def _make_product_operands(sizes_of_case, dtype, parts, bias):
     m, n, k, sizes = sizes_of_case
     rng, e = np.random.default_rng(1), 1 if sizes is None else len(sizes)
     packed, block_scale = float64_layer.random_weight(rng, e, n, k)
@@ -269,30 +305,41 @@ def _make_product(sizes_of_case, dtype, mode, parts, bias):
         rng.normal(0, 1, (e, n)).astype(np.float32) if bias else np.zeros((0, 0), np.float32),
         np.array([] if sizes is None else sizes, np.int32),
     )
-    return ProductCall(_frozen(operands), mode)
+    return _frozen(operands)
+
+
+@_shared
+def with_input_scale(call: LayerCall, value: float) -> LayerCall:
+    """Return the call with this input scale of the first product for all experts."""
+    scale = np.full_like(call.layer.gate_up_input_scale, value)
+    return call.with_layer(gate_up_input_scale=scale)
 
 
 # Faults that a kernel could have, as changes of the weights. Each one must exceed the bound.
 
 
+@_shared
 def _up_under_the_scale_of_gate(call):
     wrong = call.layer.gate_up_global_scale.copy()
     wrong[:, 1] = wrong[:, 0]
     return call.with_layer(gate_up_global_scale=wrong)
 
 
+@_shared
 def _one_scale_of_an_expert(call):
     wrong = call.layer.down_global_scale.copy()
     wrong[call.ids[0, 0]] *= 1.1
     return call.with_layer(down_global_scale=wrong)
 
 
+@_shared
 def _block_scales_of_an_expert(call):
     wrong, expert = call.layer.down_block_scale.copy(), call.ids[0, 0]
     wrong[expert] = np.roll(wrong[expert], 1, axis=-1)
     return call.with_layer(down_block_scale=wrong)
 
 
+@_shared
 def _one_byte_of_block_scales(call):
     wrong = call.layer.down_block_scale.copy()
     wrong.view(np.uint8)[call.ids[0, 0], 0, 0] ^= 0x40
@@ -305,13 +352,16 @@ FAULTS = {
     "block_scales_of_an_expert": ("fills_no_tile", _block_scales_of_an_expert),
     "one_byte_of_block_scales": ("fills_no_tile", _one_byte_of_block_scales),
 }
+# The rows of "few_slots_long_k", with fewer experts.
+_LONG_ROWS = (3, 2, 4, 1104, 592, uniform(3, 2, 4))
 # If activations are rounded to FP4, the yardstick's own error hides these faults.
 FAULTS_OF_W4A16 = {
     "one_scale_of_an_expert": ("fills_no_tile", _one_scale_of_an_expert),
-    "block_scales_over_long_rows": ("few_slots_long_k", _block_scales_of_an_expert),
+    "block_scales_over_long_rows": (_LONG_ROWS, _block_scales_of_an_expert),
 }
 
 
+@_shared
 def with_wrong_row_of_scales(call: ProductCall) -> ProductCall:
     """Return the call with the block scales of one row of one group shifted by one block."""
     wrong = call.operands[2].copy()
@@ -319,6 +369,7 @@ def with_wrong_row_of_scales(call: ProductCall) -> ProductCall:
     return dataclasses.replace(call, operands=(*call.operands[:2], wrong, *call.operands[3:]))
 
 
+@_shared
 def with_global_scales_of_other_rows(call: ProductCall) -> ProductCall:
     """Return the call with the global scales of the rows shifted by one row."""
     wrong = np.roll(call.operands[3], 1, axis=1)

@@ -6,6 +6,7 @@ subclass can replace.
 """
 
 import dataclasses
+import functools
 
 import kernel_cases as cases
 import numpy as np
@@ -110,9 +111,7 @@ class LayerSuite:
         assert_accurate(run, self.call("out_of_range", numbers, bias=True, **options))
 
     def test_input_scale_shared_by_all_experts(self, run, numbers):
-        call = self.call("fills_no_tile", numbers)
-        scale = np.full_like(call.layer.gate_up_input_scale, 2.0**-9)
-        assert_accurate(run, call.with_layer(gate_up_input_scale=scale))
+        assert_accurate(run, cases.with_input_scale(self.call("fills_no_tile", numbers), 2.0**-9))
 
     def test_tokens_of_zeros_give_zeros(self, run, numbers):
         call = self.call("fills_no_tile", numbers)
@@ -147,6 +146,13 @@ class UnroundedSuite:
         assert_inaccurate(run(change(call)), call)
 
 
+@functools.cache
+def rounding_call(activation, dtype):
+    """Return a layer with exact sums and the outputs that its kernel must give."""
+    operands, expected = rounding_case.make(activation, dtype)
+    return cases.LayerCall(*operands), expected
+
+
 class RoundingSuite:
     """Test layers with exact sums, whose outputs are the rounded activations.
 
@@ -157,8 +163,8 @@ class RoundingSuite:
 
     @pytest.mark.parametrize("activation", rounding_case.ACTIVATIONS)
     def test_activations_are_rounded_as_the_format_says(self, run, activation, dtype):
-        operands, expected = rounding_case.make(activation, DTYPES[dtype])
-        actual = run(cases.LayerCall(*operands))
+        call, expected = rounding_call(activation, DTYPES[dtype])
+        actual = run(call)
         np.testing.assert_array_equal(np.asarray(actual), expected)
 
 
@@ -190,6 +196,23 @@ def exact_rows(rng, m, k, g, dtype):
     values[..., 0] = rng.choice([-6, 6], values.shape[:-1])
     scale = 1 + rng.integers(0, 8, (m, k // 16, 1)) / 8
     return (values * scale * g).reshape(m, k).astype(dtype)
+
+
+@functools.cache
+def exact_product(case, dtype):
+    """Return the product of an entry of EXACT_PRODUCTS."""
+    m, n, k, sizes = EXACT_PRODUCTS[case]
+    assert k * 36 * 1.875**2 <= 2**16
+    rng, e, g = np.random.default_rng(k), len(sizes), 2.0**-5
+    operands = (
+        exact_rows(rng, m, k, g, dtype),
+        *exact_weight(rng, e, n, k),
+        np.exp2(rng.integers(-4, 0, (e, 2))).astype(np.float32),
+        np.full(e, g, np.float32),
+        np.zeros((0, 0), np.float32),
+        np.array(sizes, np.int32),
+    )
+    return cases.ProductCall(operands, "static")
 
 
 class ProductSuite:
@@ -237,18 +260,7 @@ class ProductSuite:
     @pytest.mark.parametrize("exact_case", EXACT_PRODUCTS)
     def test_order_independent_product_is_exact(self, run, exact_case, exact_dtype):
         """Every bit equals that of numpy."""
-        m, n, k, sizes = EXACT_PRODUCTS[exact_case]
-        assert k * 36 * 1.875**2 <= 2**16
-        rng, e, g = np.random.default_rng(k), len(sizes), 2.0**-5
-        operands = (
-            exact_rows(rng, m, k, g, DTYPES[exact_dtype]),
-            *exact_weight(rng, e, n, k),
-            np.exp2(rng.integers(-4, 0, (e, 2))).astype(np.float32),
-            np.full(e, g, np.float32),
-            np.zeros((0, 0), np.float32),
-            np.array(sizes, np.int32),
-        )
-        call = cases.ProductCall(operands, "static")
+        call = exact_product(exact_case, DTYPES[exact_dtype])
         assert np.asarray(run(call)).tobytes() == call.truth.astype(call.x.dtype).tobytes()
 
 

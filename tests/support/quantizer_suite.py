@@ -29,6 +29,7 @@ def finite(dtype):
     return np.resize(values, (len(values) // 16 + 1, 16))
 
 
+@functools.cache
 def beside_six(dtype):
     """Return all finite values up to 6, in blocks that start with a 6.
 
@@ -50,6 +51,7 @@ def alone(dtype):
     return rows
 
 
+@functools.cache
 def awkward(dtype):
     """Return rows of ties, zeros of both signs, subnormals, NaN and infinities."""
     ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0], np.float32)
@@ -64,6 +66,7 @@ def awkward(dtype):
         return np.stack(rows).astype(np.float32).astype(dtype)
 
 
+@functools.cache
 def numbers(dtype):
     """Return the awkward rows without NaN and infinities, which have a joint global scale."""
     rows = awkward(dtype)
@@ -78,9 +81,27 @@ def random(dtype, rows, seed):
 
 
 @functools.cache
-def alone_quantized(dtype, g):
-    """Return what numpy makes of `alone`, which all instruction sets share."""
-    return float64_layer.quantize(alone(dtype), np.float32(g))
+def of_shape(dtype, shape):
+    """Return normal values."""
+    return np.random.default_rng(4).normal(0, 1, shape).astype(dtype)
+
+
+@functools.cache
+def random_rows(dtype, rows, seed):
+    """Return `random` for the tests of all instruction sets."""
+    return random(dtype, rows, seed)
+
+
+@functools.cache
+def expected(make, arguments, g):
+    """Return packed and block_scale of numpy, which layouts and instruction sets share."""
+    x = make(*arguments)
+    return float64_layer.quantize(x, joint_scale(x) if g is None else np.float32(g))
+
+
+def joint_scale(x):
+    """Return the global scale of x if none is given."""
+    return np.abs(x.astype(np.float32)).max(initial=0) / np.float32(2688)
 
 
 def differing_bytes(x, g, scale_layout, quantized, expected=None):
@@ -95,8 +116,7 @@ def differing_bytes(x, g, scale_layout, quantized, expected=None):
     """
     packed, block_scale, scale = (np.asarray(a) for a in quantized)
     if g is None:
-        largest = np.abs(x.astype(np.float32)).max(initial=0)
-        g = largest / np.float32(2688)
+        g = joint_scale(x)
     want_packed, want_scale = expected or float64_layer.quantize(x, np.float32(g))
     if scale_layout == "swizzle_128x4":
         want_scale = float64_layer.swizzle_128x4(want_scale.view(E4M3))
@@ -110,6 +130,12 @@ def differing_bytes(x, g, scale_layout, quantized, expected=None):
 def assert_exact(run, x, g, layout="linear", expected=None):
     scale = None if g is None else np.float32(g)
     assert differing_bytes(x, g, layout, run(x, scale, layout), expected) == 0
+
+
+def assert_exact_on(run, make, *arguments, g, layout="linear"):
+    """Check the quantizer on ``make(*arguments)``, a function above that is called once."""
+    want = expected(make, arguments, g)
+    assert_exact(run, make(*arguments), g, layout, want)
 
 
 class QuantizerSuite:
@@ -128,27 +154,26 @@ class QuantizerSuite:
 
     @pytest.mark.parametrize("g", SCALES)
     def test_quantizer_on_awkward_values(self, run, dtype, layout, g):
-        assert_exact(run, awkward(DTYPES[dtype]), g, layout)
-        assert_exact(run, numbers(DTYPES[dtype]), g, layout)
+        assert_exact_on(run, awkward, DTYPES[dtype], g=g, layout=layout)
+        assert_exact_on(run, numbers, DTYPES[dtype], g=g, layout=layout)
 
     @pytest.mark.parametrize("g", SCALES)
     @pytest.mark.parametrize("dtype_of_16_bits", [BF16, F16], ids=["bf16", "f16"])
     def test_quantizer_on_every_finite_value(self, run, dtype_of_16_bits, g):
-        assert_exact(run, finite(dtype_of_16_bits), g)
+        assert_exact_on(run, finite, dtype_of_16_bits, g=g)
 
     @pytest.mark.parametrize("dtype_of_16_bits", [BF16, F16], ids=["bf16", "f16"])
     def test_quantizer_on_every_value_beside_six(self, run, dtype_of_16_bits):
-        assert_exact(run, beside_six(dtype_of_16_bits), 1.0)
+        assert_exact_on(run, beside_six, dtype_of_16_bits, g=1.0)
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_quantizer_on_any_shape(self, run, dtype, layout, shape):
-        x = np.random.default_rng(4).normal(0, 1, shape).astype(DTYPES[dtype])
-        assert_exact(run, x, 1 / 2688, layout)
-        assert_exact(run, x, None, layout)
+        for g in (1 / 2688, None):
+            assert_exact_on(run, of_shape, DTYPES[dtype], shape, g=g, layout=layout)
 
     def test_quantizer_on_random_values(self, run, dtype):
-        assert_exact(run, random(DTYPES[dtype], self.random_rows, 3), 0.0173)
-        assert_exact(run, random(DTYPES[dtype], self.random_rows, 4), None)
+        for seed, g in ((3, 0.0173), (4, None)):
+            assert_exact_on(run, random_rows, DTYPES[dtype], self.random_rows, seed, g=g)
 
     def test_comparison_catches_round_half_up(self, run):
         x = numbers(F32)[:4]
@@ -162,6 +187,4 @@ class EveryScaleSuite:
     @pytest.mark.parametrize("g", SCALES)
     @pytest.mark.parametrize("dtype_of_16_bits", [BF16, F16], ids=["bf16", "f16"])
     def test_quantizer_on_every_value_alone(self, run, dtype_of_16_bits, g):
-        dtype = dtype_of_16_bits
-        expected = None if g is None else alone_quantized(dtype, g)
-        assert_exact(run, alone(dtype), g, expected=expected)
+        assert_exact_on(run, alone, dtype_of_16_bits, g=g)

@@ -127,10 +127,13 @@ def _silu(x):
     return x / (1 + np.exp(-x))
 
 
+jitted_delta = jax.jit(mix_gated_delta, static_argnames=("interleaved", "eps"))
+jitted_mamba = jax.jit(mix_mamba2, static_argnames=("activation", "step_limits", "eps"))
+
+
 def plain_delta(name, tokens, weights):
     """Return the results of plain XLA."""
-    run = functools.partial(mix_gated_delta, interleaved=DELTA_CASES[name].interleaved, eps=1e-6)
-    return jax.jit(run)(*map(jnp.asarray, tokens), **weights)
+    return jitted_delta(*tokens, **weights, interleaved=DELTA_CASES[name].interleaved, eps=1e-6)
 
 
 def check_step(results, plain, exact, tokens, dtype):
@@ -273,8 +276,7 @@ def mamba_in_float64(name, tokens, weights):
 
 def plain_mamba(name, tokens, weights):
     """Return the results of plain XLA."""
-    run = functools.partial(mix_mamba2, **MAMBA_CASES[name].options)
-    return jax.jit(run)(*map(jnp.asarray, tokens), **weights)
+    return jitted_mamba(*tokens, **weights, **MAMBA_CASES[name].options)
 
 
 class Mamba2StepSuite:

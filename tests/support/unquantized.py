@@ -62,3 +62,11 @@ def dequantized(name, folder, values=E2M1):
     given = GIVEN / name
     tensors = dense_tensors(read_all(given), values)
     return write_source(pathlib.Path(folder), tensors, read_config(given))
+
+
+def first_layer_dequantized(name, folder):
+    """Do as `dequantized` with the first of two layers that are alike."""
+    given = GIVEN / name
+    tensors = dense_tensors(read_all(given))
+    first = {key: tensor for key, tensor in tensors.items() if "layers.1." not in key}
+    return write_source(pathlib.Path(folder), first, read_config(given) | {"num_hidden_layers": 1})
