@@ -12,7 +12,7 @@ from flax import nnx
 from given import CHECKPOINTS
 from host_devices import BOUND, call, difference, make_mesh, name_shape, tokens
 from jax.sharding import AxisType
-from mixer_cases import DELTA_NET
+from mixer_cases import TWO_LAYERS
 from resized import write_resized
 from synthetic_model import SIZES
 from unquantized import first_layer_dequantized
@@ -107,7 +107,7 @@ def write_one_layer(folder):
 
 
 def write_delta_net(folder):
-    given, changes = DELTA_NET
+    given, changes = TWO_LAYERS
     write_resized(CHECKPOINTS / given, folder, **changes)
     return folder
 

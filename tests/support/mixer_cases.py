@@ -31,8 +31,5 @@ CASES = {
         },
     ),
 }
-# One layer: a delta net with four key heads, routed experts and gated shared experts.
-DELTA_NET = (
-    "qwen3_next-modelopt-w4a16",
-    CASES["qwen3_next"][1] | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]},
-)
+# A delta net with four key heads, and gated attention; routed experts, and gated shared experts.
+TWO_LAYERS = ("qwen3_next-modelopt-w4a16", CASES["qwen3_next"][1])
