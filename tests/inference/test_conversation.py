@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from given import CHECKPOINTS, EXAMPLE
+from given import CHECKPOINTS
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.inference import generation
@@ -97,10 +97,10 @@ def test_an_answer_may_be_interrupted(model, monkeypatch):
 
 
 def test_stops_and_room():
-    model = nvfp4.load_model(EXAMPLE)
-    free = list(Conversation(model, max_length=40).answer(FIRST, 8))
+    model = nvfp4.load_model(MODELS["attention"], dtype=jnp.float32)
+    free = list(Conversation(model, max_length=60).answer(FIRST, 8))
     stop = free[3]
-    talk = Conversation(model, max_length=40, stop_ids=(stop,))
+    talk = Conversation(model, max_length=60, stop_ids=(stop,))
     assert list(talk.answer(FIRST, 8)) == free[: free.index(stop) + 1]
     full = Conversation(model, max_length=len(FIRST) + 2)
     assert list(full.answer(FIRST, 8)) == free[:2]
@@ -108,5 +108,5 @@ def test_stops_and_room():
         ValueError, match="text: it has 13 tokens, and a conversation has room for 13"
     ):
         next(full.answer(np.concatenate([FIRST, free[:2]]), 1))
-    with pytest.raises(ValueError, match="max_length: expected 1 to 2048"):
-        Conversation(model, max_length=2049)
+    with pytest.raises(ValueError, match="max_length: expected 1 to 512"):
+        Conversation(model, max_length=513)

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from architecture import run
 from flax import nnx
-from given import EXAMPLE, EXAMPLE_REFERENCE, reference_facts
+from given import CHECKPOINTS, EXAMPLE, EXAMPLE_REFERENCE, reference_facts
 
 from jax_nvfp4_moe import generate, load_model
 from jax_nvfp4_moe.inference import generation
@@ -22,13 +23,20 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def model():
+def example():
     return load_model(EXAMPLE, scheme="w4a16", dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
-def prompt(tokenizer):
-    return tokenizer.encode(GREEDY["prompt"])[None]
+def model():
+    """Return a model of two layers, whose programs compile faster than those of the example."""
+    return load_model(CHECKPOINTS / "qwen3moe-modelopt-w4a16", scheme="w4a16", dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def prompt(model):
+    shape = (1, 14)
+    return np.random.default_rng(0).integers(model.config.vocab_size, size=shape, dtype=np.int32)
 
 
 @pytest.fixture
@@ -45,10 +53,10 @@ def traces(monkeypatch):
     return seen
 
 
-def test_the_greedy_text_of_the_tool(model, tokenizer, prompt):
-    expected = GREEDY["token_ids"]
+def test_the_greedy_text_of_the_tool(example, tokenizer):
+    expected, prompt = GREEDY["token_ids"], tokenizer.encode(GREEDY["prompt"])[None]
     new = len(expected) - prompt.shape[1]
-    tokens = np.asarray(generate(model, prompt, max_new_tokens=new))
+    tokens = np.asarray(generate(example, prompt, max_new_tokens=new))
     assert tokens.shape == (1, new)
     assert tokens.dtype == np.int32
     assert [*prompt[0], *tokens[0]] == expected
@@ -57,8 +65,8 @@ def test_the_greedy_text_of_the_tool(model, tokenizer, prompt):
 
 def test_generation_without_a_cache_says_the_same(model, prompt):
     tokens = np.asarray(generate(model, prompt, max_new_tokens=6))
-    logits = model(jnp.asarray(np.concatenate([prompt, tokens], axis=1)))
-    likeliest = jnp.argmax(logits, axis=-1)[:, prompt.shape[1] - 1 : -1]
+    logits = run(model, np.concatenate([prompt, tokens], axis=1))
+    likeliest = np.argmax(logits, axis=-1)[:, prompt.shape[1] - 1 : -1]
     np.testing.assert_array_equal(tokens, likeliest)
 
 
@@ -247,9 +255,9 @@ def test_tokens_come_by_their_chances(options, expected):
         ({"top_p": 1.5}, "top_p"),
     ],
 )
-def test_arguments_out_of_range(model, prompt, arguments, message):
+def test_arguments_out_of_range(example, prompt, arguments, message):
     with pytest.raises(ValueError, match=message):
-        generate(model, prompt, **({"max_new_tokens": 4} | arguments))
+        generate(example, prompt, **({"max_new_tokens": 4} | arguments))
 
 
 @pytest.mark.parametrize(
@@ -261,6 +269,6 @@ def test_arguments_out_of_range(model, prompt, arguments, message):
         (np.full((1, 4), 4096), "expected ids from 0 to 4095"),
     ],
 )
-def test_prompts_that_are_none(model, ids, message):
+def test_prompts_that_are_none(example, ids, message):
     with pytest.raises(ValueError, match=message):
-        generate(model, ids, max_new_tokens=1)
+        generate(example, ids, max_new_tokens=1)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from architecture import (
     EXACT,
+    KERNELS,
     block_errors,
     logit_error,
     run,
@@ -55,7 +56,7 @@ def test_the_reference_covers_windows(folder):
     ids=lambda changes: next(iter(changes)),
 )
 def test_the_bound_of_logits_catches(tmp_path, changes):
-    model = load_model(copy_with_config(STACKED, tmp_path / "m", **changes), **EXACT)
+    model = load_model(copy_with_config(STACKED, tmp_path / "m", **changes), **KERNELS)
     logits = run(model, tokens(STACKED))
     assert logit_error(logits, reference_tensors(STACKED)["logits"]) > 100 * LOGITS
 
@@ -65,7 +66,7 @@ def test_the_bound_of_logits_catches_what_is_left_out(tmp_path, name):
     def leave_out(tensors):
         tensors[f"model.layers.0.{name}"] *= 0
 
-    model = load_model(edited(tmp_path, STACKED.name, leave_out), **EXACT)
+    model = load_model(edited(tmp_path, STACKED.name, leave_out), **KERNELS)
     logits = run(model, tokens(STACKED))
     assert logit_error(logits, reference_tensors(STACKED)["logits"]) > 100 * LOGITS
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from architecture import (
-    EXACT,
+    KERNELS,
     block_errors,
     logit_error,
     run,
@@ -60,7 +60,7 @@ def test_the_reference_covers_chunks_and_temperatures(folder):
     ids=lambda changes: next(iter(changes)),
 )
 def test_the_bound_of_logits_catches(tmp_path, changes):
-    model = load_model(copy_with_config(STACKED, tmp_path / "m", **changes), **EXACT)
+    model = load_model(copy_with_config(STACKED, tmp_path / "m", **changes), **KERNELS)
     logits = run(model, tokens(STACKED))
     assert logit_error(logits, reference_tensors(STACKED)["logits"]) > 100 * LOGITS
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from architecture import EACH_MIXER, EXACT
+from architecture import EACH_MIXER, KERNELS
 from given import CHECKPOINTS
 
 from jax_nvfp4_moe import load_model
@@ -54,7 +54,7 @@ def test_of_equal_logits_the_first_token_is_likeliest():
 @pytest.mark.parametrize("num_tokens", [None, 9])
 def test_scores_of_a_model(num_tokens):
     """A padded batch with a cache, packed or not, has the scores of its logits."""
-    model = load_model(QWEN, **EXACT)
+    model = load_model(QWEN, **KERNELS)
     rng, lengths = np.random.default_rng(0), np.array([6, 2], np.int32)
     ids, targets = rng.integers(model.config.vocab_size, size=(2, 2, 6), dtype=np.int32)
     how = {"lengths": lengths, "num_tokens": num_tokens}
@@ -75,7 +75,7 @@ def test_scores_of_a_model(num_tokens):
 
 
 def test_wrong_targets_are_refused():
-    model, ids = load_model(QWEN, **EXACT), np.ones((2, 4), np.int32)
+    model, ids = load_model(QWEN, **KERNELS), np.ones((2, 4), np.int32)
     with pytest.raises(ValueError, match=r"targets: expected integers \(2, 4\).*int32 \(2, 3\)"):
         model.score(ids, ids[:, 1:])
     with pytest.raises(ValueError, match=r"targets: expected ids from 0 to .* got -1 to 1"):

@@ -58,6 +58,9 @@ LONG_TEXTS = (
 )
 
 run = jax.jit(lambda model, ids: model(ids))
+_run_parts = jax.jit(
+    lambda moe, x, given, ids, weights: (moe.route(given), moe.experts(given, ids, weights), moe(x))
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,21 +118,20 @@ def block_errors(folder, layer, **changes):
     tensors = reference_tensors(folder)
     given = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
     moe = load_moe(folder, layer, **{**EXACT, **changes})
-    chosen, weights = given["topk_indices"], given["topk_weights"]
-    ids, own = map(np.asarray, moe.route(jnp.asarray(given["experts_input"])))
+    chosen, weights = given["topk_indices"].astype(np.int32), given["topk_weights"]
+    (ids, own), routed, block = _run_parts(
+        moe, given["input"], given["experts_input"], chosen, weights
+    )
     order, there = np.argsort(ids, -1), np.argsort(chosen, -1)
     np.testing.assert_array_equal(
-        np.take_along_axis(ids, order, -1), np.take_along_axis(chosen, there, -1)
-    )
-    routed = moe.experts(
-        jnp.asarray(given["experts_input"]), jnp.asarray(chosen, jnp.int32), jnp.asarray(weights)
+        np.take_along_axis(np.asarray(ids), order, -1), np.take_along_axis(chosen, there, -1)
     )
     return {
         "weights": relative(
-            np.take_along_axis(own, order, -1), np.take_along_axis(weights, there, -1)
+            np.take_along_axis(np.asarray(own), order, -1), np.take_along_axis(weights, there, -1)
         ),
         "experts": relative(routed, given["experts_output"]),
-        "block": relative(moe(jnp.asarray(given["input"])), given["output"]),
+        "block": relative(block, given["output"]),
     }
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jax_nvfp4_moe import NVFP4MoE
 from jax_nvfp4_moe.models.decoder import Decoder
@@ -36,7 +37,8 @@ def rounded_modules(model, rounds):
     def rounded(value):
         if not isinstance(value, jax.Array) or value.dtype != jnp.float32:
             return value
-        return jnp.where(rounds, value.astype(jnp.bfloat16).astype(jnp.float32), value)
+        # `lax` traces faster than `jnp`, and this occurs hundreds of times in a program.
+        return lax.select_n(rounds, value, lax.reduce_precision(value, 8, 7))
 
     def wrap(call):
         def wrapped(self, *args, **named):
@@ -94,7 +96,8 @@ def followed_choices(choices):
 
     def follow(ids):
         there, their_weights = next(given)
-        same = (jnp.sort(ids, axis=-1) == jnp.sort(there, axis=-1)).all(axis=-1, keepdims=True)
+        # The ids of a token are distinct, so they are the same if each is among the others.
+        same = (ids[..., None] == there[..., None, :]).any(axis=-1).all(axis=-1, keepdims=True)
         return same | (there[..., :1] < 0), there, their_weights
 
     def follow_route(self, *args):
