@@ -28,14 +28,6 @@ TEXT = PROMPT + NEW
 # Bound of the worst logit, in units of the root mean square of all logits. Another order of float32
 # sums causes 1.4e-6 to 8.6e-6, most of it in gated delta nets.
 BOUND = 2e-5
-# Tokens in a piece. Code for the cache is the same for one token and for so few, except in mixers
-# that take single tokens by another rule. Pieces of one token would take seconds for each mixer.
-FEW = 6
-BY_TOKEN = (
-    "kimi_linear-modelopt-w4a16",
-    "nemotron_h-modelopt-w4a16",
-    "qwen3_next-modelopt-w4a16",
-)
 LONG = 5000
 # Rows of 5000 tokens that are compared; both where a folder is not named. In the other row of this
 # one, two compressed keys have nearly equal scores for some query before token 1500. Noise of 1e-6
@@ -87,14 +79,14 @@ def error_of_5000_tokens(name, logits):
     return error(np.asarray(logits)[rows][:, there["positions"]], there[name][rows])
 
 
-def check(model, prompt, piece, lengths=None, **how):
+def check(model, prompt, lengths=None, piece=1, **how):
     """Check that logits do not depend on the pieces, and that `generate` follows these logits.
 
     Args:
       model: model in float32.
       prompt: token ids ``[b, PROMPT]``.
-      piece: number of tokens in a piece.
       lengths: number of tokens in each prompt. None means PROMPT for all.
+      piece: number of tokens in a piece, 1 by default.
       how: further arguments of `generate`.
 
     Returns:
@@ -132,8 +124,7 @@ def test_a_long_text_of_each_mixer(name, tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "prefill_chunks", keep)
     model = load(name, tmp_path / "m")
     lengths, chunk = np.array([PROMPT, 2], np.int32), 234
-    piece = 1 if name in BY_TOKEN else FEW
-    expected = check(model, random_text(model, PROMPT), piece, lengths, prefill_chunk=chunk)
+    expected = check(model, random_text(model, PROMPT), lengths, prefill_chunk=chunk)
     ((logits, filled),) = kept
     np.testing.assert_array_equal(filled, lengths)
     assert error(logits, expected[np.arange(2), lengths - 1]) <= BOUND
