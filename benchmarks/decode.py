@@ -2,15 +2,16 @@
 
     python benchmarks/decode.py [--model qwen3-30b-a3b ...] [--format nvfp4 bfloat16 ...]
         [--cells 1x128 1x32768 16x128 64x1024] [--new 64] [--layers N] [--backend NAME]
-        [--llama FOLDER] [--transformers] [--output FILE]
+        [--fp8-cache] [--llama FOLDER] [--transformers] [--output FILE]
 
-A cell is BATCHxPROMPT. `--format` is that of the linear layers beside the experts;
-`whole_model.py` has the models. Prompts are run once. Each round then copies their cache and runs
-the decoding loop of `generate` for all new tokens but the first. The time of a step is that of the
-loop, divided by its number of steps. The floor of a step is the sum of four parts: the floor of its
-expert layers (`moe_cases.floor_us`), for the number of experts that uniform routing touches; the
-time to read each other weight once; the time to read the filled part of the cache; and the time to
-read and write recurrent states. The bandwidth is that of a copy, measured in the same run.
+A cell is BATCHxPROMPT. `--format` is that of the linear layers beside the experts; `whole_model.py`
+has the models. With `--fp8-cache`, caches are in FP8 instead of bfloat16. Prompts are run once.
+Each round then copies their cache and runs the decoding loop of `generate` for all new tokens but
+the first. The time of a step is that of the loop, divided by its number of steps. The floor of a
+step is the sum of four parts: the floor of its expert layers (`moe_cases.floor_us`), for the number
+of experts that uniform routing touches; the time to read each other weight once; the time to read
+the filled part of the cache; and the time to read and write recurrent states. The bandwidth is that
+of a copy, measured in the same run.
 
 A profile of a loop with one step tells what a step does on the device. It has the number of
 kernels, their time, and the share of that time outside our kernels. Kernels that overlap count
@@ -234,6 +235,7 @@ def add_models(parser):
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=["nvfp4", "bfloat16"])
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--backend", help="default: the backend for this device")
+    parser.add_argument("--fp8-cache", action="store_true", help="keys and values in FP8")
     parser.add_argument("--commit", help="commit to record; default: what git reports")
     parser.add_argument("--small-ceilings", action="store_true", help=argparse.SUPPRESS)
 
@@ -256,7 +258,8 @@ def each_model(arguments):
     for name in arguments.model:
         for linear_format in arguments.format:
             whole = MODELS[name].cut(arguments.layers)
-            yield whole, linear_format, build_model(whole, linear_format, arguments.backend)
+            options = {"backend": arguments.backend, "fp8_cache": arguments.fp8_cache}
+            yield whole, linear_format, build_model(whole, linear_format, **options)
 
 
 def main():
@@ -271,6 +274,7 @@ def main():
         for cell in arguments.cells:
             row = measure(whole, built, cell, arguments, ceilings, compilations)
             head = {"model": whole.name, "layers": whole.layers, "format": linear_format}
+            head |= {"fp8_cache": arguments.fp8_cache}
             times = model_peers.times_as_fast(
                 peers, whole.name, *cell, row["step_us"] / 1e6, "step_s"
             )

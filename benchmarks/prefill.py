@@ -2,7 +2,7 @@
 
     python benchmarks/prefill.py [--model qwen3-30b-a3b ...] [--format nvfp4 bfloat16 ...]
         [--tokens 2048 8192 32768 131072] [--batch 1] [--lengths 4096 512 512 512]
-        [--layers N] [--chunk N] [--llama FOLDER] [--transformers] [--output FILE]
+        [--layers N] [--chunk N] [--fp8-cache] [--llama FOLDER] [--transformers] [--output FILE]
 
 The time is that of `generate` for one new token, the median of several calls. The floor is the sum
 of two parts: the floor of the expert layers (`moe_cases.floor_us`), and the FLOPs of the other
@@ -121,9 +121,10 @@ def make_ragged_table(rows):
     return table
 
 
-def head_of(whole, linear_format) -> dict:
+def head_of(whole, linear_format, fp8_cache) -> dict:
     """Return the facts about a model that each of its rows has."""
-    return {"model": whole.name, "layers": whole.layers, "format": linear_format}
+    head = {"model": whole.name, "layers": whole.layers, "format": linear_format}
+    return head | {"fp8_cache": fp8_cache}
 
 
 def make_table(result, title):
@@ -169,17 +170,18 @@ def main():
     path = arguments.output or HERE / "results" / f"prefill.{name.replace(' ', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     for whole, linear_format, built in each_model(arguments):
+        head = head_of(whole, linear_format, arguments.fp8_cache)
         for cell in cells:
             tokens = cell[1]
             row = measure(whole, built, tokens, arguments, Ceilings(**result["ceilings"]))
             times = model_peers.times_as_fast(
                 peers, whole.name, *cell, row["ms"] / 1e3, "first_token_s"
             )
-            result["rows"].append(head_of(whole, linear_format) | row | {"times": times})
+            result["rows"].append(head | row | {"times": times})
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if arguments.lengths:
             rows = measure_ragged(whole, built, arguments.lengths, arguments.chunk)
-            result["ragged"] += [head_of(whole, linear_format) | row for row in rows]
+            result["ragged"] += [head | row for row in rows]
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         del built  # its memory, before the next model is made
     console = Console(width=None if sys.stdout.isatty() else 140)

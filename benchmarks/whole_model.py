@@ -18,6 +18,7 @@ from moe_cases import CASES, Case, Ceilings, floor_us
 
 import jax_nvfp4_moe as nvfp4
 from jax_nvfp4_moe.checkpoint import LinearWeights, Source
+from jax_nvfp4_moe.checkpoint.values import CacheScales
 from jax_nvfp4_moe.models.loading import find_architecture
 from jax_nvfp4_moe.nn.building import Builder
 from jax_nvfp4_moe.nn.filling import fill
@@ -164,9 +165,13 @@ class RandomWeights:
       linear_weights: number of weights of all linear layers beside the experts and the head.
     """
 
-    def __init__(self, case: Case, linear_format: str, dtype=jnp.bfloat16):
-        """Store the sizes of the experts, and the format of the other linear layers."""
+    def __init__(self, case: Case, linear_format: str, dtype=jnp.bfloat16, fp8_cache: bool = False):
+        """Store the sizes of the experts, the format of the other linear layers, and of the cache.
+
+        An FP8 cache has scales of 1.
+        """
         self._case, self._format, self._dtype = case, linear_format, dtype
+        self._fp8_cache = fp8_cache
         self._made = 0
         self.linear_weights = 0
 
@@ -203,6 +208,16 @@ class RandomWeights:
         assert sizes == (self._case.experts, self._case.hidden, self._case.intermediate), sizes
         seed = self._next_seed()
         return _source(prefix, lambda: random_params(self._case, seed=seed), Scheme.W4A16)
+
+    def cache_scales(self, prefix, **heads):
+        if not self._fp8_cache:
+            return None
+
+        def make():
+            scales = {name: jnp.ones(count, jnp.float32) for name, count in heads.items()}
+            return CacheScales(scales, multiply_by_reciprocal=False)
+
+        return _source(f"{prefix} cache scales", make)
 
     def ignore(self, prefix, reason):
         """Do nothing: no weight is left over."""
@@ -258,12 +273,16 @@ class Built:
     linear_weights: int
 
 
-def build_model(whole: WholeModel, linear_format: str, backend: str | None = None) -> Built:
+def build_model(
+    whole: WholeModel, linear_format: str, backend: str | None = None, fp8_cache: bool = False
+) -> Built:
     """Make the model, one layer after the other."""
     row = find_architecture(whole.config)
     config = row.read_config(whole.config)
-    settings = Settings(nvfp4.Target.current(), backend=backend)
-    weights = RandomWeights(whole.case, linear_format)
+    # Without FP4 tensor cores, keys and values are rounded to FP8 only if the scheme says so.
+    scheme = "checkpoint" if fp8_cache else None
+    settings = Settings(nvfp4.Target.current(), scheme=scheme, backend=backend)
+    weights = RandomWeights(whole.case, linear_format, fp8_cache=fp8_cache)
     make = Builder(weights, row.keys, settings)
     model = nnx.eval_shape(lambda: row.build_model(config, make))
     read = _count_bytes(nnx.state(model)) - _count_bytes(model.embedding.get_value())

@@ -165,6 +165,33 @@ def test_arrays_of_numpy(expected):
     assert_same_bits(reference(x, jax.device_get(PARAMS), ids, weights), given)
 
 
+def test_gradients_of_functions_that_close_over_arrays_of_numpy():
+    """The gradients are those of functions that close over arrays of JAX, bit for bit."""
+
+    def of_experts(x, params, ids, weights):
+        return jnp.sum(op(x, params, ids, weights).astype(jnp.float32))
+
+    def of_groups(x, weight, sizes):
+        y = nvfp4.ops.grouped_gemm(x, weight, sizes, scheme="w4a16")
+        return jnp.sum(y.astype(jnp.float32))
+
+    rows, sizes = X.shape[0], np.full(E, X.shape[0] // E, np.int32)
+    sizes[0] += rows - sizes.sum()
+    for total, given in (
+        (of_experts, (PARAMS, IDS, WEIGHTS)),
+        (of_groups, (PARAMS.gate_up, jnp.asarray(sizes))),
+    ):
+        expected = jax.jit(jax.grad(total))(X, *given)
+        assert np.any(np.asarray(expected))
+
+        host = jax.device_get(given)
+
+        def closed(x, total=total, host=host):
+            return total(x, *host)
+
+        assert_same_bits(jax.jit(jax.grad(closed))(X), expected)
+
+
 @pytest.fixture(scope="module")
 def layers():
     """Return the weights of some blocks, and the same blocks stacked into one module."""

@@ -246,7 +246,8 @@ def test_prompts_of_unequal_length_are_measured(tiny):
     rows = prefill.measure_ragged(*tiny, [9, 3], 16)
     assert [row["tokens"] for row in rows] == [12, 18, 12, 12]
     assert all(0 < row["low"] <= row["ms"] <= row["high"] for row in rows)
-    table = prefill.make_ragged_table([prefill.head_of(tiny[0], "nvfp4") | row for row in rows])
+    head = prefill.head_of(tiny[0], "nvfp4", False)
+    table = prefill.make_ragged_table([head | row for row in rows])
     assert table.row_count == 4
 
 
@@ -390,8 +391,8 @@ def test_scripts_that_start_others_run(script, arguments, tmp_path):
     [
         (
             "decode.py",
-            "--model tiny --format nvfp4 --cells 1x8 --new 4 --small-ceilings --transformers "
-            "--peer-python false",  # a peer that fails must not end the run
+            "--model tiny --format nvfp4 --cells 1x8 --new 4 --fp8-cache --small-ceilings "
+            "--transformers --peer-python false",  # a peer that fails must not end the run
             1,
         ),
         pytest.param(
