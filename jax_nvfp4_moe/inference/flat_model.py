@@ -3,7 +3,7 @@
 `jax.jit` flattens its arguments in every call. For a Flax model that is Python code for each module
 and each variable: 4 ms for the 915 arrays of Qwen3-30B-A3B, where a decoding step on an H200 takes
 2 ms. A `FlatModel` is flattened once. To flatten the same model again, in the next call of
-`generate`, takes a quarter of that time, because only its variables are flattened again.
+`generate`, takes less than half of that time, because only its variables are flattened again.
 """
 
 import dataclasses
