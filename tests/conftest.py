@@ -252,8 +252,9 @@ CUDA_FOLDERS = tuple(pathlib.Path(__file__).parent / name for name in ("gpu", "e
 def pytest_ignore_collect(collection_path, config):
     """Collect one module of a folder whose tests this machine lacks a build for.
 
-    Its tests are shown as skipped. To collect 10,000 tests takes each worker 3 s. Modules that are
-    named on the command line are collected in any case.
+    To collect the 10,000 tests of all modules takes each worker 3 s. The reasons that pytest prints
+    therefore count the tests of one module. Modules that are named on the command line are
+    collected in any case.
     """
     folder = collection_path.parent
     if folder not in CUDA_FOLDERS or config.getoption("--must-run"):

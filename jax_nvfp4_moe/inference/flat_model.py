@@ -72,14 +72,11 @@ def flatten_model(model: Any) -> FlatModel:
     """Return the model as a `FlatModel`. Later changes of the model do not change the result."""
     if isinstance(model, FlatModel):
         return model
-    if not isinstance(model, nnx.Module):
-        arrays, structure = jax.tree.flatten(model)
-        return FlatModel(tuple(arrays), structure)
-    known = _known.get(model)
+    known = _known.get(model) if isinstance(model, nnx.Module) else None
     if known is not None and (flat := known.flatten()) is not None:
         return flat
     arrays, structure = jax.tree.flatten(model)
-    if (modules := _list_modules(model, structure)) is not None:
+    if isinstance(model, nnx.Module) and (modules := _list_modules(model, structure)) is not None:
         _known[model] = modules
     return FlatModel(tuple(arrays), structure)
 
