@@ -2,10 +2,10 @@
 //
 //   values [b, m, splits, t g, dv], sums [b, m, splits, t g] -> y [b, t, n, dv]
 //
-// A block joins 128 channels of one row. First each thread reads the sums of some parts, and the
-// block finds the weight of each part. Then each warp adds the values of every eighth part, and the
-// block adds those of its warps. Parts without keys have the sum 0, and are not read. A sum that is
-// NaN makes the result NaN.
+// A block joins 128 channels of one row. Each warp reads the sums of all parts. It requests the
+// values of every eighth part that has keys, up to 12 at once, and meanwhile finds the weight of
+// each part. Then the block adds the results of its warps. Parts without keys have the sum 0, and
+// their values are not read. A sum that is NaN makes the result NaN.
 //
 // Bottleneck: latency. Test: tests/emulation/test_emulation_attention.py.
 #include "cuda/attention/merge_parts.cuh"
@@ -19,7 +19,12 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kVector = 4;               // floats that a thread reads at once
 constexpr int kChannels = 32 * kVector;  // channels of a block
-constexpr int kAtOnce = 4;               // parts of which a thread requests the values together
+// Each lane of a warp has the sums of up to kLaneParts parts. A warp requests the values of its
+// kAtOnce parts among those of kTogether rounds of lanes together.
+constexpr int kLaneParts = static_cast<int>(CeilDiv(kSplitBlocks, 32));
+constexpr int kTogether = 3;
+constexpr int kInLanes = 32 / kWarps;  // parts of a warp among those of one round of lanes
+constexpr int kAtOnce = kTogether * kInLanes;
 
 struct MergeGrid {
   AttentionCall call;
@@ -30,9 +35,27 @@ struct MergeGrid {
   int32_t pieces;  // blocks of a row
 };
 
+// What a lane knows of the parts lane, 32 + lane, ... of a row: their sums, and then their weights.
+struct LaneParts {
+  PartSum sums[kLaneParts];
+  float weights[kLaneParts];
+};
+
+// Calls function(i, lanes, of_lane) for each part of this warp in batch `batch`: its place in the
+// batch, and where LaneParts has it.
+template <typename Function>
+__device__ __forceinline__ void EachPart(int batch, int splits, const Function& function) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int lanes = batch * kTogether + i / kInLanes;
+    if (lanes >= kLaneParts || 32 * lanes >= splits) break;
+    function(i, lanes, warp + kWarps * (i % kInLanes));
+  }
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads) MergeParts(const MergeGrid p) {
-  __shared__ float weights[kSplitBlocks];
   __shared__ float4 passed[kWarps][32];
   const AttentionShape& shape = p.call.shape;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -45,49 +68,60 @@ __global__ void __launch_bounds__(kThreads) MergeParts(const MergeGrid p) {
   const float sink = p.sinks == nullptr ? -INFINITY : __ldg(p.sinks + head) * kLog2E;
   WaitForPrecedingKernel();
   StartNextKernel();
-  // Each warp computes the same maximum and sum.
+  LaneParts parts = {};
+#pragma unroll
+  for (int i = 0; i < kLaneParts; ++i) {
+    const int part = 32 * i + lane;
+    if (part < p.splits) parts.sums[i] = p.parts.sums[first + static_cast<int64_t>(part) * p.rows];
+  }
+  float4 values[kAtOnce];
+  const auto request = [&](int batch) {
+    EachPart(batch, p.splits, [&](int i, int lanes, int of_lane) {
+      values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const bool exists = __shfl_sync(kAllLanes, parts.sums[lanes].sum, of_lane) != 0.0f;
+      if (!exists || column >= width) return;
+      const int64_t source = first + static_cast<int64_t>(32 * lanes + of_lane) * p.rows;
+      values[i] = __ldcg(reinterpret_cast<const float4*>(p.parts.values + source * width + column));
+    });
+  };
+  request(0);  // arrives while the weights are computed
+
+  // Each warp computes the same maximum, sum and weights.
   float most = sink;
-  for (int part = lane; part < p.splits; part += 32) {
-    const PartSum own = p.parts.sums[first + static_cast<int64_t>(part) * p.rows];
-    if (own.sum != 0.0f) most = fmaxf(most, own.largest);
+#pragma unroll
+  for (int i = 0; i < kLaneParts; ++i) {
+    if (parts.sums[i].sum != 0.0f) most = fmaxf(most, parts.sums[i].largest);
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
     most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
   }
   float total = 0.0f;
-  for (int part = lane; part < p.splits; part += 32) {
-    const PartSum own = p.parts.sums[first + static_cast<int64_t>(part) * p.rows];
-    const float weight = own.sum != 0.0f ? FastExp2(own.largest - most) : 0.0f;
-    if (own.sum != 0.0f) total = fmaf(own.sum, weight, total);
-    if (warp == 0) weights[part] = weight;
+#pragma unroll
+  for (int i = 0; i < kLaneParts; ++i) {
+    const PartSum own = parts.sums[i];
+    if (own.sum == 0.0f) continue;
+    parts.weights[i] = FastExp2(own.largest - most);
+    total = fmaf(own.sum, parts.weights[i], total);
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(kAllLanes, total, step);
   if (sink != -INFINITY) total += FastExp2(sink - most);
   const float inverse = total != 0.0f ? FastReciprocal(total) : 0.0f;
-  __syncthreads();
 
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (int part = warp; part < p.splits; part += kWarps * kAtOnce) {
-    float4 loaded[kAtOnce];
-    float weight[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int own = part + i * kWarps;
-      weight[i] = own < p.splits ? weights[own] : 0.0f;
-      loaded[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (weight[i] == 0.0f || column >= width) continue;
-      const int64_t source = first + static_cast<int64_t>(own) * p.rows;
-      loaded[i] = __ldcg(reinterpret_cast<const float4*>(p.parts.values + source * width + column));
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      sum.x = fmaf(loaded[i].x, weight[i], sum.x);
-      sum.y = fmaf(loaded[i].y, weight[i], sum.y);
-      sum.z = fmaf(loaded[i].z, weight[i], sum.z);
-      sum.w = fmaf(loaded[i].w, weight[i], sum.w);
-    }
+  for (int batch = 0; batch * kTogether < kLaneParts; ++batch) {
+    if (32 * kTogether * batch >= p.splits) break;
+    if (batch > 0) request(batch);
+    EachPart(batch, p.splits, [&](int i, int lanes, int of_lane) {
+      const float weight = __shfl_sync(kAllLanes, parts.weights[lanes], of_lane);
+      if (weight == 0.0f) return;  // its values may be infinite
+      sum.x = fmaf(values[i].x, weight, sum.x);
+      sum.y = fmaf(values[i].y, weight, sum.y);
+      sum.z = fmaf(values[i].z, weight, sum.z);
+      sum.w = fmaf(values[i].w, weight, sum.w);
+    });
   }
   passed[warp][lane] = sum;
   __syncthreads();
