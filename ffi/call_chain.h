@@ -29,6 +29,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -40,16 +41,29 @@ struct NamedHandler {
   XLA_FFI_Handler* handler;
 };
 
+// The addresses [begin, end).
+struct ByteRange {
+  const char* begin;
+  const char* end;
+};
+
 // The calls that this thread runs as a chain, as far as kernels that overlap may know them. Outside
 // of a chain there is nothing to know.
 struct RunningChain {
   const XLA_FFI_CallFrame* frame = nullptr;  // of the chain
   bool is_first = true;                      // whether its first call runs
+  // What the preceding call on the same stream has written, if its kernels let the next one start
+  // only after they have waited. Otherwise nothing is known, and this is empty.
+  std::vector<ByteRange> preceding;
+  bool starts_next = false;  // whether a kernel of this call lets the next one start before
 
   // Whether the kernel before this call belongs to the chain. A call that begins a branch at the
   // start of the chain has no such kernel. But its first kernel starts when all others have ended,
   // so that what follows from a preceding kernel holds as well.
   bool Follows() const { return frame != nullptr && !is_first; }
+
+  // Whether a kernel of this call may let the next kernel start before it has waited itself.
+  bool StartsNext() { return starts_next = Follows(); }
 
   // Whether an operand of this call was written before the preceding kernel started: that kernel
   // belongs to the chain, and no call of the chain writes the operand. A kernel may read it before
@@ -62,6 +76,18 @@ struct RunningChain {
       });
     };
     return has(frame->args.args, frame->args.size) && !has(frame->rets.rets, frame->rets.size);
+  }
+
+  // Whether an operand of this call was written before the preceding kernel started, because the
+  // preceding call has written `result`, and not the operand. Both have at least one byte. All
+  // kernels ahead of that call have then ended when a kernel of this one starts.
+  bool IsOlderThan(const ByteRange& result, const ByteRange& operand) const {
+    const auto wrote = [this](const ByteRange& bytes) {
+      return std::any_of(preceding.begin(), preceding.end(), [&](const ByteRange& written) {
+        return written.begin < bytes.end && bytes.begin < written.end;
+      });
+    };
+    return wrote(result) && !wrote(operand);
   }
 };
 inline thread_local RunningChain running_chain;
@@ -145,8 +171,10 @@ class CallChain {
       const auto* own = static_cast<const XLA_FFI_Attrs*>(attrs.attrs[i]);
       const auto* buffers = static_cast<const XLA_FFI_Array*>(attrs.attrs[i + 1]);
       const auto* target = static_cast<const XLA_FFI_ByteSpan*>(attrs.attrs[i + 2]);
-      running_chain = {&frame_, i == 0};
+      running_chain = {&frame_, i == 0, std::move(written_)};
+      written_.clear();
       XLA_FFI_Error* error = RunCall({target->ptr, target->len}, *own, *buffers);
+      if (running_chain.starts_next) written_.clear();
       running_chain = {};
       if (error != nullptr) return error;
     }
@@ -201,7 +229,15 @@ class CallChain {
     std::vector<XLA_FFI_ArgType> operand_types(num_operands, XLA_FFI_ArgType_BUFFER);
     std::vector<XLA_FFI_RetType> result_types(num_results, XLA_FFI_RetType_BUFFER);
     if (branches_ != nullptr) {
+      const Place before = place_;
       if (XLA_FFI_Error* error = Advance(flags)) return error;
+      if (place_ != before || (flags & (kForkFlag | kJoinFlag)) != 0) {
+        running_chain.preceding.clear();  // it may have run on another stream
+      }
+    }
+    for (int64_t i = num_operands; i < num_operands + num_results; ++i) {
+      const auto* data = static_cast<const char*>(buffers[i].data);
+      written_.push_back({data, data + BytesOf(buffers[i])});
     }
     XLA_FFI_CallFrame call = frame_;
     if (place_ == Place::kBranch) call.api = branches_->api();
@@ -278,6 +314,7 @@ class CallChain {
   const std::vector<NamedHandler>& handlers_;
   ChainBranches* const branches_;
   Place place_ = Place::kOutside;
+  std::vector<ByteRange> written_;  // by the call that has run last
 };
 
 // The body of a handler that runs a chain. XLA asks a handler for its metadata, such as whether a

@@ -309,7 +309,7 @@ ffi::Error PrepareLatents(cudaStream_t stream, ffi::AnyBuffer down, ffi::AnyBuff
                           ffi::Result<ffi::AnyBuffer> new_cache, float eps, float rotation_scale,
                           bool interleaved) {
   LatentsCall call = {};
-  call.starts_next = running_chain.Follows();
+  call.starts_next = running_chain.StartsNext();
   NVFP4_RETURN_IF_ERROR(CheckLatents(down, positions, cache, q_weight, kv_weight, frequencies, *q,
                                      *new_cache, &call));
   NVFP4_RETURN_IF_ERROR(PutInPlace(stream, "new_cache", cache, *new_cache));
@@ -331,7 +331,7 @@ struct HeadsOptions {
 
 HeadsCall StartHeads(const HeadsOptions& options) {
   HeadsCall call = {};
-  call.starts_next = running_chain.Follows();
+  call.starts_next = running_chain.StartsNext();
   call.gated = options.gated;
   call.eps = options.eps;
   call.rotation_scale = options.rotation_scale;

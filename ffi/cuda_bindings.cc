@@ -74,6 +74,12 @@ ExpertWeights WeightsOf(ffi::AnyBuffer packed, ffi::AnyBuffer block_scale,
           DataOrNull(input_scale), DataOrNull(bias)};
 }
 
+// The memory of an operand.
+ByteRange BytesOf(const ffi::AnyBuffer& buffer) {
+  const auto* data = static_cast<const char*>(buffer.untyped_data());
+  return {data, data + buffer.size_bytes()};
+}
+
 // The handler of an expert layer. It runs the engine kEngine, or the plain kernels for calls that
 // the engine does not support.
 template <EngineKind kEngine>
@@ -108,8 +114,9 @@ ffi::Error MoE(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate_up_pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (expert_ids)", shape.top_k, kMaxTopK));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("n1 (gate_up_packed)", shape.n1, kMaxExtent));
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("h (x)", shape.h, kMaxExtent));
+  const bool x_is_older = running_chain.IsOlderThan(BytesOf(expert_ids), BytesOf(x));
   const MoECall call = {shape,           options.type, options.activation, options.activation_scale,
-                        weight_on_input, kEngine};
+                        weight_on_input, kEngine,      x_is_older};
   const MoEBuffers buffers = {
       x.untyped_data(),
       WeightsOf(gate_up_packed, gate_up_block_scale, gate_up_global_scale, gate_up_input_scale,
@@ -158,8 +165,11 @@ ffi::Error GroupedGemm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer pac
   NVFP4_RETURN_IF_ERROR(ExpectAtMost("k (x)", call.shape.k, kMaxExtent));
   const GroupedGemmShape& shape = call.shape;
   call.engine = kEngine;
-  call.weight_is_older = running_chain.IsOlder(packed.untyped_data()) &&
-                         running_chain.IsOlder(block_scale.untyped_data());
+  const auto is_older = [](const ffi::AnyBuffer& operand) {
+    return operand.size_bytes() == 0 || running_chain.IsOlder(operand.untyped_data());
+  };
+  call.weight_is_older = is_older(packed) && is_older(block_scale) && is_older(global_scale) &&
+                         is_older(bias) && running_chain.Follows();
   const GroupedGemmBuffers buffers = {
       x.untyped_data(), WeightsOf(packed, block_scale, global_scale, input_scale, bias),
       DataOrNull<int32_t>(group_sizes), y->untyped_data(), workspace->untyped_data()};

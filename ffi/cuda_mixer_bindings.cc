@@ -24,7 +24,7 @@ ffi::Error AddRmsNorm(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer adde
                       ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> sum,
                       ffi::Result<ffi::AnyBuffer> y, float eps) {
   NormCall call = {};
-  call.starts_next = running_chain.Follows();
+  call.starts_next = running_chain.StartsNext();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("weight", weight.element_type(), &call.weight_type));
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
@@ -129,7 +129,7 @@ ffi::Error DenseFp8Few(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer wei
 ffi::Error Activate(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::Result<ffi::AnyBuffer> y,
                     std::string_view activation, float alpha, float beta, float limit) {
   ActivateCall call = {};
-  call.starts_next = running_chain.Follows();
+  call.starts_next = running_chain.StartsNext();
   NVFP4_RETURN_IF_ERROR(ReadActivation(activation, alpha, beta, limit, &call.activation));
   if (!call.activation.gated) {
     return Expected("activation", "a gated activation", std::string(activation));
@@ -153,7 +153,7 @@ ffi::Error Activate(cudaStream_t stream, ffi::AnyBuffer gate_up, ffi::Result<ffi
 ffi::Error AddGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer z,
                     ffi::Result<ffi::AnyBuffer> y) {
   AddGatedCall call = {};
-  call.starts_next = running_chain.Follows();
+  call.starts_next = running_chain.StartsNext();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
   call.rows = x.dimensions()[0];
@@ -181,7 +181,7 @@ ffi::Error AddLinearGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer 
                           ffi::AnyBuffer gate_weight, ffi::AnyBuffer z,
                           ffi::Result<ffi::AnyBuffer> y) {
   AddLinearGatedCall call = {};
-  call.starts_next = running_chain.Follows();
+  call.starts_next = running_chain.StartsNext();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectRank("x [rows, h]", x.dimensions(), 2));
   NVFP4_RETURN_IF_ERROR(ExpectRank("gate_weight [k]", gate_weight.dimensions(), 1));
@@ -216,7 +216,7 @@ ffi::Error AddLinearGated(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer 
 ffi::Error GateHeads(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer gates,
                      ffi::Result<ffi::AnyBuffer> y) {
   GateHeadsCall call = {};
-  call.starts_next = running_chain.Follows();
+  call.starts_next = running_chain.StartsNext();
   NVFP4_RETURN_IF_ERROR(ExpectActivationType("x", x.element_type(), &call.type));
   NVFP4_RETURN_IF_ERROR(ExpectType("gates", gates.element_type(), x.element_type()));
   NVFP4_RETURN_IF_ERROR(ExpectType("y", y->element_type(), x.element_type()));

@@ -57,6 +57,7 @@ struct MoECall {
   ActivationScale activation_scale;
   bool weight_on_input;
   EngineKind engine;
+  bool x_is_older = false;  // than the preceding kernel (launch_kernel.cuh)
 
   // Without slots or without experts, the output is zeros and no kernel runs. Most kernels divide
   // by top_k or search the rows of experts, and need at least one.

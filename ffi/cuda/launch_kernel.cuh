@@ -24,6 +24,10 @@
 // else. Short kernels between others, such as norms, may therefore break rule 2 in a chain
 // (WaitAndStartNextKernel): the kernel after them loads its weights meanwhile.
 //
+// A chain also knows what the preceding call has written. If that call keeps rule 2, everything
+// that it has not written is older (RunningChain::IsOlderThan). GEMM 1 of an expert layer therefore
+// reads its row of x while the router, the preceding call, still runs.
+//
 // All other kernels read nothing before they wait, not even weights: in a program of XLA, the
 // preceding kernel may be a conversion that writes them.
 //
@@ -171,6 +175,34 @@ cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int thre
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Returns the shared memory for blocks of which all `blocks` run at once: so much, at least
+// `shared_bytes`, that each of them has a multiprocessor of its own, if the device has room for
+// that. Without it, a kernel that starts while the one before it still runs puts several blocks on
+// each idle multiprocessor, and these end last.
+template <typename... Parameters>
+int SharedBytesAlone(int64_t blocks, int cluster, int threads, int shared_bytes,
+                     void (*kernel)(Parameters...)) {
+  const int alone = MultiprocessorSharedBytes() / 2;
+  if (alone <= shared_bytes || blocks > MultiprocessorCount()) return shared_bytes;
+  if (cluster == 1) return alone;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(alone);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  const bool fits = AllowSharedMemory(kernel) == cudaSuccess &&
+                    cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess &&
+                    clusters >= blocks / cluster;
+  if (!fits) cudaGetLastError();  // otherwise the next launch would report it as its own
+  return fits ? alone : shared_bytes;
 }
 
 // As LaunchClusters, without clusters.

@@ -42,10 +42,10 @@ class TestDenseFew(DenseFewSuite):
 
 
 class TestDenseSm90(DenseFewSuite):
-    """The kernel for 9.0, with two and with four teams."""
+    """The kernel for 9.0, with two and with four teams, alone and in clusters."""
 
     pair = axis("bfloat16-bfloat16", "float16-float16")
-    count = axis(H200, 5)
+    count = axis(H200, 7)
 
     @pytest.fixture
     def run(self, library, count):

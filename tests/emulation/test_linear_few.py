@@ -44,7 +44,7 @@ class TestLinearFew(LinearFewSuite):
         with cuda_emulation.capability(library, major):
             yield lambda call: run_product(library, engine, call, H200)
 
-    @pytest.mark.parametrize("count", [1, 5])
+    @pytest.mark.parametrize("count", [1, 5, 7])
     @pytest.mark.parametrize("case", LINEARS)
     def test_linear_on_few_multiprocessors(self, library, case, count):
         """The weights are older than the preceding kernel, as in a chain of calls."""
@@ -79,7 +79,7 @@ def test_only_newer_devices_have_clusters(library, device, blocks):
 # n, k -> teams of a block, blocks of a cluster: of the layers above, and of one with short rows.
 SM90_CUTS = {
     (5120, 2048): (4, 1),
-    (2048, 4096): (2, 4),
+    (2048, 4096): (4, 2),
     (12288, 2048): (2, 1),
     (4096, 2048): (2, 2),
     (1024, 2048): (2, 4),

@@ -56,6 +56,7 @@ LAYERS = (
     (67, 1, 3, 16, 16, 1, 2),
     (3, 32, 512, 32, 16, 0, 512),
     (4, 8, 6, 208, 336, -2, 8),  # 32 slots: several tiles of k for each warp
+    (1, 4, 6, 2064, 48, -2, 8),  # more parts of k for each warp than it has places
 )
 # The same for experts with few rows, of which a large GPU's blocks claim the tiles.
 CLAIMED_LAYERS = ((40, 2, 32, 80, 208, 0, 32), (90, 2, 32, 80, 48, 0, 32))
@@ -70,7 +71,7 @@ ROUTERS = (
 # rows, n, k of linear layers
 LINEARS = (
     *((1, 77, 80), (1, 24, 4176), (4, 16, 16), (5, 77, 1040), (16, 40, 592), (64, 77, 1040)),
-    *((9, 4300, 144), (33, 4300, 80)),
+    *((9, 4300, 144), (33, 4300, 80), (16, 1100, 1040)),
 )
 # rows, n, k of layers with plain weights that take the larger output tiles on a large GPU
 LARGE_TILES = ((1, 8464, 520), (16, 2200, 520), (64, 600, 1160))

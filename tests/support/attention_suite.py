@@ -35,6 +35,7 @@ CASES = {
     "one key": Case(1, (1, 1), 1, (8, 8), (0,)),
     "one query of eight heads": Case(1, (8, 1), 300, (128, 128), (299, 40)),
     "one query in five parts": Case(1, (2, 2), 1100, (64, 64), (1099,)),
+    "one query in a hundred parts": Case(1, (2, 1), 26000, (8, 16), (25990,)),
     "seven key heads": Case(1, (7, 7), 90, (64, 64), (70, 3)),
     "an empty part": Case(1, (8, 1), 600, (32, 64), (599, 0), {"sinks": SINKS}),
     "parts and sinks": Case(2, (8, 1), 600, (64, 40), (540,), {"sinks": SINKS}),

@@ -39,7 +39,7 @@ SHIFTS = {
 # Calls with a bias. They take all tiles on the devices of the emulation, and have partial tiles.
 BIASED = ("smallest", "nine_rows", "thirty_three_rows")
 # Calls whose rows run in one form of the kernel: their number, and how many they are alone.
-SHARED_FORMS = ((8, 1), (16, 9), (64, 33))
+SHARED_FORMS = ((8, 2), (16, 9), (64, 33))
 
 
 @dataclasses.dataclass(frozen=True)

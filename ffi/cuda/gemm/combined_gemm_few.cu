@@ -35,7 +35,7 @@ constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
 constexpr int kDepth = 6;  // parts of a warp in flight
-constexpr int kRingBytes = kWarps * PartRing<kDepth>::kBytes;
+constexpr int kRingBytes = kWarps * PartRing<kDepth, true>::kBytes;
 // A column of sums has 16 weight rows. The distance of columns leaves few bank conflicts.
 constexpr int kColumnFloats = kSlab + 2;
 constexpr int kColumnBytes = kColumnFloats * 4;
@@ -128,18 +128,19 @@ struct Parts {
     return {part / KTiles(p.k), part % KTiles(p.k)};
   }
 
-  __device__ __forceinline__ void Request(uint32_t target) {
+  __device__ __forceinline__ void Request(uint8_t* place) {
     if (requested == end) return;
-    RequestPart(p.weight, WeightTile(p, plan, next), static_cast<int>(blockIdx.x) % kParts, target);
+    const int part = static_cast<int>(blockIdx.x) % kParts;
+    PartSource(p.weight, WeightTile(p, plan, next), part).Request(0, place);
     next.Step(KTiles(p.k));
     ++requested;
   }
 };
 
 // Multiplies the parts of a warp, and stores a sum for each expert tile that it has parts of.
-template <typename T>
+template <typename T, bool kRefills>
 __device__ __forceinline__ void MultiplyParts(Parts* parts, const TileConstants& constants,
-                                              PartRing<kDepth> ring, const uint8_t* rows,
+                                              PartRing<kDepth, kRefills> ring, const uint8_t* rows,
                                               float* sums) {
   const ExpertGemm& p = parts->p;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x) / 32;
@@ -154,7 +155,7 @@ __device__ __forceinline__ void MultiplyParts(Parts* parts, const TileConstants&
     float halves[2][4] = {};
 #pragma unroll 1
     for (; part < last; ++part, b += kTileK * 2) {
-      const Packed packed = ring.Take([&](uint32_t target) { parts->Request(target); });
+      const Packed packed = ring.Take([&](uint8_t* place) { parts->Request(place); });
       MultiplyTile<T>(packed, b, constants, halves);
     }
     const int column = lane % 4 * 2;
@@ -172,7 +173,7 @@ __device__ __forceinline__ void MultiplyParts(Parts* parts, const TileConstants&
 }
 
 // With 64 threads more, a thread may have 56 registers instead of 64.
-template <typename T, bool kRounds>
+template <typename T, bool kRounds, bool kRefills>
 __global__ void __launch_bounds__(kThreads + (kLeavesRoom<T, kRounds> ? 64 : 0), kBlocksPerSm)
     CombinedGemmFew(const __grid_constant__ ExpertGemm p, const __grid_constant__ FewSlots few,
                     const CombineTokens tokens, const TileConstants constants) {
@@ -187,12 +188,13 @@ __global__ void __launch_bounds__(kThreads + (kLeavesRoom<T, kRounds> ? 64 : 0),
   const Division division(plan.num_tiles * k_tiles);
   const int warp = thread / 32;
   Parts parts(p, plan, division, warp);
-  const PartRing<kDepth> ring = {shared + warp * PartRing<kDepth>::kBytes};
-  ring.Fill([&](uint32_t target) { parts.Request(target); });
+  const PartRing<kDepth, kRefills> ring(shared + warp * PartRing<kDepth, kRefills>::kBytes);
+  ring.Fill([&](uint8_t* place) { parts.Request(place); });
   const SlotOutput output = LoadSlotOutput<T>(p, plan, tokens, few.num_slots);
   WaitForPrecedingKernel();
   StartNextKernel();
-  BringRows(p, plan.routed, warp, kWarps, thread % 32, 32, rows, [](int slot) { return slot; });
+  BringRows<false>(p, plan.routed, warp, kWarps, thread % 32, 32, rows,
+                   [](int slot) { return slot; });
   WaitCopies<0>();
   __syncthreads();
   if constexpr (kRounds) {
@@ -239,9 +241,13 @@ constexpr int64_t kStaticBytes = CeilDiv(sizeof(Plan), kDynamicAlignment) * kDyn
 template <typename T, bool kRounds>
 cudaError_t LaunchTyped(cudaStream_t stream, const ExpertGemm& gemm, const FewSlots& few,
                         const CombineTokens& tokens) {
+  // No slot shares its expert tile in the worst case.
+  const auto kernel = few.num_slots * KTiles(gemm.k) > kWarps * kDepth
+                          ? CombinedGemmFew<T, kRounds, true>
+                          : CombinedGemmFew<T, kRounds, false>;
   return LaunchWide(stream, dim3(static_cast<unsigned>(tokens.h / kSlab)), kThreads,
                     static_cast<int>(DynamicBytes(few.num_slots, gemm.k)), /*overlaps=*/true,
-                    CombinedGemmFew<T, kRounds>, gemm, few, tokens, MakeTileConstants<T>());
+                    kernel, gemm, few, tokens, MakeTileConstants<T>());
 }
 
 template <typename T>

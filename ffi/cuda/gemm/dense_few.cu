@@ -48,6 +48,9 @@
 // this one only prefetches them into the L2 cache before it waits. Otherwise it brings the first
 // pieces to shared memory.
 //
+// One row of a small layer has a kernel of its own (dense_vector.cu), and so have most layers on
+// 9.0 (linear_sm90.cu).
+//
 // Bottleneck: latency for a router; otherwise reading weights.
 //
 // Needs: sm_80; k a multiple of 8, or of 16 if weights are E4M3.
@@ -58,6 +61,7 @@
 #include <type_traits>
 
 #include "cuda/gemm/add_sums.cuh"
+#include "cuda/gemm/dense_vector.cuh"
 #include "cuda/gemm/e4m3_pairs.cuh"
 #include "cuda/gemm/linear_sm90.cuh"
 #include "cuda/gemm/piece_ring.cuh"
@@ -701,6 +705,7 @@ cudaError_t LaunchDenseCut(cudaStream_t stream, const DenseFewCall& call,
 cudaError_t LaunchDenseFew(cudaStream_t stream, const DenseFewCall& call,
                            const DenseFewBuffers& buffers) {
   if (call.rows == 0 || call.n == 0) return cudaSuccess;
+  if (FitsDenseVector(call)) return LaunchDenseVector(stream, call, buffers);
   if (ComputeCapabilityMajor() == 9 && FitsDenseSm90(call)) {
     return LaunchDenseSm90(stream, call, buffers);
   }

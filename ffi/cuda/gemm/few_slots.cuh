@@ -112,32 +112,44 @@ constexpr int kCodeBytes = kTileCodeBytes / kParts;
 constexpr int kScaleBytes = kTileScaleBytes / kParts;
 constexpr int kPartBytes = kCodeBytes + kScaleBytes;
 
-// Starts the copies of part `part` of weight tile `tile` to `target`. All lanes of a warp call it.
-__device__ __forceinline__ void RequestPart(const ExpertWeights& weight, int64_t tile, int part,
-                                            uint32_t target) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const uint8_t* codes = weight.packed + tile * kTileCodeBytes + part * kCodeBytes;
-  Copy(target + lane * 16, codes + lane * 16);
-  if (lane < kScaleBytes / 16) {
-    const uint8_t* scales = weight.block_scale + tile * kTileScaleBytes + part * kScaleBytes;
-    Copy(target + kCodeBytes + lane * 16, scales + lane * 16);
+// What a lane copies of one part of successive weight tiles, from tile `tile` on.
+struct PartSource {
+  const uint8_t* codes;
+  const uint8_t* scales;
+
+  __device__ __forceinline__ PartSource(const ExpertWeights& weight, int64_t tile, int part) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    codes = weight.packed + tile * kTileCodeBytes + part * kCodeBytes + lane * 16;
+    scales = weight.block_scale + tile * kTileScaleBytes + part * kScaleBytes + lane * 16;
   }
-}
 
-// The parts that a warp has in flight: kDepth places in shared memory, which it fills in turn. Each
-// part is one group of copies, even if it is empty.
-template <int kDepth>
-struct PartRing {
+  // Starts the copies of the part of the tile that is `after` tiles later. Whole warps call it.
+  __device__ __forceinline__ void Request(int after, uint8_t* place) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const uint32_t target = SharedAddress(place) + lane * 16;
+    Copy(target, codes + after * int64_t{kTileCodeBytes});
+    if (lane < kScaleBytes / 16) {
+      Copy(target + kCodeBytes, scales + after * int64_t{kTileScaleBytes});
+    }
+  }
+};
+
+// The parts that a warp has in flight, in kDepth places in shared memory. Each part is one group of
+// copies, even if it is empty. kRefills: whether the warp may have more than kDepth parts. A place
+// then gets another part when its part is taken.
+template <int kDepth, bool kRefills>
+class PartRing {
+ public:
   static constexpr int kBytes = kDepth * kPartBytes;
-  uint8_t* places;
-  int place = 0;
 
-  // Requests the first kDepth parts, or those from part `first` on: request(target) for each.
+  __device__ __forceinline__ explicit PartRing(uint8_t* places) : places_(places), place_(places) {}
+
+  // Requests the first kDepth parts, or those from part `first` on: request(place) for each.
   template <typename Function>
   __device__ __forceinline__ void Fill(const Function& request, int first = 0) const {
 #pragma unroll
     for (int d = first; d < kDepth; ++d) {
-      request(SharedAddress(places + d * kPartBytes));
+      request(places_ + d * kPartBytes);
       CommitCopies();
     }
   }
@@ -146,23 +158,30 @@ struct PartRing {
   template <typename Function>
   __device__ __forceinline__ Packed Take(const Function& request) {
     const int lane = static_cast<int>(threadIdx.x % 32);
-    uint8_t* bytes = places + place * kPartBytes;
     WaitCopies<kDepth - 1>();
     __syncwarp();  // other lanes have copied the scales
-    const Packed packed = {*reinterpret_cast<const uint4*>(bytes + lane * 16),
-                           *reinterpret_cast<const uint2*>(bytes + kCodeBytes + lane / 4 * 8)};
-    __syncwarp();
-    request(SharedAddress(bytes));
+    const Packed packed = {*reinterpret_cast<const uint4*>(place_ + lane * 16),
+                           *reinterpret_cast<const uint2*>(place_ + kCodeBytes + lane / 4 * 8)};
+    if constexpr (kRefills) {
+      __syncwarp();
+      request(place_);
+    }
     CommitCopies();
-    place = place + 1 < kDepth ? place + 1 : 0;
+    place_ += kPartBytes;
+    if (kRefills && place_ == places_ + kBytes) place_ = places_;
     return packed;
   }
+
+ private:
+  uint8_t* places_;
+  uint8_t* place_;  // of the next part
 };
 
 // Starts the copies of the rows first, first + step, ... that are in `mask` to shared memory, with
 // zeros past k, as one group. Row r is source(r) of the left operand. This is thread `thread` of
-// the `threads` that copy each of these rows.
-template <typename Function>
+// the `threads` that copy each of these rows. kCached: whether they pass through the L1 cache. They
+// may if they are not written while this kernel runs.
+template <bool kCached, typename Function>
 __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t mask, int first, int step,
                                           int thread, int threads, uint8_t* rows,
                                           const Function& source) {
@@ -175,7 +194,12 @@ __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t mask, in
     const uint32_t target = SharedAddress(rows + row * RowStride(p.k));
     for (int chunk = thread; chunk < chunks; chunk += threads) {
       const bool inside = chunk * 8 < p.k;
-      CopyOrZero(target + chunk * 16, values + (inside ? chunk * 8 : 0), inside ? 16 : 0);
+      const uint16_t* source = values + (inside ? chunk * 8 : 0);
+      if constexpr (kCached) {
+        CopyCachedOrZero(target + chunk * 16, source, inside ? 16 : 0);
+      } else {
+        CopyOrZero(target + chunk * 16, source, inside ? 16 : 0);
+      }
     }
   }
   CommitCopies();

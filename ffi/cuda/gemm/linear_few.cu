@@ -18,10 +18,11 @@
 // On 9.0, linear_sm90.cu has most layers of these sizes.
 //
 // A warp has one slab. It loads weights from memory to registers, kDepth weight tiles ahead. All
-// blocks together have the weights of a small layer in flight at once. The block's part of x is in
-// shared memory. Partial sums are added in the order of the teams, then in that of the blocks of a
-// cluster. The bits of a row therefore depend on the other rows of a call only where their number
-// changes the form.
+// blocks together have the weights of a small layer in flight at once. While the preceding kernel
+// still runs, a warp also unpacks half of these tiles, for which it has registers. The block's part
+// of x is in shared memory. Partial sums are added in the order of the teams, then in that of the
+// blocks of a cluster. The bits of a row therefore depend on the other rows of a call only where
+// their number changes the form.
 //
 // The kernel may start before the preceding one ends. If that kernel may have written the weights,
 // this one only prefetches them into the L2 cache before it waits.
@@ -92,18 +93,19 @@ struct SlabWeights {
 };
 
 // Starts the copies of the block's part of x to shared memory, `stride` bytes between rows, with
-// zeros past k. Eight lanes copy 64 of k of a row.
+// zeros past k. Neighboring threads copy neighboring chunks of 16 bytes.
 __device__ __forceinline__ void BringRows(const ExpertGemm& p, int rows, int first_tile, int tiles,
                                           int stride, uint8_t* shared) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const uint32_t target = SharedAddress(shared);
-  const auto* x = static_cast<const uint16_t*>(p.left.values);
-  for (int tile = static_cast<int>(threadIdx.x / 32); tile < tiles; tile += kWarps) {
-    const int k = (first_tile + tile) * kTileK + lane % 8 * 8;
-    const bool inside = k < p.k;
-    for (int row = lane / 8; row < rows; row += 4) {
-      CopyOrZero(target + row * stride + (tile * 8 + lane % 8) * 16,
-                 x + static_cast<int64_t>(row) * p.k + (inside ? k : 0), inside ? 16 : 0);
+  constexpr int kTileChunks = kTileK / 8;
+  const int chunks = tiles * kTileChunks, begin = first_tile * kTileK;
+  const auto* x = static_cast<const uint16_t*>(p.left.values) + begin;
+  uint32_t target = SharedAddress(shared);
+#pragma unroll 1
+  for (int row = 0; row < rows; ++row, x += p.k, target += stride) {
+#pragma unroll 1
+    for (int chunk = static_cast<int>(threadIdx.x); chunk < chunks; chunk += kThreads) {
+      const bool inside = begin + chunk * 8 < p.k;
+      CopyOrZero(target + chunk * 16, x + (inside ? chunk * 8 : 0), inside ? 16 : 0);
     }
   }
   CommitCopies();
@@ -120,20 +122,41 @@ struct SlabSums {
   }
 };
 
+// The fragments of a warp's part of a weight tile: two halves of two.
+struct Fragments {
+  uint32_t words[2][2][4];
+
+  // Computes the fragments where the call stands, even if they are used much later.
+  __device__ __forceinline__ void ComputeHere() {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(words[i / 8][i / 4 % 2][i % 4]));
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ Fragments Unpack(const Packed& packed, const TileConstants& constants) {
+  const uint32_t words[4] = {packed.codes.x, packed.codes.y, packed.codes.z, packed.codes.w};
+  const uint32_t scales[2] = {packed.scales.x, packed.scales.y};
+  Fragments fragments;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    auto& [even, odd] = fragments.words[half];
+    UnpackPair<T>(words[2 * half], words[2 * half + 1], scales[half], constants, even, odd);
+  }
+  return fragments;
+}
+
 // sums += W @ x for one slab of a weight tile. Lane l gives the address of row l % 8 of x at k
 // 8 (l / 8).
 template <typename T>
-__device__ __forceinline__ void MultiplySlab(const Packed& packed, const uint8_t* rows,
-                                             const TileConstants& constants, SlabSums& slab) {
-  const uint32_t words[4] = {packed.codes.x, packed.codes.y, packed.codes.z, packed.codes.w};
-  const uint32_t scales[2] = {packed.scales.x, packed.scales.y};
+__device__ __forceinline__ void MultiplySlab(const Fragments& fragments, const uint8_t* rows,
+                                             SlabSums& slab) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    uint32_t even[4], odd[4], b[4];
-    UnpackPair<T>(words[2 * half], words[2 * half + 1], scales[half], constants, even, odd);
+    uint32_t b[4];
     LoadMatrices(rows + 64 * half, b);
-    MultiplyAdd<T>(slab.sums[0], even, b[0], b[1]);
-    MultiplyAdd<T>(slab.sums[1], odd, b[2], b[3]);
+    MultiplyAdd<T>(slab.sums[0], fragments.words[half][0], b[0], b[1]);
+    MultiplyAdd<T>(slab.sums[1], fragments.words[half][1], b[2], b[3]);
   }
 }
 
@@ -187,7 +210,7 @@ template <typename T, int kSlabs, int kDepth>
 __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
     LinearFew(const __grid_constant__ ExpertGemm p, const FewRows few,
               const TileConstants constants) {
-  constexpr int kTeams = kWarps / kSlabs;
+  constexpr int kTeams = kWarps / kSlabs, kReady = kDepth / 2;
   NVFP4_DYNAMIC_SHARED(shared);
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int team = warp / kSlabs, rank = static_cast<int>(blockIdx.x) & ((1 << few.ranks_log2) - 1);
@@ -209,11 +232,17 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
   }
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) packed[d] = weights.Load(d);
+  const LaneRows lane_rows = LoadLaneRows(p, 0, m_tile, slab);
+  Fragments ready[kReady];
+#pragma unroll
+  for (int d = 0; d < kReady; ++d) {
+    ready[d] = Unpack<T>(packed[d], constants);
+    ready[d].ComputeHere();
+  }
   if (p.plan_is_older) WaitForPrecedingKernel();
   StartNextKernel();
   const int stride = few.rank_tiles * kTileK * 2 + kPadding;
   BringRows(p, few.rows, first_tile, tiles, stride, shared);
-  const LaneRows lane_rows = LoadLaneRows(p, 0, m_tile, slab);
   WaitCopies<0>();
   __syncthreads();
 
@@ -221,18 +250,21 @@ __global__ void __launch_bounds__(kThreads, kDepth <= 4 ? 3 : 2)
   SlabSums sums;
   const uint8_t* rows =
       shared + min(lane % 8, few.rows - 1) * stride + lane / 8 * 16 + team * kTileK * 2;
-  weights.Advance(kDepth);
-  while (weights.left > -kDepth) {
+  // Multiplies kDepth weight tiles by their parts of x. fragments(d) returns those of tile d.
+  const auto multiply = [&](const auto& fragments) {
+    weights.Advance(kDepth);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      if (d == 0 || weights.left > d - kDepth) {
-        MultiplySlab<T>(packed[d], rows + d * kTeams * kTileK * 2, constants, sums);
+      if (weights.left > d - kDepth) {
+        MultiplySlab<T>(fragments(d), rows + d * kTeams * kTileK * 2, sums);
       }
       packed[d] = weights.Load(d);
     }
     rows += kDepth * kTeams * kTileK * 2;
-    weights.Advance(kDepth);
-  }
+  };
+  const auto unpack = [&](int d) { return Unpack<T>(packed[d], constants); };
+  multiply([&](int d) { return d < kReady ? ready[d % kReady] : unpack(d); });
+  while (weights.left > 0) multiply(unpack);
   const BlockPartials<kSlabs> partials = {reinterpret_cast<float4*>(shared),
                                           static_cast<int>(threadIdx.x % (32 * kSlabs))};
   __syncthreads();  // the partial sums take the place of x

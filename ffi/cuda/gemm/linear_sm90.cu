@@ -61,7 +61,7 @@ struct PackedLayer {
   // Unpacking has time for two tiles only if the MMAs of a tile are short.
   static constexpr int StepTiles(int eights) { return eights <= 4 ? 2 : 1; }
   static constexpr int Stages(int teams, int eights) {
-    return teams == 2 ? 4 : eights == 1 ? 5 : eights == 4 ? 3 : 4;
+    return teams == 2 || eights == 1 || eights == 8 ? 4 : 3;
   }
 
   ExpertGemm p;
@@ -386,8 +386,10 @@ cudaError_t LaunchTeams(cudaStream_t stream, const Layer& layer, int64_t rows, i
     const Sizes sizes = {static_cast<int32_t>(rows), ranks,
                          static_cast<int32_t>(CeilDiv(steps, ranks) * F::kStepTiles)};
     const dim3 grid(static_cast<unsigned>(CeilDiv(n, kTileM) * ranks));
-    return LaunchClusters(stream, grid, ranks, F::kThreads, F::kSharedBytes, /*overlaps=*/true,
-                          LinearSm90<T, Layer, eights, kTeams>, layer, sizes);
+    const auto kernel = LinearSm90<T, Layer, eights, kTeams>;
+    const int bytes = SharedBytesAlone(grid.x, ranks, F::kThreads, F::kSharedBytes, kernel);
+    return LaunchClusters(stream, grid, ranks, F::kThreads, bytes, /*overlaps=*/true, kernel, layer,
+                          sizes);
   });
 }
 
@@ -406,8 +408,13 @@ LinearSm90Cut CutLinearSm90(int64_t n, int64_t k) {
   if (2 * tiles > count && tiles <= count) return {4, 1};
   // A cluster has as many blocks as leave each multiprocessor one, and each team a step.
   const int64_t steps = CeilDiv(k, 2 * kTileK);
-  return {2, static_cast<int32_t>(
-                 std::clamp<int64_t>(std::min(count / tiles, steps / 2), 1, int64_t{kMaxRanks}))};
+  const int64_t ranks =
+      std::clamp<int64_t>(std::min(count / tiles, steps / 2), 1, int64_t{kMaxRanks});
+  // Clusters of four do not cover a device whose GPCs have, for example, 18 multiprocessors. While
+  // the preceding kernel still runs, up to three of these blocks came to a multiprocessor, and took
+  // 6.9 us where the others took 2.7. Half as many blocks with twice as many teams have room.
+  if (ranks > 2 && 2 * tiles * ranks > count && steps >= 8) return {4, 2};
+  return {2, static_cast<int32_t>(ranks)};
 }
 
 bool FitsLinearSm90(int64_t rows, int64_t n, int64_t k) {

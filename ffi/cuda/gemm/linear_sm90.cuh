@@ -10,8 +10,8 @@ namespace nvfp4 {
 // How a layer is cut. A block has the outputs of 64 weight rows, and its `teams` divide k. The
 // `ranks` blocks of a cluster divide it before.
 struct LinearSm90Cut {
-  int32_t teams;  // 2 or 4; a cluster has one block if they are 4
-  int32_t ranks;  // up to 4
+  int32_t teams;  // 2 or 4
+  int32_t ranks;  // up to 4; up to 2 with four teams
 };
 
 // Cuts a layer with n outputs for the current device. The cut does not depend on the rows.

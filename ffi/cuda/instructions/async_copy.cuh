@@ -22,6 +22,13 @@ __device__ __forceinline__ void CopyOrZero(uint32_t target, const void* source, 
                : "memory");
 }
 
+// The same through the L1 cache, for what several blocks of a multiprocessor read.
+__device__ __forceinline__ void CopyCachedOrZero(uint32_t target, const void* source, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
 // Starts a copy of 8 bytes to shared memory. It reads `bytes` bytes (0 to 8), and writes zeros for
 // the rest.
 __device__ __forceinline__ void Copy8OrZero(uint32_t target, const void* source, int bytes) {

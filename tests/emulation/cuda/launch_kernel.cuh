@@ -31,6 +31,12 @@ bool HasCode(void (*)(Parameters...)) {
   return true;
 }
 
+// Blocks do not share a multiprocessor here.
+template <typename... Parameters>
+int SharedBytesAlone(int64_t, int, int, int shared_bytes, void (*)(Parameters...)) {
+  return shared_bytes;
+}
+
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchClusters(cudaStream_t, dim3 grid, int cluster, int threads, int shared_bytes,
                            bool overlaps, void (*kernel)(Parameters...),

@@ -40,6 +40,10 @@ inline void Copy8OrZero(uint32_t target, const void* source, int bytes) {
 inline void Copy4OrZero(uint32_t target, const void* source, int bytes) {
   CopySome(target, source, bytes, 4);
 }
+inline void CopyCachedOrZero(uint32_t target, const void* source, int bytes) {
+  CopyOrZero(target, source, bytes);
+}
+
 inline void Copy(uint32_t target, const void* source) { CopyOrZero(target, source, 16); }
 inline void CommitCopies() {}
 template <int kGroups>

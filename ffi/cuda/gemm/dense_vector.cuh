@@ -1,0 +1,16 @@
+// A small linear layer with plain weights for one row, in one kernel without a workspace.
+#pragma once
+
+#include "cuda/launch.h"
+
+namespace nvfp4 {
+
+// Whether the kernel takes the call and is faster than that of dense_few.cuh: one row without
+// scales, and so few outputs that all of them are computed at once on the current device.
+bool FitsDenseVector(const DenseFewCall& call);
+
+// As LaunchDenseFew. The call must not be empty.
+cudaError_t LaunchDenseVector(cudaStream_t stream, const DenseFewCall& call,
+                              const DenseFewBuffers& buffers);
+
+}  // namespace nvfp4
