@@ -21,9 +21,9 @@
 // enough registers and shared memory for one of its blocks on each multiprocessor.
 //
 // Bottleneck: reading weights, and instructions. With one token of Qwen3-30B-A3B on an H200, the
-// weights alone arrive 4.1 us after the ids. Each instruction of the loop over weight tiles costs 48
-// issue slots of a scheduler. A loop of 72 instead of 100 instructions, and requests without 64-bit
-// arithmetic, made the kernel end after 7.5 us instead of 10.3.
+// weights alone arrive 4.1 us after the ids. Each instruction of the loop over weight tiles costs
+// 48 issue slots of a scheduler. A loop of 72 instead of 100 instructions, and requests without
+// 64-bit arithmetic, made the kernel end after 7.5 us instead of 10.3.
 //
 // Needs: sm_80. Tests: tests/gpu/test_cuda_kernel.py, tests/emulation/test_emulation.py.
 #include "cuda/epilogues/direct_store.cuh"
