@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(kTeams* kTeamThreads, kTeams == 2 ? 2 : 1)
   }
   SyncCluster();
 #pragma unroll 1
-  for (int eight = rank * kTeams + team; 8 * eight < p.rows; eight += p.ranks * kTeams) {
+  for (int eight = team * p.ranks + rank; 8 * eight < p.rows; eight += p.ranks * kTeams) {
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 2
     for (int peer = 0; peer < p.ranks; ++peer) {
