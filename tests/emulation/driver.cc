@@ -186,7 +186,9 @@ int dense_sm90(const DenseFewCall* call, void* const* operands) {
                          {operands[0], operands[1], operands[5], nullptr, nullptr, operands[4]});
 }
 
-void cut_linear_sm90(int64_t n, int64_t k, LinearSm90Cut* cut) { *cut = CutLinearSm90(n, k); }
+void cut_linear_sm90(int64_t n, int64_t k, int few, LinearSm90Cut* cut) {
+  *cut = CutLinearSm90(n, k, few != 0);
+}
 
 // Computes one FP4 MMA. The operands are a [32, 4], b [32, 2], scale_a [32], scale_b [32], sums
 // [32, 4]. If `shuffled`, the emulation for GPUs without the instruction runs. Otherwise

@@ -79,7 +79,7 @@ def test_only_newer_devices_have_clusters(library, device, blocks):
 # n, k -> teams of a block, blocks of a cluster: of the layers above, and of one with short rows.
 SM90_CUTS = {
     (5120, 2048): (4, 1),
-    (2048, 4096): (4, 2),
+    (2048, 4096): (2, 4),
     (12288, 2048): (2, 1),
     (4096, 2048): (2, 2),
     (1024, 2048): (2, 4),
@@ -89,8 +89,10 @@ SM90_CUTS = {
 
 @pytest.mark.parametrize(("n", "k"), SM90_CUTS)
 def test_layers_are_cut_for_hopper(library, n, k):
-    cut = cuda_emulation.cut_linear_sm90(library, n, k, H200)
+    cut = cuda_emulation.cut_linear_sm90(library, n, k, H200, few=False)
     assert (cut.teams, cut.ranks) == SM90_CUTS[n, k]
+    few = cuda_emulation.cut_linear_sm90(library, n, k, H200, few=True)
+    assert (few.teams, few.ranks) == ((4, 2) if (n, k) == (2048, 4096) else SM90_CUTS[n, k])
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])

@@ -348,11 +348,11 @@ class LinearSm90Cut(ctypes.Structure):
     _fields_: ClassVar = [(name, ctypes.c_int32) for name in ("teams", "ranks")]
 
 
-def cut_linear_sm90(library, n, k, multiprocessors) -> LinearSm90Cut:
-    """Return how the kernel for 9.0 cuts a linear layer."""
+def cut_linear_sm90(library, n, k, multiprocessors, *, few) -> LinearSm90Cut:
+    """Return how the kernel for 9.0 cuts a linear layer, with `few` NVFP4 rows or other ones."""
     library.configure(multiprocessors, HOPPER_SHARED_BYTES, 0)
     cut, sizes = LinearSm90Cut(), [ctypes.c_int64(size) for size in (n, k)]
-    library.cut_linear_sm90(*sizes, ctypes.byref(cut))
+    library.cut_linear_sm90(*sizes, int(few), ctypes.byref(cut))
     return cut
 
 

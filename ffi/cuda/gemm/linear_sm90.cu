@@ -396,14 +396,15 @@ cudaError_t LaunchTeams(cudaStream_t stream, const Layer& layer, int64_t rows, i
 template <typename T, typename Layer>
 cudaError_t LaunchLayer(cudaStream_t stream, const Layer& layer, int64_t rows, int64_t n,
                         int64_t k) {
-  const LinearSm90Cut cut = CutLinearSm90(n, k);
+  const bool few = std::is_same_v<Layer, PackedLayer<T>> && rows <= 16;
+  const LinearSm90Cut cut = CutLinearSm90(n, k, few);
   return cut.teams == 2 ? LaunchTeams<T, 2>(stream, layer, rows, n, k, cut.ranks)
                         : LaunchTeams<T, 4>(stream, layer, rows, n, k, cut.ranks);
 }
 
 }  // namespace
 
-LinearSm90Cut CutLinearSm90(int64_t n, int64_t k) {
+LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few) {
   const int64_t tiles = CeilDiv(n, kTileM), count = MultiprocessorCount();
   if (2 * tiles > count && tiles <= count) return {4, 1};
   // A cluster has as many blocks as leave each multiprocessor one, and each team a step.
@@ -412,8 +413,10 @@ LinearSm90Cut CutLinearSm90(int64_t n, int64_t k) {
       std::clamp<int64_t>(std::min(count / tiles, steps / 2), 1, int64_t{kMaxRanks});
   // Clusters of four do not cover a device whose GPCs have, for example, 18 multiprocessors. While
   // the preceding kernel still runs, up to three of these blocks came to a multiprocessor, and took
-  // 6.9 us where the others took 2.7. Half as many blocks with twice as many teams have room.
-  if (ranks > 2 && 2 * tiles * ranks > count && steps >= 8) return {4, 2};
+  // 6.9 us where the others took 2.7. Half as many blocks with twice as many teams have room, and
+  // took 5.1. With more rows, and with weights that need no unpacking, they are slower by 1 % of a
+  // step.
+  if (few && ranks > 2 && 2 * tiles * ranks > count && steps >= 8) return {4, 2};
   return {2, static_cast<int32_t>(ranks)};
 }
 

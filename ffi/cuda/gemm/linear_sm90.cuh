@@ -14,8 +14,9 @@ struct LinearSm90Cut {
   int32_t ranks;  // up to 4; up to 2 with four teams
 };
 
-// Cuts a layer with n outputs for the current device. The cut does not depend on the rows.
-LinearSm90Cut CutLinearSm90(int64_t n, int64_t k);
+// Cuts a layer with n outputs for the current device. `few`: whether it has NVFP4 weights and at
+// most 16 rows. The cut does not depend on the number of rows otherwise.
+LinearSm90Cut CutLinearSm90(int64_t n, int64_t k, bool few);
 
 // Whether the kernel is faster than those of linear_few.cuh, or dense_few.cuh, on 9.0. Others are
 // faster if x is small, or if there are so many outputs that reading x for each 64 of them costs
