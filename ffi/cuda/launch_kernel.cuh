@@ -177,9 +177,9 @@ cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int thre
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Returns the shared memory for blocks of which all `blocks` run at once: so much, at least
-// `shared_bytes`, that each of them has a multiprocessor of its own, if the device has room for
-// that. Without it, a kernel that starts while the one before it still runs puts several blocks on
+// Returns the shared memory of a block that needs `shared_bytes`, for a kernel of `blocks` blocks.
+// It is so much that each block has a multiprocessor of its own, if the device has room for that.
+// Otherwise, a kernel that starts while the one before it still runs would put several blocks on
 // each idle multiprocessor, and these end last.
 template <typename... Parameters>
 int SharedBytesAlone(int64_t blocks, int cluster, int threads, int shared_bytes,

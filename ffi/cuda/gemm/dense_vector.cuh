@@ -5,8 +5,8 @@
 
 namespace nvfp4 {
 
-// Whether the kernel takes the call and is faster than that of dense_few.cuh: one row without
-// scales, and so few outputs that all of them are computed at once on the current device.
+// Whether the kernel takes the call, and is faster than that of dense_few.cuh. It takes one row,
+// without scales. All outputs must be computed at once on the current device.
 bool FitsDenseVector(const DenseFewCall& call);
 
 // As LaunchDenseFew. The call must not be empty.

@@ -179,8 +179,8 @@ class PartRing {
 
 // Starts the copies of the rows first, first + step, ... that are in `mask` to shared memory, with
 // zeros past k, as one group. Row r is source(r) of the left operand. This is thread `thread` of
-// the `threads` that copy each of these rows. kCached: whether they pass through the L1 cache. They
-// may if they are not written while this kernel runs.
+// the `threads` that copy each of these rows. kCached: whether they pass through the L1 cache, for
+// which this kernel must have waited for the one that writes them.
 template <bool kCached, typename Function>
 __device__ __forceinline__ void BringRows(const ExpertGemm& p, uint32_t mask, int first, int step,
                                           int thread, int threads, uint8_t* rows,
