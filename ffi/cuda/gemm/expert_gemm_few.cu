@@ -156,10 +156,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, kRounds>)
   if (own.slots == 0) return;
 
   const int64_t first = (static_cast<int64_t>(own.expert) * p.m_tiles() + m_tile) * k_tiles;
-  const PartSource source(p.weight, first + begin, part);
-  int requested = 0;
+  PartSource source(p.weight, first + begin, part);
+  int requested = begin;
   const auto request = [&](uint8_t* place) {
-    if (requested < end - begin) source.Request(requested, place);
+    if constexpr (kRefills) {
+      if (requested < end) source.Request(0, place);
+      source.Advance();
+    } else if (requested < end) {
+      source.Request(requested - begin, place);
+    }
     ++requested;
   };
   PartRing<kDepth, kRefills> ring(shared + warp * PartRing<kDepth, kRefills>::kBytes);
@@ -198,7 +203,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, kRounds>)
     const Packed packed = ring.Take(request);
     MultiplyTile<T>(packed, b, constants, halves);
   }
-  if (thread == 0) PrefetchNext(few, own.expert, slab, slabs);
+  if (thread == 0) {
+    PrefetchNext(few, own.expert, m_tile * kParts + part, p.m_tiles() * kParts);
+  }
   float sums[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];

@@ -123,6 +123,11 @@ struct PartSource {
     scales = weight.block_scale + tile * kTileScaleBytes + part * kScaleBytes + lane * 16;
   }
 
+  __device__ __forceinline__ void Advance() {
+    codes += kTileCodeBytes;
+    scales += kTileScaleBytes;
+  }
+
   // Starts the copies of the part of the tile that is `after` tiles later. Whole warps call it.
   __device__ __forceinline__ void Request(int after, uint8_t* place) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
