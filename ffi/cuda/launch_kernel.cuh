@@ -133,6 +133,15 @@ cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
 }
 
+// Each `cluster` blocks of a launch form a cluster.
+inline cudaLaunchAttribute ClusterAttribute(int cluster) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
 // Launches a kernel with `shared_bytes` bytes of dynamic shared memory. If `overlaps` is set and
 // the device can, blocks may start before the kernel ahead in the stream has ended, unless
 // next_kernel_starts_last is set; the rules above apply. Each `cluster` blocks form a cluster; more
@@ -168,12 +177,7 @@ cudaError_t LaunchClusters(cudaStream_t stream, dim3 grid, int cluster, int thre
       attribute.val.programmaticStreamSerializationAllowed = 1;
     }
   }
-  if (cluster > 1) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  }
+  if (cluster > 1) attributes[config.numAttrs++] = ClusterAttribute(cluster);
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -187,10 +191,7 @@ int SharedBytesAlone(int64_t blocks, int cluster, int threads, int shared_bytes,
   const int alone = MultiprocessorSharedBytes() / 2;
   if (alone <= shared_bytes || blocks > MultiprocessorCount()) return shared_bytes;
   if (cluster == 1) return alone;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attribute = ClusterAttribute(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
